@@ -4117,15 +4117,15 @@ typedef enum tmpl_kind {
     TN_TEXT,         /* text */
     TN_PRINT,        /* a: expression */
     TN_IF,           /* a: condition (NULL: this is the else arm), b: body, c: next arm */
-    TN_FOR,          /* a: target, b: sequence, c: body, d: condition or NULL, e: else body or
+    TN_FOR,          /* a: target, b: sequence, c: body, d: condition, e: else body; d and e may be
                       * NULL */
     TN_SET,          /* a: target, b: expression */
     TN_SET_BLOCK,    /* a: target, b: filters over TN_CAPTURED, c: body */
     TN_FILTER_BLOCK, /* b: filters over TN_CAPTURED, c: body */
-    TN_MACRO,        /* id, text: name, b: parameters (TN_PARAM), c: body, integer 1: has a variable
-                      * `caller` */
+    TN_MACRO,        /* id, text: name, b: parameters (TN_PARAM), c: body, integer: 1 if the macro
+                      * has the variable `caller` */
     TN_CALL_BLOCK,   /* a: call, b: the TN_MACRO that the called macro gets as `caller` */
-    TN_SCOPE,        /* c: body with a scope of its own (generation) */
+    TN_SCOPE,        /* c: body with a scope of its own (the tag `generation`) */
     TN_BREAK,
     TN_CONTINUE,
     /* Expressions */
@@ -4143,7 +4143,7 @@ typedef enum tmpl_kind {
     TN_SLICE,    /* a[b:c:d]; b, c and d may each be NULL */
     TN_CALL,     /* a(b: list of arguments) */
     TN_FILTER,   /* a|text(b) */
-    TN_TEST,     /* a is text(b); op 1: is not */
+    TN_TEST,     /* a is text(b); op 1: a is not text(b) */
     TN_NOT,      /* not a */
     TN_SIGN,     /* op '-' or '+', a */
     TN_BINARY,   /* a op b */
@@ -4177,7 +4177,8 @@ struct tmpl_node { /* tmpl_kind says which fields each kind uses. The tmpl's are
     tmpl_node *a, *b, *c, *d, *e, *next;
 };
 
-enum { TMPL_LOOP, TMPL_CALLER, TMPL_RESERVED }; /* numbers of the variables `loop` and `caller` */
+/* Numbers of the variables `loop` and `caller`; TMPL_RESERVED is how many numbers these take. */
+enum { TMPL_LOOP, TMPL_CALLER, TMPL_RESERVED };
 
 typedef struct tmpl { /* a parsed template; immutable */
     arena memory;              /* owns the nodes and their texts */
@@ -4299,9 +4300,10 @@ static size_t tmpl_tag_end(const tmpl_lexer *lexer, size_t at, char closer) {
     return at + 2 + (closer != '}' && tmpl_char_at(lexer, at + 2) == '\n');
 }
 
-/* Pushes the text from lexer->at to the tag that opens at `open`. `sign` is the character after the
- * opening. "-" removes all white space before the tag. Without "-" or "+", if only white space
- * stands between the start of the line and a block or comment, it is removed (lstrip_blocks). */
+/* Pushes the text from lexer->at to the tag that opens at `open`. `kind` is the tag's second
+ * character ('%', '{' or '#'), `sign` its third. The sign '-' removes all white space before the
+ * tag. With neither '-' nor '+', white space between the start of the line and a block or comment
+ * is removed if nothing else stands there (lstrip_blocks). */
 static void tmpl_push_text(tmpl_lexer *lexer, size_t open, char kind, char sign) {
     str text = str_sub(lexer->source, lexer->at, open);
     if (sign == '-') {
@@ -4325,8 +4327,9 @@ static bool tmpl_lex_comment(tmpl_lexer *lexer) {
     return tmpl_syntax_error(lexer->e, lexer->line, "comment without an end");
 }
 
-/* Appends one escape of a string literal, as in Python. *at is the index of the backslash and moves
- * past the escape. An unknown escape is kept as written. A surrogate becomes U+FFFD. */
+/* Appends the value of one escape of a string literal, as in Python. *at is the index of the
+ * backslash and moves past the escape. A backslash before a line feed has no value; an unknown
+ * escape is kept as written; a surrogate becomes U+FFFD. */
 static bool tmpl_lex_escape(tmpl_lexer *lexer, str text, size_t *at, buf *out) {
     static const char letters[] = "\\'\"abfnrtv", meanings[] = "\\'\"\a\b\f\n\r\t\v";
     char letter = text.p[*at + 1], utf8[4];
@@ -4379,7 +4382,7 @@ static size_t tmpl_digits_end(const tmpl_lexer *lexer, size_t at) {
 static void tmpl_lex_number(tmpl_lexer *lexer) {
     size_t end = tmpl_digits_end(lexer, lexer->at);
     int type = TT_INT;
-    /* after a dot: a.0.1 means (a.0).1, not a[0.1] */
+    /* after a dot the number is an integer: a.0.1 means (a.0).1, not a[0.1] */
     bool member = lexer->source.p[lexer->at - 1] == '.';
     if (!member && tmpl_char_at(lexer, end) == '.' &&
         isdigit((unsigned char)tmpl_char_at(lexer, end + 1))) {
@@ -4417,6 +4420,7 @@ static bool tmpl_lex_operator(tmpl_lexer *lexer) {
         if (lexer->n_open == TMPL_NESTING)
             return tmpl_syntax_error(lexer->e, lexer->line, "brackets nested more than %d deep",
                                      TMPL_NESTING);
+        /* in ASCII, ']' is '[' + 2 and '}' is '{' + 2 */
         lexer->closers[lexer->n_open++] = (char)(sign == '(' ? ')' : sign + 2);
     }
     if (strchr(")]}", sign) && (!lexer->n_open || lexer->closers[--lexer->n_open] != sign))
@@ -4455,14 +4459,14 @@ static bool tmpl_lex_tag(tmpl_lexer *lexer, char closer) {
 }
 
 /* If `name` stands at `at` (white space may precede it), returns the index of the first byte after
- * the name and white space, where the tag may end. Returns 0 if it is another tag. */
+ * the name and the white space that follows it. Returns 0 if the tag has another name. */
 static size_t tmpl_named_tag(const tmpl_lexer *lexer, size_t at, const char *name) {
     at = tmpl_skip_space(lexer->source, at);
     return tmpl_source_has(lexer, at, name) ? tmpl_skip_space(lexer->source, at + strlen(name)) : 0;
 }
 
-/* Called after "{%". If this is a raw block, sets *is_raw and pushes its text unchanged. "%}" of
- * the opening tag does not consume a line feed; this differs from other tags. */
+/* Called after "{%". If the tag opens a raw block, sets *is_raw and pushes the block's text
+ * unchanged. Unlike other tags, {% raw %} does not consume the line feed after it. */
 static bool tmpl_lex_raw(tmpl_lexer *lexer, bool *is_raw) {
     const size_t at = tmpl_named_tag(lexer, lexer->at, "raw");
     *is_raw = at && (tmpl_source_has(lexer, at, "%}") || tmpl_source_has(lexer, at, "-%}"));
@@ -4508,7 +4512,7 @@ static bool tmpl_lex(tmpl_lexer *lexer) {
 
 typedef struct tmpl_parser {
     tmpl *template;
-    /* The next token. If it is not TT_END, token[1] exists: TT_END is the last token. */
+    /* The next token. token[1] exists unless this is TT_END, the last token. */
     const tmpl_token *token;
     int depth;         /* current nesting, at most TMPL_NESTING */
     int n_loops;       /* number of enclosing loops to which break and continue can refer */
@@ -4542,7 +4546,8 @@ static tmpl_node *tmpl_take_node(tmpl_parser *parser, int kind) {
     return node;
 }
 
-/* Calls `parse` one level deeper. Every recursive call goes through here, to bound the depth. */
+/* Calls `parse` one level deeper. Every recursion of the parser goes through this function, which
+ * bounds the depth. */
 static tmpl_node *tmpl_nested(tmpl_parser *parser, tmpl_node *(*parse)(tmpl_parser *)) {
     if (parser->depth == TMPL_NESTING)
         return tmpl_syntax_error(parser->e, parser->token->line, "nested more than %d deep",
@@ -4574,9 +4579,9 @@ static bool tmpl_need_close(tmpl_parser *parser) {
     return (parser->token->type == TT_CLOSE && parser->token++) ||
            tmpl_expected(parser, "end of the tag");
 }
-/* Called before each item in brackets. Consumes the closing bracket, if it is next (*closed: true),
- * else a comma, unless this is the first item. The bracket may follow a comma. Returns false, with
- * an error, if the comma is missing. */
+/* Called before each item in brackets. Consumes the comma before an item that is not the first.
+ * Sets *closed if the closing bracket comes instead of an item or after a last comma, and consumes
+ * it. Returns false, with an error, if the comma is missing. */
 static bool tmpl_next_item(tmpl_parser *parser, bool first, char closer, bool *closed) {
     const char what[] = {'\'', ',', '\'', ' ', 'o', 'r', ' ', '\'', closer, '\'', 0};
     *closed = tmpl_take_op(parser, closer);
@@ -4599,7 +4604,7 @@ static int tmpl_name_id(tmpl_parser *parser, str s) {
     return template->n_names++;
 }
 
-/* Parses a variable name. Returns it as a node of this kind. */
+/* Parses a variable name. Returns a node of this kind with the name and its number. */
 static tmpl_node *tmpl_parse_name(tmpl_parser *parser, int kind) {
     if (parser->token->type != TT_NAME) return tmpl_expected(parser, "name");
     tmpl_node *node = tmpl_take_node(parser, kind);
@@ -4607,8 +4612,8 @@ static tmpl_node *tmpl_parse_name(tmpl_parser *parser, int kind) {
     return node->id >= 0 ? node : NULL;
 }
 
-/* Parses items separated by commas. Returns a TN_TUPLE, or the item itself if it is the only one
- * and no comma follows. Only in parentheses may the tuple be empty. */
+/* Parses items separated by commas. Returns a TN_TUPLE, or the item itself if there is only one and
+ * no comma follows it. The tuple may be empty only in parentheses. */
 static tmpl_node *tmpl_parse_tuple(tmpl_parser *parser, tmpl_node *(*item)(tmpl_parser *),
                                    bool parentheses) {
     tmpl_node *tuple = tmpl_new_node(parser, TN_TUPLE, parser->token->line), **tail = &tuple->b;
@@ -4792,7 +4797,7 @@ static tmpl_node *tmpl_parse_applied(tmpl_parser *parser, int kind, tmpl_node *o
     return !tmpl_take_op(parser, '(') || tmpl_parse_arguments(parser, &node->b) ? node : NULL;
 }
 
-/* Parses a test after "is": [not] name [argument]. A single argument needs no parentheses. */
+/* Parses a test after "is": [not] name [arguments]. A single argument needs no parentheses. */
 static tmpl_node *tmpl_parse_test(tmpl_parser *parser, tmpl_node *of) {
     bool negated = tmpl_take_word(parser, "not");
     tmpl_node *node = tmpl_parse_applied(parser, TN_TEST, of);
@@ -4818,7 +4823,8 @@ static tmpl_node *tmpl_parse_signed(tmpl_parser *parser) {
     return (node->a = tmpl_nested(parser, tmpl_parse_signed)) ? node : NULL;
 }
 
-/* Parses an operand with its filters and tests. A sign binds tighter: -3|abs is (-3)|abs. */
+/* Parses an operand with its filters and tests. A sign binds tighter than these: -3|abs is
+ * (-3)|abs. */
 static tmpl_node *tmpl_parse_operand(tmpl_parser *parser) {
     tmpl_node *node = tmpl_parse_signed(parser);
     while (node) {
@@ -4833,7 +4839,8 @@ static tmpl_node *tmpl_parse_operand(tmpl_parser *parser) {
 /* Levels of precedence, lowest first. As in Jinja, ~ binds tighter than + and looser than *. */
 enum { TL_OR, TL_AND, TL_NOT, TL_COMPARE, TL_ADD, TL_CONCAT, TL_MUL, TL_OPERAND };
 
-/* If the next token is a binary operator of this level, consumes it and returns its code; else 0 */
+/* If the next tokens are a binary operator of this level, consumes them and returns the operator's
+ * code. Otherwise returns 0. */
 static int tmpl_take_operator(tmpl_parser *parser, int level) {
     static const uint16_t signs[][7] = { /* each row ends with 0 */
         [TL_COMPARE] = {'<', '>', OP_LE, OP_GE, OP_EQ, OP_NE},
@@ -4865,7 +4872,8 @@ static tmpl_node *tmpl_binary_node(tmpl_parser *parser, int line, int op, tmpl_n
 static tmpl_node *tmpl_parse_not(tmpl_parser *parser);
 
 /* Parses the operators of one level, from left to right, and their operands. a < b < c becomes
- * a < b and b < c; b is evaluated twice, which changes nothing. */
+ * a < b and b < c. So b is evaluated twice; Python evaluates it once. This makes a difference only
+ * if b calls a macro that assigns to a namespace. */
 static tmpl_node *tmpl_parse_level(tmpl_parser *parser, int level) {
     int line = parser->token->line, op;
     if (level == TL_OPERAND) return tmpl_parse_operand(parser);
@@ -4916,7 +4924,7 @@ static tmpl_node *tmpl_parse_target(tmpl_parser *parser) {
     return tmpl_parse_tuple(parser, tmpl_parse_one_target, false);
 }
 
-/* name, namespace.name or (targets) */
+/* Parses a target of an assignment: name, namespace.name or (targets). */
 static tmpl_node *tmpl_parse_one_target(tmpl_parser *parser) {
     bool value;
     if (tmpl_take_op(parser, '(')) {
@@ -4935,13 +4943,13 @@ static tmpl_node *tmpl_parse_one_target(tmpl_parser *parser) {
     return node;
 }
 
-/* Parses the end of a tag and the body after it. The body ends with a tag whose name is one of
- * `ends`; "{%" and that name are consumed. */
+/* Parses the end of a tag, with a ':' before it or not, and the body after it. The body ends with a
+ * tag whose name is one of `ends`; "{%" and that name are consumed. */
 static bool tmpl_parse_block(tmpl_parser *parser, const char *ends, tmpl_node **body) {
     tmpl_take_op(parser, ':');
     return tmpl_need_close(parser) && tmpl_parse_body(parser, ends, body);
 }
-/* The same, but break and continue in the body cannot refer to a loop around it. */
+/* As tmpl_parse_block, but break and continue in the body cannot refer to a loop around it. */
 static bool tmpl_parse_closed_block(tmpl_parser *parser, const char *ends, tmpl_node **body) {
     int loops = parser->n_loops;
     parser->n_loops = 0;
@@ -4950,7 +4958,7 @@ static bool tmpl_parse_closed_block(tmpl_parser *parser, const char *ends, tmpl_
     return ok;
 }
 
-/* The arms of one if (if, elif ..., else) are a list through .c. */
+/* Parses an if with its arms (if, elif ..., else), which become a list through .c. */
 static tmpl_node *tmpl_parse_if(tmpl_parser *parser, int line) {
     tmpl_node *first = NULL;
     for (tmpl_node **tail = &first;; tail = &(*tail)->c) {
@@ -4999,7 +5007,7 @@ static tmpl_node *tmpl_parse_block_filters(tmpl_parser *parser, bool first) {
     return node;
 }
 
-/* set target = expression, or set target [filters] %} body {% endset */
+/* Parses "target = expression", or "target [filters] %} body {% endset". */
 static tmpl_node *tmpl_parse_set(tmpl_parser *parser, int line) {
     tmpl_node *node = tmpl_new_node(parser, TN_SET, line);
     if (!(node->a = tmpl_parse_target(parser))) return NULL;
@@ -5010,8 +5018,8 @@ static tmpl_node *tmpl_parse_set(tmpl_parser *parser, int line) {
            tmpl_parse_closed_block(parser, "endset", &node->c) ? node : NULL;
 }
 
-/* Parses parameters of a macro after '(', up to and including ')'. After a parameter with a default
- * value, all others need one. */
+/* Parses the parameters of a macro after '(', up to and including ')'. After a parameter with a
+ * default value, all later ones need one, too. */
 static bool tmpl_parse_params(tmpl_parser *parser, tmpl_node **params) {
     bool defaults = false, closed;
     for (tmpl_node **tail = params;; tail = &(*tail)->next) {
@@ -5029,8 +5037,8 @@ static bool tmpl_parse_params(tmpl_parser *parser, tmpl_node **params) {
 }
 
 /* Parses the body of a macro whose parameters are already parsed. If the body reads `caller`, and
- * `caller` is not a parameter, the macro has a variable of that name (macro->integer). A read in a
- * macro counts as a read in the macro around it, unless that one set `caller` before. */
+ * `caller` is not a parameter, the macro has a variable of that name (macro->integer). A read in an
+ * inner macro counts as a read in the outer macro, unless the outer macro set `caller` before. */
 static bool tmpl_parse_macro_body(tmpl_parser *parser, tmpl_node *macro, const char *end) {
     bool reads = parser->reads_caller, sets = parser->sets_caller;
     parser->reads_caller = parser->sets_caller = false;
@@ -5054,7 +5062,7 @@ static tmpl_node *tmpl_parse_macro(tmpl_parser *parser) {
     return tmpl_parse_macro_body(parser, node, "endmacro") ? node : NULL;
 }
 
-/* {% call[(parameters)] macro(arguments) %} */
+/* Parses a call block: {% call[(parameters)] macro(arguments) %} body {% endcall %}. */
 static tmpl_node *tmpl_parse_call_block(tmpl_parser *parser, int line) {
     tmpl_node *node = tmpl_new_node(parser, TN_CALL_BLOCK, line);
     node->b = tmpl_new_node(parser, TN_MACRO, line);
@@ -5130,8 +5138,8 @@ static void tmpl_del(tmpl *template) {
     free(template);
 }
 
-/* Returns the source normalized, in the arena: invalid UTF-8 repaired, every line end "\n", and one
- * line end at the very end of the source removed. */
+/* Returns a normalized copy of the source in the arena: invalid UTF-8 is repaired, every line end
+ * is "\n", and one line end at the very end of the source is removed. */
 static str tmpl_clean_source(arena *memory, str text) {
     buf valid = {0}, lines = {0};
     text = uni_repair(text, &valid);
@@ -5172,8 +5180,8 @@ static int tmpl_parse(tmpl **out, str source, toka_err *e) {
  * MARK: 9. Chat template: values [pure]
  * The values of a render, its budget of steps and memory, and all operations on values that need no
  * variables: conversion to text, equality and order, dicts, reading and writing JSON, elements,
- * operators, filters and methods of texts. Results are the same as in Python. Where Python raises
- * an exception, these functions fail.
+ * operators, filters and methods of texts. Results are the same as in Python, except for the
+ * differences below. Where Python raises an exception, these functions fail.
  *
  * Always: a function that fails fills in *e and returns false. The template chooses how much a
  * render computes, so every cost is charged to the run before it arises: steps by
@@ -5192,7 +5200,8 @@ typedef enum tval_type {
     TV_UNDEFINED, TV_NONE, TV_BOOL, TV_INT,
     TV_BIG_INT, /* an integer beyond 64 bits, as text */
     TV_FLOAT, TV_STR, TV_LIST, TV_TUPLE, TV_DICT,
-    TV_GENERATOR, /* result of map, select, reverse ...: true, can be iterated once, no length */
+    TV_GENERATOR, /* result of map, select, reverse ...; counts as true, has no length, can be
+                   * iterated once */
     TV_NAMESPACE, TV_LOOP, TV_MACRO, TV_METHOD, TV_FUNCTION
 } tval_type;
 
@@ -5206,7 +5215,7 @@ static const char *tmpl_type_name(int type) { /* the type's name in Python */
 }
 
 /* One value, 16 bytes. Values are immutable, except namespaces, loops and generators. So copies may
- * share what they point to. All of it lives in the run's arena or is borrowed from the context. */
+ * share the memory they point to. It belongs to the run's arena, the context or the template. */
 typedef struct tval {
     uint8_t type;  /* tval_type */
     uint8_t owner; /* TV_UNDEFINED: type of the object that lacks the element; 0: a variable */
@@ -5250,7 +5259,7 @@ static tval tv_big_int(str s) {
 static tval tv_list(tval_type type, tmpl_items *list) {
     return (tval){.type = (uint8_t)type, .list = list};
 }
-/* name: of the variable or element that does not exist; owner: see tval. */
+/* name: the variable or element that does not exist; owner: see tval. */
 static tval tv_undefined(str name, int owner) {
     return (tval){.type = TV_UNDEFINED, .owner = (uint8_t)owner, .n = (uint32_t)name.n,
                   .chars = name.p};
@@ -5382,7 +5391,8 @@ static bool tmpl_finish_text(tmpl_run *run, buf *text, bool ok, tval *out) {
 }
 
 /* Reports that operation `what` does not accept the value v. Undefined values have messages of
- * their own; a template may print and test them, but little else. Returns false. */
+ * their own, because a template can do little more with them than print and test them. Returns
+ * false. */
 static bool tmpl_bad_type(tmpl_run *run, const char *what, tval v) {
     const char *type = tmpl_type_name(v.type);
     if (v.type != TV_UNDEFINED)
@@ -5559,7 +5569,7 @@ static bool tmpl_compare(tmpl_run *run, tval left, tval right, int *order) {
     }
     if (left.type == TV_STR && right.type == TV_STR) {
         size_t n_common = MIN(left.n, right.n);
-        /* in UTF-8 byte order is code point order */
+        /* UTF-8 texts in the order of their bytes are in the order of their code points */
         int difference = n_common ? memcmp(left.chars, right.chars, n_common) : 0;
         *order = difference ? (difference > 0) - (difference < 0)
                             : (left.n > right.n) - (left.n < right.n);
@@ -5606,7 +5616,7 @@ static bool tmpl_dict_find(tmpl_run *run, const tmpl_dict *dict, tval key, tval 
     return *out = i < dict->n_members ? dict->members[i].value : (tval){0}, true;
 }
 
-/* Adds the member, or replaces the value of an existing one, which keeps its place. */
+/* Adds the member. If the dict has the key already, replaces its value; its place stays. */
 static bool tmpl_dict_set(tmpl_run *run, tmpl_dict *dict, tval key, tval value) {
     size_t i;
     if (key.type == TV_LIST || key.type == TV_DICT)
@@ -5681,7 +5691,7 @@ static bool tmpl_from_json(tmpl_run *run, const json *value, tval *out) {
     return tmpl_leave(run, ok);
 }
 
-typedef struct tmpl_json_style { /* parameters of tojson, as of Python's json.dumps */
+typedef struct tmpl_json_style { /* parameters of tojson, as in Python's json.dumps */
     bool ascii;       /* escape everything that is not printable ASCII */
     bool sort_keys;
     bool lines;       /* each element is on a line of its own */
@@ -5772,8 +5782,8 @@ static bool tmpl_put_json(tmpl_run *run, buf *out, tval value, const tmpl_json_s
 /* ---- Elements ---- */
 
 /* *out: the list of elements that `for` iterates over: characters of a text, keys of a dict; empty
- * for an undefined value. A generator is empty afterwards. *out may be shared with the value: read
- * only. */
+ * for an undefined value. A generator is empty afterwards. The caller must not change *out, which
+ * may be the value's own list. */
 static bool tmpl_elements(tmpl_run *run, tval value, tmpl_items **out) {
     switch (value.type) {
     case TV_LIST: case TV_TUPLE: *out = value.list; return true;
@@ -5826,8 +5836,8 @@ static bool tmpl_element(tmpl_run *run, tval v, tval key, tval *out) {
 
 /* ---- Operators ---- */
 
-/* left + right for texts. A result of at least 1024 bytes gets twice the memory that it needs. If
- * the next concatenation has the latest such result as its left side, it is extended in place; so
+/* left + right for texts. A result of at least 1024 bytes gets twice the memory that it needs. A
+ * later concatenation whose left side is the latest such result appends right in that memory. So
  * building a text piece by piece takes linear time. The shorter value stays valid: its bytes do not
  * change. */
 static bool tmpl_concat(tmpl_run *run, str left, str right, tval *out) {
@@ -5869,7 +5879,7 @@ static bool tmpl_escape_html(tmpl_run *run, tval value, tval *out) {
     return tmpl_finish_text(run, &result, ok, out) && (out->safe = true);
 }
 
-/* left + right for texts. If one is safe HTML, the other is escaped and the result is safe. */
+/* left + right for texts. If one is safe HTML, escapes the other; the result is safe. */
 static bool tmpl_add_texts(tmpl_run *run, tval left, tval right, tval *out) {
     bool safe = left.safe || right.safe;
     if (safe && (!tmpl_escape_html(run, left, &left) || !tmpl_escape_html(run, right, &right)))
@@ -5926,8 +5936,8 @@ static bool tmpl_int_op(tmpl_run *run, int op, int64_t left, int64_t right, tval
     return overflow ? tmpl_fail(run, "an integer beyond 64 bits") : (*out = tv_int(result), true);
 }
 
-/* Float arithmetic as in Python. // is computed from fmod, which is exact. left / right is rounded:
- * floor(1.0 / 0.1) is 10, but 1.0 // 0.1 is 9. */
+/* Float arithmetic as in Python. // is computed from fmod, which is exact. The quotient
+ * left / right would be rounded: floor(1.0 / 0.1) is 10, but 1.0 // 0.1 is 9. */
 static bool tmpl_float_op(tmpl_run *run, int op, double left, double right, tval *out) {
     if ((op == '/' || op == OP_FLOOR || op == '%') && right == 0)
         return tmpl_fail(run, "division by zero");
@@ -5974,8 +5984,8 @@ static bool tmpl_arithmetic(tmpl_run *run, int op, tval left, tval right, tval *
                      tmpl_type_name(right.type));
 }
 
-/* *found: `element in container`: a substring of a text, a key of a dict or an element of a
- * list. */
+/* *found: `element in container`. The element is a substring of a text, a key of a dict or an
+ * element of a list. */
 static bool tmpl_contains(tmpl_run *run, tval element, tval container, bool *found) {
     tmpl_items *list;
     tval value;
@@ -6016,8 +6026,8 @@ static bool tmpl_binary(tmpl_run *run, int op, tval left, tval right, tval *out)
 }
 
 /* ---- Functions of texts and numbers ----
- * tmpl_f_NAME implements a filter or method. The table tmpl_fns (chapter 10) names its parameters,
- * which are bound to args->param in that order; here a comment lists them. */
+ * tmpl_f_NAME implements a filter or method. Its parameters are in args->param in the order of the
+ * table tmpl_fns (chapter 10); the comment above the function lists them. */
 
 enum { TMPL_MAX_ARGS = 4 }; /* maximum number of parameters of a filter, test, method or function */
 
@@ -6054,8 +6064,8 @@ static enum uni_case tmpl_case_of(int op, int kind, bool first) {
 
 /* Changes the case of a text; op: CASE_*. Some variants depend on where a word begins:
  *   CASE_CAPITAL       the whole text is one word
- *   CASE_TITLE         (the filter) a word begins after white space or one of "-([{<". The rule of
- *                      the Greek final sigma ignores the first letter of the word
+ *   CASE_TITLE         (the filter) a word begins after white space or one of "-([{<". For the rule
+ *                      of the Greek final sigma, the word begins after its first letter
  *   CASE_TITLE_METHOD  a word begins after a character without case */
 static bool tmpl_f_case(tmpl_run *run, tmpl_args *args, tval *out) {
     tval value;
@@ -6080,8 +6090,8 @@ static bool tmpl_f_case(tmpl_run *run, tmpl_args *args, tval *out) {
     return tmpl_finish_text(run, &result, ok && tmpl_charge_text(run, 0, &result), out);
 }
 
-/* *out: does the text of the value have cased letters, all of this kind? As str.islower and
- * str.isupper. */
+/* *out: does the text of the value have cased letters, and are all of them of this kind? As in
+ * Python's str.islower and str.isupper. */
 static bool tmpl_is_case(tmpl_run *run, tval value, int kind, tval *out) {
     bool all = true, some = false;
     int len;
@@ -6119,7 +6129,7 @@ static bool tmpl_f_strip(tmpl_run *run, tmpl_args *args, tval *out) {
     return *out = tv_str(text), true;
 }
 
-/* parameters: old new count */
+/* Parameters: old new count. */
 static bool tmpl_f_replace(tmpl_run *run, tmpl_args *args, tval *out) {
     tval texts[3];
     if (!tmpl_to_text(run, args->self, &texts[0]) ||
@@ -6139,8 +6149,8 @@ static bool tmpl_f_replace(tmpl_run *run, tmpl_args *args, tval *out) {
     return tmpl_finish_text(run, &result, ok && tmpl_put(run, &result, text), out);
 }
 
-/* *part: the next part of the text from byte *at on; *at moves past its separator. If sep is NULL,
- * white space separates the parts. Returns false after the last part. */
+/* *part: the next part of the text from byte *at on; *at moves past the separator after it. If sep
+ * is NULL, white space separates the parts. Returns false after the last part. */
 static bool tmpl_next_part(str text, const str *sep, size_t *at, str *part) {
     size_t from = sep ? *at : tmpl_skip_space(text, *at), to = from;
     if (sep ? from > text.n : from >= text.n) return false;
@@ -6171,8 +6181,8 @@ static bool tmpl_f_split(tmpl_run *run, tmpl_args *args, tval *out) {
     for (n_parts = at = 0; tmpl_next_part(text, by_space ? NULL : &sep, &at, &part); n_parts++)
         list->values[n_parts] = tv_str(part);
     *out = tv_list(TV_LIST, list);
-    /* rsplit searches separators from the end. It finds as many, but not always the same: "aa" in
-     * "aaa". */
+    /* rsplit searches separators from the end. It finds as many, but may find them at other places:
+     * "aa" in "aaa". */
     if (args->op && !by_space) {
         size_t from = text.n, end = text.n;
         for (size_t i = n_parts - 1; i > 0; i--, end = from -= sep.n) {
@@ -6203,7 +6213,7 @@ enum { AFFIX_STARTS, AFFIX_ENDS, AFFIX_REMOVE_PREFIX, AFFIX_REMOVE_SUFFIX };
 
 /* startswith, endswith, removeprefix, removesuffix (op: AFFIX_*). Parameter: the affix. */
 static bool tmpl_f_affix(tmpl_run *run, tmpl_args *args, tval *out) {
-    /* true if any of the tuple matches */
+    /* a tuple of affixes: true if one of them matches */
     if (args->op <= AFFIX_ENDS && args->param[0].type == TV_TUPLE) {
         *out = tv_bool(false);
         for (size_t i = 0; i < args->param[0].list->n && !out->integer; i++) {
@@ -6227,8 +6237,8 @@ static bool tmpl_f_affix(tmpl_run *run, tmpl_args *args, tval *out) {
 }
 
 /* *out: the bound v of a slice as an index, as in Python's slice.indices: 0 .. length, or -1 ..
- * length - 1 if the step is negative (`down`). If v is None or not given: `otherwise`. length:
- * length of the sequence. */
+ * length - 1 if the step is negative (`down`). `otherwise` if v is None, undefined or not given.
+ * length: length of the sequence. */
 static bool tmpl_slice_bound(tmpl_run *run, tval v, int64_t length, bool down, int64_t otherwise,
                              int64_t *out) {
     *out = otherwise;
@@ -6303,8 +6313,8 @@ static size_t tmpl_line_break(str s, size_t i) {
     if (str_starts(rest, STR("\xE2\x80\xA8")) || str_starts(rest, STR("\xE2\x80\xA9"))) return 3;
     return (c >= '\n' && c <= '\r') || (c >= 0x1C && c <= 0x1E);
 }
-/* *line: the next line from byte *at on, with its line break if `keep`. *at moves past it. Returns
- * false after the last line. */
+/* *line: the next line from byte *at on, with its line break if `keep`. *at moves past the line
+ * break. Returns false after the last line. */
 static bool tmpl_next_line(str s, bool keep, size_t *at, str *line) {
     size_t from = *at, to = from, n = 0;
     if (from >= s.n) return false;
@@ -6325,7 +6335,8 @@ static bool tmpl_f_splitlines(tmpl_run *run, tmpl_args *args, tval *out) { /* pa
     return *out = tv_list(TV_LIST, list), true;
 }
 
-/* The methods count: occurrences of a substring in a text, or of an element in a list. */
+/* The method count of texts and lists: occurrences of a substring in a text, or of an element in a
+ * list. */
 static bool tmpl_f_count(tmpl_run *run, tmpl_args *args, tval *out) {
     int64_t count = 0;
     ptrdiff_t found;
@@ -6392,7 +6403,7 @@ static bool tmpl_f_tojson(tmpl_run *run, tmpl_args *args, tval *out) {
 
 /* Parses a text that Python's int() or float() accepts, except nan and infinities, into a TV_INT or
  * TV_FLOAT. *out is unchanged if the text is not a number. Forms that JSON does not allow (+1, 007,
- * 1_000, .5, 5.) are rewritten first; then the JSON parser reads the number. */
+ * 1_000, .5, 5.) are first rewritten as JSON numbers, which the JSON parser then reads. */
 static bool tmpl_text_to_number(tmpl_run *run, str text, tval *out) {
     toka_err error;
     arena memory = {0};
@@ -6481,17 +6492,17 @@ static bool tmpl_f_round(tmpl_run *run, tmpl_args *args, tval *out) {
  * filter, method and global function is one line of tmpl_fns. The use of one that is not in the
  * table is an error when the template reaches it.
  *
- * Always: templates are not trusted. Each evaluated node costs a step, and each recursion is
- * counted; the first error ends the render. Loop bodies, macros and blocks keep their variables in
- * a chain of scopes. Values never change, except namespaces, loops and generators.
+ * Always: templates are not trusted. Each evaluated node costs a step, each recursion a level of
+ * depth. The first error ends the render. Loop bodies, macros and blocks keep their variables in a
+ * chain of scopes. Values never change, except namespaces, loops and generators.
  *
  * Differences from Jinja:
  * - map, select and the like compute their whole result at once, not one element at a time.
  * - loop.last, loop.length and others that look ahead evaluate the loop's condition at once for all
  *   remaining elements.
  * - Only the operator `+` regards safe texts: it escapes the other operand for HTML.
- * - A variable of the context stays visible until the template's top level sets one of the same
- *   name. In Jinja, loops and macros before that statement see it as undefined.
+ * - If the template's top level sets a variable that the context has too, the context's value is
+ *   visible before that statement. In Jinja, loops and macros before it see an undefined variable.
  * =========================================================================== */
 
 /* The structs below are allocated from the run's arena and live until the render ends, except
@@ -6504,7 +6515,7 @@ typedef struct tmpl_var {
 
 /* The variables of one loop body, macro call or block. */
 typedef struct tmpl_scope {
-    struct tmpl_scope *outer; /* searched next; NULL: tmpl_run.globals is */
+    struct tmpl_scope *outer; /* searched next; NULL: tmpl_run.globals is searched next */
     tmpl_var *vars;           /* [cap], the first n_vars are in use */
     int n_vars, cap;
 } tmpl_scope;
@@ -6516,8 +6527,8 @@ typedef struct tmpl_macro {
 
 /* A running for loop: the variable `loop` of its body. */
 typedef struct tmpl_loop {
-    tmpl_items *items;      /* the elements; until filtered, also those that the condition
-                             * rejects */
+    tmpl_items *items;      /* the elements; while `filtered` is false, also those that the
+                             * condition rejects */
     size_t at;              /* index in items of the next element to test */
     const tmpl_node *node;  /* TN_FOR */
     tmpl_scope *scope;      /* scope outside of the loop; NULL: the template's top level */
@@ -6532,10 +6543,10 @@ typedef enum tmpl_owner { OF_FILTER, OF_STR, OF_LIST, OF_DICT, OF_GLOBAL } tmpl_
 typedef struct tmpl_fn {
     tmpl_owner owner;
     const char *name;
-    const char *params; /* names, separated by spaces; "*": run reads positional and named itself */
+    const char *params; /* names, separated by spaces; "*": run reads the arguments itself */
     int n_required;     /* number of required parameters, the first ones */
     bool (*run)(tmpl_run *r, tmpl_args *c, tval *out); /* returns false after an error */
-    int op; /* passed to run as args->op: selects one of several that share a function */
+    int op; /* passed to run as args->op: selects the variant if several lines share a function */
 } tmpl_fn;
 
 /* A method that was read from a value and not called yet, like text.strip. */
@@ -6650,12 +6661,14 @@ static bool tmpl_f_sort(tmpl_run *run, tmpl_args *args, tval *out) {
     return *out = tv_list(TV_LIST, list), tmpl_sort(run, keys, list, tv_true(args->param[0]));
 }
 
-/* dictsort(case_sensitive, by, reverse): the pairs of a dict, by key or with by="value" by value */
+/* dictsort(case_sensitive, by, reverse): the pairs of a dict, sorted by key, or by value if `by` is
+ * "value". */
 static bool tmpl_f_dictsort(tmpl_run *run, tmpl_args *args, tval *out) {
     tmpl_items *list, *keys, *pairs;
     if (args->self.type != TV_DICT) return tmpl_bad_type(run, "dictsort", args->self);
     bool by_value = args->param[1].type == TV_STR && str_is(tv_text(args->param[1]), "value");
     if (!(pairs = tmpl_dict_list(run, args->self.dict, DICT_ITEMS))) return false;
+    /* as a path, the integer 0 is the key of a pair, 1 its value */
     if (!tmpl_sort_keys(run, tv_list(TV_LIST, pairs), tv_int(by_value), args->param[0],
                         &list, &keys))
         return false;
@@ -6725,8 +6738,8 @@ static tval tmpl_named_arg(const tmpl_args *args, str name) {
     return (tval){0};
 }
 
-/* Applies a filter or test to a value. Positional argument number `from` of args is its name; it
- * gets the arguments after that one. */
+/* Applies a filter or test to a value. Positional argument number `from` of args is the name of the
+ * filter or test, which gets the arguments after it. */
 static bool tmpl_apply_arg(tmpl_run *run, bool test, const tmpl_args *args, int from, tval value,
                            tval *out) {
     tmpl_args rest = *args;
@@ -6893,9 +6906,9 @@ static bool tmpl_g_raise(tmpl_run *run, tmpl_args *args, tval *out) {
 static bool tmpl_put_time(buf *out, const tmpl_time *now, char letter, bool pad) {
     static const char *const days[] = {"Sunday",   "Monday", "Tuesday", "Wednesday",
                                        "Thursday", "Friday", "Saturday"};
-    static const char *const months[] = {"January", "February", "March",     "April",
-                                         "May",     "June",     "July",      "August",
-                                         "September", "October", "November", "December"};
+    static const char *const months[] = {"January",   "February", "March",    "April",
+                                         "May",       "June",     "July",     "August",
+                                         "September", "October",  "November", "December"};
     const char *day = days[((now->weekday % 7) + 7) % 7];
     const char *month = months[((now->month % 12) + 12) % 12];
     const char *two = pad ? "%02d" : "%d";
@@ -6921,7 +6934,7 @@ static bool tmpl_put_time(buf *out, const tmpl_time *now, char letter, bool pad)
     return true;
 }
 
-/* strftime_now(format): of the time that the caller of tmpl_render gave. */
+/* strftime_now(format): formats the time that the caller of tmpl_render gave. */
 static bool tmpl_g_strftime(tmpl_run *run, tmpl_args *args, tval *out) {
     if (args->param[0].type != TV_STR) return tmpl_bad_type(run, "strftime_now", args->param[0]);
     str text = tv_text(args->param[0]);
@@ -7019,8 +7032,7 @@ static const tmpl_fn *tmpl_find_fn(tmpl_owner owner, str name) {
     return NULL;
 }
 
-/* Binds the arguments to the parameters of fn, args->param[i] to parameter i, and runs fn on
- * args->self. */
+/* Stores the value of each parameter i of fn in args->param[i], then runs fn on args->self. */
 static bool tmpl_apply(tmpl_run *run, const tmpl_fn *fn, tmpl_args *args, tval *out) {
     bool raw = *fn->params == '*'; /* fn reads the arguments itself */
     if (!tmpl_charge_steps(run, (size_t)(args->n_pos + args->n_named))) return false;
@@ -7071,8 +7083,8 @@ static bool tmpl_own_attr(tmpl_run *run, tval value, str name, tval *out) {
     return true;
 }
 
-/* v.name: the attribute of that name; if there is none, the element; else undefined. An undefined v
- * is an error, here and in tmpl_item. */
+/* Reads v.name: the attribute with that name, or else the element with that key, or else undefined.
+ * An undefined v is an error, here and in tmpl_item. */
 static bool tmpl_attr(tmpl_run *run, tval v, str name, tval *out) {
     if (v.type == TV_UNDEFINED) return tmpl_bad_type(run, "attribute", v);
     if (!tmpl_own_attr(run, v, name, out)) return false;
@@ -7081,7 +7093,7 @@ static bool tmpl_attr(tmpl_run *run, tval v, str name, tval *out) {
     return true;
 }
 
-/* v[key]: the element; if there is none and key is a text, the attribute; else undefined. */
+/* Reads v[key]: the element, or else, if key is a text, the attribute, or else undefined. */
 static bool tmpl_item(tmpl_run *run, tval v, tval key, tval *out) {
     tval name = tv_str(STR("?")); /* of the undefined value, for error messages */
     if (v.type == TV_UNDEFINED) return tmpl_bad_type(run, "[]", v);
@@ -7093,9 +7105,9 @@ static bool tmpl_item(tmpl_run *run, tval v, tval key, tval *out) {
 }
 
 /* Follows a path like "a.b.0" from a value: the argument attribute= of map, sort and others. path
- * may also be an integer, an index. Returns the value itself if path is absent, undefined or none.
- * A part of the path that is undefined is replaced by `otherwise` if that was given and is not
- * none. */
+ * may also be an integer, an index. *out is the value itself if path is absent, undefined or none.
+ * If a part of the path is undefined, takes `otherwise` instead, unless that is absent, undefined
+ * or none. */
 static bool tmpl_attr_path(tmpl_run *run, tval value, tval path, tval otherwise, tval *out) {
     str dot = STR("."), part;
     *out = value;
@@ -7163,8 +7175,8 @@ static int tmpl_chain_len(const tmpl_node *chain) {
     return n;
 }
 
-/* Evaluates each argument of a call to values[i]; the operand of * becomes a list. Adds to
- * args->n_pos and args->n_named the number of arguments that they stand for. */
+/* Evaluates argument i of a call into values[i]; the operand of * becomes a list. Adds to
+ * args->n_pos and args->n_named the number of positional and named arguments that result. */
 static bool tmpl_eval_each(tmpl_run *run, const tmpl_node *chain, tval *values, tmpl_args *args) {
     tmpl_items *list;
     for (const tmpl_node *it = chain; it; it = it->next, values++) {
@@ -7237,8 +7249,8 @@ static bool tmpl_eval_args(tmpl_run *run, const tmpl_node *chain, tval caller, t
     return true;
 }
 
-/* Sets the variable `caller` of a macro that reads it; undefined if the call has no such argument.
- * Adds 1 to *used_named if it has. */
+/* Sets the variable `caller` of a macro that reads it. If the call has an argument `caller`, adds 1
+ * to *used_named; otherwise the variable is undefined. */
 static bool tmpl_bind_caller(tmpl_run *run, const tmpl_args *args, int *used_named) {
     tval v = tmpl_named_arg(args, STR("caller"));
     *used_named += v.type != TV_ABSENT;
@@ -7331,8 +7343,8 @@ static bool tmpl_eval_dict(tmpl_run *run, const tmpl_node *node, tval *out) {
     return *out = (tval){.type = TV_DICT, .dict = dict}, true;
 }
 
-/* Evaluates a bound of a slice as an index, see tmpl_slice_bound. *out becomes `otherwise` if it is
- * NULL (the bound is not given) or its value is none. */
+/* Evaluates a bound of a slice as an index, see tmpl_slice_bound. *out becomes `otherwise` if
+ * `bound` is NULL (not given) or its value is none. */
 static bool tmpl_eval_bound(tmpl_run *run, const tmpl_node *bound, int64_t length, bool down,
                             int64_t otherwise, int64_t *out) {
     tval value = tv_none();
@@ -7350,6 +7362,7 @@ static bool tmpl_eval_slice(tmpl_run *run, const tmpl_node *node, tval *out) {
     if (value.type != TV_STR && !tv_is_list(value)) return tmpl_bad_type(run, "a slice", value);
     if (!tv_is_integer(step_value) || !step_value.integer)
         return tmpl_fail(run, "slice: wrong step");
+    /* the step is clamped, so that -step and from + step do not overflow; no text is as long */
     int64_t length = tmpl_length(value),
             step = MAX(MIN(step_value.integer, (int64_t)1 << 40), -((int64_t)1 << 40));
     bool down = step < 0;
@@ -7376,7 +7389,7 @@ static bool tmpl_eval_sign(tmpl_run *run, const tmpl_node *node, tval *out) {
     return tmpl_int_op(run, node->op, 0, v.integer, out);
 }
 
-/* filter or test */
+/* Evaluates a filter or test. */
 static bool tmpl_eval_applied(tmpl_run *run, const tmpl_node *node, tval *out) {
     tmpl_args args;
     tval self;
@@ -7446,12 +7459,13 @@ static bool tmpl_eval(tmpl_run *run, const tmpl_node *node, tval *out) {
 
 /* ---- Statements ---- */
 
-/* How a statement ended: normally, with a break or continue for the loop around it, or failed. */
+/* How a statement ended: normally, with a break or continue for the loop around it, or with an
+ * error. */
 typedef enum tmpl_flow { FLOW_NORMAL, FLOW_BREAK, FLOW_CONTINUE, FLOW_FAIL } tmpl_flow;
 static tmpl_flow tmpl_exec(tmpl_run *run, const tmpl_node *chain);
 
-/* Assigns a value to a variable or to an attribute of a namespace, or its elements to several
- * targets. */
+/* Assigns a value to a variable or to an attribute of a namespace. If the target is a tuple,
+ * assigns the value's elements to the targets in it. */
 static bool tmpl_assign(tmpl_run *run, const tmpl_node *target, tval value) {
     tmpl_items *list;
     tval object;
@@ -7484,8 +7498,8 @@ static bool tmpl_capture(tmpl_run *run, const tmpl_node *body, tval *out) {
     return tmpl_finish_text(run, &text, ok, out);
 }
 
-/* A set or filter block: runs the body in a new scope and applies the filters to the text that it
- * writes. */
+/* A set or filter block: runs the body in a new scope and applies the filters to the text that the
+ * body writes. */
 static bool tmpl_eval_block(tmpl_run *run, const tmpl_node *node, tval *out) {
     tval outer_text = run->captured, text;
     tmpl_scope *outer_scope = run->scope;
@@ -7594,11 +7608,10 @@ static bool tmpl_loop_attr(tmpl_run *run, tmpl_loop *loop, str name, tval *out) 
     return true;
 }
 
-/* Runs the body once for each element. Sets *ended if an iteration reached the end of the body: if
- * none did, the else body runs, even after a break in the first iteration, as in Jinja. All
- * iterations use one scope, also as in Jinja, so a macro that was defined in the body sees the
- * latest element. The scope is emptied before each iteration, which begins with the target and
- * `loop`. */
+/* Runs the body once for each element. Sets *ended if an iteration reached the end of the body. If
+ * none did, tmpl_exec_for runs the else body, even after a break in the first iteration, as in
+ * Jinja. All iterations use one scope, also as in Jinja, so a macro that was defined in the body
+ * sees the latest element. Each iteration empties the scope, then sets the target and `loop`. */
 static tmpl_flow tmpl_loop_bodies(tmpl_run *run, tmpl_loop *loop, bool *ended) {
     const tmpl_node *node = loop->node;
     tmpl_scope *outside = run->scope, *body;
@@ -7680,9 +7693,9 @@ static tmpl_flow tmpl_exec(tmpl_run *run, const tmpl_node *chain) {
 /* Renders the template and appends the text to `out`, which stays unchanged after an error.
  * context: a JSON object whose members are the template's variables; its text must live until the
  * call returns. It should have the variables that Hugging Face gives every template: messages,
- * tools and documents (null if there are none), add_generation_prompt and the special tokens. now:
- * for strftime_now. Returns 0 or an error code: TOKA_E_USE if context is not an object,
- * TOKA_E_INPUT if the template fails. Thread: any. */
+ * tools and documents (null if there are none), add_generation_prompt and the special tokens.
+ * now: the time that strftime_now formats. Returns 0 or an error code: TOKA_E_USE if context is not
+ * an object, TOKA_E_INPUT if the template fails. Thread: any. */
 static int tmpl_render(const tmpl *template, const json *context, tmpl_time now, tmpl_limits limits,
                        buf *out, toka_err *e) {
     if (!json_is(context, JSON_OBJECT))
