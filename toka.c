@@ -7738,8 +7738,10 @@ static int tmpl_render(const tmpl *template, const json *context, tmpl_time now,
  * one sentence.
  *
  * Where the files leave a choice, this chapter follows transformers 5: it ignores the same fields
- * and has the same defaults. It refuses a model that toka would compute differently: other
- * architectures, other RoPE kinds, quantized weights, mixtures of experts, biases in the MLP.
+ * and has the same defaults. Only the flags of tokenizer_config.json mean what they mean in
+ * transformers 4.57 (mf_token_flags, mf_read_add_flag). The chapter refuses a model that toka would
+ * compute differently: other architectures, other RoPE kinds, quantized weights, mixtures of
+ * experts, biases in the MLP.
  * =========================================================================== */
 
 typedef enum mf_rope_kind {
@@ -7754,8 +7756,7 @@ typedef struct mf_rope {
     double factor;                            /* for all kinds except default */
     double original_len;                      /* llama3, yarn: original_max_position_embeddings */
     double low_freq_factor, high_freq_factor; /* llama3 */
-    double attention_factor;                  /* yarn; 0: computed from factor, mscale and
-                                               * mscale_all_dim */
+    double attention_factor;                  /* yarn; 0: not given, see mf_yarn_scale */
     double mscale, mscale_all_dim;            /* yarn */
     /* yarn: the ramp begins at the pair of dimensions that makes beta_fast full turns over
      * original_len positions, and ends at the pair that makes beta_slow. */
@@ -7782,8 +7783,8 @@ typedef struct mf_config {
  * off: temperature 1, top_p 1, min_p 0, repetition_penalty 1, top_k 0. */
 typedef struct mf_defaults {
     bool has_do_sample, has_temperature, has_top_p, has_top_k, has_min_p, has_repetition_penalty;
-    bool do_sample;             /* false: greedy decoding; temperature to top_k then have no
-                                 * meaning */
+    bool do_sample;             /* false: greedy decoding, for which temperature, top_p, min_p and
+                                 * top_k have no meaning */
     float temperature, top_p, min_p, repetition_penalty;
     int top_k;
     int max_tokens, min_tokens; /* max_new_tokens, min_new_tokens; 0: not given */
@@ -7835,7 +7836,7 @@ typedef struct mf_model {
                            * object; or empty */
     str token_flags;      /* the flags that change ids, as members of a JSON object; or empty */
     str token_config;     /* the three above joined into one JSON object, for tok_load */
-    bool legacy_tokens;   /* tokenizer_config.json has no list of added tokens. Then
+    bool legacy_tokens;   /* tokenizer_config.json has no added_tokens_decoder. Then
                            * special_tokens_map.json and added_tokens.json count, as in
                            * transformers */
     int add_bos, add_eos; /* add begin and end tokens to a text: 0 no, 1 yes, -1 as tokenizer.json
@@ -7854,8 +7855,9 @@ typedef struct mf_model {
  * The tables then agree with transformers up to the rounding of powf, and so do the angles at far
  * positions. */
 
-/* llama3 (Llama 3.1 and later): wavelengths over original_len / low get their frequency divided by
- * factor, wavelengths under original_len / high keep it, and those between get a blend of both. */
+/* llama3 (Llama 3.1 and later): a wavelength over original_len / low has its frequency divided by
+ * factor. One under original_len / high keeps its frequency. One between them gets a blend of both
+ * frequencies. */
 static float mf_rope_llama3(const mf_rope *rope, float freq) {
     float factor = (float)rope->factor, low = (float)rope->low_freq_factor;
     float span = (float)(rope->high_freq_factor - rope->low_freq_factor);
@@ -7890,9 +7892,9 @@ static void mf_rope_yarn(const mf_rope *rope, int D, float *freq) {
     }
 }
 
-/* The factor that yarn puts on cos and sin instead of a temperature on the attention scores:
- * attention_factor if given, else 0.1 ln(factor) + 1, or, if both mscale fields are given, the
- * quotient of two such terms, in which these fields weight the logarithm. */
+/* Returns the factor on cos and sin. yarn uses it instead of a temperature on the attention scores.
+ * It is attention_factor if that is given. Otherwise it is 0.1 ln(factor) + 1 or, if both mscale
+ * fields are given, the quotient of two such terms, in which these fields weight the logarithm. */
 static double mf_yarn_scale(const mf_rope *rope) {
     double ln = rope->factor > 1 ? log(rope->factor) : 0;
     if (rope->attention_factor > 0) return rope->attention_factor;
@@ -7901,7 +7903,7 @@ static double mf_yarn_scale(const mf_rope *rope) {
     return 0.1 * ln + 1;
 }
 
-/* freq: [D/2] radians per position. *scale: the factor on cos and sin. */
+/* Computes freq, [D/2] radians per position, and *scale, the factor on cos and sin. */
 static void mf_rope_table(const mf_rope *rope, int D, float *freq, float *scale) {
     *scale = rope->kind == MF_ROPE_YARN ? (float)mf_yarn_scale(rope) : 1;
     for (int i = 0; i < D / 2; i++) {
@@ -7913,18 +7915,18 @@ static void mf_rope_table(const mf_rope *rope, int D, float *freq, float *scale)
 }
 
 /* ---- Reading the fields of a JSON object ----
- * The reader keeps its first error. A field that is missing or wrong reads as its default, so a
- * parser reads all fields and looks at the error later. */
+ * A missing field reads as its default (`otherwise`). A wrong field records an error and still
+ * reads as some value. So a parser can read all fields first and look for an error afterwards. */
 
 typedef struct mf_reader {
     const json *object; /* the object; NULL: every field is missing */
     const char *where;  /* the file's name, for messages */
-    const char *prefix; /* for messages, goes before a field's name: "" or "rope_parameters." ... */
+    const char *prefix; /* for messages, before the name of a field: "" or "rope_parameters." ... */
     toka_err *err;      /* code 0 until the first error, which stays */
 } mf_reader;
 
-/* Writes to `text` how an error message shows this value ("missing" if it is NULL), and returns
- * it. */
+/* Writes to `text` how an error message shows this value ("missing" if the value is NULL). Returns
+ * `text`. */
 static const char *mf_value_text(const json *value, char text[80]) {
     if (!value) snprintf(text, 80, "missing");
     else if (value->type == JSON_STRING)
@@ -8020,9 +8022,10 @@ static const struct {
 typedef struct mf_arch {
     const char *name, *model_type;
     unsigned features;       /* MF_...: what every model of this architecture has */
-    unsigned attention_bias; /* the features that attention_bias turns on; 0: it is ignored */
+    unsigned attention_bias; /* features that the field attention_bias turns on; 0: toka ignores
+                              * the field */
     int E, F, V, max_len;
-    int K;              /* 0: the same as H. Where the file says null, K is H in all of them */
+    int K;              /* 0: the same as H. A null in the file means H in every architecture */
     int D;              /* 0: E / H */
     int window;         /* sliding_window; 0: the architecture has no windows */
     bool window_opt_in; /* windows need use_sliding_window: true, and only layers from
@@ -8064,7 +8067,7 @@ static void mf_read_arch(mf_reader *reader, mf_config *config) {
         config->arch = mf_arch_by_name(json_str(first));
         if (!config->arch) mf_field_error(reader, "architectures[0]", first, known);
         else if (type && !str_is(json_str(type), config->arch->model_type)) {
-            /* The two disagree. transformers would follow model_type. */
+            /* `architectures` and model_type disagree. transformers would follow model_type. */
             snprintf(expected, sizeof expected, "\"%s\", that of %s", config->arch->model_type,
                      config->arch->name);
             mf_field_error(reader, "model_type", type, expected);
@@ -8173,15 +8176,15 @@ static mf_rope_kind mf_read_rope_kind(mf_reader *reader) {
     return MF_ROPE_DEFAULT;
 }
 
-/* original_max_position_embeddings of config.json itself, else of the RoPE object, else max_len.
- * config_reader: config.json; reader: its RoPE object. */
+/* Reads original_max_position_embeddings from config.json itself (config_reader), else from its
+ * RoPE object (reader). Returns max_len if neither has the field. */
 static double mf_read_original_len(mf_reader *config_reader, mf_reader *reader, int max_len) {
     const char *const field = "original_max_position_embeddings";
     return mf_num(mf_field(config_reader, field) ? config_reader : reader, field, max_len, 1,
                   1 << 30);
 }
 
-/* The fields of all kinds except default. */
+/* Reads the fields that RoPE kinds other than the default have. */
 static void mf_read_rope_scaling(mf_reader *config_reader, mf_reader *reader,
                                  const mf_config *config, mf_rope *rope) {
     if (rope->kind != MF_ROPE_YARN && !mf_field(reader, "factor"))
@@ -8251,8 +8254,8 @@ static void mf_read_rope(mf_reader *config_reader, mf_config *config) {
 
 /* Sets the attention window of each layer. If the file has layer_types, it decides which layers
  * have the window. (transformers treats a Mistral with layer_types as a Ministral.) Otherwise all
- * layers of Mistral and Ministral have it, and of Qwen, if use_sliding_window is true, the layers
- * from max_window_layers on. */
+ * layers of Mistral and Ministral have it. In a Qwen model with use_sliding_window, the layers from
+ * max_window_layers on have it. */
 static void mf_read_windows(mf_reader *reader, mf_config *config, arena *memory) {
     int L = config->shape.L;
     config->window = arena_zalloc(memory, (size_t)L * sizeof *config->window);
@@ -8296,8 +8299,7 @@ static void mf_read_ids(mf_reader *reader, const char *name, int V, arena *memor
     *list = arena_alloc(memory, n_values * sizeof **list);
     *n_ids = 0;
     for (size_t i = 0; i < n_values; i++) {
-        /* Each number is one node, so element i is value + 1 + i; the loop ends at anything
-         * else. */
+        /* A number is one node, so element i is value + 1 + i. Anything else ends the loop. */
         const json *it = value->type == JSON_ARRAY ? value + 1 + i : value;
         if (it->type != JSON_NUMBER || !it->is_int) {
             mf_field_error(reader, name, it, "a token id or a list of them");
@@ -8307,7 +8309,8 @@ static void mf_read_ids(mf_reader *reader, const char *name, int V, arena *memor
     }
 }
 
-/* Returns -1 if there is none. */
+/* Reads a token id; `otherwise` if the field is missing. Returns -1 for an id outside the
+ * vocabulary. */
 static int32_t mf_read_id(mf_reader *reader, const char *name, int otherwise, int V) {
     int64_t id = mf_int(reader, name, otherwise);
     return id >= 0 && id < V ? (int32_t)id : -1;
@@ -8320,8 +8323,8 @@ static void mf_set_rope_table(mf_config *config, arena *memory) {
     config->shape.rope_freq = freq;
 }
 
-/* Parses config.json into *config; everything that it points to is in the arena. Returns 0 or an
- * error code. */
+/* Parses config.json into *config, whose pointers are into the arena. Returns 0 or an error
+ * code. */
 static int mf_config_parse(str text, const char *where, arena *memory, mf_config *config,
                            toka_err *e) {
     *config = (mf_config){0};
@@ -8430,7 +8433,7 @@ static void mf_read_bad_words(mf_reader *reader, arena *memory, const mf_config 
 }
 
 /* Does this value of a field turn something on? off_value: the number that means off; NAN: no
- * number. */
+ * number means off. */
 static bool mf_turns_on(const json *value, double off_value) {
     if (!value || value->type == JSON_FALSE) return false;
     if (value->type == JSON_STRING || value->type == JSON_ARRAY || value->type == JSON_OBJECT)
@@ -8439,8 +8442,8 @@ static bool mf_turns_on(const json *value, double off_value) {
 }
 
 /* Sets defaults->unused: the fields of transformers' GenerationConfig that change the generated
- * text and that toka does not implement. max_length is ignored where it has no effect: if
- * max_new_tokens is given, or if it is not below the model's own length. */
+ * text and that toka does not implement. max_length is left out where it has no effect: if
+ * max_new_tokens is given, or if max_length is not below the model's own length. */
 static void mf_read_unused(const mf_reader *reader, arena *memory, const mf_config *config,
                            mf_defaults *defaults) {
     static const struct {
@@ -8507,8 +8510,8 @@ static int mf_generation_parse(str text, const char *where, arena *memory, mf_co
 
 /* ---- tokenizer_config.json: special tokens, flags and chat templates ---- */
 
-/* The text of the field `name`, which is "<s>" or {"content": "<s>", ...}, in the arena. Returns
- * NULL if the field is missing or null. */
+/* Returns the text of the field `name`, which is "<s>" or {"content": "<s>", ...}, in the arena.
+ * Returns NULL if the field is missing, null or wrong. */
 static char *mf_special_text(mf_reader *reader, const char *name, arena *memory) {
     const json *v = mf_field(reader, name);
     if (json_is(v, JSON_OBJECT)) v = json_get(v, "content");
@@ -8517,7 +8520,8 @@ static char *mf_special_text(mf_reader *reader, const char *name, arena *memory)
     return json_is(v, JSON_STRING) ? arena_cstr(memory, json_str(v)) : NULL;
 }
 
-/* The field tokenizer_class without "Fast" at its end: LlamaTokenizerFast gives LlamaTokenizer. */
+/* Returns the field tokenizer_class without "Fast" at its end: LlamaTokenizer for
+ * LlamaTokenizerFast. */
 static str mf_tokenizer_class(const mf_reader *reader) {
     str class = json_str(json_get(reader->object, "tokenizer_class"));
     if (str_ends(class, STR("Fast"))) class.n -= 4;
@@ -8556,7 +8560,7 @@ static void mf_put_special_fields(mf_reader *reader, arena *memory, mf_model *fi
                                         "model_specific_special_tokens"};
     buf members = {0};
     buf_str(&members, files->special_fields);
-    for (int i = 4; i < COUNT(mf_special_names); i++)
+    for (int i = 4; i < COUNT(mf_special_names); i++) /* only to check them */
         mf_special_text(reader, mf_special_names[i], memory);
     for (int i = 0; i < COUNT(lists); i++)
         if (mf_field(reader, lists[i]))
@@ -8577,8 +8581,8 @@ static void mf_put_special_fields(mf_reader *reader, arena *memory, mf_model *fi
     buf_free(&members);
 }
 
-/* Takes over the special tokens of this file. A field of the file replaces the earlier value, even
- * by null; where the file does not have the field, the earlier value stays. */
+/* Reads the special tokens of this file into *files. A field of the file replaces the earlier
+ * value, even by null. If the file does not have the field, the earlier value stays. */
 static void mf_read_special_tokens(mf_reader *reader, arena *memory, mf_model *files) {
     for (int i = 0; i < 4; i++)
         if (json_get(reader->object, mf_special_names[i]))
@@ -8586,8 +8590,9 @@ static void mf_read_special_tokens(mf_reader *reader, arena *memory, mf_model *f
     mf_put_special_fields(reader, memory, files);
 }
 
-/* The special tokens that the tokenizer classes of transformers have by default, before any file
- * names others. Only those are taken whose text occurs in tokenizer.json. */
+/* Sets the special tokens that transformers gives the file's tokenizer class by default. Skips a
+ * token whose text does not occur in tokenizer.json. Fields of the files replace these defaults
+ * later. */
 static void mf_add_class_specials(const mf_reader *reader, arena *memory, mf_model *files) {
     static const struct {
         const char *class, *tokens[4];
@@ -8620,9 +8625,9 @@ static int mf_compare_ids(const void *x, const void *y) {
     const int64_t a = mf_key_id(*(const json *const *)x), b = mf_key_id(*(const json *const *)y);
     return (a > b) - (a < b);
 }
-/* added_tokens_decoder, {id: token}, as the text of a JSON array in the order of the ids; empty if
- * there is none. transformers adds these tokens to those of tokenizer.json, where they replace
- * tokens with the same content. */
+/* Returns the tokens of added_tokens_decoder, {id: token}, as the text of a JSON array in the order
+ * of the ids; empty if there are none. transformers adds these tokens to those of tokenizer.json,
+ * where they replace tokens with the same content. */
 static str mf_added_tokens(const json *decoder, arena *memory) {
     if (!json_is(decoder, JSON_OBJECT) || !decoder->n) return STR("");
     const json **keys = arena_alloc(memory, decoder->n * sizeof *keys);
@@ -8638,8 +8643,8 @@ static str mf_added_tokens(const json *decoder, arena *memory) {
     return all;
 }
 
-/* Parses added_tokens.json, {content: id}, into files->added_tokens. It counts only in folders
- * whose tokenizer_config.json has no added_tokens_decoder. Returns 0 or an error code. */
+/* Parses added_tokens.json, {content: id}, into files->added_tokens. The file counts only in
+ * folders whose tokenizer_config.json has no added_tokens_decoder. Returns 0 or an error code. */
 static int mf_added_tokens_parse(str text, const char *where, arena *memory, mf_model *files,
                                  toka_err *e) {
     arena tmp = {0};
@@ -8718,8 +8723,8 @@ static void mf_put_flag(buf *out, const char *name, bool value) {
     json_put_bool(out, value);
 }
 
-/* The flags of tokenizer_config.json that change ids, as members of the object for tok_load. Their
- * meaning is that of transformers 4.57:
+/* Returns the flags of tokenizer_config.json that change ids, as members of the JSON object for
+ * tok_load. Their meaning is that of transformers 4.57:
  *   split_special_tokens   applies to all text, also to the output of chat templates
  *   add_prefix_space       applies to ByteLevel; and to SentencePiece's prefix, if the tokenizer
  *                          class rebuilds its tokenizer
@@ -8751,9 +8756,9 @@ static str mf_token_flags(mf_reader *reader, const mf_arch *arch, arena *memory)
     return flags;
 }
 
-/* The field add_bos_token or add_eos_token: 0 or 1. It counts only for the tokenizer classes that
- * rebuild the post-processor (transformers 4.57). Returns -1 for all other classes, and if the file
- * does not have the field. */
+/* Reads the field add_bos_token or add_eos_token: 0 or 1. The field counts only for the tokenizer
+ * classes that rebuild the post-processor (transformers 4.57). Returns -1 for all other classes,
+ * and if the file does not have the field. */
 static int mf_read_add_flag(mf_reader *reader, const char *name) {
     static const char *const classes[] = {"LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer",
                                           "CohereTokenizer", "GPTNeoXTokenizer"};
@@ -8774,7 +8779,7 @@ static void mf_add_template(mf_model *files, str name, str source) {
     files->templates[files->n_templates++] = (mf_template){name, source};
 }
 
-/* The source of the last template of this name; empty if there is none. */
+/* Returns the source of the last template with this name; empty if there is none. */
 static str mf_template_named(const mf_model *files, const char *name) {
     for (int i = files->n_templates; i-- > 0;)
         if (str_is(files->templates[i].name, name)) return files->templates[i].source;
@@ -8841,8 +8846,8 @@ static int mf_template_file_parse(str text, const char *where, mf_model *files, 
     return e->code;
 }
 
-/* Parses special_tokens_map.json, which newer folders do not need. Its tokens replace those of
- * tokenizer_config.json. */
+/* Parses special_tokens_map.json, which is read only if tokenizer_config.json has no
+ * added_tokens_decoder. Its tokens replace those of tokenizer_config.json. */
 static int mf_special_map_parse(str text, const char *where, arena *memory, mf_model *files,
                                 toka_err *e) {
     *e = (toka_err){0};
@@ -8864,10 +8869,10 @@ static int mf_special_map_parse(str text, const char *where, arena *memory, mf_m
  *   ranks          mf_stage_layers, mf_shard: one rank's share of a model that is spread over
  *                  devices, as slices of the bound weights
  *
- * What always holds after mf_bind: every tensor that the layer loop will use has exactly the shape
- * that the letters say and lies inside its file. No data page of a weight has been read. A tensor
- * may begin at any byte: not every writer pads the header, and a tensor of odd length may lie
- * before it.
+ * What always holds after mf_bind: every tensor that the layer loop will use lies inside its file
+ * and has exactly the shape that its mf_binding says. No data page of a weight has been read. A
+ * tensor may begin at any byte: not every writer pads the header, and a tensor of odd length may
+ * lie before it.
  * =========================================================================== */
 
 /* ---- safetensors ----
@@ -8877,8 +8882,8 @@ static int mf_special_map_parse(str text, const char *where, arena *memory, mf_m
  * The header maps each tensor's name to {"dtype", "shape", "data_offsets": [begin, end]}. Offsets
  * count from the first byte of the data. The header may also have "__metadata__", an object of
  * strings. If several tensors share memory, the writer stores only one of them and notes the others
- * as {"name left out": "name stored"}: safetensors' save_model in __metadata__, Hugging Face's
- * sharded writer in "metadata" of the index.
+ * as aliases, {"name left out": "name stored"}. safetensors' save_model notes them in __metadata__,
+ * Hugging Face's sharded writer in "metadata" of the index.
  *
  * As in the reference reader, the tensors, sorted by offset, must cover the data from 0 to the end
  * of the file without a hole or an overlap. */
@@ -8888,9 +8893,8 @@ static int mf_special_map_parse(str text, const char *where, arena *memory, mf_m
 
 typedef struct st_dtype {
     const char *name;
-    int bits;
-    /* toka_dtype; -1: the file may have tensors of this type, but toka cannot use them */
-    int toka_dtype;
+    int bits;       /* of one element */
+    int toka_dtype; /* -1: a file may have tensors of this type, but toka cannot use them */
 } st_dtype;
 
 static const st_dtype st_dtypes[] = {
@@ -8926,8 +8930,8 @@ static void st_alias_list_add(st_alias_list **list, const json *aliases, arena *
     *list = first;
 }
 
-/* Reads the shape. *bits: the size of the tensor. Returns false if that overflows or the shape is
- * not a list of counts. */
+/* Reads the shape. *bits: the size of the tensor. Returns false if the size overflows or the shape
+ * is not a list of counts. */
 static bool st_parse_shape(const json *shape, st_tensor *tensor, uint64_t *bits) {
     *bits = (uint64_t)tensor->dtype->bits;
     if (!json_is(shape, JSON_ARRAY)) return false;
@@ -9008,8 +9012,9 @@ static int st_place_tensors(st_tensor *tensors, int n_tensors, str data, const c
     return 0;
 }
 
-/* Parses a file into the list of its tensors, sorted by offset. The list is in the arena; names are
- * there or in the file's bytes. __metadata__ is added to *aliases. Returns 0 or an error code. */
+/* Parses a file into the list of its tensors, sorted by offset. The list is in the arena; the names
+ * are in the arena or in the file's bytes. Adds __metadata__ to *aliases. Returns 0 or an error
+ * code. */
 static int st_parse(str text, const char *file, arena *memory, st_tensor **out, int *n_tensors,
                     st_alias_list **aliases, toka_err *e) {
     uint64_t header_bytes = 0;
@@ -9048,8 +9053,8 @@ static int st_parse(str text, const char *file, arena *memory, st_tensor **out, 
 }
 
 /* Parses model.safetensors.index.json into the list of its files, each once. A file's name must not
- * have a slash, so that no path leaves the folder. The index's metadata is added to *aliases.
- * Returns 0 or an error code. */
+ * have a slash, so that no path leaves the folder. Adds the index's metadata to *aliases. Returns 0
+ * or an error code. */
 static int st_index_parse(str text, const char *where, arena *memory, str **files, int *n_files,
                           st_alias_list **aliases, toka_err *e) {
     const json *object = mf_parse_json(text, where, memory, json_trusted, e),
@@ -9091,8 +9096,8 @@ static void st_set_free(st_set *set) {
     *set = (st_set){0};
 }
 
-/* The entry that has `name`, or the empty entry where it would go. cap > n_tensors, so the search
- * ends. */
+/* Returns the entry that has `name`, or the empty entry where `name` would go. There is always an
+ * empty entry, so the search ends. */
 static const st_tensor **st_set_entry(const st_set *set, str name) {
     size_t i = hash_bytes(name.p, name.n) & (set->cap - 1);
     while (set->entries[i] && !str_eq(set->entries[i]->name, name)) i = (i + 1) & (set->cap - 1);
@@ -9103,7 +9108,8 @@ static const st_tensor *st_set_get(const st_set *set, const char *name) { /* NUL
     return set->cap ? *st_set_entry(set, str_c(name)) : NULL;
 }
 
-/* Adds a tensor, which must stay valid. Returns an error code if its name is already there. */
+/* Adds a tensor, which must stay valid. Returns 0, or an error code if its name is already
+ * there. */
 static int st_set_add(st_set *set, const st_tensor *tensor, toka_err *e) {
     if (set->n_tensors * 2 >= set->cap) {
         st_set old = *set;
@@ -9148,7 +9154,8 @@ static void st_set_add_aliases(st_set *set, const st_alias_list *list, arena *me
 /* ---- Binding: the tensor names of a checkpoint, and the field and shape of each ---- */
 
 typedef struct mf_binding { /* one tensor that a model or a layer has */
-    const char *suffix;      /* its name after "model.layers.7." or "model." */
+    const char *suffix;      /* its name after "model.layers.7." or "model."; of the LM head, its
+                              * whole name */
     size_t field;            /* the offset of a toka_tensor in toka_layer, or in toka_weights */
     const char *rows, *cols; /* each a product of dimension letters; rows "": a vector, which has
                               * one dimension in the file */
@@ -9197,14 +9204,15 @@ static int mf_dim_product(const char *letters, const toka_shape *shape) { /* "KD
     return product;
 }
 
-/* The number of elements of a tensor; 0 if the model does not have it. */
+/* Returns the number of elements of a tensor; 0 if the model does not have it. */
 static int64_t mf_binding_size(const mf_binding *binding, const mf_config *config) {
     if (binding->feature & ~config->features) return 0;
     return (int64_t)mf_dim_product(binding->rows, &config->shape) *
            mf_dim_product(binding->cols, &config->shape);
 }
 
-/* The number of parameters of a model of this shape. A tied LM head is not counted again. */
+/* Returns the number of parameters of a model of this shape. Counts a tied LM head only once, as
+ * the embedding. */
 SERVER_ONLY static int64_t mf_n_parameters(const mf_config *config) {
     int64_t layer = 0, rest = mf_binding_size(&mf_lm_head_binding, config);
     for (int i = 0; i < COUNT(mf_layer_bindings); i++)
@@ -9259,8 +9267,9 @@ static int mf_bind_one(mf_binder *binder, const mf_binding *binding, const char 
     return 0;
 }
 
-/* Adds aliases of tensors: those that the files list, and the embedding of a tied model, for
- * which some writers store only lm_head.weight. */
+/* Adds the aliases that the files list. If a tied model has no embedding, its lm_head.weight gets
+ * the embedding's name as an alias: some writers store only lm_head.weight. is_bare: see mf_bind;
+ * here the embedding may be missing, so the final norm shows whether names have a prefix. */
 static void mf_add_aliases(const mf_config *config, st_set *set, const st_alias_list *aliases,
                            arena *memory) {
     const bool is_bare = st_set_get(set, "norm.weight"), is_tied = !(config->features & MF_LM_HEAD);
@@ -9270,8 +9279,9 @@ static void mf_add_aliases(const mf_config *config, st_set *set, const st_alias_
 }
 
 /* Binds every tensor of the model by its name; the layers are in the arena. In a file that was
- * saved from the bare transformer, names do not begin with "model.". Tensors that the tables do not
- * name (rotary_emb.inv_freq of old files) are ignored. Returns 0 or an error code. */
+ * saved from the bare transformer (without the LM head), names do not begin with "model.". Ignores
+ * tensors that the tables do not name (rotary_emb.inv_freq of old files). Returns 0 or an error
+ * code. */
 static int mf_bind(mf_binder *binder, arena *memory, toka_err *e) {
     char name[128];
     int code;
@@ -9316,31 +9326,32 @@ typedef struct mf_range { /* `count` consecutive things, beginning with number `
     int first, count;
 } mf_range;
 
-/* Share i of n things, divided in order into n_shares. Their sizes differ by at most one. */
+/* Divides n things, in order, into n_shares shares whose sizes differ by at most one. Returns share
+ * i. */
 static mf_range mf_even_share(int n, int i, int n_shares) {
     int first = (int)((int64_t)n * i / n_shares);
     return (mf_range){first, (int)((int64_t)n * (i + 1) / n_shares) - first};
 }
 
-/* The time of the busiest stage, in units of one layer, if the last stage has n_last of the L
- * layers and the n_others other stages share the rest. head: the time of the LM head, which the
+/* Returns the time of the busiest stage, in units of one layer, if the last stage has n_last of the
+ * L layers and the n_others other stages share the rest. head: the time of the LM head, which the
  * last stage has. */
 static double mf_busiest_stage_time(int L, int n_others, int n_last, double head) {
     return MAX((L - n_last + n_others - 1) / n_others, n_last + head);
 }
 
-/* The layers of pipeline stage i; pp_size <= L.
+/* Returns the layers of pipeline stage i; pp_size <= L.
  *
  * Work per token in multiply-adds: a layer has E (H + 2K) D + H D E + 3 E F, the LM head E V, the
- * embedding none. Every token goes through all layers, but only tokens that are sampled from go
- * through the head. So the head counts with a part of its work: with 1/5 in conversations, where a
- * fifth of the tokens are sampled from; with 2/3 where a prompt has many answers, because there all
- * tokens are sampled from, but the layers also have to read K and V.
+ * embedding none. Every token goes through all layers, but only the sample rows go through the
+ * head. So only a part of the head's work counts. It is 1/5 for conversations, where a fifth of the
+ * rows are sample rows. It is 2/3 for prompts with many answers: nearly all rows are sample rows,
+ * but there the layers also have to read K and V.
  *
- * The last stage has the head. It gets the number of layers with the least time for an equal amount
- * of both kinds of work, where the busiest stage sets the time. The other stages share the rest
- * evenly. On Llama-3.1-8B this gives 17 + 15 layers: many answers gain more than conversations lose
- * (3.8 % and 2.4 % against 16 + 16; two H200, 2026-11-22). */
+ * The last stage has the head. The busiest stage sets the time. The last stage gets the number of
+ * layers that takes the least time for an equal amount of conversations and of many answers; the
+ * other stages share the rest evenly. On Llama-3.1-8B this gives 17 + 15 layers: many answers gain
+ * more than conversations lose (3.8 % and 2.4 % against 16 + 16; two H200, 2026-11-22). */
 static mf_range mf_stage_layers(const toka_shape *shape, int i, int pp_size) {
     const double layer_work =
         (double)shape->E * ((2.0 * shape->H + 2.0 * shape->K) * shape->D + 3.0 * shape->F);
@@ -9356,8 +9367,9 @@ static mf_range mf_stage_layers(const toka_shape *shape, int i, int pp_size) {
                         : (mf_range){shape->L - n_last, n_last};
 }
 
-/* Share i of the vocabulary. If the vocabulary is large enough, each share begins at a multiple of
- * TOKA_ID_BLOCK, because sampling on a GPU uses one random number for each such block of ids. */
+/* Returns share i of the vocabulary. If the vocabulary is large enough, each share begins at a
+ * multiple of TOKA_ID_BLOCK, because sampling on a GPU uses one random number for each such block
+ * of ids. */
 static mf_range mf_vocab_share(int V, int i, int n_shares) {
     const int block = V >= n_shares * TOKA_ID_BLOCK ? TOKA_ID_BLOCK : 1;
     mf_range share = mf_even_share((V + block - 1) / block, i, n_shares);
@@ -9372,7 +9384,7 @@ typedef struct mf_tp_ranges {
     mf_range H, K, F, V;
 } mf_tp_ranges;
 
-/* Computes *ranges. Returns TOKA_E_USE if the model cannot be split over so many ranks. */
+/* Computes *ranges. Returns 0, or TOKA_E_USE if the model cannot be split over so many ranks. */
 static int mf_split_tp(const toka_shape *shape, int tp_rank, int tp_size, mf_tp_ranges *ranges,
                        toka_err *e) {
     const int heads_per_kv = shape->H / shape->K;
@@ -9396,8 +9408,9 @@ static int mf_split_tp(const toka_shape *shape, int tp_rank, int tp_size, mf_tp_
     return 0;
 }
 
-/* A tensor rank's share of a tensor's rows or columns. letters: the dimension as in mf_binding;
- * size: the whole dimension. For "KD" it is D rows for each kv head of the rank. */
+/* Returns a tensor rank's share of a tensor's rows or columns. letters: the dimension as in
+ * mf_binding; size: the whole dimension. The share of "KD" has D rows for each kv head of the
+ * rank. */
 static mf_range mf_dim_range(const mf_tp_ranges *ranges, const char *letters, int size, int D) {
     switch (*letters) {
     case 'H': return (mf_range){ranges->H.first * D, ranges->H.count * D};
@@ -9408,8 +9421,8 @@ static mf_range mf_dim_range(const mf_tp_ranges *ranges, const char *letters, in
     }
 }
 
-/* Sets the binding's tensor of `to` to the tensor rank's slice of that of `from`. Both are a
- * toka_layer or both a toka_weights. */
+/* Sets one tensor (`binding`) of `to` to the tensor rank's slice of the same tensor of `from`. Both
+ * are a toka_layer, or both are a toka_weights. Does nothing if `from` does not have the tensor. */
 static void mf_slice_tensor(const mf_binding *binding, const mf_tp_ranges *ranges, int D,
                             const void *from, void *to) {
     const toka_tensor *tensor =
@@ -9474,7 +9487,7 @@ static int mf_shard(const toka_shape *full, const toka_weights *full_weights, co
  *
  *   models.txt     mf_models_parse: the table of known models
  *   finding        mf_find_model: folder, name, hub cache
- *   opening        mf_open, mf_close; mf_find_overwritten: have the weights changed since?
+ *   opening        mf_open, mf_close; mf_find_overwritten: have the weights changed since then?
  *
  * It does not download, convert or write anything.
  * =========================================================================== */
@@ -9495,7 +9508,7 @@ enum {
     MF_COL_VERIFIED, MF_N_COLS
 };
 
-/* Parses up to max_numbers numbers separated by commas, none of them negative. Returns their count,
+/* Parses 1 to max_numbers numbers separated by commas, none of them negative. Returns their count,
  * or -1 if the list is anything else. */
 static int mf_parse_numbers(str list, double *out, int max_numbers) {
     int n_numbers = 0;
@@ -9543,6 +9556,7 @@ static bool mf_parse_rope_column(str text, mf_rope *rope) {
 /* Parses the column EXTRAS: "-", or some of qkv_bias, o_bias, qk_norm and window=N, separated by
  * commas. *window: 0 if there is none. Returns false if it is anything else. */
 static bool mf_parse_extras(str text, mf_config *config, double *window) {
+    /* in the order of the bits MF_QKV_BIAS, MF_O_BIAS, MF_QK_NORM */
     static const char *const names[] = {"qkv_bias", "o_bias", "qk_norm"};
     *window = 0;
     if (str_is(text, "-")) return true;
@@ -9655,8 +9669,9 @@ static int mf_models_parse(str text, arena *memory, mf_known_model **list, int *
 static const char mf_no_models_file[] =
     "no models.txt here or next to the program; give one with --models-file";
 
-/* Reads models.txt: the given file (NULL: none given), else the one beside the program, else the
- * one in the current folder. If there is none, the list is empty. Returns 0 or an error code. */
+/* Reads models.txt: the given file or, if none is given (NULL), the one beside the program, else
+ * the one in the current folder. If there is none, the list is empty. Returns 0 or an error
+ * code. */
 static int mf_read_models_file(const char *models_file, arena *memory, mf_known_model **list,
                                int *n_models, toka_err *e) {
     char path[PATH_MAX + 16];
@@ -9679,8 +9694,8 @@ static int mf_read_models_file(const char *models_file, arena *memory, mf_known_
     return code;
 }
 
-/* Appends the path of the hub cache's folder, found as huggingface_hub finds it: the first of these
- * environment variables that is set. "~" or "~/" at the start of its value means $HOME. */
+/* Appends the path of the hub cache's folder, found as huggingface_hub finds it: from the first of
+ * these environment variables that is set. "~" or "~/" at the start of its value means $HOME. */
 static void mf_put_hub_cache_path(buf *out) {
     static const char *const sources[][2] = {{"HF_HUB_CACHE", ""},
                                              {"HUGGINGFACE_HUB_CACHE", ""},
@@ -9713,10 +9728,10 @@ static bool mf_is_hub_id(str id) {
     return id.n && id.n < 200 && slashes <= 1 && id.p[id.n - 1] != '/';
 }
 
-/* Finds the folder of a hub id, or of ID@REVISION, in the hub cache:
- * models--org--name/snapshots/COMMIT, where the file models--org--name/refs/REVISION has the
- * commit's name. given_name: the name that the user gave, if it was not the id; else NULL. Returns
- * 0 or an error code. */
+/* Finds the folder of a hub id, or of ID@REVISION, in the hub cache. It is
+ * models--org--name/snapshots/COMMIT; the file models--org--name/refs/REVISION has the commit's
+ * name. Without such a file, the revision itself is the commit's name. given_name: the name from
+ * models.txt that the user gave; NULL: the user gave the id. Returns 0 or an error code. */
 static int mf_find_in_hub_cache(const char *id, const char *given_name, char **folder,
                                 arena *memory, toka_err *e) {
     const char *at_sign = strchr(id, '@');
@@ -9752,8 +9767,8 @@ static int mf_find_in_hub_cache(const char *id, const char *given_name, char **f
     return *folder ? 0 : e->code;
 }
 
-/* The last part of the path that the user gave: "x" for "models/x/". A symbolic link keeps its own
- * name. For a path whose last part is "." or "..", it is the last part of the real path. */
+/* Returns the last part of the path that the user gave: "x" for "models/x/". A symbolic link keeps
+ * its own name. If the last part is "." or "..", returns the last part of the real path. */
 static char *mf_folder_name(const char *path, arena *memory) {
     str rest = str_c(path);
     while (rest.n > 1 && (rest.p[rest.n - 1] == '/' || str_ends(rest, STR("/.")))) rest.n--;
@@ -9768,9 +9783,9 @@ static char *mf_folder_name(const char *path, arena *memory) {
     return name;
 }
 
-/* Sets files->folder, files->name and files->hub_id. If `model` exists as a path, it is a folder.
- * Otherwise it is a hub id if it has a slash, and a name from models.txt if it has none. Returns 0
- * or an error code. */
+/* Sets files->folder, files->name and files->hub_id. If `model` is a path that exists, it must be a
+ * folder. Otherwise it is a hub id if it has a slash, and a name from models.txt if it has none.
+ * Returns 0 or an error code. */
 static int mf_find_model(mf_model *files, const char *model, const char *models_file, toka_err *e) {
     struct stat st;
     bool exists = stat(model, &st) == 0;
@@ -9818,9 +9833,9 @@ static const mf_embedded *mf_embedded_find(const mf_embedded *file, const char *
     return file->name ? file : NULL;
 }
 
-/* Maps a file of the model; it stays mapped until mf_close. where: gets the file's path, for
- * messages. If the file is missing and not required, *out is empty. An empty file is an error.
- * Returns 0 or an error code. */
+/* Maps a file of the model; it stays mapped until mf_close. where: receives the file's path, or its
+ * name if the path is long, for messages. If the file is missing and not required, *out is empty.
+ * An empty file is an error. Returns 0 or an error code. */
 static int mf_map_file(mf_model *files, const char *name, bool required, char where[256], str *out,
                        toka_err *e) {
     *out = STR("");
@@ -9885,9 +9900,9 @@ static char **mf_list_jinja(mf_model *files, const char *folder, int *n_names) {
 }
 
 /* Reads the chat templates that are separate files, as transformers does. If there are any, they
- * replace all templates of tokenizer_config.json. additional_chat_templates/default.jinja counts
- * before chat_template.jinja. chat_template.json counts only if there is no other template. Returns
- * 0 or an error code. */
+ * replace all templates of tokenizer_config.json. additional_chat_templates/default.jinja takes
+ * precedence over chat_template.jinja. chat_template.json counts only if there is no other
+ * template. Returns 0 or an error code. */
 static int mf_open_templates(mf_model *files, toka_err *e) {
     char where[256];
     str text;
@@ -9942,7 +9957,7 @@ static int mf_open_configs(mf_model *files, bool needs_shape, toka_err *e) {
     return mf_open_templates(files, e);
 }
 
-/* Records the state of a weight file; to be called before the file is mapped. */
+/* Records the state of a weight file. Must be called before the file is mapped. */
 static void mf_record_file_state(mf_model *files, const char *name) {
     mf_file_state state = {0};
     buf path = {0};
@@ -9974,8 +9989,8 @@ static const char *mf_find_overwritten(const mf_model *files) {
     return NULL;
 }
 
-/* Maps one weight file and adds its tensors to the set; its parsed header is in tmp. Returns 0 or
- * an error code. */
+/* Maps one weight file and adds its tensors to the set. The tensors are in tmp. Returns 0 or an
+ * error code. */
 static int mf_open_shard(mf_model *files, const char *name, st_set *set, st_alias_list **aliases,
                          arena *tmp, toka_err *e) {
     char where[256];
@@ -9991,8 +10006,8 @@ static int mf_open_shard(mf_model *files, const char *name, st_set *set, st_alia
     return 0;
 }
 
-/* Does the model's folder have an entry of this name? If the entry is not a readable file, opening
- * it will be an error. */
+/* Does the model have a file of this name? True also for an entry that is not a readable file, so
+ * that opening it reports the error. */
 static bool mf_has_file(const mf_model *files, const char *name) {
     struct stat st;
     if (files->embedded) return mf_embedded_find(files->embedded, name) != NULL;
@@ -10078,9 +10093,10 @@ static int mf_open_text(mf_model **out, const char *model, const char *models_fi
     return code;
 }
 
-/* Opens a model. model: the name that the user gave; NULL: the embedded model. models_file: the
- * path of models.txt; NULL: look beside the program, then in the current folder. *out is the
- * caller's until mf_close; NULL after an error. Returns 0 or an error code. */
+/* Opens a model. model: what the user named: a folder, a hub id or a name from models.txt; NULL:
+ * the embedded model. models_file: the path of models.txt; NULL: look beside the program, then in
+ * the current folder. The caller closes *out with mf_close; *out is NULL after an error. Returns 0
+ * or an error code. */
 static int mf_open(mf_model **out, const char *model, const char *models_file,
                    const mf_embedded *embedded, toka_err *e) {
     int code = mf_open_text(out, model, models_file, embedded, true, e);
