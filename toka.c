@@ -4157,7 +4157,8 @@ typedef enum tmpl_kind {
     TN_NAMESPACE_ATTR /* an assignment target: attribute `text` of the namespace in variable id */
 } tmpl_kind;
 
-/* Code of an operator of two characters. The code of a single character is the character. */
+/* Code of an operator of two characters. The code of a single character is the character. The codes
+ * of `and`, `or`, `in` and `not in` are letters. */
 #define OP2(a, b) ((a) | (b) << 8)
 enum {
     OP_AND = 'a', OP_OR = 'o', OP_IN = 'i', OP_NOT_IN = 'n', OP_FLOOR = OP2('/', '/'),
@@ -4209,7 +4210,7 @@ typedef struct tmpl_lexer {
     tmpl_token *tokens;         /* [n_tokens], malloc'ed; the caller frees it */
     size_t n_tokens, cap;
     arena *memory;              /* owns the values of strings; the template's arena */
-    char closers[TMPL_NESTING]; /* [n_open] brackets that must close before the tag may end */
+    char closers[TMPL_NESTING]; /* [n_open] closing brackets that must come before the tag's end */
     int n_open;
     toka_err *e;
 } tmpl_lexer;
@@ -4287,9 +4288,10 @@ static void tmpl_advance(tmpl_lexer *lexer, size_t to) { /* moves to byte `to` a
     for (; lexer->at < to; lexer->at++) lexer->line += lexer->source.p[lexer->at] == '\n';
 }
 
-/* If the end of a tag stands at `at`, returns the index of the first byte after the tag, else 0.
- * closer is '%', '}' or '#'. An end with "-" also consumes the white space after it. The end of a
- * block or comment also consumes one line feed (trim_blocks), unless it is written with "+". */
+/* If the end of a tag stands at `at`, returns the index of the first byte after all that it
+ * consumes, else 0. closer is '%', '}' or '#'. An end with "-" also consumes the white space after
+ * it. The end of a block or comment also consumes one line feed (trim_blocks), unless it is written
+ * with "+". */
 static size_t tmpl_tag_end(const tmpl_lexer *lexer, size_t at, char closer) {
     const char end[] = {closer, '}', 0};
     char sign = tmpl_char_at(lexer, at);
@@ -4896,7 +4898,7 @@ static tmpl_node *tmpl_parse_not(tmpl_parser *parser) {
     return (node->a = tmpl_parse_level(parser, TL_NOT)) ? node : NULL;
 }
 
-/* An expression without "a if b else c". Used where a statement has an `if` of its own. */
+/* Parses an expression without "a if b else c", for statements that have an `if` of their own. */
 static tmpl_node *tmpl_parse_no_ternary(tmpl_parser *parser) {
     return tmpl_parse_level(parser, TL_OR);
 }
@@ -5321,7 +5323,8 @@ typedef struct tmpl_run { /* one render; used by one thread */
 } tmpl_run;
 
 /* Reports an error at the line in evaluation. Returns false. */
-__attribute__((format(printf, 2, 3))) static bool tmpl_fail(tmpl_run *run, const char *fmt, ...) {
+__attribute__((format(printf, 2, 3)))
+static bool tmpl_fail(tmpl_run *run, const char *fmt, ...) {
     char what[400];
     va_list args;
     va_start(args, fmt);
@@ -5569,7 +5572,7 @@ static bool tmpl_compare(tmpl_run *run, tval left, tval right, int *order) {
     }
     if (left.type == TV_STR && right.type == TV_STR) {
         size_t n_common = MIN(left.n, right.n);
-        /* UTF-8 texts in the order of their bytes are in the order of their code points */
+        /* in UTF-8, the order of bytes is also the order of code points */
         int difference = n_common ? memcmp(left.chars, right.chars, n_common) : 0;
         *order = difference ? (difference > 0) - (difference < 0)
                             : (left.n > right.n) - (left.n < right.n);
@@ -5741,8 +5744,8 @@ static bool tmpl_put_json_key(tmpl_run *run, buf *b, tval key, const tmpl_json_s
            tmpl_put_c(run, b, "\"");
 }
 
-/* Appends json.dumps(value) as Hugging Face's filter tojson calls it. level: depth of the value,
- * from 0. */
+/* Appends the result of json.dumps(value), called as in Hugging Face's filter tojson. level: depth
+ * of the value, from 0. */
 static bool tmpl_put_json(tmpl_run *run, buf *out, tval value, const tmpl_json_style *style,
                           int level) {
     tmpl_items *keys = NULL, *list = value.list;
@@ -6525,7 +6528,7 @@ typedef struct tmpl_macro {
     tmpl_scope *scope;     /* innermost scope of the definition; NULL: the template's top level */
 } tmpl_macro;
 
-/* A running for loop: the variable `loop` of its body. */
+/* A running for loop, which is also the variable `loop` of its body. */
 typedef struct tmpl_loop {
     tmpl_items *items;      /* the elements; while `filtered` is false, also those that the
                              * condition rejects */
@@ -6812,21 +6815,23 @@ static bool tmpl_f_dict_view(tmpl_run *run, tmpl_args *args, tval *out) {
  * tmpl_apply_test. */
 static bool tmpl_has_type(tval value, int test) {
     switch (test) {
-    case 0: return value.type != TV_UNDEFINED;
-    case 1: return value.type == TV_UNDEFINED;
-    case 2: return value.type == TV_NONE;
-    case 3: return value.type == TV_BOOL;
-    case 4: return value.type == TV_BOOL && value.integer;
-    case 5: return value.type == TV_BOOL && !value.integer;
-    case 6: return value.type == TV_INT || value.type == TV_BIG_INT;
-    case 7: return value.type == TV_FLOAT;
-    case 8: return tv_is_number(value) || value.type == TV_BIG_INT;
-    case 9: return value.type == TV_STR;
-    case 10: return value.type == TV_DICT;
-    case 11:
+    case 0: return value.type != TV_UNDEFINED;                       /* defined */
+    case 1: return value.type == TV_UNDEFINED;                       /* undefined */
+    case 2: return value.type == TV_NONE;                            /* none */
+    case 3: return value.type == TV_BOOL;                            /* boolean */
+    case 4: return value.type == TV_BOOL && value.integer;           /* true */
+    case 5: return value.type == TV_BOOL && !value.integer;          /* false */
+    case 6: return value.type == TV_INT || value.type == TV_BIG_INT; /* integer */
+    case 7: return value.type == TV_FLOAT;                           /* float */
+    case 8: return tv_is_number(value) || value.type == TV_BIG_INT;  /* number */
+    case 9: return value.type == TV_STR;                             /* string */
+    case 10: return value.type == TV_DICT;                           /* mapping */
+    case 11:                                                         /* iterable */
         return value.type == TV_UNDEFINED || (value.type >= TV_STR && value.type <= TV_GENERATOR);
-    case 12: return value.type == TV_UNDEFINED || (value.type >= TV_STR && value.type <= TV_DICT);
-    default: return value.type == TV_UNDEFINED || value.type >= TV_LOOP; /* a call may still fail */
+    case 12:                                                         /* sequence */
+        return value.type == TV_UNDEFINED || (value.type >= TV_STR && value.type <= TV_DICT);
+    default: /* callable; the call may still fail */
+        return value.type == TV_UNDEFINED || value.type >= TV_LOOP;
     }
 }
 
@@ -6901,8 +6906,8 @@ static bool tmpl_g_raise(tmpl_run *run, tmpl_args *args, tval *out) {
     return tmpl_to_text(run, args->param[0], out) && tmpl_fail(run, "%.*s", STRF(tv_text(*out)));
 }
 
-/* Writes one conversion of strftime in the C locale. letter: after the '%'. pad false: write
- * numbers without leading zeros ("%-d"). Returns false if the conversion is unknown. */
+/* Writes one conversion of strftime in the C locale. letter: the one after the '%'. If pad is
+ * false, numbers have no leading zeros ("%-d"). Returns false if the conversion is unknown. */
 static bool tmpl_put_time(buf *out, const tmpl_time *now, char letter, bool pad) {
     static const char *const days[] = {"Sunday",   "Monday", "Tuesday", "Wednesday",
                                        "Thursday", "Friday", "Saturday"};
@@ -7362,7 +7367,8 @@ static bool tmpl_eval_slice(tmpl_run *run, const tmpl_node *node, tval *out) {
     if (value.type != TV_STR && !tv_is_list(value)) return tmpl_bad_type(run, "a slice", value);
     if (!tv_is_integer(step_value) || !step_value.integer)
         return tmpl_fail(run, "slice: wrong step");
-    /* the step is clamped, so that -step and from + step do not overflow; no text is as long */
+    /* the step is clamped, so that -step and i * step do not overflow; the result stays the same,
+     * because no text or list is that long */
     int64_t length = tmpl_length(value),
             step = MAX(MIN(step_value.integer, (int64_t)1 << 40), -((int64_t)1 << 40));
     bool down = step < 0;
@@ -7585,7 +7591,7 @@ static bool tmpl_loop_filter_rest(tmpl_run *run, tmpl_loop *loop) {
     return true;
 }
 
-/* loop.name. Leaves *out as it is if there is no such attribute. */
+/* Reads loop.name. Leaves *out as it is if there is no such attribute. */
 static bool tmpl_loop_attr(tmpl_run *run, tmpl_loop *loop, str name, tval *out) {
     int which = tmpl_word_index("index index0 first previtem depth0 depth "
                                 "last nextitem length revindex revindex0", name);
@@ -8252,10 +8258,10 @@ static void mf_read_rope(mf_reader *config_reader, mf_config *config) {
                                              (double)mf_dims[MF_MAX_LEN].max));
 }
 
-/* Sets the attention window of each layer. If the file has layer_types, it decides which layers
- * have the window. (transformers treats a Mistral with layer_types as a Ministral.) Otherwise all
- * layers of Mistral and Ministral have it. In a Qwen model with use_sliding_window, the layers from
- * max_window_layers on have it. */
+/* Sets the attention window of each layer. If the file has layer_types, that field decides which
+ * layers have the window. (transformers treats a Mistral with layer_types as a Ministral.)
+ * Otherwise all layers of Mistral and Ministral have it. In a Qwen model with use_sliding_window,
+ * the layers from max_window_layers on have it. */
 static void mf_read_windows(mf_reader *reader, mf_config *config, arena *memory) {
     int L = config->shape.L;
     config->window = arena_zalloc(memory, (size_t)L * sizeof *config->window);
@@ -8727,7 +8733,7 @@ static void mf_put_flag(buf *out, const char *name, bool value) {
  * tok_load. Their meaning is that of transformers 4.57:
  *   split_special_tokens   applies to all text, also to the output of chat templates
  *   add_prefix_space       applies to ByteLevel; and to SentencePiece's prefix, if the tokenizer
- *                          class rebuilds its tokenizer
+ *                          class rebuilds its tokenizer (LlamaTokenizer, CodeLlamaTokenizer)
  *   legacy, do_lower_case and other flags have no effect if there is a tokenizer.json.
  * Spaces of decoded text are not cleaned up, as in transformers 5. */
 static str mf_token_flags(mf_reader *reader, const mf_arch *arch, arena *memory) {
@@ -9802,7 +9808,7 @@ static int mf_find_model(mf_model *files, const char *model, const char *models_
                     model);
     if (err != ENOENT && err != ENOTDIR)
         return fail(e, TOKA_E_INPUT, "%s: %s", model, strerror(err));
-    if (strchr(model, '/')) { /* no name in models.txt has a slash */
+    if (strchr(model, '/')) { /* so a name in models.txt cannot have a slash */
         files->name = files->hub_id = arena_cstr(&files->memory, given);
         return mf_find_in_hub_cache(model, NULL, &files->folder, &files->memory, e);
     }
