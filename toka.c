@@ -4468,7 +4468,8 @@ static size_t tmpl_named_tag(const tmpl_lexer *lexer, size_t at, const char *nam
 }
 
 /* Called after "{%". If the tag opens a raw block, sets *is_raw and pushes the block's text
- * unchanged. Unlike other tags, {% raw %} does not consume the line feed after it. */
+ * unchanged. Unlike other tags, {% raw %} does not consume the line feed after it; {% raw -%}
+ * does. */
 static bool tmpl_lex_raw(tmpl_lexer *lexer, bool *is_raw) {
     const size_t at = tmpl_named_tag(lexer, lexer->at, "raw");
     *is_raw = at && (tmpl_source_has(lexer, at, "%}") || tmpl_source_has(lexer, at, "-%}"));
@@ -4875,7 +4876,7 @@ static tmpl_node *tmpl_parse_not(tmpl_parser *parser);
 
 /* Parses the operators of one level, from left to right, and their operands. a < b < c becomes
  * a < b and b < c. So b is evaluated twice; Python evaluates it once. This makes a difference only
- * if b calls a macro that assigns to a namespace. */
+ * if the first time changes the second: b uses up a generator or changes a namespace. */
 static tmpl_node *tmpl_parse_level(tmpl_parser *parser, int level) {
     int line = parser->token->line, op;
     if (level == TL_OPERAND) return tmpl_parse_operand(parser);
@@ -5619,7 +5620,8 @@ static bool tmpl_dict_find(tmpl_run *run, const tmpl_dict *dict, tval key, tval 
     return *out = i < dict->n_members ? dict->members[i].value : (tval){0}, true;
 }
 
-/* Adds the member. If the dict has the key already, replaces its value; its place stays. */
+/* Adds a member. If the dict already has this key, replaces the value; the member keeps its
+ * place. */
 static bool tmpl_dict_set(tmpl_run *run, tmpl_dict *dict, tval key, tval value) {
     size_t i;
     if (key.type == TV_LIST || key.type == TV_DICT)
