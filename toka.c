@@ -4876,7 +4876,7 @@ static tmpl_node *tmpl_parse_not(tmpl_parser *parser);
 
 /* Parses the operators of one level, from left to right, and their operands. a < b < c becomes
  * a < b and b < c. So b is evaluated twice; Python evaluates it once. This makes a difference only
- * if the first time changes the second: b uses up a generator or changes a namespace. */
+ * if b has a side effect: it uses up a generator or changes a namespace. */
 static tmpl_node *tmpl_parse_level(tmpl_parser *parser, int level) {
     int line = parser->token->line, op;
     if (level == TL_OPERAND) return tmpl_parse_operand(parser);
