@@ -39,6 +39,8 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_report_teststatus(report, config):
-    """No letter for a test that passed: the line above counts it."""
+    """No letter for a test that passed or was skipped: the line above counts it."""
+    if report.skipped and not hasattr(report, "wasxfail"):
+        return "skipped", "", "SKIPPED"
     if report.when == "call" and report.passed:
         return "passed", "", "PASSED"
