@@ -600,7 +600,7 @@ static void test_ranks_abort(void) {
         for (int i = 0; i < 4; i++) pthread_join(ranks[i].thread, NULL);
         CHECK(os_now() - t0 < CPU_WATCHDOG_S / 2); /* no rank has waited for the watchdog */
         for (int i = 0; i < 4; i++) {
-            char want[64];
+            char want[96];
             snprintf(want, sizeof want, "asked to end; rank %d (stage %d, tensor rank %d) was in ", i, i / 2, i % 2);
             const toka_err *err = &ranks[i].error;
             CHECK_MSG(i == 1 || (err->code == TOKA_E_DEVICE && strstr(err->msg, want)), "%s", err->msg);

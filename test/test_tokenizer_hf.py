@@ -405,6 +405,7 @@ def check_config(driver, tmp_path, config, documents, flags=(0, 3), decode=False
         compare_decode(driver, path, hf, random_ids(hf, random.Random(8), 500), str(config["decoder"]))
 
 
+@pytest.mark.slow
 def test_every_code_point(driver, tmp_path):
     """Each code point 0 to 10FFFF in contexts that reveal its class, for each pattern. Patterns use the same classes: all code points
     go through the three patterns that reveal most, and every 7th through the others."""
