@@ -2,7 +2,7 @@
 # test/run.sh - builds toka, then runs tests. The last line is 'N passed, N failed, N skipped'. The exit status is 1 if a test
 # failed.
 #
-#   test/run.sh                   tests of every kind, in some 10 minutes on two cores. It leaves out tests that take more than
+#   test/run.sh                   tests of every kind, in some 7 minutes on two cores. It leaves out tests that take more than
 #                                 3 s each, TSan, the server under sanitizers, GPU architectures but sm_90a, and other toolkits
 #   TOKA_TESTS=all test/run.sh    everything, in about an hour
 #   test/run.sh unit              one part: build, unit, san, py, fuzz or gpu
