@@ -32,7 +32,7 @@ export TOKA_TESTS=$TESTS
 GPU_JOBS=${GPU_JOBS:-$(($(nproc) > 12 ? 12 : $(nproc) > 2 ? $(nproc) : 2))}
 WANT=${1:-all}
 B=test/.build
-LOG=$B/log.$WANT # output of the step that runs
+LOG=$B/step-$WANT.log # output of the step that runs
 WARN="-std=c11 -Wall -Wextra -Wshadow -Wvla -Wmissing-prototypes -Wstrict-prototypes -Wconversion -Wno-sign-conversion
       -Wno-float-conversion -Werror"
 SAN="-g -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer"
