@@ -1684,7 +1684,7 @@ static const char uni_class_text[] =
     "xazazazazazA_zaAxB}zEwzB}zB}zazHqzOcDrB]zC{zOcATzAmIB^AM`CtCIxKdMxAxMxzMxzAFnIhKqEKdAXrZ~LbAM`CtHbFnApM`EhEDzHK|DiXLz"
     "CtOtBvK|BvC[tCtCE`EpJ~CtrN^J~CtAXjGlI`EpAIhGl[|AxJ~CtApBBfKKtKdLzAxK|BvI`DrAXjFnMxAxJ^EpHbFnDZ^zCBfHuAFQhAWGZeAB^D[Py"
     "EpGLaAxFYReM`H[DqN^TXqBZXzREgAVQhEY[sDrE@XqABNLTrwA@bCFcDHjHA`BVBF^BVRV}AxBVRV}Ax";
-/* gap, run length - 1, combining class * 2 + young */
+/* gap, run length - 1, combining class * 2 + after_9 */
 static const char uni_mark_text[] =
     "VqqMo]]Ms]`L}]]Ms]]Lu]aL}]^K{]`L}]^K{]gL}]a_]`L}]dMo]]Na]]Mo]_L}]_Mo]^L}^_Mo]`L}]]Mo]]Ms]^L}]]Mo]]Mu]^Mw]]Mu]^Mw]]Mu]"
     "iMoH`aMoGx]L}]`Mo]]L}]_Mo]]M_]]L}]bMo]bL}]^Mo]]L}]^Mo]]M_]]Mk]]Mo]]q]]s]]u]]w]]y]]{]]}]]A]]]A_]^Aa]]Ac]]Ae]]Ag^]Ai^]A"
@@ -1700,7 +1700,7 @@ static const char uni_mark_text[] =
     "]Mp]]L~]]Mp]]L~Es]oAd]pk]oAt]o]]kB^_MoAk^oAy]kBe]of]kCa]o]]kEe]k]]oBi]l]]km]oucMo`aMoBr_pCh]o`]kt]MpB|]o]]kGj]o]]kCu]"
     "oCm]o]]kCj]oG|]p]]lGq^pa]lDq]pBl]po]pBj]pLj]oGq]l^^pBj]pLn^pQTi]pBQka_AvcMoAGp^jTQg]_EPk^Lu]__`]Mg]aLuedL}_aMo]^L}{`M"
     "oDi_MoCSjcMo^mMo_cMo^^Mo^aMoB}]MpDucMpK^]MpAx`MpN}^Mt]]L~]]MpGm]Mp]]L~UscL}CdbMo]]k";
-/* gap * 6 + kind * 2 + young, first, second (not for kind 2, one alone) */
+/* gap * 6 + kind * 2 + after_9, first, second (not for kind 2, one alone) */
 static const char uni_pair_text[] =
     "AE{CyAQcc]_c]_c]_c]gc]aiaAucaBfc]_c]_c]icelc]_c]_c]iigfc_bc]_c]_c]_c]goilc]_c]_c]icejom^c]_c]_c]_c]gc]aiaAucaBfc]_c]_"
     "c]icelc]_c]_c]iigfc_bc]_c]_c]_c]goilc]_c]_c]iceji]kcCfdcA{]cAzacA{]cAzB]cA{]cAvBfcA{]cAz_cA{]cAzgcA{]cAzgcA{]cAx]cA{]"

@@ -560,8 +560,15 @@ static void launch_by_role(toka_device *dev, const char *what, const cudaLaunchC
 /* Keeps a parameter out of template argument deduction (std::type_identity of C++20). */
 template <class T> struct type_identity { typedef T type; };
 
-/* Launches a kernel in clusters of `cluster` CTAs (1: no clusters), with `smem` bytes of dynamic
- * shared memory.
+/* The CTAs and threads of a launch. */
+typedef struct launch_shape {
+    dim3 grid;
+    int threads;     /* per CTA */
+    size_t smem = 0; /* bytes of dynamic shared memory per CTA */
+    int cluster = 1; /* CTAs per cluster; 1: no clusters */
+} launch_shape;
+
+/* Launches a kernel.
  *
  * On Hopper kernels use programmatic dependent launch: a kernel may start while the previous kernel
  * still runs. Therefore these rules hold:
@@ -578,23 +585,22 @@ template <class T> struct type_identity { typedef T type; };
  * other half. Load balancing makes the small-M GEMMs (gemm_smallm_kernel) 23 to 44 % faster:
  * test/results/kernel-choices.md. */
 template <class... P>
-static void launch_dependent(toka_device *dev, const char *what, void (*kernel)(P...), dim3 grid,
-                             int threads, size_t smem, int cluster,
-                             typename type_identity<P>::type... args) {
+static void launch_dependent(toka_device *dev, const char *what, void (*kernel)(P...),
+                             launch_shape shape, typename type_identity<P>::type... args) {
     cudaLaunchAttribute attributes[3] = {};
     cudaLaunchConfig_t config = {};
     void *pointers[] = {(void *)&args...};
     launch_prepare(dev, what, (const void *)kernel);
-    config.gridDim = grid, config.blockDim = dim3((unsigned)threads);
-    config.dynamicSmemBytes = smem, config.stream = dev->stream, config.attrs = attributes;
+    config.gridDim = shape.grid, config.blockDim = dim3((unsigned)shape.threads);
+    config.dynamicSmemBytes = shape.smem, config.stream = dev->stream, config.attrs = attributes;
     if (dev->hopper) {
         attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
         attributes[0].val.programmaticStreamSerializationAllowed = 1;
         config.numAttrs = 1;
     }
-    if (cluster > 1) {
+    if (shape.cluster > 1) {
         attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
-        attributes[config.numAttrs++].val.clusterDim = {(unsigned)cluster, 1, 1};
+        attributes[config.numAttrs++].val.clusterDim = {(unsigned)shape.cluster, 1, 1};
         attributes[config.numAttrs].id = cudaLaunchAttributeClusterSchedulingPolicyPreference;
         attributes[config.numAttrs++].val.clusterSchedulingPolicyPreference =
             cudaClusterSchedulingPolicyLoadBalancing;
@@ -1558,7 +1564,7 @@ __global__ static void __launch_bounds__(128)
 static void rmsnorm(toka_device *dev, const bf16 *x, const int *row_index, const float *w, bf16 *y,
                     int n_rows) {
     const float inv_E = 1.0f / dev->shape->E;
-    launch_dependent(dev, "RMSNorm", rmsnorm_kernel, dim3(n_rows), 128, 0, 1, x, row_index, w, y,
+    launch_dependent(dev, "RMSNorm", rmsnorm_kernel, {dim3(n_rows), 128}, x, row_index, w, y,
                      dev->E, inv_E, dev->shape->eps);
 }
 
@@ -1610,24 +1616,28 @@ static bool fuse_norm_consume(toka_device *dev) {
 
 /* ---- embed ----
  *
- * x[t][:] = table[ids[t] - v0][:]. An id -1 - i stands for the last sampled token of sequence i.
- * The row of x is zero if the table of this rank does not have the id. If fused.w is not NULL, the
+ * x[t][:] = table.rows[ids[t] - table.v0][:]. An id -1 - i stands for the last sampled token of
+ * sequence i. The row of x is zero if the table of this rank does not have the id. If fused.w is not NULL, the
  * kernel is the output side of a fused norm and writes fused.xw and fused.row_sumsq, too.
  *
  *   ids           [T]
  *   last_tokens   [n_seqs]
- *   table         bf16 [V][E]: the ids v0 .. v0+V-1
  *   x             bf16 [T][E]
  *
  * Grid T, block 128, 32 bytes per thread and iteration. Moves 4*T*E bytes: bound by copy
  * bandwidth. */
+typedef struct embed_table {
+    const bf16 *rows; /* [V][E]: the ids v0 .. v0+V-1, those of this rank */
+    int v0, V;
+} embed_table;
+
 __global__ static void __launch_bounds__(128)
-    embed_kernel(const int *ids, const int *last_tokens, const bf16 *table, int v0, int V, bf16 *x,
-                 int E, const fused_norm fused) {
+    embed_kernel(const int *ids, const int *last_tokens, const embed_table table, bf16 *x, int E,
+                 const fused_norm fused) {
     grid_launch_dependents();
     grid_wait();
-    int id = ids[blockIdx.x], table_row = (id < 0 ? last_tokens[-1 - id] : id) - v0;
-    const uint4 *from = (const uint4 *)(table + (size_t)table_row * E);
+    int id = ids[blockIdx.x], table_row = (id < 0 ? last_tokens[-1 - id] : id) - table.v0;
+    const uint4 *from = (const uint4 *)(table.rows + (size_t)table_row * E);
     const float4 *norm_w = (const float4 *)fused.w;
     const size_t to = (size_t)blockIdx.x * (E / 8);
     for (int k = threadIdx.x; k * FUSE_NORM_COLS < E; k += blockDim.x) {
@@ -1635,7 +1645,8 @@ __global__ static void __launch_bounds__(128)
 #pragma unroll
         for (int i = 2 * k; i < 2 * k + 2; i++) {
             if (i == E / 8) break;
-            const uint4 vec = table_row >= 0 && table_row < V ? from[i] : make_uint4(0, 0, 0, 0);
+            const uint4 vec = table_row >= 0 && table_row < table.V ? from[i]
+                                                                    : make_uint4(0, 0, 0, 0);
             ((uint4 *)x)[to + i] = vec;
             sum = norm_add_squares(vec, sum);
             if (norm_w)
@@ -2055,8 +2066,9 @@ template <int BM, int BN, int WM, int WN>
 static void gemm_mma_tile(toka_device *dev, const gemm_args *args) {
     gemm_kernel_args kernel_args = gemm_checked_args(args);
     launch_dependent(dev, "GEMM (mma)", gemm_mma_kernel<BM, BN, WM, WN>,
-                     dim3((unsigned)(ceil_div(kernel_args.M, BM) * ceil_div(kernel_args.N, BN))),
-                     BM / WM * (BN / WN) * 32, MMA_BUFS * (BM + BN) * MMA_K * 2, 1, kernel_args);
+                     {dim3((unsigned)(ceil_div(kernel_args.M, BM) * ceil_div(kernel_args.N, BN))),
+                      BM / WM * (BN / WN) * 32, MMA_BUFS * (BM + BN) * MMA_K * 2},
+                     kernel_args);
 }
 static void gemm_mma(toka_device *dev, const gemm_args *args) {
     if (ceil_div(args->M, 128) * ceil_div(args->w->N, 128) >= dev->n_sms)
@@ -3996,10 +4008,11 @@ static void gemm_smallm_launch(toka_device *dev, const gemm_args *args, int spli
     kernel_args.norm = gemm_fuse_norm_args(dev, args);
     assert(kernel_args.M <= ROWS && split * tiles_per_head <= 8 && !args->next_norm);
     const int smem_bytes = smallm_n_bufs<ROWS>(split) * smallm_ring<ROWS>::BUF_BYTES +
-                           smallm_partial_bytes(ROWS, split) + smallm_ring<ROWS>::BAR_BYTES;
+                           smallm_partial_bytes(ROWS, split) + smallm_ring<ROWS>::BAR_BYTES +
+                           (QK_NORM ? 8 * ROWS : 0);
     launch_dependent(dev, "GEMM (small M)", gemm_smallm_kernel<ROWS, QKV, QK_NORM>,
-                     dim3((unsigned)(ceil_div(kernel_args.N, SMALLM_N) * split)), SMALLM_THREADS,
-                     smem_bytes + (QK_NORM ? 8 * ROWS : 0), split * tiles_per_head,
+                     {dim3((unsigned)(ceil_div(kernel_args.N, SMALLM_N) * split)), SMALLM_THREADS,
+                      (size_t)smem_bytes, split * tiles_per_head},
                      gemm_tensor_map(dev, kernel_args.w, kernel_args.N, kernel_args.K,
                                      kernel_args.K, SMALLM_N, SMALLM_K),
                      gemm_tensor_map(dev, kernel_args.x, ROWS, kernel_args.K, kernel_args.ldx, ROWS,
@@ -4294,9 +4307,9 @@ static void gemm_gemv_tile(toka_device *dev, const gemm_args *args) {
            (!args->next_norm || kernel_args.epi == EPI_RESIDUAL) &&
            (kernel_args.epi != EPI_QKV || args->qkv));
     launch_dependent(dev, "GEMM (GEMV)", gemm_gemv_kernel<ROWS>,
-                     dim3((unsigned)ceil_div(kernel_args.N, GEMV_N)), 32 * GEMV_WARPS,
-                     gemv_ring<ROWS>::SMEM_BYTES, 1, kernel_args,
-                     args->qkv ? *args->qkv : qkv_params{});
+                     {dim3((unsigned)ceil_div(kernel_args.N, GEMV_N)), 32 * GEMV_WARPS,
+                      gemv_ring<ROWS>::SMEM_BYTES},
+                     kernel_args, args->qkv ? *args->qkv : qkv_params{});
 }
 static void gemm_gemv(toka_device *dev, const gemm_args *args) {
     if (args->M <= 8) gemm_gemv_tile<8>(dev, args);
@@ -5745,8 +5758,9 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
 
 template <int DP, int WARPS>
 static void attn_mma_launch(toka_device *dev, const attn_args &args, int n_items) {
-    launch_dependent(dev, "attention", attn_mma<DP, WARPS>, dim3((unsigned)(n_items * args.K)),
-                     WARPS * 32, attn_tile_shape<DP, WARPS>::BYTES, 1, args);
+    launch_dependent(
+        dev, "attention", attn_mma<DP, WARPS>,
+        {dim3((unsigned)(n_items * args.K)), WARPS * 32, attn_tile_shape<DP, WARPS>::BYTES}, args);
 }
 
 /* ---- attn_small: small items on Hopper; one warp with TMA ----
@@ -7035,10 +7049,10 @@ template <int DP>
 static void attn_fused_launch(toka_device *dev, const attn_args &args, const CUtensorMap *map) {
     const attn_plan *plan = dev->attn;
     typedef attn_fused_shape<DP> room;
-    launch_dependent(dev, "attention", attn_fused<DP>, dim3((unsigned)plan->grid), room::THREADS,
-                     room::BYTES, 1, args, attn_jobs{plan->dev_jobs, plan->n_rounds},
-                     attn_fused_log2_rows(plan), plan->exchange, map[ATTN_MAP_64],
-                     map[ATTN_MAP_PAIR]);
+    launch_dependent(dev, "attention", attn_fused<DP>,
+                     {dim3((unsigned)plan->grid), room::THREADS, room::BYTES}, args,
+                     attn_jobs{plan->dev_jobs, plan->n_rounds}, attn_fused_log2_rows(plan),
+                     plan->exchange, map[ATTN_MAP_64], map[ATTN_MAP_PAIR]);
 }
 
 /* ---- Launchers of the Hopper kernels ---- */
@@ -7053,16 +7067,16 @@ template <int DP, int TOK, int BUFS>
 static void attn_small_launch(toka_device *dev, const attn_args &args, int n_items,
                               const CUtensorMap *map) {
     launch_dependent(dev, "attention", attn_small<DP, TOK, BUFS>,
-                     dim3((unsigned)(n_items * args.K)), 32, BUFS * 2 * TOK * DP * 2, 1, args,
+                     {dim3((unsigned)(n_items * args.K)), 32, BUFS * 2 * TOK * DP * 2}, args,
                      attn_tile_map<DP, TOK>(args, map), map[ATTN_MAP_8]);
 }
 template <int DP, int TOK, int BUFS>
 static void attn_cta_split_launch(toka_device *dev, const attn_args &args, const attn_level *level,
                                   const CUtensorMap *map) {
     launch_dependent(dev, "attention", attn_cta_split<DP, TOK, BUFS>,
-                     dim3((unsigned)(level->n_cta_merges * args.K)), 32 * level->cta_split_warps,
-                     (size_t)level->cta_split_warps * BUFS * 2 * TOK * DP * 2, 1, args,
-                     attn_tile_map<DP, TOK>(args, map), map[ATTN_MAP_8],
+                     {dim3((unsigned)(level->n_cta_merges * args.K)), 32 * level->cta_split_warps,
+                      (size_t)level->cta_split_warps * BUFS * 2 * TOK * DP * 2},
+                     args, attn_tile_map<DP, TOK>(args, map), map[ATTN_MAP_8],
                      dev->attn->dev_merges + level->cta_merge0);
 }
 template <int DP, int TOK, int BUFS>
@@ -7070,9 +7084,9 @@ static void attn_cluster_split_launch(toka_device *dev, const attn_args &args,
                                       const attn_level *level, const CUtensorMap *map) {
     const int warps = ceil_div(level->cta_split_warps, ATTN_CLUSTER);
     launch_dependent(dev, "attention", attn_cluster_split<DP, TOK, BUFS>,
-                     dim3((unsigned)(level->n_cta_merges * args.K * ATTN_CLUSTER)), 32 * warps,
-                     (size_t)warps * (BUFS * 2 * TOK * DP * 2 + ATTN_SMALL_Q * DP * 4), 1, args,
-                     attn_tile_map<DP, TOK>(args, map), map[ATTN_MAP_8],
+                     {dim3((unsigned)(level->n_cta_merges * args.K * ATTN_CLUSTER)), 32 * warps,
+                      (size_t)warps * (BUFS * 2 * TOK * DP * 2 + ATTN_SMALL_Q * DP * 4)},
+                     args, attn_tile_map<DP, TOK>(args, map), map[ATTN_MAP_8],
                      dev->attn->dev_merges + level->cta_merge0);
 }
 template <int DP, int WGS, int N, int BUFS>
@@ -7080,7 +7094,7 @@ static void attn_wgmma_launch(toka_device *dev, const attn_args &args, int n_ite
                               const CUtensorMap *map) {
     typedef attn_wgmma_shape<DP, WGS, N, BUFS> room;
     launch_dependent(dev, "attention", attn_wgmma<DP, WGS, N, BUFS>,
-                     dim3((unsigned)(n_items * args.K)), room::THREADS, room::BYTES, 1, args,
+                     {dim3((unsigned)(n_items * args.K)), room::THREADS, room::BYTES}, args,
                      map[ATTN_MAP_64]);
 }
 
@@ -7318,8 +7332,9 @@ static void attention(toka_device *dev, int layer, const bf16 *q, bf16 *o) {
         if (level->n_cta_merges) attn_launch_cta_splits(dev, layer, args, level);
         if (!level->n_merges) continue;
         launch_dependent(dev, "attention, merge", attn_merge_splits,
-                         dim3((unsigned)(level->n_merges * args.K), (unsigned)level->merge_nq), 128,
-                         0, 1, args, plan->dev_merges + level->merge0);
+                         {dim3((unsigned)(level->n_merges * args.K), (unsigned)level->merge_nq),
+                          128},
+                         args, plan->dev_merges + level->merge0);
     }
     if (!plan->n_fused) return;
     const CUtensorMap *map = plan->maps + ATTN_MAPS * layer;
@@ -7711,15 +7726,25 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
  * asserts nothing
  * Retired: rows built in shared memory and sent by bulk copies, and 128 CTAs. Both were no faster.
  * Figures: test/results/kernel-choices.md. */
+typedef struct reduce_norm_args {
+    uint4 *x, *y;
+    const uint4 *partials;
+    int share_rows, n_rows;
+    const float *norm_weight;
+    int E;
+    float inv_E, eps;
+} reduce_norm_args;
+
 __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
-    reduce_norm_kernel(rank_barrier barrier, uint4 *x, uint4 *y, const uint4 *partials,
-                       int share_rows, int n_rows, const float *norm_weight, int E, float inv_E,
-                       float eps) {
+    reduce_norm_kernel(rank_barrier barrier, const reduce_norm_args args) {
+    uint4 *const x = args.x, *const y = args.y;
+    const int share_rows = args.share_rows;
+    int n_rows = args.n_rows;
     __shared__ float warp_sums_of[2][BARRIER_THREADS / 128][4];
     __shared__ uint4 *y_of_rank[BARRIER_MAX_RANKS];
     const int row_group = (int)threadIdx.x / 128, thread = (int)threadIdx.x % 128,
               n_row_groups = (int)gridDim.x * (BARRIER_THREADS / 128);
-    const int row_vectors = E / 8;
+    const int row_vectors = args.E / 8;
     grid_wait();
     const unsigned number = rank_barrier_count(barrier) + 1;
     if (!rank_barrier_sync(barrier, number, y)) n_rows = 0;
@@ -7737,7 +7762,7 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
             for (int rank = -1; rank < barrier.tp_size; rank++) {
                 const uint4 *from =
                     rank < 0 ? x + offset
-                             : partials + ((size_t)rank * share_rows + row) * row_vectors;
+                             : args.partials + ((size_t)rank * share_rows + row) * row_vectors;
 #pragma unroll
                 for (int k = 0; k < TWO_SHOT_VECTORS; k++)
                     if (i + k * 128 < row_vectors) sum_8_add(sum[k], __ldcg(from + i + k * 128));
@@ -7759,10 +7784,10 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
          * has read them before it arrives at the barrier of row i + 1. */
         bar_sync(1 + row_group, 128);
         const float scale = rsqrtf(
-            (warp_sums[0] + warp_sums[1] + (warp_sums[2] + warp_sums[3])) * inv_E + eps);
+            (warp_sums[0] + warp_sums[1] + (warp_sums[2] + warp_sums[3])) * args.inv_E + args.eps);
         for (int i = thread; i < row_vectors; i += 128) {
-            const float4 *weight8 = (const float4 *)norm_weight + 2 * i;
-            const uint4 vector = norm_weight
+            const float4 *weight8 = (const float4 *)args.norm_weight + 2 * i;
+            const uint4 vector = args.norm_weight
                                      ? norm_scale_8(x[offset + i], scale, weight8[0], weight8[1])
                                      : x[offset + i];
             for (int rank = 0; rank < barrier.tp_size; rank++) y_of_rank[rank][offset + i] = vector;
@@ -8052,8 +8077,8 @@ template <class... P> static void launch_barrier_kernel(toka_device *dev, const 
                                                         void (*kernel)(rank_barrier, P...),
                                                         typename type_identity<P>::type... args) {
     if (!graph_is_replay(dev))
-        launch_dependent(dev, what, kernel, dim3((unsigned)dev->barrier_ctas), BARRIER_THREADS, 0,
-                         1, dev->barrier, args...);
+        launch_dependent(dev, what, kernel, {dim3((unsigned)dev->barrier_ctas), BARRIER_THREADS},
+                         dev->barrier, args...);
     if (dev->graphs.capturing) dev->graphs.current->n_barriers += n_barriers;
     else dev->rank->n_barriers += (unsigned)n_barriers;
 }
@@ -8384,11 +8409,17 @@ static bool reduce_norm(toka_device *dev, const float *norm_weight) {
               rows = min(share_rows, T - dev->barrier.tp_rank * share_rows);
     bf16 *x = dev->unreduced_x;
     dev->unreduced_x = NULL;
-    launch_barrier_kernel(dev, "sum", 2, reduce_norm_kernel, (uint4 *)x,
-                          norm_weight ? (uint4 *)dev->xn : (uint4 *)x,
-                          (const uint4 *)two_shot_buffers(dev->barrier, dev->barrier.tp_rank),
-                          share_rows, rows, norm_weight, dev->E, 1.0f / dev->shape->E,
-                          dev->shape->eps);
+    const reduce_norm_args args = {
+        (uint4 *)x,
+        norm_weight ? (uint4 *)dev->xn : (uint4 *)x,
+        (const uint4 *)two_shot_buffers(dev->barrier, dev->barrier.tp_rank),
+        share_rows,
+        rows,
+        norm_weight,
+        dev->E,
+        1.0f / dev->shape->E,
+        dev->shape->eps};
+    launch_barrier_kernel(dev, "sum", 2, reduce_norm_kernel, args);
     /* the running op is the first one after these barriers */
     if (!dev->graphs.capturing)
         dev->barriers_at_last_op = dev->rank->n_barriers,
@@ -9338,20 +9369,27 @@ __device__ static inline samp_partial samp_merge_strided(const samp_params &para
     return merged;
 }
 
-__global__ static void __launch_bounds__(256)
-    samp_reduce_kernel(const samp_params *params, const samp_partial *partials, int ld_partials,
-                       int n_blocks, int n_rows, uint32_t *best_keys, samp_partial *merged,
-                       samp_result *results, int *last_tokens) {
+typedef struct samp_reduce_args {
+    const samp_params *params;    /* [n_rows] */
+    const samp_partial *partials; /* [n_blocks][ld_partials] */
+    int ld_partials, n_blocks, n_rows;
+    uint32_t *best_keys;  /* [n_rows], set to 0 */
+    samp_partial *merged; /* [n_rows]; NULL: the results are written instead */
+    samp_result *results; /* [n_rows] */
+    int *last_tokens;
+} samp_reduce_args;
+
+__global__ static void __launch_bounds__(256) samp_reduce_kernel(const samp_reduce_args args) {
     __shared__ samp_partial shared[SAMP_MERGE_THREADS][SAMP_REDUCE_ROWS];
     int row_in_cta = (int)threadIdx.x % SAMP_REDUCE_ROWS,
         thread = (int)threadIdx.x / SAMP_REDUCE_ROWS;
     int row = (int)blockIdx.x * SAMP_REDUCE_ROWS + row_in_cta;
     grid_launch_dependents();
     grid_wait();
-    int safe_row = min(row, n_rows - 1);
-    const samp_params row_params = params[safe_row];
-    samp_partial partial = samp_merge_strided(row_params, partials + safe_row, ld_partials,
-                                              n_blocks, thread, NULL);
+    int safe_row = min(row, args.n_rows - 1);
+    const samp_params row_params = args.params[safe_row];
+    samp_partial partial = samp_merge_strided(row_params, args.partials + safe_row,
+                                              args.ld_partials, args.n_blocks, thread, NULL);
     shared[thread][row_in_cta] = partial;
     for (int half = SAMP_MERGE_THREADS / 2; half; half /= 2) {
         __syncthreads();
@@ -9360,10 +9398,10 @@ __global__ static void __launch_bounds__(256)
                                                               shared[thread + half][row_in_cta],
                                                               row_params);
     }
-    if (thread || row >= n_rows) return;
-    best_keys[row] = 0;
-    if (merged) merged[row] = partial;
-    else samp_write_result(row_params, partial, row, results, last_tokens);
+    if (thread || row >= args.n_rows) return;
+    args.best_keys[row] = 0;
+    if (args.merged) args.merged[row] = partial;
+    else samp_write_result(row_params, partial, row, args.results, args.last_tokens);
 }
 
 /* ---- Tensor ranks: one partial per row from each rank, or whole rows of logits ----
@@ -9413,22 +9451,23 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
     rank_barrier_finish(barrier, number);
 }
 
-typedef struct samp_rank_logits { /* samp_plan.logits of each rank */
-    float *logits[BARRIER_MAX_RANKS];
-} samp_rank_logits;
+typedef struct samp_gather_args {
+    float *logits[BARRIER_MAX_RANKS]; /* samp_plan.logits of each rank: [n_rows][ld_logits] */
+    const float *own_logits;          /* [n_rows][ld_own]: the ids v0 .. v0+V-1 */
+    int ld_logits, ld_own, v0, V, n_rows;
+} samp_gather_args;
 
 __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
     samp_gather_logits_kernel(rank_barrier barrier,
-                              const __grid_constant__ samp_rank_logits rank_logits, int ld_logits,
-                              const float *own_logits, int ld_own, int v0, int V, int n_rows) {
+                              const __grid_constant__ samp_gather_args args) {
     grid_wait();
     const unsigned number = rank_barrier_count(barrier) + 1;
-    if (!rank_barrier_sync(barrier, number, NULL)) n_rows = 0;
+    const int n_rows = rank_barrier_sync(barrier, number, NULL) ? args.n_rows : 0;
     for (int row = (int)blockIdx.x; row < n_rows; row += (int)gridDim.x)
-        for (int id = (int)threadIdx.x; id < V; id += BARRIER_THREADS) {
-            const float logit = own_logits[(size_t)row * ld_own + id];
+        for (int id = (int)threadIdx.x; id < args.V; id += BARRIER_THREADS) {
+            const float logit = args.own_logits[(size_t)row * args.ld_own + id];
             for (int rank = 0; rank < barrier.tp_size; rank++)
-                rank_logits.logits[rank][(size_t)row * ld_logits + v0 + id] = logit;
+                args.logits[rank][(size_t)row * args.ld_logits + args.v0 + id] = logit;
         }
     rank_barrier_sync(barrier, number + 1, NULL);
     grid_launch_dependents();
@@ -10997,18 +11036,21 @@ static void samp_launch_results(toka_device *dev, int first, int n_rows, int n_p
     const samp_params *params = plan->params + first;
     samp_result *results = plan->results + first;
     graph_sampling_role(dev, true);
+    const samp_reduce_args reduce = {params,         plan->partials, plan->partial_rows,
+                                     plan->n_blocks, n_plain,        plan->best_keys,
+                                     NULL,           results,        dev->last_tokens};
     if (n_plain)
         launch_dependent(dev, "sampling", samp_reduce_kernel,
-                         dim3((unsigned)ceil_div(n_plain, SAMP_REDUCE_ROWS)), 256, 0, 1, params,
-                         plan->partials, plan->partial_rows, plan->n_blocks, n_plain,
-                         plan->best_keys, NULL, results, dev->last_tokens);
+                         {dim3((unsigned)ceil_div(n_plain, SAMP_REDUCE_ROWS)), 256}, reduce);
     samp_filter_args args = {params + n_plain, filters, logits, plan->partials + n_plain,
                              plan->ld_logits, plan->partial_rows, dev->shape->V_all, plan->n_blocks,
                              plan->best_keys + n_plain, plan->tops, results + n_plain,
                              dev->last_tokens};
     if (n_rows > n_plain)
-        launch_dependent(dev, "filters", samp_filter_kernel, dim3((unsigned)(n_rows - n_plain)),
-                         FILTER_THREADS, samp_filter_smem(plan->n_blocks), 1, args);
+        launch_dependent(dev, "filters", samp_filter_kernel,
+                         {dim3((unsigned)(n_rows - n_plain)), FILTER_THREADS,
+                          samp_filter_smem(plan->n_blocks)},
+                         args);
     graph_sampling_role(dev, false);
 }
 
@@ -11017,7 +11059,7 @@ static void samp_from_logits(toka_device *dev, int first, int n_rows, int n_plai
                              const samp_filter *filters) {
     samp_plan *plan = dev->samp;
     launch_dependent(dev, "groups", samp_partials_kernel,
-                     dim3((unsigned)ceil_div(plan->n_blocks, 32), (unsigned)n_rows), 128, 0, 1,
+                     {dim3((unsigned)ceil_div(plan->n_blocks, 32), (unsigned)n_rows), 128},
                      plan->params + first, plan->logits, plan->ld_logits, 0, dev->shape->V_all,
                      plan->partials, plan->partial_rows);
     samp_launch_results(dev, first, n_rows, n_plain, filters,
@@ -11030,15 +11072,16 @@ static void samp_from_logits(toka_device *dev, int first, int n_rows, int n_plai
 static void samp_merge_ranks(toka_device *dev, int first, int n_rows, bool has_partials) {
     samp_plan *plan = dev->samp;
     const samp_params *params = plan->params + first;
+    const samp_reduce_args reduce = {
+        params,          plan->partials, plan->partial_rows,    plan->own_blocks, n_rows,
+        plan->best_keys, plan->merged,   plan->results + first, dev->last_tokens};
     if (!has_partials)
         launch_dependent(dev, "groups", samp_partials_kernel,
-                         dim3((unsigned)ceil_div(plan->own_blocks, 32), (unsigned)n_rows), 128, 0,
-                         1, params, plan->own_logits, plan->ld_own, dev->shape->v0, dev->shape->V,
+                         {dim3((unsigned)ceil_div(plan->own_blocks, 32), (unsigned)n_rows), 128},
+                         params, plan->own_logits, plan->ld_own, dev->shape->v0, dev->shape->V,
                          plan->partials, plan->partial_rows);
     launch_dependent(dev, "sampling", samp_reduce_kernel,
-                     dim3((unsigned)ceil_div(n_rows, SAMP_REDUCE_ROWS)), 256, 0, 1, params,
-                     plan->partials, plan->partial_rows, plan->own_blocks, n_rows, plan->best_keys,
-                     plan->merged, plan->results + first, dev->last_tokens);
+                     {dim3((unsigned)ceil_div(n_rows, SAMP_REDUCE_ROWS)), 256}, reduce);
     launch_barrier_kernel(dev, "sampling", 1, samp_merge_ranks_kernel, plan->recv_offset, params,
                           plan->merged, n_rows, plan->results + first, dev->last_tokens);
 }
@@ -11047,13 +11090,13 @@ static void samp_merge_ranks(toka_device *dev, int first, int n_rows, bool has_p
  * first_row .. of plan->own_logits, into plan->logits of all ranks. */
 static void samp_gather_logits(toka_device *dev, int first_row, int n_rows) {
     samp_plan *plan = dev->samp;
-    samp_rank_logits rank_logits = {};
+    samp_gather_args args = {};
     for (int rank = 0; rank < tp_size(dev); rank++)
-        rank_logits.logits[rank] = dev->rank[rank - dev->options.tp_rank].logits;
-    launch_barrier_kernel(dev, "logits of all ranks", 2, samp_gather_logits_kernel, rank_logits,
-                          plan->ld_logits,
-                          plan->own_logits + (size_t)first_row * (size_t)plan->ld_own, plan->ld_own,
-                          dev->shape->v0, dev->shape->V, n_rows);
+        args.logits[rank] = dev->rank[rank - dev->options.tp_rank].logits;
+    args.own_logits = plan->own_logits + (size_t)first_row * (size_t)plan->ld_own;
+    args.ld_logits = plan->ld_logits, args.ld_own = plan->ld_own;
+    args.v0 = dev->shape->v0, args.V = dev->shape->V, args.n_rows = n_rows;
+    launch_barrier_kernel(dev, "logits of all ranks", 2, samp_gather_logits_kernel, args);
 }
 
 /* The LM head on wgmma, for rows first .. first + n_rows - 1 of the plan. It makes the partials of
@@ -12381,9 +12424,8 @@ static void cuda_copy_pages(toka_device *dev, const toka_step *step) {
     /* No name: the next op is noted instead. Copies are no part of a graph: they run before it. */
     if (!op_begin(dev, NULL)) return;
     launch_dependent(dev, "copies of pages", copy_pages_kernel,
-                     dim3((unsigned)step->n_copies, (unsigned)shape->L), 256, 0, 1,
-                     dev->rows.copies, dev->kv_pool, dev->kv_layer_elems,
-                     shape->K * 2 * shape->B * shape->D);
+                     {dim3((unsigned)step->n_copies, (unsigned)shape->L), 256}, dev->rows.copies,
+                     dev->kv_pool, dev->kv_layer_elems, shape->K * 2 * shape->B * shape->D);
 }
 
 /* The all-reduce adds up the results of all tensor ranks. So only tensor rank 0 adds the old x; the
@@ -12396,9 +12438,9 @@ static void cuda_embed(toka_device *dev, const toka_step *step, toka_dev_ptr x) 
     if (!op_begin(dev, "embed") || !group_wait_sampled(dev, step) || graph_is_replay(dev)) return;
     step = dev->step;
     dev->norm_ready = step->T <= FUSE_NORM_MAX_ROWS && tp_size(dev) == 1;
-    launch_dependent(dev, "embedding", embed_kernel, dim3(step->T), 128, 0, 1, dev->rows.ids,
-                     dev->last_tokens, dev->embed, dev->shape->v0, dev->shape->V, dev_bf16(x),
-                     dev->E,
+    launch_dependent(dev, "embedding", embed_kernel, {dim3(step->T), 128}, dev->rows.ids,
+                     dev->last_tokens, embed_table{dev->embed, dev->shape->v0, dev->shape->V},
+                     dev_bf16(x), dev->E,
                      fuse_norm_args(dev, dev->norm_ready ? dev->layers->attn_norm : NULL, false));
     clock_record_op(dev, TOKA_OP_EMBED);
 }
@@ -12459,7 +12501,7 @@ static void norm_qkv_rope_kv(toka_device *dev, int n_rows, int layer, const bf16
                       shape->eps,
                       qkv_is_interleaved(dev, shape->D)};
     launch_dependent(dev, "RoPE", rope_kernel,
-                     dim3(ceil_div(n_rows * (shape->H + 2 * shape->K), 8)), 256, 0, 1, rope);
+                     {dim3(ceil_div(n_rows * (shape->H + 2 * shape->K), 8)), 256}, rope);
 }
 static void cuda_norm_qkv_rope_kv(toka_device *dev, const toka_step *, int layer, toka_dev_ptr x,
                                   toka_dev_ptr q) {

@@ -4,11 +4,11 @@
  *   none                 all tests
  *   small                fewer cases (for compute-sanitizer)
  *   tiny                 each kernel once (for racecheck)
- *   parts                only long sequences (split-KV)
+ *   splits               only long sequences (split-KV)
  *   samples              only samples of a prompt
- *   kin                  only few samples (prefix groups)
+ *   groups               only few samples (prefix groups)
  *   lists                only the work list; needs no GPU
- *   bench [decode|tiles|samples|kin|running] [--json]   timings */
+ *   bench [decode|tiles|samples|groups|running] [--json]   timings */
 #include "../toka_kernels.cu"
 #include "gpu.cuh"
 
@@ -203,8 +203,7 @@ struct device_scene : host_step {
         dev.set(at);
         fill_slots<<<16, 128>>>(kv.p(), dev.p(), sc.T, sc.c.K, sc.c.D, __builtin_ctz(sc.c.B), 1, NAN);
         GPU_OK(cudaDeviceSynchronize());
-        launch_dependent(d, "late rows", fill_slots_late, dim3((unsigned)sc.T), 128, 0, 1, kv.p(), dev.p(), sc.T, sc.c.K, sc.c.D,
-                         __builtin_ctz(sc.c.B), (uint64_t)gpu_seed);
+        launch_dependent(d, "late rows", fill_slots_late, {dim3((unsigned)sc.T), 128}, kv.p(), dev.p(), sc.T, sc.c.K, sc.c.D, __builtin_ctz(sc.c.B), (uint64_t)gpu_seed);
         run();
         GPU_OK(cudaDeviceSynchronize());
     }
@@ -259,7 +258,7 @@ static void check(scene &s, const char *name, float q_scale = 1.5f, bool late = 
             if (mode == LEVELS) p->group_max_work = 0, st.plan();
             snprintf(what, sizeof what, "%s D=%d K=%d G=%d B=%d window=%d%s%s", name, s.c.D, s.c.K, s.c.G, s.c.B, s.c.window,
                      s.shared.empty() ? "" : share ? " shared" : " unshared",
-                         mode == LEVELS ? " by levels" : mode == MIXED ? " mixed" : p->prefix_groups ? " by kin" : "");
+                         mode == LEVELS ? " by levels" : mode == MIXED ? " mixed" : p->prefix_groups ? " by groups" : "");
             st.o.poison();
             late ? st.run_late() : st.run();
             if (!st.ok(what)) continue;
@@ -295,7 +294,7 @@ static void check(scene &s, const char *name, float q_scale = 1.5f, bool late = 
 static const int lengths[] = {1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 191, 257, 899, 900, 901};
 
 /* A tree with `depth` levels of shared pages. The first level has `pages` pages, the others one or
- * two, with three children each. The sequences' own parts have various lengths. */
+ * two, with three children each. The sequences' own spans have various lengths. */
 static void grow(scene &s, int depth, int pages, const std::vector<int> &prefix, int rows, int fan) {
     std::vector<int> path = prefix, more = s.take_pages(pages);
     path.insert(path.end(), more.begin(), more.end());
@@ -420,8 +419,8 @@ static void test_long(shape_case c) {
     scene s(c);
     s.add(ATTN_LONG_KV, 37);
     s.add(ATTN_LONG_KV + 333, 70);
-    check_long(s, "lengthy");
-    check(s, "lengthy, logits of 50", 14);
+    check_long(s, "long tiles");
+    check(s, "long tiles, logits of 50", 14);
 }
 static void test_tree(shape_case c, int depth, int pages, int rows, int fan) {
     scene s(c);
@@ -477,7 +476,7 @@ struct list_check {
     std::vector<int> state; /* 0: none, 1: has a state, 2: done */
     /* the last level that computed the query: items of one level run concurrently */
     std::vector<int> when;
-    int bad = 0, parts = 0, now = 0;
+    int bad = 0, splits = 0, now = 0;
     void finish_queries(int q0, int nq, int where) {
         for (int q = q0; q < q0 + nq; q++) {
             bad += state[q] != (where & ATTN_MERGE_STATE ? 1 : 0) || when[q] == now;
@@ -511,14 +510,14 @@ struct list_check {
             item(it);
             if (it.flags & (ATTN_TO_O | ATTN_TO_STATE)) finish_queries(it.q0, it.nq, it.flags);
             else
-                for (int u = 0; u < ceil_div(it.nq, ATTN_SMALL_Q); u++, parts++) bad += written[(it.flags >> ATTN_INDEX_SHIFT) + u]++ != 0;
+                for (int u = 0; u < ceil_div(it.nq, ATTN_SMALL_Q); u++, splits++) bad += written[(it.flags >> ATTN_INDEX_SHIFT) + u]++ != 0;
         }
         bad += slots != written;
         for (int m = l.merge0; m < l.merge0 + l.n_merges; m++) finish_queries(p->merges[m].q0, p->merges[m].nq, p->merges[m].flags);
         for (int m = l.cta_merge0; m < l.cta_merge0 + l.n_cta_merges; m++) {
             const attn_merge &me = p->merges[m];
             bad += me.n_splits < 1 || me.n_splits > l.cta_split_warps || l.cta_split_warps > attn_cta_split_max(h.shape.D) || l.n_small;
-            for (int i = 0; i < me.n_splits; i++, parts++) {
+            for (int i = 0; i < me.n_splits; i++, splits++) {
                 const attn_item &it = p->items[l.small0 + me.first + i];
                 bad += it.q0 < me.q0 || it.q0 + it.nq > me.q0 + me.nq || me.nq > ATTN_SMALL_Q;
                 item(it);
@@ -594,10 +593,10 @@ static void check_list(scene &s, bool share, bool hopper, bool want_splits, cons
         "work list of %s G=%d D=%d: no item for attn_fused", name, G, s.c.D);
     gpu_check((mode != GROUPS && mode != MIXED) || (d.attn->prefix_groups && d.attn->mixed_groups == (mode == MIXED)),
         "work list of %s G=%d D=%d: not by %s", name, G, s.c.D,
-              mode == MIXED ? "mixed gangs" : "kin");
+              mode == MIXED ? "mixed groups" : "groups");
     for (int q = 0; q < s.T * G; q++) left += c.state[q] != 2 || std::count(c.seen[q].begin(), c.seen[q].end(), 0) != 0;
-    gpu_check(!c.bad && !left && !d.error.code && (!want_splits || c.parts),
-              "work list of %s G=%d D=%d: %d wrong, %d queries left, %d parts%s", name, G, s.c.D, c.bad, left, c.parts,
+    gpu_check(!c.bad && !left && !d.error.code && (!want_splits || c.splits),
+              "work list of %s G=%d D=%d: %d wrong, %d queries left, %d splits%s", name, G, s.c.D, c.bad, left, c.splits,
               d.error.code ? d.error.msg : "");
     attn_close(&d);
 }
@@ -628,12 +627,12 @@ static void test_lists() {
                     few_samples.add(130, 1);
                     check_list(few_samples, true, hopper, false, "samples in few rows", hopper && D >= 64 && G <= 8 ? GROUPS : ANY);
                     if (rows > 8 && hopper && D >= 64 && G <= 8) check_list(few_samples, true, hopper, false,
-                        "samples in mixed gangs", MIXED);
+                        "samples in mixed groups", MIXED);
                 }
                 scene turns({D, 2, G, 64, 0}), far({D, 2, G, 64, 0});
                 add_chain(turns, 100, 1, 2, 5), add_chain(far, 8, 128, 1, 2001);
                 check_list(turns, true, hopper, false, "many levels");
-                check_list(far, true, hopper, true, "many levels in parts", ANY, 8);
+                check_list(far, true, hopper, true, "many levels, split", ANY, 8);
                 check_list(tails, true, hopper, false, "prompts that end within a page");
                 for (int n : {5000, 3000, 900, 17}) few.add(n, 1);
                 few.add(4000, 50);
@@ -769,11 +768,11 @@ static void test_prefix_groups(shape_case c) {
     if (!c.window) check(s, "late rows of samples", 1.5f, true);
 }
 
-static void test_parts(int D) {
+static void test_splits(int D) {
     scene s({D, 2, 4, 64, 0}), t({D, 2, 4, 64, 0});
     for (int n : {5000, 3000, 900, 17}) s.add(n, 1);
     s.add(4000, 50);
-    check(s, "parts");
+    check(s, "splits");
     check(s, "logits of 50", 14);
     check(s, "one key rules", 60);
     grow(t, 1, 40, {}, 1, 30); /* split-KV of a shared prefix */
@@ -810,7 +809,7 @@ static void test_tiny() {
     few_sms([] {
         scene s({128, 2, 4, 64, 0});
         s.add(ATTN_LONG_KV, 70);
-        check_long(s, "tiny, lengthy");
+        check_long(s, "tiny, long tiles");
     });
     for (int D : {64, 128})
         few_sms([=] { /* so that attn_fused is chosen, with several items per CTA */
@@ -870,7 +869,7 @@ static void test_all(bool small) {
     if (small) return;
     for (int depth = 1; depth <= 3; depth++)
         for (int rows : {1, 3, 70}) test_tree(c, depth, 2, rows, 5), test_tree(w, depth, 2, rows, 5);
-    for (int D : {64, 80, 96, 128}) test_parts(D), test_repeat({D, 2, 4, 64, 0});
+    for (int D : {64, 80, 96, 128}) test_splits(D), test_repeat({D, 2, 4, 64, 0});
     for (int D : {64, 128}) test_samples_repeat(D);
 }
 
@@ -970,7 +969,7 @@ static int sample_age(size_t sample) {
 }
 /* The steady state of 8,192 samples of eight prompts. 704 positions are shared, of which the last
  * `tail` do not fill a page. Samples end between 16 and 512 tokens, log-normal around 138, so their
- * own parts have 88 positions on average. Also times each level alone. */
+ * own spans have 88 positions on average. Also times each level alone. */
 static void bench_samples(int D, const std::vector<int> &groups, int pages, int tail, bool share_tail, double ceiling) {
     scene s({D, 8, 4, 64, 0});
     char what[80];
@@ -1007,7 +1006,7 @@ static void bench_samples(int D, const std::vector<int> &groups, int pages, int 
     if (st.ok(what)) report("    shared part alone", D, us, other_elems * 6, shared * 32 * D * 4, ceiling);
     p->levels[0] = levels[1];
     us = gpu_time_us(st.d->stream, 4, 7, [&](int) { st.run(); });
-    if (st.ok(what)) report("    own parts alone", D, us, own * 8 * D * 4 + other_elems * 8, own * 32 * D * 4, ceiling);
+    if (st.ok(what)) report("    own splits alone", D, us, own * 8 * D * 4 + other_elems * 8, own * 32 * D * 4, ceiling);
 }
 static void bench_samples_all() {
     double ceiling = read_ceiling();
@@ -1139,7 +1138,7 @@ int main(int argc, char **argv) {
     for (int i = 1; i < argc; i++) {
         small |= !strcmp(argv[i], "small"), timings |= !strcmp(argv[i], "bench"), json |= !strcmp(argv[i], "--json");
         only_tiles |= !strcmp(argv[i], "tiles"), only_decode |= !strcmp(argv[i], "decode");
-        samples |= !strcmp(argv[i], "samples"), few_samples |= !strcmp(argv[i], "kin"), running |= !strcmp(argv[i], "running");
+        samples |= !strcmp(argv[i], "samples"), few_samples |= !strcmp(argv[i], "groups"), running |= !strcmp(argv[i], "running");
     }
     if (argc > 1 && !strcmp(argv[1], "lists")) return test_lists(), test_graphs(), gpu_report();
     gpu_device();
@@ -1154,7 +1153,7 @@ int main(int argc, char **argv) {
     } else if (samples) {
         for (int D : {64, 128})
             for (int G : {1, 3, 4, 8}) test_samples(D, G, 300 + G);
-    } else if (argc > 1 && !strcmp(argv[1], "parts")) test_parts(64), test_parts(128);
+    } else if (argc > 1 && !strcmp(argv[1], "splits")) test_splits(64), test_splits(128);
     else test_all(small);
     return gpu_report();
 }

@@ -224,7 +224,7 @@ struct gemm_data {
         gemm_args a = {M, x.p(), ldx, &W, y.p(), c.N, EPI_STORE};
         rope_args r = {y.p(), q.p(), kv.p(), pos.p(), kv_slot.p(), rope.p(), qkv.q_norm, qkv.k_norm, M, H, K, D, B, qkv.eps, true};
         gemm_wgmma(d, &a);
-        launch_dependent(d, "RoPE", rope_kernel, dim3(ceil_div(M * (H + 2 * K), 8)), 256, 0, 1, r);
+        launch_dependent(d, "RoPE", rope_kernel, {dim3(ceil_div(M * (H + 2 * K), 8)), 256}, r);
     }
     bool guards() {
         return x.guards_hold() && w.guards_hold() && y.guards_hold() && q.guards_hold() && kv.guards_hold() && ordered.guards_hold() &&
@@ -418,7 +418,7 @@ struct bench_data {
         rope_args f = {scratch.p(), qkv.q, qkv.kv, qkv.pos, qkv.kv_slot, qkv.rope, NULL, NULL, M, qkv.H, qkv.K, D, qkv.B, qkv.eps, true};
         a.y = scratch.p(), a.epi = EPI_STORE;
         gemm_wgmma(d, &a);
-        launch_dependent(d, "RoPE", rope_kernel, dim3(ceil_div(M * (qkv.H + 2 * qkv.K), 8)), 256, 0, 1, f);
+        launch_dependent(d, "RoPE", rope_kernel, {dim3(ceil_div(M * (qkv.H + 2 * qkv.K), 8)), 256}, f);
     }
     double us(toka_device *d, gemm_plan plan, bool apart = false) {
         double flop = 2.0 * M * r.N * r.K;

@@ -82,8 +82,7 @@ static void test_embed(toka_device *d, int T, int E, int v0, int n) {
     for (int i = 0; i < T; i++) id[(size_t)i] = i == 1 ? V - 1 : i % 3 == 2 ? -1 - i % n_slots : (int)(gpu_mix(gpu_seed + i) % V);
     ids.set(id), last.set(kept);
     GPU_OK(cudaDeviceSynchronize());
-    launch_dependent(d, "embedding", embed_kernel, dim3((unsigned)T), 128, 0, 1, ids.p(), last.p(), table.p() + (size_t)v0 * E, v0, n, x.p(), E,
-                     fused_norm{});
+    launch_dependent(d, "embedding", embed_kernel, {dim3((unsigned)T), 128}, ids.p(), last.p(), embed_table{table.p() + (size_t)v0 * E, v0, n}, x.p(), E, fused_norm{});
     done(d, "embed");
     std::vector<bf16> rows = table.host(), want;
     for (int i : id) {
@@ -107,7 +106,7 @@ static void test_copies(toka_device *d, int L, int n_pages, int page) {
     GPU_OK(cudaDeviceSynchronize());
     for (int l = 0; l < L; l++)
         for (toka_copy k : c) std::copy_n(want.begin() + (ptrdiff_t)(l * layer + (size_t)k.from * page), page, want.begin() + (ptrdiff_t)(l * layer + (size_t)k.to * page));
-    launch_dependent(d, "copies", copy_pages_kernel, dim3(2, (unsigned)L), 256, 0, 1, copies.p(), kv.p(), layer, page);
+    launch_dependent(d, "copies", copy_pages_kernel, {dim3(2, (unsigned)L), 256}, copies.p(), kv.p(), layer, page);
     done(d, "copies of pages");
     gpu_check(same_bits(kv.host(), want) && kv.guards_hold(), "copies of pages, %d layers, %d of %d elements", L, n_pages, page);
 }
@@ -204,7 +203,7 @@ static void test_rope(toka_device *d, int T, int H, int K, int D, int B, bool no
     qkv.set(h), table.set(cs), q_norm.set(qn), k_norm.set(kn), pos.set(p), kv_slot.set(s);
     rope_args a = {qkv.p(), q.p(), kv.p(), pos.p(), kv_slot.p(), table.p(), norm ? q_norm.p() : NULL, norm ? k_norm.p() : NULL,
                    T, H, K, D, B, 1e-5f, interleaved};
-    launch_dependent(d, "RoPE", rope_kernel, dim3((unsigned)ceil_div(T * heads, 8)), 256, 0, 1, a);
+    launch_dependent(d, "RoPE", rope_kernel, {dim3((unsigned)ceil_div(T * heads, 8)), 256}, a);
     done(d, "RoPE");
     std::vector<bf16> got_q = q.host(), got_kv = kv.host();
     std::vector<char> written(got_kv.size());

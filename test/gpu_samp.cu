@@ -577,7 +577,7 @@ static void check_last(toka_device *d, const std::vector<toka_sample_row> &rows,
     gpu_buf<int> dev_ids(ids.size());
     gpu_buf<bf16> x(ids.size() * E);
     dev_ids.set(ids);
-    embed_kernel<<<(unsigned)ids.size(), 128, 0, d->stream>>>(dev_ids.p(), last.p(), table.p(), 0, (int)(table.n / E), x.p(), (int)E, fused_norm{});
+    embed_kernel<<<(unsigned)ids.size(), 128, 0, d->stream>>>(dev_ids.p(), last.p(), embed_table{table.p(), 0, (int)(table.n / E)}, x.p(), (int)E, fused_norm{});
     GPU_OK(cudaStreamSynchronize(d->stream));
     std::vector<bf16> hx = x.host(), ht = table.host();
     for (size_t i = 0; i < ids.size(); i++) wrong += memcmp(&hx[i * E], &ht[(size_t)(ids[i] < 0 ? want[(size_t)(-1 - ids[i])] : ids[i]) * E], 2 * E) != 0;

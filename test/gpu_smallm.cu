@@ -24,7 +24,7 @@ template <int ROWS, int SPLIT> static void smallm(toka_device *d, const gemm_arg
 #define SMALLM_SPLITS(rows) SMALLM(rows, 1), SMALLM(rows, 2), SMALLM(rows, 4), SMALLM(rows, 8)
 static const variant variants[] = {
     SMALLM_SPLITS(8), SMALLM_SPLITS(16), SMALLM_SPLITS(32), SMALLM_SPLITS(64),
-    {"thin 8", 8, false, false, gemm_gemv_tile<8>}, {"thin 16", 16, false, false, gemm_gemv_tile<16>},
+    {"gemv 8", 8, false, false, gemm_gemv_tile<8>}, {"gemv 16", 16, false, false, gemm_gemv_tile<16>},
     {"mma 128x128", INT_MAX, false, false, gemm_mma_tile<128, 128, 64, 32>},
     {"mma 64x64", INT_MAX, false, false, gemm_mma_tile<64, 64, 32, 32>},
     {"mma", INT_MAX, false, false, gemm_mma},
@@ -228,8 +228,8 @@ static void test_fused_norm(toka_device *d, int E, int K, int N, int M, bool gat
             off += pow(want - (double)__bfloat162float(got[(size_t)m * second.ldy + n]), 2), all += want * want;
         }
     }
-    gpu_check(sqrt(off / all) < 2.5e-3, "fold E=%d N=%d M=%d%s%s: relative L2 %.2e %s", E, N, M, gated ? " swiglu" : "",
-        smallm ? " few" : "",
+    gpu_check(sqrt(off / all) < 2.5e-3, "fused norm E=%d N=%d M=%d%s%s: relative L2 %.2e %s", E, N, M, gated ? " swiglu" : "",
+        smallm ? " smallm" : "",
               sqrt(off / all), d->error.msg);
     d->shape = NULL, d->xn = NULL, d->row_sumsq = NULL;
 }
@@ -259,7 +259,7 @@ static void test_rotated(toka_device *d, int E, int H, int K, int D, int M, bool
     by(d, &a);
     rope_args r = {y.p(), q.p(), kv.p(), pos.p(), kv_slot.p(), table.p(), norm ? q_norm.p() : NULL,
         norm ? k_norm.p() : NULL, M, H, K, D, B, 0.1f, true};
-    launch_dependent(d, "RoPE", rope_kernel, dim3((unsigned)ceil_div(M * (H + 2 * K), 8)), 256, 0, 1, r);
+    launch_dependent(d, "RoPE", rope_kernel, {dim3((unsigned)ceil_div(M * (H + 2 * K), 8)), 256}, r);
     qkv_params p = {W.bias, r.q_norm, r.k_norm, r.eps, H, K, B, pos.p(), kv_slot.p(), table.p(), q2.p(), kv2.p(), D};
     a.epi = EPI_QKV, a.qkv = &p;
     by(d, &a);
@@ -272,7 +272,7 @@ static void test_rotated(toka_device *d, int E, int H, int K, int D, int M, bool
             off += (u - v) * (u - v), all += u * u, max_error = std::max(max_error, fabs(u - v) / (1 + fabs(u)));
         }
     gpu_check(sqrt(off / all) < 5e-3 && max_error < 0.05 && q2.guards_hold() && kv2.guards_hold(),
-        "%s turned%s E=%d H=%d K=%d D=%d M=%d%s: relative L2 %.2e, most %.2e %s",
+        "%s rotated%s E=%d H=%d K=%d D=%d M=%d%s: relative L2 %.2e, most %.2e %s",
               name, norm ? " normed" : "", E, H, K, D, M, bias_too ? " bias" : "", sqrt(off / all), max_error, d->error.msg);
 }
 
@@ -388,7 +388,7 @@ int main(int argc, char **argv) {
             /* gemm_gemv, gemm_smallm, gemm_smallm with QK-norm */
             for (int family = 0; family <= 2 * d->hopper; family++) {
                 static const int max_rows[] = {16, 64, 8};
-                const char *name = family ? "few" : "thin";
+                const char *name = family ? "smallm" : "gemv";
                 if (M > max_rows[family]) continue;
                 test_rotated(d, 264, 5, 2, D, M, M % 2, family == 2, name, family ? gemm_smallm : gemm_gemv);
                 if (!tiny) test_rotated(d, 2048, 32, 8, D, M, M % 2, family == 2, name, family ? gemm_smallm : gemm_gemv);

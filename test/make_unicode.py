@@ -114,11 +114,11 @@ def combining(data):
     out, end = "", 0
     marks = [(c, data[c][1], within(c, AFTER_9)) for c in sorted(data) if data[c][1]]
     while marks:
-        c, k, young = marks[0]
+        c, k, after_9 = marks[0]
         n = 1
-        while n < len(marks) and marks[n] == (c + n, k, young):
+        while n < len(marks) and marks[n] == (c + n, k, after_9):
             n += 1
-        out += number(c - end) + number(n - 1) + number(k * 2 + young)
+        out += number(c - end) + number(n - 1) + number(k * 2 + after_9)
         end, marks = c + n, marks[n:]
     return out
 
@@ -232,8 +232,8 @@ def c_string(name, what, text):
 def main():
     data = read(sys.argv[1])
     text = c_string("uni_class_text", "(run length - 1) * 32 + class", classes(data))
-    text += c_string("uni_mark_text", "gap, run length - 1, combining class * 2 + young", combining(data))
-    what = "gap * 6 + kind * 2 + young, first, second (not for kind 2, one alone)"
+    text += c_string("uni_mark_text", "gap, run length - 1, combining class * 2 + after_9", combining(data))
+    what = "gap * 6 + kind * 2 + after_9, first, second (not for kind 2, one alone)"
     text += c_string("uni_pair_text", what, decompositions(data))
     what = "gap * 7 + kind, run length - 1, difference to the other case (not for kinds 3 and 5)"
     text += c_string("uni_case_text", what, cases(data))
