@@ -444,7 +444,7 @@ def build(folder):
     open(source, "w").write(text)
     model = re.sub(r'^#include .*$', "", open(os.path.join(tests, "gpu_model.c")).read(), flags=re.M)
     open(c_source, "w").write(f'#include "{tests}/gpu_samp.c"\n#include "{tests}/gpu_host.h"\n#include "{tests}/gpu_graphs.h"\n' + re.sub(r"^int main[(]", "int model_main(int, char **);\nint model_main(", model, flags=re.M))
-    run_tool(cc, "-std=c11", "-O2", "-w", "-DTOKA_WITH_CUDA", '-DTOKA_EMBED="test/model"', "-c", c_source, "-o", program + ".o")
+    run_tool(cc, "-std=c11", "-O2", "-w", "-DTOKA_SERVER", "-DTOKA_WITH_CUDA", '-DTOKA_EMBED="test/model"', "-c", c_source, "-o", program + ".o")
     run_tool("nvcc", "-std=c++20", "-O3", "-w", "-Xcompiler", "-fno-exceptions", "-gencode", f"arch=compute_{arch},code=sm_{arch}", "-o", program,
              source, program + ".o", "-lm", "-lpthread")
 
