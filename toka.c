@@ -117,8 +117,8 @@
  *
  * PREFIXES of names say the chapter: mem_, str_, buf_ and arena_ 2, os_ 3, json_ and utf8_ 4, uni_
  * 5, tok_ 6 and 7, tmpl_ 8 to 10, st_ and mf_ 11 to 13, kv_ 14, pred_ 15, sched_ 16, batch_ 17,
- * samp_ and stop_ 18, cpu_ 19 and 20, model_ and rank_ 21, eng_ 22, lib_ 23, http_ 24, api_ 25 and
- * 26, run_ 27 and 32, files_ 28, srv_ 29 to 31, plan_ 32, benchclient_ 33, cli_ 34.
+ * samp_ and stop_ 18, cpu_ 19 and 20, group_ 20, model_ and rank_ 21, eng_ 22, lib_ 23, http_ 24,
+ * api_ 25 and 26, run_ 27 and 32, files_ 28, srv_ 29 to 31, plan_ 32, benchclient_ 33, cli_ 34.
  *
  * WORDS                                                                                     chapter
  *   sample          one of the n completions of a request                                        16
@@ -203,7 +203,7 @@
  *  17. Batch building and shared prefixes [pure]
  *  18. Sampling and stops [pure]
  *  19. CPU kernels and threads [cpu]
- *  20. CPU backend [cpu]
+ *  20. Ranks, and the CPU backend [cpu]
  *  21. Model: the layer loop [os]
  *  22. Engine [os]
  *  23. Public API [os]
@@ -14911,8 +14911,11 @@ static void cpu_rmsnorm(float *y, const float *x, const float *weight, int n, fl
 }
 
 /* ===========================================================================
- * MARK: 20. CPU backend [cpu]
- * Implements the backend table of toka.h on the CPU: toka_cpu. In: one step's plan of integers,
+ * MARK: 20. Ranks, and the CPU backend [cpu]
+ * Two parts. The rank runtime is how the ranks of a model wait for each other, fail together, and
+ * find the rank that hangs. It serves the CPU and, through toka.h, the GPU.
+ *
+ * The rest implements the backend table of toka.h on the CPU: toka_cpu. In: a step's integers,
  * activations in float32, weights in the mapped file. Out: the residual stream, K and V in their
  * pages, sample results. L, H, K, F and V are those of this rank's slice: the rank has the V ids
  * from v0 on. V_all is the whole vocabulary.
@@ -14938,7 +14941,8 @@ static void cpu_rmsnorm(float *y, const float *x, const float *weight, int n, fl
  *   query rows        pairs (token, query head) of one kv head that go over K and V together
  *   group             all ranks of one model: stages x tensor ranks (tp ranks)
  *   tp group          the tp ranks of one stage
- *   channel           the queue of steps from a rank to the same tp rank of the next stage
+ *   channel           the queue of messages from a rank to the same tp rank of the next stage. A
+ *                     message is x of one step
  *   barrier           the point that a tp rank passes when all ranks of its tp group are there
  *   broken group      it was aborted, or its watchdog timed out; it stays broken
  *
@@ -14951,11 +14955,362 @@ enum {
     CPU_SCRATCH_BYTES = 128 << 20, /* most scratch for token rows; for rows of logits: half of it */
     CPU_MAX_HEAD_SIZE = 256,       /* largest D */
     CPU_QUERY_ROWS = 32,           /* query rows that share one pass over K and V */
-    CPU_MAX_THREADS = 1024,        /* most threads of all devices together */
-    CPU_MAX_RANKS = 64,            /* most ranks of a group */
-    CPU_CHANNEL_BUFFERS = 4        /* steps by which a stage may be ahead of the next one */
+    CPU_MAX_THREADS = 1024         /* most threads of all devices together */
 };
-#define CPU_WATCHDOG_S 30.0 /* watchdog timeout: seconds without progress of any rank */
+
+/* ---- Rank runtime: waiting for other ranks ----
+ * Each rank of a group has a thread of its own. Example of 2 stages x 2 tp ranks:
+ *
+ *     stage 0 = tp group 0:   rank 0 <--barrier--> rank 1
+ *                                | channel            | channel
+ *                                v                    v
+ *     stage 1 = tp group 1:   rank 2 <--barrier--> rank 3       rank = stage * tp_size + tp rank
+ *
+ * All that ranks share is in toka_group. A rank waits only for counters that only rise. So no rank
+ * resets a counter, and no rank can take one round for another:
+ *     n_joined                         ranks that have opened their devices
+ *     n_arrived, n_departed [stage]    barrier n (1, 2, ...) is complete when n_arrived reaches
+ *                                      n * tp_size, and over when n_departed does
+ *     rank.n_sent, n_received          messages that were put into the channel and taken out
+ *     last_sampled_step                last step whose sampled ids the first stage can use
+ *
+ * A barrier of two tp ranks. Each may use the memory of the other where the line is double:
+ *
+ *     rank 0       arrives ---wait--- ================= departs --wait-- | next op
+ *     rank 1       ... earlier op ... arrives ================== departs | next op
+ *     n_arrived    1                  2 = tp_size: complete
+ *     n_departed                                        1        2 = tp_size: over
+ *
+ * In a broken group ops return at once, no barrier becomes complete any more, and waits end. One
+ * exception: the ranks in a complete barrier still wait for each other to depart. Counters and
+ * `broken` change under one lock, so all ranks agree which barrier was the last one that became
+ * complete. So no rank closes a device whose memory another rank uses.
+ *
+ * The watchdog. Every op that begins, every round (chapter 19) and every change of a counter raises
+ * group.progress. A waiting rank breaks the group when it has seen no progress for watchdog_s
+ * seconds. The driver does the same, in toka_group_watchdog. The error names the rank at the end of
+ * the chain of waiting ranks:
+ *
+ *     rank 3 --barrier--> rank 2 --previous stage--> rank 0: it waits for no rank and is reported
+ *
+ * A GPU works behind its thread, so the thread's op does not say where the GPU hangs. Its hooks
+ * (toka_group_kind) do: which barrier the GPU is in, and which stream waits it has reached. On a GPU
+ * the tensor ranks have barriers of their own, inside kernels; n_arrived and n_departed stay 0. */
+
+#define GROUP_WATCHDOG_S 30.0 /* watchdog timeout: seconds without progress of any rank */
+
+int toka_group_init(toka_group *group, const toka_group_kind *kind, int tp, int pp, toka_err *e) {
+    const char *timeout = getenv("TOKA_DEBUG_PATIENCE");
+    if (tp < 1 || pp < 1 || tp > kind->max_tp || tp > TOKA_MAX_RANKS / pp)
+        return fail(e, TOKA_E_USE,
+                    "%s: %d stages of %d tensor ranks, expected at most %d ranks a stage and %d in "
+                    "all",
+                    kind->name, pp, tp, kind->max_tp, TOKA_MAX_RANKS);
+    assert(kind->n_messages <= TOKA_MAX_MESSAGES);
+    group->kind = kind;
+    group->tp_size = tp;
+    group->pp_size = pp;
+    group->watchdog_s = timeout && atof(timeout) > 0 ? atof(timeout) : GROUP_WATCHDOG_S;
+    pthread_mutex_init(&group->lock, NULL);
+    os_cond_init(&group->changed);
+    return 0;
+}
+
+void toka_group_free(toka_group *group) {
+    pthread_cond_destroy(&group->changed);
+    pthread_mutex_destroy(&group->lock);
+}
+
+static void group_break(toka_group *group) { /* with the lock held */
+    atomic_store(&group->broken, true);
+    if (group->kind->release) group->kind->release(group);
+    pthread_cond_broadcast(&group->changed);
+}
+
+void toka_group_abort(toka_group *group) {
+    pthread_mutex_lock(&group->lock);
+    group_break(group);
+    pthread_mutex_unlock(&group->lock);
+}
+
+void toka_group_fail(toka_group *group, const toka_err *e) {
+    pthread_mutex_lock(&group->lock);
+    if (!group->error.code) group->error = *e;
+    group_break(group);
+    pthread_mutex_unlock(&group->lock);
+}
+
+bool toka_group_is_broken(toka_group *group) { return atomic_load(&group->broken); }
+
+void toka_rank_name(const toka_group *group, int rank, char name[64]) {
+    snprintf(name, 64, "rank %d (stage %d, tensor rank %d)", rank, rank / group->tp_size,
+             rank % group->tp_size);
+}
+
+void toka_group_error(toka_group *group, int rank, toka_err *e) {
+    const char *op = atomic_load(&group->ranks[rank].op);
+    char name[64];
+    toka_rank_name(group, rank, name);
+    pthread_mutex_lock(&group->lock);
+    if (group->error.code) *e = group->error;
+    else
+        fail(e, TOKA_E_DEVICE, "%s: the ranks were asked to end; %s was in %s", group->kind->name,
+             name, op ? op : "no op");
+    pthread_mutex_unlock(&group->lock);
+}
+
+/* ---- Rank runtime: the deadlock diagnosis. All with the lock held ---- */
+
+/* Number of the barrier at which the rank, or its device, arrived last. Numbers wrap around. */
+static unsigned group_arrived(toka_group *group, int rank) {
+    return group->kind->barrier ? group->kind->barrier(group, rank, false)
+                                : (unsigned)atomic_load(&group->ranks[rank].n_barriers);
+}
+
+static bool group_is_in_barrier(toka_group *group, int rank) {
+    return group->kind->barrier
+               ? group_arrived(group, rank) != group->kind->barrier(group, rank, true)
+               : atomic_load(&group->ranks[rank].waits_for) == TOKA_WAIT_BARRIER;
+}
+
+/* Returns the rank for which the device or the thread of `rank` waits; `rank` itself if they wait
+ * for no particular one. */
+static int group_blocker(toka_group *group, int rank) {
+    const toka_rank *state = &group->ranks[rank];
+    const int tp_size = group->tp_size, first_rank = rank / tp_size * tp_size;
+    const int n_messages = group->kind->n_messages;
+    if (group_is_in_barrier(group, rank)) /* it waits for a rank that has not arrived */
+        for (int other = first_rank; other < first_rank + tp_size; other++)
+            if ((int)(group_arrived(group, other) - group_arrived(group, rank)) < 0) return other;
+    for (int64_t i = MAX(0, state->n_stream_waits - n_messages); i < state->n_stream_waits; i++) {
+        const toka_stream_wait *wait = &state->stream_waits[i % n_messages];
+        if (!group->kind->is_pending(wait->reached) && group->kind->is_pending(wait->ended))
+            return wait->rank;
+    }
+    switch (atomic_load(&state->waits_for)) {
+    case TOKA_WAIT_PREV_STAGE: return rank - tp_size;
+    case TOKA_WAIT_NEXT_STAGE: return rank + tp_size;
+    case TOKA_WAIT_SAMPLED: return (group->pp_size - 1) * tp_size;
+    }
+    return rank;
+}
+
+/* Returns the op that the rank, or its device, is in. */
+static const char *group_op(toka_group *group, int rank) {
+    const char *op = group->kind->device_op ? group->kind->device_op(group, rank) : NULL;
+    if (!op) op = atomic_load(&group->ranks[rank].op);
+    return op ? op : "no op";
+}
+
+/* Called when the watchdog of rank `me` timed out. Follows the chain of waiting ranks from `me` to a
+ * rank that waits for none and reports that one in group->error. If the chain has no end, the error
+ * says that all ranks wait for each other and names `me`. Breaks the group. */
+static void group_diagnose(toka_group *group, int me) {
+    const char *backend = group->kind->name;
+    int suspect = me, next = group_blocker(group, me);
+    char name[64], my_name[64];
+    for (int i = 0; i < group->tp_size * group->pp_size && next != suspect; i++) {
+        suspect = next;
+        next = group_blocker(group, suspect);
+    }
+    toka_rank_name(group, suspect, name);
+    toka_rank_name(group, me, my_name);
+    if (next != suspect)
+        fail(&group->error, TOKA_E_DEVICE,
+             "%s: all ranks have waited for each other for %g s, %s in %s", backend,
+             group->watchdog_s, my_name, group_op(group, me));
+    else if (suspect == me)
+        fail(&group->error, TOKA_E_DEVICE, "%s: %s has not moved for %g s, last seen in %s", backend,
+             name, group->watchdog_s, group_op(group, me));
+    else
+        fail(&group->error, TOKA_E_DEVICE,
+             "%s: %s has not moved for %g s, last seen in %s; %s waits for it in %s", backend, name,
+             group->watchdog_s, group_op(group, suspect), my_name, group_op(group, me));
+    group_break(group);
+}
+
+/* ---- Rank runtime: waits ---- */
+
+/* Returns whether any thread or device has made progress since the last call with this
+ * last_progress. */
+static bool group_moved(toka_group *group, uint64_t *last_progress) {
+    uint64_t progress = atomic_load(&group->progress) << 20;
+    for (int i = 0; group->kind->barrier && i < group->tp_size * group->pp_size; i++)
+        progress += (uint64_t)group->kind->barrier(group, i, false) +
+                    group->kind->barrier(group, i, true);
+    const bool moved = progress != *last_progress;
+    *last_progress = progress;
+    return moved;
+}
+
+int toka_group_watchdog(toka_group *group, int rank, double waited_s, toka_err *e) {
+    int code = 0;
+    group->stalled_s =
+        group_moved(group, &group->last_progress) ? 0 : group->stalled_s + waited_s;
+    if (group->stalled_s < group->watchdog_s) return 0;
+    pthread_mutex_lock(&group->lock);
+    if (!atomic_load(&group->broken)) {
+        group_diagnose(group, rank);
+        *e = group->error;
+        code = e->code;
+    }
+    pthread_mutex_unlock(&group->lock);
+    return code;
+}
+
+/* Sleeps until something changed, at most one wait interval. Returns the seconds of the interval if
+ * nothing changed, else 0. Time is counted in intervals, not by the clock: a process that is stopped
+ * for a while does not advance the watchdog's time. With the lock held. */
+static double group_sleep(toka_group *group) {
+    const double interval_s = MIN(0.1, group->watchdog_s / 8);
+    group->n_sleeping++;
+    const bool signalled = os_cond_wait(&group->changed, &group->lock, interval_s);
+    group->n_sleeping--;
+    return signalled ? 0 : interval_s;
+}
+
+/* Waits until *counter reaches target. Returns false if the group broke before that. */
+static bool group_wait(toka_group *group, int rank, toka_wait reason, _Atomic int64_t *counter,
+                       int64_t target) {
+    for (int i = 0;
+         i < CPU_SPINS && atomic_load(counter) < target && !atomic_load(&group->broken); i++)
+        cpu_pause();
+    if (atomic_load(counter) >= target) return true;
+    double stalled_s = 0;
+    uint64_t last_progress = 0;
+    pthread_mutex_lock(&group->lock);
+    atomic_store(&group->ranks[rank].waits_for, reason);
+    while (atomic_load(counter) < target && !atomic_load(&group->broken)) {
+        const double slept_s = group_sleep(group);
+        stalled_s = group_moved(group, &last_progress) ? 0 : stalled_s + slept_s;
+        /* if the group broke meanwhile, its first error stays */
+        if (stalled_s >= group->watchdog_s && reason != TOKA_WAIT_OPEN &&
+            atomic_load(counter) < target && !atomic_load(&group->broken))
+            group_diagnose(group, rank);
+    }
+    atomic_store(&group->ranks[rank].waits_for, TOKA_WAIT_NONE);
+    const bool reached = atomic_load(counter) >= target;
+    pthread_mutex_unlock(&group->lock);
+    return reached;
+}
+
+/* Advances a counter. In a broken group it does so only with `always`. */
+static void group_advance(toka_group *group, _Atomic int64_t *counter, int64_t by, bool always) {
+    pthread_mutex_lock(&group->lock);
+    if (always || !atomic_load(&group->broken)) {
+        atomic_fetch_add(counter, by);
+        atomic_fetch_add(&group->progress, 1);
+        if (group->n_sleeping) pthread_cond_broadcast(&group->changed);
+    }
+    pthread_mutex_unlock(&group->lock);
+}
+
+/* ---- Rank runtime: joining and leaving ---- */
+
+int toka_group_join(toka_group *group, int rank, toka_err *e) {
+    char name[64];
+    toka_rank_name(group, rank, name);
+    if (atomic_exchange(&group->ranks[rank].joined, true))
+        return fail(e, TOKA_E_USE, "%s: %s has been there before", group->kind->name, name);
+    group_advance(group, &group->n_joined, 1, true);
+    return 0;
+}
+
+bool toka_group_wait_joined(toka_group *group, int rank) {
+    return group_wait(group, rank, TOKA_WAIT_OPEN, &group->n_joined,
+                      group->tp_size * group->pp_size) &&
+           !atomic_load(&group->broken);
+}
+
+/* A rank may need 4 s in a broken group until its device is idle (group_leave in
+ * toka_kernels.cu). The others wait 6 s for it, and 10 s in a group that is not broken. */
+bool toka_group_leave(toka_group *group, int rank, bool idle) {
+    const bool joined = atomic_load(&group->ranks[rank].joined);
+    double waited_s = 0;
+    pthread_mutex_lock(&group->lock);
+    group->hung |= !idle;
+    atomic_fetch_add(&group->n_closing, joined);
+    pthread_cond_broadcast(&group->changed);
+    while (joined && atomic_load(&group->n_closing) < atomic_load(&group->n_joined) &&
+           waited_s < (atomic_load(&group->broken) ? 6 : 10))
+        waited_s += group_sleep(group);
+    group->hung |= joined && atomic_load(&group->n_closing) < atomic_load(&group->n_joined);
+    const bool hung = group->hung;
+    pthread_mutex_unlock(&group->lock);
+    return !hung;
+}
+
+/* ---- Rank runtime: ops, barriers, channels, sampled ids ---- */
+
+void toka_group_progress(toka_group *group) { atomic_fetch_add(&group->progress, 1); }
+
+bool toka_group_begin_op(toka_group *group, int rank, const char *op) {
+    if (atomic_load(&group->broken)) return false;
+    atomic_store(&group->ranks[rank].op, op);
+    toka_group_progress(group);
+    return true;
+}
+
+void toka_group_note_wait(toka_group *group, int rank, toka_stream_wait wait) {
+    toka_rank *state = &group->ranks[rank];
+    pthread_mutex_lock(&group->lock);
+    state->stream_waits[state->n_stream_waits++ % group->kind->n_messages] = wait;
+    pthread_mutex_unlock(&group->lock);
+}
+
+/* Arrives at the next barrier of the tp group and waits for its other ranks. Returns true if all
+ * arrived: then each of them calls group_barrier_leave. Returns false if the group broke before. */
+static bool group_barrier_enter(toka_group *group, int rank) {
+    _Atomic int64_t *n_arrived = &group->n_arrived[rank / group->tp_size];
+    const int64_t number = atomic_fetch_add(&group->ranks[rank].n_barriers, 1) + 1;
+    group_advance(group, n_arrived, 1, false);
+    return group_wait(group, rank, TOKA_WAIT_BARRIER, n_arrived, number * group->tp_size);
+}
+
+/* Departs and waits until all ranks of the barrier have departed, also in a broken group. This wait
+ * ends, because a rank in a complete barrier waits for nothing but the departures. */
+static void group_barrier_leave(toka_group *group, int rank) {
+    _Atomic int64_t *n_departed = &group->n_departed[rank / group->tp_size];
+    const int64_t target = atomic_load(&group->ranks[rank].n_barriers) * group->tp_size;
+    group_advance(group, n_departed, 1, true);
+    while (!group_wait(group, rank, TOKA_WAIT_BARRIER, n_departed, target)) sched_yield();
+}
+
+int64_t toka_channel_begin_send(toka_group *group, int rank) {
+    toka_rank *channel = &group->ranks[rank];
+    const int64_t message = atomic_load(&channel->n_sent);
+    const bool has_room = group_wait(group, rank, TOKA_WAIT_NEXT_STAGE, &channel->n_received,
+                                     message + 1 - group->kind->n_messages);
+    return has_room ? message : -1;
+}
+
+void toka_channel_end_send(toka_group *group, int rank, int n_rows) {
+    toka_rank *channel = &group->ranks[rank];
+    channel->n_rows[atomic_load(&channel->n_sent) % group->kind->n_messages] = n_rows;
+    group_advance(group, &channel->n_sent, 1, false);
+}
+
+int64_t toka_channel_begin_receive(toka_group *group, int rank, int n_rows) {
+    toka_rank *channel = &group->ranks[rank - group->tp_size];
+    const int64_t message = atomic_load(&channel->n_received);
+    if (!group_wait(group, rank, TOKA_WAIT_PREV_STAGE, &channel->n_sent, message + 1)) return -1;
+    assert(channel->n_rows[message % group->kind->n_messages] == n_rows), (void)n_rows;
+    return message;
+}
+
+void toka_channel_end_receive(toka_group *group, int rank) {
+    group_advance(group, &group->ranks[rank - group->tp_size].n_received, 1, false);
+}
+
+bool toka_group_wait_sampled(toka_group *group, int rank, int64_t step) {
+    return group_wait(group, rank, TOKA_WAIT_SAMPLED, &group->last_sampled_step, step);
+}
+
+void toka_group_set_sampled(toka_group *group, int64_t step) {
+    const int64_t last = atomic_load(&group->last_sampled_step);
+    assert(step > last);
+    group_advance(group, &group->last_sampled_step, step - last, false);
+}
 
 /* ---- The device ---- */
 
@@ -14996,9 +15351,10 @@ struct toka_device {
     toka_err error;           /* the first failure; code 0: none */
     int steps_to_fault, steps_to_stall; /* debugging: steps until one fails, or hangs; 0: never */
     char description[96];
-    toka_group *group;             /* NULL: the device is alone, and so are the next two */
-    struct cpu_rank *rank;         /* of this device in group->ranks */
-    struct cpu_tp_group *tp_group; /* of its stage in group->tp_groups */
+    toka_group *group;             /* NULL: the device is alone, and so are the next three */
+    int rank;                      /* of this device in the group */
+    struct cpu_group *shared;      /* the struct that begins with *group */
+    struct cpu_tp_group *tp_group; /* of its stage in shared->tp_groups */
 };
 
 /* Allocates count * size bytes of zeros. Returns NULL on failure; then dev->error is set. */
@@ -15024,294 +15380,76 @@ static void *cpu_zalloc(toka_device *dev, size_t count, size_t size) {
 
 static float *cpu_ptr(toka_dev_ptr a) { return (float *)(uintptr_t)a.at; }
 
-/* ---- Ranks ----
- * Each rank of a group is a device with a thread of its own. Example of 2 stages x 2 tp ranks:
- *
- *     stage 0 = tp group 0:   rank 0 <--barrier--> rank 1
- *                                | channel            | channel
- *                                v                    v
- *     stage 1 = tp group 1:   rank 2 <--barrier--> rank 3       rank = stage * tp_size + tp rank
- *
- * All that ranks share is in toka_group. A rank waits only for counters that only rise. So no rank
- * resets a counter, and no rank can take one round for another:
- *     tp_group.n_arrived, n_departed   barrier n (1, 2, ...) is complete when n_arrived reaches
- *                                      n * tp_size, and over when n_departed does
- *     channel.n_sent, n_received       steps that were put into the channel and taken out
- *     last_sampled_step                last step whose sampled ids are in last_tokens
- *
- * A barrier of two tp ranks. Each may use the memory of the other where the line is double:
- *
- *     rank 0       arrives ---wait--- ================= departs --wait-- | next op
- *     rank 1       ... earlier op ... arrives ================== departs | next op
- *     n_arrived    1                  2 = tp_size: complete
- *     n_departed                                        1        2 = tp_size: over
- *
- * In a broken group ops return at once, no barrier becomes complete any more, and waits end. One
- * exception: the ranks in a complete barrier still wait for each other to depart. Counters and
- * `broken` change under one lock, so all ranks agree which barrier was the last one that became
- * complete. So no rank closes a device whose memory another rank uses.
- *
- * The watchdog. Every op that begins, every round (chapter 19) and every change of a counter raises
- * group.progress. A waiting rank breaks the group when it has seen no progress for watchdog_s
- * seconds. The driver does the same, in cpu_group_watchdog. The error names the rank at the end of
- * the chain of waiting ranks:
- *
- *     rank 3 --barrier--> rank 2 --previous stage--> rank 0: it waits for no rank and is reported
- *
+/* ---- What the ranks of a CPU group share ----
  * One table last_tokens serves all stages, without a race. Step k writes the token of a seq in the
  * last stage. A later step j reads it in embed, in the first stage. The next write for this seq is
  * in the last stage, in step j or a later step. Every step passes the first stage, on all its
  * ranks, before it reaches the last one. So the read is over before this write. */
 
-enum cpu_wait_reason { /* a rank waits until ... */
-    CPU_WAIT_NONE,
-    CPU_WAIT_BARRIER,    /* the other ranks of its tp group arrive, or depart */
-    CPU_WAIT_PREV_STAGE, /* the previous stage sends a step */
-    CPU_WAIT_NEXT_STAGE, /* the next stage receives a step, which frees a buffer of the channel */
-    CPU_WAIT_SAMPLED     /* the last stage samples the ids that embed needs */
-};
-
-typedef struct cpu_rank {       /* state of one rank, for the deadlock diagnosis of other ranks */
-    bool joined;                /* a device joined as this rank; stays true after its close */
-    const char *_Atomic op;     /* running op, or the last one; NULL: none yet */
-    atomic_int waits_for;       /* enum cpu_wait_reason */
-    _Atomic int64_t n_barriers; /* barriers at which it arrived */
-} cpu_rank;
-
 typedef struct cpu_tp_group {
-    _Atomic int64_t n_arrived, n_departed; /* over all barriers and ranks */
-    float *x[CPU_MAX_RANKS]; /* [rows][E] each tp rank's x during all_reduce, owned by that rank */
+    float *x[TOKA_MAX_RANKS]; /* [rows][E] each tp rank's x during all_reduce, owned by that rank */
     /* only in the last stage and with tp_size > 1, else NULL */
     float *logits;               /* [scratch_samples][V_all], owned */
     toka_sample_result *results; /* [scratch_samples], owned */
     float *raw_logits; /* buffer of tp rank 0's step for the raw logits of these samples, or NULL */
 } cpu_tp_group;
 
-typedef struct cpu_channel { /* from a rank to the same tp rank of the next stage */
-    _Atomic int64_t n_sent, n_received;
-    float *buffers; /* [CPU_CHANNEL_BUFFERS][max_tokens][E], owned; NULL in the last stage */
-    int n_rows[CPU_CHANNEL_BUFFERS];
-} cpu_channel;
-
-struct toka_group {
-    int tp_size, pp_size;
-    double watchdog_s;                   /* CPU_WATCHDOG_S; tests set less */
-    double stalled_s;                    /* used by cpu_group_watchdog only: seconds in which ... */
-    uint64_t last_progress;              /* ... `progress` kept this value */
-    cpu_rank ranks[CPU_MAX_RANKS];       /* [pp_size][tp_size] */
-    cpu_channel channels[CPU_MAX_RANKS]; /* [pp_size][tp_size], index of the sending rank */
-    cpu_tp_group tp_groups[CPU_MAX_RANKS]; /* [pp_size] */
-    int32_t *last_tokens;      /* [n_seqs] last sampled token of each seq, owned; NULL: one stage */
+typedef struct cpu_group { /* begins with the toka_group of the runtime */
+    toka_group ranks;
+    /* [rank] from each rank to the next stage: [n_messages][max_tokens][E], owned; NULL in the last
+     * stage */
+    float *channel_buffers[TOKA_MAX_RANKS];
+    cpu_tp_group tp_groups[TOKA_MAX_RANKS]; /* [pp_size] */
+    int32_t *last_tokens; /* [n_seqs] last sampled token of each seq, owned; NULL: one stage */
     int n_seqs;
-    _Atomic int64_t last_sampled_step;
-    _Atomic uint64_t progress; /* rises as long as any rank makes progress */
-    atomic_bool broken;
-    pthread_mutex_t lock;      /* guards fields set at open, changes of counters and broken, error,
-                                * n_sleeping */
-    pthread_cond_t changed;    /* a counter or `broken` changed */
-    int n_sleeping;            /* ranks that wait for `changed` */
-    toka_err error;            /* why the group is broken; code 0: it was aborted */
-};
+} cpu_group;
 
-static void cpu_group_close(toka_group *group) {
+/* A stage may be 4 steps ahead of the next one. */
+static const toka_group_kind cpu_group_kind = {
+    .name = "CPU backend", .max_tp = TOKA_MAX_RANKS, .n_messages = 4};
+
+static void cpu_group_close(toka_group *ranks) {
+    cpu_group *group = (cpu_group *)ranks;
     if (!group) return;
-    for (int i = 0; i < group->tp_size * group->pp_size; i++) free(group->channels[i].buffers);
-    for (int i = 0; i < group->pp_size; i++) {
+    for (int i = 0; i < ranks->tp_size * ranks->pp_size; i++) free(group->channel_buffers[i]);
+    for (int i = 0; i < ranks->pp_size; i++) {
         free(group->tp_groups[i].logits);
         free(group->tp_groups[i].results);
     }
     free(group->last_tokens);
-    pthread_cond_destroy(&group->changed);
-    pthread_mutex_destroy(&group->lock);
+    toka_group_free(ranks);
     free(group);
 }
 
 static int cpu_group_open(toka_group **out, int tp_size, int pp_size, toka_err *e) {
-    const char *timeout = getenv("TOKA_DEBUG_PATIENCE");
-    if (tp_size < 1 || pp_size < 1 || tp_size > CPU_MAX_RANKS / pp_size)
-        return fail(e, TOKA_E_USE,
-                    "CPU backend: %d stages of %d tensor ranks, expected 1 to %d ranks", pp_size,
-                    tp_size, CPU_MAX_RANKS);
-    toka_group *group = *out = mem_zalloc(sizeof *group);
-    group->tp_size = tp_size;
-    group->pp_size = pp_size;
-    group->watchdog_s = timeout && atof(timeout) > 0 ? atof(timeout) : CPU_WATCHDOG_S;
-    pthread_mutex_init(&group->lock, NULL);
-    os_cond_init(&group->changed);
+    cpu_group *group = mem_zalloc(sizeof *group);
+    if (toka_group_init(&group->ranks, &cpu_group_kind, tp_size, pp_size, e)) {
+        free(group);
+        return e->code;
+    }
+    *out = &group->ranks;
     return 0;
-}
-
-static void cpu_group_break(toka_group *group) { /* with the lock held */
-    atomic_store(&group->broken, true);
-    pthread_cond_broadcast(&group->changed);
-}
-
-static void cpu_group_abort(toka_group *group) {
-    pthread_mutex_lock(&group->lock);
-    cpu_group_break(group);
-    pthread_mutex_unlock(&group->lock);
-}
-
-static void cpu_rank_name(const toka_group *group, int rank, char name[64]) {
-    snprintf(name, 64, "rank %d (stage %d, tensor rank %d)", rank, rank / group->tp_size,
-             rank % group->tp_size);
-}
-
-/* Returns the rank for which `rank` waits; `rank` itself if it is no particular one. */
-static int cpu_rank_blocker(toka_group *group, int rank) {
-    const int tp_size = group->tp_size, first_rank = rank / tp_size * tp_size;
-    switch (atomic_load(&group->ranks[rank].waits_for)) {
-    case CPU_WAIT_PREV_STAGE: return rank - tp_size;
-    case CPU_WAIT_NEXT_STAGE: return rank + tp_size;
-    case CPU_WAIT_SAMPLED: return (group->pp_size - 1) * tp_size;
-    }
-    /* a barrier: a rank of the tp group that has not arrived */
-    for (int other = first_rank; other < first_rank + tp_size; other++)
-        if (atomic_load(&group->ranks[other].n_barriers) <
-            atomic_load(&group->ranks[rank].n_barriers))
-            return other;
-    return rank;
-}
-
-/* Deadlock diagnosis, called when the watchdog of rank `me` timed out. Follows the chain of waiting
- * ranks from `me` to a rank that waits for none and reports that one in group->error. If all ranks
- * wait for each other, it reports `me`. Breaks the group. With the lock held. */
-static void cpu_group_diagnose(toka_group *group, int me) {
-    const int n_ranks = group->tp_size * group->pp_size;
-    int suspect = me;
-    char name[64], my_name[64];
-    for (int i = 0; i < n_ranks && atomic_load(&group->ranks[suspect].waits_for); i++)
-        suspect = cpu_rank_blocker(group, suspect);
-    const char *op = atomic_load(&group->ranks[suspect].op);
-    const char *my_op = atomic_load(&group->ranks[me].op);
-    cpu_rank_name(group, suspect, name);
-    cpu_rank_name(group, me, my_name);
-    if (atomic_load(&group->ranks[suspect].waits_for))
-        fail(&group->error, TOKA_E_DEVICE,
-             "CPU backend: all ranks have waited for each other for %g s, %s in %s",
-             group->watchdog_s, my_name, my_op);
-    else if (suspect == me)
-        fail(&group->error, TOKA_E_DEVICE,
-             "CPU backend: %s has not moved for %g s, last seen in %s", name, group->watchdog_s,
-             op ? op : "no op");
-    else
-        fail(&group->error, TOKA_E_DEVICE,
-             "CPU backend: %s has not moved for %g s, last seen in %s; %s waits for it in %s", name,
-             group->watchdog_s, op ? op : "no op", my_name, my_op);
-    cpu_group_break(group);
-}
-
-/* One look of the driver's watchdog. If no rank has made progress for watchdog_s seconds, breaks
- * the group and returns the error. Else, or if the group is broken already, returns 0. rank: one
- * that has not finished the step for which the driver waits. waited_s: seconds since the last
- * call. */
-static int cpu_group_watchdog(toka_group *group, int rank, double waited_s, toka_err *e) {
-    const uint64_t progress = atomic_load(&group->progress);
-    int code = 0;
-    group->stalled_s = progress == group->last_progress ? group->stalled_s + waited_s : 0;
-    group->last_progress = progress;
-    if (group->stalled_s < group->watchdog_s) return 0;
-    pthread_mutex_lock(&group->lock);
-    if (!atomic_load(&group->broken)) {
-        cpu_group_diagnose(group, rank);
-        *e = group->error;
-        code = e->code;
-    }
-    pthread_mutex_unlock(&group->lock);
-    return code;
-}
-
-/* Sleeps until something changed or one wait interval is over. *stalled_s sums the seconds without
- * progress. They are counted in wait intervals, not by the clock: a process that is stopped for a
- * while does not advance the watchdog's time. With the lock held. */
-static void cpu_group_sleep(toka_group *group, uint64_t *last_progress, double *stalled_s) {
-    const double interval_s = MIN(0.1, group->watchdog_s / 8);
-    group->n_sleeping++;
-    bool timed_out = !os_cond_wait(&group->changed, &group->lock, interval_s);
-    group->n_sleeping--;
-    uint64_t progress = atomic_load(&group->progress);
-    *stalled_s = progress == *last_progress ? *stalled_s + (timed_out ? interval_s : 0) : 0;
-    *last_progress = progress;
-}
-
-/* Waits until *counter reaches target. Returns false if the group broke before that. */
-static bool cpu_group_wait(toka_device *dev, enum cpu_wait_reason reason,
-                           _Atomic int64_t *counter, int64_t target) {
-    toka_group *group = dev->group;
-    for (int i = 0;
-         i < CPU_SPINS && atomic_load(counter) < target && !atomic_load(&group->broken); i++)
-        cpu_pause();
-    if (atomic_load(counter) >= target) return true;
-    double stalled_s = 0;
-    uint64_t last_progress = 0;
-    pthread_mutex_lock(&group->lock);
-    atomic_store(&dev->rank->waits_for, reason);
-    while (atomic_load(counter) < target && !atomic_load(&group->broken)) {
-        cpu_group_sleep(group, &last_progress, &stalled_s);
-        /* if the group broke meanwhile, its first error stays */
-        if (stalled_s >= group->watchdog_s && atomic_load(counter) < target &&
-            !atomic_load(&group->broken))
-            cpu_group_diagnose(group, (int)(dev->rank - group->ranks));
-    }
-    atomic_store(&dev->rank->waits_for, CPU_WAIT_NONE);
-    bool reached = atomic_load(counter) >= target;
-    pthread_mutex_unlock(&group->lock);
-    return reached;
-}
-
-/* Advances a counter. In a broken group it does so only with `always`. */
-static void cpu_group_advance(toka_group *group, _Atomic int64_t *counter, int64_t by,
-                              bool always) {
-    pthread_mutex_lock(&group->lock);
-    if (always || !atomic_load(&group->broken)) {
-        atomic_fetch_add(counter, by);
-        atomic_fetch_add(&group->progress, 1);
-        if (group->n_sleeping) pthread_cond_broadcast(&group->changed);
-    }
-    pthread_mutex_unlock(&group->lock);
 }
 
 /* Every op calls this first. Returns false if the group is broken: the op does nothing then. */
 static bool cpu_op_begin(toka_device *dev, const char *op) {
-    if (!dev->group) return true;
-    if (atomic_load(&dev->group->broken)) return false;
-    atomic_store(&dev->rank->op, op);
-    atomic_fetch_add(&dev->group->progress, 1);
-    return true;
-}
-
-/* Arrives at the next barrier of the tp group and waits for its other ranks. Returns true if all
- * arrived: then each of them calls cpu_barrier_leave. Returns false if the group broke before. */
-static bool cpu_barrier_enter(toka_device *dev) {
-    const int64_t number = atomic_fetch_add(&dev->rank->n_barriers, 1) + 1;
-    cpu_group_advance(dev->group, &dev->tp_group->n_arrived, 1, false);
-    return cpu_group_wait(dev, CPU_WAIT_BARRIER, &dev->tp_group->n_arrived,
-                          number * dev->group->tp_size);
-}
-
-/* Departs and waits until all ranks of the barrier have departed, also in a broken group. This wait
- * ends, because a rank in a complete barrier waits for nothing but the departures. */
-static void cpu_barrier_leave(toka_device *dev) {
-    const int64_t target = atomic_load(&dev->rank->n_barriers) * dev->group->tp_size;
-    cpu_group_advance(dev->group, &dev->tp_group->n_departed, 1, true);
-    while (!cpu_group_wait(dev, CPU_WAIT_BARRIER, &dev->tp_group->n_departed, target))
-        sched_yield();
+    return !dev->group || toka_group_begin_op(dev->group, dev->rank, op);
 }
 
 /* Allocates the shared buffers that this device is the first to need. With the lock held. */
 static int cpu_group_alloc(toka_device *dev, toka_err *e) {
-    toka_group *group = dev->group;
+    cpu_group *group = dev->shared;
     const toka_device_options *options = &dev->options;
-    const bool is_last = options->pp_rank == group->pp_size - 1;
+    const bool is_last = options->pp_rank == dev->group->pp_size - 1;
     bool ok = true;
     if (!is_last) {
-        cpu_channel *channel = &group->channels[dev->rank - group->ranks];
-        channel->buffers =
-            mem_try_zalloc((size_t)CPU_CHANNEL_BUFFERS * (size_t)options->max_tokens,
-                           (size_t)dev->shape->E * sizeof *channel->buffers);
-        ok = channel->buffers != NULL;
+        float **buffers = &group->channel_buffers[dev->rank];
+        *buffers =
+            mem_try_zalloc((size_t)cpu_group_kind.n_messages * (size_t)options->max_tokens,
+                           (size_t)dev->shape->E * sizeof **buffers);
+        ok = *buffers != NULL;
     }
-    if (is_last && group->tp_size > 1) {
+    if (is_last && dev->group->tp_size > 1) {
         cpu_tp_group *tp_group = dev->tp_group;
         if (!tp_group->logits)
             tp_group->logits = mem_try_zalloc((size_t)dev->scratch_samples,
@@ -15322,7 +15460,7 @@ static int cpu_group_alloc(toka_device *dev, toka_err *e) {
         ok = ok && tp_group->logits && tp_group->results;
         dev->logits = tp_group->logits;
     }
-    if (group->pp_size > 1) {
+    if (dev->group->pp_size > 1) {
         if (!group->last_tokens) {
             group->last_tokens =
                 mem_try_zalloc((size_t)options->n_seqs, sizeof *group->last_tokens);
@@ -15336,23 +15474,20 @@ static int cpu_group_alloc(toka_device *dev, toka_err *e) {
 
 /* Makes the device a rank of its group, at the place that its options name. */
 static int cpu_group_join(toka_device *dev, toka_err *e) {
-    toka_group *group = dev->group;
-    const int rank = dev->options.pp_rank * group->tp_size + dev->options.tp_rank;
+    cpu_group *group = dev->shared = (cpu_group *)dev->group;
     int code;
     char name[64];
-    pthread_mutex_lock(&group->lock);
-    dev->rank = &group->ranks[rank];
+    dev->rank = dev->options.pp_rank * dev->group->tp_size + dev->options.tp_rank;
     dev->tp_group = &group->tp_groups[dev->options.pp_rank];
-    cpu_rank_name(group, rank, name);
-    if (dev->rank->joined)
-        code = fail(e, TOKA_E_USE, "CPU backend: %s has been there before", name);
-    else if (group->last_tokens && group->n_seqs != dev->options.n_seqs)
+    toka_rank_name(dev->group, dev->rank, name);
+    if (toka_group_join(dev->group, dev->rank, e)) return e->code;
+    pthread_mutex_lock(&dev->group->lock);
+    if (group->last_tokens && group->n_seqs != dev->options.n_seqs)
         code = fail(e, TOKA_E_USE,
                     "CPU backend: %s has %d sequences, expected %d as another rank", name,
                     dev->options.n_seqs, group->n_seqs);
     else code = cpu_group_alloc(dev, e);
-    if (!code) dev->rank->joined = true;
-    pthread_mutex_unlock(&group->lock);
+    pthread_mutex_unlock(&dev->group->lock);
     return code;
 }
 
@@ -15385,31 +15520,28 @@ static void cpu_all_reduce(toka_device *dev, toka_dev_ptr x, int rows) {
     if (!group || group->tp_size == 1 || !cpu_op_begin(dev, "all_reduce")) return;
     const int E = dev->shape->E, rank = dev->options.tp_rank;
     dev->tp_group->x[rank] = cpu_ptr(x);
-    if (!cpu_barrier_enter(dev)) return;
+    if (!group_barrier_enter(group, dev->rank)) return;
     cpu_reduce_job job = {dev->tp_group->x, group->tp_size, E,
                           (int)((int64_t)E * rank / group->tp_size),
                           (int)((int64_t)E * (rank + 1) / group->tp_size)};
     cpu_parallel_for(&dev->pool, cpu_reduce_item, &job, rows, (int64_t)rows * E);
-    cpu_barrier_leave(dev);
+    group_barrier_leave(group, dev->rank);
 }
 
-/* Returns the buffer of the channel's message number `message`: 0, 1, 2 ... */
-static float *cpu_channel_buffer(const toka_device *dev, cpu_channel *channel, int64_t message) {
-    return channel->buffers + (size_t)(message % CPU_CHANNEL_BUFFERS) *
-                                  (size_t)dev->options.max_tokens * (size_t)dev->shape->E;
+/* Returns the buffer of message number `message` in the channel of the rank `sender`. */
+static float *cpu_channel_buffer(const toka_device *dev, int sender, int64_t message) {
+    return dev->shared->channel_buffers[sender] + (size_t)(message % cpu_group_kind.n_messages) *
+                                                      (size_t)dev->options.max_tokens *
+                                                      (size_t)dev->shape->E;
 }
 
 static void cpu_send(toka_device *dev, toka_dev_ptr x, int rows) {
     if (!cpu_op_begin(dev, "send")) return;
-    cpu_channel *channel = &dev->group->channels[dev->rank - dev->group->ranks];
-    const int64_t message = atomic_load(&channel->n_sent);
-    if (!cpu_group_wait(dev, CPU_WAIT_NEXT_STAGE, &channel->n_received,
-                        message + 1 - CPU_CHANNEL_BUFFERS))
-        return;
-    memcpy(cpu_channel_buffer(dev, channel, message), cpu_ptr(x),
+    const int64_t message = toka_channel_begin_send(dev->group, dev->rank);
+    if (message < 0) return;
+    memcpy(cpu_channel_buffer(dev, dev->rank, message), cpu_ptr(x),
            (size_t)rows * (size_t)dev->shape->E * sizeof(float));
-    channel->n_rows[message % CPU_CHANNEL_BUFFERS] = rows;
-    cpu_group_advance(dev->group, &channel->n_sent, 1, false);
+    toka_channel_end_send(dev->group, dev->rank, rows);
 }
 
 /* Reads an environment variable that injects a fault. Returns its number N if it names this rank,
@@ -15429,9 +15561,9 @@ static void cpu_inject_fault(toka_device *dev) {
     if (dev->steps_to_fault && !--dev->steps_to_fault) {
         char name[64], where[120] = "a step failed";
         if (dev->group) {
-            cpu_rank_name(dev->group, (int)(dev->rank - dev->group->ranks), name);
+            toka_rank_name(dev->group, dev->rank, name);
             snprintf(where, sizeof where, "%s: a step failed in %s", name,
-                     atomic_load(&dev->rank->op));
+                     atomic_load(&dev->group->ranks[dev->rank].op));
         }
         fail(&dev->error, TOKA_E_DEVICE, "CPU backend: %s, as TOKA_DEBUG_FAULT wants it", where);
     }
@@ -15442,15 +15574,12 @@ static void cpu_inject_fault(toka_device *dev) {
 /* First op of a step on the later stages, except for copy_pages. */
 static void cpu_receive(toka_device *dev, toka_dev_ptr x, int rows) {
     if (!cpu_op_begin(dev, "receive")) return;
-    cpu_channel *channel =
-        &dev->group->channels[dev->rank - dev->group->ranks - dev->group->tp_size];
-    const int64_t message = atomic_load(&channel->n_received);
-    if (!cpu_group_wait(dev, CPU_WAIT_PREV_STAGE, &channel->n_sent, message + 1)) return;
+    const int64_t message = toka_channel_begin_receive(dev->group, dev->rank, rows);
+    if (message < 0) return;
     cpu_inject_fault(dev);
-    assert(channel->n_rows[message % CPU_CHANNEL_BUFFERS] == rows);
-    memcpy(cpu_ptr(x), cpu_channel_buffer(dev, channel, message),
+    memcpy(cpu_ptr(x), cpu_channel_buffer(dev, dev->rank - dev->group->tp_size, message),
            (size_t)rows * (size_t)dev->shape->E * sizeof(float));
-    cpu_group_advance(dev->group, &channel->n_received, 1, false);
+    toka_channel_end_receive(dev->group, dev->rank);
 }
 
 /* Converts a vector weight to float32 in row `index` of dev->vectors, where it stays until another
@@ -15529,7 +15658,7 @@ static void cpu_embed(toka_device *dev, const toka_step *step, toka_dev_ptr x) {
     assert(step->T <= dev->options.max_tokens);
     if (!cpu_op_begin(dev, "embed")) return;
     if (dev->group && dev->group->pp_size > 1 &&
-        !cpu_group_wait(dev, CPU_WAIT_SAMPLED, &dev->group->last_sampled_step, step->needs_step))
+        !toka_group_wait_sampled(dev->group, dev->rank, step->needs_step))
         return;
     cpu_inject_fault(dev);
     for (int t = 0; t < step->T; t++) {
@@ -15872,13 +16001,13 @@ static void cpu_sample_rows(toka_device *dev, const toka_sample_row *samples, in
         return;
     }
     if (dev->options.tp_rank == 0) tp_group->raw_logits = raw_logits;
-    if (!cpu_barrier_enter(dev)) return;
+    if (!group_barrier_enter(dev->group, dev->rank)) return;
     job.results = tp_group->results;
     job.raw_logits = tp_group->raw_logits;
     job.first = dev->options.tp_rank;
     job.stride = dev->group->tp_size;
     cpu_sample_run(&job, n_samples);
-    cpu_barrier_leave(dev);
+    group_barrier_leave(dev->group, dev->rank);
     /* no rank writes to the shared results before this rank arrives at the next barrier */
     memcpy(results, tp_group->results, (size_t)n_samples * sizeof *results);
 }
@@ -15889,14 +16018,11 @@ static void cpu_store_last_tokens(toka_device *dev, const toka_step *step,
                                   const toka_sample_result *results) {
     toka_group *group = dev->group;
     const bool staged = group && group->pp_size > 1;
-    if (group && (atomic_load(&group->broken) || (staged && dev->options.tp_rank))) return;
+    if (group && (toka_group_is_broken(group) || (staged && dev->options.tp_rank))) return;
     for (int i = 0; i < step->n_samples; i++)
         if (step->samples[i].seq >= 0 && step->samples[i].seq < dev->options.n_seqs)
             dev->last_tokens[step->samples[i].seq] = results[i].id;
-    assert(!staged || step->number > atomic_load(&group->last_sampled_step));
-    if (staged)
-        cpu_group_advance(group, &group->last_sampled_step,
-                          step->number - atomic_load(&group->last_sampled_step), false);
+    if (staged) toka_group_set_sampled(group, step->number);
 }
 
 static void cpu_norm_logits_sample(toka_device *dev, const toka_step *step, toka_dev_ptr x,
@@ -16060,24 +16186,9 @@ static int64_t cpu_kv_bytes(const toka_shape *shape, const toka_weights *weights
 
 static const char *cpu_describe(const toka_device *dev) { return dev->description; }
 
-/* Copies the error of a broken group to the device. If the group was aborted it has none: then the
- * error names this rank and its op. */
-static void cpu_latch_group_error(toka_device *dev) {
-    toka_group *group = dev->group;
-    const char *op = atomic_load(&dev->rank->op);
-    char name[64];
-    pthread_mutex_lock(&group->lock);
-    cpu_rank_name(group, (int)(dev->rank - group->ranks), name);
-    if (group->error.code) dev->error = group->error;
-    else
-        fail(&dev->error, TOKA_E_DEVICE, "CPU backend: the ranks were asked to end; %s was in %s",
-             name, op ? op : "no op");
-    pthread_mutex_unlock(&group->lock);
-}
-
 static int cpu_status(toka_device *dev, toka_err *e) {
-    if (!dev->error.code && dev->group && atomic_load(&dev->group->broken))
-        cpu_latch_group_error(dev);
+    if (!dev->error.code && dev->group && toka_group_is_broken(dev->group))
+        toka_group_error(dev->group, dev->rank, &dev->error);
     if (dev->error.code) *e = dev->error;
     return dev->error.code;
 }
@@ -16111,8 +16222,6 @@ const toka_backend toka_cpu = {
     .download = cpu_download,
     .group_open = cpu_group_open,
     .group_close = cpu_group_close,
-    .group_abort = cpu_group_abort,
-    .group_watchdog = cpu_group_watchdog,
     .all_reduce = cpu_all_reduce,
     .send = cpu_send,
     .receive = cpu_receive,
@@ -16309,7 +16418,7 @@ static void rank_notify(model_rank *rank, int code, const toka_err *e) {
     model_grid *model = rank->model;
     if (code && !model->error.code) {
         model->error = *e;
-        if (model->group) model->backend->group_abort(model->group);
+        if (model->group) toka_group_abort(model->group);
     }
     pthread_cond_broadcast(&model->notifier->changed);
 }
@@ -16401,7 +16510,7 @@ static void *rank_thread(void *arg) {
 static bool model_close(model_grid *model) {
     if (model->n_started) {
         /* the ranks that were started must not wait for those that were not */
-        if (model->n_started < model->n_ranks) model->backend->group_abort(model->group);
+        if (model->n_started < model->n_ranks) toka_group_abort(model->group);
         pthread_mutex_lock(&model->notifier->lock);
         model->closing = true;
         pthread_cond_broadcast(&model->work_ready);
@@ -16534,7 +16643,7 @@ static void model_watchdog(model_grid *model, int64_t number) {
     if (model->error.code || model_is_done(model, number)) return;
     while (model->ranks[unfinished].n_done >= number) unfinished++;
     if (model->group)
-        code = model->backend->group_watchdog(model->group, unfinished, slept, &e);
+        code = toka_group_watchdog(model->group, unfinished, slept, &e);
     else if (stop_timeout_s && (model->stop_wait_s += slept) > stop_timeout_s)
         code = fail(&e, TOKA_E_DEVICE,
                     "the device has not ended its step in %d s since the program was asked to end",

@@ -35,6 +35,9 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#ifdef TOKA_INTERNAL
+#include <pthread.h>
+#endif
 
 #ifdef __cplusplus
 extern "C" {
@@ -579,7 +582,7 @@ typedef struct toka_step { /* one forward step as integers; host memory, unchang
 } toka_step;
 
 typedef struct toka_device toka_device; /* a backend's own state of one device */
-typedef struct toka_group toka_group;   /* a backend's own state that the ranks of a model share */
+typedef struct toka_group toka_group;   /* what the ranks of a model share (rank runtime) */
 
 typedef struct toka_device_options {
     int n_threads;     /* CPU: threads of all n_devices together; 0: one per core */
@@ -664,15 +667,10 @@ typedef struct toka_backend {
      * the same order. An op that waits for other ranks fails if the group is aborted, or if no rank
      * makes progress for 30 s (watchdog). Then every device of the group stores an error that names
      * the rank and the op. open waits for the other ranks, too; only an abort ends that wait.
-     * A device may be closed when its thread is in no op, a group when its devices are closed. */
+     * A device may be closed when its thread is in no op, a group when its devices are closed.
+     * toka_group_abort and toka_group_watchdog end and watch a group (rank runtime). */
     int (*group_open)(toka_group **out, int tp_size, int pp_size, toka_err *e);
     void (*group_close)(toka_group *g);
-    void (*group_abort)(toka_group *g); /* thread: any */
-    /* One look of the watchdog, for a thread that waits for a step of all ranks; it calls this
-     * again and again, one thread at a time. rank: a rank that has not finished the step; slept:
-     * seconds since the last call. If no rank has made progress for 30 s, aborts the group and
-     * returns an error that names the rank for which the others wait; else returns 0. */
-    int (*group_watchdog)(toka_group *g, int rank, double slept, toka_err *e);
     /* x [rows][E] = sum of x over the tensor ranks of the stage, added in the order of the ranks.
      * On CUDA the next op may complete the sum, so until then only that op may read x. */
     void (*all_reduce)(toka_device *d, toka_dev_ptr x, int rows);
@@ -751,6 +749,138 @@ typedef struct toka_backend {
     int span_align_tok; /* a span may begin inside a page, at a multiple of this number of tokens;
                            0: only at the start of a page */
 } toka_backend;
+
+/* ---- Rank runtime: chapter 20 of toka.c --------------------------------------------------------
+ * How the ranks of a model wait for each other, fail together, and find the rank that hangs: one
+ * mechanism for threads on a CPU and for GPUs. A backend begins its own struct of a group with a
+ * toka_group and passes it to these functions. It adds hooks for what only its devices know. */
+
+#ifdef __cplusplus
+#define TOKA_ATOMIC(type) type /* C++ code accesses such a field by the __atomic builtins */
+#else
+#define TOKA_ATOMIC(type) _Atomic(type)
+#endif
+
+enum {
+    TOKA_MAX_RANKS = 64,   /* most ranks of a group */
+    TOKA_MAX_MESSAGES = 4  /* most messages that a channel can hold */
+};
+
+typedef enum toka_wait { /* the thread of a rank waits until ... */
+    TOKA_WAIT_NONE,
+    TOKA_WAIT_OPEN,       /* all ranks have joined the group */
+    TOKA_WAIT_BARRIER,    /* the other ranks of its tp group arrive, or depart */
+    TOKA_WAIT_PREV_STAGE, /* the previous stage sends a step */
+    TOKA_WAIT_NEXT_STAGE, /* the next stage receives a step, which makes room in the channel */
+    TOKA_WAIT_SAMPLED     /* the last stage samples the ids that embed needs */
+} toka_wait;
+
+typedef struct toka_stream_wait { /* a device's stream waits for another rank */
+    void *reached; /* the backend's event: the stream has come to the wait */
+    void *ended;   /* the backend's event: the stream has passed the wait */
+    int rank;      /* the rank it waits for */
+} toka_stream_wait;
+
+typedef struct toka_rank { /* of one rank: what the other ranks and the watchdog read */
+    TOKA_ATOMIC(bool) joined;         /* stays true after the rank's device is closed */
+    TOKA_ATOMIC(int) waits_for;       /* enum toka_wait */
+    TOKA_ATOMIC(const char *) op;     /* the op that its thread runs or ran last; NULL: none yet */
+    TOKA_ATOMIC(int64_t) n_barriers;  /* barriers at which its thread arrived. On a GPU: barriers
+                                         that its thread has enqueued */
+    /* Its channel to the same tp rank of the next stage: messages that were put in, taken out. */
+    TOKA_ATOMIC(int64_t) n_sent, n_received;
+    int n_rows[TOKA_MAX_MESSAGES];    /* of each message in the channel */
+    /* Under the lock. Wait i is entry i % n_messages: a stream has at most one wait a step. */
+    int64_t n_stream_waits;
+    toka_stream_wait stream_waits[TOKA_MAX_MESSAGES];
+} toka_rank;
+
+typedef struct toka_group_kind { /* a backend's groups, and its hooks */
+    const char *name; /* begins every message */
+    int max_tp;       /* most tensor ranks of a stage */
+    int n_messages;   /* messages that a channel holds, at most TOKA_MAX_MESSAGES */
+    /* The hooks are NULL if ops have done their work when they return. The lock is held. */
+    /* Returns whether the event has not happened yet. */
+    bool (*is_pending)(void *event);
+    /* Returns the number of the barrier at which the device of the rank arrived last, or (departed)
+     * from which it departed last. */
+    unsigned (*barrier)(toka_group *g, int rank, bool departed);
+    /* Returns the op that the device of the rank is in; NULL: the same as its thread. */
+    const char *(*device_op)(toka_group *g, int rank);
+    /* The group broke: makes the kernels that wait for another rank stop waiting. */
+    void (*release)(toka_group *g);
+} toka_group_kind;
+
+struct toka_group {
+    const toka_group_kind *kind;
+    int tp_size, pp_size;
+    double watchdog_s;      /* watchdog timeout; tests set less */
+    double stalled_s;       /* used by toka_group_watchdog only: seconds in which ... */
+    uint64_t last_progress; /* ... there was no progress since this value */
+    TOKA_ATOMIC(uint64_t) progress; /* rises as long as any thread makes progress */
+    TOKA_ATOMIC(bool) broken;       /* it was aborted, failed or timed out; it stays broken */
+    TOKA_ATOMIC(int64_t) n_joined, n_closing; /* ranks that joined; those of them that close */
+    TOKA_ATOMIC(int64_t) last_sampled_step;   /* last step whose sampled ids are on their way */
+    /* [pp_size] over all barriers and ranks of a stage */
+    TOKA_ATOMIC(int64_t) n_arrived[TOKA_MAX_RANKS];
+    TOKA_ATOMIC(int64_t) n_departed[TOKA_MAX_RANKS];
+    pthread_mutex_t lock;   /* guards fields set at open, changes of counters and broken, and the
+                               fields below */
+    pthread_cond_t changed; /* a counter or `broken` changed */
+    int n_sleeping;         /* ranks that wait for `changed` */
+    bool hung;              /* a device did not finish its work, or a rank did not close in time: it
+                               may still use memory of others, so no rank frees any */
+    toka_err error;         /* why the group is broken; code 0: it was aborted */
+    toka_rank ranks[TOKA_MAX_RANKS]; /* [pp_size][tp_size] */
+};
+
+/* Initializes a zeroed group. toka_group_free frees what the group owns, not the struct. */
+int toka_group_init(toka_group *g, const toka_group_kind *kind, int tp, int pp, toka_err *e);
+void toka_group_free(toka_group *g);
+
+/* Breaks the group: all waits of its ranks end, and their ops fail. Thread: any. */
+void toka_group_abort(toka_group *g);
+/* The same, with this error, unless the group has an earlier one. */
+void toka_group_fail(toka_group *g, const toka_err *e);
+bool toka_group_is_broken(toka_group *g);
+/* Copies the error of a broken group. If it was aborted, the error names this rank and its op. */
+void toka_group_error(toka_group *g, int rank, toka_err *e);
+/* One look of the watchdog, for a thread that waits for a step of all ranks; it calls this again
+ * and again, one thread at a time. rank: a rank that has not finished the step; waited_s: seconds
+ * since the last call. If no rank has made progress for watchdog_s seconds, breaks the group and
+ * returns an error that names the rank for which the others wait; else returns 0. */
+int toka_group_watchdog(toka_group *g, int rank, double waited_s, toka_err *e);
+/* Writes "rank 3 (stage 1, tensor rank 1)". */
+void toka_rank_name(const toka_group *g, int rank, char name[64]);
+
+/* Takes the rank's place in the group. Returns TOKA_E_USE if the place is taken. */
+int toka_group_join(toka_group *g, int rank, toka_err *e);
+/* Waits until all ranks have joined. Returns false if the group broke. There is no timeout: a rank
+ * may load weights for minutes. */
+bool toka_group_wait_joined(toka_group *g, int rank);
+/* Called before a rank frees memory that others use: waits until all ranks that joined have called
+ * it. idle: the rank's device has finished its work. Returns false if the group is hung. */
+bool toka_group_leave(toka_group *g, int rank, bool idle);
+
+/* Every op calls it first. Returns false if the group is broken: the op does nothing then. */
+bool toka_group_begin_op(toka_group *g, int rank, const char *op);
+/* Notes that the thread made progress. */
+void toka_group_progress(toka_group *g);
+/* Notes that the stream of the rank's device now waits for another rank. */
+void toka_group_note_wait(toka_group *g, int rank, toka_stream_wait wait);
+
+/* A channel holds messages 0, 1, 2 ... from a rank to the same tp rank of the next stage. The begin
+ * functions return the number of the message to send or to receive, or -1 if the group broke. They
+ * wait for room in the channel, or for a message. */
+int64_t toka_channel_begin_send(toka_group *g, int rank);
+void toka_channel_end_send(toka_group *g, int rank, int n_rows);
+int64_t toka_channel_begin_receive(toka_group *g, int rank, int n_rows); /* rank: the receiver */
+void toka_channel_end_receive(toka_group *g, int rank);
+
+/* Waits until the last stage has announced the sampled ids of this step. Returns false if the group
+ * broke. */
+bool toka_group_wait_sampled(toka_group *g, int rank, int64_t step);
+void toka_group_set_sampled(toka_group *g, int64_t step);
 
 /* ---- A GPU's memory and steps ------------------------------------------------------------------
  * The CUDA backend sizes its memory by these before it allocates. `toka plan` uses them for GPUs

@@ -381,6 +381,7 @@ typedef struct step_graphs {
 
 struct attn_plan;  /* chapter 8 */
 struct samp_plan;  /* chapter 11 */
+struct cuda_group; /* chapter 10 */
 struct group_rank; /* chapter 10 */
 
 enum { BARRIER_MAX_RANKS = TOKA_GPU_MAX_TP };
@@ -447,12 +448,12 @@ struct toka_device {
     int captures_to_fault;       /* debugging: captures until one fails; 0: never */
     const void *prepared_kernels[64]; /* [n_prepared_kernels] done by launch_prepare */
     int n_prepared_kernels;
-    toka_group *group;           /* NULL: the model has one rank */
+    cuda_group *group;           /* NULL: the model has one rank */
     group_rank *rank;            /* this rank's entry in the group */
     char rank_prefix[72];        /* "rank 1 (stage 0, tensor rank 1): ", or empty */
     rank_barrier barrier;        /* used if there are several tensor ranks */
     int barrier_ctas;            /* grid of every kernel with a rank barrier */
-    /* rank->n_barriers when an op was last written to rank->op_ring */
+    /* group_n_barriers when an op was last written to rank->op_ring */
     unsigned barriers_at_last_op;
     bf16 *unreduced_x;           /* x with a pending all-reduce: its partial sums lie in the receive
                                     buffers (chapter 10). NULL: no all-reduce is pending */
@@ -7410,15 +7411,15 @@ static void attention(toka_device *dev, int layer, const bf16 *q, bf16 *o) {
  * have so few CTAs that the CTAs of all ranks are resident at the same time. All kernels with rank
  * barriers start their dependents only after the barrier, so dependents do not take their SMs.
  *
- * Failure. `aborted` lies in host memory that all GPUs can read. A polling thread reads it at every
- * 1024th poll and stops waiting if it is set. Waiting host threads are woken, and ops return at
- * once. So after group_abort all streams drain, and their results are discarded. group_diagnose
- * looks for the rank that hangs. It uses the barrier numbers in barrier_progress, events, and the
- * reason for which each host thread waits (enum group_wait_reason).
+ * Failure. The rank runtime (chapter 20 of toka.c) has the waits of host threads, the watchdog and
+ * the search for the rank that hangs. cuda_group_kind answers what only a GPU knows: the barrier
+ * numbers in barrier_progress, events, and the op that the GPU is in. `aborted` lies in host memory
+ * that all GPUs can read; it is set when the group breaks. A polling thread reads it at every 1024th
+ * poll and stops waiting if it is set. Waiting host threads are woken, and ops return at once. So
+ * all streams drain, and their results are discarded.
  * =========================================================================== */
 
 enum {
-    GROUP_MAX_RANKS = 64,
     BARRIER_CTAS = 96,            /* CTAs of every kernel with rank barriers */
     BARRIER_SHARED_CTAS = 8,      /* the same if several ranks share a GPU (debugging) */
     BARRIER_THREADS = 512,        /* threads of each of these CTAs */
@@ -7432,7 +7433,6 @@ enum {
                                      SAMP_PARTIAL_ROWS of 24 bytes (chapter 12) */
     SAMPLED_EVENTS = 128          /* entries of sampled_events: more than the in-flight steps */
 };
-#define GROUP_WATCHDOG_S 30.0 /* watchdog timeout: seconds without progress of any rank */
 
 typedef struct signal_flag {   /* written by CTA b of one rank, polled by CTA b of another rank */
     unsigned last_arrived;        /* number of the last rank barrier at which the writer arrived */
@@ -7440,16 +7440,7 @@ typedef struct signal_flag {   /* written by CTA b of one rank, polled by CTA b 
     unsigned long long x_addr; /* address of x on the writer's rank */
 } signal_flag;
 
-enum group_wait_reason {   /* why a thread waits */
-    GROUP_WAIT_NONE,       /* it does not wait */
-    GROUP_WAIT_OPEN,       /* until all ranks of the group have joined */
-    GROUP_WAIT_PREV_STAGE, /* until the previous stage sends a step */
-    GROUP_WAIT_NEXT_STAGE, /* until the next stage receives a step, which frees a channel buffer */
-    GROUP_WAIT_SAMPLED     /* until the last stage sends the sampled tokens that embed needs */
-};
-
-typedef struct group_rank { /* state of one rank that other ranks read */
-    toka_device *dev;       /* set when the rank joins; valid until the device closes */
+typedef struct group_rank { /* the GPU of one rank, as other ranks need it */
     int ordinal;            /* number of its GPU in the CUDA runtime */
     int K, n_sms, arch;     /* set when the rank joins: kv heads; SMs; 80, 89, 90 ... */
     bool has_peer_access;   /* its GPU can access the memory of another rank. Then a fault of the
@@ -7463,60 +7454,31 @@ typedef struct group_rank { /* state of one rank that other ranks read */
                                stage writes them */
     float *logits;          /* last stage with tp ranks: logits of all ids. All peers write them */
 
-    /* For the deadlock diagnosis. Guarded by group->lock, with two exceptions: op and op_ring are
-     * atomic, and n_barriers is written without the lock by the rank's own thread. */
-    enum group_wait_reason waits_for; /* why its thread waits */
-    const char *op;                   /* the op that its thread runs or ran last; NULL: none yet */
-    const char *op_ring[OP_RING];     /* [i % OP_RING] first op after rank barrier i */
-    unsigned n_barriers;              /* rank barriers that were enqueued */
-    int64_t n_waits;                  /* stream waits for another rank that were enqueued: for x in
-                                         a channel, or for sampled tokens. At most one per step */
-    /* Entry i % TOKA_GPU_LINK_BUFFERS belongs to wait i. There are more entries than in-flight
-     * steps. */
-    cudaEvent_t wait_events[TOKA_GPU_LINK_BUFFERS]; /* the GPU has reached the wait */
-    /* the step whose sampled tokens the wait is for; 0: it is for x */
-    int64_t needs_step[TOKA_GPU_LINK_BUFFERS];
+    const char *op_ring[OP_RING]; /* atomic. [i % OP_RING] first op after rank barrier i */
+    /* [i % TOKA_GPU_LINK_BUFFERS] the GPU has reached stream wait i. There are more entries than
+     * in-flight steps */
+    cudaEvent_t wait_events[TOKA_GPU_LINK_BUFFERS];
 } group_rank;
 
 typedef struct group_channel { /* from a rank to the same tp rank of the next stage */
-    /* A message is x of one step. n_sent, n_received: messages whose send, and whose receive, has
-     * been enqueued. One thread advances each counter, under the lock. Message i uses channel
-     * buffer i % TOKA_GPU_LINK_BUFFERS. */
-    int64_t n_sent, n_received;
-    int n_rows[TOKA_GPU_LINK_BUFFERS]; /* rows of the message in each channel buffer */
+    /* A message is x of one step. Message i uses channel buffer i % TOKA_GPU_LINK_BUFFERS. */
     bf16 *send_buffer;                 /* [max_tokens][E] in the sender's memory */
     cudaEvent_t send_ready;            /* the send buffer is full */
     /* sent_events: the channel buffer is full; received_events: it is free again */
     cudaEvent_t sent_events[TOKA_GPU_LINK_BUFFERS], received_events[TOKA_GPU_LINK_BUFFERS];
 } group_channel;
 
-struct toka_group {
-    int tp_size, pp_size;
-    /* watchdog_s: GROUP_WATCHDOG_S; tests set less. progress: atomic; rises when a thread makes
-     * progress. The other two are used by group_watchdog only. stalled_s: seconds in which no rank
-     * made progress. last_progress: see group_moved. */
-    double watchdog_s, stalled_s;
-    uint64_t last_progress, progress;
-    group_rank ranks[GROUP_MAX_RANKS];       /* [pp_size][tp_size] */
-    group_channel channels[GROUP_MAX_RANKS]; /* [pp_size][tp_size], index of the sending rank */
-    int n_joined, n_closing;    /* ranks that have joined; those of them that are closing */
-    int64_t last_sampled_step;  /* last step of which the send of sampled tokens was enqueued */
+struct cuda_group : toka_group { /* toka_group is the rank runtime's part */
+    group_rank gpu_ranks[TOKA_MAX_RANKS];   /* [pp_size][tp_size] */
+    group_channel channels[TOKA_MAX_RANKS]; /* [pp_size][tp_size], index of the sending rank */
     cudaEvent_t sampled_events[SAMPLED_EVENTS]; /* [step % SAMPLED_EVENTS] the tokens of this step
                                                    are in last_tokens of the first stage */
     int *aborted;               /* pinned host memory that all GPUs can read; 1: stop waiting */
     unsigned *barrier_progress; /* in the same memory: [ranks][2] number of the rank barrier at
                                    which CTA 0 arrived last, and from which it departed last */
-    char description[320];
+    char description[320];      /* guarded by the lock */
     bool no_graphs;             /* atomic. A rank could not capture its graphs, so no rank uses
                                    graphs */
-    /* broken: atomic. The group was aborted, failed or timed out; it stays broken.
-     * hung: the GPU of a rank did not finish its work, or a rank did not close its device in time.
-     * It may still access the memory of other ranks, so no rank frees anything. */
-    bool broken, hung;
-    pthread_mutex_t lock;       /* guards all fields that change after group_open, except those that
-                                   are atomic and those that only one thread uses */
-    pthread_cond_t changed;     /* a counter or `broken` changed */
-    toka_err error;             /* why the group is broken; code 0: it was aborted */
 };
 
 static int tp_size(const toka_device *dev) { return dev->group ? dev->group->tp_size : 1; }
@@ -7525,6 +7487,8 @@ static bool is_first_stage(const toka_device *dev) { return dev->options.pp_rank
 static bool is_last_stage(const toka_device *dev) {
     return dev->options.pp_rank == pp_size(dev) - 1;
 }
+/* The number of the device's rank in its group. */
+static int rank_index(const toka_device *dev) { return (int)(dev->rank - dev->group->gpu_ranks); }
 
 /* ---- Rank barriers ---- */
 
@@ -7823,37 +7787,61 @@ static size_t group_recv_bytes(const toka_device *dev, size_t *samp_offset) {
     return *samp_offset + 2 * n * (is_last_stage(dev) ? SAMP_RECV_BYTES : 0);
 }
 
-/* ---- Opening, closing and breaking a group ---- */
+/* ---- Opening and closing a group; what the rank runtime asks of a GPU ---- */
 
-static void group_close(toka_group *group) {
+/* Number of the rank barrier at which CTA 0 of the rank arrived last, or from which it departed
+ * last. */
+static unsigned group_barrier(toka_group *group, int rank, bool departed) {
+    volatile unsigned *progress = static_cast<cuda_group *>(group)->barrier_progress;
+    return progress[2 * rank + departed];
+}
+
+/* Returns whether the event has not happened yet. On a failed GPU all events count as happened. */
+static bool group_event_pending(void *event) {
+    return cudaEventQuery((cudaEvent_t)event) == cudaErrorNotReady;
+}
+
+/* Returns the op that the rank's GPU is in, as far as this is known: all_reduce if it is in a rank
+ * barrier, else the first op after the barrier from which it departed last. NULL: not known. */
+static const char *group_device_op(toka_group *group, int rank) {
+    group_rank *state = &static_cast<cuda_group *>(group)->gpu_ranks[rank];
+    const unsigned departed = group_barrier(group, rank, true);
+    const int64_t n_barriers = __atomic_load_n(&group->ranks[rank].n_barriers, __ATOMIC_ACQUIRE);
+    if (group_barrier(group, rank, false) != departed) return "all_reduce";
+    if (group->tp_size == 1 || departed >= (unsigned)n_barriers) return NULL;
+    return __atomic_load_n(&state->op_ring[departed % OP_RING], __ATOMIC_ACQUIRE);
+}
+
+static void group_release(toka_group *group) {
+    *(volatile int *)static_cast<cuda_group *>(group)->aborted = 1;
+}
+
+static const toka_group_kind cuda_group_kind = {
+    .name = "GPU",
+    .max_tp = BARRIER_MAX_RANKS,
+    .n_messages = TOKA_GPU_LINK_BUFFERS,
+    .is_pending = group_event_pending,
+    .barrier = group_barrier,
+    .device_op = group_device_op,
+    .release = group_release,
+};
+
+static void group_close(toka_group *ranks) {
+    cuda_group *group = static_cast<cuda_group *>(ranks);
     if (!group || group->hung) return;
     if (group->aborted) cudaFreeHost(group->aborted);
-    pthread_cond_destroy(&group->changed);
-    pthread_mutex_destroy(&group->lock);
+    toka_group_free(group);
     free(group);
 }
 
 static int group_open(toka_group **out, int tp, int pp, toka_err *e) {
-    const char *timeout = getenv("TOKA_DEBUG_PATIENCE");
+    cuda_group *group = (cuda_group *)calloc(1, sizeof *group);
+    if (!group) abort();
     e->code = 0;
-    if (tp < 1 || pp < 1 || tp > BARRIER_MAX_RANKS || tp * pp > GROUP_MAX_RANKS) {
-        e->code = TOKA_E_USE;
-        snprintf(e->msg, sizeof e->msg,
-                 "GPU: %d stages of %d tensor ranks, expected at most %d ranks a stage and %d in "
-                 "all",
-                 pp, tp, BARRIER_MAX_RANKS, GROUP_MAX_RANKS);
+    if (toka_group_init(group, &cuda_group_kind, tp, pp, e)) {
+        free(group);
         return e->code;
     }
-    toka_group *group = (toka_group *)calloc(1, sizeof *group);
-    if (!group) abort();
-    pthread_condattr_t monotonic;
-    group->tp_size = tp, group->pp_size = pp,
-    group->watchdog_s = timeout && atof(timeout) > 0 ? atof(timeout) : GROUP_WATCHDOG_S;
-    pthread_mutex_init(&group->lock, NULL);
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&group->changed, &monotonic);
-    pthread_condattr_destroy(&monotonic);
     const size_t bytes = sizeof(int) * 16 + sizeof(unsigned) * 2 * (size_t)(tp * pp);
     cudaError_t code = cudaHostAlloc((void **)&group->aborted, bytes,
                                      cudaHostAllocPortable | cudaHostAllocMapped);
@@ -7870,171 +7858,24 @@ static int group_open(toka_group **out, int tp, int pp, toka_err *e) {
     return 0;
 }
 
-static bool group_is_broken(toka_group *group) {
-    return __atomic_load_n(&group->broken, __ATOMIC_ACQUIRE);
+/* ---- Ops and waits ---- */
+
+/* Returns how many rank barriers the thread of this device has enqueued. Only the thread itself
+ * calls it. */
+static unsigned group_n_barriers(const toka_device *dev) {
+    return (unsigned)__atomic_load_n(&dev->group->ranks[rank_index(dev)].n_barriers,
+                                     __ATOMIC_RELAXED);
 }
-static void group_break(toka_group *group) { /* with the lock held */
-    __atomic_store_n(&group->broken, true, __ATOMIC_RELEASE);
-    *(volatile int *)group->aborted = 1;
-    pthread_cond_broadcast(&group->changed);
-}
-static void group_abort(toka_group *group) {
-    pthread_mutex_lock(&group->lock);
-    group_break(group);
-    pthread_mutex_unlock(&group->lock);
+static void group_count_barriers(toka_device *dev, int n) {
+    __atomic_fetch_add(&dev->group->ranks[rank_index(dev)].n_barriers, n, __ATOMIC_RELEASE);
 }
 
-static void group_rank_name(const toka_group *group, int rank, char name[64]) {
-    snprintf(name, 64, "rank %d (stage %d, tensor rank %d)", rank, rank / group->tp_size,
-             rank % group->tp_size);
-}
-
-/* ---- Deadlock diagnosis ---- */
-
-/* Number of the rank barrier at which CTA 0 of the rank arrived last (which = 0), or from which it
- * departed last (which = 1). */
-static unsigned group_barrier_progress(const toka_group *group, int rank, int which) {
-    return ((volatile unsigned *)group->barrier_progress)[2 * rank + which];
-}
-
-/* Returns whether the event has not happened yet. On a failed GPU all events count as happened. */
-static bool group_event_pending(cudaEvent_t event) {
-    return cudaEventQuery(event) == cudaErrorNotReady;
-}
-
-/* Returns the rank for which the GPU or the thread of `rank` waits; `rank` itself if they wait for
- * no rank. group_rank_blocker, group_op and group_diagnose are called with the lock held. */
-static int group_rank_blocker(toka_group *group, int rank) {
-    const int tp = group->tp_size, stage = rank / tp, last_rank0 = (group->pp_size - 1) * tp;
-    const group_rank *state = &group->ranks[rank];
-    const unsigned arrived = group_barrier_progress(group, rank, 0);
-    /* its GPU is in a rank barrier: it waits for a peer that has not arrived */
-    if (arrived != group_barrier_progress(group, rank, 1))
-        for (int other = stage * tp; other < (stage + 1) * tp; other++)
-            if ((int)(group_barrier_progress(group, other, 0) - arrived) < 0) return other;
-    for (int64_t wait =
-             state->n_waits < TOKA_GPU_LINK_BUFFERS ? 0 : state->n_waits - TOKA_GPU_LINK_BUFFERS;
-         wait < state->n_waits; wait++) {
-        /* look for a stream wait that its GPU has reached and that has not ended */
-        const int index = (int)(wait % TOKA_GPU_LINK_BUFFERS);
-        if (group_event_pending(state->wait_events[index])) continue;
-        if (stage > 0 && group_event_pending(group->channels[rank - tp].received_events[index]))
-            return rank - tp;
-        if (stage == 0 &&
-            group_event_pending(group->sampled_events[state->needs_step[index] % SAMPLED_EVENTS]))
-            return last_rank0;
-    }
-    switch (state->waits_for) {
-    case GROUP_WAIT_PREV_STAGE: return rank - tp;
-    case GROUP_WAIT_NEXT_STAGE: return rank + tp;
-    case GROUP_WAIT_SAMPLED: return last_rank0;
-    default: return rank;
-    }
-}
-
-/* Returns the op that the rank's GPU is in, as far as this is known: all_reduce if it is in a rank
- * barrier, else the first op after the barrier from which it departed last. */
-static const char *group_op(toka_group *group, int rank) {
-    group_rank *state = &group->ranks[rank];
-    const unsigned arrived = group_barrier_progress(group, rank, 0),
-                   departed = group_barrier_progress(group, rank, 1);
-    const char *op = __atomic_load_n(&state->op, __ATOMIC_ACQUIRE);
-    const char *next_op = __atomic_load_n(&state->op_ring[departed % OP_RING], __ATOMIC_ACQUIRE);
-    if (arrived != departed) return "all_reduce";
-    if (group->tp_size > 1 && departed < state->n_barriers && next_op) return next_op;
-    return op ? op : "no op";
-}
-
-/* Deadlock diagnosis, called when the watchdog of rank `me` timed out. Follows the chain of waiting
- * ranks from `me` to a rank that waits for no other, and reports that rank in group->error. If the
- * chain has no end, the error says that all ranks wait for each other and names `me`. Breaks the
- * group. */
-static void group_diagnose(toka_group *group, int me) {
-    const int n_ranks = group->tp_size * group->pp_size;
-    int suspect = me, next;
-    char name[64], my_name[64];
-    for (int i = 0; i < n_ranks && (next = group_rank_blocker(group, suspect)) != suspect; i++)
-        suspect = next;
-    group_rank_name(group, suspect, name), group_rank_name(group, me, my_name);
-    group->error.code = TOKA_E_DEVICE;
-    if (group_rank_blocker(group, suspect) != suspect)
-        snprintf(group->error.msg, sizeof group->error.msg,
-                 "GPU: all ranks have waited for each other for %g s, %s in %s", group->watchdog_s,
-                 my_name, group_op(group, me));
-    else if (suspect == me)
-        snprintf(group->error.msg, sizeof group->error.msg,
-                 "GPU: %s has not moved for %g s, last seen in %s", name, group->watchdog_s,
-                 group_op(group, suspect));
-    else
-        snprintf(group->error.msg, sizeof group->error.msg,
-                 "GPU: %s has not moved for %g s, last seen in %s; %s waits for it in %s", name,
-                 group->watchdog_s, group_op(group, suspect), my_name, group_op(group, me));
-    group_break(group);
-}
-
-/* Returns whether any thread or GPU has made progress since the last call with this
- * last_progress. */
-static bool group_moved(toka_group *group, uint64_t *last_progress) {
-    uint64_t progress = __atomic_load_n(&group->progress, __ATOMIC_ACQUIRE) << 20;
-    for (int rank = 0; rank < group->tp_size * group->pp_size; rank++)
-        progress += group_barrier_progress(group, rank, 0) + group_barrier_progress(group, rank, 1);
-    const bool moved = progress != *last_progress;
-    *last_progress = progress;
-    return moved;
-}
-
-/* Called again and again by a thread that waits for the end of a step. rank: a rank that has not
- * finished the step. waited_s: seconds since the last call. After watchdog_s seconds without
- * progress it breaks the group and returns the error; else it returns 0. */
-static int group_watchdog(toka_group *group, int rank, double waited_s, toka_err *e) {
-    int code = 0;
-    group->stalled_s = group_moved(group, &group->last_progress) ? 0 : group->stalled_s + waited_s;
-    if (group->stalled_s < group->watchdog_s) return 0;
-    pthread_mutex_lock(&group->lock);
-    if (!group->broken) group_diagnose(group, rank), *e = group->error, code = e->code;
-    pthread_mutex_unlock(&group->lock);
-    return code;
-}
-
-/* ---- Threads that wait for threads ---- */
-
-/* Sets a counter and wakes the threads that wait for it. */
-static void group_advance(toka_group *group, int64_t *counter, int64_t value) {
-    pthread_mutex_lock(&group->lock);
-    *counter = value;
-    __atomic_fetch_add(&group->progress, 1, __ATOMIC_RELEASE);
-    pthread_cond_broadcast(&group->changed);
-    pthread_mutex_unlock(&group->lock);
-}
-
-/* Sleeps until `changed` is signalled, at most 0.1 s. Returns true after a timeout. With the lock
- * held. */
-static bool group_sleep(toka_group *group) {
-    struct timespec deadline;
-    clock_gettime(CLOCK_MONOTONIC, &deadline);
-    deadline.tv_nsec += 100000000;
-    if (deadline.tv_nsec >= 1000000000) deadline.tv_sec++, deadline.tv_nsec -= 1000000000;
-    return pthread_cond_timedwait(&group->changed, &group->lock, &deadline) != 0;
-}
-
-/* Waits until *counter reaches target. Returns false if the group is broken. */
-static bool group_wait(toka_device *dev, enum group_wait_reason reason, const int64_t *counter,
-                       int64_t target) {
-    toka_group *group = dev->group;
-    uint64_t last_progress = 0;
-    double stalled_s = 0;
-    pthread_mutex_lock(&group->lock);
-    dev->rank->waits_for = reason;
-    while (*counter < target && !group->broken) {
-        const bool timed_out = group_sleep(group);
-        stalled_s = group_moved(group, &last_progress) ? 0 : stalled_s + timed_out * 0.1;
-        if (stalled_s >= group->watchdog_s && *counter < target && !group->broken)
-            group_diagnose(group, (int)(dev->rank - group->ranks));
-    }
-    dev->rank->waits_for = GROUP_WAIT_NONE;
-    const bool reached = *counter >= target && !group->broken;
-    pthread_mutex_unlock(&group->lock);
-    return reached;
+/* Notes the first op after a rank barrier, for group_device_op. */
+static void group_note_op(toka_device *dev, const char *op) {
+    const unsigned n_barriers = group_n_barriers(dev);
+    if (dev->barriers_at_last_op == n_barriers) return;
+    dev->barriers_at_last_op = n_barriers;
+    __atomic_store_n(&dev->rank->op_ring[n_barriers % OP_RING], op, __ATOMIC_RELEASE);
 }
 
 /* Every op calls this first. op: its name for the deadlock diagnosis; NULL: the op is not noted.
@@ -8042,34 +7883,28 @@ static bool group_wait(toka_device *dev, enum group_wait_reason reason, const in
 static bool op_begin(toka_device *dev, const char *op) {
     if (dev->error.code) return false;
     if (!dev->group) return true;
-    if (group_is_broken(dev->group)) return false;
-    if (!op || dev->graphs.capturing) return true;
-    const char **entry = &dev->rank->op_ring[dev->rank->n_barriers % OP_RING];
-    if (dev->barriers_at_last_op != dev->rank->n_barriers)
-        dev->barriers_at_last_op = dev->rank->n_barriers,
-        __atomic_store_n(entry, op, __ATOMIC_RELEASE);
-    __atomic_store_n(&dev->rank->op, op, __ATOMIC_RELEASE);
-    __atomic_fetch_add(&dev->group->progress, 1, __ATOMIC_RELEASE);
+    if (!op || dev->graphs.capturing) return !toka_group_is_broken(dev->group);
+    if (!toka_group_begin_op(dev->group, rank_index(dev), op)) return false;
+    group_note_op(dev, op);
     return true;
 }
 
-/* Enqueues a wait of the device's stream for another rank's event. needs_step: the step whose
- * sampled tokens the event marks, or 0 if it marks x in a channel. After the wait it records the
- * event of the step's begin again. So the step clock counts the wait, which is the pipeline bubble,
- * as idle time. */
-static void group_stream_wait(toka_device *dev, cudaEvent_t event, int64_t needs_step) {
-    group_rank *state = dev->rank;
-    const int index = (int)(state->n_waits % TOKA_GPU_LINK_BUFFERS);
-    latch_error(dev, cudaEventRecord(state->wait_events[index], dev->stream), "wait for a rank");
-    pthread_mutex_lock(&dev->group->lock);
-    state->needs_step[index] = needs_step, state->n_waits++;
-    pthread_mutex_unlock(&dev->group->lock);
+/* Enqueues a wait of the device's stream for another rank's event. For the diagnosis: `ended` is an
+ * event that is pending as long as the stream waits; `other` is the rank for which it waits. After
+ * the wait it records the event of the step's begin again. So the step clock counts the wait, which
+ * is the pipeline bubble, as idle time. */
+static void group_stream_wait(toka_device *dev, cudaEvent_t event, cudaEvent_t ended, int other) {
+    const int rank = rank_index(dev);
+    const int64_t n_waits = dev->group->ranks[rank].n_stream_waits;
+    cudaEvent_t reached = dev->rank->wait_events[n_waits % TOKA_GPU_LINK_BUFFERS];
+    latch_error(dev, cudaEventRecord(reached, dev->stream), "wait for a rank");
+    toka_group_note_wait(dev->group, rank, {reached, ended, other});
     latch_error(dev, cudaStreamWaitEvent(dev->stream, event, 0), "wait for a rank");
     latch_error(dev, cudaEventRecord(dev->clock.begun[dev->last_begun], dev->stream), "step");
 }
 
 /* Launches a kernel with n_barriers rank barriers. The kernel can be part of a graph, because the
- * GPU counts the barriers itself. The host also counts them (group_rank.n_barriers), only for the
+ * GPU counts the barriers itself. The host also counts them (toka_rank.n_barriers), only for the
  * diagnosis. When a graph replays, this function launches nothing but still counts. The barriers of
  * the last op are counted by cuda_norm_logits_sample when it launches the graph. */
 template <class... P> static void launch_barrier_kernel(toka_device *dev, const char *what,
@@ -8080,7 +7915,7 @@ template <class... P> static void launch_barrier_kernel(toka_device *dev, const 
         launch_dependent(dev, what, kernel, {dim3((unsigned)dev->barrier_ctas), BARRIER_THREADS},
                          dev->barrier, args...);
     if (dev->graphs.capturing) dev->graphs.current->n_barriers += n_barriers;
-    else dev->rank->n_barriers += (unsigned)n_barriers;
+    else group_count_barriers(dev, n_barriers);
 }
 
 /* ---- Opening: a rank joins ---- */
@@ -8094,7 +7929,7 @@ static cudaEvent_t group_event_create(toka_device *dev) {
 
 /* Allocates the buffers, the events and the stream for transfers between this rank and others. */
 static void group_alloc(toka_device *dev) {
-    toka_group *group = dev->group;
+    cuda_group *group = dev->group;
     group_rank *state = dev->rank;
     const size_t x_bytes = (size_t)dev->options.max_tokens * dev->E * sizeof(bf16);
     if (group->tp_size > 1) {
@@ -8119,13 +7954,13 @@ static void group_alloc(toka_device *dev) {
     for (cudaEvent_t &event : state->wait_events)
         if (group->pp_size > 1) event = group_event_create(dev);
     if (!is_first_stage(dev)) {
-        group_channel *channel = &group->channels[state - group->ranks - group->tp_size];
+        group_channel *channel = &group->channels[rank_index(dev) - group->tp_size];
         state->channel_buffers = (char *)dev_alloc(dev, TOKA_GPU_LINK_BUFFERS * x_bytes,
                                                    "send buffers");
         for (cudaEvent_t &event : channel->received_events) event = group_event_create(dev);
     }
     if (!is_last_stage(dev)) {
-        group_channel *channel = &group->channels[state - group->ranks];
+        group_channel *channel = &group->channels[rank_index(dev)];
         channel->send_buffer = (bf16 *)dev_alloc(dev, x_bytes, "send buffers");
         channel->send_ready = group_event_create(dev);
         for (cudaEvent_t &event : channel->sent_events) event = group_event_create(dev);
@@ -8139,8 +7974,8 @@ static void group_alloc(toka_device *dev) {
 /* Destroys the events and the stream that group_alloc created. cuda_close frees the device
  * memory. */
 static void group_destroy_events(toka_device *dev) {
-    toka_group *group = dev->group;
-    const int rank = (int)(dev->rank - group->ranks);
+    cuda_group *group = dev->group;
+    const int rank = rank_index(dev);
     cudaEvent_t none = NULL;
     auto destroy = [&](cudaEvent_t &event) {
         if (event) cudaEventDestroy(event);
@@ -8163,14 +7998,14 @@ static void group_destroy_events(toka_device *dev) {
 /* Enables peer access from this GPU to the GPUs of all ranks, where possible. Latches an error if
  * the GPU of a peer cannot be accessed. */
 static void group_enable_peers(toka_device *dev) {
-    toka_group *group = dev->group;
+    cuda_group *group = dev->group;
     for (int rank = 0; rank < group->tp_size * group->pp_size && !dev->error.code; rank++) {
-        const int other = group->ranks[rank].ordinal;
+        const int other = group->gpu_ranks[rank].ordinal;
         int can_access = other == dev->ordinal;
         if (!can_access)
             latch_error(dev, cudaDeviceCanAccessPeer(&can_access, dev->ordinal, other),
                         "peer access");
-        dev->rank->has_peer_access |= can_access && &group->ranks[rank] != dev->rank;
+        dev->rank->has_peer_access |= can_access && rank != rank_index(dev);
         if (can_access && other != dev->ordinal) {
             cudaError_t code = cudaDeviceEnablePeerAccess(other, 0);
             if (code != cudaErrorPeerAccessAlreadyEnabled) latch_error(dev, code, "peer access");
@@ -8188,9 +8023,9 @@ static void group_enable_peers(toka_device *dev) {
 
 /* All ranks of a tp group must make the same choices for a step. So all of them plan attention for
  * the largest K and the smallest n_sms of the tp group, and either all or none of them must have
- * compute capability 9.0. With the lock held. */
+ * compute capability 9.0. All ranks have joined. */
 static void group_agree(toka_device *dev) {
-    const toka_group *group = dev->group;
+    const cuda_group *group = dev->group;
     const group_rank *ranks = dev->rank - dev->options.tp_rank;
     int K = 0, n_sms = INT_MAX, other = 0;
     for (int rank = 0; rank < group->tp_size; rank++) {
@@ -8210,13 +8045,13 @@ static void group_agree(toka_device *dev) {
 /* Describes all GPUs that this process opens: "4 x NVIDIA H200, 150 GB, wgmma kernels, peer
  * access". Called by rank 0. */
 static void group_describe(toka_device *dev) {
-    toka_group *group = dev->group;
+    cuda_group *group = dev->group;
     const int n_devices = dev->options.n_devices;
     int all_peers = 1;
     for (int rank = 0; rank < group->tp_size * group->pp_size; rank++) {
-        int can_access = group->ranks[rank].ordinal == dev->ordinal;
+        int can_access = group->gpu_ranks[rank].ordinal == dev->ordinal;
         if (!can_access)
-            cudaDeviceCanAccessPeer(&can_access, dev->ordinal, group->ranks[rank].ordinal);
+            cudaDeviceCanAccessPeer(&can_access, dev->ordinal, group->gpu_ranks[rank].ordinal);
         all_peers &= can_access;
     }
     /* text that faster ranks have already added (graph_add_description) */
@@ -8235,80 +8070,45 @@ static void group_describe(toka_device *dev) {
 /* Last step of opening: joins the group, waits until all ranks have joined, and collects the
  * addresses of the peers' buffers. */
 static void group_join(toka_device *dev) {
-    toka_group *group = dev->group;
-    const int tp = group->tp_size, rank0 = dev->options.pp_rank * tp;
-    pthread_mutex_lock(&group->lock);
-    dev->rank->dev = dev, dev->rank->waits_for = GROUP_WAIT_OPEN, group->n_joined++;
+    cuda_group *group = dev->group;
+    const int tp = group->tp_size, me = rank_index(dev), rank0 = dev->options.pp_rank * tp;
     dev->rank->K = dev->shape->K, dev->rank->n_sms = dev->n_sms, dev->rank->arch = dev->arch;
-    pthread_cond_broadcast(&group->changed);
-    while (group->n_joined < tp * group->pp_size && !group->broken) group_sleep(group);
-    dev->rank->waits_for = GROUP_WAIT_NONE;
-    if (group->broken && group->error.code) dev->error = group->error;
-    else if (group->broken) {
-        dev->error.code = TOKA_E_DEVICE;
-        snprintf(dev->error.msg, sizeof dev->error.msg,
-                 "GPU: %sthe ranks were asked to end while they opened", dev->rank_prefix);
-    } else group_agree(dev);
-    pthread_mutex_unlock(&group->lock);
+    if (toka_group_join(group, me, &dev->error)) return;
+    if (toka_group_wait_joined(group, me)) group_agree(dev);
+    else toka_group_error(group, me, &dev->error);
     if (!dev->error.code) group_enable_peers(dev);
     dev->barrier.tp_rank = dev->options.tp_rank, dev->barrier.tp_size = tp,
     dev->barrier.aborted = group->aborted,
-    dev->barrier.progress = group->barrier_progress + 2 * (dev->rank - group->ranks);
+    dev->barrier.progress = group->barrier_progress + 2 * me;
     for (int rank = 0; rank < tp; rank++)
-        dev->barrier.signal_flags[rank] = group->ranks[rank0 + rank].signal_flags,
-        dev->barrier.recv_buffers[rank] = group->ranks[rank0 + rank].recv_buffer;
+        dev->barrier.signal_flags[rank] = group->gpu_ranks[rank0 + rank].signal_flags,
+        dev->barrier.recv_buffers[rank] = group->gpu_ranks[rank0 + rank].recv_buffer;
     dev->barrier_ctas = debug_shared_gpus() ? BARRIER_SHARED_CTAS : BARRIER_CTAS;
-    if (rank0 == 0 && dev->options.tp_rank == 0) group_describe(dev);
+    if (me == 0) group_describe(dev);
 }
 
 /* First step of opening: assigns the rank that the options of the device name. */
 static void group_assign_rank(toka_device *dev) {
-    toka_group *group = dev->group = dev->options.group;
+    cuda_group *group = dev->group = static_cast<cuda_group *>(dev->options.group);
     const int rank = dev->options.pp_rank * group->tp_size + dev->options.tp_rank;
-    assert(rank < group->tp_size * group->pp_size && dev->options.tp_rank < group->tp_size &&
-           !group->ranks[rank].dev);
-    dev->rank = &group->ranks[rank], dev->rank->ordinal = dev->ordinal,
+    assert(rank < group->tp_size * group->pp_size && dev->options.tp_rank < group->tp_size);
+    dev->rank = &group->gpu_ranks[rank], dev->rank->ordinal = dev->ordinal,
     dev->barriers_at_last_op = ~0u;
     char name[64];
-    group_rank_name(group, rank, name);
+    toka_rank_name(group, rank, name);
     snprintf(dev->rank_prefix, sizeof dev->rank_prefix, "%s: ", name);
 }
 
 /* ---- Failure, and closing ---- */
-
-/* Called by a rank whose device cannot be opened. Breaks the group, because the other ranks wait
- * for this rank. */
-static void group_fail(toka_group *group, const toka_err *e) {
-    pthread_mutex_lock(&group->lock);
-    if (!group->error.code) group->error = *e;
-    group_break(group);
-    pthread_mutex_unlock(&group->lock);
-}
-
-/* Copies the group's error into the device's. */
-static void group_latch_error(toka_device *dev) {
-    toka_group *group = dev->group;
-    char name[64];
-    pthread_mutex_lock(&group->lock);
-    dev->error = group->error;
-    if (!group->error.code) {
-        group_rank_name(group, (int)(dev->rank - group->ranks), name);
-        dev->error.code = TOKA_E_DEVICE;
-        snprintf(dev->error.msg, sizeof dev->error.msg,
-                 "GPU: the ranks were asked to end; %s was in %s", name,
-                 dev->rank->op ? dev->rank->op : "no op");
-    }
-    pthread_mutex_unlock(&group->lock);
-}
 
 /* Adds a note to the device's error. A GPU fault also fails all GPUs with peer access. The rank
  * that notices the fault first reports it, and this need not be the rank at fault. The note names
  * the rank at fault if it is known: if all peers have arrived at later rank barriers than one rank,
  * that rank is at fault. */
 static void group_note_peer_fault(toka_device *dev) {
-    toka_group *group = dev->group;
+    cuda_group *group = dev->group;
     group_rank *state = dev->rank;
-    const int me = (int)(state - group->ranks), rank0 = me / group->tp_size * group->tp_size;
+    const int me = rank_index(dev), rank0 = me / group->tp_size * group->tp_size;
     const cudaError_t code = dev->stream ? cudaStreamQuery(dev->stream) : cudaSuccess;
     if (state->peer_fault_noted || !state->has_peer_access || code == cudaSuccess ||
         code == cudaErrorNotReady)
@@ -8316,17 +8116,15 @@ static void group_note_peer_fault(toka_device *dev) {
     int late_rank = rank0, n_ahead = 0;
     char name[64];
     for (int other = rank0; other < rank0 + group->tp_size; other++)
-        if ((int)(group_barrier_progress(group, other, 0) -
-                  group_barrier_progress(group, late_rank, 0)) < 0)
+        if ((int)(group_barrier(group, other, false) - group_barrier(group, late_rank, false)) < 0)
             late_rank = other;
     for (int other = rank0; other < rank0 + group->tp_size; other++)
-        n_ahead += group_barrier_progress(group, other, 0) !=
-                   group_barrier_progress(group, late_rank, 0);
+        n_ahead += group_barrier(group, other, false) != group_barrier(group, late_rank, false);
     const bool is_known = n_ahead > 0 && n_ahead == group->tp_size - 1;
     state->peer_fault_noted = true;
     if (is_known && late_rank == me) return;
     const size_t length = strlen(dev->error.msg);
-    group_rank_name(group, late_rank, name);
+    toka_rank_name(group, late_rank, name);
     snprintf(
         dev->error.msg + length, sizeof dev->error.msg - length,
         "; it may be another rank's fault, GPUs that reach each other's memory fail together%s%s%s",
@@ -8339,38 +8137,28 @@ static void group_note_peer_fault(toka_device *dev) {
 static void group_sync(toka_device *dev, cudaEvent_t event) {
     cudaError_t code;
     for (int n_polls = 0;
-         (code = cudaEventQuery(event)) == cudaErrorNotReady && !group_is_broken(dev->group);
+         (code = cudaEventQuery(event)) == cudaErrorNotReady && !toka_group_is_broken(dev->group);
          n_polls++)
         if (n_polls < 64) sched_yield();
         else usleep(20);
     if (code != cudaErrorNotReady) latch_error(dev, code, "step");
-    __atomic_fetch_add(&dev->group->progress, 1, __ATOMIC_RELEASE);
+    toka_group_progress(dev->group);
 }
 
 /* Called before anything of a device is freed. Waits until the streams of this device are idle and
  * until all other ranks that joined have called it, too. Then no rank uses the memory of another.
  * Returns false if a GPU does not finish, or if a rank does not call it in time. Then no rank frees
- * anything. In a broken group a device waits at most 2 s for each of its two streams, and 6 s for
- * the other ranks: longer, so that a rank with two slow streams is still in time. */
+ * anything. In a broken group a device waits at most 2 s for each of its two streams;
+ * toka_group_leave gives the other ranks more time than that. */
 static bool group_leave(toka_device *dev) {
-    toka_group *group = dev->group;
-    bool finished = true;
+    bool idle = true;
     for (cudaStream_t stream : {dev->stream, dev->send_stream})
-        for (int ms = 0; finished && stream && cudaStreamQuery(stream) == cudaErrorNotReady;
-             ms += group_is_broken(group))
-            finished = ms < 2000, usleep(1000);
-    pthread_mutex_lock(&group->lock);
-    const bool joined = dev->rank->dev;
-    group->n_closing += joined, group->hung |= !finished;
-    pthread_cond_broadcast(&group->changed);
-    for (int n_timeouts = 0;
-         joined && group->n_closing < group->n_joined && n_timeouts < (group->broken ? 60 : 100);)
-        n_timeouts += group_sleep(group);
-    group->hung |= joined && group->n_closing < group->n_joined;
-    const bool hung = group->hung;
-    pthread_mutex_unlock(&group->lock);
-    if (!hung) group_destroy_events(dev);
-    return !hung;
+        for (int ms = 0; idle && stream && cudaStreamQuery(stream) == cudaErrorNotReady;
+             ms += toka_group_is_broken(dev->group))
+            idle = ms < 2000, usleep(1000);
+    if (!toka_group_leave(dev->group, rank_index(dev), idle)) return false;
+    group_destroy_events(dev);
+    return true;
 }
 
 /* ---- Ops: all_reduce, send, receive ---- */
@@ -8422,9 +8210,8 @@ static bool reduce_norm(toka_device *dev, const float *norm_weight) {
     launch_barrier_kernel(dev, "sum", 2, reduce_norm_kernel, args);
     /* the running op is the first one after these barriers */
     if (!dev->graphs.capturing)
-        dev->barriers_at_last_op = dev->rank->n_barriers,
-        __atomic_store_n(&dev->rank->op_ring[dev->barriers_at_last_op % OP_RING], dev->rank->op,
-                         __ATOMIC_RELEASE);
+        group_note_op(dev, __atomic_load_n(&dev->group->ranks[rank_index(dev)].op,
+                                           __ATOMIC_RELAXED));
     clock_record_op(dev, TOKA_OP_ALL_REDUCE);
     return true;
 }
@@ -8447,13 +8234,17 @@ static void cuda_send(toka_device *dev, toka_dev_ptr x, int rows) {
     reduce_norm(dev, NULL); /* if the step runs as a graph, this kernel is part of the graph */
     if (dev->graphs.capturing) return;
     graph_launch(dev);
-    toka_group *group = dev->group;
-    group_channel *channel = &group->channels[dev->rank - group->ranks];
+    cuda_group *group = dev->group;
+    const int rank = rank_index(dev);
+    group_channel *channel = &group->channels[rank];
     const group_rank *to = dev->rank + group->tp_size;
     const size_t bytes = (size_t)rows * dev->E * sizeof(bf16),
                  buffer_bytes = (size_t)dev->options.max_tokens * dev->E * sizeof(bf16);
-    const int64_t message = channel->n_sent;
+    /* Once there is room, the receive of the channel buffer's last message has been enqueued, so
+     * received_events is valid. */
+    const int64_t message = toka_channel_begin_send(group, rank);
     const int index = (int)(message % TOKA_GPU_LINK_BUFFERS);
+    if (message < 0) return;
     /* the send buffer is free when the previous message has left it */
     if (message)
         latch_error(dev,
@@ -8466,12 +8257,8 @@ static void cuda_send(toka_device *dev, toka_dev_ptr x, int rows) {
                                 cudaMemcpyDeviceToDevice, dev->stream),
                 "send");
     latch_error(dev, cudaEventRecord(channel->send_ready, dev->stream), "send");
-    /* the channel buffer is free when the receive of its last message is done; received_events is
-     * valid once that receive has been enqueued */
-    if (!group_wait(dev, GROUP_WAIT_NEXT_STAGE, &channel->n_received,
-                    message + 1 - TOKA_GPU_LINK_BUFFERS))
-        return;
     latch_error(dev, cudaStreamWaitEvent(dev->send_stream, channel->send_ready, 0), "send");
+    /* the channel buffer is free when the receive of its last message is done */
     if (message >= TOKA_GPU_LINK_BUFFERS)
         latch_error(dev, cudaStreamWaitEvent(dev->send_stream, channel->received_events[index], 0),
                     "send");
@@ -8480,28 +8267,27 @@ static void cuda_send(toka_device *dev, toka_dev_ptr x, int rows) {
                                     channel->send_buffer, dev->ordinal, bytes, dev->send_stream),
                 "send");
     latch_error(dev, cudaEventRecord(channel->sent_events[index], dev->send_stream), "send");
-    channel->n_rows[index] = rows;
-    group_advance(group, &channel->n_sent, message + 1);
+    toka_channel_end_send(group, rank, rows);
     clock_record_op(dev, TOKA_OP_SEND_RECEIVE);
 }
 
 static void cuda_receive(toka_device *dev, toka_dev_ptr x, int rows) {
     if (!op_begin(dev, "receive") || dev->graphs.capturing) return;
-    toka_group *group = dev->group;
-    group_channel *channel = &group->channels[dev->rank - group->ranks - group->tp_size];
+    cuda_group *group = dev->group;
+    const int rank = rank_index(dev), sender = rank - group->tp_size;
+    group_channel *channel = &group->channels[sender];
     const size_t bytes = (size_t)rows * dev->E * sizeof(bf16),
                  buffer_bytes = (size_t)dev->options.max_tokens * dev->E * sizeof(bf16);
-    const int64_t message = channel->n_received;
+    const int64_t message = toka_channel_begin_receive(group, rank, rows);
     const int index = (int)(message % TOKA_GPU_LINK_BUFFERS);
-    if (!group_wait(dev, GROUP_WAIT_PREV_STAGE, &channel->n_sent, message + 1)) return;
-    assert(channel->n_rows[index] == rows);
-    group_stream_wait(dev, channel->sent_events[index], 0);
+    if (message < 0) return;
+    group_stream_wait(dev, channel->sent_events[index], channel->received_events[index], sender);
     latch_error(dev,
                 cudaMemcpyAsync((void *)x.at, dev->rank->channel_buffers + index * buffer_bytes,
                                 bytes, cudaMemcpyDeviceToDevice, dev->stream),
                 "receive");
     latch_error(dev, cudaEventRecord(channel->received_events[index], dev->stream), "receive");
-    group_advance(group, &channel->n_received, message + 1);
+    toka_channel_end_receive(group, rank);
     clock_record_op(dev, TOKA_OP_SEND_RECEIVE);
 }
 
@@ -8510,15 +8296,15 @@ static void cuda_receive(toka_device *dev, toka_dev_ptr x, int rows) {
 /* Called after the sampling of a step. tp rank 0 of the last stage sends last_tokens to all ranks
  * of the first stage. */
 static void group_send_sampled(toka_device *dev, const toka_step *step) {
-    toka_group *group = dev->group;
-    if (pp_size(dev) == 1 || dev->options.tp_rank || dev->error.code || group_is_broken(group))
+    cuda_group *group = dev->group;
+    if (pp_size(dev) == 1 || dev->options.tp_rank || dev->error.code || toka_group_is_broken(group))
         return;
     latch_error(dev, cudaEventRecord(dev->sampled_event, dev->stream), "sampled ids");
     latch_error(dev, cudaStreamWaitEvent(dev->send_stream, dev->sampled_event, 0), "sampled ids");
     for (int rank = 0; rank < group->tp_size; rank++)
         latch_error(dev,
-                    cudaMemcpyPeerAsync(group->ranks[rank].last_tokens, group->ranks[rank].ordinal,
-                                        dev->last_tokens, dev->ordinal,
+                    cudaMemcpyPeerAsync(group->gpu_ranks[rank].last_tokens,
+                                        group->gpu_ranks[rank].ordinal, dev->last_tokens, dev->ordinal,
                                         (size_t)dev->options.n_seqs * sizeof(int),
                                         dev->send_stream),
                     "sampled ids");
@@ -8526,19 +8312,18 @@ static void group_send_sampled(toka_device *dev, const toka_step *step) {
                 cudaEventRecord(group->sampled_events[step->number % SAMPLED_EVENTS],
                                 dev->send_stream),
                 "sampled ids");
-    group_advance(group, &group->last_sampled_step, step->number);
+    toka_group_set_sampled(group, step->number);
 }
 
 /* Called before a step is embedded. Makes the stream wait for the sampled tokens that the step
  * needs. Returns false if the device or the group has failed. */
 static bool group_wait_sampled(toka_device *dev, const toka_step *step) {
-    toka_group *group = dev->group;
+    cuda_group *group = dev->group;
     if (pp_size(dev) == 1 || !step->needs_step) return true;
     assert(step->number - step->needs_step < SAMPLED_EVENTS);
-    if (!group_wait(dev, GROUP_WAIT_SAMPLED, &group->last_sampled_step, step->needs_step))
-        return false;
-    group_stream_wait(dev, group->sampled_events[step->needs_step % SAMPLED_EVENTS],
-                      step->needs_step);
+    cudaEvent_t sampled = group->sampled_events[step->needs_step % SAMPLED_EVENTS];
+    if (!toka_group_wait_sampled(group, rank_index(dev), step->needs_step)) return false;
+    group_stream_wait(dev, sampled, sampled, (group->pp_size - 1) * group->tp_size);
     return !dev->error.code;
 }
 
@@ -11263,7 +11048,7 @@ static int cuda_count(void) {
     int n = 0;
     if (cudaGetDeviceCount(&n)) n = 0;
     cudaGetLastError();
-    return debug_shared_gpus() && n ? GROUP_MAX_RANKS : n;
+    return debug_shared_gpus() && n ? TOKA_MAX_RANKS : n;
 }
 
 /* Returns whether this program contains code for the compute capability. Code for x.y also runs on
@@ -11603,7 +11388,7 @@ static int cuda_open(toka_device **out, const toka_device_options *options, cons
     if (!dev->error.code && dev->group) group_join(dev);
     if (dev->error.code) {
         *e = dev->error;
-        if (dev->group) group_fail(dev->group, e);
+        if (dev->group) toka_group_fail(dev->group, e);
         cuda_close(dev);
         return e->code;
     }
@@ -11616,7 +11401,8 @@ static const char *cuda_describe(const toka_device *dev) {
 }
 
 static int cuda_status(toka_device *dev, toka_err *e) {
-    if (!dev->error.code && dev->group && group_is_broken(dev->group)) group_latch_error(dev);
+    if (!dev->error.code && dev->group && toka_group_is_broken(dev->group))
+        toka_group_error(dev->group, rank_index(dev), &dev->error);
     else if (dev->error.code && dev->group) group_note_peer_fault(dev);
     if (dev->error.code) *e = dev->error;
     return dev->error.code;
@@ -12187,7 +11973,7 @@ static const toka_step *cuda_capture(toka_device *dev) {
                  used_bytes = graphs->free_bytes_before > free_now
                                   ? graphs->free_bytes_before - free_now
                                   : 0;
-    if (graphs->n_captured && (!dev->group || dev->rank == dev->group->ranks))
+    if (graphs->n_captured && (!dev->group || !rank_index(dev)))
         graph_add_description(dev, ", %d graphs captured in %.2f s, %.0f MB", graphs->n_captured,
                               graphs->capture_s, used_bytes / 1e6);
     return NULL;
@@ -12412,7 +12198,7 @@ static void cuda_finish(toka_device *dev, const toka_step *step) {
     dev->last_finished = (dev->last_finished + 1) % STEP_RING_SIZE;
     if (dev->group) group_sync(dev, dev->clock.done[dev->last_finished]);
     else latch_error(dev, cudaEventSynchronize(dev->clock.done[dev->last_finished]), "step");
-    if (dev->error.code || (dev->group && group_is_broken(dev->group))) return;
+    if (dev->error.code || (dev->group && toka_group_is_broken(dev->group))) return;
     clock_finish_step(dev);
     if (dev->samp) samp_collect(dev, step, &dev->samp->host_results[dev->last_finished]);
 }
@@ -12562,8 +12348,8 @@ static void cuda_norm_logits_sample(toka_device *dev, const toka_step *step, tok
     else samp_launch(dev, dev->step, dev_bf16(x));
     if (dev->graphs.capturing) return;
     graph_launch(dev);
-    if (graph_is_replay(dev) && dev->rank)
-        dev->rank->n_barriers += (unsigned)dev->graphs.current->n_barriers;
+    if (graph_is_replay(dev) && dev->group)
+        group_count_barriers(dev, dev->graphs.current->n_barriers);
     samp_download(dev, step, results);
     group_send_sampled(dev, step);
     clock_record_op(dev, TOKA_OP_HEAD);
@@ -12586,8 +12372,6 @@ extern "C" const toka_backend toka_cuda = {
     .download = cuda_download,
     .group_open = group_open,
     .group_close = group_close,
-    .group_abort = group_abort,
-    .group_watchdog = group_watchdog,
     .all_reduce = cuda_all_reduce,
     .send = cuda_send,
     .receive = cuda_receive,

@@ -696,7 +696,7 @@ static void check_agreement(scene &s, bool graphs, const char *name) {
         toka_device d;
         std::vector<char> up;
     } ranks[2] = {};
-    toka_group *g = (toka_group *)calloc(1, sizeof *g);
+    cuda_group *g = (cuda_group *)calloc(1, sizeof *g);
     host_step h(s, true, 7);
     int launches[2][2], n_items[2][2]; /* [0: before group_agree, 1: after][rank] */
     bool same = true;
@@ -707,8 +707,8 @@ static void check_agreement(scene &s, bool graphs, const char *name) {
             r.shape = h.shape, r.shape.K = 3 - q, r.shape.H = r.shape.K * s.c.G;
             r.d = toka_device{};
             r.d.shape = &r.shape, r.d.n_sms = q ? 132 : 66, r.d.arch = 90, r.d.hopper = true, r.d.options.max_tokens = 512, r.d.options.tp_rank = q;
-            r.d.kv_layer_elems = 1 << 20, r.d.group = g, r.d.rank = &g->ranks[q];
-            g->ranks[q].K = r.shape.K, g->ranks[q].n_sms = r.d.n_sms, g->ranks[q].arch = 90;
+            r.d.kv_layer_elems = 1 << 20, r.d.group = g, r.d.rank = &g->gpu_ranks[q];
+            g->gpu_ranks[q].K = r.shape.K, g->gpu_ranks[q].n_sms = r.d.n_sms, g->gpu_ranks[q].arch = 90;
             attn_plan_open(&r.d);
             r.up.resize(attn_upload_bytes(&r.d) + 64);
             r.d.upload.host[0] = r.d.upload.device[0] = (char *)(((uintptr_t)r.up.data() + 15) & ~(uintptr_t)15), r.d.upload.cap = r.up.size() - 16;
@@ -728,7 +728,7 @@ static void check_agreement(scene &s, bool graphs, const char *name) {
     gpu_check(same && launches[1][0] == launches[1][1] && (one_has || !graphs),
               "ranks with 3 and 2 kv heads, %s: %d and %d launches, %d and %d items; where they agree %d and %d, %d and %d", name, launches[0][0],
               launches[0][1], n_items[0][0], n_items[0][1], launches[1][0], launches[1][1], n_items[1][0], n_items[1][1]);
-    g->ranks[1].arch = 80;
+    g->gpu_ranks[1].arch = 80;
     for (rank &r : ranks) {
         attn_plan_open(&r.d);
         group_agree(&r.d);

@@ -322,25 +322,28 @@ gpu_is_new() { # FILE...: all files exist and are newer than their sources
 }
 gpu_make() { # FILE: builds a test program for GPU_ARCH
     local nvcc="nvcc -std=c++20 -O3 -Xcompiler -fno-exceptions -gencode arch=compute_$GPU_ARCH,code=sm_$GPU_ARCH"
-    local c="$CC -std=c11 -O2 -w -I. -DTOKA_WITH_CUDA" half=
+    local c="$CC -std=c11 -O2 -w -I. -DTOKA_WITH_CUDA" half=$B/toka_gpu.o # a test that includes toka_kernels.cu needs the rank runtime of toka.c
     rm -f "$B/$1" # if the build fails, no old program must run
     case $1 in
     kernels.o) $nvcc -c toka_kernels.cu -o $B/kernels.o ;;
     mutants/mutants) GPU_ARCH=$GPU_ARCH python3 test/gpu_mutants.py build ;;
     gpu_ops | gpu_model | gpu_ranks) # these include toka.c
         $c -c "test/$1.c" -o "$B/$1.o" && $nvcc -o "$B/$1" "$B/$1.o" $B/kernels.o -lm -lpthread ;;
+    toka_gpu.o) $c -c toka.c -o $B/toka_gpu.o ;;
     soak_gpu)
-        $c -c toka.c -o $B/toka_gpu.o && $c -c test/soak.c -o $B/soak.o &&
+        $c -c test/soak.c -o $B/soak.o &&
             $nvcc -o $B/soak_gpu $B/soak.o $B/toka_gpu.o $B/kernels.o -lm -lpthread ;;
-    *_1204) $nvcc -DNVCC_VERSION=1204 -o "$B/$1" "test/${1%_1204}.cu" -lm -lpthread ;; # the code paths for older toolkits
+    *_1204) $nvcc -DNVCC_VERSION=1204 -o "$B/$1" "test/${1%_1204}.cu" $half -lm -lpthread ;; # the code paths for older toolkits
     *)
-        if [ -f "test/$1.c" ]; then half="$B/$1.o" && $c -c "test/$1.c" -o "$half" || return; fi
+        if [ -f "test/$1.c" ]; then half="$B/$1.o" && $c -c "test/$1.c" -o "$half" || return; fi # it includes toka.c
         $nvcc -o "$B/$1" "test/$1.cu" $half -lm -lpthread ;;
     esac
 }
 gpu_programs() {
     local name with_kernels="gpu_ops gpu_model gpu_ranks soak_gpu" apart
     apart=$(cd test && for name in gpu_*.cu; do echo "${name%.cu}"; done)
+    gpu_is_new toka_gpu.o || gpu_job one "toka_gpu.o compiles" 0 gpu_make toka_gpu.o
+    gpu_collect
     # shellcheck disable=SC2086
     gpu_is_new $with_kernels kernels.o || apart="kernels.o $apart"
     apart="$apart gpu_attn_1204"

@@ -596,9 +596,9 @@ static void test_ranks_abort(void) {
         rk_start(w, 2, 2, g, ranks, &a);
         usleep((useconds_t)(round * 1000));
         double t0 = os_now();
-        toka_cpu.group_abort(g);
+        toka_group_abort(g);
         for (int i = 0; i < 4; i++) pthread_join(ranks[i].thread, NULL);
-        CHECK(os_now() - t0 < CPU_WATCHDOG_S / 2); /* no rank has waited for the watchdog */
+        CHECK(os_now() - t0 < GROUP_WATCHDOG_S / 2); /* no rank has waited for the watchdog */
         for (int i = 0; i < 4; i++) {
             char want[96];
             snprintf(want, sizeof want, "asked to end; rank %d (stage %d, tensor rank %d) was in ", i, i / 2, i % 2);
@@ -610,6 +610,128 @@ static void test_ranks_abort(void) {
     }
     rk_world_free(w);
     case_close(&c);
+}
+
+/* ---- The rank runtime with a device that works behind its thread, as a GPU does ---- */
+
+typedef struct rk_gpus { /* begins with the toka_group of the runtime */
+    toka_group g;
+    unsigned barrier[4][2]; /* [rank][departed] */
+    const char *device_op[4];
+    bool released;
+} rk_gpus;
+
+/* An event is a bool: true while it is pending. */
+static bool rk_is_pending(void *event) { return *(bool *)event; }
+static unsigned rk_barrier(toka_group *g, int rank, bool departed) { return ((rk_gpus *)g)->barrier[rank][departed]; }
+static const char *rk_device_op(toka_group *g, int rank) { return ((rk_gpus *)g)->device_op[rank]; }
+static void rk_release(toka_group *g) { ((rk_gpus *)g)->released = true; }
+static const toka_group_kind rk_gpu_kind = {.name = "GPU", .max_tp = 2, .n_messages = 3, .is_pending = rk_is_pending,
+                                            .barrier = rk_barrier, .device_op = rk_device_op, .release = rk_release};
+
+static rk_gpus *rk_gpus_new(void) { /* 2 stages of 2 tensor ranks */
+    rk_gpus *gpus = mem_zalloc(sizeof *gpus);
+    toka_err e;
+    CHECK(toka_group_init(&gpus->g, &rk_gpu_kind, 2, 2, &e) == 0);
+    for (int i = 0; i < 4; i++) {
+        CHECK(toka_group_join(&gpus->g, i, &e) == 0);
+        gpus->barrier[i][0] = gpus->barrier[i][1] = 7;
+        CHECK(toka_group_begin_op(&gpus->g, i, i < 2 ? "send" : "receive"));
+    }
+    return gpus;
+}
+
+/* The watchdog times out while the driver waits for `rank`: the error must be this one. */
+static void rk_check_blame(rk_gpus *gpus, int rank, const char *want) {
+    toka_err e = {0};
+    int code = 0;
+    gpus->g.watchdog_s = 3;
+    for (int i = 0; i < 4 && !code; i++) {
+        CHECK(!gpus->released);
+        code = toka_group_watchdog(&gpus->g, rank, 1, &e);
+    }
+    CHECK_MSG(code == TOKA_E_DEVICE && !strcmp(e.msg, want), "%s", e.msg);
+    CHECK(gpus->released && toka_group_is_broken(&gpus->g) && !toka_group_begin_op(&gpus->g, 0, "embed"));
+    toka_err other = {0};
+    toka_group_error(&gpus->g, 1, &other);
+    CHECK(!strcmp(other.msg, want));
+    toka_group_free(&gpus->g);
+    free(gpus);
+}
+
+static void test_ranks_device(void) {
+    bool done = false, pending = true;
+    rk_gpus *gpus = rk_gpus_new();
+    toka_err e = {0};
+    /* The stream of rank 3 waits for a message of rank 1. The GPU of rank 1 is in barrier 8, which rank 0 has not reached. The earlier
+     * waits of rank 3 are over, and its first one was overwritten. */
+    toka_group_note_wait(&gpus->g, 3, (toka_stream_wait){&done, &pending, 2});
+    for (int i = 0; i < 2; i++) toka_group_note_wait(&gpus->g, 3, (toka_stream_wait){&done, &done, 2});
+    toka_group_note_wait(&gpus->g, 3, (toka_stream_wait){&done, &pending, 1});
+    gpus->barrier[1][0] = 8;
+    gpus->device_op[0] = "attention";
+    rk_check_blame(gpus, 3, "GPU: rank 0 (stage 0, tensor rank 0) has not moved for 3 s, last seen in attention; rank 3 (stage 1, tensor rank "
+                            "1) waits for it in receive");
+    /* A stream that has not come to its wait does not wait; the numbers of barriers wrap around. */
+    gpus = rk_gpus_new();
+    toka_group_note_wait(&gpus->g, 0, (toka_stream_wait){&pending, &pending, 2});
+    gpus->barrier[0][0] = 0, gpus->barrier[0][1] = gpus->barrier[1][0] = gpus->barrier[1][1] = UINT_MAX;
+    rk_check_blame(gpus, 0, "GPU: rank 1 (stage 0, tensor rank 1) has not moved for 3 s, last seen in send; rank 0 (stage 0, tensor rank 0) "
+                            "waits for it in send");
+    gpus = rk_gpus_new();
+    toka_group_note_wait(&gpus->g, 0, (toka_stream_wait){&done, &pending, 2});
+    toka_group_note_wait(&gpus->g, 2, (toka_stream_wait){&done, &pending, 0});
+    rk_check_blame(gpus, 2, "GPU: all ranks have waited for each other for 3 s, rank 2 (stage 1, tensor rank 0) in receive");
+    /* Barriers that a GPU passes are progress, and so is an op. */
+    gpus = rk_gpus_new();
+    gpus->g.watchdog_s = 3;
+    for (int i = 0; i < 20; i++) {
+        if (i % 4 == 1) gpus->barrier[i % 3][1]++, gpus->barrier[i % 3][0]++;
+        if (i % 4 == 3) CHECK(toka_group_begin_op(&gpus->g, 2, "mlp"));
+        CHECK(!toka_group_watchdog(&gpus->g, 2, 1, &e));
+    }
+    rk_check_blame(gpus, 2, "GPU: rank 2 (stage 1, tensor rank 0) has not moved for 3 s, last seen in mlp");
+}
+
+typedef struct rk_leaver {
+    toka_group *g;
+    int rank;
+    bool idle, left;
+} rk_leaver;
+static void *rk_leave(void *arg) {
+    rk_leaver *r = arg;
+    r->left = toka_group_wait_joined(r->g, r->rank) && toka_group_leave(r->g, r->rank, r->idle);
+    return NULL;
+}
+
+/* All ranks leave at once. If the device of one of them does not end its work, no rank frees memory.
+ * A rank that cannot open ends the others' wait for it. */
+static void test_ranks_leave(void) {
+    for (int round = 0; round < 3; round++) {
+        toka_group *g = mem_zalloc(sizeof *g);
+        toka_err e = {0}, why = {0};
+        pthread_t threads[4];
+        rk_leaver ranks[4];
+        CHECK(toka_group_init(g, &rk_gpu_kind, 3, 1, &e) == TOKA_E_USE && strstr(e.msg, "at most 2 ranks a stage and 64 in all"));
+        CHECK(toka_group_init(g, &cpu_group_kind, 2, 2, &e) == 0);
+        for (int i = 0; i < 4; i++) {
+            ranks[i] = (rk_leaver){g, i, round != 1 || i != 2, false};
+            if (round != 2 || i != 3) CHECK(toka_group_join(g, i, &e) == 0);
+        }
+        CHECK(toka_group_join(g, 1, &e) == TOKA_E_USE && strstr(e.msg, "rank 1 (stage 0, tensor rank 1) has been there before"));
+        for (int i = 0; i < 3; i++)
+            if (pthread_create(&threads[i], NULL, rk_leave, &ranks[i])) abort();
+        usleep(20000);
+        fail(&why, TOKA_E_MEMORY, "no memory");
+        if (round == 2) toka_group_fail(g, &why);
+        else rk_leave(&ranks[3]);
+        for (int i = 0; i < 3; i++) pthread_join(threads[i], NULL);
+        for (int i = 0; i < 3 + (round < 2); i++) CHECK_MSG(ranks[i].left == (round == 0), "round %d, rank %d", round, i);
+        toka_group_error(g, 0, &e);
+        if (round == 2) CHECK(e.code == TOKA_E_MEMORY && !strcmp(e.msg, "no memory"));
+        toka_group_free(g);
+        free(g);
+    }
 }
 
 static void test_ranks_refuses(void) {
@@ -628,7 +750,7 @@ static void test_ranks_refuses(void) {
     CHECK(toka_cpu.open(&d, &o, &c.sh, &c.w, &e) == 0);
     CHECK(toka_cpu.open(&d2, &o, &c.sh, &c.w, &e) == TOKA_E_USE && strstr(e.msg, "tensor rank 1) has been there before"));
     toka_cpu.close(d);
-    toka_cpu.group_abort(g), toka_cpu.group_close(g), toka_cpu.group_close(NULL);
+    toka_group_abort(g), toka_cpu.group_close(g), toka_cpu.group_close(NULL);
     CHECK(toka_cpu.group_open(&g, 1, 2, &e) == 0);
     o = (toka_device_options){.n_threads = 1, .max_tokens = 8, .max_samples = 8, .n_pages = 8, .group = g, .pp_size = 2, .n_seqs = 4};
     CHECK(toka_cpu.open(&d, &o, &c.sh, &c.w, &e) == 0);
@@ -644,4 +766,6 @@ static void test_ranks_refuses(void) {
 static const struct test ranks_tests[] = {{"ranks_slices", test_ranks_slices},       {"ranks_stages", test_ranks_stages},
                                           {"ranks_fixtures", test_ranks_fixtures}, {"ranks_shapes", test_ranks_shapes},
                                           {"ranks_lost", test_ranks_lost},         {"ranks_slow", test_ranks_slow},
-                                          {"ranks_abort", test_ranks_abort},       {"ranks_refuses", test_ranks_refuses}, {0}};
+                                          {"ranks_abort", test_ranks_abort},       {"ranks_refuses", test_ranks_refuses},
+                                          {"ranks_device", test_ranks_device},       {"ranks_leave", test_ranks_leave},
+                                          {0}};
