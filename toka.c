@@ -15515,11 +15515,13 @@ static void cpu_reduce_item(void *arg, int thread, int row) {
     }
 }
 
-static void cpu_all_reduce(toka_device *dev, toka_dev_ptr x, int rows) {
+static void cpu_all_reduce(toka_device *dev, toka_hidden *x, int rows) {
     toka_group *group = dev->group;
     if (!group || group->tp_size == 1 || !cpu_op_begin(dev, "all_reduce")) return;
     const int E = dev->shape->E, rank = dev->options.tp_rank;
-    dev->tp_group->x[rank] = cpu_ptr(x);
+    assert(x->state == TOKA_HIDDEN_PARTIAL);
+    x->state = TOKA_HIDDEN_WHOLE;
+    dev->tp_group->x[rank] = cpu_ptr(x->data);
     if (!group_barrier_enter(group, dev->rank)) return;
     cpu_reduce_job job = {dev->tp_group->x, group->tp_size, E,
                           (int)((int64_t)E * rank / group->tp_size),
@@ -15535,11 +15537,12 @@ static float *cpu_channel_buffer(const toka_device *dev, int sender, int64_t mes
                                                       (size_t)dev->shape->E;
 }
 
-static void cpu_send(toka_device *dev, toka_dev_ptr x, int rows) {
+static void cpu_send(toka_device *dev, toka_hidden *x, int rows) {
     if (!cpu_op_begin(dev, "send")) return;
+    const float *from = cpu_ptr(toka_hidden_read(x));
     const int64_t message = toka_channel_begin_send(dev->group, dev->rank);
     if (message < 0) return;
-    memcpy(cpu_channel_buffer(dev, dev->rank, message), cpu_ptr(x),
+    memcpy(cpu_channel_buffer(dev, dev->rank, message), from,
            (size_t)rows * (size_t)dev->shape->E * sizeof(float));
     toka_channel_end_send(dev->group, dev->rank, rows);
 }
@@ -15572,12 +15575,13 @@ static void cpu_inject_fault(toka_device *dev) {
 }
 
 /* First op of a step on the later stages, except for copy_pages. */
-static void cpu_receive(toka_device *dev, toka_dev_ptr x, int rows) {
+static void cpu_receive(toka_device *dev, toka_hidden *x, int rows) {
     if (!cpu_op_begin(dev, "receive")) return;
+    x->state = TOKA_HIDDEN_WHOLE;
     const int64_t message = toka_channel_begin_receive(dev->group, dev->rank, rows);
     if (message < 0) return;
     cpu_inject_fault(dev);
-    memcpy(cpu_ptr(x), cpu_channel_buffer(dev, dev->rank - dev->group->tp_size, message),
+    memcpy(cpu_ptr(x->data), cpu_channel_buffer(dev, dev->rank - dev->group->tp_size, message),
            (size_t)rows * (size_t)dev->shape->E * sizeof(float));
     toka_channel_end_receive(dev->group, dev->rank);
 }
@@ -15651,12 +15655,13 @@ static void cpu_copy_pages(toka_device *dev, const toka_step *step) {
 
 /* First op of a step on the first stage, except for copy_pages. Writes zeros for ids of other tp
  * ranks: the all_reduce that follows adds up the rows of all tp ranks. */
-static void cpu_embed(toka_device *dev, const toka_step *step, toka_dev_ptr x) {
+static void cpu_embed(toka_device *dev, const toka_step *step, toka_hidden *x) {
     const toka_tensor *weight = &dev->weights->embed;
     size_t E = (size_t)dev->shape->E;
     size_t row_bytes = (size_t)weight->stride * cpu_dtype_bytes(weight->dtype);
     assert(step->T <= dev->options.max_tokens);
     if (!cpu_op_begin(dev, "embed")) return;
+    toka_hidden_set_sum(x, dev->options.tp_size);
     if (dev->group && dev->group->pp_size > 1 &&
         !toka_group_wait_sampled(dev->group, dev->rank, step->needs_step))
         return;
@@ -15664,7 +15669,7 @@ static void cpu_embed(toka_device *dev, const toka_step *step, toka_dev_ptr x) {
     for (int t = 0; t < step->T; t++) {
         assert(step->ids[t] >= -dev->options.n_seqs);
         int32_t id = step->ids[t] >= 0 ? step->ids[t] : dev->last_tokens[-1 - step->ids[t]];
-        float *to = cpu_ptr(x) + (size_t)t * E;
+        float *to = cpu_ptr(x->data) + (size_t)t * E;
         assert(id >= 0 && id < dev->shape->V_all);
         id -= dev->shape->v0;
         if (id >= 0 && id < weight->rows)
@@ -15733,13 +15738,14 @@ static void cpu_rope_item(void *arg, int thread, int i) { /* all heads of token 
     }
 }
 
-static void cpu_norm_qkv_rope_kv(toka_device *dev, const toka_step *step, int layer, toka_dev_ptr x,
+static void cpu_norm_qkv_rope_kv(toka_device *dev, const toka_step *step, int layer, toka_hidden *x,
                                  toka_dev_ptr q) {
     const toka_shape *shape = dev->shape;
     const toka_layer *weights = &dev->weights->layers[layer];
     size_t E = (size_t)shape->E, HD = (size_t)(shape->H * shape->D);
     size_t KD = (size_t)(shape->K * shape->D);
     if (!cpu_op_begin(dev, "norm_qkv_rope_kv")) return;
+    const float *from = cpu_ptr(toka_hidden_read(x));
     const float *norm = cpu_vector_f32(dev, 0, &weights->attn_norm);
     cpu_rope_job rope = {.dev = dev, .step = step, .layer = layer,
                          .q_bias = cpu_vector_f32(dev, 1, &weights->q_bias),
@@ -15751,8 +15757,7 @@ static void cpu_norm_qkv_rope_kv(toka_device *dev, const toka_step *step, int la
         int n_rows = MIN(dev->scratch_rows, step->T - t0);
         rope.t0 = t0;
         rope.q = cpu_ptr(q) + (size_t)t0 * HD;
-        cpu_norm_run((cpu_norm_job){dev, cpu_ptr(x) + (size_t)t0 * E, norm, NULL, shape->E},
-                     n_rows);
+        cpu_norm_run((cpu_norm_job){dev, from + (size_t)t0 * E, norm, NULL, shape->E}, n_rows);
         cpu_gemm_args args = {.x = dev->x, .ldx = (size_t)dev->ldx, .T = n_rows, .n_weights = 3,
                               .weights = {&weights->q, &weights->k, &weights->v},
                               .y = {rope.q, dev->k, dev->v}, .ldy = {HD, KD, KD}};
@@ -15912,16 +15917,18 @@ static void cpu_attention(toka_device *dev, const toka_step *step, int layer, to
 /* ---- Op: out_residual ---- */
 
 static void cpu_out_residual(toka_device *dev, const toka_step *step, int layer, toka_dev_ptr o,
-                             toka_dev_ptr x) {
+                             toka_hidden *x) {
     const toka_layer *weights = &dev->weights->layers[layer];
     int HD = dev->shape->H * dev->shape->D, E = dev->shape->E;
     if (!cpu_op_begin(dev, "out_residual")) return;
+    float *sum = cpu_ptr(toka_hidden_read(x));
+    toka_hidden_set_sum(x, dev->options.tp_size);
     /* all_reduce adds up the tp ranks' x, so only one of them adds the old x and the bias */
     const bool is_first_rank = dev->options.tp_rank == 0;
     const float *bias = is_first_rank ? cpu_vector_f32(dev, 0, &weights->o_bias) : NULL;
     for (int t0 = 0; t0 < step->T; t0 += dev->scratch_rows) {
         int n_rows = MIN(dev->scratch_rows, step->T - t0);
-        float *y = cpu_ptr(x) + (size_t)t0 * (size_t)E;
+        float *y = sum + (size_t)t0 * (size_t)E;
         cpu_norm_run((cpu_norm_job){dev, cpu_ptr(o) + (size_t)t0 * (size_t)HD, NULL, NULL, HD},
                      n_rows);
         cpu_gemm_args args = {.x = dev->x, .ldx = (size_t)dev->ldx, .T = n_rows, .n_weights = 1,
@@ -15942,14 +15949,16 @@ static void cpu_swiglu_item(void *arg, int thread, int row) {
 }
 
 static void cpu_norm_mlp_residual(toka_device *dev, const toka_step *step, int layer,
-                                  toka_dev_ptr x) {
+                                  toka_hidden *x) {
     const toka_layer *weights = &dev->weights->layers[layer];
     size_t E = (size_t)dev->shape->E, ld_mlp = (size_t)dev->ld_mlp;
     if (!cpu_op_begin(dev, "norm_mlp_residual")) return;
+    float *sum = cpu_ptr(toka_hidden_read(x));
+    toka_hidden_set_sum(x, dev->options.tp_size);
     const float *norm = cpu_vector_f32(dev, 0, &weights->mlp_norm);
     for (int t0 = 0; t0 < step->T; t0 += dev->scratch_rows) {
         int n_rows = MIN(dev->scratch_rows, step->T - t0);
-        float *y = cpu_ptr(x) + (size_t)t0 * E;
+        float *y = sum + (size_t)t0 * E;
         cpu_norm_run((cpu_norm_job){dev, y, norm, NULL, dev->shape->E}, n_rows);
         cpu_gemm_args gate_up = {.x = dev->x, .ldx = (size_t)dev->ldx, .T = n_rows, .n_weights = 2,
                                  .weights = {&weights->gate, &weights->up},
@@ -16025,18 +16034,18 @@ static void cpu_store_last_tokens(toka_device *dev, const toka_step *step,
     if (staged) toka_group_set_sampled(group, step->number);
 }
 
-static void cpu_norm_logits_sample(toka_device *dev, const toka_step *step, toka_dev_ptr x,
+static void cpu_norm_logits_sample(toka_device *dev, const toka_step *step, toka_hidden *x,
                                    toka_sample_result *results) {
     const toka_shape *shape = dev->shape;
     size_t V = (size_t)shape->V_all;
     if (!cpu_op_begin(dev, "norm_logits_sample")) return;
+    const float *from = cpu_ptr(toka_hidden_read(x));
     const float *norm = cpu_vector_f32(dev, 0, &dev->weights->norm);
     for (int sample0 = 0; sample0 < step->n_samples; sample0 += dev->scratch_samples) {
         int n_samples = MIN(dev->scratch_samples, step->n_samples - sample0);
         for (int i = sample0; i < sample0 + n_samples; i++)
             assert(step->samples[i].row >= 0 && step->samples[i].row < step->T);
-        cpu_norm_run((cpu_norm_job){dev, cpu_ptr(x), norm, step->samples + sample0, shape->E},
-                     n_samples);
+        cpu_norm_run((cpu_norm_job){dev, from, norm, step->samples + sample0, shape->E}, n_samples);
         cpu_gemm_args args = {.x = dev->x, .ldx = (size_t)dev->ldx, .T = n_samples, .n_weights = 1,
                               .weights = {&dev->weights->lm_head},
                               .y = {dev->logits + shape->v0}, .ldy = {V}};
@@ -16356,36 +16365,38 @@ typedef struct model_grid {
     toka_err error;      /* the first error of any rank; code 0: none */
 } model_grid;
 
-static void rank_all_reduce(model_rank *rank, int n_rows) {
-    if (rank->model->tp > 1) rank->model->backend->all_reduce(rank->device, rank->x, n_rows);
+static void rank_all_reduce(model_rank *rank, toka_hidden *x, int n_rows) {
+    if (rank->model->tp > 1) rank->model->backend->all_reduce(rank->device, x, n_rows);
 }
 
-/* Runs one step on this rank: its layers, and the ends of the model that its stage has. results:
- * [n_samples] on the last stage; the tensor ranks other than 0 write to `discarded` instead. */
+/* Runs one step on this rank: its layers, and the ends of the model that its stage has. x carries
+ * the state in which each op leaves the residual stream (toka_hidden). results: [n_samples] on the
+ * last stage; the tensor ranks other than 0 write to `discarded` instead. */
 static void rank_step(model_rank *rank, const toka_step *step, toka_sample_result *results) {
     const toka_backend *backend = rank->model->backend;
+    toka_hidden x = {.data = rank->x};
     if (backend->begin) backend->begin(rank->device, step);
     if (step->n_copies) backend->copy_pages(rank->device, step);
     if (rank->options.pp_rank == 0) {
-        backend->embed(rank->device, step, rank->x);
-        rank_all_reduce(rank, step->T);
+        backend->embed(rank->device, step, &x);
+        rank_all_reduce(rank, &x, step->T);
     } else {
-        backend->receive(rank->device, rank->x, step->T);
+        backend->receive(rank->device, &x, step->T);
     }
     for (int layer = 0; layer < rank->shape.L; layer++) {
-        backend->norm_qkv_rope_kv(rank->device, step, layer, rank->x, rank->q);
+        backend->norm_qkv_rope_kv(rank->device, step, layer, &x, rank->q);
         backend->attention(rank->device, step, layer, rank->q, rank->o);
-        backend->out_residual(rank->device, step, layer, rank->o, rank->x);
-        rank_all_reduce(rank, step->T);
-        backend->norm_mlp_residual(rank->device, step, layer, rank->x);
-        rank_all_reduce(rank, step->T);
+        backend->out_residual(rank->device, step, layer, rank->o, &x);
+        rank_all_reduce(rank, &x, step->T);
+        backend->norm_mlp_residual(rank->device, step, layer, &x);
+        rank_all_reduce(rank, &x, step->T);
     }
     if (rank->options.pp_rank < rank->model->pp - 1)
-        backend->send(rank->device, rank->x, step->T);
+        backend->send(rank->device, &x, step->T);
     else if (step->n_samples)
-        backend->norm_logits_sample(rank->device, step, rank->x,
+        backend->norm_logits_sample(rank->device, step, &x,
                                     rank->options.tp_rank ? rank->discarded : results);
-    if (backend->end) backend->end(rank->device, step);
+    if (backend->end) backend->end(rank->device, step, &x);
 }
 
 /* Opens the device, allocates the activations, and passes each step that the device wants to

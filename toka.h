@@ -400,6 +400,8 @@ int toka_main(int argc, char **argv);
 
 /* ============================================================================================ */
 #ifdef TOKA_INTERNAL
+#include <assert.h>
+
 /* The backend boundary: one table of functions (toka_backend) with two instances: toka_cpu in
  * toka.c, toka_cuda in toka_kernels.cu.
  *
@@ -439,6 +441,42 @@ typedef struct toka_dev_ptr { /* an address on a device, on the CPU a plain poin
                                  that C code cannot dereference it */
     uint64_t at;
 } toka_dev_ptr;
+
+/* x, the residual stream, between two ops of a step: where it lies, and what the last op has left
+ * there. Each step has one; each op that reads or writes x gets it, asserts that it can read this
+ * state, and sets the state that it leaves. embed and receive overwrite x, whatever its state. */
+typedef enum toka_hidden_state {
+    TOKA_HIDDEN_EMPTY,     /* no op of this step has written x */
+    TOKA_HIDDEN_WHOLE,     /* x is complete on every tensor rank */
+    TOKA_HIDDEN_NORMED,    /* as WHOLE; in addition the device has prepared the input of the op that
+                              begins with the norm normed_for. Other ops read x */
+    TOKA_HIDDEN_PARTIAL,   /* the residual stream is the sum of x over the tensor ranks: only
+                              all_reduce reads x */
+    TOKA_HIDDEN_SCATTERED, /* each row of x lacks partial sums, which lie on the tensor rank that
+                              owns the row. The next op that begins with a norm, send or end adds
+                              them up; all_reduce leaves that to it */
+    TOKA_HIDDEN_SHARDED    /* after a norm of SCATTERED: a tensor rank has the rows that it owns,
+                              the others are old. Only an op that leaves SCATTERED adds to it */
+} toka_hidden_state;
+typedef struct toka_hidden {
+    toka_dev_ptr data; /* [T][E] */
+    toka_hidden_state state;
+    const void *normed_for; /* NORMED: the backend's copy of the norm's weights; else NULL */
+} toka_hidden;
+
+static inline bool toka_hidden_is_whole(const toka_hidden *x) {
+    return x->state == TOKA_HIDDEN_WHOLE || x->state == TOKA_HIDDEN_NORMED;
+}
+/* Returns the address of x for an op that reads it: x must be whole. */
+static inline toka_dev_ptr toka_hidden_read(const toka_hidden *x) {
+    assert(toka_hidden_is_whole(x));
+    return x->data;
+}
+/* Sets the state after an op that has written a sum: whole, or this rank's part of it. */
+static inline void toka_hidden_set_sum(toka_hidden *x, int tp_size) {
+    x->state = tp_size > 1 ? TOKA_HIDDEN_PARTIAL : TOKA_HIDDEN_WHOLE;
+    x->normed_for = NULL;
+}
 
 typedef enum toka_dtype { TOKA_BF16, TOKA_F16, TOKA_F32 } toka_dtype;
 
@@ -672,12 +710,12 @@ typedef struct toka_backend {
     int (*group_open)(toka_group **out, int tp_size, int pp_size, toka_err *e);
     void (*group_close)(toka_group *g);
     /* x [rows][E] = sum of x over the tensor ranks of the stage, added in the order of the ranks.
-     * On CUDA the next op may complete the sum, so until then only that op may read x. */
-    void (*all_reduce)(toka_device *d, toka_dev_ptr x, int rows);
+     * PARTIAL becomes WHOLE; SCATTERED stays, the next op completes it. */
+    void (*all_reduce)(toka_device *d, toka_hidden *x, int rows);
     /* Sends x [rows][E] to the same tensor rank of the next stage. */
-    void (*send)(toka_device *d, toka_dev_ptr x, int rows);
+    void (*send)(toka_device *d, toka_hidden *x, int rows);
     /* Receives x [rows][E] from the same tensor rank of the previous stage. */
-    void (*receive)(toka_device *d, toka_dev_ptr x, int rows);
+    void (*receive)(toka_device *d, toka_hidden *x, int rows);
 
     /* ---- Steps ----
      * For each step, the rank's thread calls begin, the ops and end; later it calls finish, in the
@@ -687,9 +725,9 @@ typedef struct toka_backend {
      * change or move from begin until finish returns. At most max_in_flight steps are begun and not
      * finished. finish is called for every step that was begun, also after an error, and also on
      * ranks without results. begin, end and finish are NULL if each op has done its work when it
-     * returns. */
+     * returns. end completes x if no op has (SCATTERED). */
     void (*begin)(toka_device *d, const toka_step *s);
-    void (*end)(toka_device *d, const toka_step *s);
+    void (*end)(toka_device *d, const toka_step *s, toka_hidden *x);
     void (*finish)(toka_device *d, const toka_step *s);
     /* Records CUDA graphs. The caller calls capture after open and alloc until it returns NULL, and
      * calls begin, the ops and end, but not finish, for each step that it returns: the device
@@ -703,7 +741,7 @@ typedef struct toka_backend {
      * x: [T][E] residual stream (allocated with E rounded up to 8, so that a backend may pad rows).
      * q, o: [T][H][D]. All in the backend's activation type: float32 on the CPU, bf16 on CUDA.
      * layer: index in the rank's layers; it also selects the layer's K and V in the pages.
-     * Tensor ranks: after embed, out_residual and norm_mlp_residual x is a partial sum, and the
+     * Tensor ranks: embed, out_residual and norm_mlp_residual leave x PARTIAL or SCATTERED, and the
      * caller must call all_reduce. embed writes zeros for the ids of other ranks. Only tensor rank
      * 0 adds the old x and the bias. Every tensor rank gets all results; only tensor rank 0 writes
      * s->logits.
@@ -713,20 +751,20 @@ typedef struct toka_backend {
     /* Does s->copies in this rank's layers; before all other ops of the step. */
     void (*copy_pages)(toka_device *d, const toka_step *s);
     /* x = embed[ids] */
-    void (*embed)(toka_device *d, const toka_step *s, toka_dev_ptr x);
+    void (*embed)(toka_device *d, const toka_step *s, toka_hidden *x);
     /* q = RoPE(norm(x) W_q); K and V of the step's tokens are stored at s->kv_slot. */
-    void (*norm_qkv_rope_kv)(toka_device *d, const toka_step *s, int layer, toka_dev_ptr x,
+    void (*norm_qkv_rope_kv)(toka_device *d, const toka_step *s, int layer, toka_hidden *x,
                              toka_dev_ptr q);
     /* o = softmax(q K^T / sqrt(D)) V over the spans */
     void (*attention)(toka_device *d, const toka_step *s, int layer, toka_dev_ptr q,
                       toka_dev_ptr o);
     /* x += o W_o (+ bias) */
     void (*out_residual)(toka_device *d, const toka_step *s, int layer, toka_dev_ptr o,
-                         toka_dev_ptr x);
+                         toka_hidden *x);
     /* x += down(silu(gate) * up), gate and up of norm(x) */
-    void (*norm_mlp_residual)(toka_device *d, const toka_step *s, int layer, toka_dev_ptr x);
+    void (*norm_mlp_residual)(toka_device *d, const toka_step *s, int layer, toka_hidden *x);
     /* results: host memory [n_samples], valid after finish */
-    void (*norm_logits_sample)(toka_device *d, const toka_step *s, toka_dev_ptr x,
+    void (*norm_logits_sample)(toka_device *d, const toka_step *s, toka_hidden *x,
                                toka_sample_result *results);
     /* Measures every op at the shapes of known models, without a model. The first row is the read
      * bandwidth. NULL: not available. */

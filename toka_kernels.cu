@@ -428,8 +428,6 @@ struct toka_device {
     size_t kv_layer_elems;       /* elements of one layer of kv_pool */
     bf16 *xn, *qkv, *act;        /* scratch: [T][E] normed rows, [T][(H+2K)*D], [T][F] */
     float *row_sumsq;            /* scratch: [FUSE_NORM_MAX_ROWS][ceil(E / 16)] */
-    bool norm_ready;             /* the previous op has written xn and row_sumsq for the next op's
-                                    fused norm (chapter 4) */
     upload_buffer upload;
     step_rows rows;
     int *last_tokens;            /* [n_seqs] the last sampled token of each seq */
@@ -455,8 +453,6 @@ struct toka_device {
     int barrier_ctas;            /* grid of every kernel with a rank barrier */
     /* group_n_barriers when an op was last written to rank->op_ring */
     unsigned barriers_at_last_op;
-    bf16 *unreduced_x;           /* x with a pending all-reduce: its partial sums lie in the receive
-                                    buffers (chapter 10). NULL: no all-reduce is pending */
     cudaStream_t send_stream;    /* pipeline stages: DMA copies to other ranks */
     cudaEvent_t sampled_event;   /* tensor rank 0 of the last stage: end of sampling, after which
                                     last_tokens can be sent */
@@ -1608,10 +1604,11 @@ static fused_norm fuse_norm_args(const toka_device *dev, const float *norm_w, bo
                       1.0f / dev->shape->E,
                       dev->shape->eps};
 }
-/* Returns whether the previous op was an output side (dev->norm_ready). Clears norm_ready. */
-static bool fuse_norm_consume(toka_device *dev) {
-    const bool fused = dev->norm_ready;
-    dev->norm_ready = false;
+/* Returns whether the op that left x was the output side of this norm (state NORMED). If so, the
+ * caller is the input side, and x is WHOLE from now on. */
+static bool fuse_norm_consume(toka_hidden *x, const float *norm_w) {
+    const bool fused = x->state == TOKA_HIDDEN_NORMED && x->normed_for == norm_w;
+    if (fused) toka_hidden_set_sum(x, 1);
     return fused;
 }
 
@@ -7370,12 +7367,13 @@ static void attention(toka_device *dev, int layer, const bf16 *q, bf16 *o) {
  *                  and passes a second barrier. Both methods add in float32 and round once, so all
  *                  ranks get the same bits. One-shot has one barrier. Two-shot sends 2/n of the
  *                  bytes of one-shot, n = tp_size.
- *   unreduced x    x between the two halves of a large all-reduce on Hopper. The epilogue of the
- *                  GEMM does the reduce-scatter, so its stores overlap with the main loop. Then
+ *   scattered x    x between the two halves of a large all-reduce on Hopper (the state
+ *                  TOKA_HIDDEN_SCATTERED). The epilogue of the GEMM does the reduce-scatter, so its
+ *                  stores overlap with the main loop: partial sums lie in the receive buffers. Then
  *                  reduce_norm_kernel completes the all-reduce: rank q adds up its share of the
- *                  rows, and only rank q keeps x of these rows. It sends all ranks the input of the
- *                  next op: the RMSNorm of the rows, or x itself if no norm follows (at the end of
- *                  a stage and before the LM head).
+ *                  rows, and only rank q keeps x of these rows (TOKA_HIDDEN_SHARDED). It sends all
+ *                  ranks the input of the next op: the RMSNorm of the rows, or x itself if no norm
+ *                  follows (at the end of a stage and before the LM head).
  *   channel        The queue of steps from a rank to the same tp rank of the next stage. x is
  *                  copied three times: on the sender's compute stream into its send buffer; on the
  *                  sender's send stream, by a DMA copy, into one of the receiver's
@@ -7395,7 +7393,7 @@ static void attention(toka_device *dev, int layer, const bf16 *q, bf16 *o) {
  * receive buffers. samp_merge_ranks_kernel (chapter 11) does the same. The next kernel that stores
  * into the same half has a barrier number of at least c + 2. It starts after all ranks have arrived
  * at barrier c + 1. Barrier c + 1 belongs to a later kernel than barrier c, so a rank that arrives
- * at it has ended the kernel with barrier c and has read the half. Two-shot and unreduced x need no
+ * at it has ended the kernel with barrier c and has read the half. Two-shot and scattered x need no
  * halves: their last barrier is after their last read.
  *
  * No deadlock. All work has one order: by step, then by stage, then in the order of the layer loop
@@ -7572,7 +7570,7 @@ __device__ static inline uint4 *one_shot_buffer(const rank_barrier &barrier, int
     return (uint4 *)barrier.recv_buffers[rank] +
            ((size_t)(number & 1) * barrier.tp_size + sender) * (ONE_SHOT_MAX_BYTES / 16);
 }
-/* Returns the receive buffers of `rank` for two-shot and unreduced x, one share for each sender.
+/* Returns the receive buffers of `rank` for two-shot and scattered x, one share for each sender.
  * They lie after the two halves of one-shot. */
 __host__ __device__ static inline uint4 *two_shot_buffers(const rank_barrier &barrier, int rank) {
     return (uint4 *)barrier.recv_buffers[rank] +
@@ -7668,7 +7666,7 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
     rank_barrier_finish(barrier, number + 1);
 }
 
-/* ---- Unreduced x: sum, RMSNorm and all-gather ----
+/* ---- Scattered x: sum, RMSNorm and all-gather ----
  *
  * x[row] += sum over the tp ranks of partials[rank][row], for the rows of this rank's share;
  * y[row] = RMSNorm(x[row]) * norm_weight, or x[row] if norm_weight is NULL, on all ranks.
@@ -7678,7 +7676,7 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
  *         norm_weight float32 [E] or NULL
  * in/out  x bf16 [.][E]. This rank's share is n_rows rows from row tp_rank * share_rows on. The
  *         partial sums are added to these rows in float32, and the result is rounded once. The
- *         other rows of x stay unreduced
+ *         other rows of x stay old
  * out     y bf16 [.][E] of all ranks: the same rows. The sum of squares has the order of
  *         rmsnorm_kernel. If norm_weight is NULL, y is x
  * grid    BARRIER_CTAS, or BARRIER_SHARED_CTAS if ranks share a GPU
@@ -7776,7 +7774,7 @@ static bool one_shot_pays(int n, size_t bytes) {
 
 /* Bytes of a rank's receive buffer. Its layout:
  *     one-shot               2 halves x tp_size senders x ONE_SHOT_MAX_BYTES
- *     two-shot, unreduced x  tp_size senders x one share of x; 16 rows more for each, because a
+ *     two-shot, scattered x  tp_size senders x one share of x; 16 rows more for each, because a
  *                            share is rounded up
  *     from *samp_offset on   sampling partials (chapter 11): 2 halves x tp_size senders x
  *                            SAMP_RECV_BYTES; last stage only */
@@ -8163,7 +8161,7 @@ static bool group_leave(toka_device *dev) {
 
 /* ---- Ops: all_reduce, send, receive ---- */
 
-/* Returns whether the GEMM does the reduce-scatter for x of this many rows (unreduced x). */
+/* Returns whether the GEMM does the reduce-scatter for x of this many rows (scattered x). */
 static bool reduce_scatter_pays(const toka_device *dev, int rows) {
     /* Rows are rounded up to a multiple of 128, as graphs of more than 64 rows are padded. So a
      * step makes the same choice with a graph as without one. */
@@ -8175,31 +8173,29 @@ static int reduce_share_rows(const toka_device *dev, int rows) {
     return ceil_div(rows, 16 * tp_size(dev)) * 16;
 }
 /* Reduce-scatter in the GEMM: computes args->x W^T, and the epilogue stores the rows of each share
- * into the receive buffer of the rank that adds them up. args->y becomes unreduced x. Returns
- * false, and does nothing, if y is too small. */
-static bool gemm_reduce_scatter(toka_device *dev, const gemm_args *args) {
+ * into the receive buffer of the rank that adds them up. args->y becomes scattered x. */
+static void gemm_reduce_scatter(toka_device *dev, const gemm_args *args) {
     const int n_ranks = tp_size(dev), share_rows = reduce_share_rows(dev, args->M);
-    if (!reduce_scatter_pays(dev, args->M)) return false;
     bf16 *buffers[BARRIER_MAX_RANKS];
     for (int rank = 0; rank < n_ranks; rank++)
         buffers[rank] = (bf16 *)two_shot_buffers(dev->barrier, rank) +
                         (size_t)dev->barrier.tp_rank * share_rows * dev->E;
     gemm_wgmma_scatter(dev, args, buffers, n_ranks, share_rows);
-    dev->unreduced_x = args->y;
-    return true;
 }
-/* Completes the all-reduce of unreduced x; called before x is read. Each rank adds up its own rows
- * of x. Their RMSNorm goes into xn of all ranks; if norm_weight is NULL, x itself goes into x of
- * all ranks. Returns false, and does nothing, if x is complete. */
-static bool reduce_norm(toka_device *dev, const float *norm_weight) {
-    if (!dev->unreduced_x) return false;
+/* Completes the all-reduce of scattered x. Each rank adds up its own rows of x. Their RMSNorm goes
+ * into xn of all ranks; if norm_weight is NULL, x itself goes into x of all ranks. Returns false,
+ * and does nothing, if x is not scattered. If the step replays a graph, the kernel is in the graph,
+ * and cuda_all_reduce has counted its barriers. */
+static bool reduce_norm(toka_device *dev, toka_hidden *x, const float *norm_weight) {
+    if (x->state != TOKA_HIDDEN_SCATTERED) return false;
+    x->state = norm_weight ? TOKA_HIDDEN_SHARDED : TOKA_HIDDEN_WHOLE;
+    if (graph_is_replay(dev)) return true;
     const int T = dev->step->T, share_rows = reduce_share_rows(dev, T),
               rows = min(share_rows, T - dev->barrier.tp_rank * share_rows);
-    bf16 *x = dev->unreduced_x;
-    dev->unreduced_x = NULL;
+    uint4 *rows_of_x = (uint4 *)x->data.at;
     const reduce_norm_args args = {
-        (uint4 *)x,
-        norm_weight ? (uint4 *)dev->xn : (uint4 *)x,
+        rows_of_x,
+        norm_weight ? (uint4 *)dev->xn : rows_of_x,
         (const uint4 *)two_shot_buffers(dev->barrier, dev->barrier.tp_rank),
         share_rows,
         rows,
@@ -8216,22 +8212,29 @@ static bool reduce_norm(toka_device *dev, const float *norm_weight) {
     return true;
 }
 
-static void cuda_all_reduce(toka_device *dev, toka_dev_ptr x, int rows) {
+static void cuda_all_reduce(toka_device *dev, toka_hidden *x, int rows) {
     /* a graph also has padding rows: they count, too */
     const size_t bytes = (size_t)(dev->graphs.current ? dev->step->T : rows) * dev->E *
                          sizeof(bf16);
-    /* unreduced x: reduce_norm completes the sum */
-    if (tp_size(dev) == 1 || !op_begin(dev, "all_reduce") || dev->unreduced_x) return;
+    if (tp_size(dev) == 1 || !op_begin(dev, "all_reduce")) return;
+    if (x->state == TOKA_HIDDEN_SCATTERED) {
+        /* reduce_norm completes the sum; in a graph its barriers are counted below */
+        if (!graph_is_replay(dev)) return;
+    } else {
+        assert(x->state == TOKA_HIDDEN_PARTIAL);
+        x->state = TOKA_HIDDEN_WHOLE;
+    }
     const bool one_shot = one_shot_pays(dev->barrier.tp_size, bytes);
     launch_barrier_kernel(dev, "all-reduce", one_shot ? 1 : 2,
-                          one_shot ? one_shot_kernel : two_shot_kernel, (uint4 *)x.at,
+                          one_shot ? one_shot_kernel : two_shot_kernel, (uint4 *)x->data.at,
                           (int)(bytes / 16));
     clock_record_op(dev, TOKA_OP_ALL_REDUCE);
 }
 
-static void cuda_send(toka_device *dev, toka_dev_ptr x, int rows) {
+static void cuda_send(toka_device *dev, toka_hidden *x, int rows) {
     if (!op_begin(dev, "send")) return;
-    reduce_norm(dev, NULL); /* if the step runs as a graph, this kernel is part of the graph */
+    reduce_norm(dev, x, NULL); /* if the step runs as a graph, this kernel is part of the graph */
+    const void *from = (const void *)toka_hidden_read(x).at;
     if (dev->graphs.capturing) return;
     graph_launch(dev);
     cuda_group *group = dev->group;
@@ -8253,8 +8256,8 @@ static void cuda_send(toka_device *dev, toka_dev_ptr x, int rows) {
                                         0),
                     "send");
     latch_error(dev,
-                cudaMemcpyAsync(channel->send_buffer, (const void *)x.at, bytes,
-                                cudaMemcpyDeviceToDevice, dev->stream),
+                cudaMemcpyAsync(channel->send_buffer, from, bytes, cudaMemcpyDeviceToDevice,
+                                dev->stream),
                 "send");
     latch_error(dev, cudaEventRecord(channel->send_ready, dev->stream), "send");
     latch_error(dev, cudaStreamWaitEvent(dev->send_stream, channel->send_ready, 0), "send");
@@ -8271,8 +8274,10 @@ static void cuda_send(toka_device *dev, toka_dev_ptr x, int rows) {
     clock_record_op(dev, TOKA_OP_SEND_RECEIVE);
 }
 
-static void cuda_receive(toka_device *dev, toka_dev_ptr x, int rows) {
-    if (!op_begin(dev, "receive") || dev->graphs.capturing) return;
+static void cuda_receive(toka_device *dev, toka_hidden *x, int rows) {
+    if (!op_begin(dev, "receive")) return;
+    toka_hidden_set_sum(x, 1);
+    if (dev->graphs.capturing) return;
     cuda_group *group = dev->group;
     const int rank = rank_index(dev), sender = rank - group->tp_size;
     group_channel *channel = &group->channels[sender];
@@ -8283,8 +8288,9 @@ static void cuda_receive(toka_device *dev, toka_dev_ptr x, int rows) {
     if (message < 0) return;
     group_stream_wait(dev, channel->sent_events[index], channel->received_events[index], sender);
     latch_error(dev,
-                cudaMemcpyAsync((void *)x.at, dev->rank->channel_buffers + index * buffer_bytes,
-                                bytes, cudaMemcpyDeviceToDevice, dev->stream),
+                cudaMemcpyAsync((void *)x->data.at,
+                                dev->rank->channel_buffers + index * buffer_bytes, bytes,
+                                cudaMemcpyDeviceToDevice, dev->stream),
                 "receive");
     latch_error(dev, cudaEventRecord(channel->received_events[index], dev->stream), "receive");
     toka_channel_end_receive(group, rank);
@@ -10919,11 +10925,11 @@ static void samp_copy_raw_logits(toka_device *dev, const toka_step *step, int fi
 }
 
 /* All kernels from dev->xn to results, for rows first .. first + n_rows - 1 of the plan. The first
- * n_plain of them are plain. With tensor ranks, each rank has the logits of its own ids. Plain rows
- * use samp_merge_ranks, unless a block straddles two ranks or the caller wants the logits. Other
- * rows use gathered logits. */
+ * n_plain of them are plain. norm_ready: as in gemm_args; then first is 0. With tensor ranks, each
+ * rank has the logits of its own ids. Plain rows use samp_merge_ranks, unless a block straddles two
+ * ranks or the caller wants the logits. Other rows use gathered logits. */
 static void samp_launch_rows(toka_device *dev, const toka_step *step, int first, int n_rows,
-                             int n_plain, const samp_filter *filters) {
+                             int n_plain, const samp_filter *filters, bool norm_ready) {
     samp_plan *plan = dev->samp;
     const bool has_ranks = tp_size(dev) > 1, fused = samp_is_fused(dev, step, n_rows);
     /* plain rows whose partials the ranks exchange */
@@ -10931,7 +10937,8 @@ static void samp_launch_rows(toka_device *dev, const toka_step *step, int first,
     const int first_stored = fused && (!has_ranks || plan->ranks_own_blocks) ? n_plain : 0;
     gemm_args args = {n_rows, dev->xn + (size_t)first * dev->E, dev->E, &dev->lm_head,
                       (bf16 *)plan->own_logits, plan->ld_own, EPI_LOGITS};
-    args.norm_ready = fuse_norm_consume(dev);
+    args.norm_ready = norm_ready;
+    assert(!norm_ready || (!first && !fused));
     if (fused) samp_lm_head(dev, first, n_rows, first_stored);
     else gemm(dev, &args);
     if (n_exchanged) samp_merge_ranks(dev, first, n_exchanged, fused);
@@ -10993,7 +11000,7 @@ static void samp_collect(toka_device *dev, const toka_step *step, const samp_hos
 
 /* Launches the op for a step that does not replay a graph. The kernels store the results where
  * samp_plan_step has chosen: on the device, or in pinned host memory. The step's upload buffer must
- * have been sent. Uses dev->xn.
+ * have been sent. x is NULL if the norm is fused: then dev->xn is ready, and one pass does.
  * The rows run in passes over the weights; a pass can have plain and filtered rows. Its size is
  * limited by the memory for partials (partial_rows) and by that for logits (chunk_rows), where
  * logits are stored. The filters of all rows are uploaded at once if their lists fit: a third
@@ -11003,7 +11010,7 @@ static void samp_launch(toka_device *dev, const toka_step *step, const bf16 *x) 
     int max_rows = dev->hopper && !step->logits && plan->ranks_own_blocks ? plan->partial_rows
                                                                           : plan->chunk_rows;
     assert(step->n_samples <= dev->options.max_tokens);
-    if (!dev->norm_ready) rmsnorm(dev, x, plan->rows, dev->norm, dev->xn, step->n_samples);
+    if (x) rmsnorm(dev, x, plan->rows, dev->norm, dev->xn, step->n_samples);
     samp_filter *filters = NULL;
     for (int row0 = 0, n_rows, filters_first = 0, filters_end = 0;
          row0 < step->n_samples && !dev->error.code; row0 += n_rows) {
@@ -11018,7 +11025,8 @@ static void samp_launch(toka_device *dev, const toka_step *step, const bf16 *x) 
         n_rows = n_plain + max(0, min(n_filtered, filters_end - first_filtered));
         if (!dev->error.code)
             samp_launch_rows(dev, step, row0, n_rows, n_plain,
-                             n_filtered > 0 ? filters + (first_filtered - filters_first) : NULL);
+                             n_filtered > 0 ? filters + (first_filtered - filters_first) : NULL,
+                             !x);
     }
 }
 
@@ -11415,7 +11423,6 @@ static toka_dev_ptr cuda_alloc(toka_device *dev, size_t bytes) {
     return toka_dev_ptr{(uint64_t)dev_alloc(dev, bytes + padding, "activations")};
 }
 static void cuda_upload(toka_device *dev, toka_dev_ptr to, const void *from, size_t bytes) {
-    dev->norm_ready = false;
     latch_error(dev,
                 cudaMemcpyAsync((void *)to.at, from, bytes, cudaMemcpyHostToDevice, dev->stream),
                 "upload");
@@ -11830,12 +11837,6 @@ static void cuda_inject_fault(toka_device *dev) {
         stall_kernel<<<1, 1, 0, dev->stream>>>(dev->group ? dev->group->aborted : NULL);
 }
 
-/* Like op_begin, but also returns false if the step replays a graph, because the graph contains the
- * op. */
-static bool op_begin_unless_graph(toka_device *dev, const char *op) {
-    return op_begin(dev, op) && !graph_is_replay(dev);
-}
-
 /* ---- Captured steps ----
  *
  * Which steps: a step runs as a CUDA graph if all of its rows are sampled, in their order, unless
@@ -12049,8 +12050,7 @@ static void graph_capture_begin(toka_device *dev, const toka_step *step) {
 static void graphs_disable(toka_device *dev) {
     const toka_err error = dev->error;
     graphs_close(dev);
-    dev->graphs.n_captured = 0, dev->graphs.next_capture = GRAPH_N_SIZES * GRAPH_N_KINDS,
-    dev->norm_ready = false;
+    dev->graphs.n_captured = 0, dev->graphs.next_capture = GRAPH_N_SIZES * GRAPH_N_KINDS;
     cudaGetLastError();
     dev->error.code = 0;
     latch_error(dev, cudaStreamSynchronize(dev->stream), "capture");
@@ -12182,8 +12182,8 @@ static void cuda_begin(toka_device *dev, const toka_step *step) {
     dev->graphs.next_node = 0, dev->graphs.n_graph_steps += dev->graphs.current != NULL;
 }
 
-static void cuda_end(toka_device *dev, const toka_step *) {
-    reduce_norm(dev, NULL); /* x may still be unreduced in a step without sample rows */
+static void cuda_end(toka_device *dev, const toka_step *, toka_hidden *x) {
+    reduce_norm(dev, x, NULL); /* x may still be scattered in a step without sample rows */
     if (dev->graphs.capturing) {
         graph_capture_end(dev);
         dev->graphs.capture_s += seconds_now();
@@ -12203,7 +12203,9 @@ static void cuda_finish(toka_device *dev, const toka_step *step) {
     if (dev->samp) samp_collect(dev, step, &dev->samp->host_results[dev->last_finished]);
 }
 
-/* ---- The ops ---- */
+/* ---- The ops ----
+ * An op sets the state of x also if the step replays a graph: then the graph contains the op's
+ * kernels, and x has the same states as in the capture. */
 
 static void cuda_copy_pages(toka_device *dev, const toka_step *step) {
     const toka_shape *shape = dev->shape;
@@ -12214,47 +12216,78 @@ static void cuda_copy_pages(toka_device *dev, const toka_step *step) {
                      dev->kv_pool, dev->kv_layer_elems, shape->K * 2 * shape->B * shape->D);
 }
 
-/* The all-reduce adds up the results of all tensor ranks. So only tensor rank 0 adds the old x; the
- * other ranks store plain partial sums. */
-static enum epilogue residual_epilogue(const toka_device *dev) {
-    return dev->options.tp_rank ? EPI_STORE : EPI_RESIDUAL;
+/* Sets the state after an op that has written x. next_norm: the fused norm of which the op was the
+ * output side, or NULL. */
+static void hidden_set_sum(const toka_device *dev, toka_hidden *x, const float *next_norm) {
+    toka_hidden_set_sum(x, tp_size(dev));
+    if (next_norm) x->state = TOKA_HIDDEN_NORMED, x->normed_for = next_norm;
 }
 
-static void cuda_embed(toka_device *dev, const toka_step *step, toka_dev_ptr x) {
-    if (!op_begin(dev, "embed") || !group_wait_sampled(dev, step) || graph_is_replay(dev)) return;
-    step = dev->step;
-    dev->norm_ready = step->T <= FUSE_NORM_MAX_ROWS && tp_size(dev) == 1;
-    launch_dependent(dev, "embedding", embed_kernel, {dim3(step->T), 128}, dev->rows.ids,
-                     dev->last_tokens, embed_table{dev->embed, dev->shape->v0, dev->shape->V},
-                     dev_bf16(x), dev->E,
-                     fuse_norm_args(dev, dev->norm_ready ? dev->layers->attn_norm : NULL, false));
-    clock_record_op(dev, TOKA_OP_EMBED);
+/* Prepares dev->xn for the op that begins with this norm. Returns whether the norm is fused: then
+ * the op's first GEMM is its input side. Else xn is norm(x). */
+static bool hidden_norm(toka_device *dev, toka_hidden *x, const float *norm) {
+    const bool fused = fuse_norm_consume(x, norm);
+    if (fused || reduce_norm(dev, x, norm)) return fused;
+    const bf16 *rows = dev_bf16(toka_hidden_read(x));
+    if (!graph_is_replay(dev)) rmsnorm(dev, rows, NULL, norm, dev->xn, dev->step->T);
+    return false;
 }
 
 /* Returns the norm of the next op if it can be fused into this GEMM (chapter 4); else NULL. */
-static const float *fuse_norm_enable(toka_device *dev, const gemm_args *args, const float *norm) {
-    dev->norm_ready = args->M <= FUSE_NORM_MAX_ROWS && tp_size(dev) == 1 &&
-                      gemm_family(dev, args->M, args->w) == BY_GEMV;
-    return dev->norm_ready ? norm : NULL;
+static const float *fuse_norm_enable(const toka_device *dev, const weight *w, const float *norm) {
+    const int M = dev->step->T;
+    return M <= FUSE_NORM_MAX_ROWS && tp_size(dev) == 1 && gemm_family(dev, M, w) == BY_GEMV
+               ? norm
+               : NULL;
 }
+
+/* x += in W^T (+ bias), in [T][K]. next_norm: the norm of the next op, or NULL. With tensor ranks
+ * the all-reduce adds up the results of all. So only tensor rank 0 adds the old x; the other ranks
+ * store plain partial sums. A reduce-scatter adds the old x itself. */
+static void hidden_add(toka_device *dev, toka_hidden *x, const bf16 *in, const weight *w,
+                       const float *next_norm) {
+    const bool scatters = reduce_scatter_pays(dev, dev->step->T);
+    gemm_args args = {.M = dev->step->T, .x = in, .ldx = w->K, .w = w, .y = dev_bf16(x->data),
+                      .ldy = dev->E, .epi = dev->options.tp_rank ? EPI_STORE : EPI_RESIDUAL};
+    assert(toka_hidden_is_whole(x) || (scatters && x->state == TOKA_HIDDEN_SHARDED));
+    args.next_norm = fuse_norm_enable(dev, w, next_norm);
+    hidden_set_sum(dev, x, args.next_norm);
+    if (scatters) x->state = TOKA_HIDDEN_SCATTERED;
+    if (graph_is_replay(dev)) return;
+    if (scatters) gemm_reduce_scatter(dev, &args);
+    else gemm(dev, &args);
+}
+
+static void cuda_embed(toka_device *dev, const toka_step *step, toka_hidden *x) {
+    if (!op_begin(dev, "embed") || !group_wait_sampled(dev, step)) return;
+    step = dev->step;
+    const bool fuses = step->T <= FUSE_NORM_MAX_ROWS && tp_size(dev) == 1;
+    hidden_set_sum(dev, x, fuses ? dev->layers->attn_norm : NULL);
+    if (graph_is_replay(dev)) return;
+    launch_dependent(dev, "embedding", embed_kernel, {dim3(step->T), 128}, dev->rows.ids,
+                     dev->last_tokens, embed_table{dev->embed, dev->shape->v0, dev->shape->V},
+                     dev_bf16(x->data), dev->E,
+                     fuse_norm_args(dev, fuses ? dev->layers->attn_norm : NULL, false));
+    clock_record_op(dev, TOKA_OP_EMBED);
+}
+
 /* Returns whether the norm before the LM head can be fused into the last `down` GEMM: all rows must
  * be sampled, in their order. */
 static bool fuse_norm_for_head(const toka_device *dev, const toka_step *step) {
     bool all = dev->hopper && dev->samp && step->T <= FUSE_NORM_MAX_ROWS &&
                step->n_samples == step->T && dev->samp->in_order &&
-               step->n_samples <= dev->samp->chunk_rows;
+               samp_fits_one_pass(dev, step, step->T);
     for (int i = 0; all && i < step->n_samples; i++) all = step->samples[i].row == i;
     return all;
 }
 
-static void norm_qkv_rope_kv(toka_device *dev, int n_rows, int layer, const bf16 *x, bf16 *q) {
+/* q = RoPE(xn W_q), and the stores of K and V. fused: hidden_norm's result. */
+static void qkv_rope_kv(toka_device *dev, int layer, bool fused, bf16 *q) {
+    const int n_rows = dev->step->T;
     const toka_shape *shape = dev->shape;
     const layer_weights *weights = &dev->layers[layer];
     const step_rows *rows = &dev->rows;
     bf16 *kv = dev->kv_pool + (size_t)layer * dev->kv_layer_elems;
-    const bool fused = fuse_norm_consume(dev);
-    if (!fused && !reduce_norm(dev, weights->attn_norm))
-        rmsnorm(dev, x, NULL, weights->attn_norm, dev->xn, n_rows);
     qkv_params params = {
         weights->qkv.bias, weights->q_norm, weights->k_norm, shape->eps, shape->H, shape->K,
         shape->B,          rows->pos,       rows->kv_slot,   dev->rope,  q,        kv,
@@ -12289,10 +12322,12 @@ static void norm_qkv_rope_kv(toka_device *dev, int n_rows, int layer, const bf16
     launch_dependent(dev, "RoPE", rope_kernel,
                      {dim3(ceil_div(n_rows * (shape->H + 2 * shape->K), 8)), 256}, rope);
 }
-static void cuda_norm_qkv_rope_kv(toka_device *dev, const toka_step *, int layer, toka_dev_ptr x,
+static void cuda_norm_qkv_rope_kv(toka_device *dev, const toka_step *, int layer, toka_hidden *x,
                                   toka_dev_ptr q) {
-    if (!op_begin_unless_graph(dev, "norm_qkv_rope_kv")) return;
-    norm_qkv_rope_kv(dev, dev->step->T, layer, dev_bf16(x), dev_bf16(q));
+    if (!op_begin(dev, "norm_qkv_rope_kv")) return;
+    const bool fused = hidden_norm(dev, x, dev->layers[layer].attn_norm);
+    if (graph_is_replay(dev)) return;
+    qkv_rope_kv(dev, layer, fused, dev_bf16(q));
     clock_record_op(dev, TOKA_OP_QKV);
 }
 
@@ -12308,44 +12343,38 @@ static void cuda_attention(toka_device *dev, const toka_step *, int layer, toka_
 }
 
 static void cuda_out_residual(toka_device *dev, const toka_step *, int layer, toka_dev_ptr o,
-                              toka_dev_ptr x) {
-    if (!op_begin_unless_graph(dev, "out_residual")) return;
-    const weight *w = &dev->layers[layer].o;
-    gemm_args args = {dev->step->T, dev_bf16(o),           w->K, w, dev_bf16(x),
-                      dev->E,       residual_epilogue(dev)};
-    args.next_norm = fuse_norm_enable(dev, &args, dev->layers[layer].mlp_norm);
-    if (!gemm_reduce_scatter(dev, &args)) gemm(dev, &args);
+                              toka_hidden *x) {
+    if (!op_begin(dev, "out_residual")) return;
+    const layer_weights *weights = &dev->layers[layer];
+    hidden_add(dev, x, dev_bf16(o), &weights->o, weights->mlp_norm);
     clock_record_op(dev, TOKA_OP_OUT);
 }
 
-static void cuda_norm_mlp_residual(toka_device *dev, const toka_step *, int layer, toka_dev_ptr x) {
-    if (!op_begin_unless_graph(dev, "norm_mlp_residual")) return;
+static void cuda_norm_mlp_residual(toka_device *dev, const toka_step *, int layer, toka_hidden *x) {
+    if (!op_begin(dev, "norm_mlp_residual")) return;
     const layer_weights *weights = &dev->layers[layer];
-    const int n_rows = dev->step->T;
-    const bool fused = fuse_norm_consume(dev);
-    if (!fused && !reduce_norm(dev, weights->mlp_norm))
-        rmsnorm(dev, dev_bf16(x), NULL, weights->mlp_norm, dev->xn, n_rows);
-    gemm_args gate_up = {n_rows,     dev->xn, dev->E, &weights->gate_up, dev->act, dev->F,
-                         EPI_SWIGLU, NULL,    fused};
-    gemm(dev, &gate_up);
-    gemm_args down = {
-        n_rows, dev->act, dev->F, &weights->down, dev_bf16(x), dev->E, residual_epilogue(dev)};
-    if (layer + 1 < dev->shape->L)
-        down.next_norm = fuse_norm_enable(dev, &down, dev->layers[layer + 1].attn_norm);
-    else if (fuse_norm_for_head(dev, dev->step))
-        down.next_norm = fuse_norm_enable(dev, &down, dev->norm);
-    if (!gemm_reduce_scatter(dev, &down)) gemm(dev, &down);
+    const bool fused = hidden_norm(dev, x, weights->mlp_norm);
+    const gemm_args gate_up = {.M = dev->step->T, .x = dev->xn, .ldx = dev->E,
+                               .w = &weights->gate_up, .y = dev->act, .ldy = dev->F,
+                               .epi = EPI_SWIGLU, .norm_ready = fused};
+    if (!graph_is_replay(dev)) gemm(dev, &gate_up);
+    hidden_add(dev, x, dev->act, &weights->down,
+               layer + 1 < dev->shape->L            ? dev->layers[layer + 1].attn_norm
+               : fuse_norm_for_head(dev, dev->step) ? dev->norm
+                                                    : NULL);
     clock_record_op(dev, TOKA_OP_MLP);
 }
 
-static void cuda_norm_logits_sample(toka_device *dev, const toka_step *step, toka_dev_ptr x,
+static void cuda_norm_logits_sample(toka_device *dev, const toka_step *step, toka_hidden *x,
                                     toka_sample_result *results) {
     if (!op_begin(dev, "norm_logits_sample")) return;
-    reduce_norm(dev, NULL);
+    const bool fused = fuse_norm_consume(x, dev->norm);
+    reduce_norm(dev, x, NULL);
+    const bf16 *rows = dev_bf16(toka_hidden_read(x));
     /* In a replay, cuda_all_reduce counts the barriers of reduce_norm. */
     if (dev->graphs.capturing) dev->graphs.current->n_barriers = 0;
     if (graph_is_replay(dev)) samp_update_graph(dev, dev->step);
-    else samp_launch(dev, dev->step, dev_bf16(x));
+    else samp_launch(dev, dev->step, fused ? NULL : rows);
     if (dev->graphs.capturing) return;
     graph_launch(dev);
     if (graph_is_replay(dev) && dev->group)

@@ -97,15 +97,16 @@ static double bench_step(bench *b, int T, int pos) {
     row = (toka_sample_row){.row = T - 1, .scored_id = 5};
     toka_step s = {.T = T, .n_spans = 1, .n_samples = 1, .ids = ids, .pos = at, .kv_slot = kv_slot, .pages = pages, .spans = &span,
                    .samples = &row};
+    toka_hidden x = {.data = b->x};
     double t0 = bench_now();
-    toka_cpu.embed(b->d, &s, b->x);
+    toka_cpu.embed(b->d, &s, &x);
     for (int l = 0; l < bench_shape.L; l++) {
-        toka_cpu.norm_qkv_rope_kv(b->d, &s, l, b->x, b->q);
+        toka_cpu.norm_qkv_rope_kv(b->d, &s, l, &x, b->q);
         toka_cpu.attention(b->d, &s, l, b->q, b->o);
-        toka_cpu.out_residual(b->d, &s, l, b->o, b->x);
-        toka_cpu.norm_mlp_residual(b->d, &s, l, b->x);
+        toka_cpu.out_residual(b->d, &s, l, b->o, &x);
+        toka_cpu.norm_mlp_residual(b->d, &s, l, &x);
     }
-    toka_cpu.norm_logits_sample(b->d, &s, b->x, &result);
+    toka_cpu.norm_logits_sample(b->d, &s, &x, &result);
     return bench_now() - t0;
 }
 

@@ -4,6 +4,10 @@
 #ifndef CHECK_H
 #define CHECK_H
 
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+
 struct test {
     const char *name;
     void (*run)(void);
@@ -60,6 +64,22 @@ UNUSED static uint64_t rnd(uint64_t *s) {
 UNUSED static double rnd_unit(uint64_t *s) { return (double)(rnd(s) >> 11) * 0x1p-53; }
 UNUSED static double rnd_normal(uint64_t *s) {
     return sqrt(-2 * log(1 - rnd_unit(s))) * cos(6.283185307179586 * rnd_unit(s));
+}
+
+/* For calls that an assert must end. The call runs in a child process:
+ *     if (child_begins(&pid)) { call; _exit(0); }
+ *     CHECK(child_aborts(pid)); */
+UNUSED static bool child_begins(pid_t *pid) {
+    fflush(stdout);
+    *pid = fork();
+    if (*pid) return false;
+    setrlimit(RLIMIT_CORE, &(struct rlimit){0, 0});
+    if (!freopen("/dev/null", "w", stderr)) _exit(3);
+    return true;
+}
+UNUSED static bool child_aborts(pid_t pid) {
+    int status;
+    return waitpid(pid, &status, 0) == pid && WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT;
 }
 
 /* CPU seconds of this thread; a busy machine does not change them */

@@ -283,7 +283,7 @@ MUTANTS = [
     *group("samp_collect", "samp small", "where some want no log-probability",
            ("a log-probability that is not wanted", "result->logprob = `toka_wants_logprob(row)` ?", "true")),
     *group("samp_launch", "samp small", "parts [12], row",
-           ("filters of earlier rows", "n_rows, n_plain, n_filtered > 0 ? `filters + (first_filtered - filters_first)` : NULL);", "filters")),
+           ("filters of earlier rows", "n_rows, n_plain, n_filtered > 0 ? `filters + (first_filtered - filters_first)` : NULL, !x);", "filters")),
     *group("samp_plan_step", "samp small", "V \\d+ E \\d+ row",
            ("rows of x in the caller's order", "rows[i] = `row->row`;", "step->samples[i].row")),
     *group("samp_plan_step", "samp draws", "pairs by the seed's upper half",
@@ -311,7 +311,7 @@ MUTANTS = [
     *group("samp_fill_filters", "model only qwen2", "graphs",
            ("plain rows among filtered ones are filtered", "row_filters[n_filled] = samp_filter{.min_p_drop = `-INFINITY`,", "-1")),
     *group("cuda_norm_mlp_residual", "model only qwen2", "qwen2 .*logits",
-           ("the other norm of the layer", "rmsnorm(dev, dev_bf16(x), NULL, `weights->mlp_norm`, dev->xn, n_rows);", "weights->attn_norm")),
+           ("the other norm of the layer", "const bool fused = hidden_norm(dev, x, `weights->mlp_norm`);", "weights->attn_norm")),
 ]
 
 # kernels without a result that a test could check; and kernels of several ranks, which none of these tests launches (gpu_ranks.c does)

@@ -64,7 +64,8 @@ typedef struct both {
     toka_layer layers[2]; /* the same layer twice */
     toka_weights weights;
     toka_device *dev[2];
-    toka_dev_ptr x[2], q[2], o[2];
+    toka_hidden x[2];
+    toka_dev_ptr q[2], o[2];
     int32_t ids[MAX_T], pos[MAX_T], kv_slot[2][MAX_T], pages[MAX_T];
     toka_span spans[2];
     toka_sample_row out[MAX_T];
@@ -89,7 +90,7 @@ static void both_open(both *b, const op_case *c) {
                                    .eps = 1e-5f, .rope_freq = b->rope, .rope_scale = 1, .max_len = MAX_T};
         toka_device_options o = {.max_tokens = MAX_T, .max_samples = MAX_T, .n_pages = MAX_T / be->page_tok + 2};
         if (be->open(&b->dev[i], &o, &b->shape[i], &b->weights, &e)) printf("FAILED %s: %s\n", be->name, e.msg), exit(2);
-        b->x[i] = be->alloc(b->dev[i], (size_t)MAX_T * ((size_t)c->E + 7) / 8 * 8 * be->activation_bytes);
+        b->x[i].data = be->alloc(b->dev[i], (size_t)MAX_T * ((size_t)c->E + 7) / 8 * 8 * be->activation_bytes);
         b->q[i] = be->alloc(b->dev[i], heads), b->o[i] = be->alloc(b->dev[i], heads);
     }
 }
@@ -127,6 +128,12 @@ static void both_upload(both *b, const toka_dev_ptr to[2], const float *values, 
     toka_cuda.upload(b->dev[GPU], to[GPU], half, (size_t)rows * ld * 2);
     free(half);
 }
+/* Uploads x: from then on it is whole. */
+static void both_upload_x(both *b, const float *values, int rows, int cols, int ld) {
+    const toka_dev_ptr to[2] = {b->x[CPU].data, b->x[GPU].data};
+    both_upload(b, to, values, rows, cols, ld);
+    for (int i = 0; i < 2; i++) b->x[i].state = TOKA_HIDDEN_WHOLE;
+}
 /* Downloads the GPU's result as float32 [rows][cols], and the CPU's. */
 static void both_download(both *b, const toka_dev_ptr from[2], float *cpu, float *gpu, int rows, int cols, int ld) {
     uint16_t *half = mem_alloc((size_t)rows * ld * 2);
@@ -135,6 +142,33 @@ static void both_download(both *b, const toka_dev_ptr from[2], float *cpu, float
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < cols; c++) gpu[(size_t)r * cols + c] = from_bf16(half[(size_t)r * ld + c]);
     free(half);
+}
+
+static void both_download_x(both *b, float *cpu, float *gpu, int rows, int cols, int ld) {
+    const toka_dev_ptr from[2] = {toka_hidden_read(&b->x[CPU]), toka_hidden_read(&b->x[GPU])};
+    both_download(b, from, cpu, gpu, rows, cols, ld);
+}
+
+/* Each op of backend i that reads x must abort if x is in a state that the op cannot read. On one
+ * tensor rank that is every state but WHOLE and NORMED; SCATTERED waits for other ranks. */
+static void check_wrong_states(both *b, int i) {
+    static const toka_hidden_state wrong[] = {TOKA_HIDDEN_EMPTY, TOKA_HIDDEN_PARTIAL, TOKA_HIDDEN_SHARDED};
+    static const char *const ops[] = {"norm_qkv_rope_kv", "out_residual", "norm_mlp_residual", "norm_logits_sample"};
+    for (size_t k = 0; k < sizeof wrong / sizeof *wrong; k++)
+        for (int op = 0; op < 4; op++) {
+            toka_hidden x = {.data = b->x[i].data, .state = wrong[k]};
+            pid_t pid;
+            if (child_begins(&pid)) {
+                if (op == 0) backends[i]->norm_qkv_rope_kv(b->dev[i], &b->s, 0, &x, b->q[i]);
+                if (op == 1) backends[i]->out_residual(b->dev[i], &b->s, 0, b->o[i], &x);
+                if (op == 2) backends[i]->norm_mlp_residual(b->dev[i], &b->s, 0, &x);
+                if (op == 3) backends[i]->norm_logits_sample(b->dev[i], &b->s, &x, b->results);
+                _exit(0);
+            }
+            const bool ok = child_aborts(pid);
+            ok ? n_passed++ : n_failed++;
+            if (!ok) printf("FAILED %s: %s accepts x in state %d\n", backends[i]->name, ops[op], (int)wrong[k]);
+        }
 }
 
 /* Checks the GPU's distance from the CPU, in roundings, and the largest one of a row. */
@@ -176,18 +210,19 @@ static void op_run(both *b, int T) {
         both_plan(b, i, T);
         b->s.n_samples = T;
         if (backends[i]->begin) backends[i]->begin(b->dev[i], &b->s);
-        backends[i]->embed(b->dev[i], &b->s, b->x[i]);
+        if (T == 1) check_wrong_states(b, i);
+        backends[i]->embed(b->dev[i], &b->s, &b->x[i]);
     }
-    both_download(b, b->x, cpu, gpu, T, c->E, ld);
+    both_download_x(b, cpu, gpu, T, c->E, ld);
     bool same = !memcmp(cpu, gpu, (size_t)T * c->E * 4);
     same ? n_passed++ : n_failed++;
     if (!same) printf("FAILED %s, %d rows: embed is not exact\n", c->name, T);
-    BOTH(norm_qkv_rope_kv, 0, b->x[i], b->q[i]);
+    BOTH(norm_qkv_rope_kv, 0, &b->x[i], b->q[i]);
     both_download(b, b->q, cpu, gpu, T, heads, heads);
     compare(b, "norm_qkv_rope_kv behind embed", cpu, gpu, T, heads, 3.2);
     FILL(c->E);
-    both_upload(b, b->x, in, T, c->E, ld);
-    BOTH(norm_qkv_rope_kv, 0, b->x[i], b->q[i]);
+    both_upload_x(b, in, T, c->E, ld);
+    BOTH(norm_qkv_rope_kv, 0, &b->x[i], b->q[i]);
     both_download(b, b->q, cpu, gpu, T, heads, heads);
     compare(b, "norm_qkv_rope_kv", cpu, gpu, T, heads, c->qk_norm ? 2.2 : 2.0);
     both_upload(b, b->q, gpu, T, heads, heads);
@@ -197,30 +232,30 @@ static void op_run(both *b, int T) {
     FILL(heads);
     both_upload(b, b->o, in, T, heads, heads);
     FILL(c->E);
-    both_upload(b, b->x, in, T, c->E, ld);
-    BOTH(out_residual, 0, b->o[i], b->x[i]);
-    both_download(b, b->x, cpu, gpu, T, c->E, ld);
+    both_upload_x(b, in, T, c->E, ld);
+    BOTH(out_residual, 0, b->o[i], &b->x[i]);
+    both_download_x(b, cpu, gpu, T, c->E, ld);
     compare(b, "out_residual", cpu, gpu, T, c->E, 1.1);
-    both_upload(b, b->x, in, T, c->E, ld);
-    BOTH(norm_mlp_residual, 0, b->x[i]);
-    both_download(b, b->x, cpu, gpu, T, c->E, ld);
+    both_upload_x(b, in, T, c->E, ld);
+    BOTH(norm_mlp_residual, 0, &b->x[i]);
+    both_download_x(b, cpu, gpu, T, c->E, ld);
     compare(b, "norm_mlp_residual", cpu, gpu, T, c->E, 1.6);
     /* ops in sequence: between them a backend need not finish what only the next op needs */
-    both_upload(b, b->x, in, T, c->E, ld);
-    BOTH(out_residual, 0, b->o[i], b->x[i]);
-    BOTH(norm_mlp_residual, 0, b->x[i]);
-    BOTH(norm_qkv_rope_kv, 1, b->x[i], b->q[i]);
-    both_download(b, b->x, cpu, gpu, T, c->E, ld);
+    both_upload_x(b, in, T, c->E, ld);
+    BOTH(out_residual, 0, b->o[i], &b->x[i]);
+    BOTH(norm_mlp_residual, 0, &b->x[i]);
+    BOTH(norm_qkv_rope_kv, 1, &b->x[i], b->q[i]);
+    both_download_x(b, cpu, gpu, T, c->E, ld);
     compare(b, "out_residual, norm_mlp_residual", cpu, gpu, T, c->E, 2.2);
     both_download(b, b->q, cpu, gpu, T, heads, heads);
     compare(b, "norm_qkv_rope_kv behind them", cpu, gpu, T, heads, 3.2);
-    both_upload(b, b->x, in, T, c->E, ld);
+    both_upload_x(b, in, T, c->E, ld);
     for (int i = 0; i < 2; i++) {
         both_plan(b, i, T);
         b->s.n_samples = T, b->s.logits = i ? gpu : cpu;
-        if (T % 2 == 0) backends[i]->norm_mlp_residual(b->dev[i], &b->s, 1, b->x[i]);
-        backends[i]->norm_logits_sample(b->dev[i], &b->s, b->x[i], b->results);
-        if (backends[i]->end) backends[i]->end(b->dev[i], &b->s);
+        if (T % 2 == 0) backends[i]->norm_mlp_residual(b->dev[i], &b->s, 1, &b->x[i]);
+        backends[i]->norm_logits_sample(b->dev[i], &b->s, &b->x[i], b->results);
+        if (backends[i]->end) backends[i]->end(b->dev[i], &b->s, &b->x[i]);
         if (backends[i]->finish) backends[i]->finish(b->dev[i], &b->s);
     }
     compare(b, T % 2 ? "logits" : "logits behind norm_mlp_residual", cpu, gpu, T, c->V, T % 2 ? 1.3 : 2.2);

@@ -13,12 +13,13 @@ typedef struct late_op {
     late_kind kind;
     const toka_step *s;
     int layer, rows;
-    toka_dev_ptr a, b;
+    toka_dev_ptr a, b; /* a: o of LATE_OUT, q of LATE_ATTENTION, else x */
 } late_op;
 
 typedef struct late_device {
     toka_device *d;
     pthread_t thread;
+    toka_hidden x;        /* of the thread: the step that it runs */
     pthread_mutex_t lock; /* guards all fields below */
     pthread_cond_t changed;
     late_op ops[LATE_OPS];
@@ -51,17 +52,18 @@ static late_device *late_find(const toka_device *d) {
 
 static void late_run_op(late_device *l, const late_op *op) {
     toka_device *d = l->d;
+    l->x.data = op->kind == LATE_OUT ? op->b : op->a; /* its state is what the CPU's ops have left */
     switch (op->kind) {
-    case LATE_ALL_REDUCE: toka_cpu.all_reduce(d, op->a, op->rows); break;
-    case LATE_SEND: toka_cpu.send(d, op->a, op->rows); break;
-    case LATE_RECEIVE: toka_cpu.receive(d, op->a, op->rows); break;
+    case LATE_ALL_REDUCE: toka_cpu.all_reduce(d, &l->x, op->rows); break;
+    case LATE_SEND: toka_cpu.send(d, &l->x, op->rows); break;
+    case LATE_RECEIVE: toka_cpu.receive(d, &l->x, op->rows); break;
     case LATE_COPY: toka_cpu.copy_pages(d, op->s); break;
-    case LATE_EMBED: toka_cpu.embed(d, op->s, op->a); break;
-    case LATE_QKV: toka_cpu.norm_qkv_rope_kv(d, op->s, op->layer, op->a, op->b); break;
+    case LATE_EMBED: toka_cpu.embed(d, op->s, &l->x); break;
+    case LATE_QKV: toka_cpu.norm_qkv_rope_kv(d, op->s, op->layer, &l->x, op->b); break;
     case LATE_ATTENTION: toka_cpu.attention(d, op->s, op->layer, op->a, op->b); break;
-    case LATE_OUT: toka_cpu.out_residual(d, op->s, op->layer, op->a, op->b); break;
-    case LATE_MLP: toka_cpu.norm_mlp_residual(d, op->s, op->layer, op->a); break;
-    case LATE_SAMPLE: toka_cpu.norm_logits_sample(d, op->s, op->a, l->results[l->n_ran % LATE_STEPS]); break;
+    case LATE_OUT: toka_cpu.out_residual(d, op->s, op->layer, op->a, &l->x); break;
+    case LATE_MLP: toka_cpu.norm_mlp_residual(d, op->s, op->layer, &l->x); break;
+    case LATE_SAMPLE: toka_cpu.norm_logits_sample(d, op->s, &l->x, l->results[l->n_ran % LATE_STEPS]); break;
     case LATE_END: break;
     }
 }
@@ -123,7 +125,8 @@ static void late_begin(toka_device *d, const toka_step *s) {
     pthread_mutex_unlock(&l->lock);
 }
 
-static void late_end(toka_device *d, const toka_step *s) {
+static void late_end(toka_device *d, const toka_step *s, toka_hidden *x) {
+    (void)x;
     late_device *l = late_find(d);
     /* embed or receive, the head or send, four ops a layer, and all-reduces if there are any */
     if (l->captured_ops >= 0) {
@@ -157,32 +160,33 @@ static int late_status(toka_device *d, toka_err *e) {
     return code;
 }
 
-static void late_all_reduce(toka_device *d, toka_dev_ptr x, int rows) { late_queue_op(d,
-    (late_op){.kind = LATE_ALL_REDUCE, .rows = rows, .a = x}); }
-static void late_send(toka_device *d, toka_dev_ptr x, int rows) { late_queue_op(d, (late_op){.kind = LATE_SEND, .rows = rows, .a = x}); }
-static void late_receive(toka_device *d, toka_dev_ptr x, int rows) { late_queue_op(d, (late_op){.kind = LATE_RECEIVE,
-    .rows = rows, .a = x}); }
+static void late_all_reduce(toka_device *d, toka_hidden *x, int rows) { late_queue_op(d,
+    (late_op){.kind = LATE_ALL_REDUCE, .rows = rows, .a = x->data}); }
+static void late_send(toka_device *d, toka_hidden *x, int rows) { late_queue_op(d,
+    (late_op){.kind = LATE_SEND, .rows = rows, .a = x->data}); }
+static void late_receive(toka_device *d, toka_hidden *x, int rows) { late_queue_op(d,
+    (late_op){.kind = LATE_RECEIVE, .rows = rows, .a = x->data}); }
 static void late_copy(toka_device *d, const toka_step *s) { late_queue_op(d, (late_op){.kind = LATE_COPY, .s = s}); }
-static void late_embed(toka_device *d, const toka_step *s, toka_dev_ptr x) { late_queue_op(d,
-    (late_op){.kind = LATE_EMBED, .s = s, .a = x}); }
-static void late_qkv(toka_device *d, const toka_step *s, int layer, toka_dev_ptr x, toka_dev_ptr q) {
-    late_queue_op(d, (late_op){LATE_QKV, s, layer, 0, x, q});
+static void late_embed(toka_device *d, const toka_step *s, toka_hidden *x) { late_queue_op(d,
+    (late_op){.kind = LATE_EMBED, .s = s, .a = x->data}); }
+static void late_qkv(toka_device *d, const toka_step *s, int layer, toka_hidden *x, toka_dev_ptr q) {
+    late_queue_op(d, (late_op){LATE_QKV, s, layer, 0, x->data, q});
 }
 static void late_attention(toka_device *d, const toka_step *s, int layer, toka_dev_ptr q, toka_dev_ptr o) {
     late_queue_op(d, (late_op){LATE_ATTENTION, s, layer, 0, q, o});
 }
-static void late_out(toka_device *d, const toka_step *s, int layer, toka_dev_ptr o, toka_dev_ptr x) {
-    late_queue_op(d, (late_op){LATE_OUT, s, layer, 0, o, x});
+static void late_out(toka_device *d, const toka_step *s, int layer, toka_dev_ptr o, toka_hidden *x) {
+    late_queue_op(d, (late_op){LATE_OUT, s, layer, 0, o, x->data});
 }
-static void late_mlp(toka_device *d, const toka_step *s, int layer, toka_dev_ptr x) {
-    late_queue_op(d, (late_op){.kind = LATE_MLP, .s = s, .layer = layer, .a = x});
+static void late_mlp(toka_device *d, const toka_step *s, int layer, toka_hidden *x) {
+    late_queue_op(d, (late_op){.kind = LATE_MLP, .s = s, .layer = layer, .a = x->data});
 }
-static void late_sample(toka_device *d, const toka_step *s, toka_dev_ptr x, toka_sample_result *samples) {
+static void late_sample(toka_device *d, const toka_step *s, toka_hidden *x, toka_sample_result *samples) {
     late_device *l = late_find(d);
     pthread_mutex_lock(&l->lock);
     if (l->captured_ops < 0) l->to[(l->n_begun - 1) % LATE_STEPS] = samples, memset(samples, 0x7E, (size_t)s->n_samples * sizeof *samples);
     pthread_mutex_unlock(&l->lock);
-    late_queue_op(d, (late_op){.kind = LATE_SAMPLE, .s = s, .a = x});
+    late_queue_op(d, (late_op){.kind = LATE_SAMPLE, .s = s, .a = x->data});
 }
 
 static int late_open(toka_device **out, const toka_device_options *o, const toka_shape *shape, const toka_weights *weights, toka_err *e) {

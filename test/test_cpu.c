@@ -248,6 +248,8 @@ static double rel_error(const float *got, const double *want, size_t n) {
 
 /* ---- Op tests ---- */
 
+#define WHOLE(x) (&(toka_hidden){(x), TOKA_HIDDEN_WHOLE, NULL}) /* x that the test has written */
+
 typedef struct cpu_ref { /* K and V of every stored position in float64, for one layer */
     double *k, *v;       /* [seq][pos][K*D] */
 } cpu_ref;
@@ -259,7 +261,7 @@ static void check_embed(cpu_seqs *w) {
     for (size_t i = 0; i < n; i++)
         want[i] = ref_element(&w->c->w.embed,
                               (size_t)w->ids[i / (size_t)w->c->sh.E] * (size_t)w->c->sh.E + i % (size_t)w->c->sh.E);
-    toka_cpu.embed(w->d, &w->step, x);
+    toka_cpu.embed(w->d, &w->step, &(toka_hidden){.data = x});
     CHECK(rel_error(cpu_ptr(x), want, n) == 0);
     guarded_free(x, n), free(want);
 }
@@ -273,7 +275,7 @@ static void check_qkv(cpu_seqs *w, int layer, cpu_ref *ref) {
     toka_dev_ptr x = guarded(w->d, nx), q = guarded(w->d, nq);
     double *xd = mem_alloc(nx * sizeof *xd), *qd = mem_alloc(nq * sizeof *qd);
     for (size_t i = 0; i < nx; i++) xd[i] = cpu_ptr(x)[i] = (float)rnd_normal(&w->seed);
-    toka_cpu.norm_qkv_rope_kv(w->d, &w->step, layer, x, q);
+    toka_cpu.norm_qkv_rope_kv(w->d, &w->step, layer, WHOLE(x), q);
     float got[2][256];
     for (int t = 0; t < w->T; t++) {
         const double *row = xd + (size_t)t * (size_t)s->E;
@@ -339,7 +341,7 @@ static void check_out_residual(cpu_seqs *w, int layer) {
         *y = mem_alloc((size_t)s->E * sizeof *y);
     for (size_t i = 0; i < nx; i++) want[i] = cpu_ptr(x)[i] = (float)rnd_normal(&w->seed);
     for (size_t i = 0; i < no; i++) cpu_ptr(o)[i] = (float)rnd_normal(&w->seed);
-    toka_cpu.out_residual(w->d, &w->step, layer, o, x);
+    toka_cpu.out_residual(w->d, &w->step, layer, o, WHOLE(x));
     for (int t = 0; t < w->T; t++) {
         for (int i = 0; i < HD; i++) in[i] = cpu_ptr(o)[t * HD + i];
         ref_matvec(y, in, &l->o);
@@ -358,7 +360,7 @@ static void check_mlp(cpu_seqs *w, int layer) {
     double *want = mem_alloc(nx * sizeof *want), *in = mem_alloc((size_t)s->E * sizeof *in);
     double *g = mem_alloc((size_t)s->F * sizeof *g), *u = mem_alloc((size_t)s->F * sizeof *u);
     for (size_t i = 0; i < nx; i++) want[i] = cpu_ptr(x)[i] = (float)rnd_normal(&w->seed);
-    toka_cpu.norm_mlp_residual(w->d, &w->step, layer, x);
+    toka_cpu.norm_mlp_residual(w->d, &w->step, layer, WHOLE(x));
     for (int t = 0; t < w->T; t++) {
         double *row = want + t * s->E;
         ref_norm(in, row, &l->mlp_norm, s->E, s->eps);
@@ -384,7 +386,7 @@ static void check_logits(cpu_seqs *w) {
         rows[i] = (toka_sample_row){.row = rnd_int(&w->seed, 0, w->T - 1), .scored_id = rnd_int(&w->seed, 0, s->V - 1)};
     memset(results, 0x5A, sizeof results);
     w->step.n_samples = n_out, w->step.samples = rows, w->step.logits = cpu_ptr(logits);
-    toka_cpu.norm_logits_sample(w->d, &w->step, x, results);
+    toka_cpu.norm_logits_sample(w->d, &w->step, WHOLE(x), results);
     for (int i = 0; i < n_out; i++) {
         double best = -INFINITY, sum = 0;
         for (int j = 0; j < s->E; j++) in[j] = cpu_ptr(x)[rows[i].row * s->E + j];
@@ -399,6 +401,44 @@ static void check_logits(cpu_seqs *w) {
     CHECK(((unsigned char *)&results[n_out])[0] == 0x5A);
     w->step.n_samples = 0, w->step.logits = NULL;
     guarded_free(x, nx), guarded_free(logits, nl), free(in), free(y);
+}
+
+/* An op that reads x in a state that it cannot read must abort; x that is whole is read by the tests
+ * above. */
+static void check_hidden_states(cpu_seqs *w, toka_dev_ptr data) {
+    static const toka_hidden_state wrong[] = {TOKA_HIDDEN_EMPTY, TOKA_HIDDEN_PARTIAL, TOKA_HIDDEN_SCATTERED, TOKA_HIDDEN_SHARDED};
+    toka_sample_row row = {.row = 0, .scored_id = 0};
+    toka_sample_result result;
+    w->step.n_samples = 1, w->step.samples = &row;
+    for (int i = 0; i < COUNT(wrong); i++)
+        for (int op = 0; op < 4; op++) {
+            toka_hidden x = {data, wrong[i], NULL};
+            pid_t pid;
+            if (child_begins(&pid)) {
+                if (op == 0) toka_cpu.norm_qkv_rope_kv(w->d, &w->step, 0, &x, data);
+                if (op == 1) toka_cpu.out_residual(w->d, &w->step, 0, data, &x);
+                if (op == 2) toka_cpu.norm_mlp_residual(w->d, &w->step, 0, &x);
+                if (op == 3) toka_cpu.norm_logits_sample(w->d, &w->step, &x, &result);
+                _exit(0);
+            }
+            CHECK_MSG(child_aborts(pid), "op %d reads x in state %d", op, (int)wrong[i]);
+        }
+    w->step.n_samples = 0, w->step.samples = NULL;
+}
+static void test_cpu_hidden(void) {
+    cpu_sizes z = {.H = 2, .K = 1, .D = 16, .E = 48, .F = 100, .V = 30, .B = 16};
+    cpu_case c;
+    cpu_seqs *w = mem_zalloc(sizeof *w);
+    case_open(&c, z, 5);
+    w->c = &c, w->seed = 5, w->n_seq = 1, w->len[0] = 3;
+    seqs_open_device(w, &cpu_kernel_sets[0], 1, 512);
+    int from[CPU_SEQS] = {0};
+    seqs_make_step(w, from, w->len, false, 1);
+    toka_dev_ptr data = guarded(w->d, 512);
+    check_hidden_states(w, data);
+    guarded_free(data, 512);
+    toka_cpu.close(w->d);
+    case_close(&c), free(w);
 }
 
 /* Tests one model with one instruction set: a prefill step, then a step that mixes prefill and
@@ -505,14 +545,15 @@ static void run_step(cpu_seqs *w, float *logits) {
     float *out = mem_alloc(T * V * sizeof *out);
     for (int t = 0; t < w->T; t++) rows[t] = (toka_sample_row){.row = t, .scored_id = 0};
     w->step.n_samples = w->T, w->step.samples = rows, w->step.logits = out;
-    toka_cpu.embed(w->d, &w->step, x);
+    toka_hidden hidden = {.data = x};
+    toka_cpu.embed(w->d, &w->step, &hidden);
     for (int l = 0; l < s->L; l++) {
-        toka_cpu.norm_qkv_rope_kv(w->d, &w->step, l, x, q);
+        toka_cpu.norm_qkv_rope_kv(w->d, &w->step, l, &hidden, q);
         toka_cpu.attention(w->d, &w->step, l, q, o);
-        toka_cpu.out_residual(w->d, &w->step, l, o, x);
-        toka_cpu.norm_mlp_residual(w->d, &w->step, l, x);
+        toka_cpu.out_residual(w->d, &w->step, l, o, &hidden);
+        toka_cpu.norm_mlp_residual(w->d, &w->step, l, &hidden);
     }
-    toka_cpu.norm_logits_sample(w->d, &w->step, x, results);
+    toka_cpu.norm_logits_sample(w->d, &w->step, &hidden, results);
     for (int t = 0; t < w->T; t++)
         memcpy(logits + (size_t)(w->seq[t] * CPU_LEN + w->pos[t]) * V, out + (size_t)t * V, V * sizeof *out);
     guarded_free(x, T * E), guarded_free(q, T * HD), guarded_free(o, T * HD);
@@ -628,4 +669,5 @@ static void test_cpu_refuses(void) {
 static const struct test cpu_tests[] = {{"cpu_unpack", test_cpu_unpack},         {"cpu_exp", test_cpu_exp},
                                         {"cpu_ops", test_cpu_ops},               {"cpu_wide", test_cpu_wide},
                                         {"cpu_invariance", test_cpu_invariance}, {"cpu_pool", test_cpu_pool},
-                                        {"cpu_refuses", test_cpu_refuses},       {0}};
+                                        {"cpu_refuses", test_cpu_refuses},       {"cpu_hidden", test_cpu_hidden},
+                                        {0}};

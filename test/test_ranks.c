@@ -161,6 +161,12 @@ typedef struct rk_step { /* the microbatch as a toka_step, with the arrays it po
     float *logits;                                            /* [n_samples][V] */
 } rk_step;
 
+enum { RK_PEEKS = 256 };
+typedef struct rk_peeks { /* of one rank */
+    double sum[RK_PEEKS];
+    int n, n_aborts;
+} rk_peeks;
+
 typedef struct rk_world {
     toka_shape sh;
     const toka_weights *w;
@@ -171,6 +177,7 @@ typedef struct rk_world {
     float bias[2];
     toka_sampling sampling[RK_SEQS];
     rk_step single[RK_STEPS], step[RK_STEPS];
+    rk_peeks *peeks; /* [1 + RK_MAX_RANKS]: one rank alone, then each of several; or NULL */
     uint64_t seed;
 } rk_world;
 
@@ -266,9 +273,27 @@ typedef struct rk_rank { /* one rank with its thread */
     int lost_after; /* number of ops after which the rank is lost; -1: never */
     int delay_us;   /* delay before each op */
     int n_done;     /* steps done */
+    rk_peeks *peeks; /* NULL, or what an op of the test reads */
     toka_err error;
     pthread_t thread;
 } rk_rank;
+
+/* An op that a newcomer inserts into a step: it reads x, as a router would. If x is not whole it
+ * must abort; else it notes the sum of the first row. */
+static void rk_peek(rk_rank *r, const toka_hidden *x, bool whole) {
+    pid_t pid;
+    if (!r->peeks) return;
+    if (!whole && r->place.tp_size > 1) {
+        if (child_begins(&pid)) toka_hidden_read(x), _exit(0);
+        r->peeks->n_aborts += child_aborts(pid);
+        return;
+    }
+    if (!whole) return;
+    const float *row = cpu_ptr(toka_hidden_read(x));
+    double *sum = &r->peeks->sum[r->peeks->n++];
+    assert(r->peeks->n <= RK_PEEKS);
+    for (int i = 0; i < r->sh.E; i++) *sum += fabs(row[i]);
+}
 
 static bool rk_continues(rk_rank *r) {
     if (r->delay_us) usleep((useconds_t)r->delay_us);
@@ -277,25 +302,32 @@ static bool rk_continues(rk_rank *r) {
 
 /* Runs one step as chapter 21 does. Returns false if this rank was lost. */
 static bool rk_run_step(rk_rank *r, const toka_step *s, toka_sample_result *results) {
+    toka_hidden x = {.data = r->x};
 #define RK_OP(call) if (!rk_continues(r)) return false; else toka_cpu.call
     if (r->place.pp_rank == 0) {
-        RK_OP(embed(r->d, s, r->x));
-        RK_OP(all_reduce(r->d, r->x, s->T));
+        RK_OP(embed(r->d, s, &x));
+        rk_peek(r, &x, false);
+        RK_OP(all_reduce(r->d, &x, s->T));
+        rk_peek(r, &x, true);
     } else {
-        RK_OP(receive(r->d, r->x, s->T));
+        RK_OP(receive(r->d, &x, s->T));
     }
     for (int l = 0; l < r->sh.L; l++) {
-        RK_OP(norm_qkv_rope_kv(r->d, s, l, r->x, r->q));
+        RK_OP(norm_qkv_rope_kv(r->d, s, l, &x, r->q));
         RK_OP(attention(r->d, s, l, r->q, r->o));
-        RK_OP(out_residual(r->d, s, l, r->o, r->x));
-        RK_OP(all_reduce(r->d, r->x, s->T));
-        RK_OP(norm_mlp_residual(r->d, s, l, r->x));
-        RK_OP(all_reduce(r->d, r->x, s->T));
+        RK_OP(out_residual(r->d, s, l, r->o, &x));
+        rk_peek(r, &x, false);
+        RK_OP(all_reduce(r->d, &x, s->T));
+        rk_peek(r, &x, true);
+        RK_OP(norm_mlp_residual(r->d, s, l, &x));
+        rk_peek(r, &x, false);
+        RK_OP(all_reduce(r->d, &x, s->T));
+        rk_peek(r, &x, true);
     }
     if (r->place.pp_rank < r->place.pp_size - 1) {
-        RK_OP(send(r->d, r->x, s->T));
+        RK_OP(send(r->d, &x, s->T));
     } else if (s->n_samples) {
-        RK_OP(norm_logits_sample(r->d, s, r->x, results));
+        RK_OP(norm_logits_sample(r->d, s, &x, results));
     }
 #undef RK_OP
     return true;
@@ -325,7 +357,7 @@ static void rk_rank_open(rk_rank *r, const rk_world *w, toka_group *g) {
 }
 
 static void rk_run_single(rk_world *w) {
-    rk_rank r = {.sh = w->sh, .w = *w->w, .place = {0, 1, 0, 1}, .lost_after = -1};
+    rk_rank r = {.sh = w->sh, .w = *w->w, .place = {0, 1, 0, 1}, .lost_after = -1, .peeks = w->peeks};
     rk_rank_open(&r, w, NULL);
     for (int i = 0; i < RK_STEPS; i++) {
         rk_step *t = &w->single[i];
@@ -344,6 +376,7 @@ static void rk_start(rk_world *w, int tp, int pp, toka_group *g, rk_rank *ranks,
     for (int i = 0; i < tp * pp; i++) {
         rk_rank *r = &ranks[i];
         r->place = (mf_rank){i % tp, tp, i / tp, pp}, r->number = i, r->steps = w->step;
+        r->peeks = w->peeks ? &w->peeks[1 + i] : NULL;
         if (mf_shard(&w->sh, w->w, &r->place, a, &r->sh, &r->w, &e)) printf("%s\n", e.msg), abort();
         rk_rank_open(r, w, g);
     }
@@ -447,6 +480,27 @@ static void test_ranks_fixtures(void) {
     CHECK(models >= 12 && splits >= 40);
     /* 6 layers, 4 heads, 2 kv heads: all splits but those with three tensor ranks */
     CHECK(rk_check_folder("test/model") == 6);
+}
+
+/* An op that reads x, inserted between any two ops: on two tensor ranks it aborts where x is a
+ * partial sum, and behind each all-reduce it reads what a single rank has there. */
+static void test_ranks_hidden(void) {
+    cpu_case c;
+    rk_world *w = mem_alloc(sizeof *w);
+    rk_peeks *peeks = mem_zalloc((1 + RK_MAX_RANKS) * sizeof *peeks);
+    case_open(&c, (cpu_sizes){.H = 4, .K = 2, .D = 8, .E = 72, .F = 101, .V = 131, .B = RK_B}, 77);
+    rk_world_init(w, &c.sh, &c.w, 9);
+    w->peeks = peeks;
+    rk_run_single(w);
+    rk_check_split(w, 2, 1, false, "with an inserted op");
+    CHECK(peeks->n == RK_STEPS * (1 + 2 * c.sh.L) && !peeks->n_aborts);
+    for (int r = 1; r <= 2; r++) {
+        CHECK_MSG(peeks[r].n_aborts == peeks->n && peeks[r].n == peeks->n, "rank %d: %d aborts, %d sums", r - 1, peeks[r].n_aborts, peeks[r].n);
+        for (int i = 0; i < peeks->n; i++)
+            CHECK_MSG(fabs(peeks[r].sum[i] - peeks->sum[i]) <= 1e-5 * peeks->sum[i], "%g, alone %g", peeks[r].sum[i], peeks->sum[i]);
+    }
+    rk_world_free(w), free(peeks);
+    case_close(&c);
 }
 
 /* Shapes that no fixture has: biases and head norms under tensor ranks, unevenly divided heads, kv
@@ -767,5 +821,5 @@ static const struct test ranks_tests[] = {{"ranks_slices", test_ranks_slices},  
                                           {"ranks_fixtures", test_ranks_fixtures}, {"ranks_shapes", test_ranks_shapes},
                                           {"ranks_lost", test_ranks_lost},         {"ranks_slow", test_ranks_slow},
                                           {"ranks_abort", test_ranks_abort},       {"ranks_refuses", test_ranks_refuses},
-                                          {"ranks_device", test_ranks_device},       {"ranks_leave", test_ranks_leave},
-                                          {0}};
+                                          {"ranks_device", test_ranks_device},     {"ranks_leave", test_ranks_leave},
+                                          {"ranks_hidden", test_ranks_hidden},     {0}};
