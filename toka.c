@@ -98,6 +98,8 @@
  *                           of each replica)
  *   TOKA_DEBUG_PATIENCE=S   the watchdog waits S seconds, not 30, for progress of any rank
  *   TOKA_DEBUG_SHARE_GPU=N  the ranks share the first N GPUs, rank i uses GPU i mod N
+ *   TOKA_DEBUG_NO_PEER=1    no GPU accesses the memory of another rank: stages send through the
+ *                           host, and tensor ranks are refused
  *
  * WHAT ALWAYS HOLDS.
  *   1. The result of a token row depends only on the tokens of its own sequence. Other rows of the

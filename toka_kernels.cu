@@ -611,6 +611,16 @@ static int debug_shared_gpus(void) {
     const char *value = getenv("TOKA_DEBUG_SHARE_GPU");
     return value ? max(0, atoi(value)) : 0;
 }
+/* For tests: TOKA_DEBUG_NO_PEER=1: the GPU of a rank cannot access the memory of other ranks. */
+static bool debug_no_peer(void) {
+    const char *value = getenv("TOKA_DEBUG_NO_PEER");
+    return value && atoi(value);
+}
+
+/* The number in the CUDA runtime of the GPU that a device with these options uses. */
+static int cuda_ordinal(const toka_device_options *options) {
+    return debug_shared_gpus() ? options->index % debug_shared_gpus() : options->index;
+}
 
 static inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 static inline int round_up_8(int n) { return (n + 7) & ~7; }
@@ -7381,13 +7391,19 @@ static void attention(toka_device *dev, int layer, const bf16 *q, bf16 *o) {
  *                  One event marks that a channel buffer is full, another one that it is free
  *                  again. So a stage computes while its result is copied, and it may be some steps
  *                  ahead of the next stage.
+ *   host channel   A channel to a GPU whose memory the sender cannot access (no peer access). The
+ *                  second copy becomes two DMA copies with pinned host memory between them: on the
+ *                  send stream to the host, and on a stream of the receiver's GPU from the host.
+ *                  They run in parts of CHANNEL_PART_BYTES, so that both links work at once.
  *   last_tokens    [n_seqs] the last sampled token of each seq, in the memory of the last stage.
  *                  After each step that samples, tp rank 0 of the last stage sends the whole table
  *                  to all ranks of the first stage and records an event for this step. The embed of
  *                  a step with needs_step = k waits for the event of step k. At that time a later
  *                  step m may already have overwritten the token of a seq. This is harmless: only
  *                  steps up to m read the overwritten token, and step m samples only after all
- *                  ranks of the first stage have embedded step m.
+ *                  ranks of the first stage have embedded step m. Without peer access the table
+ *                  goes through pinned host memory: each rank of the first stage copies it from
+ *                  there before it embeds.
  *
  * Double buffering. A one-shot kernel with barrier number c stores into half c % 2 of the peers'
  * receive buffers. samp_merge_ranks_kernel (chapter 11) does the same. The next kernel that stores
@@ -7429,6 +7445,7 @@ enum {
                                      those of a two-shot */
     SAMP_RECV_BYTES = 4096 * 24,  /* sampling partials that one rank sends to another at once:
                                      SAMP_PARTIAL_ROWS of 24 bytes (chapter 12) */
+    CHANNEL_PART_BYTES = 4 << 20, /* part of a message in a host channel: some 0.2 ms on PCIe */
     SAMPLED_EVENTS = 128          /* entries of sampled_events: more than the in-flight steps */
 };
 
@@ -7439,7 +7456,6 @@ typedef struct signal_flag {   /* written by CTA b of one rank, polled by CTA b 
 } signal_flag;
 
 typedef struct group_rank { /* the GPU of one rank, as other ranks need it */
-    int ordinal;            /* number of its GPU in the CUDA runtime */
     int K, n_sms, arch;     /* set when the rank joins: kv heads; SMs; 80, 89, 90 ... */
     bool has_peer_access;   /* its GPU can access the memory of another rank. Then a fault of the
                                other GPU also fails this one */
@@ -7460,9 +7476,14 @@ typedef struct group_rank { /* the GPU of one rank, as other ranks need it */
 
 typedef struct group_channel { /* from a rank to the same tp rank of the next stage */
     /* A message is x of one step. Message i uses channel buffer i % TOKA_GPU_LINK_BUFFERS. */
-    bf16 *send_buffer;                 /* [max_tokens][E] in the sender's memory */
-    cudaEvent_t send_ready;            /* the send buffer is full */
-    /* sent_events: the channel buffer is full; received_events: it is free again */
+    bf16 *send_buffer;       /* [max_tokens][E] in the sender's memory */
+    cudaEvent_t send_ready;  /* the send buffer is full */
+    cudaEvent_t left;        /* the message, or its last part so far, has left the send buffer */
+    char *host_buffers;      /* [TOKA_GPU_LINK_BUFFERS][max_tokens][E] bf16 in pinned host memory;
+                                NULL: not a host channel */
+    cudaStream_t landing_stream; /* host channel: copies from host_buffers, on the receiver's GPU */
+    /* sent_events: the channel buffer is full; received_events: it is free again. They belong to
+     * the GPU whose stream records them */
     cudaEvent_t sent_events[TOKA_GPU_LINK_BUFFERS], received_events[TOKA_GPU_LINK_BUFFERS];
 } group_channel;
 
@@ -7471,6 +7492,8 @@ struct cuda_group : toka_group { /* toka_group is the rank runtime's part */
     group_channel channels[TOKA_MAX_RANKS]; /* [pp_size][tp_size], index of the sending rank */
     cudaEvent_t sampled_events[SAMPLED_EVENTS]; /* [step % SAMPLED_EVENTS] the tokens of this step
                                                    are in last_tokens of the first stage */
+    int *host_tokens;           /* [n_seqs] last_tokens in pinned host memory, if the last stage
+                                   cannot access the memory of all ranks of the first one; or NULL */
     int *aborted;               /* pinned host memory that all GPUs can read; 1: stop waiting */
     unsigned *barrier_progress; /* in the same memory: [ranks][2] number of the rank barrier at
                                    which CTA 0 arrived last, and from which it departed last */
@@ -7487,6 +7510,12 @@ static bool is_last_stage(const toka_device *dev) {
 }
 /* The number of the device's rank in its group. */
 static int rank_index(const toka_device *dev) { return (int)(dev->rank - dev->group->gpu_ranks); }
+/* The number in the CUDA runtime of the GPU of a rank. */
+static int rank_ordinal(const toka_device *dev, int rank) {
+    toka_device_options options = dev->options;
+    options.index += rank - rank_index(dev);
+    return cuda_ordinal(&options);
+}
 
 /* ---- Rank barriers ---- */
 
@@ -7918,6 +7947,16 @@ template <class... P> static void launch_barrier_kernel(toka_device *dev, const 
 
 /* ---- Opening: a rank joins ---- */
 
+/* Returns whether this GPU can access the memory of a rank. */
+static bool group_can_access(toka_device *dev, int rank) {
+    const int other = rank_ordinal(dev, rank);
+    int can_access = other == dev->ordinal;
+    if (debug_no_peer()) return rank == rank_index(dev);
+    if (!can_access)
+        latch_error(dev, cudaDeviceCanAccessPeer(&can_access, dev->ordinal, other), "peer access");
+    return can_access;
+}
+
 static cudaEvent_t group_event_create(toka_device *dev) {
     cudaEvent_t event = NULL;
     if (!dev->error.code)
@@ -7925,7 +7964,46 @@ static cudaEvent_t group_event_create(toka_device *dev) {
     return event;
 }
 
-/* Allocates the buffers, the events and the stream for transfers between this rank and others. */
+static void *pinned_alloc(toka_device *dev, size_t bytes, const char *what) {
+    void *memory = NULL;
+    if (!dev->error.code)
+        latch_error(dev, cudaHostAlloc(&memory, bytes, cudaHostAllocPortable), what);
+    return memory;
+}
+
+/* Opens the sender's side of the channel to the next stage. Streams and events belong to the GPU
+ * that is current when they are created. */
+static void channel_open(toka_device *dev, size_t x_bytes) {
+    const int receiver = rank_index(dev) + dev->group->tp_size;
+    group_channel *channel = &dev->group->channels[rank_index(dev)];
+    channel->send_buffer = (bf16 *)dev_alloc(dev, x_bytes, "send buffers");
+    channel->send_ready = group_event_create(dev);
+    channel->left = group_event_create(dev);
+    if (!group_can_access(dev, receiver)) {
+        channel->host_buffers =
+            (char *)pinned_alloc(dev, TOKA_GPU_LINK_BUFFERS * x_bytes, "send buffers of the host");
+        latch_error(dev, cudaSetDevice(rank_ordinal(dev, receiver)), "cudaSetDevice");
+        latch_error(dev,
+                    cudaStreamCreateWithFlags(&channel->landing_stream, cudaStreamNonBlocking),
+                    "cudaStreamCreate");
+    }
+    for (cudaEvent_t &event : channel->sent_events) event = group_event_create(dev);
+    latch_error(dev, cudaSetDevice(dev->ordinal), "cudaSetDevice");
+}
+
+/* Tensor rank 0 of the last stage: opens what sends sampled tokens to the first stage. */
+static void sampled_open(toka_device *dev) {
+    cuda_group *group = dev->group;
+    bool can_access = true;
+    for (int rank = 0; rank < group->tp_size; rank++) can_access &= group_can_access(dev, rank);
+    if (!can_access)
+        group->host_tokens = (int *)pinned_alloc(
+            dev, (size_t)max(dev->options.n_seqs, 1) * sizeof(int), "last tokens");
+    dev->sampled_event = group_event_create(dev);
+    for (cudaEvent_t &event : group->sampled_events) event = group_event_create(dev);
+}
+
+/* Allocates the buffers, the events and the streams for transfers between this rank and others. */
 static void group_alloc(toka_device *dev) {
     cuda_group *group = dev->group;
     group_rank *state = dev->rank;
@@ -7957,65 +8035,60 @@ static void group_alloc(toka_device *dev) {
                                                    "send buffers");
         for (cudaEvent_t &event : channel->received_events) event = group_event_create(dev);
     }
-    if (!is_last_stage(dev)) {
-        group_channel *channel = &group->channels[rank_index(dev)];
-        channel->send_buffer = (bf16 *)dev_alloc(dev, x_bytes, "send buffers");
-        channel->send_ready = group_event_create(dev);
-        for (cudaEvent_t &event : channel->sent_events) event = group_event_create(dev);
-    }
-    if (is_last_stage(dev) && group->pp_size > 1 && dev->options.tp_rank == 0) {
-        dev->sampled_event = group_event_create(dev);
-        for (cudaEvent_t &event : group->sampled_events) event = group_event_create(dev);
-    }
+    if (!is_last_stage(dev)) channel_open(dev, x_bytes);
+    else if (group->pp_size > 1 && dev->options.tp_rank == 0) sampled_open(dev);
 }
 
-/* Destroys the events and the stream that group_alloc created. cuda_close frees the device
- * memory. */
-static void group_destroy_events(toka_device *dev) {
+/* Frees what group_alloc created, but for device memory, which cuda_close frees. */
+static void group_free_transfers(toka_device *dev) {
     cuda_group *group = dev->group;
     const int rank = rank_index(dev);
-    cudaEvent_t none = NULL;
+    group_channel *channel = &group->channels[rank];
     auto destroy = [&](cudaEvent_t &event) {
         if (event) cudaEventDestroy(event);
-        event = none;
+        event = NULL;
     };
     if (!is_first_stage(dev))
         for (cudaEvent_t &event : group->channels[rank - group->tp_size].received_events)
             destroy(event);
-    if (!is_last_stage(dev)) {
-        destroy(group->channels[rank].send_ready);
-        for (cudaEvent_t &event : group->channels[rank].sent_events) destroy(event);
-    }
+    destroy(channel->send_ready);
+    destroy(channel->left);
+    for (cudaEvent_t &event : channel->sent_events) destroy(event);
     for (cudaEvent_t &event : dev->rank->wait_events) destroy(event);
-    if (dev->sampled_event)
+    if (dev->sampled_event) {
         for (cudaEvent_t &event : group->sampled_events) destroy(event);
+        if (group->host_tokens) cudaFreeHost(group->host_tokens);
+        group->host_tokens = NULL;
+    }
     destroy(dev->sampled_event);
+    if (channel->host_buffers) cudaFreeHost(channel->host_buffers);
+    if (channel->landing_stream) cudaStreamDestroy(channel->landing_stream);
     if (dev->send_stream) cudaStreamDestroy(dev->send_stream);
 }
 
-/* Enables peer access from this GPU to the GPUs of all ranks, where possible. Latches an error if
- * the GPU of a peer cannot be accessed. */
+/* Enables peer access from this GPU to the GPUs of all ranks, where possible. */
 static void group_enable_peers(toka_device *dev) {
     cuda_group *group = dev->group;
     for (int rank = 0; rank < group->tp_size * group->pp_size && !dev->error.code; rank++) {
-        const int other = group->gpu_ranks[rank].ordinal;
-        int can_access = other == dev->ordinal;
-        if (!can_access)
-            latch_error(dev, cudaDeviceCanAccessPeer(&can_access, dev->ordinal, other),
-                        "peer access");
-        dev->rank->has_peer_access |= can_access && rank != rank_index(dev);
-        if (can_access && other != dev->ordinal) {
-            cudaError_t code = cudaDeviceEnablePeerAccess(other, 0);
-            if (code != cudaErrorPeerAccessAlreadyEnabled) latch_error(dev, code, "peer access");
-            cudaGetLastError();
-        }
-        if (can_access || rank / group->tp_size != dev->options.pp_rank || dev->error.code)
-            continue;
+        if (rank == rank_index(dev) || !group_can_access(dev, rank)) continue;
+        dev->rank->has_peer_access = true;
+        if (rank_ordinal(dev, rank) == dev->ordinal) continue;
+        cudaError_t code = cudaDeviceEnablePeerAccess(rank_ordinal(dev, rank), 0);
+        if (code != cudaErrorPeerAccessAlreadyEnabled) latch_error(dev, code, "peer access");
+        cudaGetLastError();
+    }
+}
+
+/* Latches an error if this GPU cannot access the memory of another tensor rank of its stage. */
+static void group_require_peers(toka_device *dev) {
+    const int rank0 = dev->options.pp_rank * dev->group->tp_size;
+    for (int rank = rank0; rank < rank0 + dev->group->tp_size && !dev->error.code; rank++) {
+        if (group_can_access(dev, rank) || dev->error.code) continue;
         dev->error.code = TOKA_E_DEVICE;
         snprintf(dev->error.msg, sizeof dev->error.msg,
                  "GPU: GPUs %d and %d cannot reach each other's memory (no peer access), which "
                  "tensor ranks need; --pipeline-parallel-size and --data-parallel-size do not",
-                 dev->ordinal, other);
+                 dev->ordinal, rank_ordinal(dev, rank));
     }
 }
 
@@ -8025,6 +8098,7 @@ static void group_enable_peers(toka_device *dev) {
 static void group_agree(toka_device *dev) {
     const cuda_group *group = dev->group;
     const group_rank *ranks = dev->rank - dev->options.tp_rank;
+    const int rank0 = rank_index(dev) - dev->options.tp_rank;
     int K = 0, n_sms = INT_MAX, other = 0;
     for (int rank = 0; rank < group->tp_size; rank++) {
         K = max(K, ranks[rank].K), n_sms = min(n_sms, ranks[rank].n_sms);
@@ -8036,8 +8110,8 @@ static void group_agree(toka_device *dev) {
     snprintf(dev->error.msg, sizeof dev->error.msg,
              "GPU: GPUs %d and %d have compute capability %d.%d and %d.%d, expected 9.0 of all "
              "tensor ranks or of none; --pipeline-parallel-size and --data-parallel-size take both",
-             ranks->ordinal, ranks[other].ordinal, ranks->arch / 10, ranks->arch % 10,
-             ranks[other].arch / 10, ranks[other].arch % 10);
+             rank_ordinal(dev, rank0), rank_ordinal(dev, rank0 + other), ranks->arch / 10,
+             ranks->arch % 10, ranks[other].arch / 10, ranks[other].arch % 10);
 }
 
 /* Describes all GPUs that this process opens: "4 x NVIDIA H200, 150 GB, wgmma kernels, peer
@@ -8045,13 +8119,9 @@ static void group_agree(toka_device *dev) {
 static void group_describe(toka_device *dev) {
     cuda_group *group = dev->group;
     const int n_devices = dev->options.n_devices;
-    int all_peers = 1;
-    for (int rank = 0; rank < group->tp_size * group->pp_size; rank++) {
-        int can_access = group->gpu_ranks[rank].ordinal == dev->ordinal;
-        if (!can_access)
-            cudaDeviceCanAccessPeer(&can_access, dev->ordinal, group->gpu_ranks[rank].ordinal);
-        all_peers &= can_access;
-    }
+    bool all_peers = true;
+    for (int rank = 0; rank < group->tp_size * group->pp_size; rank++)
+        all_peers &= group_can_access(dev, rank);
     /* text that faster ranks have already added (graph_add_description) */
     char others[sizeof group->description];
     pthread_mutex_lock(&group->lock);
@@ -8085,16 +8155,17 @@ static void group_join(toka_device *dev) {
     if (me == 0) group_describe(dev);
 }
 
-/* First step of opening: assigns the rank that the options of the device name. */
+/* First step of opening: assigns the rank that the options of the device name. Refuses tensor ranks
+ * without peer access before any weight is loaded. */
 static void group_assign_rank(toka_device *dev) {
     cuda_group *group = dev->group = static_cast<cuda_group *>(dev->options.group);
     const int rank = dev->options.pp_rank * group->tp_size + dev->options.tp_rank;
     assert(rank < group->tp_size * group->pp_size && dev->options.tp_rank < group->tp_size);
-    dev->rank = &group->gpu_ranks[rank], dev->rank->ordinal = dev->ordinal,
-    dev->barriers_at_last_op = ~0u;
+    dev->rank = &group->gpu_ranks[rank], dev->barriers_at_last_op = ~0u;
     char name[64];
     toka_rank_name(group, rank, name);
     snprintf(dev->rank_prefix, sizeof dev->rank_prefix, "%s: ", name);
+    group_require_peers(dev);
 }
 
 /* ---- Failure, and closing ---- */
@@ -8146,16 +8217,18 @@ static void group_sync(toka_device *dev, cudaEvent_t event) {
 /* Called before anything of a device is freed. Waits until the streams of this device are idle and
  * until all other ranks that joined have called it, too. Then no rank uses the memory of another.
  * Returns false if a GPU does not finish, or if a rank does not call it in time. Then no rank frees
- * anything. In a broken group a device waits at most 2 s for each of its two streams;
- * toka_group_leave gives the other ranks more time than that. */
+ * anything. In a broken group a device waits at most 4 s for its streams; toka_group_leave gives the
+ * other ranks more time than that. */
 static bool group_leave(toka_device *dev) {
+    cudaStream_t landing_stream = dev->group->channels[rank_index(dev)].landing_stream;
     bool idle = true;
-    for (cudaStream_t stream : {dev->stream, dev->send_stream})
-        for (int ms = 0; idle && stream && cudaStreamQuery(stream) == cudaErrorNotReady;
+    int ms = 0;
+    for (cudaStream_t stream : {dev->stream, dev->send_stream, landing_stream})
+        for (; idle && stream && cudaStreamQuery(stream) == cudaErrorNotReady;
              ms += toka_group_is_broken(dev->group))
-            idle = ms < 2000, usleep(1000);
+            idle = ms < 4000, usleep(1000);
     if (!toka_group_leave(dev->group, rank_index(dev), idle)) return false;
-    group_destroy_events(dev);
+    group_free_transfers(dev);
     return true;
 }
 
@@ -8231,6 +8304,40 @@ static void cuda_all_reduce(toka_device *dev, toka_hidden *x, int rows) {
     clock_record_op(dev, TOKA_OP_ALL_REDUCE);
 }
 
+/* Copies message number `message` from the send buffer to the receiver's channel buffer, on streams
+ * for copies. */
+static void channel_copy(toka_device *dev, group_channel *channel, int64_t message, size_t bytes) {
+    const int index = (int)(message % TOKA_GPU_LINK_BUFFERS),
+              receiver = rank_index(dev) + dev->group->tp_size;
+    const size_t buffer_bytes = (size_t)dev->options.max_tokens * dev->E * sizeof(bf16);
+    char *to = dev->group->gpu_ranks[receiver].channel_buffers + index * buffer_bytes;
+    if (!channel->host_buffers) {
+        latch_error(dev,
+                    cudaMemcpyPeerAsync(to, rank_ordinal(dev, receiver), channel->send_buffer,
+                                        dev->ordinal, bytes, dev->send_stream),
+                    "send");
+        latch_error(dev, cudaEventRecord(channel->left, dev->send_stream), "send");
+        latch_error(dev, cudaEventRecord(channel->sent_events[index], dev->send_stream), "send");
+        return;
+    }
+    char *host = channel->host_buffers + index * buffer_bytes;
+    const char *from = (const char *)channel->send_buffer;
+    for (size_t at = 0; at < bytes; at += CHANNEL_PART_BYTES) {
+        const size_t n = min((size_t)CHANNEL_PART_BYTES, bytes - at);
+        latch_error(dev,
+                    cudaMemcpyAsync(host + at, from + at, n, cudaMemcpyDeviceToHost,
+                                    dev->send_stream),
+                    "send");
+        latch_error(dev, cudaEventRecord(channel->left, dev->send_stream), "send");
+        latch_error(dev, cudaStreamWaitEvent(channel->landing_stream, channel->left, 0), "send");
+        latch_error(dev,
+                    cudaMemcpyAsync(to + at, host + at, n, cudaMemcpyHostToDevice,
+                                    channel->landing_stream),
+                    "send");
+    }
+    latch_error(dev, cudaEventRecord(channel->sent_events[index], channel->landing_stream), "send");
+}
+
 static void cuda_send(toka_device *dev, toka_hidden *x, int rows) {
     if (!op_begin(dev, "send")) return;
     reduce_norm(dev, x, NULL); /* if the step runs as a graph, this kernel is part of the graph */
@@ -8238,39 +8345,30 @@ static void cuda_send(toka_device *dev, toka_hidden *x, int rows) {
     if (dev->graphs.capturing) return;
     graph_launch(dev);
     cuda_group *group = dev->group;
-    const int rank = rank_index(dev);
-    group_channel *channel = &group->channels[rank];
-    const group_rank *to = dev->rank + group->tp_size;
-    const size_t bytes = (size_t)rows * dev->E * sizeof(bf16),
-                 buffer_bytes = (size_t)dev->options.max_tokens * dev->E * sizeof(bf16);
-    /* Once there is room, the receive of the channel buffer's last message has been enqueued, so
-     * received_events is valid. */
-    const int64_t message = toka_channel_begin_send(group, rank);
-    const int index = (int)(message % TOKA_GPU_LINK_BUFFERS);
+    group_channel *channel = &group->channels[rank_index(dev)];
+    const size_t bytes = (size_t)rows * dev->E * sizeof(bf16);
+    /* Once there is room, the receive of the last message in this message's channel buffer has been
+     * enqueued, so received_events is valid. */
+    const int64_t message = toka_channel_begin_send(group, rank_index(dev));
     if (message < 0) return;
     /* the send buffer is free when the previous message has left it */
-    if (message)
-        latch_error(dev,
-                    cudaStreamWaitEvent(dev->stream,
-                                        channel->sent_events[(message - 1) % TOKA_GPU_LINK_BUFFERS],
-                                        0),
-                    "send");
+    if (message) latch_error(dev, cudaStreamWaitEvent(dev->stream, channel->left, 0), "send");
     latch_error(dev,
                 cudaMemcpyAsync(channel->send_buffer, from, bytes, cudaMemcpyDeviceToDevice,
                                 dev->stream),
                 "send");
     latch_error(dev, cudaEventRecord(channel->send_ready, dev->stream), "send");
     latch_error(dev, cudaStreamWaitEvent(dev->send_stream, channel->send_ready, 0), "send");
-    /* the channel buffer is free when the receive of its last message is done */
+    /* The channel buffer, and that of the host, is free when the receive of its last message is
+     * done. */
     if (message >= TOKA_GPU_LINK_BUFFERS)
-        latch_error(dev, cudaStreamWaitEvent(dev->send_stream, channel->received_events[index], 0),
+        latch_error(dev,
+                    cudaStreamWaitEvent(dev->send_stream,
+                                        channel->received_events[message % TOKA_GPU_LINK_BUFFERS],
+                                        0),
                     "send");
-    latch_error(dev,
-                cudaMemcpyPeerAsync(to->channel_buffers + index * buffer_bytes, to->ordinal,
-                                    channel->send_buffer, dev->ordinal, bytes, dev->send_stream),
-                "send");
-    latch_error(dev, cudaEventRecord(channel->sent_events[index], dev->send_stream), "send");
-    toka_channel_end_send(group, rank, rows);
+    channel_copy(dev, channel, message, bytes);
+    toka_channel_end_send(group, rank_index(dev), rows);
     clock_record_op(dev, TOKA_OP_SEND_RECEIVE);
 }
 
@@ -8307,12 +8405,16 @@ static void group_send_sampled(toka_device *dev, const toka_step *step) {
         return;
     latch_error(dev, cudaEventRecord(dev->sampled_event, dev->stream), "sampled ids");
     latch_error(dev, cudaStreamWaitEvent(dev->send_stream, dev->sampled_event, 0), "sampled ids");
-    for (int rank = 0; rank < group->tp_size; rank++)
+    const size_t bytes = (size_t)dev->options.n_seqs * sizeof(int);
+    if (group->host_tokens)
         latch_error(dev,
-                    cudaMemcpyPeerAsync(group->gpu_ranks[rank].last_tokens,
-                                        group->gpu_ranks[rank].ordinal, dev->last_tokens, dev->ordinal,
-                                        (size_t)dev->options.n_seqs * sizeof(int),
-                                        dev->send_stream),
+                    cudaMemcpyAsync(group->host_tokens, dev->last_tokens, bytes,
+                                    cudaMemcpyDeviceToHost, dev->send_stream),
+                    "sampled ids");
+    for (int rank = 0; rank < group->tp_size && !group->host_tokens; rank++)
+        latch_error(dev,
+                    cudaMemcpyPeerAsync(group->gpu_ranks[rank].last_tokens, rank_ordinal(dev, rank),
+                                        dev->last_tokens, dev->ordinal, bytes, dev->send_stream),
                     "sampled ids");
     latch_error(dev,
                 cudaEventRecord(group->sampled_events[step->number % SAMPLED_EVENTS],
@@ -8330,6 +8432,12 @@ static bool group_wait_sampled(toka_device *dev, const toka_step *step) {
     cudaEvent_t sampled = group->sampled_events[step->needs_step % SAMPLED_EVENTS];
     if (!toka_group_wait_sampled(group, rank_index(dev), step->needs_step)) return false;
     group_stream_wait(dev, sampled, sampled, (group->pp_size - 1) * group->tp_size);
+    if (group->host_tokens)
+        latch_error(dev,
+                    cudaMemcpyAsync(dev->last_tokens, group->host_tokens,
+                                    (size_t)dev->options.n_seqs * sizeof(int),
+                                    cudaMemcpyHostToDevice, dev->stream),
+                    "sampled ids");
     return !dev->error.code;
 }
 
@@ -11135,10 +11243,6 @@ static void gpu_open(toka_device *dev) {
 
 /* ---- Memory, computed before it is allocated ---- */
 
-static int cuda_ordinal(const toka_device_options *options) {
-    return debug_shared_gpus() ? options->index % debug_shared_gpus() : options->index;
-}
-
 static size_t weights_bytes(const toka_shape *shape, const toka_weights *weights) {
     size_t n = toka_gpu_matrix_bytes(&weights->embed) *
                (weights->lm_head.data != weights->embed.data ? 2 : 1);
@@ -11385,7 +11489,7 @@ static int cuda_open(toka_device **out, const toka_device_options *options, cons
     dev->steps_to_stall = cuda_debug_option("TOKA_DEBUG_STALL", options);
     dev->captures_to_fault = cuda_debug_option("TOKA_DEBUG_CAPTURE", options);
     if (options->group) group_assign_rank(dev);
-    gpu_open(dev);
+    if (!dev->error.code) gpu_open(dev);
     if (!dev->error.code) gemm_open(dev);
     if (!dev->error.code) weights_load(dev);
     for (int i = 0; i < shape->L && qkv_is_interleaved(dev, shape->D) && !dev->error.code; i++)

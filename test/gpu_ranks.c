@@ -5,7 +5,9 @@
  *                          and two made-up models (one that eight ranks can divide, and a wide one)
  *                          under every split that there are GPUs for, against one GPU. With NAMES
  *                          ("wide,llama-tied") only these models. With TOKA_DEBUG_SHARE_GPU=N all
- *                          ranks, at most four, are on the first N GPUs
+ *                          ranks, at most four, are on the first N GPUs. With TOKA_DEBUG_NO_PEER=1
+ *                          stages send through the host, and splits with tensor ranks must be
+ *                          refused
  *   gpu_ranks bench [N]    microseconds of all-reduces over N GPUs (2), and NCCL's if libnccl.so.2
  *                          is found */
 #define TOKA_SERVER
@@ -26,6 +28,11 @@ static int n_skipped;
 static int gpus_shared(void) {
     const char *value = getenv("TOKA_DEBUG_SHARE_GPU");
     return value ? atoi(value) : 0;
+}
+
+static bool no_peer(void) {
+    const char *value = getenv("TOKA_DEBUG_NO_PEER");
+    return value && atoi(value);
 }
 
 typedef struct split {
@@ -454,12 +461,21 @@ static bool splits(const char *path, split at) {
     toka_weights w;
     if (!strcmp(path, EIGHT)) return 8 % at.tp == 0 && at.pp <= 8;
     /* of three ranks one has fewer kv heads */
-    if (!strcmp(path, WIDE)) return at.tp > 1 && at.pp <= 2 && at.dp == 1;
+    if (!strcmp(path, WIDE)) return (at.tp > 1 || (no_peer() && at.pp > 1)) && at.pp <= 2 && at.dp == 1;
     if (mf_open(&m, path, NULL, NULL, &e)) return false;
     mf_rank r = {.tp_size = at.tp, .pp_size = at.pp};
     bool ok = !mf_shard(&m->shape, &m->weights, &r, &a, &s, &w, &e);
     arena_free(&a), mf_close(m);
     return ok;
+}
+
+/* Tensor ranks without peer access: one sentence, before any weight is loaded. */
+static void refused(const char *path, split at) {
+    toka_err e = {0};
+    toka *t = open_split(path, at, &e);
+    verdict(!t && e.code == TOKA_E_DEVICE && strstr(e.msg, "(no peer access), which tensor ranks need"), "%s tp %d pp %d dp %d is refused: %s",
+            strrchr(path, '/') + 1, at.tp, at.pp, at.dp, e.msg);
+    if (t) toka_close(t);
 }
 
 /* Steps as graphs under a split, compared with single launches. */
@@ -488,6 +504,10 @@ static void model(const char *path, int n_gpus) {
         if (!splits(path, at[i])) continue;
         if (at[i].tp * at[i].pp * at[i].dp > n_gpus) {
             n_skipped++;
+            continue;
+        }
+        if (no_peer() && at[i].tp > 1) {
+            refused(path, at[i]);
             continue;
         }
         if (run(path, at[i], prompts, w)) compare(name, at[i], one, w, alone);
@@ -575,7 +595,7 @@ int main(int argc, char **argv) {
     const int n_gpus = gpus_shared() ? 4 : toka_cuda.count();
     const char *names = argc > 1 ? argv[1] : NULL;
     models_write();
-    for (int n = 2; n <= MIN(n_gpus, 8); n *= 2) test_all_reduces(n);
+    for (int n = 2; n <= MIN(n_gpus, 8) && !no_peer(); n *= 2) test_all_reduces(n);
     static const char *const paths[] = {"test/model", EIGHT, WIDE};
     for (int i = 0; i < COUNT(paths); i++)
         if (!names || strstr(names, strrchr(paths[i], '/') + 1)) model(paths[i], n_gpus);

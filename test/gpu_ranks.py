@@ -5,7 +5,8 @@ cancelled; ranks fail or hang.
 
 Run:  python3 test/gpu_ranks.py [batches] [server] [faults]        on a machine with GPUs, from the repository root, after ./build.sh. Runs
 all three if none is named. Standard library only. With TOKA_DEBUG_SHARE_GPU=N all ranks, at most four, are on the first N GPUs
-(CUDA_MODULE_LOADING=EAGER and CUDA_DEVICE_MAX_CONNECTIONS=32 are then set).
+(CUDA_MODULE_LOADING=EAGER and CUDA_DEVICE_MAX_CONNECTIONS=32 are then set). With TOKA_DEBUG_NO_PEER=1 stages send through the host, and
+tensor ranks must be refused.
 """
 import json
 import os
@@ -18,7 +19,10 @@ import time
 from server import Server, texts
 
 SHARED = os.environ.get("TOKA_DEBUG_SHARE_GPU", "0")
+NO_PEER = os.environ.get("TOKA_DEBUG_NO_PEER", "0")
 ENV = {k: v for k, v in os.environ.items() if not k.startswith("TOKA_")}
+if NO_PEER != "0":
+    ENV["TOKA_DEBUG_NO_PEER"] = NO_PEER
 if SHARED != "0":
     ENV.update(TOKA_DEBUG_SHARE_GPU=SHARED, CUDA_MODULE_LOADING="EAGER", CUDA_DEVICE_MAX_CONNECTIONS="32")
 PROMPT = "Tom has 12 apples. He buys 7 more apples. How many apples does Tom have now?"
@@ -141,6 +145,11 @@ def test_too_many():
     check(code == 2 and re.search(r"64 replicas of 2 stages of 1 tensor rank: 128 GPUs are needed, this process sees \d+", err), err.strip())
 
 
+def test_no_peer():
+    code, _, err, _ = run("-p", "x", "--tensor-parallel-size", "2")
+    check(code == 2 and err.count("\n") == 1 and "(no peer access), which tensor ranks need" in err, err.strip())
+
+
 def main():
     out = subprocess.run(["./toka", "devices"], env=ENV, capture_output=True, text=True).stdout
     n = 4 if SHARED != "0" else len(re.findall(r"^cuda", out, re.M))
@@ -151,13 +160,16 @@ def main():
               ("2@3", (2, 2, 1), r"rank 3 \(stage 1, tensor rank 1\)")]
     with tempfile.TemporaryDirectory() as tmp:
         test_too_many()
+        if NO_PEER != "0" and n > 1:
+            test_no_peer()
+            splits = [at for at in splits if at[0] == 1]
         if "batches" in parts:
             test_batches(tmp, splits)
         for at in splits[:4] if "server" in parts else []:
             test_server(at)
         if "faults" in parts:
             test_faults(tmp, [f for f in faults if f[1] in splits])
-    print(f"{passed} passed, {failed} failed, {7 - len(splits)} skipped")
+    print(f"{passed} passed, {failed} failed, {7 - len(splits) if NO_PEER == "0" else 0} skipped")
     sys.exit(failed != 0)
 
 

@@ -393,8 +393,13 @@ gpu_ranks() { # on all GPUs; if there is only one GPU, all ranks share it
     [ "$(nvidia-smi -L | wc -l)" -gt 1 ] || share=(TOKA_DEBUG_SHARE_GPU=1 CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS=32)
     gpu_job counts gpu_ranks 600 env "${share[@]}" $B/gpu_ranks
     gpu_job counts "the program on several GPUs" 600 env "${share[@]}" python3 test/gpu_ranks.py batches server
+    gpu_job counts "gpu_ranks without peer access" 600 env "${share[@]}" TOKA_DEBUG_NO_PEER=1 $B/gpu_ranks model,eight,wide,llama-tied
+    gpu_job counts "the program without peer access" 600 env "${share[@]}" TOKA_DEBUG_NO_PEER=1 python3 test/gpu_ranks.py batches
     gpu_collect
-    gpu_job counts "ranks that fail" 600 env "${share[@]}" python3 test/gpu_ranks.py faults # runs alone: it causes faults of the GPU
+    # these run alone: they cause faults of the GPU
+    gpu_job counts "ranks that fail" 600 env "${share[@]}" python3 test/gpu_ranks.py faults
+    gpu_collect
+    gpu_job counts "ranks that fail without peer access" 600 env "${share[@]}" TOKA_DEBUG_NO_PEER=1 python3 test/gpu_ranks.py faults
     gpu_collect
 }
 gpu_tests() {
