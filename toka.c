@@ -22699,23 +22699,25 @@ typedef struct run_gpu {
     double flops;       /* per second: dense bf16 products, float32 sums */
     double memory_rate; /* of memory, bytes per second */
     double link_rate;   /* bytes per second from one GPU of a host to another, one way */
+    bool peer_access;   /* the GPUs of a host can access each other's memory. Without NVLink the
+                           driver or the machine mostly forbids it */
     const char *source; /* of flops, memory_rate and link_rate */
 } run_gpu;
 
 /* Measured rates are these fractions of the datasheet's: products 0.80 (the power limit), reads
  * 0.85 (H200) and 0.93 (H100), link 0.67. */
 static const run_gpu run_gpus[] = {
-    {"B200", 100, 178.3 * 0x1p30, 2250e12, 8.00e12, 900e9, "datasheet"},
-    {"H200", 90, 139.8 * 0x1p30, RUN_PEAK_TFLOPS * 1e12, 4.10e12, 300e9, "measured"},
-    {"H100", 90, 79.1 * 0x1p30, RUN_PEAK_TFLOPS * 1e12, 3.11e12, 300e9,
+    {"B200", 100, 178.3 * 0x1p30, 2250e12, 8.00e12, 900e9, true, "datasheet"},
+    {"H200", 90, 139.8 * 0x1p30, RUN_PEAK_TFLOPS * 1e12, 4.10e12, 300e9, true, "measured"},
+    {"H100", 90, 79.1 * 0x1p30, RUN_PEAK_TFLOPS * 1e12, 3.11e12, 300e9, true,
      "measured, the link on H200s"},
-    {"A100-80G", 80, 79.1 * 0x1p30, 312e12, 2.04e12, 300e9, "datasheet"},
-    {"A100-40G", 80, 39.4 * 0x1p30, 312e12, 1.56e12, 300e9, "datasheet"},
-    {"L40S", 89, 44.4 * 0x1p30, 362e12, 0.86e12, 32e9, "datasheet"},
-    {"L4", 89, 22.0 * 0x1p30, 121e12, 0.30e12, 32e9, "datasheet"},
-    {"A10", 86, 22.0 * 0x1p30, 125e12, 0.60e12, 32e9, "datasheet"},
-    {"RTX-4090", 89, 23.6 * 0x1p30, 165e12, 1.01e12, 32e9, "datasheet"},
-    {"RTX-3090", 86, 23.6 * 0x1p30, 71e12, 0.94e12, 32e9, "datasheet"},
+    {"A100-80G", 80, 79.1 * 0x1p30, 312e12, 2.04e12, 300e9, true, "datasheet"},
+    {"A100-40G", 80, 39.4 * 0x1p30, 312e12, 1.56e12, 300e9, true, "datasheet"},
+    {"L40S", 89, 44.4 * 0x1p30, 362e12, 0.86e12, 32e9, false, "datasheet"},
+    {"L4", 89, 22.0 * 0x1p30, 121e12, 0.30e12, 32e9, false, "datasheet"},
+    {"A10", 86, 22.0 * 0x1p30, 125e12, 0.60e12, 32e9, false, "datasheet"},
+    {"RTX-4090", 89, 23.6 * 0x1p30, 165e12, 1.01e12, 32e9, false, "datasheet"},
+    {"RTX-3090", 86, 23.6 * 0x1p30, 71e12, 0.94e12, 32e9, false, "datasheet"},
 };
 
 /* Finds the GPU that a backend describes as "NVIDIA H200, 150 GB, ...": its name stands there as
@@ -28134,6 +28136,7 @@ static int run_bench_plan(bool as_json, atomic_int *interrupted, toka_err *e) {
  *     all-reduce       2 (tp-1)/tp of rows*E*2 bytes over the link, twice a layer and once after
  *                      the embedding. On Hopper, from TOKA_GPU_SCATTER_BYTES bytes on, half of a
  *                      layer's bytes are sent while the matrix products run.
+ *                      GPUs without peer access have no tensor ranks.
  *     stages           the sequences of a replica are divided into pp microbatches. A stage takes
  *                      the longer of its own work and sending rows*E*2 bytes to the next stage.
  *                      All stages wait for the slowest.
@@ -28219,6 +28222,17 @@ static int plan_check_layout(const toka_shape *shape, int tp, int pp, toka_err *
                                  : fail(e, TOKA_E_USE,
                                         "tensor parallel size %d: GPUs run %d tensor ranks at most",
                                         tp, TOKA_GPU_MAX_TP);
+}
+
+/* Returns 0 if these GPUs can run the model in tp ranks a stage and pp stages, else TOKA_E_USE: what
+ * the start would refuse is no layout. */
+static int plan_check_split(const plan_query *query, int tp, int pp, toka_err *e) {
+    if (tp > 1 && !query->gpu->peer_access)
+        return fail(e, TOKA_E_USE,
+                    "tensor parallel size %d: tensor ranks need peer access (NVLink), which %s "
+                    "mostly lack; stages and replicas do not need it",
+                    tp, query->gpu->name);
+    return plan_check_layout(&query->model->shape, tp, pp, e);
 }
 
 /* Returns a layer whose tensors have sizes but no data. */
@@ -28430,7 +28444,7 @@ static int plan_layouts(const plan_query *query, int must_hold, plan_layout *out
     for (int tp = 1; tp <= query->n_gpus; tp++)
         for (int pp = 1; pp <= query->n_gpus / tp; pp++)
             if (query->n_gpus % tp == 0 && query->n_gpus / tp % pp == 0 &&
-                !plan_check_layout(&query->model->shape, tp, pp, &e))
+                !plan_check_split(query, tp, pp, &e))
                 out[n++] = plan_make_layout(query, tp, pp, query->n_gpus / tp / pp, must_hold);
     return n;
 }
@@ -28658,7 +28672,7 @@ static void plan_put_not_possible(const plan_query *query, bool as_json, buf *b)
     for (int size = 1; size <= query->n_gpus; size++)
         for (int i = 0; i < 2; i++) {
             if (query->n_gpus % size ||
-                !plan_check_layout(&query->model->shape, i ? 1 : size, i ? size : 1, &e))
+                !plan_check_split(query, i ? 1 : size, i ? size : 1, &e))
                 continue;
             if (as_json) json_put_str(b, str_c(e.msg));
             else buf_printf(b, "not possible: %s\n", e.msg);

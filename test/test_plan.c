@@ -239,6 +239,18 @@ static void plan_test_choice(void) {
     const plan_layout *best = plan_best_layout(s, n);
     CHECK(best && best->fits);
     for (int i = 0; i < n; i++) CHECK(!s[i].fits || s[i].workload.output_rate <= 1.02 * best->workload.output_rate);
+    /* GPUs without peer access: the start refuses tensor ranks, so no layout has any */
+    plan_fixture pcie = plan_fixture_open("llama-3.1-70b", "L40S");
+    toka_err e = {0};
+    pcie.query.n_gpus = 8;
+    n = plan_layouts(&pcie.query, 865, s);
+    CHECK(n == 4);
+    for (int i = 0; i < n; i++) CHECK(s[i].tp == 1 && s[i].pp * s[i].dp == 8);
+    best = plan_best_layout(s, n);
+    CHECK(best && best->fits && best->pp == 8);
+    CHECK(plan_check_split(&pcie.query, 2, 4, &e) == TOKA_E_USE && strstr(e.msg, "tensor parallel size 2: ") && strstr(e.msg, "L40S"));
+    CHECK(!plan_check_split(&pcie.query, 1, 8, &e) && !plan_check_split(&f.query, 2, 4, &e));
+    arena_free(&pcie.a);
     /* 2 x (0.9 * 78.6 GiB - 2.4 GB) are 147 GB: the weights fit with a little KV, the full context
      * length does not */
     f.query.n_gpus = 2;
