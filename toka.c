@@ -47,8 +47,8 @@
  * A step has three phases: plan, run, commit. A plan holds integers only: no floats, no text. An op
  * sees token rows, never requests. So the scheduler is tested without a model and the ops without
  * an engine, and every device runs the same plans. A plan is self-contained: between steps a device
- * keeps only K, V and the last token of each sequence. Everything else arrives with the step, while
- * the device still runs the step before it. Chapter 22 has a timeline.
+ * keeps only K, V and the id of each token, and the last token of each sequence. Everything else
+ * arrives with the step, while the device still runs the step before it. Chapter 22 has a timeline.
  *
  * THE LIFE OF A REQUEST. A request has n samples; each sample has a state. The label of an arrow is
  * the function that makes the change.
@@ -10908,8 +10908,8 @@ static int pred_length(pred *predictor, pred_handle handle, double share_longer)
  *     sched_commit, step 7      11         12
  *
  * Each sequence has a generation. It changes when the sequence ends or is preempted. A result with
- * another generation is stale: sched_commit ignores it. A request with no_run_ahead (penalties, bad
- * words) needs all earlier tokens on the host for sampling. Its sequences get no rows in a step
+ * another generation is stale: sched_commit ignores it. A request with no_run_ahead (bad words as
+ * texts) needs all earlier tokens on the host for sampling. Its sequences get no rows in a step
  * that is planned before their last token is committed. So if other sequences keep two steps in
  * flight, such a sequence has a row in every second step only.
  *
@@ -12899,8 +12899,8 @@ static void batch_make_micros(batch_builder *builder, batch_micros *micros,
  * Three parts:
  *   Sampling      In: one row of raw logits [V] and the sampling parameters of its request.
  *                 Out: a token id with its log-probabilities (samp_row).
- *   Bad words     In: the output so far. Out: the ids that may not be sampled next
- *                 (samp_bad_by_ids, samp_bad_by_texts); they are forbidden ids in step 2 below.
+ *   Bad words     In: the output so far. Out: the ids that may not be sampled next (samp_bad_id,
+ *                 samp_bad_by_texts); step 2 below forbids them.
  *   Stop strings  In: the text of one sample, token by token. Out: the text that can no longer
  *                 become a stop string, and whether a stop string is complete (stop_put).
  *
@@ -12921,8 +12921,9 @@ static void batch_make_micros(batch_builder *builder, batch_micros *micros,
  * samp_row works in the order of Hugging Face's generate():
  *   1. clean      NaN becomes -inf, +inf becomes FLT_MAX. The log-sum-exp and the best raw logits
  *                 are computed here
- *   2. adjust     logit_bias, allowed ids, forbidden ids, repetition penalty (prompt and output:
- *                 x < 0 ? x*r : x/r), frequency and presence penalty (output only: x - f*count - p)
+ *   2. adjust     logit_bias, allowed ids, forbidden ids, the ids that would complete one of
+ *                 bad_ids, repetition penalty (prompt and output: x < 0 ? x*r : x/r), frequency and
+ *                 presence penalty (output only: x - f*count - p)
  *   3. greedy     temperature 0: the highest adjusted logit, on a tie the lowest id. Ends here
  *   4. truncate   temperature, then top-k (all ids tied with the k-th are kept), then top-p (the
  *                 smallest set of best ids whose probabilities add up to at least p; of tied ids
@@ -12953,7 +12954,8 @@ static void batch_make_micros(batch_builder *builder, batch_micros *micros,
  *     100 KB of stack. Any number of threads may call it.
  *   - If nothing may be drawn (every logit is -inf after step 2), the sampled id is
  *     toka_fallback_id, with sampled_logprob 0: the lowest id that is allowed and not forbidden or,
- *     if all allowed ids are forbidden, the lowest allowed id. Its logprob is -inf. If it is also
+ *     if all allowed ids are forbidden, the lowest allowed id (bad_ids do not count here: the
+ *     engine ends a sample whose id completes one of them). Its logprob is -inf. If it is also
  *     in top_ids, it has the logprob that is shown there.
  * logprob is that of the raw logit (step 1), -inf if the raw logit is -inf. Step 2 overwrites the
  * raw logits. So the raw logit of the sampled id is computed back from its adjusted logit
@@ -13042,6 +13044,9 @@ static int samp_check_bad_ids(const toka_sampling *sampling, int V, toka_err *e)
         if (sampling->bad_lengths[i] < 1 || sampling->bad_lengths[i] > SAMP_MAX_STOP_BYTES)
             return fail(e, TOKA_E_USE, "bad_words[%d]: %d ids, expected 1 to %d", i,
                         sampling->bad_lengths[i], SAMP_MAX_STOP_BYTES);
+    if (n_ids > TOKA_MAX_BAD_IDS)
+        return fail(e, TOKA_E_USE, "bad_words: %d ids, expected at most %d", n_ids,
+                    TOKA_MAX_BAD_IDS);
     return samp_check_ids("bad_words", sampling->bad_ids, n_ids, V, e);
 }
 
@@ -13276,7 +13281,8 @@ static float samp_penalty(const toka_sampling *sampling, float x, int count) {
 /* Applies the penalties once to each id of the history. The counts of one range of ids fit on the
  * stack. For each range the history is read twice: to count, and to use each count and clear it.
  * Cost: n_history * V / SAMP_ID_RANGE. */
-static void samp_apply_penalties(const toka_sample_row *row, float *x, int V) {
+static void samp_apply_penalties(const toka_sample_row *row, const int32_t *history, float *x,
+                                 int V) {
     const toka_sampling *sampling = row->sampling;
     /* SAMP_IN_HISTORY + occurrences in the output; all 0 between two ranges. */
     uint32_t counts[SAMP_ID_RANGE];
@@ -13286,12 +13292,12 @@ static void samp_apply_penalties(const toka_sample_row *row, float *x, int V) {
     for (int first_id = 0; first_id < V; first_id += SAMP_ID_RANGE) {
         uint32_t n_ids = (uint32_t)MIN(SAMP_ID_RANGE, V - first_id);
         for (int i = first_token; i < row->n_history; i++) {
-            uint32_t index = (uint32_t)row->history[i] - (uint32_t)first_id;
+            uint32_t index = (uint32_t)history[i] - (uint32_t)first_id;
             if (index < n_ids)
                 counts[index] = (counts[index] | SAMP_IN_HISTORY) + (i >= row->n_prompt);
         }
         for (int i = first_token; i < row->n_history; i++) {
-            uint32_t index = (uint32_t)row->history[i] - (uint32_t)first_id;
+            uint32_t index = (uint32_t)history[i] - (uint32_t)first_id;
             if (index >= n_ids || !counts[index]) continue;
             x[first_id + (int)index] = samp_penalty(sampling, x[first_id + (int)index],
                                                     (int)(counts[index] & ~SAMP_IN_HISTORY));
@@ -13305,16 +13311,22 @@ static bool samp_has_penalties(const toka_sampling *sampling) {
            sampling->presence_penalty != 0;
 }
 
-static bool samp_has_bad_words(const toka_sampling *sampling) {
-    return sampling->n_bad || sampling->bad_words;
-}
-
-/* Returns whether sampling needs the ids of all earlier tokens, for penalties or bad words. */
+/* Returns whether sampling needs the ids of all earlier tokens, for penalties or bad_ids. */
 static bool samp_needs_history(const toka_sampling *sampling) {
-    return samp_has_penalties(sampling) || samp_has_bad_words(sampling);
+    return samp_has_penalties(sampling) || sampling->n_bad;
 }
 
-static void samp_adjust(const toka_sample_row *row, float *x, int V) {
+/* Returns the last id of a bad word if the output ends in all its ids but the last; else -1. That
+ * id would complete the word. */
+static int32_t samp_bad_id(const int32_t *word, int length, const int32_t *output, int n_output) {
+    int n_before = length - 1;
+    if (n_before > n_output ||
+        memcmp(word, output + n_output - n_before, (size_t)n_before * sizeof *word))
+        return -1;
+    return word[n_before];
+}
+
+static void samp_adjust(const toka_sample_row *row, const int32_t *history, float *x, int V) {
     const toka_sampling *sampling = row->sampling;
     for (int i = 0; i < sampling->n_bias; i++) { /* an id named twice gets both */
         float *logit = &x[sampling->bias_ids[i]];
@@ -13323,18 +13335,25 @@ static void samp_adjust(const toka_sample_row *row, float *x, int V) {
     if (sampling->n_allowed) samp_apply_allowed(sampling, x, V);
     for (int i = 0; i < row->n_forbidden; i++) /* end ids may lie outside the vocabulary */
         if ((uint32_t)row->forbidden[i] < (uint32_t)V) x[row->forbidden[i]] = -INFINITY;
-    if (samp_has_penalties(sampling)) samp_apply_penalties(row, x, V);
+    const int32_t *word = sampling->bad_ids;
+    for (int i = 0; i < sampling->n_bad; word += sampling->bad_lengths[i++]) {
+        int32_t id = samp_bad_id(word, sampling->bad_lengths[i], history + row->n_prompt,
+                                 row->n_history - row->n_prompt);
+        if (id >= 0) x[id] = -INFINITY;
+    }
+    if (samp_has_penalties(sampling)) samp_apply_penalties(row, history, x, V);
 }
 
 /* Undoes samp_adjust: returns the raw logit of an id whose adjusted logit is x. The result is never
  * above the raw maximum. */
-static double samp_unadjust(const toka_sample_row *row, int32_t id, double x, double raw_max) {
+static double samp_unadjust(const toka_sample_row *row, const int32_t *history, int32_t id,
+                            double x, double raw_max) {
     const toka_sampling *sampling = row->sampling;
     if (samp_has_penalties(sampling)) {
         int count = 0;
         bool seen = false;
         for (int i = 0; i < row->n_history; i++)
-            if (row->history[i] == id) {
+            if (history[i] == id) {
                 seen = true;
                 count += i >= row->n_prompt;
             }
@@ -13537,10 +13556,11 @@ static int32_t samp_choose(const toka_sample_row *row, const float *x, int V, fl
     return id;
 }
 
-/* Steps 1 to 5: from a row of raw logits [V] to a sample result. It overwrites the logits. A row
- * with scored_id >= 0 is only scored: its result is that id with its logprob, and its rank if
- * `wants_rank`. */
-static void samp_row(const toka_sample_row *row, float *logits, int V, toka_sample_result *result) {
+/* Steps 1 to 5: from a row of raw logits [V] to a sample result. It overwrites the logits. history:
+ * [row->n_history] ids of prompt and output, read if samp_needs_history. A row with scored_id >= 0
+ * is only scored: its result is that id with its logprob, and its rank if `wants_rank`. */
+static void samp_row(const toka_sample_row *row, const int32_t *history, float *logits, int V,
+                     toka_sample_result *result) {
     const toka_sampling *sampling = row->sampling;
     assert(V > 0 && row->scored_id < V && (sampling || row->scored_id >= 0));
     assert(!row->wants_rank || (sampling && row->scored_id >= 0));
@@ -13558,15 +13578,15 @@ static void samp_row(const toka_sample_row *row, float *logits, int V, toka_samp
         result->logprob = result->sampled_logprob = samp_logprob(logits[row->scored_id], lse);
         return;
     }
-    samp_adjust(row, logits, V);
+    samp_adjust(row, history, logits, V);
     float max = samp_max(logits, V);
     result->sampled_logprob = 0;
     result->id = max == -INFINITY ? toka_fallback_id(row, V)
                                   : samp_choose(row, logits, V, max, &result->sampled_logprob);
-    result->logprob =
-        want_logprob
-            ? samp_logprob(samp_unadjust(row, result->id, logits[result->id], lse.max), lse)
-            : NAN;
+    result->logprob = want_logprob
+                          ? samp_logprob(samp_unadjust(row, history, result->id,
+                                                       logits[result->id], lse.max), lse)
+                          : NAN;
     /* The top ids have the exact logprob; take it, so that both places show the same number. */
     for (int i = 0; i < result->n_top; i++)
         if (result->top_ids[i] == result->id) result->logprob = result->top_logprobs[i];
@@ -13574,18 +13594,13 @@ static void samp_row(const toka_sample_row *row, float *logits, int V, toka_samp
 
 /* ---- Bad words ---- */
 
-/* Bad words as ids. Appends to `out` the last id of each bad word that one more id would complete:
- * the output ends in all ids of the word but the last. A word of one id is always among them. */
-static void samp_bad_by_ids(const toka_sampling *sampling, const int32_t *output, int n_output,
-                            ids *out) {
+/* Bad words as ids. Returns whether `id` would complete one of them after this output. */
+static bool samp_is_bad_by_ids(const toka_sampling *sampling, const int32_t *output, int n_output,
+                               int32_t id) {
     const int32_t *word = sampling->bad_ids;
-    for (int i = 0; i < sampling->n_bad; word += sampling->bad_lengths[i++]) {
-        int n_before = sampling->bad_lengths[i] - 1;
-        if (n_before > n_output ||
-            memcmp(word, output + n_output - n_before, (size_t)n_before * sizeof *word))
-            continue;
-        ids_push(out, word[n_before]);
-    }
+    for (int i = 0; i < sampling->n_bad; word += sampling->bad_lengths[i++])
+        if (samp_bad_id(word, sampling->bad_lengths[i], output, n_output) == id) return true;
+    return false;
 }
 
 /* Bad words as texts (toka_words). The tokens that can complete a word are looked up once, when the
@@ -13863,7 +13878,9 @@ static void samp_collect_banned(const toka_sampling *sampling, const int32_t *en
     const toka_words *words = sampling->bad_words;
     for (int i = 0; i < n_ends && sampling->min_tokens; i++) ids_push(out, ends[i]);
     n_upto[SAMP_BAN_MIN_TOKENS] = out->n;
-    samp_bad_by_ids(sampling, &(int32_t){0}, 0, out);
+    const int32_t *word = sampling->bad_ids;
+    for (int i = 0; i < sampling->n_bad; word += sampling->bad_lengths[i++])
+        if (sampling->bad_lengths[i] == 1) ids_push(out, *word);
     for (size_t i = 0; words && i < words->whole_ids.n; i++) ids_push(out, words->whole_ids.p[i]);
     n_upto[SAMP_BAN_BAD_WORDS] = out->n;
     for (int i = 0; i < sampling->n_bias; i++)
@@ -15343,6 +15360,8 @@ struct toka_device {
     float *logits;            /* [scratch_samples][V_all]; NULL before the last stage. With tp_size
                                * > 1 the tp group's: each rank writes its V columns */
     int32_t *last_tokens;     /* [n_seqs] last sampled token of each seq; with stages the group's */
+    int32_t *kv_ids;          /* [n_pages][B] id of the token of each kv_slot, in the last stage */
+    int32_t *history;         /* [n_threads][max_len] a thread's copy of a sequence's ids */
     float *vectors;           /* [6][max(E, H*D)] norm weights and biases of this op in float32 */
     float *scratch;           /* [n_threads][scratch_floats]: a thread's weight panel (GEMM) or its
                                * query rows (attention) */
@@ -15384,9 +15403,10 @@ static float *cpu_ptr(toka_dev_ptr a) { return (float *)(uintptr_t)a.at; }
 
 /* ---- What the ranks of a CPU group share ----
  * One table last_tokens serves all stages, without a race. Step k writes the token of a seq in the
- * last stage. A later step j reads it in embed, in the first stage. The next write for this seq is
- * in the last stage, in step j or a later step. Every step passes the first stage, on all its
- * ranks, before it reaches the last one. So the read is over before this write. */
+ * last stage. A later step j reads it in embed, in the first stage, and in keep_ids, in the last
+ * one. The next write for this seq is in the last stage, in step j or a later step. Every step
+ * passes the first stage, on all its ranks, before it reaches the last one, and there all ranks
+ * pass keep_ids before the barrier of sampling. So the reads are over before this write. */
 
 typedef struct cpu_tp_group {
     float *x[TOKA_MAX_RANKS]; /* [rows][E] each tp rank's x during all_reduce, owned by that rank */
@@ -15651,9 +15671,27 @@ static void cpu_copy_pages(toka_device *dev, const toka_step *step) {
                    dev->v_cache + from * dev->v_page_floats,
                    dev->v_page_floats * sizeof *dev->v_cache);
         }
+    const size_t B = (size_t)dev->shape->B;
+    for (int i = 0; i < step->n_copies && dev->kv_ids; i++)
+        memcpy(dev->kv_ids + (size_t)step->copies[i].to * B,
+               dev->kv_ids + (size_t)step->copies[i].from * B, B * sizeof *dev->kv_ids);
 }
 
 /* ---- Op: embed ---- */
+
+/* Waits until the tokens that the step uses by -1 - seq are in last_tokens. Returns false if the
+ * group is broken. */
+static bool cpu_wait_sampled(toka_device *dev, const toka_step *step) {
+    return !dev->group || dev->group->pp_size == 1 ||
+           toka_group_wait_sampled(dev->group, dev->rank, step->needs_step);
+}
+
+static int32_t cpu_token_id(const toka_device *dev, const toka_step *step, int t) {
+    assert(step->ids[t] >= -dev->options.n_seqs);
+    int32_t id = step->ids[t] >= 0 ? step->ids[t] : dev->last_tokens[-1 - step->ids[t]];
+    assert(id >= 0 && id < dev->shape->V_all);
+    return id;
+}
 
 /* First op of a step on the first stage, except for copy_pages. Writes zeros for ids of other tp
  * ranks: the all_reduce that follows adds up the rows of all tp ranks. */
@@ -15664,21 +15702,21 @@ static void cpu_embed(toka_device *dev, const toka_step *step, toka_hidden *x) {
     assert(step->T <= dev->options.max_tokens);
     if (!cpu_op_begin(dev, "embed")) return;
     toka_hidden_set_sum(x, dev->options.tp_size);
-    if (dev->group && dev->group->pp_size > 1 &&
-        !toka_group_wait_sampled(dev->group, dev->rank, step->needs_step))
-        return;
+    if (!cpu_wait_sampled(dev, step)) return;
     cpu_inject_fault(dev);
     for (int t = 0; t < step->T; t++) {
-        assert(step->ids[t] >= -dev->options.n_seqs);
-        int32_t id = step->ids[t] >= 0 ? step->ids[t] : dev->last_tokens[-1 - step->ids[t]];
+        int32_t id = cpu_token_id(dev, step, t) - dev->shape->v0;
         float *to = cpu_ptr(x->data) + (size_t)t * E;
-        assert(id >= 0 && id < dev->shape->V_all);
-        id -= dev->shape->v0;
         if (id >= 0 && id < weight->rows)
             dev->kernels->convert(to, (const char *)weight->data + (size_t)id * row_bytes,
                                   weight->dtype, (int)E);
         else memset(to, 0, E * sizeof *to);
     }
+}
+
+static void cpu_keep_ids(toka_device *dev, const toka_step *step) {
+    if (!cpu_op_begin(dev, "keep_ids") || !cpu_wait_sampled(dev, step)) return;
+    for (int t = 0; t < step->T; t++) dev->kv_ids[step->kv_slot[t]] = cpu_token_id(dev, step, t);
 }
 
 /* ---- Op: norm_qkv_rope_kv ---- */
@@ -15985,14 +16023,29 @@ typedef struct cpu_sample_job {
     int first, stride;              /* item i is sample first + i * stride */
 } cpu_sample_job;
 
+/* Copies the ids of the row's first n_history tokens from their pages to the thread's memory. */
+static const int32_t *cpu_gather_history(const toka_device *dev, const toka_sample_row *row,
+                                         int thread) {
+    const int B = dev->shape->B;
+    int32_t *history = dev->history + (size_t)thread * (size_t)dev->shape->max_len;
+    assert(row->n_history <= dev->shape->max_len);
+    for (int pos = 0; pos < row->n_history; pos += B)
+        memcpy(history + pos, dev->kv_ids + (size_t)row->pages[pos / B] * (size_t)B,
+               (size_t)MIN(B, row->n_history - pos) * sizeof *history);
+    return history;
+}
+
 static void cpu_sample_item(void *arg, int thread, int i) {
     const cpu_sample_job *job = arg;
-    (void)thread;
     const int V = job->dev->shape->V_all, sample = job->first + i * job->stride;
+    const toka_sample_row *row = &job->samples[sample];
+    const int32_t *history = row->scored_id < 0 && samp_needs_history(row->sampling)
+                                 ? cpu_gather_history(job->dev, row, thread)
+                                 : NULL;
     float *logits = job->logits + (size_t)sample * (size_t)V;
     if (job->raw_logits)
         memcpy(job->raw_logits + (size_t)sample * (size_t)V, logits, (size_t)V * sizeof *logits);
-    samp_row(&job->samples[sample], logits, V, &job->results[sample]);
+    samp_row(row, history, logits, V, &job->results[sample]);
 }
 
 static void cpu_sample_run(cpu_sample_job *job, int n_samples) {
@@ -16144,6 +16197,11 @@ static void cpu_alloc_buffers(toka_device *dev) {
     if (no_tp && is_last)
         dev->logits = cpu_zalloc(dev, (size_t)dev->scratch_samples,
                                  (size_t)shape->V_all * sizeof(float));
+    if (is_last) {
+        dev->kv_ids = cpu_zalloc(dev, n_pages * (size_t)shape->B, sizeof *dev->kv_ids);
+        dev->history = cpu_zalloc(dev, (size_t)dev->pool.n_threads * (size_t)shape->max_len,
+                                  sizeof *dev->history);
+    }
     if (!dev->group || dev->group->pp_size == 1)
         dev->last_tokens = cpu_zalloc(dev, (size_t)dev->options.n_seqs, sizeof(int32_t));
     dev->vectors =
@@ -16238,6 +16296,7 @@ const toka_backend toka_cpu = {
     .receive = cpu_receive,
     .copy_pages = cpu_copy_pages,
     .embed = cpu_embed,
+    .keep_ids = cpu_keep_ids,
     .norm_qkv_rope_kv = cpu_norm_qkv_rope_kv,
     .attention = cpu_attention,
     .out_residual = cpu_out_residual,
@@ -16385,6 +16444,7 @@ static void rank_step(model_rank *rank, const toka_step *step, toka_sample_resul
     } else {
         backend->receive(rank->device, &x, step->T);
     }
+    if (rank->options.pp_rank == rank->model->pp - 1) backend->keep_ids(rank->device, step);
     for (int layer = 0; layer < rank->shape.L; layer++) {
         backend->norm_qkv_rope_kv(rank->device, step, layer, &x, rank->q);
         backend->attention(rank->device, step, layer, rank->q, rank->o);
@@ -16872,8 +16932,8 @@ typedef struct eng_inflight {
     eng_request **row_requests;   /* [max_tokens] the request of each sample row */
     eng_prompt_row *prompt_rows;  /* [max_tokens] */
     int n_prompt_rows;
-    ids row_ids; /* for rows with penalties or bad words: copies of their tokens, and of the ids
-                  * that they may not draw */
+    ids row_ids; /* for rows with penalties or bad words: their pages, and the ids that they may
+                  * not draw */
     int64_t first_number, last_number; /* model_post's, of the first and the last microbatch */
     double plan_s;
 } eng_inflight;
@@ -17582,7 +17642,7 @@ static void eng_add_request(eng *engine, eng_request *request) {
                      .min_tokens = sampling->min_tokens,
                      .fixed_len =
                          request->score_only || (!request->end_ids.n && !sampling->n_stop),
-                     .no_run_ahead = samp_needs_history(sampling),
+                     .no_run_ahead = sampling->bad_words != NULL,
                      .n_unshared = eng_n_unshared(engine, request),
                      .priority = request->priority,
                      .class_key = request->class_key},
@@ -17643,47 +17703,45 @@ static void eng_drain_inbox(eng *engine) {
 /* ---- One step ---- */
 
 /* Adds what a sample row needs beside its logits: end ids that may not be drawn before min_tokens,
- * ids that would complete a bad word, and, for penalties, all tokens of the sequence. The last two
- * are appended to inflight->row_ids, whose memory may move: eng_set_row_ids sets the row's pointers
- * to them at the end. */
-static void eng_add_row_ids(eng *engine, eng_inflight *inflight, const eng_request *request,
-                            const sched_seq *sequence, toka_sample_row *row) {
+ * ids that would complete a bad word that is given as a text, and, for penalties and bad_ids, the
+ * pages of the sequence. The last two are appended to inflight->row_ids, whose memory may move:
+ * eng_set_row_ids sets the row's pointers to them at the end. */
+static void eng_add_row_ids(eng_replica *replica, eng_inflight *inflight,
+                            const eng_request *request, int seq, toka_sample_row *row) {
+    eng *engine = replica->engine;
     ids *row_ids = &inflight->row_ids;
+    const sched_seq *sequence = &replica->sched.seqs[seq];
     const toka_sampling *sampling = &request->sampling;
-    const int32_t *output = sequence->tokens + sequence->n_prompt;
-    const int n_output = sequence->n_known - sequence->n_prompt;
     const size_t first = row_ids->n;
     bool before_min = sequence->n_planned - 1 - sequence->n_prompt < sampling->min_tokens;
     row->forbidden = request->end_ids.p;
     row->n_forbidden = before_min ? (int)request->end_ids.n : 0;
-    if (samp_has_bad_words(sampling)) {
+    if (sampling->bad_words) {
         for (int i = 0; i < row->n_forbidden; i++) ids_push(row_ids, request->end_ids.p[i]);
-        samp_bad_by_ids(sampling, output, n_output, row_ids);
-        if (sampling->bad_words)
-            samp_bad_by_texts(sampling->bad_words, output, n_output, request->keep_special,
-                              &engine->new_text, &engine->token_text, row_ids);
+        samp_bad_by_texts(sampling->bad_words, sequence->tokens + sequence->n_prompt,
+                          sequence->n_known - sequence->n_prompt, request->keep_special,
+                          &engine->new_text, &engine->token_text, row_ids);
         row->n_forbidden = (int)(row_ids->n - first);
     }
-    if (!samp_has_penalties(sampling)) return;
-    ids_reserve(row_ids, (size_t)sequence->n_known);
-    memcpy(row_ids->p + row_ids->n, sequence->tokens,
-           (size_t)sequence->n_known * sizeof *row_ids->p);
-    row->n_history = sequence->n_known;
-    row_ids->n += (size_t)sequence->n_known;
+    if (!samp_needs_history(sampling)) return;
+    row->n_history = sequence->n_planned - 1;
+    const int *pages = kv_block_table(&replica->sched.kv, seq);
+    const int n_pages = kv_pages_for(&replica->sched.kv, row->n_history);
+    for (int i = 0; i < n_pages; i++) ids_push(row_ids, pages[i]);
 }
 
 /* Sets the rows' pointers into row_ids, in the order in which eng_add_row_ids appended. */
-static void eng_set_row_ids(eng_inflight *inflight) {
+static void eng_set_row_ids(const eng_replica *replica, eng_inflight *inflight) {
     const int32_t *next = inflight->row_ids.p;
     for (int i = 0; i < inflight->batch.n_samples; i++) {
         toka_sample_row *row = &inflight->sample_rows[i];
-        if (row->scored_id < 0 && samp_has_bad_words(row->sampling)) {
+        if (row->scored_id < 0 && row->sampling->bad_words) {
             row->forbidden = next;
             next += row->n_forbidden;
         }
         if (!row->n_history) continue;
-        row->history = next;
-        next += row->n_history;
+        row->pages = next;
+        next += kv_pages_for(&replica->sched.kv, row->n_history);
     }
 }
 
@@ -17735,10 +17793,9 @@ static void eng_make_sample_rows(eng_replica *replica, eng_inflight *inflight) {
         inflight->row_requests[i] = request;
         request->n_in_flight++;
         if (!request->score_only)
-            eng_add_row_ids(replica->engine, inflight, request, sequence,
-                            &inflight->sample_rows[i]);
+            eng_add_row_ids(replica, inflight, request, sample->seq, &inflight->sample_rows[i]);
     }
-    eng_set_row_ids(inflight);
+    eng_set_row_ids(replica, inflight);
     inflight->batch.step.samples = inflight->sample_rows;
     inflight->batch.step.n_samples =
         eng_add_prompt_rows(replica, inflight, inflight->batch.n_samples);
@@ -17829,7 +17886,9 @@ static bool eng_deliver(eng_replica *replica, eng_request *request, int seq,
     int n_before = sequence->n_known - sequence->n_prompt;
     bool may_stop = n_before >= sampling->min_tokens; /* end ids and stop strings count */
     bool at_limit = sequence->n_known + 1 == sequence->limit;
-    bool none_left = samp_is_listed(sample_row->forbidden, sample_row->n_forbidden, result->id);
+    bool none_left = samp_is_listed(sample_row->forbidden, sample_row->n_forbidden, result->id) ||
+                     samp_is_bad_by_ids(sampling, sequence->tokens + sequence->n_prompt, n_before,
+                                        result->id);
     bool is_end = !none_left && may_stop &&
                   samp_is_listed(request->end_ids.p, (int)request->end_ids.n, result->id);
     bool stopped = eng_detokenize(replica, seq, request, none_left ? -1 : result->id, is_end,

@@ -228,8 +228,8 @@ typedef struct toka_sampling {
     const int32_t *allowed_ids; /* [n_allowed]: only these ids may be drawn; n_allowed 0: all */
     int n_allowed;
     const int32_t *bad_ids;   /* bad words as n_bad sequences of ids, one after the other; sequence
-                                 i has bad_lengths[i] ids, at least 1. Its last id is forbidden if
-                                 the output ends in the ids before it */
+                                 i has bad_lengths[i] ids, at least 1, at most 262,144 in all.
+                                 Its last id is forbidden if the output ends in the ids before it */
     const int *bad_lengths;   /* [n_bad] */
     int n_bad;
     toka_words *bad_words;    /* bad words as texts (toka_words_new); NULL: none */
@@ -420,7 +420,7 @@ int toka_main(int argc, char **argv);
  * The calls of one step, with pp 2; all tensor ranks of a stage make the same calls:
  *
  *     stage 0  begin  copy_pages  embed  all_reduce  layers  send                end ... finish
- *     stage 1  begin  copy_pages  receive            layers  norm_logits_sample  end ... finish
+ *     stage 1  begin  copy_pages  receive  keep_ids  layers  norm_logits_sample  end ... finish
  *
  *     layers = L times: norm_qkv_rope_kv  attention  out_residual  all_reduce
  *                       norm_mlp_residual  all_reduce
@@ -545,10 +545,13 @@ typedef struct toka_sample_row {
     uint32_t position;             /* ... position of the token to draw: with the seed they
                                       determine the random number */
     const toka_sampling *sampling; /* may be NULL with scored_id */
-    const int32_t *history;        /* [n_history] ids of prompt and output, for penalties */
-    int n_prompt, n_history;       /* the first n_prompt ids of history are the prompt */
+    const int32_t *pages;          /* with penalties or bad_ids: the pages of the sequence's first
+                                      n_history tokens, of which the device keeps the ids (see
+                                      keep_ids) */
+    int n_prompt, n_history;       /* tokens before the one to draw: prompt and output; the first
+                                      n_prompt are the prompt */
     const int32_t *forbidden;      /* [n_forbidden] ids that may not be drawn now (end ids before
-                                      min_tokens, bad words) */
+                                      min_tokens, bad words as texts) */
     int n_forbidden;
 } toka_sample_row;
 
@@ -559,8 +562,9 @@ static inline bool toka_wants_logprob(const toka_sample_row *row) {
 }
 
 /* Returns the id to sample if all logits are -inf: the lowest id that is allowed and not forbidden;
- * if all allowed ids are forbidden, the lowest allowed id. All backends call it, so that they
- * agree. The lists may be as long as the vocabulary, so it looks at WINDOW ids at a time. */
+ * if all allowed ids are forbidden, the lowest allowed id. It may complete one of the bad_ids. All
+ * backends call it, so that they agree. The lists may be as long as the vocabulary, so it looks at
+ * WINDOW ids at a time. */
 static inline int32_t toka_fallback_id(const toka_sample_row *row, int V) {
     enum { WINDOW = 1024 };
     const toka_sampling *sampling = row->sampling;
@@ -584,6 +588,8 @@ static inline int32_t toka_fallback_id(const toka_sample_row *row, int V) {
     }
     return lowest;
 }
+
+enum { TOKA_MAX_BAD_IDS = 1 << 18 }; /* ids of all bad_ids of one request */
 
 typedef struct toka_sample_result { /* the result of a sample row */
     int32_t id;                     /* the sampled id, or scored_id */
@@ -748,10 +754,15 @@ typedef struct toka_backend {
      * Stages: embed is called on the first stage only; it waits for the tokens of s->needs_step.
      * norm_logits_sample is called on the last stage only. */
 
-    /* Does s->copies in this rank's layers; before all other ops of the step. */
+    /* Does s->copies in this rank's layers, with the ids of keep_ids; before all other ops of the
+     * step. */
     void (*copy_pages)(toka_device *d, const toka_step *s);
     /* x = embed[ids] */
     void (*embed)(toka_device *d, const toka_step *s, toka_hidden *x);
+    /* Stores the ids of the step's tokens at s->kv_slot, beside their K and V. Penalties and
+     * bad_ids read the tokens of a sequence there, so the host need not know them yet. On the last
+     * stage only, where the logits are; after embed or receive, in every step. */
+    void (*keep_ids)(toka_device *d, const toka_step *s);
     /* q = RoPE(norm(x) W_q); K and V of the step's tokens are stored at s->kv_slot. */
     void (*norm_qkv_rope_kv)(toka_device *d, const toka_step *s, int layer, toka_hidden *x,
                              toka_dev_ptr q);
@@ -810,7 +821,7 @@ typedef enum toka_wait { /* the thread of a rank waits until ... */
     TOKA_WAIT_BARRIER,    /* the other ranks of its tp group arrive, or depart */
     TOKA_WAIT_PREV_STAGE, /* the previous stage sends a step */
     TOKA_WAIT_NEXT_STAGE, /* the next stage receives a step, which makes room in the channel */
-    TOKA_WAIT_SAMPLED     /* the last stage samples the ids that embed needs */
+    TOKA_WAIT_SAMPLED     /* the last stage samples the ids that embed, keep_ids need */
 } toka_wait;
 
 typedef struct toka_stream_wait { /* a device's stream waits for another rank */

@@ -426,6 +426,8 @@ struct toka_device {
     float2 *rope;                /* [max_len][D/2] cosine and sine, multiplied by rope_scale */
     bf16 *kv_pool;               /* [L][page][kv head][K, V][B][D] */
     size_t kv_layer_elems;       /* elements of one layer of kv_pool */
+    int *kv_ids;                 /* [page][B] id of the token of each kv_slot; NULL before the last
+                                    stage */
     bf16 *xn, *qkv, *act;        /* scratch: [T][E] normed rows, [T][(H+2K)*D], [T][F] */
     float *row_sumsq;            /* scratch: [FUSE_NORM_MAX_ROWS][ceil(E / 16)] */
     upload_buffer upload;
@@ -1465,15 +1467,17 @@ static void weights_load(toka_device *dev) {
 
 /* ---- Copies of KV pages ----
  *
- * kv[layer][copy.to] = kv[layer][copy.from], for each copy and layer.
+ * kv[layer][copy.to] = kv[layer][copy.from], for each copy and layer, and the same for kv_ids.
  *
  *   copies   [n_copies] pairs of page numbers
  *   kv       pool of K and V: layer_elems elements per layer, page_elems per page (a multiple of 8)
+ *   kv_ids   [page][B] ids of the tokens, B <= 256; NULL: this stage has none
  *
  * Grid (n_copies, L), block 256, 16 bytes per thread and iteration. Moves 4 * page_elems bytes per
  * copy and layer: bound by copy bandwidth. */
 __global__ static void __launch_bounds__(256)
-    copy_pages_kernel(const toka_copy *copies, bf16 *kv, size_t layer_elems, int page_elems) {
+    copy_pages_kernel(const toka_copy *copies, bf16 *kv, size_t layer_elems, int page_elems,
+                      int *kv_ids, int B) {
     grid_launch_dependents();
     grid_wait();
     toka_copy copy = copies[blockIdx.x];
@@ -1481,6 +1485,8 @@ __global__ static void __launch_bounds__(256)
     const uint4 *from = (const uint4 *)(pool + (size_t)copy.from * page_elems);
     uint4 *to = (uint4 *)(pool + (size_t)copy.to * page_elems);
     for (int i = threadIdx.x; i < page_elems / 8; i += 256) to[i] = from[i];
+    if (kv_ids && blockIdx.y == 0 && (int)threadIdx.x < B)
+        kv_ids[copy.to * B + (int)threadIdx.x] = kv_ids[copy.from * B + (int)threadIdx.x];
 }
 
 /* ---- RMSNorm ----
@@ -1625,8 +1631,10 @@ static bool fuse_norm_consume(toka_hidden *x, const float *norm_w) {
 /* ---- embed ----
  *
  * x[t][:] = table.rows[ids[t] - table.v0][:]. An id -1 - i stands for the last sampled token of
- * sequence i. The row of x is zero if the table of this rank does not have the id. If fused.w is not NULL, the
- * kernel is the output side of a fused norm and writes fused.xw and fused.row_sumsq, too.
+ * sequence i. The row of x is zero if the table of this rank does not have the id. If fused.w is
+ * not NULL, the kernel is the output side of a fused norm and writes fused.xw and fused.row_sumsq,
+ * too. If kept.kv_ids is not NULL, kept.kv_ids[kept.kv_slot[t]] = ids[t]: this is the op keep_ids of
+ * a model with one stage.
  *
  *   ids           [T]
  *   last_tokens   [n_seqs]
@@ -1638,13 +1646,20 @@ typedef struct embed_table {
     const bf16 *rows; /* [V][E]: the ids v0 .. v0+V-1, those of this rank */
     int v0, V;
 } embed_table;
+typedef struct kept_ids { /* where keep_ids stores the id of each token */
+    const int *kv_slot;   /* [T] */
+    int *kv_ids;          /* [page][B]; NULL: nowhere */
+} kept_ids;
 
 __global__ static void __launch_bounds__(128)
     embed_kernel(const int *ids, const int *last_tokens, const embed_table table, bf16 *x, int E,
-                 const fused_norm fused) {
+                 const fused_norm fused, const kept_ids kept) {
     grid_launch_dependents();
     grid_wait();
-    int id = ids[blockIdx.x], table_row = (id < 0 ? last_tokens[-1 - id] : id) - table.v0;
+    int id = ids[blockIdx.x];
+    id = id < 0 ? last_tokens[-1 - id] : id;
+    if (kept.kv_ids && threadIdx.x == 0) kept.kv_ids[kept.kv_slot[blockIdx.x]] = id;
+    const int table_row = id - table.v0;
     const uint4 *from = (const uint4 *)(table.rows + (size_t)table_row * E);
     const float4 *norm_w = (const float4 *)fused.w;
     const size_t to = (size_t)blockIdx.x * (E / 8);
@@ -1663,6 +1678,19 @@ __global__ static void __launch_bounds__(128)
         }
         if (norm_w) fused.row_sumsq[blockIdx.x * fused.n_sums + k] = sum;
     }
+}
+
+/* kv_ids[kv_slot[t]] = ids[t], the op keep_ids in the last of several stages, which does not embed.
+ * Arguments as in embed_kernel. Grid ceil(T / 256), block 256. */
+__global__ static void __launch_bounds__(256)
+    keep_ids_kernel(const int *ids, const int *last_tokens, const int *kv_slot, int *kv_ids,
+                    int T) {
+    const int t = (int)(blockIdx.x * 256 + threadIdx.x);
+    grid_launch_dependents();
+    grid_wait();
+    if (t >= T) return;
+    const int id = ids[t];
+    kv_ids[kv_slot[t]] = id < 0 ? last_tokens[-1 - id] : id;
 }
 
 /* ---- RoPE ---- */
@@ -8549,8 +8577,9 @@ typedef struct samp_top { /* the host gets one for each row that wants top log-p
 } samp_top;
 
 typedef struct samp_filter { /* more parameters of a filtered row */
-    /* Lists, on the device. history: prompt and output, as far as penalties need them. */
-    const int *history, *bias_ids, *allowed, *forbidden;
+    /* Lists, on the device. pages: of the first n_history tokens, the row's history. bad_ids: the
+     * bad words, one after the other; word i ends before bad_ids[bad_ends[i]]. */
+    const int *pages, *bias_ids, *allowed, *forbidden, *bad_ids, *bad_ends;
     const float *bias;
     /* temperature * log(min_p); -inf: off. min-p removes logits below the highest one plus this. */
     double min_p_drop;
@@ -8559,7 +8588,10 @@ typedef struct samp_filter { /* more parameters of a filtered row */
     int top_k;                             /* 0: off */
     int n_top, top_index;                  /* n_top: top log-probabilities that the row wants; 0:
                                               none. top_index: index of the row in tops */
-    int n_history, n_prompt, n_bias, n_allowed, n_forbidden, fallback_id;
+    int n_history, n_prompt;               /* n_history 0: the row does not need its history */
+    int first_penalized; /* penalties look at the tokens first_penalized .. n_history-1; n_history:
+                            the row has no penalties */
+    int n_bias, n_allowed, n_forbidden, n_bad, fallback_id;
     int ranked; /* the row wants the rank of its forced id */
 } samp_filter;
 
@@ -10032,6 +10064,27 @@ __device__ static void samp_apply_allowed(const samp_filter &filter, float *logi
     }
 }
 
+/* Returns token i of the row's history. */
+__device__ static inline int samp_history_id(const samp_filter &filter, const int *kv_ids, int i) {
+    return kv_ids[filter.pages[i / TOKA_GPU_PAGE_TOK] * TOKA_GPU_PAGE_TOK + i % TOKA_GPU_PAGE_TOK];
+}
+
+/* Forbids the ids that would complete one of the bad words given as ids: the output ends in all ids
+ * of the word but the last. */
+__device__ static void samp_apply_bad_ids(const samp_filter &filter, const int *kv_ids,
+                                          float *logits, int *touched) {
+    for (int i = (int)threadIdx.x; i < filter.n_bad; i += FILTER_THREADS) {
+        const int first = i ? filter.bad_ends[i - 1] : 0, last = filter.bad_ends[i] - 1,
+                  at = filter.n_history - (last - first); /* where the word would begin */
+        bool open = at >= filter.n_prompt;
+        for (int k = first; k < last && open; k++)
+            open = samp_history_id(filter, kv_ids, at + k - first) == filter.bad_ids[k];
+        if (open)
+            logits[filter.bad_ids[last]] = -INFINITY,
+            touched[filter.bad_ids[last] / SAMP_BLOCK] = 1;
+    }
+}
+
 /* Applies the penalties to the logit of an id that is in the history, `count` times in the
  * output. */
 __device__ static void samp_penalize(const samp_filter &filter, float *logits, int id,
@@ -10043,17 +10096,20 @@ __device__ static void samp_penalize(const samp_filter &filter, float *logits, i
     logits[id] = samp_clean(logit), touched[id / SAMP_BLOCK] = 1;
 }
 
-/* Applies the penalties once to each id of a history of up to FILTER_WORKSPACE_WORDS / 4 ids.
- * table: a hash table in shared memory. It has n_entries entries, at least twice the length of the
- * history: first [n_entries] id + 1 (0: the entry is empty), then [n_entries] counts in the
- * output. */
-__device__ static void samp_hash_penalties(const samp_filter &filter, float *logits, int V,
-                                           uint32_t *table, int *touched) {
-    const uint32_t shift = __clz(2 * filter.n_history - 1), n_entries = 1u << (32 - shift);
+/* Applies the penalties once to each id of a history of which they look at up to
+ * FILTER_WORKSPACE_WORDS / 4 ids. table: a hash table in shared memory. It has n_entries entries,
+ * at least twice that number: first [n_entries] id + 1 (0: the entry is empty), then [n_entries]
+ * counts in the output. */
+__device__ static void samp_hash_penalties(const samp_filter &filter, const int *kv_ids,
+                                           float *logits, int V, uint32_t *table, int *touched) {
+    const uint32_t shift = __clz(2 * (filter.n_history - filter.first_penalized) - 1),
+                   n_entries = 1u << (32 - shift);
     for (uint32_t i = threadIdx.x; i < 2 * n_entries; i += FILTER_THREADS) table[i] = 0;
     __syncthreads();
-    for (int i = (int)threadIdx.x; i < filter.n_history; i += FILTER_THREADS) {
-        uint32_t key = (uint32_t)filter.history[i] + 1, index = key * 0x9E3779B1u >> shift;
+    for (int i = filter.first_penalized + (int)threadIdx.x; i < filter.n_history;
+         i += FILTER_THREADS) {
+        uint32_t key = (uint32_t)samp_history_id(filter, kv_ids, i) + 1,
+                 index = key * 0x9E3779B1u >> shift;
         if (key - 1 >= (uint32_t)V) continue;
         for (uint32_t previous; (previous = atomicCAS(&table[index], 0u, key)) && previous != key;)
             index = index + 1 & n_entries - 1;
@@ -10069,14 +10125,15 @@ __device__ static void samp_hash_penalties(const samp_filter &filter, float *log
 /* The same for a history of any length, for one range of ids at a time. counts:
  * [FILTER_WORKSPACE_WORDS] in shared memory: how often each id of the range is in the output; bit
  * 31 is set if the id is in the history. Reads n_history * V / FILTER_WORKSPACE_WORDS ids. */
-__device__ static void samp_apply_penalties(const samp_filter &filter, float *logits, int V,
-                                            uint32_t *counts, int *touched) {
+__device__ static void samp_apply_penalties(const samp_filter &filter, const int *kv_ids,
+                                            float *logits, int V, uint32_t *counts, int *touched) {
     for (int first_id = 0; first_id < V; first_id += FILTER_WORKSPACE_WORDS) {
         int n_ids = min((int)FILTER_WORKSPACE_WORDS, V - first_id);
         for (int i = (int)threadIdx.x; i < n_ids; i += FILTER_THREADS) counts[i] = 0;
         __syncthreads();
-        for (int i = (int)threadIdx.x; i < filter.n_history; i += FILTER_THREADS) {
-            int index = filter.history[i] - first_id;
+        for (int i = filter.first_penalized + (int)threadIdx.x; i < filter.n_history;
+             i += FILTER_THREADS) {
+            int index = samp_history_id(filter, kv_ids, i) - first_id;
             if (index < 0 || index >= n_ids) continue;
             if (i >= filter.n_prompt) atomicAdd(&counts[index], 1u);
             atomicOr(&counts[index], 0x80000000u);
@@ -10145,8 +10202,10 @@ __device__ static void samp_update_blocks(samp_dist &dist, const int *touched, b
 /* Step 2 of chapter 18 of toka.c: adjusts the logits. with_sums: see samp_update_blocks. workspace:
  * [FILTER_WORKSPACE_WORDS] in shared memory. No blocks are listed during it: the memory of their
  * list holds `touched`. */
-__device__ static void samp_adjust(samp_dist &dist, const samp_filter &filter, float *logits,
-                                   bool with_sums, uint32_t *workspace, samp_mass *scratch) {
+__device__ static void samp_adjust(samp_dist &dist, const samp_filter &filter, const int *kv_ids,
+                                   float *logits, bool with_sums, uint32_t *workspace,
+                                   samp_mass *scratch) {
+    const int n_penalized = filter.n_history - filter.first_penalized;
     int *touched = dist.blocks;
     __syncthreads();
     for (int block = (int)threadIdx.x; block < dist.n_blocks; block += FILTER_THREADS)
@@ -10159,10 +10218,12 @@ __device__ static void samp_adjust(samp_dist &dist, const samp_filter &filter, f
     for (int i = (int)threadIdx.x; i < filter.n_forbidden; i += FILTER_THREADS)
         if (filter.forbidden[i] >= 0 && filter.forbidden[i] < dist.V)
             logits[filter.forbidden[i]] = -INFINITY, touched[filter.forbidden[i] / SAMP_BLOCK] = 1;
+    samp_apply_bad_ids(filter, kv_ids, logits, touched);
     __syncthreads();
-    if (filter.n_history > FILTER_WORKSPACE_WORDS / 4)
-        samp_apply_penalties(filter, logits, dist.V, workspace, touched);
-    else if (filter.n_history) samp_hash_penalties(filter, logits, dist.V, workspace, touched);
+    if (n_penalized > FILTER_WORKSPACE_WORDS / 4)
+        samp_apply_penalties(filter, kv_ids, logits, dist.V, workspace, touched);
+    else if (n_penalized)
+        samp_hash_penalties(filter, kv_ids, logits, dist.V, workspace, touched);
     samp_update_blocks(dist, touched, with_sums, scratch);
 }
 
@@ -10462,11 +10523,13 @@ __device__ static inline samp_partial samp_draw(samp_dist &dist, const samp_para
 
 /* Returns the raw log-probability of the sampled id from its adjusted logit. It undoes the
  * adjustments, as samp_unadjust of toka.c does, and subtracts the raw log-sum-exp. */
-__device__ static float samp_unadjust(const samp_filter &filter, int id, double logit,
-                                      float raw_max, float raw_log_sum, int *scratch) {
+__device__ static float samp_unadjust(const samp_filter &filter, const int *kv_ids, int id,
+                                      double logit, float raw_max, float raw_log_sum,
+                                      int *scratch) {
     int seen = 0, count = 0;
-    for (int i = (int)threadIdx.x; i < filter.n_history; i += FILTER_THREADS) {
-        bool hit = filter.history[i] == id;
+    for (int i = filter.first_penalized + (int)threadIdx.x; i < filter.n_history;
+         i += FILTER_THREADS) {
+        bool hit = samp_history_id(filter, kv_ids, i) == id;
         seen |= hit, count += hit && i >= filter.n_prompt;
     }
     seen = block_reduce(seen, scratch, op_max{});
@@ -10491,6 +10554,7 @@ typedef struct samp_filter_args { /* arguments of a launch for n rows */
     samp_top *tops;               /* tops of the step; the index of a row is filter.top_index */
     samp_result *results;         /* [n] */
     int *last_tokens;             /* [n_seqs] */
+    const int *kv_ids;            /* ids of the tokens in the pages */
 } samp_filter_args;
 
 /* Dynamic shared memory of samp_filter_kernel. */
@@ -10537,7 +10601,8 @@ __global__ static void __launch_bounds__(FILTER_THREADS, FILTER_CTAS_PER_SM)
         samp_top_logprobs(dist, filter.n_top, raw_log_sum, args.tops + filter.top_index, scratch);
     const int rank = filter.ranked ? samp_rank(dist, params.forced_id, scratch) : 0;
     bool adjusted = params.forced_id < 0 &&
-                    (filter.n_bias || filter.n_allowed || filter.n_forbidden || filter.n_history);
+                    (filter.n_bias || filter.n_allowed || filter.n_forbidden || filter.n_bad ||
+                     filter.n_history);
     bool is_drawn = params.forced_id < 0 && params.scale > 0,
          has_cut = is_drawn &&
                    (filter.top_k > 0 || filter.top_p < 1 || filter.min_p_drop > -INFINITY);
@@ -10546,7 +10611,8 @@ __global__ static void __launch_bounds__(FILTER_THREADS, FILTER_CTAS_PER_SM)
     const samp_partial *row_partials = args.partials + blockIdx.x;
     for (int block = (int)threadIdx.x; block < args.n_blocks && with_sums; block += FILTER_THREADS)
         block_sums[block] = row_partials[(size_t)block * args.ld_partials].sum;
-    if (adjusted) samp_adjust(dist, filter, logits, with_sums, workspace, scratch);
+    if (adjusted)
+        samp_adjust(dist, filter, args.kv_ids, logits, with_sums, workspace, scratch);
     if (adjusted && dist.max == -INFINITY) partial = samp_empty_partial();
     else if ((has_cut || adjusted) && dist.max > -INFINITY) {
         samp_mass mass = 0;
@@ -10572,8 +10638,9 @@ __global__ static void __launch_bounds__(FILTER_THREADS, FILTER_CTAS_PER_SM)
                                           filter.fallback_id);
     /* After a failed barrier between ranks the logits may be garbage: check the id. */
     if (adjusted && params.forced_id == SAMP_DRAW && (unsigned)result.id < (unsigned)args.V)
-        result.logprob = samp_unadjust(filter, result.id, samp_clean(logits[result.id]), raw_max,
-                                       raw_log_sum, (int *)scratch);
+        result.logprob = samp_unadjust(filter, args.kv_ids, result.id,
+                                       samp_clean(logits[result.id]), raw_max, raw_log_sum,
+                                       (int *)scratch);
     if (threadIdx.x) return;
     result.rank = rank;
     args.results[blockIdx.x] = result, args.best_keys[blockIdx.x] = 0;
@@ -10679,7 +10746,8 @@ static void samp_open(toka_device *dev) {
                                          head->smem_bytes),
                     "LM head");
     /* the longest lists of one row */
-    const size_t row_list_bytes = 4 * ((size_t)dev->shape->max_len + 4 * V);
+    const size_t row_list_bytes = 4 * ((size_t)dev->shape->max_len / TOKA_GPU_PAGE_TOK + 1 + 4 * V +
+                                       2 * TOKA_MAX_BAD_IDS);
     upload_open(dev, &plan->list_upload,
                 max_samples * sizeof(samp_filter) + SAMP_LIST_BYTES + row_list_bytes + 64, false);
 }
@@ -10707,7 +10775,8 @@ static bool samp_is_filtered(const toka_sample_row *row, int V) {
     if (!sampling) return false;
     if (sampling->logprobs > 0 || row->wants_rank) return true;
     if (row->scored_id >= 0) return false;
-    if (sampling->n_bias || sampling->n_allowed || row->n_forbidden || samp_has_penalties(sampling))
+    if (sampling->n_bias || sampling->n_allowed || row->n_forbidden || sampling->n_bad ||
+        samp_has_penalties(sampling))
         return true;
     return sampling->temperature > 0 && ((sampling->top_k > 0 && sampling->top_k < V) ||
                                          sampling->top_p < 1 || sampling->min_p > 0);
@@ -10717,20 +10786,27 @@ static int samp_n_top(const toka_sampling *sampling, int V) {
     return max(0, min(min(sampling->logprobs, TOKA_MAX_LOGPROBS), V));
 }
 
-/* Penalties need the last part of the history. Returns where this part begins; n_history: they need
- * none of it. Only the repetition penalty needs the prompt. */
-static int samp_history_start(const toka_sample_row *row) {
-    if (row->scored_id >= 0 || !samp_has_penalties(row->sampling)) return row->n_history;
-    return row->sampling->repetition_penalty == 1 ? row->n_prompt : 0;
+/* Returns how many tokens of its history the row needs: all or none. */
+static int samp_n_history(const toka_sample_row *row) {
+    const toka_sampling *sampling = row->sampling;
+    return row->scored_id < 0 && (samp_has_penalties(sampling) || sampling->n_bad) ? row->n_history
+                                                                                  : 0;
+}
+/* Returns the number of ids of all bad words. */
+static int samp_n_bad_ids(const toka_sampling *sampling) {
+    int n_ids = 0;
+    for (int i = 0; i < sampling->n_bad; i++) n_ids += sampling->bad_lengths[i];
+    return n_ids;
 }
 
-/* Returns the most bytes of an upload buffer that the five lists of a row need. */
+/* Returns the most bytes of an upload buffer that the seven lists of a row need. */
 static size_t samp_list_bytes(const toka_sample_row *row) {
     const toka_sampling *sampling = row->sampling;
-    const size_t history = (size_t)(row->n_history - samp_history_start(row));
-    return 4 * (history + 2 * (size_t)sampling->n_bias + (size_t)sampling->n_allowed +
-                (size_t)row->n_forbidden) +
-           5 * 16;
+    return 4 * ((size_t)ceil_div(samp_n_history(row), TOKA_GPU_PAGE_TOK) +
+                2 * (size_t)sampling->n_bias + (size_t)sampling->n_allowed +
+                (size_t)row->n_forbidden + (size_t)samp_n_bad_ids(sampling) +
+                (size_t)sampling->n_bad) +
+           7 * 16;
 }
 
 /* Returns whether any row of the step is filtered. */
@@ -10820,19 +10896,38 @@ static void samp_plan_step(toka_device *dev, const toka_step *step) {
     }
 }
 
+/* Uploads the bad words of a filter. */
+static void samp_put_bad_ids(upload_buffer *upload, const toka_sampling *sampling,
+                             samp_filter *filter) {
+    int *ends, n_ids = 0;
+    filter->bad_ids = (const int *)upload_put(upload, sampling->bad_ids,
+                                              (size_t)samp_n_bad_ids(sampling) * 4);
+    filter->bad_ends = (const int *)upload_alloc(upload, (size_t)sampling->n_bad * 4,
+                                                 (void **)&ends);
+    for (int i = 0; i < sampling->n_bad; i++) ends[i] = n_ids += sampling->bad_lengths[i];
+}
+
 /* Fills in the filter of one row. If the previous row belongs to the same request, both use the
- * same uploaded lists of bias and allowed ids. */
+ * same uploaded lists of bias, allowed ids and bad words. */
 static void samp_fill_filter(toka_device *dev, upload_buffer *upload, const toka_sample_row *row,
                              const toka_sample_row *prev_row, const samp_filter *prev_filter,
                              samp_filter *filter) {
     const toka_sampling *sampling = row->sampling;
-    int V = dev->shape->V_all, history_start = samp_history_start(row);
+    int V = dev->shape->V_all;
     bool same_request = prev_row && prev_row->sampling == sampling;
     *filter = samp_filter{};
-    filter->history = (const int *)upload_put(upload, row->history + history_start,
-                                              (size_t)(row->n_history - history_start) * 4);
-    filter->n_history = row->n_history - history_start,
-    filter->n_prompt = row->n_prompt > history_start ? row->n_prompt - history_start : 0;
+    filter->n_history = samp_n_history(row), filter->n_prompt = row->n_prompt;
+    filter->pages = (const int *)upload_put(
+        upload, row->pages, (size_t)ceil_div(filter->n_history, TOKA_GPU_PAGE_TOK) * 4);
+    /* only the repetition penalty looks at the prompt */
+    filter->first_penalized = !samp_has_penalties(sampling)       ? filter->n_history
+                              : sampling->repetition_penalty == 1 ? min(row->n_prompt,
+                                                                        filter->n_history)
+                                                                  : 0;
+    if (same_request)
+        filter->bad_ids = prev_filter->bad_ids, filter->bad_ends = prev_filter->bad_ends;
+    else samp_put_bad_ids(upload, sampling, filter);
+    filter->n_bad = row->scored_id < 0 ? sampling->n_bad : 0;
     filter->bias_ids = same_request ? prev_filter->bias_ids
                               : (const int *)upload_put(upload, sampling->bias_ids,
                                                         (size_t)sampling->n_bias * 4);
@@ -10944,7 +11039,7 @@ static void samp_launch_results(toka_device *dev, int first, int n_rows, int n_p
     samp_filter_args args = {params + n_plain, filters, logits, plan->partials + n_plain,
                              plan->ld_logits, plan->partial_rows, dev->shape->V_all, plan->n_blocks,
                              plan->best_keys + n_plain, plan->tops, results + n_plain,
-                             dev->last_tokens};
+                             dev->last_tokens, dev->kv_ids};
     if (n_rows > n_plain)
         launch_dependent(dev, "filters", samp_filter_kernel,
                          {dim3((unsigned)(n_rows - n_plain)), FILTER_THREADS,
@@ -11450,6 +11545,16 @@ static void cuda_alloc_buffers(toka_device *dev) {
         latch_error(dev,
                     cudaMemsetAsync(dev->kv_pool, 0,
                                     (size_t)shape->L * dev->kv_layer_elems * sizeof(bf16),
+                                    dev->stream),
+                    "KV cache");
+    if (is_last_stage(dev))
+        dev->kv_ids = (int *)dev_alloc(
+            dev, (size_t)(dev->options.n_pages + 1) * (size_t)shape->B * sizeof(int), "KV cache");
+    if (!dev->error.code && dev->kv_ids)
+        latch_error(dev,
+                    cudaMemsetAsync(dev->kv_ids, 0,
+                                    (size_t)(dev->options.n_pages + 1) * (size_t)shape->B *
+                                        sizeof(int),
                                     dev->stream),
                     "KV cache");
     if (!dev->error.code) attn_open(dev);
@@ -12317,7 +12422,8 @@ static void cuda_copy_pages(toka_device *dev, const toka_step *step) {
     if (!op_begin(dev, NULL)) return;
     launch_dependent(dev, "copies of pages", copy_pages_kernel,
                      {dim3((unsigned)step->n_copies, (unsigned)shape->L), 256}, dev->rows.copies,
-                     dev->kv_pool, dev->kv_layer_elems, shape->K * 2 * shape->B * shape->D);
+                     dev->kv_pool, dev->kv_layer_elems, shape->K * 2 * shape->B * shape->D,
+                     dev->kv_ids, shape->B);
 }
 
 /* Sets the state after an op that has written x. next_norm: the fused norm of which the op was the
@@ -12335,6 +12441,15 @@ static bool hidden_norm(toka_device *dev, toka_hidden *x, const float *norm) {
     const bf16 *rows = dev_bf16(toka_hidden_read(x));
     if (!graph_is_replay(dev)) rmsnorm(dev, rows, NULL, norm, dev->xn, dev->step->T);
     return false;
+}
+
+/* In a model with one stage the kernel of embed has kept the ids. In the last of several stages the
+ * sampled tokens are in its own last_tokens. */
+static void cuda_keep_ids(toka_device *dev, const toka_step *) {
+    if (pp_size(dev) == 1 || !op_begin(dev, "keep_ids") || graph_is_replay(dev)) return;
+    launch_dependent(dev, "ids of tokens", keep_ids_kernel,
+                     {dim3((unsigned)ceil_div(dev->step->T, 256)), 256}, dev->rows.ids,
+                     dev->last_tokens, dev->rows.kv_slot, dev->kv_ids, dev->step->T);
 }
 
 /* Returns the norm of the next op if it can be fused into this GEMM (chapter 4); else NULL. */
@@ -12371,7 +12486,8 @@ static void cuda_embed(toka_device *dev, const toka_step *step, toka_hidden *x) 
     launch_dependent(dev, "embedding", embed_kernel, {dim3(step->T), 128}, dev->rows.ids,
                      dev->last_tokens, embed_table{dev->embed, dev->shape->v0, dev->shape->V},
                      dev_bf16(x->data), dev->E,
-                     fuse_norm_args(dev, fuses ? dev->layers->attn_norm : NULL, false));
+                     fuse_norm_args(dev, fuses ? dev->layers->attn_norm : NULL, false),
+                     kept_ids{dev->rows.kv_slot, dev->kv_ids});
     clock_record_op(dev, TOKA_OP_EMBED);
 }
 
@@ -12515,6 +12631,7 @@ extern "C" const toka_backend toka_cuda = {
     .times = cuda_times,
     .copy_pages = cuda_copy_pages,
     .embed = cuda_embed,
+    .keep_ids = cuda_keep_ids,
     .norm_qkv_rope_kv = cuda_norm_qkv_rope_kv,
     .attention = cuda_attention,
     .out_residual = cuda_out_residual,

@@ -10,6 +10,7 @@ enum { G_SHARED = G_SEQS / G_FAMILY + G_SEQS / G_GROUP };
 typedef struct g_step {
     int32_t id[G_SEQS], pos[G_SEQS], kv_slot[G_SEQS], pages[7 * G_SEQS];
     toka_span spans[3 * G_SEQS];
+    int32_t tables[G_SEQS][G_OWN + 2]; /* the block table of each row's sequence */
     toka_sample_row samples[G_SEQS];
     toka_copy copy;
     toka_sample_result results[G_SEQS];
@@ -58,7 +59,7 @@ static toka_sample_row g_sample_row(int row, int q, int len, bool one, bool mixe
     r.sampling = &how[one && row == 1 ? 2 : q % 8 == 6 ? 3 : q % 2];
     if (mixed && (q + len) % 10 < 8) {
         r.sampling = &mix[(q + len) % 10];
-        r.history = ids, r.n_prompt = 5, r.n_history = 5 + q % 8;
+        r.n_prompt = 5, r.n_history = len + 1;
         if (q % 3 == 0) r.forbidden = ids + 8, r.n_forbidden = 2;
     }
     return r;
@@ -81,6 +82,8 @@ static void g_make_step(g_step *g, g_seq *seqs, int from, int to, int mode, int 
             g->id[row] = seqs[q].has_sampled ? -1 - q : 5 + q % 200, g->pos[row] = len;
             g->kv_slot[row] = g_page(q, len / B) * B + len % B;
             g->samples[row] = g_sample_row(row, q, len, mode / 4 == 1, mode / 4 == 3);
+            for (int p = 0; p * B <= len; p++) g->tables[row][p] = g_page(q, p);
+            g->samples[row].pages = g->tables[row];
             if (++seqs[q].len == G_LEN - q % 90) seqs[q] = (g_seq){.len = 2 * B};
             else seqs[q].has_sampled = true;
         }

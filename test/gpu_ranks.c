@@ -258,13 +258,13 @@ static double group_weight(const samp_dist *d, int b, int g) {
 
 /* The id that a GPU samples from raw logits x [V], which are overwritten: chapters 11 and 12 of
  * toka_kernels.cu, in double. */
-static int32_t gpu_sample(const toka_sample_row *row, float *x, int V) {
+static int32_t gpu_sample(const toka_sample_row *row, const int32_t *history, float *x, int V) {
     const toka_sampling *s = row->sampling;
     double best = -INFINITY, passed = 0;
     int block = 0, group = 0;
     int32_t id = -1;
     for (int i = 0; i < V; i++) x[i] = samp_clean(x[i]);
-    samp_adjust(row, x, V);
+    samp_adjust(row, history, x, V);
     samp_dist d = {.x = x, .V = V, .max = samp_max(x, V), .scale = 1 / (double)MAX(s->temperature, 1e-9f), .threshold = {-INFINITY, -1}};
     for (int i = 0; i < V && s->temperature == 0; i++)
         if (x[i] == (float)d.max) return i;
@@ -291,14 +291,14 @@ static bool same_group(int32_t a, int32_t b) { return a >= 0 && b >= 0 && a / 25
 /* Logits `below` sample an id before the wanted one in its group, logits `above` one after it.
  * Returns whether some logits between them sample the wanted id. It may be too unlikely to be found
  * by chance. */
-static bool between(const toka_sample_row *row, int32_t wanted, float *below, float *above, int V) {
+static bool between(const toka_sample_row *row, const int32_t *history, int32_t wanted, float *below, float *above, int V) {
     float *middle = mem_alloc((size_t)V * sizeof *middle);
     int32_t id = -1;
     for (int round = 0; round < 60 && id != wanted; round++) {
         for (int v = 0; v < V; v++) middle[v] = below[v] / 2 + above[v] / 2;
         float *x = mem_alloc((size_t)V * sizeof *x);
         memcpy(x, middle, (size_t)V * sizeof *x);
-        id = gpu_sample(row, x, V);
+        id = gpu_sample(row, history, x, V);
         free(x);
         if (!same_group(id, wanted)) break;
         memcpy(id < wanted ? below : above, middle, (size_t)V * sizeof *middle);
@@ -319,7 +319,7 @@ static bool may_sample(const answers *w, int kind, int i, int k, const float *lo
     bool has_below = false, has_above = false;
     make_request(&r, kind, i);
     memcpy(history, w->ids[i], (size_t)n * sizeof *history), memcpy(history + n, a->ids, (size_t)k * sizeof *history);
-    const toka_sample_row row = {.seq = -1, .scored_id = -1, .position = (uint32_t)(n + k), .sampling = &r.sampling, .history = history, .n_prompt = n,
+    const toka_sample_row row = {.seq = -1, .scored_id = -1, .position = (uint32_t)(n + k), .sampling = &r.sampling, .n_prompt = n,
                               .n_history = n + k};
     float *x = mem_alloc((size_t)V * 4 * sizeof *x), *noisy = x + V, *below = noisy + V, *above = below + V;
     int32_t id = -1;
@@ -332,12 +332,12 @@ static bool may_sample(const answers *w, int kind, int i, int k, const float *lo
             for (int j = 0; round && j < 3; j++) noise += rnd_in(&seed, -1000, 1000) / 1e3;
             noisy[v] = x[v] = logits[v] + (float)(off * sqrt(rms) * noise);
         }
-        id = gpu_sample(&row, x, V), *tie = round > 0;
+        id = gpu_sample(&row, history, x, V), *tie = round > 0;
         if (!same_group(id, a->ids[k])) continue;
         memcpy(id < a->ids[k] ? below : above, noisy, (size_t)V * sizeof *x);
         has_below |= id < a->ids[k], has_above |= id > a->ids[k];
     }
-    const bool may = id == a->ids[k] || (has_below && has_above && between(&row, a->ids[k], below, above, V));
+    const bool may = id == a->ids[k] || (has_below && has_above && between(&row, history, a->ids[k], below, above, V));
     free(x);
     return may;
 }

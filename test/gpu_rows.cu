@@ -70,20 +70,29 @@ static void test_loads(toka_device *d) {
 }
 
 /* ---- Embedding ---- Of ids, and of the last token of a seq. The table has n ids from v0 on; other
- * ids give zeros. */
+ * ids give zeros. Each id is kept at its kv_slot. */
 
 static void test_embed(toka_device *d, int T, int E, int v0, int n) {
     const int V = 300, n_slots = 40;
     gpu_buf<bf16> table((size_t)V * E), x((size_t)T * E);
-    gpu_buf<int> ids((size_t)T), last(n_slots);
+    gpu_buf<int> ids((size_t)T), last(n_slots), slots((size_t)T), kv_ids(2 * (size_t)T);
     std::vector<int> id((size_t)T), kept(n_slots);
     gpu_random(table, gpu_seed, 1);
     for (int i = 0; i < n_slots; i++) kept[(size_t)i] = (int)(gpu_mix(gpu_seed * 5 + i) % V);
     for (int i = 0; i < T; i++) id[(size_t)i] = i == 1 ? V - 1 : i % 3 == 2 ? -1 - i % n_slots : (int)(gpu_mix(gpu_seed + i) % V);
-    ids.set(id), last.set(kept);
+    std::vector<int> slot, want_ids(2 * (size_t)T, -1);
+    for (int i = 0; i < T; i++) slot.push_back(2 * (T - 1 - i) + i % 2), want_ids[(size_t)slot.back()] = id[(size_t)i] < 0 ? kept[(size_t)(-1 - id[(size_t)i])] : id[(size_t)i];
+    ids.set(id), last.set(kept), slots.set(slot);
     GPU_OK(cudaDeviceSynchronize());
-    launch_dependent(d, "embedding", embed_kernel, {dim3((unsigned)T), 128}, ids.p(), last.p(), embed_table{table.p() + (size_t)v0 * E, v0, n}, x.p(), E, fused_norm{});
+    launch_dependent(d, "embedding", embed_kernel, {dim3((unsigned)T), 128}, ids.p(), last.p(), embed_table{table.p() + (size_t)v0 * E, v0, n}, x.p(), E,
+                     fused_norm{}, kept_ids{slots.p(), kv_ids.p()});
     done(d, "embed");
+    gpu_check(kv_ids.host() == want_ids && kv_ids.guards_hold(), "embed T=%d E=%d: kept ids", T, E);
+    kv_ids.poison();
+    GPU_OK(cudaDeviceSynchronize());
+    launch_dependent(d, "ids", keep_ids_kernel, {dim3((unsigned)ceil_div(T, 256)), 256}, ids.p(), last.p(), slots.p(), kv_ids.p(), T);
+    done(d, "keep_ids");
+    gpu_check(kv_ids.host() == want_ids && kv_ids.guards_hold(), "keep_ids T=%d", T);
     std::vector<bf16> rows = table.host(), want;
     for (int i : id) {
         ptrdiff_t at = i < 0 ? kept[(size_t)(-1 - i)] : i;
@@ -99,6 +108,11 @@ static void test_copies(toka_device *d, int L, int n_pages, int page) {
     size_t layer = (size_t)n_pages * page;
     gpu_buf<bf16> kv(L * layer);
     gpu_buf<toka_copy> copies(2);
+    const int B = 64;
+    gpu_buf<int> kv_ids((size_t)(n_pages * B));
+    std::vector<int> want_ids;
+    for (int i = 0; i < n_pages * B; i++) want_ids.push_back(i);
+    kv_ids.set(want_ids);
     std::vector<toka_copy> c = {{0, n_pages - 1}, {2, 1}};
     std::vector<bf16> want(L * layer);
     for (size_t i = 0; i < want.size(); i++) want[i] = __float2bfloat16((float)(gpu_mix(gpu_seed + i) % 1000));
@@ -106,8 +120,9 @@ static void test_copies(toka_device *d, int L, int n_pages, int page) {
     GPU_OK(cudaDeviceSynchronize());
     for (int l = 0; l < L; l++)
         for (toka_copy k : c) std::copy_n(want.begin() + (ptrdiff_t)(l * layer + (size_t)k.from * page), page, want.begin() + (ptrdiff_t)(l * layer + (size_t)k.to * page));
-    launch_dependent(d, "copies", copy_pages_kernel, {dim3(2, (unsigned)L), 256}, copies.p(), kv.p(), layer, page);
+    launch_dependent(d, "copies", copy_pages_kernel, {dim3(2, (unsigned)L), 256}, copies.p(), kv.p(), layer, page, kv_ids.p(), B);
     done(d, "copies of pages");
+    gpu_check(kv_ids.host() == want_ids && kv_ids.guards_hold(), "copies of pages: kept ids");
     gpu_check(same_bits(kv.host(), want) && kv.guards_hold(), "copies of pages, %d layers, %d of %d elements", L, n_pages, page);
 }
 

@@ -15,10 +15,11 @@
 extern "C" {
 typedef struct toka_test_case {
     toka_sample_row row;
+    const int32_t *history;
     float *raw;
 } toka_test_case;
-void toka_test_row(const toka_sample_row *row, float *logits, int V, toka_sample_result *pick);
-void toka_test_distribution(const toka_sample_row *row, float *logits, int V, double *p);
+void toka_test_row(const toka_sample_row *row, const int32_t *history, float *logits, int V, toka_sample_result *pick);
+void toka_test_distribution(const toka_sample_row *row, const int32_t *history, float *logits, int V, double *p);
 toka_test_case toka_test_random(uint64_t seed, int V);
 double toka_test_g(const int *seen, const double *p, int n_cells, double n);
 }
@@ -28,6 +29,8 @@ static bool quick;
 /* ---- A device that has only these chapters ---- */
 
 static toka_shape shape;
+enum { KEPT_PAGES = 8192 }; /* pages of the device's kv_ids */
+static int n_kept_pages;    /* those in use */
 static toka_device *samp_device(int V, int E, int max_out) { /* the caller sets lm_head and norm */
     toka_device *d = gpu_device();
     shape = toka_shape{};
@@ -36,6 +39,8 @@ static toka_device *samp_device(int V, int E, int max_out) { /* the caller sets 
     d->options = toka_device_options{};
     d->options.max_tokens = d->options.max_samples = max_out;
     gemm_open(d), samp_open(d);
+    d->kv_ids = (int *)dev_alloc(d, KEPT_PAGES * TOKA_GPU_PAGE_TOK * sizeof(int), "kept ids");
+    n_kept_pages = 0;
     d->xn = (bf16 *)dev_alloc(d, (size_t)(max_out + GEMM_PAD_ROWS) * d->E * sizeof(bf16), "xn");
     upload_open(d, &d->upload, samp_upload_bytes(d) + 4096, false);
     if (d->error.code) printf("FAILED %s\n", d->error.msg), exit(2);
@@ -47,6 +52,21 @@ static void samp_device_close(toka_device *d) {
     upload_close(&d->upload);
     for (int i = 0; i < d->n_allocations; i++) cudaFree(d->allocations[i]);
     free(d->allocations), d->allocations = NULL, d->n_allocations = 0;
+}
+
+/* Keeps the ids of a row's history in pages of the device, whose numbers fall. */
+static void keep_history(toka_device *d, toka_sample_row *row, const int32_t *history) {
+    static std::vector<std::vector<int32_t>> tables; /* never freed: rows point to them */
+    const int B = TOKA_GPU_PAGE_TOK, n_pages = ceil_div(row->n_history, B);
+    std::vector<int32_t> table((size_t)n_pages);
+    n_kept_pages += n_pages;
+    if (n_kept_pages > KEPT_PAGES) printf("FAILED more than %d pages of ids\n", KEPT_PAGES), exit(2);
+    for (int i = 0; i < n_pages; i++) {
+        table[(size_t)i] = n_kept_pages - 1 - i;
+        GPU_OK(cudaMemcpy(d->kv_ids + table[(size_t)i] * B, history + i * B, (size_t)std::min(B, row->n_history - i * B) * sizeof(int), cudaMemcpyHostToDevice));
+    }
+    GPU_OK(cudaDeviceSynchronize());
+    tables.push_back(std::move(table)), row->pages = tables.back().data();
 }
 
 static toka_step step_of(const std::vector<toka_sample_row> &rows) {
@@ -122,7 +142,7 @@ static void check_row(const char *what, const toka_test_case &c, int V, const to
     std::vector<double> p((size_t)V);
     toka_sample_result want = {};
     const toka_sampling *s = c.row.sampling;
-    toka_test_row(&c.row, x.data(), V, &want);
+    toka_test_row(&c.row, c.history, x.data(), V, &want);
     compared++;
     bool ok = got.n_top == want.n_top;
     for (int i = 0; ok && i < want.n_top; i++)
@@ -136,7 +156,7 @@ static void check_row(const char *what, const toka_test_case &c, int V, const to
         return;
     }
     std::copy(c.raw, c.raw + V, x.begin());
-    toka_test_distribution(&c.row, x.data(), V, p.data());
+    toka_test_distribution(&c.row, c.history, x.data(), V, p.data());
     double mass = 0;
     for (double q : p) mass += q;
     if (mass == 0 || s->temperature == 0) {
@@ -153,7 +173,7 @@ static void check_row(const char *what, const toka_test_case &c, int V, const to
     toka_sampling none = *s;
     none.logprobs = 0, forced.sampling = &none, forced.scored_id = got.id;
     std::copy(c.raw, c.raw + V, x.begin());
-    toka_test_row(&forced, x.data(), V, &want);
+    toka_test_row(&forced, c.history, x.data(), V, &want);
     /* the GPU computes it from the adjusted logit, which was rounded */
     bool undone = s->n_bias || c.row.n_history;
     gpu_check(close_to(got.logprob, want.logprob, undone ? 5e-5 : 1e-5), "%s: logprob %g for %g", what, got.logprob, want.logprob);
@@ -172,6 +192,7 @@ static void check_no_logprob(toka_device *d, std::vector<toka_sample_row> rows, 
 static void test_random(int V, int n, uint64_t seed0) {
     toka_device *d = samp_device(V, 8, 64);
     for (int from = 0; from < n; from += 64) {
+        n_kept_pages = 0;
         std::vector<toka_test_case> cases;
         std::vector<toka_sample_row> rows;
         std::vector<const float *> logits;
@@ -179,6 +200,7 @@ static void test_random(int V, int n, uint64_t seed0) {
             toka_test_case c = toka_test_random(seed0 + (uint64_t)(from + i), V);
             if (i % 7 == 3) c.row.scored_id = (int)(gpu_mix(seed0 + (uint64_t)i) % (uint64_t)V), c.row.wants_rank = i % 2;
             c.row.row = i;
+            keep_history(d, &c.row, c.history);
             cases.push_back(c), rows.push_back(c.row), logits.push_back(c.raw);
         }
         std::vector<toka_sample_result> samples = sample_rows(d, rows, logits), again = sample_rows(d, rows, logits);
@@ -233,7 +255,7 @@ static void test_edges() {
     for (size_t k = 0; k < kinds.size(); k++)
         for (int j = 0; j < 8; j++)
             for (int forced = -1; forced < 2; forced++) {
-                toka_test_case c = {row_at(&s[j], (uint32_t)(8 * k) + (uint32_t)j), kinds[k].data()};
+                toka_test_case c = {row_at(&s[j], (uint32_t)(8 * k) + (uint32_t)j), NULL, kinds[k].data()};
                 c.row.row = (int)rows.size();
                 if (forced >= 0) c.row.scored_id = forced ? 999 : 700, c.row.wants_rank = true;
                 cases.push_back(c), rows.push_back(c.row), logits.push_back(c.raw);
@@ -284,10 +306,11 @@ static void test_wide() {
                 s[j].min_p = cases_of_filters[j].min_p, s[j].top_k = cases_of_filters[j].top_k;
             s[j].logprobs = cases_of_filters[j].logprobs;
             if (cases_of_filters[j].n_history) s[j].repetition_penalty = 1.05f, s[j].presence_penalty = 0.5f, s[j].frequency_penalty = 0.1f;
-            toka_test_case c = {row_at(&s[j], (uint32_t)rows.size()), kind.data()};
-            c.row.history = history.data(), c.row.n_history = cases_of_filters[j].n_history,
+            toka_test_case c = {row_at(&s[j], (uint32_t)rows.size()), history.data(), kind.data()};
+            c.row.n_history = cases_of_filters[j].n_history,
                 c.row.n_prompt = cases_of_filters[j].n_history / 2;
             c.row.row = (int)rows.size(), c.row.forbidden = forbidden, c.row.n_forbidden = cases_of_filters[j].n_forbidden;
+            keep_history(d, &c.row, history.data());
             cases.push_back(c), rows.push_back(c.row), logits.push_back(c.raw);
         }
     std::vector<toka_sample_result> samples = sample_rows(d, rows, logits), again = sample_rows(d, rows, logits);
@@ -346,9 +369,9 @@ static void test_cuts() {
         cut = raw;
         plain_sampling[(size_t)(i % 8)] = plain(s[i % 8].temperature);
         toka_sample_row row = row_at(&s[i % 8], (uint32_t)i), plain_row = row_at(&plain_sampling[(size_t)(i % 8)], (uint32_t)i);
-        if (i % 8 == 7) row.history = history.data(), row.n_history = (int)history.size(), row.n_prompt = 450;
+        if (i % 8 == 7) row.n_history = (int)history.size(), row.n_prompt = 450, keep_history(d, &row, history.data());
         /* this call also adjusts the logits in `cut` */
-        toka_test_distribution(&row, cut.data(), V, p.data());
+        toka_test_distribution(&row, history.data(), cut.data(), V, p.data());
         least.push_back(1);
         for (int k = 0; k < V; k++)
             if (p[(size_t)k] == 0) cut[(size_t)k] = -INFINITY;
@@ -416,7 +439,7 @@ static void check_distribution(toka_device *d, const char *what, const toka_samp
     std::vector<float> x = logits;
     std::vector<double> p((size_t)V);
     toka_sample_row row = row_at(&how, 0);
-    toka_test_distribution(&row, x.data(), V, p.data());
+    toka_test_distribution(&row, NULL, x.data(), V, p.data());
     std::vector<int> seen = draws(d, how, logits, n, 0);
     double value = toka_test_g(seen.data(), p.data(), V, n);
     gpu_check(value > 1e-6, "%s: G-test of %d draws, p = %g", what, n, value);
@@ -452,7 +475,7 @@ static void test_distributions() {
     std::vector<double> values, p((size_t)V);
     toka_sampling one = plain(0.9f);
     toka_sample_row row = row_at(&one, 0);
-    toka_test_distribution(&row, low.data(), V, p.data());
+    toka_test_distribution(&row, NULL, low.data(), V, p.data());
     for (int i = 0; i < 40; i++) {
         one.seed = 1000 + (uint64_t)i * 0x100000001u;
         std::vector<int> seen = draws(d, one, x, 65536, (uint32_t)i);
@@ -474,7 +497,7 @@ static void test_pairs() {
     std::vector<double> one((size_t)V), p((size_t)(V * V));
     toka_sampling s = plain(1);
     toka_sample_row row = row_at(&s, 0);
-    toka_test_distribution(&row, copy.data(), V, one.data());
+    toka_test_distribution(&row, NULL, copy.data(), V, one.data());
     for (int i = 0; i < V * V; i++) p[(size_t)i] = one[(size_t)(i / V)] * one[(size_t)(i % V)];
     samp_plan *plan = d->samp;
     GPU_OK(cudaMemcpyAsync(plan->logits, x.data(), (size_t)V * sizeof(float), cudaMemcpyHostToDevice, d->stream));
@@ -537,7 +560,7 @@ static void test_tails() {
     std::vector<float> copy = x;
     std::vector<double> p((size_t)V);
     toka_sample_row row = row_at(&s, 0);
-    toka_test_distribution(&row, copy.data(), V, p.data());
+    toka_test_distribution(&row, NULL, copy.data(), V, p.data());
     seen = draws(d, s, x, n, 8);
     std::vector<int> cell(400);
     std::vector<double> p_cell(400);
@@ -577,7 +600,7 @@ static void check_last(toka_device *d, const std::vector<toka_sample_row> &rows,
     gpu_buf<int> dev_ids(ids.size());
     gpu_buf<bf16> x(ids.size() * E);
     dev_ids.set(ids);
-    embed_kernel<<<(unsigned)ids.size(), 128, 0, d->stream>>>(dev_ids.p(), last.p(), embed_table{table.p(), 0, (int)(table.n / E)}, x.p(), (int)E, fused_norm{});
+    embed_kernel<<<(unsigned)ids.size(), 128, 0, d->stream>>>(dev_ids.p(), last.p(), embed_table{table.p(), 0, (int)(table.n / E)}, x.p(), (int)E, fused_norm{}, kept_ids{});
     GPU_OK(cudaStreamSynchronize(d->stream));
     std::vector<bf16> hx = x.host(), ht = table.host();
     for (size_t i = 0; i < ids.size(); i++) wrong += memcmp(&hx[i * E], &ht[(size_t)(ids[i] < 0 ? want[(size_t)(-1 - ids[i])] : ids[i]) * E], 2 * E) != 0;
@@ -814,7 +837,10 @@ static void bench_filters(int V, int n, float deviation) {
         std::vector<toka_sample_row> rows;
         if (ask.n_history) how.repetition_penalty = 1.05f;
         for (int i = 0; i < n; i++) rows.push_back(row_at(&how, (uint32_t)i)), rows.back().row = i;
-        for (auto &row : rows) row.history = history.data(), row.n_history = ask.n_history;
+        for (auto &row : rows) {
+            row.n_history = ask.n_history, n_kept_pages = 0;
+            keep_history(d, &row, history.data());
+        }
         toka_step s = step_of(rows);
         samp_filter *filters = NULL;
         upload_begin(d, &d->upload);

@@ -1542,6 +1542,28 @@ static void test_bad_words(void) {
     toka_close(t);
 }
 
+/* Penalties and bad words as ids need no token on the host: such requests take as many steps as
+ * others. */
+static void test_history_never_waits(void) {
+    static const int32_t bad[] = {300, 7, 9};
+    static const int lengths[] = {1, 2};
+    int64_t want = 0;
+    for (int kind = 0; kind < 5; kind++) {
+        toka *t = eng_must_open(eng_model, 8, 64, 1);
+        toka_sampling s = eng_greedy(30);
+        s.temperature = 1, s.ignore_eos = 1;
+        if (kind == 1) s.repetition_penalty = 1.05f;
+        if (kind == 2) s.presence_penalty = 0.5f;
+        if (kind == 3) s.frequency_penalty = 0.5f;
+        if (kind == 4) s.bad_ids = bad, s.bad_lengths = lengths, s.n_bad = 2;
+        eng_collected_free(eng_ask_problem(t, str_c(eng_problem), 20, &s));
+        const int64_t steps = toka_get_stats(t).steps;
+        if (!kind) want = steps;
+        CHECK_MSG(steps == want && want > 60, "kind %d: %lld steps, expected %lld", kind, (long long)steps, (long long)want);
+        toka_close(t);
+    }
+}
+
 /* A cache that is sized by the longest sequences has whole pages for each: all run at once, and
  * none is preempted. */
 static void test_short_sequences(void) {
@@ -1715,6 +1737,7 @@ static const struct test eng_tests[] = {
     {"engine: events without text", test_ids_only},
     {"engine: min_tokens and stop strings", test_min_tokens_and_stops},
     {"engine: bad words", test_bad_words},
+    {"engine: penalties and bad ids never wait", test_history_never_waits},
     {"engine: bad words as texts", test_bad_texts},
     {"engine: no token is allowed", test_no_token_allowed},
     {"engine: only end ids are allowed", test_only_end_ids_allowed},

@@ -248,11 +248,12 @@ static void rk_build(rk_world *w, int i, bool by_seq, rk_step *t) {
                         if (w->batch[j].seq[m] == q && w->batch[j].draws[m]) s->needs_step = MAX(s->needs_step, j + 1);
         }
         t->spans[s->n_spans++] = (toka_span){row0, s->T - row0, n_pages, 0, b->to[k]};
+        const int first_page = n_pages;
         for (int p = 0; p < b->to[k]; p += RK_B) t->pages[n_pages++] = q * RK_SEQ_PAGES + p / RK_B;
         if (b->scored == k) t->out[s->n_samples++] = (toka_sample_row){.row = row0, .seq = -1, .scored_id = w->token[q][1]};
         if (b->draws[k])
             t->out[s->n_samples++] = (toka_sample_row){.row = s->T - 1, .seq = q, .scored_id = -1, .sample = (uint32_t)q,
-                                                .position = (uint32_t)b->to[k], .sampling = &w->sampling[q], .history = w->token[q],
+                                                .position = (uint32_t)b->to[k], .sampling = &w->sampling[q], .pages = t->pages + first_page,
                                                 .n_prompt = w->n_prompt[q], .n_history = b->to[k], .forbidden = w->token[q],
                                                 .n_forbidden = 1};
     }
@@ -312,6 +313,9 @@ static bool rk_run_step(rk_rank *r, const toka_step *s, toka_sample_result *resu
     } else {
         RK_OP(receive(r->d, &x, s->T));
     }
+    if (r->place.pp_rank == r->place.pp_size - 1) {
+        RK_OP(keep_ids(r->d, s));
+    }
     for (int l = 0; l < r->sh.L; l++) {
         RK_OP(norm_qkv_rope_kv(r->d, s, l, &x, r->q));
         RK_OP(attention(r->d, s, l, r->q, r->o));
@@ -356,6 +360,24 @@ static void rk_rank_open(rk_rank *r, const rk_world *w, toka_group *g) {
     r->d->pool.serial_cost = 0, r->d->scratch_rows = MIN(r->d->scratch_rows, 7), r->d->scratch_samples = 2;
 }
 
+/* A row draws from the ids that the device keeps in the pages as samp_row does from the ids that
+ * the host knows. */
+static void rk_check_history(const rk_world *w, const rk_step *t) {
+    const int V = w->sh.V_all;
+    float *x = mem_alloc((size_t)V * sizeof *x);
+    for (int k = 0; k < t->s.n_samples; k++) {
+        const toka_sample_row *row = &t->out[k];
+        const toka_sample_result *got = &t->results[0][k];
+        toka_sample_result want;
+        if (row->seq < 0) continue;
+        memcpy(x, t->logits + (size_t)k * (size_t)V, (size_t)V * sizeof *x);
+        samp_row(row, w->token[row->seq], x, V, &want);
+        CHECK_MSG(got->id == want.id && got->logprob == want.logprob, "sequence %d, position %u: id %d, expected %d", row->seq,
+                  row->position, got->id, want.id);
+    }
+    free(x);
+}
+
 static void rk_run_single(rk_world *w) {
     rk_rank r = {.sh = w->sh, .w = *w->w, .place = {0, 1, 0, 1}, .lost_after = -1, .peeks = w->peeks};
     rk_rank_open(&r, w, NULL);
@@ -363,6 +385,7 @@ static void rk_run_single(rk_world *w) {
         rk_step *t = &w->single[i];
         rk_build(w, i, false, t);
         rk_run_step(&r, &t->s, t->results[0]);
+        rk_check_history(w, t);
         for (int k = 0; k < t->s.n_samples; k++)
             if (t->out[k].seq >= 0) w->token[t->out[k].seq][t->out[k].position] = t->results[0][k].id;
     }
@@ -569,18 +592,18 @@ static void rk_check_all_lost(const toka_shape *sh, const toka_weights *weights,
     rk_world_free(w);
 }
 
-/* Ops of a step, counted from 0, for one stage of 2 layers: embed, all_reduce, 6 a layer, and the
- * logits except in the first and third step, which have none. */
+/* Ops of a step, counted from 0, for one stage of 2 layers: embed, all_reduce, keep_ids, 6 a layer,
+ * and the logits except in the first and third step, which have none. */
 static void test_ranks_lost(void) {
     static const rk_lost two_layers[] = {
         {2, 1, 1, 0, true, "no op", "all_reduce"},
-        {2, 1, 0, 5, true, "out_residual", "all_reduce"},
-        {3, 1, 2, 28, true, "all_reduce", "norm_logits_sample"},
+        {2, 1, 0, 6, true, "out_residual", "all_reduce"},
+        {3, 1, 2, 30, true, "all_reduce", "norm_logits_sample"},
         {1, 2, 0, 1, true, "embed", "receive"},
         {1, 2, 1, 0, false, "no op", "send"}, /* the ring buffer fills up */
         /* the first stage waits for the samples of step 5 */
-        {1, 2, 1, 37, true, "norm_mlp_residual", "embed"},
-        {2, 2, 3, 30, true, "norm_logits_sample", NULL},
+        {1, 2, 1, 42, true, "norm_mlp_residual", "embed"},
+        {2, 2, 3, 34, true, "norm_logits_sample", NULL},
         {2, 2, 0, 3, true, "norm_qkv_rope_kv", NULL},
     };
     static const rk_lost six_layers[] = {

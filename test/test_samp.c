@@ -8,7 +8,9 @@ typedef struct samp_case { /* one row with everything that its sample depends on
     toka_sample_row row;
     int V;
     float *raw;       /* [V] */
-    int32_t *ids[4];  /* bias, allowed, forbidden, history */
+    const int32_t *history; /* [row.n_history] */
+    int32_t *ids[5];  /* bias, allowed, forbidden, history, bad words */
+    int *lengths;     /* of the bad words */
     float *bias;
 } samp_case;
 
@@ -45,7 +47,7 @@ static void ref_penalties(const samp_case *c, float *x) {
     for (int id = 0; id < c->V; id++) {
         int in_prompt = 0, in_output = 0;
         for (int i = 0; i < c->row.n_history; i++)
-            if (c->row.history[i] == id) i < c->row.n_prompt ? in_prompt++ : in_output++;
+            if (c->history[i] == id) i < c->row.n_prompt ? in_prompt++ : in_output++;
         if (in_prompt || in_output) x[id] = x[id] < 0 ? x[id] * c->s.repetition_penalty : x[id] / c->s.repetition_penalty;
         x[id] -= c->s.frequency_penalty * (float)in_output;
         x[id] -= c->s.presence_penalty * (float)(in_output > 0);
@@ -58,6 +60,12 @@ static void ref_mask(const samp_case *c, float *x) {
         bool allowed = !c->s.n_allowed;
         for (int i = 0; i < c->s.n_allowed; i++) allowed |= c->s.allowed_ids[i] == id;
         for (int i = 0; i < c->row.n_forbidden; i++) allowed &= c->row.forbidden[i] != id;
+        for (int i = 0, at = 0; i < c->s.n_bad; at += c->s.bad_lengths[i++]) {
+            int n = c->s.bad_lengths[i], n_same = 0;
+            for (int k = 0; k < n - 1 && n - 1 <= c->row.n_history - c->row.n_prompt; k++)
+                n_same += c->history[c->row.n_history - (n - 1) + k] == c->s.bad_ids[at + k];
+            allowed &= n_same < n - 1 || c->s.bad_ids[at + n - 1] != id;
+        }
         if (!allowed) x[id] = -INFINITY;
     }
 }
@@ -134,7 +142,7 @@ static toka_sample_result sample_case(const samp_case *c) {
     toka_sample_row row = case_row(c);
     toka_sample_result result;
     memcpy(x, c->raw, c->V * sizeof *x);
-    samp_row(&row, x, c->V, &result);
+    samp_row(&row, c->history, x, c->V, &result);
     free(x);
     return result;
 }
@@ -170,6 +178,18 @@ static void random_filters(uint64_t *s, samp_case *c) {
     c->s.logprobs = (int)(rnd(s) % (TOKA_MAX_LOGPROBS + 1));
 }
 
+/* Bad words of one to three ids; many begin with the last ids of the history. */
+static void random_bad_words(uint64_t *s, samp_case *c) {
+    c->s.n_bad = 1 + (int)(rnd(s) % 6);
+    c->s.bad_ids = c->ids[4] = random_ids(s, 3 * c->s.n_bad, c->V);
+    c->s.bad_lengths = c->lengths = mem_alloc(c->s.n_bad * sizeof *c->lengths);
+    for (int i = 0, at = 0; i < c->s.n_bad; at += c->lengths[i++]) {
+        const int n = c->lengths[i] = 1 + (int)(rnd(s) % 3);
+        for (int k = 0; k < n - 1 && n - 1 <= c->row.n_history && rnd(s) % 8; k++)
+            c->ids[4][at + k] = c->history[c->row.n_history - (n - 1) + k];
+    }
+}
+
 static samp_case random_case(uint64_t *s, int V) {
     samp_case c = {.s = samp_plain(), .V = V, .raw = mem_alloc(V * sizeof(float))};
     random_logits(s, c.raw, V);
@@ -178,7 +198,7 @@ static samp_case random_case(uint64_t *s, int V) {
     c.s.seed = rnd(s);
     if (rnd(s) % 2) {
         c.row.n_history = (int)(rnd(s) % 300), c.row.n_prompt = (int)(rnd(s) % (uint64_t)(c.row.n_history + 1));
-        c.row.history = c.ids[3] = random_ids(s, c.row.n_history, rnd(s) % 2 ? V : 1 + V / 10);
+        c.history = c.ids[3] = random_ids(s, c.row.n_history, rnd(s) % 2 ? V : 1 + V / 10);
         if (rnd(s) % 3) c.s.repetition_penalty = (float)(0.5 + 1.5 * rnd_unit(s));
         if (rnd(s) % 2) c.s.frequency_penalty = (float)(4 * rnd_unit(s) - 2);
         if (rnd(s) % 2) c.s.presence_penalty = (float)(4 * rnd_unit(s) - 2);
@@ -194,11 +214,12 @@ static samp_case random_case(uint64_t *s, int V) {
         c.row.n_forbidden = (int)(rnd(s) % 10);
         c.row.forbidden = c.ids[2] = random_ids(s, c.row.n_forbidden, V + 3);
     }
+    if (rnd(s) % 4 == 0) random_bad_words(s, &c);
     return c;
 }
 static void case_free(samp_case *c) {
-    free(c->raw), free(c->bias);
-    for (int i = 0; i < 4; i++) free(c->ids[i]);
+    free(c->raw), free(c->bias), free(c->lengths);
+    for (int i = 0; i < COUNT(c->ids); i++) free(c->ids[i]);
 }
 
 /* ---- Random numbers and exp ---- */
@@ -284,7 +305,7 @@ static bool check_case(const samp_case *c, uint64_t seed) {
         float *x = mem_alloc(c->V * sizeof *x);
         for (int i = 0; i < c->V; i++) x[i] = samp_clean(c->raw[i]);
         toka_sample_row row = case_row(c);
-        samp_adjust(&row, x, c->V);
+        samp_adjust(&row, c->history, x, c->V);
         samp_dist d = {x, c->V, samp_max(x, c->V), 1 / (double)c->s.temperature, {-INFINITY, -1}};
         samp_truncate(&d, &c->s);
         int wrong = 0;
@@ -336,7 +357,7 @@ static void test_samp_edges(void) {
     toka_sample_result result;
     s.temperature = 0, s.logprobs = 4;
     /* greedy: on a tie the lowest id wins */
-    samp_row(&row, (float[]){1, NAN, 3, 3, -INFINITY}, 5, &result);
+    samp_row(&row, NULL, (float[]){1, NAN, 3, 3, -INFINITY}, 5, &result);
     CHECK(result.id == 2 && result.sampled_logprob == 0 && result.n_top == 4);
     CHECK(result.top_ids[0] == 2 && result.top_ids[1] == 3 && result.top_ids[2] == 0 && result.top_ids[3] == 1);
     CHECK(result.top_logprobs[3] == -INFINITY && close_to(result.logprob, -log(2 + exp(-2)), 1e-6));
@@ -345,52 +366,52 @@ static void test_samp_edges(void) {
     /* +inf wins over everything at every temperature; two ids share it */
     for (int t = 0; t < 3; t++) {
         s.temperature = (float[]){0, 1e-45f, 1e20f}[t];
-        samp_row(&row, (float[]){1, INFINITY, 3, INFINITY}, 4, &result);
+        samp_row(&row, NULL, (float[]){1, INFINITY, 3, INFINITY}, 4, &result);
         CHECK((result.id == 1 || result.id == 3) && close_to(result.logprob, -log(2), 1e-6));
     }
     for (int t = 0; t < 3; t++) { /* no id may be sampled */
         s.temperature = (float[]){0, 1e-6f, 1}[t];
-        samp_row(&row, (float[]){NAN, -INFINITY, -INFINITY}, 3, &result);
+        samp_row(&row, NULL, (float[]){NAN, -INFINITY, -INFINITY}, 3, &result);
         CHECK(result.id == 0 && result.logprob == -INFINITY && result.sampled_logprob == 0);
         row.forbidden = (int32_t[]){1, 0}, row.n_forbidden = 2;
-        samp_row(&row, (float[]){NAN, -INFINITY, -INFINITY}, 3, &result);
+        samp_row(&row, NULL, (float[]){NAN, -INFINITY, -INFINITY}, 3, &result);
         CHECK(result.id == 2);
         /* 2 and 1, of which 1 is forbidden */
         s.allowed_ids = (int32_t[]){2, 1, 0}, s.n_allowed = 2;
-        samp_row(&row, (float[]){5, 4, -INFINITY}, 3, &result);
+        samp_row(&row, NULL, (float[]){5, 4, -INFINITY}, 3, &result);
         CHECK(result.id == 2 && result.logprob == -INFINITY);
         row.forbidden = (int32_t[]){1, 2};
         /* all allowed ids are forbidden: the lowest allowed one is returned */
-        samp_row(&row, (float[]){5, 4, 3}, 3, &result);
+        samp_row(&row, NULL, (float[]){5, 4, 3}, 3, &result);
         CHECK(result.id == 1);
         s.n_allowed = row.n_forbidden = 0;
     }
     /* a tiny temperature is greedy if the best id is unique; a huge one makes all ids equal */
     s.temperature = 1e-6f;
-    samp_row(&row, (float[]){-1e30f, 1e30f, 1e29f}, 3, &result);
+    samp_row(&row, NULL, (float[]){-1e30f, 1e30f, 1e29f}, 3, &result);
     CHECK(result.id == 1 && result.sampled_logprob == 0);
     s.temperature = 1e30f;
-    samp_row(&row, (float[]){-50, 50, 10}, 3, &result);
+    samp_row(&row, NULL, (float[]){-50, 50, 10}, 3, &result);
     CHECK(close_to(result.sampled_logprob, -log(3), 1e-6));
-    samp_row(&row, (float[]){-3}, 1, &result);
+    samp_row(&row, NULL, (float[]){-3}, 1, &result);
     CHECK(result.id == 0 && result.logprob == 0 && result.sampled_logprob == 0 && result.n_top == 1);
     s.repetition_penalty = 1e-38f; /* overflows to +inf; this case is handled */
-    row.history = (int32_t[]){0, 1, -5, 77}, row.n_history = 4, row.n_prompt = 1;
-    samp_row(&row, (float[]){-3, 2e3f, 1}, 3, &result);
+    row.n_history = 4, row.n_prompt = 1;
+    samp_row(&row, (int32_t[]){0, 1, -5, 77}, (float[]){-3, 2e3f, 1}, 3, &result);
     CHECK(result.id == 1 && result.logprob <= 0);
 }
 
 static void test_samp_forced(void) {
     toka_sample_row row = {.scored_id = 2};
     toka_sample_result result;
-    samp_row(&row, (float[]){1, 2, 0.5f, -4}, 4, &result);
+    samp_row(&row, NULL, (float[]){1, 2, 0.5f, -4}, 4, &result);
     double lse = log(exp(1) + exp(2) + exp(0.5) + exp(-4));
     CHECK(result.id == 2 && result.n_top == 0);
     CHECK(close_to(result.logprob, 0.5 - lse, 1e-6) && result.sampled_logprob == result.logprob);
     toka_sampling s = samp_plain();
     s.logprobs = 2, s.top_k = 1, row.sampling = &s;
     /* with parameters: top log-probabilities, but no random number is used */
-    samp_row(&row, (float[]){1, 2, 0.5f, -4}, 4, &result);
+    samp_row(&row, NULL, (float[]){1, 2, 0.5f, -4}, 4, &result);
     CHECK(result.id == 2 && result.n_top == 2 && result.top_ids[0] == 1 && result.top_ids[1] == 0);
     CHECK(close_to(result.top_logprobs[1], 1 - lse, 1e-6));
     /* the rank: among equal logits the lowest id comes first */
@@ -400,12 +421,12 @@ static void test_samp_forced(void) {
         float x[8];
         memcpy(x, ties, sizeof x);
         row.scored_id = id, row.wants_rank = true;
-        samp_row(&row, x, 8, &result);
+        samp_row(&row, NULL, x, 8, &result);
         CHECK_MSG(result.id == id && result.rank == ranks[id], "id %d: rank %d, not %d", id, result.rank, ranks[id]);
     }
     row.scored_id = 2, row.wants_rank = false;
     s.logprobs = TOKA_NO_LOGPROBS; /* forced ids have a log-probability all the same */
-    samp_row(&row, (float[]){1, 2, 0.5f, -4}, 4, &result);
+    samp_row(&row, NULL, (float[]){1, 2, 0.5f, -4}, 4, &result);
     CHECK(result.n_top == 0 && !result.rank && close_to(result.logprob, 0.5 - lse, 1e-6) && result.sampled_logprob == result.logprob);
 }
 
@@ -461,7 +482,7 @@ static void sample_many(const samp_case *c, int n, int *seen) {
         toka_sample_result result;
         row.sample = (uint32_t)(i / 1000), row.position = (uint32_t)(i % 1000);
         memcpy(x, c->raw, c->V * sizeof *x);
-        samp_row(&row, x, c->V, &result);
+        samp_row(&row, c->history, x, c->V, &result);
         seen[result.id]++;
     }
     free(x);
@@ -475,7 +496,7 @@ static void check_distribution(toka_sampling s, const char *what) {
     for (int i = 0; i < V; i++) raw[i] = (float)(1.5 * rnd_normal(&r));
     raw[7] = -INFINITY, raw[9] = raw[10];
     samp_case c = {.s = s, .V = V, .raw = raw};
-    c.row = (toka_sample_row){.scored_id = -1, .sampling = &c.s, .history = history, .n_history = 7, .n_prompt = 2};
+    c.row = (toka_sample_row){.scored_id = -1, .sampling = &c.s, .n_history = 7, .n_prompt = 2}, c.history = history;
     samp_ref ref = ref_new(&c);
     int seen[V];
     sample_many(&c, N, seen);
@@ -560,7 +581,7 @@ static void test_samp_pairs(void) {
                 float x[V];
                 toka_sample_result result;
                 memcpy(x, raw, sizeof x);
-                samp_row(&c.row, x, V, &result);
+                samp_row(&c.row, NULL, x, V, &result);
                 id[j] = result.id;
             }
             seen[id[0] * V + id[1]]++;
@@ -647,14 +668,14 @@ static void test_samp_undone(void) {
         int32_t id = (int32_t)(rnd(&seed) % 8);
         int n_prompt = (int)(rnd(&seed) % 2), count = (int)(rnd(&seed) % 50);
         for (int k = 0; k < n_prompt + count; k++) history[k] = id;
-        toka_sample_row row = {.scored_id = -1, .sampling = &s, .history = history, .n_history = n_prompt + count, .n_prompt = n_prompt};
+        toka_sample_row row = {.scored_id = -1, .sampling = &s, .n_history = n_prompt + count, .n_prompt = n_prompt};
         s.allowed_ids = &id, s.n_allowed = 1;
         float x[8];
         double sum = 0, raw;
         for (int k = 0; k < 8; k++) x[k] = (float)(60 * (rnd_unit(&seed) - 0.5));
         for (int k = 0; k < 8; k++) sum += exp(x[k]);
         raw = x[id];
-        samp_row(&row, x, 8, &result);
+        samp_row(&row, history, x, 8, &result);
         double unsure = 1e-5 + 0x1p-23 * (fabs(x[id]) + fabs(2.0 * count) + 4) * fmin(fmax(1, s.repetition_penalty), 100);
         CHECK_MSG(result.id == id && close_to(result.logprob, raw - log(sum), unsure) && result.logprob <= 1e-6,
                   "repetition %g, frequency %g, presence %g, %d times: logit %g: %g for %g", s.repetition_penalty, s.frequency_penalty,
