@@ -18588,6 +18588,9 @@ SERVER_ONLY static const char *lib_overwritten_file(const toka *t) {
     return t->engine->backend->reads_files ? mf_find_overwritten(t->files) : NULL;
 }
 
+/* cold: the compiler keeps this function small, and all functions that only it calls. They run once
+ * and are a fifth of the code, with -O3. */
+__attribute__((cold))
 int toka_open(toka **out, const toka_options *options, toka_err *e) {
     toka *t;
     const double began = os_now();
