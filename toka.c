@@ -10034,7 +10034,7 @@ static int mf_open_shards(mf_model *files, st_set *set, st_alias_list **aliases,
                           toka_err *e) {
     static const char single[] = "model.safetensors", index[] = "model.safetensors.index.json";
     char where[256];
-    str text, *shards;
+    str text, *shards = NULL;
     int n_shards;
     if (mf_has_file(files, single)) return mf_open_shard(files, single, set, aliases, tmp, e);
     if (!mf_has_file(files, index))
@@ -16944,6 +16944,7 @@ typedef struct eng_timing { /* of a committed step */
     double begin_s, end_s, launch_s; /* seconds, see model_job */
     double plan_s, commit_s;         /* seconds of the driver's thread */
 } eng_timing;
+typedef void eng_step_fn(void *user, const eng_timing *step);
 
 typedef struct eng_replica {
     struct eng *engine;
@@ -16989,7 +16990,7 @@ typedef struct eng { /* pools are sized at open and never grow */
     buf token_text, new_text; /* text of one token; text that became certain */
     toka_stats stats;         /* the driver's */
     /* Called after each step by the driver; or NULL. Set before there are requests. */
-    void (*on_step)(void *user, const eng_timing *step);
+    eng_step_fn *on_step;
     void *on_step_user;
 
     pthread_mutex_t lock;
@@ -18317,6 +18318,68 @@ static int eng_score(eng *engine, const int32_t *tokens, size_t n_tokens, float 
     return eng_generate(engine, submission, &unused, e);
 }
 
+/* ---- What later chapters ask. Thread: any, if nothing else is said. ---- */
+
+static toka_stats eng_get_stats(eng *engine) {
+    pthread_mutex_lock(&engine->lock);
+    toka_stats stats = engine->published;
+    pthread_mutex_unlock(&engine->lock);
+    return stats;
+}
+
+/* Copies the engine's first error to *e. Returns its code; 0: no error. */
+SERVER_ONLY static int eng_get_error(eng *engine, toka_err *e) {
+    pthread_mutex_lock(&engine->lock);
+    *e = engine->error;
+    pthread_mutex_unlock(&engine->lock);
+    return e->code;
+}
+
+/* The driver will call on_step after each step. Call this before there are requests. */
+SERVER_ONLY static void eng_watch_steps(eng *engine, eng_step_fn *on_step, void *user) {
+    engine->on_step = on_step;
+    engine->on_step_user = user;
+}
+
+/* Describes the device of the first rank in one line. */
+static const char *eng_describe_device(const eng *engine) {
+    return engine->backend->describe(engine->replicas[0].model.ranks[0].device);
+}
+
+/* Returns the largest amounts of any device: of weights, of KV cache, of other memory. Returns
+ * zeros if the backend does not know them. Call this only while no step runs. */
+SERVER_ONLY static toka_memory eng_max_memory(const eng *engine) {
+    toka_memory max_used = {0}, used;
+    for (int i = 0; i < engine->n_replicas && engine->backend->memory; i++)
+        for (int rank = 0; rank < engine->replicas[i].model.n_ranks; rank++) {
+            engine->backend->memory(engine->replicas[i].model.ranks[rank].device, &used);
+            max_used.weights = MAX(max_used.weights, used.weights);
+            max_used.kv = MAX(max_used.kv, used.kv);
+            max_used.other = MAX(max_used.other, used.other);
+        }
+    return max_used;
+}
+
+typedef struct eng_rank_times { /* what the device of one rank measured */
+    int replica, stage, tensor;
+    toka_times times;
+} eng_rank_times;
+
+/* The number of ranks of all replicas. */
+SERVER_ONLY static int eng_n_ranks(const eng *engine) {
+    return engine->n_replicas * engine->replicas[0].model.n_ranks;
+}
+
+/* Reads the times of rank number `index` of all ranks. Returns false if its device has measured
+ * nothing. */
+SERVER_ONLY static bool eng_get_rank_times(eng *engine, int index, eng_rank_times *out) {
+    const int per_replica = engine->replicas[0].model.n_ranks, rank = index % per_replica;
+    model_grid *model = &engine->replicas[index / per_replica].model;
+    *out = (eng_rank_times){.replica = index / per_replica, .stage = rank / model->tp,
+                            .tensor = rank % model->tp};
+    return model_device_times(model, rank, &out->times);
+}
+
 /* ===========================================================================
  * MARK: 23. Public API [os]
  * The functions of toka.h, which documents them. This layer is thin: it opens the components in
@@ -18592,7 +18655,7 @@ SERVER_ONLY static const char *lib_overwritten_file(const toka *t) {
  * and are a fifth of the code, with -O3. */
 __attribute__((cold))
 int toka_open(toka **out, const toka_options *options, toka_err *e) {
-    toka *t;
+    toka *t = NULL;
     const double began = os_now();
     *out = NULL;
     int code = lib_check_options(options, e);
@@ -18626,9 +18689,7 @@ toka_info toka_get_info(const toka *t) {
     const mf_config *config = &t->files->config;
     return (toka_info){.model_name = t->files->name,
                        .architecture = config->arch->name,
-                       .device = t->engine ? t->engine->backend->describe(
-                                                 t->engine->replicas[0].model.ranks[0].device)
-                                           : "none",
+                       .device = t->engine ? eng_describe_device(t->engine) : "none",
                        .n_parameters = t->files->n_parameters,
                        .n_layers = shape->L,
                        .n_heads = shape->H,
@@ -18883,12 +18944,7 @@ int toka_run(toka *t, int forever, toka_err *e) {
 
 void toka_stop(toka *t) { eng_stop(t->engine); }
 
-toka_stats toka_get_stats(toka *t) {
-    pthread_mutex_lock(&t->engine->lock);
-    toka_stats s = t->engine->published;
-    pthread_mutex_unlock(&t->engine->lock);
-    return s;
-}
+toka_stats toka_get_stats(toka *t) { return eng_get_stats(t->engine); }
 
 int toka_score(toka *t, const int32_t *in, size_t n_ids, float *logprobs, toka_err *e) {
     return eng_score(t->engine, in, n_ids, logprobs, e);
@@ -21915,15 +21971,6 @@ static void run_stop(run_state *run, const toka_err *e) {
     pthread_cond_broadcast(&run->wake);
 }
 
-/* Returns whether the device has failed; *e says why. */
-static bool run_device_failed(run_state *run, toka_err *e) {
-    eng *engine = run->toka->engine;
-    pthread_mutex_lock(&engine->lock);
-    *e = engine->error;
-    pthread_mutex_unlock(&engine->lock);
-    return e->code != 0;
-}
-
 /* Waits for room in the window. It is full when it has 4 * max_seqs samples and at least
  * RUN_MIN_INFLIGHT_LINES lines, or when its lines take too much memory. Returns false if the batch
  * was stopped. */
@@ -22259,7 +22306,7 @@ static void run_write_results(run_state *run) {
         if (code) {
             failed = true;
             run_stop(run, code == TOKA_E_CANCELLED ? NULL : &e);
-        } else if (ended && !must_write && run_device_failed(run, &e)) {
+        } else if (ended && !must_write && eng_get_error(run->toka->engine, &e)) {
             run_stop(run, &e); /* the reader may have ended: only the writer sees the failure */
         }
         if (ended) run_line_done(run, line);
@@ -22650,105 +22697,6 @@ static int run_close(run_state *run, toka_err *e) {
     return code;
 }
 
-/* ---- The closing report ---- */
-
-/* Measures what the machine can do, after a batch has ended, for 0.1 s each:
- *   - reading from memory: as many bytes as the weights have, at most 256 MB. Each thread reads its
- *     own part again and again. Small weights stay in the cache, as they do in a step.
- *   - multiply-adds in registers.
- * A step takes at least as long as either of the two. */
-enum { RUN_PROBE_THREADS = 1024, RUN_FMA_FLOATS = 192 };
-
-typedef struct run_probe { /* one thread's share */
-    const uint64_t *words; /* [n_words]; NULL: measure arithmetic */
-    size_t n_words;
-    toka_device *device;
-    uint64_t sum;     /* of what was read, so that the compiler keeps the reads */
-    double best_rate; /* bytes or floating-point operations per second in the fastest round:
-                       * other programs may slow down the others */
-} run_probe;
-
-#ifdef __x86_64__
-#define RUN_FMA(name, target, type, set, load, fma, store, width) \
-    target static void name(float *x, int rounds) { \
-        type y[RUN_FMA_FLOATS / 16], a = set(0.5f), b = set(0.25f); \
-        for (int i = 0; i < COUNT(y); i++) y[i] = load(x + i * (width)); \
-        while (rounds--) { \
-            _Pragma("GCC unroll 12") for (int i = 0; i < COUNT(y); i++) y[i] = fma(y[i], a, b); \
-        } \
-        for (int i = 0; i < COUNT(y); i++) store(x + i * (width), y[i]); \
-    }
-RUN_FMA(run_fma_avx2, CPU_AVX2, __m256, _mm256_set1_ps, _mm256_loadu_ps, _mm256_fmadd_ps,
-        _mm256_storeu_ps, 8)
-RUN_FMA(run_fma_avx512, CPU_AVX512, __m512, _mm512_set1_ps, _mm512_loadu_ps, _mm512_fmadd_ps,
-        _mm512_storeu_ps, 16)
-#endif
-
-static void run_fma_c(float *x, int rounds) {
-    while (rounds--)
-        for (int i = 0; i < RUN_FMA_FLOATS; i++) x[i] = x[i] * 0.5f + 0.25f;
-}
-
-/* Runs multiply-adds with the backend's instruction set. Returns the number of operations. */
-static double run_fma(const toka_device *device, float values[RUN_FMA_FLOATS]) {
-    enum { ROUNDS = 10000 };
-#ifdef __x86_64__
-    if (!strcmp(device->kernels->name, "AVX-512"))
-        return run_fma_avx512(values, ROUNDS), 2.0 * ROUNDS * RUN_FMA_FLOATS;
-    if (!strcmp(device->kernels->name, "AVX2"))
-        return run_fma_avx2(values, ROUNDS), (double)ROUNDS * RUN_FMA_FLOATS;
-#endif
-    (void)device;
-    return run_fma_c(values, ROUNDS), 2.0 * ROUNDS * RUN_FMA_FLOATS;
-}
-
-/* Thread function: repeats rounds of reads or of multiply-adds for 0.1 s. */
-static void *run_probe_thread(void *user) {
-    run_probe *probe = user;
-    uint64_t sum[8] = {0};
-    float values[RUN_FMA_FLOATS] = {0};
-    double now = os_now(), end = now + 0.1, before;
-    do {
-        before = now;
-        for (size_t i = 0; i + 8 <= probe->n_words; i += 8)
-            for (int j = 0; j < 8; j++) sum[j] += probe->words[i + (size_t)j];
-        double done = probe->words ? (double)(probe->n_words * sizeof *probe->words)
-                                   : run_fma(probe->device, values);
-        now = os_now();
-        probe->best_rate = MAX(probe->best_rate, done / (now - before));
-    } while (now < end);
-    for (int j = 0; j < 8; j++) probe->sum += sum[j];
-    return NULL;
-}
-
-/* Returns bytes per second if bytes > 0, else floating-point operations per second. Uses as many
- * threads as all ranks have together, at most one per core. */
-static double run_probe_rate(const eng *engine, size_t bytes) {
-    run_probe probes[RUN_PROBE_THREADS] = {{0}};
-    pthread_t threads[RUN_PROBE_THREADS];
-    size_t n_words = MIN(bytes, (size_t)256 << 20) / sizeof(uint64_t);
-    toka_device *device = engine->replicas->model.ranks->device;
-    int n_threads = 0, started = 1;
-    for (int i = 0; i < engine->n_replicas; i++)
-        for (int rank = 0; rank < engine->replicas[i].model.n_ranks; rank++)
-            n_threads += engine->replicas[i].model.ranks[rank].device->pool.n_threads;
-    n_threads = MIN(n_threads, MIN(os_n_cores(), RUN_PROBE_THREADS));
-    uint64_t *memory = bytes ? mem_alloc(n_words * sizeof *memory) : NULL;
-    double rate = 0;
-    if (memory) memset(memory, 1, n_words * sizeof *memory);
-    for (int i = 0; i < n_threads; i++)
-        probes[i] = (run_probe){memory ? memory + n_words / (size_t)n_threads * (size_t)i : NULL,
-                                n_words / (size_t)n_threads, device, 0, 0};
-    while (started < n_threads &&
-           !pthread_create(&threads[started], NULL, run_probe_thread, &probes[started]))
-        started++;
-    run_probe_thread(&probes[0]);
-    for (int i = 1; i < started; i++) pthread_join(threads[i], NULL);
-    for (int i = 0; i < started; i++) rate += probes[i].best_rate;
-    free(memory);
-    return rate;
-}
-
 /* ---- What GPUs can do: for this report, `toka plan` and `toka bench ops` ---- */
 
 /* bf16 rate that an H100 or H200 sustains within its power limit (8192 cubed, random numbers) */
@@ -22797,21 +22745,6 @@ static const run_gpu *run_find_gpu(const char *about) {
 
 /* ---- The start ---- */
 
-/* Returns the largest amounts of any device: of weights, of KV cache, of other memory. Returns
- * zeros if they are unknown. */
-static toka_memory run_max_memory(const toka *t) {
-    const eng *engine = t->engine;
-    toka_memory max_used = {0}, used;
-    for (int i = 0; i < engine->n_replicas && engine->backend->memory; i++)
-        for (int rank = 0; rank < engine->replicas[i].model.n_ranks; rank++) {
-            engine->backend->memory(engine->replicas[i].model.ranks[rank].device, &used);
-            max_used.weights = MAX(max_used.weights, used.weights);
-            max_used.kv = MAX(max_used.kv, used.kv);
-            max_used.other = MAX(max_used.other, used.other);
-        }
-    return max_used;
-}
-
 /* Warns once if weight files were written to while they are in use. */
 static void run_warn_overwritten(const toka *t, bool *warned) {
     const char *path = *warned ? NULL : lib_overwritten_file(t);
@@ -22832,8 +22765,8 @@ static void run_warn_unused(const toka *t) {
 /* Reports the model, its device, and the size of the KV cache. Call it only while no step runs. */
 static void run_print_start(const toka *t, const char *name, double load_s) {
     const toka_info info = toka_get_info(t);
-    const toka_memory used = run_max_memory(t);
-    const int64_t kv_tokens = (int64_t)t->engine->stats.kv_pages * t->shape.B;
+    const toka_memory used = eng_max_memory(t->engine);
+    const int64_t kv_tokens = (int64_t)eng_get_stats(t->engine).kv_pages * t->shape.B;
     fprintf(stderr,
             "toka: %s on %s, loaded in %.1f s; KV cache %lld tokens, %.1f sequences of %d tokens",
             name, info.device, load_s, (long long)kv_tokens, (double)kv_tokens / info.max_model_len,
@@ -22857,17 +22790,11 @@ typedef struct run_report { /* the numbers of a finished batch */
     double elapsed_s, output_rate, total_rate, prefix_hit_share, rows_per_step;
     /* shares of elapsed_s */
     double plan_share, run_share, commit_share, idle_share;
-    double read_gbs, gflops;      /* 10^9 bytes of weights read, and 10^9 operations on them, per
-                                   * second in which steps ran */
-    double peak_gbs, peak_gflops; /* the same rates, as run_probe_rate measures them; 0 on a GPU */
-    double ceiling_share;         /* the larger of read_gbs / peak_gbs and gflops / peak_gflops; 0
-                                   * on a GPU */
-    bool timed;                   /* the devices time their own steps; run_share is that of the
-                                   * first device */
-    toka_times device;            /* times of the first device, with run_extrapolate_ops */
-    const char *device_text;      /* the first device in words */
-    const run_gpu *gpu;           /* the first device; NULL: not in run_gpus */
-    int n_ranks;                  /* ranks that time their own steps, at most RUN_RANKS */
+    bool timed;              /* the devices time their own steps; run_share is that of the first */
+    toka_times device;       /* times of the first device, with run_extrapolate_ops */
+    const char *device_text; /* the first device in words */
+    const run_gpu *gpu;      /* the first device; NULL: not in run_gpus */
+    int n_ranks;             /* ranks that time their own steps, at most RUN_RANKS */
     run_rank_shares ranks[RUN_RANKS];
     toka_stats stats;
 } run_report;
@@ -22890,28 +22817,25 @@ static void run_extrapolate_ops(toka_times *times) {
     }
 }
 
-static void run_report_rank(run_report *report, model_grid *model, int replica, int rank) {
-    toka_times times;
-    if (report->n_ranks == RUN_RANKS || !model_device_times(model, rank, &times)) return;
-    run_extrapolate_ops(&times);
-    const double wall_s = times.busy_s + times.idle_s;
+static void run_report_add_rank(run_report *report, eng_rank_times *rank) {
+    run_extrapolate_ops(&rank->times);
+    const toka_times *times = &rank->times;
+    const double wall_s = times->busy_s + times->idle_s;
     report->ranks[report->n_ranks++] = (run_rank_shares){
-        replica, rank / model->tp, rank % model->tp, run_ratio(times.idle_s, wall_s),
-        run_ratio(times.op[TOKA_OP_ALL_REDUCE].seconds, wall_s),
-        run_ratio(times.op[TOKA_OP_SEND_RECEIVE].seconds, wall_s)
+        rank->replica, rank->stage, rank->tensor, run_ratio(times->idle_s, wall_s),
+        run_ratio(times->op[TOKA_OP_ALL_REDUCE].seconds, wall_s),
+        run_ratio(times->op[TOKA_OP_SEND_RECEIVE].seconds, wall_s)
     };
-    if (report->n_ranks == 1) report->device = times;
+    if (report->n_ranks == 1) report->device = *times;
 }
 
 static void run_report_device(run_report *report, toka *t) {
-    const eng *engine = t->engine;
-    const model_grid *model = &engine->replicas[0].model;
-    for (int i = 0; i < engine->n_replicas; i++)
-        for (int rank = 0; rank < engine->replicas[i].model.n_ranks; rank++)
-            run_report_rank(report, &engine->replicas[i].model, i, rank);
+    eng_rank_times rank;
+    for (int i = 0; i < eng_n_ranks(t->engine) && report->n_ranks < RUN_RANKS; i++)
+        if (eng_get_rank_times(t->engine, i, &rank)) run_report_add_rank(report, &rank);
     if (!report->n_ranks) return;
     report->timed = true;
-    report->device_text = model->backend->describe(model->ranks[0].device);
+    report->device_text = eng_describe_device(t->engine);
     report->gpu = run_find_gpu(report->device_text);
     report->run_share = report->device.busy_s / report->elapsed_s;
 }
@@ -23018,16 +22942,10 @@ static void run_report_put_device(buf *out, const run_report *report) {
     json_put_close(out, ']'), json_put_close(out, '}');
 }
 
-/* Makes the report of a batch that took elapsed_s. read_gbs and gflops count the weights alone:
- * each step reads all layers and the LM head once. On a CPU, measures what the machine can do. */
+/* Makes the report of a batch that took elapsed_s. */
 static run_report run_report_make(toka *t, double elapsed_s) {
     run_report report = {.stats = toka_get_stats(t), .elapsed_s = MAX(elapsed_s, 1e-9)};
     const toka_stats *stats = &report.stats;
-    const mf_model *files = t->files;
-    const double head_params = (double)files->shape.V * files->shape.E;
-    const double is_tied = files->weights.lm_head.data == files->weights.embed.data;
-    const double body_params = (double)files->n_parameters -
-                               (is_tied ? head_params : 2 * head_params);
     report.output_rate = (double)stats->output_tokens / report.elapsed_s;
     report.total_rate = (double)(stats->output_tokens + stats->prompt_tokens) / report.elapsed_s;
     report.prefix_hit_share =
@@ -23039,20 +22957,6 @@ static run_report run_report_make(toka *t, double elapsed_s) {
     report.commit_share = stats->commit_s / report.elapsed_s;
     run_report_device(&report, t);
     report.idle_share = MAX(0.0, 1 - report.run_share);
-    if (stats->run_s > 0) {
-        /* a step does not read all of embed */
-        double bytes = (double)files->weight_bytes * (body_params + head_params) /
-                       (double)files->n_parameters;
-        report.read_gbs = 1e-9 * bytes * (double)stats->steps / stats->run_s;
-        report.gflops = 2e-9 * (body_params * (double)stats->rows +
-                                head_params * (double)stats->output_tokens) / stats->run_s;
-    }
-    if (t->engine->backend == &toka_cpu && stats->steps) {
-        report.peak_gbs = 1e-9 * run_probe_rate(t->engine, files->weight_bytes);
-        report.peak_gflops = 1e-9 * run_probe_rate(t->engine, 0);
-        report.ceiling_share = MAX(report.read_gbs / report.peak_gbs,
-                                   report.gflops / report.peak_gflops);
-    }
     return report;
 }
 
@@ -23069,12 +22973,6 @@ static void run_report_print(const run_report *report) {
             (long long)stats->steps, report->rows_per_step, (long long)stats->preemptions,
             100 * report->run_share, 100 * report->idle_share, 100 * report->plan_share,
             100 * report->commit_share);
-    if (report->ceiling_share > 0)
-        fprintf(stderr,
-                "  weights were read at %.1f of %.1f GB/s and used at %.1f of %.1f GFLOP/s: "
-                "%.0f %% of the ceiling\n",
-                report->read_gbs, report->peak_gbs, report->gflops, report->peak_gflops,
-                100 * report->ceiling_share);
     if (report->timed) run_report_print_device(report), run_report_print_ranks(report);
 }
 
@@ -23107,12 +23005,7 @@ static int run_report_write(const run_state *run, const run_report *report, toka
                    {"plan_share", report->plan_share},
                    {"run_share", report->run_share},
                    {"commit_share", report->commit_share},
-                   {"idle_share", report->idle_share},
-                   {"weights_gb_per_second", report->read_gbs},
-                   {"most_gb_per_second", report->peak_gbs},
-                   {"gflops", report->gflops},
-                   {"most_gflops", report->peak_gflops},
-                   {"ceiling_share", report->ceiling_share}};
+                   {"idle_share", report->idle_share}};
     buf out = {0};
     json_put_open(&out, '{');
     for (int i = 0; i < COUNT(counts); i++)
@@ -27900,8 +27793,7 @@ static int run_timeline_open(toka *t, const run_bench_options *options, FILE **f
                     path, strerror(errno));
     if (!path) return 0;
     fputs("step,replica,rows,outputs,begin_us,end_us,plan_us,launch_us,commit_us\n", *file);
-    t->engine->on_step = run_timeline_step;
-    t->engine->on_step_user = *file;
+    eng_watch_steps(t->engine, run_timeline_step, *file);
     return 0;
 }
 

@@ -858,14 +858,3 @@ def test_memory_is_bounded(tmp_path):
     large = peak_mb(["-i", str(many), "-o", str(tmp_path / "many.out"), *SMALL])
     assert sum(1 for _ in open(tmp_path / "many.out")) == 200000
     assert large - small < 60
-
-
-def test_peak_rate_in_the_report(tmp_path):
-    """The report's peak rate of the machine does not grow with threads beyond the cores, and it counts the threads of all replicas."""
-    cores, rates = len(os.sched_getaffinity(0)), {}
-    source = write_lines(tmp_path / "in.jsonl", [completion("x", "Tom", max_tokens=4)])
-    for name, flags in (("cores", ["-t", cores]), ("more", ["-t", 4 * cores]), ("replicas", ["-t", cores, "--data-parallel-size", 2])):
-        report = tmp_path / f"{name}.json"
-        batch("-i", source, "-o", str(tmp_path / name), "--report", str(report), *SMALL, *map(str, flags))
-        rates[name] = json.loads(report.read_text())["most_gflops"]
-    assert rates["more"] < 2.5 * rates["cores"] and rates["replicas"] > 0.7 * rates["cores"], rates
