@@ -14073,6 +14073,8 @@ static void stop_free(stop_scanner *scanner) {
  *   tile          the results of one such call: up to [tile_rows][4] or [1][8]
  *   panel         up to CPU_PANEL_ROWS rows of a weight, for one block of k, converted to float32
  *                 once; all rows of x then read them from cache (a packed panel, as in BLIS)
+ *   direct        of a GEMM: without a panel. The micro-kernel reads the weight where it lies and
+ *                 converts it in registers
  *   lane          one element of a SIMD vector
  *   kernel set    the kernels of one instruction set (cpu_kernels)
  *   round         one cpu_parallel_for: its items are run by the caller and all awake pool threads
@@ -14095,9 +14097,12 @@ static void stop_free(stop_scanner *scanner) {
  *     block 1    sum 1, in the same way, of p16 .. p31
  *     y = sum 0 + sum 1
  *
- * GEMM. A vector holds neighbours in k, because k is contiguous in both x and w. With few rows of x
- * (decode) the micro-kernel streams w straight from memory. With many rows (prefill) the same
- * micro-kernel runs over a packed panel of w.
+ * GEMM. A vector holds neighbours in k, because k is contiguous in both x and w. With SIMD the
+ * conversion of w in registers costs little beside 3 to 6 rows of multiply-adds, so a GEMM is direct
+ * for nearly every number of rows. Only the order of the tiles differs: with few rows of x (decode)
+ * it streams w from memory, with many (prefill) it keeps a block of w in L2. Panels serve kernel
+ * sets whose conversion is slow, and odd widths. Each kernel set states from how many rows on they
+ * pay. The choice never makes a row of a larger step cost more than one of a smaller step.
  *
  * Tried and not kept: a kernel set for AVX512_BF16. It multiplies only bf16, so each x became two
  * bf16 numbers (hi + lo) and each product became two. Results were within 2e-6 and did not depend
@@ -14114,8 +14119,8 @@ enum {
     /* Floats from row to row of a panel. It is not a power of two: with one, all rows would fall
      * into the same cache sets. */
     CPU_PANEL_LD = CPU_MAX_K_BLOCK + 16,
-    CPU_DIRECT_ROWS = 12,    /* with at most this many rows of x, w is converted in registers,
-                              * without a panel */
+    CPU_STREAM_ROWS = 64,    /* with at most this many rows of x, 4 rows of w at a time meet all of
+                              * them; one block of k of x fits in the L2 cache */
     CPU_SERIAL_COST = 60000, /* multiply-adds of a round; below it, waking a second thread costs
                               * more than it gains */
     CPU_SPINS = 2000         /* spins on the pool's state before a thread sleeps or yields; about
@@ -14172,6 +14177,8 @@ typedef struct cpu_kernels {
     int tile_rows; /* rows of x in the largest tile */
     int k_block;   /* k per block of a sum, at most CPU_MAX_K_BLOCK; small enough to keep tile_rows
                     * rows of x and 4 rows of w in the L1 and L2 caches */
+    int panel_rows[3]; /* by toka_dtype of w: from this many rows of x on, a panel is faster than a
+                        * direct GEMM (test/results/cpu.md) */
     void (*tile[3])(const cpu_tile *tile); /* the micro-kernels, by toka_dtype of w */
     /* Converts n elements to float32. */
     void (*convert)(float *to, const void *from, toka_dtype type, int n);
@@ -14635,12 +14642,14 @@ CPU_AVX512 static void cpu_small_gemm_avx512(const cpu_small_gemm_args *args) {
 /* ---- The kernel sets, and the choice ---- */
 
 static const cpu_kernels cpu_kernel_sets[] = { /* from slowest to fastest */
-    {"portable C", 2, 512, {cpu_tile_bf16_c, cpu_tile_f16_c, cpu_tile_f32_c},
+    {"portable C", 2, 512, {8, 4, INT_MAX}, {cpu_tile_bf16_c, cpu_tile_f16_c, cpu_tile_f32_c},
      cpu_convert_c, cpu_small_gemm_c, cpu_online_softmax_c},
 #ifdef __x86_64__
-    {"AVX2", 3, 512, {cpu_tile_bf16_avx2, cpu_tile_f16_avx2, cpu_tile_f32_avx2},
+    {"AVX2", 3, 512, {128, INT_MAX, INT_MAX},
+     {cpu_tile_bf16_avx2, cpu_tile_f16_avx2, cpu_tile_f32_avx2},
      cpu_convert_avx2, cpu_small_gemm_avx2, cpu_online_softmax_avx2},
-    {"AVX-512", 6, 1024, {cpu_tile_bf16_avx512, cpu_tile_f16_avx512, cpu_tile_f32_avx512},
+    {"AVX-512", 6, 1024, {INT_MAX, INT_MAX, INT_MAX},
+     {cpu_tile_bf16_avx512, cpu_tile_f16_avx512, cpu_tile_f32_avx512},
      cpu_convert_avx512, cpu_small_gemm_avx512, cpu_online_softmax_avx512},
 #endif
 };
@@ -14826,45 +14835,62 @@ typedef struct cpu_gemm_args {
                        * weights[0] come first, then those of weights[1], then of weights[2]. */
 } cpu_gemm_args;
 
-/* Few rows of x: computes columns n0 .. n1-1 of y[index]. The micro-kernel reads the weight
- * directly from the mapped file. Needs cols % 16 == 0. */
+/* Computes columns n0 .. n1-1 of y[index] for one block of k and all rows of x. The caller sets
+ * where the block's weights lie (tile.w: row n0), and tile.k; tile.prefetch: they come from memory.
+ * A tile of x stays in L1 while the columns pass. All tiles are about equally high: T = 13 is
+ * 5 + 5 + 3, since 6 + 6 + 1 would read w for a single row. */
+static void cpu_gemm_tiles(const cpu_gemm_args *args, int index, cpu_tile tile,
+                           void (*kernel)(const cpu_tile *), int n0, int n1, int k) {
+    const int n_tiles = (args->T + args->kernels->tile_rows - 1) / args->kernels->tile_rows;
+    const int rows = (args->T + n_tiles - 1) / n_tiles, columns = args->T == 1 ? 8 : 4;
+    const char *weights = tile.w;
+    const bool prefetch = tile.prefetch;
+    tile.ldx = args->ldx;
+    tile.ldy = args->ldy[index];
+    tile.add = args->add || k;
+    for (int m = 0; m < args->T; m += rows)
+        for (int n = n0; n < n1; n += columns) {
+            tile.x = args->x + (size_t)m * args->ldx + k;
+            tile.w = weights + (size_t)(n - n0) * tile.w_row_bytes;
+            tile.y = args->y[index] + (size_t)m * tile.ldy + n;
+            tile.m = MIN(rows, args->T - m);
+            tile.n = MIN(columns, n1 - n);
+            tile.prefetch = prefetch && m == 0;
+            kernel(&tile);
+        }
+}
+
+/* Computes columns n0 .. n1-1 of y[index] from the weight in the mapped file. With few rows of x,
+ * a few rows of w at a time run through all of k: w is read once, from memory. With many, all the
+ * rows of w run through one block of k at a time: w is read once from memory, then from L2. Needs
+ * cols % 16 == 0. */
 static void cpu_gemm_direct(const cpu_gemm_args *args, int index, int n0, int n1) {
     const toka_tensor *weight = args->weights[index];
     const cpu_kernels *kernels = args->kernels;
     size_t elem_bytes = cpu_dtype_bytes(weight->dtype);
-    size_t row_bytes = elem_bytes * (size_t)weight->stride;
-    cpu_tile tile = {.ldx = args->ldx, .w_row_bytes = row_bytes, .ldy = args->ldy[index]};
-    int tile_columns = args->T == 1 ? 8 : 4;
-    for (int n = n0; n < n1; n += tile_columns)
-        for (int k = 0; k < weight->cols; k += kernels->k_block)
-            for (int m = 0; m < args->T; m += kernels->tile_rows) {
-                tile.x = args->x + (size_t)m * args->ldx + k;
-                tile.w =
-                    (const char *)weight->data + (size_t)n * row_bytes + elem_bytes * (size_t)k;
-                tile.y = args->y[index] + (size_t)m * args->ldy[index] + n;
-                tile.m = MIN(kernels->tile_rows, args->T - m);
-                tile.n = MIN(tile_columns, n1 - n);
-                tile.k = MIN(kernels->k_block, weight->cols - k);
-                tile.add = args->add || k;
-                tile.prefetch = m == 0;
-                kernels->tile[weight->dtype](&tile);
-            }
+    cpu_tile tile = {.w_row_bytes = elem_bytes * (size_t)weight->stride, .prefetch = true};
+    const int columns = args->T == 1 ? 8 : args->T <= CPU_STREAM_ROWS ? 4 : n1 - n0;
+    for (int n = n0; n < n1; n += columns)
+        for (int k = 0; k < weight->cols; k += kernels->k_block) {
+            tile.w = (const char *)weight->data + (size_t)n * tile.w_row_bytes +
+                     elem_bytes * (size_t)k;
+            tile.k = MIN(kernels->k_block, weight->cols - k);
+            cpu_gemm_tiles(args, index, tile, kernels->tile[weight->dtype], n,
+                           MIN(n + columns, n1), k);
+        }
 }
 
-/* Many rows of x: the same through a packed panel. Rows n0 .. n1-1 of the weight are converted to
- * float32 for one block of k; then the micro-kernel runs over the panel for all rows of x. The rows
- * of x of one tile (6 with AVX-512) stay in L1, while the panel is read from L2. panel: the
+/* The same through a packed panel: rows n0 .. n1-1 of the weight are converted to float32 for one
+ * block of k; then the micro-kernel runs over the panel, in L2, for all rows of x. panel: the
  * thread's, [CPU_PANEL_ROWS][CPU_PANEL_LD]. */
 static void cpu_gemm_panel(const cpu_gemm_args *args, int index, int n0, int n1, float *panel) {
     const toka_tensor *weight = args->weights[index];
     const cpu_kernels *kernels = args->kernels;
     size_t elem_bytes = cpu_dtype_bytes(weight->dtype);
-    cpu_tile tile = {.ldx = args->ldx, .w_row_bytes = CPU_PANEL_LD * sizeof *panel,
-                     .ldy = args->ldy[index]};
+    cpu_tile tile = {.w = (const char *)panel, .w_row_bytes = CPU_PANEL_LD * sizeof *panel};
     for (int k = 0; k < weight->cols; k += kernels->k_block) {
         int k_len = MIN(kernels->k_block, weight->cols - k);
         tile.k = cpu_round_up16(k_len);
-        tile.add = args->add || k;
         for (int n = n0; n < n1; n++) {
             float *row = panel + (size_t)(n - n0) * CPU_PANEL_LD;
             kernels->convert(row,
@@ -14873,15 +14899,7 @@ static void cpu_gemm_panel(const cpu_gemm_args *args, int index, int n0, int n1,
                              weight->dtype, k_len);
             memset(row + k_len, 0, (size_t)(tile.k - k_len) * sizeof *row);
         }
-        for (int m = 0; m < args->T; m += kernels->tile_rows)
-            for (int n = n0; n < n1; n += 4) {
-                tile.x = args->x + (size_t)m * args->ldx + k;
-                tile.w = (const char *)(panel + (size_t)(n - n0) * CPU_PANEL_LD);
-                tile.y = args->y[index] + (size_t)m * args->ldy[index] + n;
-                tile.m = MIN(kernels->tile_rows, args->T - m);
-                tile.n = MIN(4, n1 - n);
-                kernels->tile[TOKA_F32](&tile);
-            }
+        cpu_gemm_tiles(args, index, tile, kernels->tile[TOKA_F32], n0, n1, k);
     }
 }
 
@@ -14895,7 +14913,8 @@ static void cpu_gemm_item(void *arg, int thread, int item) {
         item -= n_items;
     int n0 = item * args->item_columns;
     int n1 = MIN(n0 + args->item_columns, args->weights[index]->rows);
-    if (args->T <= CPU_DIRECT_ROWS && args->weights[index]->cols % 16 == 0)
+    if (args->T < args->kernels->panel_rows[args->weights[index]->dtype] &&
+        args->weights[index]->cols % 16 == 0)
         cpu_gemm_direct(args, index, n0, n1);
     else cpu_gemm_panel(args, index, n0, n1, args->panels + (size_t)thread * args->panel_floats);
 }
