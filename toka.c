@@ -15032,8 +15032,8 @@ enum {
  *     rank 3 --barrier--> rank 2 --previous stage--> rank 0: it waits for no rank and is reported
  *
  * A GPU works behind its thread, so the thread's op does not say where the GPU hangs. Its hooks
- * (toka_group_kind) do: which barrier the GPU is in, and which stream waits it has reached. On a GPU
- * the tensor ranks have barriers of their own, inside kernels; n_arrived and n_departed stay 0. */
+ * (toka_group_kind) do: which barrier the GPU is in, and which stream waits it has reached. GPUs
+ * have barriers of their own, inside kernels; n_arrived and n_departed stay 0 there. */
 
 #define GROUP_WATCHDOG_S 30.0 /* watchdog timeout: seconds without progress of any rank */
 
@@ -15097,6 +15097,13 @@ void toka_group_error(toka_group *group, int rank, toka_err *e) {
     pthread_mutex_unlock(&group->lock);
 }
 
+int toka_debug_option(const char *name, const toka_device_options *options) {
+    const char *value = getenv(name), *rank_at = value ? strchr(value, '@') : NULL;
+    const int rank = options->pp_rank * MAX(options->tp_size, 1) + options->tp_rank;
+    if (!value || (rank_at ? atoi(rank_at + 1) != rank : options->pp_rank > 0)) return 0;
+    return atoi(value);
+}
+
 /* ---- Rank runtime: the deadlock diagnosis. All with the lock held ---- */
 
 /* Number of the barrier at which the rank, or its device, arrived last. Numbers wrap around. */
@@ -15140,9 +15147,9 @@ static const char *group_op(toka_group *group, int rank) {
     return op ? op : "no op";
 }
 
-/* Called when the watchdog of rank `me` timed out. Follows the chain of waiting ranks from `me` to a
- * rank that waits for none and reports that one in group->error. If the chain has no end, the error
- * says that all ranks wait for each other and names `me`. Breaks the group. */
+/* Called when the watchdog of rank `me` timed out. Follows the chain of waiting ranks from `me` to
+ * a rank that waits for none and reports that one in group->error. If the chain has no end, the
+ * error says that all ranks wait for each other and names `me`. Breaks the group. */
 static void group_diagnose(toka_group *group, int me) {
     const char *backend = group->kind->name;
     int suspect = me, next = group_blocker(group, me);
@@ -15158,8 +15165,8 @@ static void group_diagnose(toka_group *group, int me) {
              "%s: all ranks have waited for each other for %g s, %s in %s", backend,
              group->watchdog_s, my_name, group_op(group, me));
     else if (suspect == me)
-        fail(&group->error, TOKA_E_DEVICE, "%s: %s has not moved for %g s, last seen in %s", backend,
-             name, group->watchdog_s, group_op(group, me));
+        fail(&group->error, TOKA_E_DEVICE, "%s: %s has not moved for %g s, last seen in %s",
+             backend, name, group->watchdog_s, group_op(group, me));
     else
         fail(&group->error, TOKA_E_DEVICE,
              "%s: %s has not moved for %g s, last seen in %s; %s waits for it in %s", backend, name,
@@ -15197,8 +15204,8 @@ int toka_group_watchdog(toka_group *group, int rank, double waited_s, toka_err *
 }
 
 /* Sleeps until something changed, at most one wait interval. Returns the seconds of the interval if
- * nothing changed, else 0. Time is counted in intervals, not by the clock: a process that is stopped
- * for a while does not advance the watchdog's time. With the lock held. */
+ * nothing changed, else 0. Time is counted in intervals, not by the clock: a process that is
+ * stopped for a while does not advance the watchdog's time. With the lock held. */
 static double group_sleep(toka_group *group) {
     const double interval_s = MIN(0.1, group->watchdog_s / 8);
     group->n_sleeping++;
@@ -15586,17 +15593,6 @@ static void cpu_send(toka_device *dev, toka_hidden *x, int rows) {
     memcpy(cpu_channel_buffer(dev, dev->rank, message), from,
            (size_t)rows * (size_t)dev->shape->E * sizeof(float));
     toka_channel_end_send(dev->group, dev->rank, rows);
-}
-
-/* Reads an environment variable that injects a fault. Returns its number N if it names this rank,
- * else 0. "N" names all ranks of the first stage, "N@R" names rank R. */
-static int cpu_debug_option(const char *name, const toka_device_options *options) {
-    const char *value = getenv(name), *rank_at = value ? strchr(value, '@') : NULL;
-    if (!value || (rank_at ? atoi(rank_at + 1) !=
-                                 options->pp_rank * options->tp_size + options->tp_rank
-                           : options->pp_rank > 0))
-        return 0;
-    return atoi(value);
 }
 
 /* Called once a step, for tests of device failures. Fails the step that TOKA_DEBUG_FAULT names; in
@@ -16237,8 +16233,8 @@ static int cpu_open(toka_device **out, const toka_device_options *options, const
     *dev = (toka_device){.shape = shape, .weights = weights, .options = *options,
                          .kernels = &cpu_kernel_sets[cpu_n_kernel_sets() - 1],
                          .group = options->group,
-                         .steps_to_fault = cpu_debug_option("TOKA_DEBUG_FAULT", options),
-                         .steps_to_stall = cpu_debug_option("TOKA_DEBUG_STALL", options)};
+                         .steps_to_fault = toka_debug_option("TOKA_DEBUG_FAULT", options),
+                         .steps_to_stall = toka_debug_option("TOKA_DEBUG_STALL", options)};
     if (cpu_pool_open(&dev->pool, MAX(n_threads / MAX(options->n_devices, 1), 1), e)) {
         free(dev);
         return e->code;
@@ -28197,8 +28193,8 @@ static int plan_check_layout(const toka_shape *shape, int tp, int pp, toka_err *
                                         tp, TOKA_GPU_MAX_TP);
 }
 
-/* Returns 0 if these GPUs can run the model in tp ranks a stage and pp stages, else TOKA_E_USE: what
- * the start would refuse is no layout. */
+/* Returns 0 if these GPUs can run the model in tp ranks a stage and pp stages, else TOKA_E_USE.
+ * What the start would refuse is no layout. */
 static int plan_check_split(const plan_query *query, int tp, int pp, toka_err *e) {
     if (tp > 1 && !query->gpu->peer_access)
         return fail(e, TOKA_E_USE,

@@ -902,6 +902,10 @@ int toka_group_watchdog(toka_group *g, int rank, double waited_s, toka_err *e);
 /* Writes "rank 3 (stage 1, tensor rank 1)". */
 void toka_rank_name(const toka_group *g, int rank, char name[64]);
 
+/* Reads an environment variable that injects a fault. Returns its number N if it names the rank of
+ * this device, else 0. "N" names all ranks of the first stage, "N@R" names rank R. */
+int toka_debug_option(const char *name, const toka_device_options *options);
+
 /* Takes the rank's place in the group. Returns TOKA_E_USE if the place is taken. */
 int toka_group_join(toka_group *g, int rank, toka_err *e);
 /* Waits until all ranks have joined. Returns false if the group broke. There is no timeout: a rank

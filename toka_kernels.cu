@@ -7456,9 +7456,9 @@ static void attention(toka_device *dev, int layer, const bf16 *q, bf16 *o) {
  * Failure. The rank runtime (chapter 20 of toka.c) has the waits of host threads, the watchdog and
  * the search for the rank that hangs. cuda_group_kind answers what only a GPU knows: the barrier
  * numbers in barrier_progress, events, and the op that the GPU is in. `aborted` lies in host memory
- * that all GPUs can read; it is set when the group breaks. A polling thread reads it at every 1024th
- * poll and stops waiting if it is set. Waiting host threads are woken, and ops return at once. So
- * all streams drain, and their results are discarded.
+ * that all GPUs can read; it is set when the group breaks. A polling thread reads it at every
+ * 1024th poll and stops waiting if it is set. Waiting host threads are woken, and ops return at
+ * once. So all streams drain, and their results are discarded.
  * =========================================================================== */
 
 enum {
@@ -7521,7 +7521,8 @@ struct cuda_group : toka_group { /* toka_group is the rank runtime's part */
     cudaEvent_t sampled_events[SAMPLED_EVENTS]; /* [step % SAMPLED_EVENTS] the tokens of this step
                                                    are in last_tokens of the first stage */
     int *host_tokens;           /* [n_seqs] last_tokens in pinned host memory, if the last stage
-                                   cannot access the memory of all ranks of the first one; or NULL */
+                                   cannot access the memory of all ranks of the first one; else
+                                   NULL */
     int *aborted;               /* pinned host memory that all GPUs can read; 1: stop waiting */
     unsigned *barrier_progress; /* in the same memory: [ranks][2] number of the rank barrier at
                                    which CTA 0 arrived last, and from which it departed last */
@@ -8245,8 +8246,8 @@ static void group_sync(toka_device *dev, cudaEvent_t event) {
 /* Called before anything of a device is freed. Waits until the streams of this device are idle and
  * until all other ranks that joined have called it, too. Then no rank uses the memory of another.
  * Returns false if a GPU does not finish, or if a rank does not call it in time. Then no rank frees
- * anything. In a broken group a device waits at most 4 s for its streams; toka_group_leave gives the
- * other ranks more time than that. */
+ * anything. In a broken group a device waits at most 4 s for its streams; toka_group_leave gives
+ * the other ranks more time than that. */
 static bool group_leave(toka_device *dev) {
     cudaStream_t landing_stream = dev->group->channels[rank_index(dev)].landing_stream;
     bool idle = true;
@@ -11569,19 +11570,6 @@ static void cuda_alloc_buffers(toka_device *dev) {
     if (!dev->error.code && dev->group) group_alloc(dev);
 }
 
-/* Fault injection for tests. The environment variable `name` is "N", for the ranks of the first
- * stage, or "N@R", for rank R. Returns N if the device is one of these ranks, else 0. */
-static int cuda_debug_option(const char *name, const toka_device_options *options) {
-    const char *value = getenv(name), *at_sign = value ? strchr(value, '@') : NULL;
-    if (!value ||
-        (at_sign ? atoi(at_sign + 1) !=
-                       options->pp_rank * (options->tp_size > 1 ? options->tp_size : 1) +
-                           options->tp_rank
-                 : options->pp_rank > 0))
-        return 0;
-    return atoi(value);
-}
-
 static int cuda_open(toka_device **out, const toka_device_options *options, const toka_shape *shape,
                      const toka_weights *weights, toka_err *e) {
     if (cuda_check_options(options, shape, e)) return e->code;
@@ -11590,9 +11578,9 @@ static int cuda_open(toka_device **out, const toka_device_options *options, cons
     dev->options = *options, dev->shape = shape, dev->weights = weights;
     dev->E = round_up_8(shape->E), dev->F = round_up_8(shape->F), dev->V = round_up_8(shape->V),
     dev->ordinal = cuda_ordinal(options);
-    dev->steps_to_fault = cuda_debug_option("TOKA_DEBUG_FAULT", options),
-    dev->steps_to_stall = cuda_debug_option("TOKA_DEBUG_STALL", options);
-    dev->captures_to_fault = cuda_debug_option("TOKA_DEBUG_CAPTURE", options);
+    dev->steps_to_fault = toka_debug_option("TOKA_DEBUG_FAULT", options),
+    dev->steps_to_stall = toka_debug_option("TOKA_DEBUG_STALL", options);
+    dev->captures_to_fault = toka_debug_option("TOKA_DEBUG_CAPTURE", options);
     if (options->group) group_assign_rank(dev);
     if (!dev->error.code) gpu_open(dev);
     if (!dev->error.code) gemm_open(dev);
@@ -12039,7 +12027,7 @@ __global__ static void stall_kernel(volatile int *aborted) {
     while (!aborted || !*aborted) {}
 }
 
-/* Launches one of these kernels if a test has chosen this step (cuda_debug_option). */
+/* Launches one of these kernels if a test has chosen this step (toka_debug_option). */
 static void cuda_inject_fault(toka_device *dev) {
     if (dev->steps_to_fault && !--dev->steps_to_fault) fault_kernel<<<1, 1, 0, dev->stream>>>();
     if (dev->steps_to_stall && !--dev->steps_to_stall)
