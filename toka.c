@@ -9502,8 +9502,7 @@ static int mf_shard(const toka_shape *full, const toka_weights *full_weights, co
  * It does not download, convert or write anything.
  * =========================================================================== */
 
-/* ---- models.txt: the known models ----
- * One line for each model, with columns separated by spaces. "-" means none, # begins a comment. */
+/* ---- models.txt: the known models ---- */
 
 typedef struct mf_known_model { /* one line; strings are in the parser's arena */
     char *name, *hub_id;
@@ -9511,143 +9510,33 @@ typedef struct mf_known_model { /* one line; strings are in the parser's arena *
     mf_config config;
 } mf_known_model;
 
-/* The columns. From MF_COL_DIMS on there is one column for each of mf_dims except max_len. */
-enum {
-    MF_COL_NAME, MF_COL_HUB_ID, MF_COL_ARCH, MF_COL_DIMS, MF_COL_TIED = MF_COL_DIMS + MF_MAX_LEN,
-    MF_COL_THETA, MF_COL_ROPE, MF_COL_EPS, MF_COL_MAX_LEN, MF_COL_EXTRAS, MF_COL_FAMILY,
-    MF_COL_VERIFIED, MF_N_COLS
-};
-
-/* Parses 1 to max_numbers numbers separated by commas, none of them negative. Returns their count,
- * or -1 if the list is anything else. */
-static int mf_parse_numbers(str list, double *out, int max_numbers) {
-    int n_numbers = 0;
-    arena memory = {0};
-    toka_err e;
-    bool valid = !str_ends(list, STR(","));
-    for (str word; valid && str_split_next(&list, ',', &word); n_numbers++) {
-        const json *value = n_numbers < max_numbers ? json_parse(&memory, word, json_trusted, &e)
-                                                    : NULL;
-        valid = value && (out[n_numbers] = json_num(value, -1)) >= 0;
-    }
-    arena_free(&memory);
-    return valid && n_numbers ? n_numbers : -1;
+/* Reads the next word of a line; white space separates words. It is empty at the line's end. */
+static str mf_next_word(str *line) {
+    size_t begin = 0, end;
+    while (begin < line->n && isspace((unsigned char)line->p[begin])) begin++;
+    for (end = begin; end < line->n && !isspace((unsigned char)line->p[end]);) end++;
+    str word = str_sub(*line, begin, end);
+    *line = str_sub(*line, end, line->n);
+    return word;
 }
 
-/* Parses the column ROPE: "default", "linear:F", "llama3:F,LOW,HIGH,ORIGINAL" or
- * "yarn:F,ORIGINAL". Returns false if it is anything else. */
-static bool mf_parse_rope_column(str text, mf_rope *rope) {
-    static const int n_numbers[] = {0, 1, 4, 2};
-    double numbers[4] = {0};
-    for (int kind = 0; kind < COUNT(mf_rope_names); kind++) {
-        const str name = str_c(mf_rope_names[kind]);
-        if (!str_starts(text, name)) continue;
-        rope->kind = (mf_rope_kind)kind;
-        if (kind == MF_ROPE_DEFAULT) return text.n == name.n;
-        if (text.n == name.n || text.p[name.n] != ':') return false;
-        if (mf_parse_numbers(str_sub(text, name.n + 1, text.n), numbers, 4) != n_numbers[kind])
-            return false;
-        rope->factor = numbers[0];
-        rope->beta_fast = 32;
-        rope->beta_slow = 1;
-        rope->original_len = kind == MF_ROPE_LLAMA3 ? numbers[3] : numbers[1];
-        rope->low_freq_factor = numbers[1];
-        rope->high_freq_factor = numbers[2];
-        /* The limits are those of mf_read_rope_scaling. */
-        if (rope->factor < 1e-3 || rope->factor > 1e6) return false;
-        if (kind == MF_ROPE_LLAMA3 &&
-            (numbers[1] < 1e-3 || numbers[2] > 1e6 || numbers[2] <= numbers[1]))
-            return false;
-        return kind == MF_ROPE_LINEAR || (rope->original_len >= 1 && rope->original_len <= 1 << 30);
+/* Reads a line into *known: name, hub id, family, and an object as in config.json. where:
+ * "models.txt line 7". Returns 0 or an error code. */
+static int mf_parse_model_line(str line, const char *where, arena *memory, mf_known_model *known,
+                               toka_err *e) {
+    char **const columns[] = {&known->name, &known->hub_id, &known->family};
+    for (int i = 0; i < COUNT(columns); i++) {
+        str word = mf_next_word(&line);
+        if (!word.n || word.p[0] == '{')
+            return fail(e, TOKA_E_INPUT,
+                        "%s: expected a name, a hub id, a template family and a config", where);
+        *columns[i] = arena_cstr(memory, word);
     }
-    return false;
+    return mf_config_parse(line, where, memory, &known->config, e);
 }
 
-/* Parses the column EXTRAS: "-", or some of qkv_bias, o_bias, qk_norm and window=N, separated by
- * commas. *window: 0 if there is none. Returns false if it is anything else. */
-static bool mf_parse_extras(str text, mf_config *config, double *window) {
-    /* in the order of the bits MF_QKV_BIAS, MF_O_BIAS, MF_QK_NORM */
-    static const char *const names[] = {"qkv_bias", "o_bias", "qk_norm"};
-    *window = 0;
-    if (str_is(text, "-")) return true;
-    for (str word; str_split_next(&text, ',', &word);) {
-        int i = 0;
-        while (i < COUNT(names) && !str_is(word, names[i])) i++;
-        if (i < COUNT(names)) config->features |= 1u << i;
-        else if (!str_starts(word, STR("window=")) ||
-                 mf_parse_numbers(str_sub(word, 7, word.n), window, 1) != 1)
-            return false;
-    }
-    return *window >= 0 && *window <= INT_MAX / 2;
-}
-
-/* Reads the columns of one line into *known. where: "models.txt line 7". Returns 0 or an error
- * code. */
-static int mf_parse_model_line(const str cols[MF_N_COLS], const char *where, arena *memory,
-                               mf_known_model *known, toka_err *e) {
-    mf_config *config = &known->config;
-    double numbers[MF_N_DIMS], theta, eps, window;
-    int64_t dims[MF_N_DIMS];
-    for (int i = 0; i < MF_N_DIMS; i++) {
-        str text = cols[i == MF_MAX_LEN ? MF_COL_MAX_LEN : MF_COL_DIMS + i];
-        if (mf_parse_numbers(text, &numbers[i], 1) != 1 || numbers[i] > 1e12 ||
-            numbers[i] != floor(numbers[i]))
-            return fail(e, TOKA_E_INPUT, "%s: %s is \"%.*s\", expected a whole number", where,
-                        mf_dims[i].letter, STRF(text));
-        dims[i] = (int64_t)numbers[i];
-    }
-    config->arch = mf_arch_by_name(cols[MF_COL_ARCH]);
-    if (!config->arch)
-        return fail(e, TOKA_E_INPUT, "%s: architecture %.*s is not supported", where,
-                    STRF(cols[MF_COL_ARCH]));
-    if (mf_set_dims(config, dims, where, e)) return e->code;
-    if (!mf_parse_rope_column(cols[MF_COL_ROPE], &config->rope))
-        return fail(e, TOKA_E_INPUT,
-                    "%s: rope is \"%.*s\", expected default, linear:F, llama3:F,LOW,HIGH,ORIGINAL "
-                    "or yarn:F,ORIGINAL",
-                    where, STRF(cols[MF_COL_ROPE]));
-    if (mf_parse_numbers(cols[MF_COL_THETA], &theta, 1) != 1 || theta <= 1 || theta > 1e18)
-        return fail(e, TOKA_E_INPUT, "%s: theta is \"%.*s\", expected a number over 1", where,
-                    STRF(cols[MF_COL_THETA]));
-    if (mf_parse_numbers(cols[MF_COL_EPS], &eps, 1) != 1 || eps > 1)
-        return fail(e, TOKA_E_INPUT, "%s: eps is \"%.*s\", expected a number up to 1", where,
-                    STRF(cols[MF_COL_EPS]));
-    if (!mf_parse_extras(cols[MF_COL_EXTRAS], config, &window))
-        return fail(e, TOKA_E_INPUT,
-                    "%s: extras are \"%.*s\", expected - or some of qkv_bias, o_bias, qk_norm, "
-                    "window=N",
-                    where, STRF(cols[MF_COL_EXTRAS]));
-    if (!str_is(cols[MF_COL_TIED], "tied") && !str_is(cols[MF_COL_TIED], "untied"))
-        return fail(e, TOKA_E_INPUT, "%s: \"%.*s\", expected tied or untied", where,
-                    STRF(cols[MF_COL_TIED]));
-    if (str_is(cols[MF_COL_TIED], "untied")) config->features |= MF_LM_HEAD;
-    config->rope.theta = theta;
-    config->shape.eps = (float)eps;
-    config->bos_id = -1;
-    config->window = arena_alloc(memory, (size_t)config->shape.L * sizeof *config->window);
-    for (int i = 0; i < config->shape.L; i++) config->window[i] = (int)window;
-    mf_set_rope_table(config, memory);
-    known->name = arena_cstr(memory, cols[MF_COL_NAME]);
-    known->hub_id = arena_cstr(memory, cols[MF_COL_HUB_ID]);
-    known->family = arena_cstr(memory, cols[MF_COL_FAMILY]);
-    return 0;
-}
-
-/* Splits a line at spaces, tabs and carriage returns. Returns the number of words and stores the
- * first MF_N_COLS of them. */
-static int mf_split_columns(str line, str cols[MF_N_COLS]) {
-    int n = 0;
-    for (size_t i = 0; i < line.n;) {
-        size_t start = i;
-        while (i < line.n && !strchr(" \t\r", line.p[i] ? line.p[i] : 'x')) i++;
-        if (i > start && n++ < MF_N_COLS) cols[n - 1] = str_sub(line, start, i);
-        if (i < line.n && i == start) i++;
-    }
-    return n;
-}
-
-/* Parses models.txt into a list of models; everything is in the arena. Returns 0 or an error
- * code. */
+/* Parses models.txt into a list of models; everything is in the arena. A line that begins with # is
+ * a comment. Returns 0 or an error code. */
 static int mf_models_parse(str text, arena *memory, mf_known_model **list, int *n_models,
                            toka_err *e) {
     size_t cap = 1;
@@ -9655,17 +9544,13 @@ static int mf_models_parse(str text, arena *memory, mf_known_model **list, int *
     mf_known_model *known = *list = arena_zalloc(memory, cap * sizeof *known);
     *n_models = 0;
     *e = (toka_err){0};
-    str line_text, cols[MF_N_COLS];
-    for (size_t line_number = 1; str_split_next(&text, '\n', &line_text); line_number++) {
-        ptrdiff_t comment = str_find(line_text, STR("#"), 0);
-        if (comment >= 0) line_text.n = (size_t)comment;
-        int n_cols = mf_split_columns(line_text, cols);
+    str line;
+    for (size_t line_number = 1; str_split_next(&text, '\n', &line); line_number++) {
         char where[48];
+        str rest = line, first = mf_next_word(&rest);
+        if (!first.n || first.p[0] == '#') continue;
         snprintf(where, sizeof where, "models.txt line %zu", line_number);
-        if (!n_cols) continue;
-        if (n_cols != MF_N_COLS)
-            return fail(e, TOKA_E_INPUT, "%s: %d columns, expected %d", where, n_cols, MF_N_COLS);
-        if (mf_parse_model_line(cols, where, memory, &known[*n_models], e)) return e->code;
+        if (mf_parse_model_line(line, where, memory, &known[*n_models], e)) return e->code;
         for (int i = 0; i < *n_models; i++)
             if (strcasecmp(known[i].name, known[*n_models].name) == 0)
                 return fail(e, TOKA_E_INPUT, "%s: %s is there twice", where, known[i].name);

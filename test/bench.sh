@@ -22,7 +22,9 @@ for what in ${*:-cpu sharing json tokenizer accuracy memory}; do
         $B/bench_cpu ;;
     sharing) # CPU time of the whole engine: 256 samples of one 1,000-token prompt, with and without prefix sharing; a model of
              # the embedded model's shape
-        echo "wide nobody/wide LlamaForCausalLM 6 256 4 2 64 448 1024 tied 10000 default 1e-5 2048 - - sibling" >$B/wide.txt
+        echo 'wide nobody/wide - {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 6, "hidden_size": 256,' \
+            '"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 448, "vocab_size": 1024,' \
+            '"max_position_embeddings": 2048, "tie_word_embeddings": true, "rms_norm_eps": 1e-5}' >$B/wide.txt
         python3 - $B <<'EOF'
 import json, resource, subprocess, sys
 B = sys.argv[1]

@@ -104,30 +104,11 @@ def longest(work):
 def config_of(name):
     """config.json of a model of models.txt, for transformers and vLLM."""
     for line in open(os.path.join(ROOT, "models.txt"), encoding="utf-8"):
-        col = line.split("#")[0].split()
-        if col and col[0] == name:
-            break
-    else:
-        sys.exit(f"bench_peers_e2e.py: {name}: not in models.txt")
-    _, _, arch, L, E, H, K, D, F, V, tied, theta, rope, eps, max_len, extras, *_ = col
-    c = {"model_type": arch.removesuffix("ForCausalLM").lower(), "architectures": [arch], "num_hidden_layers": int(L),
-         "hidden_size": int(E), "num_attention_heads": int(H), "num_key_value_heads": int(K), "head_dim": int(D),
-         "intermediate_size": int(F), "vocab_size": int(V), "tie_word_embeddings": tied == "tied", "rope_theta": float(theta),
-         "rms_norm_eps": float(eps), "max_position_embeddings": int(max_len), "hidden_act": "silu", "torch_dtype": "bfloat16",
-         "bos_token_id": 1, "eos_token_id": 2}
-    kind, _, numbers = rope.partition(":")
-    names = {"default": [], "linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor",
-                                                             "original_max_position_embeddings"],
-             "yarn": ["factor", "original_max_position_embeddings"]}[kind]
-    if names:
-        c["rope_scaling"] = {"rope_type": kind, **dict(zip(names, map(float, numbers.split(","))))}
-        if "original_max_position_embeddings" in names:
-            c["rope_scaling"]["original_max_position_embeddings"] = int(float(numbers.split(",")[-1]))
-    extras = {} if extras == "-" else dict((e.split("=") + [True])[:2] for e in extras.split(","))
-    c.update(attention_bias="qkv_bias" in extras and arch.startswith("Llama"))
-    if arch.startswith("Mistral"):
-        c["sliding_window"] = int(extras["window"]) if "window" in extras else None
-    return c
+        if line.startswith(f"{name} "):
+            c = json.loads(line.split(maxsplit=3)[3])
+            return {"model_type": c["architectures"][0].removesuffix("ForCausalLM").lower(), "hidden_act": "silu",
+                    "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2, **c}
+    sys.exit(f"bench_peers_e2e.py: {name}: not in models.txt")
 
 
 def result(n_out, n_prompt, n, seconds, note):

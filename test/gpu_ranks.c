@@ -48,8 +48,12 @@ static char models_file[] = "/tmp/gpu_ranks_XXXXXX";
 static void models_write(void) {
     FILE *f = fdopen(mkstemp(models_file), "w");
     if (!f) abort();
-    fputs("eight " EIGHT " LlamaForCausalLM 8 512 16 8 64 1024 2100 untied 10000 default 1e-5 4096 - - config\n"
-          "wide " WIDE " LlamaForCausalLM 2 8192 16 8 64 512 2100 untied 10000 default 1e-5 4096 - - config\n", f);
+    const char *const line = "%s %s - {\"model_type\": \"llama\", \"num_hidden_layers\": %d, \"hidden_size\": %d, "
+                             "\"num_attention_heads\": 16, \"num_key_value_heads\": 8, \"head_dim\": 64, "
+                             "\"intermediate_size\": %d, \"vocab_size\": 2100, \"rms_norm_eps\": 1e-5, "
+                             "\"max_position_embeddings\": 4096}\n";
+    fprintf(f, line, "eight", EIGHT, 8, 512, 1024);
+    fprintf(f, line, "wide", WIDE, 2, 8192, 512);
     fclose(f);
 }
 static bool made_up(const char *model) { return !strcmp(model, EIGHT) || !strcmp(model, WIDE); }

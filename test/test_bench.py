@@ -74,7 +74,8 @@ def test_prefix_caching_can_be_off(tmp_path):
 
 def test_dummy_weights(tmp_path):
     models = tmp_path / "models.txt"
-    models.write_text("tiny nobody/tiny Qwen2ForCausalLM 2 64 4 2 16 96 500 untied 10000 default 1e-6 512 qkv_bias - sibling\n")
+    models.write_text('tiny nobody/tiny - {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, '
+                      '"num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 500, "max_position_embeddings": 512}\n')
     d = dataset(tmp_path, [{"prompt_token_ids": [1, 2, 3], "output_lengths": [300, 4]}])
     args = ["throughput", "-m", "tiny", "--models-file", str(models), "--dummy-weights", "--dataset"]
     out, _ = bench(*args, d)

@@ -1147,9 +1147,9 @@ static void test_mf_find(void) {
     CHECK(strstr(mft_find_error("", NULL, ""), "no such folder"));
     CHECK(strstr(mft_find_error("/dev/null", NULL, ""), "not a folder"));
 
-    const char line[] = " org/tiny-0 LlamaForCausalLM 2 8 2 1 4 6 10 untied 10000 default 1e-6 32 - - config\n";
+    const char config[] = "{\"model_type\": \"llama\"}";
     buf text = {0};
-    buf_printf(&text, "# comment\n\ntiny%s  other org/gone%s", line, strchr(line + 1, ' '));
+    buf_printf(&text, "# comment\n\ntiny org/tiny-0 - %s\n  other org/gone\t-  %s \r\n", config, config);
     mft_write_file(root, "models.txt", buf_view(&text));
     snprintf(models, sizeof models, "%s/models.txt", root);
     CHECK_MSG(!*mft_find_error("tiny", models, "tiny"), "%s", mft_find_error("tiny", models, "tiny"));
@@ -1176,29 +1176,19 @@ static void test_mf_find(void) {
 /* ---- models.txt ---- */
 
 static void test_mf_models_refused(void) {
+#define CONFIG(fields) "{\"architectures\": [\"LlamaForCausalLM\"], \"num_hidden_layers\": 2, \"hidden_size\": 8, " \
+                       "\"num_attention_heads\": 2, \"vocab_size\": 10" fields "}\n"
     static const char *const bad[][2] = {
-        {"a b c\n", "models.txt line 1: 3 columns, expected 18"},
-        {"\n# x\nt o/t LlamaForCausalLM 2 8 2 1 4 6 10 untied 10000 default 1e-6 32 - - config more\n",
-         "line 3: 19 columns"},
-        {"t o/t GemmaForCausalLM 2 8 2 1 4 6 10 untied 10000 default 1e-6 32 - - config",
-         "architecture GemmaForCausalLM is not"},
-        {"t o/t LlamaForCausalLM 2 8 2 1 4 x 10 untied 10000 default 1e-6 32 - - config",
-         "F is \"x\", expected a whole number"},
-        {"t o/t LlamaForCausalLM 2 8 2 1 4 6 1.5 untied 10000 default 1e-6 32 - - config", "V is \"1.5\""},
-        {"t o/t LlamaForCausalLM 2 8 3 2 4 6 10 untied 10000 default 1e-6 32 - - config", "expected a multiple of"},
-        {"t o/t LlamaForCausalLM 0 8 2 1 4 6 10 untied 10000 default 1e-6 32 - - config", "(L) is 0"},
-        {"t o/t LlamaForCausalLM 2 8 2 1 4 6 10 maybe 10000 default 1e-6 32 - - config",
-         "\"maybe\", expected tied or untied"},
-        {"t o/t LlamaForCausalLM 2 8 2 1 4 6 10 tied -1 default 1e-6 32 - - config", "theta is \"-1\""},
-        {"t o/t LlamaForCausalLM 2 8 2 1 4 6 10 tied 10000 llama3:8,1,4 1e-6 32 - - config", "rope is \"llama3:8,1,4\""},
-        {"t o/t LlamaForCausalLM 2 8 2 1 4 6 10 tied 10000 dynamic:8 1e-6 32 - - config", "rope is \"dynamic:8\""},
-        {"t o/t LlamaForCausalLM 2 8 2 1 4 6 10 tied 10000 linear:1e-99 1e-6 32 - - config", "rope is \"linear:1e-99\""},
-        {"t o/t LlamaForCausalLM 2 8 2 1 4 6 10 tied 10000 yarn:4, 1e-6 32 - - config", "rope is \"yarn:4,\""},
-        {"t o/t LlamaForCausalLM 2 8 2 1 4 6 10 tied 10000 default x 32 - - config", "eps is \"x\""},
-        {"t o/t LlamaForCausalLM 2 8 2 1 4 6 10 tied 10000 default 1e-6 32 bias - config", "extras are \"bias\""},
-        {"t o/t LlamaForCausalLM 2 8 2 1 4 6 10 tied 10000 default 1e-6 32 - - c\n"
-         "T o/t LlamaForCausalLM 2 8 2 1 4 6 10 tied 10000 default 1e-6 32 - - c\n", "line 2: t is there twice"},
+        {"a\n", "models.txt line 1: expected a name, a hub id, a template family and a config"},
+        {"\n# x\nt o/t {}\n", "models.txt line 3: expected a name"},
+        {"t o/t - \n", "models.txt line 1: "},
+        {"t o/t - 2 8 2 1 4 6 10", "models.txt line 1: "},
+        {"t o/t - []", "not a JSON object"},
+        {"t o/t - {\"architectures\": [\"GemmaForCausalLM\"]}", "expected LlamaForCausalLM"},
+        {"t o/t - " CONFIG(", \"num_key_value_heads\": 3"), "expected a multiple of"},
+        {"t o/t - " CONFIG("") "T\to/t - " CONFIG(""), "line 2: t is there twice"},
     };
+#undef CONFIG
     for (int i = 0; i < COUNT(bad); i++) {
         arena a = {0};
         mf_known_model *list;

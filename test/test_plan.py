@@ -61,8 +61,8 @@ def test_a_folder_needs_no_weights(tmp_path):
 
 
 def test_models_file(tmp_path):
-    (tmp_path / "m.txt").write_text("tiny nobody/tiny Qwen2ForCausalLM 2 64 4 2 16 96 500 untied 10000 default 1e-6 512 qkv_bias "
-                                    "- sibling\n")
+    (tmp_path / "m.txt").write_text('tiny nobody/tiny - {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, '
+                                    '"num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 500, "max_position_embeddings": 512}\n')
     args = ["--models-file", str(tmp_path / "m.txt"), "--json", "--gpus", "8", "--input-len", "10", "--output-len", "10"]
     v, by_id = (json.loads(plan("-m", m, *args)[0]) for m in ("tiny", "nobody/tiny"))
     assert v == by_id and len(v["not_possible"]) == 3  # tp 8; pp 4 and pp 8 with 2 layers
