@@ -6490,8 +6490,8 @@ static bool tmpl_f_round(tmpl_run *run, tmpl_args *args, tval *out) {
 
 /* ===========================================================================
  * MARK: 10. Chat template: evaluation [pure]
- * tmpl_render walks the parser's tree with a context (a JSON object) and appends the text to a
- * buf. The text is byte for byte that of Python's Jinja2 3.1 with the settings of Hugging Face's
+ * tmpl_render walks the parser's tree with contexts (JSON objects) and appends the text to a buf.
+ * The text is byte for byte that of Python's Jinja2 3.1 with the settings of Hugging Face's
  * apply_chat_template. Where Jinja raises an exception, tmpl_render fails in most cases.
  *
  * Order of the chapter: filters of lists; methods of dicts; tests; global functions; the table of
@@ -7700,16 +7700,23 @@ static tmpl_flow tmpl_exec(tmpl_run *run, const tmpl_node *chain) {
     return flow;
 }
 
+/* Sets the variable of the top level that a member of a context names, if the template has it. */
+static bool tmpl_set_global(tmpl_run *run, const tmpl *template, const json *key) {
+    bool ok = tmpl_charge_steps(run, (size_t)template->n_names);
+    for (int i = 0; ok && i < template->n_names; i++)
+        if (str_eq(template->names[i], json_str(key)))
+            ok = tmpl_from_json(run, key + 1, &run->globals[i]);
+    return ok;
+}
+
 /* Renders the template and appends the text to `out`, which stays unchanged after an error.
- * context: a JSON object whose members are the template's variables; its text must live until the
- * call returns. It should have the variables that Hugging Face gives every template: messages,
- * tools and documents (null if there are none), add_generation_prompt and the special tokens.
- * now: the time that strftime_now formats. Returns 0 or an error code: TOKA_E_USE if context is not
- * an object, TOKA_E_INPUT if the template fails. Thread: any. */
-static int tmpl_render(const tmpl *template, const json *context, tmpl_time now, tmpl_limits limits,
-                       buf *out, toka_err *e) {
-    if (!json_is(context, JSON_OBJECT))
-        return fail(e, TOKA_E_USE, "template line 1: the context is not a JSON object");
+ * contexts: [n_contexts] JSON objects whose members are the template's variables; of two with one
+ * name the later counts. Their text must live until the call returns. They should have the
+ * variables that Hugging Face gives every template: messages, tools and documents (null if there
+ * are none), add_generation_prompt and the special tokens. now: the time that strftime_now formats.
+ * Returns 0, or TOKA_E_INPUT if the template fails. Thread: any. */
+static int tmpl_render(const tmpl *template, const json *const *contexts, int n_contexts,
+                       tmpl_time now, tmpl_limits limits, buf *out, toka_err *e) {
     limits.output_bytes = MIN(limits.output_bytes, (size_t)1 << 30);
     buf text = {0};
     tmpl_run run = {.now = now, .budget = limits, .memory_left = TMPL_MEMORY(limits), .out = &text,
@@ -7720,12 +7727,8 @@ static int tmpl_render(const tmpl *template, const json *context, tmpl_time now,
         const tmpl_fn *fn = tmpl_find_fn(OF_GLOBAL, template->names[i]);
         if (fn) run.globals[i] = (tval){.type = TV_FUNCTION, .fn = fn};
     }
-    JSON_MEMBERS(key, context) {
-        ok = ok && tmpl_charge_steps(&run, (size_t)template->n_names);
-        for (int i = 0; ok && i < template->n_names; i++)
-            if (str_eq(template->names[i], json_str(key)))
-                ok = tmpl_from_json(&run, key + 1, &run.globals[i]);
-    }
+    for (int i = 0; i < n_contexts; i++)
+        JSON_MEMBERS(key, contexts[i]) ok = ok && tmpl_set_global(&run, template, key);
     ok = ok && tmpl_exec(&run, template->body) == FLOW_NORMAL;
     if (ok) buf_str(out, buf_view(&text));
     buf_free(&text);
@@ -18694,35 +18697,17 @@ static void lib_put_token_variable(buf *out, const char *name, const char *value
     json_put_str(out, str_c(value));
 }
 
-/* Builds the variables of a template as one JSON object: the defaults of apply_chat_template, the
- * model's special tokens, then the caller's object. If a name occurs twice, the caller's wins. *out
- * is in `memory` and borrows from `text`. limits: of the caller's object. Returns 0 or an error. */
-static int lib_template_context(const mf_model *files, str context, json_limits limits,
-                                arena *memory, buf *text, const json **out, toka_err *e) {
-    arena scratch = {0};
-    const json *value = json_parse(&scratch, str_skip_bom(context), limits, e);
-    const bool is_object = json_is(value, JSON_OBJECT);
-    const bool has_members = is_object && value->n;
-    arena_free(&scratch);
-    if (!value) return e->code;
-    if (!is_object) return fail(e, TOKA_E_USE, "the template's input must be a JSON object");
-    json_put_open(text, '{');
-    json_put_key(text, "tools");
-    json_put_null(text);
-    json_put_key(text, "documents");
-    json_put_null(text);
-    json_put_key(text, "add_generation_prompt");
-    json_put_bool(text, false);
+/* Parses the variables that every chat has: the defaults of apply_chat_template, and the model's
+ * special tokens. The object is in `memory` and borrows from `text`. */
+static const json *lib_default_variables(const mf_model *files, arena *memory, buf *text,
+                                         toka_err *e) {
+    buf_c(text, "{\"tools\":null,\"documents\":null,\"add_generation_prompt\":false");
     lib_put_token_variable(text, "bos_token", files->bos_token);
     lib_put_token_variable(text, "eos_token", files->eos_token);
     lib_put_token_variable(text, "pad_token", files->pad_token);
     lib_put_token_variable(text, "unk_token", files->unk_token);
-    if (has_members) json_comma(text);
-    limits.max_bytes += text->n; /* the variables that are not the caller's do not count */
-    size_t brace = (size_t)str_find(context, STR("{"), 0) + 1;
-    buf_str(text, str_sub(context, brace, context.n));
-    *out = json_parse(memory, buf_view(text), limits, e);
-    return *out ? 0 : e->code;
+    json_put_close(text, '}');
+    return json_parse(memory, buf_view(text), json_trusted, e);
 }
 
 /* Returns true if a chat with these tools is rendered by the tool template. As in transformers an
@@ -18737,24 +18722,29 @@ static const tmpl *lib_chat_template(const toka *t, const json *tools) {
     return lib_uses_tool_template(t, tools) ? t->tool_template : t->chat_template;
 }
 
-/* Renders a chat by the templates of t. The special tokens are those of `files`. Returns 0 or an
- * error. */
+/* Renders a chat by the templates of t. The special tokens are those of `files`. context: a JSON
+ * object; limits: of it. Returns 0 or an error. */
 static int lib_render(const toka *t, const mf_model *files, str context, json_limits limits,
                       const char *now, buf *out, toka_err *e) {
     arena memory = {0};
     buf text = {0};
     tmpl_time time = {0};
-    const json *root = NULL;
+    const json *contexts[2] = {0}; /* the variables of the second hide those of the first */
     int code = lib_parse_now(now, &time, e);
-    if (!code) code = lib_template_context(files, context, limits, &memory, &text, &root, e);
-    const json *tools = code ? NULL : json_get(root, "tools");
+    if (!code && (!(contexts[0] = lib_default_variables(files, &memory, &text, e)) ||
+                  !(contexts[1] = json_parse(&memory, str_skip_bom(context), limits, e))))
+        code = e->code;
+    if (!code && contexts[1]->type != JSON_OBJECT)
+        code = fail(e, TOKA_E_USE, "the template's input must be a JSON object");
+    const json *tools = code ? NULL : json_get(contexts[1], "tools");
     const tmpl *chosen = lib_chat_template(t, tools);
     if (!code && !chosen && !lib_uses_tool_template(t, tools))
         code = lib_fail_no_template(t, e);
     else if (!code && !chosen)
         code = fail(e, TOKA_E_INPUT, "the tool_use template of %s cannot be used: %.350s",
                     files->name, t->tool_error.msg);
-    if (!code) code = tmpl_render(chosen, root, time, tmpl_default_limits, out, e);
+    if (!code)
+        code = tmpl_render(chosen, contexts, COUNT(contexts), time, tmpl_default_limits, out, e);
     buf_free(&text);
     arena_free(&memory);
     return code;

@@ -26,7 +26,7 @@ static int fuzz_template(const uint8_t *data, size_t size) {
     memcpy(source, data + 1, size - 1);
     int code = tmpl_parse(&t, (str){source, size - 1}, &e);
     free(source); /* a parsed template does not point into its source */
-    if (!code) code = tmpl_render(t, context, now, limits, &out, &e);
+    if (!code) code = tmpl_render(t, &context, 1, now, limits, &out, &e);
     if (code && (code != TOKA_E_INPUT || !str_starts(str_c(e.msg), STR("template line ")))) abort();
     if (out.n > limits.output_bytes || (code && out.n)) abort();
     for (size_t i = 0; i < out.n;) {

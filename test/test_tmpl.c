@@ -11,7 +11,7 @@ static int tmpl_of(str source, str context, tmpl_limits limits, buf *out, toka_e
     int code = tmpl_parse(&t, source, e);
     if (!code) {
         const json *c = json_parse(&a, context, json_test_limits, e);
-        code = c ? tmpl_render(t, c, tmpl_test_now, limits, out, e) : e->code;
+        code = c ? tmpl_render(t, &c, 1, tmpl_test_now, limits, out, e) : e->code;
     }
     tmpl_del(t);
     arena_free(&a);
