@@ -1724,35 +1724,15 @@ static void rope_open(toka_device *dev) {
     CHECK_LAUNCH(dev, "RoPE table");
 }
 
-/* ---- QK-norm, RoPE, and the stores of K and V to their pages ----
+/* ---- What is done with q, k and v after their GEMM ----
  *
  * For each head of q and k: RMSNorm over D if the model has QK-norm, then each pair (i, i + D/2) is
  * rotated by its angle at position pos[t]. v is copied. q is stored to q[t][h]. k and v are stored
  * to the cache position kv_slot[t] = page * B + offset of the layer's pool. All arithmetic is
  * float32.
  *
- *   qkv   bf16 [T][(H+2K)*D]: q [H][D], k [K][D], v [K][D] of each row; the biases are added
- *   q     bf16 [T][H][D]
- *   kv    bf16 [page][kv head][K, V][B][D]: the pool of this layer
- *
- * Grid ceil(T*(H+2K) / 8), block 256: one warp per head. Moves 4*T*(H+2K)*D bytes: bound by copy
- * bandwidth. D/2 is even, D is at most 256.
- *
- * Lane l has the pairs i = 2l, 2l+1, 2l+64, 2l+65. So a warp reads 128 contiguous bytes of each
- * half of the head at once.
- *
- * No kernel of this step writes positions, KV slots, the table or the norm weights. So they are
- * loaded before grid_wait(), which makes small steps faster: test/results/kernel-choices.md. */
-typedef struct rope_args {
-    const bf16 *qkv;
-    bf16 *q, *kv;
-    const int *pos, *kv_slot;     /* [T] */
-    const float2 *table;          /* [max_len][D/2] (cos, sin) */
-    const float *q_norm, *k_norm; /* [D] or NULL */
-    int T, H, K, D, B;
-    float eps;
-    bool interleaved; /* element i of a head is at qkv_interleave(i, D/2) of the head in qkv */
-} rope_args;
+ * The parts are defined here, for rope_kernel and for the QKV epilogues of the GEMMs (chapters 6
+ * and 7). "head" counts the heads of q, then those of k, then those of v: 0 .. H + 2K - 1. */
 
 /* Returns the index of element i of a head after interleaving: 8 elements of the first half of the
  * head, then the 8 elements of the second half with which RoPE pairs them, and so on. The rows of W
@@ -1767,13 +1747,86 @@ __device__ static inline void store_bf16x2(bf16 *to, float a, float b) {
     *(uint32_t *)to = pack_bf16(a, b);
 }
 
-__global__ static void __launch_bounds__(256) rope_kernel(rope_args args) {
-    int n_heads = args.H + 2 * args.K, warp = blockIdx.x * 8 + threadIdx.x / 32,
+struct qkv_params {
+    const float *bias;            /* [(H+2K)*D] or NULL */
+    const float *q_norm, *k_norm; /* QK-norm: [D] each, or NULL */
+    float eps;
+    int H, K, B;                  /* B is a power of two */
+    const int *pos,               /* [T] positions */
+        *kv_slot;                 /* [T] page * B + offset in the page */
+    const float2 *rope;           /* [max_len][D/2] cosine and sine */
+    bf16 *q;                      /* [T][H][D] */
+    bf16 *kv;                     /* the layer's pages: [page][kv head][K, V][B][D] */
+    int D;                        /* for kernels that do not have D as a template parameter */
+};
+static bool qkv_has_norms(const qkv_params *qkv) { return qkv->q_norm || qkv->k_norm; }
+
+/* Returns the weights [D] of the head's QK-norm; NULL: it has none, as each head of v. */
+__device__ static inline const float *qkv_norm_weights(const qkv_params &qkv, int head) {
+    const float *weights = head < qkv.H ? qkv.q_norm : qkv.k_norm;
+    return head >= qkv.H + qkv.K ? NULL : weights;
+}
+/* Returns the factor of the QK-norm. sum: the sum of the squares of a head. */
+__device__ static inline float qk_norm_scale(float sum, int D, float eps) {
+    return rsqrtf(sum / D + eps);
+}
+/* Rotates the pair of elements (i, i + D/2) of a head of q or k. */
+__device__ static inline void rope_rotate(float &lo, float &hi, float cosine, float sine) {
+    const float old_lo = lo;
+    lo = old_lo * cosine - hi * sine, hi = hi * cosine + old_lo * sine;
+}
+/* Where the elements of a head are stored: in q if it is a query head, else in the pages. Both are
+ * arrays of rows of D elements. The row is the sum of a term of the token (qkv_q_row or qkv_kv_row)
+ * and a term of the head (qkv_head_row). Rows fit in 32 bits: with D 8 they would be 64 GB. */
+__device__ static inline uint32_t qkv_q_row(const qkv_params &qkv, int m) {
+    return (uint32_t)(m * qkv.H);
+}
+__device__ static inline uint32_t qkv_kv_row(const qkv_params &qkv, int kv_slot) {
+    const int log2_B = 31 - __clz(qkv.B);
+    return ((uint32_t)(kv_slot >> log2_B) * (uint32_t)(2 * qkv.K) << log2_B) +
+           (uint32_t)(kv_slot & (qkv.B - 1));
+}
+__device__ static inline uint32_t qkv_head_row(const qkv_params &qkv, int head) {
+    const int log2_B = 31 - __clz(qkv.B), kv_head = head - qkv.H, is_v = kv_head >= qkv.K;
+    return kv_head < 0 ? (uint32_t)head
+                       : (uint32_t)((kv_head - is_v * qkv.K) * 2 + is_v) << log2_B;
+}
+/* Returns where element 0 of head `head` of token m is stored. */
+__device__ static inline bf16 *qkv_head_at(const qkv_params &qkv, int m, int kv_slot, int head) {
+    const bool is_q = head < qkv.H;
+    const uint32_t row = (is_q ? qkv_q_row(qkv, m) : qkv_kv_row(qkv, kv_slot)) +
+                         qkv_head_row(qkv, head);
+    return (is_q ? qkv.q : qkv.kv) + (size_t)row * qkv.D;
+}
+static_assert((TOKA_GPU_PAGE_TOK & (TOKA_GPU_PAGE_TOK - 1)) == 0, "B is a power of two");
+
+/* ---- rope_kernel: QK-norm, RoPE, and the stores of K and V, after a GEMM without them ----
+ *
+ *   from     bf16 [T][(H+2K)*D]: q [H][D], k [K][D], v [K][D] of each row; the biases are added
+ *   to       q bf16 [T][H][D]; kv bf16 [page][kv head][K, V][B][D], the pool of this layer
+ *
+ * Grid ceil(T*(H+2K) / 8), block 256: one warp per head. Moves 4*T*(H+2K)*D bytes: bound by copy
+ * bandwidth. D/2 is even, D is at most 256.
+ *
+ * Lane l has the pairs i = 2l, 2l+1, 2l+64, 2l+65. So a warp reads 128 contiguous bytes of each
+ * half of the head at once.
+ *
+ * No kernel of this step writes positions, KV slots, the table or the norm weights. So they are
+ * loaded before grid_wait(), which makes small steps faster: test/results/kernel-choices.md. */
+typedef struct rope_args {
+    qkv_params to;    /* bias is not used */
+    const bf16 *from; /* qkv */
+    int T;
+    bool interleaved; /* element i of a head is at qkv_interleave(i, D/2) of the head in `from` */
+} rope_args;
+__global__ static void __launch_bounds__(256) rope_kernel(const rope_args args) {
+    const qkv_params &qkv = args.to;
+    int n_heads = qkv.H + 2 * qkv.K, warp = blockIdx.x * 8 + threadIdx.x / 32,
         lane = threadIdx.x % 32;
-    int row = warp / n_heads, head = warp % n_heads, half = args.D / 2;
+    int row = warp / n_heads, head = warp % n_heads, half = qkv.D / 2;
     /* each float4: cosine and sine of two pairs */
     float4 cos_sin[2] = {make_float4(1, 0, 1, 0), make_float4(1, 0, 1, 0)};
-    const float *norm = head < args.H ? args.q_norm : head < args.H + args.K ? args.k_norm : NULL;
+    const float *norm = qkv_norm_weights(qkv, head);
     float2 norm_lo[2] = {}, norm_hi[2] = {};
     grid_launch_dependents();
 #pragma unroll
@@ -1783,16 +1836,16 @@ __global__ static void __launch_bounds__(256) rope_kernel(rope_args args) {
             norm_lo[k] = *(const float2 *)(norm + i),
             norm_hi[k] = *(const float2 *)(norm + half + i);
     }
-    if (row < args.T && head < args.H + args.K) {
-        const float2 *table = args.table + (size_t)args.pos[row] * half;
+    if (row < args.T && head < qkv.H + qkv.K) {
+        const float2 *table = qkv.rope + (size_t)qkv.pos[row] * half;
 #pragma unroll
         for (int k = 0; k < 2; k++)
             if (2 * lane + 64 * k < half) cos_sin[k] = *(const float4 *)(table + 2 * lane + 64 * k);
     }
-    int kv_slot = row < args.T ? args.kv_slot[row] : 0;
+    int kv_slot = row < args.T ? qkv.kv_slot[row] : 0;
     grid_wait();
     if (row >= args.T) return;
-    const bf16 *from = args.qkv + (size_t)warp * args.D;
+    const bf16 *from = args.from + (size_t)warp * qkv.D;
     float lo[4], hi[4], sum = 0;
 #pragma unroll
     for (int k = 0; k < 2; k++) {
@@ -1809,27 +1862,23 @@ __global__ static void __launch_bounds__(256) rope_kernel(rope_args args) {
         for (int k = 0; k < 4; k++) sum += lo[k] * lo[k] + hi[k] * hi[k];
         for (int xor_mask = 16; xor_mask; xor_mask >>= 1)
             sum += __shfl_xor_sync(~0u, sum, xor_mask);
-        float scale = rsqrtf(sum / args.D + args.eps);
+        float scale = qk_norm_scale(sum, qkv.D, qkv.eps);
 #pragma unroll
         for (int k = 0; k < 2; k++) {
             lo[2 * k] *= scale * norm_lo[k].x, lo[2 * k + 1] *= scale * norm_lo[k].y;
             hi[2 * k] *= scale * norm_hi[k].x, hi[2 * k + 1] *= scale * norm_hi[k].y;
         }
     }
-    int kv_head = head < args.H + args.K ? head - args.H : head - args.H - args.K;
-    bf16 *out =
-        head < args.H
-            ? args.q + ((size_t)row * args.H + head) * args.D
-            : args.kv + ((((size_t)(kv_slot / args.B) * args.K + kv_head) * 2 +
-                          (head >= args.H + args.K)) * args.B + kv_slot % args.B) * args.D;
+    bf16 *out = qkv_head_at(qkv, row, kv_slot, head);
 #pragma unroll
     for (int k = 0; k < 2; k++) {
         int i = 2 * lane + 64 * k;
         if (i >= half) break;
         float4 cs = cos_sin[k];
-        float lo0 = lo[2 * k], hi0 = hi[2 * k], lo1 = lo[2 * k + 1], hi1 = hi[2 * k + 1];
-        store_bf16x2(out + i, lo0 * cs.x - hi0 * cs.y, lo1 * cs.z - hi1 * cs.w);
-        store_bf16x2(out + half + i, hi0 * cs.x + lo0 * cs.y, hi1 * cs.z + lo1 * cs.w);
+        rope_rotate(lo[2 * k], hi[2 * k], cs.x, cs.y);
+        rope_rotate(lo[2 * k + 1], hi[2 * k + 1], cs.z, cs.w);
+        store_bf16x2(out + i, lo[2 * k], lo[2 * k + 1]);
+        store_bf16x2(out + half + i, hi[2 * k], hi[2 * k + 1]);
     }
 }
 
@@ -1926,9 +1975,23 @@ typedef struct gemm_kernel_args { /* gemm_args in the form that kernels take */
     fused_norm norm;
 } gemm_kernel_args;
 
-/* Returns silu(gate) * up. */
+/* Each family holds its accumulators in another layout. So a family finds the columns that belong
+ * together, and the arithmetic on them is defined once: here and, for q, k and v, in chapter 4. */
+
+/* EPI_SWIGLU: returns silu(gate) * up. */
 __device__ static inline float swiglu(float gate, float up) {
     return __fdividef(gate * up, 1 + ex2(-1.4426950408889634f * gate));
+}
+/* EPI_RESIDUAL: adds the bf16 of y in two neighbouring columns to their float32 sums. */
+__device__ static inline void add_residual(float &sum0, float &sum1, uint32_t y) {
+    sum0 += bf16_low(y), sum1 += bf16_high(y);
+}
+/* Adds the bias to the sums of the neighbouring columns n .. n + COLS - 1. */
+template <int COLS>
+__device__ static inline void add_bias(float *sums, const float *bias, int n) {
+    if (!bias) return;
+#pragma unroll
+    for (int i = 0; i < COLS; i++) sums[i] += bias[n + i];
 }
 
 /* For EPI_RESIDUAL returns the two bf16 of y at row m, columns n and n + 1; else 0. */
@@ -1943,18 +2006,19 @@ __device__ static inline void gemm_store_pair(const gemm_kernel_args &args, int 
         *(float2 *)((float *)args.y + (size_t)m * args.ldy + n) = float2{a0, a1};
         return;
     }
-    if (args.bias) a0 += args.bias[n], a1 += args.bias[n + 1];
-    if (args.epi == EPI_RESIDUAL) a0 += bf16_low(residual), a1 += bf16_high(residual);
-    *(uint32_t *)(args.y + (size_t)m * args.ldy + n) = pack_bf16(a0, a1);
+    float sums[2] = {a0, a1};
+    add_bias<2>(sums, args.bias, n);
+    if (args.epi == EPI_RESIDUAL) add_residual(sums[0], sums[1], residual);
+    *(uint32_t *)(args.y + (size_t)m * args.ldy + n) = pack_bf16(sums[0], sums[1]);
 }
 /* EPI_SWIGLU: writes two outputs of row m. Accumulator columns n and n + 1 are their gate (g0, g1),
  * columns n + 8 and n + 9 their up (u0, u1). n is even and n % 16 < 8. */
 __device__ static inline void gemm_store_swiglu(const gemm_kernel_args &args, int m, int n,
                                                 float g0, float g1, float u0, float u1) {
-    if (args.bias)
-        g0 += args.bias[n], g1 += args.bias[n + 1], u0 += args.bias[n + 8], u1 += args.bias[n + 9];
+    float gate[2] = {g0, g1}, up[2] = {u0, u1};
+    add_bias<2>(gate, args.bias, n), add_bias<2>(up, args.bias, n + 8);
     *(uint32_t *)(args.y + (size_t)m * args.ldy + (n / 16 * 8 + n % 8)) =
-        pack_bf16(swiglu(g0, u0), swiglu(g1, u1));
+        pack_bf16(swiglu(gate[0], up[0]), swiglu(gate[1], up[1]));
 }
 
 static gemm_kernel_args gemm_checked_args(const gemm_args *args) {
@@ -2438,17 +2502,18 @@ struct epi_residual {
     }
     /* Adds acc to the ROUND columns of y in the staging, and stores them at col0. */
     template <int ROUND>
-    __device__ static inline void add(const float *acc, const gemm_tile &tile,
+    __device__ static inline void add(float *acc, const gemm_tile &tile,
                                       const CUtensorMap *map_y, int col0) {
 #pragma unroll
         for (int block = 0; block < ROUND / 16; block++) {
-            const float *values = acc + 8 * block;
+            float *values = acc + 8 * block;
             uint32_t staged_at = gemm_staging_at<ROUND>(tile.out, tile.lane, block), pairs[4];
             ldmatrix_x4(pairs, staged_at);
 #pragma unroll
-            for (int i = 0; i < 4; i++)
-                pairs[i] = pack_bf16(values[2 * i] + bf16_low(pairs[i]),
-                                     values[2 * i + 1] + bf16_high(pairs[i]));
+            for (int i = 0; i < 4; i++) {
+                add_residual(values[2 * i], values[2 * i + 1], pairs[i]);
+                pairs[i] = pack_bf16(values[2 * i], values[2 * i + 1]);
+            }
             stmatrix_x4(staged_at, pairs[0], pairs[1], pairs[2], pairs[3]);
         }
         gemm_staging_store<ROUND>(tile, map_y, col0, tile.N);
@@ -2550,23 +2615,9 @@ struct epi_logits {
 #endif
 };
 
-/* ---- QKV epilogue: bias, QK-norm, RoPE; writes q and the pages of K and V ---- */
-
-struct qkv_params {
-    const float *bias;            /* [(H+2K)*D] or NULL */
-    const float *q_norm, *k_norm; /* QK-norm: [D] each, or NULL */
-    float eps;
-    int H, K, B;
-    const int *pos,     /* [T] positions */
-        *kv_slot;       /* [T] page * B + offset in the page */
-    const float2 *rope; /* [max_len][D/2] cosine and sine */
-    bf16 *q;            /* [T][H][D] */
-    bf16 *kv;           /* the layer's pages: [page][kv head][K, V][B][D] */
-    int D;              /* for kernels that do not have D as a template parameter */
-};
-static bool qkv_has_norms(const qkv_params *qkv) { return qkv->q_norm || qkv->k_norm; }
-
-/* The rows of W and the bias are in the order of qkv_interleave, so that one thread holds both
+/* ---- QKV epilogue: bias, QK-norm, RoPE; writes q and the pages of K and V (struct qkv_params) ----
+ *
+ * The rows of W and the bias are in the order of qkv_interleave, so that one thread holds both
  * elements of a RoPE pair. A tile may begin or end inside a head, at any multiple of 16 columns,
  * without cutting a pair. Only QK-norm needs whole heads in a tile (gemm_whole_heads).
  *
@@ -2586,9 +2637,8 @@ template <int D, int COLS> struct gemm_prefetched<epi_qkv<D>, COLS> {
         chunks = 16 / row_step;       /* chunks of a panel that a lane writes */
     int pos[2],  /* positions of the lane's two rows */
         kv_slot; /* kv_slot of row row0 + lane % 16 */
-    /* Offset of each row that the lane writes, for head 0, in q and in the pages. The unit is D
-     * elements. send adds the offset of the head. */
-    uint32_t q_at[chunks], kv_at[chunks];
+    /* of each row that the lane writes: qkv_q_row and qkv_kv_row. send adds qkv_head_row. */
+    uint32_t q_row[chunks], kv_row[chunks];
     /* [block][row] cosines and sines of the lane's two pairs in a block, for each of its rows */
     float4 rope_table[preload_rope ? rope_blocks : 1][2];
 };
@@ -2622,15 +2672,12 @@ template <int D> struct epi_qkv {
     __device__ static inline void prefetch_indirect(const gemm_tile &tile,
                                                     prefetched<COLS> &fetched,
                                                     const params &epi_args) {
-        int log2_B = 31 - __clz(epi_args.B);
 #pragma unroll
         for (int i = 0; i < prefetched<COLS>::chunks; i++) {
             int row = tile.lane / prefetched<COLS>::panel_chunks + i * prefetched<COLS>::row_step,
                 kv_slot = __shfl_sync(~0u, fetched.kv_slot, row);
-            fetched.q_at[i] = (uint32_t)((tile.row0 + row) * epi_args.H);
-            fetched.kv_at[i] =
-                ((uint32_t)(kv_slot >> log2_B) * (uint32_t)(2 * epi_args.K) << log2_B) +
-                (uint32_t)(kv_slot & (epi_args.B - 1));
+            fetched.q_row[i] = qkv_q_row(epi_args, tile.row0 + row);
+            fetched.kv_row[i] = qkv_kv_row(epi_args, kv_slot);
         }
         if constexpr (prefetched<COLS>::preload_rope) {
             if (tile.col0 >= (epi_args.H + epi_args.K) * D) return;
@@ -2647,8 +2694,8 @@ template <int D> struct epi_qkv {
 #pragma unroll
         for (int local_head = 0; local_head < COLS / D; local_head++) {
             int head = tile.col0 / D + local_head;
-            const float *weights = head < epi_args.H ? epi_args.q_norm : epi_args.k_norm;
-            if (!weights || head >= epi_args.H + epi_args.K) continue;
+            const float *weights = qkv_norm_weights(epi_args, head);
+            if (!weights) continue;
             float *values = acc + local_head * (D / 2), sum0 = 0, sum1 = 0;
 #pragma unroll
             for (int i = 0; i < D / 2; i += 4)
@@ -2656,8 +2703,8 @@ template <int D> struct epi_qkv {
                     sum1 += values[i + 2] * values[i + 2] + values[i + 3] * values[i + 3];
             sum0 += __shfl_xor_sync(~0u, sum0, 1), sum1 += __shfl_xor_sync(~0u, sum1, 1);
             sum0 += __shfl_xor_sync(~0u, sum0, 2), sum1 += __shfl_xor_sync(~0u, sum1, 2);
-            sum0 = rsqrtf(sum0 * (1.0f / D) + epi_args.eps),
-            sum1 = rsqrtf(sum1 * (1.0f / D) + epi_args.eps);
+            sum0 = qk_norm_scale(sum0, D, epi_args.eps);
+            sum1 = qk_norm_scale(sum1, D, epi_args.eps);
 #pragma unroll
             for (int i = 0; i < D / 2; i += 4) {
                 float2 gain = *(const float2 *)(weights + i / 8 * 8 + i / 4 % 2 * (D / 2) +
@@ -2668,15 +2715,13 @@ template <int D> struct epi_qkv {
         }
     }
 
-    __device__ static inline void rotate(float &a, float &b, float cosine, float sine) {
-        float x = a, y = b;
-        a = x * cosine - y * sine, b = y * cosine + x * sine;
-    }
     /* Rotates the lane's pairs of one block: two pairs in each of its two rows. c0: cosines and
      * sines of the first row; c1: of the second row. */
     __device__ static inline void rotate_block(float *values, float4 c0, float4 c1) {
-        rotate(values[0], values[4], c0.x, c0.y), rotate(values[1], values[5], c0.z, c0.w);
-        rotate(values[2], values[6], c1.x, c1.y), rotate(values[3], values[7], c1.z, c1.w);
+        rope_rotate(values[0], values[4], c0.x, c0.y);
+        rope_rotate(values[1], values[5], c0.z, c0.w);
+        rope_rotate(values[2], values[6], c1.x, c1.y);
+        rope_rotate(values[3], values[7], c1.z, c1.w);
     }
     template <int COLS>
     __device__ static inline void rope(float (&acc)[COLS / 2], const gemm_tile &tile,
@@ -2700,17 +2745,14 @@ template <int D> struct epi_qkv {
     __device__ static inline void send(const gemm_tile &tile, const prefetched<COLS> &fetched,
                                        const params &epi_args, int col0) {
         constexpr int PANEL = gemm_panel_cols(ROUND);
-        int chunk = tile.lane % (PANEL / 8), row = tile.lane / (PANEL / 8),
-            log2_B = 31 - __clz(epi_args.B);
+        int chunk = tile.lane % (PANEL / 8), row = tile.lane / (PANEL / 8);
 #pragma unroll
         for (int panel = 0; panel < ROUND / PANEL; panel++) {
-            int col = col0 + panel * PANEL + 8 * chunk, head = col / D, kv_head = head - epi_args.H,
-                is_v = kv_head >= epi_args.K;
+            int col = col0 + panel * PANEL + 8 * chunk, head = col / D;
             int elem = col % D / 16 * 8 + col / 8 % 2 * (D / 2);
-            uint32_t base_row = kv_head < 0 ? (uint32_t)head
-                                            : (uint32_t)((kv_head - is_v * epi_args.K) * 2 + is_v)
-                                                  << log2_B;
-            bf16 *to = (kv_head < 0 ? epi_args.q : epi_args.kv) + elem;
+            const bool is_q = head < epi_args.H;
+            const uint32_t head_row = qkv_head_row(epi_args, head);
+            bf16 *to = (is_q ? epi_args.q : epi_args.kv) + elem;
 #pragma unroll
             for (int i = 0; i < prefetched<COLS>::chunks; i++) {
                 uint32_t byte = (uint32_t)((row + i * prefetched<COLS>::row_step) * (2 * PANEL) +
@@ -2718,8 +2760,8 @@ template <int D> struct epi_qkv {
                 uint32_t from = tile.out + panel * 32 * PANEL +
                                 (byte ^ (byte >> 7 & (PANEL / 8 - 1)) << 4);
                 if (col < tile.N && tile.row0 + row + i * prefetched<COLS>::row_step < tile.M)
-                    *(uint4 *)(to + (size_t)(base_row + (kv_head < 0 ? fetched.q_at[i]
-                                                                     : fetched.kv_at[i])) * D) =
+                    *(uint4 *)(to + (size_t)(head_row + (is_q ? fetched.q_row[i]
+                                                              : fetched.kv_row[i])) * D) =
                         smem_load_16(from);
             }
         }
@@ -3557,19 +3599,6 @@ static void gemm_wgmma_scatter(toka_device *dev, const gemm_args *args, bf16 *co
  * - One producer thread for W and x: half the speed, its loop took longer than the copies.
  * - Fused RMSNorm for M > 8 (this kernel writes sums of squares per 64 columns): slower. */
 
-/* EPI_QKV, here and in gemm_gemv: returns where head `head` of row m is stored, counted in rows of
- * D elements: from the start of q for a query head, from the start of the layer's KV pool for a K
- * or V head. */
-__device__ static inline size_t qkv_row(const qkv_params &qkv, int m, int head) {
-    int kv_slot = qkv.kv_slot[m],
-        kv_head = head < qkv.H + qkv.K ? head - qkv.H : head - qkv.H - qkv.K;
-    return head < qkv.H
-               ? (size_t)m * qkv.H + head
-               : (((size_t)(kv_slot / qkv.B) * qkv.K + kv_head) * 2 + (head >= qkv.H + qkv.K)) *
-                         qkv.B +
-                     kv_slot % qkv.B;
-}
-
 /* gemm_smallm_kernel has two kinds of instances: with qkv_params for EPI_QKV, with smallm_no_qkv
  * for all other epilogues. EPI_QKV as a runtime branch of one kernel slowed down steps that never
  * take the branch. */
@@ -3820,11 +3849,6 @@ __device__ static inline void smallm_staging_read(float values[8], const smallm_
 #pragma unroll
     for (int k = 0; k < 8; k++) values[k] *= scale;
 }
-__device__ static inline void smallm_add_bias(float values[8], const float *bias, int n) {
-    if (!bias) return;
-#pragma unroll
-    for (int i = 0; i < 8; i++) values[i] += bias[n + i];
-}
 /* values = the 8 sums of an item; for EPI_SWIGLU: its 8 outputs. */
 __device__ static inline void smallm_outputs(float values[8], const gemm_kernel_args &args,
                                              const smallm_cta &cta, int m, int n, float scale) {
@@ -3832,8 +3856,8 @@ __device__ static inline void smallm_outputs(float values[8], const gemm_kernel_
     smallm_staging_read(values, cta, m, n, scale);
     if (args.epi != EPI_SWIGLU) return;
     smallm_staging_read(up, cta, m, n + 8, scale);
-    smallm_add_bias(values, args.bias, cta.n0 + n);
-    smallm_add_bias(up, args.bias, cta.n0 + n + 8);
+    add_bias<8>(values, args.bias, cta.n0 + n);
+    add_bias<8>(up, args.bias, cta.n0 + n + 8);
 #pragma unroll
     for (int k = 0; k < 8; k++) values[k] = swiglu(values[k], up[k]);
 }
@@ -3841,12 +3865,12 @@ __device__ static inline void smallm_outputs(float values[8], const gemm_kernel_
 __device__ static inline void smallm_store(float values[8], const gemm_kernel_args &args,
                                            const smallm_cta &cta, int m, int n, uint4 residual) {
     int gated = args.epi == EPI_SWIGLU;
-    if (!gated) smallm_add_bias(values, args.bias, cta.n0 + n);
+    if (!gated) add_bias<8>(values, args.bias, cta.n0 + n);
     if (args.epi == EPI_RESIDUAL) {
-        values[0] += bf16_low(residual.x), values[1] += bf16_high(residual.x),
-            values[2] += bf16_low(residual.y), values[3] += bf16_high(residual.y);
-        values[4] += bf16_low(residual.z), values[5] += bf16_high(residual.z),
-            values[6] += bf16_low(residual.w), values[7] += bf16_high(residual.w);
+        add_residual(values[0], values[1], residual.x);
+        add_residual(values[2], values[3], residual.y);
+        add_residual(values[4], values[5], residual.z);
+        add_residual(values[6], values[7], residual.w);
     }
     *(uint4 *)(args.y + (size_t)m * args.ldy + (cta.n0 + n >> gated)) = pack_8(values);
 }
@@ -3860,10 +3884,9 @@ typedef struct smallm_rope_pairs {
 __device__ static inline smallm_rope_pairs smallm_rope_pairs_at(const qkv_params &qkv, int m,
                                                                 int n) {
     const int head = n / qkv.D, elem = n % qkv.D / 16 * 8;
-    const size_t row = qkv_row(qkv, m, head);
+    bf16 *to = qkv_head_at(qkv, m, qkv.kv_slot[m], head) + elem;
     const float4 *cos_sin = (const float4 *)(qkv.rope + (size_t)qkv.pos[m] * (qkv.D / 2) + elem);
-    return smallm_rope_pairs{(head < qkv.H ? qkv.q : qkv.kv) + row * qkv.D + elem,
-                             head < qkv.H + qkv.K ? cos_sin : NULL};
+    return smallm_rope_pairs{to, head < qkv.H + qkv.K ? cos_sin : NULL};
 }
 /* lo = columns n .. n+7 of row m, hi = the next eight; times scale, plus bias. */
 __device__ static inline void smallm_load_halves(float lo[8], float hi[8],
@@ -3871,8 +3894,8 @@ __device__ static inline void smallm_load_halves(float lo[8], float hi[8],
                                                  const smallm_cta &cta, int m, int n, float scale) {
     smallm_staging_read(lo, cta, m, n, scale);
     smallm_staging_read(hi, cta, m, n + 8, scale);
-    smallm_add_bias(lo, args.bias, cta.n0 + n);
-    smallm_add_bias(hi, args.bias, cta.n0 + n + 8);
+    add_bias<8>(lo, args.bias, cta.n0 + n);
+    add_bias<8>(hi, args.bias, cta.n0 + n + 8);
 }
 /* Rotates the pairs and stores them. half: D/2, the distance of the two halves in elements. */
 __device__ static inline void smallm_store_rope(float lo[8], float hi[8],
@@ -3881,8 +3904,8 @@ __device__ static inline void smallm_store_rope(float lo[8], float hi[8],
 #pragma unroll
     for (int k = 0; k < 8; k++) {
         const float cosine = k % 2 ? cos_sin[k / 2].z : cos_sin[k / 2].x,
-                    sine = k % 2 ? cos_sin[k / 2].w : cos_sin[k / 2].y, old_lo = lo[k];
-        lo[k] = old_lo * cosine - hi[k] * sine, hi[k] = hi[k] * cosine + old_lo * sine;
+                    sine = k % 2 ? cos_sin[k / 2].w : cos_sin[k / 2].y;
+        rope_rotate(lo[k], hi[k], cosine, sine);
     }
     *(uint4 *)rope.to = pack_8(lo), *(uint4 *)(rope.to + half) = pack_8(hi);
 }
@@ -3903,7 +3926,7 @@ typedef struct smallm_qk_norm {
 /* n: first column of an item, in the order of qkv_interleave. May run before grid_wait(). */
 __device__ static inline smallm_qk_norm smallm_qk_norm_at(const qkv_params &qkv, int n) {
     const int head = n / qkv.D, elem = n % qkv.D / 16 * 8;
-    smallm_qk_norm norm = {head < qkv.H ? qkv.q_norm : head < qkv.H + qkv.K ? qkv.k_norm : NULL};
+    smallm_qk_norm norm = {qkv_norm_weights(qkv, head)};
 #pragma unroll
     for (int k = 0; k < 8; k++)
         norm.lo[k] = norm.w ? norm.w[elem + k] : 1,
@@ -3929,7 +3952,7 @@ __device__ static inline void smallm_apply_qk_norm(float lo[8], float hi[8], boo
         st_async_8(mapa(sumsq_at, peer), sum, 0, mapa(cta.norm_bar, peer));
     if (two_tiles) mbar_wait(cta.norm_bar, 0);
     if (two_tiles && valid) sum += smem_load_float(sumsq_at);
-    const float scale = rsqrtf(sum / qkv.D + qkv.eps);
+    const float scale = qk_norm_scale(sum, qkv.D, qkv.eps);
 #pragma unroll
     for (int k = 0; k < 8; k++) lo[k] *= scale * norm.lo[k], hi[k] *= scale * norm.hi[k];
 }
@@ -4212,8 +4235,10 @@ __device__ static inline void gemv_store_normed(const gemm_kernel_args &args, bo
                                                 float2 norm_w) {
     uint32_t y = 0;
     if (valid) {
-        if (args.bias) values.x += args.bias[n], values.y += args.bias[n + 1];
-        y = pack_bf16(values.x + bf16_low(residual), values.y + bf16_high(residual));
+        float sums[2] = {values.x, values.y};
+        add_bias<2>(sums, args.bias, n);
+        add_residual(sums[0], sums[1], residual);
+        y = pack_bf16(sums[0], sums[1]);
         *(uint32_t *)(args.y + (size_t)m * args.ldy + n) = y;
         *(uint32_t *)(args.norm.xw + (size_t)m * args.N + n) =
             pack_bf16(bf16_low(y) * norm_w.x, bf16_high(y) * norm_w.y);
@@ -4234,20 +4259,19 @@ typedef struct gemv_rope_pairs {
  * May run before grid_wait(): reads nothing that a kernel of the step writes. */
 __device__ static inline gemv_rope_pairs gemv_rope_pairs_at(const qkv_params &qkv, int m, int n) {
     int head = n / qkv.D, elem = n % qkv.D / 16 * 8 + n % 8;
-    size_t row = qkv_row(qkv, m, head);
+    bf16 *to = qkv_head_at(qkv, m, qkv.kv_slot[m], head) + elem;
     float4 cos_sin = head < qkv.H + qkv.K
                          ? *(const float4 *)(qkv.rope + (size_t)qkv.pos[m] * (qkv.D / 2) + elem)
                          : make_float4(1, 0, 1, 0);
-    return gemv_rope_pairs{(head < qkv.H ? qkv.q : qkv.kv) + row * qkv.D + elem, cos_sin};
+    return gemv_rope_pairs{to, cos_sin};
 }
-/* Rotates and stores the pairs. a: their elements of the low half; b: those of the high half; half:
+/* Rotates and stores the pairs. lo, hi: their elements of the low and of the high half; half:
  * D/2. */
-__device__ static inline void gemv_store_rope(const gemv_rope_pairs &rope, int half, float2 a,
-                                              float2 b) {
-    float4 cos_sin = rope.cos_sin;
-    store_bf16x2(rope.to, a.x * cos_sin.x - b.x * cos_sin.y, a.y * cos_sin.z - b.y * cos_sin.w);
-    store_bf16x2(rope.to + half, b.x * cos_sin.x + a.x * cos_sin.y,
-                 b.y * cos_sin.z + a.y * cos_sin.w);
+__device__ static inline void gemv_store_rope(const gemv_rope_pairs &rope, int half, float lo[2],
+                                              float hi[2]) {
+    rope_rotate(lo[0], hi[0], rope.cos_sin.x, rope.cos_sin.y);
+    rope_rotate(lo[1], hi[1], rope.cos_sin.z, rope.cos_sin.w);
+    store_bf16x2(rope.to, lo[0], lo[1]), store_bf16x2(rope.to + half, hi[0], hi[1]);
 }
 
 template <int ROWS>
@@ -4327,10 +4351,9 @@ __global__ static void __launch_bounds__(32 * GEMV_WARPS, 2)
     if (args.norm.w) {
         gemv_store_normed(args, valid, m, n0 + n, first, residual, norm_w);
     } else if (is_qkv) {
-        if (args.bias)
-            first.x += args.bias[n0 + n], first.y += args.bias[n0 + n + 1],
-                second.x += args.bias[n0 + n + 8], second.y += args.bias[n0 + n + 9];
-        gemv_store_rope(rope, qkv.D / 2, first, second);
+        float lo[2] = {first.x, first.y}, hi[2] = {second.x, second.y};
+        add_bias<2>(lo, args.bias, n0 + n), add_bias<2>(hi, args.bias, n0 + n + 8);
+        gemv_store_rope(rope, qkv.D / 2, lo, hi);
     } else if (paired) gemm_store_swiglu(args, m, n0 + n, first.x, first.y, second.x, second.y);
     else gemm_store_pair(args, m, n0 + n, first.x, first.y, residual);
 }
@@ -12512,21 +12535,7 @@ static void qkv_rope_kv(toka_device *dev, int layer, bool fused, bf16 *q) {
         args.epi = EPI_QKV, args.qkv = &params;
     gemm(dev, &args);
     if (args.epi == EPI_QKV) return;
-    rope_args rope = {dev->qkv,
-                      q,
-                      kv,
-                      rows->pos,
-                      rows->kv_slot,
-                      dev->rope,
-                      weights->q_norm,
-                      weights->k_norm,
-                      n_rows,
-                      shape->H,
-                      shape->K,
-                      shape->D,
-                      shape->B,
-                      shape->eps,
-                      qkv_is_interleaved(dev, shape->D)};
+    rope_args rope = {params, dev->qkv, n_rows, qkv_is_interleaved(dev, shape->D)};
     launch_dependent(dev, "RoPE", rope_kernel,
                      {dim3(ceil_div(n_rows * (shape->H + 2 * shape->K), 8)), 256}, rope);
 }

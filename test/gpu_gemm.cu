@@ -222,7 +222,8 @@ struct gemm_data {
     }
     void launch_apart(toka_device *d, int M) { /* the plain GEMM into y, then rope_kernel */
         gemm_args a = {M, x.p(), ldx, &W, y.p(), c.N, EPI_STORE};
-        rope_args r = {y.p(), q.p(), kv.p(), pos.p(), kv_slot.p(), rope.p(), qkv.q_norm, qkv.k_norm, M, H, K, D, B, qkv.eps, true};
+        rope_args r = {qkv, y.p(), M, true};
+        r.to.q = q.p(), r.to.kv = kv.p();
         gemm_wgmma(d, &a);
         launch_dependent(d, "RoPE", rope_kernel, {dim3(ceil_div(M * (H + 2 * K), 8)), 256}, r);
     }
@@ -401,7 +402,7 @@ struct bench_data {
             W.push_back({w[i]->p(), NULL, r.N, r.K});
         }
         int heads = D ? r.N / D : 0, kv = heads / 6;
-        qkv = {NULL, NULL, NULL, 1e-5f, heads - 2 * kv, kv, 16, pos.p(), kv_slot.p(), rope.p(), NULL, NULL};
+        qkv = {NULL, NULL, NULL, 1e-5f, heads - 2 * kv, kv, 16, pos.p(), kv_slot.p(), rope.p(), NULL, NULL, D};
     }
     /* One call with buffer set b. apart: the plain GEMM and rope_kernel. */
     void call(toka_device *d, int b, gemm_plan plan, bool apart) {
@@ -415,7 +416,7 @@ struct bench_data {
             gemm_wgmma_qkv_with(d, M, x[b]->p(), r.K, &W[b], &qkv, plan);
             return;
         }
-        rope_args f = {scratch.p(), qkv.q, qkv.kv, qkv.pos, qkv.kv_slot, qkv.rope, NULL, NULL, M, qkv.H, qkv.K, D, qkv.B, qkv.eps, true};
+        rope_args f = {qkv, scratch.p(), M, true};
         a.y = scratch.p(), a.epi = EPI_STORE;
         gemm_wgmma(d, &a);
         launch_dependent(d, "RoPE", rope_kernel, {dim3(ceil_div(M * (qkv.H + 2 * qkv.K), 8)), 256}, f);

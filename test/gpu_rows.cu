@@ -184,7 +184,7 @@ static void test_table(toka_device *d, int D, int max_len, float scale) {
 }
 
 /* One head of a token after norm and RoPE, in float64. in: [D]; kind 0: q, 1: k, 2: v. */
-static std::vector<double> rotated_head(const rope_args &a, const float *in, const float *norm, const float2 *table, int pos, int kind) {
+static std::vector<double> rotated_head(const qkv_params &a, const float *in, const float *norm, const float2 *table, int pos, int kind) {
     std::vector<double> v(in, in + a.D);
     double sum = 0;
     for (double x : v) sum += x * x;
@@ -216,8 +216,8 @@ static void test_rope(toka_device *d, int T, int H, int K, int D, int B, bool no
     gpu_buf<float> q_norm(qn.size()), k_norm(kn.size());
     gpu_buf<int> pos(p.size()), kv_slot(s.size());
     qkv.set(h), table.set(cs), q_norm.set(qn), k_norm.set(kn), pos.set(p), kv_slot.set(s);
-    rope_args a = {qkv.p(), q.p(), kv.p(), pos.p(), kv_slot.p(), table.p(), norm ? q_norm.p() : NULL, norm ? k_norm.p() : NULL,
-                   T, H, K, D, B, 1e-5f, interleaved};
+    rope_args a = {{NULL, norm ? q_norm.p() : NULL, norm ? k_norm.p() : NULL, 1e-5f, H, K, B, pos.p(), kv_slot.p(), table.p(),
+                    q.p(), kv.p(), D}, qkv.p(), T, interleaved};
     launch_dependent(d, "RoPE", rope_kernel, {dim3((unsigned)ceil_div(T * heads, 8)), 256}, a);
     done(d, "RoPE");
     std::vector<bf16> got_q = q.host(), got_kv = kv.host();
@@ -227,7 +227,7 @@ static void test_rope(toka_device *d, int T, int H, int K, int D, int B, bool no
     for (int t = 0; t < T; t++)
         for (int w = 0; w < heads; w++) {
             int kind = w < H ? 0 : w < H + K ? 1 : 2, head = w - (kind == 0 ? 0 : kind == 1 ? H : H + K), at = s[(size_t)t];
-            std::vector<double> want = rotated_head(a, &v[((size_t)t * heads + w) * D],
+            std::vector<double> want = rotated_head(a.to, &v[((size_t)t * heads + w) * D],
                 norm ? (kind ? kn : qn).data() : NULL, cs.data(), p[(size_t)t], kind);
             size_t to = kind ? ((((size_t)(at / B) * K + head) * 2 + (kind == 2)) * B + at % B) * D : ((size_t)t * H + head) * D;
             for (int i = 0; i < D; i++) {

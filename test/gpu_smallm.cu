@@ -257,10 +257,11 @@ static void test_rotated(toka_device *d, int E, int H, int K, int D, int M, bool
     weight W = {w.p(), bias_too ? bias.p() : NULL, N, E};
     gemm_args a = {M, x.p(), E, &W, y.p(), N, EPI_STORE};
     by(d, &a);
-    rope_args r = {y.p(), q.p(), kv.p(), pos.p(), kv_slot.p(), table.p(), norm ? q_norm.p() : NULL,
-        norm ? k_norm.p() : NULL, M, H, K, D, B, 0.1f, true};
+    qkv_params p = {W.bias, norm ? q_norm.p() : NULL, norm ? k_norm.p() : NULL, 0.1f, H, K, B, pos.p(), kv_slot.p(), table.p(),
+        q.p(), kv.p(), D};
+    rope_args r = {p, y.p(), M, true};
     launch_dependent(d, "RoPE", rope_kernel, {dim3((unsigned)ceil_div(M * (H + 2 * K), 8)), 256}, r);
-    qkv_params p = {W.bias, r.q_norm, r.k_norm, r.eps, H, K, B, pos.p(), kv_slot.p(), table.p(), q2.p(), kv2.p(), D};
+    p.q = q2.p(), p.kv = kv2.p();
     a.epi = EPI_QKV, a.qkv = &p;
     by(d, &a);
     GPU_OK(cudaStreamSynchronize(d->stream));
