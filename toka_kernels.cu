@@ -786,13 +786,16 @@ __device__ static inline void tma_load_2d(uint32_t to, const CUtensorMap *m, uin
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
                  ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1) : "memory");
 }
-/* tma_load_2d for data that is read once: L2 evicts it first. The constant is the cache policy
- * evict_first (CUTLASS: TMA::CacheHintSm90::EVICT_FIRST). */
+/* The cache policy evict_first as TMA takes it: the value that createpolicy.fractional makes for all
+ * of the data (CUTLASS: TMA::CacheHintSm90::EVICT_FIRST). As a constant it costs no instruction. */
+constexpr uint64_t TMA_EVICT_FIRST = 0x12F0000000000000ull;
+
+/* tma_load_2d for data that is read once: L2 evicts it first. */
 __device__ static inline void tma_load_2d_evict_first(uint32_t to, const CUtensorMap *m,
                                                       uint32_t bar, int c0, int c1) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
                  " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1),
-                 "l"(0x12F0000000000000ull)
+                 "l"(TMA_EVICT_FIRST)
                  : "memory");
 }
 typedef struct tma_coords5 {
@@ -814,7 +817,7 @@ __device__ static inline void tma_load_5d_evict_first(uint32_t to, const CUtenso
         "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
         " [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to),
         "l"(m), "r"(bar), "r"(at.c[0]), "r"(at.c[1]), "r"(at.c[2]), "r"(at.c[3]), "r"(at.c[4]),
-        "l"(0x12F0000000000000ull)
+        "l"(TMA_EVICT_FIRST)
         : "memory");
 }
 /* TMA multicast: loads the box to the same offset of the shared memory of every CTA in `mask`, and
@@ -2300,6 +2303,10 @@ struct gemm_problem {
           inv_last_height;  /* 1 / rows of units in the last band */
 };
 
+/* The most shared memory that a CTA can have on Hopper: 228 KB an SM, of which CUDA keeps 1 KB for
+ * each CTA. */
+constexpr int HOPPER_CTA_SMEM = 227 * 1024;
+
 /* Shared memory of one instance. It starts at a multiple of 1,024 bytes and holds, in this order:
  * the ring; the staging of OUT_COLS columns (0: no staging); with SPLIT > 1 the partial sums that
  * the other CTAs send; the mbarriers full[n_bufs], empty[n_bufs], partials_bar[2], load_bars[8]. */
@@ -2308,8 +2315,8 @@ template <int BN, int SPLIT, int OUT_COLS> struct gemm_smem {
     static constexpr int out_bytes = 128 * OUT_COLS * 2;
     static constexpr int partial_bytes = 128 * (BN / SPLIT) * 4 * (SPLIT - 1);
     static constexpr int fixed_bytes = 1024 + 256 + out_bytes + partial_bytes;
-    static constexpr int n_bufs = (232448 - fixed_bytes) / buf_bytes < 8
-                                      ? (232448 - fixed_bytes) / buf_bytes
+    static constexpr int n_bufs = (HOPPER_CTA_SMEM - fixed_bytes) / buf_bytes < 8
+                                      ? (HOPPER_CTA_SMEM - fixed_bytes) / buf_bytes
                                       : 8;
     static constexpr int bytes = fixed_bytes + n_bufs * buf_bytes;
     static constexpr int out_at = n_bufs * buf_bytes, partials_at = out_at + out_bytes,
@@ -2615,7 +2622,7 @@ struct epi_logits {
 #endif
 };
 
-/* ---- QKV epilogue: bias, QK-norm, RoPE; writes q and the pages of K and V (struct qkv_params) ----
+/* ---- QKV epilogue: bias, QK-norm, RoPE; writes q and the pages of K and V (qkv_params) ----
  *
  * The rows of W and the bias are in the order of qkv_interleave, so that one thread holds both
  * elements of a RoPE pair. A tile may begin or end inside a head, at any multiple of 16 columns,
@@ -3314,36 +3321,72 @@ typedef struct gemm_plan { /* how to launch a GEMM */
     int multicast, raster_m; /* as in gemm_problem */
 } gemm_plan;
 
-/* Estimates the clocks of a variant. The constants come from sweeps of all variants over the shapes
- * of `toka bench ops` on an H100 and an H200 (test/gpu_gemm.cu sweep).
- *   K block     takes the longest of three times:
- *                 - tensor cores: 4 * BN clocks, and about 45 clocks of waiting
- *                 - reads from L2 by all SMs: 8192 bytes a clock. With a long K, CTAs that read the
- *                   same rows drift apart, and L2 delivers only 6154.
- *                 - the port of an SM: 64 bytes a clock
- *   power       limits the GPU if there are several waves. Reading from L2 takes part of the power,
- *               so it adds to the time of a K block.
- *   epilogue    is added once per wave; in ping-pong once, because the other epilogues are hidden
- *   split-K     adds the exchange of sums, and each wave starts with an empty ring
- *   multicast   adds 300 clocks per launch */
+/* What the GPU can do, per clock of its SMs. The costs of GEMMs are derived from these rates. They
+ * are those of an H100 and an H200, which have the same SMs and L2; only these use gemm_wgmma. */
+typedef struct gpu_rates {
+    double flop;        /* bf16 FLOP of an SM's tensor cores */
+    double port_bytes;  /* bytes that an SM reads from L2, or stores */
+    double dsmem_bytes; /* bytes that an SM exchanges with the SMs of its cluster */
+    double l2_bytes;    /* bytes that all SMs together read from L2 */
+    double copy_bytes;  /* bytes that all SMs together read from and write to global memory */
+    double launch;      /* clocks of one more kernel launch: 2.3 us */
+} gpu_rates;
+static gpu_rates gpu_rates_of(const toka_device *dev) {
+    assert(dev->hopper);
+    return gpu_rates{.flop = 4096, .port_bytes = 64, .dsmem_bytes = 16.516, .l2_bytes = 8192,
+                     .copy_bytes = 1500, .launch = 4000};
+}
+
+/* What the rates do not explain: corrections of gemm_cost, in clocks or as factors. They come from
+ * sweeps of all variants over the shapes of `toka bench ops` on an H100 and an H200
+ * (test/gpu_gemm.cu sweep). */
+constexpr double GEMM_WAIT = 45,        /* of the tensor cores, in each K block */
+    GEMM_WAVE = 1500,                   /* first x of a wave, and last store of its epilogue */
+    GEMM_EXCHANGE = 1000,               /* latency of the exchange of split-K */
+    GEMM_MULTICAST = 300,               /* of a launch in clusters that share W */
+    /* With K from GEMM_LONG_K on, CTAs that read the same rows drift apart. L2 then delivers this
+     * part of its rate. */
+    GEMM_DRIFT = 6154.0 / 8192, GEMM_LONG_K = 4096,
+    /* Power limits the GPU if there are several waves, and reading from L2 takes part of the power.
+     * So this part of the time of the reads adds to the time of a K block. */
+    GEMM_POWER = 0.3;
+
+/* Returns the clocks of a K block, in which `ctas` CTAs work at a time: the longest of the times of
+ * the tensor cores, of an SM's port, and of L2. */
+static double gemm_block_clocks(const gpu_rates &rates, int bn, int multicast, double ctas, int K,
+                                bool many_waves) {
+    const double tile_flop = 2.0 * 128 * bn * 64, tile_bytes = (128.0 + bn) * 64 * sizeof(bf16),
+                 l2_bytes = (128.0 + bn / multicast) * 64 * sizeof(bf16) * ctas;
+    const double tensor_clocks = tile_flop / rates.flop + GEMM_WAIT,
+                 port_clocks = tile_bytes / rates.port_bytes,
+                 l2_clocks = l2_bytes / (rates.l2_bytes * (K >= GEMM_LONG_K ? GEMM_DRIFT : 1));
+    return fmax(fmax(tensor_clocks, port_clocks), l2_clocks) +
+           (many_waves ? GEMM_POWER * l2_bytes / rates.l2_bytes : 0);
+}
+/* Returns the clocks of an epilogue: 128 rows by BN columns, stored in bf16 through the SM's port.
+ * In ping-pong one consumer does all 128 rows, at half the speed. Split-K exchanges float32 sums
+ * before. */
+static double gemm_epilogue_clocks(const gpu_rates &rates, const gemm_variant *variant) {
+    const double tile = 128.0 * variant->bn;
+    return GEMM_WAVE +
+           tile * sizeof(bf16) * (variant->pingpong ? 2 : 1) / rates.port_bytes +
+           (variant->split > 1 ? GEMM_EXCHANGE + tile * sizeof(float) / rates.dsmem_bytes : 0);
+}
+/* Estimates the clocks of a variant: K blocks and an epilogue for each wave. In ping-pong all
+ * epilogues but the last one are hidden. */
 static double gemm_cost(const toka_device *dev, const gemm_variant *variant, int multicast, int M,
                         int N, int K) {
-    int per_cluster = multicast * variant->split,
-        n_units = ceil_div(M, 128 * multicast) * ceil_div(N, variant->bn);
-    int max_clusters = per_cluster == 4 ? dev->max_clusters_of_4 : dev->n_sms / per_cluster,
-        waves = ceil_div(n_units, max_clusters);
-    double ctas = (double)min(n_units, max_clusters) * per_cluster,
-           k_blocks = ceil_div(ceil_div(K, 64), variant->split);
-    double tensor_clocks = 4.0 * variant->bn + 45, port_clocks = (128.0 + variant->bn) * 2,
-           bytes = (128.0 + variant->bn / multicast) * 128 * ctas;
-    double l2_clocks = bytes / (K >= 4096 ? 6154 : 8192),
-           block_clocks = l2_clocks > tensor_clocks ? l2_clocks : tensor_clocks,
-           epilogue_clocks = 1500 + (variant->pingpong ? 8 : 4) * variant->bn;
-    if (block_clocks < port_clocks) block_clocks = port_clocks;
-    if (waves > 1) block_clocks += 0.3 * bytes / 8192;
-    if (variant->split > 1) epilogue_clocks += 1000 + 31 * variant->bn;
-    return waves * k_blocks * block_clocks + (variant->pingpong ? 1 : waves) * epilogue_clocks +
-           (multicast == 2 ? 300 : 0);
+    const gpu_rates rates = gpu_rates_of(dev);
+    const int per_cluster = multicast * variant->split,
+              n_units = ceil_div(M, 128 * multicast) * ceil_div(N, variant->bn),
+              max_clusters = per_cluster == 4 ? dev->max_clusters_of_4 : dev->n_sms / per_cluster,
+              waves = ceil_div(n_units, max_clusters),
+              k_blocks = ceil_div(ceil_div(K, 64), variant->split);
+    const double ctas = (double)min(n_units, max_clusters) * per_cluster;
+    return waves * k_blocks *
+               gemm_block_clocks(rates, variant->bn, multicast, ctas, K, waves > 1) +
+           (variant->pingpong ? 1 : waves) * gemm_epilogue_clocks(rates, variant) +
+           (multicast == 2 ? GEMM_MULTICAST : 0);
 }
 
 /* True if the columns on which a CTA runs the epilogue are whole heads, as QK-norm needs. */
@@ -3434,7 +3477,9 @@ static void gemm_launch(toka_device *dev, gemm_plan plan, const gemm_args *args,
 }
 
 /* Called once per device, before the first launch. Allows all instances their shared memory, and
- * asks CUDA how many clusters of four CTAs can be resident (max_clusters_of_4). */
+ * asks CUDA how many clusters of four CTAs can be resident (max_clusters_of_4). No carveout is set
+ * as in launch_prepare: CUDA has carveouts of 196 and 228 KB, and each instance needs more than 195
+ * KB, so it gets the largest one. Only epi_logits with BN 256 needs less (193 KB). */
 static void gemm_open(toka_device *dev) {
     for (int i = 0; i < N_GEMM_VARIANTS && dev->hopper; i++) {
         const gemm_variant *variant = &gemm_variants[i];
@@ -3486,7 +3531,9 @@ static bool gemm_qkv_worth_fusing(const toka_device *dev, int M, const weight *w
               plain = gemm_choose(dev, EPI_STORE, M, w->N, w->K, false);
     /* M is rounded up to whole tiles, as in gemm_cost. So the choice depends only on the number of
      * tiles. */
-    double rope_clocks = 4000 + 4.0 * ceil_div(M, 128) * 128 * w->N / 1500;
+    const gpu_rates rates = gpu_rates_of(dev);
+    double rope_bytes = 2.0 * sizeof(bf16) * ceil_div(M, 128) * 128 * w->N,
+           rope_clocks = rates.launch + rope_bytes / rates.copy_bytes;
     return gemm_cost(dev, fused.variant, fused.multicast, M, w->N, w->K) <
            gemm_cost(dev, plain.variant, plain.multicast, M, w->N, w->K) + rope_clocks;
 }
@@ -4096,13 +4143,22 @@ static void gemm_smallm_tile(toka_device *dev, const gemm_args *args, int split)
  *
  * 1. Take the largest split with tiles * split <= 2 * SMs, because two CTAs per SM are resident.
  *    Split 8 is taken only if tiles * 8 <= SMs.
- * 2. Reduce the split until each CTA has at least three K blocks.
- * 3. If SMs < tiles < 1.5 * SMs and K is at least about 4,096: split 2. Without it fewer than half
- *    of the SMs would have a second tile, and the others would idle.
- * 4. If tiles <= SMs, K is at least about 8,192, and split 8 has a clearly higher utilization than
- *    the split of rules 1 and 2: split 8.
+ * 2. Reduce the split until each CTA has at least SPLIT_MIN_BLOCKS K blocks.
+ * 3. If SMs < tiles < 1.5 * SMs and K has SPLIT_TAIL_BLOCKS: split 2. Without it fewer than half of
+ *    the SMs would have a second tile, and the others would idle.
+ * 4. If tiles <= SMs, K has SPLIT8_BLOCKS, and split 8 has a clearly higher utilization than the
+ *    split of rules 1 and 2: split 8.
  *
  * The figures are in test/results/kernel-choices.md. */
+enum {
+    SPLIT_MIN_BLOCKS = 3,
+    SPLIT_TAIL_BLOCKS = 64, /* K of about 4,096 */
+    SPLIT8_BLOCKS = 128,    /* K of about 8,192 */
+    /* A cluster lies in one GPC, so some SMs of a GPC stay empty: with clusters of eight CTAs so
+     * many CTAs fewer are resident. */
+    SPLIT8_LOST_CTAS = 24
+};
+#define SPLIT8_GAIN 0.075 /* "clearly higher": the exchange of eight CTAs takes longer */
 
 /* Share of the CTA slots of all waves that `ctas` CTAs fill, if max_ctas CTAs are resident at
  * once. */
@@ -4113,13 +4169,13 @@ static int gemm_smallm_split(const toka_device *dev, int N, int K) {
     int tiles = ceil_div(N, SMALLM_N), k_blocks = ceil_div(K, SMALLM_K), split = 1,
         two_per_sm = 2 * dev->n_sms;
     while (split < 8 && 2 * split * tiles <= dev->n_sms * (split < 4 ? 2 : 1)) split *= 2;
-    while (split > 1 && k_blocks < 3 * split) split /= 2;
-    if (tiles > dev->n_sms) return 2 * tiles < 3 * dev->n_sms && k_blocks >= 64 ? 2 : split;
-    /* CTAs that can be resident in clusters of eight; a cluster lies in one GPC, so some SMs of a
-     * GPC stay empty */
-    const int max_ctas_8 = max(two_per_sm - 24, 8);
-    return k_blocks >= 128 && smallm_utilization(8 * tiles, max_ctas_8) >
-                                  smallm_utilization(split * tiles, two_per_sm) + 0.075
+    while (split > 1 && k_blocks < SPLIT_MIN_BLOCKS * split) split /= 2;
+    if (tiles > dev->n_sms)
+        return 2 * tiles < 3 * dev->n_sms && k_blocks >= SPLIT_TAIL_BLOCKS ? 2 : split;
+    const int max_ctas_8 = max(two_per_sm - SPLIT8_LOST_CTAS, 8);
+    return k_blocks >= SPLIT8_BLOCKS &&
+                   smallm_utilization(8 * tiles, max_ctas_8) >
+                       smallm_utilization(split * tiles, two_per_sm) + SPLIT8_GAIN
                ? 8
                : split;
 }
@@ -4377,9 +4433,15 @@ static void gemm_gemv(toka_device *dev, const gemm_args *args) {
 
 /* ---- Which GEMM ---- */
 
+/* The limits of gemm_family, from times of whole steps (test/results/kernel-choices.md). */
 enum {
-    SMALLM_ALWAYS = 32, /* Hopper: up to this M no W uses gemm_wgmma */
-    SMALLM_MAX = 64     /* Hopper: up to this M gemm_smallm is used for some shapes of W */
+    SMALLM_ALWAYS = 32,          /* Hopper: up to this M no W uses gemm_wgmma */
+    SMALLM_MAX = 64,             /* Hopper: up to this M gemm_smallm is used for some W ... */
+    SMALLM_MIN_K = 1024,         /* ... with at least this K ... */
+    SMALLM_MAX_ELEMS = 64 << 20, /* ... and fewer elements, if W has more 64-row tiles than SMs */
+    /* W with more 64-row tiles than SMs: gemm_gemv from this K on; with more than four waves of
+     * CTAs, two an SM, from the second one on */
+    GEMV_MIN_K = 4096, GEMV_MIN_K_WAVES = 2048
 };
 /* LM head: up to this M, gemm_smallm that stores all logits is faster than gemm_wgmma with its
  * sampling epilogue, because gemm_wgmma has tiles of 128 rows. */
@@ -4412,12 +4474,13 @@ enum gemm_family {
 static enum gemm_family gemm_family(const toka_device *dev, int M, const weight *w) {
     const int tiles = ceil_div(w->N, SMALLM_N), gemv_tiles = ceil_div(w->N, GEMV_N);
     const bool large_n_k = tiles > dev->n_sms &&
-                           w->K >= (gemv_tiles > 8 * dev->n_sms ? 2048 : 4096);
-    const bool large_weights = tiles > dev->n_sms && (int64_t)w->N * w->K >= 64 << 20;
+                           w->K >= (gemv_tiles > 4 * 2 * dev->n_sms ? GEMV_MIN_K_WAVES
+                                                                    : GEMV_MIN_K);
+    const bool large_weights = tiles > dev->n_sms && (int64_t)w->N * w->K >= SMALLM_MAX_ELEMS;
     if (!dev->hopper) return M <= 16 ? BY_GEMV : BY_MMA;
     /* N = E: an RMSNorm follows */
     if (M <= 8 && (gemv_tiles <= 2 * dev->n_sms || large_n_k || w->N == dev->E)) return BY_GEMV;
-    return M <= SMALLM_ALWAYS || (M <= SMALLM_MAX && w->K >= 1024 && !large_weights)
+    return M <= SMALLM_ALWAYS || (M <= SMALLM_MAX && w->K >= SMALLM_MIN_K && !large_weights)
                ? BY_SMALLM
                : BY_WGMMA;
 }
@@ -4526,11 +4589,20 @@ enum {
     ATTN_FUSED_OWN = 1024,
     /* fixed cost of an own span of attn_fused, estimated, in KV positions */
     ATTN_OWN_COST = 24,
-    ATTN_MERGE_COST = 250,    /* fixed cost of merging splits of tiles, in KV positions of a tile */
+    /* The cost of merging splits of tiles, in KV positions of a tile: fixed; and how many queries,
+     * and how many queries times splits, cost as much as one position. */
+    ATTN_MERGE_COST = 250, ATTN_MERGE_QUERIES = 10, ATTN_MERGE_SPLITS = 70,
     ATTN_SM_WARPS = 16,       /* small items that are in flight on an SM, estimated */
     ATTN_CTA_SPLIT_MIN = 64,  /* minimum KV positions of a CTA split */
     ATTN_CTA_SPLIT_STEP = 32, /* the length of a CTA split is a multiple of this */
     ATTN_PREFIX_GROUP = 6,    /* maximum rows of a prefix group; each row has at least one split */
+    /* Prefix groups are used up to this many KV positions read, times kv heads, an SM: with D <= 64,
+     * with larger D, and with larger D if attn_fused could do the step. Above it the other kernels
+     * are faster. */
+    ATTN_GROUP_WORK_64 = 2400, ATTN_GROUP_WORK_128 = 1900, ATTN_GROUP_WORK_FUSED = 900,
+    /* attn_fused is used from this many rows, times kv heads, an SM. With eight kv heads and 132 SMs
+     * that is from 66 rows on (test/results/kernel-choices.md). */
+    ATTN_FUSED_ROW_HEADS = 4,
     ATTN_CLUSTER = 4,         /* CTAs of a cluster of attn_cluster_split */
     ATTN_PREFETCH_ROWS = 8,   /* maximum rows of a step for attn_can_prefetch */
 };
@@ -4623,11 +4695,9 @@ struct attn_plan {
     /* Number of items that are still to be emitted, if none of them is split. Splitting must leave
      * space for them in the list. */
     int n_unsplit;
-    /* Prefix groups are used up to this many KV positions read, times kv heads. Above it the other
-     * kernels are faster. */
-    int64_t group_max_work;
-    int64_t group_max_work_fused; /* the same limit for steps that attn_fused could do */
-    int fused_min_row_heads;      /* attn_fused is used from this many rows, times kv heads */
+    /* limits of all SMs: ATTN_GROUP_WORK_*, ATTN_FUSED_ROW_HEADS */
+    int64_t group_max_work, group_max_work_fused;
+    int fused_min_row_heads;
     /* prefix_groups: the step uses prefix groups. mixed_groups: they may mix rows of different
      * prompts. */
     bool prefix_groups, mixed_groups;
@@ -4668,10 +4738,11 @@ static void attn_plan_sizes(const toka_device *dev, attn_plan *plan) {
                                plan->K +
                            64;
     plan->max_merges = 2 * plan->max_split_bufs;
-    plan->group_max_work = (int64_t)plan->n_sms * (shape->D <= 64 ? 2400 : 1900);
-    plan->group_max_work_fused = (int64_t)plan->n_sms * (shape->D <= 64 ? 2400 : 900);
-    /* with eight kv heads and 132 SMs: from 66 rows on (test/results/kernel-choices.md) */
-    plan->fused_min_row_heads = plan->n_sms * 4;
+    const int64_t n_sms = plan->n_sms;
+    plan->group_max_work = n_sms * (shape->D <= 64 ? ATTN_GROUP_WORK_64 : ATTN_GROUP_WORK_128);
+    plan->group_max_work_fused = n_sms *
+                                 (shape->D <= 64 ? ATTN_GROUP_WORK_64 : ATTN_GROUP_WORK_FUSED);
+    plan->fused_min_row_heads = plan->n_sms * ATTN_FUSED_ROW_HEADS;
     plan->allow_clusters = plan->allow_mixed = true;
     /* `levels` bounds the number of shared spans per row, on average over all rows:
      * 1. Chapter 17 of toka.c shares a span of R rows only if this saves reading more than
@@ -4903,7 +4974,8 @@ static int attn_small_split_len(const toka_device *dev, int64_t kv_positions) {
  * tile; len is the mean number of positions of a tile:
  *
  *      waves * len / n_splits + merge cost
- *      merge cost = ATTN_MERGE_COST + queries / 10 + queries * n_splits / 70; 0 without splits
+ *      merge cost = ATTN_MERGE_COST + queries / ATTN_MERGE_QUERIES
+ *                   + queries * n_splits / ATTN_MERGE_SPLITS; 0 without splits
  *
  * A split has at least 2 * ATTN_MIN_SPLIT positions. More than two waves of tiles are not split.
  * Returns INT_MAX / 2 if the tiles are not split. The merge cost is fitted to measurements
@@ -4917,7 +4989,8 @@ static int attn_tile_split_len(const toka_device *dev, int64_t kv_positions, int
     if (items > 2 * plan->n_sms) return INT_MAX / 2;
     for (int64_t n_splits = 2; n_splits <= len / (2 * ATTN_MIN_SPLIT); n_splits++) {
         int64_t waves = (items * n_splits + plan->n_sms - 1) / plan->n_sms,
-                merge_cost = ATTN_MERGE_COST + queries / 10 + queries * n_splits / 70;
+                merge_cost = ATTN_MERGE_COST + queries / ATTN_MERGE_QUERIES +
+                             queries * n_splits / ATTN_MERGE_SPLITS;
         int64_t cost = waves * ((len + n_splits - 1) / n_splits) + merge_cost;
         if (cost < min_cost) best_splits = n_splits, min_cost = cost;
     }

@@ -275,13 +275,14 @@ int main(int argc, char **argv) {
     const char *seed = getenv("TOKA_TEST_SEED");
     uint64_t start = seed ? strtoull(seed, NULL, 10) : (uint64_t)now.tv_sec;
     rng_state = start;
-    bool small = argc > 1 && !strcmp(argv[1], "small");
+    /* small: models of odd sizes, few rows; quick: all models, few rows */
+    bool small = argc > 1 && !strcmp(argv[1], "small"), quick = argc > 1 && !strcmp(argv[1], "quick");
     static both b;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         if (small && i != 4 && i != 5) continue;
         both_open(&b, &cases[i]);
         for (size_t k = 0; k < sizeof rows / sizeof *rows; k++)
-            if (!small || rows[k] <= 130) op_run(&b, rows[k]);
+            if (!(small || quick) || rows[k] <= 130) op_run(&b, rows[k]);
         both_close(&b);
     }
     printf("%d passed, %d failed, 0 skipped (seed %llu)\n", n_passed, n_failed, (unsigned long long)start);
