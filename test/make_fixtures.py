@@ -3,6 +3,7 @@
 """Writes test/fixtures/: tiny random models in Hugging Face layout with reference logits from transformers.
 
 Run:       python3 test/make_fixtures.py [--only NAME]       (about two minutes on two CPU cores, no GPU)
+           python3 test/make_fixtures.py --check             compares the files with the transformers that is installed
 Made with: Python 3.11.7, torch 2.11.0, transformers 5.17.0, safetensors 0.8.0, on 2026-11-21.
 
 A fixture is an ordinary model folder (config.json, generation_config.json, model.safetensors or shards with an index; no
@@ -257,14 +258,42 @@ def make_fixture(folder, name, seed):
           f"rope {rope['rope_type']} x{model.model.rotary_emb.attention_scaling:.4f}", flush=True)
 
 
+def check_fixture(folder):
+    """The largest relative L2 distance between the file's logits and those that transformers computes from the same folder."""
+    with open(f"{folder}/golden.json") as f:
+        golden = json.load(f)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    blob, worst = np.fromfile(f"{folder}/golden.bin", "<f4"), 0.0
+    for case in golden["cases"]:
+        ids, positions = case["prompt_ids"] + case["greedy_ids"][:-1], case["logit_positions"]
+        rows = logits_of(model, ids)[positions + [len(ids) - 1]]
+        at = case["logits_offset"] // 4
+        kept = torch.from_numpy(blob[at:at + rows.numel()].astype(np.float64)).reshape(rows.shape)
+        worst = max(worst, ((rows - kept).norm(dim=1) / rows.norm(dim=1)).max().item())
+    return worst
+
+
+def check(folder):
+    """Compares all fixtures; returns the number of those that differ by more than float32 rounds."""
+    worst = {name: check_fixture(os.path.join(folder, name)) for name in FIXTURES}
+    for name, error in worst.items():
+        print(f"{name:22s} {error:.1e}")
+    print(f"{len(worst)} models, relative L2 of the logits at most {max(worst.values()):.1e}; "
+          f"torch {torch.__version__}, transformers {transformers.__version__}")
+    return sum(error > 1e-6 for error in worst.values())
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("--only", help="one fixture by name")
     p.add_argument("--out", default=os.path.join(HERE, "fixtures"))
+    p.add_argument("--check", action="store_true", help="write nothing; compare the files with the installed transformers")
     args = p.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
+    if args.check:
+        sys.exit(check(args.out) != 0)
     if args.only and args.only not in FIXTURES:
         sys.exit(f"no fixture named {args.only}; known: {', '.join(FIXTURES)}")
     for i, name in enumerate(FIXTURES):

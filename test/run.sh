@@ -5,10 +5,15 @@
 #   test/run.sh                   tests of every kind, in some 7 minutes on two cores. It leaves out tests that take more than
 #                                 3 s each, TSan, the server under sanitizers, GPU architectures but sm_90a, and other toolkits
 #   TOKA_TESTS=all test/run.sh    everything, in about an hour
+#   TOKA_TESTS=peers test/run.sh  comparisons with PyTorch, transformers, vLLM and Jinja2, as far as their packages are installed
+#                                 for python3 (or for $PYTHON); the table is written to test/.build/peers.md
 #   test/run.sh unit              one part: build, unit, san, py, fuzz or gpu
-#   GPU_ARCH=90a test/run.sh gpubuild   only compiles the GPU tests; needs no GPU
+#   GPU_ARCH=90a test/run.sh gpubuild   only compiles the GPU tests; needs no GPU. Then gpu does not compile them again, also
+#                                 on another machine that has the same sources, ./toka and test/.build/gpu.tar
+#   GPU_PART=2/3 test/run.sh gpu  the second of three shares of the GPU tests; with gpubuild: only the programs of this share
+#   GPU_PART=2/3 test/run.sh gpushare   prints the tests of this share and their seconds
 #
-# Environment: TOKA_TESTS     fast (default) or all
+# Environment: TOKA_TESTS     fast (default), all or peers
 #              FUZZ_SECONDS   seconds for each fuzzer (default: fast 5, all 10)
 #              GPU_JOBS       number of GPU test programs that run at the same time, except for tests that measure time
 #                             (default: the number of cores, at most 12)
@@ -26,7 +31,8 @@ TESTS=${TOKA_TESTS:-fast}
 case $TESTS in
 fast) FUZZ_SECONDS=${FUZZ_SECONDS:-5} ;;
 all) FUZZ_SECONDS=${FUZZ_SECONDS:-10} ;;
-*) echo "TOKA_TESTS=$TESTS: expected fast or all" >&2 && exit 2 ;;
+peers) ;;
+*) echo "TOKA_TESTS=$TESTS: expected fast, all or peers" >&2 && exit 2 ;;
 esac
 export TOKA_TESTS=$TESTS
 GPU_JOBS=${GPU_JOBS:-$(($(nproc) > 12 ? 12 : $(nproc) > 2 ? $(nproc) : 2))}
@@ -138,6 +144,7 @@ build_tests() {
         step "toka.h compiles as C++" c++ -Wall -Wextra -Werror -fsyntax-only -x c++ toka.h
     fi
     step "each script in test/ is executable" scripts_are_executable
+    step "the shares of the GPU tests are the whole" gpu_shares_are_whole
     if command -v python3 >/dev/null; then step "the mutants of the GPU tests apply to the kernels" python3 test/gpu_mutants.py check; fi
 }
 
@@ -285,8 +292,17 @@ fuzz_tests() {
 gpu_n=0 gpu_counted=0 # number of jobs started, and number of jobs whose results were added
 # KIND NAME SECONDS COMMAND...: starts a job that runs at the same time as other jobs; SECONDS is its time limit (0: none).
 # KIND counts: the command's last line is 'N passed, N failed, N skipped'. KIND one: the command is one test.
+# With gpu_list set, a job is only written into that file; with gpu_share set, only jobs named in that file start. With
+# gpu_missing set, jobs are skipped for this reason.
+gpu_list= gpu_share= gpu_missing= gpu_group=0
 gpu_job() {
     local at=$B/jobs/$gpu_n kind=$1 limit=$3
+    if [ "$gpu_list" ]; then
+        printf '%s\t%s\t%s\n' "$gpu_group" "$2" "$(gpu_uses "$@")" >>"$gpu_list"
+        return
+    fi
+    if [ "$gpu_share" ] && ! grep -qxF -e "$2" "$gpu_share"; then return; fi
+    if [ "$gpu_missing" ]; then skip 1 "$2: $gpu_missing"; return; fi
     gpu_n=$((gpu_n + 1))
     mkdir -p $B/jobs && echo "$kind $2" >"$at.name" && rm -f "$at.end"
     shift 3
@@ -299,12 +315,15 @@ gpu_job() {
 }
 gpu_collect() { # waits for all jobs and adds their results in the order of their start; their logs stay in test/.build/jobs
     local i kind name status took line
+    gpu_group=$((gpu_group + 1))
+    [ -z "$gpu_list" ] || return
     wait
     for ((i = gpu_counted; i < gpu_n; i++)); do
         read -r kind name <"$B/jobs/$i.name"
         status=1 took=0 # for a job that was killed before it wrote its status
         [ ! -f "$B/jobs/$i.end" ] || read -r status took <"$B/jobs/$i.end"
         line=$(grep -E '^[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped' "$B/jobs/$i.log" | tail -1)
+        printf '%s\t%s\n' "$took" "$name" >>$B/gpu-seconds.tsv
         if grep -q 'Device not supported' "$B/jobs/$i.log"; then skip 1 "$name: compute-sanitizer does not know this device"
         elif [ $kind = one ]; then
             [ "$status" = 0 ] || tail -40 "$B/jobs/$i.log"
@@ -322,12 +341,70 @@ gpu_collect() { # waits for all jobs and adds their results in the order of thei
     done
     gpu_counted=$gpu_n
 }
-gpu_is_new() { # FILE...: all files exist and are newer than their sources
-    local file
-    for file in "$@"; do
-        [ -f "$B/$file" ] || return
-        [ -z "$(find toka_kernels.cu toka.h toka.c test/gpu*.[ch]* test/soak.c test/gpu_mutants.py -newer "$B/$file")" ] || return
+gpu_uses() { # WORD...: the test programs among the words of a command
+    local word
+    for word in "$@"; do
+        case $word in
+        $B/mutants) echo mutants/mutants ;;
+        $B/*) echo "${word#$B/}" ;;
+        esac
+    done | tr '\n' ' '
+}
+gpu_shares() { # N: divides the tests into N shares of about equal length: lines 'SHARE<tab>SECONDS<tab>TEST<tab>PROGRAMS'
+    # A long test goes first, to the share that has the least. Up to four tests of a group run at a time; in a share of its own
+    # group, one takes a fourth of its time. A test without a measured time counts as 30 s.
+    (
+        gpu_list=$B/gpu_list && : >$gpu_list
+        gpu_all
+    )
+    awk -F'\t' -v OFS='\t' 'NR == FNR {if (!/^#/) seconds[$2] = $1; next}
+        {group[FNR] = $1; name[FNR] = $2; uses[FNR] = $3; n[$1]++; last = FNR}
+        END {for (i = 1; i <= last; i++) {
+            s = name[i] in seconds ? seconds[name[i]] : 30
+            k = n[group[i]] < 4 ? n[group[i]] : 4
+            printf "%.1f\t%s\t%s\n", s / k, name[i], uses[i]
+        }}' test/results/gpu-seconds.tsv $B/gpu_list | LC_ALL=C sort -t "$(printf '\t')" -k1,1nr -k2,2 |
+        awk -F'\t' -v OFS='\t' -v shares="$1" '{
+            best = 1
+            for (i = 2; i <= shares; i++) if (load[i] < load[best]) best = i
+            load[best] += $1
+            print best, $1, $2, $3
+        }'
+}
+gpu_shares_are_whole() { # every test is in one share and only in one; three shares have about the same length
+    local n
+    for n in 1 2 3 7; do
+        gpu_shares $n >$B/gpu_shares || return 1
+        [ "$(cut -f3 $B/gpu_shares | sort)" = "$(cut -f2 $B/gpu_list | sort)" ] || return 1
+        [ -z "$(cut -f3 $B/gpu_shares | sort | uniq -d)" ] || return 1
+        [ "$(cut -f1 $B/gpu_shares | sort -u | wc -l)" = $n ] || return 1
+        [ "$(gpu_shares $n)" = "$(cat $B/gpu_shares)" ] || return 1
     done
+    gpu_shares 3 | awk -F'\t' '{sum[$1] += $2; all += $2} END {for (i in sum) if (sum[i] > 0.4 * all) exit 1}' || return 1
+    for n in test/gpu_*.cu; do grep -q "$(basename "$n" .cu)" $B/gpu_list || return 1; done
+}
+gpu_choose_share() { # reads GPU_PART; writes the names of its tests and of the programs that they need
+    local i=${GPU_PART%/*} n=${GPU_PART#*/}
+    if ! [ "$i" -ge 1 ] 2>/dev/null || ! [ "$n" -ge "$i" ] 2>/dev/null; then
+        echo "GPU_PART=$GPU_PART: expected a share and their number, such as 2/3" >&2
+        exit 2
+    fi
+    gpu_shares "$n" | awk -F'\t' -v share="$i" '$1 == share' >$B/gpu_chosen
+    cut -f3 $B/gpu_chosen >$B/gpu_share_tests
+    cut -f4 $B/gpu_chosen | tr ' ' '\n' | sort -u >$B/gpu_share_programs
+}
+gpu_sources() { # what a test program is made of, as one hash
+    echo "$GPU_ARCH $(cat toka_kernels.cu toka.h toka.c test/gpu*.[ch]* test/soak.c test/gpu_mutants.py test/check.h test/state.h | sha256sum)"
+}
+gpu_is_new() { # FILE: it is there and made of the present sources
+    [ -f "$B/$1" ] && [ "$(cat "$B/$1.made" 2>/dev/null)" = "$(gpu_sources)" ]
+}
+gpu_must_build() { # FILE: it is needed and not there
+    { [ -z "${GPU_PART-}" ] || grep -qxF -e "$1" $B/gpu_share_programs; } && ! gpu_is_new "$1"
+}
+gpu_build() { # FILE
+    rm -f "$B/$1.made"
+    gpu_make "$1" && gpu_sources >"$B/$1.made"
 }
 gpu_make() { # FILE: builds a test program for GPU_ARCH
     local nvcc="nvcc -std=c++20 -O3 -Xcompiler -fno-exceptions -gencode arch=compute_$GPU_ARCH,code=sm_$GPU_ARCH"
@@ -349,23 +426,35 @@ gpu_make() { # FILE: builds a test program for GPU_ARCH
     esac
 }
 gpu_programs() {
-    local name with_kernels="gpu_ops gpu_model gpu_ranks soak_gpu" apart
-    apart=$(cd test && for name in gpu_*.cu; do echo "${name%.cu}"; done)
-    gpu_is_new toka_gpu.o || gpu_job one "toka_gpu.o compiles" 0 gpu_make toka_gpu.o
+    local name linked='' alone=''
+    for name in gpu_ops gpu_model gpu_ranks soak_gpu; do ! gpu_must_build $name || linked="$linked $name"; done
+    for name in mutants/mutants gpu_attn_1204 $(cd test && for name in gpu_*.cu; do echo "${name%.cu}"; done); do
+        ! gpu_must_build "$name" || alone="$alone $name"
+    done
+    [ -z "$linked$alone" ] || gpu_is_new toka_gpu.o || gpu_job one "toka_gpu.o compiles" 0 gpu_build toka_gpu.o
     gpu_collect
-    # shellcheck disable=SC2086
-    gpu_is_new $with_kernels kernels.o || apart="kernels.o $apart"
-    apart="$apart gpu_attn_1204"
-    for name in mutants/mutants $apart; do gpu_is_new $name || gpu_job one "$name compiles" 0 gpu_make $name; done
+    [ -z "$linked" ] || gpu_is_new kernels.o || gpu_job one "kernels.o compiles" 0 gpu_build kernels.o
+    for name in $alone; do gpu_job one "$name compiles" 0 gpu_build "$name"; done
     gpu_collect
-    for name in $with_kernels; do gpu_is_new $name || gpu_job one "$name compiles" 0 gpu_make $name; done
+    for name in $linked; do gpu_job one "$name compiles" 0 gpu_build "$name"; done
     gpu_collect
+}
+gpu_pack() { # puts the programs into one file, which can be taken to another machine
+    local name made=()
+    [ -z "${GPU_PART-}" ] || gpu_choose_share
+    gpu_programs
+    for name in $B/*.made $B/mutants/*.made; do
+        name=${name%.made}
+        case $name in *.o | *'*'*) continue ;; esac
+        [ -n "${GPU_PART-}" ] && ! grep -qxF -e "${name#$B/}" $B/gpu_share_programs || made+=("$name" "$name.made")
+    done
+    step "the programs are packed" tar -cf $B/gpu.tar "${made[@]}"
 }
 gpu_sanitize() {
     local source name tool size
     # 4096 barriers per block: with its default, synccheck tracks too few barriers for gpu_attn, and a launch fails.
     local -A flags=([synccheck]="--num-cuda-barriers 4096")
-    if ! command -v compute-sanitizer >/dev/null; then skip 1 "no compute-sanitizer"; return; fi
+    command -v compute-sanitizer >/dev/null || gpu_missing="no compute-sanitizer"
     for tool in racecheck memcheck synccheck; do
         for source in test/gpu_*.cu; do
             name=$(basename "$source" .cu) size=small
@@ -373,6 +462,7 @@ gpu_sanitize() {
             gpu_job one "$name, $tool" 300 compute-sanitizer --tool $tool ${flags[$tool]-} --error-exitcode 9 "$B/$name" $size
         done
     done
+    gpu_missing=
 }
 gpu_soak() { # NAME SEED FLAGS...
     local model=$1 seed=$2
@@ -384,9 +474,9 @@ gpu_shared() { # all tests that may share the GPU with other programs, the longe
     gpu_sanitize
     gpu_job counts "accuracy compared with the CPU" 600 python3 test/gpu_accuracy.py
     gpu_job counts "the program on the GPU" 600 python3 test/gpu_cli.py
-    if python3 -c 'import torch, transformers' 2>/dev/null; then
-        gpu_job counts "comparison with transformers" 600 python3 test/gpu_hf.py $B/gpu_model
-    else skip 1 "no torch and transformers"; fi
+    python3 -c 'import torch, transformers' 2>/dev/null || gpu_missing="no torch and transformers"
+    gpu_job counts "comparison with transformers" 600 python3 test/gpu_hf.py $B/gpu_model
+    gpu_missing=
     gpu_soak test/model 1
     gpu_soak test/model 2 --kv-tokens 40000 --max-model-len 1024 --max-num-seqs 512
     gpu_soak test/fixtures/llama-tied 3
@@ -399,7 +489,7 @@ gpu_shared() { # all tests that may share the GPU with other programs, the longe
 }
 gpu_ranks() { # on all GPUs; if there is only one GPU, all ranks share it
     local share=() # load kernels at the start and use many queues, so that no rank's kernel waits behind another rank's kernel
-    [ "$(nvidia-smi -L | wc -l)" -gt 1 ] || share=(TOKA_DEBUG_SHARE_GPU=1 CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS=32)
+    [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -gt 1 ] || share=(TOKA_DEBUG_SHARE_GPU=1 CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS=32)
     gpu_job counts gpu_ranks 600 env "${share[@]}" $B/gpu_ranks
     gpu_job counts "the program on several GPUs" 600 env "${share[@]}" python3 test/gpu_ranks.py batches server
     gpu_job counts "gpu_ranks without peer access" 600 env "${share[@]}" TOKA_DEBUG_NO_PEER=1 $B/gpu_ranks model,eight,wide,llama-tied
@@ -415,14 +505,84 @@ gpu_tests() {
     if ! ./toka devices | grep -q '^cuda.*compute capability'; then skip 1 "no GPU"; return; fi
     GPU_ARCH=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d .)
     [ "$GPU_ARCH" = 90 ] && GPU_ARCH=90a
-    gpu_programs
+    if [ "${GPU_PART-}" ]; then
+        [ ! -f $B/gpu.tar ] || tar -xf $B/gpu.tar
+        gpu_choose_share
+        gpu_programs
+        gpu_share=$B/gpu_share_tests
+    else gpu_programs; fi
+    : >$B/gpu-seconds.tsv # the seconds of each test, for test/results/gpu-seconds.tsv
+    gpu_all
+}
+gpu_all() { # all tests, in the order in which they run
     gpu_job counts "start to first token" 300 python3 test/gpu_start.py # runs alone: it measures time
     gpu_collect
     gpu_ranks
     gpu_shared
     # Runs alone: some mutants cause faults of the GPU.
-    gpu_job counts "mutants of the kernels are caught" 600 python3 test/gpu_mutants.py run --timeout 200
+    gpu_job counts "mutants of the kernels are caught" 600 python3 test/gpu_mutants.py run $B/mutants --timeout 200
     gpu_collect
+}
+
+# ---- Peers: comparisons with programs that most machines do not have. They are run by hand; test/results/peers.md has a table ----
+
+peer() { # NAME NEEDS COMMAND...: runs a comparison, or says what to install. NEEDS: python packages, gpu, data, nvcc
+    local name=$1 needs=$2 need missing='' outcome
+    shift 2
+    for need in $needs; do
+        case $need in
+        gpu) ./toka devices | grep -q '^cuda.*compute capability' || missing="$missing, a GPU and ./toka built with nvcc" ;;
+        nvcc) command -v nvcc >/dev/null || missing="$missing, nvcc" ;;
+        data) [ -d "$TOKA_TEST_DATA/datasets" ] || missing="$missing, the public test data in TOKA_TEST_DATA" ;;
+        *) $PYTHON -c "import $need" 2>/dev/null || missing="$missing, $need (pip install $need)" ;;
+        esac
+    done
+    if [ "$missing" ]; then
+        skip 1 "$name: it needs ${missing#, }"
+        outcome="not run: it needs ${missing#, }"
+    else
+        step "$name" "$@"
+        outcome=$(tail -1 $LOG)
+        { echo && echo "$name:" && echo && sed 's/^/    /' $LOG; } >>$B/peers.log
+    fi
+    echo "| $name | ${outcome//|/,} |" >>$B/peers.md
+}
+peers_gemm() { gpu_must_build gpu_gemm && { gpu_build gpu_gemm || return; }; $PYTHON test/bench_peers.py $B/gpu_gemm --min-M 256; }
+peers_logits() {
+    local name
+    for name in kernels.o gpu_model; do gpu_is_new $name || gpu_build $name || return; done
+    $PYTHON test/gpu_hf.py $B/gpu_model
+}
+peers_dataset() { # KIND MODEL FLAGS...: the same dataset through toka and vLLM
+    local kind=$1 model=$2
+    shift 2
+    $PYTHON test/make_dataset.py $kind $B/$kind.jsonl "$@" &&
+        $PYTHON test/bench_peers_e2e.py $B/$kind.jsonl --model $model --engines toka,vllm
+}
+peers_tests() {
+    PYTHON=${PYTHON:-python3}
+    GPU_ARCH=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -1 | tr -d .)
+    [ "$GPU_ARCH" = 90 ] && GPU_ARCH=90a
+    [ -x ./toka ] || ./build.sh
+    {
+        echo "# Comparisons with other programs"
+        echo
+        echo "\`TOKA_TESTS=peers test/run.sh\`, $(date -u +%F), commit $(git rev-parse --short HEAD), $(nproc) cores," \
+            "$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -1 | grep . || echo no GPU)."
+        echo
+        echo "| comparison | outcome |"
+        echo "|---|---|"
+    } >$B/peers.md
+    : >$B/peers.log
+    peer "texts of test/templates.json and those of Jinja2" jinja2 $PYTHON test/check_templates.py
+    peer "logits of test/fixtures and those of transformers" "torch transformers safetensors" $PYTHON test/make_fixtures.py --check
+    peer "logits on the GPU and those of transformers" "gpu nvcc torch transformers" peers_logits
+    peer "GEMMs and those of PyTorch" "gpu nvcc torch" peers_gemm
+    peer "prefill attention of PyTorch" "gpu torch" $PYTHON test/bench_peers_attn.py
+    peer "GSM8K prompts x 24 samples, toka and vLLM" "gpu data vllm" peers_dataset monkeys llama-3.2-1b --samples 24
+    peer "conversations, toka and vLLM" "gpu data vllm" peers_dataset chat llama-3.1-8b --requests 600
+    cat $B/peers.log >>$B/peers.md
+    cat $B/peers.md
 }
 
 # ---- Which parts run ----
@@ -438,7 +598,9 @@ add_background() { # waits, prints the output and adds the counts
     add $(sed -nE 's/^([0-9]+) passed, ([0-9]+) failed, ([0-9]+) skipped$/\1 \2 \3/p' $B/background.log |
         awk '{p += $1; f += $2; s += $3} END {print p + 0, f + 0, s + 0; if (NR < 2) exit 1}' || echo 0 1 0)
 }
-if fast && [ "$WANT" = all ]; then
+if [ "$TESTS" = peers ]; then
+    peers_tests
+elif fast && [ "$WANT" = all ]; then
     in_background unit fuzz
     build_tests
     soak_tests
@@ -452,9 +614,14 @@ else
     fi
     wants san && unit san $SAN
     wants san && unit tsan -g -O1 -fsanitize=thread -Wno-tsan engine: cpu_pool ranks_shapes ranks_lost ranks_abort "tokenizer: threads"
-    case $WANT in unit | fuzz) ;; *) [ -x ./toka ] || ./build.sh ;; esac
+    case $WANT in unit | fuzz | gpubuild | gpushare) ;; *) [ -x ./toka ] || ./build.sh ;; esac
     wants gpu && gpu_tests
-    [ "$WANT" = gpubuild ] && gpu_programs
+    [ "$WANT" = gpubuild ] && gpu_pack
+    if [ "$WANT" = gpushare ]; then
+        gpu_choose_share
+        cut -f2,3 $B/gpu_chosen
+        exit
+    fi
     wants py && python_tests
     wants san && sanitize
     wants fuzz && fuzz_tests
