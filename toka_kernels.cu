@@ -1845,7 +1845,8 @@ __global__ static void __launch_bounds__(256) rope_kernel(const rope_args args) 
         for (int k = 0; k < 2; k++)
             if (2 * lane + 64 * k < half) cos_sin[k] = *(const float4 *)(table + 2 * lane + 64 * k);
     }
-    int kv_slot = row < args.T ? qkv.kv_slot[row] : 0;
+    /* computed before grid_wait(), as it needs no result of the GEMM */
+    bf16 *out = qkv_head_at(qkv, row, row < args.T ? qkv.kv_slot[row] : 0, head);
     grid_wait();
     if (row >= args.T) return;
     const bf16 *from = args.from + (size_t)warp * qkv.D;
@@ -1872,7 +1873,6 @@ __global__ static void __launch_bounds__(256) rope_kernel(const rope_args args) 
             hi[2 * k] *= scale * norm_hi[k].x, hi[2 * k + 1] *= scale * norm_hi[k].y;
         }
     }
-    bf16 *out = qkv_head_at(qkv, row, kv_slot, head);
 #pragma unroll
     for (int k = 0; k < 2; k++) {
         int i = 2 * lane + 64 * k;
