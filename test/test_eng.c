@@ -1564,6 +1564,30 @@ static void test_history_never_waits(void) {
     }
 }
 
+/* Penalties see the ids of shared and of copied pages: samples of one prompt, which share its pages
+ * and copy its last one, are equal to samples that compute everything themselves. */
+static void test_penalties_shared(void) {
+    eng_collected *got[2];
+    for (int alone = 0; alone < 2; alone++) {
+        toka_options o = toka_options_default();
+        toka *t;
+        toka_err e;
+        o.model = eng_model, o.n_threads = 1, o.max_num_seqs = 8, o.no_prefix_caching = alone;
+        CHECK(!toka_open(&t, &o, &e));
+        toka_sampling s = eng_greedy(30);
+        s.temperature = 1, s.repetition_penalty = 1.3f, s.presence_penalty = 0.4f, s.frequency_penalty = 0.2f, s.ignore_eos = 1;
+        got[alone] = eng_ask_problem(t, str_c("Tom has 12 apples and eats 3. How many are left?"), 12, &s);
+        CHECK(alone || toka_get_stats(t).prompt_tokens_shared > 0);
+        toka_close(t);
+    }
+    for (int i = 0; i < 12; i++) {
+        const ids *a = &got[0]->id[i], *b = &got[1]->id[i];
+        CHECK_MSG(a->n == 30 && b->n == 30 && !memcmp(a->p, b->p, 30 * sizeof *a->p), "sample %d", i);
+        CHECK_MSG(eng_close_to(got[0]->sampled[i], got[1]->sampled[i], 30, 0), "sample %d", i);
+    }
+    eng_collected_free(got[0]), eng_collected_free(got[1]);
+}
+
 /* A cache that is sized by the longest sequences has whole pages for each: all run at once, and
  * none is preempted. */
 static void test_short_sequences(void) {
@@ -1738,6 +1762,7 @@ static const struct test eng_tests[] = {
     {"engine: min_tokens and stop strings", test_min_tokens_and_stops},
     {"engine: bad words", test_bad_words},
     {"engine: penalties and bad ids never wait", test_history_never_waits},
+    {"engine: penalties of shared pages", test_penalties_shared},
     {"engine: bad words as texts", test_bad_texts},
     {"engine: no token is allowed", test_no_token_allowed},
     {"engine: only end ids are allowed", test_only_end_ids_allowed},
