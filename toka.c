@@ -14,8 +14,7 @@
  * transformers of the Llama family (Llama, Mistral, Ministral, Qwen 2 and 3) with bf16, f16 or f32
  * weights: no mixture of experts, no images, no speculative decoding. If it would compute a model
  * differently from the code of the model's authors, it refuses the model and says why
- * (mf_refuse_unsupported). GPU and CPU draw from the same distribution, but at a temperature above
- * 0 they do not draw the same ids.
+ * (mf_refuse_unsupported).
  *
  * HOW DATA FLOWS (the numbers are chapters):
  *
@@ -107,8 +106,8 @@
  *      every sum over the model's width or over positions has one fixed order (16, 17). The tests
  *      compare the CPU's results byte for byte. On a GPU this holds up to rounding: the number of
  *      rows selects the tile shape, and the tile shape sets the order of sums.
- *   2. The random number of a token is a function of (seed, sample, position) (18). Rules 1 and 2
- *      together make a run on a CPU exactly repeatable.
+ *   2. A draw is a function of (logits, parameters, seed, sample, position), and the same function
+ *      on CPU and GPU (18). Rules 1 and 2 together make a run on a CPU exactly repeatable.
  *   3. Text is delivered only when later tokens cannot change it: an unfinished character and a
  *      possible beginning of a stop string are held back (6, 18).
  *   4. The CPU reads weights where the file is mapped, in the file's type, and computes in float32
@@ -179,9 +178,9 @@
  *                                                    (Megatron-LM)   21 rank_step
  *   data parallelism: replicas behind one queue                      22 eng_route
  *   CUDA graphs of decode steps                      CUDA C++ guide  cu 15 cuda_capture
- *   sampling fused into the LM head: Gumbel-max      1411.0030       cu 11 samp_lm_head,
- *     over groups of ids; on Hopper the logits of                         samp_reduce_kernel
- *     plain rows are never stored
+ *   sampling: Gumbel-max over groups of ids          1411.0030       18 samp_draw
+ *     fused into the LM head; on Hopper the logits                     cu 11 samp_lm_head,
+ *     of plain rows are never stored                                      samp_reduce_kernel
  *
  * CONTENTS (build.sh checks it against the banners; to read one chapter:
  * sed -n '/MARK: 4\./,/MARK: 5\./p' toka.c)
@@ -9381,8 +9380,8 @@ static mf_range mf_stage_layers(const toka_shape *shape, int i, int pp_size) {
 }
 
 /* Returns share i of the vocabulary. If the vocabulary is large enough, each share begins at a
- * multiple of TOKA_ID_BLOCK, because sampling on a GPU uses one random number for each such block
- * of ids. */
+ * multiple of TOKA_ID_BLOCK, so that a GPU can draw from its own ids: the random words of the draw
+ * belong to blocks of that many ids. */
 static mf_range mf_vocab_share(int V, int i, int n_shares) {
     const int block = V >= n_shares * TOKA_ID_BLOCK ? TOKA_ID_BLOCK : 1;
     mf_range share = mf_even_share((V + block - 1) / block, i, n_shares);
@@ -12817,25 +12816,53 @@ static void batch_make_micros(batch_builder *builder, batch_micros *micros,
  *                 smallest set of best ids whose probabilities add up to at least p; of tied ids
  *                 the lowest are kept), then min-p (ids with probability >= min_p * that of the
  *                 best id)
- *   5. draw       the inverse of the cumulative distribution in order of ids, at one uniform number
- *                 of 53 bits
+ *   5. draw       see below
  * Each filter of step 4 keeps the first ids of the same order (logit falling, id rising). So one
  * threshold describes the kept ids, and no list of candidates and no sort is needed.
  *
- *   Example: temperature 1, top_k 3, top_p 0.7, min_p 0.1, uniform number 0.8.
+ * THE DRAW. Every backend computes what follows. It fits into the epilogue of a GEMM: it needs one
+ * pass over the logits, in any order.
+ *   id block     256 consecutive ids (TOKA_ID_BLOCK): id i is in block i / 256
+ *   id group     the 64 ids of a block with the same (i / 2) % 4, in rising order. An octet is
+ *                eight of them, next to each other in this order
+ *   random word  32 bits of Philox4x32-10 with key = seed and counter = (sample, position, stream,
+ *                0). Stream 0 gives the row's uniform word (word 0); stream 1 + b gives word g to
+ *                group g of block b. A word w stands for the number u = (w + 1/2) / 2^32
+ *   key          of a group: S / E, where S is the sum of the weights of its kept ids, and
+ *                E = -log(1 - u) an exponential number from the group's word. The group with the
+ *                highest key wins. It wins with a probability proportional to S, because log S -
+ *                log E is log S plus Gumbel noise (Gumbel-max)
+ *   candidate    of a group: its id at which the sum of weights, in the order of ids, passes u * S,
+ *                with u from the uniform word. If u is above 1/2, the weights are added from the
+ *                last id down until they pass (1 - u) * S. All groups use the same u: only the
+ *                winner's candidate counts, and u has no influence on which group wins
+ *   order        of sums: the weights of an octet one after the other, then the octets in pairs:
+ *                ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))
+ *   ties         of equal keys, the group whose candidate has the lower id wins
+ * The winner's candidate is the sampled id. The CPU computes in double. A GPU computes in float32,
+ * with less exact exponentials and logarithms. For equal logits both draw the same id, unless the
+ * decision is nearly a tie. So it is the same id wherever, in exact arithmetic,
+ *   - the two best keys differ by more than 2^-18 in log2,
+ *   - the distance from u * S to the next border between two ids is more than 2^-21 of its distance
+ *     to the nearer end of the sum,
+ *   - and a top-p that is higher or lower by a factor of 1 + 2^-18 gives the same id, with the same
+ *     two margins.
+ * Of ten million draws, fewer than a hundred are nearer to a tie (test/gpu_samp.cu).
+ *
+ *   Example: temperature 1, top_k 3, top_p 0.8, min_p 0.1, u 0.8, E 0.9 and 0.5 of groups 0 and 1.
  *     id               0      1      2      3      4      5
  *     adjusted logit   2.0    1.0    1.0    0.0   -1.0   -2.0
  *     weight           1.000  0.368  0.368  0.135  0.050  0.018
  *     top-k keeps      x      x      x      (min_logit 1.0)
- *     top-p keeps      x      x             (1.000 + 0.368 >= 0.7 * 1.736, so last_tied 1)
- *     min-p keeps      x      x             (0.368 >= 0.1 * 1.000)
- *     draw: 0.8 * 1.368 = 1.094; the sums of weights are 1.000 and 1.368, so id 1 is drawn,
- *           with sampled_logprob log(0.368 / 1.368) = -1.31
+ *     top-p keeps      x      x      x      (1.000 + 0.368 < 0.8 * 1.736, so last_tied 2)
+ *     min-p keeps      x      x      x      (0.368 >= 0.1 * 1.000)
+ *     draw: group 0 has ids 0 and 1 and the key 1.368 / 0.9 = 1.52, group 1 has id 2 and the key
+ *           0.368 / 0.5 = 0.74. Group 0 wins. From its end, 0.368 passes 0.2 * 1.368 = 0.274, so id
+ *           1 is drawn, with sampled_logprob log(0.368 / 1.736) = -1.55
  *
  * What always holds:
  *   - The sampled id is a pure function of (logits, parameters, history, seed, sample, position).
- *     Step 5 takes its number from Philox with key = seed and counter = (sample, position, stream,
- *     0). The weights do not depend on the libm; only the limit of min-p does, by log().
+ *     Only the limit of min-p and the keys depend on the libm, by log() and log1p().
  *   - A drawn id has a positive probability. Sums are in double; the relative error of a
  *     probability is less than 1e-11.
  *   - samp_row allocates nothing and keeps no state: it works on the row in place, with less than
@@ -12871,7 +12898,7 @@ static const toka_sampling samp_default = {.temperature = 1, .top_p = 1, .repeti
 #define SAMP_MIN_BIAS (-100.0)
 #define SAMP_MAX_BIAS 100.0
 #define SAMP_ID_RANGE 16384 /* ids handled at a time where a row needs a counter or flag per id */
-#define SAMP_BLOCKS 512     /* partial sums of a row, for the draw */
+#define SAMP_GROUPS 4       /* id groups of an id block, and words that Philox returns */
 #define SAMP_LANES 16       /* independent sums side by side: lets the compiler use vectors */
 
 /* ---- Checking parameters ---- */
@@ -13027,19 +13054,25 @@ static void samp_philox(uint32_t counter[4], uint32_t k0, uint32_t k1) {
     }
 }
 
-/* Returns 64 random bits; equal arguments always give equal bits. Other streams are independent
- * numbers for the same token; the draw uses stream 0. */
-static uint64_t samp_random(uint64_t seed, uint32_t sample, uint32_t position, uint32_t stream) {
-    uint32_t counter[4] = {sample, position, stream, 0};
-    samp_philox(counter, (uint32_t)seed, (uint32_t)(seed >> 32));
-    return (uint64_t)counter[1] << 32 | counter[0];
+/* Computes the random words of a row: of stream 0 or of stream 1 + an id block. */
+static void samp_random(const toka_sample_row *row, uint32_t stream, uint32_t words[SAMP_GROUPS]) {
+    const uint64_t seed = row->sampling->seed;
+    words[0] = row->sample;
+    words[1] = row->position;
+    words[2] = stream;
+    words[3] = 0;
+    samp_philox(words, (uint32_t)seed, (uint32_t)(seed >> 32));
 }
+
+/* The number u of a random word. */
+static double samp_unit(uint32_t word) { return ((double)word + 0.5) * 0x1p-32; }
 
 /* ---- Exponentials and sums of a row ---- */
 
 /* Returns e^d for d <= 0: relative error under 1e-12 down to -660, exactly 0 below -694. With
- * d = n ln2 + r and |r| <= ln2/2, it evaluates a Taylor polynomial in r and then adds n to the
- * exponent bits. It has no call and no branch, so that loops over it become vector code (gcc needs
+ * d = n ln2 + r and |r| <= ln2/2, it evaluates a polynomial in r and then adds n to the exponent
+ * bits. Of all polynomials 1 + c1 r + ... + c8 r^8, it is the one with the least relative error. It
+ * has no call and no branch, so that loops over it become vector code (gcc needs
  * -fno-trapping-math for that). */
 static inline double samp_exp(double d) {
     /* Adding this number leaves the nearest integer in the low mantissa bits. */
@@ -13048,16 +13081,14 @@ static inline double samp_exp(double d) {
     double shifted = clamped * 1.4426950408889634 + round, n = shifted - round;
     /* ln2 is split into two constants; n times the first is exact. */
     double r = (clamped - n * 0x1.62e42fefa0000p-1) - n * 0x1.cf79abc9e3b3ap-40;
-    double poly = 1.0 / 3628800;
-    poly = poly * r + 1.0 / 362880;
-    poly = poly * r + 1.0 / 40320;
-    poly = poly * r + 1.0 / 5040;
-    poly = poly * r + 1.0 / 720;
-    poly = poly * r + 1.0 / 120;
-    poly = poly * r + 1.0 / 24;
-    poly = poly * r + 1.0 / 6;
-    poly = poly * r + 0.5;
-    poly = poly * r + 1;
+    double poly = 0x1.9ef35df72f23bp-16;
+    poly = poly * r + 0x1.a1a40eb461352p-13;
+    poly = poly * r + 0x1.6c188a8513565p-10;
+    poly = poly * r + 0x1.1110866f5a6cfp-7;
+    poly = poly * r + 0x1.55555430ac69cp-5;
+    poly = poly * r + 0x1.5555559c4e47bp-3;
+    poly = poly * r + 0x1.0000000064b9ep-1;
+    poly = poly * r + 0x1.ffffffffdac62p-1;
     poly = poly * r + 1;
     uint64_t bits, exponent;
     memcpy(&bits, &poly, 8);
@@ -13285,12 +13316,12 @@ static inline double samp_weight(const samp_dist *dist, float x) {
     return samp_exp((x - dist->max) * dist->scale);
 }
 
-/* Returns the total weight of the kept ids in from .. to-1. */
-static double samp_sum_kept(const samp_dist *dist, int from, int to) {
+/* Returns the total weight of the kept ids. */
+static double samp_sum_kept(const samp_dist *dist) {
     if (dist->threshold.min_logit == -INFINITY)
-        return samp_sum(dist->x + from, to - from, dist->max, dist->scale);
+        return samp_sum(dist->x, dist->V, dist->max, dist->scale);
     double sum = 0;
-    for (int id = from; id < to; id++)
+    for (int id = 0; id < dist->V; id++)
         if (samp_is_kept(dist, id)) sum += samp_weight(dist, dist->x[id]);
     return sum;
 }
@@ -13350,13 +13381,12 @@ static void samp_top_k(samp_dist *dist, int k) {
     dist->threshold = (samp_threshold){samp_find_threshold(dist, true, k, &sum_above), INT_MAX};
 }
 
-/* Keeps ids whose weight is at least min_p; the best id has weight 1. A limit below the threshold
- * changes nothing. */
-static void samp_min_p(samp_dist *dist, double min_p) {
-    /* weight >= min_p is the same as x >= min_logit. */
-    double min_logit = dist->max + log(min_p) / dist->scale;
+/* Keeps ids whose logit is at least that of the best id plus `drop` (drop <= 0). A limit below the
+ * threshold changes nothing. */
+static void samp_min_p(samp_dist *dist, double drop) {
+    double min_logit = MAX(dist->max + drop, -FLT_MAX);
     /* The smallest float that is not below min_logit. */
-    float limit = (float)MAX(min_logit, -FLT_MAX);
+    float limit = (float)min_logit;
     if (limit < min_logit) limit = nextafterf(limit, INFINITY);
     if (limit > dist->threshold.min_logit) dist->threshold = (samp_threshold){limit, INT_MAX};
 }
@@ -13369,8 +13399,8 @@ static void samp_min_p(samp_dist *dist, double min_p) {
  * weight is below (1 - p) * total / V. There are at most V of them, so together they weigh less
  * than what top-p may remove. The search has few ids left. */
 static void samp_top_p(samp_dist *dist, double p) {
-    double sum_above, total = samp_sum_kept(dist, 0, dist->V);
-    samp_min_p(dist, MIN(1.0, (1 - p) * total / dist->V));
+    double sum_above, total = samp_sum_kept(dist);
+    samp_min_p(dist, log(MIN(1.0, (1 - p) * total / dist->V)) / dist->scale);
     float logit = samp_find_threshold(dist, false, p * total, &sum_above);
     /* How many of the ids with this logit are kept. */
     double n_tied = MAX(1.0, ceil((p * total - sum_above) / samp_weight(dist, logit)));
@@ -13386,38 +13416,111 @@ static void samp_top_p(samp_dist *dist, double p) {
 static void samp_truncate(samp_dist *dist, const toka_sampling *sampling) {
     if (sampling->top_k > 0 && sampling->top_k < dist->V) samp_top_k(dist, sampling->top_k);
     if (sampling->top_p < 1) samp_top_p(dist, sampling->top_p);
-    if (sampling->min_p > 0) samp_min_p(dist, sampling->min_p);
+    if (sampling->min_p > 0) samp_min_p(dist, sampling->temperature * log(sampling->min_p));
 }
 
 /* ---- Step 5: the draw ---- */
 
-/* Returns the first id at which the cumulative weight is above uniform * total, with uniform in
- * [0,1). It finds the block of ids by the sums of all blocks, then the id within the block. */
-static int32_t samp_draw(const samp_dist *dist, double uniform, double *total) {
-    double sums[SAMP_BLOCKS], sum = 0;
-    int block_ids = MAX(1024, (dist->V + SAMP_BLOCKS - 1) / SAMP_BLOCKS);
-    int n_blocks = (dist->V + block_ids - 1) / block_ids, block;
-    for (int i = 0; i < n_blocks; i++)
-        sum += sums[i] = samp_sum_kept(dist, i * block_ids, MIN(dist->V, (i + 1) * block_ids));
-    *total = sum;
-    double target = uniform * sum, cumulative = 0;
-    /* The last block with weight: used if rounding carries the search past the total. */
-    int last_block = 0;
-    for (block = 0; block < n_blocks; block++) {
-        if (sums[block] > 0) last_block = block;
-        if (cumulative + sums[block] > target) break;
-        cumulative += sums[block];
+/* The weights of an id block: [b][i] is that of id 2 * i + b of the block, in group i % 4. So four
+ * neighbours are of four groups, and sums over groups become vector code. */
+typedef double samp_weights[2][TOKA_ID_BLOCK / 2];
+
+/* Computes the weights of the block at first_id. Returns false, without them, if all are 0. */
+static bool samp_weigh_block(const samp_dist *dist, int first_id, samp_weights weights) {
+    const double max = dist->max, scale = dist->scale;
+    const int n_ids = MIN(TOKA_ID_BLOCK, dist->V - first_id);
+    const float *x = dist->x + first_id;
+    float padded[TOKA_ID_BLOCK];
+    if (dist->threshold.min_logit > -INFINITY) {
+        if (samp_max(x, n_ids) < dist->threshold.min_logit) return false;
+        memset(weights, 0, sizeof(samp_weights));
+        for (int i = 0; i < n_ids; i++)
+            if (samp_is_kept(dist, first_id + i)) weights[i % 2][i / 2] = samp_weight(dist, x[i]);
+        return true;
     }
-    if (block == n_blocks) block = last_block;
-    int32_t id = -1;
-    for (int i = block * block_ids; i < MIN(dist->V, (block + 1) * block_ids); i++) {
-        double weight = samp_is_kept(dist, i) ? samp_weight(dist, dist->x[i]) : 0;
-        if (weight == 0) continue;
-        id = i;
-        cumulative += weight;
-        if (cumulative > target) break;
+    if (n_ids < TOKA_ID_BLOCK) {
+        for (int i = 0; i < TOKA_ID_BLOCK; i++) padded[i] = i < n_ids ? x[i] : -INFINITY;
+        x = padded;
     }
-    return id;
+    for (int i = 0; i < TOKA_ID_BLOCK / 2; i++) {
+        weights[0][i] = samp_exp((x[2 * i] - max) * scale);
+        weights[1][i] = samp_exp((x[2 * i + 1] - max) * scale);
+    }
+    return true;
+}
+
+/* Adds up the weights of a block: of each octet of each group, and of each group. */
+static void samp_sum_groups(samp_weights weights, double octets[8][SAMP_GROUPS],
+                            double sums[SAMP_GROUPS]) {
+    for (int octet = 0; octet < 8; octet++)
+        for (int i = 16 * octet; i < 16 * octet + 16; i += SAMP_GROUPS)
+            for (int b = 0; b < 2; b++)
+                for (int group = 0; group < SAMP_GROUPS; group++)
+                    octets[octet][group] = (i % 16 || b ? octets[octet][group] : 0) +
+                                           weights[b][i + group];
+    for (int group = 0; group < SAMP_GROUPS; group++)
+        sums[group] = ((octets[0][group] + octets[1][group]) +
+                       (octets[2][group] + octets[3][group])) +
+                      ((octets[4][group] + octets[5][group]) +
+                       (octets[6][group] + octets[7][group]));
+}
+
+/* Returns the index of the weight in which *target lies; *target becomes the distance from the
+ * start of that weight. from_end: the weights are added from the last one down. If rounding carries
+ * *target past the end, it stays as it is, and the index is that of the last positive weight. */
+static int samp_inverse_cdf(const double weights[8], bool from_end, double *target) {
+    double remaining = *target;
+    int last = 0;
+    for (int k = 0; k < 8; k++) {
+        const int i = from_end ? 7 - k : k;
+        if (weights[i] > 0) last = i;
+        if (remaining < weights[i]) {
+            *target = remaining;
+            return i;
+        }
+        remaining -= weights[i];
+    }
+    return last;
+}
+
+/* Returns the candidate of a group, as its index in the block. sum: of the group's weights; word:
+ * the row's uniform word. */
+static int samp_candidate(samp_weights weights, double octets[8][SAMP_GROUPS], int group,
+                          double sum, uint32_t word) {
+    const bool from_end = word >> 31;
+    double target = samp_unit(from_end ? ~word : word) * sum, choices[8];
+    for (int octet = 0; octet < 8; octet++) choices[octet] = octets[octet][group];
+    const int first = 16 * samp_inverse_cdf(choices, from_end, &target) + group;
+    for (int k = 0; k < 8; k++) choices[k] = weights[k % 2][first + k / 2 * SAMP_GROUPS];
+    const int k = samp_inverse_cdf(choices, from_end, &target);
+    return 2 * (first + k / 2 * SAMP_GROUPS) + k % 2;
+}
+
+/* Returns the candidate of the group with the highest key. *total becomes the sum of all weights.
+ * E is at least u, so a group with sum < best_key * u loses, and needs no logarithm. */
+static int32_t samp_draw(const samp_dist *dist, const toka_sample_row *row, double *total) {
+    samp_weights weights;
+    double octets[8][SAMP_GROUPS], sums[SAMP_GROUPS], best_key = 0;
+    uint32_t uniform[SAMP_GROUPS], noise[SAMP_GROUPS];
+    int32_t best_id = -1;
+    *total = 0;
+    samp_random(row, 0, uniform);
+    for (int first_id = 0; first_id < dist->V; first_id += TOKA_ID_BLOCK) {
+        if (!samp_weigh_block(dist, first_id, weights)) continue;
+        samp_sum_groups(weights, octets, sums);
+        samp_random(row, 1 + (uint32_t)(first_id / TOKA_ID_BLOCK), noise);
+        for (int group = 0; group < SAMP_GROUPS; group++) {
+            const double sum = sums[group], unit = samp_unit(noise[group]);
+            *total += sum;
+            if (sum == 0 || sum < best_key * unit) continue;
+            const double key = sum / -log1p(-unit);
+            const int32_t id = first_id + samp_candidate(weights, octets, group, sum, uniform[0]);
+            if (key < best_key || (key == best_key && id > best_id)) continue;
+            best_key = key;
+            best_id = id;
+        }
+    }
+    return best_id;
 }
 
 /* Steps 3 to 5, for adjusted logits with a finite maximum. Returns the sampled id. */
@@ -13436,10 +13539,8 @@ static int32_t samp_choose(const toka_sample_row *row, const float *x, int V, fl
                       .scale = 1 / (double)sampling->temperature,
                       .threshold = {-INFINITY, -1}};
     samp_truncate(&dist, sampling);
-    double uniform =
-        (double)(samp_random(sampling->seed, row->sample, row->position, 0) >> 11) * 0x1p-53;
     double total;
-    int32_t id = samp_draw(&dist, uniform, &total);
+    int32_t id = samp_draw(&dist, row, &total);
     *sampled_logprob = (float)((x[id] - dist.max) * dist.scale - log(total));
     return id;
 }

@@ -506,9 +506,9 @@ typedef struct toka_weights {
     toka_layer *layers;  /* [L] */
 } toka_weights;
 
-enum { TOKA_ID_BLOCK = 256 }; /* number of ids. Tensor ranks divide the vocabulary into blocks of
-                                 this size, because sampling on a GPU uses one random number per
-                                 block */
+enum { TOKA_ID_BLOCK = 256 }; /* ids of an id block, to which the random words of a draw belong
+                                 (chapter 18 of toka.c defines the draw). Tensor ranks divide the
+                                 vocabulary into such blocks */
 
 typedef struct toka_shape { /* of one rank */
     int L, H, K, D, E, F, V;

@@ -8569,30 +8569,24 @@ static bool group_wait_sampled(toka_device *dev, const toka_step *step) {
 /* ===========================================================================
  * MARK: 11. LM head, and sampling of plain rows [kernel]
  * The op norm_logits_sample takes chosen rows of x and returns one sampled token for each. The
- * order of work on a row and every rule (ties, NaN, -inf, what a filter keeps, the fallback id) are
- * those of chapter 18 of toka.c. Only the draw uses another method: Gumbel-max over groups of 64
- * ids, then the inverse CDF inside the winning group. This method needs no pass over stored logits,
- * and it fits into the epilogue of the LM head's GEMM.
+ * order of work on a row, every rule (ties, NaN, -inf, what a filter keeps, the fallback id) and
+ * the draw are those of chapter 18 of toka.c. The draw fits into the epilogue of the LM head's
+ * GEMM. The words of its definition here:
  *
- *   block        256 consecutive ids (id block). An id is always in block id / 256
- *   group        the 64 ids of a block with the same (id / 2) % 4 (id group). In a 64 x 256 tile of
- *                wgmma accumulators, they are the 64 columns of a row that one thread holds
+ *   block        an id block (SAMP_BLOCK): the columns of one tile of the LM head
+ *   group        an id group. In a 64 x 256 tile of wgmma accumulators, it is the 64 columns of a
+ *                row that one thread holds
  *   weight       of an id: 2^(logit * scale), with scale = log2(e) / temperature
- *   Gumbel key   of a group in a row: log2(sum of the group's weights) + Gumbel noise. The group
- *                with the highest key wins. The probability of this is proportional to the group's
- *                sum of weights (Gumbel-max)
- *   candidate    of a group: the id that is sampled if the group wins, by the inverse CDF inside
- *                the group at a uniform number. All groups of a row use the same uniform number.
- *                This is correct: only the candidate of the winning group counts, and the uniform
- *                number has no influence on which group wins
+ *   Gumbel key   log2 of the key of a group: log2(sum of the group's weights) + noise, where the
+ *                noise is -log2(E). A sum is relative to a maximum of logits, which the partial or
+ *                the caller knows
+ *   candidate    of a group: the id that is sampled if the group wins
  *   partial      result of some ids of a row (struct samp_partial)
  *
- * The noise comes from Philox as in chapter 18: key = seed, counter = (sample, position, 1 + block,
- * 0); word g of the result is for group g. The uniform number is word 0 of the result for the
- * counter (sample, position, 0, 0). So the sampled id is a pure function of (logits, parameters,
- * seed, sample, position). It does not depend on the batch, on the sequence index, on the tile
- * shape, or on which kernel computed the logits. Logits, Gumbel keys and sums are float32. Uniform
- * numbers use all 32 bits.
+ * The sampled id does not depend on the batch, on the sequence index, on the tile shape, or on
+ * which kernel computed the logits. Logits, Gumbel keys and sums are float32. The sums of a group
+ * have the order that the definition gives. Each step rounds explicitly, so that all kernels draw
+ * the same ids.
  *
  * There are two kinds of rows:
  *   plain row      It is greedy, sampled at a temperature, or scored (its id is given, and only the
@@ -8775,11 +8769,10 @@ __device__ static inline float samp_clean(float x) {
     return x > FLT_MAX ? FLT_MAX : x >= -FLT_MAX ? x : -INFINITY;
 }
 
-/* Inverse CDF: returns the index of the weight in which *target lies. *target is the uniform number
- * times the sum of all weights. If the uniform number is 0.5 or more (from_end), the weights are
- * added from the last one down, and *target is measured from that end (samp_target). So numbers
- * close to 0 and close to 1 both keep the precision of their 32 bits. On return *target is the
- * distance from the start of the weight that was found. */
+/* Inverse CDF, as samp_inverse_cdf of toka.c: returns the index of the weight in which *target
+ * lies. *target is measured from the end where the sums begin (samp_target). So numbers close to 0
+ * and close to 1 both keep the precision of their 32 bits. On return *target is the distance from
+ * the start of the weight that was found. */
 __device__ static inline int samp_inverse_cdf(const float (&weights)[8], bool from_end,
                                               float *target) {
     int found = -1, last = 0;

@@ -252,40 +252,11 @@ static int logits_of(toka *t, const answers *w, int kind, int copies, float **lo
     return code;
 }
 
-/* log2 of the sum of weights of the ids of group g of block b; -INFINITY: no id may be sampled. */
-static double group_weight(const samp_dist *d, int b, int g) {
-    double sum = 0;
-    for (int id = 256 * b; id < MIN(256 * (b + 1), d->V); id++)
-        if (id / 2 % 4 == g && samp_is_kept(d, id)) sum += samp_weight(d, d->x[id]);
-    return log2(sum);
-}
-
-/* The id that a GPU samples from raw logits x [V], which are overwritten: chapters 11 and 12 of
- * toka_kernels.cu, in double. */
-static int32_t gpu_sample(const toka_sample_row *row, const int32_t *history, float *x, int V) {
-    const toka_sampling *s = row->sampling;
-    double best = -INFINITY, passed = 0;
-    int block = 0, group = 0;
-    int32_t id = -1;
-    for (int i = 0; i < V; i++) x[i] = samp_clean(x[i]);
-    samp_adjust(row, history, x, V);
-    samp_dist d = {.x = x, .V = V, .max = samp_max(x, V), .scale = 1 / (double)MAX(s->temperature, 1e-9f), .threshold = {-INFINITY, -1}};
-    for (int i = 0; i < V && s->temperature == 0; i++)
-        if (x[i] == (float)d.max) return i;
-    samp_truncate(&d, s);
-    for (int b = 0; b < (V + 255) / 256; b++) {
-        uint32_t c[4] = {row->sample, row->position, (uint32_t)b + 1, 0};
-        samp_philox(c, (uint32_t)s->seed, (uint32_t)(s->seed >> 32));
-        for (int g = 0; g < 4; g++) {
-            const double key = group_weight(&d, b, g) - log2(-log1p(-(c[g] + 0.5) * 0x1p-32));
-            if (key > best) best = key, block = b, group = g;
-        }
-    }
-    const uint32_t word = (uint32_t)samp_random(s->seed, row->sample, row->position, 0);
-    const double u = (word + 0.5) * 0x1p-32 * exp2(group_weight(&d, block, group));
-    for (int i = 256 * block; i < MIN(256 * (block + 1), V) && passed <= u; i++)
-        if (i / 2 % 4 == group && samp_is_kept(&d, i)) id = i, passed += samp_weight(&d, x[i]);
-    return id;
+/* The id that is sampled from raw logits x [V], which are overwritten. */
+static int32_t sampled_id(const toka_sample_row *row, const int32_t *history, float *x, int V) {
+    toka_sample_result result;
+    samp_row(row, history, x, V, &result);
+    return result.id;
 }
 
 /* Whether two ids are in the same group. Within a group, a sample takes the id at the position of a
@@ -302,7 +273,7 @@ static bool between(const toka_sample_row *row, const int32_t *history, int32_t 
         for (int v = 0; v < V; v++) middle[v] = below[v] / 2 + above[v] / 2;
         float *x = mem_alloc((size_t)V * sizeof *x);
         memcpy(x, middle, (size_t)V * sizeof *x);
-        id = gpu_sample(row, history, x, V);
+        id = sampled_id(row, history, x, V);
         free(x);
         if (!same_group(id, wanted)) break;
         memcpy(id < wanted ? below : above, middle, (size_t)V * sizeof *middle);
@@ -336,7 +307,7 @@ static bool may_sample(const answers *w, int kind, int i, int k, const float *lo
             for (int j = 0; round && j < 3; j++) noise += rnd_in(&seed, -1000, 1000) / 1e3;
             noisy[v] = x[v] = logits[v] + (float)(off * sqrt(rms) * noise);
         }
-        id = gpu_sample(&row, history, x, V), *tie = round > 0;
+        id = sampled_id(&row, history, x, V), *tie = round > 0;
         if (!same_group(id, a->ids[k])) continue;
         memcpy(id < a->ids[k] ? below : above, noisy, (size_t)V * sizeof *x);
         has_below |= id < a->ids[k], has_above |= id > a->ids[k];

@@ -15,6 +15,8 @@ void toka_test_row(const toka_sample_row *row, const int32_t *history, float *lo
 void toka_test_distribution(const toka_sample_row *row, const int32_t *history, float *logits, int V, double *p);
 toka_test_case toka_test_random(uint64_t seed, int V);
 double toka_test_g(const int *seen, const double *p, int n_cells, double n);
+toka_test_case toka_test_draw_case(uint64_t seed, int V);
+void toka_test_draws(const toka_test_case *c, int V, const int32_t *gpu_ids, int n, draw_counts *counts);
 
 /* Calls samp_row. The logits are overwritten. */
 void toka_test_row(const toka_sample_row *row, const int32_t *history, float *logits, int V, toka_sample_result *result) {
@@ -52,3 +54,48 @@ toka_test_case toka_test_random(uint64_t seed, int V) {
 
 /* The p-value of a G-test: seen[], the counts of n samples, against p[]. */
 double toka_test_g(const int *seen, const double *p, int n_cells, double n) { return g_test(seen, p, n_cells, n); }
+
+/* A row for toka_test_draws. Its memory is never freed. */
+toka_test_case toka_test_draw_case(uint64_t seed, int V) {
+    samp_case *c = mem_zalloc(sizeof *c);
+    *c = draw_case(seed, V);
+    return (toka_test_case){case_row(c), c->raw};
+}
+
+/* Positions thread, thread + DRAW_THREADS ... of a comparison. */
+enum { DRAW_THREADS = 16 };
+typedef struct draw_job {
+    const draw_check *check;
+    const int32_t *gpu_ids;
+    int n, thread;
+    draw_counts counts;
+} draw_job;
+
+static void *draw_run(void *arg) {
+    draw_job *job = arg;
+    samp_case c = job->check->c;
+    for (int i = job->thread; i < job->n; i += DRAW_THREADS) {
+        c.row.position = (uint32_t)i;
+        draw_check_id(job->check, c.row, job->gpu_ids[i], sample_case(&c).id, &job->counts);
+    }
+    return NULL;
+}
+
+/* Compares the GPU's ids at positions 0 .. n-1 with those of samp_row. Adds to counts. */
+void toka_test_draws(const toka_test_case *c, int V, const int32_t *gpu_ids, int n, draw_counts *counts) {
+    const samp_case own = {.s = *c->row.sampling, .row = c->row, .V = V, .raw = c->raw};
+    draw_check check = draw_check_new(&own, 0x1p-18, 0x1p-21);
+    pthread_t threads[DRAW_THREADS];
+    draw_job jobs[DRAW_THREADS];
+    for (int i = 0; i < DRAW_THREADS; i++) {
+        jobs[i] = (draw_job){&check, gpu_ids, n, i, {0}};
+        pthread_create(&threads[i], NULL, draw_run, &jobs[i]);
+    }
+    for (int i = 0; i < DRAW_THREADS; i++) {
+        pthread_join(threads[i], NULL);
+        counts->n += jobs[i].counts.n, counts->close += jobs[i].counts.close;
+        counts->different += jobs[i].counts.different, counts->wrong += jobs[i].counts.wrong;
+        counts->key = MAX(counts->key, jobs[i].counts.key), counts->place = MAX(counts->place, jobs[i].counts.place);
+    }
+    draw_check_free(&check);
+}

@@ -5,6 +5,7 @@
  *   gpu_samp small      fewer and smaller cases (for compute-sanitizer)
  *   gpu_samp tiny       still fewer (for racecheck)
  *   gpu_samp draws      only the distributions
+ *   gpu_samp same N     only N draws (10,000,000 among all tests) next to those of the CPU
  *   gpu_samp bench      timings
  *   gpu_samp filters    timings of the filters
  *   gpu_samp peer       timings next to cuBLAS's LM head, if the loader finds cuBLAS */
@@ -13,6 +14,10 @@
 #include "gpu.cuh"
 
 extern "C" {
+typedef struct draw_counts { /* as in test_samp.c */
+    int64_t n, close, different, wrong;
+    double key, place;
+} draw_counts;
 typedef struct toka_test_case {
     toka_sample_row row;
     const int32_t *history;
@@ -22,6 +27,8 @@ void toka_test_row(const toka_sample_row *row, const int32_t *history, float *lo
 void toka_test_distribution(const toka_sample_row *row, const int32_t *history, float *logits, int V, double *p);
 toka_test_case toka_test_random(uint64_t seed, int V);
 double toka_test_g(const int *seen, const double *p, int n_cells, double n);
+toka_test_case toka_test_draw_case(uint64_t seed, int V);
+void toka_test_draws(const toka_test_case *c, int V, const int32_t *gpu_ids, int n, draw_counts *counts);
 }
 
 static bool quick;
@@ -398,23 +405,28 @@ static void test_cuts() {
 
 /* ---- The distribution ---- */
 
-/* Counts of n samples of one row of logits, at positions 0 .. n-1. Rows without filters share one
+/* The ids of n samples of one row of logits, at positions 0 .. n-1. Rows without filters share one
  * stored row (stride 0). */
-static std::vector<int> draws(toka_device *d, const toka_sampling &how, const std::vector<float> &logits, int n, uint32_t sample) {
+static std::vector<int> draw_ids(toka_device *d, const toka_sampling &how, const float *logits, int n, uint32_t sample) {
     samp_plan *p = d->samp;
     int V = d->shape->V, batch = d->options.max_samples;
-    std::vector<int> seen((size_t)V);
+    std::vector<int> ids((size_t)n);
     std::vector<samp_result> results((size_t)batch);
     std::vector<toka_sample_row> rows;
     toka_sample_row one = row_at(&how, 0);
     one.sample = sample;
     bool filtered = samp_is_filtered(&one, V);
     if (filtered) batch = std::min(batch, p->chunk_rows);
+    batch = std::min(batch, n);
     rows.assign((size_t)batch, one);
-    int stride = filtered ? p->ld_logits : 0, stored = filtered ? batch : 1, whole = p->ld_logits;
-    gpu_buf<float> master((size_t)stored * (size_t)whole);
-    for (int i = 0; i < stored; i++)
-        GPU_OK(cudaMemcpy(master.p() + (size_t)i * (size_t)whole, logits.data(), (size_t)V * sizeof(float), cudaMemcpyHostToDevice));
+    const size_t whole = (size_t)p->ld_logits, stored = filtered ? (size_t)batch : 1;
+    gpu_buf<float> master(stored * whole);
+    GPU_OK(cudaMemcpy(master.p(), logits, (size_t)V * sizeof(float), cudaMemcpyHostToDevice));
+    GPU_OK(cudaDeviceSynchronize()); /* the device's stream does not wait for the stream of this copy */
+    for (size_t i = 1, more; i < stored; i += more) { /* doubles the number of copies */
+        more = std::min(i, stored - i);
+        GPU_OK(cudaMemcpyAsync(master.p() + i * whole, master.p(), more * whole * sizeof(float), cudaMemcpyDeviceToDevice, d->stream));
+    }
     for (int at = 0; at < n; at += batch) {
         for (int i = 0; i < batch; i++) rows[(size_t)i].position = (uint32_t)(at + i), rows[(size_t)i].row = i;
         toka_step s = step_of(rows);
@@ -424,14 +436,49 @@ static std::vector<int> draws(toka_device *d, const toka_sampling &how, const st
         samp_filter *filters = NULL;
         if (filtered) gpu_check(samp_upload_filters(d, &s, 0, batch, &filters) == batch, "lists do not fit");
         GPU_OK(cudaMemcpyAsync(p->logits, master.p(), master.n * sizeof(float), cudaMemcpyDeviceToDevice, d->stream));
-        p->ld_logits = stride;
+        p->ld_logits = filtered ? (int)whole : 0;
         samp_from_logits(d, 0, batch, filtered ? 0 : batch, filters);
-        p->ld_logits = whole;
+        p->ld_logits = (int)whole;
         GPU_OK(cudaMemcpyAsync(results.data(), p->results, (size_t)batch * sizeof(samp_result), cudaMemcpyDefault, d->stream));
         GPU_OK(cudaStreamSynchronize(d->stream));
-        for (int i = 0; i < std::min(batch, n - at); i++) seen[(size_t)results[(size_t)i].id]++;
+        for (int i = 0; i < std::min(batch, n - at); i++) ids[(size_t)(at + i)] = results[(size_t)i].id;
     }
+    return ids;
+}
+/* How often each id is among them. */
+static std::vector<int> draws(toka_device *d, const toka_sampling &how, const std::vector<float> &logits, int n, uint32_t sample) {
+    std::vector<int> seen((size_t)d->shape->V);
+    for (int id : draw_ids(d, how, logits.data(), n, sample)) seen[(size_t)id]++;
     return seen;
+}
+
+/* CPU and GPU draw the same ids from equal logits, unless the draw is nearly a tie. */
+static void test_same(int64_t n) {
+    static const int sizes[] = {24, 300, 700, 1500};
+    const int batch = (int)std::min((int64_t)8192, std::max((int64_t)1, n / 64));
+    draw_counts counts = {};
+    uint64_t seed = gpu_seed * 1000000;
+    const auto compare = [&](int V, int per_row, int64_t total) {
+        toka_device *d = samp_device(V, 8, per_row);
+        for (int64_t done = 0; done < total; done += per_row, seed++) {
+            const toka_test_case c = toka_test_draw_case(seed, V);
+            const std::vector<int> ids = draw_ids(d, *c.row.sampling, c.raw, per_row, c.row.sample);
+            const int64_t before = counts.wrong;
+            toka_test_draws(&c, V, ids.data(), per_row, &counts);
+            const toka_sampling &s = *c.row.sampling;
+            gpu_check(counts.wrong == before, "draws of row %llu: %lld of %d are not the CPU's (V %d, T %g, top_k %d, top_p %g, min_p %g)",
+                      (unsigned long long)seed, (long long)(counts.wrong - before), per_row, V, s.temperature, s.top_k, s.top_p, s.min_p);
+            if (gpu_failed > 20) break;
+        }
+        samp_device_close(d);
+    };
+    for (int V : sizes) compare(V, batch, n / 4);
+    if (!quick && n >= 1000000) compare(128256, 256, 16 * 256);
+    printf("draws next to the CPU's: %lld, nearly ties %lld, different %lld, of them not nearly ties %lld; largest margins of different ids: "
+           "of keys 2^%.1f, of places 2^%.1f\n", (long long)counts.n, (long long)counts.close, (long long)counts.different,
+           (long long)counts.wrong, log2(counts.key), log2(counts.place));
+    gpu_check(std::max(counts.close, counts.different) * 100000 < counts.n + 1000000, "draws: %lld of %lld are nearly ties, %lld different",
+              (long long)counts.close, (long long)counts.n, (long long)counts.different);
 }
 
 static void check_distribution(toka_device *d, const char *what, const toka_sampling &how, const std::vector<float> &logits, int n) {
@@ -942,6 +989,10 @@ int main(int argc, char **argv) {
         test_pairs(), test_distributions(), test_tails();
         return gpu_report();
     }
+    if (argc > 2 && !strcmp(argv[1], "same")) {
+        test_same(atoll(argv[2]));
+        return gpu_report();
+    }
     quick = argc > 1 && (!strcmp(argv[1], "small") || !strcmp(argv[1], "tiny"));
     if (quick && argv[1][0] == 't') {
         for (int V : {257, 3000}) test_random(V, 64, gpu_seed);
@@ -960,6 +1011,7 @@ int main(int argc, char **argv) {
     test_pairs();
     test_distributions();
     test_tails();
+    test_same(quick ? 20000 : 10000000);
     test_op(259, 51, 7, 7, true);
     test_op(259, 51, 40, 33, true);
     test_parts();

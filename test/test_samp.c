@@ -236,14 +236,27 @@ static void test_samp_philox(void) { /* known answers: Random123, kat_vectors, p
         samp_philox(c, kat[i][4], kat[i][5]);
         CHECK(memcmp(c, kat[i] + 6, sizeof c) == 0);
     }
-    /* A seed's meaning includes this layout, so it must not change. The same words as above,
-     * through samp_random. */
-    CHECK(samp_random(0, 0, 0, 0) == 0xe169c58d6627e8d5u);
-    CHECK(samp_random(1, 0, 0, 0) != samp_random((uint64_t)1 << 32, 0, 0, 0));
-    uint64_t base = samp_random(7, 8, 9, 0);
-    CHECK(base == samp_random(7, 8, 9, 0));
-    CHECK(base != samp_random(8, 8, 9, 0) && base != samp_random(7, 9, 9, 0) && base != samp_random(7, 8, 10, 0));
-    CHECK(base != samp_random(7, 9, 8, 0) && base != samp_random(7, 8, 9, 1));
+    /* A seed's meaning includes this layout, so it must not change. The words of the first and the
+     * third line above, through samp_random. */
+    toka_sampling s = samp_plain();
+    toka_sample_row row = {.sampling = &s};
+    uint32_t words[SAMP_GROUPS], other[SAMP_GROUPS];
+    samp_random(&row, 0, words);
+    CHECK(memcmp(words, kat[0] + 6, sizeof words) == 0);
+    for (int i = 0; i < 6; i++) { /* each argument counts */
+        s.seed = 7, row.sample = 8, row.position = 9;
+        samp_random(&row, 0, words);
+        samp_random(&row, 0, other);
+        CHECK(memcmp(words, other, sizeof words) == 0);
+        if (i == 0) s.seed = 8;
+        if (i == 1) s.seed = 7 + ((uint64_t)1 << 32);
+        if (i == 2) row.sample = 9;
+        if (i == 3) row.position = 10;
+        if (i == 4) row.sample = 9, row.position = 8;
+        samp_random(&row, i == 5, other);
+        CHECK_MSG(memcmp(words, other, sizeof words) != 0, "argument %d", i);
+    }
+    CHECK(samp_unit(0) == 0x1p-33 && samp_unit(~0u) == 1 - 0x1p-33);
 }
 
 static void test_samp_exp(void) {
@@ -548,16 +561,155 @@ static void test_samp_g_blocks(void) { /* a row of several blocks, with bands of
         samp_dist d = {raw, V, samp_max(raw, V), 1, {-INFINITY, -1}};
         samp_truncate(&d, &c.s);
         memset(seen, 0, sizeof seen);
-        double total;
-        for (int i = 0; i < N; i++) seen[samp_draw(&d, (double)(samp_random(5, 0, (uint32_t)i, 0) >> 11) * 0x1p-53, &total)]++;
-        double p[BANDS] = {0};
+        double total, p[BANDS] = {0};
+        for (int i = 0; i < N; i++) c.row.position = (uint32_t)i, seen[samp_draw(&d, &c.row, &total)]++;
         int in_band[BANDS] = {0};
         for (int i = 0; i < V; i++) p[i / BAND] += ref.p[i], in_band[i / BAND] += seen[i];
         double value = g_test(in_band, p, BANDS, N);
         CHECK_MSG(value > 1e-6, "p = %g", value);
-        CHECK(samp_draw(&d, 0, &total) >= 0 && samp_draw(&d, 1 - 0x1p-53, &total) < V);
         ref_free(&ref);
     }
+}
+
+/* ---- The draw against its definition ---- */
+
+/* The draws of a case by the words of chapter 18, in double, with sums in order of ids. ref: with the
+ * probability of each id; group_sums: their sums over the groups. */
+typedef struct draw_ref {
+    int V, n_groups;
+    samp_ref ref;
+    double *group_sums; /* [n_groups] */
+} draw_ref;
+
+/* A draw, and how nearly it is a tie. key_margin: of the two best keys, in log2; place_margin: the
+ * distance from u * S to the next border of an id, relative to its distance to the nearer end. */
+typedef struct draw_result {
+    int32_t id;
+    double key_margin, place_margin;
+} draw_result;
+
+/* Group and block of an id as one number. */
+static int draw_group(int id) { return id / 256 * 4 + id / 2 % 4; }
+
+static draw_ref draw_ref_new(const samp_case *c) {
+    draw_ref d = {c->V, (c->V + 255) / 256 * 4, ref_new(c), NULL};
+    d.group_sums = mem_zalloc((size_t)d.n_groups * sizeof(double));
+    for (int id = 0; id < c->V; id++) d.group_sums[draw_group(id)] += d.ref.p[id];
+    return d;
+}
+static void draw_ref_free(draw_ref *d) { free(d->group_sums), ref_free(&d->ref); }
+
+/* The number of a random word: word `i` of the counter (sample, position, stream, 0). */
+static double draw_unit(const toka_sample_row *row, uint32_t stream, int i) {
+    uint32_t counter[4] = {row->sample, row->position, stream, 0};
+    samp_philox(counter, (uint32_t)row->sampling->seed, (uint32_t)(row->sampling->seed >> 32));
+    return (counter[i] + 0.5) / 4294967296.0;
+}
+
+static draw_result draw_ref_sample(const draw_ref *d, const toka_sample_row *row) {
+    double best = -INFINITY, second = -INFINITY, passed = 0, margin = INFINITY;
+    int winner = 0;
+    draw_result result = {.id = -1};
+    for (int group = 0; group < d->n_groups; group++) {
+        if (d->group_sums[group] == 0) continue;
+        const double key = log2(d->group_sums[group]) - log2(-log1p(-draw_unit(row, 1 + (uint32_t)group / 4, group % 4)));
+        if (key > best) second = best, best = key, winner = group;
+        else second = MAX(second, key);
+    }
+    const double sum = d->group_sums[winner], target = draw_unit(row, 0, 0) * sum;
+    for (int id = winner / 4 * 256; id < MIN(winner / 4 * 256 + 256, d->V); id++) {
+        if (draw_group(id) != winner || d->ref.p[id] == 0) continue;
+        if (result.id < 0 || passed <= target) result.id = id;
+        if (passed > 0) margin = MIN(margin, fabs(target - passed));
+        passed += d->ref.p[id];
+    }
+    result.key_margin = best - second, result.place_margin = margin / MIN(target, sum - target);
+    return result;
+}
+
+/* Counts of compared draws. different: other ids than expected; close: too nearly a tie for margins
+ * key and place; wrong: different but not close. key, place: the largest margin that explains a
+ * different id without top-p. */
+typedef struct draw_counts {
+    int64_t n, close, different, wrong;
+    double key, place;
+} draw_counts;
+
+/* The references of one case: with its top-p, and with one that is lower and one that is higher by a
+ * factor of 1 + key. One reference is enough if there is no top-p or if the factor is lost in the
+ * rounding of top_p. */
+typedef struct draw_check {
+    samp_case c;
+    draw_ref refs[3];
+    int n_refs;
+    double key, place;
+} draw_check;
+
+static draw_check draw_check_new(const samp_case *c, double key, double place) {
+    draw_check check = {.c = *c, .n_refs = c->s.top_p < 1 && key > FLT_EPSILON ? 3 : 1, .key = key, .place = place};
+    for (int i = 0; i < check.n_refs; i++) {
+        samp_case shifted = *c;
+        if (i) shifted.s.top_p = (float)MIN(1, c->s.top_p * (1 + (i == 1 ? -key : key)));
+        check.refs[i] = draw_ref_new(&shifted);
+    }
+    return check;
+}
+static void draw_check_free(draw_check *check) {
+    for (int i = 0; i < check->n_refs; i++) draw_ref_free(&check->refs[i]);
+}
+
+/* Counts one draw of the case, with the sample and position of `row`: `id` and `other` are compared.
+ * If other < 0, `id` and the reference. */
+static void draw_check_id(const draw_check *check, toka_sample_row row, int32_t id, int32_t other,
+                          draw_counts *counts) {
+    bool close = check->refs[0].ref.none_allowed || check->refs[0].ref.unsure;
+    row.sampling = &check->c.s;
+    const draw_result first = draw_ref_sample(&check->refs[0], &row);
+    for (int i = 0; i < check->n_refs; i++) {
+        const draw_result want = i ? draw_ref_sample(&check->refs[i], &row) : first;
+        close |= want.id != first.id || want.key_margin <= check->key || want.place_margin <= check->place;
+    }
+    const bool different = id != (other < 0 ? first.id : other);
+    if (different && check->n_refs == 1) {
+        const bool by_key = first.key_margin / check->key < first.place_margin / check->place;
+        if (by_key) counts->key = MAX(counts->key, first.key_margin);
+        else counts->place = MAX(counts->place, first.place_margin);
+    }
+    counts->n++;
+    counts->close += close;
+    counts->different += different;
+    counts->wrong += different && !close;
+}
+
+/* A row with random logits, temperature and filters, for draws. */
+static samp_case draw_case(uint64_t seed, int V) {
+    uint64_t s = seed * 0x9E3779B97F4A7C15u;
+    for (int i = 0; i < 8; i++) rnd(&s);
+    samp_case c = {.s = samp_plain(), .V = V, .raw = mem_alloc((size_t)V * sizeof(float))};
+    random_logits(&s, c.raw, V);
+    random_filters(&s, &c);
+    c.s.logprobs = TOKA_NO_LOGPROBS, c.s.seed = rnd(&s);
+    if (c.s.temperature == 0) c.s.temperature = 1;
+    if (c.s.min_p == 1) c.s.min_p = 0; /* at high temperatures it leaves it to rounding which ids are kept */
+    c.row = (toka_sample_row){.scored_id = -1, .sample = (uint32_t)rnd(&s) % 1000};
+    return c;
+}
+
+static void test_samp_draws(void) {
+    enum { CASES = 200, DRAWS = 1000 };
+    draw_counts counts = {0};
+    for (int i = 0; i < CASES; i++) {
+        samp_case c = draw_case((uint64_t)i, (int[]){5, 24, 300, 700}[i % 4]);
+        draw_check check = draw_check_new(&c, 1e-9, 1e-9);
+        for (int k = 0; k < DRAWS; k++) {
+            c.row.position = (uint32_t)k;
+            draw_check_id(&check, c.row, sample_case(&c).id, -1, &counts);
+        }
+        draw_check_free(&check);
+        case_free(&c);
+    }
+    CHECK_MSG(!counts.wrong && counts.close * 1000 < counts.n, "%lld of %lld draws are wrong, %lld nearly ties", (long long)counts.wrong,
+              (long long)counts.n, (long long)counts.close);
 }
 
 /* Pairs of samples at neighbouring positions, sample numbers and seeds: each of the V*V cells has
@@ -896,6 +1048,7 @@ static const struct test samp_tests[] = {
     {"samp_g", test_samp_g},
     {"samp_g_blocks", test_samp_g_blocks},
     {"samp_pairs", test_samp_pairs},
+    {"samp_draws", test_samp_draws},
     {"samp_last_resort", test_samp_last_resort},
     {"samp_undone", test_samp_undone},
     {"samp_check", test_samp_check},
