@@ -441,7 +441,10 @@ static std::vector<int> draw_ids(toka_device *d, const toka_sampling &how, const
         p->ld_logits = (int)whole;
         GPU_OK(cudaMemcpyAsync(results.data(), p->results, (size_t)batch * sizeof(samp_result), cudaMemcpyDefault, d->stream));
         GPU_OK(cudaStreamSynchronize(d->stream));
-        for (int i = 0; i < std::min(batch, n - at); i++) ids[(size_t)(at + i)] = results[(size_t)i].id;
+        for (int i = 0; i < batch; i++) {
+            const int row = p->host_results[d->last_begun].order[i];
+            if (at + row < n) ids[(size_t)(at + row)] = results[(size_t)i].id;
+        }
     }
     return ids;
 }
