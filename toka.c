@@ -1595,7 +1595,7 @@ typedef struct uni {        /* owns its arrays; read-only after uni_init */
     int n_marks, n_pairs, n_compositions;
 } uni;
 
-enum uni_case { UNI_UPPERCASE, UNI_LOWERCASE, UNI_TITLECASE, UNI_FOLDED };
+enum uni_case { UNI_UPPERCASE, UNI_LOWERCASE, UNI_TITLECASE };
 
 enum { /* bits of a code point's kind, with Unicode's names of the properties */
     UNI_IS_LOWER = 1,       /* Lowercase */
@@ -1802,17 +1802,16 @@ static const char uni_case_text[] =
     "E^jBSz]Ls`CTmaAXj^EKrcHm~B]]~A~`dNW|v]Afv]Afv]DPwaGKIEe]FfBxZlG^";
 /* (gap of code point * 4 + uni_case) * 3 + n - 1, n differences */
 static const char uni_exception_text[] =
-    "BVvHdHddHdFhA@oKt[uo]HeUyNvdUyNvAOk_c^o^i_c^o^i_c^o^LpXxPudXxPui_c^o^EEsoG~HjeoG~HjKcrIzJferIzJfEZ`DxC`dDxfBXW~PHhNTn"
-    "dPHhNTndPGtNV~dPGtNV~dPGpNV|dPGpNV|dPGnNV~dPGnNV~dPH~N[ndPH~N[nAoPFfPFfBFqNXrOEddNXrOEdqNXvOEhOFleNXvOEhOFlqNXzOElOFn"
-    "eNXzOElOFnqNX~OEpOBxeNX~OEpOBxNtG^O@bjG^O@djG^O@fjG^O@hjG^O@jjG^O@ljG^O@njG^O@pjGnO@rjGnO@tjGnO@vjGnO@xjGnO@zjGnO@|jG"
-    "nO@~jGnOA^jF`OA`jF`OAbjF`OAdjF`OAfjF`OAhjF`OAjjF`OAljF`OAnjFpOApjFpOArjFpOAtjFpOAvjFpOAxjFpOAzjFpOA|jFpOA~jCfOB^jCfOB"
-    "`jCfOBbjCfOBdjCfOBfjCfOBhjCfOBjjCfOBljCvOBnjCvOBpjCvOBrjCvOBtjCvOBvjCvOBxjCvOBzjCvOB|A`mOC`dmOH^dOCrOCbjODhOCddODhOHb"
-    "pOCxOHldOCxOHleOCzOHnOCjeOCzOHnOHhArODbOCtBbmOD^dmOH~dODdOD`jOE`ODbdOE`OI`pODjOIjdODjOIjeODlOIlODheODlOIlOIfArODvODrB"
-    "cOD~OMnOM~eOD~OMnOM~eOE^OMpOM~eOE^OMpOM~|OEdOJhdOEdOJheOEfOMxOJjeOEfOMxOJjCwOEdONlON|eOEdONlON|eOEfONnON|eOEfONnON|dO"
-    "EpOM|dOEpOM|pOElOKfdOElOKfeOEnONvOKheOEnONvOKhCvmOFzdmOKxdOE~OF|jOGpOF~dOGpOK|pOFbOLddOFbOLdeOFdOLfOGbeOFdOLfOL`ArOFn"
-    "OGlYFTvDVWrDVWrdDVWrDVUvdDVWtDVWndDVWtDVUrdDVWvDVWjdDVWvDVUneDVWxDVWxDVWreDVWxDVU|DVUveDVWzDVWzDVWneDVWzDVU~DVUrdDVWb"
-    "DVW`dDVWbDVUddDVWdDVWbdDVWdDVUfDlDTEpDTEldDTEpDTBrdDTErDTFndDTErDTCtdDTEtDTFddDTEtDTCjdDTEbDTErdDTEbDTBxdDTExDTFddDTE"
-    "xDTCj";
+    "BVvHdHddHdFhA@oKt[uHwUyNvdUyNvAOk_c^o^i_c^o^i_c^o^LpXxPudXxPui_c^o^EEsoG~HjeoG~HjKcrIzJferIzJfEZ`DxC`dDxfBXW~PHhNTndP"
+    "HhNTndPGtNV~dPGtNV~dPGpNV|dPGpNV|dPGnNV~dPGnNV~dPH~N[ndPH~N[nBH`NXrOEddNXrOEdqNXvOEhOFleNXvOEhOFlqNXzOElOFneNXzOElOFn"
+    "qNX~OEpOBxeNX~OEpOBxNtG^O@bjG^O@djG^O@fjG^O@hjG^O@jjG^O@ljG^O@njG^O@pjGnO@rjGnO@tjGnO@vjGnO@xjGnO@zjGnO@|jGnO@~jGnOA^"
+    "jF`OA`jF`OAbjF`OAdjF`OAfjF`OAhjF`OAjjF`OAljF`OAnjFpOApjFpOArjFpOAtjFpOAvjFpOAxjFpOAzjFpOA|jFpOA~jCfOB^jCfOB`jCfOBbjCf"
+    "OBdjCfOBfjCfOBhjCfOBjjCfOBljCvOBnjCvOBpjCvOBrjCvOBtjCvOBvjCvOBxjCvOBzjCvOB|A`mOC`dmOH^dOCrOCbjODhOCddODhOHbpOCxOHldOC"
+    "xOHleOCzOHnOCjeOCzOHnOHhArODbOCtBbmOD^dmOH~dODdOD`jOE`ODbdOE`OI`pODjOIjdODjOIjeODlOIlODheODlOIlOIfArODvODrBcOD~OMnOM~"
+    "eOD~OMnOM~eOE^OMpOM~eOE^OMpOM~|OEdOJhdOEdOJheOEfOMxOJjeOEfOMxOJjCwOEdONlON|eOEdONlON|eOEfONnON|eOEfONnON|dOEpOM|dOEpO"
+    "M|pOElOKfdOElOKfeOEnONvOKheOEnONvOKhCvmOFzdmOKxdOE~OF|jOGpOF~dOGpOK|pOFbOLddOFbOLdeOFdOLfOGbeOFdOLfOL`ArOFnOGlYFTvDVW"
+    "rDVWrdDVWrDVUvdDVWtDVWndDVWtDVUrdDVWvDVWjdDVWvDVUneDVWxDVWxDVWreDVWxDVU|DVUveDVWzDVWzDVWneDVWzDVU~DVUrdDVWbDVW`dDVWbD"
+    "VUddDVWdDVWbdDVWdDVUfDlDTEpDTEldDTEpDTBrdDTErDTFndDTErDTCtdDTEtDTFddDTEtDTCjdDTEbDTErdDTEbDTBxdDTExDTFddDTExDTCj";
 /* end of test/make_unicode.py's text */
 
 /* ---- Unpacking the tables ---- */
@@ -2217,16 +2216,6 @@ static const uni_exception *uni_find_exception(const uni_cases *cases, uint32_t 
 static int uni_map_case(const uni_cases *cases, uint32_t code, enum uni_case to, uint32_t out[3]) {
     const uni_exception *exception = uni_find_exception(cases, code * 4 + to);
     if (exception) return memcpy(out, exception->to, sizeof exception->to), exception->n_to;
-    if (to == UNI_FOLDED) { /* the lower case of the upper case; of Cherokee the upper case */
-        uint32_t upper[3];
-        bool cherokee = (code >= 0x13A0 && code < 0x1400) || (code >= 0xAB70 && code < 0xABC0);
-        int n_mapped = 0,
-            n_upper = uni_map_case(cases, code, UNI_UPPERCASE, cherokee ? out : upper);
-        if (cherokee) return n_upper;
-        for (int i = 0; i < n_upper; i++)
-            n_mapped += uni_map_case(cases, upper[i], UNI_LOWERCASE, out + n_mapped);
-        return n_mapped;
-    }
     int32_t delta;
     int kind = uni_case_kind(cases, code, &delta);
     bool from = kind & (to == UNI_LOWERCASE ? UNI_IS_UPPER | UNI_IS_TITLE : UNI_IS_LOWER);
@@ -6051,17 +6040,12 @@ static bool tmpl_f_string(tmpl_run *run, tmpl_args *args, tval *out) {
     return tmpl_to_text(run, args->self, out);
 }
 
-enum { CASE_LOWER, CASE_UPPER, CASE_FOLD, CASE_SWAP, CASE_CAPITAL, CASE_TITLE, CASE_TITLE_METHOD };
+enum { CASE_LOWER, CASE_UPPER, CASE_CAPITAL, CASE_TITLE, CASE_TITLE_METHOD };
 
-/* Returns the case that op gives a character. `kind`: its UNI_IS_* flags; `first`: it is the first
- * character of a word. */
-static enum uni_case tmpl_case_of(int op, int kind, bool first) {
+/* Returns the case that op gives a character. `first`: it is the first character of a word. */
+static enum uni_case tmpl_case_of(int op, bool first) {
     switch (op) {
     case CASE_UPPER: return UNI_UPPERCASE;
-    case CASE_FOLD: return UNI_FOLDED;
-    case CASE_SWAP: /* a character that is neither upper nor lower is its own title case */
-        if (kind & UNI_IS_UPPER) return UNI_LOWERCASE;
-        return kind & UNI_IS_LOWER ? UNI_UPPERCASE : UNI_TITLECASE;
     case CASE_TITLE: return first ? UNI_UPPERCASE : UNI_LOWERCASE;
     case CASE_CAPITAL: case CASE_TITLE_METHOD: return first ? UNI_TITLECASE : UNI_LOWERCASE;
     default: return UNI_LOWERCASE;
@@ -6086,7 +6070,7 @@ static bool tmpl_f_case(tmpl_run *run, tmpl_args *args, tval *out) {
         int32_t delta;
         uint32_t code = uni_next(text.p + i, &read_len);
         int kind = uni_case_kind(run->cases, code, &delta);
-        enum uni_case to = tmpl_case_of(args->op, kind, first);
+        enum uni_case to = tmpl_case_of(args->op, first);
         len = (size_t)uni_put_case(run->cases, str_sub(text, word, text.n), i - word, to, &result);
         bool gap = tmpl_space_len(text, i) || (code && code < 0x80 && strchr("-([{<", (int)code));
         if (args->op == CASE_TITLE && first && !gap) word = i + len;
@@ -6998,7 +6982,6 @@ static const tmpl_fn tmpl_fns[] = {
     {OF_FILTER, "unique", "case_sensitive attribute", 0, tmpl_f_unique, 0},
     {OF_FILTER, "upper", "", 0, tmpl_f_case, CASE_UPPER},
     {OF_STR, "capitalize", "", 0, tmpl_f_case, CASE_CAPITAL},
-    {OF_STR, "casefold", "", 0, tmpl_f_case, CASE_FOLD},
     {OF_STR, "count", "sub", 1, tmpl_f_count, 0},
     {OF_STR, "endswith", "suffix", 1, tmpl_f_affix, AFFIX_ENDS},
     {OF_STR, "find", "sub start end", 1, tmpl_f_find, 0},
@@ -7019,7 +7002,6 @@ static const tmpl_fn tmpl_fns[] = {
     {OF_STR, "splitlines", "keepends", 0, tmpl_f_splitlines, 0},
     {OF_STR, "startswith", "prefix", 1, tmpl_f_affix, AFFIX_STARTS},
     {OF_STR, "strip", "chars", 0, tmpl_f_strip, STRIP_LEFT | STRIP_RIGHT},
-    {OF_STR, "swapcase", "", 0, tmpl_f_case, CASE_SWAP},
     {OF_STR, "title", "", 0, tmpl_f_case, CASE_TITLE_METHOD},
     {OF_STR, "upper", "", 0, tmpl_f_case, CASE_UPPER},
     {OF_LIST, "count", "value", 1, tmpl_f_count, 0},

@@ -12,13 +12,12 @@ Unicode:
 * Normal form C is that of Unicode 9.0. The tables mark later combining classes and decompositions, so toka.c can compute the old
   and the present form C.
 * Letter case is that of Unicode 16.0. Python's str methods give mappings to more than one character (no such mapping was added since
-  Unicode 5.0), and mappings for which toka.c has no rule.
+  Unicode 5.0).
 
 Encoding: a number has leading digits of base 28 ('@' to '[') and one final digit of base 34 (']' to '~'), so the text needs no
 escapes. Signed numbers are zigzag coded.
 """
 import sys
-import unicodedata
 
 NEW_IN_17 = [
     (0x88F, 0x88F), (0xC5C, 0xC5C), (0xCDC, 0xCDC), (0x1ACF, 0x1ADD), (0x1AE0, 0x1AEB), (0x20C1, 0x20C1), (0x2B96, 0x2B96),
@@ -140,7 +139,7 @@ def decompositions(data):
     return out
 
 
-UPPER, LOWER, TITLE, FOLD = range(4)  # the order of UnicodeData.txt and of enum uni_case
+UPPER, LOWER, TITLE = range(3)  # the order of UnicodeData.txt and of enum uni_case
 KINDS = ["lower", "upper", "title", "ignored", "lower ignored", "pairs", "lower untitled"]
 
 
@@ -192,10 +191,6 @@ def cases(data):
 def case_rule(data, c, to):
     """The mapping of c by the rules of toka.c, without its table of exceptions."""
     kind = case_kind(data, c)
-    if to == FOLD:
-        if 0x13A0 <= c < 0x1400 or 0xAB70 <= c < 0xABC0:
-            return chr(simple(data, c, UPPER))
-        return "".join(case_of(data, ord(x), LOWER) for x in case_of(data, c, UPPER))
     if to == LOWER:
         return chr(simple(data, c, LOWER) if "upper" in kind or kind == "title" else c)
     stays = "lower" not in kind or (to == TITLE and "untitled" in kind)
@@ -203,18 +198,15 @@ def case_rule(data, c, to):
 
 
 def case_of(data, c, to):
-    """The right mapping of c: Python's if it has more than one character or is a case fold, else that of UnicodeData.txt."""
-    python = (str.upper, str.lower, str.title, str.casefold)[to](chr(c))
-    if to != FOLD:
-        return python if len(python) > 1 else chr(simple(data, c, to))
-    known = unicodedata.category(chr(c)) != "Cn" and python != chr(c)
-    return python if known or c == 0x131 else case_rule(data, c, FOLD)
+    """The right mapping of c: Python's if it has more than one character, else that of UnicodeData.txt."""
+    python = (str.upper, str.lower, str.title)[to](chr(c))
+    return python if len(python) > 1 else chr(simple(data, c, to))
 
 
 def exceptions(data):
     out, prev = "", 0
     for c in sorted(data):
-        for to in range(4):
+        for to in range(3):
             chars = case_of(data, c, to)
             if chars != case_rule(data, c, to):
                 out += number((c * 4 + to - prev) * 3 + len(chars) - 1)
