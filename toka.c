@@ -111,7 +111,8 @@
  *   3. Text is delivered only when later tokens cannot change it: an unfinished character and a
  *      possible beginning of a stop string are held back (6, 18).
  *   4. The CPU reads weights where the file is mapped, in the file's type, and computes in float32
- *      (12, 19, 20). The GPU holds weights, activations and K, V as bf16 and sums in float32.
+ *      (12, 19, 20). On request (--dtype bfloat16) it rounds the inputs of GEMMs with weights to
+ *      bf16. The GPU holds weights, activations and K, V as bf16 and sums in float32.
  *
  * LETTERS, equal in C, CUDA and README. T tokens of a step, S sequences, L layers, H query heads,
  * K kv heads, D head size, E model width, F mlp width, V vocabulary, B tokens per page.
@@ -14037,13 +14038,14 @@ static void stop_free(stop_scanner *scanner) {
  * conversion to float32, and attention's two small GEMMs and online softmax), a thread pool, the
  * GEMM with weights, and RMSNorm. In: activations in float32; weights as they lie in the mapped
  * file (bf16, f16 or f32). A weight may begin at any byte, so memcpy and unaligned loads read it.
- * Out: float32. All sums are float32.
+ * Out: float32. All sums are float32. One kernel set, AVX512_BF16, is used only on request: it takes
+ * both inputs of a GEMM as bf16, for twice the multiply-adds of AVX-512 in the same time.
  *
  * Words:
  *   micro-kernel  the innermost function of the GEMM: it computes one tile for one block of k
  *   tile          the results of one such call: up to [tile_rows][4] or [1][8]
- *   panel         up to CPU_PANEL_ROWS rows of a weight, for one block of k, converted to float32
- *                 once; all rows of x then read them from cache (a packed panel, as in BLIS)
+ *   panel         up to CPU_PANEL_ROWS rows of a weight, for one block of k, converted to the type
+ *                 of x once; all rows of x then read them from cache (a packed panel, as in BLIS)
  *   direct        of a GEMM: without a panel. The micro-kernel reads the weight where it lies and
  *                 converts it in registers
  *   lane          one element of a SIMD vector
@@ -14075,21 +14077,23 @@ static void stop_free(stop_scanner *scanner) {
  * sets whose conversion is slow, and odd widths. Each kernel set states from how many rows on they
  * pay. The choice never makes a row of a larger step cost more than one of a smaller step.
  *
- * Tried and not kept: a kernel set for AVX512_BF16. It multiplies only bf16, so each x became two
- * bf16 numbers (hi + lo) and each product became two. Results were within 2e-6 and did not depend
- * on the chunking. It was never clearly faster than AVX-512 (one core, Xeon with AMX and EPYC
- * Zen 4, 2026-11): prefill fell from 118 to 37 GFLOP/s on the Xeon, decode from memory was equal
- * there (13 GB/s), and decode in cache was 7 to 42 % slower on the EPYC.
+ * AVX512_BF16. The rows of x are rounded to bf16 (to nearest, ties to even), and so are weights of
+ * other types. vdpbf16ps then adds to each of 16 lanes the products of two neighbours in k, exact
+ * and one after the other: lane j adds the terms with k % 32 == 2 j + 1 and 2 j, in this order for
+ * each 32 of k. Subnormal numbers count as 0. Rounding x is the only loss: test/results/cpu.md
+ * states its error. Another way was tried and not kept: x as a sum of two bf16 numbers, with two
+ * products each, is as exact as float32, and slower than AVX-512.
  *
  * It does not: know of steps, layers, pages or ranks (chapter 20).
  * =========================================================================== */
 
 enum {
-    CPU_MAX_K_BLOCK = 1024, /* largest kernels.k_block; each k_block is a multiple of 16 */
-    CPU_PANEL_ROWS = 64,    /* rows of a panel: up to 256 KB of float32, for the L2 cache */
-    /* Floats from row to row of a panel. It is not a power of two: with one, all rows would fall
+    CPU_MAX_BLOCK_BYTES = 4096, /* largest kernels.k_block, in bytes of x */
+    CPU_PANEL_ROWS = 64,        /* rows of a panel: up to 256 KB, for the L2 cache */
+    /* Bytes from row to row of a panel. It is not a power of two: with one, all rows would fall
      * into the same cache sets. */
-    CPU_PANEL_LD = CPU_MAX_K_BLOCK + 16,
+    CPU_PANEL_ROW_BYTES = CPU_MAX_BLOCK_BYTES + 64,
+    CPU_PANEL_FLOATS = CPU_PANEL_ROWS * CPU_PANEL_ROW_BYTES / 4,
     CPU_STREAM_ROWS = 64,    /* with at most this many rows of x, 4 rows of w at a time meet all of
                               * them; one block of k of x fits in the L2 cache */
     CPU_SERIAL_COST = 60000, /* multiply-adds of a round; below it, waking a second thread costs
@@ -14109,17 +14113,18 @@ enum {
 #define CPU_INLINE __attribute__((always_inline)) static inline
 
 static int cpu_round_up16(int n) { return (n + 15) & ~15; }
+static int cpu_round_up32(int n) { return (n + 31) & ~31; }
 
 /* ---- Arguments of the kernels, and a kernel set ---- */
 
 /* One call of a GEMM micro-kernel: y[m][n] (+)= sum over k of x[m][k] w[n][k], for one block of k
  * and a tile of at most [kernels.tile_rows][4] results, or [1][8]. */
 typedef struct cpu_tile {
-    const float *x; /* [m][k], rows ldx floats apart */
-    const char *w;  /* [n][k] in the kernel's dtype, rows w_row_bytes apart */
-    float *y;       /* [m][n], rows ldy floats apart */
-    size_t ldx, w_row_bytes, ldy;
-    int m, n, k;   /* k: a multiple of 16 */
+    const char *x; /* [m][k] in the kernel set's x_type, rows x_row_bytes apart */
+    const char *w; /* [n][k] in the kernel's dtype, rows w_row_bytes apart */
+    float *y;      /* [m][n], rows ldy floats apart */
+    size_t x_row_bytes, w_row_bytes, ldy;
+    int m, n, k;   /* k: a multiple of 16; of 32 if x is bf16 */
     bool add;      /* y += instead of y = */
     bool prefetch; /* w comes from memory, and this tile reads it first: see cpu_tile_prefetch */
 } cpu_tile;
@@ -14146,13 +14151,16 @@ typedef struct cpu_softmax {
 typedef struct cpu_kernels {
     const char *name;
     int tile_rows; /* rows of x in the largest tile */
-    int k_block;   /* k per block of a sum, at most CPU_MAX_K_BLOCK; small enough to keep tile_rows
-                    * rows of x and 4 rows of w in the L1 and L2 caches */
+    int k_block;   /* k per block of a sum, at most CPU_MAX_BLOCK_BYTES of x and a multiple of 32;
+                    * small enough to keep tile_rows rows of x and 4 rows of w in the L1 and L2
+                    * caches */
+    toka_dtype x_type; /* of x and of panels: TOKA_F32 or TOKA_BF16 */
     int panel_rows[3]; /* by toka_dtype of w: from this many rows of x on, a panel is faster than a
-                        * direct GEMM (test/results/cpu.md) */
+                        * direct GEMM (test/results/cpu.md). 0: there is no micro-kernel for it */
     void (*tile[3])(const cpu_tile *tile); /* the micro-kernels, by toka_dtype of w */
-    /* Converts n elements to float32. */
-    void (*convert)(float *to, const void *from, toka_dtype type, int n);
+    /* Convert n elements: convert to float32, pack to x_type, for panels and rows of x. */
+    void (*convert)(void *to, const void *from, toka_dtype type, int n);
+    void (*pack)(void *to, const void *from, toka_dtype type, int n);
     void (*small_gemm)(const cpu_small_gemm_args *args);
     /* cpu_online_softmax, compiled for this instruction set */
     void (*online_softmax)(cpu_softmax *softmax, float *scores, int n, int from, int to, int d_pad);
@@ -14332,7 +14340,7 @@ CPU_INLINE void cpu_tile_body_c(const cpu_tile *tile, const int m, const int n,
         cpu_f32x4 a[2];
         cpu_tile_prefetch(tile, w_rows, n, type, k);
         CPU_UNROLL for (int i = 0; i < m; i++)
-            a[i] = cpu_load_c(tile->x + (size_t)i * tile->ldx, TOKA_F32, k);
+            a[i] = cpu_load_c(tile->x + (size_t)i * tile->x_row_bytes, TOKA_F32, k);
         CPU_UNROLL for (int j = 0; j < n; j++) {
             cpu_f32x4 b = cpu_load_c(w_rows[j], type, k);
             CPU_UNROLL for (int i = 0; i < m; i++) acc[i][j] += a[i] * b;
@@ -14355,7 +14363,8 @@ static void cpu_tile_bf16_c(const cpu_tile *tile) { cpu_tile_c(tile, TOKA_BF16);
 static void cpu_tile_f16_c(const cpu_tile *tile) { cpu_tile_c(tile, TOKA_F16); }
 static void cpu_tile_f32_c(const cpu_tile *tile) { cpu_tile_c(tile, TOKA_F32); }
 
-static void cpu_convert_c(float *to, const void *from, toka_dtype type, int n) {
+static void cpu_convert_c(void *floats, const void *from, toka_dtype type, int n) {
+    float *to = floats;
     int i = 0;
     for (; i + 4 <= n; i += 4) {
         cpu_f32x4 v = cpu_load_c(from, type, i);
@@ -14425,7 +14434,7 @@ CPU_AVX2 CPU_INLINE void cpu_tile_body_avx2(const cpu_tile *tile, const int m, c
     for (int k = 0; k < tile->k; k += 8) {
         cpu_tile_prefetch(tile, w_rows, n, type, k);
         CPU_UNROLL for (int i = 0; i < m; i++)
-            a[i] = _mm256_loadu_ps(tile->x + (size_t)i * tile->ldx + k);
+            a[i] = cpu_load_avx2(tile->x + (size_t)i * tile->x_row_bytes, TOKA_F32, k);
         CPU_UNROLL for (int j = 0; j < n; j++) { /* 16 registers: 12 sums, 3 of x, 1 of w */
             __m256 b = cpu_load_avx2(w_rows[j], type, k);
             CPU_UNROLL for (int i = 0; i < m; i++) acc[i][j] = _mm256_fmadd_ps(a[i], b, acc[i][j]);
@@ -14448,7 +14457,8 @@ CPU_AVX2 static void cpu_tile_bf16_avx2(const cpu_tile *tile) { cpu_tile_avx2(ti
 CPU_AVX2 static void cpu_tile_f16_avx2(const cpu_tile *tile) { cpu_tile_avx2(tile, TOKA_F16); }
 CPU_AVX2 static void cpu_tile_f32_avx2(const cpu_tile *tile) { cpu_tile_avx2(tile, TOKA_F32); }
 
-CPU_AVX2 static void cpu_convert_avx2(float *to, const void *from, toka_dtype type, int n) {
+CPU_AVX2 static void cpu_convert_avx2(void *floats, const void *from, toka_dtype type, int n) {
+    float *to = floats;
     int i = 0;
     for (; i + 8 <= n; i += 8) _mm256_storeu_ps(to + i, cpu_load_avx2(from, type, i));
     for (; i < n; i++) to[i] = cpu_element(from, type, (size_t)i);
@@ -14507,6 +14517,19 @@ CPU_AVX512 CPU_INLINE __m256 cpu_add_halves_avx512(__m512 v) {
     return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
 }
 
+/* Adds up the lanes of the sums of a tile of m x n and writes the results. */
+CPU_AVX512 CPU_INLINE void cpu_tile_store_avx512(const cpu_tile *tile, const int m, const int n,
+                                                 __m512 acc[6][8]) {
+    CPU_UNROLL for (int i = 0; i < m; i++)
+        CPU_UNROLL for (int j = 0; j < n; j += 4) {
+            __m128 sum = cpu_sum4_avx2(cpu_add_halves_avx512(acc[i][j]),
+                                       cpu_add_halves_avx512(acc[i][j + 1]),
+                                       cpu_add_halves_avx512(acc[i][j + 2]),
+                                       cpu_add_halves_avx512(acc[i][j + 3]));
+            cpu_store4_avx2(tile->y + (size_t)i * tile->ldy + j, sum, tile->n - j, tile->add);
+        }
+}
+
 /* The micro-kernel: see cpu_tile_body_c. */
 CPU_AVX512 CPU_INLINE void cpu_tile_body_avx512(const cpu_tile *tile, const int m, const int n,
                                                 const toka_dtype type) {
@@ -14519,18 +14542,11 @@ CPU_AVX512 CPU_INLINE void cpu_tile_body_avx512(const cpu_tile *tile, const int 
         cpu_tile_prefetch(tile, w_rows, n, type, k);
         CPU_UNROLL for (int j = 0; j < n; j++) b[j] = cpu_load_avx512(w_rows[j], type, k);
         CPU_UNROLL for (int i = 0; i < m; i++) {
-            __m512 a = _mm512_loadu_ps(tile->x + (size_t)i * tile->ldx + k);
+            __m512 a = cpu_load_avx512(tile->x + (size_t)i * tile->x_row_bytes, TOKA_F32, k);
             CPU_UNROLL for (int j = 0; j < n; j++) acc[i][j] = _mm512_fmadd_ps(a, b[j], acc[i][j]);
         }
     }
-    CPU_UNROLL for (int i = 0; i < m; i++)
-        CPU_UNROLL for (int j = 0; j < n; j += 4) {
-            __m128 sum = cpu_sum4_avx2(cpu_add_halves_avx512(acc[i][j]),
-                                       cpu_add_halves_avx512(acc[i][j + 1]),
-                                       cpu_add_halves_avx512(acc[i][j + 2]),
-                                       cpu_add_halves_avx512(acc[i][j + 3]));
-            cpu_store4_avx2(tile->y + (size_t)i * tile->ldy + j, sum, tile->n - j, tile->add);
-        }
+    cpu_tile_store_avx512(tile, m, n, acc);
 }
 CPU_AVX512 CPU_INLINE void cpu_tile_avx512(const cpu_tile *tile, const toka_dtype type) {
     switch (tile->m) {
@@ -14555,7 +14571,8 @@ CPU_AVX512 static void cpu_tile_f32_avx512(const cpu_tile *tile) {
     cpu_tile_avx512(tile, TOKA_F32);
 }
 
-CPU_AVX512 static void cpu_convert_avx512(float *to, const void *from, toka_dtype type, int n) {
+CPU_AVX512 static void cpu_convert_avx512(void *floats, const void *from, toka_dtype type, int n) {
+    float *to = floats;
     int i = 0;
     for (; i + 16 <= n; i += 16) _mm512_storeu_ps(to + i, cpu_load_avx512(from, type, i));
     for (; i < n; i++) to[i] = cpu_element(from, type, (size_t)i);
@@ -14608,25 +14625,87 @@ CPU_AVX512 static void cpu_small_gemm_avx512(const cpu_small_gemm_args *args) {
     if (j < args->n) cpu_small_gemm_rows_avx512(args, false, j);
 }
 
+/* ---- AVX512_BF16: AVX-512 with a dot product of bf16 pairs, and rounding to bf16 ---- */
+
+#define CPU_AVX512_BF16 \
+    __attribute__((target("avx512bf16,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")))
+
+/* The micro-kernel, for x and w in bf16: see cpu_tile_body_c. */
+CPU_AVX512_BF16 CPU_INLINE void cpu_tile_body_avx512_bf16(const cpu_tile *tile, const int m,
+                                                          const int n) {
+    const char *w_rows[8];
+    __m512 acc[6][8];
+    __m512i b[8];
+    CPU_UNROLL for (int j = 0; j < n; j++) w_rows[j] = cpu_tile_weight_row(tile, j);
+    CPU_UNROLL for (int i = 0; i < m; i++)
+        CPU_UNROLL for (int j = 0; j < n; j++) acc[i][j] = _mm512_setzero_ps();
+    CPU_UNROLL2 for (int k = 0; k < tile->k; k += 32) {
+        cpu_tile_prefetch(tile, w_rows, n, TOKA_BF16, k);
+        CPU_UNROLL for (int j = 0; j < n; j++) b[j] = _mm512_loadu_si512(w_rows[j] + 2 * k);
+        CPU_UNROLL for (int i = 0; i < m; i++) {
+            __m512i a = _mm512_loadu_si512(tile->x + (size_t)i * tile->x_row_bytes + 2 * k);
+            CPU_UNROLL for (int j = 0; j < n; j++)
+                acc[i][j] = _mm512_dpbf16_ps(acc[i][j], (__m512bh)a, (__m512bh)b[j]);
+        }
+    }
+    cpu_tile_store_avx512(tile, m, n, acc);
+}
+CPU_AVX512_BF16 static void cpu_tile_avx512_bf16(const cpu_tile *tile) {
+    switch (tile->m) {
+    case 1:
+        if (tile->n > 4) cpu_tile_body_avx512_bf16(tile, 1, 8);
+        else cpu_tile_body_avx512_bf16(tile, 1, 4);
+        break;
+    case 2: cpu_tile_body_avx512_bf16(tile, 2, 4); break;
+    case 3: cpu_tile_body_avx512_bf16(tile, 3, 4); break;
+    case 4: cpu_tile_body_avx512_bf16(tile, 4, 4); break;
+    case 5: cpu_tile_body_avx512_bf16(tile, 5, 4); break;
+    default: cpu_tile_body_avx512_bf16(tile, 6, 4);
+    }
+}
+
+/* Rounds to nearest, ties to even; subnormal numbers become 0. */
+CPU_AVX512_BF16 static void cpu_pack_avx512_bf16(void *to, const void *from, toka_dtype type,
+                                                 int n) {
+    if (type == TOKA_BF16) {
+        memcpy(to, from, (size_t)n * 2);
+        return;
+    }
+    for (int i = 0; i < n; i += 16) {
+        const int count = MIN(16, n - i);
+        const char *elems = (const char *)from + cpu_dtype_bytes(type) * (size_t)i;
+        float values[16] = {0};
+        if (count < 16) cpu_convert_avx512(values, elems, type, count);
+        __m256bh rounded = _mm512_cvtneps_pbh(
+            count < 16 ? _mm512_loadu_ps(values) : cpu_load_avx512(elems, type, 0));
+        memcpy((char *)to + 2 * (size_t)i, &rounded, 2 * (size_t)count);
+    }
+}
+
 #endif
 
 /* ---- The kernel sets, and the choice ---- */
 
 static const cpu_kernels cpu_kernel_sets[] = { /* from slowest to fastest */
-    {"portable C", 2, 512, {8, 4, INT_MAX}, {cpu_tile_bf16_c, cpu_tile_f16_c, cpu_tile_f32_c},
-     cpu_convert_c, cpu_small_gemm_c, cpu_online_softmax_c},
+    {"portable C", 2, 512, TOKA_F32, {8, 4, INT_MAX},
+     {cpu_tile_bf16_c, cpu_tile_f16_c, cpu_tile_f32_c},
+     cpu_convert_c, cpu_convert_c, cpu_small_gemm_c, cpu_online_softmax_c},
 #ifdef __x86_64__
-    {"AVX2", 3, 512, {128, INT_MAX, INT_MAX},
+    {"AVX2", 3, 512, TOKA_F32, {128, INT_MAX, INT_MAX},
      {cpu_tile_bf16_avx2, cpu_tile_f16_avx2, cpu_tile_f32_avx2},
-     cpu_convert_avx2, cpu_small_gemm_avx2, cpu_online_softmax_avx2},
-    {"AVX-512", 6, 1024, {INT_MAX, INT_MAX, INT_MAX},
+     cpu_convert_avx2, cpu_convert_avx2, cpu_small_gemm_avx2, cpu_online_softmax_avx2},
+    {"AVX-512", 6, 1024, TOKA_F32, {INT_MAX, INT_MAX, INT_MAX},
      {cpu_tile_bf16_avx512, cpu_tile_f16_avx512, cpu_tile_f32_avx512},
-     cpu_convert_avx512, cpu_small_gemm_avx512, cpu_online_softmax_avx512},
+     cpu_convert_avx512, cpu_convert_avx512, cpu_small_gemm_avx512, cpu_online_softmax_avx512},
+    /* only on request (cpu_bf16_kernels) */
+    {"AVX512_BF16", 6, 2048, TOKA_BF16, {INT_MAX, 0, 0},
+     {cpu_tile_avx512_bf16, NULL, NULL},
+     cpu_convert_avx512, cpu_pack_avx512_bf16, cpu_small_gemm_avx512, cpu_online_softmax_avx512},
 #endif
 };
 
-/* Returns how many kernel sets run on this machine: the first ones of cpu_kernel_sets. The last of
- * them is the fastest. */
+/* Returns how many kernel sets with float32 arithmetic run on this machine: the first ones of
+ * cpu_kernel_sets. The last of them is the fastest. */
 static int cpu_n_kernel_sets(void) {
 #ifdef __x86_64__
     /* every CPU with AVX2 and FMA has F16C, the conversion of f16, too */
@@ -14637,6 +14716,15 @@ static int cpu_n_kernel_sets(void) {
     if (avx2) return 2;
 #endif
     return 1;
+}
+
+/* Returns the kernel set with bf16 arithmetic. NULL: this machine has none. */
+static const cpu_kernels *cpu_bf16_kernels(void) {
+#ifdef __x86_64__
+    if (cpu_n_kernel_sets() == 3 && __builtin_cpu_supports("avx512bf16"))
+        return &cpu_kernel_sets[3];
+#endif
+    return NULL;
 }
 
 /* ---- The thread pool ----
@@ -14793,9 +14881,10 @@ typedef struct cpu_gemm_args {
     const cpu_kernels *kernels;
     cpu_pool *pool;
     float *panels;       /* [pool.n_threads][panel_floats] scratch: one packed panel a thread */
-    size_t panel_floats; /* at least CPU_PANEL_ROWS * CPU_PANEL_LD */
-    const float *x;      /* [T][ldx], each row followed by zeros up to a multiple of 16 */
-    size_t ldx;          /* floats from row to row */
+    size_t panel_floats; /* at least CPU_PANEL_FLOATS */
+    const void *x; /* [T][ldx] in kernels.x_type, each row followed by zeros up to a multiple of
+                    * 16; of 32 if it is bf16 */
+    size_t ldx;    /* elements from row to row */
     int T, n_weights;
     const toka_tensor *weights[3]; /* weights[j]: [rows][cols], n < rows, k < cols; cols is equal in
                                     * all of them */
@@ -14806,6 +14895,11 @@ typedef struct cpu_gemm_args {
                        * weights[0] come first, then those of weights[1], then of weights[2]. */
 } cpu_gemm_args;
 
+/* Rounds k up to what the micro-kernels take: a multiple of 16, of 32 if x is bf16. */
+static int cpu_align_k(const cpu_kernels *kernels, int k) {
+    return kernels->x_type == TOKA_BF16 ? cpu_round_up32(k) : cpu_round_up16(k);
+}
+
 /* Computes columns n0 .. n1-1 of y[index] for one block of k and all rows of x. The caller sets
  * where the block's weights lie (tile.w: row n0), and tile.k; tile.prefetch: they come from memory.
  * A tile of x stays in L1 while the columns pass. All tiles are about equally high: T = 13 is
@@ -14814,14 +14908,15 @@ static void cpu_gemm_tiles(const cpu_gemm_args *args, int index, cpu_tile tile,
                            void (*kernel)(const cpu_tile *), int n0, int n1, int k) {
     const int n_tiles = (args->T + args->kernels->tile_rows - 1) / args->kernels->tile_rows;
     const int rows = (args->T + n_tiles - 1) / n_tiles, columns = args->T == 1 ? 8 : 4;
+    const size_t x_bytes = cpu_dtype_bytes(args->kernels->x_type);
     const char *weights = tile.w;
     const bool prefetch = tile.prefetch;
-    tile.ldx = args->ldx;
+    tile.x_row_bytes = args->ldx * x_bytes;
     tile.ldy = args->ldy[index];
     tile.add = args->add || k;
     for (int m = 0; m < args->T; m += rows)
         for (int n = n0; n < n1; n += columns) {
-            tile.x = args->x + (size_t)m * args->ldx + k;
+            tile.x = (const char *)args->x + (size_t)m * tile.x_row_bytes + x_bytes * (size_t)k;
             tile.w = weights + (size_t)(n - n0) * tile.w_row_bytes;
             tile.y = args->y[index] + (size_t)m * tile.ldy + n;
             tile.m = MIN(rows, args->T - m);
@@ -14833,8 +14928,7 @@ static void cpu_gemm_tiles(const cpu_gemm_args *args, int index, cpu_tile tile,
 
 /* Computes columns n0 .. n1-1 of y[index] from the weight in the mapped file. With few rows of x,
  * a few rows of w at a time run through all of k: w is read once, from memory. With many, all the
- * rows of w run through one block of k at a time: w is read once from memory, then from L2. Needs
- * cols % 16 == 0. */
+ * rows of w run through one block of k at a time: w is read once from memory, then from L2. */
 static void cpu_gemm_direct(const cpu_gemm_args *args, int index, int n0, int n1) {
     const toka_tensor *weight = args->weights[index];
     const cpu_kernels *kernels = args->kernels;
@@ -14851,26 +14945,27 @@ static void cpu_gemm_direct(const cpu_gemm_args *args, int index, int n0, int n1
         }
 }
 
-/* The same through a packed panel: rows n0 .. n1-1 of the weight are converted to float32 for one
- * block of k; then the micro-kernel runs over the panel, in L2, for all rows of x. panel: the
- * thread's, [CPU_PANEL_ROWS][CPU_PANEL_LD]. */
-static void cpu_gemm_panel(const cpu_gemm_args *args, int index, int n0, int n1, float *panel) {
+/* The same through a packed panel: rows n0 .. n1-1 of the weight are converted to the type of x for
+ * one block of k; then the micro-kernel runs over the panel, in L2, for all rows of x. panel: the
+ * thread's, CPU_PANEL_ROWS rows of CPU_PANEL_ROW_BYTES. */
+static void cpu_gemm_panel(const cpu_gemm_args *args, int index, int n0, int n1, char *panel) {
     const toka_tensor *weight = args->weights[index];
     const cpu_kernels *kernels = args->kernels;
-    size_t elem_bytes = cpu_dtype_bytes(weight->dtype);
-    cpu_tile tile = {.w = (const char *)panel, .w_row_bytes = CPU_PANEL_LD * sizeof *panel};
+    const size_t elem_bytes = cpu_dtype_bytes(weight->dtype);
+    const size_t x_bytes = cpu_dtype_bytes(kernels->x_type);
+    cpu_tile tile = {.w = panel, .w_row_bytes = CPU_PANEL_ROW_BYTES};
     for (int k = 0; k < weight->cols; k += kernels->k_block) {
         int k_len = MIN(kernels->k_block, weight->cols - k);
-        tile.k = cpu_round_up16(k_len);
+        tile.k = cpu_align_k(kernels, k_len);
         for (int n = n0; n < n1; n++) {
-            float *row = panel + (size_t)(n - n0) * CPU_PANEL_LD;
-            kernels->convert(row,
-                             (const char *)weight->data +
-                                 elem_bytes * ((size_t)n * (size_t)weight->stride + (size_t)k),
-                             weight->dtype, k_len);
-            memset(row + k_len, 0, (size_t)(tile.k - k_len) * sizeof *row);
+            char *row = panel + (size_t)(n - n0) * CPU_PANEL_ROW_BYTES;
+            kernels->pack(row,
+                          (const char *)weight->data +
+                              elem_bytes * ((size_t)n * (size_t)weight->stride + (size_t)k),
+                          weight->dtype, k_len);
+            memset(row + x_bytes * (size_t)k_len, 0, x_bytes * (size_t)(tile.k - k_len));
         }
-        cpu_gemm_tiles(args, index, tile, kernels->tile[TOKA_F32], n0, n1, k);
+        cpu_gemm_tiles(args, index, tile, kernels->tile[kernels->x_type], n0, n1, k);
     }
 }
 
@@ -14884,10 +14979,13 @@ static void cpu_gemm_item(void *arg, int thread, int item) {
         item -= n_items;
     int n0 = item * args->item_columns;
     int n1 = MIN(n0 + args->item_columns, args->weights[index]->rows);
-    if (args->T < args->kernels->panel_rows[args->weights[index]->dtype] &&
-        args->weights[index]->cols % 16 == 0)
+    const toka_tensor *weight = args->weights[index];
+    if (args->T < args->kernels->panel_rows[weight->dtype] &&
+        weight->cols == cpu_align_k(args->kernels, weight->cols))
         cpu_gemm_direct(args, index, n0, n1);
-    else cpu_gemm_panel(args, index, n0, n1, args->panels + (size_t)thread * args->panel_floats);
+    else
+        cpu_gemm_panel(args, index, n0, n1,
+                       (char *)(args->panels + (size_t)thread * args->panel_floats));
 }
 
 /* Runs the whole GEMM as one round. Sets args->item_columns. */
@@ -15340,7 +15438,8 @@ struct toka_device {
     const toka_shape *shape;     /* the caller's, as weights: outlives the device */
     const toka_weights *weights;
     toka_device_options options;
-    const cpu_kernels *kernels; /* the best set of this CPU; tests set another one */
+    const cpu_kernels *kernels; /* options.bf16: AVX512_BF16; else the best float32 set of this CPU;
+                                 * tests set another one of the same x_type */
     cpu_pool pool;
     int scratch_rows, scratch_samples; /* token rows and rows of logits that fit in scratch */
     int B_pad, D_pad;                  /* B and D rounded up to 16 */
@@ -15352,6 +15451,9 @@ struct toka_device {
     float *k_cache, *v_cache; /* [L][n_pages][K][D][B_pad], [L][n_pages][K][B][D_pad] */
     float *x;                 /* [max(scratch_rows, scratch_samples)][ldx] inputs of GEMMs; zeros
                                * follow each row up to the next multiple of 16 */
+    void *x_bf16;             /* [max(scratch_rows, scratch_samples)][ld_bf16] the input of a GEMM
+                               * rounded to bf16, rows padded with zeros; NULL in float32 */
+    size_t ld_bf16;           /* elements from row to row of x_bf16 */
     float *k, *v;             /* [scratch_rows][K*D] */
     float *gate, *up;         /* [scratch_rows][ld_mlp]; columns from F on stay zero */
     float *logits;            /* [scratch_samples][V_all]; NULL before the last stage. With tp_size
@@ -15632,12 +15734,36 @@ static void cpu_norm_run(cpu_norm_job job, int rows) {
 
 /* ---- GEMMs ---- */
 
-/* Runs a GEMM with this device's kernels, threads and scratch, which the caller leaves unset. */
+typedef struct cpu_round_job { /* rounds the input of a GEMM into dev->x_bf16 */
+    toka_device *dev;
+    const float *from; /* [rows][width], rows ld_from floats apart */
+    size_t ld_from;
+    int width;
+} cpu_round_job;
+
+/* Rounds one row of a GEMM's input to bf16. */
+static void cpu_round_item(void *arg, int thread, int row) {
+    const cpu_round_job *job = arg;
+    (void)thread;
+    char *to = (char *)job->dev->x_bf16 + (size_t)row * job->dev->ld_bf16 * 2;
+    job->dev->kernels->pack(to, job->from + (size_t)row * job->ld_from, TOKA_F32, job->width);
+    memset(to + 2 * (size_t)job->width, 0,
+           2 * (size_t)(cpu_round_up32(job->width) - job->width));
+}
+
+/* Runs a GEMM with this device's kernels, threads and scratch, which the caller leaves unset. The
+ * caller gives x in float32. */
 static void cpu_gemm(toka_device *dev, cpu_gemm_args args) {
     args.kernels = dev->kernels;
     args.pool = &dev->pool;
     args.panels = dev->scratch;
     args.panel_floats = dev->scratch_floats;
+    if (dev->x_bf16) {
+        cpu_round_job job = {dev, args.x, args.ldx, args.weights[0]->cols};
+        cpu_parallel_for(&dev->pool, cpu_round_item, &job, args.T, (int64_t)args.T * job.width);
+        args.x = dev->x_bf16;
+        args.ldx = dev->ld_bf16;
+    }
     cpu_gemm_run(&args);
 }
 
@@ -16144,6 +16270,10 @@ static int cpu_check_options(const toka_device_options *options, const toka_shap
                     "stages of %d tensor ranks",
                     options->pp_rank, options->pp_size, options->tp_rank, options->tp_size, pp_size,
                     tp_size);
+    if (options->bf16 && !cpu_bf16_kernels())
+        return fail(e, TOKA_E_DEVICE,
+                    "CPU backend: dtype bfloat16 needs a CPU with AVX512_BF16, this one has %s",
+                    cpu_kernel_sets[cpu_n_kernel_sets() - 1].name);
     return 0;
 }
 
@@ -16155,7 +16285,10 @@ static void cpu_alloc_buffers(toka_device *dev) {
     size_t D = (size_t)shape->D;
     dev->ldx = cpu_round_up16(MAX(shape->E, shape->H * shape->D)) + 16;
     dev->ld_mlp = cpu_round_up16(shape->F) + 16;
-    size_t token_bytes = ((size_t)dev->ldx + 2 * KD + 2 * (size_t)dev->ld_mlp) * sizeof(float);
+    const bool bf16 = dev->kernels->x_type == TOKA_BF16;
+    dev->ld_bf16 = bf16 ? (size_t)cpu_round_up32(MAX(dev->ldx, dev->ld_mlp)) + 32 : 0;
+    size_t token_bytes = ((size_t)dev->ldx + 2 * KD + 2 * (size_t)dev->ld_mlp) * sizeof(float) +
+                         2 * dev->ld_bf16;
     dev->scratch_rows = (int)MIN((size_t)MIN(dev->options.max_tokens, CPU_SCRATCH_ROWS),
                                  MAX(CPU_SCRATCH_BYTES / token_bytes, 1));
     dev->scratch_samples = (int)MIN((size_t)MIN(dev->options.max_samples, CPU_SCRATCH_SAMPLES),
@@ -16168,12 +16301,15 @@ static void cpu_alloc_buffers(toka_device *dev) {
     size_t query_floats = (size_t)dev->max_queries * ((size_t)(dev->B_pad + 2 * dev->D_pad) +
                                                       sizeof(cpu_softmax) / sizeof(float));
     dev->scratch_floats =
-        (MAX((size_t)CPU_PANEL_ROWS * CPU_PANEL_LD, query_floats) + 15) & ~(size_t)15;
+        (MAX((size_t)CPU_PANEL_FLOATS, query_floats) + 15) & ~(size_t)15;
     size_t max_rows = (size_t)dev->scratch_rows;
     dev->k_cache = cpu_zalloc(dev, (size_t)shape->L * n_pages, dev->k_page_floats * sizeof(float));
     dev->v_cache = cpu_zalloc(dev, (size_t)shape->L * n_pages, dev->v_page_floats * sizeof(float));
     dev->x = cpu_zalloc(dev, (size_t)MAX(dev->scratch_rows, dev->scratch_samples),
                         (size_t)dev->ldx * sizeof(float));
+    if (bf16)
+        dev->x_bf16 = cpu_zalloc(dev, (size_t)MAX(dev->scratch_rows, dev->scratch_samples),
+                                 2 * dev->ld_bf16);
     dev->k = cpu_zalloc(dev, max_rows, KD * sizeof(float));
     dev->v = cpu_zalloc(dev, max_rows, KD * sizeof(float));
     dev->gate = cpu_zalloc(dev, max_rows, (size_t)dev->ld_mlp * sizeof(float));
@@ -16202,7 +16338,8 @@ static int cpu_open(toka_device **out, const toka_device_options *options, const
     toka_device *dev = mem_zalloc(sizeof *dev);
     const int n_threads = options->n_threads ? options->n_threads : os_n_cores();
     *dev = (toka_device){.shape = shape, .weights = weights, .options = *options,
-                         .kernels = &cpu_kernel_sets[cpu_n_kernel_sets() - 1],
+                         .kernels = options->bf16 ? cpu_bf16_kernels()
+                                                  : &cpu_kernel_sets[cpu_n_kernel_sets() - 1],
                          .group = options->group,
                          .steps_to_fault = toka_debug_option("TOKA_DEBUG_FAULT", options),
                          .steps_to_stall = toka_debug_option("TOKA_DEBUG_STALL", options)};
@@ -17234,6 +17371,7 @@ static int eng_open_replicas(eng *engine, toka_shape *shape, const toka_options 
                                   .n_devices = n_devices,
                                   .memory_utilization = options->gpu_memory_utilization,
                                   .eager = options->enforce_eager,
+                                  .bf16 = options->dtype && !strcmp(options->dtype, "bfloat16"),
                                   .progress = options->progress,
                                   .user = options->progress_user};
     int code = 0;
@@ -18589,6 +18727,16 @@ static int lib_fail_no_device(const char *device, toka_err *e) {
     return suggest_fail(&near, "", e);
 }
 
+/* Checks the name of the arithmetic, and that the backend has it. Returns 0 or an error. */
+static int lib_check_dtype(const char *dtype, const toka_backend *backend, toka_err *e) {
+    const bool in_f32 = backend->activation_bytes == sizeof(float);
+    if (!dtype || !strcmp(dtype, "auto") || !strcmp(dtype, "bfloat16")) return 0;
+    if (strcmp(dtype, "float32"))
+        return fail(e, TOKA_E_USE, "dtype %s: expected auto, float32 or bfloat16", dtype);
+    return in_f32 ? 0 : fail(e, TOKA_E_USE, "dtype float32: device %s computes in bfloat16",
+                             backend->name);
+}
+
 /* Checks the options that need no model, and that the device can be used. Returns 0 or an error. */
 static int lib_check_options(const toka_options *options, toka_err *e) {
     if (!options->model && !embedded_model)
@@ -18598,6 +18746,7 @@ static int lib_check_options(const toka_options *options, toka_err *e) {
     if (!backend) return lib_fail_no_device(options->device, e);
     if (!backend->probe(0, line, sizeof line))
         return fail(e, TOKA_E_DEVICE, "device %s: %s", backend->name, line);
+    if (lib_check_dtype(options->dtype, backend, e)) return e->code;
     if (check_int("threads", options->n_threads, 0, 1024, e)) return e->code;
     if (check_int("max_model_len", options->max_model_len, 0, INT_MAX, e)) return e->code;
     if (check_int("max_num_seqs", options->max_num_seqs, 0, 65536, e)) return e->code;
@@ -30189,6 +30338,9 @@ static const cli_flag cli_flags[] = {
      "Jinja template instead of the model's own, or the name of one of them such as rag"},
     {"device", "", "NAME", CLI_TEXT, AT(open.device), FOR_OPENS,
      "auto, cpu or cuda; auto uses a GPU if there is one"},
+    {"dtype", "", "TYPE", CLI_TEXT, AT(open.dtype), FOR_OPENS,
+     "arithmetic: auto, float32 (CPU only) or bfloat16; auto is float32 on the CPU, bfloat16 on a GPU. bfloat16 on "
+     "the CPU needs AVX512_BF16: products of weights take inputs of 8 bits; log-probabilities change by 0.01 on average"},
     {"gpu-memory-utilization", "", "X", CLI_FLOAT, AT(open.gpu_memory_utilization),
      FOR_OPENS | FOR_PLAN, "share of the GPU's free memory to take (default: 0.9)"},
     {"threads", "t", "N", CLI_INT, AT(open.n_threads), FOR_OPENS,

@@ -94,6 +94,9 @@ typedef struct toka_options {
     bool enforce_eager;         /* GPU: launches every step kernel by kernel, without CUDA graphs */
     double gpu_memory_utilization; /* share of the GPU's free memory that may be allocated, in
                                       (0,1]; 0: 0.9 */
+    const char *dtype; /* arithmetic of matrix products: "float32" (CPU only), "bfloat16", or "auto":
+                          float32 on the CPU, bfloat16 on a GPU; NULL: auto. bfloat16 rounds their
+                          inputs to bf16 and adds in float32; on a CPU it needs AVX512_BF16 */
     /* Called while toka_open works, on any thread, one call at a time; may be NULL. what: the
      * phase; done: 0 to 1. */
     void (*progress)(void *user, const char *what, double done);
@@ -641,6 +644,7 @@ typedef struct toka_device_options {
     int tp_rank, tp_size, pp_rank, pp_size; /* place in the group; a size of 0 means 1 */
     double memory_utilization; /* CUDA: share of the free memory that may be allocated; 0: 0.9 */
     bool eager;                /* CUDA: no CUDA graphs, all steps are launched kernel by kernel */
+    bool bf16;                 /* CPU: the inputs of matrix products are rounded to bf16 */
     /* NULL, or reports progress. what: the phase; done: the part of it that is done, 0 to 1. Called
      * on any thread, one call at a time. */
     void (*progress)(void *user, const char *what, double done);

@@ -73,7 +73,8 @@ static void bench_open(bench *b, toka_dtype type, int threads, const cpu_kernels
         uint16_t h = type == TOKA_BF16 ? (uint16_t)(f >> 16) : (uint16_t)(sign >> 16 | 0x2400 | mantissa >> 13);
         memcpy(b->bytes + i, type == TOKA_F32 ? (void *)&f : (void *)&h, type == TOKA_F32 ? 4 : 2);
     }
-    toka_device_options o = {.n_threads = threads, .max_tokens = 512, .max_samples = 8, .n_pages = 256 * 64 + 64};
+    toka_device_options o = {.n_threads = threads, .max_tokens = 512, .max_samples = 8, .n_pages = 256 * 64 + 64,
+                             .bf16 = set->x_type == TOKA_BF16};
     if (toka_cpu.open(&b->d, &o, &bench_shape, &b->w, &e)) {
         fprintf(stderr, "%s\n", e.msg);
         exit(2);
@@ -154,7 +155,15 @@ CPU_AVX512 static void fma_avx512(void) {
         CPU_UNROLL for (int i = 0; i < 8; i++) a[i] = _mm512_fmadd_ps(a[i], m, m);
     CPU_UNROLL for (int i = 0; i < 8; i++) bench_sink = _mm512_cvtss_f32(a[i]);
 }
-static void (*const fma_loops[])(void) = {fma_c, fma_avx2, fma_avx512};
+CPU_AVX512_BF16 static void fma_avx512_bf16(void) {
+    __m512 a[8];
+    __m512i m = _mm512_set1_epi32(0x3F803F80);
+    CPU_UNROLL for (int i = 0; i < 8; i++) a[i] = _mm512_set1_ps((float)i);
+    for (int k = 0; k < FMA_ROUNDS; k++)
+        CPU_UNROLL for (int i = 0; i < 8; i++) a[i] = _mm512_dpbf16_ps(a[i], (__m512bh)m, (__m512bh)m);
+    CPU_UNROLL for (int i = 0; i < 8; i++) bench_sink = _mm512_cvtss_f32(a[i]);
+}
+static void (*const fma_loops[])(void) = {fma_c, fma_avx2, fma_avx512, fma_avx512_bf16};
 #else
 static void (*const fma_loops[])(void) = {fma_c};
 #endif
@@ -164,7 +173,7 @@ static void fma_item(void *arg, int thread, int item) {
     fma_loops[*(int *)arg]();
 }
 static double bench_peak(bench *b, int set) { /* multiply-adds per second */
-    int items = 4 * b->d->pool.n_threads, lanes = 4 << set;
+    int items = 4 * b->d->pool.n_threads, lanes = 4 << set; /* 32 for bf16: pairs */
     double t0 = bench_now();
     cpu_parallel_for(&b->d->pool, fma_item, &set, items, INT64_MAX);
     return (double)items * FMA_ROUNDS * 8 * lanes / (bench_now() - t0);
@@ -256,7 +265,7 @@ int main(int argc, char **argv) {
     bench_shape.rope_freq = bench_freq;
     if (threads == 1) bench_clock = CLOCK_THREAD_CPUTIME_ID;
     setvbuf(stdout, NULL, _IOLBF, 0);
-    for (int set = cpu_n_kernel_sets() - 1; set >= 0; set--)
+    for (int set = cpu_n_kernel_sets() - (cpu_bf16_kernels() ? 0 : 1); set >= 0; set--)
         for (int type = 0; type < 3; type++)
             if ((argc < 3 || atoi(argv[2]) == set) && (argc < 4 || !strcmp(argv[3], bench_types[type])))
                 (argc < 5 ? bench_run : bench_rows)(threads, set, type);

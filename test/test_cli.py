@@ -287,6 +287,22 @@ def test_devices():
     assert toka("-p", PROBLEM, "--device", "tpu").returncode == 1
 
 
+def test_dtype():
+    """float32 is the default. bfloat16 is another arithmetic with nearly the same log-probabilities, or is refused."""
+    def score(*flags):
+        r = toka("score", "--json", "-p", PROBLEM, *flags)
+        return r, r.stdout and [t["logprob"] for t in json.loads(r.stdout)["tokens"][1:]]
+    want, found = score()[1], score("--dtype", "float32")[1]
+    assert want == found == score("--dtype", "auto")[1]
+    r, found = score("--dtype", "bfloat16", "-v")
+    if "avx512_bf16" not in open("/proc/cpuinfo").read():
+        assert r.returncode == 2 and b"AVX512_BF16" in r.stderr and r.stdout == b""
+        return
+    differences = [abs(a - b) for a, b in zip(want, found)]
+    assert b"AVX512_BF16" in r.stderr and 0 < max(differences) < 0.2 and sum(differences) / len(differences) < 0.03
+    assert last_number(toka("-p", PROBLEM, "--dtype", "bfloat16").stdout.decode()) == "19"
+
+
 def test_version():
     r = toka("--version")
     assert r.returncode == 0 and re.match(rb"toka \d+\.\d+\.\d+ ", r.stdout)
@@ -437,7 +453,7 @@ def test_text_needs_no_config(tmp_path, config):
     (["--seed", "-" + "9" * 30, "-p", "a"], "is too low"), (["--models-file", "x", "models"], "a command comes before its flags"),
     (["--temp", "hot", "-p", "a"], "not a number"), (["--temp", "-1", "-p", "a"], "temperature"), (["--top-p", "2", "-p", "a"], "top_p"),
     (["-m", "/does/not/exist", "-p", "a"], "/does/not/exist"), (["-f", "/does/not/exist"], "/does/not/exist"),
-    (["-p", "a", "-f", "b"], "exclude"), (["--device", "tpu", "-p", "a"], "tpu"), (["-p", "a", "--samples", "0"], "--samples"),
+    (["-p", "a", "-f", "b"], "exclude"), (["--device", "tpu", "-p", "a"], "tpu"), (["--dtype", "half", "-p", "a"], "dtype half"), (["-p", "a", "--samples", "0"], "--samples"),
     (["tokenize", "--json"], "--json"), (["score", "--temp", "1", "-p", "a"], "--temp"), (["--decode", "-p", "a"], "--decode"),
     (["--chat", "--raw"], "--raw"), (["--top-k", "-2", "-p", "a"], "top_k"), (["--logprobs", "-5", "-p", "a"], "logprobs"),
     (["--logprobs", "-1", "-p", "a"], "logprobs"),

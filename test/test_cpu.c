@@ -162,7 +162,7 @@ static void seqs_open_device(cpu_seqs *w, const cpu_kernels *kernels, int thread
     int B = w->c->sh.B, deck[CPU_PAGES], at = 0;
     if (w->d) toka_cpu.close(w->d);
     w->o = (toka_device_options){.n_threads = threads, .max_tokens = CPU_SEQS * CPU_LEN, .max_samples = 300,
-                                 .n_pages = CPU_PAGES};
+                                 .n_pages = CPU_PAGES, .bf16 = kernels->x_type == TOKA_BF16};
     if (toka_cpu.open(&w->d, &w->o, &w->c->sh, &w->c->w, &e)) {
         CHECK_MSG(0, "%s", e.msg);
         abort();
@@ -579,7 +579,7 @@ static void run_seqs(cpu_seqs *w, float *logits, int max_tokens) {
     }
 }
 
-static void check_invariance(int set, cpu_sizes z, uint64_t seed) {
+static void check_invariance(const cpu_kernels *set, cpu_sizes z, uint64_t seed) {
     cpu_case c;
     cpu_seqs *w = mem_zalloc(sizeof *w);
     case_open(&c, z, seed);
@@ -591,32 +591,105 @@ static void check_invariance(int set, cpu_sizes z, uint64_t seed) {
     }
     size_t n = (size_t)(CPU_SEQS * CPU_LEN * z.V);
     float *first = mem_zalloc(n * sizeof *first), *again = mem_zalloc(n * sizeof *again);
-    seqs_open_device(w, &cpu_kernel_sets[set], 1, 512);
+    seqs_open_device(w, set, 1, 512);
     run_seqs(w, first, 0);
     for (int round = 0; round < 6; round++) {
         memset(again, 0, n * sizeof *again);
-        seqs_open_device(w, &cpu_kernel_sets[set], 1 + round % 3, round % 2 ? 3 : 512);
+        seqs_open_device(w, set, 1 + round % 3, round % 2 ? 3 : 512);
         run_seqs(w, again, (int[]){1, 2, 5, 20, 40, 7}[round]);
         size_t differ = 0;
         for (size_t i = 0; i < n; i++) differ += memcmp(&first[i], &again[i], sizeof *first) != 0;
-        CHECK_MSG(!differ, "%s, dtype %d, B %d, turn %d: %zu of %zu logits differ", cpu_kernel_sets[set].name, (int)z.type, z.B,
-                  round,
-                  differ, n);
+        CHECK_MSG(!differ, "%s, dtype %d, B %d, turn %d: %zu of %zu logits differ", set->name, (int)z.type, z.B, round, differ, n);
     }
     CHECK(isfinite(first[0]) && first[0] != 0);
+    if (set->x_type == TOKA_BF16) { /* another arithmetic, as near to float32 as README and --help say */
+        double error = 0, norm = 0;
+        seqs_open_device(w, &cpu_kernel_sets[cpu_n_kernel_sets() - 1], 1, 512);
+        run_seqs(w, again, 0);
+        for (size_t i = 0; i < n; i++) error += pow(first[i] - again[i], 2), norm += pow(again[i], 2);
+        CHECK_MSG(error > 0 && sqrt(error / norm) < 0.01, "dtype %d: relative error of the logits %g", (int)z.type, sqrt(error / norm));
+    }
     toka_cpu.close(w->d);
     case_close(&c), free(w), free(first), free(again);
 }
 
 static void test_cpu_invariance(void) {
-    for (int set = 0; set < cpu_n_kernel_sets(); set++)
+    const int n_sets = cpu_n_kernel_sets();
+    for (int set = 0; set < n_sets + (cpu_bf16_kernels() != NULL); set++)
         for (int i = 0; i < 4; i++) {
             cpu_sizes z = {.H = (int[]){8, 7, 3, 4}[i], .K = (int[]){2, 1, 3, 1}[i], .D = (int[]){8, 64, 20, 80}[i],
                            .E = (int[]){64, 560, 72, 128}[i], .F = (int[]){96, 100, 600, 128}[i], .V = 37,
                            .B = (int[]){16, 4, 8, 32}[i], .type = (toka_dtype)(i % 3), .extras = i & 1,
                                .window = i == 2 ? 9 : 0};
-            check_invariance(set, z, (uint64_t)(i + 1));
+            check_invariance(set < n_sets ? &cpu_kernel_sets[set] : cpu_bf16_kernels(), z, (uint64_t)(i + 1));
         }
+}
+
+/* ---- bf16 arithmetic, against its definition in chapter 19 ---- */
+
+static uint16_t ref_bf16(float f) { /* to nearest, ties to even; subnormal numbers are not tested */
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    return (uint16_t)((u + 0x7FFF + (u >> 16 & 1)) >> 16);
+}
+static float ref_from_bf16(uint16_t h) { return cpu_bits_to_f32((uint32_t)h << 16); }
+
+/* The sum over k of x w, in the order of vdpbf16ps and of rule 1. The products are exact in float32. */
+static float ref_dot_bf16(const uint16_t *x, const uint16_t *w, int n_k) {
+    float sum = 0;
+    for (int k0 = 0; k0 < n_k; k0 += 2048) {
+        float lane[16] = {0}, four[8];
+        for (int k = k0; k < MIN(n_k, k0 + 2048); k++) { /* the odd one of each pair comes first */
+            int term = (k ^ 1) < n_k ? k ^ 1 : k;
+            lane[k / 2 % 16] += ref_from_bf16(x[term]) * ref_from_bf16(w[term]);
+        }
+        for (int i = 0; i < 8; i++) four[i] = lane[i] + lane[i + 8];
+        float block = ((four[0] + four[1]) + (four[2] + four[3])) + ((four[4] + four[5]) + (four[6] + four[7]));
+        sum = k0 ? sum + block : block;
+    }
+    return sum;
+}
+
+static void check_gemm_bf16(toka_dtype type, int n_x, int n_k, uint64_t seed) {
+    enum { COLUMNS = 70 };
+    cpu_case c = {.seed = seed};
+    cpu_pool pool;
+    toka_err e;
+    CHECK(cpu_pool_open(&pool, 2, &e) == 0);
+    toka_tensor w = make_tensor(&c, COLUMNS, n_k, type, 0, 1);
+    const size_t ldx = (size_t)cpu_round_up32(n_k);
+    uint16_t *x = mem_zalloc((size_t)n_x * ldx * 2), *row = mem_alloc((size_t)n_k * 2);
+    float *from = mem_alloc((size_t)n_k * 4), *y = mem_alloc((size_t)n_x * COLUMNS * 4);
+    float *panels = mem_alloc(2 * CPU_PANEL_FLOATS * 4);
+    int wrong = 0;
+    for (int i = 0; i < n_x; i++) {
+        for (int k = 0; k < n_k; k++) from[k] = (float)rnd_normal(&c.seed);
+        cpu_bf16_kernels()->pack(x + (size_t)i * ldx, from, TOKA_F32, n_k);
+        for (int k = 0; k < n_k; k++) wrong += x[(size_t)i * ldx + (size_t)k] != ref_bf16(from[k]);
+    }
+    CHECK_MSG(!wrong, "%d numbers are rounded wrongly", wrong);
+    cpu_gemm_args args = {.kernels = cpu_bf16_kernels(), .pool = &pool, .panels = panels, .panel_floats = CPU_PANEL_FLOATS, .x = x,
+                          .ldx = ldx, .T = n_x, .n_weights = 1, .weights = {&w}, .y = {y}, .ldy = {COLUMNS}};
+    cpu_gemm_run(&args);
+    for (int n = 0; n < COLUMNS; n++) {
+        for (int k = 0; k < n_k; k++) row[k] = ref_bf16((float)ref_element(&w, (size_t)n * (size_t)n_k + (size_t)k));
+        for (int i = 0; i < n_x; i++) {
+            float want = ref_dot_bf16(x + (size_t)i * ldx, row, n_k);
+            wrong += memcmp(&want, &y[i * COLUMNS + n], 4) != 0;
+        }
+    }
+    CHECK_MSG(!wrong, "dtype %d, %d rows, k %d: %d sums differ", (int)type, n_x, n_k, wrong);
+    cpu_pool_close(&pool);
+    free(x), free(row), free(from), free(y), free(panels);
+    case_close(&c);
+}
+
+static void test_cpu_bf16(void) {
+    static const int rows[] = {1, 2, 3, 4, 5, 6, 7, 13, 70}, widths[] = {40, 64, 2144, 4128};
+    for (int i = 0; cpu_bf16_kernels() && i < COUNT(rows); i++)
+        for (int j = 0; j < COUNT(widths); j++)
+            for (int type = 0; type < 3; type++)
+                check_gemm_bf16((toka_dtype)type, rows[i], widths[j], (uint64_t)(100 * i + 10 * j + type + 1));
 }
 
 /* ---- The thread pool, and what open refuses ---- */
@@ -663,11 +736,19 @@ static void test_cpu_refuses(void) {
     CHECK(strcmp(back, "abc") == 0);
     CHECK(toka_cpu.alloc(d, SIZE_MAX - 5).at == 0 && toka_cpu.status(d, &e) == TOKA_E_MEMORY);
     toka_cpu.close(d), toka_cpu.close(NULL);
+    o.bf16 = true;
+    if (!cpu_bf16_kernels())
+        CHECK(toka_cpu.open(&d, &o, &c.sh, &c.w, &e) == TOKA_E_DEVICE && strstr(e.msg, "AVX512_BF16"));
+    else {
+        CHECK(toka_cpu.open(&d, &o, &c.sh, &c.w, &e) == 0);
+        CHECK(strstr(toka_cpu.describe(d), "AVX512_BF16"));
+        toka_cpu.close(d);
+    }
     case_close(&c);
 }
 
 static const struct test cpu_tests[] = {{"cpu_unpack", test_cpu_unpack},         {"cpu_exp", test_cpu_exp},
                                         {"cpu_ops", test_cpu_ops},               {"cpu_wide", test_cpu_wide},
-                                        {"cpu_invariance", test_cpu_invariance}, {"cpu_pool", test_cpu_pool},
-                                        {"cpu_refuses", test_cpu_refuses},       {"cpu_hidden", test_cpu_hidden},
-                                        {0}};
+                                        {"cpu_invariance", test_cpu_invariance}, {"cpu_bf16", test_cpu_bf16},
+                                        {"cpu_pool", test_cpu_pool},             {"cpu_hidden", test_cpu_hidden},
+                                        {"cpu_refuses", test_cpu_refuses},       {0}};
