@@ -25,8 +25,7 @@
  *     ids ------------- eng_submit (22) ---> inbox --> sched_submit (16): a request of n samples
  *                                            in the queue
  *      +-> sched_plan (16) ----------> which tokens of which sequences go into the next step.
- *      |                               kv_alloc_seq (14) allocates pages, pred_length (15)
- *      |                               predicts lengths
+ *      |                               kv_alloc_seq (14) allocates pages
  *      |   batch_build (17) ---------> a toka_step: T token rows as integers, with shared
  *      |                               prefixes as spans of their own
  *      |   batch_make_micros (17) ---> its microbatches, if the model has pipeline stages
@@ -118,7 +117,7 @@
  * K kv heads, D head size, E model width, F mlp width, V vocabulary, B tokens per page.
  *
  * PREFIXES of names say the chapter: mem_, str_, buf_ and arena_ 2, os_ 3, json_ and utf8_ 4, uni_
- * 5, tok_ 6 and 7, tmpl_ 8 to 10, st_ and mf_ 11 to 13, kv_ 14, pred_ 15, sched_ 16, batch_ 17,
+ * 5, tok_ 6 and 7, tmpl_ 8 to 10, st_ and mf_ 11 to 13, kv_ 14, heap_ 15, sched_ 16, batch_ 17,
  * samp_ and stop_ 18, cpu_ 19 and 20, group_ 20, model_ and rank_ 21, eng_ 22, lib_ 23, http_ 24,
  * api_ 25 and 26, run_ 27 and 32, files_ 28, srv_ 29 to 31, plan_ 32, benchclient_ 33, cli_ 34.
  *
@@ -129,10 +128,10 @@
  *   block table     the list of pages of a sequence                                              14
  *   kv_slot         where the K and V of one position lie: page * B + offset                     14
  *   prefix tree     the prefix cache: a radix tree of full pages                                 14
- *   forecast        the predicted number of held pages in each later step; decides admission     16
+ *   reserve         the free pages that admission leaves to the running sequences                16
  *   backlog         the tokens still to prefill                                                  16
  *   preempted       of a sequence: lost its pages, keeps its tokens, is computed again later     16
- *   generation      a count that changes when an index is reused, so that stale results      15, 16
+ *   generation      a count that changes when an index is reused, so that stale results          16
  *                   are recognized
  *   step            one pass through the model, for T token rows of any sequences                17
  *   chunk           the rows of one sequence in one microbatch                                   17
@@ -200,7 +199,7 @@
  *  12. Model files: weights [pure]
  *  13. Model files: finding and opening [os]
  *  14. KV pages and prefix tree [pure]
- *  15. Length predictor [pure]
+ *  15. Priority queues [pure]
  *  16. Scheduler [pure]
  *  17. Batch building and shared prefixes [pure]
  *  18. Sampling and stops [pure]
@@ -10415,401 +10414,16 @@ static enum kv_insert_result kv_insert_full_page(kv_cache *cache, int seq, const
 }
 
 /* ===========================================================================
- * MARK: 15. Length predictor [pure]
- * Predicts how many tokens an output will have. In: the lengths of outputs so far. Out: the
- * distribution of output lengths, as pred_survival (the share of outputs that get longer than a
- * given length) and its inverse pred_length (the length that a given share of outputs exceeds).
- * Chapter 16 forecasts the use of KV pages with it.
+ * MARK: 15. Priority queues [pure]
+ * A pairing heap (Fredman, Sedgewick, Sleator and Tarjan, 1986): a priority queue from which any
+ * node can be removed. The node with the greatest (key, tie_break) is on top. Insert costs O(1),
+ * remove costs O(log n) amortised. The caller has the nodes in an array, so that nothing is
+ * allocated here; nodes link by index. A heap is the index of its top node, -1 if it is empty.
+ * Several heaps may share one array. Chapter 16 has three: the queue of requests, the running and
+ * the preempted sequences.
  *
- * Words:
- *   bucket      a range of lengths. The upper edge is a quarter above the lower edge, and at least
- *               1 above it. The last bucket has no upper limit.
- *   at_risk     number of sequences that reached the bucket, whether they ended in it or not
- *   ended       number of sequences that ended in the bucket
- *   hazard      chance to end in a bucket once it is reached: ended / at_risk
- *               (Kaplan and Meier 1958, for discrete time)
- *   survival    share of sequences that reach a bucket: product of (1 - hazard) of the buckets
- *               before it
- *   share_longer  the share of outputs, 0 to 1, that are longer than the length that pred_length
- *               returns for it: 0.9 gives a short length.
- *   truncated   stopped by max_tokens or cancelled, so the full length is not known
- *   class       requests with similar lengths: the samples of one prompt, or all requests with the
- *               same key from the caller
- *   table       the counts and the survival of one class, or of all classes together
- *   generation  changes when the entry of a class is reused for another class. A handle with
- *               another generation is stale.
- *
- * Example: 8 sequences, buckets of 10 tokens, without the shrinking described below. Six have
- * ended; two are still running, one in 11..20 and one in 31.. .
- *
- *     bucket (tokens)    1..10   11..20   21..30   31..
- *     at_risk                8        6        3      1
- *     ended                  2        2        2
- *     hazard              0.25     0.33     0.67
- *     survival            1.00     0.75     0.50   0.17
- *
- *     pred_length(0.6) = 16: survival falls from 0.75 to 0.50 between 10 and 20 tokens, and it is
- *     0.60 at 16 tokens.
- *
- * A running sequence counts in every bucket that it has reached. If only finished sequences
- * counted, most of them would be short, because short outputs finish first, and predictions would
- * be too short. A truncated sequence adds 1 to at_risk of each bucket before its last one. To
- * at_risk of its last bucket it adds a fraction: the part of the bucket that it went through. It
- * adds nothing to `ended`.
- *
- * A class may have few sequences. So its hazards are shrunk toward the hazards of all classes, with
- * the weight of PRED_WEIGHT_ALL sequences. The hazards of all classes are in turn shrunk toward a
- * fixed prior, with the weight of PRED_WEIGHT_PRIOR sequences. The prior has survival
- * (1 + length / 192)^-2. Its mean is 192 tokens without max_tokens, 162 with max_tokens 1,024, and
- * 15 with max_tokens 16. It has a long tail: the longer an output is, the longer it is expected to
- * continue. As long as no output has ended, the short mean lets most of a batch be admitted, and
- * the long tail keeps the forecast careful.
- *
- * Why a distribution: with the mean length for every sequence, the forecast would expect that none
- * ends earlier and none later. It would be far too high for the next steps and too low later. So
- * each sequence gets its own share_longer, these are spread evenly, and pred_length turns it into a
- * length. Then the sum is right at every step.
- *
- * What always holds: survival starts at 1, never rises, and stays above 0. Arithmetic is in double
- * and uses only + - * /, so equal inputs give equal results on every machine.
+ * What always holds: no node belongs above its parent; a top has prev -1, every other node has not.
  * =========================================================================== */
-
-enum {
-    PRED_BUCKETS = 64,
-    PRED_WAYS = 4 /* entries that one class key may use */
-};
-#define PRED_WEIGHT_ALL 8.0   /* sequences */
-#define PRED_WEIGHT_PRIOR 8.0 /* sequences */
-
-typedef struct pred_table {
-    float at_risk[PRED_BUCKETS], ended[PRED_BUCKETS];
-    float survival[PRED_BUCKETS + 1]; /* at the lower edge of each bucket; set by pred_refresh */
-    int64_t n_events;                 /* changes of the counts; halved with them */
-    int64_t n_refreshed;              /* n_events at the last pred_refresh */
-} pred_table;
-
-typedef struct pred_class {
-    uint64_t key;        /* 0: the entry is empty */
-    int64_t last_used;   /* pred.tick at its last use */
-    uint32_t generation; /* changes when the entry is reused */
-    pred_table table;
-} pred_class;
-
-/* Refers to a class. A handle without a class, or a stale one, gives the table of all classes. */
-typedef struct pred_handle {
-    int entry;           /* index in pred.classes; -1: no class */
-    uint32_t generation; /* of the class when the handle was made */
-} pred_handle;
-
-typedef struct pred {
-    int edge[PRED_BUCKETS + 1]; /* tokens; bucket i has the lengths edge[i]+1 .. edge[i+1] */
-    float prior[PRED_BUCKETS];  /* hazard of each bucket */
-    pred_table all;             /* of all classes together */
-    int n_entries;              /* a multiple of PRED_WAYS */
-    pred_class *classes;        /* [n_entries] owned; sets of PRED_WAYS entries. The hash of a key
-                                 * selects the set; a new class replaces its least recently used. */
-    double half_life;           /* sequences: a table is halved when at_risk[0] exceeds this */
-    int64_t tick;               /* uses of a class so far: the clock of last_used */
-} pred;
-
-/* Computes the survival of a table from its counts. all: the table toward which a class's table is
- * shrunk; NULL: `table` is the table of all classes and is shrunk toward the prior. */
-static void pred_refresh(const pred *predictor, pred_table *table, const pred_table *all) {
-    double survival = 1;
-    for (int i = 0; i < PRED_BUCKETS; i++) {
-        double prior = predictor->prior[i], weight = PRED_WEIGHT_PRIOR;
-        if (all) {
-            prior = ((double)all->ended[i] + PRED_WEIGHT_PRIOR * prior) /
-                    ((double)all->at_risk[i] + PRED_WEIGHT_PRIOR);
-            weight = PRED_WEIGHT_ALL;
-        }
-        double hazard = ((double)table->ended[i] + weight * prior) /
-                        ((double)table->at_risk[i] + weight);
-        /* A halving between the two counts of a sequence can make `ended` greater than at_risk, so
-         * the hazard is limited. */
-        double next = survival * (1 - MAX(0.0, MIN(hazard, 0.98)));
-        table->survival[i] = (float)survival;
-        survival = MAX(next, 1e-30);
-    }
-    table->survival[PRED_BUCKETS] = (float)survival;
-    table->n_refreshed = table->n_events;
-}
-
-/* n_classes: about the number of classes that are in use at a time. n_running: most sequences that
- * run at a time; it sets the half-life. */
-static void pred_init(pred *predictor, int n_classes, int n_running) {
-    *predictor = (pred){.n_entries = (n_classes + PRED_WAYS - 1) / PRED_WAYS * PRED_WAYS,
-                        .half_life = MAX(4096.0, 8.0 * n_running)};
-    for (int i = 0; i < PRED_BUCKETS; i++)
-        predictor->edge[i + 1] = predictor->edge[i] + MAX(1, predictor->edge[i] / 4);
-    /* The last bucket has all longer lengths. Chapter 16 allows no sequence as long as its edge. */
-    predictor->edge[PRED_BUCKETS] = INT_MAX / 2;
-    for (int i = 0; i < PRED_BUCKETS; i++) {
-        double lower = 1 + predictor->edge[i] / 192.0, upper = 1 + predictor->edge[i + 1] / 192.0;
-        predictor->prior[i] = (float)(1 - lower * lower / (upper * upper));
-    }
-    predictor->classes = mem_zalloc((size_t)predictor->n_entries * sizeof *predictor->classes);
-    pred_refresh(predictor, &predictor->all, NULL);
-}
-
-static void pred_free(pred *predictor) { free(predictor->classes); }
-
-/* Returns the table of the class, or NULL if the handle has no class or is stale. */
-static pred_table *pred_class_table(pred *predictor, pred_handle handle) {
-    return handle.entry >= 0 && predictor->classes[handle.entry].generation == handle.generation
-               ? &predictor->classes[handle.entry].table
-               : NULL;
-}
-
-/* Returns the class of a key; creates it if it does not exist. Key 0 has no class. */
-static pred_handle pred_find_class(pred *predictor, uint64_t key) {
-    if (!key) return (pred_handle){-1, 0};
-    uint64_t set = hash_bytes(&key, sizeof key) % (uint64_t)(predictor->n_entries / PRED_WAYS);
-    int first = (int)set * PRED_WAYS, oldest = first;
-    for (int i = first; i < first + PRED_WAYS; i++) {
-        if (predictor->classes[i].key == key) {
-            predictor->classes[i].last_used = ++predictor->tick;
-            return (pred_handle){i, predictor->classes[i].generation};
-        }
-        if (predictor->classes[i].last_used < predictor->classes[oldest].last_used) oldest = i;
-    }
-    predictor->classes[oldest] =
-        (pred_class){.key = key,
-                     .last_used = ++predictor->tick,
-                     .generation = predictor->classes[oldest].generation + 1};
-    pred_refresh(predictor, &predictor->classes[oldest].table, &predictor->all);
-    return (pred_handle){oldest, predictor->classes[oldest].generation};
-}
-
-/* Returns the bucket in which a sequence that has `length` tokens now would end if its next token
- * were the last: the bucket i with edge[i] <= length < edge[i+1]. */
-static int pred_bucket(const pred *predictor, int length) {
-    int lo = 0, hi = PRED_BUCKETS;
-    while (hi - lo > 1) {
-        int mid = (lo + hi) / 2;
-        if (predictor->edge[mid] <= length) lo = mid;
-        else hi = mid;
-    }
-    return lo;
-}
-
-/* ---- Counting ---- */
-
-/* Halves all counts of a table. n_events and n_refreshed are halved too, because pred_is_stale
- * compares their difference with n_refreshed. */
-static void pred_halve(pred_table *table) {
-    for (int i = 0; i < PRED_BUCKETS; i++) {
-        table->at_risk[i] /= 2;
-        table->ended[i] /= 2;
-    }
-    table->n_events /= 2;
-    table->n_refreshed /= 2;
-}
-
-/* Call it when a sequence has edge[bucket] tokens and continues; for bucket 0 when it starts. */
-static void pred_count_reached(pred *predictor, pred_handle handle, int bucket) {
-    pred_table *table = pred_class_table(predictor, handle);
-    predictor->all.at_risk[bucket]++;
-    predictor->all.n_events++;
-    if (table) {
-        table->at_risk[bucket]++;
-        table->n_events++;
-    }
-    if (bucket) return;
-    if (predictor->all.at_risk[0] > predictor->half_life) pred_halve(&predictor->all);
-    if (table && table->at_risk[0] > predictor->half_life) pred_halve(table);
-}
-
-/* unobserved: share of the bucket, 0 to 1, that a truncated sequence did not reach; it is
- * subtracted from at_risk. The counts may have been halved since pred_count_reached, so at_risk
- * stops at 0. */
-static void pred_table_count_end(pred_table *table, int bucket, float unobserved, bool truncated) {
-    table->ended[bucket] += !truncated;
-    table->at_risk[bucket] = MAX(table->at_risk[bucket] - unobserved, 0.0f);
-    table->n_events++;
-}
-
-/* Call it when a sequence ends. bucket: the last one for which pred_count_reached was called.
- * length: tokens of its output. */
-static void pred_count_end(pred *predictor, pred_handle handle, int bucket, int length,
-                           bool truncated) {
-    pred_table *table = pred_class_table(predictor, handle);
-    float width = (float)(predictor->edge[bucket + 1] - predictor->edge[bucket]);
-    float unobserved = truncated ? 1 - (float)(length - predictor->edge[bucket]) / width : 0;
-    pred_table_count_end(&predictor->all, bucket, unobserved, truncated);
-    if (table) pred_table_count_end(table, bucket, unobserved, truncated);
-}
-
-/* ---- Prediction ---- */
-
-/* Is the table's survival out of date? It is if more than 16 + n / 16 events were counted since it
- * was computed; n is the number of events at that time. */
-static bool pred_is_stale(const pred_table *table) {
-    return (table->n_events - table->n_refreshed) > table->n_refreshed / 16 + 16;
-}
-
-/* Returns the table of the class, or the table of all classes if the handle has no class or is
- * stale. Computes survival again where it is out of date. */
-static const pred_table *pred_current_table(pred *predictor, pred_handle handle) {
-    pred_table *table = pred_class_table(predictor, handle);
-    if (pred_is_stale(&predictor->all)) pred_refresh(predictor, &predictor->all, NULL);
-    if (table && pred_is_stale(table)) pred_refresh(predictor, table, &predictor->all);
-    return table ? table : &predictor->all;
-}
-
-/* Returns the share of the class's sequences whose outputs get longer than `length`. Between the
- * edges of a bucket it is interpolated linearly. */
-static double pred_survival(pred *predictor, pred_handle handle, int length) {
-    const pred_table *table = pred_current_table(predictor, handle);
-    int i = pred_bucket(predictor, length);
-    double fraction = (double)(length - predictor->edge[i]) /
-                      (predictor->edge[i + 1] - predictor->edge[i]);
-    return (double)table->survival[i] +
-           (double)(table->survival[i + 1] - table->survival[i]) * fraction;
-}
-
-/* Returns the length that a share `share_longer` (0 to 1) of the class's outputs exceeds, at least
- * 1: the inverse of pred_survival. For a sequence that has n tokens already, pass a share_longer
- * below pred_survival(n). */
-static int pred_length(pred *predictor, pred_handle handle, double share_longer) {
-    const pred_table *table = pred_current_table(predictor, handle);
-    int lo = 0, hi = PRED_BUCKETS;
-    while (hi - lo > 1) {
-        int mid = (lo + hi) / 2;
-        if ((double)table->survival[mid] > share_longer) lo = mid;
-        else hi = mid;
-    }
-    double upper = (double)table->survival[lo], lower = (double)table->survival[lo + 1];
-    double fraction =
-        upper > lower ? MIN(MAX((upper - share_longer) / (upper - lower), 0.0), 1.0) : 1.0;
-    return predictor->edge[lo] +
-           (int)MAX(1.0, fraction * (predictor->edge[lo + 1] - predictor->edge[lo]) + 0.5);
-}
-
-/* ===========================================================================
- * MARK: 16. Scheduler [pure]
- * Decides which tokens of which sequences are computed in the next step (continuous batching: the
- * batch is planned anew in each step, so sequences may join and leave it at any step).
- * In: requests (a prompt, n samples of it, limits); one sched_plan per step; one sched_commit per
- * sampled token. Out: the rows of each running sequence in this step (a row is one token).
- *
- * A request stays in the queue until its last sample has started. A started sample is called a
- * sequence. It has an index, its seq, from its start to its end.
- *
- *     sched_submit
- *          |
- *          v    sched_admit_new              sched_plan_prefill            sched_commit
- *      [queued] ---------------> [prefill] -------------------> [decode] ---------------> done
- *                                 ^     |   (its last chunk)        |   (ended, or at its limit)
- *            sched_admit_preempted|     |                           |
- *                                 |     v      sched_preempt        v
- *                                [preempted] <-----------------------   keeps tokens, loses pages
- *
- *     sched_cancel: from each state to done
- *
- * Steps. In a step, each sequence in decode gets one row. The rest of the step's rows goes to the
- * sequences in prefill, first come, first served. A prompt that is longer than this rest is
- * computed in several steps (chunked prefill). One step may have rows of both kinds. The tokens
- * that still wait for prefill are the backlog; its size tells in which step a prefill will end.
- *
- * Queue order. The key of a request is its arrival step minus (priority * SCHED_PRIORITY_STEPS),
- * then its order of arrival in that step. The smallest key is first. If the keys are equal, as for
- * two samples of one request, preempted sequences come before new ones. Steps are counted by calls
- * of sched_plan, so the count stands still while no request is there. A priority is a head start,
- * not a rank: no request waits forever. Queues are kept as pairing heaps (a pairing heap is a
- * priority queue with cheap insertion).
- *
- * Forecast. Admission asks whether the pages of a new sequence will fit in all later steps, not
- * only now. Each sequence has an expected length (chapter 15). A sequence in decode computes one
- * position per step, so one number, base_step, gives its schedule: position x is computed in step
- * base_step + x. From this follow its pages in each later step, a staircase with one drop at its
- * end:
- *   - page k is allocated in step base_step + k * B
- *   - all pages are freed in step end_step = base_step + expected length - 1. The last token is
- *     sampled but is never an input. So the last position that is computed is expected length - 2,
- *     in step end_step - 1
- *   - a page in the prefix tree is held until the last of its users ends, and is counted once. Its
- *     users are its child pages and the sequences whose last tree page it is
- * The forecast adds these numbers up for all running sequences. It is a segment tree over steps,
- * which stores how the number of held pages changes in each step and gives the peak. The head of
- * the queue is admitted if the peak, with it, is at most the pool size minus a reserve for wrong
- * guesses of lengths (sched_reserve).
- *
- * Example: pages of 4 tokens; a pool of 6 pages; lengths are fixed, so the reserve is 0; prompts
- * have no common prefix; each step is committed before the next one is planned. A, B and C arrive
- * before step 1, in this order:
- *
- *     request  prompt + output   prefill in step   base_step   end_step
- *        A        6 + 5 tokens          1           1+1-6=-4   -4+11-1=6
- *        B        3 + 10                1           1+1-3=-1   -1+13-1=11
- *        C        9 + 4                 ?            ?+1-9      ?+4
- *
- *     step                        1  2  3  4  5  6  7  8  9 10 11
- *     A                           2  2  2  3  3  -                  page 2 in step -4 + 2*4 = 4
- *     B                           1  1  2  2  2  2  3  3  3  3  -   pages 1 and 2 in steps 3 and 7
- *     forecast of A and B         3  3  4  5  5  2  3  3  3  3  0
- *     with C, prefill in step 1   6  6  7  8  5  2  3  3  3  3  0   peak 8 > 6: C must wait
- *     with C, prefill in step 5   3  3  4  5  8  5  6  6  3  3  0   peak 8, as for steps 2 to 4
- *     with C, prefill in step 6   3  3  4  5  5  5  6  6  6  3  0   peak 6: admission in step 6
- *
- *                       6 pages | -  -  -  -  -  -  #  #  #  -  -   the pool
- *                       5 pages |          #  #  #  #  #  #         forecast with C
- *                       4 pages |       #  #  #  #  #  #  #         from step 6 on
- *                       3 pages | #  #  #  #  #  #  #  #  #  #
- *                       2 pages | #  #  #  #  #  #  #  #  #  #
- *                       1 pages | #  #  #  #  #  #  #  #  #  #
- *
- * In step 1, three pages are free and C needs just three. A scheduler that looks only at free pages
- * would start C and run out of pages in step 3.
- *
- * The forecast is corrected in these cases: a prefill ends in another step than expected; a
- * sequence gets longer than expected; its expected length changes; a sequence waits for a token; a
- * sequence ends. If pages run out all the same, sched_preempt takes the pages of the running
- * sequence that is last in queue order (latest arrival, lowest priority). That sequence keeps its
- * tokens. When it is resumed, they are prefilled like a prompt.
- *
- * Run-ahead. sched_plan plans a step before the tokens of in-flight steps are known. n_known counts
- * the committed tokens of a sequence. n_planned counts these and the tokens that in-flight steps
- * will bring. A sequence in decode, with one step in flight while the next one is planned:
- *
- *     call                   n_known   n_planned
- *     sched_plan, step 7        10         11      samples token 10 (counted from 0)
- *     sched_plan, step 8        10         12      its input, token 10, is on the device only
- *     sched_commit, step 7      11         12
- *
- * Each sequence has a generation. It changes when the sequence ends or is preempted. A result with
- * another generation is stale: sched_commit ignores it. A request with no_run_ahead (bad words as
- * texts) needs all earlier tokens on the host for sampling. Its sequences get no rows in a step
- * that is planned before their last token is committed. So if other sequences keep two steps in
- * flight, such a sequence has a row in every second step only.
- *
- * Prompt tails. The full pages of a prompt before its last token are shared through the prefix
- * tree. The 1 to B tokens after them are the tail of the prompt. Each sequence appends its output
- * after the tail, so each needs a page of its own for it. One sequence computes the tail. Later
- * sequences with the same tokens, of its request or of another, find it in the tail table (a hash
- * table of prompts): it is their tail source. They copy its page (scheduler.copies) and compute
- * only the last token. Only pages that earlier steps computed are copied. If the source computes
- * the tail in the step that is being planned, the later sequence waits for the next step. Sequences
- * with the same prompt_group have the same prompt. An unshared sample uses neither the prefix tree
- * nor a copy: it computes all its positions.
- *
- * What always holds (sched_check of test/state.h): the forecast at `now` is the number of held
- * pages; at each later step it is the number that a simulation of all sequences finds; sequences,
- * lists and counts agree. sched_plan and sched_commit allocate no memory: sched_submit allocates
- * the token buffers. Cost: O(running sequences) per step with a small constant, O(pages * log) for
- * the start or end of one sequence. The scheduler does not know texts, stop strings, sampling or
- * devices: the engine (chapter 22) says when a sequence ended.
- * =========================================================================== */
-
-enum {
-    SCHED_PRIORITY_STEPS = 1024, /* steps of head start for one level of priority */
-    SCHED_TAIL_WAYS = 4          /* entries in one bucket of the tail table */
-};
-
-/* ---- Pairing heap (Fredman et al., 1986) ----
- * The node with the greatest (key, tie_break) is on top. Insert and raise cost O(1), remove costs
- * O(log n) amortised. Nodes are in an array and link by index. A heap is the index of its top node,
- * -1 if it is empty. */
 
 typedef struct heap_node {
     int64_t key;
@@ -10867,120 +10481,111 @@ static void heap_insert(heap_node *nodes, int *top, int node, int64_t key, uint3
     *top = heap_meld(nodes, *top, node);
 }
 
-/* Removes the node, with all nodes below it, from the list of its siblings. Not for the top. */
-static void heap_detach(heap_node *nodes, int node) {
-    if (nodes[nodes[node].prev].child == node) nodes[nodes[node].prev].child = nodes[node].next;
-    else nodes[nodes[node].prev].next = nodes[node].next;
-    if (nodes[node].next >= 0) nodes[nodes[node].next].prev = nodes[node].prev;
-    nodes[node].next = nodes[node].prev = -1;
-}
-
 static void heap_remove(heap_node *nodes, int *top, int node) {
-    if (*top != node) heap_detach(nodes, node);
-    int rest = heap_meld_all(nodes, nodes[node].child);
-    *top = *top == node ? rest : heap_meld(nodes, *top, rest);
-}
-
-static void heap_rekey(heap_node *nodes, int *top, int node, int64_t key) {
-    if (key >= nodes[node].key) {
-        nodes[node].key = key;
-        if (*top == node) return;
-        heap_detach(nodes, node);
-        *top = heap_meld(nodes, *top, node);
-    } else {
-        heap_remove(nodes, top, node);
-        heap_insert(nodes, top, node, key, nodes[node].tie_break);
-    }
-}
-
-/* Puts `replacement` where `node` is, with the same key, tie_break and children. */
-static void heap_replace(heap_node *nodes, int *top, int node, int replacement) {
-    nodes[replacement] = nodes[node];
-    if (nodes[replacement].child >= 0) nodes[nodes[replacement].child].prev = replacement;
-    if (nodes[replacement].next >= 0) nodes[nodes[replacement].next].prev = replacement;
-    if (*top == node) *top = replacement;
-    else if (nodes[nodes[replacement].prev].child == node)
-        nodes[nodes[replacement].prev].child = replacement;
-    else nodes[nodes[replacement].prev].next = replacement;
-}
-
-/* ---- Forecast: number of held pages in each step from now to now + n_steps ----
- * `held` is the number now. The leaf of a step is the change of the number in that step. Each node
- * of the segment tree has the sum and the maximal prefix sum of the leaves below it. A change
- * writes one leaf and marks the nodes above it as stale. forecast_peak computes each stale node
- * again, only once even if many leaves below it have changed. */
-
-enum { FORECAST_STALE = -1 };
-
-typedef struct forecast_node {
-    int sum;        /* of the leaves below */
-    int max_prefix; /* greatest sum of the first k leaves below, k >= 0. FORECAST_STALE: to be
-                     * computed again; then all ancestors are stale, too */
-} forecast_node;
-
-typedef struct page_forecast {
-    int64_t now;          /* the current step */
-    int n_steps;          /* power of two; a step in now + 1 .. now + n_steps has leaf
-                           * step mod n_steps */
-    int held;             /* pages held now */
-    forecast_node *nodes; /* [2 * n_steps] owned; 1: the root; the children of i are 2i and 2i + 1;
-                           * leaf t is n_steps + t */
-} page_forecast;
-
-/* Adds n_pages to all steps from `step` on; to all from now on if `step` is not later than now. */
-static void forecast_change(page_forecast *forecast, int64_t step, int n_pages) {
-    if (step <= forecast->now) {
-        forecast->held += n_pages;
+    heap_node *gone = &nodes[node];
+    int rest = heap_meld_all(nodes, gone->child);
+    if (*top == node) {
+        *top = rest;
         return;
     }
-    assert(step - forecast->now <= forecast->n_steps);
-    int node = (int)(step & (forecast->n_steps - 1)) + forecast->n_steps;
-    forecast->nodes[node].sum += n_pages;
-    forecast->nodes[node].max_prefix = MAX(forecast->nodes[node].sum, 0);
-    while ((node >>= 1) && forecast->nodes[node].max_prefix != FORECAST_STALE)
-        forecast->nodes[node].max_prefix = FORECAST_STALE;
+    if (nodes[gone->prev].child == node) nodes[gone->prev].child = gone->next;
+    else nodes[gone->prev].next = gone->next;
+    if (gone->next >= 0) nodes[gone->next].prev = gone->prev;
+    *top = heap_meld(nodes, *top, rest);
 }
 
-/* Adds n_pages to steps from .. to-1. If to < from, subtracts n_pages from steps to .. from-1. */
-static void forecast_add(page_forecast *forecast, int64_t from, int64_t to, int n_pages) {
-    forecast_change(forecast, from, n_pages);
-    forecast_change(forecast, to, -n_pages);
-}
+/* ===========================================================================
+ * MARK: 16. Scheduler [pure]
+ * Decides which tokens of which sequences are computed in the next step (continuous batching: the
+ * batch is planned anew in each step, so sequences may join and leave it at any step).
+ * In: requests (a prompt, n samples of it, limits); one sched_plan per step; one sched_commit per
+ * sampled token. Out: the rows of each running sequence in this step (a row is one token).
+ *
+ * A request stays in the queue until its last sample has started. A started sample is called a
+ * sequence. It has an index, its seq, from its start to its end.
+ *
+ *     sched_submit
+ *          |
+ *          v    sched_admit_new              sched_plan_prefill            sched_commit
+ *      [queued] ---------------> [prefill] -------------------> [decode] ---------------> done
+ *                                 ^     |   (its last chunk)        |   (ended, or at its limit)
+ *            sched_admit_preempted|     |                           |
+ *                                 |     v      sched_preempt        v
+ *                                [preempted] <-----------------------   keeps tokens, loses pages
+ *
+ *     sched_cancel: from each state to done
+ *
+ * Steps. In a step, each sequence in decode gets one row. The rest of the step's rows goes to the
+ * sequences in prefill, first come, first served. A prompt that is longer than this rest is
+ * computed in several steps (chunked prefill). One step may have rows of both kinds. The tokens
+ * that still wait for prefill are the backlog.
+ *
+ * Queue order. The key of a request is its arrival step minus (priority * SCHED_PRIORITY_STEPS),
+ * then its order of arrival in that step. The smallest key is first. If the keys are equal, as for
+ * two samples of one request, preempted sequences come before new ones. Steps are counted by calls
+ * of sched_plan, so the count stands still while no request is there. A priority is a head start,
+ * not a rank: no request waits forever.
+ *
+ * Admission. The length of an output is not known, so no one knows how many pages a sequence will
+ * need. The head of the queue is admitted if its pages fit now and a reserve stays free: the pages
+ * that the running sequences append in the next SCHED_RESERVE_STEPS steps. A sequence in decode
+ * appends a page every B steps, so the reserve is
+ *
+ *     running sequences * SCHED_RESERVE_STEPS / B pages, rounded up
+ *
+ * It is never more than what they append until each of them has all the tokens that it may have.
+ * If pages run out all the same, sched_preempt takes the pages of the running sequence that is last
+ * in queue order (latest arrival, lowest priority). That sequence keeps its tokens. When it is
+ * resumed, they are prefilled like a prompt.
+ *
+ * The reserve balances two costs. With a small one the pool is full, but more sequences are
+ * preempted and computed again. With a large one few are preempted, but fewer run at once. Measured
+ * in test/results/trials-admission.md, beside a forecast of the pages of all later steps from
+ * predicted lengths: the two are within a few percent. No preemption changes a token.
+ *
+ * Example: pages of 64 tokens, a pool of 100 pages. 40 sequences run and hold 75 pages; their
+ * reserve is 40 * 24 / 64 = 15 pages. A request with a prompt of 600 tokens needs 10 pages. 25 are
+ * free, so it is admitted. The same prompt once more needs only 1 page, because the first 9 are
+ * shared. But 15 pages are free and the reserve of 41 sequences is 16 pages, so it must wait.
+ *
+ * Run-ahead. sched_plan plans a step before the tokens of in-flight steps are known. n_known counts
+ * the committed tokens of a sequence. n_planned counts these and the tokens that in-flight steps
+ * will bring. A sequence in decode, with one step in flight while the next one is planned:
+ *
+ *     call                   n_known   n_planned
+ *     sched_plan, step 7        10         11      samples token 10 (counted from 0)
+ *     sched_plan, step 8        10         12      its input, token 10, is on the device only
+ *     sched_commit, step 7      11         12
+ *
+ * Each sequence has a generation. It changes when the sequence ends or is preempted. A result with
+ * another generation is stale: sched_commit ignores it. A request with no_run_ahead (bad words as
+ * texts) needs all earlier tokens on the host for sampling. Its sequences get no rows in a step
+ * that is planned before their last token is committed. So if other sequences keep two steps in
+ * flight, such a sequence has a row in every second step only.
+ *
+ * Prompt tails. The full pages of a prompt before its last token are shared through the prefix
+ * tree. The 1 to B tokens after them are the tail of the prompt. Each sequence appends its output
+ * after the tail, so each needs a page of its own for it. One sequence computes the tail. Later
+ * sequences with the same tokens, of its request or of another, find it in the tail table (a hash
+ * table of prompts): it is their tail source. They copy its page (scheduler.copies) and compute
+ * only the last token. Only pages that earlier steps computed are copied. If the source computes
+ * the tail in the step that is being planned, the later sequence waits for the next step. Sequences
+ * with the same prompt_group have the same prompt. An unshared sample uses neither the prefix tree
+ * nor a copy: it computes all its positions.
+ *
+ * What always holds (sched_check of test/state.h): sequences, lists, heaps and counts agree. The
+ * running sequence that is first in queue order is never preempted, because alone each request
+ * fits. So it always gets on. sched_plan and sched_commit allocate no memory: sched_submit
+ * allocates the token buffers. Cost: O(running sequences) per step with a small constant, O(pages)
+ * for the start or end of one sequence. The scheduler does not know texts, stop strings, sampling
+ * or devices: the engine (chapter 22) says when a sequence ended.
+ * =========================================================================== */
 
-static forecast_node forecast_join(forecast_node a, forecast_node b) { /* a: the earlier steps */
-    return (forecast_node){a.sum + b.sum, MAX(a.max_prefix, a.sum + b.max_prefix)};
-}
-
-/* Computes all stale nodes of a subtree. Returns its top node. */
-static forecast_node forecast_refresh(const page_forecast *forecast, int node) {
-    if (forecast->nodes[node].max_prefix == FORECAST_STALE)
-        forecast->nodes[node] = forecast_join(forecast_refresh(forecast, 2 * node),
-                                              forecast_refresh(forecast, 2 * node + 1));
-    return forecast->nodes[node];
-}
-
-/* Returns the greatest number of held pages in any step from now on. Leaves are indexed by step
- * modulo n_steps. `soon` joins the leaves from that of now + 1 to the end of the array: the nearer
- * steps. `late` joins the leaves before it: the later steps. */
-static int forecast_peak(const page_forecast *forecast) {
-    int node = (int)((forecast->now + 1) & (forecast->n_steps - 1)) + forecast->n_steps;
-    forecast_refresh(forecast, 1);
-    forecast_node soon = forecast->nodes[node], late = {0, 0};
-    for (; node > 1; node >>= 1) {
-        if (node & 1) late = forecast_join(forecast->nodes[node - 1], late);
-        else soon = forecast_join(soon, forecast->nodes[node + 1]);
-    }
-    return forecast->held + forecast_join(soon, late).max_prefix;
-}
-
-/* Goes to the next step. Moves that step's change into `held`, so that its leaf is free for step
- * now + n_steps. */
-static void forecast_advance(page_forecast *forecast) {
-    int n_pages =
-        forecast->nodes[((forecast->now + 1) & (forecast->n_steps - 1)) + forecast->n_steps].sum;
-    if (n_pages) forecast_add(forecast, forecast->now, forecast->now + 1, n_pages);
-    forecast->now++;
-}
+enum {
+    SCHED_PRIORITY_STEPS = 1024, /* steps of head start for one level of priority */
+    SCHED_RESERVE_STEPS = 24,    /* the engine's sched_config.reserve_steps */
+    SCHED_TAIL_WAYS = 4          /* entries in one bucket of the tail table */
+};
 
 /* ---- Types ---- */
 
@@ -10989,7 +10594,8 @@ typedef struct sched_config {
     int max_seqs;   /* sequences running or preempted */
     int max_tokens; /* rows of a step; at least max_seqs */
     int max_len;    /* tokens of a sequence */
-    int n_classes;  /* of the length predictor */
+    int reserve_steps; /* admission leaves free what running sequences append in so many steps;
+                        * SCHED_RESERVE_STEPS, but for tests */
 } sched_config;
 
 typedef struct sched_job { /* what a request asks of the scheduler */
@@ -10998,27 +10604,21 @@ typedef struct sched_job { /* what a request asks of the scheduler */
     int n_prompt;
     int n;                 /* samples */
     int max_tokens;        /* output tokens, at least 1 */
-    int min_tokens;        /* the first min_tokens output tokens end no sample, unless max_tokens
-                            * is reached */
-    bool fixed_len;        /* each sample gets max_tokens unless cancelled (ignore_eos, no stops) */
     bool no_run_ahead;     /* a token is sampled only when all earlier tokens are committed */
     int priority;          /* higher goes earlier */
     int n_unshared;        /* samples 0 .. n_unshared-1 do not use the prefix cache: they compute
                             * all positions */
-    uint64_t class_key;    /* requests with equal keys have outputs of similar length; 0: a class
-                            * of its own if n > 1, else none */
 } sched_job;
 
 typedef struct sched_request {
     int32_t *prompt;       /* [n_prompt] owned; NULL: this id is free */
-    int n_prompt, n, max_tokens, min_tokens; /* as in sched_job, as are the next two lines */
-    bool fixed_len, no_run_ahead;
+    int n_prompt, n, max_tokens; /* as in sched_job, as are the next two lines */
+    bool no_run_ahead;
     int n_unshared;
     int n_started, n_live; /* samples that ever started; those of them that have not ended */
     int first_seq;         /* list of its live sequences, linked by sibling_next */
     int64_t queue_key;     /* smaller is earlier; in queue_nodes, whose top is the greatest, the
                             * key is -queue_key */
-    uint64_t class_key;
     int next_free;         /* next free id, -1: none */
 } sched_request;
 
@@ -11037,35 +10637,23 @@ typedef struct sched_seq {
     int limit;             /* most tokens: prompt + max_tokens */
     uint32_t generation;   /* changes when it is preempted or ends: results with another one are
                             * stale */
-    int64_t end_step;      /* the step in which its pages are expected to be freed */
     int32_t *tokens;       /* [limit] prompt, then output; a buffer of the scheduler */
-    int next_bucket_at;    /* number of tokens at which it enters the predictor's next bucket */
     int next_full_page_at; /* number of tokens, known and computed, at which its next page may be
                             * inserted into the tree */
     int last_page;         /* in decode: the page of position n_computed - 1 */
     int n_prompt;
+    uint32_t prompt_group; /* sequences with the same number have the same prompt; 0: not known */
+    int prefill_prev, prefill_next; /* list of sequences in prefill, first come, first served;
+                                     * max_seqs ends it */
 
     int request, sample;   /* id of its request; its number there */
     int n_prefix_hits;     /* positions found in the prefix tree when it first started */
     bool was_preempted;    /* its prompt is counted in n_prompt_tokens already */
-    int expected_len;      /* tokens it is expected to have in the end, prompt and output */
-    int64_t base_step;     /* position x is computed in step base_step + x */
-    double share_longer;   /* the share of its class (15) whose outputs are longer than the expected
-                            * output of this sequence; 0: not drawn yet */
-    pred_handle length_class;
-    int length_bucket;     /* bucket of the predictor that its output has reached */
     uint32_t admission_number;    /* number of its last admission, counted over all sequences */
     int sibling_prev, sibling_next; /* live sequences of its request; -1 ends */
     int backlog_share;     /* in prefill: its tokens that are counted in scheduler.backlog */
     int tail_bucket;       /* first entry of its bucket in scheduler.tail_table; -1: none */
     int next_tail_source;  /* the sequence that last copied its tail; -1: none */
-    int64_t backlog_mark;  /* in prefill: backlog_added just after its own tokens were added.
-                            * backlog_added - backlog is the number of tokens that have left the
-                            * backlog. So backlog_mark minus that is the backlog up to and with this
-                            * sequence */
-    uint32_t prompt_group; /* sequences with the same number have the same prompt; 0: not known */
-    int prefill_prev, prefill_next; /* list of sequences in prefill, first come, first served;
-                                     * max_seqs ends it */
 } sched_seq;
 
 struct sched_free_buffer { /* a free token buffer: the link is in its first bytes */
@@ -11075,9 +10663,7 @@ struct sched_free_buffer { /* a free token buffer: the link is in its first byte
 typedef struct scheduler {
     sched_config config;
     kv_cache kv;
-    pred predictor;
-    page_forecast forecast;
-    int64_t now;         /* the step planned last, = forecast.now */
+    int64_t now;         /* the step planned last */
     sched_seq *seqs;     /* [max_seqs + 1]; the last one is both ends of the prefill list */
     int *free_seqs;      /* [max_seqs] stack of n_seqs_free */
     int n_seqs_free, n_running, n_decode; /* n_running: in prefill or decode */
@@ -11089,13 +10675,8 @@ typedef struct scheduler {
     int *prefill_seqs;   /* [max_seqs] sequences with prefill rows in the step planned last, in the
                           * order in which they got them. A sequence that skips pages which are
                           * computed in this same step is after the one that computes them */
-    /* sum of sched_page_guess_squared over running sequences */
-    int64_t sum_page_guess_squared;
-    int64_t backlog, backlog_added; /* tokens still to prefill; all tokens ever added to it */
-    heap_node *user_nodes;    /* [n_pages + max_seqs] key: the end step of a tree page (0: not held)
-                              * or of sequence seq, which is node n_pages + seq */
-    int *top_user;         /* [n_pages] top of a page's heap of users in user_nodes; see
-                              * sched_update_page_end */
+    int64_t backlog;     /* tokens still to prefill */
+    int64_t max_growth;  /* sum of sched_max_growth over running sequences */
     heap_node *seq_nodes;    /* [max_seqs] a heap of preempted sequences, earliest in the queue on
                               * top, and one of running sequences, latest in the queue on top */
     int next_to_resume, next_to_preempt; /* the tops of these two heaps */
@@ -11106,15 +10687,13 @@ typedef struct scheduler {
     int n_unstarted;         /* samples of queued requests that never started */
     int64_t arrival_step;    /* step of the last arrival */
     int n_arrived;           /* arrivals in that step */
-    uint32_t n_admissions, draw_counter; /* admissions; see sched_expected_len */
-    uint64_t last_own_class; /* last key given to a request without one */
+    uint32_t n_admissions;
     struct sched_free_buffer *free_buffers[32]; /* [c]: list of free buffers of 2^c tokens */
     int n_buffers[32];       /* [c]: such buffers, free or in use */
     int buffer_demand[32];   /* [c]: samples, queued or live, that need such a buffer */
     uint64_t change_count, refused_change_count; /* changes of what admission depends on; their
                                                  * number when the queue's head last did not fit */
-    int64_t refused_step;     /* the step in which it did not fit */
-    int64_t n_preempted, n_repredicted; /* since open: preemptions; corrections of a forecast */
+    int64_t n_preempted;     /* since open: preemptions */
     int64_t n_prompt_tokens; /* since open: prompt tokens of started sequences, each once */
     int64_t n_prompt_hits;   /* those of them that were not computed: found or copied */
 } scheduler;
@@ -11158,15 +10737,11 @@ static void sched_free(scheduler *sched) {
     for (int i = 0; i < COUNT(sched->free_buffers); i++)
         while (sched->free_buffers[i]) free(sched_buffer_alloc(sched, i));
     kv_free(&sched->kv);
-    pred_free(&sched->predictor);
-    free(sched->forecast.nodes);
     free(sched->seqs);
     free(sched->seq_nodes);
     free(sched->free_seqs);
     free(sched->copies);
     free(sched->tail_table);
-    free(sched->user_nodes);
-    free(sched->top_user);
     free(sched->requests);
     free(sched->queue_nodes);
     free(sched->prefill_seqs);
@@ -11182,21 +10757,19 @@ static int sched_n_preempted(const scheduler *sched) {
  * nothing is allocated then. */
 static int sched_init(scheduler *sched, const sched_config *config, toka_err *e) {
     assert(config->max_tokens >= config->max_seqs && config->max_len > 1);
-    size_t n_pages = (size_t)config->n_pages, n_seqs = (size_t)config->max_seqs;
+    size_t n_seqs = (size_t)config->max_seqs;
     *sched = (scheduler){.config = *config,
                          .next_to_resume = -1,
                          .next_to_preempt = -1,
                          .free_request = -1,
                          .first_queued = -1};
-    bool fits = config->max_len < 1 << 29 /* the steps of the forecast are counted in int */ &&
-                kv_init(&sched->kv, config->B, config->n_pages, config->max_seqs, config->max_len);
-    pred_init(&sched->predictor, config->n_classes, config->max_seqs);
-    /* room for a prefill delay of max_len steps, then a sequence of max_len tokens */
-    for (sched->forecast.n_steps = 4; fits && sched->forecast.n_steps < 2 * config->max_len + 2;
-         sched->forecast.n_steps *= 2) {}
-    sched->forecast.nodes = fits ? mem_try_zalloc((size_t)sched->forecast.n_steps * 2,
-                                                  sizeof *sched->forecast.nodes)
-                                 : NULL;
+    if (!kv_init(&sched->kv, config->B, config->n_pages, config->max_seqs, config->max_len)) {
+        *sched = (scheduler){0};
+        return fail(e, TOKA_E_MEMORY,
+                    "no memory for the tables of %d pages of KV and %d sequences of up to "
+                    "%d tokens",
+                    config->n_pages, config->max_seqs, config->max_len);
+    }
     static_assert(offsetof(sched_seq, request) == 64, "one cache line");
     sched->seqs = mem_check(aligned_alloc(64, (n_seqs + 1) * sizeof *sched->seqs));
     memset(sched->seqs, 0, (n_seqs + 1) * sizeof *sched->seqs);
@@ -11204,166 +10777,16 @@ static int sched_init(scheduler *sched, const sched_config *config, toka_err *e)
     sched->free_seqs = mem_alloc(n_seqs * sizeof(int));
     sched->copies = mem_alloc(n_seqs * sizeof *sched->copies);
     sched->prefill_seqs = mem_alloc(n_seqs * sizeof *sched->prefill_seqs);
-    sched->user_nodes = mem_try_zalloc(n_pages + n_seqs, sizeof *sched->user_nodes);
-    sched->top_user = mem_try_zalloc(n_pages, sizeof *sched->top_user);
     for (sched->n_tail_buckets = 1; sched->n_tail_buckets < config->max_seqs;)
         sched->n_tail_buckets *= 2;
     sched->tail_table =
         mem_alloc((size_t)sched->n_tail_buckets * SCHED_TAIL_WAYS * sizeof *sched->tail_table);
-    if (!sched->forecast.nodes || !sched->user_nodes || !sched->top_user) {
-        sched_free(sched);
-        return fail(e, TOKA_E_MEMORY,
-                    "no memory for the tables of %d pages of KV and %d sequences of up to "
-                    "%d tokens",
-                    config->n_pages, config->max_seqs, config->max_len);
-    }
-    for (int page = 0; page < config->n_pages; page++) sched->top_user[page] = -1;
     for (int i = 0; i < sched->n_tail_buckets * SCHED_TAIL_WAYS; i++) sched->tail_table[i] = -1;
     for (int seq = config->max_seqs - 1; seq >= 0; seq--)
         sched->free_seqs[sched->n_seqs_free++] = seq;
     sched->seqs[config->max_seqs].prefill_prev = sched->seqs[config->max_seqs].prefill_next =
         config->max_seqs;
     return 0;
-}
-
-/* ---- The forecast of one sequence ---- */
-
-/* Returns the last page of its block table that is in the prefix tree, or -1. */
-static int sched_last_tree_page(const scheduler *sched, int seq) {
-    int n = sched->kv.seqs[seq].n_tree_pages;
-    return n ? kv_block_table(&sched->kv, seq)[n - 1] : -1;
-}
-
-/* Adds (sign 1) or removes (sign -1) the own pages of seq, those outside the prefix tree, in the
- * forecast: n_held pages from now to its end, and the pages that it will allocate, from number
- * next_page on. */
-static void sched_forecast_own_pages(scheduler *sched, int seq, int n_held, int next_page,
-                                     int sign) {
-    const sched_seq *sequence = &sched->seqs[seq];
-    int n_pages = kv_pages_for(&sched->kv, MIN(sequence->expected_len, sequence->limit) - 1);
-    for (int page = next_page; page < n_pages; page++)
-        forecast_change(&sched->forecast, sequence->base_step + (int64_t)page * sched->config.B,
-                        sign);
-    forecast_add(&sched->forecast, sched->now, sequence->end_step, sign * n_held);
-    forecast_change(&sched->forecast, sequence->end_step, -sign * MAX(n_pages - next_page, 0));
-}
-
-static void sched_forecast_own_pages_now(scheduler *sched, int seq, int sign) {
-    const kv_seq *cache_seq = &sched->kv.seqs[seq];
-    sched_forecast_own_pages(sched, seq, cache_seq->n_pages - cache_seq->n_tree_pages,
-                             cache_seq->n_pages, sign);
-}
-
-/* The users of a tree page are its child pages and the sequences whose last tree page it is. They
- * keep it held. They are a heap in user_nodes, with the user that ends last on top. The end of the
- * page is the end of that user. `->` is "in the heap of users of":
- *
- *     seq 3 (end 90) ---> page 5 (end 90) ---+
- *     seq 1 (end 70) ---> page 8 (end 70) ---+--> page 2 (end 90) ---> no heap, a child of the root
- *     seq 6 (end 40) ------------------------+
- *
- * The users of `page` changed. Updates its end and the ends of its ancestors; with
- * `update_forecast` the forecast, too. The end of a page is user_nodes[page].key; 0: no sequence
- * holds it. Step 0 is never later than now, so forecast_add from 0 adds the page from now on, and
- * forecast_add to 0 removes it from now on. Consecutive pages with the same change (n_pages from
- * from_end to to_end) are added together. */
-static void sched_update_page_end(scheduler *sched, int page, bool update_forecast) {
-    int64_t from_end = 0, to_end = 0;
-    int n_pages = 0;
-    while (page >= 0) {
-        int64_t old_end = sched->user_nodes[page].key;
-        int64_t new_end = sched->top_user[page] >= 0
-                              ? sched->user_nodes[sched->top_user[page]].key
-                              : 0;
-        if (old_end == new_end) break;
-        if (n_pages && update_forecast && (old_end != from_end || new_end != to_end)) {
-            forecast_add(&sched->forecast, from_end, to_end, n_pages);
-            n_pages = 0;
-        }
-        from_end = old_end;
-        to_end = new_end;
-        n_pages++;
-        int parent = sched->kv.pages[page].parent;
-        if (parent == sched->kv.root) {
-            sched->user_nodes[page].key = new_end;
-            break;
-        }
-        if (!old_end) heap_insert(sched->user_nodes, &sched->top_user[parent], page, new_end, 0);
-        else if (!new_end) {
-            heap_remove(sched->user_nodes, &sched->top_user[parent], page);
-            sched->user_nodes[page].key = 0;
-        } else heap_rekey(sched->user_nodes, &sched->top_user[parent], page, new_end);
-        page = parent;
-    }
-    if (n_pages && update_forecast) forecast_add(&sched->forecast, from_end, to_end, n_pages);
-}
-
-static void sched_add_page_user(scheduler *sched, int seq, bool update_forecast) {
-    int tree_page = sched_last_tree_page(sched, seq);
-    if (tree_page < 0) return;
-    heap_insert(sched->user_nodes, &sched->top_user[tree_page], sched->config.n_pages + seq,
-                sched->seqs[seq].end_step, 0);
-    sched_update_page_end(sched, tree_page, update_forecast);
-}
-
-static void sched_remove_page_user(scheduler *sched, int seq, int tree_page) {
-    if (tree_page < 0) return;
-    heap_remove(sched->user_nodes, &sched->top_user[tree_page], sched->config.n_pages + seq);
-    sched_update_page_end(sched, tree_page, true);
-}
-
-/* Returns the square of the number of output pages that a sequence is expected to have; 0 if its
- * length is fixed. */
-static int64_t sched_page_guess_squared(const scheduler *sched, const sched_seq *sequence) {
-    int64_t n_pages =
-        sched->requests[sequence->request].fixed_len
-            ? 0
-            : kv_pages_for(&sched->kv, sequence->expected_len - sequence->n_prompt);
-    return n_pages * n_pages;
-}
-
-/* Sets base_step and expected_len of a running sequence and updates the forecast. The new end_step
- * must be later than this step and within the steps of the forecast. */
-static void sched_set_forecast(scheduler *sched, int seq, int64_t base_step, int expected_len) {
-    sched_seq *sequence = &sched->seqs[seq];
-    int tree_page = sched_last_tree_page(sched, seq);
-    sched_forecast_own_pages_now(sched, seq, -1);
-    sched->sum_page_guess_squared -= sched_page_guess_squared(sched, sequence);
-    sequence->base_step = base_step;
-    sequence->expected_len = expected_len;
-    sequence->end_step = base_step + expected_len - 1;
-    sched->sum_page_guess_squared += sched_page_guess_squared(sched, sequence);
-    sched->change_count++;
-    sched_forecast_own_pages_now(sched, seq, 1);
-    if (tree_page >= 0) {
-        heap_rekey(sched->user_nodes, &sched->top_user[tree_page], sched->config.n_pages + seq,
-                   sequence->end_step);
-        sched_update_page_end(sched, tree_page, true);
-    }
-}
-
-/* Returns the number of tokens, prompt and output, that the sequence is expected to have in the
- * end. It has n_now tokens now. The first call draws its share_longer; the expected length is that
- * of this share in its class. If the sequence has got longer than that, a new share_longer is drawn
- * among the lengths above n_now. The draws of all sequences together are evenly spread (multiples
- * of the golden ratio, modulo 1), so that even a few of them represent the whole distribution. */
-static int sched_expected_len(scheduler *sched, sched_seq *sequence, int n_now) {
-    const sched_request *request = &sched->requests[sequence->request];
-    int n_output = MAX(n_now - sequence->n_prompt, request->min_tokens);
-    int max_output = sequence->limit - sequence->n_prompt;
-    if (request->fixed_len || n_output >= max_output - 1) return MAX(sequence->limit, n_now + 1);
-    int length = sequence->share_longer > 0 ? pred_length(&sched->predictor, sequence->length_class,
-                                                      sequence->share_longer)
-                                        : 0;
-    if (length <= n_output) {
-        sched->draw_counter += 0x9E3779B9u;
-        sequence->share_longer = pred_survival(&sched->predictor, sequence->length_class,
-                                               n_output) *
-                                 ((double)sched->draw_counter + 0.5) / 4294967296.0;
-        length = MAX(pred_length(&sched->predictor, sequence->length_class, sequence->share_longer),
-                     n_output + 1);
-    }
-    return sequence->n_prompt + MIN(length, max_output);
 }
 
 /* ---- Submit ---- */
@@ -11415,15 +10838,10 @@ static int sched_submit(scheduler *sched, const sched_job *job, toka_err *e) {
                                .n_prompt = job->n_prompt,
                                .n = job->n,
                                .max_tokens = job->max_tokens,
-                               .min_tokens = MIN(job->min_tokens, job->max_tokens),
-                               .fixed_len = job->fixed_len,
                                .no_run_ahead = job->no_run_ahead,
                                .n_unshared = job->n_unshared,
-                               .first_seq = -1,
-                               .class_key = job->class_key};
+                               .first_seq = -1};
     memcpy(request->prompt, job->prompt, (size_t)job->n_prompt * sizeof(int32_t));
-    if (!request->class_key && job->n > 1)
-        request->class_key = ++sched->last_own_class | (uint64_t)1 << 63;
     request->queue_key =
         (sched->now - (int64_t)priority * SCHED_PRIORITY_STEPS) * (1 << 24) +
         MIN(sched->n_arrived, (1 << 24) - 1);
@@ -11437,6 +10855,12 @@ static int sched_submit(scheduler *sched, const sched_job *job, toka_err *e) {
 
 /* ---- Ends ---- */
 
+/* Returns the number of pages that a running sequence still appends if it gets as long as it may.
+ * The last token is sampled but is never an input, so it needs no page. */
+static int sched_max_growth(const scheduler *sched, int seq) {
+    return kv_pages_for(&sched->kv, sched->seqs[seq].limit - 1) - sched->kv.seqs[seq].n_pages;
+}
+
 static void sched_prefill_remove(scheduler *sched, int seq) {
     sched_seq *sequence = &sched->seqs[seq];
     sched->seqs[sequence->prefill_prev].prefill_next = sequence->prefill_next;
@@ -11445,8 +10869,8 @@ static void sched_prefill_remove(scheduler *sched, int seq) {
     sequence->backlog_share = 0;
 }
 
-/* Ends the run of a sequence: frees its pages and removes it from the forecast, the heap of running
- * sequences and the tail table. The caller sets its new state. */
+/* Ends the run of a sequence: frees its pages and removes it from the heap of running sequences and
+ * the tail table. The caller sets its new state. */
 static void sched_stop_running(scheduler *sched, int seq) {
     sched_seq *sequence = &sched->seqs[seq];
     if (sequence->state == SCHED_PREFILL) sched_prefill_remove(sched, seq);
@@ -11459,15 +10883,13 @@ static void sched_stop_running(scheduler *sched, int seq) {
      * is in use again: sched_has_same_tail compares the pages and tokens. */
     sequence->tail_bucket = -1;
     heap_remove(sched->seq_nodes, &sched->next_to_preempt, seq);
-    sched_forecast_own_pages_now(sched, seq, -1);
-    sched_remove_page_user(sched, seq, sched_last_tree_page(sched, seq));
+    sched->max_growth -= sched_max_growth(sched, seq);
     kv_free_seq(&sched->kv, seq);
     sequence->n_computed = sequence->n_rows = 0;
     sequence->n_planned = sequence->n_known;
     sequence->generation++;
     sched->n_running--;
     sched->change_count++;
-    sched->sum_page_guess_squared -= sched_page_guess_squared(sched, sequence);
 }
 
 static void sched_free_request(scheduler *sched, int id) {
@@ -11477,9 +10899,8 @@ static void sched_free_request(scheduler *sched, int id) {
     sched->free_request = id;
 }
 
-/* Ends a sequence for good and frees its index. truncated: it did not end by itself, but at its
- * limit or by cancellation. */
-static void sched_end_seq(scheduler *sched, int seq, bool truncated) {
+/* Ends a sequence for good and frees its index. */
+static void sched_end_seq(scheduler *sched, int seq) {
     sched_seq *sequence = &sched->seqs[seq];
     sched_request *request = &sched->requests[sequence->request];
     int size_class = sched_buffer_class(sequence->limit);
@@ -11488,9 +10909,6 @@ static void sched_end_seq(scheduler *sched, int seq, bool truncated) {
         sequence->generation++;
         sched->change_count++;
     } else sched_stop_running(sched, seq);
-    if (!request->fixed_len)
-        pred_count_end(&sched->predictor, sequence->length_class, sequence->length_bucket,
-                       sequence->n_known - sequence->n_prompt, truncated);
     sched_buffer_free(sched, sequence->tokens, size_class);
     sched->buffer_demand[size_class]--;
     sequence->tokens = NULL;
@@ -11522,62 +10940,40 @@ static void sched_cancel(scheduler *sched, int id) {
     else
         for (int seq = request->first_seq, n_left = request->n_live; n_left--;) {
             int next_seq = sched->seqs[seq].sibling_next;
-            sched_end_seq(sched, seq, true);
+            sched_end_seq(sched, seq);
             seq = next_seq;
         }
 }
 
 /* ---- Admission ---- */
 
-/* Returns the number of steps, this one included, that it takes to prefill a backlog of so many
- * tokens; at most max_len. */
-static int64_t sched_prefill_steps(const scheduler *sched, int64_t tokens) {
-    int64_t rate = MAX(1, sched->config.max_tokens - sched->n_decode);
-    return MAX(1, MIN((tokens + rate - 1) / rate, (int64_t)sched->config.max_len));
-}
-
-/* Returns the number of pages that admission leaves free, because lengths are guesses. The error of
- * one guess is about as large as the guess. The error of a sum of independent guesses is the square
- * root of the sum of their squares. Half of that is left free, which makes preemption rare. The
- * limit is 1/16 of the pool, because preemption is cheap enough. */
+/* Returns the number of pages that admission leaves free for the running sequences. */
 static int sched_reserve(const scheduler *sched) {
-    return (int)MIN(sqrt((double)sched->sum_page_guess_squared) / 2,
-                    (double)(sched->config.n_pages / 16));
+    int64_t n_tokens = (int64_t)sched->n_running * sched->config.reserve_steps;
+    return (int)MIN((n_tokens + sched->config.B - 1) / sched->config.B, sched->max_growth);
 }
 
-/* Would the pool hold seq in all later steps, beside the running sequences? The first n_matched
- * pages of its block table were found in the prefix tree. If it fits, returns true and leaves seq
- * in the forecast; if not, the forecast is as before. */
-static bool sched_try_forecast(scheduler *sched, int seq, int n_tokens, int n_matched) {
+/* Are there pages for seq beside the running sequences and their reserve? The first n_matched pages
+ * of its block table were found in the prefix tree. */
+static bool sched_has_pages(const scheduler *sched, int seq, int n_tokens, int n_matched) {
     const int *table = kv_block_table(&sched->kv, seq);
-    int64_t end_step = sched->seqs[seq].end_step;
-    int n_pages = kv_pages_for(&sched->kv, n_tokens);
     int n_held = n_matched; /* the first pages of the block table that other sequences hold */
     while (n_held && sched->kv.pages[table[n_held - 1]].ref == 0) n_held--;
-    if (n_pages - n_held > kv_n_available(&sched->kv)) return false;
-    for (int sign = 1;; sign = -1) {
-        sched_forecast_own_pages(sched, seq, n_pages - n_held, n_pages, sign);
-        /* seq keeps held pages until end_step at least. From the deepest page up: if a page ends
-         * late enough, all pages above it do, too */
-        for (int i = n_held; i-- && sched->user_nodes[table[i]].key < end_step;)
-            forecast_add(&sched->forecast, sched->user_nodes[table[i]].key, end_step, sign);
-        if (sign < 0) return false;
-        if (forecast_peak(&sched->forecast) <= sched->config.n_pages - sched_reserve(sched))
-            return true;
-    }
+    return kv_pages_for(&sched->kv, n_tokens) - n_held + sched_reserve(sched) <=
+           kv_n_available(&sched->kv);
 }
 
 static bool sched_is_unshared(const scheduler *sched, const sched_seq *sequence) {
     return sequence->sample < sched->requests[sequence->request].n_unshared;
 }
 
-/* Starts a sequence for which sched_try_forecast returned true: allocates its pages and puts it at
+/* Starts a sequence for which sched_has_pages returned true: allocates its pages and puts it at
  * the end of the prefill list. n_tokens: its prompt or, if it is resumed, all its known tokens. */
 static void sched_start(scheduler *sched, int seq, int n_tokens, int n_matched) {
     sched_seq *sequence = &sched->seqs[seq];
     kv_alloc_seq(&sched->kv, seq, sequence->tokens, n_tokens, n_matched,
                  sched_is_unshared(sched, sequence));
-    sched_add_page_user(sched, seq, false);
+    sched->max_growth += sched_max_growth(sched, seq);
     sequence->state = SCHED_PREFILL;
     sequence->tail_bucket = sequence->next_tail_source = -1;
     sequence->prompt_group = 0;
@@ -11587,8 +10983,6 @@ static void sched_start(scheduler *sched, int seq, int n_tokens, int n_matched) 
     sequence->next_full_page_at = (sched->kv.seqs[seq].n_tree_pages + 1) * sched->config.B;
     sequence->backlog_share = n_tokens - n_matched * sched->config.B;
     sched->backlog += sequence->backlog_share;
-    sched->backlog_added += sequence->backlog_share;
-    sequence->backlog_mark = sched->backlog_added;
     sequence->prefill_next = sched->config.max_seqs;
     sequence->prefill_prev = sched->seqs[sched->config.max_seqs].prefill_prev;
     sched->seqs[sequence->prefill_prev].prefill_next = seq;
@@ -11597,24 +10991,10 @@ static void sched_start(scheduler *sched, int seq, int n_tokens, int n_matched) 
                 sched->requests[sequence->request].queue_key, sequence->admission_number);
     sched->n_running++;
     sched->change_count++;
-    sched->sum_page_guess_squared += sched_page_guess_squared(sched, sequence);
     if (!sequence->was_preempted) {
         sched->n_prompt_tokens += n_tokens;
         sched->n_prompt_hits += n_matched * sched->config.B;
     }
-}
-
-/* Sets expected_len, base_step and end_step of seq as if its prefill started now, with n_matched
- * pages found in the prefix tree. Does not change the forecast. */
-static void sched_init_forecast(scheduler *sched, int seq, int n_tokens, int n_matched) {
-    sched_seq *sequence = &sched->seqs[seq];
-    sequence->expected_len = sched_expected_len(sched, sequence, n_tokens);
-    sequence->base_step =
-        sched->now +
-        sched_prefill_steps(sched,
-                            sched->backlog + n_tokens - (int64_t)n_matched * sched->config.B) -
-        n_tokens;
-    sequence->end_step = sequence->base_step + sequence->expected_len - 1;
 }
 
 /* Resumes a preempted sequence if it fits. Returns false if it does not. */
@@ -11625,17 +11005,14 @@ static bool sched_admit_preempted(scheduler *sched, int seq) {
                         ? 0
                         : kv_match_prefix(&sched->kv, kv_block_table(&sched->kv, seq),
                                           sequence->tokens, n_tokens);
-    sched_init_forecast(sched, seq, n_tokens, n_matched);
-    if (!sched_try_forecast(sched, seq, n_tokens, n_matched)) return false;
+    if (!sched_has_pages(sched, seq, n_tokens, n_matched)) return false;
     heap_remove(sched->seq_nodes, &sched->next_to_resume, seq);
     sched_start(sched, seq, n_tokens, n_matched);
     return true;
 }
 
 /* Starts the next sample of a queued request if it fits; takes the request from the queue with its
- * last sample. Returns false if it does not fit or no index is free. Each try draws a new expected
- * length; so among requests that had to wait, short draws are more frequent. (A preempted sequence
- * keeps its share_longer.) */
+ * last sample. Returns false if it does not fit or no index is free. */
 static bool sched_admit_new(scheduler *sched, int id) {
     if (!sched->n_seqs_free) return false;
     sched_request *request = &sched->requests[id];
@@ -11653,14 +11030,9 @@ static bool sched_admit_new(scheduler *sched, int id) {
                             .n_prefix_hits = n_matched * sched->config.B,
                             .limit = n_tokens + request->max_tokens,
                             .generation = sequence->generation,
-                            .length_class = {-1, 0},
-                            .next_bucket_at = n_tokens + sched->predictor.edge[1],
                             .sibling_next = request->first_seq,
                             .sibling_prev = -1};
-    if (!request->fixed_len)
-        sequence->length_class = pred_find_class(&sched->predictor, request->class_key);
-    sched_init_forecast(sched, seq, n_tokens, n_matched);
-    if (!sched_try_forecast(sched, seq, n_tokens, n_matched)) return false;
+    if (!sched_has_pages(sched, seq, n_tokens, n_matched)) return false;
     sched->n_seqs_free--;
     sequence->tokens = sched_buffer_alloc(sched, sched_buffer_class(sequence->limit));
     memcpy(sequence->tokens, request->prompt, (size_t)n_tokens * sizeof(int32_t));
@@ -11670,18 +11042,16 @@ static bool sched_admit_new(scheduler *sched, int id) {
     if (++request->n_started == request->n)
         heap_remove(sched->queue_nodes, &sched->first_queued, id);
     sched->n_unstarted--;
-    if (!request->fixed_len) pred_count_reached(&sched->predictor, sequence->length_class, 0);
     sched_start(sched, seq, n_tokens, n_matched);
     return true;
 }
 
 /* Starts sequences from the head of the queue while they fit. Stops when the backlog is as large as
  * two full steps: more sequences could not be computed yet and would only hold pages. If the head
- * did not fit, tries it again when change_count has changed (a request, a running sequence or an
- * expected length), or after 16 steps, because the forecast also changes as time passes. */
+ * did not fit, tries it again when change_count has changed: until then requests and running
+ * sequences are the same, and the number of free pages has not grown. */
 static void sched_admit(scheduler *sched) {
-    if (sched->change_count == sched->refused_change_count && sched->now < sched->refused_step + 16)
-        return;
+    if (sched->change_count == sched->refused_change_count) return;
     while ((sched->next_to_resume >= 0 || sched->first_queued >= 0) &&
            sched->backlog < 2 * (int64_t)sched->config.max_tokens) {
         /* a preempted sequence has an index; a new one needs a free index */
@@ -11694,7 +11064,6 @@ static void sched_admit(scheduler *sched) {
             continue;
         assert(sched->n_running || !sched->n_seqs_free); /* alone, each request fits */
         sched->refused_change_count = sched->change_count;
-        sched->refused_step = sched->now;
         return;
     }
 }
@@ -11725,9 +11094,8 @@ static bool sched_needs_page(const scheduler *sched, const sched_seq *sequence) 
            sequence->n_computed % sched->config.B == 0 && !sched_must_wait(sequence);
 }
 
-/* Corrects the forecast of the sequences for which it proved wrong: a sequence that reached its
- * expected end, and a prefill that should be over. Also clears the rows of the last step.
- * Returns the number of pages that sequences in decode need for this step. */
+/* Clears the rows of the last step. Returns the number of pages that sequences in decode need for
+ * this step. */
 static int sched_prepare_step(scheduler *sched) {
     int n_needed = 0;
     for (int seq = 0; seq < sched->config.max_seqs; seq++) {
@@ -11735,44 +11103,9 @@ static int sched_prepare_step(scheduler *sched) {
         if (sequence->state != SCHED_PREFILL && sequence->state != SCHED_DECODE) continue;
         sequence->n_rows = 0;
         sequence->is_sampled = false;
-        int64_t base_step = sequence->base_step;
-        /* its last prefill row was expected in an earlier step: count the backlog up to and with
-         * this sequence again */
-        if (sequence->state == SCHED_PREFILL && base_step + sequence->n_known <= sched->now) {
-            int64_t tokens_ahead =
-                MAX(sequence->backlog_mark - (sched->backlog_added - sched->backlog),
-                    (int64_t)sequence->backlog_share);
-            base_step = sched->now + sched_prefill_steps(sched, tokens_ahead) - sequence->n_known;
-        }
-        if (base_step != sequence->base_step || sequence->end_step <= sched->now) {
-            /* the smallest length with an end_step later than now: it is now + 1 */
-            int min_len = (int)(sched->now + 2 - base_step);
-            int expected_len =
-                sequence->end_step <= sched->now
-                    ? sched_expected_len(sched, sequence,
-                                         MIN(sequence->n_planned, sequence->limit - 1))
-                    : sequence->expected_len;
-            sched_set_forecast(sched, seq, base_step, MAX(expected_len, min_len));
-            sched->n_repredicted++;
-        }
         n_needed += sched_needs_page(sched, sequence);
     }
     return n_needed;
-}
-
-/* Called when a sequence in decode allocated a page. Predicts its length again. Takes the new
- * length if it differs by more than a page and by more than a quarter of what is left. */
-static void sched_recheck_len(scheduler *sched, int seq) {
-    sched_seq *sequence = &sched->seqs[seq];
-    int expected_len = sched_expected_len(sched, sequence, sequence->n_planned);
-    int change = abs(expected_len - sequence->expected_len);
-    if (change <= sched->config.B ||
-        change <= (sequence->expected_len - sequence->n_planned) / 4)
-        return;
-    expected_len = MAX(expected_len, (int)(sched->now + 2 - sequence->base_step));
-    if (expected_len == sequence->expected_len) return;
-    sched_set_forecast(sched, seq, sequence->base_step, expected_len);
-    sched->n_repredicted++;
 }
 
 /* Gives one row to each sequence in decode. Returns the number of rows. */
@@ -11781,13 +11114,10 @@ static int sched_plan_decode(scheduler *sched) {
     for (int seq = 0; seq < sched->config.max_seqs; seq++) {
         sched_seq *sequence = &sched->seqs[seq];
         if (sequence->state != SCHED_DECODE || sequence->n_planned >= sequence->limit) continue;
-        if (sched_must_wait(sequence)) { /* its whole schedule moves by one step */
-            sched_set_forecast(sched, seq, sequence->base_step + 1, sequence->expected_len);
-            continue;
-        }
+        if (sched_must_wait(sequence)) continue;
         if (sched_needs_page(sched, sequence)) {
             sequence->last_page = kv_append_page(&sched->kv, seq);
-            if (!sched->requests[sequence->request].fixed_len) sched_recheck_len(sched, seq);
+            sched->max_growth--;
         }
         sequence->from = sequence->n_computed++;
         sequence->n_rows = 1;
@@ -11915,9 +11245,6 @@ static int sched_plan_prefill(scheduler *sched, int budget) {
         sched->n_decode++;
         sequence->last_page =
             kv_block_table(&sched->kv, seq)[sched->kv.seqs[seq].n_pages - 1];
-        int64_t base_step = sched->now + 1 - sequence->n_known;
-        if (base_step != sequence->base_step)
-            sched_set_forecast(sched, seq, base_step, sequence->expected_len);
     }
     return n_rows;
 }
@@ -11925,7 +11252,6 @@ static int sched_plan_prefill(scheduler *sched, int budget) {
 /* Plans the next step. Returns its number of rows; 0: nothing can run until a request is submitted
  * or a token is committed. */
 static int sched_plan(scheduler *sched) {
-    forecast_advance(&sched->forecast);
     sched->now++;
     sched->n_copies = sched->n_prefill_seqs = 0;
     int n_needed = sched_prepare_step(sched);
@@ -11946,27 +11272,11 @@ static void sched_insert_full_pages(scheduler *sched, int seq) {
     const kv_seq *cache_seq = &sched->kv.seqs[seq];
     while (!cache_seq->no_more_inserts && (cache_seq->n_tree_pages + 1) * sched->config.B <=
                                        MIN(sequence->n_known, sequence->n_computed)) {
-        int tree_page = sched_last_tree_page(sched, seq), node = sched->config.n_pages + seq;
         enum kv_insert_result result = kv_insert_full_page(&sched->kv, seq, sequence->tokens);
         if (result == KV_NOT_INSERTED) break;
-        int page = sched_last_tree_page(sched, seq);
-        if (result == KV_INSERTED) {
-            /* the page, with the end of seq, replaces seq as a user of tree_page; seq becomes a
-             * user of the page. The forecast does not change */
-            sched->user_nodes[page].key = sequence->end_step;
-            if (tree_page >= 0)
-                heap_replace(sched->user_nodes, &sched->top_user[tree_page], node, page);
-            heap_insert(sched->user_nodes, &sched->top_user[page], node, sequence->end_step, 0);
-        } else {
-            /* deduplicated: seq has one own page less and becomes a user of the duplicate. The
-             * duplicate is a child of tree_page and ends no earlier than seq, so the end of
-             * tree_page is still right */
-            forecast_add(&sched->forecast, sched->now, sequence->end_step, -1);
-            if (tree_page >= 0)
-                heap_remove(sched->user_nodes, &sched->top_user[tree_page], node);
-            sched_add_page_user(sched, seq, true);
-            sequence->last_page = kv_block_table(&sched->kv, seq)[cache_seq->n_pages - 1];
-        }
+        if (result == KV_INSERTED) continue;
+        sequence->last_page = kv_block_table(&sched->kv, seq)[cache_seq->n_pages - 1];
+        sched->change_count++; /* its own page is free */
     }
     sequence->next_full_page_at =
         cache_seq->no_more_inserts ? INT_MAX : (cache_seq->n_tree_pages + 1) * sched->config.B;
@@ -11986,15 +11296,8 @@ static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t genera
     sequence->tokens[sequence->n_known++] = token;
     if (ended || sequence->n_known == sequence->limit) {
         sched_insert_full_pages(sched, seq);
-        sched_end_seq(sched, seq, !ended);
+        sched_end_seq(sched, seq);
         return SCHED_DONE;
-    }
-    if (sequence->n_known == sequence->next_bucket_at) {
-        if (!sched->requests[sequence->request].fixed_len)
-            pred_count_reached(&sched->predictor, sequence->length_class,
-                               sequence->length_bucket + 1);
-        sequence->next_bucket_at =
-            sequence->n_prompt + sched->predictor.edge[++sequence->length_bucket + 1];
     }
     if (sequence->n_known >= sequence->next_full_page_at) sched_insert_full_pages(sched, seq);
     return SCHED_CONTINUES;
@@ -16983,6 +16286,7 @@ static double model_busy_s(model_grid *model) {
 #define ENG_MAX_SAMPLES (1 << 28) /* of all requests that are not released */
 #define ENG_MAX_IN_FLIGHT 4           /* in-flight steps of a replica */
 #define ENG_MAX_PARALLEL 64       /* replicas, stages, tensor ranks */
+#define ENG_FIRST_MEAN 192.0          /* output tokens expected before any sample has ended */
 
 typedef struct eng_waiter { /* a thread in eng_generate */
     pthread_cond_t wake; /* its request was released, or this thread may become the driver */
@@ -17024,7 +16328,6 @@ typedef struct eng_request { /* from eng_submit until it is freed */
     bool ids_only, keep_special;
     int n_scored;         /* prompt tokens whose events were delivered */
     int priority;
-    uint64_t class_key;   /* of the length predictor (15) */
     ids end_ids;          /* ids that end a sample; owned */
     toka_event_fn *callback; /* or NULL */
     void *user;
@@ -17100,6 +16403,7 @@ typedef struct eng { /* pools are sized at open and never grow */
     const mf_model *files;
     const tok *tokenizer;         /* NULL: events have no text */
     int max_len, max_seqs;  /* max_seqs: of all replicas */
+    int64_t n_ended, ended_tokens; /* samples that got their last token; their output tokens */
     bool no_prefix_sharing; /* every sample has unshared pages and spans */
     bool hung;              /* opening failed and a rank hangs: the engine cannot be freed */
     eng_startup startup;
@@ -17439,7 +16743,8 @@ static int eng_open(eng **out, const toka_backend *backend, const mf_model *file
                     max_seqs);
     shape->B = backend->page_tok;
     sched_config config = {
-        .B = shape->B, .max_seqs = max_seqs, .max_tokens = max_tokens, .n_classes = 4096};
+        .B = shape->B, .max_seqs = max_seqs, .max_tokens = max_tokens,
+        .reserve_steps = SCHED_RESERVE_STEPS};
     eng *engine = eng_new(backend, files, tokenizer, options);
     int code = eng_open_replicas(engine, shape, options, &config, e);
     const bool hung = code && !eng_close_ranks(engine); /* after it no rank reports a phase */
@@ -17496,7 +16801,6 @@ static eng_request *eng_request_new(const eng *engine, const eng_submission *sub
     request->n_prompt = n_prompt;
     request->n_samples = request->n_unfinished = MAX(params->n, 1);
     request->priority = params->priority;
-    request->class_key = params->length_class;
     request->ids_only = params->ids_only;
     request->keep_special = params->keep_special;
     request->prompt_logprobs = params->prompt_logprobs;
@@ -17710,13 +17014,12 @@ static void eng_abort_request(eng *engine, eng_request *request, toka_finish rea
 /* ---- From the inbox to a replica's scheduler ---- */
 
 /* Returns the expected output tokens of one sample: max_tokens if nothing can end it earlier, else
- * the median of the lengths that this replica has seen (15), at most max_tokens. */
-static double eng_expected_tokens(eng_replica *replica, const eng_request *request) {
+ * the mean of the samples that ended so far, at most max_tokens. */
+static double eng_expected_tokens(const eng *engine, const eng_request *request) {
     bool fixed_len =
         request->score_only || (!request->end_ids.n && !request->sampling.n_stop);
-    return fixed_len ? request->sampling.max_tokens
-                     : MIN(request->sampling.max_tokens,
-                           pred_length(&replica->sched.predictor, (pred_handle){-1, 0}, 0.5));
+    double mean = (ENG_FIRST_MEAN + (double)engine->ended_tokens) / (1.0 + (double)engine->n_ended);
+    return fixed_len ? request->sampling.max_tokens : MIN(request->sampling.max_tokens, mean);
 }
 
 /* Returns how many of the request's samples do not use the prefix cache. */
@@ -17737,7 +17040,7 @@ static void eng_route(eng *engine, eng_request *request) {
                          : 0;
         double prompt_work = n_unshared * (double)request->n_prompt +
                              (n_unshared < request->n_samples ? request->n_prompt - n_hits : 0);
-        double work = request->n_samples * eng_expected_tokens(replica, request) + prompt_work;
+        double work = request->n_samples * eng_expected_tokens(engine, request) + prompt_work;
         if (replica->work_tokens + work >= least_work) continue;
         least_work = replica->work_tokens + work;
         request->replica = replica;
@@ -17764,13 +17067,9 @@ static void eng_add_request(eng *engine, eng_request *request) {
                      .n_prompt = n_prefill,
                      .n = request->n_samples,
                      .max_tokens = sampling->max_tokens,
-                     .min_tokens = sampling->min_tokens,
-                     .fixed_len =
-                         request->score_only || (!request->end_ids.n && !sampling->n_stop),
                      .no_run_ahead = sampling->bad_words != NULL,
                      .n_unshared = eng_n_unshared(engine, request),
-                     .priority = request->priority,
-                     .class_key = request->class_key},
+                     .priority = request->priority},
         &e);
     /* eng_check and ENG_MAX_SAMPLES are at least as strict; max_len tokens fit in the KV cache
      * (eng_size_kv) */
@@ -18038,6 +17337,7 @@ static bool eng_deliver(eng_replica *replica, eng_request *request, int seq,
     if (event.finish != TOKA_RUNNING) {
         bit_set(request->ended, sequence->sample);
         eng_count_sample_end(replica, request);
+        engine->n_ended++, engine->ended_tokens += n_before + 1;
         eng_detokenizer_close(replica, seq);
     }
     request->usage.output_tokens += !none_left;
@@ -20252,11 +19552,6 @@ static int api_read_sampling(api_request *request, const api_body *body,
         sampling->n_stop = 0;
         sampling->min_tokens = 0;
     }
-    /* Many samples predict their lengths from each other (class 0). Else requests share a class if
-     * they have the same max_tokens and the same route. */
-    engine_request->length_class =
-        request->n_samples < 16
-            ? 2 * (uint64_t)(uint32_t)sampling->max_tokens + request->chat + 1 : 0;
     engine_request->ids_only = 1;
     engine_request->keep_special = !body->skip_special;
     return 0;
@@ -28074,7 +27369,7 @@ static int run_plan_open(run_plan *bench, int n_pages, toka_err *e) {
                            .max_seqs = RUN_PLAN_SEQS,
                            .max_tokens = 32768,
                            .max_len = 2048,
-                           .n_classes = 1024};
+                           .reserve_steps = SCHED_RESERVE_STEPS};
     int code = sched_init(&bench->sched, &config, e);
     if (!code)
         batch_init(&bench->builder, &bench->sched,

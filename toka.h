@@ -263,8 +263,7 @@ typedef struct toka_request { /* all pointers are borrowed during the call only 
                               which the engine needs the text: the caller decodes the ids */
     int priority;          /* a head start in the queue: higher is earlier, 0 is normal. One level
                               counts as much as 1,024 steps of waiting */
-    uint64_t length_class; /* requests with equal keys are expected to have outputs of similar
-                              length; 0: only the samples of this request */
+    uint64_t length_class; /* nothing reads it */
 } toka_request;
 
 /* Returns a request with no prompt yet, one sample, temperature 1, no truncation, seed 0, and

@@ -159,7 +159,6 @@ def main():
             texts[temp] = {k: c["message"]["content"] for k, c in choices.items()}
             compare(f"temperature {temp}", right_answers(choices, problems), figures["right"][temp])
             check(report["prefix_hit_share"] > 0.5, f"temperature {temp}: {100 * report['prefix_hit_share']:.1f} % of the prompts from shared pages")
-        # answers that end at once make the predictor expect short ones, so that pages run out
         choices, report = batch(problems, "cuda", tmp, "--kv-tokens", "16384", short=8, n=N, temperature=2.0)
         compare("few KV pages", right_answers(choices, problems), figures["right"]["2"])
         same = sum(c["message"]["content"] == texts["2"][k] for k, c in choices.items())

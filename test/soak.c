@@ -353,9 +353,6 @@ static void make_sampling(job *j, rng *r) {
     if (j->r.prompt_logprobs && chance(r, 40)) j->r.n = 0;
     j->r.keep_special = chance(r, 10), j->r.ids_only = chance(r, 15);
     j->r.priority = chance(r, 20) ? between(r, -2, 2) : 0;
-    /* classes that say little about the length: it is predicted wrongly, so samples are
-     * preempted */
-    j->r.length_class = (uint64_t)(chance(r, 60) ? between(r, 1, 2) : 0);
 }
 
 /* ---- The life of a request ---- */

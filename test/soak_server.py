@@ -6,8 +6,8 @@
     python3 test/soak_server.py --minutes 5         a short run; the growth of memory is printed, but not checked
     python3 test/soak_server.py --kinds batches     only some kinds, to find the kind for which memory grows
 
-Two tables become resident memory only when they are used. The KV cache is small, and all of its pages are used before the
-measurement. The length predictor's table, 3 MB, is full after a quarter of an hour. So the first half of the run is a warm-up.
+The KV cache becomes resident memory only when it is used. It is small, and all of its pages are used before the measurement: the
+first half of the run is a warm-up.
 
 An idle server runs at the same time, and one process measures GET /health on both in turns. So the ratio of the two shows the
 effect of the load inside the server, and not of other programs on the machine.

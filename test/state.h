@@ -96,59 +96,61 @@ static const char *sched_check_seq(const scheduler *s, int q) {
         REQUIRE(!k->n_pages && !x->n_computed && x->n_planned == x->n_known);
         return NULL;
     }
-    REQUIRE(x->end_step > s->now && x->end_step == x->base_step + x->expected_len - 1);
     REQUIRE(k->n_pages * s->config.B >= x->n_computed);
     REQUIRE(x->state != SCHED_DECODE || x->last_page == kv_block_table(&s->kv, q)[(x->n_computed - 1) / s->config.B]);
     if (x->state == SCHED_PREFILL) {
-        REQUIRE(x->n_computed < x->n_known && x->base_step + x->n_known > s->now);
+        REQUIRE(x->n_computed < x->n_known);
         REQUIRE(k->n_pages == kv_pages_for(&s->kv, x->n_known));
-    } else REQUIRE(x->n_computed == x->n_planned - 1 && (x->n_planned == x->limit || x->base_step == s->now + 1 - x->n_computed));
+    } else REQUIRE(x->n_computed == x->n_planned - 1);
     for (int i = 0; i < k->n_tree_pages; i++) {
         int p = kv_block_table(&s->kv, q)[i];
-        REQUIRE(s->user_nodes[p].key >= x->end_step);
         REQUIRE((i + 1) * s->config.B > x->n_computed || s->kv.pages[p].computed);
     }
     return NULL;
 }
 
+/* Is sequence a before b in queue order? */
+static bool sched_check_before(const scheduler *s, int a, int b) {
+    int64_t key_a = s->requests[s->seqs[a].request].queue_key, key_b = s->requests[s->seqs[b].request].queue_key;
+    return key_a != key_b ? key_a < key_b : s->seqs[a].admission_number < s->seqs[b].admission_number;
+}
+
+/* The tops of the three heaps are those that a search finds. */
+static const char *sched_check_heaps(const scheduler *s) {
+    int last = -1, first = -1, queued = -1;
+    for (int q = 0; q < s->config.max_seqs; q++) {
+        int state = s->seqs[q].state;
+        if ((state == SCHED_PREFILL || state == SCHED_DECODE) && (last < 0 || sched_check_before(s, last, q))) last = q;
+        if (state == SCHED_PREEMPTED && (first < 0 || sched_check_before(s, q, first))) first = q;
+    }
+    for (int id = 0; id < s->n_requests; id++)
+        if (s->requests[id].prompt && s->requests[id].n_started < s->requests[id].n &&
+            (queued < 0 || s->requests[id].queue_key < s->requests[queued].queue_key)) queued = id;
+    REQUIRE(s->next_to_preempt == last && s->next_to_resume == first);
+    REQUIRE((s->first_queued < 0) == (queued < 0));
+    REQUIRE(queued < 0 || s->requests[s->first_queued].queue_key == s->requests[queued].queue_key);
+    return NULL;
+}
+
 /* To be called between two plans. */
 static const char *sched_check(const scheduler *s) {
-    int n = s->forecast.n_steps, np = s->config.n_pages, n_state[4] = {0}, n_held = 0;
-    int64_t sum_squared = 0;
+    int n_state[4] = {0};
+    int64_t backlog = 0, max_growth = 0;
     bool *open = mem_zalloc((size_t)s->config.max_seqs * sizeof *open);
-    /* change of the number of held pages, by step from now on */
-    int *change = mem_zalloc(((size_t)n + 1) * sizeof *change);
-    int64_t *end = mem_zalloc((size_t)np * sizeof *end), backlog = 0;
     const char *bad = NULL;
     for (int q = 0; q < s->config.max_seqs; q++) {
         const sched_seq *x = &s->seqs[q];
-        const kv_seq *k = &s->kv.seqs[q];
         n_state[x->state]++, backlog += x->backlog_share;
         if (x->state == SCHED_FREE) continue;
         if (!bad) bad = sched_check_seq(s, q);
-        if (bad || x->state == SCHED_PREEMPTED) continue;
-        open[q] = true, sum_squared += sched_page_guess_squared(s, x);
-        for (int i = 0; i < k->n_tree_pages; i++) end[kv_block_table(&s->kv, q)[i]] = MAX(end[kv_block_table(&s->kv, q)[i]], x->end_step);
-        for (int i = k->n_tree_pages; i < kv_pages_for(&s->kv, MIN(x->expected_len, x->limit) - 1); i++) {
-            int64_t from = i < k->n_pages ? s->now : x->base_step + (int64_t)i * s->config.B;
-            if (from < x->end_step) change[from - s->now]++, change[x->end_step - s->now]--;
-        }
+        open[q] = x->state != SCHED_PREEMPTED;
+        if (open[q]) max_growth += (x->limit - 1 + s->config.B - 1) / s->config.B - s->kv.seqs[q].n_pages;
     }
-    for (int p = 0; p < np; p++) {
-        n_held += s->kv.pages[p].ref > 0;
-        if (!bad && s->user_nodes[p].key != end[p]) bad = "the end step of a page is not the last end step of its holders";
-        if (end[p]) change[0]++, change[end[p] - s->now]--;
-    }
-    for (int t = 0, sum = 0, stored_sum = s->forecast.held, peak = 0; t < n; t++) {
-        sum += change[t], peak = MAX(peak, sum), stored_sum += t ? s->forecast.nodes[((s->now + t) & (n - 1)) + n].sum : 0;
-        if (!bad && stored_sum != sum) bad = "the forecast is not the sum of the sequences";
-        if (!bad && !t && sum != n_held) bad = "the forecast's first step is not the number of pages held now";
-        if (!bad && t == n - 1 && forecast_peak(&s->forecast) != peak) bad = "the forecast's peak is wrong";
-    }
+    if (!bad) bad = sched_check_heaps(s);
     if (!bad) bad = kv_check(&s->kv, open);
     bool counts = n_state[SCHED_FREE] == s->n_seqs_free && n_state[SCHED_DECODE] == s->n_decode && backlog == s->backlog &&
-                  n_state[SCHED_DECODE] + n_state[SCHED_PREFILL] == s->n_running && sum_squared == s->sum_page_guess_squared;
+                  n_state[SCHED_DECODE] + n_state[SCHED_PREFILL] == s->n_running && max_growth == s->max_growth;
     if (!bad && !counts) bad = "counts do not agree";
-    free(open), free(change), free(end);
+    free(open);
     return bad;
 }

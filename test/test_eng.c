@@ -913,6 +913,8 @@ static void test_ahead(void) {
         o.tensor_parallel_size = cases[k].tp, o.pipeline_parallel_size = cases[k].pp;
         const float max_error = cases[k].tp > 1 ? 1e-3f : 0;
         toka *t = eng_open_ahead(o, cases[k].n_ahead, cases[k].late);
+        for (int i = 0; i < t->engine->n_replicas && o.kv_tokens; i++) /* so that samples are preempted */
+            t->engine->replicas[i].sched.config.reserve_steps = 0;
         late_max_in_flight = 0;
         eng_scores s = {k ? scores : want_scores, 0};
         eng_ask_mixed(t, k ? got : want, &s);
@@ -1020,7 +1022,7 @@ static void test_page_pressure(void) {
         toka_err e;
         o.kv_tokens = k == 0 ? 0 : k == 1 ? 256 : 700;
         CHECK_MSG(!toka_open(&t, &o, &e), "%s", e.msg);
-        s.ignore_eos = 0; /* the lengths are predicted, and predicted wrongly */
+        s.ignore_eos = 0;
         eng_collected *g = eng_ask_problem(t, str_c(eng_problem), 40, &s);
         CHECK(g->n_ended == 40 && !sched_check(&t->engine->replicas[0].sched));
         for (int i = 0; i < 40 && want; i++) {
@@ -1082,7 +1084,6 @@ static eng_prompt_rows_seen *eng_ask_prompt_rows(toka *t, const int32_t *prompt,
     toka_request r = toka_request_default();
     toka_err e;
     g->n_prompt = n_prompt;
-    /* the lengths are predicted */
     r.ids = prompt, r.n_ids = (size_t)n_prompt, r.n = n, r.sampling = eng_greedy(max_tokens);
     r.prompt_logprobs = 1, r.prompt_top = top, r.ids_only = 1, r.prompt_ranks = g->ranks = n != 3;
     *code = toka_generate(t, &r, eng_on_place, g, NULL, &e);

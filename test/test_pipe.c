@@ -81,8 +81,7 @@ static void pipe_submit(pipe_sim *p, const pipe_load *l, uint64_t *seed) {
     for (int i = 0; i < l->n_requests; i++) {
         const int n = rnd_int(seed, l->in_from, l->in_to), n_out = rnd_int(seed, l->out_from, l->out_to);
         for (int k = 0; k < n; k++) prompt[k] = rnd_int(seed, 0, 100000);
-        CHECK(sched_submit(&p->s, &(sched_job){.prompt = prompt, .n_prompt = n, .n = l->n, .max_tokens = n_out,
-            .fixed_len = true}, &e) >= 0);
+        CHECK(sched_submit(&p->s, &(sched_job){.prompt = prompt, .n_prompt = n, .n = l->n, .max_tokens = n_out}, &e) >= 0);
     }
     free(prompt);
 }
@@ -115,7 +114,7 @@ static void pipe_close(pipe_sim *p) {
 
 static pipe_sim *pipe_open(const pipe_model *m, const pipe_load *l) {
     pipe_sim *p = mem_zalloc(sizeof *p);
-    sched_config c = {64, 1 << 14, l->max_seqs, l->max_tokens, 2048, 8};
+    sched_config c = {64, 1 << 14, l->max_seqs, l->max_tokens, 2048, 0};
     toka_err e;
     CHECK(!sched_init(&p->s, &c, &e) && !batch_micros_init(&p->micros, &p->s, &e));
     batch_init(&p->b, &p->s, (batch_cost){8, 512, 32, 8});

@@ -29,7 +29,7 @@ static int unit_thread(pthread_t *t, const pthread_attr_t *a, void *(*run)(void 
 #include "test_mf.c"
 #include "test_samp.c"
 #include "test_kv.c"
-#include "test_pred.c"
+#include "test_heap.c"
 #include "test_sched.c"
 #include "test_batch.c"
 #include "test_files.c"
@@ -43,7 +43,7 @@ static int unit_thread(pthread_t *t, const pthread_attr_t *a, void *(*run)(void 
 #include "test_api.c"
 
 static const struct test *const tables[] = {
-    base_tests, json_tests, unicode_tests, tok_tests, tmpl_tests, mf_tests, samp_tests, kv_tests, pred_tests, sched_tests,
+    base_tests, json_tests, unicode_tests, tok_tests, tmpl_tests, mf_tests, samp_tests, kv_tests, heap_tests, sched_tests,
     batch_tests, files_tests, benchclient_tests, plan_tests, cpu_tests, ranks_tests, pipe_tests, eng_tests, http_tests, api_tests, NULL};
 
 static bool wanted(const char *name, int argc, char **argv) {
