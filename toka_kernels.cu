@@ -35,6 +35,8 @@
  *   x           [T][E] bf16; the columns from the model's E to the padded E are zero
  *   q, o        [T][H][D] bf16
  *   K and V     pool[layer][page][kv head][K, V][B tokens][D] bf16
+ *   kv_ids      [page][B tokens] int32: the id of each token, in the last stage. Penalties and bad
+ *               words read the tokens of a sequence there
  *   norms       float32
  *
  * LETTERS as in toka.h: T tokens (rows) of a step, S sequences, L layers, H query heads, K kv
@@ -158,6 +160,7 @@
  *   kernel                     from -> to                                used for
  *   gemm_wgmma, epi_sample     accumulators -> a partial per row and     Hopper, M > 16
  *                              id block; logits of filtered rows
+ *   samp_presence_kernel       history -> a bit for each id              penalized rows
  *   samp_partials_kernel       stored logits -> the same partials        M <= 16, other GPUs
  *   samp_reduce_kernel         partials -> token, log-probabilities      plain rows
  *   samp_filter_kernel         partials and logits -> token              filtered rows
@@ -8595,12 +8598,16 @@ static bool group_wait_sampled(toka_device *dev, const toka_step *step) {
  *   filtered row   Any other row. Its logits are stored, too. samp_filter_kernel (chapter 12) works
  *                  only on the few ids that can matter, and samples from the kept ids with the same
  *                  groups and noise.
+ *   penalized row  A plain row but for a repetition or presence penalty, whose log-probability is
+ *                  not wanted. It is handled as a plain row: whoever makes its partials applies the
+ *                  penalties first. In the cases below it is handled as a filtered row.
  * In a graph (chapter 15) all rows of a step are handled alike: if one row is filtered, all rows
  * are handled as filtered rows. The same holds in steps of up to FUSE_NORM_MAX_ROWS rows, if there
  * are no tensor ranks and the lists of the step fit into its upload buffer.
  *
  * The kernels of a step:
  *   rmsnorm              x -> xn: the sampled rows
+ *   samp_presence_kernel the histories of penalized rows -> their presence bits
  *   LM head              xn -> partials, one per (row, block). On Hopper the epilogue of the wgmma
  *                        GEMM makes them, and stores the logits of filtered rows only. In three
  *                        cases the GEMM stores all logits instead (EPI_LOGITS): up to
@@ -8628,7 +8635,9 @@ enum {
      * Gumbel keys. If the sum of the kept weights is not known, the limit is four times as high. */
     FILTER_MANY_BLOCKS = 32,
     SAMP_DRAW = -1,           /* samp_params.forced_id: sample an id */
-    SAMP_DRAW_NO_LOGPROB = -2 /* the same, and its raw log-probability is not needed */
+    SAMP_DRAW_NO_LOGPROB = -2, /* the same, and its raw log-probability is not needed */
+    SAMP_DRAW_PENALIZED = -3   /* and lower: the same for penalized row SAMP_DRAW_PENALIZED minus
+                                  this; it is an index in samp_plan.penalized */
 };
 #define SAMP_LOG2E 1.4426950408889634f
 #define SAMP_LN2 0.6931471805599453f
@@ -8641,7 +8650,7 @@ typedef struct samp_params { /* the fields of a toka_sample_row that all kernels
     uint32_t philox_key[2], sample, position;
     uint32_t uniform; /* the row's uniform number, as 32 random bits */
     float scale;      /* log2(e) / temperature; 0: greedy */
-    int forced_id;    /* >= 0: score this id; else SAMP_DRAW or SAMP_DRAW_NO_LOGPROB */
+    int forced_id;    /* >= 0: score this id; else SAMP_DRAW ... */
     int seq;          /* >= 0: the sampled id goes to last_tokens[seq]; -1: to no entry */
 } samp_params;
 
@@ -8654,6 +8663,23 @@ typedef struct samp_partial {
     float sum, raw_sum; /* sum: of 2^((logit - max) * scale). raw_sum: the same at temperature 1,
                            if the row needs it */
 } samp_partial;
+
+typedef struct samp_penalized { /* the penalties of a penalized row, and where its history is */
+    const int *pages;         /* device; of the first n_history tokens */
+    int first, n_history;     /* the penalties look at the tokens first .. n_history-1 */
+    int n_prompt;             /* those from n_prompt on are the output */
+    float repetition, inverse_repetition, presence;
+} samp_penalized;
+
+typedef struct samp_presence { /* of the 64 ids of an id group: bit i is for logits[i] */
+    uint64_t seen, output;     /* the id is in the history; in the output */
+} samp_presence;
+
+typedef struct samp_penalties { /* of the penalized rows of a pass over the weights */
+    const samp_penalized *rows;    /* [first + n], indexed as by SAMP_DRAW_PENALIZED; NULL: none */
+    const samp_presence *presence; /* [n][n_blocks][4]; that of row `first` is the first one */
+    int first, n_blocks;
+} samp_penalties;
 
 typedef struct samp_result { /* result of a row; the host gets one for every row */
     int id;
@@ -8719,12 +8745,47 @@ struct samp_plan {
     /* The fields below are of the current step. */
     samp_params *params;  /* device, [n_samples] */
     int *rows;            /* device, [n_samples] row of x */
-    int n_plain;          /* plain rows */
+    int n_plain;          /* rows that are handled as plain rows */
+    samp_penalized *penalized; /* device, [n_penalized], in the order of the step's samples */
+    int n_penalized;           /* penalized rows that are handled as plain rows */
+    int *penalized_index;      /* host, [max_samples] index in penalized of each sample; -1: none */
+    samp_penalties penalties;  /* of the current pass over the weights */
+    samp_presence *presence;   /* [partial_rows][n_blocks][4] of the penalized rows of a pass */
     samp_filter *filters; /* of a step that runs as a graph: device, [n_samples]; NULL: the step has
                              no filtered row */
     samp_result *results; /* where the kernels write results: see samp_plan_step */
     bool in_order;        /* order[i] is i: all rows are plain, or all are handled as filtered */
 };
+
+/* ---- Presence bits of penalized rows ----
+ *
+ * in   rows [n], kv_ids           out  presence [n][n_blocks][4]
+ * Grid n, block 256, shared 64 bytes per block of ids: the bits of one row. They are made anew in
+ * each step: a history is at most as long as the keys and values that attention has just read, and
+ * an id has 4 bytes. Writes 64 * n_blocks bytes a row. */
+__global__ static void __launch_bounds__(256)
+    samp_presence_kernel(const samp_penalized *rows, const int *kv_ids, samp_presence *presence,
+                         int n_blocks) {
+    extern __shared__ __align__(16) uint32_t bits[]; /* [n_blocks][4] of samp_presence */
+    const int n_quads = n_blocks * 4;                /* vectors of 16 bytes */
+    for (int i = (int)threadIdx.x; i < n_quads; i += 256) ((uint4 *)bits)[i] = uint4{};
+    grid_launch_dependents();
+    grid_wait();
+    const samp_penalized row = rows[blockIdx.x];
+    __syncthreads();
+    for (int i = row.first + (int)threadIdx.x; i < row.n_history; i += 256) {
+        const int id = kv_ids[row.pages[i / TOKA_GPU_PAGE_TOK] * TOKA_GPU_PAGE_TOK +
+                              i % TOKA_GPU_PAGE_TOK];
+        const int column = id % SAMP_BLOCK, index = column / 8 * 2 + column % 2,
+                  word = (id / SAMP_BLOCK * 4 + column / 2 % 4) * 4 + index / 32;
+        if ((unsigned)id >= (unsigned)(n_blocks * SAMP_BLOCK)) continue;
+        atomicOr(&bits[word], 1u << index % 32);
+        if (i >= row.n_prompt) atomicOr(&bits[word + 2], 1u << index % 32);
+    }
+    __syncthreads();
+    uint4 *to = (uint4 *)(presence + (size_t)blockIdx.x * n_quads);
+    for (int i = (int)threadIdx.x; i < n_quads; i += 256) to[i] = ((const uint4 *)bits)[i];
+}
 
 /* ---- An id group: 64 logits in one thread's registers ---- */
 
@@ -8767,6 +8828,44 @@ __device__ static inline float samp_key_to_logit(uint32_t key) {
 /* Step 1 of chapter 18: NaN becomes -inf, +inf becomes FLT_MAX. */
 __device__ static inline float samp_clean(float x) {
     return x > FLT_MAX ? FLT_MAX : x >= -FLT_MAX ? x : -INFINITY;
+}
+
+/* x / r for r in 0.01 .. 100, rounded as a division; inverse is 1 / r. The second step removes the
+ * rounding error of the first one. It is left out where x * inverse is not a small number. */
+__device__ static inline float samp_divide(float x, float r, float inverse) {
+    const float quotient = __fmul_rn(x, inverse);
+    const float refined = __fmaf_rn(__fmaf_rn(-quotient, r, x), inverse, quotient);
+    return fabsf(quotient) < 0x1p100f ? refined : quotient;
+}
+/* Applies the penalties of a penalized row to the 64 logits of an id group: at(i) is a reference to
+ * logits[i]. For other rows it does nothing. All lanes of a warp must call it. block: of all ids. A
+ * warp skips the octets in which no lane has an id of the history. Without the branches, the
+ * compiler would work on all octets at once and spill registers. */
+template <class A>
+__device__ static inline void samp_penalize_group(const samp_penalties &penalties, int forced_id,
+                                                  int block, int group, A at) {
+    const int index = max(SAMP_DRAW_PENALIZED - forced_id, penalties.first);
+    const samp_penalized *row = penalties.rows + index;
+    const uint4 *presence = (const uint4 *)penalties.presence +
+                            (size_t)(index - penalties.first) * penalties.n_blocks * 4;
+    uint4 words = {};
+    if (forced_id <= SAMP_DRAW_PENALIZED) words = __ldcg(presence + block * 4 + group);
+    const float repetition = row->repetition, inverse = row->inverse_repetition,
+                row_presence = row->presence;
+#pragma unroll
+    for (int octet = 0; octet < 8; octet++) {
+        const uint32_t seen = (octet < 4 ? words.x : words.y) >> octet % 4 * 8 & 255,
+                       output = (octet < 4 ? words.z : words.w) >> octet % 4 * 8;
+        if (!__any_sync(~0u, seen)) continue;
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+            float &logit = at(8 * octet + k);
+            float x = samp_clean(logit);
+            x = x < 0 ? __fmul_rn(x, repetition) : samp_divide(x, repetition, inverse);
+            if (output >> k & 1) x = __fsub_rn(x, row_presence);
+            if (seen >> k & 1) logit = samp_clean(x);
+        }
+    }
 }
 
 /* Inverse CDF, as samp_inverse_cdf of toka.c: returns the index of the weight in which *target
@@ -9142,7 +9241,8 @@ template <class T, class F> __device__ static inline T block_reduce(T x, T *scra
  * block. */
 __global__ static void __launch_bounds__(128)
     samp_partials_kernel(const samp_params *params, const float *logits, int ld_logits, int v0,
-                         int V, samp_partial *partials, int ld_partials) {
+                         int V, samp_partial *partials, int ld_partials,
+                         const samp_penalties penalties) {
     int group = (int)threadIdx.x % 4, block = (int)(blockIdx.x * 32 + threadIdx.x / 4),
         id0 = block * SAMP_BLOCK + 2 * group;
     int row = (int)blockIdx.y;
@@ -9158,6 +9258,10 @@ __global__ static void __launch_bounds__(128)
         own[2 * j] = id0 + 8 * j < V ? pair.x : -INFINITY;
         own[2 * j + 1] = id0 + 8 * j + 1 < V ? pair.y : -INFINITY;
     }
+    if (row_params.forced_id <= SAMP_DRAW_PENALIZED)
+        samp_penalize_group(penalties, in_range ? row_params.forced_id : SAMP_DRAW,
+                            v0 / SAMP_BLOCK + block, group,
+                            [&](int i) -> float & { return own[i]; });
     samp_partial partial = samp_make_partial(own, row_params, samp_needs_two_sums(row_params),
                                              samp_noise(row_params, v0 / SAMP_BLOCK + block, group),
                                              v0 + id0);
@@ -9204,6 +9308,7 @@ typedef struct samp_fused {
     float *logits;             /* [M - first_stored][ld_logits] of the rows from first_stored on */
     /* The columns are the ids v0 .. v0+V-1. first_stored: first row whose logits are stored. */
     int ld_partials, ld_logits, v0, V, first_stored;
+    samp_penalties penalties;
 } samp_fused;
 
 struct epi_sample;
@@ -9301,6 +9406,14 @@ struct epi_sample {
             for (int i = 0; i < SAMP_BLOCK / 2; i++)
                 if (tile.col0 + 2 * group + i / 4 * 8 + i % 2 >= epi_args.V) acc[i] = -INFINITY;
         }
+        if (epi_args.penalties.rows)
+#pragma unroll
+            for (int b = 0; b < 2; b++)
+                samp_penalize_group(epi_args.penalties, (int)fetched.param_words[b].z,
+                                    (epi_args.v0 + tile.col0) / SAMP_BLOCK, group,
+                                    [&](int i) -> float & {
+                                        return acc[i / 2 * 4 + i % 2 + 2 * b];
+                                    });
         float logits_a[SAMP_GROUP_IDS], logits_b[SAMP_GROUP_IDS];
 #pragma unroll
         for (int i = 0; i < SAMP_GROUP_IDS; i++)
@@ -10744,8 +10857,8 @@ enum {
     SAMP_LIST_BYTES = 16 << 20,     /* memory for lists in list_upload, besides that for the longest
                                        lists of one row */
     SAMP_PARTIAL_ROWS = 4096,       /* most rows whose partials fit; more if chunk_rows is more */
-    SAMP_GRAPH_LIST_BYTES = 4 << 20 /* memory in the step's upload buffer for filters and lists of a
-                                       step that runs as a graph */
+    SAMP_GRAPH_LIST_BYTES = 4 << 20 /* memory in the step's upload buffer: for filters and lists of
+                                       a step that runs as a graph, for penalized rows of others */
 };
 static_assert(SAMP_PARTIAL_ROWS * sizeof(samp_partial) <= SAMP_RECV_BYTES, "as chapter 10 has it");
 static_assert((int)SAMP_BLOCK == (int)TOKA_ID_BLOCK, "the ranks' partials assume it");
@@ -10821,6 +10934,13 @@ static void samp_open(toka_device *dev) {
                                                                  "sampling");
     plan->tops = (samp_top *)dev_alloc(dev, max_samples * sizeof(samp_top),
                                        "top log-probabilities");
+    plan->presence = (samp_presence *)dev_alloc(dev,
+                                                (size_t)plan->partial_rows *
+                                                    (size_t)plan->n_blocks * 4 *
+                                                    sizeof(samp_presence),
+                                                "presence bits");
+    plan->penalized_index = (int *)malloc(max_samples * sizeof(int));
+    if (!plan->penalized_index) abort();
     for (samp_host_results &host : plan->host_results) {
         host.results = (samp_result *)samp_alloc_pinned(dev, max_samples * sizeof(samp_result),
                                                         "pinned sampling results");
@@ -10851,6 +10971,7 @@ static void samp_close(toka_device *dev) {
         free(host.order);
     }
     upload_close(&plan->list_upload);
+    free(plan->penalized_index);
     free(plan);
     dev->samp = NULL;
 }
@@ -10859,17 +10980,25 @@ static bool samp_has_penalties(const toka_sampling *sampling) {
     return sampling->repetition_penalty != 1 || sampling->frequency_penalty != 0 ||
            sampling->presence_penalty != 0;
 }
-/* Returns whether a row is filtered, by the definition of chapter 11. */
-static bool samp_is_filtered(const toka_sample_row *row, int V) {
+/* Returns whether a row is filtered, penalties left aside. */
+static bool samp_has_filter(const toka_sample_row *row, int V) {
     const toka_sampling *sampling = row->sampling;
-    if (!sampling) return false;
     if (sampling->logprobs > 0 || row->wants_rank) return true;
     if (row->scored_id >= 0) return false;
-    if (sampling->n_bias || sampling->n_allowed || row->n_forbidden || sampling->n_bad ||
-        samp_has_penalties(sampling))
-        return true;
+    if (sampling->n_bias || sampling->n_allowed || row->n_forbidden || sampling->n_bad) return true;
     return sampling->temperature > 0 && ((sampling->top_k > 0 && sampling->top_k < V) ||
                                          sampling->top_p < 1 || sampling->min_p > 0);
+}
+/* Returns whether a row is filtered or penalized, by the definition of chapter 11. */
+static bool samp_is_filtered(const toka_sample_row *row, int V) {
+    return row->sampling && (samp_has_filter(row, V) ||
+                             (row->scored_id < 0 && samp_has_penalties(row->sampling)));
+}
+/* Returns whether a row is penalized. */
+static bool samp_is_penalized(const toka_sample_row *row, int V) {
+    const toka_sampling *sampling = row->sampling;
+    return sampling && row->scored_id < 0 && samp_has_penalties(sampling) &&
+           sampling->frequency_penalty == 0 && !toka_wants_logprob(row) && !samp_has_filter(row, V);
 }
 
 static int samp_n_top(const toka_sampling *sampling, int V) {
@@ -10899,7 +11028,7 @@ static size_t samp_list_bytes(const toka_sample_row *row) {
            7 * 16;
 }
 
-/* Returns whether any row of the step is filtered. */
+/* Returns whether any row of the step is filtered or penalized. */
 static bool samp_any_filtered(const toka_device *dev, const toka_step *step) {
     for (int i = 0; i < step->n_samples; i++)
         if (samp_is_filtered(&step->samples[i], dev->shape->V_all)) return true;
@@ -10928,6 +11057,46 @@ static bool samp_has_graph_nodes(const toka_device *dev, const toka_step *step) 
            step->n_samples <= dev->samp->chunk_rows;
 }
 
+/* Chooses the penalized rows that are handled as plain rows: if `allowed`, as many as fit into the
+ * part of the step's upload buffer that graphs use for filters. Returns whether any other row must
+ * be handled as filtered. */
+static bool samp_choose_penalized(toka_device *dev, const toka_step *step, bool allowed) {
+    samp_plan *plan = dev->samp;
+    const int V = dev->shape->V_all;
+    size_t bytes = 16;
+    bool any_filtered = false;
+    plan->n_penalized = 0, plan->penalties = samp_penalties{};
+    for (int i = 0; i < step->n_samples; i++) {
+        const toka_sample_row *row = &step->samples[i];
+        const size_t row_bytes = sizeof(samp_penalized) + 16 +
+                                 4 * (size_t)ceil_div(row->n_history, TOKA_GPU_PAGE_TOK);
+        const bool chosen = allowed && samp_is_penalized(row, V) &&
+                            bytes + row_bytes <= SAMP_GRAPH_LIST_BYTES;
+        plan->penalized_index[i] = chosen ? plan->n_penalized++ : -1;
+        bytes += chosen ? row_bytes : 0;
+        any_filtered |= !chosen && samp_is_filtered(row, V);
+    }
+    return any_filtered;
+}
+/* Writes the penalized rows that are handled as plain rows into the step's upload buffer. */
+static void samp_plan_penalized(toka_device *dev, const toka_step *step) {
+    samp_plan *plan = dev->samp;
+    samp_penalized *penalized;
+    plan->penalized = (samp_penalized *)upload_alloc(&dev->upload,
+                                                     (size_t)plan->n_penalized * sizeof *penalized,
+                                                     (void **)&penalized);
+    for (int i = 0; i < step->n_samples && plan->n_penalized; i++) {
+        const toka_sample_row *row = &step->samples[i];
+        const float repetition = row->sampling ? row->sampling->repetition_penalty : 1;
+        if (plan->penalized_index[i] < 0) continue;
+        penalized[plan->penalized_index[i]] = samp_penalized{
+            (const int *)upload_put(&dev->upload, row->pages,
+                                    4 * (size_t)ceil_div(row->n_history, TOKA_GPU_PAGE_TOK)),
+            repetition == 1 ? row->n_prompt : 0, row->n_history, row->n_prompt, repetition,
+            1 / repetition, row->sampling->presence_penalty};
+    }
+}
+
 /* Decides at the start of a step which rows are handled as plain and which as filtered, and writes
  * the parameters of all rows into the step's upload buffer. samp_plan_filters or samp_launch adds
  * the filters and their lists.
@@ -10947,13 +11116,16 @@ static void samp_plan_step(toka_device *dev, const toka_step *step) {
     samp_params *params;
     int *rows;
     assert(step->n_samples <= dev->options.max_samples);
-    const bool any_filtered = samp_any_filtered(dev, step),
-               one_pass = step->n_samples <= FUSE_NORM_MAX_ROWS &&
-                          samp_fits_one_pass(dev, step, step->n_samples);
+    const bool one_pass = step->n_samples <= FUSE_NORM_MAX_ROWS &&
+                          samp_fits_one_pass(dev, step, step->n_samples),
+               any_filtered = samp_choose_penalized(dev, step, !graph_is_replay(dev) && !one_pass);
     int n_plain = 0, end = step->n_samples;
     plan->in_order = !any_filtered || graph_is_replay(dev) || one_pass;
     for (int i = 0; i < step->n_samples && !plan->in_order; i++)
-        host->order[samp_is_filtered(&step->samples[i], dev->shape->V_all) ? --end : n_plain++] = i;
+        host->order[plan->penalized_index[i] < 0 &&
+                            samp_is_filtered(&step->samples[i], dev->shape->V_all)
+                        ? --end
+                        : n_plain++] = i;
     for (int i = 0; i < step->n_samples && plan->in_order; i++) host->order[i] = i;
     plan->n_plain = any_filtered ? n_plain : step->n_samples, host->n_tops = 0,
     host->caller_results = NULL;
@@ -10966,6 +11138,7 @@ static void samp_plan_step(toka_device *dev, const toka_step *step) {
     for (int i = 0; i < step->n_samples; i++) {
         const toka_sample_row *row = &step->samples[host->order[i]];
         const toka_sampling *sampling = row->sampling;
+        const int penalized_index = plan->penalized_index[host->order[i]];
         uint64_t seed = sampling ? sampling->seed : 0;
         float temperature = sampling ? sampling->temperature : 0;
         assert(row->row >= 0 && row->row < step->T && row->scored_id < dev->shape->V_all &&
@@ -10981,6 +11154,7 @@ static void samp_plan_step(toka_device *dev, const toka_step *step) {
                                 scale > 3e38 ? 3e38f : (float)scale,
                                 row->scored_id >= 0       ? row->scored_id
                                 : toka_wants_logprob(row) ? SAMP_DRAW
+                                : penalized_index >= 0    ? SAMP_DRAW_PENALIZED - penalized_index
                                                           : SAMP_DRAW_NO_LOGPROB,
                                 row->seq < dev->options.n_seqs ? row->seq : -1};
     }
@@ -11138,6 +11312,24 @@ static void samp_launch_results(toka_device *dev, int first, int n_rows, int n_p
     graph_sampling_role(dev, false);
 }
 
+/* Sets plan->penalties for the plain rows first .. first + n_rows - 1 of the plan, which are a pass,
+ * and launches the kernel that makes their presence bits. */
+static void samp_launch_presence(toka_device *dev, int first, int n_rows) {
+    samp_plan *plan = dev->samp;
+    const int *order = plan->host_results[dev->last_begun].order;
+    int first_index = 0, n_penalized = 0;
+    for (int i = 0; i < first + n_rows && plan->n_penalized; i++)
+        (i < first ? first_index : n_penalized) += plan->penalized_index[order[i]] >= 0;
+    plan->penalties = samp_penalties{};
+    if (!n_penalized) return;
+    launch_dependent(dev, "presence bits", samp_presence_kernel,
+                     {dim3((unsigned)n_penalized), 256,
+                      (size_t)plan->n_blocks * 4 * sizeof(samp_presence)},
+                     plan->penalized + first_index, dev->kv_ids, plan->presence, plan->n_blocks);
+    plan->penalties =
+        samp_penalties{plan->penalized, plan->presence, first_index, plan->n_blocks};
+}
+
 /* The same for rows with stored raw logits but without partials: makes the partials first. */
 static void samp_from_logits(toka_device *dev, int first, int n_rows, int n_plain,
                              const samp_filter *filters) {
@@ -11145,7 +11337,7 @@ static void samp_from_logits(toka_device *dev, int first, int n_rows, int n_plai
     launch_dependent(dev, "groups", samp_partials_kernel,
                      {dim3((unsigned)ceil_div(plan->n_blocks, 32), (unsigned)n_rows), 128},
                      plan->params + first, plan->logits, plan->ld_logits, 0, dev->shape->V_all,
-                     plan->partials, plan->partial_rows);
+                     plan->partials, plan->partial_rows, plan->penalties);
     samp_launch_results(dev, first, n_rows, n_plain, filters,
                         plan->logits + (size_t)n_plain * (size_t)plan->ld_logits);
 }
@@ -11163,7 +11355,7 @@ static void samp_merge_ranks(toka_device *dev, int first, int n_rows, bool has_p
         launch_dependent(dev, "groups", samp_partials_kernel,
                          {dim3((unsigned)ceil_div(plan->own_blocks, 32), (unsigned)n_rows), 128},
                          params, plan->own_logits, plan->ld_own, dev->shape->v0, dev->shape->V,
-                         plan->partials, plan->partial_rows);
+                         plan->partials, plan->partial_rows, plan->penalties);
     launch_dependent(dev, "sampling", samp_reduce_kernel,
                      {dim3((unsigned)ceil_div(n_rows, SAMP_REDUCE_ROWS)), 256}, reduce);
     launch_barrier_kernel(dev, "sampling", 1, samp_merge_ranks_kernel, plan->recv_offset, params,
@@ -11191,7 +11383,9 @@ static void samp_lm_head(toka_device *dev, int first, int n_rows, int first_stor
         .M = n_rows, .x = dev->xn + (size_t)first * dev->E, .ldx = dev->E, .w = &dev->lm_head};
     samp_fused fused = {plan->params + first, plan->partials, plan->best_keys, plan->own_logits,
                         plan->partial_rows, plan->ld_own, dev->shape->v0, dev->shape->V,
-                        first_stored};
+                        first_stored, {}};
+    /* Else a tile is not a block, and the partials come from gathered logits. */
+    if (plan->ranks_own_blocks) fused.penalties = plan->penalties;
     gemm_plan head_plan = {&samp_lm_head_variant, n_rows > 128 ? 2 : 1, 8};
     graph_sampling_role(dev, true);
     gemm_launch(dev, head_plan, &args, &fused);
@@ -11232,6 +11426,7 @@ static void samp_launch_rows(toka_device *dev, const toka_step *step, int first,
                       (bf16 *)plan->own_logits, plan->ld_own, EPI_LOGITS};
     args.norm_ready = norm_ready;
     assert(!norm_ready || (!first && !fused));
+    samp_launch_presence(dev, first, n_plain);
     if (fused) samp_lm_head(dev, first, n_rows, first_stored);
     else gemm(dev, &args);
     if (n_exchanged) samp_merge_ranks(dev, first, n_exchanged, fused);
@@ -12299,6 +12494,7 @@ static void step_write_upload(toka_device *dev, const toka_step *step, int size)
     assert(dev->upload.used <= step_rows_bytes(dev, step->T, step->n_samples));
     dev->upload.used = end_offset;
     if (dev->samp && dev->graphs.current) samp_plan_filters(dev, step);
+    else if (dev->samp) samp_plan_penalized(dev, step);
 }
 
 /* Begins to capture a step. The attention kernels of later steps are not known yet. So the plan of

@@ -92,6 +92,7 @@ static std::vector<toka_sample_result> sample_rows(toka_device *d, const std::ve
     std::vector<toka_sample_result> samples(rows.size());
     upload_begin(d, &d->upload);
     samp_plan_step(d, &s);
+    samp_plan_penalized(d, &s);
     upload_send(d, &d->upload);
     for (int i = 0, n; i < s.n_samples; i += n) {
         samp_filter *filters = NULL;
@@ -102,6 +103,7 @@ static std::vector<toka_sample_result> sample_rows(toka_device *d, const std::ve
         GPU_OK(cudaMemsetAsync(p->logits, 0xFF, (size_t)p->chunk_rows * p->ld_logits * sizeof(float), d->stream));
         for (int j = 0; j < n; j++)
             GPU_OK(cudaMemcpyAsync(p->logits + (size_t)j * p->ld_logits, logits[p->host_results[d->last_begun].order[i + j]], V * sizeof(float), cudaMemcpyHostToDevice, d->stream));
+        samp_launch_presence(d, i, plain ? n : 0);
         samp_from_logits(d, i, n, plain ? n : 0, filters);
     }
     samp_download(d, &s, samples.data());
@@ -133,6 +135,9 @@ struct no_logprob_rows {
              * their list */
             toka_sample_result p = want[i];
             if (!toka_wants_logprob(&rows[i])) p.logprob = NAN;
+            /* a penalized row adds up its weights in another order than a filtered row */
+            if (samp_is_penalized(&rows[i], INT_MAX) && close_to(got[i].sampled_logprob, p.sampled_logprob, 1e-5))
+                p.sampled_logprob = got[i].sampled_logprob;
             gpu_check(same_result(got[i], p), "%s, row %zu: %d (%g, %g) where some want no log-probability, else %d (%g, %g)", what, i,
                       got[i].id, got[i].logprob, got[i].sampled_logprob, p.id, p.logprob, p.sampled_logprob);
         }
@@ -168,7 +173,8 @@ static void check_row(const char *what, const toka_test_case &c, int V, const to
     for (double q : p) mass += q;
     if (mass == 0 || s->temperature == 0) {
         gpu_check(got.id == want.id && got.sampled_logprob == 0, "%s: id %d (%g) for %d", what, got.id, got.sampled_logprob, want.id);
-        gpu_check(close_to(got.logprob, want.logprob, 1e-5), "%s: logprob %g for %g", what, got.logprob, want.logprob);
+        gpu_check(isnan(want.logprob) ? isnan(got.logprob) : close_to(got.logprob, want.logprob, 1e-5), "%s: logprob %g for %g", what,
+                  got.logprob, want.logprob);
         return;
     }
     bool fits = p[(size_t)got.id] > 0 && close_to(got.sampled_logprob, log(p[(size_t)got.id]), 3e-5);
@@ -176,6 +182,7 @@ static void check_row(const char *what, const toka_test_case &c, int V, const to
     else
         gpu_check(fits, "%s: id %d, sampled %g for %g (T %g, top_k %d, top_p %g, min_p %g, V %d)", what, got.id, got.sampled_logprob,
                   log(p[(size_t)got.id]), s->temperature, s->top_k, s->top_p, s->min_p, V);
+    if (!toka_wants_logprob(&c.row)) return;
     toka_sample_row forced = c.row; /* the raw log-probability of the sampled id */
     toka_sampling none = *s;
     none.logprobs = 0, forced.sampling = &none, forced.scored_id = got.id;
@@ -223,6 +230,15 @@ static void test_random(int V, int n, uint64_t seed0) {
             gpu_check(same_result(samples[i], other[rows.size() - 1 - i]), "%s: in another order another pick", what);
         }
         check_no_logprob(d, rows, logits);
+        /* without log-probabilities, some of them are penalized rows */
+        no_logprob_rows none(rows, [](size_t) { return true; });
+        samples = sample_rows(d, none.rows, logits);
+        for (size_t i = 0; i < rows.size(); i++) {
+            char what[80];
+            snprintf(what, sizeof what, "V %d, case %llu, no logprob", V, (unsigned long long)(seed0 + (uint64_t)from + i));
+            cases[i].row.sampling = none.rows[i].sampling;
+            check_row(what, cases[i], V, samples[i]);
+        }
         if (gpu_failed > 20) break;
     }
     samp_device_close(d);
@@ -661,6 +677,7 @@ static void check_last(toka_device *d, const std::vector<toka_sample_row> &rows,
 static void run_op(toka_device *d, const toka_step *s, const bf16 *x, toka_sample_result *samples) {
     upload_begin(d, &d->upload);
     samp_plan_step(d, s);
+    samp_plan_penalized(d, s);
     upload_send(d, &d->upload);
     samp_launch(d, s, x);
     samp_download(d, s, samples);
@@ -810,6 +827,59 @@ static void test_waves(int E) {
                 "V %d E %d draw %d row %d: %d from stored logits for %d", V, E, k, i,
                       again[(size_t)i].id, samples[(size_t)i].id);
     }
+    samp_device_close(d);
+}
+
+/* Penalized rows among plain and filtered ones: the fused LM head samples the same ids as the path
+ * over stored logits, which test_random compares with the CPU. */
+static void test_penalized(int V, int E, int n) {
+    toka_device *d = samp_device(V, E, n);
+    gpu_buf<bf16> x((size_t)n * E), w((size_t)round_up_8(V) * E);
+    gpu_buf<float> norm(E);
+    gpu_buf<int> last(1);
+    gpu_random(x, gpu_seed + 1, 1), gpu_random(w, gpu_seed + 2, 3 / sqrtf((float)E)), gpu_random(norm, gpu_seed + 3, 1);
+    GPU_OK(cudaDeviceSynchronize());
+    d->norm = norm.p(), d->lm_head = weight{w.p(), NULL, round_up_8(V), E}, d->last_tokens = last.p(), d->options.n_seqs = 1;
+    std::vector<toka_sampling> how = {plain(1), plain(0.7f), plain(1), plain(1.3f), plain(0), plain(0.8f)};
+    how[1].repetition_penalty = 1.2f, how[2].presence_penalty = 0.7f, how[3].repetition_penalty = 0.8f, how[3].presence_penalty = -0.5f;
+    how[4].repetition_penalty = 1.5f, how[5].repetition_penalty = 1.1f, how[5].top_p = 0.9f;
+    for (toka_sampling &s : how) s.logprobs = TOKA_NO_LOGPROBS;
+    std::vector<int32_t> history(600);
+    std::vector<toka_sample_row> rows;
+    for (int i = 0; i < n; i++) {
+        toka_sample_row row = row_at(&how[(size_t)i % how.size()], (uint32_t)i);
+        for (size_t k = 0; k < history.size(); k++) history[k] = (int32_t)(gpu_mix(gpu_seed * 1000 + (uint64_t)i * 600 + k) % (uint64_t)(k % 3 ? V : 50));
+        row.row = i, row.n_history = 1 + i * 7 % 600, row.n_prompt = row.n_history / 2;
+        keep_history(d, &row, history.data());
+        rows.push_back(row);
+    }
+    std::vector<float> logits((size_t)n * V);
+    std::vector<const float *> stored;
+    for (int i = 0; i < n; i++) stored.push_back(&logits[(size_t)i * V]);
+    toka_step s = step_of(rows);
+    std::vector<toka_sample_result> samples((size_t)n), again;
+    for (int fused = 0; fused < 2; fused++) { /* first without, to have the logits */
+        s.logits = fused ? NULL : logits.data();
+        run_op(d, &s, x.p(), samples.data());
+        gpu_check(!d->error.code && d->samp->n_penalized * 6 >= n * 4 - 24, "%d penalized rows of %d; %s", d->samp->n_penalized, n, d->error.msg);
+        if (!fused) again = samples;
+        for (int i = 0; i < n; i++)
+            gpu_check(same_result(samples[(size_t)i], again[(size_t)i]), "penalized, V %d E %d row %d: %d (%g), from stored logits %d (%g)", V, E,
+                      i, samples[(size_t)i].id, samples[(size_t)i].sampled_logprob, again[(size_t)i].id, again[(size_t)i].sampled_logprob);
+    }
+    again = sample_rows(d, rows, stored);
+    int n_other = 0;
+    std::vector<toka_sample_row> unpenalized = rows;
+    toka_sampling plain_how[6];
+    for (int i = 0; i < n; i++) {
+        gpu_check(same_result(samples[(size_t)i], again[(size_t)i]), "penalized, V %d E %d row %d: %d from stored rows, %d", V, E, i,
+                  again[(size_t)i].id, samples[(size_t)i].id);
+        plain_how[i % 6] = how[(size_t)i % 6], plain_how[i % 6].repetition_penalty = 1, plain_how[i % 6].presence_penalty = 0;
+        unpenalized[(size_t)i].sampling = &plain_how[i % 6];
+    }
+    again = sample_rows(d, unpenalized, stored);
+    for (int i = 0; i < n; i++) n_other += again[(size_t)i].id != samples[(size_t)i].id;
+    gpu_check(n < 100 || n_other > n / 50, "penalties change %d of %d ids", n_other, n);
     samp_device_close(d);
 }
 
@@ -1026,5 +1096,6 @@ int main(int argc, char **argv) {
     test_op(3000, 896, 300, 300, false);
     if (!quick) test_op(32000, 512, 20, 12, true);
     test_waves(64), test_waves(384);
+    test_penalized(1000, 64, 40), test_penalized(3001, 64, 300), test_penalized(quick ? 9000 : 70000, 128, 140);
     return gpu_report();
 }
