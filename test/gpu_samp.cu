@@ -46,7 +46,7 @@ static toka_device *samp_device(int V, int E, int max_out) { /* the caller sets 
     d->options = toka_device_options{};
     d->options.max_tokens = d->options.max_samples = max_out;
     gemm_open(d), samp_open(d);
-    d->kv_ids = (int *)dev_alloc(d, KEPT_PAGES * TOKA_GPU_PAGE_TOK * sizeof(int), "kept ids");
+    d->kv_ids = (int *)dev_alloc(d, (size_t)KEPT_PAGES * TOKA_GPU_PAGE_TOK * sizeof(int), "kept ids");
     n_kept_pages = 0;
     d->xn = (bf16 *)dev_alloc(d, (size_t)(max_out + GEMM_PAD_ROWS) * d->E * sizeof(bf16), "xn");
     upload_open(d, &d->upload, samp_upload_bytes(d) + 4096, false);
