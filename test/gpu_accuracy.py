@@ -47,23 +47,23 @@ def make_problems(n):
     return [(head + [{"role": "user", "content": p["prompt"]}], str(p["answer"])) for p in made[SHOTS:]]
 
 
-def batch(problems, device, tmp, *flags, short=0, **fields):
-    """Runs a batch. Returns the choices by (problem, index), and the report. short: this many lines come first; their samples end at the
-    first blank."""
+def batch(problems, device, tmp, *flags, long=0, **fields):
+    """Runs a batch. Returns the choices by (problem, index), and the report. long: this many lines come first; their samples all have
+    100 tokens, so that they need their next page in the same step."""
     source, out, report = (os.path.join(tmp, name) for name in ("in.jsonl", "out.jsonl", "report.json"))
     for path in (out, report):
         if os.path.exists(path):
             os.remove(path)
     with open(source, "w") as f:
-        for i in range(short):
-            f.write(json.dumps({"custom_id": f"short-{i}", "messages": problems[0][0], "max_tokens": 100, "seed": i, "stop": [" "], **fields}) + "\n")
+        for i in range(long):
+            f.write(json.dumps({"custom_id": f"long-{i}", "messages": problems[0][0], "max_tokens": 100, "seed": i, "ignore_eos": True, **fields}) + "\n")
         for i, (messages, _) in enumerate(problems):
             f.write(json.dumps({"custom_id": str(i), "messages": messages, "max_tokens": 100, "seed": 7, **fields}) + "\n")
     p = subprocess.run(["./toka", "batch", "--device", device, "-i", source, "-o", out, "--report", report, "--quiet", *flags], env=ENV, cwd=ROOT,
                        capture_output=True, text=True)
     if p.returncode:
         sys.exit(f"toka batch ended with status {p.returncode}: {p.stderr}")
-    rows = [r for r in map(json.loads, open(out)) if not r["custom_id"].startswith("short")]
+    rows = [r for r in map(json.loads, open(out)) if not r["custom_id"].startswith("long")]
     choices = {(int(r["custom_id"]), c["index"]): c for r in rows for c in r["response"]["body"]["choices"]}
     return choices, json.load(open(report))
 
@@ -159,7 +159,7 @@ def main():
             texts[temp] = {k: c["message"]["content"] for k, c in choices.items()}
             compare(f"temperature {temp}", right_answers(choices, problems), figures["right"][temp])
             check(report["prefix_hit_share"] > 0.5, f"temperature {temp}: {100 * report['prefix_hit_share']:.1f} % of the prompts from shared pages")
-        choices, report = batch(problems, "cuda", tmp, "--kv-tokens", "16384", short=8, n=N, temperature=2.0)
+        choices, report = batch(problems, "cuda", tmp, "--kv-tokens", "16384", long=1, n=N, temperature=2.0)
         compare("few KV pages", right_answers(choices, problems), figures["right"]["2"])
         same = sum(c["message"]["content"] == texts["2"][k] for k, c in choices.items())
         check(report["preemptions"] > 0, f"few KV pages: {report['preemptions']} preemptions, {same} of {len(choices)} texts as with many")
