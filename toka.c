@@ -339,6 +339,11 @@ enum json_type {
  * threads to free memory and tries again. After MEM_MAX_RETRIES tries the program aborts.
  * =========================================================================== */
 
+/* Before a function that makes an error, or that runs at start only: the compiler keeps it small,
+ * and also the functions that only such functions call. With -O3 they would be a fifth of the
+ * code. */
+#define COLD __attribute__((cold))
+
 #define COUNT(a) ((int)(sizeof(a) / sizeof((a)[0])))
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
@@ -409,7 +414,7 @@ static void *mem_try_zalloc(size_t n, size_t size) { return calloc(MAX(n, (size_
 /* Fills *e and returns `code`, so that a function reports an error with `return fail(e, ...)`.
  * Control characters of the message become '?': a name from a hostile file must not control the
  * user's terminal. */
-__attribute__((format(printf, 3, 4)))
+COLD __attribute__((format(printf, 3, 4)))
 static int fail(toka_err *e, int code, const char *fmt, ...) {
     va_list args;
     va_start(args, fmt);
@@ -1056,7 +1061,7 @@ static bool json_escaped_string(json_reader *reader, str head, json *node) {
         }
         static const char letters[] = "\"\\/bfnrt", meanings[] = "\"\\/\b\f\n\r\t";
         const char *found = reader->at[1] ? strchr(letters, reader->at[1]) : NULL;
-        uint32_t code;
+        uint32_t code = 0;
         if (found) {
             *dest++ = meanings[found - letters];
             reader->at += 2;
@@ -3732,7 +3737,7 @@ static int tok_load_metaspace(tok *tokenizer, const json *config, toka_err *e) {
 }
 
 /* Loads one pre-tokenizer. */
-static int tok_load_pre_tokenizer(tok *tokenizer, const json *config, toka_err *e) {
+COLD static int tok_load_pre_tokenizer(tok *tokenizer, const json *config, toka_err *e) {
     str type = tok_type_of(config);
     if (tokenizer->byte_level || tokenizer->metaspace.mark.n)
         return TOK_FAIL("pre_tokenizer \"%.*s\" after ByteLevel or Metaspace is not supported",
@@ -3797,7 +3802,7 @@ static int tok_load_template(tok *tokenizer, const json *config, ids *before, id
 }
 
 /* Loads one post-processor. */
-static int tok_load_post_processor(tok *tokenizer, const json *config, toka_err *e) {
+COLD static int tok_load_post_processor(tok *tokenizer, const json *config, toka_err *e) {
     str type = tok_type_of(config);
     ids before = {0}, after = {0};
     int err = 0;
@@ -5109,7 +5114,7 @@ static tmpl_node *tmpl_parse_piece(tmpl_parser *parser) {
 
 /* Parses pieces up to a tag whose name is one of `ends`; "{%" and the name are consumed. If `ends`
  * is empty, parses to the end of the template. */
-static bool tmpl_parse_body(tmpl_parser *parser, const char *ends, tmpl_node **body) {
+COLD static bool tmpl_parse_body(tmpl_parser *parser, const char *ends, tmpl_node **body) {
     int opened = parser->token->line;
     for (tmpl_node **tail = body;; tail = &(*tail)->next) {
         if (parser->token->type == TT_END && !*ends) return true;
@@ -15635,6 +15640,7 @@ static void cpu_alloc_buffers(toka_device *dev) {
         cpu_zalloc(dev, (size_t)dev->pool.n_threads, dev->scratch_floats * sizeof(float));
 }
 
+COLD
 static int cpu_open(toka_device **out, const toka_device_options *options, const toka_shape *shape,
                     const toka_weights *weights, toka_err *e) {
     if (cpu_check_options(options, shape, e)) return e->code;
@@ -18086,10 +18092,7 @@ SERVER_ONLY static const char *lib_overwritten_file(const toka *t) {
     return t->engine->backend->reads_files ? mf_find_overwritten(t->files) : NULL;
 }
 
-/* cold: the compiler keeps this function small, and all functions that only it calls. They run once
- * and are a fifth of the code, with -O3. */
-__attribute__((cold))
-int toka_open(toka **out, const toka_options *options, toka_err *e) {
+COLD int toka_open(toka **out, const toka_options *options, toka_err *e) {
     toka *t = NULL;
     const double began = os_now();
     *out = NULL;
