@@ -195,7 +195,7 @@ struct gemm_data {
         t.resize(c.M);
         pos.set(p), kv_slot.set(t), rope.set(cs);
         qkv = {W.bias, c.norm ? q_norm.p() : NULL, c.norm ? k_norm.p() : NULL, 1e-6f, H, K, B, pos.p(), kv_slot.p(), rope.p(),
-               q.p(), kv.p()};
+               q.p(), kv.p(), D};
     }
     gemm_plan plan(const toka_device *d) const {
         return c.plan.variant ? c.plan : gemm_choose(d, c.kind, c.M, c.N, c.K, c.norm);

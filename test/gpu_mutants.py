@@ -251,7 +251,7 @@ MUTANTS = [
            ("two ids of a history share one table entry", "(previous = atomicCAS(&table[index], 0u, key)) && `previous != key`;)", "false"),
            ("the highest gathered logit instead of the wanted one", "if (first && mass_above < target && (`lowest || mass_above + mass_tied >= target`))", "true"),
            ("a bad word of two ids is never complete", "bool open = `at >= filter.n_prompt`;", "last == first"),
-           ("the first id of a bad word is not compared", "for (int `k = first`; k < last && open; k++)", "k = first + 1"),
+           ("the first id of a bad word is not compared", "for (int k = `first`; k < last && open; k++)", "first + 1"),
            ("the last forbidden id is allowed", "for (int i = (int)threadIdx.x; `i < filter.n_forbidden`; i +=", "i + 1 < filter.n_forbidden"),
            ("wrong order of equal top log-probabilities", "index += top_logits[i] > logit || (top_logits[i] == logit && `top_ids[i] < id`);", "top_ids[i] > id", "edge .*top log-prob"),
            ("a bias is added only once", "for (unsigned remaining = same_id; remaining; `remaining &= remaining - 1`) logit = samp_clean", "remaining = 0", "V \\d+, case \\d+"),

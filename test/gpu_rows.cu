@@ -120,6 +120,7 @@ static void test_copies(toka_device *d, int L, int n_pages, int page) {
     GPU_OK(cudaDeviceSynchronize());
     for (int l = 0; l < L; l++)
         for (toka_copy k : c) std::copy_n(want.begin() + (ptrdiff_t)(l * layer + (size_t)k.from * page), page, want.begin() + (ptrdiff_t)(l * layer + (size_t)k.to * page));
+    for (toka_copy k : c) std::copy_n(want_ids.begin() + k.from * B, B, want_ids.begin() + k.to * B);
     launch_dependent(d, "copies", copy_pages_kernel, {dim3(2, (unsigned)L), 256}, copies.p(), kv.p(), layer, page, kv_ids.p(), B);
     done(d, "copies of pages");
     gpu_check(kv_ids.host() == want_ids && kv_ids.guards_hold(), "copies of pages: kept ids");

@@ -59,7 +59,7 @@ double toka_test_g(const int *seen, const double *p, int n_cells, double n) { re
 toka_test_case toka_test_draw_case(uint64_t seed, int V) {
     samp_case *c = mem_zalloc(sizeof *c);
     *c = draw_case(seed, V);
-    return (toka_test_case){case_row(c), c->raw};
+    return (toka_test_case){case_row(c), c->history, c->raw};
 }
 
 /* Positions thread, thread + DRAW_THREADS ... of a comparison. */
