@@ -78,9 +78,11 @@ def test_accuracy(tmp):
     spread = 4 * math.sqrt(2 * 3200 * 0.68 * 0.32)
     check(abs(gpu - cpu) < spread, f"temperature 2: {gpu} of 3200 right on the GPU, {cpu} on the CPU")
     check(abs(few_pages - cpu) < spread, f"the same with few KV pages: {few_pages}")
-    # the draws are the same, so texts differ only where logits in bf16 change a draw
+    # the draws are the same, so texts differ only where the rounding of the logits changes a draw; texts of different samples are also equal
+    # now and then
     same = sum(cpu_texts[k] == gpu_texts[k] for k in cpu_texts)
-    check(same > 1600, f"temperature 2: {same} of 3200 texts are those of the CPU")
+    other = sum(cpu_texts[i, (k + 1) % 16] == gpu_texts[i, k] for i, k in cpu_texts)
+    check(same > other + 320, f"temperature 2: {same} of 3200 texts are those of the CPU, {other} those of another sample of the CPU")
 
 
 def test_weights(tmp):

@@ -471,7 +471,8 @@ static std::vector<int> draws(toka_device *d, const toka_sampling &how, const st
     return seen;
 }
 
-/* CPU and GPU draw the same ids from equal logits, unless the draw is nearly a tie. */
+/* CPU and GPU draw the same ids from equal logits, unless the draw is nearly a tie: chapter 18 of
+ * toka.c says how near. A border of top-p that is a tie counts for each draw of its row. */
 static void test_same(int64_t n) {
     static const int sizes[] = {24, 300, 700, 1500};
     const int batch = (int)std::min((int64_t)8192, std::max((int64_t)1, n / 64));
@@ -496,8 +497,7 @@ static void test_same(int64_t n) {
     printf("draws next to the CPU's: %lld, nearly ties %lld, different %lld, of them not nearly ties %lld; largest margins of different ids: "
            "of keys 2^%.1f, of places 2^%.1f\n", (long long)counts.n, (long long)counts.close, (long long)counts.different,
            (long long)counts.wrong, log2(counts.key), log2(counts.place));
-    gpu_check(std::max(counts.close, counts.different) * 100000 < counts.n + 1000000, "draws: %lld of %lld are nearly ties, %lld different",
-              (long long)counts.close, (long long)counts.n, (long long)counts.different);
+    gpu_check(counts.different * 100000 < counts.n + 100000, "draws: %lld of %lld are not the CPU's", (long long)counts.different, (long long)counts.n);
 }
 
 static void check_distribution(toka_device *d, const char *what, const toka_sampling &how, const std::vector<float> &logits, int n) {
