@@ -8668,7 +8668,7 @@ typedef struct samp_penalized { /* the penalties of a penalized row, and where i
     const int *pages;         /* device; of the first n_history tokens */
     int first, n_history;     /* the penalties look at the tokens first .. n_history-1 */
     int n_prompt;             /* those from n_prompt on are the output */
-    float repetition, inverse_repetition, presence;
+    float repetition, presence;
 } samp_penalized;
 
 typedef struct samp_presence { /* of the 64 ids of an id group: bit i is for logits[i] */
@@ -8837,32 +8837,41 @@ __device__ static inline float samp_divide(float x, float r, float inverse) {
     const float refined = __fmaf_rn(__fmaf_rn(-quotient, r, x), inverse, quotient);
     return fabsf(quotient) < 0x1p100f ? refined : quotient;
 }
-/* Applies the penalties of a penalized row to the 64 logits of an id group: at(i) is a reference to
- * logits[i]. For other rows it does nothing. All lanes of a warp must call it. block: of all ids. A
- * warp skips the octets in which no lane has an id of the history. Without the branches, the
- * compiler would work on all octets at once and spill registers. */
-template <class A>
-__device__ static inline void samp_penalize_group(const samp_penalties &penalties, int forced_id,
-                                                  int block, int group, A at) {
-    const int index = max(SAMP_DRAW_PENALIZED - forced_id, penalties.first);
+typedef struct samp_group_penalty { /* of a row, for an id group */
+    uint4 bits; /* a samp_presence; 0: the row has no penalty */
+    float repetition, presence;
+} samp_group_penalty;
+
+/* block: of all ids. */
+__device__ static inline samp_group_penalty samp_load_penalty(const samp_penalties &penalties,
+                                                              int forced_id, int block,
+                                                              int group) {
+    if (forced_id > SAMP_DRAW_PENALIZED) return samp_group_penalty{{}, 1, 0};
+    const int index = SAMP_DRAW_PENALIZED - forced_id;
     const samp_penalized *row = penalties.rows + index;
-    const uint4 *presence = (const uint4 *)penalties.presence +
-                            (size_t)(index - penalties.first) * penalties.n_blocks * 4;
-    uint4 words = {};
-    if (forced_id <= SAMP_DRAW_PENALIZED) words = __ldcg(presence + block * 4 + group);
-    const float repetition = row->repetition, inverse = row->inverse_repetition,
-                row_presence = row->presence;
+    const samp_presence *presence = penalties.presence +
+                                    (size_t)(index - penalties.first) * penalties.n_blocks * 4;
+    return samp_group_penalty{__ldcg((const uint4 *)(presence + block * 4 + group)),
+                              row->repetition, row->presence};
+}
+/* Applies penalties to the 64 logits of an id group: at(i) is a reference to logits[i]. All lanes of
+ * a warp must call it: the warp skips the octets in which no lane has an id of the history. Without
+ * these branches, the compiler would work on all octets at once and spill registers. */
+template <class A>
+__device__ static inline void samp_penalize_group(const samp_group_penalty &penalty, A at) {
+    const float repetition = penalty.repetition, inverse = __frcp_rn(repetition);
 #pragma unroll
     for (int octet = 0; octet < 8; octet++) {
-        const uint32_t seen = (octet < 4 ? words.x : words.y) >> octet % 4 * 8 & 255,
-                       output = (octet < 4 ? words.z : words.w) >> octet % 4 * 8;
+        const uint32_t shift = octet % 4 * 8,
+                       seen = (octet < 4 ? penalty.bits.x : penalty.bits.y) >> shift & 255,
+                       output = (octet < 4 ? penalty.bits.z : penalty.bits.w) >> shift;
         if (!__any_sync(~0u, seen)) continue;
 #pragma unroll
         for (int k = 0; k < 8; k++) {
             float &logit = at(8 * octet + k);
             float x = samp_clean(logit);
             x = x < 0 ? __fmul_rn(x, repetition) : samp_divide(x, repetition, inverse);
-            if (output >> k & 1) x = __fsub_rn(x, row_presence);
+            if (output >> k & 1) x = __fsub_rn(x, penalty.presence);
             if (seen >> k & 1) logit = samp_clean(x);
         }
     }
@@ -9259,8 +9268,9 @@ __global__ static void __launch_bounds__(128)
         own[2 * j + 1] = id0 + 8 * j + 1 < V ? pair.y : -INFINITY;
     }
     if (row_params.forced_id <= SAMP_DRAW_PENALIZED)
-        samp_penalize_group(penalties, in_range ? row_params.forced_id : SAMP_DRAW,
-                            v0 / SAMP_BLOCK + block, group,
+        samp_penalize_group(samp_load_penalty(penalties,
+                                              in_range ? row_params.forced_id : SAMP_DRAW,
+                                              v0 / SAMP_BLOCK + block, group),
                             [&](int i) -> float & { return own[i]; });
     samp_partial partial = samp_make_partial(own, row_params, samp_needs_two_sums(row_params),
                                              samp_noise(row_params, v0 / SAMP_BLOCK + block, group),
@@ -9318,6 +9328,7 @@ template <int COLS> struct gemm_prefetched<epi_sample, COLS> {
      * prefetch_indirect: x and y are the noise of the first and of the second row. */
     uint4 noise;
     uint4 param_words[2]; /* second half of samp_params of both rows: uniform, scale, forced_id */
+    samp_group_penalty penalties[2]; /* of both rows, if the pass has penalized rows */
 };
 
 struct epi_sample {
@@ -9353,6 +9364,13 @@ struct epi_sample {
         uint32_t from_peer = __shfl_xor_sync(~0u, for_peer, 2);
         fetched.noise.x = group < 2 ? own : from_peer,
         fetched.noise.y = group < 2 ? from_peer : own;
+        if (!epi_args.penalties.rows) return;
+#pragma unroll
+        for (int b = 0; b < 2; b++)
+            fetched.penalties[b] = samp_load_penalty(
+                epi_args.penalties, (int)fetched.param_words[b].z,
+                min((epi_args.v0 + tile.col0) / SAMP_BLOCK, epi_args.penalties.n_blocks - 1),
+                group);
     }
 
     __device__ static inline samp_params unpack_params(uint4 words) {
@@ -9409,11 +9427,9 @@ struct epi_sample {
         if (epi_args.penalties.rows)
 #pragma unroll
             for (int b = 0; b < 2; b++)
-                samp_penalize_group(epi_args.penalties, (int)fetched.param_words[b].z,
-                                    (epi_args.v0 + tile.col0) / SAMP_BLOCK, group,
-                                    [&](int i) -> float & {
-                                        return acc[i / 2 * 4 + i % 2 + 2 * b];
-                                    });
+                samp_penalize_group(fetched.penalties[b], [&](int i) -> float & {
+                    return acc[i / 2 * 4 + i % 2 + 2 * b];
+                });
         float logits_a[SAMP_GROUP_IDS], logits_b[SAMP_GROUP_IDS];
 #pragma unroll
         for (int i = 0; i < SAMP_GROUP_IDS; i++)
@@ -11093,7 +11109,7 @@ static void samp_plan_penalized(toka_device *dev, const toka_step *step) {
             (const int *)upload_put(&dev->upload, row->pages,
                                     4 * (size_t)ceil_div(row->n_history, TOKA_GPU_PAGE_TOK)),
             repetition == 1 ? row->n_prompt : 0, row->n_history, row->n_prompt, repetition,
-            1 / repetition, row->sampling->presence_penalty};
+            row->sampling->presence_penalty};
     }
 }
 
