@@ -13427,10 +13427,10 @@ static int cpu_round_up32(int n) { return (n + 31) & ~31; }
 /* One call of a GEMM micro-kernel: y[m][n] (+)= sum over k of x[m][k] w[n][k], for one block of k
  * and a tile of at most [kernels.tile_rows][4] results, or [1][8]. */
 typedef struct cpu_tile {
-    const char *x; /* [m][k] in the kernel set's x_type, rows x_row_bytes apart */
+    const void *x; /* [m][k] in the kernel set's x_type, rows ldx elements apart */
     const char *w; /* [n][k] in the kernel's dtype, rows w_row_bytes apart */
     float *y;      /* [m][n], rows ldy floats apart */
-    size_t x_row_bytes, w_row_bytes, ldy;
+    size_t ldx, w_row_bytes, ldy;
     int m, n, k;   /* k: a multiple of 16; of 32 if x is bf16 */
     bool add;      /* y += instead of y = */
     bool prefetch; /* w comes from memory, and this tile reads it first: see cpu_tile_prefetch */
@@ -13647,7 +13647,7 @@ CPU_INLINE void cpu_tile_body_c(const cpu_tile *tile, const int m, const int n,
         cpu_f32x4 a[2];
         cpu_tile_prefetch(tile, w_rows, n, type, k);
         CPU_UNROLL for (int i = 0; i < m; i++)
-            a[i] = cpu_load_c(tile->x + (size_t)i * tile->x_row_bytes, TOKA_F32, k);
+            a[i] = cpu_load_c((const float *)tile->x + (size_t)i * tile->ldx, TOKA_F32, k);
         CPU_UNROLL for (int j = 0; j < n; j++) {
             cpu_f32x4 b = cpu_load_c(w_rows[j], type, k);
             CPU_UNROLL for (int i = 0; i < m; i++) acc[i][j] += a[i] * b;
@@ -13741,7 +13741,7 @@ CPU_AVX2 CPU_INLINE void cpu_tile_body_avx2(const cpu_tile *tile, const int m, c
     for (int k = 0; k < tile->k; k += 8) {
         cpu_tile_prefetch(tile, w_rows, n, type, k);
         CPU_UNROLL for (int i = 0; i < m; i++)
-            a[i] = cpu_load_avx2(tile->x + (size_t)i * tile->x_row_bytes, TOKA_F32, k);
+            a[i] = _mm256_loadu_ps((const float *)tile->x + (size_t)i * tile->ldx + k);
         CPU_UNROLL for (int j = 0; j < n; j++) { /* 16 registers: 12 sums, 3 of x, 1 of w */
             __m256 b = cpu_load_avx2(w_rows[j], type, k);
             CPU_UNROLL for (int i = 0; i < m; i++) acc[i][j] = _mm256_fmadd_ps(a[i], b, acc[i][j]);
@@ -13849,7 +13849,7 @@ CPU_AVX512 CPU_INLINE void cpu_tile_body_avx512(const cpu_tile *tile, const int 
         cpu_tile_prefetch(tile, w_rows, n, type, k);
         CPU_UNROLL for (int j = 0; j < n; j++) b[j] = cpu_load_avx512(w_rows[j], type, k);
         CPU_UNROLL for (int i = 0; i < m; i++) {
-            __m512 a = cpu_load_avx512(tile->x + (size_t)i * tile->x_row_bytes, TOKA_F32, k);
+            __m512 a = _mm512_loadu_ps((const float *)tile->x + (size_t)i * tile->ldx + k);
             CPU_UNROLL for (int j = 0; j < n; j++) acc[i][j] = _mm512_fmadd_ps(a, b[j], acc[i][j]);
         }
     }
@@ -13950,7 +13950,7 @@ CPU_AVX512_BF16 CPU_INLINE void cpu_tile_body_avx512_bf16(const cpu_tile *tile, 
         cpu_tile_prefetch(tile, w_rows, n, TOKA_BF16, k);
         CPU_UNROLL for (int j = 0; j < n; j++) b[j] = _mm512_loadu_si512(w_rows[j] + 2 * k);
         CPU_UNROLL for (int i = 0; i < m; i++) {
-            __m512i a = _mm512_loadu_si512(tile->x + (size_t)i * tile->x_row_bytes + 2 * k);
+            __m512i a = _mm512_loadu_si512((const uint16_t *)tile->x + (size_t)i * tile->ldx + k);
             CPU_UNROLL for (int j = 0; j < n; j++)
                 acc[i][j] = _mm512_dpbf16_ps(acc[i][j], (__m512bh)a, (__m512bh)b[j]);
         }
@@ -14208,28 +14208,26 @@ static int cpu_align_k(const cpu_kernels *kernels, int k) {
 }
 
 /* Computes columns n0 .. n1-1 of y[index] for one block of k and all rows of x. The caller sets
- * where the block's weights lie (tile.w: row n0), and tile.k; tile.prefetch: they come from memory.
- * A tile of x stays in L1 while the columns pass. All tiles are about equally high: T = 13 is
- * 5 + 5 + 3, since 6 + 6 + 1 would read w for a single row. */
-static void cpu_gemm_tiles(const cpu_gemm_args *args, int index, cpu_tile tile,
-                           void (*kernel)(const cpu_tile *), int n0, int n1, int k) {
-    const int n_tiles = (args->T + args->kernels->tile_rows - 1) / args->kernels->tile_rows;
-    const int rows = (args->T + n_tiles - 1) / n_tiles, columns = args->T == 1 ? 8 : 4;
-    const size_t x_bytes = cpu_dtype_bytes(args->kernels->x_type);
-    const char *weights = tile.w;
-    const bool prefetch = tile.prefetch;
-    tile.x_row_bytes = args->ldx * x_bytes;
-    tile.ldy = args->ldy[index];
-    tile.add = args->add || k;
-    for (int m = 0; m < args->T; m += rows)
+ * where the block's weights lie (tile->w: row n0), and tile->k. A tile of x stays in L1 while the
+ * columns pass. from_memory: the first pass over w prefetches. Inlined, since a tile of one row of
+ * x takes only some 500 cycles. */
+CPU_INLINE void cpu_gemm_tiles(const cpu_gemm_args *args, int index, cpu_tile *tile,
+                               const bool from_memory, int n0, int n1, int k) {
+    const cpu_kernels *kernels = args->kernels;
+    const size_t x_bytes = cpu_dtype_bytes(kernels->x_type);
+    const toka_dtype w_type = from_memory ? args->weights[index]->dtype : kernels->x_type;
+    const int columns = args->T == 1 ? 8 : 4;
+    const char *weights = tile->w;
+    tile->add = args->add || k;
+    for (int m = 0; m < args->T; m += kernels->tile_rows)
         for (int n = n0; n < n1; n += columns) {
-            tile.x = (const char *)args->x + (size_t)m * tile.x_row_bytes + x_bytes * (size_t)k;
-            tile.w = weights + (size_t)(n - n0) * tile.w_row_bytes;
-            tile.y = args->y[index] + (size_t)m * tile.ldy + n;
-            tile.m = MIN(rows, args->T - m);
-            tile.n = MIN(columns, n1 - n);
-            tile.prefetch = prefetch && m == 0;
-            kernel(&tile);
+            tile->x = (const char *)args->x + x_bytes * ((size_t)m * tile->ldx + (size_t)k);
+            tile->w = weights + (size_t)(n - n0) * tile->w_row_bytes;
+            tile->y = args->y[index] + (size_t)m * tile->ldy + n;
+            tile->m = MIN(kernels->tile_rows, args->T - m);
+            tile->n = MIN(columns, n1 - n);
+            tile->prefetch = from_memory && m == 0;
+            kernels->tile[w_type](tile);
         }
 }
 
@@ -14240,15 +14238,15 @@ static void cpu_gemm_direct(const cpu_gemm_args *args, int index, int n0, int n1
     const toka_tensor *weight = args->weights[index];
     const cpu_kernels *kernels = args->kernels;
     size_t elem_bytes = cpu_dtype_bytes(weight->dtype);
-    cpu_tile tile = {.w_row_bytes = elem_bytes * (size_t)weight->stride, .prefetch = true};
+    cpu_tile tile = {.ldx = args->ldx, .w_row_bytes = elem_bytes * (size_t)weight->stride,
+                     .ldy = args->ldy[index]};
     const int columns = args->T == 1 ? 8 : args->T <= CPU_STREAM_ROWS ? 4 : n1 - n0;
     for (int n = n0; n < n1; n += columns)
         for (int k = 0; k < weight->cols; k += kernels->k_block) {
             tile.w = (const char *)weight->data + (size_t)n * tile.w_row_bytes +
                      elem_bytes * (size_t)k;
             tile.k = MIN(kernels->k_block, weight->cols - k);
-            cpu_gemm_tiles(args, index, tile, kernels->tile[weight->dtype], n,
-                           MIN(n + columns, n1), k);
+            cpu_gemm_tiles(args, index, &tile, true, n, MIN(n + columns, n1), k);
         }
 }
 
@@ -14260,10 +14258,12 @@ static void cpu_gemm_panel(const cpu_gemm_args *args, int index, int n0, int n1,
     const cpu_kernels *kernels = args->kernels;
     const size_t elem_bytes = cpu_dtype_bytes(weight->dtype);
     const size_t x_bytes = cpu_dtype_bytes(kernels->x_type);
-    cpu_tile tile = {.w = panel, .w_row_bytes = CPU_PANEL_ROW_BYTES};
+    cpu_tile tile = {.ldx = args->ldx, .w_row_bytes = CPU_PANEL_ROW_BYTES,
+                     .ldy = args->ldy[index]};
     for (int k = 0; k < weight->cols; k += kernels->k_block) {
         int k_len = MIN(kernels->k_block, weight->cols - k);
         tile.k = cpu_align_k(kernels, k_len);
+        tile.w = panel;
         for (int n = n0; n < n1; n++) {
             char *row = panel + (size_t)(n - n0) * CPU_PANEL_ROW_BYTES;
             kernels->pack(row,
@@ -14272,7 +14272,7 @@ static void cpu_gemm_panel(const cpu_gemm_args *args, int index, int n0, int n1,
                           weight->dtype, k_len);
             memset(row + x_bytes * (size_t)k_len, 0, x_bytes * (size_t)(tile.k - k_len));
         }
-        cpu_gemm_tiles(args, index, tile, kernels->tile[kernels->x_type], n0, n1, k);
+        cpu_gemm_tiles(args, index, &tile, false, n0, n1, k);
     }
 }
 
