@@ -9241,17 +9241,21 @@ template <class T, class F> __device__ static inline T block_reduce(T x, T *scra
 
 /* ---- Stored logits to partials ----
  *
- * in   logits float32 [n][ld_logits] of the V ids from v0 on. ld_logits and v0 are multiples of 256
- *      params [n]
+ * in   stored; params [n]
  * out  partials [block][ld_partials], columns 0 .. n-1
  * A thread loads the same group that it would hold in a wgmma tile. Four adjacent threads read 32
  * bytes at a time; a warp reads eight blocks of a row.
  * grid: (ceil(blocks / 32), n); block: 128; shared: 0. Reads V * 4 bytes a row, writes 24 bytes a
  * block. */
+typedef struct samp_stored { /* stored logits of the V ids from v0 on */
+    const float *logits;     /* [n][ld] */
+    int ld, v0, V;           /* ld and v0 are multiples of 256 */
+} samp_stored;
+
 __global__ static void __launch_bounds__(128)
-    samp_partials_kernel(const samp_params *params, const float *logits, int ld_logits, int v0,
-                         int V, samp_partial *partials, int ld_partials,
-                         const samp_penalties penalties) {
+    samp_partials_kernel(const samp_params *params, const samp_stored stored,
+                         samp_partial *partials, int ld_partials, const samp_penalties penalties) {
+    const int v0 = stored.v0, V = stored.V;
     int group = (int)threadIdx.x % 4, block = (int)(blockIdx.x * 32 + threadIdx.x / 4),
         id0 = block * SAMP_BLOCK + 2 * group;
     int row = (int)blockIdx.y;
@@ -9260,7 +9264,7 @@ __global__ static void __launch_bounds__(128)
     grid_wait();
     const samp_params row_params = params[row];
     bool in_range = block * SAMP_BLOCK < V;
-    const float *from = logits + (size_t)row * ld_logits + id0;
+    const float *from = stored.logits + (size_t)row * stored.ld + id0;
 #pragma unroll
     for (int j = 0; j < SAMP_GROUP_IDS / 2; j++) {
         float2 pair = in_range ? *(const float2 *)(from + 8 * j) : float2{-INFINITY, -INFINITY};
@@ -11352,7 +11356,8 @@ static void samp_from_logits(toka_device *dev, int first, int n_rows, int n_plai
     samp_plan *plan = dev->samp;
     launch_dependent(dev, "groups", samp_partials_kernel,
                      {dim3((unsigned)ceil_div(plan->n_blocks, 32), (unsigned)n_rows), 128},
-                     plan->params + first, plan->logits, plan->ld_logits, 0, dev->shape->V_all,
+                     plan->params + first,
+                     samp_stored{plan->logits, plan->ld_logits, 0, dev->shape->V_all},
                      plan->partials, plan->partial_rows, plan->penalties);
     samp_launch_results(dev, first, n_rows, n_plain, filters,
                         plan->logits + (size_t)n_plain * (size_t)plan->ld_logits);
@@ -11370,7 +11375,8 @@ static void samp_merge_ranks(toka_device *dev, int first, int n_rows, bool has_p
     if (!has_partials)
         launch_dependent(dev, "groups", samp_partials_kernel,
                          {dim3((unsigned)ceil_div(plan->own_blocks, 32), (unsigned)n_rows), 128},
-                         params, plan->own_logits, plan->ld_own, dev->shape->v0, dev->shape->V,
+                         params,
+                         samp_stored{plan->own_logits, plan->ld_own, dev->shape->v0, dev->shape->V},
                          plan->partials, plan->partial_rows, plan->penalties);
     launch_dependent(dev, "sampling", samp_reduce_kernel,
                      {dim3((unsigned)ceil_div(n_rows, SAMP_REDUCE_ROWS)), 256}, reduce);
