@@ -12530,9 +12530,9 @@ static bool samp_needs_history(const toka_sampling *sampling) {
  * id would complete the word. */
 static int32_t samp_bad_id(const int32_t *word, int length, const int32_t *output, int n_output) {
     int n_before = length - 1;
-    if (n_before > n_output ||
-        memcmp(word, output + n_output - n_before, (size_t)n_before * sizeof *word))
-        return -1;
+    if (n_before > n_output) return -1;
+    for (int i = 0; i < n_before; i++)
+        if (word[i] != output[n_output - n_before + i]) return -1;
     return word[n_before];
 }
 
@@ -12546,8 +12546,9 @@ static void samp_adjust(const toka_sample_row *row, const int32_t *history, floa
     for (int i = 0; i < row->n_forbidden; i++) /* end ids may lie outside the vocabulary */
         if ((uint32_t)row->forbidden[i] < (uint32_t)V) x[row->forbidden[i]] = -INFINITY;
     const int32_t *word = sampling->bad_ids;
+    const int32_t *output = row->n_history ? history + row->n_prompt : NULL;
     for (int i = 0; i < sampling->n_bad; word += sampling->bad_lengths[i++]) {
-        int32_t id = samp_bad_id(word, sampling->bad_lengths[i], history + row->n_prompt,
+        int32_t id = samp_bad_id(word, sampling->bad_lengths[i], output,
                                  row->n_history - row->n_prompt);
         if (id >= 0) x[id] = -INFINITY;
     }

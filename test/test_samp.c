@@ -178,14 +178,14 @@ static void random_filters(uint64_t *s, samp_case *c) {
     c->s.logprobs = (int)(rnd(s) % (TOKA_MAX_LOGPROBS + 1));
 }
 
-/* Bad words of one to three ids; many begin with the last ids of the history. */
+/* Bad words of one to three ids; many begin with the last ids of the history, or with all of them but the first. */
 static void random_bad_words(uint64_t *s, samp_case *c) {
     c->s.n_bad = 1 + (int)(rnd(s) % 6);
     c->s.bad_ids = c->ids[4] = random_ids(s, 3 * c->s.n_bad, c->V);
     c->s.bad_lengths = c->lengths = mem_alloc(c->s.n_bad * sizeof *c->lengths);
     for (int i = 0, at = 0; i < c->s.n_bad; at += c->lengths[i++]) {
         const int n = c->lengths[i] = 1 + (int)(rnd(s) % 3);
-        for (int k = 0; k < n - 1 && n - 1 <= c->row.n_history && rnd(s) % 8; k++)
+        for (int k = rnd(s) % 4 == 0; k < n - 1 && n - 1 <= c->row.n_history && rnd(s) % 8; k++)
             c->ids[4][at + k] = c->history[c->row.n_history - (n - 1) + k];
     }
 }
@@ -197,7 +197,7 @@ static samp_case random_case(uint64_t *s, int V) {
     c.row = (toka_sample_row){.scored_id = -1, .sample = (uint32_t)rnd(s), .position = (uint32_t)rnd(s)};
     c.s.seed = rnd(s);
     if (rnd(s) % 2) {
-        c.row.n_history = (int)(rnd(s) % 300), c.row.n_prompt = (int)(rnd(s) % (uint64_t)(c.row.n_history + 1));
+        c.row.n_history = (int)(rnd(s) % (rnd(s) % 2 ? 300 : 4)), c.row.n_prompt = (int)(rnd(s) % (uint64_t)(c.row.n_history + 1));
         c.history = c.ids[3] = random_ids(s, c.row.n_history, rnd(s) % 2 ? V : 1 + V / 10);
         if (rnd(s) % 3) c.s.repetition_penalty = (float)(0.5 + 1.5 * rnd_unit(s));
         if (rnd(s) % 2) c.s.frequency_penalty = (float)(4 * rnd_unit(s) - 2);
