@@ -265,7 +265,7 @@ MUTANTS = [
             "max(max(counter[0], counter[1]), max(counter[2], counter[3]))"),
            ("eight blocks are enough", "return `!(dist.block_sums[block] < min_bound)`; });", "false", "(cut row|wide) \\d+, sampling \\d+"),
            ("block sums with penalties are wrong", "if (lane == 0) dist.block_sums[block] = `sum`;", "1.0f")),
-    *group("samp_presence_kernel", "samp small", "V \\d+, case \\d+, no logprob",
+    *group("samp_presence_kernel", "samp small", "presence case \\d+",
            ("presence penalty for the last id of the prompt", "if (`i >= row.n_prompt`) atomicOr(", "i + 1 >= row.n_prompt"),
            ("the first token of the history is missing", "for (int i = `row.first` + (int)threadIdx.x;", "row.first + 1"),
            ("no repetition penalty for negative logits", "x = `x < 0` ? __fmul_rn(x, repetition)", "false")),

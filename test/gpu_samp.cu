@@ -299,6 +299,45 @@ static void test_edges() {
     samp_device_close(d);
 }
 
+/* Penalties of one token of the history decide which of the two best ids is drawn. */
+static void test_presence() {
+    const int V = 1000, best = 300, second = 301;
+    const int32_t history[] = {best, 7};
+    const struct {
+        float logit, repetition, presence;
+        int n_history, id; /* all of the history is prompt; id: the one to draw */
+    } cases[] = {
+        {1.0f, 1.01f, 0.5f, 1, best}, /* presence_penalty is for the output only */
+        {1.0f, 2, 0, 2, second},      /* the first token counts */
+        {1.0f, 2, 0, 1, second},
+        {-0.5f, 2, 0, 2, second},     /* a negative logit is multiplied */
+        {-0.5f, 1, -0.5f, 2, best},
+    };
+    toka_device *d = samp_device(V, 8, 64);
+    const int n = 2 * (int)(sizeof cases / sizeof *cases);
+    std::vector<toka_sampling> how((size_t)n);
+    std::vector<std::vector<float>> raw((size_t)n, std::vector<float>((size_t)V, -8.0f));
+    std::vector<toka_sample_row> rows;
+    std::vector<const float *> logits;
+    n_kept_pages = 0;
+    for (int i = 0; i < n; i++) {
+        how[(size_t)i] = plain(i % 2 ? 1e-3f : 0);
+        how[(size_t)i].logprobs = TOKA_NO_LOGPROBS;
+        how[(size_t)i].repetition_penalty = cases[i / 2].repetition, how[(size_t)i].presence_penalty = cases[i / 2].presence;
+        raw[(size_t)i][best] = cases[i / 2].logit, raw[(size_t)i][second] = cases[i / 2].logit - 0.1f;
+        toka_sample_row row = row_at(&how[(size_t)i], 0);
+        row.row = i, row.n_history = row.n_prompt = cases[i / 2].n_history;
+        keep_history(d, &row, history);
+        rows.push_back(row), logits.push_back(raw[(size_t)i].data());
+    }
+    std::vector<toka_sample_result> samples = sample_rows(d, rows, logits);
+    gpu_check(d->samp->n_penalized == n, "presence: %d penalized rows of %d", d->samp->n_penalized, n);
+    for (int i = 0; i < n; i++)
+        gpu_check(samples[(size_t)i].id == cases[i / 2].id, "presence case %d, T %g: id %d, expected %d", i / 2, how[(size_t)i].temperature,
+                  samples[(size_t)i].id, cases[i / 2].id);
+    samp_device_close(d);
+}
+
 /* Filters in large vocabularies: more candidate ids than fit into shared memory, many of them with
  * equal logits. */
 static void test_wide() {
@@ -1074,7 +1113,7 @@ int main(int argc, char **argv) {
         test_op(1000, 256, 40, 33, true);
         return gpu_report();
     }
-    test_edges();
+    test_edges(), test_presence();
     for (int V : {1, 2, 9, 60, 255, 256, 257, 1000, 3000}) test_random(V, quick ? 64 : 640, gpu_seed + (uint64_t)V * 1000);
     if (!quick) test_random(151936, 128, gpu_seed);
     gpu_check(unsure * 50 <= compared, "%d of %d rows left undecided", unsure, compared);
