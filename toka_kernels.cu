@@ -169,19 +169,20 @@
  *
  *   Method: Gumbel-max over id groups, then the inverse CDF inside the group that won.
  *
- * WHAT THEY REACH. NVIDIA H200, 2026-11-22 to 24. test/results/gpu-h200.md has tables, with
- * commits and commands; `toka bench ops` measures again. For ops bound by reading, 100 % is a read
- * bandwidth of 4.4 TB/s. 1B is Llama-3.2-1B, 8B is Llama-3.1-8B.
+ * WHAT THEY REACH. Without a mark: NVIDIA H200, 2026-11-22 to 24; test/results/gpu-h200.md has
+ * tables, with commits and commands. (H100): 2026-11-26, `toka bench ops`, the table is
+ * test/results/ops-h100.txt. For ops bound by reading, 100 % is the card's read bandwidth: 4.4 TB/s
+ * on the H200, 3.1 TB/s on the H100. 1B is Llama-3.2-1B, 8B is Llama-3.1-8B.
  *
  *   op                        bound by      reaches
  *   gemm_wgmma                arithmetic    M >= 512: 1.04 times as fast as cuBLAS (61 shapes)
- *   gemm_smallm               reading W     M = 64: 80 % (gate_up of 1B), 40 % (o of 1B)
- *   gemm_gemv                 reading W     M = 1: 97 % (down of 8B), 60 % (o of 1B)
+ *   gemm_smallm               reading W     M = 64: 90 % (gate_up of 1B), 49 % (o of 1B) (H100)
+ *   gemm_gemv                 reading W     M = 1: 96 % (down of 8B), 77 % (o of 1B) (H100)
  *   gemm_mma                  arithmetic    60 % of wgmma's rate (H100)
- *   decode attention          reading K, V  84 % (64 sequences of 4,096 positions), 100 % (2,048
- *                                           sequences of 900)
- *   attn_fused                reading K, V  84 % at D 64, 79 % at D 128 (8,192 samples, each with
- *                                           88 own and 675 shared positions)
+ *   decode attention          reading K, V  91 % (64 sequences of 4,096 positions), 96 % (2,048
+ *                                           sequences of 900), both at D 64 (H100)
+ *     of a shared prefix      reading K, V  93 % at D 64, 87 % at D 128 (4,096 sequences of 1,050
+ *                                           positions, 896 of them shared) (H100)
  *   prefix groups             launches      64 samples of 4 prompts: 10 us a layer; by levels 34
  *   attn_wgmma                arithmetic    16,384 rows: 487 TFLOP/s at D 64 (cuDNN 437), 579 at
  *                                           D 128 (cuDNN 566)
