@@ -26,6 +26,12 @@ check() {
     diff "$tmp/contents" "$tmp/banners" >&2 || die "the contents list of $1 differs from its banners"
 }
 
+# No line of the three source files has more than 100 columns, but strings and tables of strings.
+columns() {
+    awk 'length > 100 && !/"/ {print FILENAME ":" FNR ": more than 100 columns"; n++} END {exit n > 0}' \
+        toka.c toka.h toka_kernels.cu >&2 || die "a line is too long"
+}
+
 # No name of the three source files has a word of test/words.txt in it. Comments and texts do not count.
 words() {
     bad=$(sed -n 's/^\([a-z][a-z]*\)	.*/\1/p' test/words.txt | paste -sd '|' -)
@@ -110,6 +116,7 @@ nvcc_link() {
 
 check toka.c
 check toka_kernels.cu
+columns
 [ ! -f test/words.txt ] || words
 [ "${1:-}" = check ] && exit 0
 flags=

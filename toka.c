@@ -74,7 +74,7 @@
  *           one thread, and only this thread calls the device's ops. Helper threads of the backend
  *           have finished when an op returns.
  *   server  one thread, the event loop, has all sockets; workers parse bodies and make text; one
- *           thread drives the engine. They hand HTTP calls to each other through queues (30).
+ *           thread drives the engine. They hand HTTP requests to each other through queues (30).
  *   event   its pointers are valid during the callback. Results of toka_encode and similar
  *           functions are allocated by malloc for the caller.
  * Endings of names: _open/_close: the object holds files, threads or mappings. _init/_free: the
@@ -102,11 +102,12 @@
  * WHAT ALWAYS HOLDS.
  *   1. The result of a token row depends only on the tokens of its own sequence. Other rows of the
  *      step, prefill chunks, threads, preemption and the choice of spans do not change it, because
- *      every sum over the model's width or over positions has one fixed order (16, 17). The tests
+ *      every sum over the model's width or over positions has one fixed order (19, 20). The tests
  *      compare the CPU's results byte for byte. On a GPU this holds up to rounding: the number of
  *      rows selects the tile shape, and the tile shape sets the order of sums.
- *   2. A draw is a function of (logits, parameters, seed, sample, position), and the same function
- *      on CPU and GPU (18). Rules 1 and 2 together make a run on a CPU exactly repeatable.
+ *   2. A draw is a function of (logits, parameters, history, seed, sample, position). CPU and GPU
+ *      compute the same function and differ only where two ids are nearly tied (18). Rules 1 and 2
+ *      together make a run on a CPU exactly repeatable.
  *   3. Text is delivered only when later tokens cannot change it: an unfinished character and a
  *      possible beginning of a stop string are held back (6, 18).
  *   4. The CPU reads weights where the file is mapped, in the file's type, and computes in float32
@@ -116,10 +117,11 @@
  * LETTERS, equal in C, CUDA and README. T tokens of a step, S sequences, L layers, H query heads,
  * K kv heads, D head size, E model width, F mlp width, V vocabulary, B tokens per page.
  *
- * PREFIXES of names say the chapter: mem_, str_, buf_ and arena_ 2, os_ 3, json_ and utf8_ 4, uni_
- * 5, tok_ 6 and 7, tmpl_ 8 to 10, st_ and mf_ 11 to 13, kv_ 14, heap_ 15, sched_ 16, batch_ 17,
- * samp_ and stop_ 18, cpu_ 19 and 20, group_ 20, model_ and rank_ 21, eng_ 22, lib_ 23, http_ 24,
- * api_ 25 and 26, run_ 27 and 32, files_ 28, srv_ 29 to 31, plan_ 32, benchclient_ 33, cli_ 34.
+ * PREFIXES of names say the chapter: mem_, str_, buf_, arena_, ids_ and suggest_ 2, os_ 3, json_
+ * and utf8_ 4, uni_ 5, tok_ 6 and 7, tmpl_ 8 to 10 (tv_: values of templates), st_ and mf_ 11 to
+ * 13, kv_ 14, heap_ 15, sched_ 16, batch_ 17, samp_ and stop_ 18, cpu_ 19 and 20, group_ 20, model_
+ * and rank_ 21, eng_ 22, lib_ 23, http_ 24, api_ 25 and 26, run_ 27 and 32, files_ 28, srv_ 29 to
+ * 31, plan_ 32, benchclient_ 33, cli_ 34.
  *
  * WORDS                                                                                     chapter
  *   sample          one of the n completions of a request                                        16
@@ -179,8 +181,8 @@
  *   data parallelism: replicas behind one queue                      22 eng_route
  *   CUDA graphs of decode steps                      CUDA C++ guide  cu 15 cuda_capture
  *   sampling: Gumbel-max over groups of ids          1411.0030       18 samp_draw
- *     fused into the LM head; on Hopper the logits                     cu 11 samp_lm_head,
- *     of plain rows are never stored                                      samp_reduce_kernel
+ *     fused into the LM head; on Hopper the logits                     cu 12 samp_lm_head,
+ *     of plain rows are never stored                                   cu 11 samp_reduce_kernel
  *
  * CONTENTS (build.sh checks it against the banners; to read one chapter:
  * sed -n '/MARK: 4\./,/MARK: 5\./p' toka.c)
@@ -9999,7 +10001,7 @@ static int mf_open(mf_model **out, const char *model, const char *models_file,
  *
  * Words:
  *   page            memory for K and V of B tokens, in all layers; vLLM calls it a block
- *   seq             index of a running sequence; the sequence keeps it until it ends
+ *   seq             index of a live sequence, running or preempted; it keeps it until it ends
  *   block table     the pages of one sequence: entry i is the page of positions i*B .. i*B+B-1
  *   prefix tree     the prefix cache. A node is a full page. Its key is (parent page, B tokens), so
  *                   the path from the root to a page contains the tokens of a prefix. Sequences
@@ -10070,7 +10072,7 @@ typedef struct kv_seq {
     int n_pages;        /* in its block table */
     int n_tree_pages;   /* the first ones of these, which are in the tree */
     bool no_more_inserts; /* no further page is inserted into the tree: the sequence is unshared, or
-                         * the tree has an equal page that was not computed */
+                           * the tree has an equal page that was not computed */
 } kv_seq;
 
 typedef struct kv_cache { /* owns its arrays */
@@ -10386,7 +10388,7 @@ enum kv_insert_result { KV_INSERTED, KV_DEDUPLICATED, KV_NOT_INSERTED };
  *   KV_INSERTED       the page is in the tree now
  *   KV_DEDUPLICATED   the tree has an equal page that is computed: the sequence holds that page now
  *                     and its own page is free
- *   KV_NOT_INSERTED  the tree has an equal page that is not computed: this page and all later
+ *   KV_NOT_INSERTED   the tree has an equal page that is not computed: this page and all later
  *                     pages of the sequence stay outside the tree. It is not tried again later,
  *                     because this is rare: only the page of a sequence in prefill is in the tree
  *                     before it is computed */
@@ -10427,12 +10429,12 @@ static enum kv_insert_result kv_insert_full_page(kv_cache *cache, int seq, const
  * Several heaps may share one array. Chapter 16 has three: the queue of requests, the running and
  * the preempted sequences.
  *
- * What always holds: no node belongs above its parent; a top has prev -1, every other node has not.
+ * What always holds: no node is greater than its parent. Only a top has prev -1.
  * =========================================================================== */
 
 typedef struct heap_node {
     int64_t key;
-    uint32_t tie_break;    /* of equal keys the greater one is above; compared modulo 2^32 */
+    uint32_t tie_break;    /* of equal keys the greater one is above; right also after it wraps */
     int child, next, prev; /* first child, next sibling; previous sibling or, for the first child,
                             * the parent; -1: none */
 } heap_node;
@@ -10527,31 +10529,31 @@ static void heap_remove(heap_node *nodes, int *top, int node) {
  *
  * Queue order. The key of a request is its arrival step minus (priority * SCHED_PRIORITY_STEPS),
  * then its order of arrival in that step. The smallest key is first. If the keys are equal, as for
- * two samples of one request, preempted sequences come before new ones. Steps are counted by calls
- * of sched_plan, so the count stands still while no request is there. A priority is a head start,
- * not a rank: no request waits forever.
+ * two samples of one request, preempted sequences come before new ones. If no index is free, only a
+ * preempted sequence can be admitted, whatever comes before it. Steps are counted by calls of
+ * sched_plan, so the count stands still while no request is there. A priority is a head start and
+ * no strict class: no request waits forever.
  *
  * Admission. The length of an output is not known, so no one knows how many pages a sequence will
- * need. The head of the queue is admitted if its pages fit now and a reserve stays free: the pages
- * that the running sequences append in the next SCHED_RESERVE_STEPS steps. A sequence in decode
- * appends a page every B steps, so the reserve is
+ * need. The head of the queue is admitted if its pages fit now and a reserve (vLLM: a watermark)
+ * stays available, that is, free or cached: the pages that the running sequences append in the next
+ * SCHED_RESERVE_STEPS steps. A sequence in decode appends a page every B steps, so the reserve is
  *
  *     running sequences * SCHED_RESERVE_STEPS / B pages, rounded up
  *
- * It is never more than what they append until each of them has all the tokens that it may have.
- * If pages run out all the same, sched_preempt takes the pages of the running sequence that is last
- * in queue order (latest arrival, lowest priority). That sequence keeps its tokens. When it is
- * resumed, they are prefilled like a prompt.
+ * It is at most what they can still append up to their limits. If pages run out all the same,
+ * sched_preempt takes the pages of the running sequence with the greatest key. That sequence keeps
+ * its tokens. When it is resumed, they are prefilled like a prompt.
  *
  * The reserve balances two costs. With a small one the pool is full, but more sequences are
- * preempted and computed again. With a large one few are preempted, but fewer run at once. Measured
- * in test/results/trials-admission.md, beside a forecast of the pages of all later steps from
- * predicted lengths: the two are within a few percent. No preemption changes a token.
+ * preempted and computed again. With a large one few are preempted, but fewer run at once.
+ * test/results/trials-admission.md compares this rule with a forecast of the pages of all later
+ * steps from predicted lengths: they differ by a few percent. No preemption changes a token.
  *
  * Example: pages of 64 tokens, a pool of 100 pages. 40 sequences run and hold 75 pages; their
  * reserve is 40 * 24 / 64 = 15 pages. A request with a prompt of 600 tokens needs 10 pages. 25 are
- * free, so it is admitted. The same prompt once more needs only 1 page, because the first 9 are
- * shared. But 15 pages are free and the reserve of 41 sequences is 16 pages, so it must wait.
+ * available, so it is admitted. The same prompt once more needs only 1 page, because the first 9
+ * are shared. But 15 are available and the reserve of 41 sequences is 16, so it must wait.
  *
  * Run-ahead. sched_plan plans a step before the tokens of in-flight steps are known. n_known counts
  * the committed tokens of a sequence. n_planned counts these and the tokens that in-flight steps
@@ -10571,9 +10573,10 @@ static void heap_remove(heap_node *nodes, int *top, int node) {
  * Prompt tails. The full pages of a prompt before its last token are shared through the prefix
  * tree. The 1 to B tokens after them are the tail of the prompt. Each sequence appends its output
  * after the tail, so each needs a page of its own for it. One sequence computes the tail. Later
- * sequences with the same tokens, of its request or of another, find it in the tail table (a hash
- * table of prompts): it is their tail source. They copy its page (scheduler.copies) and compute
- * only the last token. Only pages that earlier steps computed are copied. If the source computes
+ * sequences with the same tokens, of its request or of another, look up in the tail table which
+ * sequence that is: their tail source. The table is a hash table of all tokens that a sequence had
+ * when it was admitted. They copy the page of the source (scheduler.copies) and compute only the
+ * last token. Only pages that earlier steps computed are copied. If the source computes
  * the tail in the step that is being planned, the later sequence waits for the next step. Sequences
  * with the same prompt_group have the same prompt. An unshared sample uses neither the prefix tree
  * nor a copy: it computes all its positions.
@@ -10581,14 +10584,14 @@ static void heap_remove(heap_node *nodes, int *top, int node) {
  * What always holds (sched_check of test/state.h): sequences, lists, heaps and counts agree. The
  * running sequence that is first in queue order is never preempted, because alone each request
  * fits. So it always gets on. sched_plan and sched_commit allocate no memory: sched_submit
- * allocates the token buffers. Cost: O(running sequences) per step with a small constant, O(pages)
- * for the start or end of one sequence. The scheduler does not know texts, stop strings, sampling
- * or devices: the engine (chapter 22) says when a sequence ended.
+ * allocates the token buffers. Cost: O(max_seqs) per step with a small constant, O(pages) for the
+ * start or end of one sequence. The scheduler does not know texts, stop strings, sampling or
+ * devices: the engine (chapter 22) says when a sequence ended.
  * =========================================================================== */
 
 enum {
     SCHED_PRIORITY_STEPS = 1024, /* steps of head start for one level of priority */
-    SCHED_RESERVE_STEPS = 24,    /* the engine's sched_config.reserve_steps */
+    SCHED_RESERVE_STEPS = 24,    /* the reserve covers so many steps */
     SCHED_TAIL_WAYS = 4          /* entries in one bucket of the tail table */
 };
 
@@ -10673,8 +10676,8 @@ typedef struct scheduler {
     int *free_seqs;      /* [max_seqs] stack of n_seqs_free */
     int n_seqs_free, n_running, n_decode; /* n_running: in prefill or decode */
     toka_copy *copies;   /* [max_seqs] page copies at the beginning of the step planned last */
-    int *tail_table;     /* [n_tail_buckets][SCHED_TAIL_WAYS] by hash of all tokens of a prompt:
-                          * sequences that computed its tail; -1 or stale: none */
+    int *tail_table;     /* [n_tail_buckets][SCHED_TAIL_WAYS] by hash of all tokens that a sequence
+                          * had when it was admitted: who computed their tail; -1 or stale: none */
     int n_tail_buckets;  /* power of two */
     int n_copies, n_prefill_seqs;
     int *prefill_seqs;   /* [max_seqs] sequences with prefill rows in the step planned last, in the
@@ -10952,7 +10955,7 @@ static void sched_cancel(scheduler *sched, int id) {
 
 /* ---- Admission ---- */
 
-/* Returns the number of pages that admission leaves free for the running sequences. */
+/* Returns the number of pages that admission leaves available for the running sequences. */
 static int sched_reserve(const scheduler *sched) {
     int64_t n_tokens = (int64_t)sched->n_running * sched->config.reserve_steps;
     return (int)MIN((n_tokens + sched->config.B - 1) / sched->config.B, sched->max_growth);
@@ -11016,8 +11019,8 @@ static bool sched_admit_preempted(scheduler *sched, int seq) {
     return true;
 }
 
-/* Starts the next sample of a queued request if it fits; takes the request from the queue with its
- * last sample. Returns false if it does not fit or no index is free. */
+/* Starts the next sample of a queued request if it fits. When it starts the last sample, it removes
+ * the request from the queue. Returns false if it does not fit or no index is free. */
 static bool sched_admit_new(scheduler *sched, int id) {
     if (!sched->n_seqs_free) return false;
     sched_request *request = &sched->requests[id];
@@ -11054,7 +11057,8 @@ static bool sched_admit_new(scheduler *sched, int id) {
 /* Starts sequences from the head of the queue while they fit. Stops when the backlog is as large as
  * two full steps: more sequences could not be computed yet and would only hold pages. If the head
  * did not fit, tries it again when change_count has changed: until then requests and running
- * sequences are the same, and the number of free pages has not grown. */
+ * sequences are the same, and the number of available pages has not grown. Pages that enter the
+ * prefix tree meanwhile may match the head; that is found only at the next change. */
 static void sched_admit(scheduler *sched) {
     if (sched->change_count == sched->refused_change_count) return;
     while ((sched->next_to_resume >= 0 || sched->first_queued >= 0) &&
@@ -11148,7 +11152,7 @@ static int sched_tail_bucket(const scheduler *sched, int seq, int n_tree_pages) 
 }
 
 /* Does sequence `source` have all tokens of seq: the same first n_tree_pages pages of the prefix
- * tree and the same tail, computed but for the last token (or planned to be)? */
+ * tree and the same tail? All of them but the last token must be computed or planned. */
 static bool sched_has_same_tail(const scheduler *sched, const sched_seq *sequence, int seq,
                                 int source, int n_tree_pages) {
     const sched_seq *other = &sched->seqs[source];
@@ -11315,7 +11319,7 @@ static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t genera
  * sample rows.
  *
  *   row         one token of the step: one position of one sequence
- *   sample row  a row at which the next token is sampled from the logits
+ *   sample row  a row whose logits are sampled or scored
  *   microbatch  a part of the step that goes through the pipeline stages by itself; `micro` is its
  *               index. Without pipeline stages the step is one microbatch
  *   chunk       the rows of one sequence in one microbatch. A prefill chunk (16) that is split
@@ -12053,8 +12057,9 @@ static void batch_number_micros(batch_builder *builder, batch_micros *micros,
     }
 }
 
-/* Splits a built step into its microbatches. The engine has filled in step.samples before. Must be
- * called once for each step that has rows, in the order in which they were built. The microbatches
+/* Splits a built step into its microbatches. The engine has filled in step.samples before. With
+ * pipeline stages, call it once for each step that has rows, in the order in which they were built.
+ * The microbatches
  * point into the batch_step, which must not change until they are done. They have no logits: only
  * tests want raw logits, and tests make such steps themselves. */
 static void batch_make_micros(batch_builder *builder, batch_micros *micros,
@@ -12075,7 +12080,7 @@ static void batch_make_micros(batch_builder *builder, batch_micros *micros,
 /* ===========================================================================
  * MARK: 18. Sampling and stops [pure]
  * Three parts:
- *   Sampling      In: one row of raw logits [V] and the sampling parameters of its request.
+ *   Sampling      In: one row of raw logits [V], the sampling parameters of its request, history.
  *                 Out: a token id with its log-probabilities (samp_row).
  *   Bad words     In: the output so far. Out: the ids that may not be sampled next (samp_bad_id,
  *                 samp_bad_by_texts); step 2 below forbids them.
@@ -12084,8 +12089,10 @@ static void batch_make_micros(batch_builder *builder, batch_micros *micros,
  *
  * Words of this chapter:
  *   output           the tokens that a sample has generated so far, without the prompt
+ *   history          prompt and output; penalties and bad words look at it
  *   adjusted logit   a logit after step 2; the raw logit is the model's
- *   weight of an id  e^((x - max) / temperature): a probability before it is divided by the total
+ *   weight of an id  e^((x - max) / temperature): a probability before it is divided by the total;
+ *                    max is the highest adjusted logit
  *   kept id          an id that top-k, top-p and min-p leave in
  *   threshold        the result of top-k, top-p and min-p as one pair (min_logit, last_tied): ids
  *                    with a higher logit are kept, and of those equal to it the ids up to last_tied
@@ -12153,16 +12160,17 @@ static void batch_make_micros(batch_builder *builder, batch_micros *micros,
  *
  * What always holds:
  *   - The sampled id is a pure function of (logits, parameters, history, seed, sample, position).
- *     Only the limit of min-p and the keys depend on the libm, by log() and log1p().
+ *     Only the limit of min-p, a limit that makes top-p faster, and the keys depend on the libm,
+ *     by log() and log1p().
  *   - A drawn id has a positive probability. Sums are in double; the relative error of a
  *     probability is less than 1e-11.
  *   - samp_row allocates nothing and keeps no state: it works on the row in place, with less than
  *     100 KB of stack. Any number of threads may call it.
  *   - If nothing may be drawn (every logit is -inf after step 2), the sampled id is
- *     toka_fallback_id, with sampled_logprob 0: the lowest id that is allowed and not forbidden or,
- *     if all allowed ids are forbidden, the lowest allowed id (bad_ids do not count here: the
- *     engine ends a sample whose id completes one of them). Its logprob is -inf. If it is also
- *     in top_ids, it has the logprob that is shown there.
+ *     toka_fallback_id: the lowest id that is allowed and not forbidden or, if all allowed ids are
+ *     forbidden, the lowest allowed id. bad_ids do not count here: the engine ends a sample whose
+ *     id completes one of them. sampled_logprob is 0. logprob is -inf or, if the id is also in
+ *     top_ids, what is shown there.
  * logprob is that of the raw logit (step 1), -inf if the raw logit is -inf. Step 2 overwrites the
  * raw logits. So the raw logit of the sampled id is computed back from its adjusted logit
  * (samp_unadjust). The error is the rounding error of the adjusted logit (4e-6 when |logit| < 64)
@@ -12256,8 +12264,8 @@ static int samp_check_bad_ids(const toka_sampling *sampling, int V, toka_err *e)
     return samp_check_ids("bad_words", sampling->bad_ids, n_ids, V, e);
 }
 
-/* The ranges are those of OpenAI and vLLM, except repetition_penalty: there it may be any number
- * above 0. */
+/* The ranges are those of OpenAI and vLLM, except repetition_penalty: in those it may be any
+ * number above 0. */
 static const struct samp_range {
     const char *name;
     size_t offset; /* of a float in toka_sampling */
@@ -12687,9 +12695,9 @@ static void samp_min_p(samp_dist *dist, double drop) {
  * most 1 - p. In other words, an id is kept if the ids before it, from the highest probability
  * down, add up to less than p.
  *
- * The removed weights add up to at most (1 - p) * total. So samp_min_p first removes each id whose
- * weight is below (1 - p) * total / V. There are at most V of them, so together they weigh less
- * than what top-p may remove. The search has few ids left. */
+ * To make the search faster, samp_min_p first removes each id whose weight is below
+ * (1 - p) * total / V. There are at most V of them, so together they weigh less than (1 - p) *
+ * total: top-p would remove them, too. */
 static void samp_top_p(samp_dist *dist, double p) {
     double sum_above, total = samp_sum_kept(dist);
     samp_min_p(dist, log(MIN(1.0, (1 - p) * total / dist->V)) / dist->scale);
@@ -12717,7 +12725,8 @@ static void samp_truncate(samp_dist *dist, const toka_sampling *sampling) {
  * neighbours are of four groups, and sums over groups become vector code. */
 typedef double samp_weights[2][TOKA_ID_BLOCK / 2];
 
-/* Computes the weights of the block at first_id. Returns false, without them, if all are 0. */
+/* Computes the weights of the block at first_id. Returns false if no logit reaches min_logit: then
+ * the weights are not set. */
 static bool samp_weigh_block(const samp_dist *dist, int first_id, samp_weights weights) {
     const double max = dist->max, scale = dist->scale;
     const int n_ids = MIN(TOKA_ID_BLOCK, dist->V - first_id);
@@ -13122,8 +13131,8 @@ static void samp_output_end(const toka_words *words, const int32_t *output, int 
     }
 }
 
-/* Appends to `out` the ids that would complete a bad word after this output. text, edges: scratch
- * buffers. keep_special: of the request. */
+/* Appends to `out` the ids that would complete a bad word after this output. text, token_starts:
+ * scratch buffers. keep_special: of the request. */
 static void samp_bad_by_texts(const toka_words *words, const int32_t *output, int n_output,
                               bool keep_special, buf *text, buf *token_starts, ids *out) {
     ids_reserve(out, words->whole_ids.n);
@@ -13346,8 +13355,8 @@ static void stop_free(stop_scanner *scanner) {
  * conversion to float32, and attention's two small GEMMs and online softmax), a thread pool, the
  * GEMM with weights, and RMSNorm. In: activations in float32; weights as they lie in the mapped
  * file (bf16, f16 or f32). A weight may begin at any byte, so memcpy and unaligned loads read it.
- * Out: float32. All sums are float32. One kernel set, AVX512_BF16, is used only on request: it takes
- * both inputs of a GEMM as bf16, for twice the multiply-adds of AVX-512 in the same time.
+ * Out: float32. All sums are float32. One kernel set, AVX512_BF16, is used only on request: it
+ * takes both inputs of a GEMM as bf16, for twice the multiply-adds of AVX-512 in the same time.
  *
  * Words:
  *   micro-kernel  the innermost function of the GEMM: it computes one tile for one block of k
@@ -13365,7 +13374,8 @@ static void stop_free(stop_scanner *scanner) {
  *   1. Each y[t][n] = sum over k of x[t][k] w[n][k] is summed in one fixed order, the same in every
  *      tile shape, with and without a panel:
  *        - k is cut into blocks of kernels.k_block.
- *        - Inside a block, lane j adds the terms with k % lanes == j, in rising k.
+ *        - Inside a block, lane j adds the terms with k % lanes == j, in rising k (AVX512_BF16:
+ *          other lanes, see below).
  *        - Then the lanes are added in one fixed tree.
  *        - Then the sums of the blocks are added, in rising k.
  *   2. A thread computes whole results. Threads never share one sum.
@@ -13379,16 +13389,16 @@ static void stop_free(stop_scanner *scanner) {
  *     y = sum 0 + sum 1
  *
  * GEMM. A vector holds neighbours in k, because k is contiguous in both x and w. With SIMD the
- * conversion of w in registers costs little beside 3 to 6 rows of multiply-adds, so a GEMM is direct
- * for nearly every number of rows. Only the order of the tiles differs: with few rows of x (decode)
- * it streams w from memory, with many (prefill) it keeps a block of w in L2. Panels serve kernel
- * sets whose conversion is slow, and odd widths. Each kernel set states from how many rows on they
- * pay. So a row of a larger step costs no more than one of a smaller step, but for a tile of one row
- * beside full ones: with AVX-512, 7 rows cost 10 % more each than 6, and 13 cost 7 % more than 12.
+ * conversion of w in registers costs little beside 3 to 6 rows of multiply-adds, so a GEMM is
+ * direct for nearly every number of rows. Only the order of the tiles differs: with few rows of x
+ * (decode) it streams w from memory, with many (prefill) it keeps a block of w in L2. Panels serve
+ * kernel sets whose conversion is slow, and odd widths. Each kernel set states from how many rows
+ * on they pay. So the cost of a row does not rise with the step, except when the last tile has one
+ * row: with AVX-512, 7 rows cost 10 % more each than 6, and 13 cost 7 % more than 12.
  *
  * AVX512_BF16. The rows of x are rounded to bf16 (to nearest, ties to even), and so are weights of
- * other types. vdpbf16ps then adds to each of 16 lanes the products of two neighbours in k, exact
- * and one after the other: lane j adds the terms with k % 32 == 2 j + 1 and 2 j, in this order for
+ * other types. vdpbf16ps then adds to each of 16 lanes the products of two neighbours in k,
+ * one after the other: lane j adds the terms with k % 32 == 2 j + 1 and 2 j, in this order for
  * each 32 of k. Subnormal numbers count as 0. Rounding x is the only loss: test/results/cpu.md
  * states its error. Another way was tried and not kept: x as a sum of two bf16 numbers, with two
  * products each, is as exact as float32, and slower than AVX-512.
@@ -14340,7 +14350,8 @@ static void cpu_rmsnorm(float *y, const float *x, const float *weight, int n, fl
  * on the other rows of the step, on the number of threads, on the chunking of a prompt or on the
  * spans of attention. Chapter 19 guarantees this for GEMMs and threads. This chapter adds:
  *   - Attention visits the kv positions page by page in rising order and merges each page into an
- *     online softmax. Spans begin and end on page borders, so the spans do not change the order.
+ *     online softmax. A span begins on a page border, and only the last span of a row may end
+ *     inside a page. So the spans do not change the order.
  *     A masked position has weight exactly 0. So a row may share a pass with rows that see more.
  *   - Tensor ranks split the sums over heads and over mlp columns. Their partial sums are added in
  *     rank order. So another number of tensor ranks rounds differently, as another kernel set does.
@@ -14360,7 +14371,7 @@ static void cpu_rmsnorm(float *y, const float *x, const float *weight, int n, fl
  *   channel           the queue of messages from a rank to the same tp rank of the next stage. A
  *                     message is x of one step
  *   barrier           the point that a tp rank passes when all ranks of its tp group are there
- *   broken group      it was aborted, or its watchdog timed out; it stays broken
+ *   broken group      it was aborted, failed or timed out (watchdog); it stays broken
  *
  * It does not: plan, free pages, check plans beyond cheap asserts, or sample (chapter 18 does).
  * =========================================================================== */
@@ -14383,12 +14394,13 @@ enum {
  *     stage 1 = tp group 1:   rank 2 <--barrier--> rank 3       rank = stage * tp_size + tp rank
  *
  * All that ranks share is in toka_group. A rank waits only for counters that only rise. So no rank
- * resets a counter, and no rank can take one round for another:
- *     n_joined                         ranks that have opened their devices
+ * resets a counter, and no rank can mistake one barrier for another:
+ *     n_joined                         ranks that have joined
  *     n_arrived, n_departed [stage]    barrier n (1, 2, ...) is complete when n_arrived reaches
  *                                      n * tp_size, and over when n_departed does
  *     rank.n_sent, n_received          messages that were put into the channel and taken out
- *     last_sampled_step                last step whose sampled ids the first stage can use
+ *     last_sampled_step                last step whose sampled ids are stored or, on GPUs, whose
+ *                                      copy is enqueued
  *
  * A barrier of two tp ranks. Each may use the memory of the other where the line is double:
  *
@@ -15789,8 +15801,9 @@ const toka_backend toka_cpu = {
  *     skipped step is launched and done, but never begun. model_wait returns the error;
  *   - the driver is also the watchdog while it waits: if the ranks of a group make no progress,
  *     that is an error, too;
- *   - a rank is hung if its thread does not finish its steps within MODEL_HANG_TIMEOUT_S after an
- *     error. Memory that it may still use is never freed.
+ *   - a rank is hung if its thread does not finish its steps after an error, before hang_budget_s
+ *     is used up, which all models of the driver share. Memory that it may still use is never
+ *     freed.
  * =========================================================================== */
 
 enum {
@@ -15984,7 +15997,7 @@ static void rank_finish(model_rank *rank) {
 /* The thread of a rank. It launches a step if one is posted and fewer than max_in_flight are in
  * flight. Else it finishes the oldest one, if max_in_flight steps are in flight, if the driver
  * waits for it, or if the model is being closed. Else it sleeps. On a backend without `finish`
- * max_in_flight is 1: steps that the driver posts ahead wait in the ring. */
+ * it runs one step at a time: steps that the driver posts ahead wait in the ring. */
 static void *rank_thread(void *arg) {
     model_rank *rank = arg;
     model_grid *model = rank->model;
@@ -16291,9 +16304,9 @@ static double model_busy_s(model_grid *model) {
 
 #define ENG_MAX_N (1 << 20)       /* samples of one request */
 #define ENG_MAX_SAMPLES (1 << 28) /* of all requests that are not released */
-#define ENG_MAX_IN_FLIGHT 4           /* in-flight steps of a replica */
+#define ENG_MAX_IN_FLIGHT 4       /* in-flight steps of a replica */
 #define ENG_MAX_PARALLEL 64       /* replicas, stages, tensor ranks */
-#define ENG_FIRST_MEAN 192.0          /* output tokens expected before any sample has ended */
+#define ENG_FIRST_MEAN 192.0      /* output tokens expected before any sample has ended */
 
 typedef struct eng_waiter { /* a thread in eng_generate */
     pthread_cond_t wake; /* its request was released, or this thread may become the driver */
@@ -16318,9 +16331,9 @@ typedef struct eng_request { /* from eng_submit until it is freed */
     double work_tokens, work_per_sample;
     arena memory;                 /* all that the fields below point to, except end_ids */
     int32_t *prompt;
-    int n_prompt, n_samples,
-        n_unfinished; /* n_unfinished: samples that have not ended by themselves; one that
-                                      * is cancelled or fails stays in it */
+    int n_prompt, n_samples;
+    int n_unfinished; /* samples that have not ended by themselves; one that is cancelled or fails
+                       * stays in it */
     int n_in_flight; /* rows of in-flight steps that point to this request */
     bool finished;   /* its last event was delivered */
     bool leaked;     /* a hung rank may still read it: it is never freed */
@@ -17135,7 +17148,8 @@ static void eng_drain_inbox(eng *engine) {
 
 /* Adds what a sample row needs beside its logits: end ids that may not be drawn before min_tokens,
  * ids that would complete a bad word that is given as a text, and, for penalties and bad_ids, the
- * pages of the sequence. The last two are appended to inflight->row_ids, whose memory may move:
+ * pages of the sequence: the device keeps the id of each token beside its K and V, so the pages
+ * give it the history. The last two are appended to inflight->row_ids, whose memory may move:
  * eng_set_row_ids sets the row's pointers to them at the end. */
 static void eng_add_row_ids(eng_replica *replica, eng_inflight *inflight,
                             const eng_request *request, int seq, toka_sample_row *row) {

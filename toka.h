@@ -94,8 +94,8 @@ typedef struct toka_options {
     bool enforce_eager;         /* GPU: launches every step kernel by kernel, without CUDA graphs */
     double gpu_memory_utilization; /* share of the GPU's free memory that may be allocated, in
                                       (0,1]; 0: 0.9 */
-    const char *dtype; /* arithmetic of matrix products: "float32" (CPU only), "bfloat16", or "auto":
-                          float32 on the CPU, bfloat16 on a GPU; NULL: auto. bfloat16 rounds their
+    const char *dtype; /* arithmetic of matrix products: "float32" (CPU only), "bfloat16" or "auto"
+                          (float32 on the CPU, bfloat16 on a GPU); NULL: auto. bfloat16 rounds their
                           inputs to bf16 and adds in float32; on a CPU it needs AVX512_BF16 */
     /* Called while toka_open works, on any thread, one call at a time; may be NULL. what: the
      * phase; done: 0 to 1. */
@@ -411,8 +411,8 @@ int toka_main(int argc, char **argv);
  * K kv heads, D head size, E model width, F mlp width, V vocabulary, B tokens per page (a page is
  * vLLM's block). All matrices are row-major; a weight is [outputs][inputs].
  *
- * Errors: the first op that fails stores its error in the device, and later ops do nothing. Chapter
- * 21 calls status() after each step.
+ * Errors: the first op that fails stores its error in the device, and later ops do nothing. The
+ * thread of a rank (chapter 21) calls status() after each step.
  *
  * Ranks: a model may be spread over several devices, one rank each: pp stages x tp tensor ranks. A
  * stage has consecutive layers. Each tensor rank of a stage has some of the heads, of the MLP's
@@ -450,15 +450,16 @@ typedef struct toka_dev_ptr { /* an address on a device, on the CPU a plain poin
 typedef enum toka_hidden_state {
     TOKA_HIDDEN_EMPTY,     /* no op of this step has written x */
     TOKA_HIDDEN_WHOLE,     /* x is complete on every tensor rank */
-    TOKA_HIDDEN_NORMED,    /* as WHOLE; in addition the device has prepared the input of the op that
-                              begins with the norm normed_for. Other ops read x */
+    TOKA_HIDDEN_NORMED,    /* as WHOLE; in addition the device has prepared the input of the one op
+                              that begins with the norm normed_for. Every other op reads x */
     TOKA_HIDDEN_PARTIAL,   /* the residual stream is the sum of x over the tensor ranks: only
                               all_reduce reads x */
     TOKA_HIDDEN_SCATTERED, /* each row of x lacks partial sums, which lie on the tensor rank that
-                              owns the row. The next op that begins with a norm, send or end adds
-                              them up; all_reduce leaves that to it */
-    TOKA_HIDDEN_SHARDED    /* after a norm of SCATTERED: a tensor rank has the rows that it owns,
-                              the others are old. Only an op that leaves SCATTERED adds to it */
+                              owns the row. all_reduce does nothing; the next op with a norm, send
+                              or end completes x */
+    TOKA_HIDDEN_SHARDED    /* after the norm of SCATTERED x: a tensor rank has only the rows that it
+                              owns, the others are stale. The op continues from there and leaves
+                              SCATTERED */
 } toka_hidden_state;
 typedef struct toka_hidden {
     toka_dev_ptr data; /* [T][E] */
@@ -474,7 +475,7 @@ static inline toka_dev_ptr toka_hidden_read(const toka_hidden *x) {
     assert(toka_hidden_is_whole(x));
     return x->data;
 }
-/* Sets the state after an op that has written a sum: whole, or this rank's part of it. */
+/* Sets the state after an op that has written x: whole, or with tp_size > 1 this rank's part. */
 static inline void toka_hidden_set_sum(toka_hidden *x, int tp_size) {
     x->state = tp_size > 1 ? TOKA_HIDDEN_PARTIAL : TOKA_HIDDEN_WHOLE;
     x->normed_for = NULL;
@@ -550,8 +551,8 @@ typedef struct toka_sample_row {
     const int32_t *pages;          /* with penalties or bad_ids: the pages of the sequence's first
                                       n_history tokens, of which the device keeps the ids (see
                                       keep_ids) */
-    int n_prompt, n_history;       /* tokens before the one to draw: prompt and output; the first
-                                      n_prompt are the prompt */
+    int n_prompt, n_history;       /* n_history: tokens before the one to draw; the first n_prompt
+                                      of them are the prompt, the rest is output */
     const int32_t *forbidden;      /* [n_forbidden] ids that may not be drawn now (end ids before
                                       min_tokens, bad words as texts) */
     int n_forbidden;
@@ -713,7 +714,7 @@ typedef struct toka_backend {
      * Each rank is a device with one thread, which calls its ops. All ranks run the same steps in
      * the same order. An op that waits for other ranks fails if the group is aborted, or if no rank
      * makes progress for 30 s (watchdog). Then every device of the group stores an error that names
-     * the rank and the op. open waits for the other ranks, too; only an abort ends that wait.
+     * the rank and the op. On GPUs, open waits for the other ranks, too; only an abort ends that.
      * A device may be closed when its thread is in no op, a group when its devices are closed.
      * toka_group_abort and toka_group_watchdog end and watch a group (rank runtime). */
     int (*group_open)(toka_group **out, int tp_size, int pp_size, toka_err *e);
@@ -751,14 +752,14 @@ typedef struct toka_backend {
      * q, o: [T][H][D]. All in the backend's activation type: float32 on the CPU, bf16 on CUDA.
      * layer: index in the rank's layers; it also selects the layer's K and V in the pages.
      * Tensor ranks: embed, out_residual and norm_mlp_residual leave x PARTIAL or SCATTERED, and the
-     * caller must call all_reduce. embed writes zeros for the ids of other ranks. Only tensor rank
-     * 0 adds the old x and the bias. Every tensor rank gets all results; only tensor rank 0 writes
-     * s->logits.
+     * caller must call all_reduce. embed writes zeros for the ids of other ranks. PARTIAL: tensor
+     * rank 0 has added the old x. SCATTERED: each row's owner adds it. Tensor rank 0 adds the bias.
+     * Every tensor rank gets all results; the raw logits go to s->logits of tensor rank 0's step.
      * Stages: embed is called on the first stage only; it waits for the tokens of s->needs_step.
      * norm_logits_sample is called on the last stage only. */
 
-    /* Does s->copies in this rank's layers, with the ids of keep_ids; before all other ops of the
-     * step. */
+    /* Copies the pages of s->copies in all layers of this rank, and in the last stage their token
+     * ids (keep_ids); before all other ops of the step. Called if n_copies > 0. */
     void (*copy_pages)(toka_device *d, const toka_step *s);
     /* x = embed[ids] */
     void (*embed)(toka_device *d, const toka_step *s, toka_hidden *x);
@@ -867,13 +868,13 @@ struct toka_group {
     const toka_group_kind *kind;
     int tp_size, pp_size;
     double watchdog_s;      /* watchdog timeout; tests set less */
-    double stalled_s;       /* used by toka_group_watchdog only: seconds in which ... */
-    uint64_t last_progress; /* ... there was no progress since this value */
+    double stalled_s;       /* toka_group_watchdog only: seconds since last_progress changed */
+    uint64_t last_progress; /* toka_group_watchdog only: `progress` when it was called last */
     TOKA_ATOMIC(uint64_t) progress; /* rises as long as any thread makes progress */
     TOKA_ATOMIC(bool) broken;       /* it was aborted, failed or timed out; it stays broken */
     TOKA_ATOMIC(int64_t) n_joined, n_closing; /* ranks that joined; those of them that close */
     TOKA_ATOMIC(int64_t) last_sampled_step;   /* last step whose sampled ids are on their way */
-    /* [pp_size] over all barriers and ranks of a stage */
+    /* [pp_size] sums over all barriers and ranks of a stage */
     TOKA_ATOMIC(int64_t) n_arrived[TOKA_MAX_RANKS];
     TOKA_ATOMIC(int64_t) n_departed[TOKA_MAX_RANKS];
     pthread_mutex_t lock;   /* guards fields set at open, changes of counters and broken, and the
@@ -897,10 +898,11 @@ void toka_group_fail(toka_group *g, const toka_err *e);
 bool toka_group_is_broken(toka_group *g);
 /* Copies the error of a broken group. If it was aborted, the error names this rank and its op. */
 void toka_group_error(toka_group *g, int rank, toka_err *e);
-/* One look of the watchdog, for a thread that waits for a step of all ranks; it calls this again
- * and again, one thread at a time. rank: a rank that has not finished the step; waited_s: seconds
- * since the last call. If no rank has made progress for watchdog_s seconds, breaks the group and
- * returns an error that names the rank for which the others wait; else returns 0. */
+/* Checks whether any rank has made progress, for a thread that waits for a step of all ranks; it
+ * calls this again and again, one thread at a time. rank: a rank that has not finished the step;
+ * waited_s: seconds since the last call. If no rank has made progress for watchdog_s seconds,
+ * breaks the group and returns an error that names the rank for which the others wait; else
+ * returns 0. */
 int toka_group_watchdog(toka_group *g, int rank, double waited_s, toka_err *e);
 /* Writes "rank 3 (stage 1, tensor rank 1)". */
 void toka_rank_name(const toka_group *g, int rank, char name[64]);
@@ -922,7 +924,7 @@ bool toka_group_leave(toka_group *g, int rank, bool idle);
 bool toka_group_begin_op(toka_group *g, int rank, const char *op);
 /* Notes that the thread made progress. */
 void toka_group_progress(toka_group *g);
-/* Notes that the stream of the rank's device now waits for another rank. */
+/* Notes that the stream of the rank's device has begun to wait for another rank. */
 void toka_group_note_wait(toka_group *g, int rank, toka_stream_wait wait);
 
 /* A channel holds messages 0, 1, 2 ... from a rank to the same tp rank of the next stage. The begin

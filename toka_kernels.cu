@@ -62,16 +62,20 @@
  *                  levels so far. One level writes it, the next one merges it in its epilogue.
  *   prefix group   up to six rows, mostly of one prompt. One CTA computes all spans of these rows.
  *   unit           the tiles that one cluster of gemm_wgmma computes together
- *   buffer, BUFS   a buffer is one entry of a ring in shared memory (CUTLASS: stage). BUFS is the
- *                  number of entries.
+ *   buffer, BUFS   of a ring in shared memory: one of its entries (CUTLASS: stage). BUFS is their
+ *                  number. Buffers of other kinds have a name: upload, split, receive buffer.
  *   staging        shared memory through which an epilogue loads and stores a tile
- *   stage          a pipeline stage of the model, nothing else
+ *   stage          a pipeline stage of the model
+ *   rank           a GPU of a model (tensor rank, stage). cta_rank and k_rank: a CTA's number in
+ *                  its cluster. A token's rank: how many tokens have a higher logit, plus one
  *   id block       256 consecutive ids of the vocabulary. It has four id groups of 64 ids. A thread
  *                  holds the logits of a group in its registers.
  *   partial        the sampling result of some ids of one row (samp_partial). Two partials of a row
  *                  merge into one.
- *   plain row      is sampled without stored logits. A filtered row needs them: it has top-k,
- *                  top-p, min-p, penalties or id lists, or wants top log-probabilities or a rank.
+ *   plain row      needs no stored logits. A filtered row needs them: it has top-k, top-p, min-p,
+ *                  penalties or id lists, or wants top log-probabilities or a rank. A penalized row
+ *                  has a repetition or presence penalty only; it is sampled as a plain row where
+ *                  that is possible (chapter 11).
  *
  * HOW KERNELS WAIT
  *
@@ -160,7 +164,7 @@
  *   kernel                     from -> to                                used for
  *   gemm_wgmma, epi_sample     accumulators -> a partial per row and     Hopper, M > 16
  *                              id block; logits of filtered rows
- *   samp_presence_kernel       history -> a bit for each id              penalized rows
+ *   samp_presence_kernel       history -> two bits for each id           penalized rows
  *   samp_partials_kernel       stored logits -> the same partials        M <= 16, other GPUs
  *   samp_reduce_kernel         partials -> token, log-probabilities      plain rows
  *   samp_filter_kernel         partials and logits -> token              filtered rows
@@ -183,11 +187,11 @@
  *                                           sequences of 900), both at D 64 (H100)
  *     of a shared prefix      reading K, V  93 % at D 64, 87 % at D 128 (4,096 sequences of 1,050
  *                                           positions, 896 of them shared) (H100)
- *   prefix groups             launches      64 samples of 4 prompts: 10 us a layer; by levels 34
+ *   prefix groups             launches      64 samples: 10.4 us a layer; without them 15.5
  *   attn_wgmma                arithmetic    16,384 rows: 487 TFLOP/s at D 64 (cuDNN 437), 579 at
  *                                           D 128 (cuDNN 566)
  *   all-reduce of ranks       links         285 GB/s of the 450 of two H200; at least 6.2 us
- *     in the GEMM's epilogue  links         255 GB/s for the half that the GEMM does not hide
+ *     in the GEMM's epilogue  links         257 GB/s for the half that the GEMM does not hide
  *   LM head with sampling     arithmetic    takes 1.04 to 1.13 times as long as cuBLAS's GEMM alone
  *   filtered rows             depends       top_p 0.9: 16 us for one row, 47 us for 512
  *
@@ -508,8 +512,8 @@ static void launch_prepare(toka_device *dev, const char *what, const void *kerne
     if (index < capacity) dev->prepared_kernels[dev->n_prepared_kernels++] = kernel;
 }
 
-/* True if the current step runs as a graph. Its ops launch nothing, and its last op launches the
- * graph. */
+/* True if the current step runs as a graph. Its ops launch nothing but copies of pages and between
+ * stages, and its last op launches the graph. */
 static bool graph_is_replay(const toka_device *dev) {
     return dev->graphs.current && !dev->graphs.capturing;
 }
@@ -790,8 +794,9 @@ __device__ static inline void tma_load_2d(uint32_t to, const CUtensorMap *m, uin
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
                  ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1) : "memory");
 }
-/* The cache policy evict_first as TMA takes it: the value that createpolicy.fractional makes for all
- * of the data (CUTLASS: TMA::CacheHintSm90::EVICT_FIRST). As a constant it costs no instruction. */
+/* The cache policy evict_first as TMA takes it: the value that createpolicy.fractional makes for
+ * all of the data (CUTLASS: TMA::CacheHintSm90::EVICT_FIRST). As a constant it costs no
+ * instruction. */
 constexpr uint64_t TMA_EVICT_FIRST = 0x12F0000000000000ull;
 
 /* tma_load_2d for data that is read once: L2 evicts it first. */
@@ -1640,8 +1645,8 @@ static bool fuse_norm_consume(toka_hidden *x, const float *norm_w) {
  * x[t][:] = table.rows[ids[t] - table.v0][:]. An id -1 - i stands for the last sampled token of
  * sequence i. The row of x is zero if the table of this rank does not have the id. If fused.w is
  * not NULL, the kernel is the output side of a fused norm and writes fused.xw and fused.row_sumsq,
- * too. If kept.kv_ids is not NULL, kept.kv_ids[kept.kv_slot[t]] = ids[t]: this is the op keep_ids of
- * a model with one stage.
+ * too. If kept.kv_ids is not NULL, it stores the id of token t in kept.kv_ids[kept.kv_slot[t]]:
+ * this is the op keep_ids of a model with one stage.
  *
  *   ids           [T]
  *   last_tokens   [n_seqs]
@@ -1687,7 +1692,8 @@ __global__ static void __launch_bounds__(128)
     }
 }
 
-/* kv_ids[kv_slot[t]] = ids[t], the op keep_ids in the last of several stages, which does not embed.
+/* kv_ids[kv_slot[t]] = the id of token t: the op keep_ids in the last of several stages, which does
+ * not embed. A negative ids[t] is replaced by the last token that it stands for.
  * Arguments as in embed_kernel. Grid ceil(T / 256), block 256. */
 __global__ static void __launch_bounds__(256)
     keep_ids_kernel(const int *ids, const int *last_tokens, const int *kv_slot, int *kv_ids,
@@ -2256,8 +2262,8 @@ static void gemm_mma(toka_device *dev, const gemm_args *args) {
  *
  * Why this shape (figures: test/results/kernel-choices.md):
  *   The main loop runs within 4 % of the tensor core rate.
- *   A launch costs about 3 us more than its main loops: the end of the previous kernel (0.6 us),
- *   the wait for the first x (1.2 us), the last epilogue and its store.
+ *   A launch costs about 3 us more than its main loops: the end of the previous kernel (0.6 us on
+ *   an H100), the wait for the first x (1.2 us), the last epilogue and its store.
  *   Above 600 TFLOP/s, power limits the GPU. Reading less from L2 saves power: BN 192 is 4 to 5 %
  *   faster than BN 128, and multicast 2 is faster than 1.
  *   cuBLAS takes 1.04 times as long (geometric mean of 61 bare GEMMs, M >= 512, H200).
@@ -3622,9 +3628,9 @@ static void gemm_wgmma_scatter(toka_device *dev, const gemm_args *args, bf16 *co
  * - 112 KB allow two CTAs per SM, so a CTA of the next kernel prefetches its W in the same way.
  * - The barriers are in dynamic shared memory. 256 bytes of static shared memory in front of the
  *   ring, which is aligned to 1 KB, would take 1 KB. With ROWS = 64 only one CTA per SM would fit.
- * - A launch in a chain of kernels has about 2.5 us that nothing hides: 1 us from the end of the
- *   last CTA until grid_wait() returns in the next kernel; 0.3 to 0.5 us for the first x; the rest
- *   for the reduction over the cluster, the stores and the end.
+ * - A launch in a chain of kernels has about 2.5 us that nothing hides (H200): 1 us from the end of
+ *   the last CTA until grid_wait() returns in the next kernel; 0.3 to 0.5 us for the first x; the
+ *   rest for the reduction over the cluster, the stores and the end.
  *
  * The launcher asserts: M <= ROWS; at most 8 CTAs in a cluster; no next_norm; ROWS = 8 with QK-norm
  * (and what gemm_checked_args asserts).
@@ -4600,12 +4606,12 @@ enum {
     ATTN_CTA_SPLIT_MIN = 64,  /* minimum KV positions of a CTA split */
     ATTN_CTA_SPLIT_STEP = 32, /* the length of a CTA split is a multiple of this */
     ATTN_PREFIX_GROUP = 6,    /* maximum rows of a prefix group; each row has at least one split */
-    /* Prefix groups are used up to this many KV positions read, times kv heads, an SM: with D <= 64,
-     * with larger D, and with larger D if attn_fused could do the step. Above it the other kernels
-     * are faster. */
+    /* Prefix groups are used up to this many KV positions read, times kv heads, per SM: with
+     * D <= 64, with larger D, and with larger D if attn_fused could do the step. Above it the other
+     * kernels are faster. */
     ATTN_GROUP_WORK_64 = 2400, ATTN_GROUP_WORK_128 = 1900, ATTN_GROUP_WORK_FUSED = 900,
-    /* attn_fused is used from this many rows, times kv heads, an SM. With eight kv heads and 132 SMs
-     * that is from 66 rows on (test/results/kernel-choices.md). */
+    /* attn_fused is used from this many rows, times kv heads, per SM. With eight kv heads and 132
+     * SMs that is from 66 rows on (test/results/kernel-choices.md). */
     ATTN_FUSED_ROW_HEADS = 4,
     ATTN_CLUSTER = 4,         /* CTAs of a cluster of attn_cluster_split */
     ATTN_PREFETCH_ROWS = 8,   /* maximum rows of a step for attn_can_prefetch */
@@ -8592,7 +8598,7 @@ static bool group_wait_sampled(toka_device *dev, const toka_step *step) {
  * have the order that the definition gives. Each step rounds explicitly, so that all kernels draw
  * the same ids.
  *
- * There are two kinds of rows:
+ * There are three kinds of rows:
  *   plain row      It is greedy, sampled at a temperature, or scored (its id is given, and only the
  *                  log-probability is wanted). It has no filter, list or penalty, and wants no top
  *                  log-probabilities and no rank. Its partials suffice.
@@ -8600,8 +8606,8 @@ static bool group_wait_sampled(toka_device *dev, const toka_step *step) {
  *                  only on the few ids that can matter, and samples from the kept ids with the same
  *                  groups and noise.
  *   penalized row  A plain row but for a repetition or presence penalty, whose log-probability is
- *                  not wanted. It is handled as a plain row: whoever makes its partials applies the
- *                  penalties first. In the cases below it is handled as a filtered row.
+ *                  not wanted. It is handled as a plain row: the kernel that makes its partials
+ *                  applies the penalties first. In the cases below it is handled as a filtered row.
  * In a graph (chapter 15) all rows of a step are handled alike: if one row is filtered, all rows
  * are handled as filtered rows. The same holds in steps of up to FUSE_NORM_MAX_ROWS rows, if there
  * are no tensor ranks and the lists of the step fit into its upload buffer.
@@ -8855,9 +8861,10 @@ __device__ static inline samp_group_penalty samp_load_penalty(const samp_penalti
     return samp_group_penalty{__ldcg((const uint4 *)(presence + block * 4 + group)),
                               row->repetition, row->presence};
 }
-/* Applies penalties to the 64 logits of an id group: at(i) is a reference to logits[i]. All lanes of
- * a warp must call it: the warp skips the octets in which no lane has an id of the history. Without
- * these branches, the compiler would work on all octets at once and spill registers. */
+/* Applies penalties to the 64 logits of an id group: at(i) is a reference to logits[i]. All lanes
+ * of a warp must call it: the warp skips the octets (eight ids of a group) in which no lane has an
+ * id of the history. Without these branches, the compiler would work on all octets at once and
+ * spill registers. */
 template <class A>
 __device__ static inline void samp_penalize_group(const samp_group_penalty &penalty, A at) {
     const float repetition = penalty.repetition, inverse = __frcp_rn(repetition);
@@ -11333,8 +11340,8 @@ static void samp_launch_results(toka_device *dev, int first, int n_rows, int n_p
     graph_sampling_role(dev, false);
 }
 
-/* Sets plan->penalties for the plain rows first .. first + n_rows - 1 of the plan, which are a pass,
- * and launches the kernel that makes their presence bits. */
+/* Sets plan->penalties for the plain rows of a pass, first .. first + n_rows - 1 of the plan, and
+ * launches the kernel that makes their presence bits. */
 static void samp_launch_presence(toka_device *dev, int first, int n_rows) {
     samp_plan *plan = dev->samp;
     const int *order = plan->host_results[dev->last_begun].order;
@@ -11351,7 +11358,8 @@ static void samp_launch_presence(toka_device *dev, int first, int n_rows) {
         samp_penalties{plan->penalized, plan->presence, first_index, plan->n_blocks};
 }
 
-/* The same for rows with stored raw logits but without partials: makes the partials first. */
+/* As samp_launch_results, for rows with stored raw logits but without partials: makes the partials
+ * first. */
 static void samp_from_logits(toka_device *dev, int first, int n_rows, int n_plain,
                              const samp_filter *filters) {
     samp_plan *plan = dev->samp;
@@ -12319,7 +12327,7 @@ static int cuda_bench(toka_bench_fn *on_row, void *user, toka_err *e) {
 /* ===========================================================================
  * MARK: 15. The op table [host]
  * The ops of struct toka_backend (toka.h), CUDA graphs of decode steps, and the table toka_cuda.
- * After a failure the ops do nothing. The engine calls status() to get the error.
+ * After a failure the ops do nothing. The thread of the rank calls status() to get the error.
  * =========================================================================== */
 
 /* ---- Before an op ---- */
