@@ -23,7 +23,7 @@ typedef struct toka_test_case {
     const int32_t *history;
     float *raw;
 } toka_test_case;
-void toka_test_row(const toka_sample_row *row, const int32_t *history, float *logits, int V, toka_sample_result *pick);
+void toka_test_row(const toka_sample_row *row, const int32_t *history, float *logits, int V, toka_sample_result *result);
 void toka_test_distribution(const toka_sample_row *row, const int32_t *history, float *logits, int V, double *p);
 toka_test_case toka_test_random(uint64_t seed, int V);
 double toka_test_g(const int *seen, const double *p, int n_cells, double n);
@@ -226,8 +226,8 @@ static void test_random(int V, int n, uint64_t seed0) {
             char what[80];
             snprintf(what, sizeof what, "V %d, case %llu", V, (unsigned long long)(seed0 + (uint64_t)from + i));
             check_row(what, cases[i], V, samples[i]);
-            gpu_check(same_result(samples[i], again[i]), "%s: another time another pick", what);
-            gpu_check(same_result(samples[i], other[rows.size() - 1 - i]), "%s: in another order another pick", what);
+            gpu_check(same_result(samples[i], again[i]), "%s: another time another result", what);
+            gpu_check(same_result(samples[i], other[rows.size() - 1 - i]), "%s: in another order another result", what);
         }
         check_no_logprob(d, rows, logits);
         /* without log-probabilities, some of them are penalized rows */
@@ -380,7 +380,7 @@ static void test_wide() {
         char what[60];
         snprintf(what, sizeof what, "wide %d, sampling %d", (int)i / 14, (int)i % 14);
         check_row(what, cases[i], V, samples[i]);
-        gpu_check(same_result(samples[i], again[i]), "%s: another time another pick", what);
+        gpu_check(same_result(samples[i], again[i]), "%s: another time another result", what);
     }
     samp_device_close(d);
 }

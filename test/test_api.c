@@ -347,7 +347,7 @@ static void test_api_bad_words(void) {
  * end ids. */
 static void test_api_no_token_allowed(void) {
     static const struct {
-        const char *fields, *blamed_field; /* NULL: accepted */
+        const char *fields, *error_field; /* NULL: accepted */
     } cases[] = {
         {"\"allowed_token_ids\":[55],\"bad_words\":[\"T\"]", "bad_words"}, {"\"allowed_token_ids\":[55,56],\"bad_words\":[\"T\"]", NULL},
         {"\"allowed_token_ids\":[55,56,55],\"bad_words\":[\"U\",\" T\"]", "bad_words"},
@@ -362,10 +362,10 @@ static void test_api_no_token_allowed(void) {
     for (int i = 0; i < COUNT(cases); i++) {
         buf b = {0};
         char want[200] = "";
-        if (cases[i].blamed_field)
+        if (cases[i].error_field)
             snprintf(want, sizeof want, "allowed_token_ids: nothing is left to draw, as %s forbid%s all of these ids",
-                cases[i].blamed_field,
-                     strchr(cases[i].blamed_field, ' ') ? "" : "s");
+                cases[i].error_field,
+                     strchr(cases[i].error_field, ' ') ? "" : "s");
         buf_printf(&b, "{\"prompt\":\"Tom\",%s}", cases[i].fields);
         api_refusal r = api_refuse(&m, API_COMPLETIONS, b.p);
         CHECK_MSG(r.status == (*want ? 400 : 0) && !strcmp(r.message, want), "%s: %d %s", b.p, r.status, r.message);

@@ -385,7 +385,7 @@ static void test_srv_tick(void) {
 
 /* Retry-After: the queue's length / its drain rate, measured since the queue was last empty, or
  * over the last while. */
-static void test_srv_pace(void) {
+static void test_srv_rate(void) {
     srv_queue_rate p = {0};
     int64_t left = 1000; /* from earlier hours without load */
     double now = 5000;
@@ -510,7 +510,7 @@ static const struct test http_tests[] = {{"http: head", test_http_head},
                                          {"server: histogram", test_srv_histogram},
                                          {"server: heartbeat", test_srv_heartbeat},
                                          {"server: first status line", test_srv_tick},
-                                         {"server: pace", test_srv_pace},
+                                         {"server: pace", test_srv_rate},
                                          {"server: a slow reader", test_srv_append},
                                          {"server: a reader too far behind", test_srv_behind},
                                          {"server: calls that a worker takes", test_srv_jobs},

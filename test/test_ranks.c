@@ -60,8 +60,8 @@ static void rk_check_slices(const toka_shape *s, const toka_weights *w, int tp, 
         for (int r = 0; r < tp; r++) {
             mf_rank rank = {r, tp, stage, pp};
             int code = mf_shard(s, w, &rank, &a, &shape[r], &slice[r], &e);
-            bool said = !code || (code == TOKA_E_USE && strstr(e.msg, "parallel size"));
-            CHECK_MSG(!code == rk_splits(s, tp, pp) && said, "%s", e.msg);
+            bool names_it = !code || (code == TOKA_E_USE && strstr(e.msg, "parallel size"));
+            CHECK_MSG(!code == rk_splits(s, tp, pp) && names_it, "%s", e.msg);
             if (code) {
                 arena_free(&a);
                 return;
@@ -573,8 +573,8 @@ static void rk_check_lost(rk_world *w, const rk_lost *l) {
     for (int i = 0; i < n; i++) {
         const toka_err *err = &ranks[i].error;
         if (i == l->who || ranks[i].n_done == RK_STEPS) continue;
-        bool said = strstr(err->msg, want) && str_ends(str_c(err->msg), str_c(end));
-        CHECK_MSG(err->code == TOKA_E_DEVICE && said, "rank %d: %s", i, err->msg);
+        bool names_it = strstr(err->msg, want) && str_ends(str_c(err->msg), str_c(end));
+        CHECK_MSG(err->code == TOKA_E_DEVICE && names_it, "rank %d: %s", i, err->msg);
     }
     toka_cpu.group_close(g);
     arena_free(&a);
@@ -719,7 +719,7 @@ static rk_gpus *rk_gpus_new(void) { /* 2 stages of 2 tensor ranks */
 }
 
 /* The watchdog times out while the driver waits for `rank`: the error must be this one. */
-static void rk_check_blame(rk_gpus *gpus, int rank, const char *want) {
+static void rk_check_diagnosis(rk_gpus *gpus, int rank, const char *want) {
     toka_err e = {0};
     int code = 0;
     gpus->g.watchdog_s = 3;
@@ -747,18 +747,18 @@ static void test_ranks_device(void) {
     toka_group_note_wait(&gpus->g, 3, (toka_stream_wait){&done, &pending, 1});
     gpus->barrier[1][0] = 8;
     gpus->device_op[0] = "attention";
-    rk_check_blame(gpus, 3, "GPU: rank 0 (stage 0, tensor rank 0) has not moved for 3 s, last seen in attention; rank 3 (stage 1, tensor rank "
+    rk_check_diagnosis(gpus, 3, "GPU: rank 0 (stage 0, tensor rank 0) has not moved for 3 s, last seen in attention; rank 3 (stage 1, tensor rank "
                             "1) waits for it in receive");
     /* A stream that has not come to its wait does not wait; the numbers of barriers wrap around. */
     gpus = rk_gpus_new();
     toka_group_note_wait(&gpus->g, 0, (toka_stream_wait){&pending, &pending, 2});
     gpus->barrier[0][0] = 0, gpus->barrier[0][1] = gpus->barrier[1][0] = gpus->barrier[1][1] = UINT_MAX;
-    rk_check_blame(gpus, 0, "GPU: rank 1 (stage 0, tensor rank 1) has not moved for 3 s, last seen in send; rank 0 (stage 0, tensor rank 0) "
+    rk_check_diagnosis(gpus, 0, "GPU: rank 1 (stage 0, tensor rank 1) has not moved for 3 s, last seen in send; rank 0 (stage 0, tensor rank 0) "
                             "waits for it in send");
     gpus = rk_gpus_new();
     toka_group_note_wait(&gpus->g, 0, (toka_stream_wait){&done, &pending, 2});
     toka_group_note_wait(&gpus->g, 2, (toka_stream_wait){&done, &pending, 0});
-    rk_check_blame(gpus, 2, "GPU: all ranks have waited for each other for 3 s, rank 2 (stage 1, tensor rank 0) in receive");
+    rk_check_diagnosis(gpus, 2, "GPU: all ranks have waited for each other for 3 s, rank 2 (stage 1, tensor rank 0) in receive");
     /* Barriers that a GPU passes are progress, and so is an op. */
     gpus = rk_gpus_new();
     gpus->g.watchdog_s = 3;
@@ -767,7 +767,7 @@ static void test_ranks_device(void) {
         if (i % 4 == 3) CHECK(toka_group_begin_op(&gpus->g, 2, "mlp"));
         CHECK(!toka_group_watchdog(&gpus->g, 2, 1, &e));
     }
-    rk_check_blame(gpus, 2, "GPU: rank 2 (stage 1, tensor rank 0) has not moved for 3 s, last seen in mlp");
+    rk_check_diagnosis(gpus, 2, "GPU: rank 2 (stage 1, tensor rank 0) has not moved for 3 s, last seen in mlp");
 }
 
 typedef struct rk_leaver {
