@@ -115,7 +115,9 @@
  *      bf16. The GPU holds weights, activations and K, V as bf16 and sums in float32.
  *
  * LETTERS, equal in C, CUDA and README. T tokens of a step, S sequences, L layers, H query heads,
- * K kv heads, D head size, E model width, F mlp width, V vocabulary, B tokens per page.
+ * K kv heads, D head size, E model width, F mlp width, V vocabulary, B tokens per page. Also: t a
+ * toka, r a toka_request, e a toka_err; x activations or logits; a, b two things that are compared;
+ * i, j, k, n indices and counts. tmpl_node (8) has children a to e, with a table of their roles.
  *
  * PREFIXES of names say the chapter: mem_, str_, buf_, arena_, ids_ and suggest_ 2, os_ 3, json_
  * and utf8_ 4, uni_ 5, tok_ 6 and 7, tmpl_ 8 to 10 (tv_: values of templates), st_ and mf_ 11 to
@@ -18325,23 +18327,24 @@ toka_request toka_request_default(void) {
 
 void toka_request_model_defaults(const toka *t, toka_request *r) {
     if (!t) return;
-    const mf_defaults *d = &t->files->defaults;
-    if (d->has_temperature) r->sampling.temperature = d->temperature;
-    if (d->has_do_sample && !d->do_sample) r->sampling.temperature = 0;
-    if (d->has_top_p) r->sampling.top_p = d->top_p;
-    if (d->has_top_k) r->sampling.top_k = d->top_k;
-    if (d->has_min_p) r->sampling.min_p = d->min_p;
-    if (d->has_repetition_penalty) r->sampling.repetition_penalty = d->repetition_penalty;
-    if (d->max_tokens) r->sampling.max_tokens = d->max_tokens;
-    if (d->min_tokens) r->sampling.min_tokens = d->min_tokens;
-    if (d->n_stop && t->tokenizer) {
-        r->sampling.stop = d->stop;
-        r->sampling.n_stop = d->n_stop;
+    const mf_defaults *defaults = &t->files->defaults;
+    if (defaults->has_temperature) r->sampling.temperature = defaults->temperature;
+    if (defaults->has_do_sample && !defaults->do_sample) r->sampling.temperature = 0;
+    if (defaults->has_top_p) r->sampling.top_p = defaults->top_p;
+    if (defaults->has_top_k) r->sampling.top_k = defaults->top_k;
+    if (defaults->has_min_p) r->sampling.min_p = defaults->min_p;
+    if (defaults->has_repetition_penalty)
+        r->sampling.repetition_penalty = defaults->repetition_penalty;
+    if (defaults->max_tokens) r->sampling.max_tokens = defaults->max_tokens;
+    if (defaults->min_tokens) r->sampling.min_tokens = defaults->min_tokens;
+    if (defaults->n_stop && t->tokenizer) {
+        r->sampling.stop = defaults->stop;
+        r->sampling.n_stop = defaults->n_stop;
     }
-    if (!d->n_bad) return;
-    r->sampling.bad_ids = d->bad_ids;
-    r->sampling.bad_lengths = d->bad_lengths;
-    r->sampling.n_bad = d->n_bad;
+    if (!defaults->n_bad) return;
+    r->sampling.bad_ids = defaults->bad_ids;
+    r->sampling.bad_lengths = defaults->bad_lengths;
+    r->sampling.n_bad = defaults->n_bad;
 }
 
 /* What the engine takes for a request. *encoded: the ids of its text, or NULL; the caller frees. */
@@ -28548,18 +28551,18 @@ static int benchclient_fetch(const benchclient *client, const char *path, str bo
     if (fd < 0 || connect(fd, client->address->ai_addr, client->address->ai_addrlen))
         code = fail(e, TOKA_E_IO, "%s: %s", client->host, strerror(errno));
     for (size_t n_sent = 0; n_sent < out.n && !code;) {
-        ssize_t n = send(fd, out.p + n_sent, out.n - n_sent, MSG_NOSIGNAL);
-        if (n > 0) n_sent += (size_t)n;
+        ssize_t sent = send(fd, out.p + n_sent, out.n - n_sent, MSG_NOSIGNAL);
+        if (sent > 0) n_sent += (size_t)sent;
         else code = fail(e, TOKA_E_IO, "%s: %s", client->host, strerror(errno));
     }
     buf_reserve(&input, 65536);
     while (!code && response.state != BENCHCLIENT_COMPLETE) {
-        ssize_t n = recv(fd, input.p, 65536, 0);
-        if (n == 0 && response.state == BENCHCLIENT_TO_CLOSE) break;
-        if (n <= 0)
+        ssize_t received = recv(fd, input.p, 65536, 0);
+        if (received == 0 && response.state == BENCHCLIENT_TO_CLOSE) break;
+        if (received <= 0)
             code = fail(e, TOKA_E_IO, "%s%s: %s", client->host, path,
-                        n ? strerror(errno) : "the connection was closed");
-        for (str piece, unread = {input.p, (size_t)MAX(n, 0)};
+                        received ? strerror(errno) : "the connection was closed");
+        for (str piece, unread = {input.p, (size_t)MAX(received, 0)};
              unread.n && !code && response.state != BENCHCLIENT_COMPLETE;) {
             ptrdiff_t used = benchclient_response_read(&response, unread, &piece);
             if (used < 0 || answer->n > BENCHCLIENT_LINE_BYTES) {
