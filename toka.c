@@ -132,7 +132,7 @@
  *   block table     the list of pages of a sequence                                              14
  *   kv_slot         where the K and V of one position lie: page * B + offset                     14
  *   prefix tree     the prefix cache: a radix tree of full pages                                 14
- *   reserve         the free pages that admission leaves to the running sequences                16
+ *   reserve         the available pages that admission leaves to the running sequences           16
  *   backlog         the tokens still to prefill                                                  16
  *   preempted       of a sequence: lost its pages, keeps its tokens, is computed again later     16
  *   generation      a count that changes when an index is reused, so that stale results          16
@@ -12060,10 +12060,9 @@ static void batch_number_micros(batch_builder *builder, batch_micros *micros,
 }
 
 /* Splits a built step into its microbatches. The engine has filled in step.samples before. With
- * pipeline stages, call it once for each step that has rows, in the order in which they were built.
- * The microbatches
- * point into the batch_step, which must not change until they are done. They have no logits: only
- * tests want raw logits, and tests make such steps themselves. */
+ * pipeline stages, call it once for each step that has rows, in the order in which they were
+ * built. The microbatches point into the batch_step, which must not change until they are done.
+ * They have no logits: only tests want raw logits, and tests make such steps themselves. */
 static void batch_make_micros(batch_builder *builder, batch_micros *micros,
                               const batch_step *built) {
     int n_spans = 0;
