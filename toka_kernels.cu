@@ -8749,7 +8749,8 @@ struct samp_plan {
     /* For a step that is launched kernel by kernel: as many filters as fit with their lists. */
     upload_buffer list_upload;
     samp_host_results host_results[STEP_RING_SIZE];
-    /* The fields below are of the current step. */
+    /* The fields below are of the current step. The memory of penalized_index and presence is that
+     * of the plan. */
     samp_params *params;  /* device, [n_samples] */
     int *rows;            /* device, [n_samples] row of x */
     int n_plain;          /* rows that are handled as plain rows */
