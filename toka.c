@@ -7775,6 +7775,7 @@ typedef struct mf_config {
     const struct mf_arch *arch;
     toka_shape shape;  /* B stays 0 */
     mf_rope rope;
+    toka_rope rope_table; /* of all layers */
     unsigned features; /* MF_QKV_BIAS ... */
     int *window;       /* [L] as toka_layer.window */
     int32_t bos_id;    /* -1: none */
@@ -8319,11 +8320,12 @@ static int32_t mf_read_id(mf_reader *reader, const char *name, int otherwise, in
     return id >= 0 && id < V ? (int32_t)id : -1;
 }
 
-/* Computes the RoPE table of the shape, in the arena. */
+/* Computes the RoPE table, in the arena. */
 static void mf_set_rope_table(mf_config *config, arena *memory) {
-    float *freq = arena_alloc(memory, (size_t)(config->shape.D / 2) * sizeof *freq);
-    mf_rope_table(&config->rope, config->shape.D, freq, &config->shape.rope_scale);
-    config->shape.rope_freq = freq;
+    const int D = config->shape.D;
+    float *freq = arena_alloc(memory, (size_t)(D / 2) * sizeof *freq);
+    config->rope_table = (toka_rope){.freq = freq, .dims = D};
+    mf_rope_table(&config->rope, D, freq, &config->rope_table.scale);
 }
 
 /* Parses config.json into *config, whose pointers are into the arena. Returns 0 or an error
@@ -9178,9 +9180,9 @@ static const mf_binding mf_layer_bindings[] = {
     {"self_attn.o_proj.weight", offsetof(toka_layer, o), "E", "HD", 0},
     {"self_attn.o_proj.bias", offsetof(toka_layer, o_bias), "", "E", MF_O_BIAS},
     {"post_attention_layernorm.weight", offsetof(toka_layer, mlp_norm), "", "E", 0},
-    {"mlp.gate_proj.weight", offsetof(toka_layer, gate), "F", "E", 0},
-    {"mlp.up_proj.weight", offsetof(toka_layer, up), "F", "E", 0},
-    {"mlp.down_proj.weight", offsetof(toka_layer, down), "E", "F", 0},
+    {"mlp.gate_proj.weight", offsetof(toka_layer, mlp.gate), "F", "E", 0},
+    {"mlp.up_proj.weight", offsetof(toka_layer, mlp.up), "F", "E", 0},
+    {"mlp.down_proj.weight", offsetof(toka_layer, mlp.down), "E", "F", 0},
 };
 enum { MF_EMBED, MF_NORM };
 static const mf_binding mf_model_bindings[] = {
@@ -9263,7 +9265,8 @@ static int mf_bind_one(mf_binder *binder, const mf_binding *binding, const char 
         return fail(e, TOKA_E_INPUT, "%s: dtype %s, expected BF16, F16 or F32", name,
                     tensor->dtype->name);
     *(toka_tensor *)((char *)base + binding->field) =
-        (toka_tensor){tensor->data, (toka_dtype)tensor->dtype->toka_dtype, rows, cols, cols};
+        (toka_tensor){.data = tensor->data, .dtype = (toka_dtype)tensor->dtype->toka_dtype,
+                      .rows = rows, .cols = cols, .stride = cols};
     if (tensor->is_alias) return 0;
     binder->n_parameters += (int64_t)rows * cols;
     binder->weight_bytes += tensor->end - tensor->begin;
@@ -9307,6 +9310,7 @@ static int mf_bind(mf_binder *binder, arena *memory, toka_err *e) {
             if (code != 0) return code;
         }
         binder->weights->layers[layer].window = binder->config->window[layer];
+        binder->weights->layers[layer].rope = &binder->config->rope_table;
     }
     /* A tied model needs no lm_head.weight. If the file has one nevertheless, transformers uses it
      * if it differs from the embedding. Using it always gives the same result, and needs no
@@ -9436,7 +9440,8 @@ static void mf_slice_tensor(const mf_binding *binding, const mf_tp_ranges *range
     const size_t offset = ((size_t)rows.first * (size_t)tensor->stride + (size_t)cols.first) *
                           (tensor->dtype == TOKA_F32 ? 4 : 2);
     *(toka_tensor *)(void *)((char *)to + binding->field) = (toka_tensor){
-        (const char *)tensor->data + offset, tensor->dtype, rows.count, cols.count, tensor->stride
+        .data = (const char *)tensor->data + offset, .dtype = tensor->dtype, .rows = rows.count,
+        .cols = cols.count, .stride = tensor->stride
     };
 }
 
@@ -9471,6 +9476,7 @@ static int mf_shard(const toka_shape *full, const toka_weights *full_weights, co
         for (int i = 0; i < COUNT(mf_layer_bindings); i++)
             mf_slice_tensor(&mf_layer_bindings[i], &ranges, full->D, source, &out->layers[layer]);
         out->layers[layer].window = source->window;
+        out->layers[layer].rope = source->rope;
     }
     if (rank->pp_rank == 0)
         mf_slice_tensor(&mf_model_bindings[MF_EMBED], &ranges, full->D, full_weights, out);
@@ -15164,7 +15170,7 @@ typedef struct cpu_rope_job { /* after the GEMMs: bias, head norms, RoPE, K and 
 } cpu_rope_job;
 
 /* One head: adds the bias, applies the norm, then rotates each pair (i, i + D/2) by the angle
- * position * rope_freq[i]. bias, norm: NULL if absent. cosine, sine: [D/2] of the angles. */
+ * position * rope.freq[i]. bias, norm: NULL if absent. cosine, sine: [D/2] of the angles. */
 static void cpu_rope_head(const toka_shape *shape, float *x, const float *bias, const float *norm,
                           const float *cosine, const float *sine) {
     int half = shape->D / 2;
@@ -15182,13 +15188,14 @@ static void cpu_rope_item(void *arg, int thread, int i) { /* all heads of token 
     const cpu_rope_job *job = arg;
     const toka_device *dev = job->dev;
     const toka_shape *shape = dev->shape;
+    const toka_rope *rope = dev->weights->layers[job->layer].rope;
     (void)thread;
     size_t D = (size_t)shape->D, B = (size_t)shape->B, K = (size_t)shape->K, t = (size_t)i;
     float cosine[CPU_MAX_HEAD_SIZE / 2], sine[CPU_MAX_HEAD_SIZE / 2];
     for (int freq = 0; freq < shape->D / 2; freq++) {
-        float angle = (float)job->step->pos[job->t0 + i] * shape->rope_freq[freq];
-        cosine[freq] = cosf(angle) * shape->rope_scale;
-        sine[freq] = sinf(angle) * shape->rope_scale;
+        float angle = (float)job->step->pos[job->t0 + i] * rope->freq[freq];
+        cosine[freq] = cosf(angle) * rope->scale;
+        sine[freq] = sinf(angle) * rope->scale;
     }
     for (size_t head = 0; head < (size_t)shape->H; head++)
         cpu_rope_head(shape, job->q + (t * (size_t)shape->H + head) * D,
@@ -15435,13 +15442,13 @@ static void cpu_norm_mlp_residual(toka_device *dev, const toka_step *step, int l
         float *y = sum + (size_t)t0 * E;
         cpu_norm_run((cpu_norm_job){dev, y, norm, NULL, dev->shape->E}, n_rows);
         cpu_gemm_args gate_up = {.x = dev->x, .ldx = (size_t)dev->ldx, .T = n_rows, .n_weights = 2,
-                                 .weights = {&weights->gate, &weights->up},
+                                 .weights = {&weights->mlp.gate, &weights->mlp.up},
                                  .y = {dev->gate, dev->up}, .ldy = {ld_mlp, ld_mlp}};
         cpu_gemm(dev, gate_up);
         cpu_parallel_for(&dev->pool, cpu_swiglu_item, dev, n_rows,
                          (int64_t)n_rows * dev->shape->F * 8);
         cpu_gemm_args down = {.x = dev->gate, .ldx = ld_mlp, .T = n_rows, .n_weights = 1,
-                              .weights = {&weights->down}, .y = {y}, .ldy = {E},
+                              .weights = {&weights->mlp.down}, .y = {y}, .ldy = {E},
                               .add = dev->options.tp_rank == 0};
         cpu_gemm(dev, down);
     }
@@ -16479,8 +16486,7 @@ static int64_t eng_full_tokens(int max_seqs, int max_len, int page_tok) {
 /* Tokens of the KV cache: as many as free_bytes hold, but at most every sequence at full length. */
 static int64_t eng_kv_tokens(const toka_shape *shape, int max_seqs, const toka_backend *backend,
                              int64_t free_bytes) {
-    int64_t per_token = (int64_t)2 * shape->L * shape->K * shape->D *
-                        (int64_t)backend->activation_bytes;
+    int64_t per_token = toka_kv_elements(shape) * (int64_t)backend->activation_bytes;
     return MIN(eng_full_tokens(max_seqs, shape->max_len, backend->page_tok),
                MAX(free_bytes, 0) / per_token);
 }
@@ -26881,7 +26887,7 @@ static void run_dummy_tensor(mf_model *model, const mf_binding *binding, void *b
     int rows = mf_dim_product(binding->rows, &model->shape),
         cols = mf_dim_product(binding->cols, &model->shape);
     *(toka_tensor *)(void *)((char *)base + binding->field) =
-        (toka_tensor){data, TOKA_BF16, rows, cols, cols};
+        (toka_tensor){.data = data, .dtype = TOKA_BF16, .rows = rows, .cols = cols, .stride = cols};
     *end += ((size_t)n_elements * sizeof *data + 63) & ~(size_t)63;
     if (*binding->rows) {
         run_fill_range ranges[MOST];
@@ -26940,6 +26946,7 @@ static int run_dummy_weights(mf_model *model, toka_err *e) {
             run_dummy_tensor(model, &mf_layer_bindings[i], &model->weights.layers[layer], &end);
         if (layer >= n_own) model->weights.layers[layer] = model->weights.layers[layer % n_own];
         model->weights.layers[layer].window = model->config.window[layer];
+        model->weights.layers[layer].rope = &model->config.rope_table;
     }
     run_dummy_tensor(model, &mf_lm_head_binding, &model->weights, &end);
     if (!model->weights.lm_head.rows) model->weights.lm_head = model->weights.embed;
@@ -27666,7 +27673,7 @@ static plan_rank plan_make_rank(const plan_query *query, int tp, int pp, int sta
     /* For the model's own maximal length (shape->max_len, not query->max_len), as in eng_open. */
     rank.scratch_bytes = (int64_t)toka_gpu_scratch_bytes(shape, query->max_tokens) +
                          (int64_t)toka_gpu_group_bytes(shape, query->max_tokens, tp, pp);
-    rank.token_bytes = (int64_t)2 * shape->L * shape->K * shape->D * 2;
+    rank.token_bytes = 2 * toka_kv_elements(shape);
     int64_t kv_bytes = (int64_t)(query->utilization * (query->gpu->memory - PLAN_CONTEXT_BYTES)) -
                        rank.weight_bytes - rank.scratch_bytes;
     rank.kv_tokens = MIN(eng_full_tokens(query->max_seqs, query->max_len, TOKA_GPU_PAGE_TOK),
@@ -28027,8 +28034,7 @@ static void plan_put_head(const plan_query *query, const char *name, buf *out) {
     double parameters = (double)mf_n_parameters(config);
     buf_printf(out, "%s: %.3g B parameters, %.3g GB as bf16; %s bytes of K and V a token\n", name,
                1e-9 * parameters, 2e-9 * parameters,
-               plan_format_int((int64_t)4 * config->shape.L * config->shape.K * config->shape.D,
-                               text1));
+               plan_format_int(2 * toka_kv_elements(&config->shape), text1));
     buf_printf(out,
                "%d x %s: %.1f GB, of which %g %% are taken; %.0f TFLOP/s, %.2f TB/s, "
                "link %.0f GB/s (%s)\n",

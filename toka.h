@@ -481,25 +481,152 @@ static inline void toka_hidden_set_sum(toka_hidden *x, int tp_size) {
     x->normed_for = NULL;
 }
 
-typedef enum toka_dtype { TOKA_BF16, TOKA_F16, TOKA_F32 } toka_dtype;
+/* ---- Weights ---- */
+
+typedef enum toka_dtype { /* the type of the elements of a tensor */
+    TOKA_BF16, TOKA_F16, TOKA_F32,
+    TOKA_FP8,   /* e4m3, a byte an element: sign, 4 bits of exponent (bias 7), 3 of mantissa */
+    TOKA_INT4,  /* 4 bits, packed as toka_quant says */
+    TOKA_MXFP4, /* e2m1, 4 bits: sign, 2 bits of exponent, 1 of mantissa; packed in pairs */
+    TOKA_E8M0   /* a byte: 2^(byte - 127). Only scales have it */
+} toka_dtype;
+
+/* How the 4-bit elements of a matrix [rows][cols] are packed. rows: outputs, cols: inputs. A word
+ * has 32 bits and 8 elements; element 0 is in its lowest 4 bits. */
+typedef enum toka_packing {
+    TOKA_PACK_ROWS, /* row by row. INT4: words [rows][cols/8]; zero points: words [rows/8][groups].
+                       MXFP4: bytes [rows][cols/2], the lower 4 bits are the even column.
+                       FP8: bytes [rows][cols] (compressed-tensors and others) */
+    TOKA_PACK_GPTQ, /* words [cols/8][rows], of 8 columns each; zero points: [groups][rows/8] */
+    TOKA_PACK_AWQ   /* words [cols][rows/8], of 8 rows each in the order 0 2 4 6 1 3 5 7; zero
+                       points in the same order: [groups][rows/8] */
+} toka_packing;
+
+/* A quantized matrix as it lies in the mapped file:
+ *
+ *     element[row][col] = (number - zero point) * scale
+ *
+ * The elements of a block share a scale: block_rows x block_cols elements. The last blocks may be
+ * cut by the matrix's edge. Chapter "Weight formats" of toka.c has the definition in code. */
+typedef struct toka_quant {
+    toka_packing packing;
+    int rows, cols;             /* of the whole matrix */
+    int block_rows, block_cols; /* rows, cols: one scale for the whole matrix */
+    const void *scale;          /* scale of block (i, j): element i * scale_row_step +
+                                   j * scale_col_step */
+    toka_dtype scale_dtype;     /* TOKA_BF16, F16, F32, or with MXFP4 E8M0 */
+    int scale_row_step, scale_col_step;
+    const void *zero;  /* INT4: packed zero points; NULL: every zero point is 8 */
+    int zero_add;      /* is added to each packed zero point: 1 in files of GPTQ version 1 */
+    const void *group; /* INT4: int32 [cols], the group of each column (GPTQ's g_idx); NULL: column
+                          col is in group col / block_cols */
+    float input_scale; /* static scale of the activations before an FP8 product; 0: none */
+} toka_quant;
 
 typedef struct toka_tensor { /* a weight, or a slice of one, in the mapped file; rows 0: absent */
-    const void *data;        /* [rows][cols], borrowed from the mapping, not aligned */
+    const void *data;        /* [rows][cols], borrowed from the mapping, not aligned. With quant:
+                                the first byte of the whole matrix */
     toka_dtype dtype;
     int rows, cols;
-    int stride;              /* elements from one row to the next; cols if rows are contiguous */
+    int stride;              /* elements from one row to the next; cols if rows are contiguous. Not
+                                used with quant */
+    const toka_quant *quant; /* NULL: plain elements. Else row i is row row0 + i * row_step of the
+                                whole matrix, from column col0 on */
+    int row0, row_step, col0;
 } toka_tensor;
 
+/* Returns whether a device that knows only BF16, F16 and F32 can read the tensor. */
+static inline bool toka_is_plain(const toka_tensor *t) { return t->dtype <= TOKA_F32; }
+
+/* ---- Layers: each is a mixer (attention or MLA) and a feed-forward (an MLP or experts) ---- */
+
+typedef struct toka_rope { /* rotary position embedding: every kind of RoPE is this table ... */
+    const float *freq;     /* [dims/2] radians per position */
+    int dims;              /* the first dims elements of a head rotate, the others do not; even */
+    float scale;           /* ... and a factor on cosine and sine (yarn, longrope), else 1 */
+    bool neighbours;       /* pair i is the elements (2i, 2i+1); else (i, i + dims/2) */
+} toka_rope;
+
+typedef enum toka_activation { /* of gate and up, element by element */
+    TOKA_SILU,                 /* silu(gate) * up */
+    TOKA_GELU_TANH,            /* gelu(gate) * up, gelu by its tanh approximation */
+    TOKA_SWIGLU_CLAMPED        /* g sigmoid(1.702 g) (u + 1), with g = min(gate, limit) and
+                                  u = clamp(up, -limit, limit) (GPT-OSS) */
+} toka_activation;
+
+typedef struct toka_mlp {                     /* of a layer, or one expert */
+    toka_tensor gate, up, down;                /* [F][E], [F][E], [E][F]; F: gate.rows */
+    toka_tensor gate_bias, up_bias, down_bias; /* [1][F], [1][F], [1][E], or absent */
+} toka_mlp;
+
+typedef enum toka_router_kind {
+    TOKA_ROUTER_SOFTMAX, /* softmax over all experts, then the top k */
+    TOKA_ROUTER_TOPK,    /* the top k, then softmax over these */
+    TOKA_ROUTER_SIGMOID  /* sigmoid of each expert, then the top k */
+} toka_router_kind;
+
+/* Experts. For each token the router gives each expert a score; the top_k experts with the highest
+ * scores compute, and their outputs are added, each times its weight. Among equal scores the lower
+ * expert is first. The sum is added up in rising order of the experts' numbers. */
+typedef struct toka_moe {
+    int n_experts, top_k;
+    toka_router_kind kind;
+    bool renormalize;            /* the weights of the top_k are divided by their sum */
+    float scale;                 /* ... and multiplied by this */
+    int n_groups, top_groups;    /* n_groups > 1: experts are in n_groups equal groups, and only
+                                    those of the top_groups best groups can be chosen */
+    bool groups_by_top2;         /* a group's score is the sum of its two highest scores; else its
+                                    highest */
+    toka_tensor router;          /* [X][E] */
+    toka_tensor router_bias;     /* [1][X], added to the logits; or absent */
+    toka_tensor choice_bias;     /* [1][X], added to the scores for the choice, not for the weights
+                                    (DeepSeek-V3); or absent */
+    const toka_mlp *experts;     /* [X] */
+    toka_mlp shared;             /* every token uses it; absent: gate.rows is 0 */
+    toka_tensor shared_gate;     /* [1][E]: its output is multiplied by sigmoid(shared_gate x); or
+                                    absent */
+} toka_moe;
+
+/* Multi-head latent attention (DeepSeek). The cache has one latent vector and one rotated key a
+ * token, for all heads: shape.K is 1, shape.D is latent + rope, shape.Dv is latent. A head has nope
+ * elements that do not rotate and rope elements that do; a value has v elements:
+ *
+ *     q = q_b norm(q_a x), or q_b x       [H][nope + rope]
+ *     c, r = kv_a x                       [latent], [rope]; cached: norm(c), RoPE(r)
+ *     kv_b: for each head W_uk [nope][latent], then W_uv [v][latent]
+ *     absorbed query  = W_uk^T q_nope, RoPE(q_rope)       [latent + rope]
+ *     o of the layer  = W_o W_uv (what attention returns) */
+typedef struct toka_mla {
+    int latent, rope, nope, v;
+    toka_tensor q_a, q_a_norm;   /* [q_rank][E], [1][q_rank], or absent */
+    toka_tensor q_b;             /* [H*(nope+rope)][q_rank], or [...][E] without q_a */
+    toka_tensor kv_a, kv_a_norm; /* [latent+rope][E], [1][latent] */
+    toka_tensor kv_b;            /* [H*(nope+v)][latent] */
+} toka_mla;
+
+/* x += attention(norm(x)), then x += feed_forward(norm(x)). Features that a layer does not have are
+ * absent, NULL or 0. */
 typedef struct toka_layer {
-    toka_tensor attn_norm;              /* [1][E] */
-    toka_tensor q, k, v;                /* [H*D][E], [K*D][E], [K*D][E] */
-    toka_tensor q_bias, k_bias, v_bias; /* [1][H*D], [1][K*D], [1][K*D], or absent */
-    toka_tensor q_norm, k_norm;         /* [1][D] RMSNorm over each head (Qwen3), or absent */
-    toka_tensor o, o_bias;              /* [E][H*D]; [1][E] or absent */
-    toka_tensor mlp_norm;               /* [1][E] */
-    toka_tensor gate, up, down;         /* [F][E], [F][E], [E][F] */
+    toka_tensor attn_norm;              /* [1][E]; absent: x itself */
+    toka_tensor q, k, v;                /* [H*D][E], [K*D][E], [K*Dv][E]; absent with mla */
+    toka_tensor q_bias, k_bias, v_bias; /* [1][H*D], [1][K*D], [1][K*Dv], or absent */
+    toka_tensor q_norm, k_norm;         /* [1][D]: a norm of each head; [1][H*D] and [1][K*D]: one
+                                           norm of all heads together; or absent */
+    const toka_mla *mla;                /* NULL: plain attention */
+    const toka_rope *rope;              /* NULL: no position embedding */
     int window;                         /* sliding window: a token sees itself and the window-1
                                            tokens before it; 0: all */
+    toka_tensor sinks;                  /* [1][H]: one more score of each head's softmax, which has
+                                           no value; or absent */
+    toka_tensor o, o_bias;              /* [E][H*Dv], with mla [E][H*v]; [1][E] or absent */
+    toka_tensor attn_post_norm;         /* [1][E]: a norm of the mixer's output; or absent */
+    bool parallel;                      /* the feed-forward reads the same norm(x) as the mixer:
+                                           mlp_norm is attn_norm, and its op runs first */
+    toka_tensor mlp_norm;               /* [1][E]; absent: x itself */
+    toka_mlp mlp;                       /* without moe */
+    const toka_moe *moe;                /* NULL: mlp */
+    toka_activation activation;
+    toka_tensor mlp_post_norm;          /* [1][E]: a norm of the feed-forward's output; or absent */
 } toka_layer;
 
 typedef struct toka_weights {
@@ -513,17 +640,33 @@ enum { TOKA_ID_BLOCK = 256 }; /* ids of an id block, to which the random words o
                                  (chapter 18 of toka.c defines the draw). Tensor ranks divide the
                                  vocabulary into such blocks */
 
-typedef struct toka_shape { /* of one rank */
-    int L, H, K, D, E, F, V;
+typedef struct toka_shape { /* of one rank. A field that says 0 is off at 0 */
+    int L, H, K, D, E, F, V; /* F: the widest MLP */
     int v0, V_all;          /* the rank has the ids v0 .. v0+V-1 of the V_all ids. v0 is a multiple
                                of TOKA_ID_BLOCK if V_all >= tp_size * TOKA_ID_BLOCK; else any
                                number */
     int B;                  /* tokens per page */
-    float eps;              /* of every RMSNorm */
-    const float *rope_freq; /* [D/2] radians per position; every kind of RoPE is this table ... */
-    float rope_scale;       /* ... and a factor on cos and sin (yarn), else 1 */
+    int Dv;                 /* size of a value's head; 0: D */
+    float eps;              /* of every norm */
+    bool layer_norm;        /* norms subtract the mean first (LayerNorm, no bias); else RMSNorm */
+    float norm_offset;      /* is added to the weights of every norm (Gemma: 1) */
+    float attn_scale;       /* factor on the scores of attention; 0: 1/sqrt(D) */
+    float attn_cap;         /* a score s becomes cap * tanh(s / cap); 0: none */
+    float embed_scale;      /* factor on the embedding; 0: 1 */
+    float residual_scale;   /* factor on what a layer's mixer and feed-forward add to x; 0: 1 */
+    float swiglu_limit;     /* of TOKA_SWIGLU_CLAMPED */
+    float logit_scale;      /* factor on the logits; 0: 1 */
+    float logit_cap;        /* a logit l becomes cap * tanh(l / cap), after logit_scale; 0: none */
     int max_len;            /* most tokens of a sequence */
 } toka_shape;
+
+static inline int toka_value_size(const toka_shape *shape) {
+    return shape->Dv ? shape->Dv : shape->D;
+}
+/* Returns the elements of K and V that one token has in all layers of the rank. */
+static inline int64_t toka_kv_elements(const toka_shape *shape) {
+    return (int64_t)shape->L * shape->K * (shape->D + toka_value_size(shape));
+}
 
 /* An attention segment: the rows row0 .. row0+n_rows-1 of this step attend to the kv positions
  * kv0 .. kv0+n_kv-1, which are in pages[page0] (the page of kv0), pages[page0+1] ... A row at
@@ -700,6 +843,9 @@ typedef struct toka_backend {
      * Returns 0 or an error; after an error nothing is kept and *out is unchanged. */
     int (*open)(toka_device **out, const toka_device_options *o, const toka_shape *shape,
                 const toka_weights *weights, toka_err *e);
+    /* Returns 0 if the backend has every format and every kind of layer of this model. Else returns
+     * TOKA_E_INPUT with a sentence that names what it does not have. NULL: it has all. */
+    int (*supports)(const toka_shape *shape, const toka_weights *weights, toka_err *e);
     void (*close)(toka_device *d);
     const char *(*describe)(const toka_device *d); /* one line; owned by the device */
     /* Thread: any, while no step is in flight. NULL: memory is not known. */
@@ -749,7 +895,8 @@ typedef struct toka_backend {
 
     /* ---- Ops ----
      * x: [T][E] residual stream (allocated with E rounded up to 8, so that a backend may pad rows).
-     * q, o: [T][H][D]. All in the backend's activation type: float32 on the CPU, bf16 on CUDA.
+     * q: [T][H][D], o: [T][H][Dv]. All in the backend's activation type: float32 on the CPU, bf16
+     * on CUDA.
      * layer: index in the rank's layers; it also selects the layer's K and V in the pages.
      * Tensor ranks: embed, out_residual and norm_mlp_residual leave x PARTIAL or SCATTERED, and the
      * caller must call all_reduce. embed writes zeros for the ids of other ranks. PARTIAL: tensor
@@ -767,16 +914,18 @@ typedef struct toka_backend {
      * bad_ids read the tokens of a sequence there, so the host need not know them yet. On the last
      * stage only, where the logits are; after embed or receive, in every step. */
     void (*keep_ids)(toka_device *d, const toka_step *s);
-    /* q = RoPE(norm(x) W_q); K and V of the step's tokens are stored at s->kv_slot. */
+    /* q = RoPE(norm(x) W_q), with mla the absorbed query; K and V of the step's tokens, with mla
+     * their latent vectors, are stored at s->kv_slot. */
     void (*norm_qkv_rope_kv)(toka_device *d, const toka_step *s, int layer, toka_hidden *x,
                              toka_dev_ptr q);
-    /* o = softmax(q K^T / sqrt(D)) V over the spans */
+    /* o = softmax(attn_scale q K^T) V over the spans */
     void (*attention)(toka_device *d, const toka_step *s, int layer, toka_dev_ptr q,
                       toka_dev_ptr o);
-    /* x += o W_o (+ bias) */
+    /* x += o W_o (+ bias); with mla x += (o W_uv) W_o; with attn_post_norm x += norm(o W_o) */
     void (*out_residual)(toka_device *d, const toka_step *s, int layer, toka_dev_ptr o,
                          toka_hidden *x);
-    /* x += down(silu(gate) * up), gate and up of norm(x) */
+    /* x += the feed-forward of norm(x): down(activation(gate, up)), or the experts' weighted sum;
+     * with mlp_post_norm x += norm of it */
     void (*norm_mlp_residual)(toka_device *d, const toka_step *s, int layer, toka_hidden *x);
     /* results: host memory [n_samples], valid after finish */
     void (*norm_logits_sample)(toka_device *d, const toka_step *s, toka_hidden *x,
@@ -966,8 +1115,8 @@ static inline size_t toka_gpu_matrix_bytes(const toka_tensor *t) {
 static inline size_t toka_gpu_layer_bytes(const toka_layer *l) {
     return toka_gpu_matrix_bytes(&l->q) + toka_gpu_matrix_bytes(&l->k) +
            toka_gpu_matrix_bytes(&l->v) + toka_gpu_matrix_bytes(&l->o) +
-           toka_gpu_matrix_bytes(&l->gate) + toka_gpu_matrix_bytes(&l->up) +
-           toka_gpu_matrix_bytes(&l->down);
+           toka_gpu_matrix_bytes(&l->mlp.gate) + toka_gpu_matrix_bytes(&l->mlp.up) +
+           toka_gpu_matrix_bytes(&l->mlp.down);
 }
 /* Returns the bytes of everything but the weights and the KV pool, with the code of the CUDA driver
  * and libraries. */

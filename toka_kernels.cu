@@ -431,7 +431,7 @@ struct toka_device {
     bf16 *embed;                 /* [V][E] */
     const float *norm;           /* [E] */
     weight lm_head;              /* [V][E] */
-    float2 *rope;                /* [max_len][D/2] cosine and sine, multiplied by rope_scale */
+    float2 *rope;                /* [max_len][D/2] cosine and sine, multiplied by toka_rope.scale */
     bf16 *kv_pool;               /* [L][page][kv head][K, V][B][D] */
     size_t kv_layer_elems;       /* elements of one layer of kv_pool */
     int *kv_ids;                 /* [page][B] id of the token of each kv_slot; NULL before the last
@@ -1430,12 +1430,12 @@ static weight weight_load_qkv(toka_device *dev, weight_loader *loader, const tok
 /* Loads gate and up into one matrix, interleaved in groups of 8 rows. If F was rounded up, the last
  * group of either is padded with zero rows. */
 static weight weight_load_gate_up(toka_device *dev, weight_loader *loader, const toka_layer *from) {
-    int F = round_up_8(from->gate.rows);
-    weight to = weight_alloc(dev, 2 * F, from->gate.cols);
-    if (F > from->gate.rows)
+    int F = round_up_8(from->mlp.gate.rows);
+    weight to = weight_alloc(dev, 2 * F, from->mlp.gate.cols);
+    if (F > from->mlp.gate.rows)
         latch_error(dev, cudaMemset(to.data, 0, (size_t)to.N * to.K * sizeof(bf16)), "weights");
-    load_add_job(loader, &from->gate, to.data, to.K, false, 0, true);
-    load_add_job(loader, &from->up, to.data, to.K, false, 8, true);
+    load_add_job(loader, &from->mlp.gate, to.data, to.K, false, 0, true);
+    load_add_job(loader, &from->mlp.up, to.data, to.K, false, 8, true);
     return to;
 }
 
@@ -1463,7 +1463,7 @@ static void weights_load(toka_device *dev) {
         to->gate_up = weight_load_gate_up(dev, &loader, from);
         to->o = weight_load_matrix(dev, &loader, &from->o,
                                    dev->options.tp_rank ? NULL : &from->o_bias);
-        to->down = weight_load_matrix(dev, &loader, &from->down, NULL);
+        to->down = weight_load_matrix(dev, &loader, &from->mlp.down, NULL);
         to->window = from->window;
     }
     /* Wait for the memsets: the streams of the loader do not. */
@@ -1720,7 +1720,7 @@ __global__ static void rope_table_kernel(float2 *table, const float *freq, float
         table[i] = make_float2((float)c * scale, (float)s * scale);
     }
 }
-static void rope_open(toka_device *dev) {
+static void rope_open(toka_device *dev, const toka_rope *rope) {
     int half = dev->shape->D / 2;
     size_t n = (size_t)dev->shape->max_len * half;
     float *freq = (float *)dev_alloc(dev, (size_t)half * sizeof(float), "RoPE");
@@ -1729,10 +1729,10 @@ static void rope_open(toka_device *dev) {
     /* This copy runs on the stream of the kernel that reads freq. cudaMemcpy from pageable memory
      * may return before its copy on the default stream has ended. */
     latch_error(dev,
-                cudaMemcpyAsync(freq, dev->shape->rope_freq, (size_t)half * sizeof *freq,
+                cudaMemcpyAsync(freq, rope->freq, (size_t)half * sizeof *freq,
                                 cudaMemcpyHostToDevice, dev->stream),
                 "RoPE");
-    rope_table_kernel<<<1024, 256, 0, dev->stream>>>(dev->rope, freq, dev->shape->rope_scale, half,
+    rope_table_kernel<<<1024, 256, 0, dev->stream>>>(dev->rope, freq, rope->scale, half,
                                                      n);
     CHECK_LAUNCH(dev, "RoPE table");
 }
@@ -11903,7 +11903,7 @@ static int cuda_open(toka_device **out, const toka_device_options *options, cons
     if (!dev->error.code) weights_load(dev);
     for (int i = 0; i < shape->L && qkv_is_interleaved(dev, shape->D) && !dev->error.code; i++)
         qkv_reorder(dev, &dev->layers[i].qkv, shape->D);
-    if (!dev->error.code) rope_open(dev);
+    if (!dev->error.code) rope_open(dev, weights->layers[0].rope);
     if (!dev->error.code) cuda_alloc_buffers(dev);
     if (!dev->error.code) latch_error(dev, cudaStreamSynchronize(dev->stream), "opening the model");
     if (!dev->error.code && dev->group) group_join(dev);

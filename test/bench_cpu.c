@@ -12,8 +12,9 @@
 enum { BENCH_LAYERS = 4, BENCH_ROWS = 256, BENCH_PREFIX = 1008, BENCH_PREFILL = 512 };
 
 static toka_shape bench_shape = {.L = BENCH_LAYERS, .H = 32, .K = 8, .D = 64, .E = 2048, .F = 8192, .V = 32000, .V_all = 32000, .B = 16,
-                                 .eps = 1e-5f, .rope_scale = 1, .max_len = 2048};
+                                 .eps = 1e-5f, .max_len = 2048};
 static float bench_freq[32];
+static const toka_rope bench_rope = {bench_freq, 64, 1, false};
 static const char *const bench_types[] = {"bf16", "f16", "f32"};
 static volatile float bench_sink;
 /* With one thread its CPU time, so that other processes do not count. */
@@ -35,7 +36,7 @@ typedef struct bench { /* one open model */
 } bench;
 
 static toka_tensor bench_tensor(bench *b, int rows, int cols, toka_dtype type) {
-    toka_tensor t = {b->bytes ? b->bytes + b->used : NULL, type, rows, cols, cols};
+    toka_tensor t = {.data = b->bytes ? b->bytes + b->used : NULL, .dtype = type, .rows = rows, .cols = cols, .stride = cols};
     b->used += (size_t)rows * (size_t)cols * cpu_dtype_bytes(type);
     return t;
 }
@@ -46,10 +47,11 @@ static void bench_place(bench *b, toka_dtype type) {
     b->used = 0;
     for (int l = 0; l < s->L; l++) {
         toka_layer *y = &b->layers[l];
+        y->rope = &bench_rope;
         y->q = bench_tensor(b, s->H * s->D, s->E, type), y->k = bench_tensor(b, s->K * s->D, s->E, type);
         y->v = bench_tensor(b, s->K * s->D, s->E, type), y->o = bench_tensor(b, s->E, s->H * s->D, type);
-        y->gate = bench_tensor(b, s->F, s->E, type), y->up = bench_tensor(b, s->F, s->E, type);
-        y->down = bench_tensor(b, s->E, s->F, type);
+        y->mlp.gate = bench_tensor(b, s->F, s->E, type), y->mlp.up = bench_tensor(b, s->F, s->E, type);
+        y->mlp.down = bench_tensor(b, s->E, s->F, type);
         y->attn_norm = bench_tensor(b, 1, s->E, type), y->mlp_norm = bench_tensor(b, 1, s->E, type);
     }
     b->w = (toka_weights){.embed = bench_tensor(b, s->V, s->E, type), .norm = bench_tensor(b, 1, s->E, type),
@@ -262,7 +264,6 @@ static void bench_rows(int threads, int set, int type) {
 int main(int argc, char **argv) {
     int threads = argc > 1 ? atoi(argv[1]) : 0;
     for (int i = 0; i < 32; i++) bench_freq[i] = (float)pow(500000, -2.0 * i / 64);
-    bench_shape.rope_freq = bench_freq;
     if (threads == 1) bench_clock = CLOCK_THREAD_CPUTIME_ID;
     setvbuf(stdout, NULL, _IOLBF, 0);
     for (int set = cpu_n_kernel_sets() - (cpu_bf16_kernels() ? 0 : 1); set >= 0; set--)

@@ -9,9 +9,9 @@ static void check_config(const mf_config *c) {
     if (mf_n_parameters(c) <= 0) abort();
     for (int i = 0; i < s->L; i++)
         if (c->window[i] < 0) abort();
-    for (int i = 0; i < s->D / 2; i++)
-        if (!isfinite(s->rope_freq[i]) || s->rope_freq[i] < 0) abort();
-    if (!isfinite(s->rope_scale) || s->rope_scale <= 0) abort();
+    for (int i = 0; i < c->rope_table.dims / 2; i++)
+        if (!isfinite(c->rope_table.freq[i]) || c->rope_table.freq[i] < 0) abort();
+    if (!isfinite(c->rope_table.scale) || c->rope_table.scale <= 0) abort();
     for (int i = 0; i < c->n_eos_ids; i++)
         if (c->eos_ids[i] < 0 || c->eos_ids[i] >= s->V) abort();
     if (c->bos_id < -1 || c->bos_id >= s->V) abort();

@@ -29,7 +29,7 @@ static void as_file(str text) {
     }
     if (!code) mf_add_aliases(&c, &set, names, &a);
     if (!code) code = mf_bind(&b, &a, &e);
-    if (!code && (w.layers[0].down.rows != 4 || w.lm_head.rows != 5)) abort();
+    if (!code && (w.layers[0].mlp.down.rows != 4 || w.lm_head.rows != 5)) abort();
     st_set_free(&set);
     arena_free(&a);
 }

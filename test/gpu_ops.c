@@ -34,22 +34,22 @@ typedef struct op_case {
 static toka_tensor weight_new(int rows, int cols, float scale, float offset) {
     uint16_t *p = mem_alloc((size_t)rows * cols * 2);
     for (size_t i = 0; i < (size_t)rows * cols; i++) p[i] = to_bf16(offset + scale * normal());
-    return (toka_tensor){p, TOKA_BF16, rows, cols, cols};
+    return (toka_tensor){.data = p, .dtype = TOKA_BF16, .rows = rows, .cols = cols, .stride = cols};
 }
 static toka_layer layer_new(const op_case *c) {
     int q = c->H * c->D, kv = c->K * c->D;
     float e = 1 / sqrtf((float)c->E);
     toka_layer l = {.attn_norm = weight_new(1, c->E, 0.2f, 1), .mlp_norm = weight_new(1, c->E, 0.2f, 1),
                     .q = weight_new(q, c->E, e, 0), .k = weight_new(kv, c->E, e, 0), .v = weight_new(kv, c->E, e, 0),
-                    .o = weight_new(c->E, q, 1 / sqrtf((float)q), 0), .gate = weight_new(c->F, c->E, e, 0), .up = weight_new(c->F, c->E, e, 0),
-                    .down = weight_new(c->E, c->F, 1 / sqrtf((float)c->F), 0)};
+                    .o = weight_new(c->E, q, 1 / sqrtf((float)q), 0), .mlp.gate = weight_new(c->F, c->E, e, 0), .mlp.up = weight_new(c->F, c->E, e, 0),
+                    .mlp.down = weight_new(c->E, c->F, 1 / sqrtf((float)c->F), 0)};
     if (c->bias) l.q_bias = weight_new(1, q, 0.5f, 0), l.k_bias = weight_new(1, kv, 0.5f, 0), l.v_bias = weight_new(1, kv, 0.5f, 0);
     if (c->qk_norm) l.q_norm = weight_new(1, c->D, 0.2f, 1), l.k_norm = weight_new(1, c->D, 0.2f, 1);
     return l;
 }
 static void layer_free(toka_layer *l) {
     toka_tensor *t[] = {&l->attn_norm, &l->mlp_norm, &l->q, &l->k, &l->v, &l->q_bias, &l->k_bias, &l->v_bias, &l->q_norm, &l->k_norm,
-                        &l->o, &l->gate, &l->up, &l->down};
+                        &l->o, &l->mlp.gate, &l->mlp.up, &l->mlp.down};
     for (size_t i = 0; i < sizeof t / sizeof *t; i++) free((void *)t[i]->data);
 }
 
@@ -60,7 +60,8 @@ enum { CPU, GPU, MAX_T = 2048 };
 typedef struct both {
     const op_case *c;
     toka_shape shape[2];
-    float *rope;
+    float *freq;
+    toka_rope rope;
     toka_layer layers[2]; /* the same layer twice */
     toka_weights weights;
     toka_device *dev[2];
@@ -78,8 +79,10 @@ static const toka_backend *backends[2] = {&toka_cpu, &toka_cuda};
 static void both_open(both *b, const op_case *c) {
     *b = (both){.c = c, .layers = {layer_new(c)}};
     b->layers[1] = b->layers[0];
-    b->rope = mem_alloc((size_t)(c->D / 2) * sizeof *b->rope);
-    for (int i = 0; i < c->D / 2; i++) b->rope[i] = (float)pow(500000, -2.0 * i / c->D);
+    b->freq = mem_alloc((size_t)(c->D / 2) * sizeof *b->freq);
+    b->rope = (toka_rope){b->freq, c->D, 1, false};
+    b->layers[0].rope = b->layers[1].rope = &b->rope;
+    for (int i = 0; i < c->D / 2; i++) b->freq[i] = (float)pow(500000, -2.0 * i / c->D);
     b->weights = (toka_weights){weight_new(c->V, c->E, 1, 0), weight_new(1, c->E, 0.2f, 1), weight_new(c->V, c->E, 1 / sqrtf((float)c->E), 0),
                                 b->layers};
     for (int i = 0; i < 2; i++) {
@@ -87,7 +90,7 @@ static void both_open(both *b, const op_case *c) {
         const toka_backend *be = backends[i];
         size_t heads = (size_t)MAX_T * c->H * c->D * be->activation_bytes;
         b->shape[i] = (toka_shape){.L = 2, .H = c->H, .K = c->K, .D = c->D, .E = c->E, .F = c->F, .V = c->V, .V_all = c->V, .B = be->page_tok,
-                                   .eps = 1e-5f, .rope_freq = b->rope, .rope_scale = 1, .max_len = MAX_T};
+                                   .eps = 1e-5f, .max_len = MAX_T};
         toka_device_options o = {.max_tokens = MAX_T, .max_samples = MAX_T, .n_pages = MAX_T / be->page_tok + 2};
         if (be->open(&b->dev[i], &o, &b->shape[i], &b->weights, &e)) printf("FAILED %s: %s\n", be->name, e.msg), exit(2);
         b->x[i].data = be->alloc(b->dev[i], (size_t)MAX_T * ((size_t)c->E + 7) / 8 * 8 * be->activation_bytes);
@@ -98,7 +101,7 @@ static void both_close(both *b) {
     for (int i = 0; i < 2; i++) backends[i]->close(b->dev[i]);
     free((void *)b->weights.embed.data), free((void *)b->weights.norm.data), free((void *)b->weights.lm_head.data);
     layer_free(b->layers);
-    free(b->rope);
+    free(b->freq);
 }
 
 /* Rows 0 .. T1-1 are one sequence, the others a second one. Pages and kv_slots are as backend i

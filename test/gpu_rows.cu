@@ -170,8 +170,9 @@ static void test_table(toka_device *d, int D, int max_len, float scale) {
     toka_shape sh = {};
     std::vector<float> freq((size_t)D / 2);
     for (int i = 0; i < D / 2; i++) freq[(size_t)i] = (float)pow(10000, -2.0 * i / D);
-    sh.D = D, sh.max_len = max_len, sh.rope_freq = freq.data(), sh.rope_scale = scale, d->shape = &sh;
-    rope_open(d);
+    toka_rope rope = {freq.data(), D, scale, false};
+    sh.D = D, sh.max_len = max_len, d->shape = &sh;
+    rope_open(d, &rope);
     done(d, "RoPE table");
     std::vector<float2> got((size_t)max_len * D / 2);
     GPU_OK(cudaMemcpy(got.data(), d->rope, got.size() * sizeof(float2), cudaMemcpyDeviceToHost));

@@ -16,6 +16,7 @@ typedef struct cpu_case {
     void *heap[64];
     int n_heap;
     uint64_t seed;
+    toka_rope rope;
 } cpu_case;
 
 /* ---- Number formats, by their definition ---- */
@@ -61,7 +62,7 @@ static toka_tensor make_tensor(cpu_case *c, int rows, int cols, toka_dtype type,
         uint16_t h = type == TOKA_F16 ? to_half(f) : (uint16_t)(u >> 16);
         memcpy(p + odd + i * size, type == TOKA_F32 ? (void *)&f : (void *)&h, size);
     }
-    return (toka_tensor){p + odd, type, rows, cols, cols};
+    return (toka_tensor){.data = p + odd, .dtype = type, .rows = rows, .cols = cols, .stride = cols};
 }
 
 typedef struct cpu_sizes {
@@ -74,18 +75,19 @@ typedef struct cpu_sizes {
 static void case_open(cpu_case *c, cpu_sizes z, uint64_t seed) {
     *c = (cpu_case){.seed = seed};
     c->sh = (toka_shape){.L = 2, .H = z.H, .K = z.K, .D = z.D, .E = z.E, .F = z.F, .V = z.V, .V_all = z.V, .B = z.B, .eps = 1e-5f,
-                         .rope_freq = c->freq, .rope_scale = z.extras ? 1.25f : 1.0f, .max_len = 1000};
+                         .max_len = 1000};
+    c->rope = (toka_rope){c->freq, z.D, z.extras ? 1.25f : 1.0f, false};
     for (int i = 0; i < z.D / 2; i++) c->freq[i] = (float)pow(10000, -2.0 * i / z.D);
     int HD = z.H * z.D, KD = z.K * z.D;
     for (int l = 0; l < 2; l++) {
         toka_layer *y = &c->layers[l];
-        *y = (toka_layer){.window = l ? z.window : 0};
+        *y = (toka_layer){.window = l ? z.window : 0, .rope = &c->rope};
         y->attn_norm = make_tensor(c, 1, z.E, z.type, 1, 0.2), y->mlp_norm = make_tensor(c, 1, z.E, z.type, 1, 0.2);
         y->q = make_tensor(c, HD, z.E, z.type, 0, 2 / sqrt(z.E)), y->k = make_tensor(c, KD, z.E, z.type, 0, 2 / sqrt(z.E));
         y->v = make_tensor(c, KD, z.E, z.type, 0, 1 / sqrt(z.E)), y->o = make_tensor(c, z.E, HD, z.type, 0, 1 / sqrt(HD));
-        y->gate = make_tensor(c, z.F, z.E, z.type, 0, 1 / sqrt(z.E));
-        y->up = make_tensor(c, z.F, z.E, z.type, 0, 1 / sqrt(z.E));
-        y->down = make_tensor(c, z.E, z.F, z.type, 0, 1 / sqrt(z.F));
+        y->mlp.gate = make_tensor(c, z.F, z.E, z.type, 0, 1 / sqrt(z.E));
+        y->mlp.up = make_tensor(c, z.F, z.E, z.type, 0, 1 / sqrt(z.E));
+        y->mlp.down = make_tensor(c, z.E, z.F, z.type, 0, 1 / sqrt(z.F));
         if (!z.extras) continue;
         y->q_bias = make_tensor(c, 1, HD, z.type, 0, 1), y->k_bias = make_tensor(c, 1, KD, z.type, 0, 1);
         y->v_bias = make_tensor(c, 1, KD, z.type, 0, 1), y->o_bias = make_tensor(c, 1, z.E, z.type, 0, 1);
@@ -129,7 +131,7 @@ static void ref_heads(const cpu_case *c, double *y, const double *x, const toka_
         for (int i = 0; i < s->D; i++) {
             int f = i % (s->D / 2);
             double angle = (float)pos * c->freq[f], other = i < s->D / 2 ? -pair[i + s->D / 2] : pair[i - s->D / 2];
-            a[i] = (pair[i] * cos(angle) + other * sin(angle)) * s->rope_scale;
+            a[i] = (pair[i] * cos(angle) + other * sin(angle)) * c->rope.scale;
         }
     }
 }
@@ -364,9 +366,9 @@ static void check_mlp(cpu_seqs *w, int layer) {
     for (int t = 0; t < w->T; t++) {
         double *row = want + t * s->E;
         ref_norm(in, row, &l->mlp_norm, s->E, s->eps);
-        ref_matvec(g, in, &l->gate), ref_matvec(u, in, &l->up);
+        ref_matvec(g, in, &l->mlp.gate), ref_matvec(u, in, &l->mlp.up);
         for (int i = 0; i < s->F; i++) g[i] = g[i] / (1 + exp(-g[i])) * u[i];
-        ref_matvec(in, g, &l->down);
+        ref_matvec(in, g, &l->mlp.down);
         for (int i = 0; i < s->E; i++) row[i] += in[i];
     }
     CHECK(rel_error(cpu_ptr(x), want, nx) < 1e-6);
@@ -514,7 +516,7 @@ static void test_cpu_unpack(void) {
         for (int type = TOKA_BF16; type <= TOKA_F16; type++)
             for (int off = 0; off < 3; off++) {
                 int n = 65536 - off - 7, wrong = 0;
-                toka_tensor t = {all + off, (toka_dtype)type, 1, n, n};
+                toka_tensor t = {.data = all + off, .dtype = (toka_dtype)type, .rows = 1, .cols = n, .stride = n};
                 cpu_kernel_sets[set].convert(got, all + off, t.dtype, n);
                 for (int i = 0; i < n; i++) {
                     double want = ref_element(&t, (size_t)i);

@@ -147,7 +147,7 @@ static void test_mf_config_defaults(void) {
     if (mft_config(M_LLAMA "}", NULL, &a, &c)) {
         CHECK(mft_shape_is(&c, 32, 4096, 32, 32, 128, 11008, 32000, 2048));
         CHECK(c.shape.eps == 1e-6f && c.rope.theta == 10000 && c.rope.kind == MF_ROPE_DEFAULT && c.features == MF_LM_HEAD);
-        CHECK(c.bos_id == 1 && c.n_eos_ids == 1 && c.eos_ids[0] == 2 && c.shape.rope_scale == 1 && c.window[31] == 0);
+        CHECK(c.bos_id == 1 && c.n_eos_ids == 1 && c.eos_ids[0] == 2 && c.rope_table.scale == 1 && c.window[31] == 0);
     }
     if (mft_config("{\"architectures\":null,\"model_type\":\"mistral\"}", NULL, &a, &c)) {
         CHECK(mft_shape_is(&c, 32, 4096, 32, 8, 128, 14336, 32000, 131072));
@@ -205,7 +205,7 @@ static void test_mf_config_fields(void) {
     if (mft_config(M_LLAMA ",\"max_position_embeddings\":100,\"rope_scaling\":{\"type\":\"yarn\",\"factor\":4.0,"
                    "\"beta_fast\":0,\"attention_factor\":null,\"original_max_position_embeddings\":100}}", NULL, &a, &c))
         CHECK(c.rope.kind == MF_ROPE_YARN && c.shape.max_len == 400 && c.rope.beta_fast == 32 &&
-              c.shape.rope_scale > 1.13f);
+              c.rope_table.scale > 1.13f);
     if (mft_config(M_LLAMA ",\"original_max_position_embeddings\":512,\"rope_scaling\":{\"type\":\"llama3\",\"factor\":8,"
                    "\"low_freq_factor\":1,\"high_freq_factor\":4,\"original_max_position_embeddings\":8192}}", NULL,
                    &a, &c))
@@ -765,7 +765,7 @@ static void test_mf_safetensors(void) {
             CHECK(mf_n_parameters(&m->config) == MFT_PARAMETERS);
             CHECK(m->weights.embed.rows == 10 && m->weights.embed.cols == 8 && m->weights.embed.dtype == TOKA_BF16);
             CHECK((const char *)m->weights.embed.data == file + m->maps[m->n_maps - 1].n - 2 * MFT_PARAMETERS);
-            CHECK(m->weights.layers[1].down.rows == 8 && m->weights.layers[1].down.cols == 6);
+            CHECK(m->weights.layers[1].mlp.down.rows == 8 && m->weights.layers[1].mlp.down.cols == 6);
             CHECK(m->weights.norm.rows == 1 && m->weights.norm.cols == 8 && m->weights.layers[0].q_bias.rows == 0);
             CHECK(strcmp(m->name, strrchr(folder, '/') + 1) == 0 && strcmp(m->config.arch->name, "LlamaForCausalLM") == 0);
         }
@@ -924,7 +924,7 @@ static void mft_check_shared(const mf_model *m, const mft_share *s) {
     CHECK_MSG(m->n_parameters == MFT_PARAMETERS - left_out && m->weight_bytes == 2 * (size_t)m->n_parameters,
               "%s: %lld parameters, %zu bytes", s->without, (long long)m->n_parameters, m->weight_bytes);
     if (left_out == 80) CHECK(m->weights.lm_head.data == m->weights.embed.data);
-    else CHECK(m->weights.layers[0].up.data == m->weights.layers[1].up.data);
+    else CHECK(m->weights.layers[0].mlp.up.data == m->weights.layers[1].mlp.up.data);
 }
 
 static void test_mf_shared(void) {
@@ -1234,7 +1234,7 @@ static void test_mf_models_txt(void) {
     for (int i = 0; !code && i < n; i++) {
         const mf_config *c = &list[i].config;
         CHECK_MSG((c->features & c->arch->features) == c->arch->features, "%s: extras", list[i].name);
-        CHECK(mf_is_hub_id(str_c(list[i].hub_id)) && c->shape.rope_freq[0] > 0.1f);
+        CHECK(mf_is_hub_id(str_c(list[i].hub_id)) && c->rope_table.freq[0] > 0.1f);
     }
     arena_free(&a);
 }

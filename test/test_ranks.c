@@ -81,7 +81,7 @@ static void rk_check_slices(const toka_shape *s, const toka_weights *w, int tp, 
             }
 #define RK_FIELD(name, times) rk_check_field(#name, whole, layer, offsetof(toka_layer, name), tp, times)
             RK_FIELD(attn_norm, tp), RK_FIELD(mlp_norm, tp), RK_FIELD(q_norm, tp), RK_FIELD(k_norm, tp), RK_FIELD(o_bias, tp);
-            RK_FIELD(q, 1), RK_FIELD(q_bias, 1), RK_FIELD(o, 1), RK_FIELD(gate, 1), RK_FIELD(up, 1), RK_FIELD(down, 1);
+            RK_FIELD(q, 1), RK_FIELD(q_bias, 1), RK_FIELD(o, 1), RK_FIELD(mlp.gate, 1), RK_FIELD(mlp.up, 1), RK_FIELD(mlp.down, 1);
             RK_FIELD(k, kv), RK_FIELD(v, kv), RK_FIELD(k_bias, kv), RK_FIELD(v_bias, kv);
 #undef RK_FIELD
         }
