@@ -200,6 +200,7 @@
  *   9. Chat template: values [pure]
  *  10. Chat template: evaluation [pure]
  *  11. Model files: configs [pure]
+ *  11.5. Weight formats [pure]
  *  12. Model files: weights [pure]
  *  13. Model files: finding and opening [os]
  *  14. KV pages and prefix tree [pure]
@@ -8863,6 +8864,140 @@ static int mf_special_map_parse(str text, const char *where, arena *memory, mf_m
 }
 
 /* ===========================================================================
+ * MARK: 11.5. Weight formats [pure]
+ * In: a toka_tensor in any format. Out: its rows as float32. This is the definition of every
+ * format: element by element, without tables and without SIMD. The plain backend computes with it;
+ * faster kernels must give the same numbers.
+ *
+ *     bf16, f16, f32   the number
+ *     FP8              e4m3 number x scale of its block
+ *     INT4             (number 0 .. 15 - zero point) x scale of its group
+ *     MXFP4            e2m1 number x 2^(e8m0 - 127) of its 32 columns
+ *
+ * Every number of a format is exact in float32; the product with the scale is rounded once.
+ * =========================================================================== */
+
+static float weight_from_bits(uint32_t bits) {
+    float number;
+    memcpy(&number, &bits, sizeof number);
+    return number;
+}
+
+/* sign: the topmost of `bits`, exponent, mantissa: as many bits as given. A subnormal number has
+ * exponent field 0 and no leading 1. Infinity and NaN are the caller's. */
+static float weight_small_float(unsigned bits, int exponent_bits, int mantissa_bits) {
+    const int bias = (1 << (exponent_bits - 1)) - 1;
+    const int exponent = (int)(bits >> mantissa_bits) & ((1 << exponent_bits) - 1);
+    const int mantissa = (int)bits & ((1 << mantissa_bits) - 1);
+    const bool negative = bits >> (exponent_bits + mantissa_bits) & 1;
+    const int whole = exponent ? mantissa + (1 << mantissa_bits) : mantissa;
+    const float value = ldexpf((float)whole, MAX(exponent, 1) - bias - mantissa_bits);
+    return negative ? -value : value;
+}
+
+static float weight_f16(unsigned bits) {
+    const unsigned mantissa = bits & 0x3FF;
+    if ((bits >> 10 & 31) == 31) /* infinity or NaN */
+        return weight_from_bits((bits & 0x8000) << 16 | 0x7F800000 | mantissa << 13);
+    return weight_small_float(bits, 5, 10);
+}
+/* e4m3 has no infinity, and one NaN of each sign: all bits set. */
+static float weight_fp8(unsigned bits) {
+    return (bits & 0x7F) == 0x7F ? NAN : weight_small_float(bits, 4, 3);
+}
+static float weight_e2m1(unsigned bits) { return weight_small_float(bits, 2, 1); }
+static float weight_e8m0(unsigned byte) { return byte == 255 ? NAN : ldexpf(1, (int)byte - 127); }
+
+/* Returns element i of an array of plain numbers, FP8 or E8M0, which may begin at any byte. */
+static float weight_number(const void *data, toka_dtype dtype, size_t i) {
+    const unsigned char *bytes = data;
+    uint16_t half;
+    float number;
+    switch (dtype) {
+    case TOKA_FP8: return weight_fp8(bytes[i]);
+    case TOKA_E8M0: return weight_e8m0(bytes[i]);
+    case TOKA_F32: memcpy(&number, bytes + 4 * i, sizeof number); return number;
+    default:
+        memcpy(&half, bytes + 2 * i, sizeof half);
+        return dtype == TOKA_F16 ? weight_f16(half) : weight_from_bits((uint32_t)half << 16);
+    }
+}
+
+/* Returns 4-bit element `index` (0 .. 7, 0 is the lowest) of word `word`. */
+static unsigned weight_nibble(const void *words, size_t word, int index) {
+    uint32_t bits;
+    memcpy(&bits, (const char *)words + 4 * word, sizeof bits);
+    return bits >> (4 * index) & 15;
+}
+
+/* AWQ packs rows 0 .. 7 in the order 0 2 4 6 1 3 5 7: returns the place of a row in its word. */
+static int weight_awq_place(int row) { return (row & 1) * 4 + (row & 7) / 2; }
+
+/* Returns the group of a column: the columns that share a scale and a zero point. */
+static int weight_group(const toka_quant *quant, int col) {
+    int32_t group;
+    if (!quant->group) return col / quant->block_cols;
+    memcpy(&group, (const char *)quant->group + sizeof group * (size_t)col, sizeof group);
+    return group;
+}
+
+static float weight_scale(const toka_quant *quant, int row, int group) {
+    const size_t i = (size_t)(row / quant->block_rows) * (size_t)quant->scale_row_step +
+                     (size_t)group * (size_t)quant->scale_col_step;
+    return weight_number(quant->scale, quant->scale_dtype, i);
+}
+
+/* Returns the INT4 element of a row and a column of the whole matrix, 0 .. 15. */
+static unsigned weight_int4(const void *data, const toka_quant *quant, int row, int col) {
+    const size_t r = (size_t)row, c = (size_t)col;
+    const size_t rows = (size_t)quant->rows, cols = (size_t)quant->cols;
+    switch (quant->packing) {
+    case TOKA_PACK_GPTQ: return weight_nibble(data, c / 8 * rows + r, col % 8);
+    case TOKA_PACK_AWQ:
+        return weight_nibble(data, c * ((rows + 7) / 8) + r / 8, weight_awq_place(row));
+    default: return weight_nibble(data, r * ((cols + 7) / 8) + c / 8, col % 8);
+    }
+}
+
+static int weight_zero(const toka_quant *quant, int row, int group) {
+    const size_t r = (size_t)row / 8, g = (size_t)group;
+    const size_t row_words = ((size_t)quant->rows + 7) / 8;
+    const size_t n_groups = ((size_t)quant->cols + (size_t)quant->block_cols - 1) /
+                            (size_t)quant->block_cols;
+    if (!quant->zero) return 8;
+    if (quant->packing == TOKA_PACK_ROWS)
+        return (int)weight_nibble(quant->zero, r * n_groups + g, row % 8) + quant->zero_add;
+    const int place = quant->packing == TOKA_PACK_AWQ ? weight_awq_place(row) : row % 8;
+    return (int)weight_nibble(quant->zero, g * row_words + r, place) + quant->zero_add;
+}
+
+/* Returns one element of a quantized matrix: row and col of the whole matrix. */
+static float weight_quantized(const void *data, toka_dtype dtype, const toka_quant *quant, int row,
+                              int col) {
+    const size_t i = (size_t)row * (size_t)quant->cols + (size_t)col;
+    const int group = weight_group(quant, col);
+    const float scale = weight_scale(quant, row, group);
+    if (dtype == TOKA_FP8) return weight_number(data, dtype, i) * scale;
+    if (dtype == TOKA_MXFP4) {
+        const unsigned char pair = ((const unsigned char *)data)[i / 2];
+        return weight_e2m1(i % 2 ? pair >> 4 : pair & 15) * scale;
+    }
+    return (float)((int)weight_int4(data, quant, row, col) - weight_zero(quant, row, group)) *
+           scale;
+}
+
+/* Writes row `row` of a tensor as float32: to [cols]. */
+static void weight_row(const toka_tensor *tensor, int row, float *to) {
+    const toka_quant *quant = tensor->quant;
+    const size_t first = (size_t)row * (size_t)tensor->stride;
+    for (int col = 0; col < tensor->cols; col++)
+        to[col] = quant ? weight_quantized(tensor->data, tensor->dtype, quant,
+                                           tensor->row0 + row * tensor->row_step,
+                                           tensor->col0 + col)
+                        : weight_number(tensor->data, tensor->dtype, first + (size_t)col);
+}
+
+/* ===========================================================================
  * MARK: 12. Model files: weights [pure]
  * In: the bytes of safetensors files, and a shape. Out: every weight as a pointer into these bytes,
  * in the named fields of toka_layer and toka_weights; and for each rank its slices of the weights.
@@ -15147,7 +15282,8 @@ static void cpu_embed(toka_device *dev, const toka_step *step, toka_hidden *x) {
     for (int t = 0; t < step->T; t++) {
         int32_t id = cpu_token_id(dev, step, t) - dev->shape->v0;
         float *to = cpu_ptr(x->data) + (size_t)t * E;
-        if (id >= 0 && id < weight->rows)
+        if (id >= 0 && id < weight->rows && weight->quant) weight_row(weight, id, to);
+        else if (id >= 0 && id < weight->rows)
             dev->kernels->convert(to, (const char *)weight->data + (size_t)id * row_bytes,
                                   weight->dtype, (int)E);
         else memset(to, 0, E * sizeof *to);
