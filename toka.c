@@ -18002,6 +18002,7 @@ struct toka {
     double probe_s;      /* seconds of toka_open: finding a device */
     double files_s;      /* seconds of toka_open: reading files, without the weights */
     toka_err chat_error, tool_error; /* why a template could not be parsed; code 0: no error */
+    toka_err not_on_gpu; /* why device auto did not take the GPU that is there; code 0: it did */
     eng *engine;         /* owned; NULL: only text was opened (lib_open_text) */
 };
 
@@ -18167,11 +18168,13 @@ static const toka_backend *const lib_backends[] = {&toka_cpu};
 static const char lib_device_names[] = "cpu";
 #endif
 
+static bool lib_is_auto(const char *device) { return !device || !strcmp(device, "auto"); }
+
 /* Returns the backend with this name. "auto" and NULL: the first backend of lib_backends that has a
  * device; the CPU is last. Returns NULL if this build has no backend with this name. */
 static const toka_backend *lib_find_backend(const char *device) {
     char line[200];
-    if (!device || !strcmp(device, "auto")) {
+    if (lib_is_auto(device)) {
         for (int i = 0; i < COUNT(lib_backends) - 1; i++)
             if (lib_backends[i]->probe(0, line, sizeof line)) return lib_backends[i];
         return lib_backends[COUNT(lib_backends) - 1];
@@ -18179,6 +18182,20 @@ static const toka_backend *lib_find_backend(const char *device) {
     for (int i = 0; i < COUNT(lib_backends); i++)
         if (!strcmp(device, lib_backends[i]->name)) return lib_backends[i];
     return NULL;
+}
+
+/* Checks that *backend, which lib_find_backend found for this device name, can run the model of t.
+ * If a GPU cannot, "auto" notes why in t->not_on_gpu and takes the CPU; a device that was named
+ * fails. Returns 0 or an error. */
+static int lib_check_backend(toka *t, const char *device, const toka_backend **backend,
+                             toka_err *e) {
+    const mf_model *files = t->files;
+    if (!(*backend)->supports || !(*backend)->supports(&files->shape, &files->weights, e)) return 0;
+    t->not_on_gpu = *e;
+    if (!lib_is_auto(device))
+        return fail(e, t->not_on_gpu.code, "device %s: %.440s", device, t->not_on_gpu.msg);
+    *backend = &toka_cpu;
+    return 0;
 }
 
 /* Returns the error of an unknown device name, with a suggestion if the name is a misspelling. */
@@ -18258,10 +18275,11 @@ COLD int toka_open(toka **out, const toka_options *options, toka_err *e) {
     const double found = os_now();
     if (code || (code = lib_open_text(&t, options, true, e))) return code;
     t->probe_s = found - began;
+    const toka_backend *backend = lib_find_backend(options->device);
     t->files_s = os_now() - found;
     if ((code = lib_check_defaults(t, e)) ||
-        (code = eng_open(&t->engine, lib_find_backend(options->device), t->files, &t->shape,
-                         t->tokenizer, options, e)) ||
+        (code = lib_check_backend(t, options->device, &backend, e)) ||
+        (code = eng_open(&t->engine, backend, t->files, &t->shape, t->tokenizer, options, e)) ||
         (code = lib_check_files(t, e))) {
         toka_close(t);
         return code;
@@ -18297,7 +18315,8 @@ toka_info toka_get_info(const toka *t) {
                        .max_model_len = shape->max_len,
                        .bos_id = config->bos_id,
                        .eos_id = config->n_eos_ids ? config->eos_ids[0] : -1,
-                       .has_chat_template = t->chat_template != NULL};
+                       .has_chat_template = t->chat_template != NULL,
+                       .not_on_gpu = t->not_on_gpu.code ? t->not_on_gpu.msg : NULL};
 }
 
 /* Appends how long toka_open took, phase by phase: "opened in 1.23 s: finding the device 0.10,
@@ -27121,6 +27140,7 @@ static int run_dummy_open(toka **out, const toka_options *options, toka_err *e) 
     const mf_known_model *found = NULL;
     int n_known, code = lib_check_options(options, e);
     if (code) return code;
+    const toka_backend *backend = lib_find_backend(options->device);
     if (!options->model)
         return fail(e, TOKA_E_USE, "--dummy-weights needs -m NAME, a name of models.txt");
     toka *t = mem_zalloc(sizeof *t);
@@ -27136,9 +27156,8 @@ static int run_dummy_open(toka **out, const toka_options *options, toka_err *e) 
         model->shape = t->shape = found->config.shape;
         code = run_dummy_weights(model, e);
     }
-    if (!code)
-        code = eng_open(&t->engine, lib_find_backend(options->device), model, &t->shape, NULL,
-                        options, e);
+    if (!code) code = lib_check_backend(t, options->device, &backend, e);
+    if (!code) code = eng_open(&t->engine, backend, model, &t->shape, NULL, options, e);
     if (code) {
         toka_close(t);
         t = NULL;
@@ -30682,13 +30701,16 @@ static int cli_run_prompt(const cli *flags, toka *t, toka_err *e) {
     return code;
 }
 
-/* Prints a note if this build has the GPU half, but the machine has no GPU: then the CPU is
- * used. */
-static void cli_print_no_gpu(const cli *flags) {
+/* Prints a note if device auto takes the CPU although this build has the GPU half: the machine has
+ * no GPU, or the GPU cannot run this model. */
+static void cli_print_no_gpu(const cli *flags, const toka *t) {
+    const char *reason = toka_get_info(t).not_on_gpu;
     char description[200];
-    bool is_auto = !flags->open.device || !strcmp(flags->open.device, "auto");
-    if (is_auto && !flags->quiet && COUNT(lib_backends) > 1 &&
-        !lib_backends[0]->probe(0, description, sizeof description))
+    if (flags->quiet || !lib_is_auto(flags->open.device)) return;
+    if (reason)
+        fprintf(stderr, "toka: %s; using the CPU\n", reason);
+    else if (lib_backends[0] != &toka_cpu &&
+             !lib_backends[0]->probe(0, description, sizeof description))
         fprintf(stderr, "toka: no GPU (%s); using the CPU\n", description);
 }
 
@@ -30703,7 +30725,7 @@ static int cli_open(const cli *flags, toka **t, toka_err *e) {
     int code = flags->dummy_weights ? run_dummy_open(t, &flags->open, e)
                                     : toka_open(t, &flags->open, e);
     if (code) return code;
-    cli_print_no_gpu(flags);
+    cli_print_no_gpu(flags, *t);
     if (flags->verbose) {
         lib_put_startup(*t, &startup);
         run_print_start(*t, (*t)->files->name, os_now() - t0);

@@ -137,6 +137,8 @@ typedef struct toka_info {
                                  of them ends a sample */
     int has_chat_template;    /* 1: there is a valid chat template; one that is only for chats with
                                  tools does not count. Else 0 */
+    const char *not_on_gpu;   /* device auto found a GPU that cannot run this model: a sentence that
+                                 says why; else NULL */
 } toka_info;
 
 /* Thread: any. */
@@ -835,6 +837,9 @@ typedef struct toka_backend {
     int (*probe)(int i, char *line, size_t bytes);
     /* Returns the number of devices of this kind that one process can use; NULL: no limit. */
     int (*count)(void);
+    /* Returns 0 if the backend has every format and every kind of layer of this model. Else returns
+     * TOKA_E_INPUT with a sentence that names what it does not have. NULL: it has all. */
+    int (*supports)(const toka_shape *shape, const toka_weights *weights, toka_err *e);
     /* Returns the bytes that are left for the KV pool beside everything else, for this model and
      * this step size, on the device that `o` names. Ignores o->n_pages and o->group. */
     int64_t (*kv_bytes)(const toka_shape *shape, const toka_weights *weights,
@@ -843,9 +848,6 @@ typedef struct toka_backend {
      * Returns 0 or an error; after an error nothing is kept and *out is unchanged. */
     int (*open)(toka_device **out, const toka_device_options *o, const toka_shape *shape,
                 const toka_weights *weights, toka_err *e);
-    /* Returns 0 if the backend has every format and every kind of layer of this model. Else returns
-     * TOKA_E_INPUT with a sentence that names what it does not have. NULL: it has all. */
-    int (*supports)(const toka_shape *shape, const toka_weights *weights, toka_err *e);
     void (*close)(toka_device *d);
     const char *(*describe)(const toka_device *d); /* one line; owned by the device */
     /* Thread: any, while no step is in flight. NULL: memory is not known. */

@@ -11801,17 +11801,91 @@ static void cuda_memory(const toka_device *dev, toka_memory *memory) {
 static int cuda_check_options(const toka_device_options *options, const toka_shape *shape,
                               toka_err *e) {
     e->code = 0;
-    if (shape->D % 8 || shape->D > 256)
-        snprintf(e->msg, sizeof e->msg, "GPU: head size %d, expected a multiple of 8 up to 256",
-                 shape->D),
-            e->code = TOKA_E_INPUT;
-    else if (options->max_tokens < 1 || options->max_samples < 1 || options->n_pages < 1 ||
+    if (options->max_tokens < 1 || options->max_samples < 1 || options->n_pages < 1 ||
              options->n_pages > INT_MAX / shape->B)
         snprintf(e->msg, sizeof e->msg,
                  "GPU: %d tokens and %d sample rows a step, %d pages: out of range",
                  options->max_tokens, options->max_samples, options->n_pages),
             e->code = TOKA_E_USE;
     return e->code;
+}
+
+/* ---- What models these kernels can run ---- */
+
+/* Returns what the kernels do not have of the model's shape; NULL: they have all of it. */
+static const char *missing_of_shape(const toka_shape *shape) {
+    const struct {
+        bool used;
+        const char *name;
+    } features[] = {
+        {shape->D % 8 || shape->D > 256, "heads whose size is above 256 or no multiple of 8"},
+        {shape->Dv && shape->Dv != shape->D, "values of another head size than keys"},
+        {shape->layer_norm, "LayerNorm"},
+        {shape->norm_offset != 0, "norms with weights 1 + w"},
+        {shape->attn_scale != 0, "another scale of attention scores than 1/sqrt(head size)"},
+        {shape->attn_cap != 0, "soft-capped attention scores"},
+        {shape->embed_scale != 0, "a scaled embedding"},
+        {shape->residual_scale != 0, "a scaled residual"},
+        {shape->logit_scale != 0, "scaled logits"},
+        {shape->logit_cap != 0, "soft-capped logits"},
+    };
+    for (const auto &feature : features)
+        if (feature.used) return feature.name;
+    return NULL;
+}
+
+/* The same of a layer. rope: the RoPE table of the model's first layer. */
+static const char *missing_of_layer(const toka_shape *shape, const toka_layer *layer,
+                                    const toka_rope *rope) {
+    const toka_mlp *mlp = &layer->mlp;
+    const struct {
+        bool used;
+        const char *name;
+    } features[] = {
+        {layer->mla != NULL, "multi-head latent attention (MLA)"},
+        {layer->moe != NULL, "experts"},
+        {layer->sinks.rows > 0, "attention sinks"},
+        {layer->parallel, "an MLP beside attention"},
+        {layer->attn_post_norm.rows || layer->mlp_post_norm.rows, "norms behind attention and MLP"},
+        {!layer->attn_norm.rows || !layer->mlp_norm.rows, "layers without a norm before them"},
+        {layer->q_norm.rows && layer->q_norm.cols != shape->D, "one norm of all heads"},
+        {!layer->rope, "layers without RoPE"},
+        {layer->rope && layer->rope->neighbours, "RoPE on neighbouring elements"},
+        {layer->rope && layer->rope->dims != shape->D, "RoPE on a part of the head"},
+        {layer->rope != rope, "several RoPE tables"},
+        {layer->activation != TOKA_SILU, "other activations than SiLU"},
+        {mlp->gate_bias.rows || mlp->up_bias.rows || mlp->down_bias.rows, "biases in the MLP"},
+    };
+    for (const auto &feature : features)
+        if (feature.used) return feature.name;
+    const toka_tensor *matrices[] = {&layer->q, &layer->k,  &layer->v,   &layer->o,
+                                     &mlp->gate, &mlp->up, &mlp->down};
+    for (const toka_tensor *matrix : matrices) {
+        if (matrix->dtype == TOKA_FP8) return "FP8 weights";
+        if (matrix->dtype == TOKA_INT4) return "4-bit weights (int4)";
+        if (matrix->dtype == TOKA_MXFP4) return "MXFP4 weights";
+    }
+    return NULL;
+}
+
+static int cuda_supports(const toka_shape *shape, const toka_weights *weights, toka_err *e) {
+    const char *missing = missing_of_shape(shape);
+    e->code = 0;
+    if (missing) {
+        snprintf(e->msg, sizeof e->msg, "the GPU does not have %s", missing);
+        return e->code = TOKA_E_INPUT;
+    }
+    for (int i = 0; i < shape->L; i++) {
+        missing = missing_of_layer(shape, &weights->layers[i], weights->layers[0].rope);
+        if (!missing) continue;
+        snprintf(e->msg, sizeof e->msg, "layer %d: the GPU does not have %s", i, missing);
+        return e->code = TOKA_E_INPUT;
+    }
+    if (!toka_is_plain(&weights->embed) || !toka_is_plain(&weights->lm_head)) {
+        snprintf(e->msg, sizeof e->msg, "the GPU does not have a quantized embedding or LM head");
+        return e->code = TOKA_E_INPUT;
+    }
+    return 0;
 }
 
 static void graphs_close(toka_device *dev) {
@@ -11888,7 +11962,7 @@ static void cuda_alloc_buffers(toka_device *dev) {
 
 static int cuda_open(toka_device **out, const toka_device_options *options, const toka_shape *shape,
                      const toka_weights *weights, toka_err *e) {
-    if (cuda_check_options(options, shape, e)) return e->code;
+    if (cuda_supports(shape, weights, e) || cuda_check_options(options, shape, e)) return e->code;
     toka_device *dev = (toka_device *)calloc(1, sizeof *dev);
     if (!dev) abort();
     dev->options = *options, dev->shape = shape, dev->weights = weights;
@@ -12901,6 +12975,7 @@ extern "C" const toka_backend toka_cuda = {
     .name = "cuda",
     .probe = cuda_probe,
     .count = cuda_count,
+    .supports = cuda_supports,
     .kv_bytes = cuda_kv_bytes,
     .open = cuda_open,
     .close = cuda_close,

@@ -267,6 +267,83 @@ static void op_run(both *b, int T) {
     free(in), free(cpu), free(gpu);
 }
 
+/* ---- Models that the GPU does not have ---- */
+
+/* Changes feature number `feature` of a model that the GPU has. Returns a word that the refusal must have; NULL: there are no more. */
+static const char *refusal_set(int feature, toka_shape *shape, toka_layer *layer, toka_weights *weights) {
+    static toka_rope rope;
+    static const toka_moe moe;
+    static const toka_mla mla;
+    rope = *layer->rope;
+    layer->rope = &rope;
+    switch (feature) {
+    case 0: return shape->D = 60, "heads";
+    case 1: return shape->D = rope.dims = 264, "heads";
+    case 2: return shape->Dv = 72, "values";
+    case 3: return shape->layer_norm = true, "LayerNorm";
+    case 4: return shape->norm_offset = 1, "1 + w";
+    case 5: return shape->attn_scale = 0.1f, "scale";
+    case 6: return shape->attn_cap = 50, "scores";
+    case 7: return shape->embed_scale = 2, "embedding";
+    case 8: return shape->residual_scale = 0.5f, "residual";
+    case 9: return shape->logit_scale = 0.5f, "scaled logits";
+    case 10: return shape->logit_cap = 30, "capped logits";
+    case 11: return layer->mla = &mla, "MLA";
+    case 12: return layer->moe = &moe, "experts";
+    case 13: return layer->sinks.rows = 1, "sinks";
+    case 14: return layer->parallel = true, "beside";
+    case 15: return layer->attn_post_norm.rows = 1, "behind";
+    case 16: return layer->mlp_post_norm.rows = 1, "behind";
+    case 17: return layer->attn_norm.rows = 0, "without a norm";
+    case 18: return layer->mlp_norm.rows = 0, "without a norm";
+    case 19: return layer->q_norm.rows = 1, layer->q_norm.cols = 2 * shape->D, "all heads";
+    case 20: return layer->rope = NULL, "without RoPE";
+    case 21: return rope.neighbours = true, "neighbour";
+    case 22: return rope.dims = shape->D / 2, "part";
+    case 23: return layer->activation = TOKA_GELU_TANH, "activations";
+    case 24: return layer->mlp.up_bias.rows = 1, "biases";
+    case 25: return layer->mlp.gate_bias.rows = 1, "biases";
+    case 26: return layer->mlp.down_bias.rows = 1, "biases";
+    case 27: return layer->mlp.down.dtype = TOKA_FP8, "FP8";
+    case 28: return layer->q.dtype = TOKA_INT4, "int4";
+    case 29: return layer->mlp.gate.dtype = TOKA_MXFP4, "MXFP4";
+    case 30: return weights->lm_head.dtype = TOKA_FP8, "LM head";
+    case 31: return weights->embed.dtype = TOKA_FP8, "embedding";
+    default: return NULL;
+    }
+}
+
+/* The second layer has the feature, and the first one has it too except where the layers then differ. */
+static void refusals_run(const op_case *c) {
+    for (int feature = -1;; feature++) {
+        toka_layer layers[2] = {layer_new(c)};
+        float freq[128] = {1};
+        toka_rope rope = {freq, c->D, 1, false};
+        toka_err e = {0};
+        toka_tensor owned[] = {weight_new(4, c->E, 1, 0)};
+        layers[0].rope = &rope;
+        layers[1] = layers[0];
+        toka_weights weights = {owned[0], owned[0], owned[0], layers};
+        toka_shape shape = {.L = 2, .H = c->H, .K = c->K, .D = c->D, .E = c->E, .F = c->F, .V = 4, .V_all = 4};
+        const toka_layer kept = layers[0];
+        const char *word = feature < 0 ? "" : refusal_set(feature, &shape, &layers[1], &weights);
+        if (word && feature >= 0 && layers[1].rope) layers[0].rope = layers[1].rope; /* one table: else that is what is refused */
+        int code = word ? toka_cuda.supports(&shape, &weights, &e) : 0;
+        bool ok = feature < 0 ? code == 0 : code == TOKA_E_INPUT && e.code == code && strstr(e.msg, word);
+        if (word) printf("%s refusal %d: %s\n", ok ? "ok    " : "FAILED", feature, feature < 0 ? "none" : e.msg), ok ? n_passed++ : n_failed++;
+        if (feature < 0) {
+            toka_rope other = rope;
+            layers[1].rope = &other;
+            ok = toka_cuda.supports(&shape, &weights, &e) == TOKA_E_INPUT && strstr(e.msg, "several");
+            printf("%s refusal: %s\n", ok ? "ok    " : "FAILED", e.msg), ok ? n_passed++ : n_failed++;
+        }
+        layers[0] = kept;
+        layer_free(layers);
+        free((void *)owned[0].data);
+        if (!word) break;
+    }
+}
+
 int main(int argc, char **argv) {
     static const op_case cases[] = {
         {"Llama-3.2-1B", 32, 8, 64, 2048, 8192, 1000, false, false}, {"Llama-3.1-8B, half as wide", 16, 4, 128, 2048, 7168, 520, false, false},
@@ -281,6 +358,7 @@ int main(int argc, char **argv) {
     /* small: models of odd sizes, few rows; quick: all models, few rows */
     bool small = argc > 1 && !strcmp(argv[1], "small"), quick = argc > 1 && !strcmp(argv[1], "quick");
     static both b;
+    refusals_run(&cases[0]);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         if (small && i != 4 && i != 5) continue;
         both_open(&b, &cases[i]);

@@ -840,6 +840,39 @@ static void test_text_continues(void) {
     toka_close(t);
 }
 
+/* ---- A backend that cannot run a model ---- */
+
+static int refuse_model(const toka_shape *shape, const toka_weights *weights, toka_err *e) {
+    return fail(e, TOKA_E_INPUT, "layer %d of %d: experts", weights->layers ? 0 : -1, shape->L);
+}
+static int accept_model(const toka_shape *shape, const toka_weights *weights, toka_err *e) {
+    (void)shape, (void)weights, (void)e;
+    return 0;
+}
+static void test_backend_refuses(void) {
+    toka_layer layer = {0};
+    mf_model files = {.shape = {.L = 1}, .weights = {.layers = &layer}};
+    toka_backend gpu = toka_cpu;
+    gpu.supports = refuse_model;
+    const char *const autos[] = {NULL, "auto"};
+    for (int i = 0; i < COUNT(autos); i++) {
+        toka t = {.files = &files};
+        const toka_backend *backend = &gpu;
+        toka_err e;
+        CHECK(lib_check_backend(&t, autos[i], &backend, &e) == 0 && backend == &toka_cpu);
+        CHECK(t.not_on_gpu.code == TOKA_E_INPUT && !strcmp(t.not_on_gpu.msg, "layer 0 of 1: experts"));
+    }
+    toka named = {.files = &files};
+    const toka_backend *backend = &gpu;
+    toka_err e;
+    CHECK(lib_check_backend(&named, "cuda", &backend, &e) == TOKA_E_INPUT && strstr(e.msg, "device cuda: layer 0 of 1: experts"));
+    gpu.supports = accept_model;
+    toka t = {.files = &files};
+    CHECK(lib_check_backend(&t, "auto", &backend, &e) == 0 && backend == &gpu && t.not_on_gpu.code == 0);
+    gpu.supports = NULL;
+    CHECK(lib_check_backend(&t, "cuda", &backend, &e) == 0 && backend == &gpu);
+}
+
 /* An engine on the CPU with another run-ahead. late: on the asynchronous backend of late.h. */
 static toka *eng_open_ahead(toka_options o, int n_ahead, bool late) {
     static toka_backend be[2][ENG_MAX_IN_FLIGHT + 1];
@@ -1747,6 +1780,7 @@ static const struct test eng_tests[] = {
     {"engine: closed and stopped", test_close_and_stop},
     {"engine: sizes of the KV cache", test_kv_sizes},
     {"engine: an open that fails while ranks load", test_open_that_fails},
+    {"engine: a backend that cannot run the model", test_backend_refuses},
     {"engine: an open that hangs", test_open_that_hangs},
     {"engine: text continues after the prompt", test_text_continues},
     {"engine: page pressure changes nothing", test_page_pressure},
