@@ -32,6 +32,13 @@ columns() {
         toka.c toka.h toka_kernels.cu >&2 || die "a line is too long"
 }
 
+# No chapter of the product (24 to 34) reads a field of the engine or of a backend.
+border() {
+    awk '/^ \* MARK: 24\./ {behind = 1}
+        behind && /(engine|backend)->|lib_backends/ {print FILENAME ":" FNR ": " $0; n++}
+        END {exit n > 0 || !behind}' toka.c >&2 || die "a chapter from 24 on reads fields of the engine or of a backend"
+}
+
 # No name of the three source files has a word of test/words.txt in it. Comments and texts do not count.
 words() {
     bad=$(sed -n 's/^\([a-z][a-z]*\)	.*/\1/p' test/words.txt | paste -sd '|' -)
@@ -117,6 +124,7 @@ nvcc_link() {
 check toka.c
 check toka_kernels.cu
 columns
+border
 [ ! -f test/words.txt ] || words
 [ "${1:-}" = check ] && exit 0
 flags=

@@ -17929,6 +17929,12 @@ SERVER_ONLY static void eng_watch_steps(eng *engine, eng_step_fn *on_step, void 
     engine->on_step_user = user;
 }
 
+/* Returns the most sequences that run at once in all replicas. */
+SERVER_ONLY static int eng_max_seqs(const eng *engine) { return engine->max_seqs; }
+
+/* Returns the name of the backend. */
+SERVER_ONLY static const char *eng_device_name(const eng *engine) { return engine->backend->name; }
+
 /* Describes the device of the first rank in one line. */
 static const char *eng_describe_device(const eng *engine) {
     return engine->backend->describe(engine->replicas[0].model.ranks[0].device);
@@ -18196,6 +18202,49 @@ static int lib_check_backend(toka *t, const char *device, const toka_backend **b
         return fail(e, t->not_on_gpu.code, "device %s: %.440s", device, t->not_on_gpu.msg);
     *backend = &toka_cpu;
     return 0;
+}
+
+/* Appends a line for each device that this build can use. If this machine has no device of some
+ * kind, a line says why. */
+SERVER_ONLY static void lib_list_devices(buf *out) {
+    char line[200];
+    for (int i = 0; i < COUNT(lib_backends); i++) {
+        const toka_backend *backend = lib_backends[i];
+        int n_found = 0;
+        for (; backend->probe(n_found, line, sizeof line); n_found++)
+            if (n_found || backend->probe(1, (char[200]){0}, 200))
+                buf_printf(out, "%s:%d  %s\n", backend->name, n_found, line);
+            else buf_printf(out, "%s  %s\n", backend->name, line);
+        if (!n_found) buf_printf(out, "%s  none: %s\n", backend->name, line);
+    }
+}
+
+/* Appends the kinds of devices that this build can use: "cuda (none found), cpu". */
+SERVER_ONLY static void lib_list_backends(buf *out) {
+    char line[200];
+    for (int i = 0; i < COUNT(lib_backends); i++)
+        buf_printf(out, "%s%s%s", i ? ", " : "", lib_backends[i]->name,
+                   lib_backends[i]->probe(0, line, sizeof line) ? "" : " (none found)");
+}
+
+/* Returns whether this build has the GPU half, but the machine has no GPU; `why` gets the
+ * reason. */
+SERVER_ONLY static bool lib_has_no_gpu(char *why, size_t bytes) {
+    return lib_backends[0] != &toka_cpu && !lib_backends[0]->probe(0, why, bytes);
+}
+
+/* Measures the ops of the GPU (toka_backend.bench). Calls `begin` first, with the description of
+ * the GPU. Returns 0 or an error. */
+SERVER_ONLY static int lib_bench_ops(void (*begin)(void *user, const char *gpu), toka_bench_fn *row,
+                                     void *user, toka_err *e) {
+    char line[200];
+    if (!lib_backends[0]->bench)
+        return fail(e, TOKA_E_USE,
+                    "toka bench ops needs a build with the GPU half (nvcc, toka_kernels.cu)");
+    if (!lib_backends[0]->probe(0, line, sizeof line))
+        return fail(e, TOKA_E_DEVICE, "no GPU: %s", line);
+    begin(user, line);
+    return lib_backends[0]->bench(row, user, e);
 }
 
 /* Returns the error of an unknown device name, with a suggestion if the name is a misspelling. */
@@ -21573,7 +21622,7 @@ static void run_stop(run_state *run, const toka_err *e) {
  * RUN_MIN_INFLIGHT_LINES lines, or when its lines take too much memory. Returns false if the batch
  * was stopped. */
 static bool run_wait_for_room(run_state *run) {
-    int64_t max_samples = 4 * (int64_t)run->toka->engine->max_seqs;
+    int64_t max_samples = 4 * (int64_t)eng_max_seqs(run->toka->engine);
     pthread_mutex_lock(&run->lock);
     while (!run->stopped &&
            ((run->n_inflight_samples >= max_samples &&
@@ -26867,7 +26916,7 @@ static void srv_init_model(srv *server) {
     server->info = toka_get_info(server->toka);
     server->name = options->n_names ? options->names[0] : server->info.model_name;
     snprintf(server->fingerprint, sizeof server->fingerprint, "toka-%s-%s", TOKA_VERSION,
-             server->toka->engine->backend->name);
+             eng_device_name(server->toka->engine));
     toka_request base = toka_request_default();
     if (options->model_defaults) toka_request_model_defaults(server->toka, &base);
     server->model = (api_config){.toka = server->toka,
@@ -27414,7 +27463,7 @@ static int run_bench_throughput(toka *t, const run_bench_options *options, toka_
     if (!code) code = run_timeline_open(t, options, &timeline, e);
     if (!code) {
         double t0 = os_now();
-        for (int i = 0; i < 2 * t->engine->max_seqs; i++) run_bench_submit(&bench);
+        for (int i = 0; i < 2 * eng_max_seqs(t->engine); i++) run_bench_submit(&bench);
         double print_began = os_now();
         if (!bench.error.code && !options->quiet && !options->start_printed)
             run_print_start(t, toka_get_info(t).model_name, options->load_s);
@@ -30709,8 +30758,7 @@ static void cli_print_no_gpu(const cli *flags, const toka *t) {
     if (flags->quiet || !lib_is_auto(flags->open.device)) return;
     if (reason)
         fprintf(stderr, "toka: %s; using the CPU\n", reason);
-    else if (lib_backends[0] != &toka_cpu &&
-             !lib_backends[0]->probe(0, description, sizeof description))
+    else if (lib_has_no_gpu(description, sizeof description))
         fprintf(stderr, "toka: no GPU (%s); using the CPU\n", description);
 }
 
@@ -31023,17 +31071,14 @@ static void run_ops_print_row(void *user, const toka_bench_row *row) {
     state->is_first = false;
 }
 
+static void run_ops_print_gpu(void *user, const char *gpu) {
+    const run_ops_state *state = user;
+    if (!state->json) printf("%s\n", gpu);
+}
+
 static int run_bench_ops(bool as_json, toka_err *e) {
-    char description[200];
-    const toka_backend *backend = lib_backends[0];
-    if (!backend->bench)
-        return fail(e, TOKA_E_USE,
-                    "toka bench ops needs a build with the GPU half (nvcc, toka_kernels.cu)");
-    if (!backend->probe(0, description, sizeof description))
-        return fail(e, TOKA_E_DEVICE, "no GPU: %s", description);
     run_ops_state state = {.json = as_json, .is_first = true};
-    if (!as_json) printf("%s\n", description);
-    int code = backend->bench(run_ops_print_row, &state, e);
+    int code = lib_bench_ops(run_ops_print_gpu, run_ops_print_row, &state, e);
     if (as_json && !state.is_first) puts("\n]");
     return code;
 }
@@ -31066,21 +31111,10 @@ static int cli_plan(const cli *flags, toka_err *e) {
     return code;
 }
 
-/* Prints a line for each device that this build can use. If this machine has no device of some
- * kind, a line says why. */
 static int cli_devices(const cli *flags, toka_err *e) {
     buf out = {0};
-    char description[200];
     (void)flags;
-    for (int i = 0; i < COUNT(lib_backends); i++) {
-        const toka_backend *backend = lib_backends[i];
-        int n_found = 0;
-        for (; backend->probe(n_found, description, sizeof description); n_found++)
-            if (n_found || backend->probe(1, (char[200]){0}, 200))
-                buf_printf(&out, "%s:%d  %s\n", backend->name, n_found, description);
-            else buf_printf(&out, "%s  %s\n", backend->name, description);
-        if (!n_found) buf_printf(&out, "%s  none: %s\n", backend->name, description);
-    }
+    lib_list_devices(&out);
     int code = cli_write(buf_view(&out), e);
     buf_free(&out);
     return code;
@@ -31191,12 +31225,8 @@ static int cli_serve(const cli *flags, toka_err *e) {
 
 static int cli_version(toka_err *e) {
     buf out = {0};
-    char description[200];
-    buf_printf(&out, "toka %s (device:", TOKA_VERSION);
-    for (int i = 0; i < COUNT(lib_backends); i++)
-        buf_printf(&out, "%s %s%s", i ? "," : "", lib_backends[i]->name,
-                   lib_backends[i]->probe(0, description, sizeof description) ? ""
-                                                                              : " (none found)");
+    buf_printf(&out, "toka %s (device: ", TOKA_VERSION);
+    lib_list_backends(&out);
     buf_printf(&out, "%s)\n", embedded_model ? "; with the embedded model" : "");
     int code = cli_write(buf_view(&out), e);
     buf_free(&out);
