@@ -4146,7 +4146,8 @@ typedef enum tmpl_kind {
     TN_TEST,     /* a is text(b); op 1: a is not text(b) */
     TN_NOT,      /* not a */
     TN_SIGN,     /* op '-' or '+', a */
-    TN_BINARY,   /* a op b */
+    TN_BINARY,   /* a op b. A comparison may be chained, a < b < c: .c is the rest of the chain, a
+                  * TN_BINARY with op and b */
     TN_TERNARY,  /* b if a else c; c may be NULL */
     TN_CAPTURED, /* the text collected by the enclosing set or filter block */
     /* Parts */
@@ -4874,23 +4875,22 @@ static tmpl_node *tmpl_binary_node(tmpl_parser *parser, int line, int op, tmpl_n
 
 static tmpl_node *tmpl_parse_not(tmpl_parser *parser);
 
-/* Parses the operators of one level, from left to right, and their operands. a < b < c becomes
- * a < b and b < c. So b is evaluated twice; Python evaluates it once. This makes a difference only
- * if b has a side effect: it uses up a generator or changes a namespace. */
+/* Parses the operators of one level, from left to right, and their operands. Comparisons form a
+ * chain (TN_BINARY), so that a < b < c evaluates b once. */
 static tmpl_node *tmpl_parse_level(tmpl_parser *parser, int level) {
     int line = parser->token->line, op;
     if (level == TL_OPERAND) return tmpl_parse_operand(parser);
     if (level == TL_NOT && tmpl_at_word(parser, "not")) return tmpl_nested(parser, tmpl_parse_not);
     if (level == TL_NOT) return tmpl_parse_level(parser, level + 1);
-    tmpl_node *node = tmpl_parse_level(parser, level + 1), *left = node;
+    tmpl_node *node = tmpl_parse_level(parser, level + 1), *last = NULL;
     while (node && (op = tmpl_take_operator(parser, level)) != 0) {
         tmpl_node *right = tmpl_parse_level(parser, level + 1);
         if (!right) return NULL;
-        bool chained = level == TL_COMPARE && node != left;
-        tmpl_node *pair =
-            tmpl_binary_node(parser, line, op, level == TL_COMPARE ? left : node, right);
-        node = chained ? tmpl_binary_node(parser, line, OP_AND, node, pair) : pair;
-        left = right;
+        bool chained = level == TL_COMPARE && last;
+        tmpl_node *pair = tmpl_binary_node(parser, line, op, chained ? NULL : node, right);
+        if (chained) last->c = pair;
+        else node = pair;
+        last = pair;
     }
     return node;
 }
@@ -7409,7 +7409,13 @@ static bool tmpl_eval_binary(tmpl_run *run, const tmpl_node *node, tval *out) {
     if (node->op == OP_AND || node->op == OP_OR)
         return tv_true(left) == (node->op == OP_OR) ? (*out = left, true)
                                                     : tmpl_eval(run, node->b, out);
-    return tmpl_eval(run, node->b, &right) && tmpl_binary(run, node->op, left, right, out);
+    for (;;) { /* a chain ends with its first false comparison */
+        if (!tmpl_eval(run, node->b, &right) || !tmpl_binary(run, node->op, left, right, out))
+            return false;
+        if (!node->c || !tv_true(*out)) return true;
+        node = node->c;
+        left = right;
+    }
 }
 
 /* Evaluates an expression of any kind. Only tmpl_eval calls this. */
@@ -9666,6 +9672,9 @@ static int mf_parse_model_line(str line, const char *where, arena *memory, mf_kn
                         "%s: expected a name, a hub id, a template family and a config", where);
         *columns[i] = arena_cstr(memory, word);
     }
+    if (strchr(known->name, '/')) /* such a name could not be told from a folder or a hub id */
+        return fail(e, TOKA_E_INPUT, "%s: name %.200s, expected one without '/'", where,
+                    known->name);
     return mf_config_parse(line, where, memory, &known->config, e);
 }
 
@@ -17138,13 +17147,11 @@ static void eng_release(eng *engine, eng_request *request) {
 /* All events of the request were delivered. */
 static void eng_finish_request(eng *engine, eng_request *request) {
     eng_replica *replica = request->replica;
-    if (replica) {
-        replica->requests[request->sched_id] = NULL;
-        replica->request_ids[request->sched_id] = 0;
-        replica->work_tokens -= request->work_tokens;
-        replica->n_requests--;
-        engine->n_active--;
-    }
+    replica->requests[request->sched_id] = NULL;
+    replica->request_ids[request->sched_id] = 0;
+    replica->work_tokens -= request->work_tokens;
+    replica->n_requests--;
+    engine->n_active--;
     engine->stats.requests_done++;
     request->finished = true;
     if (!request->n_in_flight) eng_release(engine, request);
@@ -17153,12 +17160,10 @@ static void eng_finish_request(eng *engine, eng_request *request) {
 /* Ends every sample that has not ended: cancelled, or failed with the device. */
 static void eng_abort_request(eng *engine, eng_request *request, toka_finish reason) {
     eng_replica *replica = request->replica;
-    if (replica) {
-        for (int seq = replica->sched.requests[request->sched_id].first_seq; seq >= 0;
-             seq = replica->sched.seqs[seq].sibling_next)
-            eng_detokenizer_close(replica, seq);
-        sched_cancel(&replica->sched, request->sched_id);
-    }
+    for (int seq = replica->sched.requests[request->sched_id].first_seq; seq >= 0;
+         seq = replica->sched.seqs[seq].sibling_next)
+        eng_detokenizer_close(replica, seq);
+    sched_cancel(&replica->sched, request->sched_id);
     int n_left = request->n_unfinished;
     toka_event event = {.id = -1,
                         .text = request->ids_only ? NULL : "",

@@ -7632,7 +7632,7 @@ struct cuda_group : toka_group { /* toka_group is the rank runtime's part */
     int *aborted;               /* pinned host memory that all GPUs can read; 1: stop waiting */
     unsigned *barrier_progress; /* in the same memory: [ranks][2] number of the rank barrier at
                                    which CTA 0 arrived last, and from which it departed last */
-    char description[320];      /* guarded by the lock */
+    char description[1024];     /* guarded by the lock */
     bool no_graphs;             /* atomic. A rank could not capture its graphs, so no rank uses
                                    graphs */
 };
@@ -8258,9 +8258,9 @@ static void group_describe(toka_device *dev) {
     for (int rank = 0; rank < group->tp_size * group->pp_size; rank++)
         all_peers &= group_can_access(dev, rank);
     /* text that faster ranks have already added (graph_add_description) */
-    char others[sizeof group->description];
+    char others[sizeof dev->description] = {};
     pthread_mutex_lock(&group->lock);
-    memcpy(others, group->description, sizeof others);
+    memcpy(others, group->description, sizeof others - 1);
     snprintf(group->description, sizeof group->description, "%d x %s%s%s%s", n_devices,
              dev->description, debug_shared_gpus() ? ", which ranks share" : "",
              group->tp_size * group->pp_size == 1
@@ -12529,10 +12529,12 @@ static size_t graph_free_bytes(void) {
 static void graph_add_description(toka_device *dev, const char *fmt, ...) {
     va_list args;
     char *about = dev->group ? dev->group->description : dev->description;
+    const size_t bytes =
+        dev->group ? sizeof dev->group->description : sizeof dev->description;
     if (dev->group) pthread_mutex_lock(&dev->group->lock);
     size_t length = strlen(about);
     va_start(args, fmt);
-    vsnprintf(about + length, sizeof dev->description - length, fmt, args);
+    vsnprintf(about + length, bytes - length, fmt, args);
     va_end(args);
     if (dev->group) pthread_mutex_unlock(&dev->group->lock);
 }

@@ -1184,6 +1184,7 @@ static void test_mf_models_refused(void) {
         {"t o/t - \n", "models.txt line 1: "},
         {"t o/t - 2 8 2 1 4 6 10", "models.txt line 1: "},
         {"t o/t - []", "not a JSON object"},
+        {"a/t o/t - " CONFIG(""), "models.txt line 1: name a/t, expected one without '/'"},
         {"t o/t - {\"architectures\": [\"GemmaForCausalLM\"]}", "expected LlamaForCausalLM"},
         {"t o/t - " CONFIG(", \"num_key_value_heads\": 3"), "expected a multiple of"},
         {"t o/t - " CONFIG("") "T\to/t - " CONFIG(""), "line 2: t is there twice"},
