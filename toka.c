@@ -31,8 +31,8 @@
  *      |   batch_make_micros (17) ---> its microbatches, if the model has pipeline stages
  *      |   model_post (21) ----------> every rank, on its own thread, runs rank_step: embed, then
  *      |       over toka_backend       L times {norm_qkv_rope_kv, attention, out_residual,
- *      |       (the CPU's is           norm_mlp_residual}, then norm_logits_sample, which samples
- *      |       chapter 20)             each row of logits (on the CPU by samp_row, 18). Meanwhile
+ *      |       (18.8 is the plain      norm_mlp_residual}, then norm_logits_sample, which samples
+ *      |       one, the CPU's is 20)   each row of logits (on the CPU by samp_row, 18). Meanwhile
  *      |                               the driver plans the next step
  *      +-- eng_commit (22) <---------- model_wait (21): a toka_sample_result for each sample row:
  *                                      id and log-probability. sched_commit (16) appends the id
@@ -121,9 +121,9 @@
  *
  * PREFIXES of names say the chapter: mem_, str_, buf_, arena_, ids_ and suggest_ 2, os_ 3, json_
  * and utf8_ 4, uni_ 5, tok_ 6 and 7, tmpl_ 8 to 10 (tv_: values of templates), st_ and mf_ 11 to
- * 13, kv_ 14, heap_ 15, sched_ 16, batch_ 17, samp_ and stop_ 18, cpu_ 19 and 20, group_ 20, model_
- * and rank_ 21, eng_ 22, lib_ 23, http_ 24, api_ 25 and 26, run_ 27 and 32, files_ 28, srv_ 29 to
- * 31, plan_ 32, benchclient_ 33, cli_ 34.
+ * 13, kv_ 14, heap_ 15, sched_ 16, batch_ 17, samp_ and stop_ 18, plain_ 18.8, cpu_ 19 and 20,
+ * group_ 20, model_ and rank_ 21, eng_ 22, lib_ 23, http_ 24, api_ 25 and 26, run_ 27 and 32,
+ * files_ 28, srv_ 29 to 31, plan_ 32, benchclient_ 33, cli_ 34.
  *
  * WORDS                                                                                     chapter
  *   sample          one of the n completions of a request                                        16
@@ -208,6 +208,7 @@
  *  16. Scheduler [pure]
  *  17. Batch building and shared prefixes [pure]
  *  18. Sampling and stops [pure]
+ *  18.8. The plain backend [cpu]
  *  19. CPU kernels and threads [cpu]
  *  20. Ranks, and the CPU backend [cpu]
  *  21. Model: the layer loop [os]
@@ -344,9 +345,9 @@ enum json_type {
  * threads to free memory and tries again. After MEM_MAX_RETRIES tries the program aborts.
  * =========================================================================== */
 
-/* Before a function that makes an error, or that runs at start only: the compiler keeps it small,
- * and also the functions that only such functions call. With -O3 they would be a fifth of the
- * code. */
+/* Before a function that makes an error, that runs at start only, or that need not be fast: the
+ * compiler keeps it small, and also the functions that only such functions call. With -O3 they
+ * would be a fifth of the code. */
 #define COLD __attribute__((cold))
 
 #define COUNT(a) ((int)(sizeof(a) / sizeof((a)[0])))
@@ -13501,6 +13502,721 @@ static void stop_free(stop_scanner *scanner) {
 }
 
 /* ===========================================================================
+ * MARK: 18.8. The plain backend [cpu]
+ * A transformer as its formulas say it: one thread, loops over rows and columns, nothing else. It
+ * runs every op and every kind of layer that toka.h describes. The other backends compute the same
+ * numbers faster; tests compare them with this chapter. In: a step's integers, weights in any
+ * format. Out: the residual stream, K and V in their slots, sample results.
+ *
+ * A transformer maps tokens to logits. Each token has a vector x of E numbers, the residual stream.
+ * It begins as the token's embedding. Each layer adds two vectors to it, and the LM head reads it:
+ *
+ *     x  = embedding of the token                          plain_embed
+ *     x += W_o attention(q, K, V)                          plain_norm_qkv_rope_kv, plain_attention,
+ *                                                          plain_out_residual
+ *     x += feed_forward(norm(x))                           plain_norm_mlp_residual
+ *     logits = W norm(x)                                   plain_norm_logits_sample
+ *
+ *   norm          scales a vector to mean square 1, then each element by a learned weight
+ *                 (RMSNorm). LayerNorm subtracts the mean first
+ *   attention     The token asks with a query q; each token that it sees answers with a key k and a
+ *                 value v. All three are products of weights with norm(x). The score of a token is
+ *                 q . k; the softmax of the scores gives the shares in which the values are added.
+ *                 This happens in H heads of D elements each. K kv heads serve H / K query heads
+ *                 each (GQA). Keys and values of earlier tokens are in the KV cache
+ *   RoPE          rotates pairs of elements of q and k by angles that grow with the position. So
+ *                 q . k depends on the distance of the two tokens
+ *   feed-forward  an MLP: down(activation(gate x, up x)). Or experts: a router chooses a few of
+ *                 many MLPs for each token
+ *   MLA           attention whose cache has one short vector c a token, from which the keys and
+ *                 values of all heads could be made. They never are: q . (W_uk c) is
+ *                 (W_uk^T q) . c, and the sum over values W_uv c is W_uv of the sum over c
+ *
+ * What always holds: activations are float32; sums are float64 and rounded once, in rising order.
+ * So the result of a row depends on this row alone. FP8 activations are not rounded to FP8
+ * (toka_quant.input_scale is not used).
+ *
+ * Words: a row is the vector of one token; `rows` are T of them, one after the other. A slot is the
+ * kv_slot of toka.h.
+ *
+ * It does not: run fast, use threads, or share a model among ranks.
+ * =========================================================================== */
+
+typedef struct plain_device {
+    const toka_shape *shape; /* the caller's, as weights: outlives the device */
+    const toka_weights *weights;
+    toka_device_options options;
+    float *k_cache, *v_cache; /* [L][slots][K][D], [L][slots][K][Dv]; slots: n_pages * B */
+    int32_t *kv_ids;          /* [slots] id of the token of each slot */
+    int32_t *last_tokens;     /* [n_seqs] last sampled token of each seq */
+    int32_t *history;         /* [max_len] ids of one sequence */
+    int32_t *seen;            /* [max_len] slot of each position that a token sees */
+    float *scores;            /* [max_len + 1] scores of one head; one more for the sink */
+    float *logits;            /* [max_samples][V] */
+    float *scratch;           /* [scratch_floats] memory of the op that runs (plain_take) */
+    size_t scratch_floats, used;
+    void *owned[16]; /* all memory, for plain_close */
+    int n_owned;
+    toka_err error; /* the first failure; code 0: none */
+} plain_device;
+
+/* toka_device is opaque here: it is the CPU backend's struct. */
+static plain_device *plain_of(toka_device *dev) { return (plain_device *)(void *)dev; }
+static float *plain_ptr(toka_dev_ptr a) { return (float *)(uintptr_t)a.at; }
+
+/* Returns the first key (or value) of a slot: [K][D] (or [K][Dv]). */
+static float *plain_key(const plain_device *dev, int layer, int slot) {
+    const size_t i = (size_t)layer * (size_t)dev->options.n_pages * (size_t)dev->shape->B;
+    return dev->k_cache + (i + (size_t)slot) * (size_t)(dev->shape->K * dev->shape->D);
+}
+static float *plain_value(const plain_device *dev, int layer, int slot) {
+    const size_t i = (size_t)layer * (size_t)dev->options.n_pages * (size_t)dev->shape->B;
+    return dev->v_cache +
+           (i + (size_t)slot) * (size_t)(dev->shape->K * toka_value_size(dev->shape));
+}
+
+/* Where row i begins in rows of this width. */
+static size_t plain_at(int i, int width) { return (size_t)i * (size_t)width; }
+
+/* Returns n_rows rows of scratch. An op takes from the beginning (plain_begin); a function that
+ * takes for its own use only resets `used`. */
+static float *plain_take(plain_device *dev, int n_rows, int width) {
+    float *taken = dev->scratch + dev->used;
+    dev->used += plain_at(n_rows, width);
+    assert(dev->used <= dev->scratch_floats);
+    return taken;
+}
+static plain_device *plain_begin(toka_device *device) {
+    plain_device *dev = plain_of(device);
+    dev->used = 0;
+    return dev;
+}
+
+/* ---- The formulas: vectors ---- */
+
+/* A scale that is 0 is absent. */
+static float plain_or(float scale, float absent) { return scale != 0 ? scale : absent; }
+
+static float plain_dot(const float *a, const float *b, int n) {
+    double sum = 0;
+    for (int i = 0; i < n; i++) sum += (double)a[i] * b[i];
+    return (float)sum;
+}
+/* y += factor * x */
+static void plain_add(float *y, float factor, const float *x, size_t n) {
+    for (size_t i = 0; i < n; i++) y[i] += factor * x[i];
+}
+static float plain_sigmoid(float x) { return (float)(1 / (1 + exp(-(double)x))); }
+/* Bends a number smoothly into (-cap, cap); cap 0: none. */
+static float plain_cap(float x, float cap) { return cap > 0 ? cap * tanhf(x / cap) : x; }
+
+/* x[i] = e^x[i] / sum of e^x[j] */
+static void plain_softmax(float *x, int n) {
+    double max = -INFINITY, sum = 0;
+    for (int i = 0; i < n; i++) max = MAX(max, x[i]);
+    for (int i = 0; i < n; i++) sum += exp(x[i] - max);
+    for (int i = 0; i < n; i++) x[i] = (float)(exp(x[i] - max) / sum);
+}
+
+/* Returns a vector weight as float32; NULL: absent. */
+static const float *plain_vector(plain_device *dev, const toka_tensor *tensor) {
+    if (!tensor->rows) return NULL;
+    float *vector = plain_take(dev, 1, tensor->cols);
+    weight_row(tensor, 0, vector);
+    return vector;
+}
+
+/* y = W x + bias, for n_rows rows. Each row of W is converted once for all of them. */
+static void plain_linear(plain_device *dev, const toka_tensor *weight, const toka_tensor *bias,
+                         const float *x, int n_rows, float *y) {
+    const size_t used = dev->used, rows = (size_t)weight->rows, cols = (size_t)weight->cols;
+    const float *offset = plain_vector(dev, bias);
+    float *row = plain_take(dev, 1, weight->cols);
+    for (size_t i = 0; i < rows; i++) {
+        weight_row(weight, (int)i, row);
+        for (size_t t = 0; t < (size_t)n_rows; t++)
+            y[t * rows + i] = plain_dot(row, x + t * cols, weight->cols) + (offset ? offset[i] : 0);
+    }
+    dev->used = used;
+}
+static const toka_tensor plain_absent = {0};
+
+/* y = (x - mean) / sqrt(mean square + eps) * (weight + offset), for n_rows rows as long as the
+ * weight. The mean is 0 in RMSNorm. An absent weight: y stays. y may be x. */
+static void plain_norm(plain_device *dev, const toka_tensor *weight, const float *x, int n_rows,
+                       float *y) {
+    const toka_shape *shape = dev->shape;
+    const size_t used = dev->used;
+    const int n = weight->cols;
+    const float *factor = plain_vector(dev, weight);
+    for (int row = 0; factor && row < n_rows; row++, x += n, y += n) {
+        double mean = 0, square = 0;
+        for (int i = 0; shape->layer_norm && i < n; i++) mean += (double)x[i] / n;
+        for (int i = 0; i < n; i++) square += (x[i] - mean) * (x[i] - mean) / n;
+        const double scale = 1 / sqrt(square + shape->eps);
+        for (int i = 0; i < n; i++)
+            y[i] = (float)((x[i] - mean) * scale * (factor[i] + shape->norm_offset));
+    }
+    dev->used = used;
+}
+/* Returns norm(x) as new rows; x itself if the layer has no such norm. */
+static const float *plain_normed(plain_device *dev, const toka_tensor *weight, const float *x,
+                                 int n_rows) {
+    if (!weight->rows) return x;
+    float *y = plain_take(dev, n_rows, weight->cols);
+    plain_norm(dev, weight, x, n_rows, y);
+    return y;
+}
+
+/* Rotates each pair (a, b) of a head's first `dims` elements by the angle position * freq. */
+static void plain_rope(const toka_rope *rope, int pos, float *head) {
+    for (int i = 0; rope && i < rope->dims / 2; i++) {
+        const float angle = (float)pos * rope->freq[i];
+        const float cosine = cosf(angle) * rope->scale, sine = sinf(angle) * rope->scale;
+        float *a = head + (rope->neighbours ? 2 * i : i);
+        float *b = rope->neighbours ? a + 1 : a + rope->dims / 2;
+        const float x = *a, y = *b;
+        *a = x * cosine - y * sine;
+        *b = y * cosine + x * sine;
+    }
+}
+
+/* ---- Ops: copy_pages, embed, keep_ids ---- */
+
+COLD
+static void plain_copy_pages(toka_device *device, const toka_step *step) {
+    const plain_device *dev = plain_of(device);
+    const size_t B = (size_t)dev->shape->B, K = (size_t)dev->shape->K * sizeof(float);
+    const size_t k_bytes = B * K * (size_t)dev->shape->D;
+    const size_t v_bytes = B * K * (size_t)toka_value_size(dev->shape);
+    for (int i = 0; i < step->n_copies; i++) {
+        const int from = step->copies[i].from * (int)B, to = step->copies[i].to * (int)B;
+        for (int layer = 0; layer < dev->shape->L; layer++) {
+            memcpy(plain_key(dev, layer, to), plain_key(dev, layer, from), k_bytes);
+            memcpy(plain_value(dev, layer, to), plain_value(dev, layer, from), v_bytes);
+        }
+        memcpy(dev->kv_ids + to, dev->kv_ids + from, B * sizeof *dev->kv_ids);
+    }
+}
+
+static int32_t plain_token_id(const plain_device *dev, int32_t id) {
+    assert(id >= -dev->options.n_seqs && id < dev->shape->V);
+    return id >= 0 ? id : dev->last_tokens[-1 - id];
+}
+
+COLD
+static void plain_embed(toka_device *device, const toka_step *step, toka_hidden *x) {
+    const plain_device *dev = plain_of(device);
+    const int E = dev->shape->E;
+    const float scale = plain_or(dev->shape->embed_scale, 1);
+    float *to = plain_ptr(x->data);
+    toka_hidden_set_sum(x, 1);
+    for (int t = 0; t < step->T; t++, to += E) {
+        weight_row(&dev->weights->embed, plain_token_id(dev, step->ids[t]), to);
+        for (int i = 0; i < E; i++) to[i] *= scale;
+    }
+}
+
+COLD
+static void plain_keep_ids(toka_device *device, const toka_step *step) {
+    const plain_device *dev = plain_of(device);
+    for (int t = 0; t < step->T; t++)
+        dev->kv_ids[step->kv_slot[t]] = plain_token_id(dev, step->ids[t]);
+}
+
+/* ---- Op: norm_qkv_rope_kv ---- */
+
+/* MLA, in: rows of norm(x). The query of a head has a part that meets the latent vectors,
+ * W_uk^T q_nope, and a part that meets the rotated keys, RoPE(q_rope). */
+static void plain_mla_query(plain_device *dev, const toka_step *step, const toka_layer *layer,
+                            const float *in, float *q) {
+    const toka_mla *mla = layer->mla;
+    const int H = dev->shape->H, D = dev->shape->D, size = mla->nope + mla->rope, T = step->T;
+    float *heads = plain_take(dev, T, H * size), *row = plain_take(dev, 1, mla->latent);
+    if (mla->q_a.rows) {
+        float *low = plain_take(dev, T, mla->q_a.rows);
+        plain_linear(dev, &mla->q_a, &plain_absent, in, T, low);
+        plain_norm(dev, &mla->q_a_norm, low, T, low);
+        in = low;
+    }
+    plain_linear(dev, &mla->q_b, &plain_absent, in, T, heads);
+    memset(q, 0, plain_at(T, H * D) * sizeof *q);
+    for (int h = 0; h < H; h++)
+        for (int i = 0; i < mla->nope; i++) {
+            weight_row(&mla->kv_b, h * (mla->nope + mla->v) + i, row);
+            for (int t = 0; t < T; t++)
+                plain_add(q + plain_at(t * H + h, D), heads[plain_at(t * H + h, size) + (size_t)i],
+                          row, (size_t)mla->latent);
+        }
+    for (int i = 0; i < T * H; i++) {
+        float *rotated = q + plain_at(i, D) + mla->latent;
+        memcpy(rotated, heads + plain_at(i, size) + mla->nope, (size_t)mla->rope * sizeof *q);
+        plain_rope(layer->rope, step->pos[i / H], rotated);
+    }
+}
+
+/* MLA: a key is norm(c), RoPE(r); its value is norm(c) again. In: rows of norm(x). */
+static void plain_mla_kv(plain_device *dev, const toka_step *step, const toka_layer *layer,
+                         const float *in, float *k, float *v) {
+    const toka_mla *mla = layer->mla;
+    const int D = mla->latent + mla->rope;
+    plain_linear(dev, &mla->kv_a, &plain_absent, in, step->T, k);
+    for (int t = 0; t < step->T; t++, k += D, v += mla->latent) {
+        plain_norm(dev, &mla->kv_a_norm, k, 1, k);
+        plain_rope(layer->rope, step->pos[t], k + mla->latent);
+        memcpy(v, k, (size_t)mla->latent * sizeof *v);
+    }
+}
+
+/* q, k and v of plain attention: product, bias, norm of each head or of all heads, RoPE. */
+static void plain_heads(plain_device *dev, const toka_step *step, const toka_layer *layer,
+                        const float *in, float *q, float *k, float *v) {
+    const toka_shape *shape = dev->shape;
+    const int T = step->T, H = shape->H, K = shape->K, D = shape->D;
+    plain_linear(dev, &layer->q, &layer->q_bias, in, T, q);
+    plain_linear(dev, &layer->k, &layer->k_bias, in, T, k);
+    plain_linear(dev, &layer->v, &layer->v_bias, in, T, v);
+    if (layer->q_norm.rows) plain_norm(dev, &layer->q_norm, q, T * (H * D / layer->q_norm.cols), q);
+    if (layer->k_norm.rows) plain_norm(dev, &layer->k_norm, k, T * (K * D / layer->k_norm.cols), k);
+    for (int i = 0; i < T * H; i++) plain_rope(layer->rope, step->pos[i / H], q + plain_at(i, D));
+    for (int i = 0; i < T * K; i++) plain_rope(layer->rope, step->pos[i / K], k + plain_at(i, D));
+}
+
+COLD
+static void plain_norm_qkv_rope_kv(toka_device *device, const toka_step *step, int layer,
+                                   toka_hidden *x, toka_dev_ptr q) {
+    plain_device *dev = plain_begin(device);
+    const toka_layer *weights = &dev->weights->layers[layer];
+    const int KD = dev->shape->K * dev->shape->D;
+    const int KDv = dev->shape->K * toka_value_size(dev->shape);
+    const float *in =
+        plain_normed(dev, &weights->attn_norm, plain_ptr(toka_hidden_read(x)), step->T);
+    float *k = plain_take(dev, step->T, KD), *v = plain_take(dev, step->T, KDv);
+    if (weights->mla) {
+        plain_mla_query(dev, step, weights, in, plain_ptr(q));
+        plain_mla_kv(dev, step, weights, in, k, v);
+    } else {
+        plain_heads(dev, step, weights, in, plain_ptr(q), k, v);
+    }
+    for (int t = 0; t < step->T; t++) {
+        const int slot = step->kv_slot[t];
+        assert(slot >= 0 && slot / dev->shape->B < dev->options.n_pages);
+        memcpy(plain_key(dev, layer, slot), k + plain_at(t, KD), (size_t)KD * sizeof *k);
+        memcpy(plain_value(dev, layer, slot), v + plain_at(t, KDv), (size_t)KDv * sizeof *v);
+    }
+}
+
+/* ---- Op: attention ---- */
+
+/* Lists in dev->seen the slots of the positions that token t sees, in rising order: those of the
+ * spans of its row, from its window on, up to its own. Returns their number. */
+static int plain_find_slots(const plain_device *dev, const toka_step *step, int window, int t) {
+    const int B = dev->shape->B, pos = step->pos[t], first = window ? MAX(0, pos - window + 1) : 0;
+    int n = 0;
+    assert(pos < dev->shape->max_len);
+    for (int i = 0; i < step->n_spans; i++) {
+        const toka_span *span = &step->spans[i];
+        if (t < span->row0 || t >= span->row0 + span->n_rows) continue;
+        for (int kv = 0; kv < span->n_kv; kv++)
+            if (span->kv0 + kv >= first && span->kv0 + kv <= pos)
+                dev->seen[n++] = step->pages[span->page0 + kv / B] * B + kv % B;
+    }
+    return n;
+}
+
+/* One query head of one token: o = sum of p[j] v[j] over the n positions in dev->seen. p is the
+ * softmax of their scores, scale q . k[j], and of the sink, a score without a value. */
+static void plain_attend(const plain_device *dev, int layer, int head, int n, const float *sink,
+                         const float *q, float *o) {
+    const toka_shape *shape = dev->shape;
+    const int D = shape->D, Dv = toka_value_size(shape), kv_head = head / (shape->H / shape->K);
+    const float scale = plain_or(shape->attn_scale, 1 / sqrtf((float)D));
+    for (int j = 0; j < n; j++) {
+        const float *k = plain_key(dev, layer, dev->seen[j]) + kv_head * D;
+        dev->scores[j] = plain_cap(scale * plain_dot(q, k, D), shape->attn_cap);
+    }
+    if (sink) dev->scores[n] = *sink;
+    plain_softmax(dev->scores, sink ? n + 1 : n);
+    for (int i = 0; i < Dv; i++) {
+        double sum = 0;
+        for (int j = 0; j < n; j++)
+            sum += (double)dev->scores[j] *
+                   plain_value(dev, layer, dev->seen[j])[kv_head * Dv + i];
+        o[i] = (float)sum;
+    }
+}
+
+COLD
+static void plain_attention(toka_device *device, const toka_step *step, int layer, toka_dev_ptr q,
+                            toka_dev_ptr o) {
+    plain_device *dev = plain_begin(device);
+    const toka_layer *weights = &dev->weights->layers[layer];
+    const int H = dev->shape->H, D = dev->shape->D, Dv = toka_value_size(dev->shape);
+    const float *sinks = plain_vector(dev, &weights->sinks);
+    for (int t = 0; t < step->T; t++) {
+        const int n = plain_find_slots(dev, step, weights->window, t);
+        for (int head = 0; head < H; head++)
+            plain_attend(dev, layer, head, n, sinks ? sinks + head : NULL,
+                         plain_ptr(q) + plain_at(t * H + head, D),
+                         plain_ptr(o) + plain_at(t * H + head, Dv));
+    }
+}
+
+/* ---- Op: out_residual ---- */
+
+/* MLA: returns the values of all heads, W_uv o: [T][H*v]. */
+static const float *plain_mla_values(plain_device *dev, const toka_mla *mla, const float *o,
+                                     int T) {
+    const int H = dev->shape->H, latent = mla->latent, v = mla->v;
+    float *values = plain_take(dev, T, H * v), *row = plain_take(dev, 1, latent);
+    for (int i = 0; i < H * v; i++) {
+        const int head = i / v;
+        weight_row(&mla->kv_b, head * (mla->nope + v) + mla->nope + i % v, row);
+        for (int t = 0; t < T; t++)
+            values[plain_at(t, H * v) + (size_t)i] =
+                plain_dot(row, o + plain_at(t * H + head, latent), latent);
+    }
+    return values;
+}
+
+/* x += residual_scale * norm(y), where y, [T][E], is what a mixer or a feed-forward returned. */
+static void plain_residual(plain_device *dev, const toka_tensor *post_norm, const float *y, int T,
+                           float *x) {
+    plain_add(x, plain_or(dev->shape->residual_scale, 1), plain_normed(dev, post_norm, y, T),
+              plain_at(T, dev->shape->E));
+}
+
+COLD
+static void plain_out_residual(toka_device *device, const toka_step *step, int layer,
+                               toka_dev_ptr o, toka_hidden *x) {
+    plain_device *dev = plain_begin(device);
+    const toka_layer *weights = &dev->weights->layers[layer];
+    float *y = plain_take(dev, step->T, dev->shape->E), *sum = plain_ptr(toka_hidden_read(x));
+    const float *values = weights->mla ? plain_mla_values(dev, weights->mla, plain_ptr(o), step->T)
+                                       : plain_ptr(o);
+    plain_linear(dev, &weights->o, &weights->o_bias, values, step->T, y);
+    plain_residual(dev, &weights->attn_post_norm, y, step->T, sum);
+    toka_hidden_set_sum(x, 1);
+}
+
+/* ---- Op: norm_mlp_residual ---- */
+
+static float plain_activate(toka_activation kind, float limit, float gate, float up) {
+    switch (kind) {
+    case TOKA_SILU: return gate * plain_sigmoid(gate) * up;
+    case TOKA_GELU_TANH: /* 0.79788456: sqrt(2 / pi) */
+        return 0.5f * gate * (1 + tanhf(0.79788456f * (gate + 0.044715f * gate * gate * gate))) *
+               up;
+    case TOKA_SWIGLU_CLAMPED:
+        gate = MIN(gate, limit);
+        up = MAX(-limit, MIN(up, limit));
+        return gate * plain_sigmoid(1.702f * gate) * (up + 1);
+    }
+    return NAN;
+}
+
+/* y = W_down activation(W_gate x, W_up x) */
+static void plain_mlp(plain_device *dev, const toka_mlp *mlp, toka_activation kind, const float *x,
+                      int n_rows, float *y) {
+    const size_t used = dev->used, n = plain_at(n_rows, mlp->gate.rows);
+    float *gate = plain_take(dev, n_rows, mlp->gate.rows);
+    float *up = plain_take(dev, n_rows, mlp->up.rows);
+    plain_linear(dev, &mlp->gate, &mlp->gate_bias, x, n_rows, gate);
+    plain_linear(dev, &mlp->up, &mlp->up_bias, x, n_rows, up);
+    for (size_t i = 0; i < n; i++)
+        gate[i] = plain_activate(kind, dev->shape->swiglu_limit, gate[i], up[i]);
+    plain_linear(dev, &mlp->down, &mlp->down_bias, gate, n_rows, y);
+    dev->used = used;
+}
+
+/* Is score[i] among the k highest of n? Of equal scores the lower index is first. */
+static bool plain_is_in_top(const float *score, int n, int i, int k) {
+    int n_before = 0;
+    for (int j = 0; j < n; j++)
+        n_before += score[j] > score[i] || (score[j] == score[i] && j < i);
+    return n_before < k;
+}
+
+/* Only experts of the best groups can be chosen: the score of all others becomes -inf. group:
+ * [n_groups], memory for the scores of the groups. */
+static void plain_mask_groups(const toka_moe *moe, float *score, float *group) {
+    const int size = moe->n_experts / moe->n_groups;
+    for (int i = 0; i < moe->n_groups; i++) {
+        float best = -INFINITY, second = -INFINITY;
+        for (int j = i * size; j < (i + 1) * size; j++) {
+            second = MAX(second, MIN(best, score[j]));
+            best = MAX(best, score[j]);
+        }
+        group[i] = moe->groups_by_top2 ? best + second : best;
+    }
+    for (int i = 0; i < moe->n_experts; i++)
+        if (!plain_is_in_top(group, moe->n_groups, i / size, moe->top_groups)) score[i] = -INFINITY;
+}
+
+/* Turns the router's logits of one token, [X], into the experts' weights, 0 for an expert that is
+ * not chosen. choice: [2][X], memory for the scores that decide the choice and for the groups. */
+static void plain_route(const toka_moe *moe, const float *choice_bias, float *weight,
+                        float *choice) {
+    const int n = moe->n_experts;
+    const bool late_softmax = moe->kind == TOKA_ROUTER_TOPK;
+    if (moe->kind == TOKA_ROUTER_SOFTMAX) plain_softmax(weight, n);
+    for (int i = 0; i < n; i++) {
+        if (moe->kind == TOKA_ROUTER_SIGMOID) weight[i] = plain_sigmoid(weight[i]);
+        choice[i] = weight[i] + (choice_bias ? choice_bias[i] : 0);
+    }
+    if (moe->n_groups > 1) plain_mask_groups(moe, choice, choice + n);
+    for (int i = 0; i < n; i++)
+        if (!plain_is_in_top(choice, n, i, moe->top_k)) weight[i] = late_softmax ? -INFINITY : 0;
+    if (late_softmax) plain_softmax(weight, n);
+    double sum = 0;
+    for (int i = 0; i < n; i++) sum += weight[i];
+    for (int i = 0; i < n; i++)
+        weight[i] = (float)(weight[i] / (moe->renormalize ? sum : 1) * moe->scale);
+}
+
+/* y += weight * expert(x), for the rows that chose this expert. weight: [T][X]. */
+static void plain_expert(plain_device *dev, const toka_layer *layer, int expert,
+                         const float *weight, const float *x, int T, float *y) {
+    const size_t used = dev->used, E = (size_t)dev->shape->E;
+    const int X = layer->moe->n_experts;
+    float *chosen = plain_take(dev, T, dev->shape->E), *out = plain_take(dev, T, dev->shape->E);
+    int n = 0, i = 0;
+    for (int t = 0; t < T; t++)
+        if (weight[plain_at(t, X) + (size_t)expert] != 0)
+            memcpy(chosen + (size_t)n++ * E, x + (size_t)t * E, E * sizeof *x);
+    if (n) plain_mlp(dev, &layer->moe->experts[expert], layer->activation, chosen, n, out);
+    for (int t = 0; t < T; t++) {
+        const float factor = weight[plain_at(t, X) + (size_t)expert];
+        if (factor != 0) plain_add(y + (size_t)t * E, factor, out + (size_t)i++ * E, E);
+    }
+    dev->used = used;
+}
+
+/* y = sum of the chosen experts' outputs times their weights, in rising order of the experts, then
+ * the shared expert's. */
+static void plain_moe(plain_device *dev, const toka_layer *layer, const float *x, int T, float *y) {
+    const toka_moe *moe = layer->moe;
+    const int X = moe->n_experts, E = dev->shape->E;
+    float *weight = plain_take(dev, T, X), *choice = plain_take(dev, 2, X);
+    const float *choice_bias = plain_vector(dev, &moe->choice_bias);
+    plain_linear(dev, &moe->router, &moe->router_bias, x, T, weight);
+    for (int t = 0; t < T; t++)
+        plain_route(moe, choice_bias, weight + plain_at(t, X), choice);
+    memset(y, 0, plain_at(T, E) * sizeof *y);
+    for (int i = 0; i < X; i++) plain_expert(dev, layer, i, weight, x, T, y);
+    if (!moe->shared.gate.rows) return;
+    const float *gate = plain_vector(dev, &moe->shared_gate);
+    float *out = plain_take(dev, T, E);
+    plain_mlp(dev, &moe->shared, layer->activation, x, T, out);
+    for (int t = 0; t < T; t++)
+        plain_add(y + plain_at(t, E),
+                  gate ? plain_sigmoid(plain_dot(gate, x + plain_at(t, E), E)) : 1,
+                  out + plain_at(t, E), (size_t)E);
+}
+
+COLD
+static void plain_norm_mlp_residual(toka_device *device, const toka_step *step, int layer,
+                                    toka_hidden *x) {
+    plain_device *dev = plain_begin(device);
+    const toka_layer *weights = &dev->weights->layers[layer];
+    float *sum = plain_ptr(toka_hidden_read(x)), *y = plain_take(dev, step->T, dev->shape->E);
+    const float *in = plain_normed(dev, &weights->mlp_norm, sum, step->T);
+    if (weights->moe) plain_moe(dev, weights, in, step->T, y);
+    else plain_mlp(dev, &weights->mlp, weights->activation, in, step->T, y);
+    plain_residual(dev, &weights->mlp_post_norm, y, step->T, sum);
+    toka_hidden_set_sum(x, 1);
+}
+
+/* ---- Op: norm_logits_sample ---- */
+
+/* Returns the ids of the row's first n_history tokens, if sampling reads them. */
+static const int32_t *plain_history(const plain_device *dev, const toka_sample_row *row) {
+    const int B = dev->shape->B;
+    if (row->scored_id >= 0 || !samp_needs_history(row->sampling)) return NULL;
+    assert(row->n_history <= dev->shape->max_len);
+    for (int i = 0; i < row->n_history; i++)
+        dev->history[i] = dev->kv_ids[row->pages[i / B] * B + i % B];
+    return dev->history;
+}
+
+COLD
+static void plain_norm_logits_sample(toka_device *device, const toka_step *step, toka_hidden *x,
+                                     toka_sample_result *results) {
+    plain_device *dev = plain_begin(device);
+    const toka_shape *shape = dev->shape;
+    const float *from = plain_ptr(toka_hidden_read(x));
+    const int E = shape->E, V = shape->V, n = step->n_samples;
+    float *rows = plain_take(dev, n, E);
+    for (int i = 0; i < n; i++)
+        memcpy(rows + plain_at(i, E), from + plain_at(step->samples[i].row, E),
+               (size_t)E * sizeof *rows);
+    plain_linear(dev, &dev->weights->lm_head, &plain_absent,
+                 plain_normed(dev, &dev->weights->norm, rows, n), n, dev->logits);
+    for (size_t i = 0; i < plain_at(n, V); i++)
+        dev->logits[i] =
+            plain_cap(dev->logits[i] * plain_or(shape->logit_scale, 1), shape->logit_cap);
+    if (step->logits) memcpy(step->logits, dev->logits, plain_at(n, V) * sizeof *dev->logits);
+    for (int i = 0; i < n; i++) {
+        const toka_sample_row *row = &step->samples[i];
+        samp_row(row, plain_history(dev, row), dev->logits + plain_at(i, V), V, &results[i]);
+        if (row->seq >= 0 && row->seq < dev->options.n_seqs)
+            dev->last_tokens[row->seq] = results[i].id;
+    }
+}
+
+/* ---- Open, close, memory ---- */
+
+/* Allocates count * size bytes of zeros. Returns NULL on failure; then dev->error is set. */
+static void *plain_zalloc(plain_device *dev, size_t count, size_t size) {
+    size_t bytes;
+    void *memory = NULL;
+    if (!__builtin_mul_overflow(count, size, &bytes) && bytes <= (size_t)os_ram_bytes() &&
+        dev->n_owned < COUNT(dev->owned))
+        memory = mem_try_zalloc(count, size);
+    if (memory) dev->owned[dev->n_owned++] = memory;
+    else if (!dev->error.code)
+        fail(&dev->error, TOKA_E_MEMORY, "plain backend: no memory for %.0f MB",
+             (double)count * (double)size / (1 << 20));
+    return memory;
+}
+
+/* Returns the floats of scratch that an op of this layer takes for a row, or more. */
+static size_t plain_layer_floats(const toka_shape *shape, const toka_layer *layer) {
+    const toka_mla *mla = layer->mla;
+    const toka_moe *moe = layer->moe;
+    const int H = shape->H, D = shape->D, Dv = toka_value_size(shape);
+    int F = moe ? moe->shared.gate.rows : layer->mlp.gate.rows;
+    for (int i = 0; moe && i < moe->n_experts; i++) F = MAX(F, moe->experts[i].gate.rows);
+    size_t n = 8 * (size_t)shape->E + 2 * (size_t)F + (size_t)(H + shape->K) * (size_t)(D + Dv);
+    if (mla)
+        n += (size_t)H * (size_t)(mla->nope + mla->rope + mla->v) + 2 * (size_t)mla->q_a.rows;
+    return n + (moe ? 4 * (size_t)moe->n_experts : 0);
+}
+
+/* Allocates all memory of the device. A failure is kept in dev->error. */
+static void plain_alloc_buffers(plain_device *dev) {
+    const toka_shape *shape = dev->shape;
+    const toka_device_options *options = &dev->options;
+    const size_t n_slots = plain_at(options->n_pages, shape->B);
+    const size_t k_floats = (size_t)shape->K * (size_t)shape->D;
+    const size_t v_floats = (size_t)shape->K * (size_t)toka_value_size(shape);
+    /* a row of a weight is not longer than a row of its layer's scratch */
+    const size_t n_rows = (size_t)MAX(options->max_tokens, options->max_samples) + 1;
+    size_t row_floats = 0;
+    for (int layer = 0; layer < shape->L; layer++)
+        row_floats = MAX(row_floats, plain_layer_floats(shape, &dev->weights->layers[layer]));
+    dev->scratch_floats = n_rows * row_floats;
+    dev->scratch = plain_zalloc(dev, n_rows, row_floats * sizeof(float));
+    dev->k_cache = plain_zalloc(dev, (size_t)shape->L * n_slots, k_floats * sizeof(float));
+    dev->v_cache = plain_zalloc(dev, (size_t)shape->L * n_slots, v_floats * sizeof(float));
+    dev->kv_ids = plain_zalloc(dev, n_slots, sizeof(int32_t));
+    dev->last_tokens = plain_zalloc(dev, (size_t)options->n_seqs, sizeof(int32_t));
+    dev->history = plain_zalloc(dev, (size_t)shape->max_len, sizeof(int32_t));
+    dev->seen = plain_zalloc(dev, (size_t)shape->max_len, sizeof(int32_t));
+    dev->scores = plain_zalloc(dev, (size_t)shape->max_len + 1, sizeof(float));
+    dev->logits =
+        plain_zalloc(dev, (size_t)options->max_samples, (size_t)shape->V * sizeof(float));
+}
+
+static void plain_close(toka_device *device) {
+    plain_device *dev = plain_of(device);
+    if (!dev) return;
+    for (int i = 0; i < dev->n_owned; i++) free(dev->owned[i]);
+    free(dev);
+}
+
+COLD
+static int plain_open(toka_device **out, const toka_device_options *options,
+                      const toka_shape *shape, const toka_weights *weights, toka_err *e) {
+    if (options->bf16)
+        return fail(e, TOKA_E_USE, "plain backend: dtype bfloat16, expected float32");
+    if (options->max_tokens < 1 || options->max_samples < 1 || options->n_pages < 1 ||
+        options->n_pages > INT_MAX / shape->B)
+        return fail(e, TOKA_E_USE,
+                    "plain backend: %d tokens and %d sample rows a step, %d pages: out of range",
+                    options->max_tokens, options->max_samples, options->n_pages);
+    plain_device *dev = mem_zalloc(sizeof *dev);
+    dev->shape = shape;
+    dev->weights = weights;
+    dev->options = *options;
+    plain_alloc_buffers(dev);
+    if (dev->error.code) {
+        *e = dev->error;
+        plain_close((toka_device *)(void *)dev);
+        return e->code;
+    }
+    *out = (toka_device *)(void *)dev;
+    return 0;
+}
+
+static int plain_probe(int i, char *line, size_t bytes) {
+    snprintf(line, bytes, "float32 reference, one thread, slow");
+    return i == 0;
+}
+static int64_t plain_kv_bytes(const toka_shape *shape, const toka_weights *weights,
+                              const toka_device_options *options) {
+    (void)shape, (void)weights, (void)options;
+    return os_ram_bytes() / 4;
+}
+static const char *plain_describe(const toka_device *device) {
+    (void)device;
+    return "plain, float32, 1 thread";
+}
+static int plain_status(toka_device *device, toka_err *e) {
+    const plain_device *dev = plain_of(device);
+    if (dev->error.code) *e = dev->error;
+    return dev->error.code;
+}
+static toka_dev_ptr plain_alloc(toka_device *device, size_t bytes) {
+    return (toka_dev_ptr){(uintptr_t)plain_zalloc(plain_of(device), bytes, 1)};
+}
+static void plain_upload(toka_device *device, toka_dev_ptr to, const void *from, size_t bytes) {
+    (void)device;
+    memcpy(plain_ptr(to), from, bytes);
+}
+static void plain_download(toka_device *device, void *to, toka_dev_ptr from, size_t bytes) {
+    (void)device;
+    memcpy(to, plain_ptr(from), bytes);
+}
+static int plain_group_open(toka_group **out, int tp_size, int pp_size, toka_err *e) {
+    (void)out, (void)tp_size, (void)pp_size;
+    return fail(e, TOKA_E_USE, "plain backend: it has one rank, so every parallel size must be 1");
+}
+
+/* Fields that are not here are NULL, false or 0: there are no groups, and an op has done its work
+ * when it returns. */
+const toka_backend toka_plain = {
+    .name = "plain",
+    .probe = plain_probe,
+    .kv_bytes = plain_kv_bytes,
+    .open = plain_open,
+    .close = plain_close,
+    .describe = plain_describe,
+    .status = plain_status,
+    .alloc = plain_alloc,
+    .upload = plain_upload,
+    .download = plain_download,
+    .group_open = plain_group_open,
+    .copy_pages = plain_copy_pages,
+    .embed = plain_embed,
+    .keep_ids = plain_keep_ids,
+    .norm_qkv_rope_kv = plain_norm_qkv_rope_kv,
+    .attention = plain_attention,
+    .out_residual = plain_out_residual,
+    .norm_mlp_residual = plain_norm_mlp_residual,
+    .norm_logits_sample = plain_norm_logits_sample,
+    .activation_bytes = sizeof(float),
+    .page_tok = 16,
+    .reads_files = true,
+    .default_tokens = 512,
+    .default_seqs = 256,
+    .merge_cost = 4,
+    .span_cost = 32,
+    .rows_per_read = 1,
+    .max_in_flight = 2,
+};
+
+/* ===========================================================================
  * MARK: 19. CPU kernels and threads [cpu]
  * What the ops of chapter 20 are made of: the kernels of each instruction set (GEMM micro-kernels,
  * conversion to float32, and attention's two small GEMMs and online softmax), a thread pool, the
@@ -15989,7 +16705,7 @@ typedef struct model_rank {
     toka_shape shape;     /* of this rank's slice */
     toka_weights weights; /* this rank's slice; the layers are in model_grid.memory */
     toka_device *device;  /* opened and closed by `thread`; NULL before it is open */
-    toka_dev_ptr x, q, o; /* activations of one step: [T][E], [T][H][D], [T][H][D] */
+    toka_dev_ptr x, q, o; /* activations of one step: [T][E], [T][H][D], [T][H][Dv] */
     toka_sample_result *discarded; /* [max_samples], owned: results of a tensor rank other than 0,
                                     * never read; NULL for tensor rank 0 */
     pthread_t thread;
@@ -16029,6 +16745,11 @@ static void rank_all_reduce(model_rank *rank, toka_hidden *x, int n_rows) {
     if (rank->model->tp > 1) rank->model->backend->all_reduce(rank->device, x, n_rows);
 }
 
+static void rank_feed_forward(model_rank *rank, const toka_step *step, int layer, toka_hidden *x) {
+    rank->model->backend->norm_mlp_residual(rank->device, step, layer, x);
+    rank_all_reduce(rank, x, step->T);
+}
+
 /* Runs one step on this rank: its layers, and the ends of the model that its stage has. x carries
  * the state in which each op leaves the residual stream (toka_hidden). results: [n_samples] on the
  * last stage; the tensor ranks other than 0 write to `discarded` instead. */
@@ -16045,12 +16766,13 @@ static void rank_step(model_rank *rank, const toka_step *step, toka_sample_resul
     }
     if (rank->options.pp_rank == rank->model->pp - 1) backend->keep_ids(rank->device, step);
     for (int layer = 0; layer < rank->shape.L; layer++) {
+        const bool mlp_first = rank->weights.layers[layer].parallel;
         backend->norm_qkv_rope_kv(rank->device, step, layer, &x, rank->q);
         backend->attention(rank->device, step, layer, rank->q, rank->o);
+        if (mlp_first) rank_feed_forward(rank, step, layer, &x);
         backend->out_residual(rank->device, step, layer, rank->o, &x);
         rank_all_reduce(rank, &x, step->T);
-        backend->norm_mlp_residual(rank->device, step, layer, &x);
-        rank_all_reduce(rank, &x, step->T);
+        if (!mlp_first) rank_feed_forward(rank, step, layer, &x);
     }
     if (rank->options.pp_rank < rank->model->pp - 1)
         backend->send(rank->device, &x, step->T);
@@ -16068,13 +16790,12 @@ static int rank_open(model_rank *rank, toka_err *e) {
     int code = backend->open(&rank->device, &rank->options, shape, &rank->weights, e);
     if (code) return code;
     size_t n_tokens = (size_t)rank->options.max_tokens;
-    size_t head_bytes =
-        n_tokens * (size_t)shape->H * (size_t)shape->D * backend->activation_bytes;
+    size_t head_bytes = n_tokens * (size_t)shape->H * backend->activation_bytes;
     /* E rounded up to 8: a backend may pad the rows of x (toka.h) */
     rank->x = backend->alloc(rank->device, n_tokens * (size_t)((shape->E + 7) / 8 * 8) *
                                                backend->activation_bytes);
-    rank->q = backend->alloc(rank->device, head_bytes);
-    rank->o = backend->alloc(rank->device, head_bytes);
+    rank->q = backend->alloc(rank->device, head_bytes * (size_t)shape->D);
+    rank->o = backend->alloc(rank->device, head_bytes * (size_t)toka_value_size(shape));
     if (rank->options.tp_rank)
         rank->discarded =
             mem_alloc((size_t)rank->options.max_samples * sizeof *rank->discarded);
@@ -18172,24 +18893,22 @@ static int lib_open_text(toka **out, const toka_options *options, bool weights, 
 }
 
 #ifdef TOKA_WITH_CUDA
-static const toka_backend *const lib_backends[] = {&toka_cuda, &toka_cpu};
-static const char lib_device_names[] = "cuda and cpu";
+static const toka_backend *const lib_backends[] = {&toka_cuda, &toka_cpu, &toka_plain};
+static const char lib_device_names[] = "cuda, cpu and plain";
 #else
-static const toka_backend *const lib_backends[] = {&toka_cpu};
-static const char lib_device_names[] = "cpu";
+static const toka_backend *const lib_backends[] = {&toka_cpu, &toka_plain};
+static const char lib_device_names[] = "cpu and plain";
 #endif
 
 static bool lib_is_auto(const char *device) { return !device || !strcmp(device, "auto"); }
 
 /* Returns the backend with this name. "auto" and NULL: the first backend of lib_backends that has a
- * device; the CPU is last. Returns NULL if this build has no backend with this name. */
+ * device. The CPU always has one, so the plain backend, which is last, is never chosen. Returns
+ * NULL if this build has no backend with this name. */
 static const toka_backend *lib_find_backend(const char *device) {
     char line[200];
-    if (lib_is_auto(device)) {
-        for (int i = 0; i < COUNT(lib_backends) - 1; i++)
-            if (lib_backends[i]->probe(0, line, sizeof line)) return lib_backends[i];
-        return lib_backends[COUNT(lib_backends) - 1];
-    }
+    for (int i = 0; lib_is_auto(device); i++)
+        if (lib_backends[i]->probe(0, line, sizeof line)) return lib_backends[i];
     for (int i = 0; i < COUNT(lib_backends); i++)
         if (!strcmp(device, lib_backends[i]->name)) return lib_backends[i];
     return NULL;
@@ -18254,7 +18973,7 @@ SERVER_ONLY static int lib_bench_ops(void (*begin)(void *user, const char *gpu),
 
 /* Returns the error of an unknown device name, with a suggestion if the name is a misspelling. */
 static int lib_fail_no_device(const char *device, toka_err *e) {
-    static const char *const names[] = {"auto", "cpu", "cuda"};
+    static const char *const names[] = {"auto", "cpu", "cuda", "plain"};
     suggestion near = {.typed = str_c(device)};
     for (int i = 0; i < COUNT(names); i++) suggest_try(&near, names[i]);
     fail(e, TOKA_E_USE, "device %s: this build has auto, %s", device, lib_device_names);
@@ -29867,7 +30586,7 @@ static const cli_flag cli_flags[] = {
      FOR_RUN | FOR_TEMPLATE | FOR_BATCH | FOR_SERVE,
      "Jinja template instead of the model's own, or the name of one of them such as rag"},
     {"device", "", "NAME", CLI_TEXT, AT(open.device), FOR_OPENS,
-     "auto, cpu or cuda; auto uses a GPU if there is one"},
+     "auto, cpu, cuda, or plain (the slow reference code); auto uses a GPU if there is one"},
     {"dtype", "", "TYPE", CLI_TEXT, AT(open.dtype), FOR_OPENS,
      "arithmetic: auto, float32 (CPU only) or bfloat16; auto is float32 on the CPU, bfloat16 on a GPU. bfloat16 on "
      "the CPU needs AVX512_BF16: products of weights take inputs of 8 bits; log-probabilities change by 0.01 on average"},

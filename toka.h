@@ -75,7 +75,8 @@ typedef struct toka_options {
     const char *chat_template; /* a file with a Jinja template, or the name of one of the model's
                                   templates, such as rag; NULL: the model's "default", and its
                                   "tool_use" for chats with tools */
-    const char *device;        /* "auto", "cpu" or "cuda"; NULL: auto */
+    const char *device;        /* "auto", "cpu", "cuda", or "plain" (slow code that every other
+                                  device is compared with; auto never takes it); NULL: auto */
     int n_threads;             /* threads of the CPU backend, all its devices together, at most
                                   1,024; 0: one per core */
     int max_model_len;         /* longest sequence (prompt and output), tokens; 0: the model's own
@@ -406,8 +407,9 @@ int toka_main(int argc, char **argv);
 #ifdef TOKA_INTERNAL
 #include <assert.h>
 
-/* The backend boundary: one table of functions (toka_backend) with two instances: toka_cpu in
- * toka.c, toka_cuda in toka_kernels.cu.
+/* The backend boundary: one table of functions (toka_backend) with three instances: toka_plain and
+ * toka_cpu in toka.c, toka_cuda in toka_kernels.cu. toka_plain is the definition of each op in
+ * code.
  *
  * Dimension letters, equal everywhere: T tokens of this step, S sequences, L layers, H query heads,
  * K kv heads, D head size, E model width, F mlp width, V vocabulary, B tokens per page (a page is
@@ -1139,6 +1141,7 @@ static inline size_t toka_gpu_group_bytes(const toka_shape *shape, int max_token
 /* Returns the share of the free memory that may be allocated; asked 0: the default. */
 static inline double toka_gpu_utilization(double asked) { return asked > 0 ? asked : 0.9; }
 
+extern const toka_backend toka_plain;
 extern const toka_backend toka_cpu;
 #ifdef TOKA_WITH_CUDA
 extern const toka_backend toka_cuda;
