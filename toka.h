@@ -571,16 +571,17 @@ typedef enum toka_router_kind {
 
 /* Experts. For each token the router gives each expert a score; the top_k experts with the highest
  * scores compute, and their outputs are added, each times its weight. Among equal scores the lower
- * expert is first. The sum is added up in rising order of the experts' numbers. */
+ * expert (and group) is first. The sum is added up in rising order of the experts' numbers, the
+ * shared expert last. */
 typedef struct toka_moe {
     int n_experts, top_k;
     toka_router_kind kind;
     bool renormalize;            /* the weights of the top_k are divided by their sum */
-    float scale;                 /* ... and multiplied by this */
+    float scale;                 /* ... and multiplied by this; 0: 1 */
     int n_groups, top_groups;    /* n_groups > 1: experts are in n_groups equal groups, and only
                                     those of the top_groups best groups can be chosen */
-    bool groups_by_top2;         /* a group's score is the sum of its two highest scores; else its
-                                    highest */
+    bool groups_by_top2;         /* a group's score is the sum of its two highest scores, with
+                                    choice_bias; else its highest */
     toka_tensor router;          /* [X][E] */
     toka_tensor router_bias;     /* [1][X], added to the logits; or absent */
     toka_tensor choice_bias;     /* [1][X], added to the scores for the choice, not for the weights
