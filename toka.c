@@ -13549,10 +13549,7 @@ typedef struct plain_device {
     float *k_cache, *v_cache; /* [L][slots][K][D], [L][slots][K][Dv]; slots: n_pages * B */
     int32_t *kv_ids;          /* [slots] id of the token of each slot */
     int32_t *last_tokens;     /* [n_seqs] last sampled token of each seq */
-    int32_t *history;         /* [max_len] ids of one sequence */
-    int32_t *seen;            /* [max_len] slot of each position that a token sees */
-    float *scores;            /* [max_len + 1] scores of one head; one more for the sink */
-    float *logits;            /* [max_samples][V] */
+    int32_t *positions;       /* [max_len] slots, or ids, of one sequence's positions */
     float *scratch;           /* [scratch_floats] memory of the op that runs (plain_take) */
     size_t scratch_floats, used;
     void *owned[16]; /* all memory, for plain_close */
@@ -13560,36 +13557,30 @@ typedef struct plain_device {
     toka_err error; /* the first failure; code 0: none */
 } plain_device;
 
-/* toka_device is opaque here: it is the CPU backend's struct. */
-static plain_device *plain_of(toka_device *dev) { return (plain_device *)(void *)dev; }
+/* Every op begins with this: all scratch is free then. The struct toka_device is the CPU's. */
+static plain_device *plain_of(toka_device *device) {
+    plain_device *dev = (plain_device *)(void *)device;
+    dev->used = 0;
+    return dev;
+}
 static float *plain_ptr(toka_dev_ptr a) { return (float *)(uintptr_t)a.at; }
-
-/* Returns the first key (or value) of a slot: [K][D] (or [K][Dv]). */
-static float *plain_key(const plain_device *dev, int layer, int slot) {
-    const size_t i = (size_t)layer * (size_t)dev->options.n_pages * (size_t)dev->shape->B;
-    return dev->k_cache + (i + (size_t)slot) * (size_t)(dev->shape->K * dev->shape->D);
-}
-static float *plain_value(const plain_device *dev, int layer, int slot) {
-    const size_t i = (size_t)layer * (size_t)dev->options.n_pages * (size_t)dev->shape->B;
-    return dev->v_cache +
-           (i + (size_t)slot) * (size_t)(dev->shape->K * toka_value_size(dev->shape));
-}
 
 /* Where row i begins in rows of this width. */
 static size_t plain_at(int i, int width) { return (size_t)i * (size_t)width; }
 
-/* Returns n_rows rows of scratch. An op takes from the beginning (plain_begin); a function that
- * takes for its own use only resets `used`. */
+/* Returns the keys of a slot, [K][D], with cache k_cache and size D; or its values, with v_cache
+ * and Dv. */
+static float *plain_kv(const plain_device *dev, float *cache, int size, int layer, int slot) {
+    const size_t n_slots = plain_at(dev->options.n_pages, dev->shape->B);
+    return cache + ((size_t)layer * n_slots + (size_t)slot) * plain_at(dev->shape->K, size);
+}
+
+/* Returns n_rows rows of scratch. A function that takes for its own use only resets `used`. */
 static float *plain_take(plain_device *dev, int n_rows, int width) {
     float *taken = dev->scratch + dev->used;
     dev->used += plain_at(n_rows, width);
     assert(dev->used <= dev->scratch_floats);
     return taken;
-}
-static plain_device *plain_begin(toka_device *device) {
-    plain_device *dev = plain_of(device);
-    dev->used = 0;
-    return dev;
 }
 
 /* ---- The formulas: vectors ---- */
@@ -13618,15 +13609,16 @@ static void plain_softmax(float *x, int n) {
     for (int i = 0; i < n; i++) x[i] = (float)(exp(x[i] - max) / sum);
 }
 
-/* Returns a vector weight as float32; NULL: absent. */
+/* Returns a norm's weight or a bias as float32; NULL: absent. */
 static const float *plain_vector(plain_device *dev, const toka_tensor *tensor) {
-    if (!tensor->rows) return NULL;
+    if (!tensor || !tensor->rows) return NULL;
     float *vector = plain_take(dev, 1, tensor->cols);
     weight_row(tensor, 0, vector);
     return vector;
 }
 
-/* y = W x + bias, for n_rows rows. Each row of W is converted once for all of them. */
+/* y = W x + bias, for n_rows rows. Each row of W is converted once for all of them. bias: NULL or
+ * absent: none. */
 static void plain_linear(plain_device *dev, const toka_tensor *weight, const toka_tensor *bias,
                          const float *x, int n_rows, float *y) {
     const size_t used = dev->used, rows = (size_t)weight->rows, cols = (size_t)weight->cols;
@@ -13639,16 +13631,15 @@ static void plain_linear(plain_device *dev, const toka_tensor *weight, const tok
     }
     dev->used = used;
 }
-static const toka_tensor plain_absent = {0};
 
 /* y = (x - mean) / sqrt(mean square + eps) * (weight + offset), for n_rows rows as long as the
- * weight. The mean is 0 in RMSNorm. An absent weight: y stays. y may be x. */
-static void plain_norm(plain_device *dev, const toka_tensor *weight, const float *x, int n_rows,
-                       float *y) {
+ * weight; mean: 0 in RMSNorm. Returns the first row; without a weight, x itself. y may be x. */
+static const float *plain_norm(plain_device *dev, const toka_tensor *weight, const float *x,
+                               int n_rows, float *y) {
     const toka_shape *shape = dev->shape;
     const size_t used = dev->used;
     const int n = weight->cols;
-    const float *factor = plain_vector(dev, weight);
+    const float *factor = plain_vector(dev, weight), *first = factor ? y : x;
     for (int row = 0; factor && row < n_rows; row++, x += n, y += n) {
         double mean = 0, square = 0;
         for (int i = 0; shape->layer_norm && i < n; i++) mean += (double)x[i] / n;
@@ -13658,14 +13649,7 @@ static void plain_norm(plain_device *dev, const toka_tensor *weight, const float
             y[i] = (float)((x[i] - mean) * scale * (factor[i] + shape->norm_offset));
     }
     dev->used = used;
-}
-/* Returns norm(x) as new rows; x itself if the layer has no such norm. */
-static const float *plain_normed(plain_device *dev, const toka_tensor *weight, const float *x,
-                                 int n_rows) {
-    if (!weight->rows) return x;
-    float *y = plain_take(dev, n_rows, weight->cols);
-    plain_norm(dev, weight, x, n_rows, y);
-    return y;
+    return first;
 }
 
 /* Rotates each pair (a, b) of a head's first `dims` elements by the angle position * freq. */
@@ -13683,17 +13667,18 @@ static void plain_rope(const toka_rope *rope, int pos, float *head) {
 
 /* ---- Ops: copy_pages, embed, keep_ids ---- */
 
-COLD
-static void plain_copy_pages(toka_device *device, const toka_step *step) {
+COLD static void plain_copy_pages(toka_device *device, const toka_step *step) {
     const plain_device *dev = plain_of(device);
-    const size_t B = (size_t)dev->shape->B, K = (size_t)dev->shape->K * sizeof(float);
-    const size_t k_bytes = B * K * (size_t)dev->shape->D;
-    const size_t v_bytes = B * K * (size_t)toka_value_size(dev->shape);
+    const int K = dev->shape->K, D = dev->shape->D, Dv = toka_value_size(dev->shape);
+    const size_t B = (size_t)dev->shape->B;
     for (int i = 0; i < step->n_copies; i++) {
         const int from = step->copies[i].from * (int)B, to = step->copies[i].to * (int)B;
         for (int layer = 0; layer < dev->shape->L; layer++) {
-            memcpy(plain_key(dev, layer, to), plain_key(dev, layer, from), k_bytes);
-            memcpy(plain_value(dev, layer, to), plain_value(dev, layer, from), v_bytes);
+            memcpy(plain_kv(dev, dev->k_cache, D, layer, to),
+                   plain_kv(dev, dev->k_cache, D, layer, from), B * plain_at(K, D) * sizeof(float));
+            memcpy(plain_kv(dev, dev->v_cache, Dv, layer, to),
+                   plain_kv(dev, dev->v_cache, Dv, layer, from),
+                   B * plain_at(K, Dv) * sizeof(float));
         }
         memcpy(dev->kv_ids + to, dev->kv_ids + from, B * sizeof *dev->kv_ids);
     }
@@ -13704,8 +13689,7 @@ static int32_t plain_token_id(const plain_device *dev, int32_t id) {
     return id >= 0 ? id : dev->last_tokens[-1 - id];
 }
 
-COLD
-static void plain_embed(toka_device *device, const toka_step *step, toka_hidden *x) {
+COLD static void plain_embed(toka_device *device, const toka_step *step, toka_hidden *x) {
     const plain_device *dev = plain_of(device);
     const int E = dev->shape->E;
     const float scale = plain_or(dev->shape->embed_scale, 1);
@@ -13717,8 +13701,7 @@ static void plain_embed(toka_device *device, const toka_step *step, toka_hidden 
     }
 }
 
-COLD
-static void plain_keep_ids(toka_device *device, const toka_step *step) {
+COLD static void plain_keep_ids(toka_device *device, const toka_step *step) {
     const plain_device *dev = plain_of(device);
     for (int t = 0; t < step->T; t++)
         dev->kv_ids[step->kv_slot[t]] = plain_token_id(dev, step->ids[t]);
@@ -13735,11 +13718,10 @@ static void plain_mla_query(plain_device *dev, const toka_step *step, const toka
     float *heads = plain_take(dev, T, H * size), *row = plain_take(dev, 1, mla->latent);
     if (mla->q_a.rows) {
         float *low = plain_take(dev, T, mla->q_a.rows);
-        plain_linear(dev, &mla->q_a, &plain_absent, in, T, low);
-        plain_norm(dev, &mla->q_a_norm, low, T, low);
-        in = low;
+        plain_linear(dev, &mla->q_a, NULL, in, T, low);
+        in = plain_norm(dev, &mla->q_a_norm, low, T, low);
     }
-    plain_linear(dev, &mla->q_b, &plain_absent, in, T, heads);
+    plain_linear(dev, &mla->q_b, NULL, in, T, heads);
     memset(q, 0, plain_at(T, H * D) * sizeof *q);
     for (int h = 0; h < H; h++)
         for (int i = 0; i < mla->nope; i++) {
@@ -13760,7 +13742,7 @@ static void plain_mla_kv(plain_device *dev, const toka_step *step, const toka_la
                          const float *in, float *k, float *v) {
     const toka_mla *mla = layer->mla;
     const int D = mla->latent + mla->rope;
-    plain_linear(dev, &mla->kv_a, &plain_absent, in, step->T, k);
+    plain_linear(dev, &mla->kv_a, NULL, in, step->T, k);
     for (int t = 0; t < step->T; t++, k += D, v += mla->latent) {
         plain_norm(dev, &mla->kv_a_norm, k, 1, k);
         plain_rope(layer->rope, step->pos[t], k + mla->latent);
@@ -13785,30 +13767,30 @@ static void plain_heads(plain_device *dev, const toka_step *step, const toka_lay
 COLD
 static void plain_norm_qkv_rope_kv(toka_device *device, const toka_step *step, int layer,
                                    toka_hidden *x, toka_dev_ptr q) {
-    plain_device *dev = plain_begin(device);
+    plain_device *dev = plain_of(device);
     const toka_layer *weights = &dev->weights->layers[layer];
-    const int KD = dev->shape->K * dev->shape->D;
-    const int KDv = dev->shape->K * toka_value_size(dev->shape);
-    const float *in =
-        plain_normed(dev, &weights->attn_norm, plain_ptr(toka_hidden_read(x)), step->T);
-    float *k = plain_take(dev, step->T, KD), *v = plain_take(dev, step->T, KDv);
+    const int D = dev->shape->D, Dv = toka_value_size(dev->shape), T = step->T;
+    const int KD = dev->shape->K * D, KDv = dev->shape->K * Dv;
+    float *k = plain_take(dev, T, KD), *v = plain_take(dev, T, KDv);
+    const float *in = plain_norm(dev, &weights->attn_norm, plain_ptr(toka_hidden_read(x)), T,
+                                 plain_take(dev, T, dev->shape->E));
     if (weights->mla) {
         plain_mla_query(dev, step, weights, in, plain_ptr(q));
         plain_mla_kv(dev, step, weights, in, k, v);
     } else {
         plain_heads(dev, step, weights, in, plain_ptr(q), k, v);
     }
-    for (int t = 0; t < step->T; t++) {
+    for (int t = 0; t < T; t++, k += KD, v += KDv) {
         const int slot = step->kv_slot[t];
         assert(slot >= 0 && slot / dev->shape->B < dev->options.n_pages);
-        memcpy(plain_key(dev, layer, slot), k + plain_at(t, KD), (size_t)KD * sizeof *k);
-        memcpy(plain_value(dev, layer, slot), v + plain_at(t, KDv), (size_t)KDv * sizeof *v);
+        memcpy(plain_kv(dev, dev->k_cache, D, layer, slot), k, (size_t)KD * sizeof *k);
+        memcpy(plain_kv(dev, dev->v_cache, Dv, layer, slot), v, (size_t)KDv * sizeof *v);
     }
 }
 
 /* ---- Op: attention ---- */
 
-/* Lists in dev->seen the slots of the positions that token t sees, in rising order: those of the
+/* Lists in dev->positions the slots of what token t sees, in rising order: the positions of the
  * spans of its row, from its window on, up to its own. Returns their number. */
 static int plain_find_slots(const plain_device *dev, const toka_step *step, int window, int t) {
     const int B = dev->shape->B, pos = step->pos[t], first = window ? MAX(0, pos - window + 1) : 0;
@@ -13819,37 +13801,41 @@ static int plain_find_slots(const plain_device *dev, const toka_step *step, int 
         if (t < span->row0 || t >= span->row0 + span->n_rows) continue;
         for (int kv = 0; kv < span->n_kv; kv++)
             if (span->kv0 + kv >= first && span->kv0 + kv <= pos)
-                dev->seen[n++] = step->pages[span->page0 + kv / B] * B + kv % B;
+                dev->positions[n++] = step->pages[span->page0 + kv / B] * B + kv % B;
     }
     return n;
 }
 
-/* One query head of one token: o = sum of p[j] v[j] over the n positions in dev->seen. p is the
+/* One query head of one token: o = sum of p[j] v[j] over the n slots in dev->positions. p is the
  * softmax of their scores, scale q . k[j], and of the sink, a score without a value. */
-static void plain_attend(const plain_device *dev, int layer, int head, int n, const float *sink,
+static void plain_attend(plain_device *dev, int layer, int head, int n, const float *sink,
                          const float *q, float *o) {
     const toka_shape *shape = dev->shape;
+    const size_t used = dev->used;
+    float *p = plain_take(dev, 1, n + 1);
     const int D = shape->D, Dv = toka_value_size(shape), kv_head = head / (shape->H / shape->K);
     const float scale = plain_or(shape->attn_scale, 1 / sqrtf((float)D));
     for (int j = 0; j < n; j++) {
-        const float *k = plain_key(dev, layer, dev->seen[j]) + kv_head * D;
-        dev->scores[j] = plain_cap(scale * plain_dot(q, k, D), shape->attn_cap);
+        const float *k = plain_kv(dev, dev->k_cache, D, layer, dev->positions[j]);
+        p[j] = plain_cap(scale * plain_dot(q, k + kv_head * D, D), shape->attn_cap);
     }
-    if (sink) dev->scores[n] = *sink;
-    plain_softmax(dev->scores, sink ? n + 1 : n);
+    if (sink) p[n] = *sink;
+    plain_softmax(p, sink ? n + 1 : n);
     for (int i = 0; i < Dv; i++) {
         double sum = 0;
-        for (int j = 0; j < n; j++)
-            sum += (double)dev->scores[j] *
-                   plain_value(dev, layer, dev->seen[j])[kv_head * Dv + i];
+        for (int j = 0; j < n; j++) {
+            const float *v = plain_kv(dev, dev->v_cache, Dv, layer, dev->positions[j]);
+            sum += (double)p[j] * v[kv_head * Dv + i];
+        }
         o[i] = (float)sum;
     }
+    dev->used = used;
 }
 
 COLD
 static void plain_attention(toka_device *device, const toka_step *step, int layer, toka_dev_ptr q,
                             toka_dev_ptr o) {
-    plain_device *dev = plain_begin(device);
+    plain_device *dev = plain_of(device);
     const toka_layer *weights = &dev->weights->layers[layer];
     const int H = dev->shape->H, D = dev->shape->D, Dv = toka_value_size(dev->shape);
     const float *sinks = plain_vector(dev, &weights->sinks);
@@ -13880,16 +13866,16 @@ static const float *plain_mla_values(plain_device *dev, const toka_mla *mla, con
 }
 
 /* x += residual_scale * norm(y), where y, [T][E], is what a mixer or a feed-forward returned. */
-static void plain_residual(plain_device *dev, const toka_tensor *post_norm, const float *y, int T,
+static void plain_residual(plain_device *dev, const toka_tensor *post_norm, float *y, int T,
                            float *x) {
-    plain_add(x, plain_or(dev->shape->residual_scale, 1), plain_normed(dev, post_norm, y, T),
+    plain_add(x, plain_or(dev->shape->residual_scale, 1), plain_norm(dev, post_norm, y, T, y),
               plain_at(T, dev->shape->E));
 }
 
 COLD
 static void plain_out_residual(toka_device *device, const toka_step *step, int layer,
                                toka_dev_ptr o, toka_hidden *x) {
-    plain_device *dev = plain_begin(device);
+    plain_device *dev = plain_of(device);
     const toka_layer *weights = &dev->weights->layers[layer];
     float *y = plain_take(dev, step->T, dev->shape->E), *sum = plain_ptr(toka_hidden_read(x));
     const float *values = weights->mla ? plain_mla_values(dev, weights->mla, plain_ptr(o), step->T)
@@ -13971,25 +13957,8 @@ static void plain_route(const toka_moe *moe, const float *choice_bias, float *we
     double sum = 0;
     for (int i = 0; i < n; i++) sum += weight[i];
     for (int i = 0; i < n; i++)
-        weight[i] = (float)(weight[i] / (moe->renormalize ? sum : 1) * moe->scale);
-}
-
-/* y += weight * expert(x), for the rows that chose this expert. weight: [T][X]. */
-static void plain_expert(plain_device *dev, const toka_layer *layer, int expert,
-                         const float *weight, const float *x, int T, float *y) {
-    const size_t used = dev->used, E = (size_t)dev->shape->E;
-    const int X = layer->moe->n_experts;
-    float *chosen = plain_take(dev, T, dev->shape->E), *out = plain_take(dev, T, dev->shape->E);
-    int n = 0, i = 0;
-    for (int t = 0; t < T; t++)
-        if (weight[plain_at(t, X) + (size_t)expert] != 0)
-            memcpy(chosen + (size_t)n++ * E, x + (size_t)t * E, E * sizeof *x);
-    if (n) plain_mlp(dev, &layer->moe->experts[expert], layer->activation, chosen, n, out);
-    for (int t = 0; t < T; t++) {
-        const float factor = weight[plain_at(t, X) + (size_t)expert];
-        if (factor != 0) plain_add(y + (size_t)t * E, factor, out + (size_t)i++ * E, E);
-    }
-    dev->used = used;
+        weight[i] = (float)(weight[i] / (moe->renormalize ? sum : 1) *
+                            plain_or(moe->scale, 1));
 }
 
 /* y = sum of the chosen experts' outputs times their weights, in rising order of the experts, then
@@ -13997,30 +13966,33 @@ static void plain_expert(plain_device *dev, const toka_layer *layer, int expert,
 static void plain_moe(plain_device *dev, const toka_layer *layer, const float *x, int T, float *y) {
     const toka_moe *moe = layer->moe;
     const int X = moe->n_experts, E = dev->shape->E;
-    float *weight = plain_take(dev, T, X), *choice = plain_take(dev, 2, X);
+    float *weights = plain_take(dev, T, X), *choice = plain_take(dev, 2, X);
+    float *out = plain_take(dev, 1, E);
     const float *choice_bias = plain_vector(dev, &moe->choice_bias);
-    plain_linear(dev, &moe->router, &moe->router_bias, x, T, weight);
-    for (int t = 0; t < T; t++)
-        plain_route(moe, choice_bias, weight + plain_at(t, X), choice);
+    const float *shared_gate = plain_vector(dev, &moe->shared_gate);
+    plain_linear(dev, &moe->router, &moe->router_bias, x, T, weights);
     memset(y, 0, plain_at(T, E) * sizeof *y);
-    for (int i = 0; i < X; i++) plain_expert(dev, layer, i, weight, x, T, y);
-    if (!moe->shared.gate.rows) return;
-    const float *gate = plain_vector(dev, &moe->shared_gate);
-    float *out = plain_take(dev, T, E);
-    plain_mlp(dev, &moe->shared, layer->activation, x, T, out);
-    for (int t = 0; t < T; t++)
-        plain_add(y + plain_at(t, E),
-                  gate ? plain_sigmoid(plain_dot(gate, x + plain_at(t, E), E)) : 1,
-                  out + plain_at(t, E), (size_t)E);
+    for (int t = 0; t < T; t++, x += E, y += E, weights += X) {
+        plain_route(moe, choice_bias, weights, choice);
+        for (int i = 0; i < X; i++) {
+            if (weights[i] == 0) continue;
+            plain_mlp(dev, &moe->experts[i], layer->activation, x, 1, out);
+            plain_add(y, weights[i], out, (size_t)E);
+        }
+        if (!moe->shared.gate.rows) continue;
+        plain_mlp(dev, &moe->shared, layer->activation, x, 1, out);
+        plain_add(y, shared_gate ? plain_sigmoid(plain_dot(shared_gate, x, E)) : 1, out, (size_t)E);
+    }
 }
 
 COLD
 static void plain_norm_mlp_residual(toka_device *device, const toka_step *step, int layer,
                                     toka_hidden *x) {
-    plain_device *dev = plain_begin(device);
+    plain_device *dev = plain_of(device);
     const toka_layer *weights = &dev->weights->layers[layer];
     float *sum = plain_ptr(toka_hidden_read(x)), *y = plain_take(dev, step->T, dev->shape->E);
-    const float *in = plain_normed(dev, &weights->mlp_norm, sum, step->T);
+    const float *in = plain_norm(dev, &weights->mlp_norm, sum, step->T,
+                                 plain_take(dev, step->T, dev->shape->E));
     if (weights->moe) plain_moe(dev, weights, in, step->T, y);
     else plain_mlp(dev, &weights->mlp, weights->activation, in, step->T, y);
     plain_residual(dev, &weights->mlp_post_norm, y, step->T, sum);
@@ -14035,30 +14007,29 @@ static const int32_t *plain_history(const plain_device *dev, const toka_sample_r
     if (row->scored_id >= 0 || !samp_needs_history(row->sampling)) return NULL;
     assert(row->n_history <= dev->shape->max_len);
     for (int i = 0; i < row->n_history; i++)
-        dev->history[i] = dev->kv_ids[row->pages[i / B] * B + i % B];
-    return dev->history;
+        dev->positions[i] = dev->kv_ids[row->pages[i / B] * B + i % B];
+    return dev->positions;
 }
 
 COLD
 static void plain_norm_logits_sample(toka_device *device, const toka_step *step, toka_hidden *x,
                                      toka_sample_result *results) {
-    plain_device *dev = plain_begin(device);
+    plain_device *dev = plain_of(device);
     const toka_shape *shape = dev->shape;
     const float *from = plain_ptr(toka_hidden_read(x));
     const int E = shape->E, V = shape->V, n = step->n_samples;
-    float *rows = plain_take(dev, n, E);
+    float *rows = plain_take(dev, n, E), *logits = plain_take(dev, n, V);
     for (int i = 0; i < n; i++)
         memcpy(rows + plain_at(i, E), from + plain_at(step->samples[i].row, E),
                (size_t)E * sizeof *rows);
-    plain_linear(dev, &dev->weights->lm_head, &plain_absent,
-                 plain_normed(dev, &dev->weights->norm, rows, n), n, dev->logits);
+    plain_linear(dev, &dev->weights->lm_head, NULL,
+                 plain_norm(dev, &dev->weights->norm, rows, n, rows), n, logits);
     for (size_t i = 0; i < plain_at(n, V); i++)
-        dev->logits[i] =
-            plain_cap(dev->logits[i] * plain_or(shape->logit_scale, 1), shape->logit_cap);
-    if (step->logits) memcpy(step->logits, dev->logits, plain_at(n, V) * sizeof *dev->logits);
-    for (int i = 0; i < n; i++) {
+        logits[i] = plain_cap(logits[i] * plain_or(shape->logit_scale, 1), shape->logit_cap);
+    if (step->logits) memcpy(step->logits, logits, plain_at(n, V) * sizeof *logits);
+    for (int i = 0; i < n; i++, logits += V) {
         const toka_sample_row *row = &step->samples[i];
-        samp_row(row, plain_history(dev, row), dev->logits + plain_at(i, V), V, &results[i]);
+        samp_row(row, plain_history(dev, row), logits, V, &results[i]);
         if (row->seq >= 0 && row->seq < dev->options.n_seqs)
             dev->last_tokens[row->seq] = results[i].id;
     }
@@ -14080,17 +14051,17 @@ static void *plain_zalloc(plain_device *dev, size_t count, size_t size) {
     return memory;
 }
 
-/* Returns the floats of scratch that an op of this layer takes for a row, or more. */
-static size_t plain_layer_floats(const toka_shape *shape, const toka_layer *layer) {
+/* Returns the floats of scratch that an op of this layer takes for a row, or more; also at least
+ * the length of a row of each weight. */
+static size_t plain_row_floats(const toka_shape *shape, const toka_layer *layer) {
     const toka_mla *mla = layer->mla;
     const toka_moe *moe = layer->moe;
-    const int H = shape->H, D = shape->D, Dv = toka_value_size(shape);
     int F = moe ? moe->shared.gate.rows : layer->mlp.gate.rows;
     for (int i = 0; moe && i < moe->n_experts; i++) F = MAX(F, moe->experts[i].gate.rows);
-    size_t n = 8 * (size_t)shape->E + 2 * (size_t)F + (size_t)(H + shape->K) * (size_t)(D + Dv);
-    if (mla)
-        n += (size_t)H * (size_t)(mla->nope + mla->rope + mla->v) + 2 * (size_t)mla->q_a.rows;
-    return n + (moe ? 4 * (size_t)moe->n_experts : 0);
+    int heads = (shape->H + shape->K) * (shape->D + toka_value_size(shape));
+    if (mla) heads += shape->H * (mla->nope + mla->rope + mla->v) + mla->q_a.rows;
+    return 4 * (size_t)shape->E + 2 * (size_t)F + (size_t)heads +
+           (moe ? 5 * (size_t)moe->n_experts : 0);
 }
 
 /* Allocates all memory of the device. A failure is kept in dev->error. */
@@ -14098,29 +14069,26 @@ static void plain_alloc_buffers(plain_device *dev) {
     const toka_shape *shape = dev->shape;
     const toka_device_options *options = &dev->options;
     const size_t n_slots = plain_at(options->n_pages, shape->B);
-    const size_t k_floats = (size_t)shape->K * (size_t)shape->D;
-    const size_t v_floats = (size_t)shape->K * (size_t)toka_value_size(shape);
-    /* a row of a weight is not longer than a row of its layer's scratch */
-    const size_t n_rows = (size_t)MAX(options->max_tokens, options->max_samples) + 1;
+    const size_t n_keys = (size_t)shape->L * n_slots * (size_t)shape->K;
+    const size_t n_rows = (size_t)MAX(options->max_tokens, options->max_samples);
     size_t row_floats = 0;
     for (int layer = 0; layer < shape->L; layer++)
-        row_floats = MAX(row_floats, plain_layer_floats(shape, &dev->weights->layers[layer]));
-    dev->scratch_floats = n_rows * row_floats;
-    dev->scratch = plain_zalloc(dev, n_rows, row_floats * sizeof(float));
-    dev->k_cache = plain_zalloc(dev, (size_t)shape->L * n_slots, k_floats * sizeof(float));
-    dev->v_cache = plain_zalloc(dev, (size_t)shape->L * n_slots, v_floats * sizeof(float));
+        row_floats = MAX(row_floats, plain_row_floats(shape, &dev->weights->layers[layer]));
+    /* a few vectors in addition to the rows, such as a norm's weights; the scores of attention;
+     * the logits */
+    dev->scratch_floats = (n_rows + 4) * row_floats + (size_t)shape->max_len + 1 +
+                          plain_at(options->max_samples, shape->V);
+    dev->scratch = plain_zalloc(dev, dev->scratch_floats, sizeof(float));
+    dev->k_cache = plain_zalloc(dev, n_keys, (size_t)shape->D * sizeof(float));
+    dev->v_cache = plain_zalloc(dev, n_keys, (size_t)toka_value_size(shape) * sizeof(float));
     dev->kv_ids = plain_zalloc(dev, n_slots, sizeof(int32_t));
     dev->last_tokens = plain_zalloc(dev, (size_t)options->n_seqs, sizeof(int32_t));
-    dev->history = plain_zalloc(dev, (size_t)shape->max_len, sizeof(int32_t));
-    dev->seen = plain_zalloc(dev, (size_t)shape->max_len, sizeof(int32_t));
-    dev->scores = plain_zalloc(dev, (size_t)shape->max_len + 1, sizeof(float));
-    dev->logits =
-        plain_zalloc(dev, (size_t)options->max_samples, (size_t)shape->V * sizeof(float));
+    dev->positions = plain_zalloc(dev, (size_t)shape->max_len, sizeof(int32_t));
 }
 
 static void plain_close(toka_device *device) {
+    if (!device) return;
     plain_device *dev = plain_of(device);
-    if (!dev) return;
     for (int i = 0; i < dev->n_owned; i++) free(dev->owned[i]);
     free(dev);
 }
