@@ -1,0 +1,298 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the checkpoint folder of a fixture of test/models/: config.json and model.safetensors, in Hugging Face layout.
+
+Run:  python3 test/model_weights.py FIXTURE FOLDER [EDIT]    FIXTURE: a name or a path of a .json file; EDIT: a name of EDITS
+      python3 test/model_weights.py                          lists the fixtures and the edits
+
+The fixture has a seed and, for each tensor, name, shape, dtype, centre and width. It has no weights: they are computed here. It needs
+numpy only. All arithmetic is exact or rounds once in float32, so every machine writes the same bytes.
+
+Numbers. FNV1A is the 64-bit FNV-1a hash, MIX the last step of splitmix64; all integers are unsigned and wrap at 2^64:
+
+    GOLD            0x9E3779B97F4A7C15
+    MIX(x)          x ^= x >> 30, x *= 0xBF58476D1CE4E5B9, x ^= x >> 27, x *= 0x94D049BB133111EB, x ^= x >> 31
+    key             MIX(seed * GOLD + FNV1A(tensor name))
+    word(i)         MIX(key + (i + 1) * GOLD), i: index of the element in row-major order, from 0
+    unit(i)         ((word(i) >> 40) - 2^23) * 2^-23: float32 in [-1, 1)
+    integer(i, n)   ((word(i) >> 40) * n) >> 24: 0 to n - 1
+    value(i)        float32 centre + float32(float32 width * unit(i)), then rounded to the tensor's dtype (ties to even)
+
+A tensor of dtype "quant" is a matrix [N][K] that the checkpoint has in another form: see FORMS. Its codes and scales are generated,
+not quantized, so the values that they stand for are exact. Those values are what transformers computes the reference with.
+"""
+import json
+import os
+import struct
+import sys
+
+import numpy as np
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+MODELS = os.path.join(HERE, "models")
+GOLD = 0x9E3779B97F4A7C15
+MASK = (1 << 64) - 1
+SIZES = {"F32": np.uint32, "F16": np.uint16, "BF16": np.uint16, "F8_E4M3": np.uint8, "U8": np.uint8, "I32": np.uint32, "I64": np.uint64}
+
+
+# ---- The generator ----
+
+def fnv1a(text):
+    h = 0xCBF29CE484222325
+    for byte in text.encode():
+        h = (h ^ byte) * 0x100000001B3 & MASK
+    return h
+
+
+def mix(x):
+    """x: array of uint64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def words(seed, name, n):
+    """The first n words of the tensor's stream, 24 bits each."""
+    key = mix(np.array([(seed * GOLD + fnv1a(name)) & MASK], np.uint64))
+    return (mix(key + np.arange(1, n + 1, dtype=np.uint64) * np.uint64(GOLD)) >> np.uint64(40)).astype(np.int64)
+
+
+def unit(seed, name, shape):
+    n = int(np.prod(shape))
+    return ((words(seed, name, n) - (1 << 23)).astype(np.float32) * np.float32(2.0 ** -23)).reshape(shape)
+
+
+def integers(seed, name, shape, limit):
+    n = int(np.prod(shape))
+    return ((words(seed, name, n) * limit) >> 24).reshape(shape)
+
+
+# ---- Number formats ----
+
+def bf16_bits(x):
+    """float32 to bfloat16, to nearest, ties to even."""
+    b = x.astype(np.float32).view(np.uint32)
+    return ((b + np.uint32(0x7FFF) + ((b >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+
+
+def to_bits(x, dtype):
+    """float32 to the bits of a dtype of SIZES."""
+    if dtype == "BF16":
+        return bf16_bits(x)
+    if dtype == "F16":
+        return x.astype(np.float16).view(np.uint16)
+    return x.astype(np.float32).view(np.uint32)
+
+
+def from_bits(bits, dtype):
+    """The reverse."""
+    if dtype == "BF16":
+        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return bits.view(np.float16).astype(np.float32) if dtype == "F16" else bits.view(np.float32)
+
+
+def rounded(x, dtype):
+    return from_bits(to_bits(x, dtype), dtype)
+
+
+E4M3 = np.array([(c & 7) * 2.0 ** -9 if c < 8 else (8 + (c & 7)) * 2.0 ** ((c >> 3) - 10) for c in range(127)], np.float32)
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+
+
+def e4m3_codes(x):
+    """float32 in [-448, 448] to FP8 e4m3, to nearest, ties to even."""
+    a = np.abs(x)
+    middle = (E4M3[:-1] + E4M3[1:]) / np.float32(2)
+    code = np.searchsorted(middle, a)                    # the number of middles below a
+    tie = (code < 126) & (a == middle[np.minimum(code, 125)]) & (code % 2 == 1)
+    return ((code + tie) | np.where(np.signbit(x), 128, 0)).astype(np.uint8)
+
+
+def e4m3_values(code):
+    return np.where(code & 128, -1, 1).astype(np.float32) * E4M3[code & 127]
+
+
+def pack4(q, axis, order=range(8)):
+    """Eight numbers of four bits to a word, along an axis. Nibble i of a word, from the low end, holds number order[i]."""
+    q = np.moveaxis(q, axis, -1).astype(np.uint32)
+    q = q.reshape(*q.shape[:-1], -1, 8)
+    word = np.zeros(q.shape[:-1], np.uint32)
+    for i, k in enumerate(order):
+        word |= q[..., k] << np.uint32(4 * i)
+    return np.ascontiguousarray(np.moveaxis(word, -1, axis))
+
+
+# ---- Forms of a quantized matrix ----
+# A form takes (make, name, N, K, how) and returns (tensors of the checkpoint, the matrix in float32). `name` is that of the matrix
+# without ".weight"; `make` has the seed and the width of the matrix; `how` is the "quant" object of the fixture.
+
+class Make:
+    def __init__(self, seed, name, width):
+        self.seed, self.name, self.width = seed, name, np.float32(width)
+
+    def unit(self, what, shape):
+        return unit(self.seed, f"{self.name}.{what}", shape)
+
+    def integers(self, what, shape, limit):
+        return integers(self.seed, f"{self.name}.{what}", shape, limit)
+
+    def scales(self, shape, step, dtype):
+        """Scales from half to one and a half of width / step, in a dtype. They differ so much that a wrong one shows."""
+        return rounded(self.width / np.float32(step) * (np.float32(1) + np.float32(0.5) * self.unit("scale", shape)), dtype)
+
+
+def spread(scale, N, K, rows, cols):
+    """One number for each element, from one for each block; the last blocks may be cut."""
+    return np.repeat(np.repeat(scale, rows, 0)[:N], cols, 1)[:, :K]
+
+
+def form_fp8(make, name, N, K, how):
+    """FP8 e4m3. how: block [rows, cols] of numbers with one scale, 0: all; scale: name of the scale; shape: of the scale if it is
+    one number; scale_dtype. A weight is code * scale."""
+    rows, cols = (how["block"][i] or n for i, n in enumerate((N, K)))
+    u = make.unit("codes", (N, K))
+    code = e4m3_codes(np.float32(448) * u * np.abs(u))   # squared: many small numbers
+    dtype = how.get("scale_dtype", "F32")
+    scale = make.scales((-(-N // rows), -(-K // cols)), 448, dtype)
+    shape = how.get("shape", scale.shape)
+    return ({f"{name}.weight": ("F8_E4M3", code), f"{name}.{how['scale']}": (dtype, to_bits(scale, dtype).reshape(shape))},
+            e4m3_values(code) * spread(scale, N, K, rows, cols))
+
+
+def int4_parts(make, N, K, how):
+    """Codes [N][K], scales and zero points [N][groups], the group of each column, and the matrix. how: group, -1: one group; sym: the
+    zero point is 8; order: columns belong to groups in a random order; scale_dtype."""
+    group = how["group"] if how["group"] > 0 else K
+    q = make.integers("codes", (N, K), 16)
+    scale = make.scales((N, K // group), 8, how["scale_dtype"])
+    zero = np.full(scale.shape, 8) if how.get("sym") else 4 + make.integers("zeros", scale.shape, 9)
+    order = np.argsort(words(make.seed, f"{make.name}.order", K), kind="stable") if how.get("order") else np.arange(K)
+    index = np.empty(K, np.int64)
+    index[order] = np.arange(K) // group
+    dense = (q - zero[:, index]).astype(np.float32) * scale[:, index]
+    return q, scale, zero, index, dense
+
+
+def form_awq(make, name, N, K, how):
+    q, scale, zero, _, dense = int4_parts(make, N, K, how)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    return {f"{name}.qweight": ("I32", pack4(q.T, 1, order)), f"{name}.qzeros": ("I32", pack4(zero.T, 1, order)),
+            f"{name}.scales": (how["scale_dtype"], np.ascontiguousarray(to_bits(scale, how["scale_dtype"]).T))}, dense
+
+
+def form_gptq(make, name, N, K, how):
+    """The first version stores zero points that are one less than meant; how["v2"]: the second does not."""
+    q, scale, zero, index, dense = int4_parts(make, N, K, how)
+    return {f"{name}.qweight": ("I32", pack4(q.T, 0)), f"{name}.qzeros": ("I32", pack4(zero.T - (0 if how.get("v2") else 1), 1)),
+            f"{name}.scales": (how["scale_dtype"], np.ascontiguousarray(to_bits(scale, how["scale_dtype"]).T)),
+            f"{name}.g_idx": ("I32", index.astype(np.uint32))}, dense
+
+
+def form_packed(make, name, N, K, how):
+    """compressed-tensors' pack-quantized: a code is the number + 8, and so is a zero point."""
+    q, scale, zero, index, dense = int4_parts(make, N, K, how)
+    tensors = {f"{name}.weight_packed": ("I32", pack4(q, 1)), f"{name}.weight_scale": (how["scale_dtype"], to_bits(scale, how["scale_dtype"])),
+               f"{name}.weight_shape": ("I64", np.array([N, K], np.uint64))}
+    if not how.get("sym"):
+        tensors[f"{name}.weight_zero_point"] = ("I32", pack4(zero, 0))
+    if how.get("order"):
+        tensors[f"{name}.weight_g_idx"] = ("I32", index.astype(np.uint32))
+    return tensors, dense
+
+
+def form_mxfp4(make, name, shape, how):
+    """GPT-OSS' experts: [X][N][K] in blocks of 32 numbers of K, the low nibble first, with one power of two. Without quantization
+    the file has the transpose, [X][K][N]."""
+    X, K, N = shape
+    code = make.integers("codes", (X, N, K // 32, 16, 2), 16)
+    power = int(np.frexp(make.width / np.float32(6))[1]) - 1 + make.integers("scale", (X, N, K // 32), 3) - 1
+    value = np.where(code & 8, -1, 1).astype(np.float32) * FP4[code & 7]
+    dense = np.ldexp(value.reshape(X, N, K // 32, 32), power[..., None]).astype(np.float32).reshape(X, N, K)
+    return {f"{name}_blocks": ("U8", (code[..., 0] | code[..., 1] << 4).astype(np.uint8)),
+            f"{name}_scales": ("U8", (power + 127).astype(np.uint8))}, np.ascontiguousarray(dense.transpose(0, 2, 1))
+
+
+FORMS = {"fp8": form_fp8, "awq": form_awq, "gptq": form_gptq, "packed": form_packed}
+
+
+# ---- From a fixture to a folder ----
+
+def load(name):
+    """name: of a fixture, or the path of its file."""
+    with open(name if name.endswith(".json") else os.path.join(MODELS, name + ".json")) as f:
+        return json.load(f)
+
+
+def groups(spec, dense):
+    """(dtype, shape, centre, width, name) of each tensor. "extra" tensors belong to the quantized form only."""
+    for dtype, shape, centre, width, names in spec["tensors"] + ([] if dense else spec.get("extra", [])):
+        for name in names:
+            yield dtype, shape, centre, width, name
+
+
+def quantized(spec, name, shape, width, dense):
+    how, make = spec["quant"], Make(spec["seed"], name, width)
+    if how["form"] == "mxfp4":
+        parts, matrix = form_mxfp4(make, name, shape, how)
+    else:
+        parts, matrix = FORMS[how["form"]](make, name.removesuffix(".weight"), *shape, how)
+    return {name: ("F32", to_bits(matrix, "F32"))} if dense else parts
+
+
+def tensors_of(spec, dense=False):
+    """name -> (dtype, array of bits). dense: quantized matrices as float32."""
+    out = {}
+    for dtype, shape, centre, width, name in groups(spec, dense):
+        stream = spec.get("as", {}).get(name, name)
+        if dtype == "quant":
+            out.update(quantized(spec, name, shape, width, dense))
+            continue
+        out[name] = (dtype, to_bits(np.float32(centre) + np.float32(width) * unit(spec["seed"], stream, shape), dtype))
+        for source, copy in spec.get("equal_rows", {}).get(name, []):
+            out[name][1][copy] = out[name][1][source]
+    return out
+
+
+def write_safetensors(path, tensors):
+    header, at = {"__metadata__": {"format": "pt"}}, 0
+    for name, (dtype, bits) in tensors.items():
+        assert bits.dtype == SIZES[dtype], f"{name}: {bits.dtype} for {dtype}"
+        header[name] = {"dtype": dtype, "shape": list(bits.shape), "data_offsets": [at, at + bits.nbytes]}
+        at += bits.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as f:
+        f.write(struct.pack("<Q", len(text)) + text)
+        for _, bits in tensors.values():
+            f.write(np.ascontiguousarray(bits).tobytes())
+
+
+def write(folder, spec, dense=False, edit=None):
+    """Writes the folder. dense: the same numbers without quantization. edit: a function of EDITS."""
+    tensors, config = tensors_of(spec, dense), json.loads(json.dumps(spec["config"]))
+    files = {} if dense else dict(spec.get("files", {}))
+    if dense:
+        config.pop("quantization_config", None)
+    if edit:
+        edit(config, tensors)
+    os.makedirs(folder, exist_ok=True)
+    for name, content in {"config.json": config, **files}.items():
+        with open(os.path.join(folder, name), "w") as f:
+            json.dump(content, f, indent=1)
+    write_safetensors(os.path.join(folder, "model.safetensors"), tensors)
+
+
+EDITS = {}
+
+
+def main():
+    if len(sys.argv) < 3:
+        print("fixtures:", *sorted(x.removesuffix(".json") for x in os.listdir(MODELS)))
+        print("edits:", *(f"{name} ({base})" for name, (base, _) in EDITS.items()))
+        return
+    edit = EDITS[sys.argv[3]][1] if len(sys.argv) > 3 else None
+    write(sys.argv[2], load(sys.argv[1]), edit=edit)
+
+
+if __name__ == "__main__":
+    main()
