@@ -124,11 +124,11 @@ def gpt_oss(**more):
 
 
 def deepseek(version, **more):
-    names = dict(first_k_dense_replace=1, kv_lora_rank=40, q_lora_rank=None, qk_nope_head_dim=24, qk_rope_head_dim=16, v_head_dim=20,
-                 moe_intermediate_size=51, n_routed_experts=12, n_shared_experts=2, num_experts_per_tok=3, moe_layer_freq=1,
+    names = dict(E=72, H=3, K=3, F=99, V=263, L=3, first_k_dense_replace=1, kv_lora_rank=40, q_lora_rank=None, qk_nope_head_dim=24,
+                 qk_rope_head_dim=16, v_head_dim=20, moe_intermediate_size=51, n_routed_experts=12, n_shared_experts=2, num_experts_per_tok=3, moe_layer_freq=1,
                  routed_scaling_factor=1.0, norm_topk_prob=False, scoring_func="softmax", topk_method="greedy", n_group=1, topk_group=1,
                  attention_bias=False, rope_theta=900.0, rope_scaling=None)
-    return config((f"DeepseekV{version}ForCausalLM", f"deepseek_v{version}"), E=72, H=3, K=3, F=99, V=263, L=3, **{**names, **more})
+    return config((f"DeepseekV{version}ForCausalLM", f"deepseek_v{version}"), **{**names, **more})
 
 
 MTP = ["enorm.weight", "hnorm.weight", "shared_head.norm.weight"]          # of the layer that predicts one token more, some tensors
@@ -212,6 +212,132 @@ MODELS = {
 }
 
 
+# ---- Weight formats ------------------------------------------------------------------------------------------------------
+# A "quant" field: the form (FORMS of model_weights.py) and its parameters; "modules": a pattern of the names of its matrices.
+
+LINEAR = r"layers.*_proj\.weight$"
+
+
+def dense_model(quantization, dtype="bfloat16", **more):
+    """A Qwen3 whose matrices are multiples of 128: two or three blocks each way."""
+    return config(("Qwen3ForCausalLM", "qwen3"), **{**dict(E=256, H=4, K=2, F=384, V=263, L=2, D=64, rope_theta=700.0, tied=True,
+                                                           dtype=dtype, quantization_config=quantization), **more})
+
+
+def edge_model(quantization, dtype="bfloat16", **more):
+    """A Llama whose matrices end within a block of 128, and none of whose sizes is a power of two."""
+    return config(("LlamaForCausalLM", "llama"), **{**dict(E=160, H=5, K=1, F=224, V=263, L=2, D=40, rope_theta=700.0, dtype=dtype,
+                                                           quantization_config=quantization), **more})
+
+
+def fp8(block, scale, modules=LINEAR, **more):
+    return {"form": "fp8", "block": block, "scale": scale, "modules": modules, **more}
+
+
+def int4(form, group, dtype="F16", modules=LINEAR, **more):
+    return {"form": form, "group": group, "scale_dtype": dtype, "modules": modules, **more}
+
+
+def compressed(form, weights, inputs=None, ignore=("lm_head",), **more):
+    """compressed-tensors' quantization_config."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed", "config_groups": {"group_0": group},
+            "ignore": list(ignore), "kv_cache_scheme": None, "global_compression_ratio": 1.5, **more}
+
+
+def numbers(bits, kind, strategy, **more):
+    return {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False, "group_size": None,
+            "block_structure": None, "actorder": None, "observer": "minmax", "observer_kwargs": {}, **more}
+
+
+def gptq(group, **more):
+    return {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": False, "sym": True, "lm_head": False,
+            "damp_percent": 0.01, "true_sequential": True, **more}
+
+
+def awq(group, skip=None):
+    return {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm", "zero_point": True, "modules_to_not_convert": skip}
+
+
+FP8_TENSOR, FP8_TOKEN = numbers(8, "float", "tensor"), numbers(8, "float", "token", dynamic=True)
+FP8_BLOCK = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+ROUTERS = ["lm_head"] + [f"model.layers.{i}.mlp.gate" for i in range(3)]
+KV_SCALES = {"self_attn.k_scale": ["BF16", [1]], "self_attn.v_scale": ["BF16", [1]]}
+MODELOPT = {"producer": {"name": "modelopt", "version": "0.29.0"},
+            "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+MODELOPT_SCALES = {"self_attn.k_proj.k_scale": ["F32", []], "self_attn.v_proj.v_scale": ["F32", []]}
+MXFP4_SKIP = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+
+MODELS |= {
+    # ---- FP8 by blocks: DeepSeek, Qwen3-FP8 ---------------------------------------------------------------------------
+    "fp8-block": row(dense_model(FP8_BLOCK), [5, 40], quant=fp8([128, 128], "weight_scale_inv")),
+    "fp8-block-edge": row(edge_model({**FP8_BLOCK, "modules_to_not_convert": ["lm_head", "model.layers.1.mlp.up_proj"]}), [5, 40],
+                          quant=fp8([128, 128], "weight_scale_inv", r"layers\.(0.*|1.*(?<!up))_proj\.weight$", scale_dtype="BF16")),
+    "fp8-block-qwen3moe": row(moe(QWEN3_MOE, 7, 3, 144, norm_topk_prob=True, E=160, L=2,
+                                  quantization_config={**FP8_BLOCK, "modules_to_not_convert": ROUTERS}), [5, 40],
+                              quant=fp8([128, 128], "weight_scale_inv")),
+    "fp8-block-deepseek3": row(deepseek(3, q_lora_rank=136, kv_lora_rank=72, topk_method="noaux_tc", scoring_func="sigmoid", n_group=4,
+                                        topk_group=2, norm_topk_prob=True, E=160, quantization_config=FP8_BLOCK), [5, 40],
+                               quant=fp8([128, 128], "weight_scale_inv", r"layers.*(_proj|_mqa)\.weight$")),
+    # ---- FP8 by matrix and by row ------------------------------------------------------------------------------------------
+    "fp8-static": row(dense_model({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}), [5, 40],
+                      quant=fp8([0, 0], "weight_scale", shape=[1], inputs=["F32", [1]])),
+    "fp8-dynamic": row(edge_model({"quant_method": "fp8", "activation_scheme": "dynamic",
+                                   "ignored_layers": ["lm_head", "model.layers.0.self_attn.o_proj"]}, "float16"), [5, 40],
+                       quant=fp8([0, 0], "weight_scale", r"layers\.(1.*|0.*(?<!o))_proj\.weight$", shape=[])),
+    "ct-fp8-static": row(edge_model(compressed("float-quantized", FP8_TENSOR, FP8_TENSOR,
+                                               kv_cache_scheme=numbers(8, "float", "tensor"))), [5, 40],
+                         quant=fp8([0, 0], "weight_scale", shape=[1], scale_dtype="BF16", inputs=["BF16", [1]], layer=KV_SCALES)),
+    "ct-fp8-channel": row(edge_model(compressed("float-quantized", numbers(8, "float", "channel"), FP8_TOKEN,
+                                                ["lm_head", "re:.*layers.1.mlp.*"])), [5, 40],
+                          quant=fp8([1, 0], "weight_scale", r"layers\.(0.*|1\.self.*)_proj\.weight$", scale_dtype="BF16")),
+    "ct-fp8-block": row(dense_model(compressed("float-quantized", numbers(8, "float", "block", block_structure=[128, 128]),
+                                               numbers(8, "float", "group", group_size=128, dynamic=True))), [5, 40],
+                        quant=fp8([128, 128], "weight_scale", scale_dtype="BF16")),
+    "fbgemm-fp8": row(edge_model({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0,
+                                  "modules_to_not_convert": ["lm_head", *(f"model.layers.1.self_attn.{x}_proj" for x in "qkvo")]}), [5, 40],
+                      quant=fp8([1, 0], "weight_scale", r"layers\.(0.*|1\.mlp.*)_proj\.weight$")),
+    "modelopt-fp8": row(dense_model({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"],
+                                     "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}, **MODELOPT,
+                                     "config_groups": {"group_0": {"targets": ["Linear"], "weights": numbers(8, "float", "tensor"),
+                                                                   "input_activations": numbers(8, "float", "tensor")}}}), [5, 40],
+                        quant=fp8([0, 0], "weight_scale", shape=[], inputs=["F32", []], layer=MODELOPT_SCALES),
+                        files={"hf_quant_config.json": MODELOPT}),
+    "modelopt-fp8-file": row(edge_model("absent"), [5, 40], files={"hf_quant_config.json": MODELOPT},
+                             quant=fp8([0, 0], "weight_scale", shape=[], inputs=["F32", []], layer=MODELOPT_SCALES)),
+    # ---- Four bits: AWQ, GPTQ, compressed-tensors -----------------------------------------------------------------------
+    "awq-128": row(dense_model(awq(128), "float16"), [5, 40], quant=int4("awq", 128)),
+    "awq-32": row(edge_model(awq(32, ["mlp.down_proj"]), "float16", D=32, K=5), [5, 40],
+                  quant=int4("awq", 32, modules=r"layers.*(?<!down)_proj\.weight$")),
+    "gptq-128": row(dense_model(gptq(128), "float16"), [5, 40], quant=int4("gptq", 128, sym=True)),
+    "gptq-32": row(edge_model(gptq(32, sym=False, checkpoint_format="gptq"), "float16", D=32, K=5), [5, 40],
+                   quant=int4("gptq", 32)),
+    "gptq-64-v2": row(dense_model(gptq(64, sym=False, checkpoint_format="gptq_v2")), [5, 40], quant=int4("gptq", 64, "BF16", v2=True)),
+    "gptq-whole": row(dense_model(gptq(-1, sym=False, checkpoint_format="gptq"), "float16"), [5, 40], quant=int4("gptq", -1)),
+    "gptq-order": row(dense_model(gptq(32, sym=False, desc_act=True, checkpoint_format="gptq"), "float16"), [5, 40],
+                      quant=int4("gptq", 32, order=True)),
+    "packed-128": row(dense_model(compressed("pack-quantized", numbers(4, "int", "group", group_size=128))), [5, 40],
+                      quant=int4("packed", 128, "BF16", sym=True)),
+    "packed-32-zero": row(edge_model(compressed("pack-quantized", numbers(4, "int", "group", group_size=32, symmetric=False)),
+                                     D=32, K=5), [5, 40], quant=int4("packed", 32, "BF16")),
+    "packed-64": row(dense_model(compressed("pack-quantized", numbers(4, "int", "group", group_size=64), None,
+                                            ["lm_head", "model.layers.0.mlp.down_proj"]), "float16"), [5, 40],
+                     quant=int4("packed", 64, "F16", r"layers\.(1.*|0.*(?<!down))_proj\.weight$", sym=True)),
+    "packed-channel": row(edge_model(compressed("pack-quantized", numbers(4, "int", "channel"))), [5, 40],
+                          quant=int4("packed", -1, "BF16", sym=True)),
+    "packed-channel-zero": row(dense_model(compressed("pack-quantized", numbers(4, "int", "channel", symmetric=False))), [5, 40],
+                               quant=int4("packed", -1, "BF16")),
+    "packed-order": row(dense_model(compressed("pack-quantized", numbers(4, "int", "group", group_size=32, actorder="group"))), [5, 40],
+                        quant=int4("packed", 32, "BF16", sym=True, order=True)),
+    "packed-qwen3moe": row(moe(QWEN3_MOE, 7, 3, 96, norm_topk_prob=True, E=160, L=2,
+                               quantization_config=compressed("pack-quantized", numbers(4, "int", "group", group_size=32), None,
+                                                              ["lm_head", "re:.*mlp.gate$", "re:.*self_attn.*"])), [5, 40],
+                           quant=int4("packed", 32, "BF16", r"experts.*_proj\.weight$", sym=True)),
+    "gptoss-mxfp4": row(gpt_oss(quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": MXFP4_SKIP}), [5, 24, 25, 100],
+                        quant={"form": "mxfp4", "modules": r"experts\.(gate_up|down)_proj$"}),
+}
+
+
 # ---- Weights: each part of a model changes the logits ----
 
 # Where an embedding is also the LM head, its deviation times sqrt(E). With more, each token would predict itself; with less, all
@@ -255,7 +381,7 @@ def auto_class(c):
 def published_shapes(c):
     """name -> shape of the tensors that save_pretrained writes."""
     with tempfile.TemporaryDirectory() as folder:
-        mw.write(folder, {"config": c, "tensors": [], "seed": 0})
+        mw.write(folder, {"config": c, "tensors": [], "seed": 0}, dense=True)
         settings = AutoConfig.from_pretrained(folder)
     with tempfile.TemporaryDirectory() as folder:
         auto_class(c).from_config(settings, dtype=torch.float32).save_pretrained(folder)
@@ -282,11 +408,24 @@ def tensor_groups(c, shapes, quant):
     return [[k[0], list(k[1]), k[2], k[3], names] for k, names in groups.items()]
 
 
+def scale_groups(spec):
+    """Scales of activations, of K and of V, as "extra": toka reads and does not need them."""
+    quant, groups = spec["quant"], []
+    names = [name.removesuffix(".weight") for dtype, *_, names in spec["tensors"] if dtype == "quant" for name in names]
+    if "inputs" in quant:
+        groups.append([*quant["inputs"], 0.02, 0.01, [name + ".input_scale" for name in names]])
+    for part, kind in quant.get("layer", {}).items():
+        groups.append([*kind, 0.03, 0.01, [f"model.layers.{i}.{part}" for i in range(spec["config"]["num_hidden_layers"])]])
+    return groups
+
+
 def make_spec(seed, row):
     """The fixture without its cases."""
     c, quant = row["config"], row.get("quant")
     spec = {"seed": seed, "config": c, **{k: v for k, v in row.items() if k in ("quant", "extra", "files", "max_model_len")}}
     spec["tensors"] = tensor_groups(c, published_shapes(c), quant)
+    if quant and scale_groups(spec):
+        spec["extra"] = scale_groups(spec)
     if "ties" in row:
         layers = range(c["num_hidden_layers"])
         spec["equal_rows"] = {f"model.layers.{i}.mlp.gate.weight": row["ties"] for i in layers}
@@ -380,15 +519,120 @@ def check(name):
     return worst
 
 
+# ---- The formats' own packers ----
+
+TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8,
+         "I32": torch.int32, "I64": torch.int64}
+
+
+def as_torch(part):
+    """A tensor of the checkpoint; scales in float32, in which packers then compute."""
+    dtype, bits = part
+    t = torch.from_numpy(np.array(bits)).view(TORCH[dtype])
+    return t.float() if dtype in ("F16", "BF16") else t
+
+
+def packing_utils():
+    """AutoAWQ's module, without the rest of the package, which wants an older transformers."""
+    from importlib.util import find_spec, module_from_spec, spec_from_file_location
+    path = os.path.join(find_spec("awq").submodule_search_locations[0], "utils", "packing_utils.py")
+    spec = spec_from_file_location("packing_utils", path)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def unpack_awq(quant, parts, config):
+    p, g = parts, quant["group"]
+    return packing_utils().dequantize_gemm(p["qweight"], p["qzeros"], p["scales"], 4, g).T
+
+
+def unpack_gptq(quant, parts, config):
+    """There is no packer without a GPU. AutoAWQ can write GPTQ's first version from its own; the way back is the order of nibbles."""
+    if quant["group"] < 0 or quant.get("order"):
+        return None
+    bits = torch.arange(0, 32, 4)
+    q = (parts["qweight"][:, None, :] >> bits[None, :, None] & 15).reshape(-1, parts["qweight"].shape[1])
+    zero = (parts["qzeros"][:, :, None] >> bits & 15).reshape(parts["qzeros"].shape[0], -1) + (0 if quant.get("v2") else 1)
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    first = [torch.from_numpy(mw.pack4(x.numpy(), 1, order).view(np.int32)) for x in (q, zero)]
+    awq_form = packing_utils().unpack_reorder_pack(*first, 4)
+    want_zeros = parts["qzeros"] - (0x11111111 if quant.get("v2") else 0)
+    assert torch.equal(awq_form[0], parts["qweight"]) and torch.equal(awq_form[1], want_zeros)
+    return packing_utils().dequantize_gemm(*first, parts["scales"], 4, quant["group"]).T
+
+
+def unpack_compressed(quant, parts, config):
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+    c = config["quantization_config"]
+    if quant.get("order"):
+        return None                                      # this version has no weight_g_idx in packed checkpoints
+    scheme = QuantizationScheme(**c["config_groups"]["group_0"])
+    return BaseCompressor.get_value_from_registry(c["format"]).decompress(dict(parts), scheme)["weight"]
+
+
+def unpack_block(quant, parts, config):
+    """transformers has only blocks that divide the matrix."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+    w, scale = parts["weight"], parts[quant["scale"]]
+    if w.shape[0] % 128 or w.shape[1] % 128:
+        return None
+    return Fp8Dequantize(None)._dequantize_one(w, scale, torch.float32)
+
+
+def unpack_mxfp4(quant, parts, config):
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+    return convert_moe_packed_tensors(parts["blocks"], parts["scales"], dtype=torch.float32)
+
+
+def unpacker_of(spec):
+    method = spec["config"].get("quantization_config", {}).get("quant_method")
+    if method == "fp8":
+        return unpack_block if "weight_block_size" in spec["config"]["quantization_config"] else None
+    return {"awq": unpack_awq, "gptq": unpack_gptq, "compressed-tensors": unpack_compressed, "mxfp4": unpack_mxfp4}.get(method)
+
+
+def check_packer(name):
+    """Compares the matrices of a quantized fixture with what the format's own packer reads from them."""
+    spec, n, skipped = mw.load(name), 0, 0
+    for dtype, shape, _, width, tensor in mw.groups(spec, True):
+        if dtype != "quant" or not unpacker_of(spec):
+            continue
+        dense = mw.quantized(spec, tensor, shape, width, True)[tensor][1].view(np.float32)
+        prefix = tensor.removesuffix(".weight")
+        parts = {k[len(prefix) + 1:]: as_torch(v) for k, v in mw.quantized(spec, tensor, shape, width, False).items()}
+        got = unpacker_of(spec)(spec["quant"], parts, spec["config"])
+        skipped += got is None
+        if got is not None:
+            assert np.array_equal(got.float().numpy(), dense), f"{name}: {tensor} differs"
+            n += 1
+    print(f"{name:22s} {n} matrices equal, {skipped} not for the packer", flush=True)
+    return n
+
+
+def check_e4m3():
+    """All codes, and the rounding to them."""
+    code = torch.arange(256, dtype=torch.uint8)
+    number = code[(code & 127) != 127]
+    assert np.array_equal(number.view(torch.float8_e4m3fn).float().numpy(), mw.e4m3_values(number.numpy()))
+    x = np.concatenate([448 * mw.unit(1, "e4m3", (1 << 16,)), mw.E4M3, (mw.E4M3[1:] + mw.E4M3[:-1]) / 2]).astype(np.float32)
+    assert np.array_equal(torch.from_numpy(x).to(torch.float8_e4m3fn).view(torch.uint8).numpy(), mw.e4m3_codes(x))
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("names", nargs="*")
     p.add_argument("--check", action="store_true", help="write nothing; compare the files with the installed transformers")
+    p.add_argument("--packers", action="store_true", help="write nothing; compare the quantized files with the formats' packers")
     args = p.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     os.makedirs(mw.MODELS, exist_ok=True)
     names = args.names or list(MODELS)
+    if args.packers:
+        check_e4m3()
+        sys.exit(sum(check_packer(name) for name in names if "quant" in MODELS[name]) == 0)
     if args.check:
         sys.exit(max(check(name) for name in names) > 1e-5)
     for name in names:

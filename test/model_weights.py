@@ -282,13 +282,125 @@ def write(folder, spec, dense=False, edit=None):
     write_safetensors(os.path.join(folder, "model.safetensors"), tensors)
 
 
-EDITS = {}
+# ---- Checkpoints that are wrong in one place ----
+# name -> (fixture, what is changed in config and tensors, a word that the message must have). A tensor is (dtype, array of bits).
+
+ATTN, MLP = "model.layers.1.self_attn.", "model.layers.1.mlp."
+
+
+def field(*path, value):
+    """Sets a field of the config; path: its names from outside in."""
+    def change(config, tensors):
+        for key in path[:-1]:
+            config = config[key]
+        config[path[-1]] = value
+    return change
+
+
+def removed(name):
+    return lambda config, tensors: tensors.pop(name)
+
+
+def cut(name, axis=0):
+    """The tensor has one row or column less."""
+    def change(config, tensors):
+        dtype, bits = tensors[name]
+        tensors[name] = dtype, np.delete(bits, -1, axis)
+    return change
+
+
+def element(name, index, value):
+    """value: the bits of one element."""
+    def change(config, tensors):
+        tensors[name][1].reshape(-1)[index] = value
+    return change
+
+
+def copied(name, to):
+    return lambda config, tensors: tensors.update({to: tensors[name]})
+
+
+def retyped(name, dtype):
+    return lambda config, tensors: tensors.update({name: (dtype, np.zeros(tensors[name][1].shape, SIZES[dtype]))})
+
+
+QUANT = "quantization_config"
+WEIGHTS = (QUANT, "config_groups", "group_0", "weights")
+EDITS = {
+    # scales
+    "scale-rows": ("fp8-block", cut(ATTN + "q_proj.weight_scale_inv"), "q_proj.weight_scale_inv"),
+    "scale-columns": ("fp8-block-edge", cut(MLP + "down_proj.weight_scale_inv", 1), "down_proj.weight_scale_inv"),
+    "scale-missing": ("fp8-block", removed(MLP + "gate_proj.weight_scale_inv"), "gate_proj.weight_scale_inv"),
+    "scale-type": ("fp8-block", retyped(MLP + "gate_proj.weight_scale_inv", "I32"), "gate_proj.weight_scale_inv"),
+    "scale-nan": ("fp8-block", element(ATTN + "o_proj.weight_scale_inv", 3, 0x7FC00000), "o_proj.weight_scale_inv"),
+    "scale-infinite": ("fp8-static", element(ATTN + "o_proj.weight_scale", 0, 0x7F800000), "o_proj.weight_scale"),
+    "scale-nan-bf16": ("ct-fp8-channel", element(ATTN + "k_proj.weight_scale", 7, 0x7FC0), "k_proj.weight_scale"),
+    "scale-nan-f16": ("awq-128", element(ATTN + "k_proj.scales", 7, 0x7E00), "k_proj.scales"),
+    "scale-nan-mxfp4": ("gptoss-mxfp4", element(MLP + "experts.down_proj_scales", 9, 255), "down_proj_scales"),
+    "channel-scale-shape": ("ct-fp8-channel", cut(ATTN + "k_proj.weight_scale"), "k_proj.weight_scale"),
+    "awq-scale-shape": ("awq-128", cut(ATTN + "k_proj.scales"), "k_proj.scales"),
+    "mxfp4-scale-shape": ("gptoss-mxfp4", cut(MLP + "experts.gate_up_proj_scales", 2), "gate_up_proj_scales"),
+    "mxfp4-blocks-shape": ("gptoss-mxfp4", cut(MLP + "experts.gate_up_proj_blocks", 3), "gate_up_proj_blocks"),
+    # groups, zero points, orders
+    "group-does-not-divide": ("gptq-128", field(QUANT, "group_size", value=96), "96"),
+    "group-zero": ("awq-128", field(QUANT, "group_size", value=0), "group_size"),
+    "group-negative": ("packed-128", field(*WEIGHTS, "group_size", value=-3), "group_size"),
+    "group-other": ("packed-64", field(*WEIGHTS, "group_size", value=128), "weight_scale"),
+    "zeros-missing": ("packed-32-zero", removed(MLP + "up_proj.weight_zero_point"), "up_proj.weight_zero_point"),
+    "zeros-shape": ("gptq-32", cut(MLP + "up_proj.qzeros", 1), "up_proj.qzeros"),
+    "zero-of-16": ("gptq-32", element(MLP + "up_proj.qzeros", 4, 0x777F7777), "up_proj.qzeros"),
+    "order-above": ("gptq-order", element(ATTN + "v_proj.g_idx", 11, 8), "v_proj.g_idx"),
+    "order-below": ("packed-order", element(ATTN + "v_proj.weight_g_idx", 11, 0xFFFFFFFF), "v_proj.weight_g_idx"),
+    "order-shape": ("gptq-order", cut(ATTN + "v_proj.g_idx"), "v_proj.g_idx"),
+    "packed-columns": ("packed-128", cut(ATTN + "v_proj.weight_packed", 1), "v_proj.weight_packed"),
+    "packed-shape": ("packed-128", element(ATTN + "v_proj.weight_shape", 1, 264), "v_proj.weight_shape"),
+    "codes-missing": ("gptq-128", removed(ATTN + "v_proj.qweight"), "v_proj"),
+    # quantization_config
+    "method-unknown": ("gptq-128", field(QUANT, "quant_method", value="quip"), "quip"),
+    "method-bitsandbytes": ("gptq-128", field(QUANT, value={"quant_method": "bitsandbytes", "load_in_4bit": True}), "bitsandbytes"),
+    "method-missing": ("gptq-128", field(QUANT, value={}), "quant_method"),
+    "config-no-object": ("gptq-128", field(QUANT, value=7), "quantization_config"),
+    "gptq-3-bits": ("gptq-128", field(QUANT, "bits", value=3), "bits"),
+    "gptq-8-bits": ("gptq-128", field(QUANT, "bits", value=8), "bits"),
+    "awq-gemv": ("awq-128", field(QUANT, "version", value="gemv"), "gemv"),
+    "ct-nvfp4": ("packed-128", field(QUANT, "format", value="nvfp4-pack-quantized"), "nvfp4"),
+    "ct-int8": ("packed-128", field(QUANT, "format", value="int-quantized"), "int-quantized"),
+    "ct-8-bits": ("packed-128", field(*WEIGHTS, "num_bits", value=8), "num_bits"),
+    "modelopt-nvfp4": ("modelopt-fp8", field(QUANT, "quant_algo", value="NVFP4"), "NVFP4"),
+    "block-of-zero": ("fp8-block", field(QUANT, "weight_block_size", value=[128, 0]), "weight_block_size"),
+    "block-of-one-number": ("fp8-block", field(QUANT, "weight_block_size", value=[128]), "weight_block_size"),
+    "block-huge": ("fp8-block", field(QUANT, "weight_block_size", value=[1 << 40, 128]), "weight_block_size"),
+    # experts
+    "expert-missing": ("qwen3moe", removed(MLP + "experts.13.up_proj.weight"), "experts.13.up_proj.weight"),
+    "expert-extra": ("qwen3moe", copied(MLP + "experts.13.up_proj.weight", MLP + "experts.24.up_proj.weight"), "experts.24"),
+    "expert-shape": ("mixtral", cut("model.layers.1.block_sparse_moe.experts.3.w3.weight"), "experts.3.w3.weight"),
+    "expert-scale-shape": ("fp8-block-qwen3moe", cut(MLP + "experts.6.down_proj.weight_scale_inv"), "experts.6.down_proj.weight_scale_inv"),
+    "router-rows": ("qwen3moe", cut(MLP + "gate.weight"), "mlp.gate.weight"),
+    "router-bias-shape": ("deepseek3", cut(MLP + "gate.e_score_correction_bias"), "e_score_correction_bias"),
+    "sinks-shape": ("gptoss", cut(ATTN + "sinks"), "sinks"),
+    "shared-expert-missing": ("qwen2moe", removed(MLP + "shared_expert_gate.weight"), "shared_expert_gate"),
+    "top-above-experts": ("qwen3moe", field("num_experts_per_tok", value=25), "num_experts_per_tok"),
+    "top-of-zero": ("mixtral", field("num_experts_per_tok", value=0), "num_experts_per_tok"),
+    "experts-huge": ("mixtral", field("num_local_experts", value=1 << 40), "num_local_experts"),
+    "groups-do-not-divide": ("deepseek3", field("n_group", value=5), "n_group"),
+    "top-groups-above": ("deepseek3", field("topk_group", value=5), "topk_group"),
+    # other architectures' fields
+    "latent-rows": ("deepseek2", cut(ATTN + "kv_a_proj_with_mqa.weight"), "kv_a_proj_with_mqa"),
+    "layer-types-short": ("gemma3-types", field("layer_types", value=["full_attention"]), "layer_types"),
+    "no-rope-short": ("smollm3", field("no_rope_layers", value=[1, 0]), "no_rope_layers"),
+    "long-factor-short": ("phi3-longrope-long", field("rope_scaling", "long_factor", value=[1.0, 2.0]), "long_factor"),
+    "rope-kind": ("glm4", field("rope_parameters", value={"rope_type": "spiral", "rope_theta": 700.0}), "spiral"),
+    "bidirectional": ("gemma3", field("use_bidirectional_attention", value=True), "use_bidirectional_attention"),
+    "activation": ("gemma2", field("hidden_activation", value="relu6"), "relu6"),
+    "code-of-its-own": ("qwen3", lambda config, tensors: config.update(architectures=["OwnForCausalLM"], model_type="own",
+                                                                     auto_map={"AutoModelForCausalLM": "own.OwnForCausalLM"}), "OwnForCausalLM"),
+}
 
 
 def main():
     if len(sys.argv) < 3:
         print("fixtures:", *sorted(x.removesuffix(".json") for x in os.listdir(MODELS)))
-        print("edits:", *(f"{name} ({base})" for name, (base, _) in EDITS.items()))
+        print("edits:", *(f"{name} ({base})" for name, (base, *_) in EDITS.items()))
         return
     edit = EDITS[sys.argv[3]][1] if len(sys.argv) > 3 else None
     write(sys.argv[2], load(sys.argv[1]), edit=edit)
