@@ -461,6 +461,10 @@ typedef enum toka_hidden_state {
     TOKA_HIDDEN_SCATTERED, /* each row of x lacks partial sums, which lie on the tensor rank that
                               owns the row. all_reduce does nothing; the next op with a norm, send
                               or end completes x */
+    TOKA_HIDDEN_DELTA,     /* before the norm of what an op adds (attn_post_norm, mlp_post_norm): x
+                              is this rank's part of what is added, and the device has kept the
+                              residual stream. Only all_reduce reads x: it adds up the parts,
+                              applies the norm, and adds the residual stream */
     TOKA_HIDDEN_SHARDED    /* after the norm of SCATTERED x: a tensor rank has only the rows that it
                               owns, the others are stale. The op continues from there and leaves
                               SCATTERED */
@@ -871,7 +875,8 @@ typedef struct toka_backend {
     int (*group_open)(toka_group **out, int tp_size, int pp_size, toka_err *e);
     void (*group_close)(toka_group *g);
     /* x [rows][E] = sum of x over the tensor ranks of the stage, added in the order of the ranks.
-     * PARTIAL becomes WHOLE; SCATTERED stays, the next op completes it. */
+     * PARTIAL becomes WHOLE; DELTA, too, after the norm; SCATTERED stays, the next op completes
+     * it. */
     void (*all_reduce)(toka_device *d, toka_hidden *x, int rows);
     /* Sends x [rows][E] to the same tensor rank of the next stage. */
     void (*send)(toka_device *d, toka_hidden *x, int rows);
@@ -903,9 +908,10 @@ typedef struct toka_backend {
      * q: [T][H][D], o: [T][H][Dv]. All in the backend's activation type: float32 on the CPU, bf16
      * on CUDA.
      * layer: index in the rank's layers; it also selects the layer's K and V in the pages.
-     * Tensor ranks: embed, out_residual and norm_mlp_residual leave x PARTIAL or SCATTERED, and the
-     * caller must call all_reduce. embed writes zeros for the ids of other ranks. PARTIAL: tensor
-     * rank 0 has added the old x. SCATTERED: each row's owner adds it. Tensor rank 0 adds the bias.
+     * Tensor ranks: embed, out_residual and norm_mlp_residual leave x PARTIAL, DELTA or SCATTERED,
+     * and the caller must call all_reduce. embed writes zeros for the ids of other ranks. PARTIAL:
+     * tensor rank 0 has added the old x. SCATTERED: each row's owner adds it. Tensor rank 0 adds
+     * the bias.
      * Every tensor rank gets all results; the raw logits go to s->logits of tensor rank 0's step.
      * Stages: embed is called on the first stage only; it waits for the tokens of s->needs_step.
      * norm_logits_sample is called on the last stage only. */

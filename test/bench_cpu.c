@@ -250,7 +250,7 @@ static void bench_rows(int threads, int set, int type) {
         for (int i = 0; i < COUNT(rows); i++) {
             toka_step s = {.T = rows[i]};
             double t0 = bench_now();
-            for (int l = 0; l < bench_shape.L; l++) toka_cpu.norm_mlp_residual(b.d, &s, l, b.x);
+            for (int l = 0; l < bench_shape.L; l++) toka_cpu.norm_mlp_residual(b.d, &s, l, &(toka_hidden){b.x, TOKA_HIDDEN_WHOLE, NULL});
             best[i] = MIN(best[i], (bench_now() - t0) / rows[i] / bench_shape.L);
             memset(cpu_ptr(b.x), 0, 512 * 2048 * 4); /* or it would grow without end */
         }
