@@ -1,0 +1,790 @@
+/* test_plain.c - tests chapter "Weight formats" and the plain backend.
+ *
+ * Formats: random numbers are packed here, by the layouts that toka.h describes; weight_row must
+ * return them. Models: random ones, with every kind of layer and weights in every format, run in
+ * random chunks over random pages. Their logits are compared with the formulas of toka.h in
+ * float64, computed here without pages, chunks or absorbed weights. Last, the embedded model beside
+ * the CPU backend. */
+
+enum { PL_MAX_HEAP = 4000, PL_EXPERTS = 12 };
+
+typedef struct pl_matrix { /* a whole quantized matrix; toka_tensor.quant points to its first field */
+    toka_quant quant;
+    void *data;
+    toka_dtype dtype;
+    float *values; /* [rows][cols] what weight_row must return */
+} pl_matrix;
+
+typedef struct pl_case {
+    cpu_case c; /* sh, w and layers of the model */
+    toka_mla mla[2];
+    toka_moe moe[2];
+    toka_mlp experts[2][PL_EXPERTS];
+    toka_rope rope[2];
+    float freq[64];
+    uint64_t seed;
+    void *heap[PL_MAX_HEAP];
+    int n_heap;
+} pl_case;
+
+static bool pl_chance(pl_case *p, int one_in) { return rnd_int(&p->seed, 1, one_in) == 1; }
+
+/* n zero bytes that begin 1 to 3 bytes after an aligned address, as in a file, and end where the
+ * heap block ends: ASan reports a read past the end. */
+static void *pl_bytes(pl_case *p, size_t n) {
+    size_t odd = 1 + (size_t)p->n_heap % 3;
+    if (p->n_heap == PL_MAX_HEAP) abort();
+    char *block = p->heap[p->n_heap++] = mem_zalloc(n + odd);
+    return block + odd;
+}
+static void pl_close(pl_case *p) {
+    for (int i = 0; i < p->n_heap; i++) free(p->heap[i]);
+    free(p);
+}
+
+/* ---- Number formats, by their definition ---- */
+
+/* 8-bit e4m3 and 4-bit e2m1 */
+static double pl_fp8(unsigned code) {
+    int sign = code & 128 ? -1 : 1, exponent = code >> 3 & 15, mantissa = code & 7;
+    if ((code & 127) == 127) return NAN;
+    return sign * (exponent ? ldexp(1 + mantissa / 8.0, exponent - 7) : ldexp(mantissa / 8.0, -6));
+}
+static double pl_e2m1(unsigned code) {
+    static const double values[8] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+    return code & 8 ? -values[code & 7] : values[code & 7];
+}
+
+/* Stores a number as element i and returns what was stored: `value` rounded to the type. E8M0: the
+ * power of two below. */
+static float pl_put(void *data, toka_dtype type, size_t i, double value) {
+    float f = (float)value;
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    uint16_t half = type == TOKA_F16 ? to_half(f) : (uint16_t)(u >> 16);
+    if (type == TOKA_E8M0) {
+        ((unsigned char *)data)[i] = (unsigned char)(u >> 23 & 255);
+        return ldexpf(1, (int)(u >> 23 & 255) - 127);
+    }
+    memcpy((char *)data + i * (type == TOKA_F32 ? 4 : 2), type == TOKA_F32 ? (void *)&f : (void *)&half, type == TOKA_F32 ? 4 : 2);
+    toka_tensor t = {.data = data, .dtype = type};
+    return (float)ref_element(&t, i);
+}
+
+/* ---- Packing ---- */
+
+/* Nibble i of a 32-bit word, 0 is the lowest. */
+static void pl_set_nibble(void *data, size_t word, int i, unsigned value) {
+    unsigned char *byte = (unsigned char *)data + 4 * word + i / 2;
+    *byte = (unsigned char)(*byte | value << (i % 2 * 4));
+}
+static int pl_awq_nibble(int row) { /* nibble i of a word has row order[i] */
+    static const int order[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+    for (int i = 0;; i++)
+        if (order[i] == row % 8) return i;
+}
+static size_t pl_div(int a, int b) { return (size_t)((a + b - 1) / b); }
+
+static void pl_put_int4(pl_matrix *m, int r, int c, unsigned value) {
+    const toka_quant *q = &m->quant;
+    if (q->packing == TOKA_PACK_ROWS) pl_set_nibble(m->data, (size_t)r * pl_div(q->cols, 8) + (size_t)c / 8, c % 8, value);
+    if (q->packing == TOKA_PACK_GPTQ) pl_set_nibble(m->data, (size_t)(c / 8 * q->rows + r), c % 8, value);
+    if (q->packing == TOKA_PACK_AWQ) pl_set_nibble(m->data, (size_t)c * pl_div(q->rows, 8) + (size_t)r / 8, pl_awq_nibble(r), value);
+}
+static void pl_put_zero(pl_matrix *m, int r, int group, int n_groups, unsigned value) {
+    const toka_quant *q = &m->quant;
+    size_t word = (size_t)group * pl_div(q->rows, 8) + (size_t)r / 8;
+    if (q->packing == TOKA_PACK_ROWS) word = (size_t)(r / 8 * n_groups + group);
+    pl_set_nibble((void *)q->zero, word, q->packing == TOKA_PACK_AWQ ? pl_awq_nibble(r) : r % 8, value);
+}
+
+/* Chooses the blocks and makes their scales: scales[i][j]. */
+static float *pl_make_scales(pl_case *p, pl_matrix *m, double size) {
+    toka_quant *q = &m->quant;
+    q->block_rows = m->dtype != TOKA_FP8 || pl_chance(p, 3) ? 1 : pl_chance(p, 3) ? q->rows : rnd_int(&p->seed, 1, q->rows);
+    q->block_cols = pl_chance(p, 3) ? q->cols : rnd_int(&p->seed, 1, q->cols);
+    int n_i = (int)pl_div(q->rows, q->block_rows), n_j = (int)pl_div(q->cols, q->block_cols);
+    bool by_rows = pl_chance(p, 2); /* else one block column after the other */
+    q->scale_dtype = m->dtype == TOKA_MXFP4 ? TOKA_E8M0 : (toka_dtype)rnd_int(&p->seed, TOKA_BF16, TOKA_F32);
+    q->scale_row_step = by_rows ? n_j : 1, q->scale_col_step = by_rows ? 1 : n_i;
+    size_t bytes = q->scale_dtype == TOKA_E8M0 ? 1 : q->scale_dtype == TOKA_F32 ? 4 : 2;
+    void *scale = pl_bytes(p, (size_t)(n_i * n_j) * bytes);
+    float *scales = pl_bytes(p, (size_t)(n_i * n_j) * 4 + 16);
+    scales = (float *)(((uintptr_t)scales + 7) / 8 * 8);
+    for (int i = 0; i < n_i; i++)
+        for (int j = 0; j < n_j; j++)
+            scales[i * n_j + j] = pl_put(scale, q->scale_dtype, (size_t)(i * q->scale_row_step + j * q->scale_col_step),
+                                         size * (0.5 + rnd_unit(&p->seed)));
+    q->scale = scale;
+    return scales;
+}
+
+/* size: the root mean square of the values, about */
+static pl_matrix *pl_quantized(pl_case *p, toka_dtype dtype, int rows, int cols, double size) {
+    pl_matrix *m = (pl_matrix *)(((uintptr_t)pl_bytes(p, sizeof *m + 16) + 15) / 16 * 16);
+    toka_quant *q = &m->quant;
+    m->dtype = dtype, q->rows = rows, q->cols = cols;
+    q->packing = dtype == TOKA_INT4 ? (toka_packing)rnd_int(&p->seed, TOKA_PACK_ROWS, TOKA_PACK_AWQ) : TOKA_PACK_ROWS;
+    float *scales = pl_make_scales(p, m, size / (dtype == TOKA_FP8 ? 150 : dtype == TOKA_INT4 ? 6 : 3));
+    int n_groups = (int)pl_div(cols, q->block_cols);
+    size_t words = q->packing == TOKA_PACK_ROWS ? (size_t)rows * pl_div(cols, 8)
+                   : q->packing == TOKA_PACK_GPTQ ? pl_div(cols, 8) * (size_t)rows : (size_t)cols * pl_div(rows, 8);
+    m->data = pl_bytes(p, dtype == TOKA_FP8 ? (size_t)(rows * cols) : dtype == TOKA_MXFP4 ? (size_t)(rows * cols / 2) : 4 * words);
+    m->values = (float *)(((uintptr_t)pl_bytes(p, (size_t)(rows * cols) * 4 + 16) + 7) / 8 * 8);
+    int32_t *group = mem_alloc((size_t)cols * sizeof *group);
+    unsigned char *zero = mem_alloc((size_t)(rows * n_groups));
+    bool shuffled = dtype == TOKA_INT4 && pl_chance(p, 2), has_zero = dtype == TOKA_INT4 && pl_chance(p, 2);
+    for (int c = 0; c < cols; c++) group[c] = shuffled ? rnd_int(&p->seed, 0, n_groups - 1) : c / q->block_cols;
+    if (shuffled) q->group = memcpy(pl_bytes(p, (size_t)cols * 4), group, (size_t)cols * 4);
+    if (has_zero) q->zero = pl_bytes(p, 4 * pl_div(rows, 8) * (size_t)n_groups), q->zero_add = rnd_int(&p->seed, 0, 1);
+    for (int r = 0; has_zero && r < rows; r++)
+        for (int g = 0; g < n_groups; g++) pl_put_zero(m, r, g, n_groups, zero[r * n_groups + g] = (unsigned char)rnd_int(&p->seed, 0, 15));
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < cols; c++) {
+            float scale = scales[r / q->block_rows * n_groups + group[c]], *value = &m->values[r * cols + c];
+            unsigned code = (unsigned)rnd(&p->seed) >> 3 & (dtype == TOKA_FP8 ? 255 : 15);
+            size_t i = (size_t)(r * cols + c);
+            if (dtype == TOKA_FP8) code = (code & 127) == 127 ? code - 1 : code, ((unsigned char *)m->data)[i] = (unsigned char)code;
+            if (dtype == TOKA_MXFP4) pl_set_nibble(m->data, i / 8, (int)(i % 8), code);
+            if (dtype == TOKA_INT4) pl_put_int4(m, r, c, code);
+            *value = dtype == TOKA_FP8 ? (float)pl_fp8(code) * scale
+                     : dtype == TOKA_MXFP4 ? (float)pl_e2m1(code) * scale
+                     : (float)((int)code - (has_zero ? zero[r * n_groups + group[c]] + q->zero_add : 8)) * scale;
+        }
+    free(group), free(zero);
+    return m;
+}
+
+/* A slice of a random matrix in this format: every row_step-th row from row0 on, from column col0. */
+static toka_tensor pl_slice(pl_case *p, toka_dtype dtype, int rows, int cols, double size) {
+    int step = rnd_int(&p->seed, 1, 3), row0 = rnd_int(&p->seed, 0, 3), col0 = pl_chance(p, 2) ? 0 : rnd_int(&p->seed, 1, 9);
+    int all_rows = row0 + (rows - 1) * step + 1 + rnd_int(&p->seed, 0, 3), all_cols = col0 + cols + rnd_int(&p->seed, 0, 3);
+    if (dtype == TOKA_MXFP4) all_cols += all_cols % 2;
+    pl_matrix *m = pl_quantized(p, dtype, all_rows, all_cols, size);
+    return (toka_tensor){.data = m->data, .dtype = dtype, .rows = rows, .cols = cols, .quant = &m->quant, .row0 = row0, .row_step = step,
+                         .col0 = col0};
+}
+/* A plain tensor; its rows may be parts of longer rows. */
+static toka_tensor pl_plain(pl_case *p, int rows, int cols, double mean, double size) {
+    toka_dtype type = (toka_dtype)rnd_int(&p->seed, TOKA_BF16, TOKA_F32);
+    int stride = rows > 1 && pl_chance(p, 2) ? cols + 3 : cols;
+    toka_tensor t = {.dtype = type, .rows = rows, .cols = cols, .stride = stride};
+    char *data = pl_bytes(p, (size_t)((rows - 1) * stride + cols) * (type == TOKA_F32 ? 4 : 2));
+    for (int i = 0; i < (rows - 1) * stride + cols; i++) pl_put(data, type, (size_t)i, mean + size * rnd_normal(&p->seed));
+    t.data = data;
+    return t;
+}
+static toka_tensor pl_any(pl_case *p, int rows, int cols, double size) {
+    static const toka_dtype types[] = {TOKA_FP8, TOKA_INT4, TOKA_MXFP4};
+    return pl_chance(p, 2) ? pl_plain(p, rows, cols, 0, size) : pl_slice(p, types[rnd_int(&p->seed, 0, 2)], rows, cols, size);
+}
+
+/* Returns an element of a tensor as float64. */
+static double pl_at(const toka_tensor *t, int row, int col) {
+    if (!t->quant) return ref_element(t, (size_t)row * (size_t)t->stride + (size_t)col);
+    const pl_matrix *m = (const pl_matrix *)(const void *)t->quant;
+    return m->values[(t->row0 + row * t->row_step) * t->quant->cols + t->col0 + col];
+}
+
+/* ---- Tests of the formats ---- */
+
+static void pl_check_rows(const toka_tensor *t, const char *what, uint64_t seed) {
+    float *row = mem_alloc((size_t)(t->cols + 1) * sizeof *row);
+    int wrong = 0;
+    for (int r = 0; r < t->rows; r++) {
+        row[t->cols] = 77;
+        weight_row(t, r, row);
+        for (int c = 0; c < t->cols; c++) wrong += row[c] != (float)pl_at(t, r, c);
+        wrong += row[t->cols] != 77;
+    }
+    const toka_quant *q = t->quant;
+    CHECK_MSG(!wrong, "%s [%d][%d]: %d wrong, seed %llu, packing %d, block %dx%d, zero %d, group %d", what, t->rows, t->cols, wrong,
+              (unsigned long long)seed, q ? q->packing : 0, q ? q->block_rows : 0, q ? q->block_cols : 0, q && q->zero, q && q->group);
+    free(row);
+}
+
+static void test_weight_formats(void) {
+    static const char *const names[] = {"FP8", "INT4", "MXFP4"};
+    for (uint64_t seed = 1; seed <= 400; seed++) {
+        pl_case *p = mem_zalloc(sizeof *p);
+        p->seed = seed;
+        for (int i = 0; i < 3; i++) {
+            toka_tensor t = pl_slice(p, (toka_dtype)(TOKA_FP8 + i), rnd_int(&p->seed, 1, 40), rnd_int(&p->seed, 1, 70), 1);
+            pl_check_rows(&t, names[i], seed);
+        }
+        toka_tensor t = pl_plain(p, rnd_int(&p->seed, 1, 9), rnd_int(&p->seed, 1, 70), 0, 1);
+        pl_check_rows(&t, "plain", seed);
+        pl_close(p);
+    }
+}
+
+/* Every code of the small formats, and the ends of the large ones. */
+static void test_weight_codes(void) {
+    static float row[65536];
+    static uint16_t halves[65536];
+    unsigned char bytes[256], one[4], nibbles[8];
+    int wrong = 0;
+    for (int i = 0; i < 256; i++) bytes[i] = (unsigned char)i;
+    for (int i = 0; i < 8; i++) nibbles[i] = (unsigned char)(2 * i | (2 * i + 1) << 4);
+    pl_put(one, TOKA_F32, 0, 1);
+    toka_quant q = {.rows = 1, .cols = 256, .block_rows = 1, .block_cols = 256, .scale = one, .scale_dtype = TOKA_F32};
+    weight_row(&(toka_tensor){.data = bytes, .dtype = TOKA_FP8, .rows = 1, .cols = 256, .quant = &q, .row_step = 1}, 0, row);
+    for (unsigned i = 0; i < 256; i++) wrong += (i & 127) == 127 ? !isnan(row[i]) : row[i] != (float)pl_fp8(i) || !!signbit(row[i]) != (i > 127);
+    CHECK(!wrong && row[0x7E] == 448 && row[1] == 0x1p-9f);
+    q.cols = q.block_cols = 16;
+    weight_row(&(toka_tensor){.data = nibbles, .dtype = TOKA_MXFP4, .rows = 1, .cols = 16, .quant = &q, .row_step = 1}, 0, row);
+    for (unsigned i = 0; i < 16; i++) CHECK(row[i] == (float)pl_e2m1(i));
+    for (unsigned i = 0; i < 256; i++) { /* E8M0, as the scale of the number 1 */
+        unsigned char scale = (unsigned char)i, number = 2;
+        toka_quant e8m0 = {.rows = 1, .cols = 2, .block_rows = 1, .block_cols = 2, .scale = &scale, .scale_dtype = TOKA_E8M0};
+        weight_row(&(toka_tensor){.data = &number, .dtype = TOKA_MXFP4, .rows = 1, .cols = 1, .quant = &e8m0, .row_step = 1}, 0, row);
+        CHECK(i == 255 ? isnan(row[0]) : row[0] == (float)ldexp(1, (int)i - 127));
+    }
+    for (int i = 0; i < 65536; i++) halves[i] = (uint16_t)i;
+    for (toka_dtype type = TOKA_BF16; type <= TOKA_F16; type++) {
+        toka_tensor t = {.data = halves, .dtype = type, .rows = 1, .cols = 65536, .stride = 65536};
+        weight_row(&t, 0, row);
+        for (size_t i = 0, n_wrong = 0; i < 65536; i++) {
+            double want = ref_element(&t, i);
+            bool same = isnan(want) ? isnan(row[i]) : row[i] == want && !!signbit(row[i]) == !!signbit(want);
+            CHECK_MSG(same || n_wrong++, "type %d, code %zx: %g, expected %g", (int)type, i, row[i], want);
+        }
+    }
+}
+
+/* ---- Random models ---- */
+
+static void pl_make_mlp(pl_case *p, toka_mlp *mlp, int F) {
+    const int E = p->c.sh.E;
+    mlp->gate = pl_any(p, F, E, 1.5 / sqrt(E)), mlp->up = pl_any(p, F, E, 1.5 / sqrt(E)), mlp->down = pl_any(p, E, F, 1 / sqrt(F));
+    if (pl_chance(p, 2)) return;
+    mlp->gate_bias = pl_plain(p, 1, F, 0, 1), mlp->up_bias = pl_plain(p, 1, F, 0, 1), mlp->down_bias = pl_plain(p, 1, E, 0, 1);
+}
+
+static void pl_make_moe(pl_case *p, int l) {
+    toka_moe *moe = &p->moe[l];
+    const int E = p->c.sh.E, groups = rnd_int(&p->seed, 1, 4), X = groups * rnd_int(&p->seed, 2, 3), F = rnd_int(&p->seed, 3, 20);
+    const int top_groups = rnd_int(&p->seed, 1, groups);
+    *moe = (toka_moe){.n_experts = X, .kind = (toka_router_kind)rnd_int(&p->seed, 0, 2), .renormalize = pl_chance(p, 2),
+                      .scale = pl_chance(p, 2) ? 0 : 1.7f, .n_groups = pl_chance(p, 2) ? 0 : groups, .top_groups = top_groups,
+                      .groups_by_top2 = pl_chance(p, 2), .experts = p->experts[l]};
+    moe->top_k = rnd_int(&p->seed, 1, moe->n_groups > 1 ? top_groups * (X / groups) : X);
+    moe->router = pl_plain(p, X, E, 0, 2 / sqrt(E));
+    if (pl_chance(p, 3)) moe->router_bias = pl_plain(p, 1, X, 0, 1);
+    if (pl_chance(p, 2)) moe->choice_bias = pl_plain(p, 1, X, 0, 0.5);
+    if (!moe->router_bias.rows && !moe->choice_bias.rows) /* equal rows: each token has ties */
+        moe->router.stride = pl_chance(p, 2) ? moe->router.stride : 0;
+    for (int i = 0; i < X; i++) pl_make_mlp(p, &p->experts[l][i], F);
+    if (pl_chance(p, 2)) pl_make_mlp(p, &moe->shared, rnd_int(&p->seed, 3, 30));
+    if (moe->shared.gate.rows && pl_chance(p, 2)) moe->shared_gate = pl_plain(p, 1, E, 0, 2 / sqrt(E));
+}
+
+static void pl_make_mla(pl_case *p, int l, int rope, int latent) {
+    const toka_shape *s = &p->c.sh;
+    toka_mla *mla = &p->mla[l];
+    const int low = rnd_int(&p->seed, 3, 20), size = rope + rnd_int(&p->seed, 1, 9);
+    *mla = (toka_mla){.latent = latent, .rope = rope, .nope = size - rope, .v = rnd_int(&p->seed, 1, 11)};
+    if (pl_chance(p, 2)) mla->q_a = pl_any(p, low, s->E, 1 / sqrt(s->E)), mla->q_a_norm = pl_plain(p, 1, low, 1, 0.3);
+    const int in = mla->q_a.rows ? low : s->E;
+    mla->q_b = pl_any(p, s->H * size, in, 2 / sqrt(in));
+    mla->kv_a = pl_any(p, latent + rope, s->E, 2 / sqrt(s->E)), mla->kv_a_norm = pl_plain(p, 1, latent, 1, 0.3);
+    mla->kv_b = pl_any(p, s->H * (mla->nope + mla->v), latent, 2 / sqrt(latent));
+    p->c.layers[l].o = pl_any(p, s->E, s->H * mla->v, 1 / sqrt(s->H * mla->v));
+}
+
+static void pl_make_heads(pl_case *p, toka_layer *y) {
+    const toka_shape *s = &p->c.sh;
+    const int E = s->E, HD = s->H * s->D, KD = s->K * s->D, Dv = toka_value_size(s), norms = rnd_int(&p->seed, 0, 2);
+    y->q = pl_any(p, HD, E, 2 / sqrt(E)), y->k = pl_any(p, KD, E, 2 / sqrt(E)), y->v = pl_any(p, s->K * Dv, E, 1 / sqrt(E));
+    y->o = pl_any(p, E, s->H * Dv, 1 / sqrt(s->H * Dv));
+    if (pl_chance(p, 2)) y->q_bias = pl_plain(p, 1, HD, 0, 1), y->k_bias = pl_plain(p, 1, KD, 0, 1);
+    if (pl_chance(p, 2)) y->v_bias = pl_plain(p, 1, s->K * Dv, 0, 1), y->o_bias = pl_plain(p, 1, E, 0, 1);
+    if (norms == 1) y->q_norm = pl_plain(p, 1, s->D, 1, 0.3), y->k_norm = pl_plain(p, 1, s->D, 1, 0.3);
+    if (norms == 2) y->q_norm = pl_plain(p, 1, HD, 1, 0.3), y->k_norm = pl_plain(p, 1, KD, 1, 0.3);
+}
+
+static void pl_make_layer(pl_case *p, int l, int mla_rope) {
+    const toka_shape *s = &p->c.sh;
+    toka_layer *y = &p->c.layers[l];
+    *y = (toka_layer){.window = pl_chance(p, 2) ? 0 : rnd_int(&p->seed, 1, 12), .parallel = pl_chance(p, 4),
+                      .activation = (toka_activation)rnd_int(&p->seed, TOKA_SILU, TOKA_SWIGLU_CLAMPED)};
+    if (!pl_chance(p, 5)) y->attn_norm = pl_plain(p, 1, s->E, 1, 0.3);
+    if (!pl_chance(p, 5)) y->mlp_norm = pl_plain(p, 1, s->E, 1, 0.3);
+    if (y->parallel) y->mlp_norm = y->attn_norm;
+    if (mla_rope) pl_make_mla(p, l, mla_rope, s->Dv), y->mla = &p->mla[l];
+    else pl_make_heads(p, y);
+    if (pl_chance(p, 3)) y->sinks = pl_plain(p, 1, s->H, 0, 2);
+    if (pl_chance(p, 3)) y->attn_post_norm = pl_plain(p, 1, s->E, 1, 0.3);
+    if (pl_chance(p, 3)) y->mlp_post_norm = pl_plain(p, 1, s->E, 1, 0.3);
+    p->rope[l] = (toka_rope){.freq = p->freq, .dims = mla_rope ? mla_rope : s->D - (pl_chance(p, 2) && s->D > 3 ? 2 : 0),
+                             .scale = pl_chance(p, 2) ? 1 : 1.25f, .neighbours = pl_chance(p, 2)};
+    p->rope[l].dims -= p->rope[l].dims % 2;
+    if (!pl_chance(p, 5)) y->rope = &p->rope[l];
+    if (pl_chance(p, 2)) {
+        pl_make_moe(p, l), y->moe = &p->moe[l];
+        /* without a norm x may be so large that the sigmoids are 0 in float32 */
+        if (!y->mlp_norm.rows && p->moe[l].kind == TOKA_ROUTER_SIGMOID) p->moe[l].renormalize = false;
+    } else pl_make_mlp(p, &y->mlp, rnd_int(&p->seed, 3, 50));
+}
+
+static float pl_maybe(pl_case *p, float value) { return pl_chance(p, 2) ? 0 : value; }
+
+static pl_case *pl_open(uint64_t seed) {
+    pl_case *p = mem_zalloc(sizeof *p);
+    p->seed = seed * 7919;
+    for (int i = 0; i < 3; i++) rnd(&p->seed);
+    toka_shape *s = &p->c.sh;
+    const int mla_rope = pl_chance(p, 4) ? 2 * rnd_int(&p->seed, 1, 4) : 0;
+    *s = (toka_shape){.L = 2, .K = mla_rope ? 1 : rnd_int(&p->seed, 1, 3), .E = rnd_int(&p->seed, 8, 60), .V = rnd_int(&p->seed, 3, 90),
+                      .B = rnd_int(&p->seed, 1, 20), .max_len = CPU_LEN, .eps = 1e-5f, .layer_norm = pl_chance(p, 3),
+                      .norm_offset = pl_maybe(p, 1), .attn_scale = pl_maybe(p, 0.3f), .attn_cap = pl_maybe(p, 3),
+                      .embed_scale = pl_maybe(p, 1.5f), .residual_scale = pl_maybe(p, 0.6f), .swiglu_limit = 1.5f,
+                      .logit_scale = pl_maybe(p, 0.7f), .logit_cap = pl_maybe(p, 2)};
+    s->H = s->K * rnd_int(&p->seed, 1, 4), s->V_all = s->V;
+    s->D = rnd_int(&p->seed, 2, 24), s->Dv = pl_chance(p, 2) ? 0 : rnd_int(&p->seed, 1, 24);
+    if (mla_rope) s->Dv = rnd_int(&p->seed, 2, 20), s->D = s->Dv + mla_rope;
+    for (int i = 0; i < COUNT(p->freq); i++) p->freq[i] = (float)pow(50, -i / 5.0);
+    for (int l = 0; l < 2; l++) pl_make_layer(p, l, mla_rope);
+    p->c.w = (toka_weights){.embed = pl_any(p, s->V, s->E, 1), .norm = pl_plain(p, 1, s->E, 1, 0.3),
+                            .lm_head = pl_any(p, s->V, s->E, 1 / sqrt(s->E)), .layers = p->c.layers};
+    return p;
+}
+
+/* ---- The formulas of toka.h in float64 ---- */
+
+static double pl_or(float value, double absent) { return value != 0 ? value : absent; }
+
+static void pl_norm(const toka_shape *s, const toka_tensor *w, const double *x, int n, double *y) {
+    double mean = 0, square = 0;
+    for (int i = 0; i < n; i++) mean += s->layer_norm ? x[i] / n : 0;
+    for (int i = 0; i < n; i++) square += pow(x[i] - mean, 2) / n;
+    for (int i = 0; i < n; i++)
+        y[i] = w->rows ? (x[i] - mean) / sqrt(square + s->eps) * (pl_at(w, 0, i) + s->norm_offset) : x[i];
+}
+static void pl_linear(const toka_tensor *w, const toka_tensor *bias, const double *x, double *y) {
+    for (int r = 0; r < w->rows; r++) {
+        y[r] = bias && bias->rows ? pl_at(bias, 0, r) : 0;
+        for (int c = 0; c < w->cols; c++) y[r] += pl_at(w, r, c) * x[c];
+    }
+}
+static void pl_rotate(const toka_rope *rope, int pos, double *head) {
+    for (int i = 0; rope && i < rope->dims / 2; i++) {
+        int a = rope->neighbours ? 2 * i : i, b = rope->neighbours ? 2 * i + 1 : i + rope->dims / 2;
+        double angle = (float)pos * rope->freq[i], x = head[a], y = head[b];
+        head[a] = (x * cos(angle) - y * sin(angle)) * rope->scale;
+        head[b] = (y * cos(angle) + x * sin(angle)) * rope->scale;
+    }
+}
+
+typedef struct pl_head { /* one query head of one layer, over a whole sequence */
+    const double *q, *k, *v; /* of position j from j * step on */
+    int q_step, k_step, v_step, size, v_size;
+    double scale;
+    int head;
+} pl_head;
+
+static void pl_attend(const toka_shape *s, const toka_layer *l, const pl_head *h, int pos, double *o) {
+    double score[CPU_LEN], sum = l->sinks.rows ? exp(pl_at(&l->sinks, 0, h->head)) : 0;
+    for (int i = 0; i < h->v_size; i++) o[i] = 0;
+    for (int j = 0; j <= pos; j++) {
+        score[j] = 0;
+        if (l->window && j <= pos - l->window) continue;
+        for (int i = 0; i < h->size; i++) score[j] += h->scale * h->q[pos * h->q_step + i] * h->k[j * h->k_step + i];
+        if (s->attn_cap > 0) score[j] = s->attn_cap * tanh(score[j] / s->attn_cap);
+        sum += score[j] = exp(score[j]); /* small enough for float64 */
+    }
+    for (int j = 0; j <= pos; j++)
+        for (int i = 0; i < h->v_size; i++) o[i] += score[j] / sum * h->v[j * h->v_step + i];
+}
+
+/* x: [n][E] of norm(x). Returns o before W_o: [n][H*Dv], or with mla [n][H*v]; the caller frees it.
+ * With mla the keys and values of each head are made from c, as in the paper. */
+static double *pl_mixer(const pl_case *p, const toka_layer *l, const double *x, int n) {
+    const toka_shape *s = &p->c.sh;
+    const toka_mla *m = l->mla;
+    const int H = s->H, K = m ? H : s->K, D = m ? m->nope + m->rope : s->D, Dv = m ? m->v : toka_value_size(s);
+    double *q = mem_zalloc((size_t)(n * H * D) * 8), *k = mem_zalloc((size_t)(n * K * D) * 8), *v = mem_zalloc((size_t)(n * K * Dv) * 8);
+    double *o = mem_zalloc((size_t)(n * H * Dv) * 8), tmp[600], kv[600];
+    for (int t = 0; t < n; t++) {
+        double *qt = q + t * H * D, *kt = k + t * K * D, *vt = v + t * K * Dv;
+        const double *xt = x + t * s->E;
+        if (m) {
+            if (m->q_a.rows) pl_linear(&m->q_a, NULL, xt, tmp), pl_norm(s, &m->q_a_norm, tmp, m->q_a.rows, tmp);
+            pl_linear(&m->q_b, NULL, m->q_a.rows ? tmp : xt, qt);
+            pl_linear(&m->kv_a, NULL, xt, tmp);
+            pl_norm(s, &m->kv_a_norm, tmp, m->latent, tmp);
+            pl_rotate(l->rope, t, tmp + m->latent);
+            pl_linear(&m->kv_b, NULL, tmp, kv);
+            for (int h = 0; h < H; h++) {
+                pl_rotate(l->rope, t, qt + h * D + m->nope);
+                memcpy(kt + h * D, kv + h * (m->nope + m->v), (size_t)m->nope * 8);
+                memcpy(kt + h * D + m->nope, tmp + m->latent, (size_t)m->rope * 8);
+                memcpy(vt + h * Dv, kv + h * (m->nope + m->v) + m->nope, (size_t)m->v * 8);
+            }
+            continue;
+        }
+        pl_linear(&l->q, &l->q_bias, xt, qt), pl_linear(&l->k, &l->k_bias, xt, kt), pl_linear(&l->v, &l->v_bias, xt, vt);
+        for (int i = 0; l->q_norm.rows && i < H * D; i += l->q_norm.cols) pl_norm(s, &l->q_norm, qt + i, l->q_norm.cols, qt + i);
+        for (int i = 0; l->k_norm.rows && i < K * D; i += l->k_norm.cols) pl_norm(s, &l->k_norm, kt + i, l->k_norm.cols, kt + i);
+        for (int h = 0; h < H; h++) pl_rotate(l->rope, t, qt + h * D);
+        for (int h = 0; h < K; h++) pl_rotate(l->rope, t, kt + h * D);
+    }
+    for (int h = 0; h < H; h++) {
+        pl_head head = {q + h * D, k + h * K / H * D, v + h * K / H * Dv, H * D, K * D, K * Dv, D, Dv,
+                        pl_or(s->attn_scale, 1 / sqrt(s->D)), h};
+        for (int t = 0; t < n; t++) pl_attend(s, l, &head, t, o + (t * H + h) * Dv);
+    }
+    free(q), free(k), free(v);
+    return o;
+}
+
+static double pl_sigmoid(double x) { return 1 / (1 + exp(-x)); }
+
+static void pl_mlp(const pl_case *p, const toka_mlp *mlp, toka_activation kind, const double *x, double *y) {
+    double gate[64], up[64], limit = p->c.sh.swiglu_limit;
+    pl_linear(&mlp->gate, &mlp->gate_bias, x, gate), pl_linear(&mlp->up, &mlp->up_bias, x, up);
+    for (int i = 0; i < mlp->gate.rows; i++) {
+        double g = gate[i], u = up[i];
+        if (kind == TOKA_SILU) gate[i] = g * pl_sigmoid(g) * u;
+        if (kind == TOKA_GELU_TANH) gate[i] = g / 2 * (1 + tanh(sqrt(2 / 3.14159265358979324) * (g + 0.044715 * pow(g, 3)))) * u;
+        if (kind == TOKA_SWIGLU_CLAMPED)
+            g = g > limit ? limit : g, u = u > limit ? limit : u < -limit ? -limit : u, gate[i] = g * pl_sigmoid(1.702 * g) * (u + 1);
+    }
+    pl_linear(&mlp->down, &mlp->down_bias, gate, y);
+}
+
+/* Sorts indices 0 .. n-1 by falling score; of equal scores the lower index is first. */
+static void pl_sort(const float *score, int n, int *order) {
+    for (int i = 0; i < n; i++) {
+        int j = i;
+        for (; j && score[order[j - 1]] < score[i]; j--) order[j] = order[j - 1];
+        order[j] = i;
+    }
+}
+
+/* From logits of the router to weights, 0 for an expert that is not chosen. */
+static void pl_route(const toka_moe *moe, const double *logit, double *weight) {
+    const int X = moe->n_experts, size = moe->n_groups > 1 ? X / moe->n_groups : X;
+    double score[PL_EXPERTS], sum = 0;
+    float choice[PL_EXPERTS], group[PL_EXPERTS]; /* scores are float32 numbers, so that all agree what is equal */
+    int order[PL_EXPERTS];
+    bool masked[PL_EXPERTS] = {0};
+    for (int i = 0; i < X; i++) sum += exp(logit[i]);
+    for (int i = 0; i < X; i++) {
+        score[i] = moe->kind == TOKA_ROUTER_SOFTMAX ? exp(logit[i]) / sum : moe->kind == TOKA_ROUTER_SIGMOID ? pl_sigmoid(logit[i]) : logit[i];
+        choice[i] = (float)score[i] + (moe->choice_bias.rows ? (float)pl_at(&moe->choice_bias, 0, i) : 0);
+        weight[i] = 0;
+    }
+    for (int g = 0; moe->n_groups > 1 && g < moe->n_groups; g++) {
+        pl_sort(choice + g * size, size, order);
+        group[g] = choice[g * size + order[0]] + (moe->groups_by_top2 ? choice[g * size + order[1]] : 0);
+    }
+    if (moe->n_groups > 1) {
+        pl_sort(group, moe->n_groups, order);
+        for (int i = moe->top_groups; i < moe->n_groups; i++)
+            for (int j = 0; j < size; j++) masked[order[i] * size + j] = true;
+    }
+    pl_sort(choice, X, order);
+    sum = 0;
+    for (int i = 0, n = 0; i < X && n < moe->top_k; i++)
+        if (!masked[order[i]]) {
+            n++;
+            sum += weight[order[i]] = moe->kind == TOKA_ROUTER_TOPK ? exp(logit[order[i]]) : score[order[i]];
+        }
+    for (int i = 0; i < X; i++) weight[i] *= pl_or(moe->scale, 1) / (moe->renormalize || moe->kind == TOKA_ROUTER_TOPK ? sum : 1);
+}
+
+static void pl_feed_forward(const pl_case *p, const toka_layer *l, const double *x, double *y) {
+    const toka_moe *moe = l->moe;
+    const int E = p->c.sh.E;
+    double logit[PL_EXPERTS], weight[PL_EXPERTS], out[64], gate = 0;
+    if (!moe) {
+        pl_mlp(p, &l->mlp, l->activation, x, y);
+        return;
+    }
+    pl_linear(&moe->router, &moe->router_bias, x, logit);
+    pl_route(moe, logit, weight);
+    for (int i = 0; i < E; i++) y[i] = 0;
+    for (int e = 0; e < moe->n_experts; e++) {
+        pl_mlp(p, &moe->experts[e], l->activation, x, out);
+        for (int i = 0; i < E; i++) y[i] += weight[e] * out[i];
+    }
+    if (!moe->shared.gate.rows) return;
+    pl_mlp(p, &moe->shared, l->activation, x, out);
+    if (moe->shared_gate.rows) pl_linear(&moe->shared_gate, NULL, x, &gate);
+    for (int i = 0; i < E; i++) y[i] += (moe->shared_gate.rows ? pl_sigmoid(gate) : 1) * out[i];
+}
+
+/* Logits of all n positions of a sequence: [n][V]. */
+static void pl_logits(const pl_case *p, const int32_t *tokens, int n, double *logits) {
+    const toka_shape *s = &p->c.sh;
+    const int E = s->E;
+    double *x = mem_zalloc((size_t)(n * E) * 8), *in = mem_zalloc((size_t)(n * E) * 8), y[64], z[64];
+    for (int i = 0; i < n * E; i++) x[i] = pl_at(&p->c.w.embed, tokens[i / E], i % E) * pl_or(s->embed_scale, 1);
+    for (int layer = 0; layer < s->L; layer++) {
+        const toka_layer *l = &p->c.layers[layer];
+        for (int t = 0; t < n; t++) pl_norm(s, &l->attn_norm, x + t * E, E, in + t * E);
+        double *o = pl_mixer(p, l, in, n);
+        for (int t = 0; t < n; t++) {
+            pl_linear(&l->o, &l->o_bias, o + t * l->o.cols, y);
+            pl_norm(s, &l->attn_post_norm, y, E, y);
+            for (int i = 0; i < E; i++) z[i] = x[t * E + i] + pl_or(s->residual_scale, 1) * y[i];
+            pl_norm(s, &l->mlp_norm, l->parallel ? x + t * E : z, E, in);
+            pl_feed_forward(p, l, in, y);
+            pl_norm(s, &l->mlp_post_norm, y, E, y);
+            for (int i = 0; i < E; i++) x[t * E + i] = z[i] + pl_or(s->residual_scale, 1) * y[i];
+        }
+        free(o);
+    }
+    for (int t = 0; t < n; t++) {
+        double *row = logits + t * s->V;
+        pl_norm(s, &p->c.w.norm, x + t * E, E, in);
+        pl_linear(&p->c.w.lm_head, NULL, in, row);
+        for (int i = 0; i < s->V; i++) {
+            row[i] *= pl_or(s->logit_scale, 1);
+            if (s->logit_cap > 0) row[i] = s->logit_cap * tanh(row[i] / s->logit_cap);
+        }
+    }
+    free(x), free(in);
+}
+
+/* ---- Whole models ---- */
+
+/* Opens the device, with K and V full of NaN, and gives the sequences random pages. */
+static void pl_open_device(pl_case *p, cpu_seqs *w, model_rank *rank) {
+    const toka_shape *s = &p->c.sh;
+    toka_err e;
+    int deck[CPU_PAGES], at = 0;
+    w->o = (toka_device_options){.max_tokens = CPU_SEQS * CPU_LEN, .max_samples = CPU_SEQS * CPU_LEN, .n_pages = CPU_PAGES};
+    if (toka_plain.open(&w->d, &w->o, s, &p->c.w, &e)) {
+        CHECK_MSG(0, "%s", e.msg);
+        abort();
+    }
+    plain_device *dev = plain_of(w->d);
+    size_t n = (size_t)(s->L * CPU_PAGES * s->B * s->K);
+    for (size_t i = 0; i < n * (size_t)s->D; i++) dev->k_cache[i] = NAN;
+    for (size_t i = 0; i < n * (size_t)toka_value_size(s); i++) dev->v_cache[i] = NAN;
+    for (size_t i = 0; i < dev->scratch_floats; i++) dev->scratch[i] = NAN;
+    for (int i = 0; i < CPU_PAGES; i++) {
+        int j = rnd_int(&w->seed, 0, i);
+        deck[i] = deck[j], deck[j] = i;
+    }
+    for (int q = 0; q < w->n_seq; q++)
+        for (int i = 0; i * s->B < w->len[q]; i++) w->table[q][i] = q && i * s->B < w->shared ? w->table[0][i] : deck[at++];
+    rank->shape = *s, rank->weights = p->c.w, rank->device = w->d;
+}
+
+/* Runs one step of the layer loop. Its logits go to [seq][pos][V]. */
+static void pl_run_step(cpu_seqs *w, model_rank *rank, float *logits) {
+    const toka_shape *s = &rank->shape;
+    const size_t T = (size_t)w->T, E = (size_t)s->E, V = (size_t)s->V, HD = (size_t)(s->H * s->D),
+                 HDv = (size_t)(s->H * toka_value_size(s));
+    toka_sample_row *rows = mem_zalloc(T * sizeof *rows);
+    toka_sample_result *results = mem_zalloc(T * sizeof *results);
+    float *out = mem_alloc(T * V * sizeof *out);
+    rank->x = guarded(w->d, T * E), rank->q = guarded(w->d, T * HD), rank->o = guarded(w->d, T * HDv);
+    for (int t = 0; t < w->T; t++) rows[t] = (toka_sample_row){.row = w->T - 1 - t, .seq = -1, .scored_id = 0};
+    w->step.n_samples = w->T, w->step.samples = rows, w->step.logits = out;
+    rank_step(rank, &w->step, results);
+    for (int t = 0; t < w->T; t++) {
+        int row = w->T - 1 - t;
+        memcpy(logits + (size_t)(w->seq[row] * CPU_LEN + w->pos[row]) * V, out + (size_t)t * V, V * sizeof *out);
+    }
+    guarded_free(rank->x, T * E), guarded_free(rank->q, T * HD), guarded_free(rank->o, T * HDv);
+    free(rows), free(results), free(out);
+}
+
+static void pl_run_seqs(cpu_seqs *w, model_rank *rank, float *logits) {
+    int from[CPU_SEQS] = {0}, to[CPU_SEQS], left = 1;
+    for (int q = 1; q < w->n_seq; q++) from[q] = w->shared;
+    while (left) {
+        left = 0;
+        for (int q = 0; q < w->n_seq; q++) {
+            int n = q && from[0] < w->shared ? 0 : rnd_int(&w->seed, 0, 9); /* sequence 0 stores the shared prefix first */
+            to[q] = MIN(w->len[q], from[q] + n);
+            left += w->len[q] - to[q];
+        }
+        seqs_make_step(w, from, to, rnd_int(&w->seed, 0, 1), rnd_int(&w->seed, 0, 1));
+        if (w->T) pl_run_step(w, rank, logits);
+        memcpy(from, to, sizeof from);
+    }
+}
+
+static void pl_check_model(uint64_t seed) {
+    pl_case *p = pl_open(seed);
+    cpu_seqs *w = mem_zalloc(sizeof *w);
+    model_grid model = {.backend = &toka_plain, .tp = 1, .pp = 1};
+    model_rank rank = {.model = &model};
+    const toka_shape *s = &p->c.sh;
+    w->c = &p->c, w->seed = p->seed, w->n_seq = rnd_int(&w->seed, 1, 4), w->shared = rnd_int(&w->seed, 0, 20 / s->B) * s->B;
+    for (int q = 0; q < w->n_seq; q++) {
+        w->len[q] = w->shared + rnd_int(&w->seed, 1, 20);
+        for (int i = 0; i < w->len[q]; i++) w->token[q][i] = q && i < w->shared ? w->token[0][i] : rnd_int(&w->seed, 0, s->V - 1);
+    }
+    pl_open_device(p, w, &rank);
+    size_t V = (size_t)s->V;
+    float *got = mem_zalloc(CPU_SEQS * CPU_LEN * V * sizeof *got);
+    double *want = mem_zalloc(CPU_LEN * V * sizeof *want);
+    pl_run_seqs(w, &rank, got);
+    for (int q = 0; q < w->n_seq; q++) {
+        int first = q ? w->shared : 0;
+        pl_logits(p, w->token[q], w->len[q], want);
+        double err = rel_error(got + (size_t)(q * CPU_LEN + first) * V, want + (size_t)first * V, (size_t)(w->len[q] - first) * V);
+        CHECK_MSG(err < 5e-5, "seed %llu, seq %d: relative L2 %.3g, H %d K %d D %d Dv %d E %d, mla %d, moe %d %d, kind %d, parallel %d %d",
+                  (unsigned long long)seed, q, err, s->H, s->K, s->D, s->Dv, s->E, p->c.layers[0].mla != NULL, p->c.layers[0].moe != NULL,
+                  p->c.layers[1].moe != NULL, (int)p->moe[0].kind, p->c.layers[0].parallel, p->c.layers[1].parallel);
+    }
+    toka_err e;
+    CHECK(toka_plain.status(w->d, &e) == 0);
+    toka_plain.close(w->d);
+    free(got), free(want), free(w);
+    pl_close(p);
+}
+
+static void test_plain_models(void) {
+    for (uint64_t seed = 1; seed <= 200; seed++) pl_check_model(seed);
+    uint64_t fresh = (uint64_t)time(NULL);
+    for (int i = 0; i < 20; i++) pl_check_model(fresh * 64 + (uint64_t)i);
+}
+
+/* ---- The router, with many ties ---- */
+
+static void test_plain_router(void) {
+    uint64_t seed = (uint64_t)time(NULL);
+    for (int round = 0; round < 20000; round++) {
+        const uint64_t first = seed;
+        pl_case *p = mem_zalloc(sizeof *p);
+        p->seed = rnd(&seed);
+        const int groups = rnd_int(&p->seed, 1, 4), X = groups * rnd_int(&p->seed, 2, 3), top_groups = rnd_int(&p->seed, 1, groups);
+        toka_moe moe = {.n_experts = X, .kind = (toka_router_kind)rnd_int(&p->seed, 0, 2), .renormalize = pl_chance(p, 2),
+                        .scale = pl_maybe(p, 2.5f), .n_groups = pl_maybe(p, 1) != 0 ? groups : 0, .top_groups = top_groups,
+                        .groups_by_top2 = pl_chance(p, 2)};
+        double logit[PL_EXPERTS], want[PL_EXPERTS];
+        float weight[PL_EXPERTS], choice[2 * PL_EXPERTS], bias[PL_EXPERTS] = {0};
+        moe.top_k = rnd_int(&p->seed, 1, moe.n_groups > 1 ? top_groups * (X / groups) : X);
+        if (pl_chance(p, 2)) { /* as large as the scores */
+            for (int i = 0; i < X; i++) bias[i] = (float)rnd_int(&p->seed, -1, 1);
+            moe.choice_bias = (toka_tensor){.data = bias, .dtype = TOKA_F32, .rows = 1, .cols = X, .stride = X};
+        }
+        for (int i = 0; i < X; i++) logit[i] = weight[i] = (float)rnd_int(&p->seed, -2, 2);
+        pl_route(&moe, logit, want);
+        plain_route(&moe, moe.choice_bias.rows ? bias : NULL, weight, choice);
+        for (int i = 0; i < X; i++)
+            CHECK_MSG(fabs(weight[i] - want[i]) < 1e-6 && (want[i] != 0) == (weight[i] != 0), "seed %llu: expert %d of %d: %g, expected %g",
+                      (unsigned long long)first, i, X, weight[i], want[i]);
+        pl_close(p);
+    }
+}
+
+/* ---- Errors ---- */
+
+static void test_plain_errors(void) {
+    pl_case *p = pl_open(3);
+    toka_err e;
+    toka_device *d = NULL;
+    toka_group *g = NULL;
+    toka_device_options o = {.max_tokens = 8, .max_samples = 8, .n_pages = 4};
+    const toka_shape *s = &p->c.sh;
+    float x[64 * 8] = {0};
+    CHECK(toka_plain.open(&d, &o, s, &p->c.w, &e) == 0 && toka_plain.status(d, &e) == 0);
+    toka_dev_ptr a = toka_plain.alloc(d, 100);
+    char back[4];
+    toka_plain.upload(d, a, "abc", 4), toka_plain.download(d, back, a, 4);
+    CHECK(!strcmp(back, "abc"));
+    for (int op = 0; op < 4; op++) { /* x that is not whole */
+        toka_hidden hidden = {{(uintptr_t)x}, TOKA_HIDDEN_PARTIAL, NULL};
+        toka_step step = {0};
+        pid_t pid;
+        if (child_begins(&pid)) {
+            if (op == 0) toka_plain.norm_qkv_rope_kv(d, &step, 0, &hidden, a);
+            if (op == 1) toka_plain.out_residual(d, &step, 0, a, &hidden);
+            if (op == 2) toka_plain.norm_mlp_residual(d, &step, 0, &hidden);
+            if (op == 3) toka_plain.norm_logits_sample(d, &step, &hidden, NULL);
+            _exit(0);
+        }
+        CHECK(child_aborts(pid));
+    }
+    CHECK(toka_plain.alloc(d, SIZE_MAX - 5).at == 0 && toka_plain.status(d, &e) == TOKA_E_MEMORY && strstr(e.msg, "plain backend"));
+    toka_plain.close(d), toka_plain.close(NULL);
+    CHECK(toka_plain.group_open(&g, 2, 1, &e) == TOKA_E_USE && strstr(e.msg, "plain backend") && strstr(e.msg, "one rank"));
+    o.bf16 = true;
+    CHECK(toka_plain.open(&d, &o, s, &p->c.w, &e) == TOKA_E_USE && strstr(e.msg, "bfloat16"));
+    o.bf16 = false, o.n_pages = 0;
+    CHECK(toka_plain.open(&d, &o, s, &p->c.w, &e) == TOKA_E_USE);
+    o.n_pages = INT_MAX / s->B;
+    p->c.sh.D = 1 << 20;
+    CHECK(toka_plain.open(&d, &o, s, &p->c.w, &e) == TOKA_E_MEMORY);
+    pl_close(p);
+    CHECK(lib_find_backend("plain") == &toka_plain && lib_find_backend(NULL) != &toka_plain && lib_find_backend("auto") != &toka_plain);
+    toka_options options = toka_options_default();
+    toka *t;
+    options.model = "test/model", options.device = "plan";
+    CHECK(toka_open(&t, &options, &e) == TOKA_E_USE && strstr(e.msg, "did you mean plain?"));
+    options.device = "plain", options.data_parallel_size = 2;
+    CHECK(toka_open(&t, &options, &e) == TOKA_E_USE && strstr(e.msg, "one rank"));
+}
+
+/* ---- The embedded model beside the CPU backend ---- */
+
+static toka *pl_open_toka(const char *device) {
+    toka_options o = toka_options_default();
+    toka_err e;
+    toka *t;
+    o.model = "test/model", o.device = device, o.max_num_seqs = 5, o.max_num_batched_tokens = 23, o.kv_tokens = 1024;
+    if (toka_open(&t, &o, &e)) {
+        printf("%s\n", e.msg);
+        abort();
+    }
+    return t;
+}
+
+/* Logits of all positions of a prompt of 20 ids, in one step. */
+static void pl_step_logits(toka *t, const int32_t *tokens, float *logits) {
+    enum { N = 20 };
+    int32_t pos[N], kv_slot[N], pages[2] = {9, 4};
+    toka_span span = {0, N, 0, 0, N};
+    toka_sample_row rows[N];
+    toka_err e;
+    for (int i = 0; i < N; i++) pos[i] = i, kv_slot[i] = pages[i / 16] * 16 + i % 16, rows[i] = (toka_sample_row){.row = i, .scored_id = 0};
+    toka_step step = {.T = N, .n_spans = 1, .n_samples = N, .ids = tokens, .pos = pos, .kv_slot = kv_slot, .pages = pages, .spans = &span,
+                      .samples = rows, .logits = logits};
+    eng_replica *replica = &t->engine->replicas[0];
+    CHECK(t->shape.B == 16 && model_run_step(&replica->model, &step, replica->inflight[0].results, &e) == 0);
+}
+
+static void test_plain_beside_cpu(void) {
+    static const char *const prompts[] = {"Tom has 12 apples and buys 7 more. How many apples does he have?", "In the end, 3", "x"};
+    toka *t[2] = {pl_open_toka("cpu"), pl_open_toka("plain")};
+    uint64_t seed = (uint64_t)time(NULL);
+    int32_t tokens[20];
+    float *logits[2];
+    CHECK(strstr(toka_get_info(t[1]).device, "plain"));
+    for (int i = 0; i < 20; i++) tokens[i] = rnd_int(&seed, 0, 1023);
+    for (int i = 0; i < 2; i++) pl_step_logits(t[i], tokens, logits[i] = mem_alloc(20 * 1024 * sizeof(float)));
+    double err = eng_rel_l2(logits[1], logits[0], 20 * 1024);
+    CHECK_MSG(err < 1e-5, "relative L2 of the logits %.3g", err);
+    for (int i = 0; i < 6; i++) { /* greedy; drawn: copied pages, penalties and bad ids, which read ids from pages */
+        toka_sampling s = eng_greedy(16);
+        const int32_t bad[] = {tokens[0], tokens[1]};
+        const int two = 2;
+        if (i >= 3) s.temperature = 0.9f, s.seed = 5, s.repetition_penalty = 1.3f, s.presence_penalty = 0.4f, s.frequency_penalty = 0.2f;
+        if (i >= 3) s.bad_ids = bad, s.bad_lengths = &two, s.n_bad = 1;
+        eng_collected *got[2];
+        for (int j = 0; j < 2; j++) {
+            int code;
+            toka_err e;
+            got[j] = eng_ask(t[j], prompts[i % 3], NULL, 0, i < 3 ? 1 : 4, &s, &code, &e);
+            CHECK_MSG(code == 0, "%s", e.msg);
+        }
+        for (int n = 0; n < 4; n++)
+            CHECK_MSG(got[0]->id[n].n == got[1]->id[n].n && (n >= 1 && i < 3 ? 1 : got[0]->id[n].n > 0) &&
+                          !memcmp(got[0]->id[n].p, got[1]->id[n].p, got[0]->id[n].n * 4), "prompt %d, sample %d: ids differ", i, n);
+        eng_collected_free(got[0]), eng_collected_free(got[1]);
+    }
+    for (int i = 0; i < 2; i++) toka_close(t[i]), free(logits[i]);
+}
+
+static const struct test plain_tests[] = {{"weight_formats", test_weight_formats}, {"weight_codes", test_weight_codes},
+                                          {"plain_models", test_plain_models}, {"plain_router", test_plain_router},
+                                          {"plain_errors", test_plain_errors}, {"plain_beside_cpu", test_plain_beside_cpu},
+                                          {NULL, NULL}};
