@@ -7742,52 +7742,95 @@ static int tmpl_render(const tmpl *template, const json *const *contexts, int n_
  * that the chat template and the tokenizer need.
  *
  *   RoPE           mf_rope_table: every kind of RoPE as one table of frequencies and one factor
+ *   architectures  mf_archs: each is one row of data. It names the defaults of the config's fields,
+ *                  the features that every such model has, and the tables of tensor names
  *   config         mf_config_parse, mf_generation_parse, mf_tokenizer_config_parse: text to structs
+ *   quantization   mf_read_quantization: which modules have which weight format; mf_methods: how
+ *                  each kind of checkpoint names the tensors of a quantized matrix
  *
  * What always holds of a shape: every number is within the limits of mf_dims, D is even, and H is
  * a multiple of K. The files are not trusted: everything is checked, and the first error becomes
  * one sentence.
  *
- * Where the files leave a choice, this chapter follows transformers 5: it ignores the same fields
- * and has the same defaults. Only the flags of tokenizer_config.json mean what they mean in
- * transformers 4.57 (mf_token_flags, mf_read_add_flag). The chapter refuses a model that toka would
- * compute differently: other architectures, other RoPE kinds, quantized weights, mixtures of
- * experts, biases in the MLP.
+ * A field of config.json counts only if transformers reads it, so a field that turns on a feature
+ * counts only if the row's defaults name it. Where the files leave a choice, this chapter follows
+ * transformers 5. Only the flags of tokenizer_config.json mean what they mean in transformers 4.57
+ * (mf_token_flags, mf_read_add_flag). The chapter refuses a model that toka would compute
+ * differently: other architectures, RoPE kinds, activations or weight formats.
  * =========================================================================== */
 
 typedef enum mf_rope_kind {
-    MF_ROPE_DEFAULT, MF_ROPE_LINEAR, MF_ROPE_LLAMA3, MF_ROPE_YARN
+    MF_ROPE_DEFAULT, MF_ROPE_LINEAR, MF_ROPE_LLAMA3, MF_ROPE_YARN, MF_ROPE_LONGROPE
 } mf_rope_kind;
-static const char *const mf_rope_names[] = {"default", "linear", "llama3", "yarn"};
+/* The last name is an old one of longrope. */
+static const char *const mf_rope_names[] = {"default", "linear", "llama3", "yarn", "longrope",
+                                            "su"};
 
 /* The RoPE fields of a config: rope_parameters, or rope_scaling and rope_theta. 0: not given. */
 typedef struct mf_rope {
     mf_rope_kind kind;
     double theta;
     double factor;                            /* for all kinds except default */
-    double original_len;                      /* llama3, yarn: original_max_position_embeddings */
+    double original_len;                      /* llama3, yarn, longrope: the length of pretraining,
+                                               * original_max_position_embeddings */
     double low_freq_factor, high_freq_factor; /* llama3 */
-    double attention_factor;                  /* yarn; 0: not given, see mf_yarn_scale */
+    double attention_factor;                  /* yarn, longrope; 0: not given */
     double mscale, mscale_all_dim;            /* yarn */
     /* yarn: the ramp begins at the pair of dimensions that makes beta_fast full turns over
      * original_len positions, and ends at the pair that makes beta_slow. */
     double beta_fast, beta_slow;
     bool fractional; /* yarn: "truncate" is false: do not round the ramp's ends to whole pairs */
+    /* longrope: [dims/2] each divides the frequency of its pair: in models of sequences up to
+     * original_len tokens the short ones, in longer ones the long ones (is_long). */
+    const float *short_factor, *long_factor;
+    bool is_long;
 } mf_rope;
 
-/* Features of a model. MF_LM_HEAD: the LM head is not tied to the embedding. */
-enum { MF_QKV_BIAS = 1, MF_O_BIAS = 2, MF_QK_NORM = 4, MF_LM_HEAD = 8 };
+/* Features of a model. The first ones say which tensors it has, the others how it computes. */
+enum {
+    MF_QKV_BIAS = 1 << 0, MF_O_BIAS = 1 << 1, MF_MLP_BIAS = 1 << 2,
+    MF_QK_NORM = 1 << 3,      /* a norm of each head of q and k */
+    MF_QK_NORM_ALL = 1 << 4,  /* one norm of all heads of q, one of k */
+    MF_LM_HEAD = 1 << 5,      /* the LM head is not tied to the embedding */
+    MF_Q_LORA = 1 << 6,       /* MLA: q comes from a latent vector ... */
+    MF_Q_FULL = 1 << 7,       /* ... or from x */
+    MF_SHARED = 1 << 8,       /* every token also uses a shared expert */
+    MF_SHARED_GATED = 1 << 9, /* the same, multiplied by a sigmoid */
+    MF_CHOICE_BIAS = 1 << 10, /* the router has a bias for the choice */
+    MF_MLA = 1 << 12,
+    MF_CLAMPED = 1 << 13,     /* the activation is TOKA_SWIGLU_CLAMPED */
+    MF_NEIGHBOURS = 1 << 14,  /* RoPE rotates neighbours */
+    MF_ROPE_WINDOWED = 1 << 15, /* only layers with a window have RoPE */
+    MF_NORM_PLUS_1 = 1 << 16, /* norms multiply by 1 + their weights */
+    MF_EMBED_SQRT = 1 << 17,  /* the embedding is multiplied by sqrt(E) */
+    MF_LAYER_NORM = 1 << 18,  /* norms subtract the mean */
+    MF_PARALLEL = 1 << 19,    /* the feed-forward reads what the mixer reads */
+    MF_WINDOW_LOWER = 1 << 20 /* only layers before max_window_layers have a window; without it,
+                               * only layers from there on */
+};
+
+/* What a layer is, a set of these. */
+enum { MF_LAYER_MOE = 1, MF_LAYER_ROPE = 2, MF_LAYER_LOCAL = 4 /* the RoPE local_table */ };
+
+enum { MF_MAX_EXPERTS = 4096 };
 
 /* The contents of config.json, or of a line of models.txt. Pointers are into the parser's arena. */
 typedef struct mf_config {
     const struct mf_arch *arch;
-    toka_shape shape;  /* B stays 0 */
-    mf_rope rope;
-    toka_rope rope_table; /* of all layers */
-    unsigned features; /* MF_QKV_BIAS ... */
-    int *window;       /* [L] as toka_layer.window */
-    int32_t bos_id;    /* -1: none */
-    int32_t *eos_ids;  /* [n_eos_ids] */
+    toka_shape shape;      /* B stays 0 */
+    int letter[26];        /* the dimension that each letter stands for: see mf_letters */
+    mf_rope rope, local_rope;
+    toka_rope rope_table, local_table; /* of the layers without and with MF_LAYER_LOCAL */
+    unsigned features;     /* MF_QKV_BIAS ... */
+    toka_activation activation;
+    toka_moe moe;          /* of the layers with experts, without tensors */
+    toka_mla mla;          /* with MF_MLA, without tensors */
+    int *window;           /* [L] as toka_layer.window */
+    unsigned char *kind;   /* [L] MF_LAYER_MOE ... */
+    const struct mf_quantization *quantization; /* NULL: the weights are plain numbers */
+    bool has_images;       /* a multi-modal model, of which toka has the language model */
+    int32_t bos_id;        /* -1: none */
+    int32_t *eos_ids;      /* [n_eos_ids] */
     int n_eos_ids;
 } mf_config;
 
@@ -7861,7 +7904,7 @@ typedef struct mf_model {
     int n_weight_files;
 } mf_model;
 
-/* ---- RoPE: every kind is a table of D/2 frequencies and one factor ----
+/* ---- RoPE: every kind is a table of frequencies and one factor ----
  * The float32 operations and their order are those of transformers (modeling_rope_utils). PyTorch
  * computes number / tensor as the tensor's reciprocal times the number, so this code does the same.
  * The tables then agree with transformers up to the rounding of powf, and so do the angles at far
@@ -7915,11 +7958,21 @@ static double mf_yarn_scale(const mf_rope *rope) {
     return 0.1 * ln + 1;
 }
 
-/* Computes freq, [D/2] radians per position, and *scale, the factor on cos and sin. */
+/* longrope (arXiv 2402.13753): the factor on cos and sin. */
+static double mf_longrope_scale(const mf_rope *rope) {
+    if (rope->attention_factor > 0) return rope->attention_factor;
+    return rope->factor > 1 ? sqrt(1 + log(rope->factor) / log(rope->original_len)) : 1;
+}
+
+/* Computes freq, [D/2] radians per position, and *scale, the factor on cos and sin. D: the
+ * dimensions of a head that rotate. */
 static void mf_rope_table(const mf_rope *rope, int D, float *freq, float *scale) {
-    *scale = rope->kind == MF_ROPE_YARN ? (float)mf_yarn_scale(rope) : 1;
+    const float *factors = rope->is_long ? rope->long_factor : rope->short_factor;
+    *scale = rope->kind == MF_ROPE_YARN ? (float)mf_yarn_scale(rope)
+             : rope->kind == MF_ROPE_LONGROPE ? (float)mf_longrope_scale(rope) : 1;
     for (int i = 0; i < D / 2; i++) {
-        freq[i] = 1.0f / powf((float)rope->theta, (float)(2 * i) / (float)D);
+        float pos = powf((float)rope->theta, (float)(2 * i) / (float)D);
+        freq[i] = 1.0f / (rope->kind == MF_ROPE_LONGROPE ? factors[i] * pos : pos);
         if (rope->kind == MF_ROPE_LINEAR) freq[i] /= (float)rope->factor;
         if (rope->kind == MF_ROPE_LLAMA3) freq[i] = mf_rope_llama3(rope, freq[i]);
     }
@@ -7932,6 +7985,8 @@ static void mf_rope_table(const mf_rope *rope, int D, float *freq, float *scale)
 
 typedef struct mf_reader {
     const json *object; /* the object; NULL: every field is missing */
+    const json *outer;  /* a field that the object does not have is looked up here ... */
+    const json *defaults; /* ... and then here; both may be NULL */
     const char *where;  /* the file's name, for messages */
     const char *prefix; /* for messages, before the name of a field: "" or "rope_parameters." ... */
     toka_err *err;      /* code 0 until the first error, which stays */
@@ -7966,6 +8021,8 @@ static void mf_field_error(mf_reader *reader, const char *name, const json *valu
 /* Returns NULL if the field is absent or null. */
 static const json *mf_field(const mf_reader *reader, const char *name) {
     const json *v = json_get(reader->object, name);
+    if (!v) v = json_get(reader->outer, name);
+    if (!v) v = json_get(reader->defaults, name);
     return json_is(v, JSON_NULL) ? NULL : v;
 }
 static int64_t mf_int(mf_reader *reader, const char *name, int64_t otherwise) {
@@ -8028,37 +8085,296 @@ static const struct {
     {"max_len", "max_position_embeddings", 1 << 30},
 };
 
-/* An architecture, and the values that transformers uses for fields that config.json does not have.
- * All architectures have in common: L 32, H 32, rms_norm_eps 1e-6, rope_theta 10000, hidden_act
- * silu, attention_bias and tie_word_embeddings false. */
+/* ---- Tensors: every tensor of toka_weights and what it points to, with its dimensions ---- */
+
+typedef enum mf_owner { /* the struct that has the tensor */
+    MF_OF_MODEL, MF_OF_LAYER, MF_OF_MLA, MF_OF_MOE, MF_OF_EXPERT, MF_N_OWNERS
+} mf_owner;
+
+/* A tensor's place. rows, cols: each a product of dimension letters; rows "": a vector, which has
+ * one dimension in the file. The first letter also says how tensor ranks cut the dimension: H and K
+ * by heads, F, M, S and V evenly; other dimensions are whole on each rank. */
+typedef struct mf_slot {
+    uint8_t owner; /* enum mf_owner */
+    char rows[3], cols[3];
+    uint16_t offset; /* of a toka_tensor in the owner */
+} mf_slot;
+
+enum {
+    MF_T_EMBED, MF_T_NORM, MF_T_LM_HEAD,
+    MF_T_ATTN_NORM, MF_T_ATTN_POST_NORM, MF_T_MLP_NORM, MF_T_MLP_POST_NORM,
+    MF_T_Q, MF_T_K, MF_T_V, MF_T_Q_BIAS, MF_T_K_BIAS, MF_T_V_BIAS,
+    MF_T_Q_NORM, MF_T_K_NORM, MF_T_Q_NORM_ALL, MF_T_K_NORM_ALL, MF_T_SINKS, MF_T_O, MF_T_O_BIAS,
+    MF_T_Q_A, MF_T_Q_A_NORM, MF_T_Q_B, MF_T_KV_A, MF_T_KV_A_NORM, MF_T_KV_B,
+    MF_T_GATE, MF_T_UP, MF_T_DOWN, MF_T_GATE_BIAS, MF_T_UP_BIAS, MF_T_DOWN_BIAS,
+    MF_T_ROUTER, MF_T_ROUTER_BIAS, MF_T_CHOICE_BIAS,
+    MF_T_SHARED_GATE, MF_T_SHARED_UP, MF_T_SHARED_DOWN, MF_T_SHARED_SWITCH,
+    MF_T_X_GATE, MF_T_X_UP, MF_T_X_DOWN, MF_T_X_GATE_BIAS, MF_T_X_UP_BIAS, MF_T_X_DOWN_BIAS,
+    MF_N_SLOTS
+};
+
+static const mf_slot mf_slots[MF_N_SLOTS] = {
+    [MF_T_EMBED] = {MF_OF_MODEL, "V", "E", offsetof(toka_weights, embed)},
+    [MF_T_NORM] = {MF_OF_MODEL, "", "E", offsetof(toka_weights, norm)},
+    [MF_T_LM_HEAD] = {MF_OF_MODEL, "V", "E", offsetof(toka_weights, lm_head)},
+    [MF_T_ATTN_NORM] = {MF_OF_LAYER, "", "E", offsetof(toka_layer, attn_norm)},
+    [MF_T_ATTN_POST_NORM] = {MF_OF_LAYER, "", "E", offsetof(toka_layer, attn_post_norm)},
+    [MF_T_MLP_NORM] = {MF_OF_LAYER, "", "E", offsetof(toka_layer, mlp_norm)},
+    [MF_T_MLP_POST_NORM] = {MF_OF_LAYER, "", "E", offsetof(toka_layer, mlp_post_norm)},
+    [MF_T_Q] = {MF_OF_LAYER, "HD", "E", offsetof(toka_layer, q)},
+    [MF_T_K] = {MF_OF_LAYER, "KD", "E", offsetof(toka_layer, k)},
+    [MF_T_V] = {MF_OF_LAYER, "KD", "E", offsetof(toka_layer, v)},
+    [MF_T_Q_BIAS] = {MF_OF_LAYER, "", "HD", offsetof(toka_layer, q_bias)},
+    [MF_T_K_BIAS] = {MF_OF_LAYER, "", "KD", offsetof(toka_layer, k_bias)},
+    [MF_T_V_BIAS] = {MF_OF_LAYER, "", "KD", offsetof(toka_layer, v_bias)},
+    [MF_T_Q_NORM] = {MF_OF_LAYER, "", "D", offsetof(toka_layer, q_norm)},
+    [MF_T_K_NORM] = {MF_OF_LAYER, "", "D", offsetof(toka_layer, k_norm)},
+    [MF_T_Q_NORM_ALL] = {MF_OF_LAYER, "", "DH", offsetof(toka_layer, q_norm)},
+    [MF_T_K_NORM_ALL] = {MF_OF_LAYER, "", "DK", offsetof(toka_layer, k_norm)},
+    [MF_T_SINKS] = {MF_OF_LAYER, "", "H", offsetof(toka_layer, sinks)},
+    [MF_T_O] = {MF_OF_LAYER, "E", "HW", offsetof(toka_layer, o)},
+    [MF_T_O_BIAS] = {MF_OF_LAYER, "", "E", offsetof(toka_layer, o_bias)},
+    [MF_T_Q_A] = {MF_OF_MLA, "Q", "E", offsetof(toka_mla, q_a)},
+    [MF_T_Q_A_NORM] = {MF_OF_MLA, "", "Q", offsetof(toka_mla, q_a_norm)},
+    [MF_T_Q_B] = {MF_OF_MLA, "HN", "Q", offsetof(toka_mla, q_b)},
+    [MF_T_KV_A] = {MF_OF_MLA, "D", "E", offsetof(toka_mla, kv_a)},
+    [MF_T_KV_A_NORM] = {MF_OF_MLA, "", "C", offsetof(toka_mla, kv_a_norm)},
+    [MF_T_KV_B] = {MF_OF_MLA, "HB", "C", offsetof(toka_mla, kv_b)},
+    [MF_T_GATE] = {MF_OF_LAYER, "F", "E", offsetof(toka_layer, mlp.gate)},
+    [MF_T_UP] = {MF_OF_LAYER, "F", "E", offsetof(toka_layer, mlp.up)},
+    [MF_T_DOWN] = {MF_OF_LAYER, "E", "F", offsetof(toka_layer, mlp.down)},
+    [MF_T_GATE_BIAS] = {MF_OF_LAYER, "", "F", offsetof(toka_layer, mlp.gate_bias)},
+    [MF_T_UP_BIAS] = {MF_OF_LAYER, "", "F", offsetof(toka_layer, mlp.up_bias)},
+    [MF_T_DOWN_BIAS] = {MF_OF_LAYER, "", "E", offsetof(toka_layer, mlp.down_bias)},
+    [MF_T_ROUTER] = {MF_OF_MOE, "X", "E", offsetof(toka_moe, router)},
+    [MF_T_ROUTER_BIAS] = {MF_OF_MOE, "", "X", offsetof(toka_moe, router_bias)},
+    [MF_T_CHOICE_BIAS] = {MF_OF_MOE, "", "X", offsetof(toka_moe, choice_bias)},
+    [MF_T_SHARED_GATE] = {MF_OF_MOE, "S", "E", offsetof(toka_moe, shared.gate)},
+    [MF_T_SHARED_UP] = {MF_OF_MOE, "S", "E", offsetof(toka_moe, shared.up)},
+    [MF_T_SHARED_DOWN] = {MF_OF_MOE, "E", "S", offsetof(toka_moe, shared.down)},
+    [MF_T_SHARED_SWITCH] = {MF_OF_MOE, "1", "E", offsetof(toka_moe, shared_gate)},
+    [MF_T_X_GATE] = {MF_OF_EXPERT, "M", "E", offsetof(toka_mlp, gate)},
+    [MF_T_X_UP] = {MF_OF_EXPERT, "M", "E", offsetof(toka_mlp, up)},
+    [MF_T_X_DOWN] = {MF_OF_EXPERT, "E", "M", offsetof(toka_mlp, down)},
+    [MF_T_X_GATE_BIAS] = {MF_OF_EXPERT, "", "M", offsetof(toka_mlp, gate_bias)},
+    [MF_T_X_UP_BIAS] = {MF_OF_EXPERT, "", "M", offsetof(toka_mlp, up_bias)},
+    [MF_T_X_DOWN_BIAS] = {MF_OF_EXPERT, "", "E", offsetof(toka_mlp, down_bias)},
+};
+
+/* Sets the dimensions that the letters stand for, after the shape and config->mla. The letters of
+ * toka.h (H K D E F V X), and M: width of an expert, S: of the shared expert, Q: q's latent vector,
+ * or E without one, C: latent vector of K and V, N: a head of q, B: a head of kv_b, W: of a value.
+ * M, S, Q and X are set before. */
+static void mf_set_letters(mf_config *config) {
+    const toka_shape *shape = &config->shape;
+    const toka_mla *mla = &config->mla;
+    const bool has_mla = config->features & MF_MLA;
+    const struct {
+        char letter;
+        int size;
+    } letters[] = {
+        {'H', shape->H}, {'K', shape->K}, {'D', shape->D}, {'E', shape->E}, {'V', shape->V},
+        {'C', mla->latent}, {'N', mla->nope + mla->rope}, {'B', mla->nope + mla->v},
+        {'W', has_mla ? mla->v : shape->D}
+    };
+    for (int i = 0; i < COUNT(letters); i++)
+        config->letter[letters[i].letter - 'A'] = letters[i].size;
+}
+
+static int mf_dim_product(const mf_config *config, const char *letters) { /* "KD" -> K*D; "" -> 1 */
+    int product = 1;
+    for (; *letters; letters++) product *= *letters == '1' ? 1 : config->letter[*letters - 'A'];
+    return product;
+}
+
+/* ---- Names: where a checkpoint has each tensor ---- */
+
+enum { /* of mf_binding.part: several tensors in one tensor of the file */
+    MF_WHOLE,
+    MF_FUSED,   /* the rows of the first, then the rows of the next */
+    MF_BY_TURNS /* a row of the first, a row of the next, and so on */
+};
+
+typedef struct mf_binding {
+    const char *suffix; /* the tensor's name after "model.layers.7." or "model."; # is the number
+                         * of an expert. An expert's tensor without # is one of all experts in the
+                         * file: its first dimension is X. The last row of a table has NULL */
+    uint8_t slot;       /* MF_T_EMBED ... */
+    uint8_t part;       /* not MF_WHOLE: rows with the same suffix are neighbours in the table */
+    unsigned feature;   /* only models with this feature have the tensor; 0: all have it */
+} mf_binding;
+
+static const mf_binding mf_model_names[] = {
+    {"embed_tokens.weight", MF_T_EMBED, 0, 0}, {"norm.weight", MF_T_NORM, 0, 0}, {0}
+};
+static const mf_binding mf_lm_head_name = {"lm_head.weight", MF_T_LM_HEAD, 0, MF_LM_HEAD};
+
+static const mf_binding mf_norms[] = {
+    {"input_layernorm.weight", MF_T_ATTN_NORM, 0, 0},
+    {"post_attention_layernorm.weight", MF_T_MLP_NORM, 0, 0},
+    {0}
+};
+static const mf_binding mf_norms_gemma[] = {
+    {"input_layernorm.weight", MF_T_ATTN_NORM, 0, 0},
+    {"post_attention_layernorm.weight", MF_T_ATTN_POST_NORM, 0, 0},
+    {"pre_feedforward_layernorm.weight", MF_T_MLP_NORM, 0, 0},
+    {"post_feedforward_layernorm.weight", MF_T_MLP_POST_NORM, 0, 0},
+    {0}
+};
+static const mf_binding mf_norms_glm[] = {
+    {"input_layernorm.weight", MF_T_ATTN_NORM, 0, 0},
+    {"post_self_attn_layernorm.weight", MF_T_ATTN_POST_NORM, 0, 0},
+    {"post_attention_layernorm.weight", MF_T_MLP_NORM, 0, 0},
+    {"post_mlp_layernorm.weight", MF_T_MLP_POST_NORM, 0, 0},
+    {0}
+};
+static const mf_binding mf_norms_after[] = { /* none before the mixer and the feed-forward */
+    {"post_attention_layernorm.weight", MF_T_ATTN_POST_NORM, 0, 0},
+    {"post_feedforward_layernorm.weight", MF_T_MLP_POST_NORM, 0, 0},
+    {0}
+};
+static const mf_binding mf_attention[] = {
+    {"self_attn.q_proj.weight", MF_T_Q, 0, 0},
+    {"self_attn.k_proj.weight", MF_T_K, 0, 0},
+    {"self_attn.v_proj.weight", MF_T_V, 0, 0},
+    {"self_attn.q_proj.bias", MF_T_Q_BIAS, 0, MF_QKV_BIAS},
+    {"self_attn.k_proj.bias", MF_T_K_BIAS, 0, MF_QKV_BIAS},
+    {"self_attn.v_proj.bias", MF_T_V_BIAS, 0, MF_QKV_BIAS},
+    {"self_attn.q_norm.weight", MF_T_Q_NORM, 0, MF_QK_NORM},
+    {"self_attn.k_norm.weight", MF_T_K_NORM, 0, MF_QK_NORM},
+    {"self_attn.q_norm.weight", MF_T_Q_NORM_ALL, 0, MF_QK_NORM_ALL},
+    {"self_attn.k_norm.weight", MF_T_K_NORM_ALL, 0, MF_QK_NORM_ALL},
+    {"self_attn.o_proj.weight", MF_T_O, 0, 0},
+    {"self_attn.o_proj.bias", MF_T_O_BIAS, 0, MF_O_BIAS},
+    {0}
+};
+static const mf_binding mf_attention_fused[] = {
+    {"self_attn.qkv_proj.weight", MF_T_Q, MF_FUSED, 0},
+    {"self_attn.qkv_proj.weight", MF_T_K, MF_FUSED, 0},
+    {"self_attn.qkv_proj.weight", MF_T_V, MF_FUSED, 0},
+    {"self_attn.o_proj.weight", MF_T_O, 0, 0},
+    {0}
+};
+static const mf_binding mf_mlp[] = {
+    {"mlp.gate_proj.weight", MF_T_GATE, 0, 0},
+    {"mlp.up_proj.weight", MF_T_UP, 0, 0},
+    {"mlp.down_proj.weight", MF_T_DOWN, 0, 0},
+    {"mlp.gate_proj.bias", MF_T_GATE_BIAS, 0, MF_MLP_BIAS},
+    {"mlp.up_proj.bias", MF_T_UP_BIAS, 0, MF_MLP_BIAS},
+    {"mlp.down_proj.bias", MF_T_DOWN_BIAS, 0, MF_MLP_BIAS},
+    {0}
+};
+static const mf_binding mf_mlp_fused[] = {
+    {"mlp.gate_up_proj.weight", MF_T_GATE, MF_FUSED, 0},
+    {"mlp.gate_up_proj.weight", MF_T_UP, MF_FUSED, 0},
+    {"mlp.down_proj.weight", MF_T_DOWN, 0, 0},
+    {0}
+};
+
+/* An architecture. Its defaults are the values that transformers uses for fields that config.json
+ * does not have, as JSON. All architectures have in common: L 32, H 32, K: H, D: E / H,
+ * rms_norm_eps 1e-6, rope_theta 10000, hidden_act silu, tie_word_embeddings false. */
 typedef struct mf_arch {
     const char *name, *model_type;
+    const mf_binding *norms, *mixer, *mlp, *moe; /* names; moe: of layers with experts */
     unsigned features;       /* MF_...: what every model of this architecture has */
-    unsigned attention_bias; /* features that the field attention_bias turns on; 0: toka ignores
-                              * the field */
-    int E, F, V, max_len;
-    int K;              /* 0: the same as H. A null in the file means H in every architecture */
-    int D;              /* 0: E / H */
-    int window;         /* sliding_window; 0: the architecture has no windows */
-    bool window_opt_in; /* windows need use_sliding_window: true, and only layers from
-                         * max_window_layers on have one */
-    int bos, eos;       /* -1: none */
+    unsigned attention_bias; /* features that the field attention_bias turns on */
+    toka_router_kind router;
+    const char *defaults;
 } mf_arch;
 
+#define MF_JSON(...) #__VA_ARGS__
+static const char mf_mistral_defaults[] = MF_JSON(
+    {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 32000,
+     "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096,
+     "bos_token_id": 1, "eos_token_id": 2});
+
 static const mf_arch mf_archs[] = {
-    {.name = "LlamaForCausalLM", .model_type = "llama", .attention_bias = MF_QKV_BIAS | MF_O_BIAS,
-     .E = 4096, .F = 11008, .V = 32000, .max_len = 2048, .bos = 1, .eos = 2},
-    {.name = "MistralForCausalLM", .model_type = "mistral", .E = 4096, .F = 14336, .V = 32000,
-     .max_len = 131072, .K = 8, .window = 4096, .bos = 1, .eos = 2},
-    {.name = "MinistralForCausalLM", .model_type = "ministral", .E = 4096, .F = 14336, .V = 32000,
-     .max_len = 131072, .K = 8, .window = 4096, .bos = 1, .eos = 2},
-    {.name = "Qwen2ForCausalLM", .model_type = "qwen2", .features = MF_QKV_BIAS, .E = 4096,
-     .F = 22016, .V = 151936, .max_len = 32768, .K = 32, .window = 4096, .window_opt_in = true,
-     .bos = -1, .eos = -1},
-    {.name = "Qwen3ForCausalLM", .model_type = "qwen3", .features = MF_QK_NORM,
-     .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .E = 4096, .F = 22016, .V = 151936,
-     .max_len = 32768, .K = 32, .D = 128, .window = 4096, .window_opt_in = true, .bos = -1,
-     .eos = -1},
+    {.name = "LlamaForCausalLM", .model_type = "llama", .norms = mf_norms, .mixer = mf_attention,
+     .mlp = mf_mlp, .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .defaults = MF_JSON(
+     {"hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000,
+      "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2,
+      "attention_bias": false, "mlp_bias": false})},
+    {.name = "MistralForCausalLM", .model_type = "mistral", .norms = mf_norms,
+     .mixer = mf_attention, .mlp = mf_mlp, .defaults = mf_mistral_defaults},
+    {.name = "MinistralForCausalLM", .model_type = "ministral", .norms = mf_norms,
+     .mixer = mf_attention, .mlp = mf_mlp, .defaults = mf_mistral_defaults},
+    {.name = "Qwen2ForCausalLM", .model_type = "qwen2", .norms = mf_norms, .mixer = mf_attention,
+     .mlp = mf_mlp, .features = MF_QKV_BIAS,
+     .defaults = MF_JSON(
+     {"hidden_size": 4096, "intermediate_size": 22016, "vocab_size": 151936,
+      "max_position_embeddings": 32768, "num_key_value_heads": 32, "use_sliding_window": false,
+      "sliding_window": 4096, "max_window_layers": 28})},
+    {.name = "Qwen3ForCausalLM", .model_type = "qwen3", .norms = mf_norms, .mixer = mf_attention,
+     .mlp = mf_mlp, .features = MF_QK_NORM,
+     .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .defaults = MF_JSON(
+     {"hidden_size": 4096, "intermediate_size": 22016, "vocab_size": 151936,
+      "max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128,
+      "use_sliding_window": false, "sliding_window": 4096, "max_window_layers": 28,
+      "attention_bias": false})},
+    {.name = "Phi3ForCausalLM", .model_type = "phi3", .norms = mf_norms,
+     .mixer = mf_attention_fused, .mlp = mf_mlp_fused, .defaults = MF_JSON(
+     {"hidden_size": 3072, "intermediate_size": 8192, "vocab_size": 32064,
+      "max_position_embeddings": 4096, "original_max_position_embeddings": 4096,
+      "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "sliding_window": null,
+      "bos_token_id": 1, "eos_token_id": 32000})},
+    {.name = "Gemma2ForCausalLM", .model_type = "gemma2", .norms = mf_norms_gemma,
+     .mixer = mf_attention, .mlp = mf_mlp, .features = MF_NORM_PLUS_1 | MF_EMBED_SQRT,
+     .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .defaults = MF_JSON(
+     {"num_hidden_layers": 26, "hidden_size": 2304, "num_attention_heads": 8,
+      "num_key_value_heads": 4, "head_dim": 256, "intermediate_size": 9216, "vocab_size": 256000,
+      "max_position_embeddings": 8192, "hidden_activation": "gelu_pytorch_tanh",
+      "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0,
+      "final_logit_softcapping": 30.0, "sliding_window": 4096, "sliding_window_pattern": 2,
+      "attention_bias": false, "tie_word_embeddings": true, "bos_token_id": 2,
+      "eos_token_id": 1})},
+    {.name = "Gemma3ForCausalLM", .model_type = "gemma3_text", .norms = mf_norms_gemma,
+     .mixer = mf_attention, .mlp = mf_mlp,
+     .features = MF_NORM_PLUS_1 | MF_EMBED_SQRT | MF_QK_NORM,
+     .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .defaults = MF_JSON(
+     {"num_hidden_layers": 26, "hidden_size": 2304, "num_attention_heads": 8,
+      "num_key_value_heads": 4, "head_dim": 256, "intermediate_size": 9216, "vocab_size": 262208,
+      "max_position_embeddings": 131072, "hidden_activation": "gelu_pytorch_tanh",
+      "query_pre_attn_scalar": 256, "attn_logit_softcapping": null,
+      "final_logit_softcapping": null, "sliding_window": 4096, "sliding_window_pattern": 6,
+      "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "attention_bias": false,
+      "tie_word_embeddings": true, "bos_token_id": 2, "eos_token_id": 1})},
+    {.name = "Olmo2ForCausalLM", .model_type = "olmo2", .norms = mf_norms_after,
+     .mixer = mf_attention, .mlp = mf_mlp, .features = MF_QK_NORM_ALL,
+     .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .defaults = MF_JSON(
+     {"hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 50304,
+      "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": false,
+      "eos_token_id": 50279})},
+    {.name = "Olmo3ForCausalLM", .model_type = "olmo3", .norms = mf_norms_after,
+     .mixer = mf_attention, .mlp = mf_mlp, .features = MF_QK_NORM_ALL,
+     .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .defaults = MF_JSON(
+     {"hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 50304,
+      "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "sliding_window": 4096,
+      "sliding_window_pattern": 4, "rope_theta": 500000.0, "rope_local_base_freq": 500000.0,
+      "attention_bias": false, "eos_token_id": 50279})},
+    {.name = "SmolLM3ForCausalLM", .model_type = "smollm3", .norms = mf_norms,
+     .mixer = mf_attention, .mlp = mf_mlp, .attention_bias = MF_QKV_BIAS | MF_O_BIAS,
+     .defaults = MF_JSON(
+     {"num_hidden_layers": 36, "hidden_size": 2048, "num_attention_heads": 16,
+      "num_key_value_heads": 4, "intermediate_size": 11008, "vocab_size": 128256,
+      "max_position_embeddings": 32768, "rope_theta": 2000000.0, "no_rope_layer_interval": 4,
+      "use_sliding_window": false,
+      "attention_bias": false, "mlp_bias": false, "tie_word_embeddings": true,
+      "bos_token_id": 128000, "eos_token_id": 128001})},
+    {.name = "GraniteForCausalLM", .model_type = "granite", .norms = mf_norms,
+     .mixer = mf_attention, .mlp = mf_mlp, .attention_bias = MF_QKV_BIAS | MF_O_BIAS,
+     .defaults = MF_JSON(
+     {"hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000,
+      "max_position_embeddings": 2048, "embedding_multiplier": 1.0, "attention_multiplier": 1.0,
+      "residual_multiplier": 1.0, "logits_scaling": 1.0, "attention_bias": false,
+      "mlp_bias": false, "bos_token_id": 1, "eos_token_id": 2})},
+    {.name = "Glm4ForCausalLM", .model_type = "glm4", .norms = mf_norms_glm,
+     .mixer = mf_attention, .mlp = mf_mlp_fused, .features = MF_NEIGHBOURS,
+     .attention_bias = MF_QKV_BIAS, .defaults = MF_JSON(
+     {"num_hidden_layers": 40, "hidden_size": 4096, "num_key_value_heads": 2, "head_dim": 128,
+      "intermediate_size": 13696, "vocab_size": 151552, "max_position_embeddings": 131072,
+      "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5, "attention_bias": true,
+      "eos_token_id": [151329, 151336, 151338]})},
 };
 
 static const mf_arch *mf_arch_by_name(str name) {
@@ -8066,30 +8382,59 @@ static const mf_arch *mf_arch_by_name(str name) {
         if (str_is(name, mf_archs[i].name)) return &mf_archs[i];
     return NULL;
 }
+static const mf_arch *mf_arch_by_type(str model_type) {
+    for (int i = 0; i < COUNT(mf_archs); i++)
+        if (str_is(model_type, mf_archs[i].model_type)) return &mf_archs[i];
+    return NULL;
+}
 
+/* Records the error for a model that no row describes. */
+static void mf_unknown_arch(mf_reader *reader, const char *name, const json *value) {
+    char known[400] = "", own_code[40] = "";
+    for (int i = 0; i < COUNT(mf_archs); i++) {
+        const size_t used = strlen(known), len = strlen(mf_archs[i].name);
+        snprintf(known + used, sizeof known - used, "%s%.*s%s", i ? ", " : "",
+                 (int)(i ? len - strlen("ForCausalLM") : len), mf_archs[i].name,
+                 i + 1 < COUNT(mf_archs) ? "" : " ...");
+    }
+    if (mf_field(reader, "auto_map")) snprintf(own_code, sizeof own_code, "a model without code");
+    if (*own_code)
+        mf_field_error(reader, name, value, "an architecture of toka: the folder's own code "
+                                            "(auto_map, trust_remote_code) is never run");
+    else mf_field_error(reader, name, value, known);
+}
+
+/* Finds the row. In a multi-modal model whose language model has a row, makes the reader read
+ * text_config. */
 static void mf_read_arch(mf_reader *reader, mf_config *config) {
     const json *list = mf_field(reader, "architectures"), *first = json_at(list, 0);
     /* model_type names the architecture if `architectures` is missing or empty: a config that was
      * not saved together with a model. */
     const json *type = mf_field(reader, "model_type");
-    const char *const known = "LlamaForCausalLM, MistralForCausalLM, MinistralForCausalLM, "
-                              "Qwen2ForCausalLM or Qwen3ForCausalLM";
-    if (first) {
+    const json *text = mf_field(reader, "text_config");
+    const mf_arch *text_arch = mf_arch_by_type(json_str(json_get(text, "model_type")));
+    config->arch = first ? mf_arch_by_name(json_str(first)) : mf_arch_by_type(json_str(type));
+    if (!config->arch && text_arch) {
+        config->arch = text_arch;
+        config->has_images = true;
+        reader->outer = reader->object;
+        reader->object = text;
+        reader->prefix = "text_config.";
+    } else if (!config->arch) {
+        mf_unknown_arch(reader, first ? "architectures[0]" : list ? "architectures" : "model_type",
+                        first ? first : list ? list : type);
+    } else if (first && type && !str_is(json_str(type), config->arch->model_type)) {
+        /* `architectures` and model_type disagree. transformers would follow model_type. */
         char expected[80];
-        config->arch = mf_arch_by_name(json_str(first));
-        if (!config->arch) mf_field_error(reader, "architectures[0]", first, known);
-        else if (type && !str_is(json_str(type), config->arch->model_type)) {
-            /* `architectures` and model_type disagree. transformers would follow model_type. */
-            snprintf(expected, sizeof expected, "\"%s\", that of %s", config->arch->model_type,
-                     config->arch->name);
-            mf_field_error(reader, "model_type", type, expected);
-        }
-        return;
+        snprintf(expected, sizeof expected, "\"%s\", that of %s", config->arch->model_type,
+                 config->arch->name);
+        mf_field_error(reader, "model_type", type, expected);
     }
-    for (int i = 0; type && i < COUNT(mf_archs); i++)
-        if (str_is(json_str(type), mf_archs[i].model_type)) config->arch = &mf_archs[i];
-    if (!config->arch)
-        mf_field_error(reader, list ? "architectures" : "model_type", list ? list : type, known);
+}
+
+/* Do the architecture's defaults name this field? Then transformers reads it. */
+static bool mf_is_named(const mf_reader *reader, const char *name) {
+    return json_get(reader->defaults, name);
 }
 
 /* Checks the numbers of a shape and stores them in config->shape. */
@@ -8121,19 +8466,13 @@ static int mf_set_dims(mf_config *config, const int64_t dims[MF_N_DIMS], const c
 }
 
 static void mf_read_dims(mf_reader *reader, mf_config *config) {
-    const mf_arch *arch = config->arch;
     int64_t dims[MF_N_DIMS];
-    dims[MF_L] = mf_int(reader, "num_hidden_layers", 32);
-    dims[MF_E] = mf_int(reader, "hidden_size", arch->E);
-    dims[MF_H] = mf_int(reader, "num_attention_heads", 32);
-    bool K_is_H = !arch->K || json_is(json_get(reader->object, "num_key_value_heads"), JSON_NULL);
-    dims[MF_K] = mf_int(reader, "num_key_value_heads", K_is_H ? dims[MF_H] : arch->K);
+    for (int i = 0; i < MF_N_DIMS; i++) dims[i] = mf_int(reader, mf_dims[i].field, -1);
+    if (!mf_field(reader, "num_hidden_layers")) dims[MF_L] = 32;
+    if (!mf_field(reader, "num_attention_heads")) dims[MF_H] = 32;
+    if (!mf_field(reader, "num_key_value_heads")) dims[MF_K] = dims[MF_H];
     bool divides = dims[MF_H] > 0 && dims[MF_E] % dims[MF_H] == 0;
-    dims[MF_D] = mf_int(reader, "head_dim",
-                        arch->D ? arch->D : divides ? dims[MF_E] / dims[MF_H] : -1);
-    dims[MF_F] = mf_int(reader, "intermediate_size", arch->F);
-    dims[MF_V] = mf_int(reader, "vocab_size", arch->V);
-    dims[MF_MAX_LEN] = mf_int(reader, "max_position_embeddings", arch->max_len);
+    if (!mf_field(reader, "head_dim") && divides) dims[MF_D] = dims[MF_E] / dims[MF_H];
     config->shape.eps = (float)mf_num(reader, "rms_norm_eps", 1e-6, 0, 1);
     if (reader->err->code) return;
     if (dims[MF_D] == -1 && !mf_field(reader, "head_dim") && dims[MF_H] > 0)
@@ -8143,35 +8482,101 @@ static void mf_read_dims(mf_reader *reader, mf_config *config) {
              reader->where, (long long)dims[MF_E], (long long)dims[MF_H]);
     else
         mf_set_dims(config, dims, reader->where, reader->err);
+    config->letter['F' - 'A'] = config->shape.F;
+    config->letter['Q' - 'A'] = config->shape.E;
 }
 
-/* Refuses a config in which a field asks for a computation that toka does not have. Such a field
- * may be missing, null, false or 0. */
+/* ---- config.json: how the model computes ---- */
+
+/* Refuses a config in which a field asks for a computation that toka does not have, or that the
+ * architecture does not have. Such a field may be missing, null, false or 0. */
 static void mf_refuse_unsupported(mf_reader *reader) {
     static const struct {
         const char *field, *expected;
     } off[] = {
-        {"mlp_bias", "false: a bias in the MLP is not supported"},
         {"quantization_config", "none: quantized weights are not supported"},
         {"compression_config", "none: quantized weights are not supported"},
-        {"attn_logit_softcapping", "none: soft-capped logits are not supported"},
-        {"final_logit_softcapping", "none: soft-capped logits are not supported"},
-        {"num_local_experts", "none: mixtures of experts are not supported"},
-        {"num_experts", "none: mixtures of experts are not supported"},
-        {"n_routed_experts", "none: mixtures of experts are not supported"},
+        {"mlp_bias", "false: the MLP of this architecture has no bias"},
+        {"attn_logit_softcapping", "none: this architecture does not cap its scores"},
+        {"final_logit_softcapping", "none: this architecture does not cap its logits"},
+        {"num_local_experts", "none: this architecture has no experts"},
+        {"num_experts", "none: this architecture has no experts"},
+        {"n_routed_experts", "none: this architecture has no experts"},
+        {"clip_qkv", "none: clipped q, k and v are not supported"},
+        {"use_bidirectional_attention", "false: attention to later tokens is not supported"},
     };
     for (int i = 0; i < COUNT(off); i++) {
         const json *value = mf_field(reader, off[i].field);
-        if (value && value->type != JSON_FALSE && json_num(value, 1) != 0)
+        if (!mf_is_named(reader, off[i].field) && value && value->type != JSON_FALSE &&
+            json_num(value, 1) != 0)
             mf_field_error(reader, off[i].field, value, off[i].expected);
     }
     if (!mf_bool(reader, "is_causal", true))
         mf_field_error(reader, "is_causal", mf_field(reader, "is_causal"),
                        "true: attention to later tokens is not supported");
-    const json *activation = mf_field(reader, "hidden_act");
-    if (activation && !str_is(json_str(activation), "silu") &&
-        !str_is(json_str(activation), "swish"))
-        mf_field_error(reader, "hidden_act", activation, "\"silu\"");
+}
+
+static void mf_read_activation(mf_reader *reader, mf_config *config) {
+    static const struct {
+        const char *name;
+        toka_activation activation;
+    } known[] = {{"silu", TOKA_SILU}, {"swish", TOKA_SILU}, {"gelu_pytorch_tanh", TOKA_GELU_TANH}};
+    const char *field = mf_is_named(reader, "hidden_activation") ? "hidden_activation"
+                                                                 : "hidden_act";
+    const json *name = mf_field(reader, field);
+    bool found = !name;
+    for (int i = 0; i < COUNT(known); i++)
+        if (str_is(json_str(name), known[i].name)) {
+            config->activation = known[i].activation;
+            found = true;
+        }
+    if (!found) mf_field_error(reader, field, name, "\"silu\" or \"gelu_pytorch_tanh\"");
+    if (config->features & MF_CLAMPED) config->activation = TOKA_SWIGLU_CLAMPED;
+}
+
+/* Reads the factors and caps of the shape. A field that the architecture does not name, or null,
+ * leaves 0: off. */
+static void mf_read_factors(mf_reader *reader, mf_config *config) {
+    enum { AS_IS, INVERSE, INVERSE_ROOT };
+    static const struct {
+        const char *field;
+        size_t offset;
+        int how;
+    } factors[] = {
+        {"query_pre_attn_scalar", offsetof(toka_shape, attn_scale), INVERSE_ROOT},
+        {"attention_multiplier", offsetof(toka_shape, attn_scale), AS_IS},
+        {"embedding_multiplier", offsetof(toka_shape, embed_scale), AS_IS},
+        {"residual_multiplier", offsetof(toka_shape, residual_scale), AS_IS},
+        {"logits_scaling", offsetof(toka_shape, logit_scale), INVERSE},
+        {"logit_scale", offsetof(toka_shape, logit_scale), AS_IS},
+        {"attn_logit_softcapping", offsetof(toka_shape, attn_cap), AS_IS},
+        {"final_logit_softcapping", offsetof(toka_shape, logit_cap), AS_IS},
+        {"swiglu_limit", offsetof(toka_shape, swiglu_limit), AS_IS},
+    };
+    toka_shape *shape = &config->shape;
+    for (int i = 0; i < COUNT(factors); i++) {
+        if (!mf_is_named(reader, factors[i].field) || !mf_field(reader, factors[i].field)) continue;
+        const double value = mf_num(reader, factors[i].field, 1, 1e-6, 1e6);
+        *(float *)(void *)((char *)shape + factors[i].offset) =
+            (float)(factors[i].how == INVERSE ? 1 / value
+                    : factors[i].how == INVERSE_ROOT ? 1 / sqrt(value) : value);
+    }
+    shape->layer_norm = config->features & MF_LAYER_NORM;
+    if (config->features & MF_NORM_PLUS_1) shape->norm_offset = 1;
+    if (config->features & MF_EMBED_SQRT) shape->embed_scale = sqrtf((float)shape->E);
+}
+
+static void mf_read_features(mf_reader *reader, mf_config *config) {
+    const struct {
+        const char *field;
+        unsigned features;
+    } switches[] = {{"attention_bias", config->arch->attention_bias}, {"mlp_bias", MF_MLP_BIAS},
+                    {"qkv_bias", MF_QKV_BIAS}, {"use_qk_norm", MF_QK_NORM}};
+    config->features = config->arch->features;
+    for (int i = 0; i < COUNT(switches); i++)
+        if (mf_is_named(reader, switches[i].field) && mf_bool(reader, switches[i].field, false))
+            config->features |= switches[i].features;
+    if (!mf_bool(reader, "tie_word_embeddings", false)) config->features |= MF_LM_HEAD;
 }
 
 /* ---- config.json: RoPE and windows ---- */
@@ -8181,11 +8586,14 @@ static const char *const mf_layer_types[] = {"full_attention", "sliding_attentio
 static mf_rope_kind mf_read_rope_kind(mf_reader *reader) {
     const json *v = mf_field(reader, "rope_type");
     const char *name = v ? "rope_type" : "type"; /* old files call it "type" */
+    int kind = -1;
     if (!v) v = mf_field(reader, "type");
     for (int i = 0; v && i < COUNT(mf_rope_names); i++)
-        if (str_is(json_str(v), mf_rope_names[i])) return (mf_rope_kind)i;
-    if (v) mf_field_error(reader, name, v, "default, linear, llama3 or yarn");
-    return MF_ROPE_DEFAULT;
+        if (str_is(json_str(v), mf_rope_names[i])) kind = MIN(i, (int)MF_ROPE_LONGROPE);
+    if (v && kind < 0) mf_field_error(reader, name, v, "default, linear, llama3, yarn or longrope");
+    /* Phi-3's first files call longrope "yarn". */
+    if (kind == MF_ROPE_YARN && mf_field(reader, "short_factor")) kind = MF_ROPE_LONGROPE;
+    return kind < 0 ? MF_ROPE_DEFAULT : (mf_rope_kind)kind;
 }
 
 /* Reads original_max_position_embeddings from config.json itself (config_reader), else from its
@@ -8196,27 +8604,25 @@ static double mf_read_original_len(mf_reader *config_reader, mf_reader *reader, 
                   1 << 30);
 }
 
-/* Reads the fields that RoPE kinds other than the default have. */
-static void mf_read_rope_scaling(mf_reader *config_reader, mf_reader *reader,
-                                 const mf_config *config, mf_rope *rope) {
-    if (rope->kind != MF_ROPE_YARN && !mf_field(reader, "factor"))
-        mf_field_error(reader, "factor", NULL, "a number");
-    if (rope->kind == MF_ROPE_LINEAR) {
-        rope->factor = mf_num(reader, "factor", 1, 1e-3, 1e6);
-        return;
+/* Reads short_factor or long_factor: a number for each pair of rotating dimensions. */
+static const float *mf_read_rope_factors(mf_reader *reader, const char *name, int n_pairs,
+                                         arena *memory) {
+    const json *list = mf_field(reader, name);
+    float *factors = arena_zalloc(memory, (size_t)n_pairs * sizeof *factors);
+    char expected[80];
+    bool good = json_is(list, JSON_ARRAY) && list->n == (uint32_t)n_pairs;
+    for (int i = 0; good && i < n_pairs; i++) {
+        const double factor = json_num(list + 1 + i, NAN);
+        good = list[1 + i].type == JSON_NUMBER && factor >= 1e-3 && factor <= 1e6;
+        factors[i] = (float)factor;
     }
-    rope->original_len = mf_read_original_len(config_reader, reader, config->shape.max_len);
-    rope->factor = mf_num(reader, "factor", config->shape.max_len / rope->original_len, 1e-3, 1e6);
-    if (rope->kind == MF_ROPE_LLAMA3) {
-        rope->low_freq_factor = mf_num(reader, "low_freq_factor", 0, 1e-3, 1e6);
-        rope->high_freq_factor = mf_num(reader, "high_freq_factor", 0, 1e-3, 1e6);
-        if (rope->low_freq_factor == 0) mf_field_error(reader, "low_freq_factor", NULL, "a number");
-        if (rope->high_freq_factor <= rope->low_freq_factor)
-            mf_field_error(reader, "high_freq_factor", mf_field(reader, "high_freq_factor"),
-                           "more than low_freq_factor");
-        return;
-    }
-    rope->attention_factor = mf_num(reader, "attention_factor", 0, 1e-6, 1e6);
+    snprintf(expected, sizeof expected, "a list of %d numbers, half the dimensions that rotate",
+             n_pairs);
+    if (!good) mf_field_error(reader, name, list, expected);
+    return factors;
+}
+
+static void mf_read_rope_yarn(mf_reader *reader, mf_rope *rope) {
     rope->mscale = mf_num(reader, "mscale", 0, 0, 1e3);
     rope->mscale_all_dim = mf_num(reader, "mscale_all_dim", 0, 0, 1e3);
     rope->beta_fast = mf_num(reader, "beta_fast", 32, 0, 1e6);
@@ -8226,12 +8632,67 @@ static void mf_read_rope_scaling(mf_reader *config_reader, mf_reader *reader,
     rope->fractional = !mf_bool(reader, "truncate", true);
 }
 
-/* Reads config->rope. Files of transformers 4 have the object rope_scaling and rope_theta beside
- * it; files of transformers 5 have everything in rope_parameters. If both objects are there,
- * rope_scaling counts. */
-static void mf_read_rope(mf_reader *config_reader, mf_config *config) {
+/* Reads the fields that RoPE kinds other than the default have. */
+static void mf_read_rope_scaling(mf_reader *config_reader, mf_reader *reader,
+                                 const mf_config *config, mf_rope *rope) {
+    if (rope->kind < MF_ROPE_YARN && !mf_field(reader, "factor"))
+        mf_field_error(reader, "factor", NULL, "a number");
+    if (rope->kind == MF_ROPE_LINEAR) {
+        rope->factor = mf_num(reader, "factor", 1, 1e-3, 1e6);
+        return;
+    }
+    rope->original_len = mf_read_original_len(config_reader, reader, config->shape.max_len);
+    rope->factor = mf_num(reader, "factor", config->shape.max_len / rope->original_len, 1e-3, 1e6);
+    rope->attention_factor = mf_num(reader, "attention_factor", 0, 1e-6, 1e6);
+    if (rope->kind == MF_ROPE_YARN) mf_read_rope_yarn(reader, rope);
+    if (rope->kind != MF_ROPE_LLAMA3) return;
+    rope->low_freq_factor = mf_num(reader, "low_freq_factor", 0, 1e-3, 1e6);
+    rope->high_freq_factor = mf_num(reader, "high_freq_factor", 0, 1e-3, 1e6);
+    if (rope->low_freq_factor == 0) mf_field_error(reader, "low_freq_factor", NULL, "a number");
+    if (rope->high_freq_factor <= rope->low_freq_factor)
+        mf_field_error(reader, "high_freq_factor", mf_field(reader, "high_freq_factor"),
+                       "more than low_freq_factor");
+}
+
+/* Reads one RoPE object into *rope, and sets *table but for its frequencies. theta_field: the field
+ * of config.json that has theta if the object has none. */
+static void mf_read_one_rope(mf_reader *config_reader, mf_reader *reader, mf_config *config,
+                             const char *theta_field, arena *memory, mf_rope *rope,
+                             toka_rope *table) {
+    const int D = config->features & MF_MLA ? config->mla.rope : config->shape.D;
+    mf_reader *partial = mf_field(reader, "partial_rotary_factor") ? reader : config_reader;
+    const double part = mf_num(partial, "partial_rotary_factor", 1, 0, 1);
+    rope->kind = mf_read_rope_kind(reader);
+    rope->theta = mf_field(reader, "rope_theta")
+                      ? mf_num(reader, "rope_theta", 10000, 1.0001, 1e18)
+                      : mf_num(config_reader, theta_field, 10000, 1.0001, 1e18);
+    *table = (toka_rope){.dims = (int)(D * part),
+                         .neighbours = config->features & MF_NEIGHBOURS};
+    if (part != 1 && !mf_is_named(config_reader, "partial_rotary_factor"))
+        mf_field_error(partial, "partial_rotary_factor", mf_field(partial, "partial_rotary_factor"),
+                       "1: the whole head rotates");
+    if (table->dims < 2 || table->dims % 2)
+        mf_field_error(partial, "partial_rotary_factor", mf_field(partial, "partial_rotary_factor"),
+                       "a part of the head with an even number of dimensions");
+    if (config_reader->err->code) return;
+    if (rope->kind != MF_ROPE_DEFAULT) mf_read_rope_scaling(config_reader, reader, config, rope);
+    if (rope->kind == MF_ROPE_LONGROPE) {
+        rope->short_factor = mf_read_rope_factors(reader, "short_factor", table->dims / 2, memory);
+        rope->long_factor = mf_read_rope_factors(reader, "long_factor", table->dims / 2, memory);
+        rope->is_long = config->shape.max_len > rope->original_len;
+    }
+    table->freq = arena_alloc(memory, (size_t)(table->dims / 2) * sizeof *table->freq);
+}
+
+/* Reads config->rope and local_rope. Files of transformers 4 have the object rope_scaling and
+ * rope_theta beside it; files of transformers 5 have everything in rope_parameters, and models with
+ * two RoPEs have two objects in it. If both objects are there, rope_scaling counts. */
+static void mf_read_rope(mf_reader *config_reader, mf_config *config, arena *memory) {
+    const bool two = mf_is_named(config_reader, "rope_local_base_freq");
     const char *name = "rope_scaling", *prefix = "rope_scaling.";
     const json *object = mf_field(config_reader, name);
+    mf_reader rope_reader = *config_reader, *reader = &rope_reader, local = *config_reader;
+    rope_reader.outer = rope_reader.defaults = local.object = local.outer = local.defaults = NULL;
     if (!object || (object->type == JSON_OBJECT && object->n == 0)) {
         name = "rope_parameters";
         prefix = "rope_parameters.";
@@ -8240,49 +8701,89 @@ static void mf_read_rope(mf_reader *config_reader, mf_config *config) {
     if (object && object->type != JSON_OBJECT)
         mf_field_error(config_reader, name, object, "an object");
     if (config_reader->err->code) return;
-    mf_reader rope_reader = *config_reader, *reader = &rope_reader;
     reader->object = object;
     reader->prefix = prefix;
-    for (int i = 0; object && i < COUNT(mf_layer_types); i++)
-        if (mf_field(reader, mf_layer_types[i]))
-            mf_field_error(reader, mf_layer_types[i], mf_field(reader, mf_layer_types[i]),
-                           "none: one RoPE for all layers");
-    mf_rope *rope = &config->rope;
-    rope->kind = mf_read_rope_kind(reader);
-    rope->theta = mf_num(mf_field(reader, "rope_theta") ? reader : config_reader, "rope_theta",
-                         10000, 1.0001, 1e18);
-    mf_reader *partial = mf_field(reader, "partial_rotary_factor") ? reader : config_reader;
-    if (mf_num(partial, "partial_rotary_factor", 1, 0, 1) != 1)
-        mf_field_error(partial, "partial_rotary_factor", mf_field(partial, "partial_rotary_factor"),
-                       "1: the whole head rotates");
-    if (rope->kind != MF_ROPE_DEFAULT) mf_read_rope_scaling(config_reader, reader, config, rope);
+    const json *full = mf_field(reader, mf_layer_types[0]);
+    const json *windowed = mf_field(reader, mf_layer_types[1]);
+    if ((full || windowed) && !two)
+        mf_field_error(reader, mf_layer_types[full ? 0 : 1], full ? full : windowed,
+                       "none: one RoPE for all layers");
+    if (two && object && object->n && !strcmp(name, "rope_parameters")) {
+        if (!full && !windowed)
+            mf_field_error(config_reader, name, object,
+                           "an object with full_attention and sliding_attention");
+        reader->object = full;
+        local.object = windowed;
+        local.prefix = "rope_parameters.sliding_attention.";
+        reader->prefix = "rope_parameters.full_attention.";
+    }
+    mf_read_one_rope(config_reader, reader, config, "rope_theta", memory, &config->rope,
+                     &config->rope_table);
+    if (two)
+        mf_read_one_rope(config_reader, &local, config, "rope_local_base_freq", memory,
+                         &config->local_rope, &config->local_table);
     /* yarn extends the length to original_len * factor. max_position_embeddings often still has
      * the original length. */
-    if (rope->kind == MF_ROPE_YARN)
+    if (config->rope.kind == MF_ROPE_YARN)
         config->shape.max_len = (int)MAX(config->shape.max_len,
-                                         MIN(rope->original_len * rope->factor,
+                                         MIN(config->rope.original_len * config->rope.factor,
                                              (double)mf_dims[MF_MAX_LEN].max));
+}
+
+/* Computes the frequencies of the RoPE tables. */
+static void mf_set_rope_tables(mf_config *config) {
+    const struct {
+        const mf_rope *rope;
+        toka_rope *table;
+    } ropes[] = {{&config->rope, &config->rope_table}, {&config->local_rope, &config->local_table}};
+    for (int i = 0; i < COUNT(ropes); i++) /* the tables are in the arena: they may be written */
+        if (ropes[i].table->freq)
+            mf_rope_table(ropes[i].rope, ropes[i].table->dims,
+                          (float *)(uintptr_t)ropes[i].table->freq, &ropes[i].table->scale);
+}
+
+/* Sets the length of the longest sequence, which may choose other frequencies (longrope). Called
+ * before a device reads the tables. */
+static void mf_set_max_len(mf_config *config, int max_len) {
+    if (config->rope.kind != MF_ROPE_LONGROPE) return;
+    config->rope.is_long = max_len > config->rope.original_len;
+    mf_set_rope_tables(config);
+}
+
+/* Reads the window of the layers that have one; 0: none has. */
+static int mf_read_window_size(mf_reader *reader) {
+    const bool has = mf_is_named(reader, "sliding_window");
+    const bool opt_in = mf_is_named(reader, "use_sliding_window");
+    const bool use = opt_in && mf_bool(reader, "use_sliding_window", false);
+    if (use && !has)
+        mf_field_error(reader, "use_sliding_window", mf_field(reader, "use_sliding_window"),
+                       "false: windows are not supported for this architecture");
+    if (!has || !mf_field(reader, "sliding_window") || (opt_in && !use)) return 0;
+    const int64_t window = mf_int(reader, "sliding_window", 0);
+    if (window < 1 || window > mf_dims[MF_MAX_LEN].max)
+        mf_field_error(reader, "sliding_window", mf_field(reader, "sliding_window"),
+                       "1 or more tokens, or null");
+    return (int)window;
 }
 
 /* Sets the attention window of each layer. If the file has layer_types, that field decides which
  * layers have the window. (transformers treats a Mistral with layer_types as a Ministral.)
- * Otherwise all layers of Mistral and Ministral have it. In a Qwen model with use_sliding_window,
- * the layers from max_window_layers on have it. */
+ * Otherwise it is all layers, or all but each sliding_window_pattern-th; with use_sliding_window
+ * some architectures have it only in the layers from max_window_layers on, or before that one. */
 static void mf_read_windows(mf_reader *reader, mf_config *config, arena *memory) {
-    int L = config->shape.L;
+    const int L = config->shape.L, window = mf_read_window_size(reader);
+    const bool is_lower = config->features & MF_WINDOW_LOWER;
+    const bool has_border = mf_is_named(reader, "max_window_layers");
     config->window = arena_zalloc(memory, (size_t)L * sizeof *config->window);
-    bool no_window = !config->arch->window ||
-                     json_is(json_get(reader->object, "sliding_window"), JSON_NULL);
-    if (config->arch->window_opt_in && !mf_bool(reader, "use_sliding_window", false))
-        no_window = true;
-    int64_t window = no_window ? 0 : mf_int(reader, "sliding_window", config->arch->window);
-    if (!no_window && (window < 1 || window > mf_dims[MF_MAX_LEN].max))
-        mf_field_error(reader, "sliding_window", mf_field(reader, "sliding_window"),
-                       "1 or more tokens, or null");
-    int64_t first_layer = config->arch->window_opt_in ? mf_int(reader, "max_window_layers", 28) : 0;
-    for (int i = 0; i < L; i++) config->window[i] = i >= first_layer ? (int)window : 0;
-
-    const json *types = config->arch->window ? mf_field(reader, "layer_types") : NULL;
+    const int64_t pattern = mf_int(reader, "sliding_window_pattern", 0);
+    const int64_t border = mf_int(reader, "max_window_layers", 0);
+    for (int i = 0; i < L && window; i++) {
+        const bool is_full = (pattern > 0 && (i + 1) % pattern == 0) ||
+                             (has_border && (i < border) != is_lower);
+        config->window[i] = is_full ? 0 : window;
+    }
+    const json *types = mf_is_named(reader, "sliding_window") ? mf_field(reader, "layer_types")
+                                                              : NULL;
     if (types && (types->type != JSON_ARRAY || types->n != (uint32_t)L))
         mf_field_error(reader, "layer_types", types, "a list with one for each layer");
     for (int i = 0; types && !reader->err->code && i < L; i++) {
@@ -8294,7 +8795,42 @@ static void mf_read_windows(mf_reader *reader, mf_config *config, arena *memory)
         if (has_window && !window)
             mf_field_error(reader, "layer_types", type,
                            "\"full_attention\", as there is no window");
-        config->window[i] = has_window ? (int)window : 0;
+        config->window[i] = has_window ? window : 0;
+    }
+}
+
+/* Does element `layer` of a list of whole numbers, or the list as a set, have this layer? */
+static bool mf_list_has(mf_reader *reader, const char *name, int layer, bool as_set) {
+    const json *list = mf_field(reader, name);
+    if (list && list->type != JSON_ARRAY) {
+        mf_field_error(reader, name, list, "a list of numbers");
+        return false;
+    }
+    if (list && !as_set) return json_int(json_at(list, (size_t)layer), 0) != 0;
+    bool has = false;
+    if (list) JSON_EACH(it, list) has |= json_int(it, -1) == layer;
+    return has;
+}
+
+/* Sets config->kind: which layers have experts, which have RoPE, and which one. */
+static void mf_read_layer_kinds(mf_reader *reader, mf_config *config, arena *memory) {
+    const int L = config->shape.L;
+    const unsigned features = config->features;
+    const int64_t first_moe = mf_int(reader, "first_k_dense_replace", 0);
+    const int64_t moe_step = MAX(mf_int(reader, "decoder_sparse_step", 1), (int64_t)1);
+    const int64_t no_rope_step = mf_is_named(reader, "no_rope_layer_interval")
+                                     ? mf_int(reader, "no_rope_layer_interval", 0) : 0;
+    const bool rope_list = no_rope_step && mf_field(reader, "no_rope_layers");
+    config->kind = arena_zalloc(memory, (size_t)L);
+    for (int i = 0; i < L && !reader->err->code; i++) {
+        bool has_rope = no_rope_step <= 0 || (i + 1) % no_rope_step != 0;
+        if (rope_list) has_rope = mf_list_has(reader, "no_rope_layers", i, false);
+        if (features & MF_ROPE_WINDOWED) has_rope = config->window[i];
+        if (has_rope) config->kind[i] |= MF_LAYER_ROPE;
+        if (config->local_table.dims && config->window[i]) config->kind[i] |= MF_LAYER_LOCAL;
+        if (config->arch->moe && i >= first_moe && (i + 1) % moe_step == 0 &&
+            !mf_list_has(reader, "mlp_only_layers", i, true))
+            config->kind[i] |= MF_LAYER_MOE;
     }
 }
 
@@ -8328,46 +8864,39 @@ static int32_t mf_read_id(mf_reader *reader, const char *name, int otherwise, in
     return id >= 0 && id < V ? (int32_t)id : -1;
 }
 
-/* Computes the RoPE table, in the arena. */
-static void mf_set_rope_table(mf_config *config, arena *memory) {
-    const int D = config->shape.D;
-    float *freq = arena_alloc(memory, (size_t)(D / 2) * sizeof *freq);
-    config->rope_table = (toka_rope){.freq = freq, .dims = D};
-    mf_rope_table(&config->rope, D, freq, &config->rope_table.scale);
+/* Reads everything that the architecture's row and the fields of the file say. */
+static void mf_read_config(mf_reader *reader, mf_config *config, arena *memory) {
+    mf_read_features(reader, config);
+    mf_read_dims(reader, config);
+    if (reader->err->code) return;
+    mf_read_activation(reader, config);
+    mf_read_factors(reader, config);
+    mf_read_rope(reader, config, memory);
+    mf_read_windows(reader, config, memory);
+    mf_read_layer_kinds(reader, config, memory);
+    mf_set_letters(config);
+    config->bos_id = mf_read_id(reader, "bos_token_id", -1, config->shape.V);
+    mf_read_ids(reader, "eos_token_id", config->shape.V, memory, &config->eos_ids,
+                &config->n_eos_ids);
+    if (!reader->err->code) mf_set_rope_tables(config);
 }
 
 /* Parses config.json into *config, whose pointers are into the arena. Returns 0 or an error
  * code. */
 static int mf_config_parse(str text, const char *where, arena *memory, mf_config *config,
                            toka_err *e) {
+    toka_err bug;
     *config = (mf_config){0};
     *e = (toka_err){0};
     const json *object = mf_parse_json(text, where, memory, mf_json_limits, e);
     if (!object) return e->code;
-    mf_reader file_reader = {.object = object, .where = where, .prefix = "", .err = e},
-              *reader = &file_reader;
-    mf_read_arch(reader, config);
-    mf_refuse_unsupported(reader);
+    mf_reader reader = {.object = object, .where = where, .prefix = "", .err = e};
+    mf_read_arch(&reader, config);
     if (e->code) return e->code;
-    mf_read_dims(reader, config);
-    if (e->code) return e->code;
-    mf_read_rope(reader, config);
-    mf_read_windows(reader, config, memory);
-    config->features = config->arch->features;
-    if (config->arch->attention_bias && mf_bool(reader, "attention_bias", false))
-        config->features |= config->arch->attention_bias;
-    if (!mf_bool(reader, "tie_word_embeddings", false)) config->features |= MF_LM_HEAD;
-    config->bos_id = mf_read_id(reader, "bos_token_id",
-                                json_get(object, "bos_token_id") ? -1 : config->arch->bos,
-                                config->shape.V);
-    if (config->arch->eos >= 0 && !json_get(object, "eos_token_id")) {
-        config->eos_ids = arena_alloc(memory, sizeof *config->eos_ids);
-        config->eos_ids[0] = config->arch->eos;
-        config->n_eos_ids = config->arch->eos < config->shape.V;
-    }
-    mf_read_ids(reader, "eos_token_id", config->shape.V, memory, &config->eos_ids,
-                &config->n_eos_ids);
-    if (!e->code) mf_set_rope_table(config, memory);
+    reader.defaults = json_parse(memory, str_c(config->arch->defaults), json_trusted, &bug);
+    assert(reader.defaults);
+    mf_refuse_unsupported(&reader);
+    if (!e->code) mf_read_config(&reader, config, memory);
     return e->code;
 }
 
@@ -9060,7 +9589,7 @@ typedef struct st_tensor {
     const char *file;    /* its name, for messages */
     const st_dtype *dtype;
     int n_dims;
-    int64_t dims[2];     /* the first two dimensions; tensors that toka uses have no more */
+    int64_t dims[4];     /* the first dimensions; tensors that toka uses have no more */
     uint64_t begin, end; /* byte offsets in the file's data */
     const char *data;    /* in the mapped file */
     bool is_alias;       /* another name of a stored tensor: do not count its bytes again */
@@ -9298,75 +9827,101 @@ static void st_set_add_aliases(st_set *set, const st_alias_list *list, arena *me
                 st_set_add_alias(set, json_str(key), json_str(key + 1), memory);
 }
 
-/* ---- Binding: the tensor names of a checkpoint, and the field and shape of each ---- */
+/* ---- Binding: every tensor of a checkpoint to its place, with its shape checked ---- */
 
-typedef struct mf_binding { /* one tensor that a model or a layer has */
-    const char *suffix;      /* its name after "model.layers.7." or "model."; of the LM head, its
-                              * whole name */
-    size_t field;            /* the offset of a toka_tensor in toka_layer, or in toka_weights */
-    const char *rows, *cols; /* each a product of dimension letters; rows "": a vector, which has
-                              * one dimension in the file */
-    unsigned feature;        /* only models with this feature have the tensor; 0: all have it */
-} mf_binding;
+/* Goes over the rows of a layer's tables that the model has:
+ * for (mf_cursor at = {config, layer, 0, NULL}; mf_next(&at);) ... at.binding ... */
+typedef struct mf_cursor {
+    const mf_config *config;
+    int layer;
+    int table;
+    const mf_binding *binding; /* NULL: before the first */
+} mf_cursor;
 
-static const mf_binding mf_layer_bindings[] = {
-    {"input_layernorm.weight", offsetof(toka_layer, attn_norm), "", "E", 0},
-    {"self_attn.q_proj.weight", offsetof(toka_layer, q), "HD", "E", 0},
-    {"self_attn.k_proj.weight", offsetof(toka_layer, k), "KD", "E", 0},
-    {"self_attn.v_proj.weight", offsetof(toka_layer, v), "KD", "E", 0},
-    {"self_attn.q_proj.bias", offsetof(toka_layer, q_bias), "", "HD", MF_QKV_BIAS},
-    {"self_attn.k_proj.bias", offsetof(toka_layer, k_bias), "", "KD", MF_QKV_BIAS},
-    {"self_attn.v_proj.bias", offsetof(toka_layer, v_bias), "", "KD", MF_QKV_BIAS},
-    {"self_attn.q_norm.weight", offsetof(toka_layer, q_norm), "", "D", MF_QK_NORM},
-    {"self_attn.k_norm.weight", offsetof(toka_layer, k_norm), "", "D", MF_QK_NORM},
-    {"self_attn.o_proj.weight", offsetof(toka_layer, o), "E", "HD", 0},
-    {"self_attn.o_proj.bias", offsetof(toka_layer, o_bias), "", "E", MF_O_BIAS},
-    {"post_attention_layernorm.weight", offsetof(toka_layer, mlp_norm), "", "E", 0},
-    {"mlp.gate_proj.weight", offsetof(toka_layer, mlp.gate), "F", "E", 0},
-    {"mlp.up_proj.weight", offsetof(toka_layer, mlp.up), "F", "E", 0},
-    {"mlp.down_proj.weight", offsetof(toka_layer, mlp.down), "E", "F", 0},
-};
-enum { MF_EMBED, MF_NORM };
-static const mf_binding mf_model_bindings[] = {
-    [MF_EMBED] = {"embed_tokens.weight", offsetof(toka_weights, embed), "V", "E", 0},
-    [MF_NORM] = {"norm.weight", offsetof(toka_weights, norm), "", "E", 0},
-};
-static const mf_binding mf_lm_head_binding = {"lm_head.weight", offsetof(toka_weights, lm_head),
-                                              "V", "E", MF_LM_HEAD};
-
-static int mf_dim_product(const char *letters, const toka_shape *shape) { /* "KD" -> K*D; "" -> 1 */
-    int product = 1;
-    for (; *letters; letters++) {
-        switch (*letters) {
-        case 'H': product *= shape->H; break;
-        case 'K': product *= shape->K; break;
-        case 'D': product *= shape->D; break;
-        case 'E': product *= shape->E; break;
-        case 'F': product *= shape->F; break;
-        default:
-            assert(*letters == 'V');
-            product *= shape->V;
+static bool mf_next(mf_cursor *at) {
+    const mf_arch *arch = at->config->arch;
+    const bool has_experts = at->config->kind[at->layer] & MF_LAYER_MOE;
+    const mf_binding *const tables[] = {arch->norms, arch->mixer,
+                                        has_experts ? arch->moe : arch->mlp};
+    at->binding = at->binding ? at->binding + 1 : tables[0];
+    for (;; at->binding++) {
+        while (!at->binding->suffix) {
+            if (++at->table == COUNT(tables)) return false;
+            at->binding = tables[at->table];
         }
+        if (!(at->binding->feature & ~at->config->features)) return true;
     }
-    return product;
 }
 
-/* Returns the number of elements of a tensor; 0 if the model does not have it. */
+/* Returns the number of consecutive rows, from this one on, that are parts of one tensor. */
+static int mf_count_parts(const mf_binding *binding) {
+    int n = 1;
+    while (binding->part && binding[n].suffix && !strcmp(binding[n].suffix, binding->suffix)) n++;
+    return n;
+}
+
+/* Returns the number of tensors that a row stands for: X if each expert has one. */
+static int mf_count_copies(const mf_config *config, const mf_binding *binding) {
+    return mf_slots[binding->slot].owner == MF_OF_EXPERT ? config->moe.n_experts : 1;
+}
+
+/* Returns the number of elements of a row's tensors. */
 static int64_t mf_binding_size(const mf_binding *binding, const mf_config *config) {
-    if (binding->feature & ~config->features) return 0;
-    return (int64_t)mf_dim_product(binding->rows, &config->shape) *
-           mf_dim_product(binding->cols, &config->shape);
+    const mf_slot *slot = &mf_slots[binding->slot];
+    return (int64_t)mf_dim_product(config, slot->rows) * mf_dim_product(config, slot->cols) *
+           mf_count_copies(config, binding);
+}
+
+/* Returns the number of elements of a layer. */
+SERVER_ONLY static int64_t mf_layer_size(const mf_config *config, int layer) {
+    int64_t size = 0;
+    for (mf_cursor at = {config, layer, 0, NULL}; mf_next(&at);)
+        size += mf_binding_size(at.binding, config);
+    return size;
 }
 
 /* Returns the number of parameters of a model of this shape. Counts a tied LM head only once, as
  * the embedding. */
 SERVER_ONLY static int64_t mf_n_parameters(const mf_config *config) {
-    int64_t layer = 0, rest = mf_binding_size(&mf_lm_head_binding, config);
-    for (int i = 0; i < COUNT(mf_layer_bindings); i++)
-        layer += mf_binding_size(&mf_layer_bindings[i], config);
-    for (int i = 0; i < COUNT(mf_model_bindings); i++)
-        rest += mf_binding_size(&mf_model_bindings[i], config);
-    return layer * config->shape.L + rest;
+    int64_t size = config->features & MF_LM_HEAD ? mf_binding_size(&mf_lm_head_name, config) : 0;
+    for (const mf_binding *it = mf_model_names; it->suffix; it++)
+        size += mf_binding_size(it, config);
+    for (int layer = 0; layer < config->shape.L; layer++) size += mf_layer_size(config, layer);
+    return size;
+}
+
+/* The structs that own the tensors of a layer, by enum mf_owner; of[MF_OF_EXPERT]: the first
+ * expert. */
+typedef struct mf_owners {
+    void *of[MF_N_OWNERS];
+} mf_owners;
+
+static toka_tensor *mf_tensor(const mf_owners *owners, int slot, int expert) {
+    char *owner = owners->of[mf_slots[slot].owner];
+    if (mf_slots[slot].owner == MF_OF_EXPERT) owner += (size_t)expert * sizeof(toka_mlp);
+    return (toka_tensor *)(void *)(owner + mf_slots[slot].offset);
+}
+
+/* Allocates what a layer points to, and sets everything but its tensors. */
+static mf_owners mf_make_layer(const mf_config *config, int i, toka_layer *layer, arena *memory) {
+    mf_owners owners = {{[MF_OF_LAYER] = layer}};
+    if (config->features & MF_MLA) {
+        toka_mla *mla = arena_copy(memory, &config->mla, sizeof *mla);
+        layer->mla = owners.of[MF_OF_MLA] = mla;
+    }
+    if (config->kind[i] & MF_LAYER_MOE) {
+        toka_moe *moe = arena_copy(memory, &config->moe, sizeof *moe);
+        layer->moe = owners.of[MF_OF_MOE] = moe;
+        owners.of[MF_OF_EXPERT] = arena_zalloc(memory, (size_t)moe->n_experts * sizeof(toka_mlp));
+        moe->experts = owners.of[MF_OF_EXPERT];
+    }
+    layer->window = config->window[i];
+    layer->activation = config->activation;
+    layer->parallel = config->features & MF_PARALLEL;
+    if (config->kind[i] & MF_LAYER_ROPE)
+        layer->rope = config->kind[i] & MF_LAYER_LOCAL ? &config->local_table
+                                                       : &config->rope_table;
+    return owners;
 }
 
 typedef struct mf_binder { /* one call of mf_bind */
@@ -9376,92 +9931,157 @@ typedef struct mf_binder { /* one call of mf_bind */
     toka_weights *weights; /* out */
     int64_t n_parameters;  /* of the tensors bound so far */
     size_t weight_bytes;
+    arena *memory;         /* for what the weights point to; set by mf_bind */
 } mf_binder;
 
-static void mf_dims_text(const int64_t *dims, int n, char text[64]) { /* "[4096,1024]" */
-    if (n == 0) snprintf(text, 64, "[]");
-    else if (n == 1) snprintf(text, 64, "[%lld]", (long long)dims[0]);
-    else
-        snprintf(text, 64, "[%lld,%lld%s]", (long long)dims[0], (long long)dims[1],
-                 n > 2 ? ",..." : "");
+static void mf_dims_text(const int64_t *dims, int n, char text[96]) { /* "[4096,1024]" */
+    size_t used = (size_t)snprintf(text, 96, "[");
+    for (int i = 0; i < MIN(n, 4); i++)
+        used += (size_t)snprintf(text + used, 96 - used, "%s%lld", i ? "," : "",
+                                 (long long)dims[i]);
+    snprintf(text + used, 96 - used, "%s]", n > 4 ? ",..." : "");
 }
 
-/* Binds one tensor to its field of `base`, which is a toka_layer or a toka_weights. Does nothing if
- * the model does not have this tensor. Returns 0 or an error code. */
-static int mf_bind_one(mf_binder *binder, const mf_binding *binding, const char *name, void *base,
-                       toka_err *e) {
-    if (binding->feature & ~binder->config->features) return 0;
+/* Checks the shape of a tensor. Returns 0 or an error code. */
+static int mf_check_dims(const st_tensor *tensor, const char *name, const int64_t *dims, int n_dims,
+                         toka_err *e) {
+    char found[96], expected[96];
+    bool good = tensor->n_dims == n_dims;
+    for (int i = 0; i < n_dims && good; i++) good = tensor->dims[i] == dims[i];
+    if (good) return 0;
+    mf_dims_text(tensor->dims, tensor->n_dims, found);
+    mf_dims_text(dims, n_dims, expected);
+    return fail(e, TOKA_E_INPUT, "%s: %s, expected %s", name, found, expected);
+}
+
+/* A tensor of the file, and the places of its parts. */
+typedef struct mf_target {
+    const char *name; /* of the tensor in the file */
+    const mf_binding *binding;
+    int n_parts;
+    toka_tensor *parts[3];
+    int rows, cols;   /* of all parts together */
+} mf_target;
+
+/* Sets the parts to the rows of a matrix, which `whole` describes. */
+static void mf_set_parts(const mf_target *target, const mf_config *config,
+                         const toka_tensor *whole) {
+    int row = 0;
+    for (int i = 0; i < target->n_parts; i++) {
+        toka_tensor *part = target->parts[i];
+        *part = *whole;
+        part->rows = mf_dim_product(config, mf_slots[target->binding[i].slot].rows);
+        part->data = (const char *)whole->data +
+                     (size_t)row * (size_t)whole->stride * (whole->dtype == TOKA_F32 ? 4 : 2);
+        row += part->rows;
+    }
+}
+
+/* Binds a tensor of plain numbers. Returns 0 or an error code. */
+static int mf_bind_plain(const mf_binder *binder, const mf_target *target, const st_tensor *tensor,
+                         toka_err *e) {
+    const bool is_vector = !*mf_slots[target->binding->slot].rows;
+    const int64_t dims[] = {target->rows, target->cols};
+    if (mf_check_dims(tensor, target->name, dims + is_vector, 2 - is_vector, e)) return e->code;
+    if (tensor->dtype->toka_dtype < 0)
+        return fail(e, TOKA_E_INPUT, "%s: dtype %s, expected BF16, F16 or F32", target->name,
+                    tensor->dtype->name);
+    const toka_tensor whole = {.data = tensor->data, .cols = target->cols, .stride = target->cols,
+                               .dtype = (toka_dtype)tensor->dtype->toka_dtype};
+    mf_set_parts(target, binder->config, &whole);
+    return 0;
+}
+
+/* Binds the tensor of one row, or of several rows that are parts of it. expert: its number, else
+ * 0. Returns 0 or an error code. */
+static int mf_bind_one(mf_binder *binder, const mf_binding *binding, const char *name,
+                       const mf_owners *owners, int expert, toka_err *e) {
+    const mf_slot *slot = &mf_slots[binding->slot];
+    mf_target target = {.name = name, .binding = binding, .n_parts = mf_count_parts(binding),
+                        .cols = mf_dim_product(binder->config, slot->cols)};
+    for (int i = 0; i < target.n_parts; i++) {
+        target.parts[i] = mf_tensor(owners, binding[i].slot, expert);
+        target.rows += mf_dim_product(binder->config, mf_slots[binding[i].slot].rows);
+    }
     const st_tensor *tensor = st_set_get(binder->set, name);
     if (!tensor) return fail(e, TOKA_E_INPUT, "%s: missing in %s", name, binder->where);
-    const int rows = mf_dim_product(binding->rows, &binder->config->shape);
-    const int cols = mf_dim_product(binding->cols, &binder->config->shape);
-    const int64_t dims[2] = {*binding->rows ? rows : cols, cols};
-    const int n_dims = *binding->rows ? 2 : 1;
-    if (tensor->n_dims != n_dims || tensor->dims[0] != dims[0] ||
-        (n_dims == 2 && tensor->dims[1] != dims[1])) {
-        char found[64], expected[64];
-        mf_dims_text(tensor->dims, tensor->n_dims, found), mf_dims_text(dims, n_dims, expected);
-        return fail(e, TOKA_E_INPUT, "%s: %s, expected %s", name, found, expected);
-    }
-    if (tensor->dtype->toka_dtype < 0)
-        return fail(e, TOKA_E_INPUT, "%s: dtype %s, expected BF16, F16 or F32", name,
-                    tensor->dtype->name);
-    *(toka_tensor *)((char *)base + binding->field) =
-        (toka_tensor){.data = tensor->data, .dtype = (toka_dtype)tensor->dtype->toka_dtype,
-                      .rows = rows, .cols = cols, .stride = cols};
+    if (mf_bind_plain(binder, &target, tensor, e)) return e->code;
     if (tensor->is_alias) return 0;
-    binder->n_parameters += (int64_t)rows * cols;
+    binder->n_parameters += (int64_t)target.rows * target.cols;
     binder->weight_bytes += tensor->end - tensor->begin;
     return 0;
 }
 
-/* Adds the aliases that the files list. If a tied model has no embedding, its lm_head.weight gets
- * the embedding's name as an alias: some writers store only lm_head.weight. is_bare: see mf_bind;
- * here the embedding may be missing, so the final norm shows whether names have a prefix. */
-static void mf_add_aliases(const mf_config *config, st_set *set, const st_alias_list *aliases,
-                           arena *memory) {
-    const bool is_bare = st_set_get(set, "norm.weight"), is_tied = !(config->features & MF_LM_HEAD);
-    const char *embed = is_bare ? "embed_tokens.weight" : "model.embed_tokens.weight";
-    st_set_add_aliases(set, aliases, memory);
-    if (is_tied) st_set_add_alias(set, str_c(embed), str_c(mf_lm_head_binding.suffix), memory);
+/* The names of a model's tensors begin with one of these. A file that was saved from the bare
+ * transformer (without the LM head) has none; a multi-modal model has the last ones. */
+static const char *const mf_prefixes[] = {"model.", "", "language_model.model.",
+                                          "model.language_model."};
+
+static const char *mf_find_prefix(const st_set *set) {
+    char name[64];
+    for (int i = 0; i < COUNT(mf_prefixes); i++)
+        for (const mf_binding *it = mf_model_names; it->suffix; it++) {
+            snprintf(name, sizeof name, "%s%s", mf_prefixes[i], it->suffix);
+            if (st_set_get(set, name)) return mf_prefixes[i];
+        }
+    return mf_prefixes[0];
 }
 
-/* Binds every tensor of the model by its name; the layers are in the arena. In a file that was
- * saved from the bare transformer (without the LM head), names do not begin with "model.". Ignores
- * tensors that the tables do not name (rotary_emb.inv_freq of old files). Returns 0 or an error
- * code. */
+/* Returns the LM head's name: in a multi-modal model it may begin with "language_model.". */
+static const char *mf_find_lm_head(const st_set *set) {
+    static const char *const names[] = {"lm_head.weight", "language_model.lm_head.weight"};
+    return names[!st_set_get(set, names[0]) && st_set_get(set, names[1])];
+}
+
+/* Adds the aliases that the files list. If a tied model has no embedding, its LM head gets the
+ * embedding's name as an alias: some writers store only lm_head.weight. */
+static void mf_add_aliases(const mf_config *config, st_set *set, const st_alias_list *aliases,
+                           arena *memory) {
+    char embed[64];
+    st_set_add_aliases(set, aliases, memory);
+    snprintf(embed, sizeof embed, "%sembed_tokens.weight", mf_find_prefix(set));
+    if (!(config->features & MF_LM_HEAD))
+        st_set_add_alias(set, arena_str(memory, str_c(embed)), str_c(mf_find_lm_head(set)), memory);
+}
+
+/* Binds the tensors of one layer, whose names begin with `prefix`. Returns 0 or an error code. */
+static int mf_bind_layer(mf_binder *binder, int layer, const char *prefix, toka_err *e) {
+    const mf_config *config = binder->config;
+    const mf_owners owners = mf_make_layer(config, layer, &binder->weights->layers[layer],
+                                           binder->memory);
+    char name[128];
+    for (mf_cursor at = {config, layer, 0, NULL}; mf_next(&at);) {
+        snprintf(name, sizeof name, "%slayers.%d.%s", prefix, layer, at.binding->suffix);
+        if (mf_bind_one(binder, at.binding, name, &owners, 0, e)) return e->code;
+        at.binding += mf_count_parts(at.binding) - 1;
+    }
+    return 0;
+}
+
+/* Binds every tensor of the model by its name; the layers are in the arena. Ignores tensors that
+ * the tables do not name (rotary_emb.inv_freq of old files, the layers that predict more than one
+ * token, the parts that see images). Returns 0 or an error code. */
 static int mf_bind(mf_binder *binder, arena *memory, toka_err *e) {
     char name[128];
-    int code;
-    const char *prefix = st_set_get(binder->set, "embed_tokens.weight") ? "" : "model.";
+    const char *prefix = mf_find_prefix(binder->set);
+    const mf_owners owners = {{[MF_OF_MODEL] = binder->weights}};
+    const size_t L = (size_t)binder->config->shape.L;
+    binder->memory = memory;
     *binder->weights = (toka_weights){
-        .layers = arena_zalloc(memory,
-                               (size_t)binder->config->shape.L * sizeof *binder->weights->layers)
-    };
-    for (int i = 0; i < COUNT(mf_model_bindings); i++) {
-        snprintf(name, sizeof name, "%s%s", prefix, mf_model_bindings[i].suffix);
-        if ((code = mf_bind_one(binder, &mf_model_bindings[i], name, binder->weights, e)) != 0)
-            return code;
+        .layers = arena_zalloc(memory, L * sizeof *binder->weights->layers)};
+    for (const mf_binding *it = mf_model_names; it->suffix; it++) {
+        snprintf(name, sizeof name, "%s%s", prefix, it->suffix);
+        if (mf_bind_one(binder, it, name, &owners, 0, e)) return e->code;
     }
-    for (int layer = 0; layer < binder->config->shape.L; layer++) {
-        for (int i = 0; i < COUNT(mf_layer_bindings); i++) {
-            snprintf(name, sizeof name, "%slayers.%d.%s", prefix, layer,
-                     mf_layer_bindings[i].suffix);
-            code = mf_bind_one(binder, &mf_layer_bindings[i], name,
-                               &binder->weights->layers[layer], e);
-            if (code != 0) return code;
-        }
-        binder->weights->layers[layer].window = binder->config->window[layer];
-        binder->weights->layers[layer].rope = &binder->config->rope_table;
-    }
+    for (int layer = 0; layer < binder->config->shape.L; layer++)
+        if (mf_bind_layer(binder, layer, prefix, e)) return e->code;
     /* A tied model needs no lm_head.weight. If the file has one nevertheless, transformers uses it
      * if it differs from the embedding. Using it always gives the same result, and needs no
      * comparison, which would read both matrices here. */
-    mf_binding lm_head = mf_lm_head_binding;
-    if (st_set_get(binder->set, lm_head.suffix)) lm_head.feature = 0;
-    if ((code = mf_bind_one(binder, &lm_head, lm_head.suffix, binder->weights, e)) != 0)
-        return code;
-    if (!binder->weights->lm_head.rows) binder->weights->lm_head = binder->weights->embed;
+    const char *lm_head = mf_find_lm_head(binder->set);
+    const bool has_head = binder->config->features & MF_LM_HEAD || st_set_get(binder->set, lm_head);
+    if (has_head && mf_bind_one(binder, &mf_lm_head_name, lm_head, &owners, 0, e)) return e->code;
+    if (!has_head) binder->weights->lm_head = binder->weights->embed;
     return 0;
 }
 
@@ -9557,34 +10177,64 @@ static int mf_split_tp(const toka_shape *shape, int tp_rank, int tp_size, mf_tp_
     return 0;
 }
 
-/* Returns a tensor rank's share of a tensor's rows or columns. letters: the dimension as in
- * mf_binding; size: the whole dimension. The share of "KD" has D rows for each kv head of the
- * rank. */
-static mf_range mf_dim_range(const mf_tp_ranges *ranges, const char *letters, int size, int D) {
-    switch (*letters) {
-    case 'H': return (mf_range){ranges->H.first * D, ranges->H.count * D};
-    case 'K': return (mf_range){ranges->K.first * D, ranges->K.count * D};
-    case 'F': return ranges->F;
+/* Returns a tensor rank's share of `size` rows or columns. letter: the first letter of the
+ * dimension in mf_slot. A share of heads has size / n_heads rows for each head of the rank. */
+static mf_range mf_dim_range(const toka_shape *full, const mf_tp_ranges *ranges,
+                             const mf_rank *rank, char letter, int size) {
+    const mf_range heads = letter == 'H' ? ranges->H : ranges->K;
+    const int per_head = size / (letter == 'H' ? full->H : full->K);
+    switch (letter) {
+    case 'H':
+    case 'K': return (mf_range){heads.first * per_head, heads.count * per_head};
+    case 'F':
+    case 'M':
+    case 'S': return mf_even_share(size, rank->tp_rank, rank->tp_size);
     case 'V': return ranges->V;
     default: return (mf_range){0, size};
     }
 }
 
-/* Sets one tensor (`binding`) of `to` to the tensor rank's slice of the same tensor of `from`. Both
- * are a toka_layer, or both are a toka_weights. Does nothing if `from` does not have the tensor. */
-static void mf_slice_tensor(const mf_binding *binding, const mf_tp_ranges *ranges, int D,
-                            const void *from, void *to) {
-    const toka_tensor *tensor =
-        (const toka_tensor *)(const void *)((const char *)from + binding->field);
-    if (!tensor->rows) return;
-    mf_range rows = mf_dim_range(ranges, binding->rows, tensor->rows, D);
-    mf_range cols = mf_dim_range(ranges, binding->cols, tensor->cols, D);
+/* Replaces a tensor by the rank's slice of it. Does nothing if it is absent. Returns 0, or
+ * TOKA_E_USE if it cannot be cut there. */
+static int mf_slice_tensor(const toka_shape *full, const mf_tp_ranges *ranges, const mf_rank *rank,
+                           const mf_slot *slot, toka_tensor *tensor, toka_err *e) {
+    const mf_range rows = mf_dim_range(full, ranges, rank, *slot->rows, tensor->rows);
+    const mf_range cols = mf_dim_range(full, ranges, rank, *slot->cols, tensor->cols);
+    if (!tensor->rows) return 0;
+    if (!rows.count || !cols.count)
+        return fail(e, TOKA_E_USE,
+                    "tensor parallel size %d: an expert or a shared expert has a width of %d, "
+                    "expected no more ranks",
+                    rank->tp_size, rows.count ? tensor->cols : tensor->rows);
     const size_t offset = ((size_t)rows.first * (size_t)tensor->stride + (size_t)cols.first) *
                           (tensor->dtype == TOKA_F32 ? 4 : 2);
-    *(toka_tensor *)(void *)((char *)to + binding->field) = (toka_tensor){
-        .data = (const char *)tensor->data + offset, .dtype = tensor->dtype, .rows = rows.count,
-        .cols = cols.count, .stride = tensor->stride
-    };
+    tensor->data = (const char *)tensor->data + offset;
+    tensor->rows = rows.count;
+    tensor->cols = cols.count;
+    return 0;
+}
+
+/* Replaces the tensors of a layer by the rank's slices of them; what the layer points to is copied
+ * to the arena. Returns 0 or an error code. */
+static int mf_slice_layer(const toka_shape *full, const mf_tp_ranges *ranges, const mf_rank *rank,
+                          toka_layer *layer, arena *memory, toka_err *e) {
+    const int n_experts = layer->moe ? layer->moe->n_experts : 0;
+    toka_mla *mla = layer->mla ? arena_copy(memory, layer->mla, sizeof *mla) : NULL;
+    toka_moe *moe = layer->moe ? arena_copy(memory, layer->moe, sizeof *moe) : NULL;
+    toka_mlp *experts = moe ? arena_copy(memory, moe->experts,
+                                         (size_t)n_experts * sizeof *experts) : NULL;
+    const mf_owners owners = {{[MF_OF_LAYER] = layer, [MF_OF_MLA] = mla, [MF_OF_MOE] = moe,
+                               [MF_OF_EXPERT] = experts}};
+    layer->mla = mla;
+    layer->moe = moe;
+    if (moe) moe->experts = experts;
+    for (int i = 0; i < MF_N_SLOTS; i++) {
+        const int n = mf_slots[i].owner == MF_OF_EXPERT ? n_experts : 1;
+        for (int copy = 0; copy < n && owners.of[mf_slots[i].owner]; copy++)
+            if (mf_slice_tensor(full, ranges, rank, &mf_slots[i], mf_tensor(&owners, i, copy), e))
+                return e->code;
+    }
+    return 0;
 }
 
 /* Computes the shape and the weights of one rank. The weights are slices of full_weights; nothing
@@ -9610,22 +10260,17 @@ static int mf_shard(const toka_shape *full, const toka_weights *full_weights, co
     shape->F = ranges.F.count;
     shape->V = ranges.V.count;
     shape->v0 = ranges.V.first;
-    *out = (toka_weights){
-        .layers = arena_zalloc(memory, (size_t)layers.count * sizeof *out->layers)
-    };
-    for (int layer = 0; layer < layers.count; layer++) {
-        const toka_layer *source = &full_weights->layers[layers.first + layer];
-        for (int i = 0; i < COUNT(mf_layer_bindings); i++)
-            mf_slice_tensor(&mf_layer_bindings[i], &ranges, full->D, source, &out->layers[layer]);
-        out->layers[layer].window = source->window;
-        out->layers[layer].rope = source->rope;
-    }
-    if (rank->pp_rank == 0)
-        mf_slice_tensor(&mf_model_bindings[MF_EMBED], &ranges, full->D, full_weights, out);
-    if (rank->pp_rank == rank->pp_size - 1) {
-        mf_slice_tensor(&mf_model_bindings[MF_NORM], &ranges, full->D, full_weights, out);
-        mf_slice_tensor(&mf_lm_head_binding, &ranges, full->D, full_weights, out);
-    }
+    *out = *full_weights;
+    out->layers = arena_copy(memory, full_weights->layers + layers.first,
+                             (size_t)layers.count * sizeof *out->layers);
+    for (int layer = 0; layer < layers.count; layer++)
+        if (mf_slice_layer(full, &ranges, rank, &out->layers[layer], memory, e)) return e->code;
+    if (rank->pp_rank != 0) out->embed = (toka_tensor){0};
+    if (rank->pp_rank != rank->pp_size - 1) out->norm = out->lm_head = (toka_tensor){0};
+    const mf_owners owners = {{[MF_OF_MODEL] = out}};
+    for (int i = MF_T_EMBED; i <= MF_T_LM_HEAD; i++)
+        if (mf_slice_tensor(full, &ranges, rank, &mf_slots[i], mf_tensor(&owners, i, 0), e))
+            return e->code;
     return 0;
 }
 
@@ -19018,6 +19663,8 @@ COLD int toka_open(toka **out, const toka_options *options, toka_err *e) {
     t->probe_s = found - began;
     const toka_backend *backend = lib_find_backend(options->device);
     t->files_s = os_now() - found;
+    mf_set_max_len(&t->files->config, options->max_model_len ? options->max_model_len
+                                                             : t->shape.max_len);
     if ((code = lib_check_defaults(t, e)) ||
         (code = lib_check_backend(t, options->device, &backend, e)) ||
         (code = eng_open(&t->engine, backend, t->files, &t->shape, t->tokenizer, options, e)) ||
@@ -27772,20 +28419,21 @@ static void *run_fill_random(void *user) {
     return NULL;
 }
 
-/* Places one tensor at *end, fills it, and moves *end after it, to a multiple of 64 bytes. `base`
- * is the struct that has the tensor's field. A norm's weights are 1 and biases are 0. The scale of
- * a matrix is chosen so that its output has about the magnitude of its input. */
-static void run_dummy_tensor(mf_model *model, const mf_binding *binding, void *base, char **end) {
+/* Places one tensor at *end, fills it, and moves *end after it, to a multiple of 64 bytes. A norm
+ * multiplies by 1, and biases are 0. The scale of a matrix is chosen so that its output has about
+ * the magnitude of its input. */
+static void run_dummy_tensor(mf_model *model, const mf_binding *binding, toka_tensor *tensor,
+                             char **end) {
     enum { MOST = 64 };
-    int64_t n_elements = mf_binding_size(binding, &model->config);
+    const mf_slot *slot = &mf_slots[binding->slot];
+    const int rows = mf_dim_product(&model->config, slot->rows);
+    const int cols = mf_dim_product(&model->config, slot->cols);
+    const int64_t n_elements = (int64_t)rows * cols;
     uint16_t *data = (uint16_t *)(void *)*end;
-    if (!n_elements) return;
-    int rows = mf_dim_product(binding->rows, &model->shape),
-        cols = mf_dim_product(binding->cols, &model->shape);
-    *(toka_tensor *)(void *)((char *)base + binding->field) =
-        (toka_tensor){.data = data, .dtype = TOKA_BF16, .rows = rows, .cols = cols, .stride = cols};
+    *tensor = (toka_tensor){.data = data, .dtype = TOKA_BF16, .rows = rows, .cols = cols,
+                            .stride = cols};
     *end += ((size_t)n_elements * sizeof *data + 63) & ~(size_t)63;
-    if (*binding->rows) {
+    if (*slot->rows) {
         run_fill_range ranges[MOST];
         pthread_t threads[MOST];
         int n_ranges = n_elements < 1 << 20 ? 1 : MIN(os_n_cores(), MOST), n_started = 1;
@@ -27802,10 +28450,19 @@ static void run_dummy_tensor(mf_model *model, const mf_binding *binding, void *b
         run_fill_random(&ranges[0]);
         for (int i = 1; i < n_started; i++) pthread_join(threads[i], NULL);
     } else {
-        for (int64_t i = 0; i < n_elements && str_ends(str_c(binding->suffix), STR("norm.weight"));
-             i++)
-            data[i] = 0x3F80;
+        const bool is_norm = str_ends(str_c(binding->suffix), STR("norm.weight")) &&
+                             !model->shape.norm_offset;
+        for (int64_t i = 0; i < n_elements && is_norm; i++) data[i] = 0x3F80;
     }
+}
+
+/* Makes the tensors of one layer. */
+static void run_dummy_layer(mf_model *model, int layer, char **end) {
+    const mf_owners owners = mf_make_layer(&model->config, layer, &model->weights.layers[layer],
+                                           &model->memory);
+    for (mf_cursor at = {&model->config, layer, 0, NULL}; mf_next(&at);)
+        for (int i = 0; i < mf_count_copies(&model->config, at.binding); i++)
+            run_dummy_tensor(model, at.binding, mf_tensor(&owners, at.binding->slot, i), end);
 }
 
 /* Only the first layers, of about this many bytes, get random numbers of their own: more than any
@@ -27813,18 +28470,35 @@ static void run_dummy_tensor(mf_model *model, const mf_binding *binding, void *b
  * ready in seconds. A device still keeps a separate copy of each layer. */
 enum { RUN_DUMMY_BYTES = 2000000000 };
 
+/* Gives a layer the numbers of an earlier layer of the same kind, one of the first n_own. */
+static void run_dummy_alias(mf_model *model, int layer, int n_own) {
+    toka_layer *to = &model->weights.layers[layer];
+    const mf_config *config = &model->config;
+    int source = layer % n_own;
+    while (source && (config->kind[source] ^ config->kind[layer]) & MF_LAYER_MOE) source--;
+    toka_layer fresh = {0};
+    mf_make_layer(config, layer, &fresh, &model->memory);
+    *to = model->weights.layers[source];
+    to->window = fresh.window;
+    to->rope = fresh.rope;
+}
+
 /* Allocates and fills all weights of a model whose config and shape are set. The model owns the
  * memory. Returns TOKA_E_MEMORY if the weights do not fit into memory. */
 static int run_dummy_weights(mf_model *model, toka_err *e) {
     const int L = model->shape.L;
-    size_t pad = (size_t)(COUNT(mf_layer_bindings) * L + COUNT(mf_model_bindings) + 1) * 64;
-    size_t layer_bytes = 0;
+    const mf_owners owners = {{[MF_OF_MODEL] = &model->weights}};
+    int n_own = 0; /* layers with numbers of their own */
+    size_t layers_bytes = 0, own_bytes = 0;
     model->n_parameters = mf_n_parameters(&model->config);
     model->weight_bytes = (size_t)model->n_parameters * 2;
-    for (int i = 0; i < COUNT(mf_layer_bindings); i++)
-        layer_bytes += (size_t)mf_binding_size(&mf_layer_bindings[i], &model->config) * 2;
-    const int n_own = (int)MIN((size_t)L, RUN_DUMMY_BYTES / layer_bytes + 1);
-    size_t bytes = model->weight_bytes - (size_t)(L - n_own) * layer_bytes + pad;
+    for (int layer = 0; layer < L; layer++) {
+        const size_t layer_bytes = (size_t)mf_layer_size(&model->config, layer) * 2;
+        if (own_bytes <= RUN_DUMMY_BYTES) own_bytes += layer_bytes, n_own++;
+        layers_bytes += layer_bytes;
+    }
+    const size_t pad = (size_t)(n_own + 1) * 64 * 64;
+    size_t bytes = model->weight_bytes - layers_bytes + own_bytes + pad;
     char *end = MAP_FAILED;
     if ((int64_t)bytes <= os_ram_bytes())
         end = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
@@ -27835,17 +28509,13 @@ static int run_dummy_weights(mf_model *model, toka_err *e) {
     model->maps = mem_alloc(sizeof *model->maps);
     model->maps[model->n_maps++] = (str){end, bytes};
     model->weights.layers = arena_zalloc(&model->memory, (size_t)L * sizeof *model->weights.layers);
-    for (int i = 0; i < COUNT(mf_model_bindings); i++)
-        run_dummy_tensor(model, &mf_model_bindings[i], &model->weights, &end);
-    for (int layer = 0; layer < L; layer++) {
-        for (int i = 0; i < COUNT(mf_layer_bindings) && layer < n_own; i++)
-            run_dummy_tensor(model, &mf_layer_bindings[i], &model->weights.layers[layer], &end);
-        if (layer >= n_own) model->weights.layers[layer] = model->weights.layers[layer % n_own];
-        model->weights.layers[layer].window = model->config.window[layer];
-        model->weights.layers[layer].rope = &model->config.rope_table;
-    }
-    run_dummy_tensor(model, &mf_lm_head_binding, &model->weights, &end);
-    if (!model->weights.lm_head.rows) model->weights.lm_head = model->weights.embed;
+    for (const mf_binding *it = mf_model_names; it->suffix; it++)
+        run_dummy_tensor(model, it, mf_tensor(&owners, it->slot, 0), &end);
+    for (int layer = 0; layer < n_own; layer++) run_dummy_layer(model, layer, &end);
+    for (int layer = n_own; layer < L; layer++) run_dummy_alias(model, layer, n_own);
+    if (model->config.features & MF_LM_HEAD)
+        run_dummy_tensor(model, &mf_lm_head_name, &model->weights.lm_head, &end);
+    else model->weights.lm_head = model->weights.embed;
     return 0;
 }
 
@@ -27897,6 +28567,9 @@ static int run_dummy_open(toka **out, const toka_options *options, toka_err *e) 
         model->shape = t->shape = found->config.shape;
         code = run_dummy_weights(model, e);
     }
+    if (!code)
+        mf_set_max_len(&model->config, options->max_model_len ? options->max_model_len
+                                                              : t->shape.max_len);
     if (!code) code = lib_check_backend(t, options->device, &backend, e);
     if (!code) code = eng_open(&t->engine, backend, model, &t->shape, NULL, options, e);
     if (code) {
@@ -28467,6 +29140,7 @@ typedef struct plan_rank { /* one GPU of a replica */
     bool is_first_stage;                 /* it is in the first stage and has the embedding */
     bool is_last_stage;                  /* it is in the last stage and has the LM head */
     int64_t weight_bytes, scratch_bytes; /* as the GPU backend calculates them (toka.h) */
+    int64_t layer_bytes;                 /* the part of weight_bytes that all layers have */
     int64_t token_bytes;                 /* bytes of K and V of one token */
     int64_t kv_tokens;                   /* capacity of its KV cache; less than 1: no room for
                                           * any */
@@ -28529,17 +29203,37 @@ static int plan_check_split(const plan_query *query, int tp, int pp, toka_err *e
     return plan_check_layout(&query->model->shape, tp, pp, e);
 }
 
-/* Returns a layer whose tensors have sizes but no data. */
-static toka_layer plan_layer_shapes(const mf_config *config, const toka_shape *shape) {
+/* Returns a layer whose tensors have sizes but no data. The arena has what it points to. */
+static toka_layer plan_layer_shapes(const mf_config *config, int i, arena *memory) {
     toka_layer layer = {0};
-    for (int i = 0; i < COUNT(mf_layer_bindings); i++) {
-        const mf_binding *binding = &mf_layer_bindings[i];
-        if (binding->feature & ~config->features) continue;
-        toka_tensor *tensor = (toka_tensor *)(void *)((char *)&layer + binding->field);
-        tensor->rows = mf_dim_product(binding->rows, shape),
-        tensor->cols = mf_dim_product(binding->cols, shape);
-    }
+    const mf_owners owners = mf_make_layer(config, i, &layer, memory);
+    for (mf_cursor at = {config, i, 0, NULL}; mf_next(&at);)
+        for (int copy = 0; copy < mf_count_copies(config, at.binding); copy++) {
+            const mf_slot *slot = &mf_slots[at.binding->slot];
+            toka_tensor *tensor = mf_tensor(&owners, at.binding->slot, copy);
+            tensor->rows = mf_dim_product(config, slot->rows);
+            tensor->cols = mf_dim_product(config, slot->cols);
+        }
     return layer;
+}
+
+/* Returns the bytes of a rank's layers, as a GPU has them. */
+static int64_t plan_layers_bytes(const mf_config *config, const mf_tp_ranges *ranges,
+                                 const mf_rank *place, mf_range layers) {
+    int64_t bytes = 0, of_kind[2] = {0}; /* of a layer without, with experts; 0: not known yet */
+    for (int i = 0; i < layers.count; i++) {
+        int64_t *layer_bytes = &of_kind[config->kind[layers.first + i] & MF_LAYER_MOE];
+        if (!*layer_bytes) {
+            arena memory = {0};
+            toka_layer layer = plan_layer_shapes(config, layers.first + i, &memory);
+            const int code = mf_slice_layer(&config->shape, ranges, place, &layer, &memory,
+                                            &(toka_err){0});
+            *layer_bytes = code ? 0 : (int64_t)toka_gpu_layer_bytes(&layer);
+            arena_free(&memory);
+        }
+        bytes += *layer_bytes;
+    }
+    return bytes;
 }
 
 /* Returns rank tp_rank of tp in stage `stage` of pp. The layout must have passed
@@ -28558,13 +29252,14 @@ static plan_rank plan_make_rank(const plan_query *query, int tp, int pp, int sta
     shape->K = shard.K.count;
     shape->F = shard.F.count;
     shape->V = shard.V.count;
-    toka_layer layer = plan_layer_shapes(query->model, shape);
+    const mf_rank place = {tp_rank, tp, stage, pp};
     toka_tensor head = {.rows = shape->V, .cols = shape->E};
     bool tied = !(query->model->features & MF_LM_HEAD);
     /* Embedding and LM head. If they are tied and on the same rank, they are one matrix. */
     int n_embeddings = rank.is_first_stage + rank.is_last_stage -
                        (rank.is_first_stage && rank.is_last_stage && tied);
-    rank.weight_bytes = (int64_t)toka_gpu_layer_bytes(&layer) * shape->L +
+    rank.layer_bytes = plan_layers_bytes(query->model, &shard, &place, layers);
+    rank.weight_bytes = rank.layer_bytes +
                         (int64_t)toka_gpu_matrix_bytes(&head) * n_embeddings;
     /* For the model's own maximal length (shape->max_len, not query->max_len), as in eng_open. */
     rank.scratch_bytes = (int64_t)toka_gpu_scratch_bytes(shape, query->max_tokens) +
@@ -28621,8 +29316,7 @@ static plan_time plan_rank_time(const plan_query *query, const plan_rank *rank, 
                                 const plan_load *load) {
     const run_gpu *gpu = query->gpu;
     plan_time times = {0};
-    toka_layer layer = plan_layer_shapes(query->model, &rank->shape);
-    double layers = (double)toka_gpu_layer_bytes(&layer) * rank->shape.L;
+    const double layers = (double)rank->layer_bytes;
     double head = rank->is_last_stage ? 2.0 * rank->shape.V * rank->shape.E : 0;
     /* A bf16 parameter is 2 bytes and costs 2 FLOP a row: bytes are also the FLOP of one row. */
     plan_add_op(gpu, load->n_rows * layers, layers, &times, &times.weights);

@@ -1122,12 +1122,23 @@ enum {
 static inline size_t toka_gpu_matrix_bytes(const toka_tensor *t) {
     return ((size_t)t->rows + 7) / 8 * 8 * (((size_t)t->cols + 7) / 8 * 8) * 2;
 }
+static inline size_t toka_gpu_mlp_bytes(const toka_mlp *m) {
+    return toka_gpu_matrix_bytes(&m->gate) + toka_gpu_matrix_bytes(&m->up) +
+           toka_gpu_matrix_bytes(&m->down);
+}
 /* Returns the bytes of a layer's matrices, without norms and biases. */
 static inline size_t toka_gpu_layer_bytes(const toka_layer *l) {
-    return toka_gpu_matrix_bytes(&l->q) + toka_gpu_matrix_bytes(&l->k) +
-           toka_gpu_matrix_bytes(&l->v) + toka_gpu_matrix_bytes(&l->o) +
-           toka_gpu_matrix_bytes(&l->mlp.gate) + toka_gpu_matrix_bytes(&l->mlp.up) +
-           toka_gpu_matrix_bytes(&l->mlp.down);
+    size_t bytes = toka_gpu_matrix_bytes(&l->q) + toka_gpu_matrix_bytes(&l->k) +
+                   toka_gpu_matrix_bytes(&l->v) + toka_gpu_matrix_bytes(&l->o) +
+                   toka_gpu_mlp_bytes(&l->mlp);
+    if (l->mla)
+        bytes += toka_gpu_matrix_bytes(&l->mla->q_a) + toka_gpu_matrix_bytes(&l->mla->q_b) +
+                 toka_gpu_matrix_bytes(&l->mla->kv_a) + toka_gpu_matrix_bytes(&l->mla->kv_b);
+    if (l->moe)
+        bytes += toka_gpu_matrix_bytes(&l->moe->router) + toka_gpu_mlp_bytes(&l->moe->shared);
+    for (int i = 0; l->moe && i < l->moe->n_experts; i++)
+        bytes += toka_gpu_mlp_bytes(&l->moe->experts[i]);
+    return bytes;
 }
 /* Returns the bytes of everything but the weights and the KV pool, with the code of the CUDA driver
  * and libraries. */

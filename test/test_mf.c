@@ -99,7 +99,18 @@ static const char *const mft_bad_configs[][2] = {
     {M_LLAMA ",\"rms_norm_eps\":-1}", "rms_norm_eps is -1, expected a number from 0 to 1"},
     {M_LLAMA ",\"rms_norm_eps\":true}", "rms_norm_eps is true"},
     {M_LLAMA ",\"hidden_act\":\"gelu\"}", "hidden_act is \"gelu\", expected \"silu\""},
-    {M_LLAMA ",\"mlp_bias\":true}", "mlp_bias is true, expected false"},
+    {"{\"model_type\":\"mistral\",\"mlp_bias\":true}", "mlp_bias is true, expected false"},
+    {"{\"model_type\":\"olmo3\",\"rope_parameters\":{\"rope_type\":\"default\"}}", "rope_parameters is an object, expected an object with full_attention"},
+    {"{\"model_type\":\"phi3\",\"rope_scaling\":{\"type\":\"su\",\"short_factor\":[1],\"long_factor\":[1]}}",
+     "rope_scaling.short_factor is an array, expected a list of 48 numbers"},
+    {"{\"model_type\":\"phi3\",\"partial_rotary_factor\":0.01}", "partial_rotary_factor is 0.01, expected a part of the head with an even"},
+    {"{\"model_type\":\"smollm3\",\"use_sliding_window\":true}", "use_sliding_window is true, expected false"},
+    {"{\"model_type\":\"smollm3\",\"no_rope_layers\":7}", "no_rope_layers is 7, expected a list"},
+    {"{\"model_type\":\"granite\",\"logits_scaling\":0}", "logits_scaling is 0, expected a number"},
+    {"{\"model_type\":\"gemma2\",\"hidden_activation\":\"gelu\"}", "hidden_activation is \"gelu\", expected \"silu\" or \"gelu_pytorch_tanh\""},
+    {"{\"architectures\":[\"XForCausalLM\"],\"auto_map\":{}}", "architectures[0] is \"XForCausalLM\", expected an architecture of toka: the folder's own code"},
+    {"{\"model_type\":\"llava\",\"text_config\":{\"model_type\":\"llama\",\"hidden_size\":7}}",
+     "hidden_size is 7, expected a multiple of num_attention_heads"},
     {M_LLAMA ",\"attention_bias\":1}", "attention_bias is 1, expected true or false"},
     {M_LLAMA ",\"quantization_config\":{\"quant_method\":\"gptq\"}}", "quantization_config is an object, expected none"},
     {M_LLAMA ",\"final_logit_softcapping\":30.0}", "final_logit_softcapping is 30, expected none"},
@@ -108,8 +119,8 @@ static const char *const mft_bad_configs[][2] = {
     {M_LLAMA ",\"rope_theta\":0}", "rope_theta is 0"},
     {M_LLAMA ",\"rope_scaling\":7}", "rope_scaling is 7, expected an object"},
     {M_LLAMA ",\"rope_scaling\":{\"type\":\"dynamic\",\"factor\":2}}",
-     "rope_scaling.type is \"dynamic\", expected default, linear, llama3 or yarn"},
-    {M_LLAMA ",\"rope_parameters\":{\"rope_type\":\"longrope\"}}", "rope_parameters.rope_type is \"longrope\""},
+     "rope_scaling.type is \"dynamic\", expected default, linear, llama3, yarn or longrope"},
+    {M_LLAMA ",\"rope_parameters\":{\"rope_type\":\"longrope\"}}", "rope_parameters.short_factor is missing"},
     {M_LLAMA ",\"rope_parameters\":{\"full_attention\":{\"rope_type\":\"default\"}}}", "one RoPE for all layers"},
     {M_LLAMA ",\"rope_scaling\":{\"type\":\"linear\"}}", "rope_scaling.factor is missing"},
     {M_LLAMA ",\"rope_scaling\":{\"type\":\"linear\",\"factor\":0}}", "rope_scaling.factor is 0"},
@@ -210,6 +221,46 @@ static void test_mf_config_fields(void) {
                    "\"low_freq_factor\":1,\"high_freq_factor\":4,\"original_max_position_embeddings\":8192}}", NULL,
                    &a, &c))
         CHECK(c.rope.original_len == 512);
+    arena_free(&a);
+}
+
+/* What each further architecture takes from its row, and from the fields that it reads. */
+static void test_mf_config_rows(void) {
+    arena a = {0};
+    mf_config c;
+    const toka_shape *s = &c.shape;
+    if (mft_config("{\"model_type\":\"phi3\",\"max_position_embeddings\":131072,\"hidden_size\":64,\"num_attention_heads\":4,"
+                   "\"rope_scaling\":{\"type\":\"yarn\",\"short_factor\":[1,1,1,1],\"long_factor\":[1,2,4,8]},"
+                   "\"partial_rotary_factor\":0.5}", NULL, &a, &c)) {
+        CHECK(c.rope.kind == MF_ROPE_LONGROPE && c.rope_table.dims == 8 && c.rope.original_len == 4096 && c.rope.is_long);
+        CHECK(fabs(c.rope_table.scale - sqrt(1 + log(32) / log(4096))) < 1e-6 && fabs(c.rope_table.freq[1] - 0.05f) < 1e-6);
+        mf_set_max_len(&c, 4096);
+        CHECK(!c.rope.is_long && fabs(c.rope_table.freq[1] - 0.1f) < 1e-6 && c.rope_table.scale > 1.1f);
+        mf_set_max_len(&c, 4097);
+        CHECK(c.rope.is_long && fabs(c.rope_table.freq[1] - 0.05f) < 1e-6 && c.window[0] == 0 && c.eos_ids[0] == 32000);
+    }
+    if (mft_config("{\"model_type\":\"gemma2\",\"attn_logit_softcapping\":null}", NULL, &a, &c)) {
+        CHECK(s->D == 256 && s->norm_offset == 1 && s->embed_scale == 48 && s->attn_scale == 0.0625f && s->attn_cap == 0 && s->logit_cap == 30);
+        CHECK(c.window[0] == 4096 && c.window[1] == 0 && c.activation == TOKA_GELU_TANH && c.features == (MF_NORM_PLUS_1 | MF_EMBED_SQRT) && c.kind[1] == MF_LAYER_ROPE);
+    }
+    if (mft_config("{\"model_type\":\"gemma3_text\",\"rope_scaling\":{\"rope_type\":\"linear\",\"factor\":8}}", NULL, &a, &c)) {
+        CHECK(c.window[4] == 4096 && c.window[5] == 0 && c.kind[4] == (MF_LAYER_ROPE | MF_LAYER_LOCAL) && c.kind[5] == MF_LAYER_ROPE);
+        CHECK(c.rope.theta == 1e6 && c.rope.factor == 8 && c.local_rope.theta == 1e4 && c.local_rope.kind == MF_ROPE_DEFAULT);
+        CHECK(c.rope_table.freq[0] == 0.125f && c.local_table.freq[0] == 1 && c.features == (MF_NORM_PLUS_1 | MF_EMBED_SQRT | MF_QK_NORM));
+    }
+    if (mft_config("{\"model_type\":\"olmo3\",\"rope_parameters\":{\"sliding_attention\":{\"rope_theta\":300},\"full_attention\":null}}", NULL, &a, &c))
+        CHECK(c.rope.theta == 5e5 && c.local_rope.theta == 300 && c.window[3] == 0 && c.features == (MF_QK_NORM_ALL | MF_LM_HEAD));
+    if (mft_config("{\"model_type\":\"smollm3\"}", NULL, &a, &c))
+        CHECK(c.kind[2] == MF_LAYER_ROPE && c.kind[3] == 0 && c.rope.theta == 2e6 && !(c.features & MF_LM_HEAD));
+    if (mft_config("{\"model_type\":\"smollm3\",\"num_hidden_layers\":2,\"no_rope_layers\":[0,1]}", NULL, &a, &c))
+        CHECK(c.kind[0] == 0 && c.kind[1] == MF_LAYER_ROPE);
+    if (mft_config("{\"model_type\":\"granite\",\"logits_scaling\":8,\"attention_multiplier\":0.5,\"mlp_bias\":true}", NULL, &a, &c))
+        CHECK(s->logit_scale == 0.125f && s->attn_scale == 0.5f && s->residual_scale == 1 && c.features == (MF_MLP_BIAS | MF_LM_HEAD));
+    if (mft_config("{\"model_type\":\"glm4\"}", NULL, &a, &c))
+        CHECK(c.rope_table.dims == 64 && c.rope_table.neighbours && c.features & MF_QKV_BIAS && !(c.features & MF_O_BIAS) && c.n_eos_ids == 3);
+    if (mft_config("{\"architectures\":[\"LlavaForConditionalGeneration\"],\"model_type\":\"llava\",\"eos_token_id\":9,"
+                   "\"text_config\":{\"model_type\":\"llama\",\"hidden_size\":64}}", NULL, &a, &c))
+        CHECK(c.has_images && s->E == 64 && c.eos_ids[0] == 9 && !strcmp(c.arch->name, "LlamaForCausalLM"));
     arena_free(&a);
 }
 
@@ -680,7 +731,7 @@ static const mft_spoil mft_spoils[] = {
     {.from = M_NORM, .to = M_NORM_IS("BF16", "[8,1]", "[160,176]"), .want = "model.norm.weight: [8,1], expected [8]"},
     {.from = M_EMBED, .to = "\"model.embed_tokens.weight\":{\"dtype\":\"F32\",\"shape\":[10,4],\"data_offsets\":[0,160]}",
      .want = "model.embed_tokens.weight: [10,4], expected [10,8]"},
-    {.from = M_NORM, .to = M_NORM_IS("BF16", "[2,2,2]", "[160,176]"), .want = "model.norm.weight: [2,2,...], expected [8]"},
+    {.from = M_NORM, .to = M_NORM_IS("BF16", "[2,2,2]", "[160,176]"), .want = "model.norm.weight: [2,2,2], expected [8]"},
     {.from = M_NORM, .to = M_NORM_IS("F32", "[4]", "[160,176]"), .want = "model.norm.weight: [4], expected [8]"},
     {.from = "[4,8]", .to = "[8,4]", .want = "model.layers.0.self_attn.k_proj.weight: [8,4], expected [4,8]"},
     {.from = M_NORM, .to = M_NORM_IS("I16", "[8]", "[160,176]"),
@@ -1348,6 +1399,7 @@ static const struct test mf_tests[] = {
     {"mf_config_refused", test_mf_config_refused},
     {"mf_config_defaults", test_mf_config_defaults},
     {"mf_config_fields", test_mf_config_fields},
+    {"mf_config_rows", test_mf_config_rows},
     {"mf_infinity", test_mf_infinity},
     {"mf_generation", test_mf_generation},
     {"mf_generation_requests", test_mf_generation_requests},

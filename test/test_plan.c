@@ -24,8 +24,9 @@ static plan_fixture plan_fixture_open(const char *model, const char *gpu) {
 /* Elements of the norms and biases: plan leaves them out, as the backend does. */
 static int64_t plan_vectors(const mf_config *c) {
     int64_t n = 0;
-    for (int i = 0; i < COUNT(mf_layer_bindings); i++)
-        if (!*mf_layer_bindings[i].rows) n += mf_binding_size(&mf_layer_bindings[i], c) * c->shape.L;
+    for (int layer = 0; layer < c->shape.L; layer++)
+        for (mf_cursor at = {c, layer, 0, NULL}; mf_next(&at);)
+            if (!*mf_slots[at.binding->slot].rows) n += mf_binding_size(at.binding, c);
     return n + c->shape.E;
 }
 
