@@ -191,7 +191,8 @@ def form_gptq(make, name, N, K, how):
 def form_packed(make, name, N, K, how):
     """compressed-tensors' pack-quantized: a code is the number + 8, and so is a zero point."""
     q, scale, zero, index, dense = int4_parts(make, N, K, how)
-    tensors = {f"{name}.weight_packed": ("I32", pack4(q, 1)), f"{name}.weight_scale": (how["scale_dtype"], to_bits(scale, how["scale_dtype"])),
+    dtype = how["scale_dtype"]
+    tensors = {f"{name}.weight_packed": ("I32", pack4(q, 1)), f"{name}.weight_scale": (dtype, to_bits(scale, dtype)),
                f"{name}.weight_shape": ("I64", np.array([N, K], np.uint64))}
     if not how.get("sym"):
         tensors[f"{name}.weight_zero_point"] = ("I32", pack4(zero, 0))
@@ -392,8 +393,8 @@ EDITS = {
     "rope-kind": ("glm4", field("rope_parameters", value={"rope_type": "spiral", "rope_theta": 700.0}), "spiral"),
     "bidirectional": ("gemma3", field("use_bidirectional_attention", value=True), "use_bidirectional_attention"),
     "activation": ("gemma2", field("hidden_activation", value="relu6"), "relu6"),
-    "code-of-its-own": ("qwen3", lambda config, tensors: config.update(architectures=["OwnForCausalLM"], model_type="own",
-                                                                     auto_map={"AutoModelForCausalLM": "own.OwnForCausalLM"}), "OwnForCausalLM"),
+    "code-of-its-own": ("qwen3", lambda config, tensors: config.update(
+        architectures=["OwnForCausalLM"], model_type="own", auto_map={"AutoModelForCausalLM": "own.OwnForCausalLM"}), "OwnForCausalLM"),
 }
 
 

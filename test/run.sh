@@ -576,6 +576,9 @@ peers_tests() {
     : >$B/peers.log
     peer "texts of test/templates.json and those of Jinja2" jinja2 $PYTHON test/check_templates.py
     peer "logits of test/fixtures and those of transformers" "torch transformers safetensors" $PYTHON test/make_fixtures.py --check
+    peer "logits of test/models and those of transformers" "torch transformers safetensors" $PYTHON test/make_models.py --check
+    peer "weights of test/models and the formats' packers" "torch transformers safetensors compressed_tensors" \
+        $PYTHON test/make_models.py --packers
     peer "logits on the GPU and those of transformers" "gpu nvcc torch transformers" peers_logits
     peer "GEMMs and those of PyTorch" "gpu nvcc torch" peers_gemm
     peer "prefill attention of PyTorch" "gpu torch" $PYTHON test/bench_peers_attn.py

@@ -1,6 +1,7 @@
 """Whole models against transformers: every architecture and weight format of test/models/ (test/make_models.py). Run through
 test/run.sh. The weights are written at test time (test/model_weights.py), and test/model_driver.c shows the raw logits."""
 import base64
+import json
 import os
 import subprocess
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 import model_weights as mw
-from server import ROOT
+from server import ROOT, TOKA
 
 BUILD = os.path.join(ROOT, "test", ".build")
 DRIVER = os.path.join(BUILD, "model_driver")
@@ -25,10 +26,11 @@ NOT_YET = {
     "olmo2", "olmo3", "olmoe", "olmoe-clip", "phi3", "phi3-longrope-long", "phi3-longrope-short", "phi3-partial", "qwen2moe",
     "qwen2moe-mixed", "qwen3moe", "qwen3moe-mixed", "qwen3moe-ties", "smollm3", "smollm3-interval",
     # weight formats
-    "awq-128", "awq-32", "ct-fp8-block", "ct-fp8-channel", "ct-fp8-static", "fbgemm-fp8", "fp8-block", "fp8-block-deepseek3",
-    "fp8-block-edge", "fp8-block-qwen3moe", "fp8-dynamic", "fp8-static", "gptoss-mxfp4", "gptq-128", "gptq-32", "gptq-64-v2",
-    "gptq-order", "gptq-whole", "modelopt-fp8", "modelopt-fp8-file", "packed-128", "packed-32-zero", "packed-64",
-    "packed-channel", "packed-channel-zero", "packed-order", "packed-qwen3moe",
+    "awq-128", "awq-32", "awq-mixtral", "awq-phi3", "ct-fp8-block", "ct-fp8-channel", "ct-fp8-gemma3-image", "ct-fp8-phi3",
+    "ct-fp8-static", "fbgemm-fp8", "fp8-block", "fp8-block-deepseek3", "fp8-block-edge", "fp8-block-phi3", "fp8-block-qwen3moe",
+    "fp8-dynamic", "fp8-mixtral", "fp8-phi3", "fp8-static", "gptoss-mxfp4", "gptq-128", "gptq-32", "gptq-64-v2", "gptq-order",
+    "gptq-phi3", "gptq-qwen3moe", "gptq-whole", "modelopt-fp8", "modelopt-fp8-file", "packed-128", "packed-32-zero", "packed-64",
+    "packed-channel", "packed-channel-zero", "packed-order", "packed-phi3", "packed-qwen3moe",
 }
 
 
@@ -87,6 +89,64 @@ def test_model(driver, tmp_path, name, device):
         worst = errors(logits, rows_of(case))
         assert (worst <= MAX_ERROR).all(), f"prompt of {n}: errors {worst} at {case['positions']}"
         assert greedy == case["greedy"], f"prompt of {n}"
+
+
+# ---- Steps and ranks ----
+
+ENV = {**{k: v for k, v in os.environ.items() if not k.startswith("TOKA_")}, "TOKA_DEVICE": "cpu"}
+FAST = {"mistral", "gemma2", "gptoss-mxfp4", "deepseek3", "qwen3moe", "fp8-block-edge", "packed-32-zero"}  # in fast runs
+SAME = {"chunks": ["--max-num-batched-tokens", "16"], "few pages": ["--kv-tokens", "256"], "alone": ["--max-num-seqs", "1"],
+        "pipeline": ["--pipeline-parallel-size", "2"], "data": ["--data-parallel-size", "2"]}
+
+
+def requests_of(spec):
+    """Each prompt greedily and with random samples, as lines of a batch."""
+    return "".join(json.dumps({"custom_id": f"{i} {temperature}", "prompt": case["prompt"], "max_tokens": 14, "ignore_eos": True,
+                               "logprobs": 2, "temperature": temperature, "seed": i, "n": 1 + temperature}) + "\n"
+                   for i, case in enumerate(spec["cases"]) for temperature in (0, 1))
+
+
+def batch(folder, spec, name, flags):
+    """The result lines, sorted."""
+    out = folder / f"{name}.out"
+    limit = ["--max-model-len", str(spec["max_model_len"])] if "max_model_len" in spec else []
+    r = subprocess.run([TOKA, "batch", "-q", "-m", str(folder), "--served-model-name", "m", "-i", "-", "-o", str(out), *limit, *flags],
+                       input=requests_of(spec), env=ENV, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert r.returncode == 0, f"{name}: {r.stderr}"
+    return sorted(out.read_text().splitlines())
+
+
+def assert_near(a, b, where=""):
+    """Equal but for floats, which are log-probabilities."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        a, b = list(a.items()), list(b.items())
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
+        for i, (x, y) in enumerate(zip(a, b)):
+            assert_near(x, y, f"{where}[{i}]")
+    elif isinstance(a, float) and isinstance(b, float):
+        assert abs(a - b) <= 1e-4 * max(1, abs(b)), (where, a, b)
+    else:
+        assert a == b, where
+
+
+def tensor_ranks(spec):
+    """The fewest tensor ranks that divide the heads."""
+    heads = spec["config"].get("text_config", spec["config"])["num_attention_heads"]
+    return next(n for n in range(2, heads + 1) if heads % n == 0)
+
+
+@pytest.mark.parametrize("name", [x if x in FAST else pytest.param(x, marks=pytest.mark.slow) for x in NAMES])
+def test_steps_and_ranks(tmp_path, name):
+    """A batch gives the same bytes however it is cut into steps, stages and replicas, and nearly the same from tensor ranks."""
+    if name in NOT_YET:
+        pytest.skip("not yet")
+    spec = mw.load(name)
+    mw.write(tmp_path, spec)
+    want = batch(tmp_path, spec, "whole", [])
+    for case in SAME:
+        assert batch(tmp_path, spec, case, SAME[case]) == want, case
+    near = batch(tmp_path, spec, "tensor", ["--tensor-parallel-size", str(tensor_ranks(spec))])
+    assert_near([json.loads(x) for x in near], [json.loads(x) for x in want])
 
 
 @pytest.mark.parametrize("edit", mw.EDITS)
