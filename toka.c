@@ -6,7 +6,7 @@
  * run on any Linux machine; millions of completions as fast as the hardware allows; copying these
  * files into another project, to use, teach or review. So it is one file that reads from top to
  * bottom, and each chapter uses only earlier ones. `cc -c toka.c` compiles chapters 1 to 23, the
- * library. -DTOKA_SERVER adds chapters 24 to 34: server, batches, benchmarks, command line; and
+ * library. -DTOKA_SERVER adds chapters 24 to 35: server, batches, benchmarks, command line; and
  * -DTOKA_MAIN adds main() to these. toka_kernels.cu is the GPU backend. toka.h is the public
  * interface and, in its lower half, the interface of the backends.
  *
@@ -38,9 +38,9 @@
  *                                      id and log-probability. sched_commit (16) appends the id
  *                                      to its sequence
  *     id -------------- tok_stream_put (6), stop_put (18) --> text that is certain --> toka_event
- *                                      --> callback: of the command line (34), the batch runner
- *                                      (27) or another program (23). The server's callback gets
- *                                      ids; its workers make the text from them: api_feed (26)
+ *                                      --> callback: of the command line (35), the batch runner
+ *                                      (28) or another program (23). The server's callback gets
+ *                                      ids; its workers make the text from them: api_feed (27)
  *
  * A step has three phases: plan, run, commit. A plan holds integers only: no floats, no text. An op
  * sees token rows, never requests. So the scheduler is tested without a model and the ops without
@@ -74,7 +74,7 @@
  *           one thread, and only this thread calls the device's ops. Helper threads of the backend
  *           have finished when an op returns.
  *   server  one thread, the event loop, has all sockets; workers parse bodies and make text; one
- *           thread drives the engine. They hand HTTP requests to each other through queues (30).
+ *           thread drives the engine. They hand HTTP requests to each other through queues (31).
  *   event   its pointers are valid during the callback. Results of toka_encode and similar
  *           functions are allocated by malloc for the caller.
  * Endings of names: _open/_close: the object holds files, threads or mappings. _init/_free: the
@@ -122,8 +122,8 @@
  * PREFIXES of names say the chapter: mem_, str_, buf_, arena_, ids_ and suggest_ 2, os_ 3, json_
  * and utf8_ 4, uni_ 5, tok_ 6 and 7, tmpl_ 8 to 10 (tv_: values of templates), st_ and mf_ 11 to
  * 13, kv_ 14, heap_ 15, sched_ 16, batch_ 17, samp_ and stop_ 18, plain_ 18.8, cpu_ 19 and 20,
- * group_ 20, model_ and rank_ 21, eng_ 22, lib_ 23, http_ 24, api_ 25 and 26, run_ 27 and 32,
- * files_ 28, srv_ 29 to 31, plan_ 32, benchclient_ 33, cli_ 34.
+ * group_ 20, model_ and rank_ 21, eng_ 22, lib_ 23, http_ 24, parse_ 25, api_ 26 and 27, run_ 28
+ * and 33, files_ 29, srv_ 30 to 32, plan_ 33, benchclient_ 34, cli_ 35.
  *
  * WORDS                                                                                     chapter
  *   sample          one of the n completions of a request                                        16
@@ -215,22 +215,23 @@
  *  22. Engine [os]
  *  23. Public API [os]
  *  24. HTTP [pure]
- *  25. OpenAI API: requests [pure]
- *  26. OpenAI API: answers [pure]
- *  27. Batch runner [os]
- *  28. Files and batches [os]
- *  29. Status page [pure]
- *  30. Server: requests and metrics [os]
- *  31. Server: connections [os]
- *  32. Bench and plan [os]
- *  33. Bench serve [os]
- *  34. Command line [os]
+ *  25. Tool calls and reasoning [pure]
+ *  26. OpenAI API: requests [pure]
+ *  27. OpenAI API: answers [pure]
+ *  28. Batch runner [os]
+ *  29. Files and batches [os]
+ *  30. Status page [pure]
+ *  31. Server: requests and metrics [os]
+ *  32. Server: connections [os]
+ *  33. Bench and plan [os]
+ *  34. Bench serve [os]
+ *  35. Command line [os]
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE /* mmap flags, sched_getaffinity, memmem */
 #endif
 #ifdef TOKA_MAIN
-#define TOKA_SERVER /* chapters 24 to 34: server, batches, benchmarks, command line */
+#define TOKA_SERVER /* chapters 24 to 35: server, batches, benchmarks, command line */
 #endif
 #define TOKA_INTERNAL
 #include "toka.h"
@@ -284,7 +285,7 @@
 #include <sys/sendfile.h>
 #include <sys/socket.h>
 #include <sys/un.h>
-#define SERVER_ONLY /* before a function of chapters 1 to 23 that only chapters 24 to 34 call */
+#define SERVER_ONLY /* before a function of chapters 1 to 23 that only chapters 24 to 35 call */
 #else
 #define SERVER_ONLY __attribute__((unused))
 #endif
@@ -738,7 +739,7 @@ static void arena_free(arena *a) {
 /* ===========================================================================
  * MARK: 3. OS shell [os]
  * Thin wrappers of system calls for files, clock, cores, threads and memory limits, not for sockets
- * (31, 33). The [pure] chapters do not use this chapter.
+ * (32, 34). The [pure] chapters do not use this chapter.
  * =========================================================================== */
 
 static double os_now(void) { /* seconds of the monotonic clock, which never steps back */
@@ -4185,6 +4186,7 @@ enum { TMPL_LOOP, TMPL_CALLER, TMPL_RESERVED };
 
 typedef struct tmpl { /* a parsed template; immutable */
     arena memory;              /* owns the nodes and their texts */
+    str source;                /* what was parsed; in memory */
     tmpl_node *body;           /* list of statements; NULL: empty template */
     str names[TMPL_MAX_NAMES]; /* names of variables, by number; they point into memory */
     int n_names;
@@ -5170,7 +5172,7 @@ static int tmpl_parse(tmpl **out, str source, toka_err *e) {
     template->names[TMPL_CALLER] = STR("caller");
     template->n_names = TMPL_RESERVED;
     tmpl_lexer lexer = {.line = 1, .memory = &template->memory, .e = e};
-    lexer.source = tmpl_clean_source(&template->memory, source);
+    lexer.source = template->source = tmpl_clean_source(&template->memory, source);
     bool ok = tmpl_lex(&lexer);
     tmpl_parser parser = {.template = template, .token = lexer.tokens, .e = e};
     ok = ok && tmpl_parse_body(&parser, "", &template->body);
@@ -20474,7 +20476,991 @@ static void http_put_chunk(buf *out, str data) {
 static void http_put_last_chunk(buf *out) { buf_c(out, "0\r\n\r\n"); }
 
 /* ===========================================================================
- * MARK: 25. OpenAI API: requests [pure]
+ * MARK: 25. Tool calls and reasoning [pure]
+ * A model writes the calls of tools and its reasoning as text, each family of models in a form of
+ * its own. This chapter turns the bytes of one answer into events: content, reasoning, the begin of
+ * a call (with its name), arguments of a call (JSON text). Chapter 27 writes the events as JSON.
+ *
+ *     parser_init --> parser_feed(bytes) .. parser_feed(bytes) --> parser_end
+ *                         |                                            |
+ *                         +--> parser.events, a list of events <-------+   read by parse_next_event
+ *
+ * A format of calls is a row of parse_formats: texts and patterns, no code. A pattern is a text to
+ * be matched byte by byte. In it
+ *     (blank)  matches white space, maybe none
+ *     %n       the name of the function: bytes of parse_is_name
+ *     %i       the id of the call, which may contain its name: functions.NAME:0
+ *     %x       a word that means nothing
+ *     %c       a JSON object {"name":"..","arguments":{..}}; also "parameters" for "arguments"
+ *     %a       the arguments as a JSON object
+ *     %y       the arguments in Python's form, a=1, b="x"), with the closing parenthesis
+ *     %p       the row's pattern `param`, any number of times
+ *     %k %v    in `param`: the name of a parameter; its value, up to the text after %v
+ *     %t       in `param`: "true" if the value is a string, "false" if it is JSON
+ * Calls may form a list, with a text before and after it. The states and what ends each:
+ *
+ *     START ------> THINKING ------> TEXT or BETWEEN         the texts of a parse_family
+ *     TEXT -------> BETWEEN, CALL                            `open`; the begin of a call
+ *     BETWEEN ----> CALL, TEXT                               a call; `close`, or anything else
+ *     CALL -------> BETWEEN, TEXT                            the end of the pattern
+ *
+ * What always holds:
+ *   - the events, joined, do not depend on how the bytes were divided into calls of parser_feed;
+ *   - a malformed or unfinished call becomes content, as it was written. Only a call with more than
+ *     PARSE_HELD_BYTES is delivered while it is written; if it breaks off later, it stays a call;
+ *   - the arguments of a call that was delivered whole are a JSON object. JSON that the model wrote
+ *     is passed on byte by byte, except that control characters inside strings are escaped;
+ *   - the end of JSON is found by its structure, so a string may contain any text;
+ *   - nothing in the reasoning is a call;
+ *   - white space around calls and reasoning is dropped. Without both the content is unchanged;
+ *   - memory is bounded by the length of the answer. There is no recursion over the answer.
+ * =========================================================================== */
+
+enum { PARSE_HELD_BYTES = 512 }; /* a call of at most this length is held until it is complete */
+
+typedef struct parse_format { /* one form of tool calls; NULL: there is no such text */
+    const char *names;        /* values of --tool-call-parser, each followed by a blank */
+    const char *marks[2];     /* a chat template that has both texts uses this form */
+    const char *open, *close; /* before and after the list of calls */
+    const char *skip;         /* bytes between calls that mean nothing, besides white space */
+    const char *call, *param; /* patterns */
+    bool bare;                /* an answer may begin with the list, without `open` */
+    bool short_ids;           /* the template wants ids of nine letters and digits */
+} parse_format;
+
+/* Forms whose marks are more special come first. Names are those of vLLM. */
+static const parse_format parse_formats[] = {
+    {"qwen3_coder qwen3_xml ", {"<function=", "<parameter="}, NULL, NULL, "",
+     "<tool_call> <function=%n> %p</function> </tool_call>", "<parameter=%k>%v</parameter>",
+     false, false},
+    {"seed_oss ", {"<seed:tool_call>"}, "<seed:tool_call>", "</seed:tool_call>", "",
+     "<function=%n> %p</function>", "<parameter=%k>%v</parameter>", false, false},
+    {"glm45 glm47 ", {"<arg_key>"}, NULL, NULL, "", "<tool_call> %n %p</tool_call>",
+     "<arg_key>%k</arg_key> <arg_value>%v</arg_value>", false, false},
+    {"minimax_m2 ", {"<minimax:tool_call>"}, "<minimax:tool_call>", "</minimax:tool_call>", "",
+     "<invoke name=\"%n\"> %p</invoke>", "<parameter name=\"%k\">%v</parameter>", false, false},
+    {"deepseek_v32 ", {"｜DSML｜", "function_calls"}, "<｜DSML｜function_calls>",
+     "</｜DSML｜function_calls>", "", "<｜DSML｜invoke name=\"%n\"> %p</｜DSML｜invoke>",
+     "<｜DSML｜parameter name=\"%k\" string=\"%t\">%v</｜DSML｜parameter>", false, false},
+    {"deepseek_v4 ", {"｜DSML｜"}, "<｜DSML｜tool_calls>",
+     "</｜DSML｜tool_calls>", "", "<｜DSML｜invoke name=\"%n\"> %p</｜DSML｜invoke>",
+     "<｜DSML｜parameter name=\"%k\" string=\"%t\">%v</｜DSML｜parameter>", false, false},
+    {"deepseek_v3 ", {"<｜tool▁sep｜>", "```json"}, "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
+     "", "<｜tool▁call▁begin｜>%x<｜tool▁sep｜>%n ```json %a ``` <｜tool▁call▁end｜>", NULL, false,
+     false},
+    {"deepseek_v31 ", {"<｜tool▁sep｜>"}, "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "",
+     "<｜tool▁call▁begin｜>%n<｜tool▁sep｜> %a <｜tool▁call▁end｜>", NULL, false, false},
+    {"kimi_k2 ", {"<|tool_call_argument_begin|>"}, "<|tool_calls_section_begin|>",
+     "<|tool_calls_section_end|>", "",
+     "<|tool_call_begin|> %i <|tool_call_argument_begin|> %a <|tool_call_end|>", NULL, false,
+     false},
+    {"mistral ", {"[TOOL_CALLS]", "[ARGS]"}, NULL, NULL, "", "[TOOL_CALLS] %n%p[ARGS] %a",
+     "[CALL_ID]%i", false, true},
+    {"mistral ", {"[TOOL_CALLS]"}, "[TOOL_CALLS]", NULL, "[,]", "%c", NULL, false, true},
+    {"granite phi4_mini ", {"<|tool_call|>"}, "<|tool_call|>", "<|/tool_call|>", "[,]", "%c", NULL,
+     false, false},
+    {"phi4_mini_json ", {"functools["}, "functools", NULL, "[,]", "%c", NULL, false, false},
+    {"nemotron_json ", {"<TOOLCALL>"}, "<TOOLCALL>", "</TOOLCALL>", "[,]", "%c", NULL, false,
+     false},
+    {"lfm2 ", {"<|tool_list_start|>"}, "<|tool_call_start|>", "<|tool_call_end|>", "[,]", "%n(%y",
+     NULL, false, false},
+    {"hermes qwen granite4 ", {"<tool_call>"}, NULL, NULL, "", "<tool_call> %c </tool_call>", NULL,
+     false, false},
+    {"pythonic llama4_pythonic ", {"func_name1(params_name1"}, "<|python_start|>",
+     "<|python_end|>", "[,]", "%n(%y", NULL, true, false},
+    {"llama3_json llama4_json ", {"\"parameters\": dictionary"}, "<|python_tag|>", NULL, ";", "%c",
+     NULL, true, false},
+};
+
+typedef struct parse_family { /* how a family of models marks its reasoning */
+    const char *names;        /* values of --reasoning-parser, each followed by a blank */
+    const char *open, *close; /* a template with both texts is of this family */
+} parse_family;
+
+static const parse_family parse_families[] = {
+    {"mistral ", "[THINK]", "[/THINK]"},
+    {"seed_oss ", "<seed:think>", "</seed:think>"},
+    {"cohere_command3 cohere ", "<|START_THINKING|>", "<|END_THINKING|>"},
+    {"gemma4 ", "<|channel>thought", "<channel|>"},
+    {"apertus ", "<|inner_prefix|>", "<|inner_suffix|>"},
+    {"granite ", "Here is my thought process:", "Here is my response:"},
+    {"deepseek_r1 deepseek_v3 deepseek_v4 qwen3 glm45 glm47 kimi_k2 minimax_m2 nemotron_v3 olmo3 "
+     "ernie45 hunyuan_a13b step3 mimo ",
+     "<think>", "</think>"},
+};
+
+/* Is this name in a list where a blank follows each name? */
+static bool parse_is_listed(const char *names, const char *name) {
+    const size_t n = strlen(name);
+    for (const char *at = names; n && (at = strstr(at, name)) != NULL; at += n)
+        if ((at == names || at[-1] == ' ') && at[n] == ' ') return true;
+    return false;
+}
+
+static bool parse_has(str text, const char *mark) {
+    return !mark || str_find(text, str_c(mark), 0) >= 0;
+}
+
+/* Returns the form of tool calls with this name, or NULL. name NULL: the form that the chat
+ * template has. Of several with the same name, the one that the chat template has comes first. */
+static const parse_format *parse_find_format(const char *name, str chat_template) {
+    const parse_format *named = NULL;
+    for (int i = COUNT(parse_formats) - 1; i >= 0; i--) {
+        const parse_format *format = &parse_formats[i];
+        const bool marked = parse_has(chat_template, format->marks[0]) &&
+                            parse_has(chat_template, format->marks[1]);
+        const bool was_marked = named && parse_has(chat_template, named->marks[0]) &&
+                                parse_has(chat_template, named->marks[1]);
+        if (name ? parse_is_listed(format->names, name) && (marked || !was_marked) : marked)
+            named = format;
+    }
+    return named;
+}
+
+/* Returns the family with this name (NULL: that the chat template is of), or NULL. */
+static const parse_family *parse_find_family(const char *name, str chat_template) {
+    for (int i = 0; i < COUNT(parse_families); i++) {
+        const parse_family *family = &parse_families[i];
+        if (name ? parse_is_listed(family->names, name)
+                 : parse_has(chat_template, family->open) &&
+                       parse_has(chat_template, family->close))
+            return family;
+    }
+    return NULL;
+}
+
+/* ---- The types of parameters ---- */
+
+typedef struct parse_param {
+    str name;
+    unsigned types; /* bits 1 << JSON_..: types that the schema allows; 0: not known */
+} parse_param;
+
+typedef struct parse_tool {
+    str name;
+    parse_param *params; /* [n_params] */
+    int n_params;
+} parse_tool;
+
+static unsigned parse_type_bit(str name) {
+    static const struct {
+        const char *name;
+        unsigned bits;
+    } rows[] = {{"string", 1u << JSON_STRING},   {"integer", 1u << JSON_NUMBER},
+                {"number", 1u << JSON_NUMBER},   {"boolean", 1u << JSON_TRUE | 1u << JSON_FALSE},
+                {"object", 1u << JSON_OBJECT},   {"array", 1u << JSON_ARRAY},
+                {"null", 1u << JSON_NULL}};
+    for (int i = 0; i < COUNT(rows); i++)
+        if (str_is(name, rows[i].name)) return rows[i].bits;
+    return 0;
+}
+
+/* Returns the types that a JSON schema allows; 0: not known. depth: levels of anyOf and oneOf that
+ * are still read. */
+static unsigned parse_schema_types(const json *schema, int depth) {
+    static const char *const unions[] = {"anyOf", "oneOf"};
+    const json *type = json_get(schema, "type"), *values = json_get(schema, "enum");
+    unsigned types = parse_type_bit(json_str(type));
+    if (json_is(type, JSON_ARRAY)) JSON_EACH(it, type) types |= parse_type_bit(json_str(it));
+    if (!type && json_is(values, JSON_ARRAY)) JSON_EACH(it, values) types |= 1u << it->type;
+    for (int i = 0; i < COUNT(unions) && depth; i++) {
+        const json *list = json_get(schema, unions[i]);
+        if (json_is(list, JSON_ARRAY))
+            JSON_EACH(it, list) types |= parse_schema_types(it, depth - 1);
+    }
+    return types;
+}
+
+/* Copies the names and the types of the parameters of a list of tools in OpenAI's form into the
+ * arena. Returns the number of tools. */
+static int parse_tools_init(arena *memory, const json *tools, parse_tool **out) {
+    int n_tools = 0;
+    *out = arena_zalloc(memory, ((size_t)tools->n + 1) * sizeof **out);
+    JSON_EACH(it, tools) {
+        const json *function = json_get(it, "function");
+        const json *properties = json_get(json_get(function, "parameters"), "properties");
+        parse_tool *tool = &(*out)[n_tools++];
+        tool->name = arena_str(memory, json_str(json_get(function, "name")));
+        if (!json_is(properties, JSON_OBJECT)) continue;
+        tool->params = arena_zalloc(memory, ((size_t)properties->n + 1) * sizeof *tool->params);
+        JSON_MEMBERS(key, properties)
+            tool->params[tool->n_params++] = (parse_param){
+                arena_str(memory, json_str(key)), parse_schema_types(key + 1, 4)};
+    }
+    return n_tools;
+}
+
+/* ---- The parser ---- */
+
+enum parse_kind { PARSE_CONTENT, PARSE_REASONING, PARSE_CALL, PARSE_ARGUMENTS };
+
+typedef struct parse_event {
+    enum parse_kind kind;
+    str text; /* PARSE_CALL: the name of the function */
+    str id;   /* PARSE_CALL: the id that the model wrote; may be empty */
+} parse_event;
+
+typedef struct parse_setup { /* what all answers of a request have in common */
+    const parse_format *format; /* NULL: the request has no tools */
+    const parse_family *family; /* NULL: the model does not mark its reasoning */
+    const parse_tool *tools;    /* [n_tools] */
+    int n_tools;
+    bool one_call;              /* calls after the first are dropped */
+    bool thinking;              /* the prompt ends inside the reasoning */
+} parse_setup;
+
+enum parse_state { PARSE_START, PARSE_THINKING, PARSE_TEXT, PARSE_BETWEEN, PARSE_IN_CALL };
+enum parse_part { PARSE_NO_PART, PARSE_A_KEY, PARSE_A_NAME, PARSE_SOME_ARGS, PARSE_OTHER_PART };
+enum parse_step { PARSE_MORE, PARSE_DONE, PARSE_DONE_BEFORE, PARSE_MALFORMED };
+
+typedef struct parser { /* the state of one answer */
+    const parse_setup *setup;
+    buf events;         /* the events so far; see parse_emit */
+    size_t last_event;  /* offset of the last event; valid if events is not empty */
+    enum parse_state state;
+    buf tag;            /* bytes that may become one of the texts that are searched for */
+    buf space;          /* white space that is dropped if a call follows */
+    buf raw;            /* the bytes of the call, or of the beginning of a list, as written */
+    bool has_thought;   /* there is reasoning; white space after it is dropped */
+    bool has_text;      /* content, or reasoning, has begun */
+    bool has_open;      /* the list began with `open` */
+    int n_calls;        /* calls delivered or begun; with one_call, only the first has events */
+    int n_in_list;      /* calls in this list */
+    /* the call */
+    const char *at;     /* position in the pattern `call` or `param` */
+    const char *resume; /* in `param`: position of %p in `call`; NULL: in `call` */
+    bool delivered;     /* its events are delivered as they come */
+    bool has_name, has_args;
+    buf name, id, args, key, value;
+    unsigned types;     /* types of the parameter, as in parse_param */
+    enum parse_part part; /* %c: what the current bytes belong to */
+    int depth;          /* brackets that are open, in JSON or in Python */
+    char quote;         /* the quotation mark of the string that is open; 0: none */
+    bool escaped;       /* the next byte of the string is escaped */
+    bool in_value;      /* %c: after a colon; %y: after an equals sign; %v: after the first byte */
+    bool line_feed;     /* %v: a line feed is held, which is dropped at the end */
+} parser;
+
+static void parser_init(parser *p, const parse_setup *setup) {
+    *p = (parser){.setup = setup,
+                  .state = setup->thinking ? PARSE_THINKING
+                           : setup->family ? PARSE_START
+                           : setup->format && setup->format->bare ? PARSE_BETWEEN
+                                                                  : PARSE_TEXT};
+    p->has_thought = setup->thinking;
+}
+
+static void parser_free(parser *p) {
+    buf *const all[] = {&p->events, &p->tag, &p->space, &p->raw, &p->name,
+                        &p->id,     &p->args, &p->key,  &p->value};
+    for (int i = 0; i < COUNT(all); i++) buf_free(all[i]);
+}
+
+/* An event in parser.events: this head, then its bytes. */
+typedef struct parse_head {
+    uint32_t kind, n_bytes, n_id;
+} parse_head;
+
+/* Takes the next event from *events. Returns false if there is none. */
+static bool parse_next_event(str *events, parse_event *event) {
+    parse_head head;
+    if (!events->n) return false;
+    memcpy(&head, events->p, sizeof head);
+    const str bytes = str_sub(*events, sizeof head, sizeof head + head.n_bytes);
+    *event = (parse_event){.kind = (enum parse_kind)head.kind,
+                           .text = str_sub(bytes, head.n_id, bytes.n),
+                           .id = str_sub(bytes, 0, head.n_id)};
+    *events = str_sub(*events, sizeof head + bytes.n, events->n);
+    return true;
+}
+
+/* Appends an event. Bytes of the same kind as the last event are appended to it. */
+static void parse_emit(parser *p, enum parse_kind kind, str id, str text) {
+    parse_head head = {.kind = kind};
+    if (!text.n || (p->setup->one_call && p->n_calls > 1 && kind >= PARSE_CALL)) return;
+    if (p->events.n) memcpy(&head, p->events.p + p->last_event, sizeof head);
+    if (!p->events.n || head.kind != kind || kind == PARSE_CALL) {
+        head = (parse_head){.kind = kind, .n_id = (uint32_t)id.n};
+        p->last_event = p->events.n;
+        buf_put(&p->events, &head, sizeof head);
+    }
+    buf_str(&p->events, id), buf_str(&p->events, text);
+    head.n_bytes += (uint32_t)(id.n + text.n);
+    memcpy(p->events.p + p->last_event, &head, sizeof head);
+}
+
+static bool parse_is_space(char c) { return c == ' ' || c == '\n' || c == '\r' || c == '\t'; }
+
+/* May this byte be in the name of a function or in an id? */
+static bool parse_is_name(char c) {
+    return isalnum((unsigned char)c) || (c && strchr("_-.:/$@", c) != NULL);
+}
+
+/* Delivers a byte of content or of reasoning. White space is held until a byte that is none
+ * follows; after the reasoning, and at its beginning, it is dropped. */
+static void parse_put_text(parser *p, enum parse_kind kind, char c) {
+    if (parse_is_space(c)) {
+        if (p->has_text || !p->has_thought) buf_char(&p->space, c);
+        return;
+    }
+    parse_emit(p, kind, STR(""), buf_view(&p->space));
+    buf_clear(&p->space);
+    parse_emit(p, kind, STR(""), (str){&c, 1});
+    p->has_text = true;
+}
+
+static void parse_put_texts(parser *p, enum parse_kind kind, str text) {
+    for (size_t i = 0; i < text.n; i++) parse_put_text(p, kind, text.p[i]);
+}
+
+/* Returns the text at the beginning of a pattern, up to a blank or a %. */
+static str parse_literal(const char *pattern) {
+    return pattern ? (str){pattern, strcspn(pattern, "% ")} : STR("");
+}
+
+enum { PARSE_NO_TAG = -1, PARSE_PART_OF_TAG = -2 };
+
+/* Returns the index of the text that equals `held`; PARSE_PART_OF_TAG if some text begins with it;
+ * else PARSE_NO_TAG. Empty texts do not count. */
+static int parse_match(const str *tags, int n_tags, str held) {
+    int result = PARSE_NO_TAG;
+    for (int i = 0; i < n_tags; i++) {
+        if (tags[i].n && str_eq(tags[i], held)) return i;
+        if (str_starts(tags[i], held) && held.n) result = PARSE_PART_OF_TAG;
+    }
+    return result;
+}
+
+static void parse_byte(parser *p, char c);
+
+static void parse_begin_text(parser *p) {
+    const parse_format *format = p->setup->format;
+    p->state = format && format->bare ? PARSE_BETWEEN : PARSE_TEXT;
+    p->has_text = false;
+    buf_clear(&p->tag), buf_clear(&p->space), buf_clear(&p->raw);
+}
+
+/* ---- Reasoning ---- */
+
+/* Before the first byte of the answer: is it the text that reasoning begins with? */
+static void parse_start(parser *p, char c) {
+    buf_char(&p->tag, c);
+    str held = buf_view(&p->tag);
+    const str open = str_c(p->setup->family->open);
+    while (held.n && parse_is_space(held.p[0])) held = str_sub(held, 1, held.n);
+    if (str_eq(held, open)) {
+        p->state = PARSE_THINKING;
+        p->has_thought = true;
+        buf_clear(&p->tag);
+    } else if (held.n && !str_starts(open, held)) {
+        buf bytes = p->tag;
+        p->tag = (buf){0};
+        parse_begin_text(p);
+        for (size_t i = 0; i < bytes.n; i++) parse_byte(p, bytes.p[i]);
+        buf_free(&bytes);
+    }
+}
+
+/* Appends a byte to the tag and delivers what cannot be a part of one of the texts: as content, as
+ * reasoning, or (kind PARSE_ARGUMENTS) as bytes of a value. Returns the index of the text that was
+ * found, or -1. */
+static int parse_search(parser *p, const str *tags, int n_tags, enum parse_kind kind, char c);
+
+static void parse_think(parser *p, char c) {
+    const str close = str_c(p->setup->family->close);
+    if (parse_search(p, &close, 1, PARSE_REASONING, c) >= 0) parse_begin_text(p);
+}
+
+/* ---- The arguments of a call ---- */
+
+/* Delivers the begin of the call. */
+static void parse_deliver(parser *p) {
+    p->delivered = true;
+    p->n_calls++;
+    p->n_in_list++;
+    buf_clear(&p->space), buf_clear(&p->raw);
+    parse_emit(p, PARSE_CALL, buf_view(&p->id), buf_view(&p->name));
+    parse_emit(p, PARSE_ARGUMENTS, STR(""), buf_view(&p->args));
+    buf_clear(&p->args);
+}
+
+static void parse_put_args(parser *p, str text) {
+    if (p->delivered) parse_emit(p, PARSE_ARGUMENTS, STR(""), text);
+    else buf_str(&p->args, text);
+}
+
+/* Appends a byte of a JSON string to the arguments, with an escape if it needs one. */
+static void parse_put_escaped(parser *p, char c) {
+    static const char special[] = "\"\\\n\t\r\b\f", letters[] = "\"\\ntrbf";
+    const char *found = c ? strchr(special, c) : NULL;
+    char escape[8];
+    if (found) parse_put_args(p, (str){(char[]){'\\', letters[found - special]}, 2});
+    else if ((unsigned char)c >= 0x20) parse_put_args(p, (str){&c, 1});
+    else {
+        snprintf(escape, sizeof escape, "\\u%04x", (unsigned char)c);
+        parse_put_args(p, str_c(escape));
+    }
+}
+
+/* Appends a byte of JSON to the part that it belongs to. */
+static void parse_put_part(parser *p, char c) {
+    if (p->part == PARSE_A_KEY) buf_char(&p->key, c);
+    if (p->part == PARSE_A_NAME) buf_char(&p->name, c);
+    if (p->part != PARSE_SOME_ARGS) return;
+    /* models forget to escape line feeds in strings */
+    if (p->quote && (unsigned char)c < 0x20) parse_put_escaped(p, c);
+    else parse_put_args(p, (str){&c, 1});
+}
+
+/* Takes a byte inside a JSON container: follows strings and brackets. */
+static void parse_json_byte(parser *p, char c) {
+    parse_put_part(p, c);
+    if (p->quote) {
+        if (!p->escaped && c == '"') p->quote = 0;
+        p->escaped = !p->escaped && c == '\\';
+    } else if (c == '"') {
+        p->quote = c;
+    } else if (c == '{' || c == '[') {
+        p->depth++;
+    } else if (c == '}' || c == ']') {
+        p->depth--;
+    }
+}
+
+/* %a: arguments that are a JSON object. */
+static enum parse_step parse_json_args(parser *p, char c) {
+    if (!p->depth && c != '{') return PARSE_MALFORMED;
+    p->part = PARSE_SOME_ARGS;
+    parse_json_byte(p, c);
+    return p->depth ? PARSE_MORE : PARSE_DONE;
+}
+
+/* Replaces the JSON string in parser.name by its value. Returns false if it is none. */
+static bool parse_read_name(parser *p) {
+    arena memory = {0};
+    toka_err unused;
+    const json *value = json_parse(&memory, buf_view(&p->name), json_trusted, &unused);
+    const str text = arena_str(&memory, json_str(value));
+    buf_clear(&p->name), buf_str(&p->name, text);
+    arena_free(&memory);
+    p->has_name = text.n > 0;
+    return p->has_name;
+}
+
+/* May this be an answer that is JSON, and no call? */
+static bool parse_is_doubtful(const parser *p) {
+    return p->setup->format->bare && !p->has_open && !p->n_in_list;
+}
+
+/* %c: the key of a member is complete. Returns false if it cannot be one of a call. */
+static bool parse_begin_member(parser *p) {
+    static const char *const other[] = {"type", "id", "index"};
+    const str key = buf_view(&p->key);
+    const bool is_name = str_is(key, "name");
+    const bool is_args = str_is(key, "arguments") || str_is(key, "parameters");
+    p->in_value = true;
+    p->part = PARSE_OTHER_PART;
+    if (is_name && !p->has_name) {
+        buf_clear(&p->name);
+        p->part = PARSE_A_NAME;
+    }
+    if (is_args && !p->has_args) {
+        p->part = PARSE_SOME_ARGS;
+        p->has_args = true;
+    }
+    for (int i = 0; i < COUNT(other); i++)
+        if (str_is(key, other[i])) return true;
+    return is_name || is_args || !parse_is_doubtful(p);
+}
+
+/* %c: a call as a JSON object. */
+static enum parse_step parse_json_call(parser *p, char c) {
+    if (!p->depth) {
+        p->depth = c == '{';
+        return p->depth ? PARSE_MORE : PARSE_MALFORMED;
+    }
+    if (p->depth > 1 || (p->quote && p->part != PARSE_A_KEY)) {
+        parse_json_byte(p, c);
+        return PARSE_MORE;
+    }
+    if (p->quote) { /* a key; one with an escape is none that matters */
+        if (c == '"') p->quote = 0;
+        else buf_char(&p->key, c);
+        return PARSE_MORE;
+    }
+    if (parse_is_space(c)) return PARSE_MORE;
+    if (!p->in_value && c == ':') return parse_begin_member(p) ? PARSE_MORE : PARSE_MALFORMED;
+    if (c == ']') return PARSE_MALFORMED;
+    if (c == ',' || c == '}') {
+        buf_clear(&p->key);
+        if (p->part == PARSE_A_NAME && !parse_read_name(p)) return PARSE_MALFORMED;
+        p->in_value = false;
+        p->part = PARSE_NO_PART;
+        p->depth -= c == '}';
+        return p->depth ? PARSE_MORE : PARSE_DONE;
+    }
+    if (p->in_value) {
+        parse_json_byte(p, c);
+        return PARSE_MORE;
+    }
+    if (c != '"') return PARSE_MALFORMED;
+    p->quote = c;
+    p->part = PARSE_A_KEY;
+    buf_clear(&p->key);
+    return PARSE_MORE;
+}
+
+/* Appends the begin of a member of the arguments: {"KEY": or , "KEY": */
+static void parse_put_key(parser *p) {
+    buf text = {0};
+    buf_c(&text, p->has_args ? ", " : "{");
+    json_put_str(&text, buf_view(&p->key));
+    buf_c(&text, ": ");
+    parse_put_args(p, buf_view(&text));
+    buf_free(&text);
+    p->has_args = true;
+}
+
+/* ---- Arguments in Python's form ---- */
+
+/* Ends a number or a word of Python. */
+static void parse_put_word(parser *p) {
+    const str word = buf_view(&p->value);
+    parse_put_args(p, str_is(word, "True")    ? STR("true")
+                      : str_is(word, "False") ? STR("false")
+                      : str_is(word, "None")  ? STR("null")
+                                              : word);
+    buf_clear(&p->value);
+}
+
+/* Takes a byte inside a Python string. */
+static void parse_python_string(parser *p, char c) {
+    static const char same[] = "\"\\ntrbf";
+    if (!p->escaped && c == '\\') {
+        p->escaped = true;
+        return;
+    }
+    if (!p->escaped && c == p->quote) {
+        parse_put_args(p, STR("\""));
+        p->quote = 0;
+        return;
+    }
+    if (!p->escaped || c == '\'') parse_put_escaped(p, c);
+    else if (c == 'u') parse_put_args(p, STR("\\u"));
+    else if (c == 'x') parse_put_args(p, STR("\\u00"));
+    else if (c && strchr(same, c)) parse_put_args(p, (str){(char[]){'\\', c}, 2});
+    else if (c != '\n') { /* Python keeps the backslash of an escape that it does not know */
+        parse_put_args(p, STR("\\\\"));
+        parse_put_escaped(p, c);
+    }
+    p->escaped = false;
+}
+
+/* Takes a byte of a Python value, outside of strings. */
+static enum parse_step parse_python_value(parser *p, char c) {
+    static const char open[] = "[({", close[] = "])}";
+    if (isalnum((unsigned char)c) || c == '_' || c == '.' || c == '+' || c == '-') {
+        buf_char(&p->value, c);
+        return PARSE_MORE;
+    }
+    parse_put_word(p);
+    if (parse_is_space(c)) {
+        parse_put_args(p, STR(" "));
+    } else if (c == '\'' || c == '"') {
+        p->quote = c;
+        parse_put_args(p, STR("\""));
+    } else if (c && strchr(open, c)) {
+        p->depth++;
+        parse_put_args(p, c == '{' ? STR("{") : STR("["));
+    } else if (!p->depth && (c == ',' || c == ')')) {
+        p->in_value = false;
+        buf_clear(&p->key);
+        return c == ')' ? PARSE_DONE : PARSE_MORE;
+    } else if (p->depth && c && strchr(close, c)) {
+        p->depth--;
+        parse_put_args(p, c == '}' ? STR("}") : STR("]"));
+    } else if (p->depth && (c == ',' || c == ':')) {
+        parse_put_args(p, (str){&c, 1});
+    } else {
+        return PARSE_MALFORMED;
+    }
+    return PARSE_MORE;
+}
+
+/* %y: keyword arguments, up to the closing parenthesis. */
+static enum parse_step parse_python_args(parser *p, char c) {
+    if (p->quote) return parse_python_string(p, c), PARSE_MORE;
+    if (p->in_value) return parse_python_value(p, c);
+    if (parse_is_space(c)) return PARSE_MORE;
+    if (c == ')' && !p->key.n) return PARSE_DONE;
+    if (c == '=' && p->key.n) {
+        parse_put_key(p);
+        p->in_value = true;
+        return PARSE_MORE;
+    }
+    if (!isalnum((unsigned char)c) && c != '_') return PARSE_MALFORMED;
+    buf_char(&p->key, c);
+    return PARSE_MORE;
+}
+
+/* ---- Parameters with a name and a value each ---- */
+
+/* Sets parser.types to the types of parameter `key` of function `name`. */
+static void parse_find_types(parser *p) {
+    p->types = 1u << JSON_STRING;
+    for (int i = 0; i < p->setup->n_tools; i++) {
+        const parse_tool *tool = &p->setup->tools[i];
+        for (int j = 0; j < tool->n_params && str_eq(tool->name, buf_view(&p->name)); j++)
+            if (str_eq(tool->params[j].name, buf_view(&p->key))) p->types = tool->params[j].types;
+    }
+}
+
+/* %k: the key ends before one of <, > and ". */
+static enum parse_step parse_key(parser *p, char c) {
+    if (c != '<' && c != '>' && c != '"') return buf_char(&p->key, c), PARSE_MORE;
+    while (p->key.n && parse_is_space(p->key.p[p->key.n - 1])) p->key.n--;
+    if (!p->key.n) return PARSE_MALFORMED;
+    parse_find_types(p);
+    return PARSE_DONE_BEFORE;
+}
+
+/* Takes a byte of a value. If it can only be a string, the byte is delivered at once. One line feed
+ * at the begin and one at the end are dropped. */
+static void parse_value_byte(parser *p, char c) {
+    const bool first = !p->in_value;
+    if (first) {
+        parse_put_key(p);
+        p->in_value = true;
+        if (p->types == 1u << JSON_STRING) parse_put_args(p, STR("\""));
+        if (c == '\n') return;
+    }
+    if (p->types != 1u << JSON_STRING) {
+        buf_char(&p->value, c);
+        return;
+    }
+    if (p->line_feed) parse_put_escaped(p, '\n');
+    p->line_feed = c == '\n';
+    if (!p->line_feed) parse_put_escaped(p, c);
+}
+
+/* Appends a value whose type is decided by its text: JSON of a type that the schema allows, else a
+ * string. */
+static void parse_put_typed(parser *p) {
+    arena memory = {0};
+    buf text = {0};
+    toka_err unused;
+    str source = buf_view(&p->value), word;
+    if (str_ends(source, STR("\n"))) source = str_sub(source, 0, source.n - 1);
+    word = str_is(source, "True")    ? STR("true")
+           : str_is(source, "False") ? STR("false")
+           : str_is(source, "None")  ? STR("null")
+                                     : source;
+    const json_limits limits = {64, word.n * sizeof(json)};
+    const json *value = json_parse(&memory, word, limits, &unused);
+    const unsigned types = p->types ? p->types : ~(1u << JSON_STRING);
+    if (value && types >> value->type & 1 && value->type != JSON_STRING) buf_str(&text, word);
+    else json_put_str(&text, source);
+    parse_put_args(p, buf_view(&text));
+    buf_free(&text);
+    arena_free(&memory);
+}
+
+/* %v: a value, up to the text that follows in the pattern. */
+static enum parse_step parse_value(parser *p, char c) {
+    const str end = parse_literal(p->at + 2);
+    if (parse_search(p, &end, 1, PARSE_ARGUMENTS, c) < 0) return PARSE_MORE;
+    if (!p->in_value) {
+        parse_put_key(p);
+        if (p->types == 1u << JSON_STRING) parse_put_args(p, STR("\""));
+    }
+    if (p->types == 1u << JSON_STRING) parse_put_args(p, STR("\""));
+    else parse_put_typed(p);
+    p->at += 1 + end.n; /* the last byte of `end`; parse_advance moves behind it */
+    buf_clear(&p->key), buf_clear(&p->value);
+    p->in_value = p->line_feed = false;
+    return PARSE_DONE;
+}
+
+/* ---- A call ---- */
+
+/* %n, %i, %x and %t: a word. A call without %n gets the name from its id. */
+static enum parse_step parse_word(parser *p, char c) {
+    const char which = p->at[1];
+    buf *word = which == 'n' ? &p->name : which == 'i' ? &p->id : &p->value;
+    if (parse_is_name(c)) return buf_char(word, c), PARSE_MORE;
+    if (!word->n) return PARSE_MALFORMED;
+    if (which == 't') p->types = str_is(buf_view(word), "true") ? 1u << JSON_STRING : 0;
+    if (which == 'i' && !p->name.n) {
+        str name = buf_view(word);
+        if (str_starts(name, STR("functions."))) name = str_sub(name, 10, name.n);
+        size_t n_digits = 0;
+        while (n_digits < name.n && isdigit((unsigned char)name.p[name.n - 1 - n_digits]))
+            n_digits++;
+        if (str_ends(str_sub(name, 0, name.n - n_digits), STR(":"))) name.n -= n_digits + 1;
+        buf_str(&p->name, name);
+    }
+    p->has_name = p->name.n > 0;
+    buf_clear(&p->value);
+    return PARSE_DONE_BEFORE;
+}
+
+/* %p: another parameter, or the text after all parameters. */
+static enum parse_step parse_params(parser *p, char c) {
+    const str tags[] = {parse_literal(p->setup->format->param), parse_literal(p->at + 2)};
+    if (!p->tag.n && parse_is_space(c)) return PARSE_MORE;
+    buf_char(&p->tag, c);
+    const int found = parse_match(tags, COUNT(tags), buf_view(&p->tag));
+    if (found == PARSE_PART_OF_TAG) return PARSE_MORE;
+    buf_clear(&p->tag);
+    if (found == PARSE_NO_TAG) return PARSE_MALFORMED;
+    if (!found) {
+        p->resume = p->at;
+        p->at = p->setup->format->param + tags[0].n;
+        return PARSE_MORE;
+    }
+    p->at += 1 + tags[1].n; /* its last byte; parse_advance moves behind it */
+    return PARSE_DONE;
+}
+
+/* The arguments so far as a JSON object: the object; {} for nothing or null; the text of a string.
+ * Returns false if they are something else. */
+static bool parse_fix_args(parser *p) {
+    arena memory = {0};
+    toka_err unused;
+    const json_limits limits = {64, MAX(p->args.n, (size_t)64) * sizeof(json)};
+    const json *value = p->args.n ? json_parse(&memory, buf_view(&p->args), limits, &unused) : NULL;
+    const bool none = !p->args.n || json_is(value, JSON_NULL);
+    if (none || json_is(value, JSON_STRING)) {
+        const str text = none ? STR("{}") : arena_str(&memory, json_str(value));
+        buf_clear(&p->args), buf_str(&p->args, text);
+        value = json_parse(&memory, text, limits, &unused);
+    }
+    const bool ok = json_is(value, JSON_OBJECT);
+    arena_free(&memory);
+    return ok;
+}
+
+static void parse_begin_call(parser *p, const char *at) {
+    p->state = PARSE_IN_CALL;
+    p->at = at;
+    p->resume = NULL;
+    p->delivered = p->has_name = p->has_args = p->in_value = p->line_feed = p->escaped = false;
+    p->part = PARSE_NO_PART;
+    p->depth = 0;
+    p->quote = 0;
+    buf_clear(&p->tag), buf_clear(&p->name), buf_clear(&p->id), buf_clear(&p->args);
+    buf_clear(&p->key), buf_clear(&p->value);
+}
+
+static bool parse_has_list(const parse_format *format) { return format->open || format->bare; }
+
+/* What is held was no call: it becomes content. */
+static void parse_release(parser *p) {
+    p->state = PARSE_TEXT;
+    p->n_in_list = 0;
+    p->has_open = false;
+    buf_clear(&p->tag);
+    parse_put_texts(p, PARSE_CONTENT, buf_view(&p->raw));
+    buf_clear(&p->raw);
+}
+
+/* The call is complete. */
+static void parse_end_call(parser *p) {
+    const parse_format *format = p->setup->format;
+    const bool by_name = strstr(format->call, "%y") ||
+                         (format->param && strstr(format->param, "%k"));
+    if (by_name) parse_put_args(p, p->has_args ? STR("}") : STR("{}"));
+    const bool needs_args = parse_is_doubtful(p) && !by_name;
+    if (!p->delivered && (!p->name.n || !parse_fix_args(p) || (needs_args && !p->has_args))) {
+        parse_release(p);
+        return;
+    }
+    if (!p->delivered) parse_deliver(p);
+    p->state = parse_has_list(format) ? PARSE_BETWEEN : PARSE_TEXT;
+    p->delivered = false;
+}
+
+/* Takes a byte at the position in the pattern. */
+static enum parse_step parse_pattern_byte(parser *p, char c) {
+    if (*p->at == ' ') return parse_is_space(c) ? PARSE_MORE : PARSE_DONE_BEFORE;
+    if (*p->at != '%') return c == *p->at ? PARSE_DONE : PARSE_MALFORMED;
+    switch (p->at[1]) {
+    case 'a': return parse_json_args(p, c);
+    case 'c': return parse_json_call(p, c);
+    case 'y': return parse_python_args(p, c);
+    case 'p': return parse_params(p, c);
+    case 'k': return parse_key(p, c);
+    case 'v': return parse_value(p, c);
+    default: return parse_word(p, c);
+    }
+}
+
+/* The call is malformed at its last byte. What was held becomes content; this byte is read again,
+ * because it may begin another call. */
+static void parse_give_up(parser *p, char c) {
+    if (p->raw.n) p->raw.n--;
+    parse_release(p);
+    p->delivered = false;
+    parse_byte(p, c);
+}
+
+/* Moves to the next element of the pattern. Returns false if the call is complete. */
+static bool parse_advance(parser *p) {
+    p->at += *p->at == '%' ? 2 : 1;
+    if (!*p->at && p->resume) {
+        p->at = p->resume;
+        p->resume = NULL;
+    }
+    return *p->at != 0;
+}
+
+static void parse_call(parser *p, char c) {
+    enum parse_step step;
+    if (!p->delivered) buf_char(&p->raw, c);
+    while ((step = parse_pattern_byte(p, c)) == PARSE_DONE_BEFORE) parse_advance(p);
+    if (step == PARSE_MALFORMED) {
+        parse_give_up(p, c);
+        return;
+    }
+    if (step == PARSE_DONE && !parse_advance(p)) {
+        parse_end_call(p);
+        return;
+    }
+    const bool is_long = !p->delivered && p->raw.n > PARSE_HELD_BYTES;
+    if (is_long && p->has_name && p->args.n && p->args.p[0] == '{') parse_deliver(p);
+}
+
+/* ---- Text and lists ---- */
+
+static int parse_search(parser *p, const str *tags, int n_tags, enum parse_kind kind, char c) {
+    buf_char(&p->tag, c);
+    while (p->tag.n) {
+        const int found = parse_match(tags, n_tags, buf_view(&p->tag));
+        if (found == PARSE_PART_OF_TAG) return -1;
+        if (found >= 0) {
+            buf_clear(&p->tag);
+            return found;
+        }
+        if (kind == PARSE_ARGUMENTS) parse_value_byte(p, p->tag.p[0]);
+        else parse_put_text(p, kind, p->tag.p[0]);
+        p->tag.n--;
+        memmove(p->tag.p, p->tag.p + 1, p->tag.n);
+    }
+    return -1;
+}
+
+/* Content: searches for the begin of a call or of a list of calls. */
+static void parse_text(parser *p, char c) {
+    const parse_format *format = p->setup->format;
+    const str tags[] = {format ? parse_literal(format->call) : STR(""),
+                        format && format->open ? str_c(format->open) : STR("")};
+    const int found = parse_search(p, tags, COUNT(tags), PARSE_CONTENT, c);
+    if (found < 0) return;
+    buf_clear(&p->raw), buf_str(&p->raw, tags[found]);
+    p->n_in_list = 0;
+    p->has_open = found == 1;
+    if (found == 1) p->state = PARSE_BETWEEN;
+    else parse_begin_call(p, format->call + tags[0].n);
+}
+
+/* May a call begin with this byte, if its pattern begins with a directive? In Python's form a list
+ * without `open` begins with a bracket. */
+static bool parse_may_begin(const parser *p, char c) {
+    const parse_format *format = p->setup->format;
+    const bool needs_bracket = parse_is_doubtful(p) && strchr(format->skip, '[');
+    if (*format->call != '%' || (needs_bracket && str_find(buf_view(&p->raw), STR("["), 0) < 0))
+        return false;
+    return format->call[1] == 'c' ? c == '{'
+                                  : parse_is_name(c) && !isdigit((unsigned char)c);
+}
+
+/* In a list, before a call. */
+static void parse_between(parser *p, char c) {
+    const parse_format *format = p->setup->format;
+    const str tags[] = {parse_literal(format->call), format->open ? str_c(format->open) : STR(""),
+                        format->close ? str_c(format->close) : STR("")};
+    const bool skipped = parse_is_space(c) || (c && strchr(format->skip, c));
+    if (!p->tag.n && skipped && p->n_in_list) return;
+    buf_char(&p->raw, c);
+    if (!p->tag.n && skipped) return;
+    if (!p->tag.n && parse_may_begin(p, c)) {
+        parse_begin_call(p, format->call);
+        p->raw.n--; /* parse_call appends it again */
+        parse_call(p, c);
+        return;
+    }
+    buf_char(&p->tag, c);
+    const int found = parse_match(tags, COUNT(tags), buf_view(&p->tag));
+    if (found == PARSE_PART_OF_TAG) return;
+    buf_clear(&p->tag);
+    if (found == PARSE_NO_TAG) parse_give_up(p, c);
+    else if (found == 0) parse_begin_call(p, format->call + tags[0].n);
+    else if (found == 1) p->has_open = true;
+    else {
+        p->state = PARSE_TEXT;
+        if (p->n_in_list) buf_clear(&p->raw);
+        else parse_release(p);
+    }
+}
+
+static void parse_byte(parser *p, char c) {
+    switch (p->state) {
+    case PARSE_START: parse_start(p, c); break;
+    case PARSE_THINKING: parse_think(p, c); break;
+    case PARSE_TEXT: parse_text(p, c); break;
+    case PARSE_BETWEEN: parse_between(p, c); break;
+    case PARSE_IN_CALL: parse_call(p, c); break;
+    }
+}
+
+/* Takes the next bytes of the answer. */
+static void parser_feed(parser *p, str bytes) {
+    for (size_t i = 0; i < bytes.n; i++) parse_byte(p, bytes.p[i]);
+}
+
+/* The answer has ended. A call that lacks only texts after its arguments is complete. */
+static void parser_end(parser *p) {
+    const bool in_call = p->state == PARSE_IN_CALL && !p->resume;
+    if (in_call && !strchr(p->at, '%') && *p->at) parse_end_call(p);
+    const bool thinking = p->state == PARSE_THINKING;
+    const bool held = p->state == PARSE_IN_CALL || (p->state == PARSE_BETWEEN && !p->n_in_list);
+    buf rest = held ? p->raw : p->tag;
+    if (held) p->raw = (buf){0};
+    else p->tag = (buf){0};
+    if (p->state != PARSE_BETWEEN || held)
+        parse_put_texts(p, thinking ? PARSE_REASONING : PARSE_CONTENT, buf_view(&rest));
+    buf_free(&rest);
+    if (!p->n_calls && !thinking)
+        parse_emit(p, PARSE_CONTENT, STR(""), buf_view(&p->space));
+    buf_clear(&p->space);
+    p->state = PARSE_TEXT;
+}
+
+/* Is a part of the answer reasoning until now? */
+static bool parser_is_thinking(const parser *p) { return p->state == PARSE_THINKING; }
+
+/* Does the rendered prompt end inside the reasoning? It does if its last text is the one that
+ * reasoning begins with. Earlier messages may contain anything, so nothing else counts. */
+static bool parse_prompt_thinks(const parse_family *family, str prompt) {
+    while (prompt.n && parse_is_space(prompt.p[prompt.n - 1])) prompt.n--;
+    return family && str_ends(prompt, str_c(family->open));
+}
+
+/* Must a special token with this text be kept although special tokens are skipped? It must if it
+ * can be a part of a text that the parser searches for. */
+static bool parse_needs_token(const parse_setup *setup, str text) {
+    const parse_format *format = setup->format;
+    const char *const texts[] = {format ? format->open : NULL,  format ? format->close : NULL,
+                                 format ? format->call : NULL,  format ? format->param : NULL,
+                                 setup->family ? setup->family->open : NULL,
+                                 setup->family ? setup->family->close : NULL};
+    for (int i = 0; i < COUNT(texts); i++)
+        if (texts[i] && text.n && str_find(str_c(texts[i]), text, 0) >= 0) return true;
+    return false;
+}
+
+/* ===========================================================================
+ * MARK: 26. OpenAI API: requests [pure]
  * Turns the bodies of /v1/completions and /v1/chat/completions into requests of the engine, and the
  * events of these requests into answers. The server and the batch runner use the same functions, so
  * a line of a batch file gets the same answer as the body of an HTTP request.
@@ -20517,6 +21503,13 @@ static void http_put_last_chunk(buf *out) { buf_c(out, "0\r\n\r\n"); }
  * =========================================================================== */
 enum api_route { API_COMPLETIONS, API_CHAT, API_TOKENIZE, API_DETOKENIZE };
 
+typedef struct api_parsing { /* what a server decides about chats with tools or reasoning */
+    /* names of rows of parse_formats and parse_families; NULL: as the chat template has it;
+     * "none": calls or reasoning are left in the text */
+    const char *tool_parser, *reasoning_parser;
+    const json *kwargs; /* variables for chat templates if a body does not have them; or NULL */
+} api_parsing;
+
 /* How bodies are read and answered. The caller sets it up; then it is constant, and any thread may
  * read it. */
 typedef struct api_config {
@@ -20536,6 +21529,7 @@ typedef struct api_config {
                                * engine */
     int64_t max_answer_bytes; /* highest number of bytes that an answer may hold; 0: no limit */
     const char *now;          /* the time that chat templates see; NULL: local time */
+    api_parsing parsing;
     json_limits limits;       /* depth and bytes of the JSON of a body */
     bool strict;              /* an unknown field is an error */
     bool live;                /* answers include stop_reason, system_fingerprint and cached_tokens;
@@ -20563,6 +21557,8 @@ typedef struct api_tokens { /* tokens, each with its alternatives; owns the buff
 
 typedef struct api_choice {
     tok_stream stream;
+    parser *parser;         /* owned; NULL: the text is content as it is */
+    int n_calls;            /* tool calls that were written */
     buf text;               /* not streaming: the text so far */
     api_tokens tokens;      /* empty unless api_wants_tokens. Not streaming: all tokens so far;
                              * streaming: the tokens of the next chunk */
@@ -20600,6 +21596,9 @@ typedef struct api_request {
     bool names_are_ids;                   /* return_tokens_as_token_ids: tokens are named
                                            * "token_id:N" */
     bool include_usage, continuous_usage; /* usage in the last chunk; in every chunk */
+    bool parses;                          /* a chat whose answers have parsers */
+    bool hides_reasoning;                 /* include_reasoning: false */
+    parse_setup parse;
     int n_samples;                        /* samples of each prompt */
     int n_top, n_prompt_top;              /* alternatives of each output token; of each token of a
                                            * prompt */
@@ -20611,6 +21610,7 @@ typedef struct api_request {
     int n_left;          /* choices that have not ended */
     toka_finish failure; /* TOKA_FAILED or TOKA_CANCELLED if one of them ended a choice; else 0 */
     int64_t n_prompt_tokens, n_output_tokens, n_cached_tokens;
+    int64_t n_reasoning_tokens;           /* output tokens until the end of the reasoning */
     buf chunk_prefix;                     /* streaming: the bytes that every chunk begins with */
     buf token_text;                       /* streaming: text of the current token */
     buf token_bytes, scratch, seen_names; /* scratch of api_token_text and api_put_top */
@@ -20655,7 +21655,8 @@ typedef struct api_body { /* the fields of a body: their values or the defaults 
     int chat_logprobs, echo, stream, ignore_eos, include_stop;
     int special; /* add_special_tokens; -1: not given */
     int skip_special, generate, return_token_ids, return_packed, names_are_ids, return_strs;
-    str model;
+    int parallel_calls, include_reasoning;
+    str model, effort; /* effort .n 0: not given */
     /* NULL: not given */
     const json *prompt, *messages, *tools, *tool_choice, *documents, *kwargs, *stop, *stop_ids,
         *allowed, *bias, *bad_words, *stream_options, *tokens;
@@ -20689,6 +21690,9 @@ static const api_field api_fields[] = {
     API_FIELD("messages", API_ON_CHAT | API_ON_TOKENIZE, API_LIST, messages),
     API_FIELD("tools", API_ON_CHAT | API_ON_TOKENIZE, API_LIST, tools),
     API_FIELD("tool_choice", API_ON_CHAT, API_ANY, tool_choice),
+    API_FIELD("parallel_tool_calls", API_ON_CHAT, API_BOOL, parallel_calls),
+    API_FIELD("reasoning_effort", API_ON_CHAT | API_ON_TOKENIZE, API_TEXT, effort),
+    API_FIELD("include_reasoning", API_ON_CHAT, API_BOOL, include_reasoning),
     API_FIELD("documents", API_ON_CHAT, API_LIST, documents),
     API_FIELD("chat_template_kwargs", API_ON_CHAT | API_ON_TOKENIZE, API_OBJECT, kwargs),
     API_FIELD("add_generation_prompt", API_ON_CHAT | API_ON_TOKENIZE, API_BOOL, generate),
@@ -20735,7 +21739,6 @@ static const api_field api_fields[] = {
     API_IGNORE("safety_identifier", API_ON_GENERATE, API_TEXT),
     API_IGNORE("prompt_cache_key", API_ON_GENERATE, API_TEXT),
     API_IGNORE("request_id", API_ON_GENERATE, API_TEXT),
-    API_IGNORE("parallel_tool_calls", API_ON_CHAT, API_BOOL),
     API_REFUSE("suffix", API_ON_COMPLETIONS, "\"\""),
     API_REFUSE("response_format", API_ON_GENERATE, "{\"type\":\"text\"}"),
     API_REFUSE("functions", API_ON_CHAT, "[]"),
@@ -20744,7 +21747,6 @@ static const api_field api_fields[] = {
     API_REFUSE("audio", API_ON_CHAT, 0),
     API_REFUSE("prediction", API_ON_CHAT, 0),
     API_REFUSE("web_search_options", API_ON_CHAT, 0),
-    API_REFUSE("reasoning_effort", API_ON_CHAT, 0),
     API_REFUSE("verbosity", API_ON_CHAT, "\"medium\""),
     API_REFUSE("chat_template", API_ON_CHAT | API_ON_TOKENIZE, 0),
     API_REFUSE("continue_final_message", API_ON_CHAT | API_ON_TOKENIZE, 0),
@@ -20906,7 +21908,10 @@ static int api_read_body(api_request *request, enum api_route route, const json 
                        .special = -1,
                        .skip_special = 1,
                        .generate = 1,
-                       .model = STR("")};
+                       .parallel_calls = 1,
+                       .include_reasoning = 1,
+                       .model = STR(""),
+                       .effort = STR("")};
     if (!json_is(root, JSON_OBJECT)) return API_INVALID("body: expected a JSON object");
     JSON_MEMBERS(key, root) {
         const api_field *field = api_find_field((str){key->chars, key->n}, 1 << route);
@@ -21122,7 +22127,8 @@ static int api_read_sampling(api_request *request, const api_body *body,
         sampling->min_tokens = 0;
     }
     engine_request->ids_only = 1;
-    engine_request->keep_special = !body->skip_special;
+    /* with stop strings the engine makes the text, and the parser needs the special tokens in it */
+    engine_request->keep_special = !body->skip_special || (request->parses && sampling->n_stop);
     return 0;
 }
 
@@ -21240,6 +22246,17 @@ static void api_put_tool_call(api_request *request, const json *call, buf *out) 
     json_put_close(out, '}');
 }
 
+/* Writes the reasoning of a message that has it under one of its two names also under the other:
+ * templates differ in the name. */
+static void api_put_other_reasoning(const json *message, buf *out) {
+    static const char *const names[] = {"reasoning", "reasoning_content"};
+    for (int i = 0; i < 2; i++) {
+        const json *value = json_get(message, names[i]), *other = json_get(message, names[!i]);
+        if (json_is(value, JSON_STRING) && !json_is(other, JSON_STRING))
+            json_put_key(out, names[!i]), json_put_value(out, value);
+    }
+}
+
 /* Writes one message. A content that is null or missing becomes an empty text, as in vLLM:
  * templates join contents or loop over them, also in messages with tool calls. */
 static int api_put_message(api_request *request, const json *message, bool as_list, buf *out,
@@ -21279,21 +22296,85 @@ static int api_put_message(api_request *request, const json *message, bool as_li
         }
     }
     if (!json_get(message, "content")) json_put_key(out, "content"), json_put_str(out, STR(""));
+    if (assistant) api_put_other_reasoning(message, out);
     json_put_close(out, '}');
     return 0;
 }
 
-/* Writes the context of the chat template, a JSON object. With tool_choice "none" the template sees
- * no tools. If one template serves chats with and without tools, an empty list of tools counts as
- * no tools: such a template would ask the model for calls. */
+/* Returns the tools that the model may call, or NULL. With tool_choice "none" there are none. If
+ * one template serves chats with and without tools, an empty list of tools counts as no tools: such
+ * a template would ask the model for calls. */
+static const json *api_tools(const api_request *request, const api_body *body) {
+    const bool none = str_is(json_str(body->tool_choice), "none");
+    const json *tools = none ? NULL : body->tools;
+    const bool empty = tools && !tools->n && !lib_uses_tool_template(request->config->toka, tools);
+    return empty ? NULL : tools;
+}
+
+static str api_tool_name(const json *tool) {
+    return json_str(json_get(json_get(tool, "function"), "name"));
+}
+
+/* Is the tool in this list? NULL: a list of all tools. */
+static bool api_allows_tool(const json *allowed, const json *tool) {
+    if (!allowed) return true;
+    JSON_EACH(it, allowed) if (str_eq(api_tool_name(it), api_tool_name(tool))) return true;
+    return false;
+}
+
+/* Checks tool_choice. *allowed: the list of tools in it, or NULL. */
+static int api_read_tool_choice(api_request *request, const api_body *body, const json **allowed,
+                                toka_err *e) {
+    const json *choice = body->tool_choice, *inner = json_get(choice, "allowed_tools");
+    const json *list = json_get(inner, "tools");
+    const str text = json_str(choice);
+    *allowed = NULL;
+    if (!choice || str_is(text, "none") || str_is(text, "auto")) return 0;
+    if (!str_is(json_str(json_get(inner, "mode")), "auto") || !json_is(list, JSON_ARRAY))
+        return API_UNSUPPORTED(request, "tool_choice is not supported, but for none, auto and "
+                                        "allowed_tools with mode auto");
+    JSON_EACH(it, list) {
+        const json *found = NULL;
+        if (body->tools)
+            JSON_EACH(tool, body->tools)
+                if (str_eq(api_tool_name(it), api_tool_name(tool))) found = tool;
+        if (!found || !api_tool_name(it).n)
+            return API_INVALID("tool_choice: allowed_tools has a function that is not in tools");
+    }
+    *allowed = list;
+    return 0;
+}
+
+/* Writes the variables of the template that the server, reasoning_effort and the body set. If a
+ * name occurs twice, the later one counts. */
+static int api_put_kwargs(const api_request *request, const api_body *body, buf *out,
+                          toka_err *e) {
+    static const char *const efforts[] = {"none", "minimal", "low", "medium", "high", "xhigh",
+                                          "max"};
+    const json *const sources[] = {request->config->parsing.kwargs, body->kwargs};
+    bool known = !body->effort.n;
+    for (int i = 0; i < COUNT(efforts); i++) known |= str_is(body->effort, efforts[i]);
+    if (!known)
+        return API_INVALID("reasoning_effort: expected none, minimal, low, medium, high, xhigh or "
+                           "max");
+    for (int i = 0; i < 2; i++) {
+        if (i && body->effort.n) {
+            json_put_key(out, "reasoning_effort"), json_put_str(out, body->effort);
+            json_put_key(out, "enable_thinking");
+            json_put_bool(out, !str_is(body->effort, "none"));
+        }
+        if (!sources[i]) continue;
+        JSON_MEMBERS(key, sources[i])
+            json_put_str(out, json_str(key)), buf_char(out, ':'), json_put_value(out, key + 1);
+    }
+    return 0;
+}
+
+/* Writes the context of the chat template, a JSON object. */
 static int api_put_chat_context(api_request *request, const api_body *body, buf *out, toka_err *e) {
-    int code = 0;
-    bool none = str_is(json_str(body->tool_choice), "none");
-    bool automatic = str_is(json_str(body->tool_choice), "auto");
-    const json *messages = body->messages, *tools = none ? NULL : body->tools;
-    if (tools && !tools->n && !lib_uses_tool_template(request->config->toka, tools)) tools = NULL;
-    if (body->tool_choice && !none && !automatic)
-        return API_UNSUPPORTED(request, "tool_choice is not supported, but for none and auto");
+    const json *messages = body->messages, *tools = api_tools(request, body), *allowed;
+    int code = api_read_tool_choice(request, body, &allowed, e);
+    if (code) return code;
     if (!messages || !messages->n) return API_INVALID("messages: expected a list of messages");
     json_put_open(out, '{');
     json_put_key(out, "messages"), json_put_open(out, '[');
@@ -21303,13 +22384,36 @@ static int api_put_chat_context(api_request *request, const api_body *body, buf 
             return code;
     json_put_close(out, ']');
     json_put_key(out, "add_generation_prompt"), json_put_bool(out, body->generate);
-    if (tools) json_put_key(out, "tools"), json_put_value(out, tools);
+    if (tools) {
+        json_put_key(out, "tools"), json_put_open(out, '[');
+        JSON_EACH(tool, tools) if (api_allows_tool(allowed, tool)) json_put_value(out, tool);
+        json_put_close(out, ']');
+    }
     if (body->documents) json_put_key(out, "documents"), json_put_value(out, body->documents);
-    if (body->kwargs)
-        JSON_MEMBERS(key, body->kwargs)
-            json_put_str(out, json_str(key)), buf_char(out, ':'), json_put_value(out, key + 1);
+    code = api_put_kwargs(request, body, out, e);
     json_put_close(out, '}');
-    return 0;
+    return code;
+}
+
+/* Decides how the answers of a chat are parsed. */
+static void api_set_parse(api_request *request, const api_body *body) {
+    const api_config *config = request->config;
+    const json *tools = api_tools(request, body);
+    const tmpl *chat = lib_chat_template(config->toka, tools);
+    const str source = chat ? chat->source : STR("");
+    const char *calls = config->parsing.tool_parser;
+    const char *thoughts = config->parsing.reasoning_parser;
+    parse_tool *list = NULL;
+    parse_setup *parse = &request->parse;
+    if (tools && tools->n && !(calls && !strcmp(calls, "none")))
+        parse->format = parse_find_format(calls, source);
+    if (!(thoughts && !strcmp(thoughts, "none")))
+        parse->family = parse_find_family(thoughts, source);
+    if (parse->format) parse->n_tools = parse_tools_init(&request->memory, tools, &list);
+    parse->tools = list;
+    parse->one_call = !body->parallel_calls;
+    request->parses = parse->format || parse->family;
+    request->hides_reasoning = !body->include_reasoning;
 }
 
 /* Encodes one prompt (NULL: the chat) into ids. If the request echoes it, *text gets its text, in
@@ -21331,6 +22435,7 @@ static int api_encode_prompt(api_request *request, const api_body *body, const j
         if (!code)
             code = lib_render(request->config->toka, request->config->toka->files, context_text,
                               limits, request->config->now, &rendered, e);
+        request->parse.thinking = parse_prompt_thinks(request->parse.family, buf_view(&rendered));
     } else if (prompt->type != JSON_STRING) {
         code = API_INVALID("prompt: expected a text, token ids, or a list of either");
     }
@@ -21429,7 +22534,8 @@ static int api_check_answer_size(const api_request *request, const api_body *bod
     const double max_bytes = (double)request->config->max_answer_bytes,
                  per_token = api_token_bytes(request);
     const int n_choices = request->n_samples * request->n_prompts;
-    double repeated = 0, bytes = (double)n_choices * sizeof(api_choice);
+    const size_t per_choice = sizeof(api_choice) + (request->parses ? sizeof(parser) : 0);
+    double repeated = 0, bytes = (double)n_choices * (double)per_choice;
     int longest = 0;
     for (int i = 0; i < request->n_prompts && !request->stream; i++) {
         const api_prompt *prompt = &request->prompts[i];
@@ -21474,15 +22580,21 @@ static int api_prompts_init(api_request *request, const api_body *body,
 /* Allocates the choices of a request, when its first event arrives. */
 static void api_choices_init(api_request *request) {
     request->choices = mem_zalloc((size_t)request->n_choices * sizeof *request->choices);
-    request->held_bytes += (size_t)request->n_choices * sizeof *request->choices;
+    request->held_bytes += (size_t)request->n_choices *
+                           (sizeof *request->choices + (request->parses ? sizeof(parser) : 0));
     for (int i = 0; i < request->n_choices; i++) {
         api_choice *choice = &request->choices[i];
         const api_prompt *prompt = &request->prompts[i / request->n_samples];
         choice->tokens.n_top = request->n_top;
         choice->stop_id = choice->stop_text = -1;
+        if (request->parses) {
+            choice->parser = mem_alloc(sizeof *choice->parser);
+            parser_init(choice->parser, &request->parse);
+        }
         if (!request->config->toka->tokenizer) continue;
+        const bool keeps = prompt->engine_request.keep_special || request->parses;
         tok_stream_init(&choice->stream, request->config->toka->tokenizer,
-                        prompt->engine_request.keep_special ? 0 : TOKA_SKIP_SPECIAL);
+                        keeps ? 0 : TOKA_SKIP_SPECIAL);
         tok_stream_continue(&choice->stream, prompt->ids.p[prompt->ids.n - 1]);
     }
 }
@@ -21502,6 +22614,7 @@ static int api_parse_fields(api_request *request, enum api_route route, const js
     if ((code = api_check_model(request, body.model, e)) ||
         (code = api_read_stream_options(request, &body, e)))
         return code;
+    if (request->chat) api_set_parse(request, &body);
     if (!(code = api_read_sampling(request, &body, &engine_request, e)) &&
         !(code = api_prompts_init(request, &body, &engine_request, e)))
         code = api_check_answer_size(request, &body, e);
@@ -21556,6 +22669,8 @@ static void api_free(api_request *request) {
     for (int i = 0; request->choices && i < request->n_choices; i++) {
         tok_stream_free(&request->choices[i].stream);
         buf_free(&request->choices[i].text), buf_free(&request->choices[i].tokens.data);
+        if (request->choices[i].parser) parser_free(request->choices[i].parser);
+        free(request->choices[i].parser);
     }
     for (int i = 0; i < request->n_prompts; i++) {
         ids_free(&request->prompts[i].ids);
@@ -21573,8 +22688,8 @@ static void api_free(api_request *request) {
 }
 
 /* ===========================================================================
- * MARK: 26. OpenAI API: answers [pure]
- * Turns events into answers (the second half of the picture in chapter 25): records, tokens and
+ * MARK: 27. OpenAI API: answers [pure]
+ * Turns events into answers (the second half of the picture in chapter 26): records, tokens and
  * choices as JSON, chunks of a stream, errors. Also the answers that need no engine: the list of
  * models, tokenize and detokenize.
  * =========================================================================== */
@@ -21928,7 +23043,9 @@ static void api_put_finish(const api_request *request, const api_choice *choice,
                            const api_prompt *prompt, bool ended, buf *out) {
     json_put_key(out, "finish_reason");
     if (!ended) json_put_null(out);
-    else json_put_str(out, choice->finish == TOKA_STOP ? STR("stop") : STR("length"));
+    else json_put_str(out, choice->finish != TOKA_STOP ? STR("length")
+                           : choice->n_calls           ? STR("tool_calls")
+                                                       : STR("stop"));
     if (!request->config->live) return;
     json_put_key(out, "stop_reason");
     bool asked = ended && choice->stop_id >= 0 &&
@@ -21970,6 +23087,70 @@ static void api_put_prompt(api_request *request, api_prompt *prompt, buf *out) {
     if (request->want_prompt_logprobs) api_put_prompt_logprobs(request, &prompt->logprobs, out);
 }
 
+/* Writes the id of a tool call: the one that the model wrote, or one made of the request's
+ * serial. */
+static void api_put_call_id(const api_request *request, int index, int i_call, str given,
+                            buf *out) {
+    static const char digits[] = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";
+    const bool is_short = request->parse.format && request->parse.format->short_ids;
+    uint64_t hash = hash_mix(request->serial[0] ^ (uint64_t)index << 32 ^ (uint64_t)i_call);
+    buf id = {0};
+    json_put_key(out, "id");
+    buf_c(&id, is_short ? "" : "call_");
+    for (int i = 0; i < (is_short ? 9 : 24); i++) {
+        hash = hash_mix(hash ^ request->serial[1]);
+        buf_char(&id, digits[hash % 62]);
+    }
+    json_put_str(out, given.n ? given : buf_view(&id));
+    buf_free(&id);
+}
+
+/* Opens a tool call, up to its arguments. It must be closed with "}}. */
+static void api_open_call(const api_request *request, int index, int i_call,
+                          const parse_event *event, buf *out) {
+    json_put_open(out, '{');
+    if (request->stream) json_put_key(out, "index"), json_put_int(out, i_call);
+    api_put_call_id(request, index, i_call, event->id, out);
+    json_put_key(out, "type"), json_put_str(out, STR("function"));
+    json_put_key(out, "function"), json_put_open(out, '{');
+    json_put_key(out, "name"), json_put_str(out, event->text);
+}
+
+static void api_put_reasoning(str text, buf *out) { /* under both names that clients know */
+    json_put_key(out, "reasoning"), json_put_str(out, text);
+    json_put_key(out, "reasoning_content"), json_put_str(out, text);
+}
+
+/* Writes the message of a choice that has a parser. */
+static void api_put_parsed(api_request *request, int index, buf *out) {
+    api_choice *choice = &request->choices[index];
+    buf texts[2] = {0}, calls = {0}; /* texts: by PARSE_CONTENT and PARSE_REASONING */
+    parse_event event;
+    bool in_call = false;
+    for (str events = buf_view(&choice->parser->events); parse_next_event(&events, &event);) {
+        if (event.kind <= PARSE_REASONING) buf_str(&texts[event.kind], event.text);
+        if (event.kind == PARSE_CALL) {
+            if (in_call) buf_c(&calls, "}}");
+            api_open_call(request, index, choice->n_calls++, &event, &calls);
+            in_call = true;
+        }
+        if (event.kind == PARSE_ARGUMENTS)
+            json_put_key(&calls, "arguments"), json_put_str(&calls, event.text);
+    }
+    if (in_call) buf_c(&calls, "}}");
+    json_put_key(out, "content");
+    if (texts[0].n || (!calls.n && !texts[1].n)) json_put_str(out, buf_view(&texts[0]));
+    else json_put_null(out);
+    json_put_key(out, "refusal"), json_put_null(out);
+    if (texts[1].n && !request->hides_reasoning) api_put_reasoning(buf_view(&texts[1]), out);
+    if (calls.n) {
+        json_put_key(out, "tool_calls"), json_put_open(out, '[');
+        buf_str(out, buf_view(&calls));
+        json_put_close(out, ']');
+    }
+    buf_free(&texts[0]), buf_free(&texts[1]), buf_free(&calls);
+}
+
 static void api_put_choice(api_request *request, int index, buf *out) {
     api_choice *choice = &request->choices[index];
     api_prompt *prompt = &request->prompts[index / request->n_samples];
@@ -21978,8 +23159,12 @@ static void api_put_choice(api_request *request, int index, buf *out) {
     if (request->chat) {
         json_put_key(out, "message"), json_put_open(out, '{');
         json_put_key(out, "role"), json_put_str(out, STR("assistant"));
-        json_put_key(out, "content"), json_put_str(out, buf_view(&choice->text));
-        json_put_key(out, "refusal"), json_put_null(out);
+        if (choice->parser) {
+            api_put_parsed(request, index, out);
+        } else {
+            json_put_key(out, "content"), json_put_str(out, buf_view(&choice->text));
+            json_put_key(out, "refusal"), json_put_null(out);
+        }
         json_put_close(out, '}');
     } else {
         buf_clear(&request->scratch);
@@ -22005,6 +23190,11 @@ static void api_put_usage(const api_request *request, buf *out) {
     if (request->config->live) {
         json_put_key(out, "prompt_tokens_details"), json_put_open(out, '{');
         json_put_key(out, "cached_tokens"), json_put_int(out, request->n_cached_tokens);
+        json_put_close(out, '}');
+    }
+    if (request->parse.family) {
+        json_put_key(out, "completion_tokens_details"), json_put_open(out, '{');
+        json_put_key(out, "reasoning_tokens"), json_put_int(out, request->n_reasoning_tokens);
         json_put_close(out, '}');
     }
     json_put_close(out, '}');
@@ -22066,19 +23256,45 @@ static void api_put_first_chunk(api_request *request, int index, buf *out) {
     api_chunk_close(request, request->chat ? prompt : NULL, request->continuous_usage, out);
 }
 
-/* Writes a chunk with this text and with the tokens that the choice holds. */
-static void api_put_chunk(api_request *request, int index, str text, buf *out) {
+/* Writes the members of a delta. */
+static void api_put_delta(api_request *request, int index, const parse_event *event, buf *out) {
     api_choice *choice = &request->choices[index];
-    bool ended = choice->finish != TOKA_RUNNING;
+    if (event->kind == PARSE_CONTENT) {
+        json_put_key(out, "content"), json_put_str(out, event->text);
+        return;
+    }
+    if (event->kind == PARSE_REASONING) {
+        api_put_reasoning(event->text, out);
+        return;
+    }
+    json_put_key(out, "tool_calls"), json_put_open(out, '[');
+    if (event->kind == PARSE_CALL) {
+        api_open_call(request, index, choice->n_calls++, event, out);
+        json_put_key(out, "arguments"), json_put_str(out, STR(""));
+    } else {
+        json_put_open(out, '{');
+        json_put_key(out, "index"), json_put_int(out, choice->n_calls - 1);
+        json_put_key(out, "function"), json_put_open(out, '{');
+        json_put_key(out, "arguments"), json_put_str(out, event->text);
+    }
+    buf_c(out, "}}]");
+}
+
+/* Writes a chunk with this event (NULL: none) and with the tokens that the choice holds. ended: it
+ * is the last chunk of its choice. */
+static void api_put_chunk(api_request *request, int index, const parse_event *event, bool ended,
+                          buf *out) {
+    api_choice *choice = &request->choices[index];
     api_chunk_open(request, out);
     json_put_open(out, '{');
     json_put_key(out, "index"), json_put_int(out, index);
     if (request->chat) {
+        const parse_event none = {.kind = PARSE_CONTENT, .text = STR("")};
         json_put_key(out, "delta"), json_put_open(out, '{');
-        if (text.n || !ended) json_put_key(out, "content"), json_put_str(out, text);
+        if (event || !ended) api_put_delta(request, index, event ? event : &none, out);
         json_put_close(out, '}');
     } else {
-        json_put_key(out, "text"), json_put_str(out, text);
+        json_put_key(out, "text"), json_put_str(out, event ? event->text : STR(""));
     }
     if (choice->tokens.data.n) api_put_logprobs(request, NULL, choice, out);
     else json_put_key(out, "logprobs"), json_put_null(out);
@@ -22088,15 +23304,36 @@ static void api_put_chunk(api_request *request, int index, str text, buf *out) {
     api_chunk_close(request, NULL, request->continuous_usage, out);
 }
 
+/* Writes the chunks of the events of a parser, and removes the events. Returns false if there was
+ * none. The tokens that the choice holds are in the first chunk. */
+static bool api_put_event_chunks(api_request *request, int index, buf *out) {
+    api_choice *choice = &request->choices[index];
+    const bool ended = choice->finish != TOKA_RUNNING;
+    bool any = false;
+    parse_event event;
+    for (str events = buf_view(&choice->parser->events); parse_next_event(&events, &event);) {
+        if (event.kind == PARSE_REASONING && request->hides_reasoning) continue;
+        const bool last = ended && !events.n;
+        api_put_chunk(request, index, &event, last && event.kind == PARSE_CONTENT, out);
+        buf_clear(&choice->tokens.data);
+        any = !ended || (last && event.kind == PARSE_CONTENT);
+    }
+    buf_clear(&choice->parser->events);
+    return any;
+}
+
 /* Writes the chunks for the text of one token. Writes nothing if there is no text, no token and no
  * end to report. */
 static void api_put_token_chunks(api_request *request, int index, str text, buf *out) {
     api_choice *choice = &request->choices[index];
+    const bool ended = choice->finish != TOKA_RUNNING;
     if (!choice->begun && (request->chat || request->echo || request->want_ids))
         api_put_first_chunk(request, index, out);
     choice->begun = true;
-    if (text.n || choice->tokens.data.n || choice->finish != TOKA_RUNNING)
-        api_put_chunk(request, index, text, out);
+    const bool written = choice->parser && api_put_event_chunks(request, index, out);
+    const parse_event event = {.kind = PARSE_CONTENT, .text = text};
+    if (!written && (text.n || choice->tokens.data.n || ended))
+        api_put_chunk(request, index, text.n ? &event : NULL, ended, out);
     buf_clear(&choice->tokens.data);
 }
 
@@ -22111,13 +23348,43 @@ static void api_end_choice(api_request *request, api_choice *choice, const api_r
         request->failure = MAX(request->failure, choice->finish);
 }
 
+/* Is this special token left out of the text? The parser of the choice, if it has one, needs those
+ * that can be a part of a call. Without a parser the detokenizer leaves them out. */
+static bool api_skips_token(const api_request *request, const api_prompt *prompt, int32_t id) {
+    const tok *tokenizer = request->config->toka->tokenizer;
+    const bool special = id < tokenizer->n_ids && tokenizer->flag[id] & TOK_SKIPPED;
+    return request->parses && special && !prompt->engine_request.keep_special &&
+           !parse_needs_token(&request->parse, tokenizer->text[id]);
+}
+
+/* Appends the text that a record of a sample adds. */
+static void api_put_record_text(const api_request *request, const api_prompt *prompt,
+                                api_choice *choice, const api_record *record, str rest,
+                                buf *text) {
+    if (record->has_text) {
+        buf_put(text, rest.p + rest.n - record->n_text, record->n_text);
+        return;
+    }
+    if (!request->config->toka->tokenizer) return;
+    const bool shown = record->stop_id < 0 || prompt->engine_request.sampling.include_stop;
+    if (record->id >= 0 && shown && !api_skips_token(request, prompt, record->id))
+        tok_stream_put(&choice->stream, record->id, text);
+    if (record->finish != TOKA_RUNNING) tok_stream_end(&choice->stream, text);
+}
+
+/* Bytes that the choice holds. */
+static size_t api_choice_bytes(const api_choice *choice) {
+    const parser *p = choice->parser;
+    return choice->text.n + choice->tokens.data.n + (p ? p->events.n + p->raw.n + p->args.n : 0);
+}
+
 /* Handles a record of a sample: a token, its end, or both. */
 static void api_feed_sample(api_request *request, api_prompt *prompt, const api_record *record,
                             str rest, buf *out) {
     int index = prompt->first_choice + record->sample;
     api_choice *choice = &request->choices[index];
-    const size_t before = choice->text.n + choice->tokens.data.n;
-    buf *text = request->stream ? &request->token_text : &choice->text;
+    const size_t before = api_choice_bytes(choice);
+    buf *text = request->stream || choice->parser ? &request->token_text : &choice->text;
     buf_clear(&request->token_text);
     if (record->id >= 0) {
         request->n_cached_tokens += !choice->n_tokens && !record->sample ? record->n_cached : 0;
@@ -22125,17 +23392,19 @@ static void api_feed_sample(api_request *request, api_prompt *prompt, const api_
         request->n_output_tokens++;
         if (api_wants_tokens(request)) api_tokens_add(&choice->tokens, record, rest);
     }
-    if (record->has_text) buf_put(text, rest.p + rest.n - record->n_text, record->n_text);
-    else if (request->config->toka->tokenizer) {
-        if (record->id >= 0 &&
-            (record->stop_id < 0 || prompt->engine_request.sampling.include_stop))
-            tok_stream_put(&choice->stream, record->id, text);
-        if (record->finish != TOKA_RUNNING) tok_stream_end(&choice->stream, text);
+    api_put_record_text(request, prompt, choice, record, rest, text);
+    if (choice->parser) {
+        const bool thinking = parser_is_thinking(choice->parser);
+        parser_feed(choice->parser, buf_view(text));
+        if (record->id >= 0 && (thinking || parser_is_thinking(choice->parser)))
+            request->n_reasoning_tokens++;
+        if (record->finish != TOKA_RUNNING) parser_end(choice->parser);
+        buf_clear(text);
     }
     if (record->finish != TOKA_RUNNING) api_end_choice(request, choice, record);
     if (request->stream && !request->failure)
         api_put_token_chunks(request, index, buf_view(&request->token_text), out);
-    request->held_bytes += choice->text.n + choice->tokens.data.n - before;
+    request->held_bytes += api_choice_bytes(choice) - before;
 }
 
 /* Handles a record of a prompt: a token, its end, or both. If the request samples no tokens, the
@@ -22378,7 +23647,7 @@ static int api_answer_tokenize(const api_config *config, enum api_route route, s
 }
 
 /* ===========================================================================
- * MARK: 27. Batch runner [os]
+ * MARK: 28. Batch runner [os]
  * Reads a file of requests and writes a file of results. Both may be of any length. There are three
  * threads:
  *
@@ -22445,6 +23714,7 @@ typedef struct run_options { /* what toka batch was asked to do */
     const char *now;       /* the chat template's clock; NULL: local time */
     const char *name;      /* model name in results; NULL: the model's own name */
     toka_request defaults; /* defaults for what a line does not set */
+    api_parsing parsing;
     /* to parse OpenAI's batch lines; only a server sets it; NULL: made from `defaults` */
     const api_config *api_config;
     int64_t max_answer_bytes; /* memory that a line's answer may take; 0: no limit */
@@ -22877,6 +24147,7 @@ static void run_init_configs(run_state *run) {
                                    .defaults = run->options->defaults,
                                    .max_len = run->toka->shape.max_len,
                                    .now = run->options->now,
+                                   .parsing = run->options->parsing,
                                    .limits = run_limits,
                                    .max_answer_bytes = run->options->max_answer_bytes,
                                    .on_unknown_field = run_warn_unknown,
@@ -24112,9 +25383,9 @@ static int run_batch_served(toka *t, const run_options *options, enum run_outcom
 }
 
 /* ===========================================================================
- * MARK: 28. Files and batches [os]
+ * MARK: 29. Files and batches [os]
  * /v1/files and /v1/batches as OpenAI defines them. All is kept in one folder, so that a server
- * that was killed at any moment resumes where it stopped. Chapter 27 runs a batch: the lines of its
+ * that was killed at any moment resumes where it stopped. Chapter 28 runs a batch: the lines of its
  * input file run as those of `toka batch` do. A batch has two output files, for results and for
  * errors. A line that has an entry in one of them is not run again. The folder holds:
  *
@@ -24144,7 +25415,7 @@ static int run_batch_served(toka *t, const run_options *options, enum run_outcom
  * file, which then replaces the old one, so a record is whole or absent. A step of a batch is one
  * of its arrows in the picture. A step that was cut short is done again from its beginning: any
  * number of repetitions leads to the same end. If the disk is full, the batch waits: results stay
- * in memory (chapter 27's window bounds them), and the batch ends only when its files and its
+ * in memory (chapter 28's window bounds them), and the batch ends only when its files and its
  * record are written. Meanwhile uploads and new batches are refused with the system's error
  * message.
  *
@@ -24215,7 +25486,7 @@ typedef struct files_batch {
     atomic_llong total, completed, failed;
     atomic_llong damaged;    /* lines of output and errors_file that were not results at a
                               * restart */
-    atomic_int stop;         /* asks chapter 27 to stop: cancelled, or the server ends */
+    atomic_int stop;         /* asks chapter 28 to stop: cancelled, or the server ends */
 } files_batch;
 
 /* Pointers to structs that begin with their files_id, sorted by id, so the oldest first. All ids of
@@ -25756,7 +27027,7 @@ static const char *files_folder(const files_store *store, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 29. Status page [pure]
+ * MARK: 30. Status page [pure]
  * The page at GET /: one string with its HTML, CSS and JavaScript; it loads nothing from elsewhere.
  * The page requests /metrics every second and /v1/batches every three seconds. Its form streams an
  * answer of /v1/completions. It inserts everything that the server sends as text, never as markup.
@@ -25911,12 +27182,12 @@ static const char srv_page[] =
     "</html>\n";
 
 /* ===========================================================================
- * MARK: 30. Server: requests and metrics [os]
+ * MARK: 31. Server: requests and metrics [os]
  * This chapter handles a request from the moment its last byte has arrived until the first byte of
  * its answer is ready: routes, API keys, handing requests to the engine, turning its events into
- * text, and the numbers of /metrics. Chapter 31 has the sockets. A request here is an HTTP request
+ * text, and the numbers of /metrics. Chapter 32 has the sockets. A request here is an HTTP request
  * with its answer (srv_request); it has one engine request for each prompt. There are three kinds
- * of threads: the event loop (31), the workers and the engine's thread.
+ * of threads: the event loop (32), the workers and the engine's thread.
  *
  *     loop --srv_dispatch--> work queue --> worker: srv_begin_api: api_parse, toka_submit,
  *                                                   or the handler of another route
@@ -26002,6 +27273,7 @@ typedef struct srv_options { /* the options of toka serve; the caller owns the s
     const char *origins;      /* origins allowed by CORS, separated by commas, or "*"; NULL: none */
     const char *hosts;        /* more host names of this server, separated by commas; NULL: none */
     const char *files_dir, *now;
+    api_parsing parsing;
     int max_queue;            /* requests that may wait for their first token; more get a 429 */
     int64_t max_body_bytes;   /* longest body of a completion request */
     int64_t max_answer_bytes; /* memory that an answer may take if it is not streamed */
@@ -26079,7 +27351,7 @@ typedef struct srv {
     buf reported_fields;
     toka_err error;           /* why the phase is SRV_FAILED */
 
-    struct srv_loop *loop; /* chapter 31 */
+    struct srv_loop *loop; /* chapter 32 */
     int wake_fd;           /* eventfd that wakes the loop */
 } srv;
 
@@ -27315,7 +28587,7 @@ static bool srv_dispatch(srv *server, srv_request *request) {
 }
 
 /* ===========================================================================
- * MARK: 31. Server: connections [os]
+ * MARK: 32. Server: connections [os]
  * One thread, the event loop, owns every socket and waits in epoll. The states of a connection:
  *
  *     SRV_HEAD        reads a head
@@ -28202,7 +29474,7 @@ static void srv_loop_once(srv *server, struct epoll_event *events) {
 }
 
 /* Runs until a signal has come and all answers are sent, or until the engine has failed and its
- * clients were informed. A second signal ends the program (34). */
+ * clients were informed. A second signal ends the program (35). */
 static void srv_run_loop(srv *server) {
     srv_loop *loop = server->loop;
     struct epoll_event events[SRV_MAX_EVENTS];
@@ -28269,6 +29541,7 @@ static void srv_init_model(srv *server) {
                                  .max_choices = SRV_MAX_CHOICES,
                                  .max_answer_bytes = options->max_answer_bytes,
                                  .now = options->now,
+                                 .parsing = options->parsing,
                                  .limits = {128, (size_t)options->max_body_bytes},
                                  .strict = options->strict,
                                  .live = true,
@@ -28384,7 +29657,7 @@ static int srv_run(const srv_options *options, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 32. Bench and plan [os]
+ * MARK: 33. Bench and plan [os]
  * Measures and predicts the engine's speed without a server.
  *   run_bench_throughput  `toka bench throughput`: runs a dataset and measures its time. Each
  *                         sample gets the output length that the dataset gives. Works on dummy
@@ -29807,7 +31080,7 @@ static int plan_answer(const plan_options *options, buf *out, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 33. Bench serve [os]
+ * MARK: 34. Bench serve [os]
  * An HTTP client that measures a server: toka, or any server that streams /v1/completions or
  * /v1/chat/completions. The definitions, names and printed lines are those of `vllm bench serve`:
  *
@@ -31164,7 +32437,7 @@ static int benchclient_run(const benchclient_options *options, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 34. Command line [os]
+ * MARK: 35. Command line [os]
  * toka [COMMAND] [FLAGS]. All flags stand in one table, cli_flags. A row has the flag's name, short
  * form, type, the field of `cli` that it sets, the commands that take it, and its text in --help. A
  * flag --max-tokens can also be set by the environment variable TOKA_MAX_TOKENS. Results go to
@@ -31200,6 +32473,8 @@ typedef struct cli { /* the values of all flags; the fields are named like the f
     srv_options serve;         /* flags of serve only; cli_serve sets the others */
     cli_list api_keys, served_names;
     const char *api_key_file, *generation_config;
+    const char *tool_parser, *reasoning_parser, *template_kwargs;
+    bool auto_tool_choice;     /* has no effect: tool_choice auto is always on */
     plan_options plan;         /* flags of plan only; cli_plan sets the others */
 } cli;
 
@@ -31247,6 +32522,15 @@ static const cli_flag cli_flags[] = {
     {"chat-template", "", "FILE|NAME", CLI_TEXT, AT(open.chat_template),
      FOR_RUN | FOR_TEMPLATE | FOR_BATCH | FOR_SERVE,
      "Jinja template instead of the model's own, or the name of one of them such as rag"},
+    {"default-chat-template-kwargs", "", "JSON", CLI_TEXT, AT(template_kwargs),
+     FOR_BATCH | FOR_SERVE,
+     "variables for the chat template, such as {\"enable_thinking\": false}; those of a request win"},
+    {"tool-call-parser", "", "NAME", CLI_TEXT, AT(tool_parser), FOR_BATCH | FOR_SERVE,
+     "how the model writes tool calls: auto (as its chat template says), none, or one of vLLM's names such as hermes (default: auto)"},
+    {"enable-auto-tool-choice", "", "", CLI_BOOL, AT(auto_tool_choice), FOR_BATCH | FOR_SERVE,
+     "has no effect: it is always on"},
+    {"reasoning-parser", "", "NAME", CLI_TEXT, AT(reasoning_parser), FOR_BATCH | FOR_SERVE,
+     "how the model marks its reasoning: auto (as its chat template says), none, or one of vLLM's names such as qwen3 (default: auto)"},
     {"device", "", "NAME", CLI_TEXT, AT(open.device), FOR_OPENS,
      "auto, cpu, cuda, or plain (the slow reference code); auto uses a GPU if there is one"},
     {"dtype", "", "TYPE", CLI_TEXT, AT(open.dtype), FOR_OPENS,
@@ -32345,22 +33629,57 @@ static int cli_check_names(const cli *flags, toka_err *e) {
     return 0;
 }
 
+/* Reads the flags about tool calls, reasoning and the variables of chat templates. The arena owns
+ * the variables. */
+static int cli_read_parsing(const cli *flags, arena *memory, api_parsing *out, toka_err *e) {
+    const char *const values[] = {flags->tool_parser, flags->reasoning_parser};
+    const char **const targets[] = {&out->tool_parser, &out->reasoning_parser};
+    static const char *const names[] = {"--tool-call-parser", "--reasoning-parser"};
+    for (int i = 0; i < 2; i++) {
+        const char *value = values[i] && strcmp(values[i], "auto") ? values[i] : NULL;
+        buf known = {0};
+        *targets[i] = value;
+        for (int j = 0; !i && j < COUNT(parse_formats); j++) buf_c(&known, parse_formats[j].names);
+        for (int j = 0; i && j < COUNT(parse_families); j++) buf_c(&known, parse_families[j].names);
+        if (value && strcmp(value, "none") && !parse_is_listed(known.p, value))
+            fail(e, TOKA_E_USE, "%s %.80s: expected auto, none or one of %.380s", names[i], value,
+                 known.p);
+        else value = NULL;
+        buf_free(&known);
+        if (value) return e->code;
+    }
+    if (!flags->template_kwargs) return 0;
+    toka_err why;
+    const json *kwargs = json_parse(memory, str_c(flags->template_kwargs), json_trusted, &why);
+    if (!json_is(kwargs, JSON_OBJECT))
+        return fail(e, TOKA_E_USE, "--default-chat-template-kwargs: expected a JSON object");
+    out->kwargs = kwargs;
+    return 0;
+}
+
 static int cli_batch(const cli *flags, toka_err *e) {
     toka *t;
+    arena memory = {0};
+    api_parsing parsing = {0};
     if (!flags->input || !flags->output)
         return fail(e, TOKA_E_USE, "toka batch needs -i IN.jsonl and -o OUT.jsonl");
     if (check_int("--samples", flags->samples, 1, ENG_MAX_N, e) || cli_check_names(flags, e))
         return e->code;
     if (check_int("--max-answer-bytes", flags->serve.max_answer_bytes, 1, INT64_MAX, e))
         return e->code;
-    int code = cli_open(flags, &t, e);
-    if (code) return code;
+    int code = cli_read_parsing(flags, &memory, &parsing, e);
+    if (!code) code = cli_open(flags, &t, e);
+    if (code) {
+        arena_free(&memory);
+        return code;
+    }
     run_options options = {
         .in = flags->input,
         .out = flags->output,
         .report = flags->report,
         .now = flags->now,
         .defaults = toka_request_default(),
+        .parsing = parsing,
         .name = flags->served_names.n_values ? flags->served_names.values[0] : NULL,
         .quiet = flags->quiet,
         .max_answer_bytes = flags->serve.max_answer_bytes,
@@ -32373,6 +33692,7 @@ static int cli_batch(const cli *flags, toka_err *e) {
     code = samp_check(&options.defaults.sampling, t->shape.V, e);
     if (!code) code = run_batch(t, &options, e);
     toka_close(t);
+    arena_free(&memory);
     return code;
 }
 
@@ -32587,6 +33907,7 @@ static int cli_serve(const cli *flags, toka_err *e) {
     int code = cli_check_serve(flags, &options, e);
     if (!code) code = lib_check_options(&flags->open, e);
     const char **keys = arena_alloc(&memory, CLI_MAX_KEYS * sizeof *keys);
+    if (!code) code = cli_read_parsing(flags, &memory, &options.parsing, e);
     if (!code) code = cli_add_keys(flags, &memory, keys, &options.n_keys, e);
     if (!code && flags->api_key_file)
         code = cli_read_key_file(flags->api_key_file, &memory, keys, &options.n_keys, e);

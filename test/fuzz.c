@@ -14,6 +14,7 @@
 #include "fuzz_form.c"
 #include "fuzz_http.c"
 #include "fuzz_json.c"
+#include "fuzz_parse.c"
 #include "fuzz_safetensors.c"
 #include "fuzz_template.c"
 #include "fuzz_tokenizer.c"
@@ -22,7 +23,7 @@ static const struct {
     const char *name;
     int (*run)(const uint8_t *data, size_t size);
 } fuzzers[] = {{"api", fuzz_api}, {"batch", fuzz_batch}, {"config", fuzz_config},
-               {"form", fuzz_form}, {"http", fuzz_http}, {"json", fuzz_json},
+               {"form", fuzz_form}, {"http", fuzz_http}, {"json", fuzz_json}, {"parse", fuzz_parse},
                {"safetensors", fuzz_safetensors}, {"template", fuzz_template}, {"tokenizer", fuzz_tokenizer}};
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);

@@ -1,4 +1,4 @@
-/* Tests of chapters 25 and 26: every field of a body with every wrong type, answers byte for byte,
+/* Tests of chapters 26 and 27: every field of a body with every wrong type, answers byte for byte,
  * streams against whole answers, characters that are divided into several tokens. The events are
  * made up here; of the model only the tokenizer and the template are used. */
 
@@ -976,7 +976,171 @@ static void test_api_refused_prompt(void) {
     buf_free(&records), buf_free(&made), api_free(&c.api);
 }
 
+/* ---- Tool calls and reasoning ---- */
+
+#define API_TOOLS "\"tools\":[{\"type\":\"function\",\"function\":{\"name\":\"f\",\"parameters\":{\"properties\":{\"i\":{\"type\":\"integer\"}}}}}]"
+#define API_ASK "\"messages\":[{\"role\":\"user\",\"content\":\"Tom\"}]"
+
+/* The answer to a chat whose template has the marks of Hermes and of <think>. Each piece of `text`
+ * (they end with a |) is one token. */
+static void api_parsed_answer(const char *body, const char *text, const char *end_of_prompt, bool stops, buf *out) {
+    toka_err e;
+    toka thinker = *api_text_model();
+    buf source = {0};
+    buf_printf(&source, "{%%- if tools %%}{{ tools[0].function.name }}{%% endif %%}{%% set marks = '<tool_call><think></think>' %%}Tom%s", end_of_prompt);
+    CHECK(!tmpl_parse(&thinker.chat_template, buf_view(&source), &e));
+    api_config m = api_test_model();
+    m.toka = &thinker, m.max_len = 1024;
+    api_request c;
+    api_must_parse(&m, API_CHAT, body, &c);
+    buf records = {0};
+    for (int s = 0; c.n_prompts && s < c.prompts[0].engine_request.n; s++) {
+        str rest = str_c(text), piece;
+        while (str_split_next(&rest, '|', &piece)) {
+            toka_event ev = {.sample = s, .id = 20, .logprob = -0.5f, .stop_id = -1, .stop_text = -1, .text = piece.p, .text_bytes = (int)piece.n};
+            if (!rest.n) ev.finish = stops ? TOKA_STOP : TOKA_LENGTH;
+            api_pack_event(&c.prompts[0], &ev, &records);
+        }
+    }
+    api_feed(&c, buf_view(&records), out);
+    CHECK(c.n_left == 0 && api_finish(&c, out) == 200);
+    buf_free(&records), api_free(&c), buf_free(&source), tmpl_del(thinker.chat_template);
+}
+
+static void api_parsed_golden(const char *body, const char *text, const char *end_of_prompt, bool stops, const char *want) {
+    buf out = {0};
+    api_parsed_answer(body, text, end_of_prompt, stops, &out);
+    CHECK_MSG(strstr(out.p, want), "\n  got  %s\n  want %s", out.p, want);
+    buf_free(&out);
+}
+
+/* The deltas of a stream, one a line, with finish_reason. */
+static void api_parsed_deltas(const char *body, const char *text, const char *end_of_prompt, bool stops, const char *want) {
+    buf out = {0}, got = {0};
+    api_parsed_answer(body, text, end_of_prompt, stops, &out);
+    for (str s = buf_view(&out); s.n;) {
+        const ptrdiff_t end = str_find(s, STR("\n\n"), 0);
+        arena a = {0};
+        toka_err e;
+        const json *chunk = json_parse(&a, str_sub(s, 6, (size_t)end), json_trusted, &e), *choice = json_at(json_get(chunk, "choices"), 0);
+        if (choice) {
+            json_put_value(&got, json_get(choice, "delta"));
+            if (json_get(choice, "finish_reason")->type == JSON_STRING) buf_char(&got, ' '), buf_str(&got, json_str(json_get(choice, "finish_reason")));
+            buf_char(&got, '\n');
+        }
+        arena_free(&a);
+        s = str_sub(s, (size_t)end + 2, s.n);
+    }
+    CHECK_MSG(str_is(buf_view(&got), want), "\n  got  %s\n  want %s", got.p, want);
+    buf_free(&out), buf_free(&got);
+}
+
+static const char api_two_calls[] = "Ok|.\n<tool|_call>{\"name\": \"f\", \"argu|ments\": {\"i\": 1}}|</tool_call>\n<tool_call>{\"name\": \"g\"}</tool_call>|";
+#define API_ID1 "call_SGgia02mdH8c3EVYobuv1jIm"
+#define API_ID2 "call_8YvxRnx9nPkpf3OBmgKvi1Fk"
+
+static void test_api_tool_calls(void) {
+    api_parsed_golden("{" API_ASK "," API_TOOLS "}", api_two_calls, "", true,
+                      "\"message\":{\"role\":\"assistant\",\"content\":\"Ok.\",\"refusal\":null,\"tool_calls\":["
+                      "{\"id\":\"" API_ID1 "\",\"type\":\"function\",\"function\":{\"name\":\"f\",\"arguments\":\"{\\\"i\\\": 1}\"}},"
+                      "{\"id\":\"" API_ID2 "\",\"type\":\"function\",\"function\":{\"name\":\"g\",\"arguments\":\"{}\"}}]},"
+                      "\"logprobs\":null,\"finish_reason\":\"tool_calls\",\"stop_reason\":");
+    api_parsed_deltas("{" API_ASK "," API_TOOLS ",\"stream\":true}", api_two_calls, "", true,
+                      "{\"role\":\"assistant\",\"content\":\"\"}\n{\"content\":\"Ok\"}\n{\"content\":\".\"}\n"
+                      "{\"tool_calls\":[{\"index\":0,\"id\":\"" API_ID1 "\",\"type\":\"function\",\"function\":{\"name\":\"f\",\"arguments\":\"\"}}]}\n"
+                      "{\"tool_calls\":[{\"index\":0,\"function\":{\"arguments\":\"{\\\"i\\\": 1}\"}}]}\n"
+                      "{\"tool_calls\":[{\"index\":1,\"id\":\"" API_ID2 "\",\"type\":\"function\",\"function\":{\"name\":\"g\",\"arguments\":\"\"}}]}\n"
+                      "{\"tool_calls\":[{\"index\":1,\"function\":{\"arguments\":\"{}\"}}]}\n{} tool_calls\n");
+    /* one call only; no tools, or none to be called: text; cut off: text */
+    api_parsed_golden("{" API_ASK "," API_TOOLS ",\"parallel_tool_calls\":false}", api_two_calls, "", true, "1}\"}}]},\"logprobs\"");
+    api_parsed_golden("{" API_ASK "," API_TOOLS ",\"tool_choice\":\"none\"}", api_two_calls, "", true, "\"content\":\"Ok.\\n<tool_call>{");
+    api_parsed_golden("{" API_ASK "}", api_two_calls, "", true, "</tool_call>\",\"refusal\":null},\"logprobs\":null,\"finish_reason\":\"stop\"");
+    api_parsed_golden("{" API_ASK "," API_TOOLS "}", "<tool_call>{\"name\": |", "", false,
+                      "\"content\":\"<tool_call>{\\\"name\\\": \",\"refusal\":null},\"logprobs\":null,\"finish_reason\":\"length\"");
+    api_parsed_golden("{" API_ASK "," API_TOOLS "}", "<tool_call>{\"name\":\"f\"}</tool_call>|", "", true, "\"content\":null,\"refusal\":null,\"tool_calls\":[{");
+    /* two samples have parsers of their own, and ids of their own */
+    buf out = {0};
+    api_parsed_answer("{" API_ASK "," API_TOOLS ",\"n\":2}", api_two_calls, "", true, &out);
+    const char *first = strstr(out.p, "\"id\":\"call_"), *other = first ? strstr(first, "\"index\":1") : NULL;
+    CHECK(first && other && strstr(other, "call_") && !strstr(other, API_ID1) && !strstr(other, API_ID2));
+    buf_free(&out);
+}
+
+static void test_api_tool_choice(void) {
+    api_config m = api_test_model();
+    static const char *const allowed = "{" API_ASK "," API_TOOLS ",\"tool_choice\":{\"type\":\"allowed_tools\",\"allowed_tools\":{\"mode\":\"%s\",\"tools\":"
+                                       "[{\"type\":\"function\",\"function\":{\"name\":\"%s\"}}]}}}";
+    static const struct {
+        const char *mode, *name;
+        int status;
+    } rows[] = {{"auto", "f", 0}, {"auto", "g", 400}, {"required", "f", 400}};
+    for (int i = 0; i < COUNT(rows); i++) {
+        char body[1000];
+        snprintf(body, sizeof body, allowed, rows[i].mode, rows[i].name);
+        api_refusal r = api_refuse(&m, API_CHAT, body);
+        CHECK_MSG(r.status == rows[i].status && (!r.status || !strcmp(r.param, "tool_choice")), "%d: %s", r.status, r.message);
+    }
+    api_check_context("{\"messages\":[{\"role\":\"user\",\"content\":\"a\"}],\"tools\":[{\"function\":{\"name\":\"f\"}},{\"function\":{\"name\":\"g\"}}],"
+                      "\"tool_choice\":{\"type\":\"allowed_tools\",\"allowed_tools\":{\"mode\":\"auto\",\"tools\":[{\"function\":{\"name\":\"g\"}}]}}}",
+                      "{\"messages\":[{\"role\":\"user\",\"content\":\"a\"}],\"add_generation_prompt\":true,\"tools\":[{\"function\":{\"name\":\"g\"}}]}");
+}
+
+static void test_api_reasoning(void) {
+    static const char text[] = "<think>|\nI add|.\n</thi|nk>\n\n|It is 3.|";
+    api_parsed_golden("{" API_ASK "}", text, "", true,
+                      "\"message\":{\"role\":\"assistant\",\"content\":\"It is 3.\",\"refusal\":null,\"reasoning\":\"I add.\",\"reasoning_content\":\"I add.\"},");
+    api_parsed_golden("{" API_ASK "}", text, "", true, "\"completion_tokens_details\":{\"reasoning_tokens\":4}}");
+    api_parsed_golden("{" API_ASK ",\"include_reasoning\":false}", text, "", true, "\"content\":\"It is 3.\",\"refusal\":null},");
+    api_parsed_deltas("{" API_ASK ",\"stream\":true}", text, "", true,
+                      "{\"role\":\"assistant\",\"content\":\"\"}\n{\"reasoning\":\"I add\",\"reasoning_content\":\"I add\"}\n"
+                      "{\"reasoning\":\".\",\"reasoning_content\":\".\"}\n{\"content\":\"It is 3.\"} stop\n");
+    api_parsed_deltas("{" API_ASK ",\"stream\":true,\"include_reasoning\":false}", text, "", true,
+                      "{\"role\":\"assistant\",\"content\":\"\"}\n{\"content\":\"It is 3.\"} stop\n");
+    /* the prompt ends inside the reasoning; it never ends */
+    api_parsed_golden("{" API_ASK "}", "I add.</think>3|", "<think>\n", true, "\"content\":\"3\",\"refusal\":null,\"reasoning\":\"I add.\"");
+    api_parsed_golden("{" API_ASK "}", "I add|", "<think>\n", false, "\"content\":null,\"refusal\":null,\"reasoning\":\"I add\"");
+    api_parsed_golden("{" API_ASK "}", "I add|", "<think></think>", false, "\"content\":\"I add\",\"refusal\":null},");
+    /* effort and kwargs reach the template; the body's kwargs win */
+    api_check_context("{\"messages\":[{\"role\":\"assistant\",\"content\":\"a\",\"reasoning\":\"r\"},{\"role\":\"assistant\",\"content\":\"b\","
+                      "\"reasoning_content\":\"s\"}],\"reasoning_effort\":\"none\",\"chat_template_kwargs\":{\"enable_thinking\":true}}",
+                      "{\"messages\":[{\"role\":\"assistant\",\"content\":\"a\",\"reasoning\":\"r\",\"reasoning_content\":\"r\"},"
+                      "{\"role\":\"assistant\",\"content\":\"b\",\"reasoning_content\":\"s\",\"reasoning\":\"s\"}],\"add_generation_prompt\":true,"
+                      "\"reasoning_effort\":\"none\",\"enable_thinking\":false,\"enable_thinking\":true}");
+    api_config m = api_test_model();
+    CHECK(api_refuse_value(&m, API_CHAT, "reasoning_effort", "\"huge\"").status == 400);
+    toka_err e;
+    arena a = {0};
+    api_body b;
+    buf out = {0};
+    m.parsing.kwargs = json_parse(&a, STR("{\"k\":1}"), json_trusted, &e);
+    api_request c = {.config = &m, .chat = true};
+    const json *body = json_parse(&a, STR("{\"messages\":[{\"role\":\"user\",\"content\":\"a\"}]}"), json_trusted, &e);
+    CHECK(!api_read_body(&c, API_CHAT, body, &b, &e) && !api_put_chat_context(&c, &b, &out, &e) && strstr(out.p, ",\"k\":1}"));
+    buf_free(&out), arena_free(&a), api_free(&c);
+}
+
+/* Special tokens are skipped, but not those of a call. */
+static void test_api_special_tokens_of_calls(void) {
+    toka special = *api_text_model();
+    const int32_t eos = special.files->config.eos_ids[0];
+    const parse_format format = {.names = "x ", .call = "%c"};
+    api_request c = {.parses = true, .config = &(api_config){.toka = &special}, .parse = {.format = &format}};
+    api_prompt prompt = {.request = &c};
+    CHECK(api_skips_token(&c, &prompt, eos) && !api_skips_token(&c, &prompt, 20));
+    char open[100];
+    snprintf(open, sizeof open, "[%.*s", STRF(special.tokenizer->text[eos]));
+    const parse_format with = {.names = "x ", .call = "%c", .open = open};
+    c.parse.format = &with;
+    CHECK(!api_skips_token(&c, &prompt, eos));
+    c.parse.format = &format, prompt.engine_request.keep_special = true;
+    CHECK(!api_skips_token(&c, &prompt, eos));
+}
+
 static const struct test api_tests[] = {
+    {"api: tool calls", test_api_tool_calls},
+    {"api: tool_choice", test_api_tool_choice},
+    {"api: reasoning", test_api_reasoning},
+    {"api: special tokens of calls", test_api_special_tokens_of_calls},
     {"api: every field, every wrong type", test_api_wrong_types},
     {"api: wrong values", test_api_wrong_values},
     {"api: numbers beyond their range", test_api_ranges},

@@ -1,0 +1,42 @@
+/* fuzz_parse.c - libFuzzer entry: the text of an answer is parsed in the same way whole and in
+ * pieces, in every form of calls. The first byte selects the form, the second the reasoning and the
+ * size of the pieces. Arguments of a call that was held are a JSON object. */
+
+static void fuzz_parse_in_pieces(const parse_setup *setup, str text, size_t n_bytes, parser *p) {
+    parser_init(p, setup);
+    for (size_t at = 0; at < text.n; at += n_bytes) {
+        const size_t n = MIN(n_bytes, text.n - at);
+        char *exact = mem_alloc(n); /* of the exact size, so that a read past the end is noticed */
+        memcpy(exact, text.p + at, n);
+        parser_feed(p, (str){exact, n});
+        free(exact);
+    }
+    parser_end(p);
+}
+
+static int fuzz_parse(const uint8_t *data, size_t size) {
+    static const char tools[] = "[{\"function\":{\"name\":\"f\",\"parameters\":{\"properties\":{\"s\":{\"type\":\"string\"},\"i\":{\"type\":\"integer\"},\"u\":{}}}}}]";
+    if (size < 2) return 0;
+    arena memory = {0};
+    toka_err e;
+    parse_tool *list;
+    parse_setup setup = {.format = &parse_formats[data[0] % COUNT(parse_formats)], .thinking = data[1] & 1, .one_call = data[1] & 2};
+    if (data[1] & 4) setup.family = &parse_families[data[0] % COUNT(parse_families)];
+    setup.thinking &= setup.family != NULL;
+    setup.n_tools = parse_tools_init(&memory, json_parse(&memory, str_c(tools), json_trusted, &e), &list);
+    setup.tools = list;
+    const str text = {(const char *)data + 2, size - 2};
+    parser whole, cut;
+    fuzz_parse_in_pieces(&setup, text, size, &whole);
+    fuzz_parse_in_pieces(&setup, text, 1 + (data[1] >> 3), &cut);
+    if (!str_eq(buf_view(&whole.events), buf_view(&cut.events))) abort();
+    parse_event event;
+    for (str events = buf_view(&whole.events); parse_next_event(&events, &event);) {
+        const bool valid = event.kind != PARSE_ARGUMENTS || json_is(json_parse(&memory, event.text, json_trusted, &e), JSON_OBJECT);
+        if (!valid && size < PARSE_HELD_BYTES && e.code != TOKA_E_MEMORY) abort();
+        if (event.kind == PARSE_CALL && !event.text.n) abort();
+    }
+    parser_free(&whole), parser_free(&cut);
+    arena_free(&memory);
+    return 0;
+}

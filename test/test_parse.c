@@ -1,0 +1,320 @@
+/* Tests of chapter 25: samples of every form of tool calls and of reasoning, each fed whole, byte by
+ * byte and cut in two at every byte. The events are shown as one text: content as it is, reasoning
+ * as <r:..>, a call as <NAME#ID:ARGUMENTS>. */
+
+static const char parse_test_tools[] =
+    "[{\"type\":\"function\",\"function\":{\"name\":\"f\",\"parameters\":{\"type\":\"object\",\"properties\":{"
+    "\"s\":{\"type\":\"string\"},\"i\":{\"type\":\"integer\"},\"b\":{\"type\":\"boolean\"},\"o\":{\"type\":\"object\"},"
+    "\"l\":{\"type\":\"array\"},\"n\":{\"type\":[\"string\",\"null\"]},\"u\":{},\"e\":{\"enum\":[\"1\",\"2\"]},"
+    "\"a\":{\"anyOf\":[{\"type\":\"number\"},{\"type\":\"null\"}]}}}}},"
+    "{\"type\":\"function\",\"function\":{\"name\":\"g\"}},7,{\"function\":{\"name\":\"h\",\"parameters\":3}}]";
+
+typedef struct parse_sample {
+    const char *format, *family; /* names; NULL: none */
+    bool thinking, one_call;
+    const char *text, *want;
+} parse_sample;
+
+static void parse_show(const parser *p, buf *out) {
+    parse_event event;
+    bool in_call = false;
+    buf_clear(out);
+    for (str events = buf_view(&p->events); parse_next_event(&events, &event);) {
+        if (in_call && event.kind != PARSE_ARGUMENTS) buf_c(out, ">"), in_call = false;
+        if (event.kind == PARSE_REASONING) buf_c(out, "<r:");
+        if (event.kind == PARSE_CALL) buf_c(out, "<"), in_call = true;
+        buf_str(out, event.text);
+        if (event.kind == PARSE_REASONING) buf_c(out, ">");
+        if (event.kind == PARSE_CALL) buf_c(out, "#"), buf_str(out, event.id), buf_c(out, ":");
+    }
+    if (in_call) buf_c(out, ">");
+    if (!out->n) buf_c(out, "");
+}
+
+/* Feeds the text in pieces: the first of n_first bytes, further ones of n_next bytes. */
+static void parse_in_pieces(const parse_setup *setup, str text, size_t n_first, size_t n_next, buf *out) {
+    parser p;
+    parser_init(&p, setup);
+    for (size_t at = 0, n = n_first; at < text.n; at += n, n = n_next) {
+        n = MIN(n, text.n - at);
+        parser_feed(&p, str_sub(text, at, at + n));
+    }
+    parser_end(&p);
+    parse_show(&p, out);
+    parser_free(&p);
+}
+
+static parse_setup parse_test_setup(const parse_sample *sample, arena *memory) {
+    toka_err e;
+    const json *tools = json_parse(memory, str_c(parse_test_tools), json_trusted, &e);
+    parse_tool *list;
+    parse_setup setup = {.one_call = sample->one_call, .thinking = sample->thinking};
+    if (sample->format) setup.format = parse_find_format(sample->format, STR(""));
+    if (sample->family) setup.family = parse_find_family(sample->family, STR(""));
+    CHECK_MSG(!sample->format == !setup.format && !sample->family == !setup.family, "%s %s", sample->format, sample->family);
+    setup.n_tools = parse_tools_init(memory, tools, &list);
+    setup.tools = list;
+    return setup;
+}
+
+static void parse_check(const parse_sample *sample) {
+    arena memory = {0};
+    const parse_setup setup = parse_test_setup(sample, &memory);
+    const str text = str_c(sample->text);
+    buf whole = {0}, cut = {0};
+    parse_in_pieces(&setup, text, text.n, 1, &whole);
+    CHECK_MSG(str_is(buf_view(&whole), sample->want), "%s %s\n  text %s\n  got  %s\n  want %s", sample->format ? sample->format : "",
+              sample->family ? sample->family : "", sample->text, whole.p, sample->want);
+    for (size_t n = 1; n <= text.n; n++) {
+        parse_in_pieces(&setup, text, n, n == 1 ? 1 : text.n, &cut);
+        CHECK_MSG(str_eq(buf_view(&whole), buf_view(&cut)), "%s: cut at %zu\n  got  %s\n  want %s", sample->text, n, cut.p, whole.p);
+    }
+    buf_free(&whole), buf_free(&cut);
+    arena_free(&memory);
+}
+
+#define DS_CALLS "<｜tool▁calls▁begin｜>"
+#define DS_CALL "<｜tool▁call▁begin｜>"
+#define DS_SEP "<｜tool▁sep｜>"
+#define DS_END "<｜tool▁call▁end｜>"
+#define DS_CALLS_END "<｜tool▁calls▁end｜>"
+
+/* Each form as the model's template writes it, and what models write beside it. */
+static const parse_sample parse_samples[] = {
+    /* Hermes, Qwen 2.5 and 3 */
+    {"hermes", NULL, 0, 0, "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"s\": \"Paris\", \"i\": 1.0}}\n</tool_call>",
+     "<f#:{\"s\": \"Paris\", \"i\": 1.0}>"},
+    {"hermes", NULL, 0, 0, "I look.\n<tool_call>\n{\"name\": \"f\", \"arguments\": {}}\n</tool_call>\n<tool_call>{\"name\":\"g\"}</tool_call>\n",
+     "I look.<f#:{}><g#:{}>"},
+    {"hermes", NULL, 0, 0, "<tool_call>{\"arguments\": {\"a\": \"</tool_call>\"}, \"name\": \"f\"}</tool_call>", "<f#:{\"a\": \"</tool_call>\"}>"},
+    {"hermes", NULL, 0, 0, "<tool_call>{\"name\": \"f\", \"arguments\": \"{\\\"a\\\": 1}\"}</tool_call>", "<f#:{\"a\": 1}>"},
+    {"hermes", NULL, 0, 0, "<tool_call>{\"name\": \"f\", \"arguments\": null}", "<f#:{}>"},
+    {"hermes", NULL, 0, 0, "<tool_call>{\"name\": \"f\", \"arguments\": {\"a\": \"1\n2\"}}</tool_call>", "<f#:{\"a\": \"1\\n2\"}>"},
+    {"hermes", NULL, 0, 0, "<tool_call>{\"name\": \"a\\u00e9\\\"\", \"why\": [1, {\"name\": 2}], \"arguments\": {\"name\": \"x\"}}</tool_call> ok",
+     "<aé\"#:{\"name\": \"x\"}> ok"},
+    {"hermes", NULL, 0, 1, "<tool_call>{\"name\":\"f\"}</tool_call><tool_call>{\"name\":\"g\"}</tool_call>", "<f#:{}>"},
+    /* Qwen3-Coder: the schema's types decide */
+    {"qwen3_coder", NULL, 0, 0,
+     "Well.\n\n<tool_call>\n<function=f>\n<parameter=s>\n1\n2\"\n\n</parameter>\n<parameter=i>\n5\n</parameter>\n<parameter=b>\nTrue\n</parameter>\n"
+     "<parameter=o>\n{\"a\": [1, 2]}\n</parameter>\n<parameter=n>\nnull\n</parameter>\n<parameter=u>\n1e2\n</parameter>\n</function>\n</tool_call>",
+     "Well.<f#:{\"s\": \"1\\n2\\\"\\n\", \"i\": 5, \"b\": true, \"o\": {\"a\": [1, 2]}, \"n\": null, \"u\": 1e2}>"},
+    {"qwen3_coder", NULL, 0, 0, "<tool_call>\n<function=f>\n<parameter=i>five</parameter><parameter=n>7</parameter><parameter=x>7</parameter>"
+     "<parameter=e>1</parameter><parameter=a>2.5</parameter><parameter=s></parameter></function></tool_call>",
+     "<f#:{\"i\": \"five\", \"n\": \"7\", \"x\": \"7\", \"e\": \"1\", \"a\": 2.5, \"s\": \"\"}>"},
+    {"qwen3_coder", NULL, 0, 0, "<tool_call><function=g></function></tool_call>", "<g#:{}>"},
+    {"qwen3_coder", NULL, 0, 0, "<tool_call><function=f><parameter=s><b></para</parameter></function></tool_call>", "<f#:{\"s\": \"<b></para\"}>"},
+    {"seed_oss", NULL, 0, 0, "<seed:tool_call>\n<function=f>\n<parameter=s>x</parameter>\n</function>\n</seed:tool_call>", "<f#:{\"s\": \"x\"}>"},
+    /* GLM 4.5, 4.6 with line feeds, 4.7 without */
+    {"glm45", NULL, 0, 0, "\n<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>x y</arg_value>\n<arg_key>i</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+     "<f#:{\"s\": \"x y\", \"i\": 3}>"},
+    {"glm47", NULL, 0, 0, "<tool_call>f<arg_key>l</arg_key><arg_value>[1,\"é\"]</arg_value></tool_call><tool_call>g</tool_call>",
+     "<f#:{\"l\": [1,\"é\"]}><g#:{}>"},
+    {"minimax_m2", NULL, 0, 0, "a\n<minimax:tool_call>\n<invoke name=\"f\">\n<parameter name=\"s\">x</parameter>\n<parameter name=\"i\">1</parameter>\n"
+     "</invoke>\n<invoke name=\"g\">\n</invoke>\n</minimax:tool_call>", "a<f#:{\"s\": \"x\", \"i\": 1}><g#:{}>"},
+    /* DeepSeek */
+    {"deepseek_v3", NULL, 0, 0, "Hi" DS_CALLS DS_CALL "function" DS_SEP "f\n```json\n{\"s\": \"```\"}\n```" DS_END "\n" DS_CALL "function" DS_SEP
+     "g\n```json\n{}\n```" DS_END DS_CALLS_END, "Hi<f#:{\"s\": \"```\"}><g#:{}>"},
+    {"deepseek_v31", NULL, 0, 0, DS_CALLS DS_CALL "f" DS_SEP "{\"i\": 1}" DS_END DS_CALL "g" DS_SEP "{}" DS_END DS_CALLS_END, "<f#:{\"i\": 1}><g#:{}>"},
+    {"deepseek_v31", NULL, 0, 0, DS_CALL "f" DS_SEP "{\"i\": 1}", "<f#:{\"i\": 1}>"},
+    {"deepseek_v32", NULL, 0, 0, "a\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name=\"f\">\n<｜DSML｜parameter name=\"i\" string=\"true\">1"
+     "</｜DSML｜parameter>\n<｜DSML｜parameter name=\"s\" string=\"false\">[1]</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+     "a<f#:{\"i\": \"1\", \"s\": [1]}>"},
+    {"deepseek_v4", NULL, 0, 0, "<｜DSML｜tool_calls>\n<｜DSML｜invoke name=\"g\">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>", "<g#:{}>"},
+    /* Kimi: the id has the name */
+    {"kimi_k2", NULL, 0, 0, "ok<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{\"i\": 1}<|tool_call_end|>"
+     "<|tool_call_begin|>functions.g2:12<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+     "ok<f#functions.f:0:{\"i\": 1}><g2#functions.g2:12:{}>"},
+    /* Mistral, before and from tokenizer v11 */
+    {"mistral", NULL, 0, 0, "[TOOL_CALLS]f[ARGS]{\"i\": 1}[TOOL_CALLS]g[CALL_ID]abcdefgh1[ARGS]{}", "<f#:{\"i\": 1}><g#abcdefgh1:{}>"},
+    {"granite", NULL, 0, 0, "<|tool_call|> [\n {\"name\": \"f\", \"arguments\": {\"s\": \"]\"}},\n {\"arguments\": {}, \"name\": \"g\"}\n]",
+     "<f#:{\"s\": \"]\"}><g#:{}>"},
+    {"phi4_mini", NULL, 0, 0, "<|tool_call|>[{\"name\": \"f\", \"arguments\": {\"s\": \"x\"}}]<|/tool_call|>", "<f#:{\"s\": \"x\"}>"},
+    {"phi4_mini_json", NULL, 0, 0, "functools[{\"name\": \"f\", \"arguments\": {\"i\": 7}}]", "<f#:{\"i\": 7}>"},
+    {"nemotron_json", NULL, 0, 0, "<TOOLCALL>[{\"name\": \"f\", \"arguments\": {}}]</TOOLCALL>", "<f#:{}>"},
+    /* Llama: an answer that is JSON and no call */
+    {"llama3_json", NULL, 0, 0, "{\"name\": \"f\", \"parameters\": {\"s\": \"x\"}}", "<f#:{\"s\": \"x\"}>"},
+    {"llama3_json", NULL, 0, 0, "<|python_tag|>{\"type\": \"function\", \"name\": \"f\", \"parameters\": {}}; {\"name\": \"g\", \"parameters\": {\"i\": 2}}",
+     "<f#:{}><g#:{\"i\": 2}>"},
+    {"llama3_json", NULL, 0, 0, "{\"answer\": {\"name\": \"f\"}}", "{\"answer\": {\"name\": \"f\"}}"},
+    {"llama3_json", NULL, 0, 0, "{\"name\": \"Bob\", \"type\": 3}", "{\"name\": \"Bob\", \"type\": 3}"},
+    {"llama3_json", NULL, 0, 0, " So: {\"name\": \"f\", \"parameters\": {}}", " So: {\"name\": \"f\", \"parameters\": {}}"},
+    {"llama3_json", NULL, 0, 0, "<|python_tag|>search.call(query=\"x\")", "<|python_tag|>search.call(query=\"x\")"},
+    /* Python's form */
+    {"pythonic", NULL, 0, 0, "[f(s='it\\'s \"x\"\\n', i=-1.5e3, b=True, o={'a': None, \"b\": (1, 2)}, l=[]), g()]",
+     "<f#:{\"s\": \"it's \\\"x\\\"\\n\", \"i\": -1.5e3, \"b\": true, \"o\": {\"a\": null, \"b\": [1, 2]}, \"l\": []}><g#:{}>"},
+    {"llama4_pythonic", NULL, 0, 0, "<|python_start|>[f(s=\"a)\\d\\u00e9\\x41\")]<|python_end|>", "<f#:{\"s\": \"a)\\\\d\\u00e9\\u0041\"}>"},
+    {"pythonic", NULL, 0, 0, "[1, 2] are", "[1, 2] are"},
+    {"pythonic", NULL, 0, 0, "print(a=1) [f()]", "print(a=1) [f()]"},
+    {"pythonic", NULL, 0, 0, "[f(1)]", "[f(1)]"},
+    {"pythonic", NULL, 0, 0, "[f(a=b'1')]", "[f(a=b'1')]"},
+    {"pythonic", NULL, 0, 0, "[f(a=1 2)]", "[f(a=1 2)]"},
+    {"pythonic", NULL, 0, 0, "[f(a=[1)]", "[f(a=[1)]"},
+    {"lfm2", NULL, 0, 0, "x<|tool_call_start|>[f(s=\"y\")]<|tool_call_end|>", "x<f#:{\"s\": \"y\"}>"},
+    /* malformed and unfinished: text as it was written */
+    {"hermes", NULL, 0, 0, "<tool_call>\n{'name': 'f'}\n</tool_call>", "<tool_call>\n{'name': 'f'}\n</tool_call>"},
+    {"hermes", NULL, 0, 0, "a <tool_call>{\"name\": \"f\", \"arguments\": {\"a\": 1", "a <tool_call>{\"name\": \"f\", \"arguments\": {\"a\": 1"},
+    {"hermes", NULL, 0, 0, "<tool_call>{\"name\": \"f\", \"arguments\": [1]}</tool_call>", "<tool_call>{\"name\": \"f\", \"arguments\": [1]}</tool_call>"},
+    {"hermes", NULL, 0, 0, "<tool_call>{\"name\": 5, \"arguments\": {}}</tool_call>", "<tool_call>{\"name\": 5, \"arguments\": {}}</tool_call>"},
+    {"hermes", NULL, 0, 0, "<tool_call>{\"name\": ]}{\"name\"</tool_call>", "<tool_call>{\"name\": ]}{\"name\"</tool_call>"},
+    {"hermes", NULL, 0, 0, "the tag <tool_call> and <tool_call><tool_call>{\"name\":\"f\"}</tool_call>", "the tag <tool_call> and <tool_call><f#:{}>"},
+    {"hermes", NULL, 0, 0, "  plain < text <tool_cal\n", "  plain < text <tool_cal\n"},
+    {"deepseek_v31", NULL, 0, 0, DS_CALLS "\n" DS_CALL DS_SEP "{}", DS_CALLS "\n" DS_CALL DS_SEP "{}"},
+    {"kimi_k2", NULL, 0, 0, "<|tool_calls_section_begin|> no <|tool_calls_section_end|>", "<|tool_calls_section_begin|> no <|tool_calls_section_end|>"},
+    {"qwen3_coder", NULL, 0, 0, "<tool_call><function=f><parameter=s>x</parameter></tool_call>",
+     "<tool_call><function=f><parameter=s>x</parameter></tool_call>"},
+    /* reasoning */
+    {NULL, "qwen3", 0, 0, "<think>\nI add.\n\nYes.\n</think>\n\nIt is 3.\n", "<r:I add.\n\nYes.>It is 3.\n"},
+    {NULL, "qwen3", 1, 0, "I add.\n</think>\n\nIt is 3.", "<r:I add.>It is 3."},
+    {NULL, "qwen3", 0, 0, "It is 3 <think>x</think>", "It is 3 <think>x</think>"},
+    {NULL, "qwen3", 0, 0, "  <thin", "  <thin"},
+    {NULL, "qwen3", 1, 0, "I add </thi", "<r:I add </thi>"},
+    {NULL, "qwen3", 1, 0, "</think>3", "3"},
+    {NULL, "mistral", 0, 0, "[THINK]a[/THINK]b", "<r:a>b"},
+    {NULL, "granite", 0, 0, "Here is my thought process: a\nHere is my response: b", "<r:a>b"},
+    {NULL, "gemma4", 0, 0, "<|channel>thought\na<channel|>b", "<r:a>b"},
+    {"hermes", "qwen3", 0, 0, "<think>I call <tool_call>{\"name\":\"f\"}</tool_call></think>\n<tool_call>{\"name\":\"g\"}</tool_call>",
+     "<r:I call <tool_call>{\"name\":\"f\"}</tool_call>><g#:{}>"},
+    {"hermes", "qwen3", 0, 0, "\n<tool_call>{\"name\":\"g\"}</tool_call>", "<g#:{}>"},
+    {"llama3_json", "qwen3", 1, 0, "x</think>\n\n{\"name\": \"f\", \"parameters\": {}}", "<r:x><f#:{}>"},
+    {NULL, "qwen3", 1, 0, "", ""},
+    {"hermes", NULL, 0, 0, "", ""},
+};
+
+static void test_parse_samples(void) {
+    for (int i = 0; i < COUNT(parse_samples); i++) parse_check(&parse_samples[i]);
+    /* every row of the tables has a sample */
+    for (int i = 0; i < COUNT(parse_formats); i++) {
+        int n = 0;
+        for (int j = 0; j < COUNT(parse_samples); j++)
+            n += parse_samples[j].format && parse_find_format(parse_samples[j].format, STR("")) == &parse_formats[i];
+        CHECK_MSG(n || (parse_formats[i].short_ids && parse_formats[i].open), "%s has no sample", parse_formats[i].names);
+    }
+}
+
+/* Mistral's older form: its name is also that of the newer one, so the template decides. */
+static void test_parse_names(void) {
+    const parse_format *old = parse_find_format("mistral", STR("[TOOL_CALLS]")), *new = parse_find_format("mistral", STR("[TOOL_CALLS] [ARGS]"));
+    CHECK(old && new && old->open && !new->open);
+    CHECK(!parse_find_format("mistra", STR("")) && !parse_find_format("istral", STR("")) && !parse_find_format("", STR("")));
+    CHECK(!parse_find_format("hermes qwen", STR("")) == !parse_is_listed("hermes qwen granite4 ", "hermes qwen"));
+    CHECK(!parse_find_format(NULL, STR("")) && !parse_find_family(NULL, STR("<think>")));
+    arena memory = {0};
+    const parse_setup setup = {.format = old};
+    buf out = {0};
+    str text = STR("[TOOL_CALLS] [{\"name\": \"f\", \"arguments\": {\"a\": 1}}, {\"name\": \"g\", \"arguments\": {}}]");
+    for (size_t n = 1; n < text.n; n++) {
+        parse_in_pieces(&setup, text, n, n, &out);
+        CHECK_MSG(!strcmp(out.p, "<f#:{\"a\": 1}><g#:{}>"), "%s", out.p);
+    }
+    buf_free(&out);
+    arena_free(&memory);
+}
+
+/* A long call is delivered while it is written. If it breaks off, it stays a call. */
+static void test_parse_long_calls(void) {
+    static const struct {
+        const char *format, *head, *tail, *want_head, *want_tail;
+    } rows[] = {
+        {"hermes", "<tool_call>{\"name\": \"f\", \"arguments\": {\"s\": \"", "\"}}</tool_call>", "<f#:{\"s\": \"", "\"}>"},
+        {"hermes", "<tool_call>{\"arguments\": {\"s\": \"", "\"}, \"name\": \"f\"}</tool_call>", "<f#:{\"s\": \"", "\"}>"},
+        {"hermes", "<tool_call>{\"name\": \"f\", \"arguments\": {\"s\": \"", "", "<f#:{\"s\": \"", ">"},
+        {"qwen3_coder", "<tool_call><function=f><parameter=s>", "</parameter></function></tool_call>", "<f#:{\"s\": \"", "\"}>"},
+        {"qwen3_coder", "<tool_call><function=f><parameter=s>", "</parameter>junk", "<f#:{\"s\": \"", "\">junk"},
+        {"pythonic", "[f(s='", "')]", "<f#:{\"s\": \"", "\"}>"},
+        {"deepseek_v31", DS_CALLS DS_CALL "f" DS_SEP "{\"s\": \"", "\"}" DS_END DS_CALLS_END, "<f#:{\"s\": \"", "\"}>"}};
+    for (int i = 0; i < COUNT(rows); i++) {
+        buf text = {0}, want = {0};
+        buf_c(&text, rows[i].head), buf_c(&want, rows[i].want_head);
+        for (int k = 0; k < 2 * PARSE_HELD_BYTES; k++) buf_char(&text, 'x'), buf_char(&want, 'x');
+        buf_c(&text, rows[i].tail), buf_c(&want, rows[i].want_tail);
+        const parse_sample sample = {.format = rows[i].format, .text = text.p, .want = want.p};
+        parse_check(&sample);
+        /* not all of it comes at the end */
+        arena memory = {0};
+        const parse_setup setup = parse_test_setup(&sample, &memory);
+        parser p;
+        parser_init(&p, &setup);
+        parser_feed(&p, str_sub(buf_view(&text), 0, text.n - strlen(rows[i].tail)));
+        CHECK_MSG((p.events.n > PARSE_HELD_BYTES) == !strstr(rows[i].tail, "name"), "%s: %zu", rows[i].format, p.events.n);
+        parser_free(&p);
+        buf_free(&text), buf_free(&want);
+        arena_free(&memory);
+    }
+}
+
+/* Hostile bytes: nothing is lost without a call, and cuts change nothing. */
+static void test_parse_random(void) {
+    static const char *const pieces[] = {"<tool_call>", "</tool_call>", "{\"name\": \"f\"", ", \"arguments\": {", "}", "{", "[", "]", "\"", "\\", " ", "\n",
+                                         "<think>", "</think>", "x", "<function=", "f>", "<parameter=s>", "</parameter>", "</function>", "(", ")", "a=",
+                                         "'", ",", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>",
+                                         ";", DS_CALLS, DS_CALL, DS_SEP, DS_END, DS_CALLS_END, "```json", "```", "\xC3\xA9", "functions.f:0", "1"};
+    uint64_t rng = 1;
+    for (int round = 0; round < 4000; round++) {
+        buf text = {0}, whole = {0}, cut = {0};
+        const int n = (int)(rnd(&rng) % 20);
+        for (int i = 0; i < n; i++) buf_c(&text, pieces[rnd(&rng) % COUNT(pieces)]);
+        parse_setup setup = {.format = &parse_formats[rnd(&rng) % COUNT(parse_formats)]};
+        if (round % 3) setup.family = &parse_families[COUNT(parse_families) - 1];
+        setup.thinking = round % 3 == 2;
+        parse_in_pieces(&setup, buf_view(&text), text.n, 1, &whole);
+        parse_in_pieces(&setup, buf_view(&text), 1, 1 + (size_t)(round % 5), &cut);
+        CHECK_MSG(str_eq(buf_view(&whole), buf_view(&cut)), "%s:\n  %s\n  %s", text.p, whole.p, cut.p);
+        const bool plain = !strstr(whole.p, "#") && !setup.family;
+        CHECK_MSG(!plain || str_is(buf_view(&whole), text.p ? text.p : ""), "%s: %s", text.p, whole.p);
+        buf_free(&text), buf_free(&whole), buf_free(&cut);
+    }
+}
+
+/* The start state: only the end of the prompt counts. */
+static void test_parse_prompts(void) {
+    const parse_family *family = parse_find_family("qwen3", STR(""));
+    CHECK(parse_prompt_thinks(family, STR("<|im_start|>assistant\n<think>\n")) && parse_prompt_thinks(family, STR("<think>")));
+    CHECK(!parse_prompt_thinks(family, STR("<think>\n\n</think>\n\n")) && !parse_prompt_thinks(family, STR("<think> is a tag<|im_end|>\n")));
+    CHECK(!parse_prompt_thinks(family, STR("")) && !parse_prompt_thinks(NULL, STR("<think>")));
+    const parse_setup setup = {.family = family, .format = parse_find_format("deepseek_v31", STR(""))};
+    CHECK(parse_needs_token(&setup, STR("<think>")) && parse_needs_token(&setup, STR(DS_SEP)) && !parse_needs_token(&setup, STR("<|im_end|>")));
+    CHECK(!parse_needs_token(&setup, STR("")));
+}
+
+/* The chat templates of models have the forms that they are known for. */
+static void test_parse_templates(void) {
+    static const struct {
+        const char *file, *format, *family;
+    } rows[] = {
+        {"GLM-4.6.jinja", "glm45", "glm45"}, {"GLM-4.7-Flash.jinja", "glm47", "glm47"}, {"HuggingFaceTB-SmolLM3-3B.jinja", NULL, "qwen3"},
+        {"Kimi-K2-Instruct.jinja", "kimi_k2", NULL}, {"Kimi-K2-Thinking.jinja", "kimi_k2", "kimi_k2"}, {"LFM2-8B-A1B.jinja", "lfm2", NULL},
+        {"Mistral-Small-3.2-24B-Instruct-2506.jinja", "mistral", NULL}, {"NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use.jinja", "hermes", NULL},
+        {"Qwen-QwQ-32B.jinja", "hermes", "qwen3"}, {"Qwen-Qwen2.5-7B-Instruct.jinja", "hermes", NULL}, {"Qwen-Qwen3-0.6B.jinja", "hermes", "qwen3"},
+        {"Qwen3-Coder.jinja", "qwen3_coder", NULL}, {"deepseek-ai-DeepSeek-R1-Distill-Qwen-32B.jinja", "deepseek_v3", "deepseek_r1"},
+        {"deepseek-ai-DeepSeek-V3.1.jinja", "deepseek_v31", "deepseek_v3"}, {"deepseek-ai-DeepSeek-V3.2.jinja", "deepseek_v32", "deepseek_v3"},
+        {"llama-cpp-deepseek-r1.jinja", "deepseek_v3", "deepseek_r1"}, {"meta-llama-Llama-3.1-8B-Instruct.jinja", "llama3_json", NULL},
+        {"meta-llama-Llama-3.2-3B-Instruct.jinja", "llama3_json", NULL}, {"meta-llama-Llama-3.3-70B-Instruct.jinja", "llama3_json", NULL},
+        {"ibm-granite-granite-3.3-2B-Instruct.jinja", "granite", "qwen3"}, {"mistralai-Ministral-3-14B-Reasoning-2512.jinja", "mistral", "mistral"},
+        {"mistralai-Mistral-Nemo-Instruct-2407.jinja", "mistral", NULL}, {"unsloth-mistral-Devstral-Small-2507.jinja", "mistral", NULL},
+        {"gemma-2-9b-it.json", NULL, NULL}, {"microsoft-Phi-3.5-mini-instruct.jinja", NULL, NULL}, {"fireworks-ai-llama-3-firefunction-v2.jinja", "phi4_mini_json", NULL},
+        {"CohereForAI-c4ai-command-r7b-12-2024-tool_use.jinja", NULL, "cohere"}};
+    for (int i = 0; i < COUNT(rows); i++) {
+        char name[500];
+        snprintf(name, sizeof name, "templates/%s", rows[i].file);
+        const char *path = data_path(name);
+        if (!path) {
+            SKIP(1, "no public test data");
+            continue;
+        }
+        const str text = read_copy(path);
+        const parse_format *format = parse_find_format(NULL, text);
+        const parse_family *family = parse_find_family(NULL, text);
+        CHECK_MSG(rows[i].format ? format && parse_is_listed(format->names, rows[i].format) : !format, "%s: %s", rows[i].file, format ? format->names : "");
+        CHECK_MSG(rows[i].family ? family && parse_is_listed(family->names, rows[i].family) : !family, "%s: %s", rows[i].file, family ? family->names : "");
+        free((void *)text.p);
+    }
+}
+
+static const struct test parse_tests[] = {
+    {"parse: samples of every form", test_parse_samples},
+    {"parse: names of forms", test_parse_names},
+    {"parse: long calls come while they are written", test_parse_long_calls},
+    {"parse: random texts", test_parse_random},
+    {"parse: the end of the prompt", test_parse_prompts},
+    {"parse: chat templates of models", test_parse_templates},
+    {NULL, NULL}};

@@ -1,0 +1,172 @@
+"""Tool calls and reasoning with the openai client, whole and streamed, against models whose answers are scripted (scripted.py)."""
+import json
+
+import openai
+import pytest
+
+from scripted import write_model
+from server import Server
+
+DS = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "description": "d", "parameters": {
+             "type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}}},
+         {"type": "function", "function": {"name": "get_time"}}]
+HERMES = "{# <tool_call> <think> </think> #}{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}" \
+         "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments.city }}{% endfor %}{% endfor %}" \
+         "{% if tools %}{{ tools | length }}{% endif %}{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}"
+SCRIPTS = {
+    "one": "Let me look.\n<tool_call>\n{\"name\": \"get_weather\", \"arguments\": {\"city\": \"Zürich</tool_call>\", \"days\": 2}}\n</tool_call>",
+    "two": "\n<tool_call>{\"name\":\"get_weather\",\"arguments\":{\"city\":\"Ulm\"}}</tool_call>\n<tool_call>{\"name\":\"get_time\"}</tool_call>\n",
+    "bad": "<tool_call>{'name': \"get_time\", 5}</tool_call> sorry",
+    "think": "<think>\nHe wants a <tool_call>{...}.\n</think>\n\nIt is <b>noon</b>.",
+    "both": "<think>Look it up: yes.</think>\n<tool_call>{\"name\": \"get_time\", \"arguments\": {\"zone\": \"CET 1\"}}</tool_call>",
+    "long": "<tool_call>{\"name\": \"get_weather\", \"arguments\": {\"city\": \"" + " ".join(map(str, range(1000, 1300))) + "\"}}</tool_call>",
+    "text": "No tools here; <tool_cal is text.",
+}
+DEEPSEEK = {"calls": "Ok." + DS[0] + DS[1] + "function" + DS[2] + "get_time\n```json\n{\"zone\": \"UTC\"}\n```" + DS[3] + DS[4]}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("hermes"))
+    write_model(folder, SCRIPTS, HERMES)
+    with Server("-m", folder, "--served-model-name", "m", "--enable-auto-tool-choice") as s:
+        yield s
+
+
+def client(s):
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{s.address[1]}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def api(server):
+    return client(server)
+
+
+def ask(api, name, **more):
+    return api.chat.completions.create(model="m", messages=[{"role": "user", "content": name}], temperature=0, **more)
+
+
+def join(stream):
+    """The message of a stream, joined as clients do it, and its finish_reason."""
+    content, reasoning, calls, finish = "", "", [], None
+    for chunk in stream:
+        for choice in chunk.choices:
+            assert finish is None
+            delta, finish = choice.delta, choice.finish_reason
+            content += delta.content or ""
+            assert (getattr(delta, "reasoning", None) or "") == (getattr(delta, "reasoning_content", None) or "")
+            reasoning += getattr(delta, "reasoning", None) or ""
+            assert "tool_calls" not in delta.model_fields_set or delta.tool_calls  # absent or not empty
+            for call in delta.tool_calls or []:
+                if call.id is not None:
+                    assert call.index == len(calls) and call.type == "function" and call.function.arguments == ""
+                    calls.append([call.id, call.function.name, ""])
+                else:
+                    assert call.index == len(calls) - 1 and call.function.name is None and call.type is None
+                    calls[-1][2] += call.function.arguments
+    return content, reasoning, calls, finish
+
+
+def whole(answer):
+    choice, = answer.choices
+    message = choice.message
+    assert "tool_calls" not in message.model_fields_set or message.tool_calls  # absent, not []
+    calls = [[c.id, c.function.name, c.function.arguments] for c in message.tool_calls or []]
+    return message.content, getattr(message, "reasoning", ""), calls, choice.finish_reason
+
+
+def both(api, name, **more):
+    """The answer, which is the same whole and streamed, but for the ids of calls."""
+    one, two = whole(ask(api, name, **more)), join(ask(api, name, stream=True, **more))
+    assert (one[0] or "", one[1], one[3]) == (two[0], two[1], two[3])
+    assert [c[1:] for c in one[2]] == [c[1:] for c in two[2]] and all(c[0].startswith("call_") and len(c[0]) == 29 for c in one[2] + two[2])
+    assert len({c[0] for c in one[2] + two[2]}) == len(one[2] + two[2])
+    return one[0], one[1], [(c[1], c[2]) for c in one[2]], one[3]
+
+
+def test_calls(api):
+    assert both(api, "one", tools=TOOLS) == ("Let me look.", "", [("get_weather", '{"city": "Zürich</tool_call>", "days": 2}')], "tool_calls")
+    assert both(api, "two", tools=TOOLS) == (None, "", [("get_weather", '{"city":"Ulm"}'), ("get_time", "{}")], "tool_calls")
+    assert both(api, "two", tools=TOOLS, parallel_tool_calls=False) == (None, "", [("get_weather", '{"city":"Ulm"}')], "tool_calls")
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_time"}}]}}
+    assert both(api, "two", tools=TOOLS, tool_choice=allowed)[3] == "tool_calls"
+
+
+def test_calls_that_are_text(api):
+    assert both(api, "bad", tools=TOOLS) == (SCRIPTS["bad"], "", [], "stop")
+    assert both(api, "text", tools=TOOLS) == (SCRIPTS["text"], "", [], "stop")
+    assert both(api, "one", tools=TOOLS, tool_choice="none") == (SCRIPTS["one"], "", [], "stop")
+    assert both(api, "one") == (SCRIPTS["one"], "", [], "stop")
+    content, _, calls, finish = both(api, "one", tools=TOOLS, max_tokens=12)
+    assert SCRIPTS["one"].startswith(content) and "<tool_call>" in content and not calls and finish == "length"
+
+
+def test_a_long_call_is_streamed(api):
+    _, _, calls, _ = both(api, "long", tools=TOOLS)
+    assert json.loads(calls[0][1])["city"].endswith("1299")
+    deltas = [d for c in ask(api, "long", tools=TOOLS, stream=True) for d in c.choices[0].delta.tool_calls or []]
+    assert len(deltas) > 50
+
+
+def test_reasoning(api):
+    for tools in ({}, {"tools": TOOLS}):
+        assert both(api, "think", **tools) == ("It is <b>noon</b>.", "He wants a <tool_call>{...}.", [], "stop")
+    assert both(api, "both", tools=TOOLS) == (None, "Look it up: yes.", [("get_time", '{"zone": "CET 1"}')], "tool_calls")
+    usage = ask(api, "think").usage
+    assert 3 < usage.completion_tokens_details.reasoning_tokens < usage.completion_tokens
+    assert both(api, "think", extra_body={"include_reasoning": False})[:2] == ("It is <b>noon</b>.", "")
+    cut = ask(api, "think", max_tokens=5).choices[0]
+    assert cut.message.content is None and cut.finish_reason == "length" and cut.message.reasoning.startswith("He")
+
+
+def test_several_samples(api):
+    answer = ask(api, "both", tools=TOOLS, n=3)
+    ids = [c.message.tool_calls[0].id for c in answer.choices]
+    assert len(set(ids)) == 3 and all(c.message.reasoning == "Look it up: yes." for c in answer.choices)
+    texts = ["", "", ""]
+    for chunk in ask(api, "both", tools=TOOLS, n=3, stream=True):
+        for c in chunk.choices:
+            texts[c.index] += "".join(t.function.arguments for t in c.delta.tool_calls or [])
+    assert texts == ['{"zone": "CET 1"}'] * 3
+
+
+def test_a_conversation(server, api):
+    """The answer goes back as clients send it: arguments are a text, the template gets an object."""
+    first = ask(api, "one", tools=TOOLS).choices[0].message
+    messages = [{"role": "user", "content": "one"}, first.model_dump(exclude_none=True),
+                {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "sunny"}, {"role": "user", "content": "text"}]
+    answer = api.chat.completions.create(model="m", messages=messages, tools=TOOLS)
+    assert answer.choices[0].message.content == SCRIPTS["text"]
+    shown = server.post("/tokenize", {"model": "m", "messages": messages, "tools": TOOLS}).json()["tokens"]
+    text = server.post("/detokenize", {"model": "m", "tokens": shown}).json()["prompt"]
+    assert text.startswith("[user]one[assistant]Let me look.get_weatherZürich</tool_call>[tool]sunny[user]text2<go:text>")
+    shown = server.post("/tokenize", {"model": "m", "messages": [{"role": "assistant", "content": "a", "reasoning": "r"}, messages[0]],
+                                      "reasoning_effort": "none"}).json()["tokens"]
+    text = server.post("/detokenize", {"model": "m", "tokens": shown}).json()["prompt"]
+    assert text == "[assistant](r)a[user]oneFalse<go:one>"
+
+
+def test_refusals(api):
+    for choice in ("required", {"type": "function", "function": {"name": "get_time"}}):
+        with pytest.raises(openai.BadRequestError) as e:
+            ask(api, "one", tools=TOOLS, tool_choice=choice)
+        assert e.value.param == "tool_choice"
+
+
+def test_special_tokens_and_flags(tmp_path):
+    folder = str(tmp_path)
+    write_model(folder, DEEPSEEK, "{# <｜tool▁sep｜> ```json #}{{ enable_thinking }}", special=DS)
+    with Server("-m", folder, "--served-model-name", "m", "--default-chat-template-kwargs", '{"enable_thinking": "K"}') as s:
+        api = client(s)
+        assert both(api, "calls", tools=TOOLS) == ("Ok.", "", [("get_time", '{"zone": "UTC"}')], "tool_calls")
+        assert both(api, "calls", tools=TOOLS, stop=["never"])[2] == [("get_time", '{"zone": "UTC"}')]
+        assert ask(api, "calls").choices[0].message.content == "Ok.functionget_time\n```json\n{\"zone\": \"UTC\"}\n```"
+        ids = s.post("/tokenize", {"messages": [{"role": "user", "content": "calls"}]}).json()["tokens"]
+        assert s.post("/detokenize", {"tokens": ids}).json()["prompt"] == "K<go:calls>"
+    with Server("-m", folder, "--tool-call-parser", "none") as s:
+        answer = s.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "calls"}], "tools": TOOLS}).json()
+        assert answer["choices"][0]["message"]["content"].startswith("Ok.function") and answer["choices"][0]["finish_reason"] == "stop"
+    with Server("-m", folder, "--tool-call-parser", "hermes") as s:
+        answer = s.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "calls"}], "tools": TOOLS}).json()
+        assert "tool_calls" not in answer["choices"][0]["message"]
