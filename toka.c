@@ -20504,6 +20504,13 @@ static void http_put_last_chunk(buf *out) { buf_c(out, "0\r\n\r\n"); }
  *     BETWEEN ----> CALL, TEXT                               a call; `close`, or anything else
  *     CALL -------> BETWEEN, TEXT                            the end of the pattern
  *
+ * GPT-OSS writes its answer as messages, in the format harmony:
+ *     <|channel|>analysis<|message|>..<|end|><|start|>assistant to=functions.f<|channel|>commentary
+ *     <|constrain|>json<|message|>{..}<|call|>
+ * The header of a message says what its body is: the arguments of a call (it has a recipient),
+ * reasoning (channel analysis), else content. Two more states, HEADER and BODY, read this form.
+ * They are lenient: text without a header is content, a header that ends too early is dropped.
+ *
  * What always holds:
  *   - the events, joined, do not depend on how the bytes were divided into calls of parser_feed;
  *   - a malformed or unfinished call becomes content, as it was written. Only a call with more than
@@ -20518,75 +20525,79 @@ static void http_put_last_chunk(buf *out) { buf_c(out, "0\r\n\r\n"); }
 
 enum { PARSE_HELD_BYTES = 512 }; /* a call of at most this length is held until it is complete */
 
+enum {
+    PARSE_BARE = 1,      /* an answer may begin with the list, without `open` */
+    PARSE_SHORT_IDS = 2, /* the template wants ids of nine letters and digits */
+    PARSE_HARMONY = 4,   /* the format of GPT-OSS, which has no pattern */
+};
+
 typedef struct parse_format { /* one form of tool calls; NULL: there is no such text */
     const char *names;        /* values of --tool-call-parser, each followed by a blank */
     const char *marks[2];     /* a chat template that has both texts uses this form */
     const char *open, *close; /* before and after the list of calls */
     const char *skip;         /* bytes between calls that mean nothing, besides white space */
     const char *call, *param; /* patterns */
-    bool bare;                /* an answer may begin with the list, without `open` */
-    bool short_ids;           /* the template wants ids of nine letters and digits */
+    unsigned flags;           /* PARSE_BARE .. */
 } parse_format;
 
 /* Forms whose marks are more special come first. Names are those of vLLM. */
 static const parse_format parse_formats[] = {
     {"qwen3_coder qwen3_xml ", {"<function=", "<parameter="}, NULL, NULL, "",
-     "<tool_call> <function=%n> %p</function> </tool_call>", "<parameter=%k>%v</parameter>",
-     false, false},
+     "<tool_call> <function=%n> %p</function> </tool_call>", "<parameter=%k>%v</parameter>", 0},
+    {"openai ", {"<|channel|>", "<|message|>"}, NULL, NULL, "", "", NULL, PARSE_HARMONY},
     {"seed_oss ", {"<seed:tool_call>"}, "<seed:tool_call>", "</seed:tool_call>", "",
-     "<function=%n> %p</function>", "<parameter=%k>%v</parameter>", false, false},
+     "<function=%n> %p</function>", "<parameter=%k>%v</parameter>", 0},
     {"glm45 glm47 ", {"<arg_key>"}, NULL, NULL, "", "<tool_call> %n %p</tool_call>",
-     "<arg_key>%k</arg_key> <arg_value>%v</arg_value>", false, false},
+     "<arg_key>%k</arg_key> <arg_value>%v</arg_value>", 0},
     {"minimax_m2 ", {"<minimax:tool_call>"}, "<minimax:tool_call>", "</minimax:tool_call>", "",
-     "<invoke name=\"%n\"> %p</invoke>", "<parameter name=\"%k\">%v</parameter>", false, false},
+     "<invoke name=\"%n\"> %p</invoke>", "<parameter name=\"%k\">%v</parameter>", 0},
     {"deepseek_v32 ", {"｜DSML｜", "function_calls"}, "<｜DSML｜function_calls>",
      "</｜DSML｜function_calls>", "", "<｜DSML｜invoke name=\"%n\"> %p</｜DSML｜invoke>",
-     "<｜DSML｜parameter name=\"%k\" string=\"%t\">%v</｜DSML｜parameter>", false, false},
-    {"deepseek_v4 ", {"｜DSML｜"}, "<｜DSML｜tool_calls>",
-     "</｜DSML｜tool_calls>", "", "<｜DSML｜invoke name=\"%n\"> %p</｜DSML｜invoke>",
-     "<｜DSML｜parameter name=\"%k\" string=\"%t\">%v</｜DSML｜parameter>", false, false},
+     "<｜DSML｜parameter name=\"%k\" string=\"%t\">%v</｜DSML｜parameter>", 0},
+    {"deepseek_v4 ", {"｜DSML｜"}, "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", "",
+     "<｜DSML｜invoke name=\"%n\"> %p</｜DSML｜invoke>",
+     "<｜DSML｜parameter name=\"%k\" string=\"%t\">%v</｜DSML｜parameter>", 0},
     {"deepseek_v3 ", {"<｜tool▁sep｜>", "```json"}, "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
-     "", "<｜tool▁call▁begin｜>%x<｜tool▁sep｜>%n ```json %a ``` <｜tool▁call▁end｜>", NULL, false,
-     false},
+     "", "<｜tool▁call▁begin｜>%x<｜tool▁sep｜>%n ```json %a ``` <｜tool▁call▁end｜>", NULL, 0},
     {"deepseek_v31 ", {"<｜tool▁sep｜>"}, "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "",
-     "<｜tool▁call▁begin｜>%n<｜tool▁sep｜> %a <｜tool▁call▁end｜>", NULL, false, false},
+     "<｜tool▁call▁begin｜>%n<｜tool▁sep｜> %a <｜tool▁call▁end｜>", NULL, 0},
     {"kimi_k2 ", {"<|tool_call_argument_begin|>"}, "<|tool_calls_section_begin|>",
      "<|tool_calls_section_end|>", "",
-     "<|tool_call_begin|> %i <|tool_call_argument_begin|> %a <|tool_call_end|>", NULL, false,
-     false},
+     "<|tool_call_begin|> %i <|tool_call_argument_begin|> %a <|tool_call_end|>", NULL, 0},
     {"mistral ", {"[TOOL_CALLS]", "[ARGS]"}, NULL, NULL, "", "[TOOL_CALLS] %n%p[ARGS] %a",
-     "[CALL_ID]%i", false, true},
-    {"mistral ", {"[TOOL_CALLS]"}, "[TOOL_CALLS]", NULL, "[,]", "%c", NULL, false, true},
+     "[CALL_ID]%i", PARSE_SHORT_IDS},
+    {"mistral ", {"[TOOL_CALLS]"}, "[TOOL_CALLS]", NULL, "[,]", "%c", NULL, PARSE_SHORT_IDS},
     {"granite phi4_mini ", {"<|tool_call|>"}, "<|tool_call|>", "<|/tool_call|>", "[,]", "%c", NULL,
-     false, false},
-    {"phi4_mini_json ", {"functools["}, "functools", NULL, "[,]", "%c", NULL, false, false},
-    {"nemotron_json ", {"<TOOLCALL>"}, "<TOOLCALL>", "</TOOLCALL>", "[,]", "%c", NULL, false,
-     false},
+     0},
+    {"phi4_mini_json ", {"functools["}, "functools", NULL, "[,]", "%c", NULL, 0},
+    {"nemotron_json ", {"<TOOLCALL>"}, "<TOOLCALL>", "</TOOLCALL>", "[,]", "%c", NULL, 0},
     {"lfm2 ", {"<|tool_list_start|>"}, "<|tool_call_start|>", "<|tool_call_end|>", "[,]", "%n(%y",
-     NULL, false, false},
+     NULL, 0},
     {"hermes qwen granite4 ", {"<tool_call>"}, NULL, NULL, "", "<tool_call> %c </tool_call>", NULL,
-     false, false},
+     0},
     {"pythonic llama4_pythonic ", {"func_name1(params_name1"}, "<|python_start|>",
-     "<|python_end|>", "[,]", "%n(%y", NULL, true, false},
+     "<|python_end|>", "[,]", "%n(%y", NULL, PARSE_BARE},
     {"llama3_json llama4_json ", {"\"parameters\": dictionary"}, "<|python_tag|>", NULL, ";", "%c",
-     NULL, true, false},
+     NULL, PARSE_BARE},
 };
 
 typedef struct parse_family { /* how a family of models marks its reasoning */
     const char *names;        /* values of --reasoning-parser, each followed by a blank */
     const char *open, *close; /* a template with both texts is of this family */
+    bool harmony; /* the format of GPT-OSS; the texts are only marks of its template */
 } parse_family;
 
 static const parse_family parse_families[] = {
-    {"mistral ", "[THINK]", "[/THINK]"},
-    {"seed_oss ", "<seed:think>", "</seed:think>"},
-    {"cohere_command3 cohere ", "<|START_THINKING|>", "<|END_THINKING|>"},
-    {"gemma4 ", "<|channel>thought", "<channel|>"},
-    {"apertus ", "<|inner_prefix|>", "<|inner_suffix|>"},
-    {"granite ", "Here is my thought process:", "Here is my response:"},
+    {"openai_gptoss gpt_oss ", "<|channel|>", "<|message|>", true},
+    {"mistral ", "[THINK]", "[/THINK]", false},
+    {"seed_oss ", "<seed:think>", "</seed:think>", false},
+    {"cohere_command3 cohere ", "<|START_THINKING|>", "<|END_THINKING|>", false},
+    {"gemma4 ", "<|channel>thought", "<channel|>", false},
+    {"apertus ", "<|inner_prefix|>", "<|inner_suffix|>", false},
+    {"granite ", "Here is my thought process:", "Here is my response:", false},
     {"deepseek_r1 deepseek_v3 deepseek_v4 qwen3 glm45 glm47 kimi_k2 minimax_m2 nemotron_v3 olmo3 "
      "ernie45 hunyuan_a13b step3 mimo ",
-     "<think>", "</think>"},
+     "<think>", "</think>", false},
 };
 
 /* Is this name in a list where a blank follows each name? */
@@ -20709,7 +20720,10 @@ typedef struct parse_setup { /* what all answers of a request have in common */
     bool thinking;              /* the prompt ends inside the reasoning */
 } parse_setup;
 
-enum parse_state { PARSE_START, PARSE_THINKING, PARSE_TEXT, PARSE_BETWEEN, PARSE_IN_CALL };
+enum parse_state {
+    PARSE_START, PARSE_THINKING, PARSE_TEXT, PARSE_BETWEEN, PARSE_IN_CALL,
+    PARSE_HEADER, PARSE_BODY, /* harmony */
+};
 enum parse_part { PARSE_NO_PART, PARSE_A_KEY, PARSE_A_NAME, PARSE_SOME_ARGS, PARSE_OTHER_PART };
 enum parse_step { PARSE_MORE, PARSE_DONE, PARSE_DONE_BEFORE, PARSE_MALFORMED };
 
@@ -20739,13 +20753,22 @@ typedef struct parser { /* the state of one answer */
     bool escaped;       /* the next byte of the string is escaped */
     bool in_value;      /* %c: after a colon; %y: after an equals sign; %v: after the first byte */
     bool line_feed;     /* %v: a line feed is held, which is dropped at the end */
+    /* harmony */
+    enum parse_kind body;     /* what the body of the message is */
+    bool wrote[2], wrote_now; /* there was content, or reasoning; in this message */
 } parser;
+
+static bool parse_is_harmony(const parse_setup *setup) {
+    return (setup->format && setup->format->flags & PARSE_HARMONY) ||
+           (setup->family && setup->family->harmony);
+}
 
 static void parser_init(parser *p, const parse_setup *setup) {
     *p = (parser){.setup = setup,
-                  .state = setup->thinking ? PARSE_THINKING
-                           : setup->family ? PARSE_START
-                           : setup->format && setup->format->bare ? PARSE_BETWEEN
+                  .state = parse_is_harmony(setup) ? PARSE_HEADER
+                           : setup->thinking       ? PARSE_THINKING
+                           : setup->family         ? PARSE_START
+                           : setup->format && setup->format->flags & PARSE_BARE ? PARSE_BETWEEN
                                                                   : PARSE_TEXT};
     p->has_thought = setup->thinking;
 }
@@ -20835,7 +20858,7 @@ static void parse_byte(parser *p, char c);
 
 static void parse_begin_text(parser *p) {
     const parse_format *format = p->setup->format;
-    p->state = format && format->bare ? PARSE_BETWEEN : PARSE_TEXT;
+    p->state = format && format->flags & PARSE_BARE ? PARSE_BETWEEN : PARSE_TEXT;
     p->has_text = false;
     buf_clear(&p->tag), buf_clear(&p->space), buf_clear(&p->raw);
 }
@@ -20949,7 +20972,7 @@ static bool parse_read_name(parser *p) {
 
 /* May this be an answer that is JSON, and no call? */
 static bool parse_is_doubtful(const parser *p) {
-    return p->setup->format->bare && !p->has_open && !p->n_in_list;
+    return p->setup->format->flags & PARSE_BARE && !p->has_open && !p->n_in_list;
 }
 
 /* %c: the key of a member is complete. Returns false if it cannot be one of a call. */
@@ -21252,7 +21275,9 @@ static void parse_begin_call(parser *p, const char *at) {
     buf_clear(&p->key), buf_clear(&p->value);
 }
 
-static bool parse_has_list(const parse_format *format) { return format->open || format->bare; }
+static bool parse_has_list(const parse_format *format) {
+    return format->open || format->flags & PARSE_BARE;
+}
 
 /* What is held was no call: it becomes content. */
 static void parse_release(parser *p) {
@@ -21330,6 +21355,105 @@ static void parse_call(parser *p, char c) {
     if (is_long && p->has_name && p->args.n && p->args.p[0] == '{') parse_deliver(p);
 }
 
+/* ---- Harmony ---- */
+
+static const str parse_harmony_ends[] = { /* what ends a body; the last two begin a header */
+    {"<|end|>", 7}, {"<|call|>", 8}, {"<|return|>", 10}, {"<|start|>", 9}, {"<|channel|>", 11}};
+static const char parse_harmony_begins[] = "<|message|>";
+
+/* May these bytes be the begin of a header? */
+static bool parse_may_be_header(str held) {
+    enum { MOST_BYTES = 256 };
+    static const char *const begins[] = {"<|start|>", "<|channel|>", "<|constrain|>",
+                                         parse_harmony_begins, "to="};
+    if (held.n > MOST_BYTES) return false;
+    while (held.n && parse_is_space(held.p[0])) held = str_sub(held, 1, held.n);
+    for (int i = 0; i < COUNT(begins); i++)
+        if (str_starts(held, str_c(begins[i])) || str_starts(str_c(begins[i]), held)) return true;
+    return false;
+}
+
+/* Returns the word after the last `mark` in a header. */
+static str parse_header_word(str header, const char *mark) {
+    str word = STR("");
+    for (ptrdiff_t at = 0; (at = str_find(header, str_c(mark), (size_t)at)) >= 0;) {
+        at += (ptrdiff_t)strlen(mark);
+        size_t end = (size_t)at;
+        while (end < header.n && parse_is_name(header.p[end])) end++;
+        word = str_sub(header, (size_t)at, end);
+    }
+    return word;
+}
+
+/* A body begins; the header is in parser.raw. */
+static void parse_begin_body(parser *p) {
+    const str header = buf_view(&p->raw);
+    str name = parse_header_word(header, "to=");
+    const str channel = parse_header_word(header, "<|channel|>");
+    if (str_is(name, "user") || str_is(name, "assistant") || str_is(name, "all")) name = STR("");
+    if (str_starts(name, STR("functions."))) name = str_sub(name, 10, name.n);
+    const bool is_call = name.n && p->setup->format;
+    parse_begin_call(p, "");
+    p->state = PARSE_BODY;
+    p->wrote_now = false;
+    /* calls of tools that the request does not have are for nobody to see */
+    p->body = is_call ? PARSE_ARGUMENTS
+              : name.n || str_is(channel, "analysis") ? PARSE_REASONING
+                                                      : PARSE_CONTENT;
+    if (is_call) buf_str(&p->name, name);
+    else buf_clear(&p->raw);
+    p->has_name = is_call;
+}
+
+/* Takes a byte of a body. Messages of the same kind stand on lines of their own. */
+static void parse_body_byte(parser *p, char c) {
+    if (p->body == PARSE_ARGUMENTS) {
+        if (!p->delivered) buf_char(&p->raw, c);
+        parse_put_args(p, (str){&c, 1});
+        const bool is_long = !p->delivered && p->raw.n > PARSE_HELD_BYTES;
+        if (is_long && p->args.p[0] == '{') parse_deliver(p);
+        return;
+    }
+    if (!p->wrote_now && p->wrote[p->body]) parse_emit(p, p->body, STR(""), STR("\n"));
+    p->wrote_now = p->wrote[p->body] = true;
+    parse_emit(p, p->body, STR(""), (str){&c, 1});
+}
+
+static void parse_end_body(parser *p) {
+    if (p->body == PARSE_ARGUMENTS) parse_end_call(p);
+    parse_emit(p, PARSE_CONTENT, STR(""), buf_view(&p->space));
+    buf_clear(&p->space), buf_clear(&p->raw);
+    p->state = PARSE_HEADER;
+    p->body = PARSE_CONTENT;
+}
+
+static void parse_header(parser *p, char c) {
+    buf_char(&p->raw, c);
+    const str held = buf_view(&p->raw);
+    if (str_ends(held, str_c(parse_harmony_begins))) {
+        parse_begin_body(p);
+        return;
+    }
+    for (int i = 0; i < 3; i++)
+        if (str_ends(held, parse_harmony_ends[i])) {
+            buf_clear(&p->raw);
+            return;
+        }
+    if (parse_may_be_header(held)) return;
+    buf text = p->raw;
+    p->raw = (buf){0};
+    parse_begin_body(p);
+    for (size_t i = 0; i < text.n; i++) parse_byte(p, text.p[i]);
+    buf_free(&text);
+}
+
+static void parse_body(parser *p, char c) {
+    const int found = parse_search(p, parse_harmony_ends, COUNT(parse_harmony_ends), p->body, c);
+    if (found < 0) return;
+    parse_end_body(p);
+    if (found > 2) buf_str(&p->raw, parse_harmony_ends[found]);
+}
+
 /* ---- Text and lists ---- */
 
 static int parse_search(parser *p, const str *tags, int n_tags, enum parse_kind kind, char c) {
@@ -21341,7 +21465,8 @@ static int parse_search(parser *p, const str *tags, int n_tags, enum parse_kind 
             buf_clear(&p->tag);
             return found;
         }
-        if (kind == PARSE_ARGUMENTS) parse_value_byte(p, p->tag.p[0]);
+        if (p->state == PARSE_BODY) parse_body_byte(p, p->tag.p[0]);
+        else if (kind == PARSE_ARGUMENTS) parse_value_byte(p, p->tag.p[0]);
         else parse_put_text(p, kind, p->tag.p[0]);
         p->tag.n--;
         memmove(p->tag.p, p->tag.p + 1, p->tag.n);
@@ -21410,6 +21535,8 @@ static void parse_byte(parser *p, char c) {
     case PARSE_TEXT: parse_text(p, c); break;
     case PARSE_BETWEEN: parse_between(p, c); break;
     case PARSE_IN_CALL: parse_call(p, c); break;
+    case PARSE_HEADER: parse_header(p, c); break;
+    case PARSE_BODY: parse_body(p, c); break;
     }
 }
 
@@ -21420,6 +21547,11 @@ static void parser_feed(parser *p, str bytes) {
 
 /* The answer has ended. A call that lacks only texts after its arguments is complete. */
 static void parser_end(parser *p) {
+    if (parse_is_harmony(p->setup)) {
+        for (size_t i = 0; i < p->tag.n; i++) parse_body_byte(p, p->tag.p[i]);
+        parse_end_body(p);
+        return;
+    }
     const bool in_call = p->state == PARSE_IN_CALL && !p->resume;
     if (in_call && !strchr(p->at, '%') && *p->at) parse_end_call(p);
     const bool thinking = p->state == PARSE_THINKING;
@@ -21437,13 +21569,15 @@ static void parser_end(parser *p) {
 }
 
 /* Is a part of the answer reasoning until now? */
-static bool parser_is_thinking(const parser *p) { return p->state == PARSE_THINKING; }
+static bool parser_is_thinking(const parser *p) {
+    return p->state == PARSE_THINKING || (p->state == PARSE_BODY && p->body == PARSE_REASONING);
+}
 
 /* Does the rendered prompt end inside the reasoning? It does if its last text is the one that
  * reasoning begins with. Earlier messages may contain anything, so nothing else counts. */
 static bool parse_prompt_thinks(const parse_family *family, str prompt) {
     while (prompt.n && parse_is_space(prompt.p[prompt.n - 1])) prompt.n--;
-    return family && str_ends(prompt, str_c(family->open));
+    return family && !family->harmony && str_ends(prompt, str_c(family->open));
 }
 
 /* Must a special token with this text be kept although special tokens are skipped? It must if it
@@ -21456,7 +21590,9 @@ static bool parse_needs_token(const parse_setup *setup, str text) {
                                  setup->family ? setup->family->close : NULL};
     for (int i = 0; i < COUNT(texts); i++)
         if (texts[i] && text.n && str_find(str_c(texts[i]), text, 0) >= 0) return true;
-    return false;
+    for (int i = 0; i < COUNT(parse_harmony_ends) && parse_is_harmony(setup); i++)
+        if (str_eq(text, parse_harmony_ends[i])) return true;
+    return parse_is_harmony(setup) && str_is(text, "<|constrain|>");
 }
 
 /* ===========================================================================
@@ -22246,15 +22382,17 @@ static void api_put_tool_call(api_request *request, const json *call, buf *out) 
     json_put_close(out, '}');
 }
 
-/* Writes the reasoning of a message that has it under one of its two names also under the other:
- * templates differ in the name. */
+/* Writes the reasoning of a message also under the names of it that the message does not have:
+ * templates differ in the name. That of GPT-OSS refuses `thinking` beside a content and calls. */
 static void api_put_other_reasoning(const json *message, buf *out) {
-    static const char *const names[] = {"reasoning", "reasoning_content"};
-    for (int i = 0; i < 2; i++) {
-        const json *value = json_get(message, names[i]), *other = json_get(message, names[!i]);
-        if (json_is(value, JSON_STRING) && !json_is(other, JSON_STRING))
-            json_put_key(out, names[!i]), json_put_value(out, value);
-    }
+    static const char *const names[] = {"reasoning", "reasoning_content", "thinking"};
+    const bool only_two = json_get(message, "tool_calls") && json_str(json_get(message, "content")).n;
+    const json *value = NULL;
+    for (int i = 0; i < COUNT(names); i++)
+        if (json_is(json_get(message, names[i]), JSON_STRING)) value = json_get(message, names[i]);
+    for (int i = 0; i < COUNT(names) - only_two && value; i++)
+        if (!json_is(json_get(message, names[i]), JSON_STRING))
+            json_put_key(out, names[i]), json_put_value(out, value);
 }
 
 /* Writes one message. A content that is null or missing becomes an empty text, as in vLLM:
@@ -23092,7 +23230,7 @@ static void api_put_prompt(api_request *request, api_prompt *prompt, buf *out) {
 static void api_put_call_id(const api_request *request, int index, int i_call, str given,
                             buf *out) {
     static const char digits[] = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";
-    const bool is_short = request->parse.format && request->parse.format->short_ids;
+    const bool is_short = request->parse.format && request->parse.format->flags & PARSE_SHORT_IDS;
     uint64_t hash = hash_mix(request->serial[0] ^ (uint64_t)index << 32 ^ (uint64_t)i_call);
     buf id = {0};
     json_put_key(out, "id");

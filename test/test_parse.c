@@ -177,6 +177,26 @@ static const parse_sample parse_samples[] = {
     {"hermes", "qwen3", 0, 0, "\n<tool_call>{\"name\":\"g\"}</tool_call>", "<g#:{}>"},
     {"llama3_json", "qwen3", 1, 0, "x</think>\n\n{\"name\": \"f\", \"parameters\": {}}", "<r:x><f#:{}>"},
     {NULL, "qwen3", 1, 0, "", ""},
+    /* harmony; the recipient stands in the role or in the channel */
+    {"openai", "openai_gptoss", 0, 0, "<|channel|>analysis<|message|> Look.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+     "<|start|>assistant to=functions.f<|channel|>commentary <|constrain|>json<|message|>{\"s\": \"<|x\"}<|call|>",
+     "<r: Look.>I look.<f#:{\"s\": \"<|x\"}>"},
+    {"openai", "openai_gptoss", 0, 0, "<|channel|>commentary to=functions.f code<|message|>{}<|call|>", "<f#:{}>"},
+    {"openai", "openai_gptoss", 0, 0, "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{\"s\": \"x\"}", "<f#:{\"s\": \"x\"}>"},
+    {"openai", "openai_gptoss", 0, 1, "<|channel|>commentary to=f json<|message|>{}<|call|><|start|>assistant to=g<|channel|>commentary<|message|>{}", "<f#:{}>"},
+    {NULL, "openai_gptoss", 0, 0, "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b<|end|><|start|>assistant"
+     "<|channel|>final<|message|>c\n<|end|><|start|>assistant<|channel|>final<|message|>d<|return|>", "<r:a\nb>c\n\nd"},
+    {NULL, "openai_gptoss", 0, 0, "<|channel|>commentary to=browser.search code<|message|>{\"q\": 1}<|call|>", "<r:{\"q\": 1}>"},
+    /* what a model should not write */
+    {"openai", "openai_gptoss", 0, 0, "Just text.", "Just text."},
+    {"openai", "openai_gptoss", 0, 0, "<|channel|>final<|message|>a<|end|>b<|end|>", "a\nb"},
+    {"openai", "openai_gptoss", 0, 0, "<|channel|>analysis<|message|>a<|channel|>final<|message|>b", "<r:a>b"},
+    {"openai", "openai_gptoss", 0, 0, "<|channel|>analysis<|return|>", ""},
+    {"openai", "openai_gptoss", 0, 0, "<|channel|>analysis", ""},
+    {"openai", "openai_gptoss", 0, 0, "<|message|>a", "a"},
+    {"openai", "openai_gptoss", 0, 0, "<|channel|>commentary to=functions.f<|message|>{\"s\": <|call|>",
+     "<|channel|>commentary to=functions.f<|message|>{\"s\": "},
+    {"openai", "openai_gptoss", 0, 0, "<|start|>assistant<|channel|>commentary to=functions.f\"!<|constrain|>json<|message|>{}<|call|>", "<f#:{}>"},
     {"hermes", NULL, 0, 0, "", ""},
 };
 
@@ -187,7 +207,7 @@ static void test_parse_samples(void) {
         int n = 0;
         for (int j = 0; j < COUNT(parse_samples); j++)
             n += parse_samples[j].format && parse_find_format(parse_samples[j].format, STR("")) == &parse_formats[i];
-        CHECK_MSG(n || (parse_formats[i].short_ids && parse_formats[i].open), "%s has no sample", parse_formats[i].names);
+        CHECK_MSG(n || (parse_formats[i].flags & PARSE_SHORT_IDS && parse_formats[i].open), "%s has no sample", parse_formats[i].names);
     }
 }
 
@@ -221,6 +241,7 @@ static void test_parse_long_calls(void) {
         {"qwen3_coder", "<tool_call><function=f><parameter=s>", "</parameter></function></tool_call>", "<f#:{\"s\": \"", "\"}>"},
         {"qwen3_coder", "<tool_call><function=f><parameter=s>", "</parameter>junk", "<f#:{\"s\": \"", "\">junk"},
         {"pythonic", "[f(s='", "')]", "<f#:{\"s\": \"", "\"}>"},
+        {"openai", "<|channel|>commentary to=f<|message|>{\"s\": \"", "\"}<|call|>", "<f#:{\"s\": \"", "\"}>"},
         {"deepseek_v31", DS_CALLS DS_CALL "f" DS_SEP "{\"s\": \"", "\"}" DS_END DS_CALLS_END, "<f#:{\"s\": \"", "\"}>"}};
     for (int i = 0; i < COUNT(rows); i++) {
         buf text = {0}, want = {0};
@@ -247,7 +268,7 @@ static void test_parse_random(void) {
     static const char *const pieces[] = {"<tool_call>", "</tool_call>", "{\"name\": \"f\"", ", \"arguments\": {", "}", "{", "[", "]", "\"", "\\", " ", "\n",
                                          "<think>", "</think>", "x", "<function=", "f>", "<parameter=s>", "</parameter>", "</function>", "(", ")", "a=",
                                          "'", ",", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>",
-                                         ";", DS_CALLS, DS_CALL, DS_SEP, DS_END, DS_CALLS_END, "```json", "```", "\xC3\xA9", "functions.f:0", "1"};
+                                         ";", DS_CALLS, DS_CALL, DS_SEP, DS_END, DS_CALLS_END, "```json", "```", "\xC3\xA9", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "analysis", " to=f", "functions.f:0", "1"};
     uint64_t rng = 1;
     for (int round = 0; round < 4000; round++) {
         buf text = {0}, whole = {0}, cut = {0};
@@ -259,7 +280,7 @@ static void test_parse_random(void) {
         parse_in_pieces(&setup, buf_view(&text), text.n, 1, &whole);
         parse_in_pieces(&setup, buf_view(&text), 1, 1 + (size_t)(round % 5), &cut);
         CHECK_MSG(str_eq(buf_view(&whole), buf_view(&cut)), "%s:\n  %s\n  %s", text.p, whole.p, cut.p);
-        const bool plain = !strstr(whole.p, "#") && !setup.family;
+        const bool plain = !strstr(whole.p, "#") && !setup.family && !(setup.format->flags & PARSE_HARMONY);
         CHECK_MSG(!plain || str_is(buf_view(&whole), text.p ? text.p : ""), "%s: %s", text.p, whole.p);
         buf_free(&text), buf_free(&whole), buf_free(&cut);
     }
@@ -274,6 +295,9 @@ static void test_parse_prompts(void) {
     const parse_setup setup = {.family = family, .format = parse_find_format("deepseek_v31", STR(""))};
     CHECK(parse_needs_token(&setup, STR("<think>")) && parse_needs_token(&setup, STR(DS_SEP)) && !parse_needs_token(&setup, STR("<|im_end|>")));
     CHECK(!parse_needs_token(&setup, STR("")));
+    const parse_setup harmony = {.family = parse_find_family("openai_gptoss", STR(""))};
+    CHECK(parse_needs_token(&harmony, STR("<|start|>")) && parse_needs_token(&harmony, STR("<|message|>")) && !parse_needs_token(&harmony, STR("<|endoftext|>")));
+    CHECK(!parse_prompt_thinks(harmony.family, STR("<|channel|>")));
 }
 
 /* The chat templates of models have the forms that they are known for. */
@@ -291,7 +315,7 @@ static void test_parse_templates(void) {
         {"meta-llama-Llama-3.2-3B-Instruct.jinja", "llama3_json", NULL}, {"meta-llama-Llama-3.3-70B-Instruct.jinja", "llama3_json", NULL},
         {"ibm-granite-granite-3.3-2B-Instruct.jinja", "granite", "qwen3"}, {"mistralai-Ministral-3-14B-Reasoning-2512.jinja", "mistral", "mistral"},
         {"mistralai-Mistral-Nemo-Instruct-2407.jinja", "mistral", NULL}, {"unsloth-mistral-Devstral-Small-2507.jinja", "mistral", NULL},
-        {"gemma-2-9b-it.json", NULL, NULL}, {"microsoft-Phi-3.5-mini-instruct.jinja", NULL, NULL}, {"fireworks-ai-llama-3-firefunction-v2.jinja", "phi4_mini_json", NULL},
+        {"openai-gpt-oss-120b.jinja", "openai", "openai_gptoss"}, {"gemma-2-9b-it.json", NULL, NULL}, {"microsoft-Phi-3.5-mini-instruct.jinja", NULL, NULL}, {"fireworks-ai-llama-3-firefunction-v2.jinja", "phi4_mini_json", NULL},
         {"CohereForAI-c4ai-command-r7b-12-2024-tool_use.jinja", NULL, "cohere"}};
     for (int i = 0; i < COUNT(rows); i++) {
         char name[500];
@@ -310,7 +334,29 @@ static void test_parse_templates(void) {
     }
 }
 
+/* A conversation of openai/harmony's own tests: reasoning, a call of a tool, and what the tool said. */
+static void test_parse_harmony_suite(void) {
+    const char *path = data_path("suites/harmony/test_streamable_parser.txt");
+    if (!path) {
+        SKIP(1, "no public test data");
+        return;
+    }
+    const str text = read_copy(path);
+    const parse_setup setup = {.format = parse_find_format("openai", STR(""))};
+    buf whole = {0}, cut = {0};
+    parse_in_pieces(&setup, text, text.n, 1, &whole);
+    CHECK_MSG(str_starts(buf_view(&whole), STR("<r:User asks ")) && strstr(whole.p, "to confirm.><browser.search#:{\"query\": \"current US president"), "%s",
+              whole.p);
+    CHECK_MSG(!strstr(whole.p, "<|"), "%s", whole.p);
+    for (size_t n = 1; n < text.n; n += 7) {
+        parse_in_pieces(&setup, text, n, n % 5 + 1, &cut);
+        CHECK(str_eq(buf_view(&whole), buf_view(&cut)));
+    }
+    buf_free(&whole), buf_free(&cut), free((void *)text.p);
+}
+
 static const struct test parse_tests[] = {
+    {"parse: a conversation of harmony's tests", test_parse_harmony_suite},
     {"parse: samples of every form", test_parse_samples},
     {"parse: names of forms", test_parse_names},
     {"parse: long calls come while they are written", test_parse_long_calls},

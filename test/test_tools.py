@@ -34,6 +34,13 @@ def server(tmp_path_factory):
         yield s
 
 
+HARMONY = {
+    "calls": "<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant<|channel|>commentary to=functions.get_time <|constrain|>json<|message|>"
+             "{\"zone\": \"UTC\"}",
+    "final": "<|channel|>analysis<|message|>I know: 2.<|end|><|start|>assistant<|channel|>final<|message|>Two, is it not?",
+}
+
+
 def client(s):
     return openai.OpenAI(base_url=f"http://127.0.0.1:{s.address[1]}/v1", api_key="none", max_retries=0)
 
@@ -170,3 +177,12 @@ def test_special_tokens_and_flags(tmp_path):
     with Server("-m", folder, "--tool-call-parser", "hermes") as s:
         answer = s.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "calls"}], "tools": TOOLS}).json()
         assert "tool_calls" not in answer["choices"][0]["message"]
+
+
+def test_harmony(tmp_path):
+    write_model(str(tmp_path), HARMONY, "{# <|channel|> <|message|> #}{% for m in messages %}{{ m.thinking }}{% endfor %}<|start|>assistant")
+    with Server("-m", str(tmp_path), "--served-model-name", "m") as s:
+        api = client(s)
+        assert both(api, "calls", tools=TOOLS) == (None, "Look it up.", [("get_time", '{"zone": "UTC"}')], "tool_calls")
+        assert both(api, "final", tools=TOOLS) == ("Two, is it not?", "I know: 2.", [], "stop")
+        assert both(api, "final") == ("Two, is it not?", "I know: 2.", [], "stop")
