@@ -6,11 +6,11 @@
  * run on any Linux machine; millions of completions as fast as the hardware allows; copying these
  * files into another project, to use, teach or review. So it is one file that reads from top to
  * bottom, and each chapter uses only earlier ones. `cc -c toka.c` compiles chapters 1 to 23, the
- * library. -DTOKA_SERVER adds chapters 24 to 35: server, batches, benchmarks, command line; and
- * -DTOKA_MAIN adds main() to these. toka_kernels.cu is the GPU backend. toka.h is the public
+ * library. -DTOKA_SERVER adds chapters 24 to 36: server, batches, benchmarks, hub, command line;
+ * and -DTOKA_MAIN adds main() to these. toka_kernels.cu is the GPU backend. toka.h is the public
  * interface and, in its lower half, the interface of the backends.
  *
- * WHAT IT IS NOT. It does not train, quantize, convert or download. It runs dense decoder-only
+ * WHAT IT IS NOT. It does not train, quantize or convert. It runs dense decoder-only
  * transformers of the Llama family (Llama, Mistral, Ministral, Qwen 2 and 3) with bf16, f16 or f32
  * weights: no mixture of experts, no images, no speculative decoding. If it would compute a model
  * differently from the code of the model's authors, it refuses the model and says why
@@ -123,7 +123,7 @@
  * and utf8_ 4, uni_ 5, tok_ 6 and 7, tmpl_ 8 to 10 (tv_: values of templates), st_ and mf_ 11 to
  * 13, kv_ 14, heap_ 15, sched_ 16, batch_ 17, samp_ and stop_ 18, plain_ 18.8, cpu_ 19 and 20,
  * group_ 20, model_ and rank_ 21, eng_ 22, lib_ 23, http_ 24, parse_ 25, api_ 26 and 27, run_ 28
- * and 33, files_ 29, srv_ 30 to 32, plan_ 33, benchclient_ 34, cli_ 35.
+ * and 33, files_ 29, srv_ 30 to 32, plan_ 33, benchclient_ 34, hub_ 35, cli_ 36.
  *
  * WORDS                                                                                     chapter
  *   sample          one of the n completions of a request                                        16
@@ -225,13 +225,14 @@
  *  32. Server: connections [os]
  *  33. Bench and plan [os]
  *  34. Bench serve [os]
- *  35. Command line [os]
+ *  35. Hub [os]
+ *  36. Command line [os]
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE /* mmap flags, sched_getaffinity, memmem */
 #endif
 #ifdef TOKA_MAIN
-#define TOKA_SERVER /* chapters 24 to 35: server, batches, benchmarks, command line */
+#define TOKA_SERVER /* chapters 24 to 36: server, batches, benchmarks, hub, command line */
 #endif
 #define TOKA_INTERNAL
 #include "toka.h"
@@ -274,18 +275,23 @@
 #include <unistd.h>
 #ifdef TOKA_SERVER
 #include <arpa/inet.h>
+#include <fnmatch.h>
+#include <ftw.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <spawn.h>
 #include <strings.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/file.h>
 #include <sys/sendfile.h>
 #include <sys/socket.h>
+#include <sys/statvfs.h>
 #include <sys/un.h>
-#define SERVER_ONLY /* before a function of chapters 1 to 23 that only chapters 24 to 35 call */
+#include <sys/wait.h>
+#define SERVER_ONLY /* before a function of chapters 1 to 23 that only chapters 24 to 36 call */
 #else
 #define SERVER_ONLY __attribute__((unused))
 #endif
@@ -10380,24 +10386,37 @@ static int mf_read_models_file(const char *models_file, arena *memory, mf_known_
     return code;
 }
 
-/* Appends the path of the hub cache's folder, found as huggingface_hub finds it: from the first of
- * these environment variables that is set. "~" or "~/" at the start of its value means $HOME. */
-static void mf_put_hub_cache_path(buf *out) {
-    static const char *const sources[][2] = {{"HF_HUB_CACHE", ""},
-                                             {"HUGGINGFACE_HUB_CACHE", ""},
-                                             {"HF_HOME", "/hub"},
-                                             {"XDG_CACHE_HOME", "/huggingface/hub"},
-                                             {"HOME", "/.cache/huggingface/hub"}};
-    for (int i = 0; i < COUNT(sources); i++) {
+/* Appends a path that depends on the environment: the value of the first variable that is set, then
+ * the text beside its name. "~" or "~/" at the start of the value means $HOME. Returns false if none
+ * is set. */
+static bool mf_put_env_path(const char *const (*sources)[2], int n_sources, buf *out) {
+    for (int i = 0; i < n_sources; i++) {
         const char *value = getenv(sources[i][0]), *home = getenv("HOME");
         if (!value || !*value) continue;
         bool tilde = home && value[0] == '~' && (!value[1] || value[1] == '/');
         buf_c(out, tilde ? home : "");
         buf_c(out, value + tilde);
         buf_c(out, sources[i][1]);
-        return;
+        return true;
     }
-    buf_c(out, ".cache/huggingface/hub");
+    return false;
+}
+
+/* Appends the path of the hub cache's folder, found as huggingface_hub finds it. */
+static void mf_put_hub_cache_path(buf *out) {
+    static const char *const sources[][2] = {{"HF_HUB_CACHE", ""},
+                                             {"HUGGINGFACE_HUB_CACHE", ""},
+                                             {"HF_HOME", "/hub"},
+                                             {"XDG_CACHE_HOME", "/huggingface/hub"},
+                                             {"HOME", "/.cache/huggingface/hub"}};
+    if (!mf_put_env_path(sources, COUNT(sources), out)) buf_c(out, ".cache/huggingface/hub");
+}
+
+/* Appends a hub id as the hub cache writes it: "org--name". */
+static void mf_put_repo_name(buf *out, str id) {
+    for (size_t i = 0; i < id.n; i++)
+        if (id.p[i] == '/') buf_c(out, "--");
+        else buf_char(out, id.p[i]);
 }
 
 /* Is this a hub id? It is "org/name" or "name" of letters, digits and -_. where no part begins with
@@ -10428,9 +10447,7 @@ static int mf_find_in_hub_cache(const char *id, const char *given_name, char **f
     buf path = {0}, cache = {0};
     mf_put_hub_cache_path(&cache);
     buf_printf(&path, "%s/models--", cache.p);
-    for (size_t i = 0; i < repo.n; i++)
-        if (repo.p[i] == '/') buf_c(&path, "--");
-        else buf_char(&path, repo.p[i]);
+    mf_put_repo_name(&path, repo);
     size_t repo_len = path.n;
     buf_printf(&path, "/refs/%.*s", (int)revision.n, revision.p);
     str commit = revision, text = STR("");
@@ -32575,7 +32592,1183 @@ static int benchclient_run(const benchclient_options *options, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 35. Command line [os]
+ * MARK: 35. Hub [os]
+ * In: the id of a model on the Hugging Face hub and a revision. Out: the files that toka reads, in
+ * the hub cache of this machine. The layout is that of the package huggingface_hub, so each program
+ * finds the models that another one downloaded:
+ *
+ *   CACHE/models--OWNER--NAME/
+ *       blobs/HASH               the bytes of a file; HASH: SHA-256 (files in LFS) or git's SHA-1
+ *       blobs/HASH.incomplete    its first bytes, while it is downloaded
+ *       snapshots/COMMIT/PATH    a relative symbolic link to the blob
+ *       refs/REVISION            the commit that a branch or tag points to
+ *   CACHE/.locks/models--OWNER--NAME/HASH.lock   locked (flock) while a process downloads the blob
+ *
+ * What always holds: a blob gets its final name after its size and its hash were checked. The links
+ * of a snapshot are made when all its blobs are there, and refs/REVISION is written last. So if a
+ * download is killed, the cache has the models that it had before, and files *.incomplete, which
+ * the next download continues.
+ *
+ * A request is a child process: the program curl, which brings TLS, certificates and proxies. URL
+ * and headers go to its standard input, because other users can read the list of processes. curl
+ * follows no redirect: hub_open does, and it sends the token to the hub's own address only.
+ *
+ *   hashes      hub_hash_put, hub_hash_end
+ *   requests    hub_open, hub_read, hub_close
+ *   choice      hub_list_files, hub_choose_small_files, hub_choose_weights
+ *   files       hub_download: several threads, each runs hub_download_file
+ *   models      hub_pull, hub_is_complete, hub_remove
+ * =========================================================================== */
+
+/* ---- Hashes: SHA-256 and SHA-1 (FIPS 180-4) ---- */
+
+typedef struct hub_hash {
+    uint32_t state[8];       /* SHA-1 uses the first 5 */
+    unsigned char block[64]; /* the last n_bytes % 64 bytes, which do not fill a block yet */
+    uint64_t n_bytes;        /* hashed so far */
+    bool is_sha1;
+} hub_hash;
+
+static const uint32_t hub_sha256_table[64] = {
+    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
+    0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
+    0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
+    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
+    0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
+    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
+    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
+    0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
+
+static uint32_t hub_rotate(uint32_t word, int n) { return word >> n | word << (32 - n); }
+static uint32_t hub_rotate3(uint32_t word, int i, int j, int k) {
+    return hub_rotate(word, i) ^ hub_rotate(word, j) ^ hub_rotate(word, k);
+}
+static uint32_t hub_load_word(const unsigned char *p) {
+    return (uint32_t)p[0] << 24 | (uint32_t)p[1] << 16 | (uint32_t)p[2] << 8 | p[3];
+}
+
+/* The eight working variables a to h of the standard are the last four values of a and of e: b is
+ * the a of one round earlier, and so on. So the rounds write two arrays, and nothing is moved. The
+ * entries 0 to 3 are the values before round 0. */
+static void hub_sha256_block(uint32_t state[8], const unsigned char *block) {
+    uint32_t word[64], va[68], ve[68];
+    for (int i = 0; i < 16; i++) word[i] = hub_load_word(block + 4 * i);
+    for (int i = 16; i < 64; i++) {
+        const uint32_t near = word[i - 2], far = word[i - 15];
+        word[i] = word[i - 16] + word[i - 7] +
+                  (hub_rotate(far, 7) ^ hub_rotate(far, 18) ^ far >> 3) +
+                  (hub_rotate(near, 17) ^ hub_rotate(near, 19) ^ near >> 10);
+    }
+    for (int i = 0; i < 4; i++) va[i] = state[3 - i], ve[i] = state[7 - i];
+    for (int i = 0; i < 64; i++) {
+        const uint32_t *a = va + i, *e = ve + i;
+        const uint32_t choice = (e[3] & e[2]) ^ (~e[3] & e[1]);
+        const uint32_t majority = (a[3] & a[2]) ^ (a[3] & a[1]) ^ (a[2] & a[1]);
+        const uint32_t sum = e[0] + hub_rotate3(e[3], 6, 11, 25) + choice + hub_sha256_table[i] +
+                             word[i];
+        ve[i + 4] = a[0] + sum;
+        va[i + 4] = sum + hub_rotate3(a[3], 2, 13, 22) + majority;
+    }
+    for (int i = 0; i < 4; i++) state[i] += va[67 - i], state[i + 4] += ve[67 - i];
+}
+
+/* As above: b to e are earlier values of a, the last three rotated. */
+static void hub_sha1_block(uint32_t state[8], const unsigned char *block) {
+    static const uint32_t constants[4] = {0x5a827999, 0x6ed9eba1, 0x8f1bbcdc, 0xca62c1d6};
+    uint32_t word[80], va[85];
+    for (int i = 0; i < 16; i++) word[i] = hub_load_word(block + 4 * i);
+    for (int i = 16; i < 80; i++)
+        word[i] = hub_rotate(word[i - 3] ^ word[i - 8] ^ word[i - 14] ^ word[i - 16], 31);
+    for (int i = 0; i < 5; i++) va[i] = i < 3 ? hub_rotate(state[4 - i], 30) : state[4 - i];
+    for (int i = 0; i < 80; i++) {
+        const uint32_t *a = va + i, b = a[3], c = hub_rotate(a[2], 2), d = hub_rotate(a[1], 2);
+        const uint32_t mixed = i < 20              ? (b & c) | (~b & d)
+                               : i < 40 || i >= 60 ? b ^ c ^ d
+                                                   : (b & c) | (d & (b | c));
+        va[i + 5] = hub_rotate(a[4], 27) + mixed + hub_rotate(a[0], 2) + constants[i / 20] +
+                    word[i];
+    }
+    for (int i = 0; i < 5; i++) state[i] += i < 2 ? va[84 - i] : hub_rotate(va[84 - i], 2);
+}
+
+static hub_hash hub_hash_start(bool is_sha1) {
+    return is_sha1 ? (hub_hash){.is_sha1 = true,
+                                .state = {0x67452301, 0xefcdab89, 0x98badcfe, 0x10325476,
+                                          0xc3d2e1f0}}
+                   : (hub_hash){.state = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
+                                          0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19}};
+}
+
+static void hub_hash_put(hub_hash *hash, const void *data, size_t n_bytes) {
+    const unsigned char *bytes = data;
+    while (n_bytes) {
+        const size_t n_held = hash->n_bytes % 64, n_taken = MIN(n_bytes, 64 - n_held);
+        const bool is_whole = n_taken == 64;
+        if (!is_whole) memcpy(hash->block + n_held, bytes, n_taken);
+        if (n_held + n_taken == 64)
+            (hash->is_sha1 ? hub_sha1_block : hub_sha256_block)(hash->state,
+                                                                is_whole ? bytes : hash->block);
+        hash->n_bytes += n_taken;
+        bytes += n_taken;
+        n_bytes -= n_taken;
+    }
+}
+
+/* Writes the hash as lower case hex digits: 64, or 40 for SHA-1. */
+static void hub_hash_end(hub_hash *hash, char hex[65]) {
+    static const unsigned char padding[64] = {0x80};
+    const uint64_t n_bits = hash->n_bytes * 8;
+    unsigned char length[8];
+    for (int i = 0; i < 8; i++) length[i] = (unsigned char)(n_bits >> (56 - 8 * i));
+    hub_hash_put(hash, padding, 1 + (119 - hash->n_bytes % 64) % 64);
+    hub_hash_put(hash, length, sizeof length);
+    for (int i = 0; i < (hash->is_sha1 ? 5 : 8); i++)
+        snprintf(hex + 8 * i, 9, "%08x", hash->state[i]);
+}
+
+/* ---- Requests ---- */
+
+enum {
+    HUB_MAX_HEAD = 1 << 16,      /* bytes of a response's header lines */
+    HUB_MAX_LIST = 64 << 20,     /* bytes of a list of files */
+    HUB_MAX_REDIRECTS = 8,
+    HUB_MAX_FAILURES = 5,        /* tries without a new byte until a file is given up */
+    HUB_MAX_DELAY_S = 60,        /* longest delay between two tries */
+    HUB_N_THREADS = 4,           /* files that are downloaded at the same time */
+    HUB_CHUNK_BYTES = 1 << 18
+};
+
+typedef struct hub_access {
+    const char *endpoint;          /* such as "https://huggingface.co", without a slash at its end */
+    const char *token;             /* NULL: none */
+    const char *id, *revision;     /* such as "Qwen/Qwen3-0.6B" and "main" */
+    const atomic_int *interrupted; /* not 0: the user wants to end */
+    atomic_int failed;             /* not 0: a download failed, so that the others end, too */
+} hub_access;
+
+typedef struct hub_stream { /* a response while it is read */
+    hub_access *access;
+    pid_t pid;          /* of curl; 0: it has ended */
+    int out_fd, err_fd; /* its standard output and its standard error; -1: closed */
+    int status;         /* of HTTP; 0: the hub has not answered */
+    buf head;           /* the bytes received until the header lines ended, and those after them */
+    str headers;        /* the header lines; they borrow from head */
+    size_t n_taken;     /* bytes of head that are headers or that hub_read has returned */
+} hub_stream;
+
+static bool hub_is_stopped(const hub_access *access) {
+    return *access->interrupted || access->failed;
+}
+
+/* Starts curl with pipes at its standard input, output and error. *in_fd: its standard input, which
+ * the caller writes and closes. Returns 0 or TOKA_E_IO. */
+static int hub_spawn(hub_stream *stream, int *in_fd, toka_err *e) {
+    char *const argv[] = {"curl", "-q", "--config", "-", "--silent", "--show-error", "--include",
+                          "--globoff", "--suppress-connect-headers", "--proto", "=http,https",
+                          "--connect-timeout", "20", "--speed-limit", "1", "--speed-time", "60",
+                          "--user-agent", "toka/" TOKA_VERSION, NULL};
+    int pipes[3][2] = {{-1, -1}, {-1, -1}, {-1, -1}}, err = 0;
+    posix_spawn_file_actions_t actions;
+    posix_spawn_file_actions_init(&actions);
+    for (int i = 0; i < 3 && !err; i++) {
+        if (pipe2(pipes[i], O_CLOEXEC)) err = errno;
+        else posix_spawn_file_actions_adddup2(&actions, pipes[i][i > 0], i);
+    }
+    if (!err) err = posix_spawnp(&stream->pid, argv[0], &actions, NULL, argv, environ);
+    posix_spawn_file_actions_destroy(&actions);
+    for (int i = 0; i < 3; i++) {
+        if (pipes[i][i > 0] >= 0) close(pipes[i][i > 0]);
+        if (err && pipes[i][i == 0] >= 0) close(pipes[i][i == 0]);
+    }
+    if (err) {
+        stream->pid = 0;
+        return fail(e, TOKA_E_IO, "cannot start curl, which downloads models: %s; install it, or "
+                    "get the model with: hf download %s --revision %s", strerror(err),
+                    stream->access->id, stream->access->revision);
+    }
+    *in_fd = pipes[0][1];
+    stream->out_fd = pipes[1][0];
+    stream->err_fd = pipes[2][0];
+    return 0;
+}
+
+/* Appends NAME = "VALUE" in the form of curl's configuration files. */
+static void hub_put_setting(buf *out, const char *name, str value) {
+    buf_printf(out, "%s = \"", name);
+    for (size_t i = 0; i < value.n; i++) {
+        if (value.p[i] == '"' || value.p[i] == '\\') buf_char(out, '\\');
+        buf_char(out, value.p[i]);
+    }
+    buf_c(out, "\"\n");
+}
+
+/* Starts a GET. offset > 0: without the first `offset` bytes. */
+static int hub_start(hub_stream *stream, const char *url, bool with_token, int64_t offset,
+                     toka_err *e) {
+    buf settings = {0}, header = {0};
+    int in_fd = -1, code = hub_spawn(stream, &in_fd, e);
+    if (code) return code;
+    hub_put_setting(&settings, "url", str_c(url));
+    if (with_token && stream->access->token) {
+        buf_printf(&header, "Authorization: Bearer %s", stream->access->token);
+        hub_put_setting(&settings, "header", buf_view(&header));
+    }
+    buf_clear(&header);
+    buf_printf(&header, "Range: bytes=%lld-", (long long)offset);
+    if (offset) hub_put_setting(&settings, "header", buf_view(&header));
+    /* less than a pipe holds, so write does not wait. If curl has ended, reading says why. */
+    ssize_t unused = write(in_fd, settings.p, settings.n);
+    (void)unused;
+    close(in_fd);
+    buf_free(&settings), buf_free(&header);
+    return 0;
+}
+
+/* Waits until curl has ended. Returns 0, or TOKA_E_IO with its message if it failed. */
+static int hub_wait(hub_stream *stream, toka_err *e) {
+    char text[300];
+    int status = 0;
+    ssize_t n_read = read(stream->err_fd, text, sizeof text - 1);
+    text[MAX(n_read, (ssize_t)0)] = 0;
+    text[strcspn(text, "\r\n")] = 0;
+    while (waitpid(stream->pid, &status, 0) < 0 && errno == EINTR) {}
+    stream->pid = 0;
+    if (hub_is_stopped(stream->access)) return fail(e, TOKA_E_CANCELLED, "interrupted");
+    if (!status) return 0;
+    return fail(e, TOKA_E_IO, "%s: %s", stream->access->endpoint,
+                *text ? text : "curl ended early");
+}
+
+/* Reads bytes of curl's output. Returns their number, 0 at the end, or an error code. */
+static int64_t hub_receive(hub_stream *stream, char *bytes, size_t n_bytes, toka_err *e) {
+    struct pollfd wanted = {.fd = stream->out_fd, .events = POLLIN};
+    if (!stream->pid) return 0;
+    for (;;) {
+        if (hub_is_stopped(stream->access)) return fail(e, TOKA_E_CANCELLED, "interrupted");
+        if (poll(&wanted, 1, 100) <= 0) continue;
+        ssize_t n_read = read(stream->out_fd, bytes, n_bytes);
+        if (n_read > 0) return n_read;
+        if (n_read == 0) return hub_wait(stream, e);
+        if (errno != EINTR) return fail(e, TOKA_E_IO, "curl: %s", strerror(errno));
+    }
+}
+
+/* Reads bytes of the body. Returns their number, 0 at the end, or an error code. */
+static int64_t hub_read(hub_stream *stream, char *bytes, size_t n_bytes, toka_err *e) {
+    const size_t n_held = MIN(stream->head.n - stream->n_taken, n_bytes);
+    if (!n_held) return hub_receive(stream, bytes, n_bytes, e);
+    memcpy(bytes, stream->head.p + stream->n_taken, n_held);
+    stream->n_taken += n_held;
+    return (int64_t)n_held;
+}
+
+/* Ends the request, also in the middle of its response. */
+static void hub_close(hub_stream *stream) {
+    if (stream->pid) kill(stream->pid, SIGTERM);
+    while (stream->pid && waitpid(stream->pid, NULL, 0) < 0 && errno == EINTR) {}
+    if (stream->out_fd >= 0) close(stream->out_fd);
+    if (stream->err_fd >= 0) close(stream->err_fd);
+    buf_free(&stream->head);
+    *stream = (hub_stream){.access = stream->access, .out_fd = -1, .err_fd = -1};
+}
+
+/* Takes the header lines from the front of head, without those of interim responses (1xx). Returns
+ * false if they are not complete. */
+static bool hub_parse_head(hub_stream *stream) {
+    for (;;) {
+        const str rest = str_sub(buf_view(&stream->head), stream->n_taken, stream->head.n);
+        const ptrdiff_t end = str_find(rest, STR("\r\n\r\n"), 0);
+        if (end < 0) return false;
+        stream->headers = str_sub(rest, 0, (size_t)end + 2);
+        stream->n_taken += (size_t)end + 4;
+        const ptrdiff_t space = str_find(stream->headers, STR(" "), 0);
+        stream->status = space < 0 ? 0 : atoi(stream->headers.p + space);
+        if (stream->status / 100 != 1) return true;
+    }
+}
+
+/* Returns the value of a header, empty if there is none. */
+static str hub_header(const hub_stream *stream, const char *name) {
+    for (str rest = stream->headers, line; str_split_next(&rest, '\n', &line);) {
+        const ptrdiff_t colon = str_find(line, STR(":"), 0);
+        if (line.n && line.p[line.n - 1] == '\r') line.n--;
+        if (colon > 0 && http_is(str_sub(line, 0, (size_t)colon), name))
+            return http_trim(str_sub(line, (size_t)colon + 1, line.n));
+    }
+    return STR("");
+}
+
+static int hub_read_head(hub_stream *stream, toka_err *e) {
+    while (!hub_parse_head(stream)) {
+        buf_reserve(&stream->head, 4096);
+        const int64_t n_read = hub_receive(stream, stream->head.p + stream->head.n, 4096, e);
+        if (n_read < 0) return (int)n_read;
+        if (n_read == 0 || stream->head.n > HUB_MAX_HEAD)
+            return fail(e, TOKA_E_IO, "%s: the answer is not HTTP", stream->access->endpoint);
+        stream->head.p[stream->head.n += (size_t)n_read] = 0;
+    }
+    return 0;
+}
+
+/* Returns scheme, host and port of a URL: its part before the path. */
+static str hub_origin(str url) {
+    const ptrdiff_t scheme = str_find(url, STR("://"), 0);
+    if (scheme < 0) return STR("");
+    const ptrdiff_t path = str_find(url, STR("/"), (size_t)scheme + 3);
+    return str_sub(url, 0, path < 0 ? url.n : (size_t)path);
+}
+
+/* Replaces *url by the target of a redirect. A target without TLS is refused if the hub has TLS. */
+static int hub_follow(hub_stream *stream, buf *url, toka_err *e) {
+    const str target = hub_header(stream, "location");
+    const bool is_path = target.n && target.p[0] == '/' && !str_starts(target, STR("//"));
+    const bool is_url = str_starts(target, STR("https://")) ||
+                        (str_starts(target, STR("http://")) &&
+                         str_starts(str_c(stream->access->endpoint), STR("http://")));
+    buf next = {0};
+    bool is_clean = is_path || is_url;
+    for (size_t i = 0; i < target.n; i++) is_clean = is_clean && (unsigned char)target.p[i] > ' ';
+    if (!is_clean)
+        return fail(e, TOKA_E_IO, "%s: a redirect that is not followed: '%.*s'",
+                    stream->access->endpoint, STRF(target));
+    if (is_path) buf_str(&next, hub_origin(buf_view(url)));
+    buf_str(&next, target);
+    buf_free(url);
+    *url = next;
+    return 0;
+}
+
+/* Sends a GET and reads the header lines of the response, after redirects. The token goes to the
+ * hub's own address only. Any HTTP status is a success; the caller closes the stream in all
+ * cases. */
+static int hub_open(hub_access *access, hub_stream *stream, const char *first_url, int64_t offset,
+                    toka_err *e) {
+    buf url = {0};
+    int code = 0;
+    *stream = (hub_stream){.access = access, .out_fd = -1, .err_fd = -1};
+    buf_c(&url, first_url);
+    for (int i = 0;; i++) {
+        const bool is_hub = str_eq(hub_origin(buf_view(&url)), hub_origin(str_c(access->endpoint)));
+        code = hub_start(stream, url.p, is_hub, offset, e);
+        if (!code) code = hub_read_head(stream, e);
+        if (code || stream->status / 100 != 3) break;
+        code = i < HUB_MAX_REDIRECTS
+                   ? hub_follow(stream, &url, e)
+                   : fail(e, TOKA_E_IO, "%s: too many redirects", access->endpoint);
+        if (code) break;
+        hub_close(stream);
+    }
+    buf_free(&url);
+    return code;
+}
+
+/* Does this failure pass by itself? True if the network failed, or the hub is overloaded. */
+static bool hub_may_retry(const hub_stream *stream, const toka_err *e) {
+    return e->code == TOKA_E_IO &&
+           (stream->status / 100 != 4 || stream->status == 429 || stream->status == 408);
+}
+
+/* Waits before the next try, longer after each failure, or as long as the hub says. Returns false
+ * if there is no next try. */
+static bool hub_wait_retry(hub_stream *stream, int n_failures) {
+    const int wanted = atoi(hub_header(stream, "retry-after").p); /* "\r" follows the digits */
+    const double until = os_now() + MIN(wanted > 0 ? wanted : 0.5 * (1 << n_failures),
+                                        (double)HUB_MAX_DELAY_S);
+    if (n_failures > HUB_MAX_FAILURES) return false;
+    while (os_now() < until && !hub_is_stopped(stream->access))
+        nanosleep(&(struct timespec){.tv_nsec = 50000000}, NULL);
+    return !hub_is_stopped(stream->access);
+}
+
+/* ---- Choice: which files of a revision toka needs ---- */
+
+typedef struct hub_file {
+    const char *path; /* in the repository, such as "model.safetensors" */
+    const char *hash; /* the name of its blob */
+    int64_t n_bytes;
+} hub_file;
+
+typedef struct hub_repo {
+    hub_access access;
+    const char *id, *revision; /* as in access */
+    const char *commit;        /* 40 hex digits */
+    char *cache, *folder;      /* CACHE and CACHE/models--OWNER--NAME */
+    char *locks;               /* CACHE/.locks/models--OWNER--NAME */
+    hub_file *all;             /* [n_all] the files of this commit */
+    int n_all;
+    hub_file *chosen;          /* [n_chosen] those that toka needs, the weights last */
+    int n_chosen;
+    bool quiet;
+    arena memory;
+} hub_repo;
+
+/* The files that are always needed if they exist. '*' stands for any text without a slash. */
+static const char *const hub_small_files[] = {
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
+    "additional_chat_templates/*.jinja", "model.safetensors.index.json"};
+
+/* Is this text `n` lower case hex digits? */
+static bool hub_is_hex(str text, size_t n) {
+    size_t n_digits = 0;
+    while (n_digits < text.n && strchr("0123456789abcdef", text.p[n_digits] ? text.p[n_digits] : 'x'))
+        n_digits++;
+    return text.n == n && n_digits == n;
+}
+
+/* Is this a path that stays inside the folder: no part is empty, "." or ".."? */
+static bool hub_is_safe_path(str path) {
+    if (!path.n || path.n > 500 || path.p[path.n - 1] == '/') return false;
+    for (size_t i = 0; i < path.n; i++)
+        if ((unsigned char)path.p[i] < ' ' || path.p[i] == '\\' || path.p[i] == 127) return false;
+    for (str part; str_split_next(&path, '/', &part);)
+        if (!part.n || str_is(part, ".") || str_is(part, "..")) return false;
+    return true;
+}
+
+/* Reads the answer of /api/models/ID/revision/REVISION?blobs=true: the commit, and path, size and
+ * hash of each file. Files with a path or a hash of another form are left out. */
+static int hub_parse_list(hub_repo *repo, str text, toka_err *e) {
+    static const json_limits limits = {64, HUB_MAX_LIST};
+    const json *root = json_parse(&repo->memory, text, limits, e);
+    const json *siblings = json_get(root, "siblings");
+    const str commit = json_str(json_get(root, "sha"));
+    if (!root) return e->code;
+    if (!hub_is_hex(commit, 40) || !json_is(siblings, JSON_ARRAY))
+        return fail(e, TOKA_E_INPUT, "%s: %s sent no commit and no list of files", repo->id,
+                    repo->access.endpoint);
+    repo->commit = arena_cstr(&repo->memory, commit);
+    repo->all = arena_zalloc(&repo->memory, (siblings->n + 1) * sizeof *repo->all);
+    JSON_EACH(file, siblings) {
+        const json *lfs = json_get(file, "lfs");
+        const bool is_lfs = json_is(lfs, JSON_OBJECT);
+        const str path = json_str(json_get(file, "rfilename"));
+        const str hash = json_str(is_lfs ? json_get(lfs, "sha256") : json_get(file, "blobId"));
+        const int64_t n_bytes = json_int(json_get(file, "size"), -1);
+        if (!hub_is_safe_path(path) || !hub_is_hex(hash, is_lfs ? 64 : 40) || n_bytes < 0) continue;
+        repo->all[repo->n_all++] = (hub_file){.path = arena_cstr(&repo->memory, path),
+                                              .hash = arena_cstr(&repo->memory, hash),
+                                              .n_bytes = n_bytes};
+    }
+    return 0;
+}
+
+/* Returns the error for a response whose status is not 200 or 206, in one sentence. */
+static int hub_fail_status(const hub_repo *repo, const hub_stream *stream, toka_err *e) {
+    const hub_access *access = &repo->access;
+    const str why = hub_header(stream, "x-error-code"), text = hub_header(stream, "x-error-message");
+    const bool is_access = stream->status == 401 || stream->status == 403;
+    if (str_is(why, "GatedRepo"))
+        return fail(e, TOKA_E_INPUT, "%s is gated: accept its terms at %s/%s, then %s", repo->id,
+                    access->endpoint, repo->id,
+                    access->token ? "try again; the token that was sent has no access yet"
+                                  : "set HF_TOKEN to a token of yours");
+    if (str_is(why, "RevisionNotFound"))
+        return fail(e, TOKA_E_INPUT, "%s has no revision %s", repo->id, repo->revision);
+    if (stream->status == 401 && access->token && !str_is(why, "RepoNotFound"))
+        return fail(e, TOKA_E_INPUT, "%s does not accept the token that was sent: set HF_TOKEN to a "
+                    "valid one, or to none", access->endpoint);
+    if (str_is(why, "RepoNotFound") || is_access || stream->status == 404)
+        return fail(e, TOKA_E_INPUT, "%s is not on %s, or it is private%s", repo->id,
+                    access->endpoint,
+                    access->token ? " and the token that was sent may not read it"
+                                  : "; for a private model set HF_TOKEN to a token of yours");
+    return fail(e, stream->status / 100 == 4 && stream->status != 429 ? TOKA_E_INPUT : TOKA_E_IO,
+                "%s: status %d%s%.*s", access->endpoint, stream->status, text.n ? ": " : "",
+                STRF(text));
+}
+
+/* Sends the request for the list once. *text: the body. */
+static int hub_fetch_list(hub_repo *repo, hub_stream *stream, const char *url, buf *text,
+                          toka_err *e) {
+    buf_clear(text);
+    int code = hub_open(&repo->access, stream, url, 0, e);
+    if (code) return code;
+    if (stream->status != 200) return hub_fail_status(repo, stream, e);
+    for (int64_t n_read = 1; n_read;) {
+        buf_reserve(text, HUB_CHUNK_BYTES);
+        n_read = hub_read(stream, text->p + text->n, HUB_CHUNK_BYTES, e);
+        if (n_read < 0) return (int)n_read;
+        text->n += (size_t)n_read;
+        if (text->n > HUB_MAX_LIST)
+            return fail(e, TOKA_E_INPUT, "%s: its list of files is too long", repo->id);
+    }
+    return 0;
+}
+
+/* Asks the hub which commit the revision is and which files it has. If the hub cannot be found,
+ * this is an error at once; if it is overloaded, the request is repeated. */
+static int hub_list_files(hub_repo *repo, toka_err *e) {
+    buf url = {0}, text = {0};
+    hub_stream stream;
+    int code = 0;
+    buf_printf(&url, "%s/api/models/%s/revision/%s?blobs=true", repo->access.endpoint, repo->id,
+               repo->revision);
+    for (int n_failures = 1;; n_failures++) {
+        code = hub_fetch_list(repo, &stream, url.p, &text, e);
+        const bool again = code && stream.status && hub_may_retry(&stream, e) &&
+                           hub_wait_retry(&stream, n_failures);
+        hub_close(&stream);
+        if (!again) break;
+    }
+    if (!code) code = hub_parse_list(repo, buf_view(&text), e);
+    buf_free(&url), buf_free(&text);
+    return code;
+}
+
+static const hub_file *hub_find_file(const hub_repo *repo, str path) {
+    for (int i = 0; i < repo->n_all; i++)
+        if (str_is(path, repo->all[i].path)) return &repo->all[i];
+    return NULL;
+}
+
+static void hub_choose_file(hub_repo *repo, const hub_file *file) {
+    for (int i = 0; i < repo->n_chosen; i++)
+        if (!strcmp(repo->chosen[i].path, file->path)) return;
+    repo->chosen[repo->n_chosen++] = *file;
+}
+
+/* Chooses everything but the weights. */
+static int hub_choose_small_files(hub_repo *repo, toka_err *e) {
+    repo->chosen = arena_zalloc(&repo->memory, (size_t)(repo->n_all + 1) * sizeof *repo->chosen);
+    for (int i = 0; i < COUNT(hub_small_files); i++)
+        for (int k = 0; k < repo->n_all; k++)
+            if (!fnmatch(hub_small_files[i], repo->all[k].path, FNM_PATHNAME))
+                hub_choose_file(repo, &repo->all[k]);
+    if (hub_find_file(repo, STR("config.json"))) return 0;
+    return fail(e, TOKA_E_INPUT, "%s: no model that toka reads: there is no config.json", repo->id);
+}
+
+static char *hub_blob_path(const hub_repo *repo, const hub_file *file, const char *ending) {
+    buf path = {0};
+    buf_printf(&path, "%s/blobs/%s%s", repo->folder, file->hash, ending);
+    return path.p;
+}
+
+/* Reads a file of the commit whose blob is in the cache, and lets `visit` parse it. */
+static int hub_read_blob(hub_repo *repo, const hub_file *file,
+                         int (*visit)(hub_repo *, str text, const char *where, toka_err *),
+                         toka_err *e) {
+    char *path = hub_blob_path(repo, file, ""), where[256];
+    str text;
+    snprintf(where, sizeof where, "%s: %s", repo->id, file->path);
+    int code = os_map(path, &text, e);
+    if (!code) code = visit(repo, text, where, e);
+    if (!code) os_unmap(text);
+    free(path);
+    return code;
+}
+
+/* Returns an error if toka does not run a model with this config.json. */
+static int hub_check_config(hub_repo *repo, str text, const char *where, toka_err *e) {
+    mf_config config;
+    return mf_config_parse(text, where, &repo->memory, &config, e);
+}
+
+/* Chooses the files that model.safetensors.index.json names. */
+static int hub_choose_shards(hub_repo *repo, str text, const char *where, toka_err *e) {
+    st_alias_list *aliases = NULL;
+    str *shards;
+    int n_shards;
+    if (st_index_parse(text, where, &repo->memory, &shards, &n_shards, &aliases, e)) return e->code;
+    for (int i = 0; i < n_shards; i++) {
+        const hub_file *file = hub_find_file(repo, shards[i]);
+        if (!file)
+            return fail(e, TOKA_E_INPUT, "%s names %.*s, which %s does not have", where,
+                        STRF(shards[i]), repo->id);
+        hub_choose_file(repo, file);
+    }
+    return 0;
+}
+
+/* Chooses the weights: as mf_open_shards, model.safetensors or else what the index names. The blobs
+ * of the small files are in the cache. */
+static int hub_choose_weights(hub_repo *repo, toka_err *e) {
+    const hub_file *single = hub_find_file(repo, STR("model.safetensors"));
+    const hub_file *index = hub_find_file(repo, STR("model.safetensors.index.json"));
+    const hub_file *config = hub_find_file(repo, STR("config.json"));
+    const char *other = NULL;
+    if (hub_read_blob(repo, config, hub_check_config, e)) return e->code;
+    if (single) return hub_choose_file(repo, single), 0;
+    if (index) return hub_read_blob(repo, index, hub_choose_shards, e);
+    for (int i = 0; i < repo->n_all && !other; i++)
+        if (!fnmatch("*.bin", repo->all[i].path, 0) || !fnmatch("*.gguf", repo->all[i].path, 0))
+            other = repo->all[i].path;
+    return fail(e, TOKA_E_INPUT, "%s has no model.safetensors%s%s", repo->id,
+                other ? "; toka does not read its " : "", other ? other : "");
+}
+
+/* ---- Files ---- */
+
+typedef struct hub_download { /* several files that are downloaded at the same time */
+    hub_repo *repo;
+    const hub_file *files;      /* [n_files] */
+    int n_files;
+    atomic_int next_file;       /* the next one that a thread takes */
+    atomic_int n_running;       /* threads */
+    _Atomic int64_t n_received; /* bytes of these files that are on the disk, old and new */
+    int64_t n_total;
+    pthread_mutex_t lock;       /* guards error */
+    toka_err error;             /* the first failure; code 0: none */
+} hub_download;
+
+typedef struct hub_part { /* a file while a thread downloads it */
+    hub_download *download;
+    const hub_file *file;
+    int fd;
+    int64_t n_bytes; /* of fd; all are hashed */
+    hub_hash hash;
+    bool disk_failed; /* another try would fail, too */
+} hub_part;
+
+/* Makes the folders above a path. */
+static int hub_make_folders(const char *path, toka_err *e) {
+    buf folder = {0};
+    int code = 0;
+    for (const char *end = strchr(path + 1, '/'); end && !code; end = strchr(end + 1, '/')) {
+        buf_clear(&folder);
+        buf_put(&folder, path, (size_t)(end - path));
+        if (mkdir(folder.p, 0777) && errno != EEXIST)
+            code = fail(e, TOKA_E_IO, "%s: %s", folder.p, strerror(errno));
+    }
+    buf_free(&folder);
+    return code;
+}
+
+/* Waits for the lock of a blob, which another process has while it downloads it. *fd: the lock,
+ * which ends when the file is closed. */
+static int hub_lock_blob(hub_repo *repo, const hub_file *file, int *fd, toka_err *e) {
+    buf path = {0};
+    buf_printf(&path, "%s/%s.lock", repo->locks, file->hash);
+    int code = hub_make_folders(path.p, e);
+    *fd = code ? -1 : open(path.p, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+    if (!code && *fd < 0) code = fail(e, TOKA_E_IO, "%s: %s", path.p, strerror(errno));
+    while (!code && flock(*fd, LOCK_EX | LOCK_NB)) {
+        if (errno != EWOULDBLOCK && errno != EINTR) break; /* a file system without locks */
+        if (hub_is_stopped(&repo->access)) code = fail(e, TOKA_E_CANCELLED, "interrupted");
+        nanosleep(&(struct timespec){.tv_nsec = 50000000}, NULL);
+    }
+    buf_free(&path);
+    return code;
+}
+
+static int hub_part_fail(hub_part *part, toka_err *e) {
+    const int err = errno;
+    part->disk_failed = true;
+    return fail(e, TOKA_E_IO, "%s: %s: %s", part->download->repo->folder, part->file->path,
+                strerror(err));
+}
+
+/* Begins the hash. git hashes a head before the bytes; the zero at its end belongs to it. */
+static void hub_part_begin_hash(hub_part *part) {
+    char head[32];
+    const bool is_sha1 = strlen(part->file->hash) == 40;
+    const int n_head = snprintf(head, sizeof head, "blob %lld", (long long)part->file->n_bytes);
+    part->hash = hub_hash_start(is_sha1);
+    if (is_sha1) hub_hash_put(&part->hash, head, (size_t)n_head + 1);
+}
+
+/* Starts the file again from its first byte. */
+static int hub_part_restart(hub_part *part, toka_err *e) {
+    part->download->n_received -= part->n_bytes;
+    part->n_bytes = 0;
+    hub_part_begin_hash(part);
+    return ftruncate(part->fd, 0) || lseek(part->fd, 0, SEEK_SET) ? hub_part_fail(part, e) : 0;
+}
+
+/* Counts and hashes bytes that are in the file. */
+static void hub_part_count(hub_part *part, const char *bytes, size_t n_bytes) {
+    hub_hash_put(&part->hash, bytes, n_bytes);
+    part->n_bytes += (int64_t)n_bytes;
+    part->download->n_received += (int64_t)n_bytes;
+}
+
+/* Hashes the bytes that an earlier download left, and goes to their end. */
+static int hub_part_resume(hub_part *part, char chunk[HUB_CHUNK_BYTES], toka_err *e) {
+    hub_part_begin_hash(part);
+    for (;;) {
+        const ssize_t n_read = read(part->fd, chunk, HUB_CHUNK_BYTES);
+        if (n_read < 0) return hub_part_fail(part, e);
+        if (n_read == 0) return 0;
+        if (hub_is_stopped(&part->download->repo->access))
+            return fail(e, TOKA_E_CANCELLED, "interrupted");
+        hub_part_count(part, chunk, (size_t)n_read);
+        if (part->n_bytes > part->file->n_bytes) return hub_part_restart(part, e);
+    }
+}
+
+/* Appends bytes to the file. */
+static int hub_part_put(hub_part *part, const char *bytes, size_t n_bytes, toka_err *e) {
+    if ((int64_t)n_bytes > part->file->n_bytes - part->n_bytes)
+        return fail(e, TOKA_E_INPUT, "%s has more than the %lld bytes that the hub states",
+                    part->file->path, (long long)part->file->n_bytes);
+    for (size_t n_written = 0; n_written < n_bytes;) {
+        const ssize_t n = write(part->fd, bytes + n_written, n_bytes - n_written);
+        if (n < 0 && errno != EINTR) return hub_part_fail(part, e);
+        n_written += (size_t)MAX(n, (ssize_t)0);
+    }
+    hub_part_count(part, bytes, n_bytes);
+    return 0;
+}
+
+/* Checks the status of the response. A server may ignore the wanted offset, or refuse it: then the
+ * file starts again. */
+static int hub_part_begin(hub_part *part, const hub_stream *stream, toka_err *e) {
+    long long first = -1;
+    const str range = hub_header(stream, "content-range"); /* "bytes FIRST-LAST/ALL" */
+    if (stream->status == 206 && range.n) sscanf(range.p, "bytes %lld-", &first);
+    if (stream->status == 206 && first == part->n_bytes) return 0;
+    if (stream->status == 206 || stream->status == 416) {
+        if (hub_part_restart(part, e)) return e->code;
+        return fail(e, TOKA_E_IO, "%s: the hub sent another part of it", part->file->path);
+    }
+    if (stream->status != 200) return hub_fail_status(part->download->repo, stream, e);
+    return part->n_bytes ? hub_part_restart(part, e) : 0;
+}
+
+/* Requests what is missing of the file, once. */
+static int hub_part_receive(hub_part *part, hub_stream *stream, char chunk[HUB_CHUNK_BYTES],
+                            toka_err *e) {
+    hub_repo *repo = part->download->repo;
+    buf url = {0};
+    buf_printf(&url, "%s/%s/resolve/%s/", repo->access.endpoint, repo->id, repo->commit);
+    for (const char *c = part->file->path; *c; c++) /* percent-encoded */
+        if (isalnum((unsigned char)*c) || strchr("-._~/", *c)) buf_char(&url, *c);
+        else buf_printf(&url, "%%%02X", (unsigned char)*c);
+    int code = hub_open(&repo->access, stream, url.p, part->n_bytes, e);
+    buf_free(&url);
+    if (!code) code = hub_part_begin(part, stream, e);
+    for (int64_t n_read = 1; n_read && !code;) {
+        n_read = hub_read(stream, chunk, HUB_CHUNK_BYTES, e);
+        code = n_read < 0 ? (int)n_read : hub_part_put(part, chunk, (size_t)n_read, e);
+    }
+    if (!code && part->n_bytes < part->file->n_bytes)
+        code = fail(e, TOKA_E_IO, "%s: only %lld of %lld bytes came", part->file->path,
+                    (long long)part->n_bytes, (long long)part->file->n_bytes);
+    return code;
+}
+
+/* Downloads what is missing. After a failure of the network it tries again, as long as new bytes
+ * come. */
+static int hub_part_complete(hub_part *part, char chunk[HUB_CHUNK_BYTES], toka_err *e) {
+    hub_stream stream = {.access = &part->download->repo->access, .out_fd = -1, .err_fd = -1};
+    int code = 0;
+    for (int n_failures = 0; part->n_bytes < part->file->n_bytes;) {
+        const int64_t n_before = part->n_bytes;
+        code = hub_part_receive(part, &stream, chunk, e);
+        n_failures = part->n_bytes > n_before ? 1 : n_failures + 1;
+        const bool again = code && !part->disk_failed && hub_may_retry(&stream, e) &&
+                           hub_wait_retry(&stream, n_failures);
+        hub_close(&stream);
+        if (!again) break;
+    }
+    return code;
+}
+
+/* Downloads the file into fd and compares its hash. If the bytes of an earlier download were
+ * wrong, the file starts again. */
+static int hub_part_fetch(hub_part *part, char chunk[HUB_CHUNK_BYTES], toka_err *e) {
+    char hex[65];
+    if (hub_part_resume(part, chunk, e)) return e->code;
+    for (bool was_resumed = part->n_bytes > 0;; was_resumed = false) {
+        if (hub_part_complete(part, chunk, e)) return e->code;
+        hub_hash_end(&part->hash, hex);
+        if (!strcmp(hex, part->file->hash)) return fsync(part->fd) ? hub_part_fail(part, e) : 0;
+        if (hub_part_restart(part, e)) return e->code;
+        if (!was_resumed)
+            return fail(e, TOKA_E_INPUT, "%s: the bytes received have the hash %s, not %s; they "
+                        "were deleted", part->file->path, hex, part->file->hash);
+    }
+}
+
+static bool hub_has_blob(const hub_repo *repo, const hub_file *file) {
+    struct stat info;
+    char *path = hub_blob_path(repo, file, "");
+    const bool has = stat(path, &info) == 0 && info.st_size == file->n_bytes;
+    free(path);
+    return has;
+}
+
+/* Downloads a file unless its blob is there. The lock of the blob is held meanwhile. */
+static int hub_download_file(hub_download *download, const hub_file *file, char *chunk,
+                             toka_err *e) {
+    hub_repo *repo = download->repo;
+    hub_part part = {.download = download, .file = file, .fd = -1};
+    int lock_fd, code = hub_lock_blob(repo, file, &lock_fd, e);
+    char *path = hub_blob_path(repo, file, ""), *part_path = hub_blob_path(repo, file, ".incomplete");
+    if (!code && hub_has_blob(repo, file)) {
+        download->n_received += file->n_bytes;
+    } else if (!code && !(code = hub_make_folders(path, e))) {
+        part.fd = open(part_path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+        code = part.fd < 0 ? hub_part_fail(&part, e) : hub_part_fetch(&part, chunk, e);
+        if (!code && rename(part_path, path)) code = hub_part_fail(&part, e);
+        if (code && !part.n_bytes) unlink(part_path);
+    }
+    if (part.fd >= 0) close(part.fd);
+    if (lock_fd >= 0) close(lock_fd);
+    free(path), free(part_path);
+    return code;
+}
+
+/* A thread: takes one file after another. */
+static void *hub_download_thread(void *user) {
+    hub_download *download = user;
+    hub_access *access = &download->repo->access;
+    char *chunk = mem_alloc(HUB_CHUNK_BYTES);
+    toka_err error = {0};
+    for (int i; !hub_is_stopped(access) && (i = download->next_file++) < download->n_files;) {
+        if (!hub_download_file(download, &download->files[i], chunk, &error)) continue;
+        pthread_mutex_lock(&download->lock);
+        if (!download->error.code) download->error = error;
+        pthread_mutex_unlock(&download->lock);
+        access->failed = 1;
+    }
+    free(chunk);
+    download->n_running--;
+    return NULL;
+}
+
+/* Appends a size in decimal units, such as "1.5 GB". */
+static void hub_put_size(buf *out, double n_bytes) {
+    static const char *const units[] = {"bytes", "KB", "MB", "GB", "TB"};
+    int unit = 0;
+    for (; n_bytes >= 999.5 && unit < COUNT(units) - 1; unit++) n_bytes /= 1000;
+    buf_printf(out, n_bytes < 9.95 && unit ? "%.1f %s" : "%.0f %s", n_bytes, units[unit]);
+}
+
+/* Prints a bar, the share that is done, the rate and the time left. rate: bytes a second. */
+static void hub_print_progress(const hub_download *download, double rate) {
+    enum { WIDTH = 30 };
+    const int64_t n_received = download->n_received, n_left = download->n_total - n_received;
+    const double share = download->n_total ? (double)n_received / (double)download->n_total : 1;
+    const int n_marks = (int)(share * WIDTH);
+    buf line = {0};
+    buf_printf(&line, "\r\033[K%s [%.*s%*s] %3d %% of ", download->repo->id, n_marks,
+               "==============================", WIDTH - n_marks, "", (int)(share * 100));
+    hub_put_size(&line, (double)download->n_total);
+    buf_c(&line, ", ");
+    hub_put_size(&line, rate);
+    buf_c(&line, "/s");
+    if (rate > 0) buf_printf(&line, ", %.0f s left", ceil((double)n_left / rate));
+    fputs(line.p, stderr);
+    buf_free(&line);
+}
+
+/* Prints the progress until all threads have ended. The rate is that of the last seconds. */
+static void hub_watch_progress(const hub_download *download) {
+    const bool is_shown = isatty(2) && !download->repo->quiet;
+    double last = os_now(), rate = 0;
+    int64_t n_last = download->n_received;
+    for (int n_ticks = 1; download->n_running; n_ticks++) {
+        nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL);
+        if (n_ticks % 10 || !is_shown) continue;
+        const double now = os_now();
+        const double latest = (double)(download->n_received - n_last) / (now - last);
+        rate = rate > 0 ? rate + 0.1 * (latest - rate) : latest;
+        last = now;
+        n_last = download->n_received;
+        hub_print_progress(download, MAX(rate, 0));
+    }
+    if (is_shown) fputs("\r\033[K", stderr);
+}
+
+/* Returns the bytes of a file that are not in the cache yet. */
+static int64_t hub_missing_bytes(const hub_repo *repo, const hub_file *file) {
+    struct stat info;
+    char *path = hub_blob_path(repo, file, ".incomplete");
+    const int64_t n_part = stat(path, &info) ? 0 : MIN((int64_t)info.st_size, file->n_bytes);
+    free(path);
+    return hub_has_blob(repo, file) ? 0 : file->n_bytes - n_part;
+}
+
+/* Returns an error if the disk has no space for what is missing. */
+static int hub_check_space(hub_repo *repo, const hub_file *files, int n_files, toka_err *e) {
+    struct statvfs info;
+    int64_t n_missing = 0;
+    buf text = {0};
+    for (int i = 0; i < n_files; i++) n_missing += hub_missing_bytes(repo, &files[i]);
+    if (hub_make_folders(repo->locks, e) || hub_make_folders(repo->folder, e)) return e->code;
+    if (statvfs(repo->cache, &info)) return 0; /* then writing says what is wrong */
+    const double n_free = (double)info.f_bavail * (double)info.f_frsize;
+    if ((double)n_missing <= n_free) return 0;
+    hub_put_size(&text, (double)n_missing);
+    buf_c(&text, " are missing, the disk has ");
+    hub_put_size(&text, n_free);
+    fail(e, TOKA_E_IO, "%s does not fit into %s: %s", repo->id, repo->cache, text.p);
+    buf_free(&text);
+    return e->code;
+}
+
+/* Downloads the files, several at the same time. */
+static int hub_download_files(hub_repo *repo, const hub_file *files, int n_files, toka_err *e) {
+    hub_download download = {.repo = repo, .files = files, .n_files = n_files,
+                             .lock = PTHREAD_MUTEX_INITIALIZER};
+    pthread_t threads[HUB_N_THREADS];
+    int n_threads = 0, code = hub_check_space(repo, files, n_files, e);
+    for (int i = 0; i < n_files; i++) download.n_total += files[i].n_bytes;
+    while (!code && n_threads < MIN(n_files, (int)HUB_N_THREADS)) {
+        download.n_running++;
+        code = os_thread_start(&threads[n_threads], hub_download_thread, &download, e);
+        if (code) {
+            download.n_running--;
+            repo->access.failed = 1;
+        } else {
+            n_threads++;
+        }
+    }
+    hub_watch_progress(&download);
+    for (int i = 0; i < n_threads; i++) pthread_join(threads[i], NULL);
+    if (*repo->access.interrupted)
+        return fail(e, TOKA_E_CANCELLED, "interrupted");
+    if (!code && download.error.code) *e = download.error;
+    return code ? code : download.error.code;
+}
+
+/* ---- Models ---- */
+
+/* Makes the link of a file in the snapshot. If the file system has no links, the blob is moved. */
+static int hub_link_file(hub_repo *repo, const hub_file *file, toka_err *e) {
+    buf link = {0}, target = {0};
+    struct stat info;
+    buf_printf(&link, "%s/snapshots/%s/%s", repo->folder, repo->commit, file->path);
+    buf_c(&target, "../..");
+    for (const char *c = file->path; (c = strchr(c, '/')); c++) buf_c(&target, "/..");
+    buf_printf(&target, "/blobs/%s", file->hash);
+    int code = hub_make_folders(link.p, e);
+    if (!code && stat(link.p, &info)) { /* none, or a link to a blob that is gone */
+        char *blob = hub_blob_path(repo, file, "");
+        unlink(link.p);
+        if (symlink(target.p, link.p) && rename(blob, link.p))
+            code = fail(e, TOKA_E_IO, "%s: %s", link.p, strerror(errno));
+        free(blob);
+    }
+    buf_free(&link), buf_free(&target);
+    return code;
+}
+
+/* Writes refs/REVISION, unless the revision is the commit's own name. */
+static int hub_write_ref(hub_repo *repo, toka_err *e) {
+    buf path = {0}, temporary = {0};
+    int code = 0;
+    if (!strcmp(repo->revision, repo->commit)) return 0;
+    buf_printf(&path, "%s/refs/%s", repo->folder, repo->revision);
+    buf_printf(&temporary, "%s.%d", path.p, (int)getpid());
+    if (!(code = hub_make_folders(path.p, e))) {
+        FILE *file = fopen(temporary.p, "we");
+        bool ok = file && fputs(repo->commit, file) >= 0;
+        if (file && fclose(file)) ok = false;
+        if (!ok || rename(temporary.p, path.p))
+            code = fail(e, TOKA_E_IO, "%s: %s", path.p, strerror(errno));
+    }
+    buf_free(&path), buf_free(&temporary);
+    return code;
+}
+
+/* Has this folder the weights of a model: model.safetensors, or all files that the index names? */
+static bool hub_has_weights(const char *folder) {
+    arena memory = {0};
+    st_alias_list *aliases = NULL;
+    toka_err unused;
+    buf path = {0};
+    str text, *shards = NULL;
+    int n_shards = 0;
+    buf_printf(&path, "%s/model.safetensors", folder);
+    bool has = os_is_file(path.p);
+    buf_c(&path, ".index.json");
+    if (!has && !os_map(path.p, &text, &unused)) {
+        has = !st_index_parse(text, path.p, &memory, &shards, &n_shards, &aliases, &unused);
+        for (int i = 0; i < n_shards && has; i++) {
+            buf_clear(&path);
+            buf_printf(&path, "%s/%.*s", folder, STRF(shards[i]));
+            has = os_is_file(path.p);
+        }
+        os_unmap(text);
+    }
+    buf_free(&path);
+    arena_free(&memory);
+    return has;
+}
+
+typedef struct hub_options {
+    const char *id, *revision;     /* revision NULL: main */
+    bool text_only;                /* without the weights */
+    bool confirm;                  /* print a question on the terminal before the download */
+    bool quiet;
+    const atomic_int *interrupted;
+} hub_options;
+
+static bool hub_is_true(const char *value) {
+    static const char *const names[] = {"1", "on", "yes", "true"};
+    for (int i = 0; i < COUNT(names) && value; i++)
+        if (!strcasecmp(value, names[i])) return true;
+    return false;
+}
+
+/* The user forbids connections, in the words of huggingface_hub. */
+static bool hub_is_offline(void) {
+    const char *value = getenv("HF_HUB_OFFLINE");
+    return hub_is_true(value && *value ? value : getenv("TRANSFORMERS_OFFLINE"));
+}
+
+/* Reads the token: HF_TOKEN, else the file that `hf auth login` writes. NULL: none. */
+static const char *hub_find_token(arena *memory) {
+    static const char *const names[] = {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"};
+    static const char *const files[][2] = {{"HF_TOKEN_PATH", ""},
+                                           {"HF_HOME", "/token"},
+                                           {"XDG_CACHE_HOME", "/huggingface/token"},
+                                           {"HOME", "/.cache/huggingface/token"}};
+    buf path = {0};
+    str text = STR(""), token = STR("");
+    toka_err unused;
+    for (int i = 0; i < COUNT(names) && !token.n; i++)
+        if (getenv(names[i])) token = str_c(getenv(names[i]));
+    if (!token.n && mf_put_env_path(files, COUNT(files), &path) && !os_map(path.p, &text, &unused))
+        token = text;
+    while (token.n && isspace((unsigned char)token.p[token.n - 1])) token.n--;
+    for (size_t i = 0; i < token.n; i++)
+        if ((unsigned char)token.p[i] <= ' ') token = STR(""); /* it would end the header */
+    const char *copy = token.n ? arena_cstr(memory, token) : NULL;
+    os_unmap(text);
+    buf_free(&path);
+    return copy;
+}
+
+static int hub_open_repo(hub_repo *repo, const hub_options *options, toka_err *e) {
+    const char *endpoint = getenv("HF_ENDPOINT");
+    buf path = {0};
+    str url = str_c(endpoint && *endpoint ? endpoint : "https://huggingface.co");
+    while (url.n && url.p[url.n - 1] == '/') url.n--;
+    *repo = (hub_repo){.id = options->id,
+                       .revision = options->revision ? options->revision : "main",
+                       .quiet = options->quiet,
+                       .access = {.interrupted = options->interrupted}};
+    repo->access.id = repo->id;
+    repo->access.revision = repo->revision;
+    if (!mf_is_hub_id(str_c(repo->revision)) || strchr(repo->revision, '/'))
+        return fail(e, TOKA_E_USE, "%s is no name of a revision", repo->revision);
+    if (hub_is_offline())
+        return fail(e, TOKA_E_INPUT, "%s is not in the hub cache, and HF_HUB_OFFLINE forbids to "
+                    "download it", repo->id);
+    if (!str_starts(url, STR("https://")) && !str_starts(url, STR("http://")))
+        return fail(e, TOKA_E_USE, "HF_ENDPOINT: '%.*s', expected https://HOST", STRF(url));
+    repo->access.endpoint = arena_cstr(&repo->memory, url);
+    repo->access.token = hub_find_token(&repo->memory);
+    mf_put_hub_cache_path(&path);
+    repo->cache = arena_cstr(&repo->memory, buf_view(&path));
+    const char *const below[] = {"/models--", "/.locks/models--"};
+    char **const folders[] = {&repo->folder, &repo->locks};
+    for (int i = 0; i < COUNT(below); i++) {
+        buf_clear(&path);
+        buf_c(&path, repo->cache), buf_c(&path, below[i]);
+        mf_put_repo_name(&path, str_c(repo->id));
+        *folders[i] = arena_cstr(&repo->memory, buf_view(&path));
+    }
+    buf_free(&path);
+    return 0;
+}
+
+/* Asks the user whether to download. The size is that of all weights, as far as names tell. */
+static bool hub_confirm(const hub_repo *repo) {
+    const hub_file *single = hub_find_file(repo, STR("model.safetensors"));
+    char answer[16] = "";
+    buf text = {0};
+    double n_bytes = 0;
+    for (int i = 0; i < repo->n_all; i++)
+        if (single ? &repo->all[i] == single
+                   : !fnmatch("model*.safetensors", repo->all[i].path, FNM_PATHNAME))
+            n_bytes += (double)repo->all[i].n_bytes;
+    buf_printf(&text, "%s is not in the hub cache. Download ", repo->id);
+    hub_put_size(&text, n_bytes);
+    buf_printf(&text, " to %s? [y/N] ", repo->cache);
+    fputs(text.p, stderr);
+    buf_free(&text);
+    return fgets(answer, sizeof answer, stdin) && (answer[0] | 32) == 'y';
+}
+
+/* Downloads the chosen files and, unless text_only, the weights; then makes the snapshot. */
+static int hub_fill_snapshot(hub_repo *repo, bool text_only, toka_err *e) {
+    int code = hub_download_files(repo, repo->chosen, repo->n_chosen, e);
+    if (!code && !text_only) {
+        const int n_small = repo->n_chosen;
+        code = hub_choose_weights(repo, e);
+        if (!code)
+            code = hub_download_files(repo, repo->chosen + n_small, repo->n_chosen - n_small, e);
+    }
+    for (int i = 0; i < repo->n_chosen && !code; i++)
+        code = hub_link_file(repo, &repo->chosen[i], e);
+    return code ? code : hub_write_ref(repo, e);
+}
+
+/* Downloads the commit that the revision is on the hub now; what the cache has of it stays. Appends
+ * the path of the snapshot to *folder. Returns 0 or an error code. */
+static int hub_pull(const hub_options *options, buf *folder, toka_err *e) {
+    hub_repo repo;
+    const double begin = os_now();
+    int code = hub_open_repo(&repo, options, e);
+    if (!code) code = hub_list_files(&repo, e);
+    if (!code) code = hub_choose_small_files(&repo, e);
+    if (!code && options->confirm && !hub_confirm(&repo))
+        code = fail(e, TOKA_E_USE, "%s is not in the hub cache, and was not downloaded", repo.id);
+    if (!code) code = hub_fill_snapshot(&repo, options->text_only, e);
+    if (code == TOKA_E_CANCELLED && !options->quiet)
+        fputs("toka: interrupted; the same command continues the download\n", stderr);
+    if (!code) {
+        double n_bytes = 0;
+        buf text = {0};
+        for (int i = 0; i < repo.n_chosen; i++) n_bytes += (double)repo.chosen[i].n_bytes;
+        hub_put_size(&text, n_bytes);
+        if (!options->quiet)
+            fprintf(stderr, "%s: %d files, %s, ready after %.1f s\n", repo.id, repo.n_chosen, text.p,
+                    os_now() - begin);
+        buf_printf(folder, "%s/snapshots/%s", repo.folder, repo.commit);
+        buf_free(&text);
+    }
+    arena_free(&repo.memory);
+    return code;
+}
+
+static int hub_remove_entry(const char *path, const struct stat *info, int type, struct FTW *at) {
+    (void)info, (void)type, (void)at;
+    return remove(path);
+}
+
+/* Returns the bytes of the blobs in CACHE/models--OWNER--NAME, also of unfinished ones. */
+static int64_t hub_count_bytes(const char *folder) {
+    buf path = {0};
+    int64_t n_bytes = 0;
+    struct stat info;
+    buf_printf(&path, "%s/blobs", folder);
+    DIR *dir = opendir(path.p);
+    for (struct dirent *entry; dir && (entry = readdir(dir));)
+        if (!fstatat(dirfd(dir), entry->d_name, &info, AT_SYMLINK_NOFOLLOW) &&
+            S_ISREG(info.st_mode))
+            n_bytes += info.st_size;
+    if (dir) closedir(dir);
+    buf_free(&path);
+    return n_bytes;
+}
+
+/* Deletes a model from the cache, all of its revisions. *n_bytes: the space that it had. */
+static int hub_remove(const char *id, int64_t *n_bytes, toka_err *e) {
+    buf path = {0}, locks = {0};
+    mf_put_hub_cache_path(&path);
+    buf_printf(&locks, "%s/.locks/models--", path.p);
+    buf_c(&path, "/models--");
+    mf_put_repo_name(&path, str_c(id)), mf_put_repo_name(&locks, str_c(id));
+    int code = os_is_dir(path.p) ? 0 : fail(e, TOKA_E_INPUT, "%s is not in the hub cache: there is "
+                                            "no %s", id, path.p);
+    if (!code) {
+        *n_bytes = hub_count_bytes(path.p);
+        if (nftw(path.p, hub_remove_entry, 16, FTW_DEPTH | FTW_PHYS))
+            code = fail(e, TOKA_E_IO, "%s: %s", path.p, strerror(errno));
+        nftw(locks.p, hub_remove_entry, 16, FTW_DEPTH | FTW_PHYS);
+    }
+    buf_free(&path), buf_free(&locks);
+    return code;
+}
+
+/* ===========================================================================
+ * MARK: 36. Command line [os]
  * toka [COMMAND] [FLAGS]. All flags stand in one table, cli_flags. A row has the flag's name, short
  * form, type, the field of `cli` that it sets, the commands that take it, and its text in --help. A
  * flag --max-tokens can also be set by the environment variable TOKA_MAX_TOKENS. Results go to
@@ -32594,6 +33787,9 @@ typedef struct cli_list { /* the values of a flag that may be given several time
 
 typedef struct cli { /* the values of all flags; the fields are named like the flags */
     toka_options open;
+    const char *hf_repo, *revision;
+    bool download;
+    cli_list words; /* the arguments that are no flags: names of models */
     const char *prompt, *file, *system, *now;
     int samples, max_tokens, min_tokens, top_k, logprobs;
     double temperature, top_p, min_p; /* NAN: not given; likewise the next three */
@@ -32641,10 +33837,17 @@ enum {
     FOR_DEVICES = 1024,
     FOR_OPS = 2048,
     FOR_PLAN = 4096,
-    FOR_ANY = 8191,
+    FOR_PULL = 8192,
+    FOR_LIST = 16384,
+    FOR_RM = 32768,
+    FOR_ANY = 65535,
     FOR_OPENS = FOR_RUN | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT | FOR_SERVE,
     FOR_SAMPLES = FOR_RUN | FOR_BATCH | FOR_THROUGHPUT,
-    FOR_READS = FOR_RUN | FOR_SCORE | FOR_TOKENIZE | FOR_TEMPLATE
+    FOR_READS = FOR_RUN | FOR_SCORE | FOR_TOKENIZE | FOR_TEMPLATE,
+    FOR_HUB = FOR_OPENS | FOR_TOKENIZE | FOR_TEMPLATE,
+    FOR_WORDS = FOR_PULL | FOR_RM, /* take names */
+    FOR_MODEL_WORD = FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT | FOR_SERVE | FOR_TOKENIZE |
+                     FOR_TEMPLATE | FOR_PLAN /* take a model without --model, too */
 };
 
 #define AT(field) offsetof(cli, field)
@@ -32653,9 +33856,15 @@ static const cli_flag cli_flags[] = {
     {NULL, NULL, NULL, 0, 0, 0, "Model"},
     {"model", "m", "MODEL", CLI_TEXT, AT(open.model),
      FOR_OPENS | FOR_TOKENIZE | FOR_TEMPLATE | FOR_BENCH_SERVE | FOR_PLAN,
-     "folder, hub id in the local cache, or a name of models.txt (default: embedded); bench serve: the server's name for it"},
+     "folder, hub id, or a name of models.txt (default: embedded); bench serve: the server's name for it"},
+    {"hf-repo", "hf", "ID", CLI_TEXT, AT(hf_repo), FOR_HUB,
+     "a model of the Hugging Face hub, OWNER/NAME or a name of models.txt: downloaded once"},
+    {"revision", "", "REV", CLI_TEXT, AT(revision), FOR_HUB | FOR_PULL,
+     "branch, tag or commit of a model of the hub (default: main)"},
+    {"download", "", "", CLI_BOOL, AT(download), FOR_HUB,
+     "if --model is a hub id or a name of models.txt that is not in the cache: download it"},
     {"models-file", "", "FILE", CLI_TEXT, AT(open.models_file),
-     FOR_OPENS | FOR_TOKENIZE | FOR_TEMPLATE | FOR_MODELS | FOR_PLAN,
+     FOR_HUB | FOR_MODELS | FOR_PLAN | FOR_WORDS | FOR_LIST,
      "the list of known models (default: models.txt next to toka or here)"},
     {"chat-template", "", "FILE|NAME", CLI_TEXT, AT(open.chat_template),
      FOR_RUN | FOR_TEMPLATE | FOR_BATCH | FOR_SERVE,
@@ -32843,7 +34052,7 @@ static const cli_flag cli_flags[] = {
      "one JSON object instead of text"},
     {"verbose", "v", "", CLI_BOOL, AT(verbose), FOR_RUN | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT,
      "on standard error: the device, seconds of each part of the start, tokens of KV cache (serve always prints them)"},
-    {"quiet", "q", "", CLI_BOOL, AT(quiet), FOR_OPENS | FOR_BENCH_SERVE,
+    {"quiet", "q", "", CLI_BOOL, AT(quiet), FOR_HUB | FOR_BENCH_SERVE | FOR_PULL,
      "no summary line on standard error"},
     {"decode", "", "", CLI_BOOL, AT(decode), FOR_TOKENIZE,
      "tokenize: ids on standard input, text on standard output"},
@@ -32858,7 +34067,7 @@ static const cli_flag cli_flags[] = {
  * cli_common_flags. */
 enum { CLI_MANY_FLAGS = 16 };
 static const char *const cli_common_flags[] = {
-    "model", "prompt", "file", "chat", "max-tokens", "temp", "input-file", "output-file", "dataset",
+    "model", "hf-repo", "prompt", "file", "chat", "max-tokens", "temp", "input-file", "output-file", "dataset",
     "num-prompts", "base-url", "request-rate", "max-concurrency", "host", "port", "api-key",
     "json"};
 
@@ -32964,6 +34173,9 @@ static const char cli_commands[] =
     "  toka score [FLAGS]      log-probability of every token of a text\n"
     "  toka serve [FLAGS]      OpenAI-compatible server; SIGTERM or SIGHUP: ends after its answers\n"
     "  toka models             the models of models.txt\n"
+    "  toka pull MODEL ...     download models of the Hugging Face hub, or what is new there; prints their folders\n"
+    "  toka list               the models of the hub cache and of models.txt: size, format, do they fit this machine\n"
+    "  toka rm MODEL ...       delete models from the hub cache\n"
     "  toka devices            what this machine can run on\n"
     "  toka batch -i IN -o OUT answers a file of requests; after a stop the same command continues\n"
     "  toka plan [FLAGS]       which splits of a model fit on which GPUs, and an upper bound of their speed; needs no GPU\n"
@@ -32971,6 +34183,7 @@ static const char cli_commands[] =
     "  toka bench serve        measure a server: request rate, concurrency, latencies; prints what vllm bench serve prints\n"
     "  toka bench plan         time the scheduler in a step of 8,192 sequences, without a model (toka plan is another command)\n"
     "  toka bench ops          time every kernel of the GPU at the shapes of known models\n"
+    "  MODEL may come without its flag: toka serve MODEL [FLAGS]; also batch, score, tokenize, template, plan\n"
     "  toka COMMAND --help     how that command is used; --help-all: all its flags, and no others\n";
 
 /* Returns the line of cli_commands for the command with these words. */
@@ -32995,11 +34208,12 @@ static const char cli_short_commands[] =
     "  toka serve                         OpenAI-compatible server\n"
     "  toka batch -i IN -o OUT            a file of requests to a file of results\n"
     "  toka tokenize, template, score     ids of a text, a chat as a prompt, log-probabilities\n"
+    "  toka pull, list, rm                models of the Hugging Face hub\n"
     "  toka models, devices, plan         models known by name, devices, what fits on which GPUs\n"
     "  toka bench throughput, serve       measure the engine or a server; also bench plan, ops\n"
     "\nExamples\n"
     "  toka -p \"Tom has 3 boxes with 4 apples each. How many apples does he have?\"\n"
-    "  toka -m qwen3-8b --chat\n"
+    "  toka -hf Qwen/Qwen3-0.6B --chat\n"
     "  toka serve -m llama-3.1-8b-instruct --port 8000\n"
     "  toka batch -m llama-3.1-8b-instruct -i questions.jsonl -o answers.jsonl\n";
 
@@ -33016,6 +34230,8 @@ static const struct {
     {FOR_TEMPLATE, "  echo '{\"messages\":[{\"role\":\"user\",\"content\":\"Hello\"}]}' |\n"
                    "      toka template -m qwen3-8b\n"},
     {FOR_SCORE, "  toka score -m qwen3-8b -f text.txt\n"},
+    {FOR_PULL, "  toka pull Qwen/Qwen3-0.6B\n  toka -m Qwen/Qwen3-0.6B -p \"Why is the sky blue?\"\n"},
+    {FOR_RM, "  toka rm Qwen/Qwen3-0.6B\n"},
     {FOR_PLAN, "  toka plan -m llama-3.1-70b --gpus 4 --gpu H200\n"},
     {FOR_THROUGHPUT,
      "  toka bench throughput -m llama-3.1-8b --dummy-weights --dataset lengths.jsonl\n"},
@@ -33147,7 +34363,8 @@ static const cli_flag *cli_find_flag(const char *arg, size_t n) {
     for (int i = 0; i < COUNT(cli_flags); i++) {
         const cli_flag *flag = &cli_flags[i];
         if (!flag->name) continue;
-        if (n == 2 && flag->short_name[0] && arg[1] == flag->short_name[0]) return flag;
+        if (n > 1 && strlen(flag->short_name) == n - 1 && !memcmp(arg + 1, flag->short_name, n - 1))
+            return flag;
         if (n > 2 && arg[1] == '-' && strlen(flag->name) == n - 2 &&
             !memcmp(arg + 2, flag->name, n - 2))
             return flag;
@@ -33175,6 +34392,9 @@ static void cli_override_env(cli *flags, const cli *env, const cli_flag *flag) {
     if (flag->offset == AT(prompt) && flags->file == env->file) flags->file = NULL;
     if (flag->offset == AT(file) && flags->prompt == env->prompt) flags->prompt = NULL;
     if (flag->offset == AT(raw) && flags->system == env->system) flags->system = NULL;
+    if (flag->offset == AT(hf_repo) && flags->open.model == env->open.model)
+        flags->open.model = NULL;
+    if (flag->offset == AT(open.model) && flags->hf_repo == env->hf_repo) flags->hf_repo = NULL;
     if (flag->offset == AT(chat) && flags->file == env->file) flags->file = NULL;
     if (flag->offset == AT(chat) && flags->samples == env->samples) flags->samples = 1;
     const bool address = flag->offset == AT(host) || flag->offset == AT(port);
@@ -33188,9 +34408,34 @@ static void cli_override_env(cli *flags, const cli *env, const cli_flag *flag) {
     if (list && list->n_values && list->values[0] == env_list->values[0]) list->n_values = 0;
 }
 
+/* Takes an argument that is no flag: a name, or the model of a command that runs one. */
+static int cli_take_word(cli *flags, const cli *env, unsigned command, const char *arg,
+                         toka_err *e) {
+    const bool is_model = command & FOR_MODEL_WORD;
+    if (!is_model && !(command & FOR_WORDS))
+        return fail(e, TOKA_E_USE,
+                    "%s: unknown argument; a command comes before its flags, see toka --help", arg);
+    if (flags->words.n_values == (is_model ? 1 : CLI_MAX_LIST))
+        return fail(e, TOKA_E_USE, "%s: %s", arg,
+                    is_model ? "a second model; see toka --help" : "too many names");
+    if (flags->open.model == env->open.model) flags->open.model = NULL;
+    if (flags->hf_repo == env->hf_repo) flags->hf_repo = NULL;
+    flags->words.values[flags->words.n_values++] = arg;
+    return 0;
+}
+
+static int cli_take_model_word(cli *flags, toka_err *e) {
+    if (!flags->words.n_values) return 0;
+    if (flags->open.model || flags->hf_repo)
+        return fail(e, TOKA_E_USE, "%s: a second model, after that of --model or -hf",
+                    flags->words.values[0]);
+    flags->open.model = flags->words.values[0];
+    return 0;
+}
+
 /* Reads the flags of a command from the environment, then from its arguments. */
 static int cli_parse(cli *flags, unsigned command, int argc, char **argv, toka_err *e) {
-    /* flags with a bad value in the environment, an error only if no argument replaces the value */
+    /* flags with a bad value in the environment: an error unless an argument replaces the value */
     bool bad_env[COUNT(cli_flags)];
     for (int i = 0; i < COUNT(cli_flags); i++)
         bad_env[i] = cli_set_from_env(flags, &cli_flags[i], command, e) != 0;
@@ -33201,12 +34446,12 @@ static int cli_parse(cli *flags, unsigned command, int argc, char **argv, toka_e
         const char *arg = argv[i],
                    *equals = arg[0] == '-' && arg[1] == '-' ? strchr(arg, '=') : NULL;
         size_t n_name = equals ? (size_t)(equals - arg) : strlen(arg);
-        const cli_flag *flag = arg[0] == '-' && n_name > 1 ? cli_find_flag(arg, n_name) : NULL;
-        if (!flag && arg[0] == '-') return cli_fail_unknown_flag((str){arg, n_name}, command, e);
-        if (!flag)
-            return fail(e, TOKA_E_USE,
-                        "%s: unknown argument; a command comes before its flags, see toka --help",
-                        arg);
+        const cli_flag *flag = n_name > 1 ? cli_find_flag(arg, n_name) : NULL;
+        if (arg[0] != '-') {
+            if (cli_take_word(flags, &env, command, arg, e)) return e->code;
+            continue;
+        }
+        if (!flag) return cli_fail_unknown_flag((str){arg, n_name}, command, e);
         if (!(flag->commands & command))
             return fail(e, TOKA_E_USE, "--%s is not for this command; see toka --help-all",
                         flag->name);
@@ -33225,6 +34470,7 @@ static int cli_parse(cli *flags, unsigned command, int argc, char **argv, toka_e
     }
     /* these work even if the environment has a bad value */
     if (flags->help || flags->help_all || flags->version) return code;
+    if (!code && (command & FOR_MODEL_WORD)) code = cli_take_model_word(flags, e);
     if (!code && address && flags->serve.uds)
         code = fail(e, TOKA_E_USE, "--uds goes without --%s", address->name);
     for (int i = 0; i < COUNT(cli_flags) && !code; i++)
@@ -33760,6 +35006,243 @@ static int cli_models(const cli *flags, toka_err *e) {
     return code;
 }
 
+/* ---- Models of the hub: toka pull, list and rm; -hf and --download ---- */
+
+/* Finds the hub id that the user means: OWNER/NAME, or a name of models.txt. */
+static int cli_find_hub_id(const cli *flags, const char *name, arena *memory, const char **id,
+                           toka_err *e) {
+    mf_known_model *known;
+    int n_known;
+    const char *tag = strchr(name, ':');
+    suggestion nearest = {.typed = str_c(name)};
+    if (tag)
+        return fail(e, TOKA_E_USE, "%s: the tag %s names a file of another format (GGUF); toka "
+                    "reads safetensors: leave it out", name, tag);
+    *id = name;
+    if (strchr(name, '/')) {
+        if (mf_is_hub_id(str_c(name))) return 0;
+        return fail(e, TOKA_E_USE, "%s: not a hub id, which is OWNER/NAME", name);
+    }
+    if (mf_read_models_file(flags->open.models_file, memory, &known, &n_known, e)) return e->code;
+    for (int i = 0; i < n_known; i++) {
+        *id = known[i].hub_id;
+        if (!strcasecmp(known[i].name, name)) return 0;
+        suggest_try(&nearest, known[i].name);
+    }
+    fail(e, TOKA_E_USE, "%s: not a hub id, which is OWNER/NAME, and no name of models.txt", name);
+    return suggest_fail(&nearest, "", e);
+}
+
+/* Splits ID@REVISION, as -m takes it, in place. Returns the revision, NULL if there is none. */
+static const char *cli_cut_revision(char *id) {
+    char *at_sign = strchr(id, '@');
+    if (at_sign) *at_sign = 0;
+    return at_sign ? at_sign + 1 : NULL;
+}
+
+/* Sets open.model from -hf and --revision, in the form that -m has. */
+static int cli_name_model(cli *flags, arena *memory, toka_err *e) {
+    const char *id = flags->hf_repo, *model = flags->open.model;
+    buf name = {0};
+    if (id && model) return fail(e, TOKA_E_USE, "-hf and --model exclude each other");
+    if (flags->revision && !id && !model)
+        return fail(e, TOKA_E_USE, "--revision needs a model of the hub: -hf OWNER/NAME");
+    if (!id && !flags->revision) return 0;
+    if (!id && os_is_dir(model))
+        return fail(e, TOKA_E_USE, "--revision: %s is a folder, not a model of the hub", model);
+    char *given = arena_cstr(memory, str_c(id ? id : model));
+    const char *revision = cli_cut_revision(given);
+    if (revision && flags->revision)
+        return fail(e, TOKA_E_USE, "--revision: %s names a revision already", id ? id : model);
+    if (!revision) revision = flags->revision;
+    if (cli_find_hub_id(flags, given, memory, &id, e)) return e->code;
+    buf_printf(&name, "%s%s%s", id, revision ? "@" : "", revision ? revision : "");
+    flags->open.model = arena_cstr(memory, buf_view(&name));
+    buf_free(&name);
+    return 0;
+}
+
+static int cli_fail_not_here(const char *id, const char *revision, toka_err *e) {
+    buf cache = {0};
+    mf_put_hub_cache_path(&cache);
+    fail(e, TOKA_E_INPUT, "%s is not in the hub cache %s; add --download, or run: toka pull %s%s%s",
+         id, cache.p, id, revision ? " --revision " : "", revision ? revision : "");
+    buf_free(&cache);
+    return e->code;
+}
+
+/* Makes sure that the hub cache has the model, if it is one of the hub. -hf and --download say that
+ * it may be downloaded; on a terminal the user is asked. text_only: the weights are not needed.
+ * The memory must live as long as the flags. */
+static int cli_get_model(cli *flags, bool text_only, arena *memory, toka_err *e) {
+    mf_model found = {0};
+    toka_err why = {0};
+    if (cli_name_model(flags, memory, e)) return e->code;
+    if (!flags->open.model || flags->dummy_weights) return 0;
+    int code = mf_find_model(&found, flags->open.model, flags->open.models_file, &why);
+    char *id = found.hub_id ? arena_cstr(memory, str_c(found.hub_id)) : NULL;
+    const bool here = !code && (text_only || !id || hub_has_weights(found.folder));
+    arena_free(&found.memory);
+    if (here || !id || code == TOKA_E_USE) return 0; /* opening says what else is wrong */
+    const bool allowed = flags->hf_repo || flags->download;
+    const bool confirm = !allowed && isatty(0) && isatty(2) && !flags->quiet && !hub_is_offline();
+    const char *revision = cli_cut_revision(id);
+    if (!allowed && !confirm) return code ? cli_fail_not_here(id, revision, e) : 0;
+    hub_options options = {.id = id, .revision = revision, .text_only = text_only,
+                           .confirm = confirm, .quiet = flags->quiet,
+                           .interrupted = &cli_interrupted};
+    buf folder = {0};
+    code = hub_pull(&options, &folder, e);
+    buf_free(&folder);
+    return code;
+}
+
+static int cli_need_words(const cli *flags, const char *usage, toka_err *e) {
+    return flags->words.n_values ? 0 : fail(e, TOKA_E_USE, "expected: toka %s", usage);
+}
+
+/* Downloads models, and prints the folder of each. */
+static int cli_pull(const cli *flags, toka_err *e) {
+    arena memory = {0};
+    int code = cli_need_words(flags, "pull OWNER/NAME ...", e);
+    for (int i = 0; i < flags->words.n_values && !code; i++) {
+        hub_options options = {.quiet = flags->quiet, .interrupted = &cli_interrupted};
+        char *given = arena_cstr(&memory, str_c(flags->words.values[i]));
+        buf folder = {0};
+        options.revision = cli_cut_revision(given);
+        if (options.revision && flags->revision)
+            code = fail(e, TOKA_E_USE, "--revision: %s names a revision already",
+                        flags->words.values[i]);
+        if (!options.revision) options.revision = flags->revision;
+        if (!code) code = cli_find_hub_id(flags, given, &memory, &options.id, e);
+        if (!code) code = hub_pull(&options, &folder, e);
+        if (!code) buf_char(&folder, '\n');
+        if (!code) code = cli_write(buf_view(&folder), e);
+        buf_free(&folder);
+    }
+    arena_free(&memory);
+    return code;
+}
+
+static int cli_rm(const cli *flags, toka_err *e) {
+    arena memory = {0};
+    int code = cli_need_words(flags, "rm OWNER/NAME ...", e);
+    for (int i = 0; i < flags->words.n_values && !code; i++) {
+        const char *id;
+        int64_t n_bytes = 0;
+        buf line = {0};
+        code = cli_find_hub_id(flags, flags->words.values[i], &memory, &id, e);
+        if (!code) code = hub_remove(id, &n_bytes, e);
+        if (!code) {
+            buf_printf(&line, "%s: deleted, ", id);
+            hub_put_size(&line, (double)n_bytes);
+            buf_char(&line, '\n');
+            code = cli_write(buf_view(&line), e);
+        }
+        buf_free(&line);
+    }
+    arena_free(&memory);
+    return code;
+}
+
+/* Returns the bytes of memory that this machine has for the weights of a model of this shape: on a
+ * GPU what its other buffers leave. */
+static double cli_weight_memory(const mf_config *config) {
+    const toka_device_options options = {.max_tokens = 8448, .n_devices = 1};
+    const toka_weights none = {0};
+    toka_shape shape = config->shape;
+    char description[200];
+    shape.L = 0; /* so that no layers are counted */
+    for (int i = 0; i < COUNT(lib_backends); i++)
+        if (strcmp(lib_backends[i]->name, "cpu") &&
+            lib_backends[i]->probe(0, description, sizeof description))
+            return (double)lib_backends[i]->kv_bytes(&shape, &none, &options);
+    return (double)os_ram_bytes();
+}
+
+/* Appends a row of toka list. n_bytes: on the disk, or of the weights if the model is not here. */
+static void cli_put_model_row(buf *out, const char *name, double n_bytes, bool here,
+                              const char *format, const char *fits) {
+    buf size = {0};
+    hub_put_size(&size, n_bytes);
+    buf_printf(out, "%-44s %8s  %-4s  %-6s  %s\n", name, size.p, here ? "yes" : "no", format, fits);
+    buf_free(&size);
+}
+
+/* Appends the row of a model in the hub cache. */
+static void cli_put_cached_row(buf *out, const char *id, double n_bytes) {
+    static const char *const formats[] = {[TOKA_BF16] = "bf16", [TOKA_F16] = "f16",
+                                          [TOKA_F32] = "f32"};
+    mf_model *model;
+    toka_err why;
+    buf text = {0};
+    const int code = mf_open(&model, id, NULL, NULL, &why);
+    if (code) {
+        buf_printf(&text, "does not run: %s", why.msg);
+        cli_put_model_row(out, id, n_bytes, true, "-", text.p);
+    } else {
+        const unsigned dtype = (unsigned)model->weights.embed.dtype;
+        const bool fits = (double)model->weight_bytes < cli_weight_memory(&model->config);
+        cli_put_model_row(out, id, n_bytes, true, dtype < COUNT(formats) ? formats[dtype] : "other",
+                          fits ? "fits" : "too large");
+    }
+    mf_close(code ? NULL : model);
+    buf_free(&text);
+}
+
+/* Appends the hub ids of all models in the cache, sorted. Returns their number. */
+static int cli_list_cache(const char *cache, arena *memory, char ***list) {
+    static const char head[] = "models--";
+    int n_ids = 0;
+    DIR *dir = opendir(cache);
+    *list = NULL;
+    for (struct dirent *entry; dir && (entry = readdir(dir));) {
+        if (strncmp(entry->d_name, head, sizeof head - 1)) continue;
+        char *id = arena_cstr(memory, str_c(entry->d_name + sizeof head - 1));
+        char *dashes = strstr(id, "--");
+        if (dashes) {
+            *dashes = '/';
+            memmove(dashes + 1, dashes + 2, strlen(dashes + 2) + 1);
+        }
+        *list = mem_realloc(*list, (size_t)(n_ids + 1) * sizeof **list);
+        (*list)[n_ids++] = id;
+    }
+    if (dir) closedir(dir);
+    if (n_ids) qsort(*list, (size_t)n_ids, sizeof **list, mf_compare_names);
+    return n_ids;
+}
+
+/* Prints the models of the hub cache, then those of models.txt that are not there. */
+static int cli_list_models(const cli *flags, toka_err *e) {
+    arena memory = {0};
+    buf out = {0}, cache = {0}, path = {0};
+    mf_known_model *known;
+    char **in_cache;
+    int n_known, code = mf_read_models_file(flags->open.models_file, &memory, &known, &n_known, e);
+    mf_put_hub_cache_path(&cache);
+    const int n_ids = cli_list_cache(cache.p, &memory, &in_cache);
+    buf_printf(&out, "%-44s %8s  %-4s  %-6s  %s\n", "model", "size", "here", "format",
+               "this machine");
+    for (int i = 0; i < n_ids && !code; i++) {
+        buf_clear(&path);
+        buf_printf(&path, "%s/models--", cache.p);
+        mf_put_repo_name(&path, str_c(in_cache[i]));
+        cli_put_cached_row(&out, in_cache[i], (double)hub_count_bytes(path.p));
+    }
+    for (int i = 0; i < n_known && !code; i++) {
+        const double n_bytes = 2 * (double)mf_n_parameters(&known[i].config);
+        bool here = false;
+        for (int k = 0; k < n_ids; k++) here = here || !strcmp(in_cache[k], known[i].hub_id);
+        if (!here)
+            cli_put_model_row(&out, known[i].name, n_bytes, false, "bf16",
+                              n_bytes < cli_weight_memory(&known[i].config) ? "fits" : "too large");
+    }
+    if (!code) code = cli_write(buf_view(&out), e);
+    free(in_cache);
+    arena_free(&memory), buf_free(&out), buf_free(&cache), buf_free(&path);
+    return code;
+}
+
 static int cli_check_names(const cli *flags, toka_err *e) {
     for (int i = 0; i < flags->served_names.n_values; i++)
         if (!*flags->served_names.values[i])
@@ -34117,6 +35600,9 @@ static const cli_command cli_command_table[] = {
     {"template", NULL,         FOR_TEMPLATE,    cli_template},
     {"score",    NULL,         FOR_SCORE,       cli_score},
     {"models",   NULL,         FOR_MODELS,      cli_models},
+    {"pull",     NULL,         FOR_PULL,        cli_pull},
+    {"list",     NULL,         FOR_LIST,        cli_list_models},
+    {"rm",       NULL,         FOR_RM,          cli_rm},
     {"devices",  NULL,         FOR_DEVICES,     cli_devices},
     {"batch",    NULL,         FOR_BATCH,       cli_batch},
     {"serve",    NULL,         FOR_SERVE,       cli_serve},
@@ -34181,7 +35667,11 @@ static int cli_run_args(const cli_command *command, int n_words, int argc, char 
         return code;
     if ((code = cli_check_files(&flags, bit, e))) return code;
     if (isatty(2) && !flags.quiet) flags.open.progress = cli_print_progress;
-    return command ? command->main(&flags, e) : cli_run_command(&flags, e);
+    arena names = {0};
+    if (bit & FOR_HUB) code = cli_get_model(&flags, bit & (FOR_TOKENIZE | FOR_TEMPLATE), &names, e);
+    if (!code) code = command ? command->main(&flags, e) : cli_run_command(&flags, e);
+    arena_free(&names);
+    return code;
 }
 
 static int cli_dispatch(int argc, char **argv, toka_err *e) {

@@ -13,6 +13,7 @@
 #include "fuzz_config.c"
 #include "fuzz_form.c"
 #include "fuzz_http.c"
+#include "fuzz_hub.c"
 #include "fuzz_json.c"
 #include "fuzz_parse.c"
 #include "fuzz_safetensors.c"
@@ -23,7 +24,7 @@ static const struct {
     const char *name;
     int (*run)(const uint8_t *data, size_t size);
 } fuzzers[] = {{"api", fuzz_api}, {"batch", fuzz_batch}, {"config", fuzz_config},
-               {"form", fuzz_form}, {"http", fuzz_http}, {"json", fuzz_json}, {"parse", fuzz_parse},
+               {"form", fuzz_form}, {"http", fuzz_http}, {"hub", fuzz_hub}, {"json", fuzz_json}, {"parse", fuzz_parse},
                {"safetensors", fuzz_safetensors}, {"template", fuzz_template}, {"tokenizer", fuzz_tokenizer}};
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);

@@ -123,6 +123,19 @@ def test_raw_completes_text():
 
 # ---- tokenize, template, score, models ----
 
+def test_a_model_without_its_flag():
+    want = toka("tokenize", "-m", "test/model", stdin="Tom has").stdout
+    for args in (["test/model"], ["test/model", "--no-special"], ["--no-special", "test/model"]):
+        assert toka("tokenize", *args, stdin="Tom has").stdout == (want if len(args) == 1 else toka("tokenize", "--no-special", stdin="Tom has").stdout)
+    assert toka("tokenize", "test/model", stdin="Tom has", env={"TOKA_MODEL": "/none", "TOKA_HF_REPO": "no/ne"}).stdout == want
+    assert toka("score", "test/model", "-q", "-p", "Tom has").returncode == 0
+    for args, text in ((["tokenize", "a", "b"], "b: a second model"), (["tokenize", "a", "-m", "b"], "a: a second model, after that of --model"),
+                       (["score", "a", "-hf", "b/c"], "a: a second model"), (["-p", "x", "y"], "y: unknown argument"),
+                       (["models", "y"], "y: unknown argument")):
+        r = toka(*args)
+        assert r.returncode == 1 and text in r.stderr.decode(), r.stderr
+
+
 @pytest.mark.parametrize("text", ["Hello world", "", "a\n\n  b\t", "héllo 한국어 🙂‍🙂", "x" * 5000, "<|im_start|>"])
 def test_tokenize_round_trip(text):
     r = toka("tokenize", stdin=text)

@@ -1,0 +1,525 @@
+"""Tests of toka -hf, --download, pull, list and rm against a hub on loopback (hub.py), and of the cache against huggingface_hub,
+which must read it as its own. Run through test/run.sh."""
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hub import FakeHub, Repo, read_folder
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TOKA = os.environ.get("TOKA_BINARY") or os.path.join(ROOT, "toka")
+PROBLEM = "Tom has 12 apples. He buys 7 more apples. How many apples does Tom have now?"
+USED = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
+ID = "tiny/apples"
+
+try:
+    import huggingface_hub
+except ImportError:
+    huggingface_hub = None
+needs_package = pytest.mark.skipif(not huggingface_hub, reason="no huggingface_hub")
+pytestmark = pytest.mark.skipif(not shutil.which("curl"), reason="no curl")
+
+
+def model_files():
+    files = {name: open(f"{ROOT}/test/model/{name}", "rb").read() for name in USED}
+    # what toka does not need
+    return {**files, "README.md": b"# Apples", "pytorch_model.bin": b"x" * 1000, "original/consolidated.00.pth": b"y" * 1000,
+            "consolidated.safetensors": b"z" * 1000, ".gitattributes": b"*.bin lfs"}
+
+
+@pytest.fixture(scope="module")
+def server():
+    hub = FakeHub()
+    hub.repos[ID] = Repo(model_files())
+    hub.repos["tiny/gated"] = Repo(model_files(), gated=True)
+    hub.repos["tiny/refused"] = Repo(model_files(), gated="refused")
+    hub.repos["tiny/private"] = Repo(model_files(), private=True)
+    sharded = read_folder(f"{ROOT}/test/fixtures/llama-llama3-sharded")
+    hub.repos["tiny/sharded"] = Repo({**sharded, "model-00009-of-00003.safetensors": b"not in the index"})
+    yield hub
+    hub.close()
+
+
+@pytest.fixture
+def hub(server, tmp_path):
+    server.reset()
+    server.home = str(tmp_path / "home")
+    server.cache = os.path.join(server.home, ".cache/huggingface/hub")
+    return server
+
+
+def environment(hub, **env):
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("TOKA_", "HF_", "HUGGING", "XDG_", "TRANSFORMERS"))}
+    return {**clean, "TOKA_DEVICE": "cpu", "HOME": hub.home, "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", **env}
+
+
+def toka(hub, *args, timeout=60, **env):
+    env = {k: v for k, v in environment(hub, **env).items() if v is not None}
+    return subprocess.run([TOKA, *args], capture_output=True, stdin=subprocess.DEVNULL, env=env, timeout=timeout, cwd=ROOT)
+
+
+def python(hub, code, **env):
+    r = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment(hub, **env), timeout=120)
+    assert r.returncode == 0, r.stderr.decode()
+    return r.stdout.decode()
+
+
+def tree(cache, name=ID):
+    """{path: link target or bytes} of a model in the cache, without what only one of the two programs writes: lists of files."""
+    base, found = os.path.join(cache, "models--" + name.replace("/", "--")), {}
+    for folder, _, names in os.walk(base):
+        for file in names:
+            path = os.path.join(folder, file)
+            key = os.path.relpath(path, base)
+            if not key.startswith("trees/"):
+                found[key] = os.readlink(path) if os.path.islink(path) else open(path, "rb").read()
+    return found
+
+
+def fails(r, status, *texts):
+    message = r.stderr.decode()
+    assert r.returncode == status, message
+    assert len(message.splitlines()) == 1 and message.startswith("toka: "), message
+    for text in texts:
+        assert text in message, message
+
+
+# ---- Downloads ----
+
+def test_downloads_once_and_answers(hub):
+    r = toka(hub, "-hf", ID, "-p", PROBLEM)
+    assert r.returncode == 0 and r.stdout.decode().rstrip().endswith("19."), r.stderr
+    assert re.match(r"tiny/apples: 5 files, 7\.\d MB, ready after [\d.]+ s\n", r.stderr.decode())
+    n = len(hub.requests)
+    for args in (["-hf", ID], ["-m", ID], ["--hf-repo", ID], ["--hf-repo=" + ID, "--revision", "main"], ["-m", ID + "@main"]):
+        again = toka(hub, *args, "-q", "-p", PROBLEM)
+        assert again.stdout == r.stdout and again.stderr == b"", args
+    assert toka(hub, "-q", "-p", PROBLEM, TOKA_HF_REPO=ID).stdout == r.stdout
+    assert len(hub.requests) == n  # a model that is here needs no request
+
+
+def test_only_the_files_that_are_needed(hub):
+    assert toka(hub, "pull", ID).returncode == 0
+    paths = [k for k in tree(hub.cache) if k.startswith("snapshots/")]
+    assert sorted(os.path.basename(p) for p in paths) == sorted(USED)
+    r = toka(hub, "pull", "tiny/sharded")
+    assert r.returncode == 0, r.stderr
+    names = {os.path.basename(k) for k in tree(hub.cache, "tiny/sharded") if k.startswith("snapshots/")}
+    assert "model.safetensors.index.json" in names and "model-00009-of-00003.safetensors" not in names
+    assert len([n for n in names if n.endswith(".safetensors")]) == 3
+
+
+def test_pull_prints_the_folder(hub):
+    r = toka(hub, "pull", ID, "tiny/sharded", "-q")
+    folders = r.stdout.decode().splitlines()
+    assert r.returncode == 0 and r.stderr == b"" and len(folders) == 2
+    assert read_folder(folders[0])["config.json"] == model_files()["config.json"]
+    fails(toka(hub, "pull"), 1, "expected: toka pull OWNER/NAME")
+
+
+def test_tokenizing_needs_no_weights(hub):
+    r = subprocess.run([TOKA, "tokenize", "-hf", ID], input=b"Tom has", capture_output=True, env=environment(hub), cwd=ROOT)
+    assert r.returncode == 0 and r.stdout.split()
+    assert not any("safetensors" in path for _, _, path, _, _ in hub.requests)
+    assert toka(hub, "-q", "-hf", ID, "-p", PROBLEM).stdout.decode().rstrip().endswith("19.")  # then they are downloaded
+
+
+@needs_package
+def test_the_cache_is_that_of_huggingface_hub(hub, tmp_path):
+    assert toka(hub, "pull", ID).returncode == 0
+    other = str(tmp_path / "other")
+    python(hub, f"import huggingface_hub as h; h.snapshot_download('{ID}', allow_patterns={USED})", HF_HUB_CACHE=other)
+    assert tree(hub.cache) == tree(other) and len(tree(other)) == 11
+    # and it reads the cache as its own
+    code = f"""
+import huggingface_hub as h, json
+folder = h.snapshot_download('{ID}', local_files_only=True)
+file = h.hf_hub_download('{ID}', 'config.json', local_files_only=True)
+info = h.scan_cache_dir()
+repo, = info.repos
+print(json.dumps([folder, file, repo.repo_id, repo.nb_files, repo.size_on_disk, len(info.warnings), [list(r.refs) for r in repo.revisions]]))
+"""
+    folder, file, name, n_files, size, n_warnings, refs = json.loads(python(hub, code, HF_HUB_OFFLINE="1"))
+    assert folder.startswith(hub.cache) and file == folder + "/config.json"
+    assert (name, n_files, n_warnings, refs) == (ID, 5, 0, [["main"]])
+    assert size == sum(len(model_files()[n]) for n in USED)
+
+
+@needs_package
+def test_reads_what_huggingface_hub_downloaded(hub):
+    python(hub, f"import huggingface_hub as h; h.snapshot_download('{ID}')")
+    hub.requests.clear()
+    r = toka(hub, "-q", "-hf", ID, "-p", PROBLEM)
+    assert r.stdout.decode().rstrip().endswith("19.") and not hub.requests
+    # its commands see no difference after a pull
+    before = tree(hub.cache)
+    assert toka(hub, "pull", ID).returncode == 0 and tree(hub.cache) == before
+
+
+def test_names_of_models_txt(hub, tmp_path):
+    (tmp_path / "models.txt").write_text(f'apples {ID} - {{"model_type": "llama"}}\n')
+    flags = ["--models-file", str(tmp_path / "models.txt")]
+    assert toka(hub, "-q", "-hf", "apples", *flags, "-p", PROBLEM).stdout.decode().rstrip().endswith("19.")
+    assert toka(hub, "rm", "Apples", *flags).returncode == 0
+    fails(toka(hub, "-m", "apples", *flags, "-p", "x"), 1, "tiny/apples is not in the hub cache", "toka pull tiny/apples")
+    assert toka(hub, "pull", "apples", *flags).returncode == 0
+    assert toka(hub, "-q", "-m", "apples", *flags, "-p", PROBLEM).stdout.decode().rstrip().endswith("19.")
+    fails(toka(hub, "pull", "aples", *flags), 1, "did you mean apples?")
+
+
+def test_revisions(hub):
+    repo, files = Repo(model_files()), model_files()
+    hub.repos["tiny/moves"] = repo
+    first = repo.refs["main"]
+    assert toka(hub, "-q", "-hf", "tiny/moves", "-p", "x").returncode == 0
+    files["generation_config.json"] += b"\n"
+    second = repo.commit(files)
+    repo.refs["v2"] = second
+    hub.requests.clear()
+    assert toka(hub, "-q", "-hf", "tiny/moves", "-p", "x").returncode == 0
+    assert not hub.requests  # nothing is replaced unless the user wants it
+    r = toka(hub, "pull", "tiny/moves")
+    assert r.stdout.decode().strip().endswith(second)
+    assert [path for cdn, _, path, _, _ in hub.requests if "resolve" in path] == [f"/tiny/moves/resolve/{second}/generation_config.json"]
+    for revision, commit in (("v2", second), (first, first), (second, second)):
+        r = toka(hub, "pull", "tiny/moves", "--revision", revision)
+        assert r.stdout.decode().strip().endswith(commit), r.stderr
+        assert toka(hub, "-q", "-hf", "tiny/moves", "--revision", revision, "-p", PROBLEM).returncode == 0
+        assert toka(hub, "-q", "-m", f"tiny/moves@{revision}", "-p", PROBLEM).returncode == 0
+    refs = {k: v.decode() for k, v in tree(hub.cache, "tiny/moves").items() if k.startswith("refs/")}
+    assert refs == {"refs/main": second, "refs/v2": second}
+    fails(toka(hub, "-hf", "tiny/moves", "--revision", "v3", "-p", "x"), 1, "tiny/moves has no revision v3")
+    fails(toka(hub, "pull", "tiny/moves@../../x"), 1, "no name of a revision")
+    fails(toka(hub, "-m", "test/model", "--revision", "v2", "-p", "x"), 1, "a folder, not a model of the hub")
+
+
+# ---- Interruptions ----
+
+def start_and_hold(hub, n_bytes, *args):
+    """Starts toka, and waits until the hub has sent n_bytes and holds the rest back."""
+    hub.hold_after = n_bytes
+    p = subprocess.Popen([TOKA, *args], env=environment(hub, HF_TOKEN="hf_right"), stdin=subprocess.DEVNULL,
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    end = time.time() + 30
+    while hub.sent < n_bytes or not any(p[4] or "safetensors" in p[2] for p in hub.requests):
+        assert time.time() < end and p.poll() is None
+        time.sleep(0.01)
+    time.sleep(0.3)
+    return p
+
+
+def finish_resumed(hub, n_at_least):
+    """The rest is requested with a Range, and the cache has what a download at once makes."""
+    hub.hold_after = None
+    time.sleep(0.1)
+    hub.requests.clear()
+    r = toka(hub, "pull", ID)
+    assert r.returncode == 0, r.stderr
+    ranges = [int(re.fullmatch(r"bytes=(\d+)-", wanted)[1]) for cdn, _, _, _, wanted in hub.requests if cdn and wanted]
+    assert ranges and max(ranges) >= n_at_least
+    files = {k: v for k, v in tree(hub.cache).items() if k.startswith("blobs/")}
+    assert sorted(files.values()) == sorted(model_files()[n] for n in USED)
+    assert toka(hub, "-q", "-m", ID, "-p", PROBLEM).stdout.decode().rstrip().endswith("19.")
+
+
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_continues_after_a_kill(hub, sig):
+    p = start_and_hold(hub, 3_000_000, "pull", ID)
+    p.send_signal(sig)
+    out, err = p.communicate(timeout=20)
+    assert p.returncode == (-9 if sig == signal.SIGKILL else 130) and out == b""
+    if sig != signal.SIGKILL:
+        assert err == b"toka: interrupted; the same command continues the download\n"
+    left = tree(hub.cache)
+    assert any(k.endswith(".incomplete") for k in left) and not any(k.startswith(("refs/", "snapshots/")) for k in left)
+    fails(toka(hub, "-m", ID, "-p", "x"), 1, "is not in the hub cache")
+    finish_resumed(hub, 1_000_000)
+
+
+def test_no_curl_is_left_behind(hub):
+    p = start_and_hold(hub, 3_000_000, "pull", ID)
+    p.kill()
+    p.wait()
+    hub.hold_after = None
+    end = time.time() + 20
+    while any(hub.url.split(":")[-1] in line for line in curls()) and time.time() < end:
+        time.sleep(0.1)
+    assert not any(str(hub.cdn.server_port) in line for line in curls())
+
+
+def curls():
+    lines = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            lines.append(open(f"/proc/{pid}/cmdline").read())
+        except OSError:
+            pass
+    return [line for line in lines if line.startswith("curl")]
+
+
+def test_continues_after_lost_connections(hub):
+    hub.cut_after, hub.cuts_left = {"model.safetensors": 1_000_000}, 4
+    r = toka(hub, "pull", ID)
+    assert r.returncode == 0, r.stderr
+    assert [w for cdn, _, _, _, w in hub.requests if cdn and w] == [f"bytes={n}000000-" for n in (1, 2, 3, 4)]
+    assert toka(hub, "-q", "-m", ID, "-p", PROBLEM).returncode == 0
+
+
+def test_a_hub_that_sends_whole_files_only(hub):
+    hub.cut_after, hub.cuts_left, hub.no_ranges = {"model.safetensors": 3_000_000}, 1, True
+    assert toka(hub, "pull", ID).returncode == 0
+    assert toka(hub, "-q", "-m", ID, "-p", PROBLEM).stdout.decode().rstrip().endswith("19.")
+
+
+@pytest.mark.slow
+def test_gives_up_when_nothing_comes(hub):
+    hub.cut_after, hub.no_ranges = {"model.safetensors": 1}, True
+    t0 = time.time()
+    r = toka(hub, "pull", ID, timeout=120)
+    assert r.returncode == 2 and time.time() - t0 < 60 and b"\ntoka: " in b"\n" + r.stderr
+
+
+@pytest.mark.parametrize("path", ["model.safetensors", "config.json"])
+def test_wrong_bytes_are_deleted(hub, path):
+    hub.corrupt = {path}
+    r = toka(hub, "-hf", ID, "-p", "x")
+    fails(r, 1, path + ": the bytes received have the hash", "they were deleted")
+    left = tree(hub.cache)
+    data = model_files()[path]
+    assert not any(k.startswith(("snapshots/", "refs/")) for k in left)
+    assert not any(isinstance(v, bytes) and len(v) == len(data) for k, v in left.items()), left.keys()
+    hub.corrupt = set()
+    assert toka(hub, "-q", "-hf", ID, "-p", PROBLEM).stdout.decode().rstrip().endswith("19.")
+
+
+def test_wrong_bytes_of_an_earlier_download(hub):
+    toka(hub, "pull", ID)
+    folder = f"{hub.cache}/models--tiny--apples/blobs"
+    data = model_files()["model.safetensors"]
+    blob, = [k for k, v in read_folder(folder).items() if v == data]
+    for text in (b"\0" * 1000, data + b"x", data[:-1] + b"x", data):
+        os.remove(f"{folder}/{blob}")
+        open(f"{folder}/{blob}.incomplete", "wb").write(text)
+        r = toka(hub, "pull", ID)
+        assert r.returncode == 0 and read_folder(folder)[blob] == data, r.stderr
+        assert not os.path.exists(f"{folder}/{blob}.incomplete")
+
+
+def test_two_at_once_load_each_file_once(hub):
+    env = environment(hub)
+    both = [subprocess.Popen([TOKA, "pull", ID, "-q"], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
+    results = [p.communicate(timeout=60) for p in both]
+    assert [p.returncode for p in both] == [0, 0] and results[0] == results[1]
+    loaded = [path for _, _, path, _, _ in hub.requests if "resolve" in path]
+    assert len(loaded) == len(set(loaded)) == len(USED)
+
+
+# ---- The token ----
+
+def test_the_token_goes_to_the_hub_only(hub):
+    p = start_and_hold(hub, 3_000_000, "pull", ID)
+    lines = curls()
+    assert lines and not any("hf_right" in line or "127.0.0.1" in line for line in lines)  # other users see no token and no URL
+    hub.hold_after = None
+    p.communicate(timeout=30)
+    assert p.returncode == 0
+    assert {token for cdn, _, _, token, _ in hub.requests if not cdn} == {"Bearer hf_right"}
+    assert {token for cdn, _, _, token, _ in hub.requests if cdn} == {None}
+
+
+def test_where_the_token_comes_from(hub, tmp_path):
+    os.makedirs(f"{hub.home}/.cache/huggingface")
+    path = f"{hub.home}/.cache/huggingface/token"
+    open(path, "w").write("hf_right\n")
+    (tmp_path / "token").write_text("hf_other")
+    hub.tokens.append("hf_other")
+    for env, want in (({}, "hf_right"), ({"HF_TOKEN": "hf_other"}, "hf_other"), ({"HF_TOKEN_PATH": str(tmp_path / "token")}, "hf_other"),
+                      ({"HF_TOKEN": "hf_right\r\nX: y", "HF_TOKEN_PATH": "/none"}, None)):
+        hub.requests.clear()
+        toka(hub, "pull", ID, **env)
+        assert hub.requests[0][3] == (want and "Bearer " + want), env
+
+
+def test_gated_private_and_missing(hub):
+    for env in ({}, {"HF_TOKEN": "hf_right"}):
+        r = toka(hub, "-hf", "tiny/refused", "-p", "x", **env)
+        fails(r, 1, "tiny/refused is gated: accept its terms at " + hub.url + "/tiny/refused", "HF_TOKEN" if not env else "no access yet")
+        fails(toka(hub, "-hf", "tiny/none", "-p", "x", **env), 1, "tiny/none is not on " + hub.url + ", or it is private")
+    fails(toka(hub, "-hf", "tiny/gated", "-p", "x"), 1, "is gated", "set HF_TOKEN")
+    assert toka(hub, "-q", "-hf", "tiny/gated", "-p", "x", HF_TOKEN="hf_right").returncode == 0
+    fails(toka(hub, "-hf", "tiny/private", "-p", "x"), 1, "or it is private", "HF_TOKEN")
+    assert toka(hub, "-q", "-hf", "tiny/private", "-p", "x", HF_TOKEN="hf_right").returncode == 0
+    fails(toka(hub, "-hf", ID, "-p", "x", HF_TOKEN="hf_wrong"), 1, "does not accept the token", "HF_TOKEN")
+
+
+# ---- No hub, no disk, no curl ----
+
+def test_offline(hub):
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        fails(toka(hub, "-hf", ID, "-p", "x", **{name: "1"}), 1, "tiny/apples is not in the hub cache, and HF_HUB_OFFLINE")
+    fails(toka(hub, "pull", ID, HF_HUB_OFFLINE="true"), 1, "HF_HUB_OFFLINE")
+    assert not hub.requests and not os.path.exists(hub.cache)
+    assert toka(hub, "pull", ID, HF_HUB_OFFLINE="0").returncode == 0
+    assert toka(hub, "-q", "-hf", ID, "-p", PROBLEM, HF_HUB_OFFLINE="1").returncode == 0
+
+
+def test_no_hub(hub):
+    t0 = time.time()
+    fails(toka(hub, "-hf", ID, "-p", "x", HF_ENDPOINT="http://127.0.0.1:9"), 2, "http://127.0.0.1:9: curl: (7)")
+    assert time.time() - t0 < 10
+    fails(toka(hub, "-hf", ID, "-p", "x", HF_ENDPOINT="ftp://x"), 1, "HF_ENDPOINT: 'ftp://x', expected https://HOST")
+    assert toka(hub, "pull", ID, HF_ENDPOINT=hub.url + "//").returncode == 0
+
+
+def test_no_curl(hub, tmp_path):
+    fails(toka(hub, "-hf", ID, "--revision", "main", "-p", "x", PATH=str(tmp_path)), 2, "cannot start curl",
+          "hf download tiny/apples --revision main")
+
+
+def test_a_busy_hub(hub):
+    hub.busy_left = 2
+    assert toka(hub, "pull", ID).returncode == 0
+
+
+def test_too_large_for_the_disk(hub):
+    hub.claimed_size = {"model.safetensors": 10**17}
+    r = toka(hub, "-hf", ID, "-p", "x")
+    fails(r, 2, "tiny/apples does not fit into " + hub.cache, "100000 TB are missing, the disk has ")
+    assert not any(cdn and "model" in path or "safetensors" in path for cdn, _, path, _, _ in hub.requests)
+
+
+def test_a_full_disk(hub, tmp_path):
+    """RLIMIT_FSIZE stands for the disk that fills during a download."""
+    r = subprocess.run(["bash", "-c", f"ulimit -f 2000; exec {TOKA} pull {ID}"], capture_output=True, env=environment(hub), timeout=60)
+    fails(r, 2, "model.safetensors: File too large")
+    finish_resumed(hub, 1_000_000)
+
+
+def test_a_cache_that_cannot_be_written(hub, tmp_path):
+    (tmp_path / "file").write_text("")
+    fails(toka(hub, "pull", ID, HF_HUB_CACHE=str(tmp_path / "file")), 2, str(tmp_path / "file"), "Not a directory")
+
+
+def test_hostile_lists(hub):
+    hub.extra_names = ["../../../../evil", "/tmp/evil", "a//b", "x\n", "additional_chat_templates/../../evil.jinja"]
+    assert toka(hub, "pull", ID).returncode == 0
+    assert not any("evil" in k for k in tree(hub.cache)) and not os.path.exists(f"{hub.home}/evil")
+    # weights outside the folder, named by the index
+    files = model_files()
+    index = {"weight_map": {"a": "../../config.json"}}
+    files.pop("model.safetensors")
+    hub.repos["tiny/hostile"] = Repo({**files, "model.safetensors.index.json": json.dumps(index).encode()})
+    hub.extra_names = []
+    r = toka(hub, "pull", "tiny/hostile")
+    assert r.returncode == 1 and b"model.safetensors.index.json" in r.stderr
+    hub.repos["tiny/gap"] = Repo({**files, "model.safetensors.index.json": b'{"weight_map": {"a": "model-1.safetensors"}}'})
+    fails(toka(hub, "pull", "tiny/gap"), 1, "names model-1.safetensors, which tiny/gap does not have")
+
+
+def test_models_that_toka_does_not_run(hub):
+    files = model_files()
+    for name, change, text in (("tiny/other", {"config.json": b'{"model_type": "other", "architectures": ["Other"]}'}, "config.json"),
+                               ("tiny/bare", {"config.json": None}, "there is no config.json"),
+                               ("tiny/torch", {"model.safetensors": None}, "has no model.safetensors; toka does not read its pytorch_model.bin")):
+        hub.repos[name] = Repo({k: v for k, v in {**files, **change}.items() if v is not None})
+        fails(toka(hub, "pull", name), 1, name, text)
+    assert not any("safetensors" in path for _, _, path, _, _ in hub.requests)  # found out before the weights
+    fails(toka(hub, "-hf", ID + ":Q4_K_M", "-p", "x"), 1, "the tag :Q4_K_M", "safetensors")
+    fails(toka(hub, "-hf", "../x", "-p", "x"), 1, "not a hub id, which is OWNER/NAME")
+    fails(toka(hub, "-hf", ID, "-m", ID, "-p", "x"), 1, "-hf and --model exclude each other")
+
+
+# ---- -m with --download, or with a question on a terminal ----
+
+def test_model_flag_asks_first(hub):
+    fails(toka(hub, "-m", ID, "-p", "x"), 1, f"tiny/apples is not in the hub cache {hub.cache}; add --download, or run: toka pull tiny/apples")
+    assert not hub.requests
+    r = toka(hub, "-m", ID, "--download", "-q", "-p", PROBLEM)
+    assert r.stdout.decode().rstrip().endswith("19.")
+    assert toka(hub, "-q", "-m", ID, "-p", PROBLEM).stdout == r.stdout
+
+
+def on_terminal(hub, answer, *args):
+    pid, fd = pty.fork()
+    if not pid:
+        os.execve(TOKA, [TOKA, *args], environment(hub))
+    text, asked, end = b"", False, time.time() + 60
+    while time.time() < end:
+        if select.select([fd], [], [], 0.1)[0]:
+            try:
+                chunk = os.read(fd, 4096)
+            except OSError:
+                break
+            if not chunk:
+                break
+            text += chunk
+        if not asked and b"[y/N] " in text:
+            asked = True
+            os.write(fd, answer)
+    os.close(fd)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), text.decode()
+
+
+def test_a_terminal_is_asked(hub):
+    status, text = on_terminal(hub, b"\n", "-m", ID, "-p", PROBLEM)
+    assert status == 1 and "was not downloaded" in text
+    assert f"tiny/apples is not in the hub cache. Download 7.0 MB to {hub.cache}? [y/N] " in text
+    assert not os.path.exists(hub.cache)
+    status, text = on_terminal(hub, b"y\n", "-m", ID, "-p", PROBLEM)
+    assert status == 0 and "19." in text
+    assert not os.path.exists(hub.cache + "/evil")
+
+
+def test_progress_on_a_terminal(hub):
+    hub.hold_after = 4_000_000
+    pid, fd = pty.fork()
+    if not pid:
+        os.execve(TOKA, [TOKA, "pull", ID], environment(hub))
+    text, end = b"", time.time() + 30
+    while b" left" not in text and time.time() < end:
+        text += os.read(fd, 4096)
+    hub.hold_after = None
+    try:
+        while True:
+            text += os.read(fd, 4096)
+    except OSError:
+        pass
+    os.close(fd)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert re.search(rb"tiny/apples \[=+ +\] +\d+ % of 7\.\d MB, [\d.]+ [KM]?B\w*/s, \d+ s left", text), text
+
+
+# ---- list and rm ----
+
+def test_list_and_rm(hub):
+    assert toka(hub, "pull", ID, "tiny/sharded").returncode == 0
+    os.makedirs(hub.cache + "/models--tiny--broken/blobs")
+    os.makedirs(hub.cache + "/datasets--a--b/blobs")
+    rows = toka(hub, "list").stdout.decode().splitlines()
+    assert rows[0].split() == ["model", "size", "here", "format", "this", "machine"]
+    here = [r.split() for r in rows if " yes " in r]
+    assert [r[0] for r in here] == [ID, "tiny/broken", "tiny/sharded"]
+    assert here[0][1:] == ["7.1", "MB", "yes", "bf16", "fits"] and here[1][5:8] == ["does", "not", "run:"]
+    known = {r.split()[0]: r.split()[-1] for r in rows if " no " in r}
+    assert "qwen3-0.6b" in known and len(known) > 30
+    r = toka(hub, "rm", ID, "tiny/broken")
+    assert r.returncode == 0 and r.stdout == b"tiny/apples: deleted, 7.1 MB\ntiny/broken: deleted, 0 bytes\n"
+    assert sorted(os.listdir(hub.cache)) == [".locks", "datasets--a--b", "models--tiny--sharded"]
+    assert os.listdir(hub.cache + "/.locks") == ["models--tiny--sharded"]
+    fails(toka(hub, "rm", ID), 1, "tiny/apples is not in the hub cache")
+    fails(toka(hub, "rm"), 1, "expected: toka rm OWNER/NAME")
+    fails(toka(hub, "rm", "../x/y"), 1, "not a hub id")
+
+
+def test_list_without_a_cache(hub):
+    r = toka(hub, "list")
+    assert r.returncode == 0 and b" yes " not in r.stdout and b"qwen3-0.6b" in r.stdout
