@@ -32,7 +32,7 @@ columns() {
         toka.c toka.h toka_kernels.cu >&2 || die "a line is too long"
 }
 
-# No chapter of the product (24 to 34) reads a field of the engine or of a backend.
+# No chapter of the product (24 on) reads a field of the engine or of a backend.
 border() {
     awk '/^ \* MARK: 24\./ {behind = 1}
         behind && /(engine|backend)->|lib_backends/ {print FILENAME ":" FNR ": " $0; n++}

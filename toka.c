@@ -38,7 +38,7 @@
  *                                      id and log-probability. sched_commit (16) appends the id
  *                                      to its sequence
  *     id -------------- tok_stream_put (6), stop_put (18) --> text that is certain --> toka_event
- *                                      --> callback: of the command line (35), the batch runner
+ *                                      --> callback: of the command line (36), the batch runner
  *                                      (28) or another program (23). The server's callback gets
  *                                      ids; its workers make the text from them: api_feed (27)
  *
@@ -19589,6 +19589,19 @@ SERVER_ONLY static bool lib_has_no_gpu(char *why, size_t bytes) {
     return lib_backends[0] != &toka_cpu && !lib_backends[0]->probe(0, why, bytes);
 }
 
+/* Returns the bytes of memory that this machine has for the weights of a model of this shape: on a
+ * GPU what its other buffers leave. */
+SERVER_ONLY static double lib_weight_memory(const mf_config *config) {
+    const toka_device_options options = {.max_tokens = TOKA_GPU_DEFAULT_TOKENS, .n_devices = 1};
+    const toka_weights none = {0};
+    toka_shape shape = config->shape;
+    char line[200];
+    shape.L = 0; /* so that no layers are counted */
+    if (lib_backends[0] == &toka_cpu || !lib_backends[0]->probe(0, line, sizeof line))
+        return (double)os_ram_bytes();
+    return (double)lib_backends[0]->kv_bytes(&shape, &none, &options);
+}
+
 /* Measures the ops of the GPU (toka_backend.bench). Calls `begin` first, with the description of
  * the GPU. Returns 0 or an error. */
 SERVER_ONLY static int lib_bench_ops(void (*begin)(void *user, const char *gpu), toka_bench_fn *row,
@@ -29629,7 +29642,7 @@ static void srv_loop_once(srv *server, struct epoll_event *events) {
 }
 
 /* Runs until a signal has come and all answers are sent, or until the engine has failed and its
- * clients were informed. A second signal ends the program (35). */
+ * clients were informed. A second signal ends the program (36). */
 static void srv_run_loop(srv *server) {
     srv_loop *loop = server->loop;
     struct epoll_event events[SRV_MAX_EVENTS];
@@ -35145,21 +35158,6 @@ static int cli_rm(const cli *flags, toka_err *e) {
     return code;
 }
 
-/* Returns the bytes of memory that this machine has for the weights of a model of this shape: on a
- * GPU what its other buffers leave. */
-static double cli_weight_memory(const mf_config *config) {
-    const toka_device_options options = {.max_tokens = 8448, .n_devices = 1};
-    const toka_weights none = {0};
-    toka_shape shape = config->shape;
-    char description[200];
-    shape.L = 0; /* so that no layers are counted */
-    for (int i = 0; i < COUNT(lib_backends); i++)
-        if (strcmp(lib_backends[i]->name, "cpu") &&
-            lib_backends[i]->probe(0, description, sizeof description))
-            return (double)lib_backends[i]->kv_bytes(&shape, &none, &options);
-    return (double)os_ram_bytes();
-}
-
 /* Appends a row of toka list. n_bytes: on the disk, or of the weights if the model is not here. */
 static void cli_put_model_row(buf *out, const char *name, double n_bytes, bool here,
                               const char *format, const char *fits) {
@@ -35182,7 +35180,7 @@ static void cli_put_cached_row(buf *out, const char *id, double n_bytes) {
         cli_put_model_row(out, id, n_bytes, true, "-", text.p);
     } else {
         const unsigned dtype = (unsigned)model->weights.embed.dtype;
-        const bool fits = (double)model->weight_bytes < cli_weight_memory(&model->config);
+        const bool fits = (double)model->weight_bytes < lib_weight_memory(&model->config);
         cli_put_model_row(out, id, n_bytes, true, dtype < COUNT(formats) ? formats[dtype] : "other",
                           fits ? "fits" : "too large");
     }
@@ -35235,7 +35233,7 @@ static int cli_list_models(const cli *flags, toka_err *e) {
         for (int k = 0; k < n_ids; k++) here = here || !strcmp(in_cache[k], known[i].hub_id);
         if (!here)
             cli_put_model_row(&out, known[i].name, n_bytes, false, "bf16",
-                              n_bytes < cli_weight_memory(&known[i].config) ? "fits" : "too large");
+                              n_bytes < lib_weight_memory(&known[i].config) ? "fits" : "too large");
     }
     if (!code) code = cli_write(buf_view(&out), e);
     free(in_cache);
