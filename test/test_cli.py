@@ -286,6 +286,12 @@ def test_help_of_a_command():
 def test_devices():
     r = toka("devices")
     assert r.returncode == 0 and re.search(rb"^cpu  .*kernels, \d+ cores?, ", r.stdout, re.M)
+    assert re.search(rb"^plain  .*one thread", r.stdout, re.M)
+    plain, cpu = (toka("-p", PROBLEM, "--device", x) for x in ("plain", "cpu"))
+    assert plain.returncode == 0 and plain.stdout and plain.stdout == cpu.stdout
+    for flag in ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size"):
+        r = toka("-p", PROBLEM, "--device", "plain", flag, "2")
+        assert r.returncode == 1 and b"plain backend: it has one rank" in r.stderr and r.stderr.count(b"\n") == 1
     with_cuda, has_gpu = b"cuda" in toka("--version").stdout, re.search(rb"^cuda\S*  .*compute capability", r.stdout, re.M)
     assert with_cuda == (b"cuda" in r.stdout)
     if has_gpu:
@@ -560,7 +566,7 @@ def test_closed_pipe_and_full_disk(command):
     ("serv", "toka serve"), ("tokenise", "toka tokenize"), ("bacth", "toka batch"), ("model", "toka models"), ("hlep", "toka help"),
     ("sevre", "toka serve"), ("bnech", "toka bench"), ("bench serv", "toka bench serve"), ("bench thruput", "toka bench throughput"),
     ("help serv", "toka serve"),
-    ("help bench sreve", "toka bench serve"), ("--device cud -p x", "cuda"), ("--device cpuu -p x", "cpu"), ("serve --device aut", "auto"),
+    ("help bench sreve", "toka bench serve"), ("--device cud -p x", "cuda"), ("--device cpuu -p x", "cpu"), ("--device plian -p x", "plain"), ("serve --device aut", "auto"),
     ("-m llama-3.2-1 -p x", "llama-3.2-1b"), ("tokenize -m qwen3_8b", "qwen3-8b"), ("plan -m smolm2-135m", "smollm2-135m"),
     ("bench throughput --dummy-weights --dataset x -m Lama-3.1-8b", "llama-3.1-8b"),
 ])
