@@ -170,6 +170,12 @@ MODELS = {
                          "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 9000.0},
                                              "sliding_attention": {"rope_type": "default", "rope_theta": 200.0}}}, [5, 70]),
     "gemma3-image": row(gemma3_image(), [5, 70]),
+    # Only the fields that the published files have; the others have the class's defaults, such as 8 heads of 256 numbers.
+    "gemma2-defaults": row({"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_size": 72, "intermediate_size": 91,
+                            "num_hidden_layers": 2, "vocab_size": 263, "sliding_window": 24, "torch_dtype": "bfloat16"}, [5, 40]),
+    "gemma3-image-defaults": row({**gemma3_image(), "text_config": {
+        "hidden_size": 72, "intermediate_size": 91, "model_type": "gemma3_text", "num_hidden_layers": 7, "vocab_size": 263,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 24}}, [5, 40]),
     "olmo2": row(config(("Olmo2ForCausalLM", "olmo2"), E=72, H=9, K=3, F=99, V=263, L=2, rope_theta=700.0, attention_bias=False,
                         pad_token_id=0), [5, 70]),
     "olmo3": row(config(("Olmo3ForCausalLM", "olmo3"), E=72, H=9, K=9, F=99, V=263, L=4, rope_theta=700.0, sliding_window=24,
