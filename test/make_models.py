@@ -108,6 +108,15 @@ def gemma3_image(**more):
             "eos_token_id": [1, 2], "torch_dtype": "bfloat16", **more}
 
 
+def mistral3_image():
+    text = config(("MistralForCausalLM", "mistral"), E=72, H=3, K=1, F=99, V=263, L=2, D=32, rope_theta=700.0, sliding_window=None)
+    vision = {"hidden_size": 16, "head_dim": 8, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
+              "patch_size": 8, "model_type": "pixtral", "num_channels": 3, "rope_theta": 10000.0, "hidden_act": "silu"}
+    return {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": text, "vision_config": vision,
+            "image_token_index": 262, "tie_word_embeddings": False, "multimodal_projector_bias": False, "projector_hidden_act": "gelu",
+            "spatial_merge_size": 2, "vision_feature_layer": -1, "torch_dtype": "bfloat16"}
+
+
 def moe(arch, experts, top, F, **more):
     names = {"num_experts": experts, "num_experts_per_tok": top, "moe_intermediate_size": F, "decoder_sparse_step": 1,
              "mlp_only_layers": [], "router_aux_loss_coef": 0.001, "output_router_logits": False}
@@ -170,6 +179,11 @@ MODELS = {
                          "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 9000.0},
                                              "sliding_attention": {"rope_type": "default", "rope_theta": 200.0}}}, [5, 70]),
     "gemma3-image": row(gemma3_image(), [5, 70]),
+    # As newer versions of transformers name the tensors of such a folder.
+    "gemma3-image-names": row(gemma3_image(), [5, 40], rename=[("language_model.model.", "model.language_model."),
+                                                               ("vision_tower.vision_model.", "model.vision_tower."),
+                                                               ("multi_modal_projector.", "model.multi_modal_projector.")]),
+    "mistral3-image": row(mistral3_image(), [5, 70]),
     # Only the fields that the published files have; the others have the class's defaults, such as 8 heads of 256 numbers.
     "gemma2-defaults": row({"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_size": 72, "intermediate_size": 91,
                             "num_hidden_layers": 2, "vocab_size": 263, "sliding_window": 24, "torch_dtype": "bfloat16"}, [5, 40]),
@@ -423,8 +437,9 @@ def published_shapes(c):
         auto_class(c).from_config(settings, dtype=torch.float32).save_pretrained(folder)
         with open(f"{folder}/model.safetensors", "rb") as f:
             header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
-    published = {k.replace("vision_tower.", "vision_tower.vision_model."): v for k, v in header.items() if k != "__metadata__"}
-    return {k: v["shape"] for k, v in published.items()}
+    shapes = {k: v["shape"] for k, v in header.items() if k != "__metadata__"}
+    old, new = "vision_tower.", "vision_tower.vision_model." if "gemma" in c["model_type"] else "vision_tower."
+    return {k.replace(old, new): v for k, v in shapes.items()}
 
 
 def natural(name):
@@ -459,7 +474,10 @@ def make_spec(seed, row):
     """The fixture without its cases."""
     c, quant = row["config"], row.get("quant")
     spec = {"seed": seed, "config": c, **{k: v for k, v in row.items() if k in ("quant", "extra", "files", "max_model_len")}}
-    spec["tensors"] = tensor_groups(c, published_shapes(c), quant)
+    shapes = published_shapes(c)
+    for old, new in row.get("rename", []):
+        shapes = {k.replace(old, new) if k.startswith(old) else k: v for k, v in shapes.items()}
+    spec["tensors"] = tensor_groups(c, shapes, quant)
     if quant and scale_groups(spec):
         spec["extra"] = scale_groups(spec)
     if "ties" in row:

@@ -20,8 +20,8 @@ MAX_ERROR = 1e-4                                         # relative L2 distance 
 # What toka does not do yet, by device. Each must be refused with one sentence; when it is done, that test fails, and the row goes.
 DENSE = {
     "cohere", "cohere2", "gemma2", "gemma2-defaults", "gemma2-types", "gemma3", "gemma3-image", "gemma3-image-defaults",
-    "gemma3-types", "glm4", "granite", "llama-mlp-bias", "olmo2", "olmo3", "phi3", "phi3-longrope-long", "phi3-longrope-short",
-    "phi3-partial", "smollm3", "smollm3-interval"}
+    "gemma3-image-names", "gemma3-types", "glm4", "granite", "llama-mlp-bias", "mistral3-image", "olmo2", "olmo3", "phi3",
+    "phi3-longrope-long", "phi3-longrope-short", "phi3-partial", "smollm3", "smollm3-interval"}
 FORMATS = {
     "awq-128", "awq-32", "awq-phi3", "ct-fp8-block", "ct-fp8-channel", "ct-fp8-gemma3-image", "ct-fp8-phi3", "ct-fp8-static",
     "fbgemm-fp8", "fp8-block", "fp8-block-edge", "fp8-block-phi3", "fp8-dynamic", "fp8-phi3", "fp8-static", "gptq-128", "gptq-32",
