@@ -8502,8 +8502,6 @@ static void mf_refuse_unsupported(mf_reader *reader) {
     static const struct {
         const char *field, *expected;
     } off[] = {
-        {"quantization_config", "none: quantized weights are not supported"},
-        {"compression_config", "none: quantized weights are not supported"},
         {"mlp_bias", "false: the MLP of this architecture has no bias"},
         {"attn_logit_softcapping", "none: this architecture does not cap its scores"},
         {"final_logit_softcapping", "none: this architecture does not cap its logits"},
@@ -8807,16 +8805,12 @@ static void mf_read_windows(mf_reader *reader, mf_config *config, arena *memory)
     }
 }
 
-/* Does element `layer` of a list of whole numbers, or the list as a set, have this layer? */
-static bool mf_list_has(mf_reader *reader, const char *name, int layer, bool as_set) {
+/* Is the layer in a list of layers? */
+static bool mf_list_has(mf_reader *reader, const char *name, int layer) {
     const json *list = mf_field(reader, name);
-    if (list && list->type != JSON_ARRAY) {
-        mf_field_error(reader, name, list, "a list of numbers");
-        return false;
-    }
-    if (list && !as_set) return json_int(json_at(list, (size_t)layer), 0) != 0;
     bool has = false;
-    if (list) JSON_EACH(it, list) has |= json_int(it, -1) == layer;
+    if (list && list->type != JSON_ARRAY) mf_field_error(reader, name, list, "a list of layers");
+    else if (list) JSON_EACH(it, list) has |= json_int(it, -1) == layer;
     return has;
 }
 
@@ -8828,18 +8822,546 @@ static void mf_read_layer_kinds(mf_reader *reader, mf_config *config, arena *mem
     const int64_t moe_step = MAX(mf_int(reader, "decoder_sparse_step", 1), (int64_t)1);
     const int64_t no_rope_step = mf_is_named(reader, "no_rope_layer_interval")
                                      ? mf_int(reader, "no_rope_layer_interval", 0) : 0;
-    const bool rope_list = no_rope_step && mf_field(reader, "no_rope_layers");
+    const json *has_ropes = no_rope_step ? mf_field(reader, "no_rope_layers") : NULL;
+    if (has_ropes && (has_ropes->type != JSON_ARRAY || has_ropes->n != (uint32_t)L))
+        mf_field_error(reader, "no_rope_layers", has_ropes, "a list with one for each layer");
     config->kind = arena_zalloc(memory, (size_t)L);
     for (int i = 0; i < L && !reader->err->code; i++) {
         bool has_rope = no_rope_step <= 0 || (i + 1) % no_rope_step != 0;
-        if (rope_list) has_rope = mf_list_has(reader, "no_rope_layers", i, false);
+        if (has_ropes) has_rope = json_int(json_at(has_ropes, (size_t)i), 0);
         if (features & MF_ROPE_WINDOWED) has_rope = config->window[i];
         if (has_rope) config->kind[i] |= MF_LAYER_ROPE;
         if (config->local_table.dims && config->window[i]) config->kind[i] |= MF_LAYER_LOCAL;
         if (config->arch->moe && i >= first_moe && (i + 1) % moe_step == 0 &&
-            !mf_list_has(reader, "mlp_only_layers", i, true))
+            !mf_list_has(reader, "mlp_only_layers", i))
             config->kind[i] |= MF_LAYER_MOE;
     }
+}
+
+/* ---- config.json: quantization_config ----
+ * Says which modules (matrices) have which weight format. A module's format is that of the first
+ * rule that selects it; none if it is ignored. If a file has plain numbers for a module, these
+ * count, whatever the rules say: routers, and the LM head of many methods, are plain without being
+ * named. The scheme of the KV cache (kv_cache_scheme, k_scale, v_scale) is not used: devices hold K
+ * and V in a form with more bits than that. Activations are not rounded to the scheme's format. */
+
+/* How a checkpoint stores a quantized matrix: the numbers, and what follows the module's name in
+ * the names of its tensors; NULL: there is no such tensor. */
+typedef struct mf_method {
+    const char *name;   /* quant_method; with compressed-tensors the format */
+    bool is_compressed; /* it is one of compressed-tensors */
+    toka_dtype dtype;
+    toka_packing packing;
+    const char *data, *scale, *other_scale; /* other_scale: another name of the scale */
+    const char *zero, *order, *input_scale;
+} mf_method;
+
+static const mf_method mf_methods[] = {
+    {"fp8", false, TOKA_FP8, TOKA_PACK_ROWS, ".weight", ".weight_scale_inv", ".weight_scale", NULL,
+     NULL, ".input_scale"},
+    {"fbgemm_fp8", false, TOKA_FP8, TOKA_PACK_ROWS, ".weight", ".weight_scale", NULL, NULL, NULL,
+     NULL},
+    {"modelopt", false, TOKA_FP8, TOKA_PACK_ROWS, ".weight", ".weight_scale", NULL, NULL, NULL,
+     ".input_scale"},
+    {"float-quantized", true, TOKA_FP8, TOKA_PACK_ROWS, ".weight", ".weight_scale", NULL, NULL,
+     NULL, ".input_scale"},
+    {"naive-quantized", true, TOKA_FP8, TOKA_PACK_ROWS, ".weight", ".weight_scale", NULL, NULL,
+     NULL, ".input_scale"},
+    {"pack-quantized", true, TOKA_INT4, TOKA_PACK_ROWS, ".weight_packed", ".weight_scale", NULL,
+     ".weight_zero_point", ".weight_g_idx", NULL},
+    {"awq", false, TOKA_INT4, TOKA_PACK_AWQ, ".qweight", ".scales", NULL, ".qzeros", NULL, NULL},
+    {"gptq", false, TOKA_INT4, TOKA_PACK_GPTQ, ".qweight", ".scales", NULL, ".qzeros", ".g_idx",
+     NULL},
+    {"mxfp4", false, TOKA_MXFP4, TOKA_PACK_ROWS, "_blocks", "_scales", NULL, NULL, NULL, NULL},
+};
+
+typedef struct mf_format { /* of a module */
+    const mf_method *method;
+    int block_rows, block_cols; /* of elements with one scale; 0: all rows, all columns */
+    bool has_zero, has_order, has_input_scale;
+    int zero_add;               /* as in toka_quant */
+} mf_format;
+
+typedef struct mf_selector { /* selects modules by name */
+    str text;
+    const struct mf_pattern *pattern; /* NULL: the text is a name */
+} mf_selector;
+
+typedef struct mf_rule {
+    mf_selector *targets; /* [n_targets] */
+    int n_targets;        /* 0: selects every module */
+    mf_format format;
+} mf_rule;
+
+typedef struct mf_quantization {
+    mf_rule *rules;
+    int n_rules;
+    mf_selector *ignored; /* [n_ignored] modules that are not quantized */
+    int n_ignored;
+} mf_quantization;
+
+/* ---- Patterns: Python's regular expressions, as far as such files use them ----
+ * Characters, ., \d \w \s and escaped characters, [sets], (groups | alternatives), * + ?, ^ and $.
+ * A pattern is compiled to operations of a state machine that is in several states at once
+ * (Thompson 1968), so the time is at most operations x characters. */
+
+enum { MF_PATTERN_OPS = 256, MF_PATTERN_DEPTH = 16 };
+
+typedef struct mf_pattern_op {
+    enum { MF_OP_SET, MF_OP_SPLIT, MF_OP_JUMP, MF_OP_END, MF_OP_MATCH } type;
+    short to, or_to;  /* SPLIT, JUMP: relative to this operation */
+    uint32_t set[8];  /* SET: a bit for each byte */
+} mf_pattern_op;
+
+typedef struct mf_pattern {
+    int n;
+    mf_pattern_op ops[MF_PATTERN_OPS];
+} mf_pattern;
+
+typedef struct mf_pattern_parser {
+    const char *p, *end;
+    mf_pattern *out;
+    bool failed;
+} mf_pattern_parser;
+
+static bool mf_set_has(const uint32_t set[8], unsigned char c) { return set[c / 32] >> c % 32 & 1; }
+static void mf_set_add(uint32_t set[8], int from, int to) {
+    for (int c = from; c <= to; c++) set[c / 32] |= 1u << c % 32;
+}
+
+/* Makes room for n operations at `at`, and returns the first. */
+static mf_pattern_op *mf_pattern_insert(mf_pattern_parser *parser, int at, int n) {
+    mf_pattern *out = parser->out;
+    if (out->n + n > MF_PATTERN_OPS) {
+        parser->failed = true;
+        at = out->n = 0;
+    }
+    memmove(&out->ops[at + n], &out->ops[at], (size_t)(out->n - at) * sizeof *out->ops);
+    memset(&out->ops[at], 0, (size_t)n * sizeof *out->ops);
+    out->n += n;
+    return &out->ops[at];
+}
+
+/* Adds what follows a backslash. */
+static void mf_pattern_escape(mf_pattern_parser *parser, uint32_t set[8]) {
+    const unsigned char c = parser->p < parser->end ? (unsigned char)*parser->p++ : 0;
+    if (c == 'd' || c == 'w') mf_set_add(set, '0', '9');
+    if (c == 'w') mf_set_add(set, 'a', 'z'), mf_set_add(set, 'A', 'Z'), mf_set_add(set, '_', '_');
+    if (c == 's') mf_set_add(set, ' ', ' '), mf_set_add(set, '\t', '\r');
+    if (!c || (isalnum(c) && !strchr("dws", c))) parser->failed = true;
+    else if (!isalnum(c)) mf_set_add(set, c, c);
+}
+
+static void mf_pattern_set(mf_pattern_parser *parser, uint32_t set[8]) { /* after [ */
+    const bool inverted = parser->p < parser->end && *parser->p == '^';
+    parser->p += inverted;
+    const char *first = parser->p;
+    while (parser->p < parser->end && (parser->p == first || *parser->p != ']')) {
+        const int from = (unsigned char)*parser->p++;
+        if (from == '\\') {
+            mf_pattern_escape(parser, set);
+        } else if (parser->end - parser->p >= 2 && *parser->p == '-' && parser->p[1] != ']') {
+            mf_set_add(set, from, (unsigned char)parser->p[1]);
+            parser->p += 2;
+        } else {
+            mf_set_add(set, from, from);
+        }
+    }
+    parser->failed |= parser->p == parser->end;
+    parser->p += parser->p < parser->end;
+    for (int i = 0; i < 8 && inverted; i++) set[i] = ~set[i];
+}
+
+static void mf_pattern_alternatives(mf_pattern_parser *parser, int depth);
+
+/* Parses a character, a set or a group. */
+static void mf_pattern_atom(mf_pattern_parser *parser, int depth) {
+    const char c = *parser->p++;
+    if (c == '(') {
+        const bool no_capture = str_starts((str){parser->p, (size_t)(parser->end - parser->p)},
+                                           STR("?:"));
+        if (no_capture) parser->p += 2;
+        mf_pattern_alternatives(parser, depth + 1);
+        parser->failed |= parser->p == parser->end;
+        parser->p += parser->p < parser->end; /* the ) */
+        return;
+    }
+    if (c == '^') return; /* every pattern begins at the start of the name */
+    mf_pattern_op *op = mf_pattern_insert(parser, parser->out->n, 1);
+    op->type = c == '$' ? MF_OP_END : MF_OP_SET;
+    if (c == '.') mf_set_add(op->set, 0, 255);
+    else if (c == '[') mf_pattern_set(parser, op->set);
+    else if (c == '\\') mf_pattern_escape(parser, op->set);
+    else if (strchr("*+?{", c)) parser->failed = true;
+    else mf_set_add(op->set, (unsigned char)c, (unsigned char)c);
+}
+
+/* Parses an atom and what repeats it. */
+static void mf_pattern_item(mf_pattern_parser *parser, int depth) {
+    const int start = parser->out->n;
+    mf_pattern_atom(parser, depth);
+    const int n = parser->out->n - start;
+    const char c = parser->p < parser->end ? *parser->p : 0;
+    if (parser->failed || !c || !strchr("*+?{", c)) return;
+    parser->failed = c == '{';
+    parser->p++;
+    if (c != '+') {
+        mf_pattern_op *split = mf_pattern_insert(parser, start, 1);
+        *split = (mf_pattern_op){.type = MF_OP_SPLIT, .to = 1,
+                                 .or_to = (short)(n + 1 + (c == '*'))};
+    }
+    if (c != '?') {
+        mf_pattern_op *back = mf_pattern_insert(parser, parser->out->n, 1);
+        *back = c == '*' ? (mf_pattern_op){.type = MF_OP_JUMP, .to = (short)-(n + 1)}
+                         : (mf_pattern_op){.type = MF_OP_SPLIT, .to = (short)-n, .or_to = 1};
+    }
+    /* A ? that asks for the shortest match does not change whether there is one. */
+    if (parser->p < parser->end && *parser->p == '?') parser->p++;
+}
+
+/* Parses alternatives up to ) or the end. */
+static void mf_pattern_alternatives(mf_pattern_parser *parser, int depth) {
+    const int start = parser->out->n;
+    parser->failed |= depth > MF_PATTERN_DEPTH;
+    while (!parser->failed && parser->p < parser->end && *parser->p != '|' && *parser->p != ')')
+        mf_pattern_item(parser, depth);
+    if (parser->failed || parser->p == parser->end || *parser->p == ')') return;
+    parser->p++;
+    const int n = parser->out->n - start;
+    *mf_pattern_insert(parser, start, 1) =
+        (mf_pattern_op){.type = MF_OP_SPLIT, .to = 1, .or_to = (short)(n + 2)};
+    mf_pattern_insert(parser, parser->out->n, 1);
+    const int jump = parser->out->n - 1;
+    mf_pattern_alternatives(parser, depth + 1);
+    parser->out->ops[jump] = (mf_pattern_op){.type = MF_OP_JUMP,
+                                             .to = (short)(parser->out->n - jump)};
+}
+
+/* Compiles a pattern into the arena. Returns NULL if it has something else. */
+static const mf_pattern *mf_pattern_parse(str text, arena *memory) {
+    mf_pattern *out = arena_zalloc(memory, sizeof *out);
+    mf_pattern_parser parser = {.p = text.p, .end = text.p + text.n, .out = out};
+    mf_pattern_alternatives(&parser, 0);
+    mf_pattern_insert(&parser, out->n, 1)->type = MF_OP_MATCH;
+    return parser.failed || parser.p < parser.end ? NULL : out;
+}
+
+/* Adds a state, and the states that follow it without a character. Returns true if one of them is
+ * MATCH. Each state is added once, so the recursion is at most MF_PATTERN_OPS deep. */
+static bool mf_pattern_enter(const mf_pattern *pattern, int state, bool at_end,
+                             bool in[MF_PATTERN_OPS]) {
+    const mf_pattern_op *op = &pattern->ops[state];
+    if (in[state]) return false;
+    in[state] = true;
+    switch (op->type) {
+    case MF_OP_SPLIT:
+        return mf_pattern_enter(pattern, state + op->to, at_end, in) ||
+               mf_pattern_enter(pattern, state + op->or_to, at_end, in);
+    case MF_OP_JUMP: return mf_pattern_enter(pattern, state + op->to, at_end, in);
+    case MF_OP_END: return at_end && mf_pattern_enter(pattern, state + 1, at_end, in);
+    case MF_OP_MATCH: return true;
+    default: return false;
+    }
+}
+
+/* Does the beginning of the name match? (re.match) */
+static bool mf_pattern_match(const mf_pattern *pattern, str name) {
+    bool in[MF_PATTERN_OPS] = {0};
+    if (mf_pattern_enter(pattern, 0, !name.n, in)) return true;
+    for (size_t i = 0; i < name.n; i++) {
+        bool next[MF_PATTERN_OPS] = {0};
+        for (int state = 0; state < pattern->n; state++)
+            if (in[state] && pattern->ops[state].type == MF_OP_SET &&
+                mf_set_has(pattern->ops[state].set, (unsigned char)name.p[i]) &&
+                mf_pattern_enter(pattern, state + 1, i + 1 == name.n, next))
+                return true;
+        memcpy(in, next, sizeof in);
+    }
+    return false;
+}
+
+/* ---- Rules ---- */
+
+/* A class of PyTorch, such as Linear: it has a capital letter and no dot. */
+static bool mf_is_class(const mf_selector *selector) {
+    return selector->text.n && selector->text.p[0] >= 'A' && selector->text.p[0] <= 'Z' &&
+           !memchr(selector->text.p, '.', selector->text.n);
+}
+
+/* Does the selector name this module, or modules that contain it? A name may lack its beginning. */
+static bool mf_selects(const mf_selector *selector, str module) {
+    const str text = selector->text;
+    if (selector->pattern) return mf_pattern_match(selector->pattern, module);
+    if (!text.n || text.n > module.n) return false;
+    const str last = str_sub(module, module.n - text.n, module.n);
+    const bool begins = str_eq(str_sub(module, 0, text.n), text);
+    return (begins && (text.n == module.n || module.p[text.n] == '.')) ||
+           (str_eq(last, text) && module.p[module.n - text.n - 1] == '.');
+}
+
+/* Returns the format of a module; NULL: plain numbers. Rules with names go before rules with
+ * classes. */
+static const mf_format *mf_find_format(const mf_config *config, str module) {
+    const mf_quantization *all = config->quantization;
+    for (int i = 0; all && i < all->n_ignored; i++)
+        if (mf_selects(&all->ignored[i], module)) return NULL;
+    for (int class = 0; all && class < 2; class++)
+        for (int i = 0; i < all->n_rules; i++) {
+            const mf_rule *rule = &all->rules[i];
+            if (class && !rule->n_targets) return &rule->format;
+            for (int j = 0; j < rule->n_targets; j++)
+                if (class ? mf_is_class(&rule->targets[j]) : mf_selects(&rule->targets[j], module))
+                    return &rule->format;
+        }
+    return NULL;
+}
+
+/* Makes a selector from a text of the file: "re:" and a regular expression, a name with * for any
+ * characters, or a name. Returns false if it is not understood. */
+static bool mf_make_selector(str text, arena *memory, mf_selector *out) {
+    *out = (mf_selector){.text = arena_str(memory, text)};
+    if (str_starts(text, STR("re:"))) {
+        out->pattern = mf_pattern_parse(str_sub(text, 3, text.n), memory);
+        return out->pattern;
+    }
+    if (!memchr(text.p, '*', text.n)) return true;
+    buf glob = {0};
+    for (size_t i = 0; i < text.n; i++) {
+        if (!isalnum((unsigned char)text.p[i])) buf_c(&glob, text.p[i] == '*' ? "." : "\\");
+        buf_char(&glob, text.p[i]);
+    }
+    out->pattern = mf_pattern_parse(buf_view(&glob), memory);
+    buf_free(&glob);
+    return out->pattern;
+}
+
+/* Appends the selectors of a list of texts. */
+static void mf_read_selectors(mf_reader *reader, const char *name, arena *memory,
+                              mf_selector **list, int *n) {
+    const json *value = mf_field(reader, name);
+    if (!value) return;
+    if (value->type != JSON_ARRAY) {
+        mf_field_error(reader, name, value, "a list of names");
+        return;
+    }
+    mf_selector *more = arena_alloc(memory, ((size_t)*n + value->n) * sizeof *more);
+    if (*n) memcpy(more, *list, (size_t)*n * sizeof *more);
+    *list = more;
+    JSON_EACH(it, value)
+        if (it->type != JSON_STRING || !mf_make_selector(json_str(it), memory, &more[(*n)++])) {
+            mf_field_error(reader, name, it, "a name, or \"re:\" and a simple regular expression");
+            return;
+        }
+}
+
+static const mf_method *mf_method_by_name(str name) {
+    for (int i = 0; i < COUNT(mf_methods); i++)
+        if (str_is(name, mf_methods[i].name)) return &mf_methods[i];
+    return NULL;
+}
+
+/* Reads two numbers, the rows and columns of a block, from a list. */
+static void mf_read_block(mf_reader *reader, const char *name, mf_format *format) {
+    const json *list = mf_field(reader, name);
+    const int64_t rows = json_int(json_at(list, 0), 0), cols = json_int(json_at(list, 1), 0);
+    if (!json_is(list, JSON_ARRAY) || list->n != 2 || rows < 1 || cols < 1 || rows > 1 << 24 ||
+        cols > 1 << 24) {
+        mf_field_error(reader, name, list, "[rows, columns] of a block");
+        return;
+    }
+    format->block_rows = (int)rows;
+    format->block_cols = (int)cols;
+}
+
+/* Reads the columns of a group, which share a scale; -1: all columns of a row. */
+static void mf_read_group_size(mf_reader *reader, const char *name, mf_format *format) {
+    const int64_t size = mf_int(reader, name, 0);
+    if (size != -1 && (size < 1 || size > 1 << 24))
+        mf_field_error(reader, name, mf_field(reader, name), "1 or more columns, or -1 for all");
+    format->block_rows = 1;
+    format->block_cols = size > 0 && size <= 1 << 24 ? (int)size : 0;
+}
+
+/* Checks that a field has one of two texts; a missing field is good. */
+static void mf_expect(mf_reader *reader, const char *name, const char *one, const char *other) {
+    const json *value = mf_field(reader, name);
+    const str text = json_str(value);
+    char expected[80];
+    if (!value || (text.n == strlen(one) && !strncasecmp(text.p, one, text.n))) return;
+    snprintf(expected, sizeof expected, "\"%s\"%s%s%s", one, other ? " or \"" : "",
+             other ? other : "", other ? "\"" : "");
+    if (!other || !str_is(text, other)) mf_field_error(reader, name, value, expected);
+}
+
+static void mf_expect_int(mf_reader *reader, const char *name, int64_t wanted) {
+    char expected[40];
+    snprintf(expected, sizeof expected, "%lld", (long long)wanted);
+    if (mf_int(reader, name, wanted) != wanted)
+        mf_field_error(reader, name, mf_field(reader, name), expected);
+}
+
+/* Reads a group of compressed-tensors: the targets, and how their weights are quantized. */
+static void mf_read_compressed_group(mf_reader *reader, const json *top_format, arena *memory,
+                                     mf_rule *rule) {
+    const json *format = mf_field(reader, "format"), *inputs = mf_field(reader, "input_activations");
+    char prefix[160];
+    mf_reader weights = *reader;
+    snprintf(prefix, sizeof prefix, "%sweights.", reader->prefix);
+    weights.object = mf_field(reader, "weights");
+    weights.prefix = prefix;
+    if (!format) format = top_format;
+    rule->format.method = mf_method_by_name(json_str(format));
+    const bool is_known = rule->format.method && rule->format.method->is_compressed;
+    if (!is_known || !json_is(weights.object, JSON_OBJECT)) {
+        mf_field_error(reader, is_known ? "weights" : "format", is_known ? weights.object : format,
+                       is_known ? "an object"
+                                : "\"float-quantized\", \"naive-quantized\" (FP8) or "
+                                  "\"pack-quantized\" (4 bits)");
+        return;
+    }
+    const bool is_fp8 = rule->format.method->dtype == TOKA_FP8;
+    const json *strategy = mf_field(&weights, "strategy");
+    mf_read_selectors(reader, "targets", memory, &rule->targets, &rule->n_targets);
+    mf_expect_int(&weights, "num_bits", is_fp8 ? 8 : 4);
+    mf_expect(&weights, "type", is_fp8 ? "float" : "int", NULL);
+    if (str_is(json_str(strategy), "channel")) rule->format.block_rows = 1;
+    else if (is_fp8 && str_is(json_str(strategy), "block"))
+        mf_read_block(&weights, "block_structure", &rule->format);
+    else if (!is_fp8 && (!strategy || str_is(json_str(strategy), "group")))
+        mf_read_group_size(&weights, "group_size", &rule->format);
+    else if (!is_fp8 || (strategy && !str_is(json_str(strategy), "tensor")))
+        mf_field_error(&weights, "strategy", strategy,
+                       is_fp8 ? "\"tensor\", \"channel\" or \"block\"" : "\"group\" or \"channel\"");
+    rule->format.has_zero = !is_fp8 && !mf_bool(&weights, "symmetric", true);
+    rule->format.has_order = str_is(json_str(mf_field(&weights, "actorder")), "group");
+    rule->format.has_input_scale = is_fp8 && json_is(json_get(inputs, "dynamic"), JSON_FALSE);
+}
+
+/* Reads the rules of compressed-tensors. */
+static void mf_read_compressed(mf_reader *reader, arena *memory, mf_quantization *out) {
+    const json *groups = mf_field(reader, "config_groups"), *format = mf_field(reader, "format");
+    const json *sparsity = json_get(mf_field(reader, "sparsity_config"), "format");
+    const json *transform = mf_field(reader, "transform_config");
+    if (sparsity && !str_is(json_str(sparsity), "dense"))
+        mf_field_error(reader, "sparsity_config.format", sparsity, "\"dense\"");
+    if (transform && transform->n)
+        mf_field_error(reader, "transform_config", transform, "none: transforms are not supported");
+    if (!json_is(groups, JSON_OBJECT) || !groups->n) {
+        mf_field_error(reader, "config_groups", groups, "an object of groups");
+        return;
+    }
+    out->rules = arena_zalloc(memory, groups->n * sizeof *out->rules);
+    JSON_MEMBERS(key, groups) {
+        char prefix[100];
+        mf_reader group = *reader;
+        snprintf(prefix, sizeof prefix, "%sconfig_groups.%.*s.", reader->prefix,
+                 (int)MIN(key->n, 40u), key->chars);
+        group.object = key + 1;
+        group.prefix = prefix;
+        mf_read_compressed_group(&group, format, memory, &out->rules[out->n_rules++]);
+    }
+}
+
+/* Reads GPTQModel's object "dynamic": "-:" and a regular expression select modules that are not
+ * quantized. */
+static void mf_read_dynamic(mf_reader *reader, arena *memory, mf_quantization *out) {
+    const json *object = mf_field(reader, "dynamic");
+    if (!json_is(object, JSON_OBJECT)) return;
+    out->ignored = arena_zalloc(memory, object->n * sizeof *out->ignored);
+    JSON_MEMBERS(key, object) {
+        const str text = json_str(key);
+        mf_selector *selector = &out->ignored[out->n_ignored++];
+        selector->text = text;
+        if (str_starts(text, STR("-:")))
+            selector->pattern = mf_pattern_parse(str_sub(text, 2, text.n), memory);
+        if (!selector->pattern)
+            mf_field_error(reader, "dynamic", key, "only \"-:\" and simple regular expressions");
+    }
+}
+
+/* Reads the one rule of all other methods. */
+static void mf_read_method(mf_reader *reader, const mf_method *method, arena *memory,
+                           mf_quantization *out) {
+    mf_format *format = &(out->rules = arena_zalloc(memory, sizeof *out->rules))->format;
+    out->n_rules = 1;
+    format->method = method;
+    if (!strcmp(method->name, "fp8")) {
+        mf_expect(reader, "fmt", "e4m3", NULL);
+        mf_expect(reader, "activation_scheme", "dynamic", "static");
+        if (mf_field(reader, "weight_block_size"))
+            mf_read_block(reader, "weight_block_size", format);
+        format->has_input_scale = str_is(json_str(mf_field(reader, "activation_scheme")), "static");
+    } else if (!strcmp(method->name, "fbgemm_fp8")) {
+        format->block_rows = 1;
+    } else if (!strcmp(method->name, "modelopt")) {
+        mf_expect(reader, "quant_algo", "FP8", NULL);
+        format->has_input_scale = true;
+    } else if (!strcmp(method->name, "awq")) {
+        mf_expect(reader, "version", "gemm", NULL);
+        mf_expect_int(reader, mf_field(reader, "w_bit") ? "w_bit" : "bits", 4);
+        mf_read_group_size(reader, mf_field(reader, "q_group_size") ? "q_group_size" : "group_size",
+                           format);
+        format->has_zero = mf_bool(reader, "zero_point", true);
+    } else if (!strcmp(method->name, "gptq")) {
+        const bool is_v2 = str_is(json_str(mf_field(reader, "checkpoint_format")), "gptq_v2");
+        mf_expect(reader, "checkpoint_format", "gptq", "gptq_v2");
+        mf_expect_int(reader, "bits", 4);
+        mf_read_group_size(reader, "group_size", format);
+        format->has_zero = true;
+        format->has_order = mf_bool(reader, "desc_act", false);
+        format->zero_add = !is_v2;
+        mf_read_dynamic(reader, memory, out);
+    } else {
+        format->block_rows = 1;
+        format->block_cols = 32;
+    }
+}
+
+/* Parses the object of quantization_config. reader: of this object. */
+static void mf_read_quantization(mf_reader *reader, arena *memory, mf_config *config) {
+    static const char *const ignoring[] = {"ignore", "ignored_layers", "modules_to_not_convert",
+                                           "exclude_modules"};
+    mf_quantization *out = arena_zalloc(memory, sizeof *out);
+    const json *name = mf_field(reader, "quant_method");
+    const bool compressed = str_is(json_str(name), "compressed-tensors") ||
+                            (!name && mf_field(reader, "config_groups"));
+    const mf_method *method = mf_method_by_name(json_str(name));
+    if (compressed) mf_read_compressed(reader, memory, out);
+    else if (method && !method->is_compressed) mf_read_method(reader, method, memory, out);
+    else
+        mf_field_error(reader, "quant_method", name,
+                       "fp8, compressed-tensors, modelopt, fbgemm_fp8, awq, gptq or mxfp4");
+    for (int i = 0; i < COUNT(ignoring); i++)
+        mf_read_selectors(reader, ignoring[i], memory, &out->ignored, &out->n_ignored);
+    config->quantization = out;
+}
+
+/* Reads the field quantization_config, or compression_config as older files call it. */
+static void mf_read_quantization_field(mf_reader *reader, arena *memory, mf_config *config) {
+    const char *name = mf_field(reader, "quantization_config") ? "quantization_config"
+                                                               : "compression_config";
+    const json *object = mf_field(reader, name);
+    mf_reader inner = {.object = object, .where = reader->where, .err = reader->err,
+                       .prefix = "quantization_config."};
+    if (object && object->type != JSON_OBJECT) mf_field_error(reader, name, object, "an object");
+    else if (object) mf_read_quantization(&inner, memory, config);
+}
+
+/* Parses hf_quant_config.json, which has the format of the weights if config.json does not. */
+static int mf_quant_file_parse(str text, const char *where, arena *memory, mf_config *config,
+                               toka_err *e) {
+    *e = (toka_err){0};
+    const json *object = mf_parse_json(text, where, memory, mf_json_limits, e);
+    const json *inner = json_get(object, "quantization");
+    mf_reader reader = {.object = inner, .where = where, .err = e, .prefix = "quantization."};
+    if (!object) return e->code;
+    mf_quantization *out = arena_zalloc(memory, sizeof *out);
+    if (!json_is(inner, JSON_OBJECT)) reader.object = object, reader.prefix = "";
+    mf_read_method(&reader, mf_method_by_name(STR("modelopt")), memory, out);
+    if (!mf_field(&reader, "quant_algo")) mf_field_error(&reader, "quant_algo", NULL, "\"FP8\"");
+    mf_read_selectors(&reader, "exclude_modules", memory, &out->ignored, &out->n_ignored);
+    config->quantization = out;
+    return e->code;
 }
 
 /* ---- config.json: end ids, and the whole file ---- */
@@ -8883,6 +9405,7 @@ static void mf_read_config(mf_reader *reader, mf_config *config, arena *memory) 
     mf_read_windows(reader, config, memory);
     mf_read_layer_kinds(reader, config, memory);
     mf_set_letters(config);
+    mf_read_quantization_field(reader, memory, config);
     config->bos_id = mf_read_id(reader, "bos_token_id", -1, config->shape.V);
     mf_read_ids(reader, "eos_token_id", config->shape.V, memory, &config->eos_ids,
                 &config->n_eos_ids);
@@ -9548,15 +10071,17 @@ static void weight_row(const toka_tensor *tensor, int row, float *to) {
  *
  *   safetensors    st_parse: a file to a list of tensors; st_index_parse: an index to a list of
  *                  files; st_set: finds tensors by name; st_set_add_aliases: adds their aliases
- *   binding        mf_bind: tensor names to the named fields of toka_layer, once, by two tables;
- *                  checks every shape
+ *   binding        mf_bind: every tensor to its field, by the tables of the architecture (11);
+ *                  mf_bind_matrix: the tensors of a quantized matrix, by the format of its module.
+ *                  Checks every shape
  *   ranks          mf_stage_layers, mf_shard: one rank's share of a model that is spread over
  *                  devices, as slices of the bound weights
  *
  * What always holds after mf_bind: every tensor that the layer loop will use lies inside its file
- * and has exactly the shape that its mf_binding says. No data page of a weight has been read. A
- * tensor may begin at any byte: not every writer pads the header, and a tensor of odd length may
- * lie before it.
+ * and has exactly the shape that its mf_slot and the format say. Scales are finite, and zero points
+ * and groups of columns are in range. Of the weights' data only these have been read. A tensor may
+ * begin at any byte: not every writer pads the header, and a tensor of odd length may lie before
+ * it.
  * =========================================================================== */
 
 /* ---- safetensors ----
@@ -9969,33 +10494,260 @@ typedef struct mf_target {
     int n_parts;
     toka_tensor *parts[3];
     int rows, cols;   /* of all parts together */
+    int expert;       /* its number; 0 if it is not an expert's */
+    int n_stacked;    /* all experts are in one tensor: X; else 0 */
 } mf_target;
 
 /* Sets the parts to the rows of a matrix, which `whole` describes. */
 static void mf_set_parts(const mf_target *target, const mf_config *config,
                          const toka_tensor *whole) {
+    const int by_turns = target->binding->part == MF_BY_TURNS;
     int row = 0;
     for (int i = 0; i < target->n_parts; i++) {
         toka_tensor *part = target->parts[i];
         *part = *whole;
         part->rows = mf_dim_product(config, mf_slots[target->binding[i].slot].rows);
-        part->data = (const char *)whole->data +
-                     (size_t)row * (size_t)whole->stride * (whole->dtype == TOKA_F32 ? 4 : 2);
+        if (whole->quant) {
+            part->row0 = by_turns ? i : row;
+            part->row_step = by_turns ? target->n_parts : 1;
+        } else {
+            part->data = (const char *)whole->data +
+                         (size_t)row * (size_t)whole->stride * (whole->dtype == TOKA_F32 ? 4 : 2);
+        }
         row += part->rows;
     }
 }
 
+/* Counts what was bound. Several experts may share a tensor of the file. */
+static void mf_count_bound(mf_binder *binder, const mf_target *target, const st_tensor *tensor,
+                           bool is_weight) {
+    if (tensor->is_alias) return;
+    if (is_weight) binder->n_parameters += (int64_t)target->rows * target->cols;
+    if (!target->expert || !target->n_stacked) binder->weight_bytes += tensor->end - tensor->begin;
+}
+
 /* Binds a tensor of plain numbers. Returns 0 or an error code. */
-static int mf_bind_plain(const mf_binder *binder, const mf_target *target, const st_tensor *tensor,
+static int mf_bind_plain(mf_binder *binder, const mf_target *target, const st_tensor *tensor,
                          toka_err *e) {
     const bool is_vector = !*mf_slots[target->binding->slot].rows;
     const int64_t dims[] = {target->rows, target->cols};
+    if (!tensor) return fail(e, TOKA_E_INPUT, "%s: missing in %s", target->name, binder->where);
     if (mf_check_dims(tensor, target->name, dims + is_vector, 2 - is_vector, e)) return e->code;
     if (tensor->dtype->toka_dtype < 0)
         return fail(e, TOKA_E_INPUT, "%s: dtype %s, expected BF16, F16 or F32", target->name,
                     tensor->dtype->name);
     const toka_tensor whole = {.data = tensor->data, .cols = target->cols, .stride = target->cols,
                                .dtype = (toka_dtype)tensor->dtype->toka_dtype};
+    mf_set_parts(target, binder->config, &whole);
+    mf_count_bound(binder, target, tensor, true);
+    return 0;
+}
+
+/* ---- Binding quantized matrices ---- */
+
+typedef struct mf_matrix { /* one quantized matrix while it is bound */
+    const mf_target *target;
+    const mf_format *format;
+    char module[112]; /* the beginning of the names of its tensors */
+    toka_quant *quant;
+    int n_row_blocks, n_groups; /* numbers of blocks: of the rows, and of the columns */
+} mf_matrix;
+
+/* Finds a tensor of the matrix, and checks its type and shape. dims: [n_dims]; a number of them at
+ * the end may be missing if they are 1 (scales). Returns NULL on an error. *data: its first byte,
+ * of the matrix's expert. */
+static const st_tensor *mf_find_part(mf_binder *binder, const mf_matrix *matrix, const char *suffix,
+                                     const char *dtypes, const int64_t *dims, int n_dims,
+                                     const void **data, toka_err *e) {
+    const mf_target *target = matrix->target;
+    char name[144];
+    int64_t expected[4] = {target->n_stacked};
+    const int n_stacked = target->n_stacked ? 1 : 0;
+    snprintf(name, sizeof name, "%s%s", matrix->module, suffix);
+    const st_tensor *tensor = st_set_get(binder->set, name);
+    if (!tensor) {
+        fail(e, TOKA_E_INPUT, "%s: missing in %s", name, binder->where);
+        return NULL;
+    }
+    if (!strstr(dtypes, tensor->dtype->name)) {
+        fail(e, TOKA_E_INPUT, "%s: dtype %s, expected %s", name, tensor->dtype->name, dtypes);
+        return NULL;
+    }
+    memcpy(expected + n_stacked, dims, (size_t)n_dims * sizeof *dims);
+    n_dims += n_stacked;
+    while (n_dims > tensor->n_dims && n_dims > 0 && expected[n_dims - 1] == 1) n_dims--;
+    if (mf_check_dims(tensor, name, expected, n_dims, e)) return NULL;
+    const uint64_t bytes = tensor->end - tensor->begin;
+    *data = tensor->data + (n_stacked ? bytes / (uint64_t)target->n_stacked : 0) *
+                               (uint64_t)target->expert;
+    mf_count_bound(binder, target, tensor, !strcmp(suffix, matrix->format->method->data));
+    return tensor;
+}
+
+/* Binds the packed numbers. Returns NULL on an error. */
+static const void *mf_bind_codes(mf_binder *binder, const mf_matrix *matrix, toka_err *e) {
+    const mf_method *method = matrix->format->method;
+    const int rows = matrix->quant->rows, cols = matrix->quant->cols;
+    const int64_t by_rows[] = {rows, (cols + 7) / 8}, fp8[] = {rows, cols};
+    const int64_t gptq[] = {cols / 8, rows}, awq[] = {cols, rows / 8};
+    const int64_t mxfp4[] = {rows, cols / 32, 16};
+    const int64_t *dims = method->dtype == TOKA_FP8 ? fp8 : method->dtype == TOKA_MXFP4 ? mxfp4
+                          : method->packing == TOKA_PACK_GPTQ ? gptq
+                          : method->packing == TOKA_PACK_AWQ ? awq : by_rows;
+    const char *type = method->dtype == TOKA_FP8 ? "F8_E4M3" : method->dtype == TOKA_MXFP4 ? "U8"
+                                                                                         : "I32";
+    const void *data = NULL;
+    mf_find_part(binder, matrix, method->data, type, dims, method->dtype == TOKA_MXFP4 ? 3 : 2,
+                 &data, e);
+    return data;
+}
+
+/* Returns the index of the first number that is not finite, or -1. */
+static int64_t mf_find_infinite(const void *data, toka_dtype dtype, int64_t n) {
+    const unsigned char *bytes = data;
+    const unsigned exponent = dtype == TOKA_F16 ? 0x7C00 : 0x7F80; /* of the upper 16 bits */
+    const int size = dtype == TOKA_F32 ? 4 : 2;
+    if (dtype == TOKA_E8M0) {
+        const unsigned char *found = memchr(bytes, 255, (size_t)n);
+        return found ? found - bytes : -1;
+    }
+    for (int64_t i = 0; i < n; i++) {
+        const unsigned char *upper = bytes + size * i + size - 2;
+        if (((upper[0] | (unsigned)upper[1] << 8) & exponent) == exponent) return i;
+    }
+    return -1;
+}
+
+/* Binds the scales. Returns 0 or an error code. */
+static int mf_bind_scales(mf_binder *binder, mf_matrix *matrix, toka_err *e) {
+    const mf_method *method = matrix->format->method;
+    toka_quant *quant = matrix->quant;
+    const bool by_columns = method->packing != TOKA_PACK_ROWS; /* [groups][rows] */
+    const bool is_mxfp4 = method->dtype == TOKA_MXFP4;
+    const int64_t blocks[] = {matrix->n_row_blocks, matrix->n_groups};
+    const int64_t dims[] = {blocks[by_columns], blocks[!by_columns]};
+    const char *suffix = method->scale;
+    char name[144];
+    snprintf(name, sizeof name, "%s%s", matrix->module, suffix);
+    if (method->other_scale && !st_set_get(binder->set, name)) {
+        snprintf(name, sizeof name, "%s%s", matrix->module, method->other_scale);
+        if (st_set_get(binder->set, name)) suffix = method->other_scale;
+    }
+    const st_tensor *tensor = mf_find_part(binder, matrix, suffix, is_mxfp4 ? "U8" : "BF16 F16 F32",
+                                           dims, 2, &quant->scale, e);
+    if (!tensor) return e->code;
+    quant->scale_dtype = is_mxfp4 ? TOKA_E8M0 : (toka_dtype)tensor->dtype->toka_dtype;
+    quant->scale_row_step = by_columns ? 1 : matrix->n_groups;
+    quant->scale_col_step = by_columns ? quant->rows : 1;
+    const int64_t bad = mf_find_infinite(quant->scale, quant->scale_dtype, dims[0] * dims[1]);
+    if (bad < 0) return 0;
+    return fail(e, TOKA_E_INPUT, "%s%s: scale %lld is infinite or NaN", matrix->module, suffix,
+                (long long)bad);
+}
+
+/* Binds the zero points. In files of GPTQ version 1, which store one less, 15 would be 16: such a
+ * number is an error, because programs disagree about it. Returns 0 or an error code. */
+static int mf_bind_zeros(mf_binder *binder, mf_matrix *matrix, toka_err *e) {
+    toka_quant *quant = matrix->quant;
+    const int64_t words = (quant->rows + 7) / 8, groups = matrix->n_groups;
+    const int64_t by_rows[] = {words, groups}, by_columns[] = {groups, words};
+    if (!mf_find_part(binder, matrix, matrix->format->method->zero, "I32",
+                      quant->packing == TOKA_PACK_ROWS ? by_rows : by_columns, 2, &quant->zero, e))
+        return e->code;
+    quant->zero_add = matrix->format->zero_add;
+    for (int64_t i = 0; i < words * groups && quant->zero_add; i++)
+        for (int j = 0; j < 8; j++)
+            if (weight_nibble(quant->zero, (size_t)i, j) + (unsigned)quant->zero_add > 15)
+                return fail(e, TOKA_E_INPUT, "%s%s: a zero point of 16, expected 0 to 15",
+                            matrix->module, matrix->format->method->zero);
+    return 0;
+}
+
+/* Binds the group of each column. Groups in order need no list. Returns 0 or an error code. */
+static int mf_bind_order(mf_binder *binder, mf_matrix *matrix, toka_err *e) {
+    toka_quant *quant = matrix->quant;
+    const int64_t dims[] = {quant->cols};
+    const char *suffix = matrix->format->method->order;
+    bool in_order = true;
+    char name[144];
+    snprintf(name, sizeof name, "%s%s", matrix->module, suffix);
+    if (!matrix->format->has_order && !st_set_get(binder->set, name)) return 0;
+    if (!mf_find_part(binder, matrix, suffix, "I32", dims, 1, &quant->group, e)) return e->code;
+    for (int col = 0; col < quant->cols; col++) {
+        const int group = weight_group(quant, col);
+        if (group < 0 || group >= matrix->n_groups)
+            return fail(e, TOKA_E_INPUT, "%s: column %d is in group %d, expected 0 to %d", name,
+                        col, group, matrix->n_groups - 1);
+        in_order &= group == col / quant->block_cols;
+    }
+    if (in_order) quant->group = NULL;
+    return 0;
+}
+
+/* Checks the numbers that only repeat what the shapes say, and reads the scale of the activations.
+ * Returns 0 or an error code. */
+static int mf_bind_numbers(mf_binder *binder, mf_matrix *matrix, toka_err *e) {
+    char name[144];
+    const mf_method *method = matrix->format->method;
+    const void *data;
+    const int64_t one[] = {1};
+    snprintf(name, sizeof name, "%s.weight_shape", matrix->module);
+    const st_tensor *shape = method->is_compressed ? st_set_get(binder->set, name) : NULL;
+    if (shape && shape->n_dims == 1 && shape->dims[0] == 2 && !strcmp(shape->dtype->name, "I64")) {
+        int64_t dims[2];
+        memcpy(dims, shape->data, sizeof dims);
+        if (dims[0] != matrix->quant->rows || dims[1] != matrix->quant->cols)
+            return fail(e, TOKA_E_INPUT, "%s: says [%lld,%lld], expected [%d,%d]", name,
+                        (long long)dims[0], (long long)dims[1], matrix->quant->rows,
+                        matrix->quant->cols);
+    }
+    if (!matrix->format->has_input_scale) return 0;
+    const st_tensor *tensor = mf_find_part(binder, matrix, method->input_scale, "BF16 F16 F32", one,
+                                           1, &data, e);
+    if (!tensor) return e->code;
+    matrix->quant->input_scale = weight_number(data, (toka_dtype)tensor->dtype->toka_dtype, 0);
+    if (isfinite(matrix->quant->input_scale) && matrix->quant->input_scale > 0) return 0;
+    return fail(e, TOKA_E_INPUT, "%s%s: %g, expected a positive number", matrix->module,
+                method->input_scale, (double)matrix->quant->input_scale);
+}
+
+/* Checks that the format can hold a matrix of this size. */
+static int mf_check_groups(const mf_matrix *matrix, toka_err *e) {
+    const toka_quant *quant = matrix->quant;
+    const mf_method *method = matrix->format->method;
+    const bool packs_rows = method->packing != TOKA_PACK_ROWS || matrix->format->has_zero;
+    const bool packs_cols = method->packing == TOKA_PACK_GPTQ;
+    if (method->dtype == TOKA_FP8) return 0;
+    if (quant->cols % quant->block_cols)
+        return fail(e, TOKA_E_INPUT, "%s: groups of %d columns do not divide its %d columns",
+                    matrix->module, quant->block_cols, quant->cols);
+    if ((packs_rows && quant->rows % 8) || (packs_cols && quant->cols % 8))
+        return fail(e, TOKA_E_INPUT, "%s: [%d,%d], expected multiples of 8, as 8 share a word",
+                    matrix->module, quant->rows, quant->cols);
+    return 0;
+}
+
+/* Binds a quantized matrix. Returns 0 or an error code. */
+static int mf_bind_matrix(mf_binder *binder, const mf_target *target, const mf_format *format,
+                          str module, toka_err *e) {
+    toka_quant *quant = arena_zalloc(binder->memory, sizeof *quant);
+    mf_matrix matrix = {.target = target, .format = format, .quant = quant};
+    snprintf(matrix.module, sizeof matrix.module, "%.*s", (int)module.n, module.p);
+    quant->packing = format->method->packing;
+    quant->rows = target->rows;
+    quant->cols = target->cols;
+    quant->block_rows = format->block_rows ? format->block_rows : quant->rows;
+    quant->block_cols = format->block_cols ? format->block_cols : quant->cols;
+    matrix.n_row_blocks = (quant->rows - 1) / quant->block_rows + 1;
+    matrix.n_groups = (quant->cols - 1) / quant->block_cols + 1;
+    const toka_tensor whole = {.dtype = format->method->dtype, .cols = quant->cols, .quant = quant,
+                               .data = mf_check_groups(&matrix, e)
+                                           ? NULL : mf_bind_codes(binder, &matrix, e)};
+    if (!whole.data) return e->code;
+    if (mf_bind_scales(binder, &matrix, e)) return e->code;
+    if (format->has_zero && mf_bind_zeros(binder, &matrix, e)) return e->code;
+    if (format->method->order && mf_bind_order(binder, &matrix, e)) return e->code;
+    if (mf_bind_numbers(binder, &matrix, e)) return e->code;
     mf_set_parts(target, binder->config, &whole);
     return 0;
 }
@@ -10006,18 +10758,18 @@ static int mf_bind_one(mf_binder *binder, const mf_binding *binding, const char 
                        const mf_owners *owners, int expert, toka_err *e) {
     const mf_slot *slot = &mf_slots[binding->slot];
     mf_target target = {.name = name, .binding = binding, .n_parts = mf_count_parts(binding),
-                        .cols = mf_dim_product(binder->config, slot->cols)};
+                        .cols = mf_dim_product(binder->config, slot->cols), .expert = expert};
     for (int i = 0; i < target.n_parts; i++) {
         target.parts[i] = mf_tensor(owners, binding[i].slot, expert);
         target.rows += mf_dim_product(binder->config, mf_slots[binding[i].slot].rows);
     }
     const st_tensor *tensor = st_set_get(binder->set, name);
-    if (!tensor) return fail(e, TOKA_E_INPUT, "%s: missing in %s", name, binder->where);
-    if (mf_bind_plain(binder, &target, tensor, e)) return e->code;
-    if (tensor->is_alias) return 0;
-    binder->n_parameters += (int64_t)target.rows * target.cols;
-    binder->weight_bytes += tensor->end - tensor->begin;
-    return 0;
+    str module = str_c(name);
+    if (str_ends(module, STR(".weight"))) module.n -= strlen(".weight");
+    const bool is_plain = !*slot->rows || (tensor && tensor->dtype->toka_dtype >= 0);
+    const mf_format *format = is_plain ? NULL : mf_find_format(binder->config, module);
+    return format ? mf_bind_matrix(binder, &target, format, module, e)
+                  : mf_bind_plain(binder, &target, tensor, e);
 }
 
 /* The names of a model's tensors begin with one of these. A file that was saved from the bare
@@ -10214,9 +10966,25 @@ static int mf_slice_tensor(const toka_shape *full, const mf_tp_ranges *ranges, c
                     "tensor parallel size %d: an expert or a shared expert has a width of %d, "
                     "expected no more ranks",
                     rank->tp_size, rows.count ? tensor->cols : tensor->rows);
-    const size_t offset = ((size_t)rows.first * (size_t)tensor->stride + (size_t)cols.first) *
-                          (tensor->dtype == TOKA_F32 ? 4 : 2);
-    tensor->data = (const char *)tensor->data + offset;
+    if (tensor->quant) {
+        const int unit = tensor->dtype == TOKA_INT4 ? 8 : tensor->dtype == TOKA_MXFP4 ? 32 : 1;
+        const bool is_awq = tensor->quant->packing == TOKA_PACK_AWQ;
+        const bool cuts_cols = cols.count < tensor->cols;
+        const bool cuts_words = is_awq && rows.count < tensor->rows;
+        if ((cuts_cols && (cols.first | cols.count) % unit) ||
+            (cuts_words && (rows.first | rows.count) % 8))
+            return fail(e, TOKA_E_USE,
+                        "tensor parallel size %d: a rank's share of a quantized matrix would be %d "
+                        "of %d, expected a multiple of %d",
+                        rank->tp_size, cuts_cols ? cols.count : rows.count,
+                        cuts_cols ? tensor->cols : tensor->rows, unit);
+        tensor->row0 += rows.first * tensor->row_step;
+        tensor->col0 += cols.first;
+    } else {
+        const size_t offset = ((size_t)rows.first * (size_t)tensor->stride + (size_t)cols.first) *
+                              (tensor->dtype == TOKA_F32 ? 4 : 2);
+        tensor->data = (const char *)tensor->data + offset;
+    }
     tensor->rows = rows.count;
     tensor->cols = cols.count;
     return 0;
@@ -10571,6 +11339,10 @@ static int mf_open_shape(mf_model *files, toka_err *e) {
     str text;
     if (mf_map_file(files, "config.json", true, where, &text, e)) return e->code;
     if (mf_config_parse(text, where, &files->memory, &files->config, e)) return e->code;
+    if (mf_map_file(files, "hf_quant_config.json", false, where, &text, e)) return e->code;
+    if (text.n && !files->config.quantization &&
+        mf_quant_file_parse(text, where, &files->memory, &files->config, e))
+        return e->code;
     if (mf_map_file(files, "generation_config.json", false, where, &text, e)) return e->code;
     return text.n ? mf_generation_parse(text, where, &files->memory, &files->config,
                                         &files->defaults, e)

@@ -65,6 +65,7 @@ static bool mft_config(const char *text, const char *want, arena *a, mf_config *
 }
 
 #define M_LLAMA "{\"architectures\":[\"LlamaForCausalLM\"]"
+#define M_QUANT M_LLAMA ",\"quantization_config\":{\"quant_method\":"
 #define M_QWEN2 "{\"architectures\":[\"Qwen2ForCausalLM\"],\"num_hidden_layers\":4"
 
 static const char *const mft_bad_configs[][2] = {
@@ -112,7 +113,23 @@ static const char *const mft_bad_configs[][2] = {
     {"{\"model_type\":\"llava\",\"text_config\":{\"model_type\":\"llama\",\"hidden_size\":7}}",
      "hidden_size is 7, expected a multiple of num_attention_heads"},
     {M_LLAMA ",\"attention_bias\":1}", "attention_bias is 1, expected true or false"},
-    {M_LLAMA ",\"quantization_config\":{\"quant_method\":\"gptq\"}}", "quantization_config is an object, expected none"},
+    {M_LLAMA ",\"quantization_config\":{\"quant_method\":\"gptq\"}}", "quantization_config.group_size is missing, expected 1 or more"},
+    {M_LLAMA ",\"quantization_config\":[]}", "quantization_config is an array, expected an object"},
+    {M_LLAMA ",\"compression_config\":{}}", "quantization_config.quant_method is missing, expected fp8, compressed-tensors"},
+    {M_QUANT "\"pack-quantized\"}}", "quant_method is \"pack-quantized\", expected fp8"},
+    {M_QUANT "\"gptq\",\"group_size\":64,\"dynamic\":{\"+:x\":{\"bits\":4}}}}", "dynamic is \"+:x\", expected only"},
+    {M_QUANT "\"gptq\",\"group_size\":64,\"checkpoint_format\":\"marlin\"}}", "is \"marlin\", expected \"gptq\" or \"gptq_v2\""},
+    {M_QUANT "\"fp8\",\"fmt\":\"e5m2\"}}", "quantization_config.fmt is \"e5m2\", expected \"e4m3\""},
+    {M_QUANT "\"fp8\",\"modules_to_not_convert\":[\"re:a(?=b)\"]}}", "modules_to_not_convert is \"re:a(?=b)\", expected a name"},
+    {M_QUANT "\"fp8\",\"ignored_layers\":[7]}}", "ignored_layers is 7"},
+    {M_QUANT "\"compressed-tensors\",\"format\":\"pack-quantized\"}}", "config_groups is missing"},
+    {M_QUANT "\"compressed-tensors\",\"sparsity_config\":{\"format\":\"sparse-24-bitmask\"}}}", "sparsity_config.format is \"sparse-24"},
+    {M_QUANT "\"compressed-tensors\",\"format\":\"float-quantized\",\"config_groups\":{\"g\":{\"weights\":{\"num_bits\":8,"
+     "\"type\":\"int\"}}}}}", "quantization_config.config_groups.g.weights.type is \"int\", expected \"float\""},
+    {M_QUANT "\"compressed-tensors\",\"format\":\"float-quantized\",\"config_groups\":{\"g\":{\"weights\":{\"strategy\":\"group\"}}}}}",
+     "weights.strategy is \"group\", expected \"tensor\", \"channel\" or \"block\""},
+    {M_QUANT "\"compressed-tensors\",\"format\":\"float-quantized\",\"config_groups\":{\"g\":{\"weights\":{\"strategy\":\"block\"}}}}}",
+     "weights.block_structure is missing, expected [rows, columns]"},
     {M_LLAMA ",\"final_logit_softcapping\":30.0}", "final_logit_softcapping is 30, expected none"},
     {M_LLAMA ",\"num_local_experts\":8}", "num_local_experts is 8, expected none"},
     {M_LLAMA ",\"partial_rotary_factor\":0.5}", "partial_rotary_factor is 0.5, expected 1"},
@@ -261,6 +278,70 @@ static void test_mf_config_rows(void) {
     if (mft_config("{\"architectures\":[\"LlavaForConditionalGeneration\"],\"model_type\":\"llava\",\"eos_token_id\":9,"
                    "\"text_config\":{\"model_type\":\"llama\",\"hidden_size\":64}}", NULL, &a, &c))
         CHECK(c.has_images && s->E == 64 && c.eos_ids[0] == 9 && !strcmp(c.arch->name, "LlamaForCausalLM"));
+    arena_free(&a);
+}
+
+/* Regular expressions: those of Python's re.match, as far as they are understood. */
+static void test_mf_patterns(void) {
+    static const struct {
+        const char *pattern, *name;
+        int matches; /* -1: not understood */
+    } cases[] = {
+        {"a", "abc", 1}, {"b", "abc", 0}, {"", "abc", 1}, {"abc", "ab", 0}, {"a.c", "abc", 1}, {"a\\.c", "abc", 0}, {"a\\.c", "a.c", 1},
+        {".*c", "abc", 1}, {".*d", "abc", 0}, {"ab*c", "ac", 1}, {"ab*c", "abbbc", 1}, {"ab+c", "ac", 0}, {"ab+c", "abbc", 1},
+        {"ab?c", "ac", 1}, {"ab?c", "abc", 1}, {"ab?c", "abbc", 0}, {"a$", "a", 1}, {"a$", "ab", 0}, {"^a", "ab", 1}, {"$", "", 1},
+        {".*mlp.gate$", "model.layers.3.mlp.gate", 1}, {".*mlp.gate$", "model.layers.3.mlp.gate_proj", 0},
+        {".*(q|k|v)_proj", "x.k_proj", 1}, {".*(q|k|v)_proj", "x.o_proj", 0}, {"(a|bc)*d", "abcabcd", 1}, {"(a|bc)+d", "d", 0},
+        {"(?:ab)?c", "abc", 1}, {"model.layers.\\d+.mlp", "model.layers.12.mlp", 1}, {"model.layers.\\d+.mlp", "model.layers.x.mlp", 0},
+        {"[a-c1]x", "bx", 1}, {"[a-c1]x", "dx", 0}, {"[^a-c]x", "dx", 1}, {"[^a-c]x", "ax", 0}, {"[]a]x", "]x", 1}, {"[a\\d-]*x", "a-7x", 1},
+        {"\\w+\\s\\w", "ab c", 1}, {"a*?b", "aab", 1}, {"()*a", "a", 1}, {"(a*)*b", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaac", 0}, {"a||b", "b", 1},
+        {"a{2}", "aa", -1}, {"(?=a)", "a", -1}, {"(a", "a", -1}, {"a)", "a", -1}, {"[a", "a", -1}, {"*a", "a", -1}, {"\\q", "q", -1}, {"a\\", "a", -1},
+    };
+    arena a = {0};
+    char deep[600];
+    for (int i = 0; i < COUNT(cases); i++) {
+        const mf_pattern *p = mf_pattern_parse(str_c(cases[i].pattern), &a);
+        int got = p ? mf_pattern_match(p, str_c(cases[i].name)) : -1;
+        CHECK_MSG(got == cases[i].matches, "%s on %s: %d", cases[i].pattern, cases[i].name, got);
+    }
+    for (int n = 1; n < 600; n += 23) { /* limits: operations, and the depth of groups */
+        memset(deep, n % 2 ? '(' : 'a', (size_t)n);
+        CHECK(!mf_pattern_parse((str){deep, (size_t)n}, &a) == (n % 2 || n >= MF_PATTERN_OPS));
+    }
+    arena_free(&a);
+}
+
+/* Which module has which format. */
+static void test_mf_formats(void) {
+    static const struct {
+        const char *config, *module, *method; /* NULL: plain */
+        int block_rows, block_cols;
+    } cases[] = {
+        {M_QUANT "\"fp8\",\"weight_block_size\":[128,64],\"modules_to_not_convert\":[\"lm_head\",\"model.layers.1.mlp\",\"k_proj\"]}}",
+         "model.layers.0.mlp.up_proj", "fp8", 128, 64},
+        {NULL, "model.layers.1.mlp.up_proj", NULL, 0, 0},
+        {NULL, "model.layers.10.mlp.up_proj", "fp8", 128, 64},
+        {NULL, "model.layers.0.self_attn.k_proj", NULL, 0, 0},
+        {NULL, "lm_head", NULL, 0, 0},
+        {M_QUANT "\"mxfp4\",\"modules_to_not_convert\":[\"model.layers.*.self_attn\"]}}", "model.layers.7.self_attn.q_proj", NULL, 0, 0},
+        {NULL, "model.layers.7.mlp.experts.down_proj", "mxfp4", 1, 32},
+        {M_QUANT "\"gptq\",\"bits\":4,\"group_size\":-1,\"dynamic\":{\"-:.*down\":{}}}}", "a.down_proj", NULL, 0, 0},
+        {NULL, "a.up_proj", "gptq", 1, 0},
+        {M_QUANT "\"compressed-tensors\",\"ignore\":[\"re:.*gate$\"],\"config_groups\":{"
+         "\"a\":{\"targets\":[\"Linear\"],\"format\":\"float-quantized\",\"weights\":{\"num_bits\":8,\"type\":\"float\",\"strategy\":\"channel\"}},"
+         "\"b\":{\"targets\":[\"re:.*experts\"],\"format\":\"pack-quantized\",\"weights\":{\"num_bits\":4,\"type\":\"int\",\"group_size\":64}}}}}",
+         "model.layers.0.self_attn.q_proj", "float-quantized", 1, 0},
+        {NULL, "model.layers.0.mlp.experts.7.up_proj", "pack-quantized", 1, 64},
+        {NULL, "model.layers.0.mlp.gate", NULL, 0, 0},
+    };
+    arena a = {0};
+    mf_config c = {0};
+    for (int i = 0; i < COUNT(cases); i++) {
+        if (cases[i].config && !mft_config(cases[i].config, NULL, &a, &c)) continue;
+        const mf_format *f = mf_find_format(&c, str_c(cases[i].module));
+        CHECK_MSG(!f == !cases[i].method && (!f || !strcmp(f->method->name, cases[i].method)), "%s: %s", cases[i].module, f ? f->method->name : "plain");
+        CHECK(!f || (f->block_rows == cases[i].block_rows && f->block_cols == cases[i].block_cols));
+    }
     arena_free(&a);
 }
 
@@ -1400,6 +1481,8 @@ static const struct test mf_tests[] = {
     {"mf_config_defaults", test_mf_config_defaults},
     {"mf_config_fields", test_mf_config_fields},
     {"mf_config_rows", test_mf_config_rows},
+    {"mf_patterns", test_mf_patterns},
+    {"mf_formats", test_mf_formats},
     {"mf_infinity", test_mf_infinity},
     {"mf_generation", test_mf_generation},
     {"mf_generation_requests", test_mf_generation_requests},
