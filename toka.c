@@ -15624,7 +15624,7 @@ const toka_backend toka_plain = {
  * MARK: 19. CPU kernels and threads [cpu]
  * What the ops of chapter 20 are made of: the kernels of each instruction set (GEMM micro-kernels,
  * conversion to float32, and attention's two small GEMMs and online softmax), a thread pool, the
- * GEMM with weights, and RMSNorm. In: activations in float32; weights as they lie in the mapped
+ * GEMM with weights, and norms. In: activations in float32; weights as they lie in the mapped
  * file (bf16, f16 or f32). A weight may begin at any byte, so memcpy and unaligned loads read it.
  * Out: float32. All sums are float32. One kernel set, AVX512_BF16, is used only on request: it
  * takes both inputs of a GEMM as bf16, for twice the multiply-adds of AVX-512 in the same time.
@@ -15701,6 +15701,9 @@ enum {
 #define CPU_UNROLL2 _Pragma("GCC unroll 2")
 #endif
 #define CPU_INLINE __attribute__((always_inline)) static inline
+/* Before a function whose inner loops are elsewhere, or are written as vectors: unrolling and
+ * copying it would only make it larger. */
+#define CPU_SMALL COLD __attribute__((noinline))
 
 static int cpu_round_up16(int n) { return (n + 15) & ~15; }
 static int cpu_round_up32(int n) { return (n + 31) & ~31; }
@@ -15732,9 +15735,9 @@ typedef struct cpu_small_gemm_args {
 /* State of the online softmax of one query row (Milakov & Gimelshein 2018). acc / sum is the output
  * over the pages merged so far; both have the factor exp(-max). */
 typedef struct cpu_softmax {
-    float *acc; /* [D_pad] sum of probability * V; D_pad is D rounded up to 16 */
-    float max;  /* running maximum of the scores; -infinity before the first page */
-    float sum;  /* of the probabilities */
+    float *acc; /* [d_pad] sum of probability * V; d_pad is Dv rounded up to 16 */
+    float max;  /* running maximum of the scores; before the first page the sink, or -infinity */
+    float sum;  /* of the probabilities; before the first page that of the sink, or 0 */
 } cpu_softmax;
 
 /* The kernels of one instruction set. */
@@ -15828,11 +15831,46 @@ CPU_INLINE cpu_f32x4 cpu_exp4(cpu_f32x4 x) {
     return cpu_select4(x < -87.0f, cpu_splat4(0), poly * (cpu_f32x4)power);
 }
 
-/* gate = silu(gate) * up. n is a multiple of 4. */
-static void cpu_swiglu(float *gate, const float *up, int n) {
+/* tanh with a relative error below 5e-7. Method: below 0.35 a Taylor polynomial, because there
+ * 1 - 2 / (exp(2x) + 1) would lose digits. */
+CPU_INLINE cpu_f32x4 cpu_tanh4(cpu_f32x4 x) {
+    cpu_f32x4 large = 1.0f - 2.0f / (cpu_exp4(x + x) + 1.0f), square = x * x;
+    cpu_f32x4 poly = square * (-1382.0f / 155925) + 62.0f / 2835;
+    poly = poly * square - 17.0f / 315;
+    poly = poly * square + 2.0f / 15;
+    poly = poly * square - 1.0f / 3;
+    return cpu_select4(square < 0.35f * 0.35f, poly * square * x + x, large);
+}
+
+/* x = cap * tanh(x / cap) for n numbers. */
+CPU_SMALL
+static void cpu_soft_cap(float *x, int n, float cap) {
     for (int i = 0; i < n; i += 4) {
-        cpu_f32x4 g = cpu_load4(gate + i);
-        cpu_store4(gate + i, g / (1.0f + cpu_exp4(-g)) * cpu_load4(up + i));
+        cpu_f32x4 four = cpu_splat4(0);
+        const size_t bytes = (size_t)MIN(4, n - i) * sizeof *x;
+        if (bytes == sizeof four) four = cpu_load4(x + i);
+        else memcpy(&four, x + i, bytes);
+        four = cap * cpu_tanh4(four / cap);
+        if (bytes == sizeof four) cpu_store4(x + i, four);
+        else memcpy(x + i, &four, bytes);
+    }
+}
+
+/* gate = activation(gate, up). n is a multiple of 4. limit: of TOKA_SWIGLU_CLAMPED. All three are
+ * gate / (1 + exp(-z)) times a factor: gelu by tanh, too, since (1 + tanh z) / 2 is the sigmoid of
+ * 2 z. */
+CPU_SMALL
+static void cpu_activate(float *gate, const float *up, int n, toka_activation kind, float limit) {
+    for (int i = 0; i < n; i += 4) {
+        cpu_f32x4 g = cpu_load4(gate + i), u = cpu_load4(up + i), z = g;
+        if (kind == TOKA_GELU_TANH) z = 1.59576912f * (g + 0.044715f * g * g * g);
+        if (kind == TOKA_SWIGLU_CLAMPED) {
+            g = cpu_select4(g > limit, cpu_splat4(limit), g);
+            u = cpu_select4(u > limit, cpu_splat4(limit), u);
+            u = cpu_select4(u < -limit, cpu_splat4(-limit), u) + 1.0f;
+            z = 1.702f * g;
+        }
+        cpu_store4(gate + i, g / (1.0f + cpu_exp4(-z)) * u);
     }
 }
 
@@ -16406,6 +16444,7 @@ static void *cpu_worker_main(void *arg) {
 
 /* One round: calls item_fn(arg, thread, item) for each item 0 .. n_items-1 and returns when all are
  * done. cost: an estimate of the multiply-adds of all items. */
+__attribute__((noinline))
 static void cpu_parallel_for(cpu_pool *pool, cpu_item_fn *item_fn, void *arg, int n_items,
                              int64_t cost) {
     if (pool->progress) atomic_fetch_add(pool->progress, 1);
@@ -16465,6 +16504,27 @@ static int cpu_pool_open(cpu_pool *pool, int n_threads, toka_err *e) {
 }
 
 /* ---- The GEMM with weights ---- */
+
+/* Writes row `row` of a weight as float32: to [cols]. */
+CPU_SMALL
+static void cpu_weight_f32(const cpu_kernels *kernels, const toka_tensor *weight, int row,
+                           float *to) {
+    if (weight->quant) weight_row(weight, row, to);
+    else
+        kernels->convert(to, (const char *)weight->data + cpu_dtype_bytes(weight->dtype) *
+                                 (size_t)row * (size_t)weight->stride,
+                         weight->dtype, weight->cols);
+}
+
+/* Returns the rows first .. first + n-1 of a weight. */
+static toka_tensor cpu_weight_rows(toka_tensor weight, int first, int n) {
+    weight.rows = n;
+    if (weight.quant) weight.row0 += first * weight.row_step;
+    else
+        weight.data = (const char *)weight.data + cpu_dtype_bytes(weight.dtype) *
+                          (size_t)first * (size_t)weight.stride;
+    return weight;
+}
 
 /* y[j][t][n] (+)= sum over k of x[t][k] weights[j][n][k], for up to three weights and one x. */
 typedef struct cpu_gemm_args {
@@ -16560,6 +16620,7 @@ static void cpu_gemm_panel(const cpu_gemm_args *args, int index, int n0, int n1,
 }
 
 /* An item of the round: item_columns columns of y for one weight (a cpu_item_fn). */
+__attribute__((noinline))
 static void cpu_gemm_item(void *arg, int thread, int item) {
     const cpu_gemm_args *args = arg;
     int index = 0, n_items; /* the weight, and how many items it has */
@@ -16591,19 +16652,39 @@ static void cpu_gemm_run(cpu_gemm_args *args) {
                      (int64_t)args->T * n_columns * args->weights[0]->cols);
 }
 
-/* ---- RMSNorm ---- */
+/* ---- Norms ---- */
 
-/* One row: y = x * weight / sqrt(mean(x^2) + eps), n elements. If pad, also writes zeros after y up
- * to a multiple of 16. y may be x. */
-static void cpu_rmsnorm(float *y, const float *x, const float *weight, int n, float eps, bool pad) {
-    float lane[16] = {0}, sum = 0;
+/* Returns the sum of x[i] - mean, or of its squares. Element i goes to lane i % 16. */
+CPU_SMALL
+static float cpu_lane_sum(const float *x, int n, float mean, bool squares) {
+    cpu_f32x4 lane[4] = {0};
+    float sum = 0, rest[16] = {0};
+    for (int i = 0; i < n; i += 16) {
+        const float *from = x + i;
+        if (n - i < 16) {
+            for (int j = 0; j < 16; j++) rest[j] = i + j < n ? x[i + j] : mean;
+            from = rest;
+        }
+        CPU_UNROLL for (int j = 0; j < 4; j++) {
+            const cpu_f32x4 term = cpu_load4(from + 4 * j) - mean;
+            lane[j] += squares ? term * term : term;
+        }
+    }
+    for (int j = 0; j < 16; j++) sum += lane[j / 4][j % 4];
+    return sum;
+}
+
+/* One row of n elements: y = (x - mean) * weight / sqrt(variance + eps). RMSNorm takes 0 for the
+ * mean. If pad, also writes zeros after y up to a multiple of 16. y may be x. */
+CPU_SMALL
+static void cpu_norm(const toka_shape *shape, float *y, const float *x, const float *weight, int n,
+                     bool pad) {
+    const float mean = shape->layer_norm ? cpu_lane_sum(x, n, 0, false) / (float)n : 0;
+    const float scale = 1.0f / sqrtf(cpu_lane_sum(x, n, mean, true) / (float)n + shape->eps);
     int i = 0;
-    for (; i + 16 <= n; i += 16)
-        for (int j = 0; j < 16; j++) lane[j] += x[i + j] * x[i + j];
-    for (; i < n; i++) lane[i % 16] += x[i] * x[i];
-    for (int j = 0; j < 16; j++) sum += lane[j];
-    float scale = 1.0f / sqrtf(sum / (float)n + eps);
-    for (i = 0; i < n; i++) y[i] = x[i] * scale * weight[i];
+    for (; i + 4 <= n; i += 4)
+        cpu_store4(y + i, (cpu_load4(x + i) - mean) * scale * cpu_load4(weight + i));
+    for (; i < n; i++) y[i] = (x[i] - mean) * scale * weight[i];
     if (pad) memset(y + n, 0, (size_t)(cpu_round_up16(n) - n) * sizeof *y);
 }
 
@@ -16629,8 +16710,9 @@ static void cpu_rmsnorm(float *y, const float *x, const float *weight, int n, fl
  *
  * K and V cache, per layer, page and kv head. SIMD lanes always lie along the contiguous side:
  *     K [D][B_pad]  transposed: one element of q times 16 neighbour positions
- *     V [B][D_pad]  one probability times 16 neighbour elements of a value
- * B_pad and D_pad are B and D rounded up to 16. The padding of each row is zero.
+ *     V [B][Dv_pad] one probability times 16 neighbour elements of a value
+ * B_pad and Dv_pad are B and Dv rounded up to 16. The padding of each row is zero. With MLA there
+ * is one kv head: K is the latent vector and the rotated key, V is the latent vector again.
  *
  * Words of this chapter:
  *   scratch rows      token rows for which an op has scratch memory; an op works through a longer
@@ -16651,8 +16733,9 @@ enum {
     CPU_SCRATCH_ROWS = 512,        /* most scratch rows */
     CPU_SCRATCH_SAMPLES = 64,      /* most scratch samples */
     CPU_SCRATCH_BYTES = 128 << 20, /* most scratch for token rows; for rows of logits: half of it */
-    CPU_MAX_HEAD_SIZE = 256,       /* largest D */
+    CPU_MAX_HEAD_SIZE = 576,       /* largest D and Dv: of the cache of DeepSeek's MLA */
     CPU_QUERY_ROWS = 32,           /* query rows that share one pass over K and V */
+    CPU_N_VECTORS = 7,             /* vectors of an op; the last one is a norm's for all_reduce */
     CPU_MAX_THREADS = 1024         /* most threads of all devices together */
 };
 
@@ -17025,6 +17108,28 @@ typedef struct cpu_mapping { /* zeroed memory from mmap; a page that is never to
     size_t bytes;
 } cpu_mapping;
 
+/* The largest sizes in the layers of a rank, from which the device sizes its scratch memory. */
+typedef struct cpu_extents {
+    int input, vector;    /* columns of a matrix that reads dev->x; elements of a vector */
+    int mlp, wide;        /* rows of gate, of any MLP; columns of dev->wide */
+    int absorb;           /* floats of a thread's scratch for MLA's W_uk */
+    int n_experts, top_k; /* 0: no experts */
+    bool delta, residual; /* are these buffers of the device needed? */
+} cpu_extents;
+
+/* Scratch of layers with experts, and the plan of one pass: which rows each expert computes. */
+typedef struct cpu_experts {
+    float *scores;   /* [scratch_rows][ld_scores] a row's scores, those for the choice, marks */
+    int ld_scores;   /* 3 X, of the layer with the most experts */
+    int *chosen;     /* [scratch_rows][top_k] experts of a row in rising order */
+    float *weights;  /* [scratch_rows][top_k] of chosen */
+    int *rows;       /* [scratch_rows * top_k] the rows of expert 0, then of expert 1 ... */
+    float *factors;  /* [scratch_rows * top_k] what the expert's output for that row is times */
+    int *first;      /* [X + 1] expert i has the entries first[i] .. first[i+1]-1 of rows */
+    float *x, *y;    /* [scratch_rows][ldx], [scratch_rows][E] input and output of one expert */
+    float *gates;    /* [scratch_rows] of the shared expert */
+} cpu_experts;
+
 /* One CPU device, which is one rank. Driven by one thread; the threads of its pool help. */
 struct toka_device {
     const toka_shape *shape;     /* the caller's, as weights: outlives the device */
@@ -17034,26 +17139,36 @@ struct toka_device {
                                  * tests set another one of the same x_type */
     cpu_pool pool;
     int scratch_rows, scratch_samples; /* token rows and rows of logits that fit in scratch */
-    int B_pad, D_pad;                  /* B and D rounded up to 16 */
+    int B_pad, Dv_pad;                 /* B and Dv rounded up to 16 */
     int max_queries;                   /* query rows that fit in a thread's scratch */
     /* floats from row to row of x; of gate and up. The width rounded up to 16, plus 16: a stride of
      * a power of two would map all rows to the same cache sets */
     int ldx, ld_mlp;
     size_t k_page_floats, v_page_floats; /* floats of a page of one layer */
-    float *k_cache, *v_cache; /* [L][n_pages][K][D][B_pad], [L][n_pages][K][B][D_pad] */
+    float *k_cache, *v_cache; /* [L][n_pages][K][D][B_pad], [L][n_pages][K][B][Dv_pad] */
     float *x;                 /* [max(scratch_rows, scratch_samples)][ldx] inputs of GEMMs; zeros
                                * follow each row up to the next multiple of 16 */
     void *x_bf16;             /* [max(scratch_rows, scratch_samples)][ld_bf16] the input of a GEMM
                                * rounded to bf16, rows padded with zeros; NULL in float32 */
     size_t ld_bf16;           /* elements from row to row of x_bf16 */
-    float *k, *v;             /* [scratch_rows][K*D] */
-    float *gate, *up;         /* [scratch_rows][ld_mlp]; columns from F on stay zero */
+    float *k, *v;             /* [scratch_rows][K*D], [scratch_rows][K*Dv] */
+    float *gate, *up;         /* [scratch_rows][ld_mlp] */
+    float *delta;             /* [scratch_rows][E] what a mixer or a feed-forward adds to x; NULL if
+                               * all of them can add to x at once */
+    float *residual;          /* [max_tokens][E] x before the op that left DELTA; NULL: none does */
+    const float *post_norm;   /* DELTA: the weights of the norm that all_reduce applies */
+    float *wide;              /* [scratch_rows][ld_wide] MLA: q of all heads, or what attention
+                               * returned, each head padded; NULL: no layer has MLA */
+    int ld_wide;
+    cpu_experts experts;      /* scratch of the experts */
     float *logits;            /* [scratch_samples][V_all]; NULL before the last stage. With tp_size
                                * > 1 the tp group's: each rank writes its V columns */
     int32_t *last_tokens;     /* [n_seqs] last sampled token of each seq; with stages the group's */
     int32_t *kv_ids;          /* [n_pages][B] id of the token of each kv_slot, in the last stage */
     int32_t *history;         /* [n_threads][max_len] a thread's copy of a sequence's ids */
-    float *vectors;           /* [6][max(E, H*D)] norm weights and biases of this op in float32 */
+    float *vectors;           /* [CPU_N_VECTORS][vector_floats] norm weights, biases and sinks of
+                               * this op in float32 */
+    size_t vector_floats;
     float *scratch;           /* [n_threads][scratch_floats]: a thread's weight panel (GEMM) or its
                                * query rows (attention) */
     size_t scratch_floats;
@@ -17228,19 +17343,51 @@ static void cpu_reduce_item(void *arg, int thread, int row) {
     }
 }
 
+typedef struct cpu_residual_job { /* x = residual + scale * norm(delta), row by row */
+    toka_device *dev;
+    float *x;
+    const float *residual, *delta; /* [rows][E], as x; residual NULL: zeros */
+    const float *norm;             /* NULL: delta itself */
+} cpu_residual_job;
+
+CPU_SMALL
+static void cpu_residual_item(void *arg, int thread, int row) {
+    const cpu_residual_job *job = arg;
+    const toka_shape *shape = job->dev->shape;
+    const float scale = shape->residual_scale ? shape->residual_scale : 1;
+    const size_t E = (size_t)shape->E, offset = (size_t)row * E;
+    const float *residual = job->residual ? job->residual + offset : NULL;
+    float *x = job->x + offset;
+    float *normed = job->dev->scratch + (size_t)thread * job->dev->scratch_floats;
+    const float *delta = job->delta + offset;
+    if (job->norm) cpu_norm(shape, normed, delta, job->norm, shape->E, false);
+    else memcpy(normed, delta, E * sizeof *normed);
+    for (size_t i = 0; i < E; i++) x[i] = (residual ? residual[i] : 0) + scale * normed[i];
+}
+
+CPU_SMALL
+static void cpu_residual_run(cpu_residual_job job, int rows) {
+    cpu_parallel_for(&job.dev->pool, cpu_residual_item, &job, rows,
+                     (int64_t)rows * job.dev->shape->E * 4);
+}
+
+CPU_SMALL
 static void cpu_all_reduce(toka_device *dev, toka_hidden *x, int rows) {
     toka_group *group = dev->group;
     if (!group || group->tp_size == 1 || !cpu_op_begin(dev, "all_reduce")) return;
     const int E = dev->shape->E, rank = dev->options.tp_rank;
-    assert(x->state == TOKA_HIDDEN_PARTIAL);
+    const bool is_delta = x->state == TOKA_HIDDEN_DELTA;
+    assert(is_delta || x->state == TOKA_HIDDEN_PARTIAL);
     x->state = TOKA_HIDDEN_WHOLE;
-    dev->tp_group->x[rank] = cpu_ptr(x->data);
+    float *sum = dev->tp_group->x[rank] = cpu_ptr(x->data);
     if (!group_barrier_enter(group, dev->rank)) return;
     cpu_reduce_job job = {dev->tp_group->x, group->tp_size, E,
                           (int)((int64_t)E * rank / group->tp_size),
                           (int)((int64_t)E * (rank + 1) / group->tp_size)};
     cpu_parallel_for(&dev->pool, cpu_reduce_item, &job, rows, (int64_t)rows * E);
     group_barrier_leave(group, dev->rank);
+    if (is_delta)
+        cpu_residual_run((cpu_residual_job){dev, sum, dev->residual, sum, dev->post_norm}, rows);
 }
 
 /* Returns the buffer of message number `message` in the channel of the rank `sender`. */
@@ -17290,38 +17437,54 @@ static void cpu_receive(toka_device *dev, toka_hidden *x, int rows) {
 
 /* Converts a vector weight to float32 in row `index` of dev->vectors, where it stays until another
  * one takes the row. Returns NULL if the tensor is absent. */
+CPU_SMALL
 static const float *cpu_vector_f32(toka_device *dev, int index, const toka_tensor *tensor) {
-    float *to = dev->vectors +
-                (size_t)index * (size_t)MAX(dev->shape->E, dev->shape->H * dev->shape->D);
+    float *to = dev->vectors + (size_t)index * dev->vector_floats;
     if (!tensor->rows) return NULL;
     dev->kernels->convert(to, tensor->data, tensor->dtype, tensor->cols);
     return to;
 }
+/* The same for the weights of a norm. */
+CPU_SMALL
+static const float *cpu_norm_f32(toka_device *dev, int index, const toka_tensor *tensor) {
+    const float *weight = cpu_vector_f32(dev, index, tensor);
+    for (int i = 0; weight && dev->shape->norm_offset && i < tensor->cols; i++)
+        dev->vectors[(size_t)index * dev->vector_floats + (size_t)i] += dev->shape->norm_offset;
+    return weight;
+}
 
 /* ---- Norms ---- */
 
-typedef struct cpu_norm_job { /* puts rows into dev->x: with RMSNorm, or copied if weight is NULL */
+typedef struct cpu_norm_job { /* puts rows into dev->x: the norm, or a copy if weight is NULL */
     toka_device *dev;
-    const float *from, *weight;     /* [rows][width]; [width] */
+    const float *from, *weight;     /* [rows][ld_from]; [width] */
+    size_t ld_from;
     const toka_sample_row *samples; /* row i of dev->x is row samples[i].row; NULL: row i */
     int width;
 } cpu_norm_job;
 
+CPU_SMALL
 static void cpu_norm_item(void *arg, int thread, int row) {
     const cpu_norm_job *job = arg;
     (void)thread;
     const float *from =
-        job->from + (size_t)(job->samples ? job->samples[row].row : row) * (size_t)job->width;
+        job->from + (size_t)(job->samples ? job->samples[row].row : row) * job->ld_from;
     float *to = job->dev->x + (size_t)row * (size_t)job->dev->ldx;
     if (job->weight) {
-        cpu_rmsnorm(to, from, job->weight, job->width, job->dev->shape->eps, true);
+        cpu_norm(job->dev->shape, to, from, job->weight, job->width, true);
         return;
     }
     memcpy(to, from, (size_t)job->width * sizeof *to);
     memset(to + job->width, 0, (size_t)(cpu_round_up16(job->width) - job->width) * sizeof *to);
 }
+CPU_SMALL
 static void cpu_norm_run(cpu_norm_job job, int rows) {
     cpu_parallel_for(&job.dev->pool, cpu_norm_item, &job, rows, (int64_t)rows * job.width);
+}
+/* The norm of rows of the residual stream, at the begin of an op. */
+static void cpu_norm_x(toka_device *dev, const float *from, const float *weight, int rows) {
+    cpu_norm_run((cpu_norm_job){dev, from, weight, (size_t)dev->shape->E, NULL, dev->shape->E},
+                 rows);
 }
 
 /* ---- GEMMs ---- */
@@ -17334,6 +17497,7 @@ typedef struct cpu_round_job { /* rounds the input of a GEMM into dev->x_bf16 */
 } cpu_round_job;
 
 /* Rounds one row of a GEMM's input to bf16. */
+CPU_SMALL
 static void cpu_round_item(void *arg, int thread, int row) {
     const cpu_round_job *job = arg;
     (void)thread;
@@ -17343,19 +17507,25 @@ static void cpu_round_item(void *arg, int thread, int row) {
            2 * (size_t)(cpu_round_up32(job->width) - job->width));
 }
 
-/* Runs a GEMM with this device's kernels, threads and scratch, which the caller leaves unset. The
- * caller gives x in float32. */
-static void cpu_gemm(toka_device *dev, cpu_gemm_args args) {
-    args.kernels = dev->kernels;
-    args.pool = &dev->pool;
-    args.panels = dev->scratch;
-    args.panel_floats = dev->scratch_floats;
+/* Gives a GEMM this device's kernels, threads and scratch, which the caller leaves unset. x is in
+ * float32: its first `width` columns are rounded for bf16 kernels. */
+CPU_SMALL
+static void cpu_gemm_prepare(toka_device *dev, cpu_gemm_args *args, int width) {
+    args->kernels = dev->kernels;
+    args->pool = &dev->pool;
+    args->panels = dev->scratch;
+    args->panel_floats = dev->scratch_floats;
     if (dev->x_bf16) {
-        cpu_round_job job = {dev, args.x, args.ldx, args.weights[0]->cols};
-        cpu_parallel_for(&dev->pool, cpu_round_item, &job, args.T, (int64_t)args.T * job.width);
-        args.x = dev->x_bf16;
-        args.ldx = dev->ld_bf16;
+        cpu_round_job job = {dev, args->x, args->ldx, width};
+        cpu_parallel_for(&dev->pool, cpu_round_item, &job, args->T, (int64_t)args->T * width);
+        args->x = dev->x_bf16;
+        args->ldx = dev->ld_bf16;
     }
+}
+
+CPU_SMALL
+static void cpu_gemm(toka_device *dev, cpu_gemm_args args) {
+    cpu_gemm_prepare(dev, &args, args.weights[0]->cols);
     cpu_gemm_run(&args);
 }
 
@@ -17402,7 +17572,7 @@ static int32_t cpu_token_id(const toka_device *dev, const toka_step *step, int t
 static void cpu_embed(toka_device *dev, const toka_step *step, toka_hidden *x) {
     const toka_tensor *weight = &dev->weights->embed;
     size_t E = (size_t)dev->shape->E;
-    size_t row_bytes = (size_t)weight->stride * cpu_dtype_bytes(weight->dtype);
+    const float scale = dev->shape->embed_scale;
     assert(step->T <= dev->options.max_tokens);
     if (!cpu_op_begin(dev, "embed")) return;
     toka_hidden_set_sum(x, dev->options.tp_size);
@@ -17411,11 +17581,9 @@ static void cpu_embed(toka_device *dev, const toka_step *step, toka_hidden *x) {
     for (int t = 0; t < step->T; t++) {
         int32_t id = cpu_token_id(dev, step, t) - dev->shape->v0;
         float *to = cpu_ptr(x->data) + (size_t)t * E;
-        if (id >= 0 && id < weight->rows && weight->quant) weight_row(weight, id, to);
-        else if (id >= 0 && id < weight->rows)
-            dev->kernels->convert(to, (const char *)weight->data + (size_t)id * row_bytes,
-                                  weight->dtype, (int)E);
+        if (id >= 0 && id < weight->rows) cpu_weight_f32(dev->kernels, weight, id, to);
         else memset(to, 0, E * sizeof *to);
+        for (size_t i = 0; scale && i < E; i++) to[i] *= scale;
     }
 }
 
@@ -17429,87 +17597,205 @@ static void cpu_keep_ids(toka_device *dev, const toka_step *step) {
 typedef struct cpu_rope_job { /* after the GEMMs: bias, head norms, RoPE, K and V to their pages */
     toka_device *dev;
     const toka_step *step;
+    const toka_layer *weights;
     int layer, t0; /* t0: token of the step that is row 0 of q, dev->k and dev->v */
     float *q;      /* [scratch_rows][H][D] */
     const float *q_bias, *k_bias, *v_bias, *q_norm, *k_norm; /* NULL: absent */
 } cpu_rope_job;
 
-/* One head: adds the bias, applies the norm, then rotates each pair (i, i + D/2) by the angle
- * position * rope.freq[i]. bias, norm: NULL if absent. cosine, sine: [D/2] of the angles. */
-static void cpu_rope_head(const toka_shape *shape, float *x, const float *bias, const float *norm,
-                          const float *cosine, const float *sine) {
-    int half = shape->D / 2;
-    if (bias)
-        for (int i = 0; i < shape->D; i++) x[i] += bias[i];
-    if (norm) cpu_rmsnorm(x, x, norm, shape->D, shape->eps, false);
-    for (int i = 0; i < half; i++) {
-        float first = x[i], second = x[i + half];
-        x[i] = first * cosine[i] - second * sine[i];
-        x[i + half] = second * cosine[i] + first * sine[i];
+typedef struct cpu_angles { /* of one position: cosine and sine of each pair */
+    float cosine[CPU_MAX_HEAD_SIZE / 2], sine[CPU_MAX_HEAD_SIZE / 2];
+} cpu_angles;
+
+CPU_SMALL
+static void cpu_set_angles(cpu_angles *angles, const toka_rope *rope, int pos) {
+    for (int i = 0; rope && i < rope->dims / 2; i++) {
+        float angle = (float)pos * rope->freq[i];
+        angles->cosine[i] = cosf(angle) * rope->scale;
+        angles->sine[i] = sinf(angle) * rope->scale;
     }
 }
 
-static void cpu_rope_item(void *arg, int thread, int i) { /* all heads of token t0 + i */
-    const cpu_rope_job *job = arg;
-    const toka_device *dev = job->dev;
-    const toka_shape *shape = dev->shape;
-    const toka_rope *rope = dev->weights->layers[job->layer].rope;
-    (void)thread;
-    size_t D = (size_t)shape->D, B = (size_t)shape->B, K = (size_t)shape->K, t = (size_t)i;
-    float cosine[CPU_MAX_HEAD_SIZE / 2], sine[CPU_MAX_HEAD_SIZE / 2];
-    for (int freq = 0; freq < shape->D / 2; freq++) {
-        float angle = (float)job->step->pos[job->t0 + i] * rope->freq[freq];
-        cosine[freq] = cosf(angle) * rope->scale;
-        sine[freq] = sinf(angle) * rope->scale;
+/* Rotates the pairs of the first rope->dims elements of x. rope NULL: none. */
+CPU_SMALL
+static void cpu_rotate(float *x, const toka_rope *rope, const cpu_angles *angles) {
+    const int half = rope ? rope->dims / 2 : 0, step = rope && rope->neighbours ? 2 : 1;
+    const int other = step == 2 ? 1 : half;
+    for (int i = 0; i < half; i++) {
+        float first = x[i * step], second = x[i * step + other];
+        x[i * step] = first * angles->cosine[i] - second * angles->sine[i];
+        x[i * step + other] = second * angles->cosine[i] + first * angles->sine[i];
     }
-    for (size_t head = 0; head < (size_t)shape->H; head++)
-        cpu_rope_head(shape, job->q + (t * (size_t)shape->H + head) * D,
-                      job->q_bias ? job->q_bias + head * D : NULL, job->q_norm, cosine, sine);
-    int kv_slot = job->step->kv_slot[job->t0 + i];
-    assert(kv_slot >= 0 && kv_slot / shape->B < dev->options.n_pages);
-    size_t page = (size_t)job->layer * (size_t)dev->options.n_pages + (size_t)kv_slot / B;
-    size_t offset = (size_t)kv_slot % B;
-    for (size_t head = 0; head < K; head++) {
-        float *k = dev->k + (t * K + head) * D, *v = dev->v + (t * K + head) * D;
-        cpu_rope_head(shape, k, job->k_bias ? job->k_bias + head * D : NULL, job->k_norm, cosine,
-                      sine);
+}
+
+/* The heads of q or k of one token: adds the bias, applies the norm, to each head or to all of them
+ * together, then rotates. bias, norm: NULL if absent. norm_width: elements of norm. */
+CPU_SMALL
+static void cpu_rope_heads(const cpu_rope_job *job, float *x, int n_heads, const float *bias,
+                           const float *norm, int norm_width, const cpu_angles *angles) {
+    const toka_shape *shape = job->dev->shape;
+    const int n = n_heads * shape->D;
+    for (int i = 0; bias && i < n; i++) x[i] += bias[i];
+    for (int i = 0; norm && i < n; i += norm_width)
+        cpu_norm(shape, x + i, x + i, norm, norm_width, false);
+    for (int i = 0; i < n; i += shape->D) cpu_rotate(x + i, job->weights->rope, angles);
+}
+
+/* Stores k [K][D] and v [K][Dv] of one token in its page. */
+CPU_SMALL
+static void cpu_store_kv(const toka_device *dev, int layer, int kv_slot, const float *k,
+                         const float *v) {
+    const size_t D = (size_t)dev->shape->D, B = (size_t)dev->shape->B;
+    const size_t Dv = (size_t)toka_value_size(dev->shape);
+    assert(kv_slot >= 0 && kv_slot / dev->shape->B < dev->options.n_pages);
+    const size_t page = (size_t)layer * (size_t)dev->options.n_pages + (size_t)kv_slot / B;
+    const size_t offset = (size_t)kv_slot % B;
+    for (size_t head = 0; head < (size_t)dev->shape->K; head++) {
         float *to_k = dev->k_cache + page * dev->k_page_floats +
                       head * D * (size_t)dev->B_pad + offset;
         float *to_v = dev->v_cache + page * dev->v_page_floats +
-                      (head * B + offset) * (size_t)dev->D_pad;
-        for (size_t j = 0; j < D; j++) {
-            to_k[j * (size_t)dev->B_pad] = k[j];
-            to_v[j] = v[j] + (job->v_bias ? job->v_bias[head * D + j] : 0);
-        }
+                      (head * B + offset) * (size_t)dev->Dv_pad;
+        for (size_t i = 0; i < D; i++) to_k[i * (size_t)dev->B_pad] = k[head * D + i];
+        memcpy(to_v, v + head * Dv, Dv * sizeof *to_v);
     }
 }
 
+CPU_SMALL
+static void cpu_rope_item(void *arg, int thread, int i) { /* all heads of token t0 + i */
+    const cpu_rope_job *job = arg;
+    const toka_shape *shape = job->dev->shape;
+    const int KD = shape->K * shape->D, KDv = shape->K * toka_value_size(shape);
+    float *k = job->dev->k + (size_t)i * (size_t)KD, *v = job->dev->v + (size_t)i * (size_t)KDv;
+    cpu_angles angles;
+    (void)thread;
+    cpu_set_angles(&angles, job->weights->rope, job->step->pos[job->t0 + i]);
+    cpu_rope_heads(job, job->q + (size_t)i * (size_t)(shape->H * shape->D), shape->H, job->q_bias,
+                   job->q_norm, job->weights->q_norm.cols, &angles);
+    cpu_rope_heads(job, k, shape->K, job->k_bias, job->k_norm, job->weights->k_norm.cols, &angles);
+    for (int j = 0; job->v_bias && j < KDv; j++) v[j] += job->v_bias[j];
+    cpu_store_kv(job->dev, job->layer, job->step->kv_slot[job->t0 + i], k, v);
+}
+
+/* MLA: token t0 + i. dev->k has its latent vector and its key, dev->wide its q of all heads. Puts
+ * the rotated part of q where it belongs. */
+CPU_SMALL
+static void cpu_mla_rope_item(void *arg, int thread, int i) {
+    const cpu_rope_job *job = arg;
+    const toka_device *dev = job->dev;
+    const toka_mla *mla = job->weights->mla;
+    const size_t D = (size_t)dev->shape->D, rope_bytes = (size_t)mla->rope * sizeof(float);
+    float *k = dev->k + (size_t)i * D, *wide = dev->wide + (size_t)i * (size_t)dev->ld_wide;
+    cpu_angles angles;
+    (void)thread;
+    cpu_set_angles(&angles, job->weights->rope, job->step->pos[job->t0 + i]);
+    cpu_norm(dev->shape, k, k, job->k_norm, mla->latent, false);
+    cpu_rotate(k + mla->latent, job->weights->rope, &angles);
+    cpu_store_kv(dev, job->layer, job->step->kv_slot[job->t0 + i], k, k);
+    for (int head = 0; head < dev->shape->H; head++) {
+        float *rotated = wide + head * (mla->nope + mla->rope) + mla->nope;
+        cpu_rotate(rotated, job->weights->rope, &angles);
+        memcpy(job->q + ((size_t)i * (size_t)dev->shape->H + (size_t)head) * D + mla->latent,
+               rotated, rope_bytes);
+    }
+}
+
+typedef struct cpu_absorb_job { /* MLA: W_uk^T times q_nope of each head, from dev->wide to q */
+    toka_device *dev;
+    const toka_mla *mla;
+    int n_rows;
+    float *q; /* [n_rows][H][D] */
+} cpu_absorb_job;
+
+/* All rows of one head. W_uk as float32 lies in the thread's scratch. */
+CPU_SMALL
+static void cpu_absorb_item(void *arg, int thread, int head) {
+    const cpu_absorb_job *job = arg;
+    const toka_device *dev = job->dev;
+    const toka_mla *mla = job->mla;
+    const size_t D = (size_t)dev->shape->D, n = (size_t)cpu_round_up16(mla->latent);
+    float *weight = dev->scratch + (size_t)thread * dev->scratch_floats;
+    float *result = weight + (size_t)mla->nope * n;
+    for (int row = 0; row < mla->nope; row++) {
+        float *to = weight + (size_t)row * n;
+        cpu_weight_f32(dev->kernels, &mla->kv_b, head * (mla->nope + mla->v) + row, to);
+        memset(to + mla->latent, 0, (n - (size_t)mla->latent) * sizeof *to);
+    }
+    for (int row0 = 0; row0 < job->n_rows; row0 += CPU_QUERY_ROWS) {
+        cpu_small_gemm_args args = {
+            .a = dev->wide + (size_t)row0 * (size_t)dev->ld_wide + head * (mla->nope + mla->rope),
+            .lda = (size_t)dev->ld_wide, .b = weight, .ldb = n, .c = result, .ldc = n,
+            .rows = MIN(CPU_QUERY_ROWS, job->n_rows - row0), .k = mla->nope, .n = (int)n
+        };
+        dev->kernels->small_gemm(&args);
+        for (int i = 0; i < args.rows; i++)
+            memcpy(job->q + ((size_t)(row0 + i) * (size_t)dev->shape->H + (size_t)head) * D,
+                   result + (size_t)i * n, (size_t)mla->latent * sizeof *result);
+    }
+}
+
+/* The GEMMs of plain attention and their biases and norms, for rows in dev->x. */
+CPU_SMALL
+static void cpu_qkv(cpu_rope_job *rope, int n_rows) {
+    toka_device *dev = rope->dev;
+    const toka_layer *weights = rope->weights;
+    const int HD = dev->shape->H * dev->shape->D, KD = dev->shape->K * dev->shape->D;
+    const int KDv = dev->shape->K * toka_value_size(dev->shape);
+    cpu_gemm_args args = {.x = dev->x, .ldx = (size_t)dev->ldx, .T = n_rows, .n_weights = 3,
+                          .weights = {&weights->q, &weights->k, &weights->v},
+                          .y = {rope->q, dev->k, dev->v},
+                          .ldy = {(size_t)HD, (size_t)KD, (size_t)KDv}};
+    cpu_gemm(dev, args);
+    cpu_parallel_for(&dev->pool, cpu_rope_item, rope, n_rows,
+                     (int64_t)n_rows * (HD + KD + KDv) * 4);
+}
+
+/* The same for MLA. rope->q_norm: of q_a, k_norm: of the latent vector. */
+CPU_SMALL
+static void cpu_mla_qkv(cpu_rope_job *rope, int n_rows) {
+    toka_device *dev = rope->dev;
+    const toka_mla *mla = rope->weights->mla;
+    const size_t ld_wide = (size_t)dev->ld_wide;
+    cpu_gemm_args args = {.x = dev->x, .ldx = (size_t)dev->ldx, .T = n_rows, .n_weights = 2,
+                          .weights = {mla->q_a.rows ? &mla->q_a : &mla->q_b, &mla->kv_a},
+                          .y = {dev->wide, dev->k}, .ldy = {ld_wide, (size_t)dev->shape->D}};
+    cpu_gemm(dev, args);
+    if (mla->q_a.rows) {
+        cpu_norm_run((cpu_norm_job){dev, dev->wide, rope->q_norm, ld_wide, NULL, mla->q_a.rows},
+                     n_rows);
+        args.n_weights = 1;
+        args.weights[0] = &mla->q_b;
+        cpu_gemm(dev, args);
+    }
+    cpu_parallel_for(&dev->pool, cpu_mla_rope_item, rope, n_rows,
+                     (int64_t)n_rows * mla->q_b.rows * 4);
+    cpu_absorb_job absorb = {dev, mla, n_rows, rope->q};
+    cpu_parallel_for(&dev->pool, cpu_absorb_item, &absorb, dev->shape->H,
+                     (int64_t)(n_rows + 1) * dev->shape->H * mla->nope * mla->latent);
+}
+
+CPU_SMALL
 static void cpu_norm_qkv_rope_kv(toka_device *dev, const toka_step *step, int layer, toka_hidden *x,
                                  toka_dev_ptr q) {
-    const toka_shape *shape = dev->shape;
     const toka_layer *weights = &dev->weights->layers[layer];
-    size_t E = (size_t)shape->E, HD = (size_t)(shape->H * shape->D);
-    size_t KD = (size_t)(shape->K * shape->D);
+    const toka_mla *mla = weights->mla;
+    const size_t E = (size_t)dev->shape->E, HD = (size_t)(dev->shape->H * dev->shape->D);
     if (!cpu_op_begin(dev, "norm_qkv_rope_kv")) return;
     const float *from = cpu_ptr(toka_hidden_read(x));
-    const float *norm = cpu_vector_f32(dev, 0, &weights->attn_norm);
-    cpu_rope_job rope = {.dev = dev, .step = step, .layer = layer,
-                         .q_bias = cpu_vector_f32(dev, 1, &weights->q_bias),
-                         .k_bias = cpu_vector_f32(dev, 2, &weights->k_bias),
-                         .v_bias = cpu_vector_f32(dev, 3, &weights->v_bias),
-                         .q_norm = cpu_vector_f32(dev, 4, &weights->q_norm),
-                         .k_norm = cpu_vector_f32(dev, 5, &weights->k_norm)};
+    const float *norm = cpu_norm_f32(dev, 0, &weights->attn_norm);
+    cpu_rope_job rope = {
+        .dev = dev, .step = step, .weights = weights, .layer = layer,
+        .q_bias = cpu_vector_f32(dev, 1, &weights->q_bias),
+        .k_bias = cpu_vector_f32(dev, 2, &weights->k_bias),
+        .v_bias = cpu_vector_f32(dev, 3, &weights->v_bias),
+        .q_norm = cpu_norm_f32(dev, 4, mla ? &mla->q_a_norm : &weights->q_norm),
+        .k_norm = cpu_norm_f32(dev, 5, mla ? &mla->kv_a_norm : &weights->k_norm)
+    };
     for (int t0 = 0; t0 < step->T; t0 += dev->scratch_rows) {
         int n_rows = MIN(dev->scratch_rows, step->T - t0);
         rope.t0 = t0;
         rope.q = cpu_ptr(q) + (size_t)t0 * HD;
-        cpu_norm_run((cpu_norm_job){dev, from + (size_t)t0 * E, norm, NULL, shape->E}, n_rows);
-        cpu_gemm_args args = {.x = dev->x, .ldx = (size_t)dev->ldx, .T = n_rows, .n_weights = 3,
-                              .weights = {&weights->q, &weights->k, &weights->v},
-                              .y = {rope.q, dev->k, dev->v}, .ldy = {HD, KD, KD}};
-        cpu_gemm(dev, args);
-        cpu_parallel_for(&dev->pool, cpu_rope_item, &rope, n_rows,
-                         (int64_t)n_rows * (int64_t)(HD + 2 * KD) * 4);
+        cpu_norm_x(dev, from + (size_t)t0 * E, norm, n_rows);
+        (mla ? cpu_mla_qkv : cpu_qkv)(&rope, n_rows);
     }
 }
 
@@ -17520,7 +17806,8 @@ typedef struct cpu_attention_job {
     const toka_step *step;
     int layer, item_tokens, item_heads; /* an item is item_tokens tokens x item_heads kv heads */
     const float *q;                     /* [T][H][D] */
-    float *o;                           /* [T][H][D] */
+    float *o;                           /* [T][H][Dv] */
+    const float *sinks;                 /* [H], or NULL */
 } cpu_attention_job;
 
 /* Query rows that go over K and V together: for each of the tokens row0 .. row1-1, the query heads
@@ -17528,10 +17815,10 @@ typedef struct cpu_attention_job {
 typedef struct cpu_query_rows {
     int row0, row1, kv_head, heads_per_kv;
     /* n_queries = (row1 - row0) * heads_per_kv, token by token */
-    float *q;             /* [n_queries][D], times 1/sqrt(D) */
+    float *q;             /* [n_queries][D], times attn_scale */
     float *scores;        /* [n_queries][B_pad] of one page */
     cpu_softmax *softmax; /* [n_queries] */
-    float *acc;           /* [n_queries][D_pad] weighted sum of V so far */
+    float *acc;           /* [n_queries][Dv_pad] weighted sum of V so far */
 } cpu_query_rows;
 
 /* The tokens t0 .. t1-1 of `rows` attend to one page. kv: position of the page's first token.
@@ -17553,6 +17840,7 @@ static void cpu_attend_page(const cpu_attention_job *job, cpu_query_rows *rows, 
                               .rows = (t1 - t0) * rows->heads_per_kv, .k = shape->D,
                               .n = dev->B_pad};
     dev->kernels->small_gemm(&qk);
+    if (shape->attn_cap) cpu_soft_cap(rows->scores, qk.rows * dev->B_pad, shape->attn_cap);
     for (int t = t0; t < t1; t++) { /* the token sees the positions kv + from .. kv + to-1 */
         int pos = job->step->pos[t], to = MIN(n_kv, pos + 1 - kv);
         int from = window ? MAX(0, pos - window + 1 - kv) : 0;
@@ -17561,15 +17849,15 @@ static void cpu_attend_page(const cpu_attention_job *job, cpu_query_rows *rows, 
                 &rows->softmax[(t - rows->row0) * rows->heads_per_kv + head],
                 rows->scores +
                     (size_t)((t - t0) * rows->heads_per_kv + head) * (size_t)dev->B_pad,
-                dev->B_pad, from, to, dev->D_pad);
+                dev->B_pad, from, to, dev->Dv_pad);
     }
     cpu_small_gemm_args pv = {.a = rows->scores, .lda = (size_t)dev->B_pad,
-                              .ldb = (size_t)dev->D_pad,
+                              .ldb = (size_t)dev->Dv_pad,
                               .b = dev->v_cache + page_index * dev->v_page_floats +
-                                   (size_t)(rows->kv_head * shape->B) * (size_t)dev->D_pad,
-                              .c = rows->acc + first_query * (size_t)dev->D_pad,
-                              .ldc = (size_t)dev->D_pad, .rows = qk.rows, .k = n_kv,
-                              .n = dev->D_pad, .add = true};
+                                   (size_t)(rows->kv_head * shape->B) * (size_t)dev->Dv_pad,
+                              .c = rows->acc + first_query * (size_t)dev->Dv_pad,
+                              .ldc = (size_t)dev->Dv_pad, .rows = qk.rows, .k = n_kv,
+                              .n = dev->Dv_pad, .add = true};
     dev->kernels->small_gemm(&pv);
 }
 
@@ -17594,16 +17882,21 @@ static void cpu_attend_span(const cpu_attention_job *job, cpu_query_rows *rows,
 /* Attention of the query rows over all spans, in rising kv0. */
 static void cpu_attend(const cpu_attention_job *job, cpu_query_rows *rows) {
     const toka_shape *shape = job->dev->shape;
-    size_t D = (size_t)shape->D, H = (size_t)shape->H, d_pad = (size_t)job->dev->D_pad;
+    size_t D = (size_t)shape->D, Dv = (size_t)toka_value_size(shape);
+    size_t H = (size_t)shape->H, d_pad = (size_t)job->dev->Dv_pad;
     int n_queries = (rows->row1 - rows->row0) * rows->heads_per_kv;
-    float scale = 1.0f / sqrtf((float)shape->D);
+    float scale = shape->attn_scale ? shape->attn_scale : 1.0f / sqrtf((float)shape->D);
     memset(rows->acc, 0, (size_t)n_queries * d_pad * sizeof *rows->acc);
     for (int i = 0; i < n_queries; i++) {
+        const size_t head =
+            (size_t)(rows->kv_head * rows->heads_per_kv + i % rows->heads_per_kv);
         const float *q =
-            job->q + ((size_t)(rows->row0 + i / rows->heads_per_kv) * H +
-                      (size_t)(rows->kv_head * rows->heads_per_kv + i % rows->heads_per_kv)) * D;
+            job->q + ((size_t)(rows->row0 + i / rows->heads_per_kv) * H + head) * D;
         for (size_t j = 0; j < D; j++) rows->q[(size_t)i * D + j] = q[j] * scale;
-        rows->softmax[i] = (cpu_softmax){rows->acc + (size_t)i * d_pad, -INFINITY, 0};
+        /* a sink is a score that is merged before all others, once, and has no value */
+        rows->softmax[i] = (cpu_softmax){rows->acc + (size_t)i * d_pad,
+                                         job->sinks ? job->sinks[head] : -INFINITY,
+                                         job->sinks ? 1 : 0};
     }
     for (int i = 0; i < job->step->n_spans; i++) {
         const toka_span *span = &job->step->spans[i];
@@ -17613,8 +17906,8 @@ static void cpu_attend(const cpu_attention_job *job, cpu_query_rows *rows) {
     for (int i = 0; i < n_queries; i++) {
         float *o =
             job->o + ((size_t)(rows->row0 + i / rows->heads_per_kv) * H +
-                      (size_t)(rows->kv_head * rows->heads_per_kv + i % rows->heads_per_kv)) * D;
-        for (size_t j = 0; j < D; j++) o[j] = rows->softmax[i].acc[j] / rows->softmax[i].sum;
+                      (size_t)(rows->kv_head * rows->heads_per_kv + i % rows->heads_per_kv)) * Dv;
+        for (size_t j = 0; j < Dv; j++) o[j] = rows->softmax[i].acc[j] / rows->softmax[i].sum;
     }
 }
 
@@ -17627,12 +17920,12 @@ static void cpu_attention_item(void *arg, int thread, int item) {
     float *scratch = dev->scratch + (size_t)thread * dev->scratch_floats;
     size_t max_queries = (size_t)dev->max_queries;
     /* thread scratch: scores, acc, q, softmax, each for max_queries query rows */
+    const size_t D_pad = (size_t)cpu_round_up16(shape->D);
     cpu_query_rows rows = {.row0 = row0, .row1 = MIN(row0 + job->item_tokens, job->step->T),
                            .heads_per_kv = shape->H / shape->K, .scores = scratch,
                            .acc = scratch + max_queries * (size_t)dev->B_pad,
-                           .q = scratch + max_queries * (size_t)(dev->B_pad + dev->D_pad)};
-    rows.softmax = (cpu_softmax *)(void *)(scratch +
-                                           max_queries * (size_t)(dev->B_pad + 2 * dev->D_pad));
+                           .q = scratch + max_queries * (size_t)(dev->B_pad + dev->Dv_pad)};
+    rows.softmax = (cpu_softmax *)(void *)(rows.q + max_queries * D_pad);
     rows.kv_head = head0;
     for (; rows.kv_head < MIN(head0 + job->item_heads, shape->K); rows.kv_head++)
         cpu_attend(job, &rows);
@@ -17648,7 +17941,8 @@ static void cpu_attention(toka_device *dev, const toka_step *step, int layer, to
     int share = (int)((int64_t)step->T * shape->K / min_items);
     cpu_attention_job job = {.dev = dev, .step = step, .layer = layer,
                              .item_tokens = MIN(MAX(share, 1), max_tokens), .q = cpu_ptr(q),
-                             .o = cpu_ptr(o)};
+                             .o = cpu_ptr(o),
+                             .sinks = cpu_vector_f32(dev, 1, &dev->weights->layers[layer].sinks)};
     int token_items = (step->T + job.item_tokens - 1) / job.item_tokens;
     /* with enough items, an item has all kv heads: so fewer items search the list of spans */
     job.item_heads = token_items >= min_items ? shape->K : 1;
@@ -17660,62 +17954,382 @@ static void cpu_attention(toka_device *dev, const toka_step *step, int layer, to
                      n_pairs * shape->H * shape->D * 2);
 }
 
+/* ---- Adding to the residual stream ----
+ * What a mixer or a feed-forward adds goes to x in one of three ways:
+ *   directly   the last GEMM adds to x
+ *   by delta   it is computed in dev->delta and then added: with a factor, after a norm, or as the
+ *              sum of experts
+ *   as DELTA   the norm needs the sum over the tensor ranks: x becomes this rank's part of it, and
+ *              all_reduce does the rest. dev->residual keeps the old x
+ * With tensor ranks only one of them adds the old x and the biases of the last GEMM. */
+
+static bool cpu_is_first_rank(const toka_device *dev) { return dev->options.tp_rank == 0; }
+
+/* Returns where the last GEMM writes: y itself, to which it adds, or dev->delta. */
+static float *cpu_sum_target(const toka_device *dev, bool by_delta, float *y) {
+    return by_delta || dev->shape->residual_scale ? dev->delta : y;
+}
+
+/* Ends the op for rows whose delta is complete on this rank. y: their rows of x, of which the first
+ * is row t0 of the step. norm: NULL if absent. */
+CPU_SMALL
+static void cpu_add_delta(toka_device *dev, float *y, const float *norm, int t0, int n_rows) {
+    const size_t E = (size_t)dev->shape->E, bytes = (size_t)n_rows * E * sizeof *y;
+    if (norm && dev->options.tp_size > 1) {
+        memcpy(dev->residual + (size_t)t0 * E, y, bytes);
+        memcpy(y, dev->delta, bytes);
+        return;
+    }
+    const float *residual = cpu_is_first_rank(dev) ? y : NULL;
+    cpu_residual_run((cpu_residual_job){dev, y, residual, dev->delta, norm}, n_rows);
+}
+
+/* Begins an op that adds to x: returns x, and sets the state that the op leaves. Converts its post
+ * norm to *norm, which all_reduce may need. */
+CPU_SMALL
+static float *cpu_begin_sum(toka_device *dev, toka_hidden *x, const toka_tensor *post_norm,
+                            const float **norm) {
+    float *sum = cpu_ptr(toka_hidden_read(x));
+    toka_hidden_set_sum(x, dev->options.tp_size);
+    *norm = dev->post_norm = cpu_norm_f32(dev, CPU_N_VECTORS - 1, post_norm);
+    if (*norm && x->state == TOKA_HIDDEN_PARTIAL) x->state = TOKA_HIDDEN_DELTA;
+    return sum;
+}
+
 /* ---- Op: out_residual ---- */
 
+typedef struct cpu_values_job { /* MLA: W_uv times what attention returned, for each head */
+    toka_device *dev;
+    const toka_mla *mla;
+    const float *o;     /* [n_rows][H][latent] */
+    cpu_gemm_args gemm; /* of all heads: x is dev->wide */
+    int head_cols;      /* elements of one head in dev->wide: latent, padded for the GEMM */
+} cpu_values_job;
+
+/* Copies one row of o to dev->wide, each head padded with zeros, and pads the row of dev->x that
+ * gets the heads' values. */
+CPU_SMALL
+static void cpu_values_pad_item(void *arg, int thread, int row) {
+    const cpu_values_job *job = arg;
+    const toka_device *dev = job->dev;
+    const size_t latent = (size_t)job->mla->latent, n = (size_t)job->head_cols;
+    const int H = dev->shape->H, width = H * job->mla->v;
+    float *x = dev->x + (size_t)row * (size_t)dev->ldx;
+    (void)thread;
+    for (int head = 0; head < H; head++) {
+        float *to = dev->wide + (size_t)row * (size_t)dev->ld_wide + (size_t)head * n;
+        memcpy(to, job->o + (size_t)(row * H + head) * latent, latent * sizeof *to);
+        memset(to + latent, 0, (n - latent) * sizeof *to);
+    }
+    memset(x + width, 0, (size_t)(cpu_round_up16(width) - width) * sizeof *x);
+}
+
+/* The values of one head, for all rows: a GEMM on this thread alone. */
+CPU_SMALL
+static void cpu_values_item(void *arg, int thread, int head) {
+    const cpu_values_job *job = arg;
+    const toka_mla *mla = job->mla;
+    const toka_tensor weight =
+        cpu_weight_rows(mla->kv_b, head * (mla->nope + mla->v) + mla->nope, mla->v);
+    cpu_gemm_args gemm = job->gemm;
+    gemm.x = (const char *)gemm.x +
+             (size_t)(head * job->head_cols) * cpu_dtype_bytes(gemm.kernels->x_type);
+    gemm.y[0] += head * mla->v;
+    gemm.weights[0] = &weight;
+    gemm.item_columns = CPU_PANEL_ROWS;
+    for (int item = 0; item * CPU_PANEL_ROWS < mla->v; item++) cpu_gemm_item(&gemm, thread, item);
+}
+
+/* Writes W_uv o of all heads to dev->x, as input of W_o. */
+CPU_SMALL
+static void cpu_mla_values(toka_device *dev, const toka_mla *mla, const float *o, int n_rows) {
+    const int H = dev->shape->H;
+    cpu_values_job job = {
+        .dev = dev, .mla = mla, .o = o, .head_cols = cpu_round_up32(mla->latent),
+        .gemm = {.x = dev->wide, .ldx = (size_t)dev->ld_wide, .T = n_rows, .n_weights = 1,
+                 .weights = {&mla->kv_b}, .y = {dev->x}, .ldy = {(size_t)dev->ldx}}
+    };
+    cpu_parallel_for(&dev->pool, cpu_values_pad_item, &job, n_rows,
+                     (int64_t)n_rows * H * job.head_cols);
+    cpu_gemm_prepare(dev, &job.gemm, H * job.head_cols);
+    cpu_parallel_for(&dev->pool, cpu_values_item, &job, H,
+                     (int64_t)n_rows * H * mla->v * mla->latent);
+}
+
+CPU_SMALL
 static void cpu_out_residual(toka_device *dev, const toka_step *step, int layer, toka_dev_ptr o,
                              toka_hidden *x) {
     const toka_layer *weights = &dev->weights->layers[layer];
-    int HD = dev->shape->H * dev->shape->D, E = dev->shape->E;
+    const int width = dev->shape->H * toka_value_size(dev->shape), E = dev->shape->E;
+    const float *norm;
     if (!cpu_op_begin(dev, "out_residual")) return;
-    float *sum = cpu_ptr(toka_hidden_read(x));
-    toka_hidden_set_sum(x, dev->options.tp_size);
-    /* all_reduce adds up the tp ranks' x, so only one of them adds the old x and the bias */
-    const bool is_first_rank = dev->options.tp_rank == 0;
-    const float *bias = is_first_rank ? cpu_vector_f32(dev, 0, &weights->o_bias) : NULL;
+    float *sum = cpu_begin_sum(dev, x, &weights->attn_post_norm, &norm);
+    const float *bias = cpu_is_first_rank(dev) ? cpu_vector_f32(dev, 0, &weights->o_bias) : NULL;
     for (int t0 = 0; t0 < step->T; t0 += dev->scratch_rows) {
         int n_rows = MIN(dev->scratch_rows, step->T - t0);
-        float *y = sum + (size_t)t0 * (size_t)E;
-        cpu_norm_run((cpu_norm_job){dev, cpu_ptr(o) + (size_t)t0 * (size_t)HD, NULL, NULL, HD},
-                     n_rows);
+        const float *from = cpu_ptr(o) + (size_t)t0 * (size_t)width;
+        float *y = sum + (size_t)t0 * (size_t)E, *to = cpu_sum_target(dev, norm != NULL, y);
+        if (weights->mla) cpu_mla_values(dev, weights->mla, from, n_rows);
+        else cpu_norm_run((cpu_norm_job){dev, from, NULL, (size_t)width, NULL, width}, n_rows);
         cpu_gemm_args args = {.x = dev->x, .ldx = (size_t)dev->ldx, .T = n_rows, .n_weights = 1,
-                              .weights = {&weights->o}, .y = {y}, .ldy = {(size_t)E},
-                              .add = is_first_rank};
+                              .weights = {&weights->o}, .y = {to}, .ldy = {(size_t)E},
+                              .add = to == y && cpu_is_first_rank(dev)};
         cpu_gemm(dev, args);
-        for (int i = 0; bias && i < n_rows * E; i++) y[i] += bias[i % E];
+        for (int i = 0; bias && i < n_rows * E; i++) to[i] += bias[i % E];
+        if (to != y) cpu_add_delta(dev, y, norm, t0, n_rows);
     }
 }
 
 /* ---- Op: norm_mlp_residual ---- */
 
-static void cpu_swiglu_item(void *arg, int thread, int row) {
-    toka_device *dev = arg;
+typedef struct cpu_mlp_job { /* one MLP: the layer's, an expert or the shared expert */
+    toka_device *dev;
+    const toka_mlp *mlp;
+    toka_activation activation;
+    const float *gate_bias, *up_bias; /* NULL: absent */
+} cpu_mlp_job;
+
+CPU_SMALL
+static void cpu_activation_item(void *arg, int thread, int row) {
+    const cpu_mlp_job *job = arg;
+    const toka_device *dev = job->dev;
+    const int F = job->mlp->gate.rows;
+    const size_t offset = (size_t)row * (size_t)dev->ld_mlp;
+    float *gate = dev->gate + offset, *up = dev->up + offset;
     (void)thread;
-    size_t offset = (size_t)row * (size_t)dev->ld_mlp;
-    cpu_swiglu(dev->gate + offset, dev->up + offset, cpu_round_up16(dev->shape->F));
+    for (int i = 0; job->gate_bias && i < F; i++) gate[i] += job->gate_bias[i];
+    for (int i = 0; job->up_bias && i < F; i++) up[i] += job->up_bias[i];
+    cpu_activate(gate, up, cpu_round_up16(F), job->activation, dev->shape->swiglu_limit);
+    memset(gate + F, 0, (size_t)(cpu_round_up16(F) - F) * sizeof *gate);
 }
 
+/* y [n_rows][E] = (or += if add) the MLP of x [n_rows][ldx]. */
+CPU_SMALL
+static void cpu_mlp(const cpu_mlp_job *job, const float *x, float *y, int n_rows, bool add) {
+    toka_device *dev = job->dev;
+    const toka_mlp *mlp = job->mlp;
+    const size_t ld_mlp = (size_t)dev->ld_mlp, E = (size_t)dev->shape->E;
+    cpu_mlp_job with_bias = *job;
+    with_bias.gate_bias = cpu_vector_f32(dev, 1, &mlp->gate_bias);
+    with_bias.up_bias = cpu_vector_f32(dev, 2, &mlp->up_bias);
+    const float *bias = cpu_is_first_rank(dev) ? cpu_vector_f32(dev, 3, &mlp->down_bias) : NULL;
+    cpu_gemm_args gate_up = {.x = x, .ldx = (size_t)dev->ldx, .T = n_rows, .n_weights = 2,
+                             .weights = {&mlp->gate, &mlp->up}, .y = {dev->gate, dev->up},
+                             .ldy = {ld_mlp, ld_mlp}};
+    cpu_gemm(dev, gate_up);
+    cpu_parallel_for(&dev->pool, cpu_activation_item, &with_bias, n_rows,
+                     (int64_t)n_rows * mlp->gate.rows * 8);
+    cpu_gemm_args down = {.x = dev->gate, .ldx = ld_mlp, .T = n_rows, .n_weights = 1,
+                          .weights = {&mlp->down}, .y = {y}, .ldy = {E}, .add = add};
+    cpu_gemm(dev, down);
+    for (size_t i = 0; bias && i < (size_t)n_rows * E; i++) y[i] += bias[i % E];
+}
+
+/* ---- Experts ----
+ * 1. The router: a GEMM in float32 in every kernel set, so that rounding x to bf16 does not choose
+ *    other experts. cpu_route_item then chooses for each row.
+ * 2. cpu_plan_experts sorts the pairs (row, expert) by expert; an expert's rows stay in order.
+ * 3. For each expert in rising order: gathers its rows, runs its MLP, adds the result times its
+ *    weight to the rows of dev->delta. So a row's sum has one order, whatever its neighbours chose.
+ * 4. The shared expert, for all rows. */
+
+typedef struct cpu_moe_job {
+    toka_device *dev;
+    const toka_moe *moe;
+    toka_activation activation;
+    const float *bias, *choice_bias; /* of the router; NULL: absent */
+    const int *rows;                 /* of one expert: row i of experts.x and y is rows[i] of dev->x
+                                      * and delta; NULL: row i */
+    const float *factors;            /* on row i of experts.y */
+} cpu_moe_job;
+
+CPU_SMALL
+static float cpu_exp(float x) { return cpu_exp4(cpu_splat4(x))[0]; }
+static float cpu_sigmoid(float x) { return 1 / (1 + cpu_exp(-x)); }
+
+/* Replaces scores[n] by their softmax, of those that are marked if `marks` is not NULL. */
+CPU_SMALL
+static void cpu_softmax_scores(float *scores, const float *marks, int n) {
+    float max = -INFINITY, sum = 0;
+    for (int i = 0; i < n; i++)
+        if (!marks || marks[i]) max = MAX(max, scores[i]);
+    for (int i = 0; i < n; i++)
+        if (!marks || marks[i]) sum += scores[i] = cpu_exp(scores[i] - max);
+    for (int i = 0; i < n; i++) scores[i] /= sum;
+}
+
+/* Marks the k highest of scores[n], the lower index first among equal ones. marks[n] are 0. */
+CPU_SMALL
+static void cpu_mark_highest(const float *scores, float *marks, int n, int k) {
+    for (; k > 0; k--) {
+        int best = -1;
+        for (int i = 0; i < n; i++)
+            if (!marks[i] && (best < 0 || scores[i] > scores[best])) best = i;
+        marks[best] = 1;
+    }
+}
+
+/* Sets the scores of experts outside the best groups to -infinity. marks[n_experts]: memory. */
+CPU_SMALL
+static void cpu_drop_groups(const toka_moe *moe, float *scores, float *marks) {
+    const int size = moe->n_experts / moe->n_groups;
+    float *group_scores = marks + moe->n_groups; /* n_experts >= 2 n_groups if there are groups */
+    memset(marks, 0, (size_t)moe->n_groups * sizeof *marks);
+    for (int group = 0; group < moe->n_groups; group++) {
+        float first = -INFINITY, second = -INFINITY;
+        for (int i = group * size; i < (group + 1) * size; i++) {
+            second = MAX(second, MIN(first, scores[i]));
+            first = MAX(first, scores[i]);
+        }
+        group_scores[group] = moe->groups_by_top2 && size > 1 ? first + second : first;
+    }
+    cpu_mark_highest(group_scores, marks, moe->n_groups, moe->top_groups);
+    for (int i = 0; i < moe->n_experts; i++)
+        if (!marks[i / size]) scores[i] = -INFINITY;
+}
+
+/* Chooses the experts of one row and their weights. */
+CPU_SMALL
+static void cpu_route_item(void *arg, int thread, int row) {
+    const cpu_moe_job *job = arg;
+    const toka_moe *moe = job->moe;
+    const int X = moe->n_experts, k = moe->top_k;
+    const cpu_experts *experts = &job->dev->experts;
+    float *scores = experts->scores + (size_t)row * (size_t)experts->ld_scores;
+    float *choice = scores + X, *marks = choice + X, sum = 0;
+    (void)thread;
+    for (int i = 0; job->bias && i < X; i++) scores[i] += job->bias[i];
+    if (moe->kind == TOKA_ROUTER_SOFTMAX) cpu_softmax_scores(scores, NULL, X);
+    for (int i = 0; moe->kind == TOKA_ROUTER_SIGMOID && i < X; i++)
+        scores[i] = cpu_sigmoid(scores[i]);
+    for (int i = 0; i < X; i++)
+        choice[i] = scores[i] + (job->choice_bias ? job->choice_bias[i] : 0);
+    if (moe->n_groups > 1) cpu_drop_groups(moe, choice, marks);
+    memset(marks, 0, (size_t)X * sizeof *marks);
+    cpu_mark_highest(choice, marks, X, k);
+    if (moe->kind == TOKA_ROUTER_TOPK) cpu_softmax_scores(scores, marks, X);
+    for (int i = 0; i < X; i++) sum += marks[i] ? scores[i] : 0;
+    const float factor = moe->scale / (moe->renormalize ? sum : 1);
+    for (int i = 0, n = 0; i < X; i++) {
+        if (!marks[i]) continue;
+        experts->chosen[row * k + n] = i;
+        experts->weights[row * k + n++] = scores[i] * factor;
+    }
+}
+
+/* Fills first, rows and factors from the choices of n_rows rows. */
+CPU_SMALL
+static void cpu_plan_experts(cpu_experts *experts, const toka_moe *moe, int n_rows) {
+    const int n = n_rows * moe->top_k;
+    int *first = experts->first;
+    memset(first, 0, (size_t)(moe->n_experts + 1) * sizeof *first);
+    for (int i = 0; i < n; i++) first[experts->chosen[i] + 1]++;
+    for (int i = 0; i < moe->n_experts; i++) first[i + 1] += first[i];
+    for (int i = 0; i < n; i++) { /* first[i] moves to the end of expert i ... */
+        const int at = first[experts->chosen[i]]++;
+        experts->rows[at] = i / moe->top_k;
+        experts->factors[at] = experts->weights[i];
+    }
+    memmove(first + 1, first, (size_t)moe->n_experts * sizeof *first); /* ... and back */
+    first[0] = 0;
+}
+
+CPU_SMALL
+static void cpu_gather_item(void *arg, int thread, int i) {
+    const cpu_moe_job *job = arg;
+    const size_t ldx = (size_t)job->dev->ldx;
+    (void)thread;
+    memcpy(job->dev->experts.x + (size_t)i * ldx, job->dev->x + (size_t)job->rows[i] * ldx,
+           (size_t)cpu_round_up16(job->dev->shape->E) * sizeof(float));
+}
+
+/* Adds row i of an expert's output, times its factor, to its row of dev->delta. */
+CPU_SMALL
+static void cpu_scatter_item(void *arg, int thread, int i) {
+    const cpu_moe_job *job = arg;
+    const size_t E = (size_t)job->dev->shape->E;
+    const float factor = job->factors ? job->factors[i] : 1;
+    const float *y = job->dev->experts.y + (size_t)i * E;
+    float *to = job->dev->delta + (size_t)(job->rows ? job->rows[i] : i) * E;
+    size_t j = 0;
+    (void)thread;
+    for (; j + 4 <= E; j += 4) cpu_store4(to + j, cpu_load4(to + j) + factor * cpu_load4(y + j));
+    for (; j < E; j++) to[j] += factor * y[j];
+}
+
+/* Runs one MLP on rows x and adds its output to dev->delta. */
+CPU_SMALL
+static void cpu_run_expert(cpu_moe_job *job, const toka_mlp *mlp, const float *x, int n_rows) {
+    toka_device *dev = job->dev;
+    const cpu_mlp_job mlp_job = {dev, mlp, job->activation, NULL, NULL};
+    cpu_mlp(&mlp_job, x, dev->experts.y, n_rows, false);
+    cpu_parallel_for(&dev->pool, cpu_scatter_item, job, n_rows,
+                     (int64_t)n_rows * dev->shape->E * 2);
+}
+
+/* Router, and the gate of the shared expert, for n_rows rows of dev->x. */
+CPU_SMALL
+static void cpu_route(cpu_moe_job *job, int n_rows) {
+    toka_device *dev = job->dev;
+    const toka_moe *moe = job->moe;
+    cpu_experts *experts = &dev->experts;
+    cpu_gemm_args args = {.kernels = dev->x_bf16 ? &cpu_kernel_sets[cpu_n_kernel_sets() - 1]
+                                                 : dev->kernels,
+                          .pool = &dev->pool, .panels = dev->scratch,
+                          .panel_floats = dev->scratch_floats, .x = dev->x,
+                          .ldx = (size_t)dev->ldx, .T = n_rows,
+                          .n_weights = moe->shared_gate.rows ? 2 : 1,
+                          .weights = {&moe->router, &moe->shared_gate},
+                          .y = {experts->scores, experts->gates},
+                          .ldy = {(size_t)experts->ld_scores, 1}};
+    cpu_gemm_run(&args);
+    for (int i = 0; moe->shared_gate.rows && i < n_rows; i++)
+        experts->gates[i] = cpu_sigmoid(experts->gates[i]);
+    cpu_parallel_for(&dev->pool, cpu_route_item, job, n_rows,
+                     (int64_t)n_rows * moe->n_experts * (moe->top_k + 16));
+    cpu_plan_experts(experts, moe, n_rows);
+}
+
+/* dev->delta = the experts' weighted sum for n_rows rows of dev->x. */
+CPU_SMALL
+static void cpu_moe(toka_device *dev, const toka_layer *weights, int n_rows) {
+    const toka_moe *moe = weights->moe;
+    cpu_experts *experts = &dev->experts;
+    cpu_moe_job job = {.dev = dev, .moe = moe, .activation = weights->activation,
+                       .bias = cpu_vector_f32(dev, 4, &moe->router_bias),
+                       .choice_bias = cpu_vector_f32(dev, 5, &moe->choice_bias)};
+    memset(dev->delta, 0, (size_t)n_rows * (size_t)dev->shape->E * sizeof *dev->delta);
+    cpu_route(&job, n_rows);
+    for (int i = 0; i < moe->n_experts; i++) {
+        const int first = experts->first[i], n = experts->first[i + 1] - first;
+        if (!n) continue;
+        job.rows = experts->rows + first;
+        job.factors = experts->factors + first;
+        cpu_parallel_for(&dev->pool, cpu_gather_item, &job, n, (int64_t)n * dev->shape->E);
+        cpu_run_expert(&job, &moe->experts[i], experts->x, n);
+    }
+    job.rows = NULL;
+    job.factors = moe->shared_gate.rows ? experts->gates : NULL;
+    if (moe->shared.gate.rows) cpu_run_expert(&job, &moe->shared, dev->x, n_rows);
+}
+
+CPU_SMALL
 static void cpu_norm_mlp_residual(toka_device *dev, const toka_step *step, int layer,
                                   toka_hidden *x) {
     const toka_layer *weights = &dev->weights->layers[layer];
-    size_t E = (size_t)dev->shape->E, ld_mlp = (size_t)dev->ld_mlp;
+    const float *post_norm;
     if (!cpu_op_begin(dev, "norm_mlp_residual")) return;
-    float *sum = cpu_ptr(toka_hidden_read(x));
-    toka_hidden_set_sum(x, dev->options.tp_size);
-    const float *norm = cpu_vector_f32(dev, 0, &weights->mlp_norm);
+    float *sum = cpu_begin_sum(dev, x, &weights->mlp_post_norm, &post_norm);
+    const float *norm = cpu_norm_f32(dev, 0, &weights->mlp_norm);
+    const cpu_mlp_job mlp = {dev, &weights->mlp, weights->activation, NULL, NULL};
     for (int t0 = 0; t0 < step->T; t0 += dev->scratch_rows) {
         int n_rows = MIN(dev->scratch_rows, step->T - t0);
-        float *y = sum + (size_t)t0 * E;
-        cpu_norm_run((cpu_norm_job){dev, y, norm, NULL, dev->shape->E}, n_rows);
-        cpu_gemm_args gate_up = {.x = dev->x, .ldx = (size_t)dev->ldx, .T = n_rows, .n_weights = 2,
-                                 .weights = {&weights->mlp.gate, &weights->mlp.up},
-                                 .y = {dev->gate, dev->up}, .ldy = {ld_mlp, ld_mlp}};
-        cpu_gemm(dev, gate_up);
-        cpu_parallel_for(&dev->pool, cpu_swiglu_item, dev, n_rows,
-                         (int64_t)n_rows * dev->shape->F * 8);
-        cpu_gemm_args down = {.x = dev->gate, .ldx = ld_mlp, .T = n_rows, .n_weights = 1,
-                              .weights = {&weights->mlp.down}, .y = {y}, .ldy = {E},
-                              .add = dev->options.tp_rank == 0};
-        cpu_gemm(dev, down);
+        float *y = sum + (size_t)t0 * (size_t)dev->shape->E;
+        float *to = cpu_sum_target(dev, post_norm || weights->moe, y);
+        cpu_norm_x(dev, y, norm, n_rows);
+        if (weights->moe) cpu_moe(dev, weights, n_rows);
+        else cpu_mlp(&mlp, dev->x, to, n_rows, to == y && cpu_is_first_rank(dev));
+        if (to != y) cpu_add_delta(dev, y, post_norm, t0, n_rows);
     }
 }
 
@@ -17795,22 +18409,39 @@ static void cpu_store_last_tokens(toka_device *dev, const toka_step *step,
     if (staged) toka_group_set_sampled(group, step->number);
 }
 
+/* Scales and caps this rank's columns of one row of logits. */
+CPU_SMALL
+static void cpu_logits_item(void *arg, int thread, int row) {
+    const toka_device *dev = arg;
+    const toka_shape *shape = dev->shape;
+    float *logits = dev->logits + (size_t)row * (size_t)shape->V_all + shape->v0;
+    (void)thread;
+    for (int i = 0; shape->logit_scale && i < shape->V; i++) logits[i] *= shape->logit_scale;
+    if (shape->logit_cap) cpu_soft_cap(logits, shape->V, shape->logit_cap);
+}
+
+CPU_SMALL
 static void cpu_norm_logits_sample(toka_device *dev, const toka_step *step, toka_hidden *x,
                                    toka_sample_result *results) {
     const toka_shape *shape = dev->shape;
     size_t V = (size_t)shape->V_all;
     if (!cpu_op_begin(dev, "norm_logits_sample")) return;
     const float *from = cpu_ptr(toka_hidden_read(x));
-    const float *norm = cpu_vector_f32(dev, 0, &dev->weights->norm);
+    const float *norm = cpu_norm_f32(dev, 0, &dev->weights->norm);
     for (int sample0 = 0; sample0 < step->n_samples; sample0 += dev->scratch_samples) {
         int n_samples = MIN(dev->scratch_samples, step->n_samples - sample0);
         for (int i = sample0; i < sample0 + n_samples; i++)
             assert(step->samples[i].row >= 0 && step->samples[i].row < step->T);
-        cpu_norm_run((cpu_norm_job){dev, from, norm, step->samples + sample0, shape->E}, n_samples);
+        cpu_norm_run((cpu_norm_job){dev, from, norm, (size_t)shape->E, step->samples + sample0,
+                                    shape->E},
+                     n_samples);
         cpu_gemm_args args = {.x = dev->x, .ldx = (size_t)dev->ldx, .T = n_samples, .n_weights = 1,
                               .weights = {&dev->weights->lm_head},
                               .y = {dev->logits + shape->v0}, .ldy = {V}};
         cpu_gemm(dev, args);
+        if (shape->logit_scale || shape->logit_cap)
+            cpu_parallel_for(&dev->pool, cpu_logits_item, dev, n_samples,
+                             (int64_t)n_samples * shape->V * 8);
         cpu_sample_rows(dev, step->samples + sample0, n_samples,
                         step->logits ? step->logits + (size_t)sample0 * V : NULL,
                         results + sample0);
@@ -17828,18 +18459,19 @@ static void cpu_close(toka_device *dev) {
     free(dev);
 }
 
+COLD
 static int cpu_check_options(const toka_device_options *options, const toka_shape *shape,
-                             toka_err *e) {
+                             const toka_weights *weights, toka_err *e) {
     if (shape->L < 1 || shape->H < 1 || shape->K < 1 || shape->E < 1 || shape->F < 1 ||
         shape->V < 1 || shape->B < 1 || shape->H % shape->K)
         return fail(e, TOKA_E_INPUT,
                     "CPU backend: layers %d, heads %d, kv heads %d, width %d, mlp width %d, "
                     "vocabulary %d, page %d: all must be positive and kv heads divide heads",
                     shape->L, shape->H, shape->K, shape->E, shape->F, shape->V, shape->B);
-    if (shape->D < 2 || shape->D > CPU_MAX_HEAD_SIZE || shape->D % 2)
+    if (shape->D < 2 || MAX(shape->D, shape->Dv) > CPU_MAX_HEAD_SIZE || shape->D % 2)
         return fail(e, TOKA_E_INPUT,
-                    "CPU backend: head size %d, expected an even number up to %d", shape->D,
-                    CPU_MAX_HEAD_SIZE);
+                    "CPU backend: head size %d, expected an even number up to %d",
+                    MAX(shape->D, shape->Dv), CPU_MAX_HEAD_SIZE);
     if (shape->H > INT_MAX / shape->D)
         return fail(e, TOKA_E_INPUT, "CPU backend: %d heads of size %d are too many", shape->H,
                     shape->D);
@@ -17864,6 +18496,11 @@ static int cpu_check_options(const toka_device_options *options, const toka_shap
                     "stages of %d tensor ranks",
                     options->pp_rank, options->pp_size, options->tp_rank, options->tp_size, pp_size,
                     tp_size);
+    if (tp_size > 1 && shape->L && weights->layers[0].q_norm.cols > shape->D)
+        return fail(e, TOKA_E_USE,
+                    "tensor parallel size %d: the CPU backend cannot divide a norm of all query "
+                    "heads together, expected 1",
+                    tp_size);
     if (options->bf16 && !cpu_bf16_kernels())
         return fail(e, TOKA_E_DEVICE,
                     "CPU backend: dtype bfloat16 needs a CPU with AVX512_BF16, this one has %s",
@@ -17871,43 +18508,115 @@ static int cpu_check_options(const toka_device_options *options, const toka_shap
     return 0;
 }
 
-/* Chooses scratch_rows and scratch_samples within the scratch budget, then allocates all buffers of
- * this device. A failure is kept in dev->error. */
-static void cpu_alloc_buffers(toka_device *dev) {
+COLD
+static void cpu_measure_mlp(cpu_extents *sizes, const toka_mlp *mlp) {
+    sizes->mlp = MAX(sizes->mlp, mlp->gate.rows);
+}
+
+/* Returns what the layers of this rank need. */
+COLD
+static cpu_extents cpu_measure(const toka_shape *shape, const toka_weights *weights, int tp_size) {
+    cpu_extents sizes = {.input = shape->E, .delta = shape->residual_scale != 0};
+    for (int i = 0; i < shape->L; i++) {
+        const toka_layer *layer = &weights->layers[i];
+        const toka_moe *moe = layer->moe;
+        const toka_mla *mla = layer->mla;
+        const bool post_norm = layer->attn_post_norm.rows || layer->mlp_post_norm.rows;
+        sizes.input = MAX(sizes.input, layer->o.cols);
+        cpu_measure_mlp(&sizes, &layer->mlp);
+        sizes.delta = sizes.delta || post_norm || moe;
+        sizes.residual = sizes.residual || (post_norm && tp_size > 1);
+        for (int j = 0; moe && j < moe->n_experts; j++) cpu_measure_mlp(&sizes, &moe->experts[j]);
+        if (moe) {
+            cpu_measure_mlp(&sizes, &moe->shared);
+            sizes.n_experts = MAX(sizes.n_experts, moe->n_experts);
+            sizes.top_k = MAX(sizes.top_k, moe->top_k);
+        }
+        if (!mla) continue;
+        assert(shape->K == 1 && shape->D == mla->latent + mla->rope &&
+               toka_value_size(shape) == mla->latent);
+        sizes.input = MAX(sizes.input, mla->q_b.cols);
+        sizes.wide = MAX(sizes.wide, MAX(mla->q_a.rows, mla->q_b.rows));
+        sizes.wide = MAX(sizes.wide, shape->H * cpu_round_up32(mla->latent));
+        sizes.absorb = MAX(sizes.absorb,
+                           (mla->nope + CPU_QUERY_ROWS) * cpu_round_up16(mla->latent));
+    }
+    sizes.vector = MAX(MAX(sizes.input, shape->H * shape->D), MAX(sizes.mlp, sizes.n_experts));
+    return sizes;
+}
+
+/* Allocates the scratch of layers with experts. */
+COLD
+static void cpu_alloc_experts(toka_device *dev, const cpu_extents *sizes) {
+    const size_t rows = (size_t)dev->scratch_rows, X = (size_t)sizes->n_experts;
+    const size_t pairs = rows * (size_t)sizes->top_k;
+    cpu_experts *experts = &dev->experts;
+    if (!X) return;
+    experts->ld_scores = 3 * sizes->n_experts;
+    experts->scores = cpu_zalloc(dev, rows, 3 * X * sizeof(float));
+    experts->chosen = cpu_zalloc(dev, pairs, sizeof(int));
+    experts->weights = cpu_zalloc(dev, pairs, sizeof(float));
+    experts->rows = cpu_zalloc(dev, pairs, sizeof(int));
+    experts->factors = cpu_zalloc(dev, pairs, sizeof(float));
+    experts->first = cpu_zalloc(dev, X + 1, sizeof(int));
+    experts->x = cpu_zalloc(dev, rows, (size_t)dev->ldx * sizeof(float));
+    experts->y = cpu_zalloc(dev, rows, (size_t)dev->shape->E * sizeof(float));
+    experts->gates = cpu_zalloc(dev, rows, sizeof(float));
+}
+
+/* Chooses scratch_rows and scratch_samples within the scratch budget. */
+COLD
+static void cpu_size_scratch(toka_device *dev, const cpu_extents *sizes) {
     const toka_shape *shape = dev->shape;
-    size_t KD = (size_t)(shape->K * shape->D), n_pages = (size_t)dev->options.n_pages;
-    size_t D = (size_t)shape->D;
-    dev->ldx = cpu_round_up16(MAX(shape->E, shape->H * shape->D)) + 16;
-    dev->ld_mlp = cpu_round_up16(shape->F) + 16;
-    const bool bf16 = dev->kernels->x_type == TOKA_BF16;
-    dev->ld_bf16 = bf16 ? (size_t)cpu_round_up32(MAX(dev->ldx, dev->ld_mlp)) + 32 : 0;
-    size_t token_bytes = ((size_t)dev->ldx + 2 * KD + 2 * (size_t)dev->ld_mlp) * sizeof(float) +
-                         2 * dev->ld_bf16;
+    const size_t KD = (size_t)(shape->K * shape->D), E = (size_t)shape->E;
+    const size_t KDv = (size_t)(shape->K * toka_value_size(shape));
+    dev->ldx = cpu_round_up16(sizes->input) + 16;
+    dev->ld_mlp = cpu_round_up16(sizes->mlp) + 16;
+    dev->ld_wide = sizes->wide ? cpu_round_up16(sizes->wide) + 16 : 0;
+    if (dev->kernels->x_type == TOKA_BF16)
+        dev->ld_bf16 = (size_t)cpu_round_up32(MAX(MAX(dev->ldx, dev->ld_mlp), dev->ld_wide)) + 32;
+    size_t token_floats = (size_t)dev->ldx + KD + KDv + 2 * (size_t)dev->ld_mlp +
+                          (size_t)dev->ld_wide + (sizes->delta ? E : 0);
+    if (sizes->n_experts) token_floats += (size_t)dev->ldx + E + 3 * (size_t)sizes->n_experts;
+    const size_t token_bytes = token_floats * sizeof(float) + 2 * dev->ld_bf16;
     dev->scratch_rows = (int)MIN((size_t)MIN(dev->options.max_tokens, CPU_SCRATCH_ROWS),
                                  MAX(CPU_SCRATCH_BYTES / token_bytes, 1));
     dev->scratch_samples = (int)MIN((size_t)MIN(dev->options.max_samples, CPU_SCRATCH_SAMPLES),
                                     MAX(CPU_SCRATCH_BYTES / 2 / ((size_t)shape->V_all * 4), 1));
     dev->B_pad = cpu_round_up16(shape->B);
-    dev->D_pad = cpu_round_up16(shape->D);
-    dev->k_page_floats = (size_t)shape->K * D * (size_t)dev->B_pad;
-    dev->v_page_floats = (size_t)(shape->K * shape->B) * (size_t)dev->D_pad;
+    dev->Dv_pad = cpu_round_up16(toka_value_size(shape));
+    dev->k_page_floats = KD * (size_t)dev->B_pad;
+    dev->v_page_floats = (size_t)(shape->K * shape->B) * (size_t)dev->Dv_pad;
     dev->max_queries = MAX(CPU_QUERY_ROWS, shape->H / shape->K);
-    size_t query_floats = (size_t)dev->max_queries * ((size_t)(dev->B_pad + 2 * dev->D_pad) +
-                                                      sizeof(cpu_softmax) / sizeof(float));
-    dev->scratch_floats =
-        (MAX((size_t)CPU_PANEL_FLOATS, query_floats) + 15) & ~(size_t)15;
-    size_t max_rows = (size_t)dev->scratch_rows;
-    dev->k_cache = cpu_zalloc(dev, (size_t)shape->L * n_pages, dev->k_page_floats * sizeof(float));
-    dev->v_cache = cpu_zalloc(dev, (size_t)shape->L * n_pages, dev->v_page_floats * sizeof(float));
-    dev->x = cpu_zalloc(dev, (size_t)MAX(dev->scratch_rows, dev->scratch_samples),
-                        (size_t)dev->ldx * sizeof(float));
-    if (bf16)
-        dev->x_bf16 = cpu_zalloc(dev, (size_t)MAX(dev->scratch_rows, dev->scratch_samples),
-                                 2 * dev->ld_bf16);
-    dev->k = cpu_zalloc(dev, max_rows, KD * sizeof(float));
-    dev->v = cpu_zalloc(dev, max_rows, KD * sizeof(float));
+    dev->vector_floats = (size_t)cpu_round_up16(sizes->vector);
+    size_t query_floats = (size_t)dev->max_queries *
+                          ((size_t)(dev->B_pad + dev->Dv_pad + cpu_round_up16(shape->D)) +
+                           sizeof(cpu_softmax) / sizeof(float));
+    query_floats = MAX(query_floats, MAX((size_t)sizes->absorb, E));
+    dev->scratch_floats = (MAX((size_t)CPU_PANEL_FLOATS, query_floats) + 15) & ~(size_t)15;
+}
+
+/* Allocates all buffers of this device but those for experts. A failure is kept in dev->error. */
+COLD
+static void cpu_alloc_buffers(toka_device *dev, const cpu_extents *sizes) {
+    const toka_shape *shape = dev->shape;
+    const size_t n_pages = (size_t)dev->options.n_pages, E = (size_t)shape->E;
+    const size_t cache_pages = (size_t)shape->L * n_pages, max_rows = (size_t)dev->scratch_rows;
+    const size_t x_rows = (size_t)MAX(dev->scratch_rows, dev->scratch_samples);
+    const size_t n_threads = (size_t)dev->pool.n_threads;
+    dev->k_cache = cpu_zalloc(dev, cache_pages, dev->k_page_floats * sizeof(float));
+    dev->v_cache = cpu_zalloc(dev, cache_pages, dev->v_page_floats * sizeof(float));
+    dev->x = cpu_zalloc(dev, x_rows, (size_t)dev->ldx * sizeof(float));
+    if (dev->ld_bf16) dev->x_bf16 = cpu_zalloc(dev, x_rows, 2 * dev->ld_bf16);
+    dev->k = cpu_zalloc(dev, max_rows, (size_t)(shape->K * shape->D) * sizeof(float));
+    dev->v = cpu_zalloc(dev, max_rows,
+                        (size_t)(shape->K * toka_value_size(shape)) * sizeof(float));
     dev->gate = cpu_zalloc(dev, max_rows, (size_t)dev->ld_mlp * sizeof(float));
     dev->up = cpu_zalloc(dev, max_rows, (size_t)dev->ld_mlp * sizeof(float));
+    if (sizes->wide) dev->wide = cpu_zalloc(dev, max_rows, (size_t)dev->ld_wide * sizeof(float));
+    if (sizes->delta) dev->delta = cpu_zalloc(dev, max_rows, E * sizeof(float));
+    if (sizes->residual)
+        dev->residual = cpu_zalloc(dev, (size_t)dev->options.max_tokens, E * sizeof(float));
     const bool no_tp = !dev->group || dev->group->tp_size == 1;
     const bool is_last = !dev->group || dev->options.pp_rank == dev->group->pp_size - 1;
     if (no_tp && is_last)
@@ -17915,21 +18624,18 @@ static void cpu_alloc_buffers(toka_device *dev) {
                                  (size_t)shape->V_all * sizeof(float));
     if (is_last) {
         dev->kv_ids = cpu_zalloc(dev, n_pages * (size_t)shape->B, sizeof *dev->kv_ids);
-        dev->history = cpu_zalloc(dev, (size_t)dev->pool.n_threads * (size_t)shape->max_len,
-                                  sizeof *dev->history);
+        dev->history = cpu_zalloc(dev, n_threads * (size_t)shape->max_len, sizeof *dev->history);
     }
     if (!dev->group || dev->group->pp_size == 1)
         dev->last_tokens = cpu_zalloc(dev, (size_t)dev->options.n_seqs, sizeof(int32_t));
-    dev->vectors =
-        cpu_zalloc(dev, 6, (size_t)MAX(shape->E, shape->H * shape->D) * sizeof(float));
-    dev->scratch =
-        cpu_zalloc(dev, (size_t)dev->pool.n_threads, dev->scratch_floats * sizeof(float));
+    dev->vectors = cpu_zalloc(dev, CPU_N_VECTORS, dev->vector_floats * sizeof(float));
+    dev->scratch = cpu_zalloc(dev, n_threads, dev->scratch_floats * sizeof(float));
 }
 
 COLD
 static int cpu_open(toka_device **out, const toka_device_options *options, const toka_shape *shape,
                     const toka_weights *weights, toka_err *e) {
-    if (cpu_check_options(options, shape, e)) return e->code;
+    if (cpu_check_options(options, shape, weights, e)) return e->code;
     toka_device *dev = mem_zalloc(sizeof *dev);
     const int n_threads = options->n_threads ? options->n_threads : os_n_cores();
     *dev = (toka_device){.shape = shape, .weights = weights, .options = *options,
@@ -17943,7 +18649,10 @@ static int cpu_open(toka_device **out, const toka_device_options *options, const
         return e->code;
     }
     if (dev->group) dev->pool.progress = &dev->group->progress;
-    cpu_alloc_buffers(dev);
+    const cpu_extents sizes = cpu_measure(shape, weights, dev->options.tp_size);
+    cpu_size_scratch(dev, &sizes);
+    cpu_alloc_buffers(dev, &sizes);
+    cpu_alloc_experts(dev, &sizes);
     snprintf(dev->description, sizeof dev->description, "CPU, %s, %d thread%s", dev->kernels->name,
              dev->pool.n_threads, dev->pool.n_threads > 1 ? "s" : "");
     if (!dev->error.code && dev->group) cpu_group_join(dev, &dev->error);

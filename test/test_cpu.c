@@ -13,10 +13,13 @@ typedef struct cpu_case {
     toka_weights w;
     toka_layer layers[2];
     float freq[128];
-    void *heap[64];
+    void *heap[400];
     int n_heap;
     uint64_t seed;
     toka_rope rope;
+    toka_mla mla[2];
+    toka_moe moe[2];
+    toka_mlp experts[2][12];
 } cpu_case;
 
 /* ---- Number formats, by their definition ---- */
@@ -70,32 +73,119 @@ typedef struct cpu_sizes {
     toka_dtype type;
     int extras; /* has biases, has QK-norm */
     int window; /* window of layer 1 */
+    int Dv;     /* 0: D */
+    int kinds;  /* a sum of the kinds below */
 } cpu_sizes;
+
+enum { /* kinds of layers and models */
+    KIND_GEMMA = 1,    /* norms 1 + w, caps, scales of embedding and scores, gelu */
+    KIND_POST = 2,     /* post norms */
+    KIND_SINKS = 4,    /* sinks */
+    KIND_CLAMPED = 8,  /* clamped SwiGLU, biases of MLPs */
+    KIND_ALL_NORM = 16, /* one norm of all heads, no norms before mixer and feed-forward */
+    KIND_COHERE = 32,  /* LayerNorm, logit scale, RoPE on neighbours */
+    KIND_GRANITE = 64, /* residual scale, partial RoPE, layer 1 without RoPE */
+    KIND_MLA = 128,    /* with q_a in layer 0, without in layer 1 */
+    KIND_MOE = 256,    /* experts in layer 1, softmax before the choice, gated shared expert */
+    KIND_TOPK = 512,   /* experts in both layers, softmax after the choice, biases */
+    KIND_GROUPS = 1024, /* experts in layer 1, sigmoid, groups by top 2, choice bias, shared expert */
+    KIND_GROUP_MAX = 2048 /* with MOE: groups by their highest score */
+};
+enum { X_COUNT = 12, MLA_LATENT = 24, MLA_ROPE = 8, MLA_NOPE = 12, MLA_V = 10 };
+
+static toka_mlp make_mlp(cpu_case *c, const cpu_sizes *z, int F, bool biases) {
+    toka_mlp mlp = {.gate = make_tensor(c, F, z->E, z->type, 0, 1 / sqrt(z->E)), .up = make_tensor(c, F, z->E, z->type, 0, 1 / sqrt(z->E)),
+                    .down = make_tensor(c, z->E, F, z->type, 0, 1 / sqrt(F))};
+    if (biases) {
+        mlp.gate_bias = make_tensor(c, 1, F, z->type, 0, 0.5), mlp.up_bias = make_tensor(c, 1, F, z->type, 0, 0.5);
+        mlp.down_bias = make_tensor(c, 1, z->E, z->type, 0, 0.5);
+    }
+    return mlp;
+}
+
+static void make_moe(cpu_case *c, const cpu_sizes *z, int l) {
+    toka_moe *moe = &c->moe[l];
+    const int F = z->F / 2 + 3 * l;
+    const bool groups = z->kinds & (KIND_GROUPS | KIND_GROUP_MAX);
+    *moe = (toka_moe){.n_experts = X_COUNT, .top_k = 3, .scale = l ? 1.5f : 1, .router = make_tensor(c, X_COUNT, z->E, TOKA_F32, 0, 2 / sqrt(z->E)),
+                      .experts = c->experts[l], .kind = z->kinds & KIND_TOPK ? TOKA_ROUTER_TOPK
+                                                        : z->kinds & KIND_GROUPS ? TOKA_ROUTER_SIGMOID : TOKA_ROUTER_SOFTMAX,
+                      .renormalize = !(z->kinds & KIND_GROUP_MAX) && !(z->kinds & KIND_TOPK),
+                      .groups_by_top2 = z->kinds & KIND_GROUPS};
+    memcpy((char *)(uintptr_t)moe->router.data + 9 * 4 * z->E, (const char *)moe->router.data + 2 * 4 * z->E, 4 * (size_t)z->E); /* ties */
+    if (groups) moe->n_groups = 4, moe->top_groups = 2;
+    if (z->kinds & KIND_TOPK) moe->router_bias = make_tensor(c, 1, X_COUNT, z->type, 0, 1);
+    if (z->kinds & KIND_GROUPS) moe->choice_bias = make_tensor(c, 1, X_COUNT, TOKA_F32, 0, 0.3);
+    for (int i = 0; i < X_COUNT; i++) c->experts[l][i] = make_mlp(c, z, F, z->kinds & KIND_TOPK);
+    if (!(z->kinds & KIND_TOPK)) moe->shared = make_mlp(c, z, F + 5, false);
+    if (z->kinds & KIND_MOE) moe->shared_gate = make_tensor(c, 1, z->E, z->type, 0, 1 / sqrt(z->E));
+    c->layers[l].moe = moe, c->layers[l].mlp = (toka_mlp){0};
+}
+
+static void make_mla(cpu_case *c, const cpu_sizes *z, int l) {
+    toka_mla *mla = &c->mla[l];
+    const int rank = l ? z->E : 20;
+    *mla = (toka_mla){.latent = MLA_LATENT, .rope = MLA_ROPE, .nope = MLA_NOPE, .v = MLA_V};
+    if (!l) mla->q_a = make_tensor(c, rank, z->E, z->type, 0, 1 / sqrt(z->E)), mla->q_a_norm = make_tensor(c, 1, rank, z->type, 1, 0.2);
+    mla->q_b = make_tensor(c, z->H * (MLA_NOPE + MLA_ROPE), rank, z->type, 0, 2 / sqrt(rank));
+    mla->kv_a = make_tensor(c, MLA_LATENT + MLA_ROPE, z->E, z->type, 0, 1 / sqrt(z->E));
+    mla->kv_a_norm = make_tensor(c, 1, MLA_LATENT, z->type, 1, 0.2);
+    mla->kv_b = make_tensor(c, z->H * (MLA_NOPE + MLA_V), MLA_LATENT, z->type, 0, 1 / sqrt(MLA_LATENT));
+    c->layers[l].mla = mla, c->layers[l].q.rows = c->layers[l].k.rows = c->layers[l].v.rows = 0;
+    c->layers[l].o = make_tensor(c, z->E, z->H * MLA_V, z->type, 0, 1 / sqrt(z->H * MLA_V));
+}
+
+/* The numbers of a model of these kinds that are not tensors. */
+static void case_kinds(cpu_case *c, const cpu_sizes *z) {
+    toka_shape *s = &c->sh;
+    if (z->kinds & KIND_GEMMA)
+        s->norm_offset = 1, s->attn_cap = 3, s->logit_cap = 5, s->embed_scale = 7.5f, s->attn_scale = 0.3f;
+    if (z->kinds & KIND_CLAMPED) s->swiglu_limit = 1.5f;
+    if (z->kinds & KIND_COHERE) s->layer_norm = true, s->logit_scale = 0.25f, c->rope.neighbours = true;
+    if (z->kinds & KIND_GRANITE) s->residual_scale = 0.22f, c->rope.dims = z->D / 4 * 2;
+    if (z->kinds & KIND_MLA) c->rope.dims = MLA_ROPE;
+    for (int l = 0; l < 2; l++) {
+        toka_layer *y = &c->layers[l];
+        const double mean = z->kinds & KIND_GEMMA ? 0 : 1;
+        if (z->kinds & KIND_GEMMA) y->activation = TOKA_GELU_TANH;
+        if (z->kinds & KIND_CLAMPED) y->activation = TOKA_SWIGLU_CLAMPED, y->mlp = make_mlp(c, z, z->F, true);
+        if (z->kinds & KIND_POST)
+            y->attn_post_norm = make_tensor(c, 1, z->E, z->type, mean, 0.2), y->mlp_post_norm = make_tensor(c, 1, z->E, z->type, mean, 0.2);
+        if (z->kinds & KIND_SINKS) y->sinks = make_tensor(c, 1, z->H, z->type, 0, 2);
+        if (z->kinds & KIND_ALL_NORM) {
+            y->q_norm = make_tensor(c, 1, z->H * z->D, z->type, 1, 0.2), y->k_norm = make_tensor(c, 1, z->K * z->D, z->type, 1, 0.2);
+            y->attn_norm.rows = y->mlp_norm.rows = 0;
+        }
+        if (z->kinds & KIND_GRANITE && l) y->rope = NULL;
+        if (z->kinds & KIND_MLA) make_mla(c, z, l);
+        if (z->kinds & KIND_TOPK || (l && z->kinds & (KIND_MOE | KIND_GROUPS))) make_moe(c, z, l);
+    }
+}
 
 static void case_open(cpu_case *c, cpu_sizes z, uint64_t seed) {
     *c = (cpu_case){.seed = seed};
+    if (z.kinds & KIND_MLA) z.K = 1, z.D = MLA_LATENT + MLA_ROPE, z.Dv = MLA_LATENT;
     c->sh = (toka_shape){.L = 2, .H = z.H, .K = z.K, .D = z.D, .E = z.E, .F = z.F, .V = z.V, .V_all = z.V, .B = z.B, .eps = 1e-5f,
-                         .max_len = 1000};
+                         .Dv = z.Dv, .max_len = 1000};
     c->rope = (toka_rope){c->freq, z.D, z.extras ? 1.25f : 1.0f, false};
     for (int i = 0; i < z.D / 2; i++) c->freq[i] = (float)pow(10000, -2.0 * i / z.D);
-    int HD = z.H * z.D, KD = z.K * z.D;
+    int HD = z.H * z.D, KD = z.K * z.D, KDv = z.K * toka_value_size(&c->sh), HDv = z.H * toka_value_size(&c->sh);
     for (int l = 0; l < 2; l++) {
         toka_layer *y = &c->layers[l];
         *y = (toka_layer){.window = l ? z.window : 0, .rope = &c->rope};
         y->attn_norm = make_tensor(c, 1, z.E, z.type, 1, 0.2), y->mlp_norm = make_tensor(c, 1, z.E, z.type, 1, 0.2);
         y->q = make_tensor(c, HD, z.E, z.type, 0, 2 / sqrt(z.E)), y->k = make_tensor(c, KD, z.E, z.type, 0, 2 / sqrt(z.E));
-        y->v = make_tensor(c, KD, z.E, z.type, 0, 1 / sqrt(z.E)), y->o = make_tensor(c, z.E, HD, z.type, 0, 1 / sqrt(HD));
-        y->mlp.gate = make_tensor(c, z.F, z.E, z.type, 0, 1 / sqrt(z.E));
-        y->mlp.up = make_tensor(c, z.F, z.E, z.type, 0, 1 / sqrt(z.E));
-        y->mlp.down = make_tensor(c, z.E, z.F, z.type, 0, 1 / sqrt(z.F));
+        y->v = make_tensor(c, KDv, z.E, z.type, 0, 1 / sqrt(z.E)), y->o = make_tensor(c, z.E, HDv, z.type, 0, 1 / sqrt(HDv));
+        y->mlp = make_mlp(c, &z, z.F, false);
         if (!z.extras) continue;
         y->q_bias = make_tensor(c, 1, HD, z.type, 0, 1), y->k_bias = make_tensor(c, 1, KD, z.type, 0, 1);
-        y->v_bias = make_tensor(c, 1, KD, z.type, 0, 1), y->o_bias = make_tensor(c, 1, z.E, z.type, 0, 1);
+        y->v_bias = make_tensor(c, 1, KDv, z.type, 0, 1), y->o_bias = make_tensor(c, 1, z.E, z.type, 0, 1);
         y->q_norm = make_tensor(c, 1, z.D, z.type, 1, 0.2), y->k_norm = make_tensor(c, 1, z.D, z.type, 1, 0.2);
     }
     c->w.embed = make_tensor(c, z.V, z.E, z.type, 0, 1), c->w.norm = make_tensor(c, 1, z.E, z.type, 1, 0.2);
     c->w.lm_head = make_tensor(c, z.V, z.E, z.type, 0, 2 / sqrt(z.E));
     c->w.layers = c->layers;
+    case_kinds(c, &z);
 }
 static void case_close(cpu_case *c) {
     for (int i = 0; i < c->n_heap; i++) free(c->heap[i]);
@@ -103,10 +193,27 @@ static void case_close(cpu_case *c) {
 
 /* ---- Reference arithmetic ---- */
 
-static void ref_norm(double *y, const double *x, const toka_tensor *w, int n, double eps) {
-    double sum = 0;
-    for (int i = 0; i < n; i++) sum += x[i] * x[i];
-    for (int i = 0; i < n; i++) y[i] = x[i] / sqrt(sum / n + eps) * ref_element(w, (size_t)i);
+/* w absent: y = x. */
+static void ref_norm(const toka_shape *s, double *y, const double *x, const toka_tensor *w, int n) {
+    double sum = 0, mean = 0;
+    for (int i = 0; s->layer_norm && i < n; i++) mean += x[i] / n;
+    for (int i = 0; i < n; i++) sum += (x[i] - mean) * (x[i] - mean);
+    for (int i = 0; i < n; i++)
+        y[i] = w->rows ? (x[i] - mean) / sqrt(sum / n + s->eps) * (ref_element(w, (size_t)i) + s->norm_offset) : x[i];
+}
+static void ref_add(double *y, const toka_tensor *bias, int n) {
+    for (int i = 0; bias->rows && i < n; i++) y[i] += ref_element(bias, (size_t)i);
+}
+static double ref_cap(double x, double cap) { return cap ? cap * tanh(x / cap) : x; }
+static double ref_sigmoid(double x) { return 1 / (1 + exp(-x)); }
+static void ref_rope(const toka_rope *rope, double *x, int pos) {
+    const int half = rope ? rope->dims / 2 : 0;
+    for (int i = 0; i < half; i++) {
+        double *a = rope->neighbours ? &x[2 * i] : &x[i], *b = rope->neighbours ? &x[2 * i + 1] : &x[i + half];
+        double angle = (float)pos * rope->freq[i], first = *a, second = *b;
+        *a = (first * cos(angle) - second * sin(angle)) * rope->scale;
+        *b = (second * cos(angle) + first * sin(angle)) * rope->scale;
+    }
 }
 static void ref_matvec(double *y, const double *x, const toka_tensor *w) {
     for (int n = 0; n < w->rows; n++) {
@@ -114,26 +221,129 @@ static void ref_matvec(double *y, const double *x, const toka_tensor *w) {
         for (int k = 0; k < w->cols; k++) y[n] += x[k] * ref_element(w, (size_t)n * (size_t)w->cols + (size_t)k);
     }
 }
-/* q, k or v of one token: RMSNorm, product, bias; then the norm and RoPE of each head, unless it is
+/* q, k or v of one token: norm, product, bias; then the norm and RoPE of each head, unless it is
  * v (norm_w and rotate are off). */
 static void ref_heads(const cpu_case *c, double *y, const double *x, const toka_layer *l, const toka_tensor *w,
                       const toka_tensor *bias, const toka_tensor *head_norm, int pos, bool rotate) {
     const toka_shape *s = &c->sh;
-    double *xn = mem_alloc((size_t)s->E * sizeof *xn), pair[256];
-    ref_norm(xn, x, &l->attn_norm, s->E, s->eps);
+    double *xn = mem_alloc((size_t)s->E * sizeof *xn);
+    ref_norm(s, xn, x, &l->attn_norm, s->E);
     ref_matvec(y, xn, w);
     free(xn);
-    for (int i = 0; bias->rows && i < w->rows; i++) y[i] += ref_element(bias, (size_t)i);
-    for (int h = 0; rotate && h < w->rows / s->D; h++) {
-        double *a = y + h * s->D;
-        if (head_norm->rows) ref_norm(a, a, head_norm, s->D, s->eps);
-        memcpy(pair, a, (size_t)s->D * sizeof *a);
-        for (int i = 0; i < s->D; i++) {
-            int f = i % (s->D / 2);
-            double angle = (float)pos * c->freq[f], other = i < s->D / 2 ? -pair[i + s->D / 2] : pair[i - s->D / 2];
-            a[i] = (pair[i] * cos(angle) + other * sin(angle)) * c->rope.scale;
+    ref_add(y, bias, w->rows);
+    if (!rotate) return;
+    for (int i = 0; head_norm->rows && i < w->rows; i += head_norm->cols) ref_norm(s, y + i, y + i, head_norm, head_norm->cols);
+    for (int h = 0; h < w->rows / s->D; h++) ref_rope(l->rope, y + h * s->D, pos);
+}
+
+/* The absorbed q, K and V of one token with MLA. */
+static void ref_mla(const cpu_case *c, double *q, double *k, double *v, const double *x, const toka_layer *l, int pos) {
+    const toka_shape *s = &c->sh;
+    const toka_mla *mla = l->mla;
+    double xn[600], qa[600], qs[600];
+    const int head_rows = mla->nope + mla->v;
+    ref_norm(s, xn, x, &l->attn_norm, s->E);
+    if (mla->q_a.rows) {
+        ref_matvec(qa, xn, &mla->q_a);
+        ref_norm(s, qa, qa, &mla->q_a_norm, mla->q_a.rows);
+    } else memcpy(qa, xn, sizeof qa);
+    ref_matvec(qs, qa, &mla->q_b);
+    for (int h = 0; h < s->H; h++) {
+        double *from = qs + h * (mla->nope + mla->rope), *to = q + h * s->D;
+        for (int i = 0; i < mla->latent; i++) {
+            to[i] = 0;
+            for (int n = 0; n < mla->nope; n++)
+                to[i] += from[n] * ref_element(&mla->kv_b, (size_t)((h * head_rows + n) * mla->latent + i));
+        }
+        ref_rope(l->rope, from + mla->nope, pos);
+        memcpy(to + mla->latent, from + mla->nope, (size_t)mla->rope * sizeof *to);
+    }
+    ref_matvec(k, xn, &mla->kv_a);
+    ref_norm(s, k, k, &mla->kv_a_norm, mla->latent);
+    ref_rope(l->rope, k + mla->latent, pos);
+    memcpy(v, k, (size_t)mla->latent * sizeof *v);
+}
+
+/* y [E] = the MLP of x [E]. */
+static void ref_mlp(const cpu_case *c, double *y, const double *x, const toka_mlp *mlp, toka_activation kind) {
+    double g[1200], u[1200];
+    const double limit = c->sh.swiglu_limit;
+    const int F = mlp->gate.rows;
+    ref_matvec(g, x, &mlp->gate), ref_matvec(u, x, &mlp->up);
+    ref_add(g, &mlp->gate_bias, F), ref_add(u, &mlp->up_bias, F);
+    for (int i = 0; i < F; i++) {
+        if (kind == TOKA_SILU) g[i] = g[i] * ref_sigmoid(g[i]) * u[i];
+        else if (kind == TOKA_GELU_TANH) g[i] = 0.5 * g[i] * (1 + tanh(sqrt(2 / M_PI) * (g[i] + 0.044715 * pow(g[i], 3)))) * u[i];
+        else {
+            double gate = MIN(g[i], limit), up = MAX(MIN(u[i], limit), -limit);
+            g[i] = gate * ref_sigmoid(1.702 * gate) * (up + 1);
         }
     }
+    ref_matvec(y, g, &mlp->down);
+    ref_add(y, &mlp->down_bias, c->sh.E);
+}
+
+/* Marks the k highest; among equal ones the first. */
+static void ref_highest(const double *score, bool *mark, int n, int k) {
+    for (int i = 0; i < n; i++) {
+        int better = 0;
+        for (int j = 0; j < n; j++) better += score[j] > score[i] || (score[j] == score[i] && j < i);
+        mark[i] = better < k;
+    }
+}
+static void ref_weights(double *score, const bool *mark, int n) {
+    double sum = 0;
+    for (int i = 0; i < n; i++) sum += !mark || mark[i] ? exp(score[i]) : 0;
+    for (int i = 0; i < n; i++) score[i] = exp(score[i]) / sum;
+}
+/* weight[X]: of each expert for this x, 0 for those that are not chosen. */
+static void ref_route(const toka_moe *m, const double *x, double *weight) {
+    double score[X_COUNT], choice[X_COUNT], group[X_COUNT], sum = 0;
+    bool mark[X_COUNT], kept[X_COUNT];
+    const int X = m->n_experts, size = m->n_groups > 1 ? X / m->n_groups : X;
+    ref_matvec(score, x, &m->router);
+    ref_add(score, &m->router_bias, X);
+    if (m->kind == TOKA_ROUTER_SOFTMAX) ref_weights(score, NULL, X);
+    for (int i = 0; i < X; i++) choice[i] = score[i] = m->kind == TOKA_ROUTER_SIGMOID ? ref_sigmoid(score[i]) : score[i];
+    ref_add(choice, &m->choice_bias, X);
+    for (int g = 0; g * size < X; g++) {
+        double best = -INFINITY, second = -INFINITY;
+        for (int i = g * size; i < (g + 1) * size; i++)
+            if (choice[i] > best) second = best, best = choice[i];
+            else second = MAX(second, choice[i]);
+        group[g] = m->groups_by_top2 ? best + second : best;
+    }
+    ref_highest(group, kept, X / size, m->n_groups > 1 ? m->top_groups : 1);
+    for (int i = 0; i < X; i++) choice[i] = kept[i / size] ? choice[i] : -INFINITY;
+    ref_highest(choice, mark, X, m->top_k);
+    if (m->kind == TOKA_ROUTER_TOPK) ref_weights(score, mark, X);
+    for (int i = 0; i < X; i++) sum += mark[i] ? score[i] : 0;
+    for (int i = 0; i < X; i++) weight[i] = mark[i] ? score[i] / (m->renormalize ? sum : 1) * m->scale : 0;
+}
+/* y [E] = the feed-forward of x [E], of a layer with experts or without. */
+static void ref_feed_forward(const cpu_case *c, double *y, const double *x, const toka_layer *l) {
+    const toka_moe *m = l->moe;
+    double weight[X_COUNT], part[1200], gate = 0;
+    if (!m) {
+        ref_mlp(c, y, x, &l->mlp, l->activation);
+        return;
+    }
+    ref_route(m, x, weight);
+    for (int i = 0; i < c->sh.E; i++) y[i] = 0;
+    for (int e = 0; e <= m->n_experts; e++) {
+        const bool shared = e == m->n_experts;
+        if (shared ? !m->shared.gate.rows : !weight[e]) continue;
+        if (shared && m->shared_gate.rows) ref_matvec(&gate, x, &m->shared_gate);
+        const double factor = !shared ? weight[e] : m->shared_gate.rows ? ref_sigmoid(gate) : 1;
+        ref_mlp(c, part, x, shared ? &m->shared : &m->experts[e], l->activation);
+        for (int i = 0; i < c->sh.E; i++) y[i] += factor * part[i];
+    }
+}
+/* x += scale * norm(delta) */
+static void ref_residual(const cpu_case *c, double *x, const double *delta, const toka_tensor *post_norm) {
+    double normed[1200];
+    ref_norm(&c->sh, normed, delta, post_norm, c->sh.E);
+    for (int i = 0; i < c->sh.E; i++) x[i] += normed[i] * (c->sh.residual_scale ? c->sh.residual_scale : 1);
 }
 
 /* ---- Sequences, their pages and steps ---- */
@@ -253,7 +463,7 @@ static double rel_error(const float *got, const double *want, size_t n) {
 #define WHOLE(x) (&(toka_hidden){(x), TOKA_HIDDEN_WHOLE, NULL}) /* x that the test has written */
 
 typedef struct cpu_ref { /* K and V of every stored position in float64, for one layer */
-    double *k, *v;       /* [seq][pos][K*D] */
+    double *k, *v;       /* [seq][pos][K*D], [seq][pos][K*Dv] */
 } cpu_ref;
 
 static void check_embed(cpu_seqs *w) {
@@ -262,9 +472,10 @@ static void check_embed(cpu_seqs *w) {
     double *want = mem_alloc(n * sizeof *want);
     for (size_t i = 0; i < n; i++)
         want[i] = ref_element(&w->c->w.embed,
-                              (size_t)w->ids[i / (size_t)w->c->sh.E] * (size_t)w->c->sh.E + i % (size_t)w->c->sh.E);
+                              (size_t)w->ids[i / (size_t)w->c->sh.E] * (size_t)w->c->sh.E + i % (size_t)w->c->sh.E) *
+                  (w->c->sh.embed_scale ? w->c->sh.embed_scale : 1);
     toka_cpu.embed(w->d, &w->step, &(toka_hidden){.data = x});
-    CHECK(rel_error(cpu_ptr(x), want, n) == 0);
+    CHECK(rel_error(cpu_ptr(x), want, n) <= (w->c->sh.embed_scale ? 1e-7 : 0));
     guarded_free(x, n), free(want);
 }
 
@@ -272,27 +483,31 @@ static void check_embed(cpu_seqs *w) {
 static void check_qkv(cpu_seqs *w, int layer, cpu_ref *ref) {
     const toka_shape *s = &w->c->sh;
     const toka_layer *l = &w->c->layers[layer];
-    int HD = s->H * s->D, KD = s->K * s->D;
+    int HD = s->H * s->D, KD = s->K * s->D, Dv = toka_value_size(s);
     size_t nx = (size_t)w->T * (size_t)s->E, nq = (size_t)w->T * (size_t)HD;
     toka_dev_ptr x = guarded(w->d, nx), q = guarded(w->d, nq);
     double *xd = mem_alloc(nx * sizeof *xd), *qd = mem_alloc(nq * sizeof *qd);
     for (size_t i = 0; i < nx; i++) xd[i] = cpu_ptr(x)[i] = (float)rnd_normal(&w->seed);
     toka_cpu.norm_qkv_rope_kv(w->d, &w->step, layer, WHOLE(x), q);
-    float got[2][256];
+    float got[2][CPU_MAX_HEAD_SIZE];
     for (int t = 0; t < w->T; t++) {
         const double *row = xd + (size_t)t * (size_t)s->E;
-        size_t at = (size_t)(w->seq[t] * CPU_LEN + w->pos[t]) * (size_t)KD;
-        ref_heads(w->c, qd + (size_t)t * (size_t)HD, row, l, &l->q, &l->q_bias, &l->q_norm, w->pos[t], true);
-        ref_heads(w->c, ref->k + at, row, l, &l->k, &l->k_bias, &l->k_norm, w->pos[t], true);
-        ref_heads(w->c, ref->v + at, row, l, &l->v, &l->v_bias, &l->v_bias, w->pos[t], false);
+        size_t pos = (size_t)(w->seq[t] * CPU_LEN + w->pos[t]);
+        double *k = ref->k + pos * (size_t)KD, *v = ref->v + pos * (size_t)(s->K * Dv);
+        if (l->mla) ref_mla(w->c, qd + (size_t)t * (size_t)HD, k, v, row, l, w->pos[t]);
+        else {
+            ref_heads(w->c, qd + (size_t)t * (size_t)HD, row, l, &l->q, &l->q_bias, &l->q_norm, w->pos[t], true);
+            ref_heads(w->c, k, row, l, &l->k, &l->k_bias, &l->k_norm, w->pos[t], true);
+            ref_heads(w->c, v, row, l, &l->v, &l->v_bias, &l->v_bias, w->pos[t], false);
+        }
         int page = layer * CPU_PAGES + w->kv_slot[t] / s->B, off = w->kv_slot[t] % s->B;
         for (int h = 0; h < s->K; h++) {
-            for (int i = 0; i < s->D; i++) {
+            for (int i = 0; i < s->D; i++)
                 got[0][i] = w->d->k_cache[(size_t)page * w->d->k_page_floats + (size_t)((h * s->D + i) * w->d->B_pad + off)];
-                got[1][i] = w->d->v_cache[(size_t)page * w->d->v_page_floats + (size_t)((h * s->B + off) * w->d->D_pad + i)];
-            }
-            CHECK(rel_error(got[0], ref->k + at + h * s->D, (size_t)s->D) < 1e-5);
-            CHECK(rel_error(got[1], ref->v + at + h * s->D, (size_t)s->D) < 1e-5);
+            for (int i = 0; i < Dv; i++)
+                got[1][i] = w->d->v_cache[(size_t)page * w->d->v_page_floats + (size_t)((h * s->B + off) * w->d->Dv_pad + i)];
+            CHECK(rel_error(got[0], k + h * s->D, (size_t)s->D) < 1e-5);
+            CHECK(rel_error(got[1], v + h * Dv, (size_t)Dv) < 1e-5);
         }
     }
     double err = rel_error(cpu_ptr(q), qd, nq);
@@ -302,53 +517,63 @@ static void check_qkv(cpu_seqs *w, int layer, cpu_ref *ref) {
 
 static void check_attention(cpu_seqs *w, int layer, const cpu_ref *ref) {
     const toka_shape *s = &w->c->sh;
-    size_t n = (size_t)(w->T * s->H * s->D);
+    const int Dv = toka_value_size(s);
+    const toka_tensor *sinks = &w->c->layers[layer].sinks;
+    size_t nq = (size_t)(w->T * s->H * s->D), n = (size_t)(w->T * s->H * Dv);
     int window = w->c->layers[layer].window;
-    toka_dev_ptr q = guarded(w->d, n), o = guarded(w->d, n);
+    toka_dev_ptr q = guarded(w->d, nq), o = guarded(w->d, n);
     double *want = mem_zalloc(n * sizeof *want), p[CPU_LEN];
-    for (size_t i = 0; i < n; i++) cpu_ptr(q)[i] = (float)rnd_normal(&w->seed);
+    for (size_t i = 0; i < nq; i++) cpu_ptr(q)[i] = (float)rnd_normal(&w->seed);
     toka_cpu.attention(w->d, &w->step, layer, q, o);
     for (int t = 0; t < w->T; t++)
         for (int h = 0; h < s->H; h++) {
             const float *qh = cpu_ptr(q) + (t * s->H + h) * s->D;
-            double *oh = want + (t * s->H + h) * s->D, best = -INFINITY, sum = 0;
-            size_t at = (size_t)((w->seq[t] * CPU_LEN * s->K + h / (s->H / s->K)) * s->D), step = (size_t)(s->K * s->D);
-            int from = window ? MAX(0, w->pos[t] - window + 1) : 0;
+            const double sink = sinks->rows ? ref_element(sinks, (size_t)h) : -INFINITY;
+            double *oh = want + (t * s->H + h) * Dv, best = sink, sum;
+            int from = window ? MAX(0, w->pos[t] - window + 1) : 0, head = h / (s->H / s->K);
+            /* sequence 0 stored the prefix, once */
+#define REF_AT(j) ((size_t)((((j) < w->shared ? 0 : w->seq[t]) * CPU_LEN + (j)) * s->K + head))
             for (int j = from; j <= w->pos[t]; j++) {
-                /* sequence 0 stored the prefix, once */
-                int owner = w->seq[t] && j < w->shared ? w->seq[t] : 0;
-                size_t src = j < w->shared ? at - (size_t)(owner * CPU_LEN * s->K * s->D) : at;
                 p[j] = 0;
-                for (int i = 0; i < s->D; i++) p[j] += qh[i] * ref->k[src + (size_t)j * step + (size_t)i] / sqrt(s->D);
+                for (int i = 0; i < s->D; i++) p[j] += qh[i] * ref->k[REF_AT(j) * (size_t)s->D + (size_t)i];
+                p[j] = ref_cap(p[j] * (s->attn_scale ? s->attn_scale : 1 / sqrt(s->D)), s->attn_cap);
                 best = MAX(best, p[j]);
             }
+            sum = exp(sink - best);
             for (int j = from; j <= w->pos[t]; j++) sum += p[j] = exp(p[j] - best);
-            for (int j = from; j <= w->pos[t]; j++) {
-                size_t src = j < w->shared ? at - (size_t)(w->seq[t] * CPU_LEN * s->K * s->D) : at;
-                for (int i = 0; i < s->D; i++) oh[i] += p[j] / sum * ref->v[src + (size_t)j * step + (size_t)i];
-            }
+            for (int j = from; j <= w->pos[t]; j++)
+                for (int i = 0; i < Dv; i++) oh[i] += p[j] / sum * ref->v[REF_AT(j) * (size_t)Dv + (size_t)i];
+#undef REF_AT
         }
     double err = rel_error(cpu_ptr(o), want, n);
     CHECK_MSG(err < 3e-6, "%g: T %d, layer %d, spans %d", err, w->T, layer, w->n_spans);
-    guarded_free(q, n), guarded_free(o, n), free(want);
+    guarded_free(q, nq), guarded_free(o, n), free(want);
 }
 
 static void check_out_residual(cpu_seqs *w, int layer) {
     const toka_shape *s = &w->c->sh;
     const toka_layer *l = &w->c->layers[layer];
-    int HD = s->H * s->D;
+    int HD = s->H * toka_value_size(s);
     size_t nx = (size_t)(w->T * s->E), no = (size_t)(w->T * HD);
     toka_dev_ptr x = guarded(w->d, nx), o = guarded(w->d, no);
     double *want = mem_alloc(nx * sizeof *want), *in = mem_alloc((size_t)HD * sizeof *in),
-        *y = mem_alloc((size_t)s->E * sizeof *y);
+        *y = mem_alloc((size_t)s->E * sizeof *y), values[600];
     for (size_t i = 0; i < nx; i++) want[i] = cpu_ptr(x)[i] = (float)rnd_normal(&w->seed);
     for (size_t i = 0; i < no; i++) cpu_ptr(o)[i] = (float)rnd_normal(&w->seed);
     toka_cpu.out_residual(w->d, &w->step, layer, o, WHOLE(x));
     for (int t = 0; t < w->T; t++) {
         for (int i = 0; i < HD; i++) in[i] = cpu_ptr(o)[t * HD + i];
-        ref_matvec(y, in, &l->o);
-        for (int i = 0; i < s->E; i++)
-            want[t * s->E + i] += y[i] + (l->o_bias.rows ? ref_element(&l->o_bias, (size_t)i) : 0);
+        for (int h = 0; l->mla && h < s->H; h++)
+            for (int i = 0; i < MLA_V; i++) {
+                double *value = &values[h * MLA_V + i];
+                *value = 0;
+                for (int j = 0; j < MLA_LATENT; j++)
+                    *value += in[h * MLA_LATENT + j] *
+                              ref_element(&l->mla->kv_b, (size_t)((h * (MLA_NOPE + MLA_V) + MLA_NOPE + i) * MLA_LATENT + j));
+            }
+        ref_matvec(y, l->mla ? values : in, &l->o);
+        ref_add(y, &l->o_bias, s->E);
+        ref_residual(w->c, want + t * s->E, y, &l->attn_post_norm);
     }
     CHECK(rel_error(cpu_ptr(x), want, nx) < 1e-6);
     guarded_free(x, nx), guarded_free(o, no), free(want), free(in), free(y);
@@ -359,20 +584,17 @@ static void check_mlp(cpu_seqs *w, int layer) {
     const toka_layer *l = &w->c->layers[layer];
     size_t nx = (size_t)(w->T * s->E);
     toka_dev_ptr x = guarded(w->d, nx);
-    double *want = mem_alloc(nx * sizeof *want), *in = mem_alloc((size_t)s->E * sizeof *in);
-    double *g = mem_alloc((size_t)s->F * sizeof *g), *u = mem_alloc((size_t)s->F * sizeof *u);
+    double *want = mem_alloc(nx * sizeof *want), *in = mem_alloc((size_t)s->E * sizeof *in), delta[1200];
     for (size_t i = 0; i < nx; i++) want[i] = cpu_ptr(x)[i] = (float)rnd_normal(&w->seed);
     toka_cpu.norm_mlp_residual(w->d, &w->step, layer, WHOLE(x));
     for (int t = 0; t < w->T; t++) {
-        double *row = want + t * s->E;
-        ref_norm(in, row, &l->mlp_norm, s->E, s->eps);
-        ref_matvec(g, in, &l->mlp.gate), ref_matvec(u, in, &l->mlp.up);
-        for (int i = 0; i < s->F; i++) g[i] = g[i] / (1 + exp(-g[i])) * u[i];
-        ref_matvec(in, g, &l->mlp.down);
-        for (int i = 0; i < s->E; i++) row[i] += in[i];
+        ref_norm(s, in, want + t * s->E, &l->mlp_norm, s->E);
+        ref_feed_forward(w->c, delta, in, l);
+        ref_residual(w->c, want + t * s->E, delta, &l->mlp_post_norm);
     }
-    CHECK(rel_error(cpu_ptr(x), want, nx) < 1e-6);
-    guarded_free(x, nx), free(want), free(in), free(g), free(u);
+    double err = rel_error(cpu_ptr(x), want, nx);
+    CHECK_MSG(err < 1e-6, "%g", err);
+    guarded_free(x, nx), free(want), free(in);
 }
 
 static void check_logits(cpu_seqs *w) {
@@ -392,8 +614,9 @@ static void check_logits(cpu_seqs *w) {
     for (int i = 0; i < n_out; i++) {
         double best = -INFINITY, sum = 0;
         for (int j = 0; j < s->E; j++) in[j] = cpu_ptr(x)[rows[i].row * s->E + j];
-        ref_norm(in, in, &w->c->w.norm, s->E, s->eps);
+        ref_norm(s, in, in, &w->c->w.norm, s->E);
         ref_matvec(y, in, &w->c->w.lm_head);
+        for (int j = 0; j < s->V; j++) y[j] = ref_cap(y[j] * (s->logit_scale ? s->logit_scale : 1), s->logit_cap);
         for (int j = 0; j < s->V; j++) best = MAX(best, y[j]);
         for (int j = 0; j < s->V; j++) sum += exp(y[j] - best);
         CHECK(rel_error(cpu_ptr(logits) + i * s->V, y, (size_t)s->V) < 1e-6);
@@ -462,7 +685,7 @@ static void check_ops(cpu_sizes z, int set, int threads, uint64_t seed) {
     }
     for (int layer = 0; layer < 2; layer++) {
         cpu_ref ref;
-        size_t n = (size_t)(CPU_SEQS * CPU_LEN * z.K * z.D);
+        size_t n = (size_t)(CPU_SEQS * CPU_LEN * c.sh.K * MAX(c.sh.D, toka_value_size(&c.sh)));
         ref.k = mem_zalloc(n * sizeof(double)), ref.v = mem_zalloc(n * sizeof(double));
         for (int round = 0; round < 2; round++) {
             if (!round) seqs_make_step(w, start, mid, false, 1);
@@ -498,6 +721,30 @@ static void test_cpu_ops(void) {
                           z.H, z.K,
                           z.D, z.B, (int)seed);
             }
+}
+
+/* Every kind of layer and model, alone and with others. */
+static const int cpu_kinds[] = {KIND_GEMMA, KIND_GEMMA | KIND_POST, KIND_SINKS | KIND_CLAMPED, KIND_SINKS | KIND_TOPK | KIND_CLAMPED,
+                                KIND_ALL_NORM | KIND_POST, KIND_COHERE, KIND_GRANITE, KIND_GRANITE | KIND_MOE, KIND_MOE | KIND_GROUP_MAX,
+                                KIND_MLA, KIND_MLA | KIND_GROUPS, KIND_GROUPS | KIND_POST};
+static void test_cpu_kinds(void) {
+    uint64_t seed = 7;
+    for (int set = 0; set < cpu_n_kernel_sets(); set++)
+        for (int i = 0; i < COUNT(cpu_kinds); i++, seed++) {
+            cpu_sizes z = {.H = 6, .K = i % 2 ? 2 : 3, .D = 12 + 8 * (i % 4), .E = 56, .F = 70, .V = 61, .B = (int[]){16, 4, 20}[seed % 3],
+                           .type = (toka_dtype)(seed % 3), .extras = i == 5, .window = (int[]){0, 5}[seed % 2],
+                           .Dv = i % 3 ? 0 : 20 + 12 * (i % 4), .kinds = cpu_kinds[i]};
+            int before = check_failed;
+            check_ops(z, set, 1 + (int)(seed % 3), seed);
+            CHECK_MSG(check_failed == before, "%s, kinds %d, dtype %d, seed %d", cpu_kernel_sets[set].name, z.kinds, z.type, (int)seed);
+        }
+}
+
+/* The heads of DeepSeek's cache, the largest. */
+static void test_cpu_large_heads(void) {
+    for (int set = 0; set < cpu_n_kernel_sets(); set++)
+        check_ops((cpu_sizes){.H = 5, .K = 1, .D = 576, .Dv = 512, .E = 32, .F = 40, .V = 30, .B = 16, .kinds = KIND_SINKS}, set, 2,
+                  (uint64_t)(40 + set));
 }
 
 /* So wide that a product has several blocks of k and uses tiles of every height. */
@@ -541,7 +788,8 @@ static void test_cpu_exp(void) {
 static void run_step(cpu_seqs *w, float *logits) {
     const toka_shape *s = &w->c->sh;
     size_t T = (size_t)w->T, E = (size_t)s->E, HD = (size_t)(s->H * s->D), V = (size_t)s->V;
-    toka_dev_ptr x = guarded(w->d, T * E), q = guarded(w->d, T * HD), o = guarded(w->d, T * HD);
+    size_t HDv = (size_t)(s->H * toka_value_size(s));
+    toka_dev_ptr x = guarded(w->d, T * E), q = guarded(w->d, T * HD), o = guarded(w->d, T * HDv);
     toka_sample_row *rows = mem_zalloc(T * sizeof *rows);
     toka_sample_result *results = mem_zalloc(T * sizeof *results);
     float *out = mem_alloc(T * V * sizeof *out);
@@ -558,7 +806,7 @@ static void run_step(cpu_seqs *w, float *logits) {
     toka_cpu.norm_logits_sample(w->d, &w->step, &hidden, results);
     for (int t = 0; t < w->T; t++)
         memcpy(logits + (size_t)(w->seq[t] * CPU_LEN + w->pos[t]) * V, out + (size_t)t * V, V * sizeof *out);
-    guarded_free(x, T * E), guarded_free(q, T * HD), guarded_free(o, T * HD);
+    guarded_free(x, T * E), guarded_free(q, T * HD), guarded_free(o, T * HDv);
     free(rows), free(results), free(out);
 }
 
@@ -609,7 +857,8 @@ static void check_invariance(const cpu_kernels *set, cpu_sizes z, uint64_t seed)
         seqs_open_device(w, &cpu_kernel_sets[cpu_n_kernel_sets() - 1], 1, 512);
         run_seqs(w, again, 0);
         for (size_t i = 0; i < n; i++) error += pow(first[i] - again[i], 2), norm += pow(again[i], 2);
-        CHECK_MSG(error > 0 && sqrt(error / norm) < 0.01, "dtype %d: relative error of the logits %g", (int)z.type, sqrt(error / norm));
+        const double most = z.kinds ? 0.1 : 0.01; /* some kinds are steep: caps, other experts for nearly equal scores */
+        CHECK_MSG(error > 0 && sqrt(error / norm) < most, "dtype %d: relative error of the logits %g", (int)z.type, sqrt(error / norm));
     }
     toka_cpu.close(w->d);
     case_close(&c), free(w), free(first), free(again);
@@ -624,6 +873,12 @@ static void test_cpu_invariance(void) {
                            .B = (int[]){16, 4, 8, 32}[i], .type = (toka_dtype)(i % 3), .extras = i & 1,
                                .window = i == 2 ? 9 : 0};
             check_invariance(set < n_sets ? &cpu_kernel_sets[set] : cpu_bf16_kernels(), z, (uint64_t)(i + 1));
+        }
+    for (int set = 0; set < n_sets + (cpu_bf16_kernels() != NULL); set++)
+        for (int i = 0; i < COUNT(cpu_kinds); i++) {
+            cpu_sizes z = {.H = 4, .K = 2, .D = 20, .E = 40, .F = 70, .V = 37, .B = 8, .kinds = cpu_kinds[i], .window = i % 2 ? 9 : 0,
+                           .type = (toka_dtype)((i + set) % 3), .Dv = i % 4 ? 0 : 12};
+            check_invariance(set < n_sets ? &cpu_kernel_sets[set] : cpu_bf16_kernels(), z, (uint64_t)(i + 11));
         }
 }
 
@@ -751,6 +1006,7 @@ static void test_cpu_refuses(void) {
 
 static const struct test cpu_tests[] = {{"cpu_unpack", test_cpu_unpack},         {"cpu_exp", test_cpu_exp},
                                         {"cpu_ops", test_cpu_ops},               {"cpu_wide", test_cpu_wide},
+                                        {"cpu_kinds", test_cpu_kinds},           {"cpu_large_heads", test_cpu_large_heads},
                                         {"cpu_invariance", test_cpu_invariance}, {"cpu_bf16", test_cpu_bf16},
                                         {"cpu_pool", test_cpu_pool},             {"cpu_hidden", test_cpu_hidden},
                                         {"cpu_refuses", test_cpu_refuses},       {0}};
