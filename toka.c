@@ -6,7 +6,7 @@
  * run on any Linux machine; millions of completions as fast as the hardware allows; copying these
  * files into another project, to use, teach or review. So it is one file that reads from top to
  * bottom, and each chapter uses only earlier ones. `cc -c toka.c` compiles chapters 1 to 23, the
- * library. -DTOKA_SERVER adds chapters 24 to 36: server, batches, benchmarks, hub, command line;
+ * library. -DTOKA_SERVER adds chapters 24 to 37: server, batches, benchmarks, hub, command line;
  * and -DTOKA_MAIN adds main() to these. toka_kernels.cu is the GPU backend. toka.h is the public
  * interface and, in its lower half, the interface of the backends.
  *
@@ -38,7 +38,7 @@
  *                                      id and log-probability. sched_commit (16) appends the id
  *                                      to its sequence
  *     id -------------- tok_stream_put (6), stop_put (18) --> text that is certain --> toka_event
- *                                      --> callback: of the command line (36), the batch runner
+ *                                      --> callback: of the command line (37), the batch runner
  *                                      (28) or another program (23). The server's callback gets
  *                                      ids; its workers make the text from them: api_feed (27)
  *
@@ -123,7 +123,7 @@
  * and utf8_ 4, uni_ 5, tok_ 6 and 7, tmpl_ 8 to 10 (tv_: values of templates), st_ and mf_ 11 to
  * 13, kv_ 14, heap_ 15, sched_ 16, batch_ 17, samp_ and stop_ 18, plain_ 18.8, cpu_ 19 and 20,
  * group_ 20, model_ and rank_ 21, eng_ 22, lib_ 23, http_ 24, parse_ 25, api_ 26 and 27, run_ 28
- * and 33, files_ 29, srv_ 30 to 32, plan_ 33, benchclient_ 34, hub_ 35, cli_ 36.
+ * and 33, files_ 29, srv_ 30 to 32, plan_ 33, benchclient_ 34, hub_ 35, edit_ 36, cli_ 37.
  *
  * WORDS                                                                                     chapter
  *   sample          one of the n completions of a request                                        16
@@ -226,13 +226,14 @@
  *  33. Bench and plan [os]
  *  34. Bench serve [os]
  *  35. Hub [os]
- *  36. Command line [os]
+ *  36. Line editor [os]
+ *  37. Command line [os]
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE /* mmap flags, sched_getaffinity, memmem */
 #endif
 #ifdef TOKA_MAIN
-#define TOKA_SERVER /* chapters 24 to 36: server, batches, benchmarks, hub, command line */
+#define TOKA_SERVER /* chapters 24 to 37: server, batches, benchmarks, hub, command line */
 #endif
 #define TOKA_INTERNAL
 #include "toka.h"
@@ -286,12 +287,14 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/file.h>
+#include <sys/ioctl.h>
 #include <sys/sendfile.h>
 #include <sys/socket.h>
 #include <sys/statvfs.h>
 #include <sys/un.h>
 #include <sys/wait.h>
-#define SERVER_ONLY /* before a function of chapters 1 to 23 that only chapters 24 to 36 call */
+#include <termios.h>
+#define SERVER_ONLY /* before a function of chapters 1 to 23 that only chapters 24 to 37 call */
 #else
 #define SERVER_ONLY __attribute__((unused))
 #endif
@@ -878,6 +881,20 @@ static bool os_is_dir(const char *path) {
 static bool os_is_file(const char *path) {
     struct stat st;
     return stat(path, &st) == 0 && S_ISREG(st.st_mode);
+}
+
+/* Makes the folders above a path. */
+SERVER_ONLY static int os_make_folders(const char *path, toka_err *e) {
+    buf folder = {0};
+    int code = 0;
+    for (const char *end = strchr(path + 1, '/'); end && !code; end = strchr(end + 1, '/')) {
+        buf_clear(&folder);
+        buf_put(&folder, path, (size_t)(end - path));
+        if (mkdir(folder.p, 0777) && errno != EEXIST)
+            code = fail(e, TOKA_E_IO, "%s: %s", folder.p, strerror(errno));
+    }
+    buf_free(&folder);
+    return code;
 }
 
 /* Reads a file descriptor (of a pipe, a terminal or a file) to its end and appends the bytes to
@@ -31123,7 +31140,7 @@ static void srv_loop_once(srv *server, struct epoll_event *events) {
 }
 
 /* Runs until a signal has come and all answers are sent, or until the engine has failed and its
- * clients were informed. A second signal ends the program (36). */
+ * clients were informed. A second signal ends the program (37). */
 static void srv_run_loop(srv *server) {
     srv_loop *loop = server->loop;
     struct epoll_event events[SRV_MAX_EVENTS];
@@ -34715,26 +34732,12 @@ typedef struct hub_part { /* a file while a thread downloads it */
     bool disk_failed; /* another try would fail, too */
 } hub_part;
 
-/* Makes the folders above a path. */
-static int hub_make_folders(const char *path, toka_err *e) {
-    buf folder = {0};
-    int code = 0;
-    for (const char *end = strchr(path + 1, '/'); end && !code; end = strchr(end + 1, '/')) {
-        buf_clear(&folder);
-        buf_put(&folder, path, (size_t)(end - path));
-        if (mkdir(folder.p, 0777) && errno != EEXIST)
-            code = fail(e, TOKA_E_IO, "%s: %s", folder.p, strerror(errno));
-    }
-    buf_free(&folder);
-    return code;
-}
-
 /* Waits for the lock of a blob, which another process has while it downloads it. *fd: the lock,
  * which ends when the file is closed. */
 static int hub_lock_blob(hub_repo *repo, const hub_file *file, int *fd, toka_err *e) {
     buf path = {0};
     buf_printf(&path, "%s/%s.lock", repo->locks, file->hash);
-    int code = hub_make_folders(path.p, e);
+    int code = os_make_folders(path.p, e);
     *fd = code ? -1 : open(path.p, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
     if (!code && *fd < 0) code = fail(e, TOKA_E_IO, "%s: %s", path.p, strerror(errno));
     while (!code && flock(*fd, LOCK_EX | LOCK_NB)) {
@@ -34892,7 +34895,7 @@ static int hub_download_file(hub_download *download, const hub_file *file, char 
     char *path = hub_blob_path(repo, file, ""), *part_path = hub_blob_path(repo, file, ".incomplete");
     if (!code && hub_has_blob(repo, file)) {
         download->n_received += file->n_bytes;
-    } else if (!code && !(code = hub_make_folders(path, e))) {
+    } else if (!code && !(code = os_make_folders(path, e))) {
         part.fd = open(part_path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
         code = part.fd < 0 ? hub_part_fail(&part, e) : hub_part_fetch(&part, chunk, e);
         if (!code && rename(part_path, path)) code = hub_part_fail(&part, e);
@@ -34981,7 +34984,7 @@ static int hub_check_space(hub_repo *repo, const hub_file *files, int n_files, t
     int64_t n_missing = 0;
     buf text = {0};
     for (int i = 0; i < n_files; i++) n_missing += hub_missing_bytes(repo, &files[i]);
-    if (hub_make_folders(repo->locks, e) || hub_make_folders(repo->folder, e)) return e->code;
+    if (os_make_folders(repo->locks, e) || os_make_folders(repo->folder, e)) return e->code;
     if (statvfs(repo->cache, &info)) return 0; /* then writing says what is wrong */
     const double n_free = (double)info.f_bavail * (double)info.f_frsize;
     if ((double)n_missing <= n_free) return 0;
@@ -35028,7 +35031,7 @@ static int hub_link_file(hub_repo *repo, const hub_file *file, toka_err *e) {
     buf_c(&target, "../..");
     for (const char *c = file->path; (c = strchr(c, '/')); c++) buf_c(&target, "/..");
     buf_printf(&target, "/blobs/%s", file->hash);
-    int code = hub_make_folders(link.p, e);
+    int code = os_make_folders(link.p, e);
     if (!code && stat(link.p, &info)) { /* none, or a link to a blob that is gone */
         char *blob = hub_blob_path(repo, file, "");
         unlink(link.p);
@@ -35047,7 +35050,7 @@ static int hub_write_ref(hub_repo *repo, toka_err *e) {
     if (!strcmp(repo->revision, repo->commit)) return 0;
     buf_printf(&path, "%s/refs/%s", repo->folder, repo->revision);
     buf_printf(&temporary, "%s.%d", path.p, (int)getpid());
-    if (!(code = hub_make_folders(path.p, e))) {
+    if (!(code = os_make_folders(path.p, e))) {
         FILE *file = fopen(temporary.p, "we");
         bool ok = file && fputs(repo->commit, file) >= 0;
         if (file && fclose(file)) ok = false;
@@ -35262,7 +35265,410 @@ static int hub_remove(const char *id, int64_t *n_bytes, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 36. Command line [os]
+ * MARK: 36. Line editor [os]
+ * In: the bytes of a terminal's keys. Out: a text that the user has edited, of one or more lines.
+ *
+ *   keys       edit_feed: one byte changes the text, the cursor or the place in the history
+ *   screen     edit_render: the escape sequences that show the text and the cursor
+ *   history    edit_history_load, edit_history_add: a file with one JSON string a line
+ *   terminal   edit_read: raw mode, read, feed, render
+ *
+ * edit_feed and edit_render do no I/O, so they are tested without a terminal. The keys are those of
+ * most shells: arrows, Home, End, Delete, Ctrl-A E B F K U W L, Alt-B F and Alt-Backspace, Ctrl-P
+ * and N. Enter ends the text. A line end inside it comes from Ctrl-J, Alt-Enter, a backslash before
+ * Enter, or pasted text (bracketed paste: a terminal marks the bytes of a paste).
+ * =========================================================================== */
+
+enum { EDIT_MAX_HISTORY = 1000, EDIT_MAX_BYTES = 1 << 24 };
+
+typedef enum edit_result {
+    EDIT_GOES_ON, EDIT_DONE,
+    EDIT_CANCELLED, /* Ctrl-C: the text is dropped */
+    EDIT_ENDED,     /* Ctrl-D in an empty text, or the terminal is gone */
+    EDIT_SUSPENDED  /* Ctrl-Z */
+} edit_result;
+
+typedef struct edit {
+    buf text;
+    size_t cursor;        /* a byte of text, or its end; never inside a character */
+    char keys[16];        /* the bytes of an escape sequence so far */
+    int n_keys;
+    bool is_paste;        /* the terminal sends pasted text */
+    int row;              /* the cursor's row on the screen, counted from the text's first one */
+    char **history;       /* [n_history] oldest first; owned */
+    int n_history, place; /* place: the shown entry; n_history: the new text */
+    buf draft;            /* the new text, while another entry is shown */
+    char *history_path;   /* NULL: the history is not kept */
+} edit;
+
+/* ---- Keys ---- */
+
+static bool edit_is_inside(const edit *ed, size_t at) {
+    return at < ed->text.n && ((unsigned char)ed->text.p[at] & 0xC0) == 0x80;
+}
+static size_t edit_before(const edit *ed, size_t at) { /* the start of the character before `at` */
+    if (at) at--;
+    while (at && edit_is_inside(ed, at)) at--;
+    return at;
+}
+static size_t edit_after(const edit *ed, size_t at) {
+    if (at < ed->text.n) at++;
+    while (edit_is_inside(ed, at)) at++;
+    return at;
+}
+static size_t edit_line_start(const edit *ed, size_t at) {
+    while (at && ed->text.p[at - 1] != '\n') at--;
+    return at;
+}
+static size_t edit_line_end(const edit *ed, size_t at) {
+    while (at < ed->text.n && ed->text.p[at] != '\n') at++;
+    return at;
+}
+static size_t edit_word_start(const edit *ed, size_t at) {
+    while (at && isspace((unsigned char)ed->text.p[at - 1])) at--;
+    while (at && !isspace((unsigned char)ed->text.p[at - 1])) at--;
+    return at;
+}
+static size_t edit_word_end(const edit *ed, size_t at) {
+    while (at < ed->text.n && isspace((unsigned char)ed->text.p[at])) at++;
+    while (at < ed->text.n && !isspace((unsigned char)ed->text.p[at])) at++;
+    return at;
+}
+
+static void edit_insert(edit *ed, char byte) {
+    if (ed->text.n >= EDIT_MAX_BYTES) return;
+    buf_char(&ed->text, byte);
+    memmove(ed->text.p + ed->cursor + 1, ed->text.p + ed->cursor, ed->text.n - 1 - ed->cursor);
+    ed->text.p[ed->cursor++] = byte;
+}
+
+/* Removes the bytes from `from` to `to`; the cursor goes there. */
+static void edit_cut(edit *ed, size_t from, size_t to) {
+    if (to > from) memmove(ed->text.p + from, ed->text.p + to, ed->text.n - to);
+    ed->text.n -= to - from;
+    ed->cursor = from;
+}
+
+/* Shows another entry of the history; the new text is kept meanwhile. */
+static void edit_show_entry(edit *ed, int place) {
+    if (place < 0 || place > ed->n_history) return;
+    if (ed->place == ed->n_history) {
+        buf_clear(&ed->draft);
+        buf_str(&ed->draft, buf_view(&ed->text));
+    }
+    ed->place = place;
+    const str shown = place < ed->n_history ? str_c(ed->history[place]) : buf_view(&ed->draft);
+    buf_clear(&ed->text);
+    buf_str(&ed->text, shown);
+    ed->cursor = ed->text.n;
+}
+
+/* Moves the cursor a line up, or shows the entry before this one. */
+static void edit_up(edit *ed) {
+    const size_t start = edit_line_start(ed, ed->cursor);
+    if (!start) {
+        edit_show_entry(ed, ed->place - 1);
+        return;
+    }
+    const size_t before = edit_line_start(ed, start - 1);
+    ed->cursor = MIN(before + (ed->cursor - start), start - 1);
+    while (edit_is_inside(ed, ed->cursor)) ed->cursor--;
+}
+static void edit_down(edit *ed) {
+    const size_t start = edit_line_start(ed, ed->cursor), end = edit_line_end(ed, ed->cursor);
+    if (end == ed->text.n) {
+        edit_show_entry(ed, ed->place + 1);
+        return;
+    }
+    ed->cursor = MIN(end + 1 + (ed->cursor - start), edit_line_end(ed, end + 1));
+    while (edit_is_inside(ed, ed->cursor)) ed->cursor--;
+}
+
+/* Enter: ends the text, unless a backslash before it asks for another line. */
+static edit_result edit_enter(edit *ed) {
+    if (ed->cursor == ed->text.n && ed->cursor && ed->text.p[ed->cursor - 1] == '\\') {
+        ed->text.p[ed->cursor - 1] = '\n';
+        return EDIT_GOES_ON;
+    }
+    ed->cursor = ed->text.n;
+    return EDIT_DONE;
+}
+
+/* Acts on a control character. */
+static edit_result edit_control(edit *ed, char key) {
+    const size_t at = ed->cursor;
+    switch (key) {
+    case 1: ed->cursor = edit_line_start(ed, at); break;              /* Ctrl-A */
+    case 2: ed->cursor = edit_before(ed, at); break;                  /* Ctrl-B */
+    case 3: return EDIT_CANCELLED;                                    /* Ctrl-C */
+    case 4:                                                           /* Ctrl-D */
+        if (!ed->text.n) return EDIT_ENDED;
+        edit_cut(ed, at, edit_after(ed, at));
+        break;
+    case 5: ed->cursor = edit_line_end(ed, at); break;                /* Ctrl-E */
+    case 6: ed->cursor = edit_after(ed, at); break;                   /* Ctrl-F */
+    case 8: case 127: edit_cut(ed, edit_before(ed, at), at); break;   /* Backspace */
+    case 10: edit_insert(ed, '\n'); break;                            /* Ctrl-J */
+    case 11: edit_cut(ed, at, edit_line_end(ed, at)); break;          /* Ctrl-K */
+    case 13: return edit_enter(ed);                                   /* Enter */
+    case 14: edit_down(ed); break;                                    /* Ctrl-N */
+    case 16: edit_up(ed); break;                                      /* Ctrl-P */
+    case 21: edit_cut(ed, edit_line_start(ed, at), at); break;        /* Ctrl-U */
+    case 23: edit_cut(ed, edit_word_start(ed, at), at); break;        /* Ctrl-W */
+    case 26: return EDIT_SUSPENDED;                                   /* Ctrl-Z */
+    default: break;
+    }
+    return EDIT_GOES_ON;
+}
+
+/* Acts on a whole escape sequence, without its ESC. One that is not in the table does nothing. */
+static void edit_sequence(edit *ed) {
+    static const struct {
+        const char *keys;
+        char control; /* the control character that does the same */
+    } same[] = {{"[A", 16}, {"[B", 14}, {"[C", 6}, {"[D", 2}, {"[H", 1}, {"[F", 5}, {"OA", 16},
+                {"OB", 14}, {"OC", 6}, {"OD", 2}, {"OH", 1}, {"OF", 5}, {"[1~", 1}, {"[4~", 5},
+                {"[7~", 1}, {"[8~", 5}, {"\r", 10}, {"\n", 10}, {"\x7f", 23}, {"\x08", 23}};
+    const str keys = {ed->keys, (size_t)ed->n_keys};
+    for (int i = 0; i < COUNT(same); i++)
+        if (str_is(keys, same[i].keys)) edit_control(ed, same[i].control);
+    if (str_is(keys, "[3~")) edit_cut(ed, ed->cursor, edit_after(ed, ed->cursor)); /* Delete */
+    if (str_is(keys, "b") || str_is(keys, "[1;5D")) ed->cursor = edit_word_start(ed, ed->cursor);
+    if (str_is(keys, "f") || str_is(keys, "[1;5C")) ed->cursor = edit_word_end(ed, ed->cursor);
+    if (str_is(keys, "[200~")) ed->is_paste = true;
+    if (str_is(keys, "[201~")) ed->is_paste = false;
+}
+
+/* Is the escape sequence complete? CSI ("[") ends with a byte from '@' on, SS3 ("O") has one more
+ * byte, any other has one. A sequence that is too long ends, too. */
+static bool edit_is_whole(const edit *ed) {
+    const char first = ed->keys[0], last = ed->keys[ed->n_keys - 1];
+    if (ed->n_keys == (int)sizeof ed->keys) return true;
+    if (first == '[') return ed->n_keys > 1 && last >= '@' && last <= '~';
+    return first != 'O' || ed->n_keys > 1;
+}
+
+/* Takes one byte from the terminal. */
+static edit_result edit_feed(edit *ed, char byte) {
+    const bool is_control = (unsigned char)byte < 0x20 || byte == 127;
+    if (ed->n_keys < 0) { /* ESC came before this byte */
+        ed->n_keys = 0;
+        ed->keys[ed->n_keys++] = byte;
+    } else if (ed->n_keys) {
+        ed->keys[ed->n_keys++] = byte;
+    } else if (byte == 27) {
+        ed->n_keys = -1;
+        return EDIT_GOES_ON;
+    }
+    if (ed->n_keys && !edit_is_whole(ed)) return EDIT_GOES_ON;
+    if (ed->n_keys) {
+        edit_sequence(ed);
+        ed->n_keys = 0;
+        return EDIT_GOES_ON;
+    }
+    if (ed->is_paste && is_control) {
+        if (byte == '\t') edit_insert(ed, byte);
+        if (byte == '\r' || byte == '\n') edit_insert(ed, '\n');
+        return EDIT_GOES_ON;
+    }
+    if (is_control) return edit_control(ed, byte);
+    edit_insert(ed, byte);
+    return EDIT_GOES_ON;
+}
+
+/* ---- Screen ---- */
+
+/* Returns the columns of a character: 2 for wide ones (East Asian, emoji), 0 for combining marks
+ * and joiners. */
+static int edit_char_width(uint32_t c) {
+    static const struct {
+        uint32_t first, last;
+        int width;
+    } ranges[] = {{0x300, 0x36F, 0},     {0x1100, 0x115F, 2},   {0x200B, 0x200F, 0},
+                  {0x2E80, 0xA4CF, 2},   {0xAC00, 0xD7A3, 2},   {0xF900, 0xFAFF, 2},
+                  {0xFE00, 0xFE0F, 0},   {0xFE30, 0xFE6F, 2},   {0xFF00, 0xFF60, 2},
+                  {0xFFE0, 0xFFE6, 2},   {0x1F300, 0x1F64F, 2}, {0x1F680, 0x1F6FF, 2},
+                  {0x1F900, 0x1F9FF, 2}, {0x20000, 0x3FFFD, 2}};
+    for (int i = 0; i < COUNT(ranges); i++)
+        if (c >= ranges[i].first && c <= ranges[i].last) return ranges[i].width;
+    return 1;
+}
+
+/* Takes the character at the front of *text. *width: its columns. A byte that is not UTF-8, and a
+ * tab, is one column. */
+static str edit_next_char(str *text, int *width) {
+    const int n = utf8_len(text->p, text->p + text->n);
+    const str taken = str_sub(*text, 0, (size_t)MAX(n, 1));
+    *text = str_sub(*text, taken.n, text->n);
+    *width = 1;
+    if (n > 1) {
+        uint32_t c = (unsigned char)taken.p[0] & (0xFFu >> (n + 1));
+        for (int i = 1; i < n; i++) c = c << 6 | ((unsigned char)taken.p[i] & 0x3F);
+        *width = edit_char_width(c);
+    }
+    return n && taken.p[0] != '\t' ? taken : STR(" ");
+}
+
+/* Appends what shows prompt, text and cursor, in place of what the last call showed. The prompt is
+ * ASCII; further lines begin with as many spaces. Rows are ended explicitly, so it does not matter
+ * how a terminal wraps. */
+static void edit_render(edit *ed, const char *prompt, int n_columns, buf *out) {
+    const int indent = (int)strlen(prompt);
+    int row = 0, column = indent, cursor_row = 0, cursor_column = indent;
+    if (ed->row) buf_printf(out, "\033[%dA", ed->row);
+    buf_printf(out, "\r\033[J%s", prompt);
+    for (str rest = buf_view(&ed->text);;) {
+        if (ed->text.n - rest.n == ed->cursor) cursor_row = row, cursor_column = column;
+        if (!rest.n) break;
+        int width = 0;
+        const bool is_end = *rest.p == '\n';
+        const str shown = edit_next_char(&rest, &width);
+        if (is_end || column + width > n_columns) {
+            buf_printf(out, "\r\n%*s", is_end ? indent : 0, "");
+            row++;
+            column = is_end ? indent : 0;
+        }
+        if (is_end) continue;
+        buf_str(out, shown);
+        column += width;
+    }
+    if (cursor_column >= n_columns) { /* behind a full row: the next one */
+        if (cursor_row == row) buf_c(out, "\r\n"), row++;
+        cursor_row++;
+        cursor_column = 0;
+    }
+    if (row > cursor_row) buf_printf(out, "\033[%dA", row - cursor_row);
+    buf_c(out, "\r");
+    if (cursor_column) buf_printf(out, "\033[%dC", cursor_column);
+    ed->row = cursor_row;
+}
+
+/* ---- History ---- */
+
+static void edit_push_entry(edit *ed, str text) {
+    if (!text.n) return;
+    if (ed->n_history && str_is(text, ed->history[ed->n_history - 1])) return;
+    if (ed->n_history == EDIT_MAX_HISTORY) {
+        free(ed->history[0]);
+        memmove(ed->history, ed->history + 1, (EDIT_MAX_HISTORY - 1) * sizeof *ed->history);
+        ed->n_history--;
+    }
+    ed->history = mem_realloc(ed->history, EDIT_MAX_HISTORY * sizeof *ed->history);
+    ed->history[ed->n_history] = mem_alloc(text.n + 1);
+    memcpy(ed->history[ed->n_history], text.p, text.n);
+    ed->history[ed->n_history++][text.n] = 0;
+}
+
+/* Reads the history of earlier runs. Lines that are not JSON strings are left out. */
+static void edit_history_load(edit *ed, const char *path) {
+    str text;
+    toka_err unused;
+    arena memory = {0};
+    ed->history_path = strcpy(mem_alloc(strlen(path) + 1), path);
+    if (os_map(path, &text, &unused)) return;
+    for (str rest = text, line; str_split_next(&rest, '\n', &line);) {
+        const str entry = json_str(json_parse(&memory, line, json_trusted, &unused));
+        if (!memchr(entry.p, 0, entry.n)) edit_push_entry(ed, entry);
+    }
+    arena_free(&memory);
+    os_unmap(text);
+}
+
+/* Adds a text to the history and to its file, which only this user can read. A file that cannot be
+ * written is no error. */
+static void edit_history_add(edit *ed, str text) {
+    buf line = {0};
+    toka_err unused;
+    edit_push_entry(ed, text);
+    const int how = O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC;
+    const bool is_kept = ed->history_path && !os_make_folders(ed->history_path, &unused);
+    const int fd = is_kept ? open(ed->history_path, how, 0600) : -1;
+    json_put_str(&line, text);
+    buf_char(&line, '\n');
+    if (fd >= 0) {
+        const ssize_t unused_size = write(fd, line.p, line.n);
+        (void)unused_size;
+        close(fd);
+    }
+    buf_free(&line);
+}
+
+static void edit_free(edit *ed) {
+    for (int i = 0; i < ed->n_history; i++) free(ed->history[i]);
+    free(ed->history), free(ed->history_path);
+    buf_free(&ed->text), buf_free(&ed->draft);
+    *ed = (edit){0};
+}
+
+/* ---- Terminal ---- */
+
+static void edit_write(const buf *out) {
+    for (size_t n_written = 0; n_written < out->n;) {
+        const ssize_t n = write(2, out->p + n_written, out->n - n_written);
+        if (n < 0 && errno != EINTR) return;
+        n_written += (size_t)MAX(n, (ssize_t)0);
+    }
+}
+
+static void edit_show(edit *ed, const char *prompt) {
+    struct winsize size;
+    buf out = {0};
+    const bool known = !ioctl(2, TIOCGWINSZ, &size) && size.ws_col > 8;
+    edit_render(ed, prompt, known ? size.ws_col : 80, &out);
+    edit_write(&out);
+    buf_free(&out);
+}
+
+/* Reads keys until the text is done. A signal ends it as Ctrl-D does. */
+static edit_result edit_read_keys(edit *ed, const char *prompt) {
+    struct pollfd more = {.fd = 0, .events = POLLIN};
+    for (edit_result result = EDIT_GOES_ON;;) {
+        char byte;
+        const ssize_t n_read = read(0, &byte, 1);
+        if (n_read <= 0) return EDIT_ENDED;
+        if (byte == 12 && !ed->n_keys && !ed->is_paste) { /* Ctrl-L */
+            edit_write(&(buf){.p = (char[]){"\033[H\033[J"}, .n = 6});
+            ed->row = 0;
+        } else {
+            result = edit_feed(ed, byte);
+        }
+        if (result != EDIT_GOES_ON || poll(&more, 1, 0) <= 0) edit_show(ed, prompt);
+        if (result != EDIT_GOES_ON) return result;
+    }
+}
+
+/* Lets the user edit a text; it is in ed->text then. The terminal is 0 for keys and 2 for the
+ * screen, in raw mode meanwhile: no echo, no lines, no signals from keys. */
+static edit_result edit_read(edit *ed, const char *prompt) {
+    static const char paste_on[] = "\033[?2004h", paste_off[] = "\033[?2004l\r\n";
+    struct termios before, raw;
+    edit_result result = EDIT_SUSPENDED;
+    buf_clear(&ed->text);
+    ed->cursor = 0;
+    ed->place = ed->n_history;
+    while (result == EDIT_SUSPENDED) {
+        ed->row = ed->n_keys = 0;
+        ed->is_paste = false;
+        if (tcgetattr(0, &before)) return EDIT_ENDED;
+        raw = before;
+        raw.c_iflag &= ~(tcflag_t)(ICRNL | INLCR | IXON | ISTRIP);
+        raw.c_oflag &= ~(tcflag_t)OPOST;
+        raw.c_lflag &= ~(tcflag_t)(ECHO | ICANON | IEXTEN | ISIG);
+        raw.c_cc[VMIN] = 1;
+        raw.c_cc[VTIME] = 0;
+        tcsetattr(0, TCSADRAIN, &raw);
+        edit_write(&(buf){.p = (char *)(uintptr_t)paste_on, .n = sizeof paste_on - 1});
+        edit_show(ed, prompt);
+        result = edit_read_keys(ed, prompt);
+        edit_write(&(buf){.p = (char *)(uintptr_t)paste_off, .n = sizeof paste_off - 1});
+        tcsetattr(0, TCSADRAIN, &before);
+        if (result == EDIT_SUSPENDED) raise(SIGTSTP);
+    }
+    return result;
+}
+
+/* ===========================================================================
+ * MARK: 37. Command line [os]
  * toka [COMMAND] [FLAGS]. All flags stand in one table, cli_flags. A row has the flag's name, short
  * form, type, the field of `cli` that it sets, the commands that take it, and its text in --help. A
  * flag --max-tokens can also be set by the environment variable TOKA_MAX_TOKENS. Results go to
@@ -35334,13 +35740,14 @@ enum {
     FOR_PULL = 8192,
     FOR_LIST = 16384,
     FOR_RM = 32768,
-    FOR_ANY = 65535,
-    FOR_OPENS = FOR_RUN | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT | FOR_SERVE,
-    FOR_SAMPLES = FOR_RUN | FOR_BATCH | FOR_THROUGHPUT,
+    FOR_CHAT = 65536,
+    FOR_ANY = 131071,
+    FOR_OPENS = FOR_RUN | FOR_CHAT | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT | FOR_SERVE,
+    FOR_SAMPLES = FOR_RUN | FOR_CHAT | FOR_BATCH | FOR_THROUGHPUT,
     FOR_READS = FOR_RUN | FOR_SCORE | FOR_TOKENIZE | FOR_TEMPLATE,
     FOR_HUB = FOR_OPENS | FOR_TOKENIZE | FOR_TEMPLATE,
     FOR_WORDS = FOR_PULL | FOR_RM, /* take names */
-    FOR_MODEL_WORD = FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT | FOR_SERVE | FOR_TOKENIZE |
+    FOR_MODEL_WORD = FOR_CHAT | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT | FOR_SERVE | FOR_TOKENIZE |
                      FOR_TEMPLATE | FOR_PLAN /* take a model without --model, too */
 };
 
@@ -35361,7 +35768,7 @@ static const cli_flag cli_flags[] = {
      FOR_HUB | FOR_MODELS | FOR_PLAN | FOR_WORDS | FOR_LIST,
      "the list of known models (default: models.txt next to toka or here)"},
     {"chat-template", "", "FILE|NAME", CLI_TEXT, AT(open.chat_template),
-     FOR_RUN | FOR_TEMPLATE | FOR_BATCH | FOR_SERVE,
+     FOR_RUN | FOR_CHAT | FOR_TEMPLATE | FOR_BATCH | FOR_SERVE,
      "Jinja template instead of the model's own, or the name of one of them such as rag"},
     {"default-chat-template-kwargs", "", "JSON", CLI_TEXT, AT(template_kwargs),
      FOR_BATCH | FOR_SERVE,
@@ -35400,20 +35807,21 @@ static const cli_flag cli_flags[] = {
     {"no-enable-prefix-caching", "", "", CLI_BOOL, AT(open.no_prefix_caching), FOR_OPENS,
      "no prefix cache: each sample computes and keeps its whole prompt; to measure what sharing saves"},
     {NULL, NULL, NULL, 0, 0, 0, "Prompt"},
-    {"prompt", "p", "TEXT", CLI_TEXT, AT(prompt), FOR_READS,
+    {"prompt", "p", "TEXT", CLI_TEXT, AT(prompt), FOR_READS | FOR_CHAT,
      "the prompt (default: standard input)"},
     {"file", "f", "FILE", CLI_TEXT, AT(file), FOR_READS, "read the prompt from a file"},
-    {"system", "", "TEXT", CLI_TEXT, AT(system), FOR_RUN, "system message for the chat template"},
+    {"system", "", "TEXT", CLI_TEXT, AT(system), FOR_RUN | FOR_CHAT, "system message for the chat template"},
     {"raw", "", "", CLI_BOOL, AT(raw), FOR_RUN,
      "complete the text as it is, without the chat template"},
-    {"chat", "", "", CLI_BOOL, AT(chat), FOR_RUN, "a conversation with history, one line a turn"},
-    {"now", "", "TIME", CLI_TEXT, AT(now), FOR_RUN | FOR_TEMPLATE | FOR_BATCH | FOR_SERVE,
+    {"chat", "", "", CLI_BOOL, AT(chat), FOR_RUN, "a conversation, as toka chat"},
+    {"now", "", "TIME", CLI_TEXT, AT(now),
+     FOR_RUN | FOR_CHAT | FOR_TEMPLATE | FOR_BATCH | FOR_SERVE,
      "the template's clock, 'YYYY-MM-DD hh:mm:ss' (default: local time)"},
     {NULL, NULL, NULL, 0, 0, 0,
      "Sampling (defaults: the model's generation_config, else greedy; batch and bench: else temperature 1)"},
-    {"max-tokens", "n", "N", CLI_INT, AT(max_tokens), FOR_RUN | FOR_BATCH,
+    {"max-tokens", "n", "N", CLI_INT, AT(max_tokens), FOR_RUN | FOR_CHAT | FOR_BATCH,
      "most output tokens; 0: as many as the model's length leaves (default: the model's max_new_tokens, else 0)"},
-    {"min-tokens", "", "N", CLI_INT, AT(min_tokens), FOR_RUN | FOR_BATCH,
+    {"min-tokens", "", "N", CLI_INT, AT(min_tokens), FOR_RUN | FOR_CHAT | FOR_BATCH,
      "do not end before N tokens"},
     {"samples", "", "N", CLI_INT, AT(samples), FOR_RUN | FOR_BATCH | FOR_PLAN,
      "answers to the one prompt (default: 1)"},
@@ -35432,11 +35840,12 @@ static const cli_flag cli_flags[] = {
      "the same, for each occurrence"},
     {"seed", "", "N", CLI_INT64, AT(seed), FOR_SAMPLES | FOR_BENCH_SERVE,
      "same seed, same text (default: 0)"},
-    {"stop", "", "TEXT", CLI_LIST, AT(stop), FOR_RUN | FOR_BATCH,
+    {"stop", "", "TEXT", CLI_LIST, AT(stop), FOR_RUN | FOR_CHAT | FOR_BATCH,
      "end before this text; can be given up to 16 times"},
-    {"include-stop", "", "", CLI_BOOL, AT(include_stop), FOR_RUN | FOR_BATCH,
+    {"include-stop", "", "", CLI_BOOL, AT(include_stop), FOR_RUN | FOR_CHAT | FOR_BATCH,
      "keep the stop text or stop id in the output"},
-    {"ignore-eos", "", "", CLI_BOOL, AT(ignore_eos), FOR_RUN | FOR_BATCH | FOR_BENCH_SERVE,
+    {"ignore-eos", "", "", CLI_BOOL, AT(ignore_eos),
+     FOR_RUN | FOR_CHAT | FOR_BATCH | FOR_BENCH_SERVE,
      "go on past the end-of-sequence token"},
     {NULL, NULL, NULL, 0, 0, 0,
      "Batch (the sampling flags are defaults for lines without these fields)"},
@@ -35544,7 +35953,8 @@ static const cli_flag cli_flags[] = {
     {"json", "", "", CLI_BOOL, AT(json),
      FOR_RUN | FOR_SCORE | FOR_THROUGHPUT | FOR_BENCH_PLAN | FOR_PLAN | FOR_BENCH_SERVE | FOR_OPS,
      "one JSON object instead of text"},
-    {"verbose", "v", "", CLI_BOOL, AT(verbose), FOR_RUN | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT,
+    {"verbose", "v", "", CLI_BOOL, AT(verbose),
+     FOR_RUN | FOR_CHAT | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT,
      "on standard error: the device, seconds of each part of the start, tokens of KV cache (serve always prints them)"},
     {"quiet", "q", "", CLI_BOOL, AT(quiet), FOR_HUB | FOR_BENCH_SERVE | FOR_PULL,
      "no summary line on standard error"},
@@ -35603,6 +36013,7 @@ static cli cli_default(void) {
 
 /* Signals so far. It is lock-free, so a handler may count them. */
 static atomic_int cli_interrupted;
+static atomic_int cli_last_signal;
 /* Shutdown timeout: seconds that a step of a device may still take after the first signal. */
 static atomic_int cli_stop_timeout_s = 10;
 
@@ -35611,6 +36022,7 @@ static atomic_int cli_stop_timeout_s = 10;
  * terminal that is closed sends several. */
 static void cli_on_signal(int sig) {
     if (sig == SIGHUP && cli_interrupted) return;
+    cli_last_signal = sig;
     if (cli_interrupted++) _exit(130);
     os_stop_timeout_s = cli_stop_timeout_s;
 }
@@ -35662,6 +36074,7 @@ static int cli_write(str text, toka_err *e) {
 static const char cli_commands[] =
     "Commands\n"
     "  toka [FLAGS]            complete a prompt, text streams to standard output\n"
+    "  toka chat [MODEL]       a conversation; /help in it lists its commands\n"
     "  toka tokenize [FLAGS]   text on standard input to ids, or back with --decode\n"
     "  toka template [FLAGS]   JSON object with messages, tools ... on standard input to the rendered prompt\n"
     "  toka score [FLAGS]      log-probability of every token of a text\n"
@@ -35699,6 +36112,7 @@ static str cli_find_summary(int n_words, char **words) {
 
 static const char cli_short_commands[] =
     "  toka -p TEXT                       complete a prompt, text streams to standard output\n"
+    "  toka chat                          a conversation\n"
     "  toka serve                         OpenAI-compatible server\n"
     "  toka batch -i IN -o OUT            a file of requests to a file of results\n"
     "  toka tokenize, template, score     ids of a text, a chat as a prompt, log-probabilities\n"
@@ -35707,7 +36121,7 @@ static const char cli_short_commands[] =
     "  toka bench throughput, serve       measure the engine or a server; also bench plan, ops\n"
     "\nExamples\n"
     "  toka -p \"Tom has 3 boxes with 4 apples each. How many apples does he have?\"\n"
-    "  toka -hf Qwen/Qwen3-0.6B --chat\n"
+    "  toka chat -hf Qwen/Qwen3-0.6B\n"
     "  toka serve -m llama-3.1-8b-instruct --port 8000\n"
     "  toka batch -m llama-3.1-8b-instruct -i questions.jsonl -o answers.jsonl\n";
 
@@ -35985,6 +36399,7 @@ typedef struct cli_generation { /* the running request; `user` of the callback p
     const toka *toka;
     cli_sample *samples; /* [flags->samples] */
     int n_printed;       /* with several samples: how many were printed, in order */
+    bool dims, is_dim;   /* reasoning is shown dim; the text is inside of it */
     toka_err error;      /* error of writing to standard output; code 0: none */
 } cli_generation;
 
@@ -36037,6 +36452,24 @@ static void cli_print_ended(cli_generation *run) {
     }
 }
 
+/* Writes text of an answer; between <think> and </think> it is dim. The tags do not arrive in
+ * pieces: models that use them have a token for each. */
+static void cli_write_answer(cli_generation *run, str text) {
+    buf out = {0};
+    while (run->dims) {
+        const str tag = run->is_dim ? STR("</think>") : STR("<think>");
+        const ptrdiff_t at = str_find(text, tag, 0);
+        if (at < 0) break;
+        buf_str(&out, str_sub(text, 0, (size_t)at));
+        buf_printf(&out, run->is_dim ? "%.*s\033[22m" : "\033[2m%.*s", STRF(tag));
+        text = str_sub(text, (size_t)at + tag.n, text.n);
+        run->is_dim = !run->is_dim;
+    }
+    buf_str(&out, text);
+    cli_write(buf_view(&out), &run->error);
+    buf_free(&out);
+}
+
 /* The engine's callback. After Ctrl-C or a failed write it returns 1, which cancels the request. */
 static int cli_on_event(void *user, const toka_event *ev) {
     cli_generation *run = user;
@@ -36049,7 +36482,7 @@ static int cli_on_event(void *user, const toka_event *ev) {
     }
     sample->finish = ev->finish;
     sample->stop_id = ev->stop_id;
-    if (stream) cli_write((str){ev->text, ev->text_bytes}, &run->error);
+    if (stream) cli_write_answer(run, (str){ev->text, ev->text_bytes});
     else if (!run->flags->json) cli_print_ended(run);
     return cli_interrupted || run->error.code;
 }
@@ -36161,9 +36594,24 @@ static void cli_print_logprobs(const cli_generation *run) {
     }
 }
 
-/* Runs one prompt and prints its output. answer: gets the first sample's text, for the history of a
- * chat; or NULL. */
-static int cli_complete(const cli *flags, toka *t, str prompt, int text_flags, buf *answer,
+typedef struct cli_answer {
+    buf text; /* of the first sample, for the history of a chat */
+    toka_usage usage;
+    bool interrupted;
+} cli_answer;
+
+/* Shows reasoning dim, if the answer goes to a terminal with colors. A prompt may end with the tag
+ * that begins it. */
+static void cli_begin_dim(cli_generation *run, str prompt) {
+    const char *no_color = getenv("NO_COLOR");
+    while (prompt.n && isspace((unsigned char)prompt.p[prompt.n - 1])) prompt.n--;
+    run->dims = isatty(1) && run->flags->chat && !(no_color && *no_color);
+    run->is_dim = run->dims && str_ends(prompt, STR("<think>"));
+    if (run->is_dim) cli_write(STR("\033[2m"), &run->error);
+}
+
+/* Runs one prompt and prints its output. answer: NULL, or receives what a chat needs. */
+static int cli_complete(const cli *flags, toka *t, str prompt, int text_flags, cli_answer *answer,
                         toka_err *e) {
     toka_request request = toka_request_default();
     toka_usage usage = {0};
@@ -36178,7 +36626,9 @@ static int cli_complete(const cli *flags, toka *t, str prompt, int text_flags, b
                           .toka = t,
                           .samples = mem_zalloc((size_t)flags->samples * sizeof(cli_sample))};
     for (int i = 0; i < flags->samples; i++) run.samples[i].stop_id = -1;
+    cli_begin_dim(&run, prompt);
     int code = toka_generate(t, &request, cli_on_event, &run, &usage, e);
+    if (run.is_dim) cli_write(STR("\033[22m"), &run.error);
     if (run.error.code) {
         *e = run.error;
         code = e->code;
@@ -36210,8 +36660,10 @@ static int cli_complete(const cli *flags, toka *t, str prompt, int text_flags, b
     if (code && !run.error.code && flags->samples == 1 && !flags->json && run.samples[0].text.n)
         cli_write(STR("\n"), &unused);
     if (answer) {
-        buf_clear(answer);
-        buf_str(answer, buf_view(&run.samples[0].text));
+        buf_clear(&answer->text);
+        buf_str(&answer->text, buf_view(&run.samples[0].text));
+        answer->usage = usage;
+        answer->interrupted = interrupted;
     }
     for (int i = 0; i < flags->samples; i++) {
         buf_free(&run.samples[i].text);
@@ -36231,42 +36683,6 @@ static int cli_read_line(buf *line, bool *has_line, toka_err *e) {
     if (ch == EOF && ferror(stdin) && !cli_interrupted)
         return fail(e, TOKA_E_IO, "standard input: %s", strerror(errno));
     return 0;
-}
-
-/* Runs --chat: each line of input is a user's turn. Each turn renders the whole history through the
- * chat template. A turn that the engine refuses, because it does not fit, is removed from the
- * history. */
-static int cli_chat(const cli *flags, toka *t, toka_err *e) {
-    buf line = {0}, messages = {0}, prompt = {0}, answer = {0};
-    bool terminal = isatty(0), has_line = true, answered = false, warned = false;
-    int code = 0, refused = 0;
-    if (lib_require_template(t, e)) return e->code; /* now, not after the user has typed a line */
-    if (flags->system) cli_put_message(&messages, "system", str_c(flags->system));
-    if (flags->prompt) buf_c(&line, flags->prompt);
-    while (!cli_interrupted) {
-        if (terminal && !line.n) fputs("> ", stderr);
-        if (!line.n && (code = cli_read_line(&line, &has_line, e))) break;
-        if (!has_line) break;
-        if (!line.n) continue;
-        const size_t before = messages.n;
-        cli_put_message(&messages, "user", buf_view(&line));
-        buf_clear(&line);
-        code = cli_render(flags, t, &messages, &prompt, e);
-        if (!code) code = cli_complete(flags, t, buf_view(&prompt), TOKA_PARSE_SPECIAL, &answer, e);
-        run_warn_overwritten(t, &warned);
-        if (code && code != TOKA_E_USE) break;
-        if (!code) {
-            cli_put_message(&messages, "assistant", buf_view(&answer));
-            answered = true;
-        } else {
-            fprintf(stderr, "toka: %s; this turn is left out\n", e->msg);
-            messages.n = before;
-            refused = code;
-            code = 0;
-        }
-    }
-    buf_free(&line), buf_free(&messages), buf_free(&prompt), buf_free(&answer);
-    return code || answered ? code : refused;
 }
 
 /* Completes one prompt, through the chat template if the model has one and --raw is not given. */
@@ -36296,6 +36712,293 @@ static int cli_run_prompt(const cli *flags, toka *t, toka_err *e) {
     run_warn_overwritten(t, &warned);
     buf_free(&text), buf_free(&messages), buf_free(&prompt);
     return code;
+}
+
+/* ---- toka chat: a conversation. On a terminal with a line editor and commands; else each line of
+ * input is a user's turn. Each turn renders the whole history through the chat template. ---- */
+
+typedef struct cli_talk {
+    cli flags;            /* a copy, which /set changes */
+    toka *toka;
+    edit editor;
+    buf system, turns;    /* elements of the array of messages: the system message; the others */
+    size_t n_before_user; /* bytes of turns before the last user's turn */
+    size_t n_before_answer;
+    bool has_user;        /* there is a user's turn, which /regen can answer again */
+    cli_answer answer;    /* the last one */
+    buf messages, prompt; /* of the running turn */
+    bool ended;
+} cli_talk;
+
+/* Lets Ctrl-C end the next answer, too. */
+static void cli_forget_interrupt(void) {
+    cli_interrupted = 0;
+    os_stop_timeout_s = 0;
+    cli_catch_signals();
+}
+
+/* Generates the answer to the last user's turn and appends it to the turns. A turn that the engine
+ * refuses, because it does not fit, is removed. *refused: its error code. */
+static int cli_talk_answer(cli_talk *talk, int *refused, toka_err *e) {
+    buf_clear(&talk->messages);
+    buf_str(&talk->messages, buf_view(&talk->system));
+    if (talk->system.n && talk->turns.n) buf_char(&talk->messages, ',');
+    buf_str(&talk->messages, buf_view(&talk->turns));
+    talk->n_before_answer = talk->turns.n;
+    int code = cli_render(&talk->flags, talk->toka, &talk->messages, &talk->prompt, e);
+    if (!code)
+        code = cli_complete(&talk->flags, talk->toka, buf_view(&talk->prompt), TOKA_PARSE_SPECIAL,
+                            &talk->answer, e);
+    if (!code) {
+        cli_put_message(&talk->turns, "assistant", buf_view(&talk->answer.text));
+    } else if (code == TOKA_E_USE) {
+        fprintf(stderr, "toka: %s; this turn is left out\n", e->msg);
+        talk->turns.n = talk->n_before_user;
+        talk->has_user = false;
+        *refused = code;
+        code = 0;
+    }
+    return code;
+}
+
+static int cli_talk_say(cli_talk *talk, str text, int *refused, toka_err *e) {
+    talk->n_before_user = talk->turns.n;
+    talk->has_user = true;
+    cli_put_message(&talk->turns, "user", text);
+    return cli_talk_answer(talk, refused, e);
+}
+
+/* ---- The commands of a conversation. An error is printed, and the conversation goes on. ---- */
+
+static int cli_talk_clear(cli_talk *talk, const char *rest, toka_err *e) {
+    (void)rest, (void)e;
+    buf_clear(&talk->turns);
+    talk->n_before_user = 0;
+    talk->has_user = false;
+    fputs("The conversation begins again.\n", stderr);
+    return 0;
+}
+
+static int cli_talk_system(cli_talk *talk, const char *rest, toka_err *e) {
+    (void)e;
+    buf_clear(&talk->system);
+    if (*rest) cli_put_message(&talk->system, "system", str_c(rest));
+    fputs(*rest ? "The system message is set.\n" : "There is no system message.\n", stderr);
+    return 0;
+}
+
+static int cli_talk_save(cli_talk *talk, const char *rest, toka_err *e) {
+    if (!*rest) return fail(e, TOKA_E_USE, "/save needs a file");
+    FILE *file = fopen(rest, "we");
+    bool ok = file && fprintf(file, "{\"messages\":[%s%s%s]}\n", buf_view(&talk->system).p,
+                              talk->system.n && talk->turns.n ? "," : "",
+                              talk->turns.n ? talk->turns.p : "") > 0;
+    if (file && fclose(file)) ok = false;
+    if (!ok) return fail(e, TOKA_E_IO, "%s: %s", rest, strerror(errno));
+    fprintf(stderr, "saved in %s\n", rest);
+    return 0;
+}
+
+/* Takes the messages of a JSON object, as /save writes it. */
+static int cli_talk_take(cli_talk *talk, const json *messages, const char *name, toka_err *e) {
+    if (!json_is(messages, JSON_ARRAY))
+        return fail(e, TOKA_E_INPUT, "%s: there are no \"messages\"", name);
+    JSON_EACH(message, messages)
+        if (!json_str(json_get(message, "role")).n || !json_get(message, "content"))
+            return fail(e, TOKA_E_INPUT, "%s: a message has no role or no content", name);
+    buf_clear(&talk->system), buf_clear(&talk->turns);
+    talk->has_user = false;
+    JSON_EACH(message, messages) {
+        const str role = json_str(json_get(message, "role"));
+        buf *out = str_is(role, "system") && !talk->turns.n ? &talk->system : &talk->turns;
+        if (str_is(role, "user")) talk->n_before_user = talk->turns.n;
+        if (str_is(role, "assistant")) talk->n_before_answer = talk->turns.n;
+        talk->has_user = talk->has_user || str_is(role, "user");
+        json_put_value(out, message);
+    }
+    return 0;
+}
+
+static int cli_talk_load(cli_talk *talk, const char *rest, toka_err *e) {
+    arena memory = {0};
+    str text;
+    if (!*rest) return fail(e, TOKA_E_USE, "/load needs a file");
+    if (os_map(rest, &text, e)) return e->code;
+    const json *root = json_parse(&memory, text, json_trusted, e);
+    const int code = root ? cli_talk_take(talk, json_get(root, "messages"), rest, e) : e->code;
+    if (!code) fprintf(stderr, "%d messages\n", (int)json_get(root, "messages")->n);
+    arena_free(&memory);
+    os_unmap(text);
+    return code;
+}
+
+/* Answers the last user's turn again, with the next seed. */
+static int cli_talk_regen(cli_talk *talk, const char *rest, toka_err *e) {
+    int refused = 0;
+    (void)rest;
+    if (!talk->has_user) return fail(e, TOKA_E_USE, "there is no turn to answer again");
+    talk->flags.seed++;
+    talk->turns.n = talk->n_before_answer;
+    return cli_talk_answer(talk, &refused, e);
+}
+
+static int cli_talk_set(cli_talk *talk, const char *rest, toka_err *e) {
+    static const char *const names[] = {"temp", "top-p", "top-k", "min-p", "repetition-penalty",
+                                        "presence-penalty", "frequency-penalty", "seed",
+                                        "max-tokens", "min-tokens"};
+    char typed[40] = "", value[80] = "", name[48];
+    cli before = talk->flags;
+    toka_request request = toka_request_default();
+    suggestion nearest;
+    const bool given = sscanf(rest, "%39s %79s", typed, value) == 2;
+    for (char *c = typed; *c; c++) *c = *c == '_' ? '-' : *c;
+    if (!strcmp(typed, "temperature")) strcpy(typed, "temp");
+    nearest = (suggestion){.typed = str_c(typed)};
+    bool known = false;
+    for (int i = 0; i < COUNT(names); i++) {
+        known = known || !strcmp(typed, names[i]);
+        suggest_try(&nearest, names[i]);
+    }
+    if (!given || !known) {
+        fail(e, TOKA_E_USE, "/set NAME VALUE, as --temp and the other flags for sampling");
+        return suggest_fail(&nearest, "/set ", e);
+    }
+    snprintf(name, sizeof name, "--%s", typed);
+    const cli_flag *flag = cli_find_flag(name, strlen(name));
+    if (cli_set_flag(&talk->flags, flag, value, name, e)) return e->code;
+    cli_set_sampling(&talk->flags, talk->toka, &request);
+    const int code = samp_check(&request.sampling, talk->toka->shape.V, e);
+    if (code) talk->flags = before;
+    else fprintf(stderr, "%s is %s\n", typed, value);
+    return code;
+}
+
+static int cli_talk_stats(cli_talk *talk, const char *rest, toka_err *e) {
+    cli loud = talk->flags;
+    (void)rest, (void)e;
+    loud.quiet = false;
+    cli_print_speed(&loud, &talk->answer.usage);
+    return 0;
+}
+
+static int cli_talk_exit(cli_talk *talk, const char *rest, toka_err *e) {
+    (void)rest, (void)e;
+    talk->ended = true;
+    return 0;
+}
+
+static int cli_talk_help(cli_talk *talk, const char *rest, toka_err *e);
+
+static const struct {
+    const char *name, *usage, *help;
+    int (*run)(cli_talk *, const char *rest, toka_err *);
+} cli_talk_commands[] = {
+    {"help", "", "this list", cli_talk_help},
+    {"clear", "", "begin a new conversation", cli_talk_clear},
+    {"system", " TEXT", "set the system message; without a text there is none", cli_talk_system},
+    {"regen", "", "answer the last turn again, with the next seed", cli_talk_regen},
+    {"set", " NAME VALUE", "change how is sampled: /set temperature 0.7", cli_talk_set},
+    {"save", " FILE", "write the conversation as {\"messages\": [...]}", cli_talk_save},
+    {"load", " FILE", "go on with such a file", cli_talk_load},
+    {"stats", "", "tokens and speed of the last answer", cli_talk_stats},
+    {"exit", "", "end; Ctrl-D does it, too", cli_talk_exit}};
+
+static int cli_talk_help(cli_talk *talk, const char *rest, toka_err *e) {
+    (void)talk, (void)rest, (void)e;
+    for (int i = 0; i < COUNT(cli_talk_commands); i++)
+        fprintf(stderr, "  /%s%-*s  %s\n", cli_talk_commands[i].name,
+                17 - (int)strlen(cli_talk_commands[i].name), cli_talk_commands[i].usage,
+                cli_talk_commands[i].help);
+    fputs("Ctrl-C ends an answer. A line that ends with \\, Ctrl-J or Alt-Enter begin another line.\n"
+          "A text that begins with / is sent if a space is before it.\n", stderr);
+    return 0;
+}
+
+/* Runs the command in a text that begins with "/". */
+static int cli_talk_command(cli_talk *talk, const char *text, toka_err *e) {
+    const size_t n_name = strcspn(text + 1, " \t\n");
+    const char *rest = text + 1 + n_name;
+    suggestion nearest = {.typed = {text + 1, n_name}};
+    while (isspace((unsigned char)*rest)) rest++;
+    for (int i = 0; i < COUNT(cli_talk_commands); i++) {
+        const char *name = cli_talk_commands[i].name;
+        if (str_is(nearest.typed, name)) return cli_talk_commands[i].run(talk, rest, e);
+        suggest_try(&nearest, name);
+    }
+    fail(e, TOKA_E_USE, "/%.*s: no such command; see /help", STRF(nearest.typed));
+    return suggest_fail(&nearest, "/", e);
+}
+
+/* ---- The conversation ---- */
+
+/* Runs a conversation on a terminal. */
+static int cli_talk_on_terminal(cli_talk *talk, toka_err *e) {
+    edit *ed = &talk->editor;
+    int refused, code = 0;
+    while (!talk->ended && code != TOKA_E_DEVICE && code != TOKA_E_IO) {
+        bool is_blank = true;
+        const edit_result result = edit_read(ed, "> ");
+        if (result == EDIT_ENDED) break;
+        for (size_t i = 0; i < ed->text.n; i++)
+            is_blank = is_blank && isspace((unsigned char)ed->text.p[i]);
+        if (result == EDIT_CANCELLED && !ed->text.n) fputs("Ctrl-D or /exit ends.\n", stderr);
+        if (result == EDIT_CANCELLED || is_blank) continue;
+        edit_history_add(ed, buf_view(&ed->text));
+        code = *ed->text.p == '/' ? cli_talk_command(talk, ed->text.p, e)
+                                  : cli_talk_say(talk, buf_view(&ed->text), &refused, e);
+        if (code) fprintf(stderr, "toka: %s\n", e->msg);
+        if (code == TOKA_E_USE || code == TOKA_E_INPUT) code = 0;
+        if (cli_interrupted && cli_last_signal != SIGINT) break;
+        if (cli_interrupted) cli_forget_interrupt();
+    }
+    return code;
+}
+
+/* Runs a conversation whose turns are the lines of standard input. */
+static int cli_talk_on_pipe(cli_talk *talk, int *refused, toka_err *e) {
+    bool has_line = true, warned = false;
+    buf line = {0};
+    int code = 0;
+    while (!cli_interrupted) {
+        if (isatty(0)) fputs("> ", stderr);
+        if ((code = cli_read_line(&line, &has_line, e)) || !has_line) break;
+        if (line.n) code = cli_talk_say(talk, buf_view(&line), refused, e);
+        run_warn_overwritten(talk->toka, &warned);
+        if (code) break;
+    }
+    buf_free(&line);
+    return code;
+}
+
+/* Where the history of typed turns is kept. */
+static void cli_load_history(edit *ed) {
+    static const char *const sources[][2] = {{"XDG_STATE_HOME", "/toka/history"},
+                                             {"HOME", "/.local/state/toka/history"}};
+    buf path = {0};
+    if (mf_put_env_path(sources, COUNT(sources), &path)) edit_history_load(ed, path.p);
+    buf_free(&path);
+}
+
+static int cli_chat(const cli *flags, toka *t, toka_err *e) {
+    const char *kind = getenv("TERM");
+    const bool terminal = isatty(0) && isatty(2) && !(kind && !strcmp(kind, "dumb"));
+    cli_talk talk = {.flags = *flags, .toka = t};
+    int refused = 0, code = 0;
+    if (lib_require_template(t, e)) return e->code; /* now, not after the user has typed a line */
+    if (flags->system) cli_put_message(&talk.system, "system", str_c(flags->system));
+    if (terminal) talk.flags.quiet = flags->quiet || !flags->verbose;
+    if (terminal) cli_load_history(&talk.editor);
+    if (terminal && !flags->quiet)
+        fprintf(stderr, "%s: /help lists the commands, Ctrl-D ends.\n", t->files->name);
+    if (flags->prompt) code = cli_talk_say(&talk, str_c(flags->prompt), &refused, e);
+    if (!code && terminal) code = cli_talk_on_terminal(&talk, e);
+    else if (!code) code = cli_talk_on_pipe(&talk, &refused, e);
+    const bool answered = talk.turns.n > 0;
+    edit_free(&talk.editor);
+    buf *const owned[] = {&talk.system, &talk.turns, &talk.answer.text, &talk.messages,
+                          &talk.prompt};
+    for (int i = 0; i < COUNT(owned); i++) buf_free(owned[i]);
+    return code || answered ? code : refused;
 }
 
 /* Prints a note if device auto takes the CPU although this build has the GPU half: the machine has
@@ -36345,6 +37048,12 @@ static int cli_run_command(const cli *flags, toka_err *e) { /* toka without a co
     code = flags->chat ? cli_chat(flags, t, e) : cli_run_prompt(flags, t, e);
     toka_close(t);
     return code;
+}
+
+static int cli_chat_command(const cli *flags, toka_err *e) { /* toka chat */
+    cli chat = *flags;
+    chat.chat = true;
+    return cli_run_command(&chat, e);
 }
 
 /* ---- toka tokenize, template, score, models ---- */
@@ -37075,6 +37784,7 @@ typedef struct cli_command {
 } cli_command;
 
 static const cli_command cli_command_table[] = {
+    {"chat",     NULL,         FOR_CHAT,        cli_chat_command},
     {"tokenize", NULL,         FOR_TOKENIZE,    cli_tokenize},
     {"template", NULL,         FOR_TEMPLATE,    cli_template},
     {"score",    NULL,         FOR_SCORE,       cli_score},

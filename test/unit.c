@@ -44,11 +44,12 @@ static int unit_thread(pthread_t *t, const pthread_attr_t *a, void *(*run)(void 
 #include "test_parse.c"
 #include "test_api.c"
 #include "test_hub.c"
+#include "test_edit.c"
 
 static const struct test *const tables[] = {
     base_tests, json_tests, unicode_tests, tok_tests, tmpl_tests, mf_tests, samp_tests, kv_tests, heap_tests, sched_tests,
     batch_tests, files_tests, benchclient_tests, plan_tests, cpu_tests, ranks_tests, pipe_tests, eng_tests, plain_tests, http_tests, parse_tests,
-    api_tests, hub_tests, NULL};
+    api_tests, hub_tests, edit_tests, NULL};
 
 static bool wanted(const char *name, int argc, char **argv) {
     for (int i = 1; i < argc; i++)
