@@ -23318,7 +23318,8 @@ typedef struct api_body { /* the fields of a body: their values or the defaults 
     int64_t n_logprobs, top_logprobs, prompt_logprobs; /* -1: not given */
     int chat_logprobs, echo, stream, ignore_eos, include_stop;
     int special; /* add_special_tokens; -1: not given */
-    int skip_special, generate, return_token_ids, return_packed, names_are_ids, return_strs;
+    int generate; /* -1: not given */
+    int skip_special, continues, return_token_ids, return_packed, names_are_ids, return_strs;
     int parallel_calls, include_reasoning;
     str model, effort; /* effort .n 0: not given */
     /* NULL: not given */
@@ -23360,6 +23361,7 @@ static const api_field api_fields[] = {
     API_FIELD("documents", API_ON_CHAT, API_LIST, documents),
     API_FIELD("chat_template_kwargs", API_ON_CHAT | API_ON_TOKENIZE, API_OBJECT, kwargs),
     API_FIELD("add_generation_prompt", API_ON_CHAT | API_ON_TOKENIZE, API_BOOL, generate),
+    API_FIELD("continue_final_message", API_ON_CHAT | API_ON_TOKENIZE, API_BOOL, continues),
     API_FIELD("add_special_tokens", API_ON_GENERATE | API_ON_TOKENIZE, API_BOOL, special),
     API_FIELD("top_p", API_ON_GENERATE, API_NUMBER, top_p),
     API_FIELD("min_p", API_ON_GENERATE, API_NUMBER, min_p),
@@ -23413,7 +23415,6 @@ static const api_field api_fields[] = {
     API_REFUSE("web_search_options", API_ON_CHAT, 0),
     API_REFUSE("verbosity", API_ON_CHAT, "\"medium\""),
     API_REFUSE("chat_template", API_ON_CHAT | API_ON_TOKENIZE, 0),
-    API_REFUSE("continue_final_message", API_ON_CHAT | API_ON_TOKENIZE, 0),
     API_REFUSE("use_beam_search", API_ON_GENERATE, 0),
     API_REFUSE("length_penalty", API_ON_GENERATE, "1", "1.0"),
     API_REFUSE("prompt_embeds", API_ON_COMPLETIONS, "[]"),
@@ -23571,7 +23572,7 @@ static int api_read_body(api_request *request, enum api_route route, const json 
                        .prompt_logprobs = -1,
                        .special = -1,
                        .skip_special = 1,
-                       .generate = 1,
+                       .generate = -1,
                        .parallel_calls = 1,
                        .include_reasoning = 1,
                        .model = STR(""),
@@ -24041,6 +24042,8 @@ static int api_put_chat_context(api_request *request, const api_body *body, buf 
     const json *messages = body->messages, *tools = api_tools(request, body), *allowed;
     int code = api_read_tool_choice(request, body, &allowed, e);
     if (code) return code;
+    if (body->continues && body->generate > 0)
+        return API_INVALID("continue_final_message: not together with add_generation_prompt");
     if (!messages || !messages->n) return API_INVALID("messages: expected a list of messages");
     json_put_open(out, '{');
     json_put_key(out, "messages"), json_put_open(out, '[');
@@ -24049,7 +24052,8 @@ static int api_put_chat_context(api_request *request, const api_body *body, buf 
         if ((code = api_put_message(request, message, chat && chat->loops_over_content, out, e)))
             return code;
     json_put_close(out, ']');
-    json_put_key(out, "add_generation_prompt"), json_put_bool(out, body->generate);
+    const bool generates = body->generate < 0 ? !body->continues : body->generate;
+    json_put_key(out, "add_generation_prompt"), json_put_bool(out, generates);
     if (tools) {
         json_put_key(out, "tools"), json_put_open(out, '[');
         JSON_EACH(tool, tools) if (api_allows_tool(allowed, tool)) json_put_value(out, tool);
@@ -24082,6 +24086,43 @@ static void api_set_parse(api_request *request, const api_body *body) {
     request->hides_reasoning = !body->include_reasoning;
 }
 
+/* Does a prompt whose last message is continued end inside the reasoning? */
+static bool api_continues_thinking(const parse_family *family, str text) {
+    ptrdiff_t open = -1, close = -1;
+    if (!family || family->harmony) return false;
+    for (ptrdiff_t at = -1; (at = str_find(text, str_c(family->open), (size_t)(at + 1))) >= 0;)
+        open = at;
+    for (ptrdiff_t at = -1; (at = str_find(text, str_c(family->close), (size_t)(at + 1))) >= 0;)
+        close = at;
+    return open > close;
+}
+
+/* continue_final_message: cuts the rendered chat behind the text of the last message. As in
+ * transformers, a template may have dropped white space around the text. */
+static int api_cut_final_message(api_request *request, const api_body *body, buf *rendered,
+                                 toka_err *e) {
+    const json *last = json_at(body->messages, body->messages->n - 1);
+    const json *content = json_get(last, "content");
+    str text = json_str(content), part;
+    if (json_is(content, JSON_ARRAY) && content->n &&
+        api_content_part_text(json_at(content, content->n - 1), &part))
+        text = part;
+    while (text.n && parse_is_space(text.p[0])) text = str_sub(text, 1, text.n);
+    str bare = text;
+    while (bare.n && parse_is_space(bare.p[bare.n - 1])) bare.n--;
+    ptrdiff_t found = -1;
+    const str chat = buf_view(rendered);
+    for (ptrdiff_t at = -1; bare.n && (at = str_find(chat, bare, (size_t)(at + 1))) >= 0;)
+        found = at;
+    if (found < 0)
+        return API_INVALID("continue_final_message: the chat template does not show the text of "
+                           "the last message");
+    const bool whole = str_starts(str_sub(chat, (size_t)found, chat.n), text);
+    rendered->n = (size_t)found + (whole ? text.n : bare.n);
+    request->parse.thinking = api_continues_thinking(request->parse.family, text);
+    return 0;
+}
+
 /* Encodes one prompt (NULL: the chat) into ids. If the request echoes it, *text gets its text, in
  * the arena of the request. */
 static int api_encode_prompt(api_request *request, const api_body *body, const json *prompt,
@@ -24102,6 +24143,7 @@ static int api_encode_prompt(api_request *request, const api_body *body, const j
             code = lib_render(request->config->toka, request->config->toka->files, context_text,
                               limits, request->config->now, &rendered, e);
         request->parse.thinking = parse_prompt_thinks(request->parse.family, buf_view(&rendered));
+        if (!code && body->continues) code = api_cut_final_message(request, body, &rendered, e);
     } else if (prompt->type != JSON_STRING) {
         code = API_INVALID("prompt: expected a text, token ids, or a list of either");
     }

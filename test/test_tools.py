@@ -154,6 +154,27 @@ def test_a_conversation(server, api):
     assert text == "[assistant](r)a[user]oneFalse<go:one>"
 
 
+def test_continue_final_message(server, api):
+    def rendered(*messages, **more):
+        return server.post("/tokenize", {"messages": list(messages), **more})
+
+    def text(*messages, **more):
+        return server.post("/detokenize", {"tokens": rendered(*messages, **more).json()["tokens"]}).json()["prompt"]
+
+    user, half = {"role": "user", "content": "u"}, {"role": "assistant", "content": "half a \n"}
+    assert text(user, half, continue_final_message=True) == "[user]u[assistant]half a \n"
+    assert text(user, {**half, "content": [{"type": "text", "text": "a"}, {"type": "text", "text": " b"}]}, continue_final_message=True).endswith("b")
+    assert text(user, half).endswith("<go:u>") and text(user, half, add_generation_prompt=False) == text(user, half)
+    for more in ({"continue_final_message": True, "add_generation_prompt": True}, {"continue_final_message": True, "messages": [user, {**half, "content": ""}]}):
+        answer = rendered(user, half, **more)
+        assert answer.status == 400 and answer.error()["param"] == "continue_final_message"
+    # what is continued is reasoning if its block is open
+    for content, key in (("<think>\nHm", "reasoning"), ("<think>a</think> b", "content")):
+        body = {"messages": [user, {"role": "assistant", "content": content}], "continue_final_message": True, "max_tokens": 3, "logit_bias": {"50": 100}}
+        message = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+        assert message[key] and not message.get("content" if key == "reasoning" else "reasoning")
+
+
 def test_refusals(api):
     for choice in ("required", {"type": "function", "function": {"name": "get_time"}}):
         with pytest.raises(openai.BadRequestError) as e:
