@@ -7824,6 +7824,7 @@ enum {
     MF_CHOICE_BIAS = 1 << 10, /* the router has a bias for the choice */
     MF_MLA = 1 << 12,
     MF_CLAMPED = 1 << 13,     /* the activation is TOKA_SWIGLU_CLAMPED */
+    MF_SINKS = 1 << 21,
     MF_NEIGHBOURS = 1 << 14,  /* RoPE rotates neighbours */
     MF_ROPE_WINDOWED = 1 << 15, /* only layers with a window have RoPE */
     MF_NORM_PLUS_1 = 1 << 16, /* norms multiply by 1 + their weights */
@@ -8271,6 +8272,7 @@ static const mf_binding mf_attention[] = {
     {"self_attn.k_norm.weight", MF_T_K_NORM_ALL, 0, MF_QK_NORM_ALL},
     {"self_attn.o_proj.weight", MF_T_O, 0, 0},
     {"self_attn.o_proj.bias", MF_T_O_BIAS, 0, MF_O_BIAS},
+    {"self_attn.sinks", MF_T_SINKS, 0, MF_SINKS},
     {0}
 };
 static const mf_binding mf_attention_fused[] = {
@@ -8293,6 +8295,40 @@ static const mf_binding mf_mlp_fused[] = {
     {"mlp.gate_up_proj.weight", MF_T_GATE, MF_FUSED, 0},
     {"mlp.gate_up_proj.weight", MF_T_UP, MF_FUSED, 0},
     {"mlp.down_proj.weight", MF_T_DOWN, 0, 0},
+    {0}
+};
+
+static const mf_binding mf_experts[] = {
+    {"mlp.gate.weight", MF_T_ROUTER, 0, 0},
+    {"mlp.gate.e_score_correction_bias", MF_T_CHOICE_BIAS, 0, MF_CHOICE_BIAS},
+    {"mlp.experts.#.gate_proj.weight", MF_T_X_GATE, 0, 0},
+    {"mlp.experts.#.up_proj.weight", MF_T_X_UP, 0, 0},
+    {"mlp.experts.#.down_proj.weight", MF_T_X_DOWN, 0, 0},
+    {"mlp.shared_experts.gate_proj.weight", MF_T_SHARED_GATE, 0, MF_SHARED},
+    {"mlp.shared_experts.up_proj.weight", MF_T_SHARED_UP, 0, MF_SHARED},
+    {"mlp.shared_experts.down_proj.weight", MF_T_SHARED_DOWN, 0, MF_SHARED},
+    {"mlp.shared_expert.gate_proj.weight", MF_T_SHARED_GATE, 0, MF_SHARED_GATED},
+    {"mlp.shared_expert.up_proj.weight", MF_T_SHARED_UP, 0, MF_SHARED_GATED},
+    {"mlp.shared_expert.down_proj.weight", MF_T_SHARED_DOWN, 0, MF_SHARED_GATED},
+    {"mlp.shared_expert_gate.weight", MF_T_SHARED_SWITCH, 0, MF_SHARED_GATED},
+    {0}
+};
+static const mf_binding mf_experts_mixtral[] = {
+    {"block_sparse_moe.gate.weight", MF_T_ROUTER, 0, 0},
+    {"block_sparse_moe.experts.#.w1.weight", MF_T_X_GATE, 0, 0},
+    {"block_sparse_moe.experts.#.w3.weight", MF_T_X_UP, 0, 0},
+    {"block_sparse_moe.experts.#.w2.weight", MF_T_X_DOWN, 0, 0},
+    {0}
+};
+static const mf_binding mf_experts_gpt_oss[] = {
+    {"mlp.router.weight", MF_T_ROUTER, 0, 0},
+    {"mlp.router.bias", MF_T_ROUTER_BIAS, 0, 0},
+    {"mlp.experts.gate_up_proj", MF_T_X_GATE, MF_BY_TURNS, 0},
+    {"mlp.experts.gate_up_proj", MF_T_X_UP, MF_BY_TURNS, 0},
+    {"mlp.experts.gate_up_proj_bias", MF_T_X_GATE_BIAS, MF_BY_TURNS, 0},
+    {"mlp.experts.gate_up_proj_bias", MF_T_X_UP_BIAS, MF_BY_TURNS, 0},
+    {"mlp.experts.down_proj", MF_T_X_DOWN, 0, 0},
+    {"mlp.experts.down_proj_bias", MF_T_X_DOWN_BIAS, 0, 0},
     {0}
 };
 
@@ -8400,6 +8436,58 @@ static const mf_arch mf_archs[] = {
       "intermediate_size": 13696, "vocab_size": 151552, "max_position_embeddings": 131072,
       "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5, "attention_bias": true,
       "eos_token_id": [151329, 151336, 151338]})},
+    {.name = "Qwen2MoeForCausalLM", .model_type = "qwen2_moe", .norms = mf_norms,
+     .mixer = mf_attention, .mlp = mf_mlp, .moe = mf_experts,
+     .features = MF_SHARED_GATED | MF_WINDOW_LOWER, .defaults = MF_JSON(
+     {"num_hidden_layers": 24, "hidden_size": 2048, "num_attention_heads": 16,
+      "num_key_value_heads": 16, "intermediate_size": 5632, "vocab_size": 151936,
+      "max_position_embeddings": 32768, "use_sliding_window": false, "sliding_window": 4096,
+      "sliding_window_pattern": 2, "max_window_layers": 28, "qkv_bias": true, "num_experts": 60,
+      "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+      "shared_expert_intermediate_size": 5632, "norm_topk_prob": false, "decoder_sparse_step": 1,
+      "mlp_only_layers": null})},
+    {.name = "Qwen3MoeForCausalLM", .model_type = "qwen3_moe", .norms = mf_norms,
+     .mixer = mf_attention, .mlp = mf_mlp, .moe = mf_experts, .features = MF_QK_NORM,
+     .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .defaults = MF_JSON(
+     {"num_hidden_layers": 24, "hidden_size": 2048, "num_key_value_heads": 4,
+      "intermediate_size": 6144, "vocab_size": 151936, "max_position_embeddings": 32768,
+      "use_sliding_window": false, "sliding_window": 4096, "attention_bias": false,
+      "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+      "norm_topk_prob": false, "decoder_sparse_step": 1, "mlp_only_layers": null})},
+    {.name = "MixtralForCausalLM", .model_type = "mixtral", .norms = mf_norms,
+     .mixer = mf_attention, .moe = mf_experts_mixtral, .defaults = MF_JSON(
+     {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 32000,
+      "max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+      "rope_theta": 1000000.0, "sliding_window": null, "num_local_experts": 8,
+      "num_experts_per_tok": 2, "norm_topk_prob": true, "bos_token_id": 1, "eos_token_id": 2})},
+    {.name = "OlmoeForCausalLM", .model_type = "olmoe", .norms = mf_norms, .mixer = mf_attention,
+     .moe = mf_experts, .features = MF_QK_NORM_ALL, .attention_bias = MF_QKV_BIAS | MF_O_BIAS,
+     .defaults = MF_JSON(
+     {"num_hidden_layers": 16, "hidden_size": 2048, "num_attention_heads": 16,
+      "intermediate_size": 2048, "vocab_size": 50304, "max_position_embeddings": 4096,
+      "rms_norm_eps": 1e-5, "attention_bias": false, "num_experts": 64, "num_experts_per_tok": 8,
+      "norm_topk_prob": false, "eos_token_id": 50279})},
+    {.name = "GptOssForCausalLM", .model_type = "gpt_oss", .norms = mf_norms,
+     .mixer = mf_attention, .moe = mf_experts_gpt_oss, .features = MF_SINKS | MF_CLAMPED,
+     .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .router = TOKA_ROUTER_TOPK, .defaults = MF_JSON(
+     {"num_hidden_layers": 36, "hidden_size": 2880, "num_attention_heads": 64,
+      "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 2880, "vocab_size": 201088,
+      "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "sliding_window": 128,
+      "sliding_window_pattern": 2, "attention_bias": true, "rope_theta": 150000.0,
+      "rope_parameters": {"rope_type": "yarn", "factor": 32.0, "truncate": false,
+                          "original_max_position_embeddings": 4096},
+      "num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_limit": 7.0})},
+    {.name = "Glm4MoeForCausalLM", .model_type = "glm4_moe", .norms = mf_norms,
+     .mixer = mf_attention, .mlp = mf_mlp, .moe = mf_experts,
+     .features = MF_SHARED | MF_CHOICE_BIAS, .attention_bias = MF_QKV_BIAS,
+     .router = TOKA_ROUTER_SIGMOID, .defaults = MF_JSON(
+     {"num_hidden_layers": 46, "hidden_size": 4096, "num_attention_heads": 96,
+      "num_key_value_heads": 8, "intermediate_size": 10944, "vocab_size": 151552,
+      "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "attention_bias": false,
+      "use_qk_norm": false, "partial_rotary_factor": 0.5, "n_routed_experts": 128,
+      "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1,
+      "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+      "norm_topk_prob": true})},
 };
 
 static const mf_arch *mf_arch_by_name(str name) {
@@ -8462,6 +8550,16 @@ static bool mf_is_named(const mf_reader *reader, const char *name) {
     return json_get(reader->defaults, name);
 }
 
+/* Reads a number of things, 1 to max. */
+static int mf_count(mf_reader *reader, const char *name, int max) {
+    char expected[40];
+    const int64_t count = mf_int(reader, name, 0);
+    if (count >= 1 && count <= max) return (int)count;
+    snprintf(expected, sizeof expected, "1 to %d", max);
+    mf_field_error(reader, name, mf_field(reader, name), expected);
+    return 1;
+}
+
 /* Checks the numbers of a shape and stores them in config->shape. */
 static int mf_set_dims(mf_config *config, const int64_t dims[MF_N_DIMS], const char *where,
                        toka_err *e) {
@@ -8515,7 +8613,7 @@ static void mf_read_dims(mf_reader *reader, mf_config *config) {
 
 /* Refuses a config in which a field asks for a computation that toka does not have, or that the
  * architecture does not have. Such a field may be missing, null, false or 0. */
-static void mf_refuse_unsupported(mf_reader *reader) {
+static void mf_refuse_unsupported(mf_reader *reader, const mf_arch *arch) {
     static const struct {
         const char *field, *expected;
     } off[] = {
@@ -8530,8 +8628,9 @@ static void mf_refuse_unsupported(mf_reader *reader) {
     };
     for (int i = 0; i < COUNT(off); i++) {
         const json *value = mf_field(reader, off[i].field);
-        if (!mf_is_named(reader, off[i].field) && value && value->type != JSON_FALSE &&
-            json_num(value, 1) != 0)
+        const bool is_known = mf_is_named(reader, off[i].field) ||
+                              (arch->moe && strstr(off[i].field, "experts"));
+        if (!is_known && value && value->type != JSON_FALSE && json_num(value, 1) != 0)
             mf_field_error(reader, off[i].field, value, off[i].expected);
     }
     if (!mf_bool(reader, "is_causal", true))
@@ -8600,6 +8699,73 @@ static void mf_read_features(mf_reader *reader, mf_config *config) {
         if (mf_is_named(reader, switches[i].field) && mf_bool(reader, switches[i].field, false))
             config->features |= switches[i].features;
     if (!mf_bool(reader, "tie_word_embeddings", false)) config->features |= MF_LM_HEAD;
+}
+
+/* ---- config.json: experts ---- */
+
+/* Reads how the router chooses among groups of experts. */
+static void mf_read_expert_groups(mf_reader *reader, toka_moe *moe) {
+    const json *method = mf_field(reader, "topk_method"), *scores = mf_field(reader, "scoring_func");
+    const bool is_sigmoid = moe->kind == TOKA_ROUTER_SIGMOID;
+    const char *grouped = is_sigmoid ? "noaux_tc" : "group_limited_greedy";
+    if (scores && !str_is(json_str(scores), is_sigmoid ? "sigmoid" : "softmax"))
+        mf_field_error(reader, "scoring_func", scores, is_sigmoid ? "\"sigmoid\"" : "\"softmax\"");
+    if (method && !str_is(json_str(method), grouped) &&
+        (is_sigmoid || !str_is(json_str(method), "greedy")))
+        mf_field_error(reader, "topk_method", method,
+                       is_sigmoid ? "\"noaux_tc\"" : "\"greedy\" or \"group_limited_greedy\"");
+    moe->groups_by_top2 = is_sigmoid;
+    if (method && !str_is(json_str(method), grouped)) return;
+    if (!mf_is_named(reader, "n_group") || !mf_field(reader, "n_group")) return;
+    moe->n_groups = mf_count(reader, "n_group", moe->n_experts);
+    moe->top_groups = mf_count(reader, "topk_group", moe->n_groups);
+    const int in_group = moe->n_experts / moe->n_groups;
+    if (moe->n_experts % moe->n_groups || (moe->n_groups > 1 && is_sigmoid && in_group < 2))
+        mf_field_error(reader, "n_group", mf_field(reader, "n_group"),
+                       "a number of equal groups, each with two experts or more");
+    if ((int64_t)in_group * moe->top_groups < moe->top_k)
+        mf_field_error(reader, "topk_group", mf_field(reader, "topk_group"),
+                       "so many groups that they have num_experts_per_tok experts");
+}
+
+/* Reads config->moe, and the letters X, M and S. */
+static void mf_read_moe(mf_reader *reader, mf_config *config) {
+    static const char *const counts[] = {"num_local_experts", "num_experts", "n_routed_experts"};
+    enum { MAX_WIDTH = 1 << 24 };
+    const char *count = counts[0];
+    toka_moe *moe = &config->moe;
+    int *letter = config->letter, *M = &letter['M' - 'A'], *S = &letter['S' - 'A'];
+    if (!config->arch->moe) return;
+    for (int i = 0; i < COUNT(counts); i++) /* a name that the file has counts most */
+        if (mf_is_named(reader, counts[i])) count = counts[i];
+    for (int i = 0; i < COUNT(counts); i++)
+        if (json_get(reader->object, counts[i])) count = counts[i];
+    moe->kind = config->arch->router;
+    moe->n_experts = letter['X' - 'A'] = mf_count(reader, count, MF_MAX_EXPERTS);
+    moe->top_k = mf_count(reader, "num_experts_per_tok", moe->n_experts);
+    moe->renormalize = mf_bool(reader, "norm_topk_prob", false);
+    moe->scale = (float)mf_num(reader, "routed_scaling_factor", 1, 1e-6, 1e6);
+    mf_read_expert_groups(reader, moe);
+    const char *width = mf_is_named(reader, "moe_intermediate_size") ? "moe_intermediate_size"
+                                                                     : "intermediate_size";
+    *M = mf_count(reader, width, MAX_WIDTH);
+    if (config->features & MF_SHARED_GATED)
+        *S = mf_count(reader, "shared_expert_intermediate_size", MAX_WIDTH);
+    if (!mf_int(reader, "n_shared_experts", 0)) config->features &= ~(unsigned)MF_SHARED;
+    if (config->features & MF_SHARED)
+        *S = *M * mf_count(reader, "n_shared_experts", MAX_WIDTH / *M);
+    if (mf_num(reader, "swiglu_alpha", 1.702, 0, 1e6) != 1.702)
+        mf_field_error(reader, "swiglu_alpha", mf_field(reader, "swiglu_alpha"), "1.702");
+    if (mf_int(reader, "moe_layer_freq", 1) != 1)
+        mf_field_error(reader, "moe_layer_freq", mf_field(reader, "moe_layer_freq"), "1");
+}
+
+/* Sets the width of the widest MLP: of layers without experts, of an expert, of the shared one. */
+static void mf_set_widest(mf_config *config) {
+    const int L = config->shape.L, M = config->letter['M' - 'A'], S = config->letter['S' - 'A'];
+    bool has_dense = false;
+    for (int i = 0; i < L; i++) has_dense |= !(config->kind[i] & MF_LAYER_MOE);
+    config->shape.F = MAX(MAX(M, S), has_dense ? config->shape.F : 0);
 }
 
 /* ---- config.json: RoPE and windows ---- */
@@ -8849,9 +9015,9 @@ static void mf_read_layer_kinds(mf_reader *reader, mf_config *config, arena *mem
         if (features & MF_ROPE_WINDOWED) has_rope = config->window[i];
         if (has_rope) config->kind[i] |= MF_LAYER_ROPE;
         if (config->local_table.dims && config->window[i]) config->kind[i] |= MF_LAYER_LOCAL;
-        if (config->arch->moe && i >= first_moe && (i + 1) % moe_step == 0 &&
-            !mf_list_has(reader, "mlp_only_layers", i))
-            config->kind[i] |= MF_LAYER_MOE;
+        const bool is_dense = i < first_moe || (i + 1) % moe_step ||
+                              mf_list_has(reader, "mlp_only_layers", i);
+        if (config->arch->moe && !(config->arch->mlp && is_dense)) config->kind[i] |= MF_LAYER_MOE;
     }
 }
 
@@ -9420,7 +9586,9 @@ static void mf_read_config(mf_reader *reader, mf_config *config, arena *memory) 
     mf_read_factors(reader, config);
     mf_read_rope(reader, config, memory);
     mf_read_windows(reader, config, memory);
+    mf_read_moe(reader, config);
     mf_read_layer_kinds(reader, config, memory);
+    mf_set_widest(config);
     mf_set_letters(config);
     mf_read_quantization_field(reader, memory, config);
     config->bos_id = mf_read_id(reader, "bos_token_id", -1, config->shape.V);
@@ -9443,7 +9611,7 @@ static int mf_config_parse(str text, const char *where, arena *memory, mf_config
     if (e->code) return e->code;
     reader.defaults = json_parse(memory, str_c(config->arch->defaults), json_trusted, &bug);
     assert(reader.defaults);
-    mf_refuse_unsupported(&reader);
+    mf_refuse_unsupported(&reader, config->arch);
     if (!e->code) mf_read_config(&reader, config, memory);
     return e->code;
 }
@@ -10391,6 +10559,7 @@ typedef struct mf_cursor {
 static bool mf_next(mf_cursor *at) {
     const mf_arch *arch = at->config->arch;
     const bool has_experts = at->config->kind[at->layer] & MF_LAYER_MOE;
+    assert(has_experts || arch->mlp);
     const mf_binding *const tables[] = {arch->norms, arch->mixer,
                                         has_experts ? arch->moe : arch->mlp};
     at->binding = at->binding ? at->binding + 1 : tables[0];
@@ -10543,16 +10712,48 @@ static void mf_count_bound(mf_binder *binder, const mf_target *target, const st_
     if (!target->expert || !target->n_stacked) binder->weight_bytes += tensor->end - tensor->begin;
 }
 
+/* Copies the numbers of one expert's part i of a tensor that has the plain numbers of all experts:
+ * vectors [X][outputs], matrices [X][inputs][outputs]. A matrix is transposed. */
+static void mf_copy_part(mf_binder *binder, const mf_target *target, const st_tensor *tensor,
+                         int i) {
+    const mf_slot *slot = &mf_slots[target->binding[i].slot];
+    toka_tensor *part = target->parts[i];
+    const bool by_turns = target->binding->part == MF_BY_TURNS, is_vector = !*slot->rows;
+    const size_t size = (size_t)tensor->dtype->bits / 8;
+    const size_t outputs = (size_t)(is_vector ? target->cols : target->rows);
+    const size_t inputs = (size_t)(is_vector ? 1 : target->cols);
+    const size_t n = outputs / (size_t)target->n_parts; /* of this part: all have the same number */
+    const char *from = tensor->data + (size_t)target->expert * outputs * inputs * size;
+    char *to = arena_alloc(binder->memory, n * inputs * size);
+    *part = (toka_tensor){.data = to, .dtype = (toka_dtype)tensor->dtype->toka_dtype,
+                          .rows = is_vector ? 1 : (int)n, .cols = is_vector ? (int)n : target->cols,
+                          .stride = is_vector ? (int)n : target->cols};
+    for (size_t output = 0; output < n; output++) {
+        const size_t at = by_turns ? output * (size_t)target->n_parts + (size_t)i
+                                   : output + (size_t)i * n;
+        for (size_t input = 0; input < inputs; input++, to += size)
+            memcpy(to, from + (input * outputs + at) * size, size);
+    }
+}
+
 /* Binds a tensor of plain numbers. Returns 0 or an error code. */
 static int mf_bind_plain(mf_binder *binder, const mf_target *target, const st_tensor *tensor,
                          toka_err *e) {
     const bool is_vector = !*mf_slots[target->binding->slot].rows;
-    const int64_t dims[] = {target->rows, target->cols};
+    const int64_t own_dims[] = {target->rows, target->cols};
+    const int64_t stacked_dims[] = {target->n_stacked, target->cols, target->rows};
+    const int64_t *dims = target->n_stacked ? stacked_dims : own_dims + is_vector;
+    const int n_dims = (target->n_stacked ? 3 : 2) - is_vector;
     if (!tensor) return fail(e, TOKA_E_INPUT, "%s: missing in %s", target->name, binder->where);
-    if (mf_check_dims(tensor, target->name, dims + is_vector, 2 - is_vector, e)) return e->code;
+    if (mf_check_dims(tensor, target->name, dims, n_dims, e)) return e->code;
     if (tensor->dtype->toka_dtype < 0)
         return fail(e, TOKA_E_INPUT, "%s: dtype %s, expected BF16, F16 or F32", target->name,
                     tensor->dtype->name);
+    if (target->n_stacked) {
+        for (int i = 0; i < target->n_parts; i++) mf_copy_part(binder, target, tensor, i);
+        mf_count_bound(binder, target, tensor, true);
+        return 0;
+    }
     const toka_tensor whole = {.data = tensor->data, .cols = target->cols, .stride = target->cols,
                                .dtype = (toka_dtype)tensor->dtype->toka_dtype};
     mf_set_parts(target, binder->config, &whole);
@@ -10776,9 +10977,13 @@ static int mf_bind_one(mf_binder *binder, const mf_binding *binding, const char 
     const mf_slot *slot = &mf_slots[binding->slot];
     mf_target target = {.name = name, .binding = binding, .n_parts = mf_count_parts(binding),
                         .cols = mf_dim_product(binder->config, slot->cols), .expert = expert};
+    if (slot->owner == MF_OF_EXPERT && !strchr(binding->suffix, '#'))
+        target.n_stacked = binder->config->moe.n_experts;
     for (int i = 0; i < target.n_parts; i++) {
+        const mf_slot *part = &mf_slots[binding[i].slot];
         target.parts[i] = mf_tensor(owners, binding[i].slot, expert);
-        target.rows += mf_dim_product(binder->config, mf_slots[binding[i].slot].rows);
+        target.rows += *part->rows || !i ? mf_dim_product(binder->config, part->rows) : 0;
+        if (i && !*part->rows) target.cols += mf_dim_product(binder->config, part->cols);
     }
     const st_tensor *tensor = st_set_get(binder->set, name);
     str module = str_c(name);
@@ -10821,6 +11026,16 @@ static void mf_add_aliases(const mf_config *config, st_set *set, const st_alias_
         st_set_add_alias(set, arena_str(memory, str_c(embed)), str_c(mf_find_lm_head(set)), memory);
 }
 
+/* Writes the name of a layer's tensor. */
+static void mf_put_name(char name[128], const char *prefix, int layer, const char *suffix,
+                        int expert) {
+    const char *number = strchr(suffix, '#');
+    if (!number) snprintf(name, 128, "%slayers.%d.%s", prefix, layer, suffix);
+    else
+        snprintf(name, 128, "%slayers.%d.%.*s%d%s", prefix, layer, (int)(number - suffix), suffix,
+                 expert, number + 1);
+}
+
 /* Binds the tensors of one layer, whose names begin with `prefix`. Returns 0 or an error code. */
 static int mf_bind_layer(mf_binder *binder, int layer, const char *prefix, toka_err *e) {
     const mf_config *config = binder->config;
@@ -10828,8 +11043,15 @@ static int mf_bind_layer(mf_binder *binder, int layer, const char *prefix, toka_
                                            binder->memory);
     char name[128];
     for (mf_cursor at = {config, layer, 0, NULL}; mf_next(&at);) {
-        snprintf(name, sizeof name, "%slayers.%d.%s", prefix, layer, at.binding->suffix);
-        if (mf_bind_one(binder, at.binding, name, &owners, 0, e)) return e->code;
+        const int n = mf_count_copies(config, at.binding);
+        for (int i = 0; i < n; i++) {
+            mf_put_name(name, prefix, layer, at.binding->suffix, i);
+            if (mf_bind_one(binder, at.binding, name, &owners, i, e)) return e->code;
+        }
+        mf_put_name(name, prefix, layer, at.binding->suffix, n);
+        if (strchr(at.binding->suffix, '#') && st_set_get(binder->set, name))
+            return fail(e, TOKA_E_INPUT, "%s: config.json says that there are only %d experts", name,
+                        n);
         at.binding += mf_count_parts(at.binding) - 1;
     }
     return 0;
@@ -11030,6 +11252,12 @@ static int mf_slice_layer(const toka_shape *full, const mf_tp_ranges *ranges, co
     return 0;
 }
 
+/* Returns the width of a layer's widest MLP. */
+static int mf_widest(const toka_layer *layer) {
+    const toka_moe *moe = layer->moe;
+    return MAX(layer->mlp.gate.rows, moe ? MAX(moe->experts->gate.rows, moe->shared.gate.rows) : 0);
+}
+
 /* Computes the shape and the weights of one rank. The weights are slices of full_weights; nothing
  * is copied. Only the first stage has the embedding, only the last has the final norm and the LM
  * head. out->layers is in the arena. Returns 0, or TOKA_E_USE if the model cannot be split this
@@ -11050,14 +11278,16 @@ static int mf_shard(const toka_shape *full, const toka_weights *full_weights, co
     shape->L = layers.count;
     shape->H = ranges.H.count;
     shape->K = ranges.K.count;
-    shape->F = ranges.F.count;
     shape->V = ranges.V.count;
     shape->v0 = ranges.V.first;
     *out = *full_weights;
     out->layers = arena_copy(memory, full_weights->layers + layers.first,
                              (size_t)layers.count * sizeof *out->layers);
-    for (int layer = 0; layer < layers.count; layer++)
+    shape->F = 0;
+    for (int layer = 0; layer < layers.count; layer++) {
         if (mf_slice_layer(full, &ranges, rank, &out->layers[layer], memory, e)) return e->code;
+        shape->F = MAX(shape->F, mf_widest(&out->layers[layer]));
+    }
     if (rank->pp_rank != 0) out->embed = (toka_tensor){0};
     if (rank->pp_rank != rank->pp_size - 1) out->norm = out->lm_head = (toka_tensor){0};
     const mf_owners owners = {{[MF_OF_MODEL] = out}};
@@ -31478,7 +31708,8 @@ static int run_dummy_weights(mf_model *model, toka_err *e) {
         if (own_bytes <= RUN_DUMMY_BYTES) own_bytes += layer_bytes, n_own++;
         layers_bytes += layer_bytes;
     }
-    const size_t pad = (size_t)(n_own + 1) * 64 * 64;
+    const size_t n_tensors = (size_t)(MF_N_SLOTS + 6 * model->config.moe.n_experts);
+    const size_t pad = (size_t)(n_own + 1) * n_tensors * 64;
     size_t bytes = model->weight_bytes - layers_bytes + own_bytes + pad;
     char *end = MAP_FAILED;
     if ((int64_t)bytes <= os_ram_bytes())

@@ -74,8 +74,15 @@ static const char *const mft_bad_configs[][2] = {
     {"{", "JSON"},
     {"{}", "model_type is missing, expected LlamaForCausalLM"},
     {"{\"architectures\":[]}", "architectures is an array"},
-    {"{\"architectures\":[\"MixtralForCausalLM\"]}",
-     "architectures[0] is \"MixtralForCausalLM\", expected LlamaForCausalLM"},
+    {"{\"architectures\":[\"OtherForCausalLM\"]}", "architectures[0] is \"OtherForCausalLM\", expected LlamaForCausalLM"},
+    {"{\"model_type\":\"mixtral\",\"num_local_experts\":4097}", "num_local_experts is 4097, expected 1 to 4096"},
+    {"{\"model_type\":\"mixtral\",\"num_experts_per_tok\":9}", "num_experts_per_tok is 9, expected 1 to 8"},
+    {"{\"model_type\":\"glm4_moe\",\"head_dim\":128,\"n_group\":8,\"topk_group\":1,\"num_experts_per_tok\":17}", "topk_group is 1, expected so many groups"},
+    {"{\"model_type\":\"glm4_moe\",\"head_dim\":128,\"n_group\":128,\"topk_group\":8}", "n_group is 128, expected a number of equal groups"},
+    {"{\"model_type\":\"glm4_moe\",\"head_dim\":128,\"scoring_func\":\"softmax\"}", "scoring_func is \"softmax\", expected \"sigmoid\""},
+    {"{\"model_type\":\"gpt_oss\",\"swiglu_alpha\":1}", "swiglu_alpha is 1, expected 1.702"},
+    {"{\"model_type\":\"olmoe\",\"clip_qkv\":8.0}", "clip_qkv is 8, expected none"},
+    {"{\"model_type\":\"qwen3_moe\",\"mlp_only_layers\":3}", "mlp_only_layers is 3, expected a list of layers"},
     {"{\"architectures\":[7]}", "architectures[0] is 7"},
     {"{\"model_type\":\"gemma\"}", "model_type is \"gemma\""},
     {M_LLAMA ",\"model_type\":\"mistral\"}", "model_type is \"mistral\", expected \"llama\", that of LlamaForCausalLM"},
@@ -275,6 +282,22 @@ static void test_mf_config_rows(void) {
         CHECK(s->logit_scale == 0.125f && s->attn_scale == 0.5f && s->residual_scale == 1 && c.features == (MF_MLP_BIAS | MF_LM_HEAD));
     if (mft_config("{\"model_type\":\"glm4\"}", NULL, &a, &c))
         CHECK(c.rope_table.dims == 64 && c.rope_table.neighbours && c.features & MF_QKV_BIAS && !(c.features & MF_O_BIAS) && c.n_eos_ids == 3);
+    if (mft_config("{\"model_type\":\"qwen2_moe\",\"num_hidden_layers\":4,\"decoder_sparse_step\":2,\"mlp_only_layers\":[3],"
+                   "\"use_sliding_window\":true,\"max_window_layers\":2}", NULL, &a, &c)) {
+        CHECK(c.kind[0] == MF_LAYER_ROPE && c.kind[1] == (MF_LAYER_ROPE | MF_LAYER_MOE) && c.kind[3] == MF_LAYER_ROPE);
+        CHECK(c.moe.n_experts == 60 && c.moe.top_k == 4 && c.moe.kind == TOKA_ROUTER_SOFTMAX && !c.moe.renormalize && c.features & MF_QKV_BIAS);
+        CHECK(c.window[0] == 4096 && c.window[1] == 0 && c.window[2] == 0 && s->F == 5632 && mf_dim_product(&c, "M") == 1408);
+    }
+    if (mft_config("{\"model_type\":\"mixtral\",\"first_k_dense_replace\":1,\"num_experts\":6}", NULL, &a, &c))
+        CHECK(c.kind[0] == (MF_LAYER_ROPE | MF_LAYER_MOE) && c.moe.renormalize && c.moe.n_experts == 6 && c.window[0] == 0);
+    if (mft_config("{\"model_type\":\"gpt_oss\"}", NULL, &a, &c)) {
+        CHECK(c.moe.kind == TOKA_ROUTER_TOPK && c.activation == TOKA_SWIGLU_CLAMPED && s->swiglu_limit == 7 && c.rope.fractional);
+        CHECK(c.rope.kind == MF_ROPE_YARN && c.rope.factor == 32 && fabs(c.rope_table.scale - 1.3465736f) < 1e-6 && c.window[0] == 128 && c.window[1] == 0);
+    }
+    if (mft_config("{\"model_type\":\"glm4_moe\",\"head_dim\":128,\"n_shared_experts\":0,\"use_qk_norm\":true}", NULL, &a, &c)) {
+        CHECK(c.kind[0] == MF_LAYER_ROPE && c.kind[1] == (MF_LAYER_ROPE | MF_LAYER_MOE) && c.moe.kind == TOKA_ROUTER_SIGMOID);
+        CHECK(!(c.features & MF_SHARED) && c.features & MF_QK_NORM && c.moe.groups_by_top2 && !c.rope_table.neighbours);
+    }
     if (mft_config("{\"architectures\":[\"LlavaForConditionalGeneration\"],\"model_type\":\"llava\",\"eos_token_id\":9,"
                    "\"text_config\":{\"model_type\":\"llama\",\"hidden_size\":64}}", NULL, &a, &c))
         CHECK(c.has_images && s->E == 64 && c.eos_ids[0] == 9 && !strcmp(c.arch->name, "LlamaForCausalLM"));
