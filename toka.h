@@ -607,6 +607,7 @@ typedef struct toka_moe {
  *     o of the layer  = W_o W_uv (what attention returns) */
 typedef struct toka_mla {
     int latent, rope, nope, v;
+    float eps;                   /* of the norms q_a_norm and kv_a_norm */
     toka_tensor q_a, q_a_norm;   /* [q_rank][E], [1][q_rank], or absent */
     toka_tensor q_b;             /* [H*(nope+rope)][q_rank], or [...][E] without q_a */
     toka_tensor kv_a, kv_a_norm; /* [latent+rope][E], [1][latent] */
