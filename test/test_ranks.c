@@ -179,6 +179,7 @@ typedef struct rk_world {
     rk_step single[RK_STEPS], step[RK_STEPS];
     rk_peeks *peeks; /* [1 + RK_MAX_RANKS]: one rank alone, then each of several; or NULL */
     uint64_t seed;
+    bool kinds; /* has layers of other kinds than a Llama's: the test cuts them */
 } rk_world;
 
 static void rk_add(rk_batch *b, int seq, int from, int to, int draws) {
@@ -353,7 +354,7 @@ static void rk_rank_open(rk_rank *r, const rk_world *w, toka_group *g) {
                              .pp_rank = r->place.pp_rank, .pp_size = r->place.pp_size};
     toka_err e;
     if (toka_cpu.open(&r->d, &o, &r->sh, &r->w, &e)) printf("%s\n", e.msg), abort();
-    size_t heads = (size_t)(RK_ROWS * r->sh.H * r->sh.D) * sizeof(float);
+    size_t heads = (size_t)(RK_ROWS * r->sh.H * MAX(r->sh.D, toka_value_size(&r->sh))) * sizeof(float);
     r->x = toka_cpu.alloc(r->d, (size_t)(RK_ROWS * w->sh.E) * sizeof(float));
     r->q = toka_cpu.alloc(r->d, heads), r->o = toka_cpu.alloc(r->d, heads);
     /* small, so that all loops run more than once */
@@ -392,6 +393,54 @@ static void rk_run_single(rk_world *w) {
     toka_cpu.close(r.d);
 }
 
+/* ---- Layers of every kind, cut for tensor ranks as toka.h says ---- */
+
+static toka_tensor rk_rows(toka_tensor t, int first, int n) {
+    t.data = (const char *)t.data + (size_t)first * (size_t)t.stride * (t.dtype == TOKA_F32 ? 4 : 2);
+    t.rows = t.rows ? n : 0;
+    return t;
+}
+static toka_tensor rk_cols(toka_tensor t, int first, int n) {
+    t.data = (const char *)t.data + (size_t)first * (t.dtype == TOKA_F32 ? 4 : 2);
+    t.cols = n;
+    return t;
+}
+static toka_mlp rk_mlp(const toka_mlp *m, const mf_rank *place) {
+    const mf_range F = mf_even_share(m->gate.rows, place->tp_rank, place->tp_size);
+    toka_mlp cut = *m;
+    cut.gate = rk_rows(m->gate, F.first, F.count), cut.up = rk_rows(m->up, F.first, F.count);
+    cut.down = rk_cols(m->down, F.first, F.count);
+    cut.gate_bias = rk_cols(m->gate_bias, F.first, F.count), cut.up_bias = rk_cols(m->up_bias, F.first, F.count);
+    return cut;
+}
+/* Replaces a rank's layer by its share of `whole`. */
+static void rk_cut_layer(const toka_shape *s, const toka_layer *whole, const mf_rank *place, toka_layer *cut, arena *a) {
+    mf_tp_ranges r;
+    toka_err e;
+    const int Dv = toka_value_size(s), D = s->D;
+    if (mf_split_tp(s, place->tp_rank, place->tp_size, &r, &e)) abort();
+    *cut = *whole;
+    cut->q = rk_rows(whole->q, r.H.first * D, r.H.count * D), cut->k = rk_rows(whole->k, r.K.first * D, r.K.count * D);
+    cut->v = rk_rows(whole->v, r.K.first * Dv, r.K.count * Dv), cut->o = rk_cols(whole->o, r.H.first * Dv, r.H.count * Dv);
+    cut->q_bias = rk_cols(whole->q_bias, r.H.first * D, r.H.count * D), cut->k_bias = rk_cols(whole->k_bias, r.K.first * D, r.K.count * D);
+    cut->v_bias = rk_cols(whole->v_bias, r.K.first * Dv, r.K.count * Dv), cut->sinks = rk_cols(whole->sinks, r.H.first, r.H.count);
+    if (whole->mla) {
+        toka_mla *mla = arena_alloc(a, sizeof *mla);
+        *mla = *whole->mla;
+        const int q = mla->nope + mla->rope, kv = mla->nope + mla->v;
+        mla->q_b = rk_rows(mla->q_b, r.H.first * q, r.H.count * q), mla->kv_b = rk_rows(mla->kv_b, r.H.first * kv, r.H.count * kv);
+        cut->mla = mla, cut->o = rk_cols(whole->o, r.H.first * mla->v, r.H.count * mla->v);
+    }
+    if (whole->moe) {
+        toka_moe *moe = arena_alloc(a, sizeof *moe);
+        toka_mlp *experts = arena_alloc(a, (size_t)whole->moe->n_experts * sizeof *experts);
+        *moe = *whole->moe;
+        moe->shared = rk_mlp(&moe->shared, place), moe->experts = experts;
+        for (int i = 0; i < moe->n_experts; i++) experts[i] = rk_mlp(&whole->moe->experts[i], place);
+        cut->moe = moe;
+    } else cut->mlp = rk_mlp(&whole->mlp, place);
+}
+
 /* Starts threads for all ranks. Each runs the whole program at its own pace. ranks: [tp*pp];
  * lost_after and delay_us are set. */
 static void rk_start(rk_world *w, int tp, int pp, toka_group *g, rk_rank *ranks, arena *a) {
@@ -401,6 +450,8 @@ static void rk_start(rk_world *w, int tp, int pp, toka_group *g, rk_rank *ranks,
         r->place = (mf_rank){i % tp, tp, i / tp, pp}, r->number = i, r->steps = w->step;
         r->peeks = w->peeks ? &w->peeks[1 + i] : NULL;
         if (mf_shard(&w->sh, w->w, &r->place, a, &r->sh, &r->w, &e)) printf("%s\n", e.msg), abort();
+        for (int l = 0, first = mf_stage_layers(&w->sh, r->place.pp_rank, pp).first; w->kinds && l < r->sh.L; l++)
+            rk_cut_layer(&w->sh, &w->w->layers[first + l], &r->place, &r->w.layers[l], a);
         rk_rank_open(r, w, g);
     }
     for (int i = 0; i < tp * pp; i++)
@@ -462,11 +513,12 @@ static void rk_check_split(rk_world *w, int tp, int pp, bool by_seq, const char 
 }
 
 /* Runs all splits of a model. Returns their number. */
-static int rk_check_model(const toka_shape *sh, const toka_weights *weights, uint64_t seed, const char *name) {
+static int rk_check_model(const toka_shape *sh, const toka_weights *weights, uint64_t seed, const char *name, bool kinds) {
     static const int splits[][2] = {{2, 1}, {3, 1}, {4, 1}, {1, 2}, {1, 3}, {1, 4}, {2, 2}, {3, 2}};
     rk_world *w = mem_alloc(sizeof *w);
     int n = 0;
     rk_world_init(w, sh, weights, seed);
+    w->kinds = kinds;
     rk_run_single(w);
     for (int i = 0; i < COUNT(splits); i++) {
         const int tp = splits[i][0], pp = splits[i][1];
@@ -483,7 +535,7 @@ static int rk_check_folder(const char *path) {
     mf_model *m;
     toka_err e;
     if (mf_open(&m, path, NULL, NULL, &e)) printf("%s\n", e.msg), abort();
-    int n = rk_check_model(&m->shape, &m->weights, 7, path);
+    int n = rk_check_model(&m->shape, &m->weights, 7, path, false);
     CHECK_MSG(n >= 1, "%s: no split", path);
     mf_close(m);
     return n;
@@ -536,7 +588,29 @@ static void test_ranks_shapes(void) {
         snprintf(name, sizeof name, "%d heads, %d kv heads", heads[i][0], heads[i][1]);
         case_open(&c, (cpu_sizes){.H = heads[i][0], .K = heads[i][1], .D = 8, .E = 72, .F = 101, .V = 131, .B = RK_B, .extras = 1,
                                   .type = (toka_dtype)(i % 3), .window = i & 1 ? 5 : 0}, 40 + (uint64_t)i);
-        CHECK(rk_check_model(&c.sh, &c.w, 9, name) >= 3);
+        CHECK(rk_check_model(&c.sh, &c.w, 9, name, false) >= 3);
+        case_close(&c);
+    }
+}
+
+/* Every kind of layer under tensor ranks and stages; what the CPU refuses is an error. */
+static void test_ranks_kinds(void) {
+    for (int i = 0; i < COUNT(cpu_kinds); i++) {
+        cpu_case c;
+        char name[64];
+        snprintf(name, sizeof name, "kinds %d", cpu_kinds[i]);
+        case_open(&c, (cpu_sizes){.H = 8, .K = 4, .D = 8, .Dv = i % 2 ? 0 : 12, .E = 72, .F = 101, .V = 131, .B = RK_B, .kinds = cpu_kinds[i],
+                                  .window = i & 1 ? 5 : 0}, 60 + (uint64_t)i);
+        if (!(cpu_kinds[i] & KIND_ALL_NORM)) CHECK(rk_check_model(&c.sh, &c.w, 9, name, true) >= 3);
+        else {
+            toka_group *g;
+            toka_device *d;
+            toka_err e;
+            CHECK(toka_cpu.group_open(&g, 2, 1, &e) == 0);
+            toka_device_options o = {.n_threads = 1, .max_tokens = 4, .max_samples = 4, .n_pages = 4, .group = g, .tp_size = 2};
+            CHECK(toka_cpu.open(&d, &o, &c.sh, &c.w, &e) == TOKA_E_USE && strstr(e.msg, "norm of all query heads"));
+            toka_cpu.group_close(g);
+        }
         case_close(&c);
     }
 }
@@ -845,4 +919,5 @@ static const struct test ranks_tests[] = {{"ranks_slices", test_ranks_slices},  
                                           {"ranks_lost", test_ranks_lost},         {"ranks_slow", test_ranks_slow},
                                           {"ranks_abort", test_ranks_abort},       {"ranks_refuses", test_ranks_refuses},
                                           {"ranks_device", test_ranks_device},     {"ranks_leave", test_ranks_leave},
-                                          {"ranks_hidden", test_ranks_hidden},     {0}};
+                                          {"ranks_kinds", test_ranks_kinds},
+                                        {"ranks_hidden", test_ranks_hidden},     {0}};
