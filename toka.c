@@ -12401,10 +12401,10 @@ static void heap_remove(heap_node *nodes, int *top, int node) {
  *     sched_commit, step 7      11         12
  *
  * Each sequence has a generation. It changes when the sequence ends or is preempted. A result with
- * another generation is stale: sched_commit ignores it. A request with no_run_ahead (bad words as
- * texts) needs all earlier tokens on the host for sampling. Its sequences get no rows in a step
- * that is planned before their last token is committed. So if other sequences keep two steps in
- * flight, such a sequence has a row in every second step only.
+ * another generation is stale: sched_commit ignores it. A request with no_run_ahead needs all
+ * earlier tokens on the host for sampling. Its sequences get no rows in a step that is planned
+ * before their last token is committed. So if other sequences keep two steps in flight, such a
+ * sequence has a row in every second step only.
  *
  * Prompt tails. The full pages of a prompt before its last token are shared through the prefix
  * tree. The 1 to B tokens after them are the tail of the prompt. Each sequence appends its output
@@ -13917,8 +13917,8 @@ static void batch_make_micros(batch_builder *builder, batch_micros *micros,
  * Three parts:
  *   Sampling      In: one row of raw logits [V], the sampling parameters of its request, history.
  *                 Out: a token id with its log-probabilities (samp_row).
- *   Bad words     In: the output so far. Out: the ids that may not be sampled next (samp_bad_id,
- *                 samp_bad_by_texts); step 2 below forbids them.
+ *   Bad words     In: texts and a vocabulary. Out: a toka_word_table (samp_words_new), by which
+ *                 step 2 below forbids the ids that would complete one of the texts.
  *   Stop strings  In: the text of one sample, token by token. Out: the text that can no longer
  *                 become a stop string, and whether a stop string is complete (stop_put).
  *
@@ -13932,18 +13932,16 @@ static void batch_make_micros(batch_builder *builder, batch_micros *micros,
  *   threshold        the result of top-k, top-p and min-p as one pair (min_logit, last_tied): ids
  *                    with a higher logit are kept, and of those equal to it the ids up to last_tied
  *   word edge        a place in a text where a word may begin or end (samp_is_word_edge)
- *   suffix           of a bad word: a token that begins with the end of the word, and the byte of
- *                    the word at which it begins
- *   whole ids        ids of tokens that contain a whole bad word: always forbidden
+ *   place            a proper beginning of a bad word, in which the text of the output ends
  *   partial          the text ends in a prefix of some stop string
  *   held text        that end of the text; it is not given out yet
  *
  * samp_row works in the order of Hugging Face's generate():
  *   1. clean      NaN becomes -inf, +inf becomes FLT_MAX. The log-sum-exp and the best raw logits
  *                 are computed here
- *   2. adjust     logit_bias, allowed ids, forbidden ids, the ids that would complete one of
- *                 bad_ids, repetition penalty (prompt and output: x < 0 ? x*r : x/r), frequency and
- *                 presence penalty (output only: x - f*count - p)
+ *   2. adjust     logit_bias, allowed ids, forbidden ids, the ids that would complete a bad word,
+ *                 repetition penalty (prompt and output: x < 0 ? x*r : x/r), frequency and presence
+ *                 penalty (output only: x - f*count - p)
  *   3. greedy     temperature 0: the highest adjusted logit, on a tie the lowest id. Ends here
  *   4. truncate   temperature, then top-k (all ids tied with the k-th are kept), then top-p (the
  *                 smallest set of best ids whose probabilities add up to at least p; of tied ids
@@ -14003,7 +14001,7 @@ static void batch_make_micros(batch_builder *builder, batch_micros *micros,
  *     100 KB of stack. Any number of threads may call it.
  *   - If nothing may be drawn (every logit is -inf after step 2), the sampled id is
  *     toka_fallback_id: the lowest id that is allowed and not forbidden or, if all allowed ids are
- *     forbidden, the lowest allowed id. bad_ids do not count here: the engine ends a sample whose
+ *     forbidden, the lowest allowed id. Bad words do not count here: the engine ends a sample whose
  *     id completes one of them. sampled_logprob is 0. logprob is -inf or, if the id is also in
  *     top_ids, what is shown there.
  * logprob is that of the raw logit (step 1), -inf if the raw logit is -inf. Step 2 overwrites the
@@ -14025,7 +14023,7 @@ static const toka_sampling samp_default = {.temperature = 1, .top_p = 1, .repeti
 #define SAMP_MAX_BAD_SEQS 4096      /* bad words of one request, as ids */
 #define SAMP_MAX_BAD_TEXTS 2048     /* bad words of one toka_words, as texts */
 #define SAMP_MAX_BAD_BYTES 32768    /* bytes of these texts in all */
-#define SAMP_MAX_SUFFIXES (1 << 18) /* suffixes of one toka_words */
+#define SAMP_MAX_PLACES 65536       /* places of one toka_words; a multiple of 8 */
 /* Outside these bounds, samp_unadjust could not recover x from x/r - f*count. */
 #define SAMP_MIN_REPETITION 0.01f
 #define SAMP_MAX_REPETITION 100.0
@@ -14364,9 +14362,9 @@ static bool samp_has_penalties(const toka_sampling *sampling) {
            sampling->presence_penalty != 0;
 }
 
-/* Returns whether sampling needs the ids of all earlier tokens, for penalties or bad_ids. */
+/* Returns whether sampling needs the ids of all earlier tokens, for penalties or bad words. */
 static bool samp_needs_history(const toka_sampling *sampling) {
-    return samp_has_penalties(sampling) || sampling->n_bad;
+    return samp_has_penalties(sampling) || sampling->n_bad || sampling->bad_words;
 }
 
 /* Returns the last id of a bad word if the output ends in all its ids but the last; else -1. That
@@ -14377,6 +14375,77 @@ static int32_t samp_bad_id(const int32_t *word, int length, const int32_t *outpu
     for (int i = 0; i < n_before; i++)
         if (word[i] != output[n_output - n_before + i]) return -1;
     return word[n_before];
+}
+
+/* Returns the index of the first step of an id, or of the next higher id that has one. */
+static int samp_find_steps(const toka_word_table *table, int32_t id) {
+    int low = 0, high = table->n_steps;
+    while (low < high) {
+        const int middle = (low + high) / 2;
+        if (table->steps[middle].id < id) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+/* Returns whether step i is one of the id's. */
+static bool samp_has_steps(const toka_word_table *table, int i, int32_t id) {
+    return i < table->n_steps && table->steps[i].id == id;
+}
+
+/* Returns whether an id adds nothing to the output's text. first: of samp_find_steps. */
+static bool samp_has_no_text(const toka_word_table *table, int first, int32_t id,
+                             bool keep_special) {
+    const toka_word_rule *step = &table->steps[first];
+    return id >= table->n_ids || (samp_has_steps(table, first, id) &&
+                                  step->from == TOKA_WORD_SKIP && !(step->to && keep_special));
+}
+
+/* Returns where in the output a word may begin of which the output has a proper beginning at its
+ * end: after the last id that has text but no steps, and at most max_ids ids with text ago. */
+static int samp_words_begin(const toka_word_table *table, const int32_t *output, int n_output,
+                            bool keep_special) {
+    int begin = n_output;
+    for (int n_ids = 0; begin > 0 && n_ids < table->max_ids; begin--) {
+        const int32_t id = output[begin - 1];
+        const int first = samp_find_steps(table, id);
+        if (samp_has_no_text(table, first, id, keep_special)) continue;
+        if (!samp_has_steps(table, first, id)) break;
+        n_ids++;
+    }
+    return begin;
+}
+
+static bool samp_is_at(const uint8_t *places, int from) {
+    return from == TOKA_WORD_ANY || (from >= 0 && bit_get(places, from));
+}
+
+/* Sets the bits of the places at which the output is. */
+static void samp_follow_words(const toka_word_table *table, const int32_t *output, int n_output,
+                              bool keep_special, uint8_t places[SAMP_MAX_PLACES / 8]) {
+    uint8_t next[SAMP_MAX_PLACES / 8];
+    const size_t n_bytes = (size_t)(table->n_places + 7) / 8;
+    memset(places, 0, n_bytes);
+    for (int at = samp_words_begin(table, output, n_output, keep_special); at < n_output; at++) {
+        const int32_t id = output[at];
+        int i = samp_find_steps(table, id);
+        if (samp_has_no_text(table, i, id, keep_special)) continue;
+        memset(next, 0, n_bytes);
+        for (; samp_has_steps(table, i, id); i++)
+            if (samp_is_at(places, table->steps[i].from)) bit_set(next, table->steps[i].to);
+        memcpy(places, next, n_bytes);
+    }
+}
+
+/* Forbids the ids that would complete a bad word after this output. */
+static void samp_apply_words(const toka_sample_row *row, const int32_t *output, int n_output,
+                             float *x, int V) {
+    const toka_word_table *table = row->words;
+    uint8_t places[SAMP_MAX_PLACES / 8];
+    samp_follow_words(table, output, n_output, row->keep_special, places);
+    for (int i = 0; i < table->n_ends; i++)
+        if (table->ends[i].id < V && samp_is_at(places, table->ends[i].from))
+            x[table->ends[i].id] = -INFINITY;
 }
 
 static void samp_adjust(const toka_sample_row *row, const int32_t *history, float *x, int V) {
@@ -14390,11 +14459,12 @@ static void samp_adjust(const toka_sample_row *row, const int32_t *history, floa
         if ((uint32_t)row->forbidden[i] < (uint32_t)V) x[row->forbidden[i]] = -INFINITY;
     const int32_t *word = sampling->bad_ids;
     const int32_t *output = row->n_history ? history + row->n_prompt : NULL;
+    const int n_output = row->n_history ? row->n_history - row->n_prompt : 0;
     for (int i = 0; i < sampling->n_bad; word += sampling->bad_lengths[i++]) {
-        int32_t id = samp_bad_id(word, sampling->bad_lengths[i], output,
-                                 row->n_history - row->n_prompt);
+        int32_t id = samp_bad_id(word, sampling->bad_lengths[i], output, n_output);
         if (id >= 0) x[id] = -INFINITY;
     }
+    if (row->words) samp_apply_words(row, output, n_output, x, V);
     if (samp_has_penalties(sampling)) samp_apply_penalties(row, history, x, V);
 }
 
@@ -14718,55 +14788,60 @@ static void samp_row(const toka_sample_row *row, const int32_t *history, float *
 
 /* ---- Bad words ---- */
 
-/* Bad words as ids. Returns whether `id` would complete one of them after this output. */
-static bool samp_is_bad_by_ids(const toka_sampling *sampling, const int32_t *output, int n_output,
-                               int32_t id) {
+/* Returns whether `id` would complete a bad word, given as ids or as a text, after this output. */
+static bool samp_is_bad(const toka_sample_row *row, const int32_t *output, int n_output,
+                        int32_t id) {
+    const toka_sampling *sampling = row->sampling;
+    const toka_word_table *table = row->words;
     const int32_t *word = sampling->bad_ids;
+    uint8_t places[SAMP_MAX_PLACES / 8];
     for (int i = 0; i < sampling->n_bad; word += sampling->bad_lengths[i++])
         if (samp_bad_id(word, sampling->bad_lengths[i], output, n_output) == id) return true;
+    if (!table) return false;
+    samp_follow_words(table, output, n_output, row->keep_special, places);
+    for (int i = 0; i < table->n_ends; i++)
+        if (table->ends[i].id == id && samp_is_at(places, table->ends[i].from)) return true;
     return false;
 }
 
-/* Bad words as texts (toka_words). The tokens that can complete a word are looked up once, when the
- * words are made:
- *   whole_ids   ids of tokens that contain a whole word
- *   suffixes    tokens that begin with the end of a word, from byte `offset` of the word on. Such a
- *               token completes the word if the output ends in the word's first `offset` bytes
- * In both cases the word must begin and end at a token border or at a word edge. Example, with the
- * bad word "ass":
- *   " ass"      forbidden: a whole id; the word begins at an edge and ends at the token border
+/* Bad words as texts (toka_words). They are compiled once, when the words are made, into an
+ * automaton that reads ids (toka_word_table), so that a device can follow it without the text:
+ *   places   proper beginnings of words. The output is at a place if its text ends in these bytes
+ *   steps    a token that ends in the beginning of a word leads to its place from anywhere; a token
+ *            that is the continuation of a place leads from there to a later place
+ *   ends     a token that contains a whole word is forbidden everywhere; a token that begins with
+ *            the rest of a word is forbidden at the place before this rest
+ * A word must begin and end at a token border or at a word edge. Word edges are those of the text
+ * of one token: a character that is split over two tokens is no word character. Example, with the
+ * bad word "ass" and its places "a" and "as":
+ *   " ass"      forbidden: it contains the word, which begins at an edge and ends at the border
  *   "class"     allowed: "ass" does not begin at an edge
- *   "as"+"s"    forbidden: "s" is a suffix with offset 2, and "as" begins at a token border
- *   "clas"+"s"  allowed: "as" begins neither at a token border nor at an edge
- *   "cl"+"ass"  forbidden: "ass" is a whole id
+ *   "as"+"s"    forbidden: "as" leads to the place "as", and "s" is the rest
+ *   "clas"+"s"  allowed: "as" begins neither at a token border nor at an edge, so "clas" leads to
+ *               no place
+ *   "cl"+"ass"  forbidden: "ass" contains the word
  * So a longer word that contains the bad word, written in several tokens, is allowed unless one of
  * its tokens begins at the bad word's first letter. Then it may be forbidden, as it may with bad
  * words as ids. */
 
-/* A token (id) that begins with the bytes from `offset` on of words[word_index]. While tables are
- * built, also just a place in a word, with id 0. */
-typedef struct samp_suffix {
-    int32_t id;
-    int word_index, offset;
-} samp_suffix;
-
-/* Suffixes sorted by one byte of their word, at a fixed distance from `offset`. Those with byte c
- * are entries[first_of_byte[c]] .. entries[first_of_byte[c + 1] - 1]. */
-typedef struct samp_suffix_table {
-    samp_suffix *entries; /* in the arena of the toka_words */
-    int first_of_byte[257];
-} samp_suffix_table;
+typedef struct samp_word_byte { /* a byte of a word */
+    int word, offset;
+} samp_word_byte;
 
 struct toka_words {
-    atomic_int refs;            /* held by callers and by requests; the last one frees */
-    const tok *tokenizer;       /* borrowed from the model. samp_words_del does not read it, so it
-                                 * may be called after toka_close */
-    str *words;                 /* [n_words] the bytes of their tokens, without leading spaces */
+    atomic_int refs;       /* held by callers and by requests; the last one frees */
+    const tok *tokenizer;  /* borrowed from the model. samp_words_del does not read it, so it may be
+                            * called after toka_close */
+    str *words;            /* [n_words] the bytes of their tokens, without leading spaces */
+    int *first_place;      /* [n_words] the place of the first byte; the next ones follow */
     int n_words;
-    size_t max_bytes;           /* of the longest word */
-    ids whole_ids;              /* in rising order */
-    samp_suffix_table suffixes; /* by the byte before `offset`: the output must end in it */
-    arena memory;               /* holds words and the tables */
+    /* All bytes of words, sorted; those equal to c are bytes[first_of_byte[c]] ..
+     * bytes[first_of_byte[c + 1] - 1], the first bytes of words before the others. */
+    samp_word_byte *bytes;
+    int first_of_byte[257];
+    buf steps, ends;       /* of toka_word_rule; owned */
+    toka_word_table table; /* points to them */
+    arena memory;          /* holds words and bytes */
 };
 
 /* Returns whether a word character begins at p: a letter of a script that puts spaces between words
@@ -14777,19 +14852,27 @@ static bool samp_is_word_char(const uni *u, const char *p, const char *end) {
     return tok_char_class(u, p, end, &n) & (UNI_LETTER | UNI_NUMBER | UNI_MARK);
 }
 
-/* Returns whether byte `at` of text is a word edge: the character before it or the one at it is not
- * a word character. The beginning and the end of text are edges. */
-static bool samp_is_word_edge(const uni *u, str text, size_t at) {
-    const char *here = text.p + at, *before = here;
-    while (before > text.p && here - before < 4)
+/* Returns whether text ends in a word character. */
+static bool samp_ends_in_word_char(const uni *u, str text) {
+    const char *end = text.p + text.n, *before = end;
+    while (before > text.p && end - before < 4)
         if (((unsigned char)*--before & 0xC0) != 0x80) break;
-    return !samp_is_word_char(u, before, here) || !samp_is_word_char(u, here, text.p + text.n);
+    return samp_is_word_char(u, before, end);
+}
+
+/* Returns whether the border between two texts is a word edge: the character before it or the one
+ * after it is not a word character. If a text is empty, it is one. */
+static bool samp_is_word_edge(const uni *u, str before, str after) {
+    return !samp_ends_in_word_char(u, before) ||
+           !samp_is_word_char(u, after.p, after.p + after.n);
 }
 
 /* Returns whether text has the word at byte `at`, between two word edges. */
 static bool samp_is_word_at(const uni *u, str text, size_t at, str word) {
-    if (text.n - at < word.n || memcmp(text.p + at, word.p, word.n)) return false;
-    return samp_is_word_edge(u, text, at) && samp_is_word_edge(u, text, at + word.n);
+    const str rest = str_sub(text, at, text.n);
+    if (!str_starts(rest, word)) return false;
+    return samp_is_word_edge(u, str_sub(text, 0, at), rest) &&
+           samp_is_word_edge(u, str_sub(text, 0, at + word.n), str_sub(rest, word.n, rest.n));
 }
 
 /* Sets words[index] to the bytes of the word's tokens, without leading spaces. Returns 0 or an
@@ -14805,45 +14888,42 @@ static int samp_spell_word(toka_words *words, int index, const char *word, toka_
     if (!code && !spelling.n)
         code = fail(e, TOKA_E_USE, "bad_words[%d]: a word without tokens", index);
     words->words[index] = arena_str(&words->memory, spelling);
-    words->max_bytes = MAX(words->max_bytes, spelling.n);
+    words->first_place[index] = words->table.n_places;
+    words->table.n_places += (int)MIN(spelling.n, (size_t)SAMP_MAX_PLACES + 1) - (spelling.n > 0);
+    words->table.max_ids = MAX(words->table.max_ids, (int)spelling.n - 1);
+    if (!code && words->table.n_places > SAMP_MAX_PLACES)
+        code = fail(e, TOKA_E_USE, "bad_words: more than %d bytes in the tokenizer's spelling",
+                    SAMP_MAX_PLACES);
     ids_free(&tokens), buf_free(&text);
     return code;
 }
 
-/* Returns the byte at offset + shift of the suffix's word. */
-static unsigned char samp_suffix_byte(const toka_words *words, const samp_suffix *suffix,
-                                      int shift) {
-    return (unsigned char)words->words[suffix->word_index].p[suffix->offset + shift];
-}
-
-/* Makes the table of a list of samp_suffix by a stable counting sort on samp_suffix_byte. */
-static void samp_sort_suffixes(toka_words *words, samp_suffix_table *table, const buf *list,
-                               int shift) {
-    const samp_suffix *suffixes = (const samp_suffix *)(const void *)list->p;
-    const int n_suffixes = (int)(list->n / sizeof *suffixes);
-    int next[257] = {0};
-    table->entries = arena_alloc(&words->memory, (size_t)n_suffixes * sizeof *suffixes);
-    for (int k = 0; k < n_suffixes; k++) next[samp_suffix_byte(words, &suffixes[k], shift) + 1]++;
-    for (int c = 0; c < 256; c++) next[c + 1] += next[c];
-    memcpy(table->first_of_byte, next, sizeof next);
-    for (int k = 0; k < n_suffixes; k++)
-        table->entries[next[samp_suffix_byte(words, &suffixes[k], shift)]++] = suffixes[k];
-}
-
-static void samp_push_suffix(buf *list, int32_t id, int word_index, int offset) {
-    buf_put(list, &(samp_suffix){id, word_index, offset}, sizeof(samp_suffix));
-}
-
-/* Makes a table of all places in words where a token may begin, sorted by the byte at that place.
- * For each byte, the beginnings of words (offset 0) come first. */
-static void samp_collect_suffixes(toka_words *words, samp_suffix_table *table) {
-    buf list = {0};
-    for (int i = 0; i < words->n_words; i++) samp_push_suffix(&list, 0, i, 0);
+/* Fills words->bytes by a stable counting sort. */
+static void samp_sort_bytes(toka_words *words) {
+    int *next = words->first_of_byte, at[256];
     for (int i = 0; i < words->n_words; i++)
-        for (int offset = 1; offset < (int)words->words[i].n; offset++)
-            samp_push_suffix(&list, 0, i, offset);
-    samp_sort_suffixes(words, table, &list, 0);
-    buf_free(&list);
+        for (size_t k = 0; k < words->words[i].n; k++)
+            next[(unsigned char)words->words[i].p[k] + 1]++;
+    for (int c = 0; c < 256; c++) {
+        at[c] = next[c];
+        next[c + 1] += next[c];
+    }
+    words->bytes = arena_alloc(&words->memory, (size_t)next[256] * sizeof *words->bytes);
+    for (int pass = 0; pass < 2; pass++) /* first bytes, then the others */
+        for (int i = 0; i < words->n_words; i++) {
+            const str word = words->words[i];
+            for (int k = pass; k < (pass ? (int)word.n : 1); k++)
+                words->bytes[at[(unsigned char)word.p[k]]++] = (samp_word_byte){i, k};
+        }
+}
+
+static void samp_push_rule(buf *rules, int32_t id, int from, int to) {
+    buf_put(rules, &(toka_word_rule){id, from, to}, sizeof(toka_word_rule));
+}
+
+/* Returns the place after the first n bytes of a word. */
+static int samp_place(const toka_words *words, int word, size_t n) {
+    return words->first_place[word] + (int)n - 1;
 }
 
 /* Returns whether text is one of the words. Special tokens are forbidden only this way: otherwise
@@ -14854,68 +14934,102 @@ static bool samp_is_one_word(const toka_words *words, str text) {
     return false;
 }
 
-/* Returns whether text contains a whole word. starts: of samp_collect_suffixes. */
-static bool samp_contains_word(const toka_words *words, const samp_suffix_table *starts, str text) {
+/* Adds a step for each beginning of a word in which the token's text ends. Returns whether the text
+ * contains a whole word. */
+static bool samp_index_beginnings(toka_words *words, int32_t id, str text) {
+    const uni *u = &words->tokenizer->uni;
+    bool has_word = false;
     for (size_t at = 0; at < text.n; at++) {
         const unsigned char first_byte = (unsigned char)text.p[at];
-        for (int k = starts->first_of_byte[first_byte];
-             k < starts->first_of_byte[first_byte + 1] && !starts->entries[k].offset; k++)
-            if (samp_is_word_at(&words->tokenizer->uni, text, at,
-                                words->words[starts->entries[k].word_index]))
-                return true;
+        const str before = str_sub(text, 0, at), rest = str_sub(text, at, text.n);
+        for (int k = words->first_of_byte[first_byte];
+             k < words->first_of_byte[first_byte + 1] && !words->bytes[k].offset; k++) {
+            const str word = words->words[words->bytes[k].word];
+            has_word |= samp_is_word_at(u, text, at, word);
+            if (rest.n < word.n && str_starts(word, rest) && samp_is_word_edge(u, before, word))
+                samp_push_rule(&words->steps, id, TOKA_WORD_ANY,
+                               samp_place(words, words->bytes[k].word, rest.n));
+        }
     }
-    return false;
+    return has_word;
 }
 
-/* Adds a token to whole_ids if its text contains a whole word; a special token, if its text is one.
- * Appends other ordinary tokens to `suffixes`, once for each end of a word that they begin with.
- * Returns 0, or TOKA_E_USE if there are too many suffixes. */
-static int samp_index_token(toka_words *words, const samp_suffix_table *starts, int32_t id,
-                            str text, buf *suffixes, toka_err *e) {
-    const bool special = words->tokenizer->flag[id] & TOK_SPECIAL;
-    if (!text.n) return 0;
-    if (special ? samp_is_one_word(words, text) : samp_contains_word(words, starts, text))
-        ids_push(&words->whole_ids, id);
-    if (special || (words->whole_ids.n && words->whole_ids.p[words->whole_ids.n - 1] == id))
-        return 0;
+/* Adds a step or an end for each place of a word at which the word goes on with the token's text.
+ * can_end: the token is not special, and not forbidden everywhere. */
+static void samp_index_continuations(toka_words *words, int32_t id, str text, bool can_end) {
     const unsigned char first_byte = (unsigned char)text.p[0];
-    for (int k = starts->first_of_byte[first_byte]; k < starts->first_of_byte[first_byte + 1];
-         k++) {
-        const samp_suffix *start = &starts->entries[k];
-        const str word = words->words[start->word_index];
-        const str suffix = str_sub(word, (size_t)start->offset, word.n);
-        if (!start->offset || !samp_is_word_at(&words->tokenizer->uni, text, 0, suffix)) continue;
-        if (suffixes->n / sizeof *start == SAMP_MAX_SUFFIXES)
-            return fail(e, TOKA_E_USE, "bad_words: more than %d tokens of the vocabulary end them",
-                        SAMP_MAX_SUFFIXES);
-        samp_push_suffix(suffixes, id, start->word_index, start->offset);
+    for (int k = words->first_of_byte[first_byte]; k < words->first_of_byte[first_byte + 1]; k++) {
+        const samp_word_byte *byte = &words->bytes[k];
+        if (!byte->offset) continue;
+        const size_t offset = (size_t)byte->offset;
+        const str rest = str_sub(words->words[byte->word], offset, words->words[byte->word].n);
+        const int place = samp_place(words, byte->word, offset);
+        if (text.n < rest.n && str_starts(rest, text))
+            samp_push_rule(&words->steps, id, place,
+                           samp_place(words, byte->word, offset + text.n));
+        if (can_end && samp_is_word_at(&words->tokenizer->uni, text, 0, rest))
+            samp_push_rule(&words->ends, id, place, 0);
     }
-    return 0;
+}
+
+/* Adds the steps and ends of a token. Returns 0, or TOKA_E_USE if there are too many. */
+static int samp_index_token(toka_words *words, int32_t id, str text, toka_err *e) {
+    const uint8_t flags = words->tokenizer->flag[id];
+    const bool special = flags & TOK_SPECIAL;
+    if (!text.n || flags & TOK_SKIPPED)
+        samp_push_rule(&words->steps, id, TOKA_WORD_SKIP, text.n > 0);
+    if (!text.n) return 0;
+    bool is_whole = samp_index_beginnings(words, id, text);
+    if (special) is_whole = samp_is_one_word(words, text);
+    if (is_whole) samp_push_rule(&words->ends, id, TOKA_WORD_ANY, 0);
+    samp_index_continuations(words, id, text, !special && !is_whole);
+    if ((words->steps.n + words->ends.n) / sizeof(toka_word_rule) <= TOKA_MAX_WORD_RULES) return 0;
+    return fail(e, TOKA_E_USE, "bad_words: the vocabulary has more than %d tokens with parts of them",
+                TOKA_MAX_WORD_RULES);
+}
+
+static int samp_compare_ends(const void *a, const void *b) {
+    const toka_word_rule *x = a, *y = b;
+    return x->from != y->from ? (x->from > y->from) - (x->from < y->from)
+                              : (x->id > y->id) - (x->id < y->id);
+}
+
+/* Sets the table to the rules of all tokens. Steps were added in the order of ids. */
+static void samp_set_table(toka_words *words) {
+    toka_word_table *table = &words->table;
+    table->n_steps = (int)(words->steps.n / sizeof *table->steps);
+    table->n_ends = (int)(words->ends.n / sizeof *table->ends);
+    if (table->n_ends)
+        qsort(words->ends.p, (size_t)table->n_ends, sizeof *table->ends, samp_compare_ends);
+    table->steps = (const toka_word_rule *)(const void *)words->steps.p;
+    table->ends = (const toka_word_rule *)(const void *)words->ends.p;
+    while (table->n_whole < table->n_ends && table->ends[table->n_whole].from == TOKA_WORD_ANY)
+        table->n_whole++;
+    table->n_ids = words->tokenizer->n_ids;
 }
 
 /* Drops one reference; the last one frees. NULL is allowed. Thread: any. */
 static void samp_words_del(toka_words *words) {
     if (!words || atomic_fetch_sub(&words->refs, 1) > 1) return;
     arena memory = words->memory;
-    ids_free(&words->whole_ids);
+    buf_free(&words->steps), buf_free(&words->ends);
     arena_free(&memory);
     free(words);
 }
 
-/* Fills words, whole_ids and suffixes; reads the whole vocabulary. Returns 0 or an error's code. */
+/* Fills everything from `words` on; reads the whole vocabulary. Returns 0 or an error's code. */
 static int samp_words_build(toka_words *words, const char *const *texts, toka_err *e) {
-    buf text = {0}, suffixes = {0};
-    samp_suffix_table starts;
+    buf text = {0};
     int code = 0;
     for (int i = 0; i < words->n_words && !code; i++) code = samp_spell_word(words, i, texts[i], e);
-    if (!code) samp_collect_suffixes(words, &starts);
+    if (!code) samp_sort_bytes(words);
     for (int32_t id = 0; id < words->tokenizer->n_ids && !code; id++) {
         buf_clear(&text);
         tok_put_bytes(words->tokenizer, id, &text);
-        code = samp_index_token(words, &starts, id, buf_view(&text), &suffixes, e);
+        code = samp_index_token(words, id, buf_view(&text), e);
     }
-    if (!code) samp_sort_suffixes(words, &words->suffixes, &suffixes, -1);
-    buf_free(&text), buf_free(&suffixes);
+    if (!code) samp_set_table(words);
+    buf_free(&text);
     return code;
 }
 
@@ -14936,57 +15050,11 @@ static int samp_words_new(toka_words **out, const tok *tokenizer, const char *co
     words->tokenizer = tokenizer;
     words->n_words = n_words;
     words->words = arena_alloc(&words->memory, (size_t)n_words * sizeof *words->words);
+    words->first_place = arena_alloc(&words->memory, (size_t)n_words * sizeof(int));
     int code = samp_words_build(words, texts, e);
     if (code) samp_words_del(words);
     else *out = words;
     return code;
-}
-
-/* Appends the bytes of an id that are in the output's text; a skipped special token has none. */
-static void samp_put_visible(const tok *tokenizer, int32_t id, bool keep_special, buf *text) {
-    const bool skipped = id < tokenizer->n_ids && tokenizer->flag[id] & TOK_SKIPPED;
-    if (keep_special || !skipped) tok_put_bytes(tokenizer, id, text);
-}
-
-/* Sets `text` to the end of the output's text: enough bytes for the longest word and one character
- * before it. Sets `token_starts`, a byte for each byte of text, to 1 where a token begins, else
- * 0. */
-static void samp_output_end(const toka_words *words, const int32_t *output, int n_output,
-                            bool keep_special, buf *text, buf *token_starts) {
-    int from = n_output;
-    buf_clear(text);
-    buf_clear(token_starts);
-    while (from > 0 && text->n < words->max_bytes + 4)
-        samp_put_visible(words->tokenizer, output[--from], keep_special, text);
-    buf_clear(text);
-    for (; from < n_output; from++) {
-        samp_put_visible(words->tokenizer, output[from], keep_special, text);
-        for (bool first = true; token_starts->n < text->n; first = false)
-            buf_char(token_starts, first);
-    }
-}
-
-/* Appends to `out` the ids that would complete a bad word after this output. text, token_starts:
- * scratch buffers. keep_special: of the request. */
-static void samp_bad_by_texts(const toka_words *words, const int32_t *output, int n_output,
-                              bool keep_special, buf *text, buf *token_starts, ids *out) {
-    ids_reserve(out, words->whole_ids.n);
-    for (size_t i = 0; i < words->whole_ids.n; i++) ids_push(out, words->whole_ids.p[i]);
-    samp_output_end(words, output, n_output, keep_special, text, token_starts);
-    if (!text->n) return;
-    const str text_end = buf_view(text);
-    const unsigned char last_byte = (unsigned char)text_end.p[text_end.n - 1];
-    for (int k = words->suffixes.first_of_byte[last_byte];
-         k < words->suffixes.first_of_byte[last_byte + 1]; k++) {
-        const samp_suffix *suffix = &words->suffixes.entries[k];
-        const size_t n_before = (size_t)suffix->offset, word_start = text_end.n - n_before;
-        if (n_before > text_end.n ||
-            memcmp(text_end.p + word_start, words->words[suffix->word_index].p, n_before))
-            continue;
-        if (token_starts->p[word_start] ||
-            samp_is_word_edge(&words->tokenizer->uni, text_end, word_start))
-            ids_push(out, suffix->id);
-    }
 }
 
 /* ---- Is anything left to draw? ---- */
@@ -15005,7 +15073,7 @@ static void samp_collect_banned(const toka_sampling *sampling, const int32_t *en
     const int32_t *word = sampling->bad_ids;
     for (int i = 0; i < sampling->n_bad; word += sampling->bad_lengths[i++])
         if (sampling->bad_lengths[i] == 1) ids_push(out, *word);
-    for (size_t i = 0; words && i < words->whole_ids.n; i++) ids_push(out, words->whole_ids.p[i]);
+    for (int i = 0; words && i < words->table.n_whole; i++) ids_push(out, words->table.ends[i].id);
     n_upto[SAMP_BAN_BAD_WORDS] = out->n;
     for (int i = 0; i < sampling->n_bias; i++)
         if (sampling->bias_values[i] <= (float)SAMP_MIN_BIAS) ids_push(out, sampling->bias_ids[i]);
@@ -19612,8 +19680,7 @@ typedef struct eng_inflight {
     eng_request **row_requests;   /* [max_tokens] the request of each sample row */
     eng_prompt_row *prompt_rows;  /* [max_tokens] */
     int n_prompt_rows;
-    ids row_ids; /* for rows with penalties or bad words: their pages, and the ids that they may
-                  * not draw */
+    ids row_ids; /* the pages of rows with penalties or bad words */
     int64_t first_number, last_number; /* model_post's, of the first and the last microbatch */
     double plan_s;
 } eng_inflight;
@@ -20316,7 +20383,6 @@ static void eng_add_request(eng *engine, eng_request *request) {
                      .n_prompt = n_prefill,
                      .n = request->n_samples,
                      .max_tokens = sampling->max_tokens,
-                     .no_run_ahead = sampling->bad_words != NULL,
                      .n_unshared = eng_n_unshared(engine, request),
                      .priority = request->priority},
         &e);
@@ -20376,32 +20442,24 @@ static void eng_drain_inbox(eng *engine) {
 /* ---- One step ---- */
 
 /* Adds what a sample row needs beside its logits: end ids that may not be drawn before min_tokens,
- * ids that would complete a bad word that is given as a text, and, for penalties and bad_ids, the
- * pages of the sequence: the device keeps the id of each token beside its K and V, so the pages
- * give it the history. The last two are appended to inflight->row_ids, whose memory may move:
- * eng_set_row_ids sets the row's pointers to them at the end. */
+ * and, for penalties and bad words, the pages of the sequence: the device keeps the id of each
+ * token beside its K and V, so the pages give it the history. Pages are appended to
+ * inflight->row_ids, whose memory may move: eng_set_row_ids sets the row's pointers to them at the
+ * end. */
 static void eng_add_row_ids(eng_replica *replica, eng_inflight *inflight,
                             const eng_request *request, int seq, toka_sample_row *row) {
-    eng *engine = replica->engine;
-    ids *row_ids = &inflight->row_ids;
     const sched_seq *sequence = &replica->sched.seqs[seq];
     const toka_sampling *sampling = &request->sampling;
-    const size_t first = row_ids->n;
     bool before_min = sequence->n_planned - 1 - sequence->n_prompt < sampling->min_tokens;
     row->forbidden = request->end_ids.p;
     row->n_forbidden = before_min ? (int)request->end_ids.n : 0;
-    if (sampling->bad_words) {
-        for (int i = 0; i < row->n_forbidden; i++) ids_push(row_ids, request->end_ids.p[i]);
-        samp_bad_by_texts(sampling->bad_words, sequence->tokens + sequence->n_prompt,
-                          sequence->n_known - sequence->n_prompt, request->keep_special,
-                          &engine->new_text, &engine->token_text, row_ids);
-        row->n_forbidden = (int)(row_ids->n - first);
-    }
+    row->words = sampling->bad_words ? &sampling->bad_words->table : NULL;
+    row->keep_special = request->keep_special;
     if (!samp_needs_history(sampling)) return;
     row->n_history = sequence->n_planned - 1;
     const int *pages = kv_block_table(&replica->sched.kv, seq);
     const int n_pages = kv_pages_for(&replica->sched.kv, row->n_history);
-    for (int i = 0; i < n_pages; i++) ids_push(row_ids, pages[i]);
+    for (int i = 0; i < n_pages; i++) ids_push(&inflight->row_ids, pages[i]);
 }
 
 /* Sets the rows' pointers into row_ids, in the order in which eng_add_row_ids appended. */
@@ -20409,10 +20467,6 @@ static void eng_set_row_ids(const eng_replica *replica, eng_inflight *inflight) 
     const int32_t *next = inflight->row_ids.p;
     for (int i = 0; i < inflight->batch.n_samples; i++) {
         toka_sample_row *row = &inflight->sample_rows[i];
-        if (row->scored_id < 0 && row->sampling->bad_words) {
-            row->forbidden = next;
-            next += row->n_forbidden;
-        }
         if (!row->n_history) continue;
         row->pages = next;
         next += kv_pages_for(&replica->sched.kv, row->n_history);
@@ -20561,8 +20615,8 @@ static bool eng_deliver(eng_replica *replica, eng_request *request, int seq,
     bool may_stop = n_before >= sampling->min_tokens; /* end ids and stop strings count */
     bool at_limit = sequence->n_known + 1 == sequence->limit;
     bool none_left = samp_is_listed(sample_row->forbidden, sample_row->n_forbidden, result->id) ||
-                     samp_is_bad_by_ids(sampling, sequence->tokens + sequence->n_prompt, n_before,
-                                        result->id);
+                     samp_is_bad(sample_row, sequence->tokens + sequence->n_prompt, n_before,
+                                 result->id);
     bool is_end = !none_left && may_stop &&
                   samp_is_listed(request->end_ids.p, (int)request->end_ids.n, result->id);
     bool stopped = eng_detokenize(replica, seq, request, none_left ? -1 : result->id, is_end,

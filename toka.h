@@ -688,6 +688,30 @@ typedef struct toka_span {
     int row0, n_rows, page0, kv0, n_kv;
 } toka_span;
 
+/* Bad words as texts, compiled for one vocabulary (chapter 18 of toka.c has an example): an
+ * automaton that reads the ids of an output. A place is a word and the number of its first bytes in
+ * which the output's text ends. An output may be at several places at once, or at none. */
+enum {
+    TOKA_WORD_ANY = -1, /* from: at every place and at none */
+    TOKA_WORD_SKIP = -2 /* from: the id has no text, so it changes no place. With `to` 1 this holds
+                           only where special tokens are left out */
+};
+enum { TOKA_MAX_WORD_RULES = 1 << 19 }; /* steps and ends of one table */
+typedef struct toka_word_rule {
+    int32_t id;
+    int from, to; /* places 0 .. n_places-1 */
+} toka_word_rule;
+typedef struct toka_word_table {
+    const toka_word_rule *steps; /* [n_steps] in the order of ids: if the output is at `from` and
+                                    this id is appended, it is at `to`. It is at no other place */
+    const toka_word_rule *ends;  /* [n_ends] if the output is at `from`, the id would complete a
+                                    word, so it is forbidden; `to` is not used. Those from
+                                    TOKA_WORD_ANY are the first n_whole */
+    int n_steps, n_ends, n_whole, n_places;
+    int n_ids;   /* ids of the tokenizer; higher ids have no text */
+    int max_ids; /* most ids with text from the beginning of a word to a place */
+} toka_word_table;
+
 /* A sample row: a row whose logits are sampled or scored, and how. Its pointers are host memory
  * that is valid until the step is done. */
 typedef struct toka_sample_row {
@@ -701,14 +725,16 @@ typedef struct toka_sample_row {
     uint32_t position;             /* ... position of the token to draw: with the seed they
                                       determine the random number */
     const toka_sampling *sampling; /* may be NULL with scored_id */
-    const int32_t *pages;          /* with penalties or bad_ids: the pages of the sequence's first
-                                      n_history tokens, of which the device keeps the ids (see
+    const int32_t *pages;          /* with penalties, bad_ids or words: the pages of the sequence's
+                                      first n_history tokens, of which the device keeps the ids (see
                                       keep_ids) */
     int n_prompt, n_history;       /* n_history: tokens before the one to draw; the first n_prompt
                                       of them are the prompt, the rest is output */
     const int32_t *forbidden;      /* [n_forbidden] ids that may not be drawn now (end ids before
-                                      min_tokens, bad words as texts) */
+                                      min_tokens) */
     int n_forbidden;
+    const toka_word_table *words;  /* bad words as texts; NULL: none */
+    bool keep_special;             /* with words: special tokens are part of the output's text */
 } toka_sample_row;
 
 /* Returns true if the result of this row must have a logprob; else its logprob is NAN. A scored id
@@ -718,7 +744,7 @@ static inline bool toka_wants_logprob(const toka_sample_row *row) {
 }
 
 /* Returns the id to sample if all logits are -inf: the lowest id that is allowed and not forbidden;
- * if all allowed ids are forbidden, the lowest allowed id. It may complete one of the bad_ids. All
+ * if all allowed ids are forbidden, the lowest allowed id. It may complete a bad word. All
  * backends call it, so that they agree. The lists may be as long as the vocabulary, so it looks at
  * WINDOW ids at a time. */
 static inline int32_t toka_fallback_id(const toka_sample_row *row, int V) {
@@ -922,8 +948,8 @@ typedef struct toka_backend {
     void (*copy_pages)(toka_device *d, const toka_step *s);
     /* x = embed[ids] */
     void (*embed)(toka_device *d, const toka_step *s, toka_hidden *x);
-    /* Stores the ids of the step's tokens at s->kv_slot, beside their K and V. Penalties and
-     * bad_ids read the tokens of a sequence there, so the host need not know them yet. On the last
+    /* Stores the ids of the step's tokens at s->kv_slot, beside their K and V. Penalties and bad
+     * words read the tokens of a sequence there, so the host need not know them yet. On the last
      * stage only, where the logits are; after embed or receive, in every step. */
     void (*keep_ids)(toka_device *d, const toka_step *s);
     /* q = RoPE(norm(x) W_q), with mla the absorbed query; K and V of the step's tokens, with mla

@@ -8717,6 +8717,8 @@ typedef struct samp_filter { /* more parameters of a filtered row */
                             the row has no penalties */
     int n_bias, n_allowed, n_forbidden, n_bad, fallback_id;
     int ranked; /* the row wants the rank of its forced id */
+    toka_word_table words; /* bad words as texts, its lists on the device; n_ends 0: none */
+    int keep_special;      /* toka_sample_row's */
 } samp_filter;
 
 typedef struct samp_host_results { /* results of one step on the host, until it is finished */
@@ -10317,6 +10319,79 @@ __device__ static void samp_apply_bad_ids(const samp_filter &filter, const int *
     }
 }
 
+/* These functions are those of chapter 18 of toka.c with the same names. */
+__device__ static int samp_find_steps(const toka_word_table &table, int id) {
+    int low = 0, high = table.n_steps;
+    while (low < high) {
+        const int middle = (low + high) / 2;
+        if (table.steps[middle].id < id) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+__device__ static bool samp_has_steps(const toka_word_table &table, int first, int id) {
+    return first < table.n_steps && table.steps[first].id == id;
+}
+__device__ static bool samp_has_no_text(const samp_filter &filter, int first, int id) {
+    const toka_word_table &table = filter.words;
+    return id >= table.n_ids ||
+           (samp_has_steps(table, first, id) && table.steps[first].from == TOKA_WORD_SKIP &&
+            !(table.steps[first].to && filter.keep_special));
+}
+/* Each warp looks back for itself, at 32 ids at a time, so it may begin up to 31 ids too early,
+ * which changes nothing. */
+__device__ static int samp_words_begin(const samp_filter &filter, const int *kv_ids) {
+    int begin = filter.n_history, n_left = filter.words.max_ids;
+    for (int n_passed = 32; n_passed == 32 && n_left > 0; begin -= n_passed) {
+        const int at = begin - 1 - (int)threadIdx.x % 32;
+        const bool in_output = at >= filter.n_prompt;
+        const int id = in_output ? samp_history_id(filter, kv_ids, at) : 0,
+                  first = samp_find_steps(filter.words, id);
+        const bool no_text = samp_has_no_text(filter, first, id);
+        const unsigned stops = __ballot_sync(
+            ~0u, !in_output || !(no_text || samp_has_steps(filter.words, first, id)));
+        n_passed = stops ? __ffs((int)stops) - 1 : 32;
+        n_left -= __popc(__ballot_sync(~0u, !no_text));
+    }
+    return begin;
+}
+__device__ static bool samp_is_at(const uint32_t *places, int from) {
+    return from == TOKA_WORD_ANY || (from >= 0 && places[from / 32] >> from % 32 & 1);
+}
+
+/* Forbids the ids that would complete one of the bad words given as texts. places: two arrays of a
+ * bit a place, in shared memory. */
+__device__ __noinline__ static void samp_apply_words(const samp_filter &filter, const int *kv_ids,
+                                                     float *logits, int V, uint32_t *places,
+                                                     int *touched) {
+    const toka_word_table &table = filter.words;
+    const int n_words = (table.n_places + 31) / 32, begin = samp_words_begin(filter, kv_ids);
+    uint32_t *next = places + n_words;
+    for (int i = (int)threadIdx.x; i < n_words; i += FILTER_THREADS) places[i] = 0;
+    __syncthreads();
+    for (int at = begin; at < filter.n_history; at++) {
+        const int id = samp_history_id(filter, kv_ids, at),
+                  first = samp_find_steps(table, id);
+        if (samp_has_no_text(filter, first, id)) continue;
+        for (int i = (int)threadIdx.x; i < n_words; i += FILTER_THREADS) next[i] = 0;
+        __syncthreads();
+        for (int i = first + (int)threadIdx.x; samp_has_steps(table, i, id); i += FILTER_THREADS) {
+            const toka_word_rule step = table.steps[i];
+            if (samp_is_at(places, step.from)) atomicOr(&next[step.to / 32], 1u << step.to % 32);
+        }
+        __syncthreads();
+        uint32_t *const last = places;
+        places = next, next = last;
+    }
+    const int n_ends = begin < filter.n_history ? table.n_ends : table.n_whole;
+    for (int i = (int)threadIdx.x; i < n_ends; i += FILTER_THREADS) {
+        const toka_word_rule end = table.ends[i];
+        if (end.id < V && samp_is_at(places, end.from))
+            logits[end.id] = -INFINITY, touched[end.id / SAMP_BLOCK] = 1;
+    }
+    __syncthreads();
+}
+
 /* Applies the penalties to the logit of an id that is in the history, `count` times in the
  * output. */
 __device__ static void samp_penalize(const samp_filter &filter, float *logits, int id,
@@ -10451,6 +10526,8 @@ __device__ static void samp_adjust(samp_dist &dist, const samp_filter &filter, c
         if (filter.forbidden[i] >= 0 && filter.forbidden[i] < dist.V)
             logits[filter.forbidden[i]] = -INFINITY, touched[filter.forbidden[i] / SAMP_BLOCK] = 1;
     samp_apply_bad_ids(filter, kv_ids, logits, touched);
+    if (filter.words.n_ends)
+        samp_apply_words(filter, kv_ids, logits, dist.V, workspace, touched);
     __syncthreads();
     if (n_penalized > FILTER_WORKSPACE_WORDS / 4)
         samp_apply_penalties(filter, kv_ids, logits, dist.V, workspace, touched);
@@ -10834,7 +10911,7 @@ __global__ static void __launch_bounds__(FILTER_THREADS, FILTER_CTAS_PER_SM)
     const int rank = filter.ranked ? samp_rank(dist, params.forced_id, scratch) : 0;
     bool adjusted = params.forced_id < 0 &&
                     (filter.n_bias || filter.n_allowed || filter.n_forbidden || filter.n_bad ||
-                     filter.n_history);
+                     filter.words.n_ends || filter.n_history);
     bool is_drawn = params.forced_id < 0 && params.scale > 0,
          has_cut = is_drawn &&
                    (filter.top_k > 0 || filter.top_p < 1 || filter.min_p_drop > -INFINITY);
@@ -10986,7 +11063,8 @@ static void samp_open(toka_device *dev) {
                     "LM head");
     /* the longest lists of one row */
     const size_t row_list_bytes = 4 * ((size_t)dev->shape->max_len / TOKA_GPU_PAGE_TOK + 1 + 4 * V +
-                                       2 * TOKA_MAX_BAD_IDS);
+                                       2 * TOKA_MAX_BAD_IDS) +
+                                  TOKA_MAX_WORD_RULES * sizeof(toka_word_rule);
     upload_open(dev, &plan->list_upload,
                 max_samples * sizeof(samp_filter) + SAMP_LIST_BYTES + row_list_bytes + 64, false);
 }
@@ -11014,7 +11092,9 @@ static bool samp_has_filter(const toka_sample_row *row, int V) {
     const toka_sampling *sampling = row->sampling;
     if (sampling->logprobs > 0 || row->wants_rank) return true;
     if (row->scored_id >= 0) return false;
-    if (sampling->n_bias || sampling->n_allowed || row->n_forbidden || sampling->n_bad) return true;
+    if (sampling->n_bias || sampling->n_allowed || row->n_forbidden || sampling->n_bad ||
+        row->words)
+        return true;
     return sampling->temperature > 0 && ((sampling->top_k > 0 && sampling->top_k < V) ||
                                          sampling->top_p < 1 || sampling->min_p > 0);
 }
@@ -11037,8 +11117,9 @@ static int samp_n_top(const toka_sampling *sampling, int V) {
 /* Returns how many tokens of its history the row needs: all or none. */
 static int samp_n_history(const toka_sample_row *row) {
     const toka_sampling *sampling = row->sampling;
-    return row->scored_id < 0 && (samp_has_penalties(sampling) || sampling->n_bad) ? row->n_history
-                                                                                  : 0;
+    return row->scored_id < 0 && (samp_has_penalties(sampling) || sampling->n_bad || row->words)
+               ? row->n_history
+               : 0;
 }
 /* Returns the number of ids of all bad words. */
 static int samp_n_bad_ids(const toka_sampling *sampling) {
@@ -11047,14 +11128,18 @@ static int samp_n_bad_ids(const toka_sampling *sampling) {
     return n_ids;
 }
 
-/* Returns the most bytes of an upload buffer that the seven lists of a row need. */
-static size_t samp_list_bytes(const toka_sample_row *row) {
+/* Returns the most bytes of an upload buffer that the nine lists of a row need. prev_row: the
+ * filtered row before it, with which it may share lists (samp_fill_filter), or NULL. */
+static size_t samp_list_bytes(const toka_sample_row *row, const toka_sample_row *prev_row) {
     const toka_sampling *sampling = row->sampling;
-    return 4 * ((size_t)ceil_div(samp_n_history(row), TOKA_GPU_PAGE_TOK) +
-                2 * (size_t)sampling->n_bias + (size_t)sampling->n_allowed +
-                (size_t)row->n_forbidden + (size_t)samp_n_bad_ids(sampling) +
-                (size_t)sampling->n_bad) +
-           7 * 16;
+    size_t n = (size_t)ceil_div(samp_n_history(row), TOKA_GPU_PAGE_TOK) + (size_t)row->n_forbidden;
+    if (!prev_row || prev_row->sampling != sampling)
+        n += 2 * (size_t)sampling->n_bias + (size_t)sampling->n_allowed +
+             (size_t)samp_n_bad_ids(sampling) + (size_t)sampling->n_bad;
+    if (row->words && (!prev_row || prev_row->words != row->words))
+        n += ((size_t)row->words->n_steps + (size_t)row->words->n_ends) *
+             (sizeof(toka_word_rule) / 4);
+    return 4 * n + 9 * 16;
 }
 
 /* Returns whether any row of the step is filtered or penalized. */
@@ -11071,9 +11156,13 @@ static bool samp_any_filtered(const toka_device *dev, const toka_step *step) {
 static bool samp_fits_one_pass(const toka_device *dev, const toka_step *step, int n_rows) {
     const samp_plan *plan = dev->samp;
     size_t bytes = (size_t)n_rows * sizeof(samp_filter) + 16;
-    for (int i = 0; i < step->n_samples; i++)
-        if (samp_is_filtered(&step->samples[i], dev->shape->V_all))
-            bytes += samp_list_bytes(&step->samples[i]);
+    const toka_sample_row *prev_row = NULL;
+    for (int i = 0; i < step->n_samples; i++) {
+        const toka_sample_row *row = &step->samples[i];
+        const bool filtered = samp_is_filtered(row, dev->shape->V_all);
+        bytes += filtered ? samp_list_bytes(row, prev_row) : 0;
+        prev_row = filtered ? row : NULL;
+    }
     return tp_size(dev) == 1 && n_rows <= plan->chunk_rows && bytes <= SAMP_GRAPH_LIST_BYTES;
 }
 
@@ -11189,7 +11278,7 @@ static void samp_plan_step(toka_device *dev, const toka_step *step) {
     }
 }
 
-/* Uploads the bad words of a filter. */
+/* Uploads the bad words given as ids. */
 static void samp_put_bad_ids(upload_buffer *upload, const toka_sampling *sampling,
                              samp_filter *filter) {
     int *ends, n_ids = 0;
@@ -11198,6 +11287,23 @@ static void samp_put_bad_ids(upload_buffer *upload, const toka_sampling *samplin
     filter->bad_ends = (const int *)upload_alloc(upload, (size_t)sampling->n_bad * 4,
                                                  (void **)&ends);
     for (int i = 0; i < sampling->n_bad; i++) ends[i] = n_ids += sampling->bad_lengths[i];
+}
+
+/* Uploads the bad words given as texts, unless the previous row has the same. */
+static void samp_put_words(upload_buffer *upload, const toka_sample_row *row,
+                           const toka_sample_row *prev_row, const samp_filter *prev_filter,
+                           samp_filter *filter) {
+    const toka_word_table *table = row->words;
+    if (!table) return;
+    filter->words = *table, filter->keep_special = row->keep_special;
+    if (prev_row && prev_row->words == table) {
+        filter->words = prev_filter->words;
+        return;
+    }
+    filter->words.steps = (const toka_word_rule *)upload_put(
+        upload, table->steps, (size_t)table->n_steps * sizeof *table->steps);
+    filter->words.ends = (const toka_word_rule *)upload_put(
+        upload, table->ends, (size_t)table->n_ends * sizeof *table->ends);
 }
 
 /* Fills in the filter of one row. If the previous row belongs to the same request, both use the
@@ -11221,6 +11327,7 @@ static void samp_fill_filter(toka_device *dev, upload_buffer *upload, const toka
         filter->bad_ids = prev_filter->bad_ids, filter->bad_ends = prev_filter->bad_ends;
     else samp_put_bad_ids(upload, sampling, filter);
     filter->n_bad = row->scored_id < 0 ? sampling->n_bad : 0;
+    samp_put_words(upload, row, prev_row, prev_filter, filter);
     filter->bias_ids = same_request ? prev_filter->bias_ids
                               : (const int *)upload_put(upload, sampling->bias_ids,
                                                         (size_t)sampling->n_bias * 4);
@@ -11262,7 +11369,7 @@ static int samp_fill_filters(toka_device *dev, const toka_step *step, upload_buf
             prev_row = NULL;
             continue;
         }
-        if (upload->used + samp_list_bytes(row) > upload->cap) break;
+        if (upload->used + samp_list_bytes(row, prev_row) > upload->cap) break;
         samp_fill_filter(dev, upload, row, prev_row, row_filters + n_filled - 1,
                          row_filters + n_filled);
         prev_row = row;
@@ -11292,7 +11399,7 @@ static int samp_upload_filters(toka_device *dev, const toka_step *step, int firs
         snprintf(dev->error.msg, sizeof dev->error.msg,
                  "GPU: one row's sampling lists take %zu bytes, expected at most %zu",
                  samp_list_bytes(
-                     &step->samples[dev->samp->host_results[dev->last_begun].order[first]]),
+                     &step->samples[dev->samp->host_results[dev->last_begun].order[first]], NULL),
                  upload->cap - upload->used);
     }
     upload_send(dev, upload);

@@ -823,7 +823,7 @@ static void test_parts() {
     toka_step s = step_of(rows);
     std::vector<toka_sample_result> samples(rows.size()), whole;
     for (int round = 0; round < 3; round++) {
-        p->chunk_rows = round ? 40 : chunk, p->list_upload.cap = round == 2 ? n * sizeof(samp_filter) + 31 * samp_list_bytes(&rows[1]) : cap;
+        p->chunk_rows = round ? 40 : chunk, p->list_upload.cap = round == 2 ? n * sizeof(samp_filter) + 31 * samp_list_bytes(&rows[1], NULL) : cap;
         run_op(d, &s, x.p(), samples.data());
         if (!round) whole = samples;
         for (size_t i = 0; i < rows.size(); i++)

@@ -320,13 +320,13 @@ static void test_api_bad_words(void) {
     CHECK(!api_parse(&m, API_COMPLETIONS, STR("{\"prompt\":\"Tom\",\"bad_words\":[\"<|im_end|>\"]}"), &c, &e));
     const int32_t end = tok_id(m.toka->tokenizer, STR("<|im_end|>"));
     w = c.prompts[0].engine_request.sampling.bad_words;
-    CHECK(end >= 0 && w && w->whole_ids.n == 1 && w->whole_ids.p[0] == end);
+    CHECK(end >= 0 && w && w->table.n_whole == 1 && w->table.ends[0].id == end);
     api_free(&c);
     c = (api_request){.serial = {1, 2}}; /* its letters are no token */
     CHECK(!api_parse(&m, API_COMPLETIONS, STR("{\"prompt\":\"Tom\",\"bad_words\":[\"end\",\"im\",\"text\"]}"), &c, &e));
     w = c.prompts[0].engine_request.sampling.bad_words;
-    CHECK(w->whole_ids.n > 1);
-    for (size_t i = 0; i < w->whole_ids.n; i++) CHECK(!(m.toka->tokenizer->flag[w->whole_ids.p[i]] & TOK_SPECIAL));
+    CHECK(w->table.n_whole > 1);
+    for (int i = 0; i < w->table.n_ends; i++) CHECK(!(m.toka->tokenizer->flag[w->table.ends[i].id] & TOK_SPECIAL));
     api_free(&c);
     CHECK(!api_refuse_value(&m, API_COMPLETIONS, "bad_words", "[]").status);
     CHECK(!strcmp(api_refuse_value(&m, API_CHAT, "bad_words", "[\"a\",\"  \"]").message, "bad_words[1]: a word without tokens"));

@@ -1576,13 +1576,15 @@ static void test_bad_words(void) {
     toka_close(t);
 }
 
-/* Penalties and bad words as ids need no token on the host: such requests take as many steps as
- * others. */
+/* Penalties and bad words, as ids or as texts, need no token on the host: such requests take as many
+ * steps as others. */
 static void test_history_never_waits(void) {
     static const int32_t bad[] = {300, 7, 9};
     static const int lengths[] = {1, 2};
     int64_t want = 0;
-    for (int kind = 0; kind < 5; kind++) {
+    static const char *const texts[] = {"never to be seen", "apples"};
+    toka_err e;
+    for (int kind = 0; kind < 6; kind++) {
         toka *t = eng_must_open(eng_model, 8, 64, 1);
         toka_sampling s = eng_greedy(30);
         s.temperature = 1, s.ignore_eos = 1;
@@ -1590,7 +1592,9 @@ static void test_history_never_waits(void) {
         if (kind == 2) s.presence_penalty = 0.5f;
         if (kind == 3) s.frequency_penalty = 0.5f;
         if (kind == 4) s.bad_ids = bad, s.bad_lengths = lengths, s.n_bad = 2;
+        if (kind == 5) CHECK(!toka_words_new(&s.bad_words, t, texts, 2, &e));
         eng_collected_free(eng_ask_problem(t, str_c(eng_problem), 20, &s));
+        toka_words_del(s.bad_words);
         const int64_t steps = toka_get_stats(t).steps;
         if (!kind) want = steps;
         CHECK_MSG(steps == want && want > 60, "kind %d: %lld steps, expected %lld", kind, (long long)steps, (long long)want);
@@ -1796,7 +1800,7 @@ static const struct test eng_tests[] = {
     {"engine: events without text", test_ids_only},
     {"engine: min_tokens and stop strings", test_min_tokens_and_stops},
     {"engine: bad words", test_bad_words},
-    {"engine: penalties and bad ids never wait", test_history_never_waits},
+    {"engine: penalties and bad words never wait", test_history_never_waits},
     {"engine: penalties of shared pages", test_penalties_shared},
     {"engine: bad words as texts", test_bad_texts},
     {"engine: no token is allowed", test_no_token_allowed},

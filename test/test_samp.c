@@ -12,6 +12,8 @@ typedef struct samp_case { /* one row with everything that its sample depends on
     int32_t *ids[5];  /* bias, allowed, forbidden, history, bad words */
     int *lengths;     /* of the bad words */
     float *bias;
+    toka_word_table words;    /* n_ends 0: none */
+    toka_word_rule *rules[2]; /* its steps and ends */
 } samp_case;
 
 typedef struct samp_ref { /* the result of the naive sampler; all arrays are [V] */
@@ -54,6 +56,25 @@ static void ref_penalties(const samp_case *c, float *x) {
     }
 }
 
+/* Follows the bad words given as a table from the first id of the output on, one set of places after another. */
+static void ref_words(const samp_case *c, float *x) {
+    const toka_word_table *t = &c->words;
+    bool at[64] = {false}, next[64];
+    for (int i = c->row.n_prompt; i < c->row.n_history; i++) {
+        bool no_text = c->history[i] >= t->n_ids;
+        memset(next, false, sizeof next);
+        for (int k = 0; k < t->n_steps; k++) {
+            const toka_word_rule *r = &t->steps[k];
+            if (r->id != c->history[i]) continue;
+            if (r->from == TOKA_WORD_SKIP) no_text |= !r->to || !c->row.keep_special;
+            else next[r->to] |= r->from == TOKA_WORD_ANY || at[r->from];
+        }
+        if (!no_text) memcpy(at, next, sizeof at);
+    }
+    for (int k = 0; k < t->n_ends; k++)
+        if (t->ends[k].id < c->V && (t->ends[k].from == TOKA_WORD_ANY || at[t->ends[k].from])) x[t->ends[k].id] = -INFINITY;
+}
+
 static void ref_mask(const samp_case *c, float *x) {
     for (int i = 0; i < c->s.n_bias; i++) x[c->s.bias_ids[i]] += c->s.bias_values[i];
     for (int id = 0; id < c->V; id++) {
@@ -68,6 +89,7 @@ static void ref_mask(const samp_case *c, float *x) {
         }
         if (!allowed) x[id] = -INFINITY;
     }
+    ref_words(c, x);
 }
 
 /* Applies the warpers in turn: top-k, top-p with its ascending sum, min-p. keep starts as all
@@ -134,6 +156,7 @@ static void ref_free(samp_ref *r) { free(r->adjusted), free(r->p), free(r->raw_l
 static toka_sample_row case_row(const samp_case *c) {
     toka_sample_row row = c->row;
     row.sampling = &c->s;
+    row.words = c->words.n_ends ? &c->words : NULL;
     return row;
 }
 
@@ -190,6 +213,42 @@ static void random_bad_words(uint64_t *s, samp_case *c) {
     }
 }
 
+/* By id, and those without text first; ends by place. */
+static int rule_order(const void *a, const void *b) {
+    const toka_word_rule *x = a, *y = b;
+    return x->id != y->id ? (x->id > y->id) - (x->id < y->id) : x->from - y->from;
+}
+static int end_order(const void *a, const void *b) { return ((const toka_word_rule *)a)->from - ((const toka_word_rule *)b)->from; }
+
+/* A table of bad words with words of RULE_PLACES places each. In many the last ids of the history lead from place to place; ids
+ * without text stand between them. */
+static void random_words(uint64_t *s, samp_case *c) {
+    enum { RULE_PLACES = 4 };
+    const int n_words = 1 + (int)(rnd(s) % 12), n_output = c->row.n_history - c->row.n_prompt;
+    toka_word_rule *steps = c->rules[0] = mem_alloc(64 * sizeof *steps), *ends = c->rules[1] = mem_alloc(64 * sizeof *ends);
+    toka_word_table *t = &c->words;
+    *t = (toka_word_table){.steps = steps, .ends = ends, .n_places = n_words * RULE_PLACES, .max_ids = RULE_PLACES,
+                           .n_ids = rnd(s) % 4 ? c->V : c->V - c->V / 8};
+    c->row.keep_special = rnd(s) % 2;
+    for (int w = 0; w < n_words; w++) {
+        const int first = w * RULE_PLACES, n = (int)(rnd(s) % 5);
+        int from = TOKA_WORD_ANY;
+        for (int k = 0; k < n; k++) { /* the last n ids of the output, or at times other ones */
+            const int to = first + MIN(k + (int)(rnd(s) % 2), RULE_PLACES - 1);
+            const bool other = n > n_output || rnd(s) % 12 == 0, no_text = rnd(s) % 6 == 0;
+            const int32_t id = other ? (int32_t)(rnd(s) % (uint64_t)c->V) : c->history[c->row.n_history - n + k];
+            if (from >= to) break;
+            steps[t->n_steps++] = no_text ? (toka_word_rule){id, TOKA_WORD_SKIP, id % 2} : (toka_word_rule){id, from, to};
+            if (!no_text) from = to;
+        }
+        for (int k = 0; k < 1 + n % 3; k++)
+            ends[t->n_ends++] = (toka_word_rule){(int32_t)(rnd(s) % (uint64_t)(c->V + 2)), rnd(s) % 16 ? from : TOKA_WORD_ANY, 0};
+    }
+    qsort(steps, t->n_steps, sizeof *steps, rule_order);
+    qsort(ends, t->n_ends, sizeof *ends, end_order);
+    while (t->n_whole < t->n_ends && ends[t->n_whole].from == TOKA_WORD_ANY) t->n_whole++;
+}
+
 static samp_case random_case(uint64_t *s, int V) {
     samp_case c = {.s = samp_plain(), .V = V, .raw = mem_alloc(V * sizeof(float))};
     random_logits(s, c.raw, V);
@@ -215,10 +274,11 @@ static samp_case random_case(uint64_t *s, int V) {
         c.row.forbidden = c.ids[2] = random_ids(s, c.row.n_forbidden, V + 3);
     }
     if (rnd(s) % 4 == 0) random_bad_words(s, &c);
+    if (rnd(s) % 3 == 0) random_words(s, &c);
     return c;
 }
 static void case_free(samp_case *c) {
-    free(c->raw), free(c->bias), free(c->lengths);
+    free(c->raw), free(c->bias), free(c->lengths), free(c->rules[0]), free(c->rules[1]);
     for (int i = 0; i < COUNT(c->ids); i++) free(c->ids[i]);
 }
 
@@ -1037,6 +1097,146 @@ static void test_stop_armed(void) {
     buf_free(&out);
 }
 
+/* ---- Bad words as texts, against a search in the text ---- */
+
+/* Sets `text` to the end of the output's text: enough bytes for the longest word and one character before it. Sets `token_starts`, a
+ * byte for each byte of text, to 1 where a token begins, else 0. */
+static void words_output_end(const toka_words *words, const ids *output, bool keep_special, buf *text, buf *token_starts) {
+    const tok *t = words->tokenizer;
+    buf_clear(text), buf_clear(token_starts);
+    for (size_t i = 0; i < output->n; i++) {
+        const int32_t id = output->p[i];
+        if (keep_special || id >= t->n_ids || !(t->flag[id] & TOK_SKIPPED)) tok_put_bytes(t, id, text);
+        for (bool first = true; token_starts->n < text->n; first = false) buf_char(token_starts, first);
+    }
+}
+
+/* Whether a word lies at byte `at`, between two edges of the whole text. */
+static bool words_edge(const tok *t, str text, size_t at) {
+    return samp_is_word_edge(&t->uni, str_sub(text, 0, at), str_sub(text, at, text.n));
+}
+static bool words_has_at(const tok *t, str text, size_t at, str word) {
+    return str_starts(str_sub(text, at, text.n), word) && words_edge(t, text, at) && words_edge(t, text, at + word.n);
+}
+
+/* Returns whether token `id`, of this text, would complete a word after an output that ends in `end`. */
+static bool words_completes(const toka_words *words, int32_t id, str text, str end, const buf *token_starts) {
+    const tok *t = words->tokenizer;
+    const bool special = t->flag[id] & TOK_SPECIAL;
+    for (int i = 0; i < words->n_words; i++) {
+        const str word = words->words[i];
+        if (special ? str_eq(word, text) : false) return true;
+        for (size_t at = 0; at < text.n && !special; at++)
+            if (words_has_at(t, text, at, word)) return true;
+        for (size_t n = 1; n < word.n && n <= end.n && text.n && !special; n++) {
+            const size_t start = end.n - n;
+            if (memcmp(end.p + start, word.p, n) || !words_has_at(t, text, 0, str_sub(word, n, word.n))) continue;
+            if (token_starts->p[start] || words_edge(t, end, start)) return true;
+        }
+    }
+    return false;
+}
+
+/* Returns whether a token of the output begins or ends inside a character. */
+static bool words_splits_character(const tok *t, const ids *output) {
+    buf text = {0};
+    bool split = false;
+    for (size_t i = 0; i < output->n; i++) {
+        buf_clear(&text), tok_put_bytes(t, output->p[i], &text);
+        const char *p = text.p, *end = text.p + text.n;
+        for (int n; p < end && (n = utf8_len(p, end)); ) p += n;
+        split |= p < end;
+    }
+    buf_free(&text);
+    return split;
+}
+
+/* Ids whose text is made of a few characters only, so that words and outputs of them meet often; and special tokens. */
+static ids words_alphabet(const tok *t) {
+    ids out = {0};
+    buf text = {0};
+    for (int32_t id = 0; id < t->n_ids; id++) {
+        bool good = true;
+        buf_clear(&text), tok_put_bytes(t, id, &text);
+        for (size_t k = 0; k < text.n; k++) good &= strchr(" aest.\xC3\xA9\xE4\xB8\xAD", text.p[k]) != NULL;
+        if (text.n ? good || (t->flag[id] & TOK_SPECIAL && rnd(&(uint64_t){(uint64_t)id + 1}) % 8 == 0) : good) ids_push(&out, id);
+    }
+    buf_free(&text);
+    return out;
+}
+
+/* Compares what the compiled words forbid after random outputs with a search in the text. */
+static void words_compare(const tok *t, uint64_t seed, int n_rounds, int n_outputs) {
+    ids alphabet = words_alphabet(t), special = {0}, output = {0};
+    buf text[6] = {{0}}, end = {0}, starts = {0}, token = {0};
+    const char *texts[4];
+    int n_after = 0, n_split = 0;
+    for (int32_t id = 0; id < t->n_ids; id++)
+        if (t->flag[id] & TOK_SPECIAL) ids_push(&special, id);
+    float *x = mem_alloc(t->n_ids * sizeof *x);
+    for (int round = 0; round < n_rounds; round++) {
+        toka_words *words;
+        toka_err e;
+        const int n_words = 1 + (int)(rnd(&seed) % COUNT(texts));
+        for (int i = 0; i < n_words; i++) {
+            buf_clear(&text[i]);
+            do tok_put_bytes(t, alphabet.p[rnd(&seed) % alphabet.n], &text[i]);
+            while (rnd(&seed) % 3 || !text[i].n);
+            texts[i] = text[i].p;
+        }
+        if (samp_words_new(&words, t, texts, n_words, &e)) continue; /* only spaces */
+        for (int k = 0; k < n_outputs; k++) {
+            const str word = words->words[rnd(&seed) % (uint64_t)n_words];
+            output.n = 0;
+            for (int i = (int)(rnd(&seed) % 6); i > 0; i--)
+                ids_push(&output, rnd(&seed) % 12 ? alphabet.p[rnd(&seed) % alphabet.n] : (int32_t)(rnd(&seed) % (uint64_t)(t->n_ids + 2)));
+            if (rnd(&seed) % 4) { /* then a beginning of a word in two pieces, at times with another token between them */
+                const size_t n = 1 + rnd(&seed) % word.n, cut = rnd(&seed) % n;
+                tok_encode(t, str_sub(word, 0, cut), 0, &output, &e);
+                if (rnd(&seed) % 4 == 0) ids_push(&output, special.p[rnd(&seed) % special.n]);
+                tok_encode(t, str_sub(word, cut, n), 0, &output, &e);
+            }
+            const bool keep_special = rnd(&seed) % 2;
+            const toka_sample_row row = {.words = &words->table, .keep_special = keep_special};
+            memset(x, 0, t->n_ids * sizeof *x);
+            samp_apply_words(&row, output.p, (int)output.n, x, t->n_ids);
+            words_output_end(words, &output, keep_special, &end, &starts);
+            const bool split = words_splits_character(t, &output);
+            n_split += split;
+            for (int32_t id = 0; id < t->n_ids; id++) {
+                buf_clear(&token), tok_put_bytes(t, id, &token);
+                const bool want = words_completes(words, id, buf_view(&token), buf_view(&end), &starts);
+                const bool got = x[id] == -INFINITY;
+                if (got != want && !split)
+                    CHECK_MSG(false, "round %d: %d '%.*s' after '%.*s', word '%s': %d, expected %d", round, id, STRF(buf_view(&token)),
+                              STRF(buf_view(&end)), texts[0], got, want);
+                n_after += want && !words_completes(words, id, buf_view(&token), STR(""), &starts);
+            }
+        }
+        samp_words_del(words);
+    }
+    CHECK_MSG(n_after > n_rounds * n_outputs / 10 && n_split * 2 < n_rounds * n_outputs, "%d ids after an output, %d outputs split a character",
+              n_after, n_split);
+    ids_free(&alphabet), ids_free(&special), ids_free(&output), free(x);
+    for (int i = 0; i < COUNT(text); i++) buf_free(&text[i]);
+    buf_free(&end), buf_free(&starts), buf_free(&token);
+}
+
+static void test_samp_words(void) {
+    toka_err e;
+    tok *t = NULL;
+    str s = read_copy("test/model/tokenizer.json");
+    CHECK(!tok_load(&t, s, STR(""), &e));
+    words_compare(t, 1, 100, 24);
+    tok_del(t), free((void *)s.p);
+    static const char *const folders[] = {"tokenizers/llama-3.1", "tokenizers/qwen2.5", "tokenizers/llama-2"};
+    for (int i = 0; i < COUNT(folders); i++) {
+        if (!(t = tok_test_open(folders[i]))) continue;
+        words_compare(t, 2, 4, 4);
+        tok_del(t);
+    }
+}
+
 static const struct test samp_tests[] = {
     {"samp_philox", test_samp_philox},
     {"samp_exp", test_samp_exp},
@@ -1052,6 +1252,7 @@ static const struct test samp_tests[] = {
     {"samp_last_resort", test_samp_last_resort},
     {"samp_undone", test_samp_undone},
     {"samp_check", test_samp_check},
+    {"samp_words", test_samp_words},
     {"stop_random", test_stop_random},
     {"stop_cases", test_stop_cases},
     {"stop_armed", test_stop_armed},
