@@ -258,7 +258,7 @@ MUTANTS = [
            ("special tokens are never text", "!(`table.steps[first].to && filter.keep_special`));", "false"),
            ("the first id of a word's beginning is not read", "n_passed = stops ? `__ffs((int)stops) - 1` : 32;", "max(__ffs((int)stops) - 2, 0)"),
            ("only whole words are forbidden", "const int n_ends = `begin < filter.n_history` ? table.n_ends : table.n_whole;", "false"),
-           ("a row uses the bad words of the row before it", "if (prev_row && `prev_row->words == table`) { filter->words", "prev_row->words"),
+           ("a row uses the bad words of the row before it", "if (prev_row && `prev_row->words == table`) { filter->words", "prev_row->words != nullptr"),
            ("the last forbidden id is allowed", "for (int i = (int)threadIdx.x; `i < filter.n_forbidden`; i +=", "i + 1 < filter.n_forbidden"),
            ("wrong order of equal top log-probabilities", "index += top_logits[i] > logit || (top_logits[i] == logit && `top_ids[i] < id`);", "top_ids[i] > id", "edge .*top log-prob"),
            ("a bias is added only once", "for (unsigned remaining = same_id; remaining; `remaining &= remaining - 1`) logit = samp_clean", "remaining = 0", "V \\d+, case \\d+"),
