@@ -8282,6 +8282,17 @@ static const mf_binding mf_attention_fused[] = {
     {"self_attn.o_proj.weight", MF_T_O, 0, 0},
     {0}
 };
+static const mf_binding mf_attention_latent[] = {
+    {"self_attn.q_a_proj.weight", MF_T_Q_A, 0, MF_Q_LORA},
+    {"self_attn.q_a_layernorm.weight", MF_T_Q_A_NORM, 0, MF_Q_LORA},
+    {"self_attn.q_b_proj.weight", MF_T_Q_B, 0, MF_Q_LORA},
+    {"self_attn.q_proj.weight", MF_T_Q_B, 0, MF_Q_FULL},
+    {"self_attn.kv_a_proj_with_mqa.weight", MF_T_KV_A, 0, 0},
+    {"self_attn.kv_a_layernorm.weight", MF_T_KV_A_NORM, 0, 0},
+    {"self_attn.kv_b_proj.weight", MF_T_KV_B, 0, 0},
+    {"self_attn.o_proj.weight", MF_T_O, 0, 0},
+    {0}
+};
 static const mf_binding mf_mlp[] = {
     {"mlp.gate_proj.weight", MF_T_GATE, 0, 0},
     {"mlp.up_proj.weight", MF_T_UP, 0, 0},
@@ -8488,6 +8499,26 @@ static const mf_arch mf_archs[] = {
       "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1,
       "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
       "norm_topk_prob": true})},
+    {.name = "DeepseekV2ForCausalLM", .model_type = "deepseek_v2", .norms = mf_norms,
+     .mixer = mf_attention_latent, .mlp = mf_mlp, .moe = mf_experts,
+     .features = MF_MLA | MF_NEIGHBOURS | MF_SHARED, .defaults = MF_JSON(
+     {"hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 102400,
+      "max_position_embeddings": 2048, "q_lora_rank": 1536, "kv_lora_rank": 512,
+      "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+      "n_routed_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2,
+      "routed_scaling_factor": 1.0, "n_group": null, "topk_group": null, "topk_method": "greedy",
+      "first_k_dense_replace": 0, "bos_token_id": 1, "eos_token_id": 2})},
+    {.name = "DeepseekV3ForCausalLM", .model_type = "deepseek_v3", .norms = mf_norms,
+     .mixer = mf_attention_latent, .mlp = mf_mlp, .moe = mf_experts,
+     .features = MF_MLA | MF_SHARED | MF_CHOICE_BIAS, .router = TOKA_ROUTER_SIGMOID,
+     .defaults = MF_JSON(
+     {"num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128,
+      "intermediate_size": 18432, "vocab_size": 129280, "max_position_embeddings": 4096,
+      "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+      "v_head_dim": 128, "rope_interleave": true, "n_routed_experts": 256,
+      "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1,
+      "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3,
+      "norm_topk_prob": true, "bos_token_id": 0, "eos_token_id": 1})},
 };
 
 static const mf_arch *mf_arch_by_name(str name) {
@@ -8588,6 +8619,36 @@ static int mf_set_dims(mf_config *config, const int64_t dims[MF_N_DIMS], const c
     return 0;
 }
 
+/* Reads config->mla. */
+static void mf_read_mla(mf_reader *reader, mf_config *config) {
+    toka_mla *mla = &config->mla;
+    const int max = 1 << 13;
+    mla->latent = mf_count(reader, "kv_lora_rank", max);
+    mla->nope = mf_count(reader, "qk_nope_head_dim", max);
+    mla->rope = mf_count(reader, "qk_rope_head_dim", max);
+    mla->v = mf_count(reader, "v_head_dim", max);
+    mla->eps = 1e-6f; /* whatever rms_norm_eps is */
+    config->features |= mf_field(reader, "q_lora_rank") ? MF_Q_LORA : MF_Q_FULL;
+    if (config->features & MF_Q_LORA)
+        config->letter['Q' - 'A'] = mf_count(reader, "q_lora_rank", 1 << 20);
+    if (mf_is_named(reader, "rope_interleave") && mf_bool(reader, "rope_interleave", true))
+        config->features |= MF_NEIGHBOURS;
+    if (mf_bool(reader, "attention_bias", false))
+        mf_field_error(reader, "attention_bias", mf_field(reader, "attention_bias"),
+                       "false: MLA with biases is not supported");
+}
+
+/* The factor on the scores of MLA: 1 / sqrt(size of a query), and yarn's factor twice. */
+static void mf_set_mla_scale(mf_config *config) {
+    const mf_rope *rope = &config->rope;
+    double mscale = 1;
+    if (rope->kind == MF_ROPE_YARN && rope->factor > 1)
+        mscale = 0.1 * rope->mscale_all_dim * log(rope->factor) + 1;
+    config->shape.Dv = config->mla.latent;
+    config->shape.attn_scale =
+        (float)(mscale * mscale / sqrt(config->mla.nope + config->mla.rope));
+}
+
 static void mf_read_dims(mf_reader *reader, mf_config *config) {
     int64_t dims[MF_N_DIMS];
     for (int i = 0; i < MF_N_DIMS; i++) dims[i] = mf_int(reader, mf_dims[i].field, -1);
@@ -8596,6 +8657,11 @@ static void mf_read_dims(mf_reader *reader, mf_config *config) {
     if (!mf_field(reader, "num_key_value_heads")) dims[MF_K] = dims[MF_H];
     bool divides = dims[MF_H] > 0 && dims[MF_E] % dims[MF_H] == 0;
     if (!mf_field(reader, "head_dim") && divides) dims[MF_D] = dims[MF_E] / dims[MF_H];
+    if (config->features & MF_MLA) {
+        mf_read_mla(reader, config);
+        dims[MF_K] = 1;
+        dims[MF_D] = config->mla.latent + config->mla.rope;
+    }
     config->shape.eps = (float)mf_num(reader, "rms_norm_eps", 1e-6, 0, 1);
     if (reader->err->code) return;
     if (dims[MF_D] == -1 && !mf_field(reader, "head_dim") && dims[MF_H] > 0)
@@ -8606,7 +8672,7 @@ static void mf_read_dims(mf_reader *reader, mf_config *config) {
     else
         mf_set_dims(config, dims, reader->where, reader->err);
     config->letter['F' - 'A'] = config->shape.F;
-    config->letter['Q' - 'A'] = config->shape.E;
+    if (!(config->features & MF_Q_LORA)) config->letter['Q' - 'A'] = config->shape.E;
 }
 
 /* ---- config.json: how the model computes ---- */
@@ -8744,6 +8810,9 @@ static void mf_read_moe(mf_reader *reader, mf_config *config) {
     moe->n_experts = letter['X' - 'A'] = mf_count(reader, count, MF_MAX_EXPERTS);
     moe->top_k = mf_count(reader, "num_experts_per_tok", moe->n_experts);
     moe->renormalize = mf_bool(reader, "norm_topk_prob", false);
+    if (moe->renormalize && !mf_is_named(reader, "norm_topk_prob"))
+        mf_field_error(reader, "norm_topk_prob", mf_field(reader, "norm_topk_prob"),
+                       "false: this architecture does not divide the weights by their sum");
     moe->scale = (float)mf_num(reader, "routed_scaling_factor", 1, 1e-6, 1e6);
     mf_read_expert_groups(reader, moe);
     const char *width = mf_is_named(reader, "moe_intermediate_size") ? "moe_intermediate_size"
@@ -9585,6 +9654,7 @@ static void mf_read_config(mf_reader *reader, mf_config *config, arena *memory) 
     mf_read_activation(reader, config);
     mf_read_factors(reader, config);
     mf_read_rope(reader, config, memory);
+    if (config->features & MF_MLA) mf_set_mla_scale(config);
     mf_read_windows(reader, config, memory);
     mf_read_moe(reader, config);
     mf_read_layer_kinds(reader, config, memory);

@@ -81,6 +81,12 @@ static const char *const mft_bad_configs[][2] = {
     {"{\"model_type\":\"glm4_moe\",\"head_dim\":128,\"n_group\":128,\"topk_group\":8}", "n_group is 128, expected a number of equal groups"},
     {"{\"model_type\":\"glm4_moe\",\"head_dim\":128,\"scoring_func\":\"softmax\"}", "scoring_func is \"softmax\", expected \"sigmoid\""},
     {"{\"model_type\":\"gpt_oss\",\"swiglu_alpha\":1}", "swiglu_alpha is 1, expected 1.702"},
+    {"{\"model_type\":\"deepseek_v2\",\"num_experts_per_tok\":6,\"norm_topk_prob\":true}", "norm_topk_prob is true, expected false"},
+    {"{\"model_type\":\"deepseek_v2\"}", "num_experts_per_tok is missing, expected 1 to 64"},
+    {"{\"model_type\":\"deepseek_v2\",\"num_experts_per_tok\":6,\"topk_method\":\"noaux_tc\"}", "topk_method is \"noaux_tc\", expected \"greedy\""},
+    {"{\"model_type\":\"deepseek_v3\",\"attention_bias\":true}", "attention_bias is true, expected false: MLA"},
+    {"{\"model_type\":\"deepseek_v3\",\"kv_lora_rank\":0}", "kv_lora_rank is 0, expected 1 to"},
+    {"{\"model_type\":\"deepseek_v3\",\"moe_layer_freq\":2}", "moe_layer_freq is 2, expected 1"},
     {"{\"model_type\":\"olmoe\",\"clip_qkv\":8.0}", "clip_qkv is 8, expected none"},
     {"{\"model_type\":\"qwen3_moe\",\"mlp_only_layers\":3}", "mlp_only_layers is 3, expected a list of layers"},
     {"{\"architectures\":[7]}", "architectures[0] is 7"},
@@ -297,6 +303,19 @@ static void test_mf_config_rows(void) {
     if (mft_config("{\"model_type\":\"glm4_moe\",\"head_dim\":128,\"n_shared_experts\":0,\"use_qk_norm\":true}", NULL, &a, &c)) {
         CHECK(c.kind[0] == MF_LAYER_ROPE && c.kind[1] == (MF_LAYER_ROPE | MF_LAYER_MOE) && c.moe.kind == TOKA_ROUTER_SIGMOID);
         CHECK(!(c.features & MF_SHARED) && c.features & MF_QK_NORM && c.moe.groups_by_top2 && !c.rope_table.neighbours);
+    }
+    if (mft_config("{\"model_type\":\"deepseek_v2\",\"q_lora_rank\":null,\"num_experts_per_tok\":6,\"n_group\":4,\"rope_scaling\":{"
+                   "\"type\":\"yarn\",\"factor\":40,\"mscale\":0.707,\"mscale_all_dim\":0.707,\"original_max_position_embeddings\":4096}}", NULL, &a, &c)) {
+        const double m = 0.0707 * log(40) + 1;
+        CHECK(s->K == 1 && s->D == 576 && s->Dv == 512 && fabs(s->attn_scale - m * m / sqrt(192)) < 1e-7 && c.rope_table.dims == 64);
+        CHECK(c.rope_table.neighbours && c.rope_table.scale == 1 && c.features & MF_Q_FULL && !c.moe.n_groups && !c.moe.renormalize);
+        CHECK(mf_dim_product(&c, "Q") == 4096 && mf_dim_product(&c, "HN") == 32 * 192 && mf_dim_product(&c, "HB") == 32 * 256);
+        CHECK(mf_dim_product(&c, "HW") == 32 * 128 && mf_dim_product(&c, "S") == 2 * 1407 && s->F == 2814 && c.mla.eps == 1e-6f);
+    }
+    if (mft_config("{\"model_type\":\"deepseek_v3\",\"rope_interleave\":false}", NULL, &a, &c)) {
+        CHECK(!c.rope_table.neighbours && c.moe.n_groups == 8 && c.moe.top_groups == 4 && c.moe.groups_by_top2 && c.moe.scale == 2.5f);
+        CHECK(c.features & MF_Q_LORA && c.features & MF_CHOICE_BIAS && c.kind[2] == MF_LAYER_ROPE && s->F == 18432);
+        CHECK(llabs(mf_n_parameters(&c) - 671026419200) < 100000000); /* 671 billion, without the layer that predicts one token more */
     }
     if (mft_config("{\"architectures\":[\"LlavaForConditionalGeneration\"],\"model_type\":\"llava\",\"eos_token_id\":9,"
                    "\"text_config\":{\"model_type\":\"llama\",\"hidden_size\":64}}", NULL, &a, &c))
