@@ -6,7 +6,7 @@
  * run on any Linux machine; millions of completions as fast as the hardware allows; copying these
  * files into another project, to use, teach or review. So it is one file that reads from top to
  * bottom, and each chapter uses only earlier ones. `cc -c toka.c` compiles chapters 1 to 23, the
- * library. -DTOKA_SERVER adds chapters 24 to 37: server, batches, benchmarks, hub, command line;
+ * library. -DTOKA_SERVER adds chapters 24 to 38: server, batches, benchmarks, hub, command line;
  * and -DTOKA_MAIN adds main() to these. toka_kernels.cu is the GPU backend. toka.h is the public
  * interface and, in its lower half, the interface of the backends.
  *
@@ -38,8 +38,8 @@
  *                                      id and log-probability. sched_commit (16) appends the id
  *                                      to its sequence
  *     id -------------- tok_stream_put (6), stop_put (18) --> text that is certain --> toka_event
- *                                      --> callback: of the command line (37), the batch runner
- *                                      (28) or another program (23). The server's callback gets
+ *                                      --> callback: of the command line (38), the batch runner
+ *                                      (29) or another program (23). The server's callback gets
  *                                      ids; its workers make the text from them: api_feed (27)
  *
  * A step has three phases: plan, run, commit. A plan holds integers only: no floats, no text. An op
@@ -74,7 +74,7 @@
  *           one thread, and only this thread calls the device's ops. Helper threads of the backend
  *           have finished when an op returns.
  *   server  one thread, the event loop, has all sockets; workers parse bodies and make text; one
- *           thread drives the engine. They hand HTTP requests to each other through queues (31).
+ *           thread drives the engine. They hand HTTP requests to each other through queues (32).
  *   event   its pointers are valid during the callback. Results of toka_encode and similar
  *           functions are allocated by malloc for the caller.
  * Endings of names: _open/_close: the object holds files, threads or mappings. _init/_free: the
@@ -122,8 +122,9 @@
  * PREFIXES of names say the chapter: mem_, str_, buf_, arena_, ids_ and suggest_ 2, os_ 3, json_
  * and utf8_ 4, uni_ 5, tok_ 6 and 7, tmpl_ 8 to 10 (tv_: values of templates), st_ and mf_ 11 to
  * 13, kv_ 14, heap_ 15, sched_ 16, batch_ 17, samp_ and stop_ 18, plain_ 18.8, cpu_ 19 and 20,
- * group_ 20, model_ and rank_ 21, eng_ 22, lib_ 23, http_ 24, parse_ 25, api_ 26 and 27, run_ 28
- * and 33, files_ 29, srv_ 30 to 32, plan_ 33, benchclient_ 34, hub_ 35, edit_ 36, cli_ 37.
+ * group_ 20, model_ and rank_ 21, eng_ 22, lib_ 23, http_ 24, parse_ 25, api_ 26 to 28, chat_,
+ * resp_ and msg_ 28, run_ 29 and 34, files_ 30, srv_ 31 to 33, plan_ 34, benchclient_ 35, hub_ 36,
+ * edit_ 37, cli_ 38.
  *
  * WORDS                                                                                     chapter
  *   sample          one of the n completions of a request                                        16
@@ -218,22 +219,23 @@
  *  25. Tool calls and reasoning [pure]
  *  26. OpenAI API: requests [pure]
  *  27. OpenAI API: answers [pure]
- *  28. Batch runner [os]
- *  29. Files and batches [os]
- *  30. Status page [pure]
- *  31. Server: requests and metrics [os]
- *  32. Server: connections [os]
- *  33. Bench and plan [os]
- *  34. Bench serve [os]
- *  35. Hub [os]
- *  36. Line editor [os]
- *  37. Command line [os]
+ *  28. Responses and Messages [pure]
+ *  29. Batch runner [os]
+ *  30. Files and batches [os]
+ *  31. Status page [pure]
+ *  32. Server: requests and metrics [os]
+ *  33. Server: connections [os]
+ *  34. Bench and plan [os]
+ *  35. Bench serve [os]
+ *  36. Hub [os]
+ *  37. Line editor [os]
+ *  38. Command line [os]
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE /* mmap flags, sched_getaffinity, memmem */
 #endif
 #ifdef TOKA_MAIN
-#define TOKA_SERVER /* chapters 24 to 37: server, batches, benchmarks, hub, command line */
+#define TOKA_SERVER /* chapters 24 to 38: server, batches, benchmarks, hub, command line */
 #endif
 #define TOKA_INTERNAL
 #include "toka.h"
@@ -294,7 +296,7 @@
 #include <sys/un.h>
 #include <sys/wait.h>
 #include <termios.h>
-#define SERVER_ONLY /* before a function of chapters 1 to 23 that only chapters 24 to 37 call */
+#define SERVER_ONLY /* before a function of chapters 1 to 23 that only chapters 24 to 38 call */
 #else
 #define SERVER_ONLY __attribute__((unused))
 #endif
@@ -748,7 +750,7 @@ static void arena_free(arena *a) {
 /* ===========================================================================
  * MARK: 3. OS shell [os]
  * Thin wrappers of system calls for files, clock, cores, threads and memory limits, not for sockets
- * (32, 34). The [pure] chapters do not use this chapter.
+ * (33, 35). The [pure] chapters do not use this chapter.
  * =========================================================================== */
 
 static double os_now(void) { /* seconds of the monotonic clock, which never steps back */
@@ -23519,7 +23521,9 @@ static bool parse_needs_token(const parse_setup *setup, str text) {
  *     max_tokens 0;
  *   - max_tokens may be 0 with echo or prompt_logprobs: then no token is sampled.
  * =========================================================================== */
-enum api_route { API_COMPLETIONS, API_CHAT, API_TOKENIZE, API_DETOKENIZE };
+enum api_route {
+    API_COMPLETIONS, API_CHAT, API_TOKENIZE, API_DETOKENIZE, API_RESPONSES, API_MESSAGES
+};
 
 typedef struct api_parsing { /* what a server decides about chats with tools or reasoning */
     /* names of rows of parse_formats and parse_families; NULL: as the chat template has it;
@@ -23599,14 +23603,35 @@ typedef struct api_prompt { /* one prompt, which is one request of the engine */
     buf waiting;         /* streaming: records of samples that came before the end of the prompt */
 } api_prompt;
 
+struct api_body;
+
+/* Another API over chats (chapter 28). Its answers have one choice, which has a parser. */
+typedef struct api_style {
+    /* sets the fields of the body that a chat has */
+    int (*translate)(struct api_request *request, struct api_body *body, toka_err *e);
+    /* streaming: writes the events that the parser has, and the end if the choice has ended */
+    void (*put_events)(struct api_request *request, buf *out);
+    void (*put_answer)(struct api_request *request, buf *out); /* not streaming */
+} api_style;
+
 /* One body and its answer. The caller owns the struct, zeroes it and sets serial and created. The
  * struct must not move between api_parse and api_free: its prompts point to it. */
 typedef struct api_request {
     uint64_t serial[2]; /* unique; gives the id of the answer, and the seed if the body has none */
     int64_t created;    /* seconds since 1970 */
     void *user;         /* for the caller */
+    bool counts_only;   /* set by the caller: only n_prompt_tokens is wanted */
 
     const api_config *config;
+    enum api_route route;
+    const api_style *style; /* set by the caller; NULL: OpenAI's completions and chats */
+    /* of a style, streaming: the kind of the item that is open, if one is; items that are complete;
+     * events sent; all events of the parser, and where those of the open item begin */
+    enum parse_kind item_kind;
+    bool item_open;
+    int n_items, n_sent;
+    buf item_log;
+    size_t item_at;
     arena memory;      /* memory that the prompts point to */
     toka_words *words; /* bad words of all prompts; owned, or NULL */
     bool chat, stream;
@@ -23660,7 +23685,11 @@ enum {
     API_ON_CHAT = 1 << API_CHAT,
     API_ON_TOKENIZE = 1 << API_TOKENIZE,
     API_ON_DETOKENIZE = 1 << API_DETOKENIZE,
+    API_ON_RESPONSES = 1 << API_RESPONSES,
+    API_ON_MESSAGES = 1 << API_MESSAGES,
     API_ON_GENERATE = API_ON_COMPLETIONS | API_ON_CHAT,
+    API_ON_STYLES = API_ON_RESPONSES | API_ON_MESSAGES,
+    API_ON_SAMPLES = API_ON_GENERATE | API_ON_STYLES,
 };
 
 typedef struct api_body { /* the fields of a body: their values or the defaults */
@@ -23675,10 +23704,12 @@ typedef struct api_body { /* the fields of a body: their values or the defaults 
     int generate; /* -1: not given */
     int skip_special, continues, return_token_ids, return_packed, names_are_ids, return_strs;
     int parallel_calls, include_reasoning;
-    str model, effort; /* effort .n 0: not given */
+    int thinks;                      /* -1: not given */
+    str model, effort, instructions; /* effort .n 0: not given */
     /* NULL: not given */
     const json *prompt, *messages, *tools, *tool_choice, *documents, *kwargs, *stop, *stop_ids,
-        *allowed, *bias, *bad_words, *stream_options, *tokens;
+        *allowed, *bias, *bad_words, *stream_options, *tokens, *input, *text, *reasoning, *system,
+        *thinking, *output_config;
     bool has_seed, has_max_tokens; /* the body has seed, max_tokens or max_completion_tokens */
 } api_body;
 
@@ -23703,62 +23734,86 @@ typedef struct api_field {
     {name, where, API_INTEGER, API_USED, API_OFFSET(member), low, high, {0}}
 
 static const api_field api_fields[] = {
-    API_FIELD("temperature", API_ON_GENERATE, API_NUMBER, temperature),
-    API_FIELD("model", API_ON_GENERATE | API_ON_TOKENIZE | API_ON_DETOKENIZE, API_TEXT, model),
+    API_FIELD("temperature", API_ON_SAMPLES, API_NUMBER, temperature),
+    API_FIELD("model", API_ON_SAMPLES | API_ON_TOKENIZE | API_ON_DETOKENIZE, API_TEXT, model),
     API_FIELD("prompt", API_ON_COMPLETIONS | API_ON_TOKENIZE, API_ANY, prompt),
-    API_FIELD("messages", API_ON_CHAT | API_ON_TOKENIZE, API_LIST, messages),
-    API_FIELD("tools", API_ON_CHAT | API_ON_TOKENIZE, API_LIST, tools),
-    API_FIELD("tool_choice", API_ON_CHAT, API_ANY, tool_choice),
-    API_FIELD("parallel_tool_calls", API_ON_CHAT, API_BOOL, parallel_calls),
+    API_FIELD("messages", API_ON_CHAT | API_ON_TOKENIZE | API_ON_MESSAGES, API_LIST, messages),
+    API_FIELD("tools", API_ON_CHAT | API_ON_TOKENIZE | API_ON_STYLES, API_LIST, tools),
+    API_FIELD("tool_choice", API_ON_CHAT | API_ON_STYLES, API_ANY, tool_choice),
+    API_FIELD("parallel_tool_calls", API_ON_CHAT | API_ON_RESPONSES, API_BOOL, parallel_calls),
     API_FIELD("reasoning_effort", API_ON_CHAT | API_ON_TOKENIZE, API_TEXT, effort),
     API_FIELD("include_reasoning", API_ON_CHAT, API_BOOL, include_reasoning),
     API_FIELD("documents", API_ON_CHAT, API_LIST, documents),
-    API_FIELD("chat_template_kwargs", API_ON_CHAT | API_ON_TOKENIZE, API_OBJECT, kwargs),
+    API_FIELD("chat_template_kwargs", API_ON_CHAT | API_ON_TOKENIZE | API_ON_STYLES, API_OBJECT,
+              kwargs),
     API_FIELD("add_generation_prompt", API_ON_CHAT | API_ON_TOKENIZE, API_BOOL, generate),
     API_FIELD("continue_final_message", API_ON_CHAT | API_ON_TOKENIZE, API_BOOL, continues),
     API_FIELD("add_special_tokens", API_ON_GENERATE | API_ON_TOKENIZE, API_BOOL, special),
-    API_FIELD("top_p", API_ON_GENERATE, API_NUMBER, top_p),
-    API_FIELD("min_p", API_ON_GENERATE, API_NUMBER, min_p),
-    API_FIELD("repetition_penalty", API_ON_GENERATE, API_NUMBER, repetition_penalty),
-    API_FIELD("presence_penalty", API_ON_GENERATE, API_NUMBER, presence_penalty),
-    API_FIELD("frequency_penalty", API_ON_GENERATE, API_NUMBER, frequency_penalty),
+    API_FIELD("top_p", API_ON_SAMPLES, API_NUMBER, top_p),
+    API_FIELD("min_p", API_ON_SAMPLES, API_NUMBER, min_p),
+    API_FIELD("repetition_penalty", API_ON_SAMPLES, API_NUMBER, repetition_penalty),
+    API_FIELD("presence_penalty", API_ON_SAMPLES, API_NUMBER, presence_penalty),
+    API_FIELD("frequency_penalty", API_ON_SAMPLES, API_NUMBER, frequency_penalty),
     API_INT_FIELD("max_tokens", API_ON_COMPLETIONS, max_tokens, 0, INT_MAX),
     API_INT_FIELD("max_tokens", API_ON_CHAT, max_tokens, 1, INT_MAX),
+    API_INT_FIELD("max_tokens", API_ON_MESSAGES, max_tokens, 1, INT_MAX),
+    API_INT_FIELD("max_output_tokens", API_ON_RESPONSES, max_tokens, 1, INT_MAX),
     API_INT_FIELD("max_completion_tokens", API_ON_GENERATE, max_completion_tokens, 1, INT_MAX),
-    API_INT_FIELD("min_tokens", API_ON_GENERATE, min_tokens, 0, INT_MAX),
-    API_INT_FIELD("top_k", API_ON_GENERATE, top_k, -1, INT_MAX),
+    API_INT_FIELD("min_tokens", API_ON_SAMPLES, min_tokens, 0, INT_MAX),
+    API_INT_FIELD("top_k", API_ON_SAMPLES, top_k, -1, INT_MAX),
     API_INT_FIELD("n", API_ON_GENERATE, n, 1, ENG_MAX_N),
     API_INT_FIELD("best_of", API_ON_COMPLETIONS, best_of, 0, INT64_MAX),
-    API_INT_FIELD("seed", API_ON_GENERATE, seed, INT64_MIN, INT64_MAX),
-    API_INT_FIELD("priority", API_ON_GENERATE, priority, -INT_MAX, INT_MAX),
+    API_INT_FIELD("seed", API_ON_SAMPLES, seed, INT64_MIN, INT64_MAX),
+    API_INT_FIELD("priority", API_ON_SAMPLES, priority, -INT_MAX, INT_MAX),
     API_INT_FIELD("logprobs", API_ON_COMPLETIONS, n_logprobs, 0, TOKA_MAX_LOGPROBS),
     API_FIELD("logprobs", API_ON_CHAT, API_BOOL, chat_logprobs),
     API_INT_FIELD("top_logprobs", API_ON_CHAT, top_logprobs, 0, TOKA_MAX_LOGPROBS),
     API_INT_FIELD("prompt_logprobs", API_ON_GENERATE, prompt_logprobs, 0, TOKA_MAX_LOGPROBS),
     API_FIELD("echo", API_ON_COMPLETIONS, API_BOOL, echo),
     API_REFUSE("echo", API_ON_CHAT, 0),
-    API_FIELD("stream", API_ON_GENERATE, API_BOOL, stream),
+    API_FIELD("stream", API_ON_SAMPLES, API_BOOL, stream),
     API_FIELD("stream_options", API_ON_GENERATE, API_OBJECT, stream_options),
-    API_FIELD("skip_special_tokens", API_ON_GENERATE, API_BOOL, skip_special),
-    API_FIELD("ignore_eos", API_ON_GENERATE, API_BOOL, ignore_eos),
-    API_FIELD("include_stop_str_in_output", API_ON_GENERATE, API_BOOL, include_stop),
+    API_FIELD("skip_special_tokens", API_ON_SAMPLES, API_BOOL, skip_special),
+    API_FIELD("ignore_eos", API_ON_SAMPLES, API_BOOL, ignore_eos),
+    API_FIELD("include_stop_str_in_output", API_ON_SAMPLES, API_BOOL, include_stop),
     API_FIELD("return_token_ids", API_ON_GENERATE, API_BOOL, return_token_ids),
     API_FIELD("return_tokens_as_token_ids", API_ON_GENERATE, API_BOOL, names_are_ids),
     API_FIELD("return_packed", API_ON_GENERATE, API_BOOL, return_packed),
     API_FIELD("return_token_strs", API_ON_TOKENIZE, API_BOOL, return_strs),
-    API_FIELD("stop", API_ON_GENERATE, API_ANY, stop),
-    API_FIELD("stop_token_ids", API_ON_GENERATE, API_LIST, stop_ids),
-    API_FIELD("allowed_token_ids", API_ON_GENERATE, API_LIST, allowed),
-    API_FIELD("logit_bias", API_ON_GENERATE, API_OBJECT, bias),
-    API_FIELD("bad_words", API_ON_GENERATE, API_LIST, bad_words),
+    API_FIELD("stop", API_ON_GENERATE | API_ON_RESPONSES, API_ANY, stop),
+    API_FIELD("stop_token_ids", API_ON_SAMPLES, API_LIST, stop_ids),
+    API_FIELD("allowed_token_ids", API_ON_SAMPLES, API_LIST, allowed),
+    API_FIELD("logit_bias", API_ON_SAMPLES, API_OBJECT, bias),
+    API_FIELD("bad_words", API_ON_SAMPLES, API_LIST, bad_words),
     API_FIELD("tokens", API_ON_DETOKENIZE, API_LIST, tokens),
-    API_IGNORE("user", API_ON_GENERATE, API_TEXT),
-    API_IGNORE("metadata", API_ON_GENERATE, API_OBJECT),
-    API_IGNORE("store", API_ON_GENERATE, API_BOOL),
-    API_IGNORE("service_tier", API_ON_GENERATE, API_TEXT),
-    API_IGNORE("safety_identifier", API_ON_GENERATE, API_TEXT),
-    API_IGNORE("prompt_cache_key", API_ON_GENERATE, API_TEXT),
-    API_IGNORE("request_id", API_ON_GENERATE, API_TEXT),
+    API_IGNORE("user", API_ON_SAMPLES, API_TEXT),
+    API_IGNORE("metadata", API_ON_SAMPLES, API_OBJECT),
+    API_IGNORE("store", API_ON_SAMPLES, API_BOOL),
+    API_IGNORE("service_tier", API_ON_SAMPLES, API_TEXT),
+    API_IGNORE("safety_identifier", API_ON_SAMPLES, API_TEXT),
+    API_IGNORE("prompt_cache_key", API_ON_SAMPLES, API_TEXT),
+    API_IGNORE("request_id", API_ON_SAMPLES, API_TEXT),
+    API_FIELD("input", API_ON_RESPONSES, API_ANY, input),
+    API_FIELD("instructions", API_ON_RESPONSES, API_TEXT, instructions),
+    API_FIELD("reasoning", API_ON_RESPONSES, API_OBJECT, reasoning),
+    API_FIELD("text", API_ON_RESPONSES, API_OBJECT, text),
+    API_IGNORE("include", API_ON_RESPONSES, API_LIST),
+    API_IGNORE("stream_options", API_ON_RESPONSES, API_OBJECT),
+    API_REFUSE("truncation", API_ON_RESPONSES, "\"disabled\"", "\"auto\""),
+    API_REFUSE("top_logprobs", API_ON_RESPONSES, "0"),
+    API_REFUSE("previous_response_id", API_ON_RESPONSES, 0),
+    API_REFUSE("conversation", API_ON_RESPONSES, 0),
+    API_REFUSE("background", API_ON_RESPONSES, 0),
+    API_REFUSE("prompt", API_ON_RESPONSES, 0),
+    API_REFUSE("max_tool_calls", API_ON_RESPONSES, 0),
+    API_FIELD("system", API_ON_MESSAGES, API_ANY, system),
+    API_FIELD("stop_sequences", API_ON_MESSAGES, API_ANY, stop),
+    API_FIELD("thinking", API_ON_MESSAGES, API_OBJECT, thinking),
+    API_FIELD("output_config", API_ON_MESSAGES, API_OBJECT, output_config),
+    API_IGNORE("context_management", API_ON_MESSAGES, API_OBJECT),
+    API_IGNORE("cache_control", API_ON_MESSAGES, API_OBJECT),
+    API_REFUSE("mcp_servers", API_ON_MESSAGES, "[]"),
+    API_REFUSE("container", API_ON_MESSAGES, 0),
     API_REFUSE("suffix", API_ON_COMPLETIONS, "\"\""),
     API_REFUSE("response_format", API_ON_GENERATE, "{\"type\":\"text\"}"),
     API_REFUSE("functions", API_ON_CHAT, "[]"),
@@ -23903,7 +23958,7 @@ static bool api_should_report(buf *seen, str name, buf *shown) {
 static int api_read_body(api_request *request, enum api_route route, const json *root,
                          api_body *body, toka_err *e) {
     const toka_sampling *sampling = &request->config->defaults.sampling;
-    int default_max = sampling->max_tokens || route == API_CHAT
+    int default_max = sampling->max_tokens || route != API_COMPLETIONS
                           ? sampling->max_tokens
                           : request->config->completion_tokens;
     int code = 0;
@@ -23930,7 +23985,9 @@ static int api_read_body(api_request *request, enum api_route route, const json 
                        .parallel_calls = 1,
                        .include_reasoning = 1,
                        .model = STR(""),
-                       .effort = STR("")};
+                       .effort = STR(""),
+                       .instructions = STR(""),
+                       .thinks = -1};
     if (!json_is(root, JSON_OBJECT)) return API_INVALID("body: expected a JSON object");
     JSON_MEMBERS(key, root) {
         const api_field *field = api_find_field((str){key->chars, key->n}, 1 << route);
@@ -24384,6 +24441,8 @@ static int api_put_kwargs(const api_request *request, const api_body *body, buf 
             json_put_key(out, "enable_thinking");
             json_put_bool(out, !str_is(body->effort, "none"));
         }
+        if (i && body->thinks >= 0)
+            json_put_key(out, "enable_thinking"), json_put_bool(out, body->thinks);
         if (!sources[i]) continue;
         JSON_MEMBERS(key, sources[i])
             json_put_str(out, json_str(key)), buf_char(out, ':'), json_put_value(out, key + 1);
@@ -24436,7 +24495,7 @@ static void api_set_parse(api_request *request, const api_body *body) {
     if (parse->format) parse->n_tools = parse_tools_init(&request->memory, tools, &list);
     parse->tools = list;
     parse->one_call = !body->parallel_calls;
-    request->parses = parse->format || parse->family;
+    request->parses = parse->format || parse->family || request->style;
     request->hides_reasoning = !body->include_reasoning;
 }
 
@@ -24510,7 +24569,8 @@ static int api_encode_prompt(api_request *request, const api_body *body, const j
     return code;
 }
 
-static const char *api_max_tokens_name(const api_body *body) {
+static const char *api_max_tokens_name(const api_request *request, const api_body *body) {
+    if (request->route == API_RESPONSES) return "max_output_tokens";
     return body->max_completion_tokens >= 0 ? "max_completion_tokens" : "max_tokens";
 }
 
@@ -24524,7 +24584,7 @@ static int api_check_max_tokens(api_request *request, const api_body *body, size
     request->code = "context_length_exceeded";
     return API_INVALID("%s: %lld after a prompt of %zu tokens, expected at most %zu "
                        "(max_model_len %d)",
-                       api_max_tokens_name(body), (long long)body->max_tokens, n_prompt,
+                       api_max_tokens_name(request, body), (long long)body->max_tokens, n_prompt,
                        (size_t)request->config->max_len - n_prompt, request->config->max_len);
 }
 
@@ -24611,7 +24671,7 @@ static int api_check_answer_size(const api_request *request, const api_body *bod
     if (!max_bytes || bytes + repeated <= max_bytes) return 0;
     const char *field = request->n_samples > 1   ? "n"
                         : request->n_prompts > 1 ? "prompt"
-                                                 : api_max_tokens_name(body);
+                                                 : api_max_tokens_name(request, body);
     return API_INVALID(
         "%s: %d choices%s of up to %d tokens (max_tokens) with %d alternatives each (logprobs) may "
         "be an answer of %.3g GB, expected at most %.3g GB (--max-answer-bytes); a stream has no "
@@ -24665,8 +24725,10 @@ static int api_parse_fields(api_request *request, enum api_route route, const js
                             toka_err *e) {
     api_body body;
     toka_request engine_request = request->config->defaults;
-    request->chat = route == API_CHAT;
+    request->route = route;
+    request->chat = route == API_CHAT || request->style;
     int code = api_read_body(request, route, root, &body, e);
+    if (!code && request->style) code = request->style->translate(request, &body, e);
     if (code) return code;
     request->stream = body.stream;
     request->echo = body.echo;
@@ -24697,7 +24759,7 @@ static void api_set_fault(api_request *request, enum api_route route, const toka
     if (request->param) return;
     request->param = field ? field->name : NULL;
     if (!field && (request->code || request->n_prompts) && request->status == 400)
-        request->param = request->chat ? "messages" : "prompt";
+        request->param = route == API_RESPONSES ? "input" : request->chat ? "messages" : "prompt";
 }
 
 /* Reads a body, parsed as JSON, into a request; the JSON is not needed afterwards. Returns 0, or a
@@ -24739,6 +24801,7 @@ static void api_free(api_request *request) {
         buf_free(&request->prompts[i].logprobs.data), buf_free(&request->prompts[i].waiting);
     }
     free(request->choices), free(request->prompts);
+    buf_free(&request->item_log);
     toka_words_del(request->words);
     request->words = NULL;
     buf_free(&request->chunk_prefix), buf_free(&request->token_text);
@@ -25389,6 +25452,12 @@ static bool api_put_event_chunks(api_request *request, int index, buf *out) {
 static void api_put_token_chunks(api_request *request, int index, str text, buf *out) {
     api_choice *choice = &request->choices[index];
     const bool ended = choice->finish != TOKA_RUNNING;
+    if (request->style) {
+        request->style->put_events(request, out);
+        buf_clear(&choice->parser->events);
+        choice->begun = true;
+        return;
+    }
     if (!choice->begun && (request->chat || request->echo || request->want_ids))
         api_put_first_chunk(request, index, out);
     choice->begun = true;
@@ -25581,6 +25650,7 @@ static int api_finish(api_request *request, buf *out) {
     int status = 200;
     if (!request->stream) {
         if (request->failure) return api_put_failure(request, out);
+        if (request->style) return request->style->put_answer(request, out), status;
         api_put_head(request, out);
         for (int i = 0; i < request->n_choices; i++) api_put_choice(request, i, out);
         json_put_close(out, ']');
@@ -25590,14 +25660,15 @@ static int api_finish(api_request *request, buf *out) {
         return status;
     }
     if (request->failure) {
-        buf_c(out, "data: ");
+        if (request->style) buf_c(out, "event: error\ndata: {\"type\":\"error\",\"failure\":");
+        else buf_c(out, "data: ");
         status = api_put_failure(request, out);
-        buf_c(out, "\n\n");
+        buf_c(out, request->style ? "}\n\n" : "\n\n");
     } else if (request->include_usage) {
         api_chunk_open(request, out);
         api_chunk_close(request, NULL, true, out);
     }
-    buf_c(out, "data: [DONE]\n\n");
+    if (!request->style) buf_c(out, "data: [DONE]\n\n");
     return status;
 }
 
@@ -25709,7 +25780,743 @@ static int api_answer_tokenize(const api_config *config, enum api_route route, s
 }
 
 /* ===========================================================================
- * MARK: 28. Batch runner [os]
+ * MARK: 28. Responses and Messages [pure]
+ * Two more APIs over the chats of chapters 26 and 27: OpenAI's Responses (/v1/responses) and
+ * Anthropic's Messages (/v1/messages), as far as a server without a memory can have them. Each is
+ * an api_style: a function that turns a body into the messages and tools of a chat, and functions
+ * that write the events of chapter 25 in the style's own form.
+ *
+ *     body --api_read_body--> api_body --style.translate--> messages and tools of a chat
+ *     events of the parser --style.put_events, put_answer--> items of a response, blocks of a
+ *                                                            message
+ *
+ * What always holds: a body has one answer; the events of a stream, joined, are the answer
+ * without streaming; an item or a block that begins is ended before the next one begins.
+ * It does not: keep responses (previous_response_id), run tools of its own, force calls.
+ * =========================================================================== */
+
+/* ---- Bodies to chats ---- */
+
+typedef struct chat_builder { /* writes messages in the form of chat completions */
+    buf out;                  /* a JSON list, without its last bracket */
+    /* the assistant's message that is not written yet */
+    buf content, reasoning, calls;
+    bool is_open;
+} chat_builder;
+
+/* Writes the assistant's message that was collected. */
+static void chat_flush(chat_builder *chat) {
+    if (!chat->is_open) return;
+    json_put_open(&chat->out, '{');
+    json_put_key(&chat->out, "role"), json_put_str(&chat->out, STR("assistant"));
+    json_put_key(&chat->out, "content"), json_put_str(&chat->out, buf_view(&chat->content));
+    if (chat->reasoning.n) {
+        json_put_key(&chat->out, "reasoning_content");
+        json_put_str(&chat->out, buf_view(&chat->reasoning));
+    }
+    if (chat->calls.n) {
+        json_put_key(&chat->out, "tool_calls"), json_put_open(&chat->out, '[');
+        buf_str(&chat->out, buf_view(&chat->calls));
+        json_put_close(&chat->out, ']');
+    }
+    json_put_close(&chat->out, '}');
+    buf_clear(&chat->content), buf_clear(&chat->reasoning), buf_clear(&chat->calls);
+    chat->is_open = false;
+}
+
+/* Adds a text of a role. Texts, calls and reasoning of the assistant that follow each other are one
+ * message. */
+static void chat_add_text(chat_builder *chat, str role, str text) {
+    if (str_is(role, "assistant")) {
+        if (chat->calls.n) chat_flush(chat);
+        if (chat->content.n && text.n) buf_char(&chat->content, '\n');
+        buf_str(&chat->content, text);
+        chat->is_open = true;
+        return;
+    }
+    chat_flush(chat);
+    json_put_open(&chat->out, '{');
+    json_put_key(&chat->out, "role"), json_put_str(&chat->out, role);
+    json_put_key(&chat->out, "content"), json_put_str(&chat->out, text);
+    json_put_close(&chat->out, '}');
+}
+
+static void chat_add_reasoning(chat_builder *chat, str text) {
+    if (chat->calls.n || chat->content.n) chat_flush(chat);
+    if (chat->reasoning.n && text.n) buf_char(&chat->reasoning, '\n');
+    buf_str(&chat->reasoning, text);
+    chat->is_open = true;
+}
+
+static void chat_add_call(chat_builder *chat, str id, str name, str arguments) {
+    json_put_open(&chat->calls, '{');
+    json_put_key(&chat->calls, "id"), json_put_str(&chat->calls, id);
+    json_put_key(&chat->calls, "type"), json_put_str(&chat->calls, STR("function"));
+    json_put_key(&chat->calls, "function"), json_put_open(&chat->calls, '{');
+    json_put_key(&chat->calls, "name"), json_put_str(&chat->calls, name);
+    json_put_key(&chat->calls, "arguments"), json_put_str(&chat->calls, arguments);
+    buf_c(&chat->calls, "}}");
+    chat->is_open = true;
+}
+
+static void chat_add_result(chat_builder *chat, str id, str text) {
+    chat_flush(chat);
+    json_put_open(&chat->out, '{');
+    json_put_key(&chat->out, "role"), json_put_str(&chat->out, STR("tool"));
+    json_put_key(&chat->out, "tool_call_id"), json_put_str(&chat->out, id);
+    json_put_key(&chat->out, "content"), json_put_str(&chat->out, text);
+    json_put_close(&chat->out, '}');
+}
+
+/* Appends the text of a content: a text, or a list of text parts, each on lines of its own. */
+static int chat_join_text(api_request *request, const char *field, const json *content, buf *out,
+                          toka_err *e) {
+    if (!content || content->type == JSON_NULL) return 0;
+    if (content->type == JSON_STRING) return buf_str(out, json_str(content)), 0;
+    if (content->type != JSON_ARRAY) return API_INVALID("%s: a content is a text or a list", field);
+    JSON_EACH(part, content) {
+        str text;
+        if (!api_content_part_text(part, &text))
+            return API_UNSUPPORTED(request, "%s: content other than text is not supported", field);
+        if (out->n && text.n) buf_char(out, '\n');
+        buf_str(out, text);
+    }
+    return 0;
+}
+
+/* Adds a message or a result (role: NULL, id: of the call) whose content is a text or a list. */
+static int chat_add_content(api_request *request, chat_builder *chat, const char *field,
+                            const json *content, const char *role, str id, toka_err *e) {
+    buf text = {0};
+    const int code = chat_join_text(request, field, content, &text, e);
+    if (!code && role) chat_add_text(chat, str_c(role), buf_view(&text));
+    if (!code && !role) chat_add_result(chat, id, buf_view(&text));
+    buf_free(&text);
+    return code;
+}
+
+/* Parses JSON that an adapter wrote. The arena of the request owns it. */
+static const json *chat_parse(api_request *request, buf *text, toka_err *e) {
+    const json_limits limits = {json_trusted.max_depth, 4 * request->config->limits.max_bytes};
+    const json *value = json_parse(&request->memory,
+                                   arena_str(&request->memory, buf_view(text)), limits, e);
+    buf_free(text);
+    return value;
+}
+
+/* Sets body->messages. Frees the builder. */
+static int chat_end(api_request *request, chat_builder *chat, api_body *body, int code,
+                    toka_err *e) {
+    chat_flush(chat);
+    json_put_close(&chat->out, ']');
+    if (!code && !(body->messages = chat_parse(request, &chat->out, e))) code = e->code;
+    buf_free(&chat->out), buf_free(&chat->content), buf_free(&chat->reasoning);
+    buf_free(&chat->calls);
+    return code;
+}
+
+/* Turns tools that are not nested into those of a chat. schema: the name of the member that has the
+ * parameters; types: the names of tools that are functions; "" stands for no type. */
+static int chat_translate_tools(api_request *request, api_body *body, const char *schema,
+                                const char *const types[2], toka_err *e) {
+    buf out = {0};
+    if (!body->tools) return 0;
+    json_put_open(&out, '[');
+    JSON_EACH(tool, body->tools) {
+        static const char *const kept[] = {"name", "description", "strict"};
+        const str type = json_str(json_get(tool, "type"));
+        const json *parameters = json_get(tool, schema);
+        if (!str_is(type, types[0]) && !str_is(type, types[1])) {
+            buf_free(&out);
+            return API_UNSUPPORTED(request, "tools: only functions are supported, not '%.*s'",
+                                   STRF(type));
+        }
+        buf_c(&out, out.n > 1 ? "," : "");
+        buf_c(&out, "{\"type\":\"function\",\"function\":{");
+        for (int i = 0; i < COUNT(kept); i++) {
+            const json *value = json_get(tool, kept[i]);
+            if (value && value->type != JSON_NULL)
+                json_put_key(&out, kept[i]), json_put_value(&out, value);
+        }
+        if (json_is(parameters, JSON_OBJECT))
+            json_put_key(&out, "parameters"), json_put_value(&out, parameters);
+        buf_c(&out, "}}");
+    }
+    json_put_close(&out, ']');
+    body->tools = chat_parse(request, &out, e);
+    return body->tools ? 0 : e->code;
+}
+
+/* Sets body->tool_choice to a text. */
+static int chat_set_choice(api_request *request, api_body *body, const char *choice, toka_err *e) {
+    buf text = {0};
+    json_put_str(&text, str_c(choice));
+    body->tool_choice = chat_parse(request, &text, e);
+    return body->tool_choice ? 0 : e->code;
+}
+
+/* ---- Responses: bodies ---- */
+
+/* Adds an item of `input`. */
+static int resp_add_item(api_request *request, chat_builder *chat, const json *item, toka_err *e) {
+    const str type = json_str(json_get(item, "type")), role = json_str(json_get(item, "role"));
+    const str id = json_str(json_get(item, "call_id"));
+    if (role.n && (!type.n || str_is(type, "message"))) {
+        const bool system = str_is(role, "developer") || str_is(role, "system");
+        const bool assistant = str_is(role, "assistant");
+        if (!system && !assistant && !str_is(role, "user"))
+            return API_INVALID("input: the role of a message is user, assistant, system or "
+                               "developer");
+        return chat_add_content(request, chat, "input", json_get(item, "content"),
+                                system      ? "system"
+                                : assistant ? "assistant"
+                                            : "user",
+                                id, e);
+    }
+    if (str_is(type, "function_call")) {
+        chat_add_call(chat, id, json_str(json_get(item, "name")),
+                      json_str(json_get(item, "arguments")));
+        return 0;
+    }
+    if (str_is(type, "function_call_output"))
+        return chat_add_content(request, chat, "input", json_get(item, "output"), NULL, id, e);
+    if (str_is(type, "reasoning")) {
+        const json *content = json_get(item, "content");
+        if (json_is(content, JSON_ARRAY))
+            JSON_EACH(part, content)
+                chat_add_reasoning(chat, json_str(json_get(part, "text")));
+        return 0;
+    }
+    return API_UNSUPPORTED(request, "input: items of type '%.*s' are not supported", STRF(type));
+}
+
+/* Reads tool_choice: none and auto stay; allowed_tools gets the form that chats have. */
+static int resp_translate_choice(api_request *request, api_body *body, toka_err *e) {
+    const json *choice = body->tool_choice, *list = json_get(choice, "tools");
+    buf out = {0};
+    if (!str_is(json_str(json_get(choice, "type")), "allowed_tools")) return 0;
+    buf_c(&out, "{\"type\":\"allowed_tools\",\"allowed_tools\":{");
+    json_put_key(&out, "mode"), json_put_str(&out, json_str(json_get(choice, "mode")));
+    json_put_key(&out, "tools"), json_put_open(&out, '[');
+    if (json_is(list, JSON_ARRAY)) JSON_EACH(tool, list) {
+        json_put_open(&out, '{');
+        json_put_key(&out, "function"), json_put_open(&out, '{');
+        json_put_key(&out, "name"), json_put_str(&out, json_str(json_get(tool, "name")));
+        buf_c(&out, "}}");
+    }
+    buf_c(&out, "]}}");
+    body->tool_choice = chat_parse(request, &out, e);
+    return body->tool_choice ? 0 : e->code;
+}
+
+static int resp_translate(api_request *request, api_body *body, toka_err *e) {
+    static const char *const types[2] = {"function", "function"};
+    const json *format = json_get(json_get(body->text, "format"), "type");
+    const json *effort = json_get(body->reasoning, "effort");
+    chat_builder chat = {0};
+    int code = chat_translate_tools(request, body, "parameters", types, e);
+    if (!code) code = resp_translate_choice(request, body, e);
+    if (code) return code;
+    if (format && !str_is(json_str(format), "text"))
+        return API_UNSUPPORTED(request, "text: only the format text is supported");
+    if (json_is(effort, JSON_STRING)) body->effort = json_str(effort);
+    if (!json_is(body->input, JSON_STRING) && !json_is(body->input, JSON_ARRAY))
+        return API_INVALID("input: expected a text or a list of items");
+    json_put_open(&chat.out, '[');
+    if (body->instructions.n) chat_add_text(&chat, STR("system"), body->instructions);
+    if (body->input->type == JSON_STRING)
+        chat_add_text(&chat, STR("user"), json_str(body->input));
+    else
+        JSON_EACH(item, body->input)
+            if (!code) code = resp_add_item(request, &chat, item, e);
+    return chat_end(request, &chat, body, code, e);
+}
+
+/* ---- Messages: bodies ---- */
+
+/* Adds one block of a message. */
+static int msg_add_block(api_request *request, chat_builder *chat, str role, const json *block,
+                         toka_err *e) {
+    const str type = json_str(json_get(block, "type")), id = json_str(json_get(block, "id"));
+    if (str_is(type, "text")) {
+        chat_add_text(chat, role, json_str(json_get(block, "text")));
+    } else if (str_is(type, "thinking")) {
+        chat_add_reasoning(chat, json_str(json_get(block, "thinking")));
+    } else if (str_is(type, "tool_use")) {
+        buf input = {0};
+        const json *value = json_get(block, "input");
+        if (value) json_put_value(&input, value);
+        chat_add_call(chat, id, json_str(json_get(block, "name")), buf_view(&input));
+        buf_free(&input);
+    } else if (str_is(type, "tool_result")) {
+        return chat_add_content(request, chat, "messages", json_get(block, "content"), NULL,
+                                json_str(json_get(block, "tool_use_id")), e);
+    } else if (!str_is(type, "redacted_thinking")) {
+        return API_UNSUPPORTED(request, "messages: blocks of type '%.*s' are not supported",
+                               STRF(type));
+    }
+    return 0;
+}
+
+/* Adds one message. Its text blocks become one text. Some clients send roles of their own, which
+ * mean the user. */
+static int msg_add_message(api_request *request, chat_builder *chat, const json *message,
+                           toka_err *e) {
+    const str given = json_str(json_get(message, "role"));
+    const json *content = json_get(message, "content");
+    const bool own = str_is(given, "assistant") || str_is(given, "system");
+    const str role = own ? given : STR("user");
+    bool plain = true;
+    if (!given.n || !content)
+        return API_INVALID("messages: expected objects with a role and a content");
+    if (content->type == JSON_ARRAY)
+        JSON_EACH(block, content) plain &= str_is(json_str(json_get(block, "type")), "text");
+    if (plain && !str_is(role, "assistant"))
+        return chat_add_content(request, chat, "messages", content, own ? "system" : "user",
+                                STR(""), e);
+    if (content->type == JSON_STRING) return chat_add_text(chat, role, json_str(content)), 0;
+    if (content->type != JSON_ARRAY)
+        return API_INVALID("messages: a content is a text or a list of blocks");
+    JSON_EACH(block, content) if (msg_add_block(request, chat, role, block, e)) return e->code;
+    return 0;
+}
+
+static int msg_translate_choice(api_request *request, api_body *body, toka_err *e) {
+    const json *choice = body->tool_choice;
+    const str type = json_str(json_get(choice, "type"));
+    if (!choice) return 0;
+    if (json_is_true(json_get(choice, "disable_parallel_tool_use"))) body->parallel_calls = 0;
+    if (str_is(type, "auto")) return chat_set_choice(request, body, "auto", e);
+    if (str_is(type, "none")) return chat_set_choice(request, body, "none", e);
+    return API_UNSUPPORTED(request, "tool_choice is not supported, but for none and auto");
+}
+
+static int msg_translate(api_request *request, api_body *body, toka_err *e) {
+    static const char *const types[2] = {"", "custom"};
+    const json *effort = json_get(body->output_config, "effort");
+    const json *format = json_get(body->output_config, "format");
+    chat_builder chat = {0};
+    int code = chat_translate_tools(request, body, "input_schema", types, e);
+    if (!code) code = msg_translate_choice(request, body, e);
+    if (code) return code;
+    if (format && format->type != JSON_NULL)
+        return API_UNSUPPORTED(request, "output_config: format is not supported");
+    if (!body->has_max_tokens && !request->counts_only) return API_INVALID("max_tokens: missing");
+    if (!body->messages || !body->messages->n)
+        return API_INVALID("messages: expected a list of messages");
+    if (json_is(effort, JSON_STRING)) body->effort = json_str(effort);
+    if (body->thinking)
+        body->thinks = !str_is(json_str(json_get(body->thinking, "type")), "disabled");
+    json_put_open(&chat.out, '[');
+    if (body->system)
+        code = chat_add_content(request, &chat, "system", body->system, "system", STR(""), e);
+    JSON_EACH(message, body->messages)
+        if (!code) code = msg_add_message(request, &chat, message, e);
+    return chat_end(request, &chat, body, code, e);
+}
+
+/* ---- Items: what both styles have in common ---- */
+
+typedef struct api_item { /* a run of events: reasoning, content, or a call with its arguments */
+    enum parse_kind kind; /* not PARSE_ARGUMENTS */
+    buf text;             /* of a call: its arguments */
+    parse_event call;     /* PARSE_CALL: its name and id */
+} api_item;
+
+/* Takes the next item from *events. Returns false if there is none. item->text is reused. */
+static bool api_next_item(str *events, api_item *item) {
+    parse_event event;
+    str rest = *events;
+    buf_clear(&item->text);
+    if (!parse_next_event(&rest, &event)) return false;
+    item->kind = event.kind;
+    item->call = event;
+    if (event.kind != PARSE_CALL) buf_str(&item->text, event.text);
+    for (*events = rest; parse_next_event(&rest, &event); *events = rest) {
+        const bool same = event.kind == item->kind && event.kind != PARSE_CALL;
+        if (!same && !(event.kind == PARSE_ARGUMENTS && item->kind == PARSE_CALL)) break;
+        buf_str(&item->text, event.text);
+    }
+    return true;
+}
+
+static void api_put_hex_id(const api_request *request, const char *name, const char *prefix,
+                           int i_item, buf *out) {
+    json_put_key(out, name);
+    buf_printf(out, "\"%s%016llx%016llx", prefix, (unsigned long long)request->serial[0],
+               (unsigned long long)request->serial[1]);
+    if (i_item >= 0) buf_printf(out, "%04x", (unsigned)i_item);
+    buf_char(out, '"');
+}
+
+/* Opens an event of a stream, up to its type. */
+static void api_open_sse(const char *type, buf *out) {
+    buf_printf(out, "event: %s\ndata: {\"type\":\"%s\"", type, type);
+}
+
+/* ---- Messages: answers ---- */
+
+static void msg_put_usage(const api_request *request, bool input, buf *out) {
+    json_put_key(out, "usage"), json_put_open(out, '{');
+    if (input) {
+        json_put_key(out, "input_tokens");
+        json_put_int(out, request->n_prompt_tokens - request->n_cached_tokens);
+        json_put_key(out, "cache_read_input_tokens");
+        json_put_int(out, request->n_cached_tokens);
+    }
+    json_put_key(out, "output_tokens"), json_put_int(out, request->n_output_tokens);
+    json_put_close(out, '}');
+}
+
+/* Writes the members stop_reason and stop_sequence; null while the answer goes on. */
+static void msg_put_stop(const api_request *request, buf *out) {
+    const api_choice *choice = request->choices;
+    const bool ended = choice && choice->finish != TOKA_RUNNING;
+    const int stop = ended ? choice->stop_text : -1;
+    const toka_sampling *sampling = &request->prompts[0].engine_request.sampling;
+    json_put_member_or_null(out, "stop_reason",
+                            !ended                        ? NULL
+                            : choice->finish != TOKA_STOP ? "max_tokens"
+                            : choice->n_calls             ? "tool_use"
+                            : stop >= 0                   ? "stop_sequence"
+                                                          : "end_turn");
+    json_put_member_or_null(out, "stop_sequence", stop >= 0 ? sampling->stop[stop] : NULL);
+}
+
+/* Writes the members of a message up to its content. */
+static void msg_put_head(const api_request *request, buf *out) {
+    json_put_open(out, '{');
+    api_put_hex_id(request, "id", "msg_", -1, out);
+    json_put_key(out, "type"), json_put_str(out, STR("message"));
+    json_put_key(out, "role"), json_put_str(out, STR("assistant"));
+    json_put_key(out, "model"), json_put_str(out, request->model);
+    json_put_key(out, "content"), json_put_open(out, '[');
+}
+
+/* Writes a block with its text. Of a call that broke off, the input is empty. */
+static void msg_put_block(api_request *request, const api_item *item, buf *out) {
+    arena memory = {0};
+    toka_err unused;
+    json_put_open(out, '{');
+    if (item->kind == PARSE_CALL) {
+        const json *input = json_parse(&memory, buf_view(&item->text), json_trusted, &unused);
+        json_put_key(out, "type"), json_put_str(out, STR("tool_use"));
+        api_put_call_id(request, 0, request->choices[0].n_calls++, item->call.id, out);
+        json_put_key(out, "name"), json_put_str(out, item->call.text);
+        json_put_key(out, "input");
+        if (json_is(input, JSON_OBJECT)) buf_str(out, buf_view(&item->text));
+        else buf_c(out, "{}");
+    } else {
+        const char *type = item->kind == PARSE_REASONING ? "thinking" : "text";
+        json_put_member_or_null(out, "type", type);
+        json_put_key(out, type), json_put_str(out, buf_view(&item->text));
+        if (item->kind == PARSE_REASONING) json_put_member_or_null(out, "signature", "");
+    }
+    json_put_close(out, '}');
+    arena_free(&memory);
+}
+
+static void msg_put_answer(api_request *request, buf *out) {
+    api_item item = {0};
+    msg_put_head(request, out);
+    for (str events = buf_view(&request->choices[0].parser->events); api_next_item(&events, &item);)
+        msg_put_block(request, &item, out);
+    json_put_close(out, ']');
+    msg_put_stop(request, out);
+    msg_put_usage(request, true, out);
+    json_put_close(out, '}');
+    buf_free(&item.text);
+}
+
+/* Ends the open block of a stream, if there is one. */
+static void msg_close_block(api_request *request, buf *out) {
+    if (!request->item_open) return;
+    api_open_sse("content_block_stop", out);
+    json_put_key(out, "index"), json_put_int(out, request->n_items++);
+    buf_c(out, "}\n\n");
+    request->item_open = false;
+}
+
+static void msg_open_block(api_request *request, const parse_event *event, buf *out) {
+    msg_close_block(request, out);
+    api_open_sse("content_block_start", out);
+    json_put_key(out, "index"), json_put_int(out, request->n_items);
+    json_put_key(out, "content_block");
+    const api_item empty = {.kind = event->kind, .call = *event};
+    msg_put_block(request, &empty, out);
+    buf_c(out, "}\n\n");
+    request->item_kind = event->kind;
+    request->item_open = true;
+}
+
+static void msg_put_delta(api_request *request, const parse_event *event, buf *out) {
+    static const char *const types[] = {"text_delta", "thinking_delta", "", "input_json_delta"};
+    static const char *const names[] = {"text", "thinking", "", "partial_json"};
+    api_open_sse("content_block_delta", out);
+    json_put_key(out, "index"), json_put_int(out, request->n_items);
+    json_put_key(out, "delta"), json_put_open(out, '{');
+    json_put_member_or_null(out, "type", types[event->kind]);
+    json_put_key(out, names[event->kind]), json_put_str(out, event->text);
+    buf_c(out, "}}\n\n");
+}
+
+/* Streaming: writes the events since the last call, and the end. */
+static void msg_put_events(api_request *request, buf *out) {
+    api_choice *choice = &request->choices[0];
+    parse_event event;
+    if (!choice->begun) {
+        api_open_sse("message_start", out);
+        json_put_key(out, "message");
+        msg_put_head(request, out);
+        json_put_close(out, ']');
+        const toka_finish finish = choice->finish;
+        choice->finish = TOKA_RUNNING; /* an answer of one token has ended already */
+        msg_put_stop(request, out);
+        choice->finish = finish;
+        msg_put_usage(request, true, out);
+        buf_c(out, "}}\n\n");
+    }
+    for (str events = buf_view(&choice->parser->events); parse_next_event(&events, &event);) {
+        const bool goes_on = request->item_open && (event.kind == PARSE_ARGUMENTS ||
+                                                    (event.kind == request->item_kind &&
+                                                     event.kind != PARSE_CALL));
+        if (!goes_on) msg_open_block(request, &event, out);
+        if (event.kind != PARSE_CALL) msg_put_delta(request, &event, out);
+    }
+    if (choice->finish == TOKA_RUNNING) return;
+    msg_close_block(request, out);
+    api_open_sse("message_delta", out);
+    json_put_key(out, "delta"), json_put_open(out, '{');
+    msg_put_stop(request, out);
+    json_put_close(out, '}');
+    msg_put_usage(request, true, out);
+    buf_c(out, "}\n\n");
+    api_open_sse("message_stop", out);
+    buf_c(out, "}\n\n");
+}
+
+/* Writes {"type":"error","error":{"type","message"}}. */
+static void msg_put_error(buf *out, int status, const char *message) {
+    json_put_open(out, '{');
+    json_put_member_or_null(out, "type", "error");
+    json_put_key(out, "error"), json_put_open(out, '{');
+    json_put_member_or_null(out, "type", status == 503   ? "overloaded_error"
+                                         : status >= 500 ? "api_error"
+                                                         : api_error_type(status));
+    json_put_member_or_null(out, "message", message);
+    buf_c(out, "}}");
+}
+
+/* ---- Responses: answers ---- */
+
+static const char *resp_status(const api_request *request) {
+    const toka_finish finish = request->choices ? request->choices[0].finish : TOKA_RUNNING;
+    return finish == TOKA_RUNNING ? "in_progress" : finish == TOKA_STOP ? "completed"
+                                                                        : "incomplete";
+}
+
+/* Writes an item. i_item: its number in the output; i_call: among the calls. */
+static void resp_put_item(api_request *request, const api_item *item, int i_item, int i_call,
+                          const char *status, buf *out) {
+    static const char *const types[] = {"message", "reasoning", "function_call"};
+    static const char *const prefixes[] = {"msg_", "rs_", "fc_"};
+    json_put_open(out, '{');
+    json_put_member_or_null(out, "type", types[item->kind]);
+    api_put_hex_id(request, "id", prefixes[item->kind], i_item, out);
+    json_put_member_or_null(out, "status", status);
+    if (item->kind == PARSE_CALL) {
+        buf id = {0};
+        api_put_call_id(request, 0, i_call, item->call.id, &id);
+        json_put_key(out, "call_id"), buf_c(out, strchr(id.p, ':') + 1);
+        json_put_key(out, "name"), json_put_str(out, item->call.text);
+        json_put_key(out, "arguments"), json_put_str(out, buf_view(&item->text));
+        buf_free(&id);
+    } else {
+        if (item->kind == PARSE_CONTENT) json_put_member_or_null(out, "role", "assistant");
+        if (item->kind == PARSE_REASONING) buf_c(out, ",\"summary\":[]");
+        json_put_key(out, "content"), json_put_open(out, '[');
+        if (item->text.n) {
+            const bool thought = item->kind == PARSE_REASONING;
+            json_put_open(out, '{');
+            json_put_member_or_null(out, "type", thought ? "reasoning_text" : "output_text");
+            json_put_key(out, "text"), json_put_str(out, buf_view(&item->text));
+            buf_c(out, thought ? "}" : ",\"annotations\":[],\"logprobs\":[]}");
+        }
+        json_put_close(out, ']');
+    }
+    json_put_close(out, '}');
+}
+
+static void resp_put_usage(const api_request *request, buf *out) {
+    json_put_key(out, "usage"), json_put_open(out, '{');
+    json_put_key(out, "input_tokens"), json_put_int(out, request->n_prompt_tokens);
+    buf_printf(out, ",\"input_tokens_details\":{\"cached_tokens\":%lld}",
+               (long long)request->n_cached_tokens);
+    json_put_key(out, "output_tokens"), json_put_int(out, request->n_output_tokens);
+    buf_printf(out, ",\"output_tokens_details\":{\"reasoning_tokens\":%lld}",
+               (long long)request->n_reasoning_tokens);
+    json_put_key(out, "total_tokens");
+    json_put_int(out, request->n_prompt_tokens + request->n_output_tokens);
+    json_put_close(out, '}');
+}
+
+/* Writes a response with the items of these events. */
+static void resp_put_response(api_request *request, str events, buf *out) {
+    const char *status = resp_status(request);
+    const toka_sampling *sampling = &request->prompts[0].engine_request.sampling;
+    const bool cut = !strcmp(status, "incomplete"), running = !strcmp(status, "in_progress");
+    api_item item = {0};
+    int n_items = 0, n_calls = 0;
+    json_put_open(out, '{');
+    api_put_hex_id(request, "id", "resp_", -1, out);
+    json_put_member_or_null(out, "object", "response");
+    json_put_key(out, "created_at"), json_put_int(out, request->created);
+    json_put_member_or_null(out, "status", status);
+    json_put_key(out, "model"), json_put_str(out, request->model);
+    json_put_key(out, "output"), json_put_open(out, '[');
+    for (; api_next_item(&events, &item); n_calls += item.kind == PARSE_CALL)
+        resp_put_item(request, &item, n_items++, n_calls, cut ? "incomplete" : "completed", out);
+    json_put_close(out, ']');
+    buf_c(out, ",\"error\":null,\"incomplete_details\":");
+    buf_c(out, cut ? "{\"reason\":\"max_output_tokens\"}" : "null");
+    buf_c(out, ",\"instructions\":null,\"metadata\":{},\"previous_response_id\":null,\"tools\":[],"
+               "\"tool_choice\":\"auto\",\"truncation\":\"disabled\",\"store\":false,"
+               "\"background\":false,\"text\":{\"format\":{\"type\":\"text\"}}");
+    json_put_key(out, "parallel_tool_calls"), json_put_bool(out, !request->parse.one_call);
+    json_put_key(out, "temperature"), json_put_num(out, sampling->temperature, true);
+    json_put_key(out, "top_p"), json_put_num(out, sampling->top_p, true);
+    json_put_key(out, "max_output_tokens");
+    sampling->max_tokens ? json_put_int(out, sampling->max_tokens) : json_put_null(out);
+    if (running) json_put_key(out, "usage"), json_put_null(out);
+    else resp_put_usage(request, out);
+    json_put_close(out, '}');
+    buf_free(&item.text);
+}
+
+static void resp_put_answer(api_request *request, buf *out) {
+    resp_put_response(request, buf_view(&request->choices[0].parser->events), out);
+}
+
+static void resp_open_sse(api_request *request, const char *type, buf *out) {
+    api_open_sse(type, out);
+    json_put_key(out, "sequence_number"), json_put_int(out, request->n_sent++);
+}
+
+/* Opens an event about the open item. part: with the index of its part. */
+static void resp_open_item_sse(api_request *request, const char *type, bool part, buf *out) {
+    static const char *const prefixes[] = {"msg_", "rs_", "fc_"};
+    resp_open_sse(request, type, out);
+    api_put_hex_id(request, "item_id", prefixes[request->item_kind], request->n_items, out);
+    json_put_key(out, "output_index"), json_put_int(out, request->n_items);
+    if (part) buf_c(out, ",\"content_index\":0");
+}
+
+static void resp_put_item_sse(api_request *request, const api_item *item, bool done, buf *out) {
+    resp_open_sse(request, done ? "response.output_item.done" : "response.output_item.added", out);
+    json_put_key(out, "output_index"), json_put_int(out, request->n_items);
+    json_put_key(out, "item");
+    resp_put_item(request, item, request->n_items, request->choices[0].n_calls - 1,
+                  done ? "completed" : "in_progress", out);
+    buf_c(out, "}\n\n");
+}
+
+static void resp_put_part_sse(api_request *request, const char *type, str text, buf *out) {
+    if (request->item_kind != PARSE_CONTENT) return;
+    resp_open_item_sse(request, type, true, out);
+    buf_c(out, ",\"part\":{\"type\":\"output_text\",\"annotations\":[],\"logprobs\":[]");
+    json_put_key(out, "text"), json_put_str(out, text);
+    buf_c(out, "}}\n\n");
+}
+
+/* Ends the open item of a stream, if there is one. Its text is at the end of request->item_log. */
+static void resp_close_item(api_request *request, buf *out) {
+    static const char *const types[] = {"response.output_text.done", "response.reasoning_text.done",
+                                        "response.function_call_arguments.done"};
+    api_item item = {0};
+    if (!request->item_open) return;
+    str events = str_sub(buf_view(&request->item_log), request->item_at, request->item_log.n);
+    api_next_item(&events, &item);
+    const bool call = item.kind == PARSE_CALL;
+    resp_open_item_sse(request, types[item.kind], !call, out);
+    json_put_key(out, call ? "arguments" : "text"), json_put_str(out, buf_view(&item.text));
+    if (call) json_put_key(out, "name"), json_put_str(out, item.call.text);
+    if (item.kind == PARSE_CONTENT) buf_c(out, ",\"logprobs\":[]");
+    buf_c(out, "}\n\n");
+    resp_put_part_sse(request, "response.content_part.done", buf_view(&item.text), out);
+    resp_put_item_sse(request, &item, true, out);
+    request->item_open = false;
+    request->n_items++;
+    buf_free(&item.text);
+}
+
+static void resp_open_item(api_request *request, const parse_event *event, size_t log_at,
+                           buf *out) {
+    const api_item empty = {.kind = event->kind, .call = *event};
+    resp_close_item(request, out);
+    request->item_kind = event->kind;
+    request->item_open = true;
+    request->item_at = log_at;
+    request->choices[0].n_calls += event->kind == PARSE_CALL;
+    resp_put_item_sse(request, &empty, false, out);
+    resp_put_part_sse(request, "response.content_part.added", STR(""), out);
+}
+
+static void resp_put_delta(api_request *request, const parse_event *event, buf *out) {
+    static const char *const types[] = {"response.output_text.delta",
+                                        "response.reasoning_text.delta", "",
+                                        "response.function_call_arguments.delta"};
+    resp_open_item_sse(request, types[event->kind], event->kind != PARSE_ARGUMENTS, out);
+    json_put_key(out, "delta"), json_put_str(out, event->text);
+    if (event->kind == PARSE_CONTENT) buf_c(out, ",\"logprobs\":[]");
+    buf_c(out, "}\n\n");
+}
+
+/* Writes an event with the whole response. */
+static void resp_put_whole_sse(api_request *request, const char *type, buf *out) {
+    resp_open_sse(request, type, out);
+    json_put_key(out, "response");
+    resp_put_response(request, buf_view(&request->item_log), out);
+    buf_c(out, "}\n\n");
+}
+
+static void resp_put_events(api_request *request, buf *out) {
+    api_choice *choice = &request->choices[0];
+    const str all = buf_view(&choice->parser->events);
+    parse_event event;
+    if (!choice->begun) {
+        const toka_finish finish = choice->finish;
+        choice->finish = TOKA_RUNNING; /* an answer of one token has ended already */
+        resp_put_whole_sse(request, "response.created", out);
+        resp_put_whole_sse(request, "response.in_progress", out);
+        choice->finish = finish;
+    }
+    for (str events = all, rest = all; parse_next_event(&rest, &event); events = rest) {
+        const bool goes_on = request->item_open && (event.kind == PARSE_ARGUMENTS ||
+                                                    (event.kind == request->item_kind &&
+                                                     event.kind != PARSE_CALL));
+        if (!goes_on) resp_open_item(request, &event, request->item_log.n, out);
+        buf_put(&request->item_log, events.p, events.n - rest.n);
+        if (event.kind != PARSE_CALL) resp_put_delta(request, &event, out);
+    }
+    if (choice->finish == TOKA_RUNNING) return;
+    resp_close_item(request, out);
+    resp_put_whole_sse(request,
+                       choice->finish == TOKA_STOP ? "response.completed" : "response.incomplete",
+                       out);
+}
+
+/* ---- The styles ---- */
+
+static const api_style api_responses = {resp_translate, resp_put_events, resp_put_answer};
+static const api_style api_messages = {msg_translate, msg_put_events, msg_put_answer};
+
+/* Returns the style of a route, or NULL. */
+static const api_style *api_style_of(enum api_route route) {
+    return route == API_RESPONSES ? &api_responses : route == API_MESSAGES ? &api_messages : NULL;
+}
+
+/* ===========================================================================
+ * MARK: 29. Batch runner [os]
  * Reads a file of requests and writes a file of results. Both may be of any length. There are three
  * threads:
  *
@@ -27445,9 +28252,9 @@ static int run_batch_served(toka *t, const run_options *options, enum run_outcom
 }
 
 /* ===========================================================================
- * MARK: 29. Files and batches [os]
+ * MARK: 30. Files and batches [os]
  * /v1/files and /v1/batches as OpenAI defines them. All is kept in one folder, so that a server
- * that was killed at any moment resumes where it stopped. Chapter 28 runs a batch: the lines of its
+ * that was killed at any moment resumes where it stopped. Chapter 29 runs a batch: the lines of its
  * input file run as those of `toka batch` do. A batch has two output files, for results and for
  * errors. A line that has an entry in one of them is not run again. The folder holds:
  *
@@ -27477,7 +28284,7 @@ static int run_batch_served(toka *t, const run_options *options, enum run_outcom
  * file, which then replaces the old one, so a record is whole or absent. A step of a batch is one
  * of its arrows in the picture. A step that was cut short is done again from its beginning: any
  * number of repetitions leads to the same end. If the disk is full, the batch waits: results stay
- * in memory (chapter 28's window bounds them), and the batch ends only when its files and its
+ * in memory (chapter 29's window bounds them), and the batch ends only when its files and its
  * record are written. Meanwhile uploads and new batches are refused with the system's error
  * message.
  *
@@ -27548,7 +28355,7 @@ typedef struct files_batch {
     atomic_llong total, completed, failed;
     atomic_llong damaged;    /* lines of output and errors_file that were not results at a
                               * restart */
-    atomic_int stop;         /* asks chapter 28 to stop: cancelled, or the server ends */
+    atomic_int stop;         /* asks chapter 29 to stop: cancelled, or the server ends */
 } files_batch;
 
 /* Pointers to structs that begin with their files_id, sorted by id, so the oldest first. All ids of
@@ -29089,7 +29896,7 @@ static const char *files_folder(const files_store *store, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 30. Status page [pure]
+ * MARK: 31. Status page [pure]
  * The page at GET /: one string with its HTML, CSS and JavaScript; it loads nothing from elsewhere.
  * The page requests /metrics every second and /v1/batches every three seconds. Its form streams an
  * answer of /v1/completions. It inserts everything that the server sends as text, never as markup.
@@ -29244,12 +30051,12 @@ static const char srv_page[] =
     "</html>\n";
 
 /* ===========================================================================
- * MARK: 31. Server: requests and metrics [os]
+ * MARK: 32. Server: requests and metrics [os]
  * This chapter handles a request from the moment its last byte has arrived until the first byte of
  * its answer is ready: routes, API keys, handing requests to the engine, turning its events into
- * text, and the numbers of /metrics. Chapter 32 has the sockets. A request here is an HTTP request
+ * text, and the numbers of /metrics. Chapter 33 has the sockets. A request here is an HTTP request
  * with its answer (srv_request); it has one engine request for each prompt. There are three kinds
- * of threads: the event loop (32), the workers and the engine's thread.
+ * of threads: the event loop (33), the workers and the engine's thread.
  *
  *     loop --srv_dispatch--> work queue --> worker: srv_begin_api: api_parse, toka_submit,
  *                                                   or the handler of another route
@@ -29413,7 +30220,7 @@ typedef struct srv {
     buf reported_fields;
     toka_err error;           /* why the phase is SRV_FAILED */
 
-    struct srv_loop *loop; /* chapter 32 */
+    struct srv_loop *loop; /* chapter 33 */
     int wake_fd;           /* eventfd that wakes the loop */
 } srv;
 
@@ -29792,7 +30599,10 @@ static void srv_error(srv_request *request, int status, const char *fmt, ...) {
     va_end(ap);
     request->reply.status = status;
     buf_clear(&request->reply.body);
-    api_put_error(&request->reply.body, status, e.msg, NULL, NULL, NULL);
+    if (request->route && request->route->api_route == API_MESSAGES)
+        msg_put_error(&request->reply.body, status, e.msg);
+    else
+        api_put_error(&request->reply.body, status, e.msg, NULL, NULL, NULL);
     if (status == 401) buf_c(&request->reply.headers, "WWW-Authenticate: Bearer\r\n");
     if (status == 503) buf_c(&request->reply.headers, "Retry-After: 1\r\n");
 }
@@ -30061,6 +30871,7 @@ static void srv_begin_api(srv *server, srv_request *request) {
     request->api.serial[1] = srv_new_id(server, 1);
     request->api.created = (int64_t)time(NULL);
     request->api.user = request;
+    request->api.style = api_style_of((enum api_route)request->route->api_route);
     if (!srv_can_parse(request)) return;
     int code = api_parse(&server->model, (enum api_route)request->route->api_route,
                          buf_view(&request->body), &request->api, &e);
@@ -30068,8 +30879,11 @@ static void srv_begin_api(srv *server, srv_request *request) {
     srv_account(server, &request->work_held, 0);
     if (code) {
         request->reply.status = request->api.status;
-        api_put_error(&request->reply.body, request->api.status, e.msg, request->api.type,
-                      request->api.param, request->api.code);
+        if (request->route->api_route == API_MESSAGES)
+            msg_put_error(&request->reply.body, request->api.status, e.msg);
+        else
+            api_put_error(&request->reply.body, request->api.status, e.msg, request->api.type,
+                          request->api.param, request->api.code);
         if (request->api.status == 503) srv_put_retry_after(request);
         srv_publish_reply(request);
         return;
@@ -30077,6 +30891,22 @@ static void srv_begin_api(srv *server, srv_request *request) {
     request->prompts = arena_alloc(&request->memory,
                                    (size_t)request->api.n_prompts * sizeof *request->prompts);
     srv_submit(server, request);
+}
+
+/* Handler of /v1/messages/count_tokens. */
+static void srv_count_prompt(srv *server, srv_request *request) {
+    toka_err e;
+    api_request counted = {.style = &api_messages, .counts_only = true};
+    if (!srv_can_parse(request)) return;
+    if (api_parse(&server->model, API_MESSAGES, buf_view(&request->body), &counted, &e)) {
+        request->reply.status = counted.status;
+        msg_put_error(&request->reply.body, counted.status, e.msg);
+    } else {
+        buf_printf(&request->reply.body, "{\"input_tokens\":%lld}",
+                   (long long)counted.n_prompt_tokens);
+    }
+    api_free(&counted);
+    srv_publish_reply(request);
 }
 
 static void srv_put_stream_head(buf *out, srv_request *request) {
@@ -30368,6 +31198,10 @@ static const srv_route srv_routes[] = {
     {"/v1/models",           true,  SRV_GET,  false, false, srv_models,        NULL, 0},
     {"/v1/completions",      false, SRV_POST, false, false, NULL, srv_begin_api, API_COMPLETIONS},
     {"/v1/chat/completions", false, SRV_POST, false, false, NULL, srv_begin_api, API_CHAT},
+    {"/v1/responses",        false, SRV_POST, false, false, NULL, srv_begin_api, API_RESPONSES},
+    {"/v1/messages",         false, SRV_POST, false, false, NULL, srv_begin_api, API_MESSAGES},
+    {"/v1/messages/count_tokens", false, SRV_POST, false, false, NULL, srv_count_prompt,
+     API_MESSAGES},
     {"/tokenize",            false, SRV_POST, false, false, NULL, srv_tokenize,  API_TOKENIZE},
     {"/detokenize",          false, SRV_POST, false, false, NULL, srv_tokenize,  API_DETOKENIZE},
     {"/v1/files",            true,  0,        false, false, NULL, srv_files,     0},
@@ -30403,7 +31237,9 @@ static bool srv_is_authorized(const srv_options *options, const http_request *ht
     str given = http_find_header(http, "authorization");
     bool bearer = given.n > 7 && http_is(str_sub(given, 0, 7), "bearer "), found = false;
     if (!options->n_keys) return true;
-    given = bearer ? http_trim(str_sub(given, 7, given.n)) : STR("");
+    /* clients of /v1/messages send the key in a header of its own */
+    given = bearer ? http_trim(str_sub(given, 7, given.n)) : http_find_header(http, "x-api-key");
+    if (!given.p) given = STR("");
     for (int i = 0; i < options->n_keys; i++) found |= srv_same_key(given, options->keys[i]);
     return found;
 }
@@ -30649,7 +31485,7 @@ static bool srv_dispatch(srv *server, srv_request *request) {
 }
 
 /* ===========================================================================
- * MARK: 32. Server: connections [os]
+ * MARK: 33. Server: connections [os]
  * One thread, the event loop, owns every socket and waits in epoll. The states of a connection:
  *
  *     SRV_HEAD        reads a head
@@ -31536,7 +32372,7 @@ static void srv_loop_once(srv *server, struct epoll_event *events) {
 }
 
 /* Runs until a signal has come and all answers are sent, or until the engine has failed and its
- * clients were informed. A second signal ends the program (37). */
+ * clients were informed. A second signal ends the program (38). */
 static void srv_run_loop(srv *server) {
     srv_loop *loop = server->loop;
     struct epoll_event events[SRV_MAX_EVENTS];
@@ -31719,7 +32555,7 @@ static int srv_run(const srv_options *options, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 33. Bench and plan [os]
+ * MARK: 34. Bench and plan [os]
  * Measures and predicts the engine's speed without a server.
  *   run_bench_throughput  `toka bench throughput`: runs a dataset and measures its time. Each
  *                         sample gets the output length that the dataset gives. Works on dummy
@@ -33143,7 +33979,7 @@ static int plan_answer(const plan_options *options, buf *out, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 34. Bench serve [os]
+ * MARK: 35. Bench serve [os]
  * An HTTP client that measures a server: toka, or any server that streams /v1/completions or
  * /v1/chat/completions. The definitions, names and printed lines are those of `vllm bench serve`:
  *
@@ -34500,7 +35336,7 @@ static int benchclient_run(const benchclient_options *options, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 35. Hub [os]
+ * MARK: 36. Hub [os]
  * In: the id of a model on the Hugging Face hub and a revision. Out: the files that toka reads, in
  * the hub cache of this machine. The layout is that of the package huggingface_hub, so each program
  * finds the models that another one downloaded:
@@ -35662,7 +36498,7 @@ static int hub_remove(const char *id, int64_t *n_bytes, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 36. Line editor [os]
+ * MARK: 37. Line editor [os]
  * In: the bytes of a terminal's keys. Out: a text that the user has edited, of one or more lines.
  *
  *   keys       edit_feed: one byte changes the text, the cursor or the place in the history
@@ -36065,7 +36901,7 @@ static edit_result edit_read(edit *ed, const char *prompt) {
 }
 
 /* ===========================================================================
- * MARK: 37. Command line [os]
+ * MARK: 38. Command line [os]
  * toka [COMMAND] [FLAGS]. All flags stand in one table, cli_flags. A row has the flag's name, short
  * form, type, the field of `cli` that it sets, the commands that take it, and its text in --help. A
  * flag --max-tokens can also be set by the environment variable TOKA_MAX_TOKENS. Results go to

@@ -12,8 +12,10 @@ static void check_json(str text) {
 static void check_stream(str s) {
     while (s.n) {
         ptrdiff_t end = str_find(s, STR("\n\n"), 0);
-        if (end < 0 || !str_starts(s, STR("data: "))) abort();
-        str chunk = str_sub(s, 6, (size_t)end);
+        /* Responses and Messages have a line with the type of an event before its data */
+        const ptrdiff_t line = str_starts(s, STR("event: ")) ? str_find(s, STR("\n"), 0) + 1 : 0;
+        if (end < 0 || !str_starts(str_sub(s, (size_t)line, s.n), STR("data: "))) abort();
+        str chunk = str_sub(s, (size_t)line + 6, (size_t)end);
         if (!str_is(chunk, "[DONE]")) check_json(chunk);
         s = str_sub(s, (size_t)end + 2, s.n);
     }
@@ -64,15 +66,15 @@ static int fuzz_api(const uint8_t *data, size_t size) {
     api_config m = {.toka = t, .names = names, .n_names = 1, .fingerprint = "fp", .defaults = toka_request_default(), .completion_tokens = 16,
                    .max_len = 128, .max_choices = 64, .max_answer_bytes = 1 << 20, .now = "2025-01-01 00:00:00", .limits = {32, 1 << 20},
                    .strict = data[0] & 8, .live = !(data[0] & 16)};
-    enum api_route route = data[0] & 3;
+    enum api_route route = data[0] & 4 ? API_RESPONSES + (data[0] & 1) : data[0] & 3;
     str body = {(const char *)data + 1, size - 1};
     buf out = {0};
-    if (route >= API_TOKENIZE) {
+    if (route == API_TOKENIZE || route == API_DETOKENIZE) {
         api_fault fault;
         if (api_answer_tokenize(&m, route, body, &out, &e, &fault)) api_put_error(&out, fault.status, e.msg, fault.type, fault.param, fault.code);
         check_json(buf_view(&out));
     } else {
-        api_request c = {.serial = {1, 2}};
+        api_request c = {.serial = {1, 2}, .style = api_style_of(route)};
         if (!api_parse(&m, route, body, &c, &e)) {
             answer(&c, data, size);
         } else {

@@ -207,3 +207,169 @@ def test_harmony(tmp_path):
         assert both(api, "calls", tools=TOOLS) == (None, "Look it up.", [("get_time", '{"zone": "UTC"}')], "tool_calls")
         assert both(api, "final", tools=TOOLS) == ("Two, is it not?", "I know: 2.", [], "stop")
         assert both(api, "final") == ("Two, is it not?", "I know: 2.", [], "stop")
+
+
+# ---- Responses ----
+
+FLAT = [{"type": "function", "name": t["function"]["name"], "parameters": t["function"].get("parameters")} for t in TOOLS]
+
+
+def items(response):
+    """The items of a response, short."""
+    out = []
+    for item in response.output:
+        assert item.status in ("completed", "incomplete")
+        if item.type == "message":
+            assert item.role == "assistant" and len(item.content) == 1
+            out.append(("text", item.content[0].text))
+        elif item.type == "reasoning":
+            out.append(("reasoning", item.content[0].text))
+        else:
+            assert item.call_id.startswith("call_") and item.type == "function_call"
+            out.append((item.name, item.arguments))
+    return out
+
+
+def streamed(stream):
+    """The events of a stream of Responses, checked: items open and close in turn, deltas join to the items."""
+    joined, n, final = [], 0, None
+    for event in stream:
+        assert event.sequence_number == n and final is None
+        n += 1
+        kind = event.type.removeprefix("response.")
+        if n <= 2:
+            assert kind == ("created", "in_progress")[n - 1] and event.response.output == [] and event.response.status == "in_progress"
+        elif kind == "output_item.added":
+            assert event.output_index == len(joined) and event.item.status == "in_progress"
+            joined.append([event.item.id, ""])
+        elif kind.endswith(".delta"):
+            assert event.item_id == joined[-1][0] and event.output_index == len(joined) - 1
+            joined[-1][1] += event.delta
+        elif kind in ("output_text.done", "reasoning_text.done"):
+            assert event.text == joined[-1][1]
+        elif kind == "function_call_arguments.done":
+            assert event.arguments == joined[-1][1]
+        elif kind == "content_part.done":
+            assert event.part.text == joined[-1][1]
+        elif kind == "output_item.done":
+            assert event.item.id == joined[-1][0] and event.item.status == "completed"
+        elif kind in ("completed", "incomplete"):
+            final = event.response
+            assert final.status == kind
+        else:
+            assert kind == "content_part.added"
+    assert [x[1] for x in joined] == [x[1] for x in items(final)] and [x[0] for x in joined] == [x.id for x in final.output]
+    return final
+
+
+def respond(api, name, **more):
+    one = api.responses.create(model="m", input=name, temperature=0, **more)
+    two = streamed(api.responses.create(model="m", input=name, temperature=0, stream=True, **more))
+    assert items(one) == items(two) and one.status == two.status and one.usage.output_tokens == two.usage.output_tokens > 0
+    assert one.id.startswith("resp_") and one.usage.total_tokens == one.usage.input_tokens + one.usage.output_tokens
+    return one
+
+
+def test_responses(api):
+    answer = respond(api, "one", tools=FLAT)
+    assert items(answer) == [("text", "Let me look."), ("get_weather", '{"city": "Zürich</tool_call>", "days": 2}')]
+    assert answer.status == "completed" and answer.output_text == "Let me look." and answer.error is None
+    assert items(respond(api, "two", tools=FLAT)) == [("get_weather", '{"city":"Ulm"}'), ("get_time", "{}")]
+    assert items(respond(api, "two", tools=FLAT, parallel_tool_calls=False)) == [("get_weather", '{"city":"Ulm"}')]
+    answer = respond(api, "think", reasoning={"effort": "high"}, instructions="Be brief.")
+    assert items(answer) == [("reasoning", "He wants a <tool_call>{...}."), ("text", "It is <b>noon</b>.")]
+    assert answer.usage.output_tokens_details.reasoning_tokens > 3
+    cut = respond(api, "text", max_output_tokens=3)
+    assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens" and SCRIPTS["text"].startswith(cut.output_text)
+    assert items(respond(api, "long", tools=FLAT))[0][0] == "get_weather"
+
+
+def test_a_conversation_of_responses(server, api):
+    first = api.responses.create(model="m", input=[{"role": "user", "content": [{"type": "input_text", "text": "both"}]}], tools=FLAT)
+    call = first.output[1]
+    history = [{"role": "user", "content": "both"}, *(item.model_dump(exclude_none=True) for item in first.output),
+               {"type": "function_call_output", "call_id": call.call_id, "output": "12:00"}, {"role": "user", "content": "text"}]
+    assert api.responses.create(model="m", input=history, tools=FLAT, instructions="I").output_text == SCRIPTS["text"]
+
+
+@pytest.mark.parametrize("field", [{"previous_response_id": "r"}, {"background": True}, {"text": {"format": {"type": "json_object"}}},
+                                   {"tools": [{"type": "web_search"}]}, {"tool_choice": "required"}, {"input": 5},
+                                   {"input": [{"type": "item_reference", "id": "x"}]}, {"input": [{"role": "robot", "content": "x"}]}])
+def test_responses_refuse(server, field):
+    answer = server.post("/v1/responses", {"model": "m", "input": "one", **field})
+    assert answer.status == 400 and answer.error()["param"] == next(iter(field))
+
+
+# ---- Messages ----
+
+ANTHROPIC = [{"name": t["function"]["name"], "input_schema": t["function"].get("parameters", {"type": "object"})} for t in TOOLS]
+
+
+@pytest.fixture(scope="module")
+def claude(server):
+    anthropic = pytest.importorskip("anthropic")
+    return anthropic.Anthropic(base_url=f"http://127.0.0.1:{server.address[1]}", api_key="none", max_retries=0)
+
+
+def blocks(message):
+    return [{"text": lambda b: ("text", b.text), "thinking": lambda b: ("thinking", b.thinking), "tool_use": lambda b: (b.name, b.input)}[b.type](b)
+            for b in message.content]
+
+
+def converse(claude, name, **more):
+    request = dict(model="m", max_tokens=more.pop("max_tokens", 2000), messages=[{"role": "user", "content": name}], **more)
+    one = claude.messages.create(**request)
+    with claude.messages.stream(**request) as stream:
+        two = stream.get_final_message()
+    assert blocks(one) == blocks(two) and (one.stop_reason, one.stop_sequence) == (two.stop_reason, two.stop_sequence)
+    assert one.usage.output_tokens == two.usage.output_tokens > 0 and one.role == "assistant" and one.id.startswith("msg_")
+    return one
+
+
+def test_messages(claude):
+    answer = converse(claude, "one", tools=ANTHROPIC)
+    assert blocks(answer) == [("text", "Let me look."), ("get_weather", {"city": "Zürich</tool_call>", "days": 2})]
+    assert answer.stop_reason == "tool_use"
+    answer = converse(claude, "two", tools=ANTHROPIC)
+    assert blocks(answer) == [("get_weather", {"city": "Ulm"}), ("get_time", {})] and len({b.id for b in answer.content}) == 2
+    one = converse(claude, "two", tools=ANTHROPIC, tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+    assert blocks(one) == [("get_weather", {"city": "Ulm"})]
+    answer = converse(claude, "think", system=[{"type": "text", "text": "Be brief."}], thinking={"type": "enabled", "budget_tokens": 1024})
+    assert blocks(answer) == [("thinking", "He wants a <tool_call>{...}."), ("text", "It is <b>noon</b>.")] and answer.stop_reason == "end_turn"
+    answer = converse(claude, "text", max_tokens=3)
+    assert answer.stop_reason == "max_tokens" and SCRIPTS["text"].startswith(answer.content[0].text)
+    answer = converse(claude, "text", stop_sequences=["here"])
+    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "here") and answer.content[0].text == "No tools "
+    assert len(blocks(converse(claude, "long", tools=ANTHROPIC))[0][1]["city"]) > 1000
+
+
+def test_a_conversation_of_messages(server, claude):
+    first = claude.messages.create(model="m", max_tokens=200, tools=ANTHROPIC, messages=[{"role": "user", "content": "both"}])
+    use = first.content[-1]
+    messages = [{"role": "user", "content": [{"type": "text", "text": "both"}]}, {"role": "assistant", "content": [b.model_dump() for b in first.content]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "12:00"}]}]},
+                {"role": "user", "content": "text"}]
+    answer = claude.messages.create(model="m", max_tokens=200, tools=ANTHROPIC, messages=messages)
+    assert blocks(answer) == [("text", SCRIPTS["text"])]
+    counted = claude.messages.count_tokens(model="m", tools=ANTHROPIC, messages=messages)
+    assert counted.input_tokens == answer.usage.input_tokens + answer.usage.cache_read_input_tokens
+
+
+@pytest.mark.parametrize("field", [{"max_tokens": None}, {"tool_choice": {"type": "any"}}, {"tools": [{"type": "web_search_20250305", "name": "w"}]},
+                                   {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, {"messages": [7]},
+                                   {"output_config": {"format": {"type": "json_schema"}}}, {"system": 3}])
+def test_messages_refuse(server, field):
+    body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "one"}], **field}
+    answer = server.post("/v1/messages", body)
+    error = answer.json()
+    assert answer.status == 400 and error["type"] == "error" and error["error"]["type"] == "invalid_request_error"
+    assert next(iter(field)) in error["error"]["message"]
+
+
+def test_keys_of_messages(tmp_path):
+    write_model(str(tmp_path), {"a": "Answer."}, "")
+    with Server("-m", str(tmp_path), "--api-key", "secret") as s:
+        body = {"max_tokens": 5, "messages": [{"role": "user", "content": "a"}]}
+        assert s.post("/v1/messages", body).status == 401 and s.post("/v1/messages", body).json()["type"] == "error"
+        assert s.post("/v1/messages", body, **{"x-api-key": "wrong"}).status == 401
+        assert s.post("/v1/messages", body, **{"x-api-key": "secret"}).json()["content"] == [{"type": "text", "text": "Answer."}]
