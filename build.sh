@@ -1,6 +1,7 @@
 #!/bin/sh
-# build.sh - builds ./toka, and nothing else in the tree.
+# build.sh - builds ./toka or ./libtoka.so, and nothing else in the tree.
 #   ./build.sh          CPU, and with nvcc and toka_kernels.cu the GPU too
+#   ./build.sh lib      ./libtoka.so, the engine for test/toka.py and other programs; CPU, and with nvcc the GPU too
 #   ./build.sh check    only the mechanical checks of toka.c
 # From the environment: CC, CFLAGS and LDFLAGS (the linker gets both), NVCC (empty: no GPU), ARCHS.
 set -eu
@@ -85,7 +86,7 @@ cuda() {
     gencode=
     for a in $ARCHS; do gencode="$gencode -gencode arch=compute_$a,code=sm_$a"; done
     # shellcheck disable=SC2086
-    "$NVCC" -std=c++20 -O3 --threads 0 -Xcompiler -fno-exceptions $gencode -Xptxas -v -c toka_kernels.cu -o "$tmp/kernels.o" >"$tmp/nvcc" 2>&1 || {
+    "$NVCC" -std=c++20 -O3 --threads 0 -Xcompiler -fno-exceptions ${pic:+-Xcompiler $pic} $gencode -Xptxas -v -c toka_kernels.cu -o "$tmp/kernels.o" >"$tmp/nvcc" 2>&1 || {
         cat "$tmp/nvcc" >&2
         die "nvcc failed"
     }
@@ -118,7 +119,7 @@ nvcc_link() {
     case $(c++ -print-file-name=libstdc++.a 2>/dev/null) in
     /*) set -- "$@" -Xcompiler -static-libstdc++,-static-libgcc ;;
     esac
-    "$@" "$tmp/toka.o" "$tmp/kernels.o" -o toka -lm -lpthread
+    "$@" ${pic:+-shared} "$tmp/toka.o" "$tmp/kernels.o" -o "$out" -lm -lpthread
 }
 
 check toka.c
@@ -126,7 +127,12 @@ check toka_kernels.cu
 columns
 border
 [ ! -f test/words.txt ] || words
-[ "${1:-}" = check ] && exit 0
+out=toka main=-DTOKA_MAIN pic=
+case ${1:-} in
+check) exit 0 ;;
+lib) out=libtoka.so main= pic=-fPIC ;;
+?*) die "$1: expected lib, check or nothing" ;;
+esac
 flags=
 [ -f "$MODEL/model.safetensors" ] && flags="-DTOKA_EMBED=\"$MODEL\""
 gpu=
@@ -137,13 +143,13 @@ if [ -n "$NVCC" ] && [ -f toka_kernels.cu ]; then
 fi
 stage "compiling toka.c with $CC" "half a minute"
 # shellcheck disable=SC2086
-$CC -std=c11 -O3 -fno-trapping-math $WARN ${CFLAGS:-} -DTOKA_MAIN $flags -c toka.c -o "$tmp/toka.o"
+$CC -std=c11 -O3 -fno-trapping-math $WARN ${CFLAGS:-} $main $pic $flags -c toka.c -o "$tmp/toka.o"
 exports "$tmp/toka.o"
-stage "linking ./toka" "a second"
+stage "linking ./$out" "a second"
 # shellcheck disable=SC2086 # CFLAGS and LDFLAGS are words
 if [ "$gpu" ]; then
     nvcc_link
 else
-    $CC ${CFLAGS:-} ${LDFLAGS:-} "$tmp/toka.o" -o toka -lm -lpthread
+    $CC ${CFLAGS:-} ${LDFLAGS:-} ${pic:+-shared} "$tmp/toka.o" -o "$out" -lm -lpthread
 fi
-echo "built ./toka, $(($(wc -c <toka) / 1024)) KB"
+echo "built ./$out, $(($(wc -c <"$out") / 1024)) KB"

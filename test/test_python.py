@@ -1,0 +1,199 @@
+"""Tests of toka.py over libtoka.so: its structs, its results against the command line's, Ctrl-C. Run through test/run.sh."""
+import inspect
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TOKA = os.path.join(ROOT, "toka")
+LIBRARY = os.path.join(ROOT, "libtoka.so")
+PROBLEM = "Tom has 12 apples. He buys 7 more apples. How many apples does Tom have now?"
+ENV = {**{k: v for k, v in os.environ.items() if not k.startswith("TOKA_")}, "TOKA_DEVICE": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def py():
+    sources = [os.path.getmtime(os.path.join(ROOT, name)) for name in ("toka.c", "toka.h")]
+    if not os.path.exists(LIBRARY) or os.path.getmtime(LIBRARY) < max(sources):
+        subprocess.run(["./build.sh", "lib"], cwd=ROOT, check=True, env={**ENV, "NVCC": "", "CFLAGS": "-O1"}, capture_output=True)
+    import toka
+    return toka
+
+
+@pytest.fixture(scope="module")
+def llm(py):
+    with py.LLM(f"{ROOT}/test/model", device="cpu") as model:
+        yield model
+
+
+def command(*args, stdin=""):
+    r = subprocess.run([TOKA, *args], input=stdin.encode(), capture_output=True, env=ENV, cwd=ROOT, timeout=60)
+    assert r.returncode == 0, r.stderr
+    return r.stdout.decode()
+
+
+def test_structs_are_those_of_the_header(py, tmp_path):
+    """A C compiler prints the size of each struct and the offset of each field."""
+    structs = {"toka_err": py._Err, "toka_options": py._Options, "toka_info": py._Info, "toka_sampling": py._Sampling,
+               "toka_request": py._Request, "toka_event": py._Event}
+    lines, want = [], []
+    for name, kind in structs.items():
+        lines.append(f'printf("{name} %zu\\n", sizeof({name}));')
+        want.append(f"{name} {py.C.sizeof(kind)}")
+        for field, _ in kind._fields_:
+            lines.append(f'printf("{name}.{field} %zu %zu\\n", offsetof({name}, {field}), sizeof((({name} *)0)->{field}));')
+            want.append(f"{name}.{field} {getattr(kind, field).offset} {getattr(kind, field).size}")
+    source = tmp_path / "layout.c"
+    source.write_text('#include "toka.h"\n#include <stddef.h>\n#include <stdio.h>\nint main(void) {\n' + "\n".join(lines) + "\nreturn 0;\n}\n")
+    subprocess.run(["cc", "-I", ROOT, str(source), "-o", str(tmp_path / "layout")], check=True)
+    got = subprocess.run([str(tmp_path / "layout")], capture_output=True, check=True).stdout.decode().splitlines()
+    assert got == want
+
+
+def test_results_are_those_of_the_command_line(py, llm):
+    flags = ["--temp", "0.8", "--top-p", "0.9", "--seed", "7", "-n", "12", "--samples", "4", "--json", "--logprobs", "2"]
+    want = json.loads(command("-m", "test/model", "--raw", "-p", "Tom has", *flags))["samples"]
+    params = py.SamplingParams(n=4, temperature=0.8, top_p=0.9, seed=7, max_tokens=12, logprobs=2)
+    answers = llm.generate(["Tom has", {"prompt_token_ids": llm.encode("Tom has")}, {"prompt": "Tom has"}], params)
+    assert [len(a.outputs) for a in answers] == [4, 4, 4]
+    for answer in answers:
+        for sample, output in zip(want, answer.outputs):
+            assert output.text == sample["text"] and output.finish_reason == sample["finish_reason"]
+            assert output.token_ids.tolist() == [t["id"] for t in sample["tokens"]]
+            np.testing.assert_allclose(output.logprobs, [t["logprob"] for t in sample["tokens"]], atol=1e-6)
+            np.testing.assert_allclose(output.sampled_logprobs, [t["sampled_logprob"] for t in sample["tokens"]], atol=1e-6)
+            assert output.top_ids.tolist() == [[x["id"] for x in t["top"]] for t in sample["tokens"]]
+            assert output.token_ids.dtype == np.int32 and not output.token_ids.flags.owndata  # not a copy
+    assert answers[0].prompt == "Tom has" and answers[0].prompt_token_ids.tolist() == llm.encode("Tom has").tolist()
+    assert abs(answers[0].outputs[0].cumulative_logprob - sum(t["logprob"] for t in want[0]["tokens"])) < 1e-4
+
+
+def test_chat_and_text(py, llm):
+    want = command("-m", "test/model", "-q", "-p", PROBLEM)
+    messages = [{"role": "user", "content": PROBLEM}]
+    greedy = py.SamplingParams(temperature=0, max_tokens=None)
+    one, = llm.chat(messages, greedy)
+    assert one.outputs[0].text + "\n" == want and one.outputs[0].finish_reason == "stop"
+    assert [a.outputs[0].text for a in llm.chat([messages, messages], [greedy, greedy])] == [one.outputs[0].text] * 2
+    assert "".join(p.text for p in llm.chat_stream(messages, greedy)) == one.outputs[0].text
+    assert llm.apply_chat_template(messages) == command("template", "test/model", stdin=json.dumps({"messages": messages, "add_generation_prompt": True}))
+    text = "héllo 한국어 🙂"
+    assert " ".join(map(str, llm.encode(text))) == command("tokenize", "test/model", stdin=text).strip()
+    assert llm.decode(llm.encode(text), skip_special_tokens=True) == text
+    scores = json.loads(command("score", "test/model", "--json", "-q", "-p", PROBLEM))["tokens"]
+    np.testing.assert_allclose(llm.score(llm.encode(PROBLEM))[1:], [t["logprob"] for t in scores[1:]], atol=1e-5)
+    # without parameters: those of generation_config.json
+    default, = llm.generate(PROBLEM)
+    assert default.outputs[0].finish_reason in ("stop", "length")
+
+
+def test_parameters(py, llm):
+    P = py.SamplingParams
+    whole = llm.generate("Tom has", P(temperature=0, max_tokens=30))[0].outputs[0]
+    stop = whole.text[8:12]
+    cut = llm.generate("Tom has", P(temperature=0, max_tokens=30, stop=["§", stop]))[0].outputs[0]
+    assert cut.text == whole.text[:whole.text.index(stop)] and (cut.finish_reason, cut.stop_reason) == ("stop", stop)
+    kept = llm.generate("Tom has", P(temperature=0, max_tokens=30, stop=stop, include_stop_str_in_output=True))[0].outputs[0]
+    assert kept.text == cut.text + stop
+    last = int(whole.token_ids[4])
+    ended = llm.generate("Tom has", P(temperature=0, max_tokens=30, stop_token_ids=[last]))[0].outputs[0]
+    assert ended.stop_reason == last and len(ended.token_ids) <= 5
+    assert set(llm.generate("Tom has", P(max_tokens=9, allowed_token_ids=[400, 401]))[0].outputs[0].token_ids.tolist()) <= {400, 401}
+    assert set(llm.generate("Tom has", P(max_tokens=9, logit_bias={402: 100}))[0].outputs[0].token_ids.tolist()) == {402}
+    word = whole.text.split()[0]
+    assert word not in llm.generate("Tom has", P(temperature=0, max_tokens=20, bad_words=[word]))[0].outputs[0].text
+    answer, = llm.generate("Tom has", P(max_tokens=1, prompt_logprobs=True))
+    np.testing.assert_allclose(answer.prompt_logprobs, llm.score(llm.encode("Tom has")), atol=1e-5)
+    same = [llm.generate("Tom has", P(max_tokens=9, temperature=2))[0].outputs[0].text for _ in range(6)]
+    assert len(set(same)) > 1  # a new seed each time
+    assert llm.info["vocab_size"] == 1024 and llm.info["has_chat_template"] == 1
+
+
+def test_errors(py, llm, tmp_path):
+    for call, kind, text in ((lambda: py.LLM("/none"), ValueError, "/none: no such folder"), (lambda: py.LLM(str(tmp_path)), ValueError, "config.json"),
+                             (lambda: py.LLM(device="tpu"), ValueError, "tpu"), (lambda: py.LLM(max_len=3), TypeError, "max_model_len"),
+                             (lambda: llm.generate("x", py.SamplingParams(temperature=-1)), ValueError, "temperature"),
+                             (lambda: llm.generate(["x", "y " * 3000]), ValueError, "at most"), (lambda: llm.decode([5000]), ValueError, "5000"),
+                             (lambda: llm.generate(["x"], [py.SamplingParams()] * 2), ValueError, "1 prompts, but 2")):
+        with pytest.raises(kind, match=re.escape(text)) as error:
+            call()
+        assert kind is TypeError or "prompts" in text or isinstance(error.value, py.TokaError) and error.value.code < 0
+    assert llm.generate("Tom has", py.SamplingParams(max_tokens=2))[0].finished  # it goes on
+
+
+def test_streams_and_threads(py, llm):
+    params = py.SamplingParams(n=2, seed=3, max_tokens=20)
+    want = [o.text for o in llm.generate("Tom has", params)[0].outputs]
+    texts = ["", ""]
+    for piece in llm.stream("Tom has", params):
+        texts[piece.index] += piece.text
+    assert texts == want
+    for piece in llm.stream("Tom has", py.SamplingParams(max_tokens=900, ignore_eos=True)):
+        break  # leaving the loop ends the request
+    results = {}
+    threads = [threading.Thread(target=lambda i=i: results.update({i: [o.text for o in llm.generate("Tom has", params)[0].outputs]}))
+               for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(30)
+    assert results == {i: want for i in range(4)}
+
+
+def test_ctrl_c(py):
+    code = """
+import time
+from toka import LLM, SamplingParams
+llm = LLM(device="cpu")
+llm.generate("x", SamplingParams(max_tokens=1))
+print("ready", flush=True)
+begin = time.time()
+try:
+    llm.generate(["Tom has"] * 500, SamplingParams(n=200, max_tokens=1000, ignore_eos=True, seed=1))
+    print("not interrupted")
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+print(llm.generate("Tom has", SamplingParams(max_tokens=4))[0].outputs[0].finish_reason)
+"""
+    p = subprocess.Popen([sys.executable, "-c", code], env={**ENV, "PYTHONPATH": f"{ROOT}/test"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert p.stdout.readline() == b"ready\n"
+    time.sleep(1)
+    p.send_signal(signal.SIGINT)
+    out, err = p.communicate(timeout=60)
+    assert (out, err) == (b"interrupted\nlength\n", b"")
+
+
+def test_two_files_are_all_that_is_needed(py, tmp_path):
+    for path in (LIBRARY, f"{ROOT}/test/toka.py"):
+        os.symlink(path, tmp_path / os.path.basename(path))
+    (tmp_path / "main.py").write_text(inspect.cleandoc("""
+        from toka import LLM, SamplingParams
+        print(LLM(device="cpu").generate("Tom has", SamplingParams(temperature=0, max_tokens=5))[0].outputs[0].text)"""))
+    r = subprocess.run([sys.executable, "main.py"], cwd=tmp_path, env=ENV, capture_output=True)
+    assert r.returncode == 0 and r.stdout, r.stderr
+    (tmp_path / "libtoka.so").unlink()
+    (tmp_path / "toka.py").unlink()
+    os.makedirs(tmp_path / "a/b")
+    (tmp_path / "a/b/toka.py").write_text(open(f"{ROOT}/test/toka.py").read())
+    r = subprocess.run([sys.executable, "-c", "import toka"], cwd=tmp_path / "a/b", env=ENV, capture_output=True, text=True)
+    assert r.returncode and "make it with: ./build.sh lib" in r.stderr
+
+
+def test_readme(py, tmp_path):
+    with open(os.path.join(ROOT, "README.md")) as f:
+        section = re.search(r"\n## Python\n(.*?)\n## ", f.read(), re.S)[1]
+    code, = re.findall(r"```python\n(.*?)```", section, re.S)
+    shell, = re.findall(r"```sh\n(.*?)```", section, re.S)
+    assert shell.startswith("./build.sh lib; cp libtoka.so test/toka.py .")
+    for path in (LIBRARY, f"{ROOT}/test/toka.py", f"{ROOT}/test"):
+        os.symlink(path, tmp_path / os.path.basename(path))
+    r = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=ENV, capture_output=True, text=True)
+    assert r.returncode == 0 and len(re.findall(r"^[0-3] ", r.stdout, re.M)) == 8, r.stderr

@@ -1,0 +1,438 @@
+# SPDX-License-Identifier: Apache-2.0
+"""toka from Python: LLM(model).generate(prompts, SamplingParams(...)), with the names of vLLM.
+
+Copy this file and libtoka.so (`./build.sh lib`) into one folder; only numpy is needed. All prompts of a call run together, with
+shared prefixes. Token ids and log-probabilities are numpy arrays. Errors are exceptions; Ctrl-C ends the requests and raises
+KeyboardInterrupt.
+
+    from toka import LLM, SamplingParams
+    llm = LLM("Qwen/Qwen3-0.6B")                     # a folder, or a model in the hub cache: toka pull Qwen/Qwen3-0.6B
+    for answer in llm.generate(["Tom has", "Ann has"], SamplingParams(n=4, temperature=0.8, max_tokens=20)):
+        print([choice.text for choice in answer.outputs])
+    for piece in llm.stream("Tom has"):
+        print(piece.text, end="", flush=True)
+"""
+import array
+import ctypes as C
+import json
+import os
+import queue
+import threading
+from dataclasses import dataclass, field
+
+import numpy as np
+
+# ---- toka.h: the structs, field by field. The test of this file compares them with a C compiler's. ----
+
+_TEXT, _IDS, _FLOATS = C.c_char_p, C.POINTER(C.c_int32), C.POINTER(C.c_float)
+
+
+class _Err(C.Structure):
+    _fields_ = [("code", C.c_int), ("msg", C.c_char * 500)]
+
+
+class _Options(C.Structure):
+    _fields_ = [("model", _TEXT), ("models_file", _TEXT), ("chat_template", _TEXT), ("device", _TEXT), ("n_threads", C.c_int),
+                ("max_model_len", C.c_int), ("max_num_batched_tokens", C.c_int), ("max_num_seqs", C.c_int),
+                ("tensor_parallel_size", C.c_int), ("pipeline_parallel_size", C.c_int), ("data_parallel_size", C.c_int),
+                ("kv_tokens", C.c_int64), ("no_prefix_caching", C.c_bool), ("enforce_eager", C.c_bool),
+                ("gpu_memory_utilization", C.c_double), ("dtype", _TEXT), ("progress", C.c_void_p), ("progress_user", C.c_void_p)]
+
+
+class _Info(C.Structure):
+    _fields_ = [("model_name", _TEXT), ("architecture", _TEXT), ("device", _TEXT), ("n_parameters", C.c_int64), ("n_layers", C.c_int),
+                ("n_heads", C.c_int), ("n_kv_heads", C.c_int), ("head_size", C.c_int), ("width", C.c_int), ("mlp_width", C.c_int),
+                ("vocab_size", C.c_int), ("max_model_len", C.c_int), ("bos_id", C.c_int), ("eos_id", C.c_int),
+                ("has_chat_template", C.c_int)]
+
+
+class _Sampling(C.Structure):
+    _fields_ = [("temperature", C.c_float), ("top_p", C.c_float), ("min_p", C.c_float), ("top_k", C.c_int),
+                ("repetition_penalty", C.c_float), ("presence_penalty", C.c_float), ("frequency_penalty", C.c_float),
+                ("seed", C.c_uint64), ("max_tokens", C.c_int), ("min_tokens", C.c_int), ("ignore_eos", C.c_int), ("logprobs", C.c_int),
+                ("stop_ids", _IDS), ("n_stop_ids", C.c_int), ("stop", C.POINTER(_TEXT)), ("n_stop", C.c_int), ("include_stop", C.c_int),
+                ("bias_ids", _IDS), ("bias_values", _FLOATS), ("n_bias", C.c_int), ("allowed_ids", _IDS), ("n_allowed", C.c_int),
+                ("bad_ids", _IDS), ("bad_lengths", C.POINTER(C.c_int)), ("n_bad", C.c_int), ("bad_words", C.c_void_p)]
+
+
+class _Request(C.Structure):
+    _fields_ = [("text", _TEXT), ("text_bytes", C.c_size_t), ("text_flags", C.c_int), ("ids", _IDS), ("n_ids", C.c_size_t), ("n", C.c_int),
+                ("sampling", _Sampling), ("prompt_logprobs", C.c_int), ("prompt_top", C.c_int), ("prompt_ranks", C.c_int),
+                ("keep_special", C.c_int), ("ids_only", C.c_int), ("priority", C.c_int), ("length_class", C.c_uint64)]
+
+
+class _Event(C.Structure):
+    _fields_ = [("sample", C.c_int), ("id", C.c_int32), ("logprob", C.c_float), ("sampled_logprob", C.c_float), ("n_top", C.c_int),
+                ("top_ids", _IDS), ("top_logprobs", _FLOATS), ("rank", C.c_int), ("text", C.c_void_p), ("text_bytes", C.c_size_t),
+                ("finish", C.c_int), ("stop_id", C.c_int), ("stop_text", C.c_int), ("n_cached", C.c_int), ("more", C.c_int)]
+
+
+_EVENT_FN = C.CFUNCTYPE(C.c_int, C.c_void_p, C.POINTER(_Event))
+_ADD_SPECIAL, _PARSE_SPECIAL, _SKIP_SPECIAL = 1, 2, 4
+_FINISH = [None, "stop", "length", "abort", "error"]
+
+
+def _load():
+    path = os.environ.get("TOKA_LIBRARY")
+    here = os.path.dirname(os.path.abspath(__file__))
+    paths = [path] if path else [os.path.join(folder, "libtoka.so") for folder in (here, os.path.dirname(here))]
+    found = [p for p in paths if os.path.exists(p)]
+    if not found:
+        raise ImportError(f"libtoka.so is not in {' or '.join(map(os.path.dirname, paths))}; make it with: ./build.sh lib")
+    lib = C.CDLL(found[0])
+    err, model, size, text = C.POINTER(_Err), C.c_void_p, C.POINTER(C.c_size_t), C.POINTER(C.c_void_p)
+    for name, result, *arguments in (
+            ("toka_options_default", _Options), ("toka_request_default", _Request), ("toka_request_model_defaults", None, model, C.POINTER(_Request)),
+            ("toka_open", C.c_int, C.POINTER(model), C.POINTER(_Options), err), ("toka_close", None, model), ("toka_get_info", _Info, model),
+            ("toka_encode", C.c_int, model, _TEXT, C.c_size_t, C.c_int, C.POINTER(_IDS), size, err),
+            ("toka_decode", C.c_int, model, _IDS, C.c_size_t, C.c_int, text, size, err),
+            ("toka_apply_chat_template", C.c_int, model, _TEXT, C.c_size_t, _TEXT, text, size, err),
+            ("toka_submit", C.c_int, model, C.POINTER(_Request), _EVENT_FN, C.c_void_p, C.POINTER(C.c_int64), err),
+            ("toka_cancel", None, model, C.c_int64), ("toka_run", C.c_int, model, C.c_int, err),
+            ("toka_score", C.c_int, model, _IDS, C.c_size_t, _FLOATS, err),
+            ("toka_words_new", C.c_int, text, model, C.POINTER(_TEXT), C.c_int, err), ("toka_words_del", None, C.c_void_p)):
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+    request = lib.toka_request_default()
+    if (request.n, request.sampling.top_p, request.sampling.repetition_penalty, request.sampling.n_bad) != (1, 1, 1, 0):
+        raise ImportError(f"{found[0]} is of another version than {__file__}")
+    return lib
+
+
+_lib = _load()
+_free = C.CDLL(None).free
+_free.argtypes, _free.restype = [C.c_void_p], None
+
+
+# ---- Errors ----
+
+class TokaError(Exception):
+    """`code` is a toka_code. The subclasses are also Python's own exceptions of that kind."""
+
+
+class TokaValueError(TokaError, ValueError):
+    """A wrong argument, or a file or text that is broken or not supported."""
+
+
+class TokaOSError(TokaError, OSError):
+    pass
+
+
+class TokaDeviceError(TokaError, RuntimeError):
+    pass
+
+
+class TokaMemoryError(TokaError, MemoryError):
+    pass
+
+
+def _check(code, err):
+    if code:
+        kind = {-1: TokaValueError, -2: TokaValueError, -3: TokaOSError, -4: TokaDeviceError, -5: TokaMemoryError}.get(code, TokaError)
+        error = kind(err.msg.decode(errors="replace"))
+        error.code = code
+        raise error
+
+
+# ---- Parameters and results, with vLLM's names ----
+
+@dataclass
+class SamplingParams:
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0                     # 0 or -1: off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None            # None: another one for each request
+    max_tokens: int | None = 16        # None: as many as the model's length leaves
+    min_tokens: int = 0
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None        # k: the k best of each token, too
+    prompt_logprobs: bool = False
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    skip_special_tokens: bool = True
+
+
+@dataclass
+class CompletionOutput:
+    """One sample. The arrays have one entry a token; top_* are [tokens][k], if logprobs=k was wanted. logprobs are of the raw
+    logits, sampled_logprobs of the distribution that was drawn from."""
+    index: int
+    text: str = ""
+    token_ids: np.ndarray = None
+    logprobs: np.ndarray = None
+    sampled_logprobs: np.ndarray = None
+    top_ids: np.ndarray = None
+    top_logprobs: np.ndarray = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def cumulative_logprob(self):
+        return float(self.logprobs.sum(dtype=np.float64))
+
+
+@dataclass
+class RequestOutput:
+    prompt: str | None
+    prompt_token_ids: np.ndarray
+    outputs: list[CompletionOutput]
+    prompt_logprobs: np.ndarray = None
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+@dataclass
+class StreamOutput:
+    """One token of a stream; text is what became final with it."""
+    index: int
+    text: str
+    token_id: int
+    logprob: float
+    finish_reason: str | None
+
+
+@dataclass
+class _Sample:  # while it grows
+    text: bytearray = field(default_factory=bytearray)
+    ids: array.array = field(default_factory=lambda: array.array("i"))
+    logprobs: array.array = field(default_factory=lambda: array.array("f"))
+    sampled: array.array = field(default_factory=lambda: array.array("f"))
+    top_ids: array.array = field(default_factory=lambda: array.array("i"))
+    top_logprobs: array.array = field(default_factory=lambda: array.array("f"))
+    finish: str | None = None
+    stop: int | str | None = None
+    n_cached: int = 0
+
+    def add(self, event, stops):
+        if event.text_bytes:
+            self.text += C.string_at(event.text, event.text_bytes)
+        if event.id >= 0:
+            self.ids.append(event.id)
+            self.logprobs.append(event.logprob)
+            self.sampled.append(event.sampled_logprob)
+        if event.n_top:
+            self.top_ids.extend(event.top_ids[:event.n_top])
+            self.top_logprobs.extend(event.top_logprobs[:event.n_top])
+        self.finish, self.n_cached = _FINISH[event.finish], event.n_cached
+        self.stop = stops[event.stop_text] if event.stop_text >= 0 else event.stop_id if event.stop_id >= 0 else None
+
+    def output(self, index):
+        view = lambda values, kind: np.frombuffer(values, kind) if values else np.empty(0, kind)  # no copy
+        shape = (len(self.ids), -1) if self.ids else (0, 0)
+        return CompletionOutput(index, self.text.decode(errors="replace"), view(self.ids, np.int32), view(self.logprobs, np.float32),
+                                view(self.sampled, np.float32), view(self.top_ids, np.int32).reshape(shape) if self.top_ids else None,
+                                view(self.top_logprobs, np.float32).reshape(shape) if self.top_ids else None, self.finish, self.stop)
+
+
+def _ids(values):
+    return (C.c_int32 * len(values))(*values)
+
+
+class LLM:
+    """An open model. The arguments are those of the command line, with vLLM's names; model None is the embedded one."""
+
+    def __init__(self, model=None, *, enable_prefix_caching=True, num_threads=0, **options):
+        o, err = _lib.toka_options_default(), _Err()
+        o.model = None if model is None else os.fsencode(model)
+        o.no_prefix_caching, o.n_threads = not enable_prefix_caching, num_threads
+        known = {name for name, _ in _Options._fields_} - {"model", "no_prefix_caching", "n_threads", "progress", "progress_user"}
+        for name, value in options.items():
+            if name not in known:
+                raise TypeError(f"LLM() has no argument {name!r}; it has {', '.join(sorted(known))}")
+            setattr(o, name, os.fsencode(value) if isinstance(value, (str, os.PathLike)) else value)
+        self._t = C.c_void_p()
+        _check(_lib.toka_open(C.byref(self._t), C.byref(o), C.byref(err)), err)
+        info = _lib.toka_get_info(self._t)
+        self.info = {name: v.decode() if isinstance(v := getattr(info, name), bytes) else v for name, _ in _Info._fields_}
+
+    def close(self):
+        if getattr(self, "_t", None):
+            _lib.toka_close(self._t)
+            self._t = C.c_void_p()
+
+    __del__ = close
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    # ---- Text and tokens ----
+
+    def encode(self, text, add_special_tokens=True):
+        data, out, n, err = text.encode(), _IDS(), C.c_size_t(), _Err()
+        flags = _PARSE_SPECIAL | (_ADD_SPECIAL if add_special_tokens else 0)
+        _check(_lib.toka_encode(self._t, data, len(data), flags, C.byref(out), C.byref(n), C.byref(err)), err)
+        ids = np.ctypeslib.as_array(out, (n.value,)).copy() if n.value else np.empty(0, np.int32)
+        _free(out)
+        return ids
+
+    def decode(self, token_ids, skip_special_tokens=False):
+        ids, err = _ids([int(i) for i in token_ids]), _Err()
+        return self._text(lambda out, n: _lib.toka_decode(self._t, ids, len(ids), _SKIP_SPECIAL if skip_special_tokens else 0, out, n, C.byref(err)), err)
+
+    def apply_chat_template(self, messages, add_generation_prompt=True, **arguments):
+        context = json.dumps({"messages": messages, "add_generation_prompt": add_generation_prompt, **arguments}).encode()
+        err = _Err()
+        return self._text(lambda out, n: _lib.toka_apply_chat_template(self._t, context, len(context), None, out, n, C.byref(err)), err)
+
+    def _text(self, call, err):
+        out, n = C.c_void_p(), C.c_size_t()
+        _check(call(C.byref(out), C.byref(n)), err)
+        text = C.string_at(out, n.value).decode(errors="replace")
+        _free(out)
+        return text
+
+    def score(self, token_ids):
+        """The log-probability of each token after those before it; 0 for the first."""
+        ids, err = _ids([int(i) for i in token_ids]), _Err()
+        logprobs = np.empty(len(ids), np.float32)
+        _check(_lib.toka_score(self._t, ids, len(ids), logprobs.ctypes.data_as(_FLOATS), C.byref(err)), err)
+        return logprobs
+
+    # ---- Requests ----
+
+    def _request(self, prompt, params, parse_only=False):
+        """The C request, what must live as long as it, and the ids of the prompt. A prompt is text, a dict with
+        prompt_token_ids, or a list of ids."""
+        r = _lib.toka_request_default()
+        if isinstance(prompt, dict):
+            prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
+        ids = self.encode(prompt, not parse_only) if isinstance(prompt, str) else np.asarray(prompt, np.int32)
+        held = [ids]
+        r.ids, r.n_ids = np.ascontiguousarray(ids).ctypes.data_as(_IDS), len(ids)
+        if params is None:
+            _lib.toka_request_model_defaults(self._t, C.byref(r))
+            return r, held, ids, [r.sampling.stop[i].decode() for i in range(r.sampling.n_stop)]
+        s, seed = r.sampling, params.seed
+        r.n, r.keep_special, r.prompt_logprobs = params.n, not params.skip_special_tokens, bool(params.prompt_logprobs)
+        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+                     "min_tokens", "ignore_eos"):
+            setattr(s, name, getattr(params, name))
+        s.seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed % 2**64
+        s.max_tokens, s.include_stop = params.max_tokens or 0, params.include_stop_str_in_output
+        s.logprobs = params.logprobs or 0
+        stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or [])
+        s.stop, s.n_stop = (_TEXT * len(stops))(*(text.encode() for text in stops)), len(stops)
+        s.stop_ids, s.n_stop_ids = _ids(params.stop_token_ids or []), len(params.stop_token_ids or [])
+        s.allowed_ids, s.n_allowed = _ids(params.allowed_token_ids or []), len(params.allowed_token_ids or [])
+        bias = params.logit_bias or {}
+        s.bias_ids, s.bias_values, s.n_bias = _ids([int(i) for i in bias]), (C.c_float * len(bias))(*bias.values()), len(bias)
+        if params.bad_words:
+            words, err = C.c_void_p(), _Err()
+            texts = (_TEXT * len(params.bad_words))(*(word.encode() for word in params.bad_words))
+            _check(_lib.toka_words_new(C.byref(words), self._t, texts, len(texts), C.byref(err)), err)
+            s.bad_words = words
+        return r, held, ids, stops
+
+    def _submit(self, r, held, callback):
+        number, err = C.c_int64(), _Err()
+        code = _lib.toka_submit(self._t, C.byref(r), callback, None, C.byref(number), C.byref(err))
+        del held
+        if r.sampling.bad_words:
+            _lib.toka_words_del(r.sampling.bad_words)
+        _check(code, err)
+        return number.value
+
+    def _drive(self, numbers):
+        """Runs the engine on another thread, so that Ctrl-C reaches this one; then the requests are cancelled."""
+        err, code = _Err(), []
+        thread = threading.Thread(target=lambda: code.append(_lib.toka_run(self._t, 0, C.byref(err))), daemon=True)
+        thread.start()
+        try:
+            while thread.is_alive():
+                thread.join(0.05)
+        finally:
+            if thread.is_alive():
+                for number in numbers:
+                    _lib.toka_cancel(self._t, number)
+            thread.join()
+        _check(code[0], err)
+
+    def _submit_all(self, prompts, params, parse_only):
+        """Submits all prompts; if one is refused, none runs. Returns their numbers and what collects their results."""
+        numbers, jobs = [], []
+        try:
+            for i, prompt in enumerate(prompts):
+                r, held, ids, stops = self._request(prompt, params[i], parse_only)
+                samples, scores = [_Sample() for _ in range(r.n)], array.array("f")
+
+                def on_event(_, event, samples=samples, scores=scores, stops=stops):
+                    event = event.contents
+                    if event.sample >= 0:
+                        samples[event.sample].add(event, stops)
+                    else:
+                        scores.append(event.logprob)
+                    return 0
+
+                callback = _EVENT_FN(on_event)
+                jobs.append((prompt if isinstance(prompt, str) else None, ids, samples, scores, callback))
+                numbers.append(self._submit(r, held, callback))
+        except BaseException:
+            for number in numbers:
+                _lib.toka_cancel(self._t, number)
+            self._drive(numbers)
+            raise
+        return numbers, jobs
+
+    def generate(self, prompts, sampling_params=None, *, _parse_only=False):
+        """Runs all prompts together; the results are in their order. sampling_params: one for all, a list with one for each, or
+        None: the defaults of the model's generation_config.json."""
+        is_one = isinstance(prompts, (str, dict)) or (len(prompts) and isinstance(prompts[0], (int, np.integer)))
+        prompts = [prompts] if is_one else list(prompts)
+        params = list(sampling_params) if isinstance(sampling_params, (list, tuple)) else [sampling_params] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts, but {len(params)} sampling_params")
+        numbers, jobs = self._submit_all(prompts, params, _parse_only)
+        self._drive(numbers)
+        return [RequestOutput(prompt, ids, [s.output(k) for k, s in enumerate(samples)], np.frombuffer(scores, np.float32) if scores else None,
+                              samples[0].n_cached) for prompt, ids, samples, scores, _ in jobs]
+
+    def chat(self, messages, sampling_params=None, **arguments):
+        """generate() through the chat template. messages: one conversation or a list of them; arguments: of the template."""
+        many = messages if messages and isinstance(messages[0], list) else [messages]
+        return self.generate([self.apply_chat_template(m, **arguments) for m in many], sampling_params, _parse_only=True)
+
+    def stream(self, prompt, sampling_params=None, *, _parse_only=False):
+        """Yields a StreamOutput for each token of one prompt, as it comes. Leaving the loop ends the request."""
+        events, err = queue.Queue(), _Err()
+        r, held, _, _ = self._request(prompt, sampling_params, _parse_only)
+
+        def on_event(_, event):
+            e = event.contents
+            if e.sample >= 0:
+                text = C.string_at(e.text, e.text_bytes).decode(errors="replace") if e.text_bytes else ""
+                events.put(StreamOutput(e.sample, text, e.id, e.logprob, _FINISH[e.finish]))
+            return 0
+
+        callback = _EVENT_FN(on_event)
+        number = self._submit(r, held, callback)
+
+        def run():
+            events.put(_lib.toka_run(self._t, 0, C.byref(err)))
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        try:
+            while not isinstance(event := events.get(), int):
+                yield event
+            _check(event, err)
+        finally:
+            _lib.toka_cancel(self._t, number)
+            thread.join()
+
+    def chat_stream(self, messages, sampling_params=None, **arguments):
+        return self.stream(self.apply_chat_template(messages, **arguments), sampling_params, _parse_only=True)
+
+    def get_tokenizer(self):
+        return self  # it has encode, decode and apply_chat_template
