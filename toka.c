@@ -36922,7 +36922,8 @@ typedef struct cli { /* the values of all flags; the fields are named like the f
     toka_options open;
     const char *hf_repo, *revision;
     bool download;
-    cli_list words; /* the arguments that are no flags: names of models */
+    cli_list words; /* the arguments that are no flags: names of models, a prompt */
+    int max_words;
     const char *prompt, *file, *system, *now;
     int samples, max_tokens, min_tokens, top_k, logprobs;
     double temperature, top_p, min_p; /* NAN: not given; likewise the next three */
@@ -36974,7 +36975,8 @@ enum {
     FOR_LIST = 16384,
     FOR_RM = 32768,
     FOR_CHAT = 65536,
-    FOR_ANY = 131071,
+    FOR_VERSION = 131072,
+    FOR_ANY = 262143,
     FOR_OPENS = FOR_RUN | FOR_CHAT | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT | FOR_SERVE,
     FOR_SAMPLES = FOR_RUN | FOR_CHAT | FOR_BATCH | FOR_THROUGHPUT,
     FOR_READS = FOR_RUN | FOR_SCORE | FOR_TOKENIZE | FOR_TEMPLATE,
@@ -37307,6 +37309,7 @@ static int cli_write(str text, toka_err *e) {
 static const char cli_commands[] =
     "Commands\n"
     "  toka [FLAGS]            complete a prompt, text streams to standard output\n"
+    "  toka run MODEL [PROMPT] the same for this model; without a prompt a conversation\n"
     "  toka chat [MODEL]       a conversation; /help in it lists its commands\n"
     "  toka tokenize [FLAGS]   text on standard input to ids, or back with --decode\n"
     "  toka template [FLAGS]   JSON object with messages, tools ... on standard input to the rendered prompt\n"
@@ -37317,6 +37320,7 @@ static const char cli_commands[] =
     "  toka list               the models of the hub cache and of models.txt: size, format, do they fit this machine\n"
     "  toka rm MODEL ...       delete models from the hub cache\n"
     "  toka devices            what this machine can run on\n"
+    "  toka version            version and build\n"
     "  toka batch -i IN -o OUT answers a file of requests; after a stop the same command continues\n"
     "  toka plan [FLAGS]       which splits of a model fit on which GPUs, and an upper bound of their speed; needs no GPU\n"
     "  toka bench throughput   time a dataset, each sample forced to its length; prints what vllm bench throughput prints\n"
@@ -37498,18 +37502,50 @@ static int cli_set_from_env(cli *flags, const cli_flag *flag, unsigned command, 
     return value && *value ? cli_set_flag(flags, flag, value, name, e) : 0;
 }
 
-/* Finds the flag that the first n bytes of arg name, such as "-m" or "--model". Returns NULL if
- * there is none. */
+/* Other names of flags, which users of llama.cpp, vLLM, SGLang and Ollama know. */
+static const struct {
+    const char *other, *name;
+} cli_aliases[] = {{"temperature", "temp"},
+                   {"n-predict", "max-tokens"},
+                   {"max-new-tokens", "max-tokens"},
+                   {"c", "max-model-len"},
+                   {"ctx-size", "max-model-len"},
+                   {"context-length", "max-model-len"},
+                   {"tp", "tensor-parallel-size"},
+                   {"pp", "pipeline-parallel-size"},
+                   {"dp", "data-parallel-size"},
+                   {"mem-fraction-static", "gpu-memory-utilization"},
+                   {"system-prompt", "system"},
+                   {"V", "version"}};
+
+static const cli_flag *cli_find_flag_named(const char *name) {
+    for (int i = 0; i < COUNT(cli_flags); i++)
+        if (cli_flags[i].name && !strcmp(cli_flags[i].name, name)) return &cli_flags[i];
+    return NULL;
+}
+
+/* Are these names equal? '_' in the user's name counts as '-'. */
+static bool cli_is_name(str typed, const char *name) {
+    size_t i = 0;
+    while (i < typed.n && name[i] && (typed.p[i] == '_' ? '-' : typed.p[i]) == name[i]) i++;
+    return i == typed.n && !name[i];
+}
+
+/* Finds the flag that the first n bytes of arg name, such as "-m", "-hf" or "--model". Returns NULL
+ * if there is none. */
 static const cli_flag *cli_find_flag(const char *arg, size_t n) {
-    for (int i = 0; i < COUNT(cli_flags); i++) {
-        const cli_flag *flag = &cli_flags[i];
-        if (!flag->name) continue;
-        if (n > 1 && strlen(flag->short_name) == n - 1 && !memcmp(arg + 1, flag->short_name, n - 1))
-            return flag;
-        if (n > 2 && arg[1] == '-' && strlen(flag->name) == n - 2 &&
-            !memcmp(arg + 2, flag->name, n - 2))
-            return flag;
+    const bool is_long = n > 2 && arg[1] == '-';
+    str typed = {arg + 1 + is_long, n - 1 - is_long};
+    for (int i = 0; i < COUNT(cli_aliases); i++) {
+        const char *other = cli_aliases[i].other;
+        if (is_long == (strlen(other) > 1) && cli_is_name(typed, other))
+            return cli_find_flag_named(cli_aliases[i].name);
     }
+    for (int i = 0; i < COUNT(cli_flags); i++)
+        if (cli_flags[i].name &&
+            (is_long ? cli_is_name(typed, cli_flags[i].name)
+                     : typed.n && str_is(typed, cli_flags[i].short_name)))
+            return &cli_flags[i];
     return NULL;
 }
 
@@ -37549,28 +37585,48 @@ static void cli_override_env(cli *flags, const cli *env, const cli_flag *flag) {
     if (list && list->n_values && list->values[0] == env_list->values[0]) list->n_values = 0;
 }
 
-/* Takes an argument that is no flag: a name, or the model of a command that runs one. */
-static int cli_take_word(cli *flags, const cli *env, unsigned command, const char *arg,
-                         toka_err *e) {
-    const bool is_model = command & FOR_MODEL_WORD;
-    if (!is_model && !(command & FOR_WORDS))
+typedef struct cli_command {
+    /* the words, such as "bench", "plan"; second NULL: only one word */
+    const char *name, *second_name;
+    unsigned for_bit;
+    int (*main)(const cli *, toka_err *);
+} cli_command;
+
+/* Takes an argument that is no flag. */
+static int cli_take_word(cli *flags, const cli *env, const char *arg, toka_err *e) {
+    if (!flags->max_words)
         return fail(e, TOKA_E_USE,
                     "%s: unknown argument; a command comes before its flags, see toka --help", arg);
-    if (flags->words.n_values == (is_model ? 1 : CLI_MAX_LIST))
+    if (flags->words.n_values == flags->max_words)
         return fail(e, TOKA_E_USE, "%s: %s", arg,
-                    is_model ? "a second model; see toka --help" : "too many names");
+                    flags->max_words == 1 ? "a second model; see toka --help"
+                                          : "one argument too many; see toka --help");
     if (flags->open.model == env->open.model) flags->open.model = NULL;
     if (flags->hf_repo == env->hf_repo) flags->hf_repo = NULL;
     flags->words.values[flags->words.n_values++] = arg;
     return 0;
 }
 
+/* Returns how many arguments that are no flags the command takes: names, a model, or with toka run
+ * a model and a prompt. command NULL: toka without a command word. */
+static int cli_max_words(const cli_command *command) {
+    if (!command) return 0;
+    if (command->for_bit == FOR_RUN) return 2;
+    return command->for_bit & FOR_WORDS ? CLI_MAX_LIST : (command->for_bit & FOR_MODEL_WORD) != 0;
+}
+
+/* Sets the model, and the prompt, from these arguments. */
 static int cli_take_model_word(cli *flags, toka_err *e) {
     if (!flags->words.n_values) return 0;
     if (flags->open.model || flags->hf_repo)
         return fail(e, TOKA_E_USE, "%s: a second model, after that of --model or -hf",
                     flags->words.values[0]);
     flags->open.model = flags->words.values[0];
+    if (flags->words.n_values < 2) return 0;
+    if (flags->prompt || flags->file)
+        return fail(e, TOKA_E_USE, "%s: a second prompt, after that of --prompt or --file",
+                    flags->words.values[1]);
+    flags->prompt = flags->words.values[1];
     return 0;
 }
 
@@ -37589,7 +37645,7 @@ static int cli_parse(cli *flags, unsigned command, int argc, char **argv, toka_e
         size_t n_name = equals ? (size_t)(equals - arg) : strlen(arg);
         const cli_flag *flag = n_name > 1 ? cli_find_flag(arg, n_name) : NULL;
         if (arg[0] != '-') {
-            if (cli_take_word(flags, &env, command, arg, e)) return e->code;
+            if (cli_take_word(flags, &env, arg, e)) return e->code;
             continue;
         }
         if (!flag) return cli_fail_unknown_flag((str){arg, n_name}, command, e);
@@ -37611,7 +37667,7 @@ static int cli_parse(cli *flags, unsigned command, int argc, char **argv, toka_e
     }
     /* these work even if the environment has a bad value */
     if (flags->help || flags->help_all || flags->version) return code;
-    if (!code && (command & FOR_MODEL_WORD)) code = cli_take_model_word(flags, e);
+    if (!code && !(command & FOR_WORDS)) code = cli_take_model_word(flags, e);
     if (!code && address && flags->serve.uds)
         code = fail(e, TOKA_E_USE, "--uds goes without --%s", address->name);
     for (int i = 0; i < COUNT(cli_flags) && !code; i++)
@@ -38281,6 +38337,13 @@ static int cli_run_command(const cli *flags, toka_err *e) { /* toka without a co
     code = flags->chat ? cli_chat(flags, t, e) : cli_run_prompt(flags, t, e);
     toka_close(t);
     return code;
+}
+
+/* toka run MODEL [PROMPT]; without a prompt on a terminal it is a conversation. */
+static int cli_run_word(const cli *flags, toka_err *e) {
+    cli run = *flags;
+    if (!flags->prompt && !flags->file && isatty(0)) run.chat = true;
+    return cli_run_command(&run, e);
 }
 
 static int cli_chat_command(const cli *flags, toka_err *e) { /* toka chat */
@@ -38982,6 +39045,11 @@ static int cli_version(toka_err *e) {
     return code;
 }
 
+static int cli_version_command(const cli *flags, toka_err *e) {
+    (void)flags;
+    return cli_version(e);
+}
+
 /* Checks the parallel sizes. In the library 0 means the default; on the command line 0 is an
  * error. */
 static int cli_check_parallel(const toka_options *options, toka_err *e) {
@@ -39009,14 +39077,8 @@ static int cli_check_files(const cli *flags, unsigned command, toka_err *e) {
     return 0;
 }
 
-typedef struct cli_command {
-    /* the words, such as "bench", "plan"; second NULL: only one word */
-    const char *name, *second_name;
-    unsigned for_bit;
-    int (*main)(const cli *, toka_err *);
-} cli_command;
-
 static const cli_command cli_command_table[] = {
+    {"run",      NULL,         FOR_RUN,         cli_run_word},
     {"chat",     NULL,         FOR_CHAT,        cli_chat_command},
     {"tokenize", NULL,         FOR_TOKENIZE,    cli_tokenize},
     {"template", NULL,         FOR_TEMPLATE,    cli_template},
@@ -39032,7 +39094,8 @@ static const cli_command cli_command_table[] = {
     {"bench",    "serve",      FOR_BENCH_SERVE, cli_bench_serve},
     {"bench",    "plan",       FOR_BENCH_PLAN,  cli_bench_plan},
     {"bench",    "ops",        FOR_OPS,         cli_bench_ops},
-    {"plan",     NULL,         FOR_PLAN,        cli_plan}
+    {"plan",     NULL,         FOR_PLAN,        cli_plan},
+    {"version",  NULL,         FOR_VERSION,     cli_version_command}
 };
 
 /* Returns the command of these words, or NULL. second: the second word, "" if there is no second
@@ -39080,6 +39143,7 @@ static int cli_run_args(const cli_command *command, int n_words, int argc, char 
     cli flags = cli_default();
     tmpl_time now;
     const unsigned bit = command ? command->for_bit : FOR_RUN;
+    flags.max_words = cli_max_words(command);
     int code = cli_parse(&flags, bit, argc - 1 - n_words, argv + 1 + n_words, e);
     if (code) return code;
     if (flags.help || flags.help_all)

@@ -121,6 +121,32 @@ def test_raw_completes_text():
     assert json.loads(r.stdout)["output_tokens"] <= 5
 
 
+def test_names_that_users_know():
+    want = toka("-q", "-p", PROBLEM, "--temp", "2", "--seed", "1", "-n", "9", "--max-model-len", "200").stdout
+    for names in (["--temperature", "--seed", "--n-predict", "-c"], ["--temperature", "--seed", "--max_new_tokens", "--ctx-size"],
+                  ["--temp", "--seed", "--max_tokens", "--context_length"]):
+        values = [x for pair in zip(names, ["2", "1", "9", "200"]) for x in pair]
+        assert toka("-q", "-p", PROBLEM, *values).stdout == want, names
+    assert toka("-q", "-p", PROBLEM, "--temperature=2", "--seed=1", "-n", "9", "-c", "200").stdout == want
+    assert toka("-V").stdout == toka("version").stdout == toka("--version").stdout
+    for args in (["--c", "200"], ["-temperature", "1"], ["-tp", "1"], ["---temp", "1"]):
+        assert toka("-p", "x", *args).returncode == 1, args
+    assert toka("-p", "x", "--tp", "0").returncode == 1
+    assert toka("-q", "-p", PROBLEM, "--tp", "1", "--pp", "1", "--dp", "1").returncode == 0
+
+
+def test_run_a_model():
+    want = toka("-q", "-m", "test/model", "-p", PROBLEM).stdout
+    assert toka("run", "test/model", PROBLEM, "-q").stdout == want
+    assert toka("run", "-q", "test/model", "-p", PROBLEM).stdout == want
+    assert toka("run", "test/model", "-q", stdin=PROBLEM).stdout == want
+    assert toka("run", "-q", "-p", PROBLEM).stdout == want
+    for args, text in ((["run", "a", "b", "c"], "c: one argument too many"), (["run", "a", "b", "-p", "c"], "b: a second prompt"),
+                       (["run", "/none", "x"], "/none: no such folder")):
+        r = toka(*args)
+        assert r.returncode == 1 and text in r.stderr.decode(), r.stderr
+
+
 # ---- tokenize, template, score, models ----
 
 def test_a_model_without_its_flag():
@@ -560,8 +586,8 @@ def test_closed_pipe_and_full_disk(command):
 
 
 @pytest.mark.parametrize("args, suggestion", [
-    ("--promt x", "--prompt"), ("--Prompt x", "--prompt"), ("-prompt x", "--prompt"), ("--max_tokens 3", "--max-tokens"),
-    ("--max-token=3", "--max-tokens"), ("--tmep 1", "--temp"), ("--temperature 1", "--temp"), ("--modell x", "--model"),
+    ("--promt x", "--prompt"), ("--Prompt x", "--prompt"), ("-prompt x", "--prompt"), ("--max_tokenz 3", "--max-tokens"),
+    ("--max-token=3", "--max-tokens"), ("--tmep 1", "--temp"), ("--temprature 1", "--temp"), ("--modell x", "--model"),
     ("serve --prot 1", "--port"), ("batch --inputfile x", "--input-file"), ("plan --gpuss 2", "--gpus"), ("--hepl", "--help"),
     ("serv", "toka serve"), ("tokenise", "toka tokenize"), ("bacth", "toka batch"), ("model", "toka models"), ("hlep", "toka help"),
     ("sevre", "toka serve"), ("bnech", "toka bench"), ("bench serv", "toka bench serve"), ("bench thruput", "toka bench throughput"),
