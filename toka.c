@@ -6,7 +6,7 @@
  * run on any Linux machine; millions of completions as fast as the hardware allows; copying these
  * files into another project, to use, teach or review. So it is one file that reads from top to
  * bottom, and each chapter uses only earlier ones. `cc -c toka.c` compiles chapters 1 to 23, the
- * library. -DTOKA_SERVER adds chapters 24 to 38: server, batches, benchmarks, hub, command line;
+ * library. -DTOKA_SERVER adds chapters 24 to 39: server, batches, benchmarks, hub, command line;
  * and -DTOKA_MAIN adds main() to these. toka_kernels.cu is the GPU backend. toka.h is the public
  * interface and, in its lower half, the interface of the backends.
  *
@@ -38,7 +38,7 @@
  *                                      id and log-probability. sched_commit (16) appends the id
  *                                      to its sequence
  *     id -------------- tok_stream_put (6), stop_put (18) --> text that is certain --> toka_event
- *                                      --> callback: of the command line (38), the batch runner
+ *                                      --> callback: of the command line (39), the batch runner
  *                                      (29) or another program (23). The server's callback gets
  *                                      ids; its workers make the text from them: api_feed (27)
  *
@@ -124,7 +124,7 @@
  * 13, kv_ 14, heap_ 15, sched_ 16, batch_ 17, samp_ and stop_ 18, plain_ 18.8, cpu_ 19 and 20,
  * group_ 20, model_ and rank_ 21, eng_ 22, lib_ 23, http_ 24, parse_ 25, api_ 26 to 28, chat_,
  * resp_ and msg_ 28, run_ 29 and 34, files_ 30, srv_ 31 to 33, plan_ 34, benchclient_ 35, hub_ 36,
- * edit_ 37, cli_ 38.
+ * edit_ 37, help_ 38, cli_ 39.
  *
  * WORDS                                                                                     chapter
  *   sample          one of the n completions of a request                                        16
@@ -229,13 +229,14 @@
  *  35. Bench serve [os]
  *  36. Hub [os]
  *  37. Line editor [os]
- *  38. Command line [os]
+ *  38. Manual pages [pure]
+ *  39. Command line [os]
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE /* mmap flags, sched_getaffinity, memmem */
 #endif
 #ifdef TOKA_MAIN
-#define TOKA_SERVER /* chapters 24 to 38: server, batches, benchmarks, hub, command line */
+#define TOKA_SERVER /* chapters 24 to 39: server, batches, benchmarks, hub, command line */
 #endif
 #define TOKA_INTERNAL
 #include "toka.h"
@@ -296,7 +297,7 @@
 #include <sys/un.h>
 #include <sys/wait.h>
 #include <termios.h>
-#define SERVER_ONLY /* before a function of chapters 1 to 23 that only chapters 24 to 38 call */
+#define SERVER_ONLY /* before a function of chapters 1 to 23 that only chapters 24 to 39 call */
 #else
 #define SERVER_ONLY __attribute__((unused))
 #endif
@@ -32372,7 +32373,7 @@ static void srv_loop_once(srv *server, struct epoll_event *events) {
 }
 
 /* Runs until a signal has come and all answers are sent, or until the engine has failed and its
- * clients were informed. A second signal ends the program (38). */
+ * clients were informed. A second signal ends the program (39). */
 static void srv_run_loop(srv *server) {
     srv_loop *loop = server->loop;
     struct epoll_event events[SRV_MAX_EVENTS];
@@ -36901,7 +36902,241 @@ static edit_result edit_read(edit *ed, const char *prompt) {
 }
 
 /* ===========================================================================
- * MARK: 38. Command line [os]
+ * MARK: 38. Manual pages [pure]
+ * The pages that `toka help PAGE` prints: what --help is too short for and the README too long.
+ * Indented lines are commands; a test runs them.
+ * =========================================================================== */
+
+typedef struct help_page {
+    const char *name, *title, *text;
+    const char *command; /* the command whose --help names the page; NULL: none */
+} help_page;
+
+static const help_page help_pages[] = {
+    {"hub", "models of the Hugging Face hub",
+     "    toka pull Qwen/Qwen3-0.6B\n"
+     "    toka -m Qwen/Qwen3-0.6B -q -p \"Why is the sky blue?\"\n"
+     "    toka list | head -3\n"
+     "    toka rm Qwen/Qwen3-0.6B\n"
+     "\n"
+     "- --revision takes a branch, a tag or a commit; -m ID@REVISION does, too.\n"
+     "- A model is OWNER/NAME, or a name that `toka models` lists. -hf downloads it\n"
+     "  when the cache does not have it; -m asks on a terminal, and takes --download\n"
+     "  as a yes.\n"
+     "- Only the files that toka reads are taken: configs, tokenizer, chat\n"
+     "  templates, model.safetensors or the files of its index. tokenize and\n"
+     "  template need no weights and leave them out.\n"
+     "- Before the weights, config.json is read: a model that toka does not run is\n"
+     "  refused. So is one that does not fit on the disk.\n"
+     "- Up to four files come at once. Each file has its hash checked (SHA-256, or\n"
+     "  SHA-1 for files that are not in LFS) before the cache has it. A file with\n"
+     "  wrong bytes is deleted.\n"
+     "- A lost connection is taken up again where it broke, five times without a new\n"
+     "  byte at most. After Ctrl-C or kill -9 the same command goes on.\n"
+     "- A model that is here is used as it is. `toka pull` asks the hub which commit\n"
+     "  the branch is on now, and takes what changed.\n"
+     "- The cache is that of huggingface_hub: HF_HUB_CACHE, else HF_HOME/hub, else\n"
+     "  ~/.cache/huggingface/hub. Each program finds what the other downloaded.\n"
+     "  `toka rm` deletes a model for both.\n"
+     "- HF_TOKEN, or the file of `hf auth login`, is sent to the hub only, not to\n"
+     "  hosts that it redirects to, and not on a command line. HF_ENDPOINT names a\n"
+     "  mirror. HF_HUB_OFFLINE=1 forbids connections.\n"
+     "- The program curl does the transfers; its proxies are https_proxy and\n"
+     "  no_proxy. Without curl: hf download OWNER/NAME.\n",
+     "pull"},
+    {"numbers", "texts, tokens, and when results are equal",
+     "    toka tokenize -m test/model < README.md | wc -w\n"
+     "    toka score -m test/model -p \"Tom has 3 boxes with 4 apples each.\" | head -3\n"
+     "    toka -m test/model -q -p \"Tom has 12 apples.\" --temp 1 --seed 7\n"
+     "\n"
+     "- To replace weights in use, rename new files over them. If a weight file is\n"
+     "  written to in place, a batch ends, and a server or a chat prints a warning.\n"
+     "- Text becomes ids as in transformers. Special tokens are those that any field\n"
+     "  of the folder's files names. `split_special_tokens` in tokenizer_config.json\n"
+     "  makes them plain text, also in chats.\n"
+     "- On the CPU the same command and seed give the same bytes, whatever runs at\n"
+     "  once, with any number of threads. On a GPU the last bits of a row may depend\n"
+     "  on how many rows run beside it, so the choice between two nearly equal\n"
+     "  tokens can change.\n"
+     "- `--dtype bfloat16` on a CPU with AVX512_BF16 rounds what enters a product\n"
+     "  with weights to bf16. Prompts and batches of 32 run 1.7 to 1.9 times as\n"
+     "  fast; log-probabilities change by 0.01 on average (measured). The default is\n"
+     "  float32.\n",
+     "score"},
+    {"batches", "files of requests",
+     "    for i in $(seq 20); do\n"
+     "        echo '{\"custom_id\": \"'$i'\", \"prompt\": \"Tom has '$i' apples.\"}'\n"
+     "    done > in.jsonl\n"
+     "    toka batch -m test/model -i in.jsonl -o out.jsonl\n"
+     "    wc -l < out.jsonl\n"
+     "\n"
+     "- Results are appended when requests end, in any order, each line whole. After\n"
+     "  any stop (Ctrl-C, kill -9, a full disk) the same command continues: nothing\n"
+     "  is lost or done twice; only in-flight lines are computed again.\n"
+     "- Finished lines are recognized by custom_id only. If one comes twice in the\n"
+     "  input, the file is refused before anything runs. Use a new output file for\n"
+     "  other flags, prompts or models. A warning counts lines that changed since; a\n"
+     "  result's \"id\" has a hash of its line, without white space and order of keys.\n"
+     "  Another warning names a changed model. Damaged output lines stay, a warning\n"
+     "  counts them, and their requests are done again.\n"
+     "- A bad line becomes an error record and counts as done; the exit status stays\n"
+     "  0. The next run counts these records; to do them again, delete them (`grep\n"
+     "  -v '\"response\":null'` keeps the rest).\n"
+     "- All lines run on `-m`, whatever their \"model\" is. The temperature is the\n"
+     "  line's, else `--temp`, else generation_config's, else 1 as in OpenAI's API.\n"
+     "  At 0 the n samples are n copies. A line without a seed gets one made of\n"
+     "  `--seed` and custom_id. If training uses custom_ids again, pass the number\n"
+     "  of its step as `--seed`, else each step draws the same random numbers.\n"
+     "- Log-probabilities are of the raw logits (temperature 1, before penalties and\n"
+     "  filters); only sampled_logprobs are of the distribution that was drawn from.\n"
+     "  `return_packed` gives arrays as base64, little-endian: `\"packed\": {n,\n"
+     "  token_ids int32[n], logprobs float32[n], sampled_logprobs float32[n],\n"
+     "  top_n}`. If alternatives are requested (logprobs; in chats top_logprobs),\n"
+     "  there are `top_ids int32[n][top_n]` (-1: none) and `top_logprobs\n"
+     "  float32[n][top_n]` too. If ids or log-probabilities of the prompt are\n"
+     "  requested, there is `prompt_packed` without sampled_logprobs; if only ids\n"
+     "  are, its logprobs are NaN.\n",
+     "batch"},
+    {"serving", "the server, its keys and its limits",
+     "    toka serve -m test/model --served-model-name tiny &\n"
+     "    curl -s --retry 30 --retry-all-errors 127.0.0.1:10210/v1/models\n"
+     "    curl -s 127.0.0.1:10210/v1/completions -d '{\"prompt\": \"Tom has\", \"n\": 2}'\n"
+     "    curl -s 127.0.0.1:10210/v1/responses -d '{\"input\": \"Tom has 12 apples.\"}'\n"
+     "    kill $!; wait\n"
+     "\n"
+     "- A line on standard error says every 5 seconds what /metrics has.\n"
+     "- `n` may be thousands: the samples share the pages of their prompt, and\n"
+     "  `\"stream\": true` sends each as it grows. vLLM's fields work too: top_k,\n"
+     "  min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids,\n"
+     "  allowed_token_ids, bad_words, prompt_logprobs, return_token_ids, priority\n"
+     "  and others; `return_packed` is as in batches.\n"
+     "- A known field that is not supported is a 400 that names it. An unknown field\n"
+     "  is ignored with a line in the log, or refused with `--strict`. A max_tokens\n"
+     "  that does not fit behind the prompt is a 400. Without one a completion gets\n"
+     "  16 tokens, a chat what is left.\n"
+     "- If neither the request nor generation_config.json has a temperature, it is\n"
+     "  1; at 0 n choices are n copies. Without a seed, or with -1 as in vLLM, the\n"
+     "  seed is fresh. Content that is null, or that an assistant's message lacks,\n"
+     "  is empty.\n"
+     "- Defaults come from generation_config.json; the start prints them and the\n"
+     "  fields that are not used. An answer ends at its end ids, else at\n"
+     "  config.json's, and at the tokenizer's eos_token.\n"
+     "- lm_eval works as it is: `lm_eval --model local-completions --model_args\n"
+     "  base_url=http://127.0.0.1:10210/v1/completions,model=tiny,tokenizer=test/model`.\n"
+     "- `tools` go to the chat template (tool_use, if there is one; `--chat-template\n"
+     "  NAME` picks any), and calls come back as `tool_calls`, whole or streamed.\n"
+     "  The chat template shows the form of the calls: Hermes and Qwen, Qwen3-Coder,\n"
+     "  Llama, Mistral, DeepSeek, GLM, Kimi, GPT-OSS (harmony), MiniMax, Granite,\n"
+     "  Phi-4-mini and others; `--tool-call-parser` names one. A malformed call\n"
+     "  stays text. tool_choice may be none, auto or allowed_tools with mode auto;\n"
+     "  one that forces a call is refused.\n"
+     "- Reasoning comes as `reasoning` and `reasoning_content`, beside the content;\n"
+     "  in `usage` it is `reasoning_tokens`. The chat template shows how the model\n"
+     "  marks it; `--reasoning-parser` names it, none leaves it in the text.\n"
+     "  `reasoning_effort` and `chat_template_kwargs` are variables of the template\n"
+     "  (`--default-chat-template-kwargs` too); `include_reasoning: false` leaves it\n"
+     "  out. `continue_final_message` continues the text of the last message.\n"
+     "- `/v1/responses` (OpenAI) and `/v1/messages` (Anthropic, with count_tokens\n"
+     "  and the key in x-api-key) are the same chats in another form, with tools,\n"
+     "  reasoning and streams. They keep nothing: previous_response_id, tools that a\n"
+     "  server runs, and formats of text are refused.\n"
+     "- bad_words: no token may complete one, with or without a space before it; a\n"
+     "  longer word that contains one is allowed as one token. Constraints that\n"
+     "  leave no token are a 400, or end the text if that shows only later. A stop\n"
+     "  string does not count in the first min_tokens tokens.\n"
+     "- prompt_logprobs, and echo with logprobs, bypass the prefix cache for sample\n"
+     "  0. All choices that repeat their prompt, its ids or its log-probabilities\n"
+     "  may have 1 GB together.\n"
+     "- A full queue is a 429 with a Retry-After of 1 to 60 s, by its recent rate. A\n"
+     "  model that is loading is a 503. If a client hangs up, its request is freed;\n"
+     "  if it closes only its sending half (`nc -N`), it gets its answer.\n"
+     "- If the device fails, each request gets its error (a stream: an event),\n"
+     "  /health is 503, and a second later the server ends with status 2. Batches\n"
+     "  continue after a restart. If there is work but no step for `--step-timeout`\n"
+     "  seconds, /health is 503 until there is one, and what needs no engine is\n"
+     "  still answered. SIGTERM gives such an engine up after that time, Ctrl-C of\n"
+     "  other commands after 10 s.\n"
+     "- Without a key a request gets a 403 if its Host is not a loopback name,\n"
+     "  `--host`, this machine's name or the address that it reached (DNS\n"
+     "  rebinding). Behind a proxy that keeps the Host, a port of Docker or a\n"
+     "  Kubernetes service, use `--allowed-hosts llm.example.org,10.0.0.5` (`*`:\n"
+     "  all). Browsers may come from `--allowed-origins` only.\n"
+     "- A request whose answer is not streamed and may need more than\n"
+     "  `--max-answer-bytes` is refused, in a batch that line only. Bodies, answers\n"
+     "  and what slow readers have not taken may use half of the memory that the\n"
+     "  model leaves. Above that the largest are refused with 503 or broken off\n"
+     "  first.\n"
+     "- `toka serve --help-all` lists the limits of clients. One that takes no byte\n"
+     "  for `--write-timeout` is dropped with its samples. A body may have a JSON\n"
+     "  value for each 16 bytes of `--max-body-bytes` (4 million). The limit of\n"
+     "  connections is `ulimit -n`, raised to its hard limit at start.\n",
+     "serve"},
+    {"files", "batches that a server runs",
+     "    toka serve -m test/model --files-dir files &\n"
+     "    echo '{\"custom_id\": \"1\", \"method\": \"POST\", \"url\": \"/v1/completions\",' \\\n"
+     "         '\"body\": {\"prompt\": \"Tom has\"}}' > in.jsonl\n"
+     "    curl -s --retry 30 --retry-all-errors 127.0.0.1:10210/v1/files \\\n"
+     "         -F purpose=batch -F file=@in.jsonl\n"
+     "    kill $!; wait\n"
+     "\n"
+     "- Batches run one after the other, behind all other requests. They continue\n"
+     "  when the server starts again, also after kill -9: nothing is lost or done\n"
+     "  twice. Damaged output lines are removed, answered again and counted\n"
+     "  (`request_counts.damaged`). On a full disk a batch waits for room.\n"
+     "- Failed requests are in the file `batch.error_file_id`. A completion_window\n"
+     "  has up to 30 days (90m, 24h, 7d). When it closes, what is left gets the\n"
+     "  error batch_expired. A line's seed is made of its custom_id only.\n"
+     "- Files are in `--files-dir`, which only this user can read and only one\n"
+     "  server at a time can use. All keys see the same files. A file has at most 2\n"
+     "  GiB (`--max-upload-bytes`: 4), a batch 10 million lines.\n",
+     NULL},
+    {"gpus", "one GPU and several",
+     "    toka devices\n"
+     "    toka plan -m llama-3.1-70b --gpus 2 --gpu H200\n"
+     "    toka -p \"Tom has 12 apples.\" --device cpu --pipeline-parallel-size 2\n"
+     "\n"
+     "- With nvcc, `./build.sh` makes one binary for sm_80, sm_89 and sm_90a. It\n"
+     "  needs no library but the CUDA runtime. `ARCHS=90a ./build.sh` builds for one\n"
+     "  (80 s on one core), `NVCC= ./build.sh` for none. Without a GPU the binary\n"
+     "  says so and uses the CPU.\n"
+     "- All memory is allocated at start. CUDA graphs are captured then, for decode\n"
+     "  steps of up to 1,024 rows. If a row has top-p or similar, the limit is 512\n"
+     "  rows (vocabulary of Llama 3), and there are none with tensor parallelism.\n"
+     "- Weights and activations are bf16, so a text can differ from the CPU's where\n"
+     "  two tokens are nearly equal. A draw depends on (seed, sample, position) and\n"
+     "  the logits only, and it is the same draw as on the CPU: from equal logits\n"
+     "  both take the same token, but for one or two of ten million draws, which are\n"
+     "  too close to call in float32.\n"
+     "- Tensor: up to 8 ranks share each layer's heads and columns and the\n"
+     "  vocabulary. The draws are the same, but sums round differently. They write\n"
+     "  partial sums and samples into each other's memory, for many rows in the\n"
+     "  GEMM's epilogue. So they need peer access (NVLink, or PCIe if the driver\n"
+     "  allows it): without it the start refuses them, and `toka plan` leaves them\n"
+     "  out. toka does not use NCCL.\n"
+     "- Pipeline: each stage has some of the layers. Microbatches keep all stages\n"
+     "  busy. Results are those of one rank: on the CPU the same bytes, on a GPU up\n"
+     "  to rounding. Copy engines send between stages, without peer access through\n"
+     "  pinned host memory, while the stages compute.\n"
+     "- Data: replicas behind one queue. A request goes to the replica with the\n"
+     "  least work left. Results are those of one rank, as above.\n"
+     "- More than four GPUs and GPUs without NVLink have not been measured. Refused\n"
+     "  at start: too few GPUs; tensor ranks without peer access; a stage without a\n"
+     "  layer; more tensor ranks than kv heads, unless they are a multiple of the kv\n"
+     "  heads that divides the heads.\n"
+     "- If a rank fails, the run ends at once. If it hangs, the watchdog ends it\n"
+     "  after half a minute. The status is 2, and a sentence names the rank and the\n"
+     "  op. (GPUs that reach each other's memory fail together: it says what is\n"
+     "  known.) A batch continues from there. Ctrl-C works as with one rank.\n",
+     "plan"}};
+
+static const help_page *help_find_page(const char *name) {
+    for (int i = 0; i < COUNT(help_pages); i++)
+        if (!strcmp(name, help_pages[i].name)) return &help_pages[i];
+    return NULL;
+}
+
+/* ===========================================================================
+ * MARK: 39. Command line [os]
  * toka [COMMAND] [FLAGS]. All flags stand in one table, cli_flags. A row has the flag's name, short
  * form, type, the field of `cli` that it sets, the commands that take it, and its text in --help. A
  * flag --max-tokens can also be set by the environment variable TOKA_MAX_TOKENS. Results go to
@@ -37424,6 +37659,20 @@ static const char cli_notes[] =
     "that became error records do not change it. A closed pipe at standard output ends the program with 0,\n"
     "but toka batch, whose answers are lost then, with 2.\n";
 
+/* Appends the names of the manual pages; for a command only that of its own page. Returns false if
+ * there is none. */
+static bool cli_put_pages(buf *out, int n_words, char **words) {
+    const size_t before = out->n;
+    for (int i = 0; i < COUNT(help_pages); i++) {
+        const char *command = help_pages[i].command;
+        if (n_words && !(command && n_words == 1 && !strcmp(command, words[0]))) continue;
+        buf_printf(out, "%s %s", out->n == before ? "\nManual pages: toka help" : ",",
+                   help_pages[i].name);
+    }
+    if (out->n > before) buf_char(out, '\n');
+    return out->n > before;
+}
+
 /* Prints the help of a command, or of the program if n_words is 0. all: with every flag; else with
  * those used most. */
 static int cli_help(bool all, unsigned command, int n_words, char **words, toka_err *e) {
@@ -37437,10 +37686,11 @@ static int cli_help(bool all, unsigned command, int n_words, char **words, toka_
         if (cli_examples[i].command == command)
             buf_printf(&out, "\nExample\n%s", cli_examples[i].text);
     cli_put_flags(&out, n_words || all ? command : FOR_RUN, all || show_all);
+    const bool has_pages = cli_put_pages(&out, n_words, words);
     if (all) {
         buf_c(&out, cli_notes);
     } else if (!show_all) {
-        buf_c(&out, "\nAll flags: toka");
+        buf_c(&out, has_pages ? "All flags: toka" : "\nAll flags: toka");
         for (int i = 0; i < n_words; i++) buf_printf(&out, " %s", words[i]);
         buf_c(&out,
               n_words ? " --help-all\n" : " --help-all. Of one command: toka COMMAND --help\n");
@@ -39109,11 +39359,14 @@ static const cli_command *cli_find_command(const char *first, const char *second
     return NULL;
 }
 
-/* Returns the error for an unknown command, with the most similar one. */
-static int cli_fail_unknown_command(const char *first, const char *second, toka_err *e) {
+/* Returns the error for an unknown command, or page of the help, with the most similar one. */
+static int cli_fail_unknown_command(const char *first, const char *second, bool is_help,
+                                    toka_err *e) {
     const bool is_bench = !strcmp(first, "bench");
     suggestion nearest = {.typed = str_c(is_bench ? second : first)};
     if (!is_bench) suggest_try(&nearest, "help");
+    for (int i = 0; i < COUNT(help_pages) && is_help; i++)
+        suggest_try(&nearest, help_pages[i].name);
     for (int i = 0; i < COUNT(cli_command_table); i++) {
         const cli_command *command = &cli_command_table[i];
         if (!is_bench || command->second_name)
@@ -39121,18 +39374,21 @@ static int cli_fail_unknown_command(const char *first, const char *second, toka_
     }
     if (is_bench) fail(e, TOKA_E_USE, "toka bench: expected throughput, serve, plan or ops");
     else fail(e, TOKA_E_USE, "%s: no such command; see toka --help", first);
-    return suggest_fail(&nearest, is_bench ? "toka bench " : "toka ", e);
+    const bool is_page = nearest.best && help_find_page(nearest.best);
+    return suggest_fail(&nearest, is_bench ? "toka bench " : is_page ? "toka help " : "toka ", e);
 }
 
-/* Runs toka help, toka help COMMAND and toka bench --help. words: the n_words words after
- * "help". */
+/* Runs toka help, toka help COMMAND, toka help PAGE and toka bench --help. words: the n_words words
+ * after "help". */
 static int cli_help_for(bool all, int n_words, char **words, toka_err *e) {
     if (!n_words || words[0][0] == '-') return cli_help(all, FOR_ANY, 0, NULL, e);
+    const help_page *page = n_words == 1 ? help_find_page(words[0]) : NULL;
+    if (page) return cli_write(str_c(page->text), e);
     const char *second = n_words > 1 ? words[1] : "";
     const cli_command *command = cli_find_command(words[0], second);
     const bool is_bench = !strcmp(words[0], "bench") && !*second;
     if (is_bench) return cli_help(all, FOR_ANY, 0, NULL, e);
-    if (!command) return cli_fail_unknown_command(words[0], second, e);
+    if (!command) return cli_fail_unknown_command(words[0], second, true, e);
     return cli_help(all, command->for_bit, command->second_name ? 2 : 1, words, e);
 }
 
@@ -39171,7 +39427,7 @@ static int cli_dispatch(int argc, char **argv, toka_err *e) {
     if (command) return cli_run_args(command, command->second_name ? 2 : 1, argc, argv, e);
     const bool wants_help = help_all || !strcmp(next, "--help") || !strcmp(next, "-h");
     if (wants_help && !strcmp(first, "bench")) return cli_help_for(help_all, 0, NULL, e);
-    return cli_fail_unknown_command(first, second, e);
+    return cli_fail_unknown_command(first, second, false, e);
 }
 
 /* If standard input, output or error is closed, the next opened file would take its descriptor.

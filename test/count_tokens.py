@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the C tokens of toka.c: of the library (chapters 1 to 23) and of the rest (24 to 38), or with --chapters of each chapter.
+"""Counts the C tokens of toka.c: of the library (chapters 1 to 23) and of the rest (24 to 39), or with --chapters of each chapter.
 
     python3 test/count_tokens.py [--chapters] [FILE ...]
 

@@ -26,7 +26,7 @@ def test_readme():
 def test_readme_share_of_the_measured_rate():
     with open(os.path.join(ROOT, "README.md")) as f:
         text = f.read()
-    rate, share, flags = re.search(r"the ([\d,]+) tok/s of the table above are (\d+) % of what it says\s+for `(.*?)`", text).groups()
+    rate, share, flags = re.search(r"the ([\d,]+) tok/s of the table above are (\d+) % of what it says\s+for\s+`(.*?)`", text).groups()
     best = json.loads(plan(*flags.split(), "--json")[0])["recommended"]
     assert f"| {rate} |" in text
     assert round(100 * int(rate.replace(",", "")) / best["workload"]["output_tokens_per_second"]) == int(share)

@@ -1,0 +1,112 @@
+"""The commands of the README's first page and of its sections about models and prompts, and the commands of the manual pages
+(toka help PAGE), run as written, with a fake hub (hub.py) and a new HOME. Run through test/run.sh."""
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+
+import pytest
+
+from hub import FakeHub, Repo
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TOKA = os.path.join(ROOT, "toka")
+MODEL = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
+pytestmark = pytest.mark.skipif(not shutil.which("curl"), reason="no curl")
+
+
+@pytest.fixture(scope="module")
+def hub():
+    server = FakeHub()
+    files = {name: open(f"{ROOT}/test/model/{name}", "rb").read() for name in MODEL}
+    for name in ("Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B-Instruct"):
+        server.repos[name] = Repo(files)
+    yield server
+    server.close()
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def run(hub, folder, command, stdin=""):
+    """Runs a block in a folder that has what a clone has; `toka` is in the path."""
+    for name in ("toka", "README.md", "models.txt", "test"):
+        if not os.path.lexists(folder / name):
+            os.symlink(os.path.join(ROOT, name), folder / name)
+    port = str(free_port())
+    command = command.replace("10210", port).replace("toka serve", f"toka serve --port {port}")
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("TOKA_", "HF_", "XDG_"))}
+    env = {**clean, "HOME": str(folder / "home"), "HF_ENDPOINT": hub.url, "TOKA_DEVICE": "cpu", "PATH": f"{folder}:{clean['PATH']}"}
+    p = subprocess.Popen(["bash", "-ec", command], cwd=folder, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                         stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        out, err = p.communicate(stdin, timeout=120)
+    finally:
+        if p.poll() is None:
+            os.killpg(p.pid, signal.SIGKILL)
+    return p.returncode, out, err
+
+
+def readme():
+    with open(os.path.join(ROOT, "README.md")) as f:
+        return f.read()
+
+
+def section(title):
+    return re.search(rf"\n## {re.escape(title)}\n(.*?)\n## ", readme(), re.S)[1]
+
+
+def test_first_page(hub, tmp_path):
+    first, = re.findall(r"```sh\n(.*?)```", readme().split("\n## ")[0], re.S)
+    build, chat = first.splitlines()
+    build, ask = build.split(" && ", 1)
+    assert build == "./build.sh"  # which makes the program that all tests run
+    status, out, err = run(hub, tmp_path, ask)
+    printed = re.search(r"\n\n((?:    .*\n)+)", readme())[1]
+    assert status == 0 and out == "".join(line[4:] + "\n" for line in printed.splitlines()[:2])
+    assert re.match(r"prompt 34 tokens, generated 33 tokens, ", err)
+    status, out, err = run(hub, tmp_path, chat, "Tom has 12 apples and buys 7 more. How many apples does he have?\n")
+    assert status == 0 and "19" in out and "ready after" in err
+    assert len(readme().splitlines()) <= 300
+
+
+def test_your_model(hub, tmp_path):
+    blocks = re.findall(r"```sh\n(.*?)```", section("Your model"), re.S)
+    status, out, err = run(hub, tmp_path, blocks[0])
+    assert status == 0, err
+    assert len(blocks) == 1 and "meta-llama/Llama-3.2-1B-Instruct " in out and "Qwen/Qwen3-0.6B: deleted, 7.1 MB" in out
+
+
+def test_prompts(hub, tmp_path):
+    (tmp_path / "text.txt").write_text("Tom has 3 apples.")
+    (tmp_path / "messages.json").write_text('{"messages": [{"role": "user", "content": "Tom has 3 apples."}]}')
+    block, = re.findall(r"```sh\n(.*?)```", section("Prompts"), re.S)
+    for line in block.splitlines():
+        status, out, err = run(hub, tmp_path, line.replace("MODEL", "test/model"), "Tom has 3 apples.\n")
+        assert status == 0 and out, (line, err)
+
+
+PAGES = re.findall(r"[a-z]+", re.search(r"\nManual pages: toka help(.*)\n", subprocess.run([TOKA, "help"], capture_output=True, text=True).stdout)[1])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_manual_pages(hub, tmp_path, page):
+    status, text, _ = run(hub, tmp_path, f"toka help {page}")
+    commands = [line[4:] for line in text.splitlines() if line.startswith("    ")]
+    assert status == 0 and commands and all(len(line) <= 82 for line in text.splitlines())
+    status, out, err = run(hub, tmp_path, "\n".join(commands))
+    assert status == 0 and out, err
+
+
+def test_the_pages_are_found(hub, tmp_path):
+    assert PAGES == ["hub", "numbers", "batches", "serving", "files", "gpus"]
+    for command, page in (("pull", "hub"), ("batch", "batches"), ("serve", "serving"), ("plan", "gpus"), ("score", "numbers")):
+        assert f"\nManual pages: toka help {page}\n" in run(hub, tmp_path, f"toka {command} --help")[1]
+    assert "did you mean toka help serving?" in run(hub, tmp_path, "toka help servin")[2]
+    text = readme()
+    assert set(re.findall(r"`toka help ([a-z]+)`", text)) == set(PAGES)
