@@ -22427,10 +22427,10 @@ typedef struct parse_format { /* one form of tool calls; NULL: there is no such 
 
 /* Forms whose marks are more special come first. Names are those of vLLM. */
 static const parse_format parse_formats[] = {
-    {"qwen3_coder qwen3_xml ", {"<function=", "<parameter="}, NULL, NULL, "",
-     "<tool_call> <function=%n> %p</function> </tool_call>", "<parameter=%k>%v</parameter>", 0},
     {"openai ", {"<|channel|>", "<|message|>"}, NULL, NULL, "", "", NULL, PARSE_HARMONY},
     {"seed_oss ", {"<seed:tool_call>"}, "<seed:tool_call>", "</seed:tool_call>", "",
+     "<function=%n> %p</function>", "<parameter=%k>%v</parameter>", 0},
+    {"qwen3_coder qwen3_xml ", {"<function=", "<parameter="}, "<tool_call>", "</tool_call>", "",
      "<function=%n> %p</function>", "<parameter=%k>%v</parameter>", 0},
     {"glm45 glm47 ", {"<arg_key>"}, NULL, NULL, "", "<tool_call> %n %p</tool_call>",
      "<arg_key>%k</arg_key> <arg_value>%v</arg_value>", 0},
@@ -25507,7 +25507,8 @@ static void api_put_record_text(const api_request *request, const api_prompt *pr
 /* Bytes that the choice holds. */
 static size_t api_choice_bytes(const api_choice *choice) {
     const parser *p = choice->parser;
-    return choice->text.n + choice->tokens.data.n + (p ? p->events.n + p->raw.n + p->args.n : 0);
+    const size_t parsed = p ? p->events.n + p->raw.n + p->args.n + p->value.n : 0;
+    return choice->text.n + choice->tokens.data.n + parsed;
 }
 
 /* Handles a record of a sample: a token, its end, or both. */
@@ -26103,6 +26104,8 @@ static int msg_translate(api_request *request, api_body *body, toka_err *e) {
     if (format && format->type != JSON_NULL)
         return API_UNSUPPORTED(request, "output_config: format is not supported");
     if (!body->has_max_tokens && !request->counts_only) return API_INVALID("max_tokens: missing");
+    /* It must be there, so clients send the most that any model has: a larger one is no error. */
+    body->has_max_tokens = false;
     if (!body->messages || !body->messages->n)
         return API_INVALID("messages: expected a list of messages");
     if (json_is(effort, JSON_STRING)) body->effort = json_str(effort);

@@ -101,7 +101,8 @@ static const parse_sample parse_samples[] = {
     {"qwen3_coder", NULL, 0, 0, "<tool_call>\n<function=f>\n<parameter=i>five</parameter><parameter=n>7</parameter><parameter=x>7</parameter>"
      "<parameter=e>1</parameter><parameter=a>2.5</parameter><parameter=s></parameter></function></tool_call>",
      "<f#:{\"i\": \"five\", \"n\": \"7\", \"x\": \"7\", \"e\": \"1\", \"a\": 2.5, \"s\": \"\"}>"},
-    {"qwen3_coder", NULL, 0, 0, "<tool_call><function=g></function></tool_call>", "<g#:{}>"},
+    {"qwen3_coder", NULL, 0, 0, "<tool_call><function=g></function></tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>", "<g#:{}><g#:{}>"},
+    {"qwen3_coder", NULL, 0, 0, "So:\n<function=f>\n<parameter=i>\n1\n</parameter>\n</function>\n</tool_call> ok", "So:<f#:{\"i\": 1}> ok"},
     {"qwen3_coder", NULL, 0, 0, "<tool_call><function=f><parameter=s><b></para</parameter></function></tool_call>", "<f#:{\"s\": \"<b></para\"}>"},
     {"seed_oss", NULL, 0, 0, "<seed:tool_call>\n<function=f>\n<parameter=s>x</parameter>\n</function>\n</seed:tool_call>", "<f#:{\"s\": \"x\"}>"},
     /* GLM 4.5, 4.6 with line feeds, 4.7 without */

@@ -1,11 +1,13 @@
 """Tool calls and reasoning with the openai client, whole and streamed, against models whose answers are scripted (scripted.py)."""
 import json
+import os
+import subprocess
 
 import openai
 import pytest
 
 from scripted import write_model
-from server import Server
+from server import TOKA, Server
 
 DS = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "description": "d", "parameters": {
@@ -326,7 +328,7 @@ def converse(claude, name, **more):
     return one
 
 
-def test_messages(claude):
+def test_messages(server, claude):
     answer = converse(claude, "one", tools=ANTHROPIC)
     assert blocks(answer) == [("text", "Let me look."), ("get_weather", {"city": "Zürich</tool_call>", "days": 2})]
     assert answer.stop_reason == "tool_use"
@@ -338,6 +340,8 @@ def test_messages(claude):
     assert blocks(answer) == [("thinking", "He wants a <tool_call>{...}."), ("text", "It is <b>noon</b>.")] and answer.stop_reason == "end_turn"
     answer = converse(claude, "text", max_tokens=3)
     assert answer.stop_reason == "max_tokens" and SCRIPTS["text"].startswith(answer.content[0].text)
+    body = {"max_tokens": 128000, "messages": [{"role": "user", "content": "text"}]}  # more than the model has
+    assert server.post("/v1/messages", body).json()["stop_reason"] == "end_turn"
     answer = converse(claude, "text", stop_sequences=["here"])
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "here") and answer.content[0].text == "No tools "
     assert len(blocks(converse(claude, "long", tools=ANTHROPIC))[0][1]["city"]) > 1000
@@ -373,3 +377,21 @@ def test_keys_of_messages(tmp_path):
         assert s.post("/v1/messages", body).status == 401 and s.post("/v1/messages", body).json()["type"] == "error"
         assert s.post("/v1/messages", body, **{"x-api-key": "wrong"}).status == 401
         assert s.post("/v1/messages", body, **{"x-api-key": "secret"}).json()["content"] == [{"type": "text", "text": "Answer."}]
+
+
+def test_a_batch(tmp_path):
+    """Lines of a batch have calls and reasoning, too; the flags are those of the server."""
+    folder, lines = str(tmp_path / "m"), tmp_path / "in.jsonl"
+    write_model(folder, SCRIPTS, HERMES)
+    body = {"messages": [{"role": "user", "content": "both"}], "tools": TOOLS}
+    lines.write_text(json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}) + "\n")
+    for flags, calls in (((), 1), (("--tool-call-parser", "none", "--reasoning-parser", "qwen3"), 0)):
+        out = tmp_path / f"out{calls}.jsonl"
+        subprocess.run([TOKA, "batch", "-m", folder, "-i", str(lines), "-o", str(out), *flags], check=True, capture_output=True,
+                       env={**os.environ, "TOKA_DEVICE": "cpu"})
+        message = json.loads(out.read_text())["response"]["body"]["choices"][0]["message"]
+        assert message["reasoning"] == "Look it up: yes." and len(message.get("tool_calls", [])) == calls
+    for flags, text in ((("--tool-call-parser", "herms"), "expected auto, none or one of"), (("--default-chat-template-kwargs", "[1]"), "expected a JSON object")):
+        bad = subprocess.run([TOKA, "batch", "-m", folder, "-i", str(lines), "-o", str(tmp_path / "x"), *flags], capture_output=True, text=True,
+                             env={**os.environ, "TOKA_DEVICE": "cpu"})
+        assert bad.returncode == 1 and flags[0] in bad.stderr and text in bad.stderr
