@@ -22,7 +22,7 @@ die() {
 
 # The contents list at the top of a file and the banners below it say the same.
 check() {
-    sed -n 's/^ \* *\([0-9.]*\. .*\[[a-z]*\]\)$/\1/p' "$1" >"$tmp/contents"
+    sed -n 's/^ \* *\([0-9][0-9.]*[a-z]*\. .*\[[a-z]*\]\)$/\1/p' "$1" >"$tmp/contents"
     sed -n 's/^ \* MARK: \(.*\)$/\1/p' "$1" >"$tmp/banners"
     diff "$tmp/contents" "$tmp/banners" >&2 || die "the contents list of $1 differs from its banners"
 }

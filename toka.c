@@ -121,10 +121,10 @@
  *
  * PREFIXES of names say the chapter: mem_, str_, buf_, arena_, ids_ and suggest_ 2, os_ 3, json_
  * and utf8_ 4, uni_ 5, tok_ 6 and 7, tmpl_ 8 to 10 (tv_: values of templates), st_ and mf_ 11 to
- * 13, kv_ 14, heap_ 15, sched_ 16, batch_ 17, samp_ and stop_ 18, plain_ 18.8, cpu_ 19 and 20,
- * group_ 20, model_ and rank_ 21, eng_ 22, lib_ 23, http_ 24, parse_ 25, api_ 26 to 28, chat_,
- * resp_ and msg_ 28, run_ 29 and 34, files_ 30, srv_ 31 to 33, plan_ 34, benchclient_ 35, hub_ 36,
- * edit_ 37, help_ 38, cli_ 39.
+ * 13, kv_ 14, heap_ 15, sched_ 16, batch_ 17, samp_ and stop_ 18, con_ 18b to 18d, plain_ 18.8,
+ * cpu_ 19 and 20, group_ 20, model_ and rank_ 21, eng_ 22, lib_ 23, http_ 24, parse_ 25, api_ 26 to
+ * 28, chat_, resp_ and msg_ 28, run_ 29 and 34, files_ 30, srv_ 31 to 33, plan_ 34,
+ * benchclient_ 35, hub_ 36, edit_ 37, help_ 38, cli_ 39.
  *
  * WORDS                                                                                     chapter
  *   sample          one of the n completions of a request                                        16
@@ -136,6 +136,8 @@
  *   reserve         the available pages that admission leaves to the running sequences           16
  *   backlog         the tokens still to prefill                                                  16
  *   preempted       of a sequence: lost its pages, keeps its tokens, is computed again later     16
+ *   constraint      a grammar that the output must match                                        18b
+ *   mask            a bit for each token: may it come next?                                     18b
  *   generation      a count that changes when an index is reused, so that stale results          16
  *                   are recognized
  *   step            one pass through the model, for T token rows of any sequences                17
@@ -162,6 +164,9 @@
  *     merged
  *   PagedAttention                                   2309.06180      14 kv_alloc_seq,
  *                                                                       kv_append_page
+ *   constrained decoding: tokens by a pushdown       2411.15100      18b con_mask
+ *     automaton; masks that depend on one rule         (XGrammar)
+ *     alone are kept
  *   continuous batching                              Orca, OSDI 2022 16 sched_plan; 22 eng_step
  *   chunked prefill                                  2308.16369      16 sched_plan_prefill
  *                                                    (Sarathi)
@@ -209,6 +214,9 @@
  *  16. Scheduler [pure]
  *  17. Batch building and shared prefixes [pure]
  *  18. Sampling and stops [pure]
+ *  18b. Constraints: automata and masks [pure]
+ *  18c. Constraints: regular expressions and grammars [pure]
+ *  18d. Constraints: JSON Schema [pure]
  *  18.8. The plain backend [cpu]
  *  19. CPU kernels and threads [cpu]
  *  20. Ranks, and the CPU backend [cpu]
@@ -12474,10 +12482,10 @@ static void heap_remove(heap_node *nodes, int *top, int node) {
  *     sched_commit, step 7      11         12
  *
  * Each sequence has a generation. It changes when the sequence ends or is preempted. A result with
- * another generation is stale: sched_commit ignores it. A request with no_run_ahead needs all
- * earlier tokens on the host for sampling. Its sequences get no rows in a step that is planned
- * before their last token is committed. So if other sequences keep two steps in flight, such a
- * sequence has a row in every second step only.
+ * another generation is stale: sched_commit ignores it. A request with no_run_ahead (one with a
+ * constraint) needs all earlier tokens on the host for sampling. Its sequences get no rows in a
+ * step that is planned before their last token is committed. So if other sequences keep two steps
+ * in flight, such a sequence has a row in every second step only.
  *
  * Prompt tails. The full pages of a prompt before its last token are shared through the prefix
  * tree. The 1 to B tokens after them are the tail of the prompt. Each sequence appends its output
@@ -14012,9 +14020,9 @@ static void batch_make_micros(batch_builder *builder, batch_micros *micros,
  * samp_row works in the order of Hugging Face's generate():
  *   1. clean      NaN becomes -inf, +inf becomes FLT_MAX. The log-sum-exp and the best raw logits
  *                 are computed here
- *   2. adjust     logit_bias, allowed ids, forbidden ids, the ids that would complete a bad word,
- *                 repetition penalty (prompt and output: x < 0 ? x*r : x/r), frequency and presence
- *                 penalty (output only: x - f*count - p)
+ *   2. adjust     logit_bias, allowed ids, the mask of a constraint, forbidden ids, the ids that
+ *                 would complete a bad word, repetition penalty (prompt and output: x < 0 ? x*r :
+ *                 x/r), frequency and presence penalty (output only: x - f*count - p)
  *   3. greedy     temperature 0: the highest adjusted logit, on a tie the lowest id. Ends here
  *   4. truncate   temperature, then top-k (all ids tied with the k-th are kept), then top-p (the
  *                 smallest set of best ids whose probabilities add up to at least p; of tied ids
@@ -14391,6 +14399,12 @@ static void samp_apply_allowed(const toka_sampling *sampling, float *x, int V) {
     }
 }
 
+/* Sets the logits of all ids that the mask does not have to -inf. */
+static void samp_apply_mask(const uint32_t *mask, float *x, int V) {
+    for (int id = 0; id < V; id++)
+        if (!(mask[id / 32] >> id % 32 & 1)) x[id] = -INFINITY;
+}
+
 #define SAMP_IN_HISTORY 0x80000000u /* bit next to a count: the id is in the history */
 
 /* Returns x with the penalties of an id that is in the history, `count` times in the output. */
@@ -14528,6 +14542,7 @@ static void samp_adjust(const toka_sample_row *row, const int32_t *history, floa
         *logit = samp_clean(*logit + sampling->bias_values[i]);
     }
     if (sampling->n_allowed) samp_apply_allowed(sampling, x, V);
+    if (row->mask) samp_apply_mask(row->mask, x, V);
     for (int i = 0; i < row->n_forbidden; i++) /* end ids may lie outside the vocabulary */
         if ((uint32_t)row->forbidden[i] < (uint32_t)V) x[row->forbidden[i]] = -INFINITY;
     const int32_t *word = sampling->bad_ids;
@@ -15323,6 +15338,2763 @@ static void stop_free(stop_scanner *scanner) {
     free(scanner->stops);
     buf_free(&scanner->held);
     *scanner = (stop_scanner){0};
+}
+
+/* ===========================================================================
+ * MARK: 18b. Constraints: automata and masks [pure]
+ * A constraint is a language: the set of texts that an output may be. This chapter runs a grammar
+ * byte by byte and says which tokens may come next; 18c makes grammars.
+ *   Grammar   In: states, edges, rules, from 18c. It is a pushdown automaton over bytes.
+ *   Machine   In: a node and a byte. Out: the next node (con_step). Nodes are made when they are
+ *             first reached, and kept.
+ *   Masks     In: a node and a vocabulary. Out: a bit for each token that may come next
+ *             (con_mask).
+ *
+ * Words of this chapter:
+ *   state     of the grammar: a place inside a rule
+ *   rule      a part of the grammar that edges can call: its first state, its last state
+ *   edge      consumes one byte of a range (CON_BYTES); nothing (CON_EMPTY); or what a rule
+ *             matches, `low` to `high` times (CON_CALL)
+ *   frame     a call that has not returned: its edge, the frame below it, and how often the rule
+ *             still must and may match after it began. Equal frames exist once, so a stack is one
+ *             integer. Frame CON_BOTTOM is the empty stack: a return from it ends the text
+ *   item      a state and a frame: one way to read the text so far
+ *   node      the set of all items after a text. Equal sets are one node, so texts that allow the
+ *             same continuations share it, and its mask. Node CON_DEAD is the empty set
+ *   class     bytes that no edge of the grammar tells apart
+ *
+ *   Example: root ::= "[" root{0,2} "]", after the text "[[": the items are (first state of root,
+ *   frame A), which expects a third "[", and (state before "]", frame A), where A is {call of root,
+ *   below: CON_BOTTOM, must 0, may 2}.
+ *
+ * A counted repetition is a number in a frame, not a copy of its rule. A call whose next state is
+ * the end of its own rule needs no frame (tail call), so a list by right recursion needs no stack.
+ *
+ * MASKS. The vocabulary is sorted by bytes. A mask is one walk over it: tokens that share their
+ * first bytes share the nodes, and after a byte that the grammar refuses, all tokens with that
+ * beginning are skipped. A walk may look at all tokens (inside a string it does), so two things
+ * make it rare:
+ *   1. The mask of a node is kept. Before, its counters are cut to the bytes of the longest token:
+ *      with 5,000 and with 6,000 more characters the same tokens may come, so node and mask are
+ *      shared. Short tokens reach less far: the vocabulary is in parts by length (con_part_far),
+ *      and each part has its own cut.
+ *   2. The lowest frame below which all items of a node agree is replaced by CON_LOCAL. That local
+ *      node depends on the rule alone: all strings of a schema share it. Its walk gives the tokens
+ *      that stay in the rule, and the places where a token leaves it (escapes). Only there the walk
+ *      goes on with the frame that was replaced.
+ *
+ * What always holds:
+ *   - from every item some text leads to the end: 18c removes edges that lead nowhere. So text is
+ *     only begun if it can be finished, as far as the vocabulary has tokens for it;
+ *   - a mask has exactly those tokens all of whose bytes the machine accepts from the node;
+ *   - work is bounded: by items of a node, depth of frames, nodes and bytes of a machine. At a
+ *     limit `failed` is set and the node is CON_DEAD.
+ * A machine is changed by reading: one thread at a time.
+ * =========================================================================== */
+
+enum con_kind { CON_NOTHING, CON_EMPTY, CON_BYTES, CON_CALL, CON_TEXT_BEGIN, CON_TEXT_END };
+enum {
+    CON_FOREVER = INT_MAX,      /* con_edge.high: no upper limit */
+    CON_MAX_EDGES = 1 << 20,    /* of a grammar */
+    CON_MAX_ITEMS = 1 << 14,    /* that one byte may lead to, states without bytes included */
+    CON_MAX_DEPTH = 1 << 10,    /* of frames */
+    CON_MAX_NODES = 1 << 16,    /* of a machine; also frames / 4 */
+    CON_MAX_BYTES = 48 << 20,   /* of a machine: its nodes and masks */
+    CON_MAX_WORK = 1 << 19,     /* items that one mask may make */
+    CON_HEADS = 1 << 12,        /* of a hash table with chains */
+    CON_FAR = 256,              /* counters are cut to it; no token in a mask has more bytes */
+    CON_BOTTOM = 0,             /* frame: the empty stack */
+    CON_LOCAL = 1,              /* frame: the stack below a local node */
+    CON_DEAD = 0,               /* node */
+    CON_ACCEPTS = 1,            /* con_node.flags: the text may end here */
+    CON_ESCAPES = 2             /* con_node.flags: the local rule may end here */
+};
+
+typedef struct con_edge {
+    uint8_t kind;      /* enum con_kind */
+    int from, to;      /* states */
+    int next;          /* the next edge of `from`; -1: none */
+    int low, high;     /* CON_BYTES: first and last byte; CON_CALL: fewest and most matches */
+    int rule;          /* CON_CALL */
+} con_edge;
+
+typedef struct con_state {
+    int first;         /* its first edge, -1: none */
+    bool is_end;       /* the last state of a rule; it has no edges */
+    bool has_bytes;    /* it has a CON_BYTES edge */
+} con_state;
+
+typedef struct con_rule {
+    int start, end; /* states */
+} con_rule;
+
+typedef struct con_grammar {
+    con_state *states;
+    con_edge *edges;
+    con_rule *rules;
+    int n_states, cap_states, n_edges, cap_edges, n_rules, cap_rules;
+    int root;       /* rule */
+    toka_err *e;    /* while it is made: gets the first error; e->code 0: none yet */
+} con_grammar;
+
+typedef struct con_frame {
+    int edge, below;  /* the call; the frame below */
+    int need, left;   /* matches that must and may come, the current one included */
+    int depth;
+    bool counts;      /* it or a frame below has a counter above 1 */
+    int chain;        /* next frame with the same hash; -1: none */
+} con_frame;
+
+typedef struct con_item {
+    int state, frame;
+} con_item;
+
+typedef struct con_escape { /* a place where tokens leave the local rule */
+    int part, token, depth; /* the first token (by order of bytes); bytes of it before the place */
+} con_escape;
+
+typedef struct con_bits {
+    con_escape *escapes; /* [n_escapes] of a local node */
+    int n_escapes;
+    uint32_t mask[]; /* [words]. Of a local node: the tokens that stay in the rule */
+} con_bits;
+
+enum { CON_PARTS = 4 }; /* of the vocabulary */
+
+typedef struct con_node {
+    con_item *items; /* [n], sorted; states that have bytes */
+    int n, flags;
+    int chain;       /* next node with the same hash; -1: none */
+    int *next;       /* [n_classes] node after a byte of the class, -1: not known; NULL: none is */
+    con_bits *bits[CON_PARTS + 1]; /* of each part, of all; NULL: not made */
+    int64_t step;       /* the engine's: the last step that has a copy of the mask, ... */
+    const void *owner;  /* ... for this request, whose end ids are in it, ... */
+    int slot;           /* ... as its mask number `slot` */
+} con_node;
+
+/* The tokens of a model that can be text, for all its constraints, sorted by bytes. They are in
+ * parts by their length, so that a counter is cut to what the tokens of a part can reach. */
+typedef struct con_vocab_part {
+    int32_t *ids;     /* [n] */
+    uint32_t *at;     /* [n + 1] where the bytes of token i begin in `bytes` */
+    uint16_t *shared; /* [n] first bytes that token i shares with token i - 1 */
+    int first[257];   /* tokens that begin with byte b: first[b] .. first[b + 1] - 1 */
+    buf bytes;
+    int n;
+} con_vocab_part;
+
+static const int con_part_far[CON_PARTS] = {5, 9, 17, CON_FAR}; /* all tokens are shorter */
+
+typedef struct con_vocab {
+    con_vocab_part parts[CON_PARTS];
+    int words; /* of a mask, for all V ids */
+} con_vocab;
+
+typedef struct con_machine {
+    const con_grammar *grammar; /* borrowed, also while it grows */
+    uint8_t class_of[256];
+    int n_classes;
+    con_frame *frames;
+    con_node *nodes;
+    int n_frames, cap_frames, n_nodes, cap_nodes;
+    int frame_heads[CON_HEADS], node_heads[CON_HEADS]; /* -1: empty */
+    arena memory;     /* items, next, masks, escapes */
+    size_t bytes;     /* of memory */
+    con_item *work;   /* [n_work] items that the current byte leads to; each is there once */
+    int n_work, cap_work;
+    int *seen;        /* [2 * cap_work] hash table of indices in work; -1: empty */
+    int accepts;      /* flags of the node that is being made */
+    int64_t budget;   /* items that may still be made */
+    bool failed;      /* a limit was reached */
+    int epoch;        /* counts con_reset: nodes of an earlier epoch are gone */
+} con_machine;
+
+/* Makes room for one more element. */
+static void *con_grow(void *array, int n, int *cap, size_t size) {
+    if (n < *cap) return array;
+    *cap = MAX(2 * *cap, 64);
+    return mem_realloc(array, (size_t)*cap * size);
+}
+
+/* ---- Making a grammar ---- */
+
+COLD __attribute__((format(printf, 2, 3)))
+static void con_fail(con_grammar *grammar, const char *fmt, ...) {
+    char text[400];
+    va_list args;
+    va_start(args, fmt);
+    vsnprintf(text, sizeof text, fmt, args);
+    va_end(args);
+    if (!grammar->e->code) fail(grammar->e, TOKA_E_USE, "%s", text);
+}
+
+COLD static int con_state_new(con_grammar *grammar) {
+    grammar->states = con_grow(grammar->states, grammar->n_states, &grammar->cap_states,
+                               sizeof *grammar->states);
+    grammar->states[grammar->n_states] = (con_state){.first = -1};
+    return grammar->n_states++;
+}
+
+/* After an error nothing is added, so a loop that makes a grammar need not look for errors. */
+COLD static void con_edge_add(con_grammar *grammar, con_edge edge) {
+    if (grammar->n_edges == CON_MAX_EDGES)
+        con_fail(grammar, "it is too large: more than %d edges", CON_MAX_EDGES);
+    if (grammar->e->code) return;
+    grammar->edges = con_grow(grammar->edges, grammar->n_edges, &grammar->cap_edges,
+                              sizeof *grammar->edges);
+    con_state *from = &grammar->states[edge.from];
+    edge.next = from->first;
+    from->first = grammar->n_edges;
+    from->has_bytes |= edge.kind == CON_BYTES;
+    grammar->edges[grammar->n_edges++] = edge;
+}
+COLD static void con_empty(con_grammar *grammar, int from, int to) {
+    con_edge_add(grammar, (con_edge){.kind = CON_EMPTY, .from = from, .to = to});
+}
+COLD static void con_bytes(con_grammar *grammar, int from, int to, int low, int high) {
+    con_edge_add(grammar, (con_edge){.kind = CON_BYTES, .from = from, .to = to, .low = low,
+                                     .high = high});
+}
+COLD static void con_call(con_grammar *grammar, int from, int to, int rule, int low, int high) {
+    con_edge_add(grammar, (con_edge){.kind = CON_CALL, .from = from, .to = to, .rule = rule,
+                                     .low = low, .high = high});
+}
+/* Adds a text after `from`. Returns the state after it. */
+COLD static int con_literal(con_grammar *grammar, int from, str text) {
+    for (size_t i = 0; i < text.n && !grammar->e->code; i++) {
+        const int to = con_state_new(grammar), byte = (unsigned char)text.p[i];
+        con_bytes(grammar, from, to, byte, byte);
+        from = to;
+    }
+    return from;
+}
+/* Makes a rule of what leads from one state to another; no other edge may reach it. */
+COLD static int con_rule_of(con_grammar *grammar, int start, int end) {
+    grammar->rules = con_grow(grammar->rules, grammar->n_rules, &grammar->cap_rules,
+                              sizeof *grammar->rules);
+    grammar->states[end].is_end = true;
+    grammar->rules[grammar->n_rules] = (con_rule){start, end};
+    return grammar->n_rules++;
+}
+COLD static int con_rule_new(con_grammar *grammar) {
+    const int start = con_state_new(grammar);
+    return con_rule_of(grammar, start, con_state_new(grammar));
+}
+static void con_grammar_free(con_grammar *grammar) {
+    free(grammar->states);
+    free(grammar->edges);
+    free(grammar->rules);
+    *grammar = (con_grammar){0};
+}
+
+/* ---- The machine ---- */
+
+static uint32_t con_hash(const int *words, size_t n) {
+    return (uint32_t)hash_bytes(words, n * sizeof *words) % CON_HEADS;
+}
+
+/* Forgets all nodes and frames. */
+static void con_reset(con_machine *machine) {
+    arena_free(&machine->memory);
+    memset(machine->frame_heads, 0xFF, sizeof machine->frame_heads);
+    memset(machine->node_heads, 0xFF, sizeof machine->node_heads);
+    machine->n_frames = machine->n_nodes = 0;
+    machine->bytes = 0;
+    machine->epoch++;
+    for (int i = 0; i <= CON_LOCAL; i++) { /* their depth: below all others */
+        machine->frames = con_grow(machine->frames, machine->n_frames, &machine->cap_frames,
+                                   sizeof *machine->frames);
+        machine->frames[machine->n_frames++] = (con_frame){.edge = -1, .below = -1, .chain = -1};
+    }
+    machine->nodes = con_grow(machine->nodes, 0, &machine->cap_nodes, sizeof *machine->nodes);
+    machine->nodes[machine->n_nodes++] = (con_node){.chain = -1};
+}
+
+/* Bytes between two borders of edges are one class. A grammar that still grows gets a class for
+ * each byte. */
+static void con_machine_init(con_machine *machine, const con_grammar *grammar, bool grows) {
+    bool border[257] = {false};
+    *machine = (con_machine){.grammar = grammar, .budget = CON_MAX_WORK};
+    for (int i = 0; i < grammar->n_edges && !grows; i++)
+        if (grammar->edges[i].kind == CON_BYTES)
+            border[grammar->edges[i].low] = border[grammar->edges[i].high + 1] = true;
+    for (int byte = 0; byte < 256; byte++) {
+        machine->n_classes += byte && (border[byte] || grows);
+        machine->class_of[byte] = (uint8_t)machine->n_classes;
+    }
+    machine->n_classes++;
+    con_reset(machine);
+}
+static void con_machine_free(con_machine *machine) {
+    arena_free(&machine->memory);
+    free(machine->frames);
+    free(machine->nodes);
+    free(machine->work);
+    free(machine->seen);
+}
+
+static bool con_is_over(const con_machine *machine) {
+    return machine->n_nodes >= CON_MAX_NODES || machine->n_frames >= 4 * CON_MAX_NODES ||
+           machine->bytes > CON_MAX_BYTES || machine->budget < 0;
+}
+
+static void *con_alloc(con_machine *machine, size_t n_bytes) {
+    machine->bytes += n_bytes;
+    return arena_alloc(&machine->memory, n_bytes);
+}
+
+static int con_frame_of(con_machine *machine, int edge, int below, int need, int left) {
+    const int key[] = {edge, below, need, left};
+    int *head = &machine->frame_heads[con_hash(key, COUNT(key))];
+    for (int i = *head; i >= 0; i = machine->frames[i].chain)
+        if (!memcmp(&machine->frames[i], key, sizeof key)) return i;
+    machine->frames = con_grow(machine->frames, machine->n_frames, &machine->cap_frames,
+                               sizeof *machine->frames);
+    const con_frame *parent = &machine->frames[below];
+    machine->frames[machine->n_frames] =
+        (con_frame){edge, below, need, left, parent->depth + 1,
+                    parent->counts || need > 1 || (left > 1 && left != CON_FOREVER), *head};
+    if (parent->depth >= CON_MAX_DEPTH) machine->failed = true;
+    return *head = machine->n_frames++;
+}
+
+/* Doubles the room for items, and puts them into the new hash table. */
+static void con_grow_work(con_machine *machine) {
+    machine->work = con_grow(machine->work, machine->cap_work, &machine->cap_work,
+                             sizeof *machine->work);
+    const size_t n = 2 * (size_t)machine->cap_work;
+    machine->seen = mem_realloc(machine->seen, n * sizeof *machine->seen);
+    memset(machine->seen, 0xFF, n * sizeof *machine->seen);
+    for (int i = 0; i < machine->n_work; i++) {
+        size_t at = hash_bytes(&machine->work[i], sizeof *machine->work) & (n - 1);
+        while (machine->seen[at] >= 0) at = (at + 1) & (n - 1);
+        machine->seen[at] = i;
+    }
+}
+
+/* Adds an item to work, if it is not there. */
+static void con_visit(con_machine *machine, int state, int frame) {
+    const con_item item = {state, frame};
+    if (machine->failed) return;
+    if (machine->n_work == machine->cap_work) con_grow_work(machine);
+    const size_t last = 2 * (size_t)machine->cap_work - 1;
+    size_t at = hash_bytes(&item, sizeof item) & last;
+    for (; machine->seen[at] >= 0; at = (at + 1) & last)
+        if (!memcmp(&machine->work[machine->seen[at]], &item, sizeof item)) return;
+    machine->seen[at] = machine->n_work;
+    machine->work[machine->n_work++] = item;
+    machine->budget--;
+    if (machine->n_work > CON_MAX_ITEMS || con_is_over(machine)) machine->failed = true;
+}
+
+/* The rule of a call matched as often as it had to but `need` times, and may match `left` times. */
+static void con_enter(con_machine *machine, int edge_index, int below, int need, int left) {
+    const con_edge *edge = &machine->grammar->edges[edge_index];
+    if (!need) con_visit(machine, edge->to, below);
+    if (!left) return;
+    const bool is_tail = left == 1 && machine->grammar->states[edge->to].is_end;
+    con_visit(machine, machine->grammar->rules[edge->rule].start,
+              is_tail ? below : con_frame_of(machine, edge_index, below, need, left));
+}
+
+/* The rule that was called by this frame has ended. */
+static void con_return(con_machine *machine, int frame_index) {
+    const con_frame frame = machine->frames[frame_index];
+    if (frame_index == CON_BOTTOM) machine->accepts |= CON_ACCEPTS;
+    else if (frame_index == CON_LOCAL) machine->accepts |= CON_ESCAPES;
+    else
+        con_enter(machine, frame.edge, frame.below, MAX(frame.need - 1, 0),
+                  frame.left == CON_FOREVER ? CON_FOREVER : frame.left - 1);
+}
+
+/* Follows all edges that consume nothing. */
+static void con_close(con_machine *machine) {
+    for (int i = 0; i < machine->n_work && !machine->failed; i++) {
+        const con_item item = machine->work[i];
+        const con_state *state = &machine->grammar->states[item.state];
+        if (state->is_end) con_return(machine, item.frame);
+        for (int k = state->first; k >= 0; k = machine->grammar->edges[k].next) {
+            const con_edge *edge = &machine->grammar->edges[k];
+            if (edge->kind == CON_EMPTY) con_visit(machine, edge->to, item.frame);
+            if (edge->kind == CON_CALL)
+                con_enter(machine, k, item.frame, edge->low, edge->high);
+        }
+    }
+}
+
+static int con_compare_items(const void *a, const void *b) {
+    const con_item *x = a, *y = b;
+    return x->state != y->state ? (x->state < y->state ? -1 : 1)
+                                : (x->frame > y->frame) - (x->frame < y->frame);
+}
+
+/* Returns the node of the items in work whose states have bytes, and empties work. */
+static int con_node_of(con_machine *machine) {
+    con_close(machine);
+    const size_t last = 2 * (size_t)machine->cap_work - 1;
+    int n = 0;
+    for (int i = 0; i < machine->n_work; i++) { /* clears the table */
+        size_t at = hash_bytes(&machine->work[i], sizeof *machine->work) & last;
+        while (machine->seen[at] != i) at = (at + 1) & last;
+        machine->seen[at] = -1;
+    }
+    for (int i = 0; i < machine->n_work; i++)
+        if (machine->grammar->states[machine->work[i].state].has_bytes)
+            machine->work[n++] = machine->work[i];
+    machine->n_work = 0;
+    if (machine->failed || (!n && !machine->accepts)) return machine->accepts = 0, CON_DEAD;
+    qsort(machine->work, (size_t)n, sizeof *machine->work, con_compare_items);
+    const int flags = machine->accepts;
+    const size_t bytes = (size_t)n * sizeof *machine->work;
+    int *head = &machine->node_heads[(con_hash((const int *)machine->work, 2 * (size_t)n) +
+                                      (uint32_t)flags) % CON_HEADS];
+    machine->accepts = 0;
+    for (int i = *head; i >= 0; i = machine->nodes[i].chain)
+        if (machine->nodes[i].n == n && machine->nodes[i].flags == flags &&
+            !memcmp(machine->nodes[i].items, machine->work, bytes))
+            return i;
+    machine->nodes = con_grow(machine->nodes, machine->n_nodes, &machine->cap_nodes,
+                              sizeof *machine->nodes);
+    con_node *node = &machine->nodes[machine->n_nodes];
+    *node = (con_node){.items = con_alloc(machine, bytes), .n = n, .flags = flags, .chain = *head};
+    if (n) memcpy(node->items, machine->work, bytes);
+    return *head = machine->n_nodes++;
+}
+
+/* Returns the node at the beginning of a rule. */
+static int con_begin(con_machine *machine, int rule) {
+    machine->budget = CON_MAX_WORK;
+    machine->failed = false;
+    con_visit(machine, machine->grammar->rules[rule].start, CON_BOTTOM);
+    return con_node_of(machine);
+}
+
+/* Returns the node after one more byte; CON_DEAD: no text of the grammar goes on so. */
+static int con_step(con_machine *machine, int node_index, int byte) {
+    con_node *node = &machine->nodes[node_index];
+    if (!node->n) return CON_DEAD;
+    const int class = machine->class_of[byte];
+    if (!node->next) {
+        const size_t bytes = (size_t)machine->n_classes * sizeof *node->next;
+        node->next = memset(con_alloc(machine, bytes), 0xFF, bytes);
+    }
+    if (node->next[class] >= 0) return node->next[class];
+    for (int i = 0; i < node->n; i++) {
+        const con_item item = node->items[i];
+        for (int k = machine->grammar->states[item.state].first; k >= 0;
+             k = machine->grammar->edges[k].next) {
+            const con_edge *edge = &machine->grammar->edges[k];
+            if (edge->kind == CON_BYTES && edge->low <= byte && byte <= edge->high)
+                con_visit(machine, edge->to, item.frame);
+        }
+    }
+    const int next = con_node_of(machine);
+    if (!machine->failed) machine->nodes[node_index].next[class] = next;
+    return next;
+}
+static int con_step_text(con_machine *machine, int node, str text) {
+    for (size_t i = 0; i < text.n && node != CON_DEAD; i++)
+        node = con_step(machine, node, (unsigned char)text.p[i]);
+    return node;
+}
+static bool con_accepts(const con_machine *machine, int node) {
+    return machine->nodes[node].flags & CON_ACCEPTS;
+}
+
+/* Is the machine half full? Then con_reset makes sure that the next token does not end at a limit.
+ * Nodes that the caller holds are gone then: it reads the text again from con_begin. */
+static bool con_is_full(const con_machine *machine) {
+    return machine->n_nodes > CON_MAX_NODES / 2 || machine->n_frames > 2 * CON_MAX_NODES ||
+           machine->bytes > CON_MAX_BYTES / 2;
+}
+
+/* Returns the node after the text of a token; CON_DEAD: it is refused, or a limit was reached. */
+static int con_advance(con_machine *machine, int node, str text) {
+    machine->budget = CON_MAX_WORK;
+    machine->failed = false;
+    return con_step_text(machine, node, text);
+}
+
+/* ---- Products: and, and not ---- */
+
+enum { CON_MAX_PRODUCT = 16384, CON_MAX_FACTORS = 8 };
+
+typedef struct con_product { /* while one is made */
+    con_machine machine;
+    int n;            /* factors */
+    unsigned negated; /* bit i: no text of factor i is in the product */
+    int (*tuples)[CON_MAX_FACTORS + 1]; /* [n_tuples] nodes of the factors; next with same hash */
+    int n_tuples, cap_tuples, heads[CON_HEADS];
+    int first_state;  /* tuple i is state first_state + i of the grammar */
+} con_product;
+
+/* Returns the number of the tuple; -1: no text of the product goes on from it. */
+COLD static int con_tuple(con_product *product, con_grammar *grammar, const int *nodes) {
+    for (int i = 0; i < product->n; i++)
+        if (nodes[i] == CON_DEAD && !(product->negated >> i & 1)) return -1;
+    int *head = &product->heads[con_hash(nodes, (size_t)product->n)];
+    const size_t bytes = (size_t)product->n * sizeof *nodes;
+    for (int i = *head; i >= 0; i = product->tuples[i][CON_MAX_FACTORS])
+        if (!memcmp(product->tuples[i], nodes, bytes)) return i;
+    product->tuples = con_grow(product->tuples, product->n_tuples, &product->cap_tuples,
+                               sizeof *product->tuples);
+    memcpy(product->tuples[product->n_tuples], nodes, bytes);
+    product->tuples[product->n_tuples][CON_MAX_FACTORS] = *head;
+    con_state_new(grammar);
+    return *head = product->n_tuples++;
+}
+
+/* Adds the edges of tuple i, one for each run of bytes with the same next tuple. */
+COLD static void con_tuple_edges(con_product *product, con_grammar *grammar, int i, int end) {
+    int nodes[CON_MAX_FACTORS], low = 0, last = -1;
+    bool accepts = true;
+    for (int k = 0; k < product->n; k++)
+        accepts &= con_accepts(&product->machine, product->tuples[i][k]) !=
+                   (product->negated >> k & 1);
+    if (accepts) con_empty(grammar, product->first_state + i, end);
+    for (int byte = 0; byte <= 256; byte++) {
+        for (int k = 0; k < product->n && byte < 256; k++)
+            nodes[k] = con_step(&product->machine, product->tuples[i][k], byte);
+        const int next = byte < 256 ? con_tuple(product, grammar, nodes) : -1;
+        if (byte && next == last) continue;
+        if (last >= 0)
+            con_bytes(grammar, product->first_state + i, product->first_state + last, low,
+                      byte - 1);
+        low = byte;
+        last = next;
+    }
+}
+
+/* Returns a rule for the texts that all rules match whose bit in `negated` is 0, and no other. The
+ * rules must be complete and call nothing that is not. */
+COLD static int con_product_of(con_grammar *grammar, const int *rules, int n, unsigned negated) {
+    con_product *product = mem_zalloc(sizeof *product);
+    int nodes[CON_MAX_FACTORS];
+    const int end = con_state_new(grammar);
+    product->n = n;
+    product->negated = negated;
+    product->first_state = grammar->n_states;
+    memset(product->heads, 0xFF, sizeof product->heads);
+    con_machine_init(&product->machine, grammar, true);
+    for (int i = 0; i < n; i++) nodes[i] = con_begin(&product->machine, rules[i]);
+    if (con_tuple(product, grammar, nodes) < 0) con_state_new(grammar);
+    for (int i = 0; i < product->n_tuples && !grammar->e->code; i++) {
+        product->machine.budget = CON_MAX_WORK;
+        con_tuple_edges(product, grammar, i, end);
+        if (product->n_tuples > CON_MAX_PRODUCT || product->machine.failed)
+            con_fail(grammar, "patterns and lengths that must hold together need too many states");
+    }
+    con_machine_free(&product->machine);
+    const int rule = con_rule_of(grammar, product->first_state, end);
+    free(product->tuples);
+    free(product);
+    return rule;
+}
+
+/* Returns whether a complete rule matches a text. */
+COLD static bool con_matches(const con_grammar *grammar, int rule, str text) {
+    con_machine *machine = mem_alloc(sizeof *machine);
+    con_machine_init(machine, grammar, true);
+    const bool matches =
+        con_accepts(machine, con_step_text(machine, con_begin(machine, rule), text));
+    con_machine_free(machine);
+    free(machine);
+    return matches;
+}
+
+/* ---- Finishing a grammar ---- */
+
+/* Sets reaches[s] for states s from which the end of their rule can be reached; without `bytes`,
+ * by consuming nothing. It goes backwards from the ends: by_to and by_start are lists of the edges
+ * that lead to a state, and of those that call the rule that starts there. */
+COLD static void con_find_productive(const con_grammar *grammar, bool bytes, bool *reaches) {
+    const size_t n_states = (size_t)grammar->n_states, n_edges = (size_t)grammar->n_edges;
+    int *by_to = mem_alloc((3 * n_states + 2 * n_edges) * sizeof *by_to);
+    int *by_start = by_to + n_states, *todo = by_start + n_states, *next_to = todo + n_states,
+        *next_start = next_to + n_edges, n_todo = 0;
+    memset(by_to, 0xFF, 2 * n_states * sizeof *by_to);
+    for (int i = 0; i < grammar->n_edges; i++) {
+        const con_edge *edge = &grammar->edges[i];
+        next_to[i] = by_to[edge->to];
+        by_to[edge->to] = i;
+        if (edge->kind != CON_CALL) continue;
+        next_start[i] = by_start[grammar->rules[edge->rule].start];
+        by_start[grammar->rules[edge->rule].start] = i;
+    }
+    for (int i = 0; i < grammar->n_states; i++)
+        if ((reaches[i] = grammar->states[i].is_end)) todo[n_todo++] = i;
+    while (n_todo) {
+        const int state = todo[--n_todo];
+        for (int pass = 0; pass < 2; pass++)
+            for (int i = pass ? by_start[state] : by_to[state]; i >= 0;
+                 i = pass ? next_start[i] : next_to[i]) {
+                const con_edge *edge = &grammar->edges[i];
+                const bool passes =
+                    edge->kind == CON_EMPTY || (edge->kind == CON_BYTES && bytes) ||
+                    (edge->kind == CON_CALL &&
+                     (!edge->low || reaches[grammar->rules[edge->rule].start]));
+                if (!passes || !reaches[edge->to] || reaches[edge->from]) continue;
+                reaches[edge->from] = true;
+                todo[n_todo++] = edge->from;
+            }
+    }
+    free(by_to);
+}
+
+/* Removes edges that lead nowhere. */
+COLD static void con_prune(con_grammar *grammar) {
+    bool *reaches = mem_alloc((size_t)grammar->n_states);
+    con_find_productive(grammar, true, reaches);
+    for (int i = 0; i < grammar->n_states; i++) grammar->states[i].has_bytes = false;
+    for (int i = 0; i < grammar->n_edges; i++) {
+        con_edge *edge = &grammar->edges[i];
+        if (!reaches[edge->to]) edge->kind = CON_NOTHING;
+        if (edge->kind == CON_CALL && !reaches[grammar->rules[edge->rule].start])
+            edge->kind = edge->low ? CON_NOTHING : CON_EMPTY;
+        grammar->states[edge->from].has_bytes |= edge->kind == CON_BYTES;
+    }
+    if (!reaches[grammar->rules[grammar->root].start])
+        con_fail(grammar, "there is no text that it allows");
+    free(reaches);
+}
+
+/* Counts in n_calls, for each rule, the calls that other rules make before they consume a byte.
+ * Appends these calls, rule by rule; first[r]: where those of r begin. */
+COLD static void con_left_calls(const con_grammar *grammar, const bool *nullable, int *n_calls,
+                                ids *calls, size_t *first) {
+    int *todo = mem_alloc((size_t)grammar->n_states * sizeof *todo), n_todo;
+    int *seen = mem_zalloc((size_t)grammar->n_states * sizeof *seen);
+    for (int r = 0; r < grammar->n_rules; r++) {
+        first[r] = calls->n;
+        seen[todo[0] = grammar->rules[r].start] = r + 1;
+        for (n_todo = 1; n_todo;) {
+            const int state = todo[--n_todo];
+            for (int k = grammar->states[state].first; k >= 0; k = grammar->edges[k].next) {
+                const con_edge *edge = &grammar->edges[k];
+                const bool is_call = edge->kind == CON_CALL;
+                if (is_call) ids_push(calls, edge->rule), n_calls[edge->rule]++;
+                const bool passes =
+                    edge->kind == CON_EMPTY ||
+                    (is_call && (!edge->low || nullable[grammar->rules[edge->rule].start]));
+                if (!passes || seen[edge->to] == r + 1) continue;
+                seen[edge->to] = r + 1;
+                todo[n_todo++] = edge->to;
+            }
+        }
+    }
+    first[grammar->n_rules] = calls->n;
+    free(todo), free(seen);
+}
+
+/* Left recursion: a rule that calls itself before it consumes a byte would make frames without end.
+ * Rules that nothing calls so are taken away, until none is left; what stays is in a circle. */
+COLD static void con_check_left_recursion(con_grammar *grammar) {
+    const size_t n_rules = (size_t)grammar->n_rules;
+    bool *nullable = mem_alloc((size_t)grammar->n_states);
+    int *n_calls = mem_zalloc(n_rules * sizeof *n_calls), *todo = mem_alloc(n_rules * sizeof *todo);
+    size_t *first = mem_alloc((n_rules + 1) * sizeof *first);
+    int n_todo = 0, n_done = 0;
+    ids calls = {0};
+    con_find_productive(grammar, false, nullable);
+    con_left_calls(grammar, nullable, n_calls, &calls, first);
+    for (int r = 0; r < grammar->n_rules; r++)
+        if (!n_calls[r]) todo[n_todo++] = r;
+    for (; n_todo; n_done++) {
+        const int r = todo[--n_todo];
+        for (size_t i = first[r]; i < first[r + 1]; i++)
+            if (!--n_calls[calls.p[i]]) todo[n_todo++] = calls.p[i];
+    }
+    if (n_done < grammar->n_rules)
+        con_fail(grammar, "a rule calls itself before it matches any text (left recursion)");
+    ids_free(&calls);
+    free(nullable), free(n_calls), free(todo), free(first);
+}
+
+/* ---- Vocabulary ---- */
+
+typedef struct con_spelling { /* while a vocabulary is sorted */
+    const char *p;
+    size_t n;
+    int32_t id;
+} con_spelling;
+
+COLD static int con_compare_tokens(const void *a, const void *b) {
+    const con_spelling *x = a, *y = b;
+    const int order = memcmp(x->p, y->p, MIN(x->n, y->n));
+    return order ? order : x->n != y->n ? (x->n < y->n ? -1 : 1) : x->id - y->id;
+}
+
+static void con_vocab_del(con_vocab *vocab) {
+    for (int p = 0; vocab && p < CON_PARTS; p++) {
+        free(vocab->parts[p].ids);
+        free(vocab->parts[p].at);
+        free(vocab->parts[p].shared);
+        buf_free(&vocab->parts[p].bytes);
+    }
+    free(vocab);
+}
+
+/* Fills a part with its tokens, which are sorted. */
+COLD static void con_fill_part(con_vocab_part *part, const con_spelling *tokens, size_t n) {
+    part->n = (int)n;
+    part->ids = mem_alloc(n * sizeof *part->ids);
+    part->at = mem_alloc((n + 1) * sizeof *part->at);
+    part->shared = mem_alloc(n * sizeof *part->shared);
+    for (size_t i = 0; i < n; i++) {
+        size_t shared = 0;
+        while (i && shared < MIN(tokens[i].n, tokens[i - 1].n) &&
+               tokens[i].p[shared] == tokens[i - 1].p[shared])
+            shared++;
+        part->ids[i] = tokens[i].id;
+        part->at[i] = (uint32_t)part->bytes.n;
+        part->shared[i] = (uint16_t)shared;
+        part->first[(unsigned char)tokens[i].p[0] + 1]++;
+        buf_put(&part->bytes, tokens[i].p, tokens[i].n);
+    }
+    part->at[n] = (uint32_t)part->bytes.n;
+    for (int byte = 0; byte < 256; byte++) part->first[byte + 1] += part->first[byte];
+}
+
+/* Special tokens are no text. Tokens of CON_FAR or more bytes are left out. */
+COLD static con_vocab *con_vocab_new(const tok *tokenizer, int V) {
+    con_vocab *vocab = mem_zalloc(sizeof *vocab);
+    const int n_ids = MIN(tokenizer->n_ids, V);
+    con_spelling *tokens = mem_alloc((size_t)n_ids * sizeof *tokens);
+    arena memory = {0};
+    buf bytes = {0};
+    vocab->words = (V + 31) / 32;
+    for (int p = 0; p < CON_PARTS; p++) {
+        size_t n = 0;
+        for (int32_t id = 0; id < n_ids; id++) {
+            buf_clear(&bytes);
+            if (!(tokenizer->flag[id] & (TOK_SPECIAL | TOK_SKIPPED)))
+                tok_put_bytes(tokenizer, id, &bytes);
+            if (bytes.n < (size_t)(p ? con_part_far[p - 1] : 1) ||
+                bytes.n >= (size_t)con_part_far[p])
+                continue;
+            const str copy = arena_str(&memory, buf_view(&bytes));
+            tokens[n++] = (con_spelling){copy.p, copy.n, id};
+        }
+        if (n) qsort(tokens, n, sizeof *tokens, con_compare_tokens);
+        con_fill_part(&vocab->parts[p], tokens, n);
+    }
+    arena_free(&memory), buf_free(&bytes);
+    free(tokens);
+    return vocab;
+}
+
+/* ---- Masks ---- */
+
+typedef struct con_walk {
+    con_machine *machine;
+    const con_vocab *vocab;
+    const con_vocab_part *part;
+    uint32_t *mask;
+    buf *escapes;  /* con_escape; NULL: not wanted */
+    int nodes[CON_FAR + 1]; /* nodes[d]: after d bytes of the current token */
+} con_walk;
+
+/* Reads token i from byte `depth` on, for which nodes[depth] is set. Returns the number of bytes
+ * that the machine accepts; if it accepts all, the token gets its bit. */
+static int con_walk_token(con_walk *walk, int i, int depth) {
+    const con_vocab_part *part = walk->part;
+    const unsigned char *bytes = (const unsigned char *)part->bytes.p + part->at[i];
+    const int n = (int)(part->at[i + 1] - part->at[i]);
+    for (; depth < n; depth++) {
+        const int node = con_step(walk->machine, walk->nodes[depth], bytes[depth]);
+        if (node == CON_DEAD) return depth;
+        walk->nodes[depth + 1] = node;
+        if (walk->escapes && walk->machine->nodes[node].flags & CON_ESCAPES)
+            buf_put(walk->escapes,
+                    &(con_escape){(int)(part - walk->vocab->parts), i, depth + 1},
+                    sizeof(con_escape));
+    }
+    walk->mask[part->ids[i] / 32] |= 1u << part->ids[i] % 32;
+    return n;
+}
+
+/* Adds the tokens from `token` on that share its first `depth` bytes, after which the node is
+ * nodes[depth]. */
+static void con_walk_tokens(con_walk *walk, int token, int depth) {
+    const con_vocab_part *part = walk->part;
+    for (int i = token, start = depth; i < part->n && !walk->machine->failed;) {
+        const int n_accepted = con_walk_token(walk, i, start);
+        if (!n_accepted && !depth) /* no token with this first byte */
+            i = part->first[(unsigned char)part->bytes.p[part->at[i]] + 1];
+        else
+            for (i++; i < part->n && part->shared[i] > n_accepted; i++) {}
+        if (i == part->n || part->shared[i] < depth) return;
+        start = part->shared[i];
+    }
+}
+
+static con_bits *con_bits_new(con_machine *machine, const con_vocab *vocab) {
+    const size_t bytes = sizeof(con_bits) + (size_t)vocab->words * sizeof(uint32_t);
+    return memset(con_alloc(machine, bytes), 0, bytes);
+}
+
+/* Makes the bits of a node by a walk over some parts of the vocabulary. is_local: also notes the
+ * escapes. Each is noted once: the next tokens that share its bytes begin behind them. */
+static con_bits *con_walk_parts(con_machine *machine, const con_vocab *vocab, int parts, int node,
+                                bool is_local) {
+    con_bits *bits = con_bits_new(machine, vocab);
+    buf escapes = {0};
+    con_walk walk = {.machine = machine, .vocab = vocab, .mask = bits->mask,
+                     .escapes = is_local ? &escapes : NULL};
+    walk.nodes[0] = node;
+    for (int p = 0; p < CON_PARTS; p++) {
+        walk.part = &vocab->parts[p];
+        if (parts == p || parts == CON_PARTS) con_walk_tokens(&walk, 0, 0);
+    }
+    bits->n_escapes = (int)(escapes.n / sizeof(con_escape));
+    bits->escapes = con_alloc(machine, escapes.n);
+    if (escapes.n) memcpy(bits->escapes, escapes.p, escapes.n);
+    buf_free(&escapes);
+    return bits;
+}
+
+/* Returns the frame with all counters cut to `far`, and with `old` replaced by `new`. It goes up
+ * from the bottom, so it needs no recursion. */
+static int con_frame_change(con_machine *machine, int frame, int old, int new, int far) {
+    int stack[CON_MAX_DEPTH + 2], n = 0;
+    for (; frame > CON_LOCAL && frame != old; frame = machine->frames[frame].below)
+        stack[n++] = frame;
+    if (frame == old) frame = new;
+    while (n) {
+        const con_frame above = machine->frames[stack[--n]];
+        frame = con_frame_of(machine, above.edge, frame, MIN(above.need, far),
+                             above.left == CON_FOREVER ? above.left : MIN(above.left, far));
+    }
+    return frame;
+}
+
+/* Returns the node with con_frame_change of each item's frame. */
+static int con_node_change(con_machine *machine, int node, int old, int new, int far) {
+    const int n = machine->nodes[node].n;
+    machine->accepts = new == CON_LOCAL ? 0 : machine->nodes[node].flags;
+    for (int i = 0; i < n; i++) {
+        const con_item item = machine->nodes[node].items[i];
+        con_visit(machine, item.state, con_frame_change(machine, item.frame, old, new, far));
+    }
+    return con_node_of(machine);
+}
+
+/* Returns the highest frame of a call without a counter that is below all items of the node;
+ * CON_BOTTOM: none. */
+static int con_common_frame(const con_machine *machine, const con_node *node) {
+    const con_frame *frames = machine->frames;
+    int common = node->flags || !node->n ? CON_BOTTOM : node->items[0].frame;
+    for (int i = 1; i < node->n; i++)
+        for (int frame = node->items[i].frame; frame != common;)
+            if (frames[frame].depth > frames[common].depth) frame = frames[frame].below;
+            else common = frames[common].below;
+    while (common != CON_BOTTOM && frames[common].left > 1) common = frames[common].below;
+    return common;
+}
+
+static bool con_has_counters(const con_machine *machine, const con_node *node) {
+    bool counts = false;
+    for (int i = 0; i < node->n; i++) counts |= machine->frames[node->items[i].frame].counts;
+    return counts;
+}
+
+/* Returns the bits of a node for one part of the vocabulary or for all (CON_PARTS), made from those
+ * of its local node. */
+static const con_bits *con_part_bits(con_machine *machine, const con_vocab *vocab, int parts,
+                                     int node) {
+    if (machine->nodes[node].bits[parts]) return machine->nodes[node].bits[parts];
+    const int common = con_common_frame(machine, &machine->nodes[node]);
+    if (common == CON_BOTTOM) {
+        con_bits *bits = con_walk_parts(machine, vocab, parts, node, false);
+        return machine->nodes[node].bits[parts] = bits;
+    }
+    const int local = con_node_change(machine, node, common, CON_LOCAL, CON_FAR);
+    if (!machine->nodes[local].bits[parts]) {
+        con_bits *bits = con_walk_parts(machine, vocab, parts, local, true);
+        machine->nodes[local].bits[parts] = bits;
+    }
+    con_return(machine, common);
+    const int after = con_node_of(machine);
+    const con_bits *inside = machine->nodes[local].bits[parts];
+    con_bits *bits = con_bits_new(machine, vocab);
+    con_walk walk = {.machine = machine, .vocab = vocab, .mask = bits->mask};
+    memcpy(bits->mask, inside->mask, (size_t)vocab->words * sizeof *bits->mask);
+    for (int i = 0; i < inside->n_escapes && after != CON_DEAD; i++) {
+        const con_escape escape = inside->escapes[i];
+        walk.part = &vocab->parts[escape.part];
+        walk.nodes[escape.depth] = after;
+        con_walk_tokens(&walk, escape.token, escape.depth);
+    }
+    return machine->nodes[node].bits[parts] = bits;
+}
+
+/* Returns the mask of a node, [words] of the vocabulary, valid until con_reset; NULL: a limit was
+ * reached. */
+static const uint32_t *con_mask(con_machine *machine, const con_vocab *vocab, int node) {
+    const con_bits *all = machine->nodes[node].bits[CON_PARTS];
+    machine->budget = CON_MAX_WORK;
+    machine->failed = false;
+    if (!all && !con_has_counters(machine, &machine->nodes[node]))
+        all = con_part_bits(machine, vocab, CON_PARTS, node);
+    if (!all) {
+        con_bits *both = con_bits_new(machine, vocab);
+        for (int p = 0; p < CON_PARTS && !machine->failed; p++) {
+            const int near = con_node_change(machine, node, -1, -1, con_part_far[p]);
+            const con_bits *part = con_part_bits(machine, vocab, p, near);
+            for (int i = 0; i < vocab->words; i++) both->mask[i] |= part->mask[i];
+        }
+        machine->nodes[node].bits[CON_PARTS] = both;
+        all = both;
+    }
+    if (!machine->failed) return all->mask;
+    con_reset(machine); /* what was made may be incomplete */
+    return NULL;
+}
+
+/* ===========================================================================
+ * MARK: 18c. Constraints: regular expressions and grammars [pure]
+ * In: a regular expression, a grammar in GBNF, or a list of texts. Out: rules of a con_grammar, or
+ * an error with the byte where the source is wrong. JSON Schema (18d) uses the expressions for
+ * `pattern` and `format`.
+ *
+ * Regular expressions: the common part of Python's and JavaScript's, over code points; a match
+ * covers the whole text. \d and \w are those of ASCII, \s is ASCII's white space. Lazy quantifiers
+ * are read like others, as the set of matches is the same. Look-around, back-references, \b, \p
+ * and flags other than (?i) and (?s) at the start are refused.
+ *
+ * GBNF (llama.cpp; the EBNF of xgrammar): rules `name ::= alternatives`, of "literals", [classes],
+ * names, ( groups ), `.`, and the quantifiers * + ? {m} {m,} {m,n}; # begins a comment. The first
+ * rule is `root`. Rules may call each other and themselves, but not before they match a byte (left
+ * recursion).
+ *
+ * JSON strings: con_chars with in_json makes edges for the characters as they stand in a JSON
+ * string: escaped where JSON demands it, otherwise literal. So a `pattern` is matched against the
+ * text that a JSON reader gets, and each text has few spellings.
+ * =========================================================================== */
+
+enum { CON_MAX_NESTING = 200, CON_MAX_REPEAT = 100000 };
+
+/* A set of code points: pairs (first, last), of uint32_t. */
+static void con_set_add(buf *set, uint32_t low, uint32_t high) {
+    buf_put(set, (uint32_t[]){low, high}, 2 * sizeof low);
+}
+COLD static int con_compare_ranges(const void *a, const void *b) {
+    const uint32_t *x = a, *y = b;
+    return x[0] != y[0] ? (x[0] < y[0] ? -1 : 1) : (x[1] > y[1]) - (x[1] < y[1]);
+}
+/* Sorts the ranges and joins those that overlap; negate: then replaces them by all others. */
+COLD static void con_set_finish(buf *set, bool negate) {
+    uint32_t (*range)[2] = (uint32_t(*)[2])(void *)set->p, next = 0;
+    const size_t n = set->n / sizeof *range;
+    buf out = {0};
+    if (n) qsort(range, n, sizeof *range, con_compare_ranges);
+    for (size_t i = 0, k; i < n; i = k) {
+        uint32_t high = range[i][1];
+        for (k = i + 1; k < n && range[k][0] <= high + 1; k++) high = MAX(high, range[k][1]);
+        if (!negate) con_set_add(&out, range[i][0], high);
+        else if (range[i][0] > next) con_set_add(&out, next, range[i][0] - 1);
+        next = high + 1;
+    }
+    if (negate && next <= 0x10FFFF) con_set_add(&out, next, 0x10FFFF);
+    buf_free(set);
+    *set = out;
+}
+
+/* Adds edges for the UTF-8 sequences from `low` to `high`, both of n bytes. */
+COLD static void con_utf8_edges(con_grammar *grammar, int from, int to, const uint8_t *low,
+                                const uint8_t *high, int n) {
+    static const uint8_t least[4] = {0x80, 0x80, 0x80, 0x80}, most[4] = {0xBF, 0xBF, 0xBF, 0xBF};
+    const size_t rest = (size_t)n - 1;
+    int first = low[0], last = high[0];
+    if (!rest) {
+        con_bytes(grammar, from, to, first, last);
+        return;
+    }
+    if (first == last || memcmp(low + 1, least, rest)) {
+        const int state = con_state_new(grammar);
+        con_bytes(grammar, from, state, first, first);
+        con_utf8_edges(grammar, state, to, low + 1, first == last ? high + 1 : most, n - 1);
+        if (first++ == last) return;
+    }
+    if (memcmp(high + 1, most, rest)) {
+        const int state = con_state_new(grammar);
+        con_bytes(grammar, from, state, last, last);
+        con_utf8_edges(grammar, state, to, least, high + 1, n - 1);
+        last--;
+    }
+    if (first > last) return;
+    const int state = con_state_new(grammar);
+    con_bytes(grammar, from, state, first, last);
+    con_utf8_edges(grammar, state, to, least, most, n - 1);
+}
+
+/* Adds edges for the UTF-8 of the code points low .. high, without surrogates. */
+COLD static void con_points(con_grammar *grammar, int from, int to, uint32_t low, uint32_t high) {
+    static const uint32_t parts[][2] = {
+        {0, 0x7F}, {0x80, 0x7FF}, {0x800, 0xD7FF}, {0xE000, 0xFFFF}, {0x10000, 0x10FFFF}};
+    for (int i = 0; i < COUNT(parts); i++) {
+        const uint32_t first = MAX(low, parts[i][0]), last = MIN(high, parts[i][1]);
+        char first_bytes[4], last_bytes[4];
+        if (first > last) continue;
+        const int n = utf8_put(first_bytes, first);
+        utf8_put(last_bytes, last);
+        con_utf8_edges(grammar, from, to, (const uint8_t *)first_bytes,
+                       (const uint8_t *)last_bytes, n);
+    }
+}
+
+/* Adds edges for a hex digit whose value is a bit of `values`. */
+COLD static void con_hex_edges(con_grammar *grammar, int from, int to, unsigned values) {
+    for (int i = 0; i < 16; i++) {
+        if (!(values >> i & 1)) continue;
+        con_bytes(grammar, from, to, "0123456789abcdef"[i], "0123456789abcdef"[i]);
+        if (i > 9) con_bytes(grammar, from, to, 'A' + i - 10, 'A' + i - 10);
+    }
+}
+
+/* Adds edges for the code points of `special` in a JSON string: bit c is control character c, bits
+ * 32 and 33 are the quote and the backslash. Control characters are \n and the like, or \u00XX. */
+COLD static void con_json_escapes(con_grammar *grammar, int from, int to, uint64_t special) {
+    static const char names[][2] = {{8, 'b'}, {9, 't'}, {10, 'n'}, {12, 'f'}, {13, 'r'},
+                                    {32, '"'}, {33, '\\'}};
+    if (!special) return;
+    const int backslash = con_literal(grammar, from, STR("\\"));
+    for (int i = 0; i < COUNT(names); i++)
+        if (special >> names[i][0] & 1) con_bytes(grammar, backslash, to, names[i][1], names[i][1]);
+    for (int half = 0; half < 2; half++) {
+        const unsigned values = special >> 16 * half & 0xFFFF;
+        if (values)
+            con_hex_edges(grammar,
+                          con_literal(grammar, backslash, half ? STR("u001") : STR("u000")), to,
+                          values);
+    }
+}
+
+/* Adds edges for the code points of a finished set. */
+COLD static void con_chars(con_grammar *grammar, int from, int to, const buf *set, bool in_json) {
+    const uint32_t (*range)[2] = (const uint32_t(*)[2])(const void *)set->p;
+    uint64_t special = 0;
+    for (size_t i = 0; i < set->n / sizeof *range; i++)
+        for (uint32_t low = range[i][0], c; low <= range[i][1]; low = c + 1) {
+            for (c = low; c <= range[i][1] && in_json && c < 0x80; c++)
+                if (c < 0x20 || c == '"' || c == '\\') break;
+            if (!in_json || c > range[i][1] || c >= 0x80) c = range[i][1] + 1;
+            if (c > low) con_points(grammar, from, to, low, c - 1);
+            if (c <= range[i][1])
+                special |= (uint64_t)1 << (c < 0x20 ? c : c == '"' ? 32 : 33);
+        }
+    con_json_escapes(grammar, from, to, special);
+}
+COLD static void con_char_range(con_grammar *grammar, int from, int to, uint32_t low, uint32_t high,
+                                bool in_json) {
+    buf set = {0};
+    con_set_add(&set, low, high);
+    con_chars(grammar, from, to, &set, in_json);
+    buf_free(&set);
+}
+/* Adds a UTF-8 text after `from`. Returns the state after it. */
+COLD static int con_text(con_grammar *grammar, int from, str text, bool in_json) {
+    int n = 1;
+    for (size_t i = 0; i < text.n && !grammar->e->code; i += (size_t)n) {
+        const int to = con_state_new(grammar);
+        if (!utf8_len(text.p + i, text.p + text.n)) {
+            con_fail(grammar, "byte %zu of a text is not UTF-8", i);
+            break;
+        }
+        const uint32_t c = uni_next(text.p + i, &n);
+        con_char_range(grammar, from, to, c, c, in_json);
+        from = to;
+    }
+    return from;
+}
+
+/* Repeats what leads from `start` to `end`, `low` to `high` times, after state `from`. Returns the
+ * state after it. */
+COLD static int con_repeat(con_grammar *grammar, int from, con_rule part, int low, int high) {
+    if (low == 1 && high == 1) return con_empty(grammar, from, part.start), part.end;
+    if (low <= 1 && high == CON_FOREVER) {
+        const int after = con_state_new(grammar);
+        con_empty(grammar, from, low ? part.start : after);
+        con_empty(grammar, part.end, after);
+        con_empty(grammar, after, part.start);
+        const int out = con_state_new(grammar);
+        con_empty(grammar, after, out);
+        return out;
+    }
+    const int out = con_state_new(grammar);
+    if (!low && high == 1) {
+        con_empty(grammar, from, part.start);
+        con_empty(grammar, part.end, out);
+        con_empty(grammar, from, out);
+    } else con_call(grammar, from, out, con_rule_of(grammar, part.start, part.end), low, high);
+    return out;
+}
+
+/* ---- Reading a source ---- */
+
+typedef struct con_reader { /* of a regular expression, or of GBNF */
+    con_grammar *grammar;
+    const char *start, *at, *end;
+    const char *name; /* begins errors */
+    bool in_json, fold, dot_all, is_gbnf;
+    int nesting;      /* open groups */
+    int n_anchors;    /* ^ and $ read so far */
+    int *rules;       /* GBNF: [n_names] rule of each name */
+    str *names;
+    bool *defined;
+    int n_names, cap_names, cap_rules, cap_defined;
+} con_reader;
+
+COLD static void con_bad(con_reader *reader, const char *what) {
+    con_fail(reader->grammar, "%s: %s at byte %zu", reader->name, what,
+             (size_t)(reader->at - reader->start));
+    reader->at = reader->end; /* nothing more is read */
+}
+COLD static bool con_next_is(const con_reader *reader, char c) {
+    return reader->at < reader->end && *reader->at == c;
+}
+COLD static bool con_skip(con_reader *reader, const char *text) {
+    const str rest = {reader->at, (size_t)(reader->end - reader->at)};
+    if (!str_starts(rest, str_c(text))) return false;
+    reader->at += strlen(text);
+    return true;
+}
+/* Reads one character. */
+COLD static uint32_t con_read_char(con_reader *reader) {
+    int n = 0;
+    if (reader->at == reader->end) return con_bad(reader, "it ends too early"), 0;
+    if (!utf8_len(reader->at, reader->end)) return con_bad(reader, "not UTF-8"), 0;
+    const uint32_t c = uni_next(reader->at, &n);
+    reader->at += n;
+    return c;
+}
+COLD static uint32_t con_read_hex(con_reader *reader, int n) {
+    uint32_t value = 0;
+    for (; n; n--) {
+        const int digit = reader->at < reader->end ? hex_digit(*reader->at) : -1;
+        if (digit < 0) return con_bad(reader, "expected a hex digit"), 0;
+        value = value << 4 | (uint32_t)digit;
+        reader->at++;
+    }
+    if (value > 0x10FFFF) con_bad(reader, "no such character");
+    return value;
+}
+COLD static int con_read_int(con_reader *reader) { /* -1: no digits */
+    int64_t value = -1;
+    for (; reader->at < reader->end && isdigit((unsigned char)*reader->at); reader->at++) {
+        value = MAX(value, 0) * 10 + (*reader->at - '0');
+        if (value > CON_MAX_REPEAT) return con_bad(reader, "too many repetitions"), -1;
+    }
+    return (int)value;
+}
+
+/* Adds the characters of \d, \w, \s to the set; upper case: all others. Returns false for any other
+ * letter. */
+COLD static bool con_class_escape(buf *set, char letter) {
+    static const uint32_t ranges[][3] = {{'d', '0', '9'}, {'w', '0', '9'}, {'w', 'A', 'Z'},
+                                         {'w', '_', '_'}, {'w', 'a', 'z'}, {'s', 9, 13},
+                                         {'s', ' ', ' '}};
+    buf own = {0};
+    for (int i = 0; i < COUNT(ranges); i++)
+        if ((uint32_t)(letter | 32) == ranges[i][0]) con_set_add(&own, ranges[i][1], ranges[i][2]);
+    const bool found = own.n > 0;
+    con_set_finish(&own, found && !(letter & 32));
+    if (found) buf_put(set, own.p, own.n);
+    buf_free(&own);
+    return found;
+}
+
+/* Reads the rest of an escape after its backslash. Returns the character, or -1 if it was a class,
+ * which is then in the set. */
+COLD static int32_t con_read_escape(con_reader *reader, buf *set) {
+    static const char controls[] = "n\nr\rt\tf\fv\v0\0";
+    const uint32_t c = con_read_char(reader);
+    if (c < 128 && isalpha((int)c) && con_class_escape(set, (char)c)) return -1;
+    for (int i = 0; i < COUNT(controls) - 1; i += 2)
+        if (c == (unsigned char)controls[i]) return controls[i + 1];
+    if (c == 'x') return (int32_t)con_read_hex(reader, 2);
+    if (c == 'U') return (int32_t)con_read_hex(reader, 8);
+    if (c == 'u') {
+        const uint32_t high = con_read_hex(reader, 4);
+        if (high >> 10 != 0xD800 >> 10 || !con_skip(reader, "\\u")) return (int32_t)high;
+        return (int32_t)(0x10000 + ((high & 0x3FF) << 10 | (con_read_hex(reader, 4) & 0x3FF)));
+    }
+    if (c < 128 && isalnum((int)c)) {
+        reader->at -= 1;
+        con_bad(reader, "this escape is not supported");
+    }
+    return (int32_t)c;
+}
+
+/* Reads one end of a range in a class. Returns -1 for an escape that is itself a class. */
+COLD static int32_t con_read_class_char(con_reader *reader, buf *set) {
+    if (!con_skip(reader, "\\")) return (int32_t)con_read_char(reader);
+    if (!reader->is_gbnf && con_skip(reader, "b")) return 8;
+    return con_read_escape(reader, set);
+}
+
+/* Reads a class after its "[". */
+COLD static void con_read_class(con_reader *reader, buf *set) {
+    const bool negate = con_skip(reader, "^");
+    const char *first = reader->at;
+    while (reader->at < reader->end && (*reader->at != ']' || reader->at == first)) {
+        const int32_t low = con_read_class_char(reader, set);
+        int32_t high = low;
+        if (low >= 0 && con_next_is(reader, '-') && reader->end - reader->at > 1 &&
+            reader->at[1] != ']') {
+            reader->at++;
+            high = con_read_class_char(reader, set);
+            if (high < low) con_bad(reader, "a range with its ends in the wrong order");
+        }
+        if (low >= 0 && high >= low) con_set_add(set, (uint32_t)low, (uint32_t)high);
+    }
+    if (!con_skip(reader, "]")) con_bad(reader, "[ without ]");
+    con_set_finish(set, negate);
+}
+
+/* With (?i): adds the other case of each letter. ASCII only. */
+COLD static void con_fold_set(buf *set) {
+    con_set_finish(set, false);
+    const size_t n = set->n / (2 * sizeof(uint32_t));
+    for (size_t i = 0; i < n; i++)
+        for (uint32_t c = 'A'; c <= 'z'; c = c == 'Z' ? 'a' : c + 1) {
+            uint32_t range[2];
+            memcpy(range, set->p + i * sizeof range, sizeof range);
+            if (range[0] <= c && c <= range[1]) con_set_add(set, c ^ 32, c ^ 32);
+        }
+    con_set_finish(set, false);
+}
+
+/* Adds the characters of a set that is complete, and frees it. */
+COLD static void con_put_set(con_reader *reader, con_rule part, buf *set) {
+    if (reader->fold) con_fold_set(set);
+    con_chars(reader->grammar, part.start, part.end, set, reader->in_json);
+    buf_free(set);
+}
+
+/* Reads a quantifier. Returns false if there is none. */
+COLD static bool con_read_quantifier(con_reader *reader, int *low, int *high) {
+    const char *start = reader->at;
+    *low = 0;
+    *high = CON_FOREVER;
+    if (con_skip(reader, "*")) return true;
+    if (con_skip(reader, "+")) return *low = 1, true;
+    if (con_skip(reader, "?")) return *high = 1, true;
+    if (!con_skip(reader, "{")) return false;
+    *low = con_read_int(reader);
+    *high = *low;
+    if (con_skip(reader, ",")) {
+        *high = con_read_int(reader);
+        if (*high < 0) *high = *low < 0 ? -1 : CON_FOREVER;
+        *low = MAX(*low, 0);
+    }
+    if (*high >= 0 && con_skip(reader, "}")) {
+        if (*high < *low) con_bad(reader, "{m,n} with m above n");
+        return true;
+    }
+    if (reader->is_gbnf) con_bad(reader, "expected {m}, {m,} or {m,n}");
+    else if (reader->at < reader->end) reader->at = start; /* a literal brace */
+    return false;
+}
+
+/* Reads the quantifiers after a part. Returns the state after all of it. */
+COLD static int con_read_repeat(con_reader *reader, int from, con_rule part, int n_anchors) {
+    int low, high;
+    if (!con_read_quantifier(reader, &low, &high))
+        return con_repeat(reader->grammar, from, part, 1, 1);
+    if (reader->n_anchors != n_anchors) con_bad(reader, "^ or $ in a repeated part");
+    if (!reader->is_gbnf && !con_skip(reader, "?") && con_next_is(reader, '+'))
+        con_bad(reader, "possessive quantifiers are not supported");
+    const int out = con_repeat(reader->grammar, from, part, low, high);
+    const char *before = reader->at;
+    if (con_read_quantifier(reader, &low, &high)) {
+        reader->at = before;
+        con_bad(reader, "a quantifier after a quantifier");
+    }
+    return out;
+}
+
+/* ---- Regular expressions ---- */
+
+COLD static void con_read_choices(con_reader *reader, con_rule part);
+
+COLD static void con_read_group(con_reader *reader, con_rule part) {
+    if (con_next_is(reader, '?') && !con_skip(reader, "?:")) {
+        const bool named = (con_skip(reader, "?P<") || con_skip(reader, "?<")) &&
+                           !con_next_is(reader, '=') && !con_next_is(reader, '!');
+        while (named && reader->at < reader->end && *reader->at != '>') reader->at++;
+        if (!named || !con_skip(reader, ">"))
+            con_bad(reader, "this kind of group is not supported");
+    }
+    con_read_choices(reader, part);
+    if (!con_skip(reader, ")")) con_bad(reader, "( without )");
+}
+
+/* Reads one part of a sequence, without its quantifier. */
+COLD static void con_read_part(con_reader *reader, con_rule part) {
+    con_grammar *grammar = reader->grammar;
+    buf set = {0};
+    if (con_skip(reader, "(")) {
+        con_read_group(reader, part);
+        return;
+    }
+    const bool begins = con_skip(reader, "^") || con_skip(reader, "\\A");
+    if (begins || con_skip(reader, "$") || con_skip(reader, "\\Z") || con_skip(reader, "\\z")) {
+        reader->n_anchors++;
+        con_edge_add(grammar, (con_edge){.kind = begins ? CON_TEXT_BEGIN : CON_TEXT_END,
+                                         .from = part.start, .to = part.end});
+        return;
+    }
+    if (con_skip(reader, "[")) con_read_class(reader, &set);
+    else if (con_skip(reader, ".")) {
+        if (!reader->dot_all) con_set_add(&set, '\n', '\n');
+        con_set_finish(&set, true);
+    } else if (con_next_is(reader, '*') || con_next_is(reader, '+') || con_next_is(reader, '?'))
+        con_bad(reader, "nothing to repeat");
+    else {
+        const int32_t c = con_skip(reader, "\\") ? con_read_escape(reader, &set)
+                                                 : (int32_t)con_read_char(reader);
+        if (c >= 0) con_set_add(&set, (uint32_t)c, (uint32_t)c);
+    }
+    con_put_set(reader, part, &set);
+}
+
+COLD static void con_read_choices(con_reader *reader, con_rule part) {
+    con_grammar *grammar = reader->grammar;
+    if (++reader->nesting > CON_MAX_NESTING) con_bad(reader, "groups nested too deep");
+    do {
+        int state = con_state_new(grammar);
+        con_empty(grammar, part.start, state);
+        while (reader->at < reader->end && *reader->at != '|' && *reader->at != ')') {
+            const con_rule inner = {con_state_new(grammar), con_state_new(grammar)};
+            const int n_anchors = reader->n_anchors;
+            con_read_part(reader, inner);
+            state = con_read_repeat(reader, state, inner, n_anchors);
+        }
+        con_empty(grammar, state, part.end);
+    } while (con_skip(reader, "|"));
+    reader->nesting--;
+}
+
+/* Marks the states that are reached from `start` (backwards: from which it is reached) over empty
+ * edges and those of `kind`, among the states from `first` on. */
+COLD static void con_mark_anchored(con_grammar *grammar, int first, int start, uint8_t kind,
+                                   bool *marked) {
+    memset(marked, 0, (size_t)(grammar->n_states - first));
+    marked[start - first] = true;
+    for (bool changed = true; changed;) {
+        changed = false;
+        for (int s = first; s < grammar->n_states; s++)
+            for (int k = grammar->states[s].first; k >= 0; k = grammar->edges[k].next) {
+                const con_edge *edge = &grammar->edges[k];
+                const bool backwards = kind == CON_TEXT_END;
+                const int a = backwards ? edge->to : s, b = backwards ? s : edge->to;
+                const bool passes = edge->kind == CON_EMPTY || edge->kind == kind ||
+                                    (edge->kind == CON_CALL && !edge->low);
+                if (!passes || !marked[a - first] || marked[b - first]) continue;
+                marked[b - first] = changed = true;
+            }
+    }
+}
+
+/* Replaces the edges of ^ and $ in a part whose states begin at `first`. ^ holds where nothing was
+ * consumed: an edge of ^ that is reached from the start so leads from `begin`, which comes before
+ * any prefix. $ likewise leads to `end`, which comes after any suffix. */
+COLD static void con_place_anchors(con_grammar *grammar, int first, con_rule part, con_rule whole) {
+    const int n_edges = grammar->n_edges, n_states = grammar->n_states;
+    bool *marked = mem_alloc((size_t)(n_states - first));
+    for (uint8_t kind = CON_TEXT_BEGIN; kind <= CON_TEXT_END; kind++) {
+        const bool begins = kind == CON_TEXT_BEGIN;
+        con_mark_anchored(grammar, first, begins ? part.start : part.end, kind, marked);
+        for (int i = 0; i < n_edges; i++) {
+            const con_edge edge = grammar->edges[i];
+            if (edge.kind != kind) continue;
+            if (begins && marked[edge.from - first]) con_empty(grammar, whole.start, edge.to);
+            if (!begins && marked[edge.to - first]) con_empty(grammar, edge.from, whole.end);
+        }
+    }
+    for (int i = 0; i < n_edges; i++)
+        if (grammar->edges[i].kind >= CON_TEXT_BEGIN) grammar->edges[i].kind = CON_NOTHING;
+    free(marked);
+}
+
+/* Returns a rule for a regular expression. in_json: it matches the inside of a JSON string, and it
+ * may match any part of the text, unless ^ and $ say otherwise. */
+COLD static int con_regex(con_grammar *grammar, const char *name, str text, bool in_json) {
+    con_reader reader = {.grammar = grammar, .name = name, .start = text.p, .at = text.p,
+                         .end = text.p + text.n, .in_json = in_json};
+    const con_rule whole = {con_state_new(grammar), con_state_new(grammar)};
+    const con_rule part = {con_state_new(grammar), con_state_new(grammar)};
+    while (con_skip(&reader, "(?i)") || con_skip(&reader, "(?s)")) {
+        reader.fold |= reader.at[-2] == 'i';
+        reader.dot_all |= reader.at[-2] == 's';
+    }
+    con_read_choices(&reader, part);
+    if (reader.at < reader.end) con_bad(&reader, ") without (");
+    if (reader.n_anchors && !grammar->e->code) con_place_anchors(grammar, part.start, part, whole);
+    con_empty(grammar, whole.start, part.start);
+    con_empty(grammar, part.end, whole.end);
+    for (int side = 0; side < 2 && in_json; side++) { /* any prefix, any suffix */
+        const con_rule any = {con_state_new(grammar), con_state_new(grammar)};
+        con_char_range(grammar, any.start, any.end, 0, 0x10FFFF, true);
+        const int from = con_state_new(grammar);
+        con_empty(grammar, side ? part.end : whole.start, from);
+        con_empty(grammar, con_repeat(grammar, from, any, 0, CON_FOREVER),
+                  side ? whole.end : part.start);
+    }
+    return con_rule_of(grammar, whole.start, whole.end);
+}
+
+/* ---- GBNF ---- */
+
+/* Skips white space and comments; lines: line ends, too. */
+COLD static void con_skip_space(con_reader *reader, bool lines) {
+    for (; reader->at < reader->end; reader->at++) {
+        if (*reader->at == '#')
+            while (reader->at + 1 < reader->end && reader->at[1] != '\n') reader->at++;
+        else if (*reader->at != ' ' && *reader->at != '\t' &&
+                 !(lines && (*reader->at == '\n' || *reader->at == '\r')))
+            return;
+    }
+}
+
+COLD static str con_read_name(con_reader *reader) {
+    const char *start = reader->at;
+    while (reader->at < reader->end &&
+           (isalnum((unsigned char)*reader->at) || strchr("-_.", *reader->at)) && *reader->at)
+        reader->at++;
+    return (str){start, (size_t)(reader->at - start)};
+}
+
+/* Returns the index of a name; a new one gets a rule without edges. */
+COLD static int con_name_index(con_reader *reader, str name) {
+    for (int i = 0; i < reader->n_names; i++)
+        if (str_eq(reader->names[i], name)) return i;
+    if (reader->n_names == 4096) return con_bad(reader, "more than 4096 rules"), 0;
+    const int n = reader->n_names++;
+    reader->names = con_grow(reader->names, n, &reader->cap_names, sizeof *reader->names);
+    reader->rules = con_grow(reader->rules, n, &reader->cap_rules, sizeof *reader->rules);
+    reader->defined = con_grow(reader->defined, n, &reader->cap_defined, sizeof *reader->defined);
+    reader->names[n] = name;
+    reader->rules[n] = con_rule_new(reader->grammar);
+    reader->defined[n] = false;
+    return n;
+}
+
+/* Reads a literal after its first quote. */
+COLD static void con_gbnf_literal(con_reader *reader, con_rule part) {
+    con_grammar *grammar = reader->grammar;
+    int state = part.start;
+    while (reader->at < reader->end && *reader->at != '"') {
+        buf set = {0};
+        const int32_t c = con_skip(reader, "\\") ? con_read_escape(reader, &set)
+                                                 : (int32_t)con_read_char(reader);
+        if (c < 0) con_bad(reader, "a class inside a literal");
+        const int to = con_state_new(grammar);
+        con_char_range(grammar, state, to, (uint32_t)MAX(c, 0), (uint32_t)MAX(c, 0), false);
+        state = to;
+        buf_free(&set);
+    }
+    if (!con_skip(reader, "\"")) con_bad(reader, "a literal without its second quote");
+    con_empty(grammar, state, part.end);
+}
+
+COLD static void con_gbnf_choices(con_reader *reader, con_rule part, bool nested);
+
+COLD static void con_gbnf_part(con_reader *reader, con_rule part) {
+    buf set = {0};
+    if (con_skip(reader, "\"")) con_gbnf_literal(reader, part);
+    else if (con_skip(reader, "(")) {
+        con_gbnf_choices(reader, part, true);
+        if (!con_skip(reader, ")")) con_bad(reader, "( without )");
+    } else if (con_skip(reader, "[")) {
+        con_read_class(reader, &set);
+        con_put_set(reader, part, &set);
+    } else if (con_skip(reader, ".")) {
+        con_set_finish(&set, true);
+        con_put_set(reader, part, &set);
+    } else if (con_next_is(reader, '<') || con_next_is(reader, '!'))
+        con_bad(reader, "tokens such as <think> are not supported");
+    else {
+        const str name = con_read_name(reader);
+        if (!name.n) con_bad(reader, "expected a literal, a class, a group or the name of a rule");
+        else
+            con_call(reader->grammar, part.start, part.end,
+                     reader->rules[con_name_index(reader, name)], 1, 1);
+    }
+}
+
+/* Is the line end that comes next the end of the rule? It is not before a "|". */
+COLD static bool con_gbnf_ends(con_reader *reader, bool nested) {
+    const char *here = reader->at;
+    con_skip_space(reader, true);
+    if (!nested && !con_next_is(reader, '|') && reader->at < reader->end &&
+        memchr(here, '\n', (size_t)(reader->at - here)))
+        return true;
+    return reader->at == reader->end || *reader->at == '|' || *reader->at == ')';
+}
+
+/* Reads alternatives. A group may go over several lines. */
+COLD static void con_gbnf_choices(con_reader *reader, con_rule part, bool nested) {
+    con_grammar *grammar = reader->grammar;
+    if (++reader->nesting > CON_MAX_NESTING) con_bad(reader, "groups nested too deep");
+    do {
+        int state = con_state_new(grammar);
+        con_empty(grammar, part.start, state);
+        con_skip_space(reader, true);
+        while (!con_gbnf_ends(reader, nested)) {
+            const con_rule inner = {con_state_new(grammar), con_state_new(grammar)};
+            con_gbnf_part(reader, inner);
+            con_skip_space(reader, false);
+            state = con_read_repeat(reader, state, inner, 0);
+        }
+        con_empty(grammar, state, part.end);
+    } while (con_skip(reader, "|"));
+    reader->nesting--;
+}
+
+COLD static void con_gbnf(con_grammar *grammar, str text) {
+    con_reader reader = {.grammar = grammar, .name = "grammar", .start = text.p, .at = text.p,
+                         .end = text.p + text.n, .is_gbnf = true};
+    const int root = con_name_index(&reader, STR("root"));
+    if (str_find(text, STR("::="), 0) < 0)
+        con_bad(&reader, "expected rules in GBNF, name ::= ... (Lark is not supported)");
+    con_skip_space(&reader, true);
+    while (reader.at < reader.end) {
+        const str name = con_read_name(&reader);
+        con_skip_space(&reader, false);
+        if (!name.n || !con_skip(&reader, "::=")) {
+            con_bad(&reader, "expected name ::= ...");
+            break;
+        }
+        const int i = con_name_index(&reader, name);
+        if (reader.defined[i]) con_bad(&reader, "this rule is defined twice");
+        reader.defined[i] = true;
+        con_gbnf_choices(&reader, grammar->rules[reader.rules[i]], false);
+        if (con_next_is(&reader, ')')) con_bad(&reader, ") without (");
+    }
+    for (int i = 0; i < reader.n_names; i++)
+        if (!reader.defined[i])
+            con_fail(grammar, "grammar: the rule %.*s is not defined", STRF(reader.names[i]));
+    grammar->root = reader.rules[root];
+    free(reader.names), free(reader.rules), free(reader.defined);
+}
+
+/* ===========================================================================
+ * MARK: 18d. Constraints: JSON Schema [pure]
+ * In: a schema. Out: a grammar of the JSON texts that are valid, or an error with the JSON pointer
+ * of what cannot be done. No keyword is left out silently.
+ *
+ * A rule stands for a list of schemas that must hold together (con_all): a schema, what its $ref
+ * and allOf name, and the chosen branches of its anyOf and oneOf. Equal lists are one rule, so a
+ * recursive schema becomes a recursive grammar. Rules are made one after the other from a queue
+ * (con_schema_run), not by recursion:
+ *     con_all_expand       follows $ref and allOf, which makes the list longer
+ *     con_make_branches    the list has an anyOf or oneOf: one call for each branch
+ *     con_make_values      it has enum or const: the values that hold
+ *     con_make_types       else for each type that is left: a number, string, array, object
+ *
+ * What is generated:
+ *   - white space between tokens: nothing, one blank, or a line end and at most CON_MAX_INDENT
+ *     blanks or tabs; none before and after the whole text. no_whitespace: nothing at all.
+ *     whitespace_pattern: what this expression matches
+ *   - the properties in the order of `properties`, then required names that are not listed, then
+ *     others, if they are allowed. Additional properties are allowed unless the schema forbids them
+ *     (no_additional: unless it allows them). A name may occur twice among the others
+ *   - integers without fraction and exponent; numbers with a limit or multipleOf without exponent
+ *   - a string with `pattern` or a known `format`, names of properties, const and enum: characters
+ *     literally, if JSON does not demand an escape. In other strings any escape may be used
+ * oneOf is made like anyOf if its branches cannot hold together; else it is refused. A `format`
+ * that is not in con_formats is an annotation, as the standard says, and so are unknown keywords.
+ * =========================================================================== */
+
+enum {
+    CON_MAX_ALL = 24,           /* schemas that hold together */
+    CON_MAX_RULES = 50000,      /* of a schema, before products */
+    CON_MAX_INDENT = 40,
+    CON_MAX_PATTERNS = 4,       /* patternProperties that hold together */
+    CON_MAX_GRID = 1 << 18      /* states of one object: properties x counts */
+};
+
+enum { /* bits of con_part.done: keywords of the schema that are in the list already */
+    CON_DONE_REF = 1, CON_DONE_ALL_OF = 2, CON_DONE_ANY_OF = 4, CON_DONE_ONE_OF = 8
+};
+enum { /* bits of types */
+    CON_NULL = 1, CON_BOOL = 2, CON_INTEGER = 4, CON_FRACTION = 8, CON_STRING = 16, CON_ARRAY = 32,
+    CON_OBJECT = 64, CON_NUMBER = CON_INTEGER | CON_FRACTION, CON_ANY = 127
+};
+
+typedef struct con_part { /* a schema of the list */
+    const json *schema;
+    uint64_t done;
+} con_part;
+
+typedef struct con_all {
+    con_part part[CON_MAX_ALL];
+    int n;
+    bool never; /* one of them is `false` */
+} con_all;
+
+typedef struct con_entry { /* a rule, and the list that it is made from */
+    con_part *part; /* [n] */
+    int n, rule;
+    int chain;      /* next entry with the same hash; -1: none */
+} con_entry;
+
+typedef struct con_pattern { /* a rule for a pattern, which may occur often */
+    str text;
+    int rule;
+} con_pattern;
+
+typedef struct con_schema {
+    con_grammar *grammar;
+    const toka_grammar *source;
+    const json *root;
+    arena memory;
+    con_entry *entries;
+    con_pattern *patterns;
+    int n_entries, cap_entries, n_patterns, cap_patterns, heads[CON_HEADS];
+    int space;                   /* rule of white space; -1: none */
+    int char_rule, string_rule;  /* a character, a whole string without its quotes; any escapes */
+    int name_rule;               /* the same with the escapes that JSON demands */
+    int number_rule, integer_rule;
+} con_schema;
+
+/* ---- Errors and access ---- */
+
+/* Appends the JSON pointer of a node below `value`. */
+COLD static void con_pointer(const json *value, const json *node, buf *out) {
+    while (value != node) {
+        const json *child = NULL;
+        int index = 0;
+        if (value->type == JSON_OBJECT) {
+            JSON_MEMBERS(key, value)
+                if (key <= node && node < json_next(key + 1)) {
+                    buf_printf(out, "/%.*s", STRF(json_str(key)));
+                    child = node == key ? node : key + 1;
+                }
+        } else if (value->type == JSON_ARRAY)
+            JSON_EACH(it, value) {
+                if (it <= node && node < json_next(it)) {
+                    buf_printf(out, "/%d", index);
+                    child = it;
+                }
+                index++;
+            }
+        if (!child) return;
+        value = child;
+    }
+}
+
+/* Fails because of a part of the schema. */
+COLD static void con_schema_fail(con_schema *schema, const json *node, const char *what) {
+    buf pointer = {0};
+    con_pointer(schema->root, node, &pointer);
+    con_fail(schema->grammar, "JSON schema: %.200s: %s", pointer.n ? pointer.p : "/", what);
+    buf_free(&pointer);
+}
+
+/* Reads a limit such as minItems; absent: `otherwise`. */
+COLD static int con_limit(con_schema *schema, const json *part, const char *name, int otherwise) {
+    const json *value = json_get(part, name);
+    int64_t number = 0;
+    if (!value) return otherwise;
+    if (!json_whole(value, &number) || number < 0)
+        con_schema_fail(schema, value, "expected a whole number, 0 or more");
+    return (int)MIN(number, (int64_t)CON_FOREVER);
+}
+
+/* Decodes one step of a JSON pointer: ~1, ~0 and %XX. */
+COLD static str con_pointer_step(con_schema *schema, str text) {
+    char *out = arena_alloc(&schema->memory, text.n + 1);
+    size_t n = 0;
+    for (size_t i = 0; i < text.n; i++) {
+        char c = text.p[i];
+        if (c == '%' && i + 2 < text.n && hex_digit(text.p[i + 1]) >= 0 &&
+            hex_digit(text.p[i + 2]) >= 0) {
+            c = (char)(hex_digit(text.p[i + 1]) << 4 | hex_digit(text.p[i + 2]));
+            i += 2;
+        } else if (c == '~' && i + 1 < text.n) c = text.p[++i] == '1' ? '/' : '~';
+        out[n++] = c;
+    }
+    return (str){out, n};
+}
+
+/* Returns the subschema with this $anchor or $id; NULL: none. */
+COLD static const json *con_find_anchor(const json *root, str name) {
+    for (const json *at = root, *end = json_next(root); at < end; at++) {
+        const json *anchor = json_get(at, "$anchor"), *id = json_get(at, "$id");
+        if (!id) id = json_get(at, "id");
+        const bool is_anchor = anchor && str_starts(name, STR("#")) &&
+                               str_eq(json_str(anchor), str_sub(name, 1, name.n));
+        if (is_anchor || (json_is(id, JSON_STRING) && str_eq(json_str(id), name))) return at;
+    }
+    return NULL;
+}
+
+/* Returns the schema that a $ref names; NULL after an error. */
+COLD static const json *con_resolve(con_schema *schema, const json *ref) {
+    const str text = json_str(ref), root_id = json_str(json_get(schema->root, "$id"));
+    const ptrdiff_t hash = str_find(text, STR("#"), 0);
+    const str base = str_sub(text, 0, hash < 0 ? text.n : (size_t)hash);
+    const json *at = schema->root;
+    if (base.n && !str_eq(base, root_id)) at = con_find_anchor(schema->root, base);
+    str path = hash < 0 ? STR("") : str_sub(text, (size_t)hash + 1, text.n), step;
+    if (path.n && path.p[0] != '/') {
+        at = con_find_anchor(schema->root, str_sub(text, (size_t)hash, text.n));
+        path = STR("");
+    }
+    if (path.n) path = str_sub(path, 1, path.n);
+    while (at && str_split_next(&path, '/', &step)) {
+        const str name = con_pointer_step(schema, step);
+        const char *key = arena_cstr(&schema->memory, name);
+        at = json_is(at, JSON_ARRAY) ? json_at(at, (size_t)strtoul(key, NULL, 10))
+                                     : json_get(at, key);
+    }
+    if (!at) con_schema_fail(schema, ref, "this $ref is not in the schema");
+    return at;
+}
+
+/* ---- Lists of schemas ---- */
+
+/* Adds a schema to a list. true and {} add nothing. */
+COLD static void con_all_add(con_schema *schema, con_all *all, const json *part) {
+    if (json_is(part, JSON_FALSE)) all->never = true;
+    if (json_is(part, JSON_FALSE) || json_is_true(part)) return;
+    if (!json_is(part, JSON_OBJECT)) con_schema_fail(schema, part, "expected a schema");
+    for (int i = 0; i < all->n; i++)
+        if (all->part[i].schema == part) return;
+    if (all->n == CON_MAX_ALL) con_schema_fail(schema, part, "too many schemas hold together");
+    else if (json_is(part, JSON_OBJECT) && part->n) all->part[all->n++] = (con_part){part, 0};
+}
+
+/* Keywords that are known and not done, and so refused. `if` without then and else is nothing. */
+static const char *const con_refused[] = {
+    "not", "then", "else", "dependencies", "dependentRequired", "dependentSchemas", "contains",
+    "propertyNames", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef"};
+
+COLD static void con_check_keywords(con_schema *schema, const json *part) {
+    for (int i = 0; i < COUNT(con_refused); i++) {
+        const json *value = json_get(part, con_refused[i]);
+        const bool is_branch = !strcmp(con_refused[i], "then") || !strcmp(con_refused[i], "else");
+        const bool is_nothing =
+            value && i && (json_is_true(value) || (value->type >= JSON_ARRAY && !value->n));
+        if (value && !is_nothing && (!is_branch || json_get(part, "if")))
+            con_schema_fail(schema, value, "this keyword is not supported");
+    }
+    if (json_get(part, "enum") && !json_is(json_get(part, "enum"), JSON_ARRAY))
+        con_schema_fail(schema, json_get(part, "enum"), "expected a list");
+    if (json_is_true(json_get(part, "uniqueItems")))
+        con_schema_fail(schema, json_get(part, "uniqueItems"), "this keyword is not supported");
+}
+
+/* Adds what $ref and allOf name. */
+COLD static void con_all_expand(con_schema *schema, con_all *all) {
+    for (int i = 0; i < all->n && !schema->grammar->e->code; i++) {
+        con_part *part = &all->part[i];
+        const json *ref = json_get(part->schema, "$ref"),
+                   *all_of = json_get(part->schema, "allOf");
+        con_check_keywords(schema, part->schema);
+        if (json_is(ref, JSON_STRING) && !(part->done & CON_DONE_REF))
+            con_all_add(schema, all, con_resolve(schema, ref));
+        if (json_is(all_of, JSON_ARRAY) && !(part->done & CON_DONE_ALL_OF))
+            JSON_EACH(it, all_of) con_all_add(schema, all, it);
+        part->done |= CON_DONE_REF | CON_DONE_ALL_OF;
+    }
+}
+
+COLD static int con_compare_parts(const void *a, const void *b) {
+    const con_part *x = a, *y = b;
+    return x->schema != y->schema ? (x->schema < y->schema ? -1 : 1)
+                                  : (x->done > y->done) - (x->done < y->done);
+}
+
+/* Returns the rule of a list; a new one is made later (con_schema_run). */
+COLD static int con_schema_rule(con_schema *schema, const con_all *all) {
+    if (all->never) return con_rule_new(schema->grammar); /* no edges: it matches nothing */
+    con_part part[CON_MAX_ALL];
+    const size_t bytes = (size_t)all->n * sizeof *part;
+    if (all->n) memcpy(part, all->part, bytes);
+    qsort(part, (size_t)all->n, sizeof *part, con_compare_parts);
+    int *head = &schema->heads[hash_bytes(part, bytes) % CON_HEADS];
+    for (int i = *head; i >= 0; i = schema->entries[i].chain)
+        if (schema->entries[i].n == all->n && !memcmp(schema->entries[i].part, part, bytes))
+            return schema->entries[i].rule;
+    schema->entries = con_grow(schema->entries, schema->n_entries, &schema->cap_entries,
+                               sizeof *schema->entries);
+    if (schema->n_entries == CON_MAX_RULES)
+        con_fail(schema->grammar, "JSON schema: it is too large: more than %d rules",
+                 CON_MAX_RULES);
+    const int rule = con_rule_new(schema->grammar);
+    /* the order of the list is that of the properties, so the entry keeps it */
+    con_part *both = arena_alloc(&schema->memory, 2 * bytes + 1);
+    if (all->n) memcpy(both, part, bytes), memcpy(both + all->n, all->part, bytes);
+    schema->entries[schema->n_entries] = (con_entry){both, all->n, rule, *head};
+    return *head = schema->n_entries++, rule;
+}
+COLD static int con_schema_rule_of(con_schema *schema, const json *part) {
+    con_all all = {.n = 0};
+    con_all_add(schema, &all, part);
+    return con_schema_rule(schema, &all);
+}
+
+/* ---- Types, values, and whether schemas can hold together ---- */
+
+COLD static unsigned con_type_of_value(const json *value) {
+    static const unsigned types[] = {CON_NULL,   CON_BOOL,  CON_BOOL,  CON_FRACTION,
+                                     CON_STRING, CON_ARRAY, CON_OBJECT};
+    int64_t whole;
+    return json_whole(value, &whole) || value->is_big_int ? CON_INTEGER : types[value->type];
+}
+
+COLD static unsigned con_type_named(con_schema *schema, const json *name) {
+    static const struct {
+        const char *name;
+        unsigned types;
+    } types[] = {{"null", CON_NULL},       {"boolean", CON_BOOL}, {"integer", CON_INTEGER},
+                 {"number", CON_NUMBER},   {"string", CON_STRING}, {"array", CON_ARRAY},
+                 {"object", CON_OBJECT},   {"any", CON_ANY}};
+    for (int i = 0; i < COUNT(types); i++)
+        if (str_is(json_str(name), types[i].name)) return types[i].types;
+    con_schema_fail(schema, name, "unknown type");
+    return 0;
+}
+
+/* Returns the types that `type`, enum and const of a schema leave. */
+COLD static unsigned con_own_types(con_schema *schema, const json *part) {
+    const json *type = json_get(part, "type"), *values = json_get(part, "enum"),
+               *value = json_get(part, "const");
+    unsigned types = type ? 0 : CON_ANY, of_values = 0;
+    if (json_is(type, JSON_ARRAY)) JSON_EACH(it, type) types |= con_type_named(schema, it);
+    else if (type) types = con_type_named(schema, type);
+    if (json_is(values, JSON_ARRAY)) JSON_EACH(it, values) of_values |= con_type_of_value(it);
+    if (json_is(values, JSON_ARRAY)) types &= of_values;
+    return value ? types & con_type_of_value(value) : types;
+}
+
+COLD static bool con_equal(const json *a, const json *b) {
+    if (json_is(a, JSON_NUMBER) && json_is(b, JSON_NUMBER))
+        return json_num(a, 0) == json_num(b, 0);
+    if (a->type != b->type || (a->type >= JSON_STRING && a->n != b->n)) return false;
+    if (a->type == JSON_STRING) return str_eq(json_str(a), json_str(b));
+    if (a->type == JSON_ARRAY)
+        for (size_t i = 0; i < a->n; i++)
+            if (!con_equal(json_at(a, i), json_at(b, i))) return false;
+    if (a->type == JSON_OBJECT)
+        JSON_MEMBERS(key, a) {
+            const json *found = NULL;
+            JSON_MEMBERS(other, b) if (str_eq(json_str(other), json_str(key))) found = other + 1;
+            if (!found || !con_equal(key + 1, found)) return false;
+        }
+    return true;
+}
+
+/* Does the list of values of a schema (enum, const) have this value? true: there is no list. */
+COLD static bool con_has_value(const json *part, const json *value) {
+    const json *values = json_get(part, "enum"), *one = json_get(part, "const");
+    bool found = !json_is(values, JSON_ARRAY);
+    if (!found) JSON_EACH(it, values) found |= con_equal(it, value);
+    return found && (!one || con_equal(one, value));
+}
+
+/* Returns the part of a list that names its values; NULL: none does. */
+COLD static const json *con_values_of(const con_all *all) {
+    for (int i = 0; i < all->n; i++)
+        if (json_get(all->part[i].schema, "const") || json_get(all->part[i].schema, "enum"))
+            return all->part[i].schema;
+    return NULL;
+}
+/* Loops over the values of enum or const. */
+#define CON_EACH_VALUE(it, part) \
+    for (const json *it##_list = json_get(part, "const") ? NULL : json_get(part, "enum"), \
+                    *it = it##_list ? it##_list + 1 : json_get(part, "const"), \
+                    *it##_last = it##_list ? json_next(it##_list) : json_next(it); \
+         it < it##_last; it = json_next(it))
+
+COLD static bool con_requires(const con_all *all, str name) {
+    for (int i = 0; i < all->n; i++) {
+        const json *required = json_get(all->part[i].schema, "required");
+        if (json_is(required, JSON_ARRAY))
+            JSON_EACH(it, required) if (str_eq(json_str(it), name)) return true;
+    }
+    return false;
+}
+COLD static const json *con_member(const json *object, str name) {
+    const json *found = NULL;
+    if (json_is(object, JSON_OBJECT))
+        JSON_MEMBERS(key, object) if (str_eq(json_str(key), name)) found = key + 1;
+    return found;
+}
+
+COLD static unsigned con_all_types(con_schema *schema, const con_all *all) {
+    unsigned types = all->never ? 0 : CON_ANY;
+    for (int i = 0; i < all->n; i++) types &= con_own_types(schema, all->part[i].schema);
+    return types;
+}
+
+COLD static bool con_is_disjoint(con_schema *schema, const json *a, const json *b, int depth);
+
+/* Does a property tell two lists apart: one of them requires it, and its schemas cannot hold
+ * together, or the other list forbids it? */
+COLD static bool con_property_differs(con_schema *schema, const con_all *a, const con_all *b,
+                                      int depth) {
+    for (int i = 0; i < a->n; i++) {
+        const json *properties = json_get(a->part[i].schema, "properties");
+        if (!json_is(properties, JSON_OBJECT)) continue;
+        JSON_MEMBERS(key, properties) {
+            const bool in_a = con_requires(a, json_str(key)), in_b = con_requires(b, json_str(key));
+            for (int k = 0; k < b->n; k++) {
+                const json *other = b->part[k].schema,
+                           *there = con_member(json_get(other, "properties"), json_str(key));
+                if (there && (in_a || in_b) && con_is_disjoint(schema, key + 1, there, depth))
+                    return true;
+                if (!there && in_a && json_is(json_get(other, "additionalProperties"), JSON_FALSE) &&
+                    !json_get(other, "patternProperties"))
+                    return true;
+            }
+        }
+    }
+    return false;
+}
+
+/* Can no value be valid for both? Returns false if that is not certain. */
+COLD static bool con_is_disjoint(con_schema *schema, const json *a, const json *b, int depth) {
+    con_all x = {.n = 0}, y = {.n = 0};
+    if (depth > 4) return false;
+    con_all_add(schema, &x, a), con_all_expand(schema, &x);
+    con_all_add(schema, &y, b), con_all_expand(schema, &y);
+    for (int i = 0; i < x.n; i++)
+        for (int pass = 0; pass < 2; pass++) {
+            const json *branches = json_get(x.part[i].schema, pass ? "oneOf" : "anyOf");
+            bool all = json_is(branches, JSON_ARRAY);
+            if (all) JSON_EACH(it, branches) all &= con_is_disjoint(schema, it, b, depth + 1);
+            if (all) return true;
+        }
+    const unsigned types = con_all_types(schema, &x) & con_all_types(schema, &y);
+    if (!types) return true;
+    const json *in_x = con_values_of(&x), *in_y = con_values_of(&y);
+    if (in_x && in_y) {
+        bool common = false;
+        CON_EACH_VALUE(it, in_x) common |= con_has_value(in_x, it) && con_has_value(in_y, it);
+        if (!common) return true;
+    }
+    if (types != CON_OBJECT) return false;
+    return con_property_differs(schema, &x, &y, depth + 1) ||
+           con_property_differs(schema, &y, &x, depth + 1);
+}
+
+/* ---- Strings ---- */
+
+static const struct con_format {
+    const char *name, *pattern;
+} con_formats[] = {
+#define CON_DATE \
+    "([0-9]{4}-(0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|[0-9]{4}-(0[469]|11)-(0[1-9]|[12][0-9]|" \
+    "30)|[0-9]{4}-02-(0[1-9]|1[0-9]|2[0-8])|([0-9]{2}(0[48]|[2468][048]|[13579][26])|" \
+    "([02468][048]|[13579][26])00)-02-29)"
+#define CON_TIME \
+    "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\\.[0-9]+)?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+#define CON_BYTE "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+#define CON_LABEL "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+#define CON_GROUP "[0-9A-Fa-f]{1,4}"
+    {"date", "^" CON_DATE "$"},
+    {"time", "^" CON_TIME "$"},
+    {"date-time", "^" CON_DATE "T" CON_TIME "$"},
+    {"duration", "^P(([0-9]+Y([0-9]+M([0-9]+D)?)?|[0-9]+M([0-9]+D)?|[0-9]+D)(T([0-9]+H([0-9]+M("
+                 "[0-9]+S)?)?|[0-9]+M([0-9]+S)?|[0-9]+S))?|T([0-9]+H([0-9]+M([0-9]+S)?)?|[0-9]+M("
+                 "[0-9]+S)?|[0-9]+S)|[0-9]+W)$"},
+    {"email", "^[A-Za-z0-9_%+-]+(\\.[A-Za-z0-9_%+-]+)*@" CON_LABEL "(\\." CON_LABEL ")+$"},
+    {"hostname", "^" CON_LABEL "(\\." CON_LABEL ")*$"},
+    {"ipv4", "^(" CON_BYTE "\\.){3}" CON_BYTE "$"},
+    {"ipv6", "^((" CON_GROUP ":){7}" CON_GROUP "|(" CON_GROUP ":){1,6}:" CON_GROUP "|(" CON_GROUP
+             ":){1,7}:|:(:" CON_GROUP "){1,7}|::)$"},
+    {"uuid", "^[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}$"},
+    {"uri", "^[A-Za-z][A-Za-z0-9+.-]*:([A-Za-z0-9._~:/?@!$&'()*+,;=-]|%[0-9A-Fa-f]{2})+$"},
+};
+
+/* Returns the rule of a pattern. */
+COLD static int con_pattern_rule(con_schema *schema, const json *where, str text) {
+    for (int i = 0; i < schema->n_patterns; i++)
+        if (str_eq(schema->patterns[i].text, text)) return schema->patterns[i].rule;
+    toka_err *const e = schema->grammar->e;
+    const int rule = con_regex(schema->grammar, "pattern", text, true);
+    if (e->code) { /* again, with its place */
+        toka_err why = *e;
+        e->code = 0;
+        con_schema_fail(schema, where, why.msg);
+    }
+    schema->patterns = con_grow(schema->patterns, schema->n_patterns, &schema->cap_patterns,
+                                sizeof *schema->patterns);
+    schema->patterns[schema->n_patterns++] = (con_pattern){text, rule};
+    return rule;
+}
+
+/* Adds the rules that the strings of a schema must match. Returns their number. */
+COLD static int con_string_rules(con_schema *schema, const con_all *all, int *rules) {
+    int n = 0;
+    for (int i = 0; i < all->n && n < CON_MAX_FACTORS - 1; i++) {
+        const json *pattern = json_get(all->part[i].schema, "pattern"),
+                   *format = json_get(all->part[i].schema, "format");
+        if (json_is(pattern, JSON_STRING))
+            rules[n++] = con_pattern_rule(schema, pattern, json_str(pattern));
+        for (int k = 0; k < COUNT(con_formats) && n < CON_MAX_FACTORS - 1; k++)
+            if (str_is(json_str(format), con_formats[k].name))
+                rules[n++] = con_pattern_rule(schema, format, str_c(con_formats[k].pattern));
+    }
+    if (n == CON_MAX_FACTORS - 1)
+        con_schema_fail(schema, all->part[0].schema, "too many patterns hold together");
+    return n;
+}
+
+/* Returns a rule for the inside of the strings that a list allows. */
+COLD static int con_string_rule(con_schema *schema, const con_all *all) {
+    con_grammar *grammar = schema->grammar;
+    int rules[CON_MAX_FACTORS], low = 0, high = CON_FOREVER;
+    for (int i = 0; i < all->n; i++) {
+        low = MAX(low, con_limit(schema, all->part[i].schema, "minLength", 0));
+        high = MIN(high, con_limit(schema, all->part[i].schema, "maxLength", CON_FOREVER));
+    }
+    int n = con_string_rules(schema, all, rules);
+    if (low > high) return con_rule_new(grammar);
+    if (low || high != CON_FOREVER) {
+        const con_rule length = {con_state_new(grammar), con_state_new(grammar)};
+        con_rule one = {con_state_new(grammar), con_state_new(grammar)};
+        con_char_range(grammar, one.start, one.end, 0, 0x10FFFF, true);
+        const int rule = n ? con_rule_of(grammar, one.start, one.end) : schema->char_rule;
+        con_call(grammar, length.start, length.end, rule, low, high);
+        rules[n++] = con_rule_of(grammar, length.start, length.end);
+    }
+    return !n ? schema->string_rule : n == 1 ? rules[0] : con_product_of(grammar, rules, n, 0);
+}
+
+COLD static int con_quoted(con_schema *schema, int from, int rule) {
+    const int inside = con_literal(schema->grammar, from, STR("\"")),
+              after = con_state_new(schema->grammar);
+    con_call(schema->grammar, inside, after, rule, 1, 1);
+    return con_literal(schema->grammar, after, STR("\""));
+}
+
+/* ---- Numbers ---- */
+
+typedef struct con_bound { /* a limit of a magnitude */
+    bool given, open;      /* open: the limit itself is not allowed */
+    str digits, fraction;  /* before and after the point; digits have no leading 0 unless it is 0 */
+} con_bound;
+
+typedef struct con_range { /* the numbers low to high without sign */
+    con_bound low, high;
+    bool integers;
+} con_range;
+
+static int con_digit(str digits, int i) { return i < (int)digits.n ? digits.p[i] - '0' : 0; }
+static bool con_is_zero(str digits, int from) {
+    for (int i = from; i < (int)digits.n; i++)
+        if (digits.p[i] != '0') return false;
+    return true;
+}
+
+/* May a number end after i digits of its fraction? tight: bit 0: so far it equals the low limit,
+ * bit 1: the high one. */
+COLD static bool con_range_ends(const con_range *range, int tight, int i) {
+    return !(tight & 1 && (!con_is_zero(range->low.fraction, i) || range->low.open)) &&
+           !(tight & 2 && con_is_zero(range->high.fraction, i) && range->high.open);
+}
+
+/* Adds edges for the next digit from the states of the four values of `tight` (-1: none) to new
+ * ones; least, most: the digits of the limits at this place. */
+COLD static void con_digit_edges(con_grammar *grammar, int state[4], int least, int most,
+                                 int first_digit) {
+    int next[4] = {-1, -1, -1, -1};
+    for (int tight = 0; tight < 4; tight++)
+        for (int digit = first_digit; digit < 10 && state[tight] >= 0; digit++) {
+            if ((tight & 1 && digit < least) || (tight & 2 && digit > most)) continue;
+            const int after = (tight & 1 && digit == least ? 1 : 0) |
+                              (tight & 2 && digit == most ? 2 : 0);
+            if (next[after] < 0) next[after] = con_state_new(grammar);
+            con_bytes(grammar, state[tight], next[after], '0' + digit, '0' + digit);
+        }
+    memcpy(state, next, sizeof next);
+}
+
+/* Adds the fractions that may follow the digits of the whole part, and the ends. */
+COLD static void con_fraction(con_grammar *grammar, const con_range *range, int state[4], int to) {
+    const int n = (int)MAX(range->low.fraction.n, range->high.fraction.n);
+    for (int tight = 0; tight < 4; tight++)
+        if (state[tight] >= 0 && con_range_ends(range, tight, 0))
+            con_empty(grammar, state[tight], to);
+    if (range->integers) return;
+    for (int tight = 0; tight < 4; tight++)
+        if (state[tight] >= 0) state[tight] = con_literal(grammar, state[tight], STR("."));
+    for (int i = 0; i <= n; i++) {
+        con_digit_edges(grammar, state, con_digit(range->low.fraction, i),
+                        con_digit(range->high.fraction, i), 0);
+        for (int tight = 0; tight < 4; tight++)
+            if (state[tight] >= 0 && con_range_ends(range, tight, i + 1))
+                con_empty(grammar, state[tight], to);
+    }
+    /* beyond the digits of both limits */
+    for (int tight = 0; tight < 4; tight++) {
+        if (state[tight] < 0) continue;
+        const int loop = con_state_new(grammar), free_state = con_state_new(grammar);
+        con_empty(grammar, state[tight], loop);
+        con_bytes(grammar, loop, loop, '0', tight ? '0' : '9');
+        if (con_range_ends(range, tight, n + 1)) con_empty(grammar, loop, to);
+        if (tight != 1) continue; /* above the low limit all digits are free */
+        con_bytes(grammar, loop, free_state, '1', '9');
+        con_bytes(grammar, free_state, free_state, '0', '9');
+        con_empty(grammar, free_state, to);
+    }
+}
+
+/* Adds the numbers of a range after state `from`. */
+COLD static void con_range_edges(con_grammar *grammar, const con_range *range, int from, int to) {
+    const int n_low = (int)range->low.digits.n, n_high = (int)range->high.digits.n;
+    const int longest = range->high.given ? n_high : n_low + 1;
+    for (int length = n_low; length <= longest; length++) {
+        const bool tight_low = length == n_low, tight_high = range->high.given && length == n_high;
+        int state[4] = {-1, -1, -1, -1};
+        state[tight_low + 2 * tight_high] = from;
+        for (int i = 0; i < length; i++)
+            con_digit_edges(grammar, state, con_digit(range->low.digits, i),
+                            con_digit(range->high.digits, i), !i && length > 1);
+        if (!range->high.given && length == longest) /* longer numbers are all above */
+            con_bytes(grammar, state[0], state[0], '0', '9');
+        con_fraction(grammar, range, state, to);
+    }
+}
+
+/* Sets the digits of a limit's magnitude. */
+COLD static void con_set_bound(con_schema *schema, const json *number, bool open,
+                                con_bound *bound) {
+    char text[400];
+    const double value = fabs(json_num(number, 0));
+    int n_decimals = 0;
+    do snprintf(text, sizeof text, "%.*f", n_decimals, value);
+    while (strtod(text, NULL) != value && ++n_decimals < 24);
+    if (number->is_int) snprintf(text, sizeof text, "%lld", (long long)number->integer);
+    if (number->is_big_int) snprintf(text, sizeof text, "%.*s", STRF(json_digits(number)));
+    if (n_decimals == 24) con_schema_fail(schema, number, "too many digits");
+    const char *digits = arena_cstr(&schema->memory, str_c(text + (text[0] == '-')));
+    const size_t n = strspn(digits, "0123456789");
+    *bound = (con_bound){true, open, {digits, n}, STR("")};
+    if (digits[n]) bound->fraction = str_c(digits + n + 1);
+}
+
+typedef struct con_limits { /* of numbers; NULL: none */
+    const json *low, *high, *multiple;
+    bool low_open, high_open;
+} con_limits;
+
+/* Replaces a limit by a narrower one. */
+COLD static void con_narrow(const json **limit, bool *open, const json *number, bool opens,
+                            int sign) {
+    if (!json_is(number, JSON_NUMBER)) return;
+    const double new = sign * json_num(number, 0), old = *limit ? sign * json_num(*limit, 0) : 0;
+    if (*limit && (new < old || (new == old && !opens))) return;
+    *limit = number;
+    *open = opens;
+}
+
+COLD static con_limits con_number_limits(con_schema *schema, const con_all *all) {
+    con_limits limits = {0};
+    for (int i = 0; i < all->n; i++) {
+        const json *part = all->part[i].schema, *low = json_get(part, "exclusiveMinimum"),
+                   *high = json_get(part, "exclusiveMaximum"),
+                   *multiple = json_get(part, "multipleOf");
+        /* until draft 4 the exclusive ones are booleans */
+        con_narrow(&limits.low, &limits.low_open, json_get(part, "minimum"), json_is_true(low), 1);
+        con_narrow(&limits.high, &limits.high_open, json_get(part, "maximum"), json_is_true(high),
+                   -1);
+        con_narrow(&limits.low, &limits.low_open, low, true, 1);
+        con_narrow(&limits.high, &limits.high_open, high, true, -1);
+        if (!multiple) continue;
+        if (!json_is(multiple, JSON_NUMBER) || json_num(multiple, 0) <= 0)
+            con_schema_fail(schema, multiple, "expected a number above 0");
+        if (limits.multiple && !con_equal(limits.multiple, multiple))
+            con_schema_fail(schema, multiple, "two of them hold together");
+        limits.multiple = multiple;
+    }
+    return limits;
+}
+
+/* Returns a rule for the numbers between the limits: magnitudes with and without a sign. */
+COLD static int con_range_rule(con_schema *schema, const con_limits *limits, bool integers) {
+    con_grammar *grammar = schema->grammar;
+    const con_rule out = {con_state_new(grammar), con_state_new(grammar)};
+    const double low = limits->low ? json_num(limits->low, 0) : -INFINITY,
+                 high = limits->high ? json_num(limits->high, 0) : INFINITY;
+    const con_bound zero = {true, false, STR("0"), STR("")};
+    if (low < 0) { /* -high .. -low; no -0 */
+        con_range range = {zero, {0}, integers};
+        range.low.open = true;
+        if (limits->high && high < 0)
+            con_set_bound(schema, limits->high, limits->high_open, &range.low);
+        if (limits->low) con_set_bound(schema, limits->low, limits->low_open, &range.high);
+        con_range_edges(grammar, &range, con_literal(grammar, out.start, STR("-")), out.end);
+    }
+    if (high >= 0) {
+        con_range range = {zero, {0}, integers};
+        if (limits->low && low >= 0)
+            con_set_bound(schema, limits->low, limits->low_open, &range.low);
+        if (limits->high) con_set_bound(schema, limits->high, limits->high_open, &range.high);
+        const int start = con_state_new(grammar);
+        con_empty(grammar, out.start, start);
+        con_range_edges(grammar, &range, start, out.end);
+    }
+    return con_rule_of(grammar, out.start, out.end);
+}
+
+/* Returns a rule for the multiples of a / 10^places: a state for each remainder of the digits so
+ * far, in the whole part (place 0) and after each digit of the fraction. `scale` is 10^(digits of
+ * the fraction that are missing), modulo a. */
+COLD static int con_remainders(con_grammar *grammar, int64_t a, int places, bool integers) {
+    const con_rule out = {con_state_new(grammar), con_state_new(grammar)};
+    const int sign = con_state_new(grammar), zero = con_state_new(grammar),
+              first = grammar->n_states;
+    for (int i = 0; i < a * (places + 1); i++) con_state_new(grammar);
+    con_bytes(grammar, out.start, sign, '-', '-');
+    con_empty(grammar, out.start, sign);
+    con_bytes(grammar, sign, zero, '0', '0');
+    con_empty(grammar, zero, out.end);
+    for (int digit = 1; digit < 10; digit++)
+        con_bytes(grammar, sign, first + (int)(digit % a), '0' + digit, '0' + digit);
+    int64_t scale = 1 % a;
+    for (int place = places; place >= 0; place--, scale = scale * 10 % a)
+        for (int r = 0; r < a; r++) {
+            const int state = first + place * (int)a + r;
+            int point = state; /* the state from which a digit of the fraction follows */
+            if (r * scale % a == 0) con_empty(grammar, state, out.end);
+            if (!place && places) {
+                point = con_literal(grammar, state, STR("."));
+                if (!r) con_bytes(grammar, zero, point, '.', '.');
+            }
+            for (int digit = 0; digit < 10; digit++) {
+                const int next = first + (int)((r * 10 + digit) % a);
+                if (!place) con_bytes(grammar, state, next, '0' + digit, '0' + digit);
+                if (place < places && !integers)
+                    con_bytes(grammar, point, next + (place + 1) * (int)a, '0' + digit,
+                              '0' + digit);
+            }
+        }
+    return con_rule_of(grammar, out.start, out.end);
+}
+
+/* Returns a rule for the multiples of a number. */
+COLD static int con_multiple_rule(con_schema *schema, const json *multiple, bool integers) {
+    enum { MAX_STATES = 20000 };
+    con_grammar *grammar = schema->grammar;
+    con_bound number;
+    con_set_bound(schema, multiple, false, &number);
+    int places = (int)number.fraction.n;
+    int64_t a = 0;
+    for (size_t i = 0; i < number.digits.n && a < MAX_STATES; i++)
+        a = a * 10 + con_digit(number.digits, (int)i);
+    for (int i = 0; i < places && a < MAX_STATES; i++) a = a * 10 + con_digit(number.fraction, i);
+    if (a < 1 || a * (places + 1) > MAX_STATES) {
+        con_schema_fail(schema, multiple, "this number has too many digits");
+        return 0;
+    }
+    return con_remainders(grammar, a, places, integers);
+}
+
+COLD static int con_number_rule(con_schema *schema, const con_all *all, bool integers) {
+    const con_limits limits = con_number_limits(schema, all);
+    int rules[2], n = 0;
+    if (limits.low || limits.high) rules[n++] = con_range_rule(schema, &limits, integers);
+    if (limits.multiple) rules[n++] = con_multiple_rule(schema, limits.multiple, integers);
+    return n == 2 ? con_product_of(schema->grammar, rules, 2, 0)
+           : n    ? rules[0]
+           : integers ? schema->integer_rule : schema->number_rule;
+}
+
+/* ---- Arrays and objects ---- */
+
+/* Adds white space after `from`. Returns the state after it. */
+COLD static int con_space(con_schema *schema, int from) {
+    if (schema->space < 0) return from;
+    const int to = con_state_new(schema->grammar);
+    con_call(schema->grammar, from, to, schema->space, 1, 1);
+    return to;
+}
+COLD static int con_token(con_schema *schema, int from, char c) {
+    return con_space(schema, con_literal(schema->grammar, from, (str){&c, 1}));
+}
+COLD static int con_after_call(con_schema *schema, int from, int rule) {
+    const int to = con_state_new(schema->grammar);
+    con_call(schema->grammar, from, to, rule, 1, 1);
+    return con_space(schema, to);
+}
+
+/* Returns the rule of element i of an array. */
+COLD static int con_element_rule(con_schema *schema, const con_all *all, size_t i) {
+    con_all element = {.n = 0};
+    for (int k = 0; k < all->n; k++) {
+        const json *part = all->part[k].schema, *items = json_get(part, "items"),
+                   *prefix = json_get(part, "prefixItems");
+        const bool old = json_is(items, JSON_ARRAY); /* until draft 2019-09 */
+        if (old) prefix = items, items = json_get(part, "additionalItems");
+        const json *own = json_is(prefix, JSON_ARRAY) ? json_at(prefix, i) : NULL;
+        if (own || items) con_all_add(schema, &element, own ? own : items);
+    }
+    return con_schema_rule(schema, &element);
+}
+
+/* The first n_prefix elements, at least one, have states of their own; then one call repeats. */
+COLD static void con_make_array(con_schema *schema, const con_all *all, int from, int to) {
+    con_grammar *grammar = schema->grammar;
+    int low = 0, high = CON_FOREVER, n_prefix = 1;
+    for (int i = 0; i < all->n; i++) {
+        const json *part = all->part[i].schema, *items = json_get(part, "items"),
+                   *prefix = json_get(part, "prefixItems");
+        low = MAX(low, con_limit(schema, part, "minItems", 0));
+        high = MIN(high, con_limit(schema, part, "maxItems", CON_FOREVER));
+        if (json_is(items, JSON_ARRAY)) n_prefix = MAX(n_prefix, (int)items->n);
+        if (json_is(prefix, JSON_ARRAY)) n_prefix = MAX(n_prefix, (int)prefix->n);
+    }
+    int state = con_token(schema, from, '[');
+    const int last = con_state_new(grammar); /* before the bracket */
+    con_bytes(grammar, last, to, ']', ']');
+    if (!low) con_empty(grammar, state, last);
+    for (int i = 0; i < n_prefix && i < high && !grammar->e->code; i++) {
+        if (i) state = con_token(schema, state, ',');
+        state = con_after_call(schema, state, con_element_rule(schema, all, (size_t)i));
+        if (i + 1 >= low) con_empty(grammar, state, last);
+    }
+    if (high <= n_prefix) return;
+    const int more = con_state_new(grammar);
+    const int more_end = con_after_call(schema, con_token(schema, more, ','),
+                                        con_element_rule(schema, all, (size_t)n_prefix));
+    con_call(grammar, state, last, con_rule_of(grammar, more, more_end), MAX(low - n_prefix, 1),
+             high == CON_FOREVER ? high : high - n_prefix);
+}
+
+typedef struct con_object { /* while an object is made */
+    const con_all *all;
+    str *names;         /* [n_names] listed and required names, in their order */
+    int n_names;
+    const json *patterns[CON_MAX_PATTERNS]; /* keys of patternProperties; the schema follows */
+    int owner[CON_MAX_PATTERNS];            /* the part of the list that has it */
+    int n_patterns;
+    int low, high;      /* properties */
+} con_object;
+
+/* Adds to `value` what the list says of a property: its own schema and those of the patterns that
+ * match (bits); else additionalProperties. */
+COLD static void con_property_schemas(con_schema *schema, const con_object *object, const str *name,
+                                      unsigned matches, con_all *value) {
+    for (int i = 0; i < object->all->n; i++) {
+        const json *part = object->all->part[i].schema, *properties = json_get(part, "properties"),
+                   *own = name ? con_member(properties, *name) : NULL,
+                   *others = json_get(part, "additionalProperties");
+        bool found = own != NULL;
+        if (own) con_all_add(schema, value, own);
+        for (int k = 0; k < object->n_patterns; k++)
+            if (object->owner[k] == i && matches >> k & 1) {
+                con_all_add(schema, value, object->patterns[k] + 1);
+                found = true;
+            }
+        if (!found && others) con_all_add(schema, value, others);
+        if (!found && !others && properties && schema->source->no_additional) value->never = true;
+    }
+}
+
+/* Returns a rule for a member: its name (a rule for the inside of the string, or a text), a colon
+ * and the value. */
+COLD static int con_member_rule(con_schema *schema, int name_rule, const str *name,
+                                const con_all *value) {
+    con_grammar *grammar = schema->grammar;
+    const int start = con_state_new(grammar);
+    int state = con_literal(grammar, start, STR("\""));
+    if (name) state = con_text(grammar, state, *name, true);
+    else {
+        const int after = con_state_new(grammar);
+        con_call(grammar, state, after, name_rule, 1, 1);
+        state = after;
+    }
+    state = con_token(schema, con_space(schema, con_literal(grammar, state, STR("\""))), ':');
+    state = con_after_call(schema, state, con_schema_rule(schema, value));
+    return con_rule_of(grammar, start, state);
+}
+
+COLD static int con_named_rule(con_schema *schema, const con_object *object, str name) {
+    unsigned matches = 0;
+    con_all value = {.n = 0};
+    buf text = {0};
+    json_put_str(&text, name); /* as the pattern's rule reads it, but for DEL */
+    for (int k = 0; k < object->n_patterns; k++) {
+        const json *pattern = object->patterns[k];
+        if (con_matches(schema->grammar, con_pattern_rule(schema, pattern, json_str(pattern)),
+                        str_sub(buf_view(&text), 1, text.n - 1)))
+            matches |= 1u << k;
+    }
+    buf_free(&text);
+    con_property_schemas(schema, object, &name, matches, &value);
+    return con_member_rule(schema, 0, &name, &value);
+}
+
+/* Returns a rule for the members that are not listed: for each set of patterns, the names that
+ * match these and no others, with their schemas. */
+COLD static int con_others_rule(con_schema *schema, const con_object *object) {
+    con_grammar *grammar = schema->grammar;
+    const int out = con_rule_new(grammar), n = object->n_patterns;
+    int listed = -1, rules[CON_MAX_FACTORS], n_rules = 0;
+    rules[n_rules++] = schema->name_rule;
+    for (int k = 0; k < n; k++)
+        rules[n_rules++] =
+            con_pattern_rule(schema, object->patterns[k], json_str(object->patterns[k]));
+    if (object->n_names) {
+        const con_rule names = {con_state_new(grammar), con_state_new(grammar)};
+        for (int i = 0; i < object->n_names; i++)
+            con_empty(grammar, con_text(grammar, names.start, object->names[i], true), names.end);
+        rules[n_rules++] = listed = con_rule_of(grammar, names.start, names.end);
+    }
+    for (unsigned matches = 0; matches < 1u << n && !grammar->e->code; matches++) {
+        con_all value = {.n = 0};
+        con_property_schemas(schema, object, NULL, matches, &value);
+        if (value.never) continue;
+        const unsigned negated = (~matches << 1 & ((1u << (n + 1)) - 2)) |
+                                 (listed < 0 ? 0 : 1u << (n + 1));
+        const int name_rule = n_rules == 1 ? schema->string_rule
+                                           : con_product_of(grammar, rules, n_rules, negated);
+        con_call(grammar, grammar->rules[out].start, grammar->rules[out].end,
+                 con_member_rule(schema, name_rule, NULL, &value), 1, 1);
+    }
+    return out;
+}
+
+COLD static void con_add_name(con_schema *schema, con_object *object, int *cap, str name) {
+    for (int i = 0; i < object->n_names; i++)
+        if (str_eq(object->names[i], name)) return;
+    if (object->n_names == 8192)
+        con_fail(schema->grammar, "JSON schema: more than 8192 properties of an object");
+    else {
+        object->names = con_grow(object->names, object->n_names, cap, sizeof *object->names);
+        object->names[object->n_names++] = name;
+    }
+}
+
+/* Collects names, patterns and limits of the list. */
+COLD static void con_object_read(con_schema *schema, con_object *object) {
+    int cap = 0;
+    for (int pass = 0; pass < 2; pass++) /* listed names first */
+        for (int i = 0; i < object->all->n; i++) {
+            const json *part = object->all->part[i].schema,
+                       *names = json_get(part, pass ? "required" : "properties");
+            if (!pass && json_is(names, JSON_OBJECT))
+                JSON_MEMBERS(key, names) con_add_name(schema, object, &cap, json_str(key));
+            if (pass && json_is(names, JSON_ARRAY))
+                JSON_EACH(it, names) con_add_name(schema, object, &cap, json_str(it));
+        }
+    for (int i = 0; i < object->all->n; i++) {
+        const json *part = object->all->part[i].schema,
+                   *patterns = json_get(part, "patternProperties");
+        object->low = MAX(object->low, con_limit(schema, part, "minProperties", 0));
+        object->high = MIN(object->high, con_limit(schema, part, "maxProperties", CON_FOREVER));
+        if (!json_is(patterns, JSON_OBJECT)) continue;
+        JSON_MEMBERS(key, patterns) {
+            if (object->n_patterns == CON_MAX_PATTERNS) {
+                con_schema_fail(schema, patterns, "too many patterns hold together");
+                return;
+            }
+            object->owner[object->n_patterns] = i;
+            object->patterns[object->n_patterns++] = key;
+        }
+    }
+}
+
+/* The states form a grid: [i][c][0] is before the comma or the brace, after c members, when name i
+ * may come next; [i][c][1] is after the comma. Above `cap` members the count does not matter. */
+COLD static void con_make_object(con_schema *schema, const con_all *all, int from, int to) {
+    con_grammar *grammar = schema->grammar;
+    con_object object = {.all = all, .high = CON_FOREVER};
+    con_object_read(schema, &object);
+    const int n = object.n_names,
+              cap = MAX(1, object.high == CON_FOREVER ? object.low : object.high);
+    int last_required = -1;
+    for (int i = 0; i < n; i++)
+        if (con_requires(all, object.names[i])) last_required = i;
+    if ((int64_t)(n + 1) * (cap + 1) * 2 > CON_MAX_GRID)
+        con_fail(grammar, "JSON schema: minProperties or maxProperties is too large");
+    if (grammar->e->code) {
+        free(object.names);
+        return;
+    }
+    const int grid = grammar->n_states;
+    for (int i = 0; i < (n + 1) * (cap + 1) * 2; i++) con_state_new(grammar);
+#define CON_AT(i, c, comma) (grid + (((i) * (cap + 1) + (c)) * 2 + (comma)))
+    const int begin = con_token(schema, from, '{');
+    con_empty(grammar, begin, CON_AT(0, 0, 0));
+    if (object.high) con_empty(grammar, begin, CON_AT(0, 0, 1));
+    for (int i = 0; i <= n && !grammar->e->code; i++) {
+        const int member = i < n ? con_named_rule(schema, &object, object.names[i])
+                                 : con_others_rule(schema, &object);
+        const bool optional = i < n && !con_requires(all, object.names[i]);
+        for (int c = 0; c <= cap; c++) {
+            const bool may_grow = c < object.high;
+            if (last_required < i && c >= object.low)
+                con_bytes(grammar, CON_AT(i, c, 0), to, '}', '}');
+            if (c && may_grow)
+                con_empty(grammar, con_token(schema, CON_AT(i, c, 0), ','), CON_AT(i, c, 1));
+            if (optional) con_empty(grammar, CON_AT(i, c, 1), CON_AT(i + 1, c, 1));
+            if (may_grow)
+                con_empty(grammar, con_after_call(schema, CON_AT(i, c, 1), member),
+                          CON_AT(MIN(i + 1, n), MIN(c + 1, cap), 0));
+        }
+    }
+#undef CON_AT
+    free(object.names);
+}
+
+/* ---- Rules of lists ---- */
+
+/* Adds a value of enum or const after `from`. Returns the state after it. Recursion: as deep as the
+ * schema's JSON. */
+COLD static int con_put_value(con_schema *schema, int from, const json *value) {
+    con_grammar *grammar = schema->grammar;
+    const bool is_object = value->type == JSON_OBJECT;
+    if (value->type == JSON_STRING)
+        return con_literal(grammar,
+                           con_text(grammar, con_literal(grammar, from, STR("\"")),
+                                    json_str(value), true), STR("\""));
+    if (value->type < JSON_ARRAY) {
+        buf text = {0};
+        json_put_value(&text, value);
+        from = con_literal(grammar, from, buf_view(&text));
+        buf_free(&text);
+        return from;
+    }
+    from = con_token(schema, from, is_object ? '{' : '[');
+    const json *first = value + 1;
+    for (const json *it = first; it < json_next(value); it = json_next(it)) {
+        if (it != first) from = con_token(schema, from, ',');
+        from = con_space(schema, con_put_value(schema, from, it));
+        if (!is_object) continue;
+        from = con_token(schema, from, ':');
+        from = con_space(schema, con_put_value(schema, from, ++it));
+    }
+    return con_literal(grammar, from, is_object ? STR("}") : STR("]"));
+}
+
+/* Is a value of enum or const valid for the other keywords? */
+COLD static bool con_value_holds(con_schema *schema, const con_all *all, unsigned types,
+                                 const json *value) {
+    static const char *const inner[] = {"properties", "required", "additionalProperties",
+                                        "patternProperties", "minProperties", "maxProperties",
+                                        "items", "prefixItems", "minItems", "maxItems"};
+    const unsigned type = con_type_of_value(value);
+    bool holds = (types & type) != 0;
+    for (int i = 0; i < all->n; i++) holds &= con_has_value(all->part[i].schema, value);
+    if (!holds) return false;
+    for (int i = 0; i < all->n && type & (CON_ARRAY | CON_OBJECT); i++)
+        for (int k = 0; k < COUNT(inner); k++)
+            if (json_get(all->part[i].schema, inner[k]))
+                con_schema_fail(schema, json_get(all->part[i].schema, inner[k]),
+                                "not supported beside an enum or const of objects or arrays");
+    if (!(type & (CON_STRING | CON_NUMBER))) return true;
+    const int rule = type == CON_STRING ? con_string_rule(schema, all)
+                                        : con_number_rule(schema, all, type == CON_INTEGER);
+    buf text = {0};
+    json_put_value(&text, value);
+    str inside = buf_view(&text);
+    if (type == CON_STRING) inside = str_sub(inside, 1, inside.n - 1);
+    /* a number without limits matches any number, also one with an exponent */
+    holds = rule == schema->number_rule || rule == schema->integer_rule ||
+            con_matches(schema->grammar, rule, inside);
+    buf_free(&text);
+    return holds;
+}
+
+COLD static void con_make_values(con_schema *schema, const con_all *all, const json *values,
+                                 con_rule out) {
+    const unsigned types = con_all_types(schema, all);
+    CON_EACH_VALUE(it, values)
+        if (con_value_holds(schema, all, types, it))
+            con_empty(schema->grammar, con_put_value(schema, out.start, it), out.end);
+}
+
+/* If a schema of the list has an anyOf or oneOf that is not done, adds a call for each branch.
+ * Returns false if there is none. */
+COLD static bool con_make_branches(con_schema *schema, const con_all *all, con_rule out) {
+    for (int i = 0; i < all->n; i++)
+        for (int pass = 0; pass < 2; pass++) {
+            const uint64_t bit = pass ? CON_DONE_ONE_OF : CON_DONE_ANY_OF;
+            const json *list = json_get(all->part[i].schema, pass ? "oneOf" : "anyOf");
+            if (!json_is(list, JSON_ARRAY) || all->part[i].done & bit) continue;
+            JSON_EACH(it, list) {
+                con_all branch = *all;
+                branch.part[i].done |= bit;
+                for (const json *other = json_next(it); pass && other < json_next(list);
+                     other = json_next(other))
+                    if (!con_is_disjoint(schema, it, other, 0)) {
+                        con_schema_fail(schema, other,
+                                        "branches of oneOf that may hold together (use anyOf)");
+                        return true;
+                    }
+                con_all_add(schema, &branch, it);
+                con_call(schema->grammar, out.start, out.end, con_schema_rule(schema, &branch), 1,
+                         1);
+            }
+            return true;
+        }
+    return false;
+}
+
+/* Adds the values of each type. */
+COLD static void con_make_types(con_schema *schema, const con_all *all, con_rule out) {
+    con_grammar *grammar = schema->grammar;
+    static const struct {
+        unsigned type;
+        const char *text;
+    } words[] = {{CON_NULL, "null"}, {CON_BOOL, "true"}, {CON_BOOL, "false"}};
+    const unsigned types = con_all_types(schema, all);
+    for (int i = 0; i < COUNT(words); i++)
+        if (types & words[i].type)
+            con_empty(grammar, con_literal(grammar, out.start, str_c(words[i].text)), out.end);
+    if (types & CON_NUMBER)
+        con_call(grammar, out.start, out.end,
+                 con_number_rule(schema, all, !(types & CON_FRACTION)), 1, 1);
+    if (types & CON_STRING)
+        con_empty(grammar, con_quoted(schema, out.start, con_string_rule(schema, all)), out.end);
+    if (types & CON_ARRAY) con_make_array(schema, all, out.start, out.end);
+    if (types & CON_OBJECT) con_make_object(schema, all, out.start, out.end);
+}
+
+/* Makes the rules in the queue until it is empty. */
+COLD static void con_schema_run(con_schema *schema) {
+    for (int i = 0; i < schema->n_entries && !schema->grammar->e->code; i++) {
+        const con_entry entry = schema->entries[i];
+        con_all all = {.n = entry.n};
+        if (entry.n)
+            memcpy(all.part, entry.part + entry.n, (size_t)entry.n * sizeof *entry.part);
+        con_all_expand(schema, &all);
+        const con_rule out = schema->grammar->rules[entry.rule];
+        const json *values = con_values_of(&all);
+        if (all.never || con_make_branches(schema, &all, out)) continue;
+        if (values) con_make_values(schema, &all, values, out);
+        else con_make_types(schema, &all, out);
+    }
+}
+
+/* Rules that all schemas use. */
+COLD static void con_schema_basics(con_schema *schema) {
+    con_grammar *grammar = schema->grammar;
+    const toka_grammar *source = schema->source;
+    static const char string[] =
+        "([^\"\\\\\\x00-\\x1F]|\\\\([\"\\\\/bfnrt]|u([0-9A-CE-Fa-ce-f][0-9A-Fa-f]{3}|[Dd][0-7]"
+        "[0-9A-Fa-f]{2}|[Dd][89ABab][0-9A-Fa-f]{2}\\\\u[Dd][C-Fc-f][0-9A-Fa-f]{2})))";
+    buf text = {0};
+    schema->space = -1;
+    if (source->whitespace_pattern)
+        schema->space = con_regex(grammar, "whitespace_pattern",
+                                  str_c(source->whitespace_pattern), false);
+    else if (!source->no_whitespace) {
+        buf_printf(&text, "( |\\r?\\n[ \\t]{0,%d})?", CON_MAX_INDENT);
+        schema->space = con_regex(grammar, "space", buf_view(&text), false);
+    }
+    schema->char_rule = con_regex(grammar, "char", str_c(string), false);
+    buf_clear(&text);
+    buf_printf(&text, "%s*", string);
+    schema->string_rule = con_regex(grammar, "string", buf_view(&text), false);
+    schema->name_rule = con_regex(grammar, "name", STR(""), true);
+    schema->integer_rule = con_regex(grammar, "integer", STR("-?(0|[1-9][0-9]*)"), false);
+    schema->number_rule = con_regex(
+        grammar, "number", STR("-?(0|[1-9][0-9]*)(\\.[0-9]+)?([eE][+-]?[0-9]+)?"), false);
+    buf_free(&text);
+}
+
+COLD static void con_json_schema(con_grammar *grammar, const toka_grammar *source,
+                                 const json *root) {
+    con_schema schema = {.grammar = grammar, .source = source, .root = root};
+    memset(schema.heads, 0xFF, sizeof schema.heads);
+    con_schema_basics(&schema);
+    grammar->root = con_schema_rule_of(&schema, root);
+    con_schema_run(&schema);
+    arena_free(&schema.memory);
+    free(schema.entries);
+    free(schema.patterns);
+}
+
+/* ---- Constraints ---- */
+
+struct toka_constraint {
+    atomic_int refs;        /* held by callers and by requests; the last one frees */
+    const tok *tokenizer;   /* borrowed from the model, as is vocab; con_del reads neither */
+    const con_vocab *vocab;
+    con_grammar grammar;
+    /* The driver's: other threads read it only before the constraint is given to a request. */
+    con_machine machine;
+};
+
+/* Reads a source of JSON. */
+COLD static void con_from_json(con_grammar *grammar, const toka_grammar *source) {
+    static const json_limits limits = {64, 16 << 20};
+    arena memory = {0};
+    toka_err e;
+    const str text = source->kind == TOKA_GRAMMAR_JSON_OBJECT
+                         ? STR("{\"type\":\"object\"}")
+                         : (str){source->text, source->text_bytes};
+    const json *root = json_parse(&memory, text, limits, &e);
+    if (!root) con_fail(grammar, "%s: %.300s",
+                        source->kind == TOKA_GRAMMAR_CHOICE ? "choice" : "JSON schema", e.msg);
+    else if (source->kind != TOKA_GRAMMAR_CHOICE) con_json_schema(grammar, source, root);
+    else {
+        const con_rule out = {con_state_new(grammar), con_state_new(grammar)};
+        if (!json_is(root, JSON_ARRAY) || !root->n)
+            con_fail(grammar, "choice: expected a list of texts");
+        else
+            JSON_EACH(it, root) {
+                if (!json_is(it, JSON_STRING)) con_fail(grammar, "choice: expected a list of texts");
+                con_empty(grammar, con_text(grammar, out.start, json_str(it), false), out.end);
+            }
+        grammar->root = con_rule_of(grammar, out.start, out.end);
+    }
+    arena_free(&memory);
+}
+
+/* Makes a grammar without edges that lead nowhere. Returns 0 or an error. */
+COLD static int con_compile(con_grammar *grammar, const toka_grammar *source, toka_err *e) {
+    const str text = {source->text, source->text_bytes};
+    e->code = 0;
+    *grammar = (con_grammar){.e = e};
+    if (source->kind == TOKA_GRAMMAR_REGEX) grammar->root = con_regex(grammar, "regex", text, false);
+    else if (source->kind == TOKA_GRAMMAR_GBNF) con_gbnf(grammar, text);
+    else if (source->kind >= TOKA_GRAMMAR_JSON_SCHEMA && source->kind <= TOKA_GRAMMAR_CHOICE)
+        con_from_json(grammar, source);
+    else con_fail(grammar, "unknown kind of grammar: %d", source->kind);
+    if (!e->code) con_prune(grammar);
+    if (!e->code) con_check_left_recursion(grammar);
+    grammar->e = NULL;
+    return e->code;
+}
+
+/* Drops one reference; the last one frees. NULL is allowed. Thread: any. */
+static void con_del(toka_constraint *constraint) {
+    if (!constraint || atomic_fetch_sub(&constraint->refs, 1) > 1) return;
+    con_machine_free(&constraint->machine);
+    con_grammar_free(&constraint->grammar);
+    free(constraint);
+}
+
+/* Compiles a grammar, and makes its first mask, so that the driver need not. Returns 0 or an
+ * error. */
+COLD static int con_new(toka_constraint **out, const toka_grammar *source, const tok *tokenizer,
+                        const con_vocab *vocab, toka_err *e) {
+    toka_constraint *constraint = mem_zalloc(sizeof *constraint);
+    *out = NULL;
+    atomic_init(&constraint->refs, 1);
+    constraint->tokenizer = tokenizer;
+    constraint->vocab = vocab;
+    int code = con_compile(&constraint->grammar, source, e);
+    con_machine *machine = &constraint->machine;
+    con_machine_init(machine, &constraint->grammar, false);
+    if (!code) {
+        const int start = con_begin(machine, constraint->grammar.root);
+        if (machine->failed || !con_mask(machine, vocab, start))
+            code = fail(e, TOKA_E_USE, "the grammar is too ambiguous");
+    }
+    if (code) con_del(constraint);
+    else *out = constraint;
+    return code;
 }
 
 /* ===========================================================================
@@ -19673,8 +22445,8 @@ static double model_busy_s(model_grid *model) {
  *   - a request is freed after its last event, when no in-flight step has a row of it. If a rank
  *     hangs, requests with rows in the steps that are still in flight are never freed (`leaked`);
  *   - apart from new requests and cancels, a step allocates memory only to open the detokenizer of
- *     a sequence, at its first token, and to enlarge buffers that are reused: the text of events
- *     and row_ids.
+ *     a sequence, at its first token, to enlarge buffers that are reused (the text of events,
+ *     row_ids, masks), and for nodes and masks of constraints that are reached for the first time.
  * =========================================================================== */
 
 #define ENG_MAX_N (1 << 20)       /* samples of one request */
@@ -19738,6 +22510,13 @@ typedef struct eng_detokenizer { /* of a running sequence: turns its ids into te
     tok_stream stream;
 } eng_detokenizer;
 
+typedef struct eng_reader { /* of a running sequence: how far its constraint has read its output */
+    const toka_constraint *constraint;
+    uint32_t generation; /* of the sequence */
+    int epoch;           /* of the machine, whose node this is: */
+    int node, n_read;    /* n_read: tokens, the prompt's included */
+} eng_reader;
+
 typedef struct eng_prompt_row { /* a sample row that scores prompt token number token_index */
     int seq, token_index;
     uint32_t generation; /* of seq: another one there means that this row's sequence ended */
@@ -19754,6 +22533,8 @@ typedef struct eng_inflight {
     eng_prompt_row *prompt_rows;  /* [max_tokens] */
     int n_prompt_rows;
     ids row_ids; /* the pages of rows with penalties or bad words */
+    ids masks;      /* [n][words of a vocabulary] the masks of this step */
+    ids mask_slots; /* for each row with a constraint, which of them is its mask */
     int64_t first_number, last_number; /* model_post's, of the first and the last microbatch */
     double plan_s;
 } eng_inflight;
@@ -19775,6 +22556,7 @@ typedef struct eng_replica {
     eng_inflight inflight[ENG_MAX_IN_FLIGHT];
     int max_in_flight, oldest, n_in_flight;
     eng_detokenizer *detokenizers; /* [max_seqs] */
+    eng_reader *readers;           /* [max_seqs] */
     eng_request **requests;        /* [cap_requests] by the scheduler's request number */
     int64_t *request_ids;          /* [cap_requests] their ids, 0: none. An array of its own, as
                                     * each cancel searches all of it */
@@ -19809,6 +22591,7 @@ typedef struct eng { /* pools are sized at open and never grow */
     bool has_new_work; /* under notifier.lock: a request was submitted since the last
                         * eng_drain_inbox; an idle replica may get it */
     buf token_text, new_text; /* text of one token; text that became certain */
+    int64_t mask_step;        /* counts calls of eng_make_sample_rows, for con_node.step */
     toka_stats stats;         /* the driver's */
     /* Called after each step by the driver; or NULL. Set before there are requests. */
     eng_step_fn *on_step;
@@ -19898,6 +22681,8 @@ static void eng_replica_free(eng_replica *replica) {
         batch_step_free(&inflight->batch);
         batch_micros_free(&inflight->micros);
         ids_free(&inflight->row_ids);
+        ids_free(&inflight->masks);
+        ids_free(&inflight->mask_slots);
         free(inflight->sample_rows);
         free(inflight->results);
         free(inflight->row_requests);
@@ -19906,6 +22691,7 @@ static void eng_replica_free(eng_replica *replica) {
     batch_free(&replica->builder);
     sched_free(&replica->sched);
     free(replica->detokenizers);
+    free(replica->readers);
     free(replica->requests);
     free(replica->request_ids);
 }
@@ -19927,6 +22713,7 @@ static int eng_replica_init(eng_replica *replica, const sched_config *config, to
     replica->max_in_flight = MAX(backend->max_in_flight, replica->model.pp > 1 ? 2 : 1);
     assert(replica->max_in_flight <= ENG_MAX_IN_FLIGHT);
     replica->detokenizers = mem_zalloc((size_t)config->max_seqs * sizeof *replica->detokenizers);
+    replica->readers = mem_zalloc((size_t)config->max_seqs * sizeof *replica->readers);
     int code = sched_init(&replica->sched, config, e);
     if (!code) {
         batch_init(&replica->builder, &replica->sched,
@@ -20166,6 +22953,7 @@ static void eng_request_free(eng_request *request) {
     if (request->leaked) return;
     ids_free(&request->end_ids);
     samp_words_del(request->sampling.bad_words);
+    con_del(request->sampling.constraint);
     arena memory = request->memory;
     arena_free(&memory);
     free(request);
@@ -20231,6 +23019,7 @@ static eng_request *eng_request_new(const eng *engine, const eng_submission *sub
         sampling->n_stop = 0;
     }
     if (sampling->bad_words) atomic_fetch_add(&sampling->bad_words->refs, 1);
+    if (sampling->constraint) atomic_fetch_add(&sampling->constraint->refs, 1);
     eng_add_end_ids(engine->files, sampling, &request->end_ids);
     request->submit_time = os_now();
     request->usage.prompt_tokens = n_prompt;
@@ -20280,6 +23069,8 @@ static int eng_check(const mf_model *files, const tok *tokenizer, int max_len,
     if (check_int("prompt_logprobs", params->prompt_top, 0, TOKA_MAX_LOGPROBS, e)) return e->code;
     if (sampling->bad_words && sampling->bad_words->tokenizer != tokenizer)
         return fail(e, TOKA_E_USE, "bad_words were made for another model");
+    if (sampling->constraint && sampling->constraint->tokenizer != tokenizer)
+        return fail(e, TOKA_E_USE, "the constraint was made for another model");
     if (sampling->n_stop && !tokenizer)
         return fail(e, TOKA_E_USE, "stop strings need a tokenizer, this model has none");
     return 0;
@@ -20405,8 +23196,8 @@ static void eng_abort_request(eng *engine, eng_request *request, toka_finish rea
 /* Returns the expected output tokens of one sample: max_tokens if nothing can end it earlier, else
  * the mean of the samples that ended so far, at most max_tokens. */
 static double eng_expected_tokens(const eng *engine, const eng_request *request) {
-    bool fixed_len =
-        request->score_only || (!request->end_ids.n && !request->sampling.n_stop);
+    bool fixed_len = request->score_only || (!request->end_ids.n && !request->sampling.n_stop &&
+                                             !request->sampling.constraint);
     double mean = (ENG_FIRST_MEAN + (double)engine->ended_tokens) / (1.0 + (double)engine->n_ended);
     return fixed_len ? request->sampling.max_tokens : MIN(request->sampling.max_tokens, mean);
 }
@@ -20456,6 +23247,7 @@ static void eng_add_request(eng *engine, eng_request *request) {
                      .n_prompt = n_prefill,
                      .n = request->n_samples,
                      .max_tokens = sampling->max_tokens,
+                     .no_run_ahead = sampling->constraint != NULL,
                      .n_unshared = eng_n_unshared(engine, request),
                      .priority = request->priority},
         &e);
@@ -20514,11 +23306,82 @@ static void eng_drain_inbox(eng *engine) {
 
 /* ---- One step ---- */
 
+/* Returns the node of the sequence's constraint after all its known tokens. A reader of another
+ * epoch reads them again. */
+static int eng_read_output(eng_replica *replica, toka_constraint *constraint, int seq) {
+    const sched_seq *sequence = &replica->sched.seqs[seq];
+    con_machine *machine = &constraint->machine;
+    eng_reader *reader = &replica->readers[seq];
+    buf *text = &replica->engine->token_text;
+    if (con_is_full(machine)) con_reset(machine);
+    if (reader->constraint != constraint || reader->generation != sequence->generation ||
+        reader->epoch != machine->epoch)
+        *reader = (eng_reader){constraint, sequence->generation, machine->epoch,
+                               con_begin(machine, constraint->grammar.root), sequence->n_prompt};
+    for (; reader->n_read < sequence->n_known; reader->n_read++) {
+        buf_clear(text);
+        tok_put_bytes(constraint->tokenizer, sequence->tokens[reader->n_read], text);
+        reader->node = con_advance(machine, reader->node, buf_view(text));
+    }
+    return reader->node;
+}
+
+static bool eng_is_complete(eng_replica *replica, toka_constraint *constraint, int seq) {
+    return con_accepts(&constraint->machine, eng_read_output(replica, constraint, seq));
+}
+
+/* Reads a sampled token that is not in the sequence yet. Returns true if the text is complete and
+ * nothing can follow it. */
+static bool eng_read_token(eng_replica *replica, toka_constraint *constraint, int seq, int32_t id) {
+    con_machine *machine = &constraint->machine;
+    buf *text = &replica->engine->token_text;
+    const int before = eng_read_output(replica, constraint, seq);
+    eng_reader *reader = &replica->readers[seq];
+    buf_clear(text);
+    tok_put_bytes(constraint->tokenizer, id, text);
+    reader->node = con_advance(machine, before, buf_view(text));
+    reader->n_read++;
+    return con_accepts(machine, reader->node) && !machine->nodes[reader->node].n;
+}
+
+/* Appends the mask of a row with a constraint to the masks of the step, unless it is there. If the
+ * machine reached a limit, the mask is empty, and the sample ends (eng_deliver). */
+static void eng_add_mask(eng_replica *replica, eng_inflight *inflight, const eng_request *request,
+                         int seq) {
+    toka_constraint *constraint = request->sampling.constraint;
+    con_machine *machine = &constraint->machine;
+    const int words = constraint->vocab->words, node = eng_read_output(replica, constraint, seq);
+    con_node *at = &machine->nodes[node];
+    const bool accepts = con_accepts(machine, node);
+    if (at->step == replica->engine->mask_step && at->owner == request) {
+        ids_push(&inflight->mask_slots, at->slot);
+        return;
+    }
+    const int slot = (int)(inflight->masks.n / (size_t)words);
+    const uint32_t *mask = con_mask(machine, constraint->vocab, node);
+    ids_push(&inflight->mask_slots, slot);
+    ids_reserve(&inflight->masks, (size_t)words);
+    uint32_t *copy = (uint32_t *)inflight->masks.p + inflight->masks.n;
+    inflight->masks.n += (size_t)words;
+    if (!mask) {
+        memset(copy, 0, (size_t)words * sizeof *copy);
+        return;
+    }
+    memcpy(copy, mask, (size_t)words * sizeof *copy);
+    for (size_t i = 0; i < request->end_ids.n && accepts; i++)
+        if (request->end_ids.p[i] < 32 * words)
+            copy[request->end_ids.p[i] / 32] |= 1u << request->end_ids.p[i] % 32;
+    at = &machine->nodes[node]; /* con_mask may have moved it */
+    at->step = replica->engine->mask_step;
+    at->owner = request;
+    at->slot = slot;
+}
+
 /* Adds what a sample row needs beside its logits: end ids that may not be drawn before min_tokens,
- * and, for penalties and bad words, the pages of the sequence: the device keeps the id of each
- * token beside its K and V, so the pages give it the history. Pages are appended to
- * inflight->row_ids, whose memory may move: eng_set_row_ids sets the row's pointers to them at the
- * end. */
+ * and the mask of a constraint, and, for penalties and bad words, the pages of the sequence: the
+ * device keeps the id of each token beside its K and V, so the pages give it the history. Pages and
+ * masks are appended to row_ids and masks of inflight, whose memory may move: eng_set_row_ids sets
+ * the row's pointers to them at the end. */
 static void eng_add_row_ids(eng_replica *replica, eng_inflight *inflight,
                             const eng_request *request, int seq, toka_sample_row *row) {
     const sched_seq *sequence = &replica->sched.seqs[seq];
@@ -20528,6 +23391,7 @@ static void eng_add_row_ids(eng_replica *replica, eng_inflight *inflight,
     row->n_forbidden = before_min ? (int)request->end_ids.n : 0;
     row->words = sampling->bad_words ? &sampling->bad_words->table : NULL;
     row->keep_special = request->keep_special;
+    if (sampling->constraint) eng_add_mask(replica, inflight, request, seq);
     if (!samp_needs_history(sampling)) return;
     row->n_history = sequence->n_planned - 1;
     const int *pages = kv_block_table(&replica->sched.kv, seq);
@@ -20535,11 +23399,15 @@ static void eng_add_row_ids(eng_replica *replica, eng_inflight *inflight,
     for (int i = 0; i < n_pages; i++) ids_push(&inflight->row_ids, pages[i]);
 }
 
-/* Sets the rows' pointers into row_ids, in the order in which eng_add_row_ids appended. */
+/* Sets the rows' pointers into row_ids and masks, in the order in which eng_add_row_ids
+ * appended. */
 static void eng_set_row_ids(const eng_replica *replica, eng_inflight *inflight) {
-    const int32_t *next = inflight->row_ids.p;
+    const int32_t *next = inflight->row_ids.p, *next_slot = inflight->mask_slots.p;
+    const size_t words = ((size_t)replica->engine->files->shape.V + 31) / 32;
     for (int i = 0; i < inflight->batch.n_samples; i++) {
         toka_sample_row *row = &inflight->sample_rows[i];
+        if (row->scored_id < 0 && row->sampling->constraint)
+            row->mask = (const uint32_t *)inflight->masks.p + (size_t)*next_slot++ * words;
         if (!row->n_history) continue;
         row->pages = next;
         next += kv_pages_for(&replica->sched.kv, row->n_history);
@@ -20577,7 +23445,8 @@ static int eng_add_prompt_rows(eng_replica *replica, eng_inflight *inflight, int
 
 /* Fills the step's sample rows: those of batch.samples, then those of scored prompt tokens. */
 static void eng_make_sample_rows(eng_replica *replica, eng_inflight *inflight) {
-    inflight->row_ids.n = 0;
+    inflight->row_ids.n = inflight->masks.n = inflight->mask_slots.n = 0;
+    replica->engine->mask_step++;
     for (int i = 0; i < inflight->batch.n_samples; i++) {
         const batch_sample *sample = &inflight->batch.samples[i];
         const sched_seq *sequence = &replica->sched.seqs[sample->seq];
@@ -20675,9 +23544,9 @@ static void eng_count_sample_end(eng_replica *replica, eng_request *request) {
 }
 
 /* Delivers the event of a sampled token. If all allowed ids were forbidden, result->id is a
- * forbidden id (toka_fallback_id): it is not delivered, and the sample ends. *ended: the token or a
- * stop string ended the sample (not the length limit). Returns false if the callback wants no more
- * of this request. */
+ * forbidden id (toka_fallback_id): it is not delivered, and the sample ends. It also ends if its
+ * constraint lets nothing follow. *ended: the token or a stop string ended the sample (not the
+ * length limit). Returns false if the callback wants no more of this request. */
 static bool eng_deliver(eng_replica *replica, eng_request *request, int seq,
                         const toka_sample_row *sample_row, const toka_sample_result *result,
                         bool more, bool *ended) {
@@ -20687,14 +23556,19 @@ static bool eng_deliver(eng_replica *replica, eng_request *request, int seq,
     int n_before = sequence->n_known - sequence->n_prompt;
     bool may_stop = n_before >= sampling->min_tokens; /* end ids and stop strings count */
     bool at_limit = sequence->n_known + 1 == sequence->limit;
+    const uint32_t *mask = sample_row->mask;
     bool none_left = samp_is_listed(sample_row->forbidden, sample_row->n_forbidden, result->id) ||
+                     (mask && !(mask[result->id / 32] >> result->id % 32 & 1)) ||
                      samp_is_bad(sample_row, sequence->tokens + sequence->n_prompt, n_before,
                                  result->id);
     bool is_end = !none_left && may_stop &&
                   samp_is_listed(request->end_ids.p, (int)request->end_ids.n, result->id);
+    bool complete = mask && !none_left && !is_end &&
+                    eng_read_token(replica, sampling->constraint, seq, result->id);
+    bool cut = mask && none_left && !eng_is_complete(replica, sampling->constraint, seq);
     bool stopped = eng_detokenize(replica, seq, request, none_left ? -1 : result->id, is_end,
-                                  may_stop, at_limit || none_left);
-    *ended = is_end || stopped || none_left;
+                                  may_stop, at_limit || none_left || complete);
+    *ended = is_end || stopped || none_left || complete;
     toka_event event = {
         .sample = sequence->sample,
         .id = none_left ? -1 : result->id,
@@ -20706,7 +23580,10 @@ static bool eng_deliver(eng_replica *replica, eng_request *request, int seq,
         /* stop strings need the text in any case, so with them ids_only events have it, too */
         .text = request->ids_only && !sampling->n_stop ? NULL : buf_view(&engine->new_text).p,
         .text_bytes = engine->new_text.n,
-        .finish = *ended ? TOKA_STOP : at_limit ? TOKA_LENGTH : TOKA_RUNNING,
+        .finish = cut        ? TOKA_LENGTH
+                  : *ended   ? TOKA_STOP
+                  : at_limit ? TOKA_LENGTH
+                             : TOKA_RUNNING,
         .stop_id = is_end ? result->id : -1,
         .stop_text = stopped ? replica->detokenizers[seq].stop.matched_index : -1,
         .n_cached = sequence->n_prefix_hits,
@@ -21211,6 +24088,20 @@ SERVER_ONLY static bool eng_get_rank_times(eng *engine, int index, eng_rank_time
  * model's special tokens, then the caller's object. If a name occurs twice, the later one wins.
  * =========================================================================== */
 
+enum { LIB_CONSTRAINTS = 32 };
+
+/* The vocabulary for constraints, and the constraints that were used last. The lock guards all. */
+typedef struct lib_constraints {
+    pthread_mutex_t lock;
+    con_vocab *vocab; /* NULL: not made yet */
+    struct lib_kept {
+        toka_constraint *constraint; /* with a reference; NULL: free */
+        buf key;                     /* all of its toka_grammar */
+        int64_t used;                /* higher: used later */
+    } kept[LIB_CONSTRAINTS];
+    int64_t n_uses;
+} lib_constraints;
+
 struct toka {
     mf_model *files;     /* owned; its weights stay mapped if a rank is hung at toka_close */
     toka_shape shape;    /* the model's, with B and max_len as the engine set them */
@@ -21222,6 +24113,7 @@ struct toka {
     double files_s;      /* seconds of toka_open: reading files, without the weights */
     toka_err chat_error, tool_error; /* why a template could not be parsed; code 0: no error */
     toka_err not_on_gpu; /* why device auto did not take the GPU that is there; code 0: it did */
+    lib_constraints *constraints; /* owned; NULL: there is no tokenizer */
     eng *engine;         /* owned; NULL: only text was opened (lib_open_text) */
 };
 
@@ -21341,6 +24233,8 @@ static int lib_open_tokenizer(toka *t, toka_err *e) {
     mf_model *files = t->files;
     mf_config *config = &files->config;
     if (!files->tokenizer_json.n) return 0;
+    t->constraints = mem_zalloc(sizeof *t->constraints);
+    pthread_mutex_init(&t->constraints->lock, NULL);
     int code = tok_load(&t->tokenizer, files->tokenizer_json, files->token_config, e);
     if (!code && files->add_bos >= 0)
         code = tok_set_outer(t->tokenizer, false, files->add_bos ? files->bos_token : NULL, e);
@@ -21563,11 +24457,23 @@ COLD int toka_open(toka **out, const toka_options *options, toka_err *e) {
     return 0;
 }
 
+static void lib_constraints_del(lib_constraints *constraints) {
+    if (!constraints) return;
+    for (int i = 0; i < LIB_CONSTRAINTS; i++) {
+        con_del(constraints->kept[i].constraint);
+        buf_free(&constraints->kept[i].key);
+    }
+    con_vocab_del(constraints->vocab);
+    pthread_mutex_destroy(&constraints->lock);
+    free(constraints);
+}
+
 void toka_close(toka *t) {
     if (!t) return;
     bool done = eng_close(t->engine); /* false: a rank is hung, it may still read the weights */
     tmpl_del(t->chat_template);
     tmpl_del(t->tool_template);
+    lib_constraints_del(t->constraints);
     tok_del(t->tokenizer);
     if (t->files && done) mf_close(t->files);
     free(t);
@@ -21752,6 +24658,56 @@ int toka_words_new(toka_words **out, const toka *t, const char *const *words, in
 }
 
 void toka_words_del(toka_words *w) { samp_words_del(w); }
+
+/* Returns the kept constraint with this key, with one more reference; NULL: none. The lock is
+ * held. */
+static toka_constraint *lib_find_constraint(lib_constraints *all, str key) {
+    for (int i = 0; i < LIB_CONSTRAINTS; i++) {
+        struct lib_kept *kept = &all->kept[i];
+        if (!kept->constraint || !str_eq(buf_view(&kept->key), key)) continue;
+        kept->used = ++all->n_uses;
+        atomic_fetch_add(&kept->constraint->refs, 1);
+        return kept->constraint;
+    }
+    return NULL;
+}
+
+/* Keeps a constraint in place of the one that was used least recently. The lock is held. */
+static void lib_keep_constraint(lib_constraints *all, toka_constraint *constraint, buf *key) {
+    struct lib_kept *oldest = &all->kept[0];
+    for (int i = 1; i < LIB_CONSTRAINTS; i++)
+        if (all->kept[i].used < oldest->used) oldest = &all->kept[i];
+    con_del(oldest->constraint);
+    buf_free(&oldest->key);
+    atomic_fetch_add(&constraint->refs, 1);
+    *oldest = (struct lib_kept){constraint, *key, ++all->n_uses};
+    *key = (buf){0};
+}
+
+COLD int toka_constraint_new(toka_constraint **out, const toka *t, const toka_grammar *grammar,
+                             toka_err *e) {
+    buf key = {0};
+    *out = NULL;
+    if (lib_require_tokenizer(t, e)) return e->code;
+    lib_constraints *all = t->constraints;
+    buf_printf(&key, "%d %d %d %s\n", grammar->kind, grammar->no_whitespace,
+               grammar->no_additional,
+               grammar->whitespace_pattern ? grammar->whitespace_pattern : "\n");
+    buf_put(&key, grammar->text, grammar->text_bytes);
+    pthread_mutex_lock(&all->lock);
+    if (!all->vocab) all->vocab = con_vocab_new(t->tokenizer, t->shape.V);
+    *out = lib_find_constraint(all, buf_view(&key));
+    pthread_mutex_unlock(&all->lock);
+    if (!*out && !con_new(out, grammar, t->tokenizer, all->vocab, e)) {
+        pthread_mutex_lock(&all->lock);
+        lib_keep_constraint(all, *out, &key);
+        pthread_mutex_unlock(&all->lock);
+    }
+    buf_free(&key);
+    return *out ? 0 : e->code;
+}
+
+void toka_constraint_del(toka_constraint *c) { con_del(c); }
 
 toka_request toka_request_default(void) {
     return (toka_request){.text = "",
@@ -23635,6 +26591,7 @@ typedef struct api_request {
     size_t item_at;
     arena memory;      /* memory that the prompts point to */
     toka_words *words; /* bad words of all prompts; owned, or NULL */
+    toka_constraint *constraint; /* of all prompts; owned, or NULL */
     bool chat, stream;
     bool echo, want_ids, want_logprobs, want_prompt_logprobs, packed;
     bool names_are_ids;                   /* return_tokens_as_token_ids: tokens are named
@@ -23693,6 +26650,22 @@ enum {
     API_ON_SAMPLES = API_ON_GENERATE | API_ON_STYLES,
 };
 
+/* Fields of a body, and members of structured_outputs, that are a constraint. */
+static const struct api_guide {
+    const char *name;
+    int kind; /* toka_grammar.kind */
+} api_guides[] = {
+    {"guided_json", TOKA_GRAMMAR_JSON_SCHEMA}, {"guided_regex", TOKA_GRAMMAR_REGEX},
+    {"guided_choice", TOKA_GRAMMAR_CHOICE},    {"guided_grammar", TOKA_GRAMMAR_GBNF},
+    {"json_schema", TOKA_GRAMMAR_JSON_SCHEMA}, {"regex", TOKA_GRAMMAR_REGEX},
+    {"ebnf", TOKA_GRAMMAR_GBNF},
+};
+static const struct api_guide api_structured[] = {
+    {"json", TOKA_GRAMMAR_JSON_SCHEMA},       {"regex", TOKA_GRAMMAR_REGEX},
+    {"choice", TOKA_GRAMMAR_CHOICE},          {"grammar", TOKA_GRAMMAR_GBNF},
+    {"json_object", TOKA_GRAMMAR_JSON_OBJECT}};
+enum { API_GUIDES = COUNT(api_guides) };
+
 typedef struct api_body { /* the fields of a body: their values or the defaults */
     float temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty;
     int64_t max_tokens, max_completion_tokens, min_tokens; /* -1: not given */
@@ -23710,7 +26683,9 @@ typedef struct api_body { /* the fields of a body: their values or the defaults 
     /* NULL: not given */
     const json *prompt, *messages, *tools, *tool_choice, *documents, *kwargs, *stop, *stop_ids,
         *allowed, *bias, *bad_words, *stream_options, *tokens, *input, *text, *reasoning, *system,
-        *thinking, *output_config;
+        *thinking, *output_config, *format, *structured;
+    const json *guides[API_GUIDES]; /* of api_guides; NULL: not given */
+    str guided_space;
     bool has_seed, has_max_tokens; /* the body has seed, max_tokens or max_completion_tokens */
 } api_body;
 
@@ -23786,6 +26761,16 @@ static const api_field api_fields[] = {
     API_FIELD("allowed_token_ids", API_ON_SAMPLES, API_LIST, allowed),
     API_FIELD("logit_bias", API_ON_SAMPLES, API_OBJECT, bias),
     API_FIELD("bad_words", API_ON_SAMPLES, API_LIST, bad_words),
+    API_FIELD("response_format", API_ON_GENERATE, API_OBJECT, format),
+    API_FIELD("structured_outputs", API_ON_GENERATE, API_OBJECT, structured),
+    API_FIELD("guided_json", API_ON_GENERATE, API_ANY, guides[0]),
+    API_FIELD("guided_regex", API_ON_GENERATE, API_ANY, guides[1]),
+    API_FIELD("guided_choice", API_ON_GENERATE, API_ANY, guides[2]),
+    API_FIELD("guided_grammar", API_ON_GENERATE, API_ANY, guides[3]),
+    API_FIELD("guided_whitespace_pattern", API_ON_GENERATE, API_TEXT, guided_space),
+    API_FIELD("json_schema", API_ON_GENERATE, API_ANY, guides[4]),
+    API_FIELD("regex", API_ON_GENERATE, API_ANY, guides[5]),
+    API_FIELD("ebnf", API_ON_GENERATE, API_ANY, guides[6]),
     API_FIELD("tokens", API_ON_DETOKENIZE, API_LIST, tokens),
     API_IGNORE("user", API_ON_SAMPLES, API_TEXT),
     API_IGNORE("metadata", API_ON_SAMPLES, API_OBJECT),
@@ -23816,7 +26801,6 @@ static const api_field api_fields[] = {
     API_REFUSE("mcp_servers", API_ON_MESSAGES, "[]"),
     API_REFUSE("container", API_ON_MESSAGES, 0),
     API_REFUSE("suffix", API_ON_COMPLETIONS, "\"\""),
-    API_REFUSE("response_format", API_ON_GENERATE, "{\"type\":\"text\"}"),
     API_REFUSE("functions", API_ON_CHAT, "[]"),
     API_REFUSE("function_call", API_ON_CHAT, "\"none\"", "\"auto\""),
     API_REFUSE("modalities", API_ON_CHAT, "[\"text\"]"),
@@ -23831,14 +26815,6 @@ static const api_field api_fields[] = {
     API_REFUSE("truncate_prompt_tokens", API_ON_GENERATE, 0),
     API_REFUSE("spaces_between_special_tokens", API_ON_GENERATE, "true"),
     API_REFUSE("logits_processors", API_ON_GENERATE, "[]"),
-    API_REFUSE("guided_json", API_ON_GENERATE, 0),
-    API_REFUSE("guided_regex", API_ON_GENERATE, 0),
-    API_REFUSE("guided_choice", API_ON_GENERATE, 0),
-    API_REFUSE("guided_grammar", API_ON_GENERATE, 0),
-    API_REFUSE("structured_outputs", API_ON_GENERATE, 0),
-    API_REFUSE("regex", API_ON_GENERATE, 0),
-    API_REFUSE("ebnf", API_ON_GENERATE, 0),
-    API_REFUSE("json_schema", API_ON_GENERATE, 0),
     API_REFUSE("logprob_token_ids", API_ON_GENERATE, 0),
     API_REFUSE("repetition_detection", API_ON_GENERATE, 0),
     API_REFUSE("thinking_token_budget", API_ON_GENERATE, 0),
@@ -24120,6 +27096,97 @@ static int api_read_bad_words(api_request *request, const json *value, toka_samp
     return code;
 }
 
+/* ---- Constraints ---- */
+
+typedef struct api_grammar { /* the constraint of a body */
+    toka_grammar grammar;    /* kind 0: none yet */
+    const char *name;        /* of the field */
+    str space;               /* whitespace_pattern */
+} api_grammar;
+
+/* Sets the constraint. A body may have one. */
+static int api_set_grammar(api_request *request, api_grammar *out, const char *name, int kind,
+                           const json *value, toka_err *e) {
+    const bool is_text = value->type == JSON_STRING;
+    if (value->type == JSON_NULL) return 0;
+    if (kind == TOKA_GRAMMAR_JSON_OBJECT && value->type == JSON_FALSE) return 0;
+    if (out->grammar.kind)
+        return API_INVALID("%s: the request has %s, too, expected one constraint", name, out->name);
+    if (kind == TOKA_GRAMMAR_CHOICE && value->type != JSON_ARRAY)
+        return API_INVALID("%s: expected a list of texts", name);
+    if ((kind == TOKA_GRAMMAR_REGEX || kind == TOKA_GRAMMAR_GBNF) && !is_text)
+        return API_INVALID("%s: expected a text", name);
+    buf text = {0};
+    if (!is_text || kind == TOKA_GRAMMAR_CHOICE) json_put_value(&text, value);
+    const str copy = is_text ? json_str(value) : arena_str(&request->memory, buf_view(&text));
+    buf_free(&text);
+    out->name = name;
+    out->grammar.kind = kind;
+    out->grammar.text = copy.p;
+    out->grammar.text_bytes = copy.n;
+    return 0;
+}
+
+static int api_read_format(api_request *request, const json *format, api_grammar *out,
+                           toka_err *e) {
+    const json *type = json_get(format, "type"), *wrapped = json_get(format, "json_schema"),
+               *schema = json_get(wrapped, "schema");
+    if (!schema) schema = json_get(format, "schema"); /* llama.cpp's spelling */
+    if (str_is(json_str(type), "text")) return 0;
+    if (str_is(json_str(type), "structural_tag"))
+        return API_UNSUPPORTED(request, "response_format: structural_tag is not supported");
+    const bool any = str_is(json_str(type), "json_object");
+    if (!any && !str_is(json_str(type), "json_schema"))
+        return API_INVALID("response_format: type: expected text, json_object or json_schema");
+    if (!any && !schema) return API_INVALID("response_format: json_schema: schema is missing");
+    if (schema)
+        return api_set_grammar(request, out, "response_format", TOKA_GRAMMAR_JSON_SCHEMA, schema, e);
+    return api_set_grammar(request, out, "response_format", TOKA_GRAMMAR_JSON_OBJECT, format, e);
+}
+
+/* Reads a member of structured_outputs. */
+static int api_read_structured_member(api_request *request, str name, const json *value,
+                                      api_grammar *out, toka_err *e) {
+    static const char *const flags[] = {"disable_any_whitespace", "disable_additional_properties"};
+    int *const targets[] = {&out->grammar.no_whitespace, &out->grammar.no_additional};
+    for (int i = 0; i < COUNT(api_structured); i++)
+        if (str_is(name, api_structured[i].name))
+            return api_set_grammar(request, out, "structured_outputs", api_structured[i].kind,
+                                   value, e);
+    for (int i = 0; i < COUNT(flags); i++)
+        if (str_is(name, flags[i])) return *targets[i] = json_is_true(value), 0;
+    if (value->type == JSON_NULL) return 0;
+    if (str_is(name, "whitespace_pattern")) return out->space = json_str(value), 0;
+    return API_UNSUPPORTED(request, "structured_outputs: %.*s is not supported", STRF(name));
+}
+
+/* Compiles the constraint of a body, if it has one. */
+static int api_read_constraint(api_request *request, const api_body *body, toka_sampling *sampling,
+                               toka_err *e) {
+    api_grammar out = {.space = body->guided_space};
+    toka_err why;
+    if (body->format && api_read_format(request, body->format, &out, e)) return e->code;
+    if (body->structured) {
+        JSON_MEMBERS(key, body->structured)
+            if (api_read_structured_member(request, json_str(key), key + 1, &out, e))
+                return e->code;
+        if (!out.grammar.kind)
+            return API_INVALID("structured_outputs: expected json, regex, choice, grammar or "
+                               "json_object");
+    }
+    for (int i = 0; i < API_GUIDES; i++)
+        if (body->guides[i] && api_set_grammar(request, &out, api_guides[i].name,
+                                               api_guides[i].kind, body->guides[i], e))
+            return e->code;
+    if (!out.grammar.kind) return 0;
+    if (out.space.n)
+        out.grammar.whitespace_pattern = arena_cstr(&request->memory, out.space);
+    if (toka_constraint_new(&request->constraint, request->config->toka, &out.grammar, &why))
+        return API_INVALID("%s: %.440s", out.name, why.msg);
+    sampling->constraint = request->constraint;
+    return 0;
+}
+
 /* ---- What a body asks of the engine ---- */
 
 /* Reads what a body asks about log-probabilities. "logprobs" of a completion is the number of
@@ -24189,6 +27256,7 @@ static int api_read_sampling(api_request *request, const api_body *body,
     if (!code) code = api_read_stops(request, body->stop, sampling, e);
     if (!code) code = api_read_bias(request, body->bias, sampling, e);
     if (!code) code = api_read_bad_words(request, body->bad_words, sampling, e);
+    if (!code) code = api_read_constraint(request, body, sampling, e);
     if (code) return code;
     if (!default_max && body->max_tokens > 0 && body->min_tokens > body->max_tokens)
         return API_INVALID("min_tokens: %lld, expected 0 to %lld", (long long)body->min_tokens,
@@ -24804,7 +27872,9 @@ static void api_free(api_request *request) {
     free(request->choices), free(request->prompts);
     buf_free(&request->item_log);
     toka_words_del(request->words);
+    toka_constraint_del(request->constraint);
     request->words = NULL;
+    request->constraint = NULL;
     buf_free(&request->chunk_prefix), buf_free(&request->token_text);
     buf_free(&request->token_bytes), buf_free(&request->scratch), buf_free(&request->seen_names);
     arena_free(&request->memory);
@@ -37167,7 +40237,8 @@ typedef struct cli { /* the values of all flags; the fields are named like the f
     double temperature, top_p, min_p; /* NAN: not given; likewise the next three */
     double repetition_penalty, presence_penalty, frequency_penalty;
     int64_t seed;
-    cli_list stop;
+    cli_list stop, choices;
+    const char *json_schema, *grammar, *regex;
     bool include_stop, ignore_eos, raw, chat, json, quiet, verbose, decode, no_special;
     bool help, help_all, version;
     const char *input, *output, *report, *dataset, *timeline;
@@ -37315,6 +40386,14 @@ static const cli_flag cli_flags[] = {
      "same seed, same text (default: 0)"},
     {"stop", "", "TEXT", CLI_LIST, AT(stop), FOR_RUN | FOR_CHAT | FOR_BATCH,
      "end before this text; can be given up to 16 times"},
+    {"json-schema", "", "FILE", CLI_TEXT, AT(json_schema), FOR_RUN,
+     "the output is JSON that is valid for the JSON Schema in this file"},
+    {"grammar", "", "FILE", CLI_TEXT, AT(grammar), FOR_RUN,
+     "the output matches the grammar (GBNF) in this file"},
+    {"regex", "", "R", CLI_TEXT, AT(regex), FOR_RUN,
+     "the output matches this regular expression, from its beginning to its end"},
+    {"choice", "", "TEXT", CLI_LIST, AT(choices), FOR_RUN,
+     "the output is this text; given several times: one of them"},
     {"include-stop", "", "", CLI_BOOL, AT(include_stop), FOR_RUN | FOR_CHAT | FOR_BATCH,
      "keep the stop text or stop id in the output"},
     {"ignore-eos", "", "", CLI_BOOL, AT(ignore_eos),
@@ -38152,6 +41231,43 @@ static void cli_begin_dim(cli_generation *run, str prompt) {
     if (run->is_dim) cli_write(STR("\033[2m"), &run->error);
 }
 
+/* Compiles what --json-schema, --grammar, --regex and --choice say. *out is NULL if none is given;
+ * the caller frees it. */
+static int cli_read_constraint(const cli *flags, const toka *t, toka_constraint **out,
+                               toka_err *e) {
+    const char *const file = flags->json_schema ? flags->json_schema : flags->grammar;
+    toka_grammar grammar = {.kind = flags->json_schema ? TOKA_GRAMMAR_JSON_SCHEMA
+                                    : flags->grammar   ? TOKA_GRAMMAR_GBNF
+                                    : flags->regex     ? TOKA_GRAMMAR_REGEX
+                                                       : TOKA_GRAMMAR_CHOICE};
+    const int n_given = !!flags->json_schema + !!flags->grammar + !!flags->regex +
+                        (flags->choices.n_values > 0);
+    buf text = {0};
+    *out = NULL;
+    if (!n_given) return 0;
+    if (n_given > 1)
+        return fail(e, TOKA_E_USE, "--json-schema, --grammar, --regex and --choice exclude each "
+                                   "other");
+    if (file) {
+        int fd = open(file, O_RDONLY | O_CLOEXEC);
+        if (fd < 0) return fail(e, TOKA_E_INPUT, "%s: %s", file, strerror(errno));
+        const int code = os_read_all(fd, file, CLI_MAX_INPUT, &text, e);
+        close(fd);
+        if (code) return buf_free(&text), code;
+    } else if (flags->regex) buf_c(&text, flags->regex);
+    else {
+        json_put_open(&text, '[');
+        for (int i = 0; i < flags->choices.n_values; i++)
+            json_put_str(&text, str_c(flags->choices.values[i]));
+        json_put_close(&text, ']');
+    }
+    grammar.text = buf_view(&text).p;
+    grammar.text_bytes = text.n;
+    const int code = toka_constraint_new(out, t, &grammar, e);
+    buf_free(&text);
+    return code;
+}
+
 /* Runs one prompt and prints its output. answer: NULL, or receives what a chat needs. */
 static int cli_complete(const cli *flags, toka *t, str prompt, int text_flags, cli_answer *answer,
                         toka_err *e) {
@@ -38169,7 +41285,9 @@ static int cli_complete(const cli *flags, toka *t, str prompt, int text_flags, c
                           .samples = mem_zalloc((size_t)flags->samples * sizeof(cli_sample))};
     for (int i = 0; i < flags->samples; i++) run.samples[i].stop_id = -1;
     cli_begin_dim(&run, prompt);
-    int code = toka_generate(t, &request, cli_on_event, &run, &usage, e);
+    int code = cli_read_constraint(flags, t, &request.sampling.constraint, e);
+    if (!code) code = toka_generate(t, &request, cli_on_event, &run, &usage, e);
+    toka_constraint_del(request.sampling.constraint);
     if (run.is_dim) cli_write(STR("\033[22m"), &run.error);
     if (run.error.code) {
         *e = run.error;

@@ -200,9 +200,48 @@ int toka_words_new(toka_words **out, const toka *t, const char *const *words, in
 /* Frees a list; w may be NULL. Thread: any. */
 void toka_words_del(toka_words *w);
 
+/* A constraint: the texts that an output may be. Tokens that lead to no such text are not drawn. An
+ * end id may be drawn where the text is complete; if nothing can follow the text, the sample ends
+ * (TOKA_STOP) without one. */
+typedef struct toka_constraint toka_constraint;
+
+enum { /* toka_grammar.kind */
+    TOKA_GRAMMAR_JSON_SCHEMA = 1, /* text: a JSON Schema; an output is a JSON text valid for it */
+    TOKA_GRAMMAR_JSON_OBJECT,     /* any JSON object; text is not read */
+    TOKA_GRAMMAR_CHOICE,          /* text: a JSON array of strings; an output is one of them */
+    TOKA_GRAMMAR_REGEX,           /* text: a regular expression that matches the whole output */
+    TOKA_GRAMMAR_GBNF             /* text: rules `name ::= ...`, as llama.cpp's and xgrammar's */
+};
+
+typedef struct toka_grammar { /* borrowed during the call only */
+    int kind;
+    const char *text;
+    size_t text_bytes;
+    /* of JSON: */
+    int no_whitespace;  /* 1: no white space. 0: between two tokens of JSON there may be one blank,
+                           or a line end and at most 40 blanks or tabs */
+    int no_additional;  /* 1: objects with `properties` but no additionalProperties have no other
+                           properties */
+    const char *whitespace_pattern; /* NULL, or a regular expression for white space between two
+                                       tokens of JSON */
+} toka_grammar;
+
+/* Compiles a grammar for the vocabulary of t. It may take some milliseconds, for a large schema
+ * more. t keeps the last ones, and a second call with the same grammar gets the same constraint.
+ * One constraint may serve many requests at once. *out is owned by the caller until
+ * toka_constraint_del, which may come after toka_close and after toka_submit, because a request
+ * keeps what it needs. *out is NULL after an error. Returns TOKA_E_USE if the grammar is wrong or
+ * has what is not supported (the message names it), TOKA_E_INPUT if the model has no
+ * tokenizer.json. Thread: any. */
+int toka_constraint_new(toka_constraint **out, const toka *t, const toka_grammar *grammar,
+                        toka_err *e);
+
+/* Drops a constraint; c may be NULL. Thread: any. */
+void toka_constraint_del(toka_constraint *c);
+
 /* Sampling parameters. They are applied to the logits in this order, as in Hugging Face:
- * logit_bias; allowed ids; repetition, presence and frequency penalty; min_tokens and bad words
- * (these forbid ids); temperature; top-k; top-p; min-p; then the draw. */
+ * logit_bias; allowed ids and the constraint; repetition, presence and frequency penalty;
+ * min_tokens and bad words (these forbid ids); temperature; top-k; top-p; min-p; then the draw. */
 typedef struct toka_sampling {
     float temperature;        /* 0: greedy, the id with the highest logit, on a tie the lowest id */
     float top_p;              /* in (0,1]; 1: off */
@@ -239,6 +278,7 @@ typedef struct toka_sampling {
     const int *bad_lengths;   /* [n_bad] */
     int n_bad;
     toka_words *bad_words;    /* bad words as texts (toka_words_new); NULL: none */
+    toka_constraint *constraint; /* toka_constraint_new; NULL: none */
 } toka_sampling;
 
 #define TOKA_MAX_LOGPROBS 32  /* largest toka_sampling.logprobs and toka_request.prompt_top */
@@ -281,9 +321,10 @@ void toka_request_model_defaults(const toka *t, toka_request *r);
 
 typedef enum toka_finish {
     TOKA_RUNNING = 0, /* more events will come */
-    TOKA_STOP,        /* an end id, stop id or stop string; or, with id -1, no id was left that may
-                         be drawn */
-    TOKA_LENGTH,      /* max_tokens or max_model_len; or the end of a prompt without samples */
+    TOKA_STOP,        /* an end id, stop id or stop string; the constraint's text is complete and
+                         nothing can follow; or, with id -1, no id was left that may be drawn */
+    TOKA_LENGTH,      /* max_tokens or max_model_len; the end of a prompt without samples; or, with
+                         id -1, the constraint's text is not complete, but no id was left */
     TOKA_CANCELLED,   /* by a callback, toka_cancel or toka_close */
     TOKA_FAILED       /* the device failed; toka_run returns the error */
 } toka_finish;
@@ -735,6 +776,9 @@ typedef struct toka_sample_row {
     int n_forbidden;
     const toka_word_table *words;  /* bad words as texts; NULL: none */
     bool keep_special;             /* with words: special tokens are part of the output's text */
+    const uint32_t *mask;          /* NULL, or a bit for each of the V_all ids, bit id % 32 of word
+                                      id / 32: only ids with a 1 may be drawn now (constraint). Rows
+                                      with equal masks may share one */
 } toka_sample_row;
 
 /* Returns true if the result of this row must have a logprob; else its logprob is NAN. A scored id
@@ -743,8 +787,8 @@ static inline bool toka_wants_logprob(const toka_sample_row *row) {
     return row->scored_id >= 0 || row->sampling->logprobs >= 0;
 }
 
-/* Returns the id to sample if all logits are -inf: the lowest id that is allowed and not forbidden;
- * if all allowed ids are forbidden, the lowest allowed id. It may complete a bad word. All
+/* Returns the id to sample if all logits are -inf: the lowest id that is allowed, in the mask and
+ * not forbidden; if there is none, the lowest allowed id. It may complete a bad word. All
  * backends call it, so that they agree. The lists may be as long as the vocabulary, so it looks at
  * WINDOW ids at a time. */
 static inline int32_t toka_fallback_id(const toka_sample_row *row, int V) {
@@ -766,7 +810,9 @@ static inline int32_t toka_fallback_id(const toka_sample_row *row, int V) {
             if (row->forbidden[i] >= from && row->forbidden[i] - from < WINDOW)
                 forbidden[row->forbidden[i] - from] = true;
         for (int i = 0; i < WINDOW && from + i < V; i++)
-            if (allowed[i] && !forbidden[i]) return from + i;
+            if (allowed[i] && !forbidden[i] &&
+                (!row->mask || row->mask[(from + i) / 32] >> (from + i) % 32 & 1))
+                return from + i;
     }
     return lowest;
 }

@@ -8705,6 +8705,7 @@ typedef struct samp_filter { /* more parameters of a filtered row */
      * bad words, one after the other; word i ends before bad_ids[bad_ends[i]]. */
     const int *pages, *bias_ids, *allowed, *forbidden, *bad_ids, *bad_ends;
     const float *bias;
+    const uint32_t *mask; /* NULL, or a bit for each id that may be drawn (toka_sample_row) */
     /* temperature * log(min_p); -inf: off. min-p removes logits below the highest one plus this. */
     double min_p_drop;
     float temperature, top_p;              /* top_p 1: off */
@@ -9662,17 +9663,17 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
  * ---- samp_filter_kernel ----
  *
  * Steps 1 to 5 of chapter 18 of toka.c on a row of stored logits with its partials: top
- * log-probabilities, bias, allowed and forbidden ids, penalties, the threshold, the draw among the
- * kept ids. The draw is that of chapter 11. In the order (logit falling, id rising), each of top-k,
- * top-p and min-p keeps the first ids. So one threshold (min_logit, last_tied) describes the kept
- * ids, and nothing has to be sorted.
+ * log-probabilities, bias, allowed and forbidden ids, the mask of a constraint, penalties, the
+ * threshold, the draw among the kept ids. The draw is that of chapter 11. In the order (logit
+ * falling, id rising), each of top-k, top-p and min-p keeps the first ids. So one threshold
+ * (min_logit, last_tied) describes the kept ids, and nothing has to be sorted.
  *
  * in    logits float32 [n][ld_logits], overwritten by the adjusted logits; partials
  *       [n_blocks][ld_partials] of the raw logits, columns 0 .. n-1; params and filters [n]
  * out   results [n], tops, last_tokens; best_keys [n] are set to 0
  * grid: n; block: 256; shared: samp_filter_smem.
  * Reads 24 * n_blocks bytes of partials for each row, and 1 KB for each listed block in each sweep:
- * usually a few per cent of the row. A row with a list of allowed ids also reads all blocks once, a
+ * usually a few per cent of the row. A row with allowed ids or a mask also reads all blocks once, a
  * row with bias or penalties the blocks whose logits these have changed.
  * Launcher: samp_launch_results. samp_plan_step asserts the number of rows, row indices and forced
  * ids.
@@ -10257,7 +10258,7 @@ __device__ static int samp_rank(samp_dist dist, int id, samp_mass *scratch) {
 /* ---- Step 2: bias, masks, penalties ---- */
 
 /* The next functions set touched[block] for each block in which they change logits, except
- * samp_apply_allowed: if there is a list of allowed ids, samp_adjust marks all blocks. */
+ * samp_apply_allowed and samp_apply_mask: for these, samp_adjust marks all blocks. */
 
 /* Adds the bias values (logit_bias). An id that is listed twice gets both values, in the order of
  * the list. Runs in one warp, 32 entries at a time. */
@@ -10296,6 +10297,13 @@ __device__ static void samp_apply_allowed(const samp_filter &filter, float *logi
             if (!(bits[i / 32] >> i % 32 & 1)) logits[first_id + i] = -INFINITY;
         __syncthreads();
     }
+}
+
+/* Sets the logits of all ids that the mask does not have to -inf. */
+__device__ static void samp_apply_mask(const uint32_t *mask, float *logits, int V) {
+    for (int id = (int)threadIdx.x; id < V; id += FILTER_THREADS)
+        if (!(mask[id / 32] >> id % 32 & 1)) logits[id] = -INFINITY;
+    __syncthreads();
 }
 
 /* Returns token i of the row's history. */
@@ -10516,11 +10524,12 @@ __device__ static void samp_adjust(samp_dist &dist, const samp_filter &filter, c
     int *touched = dist.blocks;
     __syncthreads();
     for (int block = (int)threadIdx.x; block < dist.n_blocks; block += FILTER_THREADS)
-        touched[block] = filter.n_allowed > 0;
+        touched[block] = filter.n_allowed > 0 || filter.mask;
     __syncthreads();
     if (threadIdx.x < 32) samp_apply_bias(filter, logits, touched);
     __syncthreads();
     if (filter.n_allowed) samp_apply_allowed(filter, logits, dist.V, workspace);
+    if (filter.mask) samp_apply_mask(filter.mask, logits, dist.V);
     /* end ids may lie outside the vocabulary */
     for (int i = (int)threadIdx.x; i < filter.n_forbidden; i += FILTER_THREADS)
         if (filter.forbidden[i] >= 0 && filter.forbidden[i] < dist.V)
@@ -10911,7 +10920,7 @@ __global__ static void __launch_bounds__(FILTER_THREADS, FILTER_CTAS_PER_SM)
     const int rank = filter.ranked ? samp_rank(dist, params.forced_id, scratch) : 0;
     bool adjusted = params.forced_id < 0 &&
                     (filter.n_bias || filter.n_allowed || filter.n_forbidden || filter.n_bad ||
-                     filter.words.n_ends || filter.n_history);
+                     filter.words.n_ends || filter.n_history || filter.mask);
     bool is_drawn = params.forced_id < 0 && params.scale > 0,
          has_cut = is_drawn &&
                    (filter.top_k > 0 || filter.top_p < 1 || filter.min_p_drop > -INFINITY);
@@ -11063,7 +11072,7 @@ static void samp_open(toka_device *dev) {
                     "LM head");
     /* the longest lists of one row */
     const size_t row_list_bytes = 4 * ((size_t)dev->shape->max_len / TOKA_GPU_PAGE_TOK + 1 + 4 * V +
-                                       2 * TOKA_MAX_BAD_IDS) +
+                                       (size_t)ceil_div((int)V, 32) + 2 * TOKA_MAX_BAD_IDS) +
                                   TOKA_MAX_WORD_RULES * sizeof(toka_word_rule);
     upload_open(dev, &plan->list_upload,
                 max_samples * sizeof(samp_filter) + SAMP_LIST_BYTES + row_list_bytes + 64, false);
@@ -11093,7 +11102,7 @@ static bool samp_has_filter(const toka_sample_row *row, int V) {
     if (sampling->logprobs > 0 || row->wants_rank) return true;
     if (row->scored_id >= 0) return false;
     if (sampling->n_bias || sampling->n_allowed || row->n_forbidden || sampling->n_bad ||
-        row->words)
+        row->words || row->mask)
         return true;
     return sampling->temperature > 0 && ((sampling->top_k > 0 && sampling->top_k < V) ||
                                          sampling->top_p < 1 || sampling->min_p > 0);
@@ -11128,9 +11137,11 @@ static int samp_n_bad_ids(const toka_sampling *sampling) {
     return n_ids;
 }
 
-/* Returns the most bytes of an upload buffer that the nine lists of a row need. prev_row: the
- * filtered row before it, with which it may share lists (samp_fill_filter), or NULL. */
-static size_t samp_list_bytes(const toka_sample_row *row, const toka_sample_row *prev_row) {
+static size_t samp_mask_bytes(int V) { return 4 * (size_t)ceil_div(V, 32); }
+
+/* Returns the most bytes of an upload buffer that the ten lists of a row need. prev_row: the
+ * filtered row before it, with which it may share lists (samp_fill_filter), or NULL. V: V_all. */
+static size_t samp_list_bytes(const toka_sample_row *row, const toka_sample_row *prev_row, int V) {
     const toka_sampling *sampling = row->sampling;
     size_t n = (size_t)ceil_div(samp_n_history(row), TOKA_GPU_PAGE_TOK) + (size_t)row->n_forbidden;
     if (!prev_row || prev_row->sampling != sampling)
@@ -11139,7 +11150,8 @@ static size_t samp_list_bytes(const toka_sample_row *row, const toka_sample_row 
     if (row->words && (!prev_row || prev_row->words != row->words))
         n += ((size_t)row->words->n_steps + (size_t)row->words->n_ends) *
              (sizeof(toka_word_rule) / 4);
-    return 4 * n + 9 * 16;
+    if (row->mask && (!prev_row || prev_row->mask != row->mask)) n += (size_t)ceil_div(V, 32);
+    return 4 * n + 10 * 16;
 }
 
 /* Returns whether any row of the step is filtered or penalized. */
@@ -11156,11 +11168,12 @@ static bool samp_any_filtered(const toka_device *dev, const toka_step *step) {
 static bool samp_fits_one_pass(const toka_device *dev, const toka_step *step, int n_rows) {
     const samp_plan *plan = dev->samp;
     size_t bytes = (size_t)n_rows * sizeof(samp_filter) + 16;
+    const int V = dev->shape->V_all;
     const toka_sample_row *prev_row = NULL;
     for (int i = 0; i < step->n_samples; i++) {
         const toka_sample_row *row = &step->samples[i];
-        const bool filtered = samp_is_filtered(row, dev->shape->V_all);
-        bytes += filtered ? samp_list_bytes(row, prev_row) : 0;
+        const bool filtered = samp_is_filtered(row, V);
+        bytes += filtered ? samp_list_bytes(row, prev_row, V) : 0;
         prev_row = filtered ? row : NULL;
     }
     return tp_size(dev) == 1 && n_rows <= plan->chunk_rows && bytes <= SAMP_GRAPH_LIST_BYTES;
@@ -11339,6 +11352,10 @@ static void samp_fill_filter(toka_device *dev, upload_buffer *upload, const toka
                                                        (size_t)sampling->n_allowed * 4);
     filter->forbidden = (const int *)upload_put(upload, row->forbidden,
                                                 (size_t)row->n_forbidden * 4);
+    if (row->mask) /* rows with equal masks are neighbours, as samples of one request are */
+        filter->mask = prev_row && prev_row->mask == row->mask
+                           ? prev_filter->mask
+                           : (const uint32_t *)upload_put(upload, row->mask, samp_mask_bytes(V));
     filter->n_bias = sampling->n_bias, filter->n_allowed = sampling->n_allowed,
     filter->n_forbidden = row->n_forbidden;
     filter->fallback_id = row->scored_id < 0 ? toka_fallback_id(row, V) : 0;
@@ -11369,7 +11386,7 @@ static int samp_fill_filters(toka_device *dev, const toka_step *step, upload_buf
             prev_row = NULL;
             continue;
         }
-        if (upload->used + samp_list_bytes(row, prev_row) > upload->cap) break;
+        if (upload->used + samp_list_bytes(row, prev_row, dev->shape->V_all) > upload->cap) break;
         samp_fill_filter(dev, upload, row, prev_row, row_filters + n_filled - 1,
                          row_filters + n_filled);
         prev_row = row;
@@ -11399,7 +11416,8 @@ static int samp_upload_filters(toka_device *dev, const toka_step *step, int firs
         snprintf(dev->error.msg, sizeof dev->error.msg,
                  "GPU: one row's sampling lists take %zu bytes, expected at most %zu",
                  samp_list_bytes(
-                     &step->samples[dev->samp->host_results[dev->last_begun].order[first]], NULL),
+                     &step->samples[dev->samp->host_results[dev->last_begun].order[first]], NULL,
+                     dev->shape->V_all),
                  upload->cap - upload->used);
     }
     upload_send(dev, upload);

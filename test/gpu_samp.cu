@@ -358,6 +358,8 @@ static void test_wide() {
     std::vector<int32_t> history(3 * FILTER_WORKSPACE_WORDS / 8);
     for (size_t i = 0; i < history.size(); i++) history[i] = (int32_t)(gpu_mix(i) % (uint64_t)(i % 2 ? V : 200));
     const int32_t forbidden[] = {V / 2, 17};
+    std::vector<uint32_t> mask((size_t)(V + 31) / 32);
+    for (size_t i = 0; i < mask.size(); i++) mask[i] = (uint32_t)gpu_mix(1000 + i);
     static toka_sampling s[14];
     std::vector<toka_test_case> cases;
     std::vector<toka_sample_row> rows;
@@ -372,6 +374,7 @@ static void test_wide() {
             c.row.n_history = cases_of_filters[j].n_history,
                 c.row.n_prompt = cases_of_filters[j].n_history / 2;
             c.row.row = (int)rows.size(), c.row.forbidden = forbidden, c.row.n_forbidden = cases_of_filters[j].n_forbidden;
+            if (rows.size() % 3 == 1) c.row.mask = mask.data();
             keep_history(d, &c.row, history.data());
             cases.push_back(c), rows.push_back(c.row), logits.push_back(c.raw);
         }
@@ -810,12 +813,16 @@ static void test_parts() {
     gpu_buf<int> last((size_t)n);
     d->last_tokens = last.p(), d->options.n_seqs = n;
     std::vector<int> ids((size_t)n);
+    std::vector<std::vector<uint32_t>> masks((size_t)n, std::vector<uint32_t>((size_t)(V + 31) / 32));
     std::vector<toka_sampling> how((size_t)n, plain(1));
     std::vector<toka_sample_row> rows;
     for (int i = 0; i < n; i++) {
         ids[(size_t)i] = i * 37 % V;
-        if (i % 3) how[(size_t)i].allowed_ids = &ids[(size_t)i], how[(size_t)i].n_allowed = 1;
+        if (i % 3 == 1) how[(size_t)i].allowed_ids = &ids[(size_t)i], how[(size_t)i].n_allowed = 1;
+        masks[(size_t)i][(size_t)ids[(size_t)i] / 32] = 1u << ids[(size_t)i] % 32;
         rows.push_back(row_at(&how[(size_t)i], (uint32_t)i)), rows.back().row = i, rows.back().seq = i;
+        if (i % 3 == 2) rows.back().mask = masks[(size_t)i].data();
+        if (i % 9 == 3 && i > 3) ids[(size_t)i] = ids[(size_t)i - 1], rows.back().mask = rows[rows.size() - 2].mask; /* shared */
     }
     samp_plan *p = d->samp;
     const int chunk = p->chunk_rows;
@@ -823,13 +830,14 @@ static void test_parts() {
     toka_step s = step_of(rows);
     std::vector<toka_sample_result> samples(rows.size()), whole;
     for (int round = 0; round < 3; round++) {
-        p->chunk_rows = round ? 40 : chunk, p->list_upload.cap = round == 2 ? n * sizeof(samp_filter) + 31 * samp_list_bytes(&rows[1], NULL) : cap;
+        const size_t list_bytes = std::max(samp_list_bytes(&rows[1], NULL, V), samp_list_bytes(&rows[2], NULL, V));
+        p->chunk_rows = round ? 40 : chunk, p->list_upload.cap = round == 2 ? n * sizeof(samp_filter) + 31 * list_bytes : cap;
         run_op(d, &s, x.p(), samples.data());
         if (!round) whole = samples;
         for (size_t i = 0; i < rows.size(); i++)
-            gpu_check(same_result(samples[i], whole[i]) && (i % 3 == 0 || samples[i].id == ids[i]),
+            gpu_check(same_result(samples[i], whole[i]) && ((i % 3 == 0 && !rows[i].mask) || samples[i].id == ids[i]),
                 "parts %d, row %zu: %d, at once %d, allowed %d", round, i,
-                      samples[i].id, whole[i].id, i % 3 ? ids[i] : -1);
+                      samples[i].id, whole[i].id, i % 3 || rows[i].mask ? ids[i] : -1);
     }
     gpu_check(!d->error.code, "%s", d->error.msg);
     p->chunk_rows = chunk, p->list_upload.cap = cap;

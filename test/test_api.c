@@ -165,15 +165,15 @@ static void test_api_wrong_values(void) {
         {API_COMPLETIONS, "stop_token_ids", "[-1]"}, {API_COMPLETIONS, "allowed_token_ids", "[999999]"},
         {API_COMPLETIONS, "logit_bias", "{\"x\":1}"}, {API_COMPLETIONS, "logit_bias", "{\"1\":101}"},
         {API_COMPLETIONS, "logit_bias", "{\"1\":\"a\"}"}, {API_COMPLETIONS, "logit_bias", "{\"999999\":1}"},
-        {API_COMPLETIONS, "guided_json", "{}"}, {API_CHAT, "web_search_options", "{}"}, {API_COMPLETIONS, "guided_choice", "[]"},
-        {API_CHAT, "response_format", "{}"}, {API_CHAT, "regex", "\"a\""}, {API_CHAT, "ebnf", "\"a\""}, {API_CHAT, "json_schema", "\"{}\""},
+        {API_COMPLETIONS, "guided_json", "{\"type\":5}"}, {API_CHAT, "web_search_options", "{}"}, {API_COMPLETIONS, "guided_choice", "[]"},
+        {API_CHAT, "response_format", "{}"}, {API_CHAT, "regex", "\"(\""}, {API_CHAT, "ebnf", "\"a\""}, {API_CHAT, "json_schema", "\"{\""},
         {API_CHAT, "logprob_token_ids", "[1]"}, {API_CHAT, "repetition_detection", "{}"}, {API_CHAT, "thinking_token_budget", "1"}, {API_COMPLETIONS, "bad_words", "[1]"}, {API_COMPLETIONS, "bad_words", "[\"\"]"},
         {API_COMPLETIONS, "stream_options", "{\"include_usage\":1}"}, {API_CHAT, "stream_options", "{\"include_obfuscation\":true}"},
         {API_CHAT, "tool_choice", "\"required\""},
         {API_CHAT, "tool_choice", "{\"type\":\"function\"}"}, {API_CHAT, "messages", "[]"}, {API_CHAT, "messages", "[1]"},
         {API_CHAT, "messages", "[{\"content\":\"a\"}]"},
         {API_CHAT, "messages", "[{\"role\":\"user\",\"content\":1}]"}, {API_CHAT, "messages", "[{\"role\":1,\"content\":\"a\"}]"}, {API_CHAT, "messages", "[{\"role\":\"user\",\"content\":[{\"type\":\"image_url\"}]}]"},
-        {API_CHAT, "response_format", "{\"type\":\"json_object\"}"}, {API_TOKENIZE, "prompt", "[1]"}, {API_DETOKENIZE, "tokens", "[1.5]"},
+        {API_CHAT, "response_format", "{\"type\":\"json_schema\"}"}, {API_TOKENIZE, "prompt", "[1]"}, {API_DETOKENIZE, "tokens", "[1.5]"},
         {API_DETOKENIZE, "tokens", "[999999]"}};
     api_config m = api_test_model();
     for (int i = 0; i < COUNT(cases); i++) {

@@ -262,7 +262,7 @@ BAD = [("not json", "{\"prompt\": ", "invalid_json"), ("not an object", "[1,2]",
        ("logit_bias", completion("x", "a", logit_bias={"x": 1}), "invalid_request"),
        ("stream", completion("x", "a", stream=True), "unsupported"), ("echo", chat("x", "a", echo=True), "unsupported"),
        ("suffix", completion("x", "a", suffix="b"), "unsupported"), ("best_of", completion("x", "a", best_of=3), "unsupported"),
-       ("response_format", chat("x", "a", response_format={"type": "json_object"}), "unsupported"),
+       ("response_format", chat("x", "a", response_format={"type": "structural_tag"}), "unsupported"),
        ("tool_choice", chat("x", "a", tool_choice="required"), "unsupported"),
        ("image", {"custom_id": "x", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "unsupported")]
 
@@ -296,7 +296,7 @@ def test_harmless_and_unknown_fields(tmp_path):
                        chat("d", "Tom", response_format={"type": "text"}, tool_choice="auto", max_tokens=2)])
     assert all(body(r[k]) for k in "abcd")
     assert re.findall(r'line (\d+): unknown field "(\w+)"', r["stderr"]) == [("2", "colour")]
-    r = run(tmp_path, [completion("a", "Tom", guided_json={}), chat("b", "Tom", web_search_options={}), chat("c", "Tom", functions=[])])
+    r = run(tmp_path, [completion("a", "Tom", logprob_token_ids=[1]), chat("b", "Tom", web_search_options={}), chat("c", "Tom", functions=[])])
     assert r["a"]["error"]["code"] == r["b"]["error"]["code"] == "unsupported" and body(r["c"]) and '"model" is' not in r["stderr"]
 
 

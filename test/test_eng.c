@@ -888,10 +888,10 @@ static toka *eng_open_ahead(toka_options o, int n_ahead, bool late) {
     return t;
 }
 
-enum { AHEAD_REQUESTS = 6 };
+enum { AHEAD_REQUESTS = 7 };
 
-/* Runs requests of many kinds together: with penalties, bad words, stop strings, prompt scores, few
- * and many samples. */
+/* Runs requests of many kinds together: with penalties, bad words, stop strings, a constraint,
+ * prompt scores, few and many samples. */
 static void eng_ask_mixed(toka *t, eng_collected **got, eng_scores *scores) {
     static const char *const stop[] = {"6", " is"};
     static const int32_t bad[] = {300, 7};
@@ -909,8 +909,11 @@ static void eng_ask_mixed(toka *t, eng_collected **got, eng_scores *scores) {
         if (i == 4) s->bad_ids = bad, s->bad_lengths = lengths, s->n_bad = 2, s->frequency_penalty = 1;
         const float end_bias = 9; /* it ends as soon as it may */
         if (i == 5) s->min_tokens = 15, s->bias_ids = t->files->config.eos_ids, s->bias_values = &end_bias, s->n_bias = 1;
+        static const toka_grammar grammar = {.kind = TOKA_GRAMMAR_JSON_OBJECT};
+        if (i == 6) CHECK_MSG(!toka_constraint_new(&s->constraint, t, &grammar, &e), "%s", e.msg);
         got[i] = mem_zalloc(sizeof **got);
         CHECK(!toka_submit(t, &r, eng_collect, got[i], &id, &e));
+        toka_constraint_del(s->constraint);
     }
     toka_request r = toka_request_default();
     r.text = eng_problem, r.text_bytes = strlen(eng_problem), r.n = 0, r.prompt_logprobs = 1;

@@ -735,9 +735,10 @@ def bad_requests(rnd):
              "stop_token_ids": ["x", ["x"], [1.5], 1, [-5]], "logit_bias": ["x", [], {"x": 1}, {"1": "x"}, {"-1": 1}, {"99999999": 1}],
              "allowed_token_ids": ["x", ["x"], [-1]], "priority": ["x", 1.5], "return_token_ids": ["x", 1],
              "include_stop_str_in_output": ["x", 1], "model": [1, [], True], "best_of": [3, "x"], "suffix": ["x"],
-             "stream_options": ["x", 1], "prompt_logprobs": ["x", -2, 1.5], "bad_words": ["x", [1]], "guided_json": [{"type": "object"}],
+             "stream_options": ["x", 1], "prompt_logprobs": ["x", -2, 1.5], "bad_words": ["x", [1]], "guided_json": [5, [], {"type": "x"}, "{"], "guided_choice": ["a", [], [1]], "guided_regex": ["(", 1],
+             "ebnf": ["a", {}], "structured_outputs": [[], {}, {"x": 1}, {"regex": 1}], "json_schema": ["", 1],
              "use_beam_search": [True],
-             "prompt_embeds": ["x"], "response_format": [{"type": "json_object"}], "truncate_prompt_tokens": [5]}
+             "prompt_embeds": ["x"], "response_format": [{"type": "structural_tag"}, {}, [], {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}], "truncate_prompt_tokens": [5]}
     for field, values in wrong.items():
         for v in values:
             yield body(json.dumps({**small(1), field: v}))

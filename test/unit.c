@@ -40,6 +40,7 @@ static int unit_thread(pthread_t *t, const pthread_attr_t *a, void *(*run)(void 
 #include "test_pipe.c"
 #include "test_eng.c"
 #include "test_plain.c"
+#include "test_con.c"
 #include "test_http.c"
 #include "test_parse.c"
 #include "test_api.c"
@@ -48,8 +49,8 @@ static int unit_thread(pthread_t *t, const pthread_attr_t *a, void *(*run)(void 
 
 static const struct test *const tables[] = {
     base_tests, json_tests, unicode_tests, tok_tests, tmpl_tests, mf_tests, samp_tests, kv_tests, heap_tests, sched_tests,
-    batch_tests, files_tests, benchclient_tests, plan_tests, cpu_tests, ranks_tests, pipe_tests, eng_tests, plain_tests, http_tests, parse_tests,
-    api_tests, hub_tests, edit_tests, NULL};
+    batch_tests, files_tests, benchclient_tests, plan_tests, cpu_tests, ranks_tests, pipe_tests, eng_tests, plain_tests, con_tests, http_tests,
+    parse_tests, api_tests, hub_tests, edit_tests, NULL};
 
 static bool wanted(const char *name, int argc, char **argv) {
     for (int i = 1; i < argc; i++)

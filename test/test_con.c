@@ -1,0 +1,375 @@
+/* Tests of chapters 18b to 18d: which texts a constraint accepts, its masks, and requests with
+ * constraints. test_constraint.py has the comparisons with Python's re and jsonschema. */
+
+/* Compiles a grammar for a vocabulary; a constraint or NULL. */
+static toka_constraint *con_make(int kind, const char *text, const tok *tokenizer, const con_vocab *vocab, toka_err *e) {
+    toka_constraint *c = NULL;
+    const toka_grammar g = {.kind = kind, .text = text, .text_bytes = strlen(text)};
+    *e = (toka_err){0};
+    con_new(&c, &g, tokenizer, vocab, e);
+    return c;
+}
+static bool con_reads(toka_constraint *c, str text) {
+    con_machine *m = &c->machine;
+    return con_accepts(m, con_advance(m, con_begin(m, c->grammar.root), text));
+}
+
+enum { JS = TOKA_GRAMMAR_JSON_SCHEMA, JO = TOKA_GRAMMAR_JSON_OBJECT, CH = TOKA_GRAMMAR_CHOICE, RE = TOKA_GRAMMAR_REGEX, BN = TOKA_GRAMMAR_GBNF };
+
+/* yes and no: texts with | between them */
+static const struct con_case {
+    int kind;
+    const char *grammar, *yes, *no;
+} con_cases[] = {
+    {RE, "a|bc*", "a|b|bccc", "ac||aa"},
+    {RE, "[0-9]{2,3}x?", "12|123x", "1|1234"},
+    {RE, "(ab){2,}", "abab|ababab", "ab|aba"},
+    {RE, "a{0}b{,2}", "|b|bb", "a|bbb"},
+    {RE, "^\\u00e9+$", "\xC3\xA9|\xC3\xA9\xC3\xA9", "e|\xC3"},
+    {RE, "(?i)a[b-d]", "AB|aD", "ae"},
+    {RE, "[^a-z\\d]", "A|\xE2\x82\xAC|\xF0\x9F\x98\x80", "a|5|AA|\xC3"},
+    {RE, "\\w+\\s\\S", "ab_1 x", "a-b x|ab  "},
+    {RE, ".*", "|x\xC3\xA9", "a\nb"},
+    {RE, "(?s).", "\n", "\n\n"},
+    {RE, "(^a$)|^b|c$", "a|b|c", "ab"},
+    {RE, "(?:a|(?P<x>b))(?<y>c)", "ac|bc", "a|abc"},
+    {RE, "x{y}", "x{y}", "xy"},
+    {RE, "(a?){3}(a*)*", "|a|aaaa", "b"},
+    {BN, "root ::= \"[\" root{0,2} \"]\"", "[]|[[]]|[[][]]|[[[]]]", "[[][][]]|[|]"},
+    {BN, "root ::= e\ne ::= t ((\"+\"\n| \"-\") t)* # sum\nt ::= [0-9]+ | \"(\" e \")\"\n", "1+2|(1-2)+3|((2))", "1+|(1|()"},
+    {BN, "root ::=\n  \"a\" b?\n  | \"c\"\nb ::= \"\\x41\\n\\\"\" [^\\n\\]]", "a|aA\n\"x|c", "aA|aA\n\"]|b"},
+    {BN, "root ::= \"a\" root | \"b\"", "b|ab|aaaaaaaaaab", "a|ba"},
+    {CH, "[\"yes\",\"no\",\"n\\u00f6\"]", "yes|no|n\xC3\xB6", "n|ye|noo|n\xC3"},
+    {JO, "", "{}|{\"a\": 1}|{\"a\":[1,{\"b\":null}],\n  \"c\":\"\\u00e9\\n\"}", "[1]|{\"a\":1,}|{a:1}| {}|{} |{\"a\":\"\\ud800\"}|{\"a\":01}|{  }"},
+    {JS, "true", "1|-0.5e+3|\"\"|[]|{}|null|true", "|nul|+1|.5|1.|[1|'a'"},
+    {JS, "{\"type\":\"object\",\"properties\":{\"a\":{\"type\":\"string\"},\"b\":{\"type\":\"integer\"}},\"required\":[\"b\"],\"additionalProperties\":false}",
+     "{\"b\":1}|{\"a\": \"x\", \"b\": -7}", "{}|{\"a\":\"x\"}|{\"b\":1,\"a\":\"x\"}|{\"b\":1,\"c\":2}|{\"b\":1.5}|{\"b\":1,}|{,\"b\":1}"},
+    {JS, "{\"type\":\"object\",\"properties\":{\"a\":{\"type\":\"null\"}},\"required\":[\"z\"]}", "{\"z\":1}|{\"a\":null,\"z\":[],\"x\":1}",
+     "{\"a\":null}|{\"z\":1,\"a\":1}"},
+    {JS, "{\"type\":\"object\",\"properties\":{\"ab\":{\"type\":\"null\"}},\"additionalProperties\":{\"type\":\"integer\"}}",
+     "{\"ab\":null,\"a\":1,\"abc\":2,\"\":3}", "{\"ab\":1}|{\"a\":null}|{\"a\":1,\"ab\":1}"},
+    {JS, "{\"type\":\"object\",\"patternProperties\":{\"^x\":{\"type\":\"integer\"},\"y$\":{\"maximum\":5}},\"additionalProperties\":false}",
+     "{\"x\":9}|{\"xy\":5}|{\"ay\":\"s\"}", "{\"xy\":6}|{\"xy\":\"s\"}|{\"x\":\"s\"}|{\"a\":1}"},
+    {JS, "{\"type\":\"object\",\"minProperties\":2,\"maxProperties\":3,\"properties\":{\"a\":{},\"b\":{}}}",
+     "{\"a\":1,\"b\":2}|{\"b\":1,\"x\":1}|{\"x\":1,\"y\":2,\"z\":3}", "{}|{\"a\":1}|{\"a\":1,\"b\":1,\"c\":1,\"d\":1}"},
+    {JS, "{\"type\":\"array\",\"items\":{\"type\":\"boolean\"},\"minItems\":1,\"maxItems\":3}", "[true]|[true, false,true]", "[]|[1]|[true,true,true,true]"},
+    {JS, "{\"type\":\"array\",\"prefixItems\":[{\"type\":\"null\"},{\"type\":\"string\"}],\"items\":{\"type\":\"integer\"},\"minItems\":1}",
+     "[null]|[null,\"\"]|[null,\"\",1,2]", "[]|[1]|[null,1]|[null,\"\",\"\"]"},
+    {JS, "{\"type\":\"array\",\"items\":[{\"type\":\"null\"}],\"additionalItems\":false}", "[]|[null]", "[null,null]"},
+    {JS, "{\"type\":\"array\",\"items\":false}", "[]", "[1]"},
+    {JS, "{\"type\":\"array\",\"minItems\":400,\"maxItems\":400,\"items\":{\"const\":1}}", "", "[1]|[]"},
+    {JS, "{\"type\":\"integer\",\"minimum\":-12,\"exclusiveMaximum\":105}", "-12|-1|0|9|99|104", "-13|105|-0|1.0|007|1e1"},
+    {JS, "{\"type\":\"integer\",\"minimum\":7}", "7|10|99999999999999999999", "6|-7|0"},
+    {JS, "{\"type\":\"integer\",\"maximum\":-7}", "-7|-10|-123456", "-6|7|0"},
+    {JS, "{\"type\":\"number\",\"minimum\":-1.5,\"exclusiveMaximum\":10.25}", "-1.5|-1.499|0|-0.5|10|10.2499|9.99|0.0", "-1.51|-2|10.25|10.250|10.3|11|1e0"},
+    {JS, "{\"type\":\"number\",\"exclusiveMinimum\":0}", "0.001|1|10.0", "0|0.0|-1"},
+    {JS, "{\"type\":\"integer\",\"multipleOf\":7}", "0|7|-14|777", "1|-1|8"},
+    {JS, "{\"type\":\"number\",\"multipleOf\":0.25,\"maximum\":10}", "0|0.25|-3.75|9.5|10|1.0", "0.1|10.25|0.255"},
+    {JS, "{\"type\":\"string\",\"minLength\":2,\"maxLength\":3}", "\"ab\"|\"\xC3\xA9\xF0\x9F\x98\x80\"|\"\\n\\\"x\"|\"\\ud83d\\ude00a\"", "\"a\"|\"abcd\"|\"\\u00e9\""},
+    {JS, "{\"type\":\"string\",\"pattern\":\"^a.*z$\",\"maxLength\":4}", "\"az\"|\"abcz\"|\"a\\\"z\"|\"a\xC3\xA9z\"", "\"abccz\"|\"b\"|\"a\\u0062z\"|\"a\\nz\""},
+    {JS, "{\"type\":\"string\",\"pattern\":\"b\"}", "\"b\"|\"abc\"|\"\\nb\"", "\"\"|\"a\""},
+    {JS, "{\"type\":\"string\",\"format\":\"date-time\"}", "\"2024-02-29T12:00:00Z\"|\"1999-12-31T23:59:59.5+01:00\"", "\"2023-02-29T12:00:00Z\"|\"2024-13-01T00:00:00Z\"|\"x\""},
+    {JS, "{\"type\":\"string\",\"format\":\"ipv4\"}", "\"1.22.255.0\"", "\"1.2.3\"|\"256.1.1.1\"|\"01.1.1.1\""},
+    {JS, "{\"type\":\"string\",\"format\":\"a format that nobody knows\"}", "\"x\"", "1"},
+    {JS, "{\"enum\":[\"a\",1,null,{\"x\":[1,\"y\"]},2.5]}", "\"a\"|1|null|{\"x\": [1, \"y\"]}|2.5", "\"b\"|2|{}|\"\""},
+    {JS, "{\"enum\":[\"a\",\"abc\",3,9],\"type\":[\"string\",\"integer\"],\"minLength\":2,\"maximum\":5}", "\"abc\"|3", "\"a\"|9"},
+    {JS, "{\"const\":{\"a\":1}}", "{\"a\":1}|{ \"a\": 1 }", "{}|{\"a\":2}"},
+    {JS, "{\"anyOf\":[{\"type\":\"null\"},{\"type\":\"string\",\"maxLength\":1}]}", "null|\"a\"", "\"ab\"|1"},
+    {JS, "{\"type\":[\"integer\",\"null\"],\"minimum\":3}", "null|3", "2|\"a\""},
+    {JS, "{\"oneOf\":[{\"type\":\"object\",\"properties\":{\"k\":{\"const\":\"a\"},\"v\":{\"type\":\"integer\"}},\"required\":[\"k\"]},"
+         "{\"type\":\"object\",\"properties\":{\"k\":{\"const\":\"b\"},\"v\":{\"type\":\"string\"}},\"required\":[\"k\"]}]}",
+     "{\"k\":\"a\",\"v\":1}|{\"k\":\"b\",\"v\":\"x\"}", "{\"k\":\"a\",\"v\":\"x\"}|{\"k\":\"c\"}|{}"},
+    {JS, "{\"allOf\":[{\"type\":\"object\",\"properties\":{\"a\":{\"type\":\"integer\"}}},{\"properties\":{\"a\":{\"minimum\":3},\"b\":{\"type\":\"null\"}},\"required\":[\"a\"]}]}",
+     "{\"a\":3}|{\"a\":4,\"b\":null}", "{\"a\":2}|{}|{\"a\":3,\"b\":1}"},
+    {JS, "{\"$defs\":{\"n\":{\"type\":\"object\",\"properties\":{\"v\":{\"type\":\"integer\"},\"n\":{\"anyOf\":[{\"$ref\":\"#/$defs/n\"},{\"type\":\"null\"}]}},"
+         "\"required\":[\"v\"],\"additionalProperties\":false}},\"$ref\":\"#/$defs/n\"}",
+     "{\"v\":1}|{\"v\":1,\"n\":{\"v\":2,\"n\":null}}", "{\"n\":null}|{\"v\":1,\"n\":{}}|{\"v\":1,\"n\":3}"},
+    {JS, "{\"$defs\":{\"s\":{\"type\":\"string\"}},\"type\":\"array\",\"items\":{\"$ref\":\"#/$defs/s\",\"maxLength\":1}}", "[]|[\"a\",\"\"]", "[\"ab\"]|[1]"},
+    {JS, "{\"definitions\":{\"a/b~c d\":{\"type\":\"null\"}},\"$ref\":\"#/definitions/a~1b~0c%20d\"}", "null", "1"},
+    {JS, "{\"type\":\"object\",\"properties\":{\"a\":false}}", "{}|{\"b\":1}", "{\"a\":1}"},
+    {JS, "{\"type\":\"string\",\"contentEncoding\":\"base64\",\"title\":\"t\",\"x-y\":1,\"if\":{}}", "\"\"", "1"},
+};
+
+static void con_check_texts(const struct con_case *c, toka_constraint *con, const char *texts, bool want) {
+    for (const char *at = texts, *end;; at = end + 1) {
+        end = at + strcspn(at, "|");
+        CHECK_MSG(con_reads(con, (str){at, (size_t)(end - at)}) == want, "%s: '%.*s' is %s", c->grammar, (int)(end - at), at,
+                  want ? "refused" : "accepted");
+        if (!*end) return;
+    }
+}
+
+static con_vocab con_no_tokens = {.words = 1};
+
+static void test_con_texts(void) {
+    toka_err e;
+    for (int i = 0; i < COUNT(con_cases); i++) {
+        const struct con_case *c = &con_cases[i];
+        toka_constraint *con = con_make(c->kind, c->grammar, NULL, &con_no_tokens, &e);
+        CHECK_MSG(con, "%s: %s", c->grammar, e.msg);
+        if (!con) continue;
+        if (*c->yes || c->kind == RE) con_check_texts(c, con, c->yes, true);
+        con_check_texts(c, con, c->no, false);
+        con_del(con);
+    }
+}
+
+/* Options of JSON. */
+static void test_con_options(void) {
+    static const char schema[] = "{\"properties\":{\"a\":{\"type\":\"null\"}},\"type\":\"object\"}";
+    toka_err e;
+    toka_constraint *c;
+    toka_grammar g = {.kind = JS, .text = schema, .text_bytes = sizeof schema - 1, .no_whitespace = 1};
+    CHECK(!con_new(&c, &g, NULL, &con_no_tokens, &e));
+    CHECK(con_reads(c, STR("{\"a\":null,\"b\":1}")) && !con_reads(c, STR("{\"a\": null}")));
+    con_del(c);
+    g.no_whitespace = 0, g.no_additional = 1, g.whitespace_pattern = "_?";
+    CHECK(!con_new(&c, &g, NULL, &con_no_tokens, &e));
+    CHECK(con_reads(c, STR("{_\"a\"_:null_}")) && !con_reads(c, STR("{\"a\": null}")) && !con_reads(c, STR("{\"b\":1}")));
+    con_del(c);
+    char text[200];
+    g = (toka_grammar){.kind = JS, .text = schema, .text_bytes = sizeof schema - 1};
+    CHECK(!con_new(&c, &g, NULL, &con_no_tokens, &e));
+    for (int n = CON_MAX_INDENT; n <= CON_MAX_INDENT + 1; n++) {
+        snprintf(text, sizeof text, "{\r\n%*s\"a\": null}", n, "");
+        CHECK(con_reads(c, str_c(text)) == (n == CON_MAX_INDENT));
+    }
+    con_del(c);
+}
+
+/* What is wrong or not supported is an error that says where. */
+static void test_con_errors(void) {
+    static const struct {
+        int kind;
+        const char *grammar, *message;
+    } cases[] = {
+        {RE, "(a", "( without ) at byte 2"}, {RE, "a)", ") without ( at byte 1"}, {RE, "a**", "a quantifier after a quantifier at byte 2"},
+        {RE, "*a", "nothing to repeat at byte 0"}, {RE, "[b-a]", "a range with its ends"}, {RE, "[a", "[ without ]"}, {RE, "a{3,2}", "{m,n} with m above n"},
+        {RE, "(?=a)", "this kind of group is not supported at byte 1"}, {RE, "(?<!a)", "this kind of group"}, {RE, "(a)\\1", "this escape is not supported at byte 4"},
+        {RE, "\\bx", "this escape"}, {RE, "a++", "possessive"}, {RE, "(^a){2}", "^ or $ in a repeated part"}, {RE, "\\", "it ends too early"},
+        {RE, "a{999999}", "too many repetitions"}, {RE, "\xFF", "not UTF-8"}, {RE, "a$b", "there is no text that it allows"},
+        {BN, "root ::= a", "the rule a is not defined"}, {BN, "a ::= \"b\"", "the rule root is not defined"}, {BN, "start: \"a\"", "Lark is not supported"},
+        {BN, "root ::= root \"a\" | \"b\"", "left recursion"}, {BN, "root ::= a\na ::= \"x\"? root | \"y\"", "left recursion"}, {BN, "root ::= \"a", "without its second quote"},
+        {BN, "root ::= <think>", "tokens such as <think>"}, {BN, "root ::= (\"a\"", "( without )"}, {BN, "root ::= \"a\"\nroot ::= \"b\"", "defined twice"},
+        {BN, "root ::= \"a\" root", "there is no text that it allows"}, {BN, "root ::= \"a\"{x}", "expected {m}"},
+        {CH, "[]", "expected a list of texts"}, {CH, "[1]", "expected a list of texts"}, {CH, "x", "JSON"},
+        {JS, "{\"properties\":{\"a/b\":{\"uniqueItems\":true}}}", "/properties/a/b/uniqueItems: this keyword is not supported"},
+        {JS, "{\"not\":{}}", "/not: this keyword"}, {JS, "{\"items\":[{},{\"contains\":{\"const\":1}}]}", "/items/1/contains: this keyword"},
+        {JS, "{\"if\":{},\"then\":{\"const\":1}}", "/then: this keyword"}, {JS, "{\"oneOf\":[{\"type\":\"integer\"},{\"type\":\"number\"}]}", "/oneOf/1: branches of oneOf"},
+        {JS, "{\"$ref\":\"#/x\"}", "/$ref: this $ref is not in the schema"}, {JS, "{\"$ref\":\"http://a/b\"}", "/$ref: this $ref"}, {JS, "{\"type\":\"text\"}", "/type: unknown type"},
+        {JS, "false", "there is no text"},
+        {JS, "{\"type\":\"string\",\"pattern\":\"(?!a)\"}", "/pattern: pattern: this kind of group"}, {JS, "{\"minLength\":-1}", "/minLength: expected a whole number"},
+        {JS, "{\"type\":\"string\",\"minLength\":3,\"maxLength\":2}", "there is no text"}, {JS, "{\"enum\":3}", "/enum: expected a list"}, {JS, "3", "expected a schema"},
+        {JS, "{\"multipleOf\":0}", "/multipleOf: expected a number above 0"}, {JS, "{\"type\":\"integer\",\"multipleOf\":1000003}", "too many digits"},
+        {JS, "{\"type\":\"string\",\"pattern\":\"(a|b)*a(a|b){20}\",\"minLength\":2}", "need too many states"},
+        {JS, "{\"type\":\"object\",\"minProperties\":1000000}", "minProperties or maxProperties is too large"}, {JS, "{", "JSON"}, {9, "", "unknown kind"},
+    };
+    toka_err e;
+    for (int i = 0; i < COUNT(cases); i++) {
+        toka_constraint *c = con_make(cases[i].kind, cases[i].grammar, NULL, &con_no_tokens, &e);
+        CHECK_MSG(!c && e.code == TOKA_E_USE && strstr(e.msg, cases[i].message), "%s: '%s', expected '%s'", cases[i].grammar, c ? "accepted" : e.msg, cases[i].message);
+        con_del(c);
+    }
+}
+
+/* Hostile grammars end with an error, or run within the limits. */
+static void test_con_limits(void) {
+    toka_err e;
+    const double t0 = cpu_now();
+    buf deep = {0};
+    for (int i = 0; i < 300; i++) buf_c(&deep, "(");
+    toka_constraint *c = con_make(RE, deep.p, NULL, &con_no_tokens, &e);
+    CHECK(!c && strstr(e.msg, "nested too deep"));
+    buf_clear(&deep);
+    for (int i = 0; i < 4; i++) buf_c(&deep, "(");
+    buf_c(&deep, "[^a]");
+    for (int i = 0; i < 4; i++) buf_c(&deep, "{99999}){99999}");
+    con_del(con_make(RE, deep.p, NULL, &con_no_tokens, &e));
+    /* the number of ways to read a^n grows without bound */
+    c = con_make(BN, "root ::= x\nx ::= \"a\" x x \"b\" | \"a\" x \"c\" | \"a\" x x x \"d\" | \"a\"", NULL, &con_no_tokens, &e);
+    CHECK(c);
+    int node = c ? con_begin(&c->machine, c->grammar.root) : 0, n_read = 0;
+    for (; c && node != CON_DEAD && n_read < 2000; n_read++) node = con_advance(&c->machine, node, STR("a"));
+    CHECK_MSG(c && c->machine.failed && n_read > 3, "%d bytes", n_read);
+    con_del(c);
+    /* as deep as frames may be */
+    c = con_make(BN, "root ::= \"(\" root \")\" | \"x\"", NULL, &con_no_tokens, &e);
+    node = con_begin(&c->machine, c->grammar.root);
+    for (n_read = 0; node != CON_DEAD && n_read < 2000; n_read++) node = con_advance(&c->machine, node, STR("("));
+    CHECK_MSG(c->machine.failed && n_read > 1000 && n_read < 1100, "%d brackets", n_read);
+    con_del(c);
+    buf_free(&deep);
+    CHECK(cpu_now() - t0 < 20);
+}
+
+/* ---- Masks ---- */
+
+/* Checks the mask of a node: each token alone against the bytes of the machine. */
+static void con_check_mask(toka_constraint *c, int node, const char *what) {
+    const tok *tokenizer = c->tokenizer;
+    buf text = {0};
+    const uint32_t *mask = con_mask(&c->machine, c->vocab, node);
+    CHECK(mask);
+    for (int32_t id = 0; mask && id < tokenizer->n_ids; id++) {
+        buf_clear(&text);
+        if (!(tokenizer->flag[id] & (TOK_SPECIAL | TOK_SKIPPED))) tok_put_bytes(tokenizer, id, &text);
+        const bool want = text.n && con_advance(&c->machine, node, buf_view(&text)) != CON_DEAD;
+        CHECK_MSG(want == (mask[id / 32] >> id % 32 & 1), "%s: token %d '%.*s' is %s", what, id, (int)text.n, text.p, want ? "missing" : "too much");
+    }
+    buf_free(&text);
+}
+
+static const char *const con_walks[] = {
+    "{\"type\":\"object\",\"properties\":{\"name\":{\"type\":\"string\",\"maxLength\":12},\"age\":{\"type\":\"integer\",\"minimum\":0,\"maximum\":120},"
+    "\"tags\":{\"type\":\"array\",\"items\":{\"enum\":[\"a\",\"bb\"]},\"maxItems\":3}},\"required\":[\"name\",\"age\"]}",
+    "{\"type\":\"object\",\"additionalProperties\":{\"type\":\"string\",\"minLength\":3,\"maxLength\":400}}",
+    "{\"type\":\"array\",\"items\":{\"$ref\":\"#\"},\"maxItems\":2}",
+    "{\"type\":\"string\",\"pattern\":\"^(ab?)+ [a-z]{2,30}$\"}", "true"};
+
+/* Random walks over a grammar: each token is drawn from the mask. Every mask is checked, the last
+ * text is accepted where the node says so. A small machine forgets its nodes on the way. */
+static void test_con_masks(void) {
+    toka_err e;
+    toka *t;
+    toka_options o = toka_options_default();
+    o.model = eng_model;
+    CHECK(!lib_open_text(&t, &o, false, &e));
+    con_vocab *vocab = con_vocab_new(t->tokenizer, t->shape.V);
+    uint64_t seed = 7;
+    for (int i = 0; i < COUNT(con_walks) + 2; i++) {
+        toka_constraint *c = i < COUNT(con_walks)    ? con_make(JS, con_walks[i], t->tokenizer, vocab, &e)
+                             : i == COUNT(con_walks) ? con_make(BN, "root ::= \"x\" root{1,3} y | [a-z ]{0,300} \".\"\ny ::= [0-9]*", t->tokenizer, vocab, &e)
+                                                     : con_make(RE, "(\\w+ ){3}\\d{1,4}", t->tokenizer, vocab, &e);
+        CHECK_MSG(c, "%s", e.msg);
+        for (int walk = 0; c && walk < 3; walk++) {
+            buf text = {0};
+            int node = con_begin(&c->machine, c->grammar.root);
+            for (int step = 0; step < 25 && c->machine.nodes[node].n; step++) {
+                ids allowed = {0};
+                con_check_mask(c, node, i < COUNT(con_walks) ? con_walks[i] : "other");
+                const uint32_t *mask = con_mask(&c->machine, vocab, node);
+                for (int id = 0; mask && id < t->shape.V; id++)
+                    if (mask[id / 32] >> id % 32 & 1) ids_push(&allowed, id);
+                CHECK(allowed.n);
+                if (!allowed.n) break;
+                const size_t from = text.n;
+                tok_put_bytes(t->tokenizer, allowed.p[rnd(&seed) % allowed.n], &text);
+                node = con_advance(&c->machine, node, str_sub(buf_view(&text), from, text.n));
+                ids_free(&allowed);
+                if (step % 10 == 9) {
+                    con_reset(&c->machine);
+                    node = con_advance(&c->machine, con_begin(&c->machine, c->grammar.root), buf_view(&text));
+                }
+            }
+            CHECK(con_reads(c, buf_view(&text)) == con_accepts(&c->machine, node));
+            buf_free(&text);
+        }
+        con_del(c);
+    }
+    con_vocab_del(vocab);
+    toka_close(t);
+}
+
+/* A row with a mask gives what the same row with a list of allowed ids gives; and where nothing is
+ * left, an id that the engine refuses. */
+static void test_con_rows(void) {
+    enum { V = 1000 };
+    static float x[V], y[V];
+    uint64_t seed = 3;
+    for (int k = 0; k < 400; k++) {
+        uint32_t mask[(V + 31) / 32] = {0};
+        int32_t allowed[V], n = 0, forbidden[2] = {(int32_t)(rnd(&seed) % V), (int32_t)(rnd(&seed) % V)};
+        for (int id = 0; id < V; id++)
+            if (rnd(&seed) % 100 < (unsigned)k % 50 + 1) mask[id / 32] |= 1u << id % 32, allowed[n++] = id;
+        toka_sampling plain = samp_default, listed = samp_default;
+        plain.temperature = listed.temperature = k % 3 ? 1.0f : 0;
+        if (k % 5 == 0) plain.top_k = listed.top_k = 7;
+        listed.allowed_ids = allowed, listed.n_allowed = n;
+        toka_sample_row a = {.scored_id = -1, .position = (uint32_t)k, .sampling = &plain, .mask = mask, .forbidden = forbidden, .n_forbidden = 2}, b = a;
+        b.mask = NULL, b.sampling = &listed;
+        for (int id = 0; id < V; id++) x[id] = y[id] = k % 7 == 6 ? -INFINITY : (float)(3 * rnd_normal(&seed));
+        toka_sample_result p, q;
+        if (!n) continue;
+        samp_row(&a, NULL, x, V, &p), samp_row(&b, NULL, y, V, &q);
+        CHECK_MSG(p.id == q.id && p.sampled_logprob == q.sampled_logprob && (p.logprob == q.logprob || k % 7 == 6), "%d: %d and %d", k, p.id, q.id);
+    }
+}
+
+/* ---- Requests ---- */
+
+/* Asks with a constraint, some samples at a time, and checks every text: accepted if the sample
+ * stopped, else the beginning of something that is. */
+static void con_check_request(toka *t, int kind, const char *grammar, toka_sampling s, int n, bool may_cut) {
+    toka_err e;
+    int code;
+    const toka_grammar g = {.kind = kind, .text = grammar, .text_bytes = strlen(grammar)};
+    CHECK_MSG(!toka_constraint_new(&s.constraint, t, &g, &e), "%s", e.msg);
+    eng_collected *got = eng_ask(t, eng_problem, NULL, 0, n, &s, &code, &e);
+    CHECK_MSG(!code && got->n_ended == n, "%s", e.msg);
+    toka_constraint *own;
+    CHECK(!con_new(&own, &g, t->tokenizer, t->constraints->vocab, &e)); /* a machine of its own */
+    for (int k = 0; k < n && !code; k++) {
+        con_machine *m = &own->machine;
+        const int node = con_advance(m, con_begin(m, own->grammar.root), buf_view(&got->text[k]));
+        CHECK_MSG(node != CON_DEAD, "%s: '%.*s'", grammar, (int)got->text[k].n, got->text[k].p);
+        if (got->finish[k] == TOKA_STOP && !may_cut) CHECK_MSG(con_accepts(m, node), "%s: '%.*s' stopped", grammar, (int)got->text[k].n, got->text[k].p);
+        CHECK(got->finish[k] == TOKA_STOP || (int)got->id[k].n == s.max_tokens);
+    }
+    con_del(own), toka_constraint_del(s.constraint), eng_collected_free(got);
+}
+
+static void test_con_requests(void) {
+    toka *t = eng_must_open(eng_model, 8, 64, 1);
+    static const char *const stop[] = {"\","};
+    for (int i = 0; i < COUNT(con_walks); i++) {
+        toka_sampling s = toka_request_default().sampling;
+        s.temperature = i % 2 ? 1 : 3, s.max_tokens = 50, s.seed = (uint64_t)i, s.logprobs = 3;
+        con_check_request(t, JS, con_walks[i], s, 13, false);
+        s.presence_penalty = 1.5f, s.min_tokens = 30, s.top_p = 0.9f;
+        con_check_request(t, JS, con_walks[i], s, 5, false);
+        s.stop = stop, s.n_stop = 1, s.min_tokens = 0, s.ignore_eos = 1, s.temperature = 0;
+        con_check_request(t, JS, con_walks[i], s, 2, true);
+    }
+    toka_sampling s = eng_greedy(20);
+    con_check_request(t, CH, "[\"yes\",\"no\",\"perhaps\"]", s, 1, false);
+    s.min_tokens = 20, s.ignore_eos = 1; /* a complete text ends whatever these say */
+    con_check_request(t, CH, "[\"yes\",\"no\",\"perhaps\"]", s, 3, false);
+    con_check_request(t, RE, "", s, 1, true);
+    toka_close(t);
+}
+
+/* No token is left: the sample ends without a token, as cut. */
+static void test_con_none_left(void) {
+    toka *t = eng_must_open(eng_model, 8, 64, 1);
+    const toka_grammar g = {.kind = RE, .text = "TTx", .text_bytes = 3};
+    const int32_t allowed[] = {55}; /* T */
+    toka_err e;
+    int code;
+    toka_sampling s = eng_greedy(9);
+    s.allowed_ids = allowed, s.n_allowed = 1;
+    CHECK_MSG(!toka_constraint_new(&s.constraint, t, &g, &e), "%s", e.msg);
+    toka_constraint *same;
+    CHECK(!toka_constraint_new(&same, t, &g, &e) && same == s.constraint); /* it is kept */
+    eng_collected *got = eng_ask(t, eng_problem, NULL, 0, 1, &s, &code, &e);
+    CHECK_MSG(!code && got->n_cancelled == 1 && got->n_ended == 1 && got->text[0].n == 2 && !memcmp(got->text[0].p, "TT", 2), "'%.*s'",
+              (int)got->text[0].n, got->text[0].p);
+    eng_collected_free(got);
+    toka *other = eng_must_open(eng_model, 2, 64, 1);
+    got = eng_ask(other, eng_problem, NULL, 0, 1, &s, &code, &e);
+    CHECK(code == TOKA_E_USE && strstr(e.msg, "another model"));
+    eng_collected_free(got);
+    toka_close(other), toka_close(t);
+    toka_constraint_del(same), toka_constraint_del(s.constraint);
+    toka_constraint_del(NULL);
+}
+
+static const struct test con_tests[] = {
+    {"constraints: texts", test_con_texts},
+    {"constraints: options of JSON", test_con_options},
+    {"constraints: errors", test_con_errors},
+    {"constraints: limits", test_con_limits},
+    {"constraints: masks are what each token says", test_con_masks},
+    {"constraints: rows with a mask", test_con_rows},
+    {"constraints: requests", test_con_requests},
+    {"constraints: no token is left", test_con_none_left},
+    {NULL, NULL}};

@@ -1,0 +1,330 @@
+"""Constraints: random regular expressions against Python's re, random schemas against jsonschema, and requests over HTTP, in
+batches and on the command line. Run through test/run.sh."""
+import json
+import os
+import random
+import re
+import subprocess
+
+import pytest
+
+from server import ROOT, Server
+from test_batch import SMALL, body, completion, run
+from test_cli import PROBLEM, toka
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+SCHEMA, OBJECT, CHOICE, REGEX, GBNF = 1, 2, 3, 4, 5  # toka_grammar.kind
+PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer", "minimum": 0, "maximum": 120}},
+          "required": ["name", "age"], "additionalProperties": False}
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    out = str(tmp_path_factory.mktemp("build") / "con_driver")
+    flags = os.environ.get("TOKA_TEST_CFLAGS", "-O1").split()
+    subprocess.run(["cc", "-std=c11", *flags, "-o", out, HERE + "/con_driver.c", "-lm", "-lpthread"], check=True)
+    return out
+
+
+def ask(driver, lines, *tokenizer):
+    r = subprocess.run([driver, *tokenizer], input="".join(json.dumps(x) + "\n" for x in lines).encode(), stdout=subprocess.PIPE, check=True)
+    return [json.loads(x) for x in r.stdout.splitlines()]
+
+
+# ---- Regular expressions ----
+
+def random_regex(rnd, depth=0):
+    atoms = ["a", "b", "c", "é", "[ab]", "[^a]", ".", r"\d", r"\w", r"\s", "[a-c1]", r"\.", r"\x61"]
+    kind = rnd.random()
+    if depth > 3 or kind < 0.35:
+        return rnd.choice(atoms)
+    if kind < 0.6:
+        return "".join(random_regex(rnd, depth + 1) for _ in range(rnd.randint(1, 3)))
+    if kind < 0.75:
+        return "(" + rnd.choice(["", "?:"]) + "|".join(random_regex(rnd, depth + 1) for _ in range(rnd.randint(1, 3))) + ")"
+    inner = random_regex(rnd, depth + 1)
+    inner = inner if len(inner) == 1 else f"({inner})"
+    return inner + rnd.choice(["*", "+", "?", "{2}", "{1,3}", "{2,}", "*?", "{0,2}"])
+
+
+def mutate(rnd, text, alphabet):
+    text = list(text)
+    for _ in range(rnd.randint(0, 2)):
+        at = rnd.randint(0, len(text))
+        text[at:at + rnd.randint(0, 1)] = rnd.choices(alphabet, k=rnd.randint(0, 2))
+    return "".join(text)
+
+
+def test_random_regexes_equal_re(driver):
+    rnd = random.Random(1)
+    lines = []
+    for _ in range(1500):
+        alphabet = "abcé1 .\n_Z"
+        lines.append({"kind": REGEX, "grammar": random_regex(rnd), "texts": ["".join(rnd.choices(alphabet[:rnd.randint(1, 10)], k=rnd.randint(0, 6)))
+                                                                             for _ in range(30)]})
+    accepted = 0
+    for line, got in zip(lines, ask(driver, lines)):
+        want = [bool(re.fullmatch(line["grammar"], t, re.ASCII)) for t in line["texts"]]
+        assert [a == -1 for a in got["accepted"]] == want, (line, got)
+        accepted += sum(want)
+    assert accepted > 2000
+
+
+def test_random_patterns_equal_search(driver):
+    """`pattern` of a schema is a search in the decoded text."""
+    rnd = random.Random(2)
+    lines, texts = [], []
+    for _ in range(800):
+        pattern = rnd.choice(["", "^", "^", "(^a|b)"]) + random_regex(rnd) + rnd.choice(["", "$", "$", "(c$|a)"])
+        texts.append(["".join(rnd.choices('abcé1 "\\_Z', k=rnd.randint(0, 6))) for _ in range(30)])
+        lines.append({"kind": SCHEMA, "grammar": json.dumps({"type": "string", "pattern": pattern}),
+                      "texts": [json.dumps(t, ensure_ascii=False) for t in texts[-1]]})
+    accepted = 0
+    for line, text, got in zip(lines, texts, ask(driver, lines)):
+        pattern = json.loads(line["grammar"])["pattern"]
+        want = [bool(re.search(pattern, t, re.ASCII)) for t in text]
+        if "error" in got:
+            assert "no text" in got["error"] and not any(want), (line, got)
+            continue
+        assert [a == -1 for a in got["accepted"]] == want, (line, got)
+        accepted += sum(want)
+    assert accepted > 2000
+
+
+# ---- Schemas ----
+
+TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "null": type(None)}
+NAMES = ["a", "b", "ab", "x", "é\""]
+
+
+def random_schema(rnd, depth=0):
+    kinds = ["string", "integer", "number", "boolean", "null", "enum", "const"] + (["object", "array", "anyOf", "allOf", "types"] * 2 if depth < 3 else [])
+    kind = rnd.choice(kinds)
+    maybe = lambda p=0.5: rnd.random() < p  # noqa: E731
+    inner = lambda: random_schema(rnd, depth + 1)  # noqa: E731
+    if kind == "enum":
+        return {"enum": [random_value(rnd, 2) for _ in range(rnd.randint(1, 3))]}
+    if kind == "const":
+        return {"const": random_value(rnd, 2)}
+    if kind in ("anyOf", "allOf"):
+        return {kind: [inner() for _ in range(rnd.randint(1, 2))]}
+    if kind == "types":
+        return {"type": rnd.sample(["string", "integer", "null", "boolean"], 2)}
+    s = {"type": kind}
+    if kind == "string":
+        if maybe():
+            s["minLength"] = rnd.randint(0, 2)
+        if maybe():
+            s["maxLength"] = rnd.randint(1, 4)
+        if maybe(0.3):
+            s["pattern"] = rnd.choice(["^[ab]*$", "a", "^.b", "é$"])
+    if kind in ("integer", "number"):
+        if maybe():
+            s[rnd.choice(["minimum", "exclusiveMinimum"])] = rnd.choice([-11, 0, 3, 9]) if kind == "integer" else rnd.choice([-1.5, 0, 0.25])
+        if maybe():
+            s[rnd.choice(["maximum", "exclusiveMaximum"])] = rnd.choice([0, 10, 105]) if kind == "integer" else rnd.choice([0.5, 2.25, 10])
+        if maybe(0.3):
+            s["multipleOf"] = rnd.choice([2, 3]) if kind == "integer" else rnd.choice([0.5, 0.25])
+    if kind == "array":
+        s["items"] = inner()
+        if maybe(0.3):
+            s["prefixItems"] = [inner() for _ in range(rnd.randint(1, 2))]
+        if maybe():
+            s["minItems"] = rnd.randint(0, 2)
+        if maybe():
+            s["maxItems"] = rnd.randint(1, 3)
+    if kind == "object":
+        s["properties"] = {n: inner() for n in rnd.sample(NAMES, rnd.randint(0, 3))}
+        if maybe():
+            s["required"] = rnd.sample(NAMES, rnd.randint(0, 2))
+        if maybe():
+            s["additionalProperties"] = rnd.choice([False, True, {"type": "integer"}])
+        if maybe(0.3):
+            s["patternProperties"] = {rnd.choice(["^a", "b$"]): inner()}
+        if maybe(0.2):
+            s["minProperties"] = rnd.randint(0, 2)
+        if maybe(0.2):
+            s["maxProperties"] = rnd.randint(1, 3)
+    return s
+
+
+def random_value(rnd, depth=0):
+    kind = rnd.randint(0, 4 if depth > 2 else 6)
+    if kind == 5:
+        return [random_value(rnd, depth + 1) for _ in range(rnd.randint(0, 3))]
+    if kind == 6:
+        return {n: random_value(rnd, depth + 1) for n in rnd.sample(NAMES, rnd.randint(0, 3))}
+    return [None, rnd.choice([True, False]), rnd.choice([-12, -3, 0, 1, 2, 6, 9, 10, 104, 1000]), rnd.choice([-1.5, 0.25, 0.5, 0.75, 2.5, 10.25]),
+            "".join(rnd.choices('abé"', k=rnd.randint(0, 4)))][kind]
+
+
+def value_for(rnd, schema, depth=0):
+    """A value that may well be valid."""
+    if rnd.random() < 0.08 or depth > 5 or not isinstance(schema, dict):
+        return random_value(rnd, depth)
+    if "const" in schema:
+        return schema["const"]
+    if "enum" in schema:
+        return rnd.choice(schema["enum"])
+    for key in ("anyOf", "allOf"):
+        if key in schema:
+            return value_for(rnd, rnd.choice(schema[key]), depth + 1)
+    kind = schema.get("type")
+    if kind == "array":
+        prefix = schema.get("prefixItems", [])
+        return [value_for(rnd, prefix[i] if i < len(prefix) else schema["items"], depth + 1) for i in range(rnd.randint(0, 3))]
+    if kind == "object":
+        names = list(schema["properties"]) + [n for n in schema.get("required", []) if n not in schema["properties"]] + rnd.sample(NAMES, rnd.randint(0, 1))
+        return {n: value_for(rnd, schema["properties"].get(n, schema.get("additionalProperties", True)), depth + 1)
+                for n in dict.fromkeys(names) if n in schema.get("required", []) or rnd.random() < 0.6}
+    types = sum((t if isinstance(t := TYPES[k], tuple) else (t,) for k in (kind if isinstance(kind, list) else [kind]) if k), ())
+    for _ in range(20):
+        v = random_value(rnd, 3)
+        if not types or isinstance(v, types):
+            break
+    return v
+
+
+def in_order(schema, value):
+    """Is the order of the members the one that is generated: as in `properties`, required names, others? The schemas that apply
+    are not followed through anyOf and allOf, so those are left out."""
+    return "anyOf" not in json.dumps(schema) and "allOf" not in json.dumps(schema) and ordered(schema, value)
+
+
+def ordered(schema, value):
+    if not isinstance(schema, dict):
+        return True
+    if isinstance(value, list):
+        prefix = schema.get("prefixItems", [])
+        return all(ordered(prefix[i] if i < len(prefix) else schema.get("items"), v) for i, v in enumerate(value))
+    if isinstance(value, dict):
+        names = list(dict.fromkeys(list(schema.get("properties", {})) + list(schema.get("required", []))))
+        at = [names.index(n) if n in names else len(names) for n in value]
+        return at == sorted(at) and all(ordered(schema.get("properties", {}).get(n), v) for n, v in value.items())
+    return True
+
+
+def test_random_schemas_equal_jsonschema(driver):
+    """What jsonschema refuses is refused. What it accepts is accepted, if the members are in the order that is generated."""
+    jsonschema = pytest.importorskip("jsonschema")
+    rnd = random.Random(3)
+    schemas, values, lines = [], [], []
+    for _ in range(2500):
+        schemas.append(random_schema(rnd))
+        values.append([value_for(rnd, schemas[-1]) for _ in range(12)] + [random_value(rnd) for _ in range(3)])
+        lines.append({"kind": SCHEMA, "grammar": json.dumps(schemas[-1]), "texts": [json.dumps(v, ensure_ascii=False) for v in values[-1]]})
+    n_accepted = n_refused = n_errors = 0
+    for schema, value, line, got in zip(schemas, values, lines, ask(driver, lines)):
+        validator = jsonschema.Draft202012Validator(schema)
+        valid = [validator.is_valid(v) for v in value]
+        if "error" in got:
+            n_errors += 1
+            assert "not supported beside" in got["error"] or "two of them" in got["error"] or ("no text" in got["error"] and not any(valid)), (schema, got)
+            continue
+        for v, ok, at in zip(value, valid, got["accepted"]):
+            if not ok:
+                assert at != -1, (schema, v)
+            elif in_order(schema, v):
+                assert at == -1, (schema, v, at)
+            n_accepted += at == -1
+            n_refused += at != -1
+    assert n_accepted > 5000 and n_refused > 5000 and n_errors < 500, (n_accepted, n_refused, n_errors)
+
+
+def test_tokens_of_a_real_vocabulary(driver):
+    """Token by token through the masks: the same answers as byte by byte."""
+    lines = [{"kind": SCHEMA, "grammar": json.dumps(PERSON), "texts": ['{"name": "Tom", "age": 5}', '{"name": "Tom", "age": 500}', '{"name":"0123456789"}']},
+             {"kind": OBJECT, "grammar": "", "texts": [json.dumps({"a": [1, {"b": "é\n"}], "c": -1.5e9}, indent=2), "[1]"]},
+             {"kind": SCHEMA, "grammar": json.dumps({"type": "string", "maxLength": 3000}), "texts": ['"' + "word " * 600 + '"', '"' + "word " * 601 + '"']}]
+    bytewise, tokens = ask(driver, lines), ask(driver, lines, ROOT + "/test/model/tokenizer.json")
+    assert [[a == -1 for a in x["accepted"]] for x in bytewise] == [[a == -1 for a in x["accepted"]] for x in tokens] == [[True, False, False], [True, False], [True, False]]
+
+
+# ---- Requests ----
+
+FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": PERSON}}
+# field, value, what the text must be
+REQUESTS = [("response_format", FORMAT, PERSON), ("response_format", {"type": "json_object", "schema": PERSON}, PERSON),
+            ("guided_json", PERSON, PERSON), ("guided_json", json.dumps(PERSON), PERSON), ("json_schema", json.dumps(PERSON), PERSON),
+            ("structured_outputs", {"json": PERSON, "disable_any_whitespace": True, "regex": None}, PERSON),
+            ("structured_outputs", {"regex": "[a-z]{3}-[0-9]+x"}, "[a-z]{3}-[0-9]+x"), ("guided_regex", "a|bc", "a|bc"), ("regex", "a|bc", "a|bc"),
+            ("structured_outputs", {"choice": ["yes", "no"]}, "yes|no"), ("guided_choice", ["yes"], "yes"),
+            ("structured_outputs", {"grammar": 'root ::= "x" y\ny ::= [0-9]{2}'}, "x[0-9]{2}"), ("guided_grammar", 'root ::= "ab"', "ab"), ("ebnf", 'root ::= "ab"', "ab")]
+
+
+def check_text(text, want):
+    if isinstance(want, str):
+        assert re.fullmatch(want, text), (text, want)
+    else:
+        v = json.loads(text)
+        assert list(v) == ["name", "age"] and len(v["name"]) <= 9 and 0 <= v["age"] <= 120
+
+
+@pytest.fixture(scope="module")
+def server():
+    s = Server("--max-num-seqs", "16", "--max-model-len", "256")
+    yield s
+    s.p.terminate()
+    s.p.wait()
+
+
+@pytest.mark.parametrize("field, value, want", REQUESTS)
+def test_requests(server, field, value, want):
+    for chat in (False, True):
+        prompt = {"messages": [{"role": "user", "content": PROBLEM}]} if chat else {"prompt": PROBLEM}
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        fields = {**prompt, field: value, "n": 3, "max_tokens": 150, "temperature": 1.5, "seed": 1, "logprobs": True if chat else 2}
+        answer = json.loads(server.post(path, fields).body)
+        assert "choices" in answer, answer
+        choices = answer["choices"]
+        texts = [c["message"]["content"] if chat else c["text"] for c in choices]
+        for c, text in zip(choices, texts):
+            if c["finish_reason"] == "stop":
+                check_text(text, want)
+        assert any(c["finish_reason"] == "stop" for c in choices)
+        streamed = ["", "", ""]
+        for event in server.post(path, {**fields, "stream": True}).body.decode().split("\n\n"):
+            if event.startswith("data: {"):
+                for c in json.loads(event[6:])["choices"]:
+                    streamed[c["index"]] += c["delta"].get("content") or "" if chat else c["text"]
+        assert streamed == texts
+
+
+@pytest.mark.parametrize("fields, message", [
+    ({"response_format": {"type": "structural_tag"}}, "response_format: structural_tag is not supported"),
+    ({"response_format": {"type": "json_schema"}}, "response_format: json_schema: schema is missing"),
+    ({"response_format": {"type": "xml"}}, "response_format: type: expected"),
+    ({"response_format": {**FORMAT, "json_schema": {"schema": {"properties": {"a": {"uniqueItems": True}}}}}}, "response_format: JSON schema: /properties/a/uniqueItems"),
+    ({"structured_outputs": {}}, "structured_outputs: expected json"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs: structural_tag is not supported"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs: the request has structured_outputs, too"),
+    ({"guided_regex": "a", "guided_json": {}}, "the request has guided_json, too"),
+    ({"guided_regex": "(a"}, "guided_regex: regex: ( without ) at byte 2"), ({"guided_choice": "a"}, "guided_choice: expected a list"),
+    ({"guided_grammar": "start: x"}, "guided_grammar: grammar: expected rules in GBNF"), ({"regex": 5}, "regex: expected a text")])
+def test_errors(server, fields, message):
+    a = server.post("/v1/completions", {"prompt": "x", **fields})
+    assert a.status == 400 and message in a.error()["message"] and a.error()["param"] in fields
+    assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status == 200
+
+
+def test_batch_lines(tmp_path):
+    lines = [completion(f"x{i}", PROBLEM, **{field: value}, max_tokens=150, seed=i) for i, (field, value, _) in enumerate(REQUESTS)]
+    r = run(tmp_path, lines)
+    for i, (_, _, want) in enumerate(REQUESTS):
+        choice = body(r[f"x{i}"])["choices"][0]
+        if choice["finish_reason"] == "stop":
+            check_text(choice["text"], want)
+
+
+def test_command_line(tmp_path):
+    (tmp_path / "s.json").write_text(json.dumps(PERSON))
+    (tmp_path / "g.gbnf").write_text('root ::= "[" n ("," n){1,2} "]"\nn ::= [0-9]{1,3}\n')
+    say = lambda *flags: toka("-p", PROBLEM, "--temp", "1", "--max-tokens", "150", *flags)  # noqa: E731
+    check_text(say("--json-schema", str(tmp_path / "s.json")).stdout.decode().rstrip("\n"), PERSON)
+    check_text(say("--grammar", str(tmp_path / "g.gbnf")).stdout.decode().rstrip("\n"), r"\[[0-9]{1,3}(,[0-9]{1,3}){1,2}\]")
+    check_text(say("--regex", "[a-z]{3}-[0-9]{2}").stdout.decode().rstrip("\n"), "[a-z]{3}-[0-9]{2}")
+    check_text(say("--choice", "yes", "--choice", "no").stdout.decode().rstrip("\n"), "yes|no")
+    for flags, message in ((["--regex", "(a"], b"regex: ( without )"), (["--regex", "a", "--choice", "b"], b"exclude each other"),
+                           (["--json-schema", str(tmp_path / "none")], b"none: No such file")):
+        r = say(*flags)
+        assert r.returncode == 1 and message in r.stderr
