@@ -980,11 +980,11 @@ static void test_cpu_refuses(void) {
     c.sh.D = 8, c.sh.K = 0;
     CHECK(toka_cpu.open(&d, &o, &c.sh, &c.w, &e) == TOKA_E_INPUT);
     /* more memory than there are addresses */
-    c.sh.K = 1, o.n_pages = INT_MAX / 4, c.sh.L = INT_MAX;
+    c.sh.H = c.sh.K = 1 << 20, o.n_pages = INT_MAX / 4;
     CHECK(toka_cpu.open(&d, &o, &c.sh, &c.w, &e) == TOKA_E_MEMORY);
     o.n_pages = INT_MAX;
     CHECK(toka_cpu.open(&d, &o, &c.sh, &c.w, &e) == TOKA_E_USE);
-    o.n_pages = 8, c.sh.L = 2;
+    o.n_pages = 8, c.sh.H = 2, c.sh.K = 1;
     CHECK(toka_cpu.open(&d, &o, &c.sh, &c.w, &e) == 0);
     CHECK(toka_cpu.status(d, &e) == 0 && strstr(toka_cpu.describe(d), "1 thread"));
     toka_dev_ptr a = toka_cpu.alloc(d, 100);
