@@ -249,8 +249,9 @@ static void bench_rows(int threads, int set, int type) {
     for (int round = 0; round < 5; round++)
         for (int i = 0; i < COUNT(rows); i++) {
             toka_step s = {.T = rows[i]};
+            toka_hidden x = {.data = b.x, .state = TOKA_HIDDEN_WHOLE};
             double t0 = bench_now();
-            for (int l = 0; l < bench_shape.L; l++) toka_cpu.norm_mlp_residual(b.d, &s, l, &(toka_hidden){b.x, TOKA_HIDDEN_WHOLE, NULL});
+            for (int l = 0; l < bench_shape.L; l++) toka_cpu.norm_mlp_residual(b.d, &s, l, &x);
             best[i] = MIN(best[i], (bench_now() - t0) / rows[i] / bench_shape.L);
             memset(cpu_ptr(b.x), 0, 512 * 2048 * 4); /* or it would grow without end */
         }
