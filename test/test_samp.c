@@ -225,10 +225,11 @@ static int end_order(const void *a, const void *b) { return ((const toka_word_ru
 static void random_words(uint64_t *s, samp_case *c) {
     enum { RULE_PLACES = 4 };
     const int n_words = 1 + (int)(rnd(s) % 12), n_output = c->row.n_history - c->row.n_prompt;
-    toka_word_rule *steps = c->rules[0] = mem_alloc(64 * sizeof *steps), *ends = c->rules[1] = mem_alloc(64 * sizeof *ends);
+    toka_word_rule *steps = c->rules[0] = mem_alloc(64 * sizeof *steps), *ends = c->rules[1] = mem_alloc(128 * sizeof *ends);
     toka_word_table *t = &c->words;
     *t = (toka_word_table){.steps = steps, .ends = ends, .n_places = n_words * RULE_PLACES, .max_ids = RULE_PLACES,
-                           .n_ids = rnd(s) % 4 ? c->V : c->V - c->V / 8};
+                           .n_ids = c->V};
+    if (n_output > 2 && rnd(s) % 2) t->n_ids = c->history[c->row.n_history - 1 - (int)(rnd(s) % 3)]; /* it has no text */
     c->row.keep_special = rnd(s) % 2;
     for (int w = 0; w < n_words; w++) {
         const int first = w * RULE_PLACES, n = (int)(rnd(s) % 5);
@@ -237,11 +238,12 @@ static void random_words(uint64_t *s, samp_case *c) {
             const int to = first + MIN(k + (int)(rnd(s) % 2), RULE_PLACES - 1);
             const bool other = n > n_output || rnd(s) % 12 == 0, no_text = rnd(s) % 6 == 0;
             const int32_t id = other ? (int32_t)(rnd(s) % (uint64_t)c->V) : c->history[c->row.n_history - n + k];
+            if (id >= t->n_ids) continue; /* has no text */
             if (from >= to) break;
             steps[t->n_steps++] = no_text ? (toka_word_rule){id, TOKA_WORD_SKIP, id % 2} : (toka_word_rule){id, from, to};
             if (!no_text) from = to;
         }
-        for (int k = 0; k < 1 + n % 3; k++)
+        for (int k = 0; k < 4 + n; k++)
             ends[t->n_ends++] = (toka_word_rule){(int32_t)(rnd(s) % (uint64_t)(c->V + 2)), rnd(s) % 16 ? from : TOKA_WORD_ANY, 0};
     }
     qsort(steps, t->n_steps, sizeof *steps, rule_order);
@@ -274,7 +276,7 @@ static samp_case random_case(uint64_t *s, int V) {
         c.row.forbidden = c.ids[2] = random_ids(s, c.row.n_forbidden, V + 3);
     }
     if (rnd(s) % 4 == 0) random_bad_words(s, &c);
-    if (rnd(s) % 3 == 0) random_words(s, &c);
+    if (rnd(s) % (c.row.n_history ? 2 : 4) == 0) random_words(s, &c);
     return c;
 }
 static void case_free(samp_case *c) {
