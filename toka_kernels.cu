@@ -3667,6 +3667,7 @@ template <> constexpr bool smallm_has_qkv<qkv_params> = true;
 enum {
     SMALLM_K = 64,        /* columns of a K block */
     SMALLM_N = 64,        /* rows of W of a tile */
+    SMALLM_MAX = 64,      /* rows of x of the largest tile: the largest M */
     SMALLM_THREADS = 192, /* the consumer warpgroup and two producer warps */
     SMALLM_W_BYTES = SMALLM_N * SMALLM_K * 2 /* W in one buffer of the ring; x follows it */
 };
@@ -4196,7 +4197,7 @@ static void gemm_smallm(toka_device *dev, const gemm_args *args) {
     if (args->M <= 8) gemm_smallm_tile<8>(dev, args, split);
     else if (args->M <= 16) gemm_smallm_tile<16>(dev, args, split);
     else if (args->M <= 32) gemm_smallm_tile<32>(dev, args, split);
-    else gemm_smallm_tile<64>(dev, args, split);
+    else gemm_smallm_tile<SMALLM_MAX>(dev, args, split);
 }
 
 /* ---- gemm_gemv: y[M][N] = x[M][K] W[N][K]^T for M <= 16, on mma.sync with swapped operands ----
@@ -4445,8 +4446,8 @@ static void gemm_gemv(toka_device *dev, const gemm_args *args) {
 
 /* The limits of gemm_family, from times of whole steps (test/results/kernel-choices.md). */
 enum {
-    SMALLM_ALWAYS = 32,          /* Hopper: up to this M no W uses gemm_wgmma */
-    SMALLM_MAX = 64,             /* Hopper: up to this M gemm_smallm is used for some W ... */
+    SMALLM_ALWAYS = 32,          /* Hopper: up to this M no W uses gemm_wgmma. Above it, up to
+                                  * SMALLM_MAX, gemm_smallm is used for some W ... */
     SMALLM_MIN_K = 1024,         /* ... with at least this K ... */
     SMALLM_MAX_ELEMS = 64 << 20, /* ... and fewer elements, if W has more 64-row tiles than SMs */
     /* W with more 64-row tiles than SMs: gemm_gemv from this K on; with more than four waves of
