@@ -10,11 +10,12 @@
  * and -DTOKA_MAIN adds main() to these. toka_kernels.cu is the GPU backend. toka.h is the public
  * interface and, in its lower half, the interface of the backends.
  *
- * WHAT IT IS NOT. It does not train, quantize or convert. It runs dense decoder-only
- * transformers of the Llama family (Llama, Mistral, Ministral, Qwen 2 and 3) with bf16, f16 or f32
- * weights: no mixture of experts, no images, no speculative decoding. If it would compute a model
- * differently from the code of the model's authors, it refuses the model and says why
- * (mf_refuse_unsupported).
+ * WHAT IT IS NOT. It does not train or convert. It runs decoder-only
+ * transformers, the rows of mf_archs (11): dense ones, mixtures of experts, and models with latent
+ * attention; their weights are bf16, f16, f32, FP8, int4 or MXFP4 (mf_methods). The GPU backend has
+ * the dense Llama family in bf16, f16 and f32 only. No images, no speculative decoding. If toka
+ * would compute a model differently from the code of the model's authors, it refuses the model and
+ * says why (mf_refuse_unsupported).
  *
  * HOW DATA FLOWS (the numbers are chapters):
  *
@@ -7998,7 +7999,8 @@ static double mf_yarn_scale(const mf_rope *rope) {
 /* longrope (arXiv 2402.13753): the factor on cos and sin. */
 static double mf_longrope_scale(const mf_rope *rope) {
     if (rope->attention_factor > 0) return rope->attention_factor;
-    return rope->factor > 1 ? sqrt(1 + log(rope->factor) / log(rope->original_len)) : 1;
+    const double original_len = MAX(rope->original_len, 2.0);
+    return rope->factor > 1 ? sqrt(1 + log(rope->factor) / log(original_len)) : 1;
 }
 
 /* Computes freq, [D/2] radians per position, and *scale, the factor on cos and sin. D: the
@@ -30956,10 +30958,18 @@ static void run_warn_overwritten(const toka *t, bool *warned) {
             path);
 }
 
-/* Reports the settings of generation_config.json that toka does not use. */
+/* Reports what toka does not use of the model's files: settings of generation_config.json, and the
+ * part that sees images; and which of two RoPE tables it uses. */
 static void run_warn_unused(const toka *t) {
     const char *names = t->files->defaults.unused;
+    const mf_config *config = &t->files->config;
     if (names) fprintf(stderr, "toka: generation_config.json: not used: %s\n", names);
+    if (config->has_images)
+        fprintf(stderr, "toka: images are not supported: only the language model is loaded\n");
+    if (config->rope.kind == MF_ROPE_LONGROPE)
+        fprintf(stderr, "toka: RoPE has its %s factors, as sequences may have %s %g tokens\n",
+                config->rope.is_long ? "long" : "short",
+                config->rope.is_long ? "more than" : "at most", config->rope.original_len);
 }
 
 /* Reports the model, its device, and the size of the KV cache. Call it only while no step runs. */

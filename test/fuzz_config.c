@@ -12,6 +12,12 @@ static void check_config(const mf_config *c) {
     for (int i = 0; i < c->rope_table.dims / 2; i++)
         if (!isfinite(c->rope_table.freq[i]) || c->rope_table.freq[i] < 0) abort();
     if (!isfinite(c->rope_table.scale) || c->rope_table.scale <= 0) abort();
+    for (int i = 0; i < c->local_table.dims / 2; i++)
+        if (!isfinite(c->local_table.freq[i]) || c->local_table.freq[i] < 0) abort();
+    for (int i = 0; i < s->L; i++)
+        if (c->kind[i] & MF_LAYER_MOE ? c->moe.top_k < 1 || c->moe.top_k > c->moe.n_experts : !c->arch->mlp) abort();
+    if (c->features & MF_MLA && (s->K != 1 || s->D != c->mla.latent + c->mla.rope || s->attn_scale <= 0)) abort();
+    mf_find_format(c, STR("model.layers.0.mlp.experts.0.up_proj"));
     for (int i = 0; i < c->n_eos_ids; i++)
         if (c->eos_ids[i] < 0 || c->eos_ids[i] >= s->V) abort();
     if (c->bos_id < -1 || c->bos_id >= s->V) abort();
@@ -27,6 +33,8 @@ static int fuzz_config(const uint8_t *data, size_t size) {
     mf_known_model *list;
     int n;
     if (mf_config_parse(text, "c", &a, &c, &e) == 0) check_config(&c);
+    if (mf_config_parse(STR("{\"model_type\":\"qwen3\"}"), "c", &a, &c, &e)) abort();
+    mf_quant_file_parse(text, "q", &a, &c, &e);
     if (mf_config_parse(STR("{\"model_type\":\"llama\",\"num_hidden_layers\":1}"), "c", &a, &c, &e)) abort();
     if (mf_generation_parse(text, "g", &a, &c, &d, &e) == 0) check_config(&c);
     mf_tokenizer_config_parse(text, "t", &a, &m, &e);

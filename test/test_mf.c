@@ -387,6 +387,79 @@ static void test_mf_formats(void) {
     arena_free(&a);
 }
 
+/* A quantized matrix of random numbers. It has row_step x as many rows as the tensor, which has every row_step-th, from row0 on. */
+static toka_tensor mft_quantized(arena *a, toka_dtype dtype, toka_packing packing, int rows, int cols, int row0, int row_step) {
+    static uint32_t seed = 1;
+    const int all = rows * row_step, rows8 = (all + 7) / 8 * 8, block = dtype == TOKA_MXFP4 ? 32 : 8;
+    toka_quant *q = arena_zalloc(a, sizeof *q);
+    unsigned char *data = arena_alloc(a, (size_t)rows8 * cols), *scale = arena_alloc(a, (size_t)rows8 * cols), *zero = arena_alloc(a, (size_t)rows8 * cols);
+    for (int i = 0; i < rows8 * cols; i++) {
+        seed = seed * 1664525 + 1013904223;
+        data[i] = (unsigned char)(seed >> 24), scale[i] = (unsigned char)(120 + (seed >> 16) % 16), zero[i] = (unsigned char)(seed >> 8);
+    }
+    *q = (toka_quant){.packing = packing, .rows = all, .cols = cols, .block_rows = dtype == TOKA_FP8 ? 3 : 1, .block_cols = block,
+                      .scale = scale, .scale_dtype = TOKA_E8M0, .scale_row_step = packing ? 1 : (cols - 1) / block + 1, .scale_col_step = packing ? all : 1,
+                      .zero = dtype == TOKA_INT4 ? zero : NULL, .zero_add = 1};
+    return (toka_tensor){.data = data, .dtype = dtype, .rows = rows, .cols = cols, .quant = q, .row0 = row0, .row_step = row_step};
+}
+
+/* Is `part` the rows from row on, and the columns from col on, of `whole`? */
+static void mft_check_slice(const toka_tensor *whole, const toka_tensor *part, int row, int col, int rows, int cols) {
+    float want[64], got[64];
+    CHECK_MSG(part->rows == rows && part->cols == cols, "[%d,%d], not [%d,%d]", part->rows, part->cols, rows, cols);
+    for (int i = 0; i < rows; i++) {
+        weight_row(whole, row + i, want), weight_row(part, i, got);
+        for (int j = 0; j < cols; j++)
+            CHECK_MSG(want[col + j] == got[j] || (isnan(want[col + j]) && isnan(got[j])), "row %d column %d: %g, not %g", i, j, got[j], want[col + j]);
+    }
+}
+
+/* Tensor ranks cut quantized matrices and experts. */
+static void test_mf_slices(void) {
+    arena a = {0};
+    toka_err e;
+    toka_shape shape = {.L = 1, .H = 4, .K = 2, .D = 8, .E = 32, .F = 64, .V = 8, .V_all = 8}, out;
+    toka_moe moe = {.n_experts = 2, .top_k = 1};
+    toka_mlp experts[2];
+    toka_mla mla = {.latent = 8, .rope = 4, .nope = 4, .v = 6};
+    toka_layer layer = {.moe = &moe, .mla = &mla};
+    toka_weights w = {.layers = &layer}, slice;
+    layer.q = mft_quantized(&a, TOKA_INT4, TOKA_PACK_GPTQ, 32, 32, 0, 1);
+    layer.k = mft_quantized(&a, TOKA_INT4, TOKA_PACK_ROWS, 16, 32, 0, 1);
+    layer.v = mft_quantized(&a, TOKA_FP8, TOKA_PACK_ROWS, 16, 32, 0, 1);
+    layer.o = mft_quantized(&a, TOKA_INT4, TOKA_PACK_AWQ, 32, 32, 0, 1);
+    mla.q_b = mft_quantized(&a, TOKA_FP8, TOKA_PACK_ROWS, 4 * 8, 24, 0, 1);
+    mla.kv_b = mft_quantized(&a, TOKA_FP8, TOKA_PACK_ROWS, 4 * 10, 8, 0, 1);
+    mla.kv_a = mft_quantized(&a, TOKA_FP8, TOKA_PACK_ROWS, 12, 32, 0, 1);
+    moe.router = mft_quantized(&a, TOKA_FP8, TOKA_PACK_ROWS, 2, 32, 0, 1);
+    moe.experts = experts;
+    for (int x = 0; x < 2; x++)
+        experts[x] = (toka_mlp){.gate = mft_quantized(&a, TOKA_MXFP4, TOKA_PACK_ROWS, 64, 32, 0, 2), .up = mft_quantized(&a, TOKA_MXFP4, TOKA_PACK_ROWS, 64, 32, 1, 2),
+                                .down = mft_quantized(&a, TOKA_MXFP4, TOKA_PACK_ROWS, 32, 64, 0, 1)};
+    for (int r = 0; r < 2; r++) {
+        mf_rank rank = {.tp_rank = r, .tp_size = 2, .pp_size = 1};
+        CHECK_MSG(!mf_shard(&shape, &w, &rank, &a, &out, &slice, &e), "%s", e.msg);
+        const toka_layer *l = slice.layers;
+        CHECK(out.H == 2 && out.K == 1 && out.F == 32 && l->moe != &moe && l->moe->top_k == 1 && l->mla->latent == 8);
+        mft_check_slice(&layer.q, &l->q, 16 * r, 0, 16, 32);
+        mft_check_slice(&layer.k, &l->k, 8 * r, 0, 8, 32);
+        mft_check_slice(&layer.v, &l->v, 8 * r, 0, 8, 32);
+        mft_check_slice(&layer.o, &l->o, 0, 16 * r, 32, 16);
+        mft_check_slice(&mla.q_b, &l->mla->q_b, 16 * r, 0, 16, 24);
+        mft_check_slice(&mla.kv_b, &l->mla->kv_b, 20 * r, 0, 20, 8);
+        mft_check_slice(&mla.kv_a, &l->mla->kv_a, 0, 0, 12, 32);
+        mft_check_slice(&moe.router, &l->moe->router, 0, 0, 2, 32);
+        for (int x = 0; x < 2; x++) {
+            mft_check_slice(&experts[x].gate, &l->moe->experts[x].gate, 32 * r, 0, 32, 32);
+            mft_check_slice(&experts[x].up, &l->moe->experts[x].up, 32 * r, 0, 32, 32);
+            mft_check_slice(&experts[x].down, &l->moe->experts[x].down, 0, 32 * r, 32, 32);
+        }
+    }
+    shape.K = 4; /* four ranks would cut MXFP4 columns at 16 */
+    CHECK(mf_shard(&shape, &w, &(mf_rank){.tp_rank = 1, .tp_size = 4, .pp_size = 1}, &a, &out, &slice, &e) == TOKA_E_USE && strstr(e.msg, "16 of 64, expected a multiple of 32"));
+    arena_free(&a);
+}
+
 /* Fields that are not read may have Python's infinite numbers. Fields that are read are refused by
  * name. */
 static void test_mf_infinity(void) {
@@ -1525,6 +1598,7 @@ static const struct test mf_tests[] = {
     {"mf_config_rows", test_mf_config_rows},
     {"mf_patterns", test_mf_patterns},
     {"mf_formats", test_mf_formats},
+    {"mf_slices", test_mf_slices},
     {"mf_infinity", test_mf_infinity},
     {"mf_generation", test_mf_generation},
     {"mf_generation_requests", test_mf_generation_requests},
