@@ -8675,7 +8675,8 @@ static void mf_read_dims(mf_reader *reader, mf_config *config) {
         dims[MF_K] = 1;
         dims[MF_D] = config->mla.latent + config->mla.rope;
     }
-    config->shape.eps = (float)mf_num(reader, "rms_norm_eps", 1e-6, 0, 1);
+    const char *eps = config->features & MF_LAYER_NORM ? "layer_norm_eps" : "rms_norm_eps";
+    config->shape.eps = (float)mf_num(reader, eps, 1e-6, 0, 1);
     if (reader->err->code) return;
     if (dims[MF_D] == -1 && !mf_field(reader, "head_dim") && dims[MF_H] > 0)
         fail(reader->err, TOKA_E_INPUT,
@@ -11137,6 +11138,8 @@ static int mf_bind_layer(mf_binder *binder, int layer, const char *prefix, toka_
                         n);
         at.binding += mf_count_parts(at.binding) - 1;
     }
+    toka_layer *bound = owners.of[MF_OF_LAYER];
+    if (bound->parallel) bound->mlp_norm = bound->attn_norm;
     return 0;
 }
 
@@ -35718,6 +35721,8 @@ static void run_dummy_layer(mf_model *model, int layer, char **end) {
     for (mf_cursor at = {&model->config, layer, 0, NULL}; mf_next(&at);)
         for (int i = 0; i < mf_count_copies(&model->config, at.binding); i++)
             run_dummy_tensor(model, at.binding, mf_tensor(&owners, at.binding->slot, i), end);
+    if (model->weights.layers[layer].parallel)
+        model->weights.layers[layer].mlp_norm = model->weights.layers[layer].attn_norm;
 }
 
 /* Only the first layers, of about this many bytes, get random numbers of their own: more than any
