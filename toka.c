@@ -8272,6 +8272,9 @@ static const mf_binding mf_norms_after[] = { /* none before the mixer and the fe
     {"post_feedforward_layernorm.weight", MF_T_MLP_POST_NORM, 0, 0},
     {0}
 };
+static const mf_binding mf_norm_shared[] = {
+    {"input_layernorm.weight", MF_T_ATTN_NORM, 0, 0}, {0}
+};
 static const mf_binding mf_attention[] = {
     {"self_attn.q_proj.weight", MF_T_Q, 0, 0},
     {"self_attn.k_proj.weight", MF_T_K, 0, 0},
@@ -8532,6 +8535,15 @@ static const mf_arch mf_archs[] = {
       "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1,
       "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3,
       "norm_topk_prob": true, "bos_token_id": 0, "eos_token_id": 1})},
+    {.name = "Cohere2ForCausalLM", .model_type = "cohere2", .norms = mf_norm_shared,
+     .mixer = mf_attention, .mlp = mf_mlp,
+     .features = MF_LAYER_NORM | MF_PARALLEL | MF_NEIGHBOURS | MF_ROPE_WINDOWED,
+     .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .defaults = MF_JSON(
+     {"num_hidden_layers": 40, "hidden_size": 8192, "num_attention_heads": 64,
+      "intermediate_size": 22528, "vocab_size": 256000, "max_position_embeddings": 8192,
+      "layer_norm_eps": 1e-5, "logit_scale": 0.0625, "sliding_window": 4096,
+      "sliding_window_pattern": 4, "attention_bias": false, "tie_word_embeddings": true,
+      "bos_token_id": 5, "eos_token_id": 255001})},
 };
 
 static const mf_arch *mf_arch_by_name(str name) {
