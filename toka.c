@@ -8360,8 +8360,9 @@ static const mf_binding mf_experts_gpt_oss[] = {
 };
 
 /* An architecture. Its defaults are the values that transformers uses for fields that config.json
- * does not have, as JSON. All architectures have in common: L 32, H 32, K: H, D: E / H,
- * rms_norm_eps 1e-6, rope_theta 10000, hidden_act silu, tie_word_embeddings false. */
+ * does not have, as JSON; the numbers of the shape have the letters of mf_dims as names. All
+ * architectures have in common: L 32, H 32, K: H, D: E / H, rms_norm_eps 1e-6, rope_theta 10000,
+ * hidden_act silu, attention_bias and tie_word_embeddings false. */
 typedef struct mf_arch {
     const char *name, *model_type;
     const mf_binding *norms, *mixer, *mlp, *moe; /* names; moe: of layers with experts */
@@ -8373,16 +8374,14 @@ typedef struct mf_arch {
 
 #define MF_JSON(...) #__VA_ARGS__
 static const char mf_mistral_defaults[] = MF_JSON(
-    {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 32000,
-     "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096,
-     "bos_token_id": 1, "eos_token_id": 2});
+     {"E": 4096, "F": 14336, "V": 32000, "max_len": 131072, "K": 8, "sliding_window": 4096,
+      "bos_token_id": 1, "eos_token_id": 2});
 
 static const mf_arch mf_archs[] = {
     {.name = "LlamaForCausalLM", .model_type = "llama", .norms = mf_norms, .mixer = mf_attention,
      .mlp = mf_mlp, .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .defaults = MF_JSON(
-     {"hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000,
-      "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2,
-      "attention_bias": false, "mlp_bias": false})},
+     {"E": 4096, "F": 11008, "V": 32000, "max_len": 2048, "bos_token_id": 1, "eos_token_id": 2,
+      "mlp_bias": false})},
     {.name = "MistralForCausalLM", .model_type = "mistral", .norms = mf_norms,
      .mixer = mf_attention, .mlp = mf_mlp, .defaults = mf_mistral_defaults},
     {.name = "MinistralForCausalLM", .model_type = "ministral", .norms = mf_norms,
@@ -8390,137 +8389,113 @@ static const mf_arch mf_archs[] = {
     {.name = "Qwen2ForCausalLM", .model_type = "qwen2", .norms = mf_norms, .mixer = mf_attention,
      .mlp = mf_mlp, .features = MF_QKV_BIAS,
      .defaults = MF_JSON(
-     {"hidden_size": 4096, "intermediate_size": 22016, "vocab_size": 151936,
-      "max_position_embeddings": 32768, "num_key_value_heads": 32, "use_sliding_window": false,
+     {"E": 4096, "F": 22016, "V": 151936, "max_len": 32768, "K": 32, "use_sliding_window": false,
       "sliding_window": 4096, "max_window_layers": 28})},
     {.name = "Qwen3ForCausalLM", .model_type = "qwen3", .norms = mf_norms, .mixer = mf_attention,
      .mlp = mf_mlp, .features = MF_QK_NORM,
      .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .defaults = MF_JSON(
-     {"hidden_size": 4096, "intermediate_size": 22016, "vocab_size": 151936,
-      "max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128,
-      "use_sliding_window": false, "sliding_window": 4096, "max_window_layers": 28,
-      "attention_bias": false})},
+     {"E": 4096, "F": 22016, "V": 151936, "max_len": 32768, "K": 32, "D": 128,
+      "use_sliding_window": false, "sliding_window": 4096, "max_window_layers": 28})},
     {.name = "Phi3ForCausalLM", .model_type = "phi3", .norms = mf_norms,
      .mixer = mf_attention_fused, .mlp = mf_mlp_fused, .defaults = MF_JSON(
-     {"hidden_size": 3072, "intermediate_size": 8192, "vocab_size": 32064,
-      "max_position_embeddings": 4096, "original_max_position_embeddings": 4096,
+     {"E": 3072, "F": 8192, "V": 32064, "max_len": 4096, "original_max_position_embeddings": 4096,
       "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "sliding_window": null,
       "bos_token_id": 1, "eos_token_id": 32000})},
     {.name = "Gemma2ForCausalLM", .model_type = "gemma2", .norms = mf_norms_gemma,
      .mixer = mf_attention, .mlp = mf_mlp, .features = MF_NORM_PLUS_1 | MF_EMBED_SQRT,
      .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .defaults = MF_JSON(
-     {"num_hidden_layers": 26, "hidden_size": 2304, "num_attention_heads": 8,
-      "num_key_value_heads": 4, "head_dim": 256, "intermediate_size": 9216, "vocab_size": 256000,
-      "max_position_embeddings": 8192, "hidden_activation": "gelu_pytorch_tanh",
-      "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0,
-      "final_logit_softcapping": 30.0, "sliding_window": 4096, "sliding_window_pattern": 2,
-      "attention_bias": false, "tie_word_embeddings": true, "bos_token_id": 2,
+     {"L": 26, "E": 2304, "H": 8, "K": 4, "D": 256, "F": 9216, "V": 256000, "max_len": 8192,
+      "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
+      "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096,
+      "sliding_window_pattern": 2, "tie_word_embeddings": true, "bos_token_id": 2,
       "eos_token_id": 1})},
     {.name = "Gemma3ForCausalLM", .model_type = "gemma3_text", .norms = mf_norms_gemma,
      .mixer = mf_attention, .mlp = mf_mlp,
      .features = MF_NORM_PLUS_1 | MF_EMBED_SQRT | MF_QK_NORM,
      .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .defaults = MF_JSON(
-     {"num_hidden_layers": 26, "hidden_size": 2304, "num_attention_heads": 8,
-      "num_key_value_heads": 4, "head_dim": 256, "intermediate_size": 9216, "vocab_size": 262208,
-      "max_position_embeddings": 131072, "hidden_activation": "gelu_pytorch_tanh",
-      "query_pre_attn_scalar": 256, "attn_logit_softcapping": null,
-      "final_logit_softcapping": null, "sliding_window": 4096, "sliding_window_pattern": 6,
-      "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "attention_bias": false,
+     {"L": 26, "E": 2304, "H": 8, "K": 4, "D": 256, "F": 9216, "V": 262208, "max_len": 131072,
+      "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
+      "attn_logit_softcapping": null, "final_logit_softcapping": null, "sliding_window": 4096,
+      "sliding_window_pattern": 6, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
       "tie_word_embeddings": true, "bos_token_id": 2, "eos_token_id": 1})},
     {.name = "Olmo2ForCausalLM", .model_type = "olmo2", .norms = mf_norms_after,
      .mixer = mf_attention, .mlp = mf_mlp, .features = MF_QK_NORM_ALL,
      .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .defaults = MF_JSON(
-     {"hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 50304,
-      "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": false,
+     {"E": 4096, "F": 11008, "V": 50304, "max_len": 2048, "rms_norm_eps": 1e-5,
       "eos_token_id": 50279})},
     {.name = "Olmo3ForCausalLM", .model_type = "olmo3", .norms = mf_norms_after,
      .mixer = mf_attention, .mlp = mf_mlp, .features = MF_QK_NORM_ALL,
      .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .defaults = MF_JSON(
-     {"hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 50304,
-      "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "sliding_window": 4096,
-      "sliding_window_pattern": 4, "rope_theta": 500000.0, "rope_local_base_freq": 500000.0,
-      "attention_bias": false, "eos_token_id": 50279})},
+     {"E": 4096, "F": 11008, "V": 50304, "max_len": 2048, "rms_norm_eps": 1e-5,
+      "sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 500000.0,
+      "rope_local_base_freq": 500000.0, "eos_token_id": 50279})},
     {.name = "SmolLM3ForCausalLM", .model_type = "smollm3", .norms = mf_norms,
      .mixer = mf_attention, .mlp = mf_mlp, .attention_bias = MF_QKV_BIAS | MF_O_BIAS,
      .defaults = MF_JSON(
-     {"num_hidden_layers": 36, "hidden_size": 2048, "num_attention_heads": 16,
-      "num_key_value_heads": 4, "intermediate_size": 11008, "vocab_size": 128256,
-      "max_position_embeddings": 32768, "rope_theta": 2000000.0, "no_rope_layer_interval": 4,
-      "use_sliding_window": false,
-      "attention_bias": false, "mlp_bias": false, "tie_word_embeddings": true,
-      "bos_token_id": 128000, "eos_token_id": 128001})},
+     {"L": 36, "E": 2048, "H": 16, "K": 4, "F": 11008, "V": 128256, "max_len": 32768,
+      "rope_theta": 2000000.0, "no_rope_layer_interval": 4, "use_sliding_window": false,
+      "mlp_bias": false, "tie_word_embeddings": true, "bos_token_id": 128000,
+      "eos_token_id": 128001})},
     {.name = "GraniteForCausalLM", .model_type = "granite", .norms = mf_norms,
      .mixer = mf_attention, .mlp = mf_mlp, .attention_bias = MF_QKV_BIAS | MF_O_BIAS,
      .defaults = MF_JSON(
-     {"hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000,
-      "max_position_embeddings": 2048, "embedding_multiplier": 1.0, "attention_multiplier": 1.0,
-      "residual_multiplier": 1.0, "logits_scaling": 1.0, "attention_bias": false,
+     {"E": 4096, "F": 11008, "V": 32000, "max_len": 2048, "embedding_multiplier": 1.0,
+      "attention_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0,
       "mlp_bias": false, "bos_token_id": 1, "eos_token_id": 2})},
     {.name = "Glm4ForCausalLM", .model_type = "glm4", .norms = mf_norms_glm,
      .mixer = mf_attention, .mlp = mf_mlp_fused, .features = MF_NEIGHBOURS,
      .attention_bias = MF_QKV_BIAS, .defaults = MF_JSON(
-     {"num_hidden_layers": 40, "hidden_size": 4096, "num_key_value_heads": 2, "head_dim": 128,
-      "intermediate_size": 13696, "vocab_size": 151552, "max_position_embeddings": 131072,
+     {"L": 40, "E": 4096, "K": 2, "D": 128, "F": 13696, "V": 151552, "max_len": 131072,
       "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5, "attention_bias": true,
       "eos_token_id": [151329, 151336, 151338]})},
     {.name = "Qwen2MoeForCausalLM", .model_type = "qwen2_moe", .norms = mf_norms,
      .mixer = mf_attention, .mlp = mf_mlp, .moe = mf_experts,
      .features = MF_SHARED_GATED | MF_WINDOW_LOWER, .defaults = MF_JSON(
-     {"num_hidden_layers": 24, "hidden_size": 2048, "num_attention_heads": 16,
-      "num_key_value_heads": 16, "intermediate_size": 5632, "vocab_size": 151936,
-      "max_position_embeddings": 32768, "use_sliding_window": false, "sliding_window": 4096,
-      "sliding_window_pattern": 2, "max_window_layers": 28, "qkv_bias": true, "num_experts": 60,
-      "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
-      "shared_expert_intermediate_size": 5632, "norm_topk_prob": false, "decoder_sparse_step": 1,
-      "mlp_only_layers": null})},
+     {"L": 24, "E": 2048, "H": 16, "K": 16, "F": 5632, "V": 151936, "max_len": 32768,
+      "use_sliding_window": false, "sliding_window": 4096, "sliding_window_pattern": 2,
+      "max_window_layers": 28, "qkv_bias": true, "num_experts": 60, "num_experts_per_tok": 4,
+      "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
+      "norm_topk_prob": false, "decoder_sparse_step": 1, "mlp_only_layers": null})},
     {.name = "Qwen3MoeForCausalLM", .model_type = "qwen3_moe", .norms = mf_norms,
      .mixer = mf_attention, .mlp = mf_mlp, .moe = mf_experts, .features = MF_QK_NORM,
      .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .defaults = MF_JSON(
-     {"num_hidden_layers": 24, "hidden_size": 2048, "num_key_value_heads": 4,
-      "intermediate_size": 6144, "vocab_size": 151936, "max_position_embeddings": 32768,
-      "use_sliding_window": false, "sliding_window": 4096, "attention_bias": false,
-      "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
-      "norm_topk_prob": false, "decoder_sparse_step": 1, "mlp_only_layers": null})},
+     {"L": 24, "E": 2048, "K": 4, "F": 6144, "V": 151936, "max_len": 32768,
+      "use_sliding_window": false, "sliding_window": 4096, "num_experts": 128,
+      "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": false,
+      "decoder_sparse_step": 1, "mlp_only_layers": null})},
     {.name = "MixtralForCausalLM", .model_type = "mixtral", .norms = mf_norms,
      .mixer = mf_attention, .moe = mf_experts_mixtral, .defaults = MF_JSON(
-     {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 32000,
-      "max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+     {"E": 4096, "F": 14336, "V": 32000, "max_len": 131072, "K": 8, "rms_norm_eps": 1e-5,
       "rope_theta": 1000000.0, "sliding_window": null, "num_local_experts": 8,
       "num_experts_per_tok": 2, "norm_topk_prob": true, "bos_token_id": 1, "eos_token_id": 2})},
     {.name = "OlmoeForCausalLM", .model_type = "olmoe", .norms = mf_norms, .mixer = mf_attention,
      .moe = mf_experts, .features = MF_QK_NORM_ALL, .attention_bias = MF_QKV_BIAS | MF_O_BIAS,
      .defaults = MF_JSON(
-     {"num_hidden_layers": 16, "hidden_size": 2048, "num_attention_heads": 16,
-      "intermediate_size": 2048, "vocab_size": 50304, "max_position_embeddings": 4096,
-      "rms_norm_eps": 1e-5, "attention_bias": false, "num_experts": 64, "num_experts_per_tok": 8,
-      "norm_topk_prob": false, "eos_token_id": 50279})},
+     {"L": 16, "E": 2048, "H": 16, "F": 2048, "V": 50304, "max_len": 4096, "rms_norm_eps": 1e-5,
+      "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": false,
+      "eos_token_id": 50279})},
     {.name = "GptOssForCausalLM", .model_type = "gpt_oss", .norms = mf_norms,
      .mixer = mf_attention, .moe = mf_experts_gpt_oss, .features = MF_SINKS | MF_CLAMPED,
      .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .router = TOKA_ROUTER_TOPK, .defaults = MF_JSON(
-     {"num_hidden_layers": 36, "hidden_size": 2880, "num_attention_heads": 64,
-      "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 2880, "vocab_size": 201088,
-      "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "sliding_window": 128,
-      "sliding_window_pattern": 2, "attention_bias": true, "rope_theta": 150000.0,
-      "rope_parameters": {"rope_type": "yarn", "factor": 32.0, "truncate": false,
-                          "original_max_position_embeddings": 4096},
+     {"L": 36, "E": 2880, "H": 64, "K": 8, "D": 64, "F": 2880, "V": 201088, "max_len": 131072,
+      "rms_norm_eps": 1e-5, "sliding_window": 128, "sliding_window_pattern": 2,
+      "attention_bias": true, "rope_theta": 150000.0,
+      "rope_parameters": {"rope_type": "yarn", "factor": 32.0, "truncate": false, "original_max_position_embeddings": 4096},
       "num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_limit": 7.0})},
     {.name = "Glm4MoeForCausalLM", .model_type = "glm4_moe", .norms = mf_norms,
      .mixer = mf_attention, .mlp = mf_mlp, .moe = mf_experts,
      .features = MF_SHARED | MF_CHOICE_BIAS, .attention_bias = MF_QKV_BIAS,
      .router = TOKA_ROUTER_SIGMOID, .defaults = MF_JSON(
-     {"num_hidden_layers": 46, "hidden_size": 4096, "num_attention_heads": 96,
-      "num_key_value_heads": 8, "intermediate_size": 10944, "vocab_size": 151552,
-      "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "attention_bias": false,
-      "use_qk_norm": false, "partial_rotary_factor": 0.5, "n_routed_experts": 128,
-      "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1,
-      "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
-      "norm_topk_prob": true})},
+     {"L": 46, "E": 4096, "H": 96, "K": 8, "F": 10944, "V": 151552, "max_len": 131072,
+      "rms_norm_eps": 1e-5, "use_qk_norm": false, "partial_rotary_factor": 0.5,
+      "n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408,
+      "n_shared_experts": 1, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
+      "first_k_dense_replace": 1, "norm_topk_prob": true})},
     {.name = "DeepseekV2ForCausalLM", .model_type = "deepseek_v2", .norms = mf_norms,
      .mixer = mf_attention_latent, .mlp = mf_mlp, .moe = mf_experts,
      .features = MF_MLA | MF_NEIGHBOURS | MF_SHARED, .defaults = MF_JSON(
-     {"hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 102400,
-      "max_position_embeddings": 2048, "q_lora_rank": 1536, "kv_lora_rank": 512,
-      "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+     {"E": 4096, "F": 11008, "V": 102400, "max_len": 2048, "q_lora_rank": 1536,
+      "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
       "n_routed_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2,
       "routed_scaling_factor": 1.0, "n_group": null, "topk_group": null, "topk_method": "greedy",
       "first_k_dense_replace": 0, "bos_token_id": 1, "eos_token_id": 2})},
@@ -8528,22 +8503,20 @@ static const mf_arch mf_archs[] = {
      .mixer = mf_attention_latent, .mlp = mf_mlp, .moe = mf_experts,
      .features = MF_MLA | MF_SHARED | MF_CHOICE_BIAS, .router = TOKA_ROUTER_SIGMOID,
      .defaults = MF_JSON(
-     {"num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128,
-      "intermediate_size": 18432, "vocab_size": 129280, "max_position_embeddings": 4096,
-      "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-      "v_head_dim": 128, "rope_interleave": true, "n_routed_experts": 256,
-      "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1,
-      "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3,
-      "norm_topk_prob": true, "bos_token_id": 0, "eos_token_id": 1})},
+     {"L": 61, "E": 7168, "H": 128, "F": 18432, "V": 129280, "max_len": 4096, "q_lora_rank": 1536,
+      "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+      "rope_interleave": true, "n_routed_experts": 256, "num_experts_per_tok": 8,
+      "moe_intermediate_size": 2048, "n_shared_experts": 1, "routed_scaling_factor": 2.5,
+      "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "norm_topk_prob": true,
+      "bos_token_id": 0, "eos_token_id": 1})},
     {.name = "Cohere2ForCausalLM", .model_type = "cohere2", .norms = mf_norm_shared,
      .mixer = mf_attention, .mlp = mf_mlp,
      .features = MF_LAYER_NORM | MF_PARALLEL | MF_NEIGHBOURS | MF_ROPE_WINDOWED,
      .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .defaults = MF_JSON(
-     {"num_hidden_layers": 40, "hidden_size": 8192, "num_attention_heads": 64,
-      "intermediate_size": 22528, "vocab_size": 256000, "max_position_embeddings": 8192,
+     {"L": 40, "E": 8192, "H": 64, "F": 22528, "V": 256000, "max_len": 8192,
       "layer_norm_eps": 1e-5, "logit_scale": 0.0625, "sliding_window": 4096,
-      "sliding_window_pattern": 4, "attention_bias": false, "tie_word_embeddings": true,
-      "bos_token_id": 5, "eos_token_id": 255001})},
+      "sliding_window_pattern": 4, "tie_word_embeddings": true, "bos_token_id": 5,
+      "eos_token_id": 255001})},
 };
 
 static const mf_arch *mf_arch_by_name(str name) {
@@ -8601,7 +8574,8 @@ static void mf_read_arch(mf_reader *reader, mf_config *config) {
     }
 }
 
-/* Do the architecture's defaults name this field? Then transformers reads it. */
+/* Do the architecture's defaults name this field? Then transformers reads it for this
+ * architecture. */
 static bool mf_is_named(const mf_reader *reader, const char *name) {
     return json_get(reader->defaults, name);
 }
@@ -8675,13 +8649,18 @@ static void mf_set_mla_scale(mf_config *config) {
 }
 
 static void mf_read_dims(mf_reader *reader, mf_config *config) {
+    enum { NONE = -2 }; /* the file has no such field, or null, and there is no default */
     int64_t dims[MF_N_DIMS];
-    for (int i = 0; i < MF_N_DIMS; i++) dims[i] = mf_int(reader, mf_dims[i].field, -1);
-    if (!mf_field(reader, "num_hidden_layers")) dims[MF_L] = 32;
-    if (!mf_field(reader, "num_attention_heads")) dims[MF_H] = 32;
-    if (!mf_field(reader, "num_key_value_heads")) dims[MF_K] = dims[MF_H];
+    for (int i = 0; i < MF_N_DIMS; i++) {
+        const bool is_null = json_is(json_get(reader->object, mf_dims[i].field), JSON_NULL);
+        const json *otherwise = json_get(reader->defaults, mf_dims[i].letter);
+        dims[i] = mf_int(reader, mf_dims[i].field, is_null ? NONE : json_int(otherwise, NONE));
+    }
+    if (dims[MF_L] == NONE) dims[MF_L] = 32;
+    if (dims[MF_H] == NONE) dims[MF_H] = 32;
+    if (dims[MF_K] == NONE) dims[MF_K] = dims[MF_H];
     bool divides = dims[MF_H] > 0 && dims[MF_E] % dims[MF_H] == 0;
-    if (!mf_field(reader, "head_dim") && divides) dims[MF_D] = dims[MF_E] / dims[MF_H];
+    if (dims[MF_D] == NONE && divides) dims[MF_D] = dims[MF_E] / dims[MF_H];
     if (config->features & MF_MLA) {
         mf_read_mla(reader, config);
         dims[MF_K] = 1;
@@ -8690,7 +8669,7 @@ static void mf_read_dims(mf_reader *reader, mf_config *config) {
     const char *eps = config->features & MF_LAYER_NORM ? "layer_norm_eps" : "rms_norm_eps";
     config->shape.eps = (float)mf_num(reader, eps, 1e-6, 0, 1);
     if (reader->err->code) return;
-    if (dims[MF_D] == -1 && !mf_field(reader, "head_dim") && dims[MF_H] > 0)
+    if (dims[MF_D] == NONE && dims[MF_H] > 0)
         fail(reader->err, TOKA_E_INPUT,
              "%s: hidden_size is %lld, expected a multiple of num_attention_heads, %lld, or a "
              "head_dim",
@@ -8788,7 +8767,8 @@ static void mf_read_features(mf_reader *reader, mf_config *config) {
                     {"qkv_bias", MF_QKV_BIAS}, {"use_qk_norm", MF_QK_NORM}};
     config->features = config->arch->features;
     for (int i = 0; i < COUNT(switches); i++)
-        if (mf_is_named(reader, switches[i].field) && mf_bool(reader, switches[i].field, false))
+        if ((!i || mf_is_named(reader, switches[i].field)) && switches[i].features &&
+            mf_bool(reader, switches[i].field, false))
             config->features |= switches[i].features;
     if (!mf_bool(reader, "tie_word_embeddings", false)) config->features |= MF_LM_HEAD;
 }
@@ -8841,9 +8821,9 @@ static void mf_read_moe(mf_reader *reader, mf_config *config) {
                        "false: this architecture does not divide the weights by their sum");
     moe->scale = (float)mf_num(reader, "routed_scaling_factor", 1, 1e-6, 1e6);
     mf_read_expert_groups(reader, moe);
-    const char *width = mf_is_named(reader, "moe_intermediate_size") ? "moe_intermediate_size"
-                                                                     : "intermediate_size";
-    *M = mf_count(reader, width, MAX_WIDTH);
+    *M = config->shape.F;
+    if (mf_is_named(reader, "moe_intermediate_size"))
+        *M = mf_count(reader, "moe_intermediate_size", MAX_WIDTH);
     if (config->features & MF_SHARED_GATED)
         *S = mf_count(reader, "shared_expert_intermediate_size", MAX_WIDTH);
     if (!mf_int(reader, "n_shared_experts", 0)) config->features &= ~(unsigned)MF_SHARED;
@@ -9275,7 +9255,7 @@ static void mf_pattern_atom(mf_pattern_parser *parser, int depth) {
 }
 
 /* Parses an atom and what repeats it. */
-static void mf_pattern_item(mf_pattern_parser *parser, int depth) {
+COLD static void mf_pattern_item(mf_pattern_parser *parser, int depth) {
     const int start = parser->out->n;
     mf_pattern_atom(parser, depth);
     const int n = parser->out->n - start;
@@ -9298,7 +9278,7 @@ static void mf_pattern_item(mf_pattern_parser *parser, int depth) {
 }
 
 /* Parses alternatives up to ) or the end. */
-static void mf_pattern_alternatives(mf_pattern_parser *parser, int depth) {
+COLD static void mf_pattern_alternatives(mf_pattern_parser *parser, int depth) {
     const int start = parser->out->n;
     parser->failed |= depth > MF_PATTERN_DEPTH;
     while (!parser->failed && parser->p < parser->end && *parser->p != '|' && *parser->p != ')')
@@ -9316,7 +9296,7 @@ static void mf_pattern_alternatives(mf_pattern_parser *parser, int depth) {
 }
 
 /* Compiles a pattern into the arena. Returns NULL if it has something else. */
-static const mf_pattern *mf_pattern_parse(str text, arena *memory) {
+COLD static const mf_pattern *mf_pattern_parse(str text, arena *memory) {
     mf_pattern *out = arena_zalloc(memory, sizeof *out);
     mf_pattern_parser parser = {.p = text.p, .end = text.p + text.n, .out = out};
     mf_pattern_alternatives(&parser, 0);
