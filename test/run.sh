@@ -111,6 +111,17 @@ library_is_small() { # code and tables of the library as in the README's section
     echo "text: $text bytes, at most $limit expected"
     [ "$text" -le $limit ]
 }
+table_names_models() { # README.md lists the rows of mf_archs, and nothing else in chapters 11 to 22 and in the kernels names a model
+    local names types name
+    names=$(sed -n 's/^ *{\.name = "\([A-Za-z0-9]*\)ForCausalLM", .*/\1/p' toka.c) && [ "$names" ] || return 1
+    types=$(sed -n 's/.*\.model_type = "\([a-z0-9_]*\)".*/\1/p' toka.c | paste -sd'|') && [ "$types" ] || return 1
+    for name in $names; do
+        grep -q "^| .*[| ]$name[, ]" README.md || { echo "README.md does not list $name"; return 1; }
+    done
+    ! { awk '/MARK: 11\. /, /MARK: 23\. /' toka.c | awk '/^static const mf_arch mf_archs/, /^};/ { next } { print "toka.c: " $0 }' &&
+        sed 's/^/toka_kernels.cu: /' toka_kernels.cu; } |
+        grep -E "[A-Za-z0-9]ForCausalLM\"|\"($types)\""
+}
 scripts_are_executable() { # each file that begins with #!
     ! git ls-files -z test | xargs -0 grep -lZ -m 1 '^#!' |
         xargs -0 -I{} sh -c 'head -c 2 "{}" | grep -q "^#!" && [ ! -x "{}" ] && echo "{} is not executable"' | grep .
@@ -144,6 +155,7 @@ build_tests() {
         step "toka.h compiles as C++" c++ -Wall -Wextra -Werror -fsyntax-only -x c++ toka.h
     fi
     step "each script in test/ is executable" scripts_are_executable
+    step "only the table of architectures names models, and README.md lists its rows" table_names_models
     step "the shares of the GPU tests are the whole" gpu_shares_are_whole
     if command -v python3 >/dev/null; then step "the mutants of the GPU tests apply to the kernels" python3 test/gpu_mutants.py check; fi
 }
