@@ -10233,6 +10233,17 @@ static float weight_f16(unsigned bits) {
 static float weight_fp8(unsigned bits) {
     return (bits & 0x7F) == 0x7F ? NAN : weight_small_float(bits, 4, 3);
 }
+/* Returns the nearest e4m3 number, ties to even; larger numbers become 448. */
+static unsigned weight_to_fp8(float value) {
+    const float size = fabsf(value);
+    const unsigned sign = signbit(value) ? 0x80 : 0;
+    uint32_t bits;
+    if (!(size <= 448)) return sign | (size > 448 ? 0x7E : 0x7F);
+    if (size < 0x1p-6f) return sign | (unsigned)lrintf(size * 512);
+    memcpy(&bits, &size, sizeof bits);
+    bits = (bits + 0x7FFFF + (bits >> 20 & 1)) >> 20; /* 3 bits of mantissa */
+    return sign | (bits - ((127 - 7) << 3));
+}
 static float weight_e2m1(unsigned bits) { return weight_small_float(bits, 2, 1); }
 static float weight_e8m0(unsigned byte) { return byte == 255 ? NAN : ldexpf(1, (int)byte - 127); }
 
@@ -11386,7 +11397,9 @@ static int mf_shard(const toka_shape *full, const toka_weights *full_weights, co
  *   finding        mf_find_model: folder, name, hub cache
  *   opening        mf_open, mf_close; mf_find_overwritten: have the weights changed since then?
  *
- * It does not download, convert or write anything.
+ *   quantizing     mf_quantize: to FP8 in memory, if the user asks for it
+ *
+ * It does not download or write anything.
  * =========================================================================== */
 
 /* ---- models.txt: the known models ---- */
@@ -11858,6 +11871,106 @@ static int mf_open_weights(mf_model *files, toka_err *e) {
     st_set_free(&set);
     arena_free(&tmp);
     return code;
+}
+
+/* ---- Quantizing at load (--quantization fp8) ----
+ * Every matrix of plain numbers in a layer, but the router, becomes e4m3 numbers with one float32
+ * scale a row: the row's largest number becomes 448. */
+
+typedef struct mf_quantizer { /* what the threads share */
+    mf_model *files;
+    char *memory;             /* where the numbers, scales and toka_quant of all layers go; NULL:
+                               * only count the bytes */
+    size_t *offsets;          /* [L+1] of each layer in memory */
+    _Atomic int next;         /* layer that the next thread takes */
+    _Atomic bool found_infinite; /* a weight is infinite or NaN */
+} mf_quantizer;
+
+/* Quantizes a matrix into `at`, if that is not NULL. Returns the bytes that it takes. */
+static size_t mf_quantize_matrix(mf_quantizer *all, toka_tensor *tensor, char *at) {
+    const size_t rows = (size_t)tensor->rows, cols = (size_t)tensor->cols;
+    const size_t codes_at = sizeof(toka_quant) + 4 * rows;
+    if (!at) return (codes_at + rows * cols + 63) / 64 * 64;
+    toka_quant *quant = (toka_quant *)(void *)at;
+    float *scale = (float *)(void *)(at + sizeof *quant), *row = mem_alloc(cols * sizeof *row);
+    unsigned char *code = (unsigned char *)at + codes_at;
+    for (size_t i = 0; i < rows; i++) {
+        float largest = 0;
+        weight_row(tensor, (int)i, row);
+        for (size_t j = 0; j < cols; j++) {
+            if (!isfinite(row[j])) all->found_infinite = true;
+            largest = MAX(largest, fabsf(row[j]));
+        }
+        scale[i] = largest > 0 ? largest / 448 : 1;
+        for (size_t j = 0; j < cols; j++) *code++ = (unsigned char)weight_to_fp8(row[j] / scale[i]);
+    }
+    free(row);
+    *quant = (toka_quant){.rows = tensor->rows, .cols = tensor->cols, .block_rows = 1,
+                          .block_cols = tensor->cols, .scale = scale, .scale_dtype = TOKA_F32,
+                          .scale_row_step = 1, .scale_col_step = 1};
+    *tensor = (toka_tensor){.data = at + codes_at, .dtype = TOKA_FP8, .rows = tensor->rows,
+                            .cols = tensor->cols, .quant = quant, .row_step = 1};
+    return (codes_at + rows * cols + 63) / 64 * 64;
+}
+
+/* Quantizes a layer, or counts its bytes. Returns them. */
+static size_t mf_quantize_layer(mf_quantizer *all, int i) {
+    toka_layer *layer = &all->files->weights.layers[i];
+    toka_moe *moe = (toka_moe *)(uintptr_t)layer->moe; /* this model allocated them */
+    void *const experts = moe ? (void *)(uintptr_t)moe->experts : NULL;
+    const mf_owners owners = {{[MF_OF_LAYER] = layer, [MF_OF_MLA] = (void *)(uintptr_t)layer->mla,
+                               [MF_OF_MOE] = moe, [MF_OF_EXPERT] = experts}};
+    size_t bytes = 0;
+    for (int slot = 0; slot < MF_N_SLOTS; slot++) {
+        const bool is_expert = mf_slots[slot].owner == MF_OF_EXPERT;
+        const bool is_small = !*mf_slots[slot].rows || strchr("X1", *mf_slots[slot].rows);
+        if (!owners.of[mf_slots[slot].owner] || is_small) continue;
+        for (int x = 0; x < (is_expert ? moe->n_experts : 1); x++) {
+            toka_tensor *tensor = mf_tensor(&owners, slot, x);
+            if (!tensor->rows || !toka_is_plain(tensor)) continue;
+            char *at = all->memory ? all->memory + all->offsets[i] + bytes : NULL;
+            bytes += mf_quantize_matrix(all, tensor, at);
+        }
+    }
+    return bytes;
+}
+
+static void *mf_quantize_thread(void *user) {
+    mf_quantizer *all = user;
+    const int L = all->files->shape.L;
+    for (int i; (i = all->next++) < L;) mf_quantize_layer(all, i);
+    return NULL;
+}
+
+/* Quantizes the model's layers. Returns 0 or an error code. */
+static int mf_quantize(mf_model *files, toka_err *e) {
+    enum { MOST = 64 };
+    pthread_t threads[MOST];
+    const int L = files->shape.L, n = MIN(MIN(os_n_cores(), L), MOST);
+    int n_started = 0;
+    mf_quantizer all = {.files = files, .offsets = arena_alloc(&files->memory,
+                                                               (size_t)(L + 1) * sizeof(size_t))};
+    all.offsets[0] = 0;
+    for (int i = 0; i < L; i++) all.offsets[i + 1] = all.offsets[i] + mf_quantize_layer(&all, i);
+    if (!all.offsets[L]) return 0;
+    char *memory = mmap(NULL, all.offsets[L], PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
+                        -1, 0);
+    if (memory == MAP_FAILED)
+        return fail(e, TOKA_E_MEMORY, "%s: %zu bytes of FP8 weights do not fit", files->name,
+                    all.offsets[L]);
+    all.memory = memory;
+    files->maps = mem_realloc(files->maps, (size_t)(files->n_maps + 1) * sizeof *files->maps);
+    files->maps[files->n_maps++] = (str){memory, all.offsets[L]};
+    while (n_started < n - 1 &&
+           !pthread_create(&threads[n_started], NULL, mf_quantize_thread, &all))
+        n_started++;
+    mf_quantize_thread(&all);
+    for (int i = 0; i < n_started; i++) pthread_join(threads[i], NULL);
+    files->weight_bytes = all.offsets[L]; /* without embedding, LM head and norms */
+    return !all.found_infinite ? 0
+                               : fail(e, TOKA_E_INPUT,
+                                      "%s: a weight is infinite or NaN, which FP8 cannot hold",
+                                      files->name);
 }
 
 static void mf_close(mf_model *files) { /* NULL is allowed */
@@ -24392,6 +24505,8 @@ static int lib_check_options(const toka_options *options, toka_err *e) {
     if (!backend->probe(0, line, sizeof line))
         return fail(e, TOKA_E_DEVICE, "device %s: %s", backend->name, line);
     if (lib_check_dtype(options->dtype, backend, e)) return e->code;
+    if (options->quantization && strcmp(options->quantization, "fp8") != 0)
+        return fail(e, TOKA_E_USE, "quantization: \"%s\", expected \"fp8\"", options->quantization);
     if (check_int("threads", options->n_threads, 0, 1024, e)) return e->code;
     if (check_int("max_model_len", options->max_model_len, 0, INT_MAX, e)) return e->code;
     if (check_int("max_num_seqs", options->max_num_seqs, 0, 65536, e)) return e->code;
@@ -24443,7 +24558,8 @@ COLD int toka_open(toka **out, const toka_options *options, toka_err *e) {
     t->files_s = os_now() - found;
     mf_set_max_len(&t->files->config, options->max_model_len ? options->max_model_len
                                                              : t->shape.max_len);
-    if ((code = lib_check_defaults(t, e)) ||
+    if ((options->quantization && (code = mf_quantize(t->files, e))) ||
+        (code = lib_check_defaults(t, e)) ||
         (code = lib_check_backend(t, options->device, &backend, e)) ||
         (code = eng_open(&t->engine, backend, t->files, &t->shape, t->tokenizer, options, e)) ||
         (code = lib_check_files(t, e))) {
@@ -35807,6 +35923,8 @@ static int run_dummy_open(toka **out, const toka_options *options, toka_err *e) 
     const toka_backend *backend = lib_find_backend(options->device);
     if (!options->model)
         return fail(e, TOKA_E_USE, "--dummy-weights needs -m NAME, a name of models.txt");
+    if (options->quantization)
+        return fail(e, TOKA_E_USE, "--quantization needs weights, not --dummy-weights");
     toka *t = mem_zalloc(sizeof *t);
     mf_model *model = t->files = mem_zalloc(sizeof *model);
     model->tokenizer_json = model->tokenizer_config = STR("");
@@ -40335,6 +40453,8 @@ static const cli_flag cli_flags[] = {
     {"dtype", "", "TYPE", CLI_TEXT, AT(open.dtype), FOR_OPENS,
      "arithmetic: auto, float32 (CPU only) or bfloat16; auto is float32 on the CPU, bfloat16 on a GPU. bfloat16 on "
      "the CPU needs AVX512_BF16: products of weights take inputs of 8 bits; log-probabilities change by 0.01 on average"},
+    {"quantization", "", "TYPE", CLI_TEXT, AT(open.quantization), FOR_OPENS,
+     "fp8: turns the layers' matrices into FP8 at the start, one scale a row"},
     {"gpu-memory-utilization", "", "X", CLI_FLOAT, AT(open.gpu_memory_utilization),
      FOR_OPENS | FOR_PLAN, "share of the GPU's free memory to take (default: 0.9)"},
     {"threads", "t", "N", CLI_INT, AT(open.n_threads), FOR_OPENS,

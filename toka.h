@@ -98,6 +98,9 @@ typedef struct toka_options {
     const char *dtype; /* arithmetic of matrix products: "float32" (CPU only), "bfloat16" or "auto"
                           (float32 on the CPU, bfloat16 on a GPU); NULL: auto. bfloat16 rounds their
                           inputs to bf16 and adds in float32; on a CPU it needs AVX512_BF16 */
+    const char *quantization; /* "fp8": the plain matrices of the layers become FP8 when the model is
+                                 opened, with one scale a row; routers, embedding and LM head stay.
+                                 NULL: the weights stay as in the files */
     /* Called while toka_open works, on any thread, one call at a time; may be NULL. what: the
      * phase; done: 0 to 1. */
     void (*progress)(void *user, const char *what, double done);

@@ -387,6 +387,48 @@ static void test_mf_formats(void) {
     arena_free(&a);
 }
 
+/* The nearest of all e4m3 numbers; of two, the even one. */
+static void test_mf_to_fp8(void) {
+    for (int i = 0; i < 20000; i++) {
+        const float x = i < 512 ? (weight_fp8((unsigned)i / 2) + weight_fp8((unsigned)i / 2 + (i & 1 && i / 2 % 128 < 126))) / 2
+                                : ldexpf((float)(hash_mix((uint64_t)i) & 0xFFFFFF) - 0x1p23f, -24 - (int)(hash_mix((uint64_t)i) >> 60)) * 1100;
+        unsigned best = 0;
+        if (isnan(x)) continue;
+        for (unsigned code = 0; code < 256; code++) {
+            const float d = fabsf(weight_fp8(code) - x), old = fabsf(weight_fp8(best) - x);
+            if (d < old || (d == old && !(code & 1) && best & 1)) best = code;
+        }
+        CHECK_MSG(weight_fp8(weight_to_fp8(x)) == weight_fp8(best), "%.9g: %g, not %g", x, weight_fp8(weight_to_fp8(x)), weight_fp8(best));
+    }
+    CHECK(weight_to_fp8(INFINITY) == 0x7E && weight_to_fp8(-1e9f) == 0xFE && weight_to_fp8(NAN) == 0x7F && weight_to_fp8(0) == 0 && weight_to_fp8(-0.0f) == 0x80);
+}
+
+/* --quantization fp8: every matrix of a layer is near what it was, and nothing else has changed. */
+static void test_mf_quantize(void) {
+    mf_model *plain, *m;
+    toka_err e;
+    float want[4096], got[4096];
+    CHECK(!mf_open(&plain, "test/model", NULL, NULL, &e) && !mf_open(&m, "test/model", NULL, NULL, &e));
+    CHECK_MSG(!mf_quantize(m, &e), "%s", e.msg);
+    CHECK(!m->weights.embed.quant && !m->weights.lm_head.quant && m->weight_bytes < plain->weight_bytes * 2 / 3);
+    for (int layer = 0; layer < m->shape.L; layer++)
+        for (int slot = 0; slot < MF_N_SLOTS; slot++) {
+            if (mf_slots[slot].owner != MF_OF_LAYER) continue;
+            const mf_owners a = {{[MF_OF_LAYER] = &plain->weights.layers[layer]}}, b = {{[MF_OF_LAYER] = &m->weights.layers[layer]}};
+            const toka_tensor *x = mf_tensor(&a, slot, 0), *y = mf_tensor(&b, slot, 0);
+            CHECK(x->rows == y->rows && x->cols == y->cols && x->cols <= COUNT(want));
+            CHECK(!y->quant == (!x->rows || !*mf_slots[slot].rows));
+            for (int row = 0; row < x->rows && y->quant; row++) {
+                float largest = 0;
+                weight_row(x, row, want), weight_row(y, row, got);
+                for (int i = 0; i < x->cols; i++) largest = MAX(largest, fabsf(want[i]));
+                for (int i = 0; i < x->cols; i++)
+                    if (!(fabsf(got[i] - want[i]) <= fabsf(want[i]) / 16 + largest * 0x1p-18f)) CHECK_MSG(false, "slot %d row %d: %g, not %g", slot, row, got[i], want[i]);
+            }
+        }
+    mf_close(plain), mf_close(m);
+}
+
 /* A quantized matrix of random numbers. It has row_step x as many rows as the tensor, which has every row_step-th, from row0 on. */
 static toka_tensor mft_quantized(arena *a, toka_dtype dtype, toka_packing packing, int rows, int cols, int row0, int row_step) {
     static uint32_t seed = 1;
@@ -1599,6 +1641,8 @@ static const struct test mf_tests[] = {
     {"mf_patterns", test_mf_patterns},
     {"mf_formats", test_mf_formats},
     {"mf_slices", test_mf_slices},
+    {"mf_to_fp8", test_mf_to_fp8},
+    {"mf_quantize", test_mf_quantize},
     {"mf_infinity", test_mf_infinity},
     {"mf_generation", test_mf_generation},
     {"mf_generation_requests", test_mf_generation_requests},
