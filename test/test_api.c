@@ -978,7 +978,7 @@ static void test_api_refused_prompt(void) {
 
 /* ---- Tool calls and reasoning ---- */
 
-#define API_TOOLS "\"tools\":[{\"type\":\"function\",\"function\":{\"name\":\"f\",\"parameters\":{\"properties\":{\"i\":{\"type\":\"integer\"}}}}}]"
+#define API_TOOLS "\"tools\":[{\"type\":\"function\",\"function\":{\"name\":\"f\",\"description\":\"d\",\"parameters\":{\"properties\":{\"i\":{\"type\":\"integer\"}}}}}]"
 #define API_ASK "\"messages\":[{\"role\":\"user\",\"content\":\"Tom\"}]"
 
 /* The answer to a chat whose template has the marks of Hermes and of <think>. Each piece of `text`
@@ -1136,7 +1136,61 @@ static void test_api_special_tokens_of_calls(void) {
     CHECK(!api_skips_token(&c, &prompt, eos));
 }
 
+/* Tokenizers and chat templates as models have them: an answer comes as ids, its tags are special tokens or not. */
+static void test_api_calls_of_models(void) {
+    static const struct {
+        const char *tokenizer, *template, *more, *text, *want;
+    } rows[] = {
+        {"qwen3", "Qwen-Qwen3-0.6B.jinja", "", "<think>\nHm.\n</think>\n\n<tool_call>\n{\"name\": \"f\", \"arguments\": {\"i\": 1}}\n</tool_call><|im_end|>",
+         "\"content\":null,\"refusal\":null,\"reasoning\":\"Hm.\",\"reasoning_content\":\"Hm.\",\"tool_calls\":[{"},
+        {"qwen3", "Qwen-Qwen3-0.6B.jinja", ",\"reasoning_effort\":\"none\"", "Hi.<|im_end|>", "\"content\":\"Hi.\",\"refusal\":null}"},
+        {"deepseek-v3", "deepseek-ai-DeepSeek-V3.1.jinja", "", "Ok.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{\"i\": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>",
+         "\"content\":\"Ok.\",\"refusal\":null,\"tool_calls\":[{"},
+        {"deepseek-v3", "deepseek-ai-DeepSeek-V3.1.jinja", ",\"chat_template_kwargs\":{\"thinking\":true}", "Hm.</think>Ok.", "\"content\":\"Ok.\",\"refusal\":null,\"reasoning\":\"Hm.\""},
+        {"llama-3.1", "meta-llama-Llama-3.1-8B-Instruct.jinja", "", "<|python_tag|>{\"name\": \"f\", \"parameters\": {\"i\": 1}}<|eom_id|>", "\"content\":null,\"refusal\":null,\"tool_calls\":[{"},
+        {"gpt-oss", "openai-gpt-oss-120b.jinja", "", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{\"i\": 1}",
+         "\"content\":null,\"refusal\":null,\"reasoning\":\"Hm.\",\"reasoning_content\":\"Hm.\",\"tool_calls\":[{"},
+        {"qwen2.5", "Qwen-Qwen2.5-7B-Instruct.jinja", "", "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"i\": 1}}\n</tool_call>", "\"content\":null,\"refusal\":null,\"tool_calls\":[{"}};
+    for (int i = 0; i < COUNT(rows); i++) {
+        char name[200], body[500];
+        toka_err e;
+        ids tokens = {0};
+        api_request c;
+        snprintf(name, sizeof name, "tokenizers/%s/tokenizer.json", rows[i].tokenizer);
+        const char *json_path = data_path(name);
+        snprintf(name, sizeof name, "templates/%s", rows[i].template);
+        const char *template_path = data_path(name);
+        if (!json_path || !template_path) {
+            SKIP(1, "no public test data");
+            continue;
+        }
+        const str source = read_copy(template_path), text = read_copy(json_path);
+        toka model = *api_text_model();
+        mf_model files = *model.files;
+        CHECK(!tok_load(&model.tokenizer, text, STR(""), &e) && !tmpl_parse(&model.chat_template, source, &e));
+        model.shape.V = files.shape.V = files.config.shape.V = model.tokenizer->n_ids;
+        model.files = &files;
+        api_config m = api_test_model();
+        m.toka = &model, m.max_len = 100000;
+        snprintf(body, sizeof body, "{" API_ASK "," API_TOOLS "%s}", rows[i].more);
+        api_must_parse(&m, API_CHAT, body, &c);
+        CHECK(!tok_encode(model.tokenizer, str_c(rows[i].text), TOKA_PARSE_SPECIAL, &tokens, &e));
+        buf records = {0}, out = {0};
+        for (size_t k = 0; k < tokens.n; k++) {
+            toka_event ev = {.id = tokens.p[k], .stop_id = -1, .stop_text = -1, .finish = k + 1 < tokens.n ? TOKA_RUNNING : TOKA_STOP};
+            api_pack_event(&c.prompts[0], &ev, &records);
+        }
+        api_feed(&c, buf_view(&records), &out);
+        CHECK(api_finish(&c, &out) == 200);
+        CHECK_MSG(strstr(out.p, rows[i].want) && (!strstr(rows[i].want, "tool_calls") || strstr(out.p, "\"name\":\"f\",\"arguments\":\"{\\\"i\\\": 1}\"")),
+                  "%s %s: %s", rows[i].tokenizer, rows[i].more, out.p);
+        buf_free(&records), buf_free(&out), ids_free(&tokens), api_free(&c);
+        tok_del(model.tokenizer), tmpl_del(model.chat_template), free((void *)source.p), free((void *)text.p);
+    }
+}
+
 static const struct test api_tests[] = {
+    {"api: calls of models", test_api_calls_of_models},
     {"api: tool calls", test_api_tool_calls},
     {"api: tool_choice", test_api_tool_choice},
     {"api: reasoning", test_api_reasoning},
