@@ -26682,6 +26682,10 @@ typedef struct api_style {
     /* streaming: writes the events that the parser has, and the end if the choice has ended */
     void (*put_events)(struct api_request *request, buf *out);
     void (*put_answer)(struct api_request *request, buf *out); /* not streaming */
+    /* writes the last event of a stream that failed */
+    void (*put_failure)(struct api_request *request, int status, const char *message, buf *out);
+    /* writes an error as a whole answer; NULL: in OpenAI's form */
+    void (*put_error)(buf *out, int status, const char *message);
 } api_style;
 
 /* One body and its answer. The caller owns the struct, zeroes it and sets serial and created. The
@@ -27043,6 +27047,37 @@ static bool api_should_report(buf *seen, str name, buf *shown) {
     return is_new;
 }
 
+/* Returns a body without fields: the defaults of the configuration. */
+static api_body api_default_body(const api_config *config) {
+    const toka_sampling *sampling = &config->defaults.sampling;
+    return (api_body){.temperature = sampling->temperature,
+                      .top_p = sampling->top_p,
+                      .min_p = sampling->min_p,
+                      .top_k = sampling->top_k,
+                      .repetition_penalty = sampling->repetition_penalty,
+                      .presence_penalty = sampling->presence_penalty,
+                      .frequency_penalty = sampling->frequency_penalty,
+                      .ignore_eos = sampling->ignore_eos,
+                      .include_stop = sampling->include_stop,
+                      .max_tokens = -1,
+                      .max_completion_tokens = -1,
+                      .min_tokens = -1,
+                      .n = config->defaults.n,
+                      .best_of = -1,
+                      .n_logprobs = -1,
+                      .top_logprobs = -1,
+                      .prompt_logprobs = -1,
+                      .special = -1,
+                      .skip_special = 1,
+                      .generate = -1,
+                      .parallel_calls = 1,
+                      .include_reasoning = 1,
+                      .model = STR(""),
+                      .effort = STR(""),
+                      .instructions = STR(""),
+                      .thinks = -1};
+}
+
 /* Fills *body from a JSON body; fields that the body does not have get the defaults of the
  * configuration. */
 static int api_read_body(api_request *request, enum api_route route, const json *root,
@@ -27052,32 +27087,7 @@ static int api_read_body(api_request *request, enum api_route route, const json 
                           ? sampling->max_tokens
                           : request->config->completion_tokens;
     int code = 0;
-    *body = (api_body){.temperature = sampling->temperature,
-                       .top_p = sampling->top_p,
-                       .min_p = sampling->min_p,
-                       .top_k = sampling->top_k,
-                       .repetition_penalty = sampling->repetition_penalty,
-                       .presence_penalty = sampling->presence_penalty,
-                       .frequency_penalty = sampling->frequency_penalty,
-                       .ignore_eos = sampling->ignore_eos,
-                       .include_stop = sampling->include_stop,
-                       .max_tokens = -1,
-                       .max_completion_tokens = -1,
-                       .min_tokens = -1,
-                       .n = request->config->defaults.n,
-                       .best_of = -1,
-                       .n_logprobs = -1,
-                       .top_logprobs = -1,
-                       .prompt_logprobs = -1,
-                       .special = -1,
-                       .skip_special = 1,
-                       .generate = -1,
-                       .parallel_calls = 1,
-                       .include_reasoning = 1,
-                       .model = STR(""),
-                       .effort = STR(""),
-                       .instructions = STR(""),
-                       .thinks = -1};
+    *body = api_default_body(request->config);
     if (!json_is(root, JSON_OBJECT)) return API_INVALID("body: expected a JSON object");
     JSON_MEMBERS(key, root) {
         const api_field *field = api_find_field((str){key->chars, key->n}, 1 << route);
@@ -28815,14 +28825,23 @@ static size_t api_answer_bytes(const api_request *request) {
     return (size_t)bytes;
 }
 
-/* Writes the error of a request whose device failed or that was cancelled. Returns its HTTP
- * status. */
-static int api_put_failure(const api_request *request, buf *out) {
+/* Writes the error of a request whose device failed or that was cancelled: as a whole answer, or as
+ * the last event of a stream. Returns its HTTP status. */
+static int api_put_failure(api_request *request, buf *out) {
     bool failed = request->failure == TOKA_FAILED;
     int status = failed ? 500 : 503;
     const char *message =
         failed ? "the device failed, nothing more can be computed" : "the request was cancelled";
-    api_put_error(out, status, message, NULL, NULL, NULL);
+    const api_style *style = request->style;
+    if (request->stream && style) {
+        style->put_failure(request, status, message, out);
+    } else if (style && style->put_error) {
+        style->put_error(out, status, message);
+    } else {
+        if (request->stream) buf_c(out, "data: ");
+        api_put_error(out, status, message, NULL, NULL, NULL);
+        if (request->stream) buf_c(out, "\n\n");
+    }
     return status;
 }
 
@@ -28845,10 +28864,7 @@ static int api_finish(api_request *request, buf *out) {
         return status;
     }
     if (request->failure) {
-        if (request->style) buf_c(out, "event: error\ndata: {\"type\":\"error\",\"failure\":");
-        else buf_c(out, "data: ");
         status = api_put_failure(request, out);
-        buf_c(out, request->style ? "}\n\n" : "\n\n");
     } else if (request->include_usage) {
         api_chunk_open(request, out);
         api_chunk_close(request, NULL, true, out);
@@ -29494,6 +29510,13 @@ static void msg_put_error(buf *out, int status, const char *message) {
     buf_c(out, "}}");
 }
 
+static void msg_put_failure(api_request *request, int status, const char *message, buf *out) {
+    (void)request;
+    buf_c(out, "event: error\ndata: ");
+    msg_put_error(out, status, message);
+    buf_c(out, "\n\n");
+}
+
 /* ---- Responses: answers ---- */
 
 static const char *resp_status(const api_request *request) {
@@ -29692,10 +29715,20 @@ static void resp_put_events(api_request *request, buf *out) {
                        out);
 }
 
+static void resp_put_failure(api_request *request, int status, const char *message, buf *out) {
+    resp_open_sse(request, "error", out);
+    json_put_member_or_null(out, "code", api_error_type(status));
+    json_put_member_or_null(out, "message", message);
+    json_put_member_or_null(out, "param", NULL);
+    buf_c(out, "}\n\n");
+}
+
 /* ---- The styles ---- */
 
-static const api_style api_responses = {resp_translate, resp_put_events, resp_put_answer};
-static const api_style api_messages = {msg_translate, msg_put_events, msg_put_answer};
+static const api_style api_responses = {resp_translate, resp_put_events, resp_put_answer,
+                                        resp_put_failure, NULL};
+static const api_style api_messages = {msg_translate, msg_put_events, msg_put_answer,
+                                       msg_put_failure, msg_put_error};
 
 /* Returns the style of a route, or NULL. */
 static const api_style *api_style_of(enum api_route route) {
@@ -34074,8 +34107,8 @@ static void srv_begin_api(srv *server, srv_request *request) {
     srv_account(server, &request->work_held, 0);
     if (code) {
         request->reply.status = request->api.status;
-        if (request->route->api_route == API_MESSAGES)
-            msg_put_error(&request->reply.body, request->api.status, e.msg);
+        if (request->api.style && request->api.style->put_error)
+            request->api.style->put_error(&request->reply.body, request->api.status, e.msg);
         else
             api_put_error(&request->reply.body, request->api.status, e.msg, request->api.type,
                           request->api.param, request->api.code);
@@ -34117,14 +34150,18 @@ static void srv_put_stream_head(buf *out, srv_request *request) {
     buf_free(&headers);
 }
 
-/* Writes an error into request->reply: the engine did not accept all prompts, or the answer needs
- * too much memory. */
+/* Says why the request is refused: the engine did not accept all prompts, or the answer needs too
+ * much memory. */
+static const char *srv_refusal_message(const srv_request *request) {
+    return request->submit_error.code ? request->submit_error.msg
+                                      : "the answer takes more memory than there is now";
+}
+
+/* Writes the error of a refusal into request->reply. */
 static void srv_set_refusal(srv_request *request) {
     const bool over_limit = !request->submit_error.code;
     int status = over_limit ? 503 : request->submit_error.code == TOKA_E_USE ? 429 : 500;
-    srv_error(request, status, "%s",
-              over_limit ? "the answer takes more memory than there is now"
-                         : request->submit_error.msg);
+    srv_error(request, status, "%s", srv_refusal_message(request));
     if (status == 429) srv_put_retry_after(request);
 }
 
@@ -34137,7 +34174,11 @@ static void srv_put_refusal(srv_request *request, buf *out) {
         return;
     }
     buf text = {0};
-    buf_printf(&text, "data: %s\n\ndata: [DONE]\n\n", request->reply.body.p);
+    if (request->api.style)
+        request->api.style->put_failure(&request->api, request->reply.status,
+                                        srv_refusal_message(request), &text);
+    else
+        buf_printf(&text, "data: %s\n\ndata: [DONE]\n\n", request->reply.body.p);
     if (request->http->minor > 0) http_put_chunk(out, buf_view(&text)), http_put_last_chunk(out);
     else buf_str(out, buf_view(&text));
     buf_free(&text);

@@ -395,3 +395,22 @@ def test_a_batch(tmp_path):
         bad = subprocess.run([TOKA, "batch", "-m", folder, "-i", str(lines), "-o", str(tmp_path / "x"), *flags], capture_output=True, text=True,
                              env={**os.environ, "TOKA_DEVICE": "cpu"})
         assert bad.returncode == 1 and flags[0] in bad.stderr and text in bad.stderr
+
+
+def test_a_device_that_fails(tmp_path):
+    """The failure is an event of the stream, or an error, in the form of each API."""
+    write_model(str(tmp_path), {"a": " ".join(map(str, range(2000, 2100)))}, "")
+    bodies = {"/v1/messages": {"max_tokens": 500, "messages": [{"role": "user", "content": "a"}]}, "/v1/responses": {"input": "a"}}
+    for path, body in bodies.items():
+        for stream in (True, False):
+            with Server("-m", str(tmp_path), env={"TOKA_DEBUG_FAULT": "60"}) as s:
+                answer = s.post(path, {**body, "stream": stream})
+            text = answer.body.decode()
+            if not stream or answer.status == 500:  # it may fail before the first byte was sent
+                assert answer.status == 500 and "the device failed" in answer.json()["error"]["message"]
+                assert ("type" in answer.json()) == (path == "/v1/messages")
+                continue
+            last = text.strip().split("\n\n")[-1].split("\n")
+            data = json.loads(last[1].removeprefix("data: "))
+            assert last[0] == "event: error" and data["type"] == "error" and "[DONE]" not in text
+            assert "the device failed" in (data["error"] if path == "/v1/messages" else data)["message"]
