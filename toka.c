@@ -26800,7 +26800,7 @@ typedef struct api_body { /* the fields of a body: their values or the defaults 
     /* NULL: not given */
     const json *prompt, *messages, *tools, *tool_choice, *documents, *kwargs, *stop, *stop_ids,
         *allowed, *bias, *bad_words, *stream_options, *tokens, *input, *text, *reasoning, *system,
-        *thinking, *output_config, *format, *structured;
+        *thinking, *output_config, *format, *structured, *include;
     const json *guides[API_GUIDES]; /* of api_guides; NULL: not given */
     str guided_space;
     bool has_seed, has_max_tokens; /* the body has seed, max_tokens or max_completion_tokens */
@@ -26900,7 +26900,7 @@ static const api_field api_fields[] = {
     API_FIELD("instructions", API_ON_RESPONSES, API_TEXT, instructions),
     API_FIELD("reasoning", API_ON_RESPONSES, API_OBJECT, reasoning),
     API_FIELD("text", API_ON_RESPONSES, API_OBJECT, text),
-    API_IGNORE("include", API_ON_RESPONSES, API_LIST),
+    API_FIELD("include", API_ON_RESPONSES, API_LIST, include),
     API_IGNORE("stream_options", API_ON_RESPONSES, API_OBJECT),
     API_REFUSE("truncation", API_ON_RESPONSES, "\"disabled\"", "\"auto\""),
     API_REFUSE("top_logprobs", API_ON_RESPONSES, "0"),
@@ -29210,16 +29210,31 @@ static int resp_translate_choice(api_request *request, api_body *body, toka_err 
     return body->tool_choice ? 0 : e->code;
 }
 
-static int resp_translate(api_request *request, api_body *body, toka_err *e) {
-    static const char *const types[2] = {"function", "function"};
+/* Returns an error for what is asked inside of fields and not done here. Encrypted reasoning is
+ * ignored: clients ask for it in every body. */
+static int resp_check(api_request *request, const api_body *body, toka_err *e) {
     const json *format = json_get(json_get(body->text, "format"), "type");
-    const json *effort = json_get(body->reasoning, "effort");
-    chat_builder chat = {0};
-    int code = chat_translate_tools(request, body, "parameters", types, e);
-    if (!code) code = resp_translate_choice(request, body, e);
-    if (code) return code;
+    const json *verbosity = json_get(body->text, "verbosity");
     if (format && !str_is(json_str(format), "text"))
         return API_UNSUPPORTED(request, "text: only the format text is supported");
+    if (json_is(verbosity, JSON_STRING) && !str_is(json_str(verbosity), "medium"))
+        return API_UNSUPPORTED(request, "text: verbosity is not supported");
+    if (body->include)
+        JSON_EACH(it, body->include)
+            if (!str_is(json_str(it), "reasoning.encrypted_content"))
+                return API_UNSUPPORTED(request, "include: '%.*s' is not supported",
+                                       STRF(json_str(it)));
+    return 0;
+}
+
+static int resp_translate(api_request *request, api_body *body, toka_err *e) {
+    static const char *const types[2] = {"function", "function"};
+    const json *effort = json_get(body->reasoning, "effort");
+    chat_builder chat = {0};
+    int code = resp_check(request, body, e);
+    if (!code) code = chat_translate_tools(request, body, "parameters", types, e);
+    if (!code) code = resp_translate_choice(request, body, e);
+    if (code) return code;
     if (json_is(effort, JSON_STRING)) body->effort = json_str(effort);
     if (!json_is(body->input, JSON_STRING) && !json_is(body->input, JSON_ARRAY))
         return API_INVALID("input: expected a text or a list of items");

@@ -278,7 +278,7 @@ def test_responses(api):
     assert answer.status == "completed" and answer.output_text == "Let me look." and answer.error is None
     assert items(respond(api, "two", tools=FLAT)) == [("get_weather", '{"city":"Ulm"}'), ("get_time", "{}")]
     assert items(respond(api, "two", tools=FLAT, parallel_tool_calls=False)) == [("get_weather", '{"city":"Ulm"}')]
-    answer = respond(api, "think", reasoning={"effort": "high"}, instructions="Be brief.")
+    answer = respond(api, "think", reasoning={"effort": "high"}, instructions="Be brief.", include=["reasoning.encrypted_content"])
     assert items(answer) == [("reasoning", "He wants a <tool_call>{...}."), ("text", "It is <b>noon</b>.")]
     assert answer.usage.output_tokens_details.reasoning_tokens > 3
     cut = respond(api, "text", max_output_tokens=3)
@@ -295,6 +295,7 @@ def test_a_conversation_of_responses(server, api):
 
 
 @pytest.mark.parametrize("field", [{"previous_response_id": "r"}, {"background": True}, {"text": {"format": {"type": "json_object"}}},
+                                   {"text": {"verbosity": "low"}}, {"include": ["message.output_text.logprobs"]},
                                    {"tools": [{"type": "web_search"}]}, {"tool_choice": "required"}, {"input": 5},
                                    {"input": [{"type": "item_reference", "id": "x"}]}, {"input": [{"role": "robot", "content": "x"}]}])
 def test_responses_refuse(server, field):
