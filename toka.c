@@ -34444,6 +34444,7 @@ static const srv_route srv_routes[] = {
     /* path         is_prefix, methods, is_public, before_ready, on_loop, on_worker, api_route */
     {"/",                    false, SRV_GET,  true,  true,  srv_page_reply,    NULL, 0},
     {"/health",              false, SRV_GET,  true,  true,  srv_health,        NULL, 0},
+    {"/ping",                false, SRV_GET,  true,  true,  srv_health,        NULL, 0},
     {"/version",             false, SRV_GET,  true,  true,  srv_version,       NULL, 0},
     {"/metrics",             false, SRV_GET,  false, false, srv_metrics_reply, NULL, 0},
     {"/v1/models",           true,  SRV_GET,  false, false, srv_models,        NULL, 0},
@@ -34484,13 +34485,20 @@ static bool srv_same_key(str given, const char *key) {
     return !differs;
 }
 
+/* The key of a request: of Authorization: Bearer KEY, else of X-API-Key (Anthropic's clients) or
+ * api-key (Azure's). */
+static str srv_given_key(const http_request *http) {
+    const str value = http_find_header(http, "authorization");
+    if (value.n > 7 && http_is(str_sub(value, 0, 7), "bearer "))
+        return http_trim(str_sub(value, 7, value.n));
+    const str key = http_find_header(http, "x-api-key");
+    return key.n ? key : http_find_header(http, "api-key");
+}
+
 static bool srv_is_authorized(const srv_options *options, const http_request *http) {
-    str given = http_find_header(http, "authorization");
-    bool bearer = given.n > 7 && http_is(str_sub(given, 0, 7), "bearer "), found = false;
+    const str given = srv_given_key(http);
+    bool found = false;
     if (!options->n_keys) return true;
-    /* clients of /v1/messages send the key in a header of its own */
-    given = bearer ? http_trim(str_sub(given, 7, given.n)) : http_find_header(http, "x-api-key");
-    if (!given.p) given = STR("");
     for (int i = 0; i < options->n_keys; i++) found |= srv_same_key(given, options->keys[i]);
     return found;
 }
@@ -35447,8 +35455,10 @@ static int srv_listen_one(srv *server, const struct addrinfo *wanted, int *port,
         setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &(int){1}, sizeof(int));
     if (bind(fd, wanted->ai_addr, wanted->ai_addrlen) || listen(fd, 4096) ||
         getsockname(fd, (struct sockaddr *)&bound, &n_bound)) {
-        int code = fail(e, TOKA_E_IO, "cannot listen on %s port %d: %s", server->options->host,
-                        *port, strerror(errno));
+        int code = fail(e, TOKA_E_IO, "cannot listen on %s port %d: %s%s", server->options->host,
+                        *port, strerror(errno),
+                        errno == EADDRINUSE ? "; another port: --port N, any free one: --port 0"
+                                            : "");
         close(fd);
         return code;
     }
@@ -40409,7 +40419,7 @@ typedef struct cli_list { /* the values of a flag that may be given several time
 
 typedef struct cli { /* the values of all flags; the fields are named like the flags */
     toka_options open;
-    const char *hf_repo, *revision;
+    const char *hf_repo, *revision, *download_dir;
     bool download;
     cli_list words; /* the arguments that are no flags: names of models, a prompt */
     int max_words;
@@ -40487,6 +40497,8 @@ static const cli_flag cli_flags[] = {
      "a model of the Hugging Face hub, OWNER/NAME or a name of models.txt: downloaded once"},
     {"revision", "", "REV", CLI_TEXT, AT(revision), FOR_HUB | FOR_PULL,
      "branch, tag or commit of a model of the hub (default: main)"},
+    {"download-dir", "", "DIR", CLI_TEXT, AT(download_dir), FOR_HUB | FOR_WORDS | FOR_LIST,
+     "the hub cache (default: HF_HUB_CACHE, HF_HOME/hub or ~/.cache/huggingface/hub)"},
     {"download", "", "", CLI_BOOL, AT(download), FOR_HUB,
      "if --model is a hub id or a name of models.txt that is not in the cache: download it"},
     {"models-file", "", "FILE", CLI_TEXT, AT(open.models_file),
@@ -41107,6 +41119,34 @@ typedef struct cli_command {
     int (*main)(const cli *, toka_err *);
 } cli_command;
 
+/* Flags of vLLM and SGLang that ask for what toka always does, or has no need of. Each prints a
+ * line, so that nothing is silently left out. */
+static const struct {
+    const char *name;
+    bool has_value;
+    const char *meaning;
+} cli_foreign_flags[] = {
+    {"swap-space", true, "preempted sequences are computed again, not swapped"},
+    {"enable-prefix-caching", false, "it is always on, unless --no-enable-prefix-caching is given"},
+    {"enable-chunked-prefill", false, "it is always on"},
+    {"disable-log-requests", false, "requests are not logged"},
+    {"no-enable-log-requests", false, "requests are not logged"},
+    {"trust-remote-code", false, "no code of a model is ever run"},
+    {"distributed-executor-backend", true, "ranks are threads of one process"},
+    {"block-size", true, "a page has 16 tokens on a CPU, 64 on a GPU"}};
+
+/* Prints what a flag of another engine means here. Returns an error if it is none of them. */
+static int cli_take_foreign(str typed, unsigned command, bool *has_value, toka_err *e) {
+    for (int i = 0; i < COUNT(cli_foreign_flags) && (command & FOR_OPENS); i++) {
+        const char *name = cli_foreign_flags[i].name;
+        if (typed.n < 3 || !cli_is_name(str_sub(typed, 2, typed.n), name)) continue;
+        fprintf(stderr, "toka: --%s: %s\n", name, cli_foreign_flags[i].meaning);
+        *has_value = cli_foreign_flags[i].has_value;
+        return 0;
+    }
+    return cli_fail_unknown_flag(typed, command, e);
+}
+
 /* Takes an argument that is no flag. */
 static int cli_take_word(cli *flags, const cli *env, const char *arg, toka_err *e) {
     if (!flags->max_words)
@@ -41145,6 +41185,15 @@ static int cli_take_model_word(cli *flags, toka_err *e) {
     return 0;
 }
 
+/* Checks that a switch has no value and any other flag has one. */
+static int cli_check_value(const cli_flag *flag, const char *arg, const char *value, toka_err *e) {
+    if (flag->type == CLI_BOOL && value)
+        return fail(e, TOKA_E_USE, "--%s takes no value", flag->name);
+    if (flag->type != CLI_BOOL && !value)
+        return fail(e, TOKA_E_USE, "%s needs a value: %s", arg, flag->value_name);
+    return 0;
+}
+
 /* Reads the flags of a command from the environment, then from its arguments. */
 static int cli_parse(cli *flags, unsigned command, int argc, char **argv, toka_err *e) {
     /* flags with a bad value in the environment: an error unless an argument replaces the value */
@@ -41155,26 +41204,26 @@ static int cli_parse(cli *flags, unsigned command, int argc, char **argv, toka_e
     const cli_flag *address = NULL; /* --host or --port, if the command line has it */
     int code = 0;
     for (int i = 0; i < argc && !code; i++) {
-        const char *arg = argv[i],
-                   *equals = arg[0] == '-' && arg[1] == '-' ? strchr(arg, '=') : NULL;
+        const char *arg = argv[i], *equals = strncmp(arg, "--", 2) ? NULL : strchr(arg, '=');
         size_t n_name = equals ? (size_t)(equals - arg) : strlen(arg);
         const cli_flag *flag = n_name > 1 ? cli_find_flag(arg, n_name) : NULL;
         if (arg[0] != '-') {
             if (cli_take_word(flags, &env, arg, e)) return e->code;
             continue;
         }
-        if (!flag) return cli_fail_unknown_flag((str){arg, n_name}, command, e);
+        if (!flag) {
+            bool skips = false;
+            if (cli_take_foreign((str){arg, n_name}, command, &skips, e)) return e->code;
+            i += skips && !equals;
+            continue;
+        }
         if (!(flag->commands & command))
             return fail(e, TOKA_E_USE, "--%s is not for this command; see toka --help-all",
                         flag->name);
-        const char *value = equals ? equals + 1 : NULL;
-        if (flag->type == CLI_BOOL && equals)
-            return fail(e, TOKA_E_USE, "--%s takes no value", flag->name);
-        if (flag->type != CLI_BOOL && !value) {
-            if (i + 1 == argc)
-                return fail(e, TOKA_E_USE, "%s needs a value: %s", arg, flag->value_name);
-            value = argv[++i];
-        }
+        const bool is_next = flag->type != CLI_BOOL && !equals; /* the value */
+        const char *value = equals ? equals + 1 : is_next && i + 1 < argc ? argv[i + 1] : NULL;
+        if (cli_check_value(flag, arg, value, e)) return e->code;
+        i += is_next;
         cli_override_env(flags, &env, flag);
         code = cli_set_flag(flags, flag, value, arg, e);
         bad_env[flag - cli_flags] = false;
@@ -42714,6 +42763,7 @@ static int cli_run_args(const cli_command *command, int n_words, int argc, char 
     if ((code = cli_check_files(&flags, bit, e))) return code;
     if (isatty(2) && !flags.quiet) flags.open.progress = cli_print_progress;
     arena names = {0};
+    if (flags.download_dir) setenv("HF_HUB_CACHE", flags.download_dir, 1);
     if (bit & FOR_HUB) code = cli_get_model(&flags, bit & (FOR_TOKENIZE | FOR_TEMPLATE), &names, e);
     if (!code) code = command ? command->main(&flags, e) : cli_run_command(&flags, e);
     arena_free(&names);

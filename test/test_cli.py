@@ -135,6 +135,16 @@ def test_names_that_users_know():
     assert toka("-q", "-p", PROBLEM, "--tp", "1", "--pp", "1", "--dp", "1").returncode == 0
 
 
+def test_flags_of_other_engines():
+    """What toka always does, or has no need of, is accepted with a line that says so."""
+    r = toka("-q", "-p", PROBLEM, "--swap-space", "16", "--disable-log-requests", "--enable_prefix_caching", "--block-size=32", "--trust-remote-code")
+    assert r.returncode == 0 and r.stdout == toka("-q", "-p", PROBLEM).stdout
+    assert re.findall(r"^toka: (--[a-z-]+): \w", r.stderr.decode(), re.M) == ["--swap-space", "--disable-log-requests", "--enable-prefix-caching",
+                                                                              "--block-size", "--trust-remote-code"]
+    assert b"unknown flag" in toka("list", "--swap-space", "1").stderr
+    assert b"unknown flag" in toka("-p", "x", "--swap-spaces", "1").stderr
+
+
 def test_run_a_model():
     want = toka("-q", "-m", "test/model", "-p", PROBLEM).stdout
     assert toka("run", "test/model", PROBLEM, "-q").stdout == want

@@ -520,6 +520,14 @@ def test_list_and_rm(hub):
     fails(toka(hub, "rm", "../x/y"), 1, "not a hub id")
 
 
+def test_download_dir(hub, tmp_path):
+    flags = ["--download-dir", str(tmp_path / "models")]
+    assert toka(hub, "-hf", ID, "-q", "-p", PROBLEM, *flags).stdout.decode().rstrip().endswith("19.")
+    assert not os.path.exists(hub.cache) and len(tree(str(tmp_path / "models"))) == 11
+    assert toka(hub, "-m", ID, "-q", "-p", PROBLEM, TOKA_DOWNLOAD_DIR=flags[1]).returncode == 0
+    assert b" yes " in toka(hub, "list", *flags).stdout and toka(hub, "rm", ID, *flags).returncode == 0
+
+
 def test_list_without_a_cache(hub):
     r = toka(hub, "list")
     assert r.returncode == 0 and b" yes " not in r.stdout and b"qwen3-0.6b" in r.stdout

@@ -1057,7 +1057,11 @@ def test_keys(tmp_path):
                 assert a.status == 401 and a.headers["www-authenticate"] == "Bearer" and a.error()["type"] == "authentication_error"
         assert s.post("/v1/completions", small()).status == 401
         assert s.post("/v1/completions", small(), Authorization="bearer second").status == 200
-        assert s.get("/health").status == s.get("/version").status == s.get("/").status == 200
+        for name in ("X-API-Key", "api-key"):  # of Anthropic's and of Azure's clients
+            assert s.get("/v1/models", **{name: "second"}).status == 200
+            assert s.get("/v1/models", **{name: "wrong"}).status == s.get("/v1/models", **{name: "Bearer second"}).status == 401
+            assert s.get("/v1/models", Authorization="Bearer wrong", **{name: "second"}).status == 401
+        assert s.get("/health").status == s.get("/ping").status == s.get("/version").status == s.get("/").status == 200
         assert s.stop() == 0
         assert not re.search("from-f|second|wrong", s.log)
     with Server(env={"TOKA_API_KEY": "from-env"}) as s:
@@ -1158,7 +1162,7 @@ def test_failures_at_start(tmp_path, server):
 
     assert run("--port", "0", "-m", str(tmp_path))[0] == 1
     code, log = run("--port", str(server.address[1]))
-    assert code == 2 and "Address already in use" in log
+    assert code == 2 and "Address already in use; another port: --port N, any free one: --port 0" in log
     for flags, word in ((["--port", "70000"], "--port"), (["--generation-config", "x"], "auto or vllm"),
                         (["--max-queue", "-1"], "--max-queue"),
                         (["--max-queue", "0"], "--max-queue"), (["--served-model-name", ""], "--served-model-name"),
