@@ -361,6 +361,14 @@ def test_gated_private_and_missing(hub):
     fails(toka(hub, "-hf", ID, "-p", "x", HF_TOKEN="hf_wrong"), 1, "does not accept the token", "HF_TOKEN")
 
 
+def test_redirects_on_the_hub_keep_the_token(hub):
+    assert toka(hub, "pull", ID, HF_ENDPOINT=hub.url + "/moved", HF_TOKEN="hf_right").returncode == 0
+    moved = [path for _, _, path, _, _ in hub.requests if path.startswith("/moved/")]
+    assert len(moved) == 1 + len(USED)
+    assert {token for cdn, _, _, token, _ in hub.requests if not cdn} == {"Bearer hf_right"}
+    assert {token for cdn, _, _, token, _ in hub.requests if cdn} == {None}
+
+
 # ---- No hub, no disk, no curl ----
 
 def test_offline(hub):
