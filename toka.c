@@ -40419,6 +40419,8 @@ typedef struct cli_list { /* the values of a flag that may be given several time
 
 typedef struct cli { /* the values of all flags; the fields are named like the flags */
     toka_options open;
+    const char *config;
+    arena *memory;        /* of texts that --config gives and of names that are put together */
     const char *hf_repo, *revision, *download_dir;
     bool download;
     cli_list words; /* the arguments that are no flags: names of models, a prompt */
@@ -40476,12 +40478,13 @@ enum {
     FOR_RM = 32768,
     FOR_CHAT = 65536,
     FOR_VERSION = 131072,
-    FOR_ANY = 262143,
+    FOR_COMPLETION = 262144,
+    FOR_ANY = 524287,
     FOR_OPENS = FOR_RUN | FOR_CHAT | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT | FOR_SERVE,
     FOR_SAMPLES = FOR_RUN | FOR_CHAT | FOR_BATCH | FOR_THROUGHPUT,
     FOR_READS = FOR_RUN | FOR_SCORE | FOR_TOKENIZE | FOR_TEMPLATE,
     FOR_HUB = FOR_OPENS | FOR_TOKENIZE | FOR_TEMPLATE,
-    FOR_WORDS = FOR_PULL | FOR_RM, /* take names */
+    FOR_WORDS = FOR_PULL | FOR_RM | FOR_COMPLETION, /* take names */
     FOR_MODEL_WORD = FOR_CHAT | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT | FOR_SERVE | FOR_TOKENIZE |
                      FOR_TEMPLATE | FOR_PLAN /* take a model without --model, too */
 };
@@ -40497,12 +40500,13 @@ static const cli_flag cli_flags[] = {
      "a model of the Hugging Face hub, OWNER/NAME or a name of models.txt: downloaded once"},
     {"revision", "", "REV", CLI_TEXT, AT(revision), FOR_HUB | FOR_PULL,
      "branch, tag or commit of a model of the hub (default: main)"},
-    {"download-dir", "", "DIR", CLI_TEXT, AT(download_dir), FOR_HUB | FOR_WORDS | FOR_LIST,
+    {"download-dir", "", "DIR", CLI_TEXT, AT(download_dir),
+     FOR_HUB | FOR_PULL | FOR_RM | FOR_LIST,
      "the hub cache (default: HF_HUB_CACHE, HF_HOME/hub or ~/.cache/huggingface/hub)"},
     {"download", "", "", CLI_BOOL, AT(download), FOR_HUB,
      "if --model is a hub id or a name of models.txt that is not in the cache: download it"},
     {"models-file", "", "FILE", CLI_TEXT, AT(open.models_file),
-     FOR_HUB | FOR_MODELS | FOR_PLAN | FOR_WORDS | FOR_LIST,
+     FOR_HUB | FOR_MODELS | FOR_PLAN | FOR_PULL | FOR_RM | FOR_LIST,
      "the list of known models (default: models.txt next to toka or here)"},
     {"chat-template", "", "FILE|NAME", CLI_TEXT, AT(open.chat_template),
      FOR_RUN | FOR_CHAT | FOR_TEMPLATE | FOR_BATCH | FOR_SERVE,
@@ -40709,6 +40713,8 @@ static const cli_flag cli_flags[] = {
      "tokenize: ids on standard input, text on standard output"},
     {"no-special", "", "", CLI_BOOL, AT(no_special), FOR_TOKENIZE | FOR_SCORE,
      "tokenize, score: do not add special tokens; with --decode: leave them out"},
+    {"config", "", "FILE", CLI_TEXT, AT(config), FOR_ANY,
+     "a JSON object with values of flags: {\"model\": \"test/model\", \"temp\": 0.7, \"raw\": true}; the command line goes first"},
     {"help", "h", "", CLI_BOOL, AT(help), FOR_ANY, "the flags used most, and examples"},
     {"help-all", "", "", CLI_BOOL, AT(help_all), FOR_ANY, "all flags"},
     {"version", "", "", CLI_BOOL, AT(version), FOR_ANY, "version and build"},
@@ -40833,6 +40839,7 @@ static const char cli_commands[] =
     "  toka rm MODEL ...       delete models from the hub cache\n"
     "  toka devices            what this machine can run on\n"
     "  toka version            version and build\n"
+    "  toka completion SHELL   completion of commands and flags: eval \"$(toka completion bash)\"; also zsh, fish\n"
     "  toka batch -i IN -o OUT answers a file of requests; after a stop the same command continues\n"
     "  toka plan [FLAGS]       which splits of a model fit on which GPUs, and an upper bound of their speed; needs no GPU\n"
     "  toka bench throughput   time a dataset, each sample forced to its length; prints what vllm bench throughput prints\n"
@@ -40943,8 +40950,10 @@ static bool cli_put_pages(buf *out, int n_words, char **words) {
     for (int i = 0; i < COUNT(help_pages); i++) {
         const char *command = help_pages[i].command;
         if (n_words && !(command && n_words == 1 && !strcmp(command, words[0]))) continue;
-        buf_printf(out, "%s %s", out->n == before ? "\nManual pages: toka help" : ",",
-                   help_pages[i].name);
+        if (out->n == before)
+            buf_c(out, n_words ? "Manual page: toka help " : "\nManual pages: toka help ");
+        else buf_c(out, ", ");
+        buf_c(out, help_pages[i].name);
     }
     if (out->n > before) buf_char(out, '\n');
     return out->n > before;
@@ -41185,6 +41194,64 @@ static int cli_take_model_word(cli *flags, toka_err *e) {
     return 0;
 }
 
+/* Sets a flag from a value of --config. where: file and flag, for messages. */
+static int cli_set_from_json(cli *flags, const cli_flag *flag, const json *value, const char *where,
+                             toka_err *e) {
+    buf text = {0};
+    if (flag->type == CLI_LIST && json_is(value, JSON_ARRAY)) {
+        JSON_EACH(element, value)
+            if (cli_set_from_json(flags, flag, element, where, e)) return e->code;
+        return 0;
+    }
+    if (flag->type == CLI_BOOL) {
+        if (!json_is(value, JSON_TRUE) && !json_is(value, JSON_FALSE))
+            return fail(e, TOKA_E_USE, "%s: expected true or false", where);
+        return json_is_true(value) ? cli_set_flag(flags, flag, NULL, where, e) : 0;
+    }
+    if (!json_is(value, JSON_STRING) && !json_is(value, JSON_NUMBER))
+        return fail(e, TOKA_E_USE, "%s: expected a text or a number", where);
+    if (json_is(value, JSON_STRING)) buf_str(&text, json_str(value));
+    else json_put_value(&text, value);
+    const char *copy = arena_cstr(flags->memory, buf_view(&text));
+    buf_free(&text);
+    return cli_set_flag(flags, flag, copy, where, e);
+}
+
+/* Sets flags from the members of --config FILE, if the arguments have it. bad_env: as in
+ * cli_parse. */
+static int cli_read_config(cli *flags, unsigned command, int argc, char **argv, bool *bad_env,
+                           toka_err *e) {
+    arena memory = {0};
+    str text;
+    char where[300];
+    for (int i = 0; i < argc; i++) {
+        if (!strcmp(argv[i], "--config") && i + 1 < argc) flags->config = argv[i + 1];
+        if (!strncmp(argv[i], "--config=", 9)) flags->config = argv[i] + 9;
+    }
+    if (!flags->config) return 0;
+    if (os_map(flags->config, &text, e)) return e->code;
+    const json *root = json_parse(&memory, text, json_trusted, e);
+    int code = json_is(root, JSON_OBJECT) ? 0
+               : fail(e, TOKA_E_INPUT, "--config %s: not a JSON object", flags->config);
+    if (!code) JSON_MEMBERS(key, root) {
+        buf name = {0};
+        buf_printf(&name, "--%.*s", STRF(json_str(key)));
+        const cli_flag *flag = cli_find_flag(name.p, name.n);
+        snprintf(where, sizeof where, "%.150s: %.100s", flags->config, name.p);
+        if (!flag || flag->offset == AT(config))
+            code = cli_fail_unknown_flag(buf_view(&name), command, e);
+        else if (!(flag->commands & command))
+            code = fail(e, TOKA_E_USE, "%s is not for this command", where);
+        else code = cli_set_from_json(flags, flag, key + 1, where, e);
+        if (flag) bad_env[flag - cli_flags] = false;
+        buf_free(&name);
+        if (code) break;
+    }
+    arena_free(&memory);
+    os_unmap(text);
+    return code;
+}
+
 /* Checks that a switch has no value and any other flag has one. */
 static int cli_check_value(const cli_flag *flag, const char *arg, const char *value, toka_err *e) {
     if (flag->type == CLI_BOOL && value)
@@ -41200,9 +41267,9 @@ static int cli_parse(cli *flags, unsigned command, int argc, char **argv, toka_e
     bool bad_env[COUNT(cli_flags)];
     for (int i = 0; i < COUNT(cli_flags); i++)
         bad_env[i] = cli_set_from_env(flags, &cli_flags[i], command, e) != 0;
+    int code = cli_read_config(flags, command, argc, argv, bad_env, e);
     const cli env = *flags;
     const cli_flag *address = NULL; /* --host or --port, if the command line has it */
-    int code = 0;
     for (int i = 0; i < argc && !code; i++) {
         const char *arg = argv[i], *equals = strncmp(arg, "--", 2) ? NULL : strchr(arg, '=');
         size_t n_name = equals ? (size_t)(equals - arg) : strlen(arg);
@@ -42143,7 +42210,8 @@ static const char *cli_cut_revision(char *id) {
 }
 
 /* Sets open.model from -hf and --revision, in the form that -m has. */
-static int cli_name_model(cli *flags, arena *memory, toka_err *e) {
+static int cli_name_model(cli *flags, toka_err *e) {
+    arena *memory = flags->memory;
     const char *id = flags->hf_repo, *model = flags->open.model;
     buf name = {0};
     if (id && model) return fail(e, TOKA_E_USE, "-hf and --model exclude each other");
@@ -42174,15 +42242,14 @@ static int cli_fail_not_here(const char *id, const char *revision, toka_err *e) 
 }
 
 /* Makes sure that the hub cache has the model, if it is one of the hub. -hf and --download say that
- * it may be downloaded; on a terminal the user is asked. text_only: the weights are not needed.
- * The memory must live as long as the flags. */
-static int cli_get_model(cli *flags, bool text_only, arena *memory, toka_err *e) {
+ * it may be downloaded; on a terminal the user is asked. text_only: without the weights. */
+static int cli_get_model(cli *flags, bool text_only, toka_err *e) {
     mf_model found = {0};
     toka_err why = {0};
-    if (cli_name_model(flags, memory, e)) return e->code;
+    if (cli_name_model(flags, e)) return e->code;
     if (!flags->open.model || flags->dummy_weights) return 0;
     int code = mf_find_model(&found, flags->open.model, flags->open.models_file, &why);
-    char *id = found.hub_id ? arena_cstr(memory, str_c(found.hub_id)) : NULL;
+    char *id = found.hub_id ? arena_cstr(flags->memory, str_c(found.hub_id)) : NULL;
     const bool here = !code && (text_only || !id || hub_has_weights(found.folder));
     arena_free(&found.memory);
     if (here || !id || code == TOKA_E_USE) return 0; /* opening says what else is wrong */
@@ -42680,6 +42747,8 @@ static int cli_check_files(const cli *flags, unsigned command, toka_err *e) {
     return 0;
 }
 
+static int cli_completion(const cli *flags, toka_err *e);
+
 static const cli_command cli_command_table[] = {
     {"run",      NULL,         FOR_RUN,         cli_run_word},
     {"chat",     NULL,         FOR_CHAT,        cli_chat_command},
@@ -42698,8 +42767,86 @@ static const cli_command cli_command_table[] = {
     {"bench",    "plan",       FOR_BENCH_PLAN,  cli_bench_plan},
     {"bench",    "ops",        FOR_OPS,         cli_bench_ops},
     {"plan",     NULL,         FOR_PLAN,        cli_plan},
-    {"version",  NULL,         FOR_VERSION,     cli_version_command}
+    {"version",  NULL,         FOR_VERSION,     cli_version_command},
+    {"completion", NULL,       FOR_COMPLETION,  cli_completion}
 };
+
+/* ---- toka completion: a script for a shell, made from the tables of commands and flags ---- */
+
+/* Appends the names of the flags of a command, with a space before each. */
+static void cli_put_flag_names(buf *out, unsigned command) {
+    for (int i = 0; i < COUNT(cli_flags); i++)
+        if (cli_flags[i].name && (cli_flags[i].commands & command))
+            buf_printf(out, " --%s", cli_flags[i].name);
+}
+
+/* For bash, and for zsh, which can run scripts for bash. */
+static void cli_put_bash(buf *out) {
+    buf_c(out, "_toka() {\n"
+               "    local word=${COMP_WORDS[COMP_CWORD]} command=${COMP_WORDS[1]} names\n"
+               "    [ \"$command\" != bench ] || command=\"bench ${COMP_WORDS[2]}\"\n"
+               "    case $command in\n");
+    for (int i = 0; i < COUNT(cli_command_table); i++) {
+        const cli_command *command = &cli_command_table[i];
+        buf_printf(out, "    \"%s%s%s\") names=\"", command->name, command->second_name ? " " : "",
+                   command->second_name ? command->second_name : "");
+        cli_put_flag_names(out, command->for_bit);
+        buf_c(out, "\" ;;\n");
+    }
+    buf_c(out, "    *) names=\"help");
+    for (int i = 0; i < COUNT(cli_command_table); i++)
+        if (i == 0 || strcmp(cli_command_table[i].name, cli_command_table[i - 1].name))
+            buf_printf(out, " %s", cli_command_table[i].name);
+    cli_put_flag_names(out, FOR_RUN);
+    buf_c(out, "\"\n        [ $COMP_CWORD = 1 ] || case $command in -*) ;; *) names= ;; esac ;;\n"
+               "    esac\n"
+               "    [ \"$COMP_CWORD$command\" != \"2bench $word\" ] ||"
+               " names=\"throughput serve plan ops\"\n"
+               "    COMPREPLY=($(compgen -W \"$names\" -- \"$word\"))\n"
+               "}\n"
+               "complete -o default -F _toka toka ./toka\n");
+}
+
+/* Appends text in single quotes, as fish reads it. */
+static void cli_put_fish_text(buf *out, const char *text) {
+    buf_char(out, '\'');
+    for (; *text; text++) {
+        if (*text == '\'' || *text == '\\') buf_char(out, '\\');
+        buf_char(out, *text);
+    }
+    buf_char(out, '\'');
+}
+
+static void cli_put_fish(buf *out) {
+    for (int i = 0; i < COUNT(cli_command_table); i++) {
+        const cli_command *command = &cli_command_table[i];
+        buf_printf(out, "complete -c toka -n __fish_use_subcommand -a %s\n", command->name);
+        if (command->second_name)
+            buf_printf(out, "complete -c toka -n '__fish_seen_subcommand_from %s' -a %s\n",
+                       command->name, command->second_name);
+        for (int k = 0; k < COUNT(cli_flags); k++) {
+            const cli_flag *flag = &cli_flags[k];
+            if (!flag->name || !(flag->commands & command->for_bit)) continue;
+            buf_printf(out, "complete -c toka -n '__fish_seen_subcommand_from %s' -l %s%s -d ",
+                       command->second_name ? command->second_name : command->name, flag->name,
+                       flag->type == CLI_BOOL ? "" : " -r");
+            cli_put_fish_text(out, flag->help);
+            buf_char(out, '\n');
+        }
+    }
+}
+
+static int cli_completion(const cli *flags, toka_err *e) {
+    const char *shell = flags->words.n_values == 1 ? flags->words.values[0] : "";
+    buf out = {0};
+    if (!strcmp(shell, "zsh")) buf_c(&out, "autoload -U +X bashcompinit && bashcompinit\n");
+    if (!strcmp(shell, "bash") || !strcmp(shell, "zsh")) cli_put_bash(&out);
+    else if (!strcmp(shell, "fish")) cli_put_fish(&out);
+    else return fail(e, TOKA_E_USE, "expected: toka completion bash, zsh or fish");
+    const int code = cli_write(buf_view(&out), e);
+    buf_free(&out);
+    return code;
+}
 
 /* Returns the command of these words, or NULL. second: the second word, "" if there is no second
  * word. */
@@ -42745,28 +42892,35 @@ static int cli_help_for(bool all, int n_words, char **words, toka_err *e) {
     return cli_help(all, command->for_bit, command->second_name ? 2 : 1, words, e);
 }
 
+/* Runs the command whose flags were read. */
+static int cli_run_parsed(cli *flags, const cli_command *command, toka_err *e) {
+    tmpl_time now;
+    const unsigned bit = command ? command->for_bit : FOR_RUN;
+    int code = cli_check_parallel(&flags->open, e);
+    if (!code) code = lib_parse_now(flags->now, &now, e);
+    if (!code) code = cli_check_files(flags, bit, e);
+    if (isatty(2) && !flags->quiet) flags->open.progress = cli_print_progress;
+    if (flags->download_dir) setenv("HF_HUB_CACHE", flags->download_dir, 1);
+    const bool text_only = bit & (FOR_TOKENIZE | FOR_TEMPLATE);
+    if (!code && (bit & FOR_HUB)) code = cli_get_model(flags, text_only, e);
+    return code ? code : command ? command->main(flags, e) : cli_run_command(flags, e);
+}
+
 /* Reads the flags after the command's words and runs the command. command NULL: toka without a
  * command word. */
 static int cli_run_args(const cli_command *command, int n_words, int argc, char **argv,
                         toka_err *e) {
+    arena memory = {0};
     cli flags = cli_default();
-    tmpl_time now;
     const unsigned bit = command ? command->for_bit : FOR_RUN;
+    flags.memory = &memory;
     flags.max_words = cli_max_words(command);
     int code = cli_parse(&flags, bit, argc - 1 - n_words, argv + 1 + n_words, e);
-    if (code) return code;
-    if (flags.help || flags.help_all)
-        return cli_help(flags.help_all, command ? bit : FOR_ANY, n_words, argv + 1, e);
-    if (flags.version) return cli_version(e);
-    if ((code = cli_check_parallel(&flags.open, e)) || (code = lib_parse_now(flags.now, &now, e)))
-        return code;
-    if ((code = cli_check_files(&flags, bit, e))) return code;
-    if (isatty(2) && !flags.quiet) flags.open.progress = cli_print_progress;
-    arena names = {0};
-    if (flags.download_dir) setenv("HF_HUB_CACHE", flags.download_dir, 1);
-    if (bit & FOR_HUB) code = cli_get_model(&flags, bit & (FOR_TOKENIZE | FOR_TEMPLATE), &names, e);
-    if (!code) code = command ? command->main(&flags, e) : cli_run_command(&flags, e);
-    arena_free(&names);
+    if (!code && (flags.help || flags.help_all))
+        code = cli_help(flags.help_all, command ? bit : FOR_ANY, n_words, argv + 1, e);
+    else if (!code)
+        code = flags.version ? cli_version(e) : cli_run_parsed(&flags, command, e);
+    arena_free(&memory);
     return code;
 }
 

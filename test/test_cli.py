@@ -145,6 +145,51 @@ def test_flags_of_other_engines():
     assert b"unknown flag" in toka("-p", "x", "--swap-spaces", "1").stderr
 
 
+def test_config_file(tmp_path):
+    config = tmp_path / "config.json"
+
+    def run(values, *args, **env):
+        config.write_text(values if isinstance(values, str) else json.dumps(values))
+        return toka("-q", "--config", str(config), *args, env=env)
+    want = toka("-q", "-p", PROBLEM, "--temp", "2", "--seed", "3", "-n", "9", "--raw", "--stop", "§", "--stop", "$").stdout
+    values = {"prompt": PROBLEM, "temperature": 2, "seed": 3, "max_tokens": "9", "raw": True, "chat": False, "stop": ["§", "$"]}
+    assert run(values).stdout == want
+    assert toka(f"--config={config}", "-q").stdout == want
+    assert run({**values, "seed": 4}, "--seed", "3").stdout == want  # the command line goes first
+    assert run({**values, "seed": 3}, TOKA_SEED="5").stdout == want  # then the file, then the environment
+    assert run(values, TOKA_SEED="x").stdout == want
+    assert run({"prompt": "no"}, "-p", PROBLEM).stdout == toka("-q", "-p", PROBLEM).stdout
+    for text, message in (("[]", "not a JSON object"), ("{", "JSON"), ({"tmep": 1}, "--tmep: unknown flag; did you mean --temp?"),
+                          ({"port": 1}, "--port is not for this command"), ({"raw": 1}, "--raw: expected true or false"),
+                          ({"temp": [1]}, "--temp: expected a text or a number"), ({"temp": "hot"}, "'hot' is not a number"),
+                          ({"config": "x"}, "--config: unknown flag"), ({"": 1}, "unknown flag"), ({"seed": 1.5}, "not a whole number")):
+        r = run(text, "-p", "x")
+        assert r.returncode == 1 and message in r.stderr.decode() and r.stderr.count(b"\n") == 1, r.stderr
+    assert b"/none: No such file" in toka("--config", "/none", "-p", "x").stderr
+
+
+def test_completion():
+    script = toka("completion", "bash").stdout.decode()
+
+    def complete(*words):
+        code = script + f"COMP_WORDS=({' '.join(repr(w) for w in words)}); COMP_CWORD={len(words) - 1}; _toka; echo ${{COMPREPLY[@]}}"
+        r = subprocess.run(["bash", "-c", code], capture_output=True, text=True)
+        assert r.returncode == 0 and not r.stderr, r.stderr
+        return r.stdout.split()
+    assert complete("toka", "se") == ["serve"] and complete("toka", "serve", "--ap") == ["--api-key", "--api-key-file"]
+    assert complete("toka", "bench", "") == ["throughput", "serve", "plan", "ops"] and complete("toka", "bench", "th") == ["throughput"]
+    assert complete("toka", "bench", "serve", "--good") == ["--goodput"] and complete("toka", "--samp") == ["--samples"]
+    assert complete("toka", "list", "--api") == [] and complete("toka", "-p", "x", "--temp") == ["--temp"]
+    assert {"bench", "pull", "chat", "help"} <= set(complete("toka", ""))
+    flags = set(re.findall(r"^  (?:-\w+, |    )--([a-z-]+)", toka("serve", "--help-all").stdout.decode(), re.M))
+    assert {f"--{f}" for f in flags} == set(complete("toka", "serve", "--"))
+    assert toka("completion", "zsh").stdout.decode() == "autoload -U +X bashcompinit && bashcompinit\n" + script
+    fish = toka("completion", "fish").stdout.decode()
+    assert "complete -c toka -n '__fish_seen_subcommand_from serve' -l port -r -d " in fish
+    assert all(line.count("'") - line.count("\\'") in (0, 2, 4) for line in fish.splitlines())
+    assert toka("completion").returncode == toka("completion", "ksh").returncode == 1
+
+
 def test_run_a_model():
     want = toka("-q", "-m", "test/model", "-p", PROBLEM).stdout
     assert toka("run", "test/model", PROBLEM, "-q").stdout == want

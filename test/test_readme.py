@@ -106,7 +106,7 @@ def test_manual_pages(hub, tmp_path, page):
 def test_the_pages_are_found(hub, tmp_path):
     assert PAGES == ["hub", "numbers", "batches", "serving", "files", "gpus"]
     for command, page in (("pull", "hub"), ("batch", "batches"), ("serve", "serving"), ("plan", "gpus"), ("score", "numbers")):
-        assert f"\nManual pages: toka help {page}\n" in run(hub, tmp_path, f"toka {command} --help")[1]
+        assert f"\nManual page: toka help {page}\n" in run(hub, tmp_path, f"toka {command} --help")[1]
     assert "did you mean toka help serving?" in run(hub, tmp_path, "toka help servin")[2]
     text = readme()
     assert set(re.findall(r"`toka help ([a-z]+)`", text)) == set(PAGES)
