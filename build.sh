@@ -85,7 +85,7 @@ exports() {
 cuda() {
     gencode=
     for a in $ARCHS; do gencode="$gencode -gencode arch=compute_$a,code=sm_$a"; done
-    # shellcheck disable=SC2086
+    # shellcheck disable=SC2086,SC2090
     "$NVCC" -std=c++20 -O3 --threads 0 -Xcompiler -fno-exceptions ${pic:+-Xcompiler $pic} $gencode -Xptxas -v -c toka_kernels.cu -o "$tmp/kernels.o" >"$tmp/nvcc" 2>&1 || {
         cat "$tmp/nvcc" >&2
         die "nvcc failed"
@@ -99,7 +99,7 @@ cuda() {
 # 80 seconds for each architecture; nvcc compiles as many at once as there are cores.
 cuda_time() {
     cores=$(getconf _NPROCESSORS_ONLN || echo 1)
-    # shellcheck disable=SC2086
+    # shellcheck disable=SC2086,SC2090
     set -- $ARCHS
     [ "$cores" -lt $# ] || cores=$#
     echo "about $((($# * 80 / cores + 59) / 60)) minutes"
@@ -127,29 +127,44 @@ check toka_kernels.cu
 columns
 border
 [ ! -f test/words.txt ] || words
-out=toka main=-DTOKA_MAIN pic=
+out=toka main=-DTOKA_MAIN pic=''
 case ${1:-} in
 check) exit 0 ;;
-lib) out=libtoka.so main= pic=-fPIC ;;
+lib) out=libtoka.so main='' pic=-fPIC ;;
 ?*) die "$1: expected lib, check or nothing" ;;
 esac
 flags=
+# shellcheck disable=SC2089
 [ -f "$MODEL/model.safetensors" ] && flags="-DTOKA_EMBED=\"$MODEL\""
-gpu=
-if [ -n "$NVCC" ] && [ -f toka_kernels.cu ]; then
-    stage "compiling toka_kernels.cu with $NVCC for $ARCHS" "$(cuda_time)"
-    cuda
-    gpu=yes flags="$flags -DTOKA_WITH_CUDA"
-fi
-stage "compiling toka.c with $CC" "half a minute"
-# shellcheck disable=SC2086
-$CC -std=c11 -O3 -fno-trapping-math $WARN ${CFLAGS:-} $main $pic $flags -c toka.c -o "$tmp/toka.o"
-exports "$tmp/toka.o"
-stage "linking ./$out" "a second"
-# shellcheck disable=SC2086 # CFLAGS and LDFLAGS are words
-if [ "$gpu" ]; then
-    nvcc_link
-else
+
+# Compiles toka.c. FLAGS: those of the half that it belongs to.
+compile() {
+    stage "compiling toka.c with $CC" "half a minute"
+    # shellcheck disable=SC2086,SC2090
+    $CC -std=c11 -O3 -fno-trapping-math $WARN ${CFLAGS:-} $main $pic $flags "$@" -c toka.c -o "$tmp/toka.o"
+    exports "$tmp/toka.o"
+    stage "linking ./$out" "a second"
+}
+built() {
+    echo "built ./$out, $(($(wc -c <"$out") / 1024)) KB${1:-}"
+}
+cpu_half() {
+    compile
+    # shellcheck disable=SC2086 # CFLAGS and LDFLAGS are words
     $CC ${CFLAGS:-} ${LDFLAGS:-} ${pic:+-shared} "$tmp/toka.o" -o "$out" -lm -lpthread
+}
+
+if [ -z "$NVCC" ] || [ ! -f toka_kernels.cu ]; then
+    cpu_half
+    built
+    exit 0
 fi
-echo "built ./$out, $(($(wc -c <"$out") / 1024)) KB"
+if [ ! -e /dev/nvidiactl ]; then # no GPU here: what can run here comes first
+    cpu_half
+    built " (for the CPU: it runs; the GPU half follows)"
+fi
+stage "compiling toka_kernels.cu with $NVCC for $ARCHS" "$(cuda_time)"
+cuda
+compile -DTOKA_WITH_CUDA
+nvcc_link
+built

@@ -40269,6 +40269,7 @@ static const help_page help_pages[] = {
      "    kill $!; wait\n"
      "\n"
      "- A line on standard error says every 5 seconds what /metrics has.\n"
+     "- test/deploy has a Dockerfile, a unit for systemd and a script for Slurm.\n"
      "- `n` may be thousands: the samples share the pages of their prompt, and\n"
      "  `\"stream\": true` sends each as it grows. vLLM's fields work too: top_k,\n"
      "  min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids,\n"

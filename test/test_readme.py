@@ -1,5 +1,6 @@
 """The commands of the README's first page and of its sections about models and prompts, and the commands of the manual pages
 (toka help PAGE), run as written, with a fake hub (hub.py) and a new HOME. Run through test/run.sh."""
+import json
 import os
 import re
 import shutil
@@ -110,3 +111,37 @@ def test_the_pages_are_found(hub, tmp_path):
     assert "did you mean toka help serving?" in run(hub, tmp_path, "toka help servin")[2]
     text = readme()
     assert set(re.findall(r"`toka help ([a-z]+)`", text)) == set(PAGES)
+
+
+# ---- test/deploy ----
+
+DEPLOY = os.path.join(ROOT, "test/deploy")
+
+
+def test_slurm_script(hub, tmp_path):
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", f"{DEPLOY}/batch.slurm"], check=True)
+    (tmp_path / "in.jsonl").write_text('{"custom_id": "1", "prompt": "Tom has", "max_tokens": 3}\n')
+    for _ in range(2):  # the second run has nothing left to do
+        status, _, err = run(hub, tmp_path, "bash test/deploy/batch.slurm Qwen/Qwen3-0.6B in.jsonl out.jsonl")
+        assert status == 0, err
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 1
+
+
+def test_systemd_unit(tmp_path):
+    text = open(f"{DEPLOY}/toka.service").read()
+    command = re.search(r"^ExecStart=/usr/local/bin/toka (.*)$", text, re.M)[1].split()
+    assert subprocess.run([TOKA, *command, "--help"], capture_output=True).returncode == 0  # it has these flags
+    if shutil.which("systemd-analyze"):
+        (tmp_path / "toka.service").write_text(text.replace("/usr/local/bin/toka", TOKA))
+        r = subprocess.run(["systemd-analyze", "verify", str(tmp_path / "toka.service")], capture_output=True, text=True)
+        assert r.returncode == 0 and "toka.service" not in r.stderr, r.stderr
+
+
+def test_dockerfile():
+    lines = open(f"{DEPLOY}/Dockerfile").read().splitlines()
+    words = {line.split()[0] for line in lines if line and not line.startswith("#")}
+    assert words == {"FROM", "COPY", "RUN", "ENV", "EXPOSE", "ENTRYPOINT"}
+    entry = [word for line in lines if line.startswith("ENTRYPOINT") for word in json.loads(line.removeprefix("ENTRYPOINT"))]
+    given = re.search(r"docker run .* toka (.*)$", lines[0])[1].split()
+    assert entry[0] == "toka" and subprocess.run([TOKA, *entry[1:], *given, "--help"], capture_output=True).returncode == 0
