@@ -199,3 +199,52 @@ def test_readme(py, tmp_path):
     subprocess.run(copy, shell=True, check=True, cwd=tmp_path)
     r = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=ENV, capture_output=True, text=True)
     assert r.returncode == 0 and len(re.findall(r"^[0-3] ", r.stdout, re.M)) == 8, r.stderr
+
+
+# ---- test/recipes ----
+
+def recipe(name, *args):
+    path = f"{ROOT}/test/recipes/{name}"
+    assert len(open(path).read().splitlines()) <= 60
+    r = subprocess.run([sys.executable, path, *map(str, args)], env=ENV, capture_output=True, text=True, timeout=120)
+    assert r.returncode == 0, r.stderr
+    return r.stdout
+
+
+@pytest.fixture
+def problems(tmp_path):
+    path = tmp_path / "problems.jsonl"
+    path.write_text("".join(json.dumps({"question": PROBLEM.replace("12", str(i)), "answer": str(i + 7)}) + "\n" for i in range(10, 16)))
+    return path
+
+
+def test_recipe_pass_at_k(py, problems):
+    lines = recipe("pass_at_k.py", f"{ROOT}/test/model", problems, 8).splitlines()
+    rates = [float(line.split()[1]) for line in lines[:4]]
+    assert [line.split()[0] for line in lines[:4]] == ["pass@1", "pass@2", "pass@4", "pass@8"]
+    assert rates == sorted(rates) and rates[3] > 0.8 and re.fullmatch(r"\d+ tokens/s, \d+ characters/s", lines[4])
+
+
+def test_recipe_synthetic(py, tmp_path):
+    (tmp_path / "in.txt").write_text("Tom has 3 boxes.\n\nAnn buys 5 apples.\n")
+    n_kept, n_all = re.match(r"(\d+) of (\d+) texts are kept", recipe("synthetic.py", f"{ROOT}/test/model", tmp_path / "in.txt", tmp_path / "out.jsonl", 12)).groups()
+    rows = [json.loads(line) for line in open(tmp_path / "out.jsonl")]
+    assert n_all == "24" and 0 < int(n_kept) == len(rows) == len({r["text"] for r in rows}) and all(r["mean_logprob"] > -1.5 for r in rows)
+
+
+def test_recipe_reject(py, problems, tmp_path):
+    out = recipe("reject.py", f"{ROOT}/test/model", problems, tmp_path / "out.jsonl", 2)
+    rows = [json.loads(line)["messages"] for line in open(tmp_path / "out.jsonl")]
+    assert out.startswith("round 0: 6 problems, ") and len(rows) >= 6
+    for user, assistant in rows:
+        tom = int(re.search(r"Tom has (\d+)", user["content"])[1])
+        assert re.findall(r"-?\d+", assistant["content"])[-1] == str(tom + 7)
+
+
+def test_recipe_scan(py, tmp_path):
+    for i in range(3):
+        (tmp_path / f"{i}.txt").write_text(f"Tom has {i} apples. " * (1 if i else 400))
+    assert recipe("scan.py", f"{ROOT}/test/model", tmp_path, "*.txt", tmp_path / "out.jsonl", "How many apples does Tom have?") == "3 files\n"
+    rows = [json.loads(line) for line in open(tmp_path / "out.jsonl")]
+    assert [os.path.basename(r["file"]) for r in rows] == ["0.txt", "1.txt", "2.txt"] and all(r["answer"] for r in rows)
+    assert rows[0]["prompt_tokens"] > 600 > rows[1]["prompt_tokens"]
