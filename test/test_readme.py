@@ -145,3 +145,25 @@ def test_dockerfile():
     entry = [word for line in lines if line.startswith("ENTRYPOINT") for word in json.loads(line.removeprefix("ENTRYPOINT"))]
     given = re.search(r"docker run .* toka (.*)$", lines[0])[1].split()
     assert entry[0] == "toka" and subprocess.run([TOKA, *entry[1:], *given, "--help"], capture_output=True).returncode == 0
+
+
+@pytest.mark.slow
+def test_release(tmp_path):
+    """Two runs make the same bytes. The program in them needs no library and no file."""
+    if not os.path.isdir(os.path.join(ROOT, ".git")) and not os.path.isfile(os.path.join(ROOT, ".git")):
+        pytest.skip("not a clone")
+    hashes = set()
+    for name in ("a", "b"):
+        r = subprocess.run([f"{ROOT}/test/release.sh", str(tmp_path / name)], env={**os.environ, "CFLAGS": "-O0"}, capture_output=True, text=True)
+        assert r.returncode == 0, r.stderr
+        hashes.add(r.stdout)
+    assert len(hashes) == 1
+    archive, = (tmp_path / "a").iterdir()
+    subprocess.run(["tar", "-xzf", str(archive)], check=True, cwd=tmp_path)
+    folder, = tmp_path.glob("toka-*")
+    assert {"toka", "toka.c", "toka.h", "toka_kernels.cu", "README.md", "models.txt", "LICENSE"} <= set(os.listdir(folder))
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    r = subprocess.run([str(folder / "toka"), "-q", "-p", "Tom has 12 apples.", "-n", "5"], cwd=empty, env={}, capture_output=True)
+    assert r.returncode == 0 and r.stdout, r.stderr
+    assert b"NEEDED" not in subprocess.run(["readelf", "-d", str(folder / "toka")], capture_output=True).stdout
