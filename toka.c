@@ -15954,17 +15954,31 @@ COLD static int con_tuple(con_product *product, con_grammar *grammar, const int 
     return *head = product->n_tuples++;
 }
 
+/* Marks the bytes at which an edge of the node's items begins, or one has ended. */
+COLD static void con_mark_borders(const con_machine *machine, const con_node *node, bool *border) {
+    for (int i = 0; i < node->n; i++)
+        for (int k = machine->grammar->states[node->items[i].state].first; k >= 0;
+             k = machine->grammar->edges[k].next) {
+            const con_edge *edge = &machine->grammar->edges[k];
+            if (edge->kind == CON_BYTES) border[edge->low] = border[edge->high + 1] = true;
+        }
+}
+
 /* Adds the edges of tuple i, one for each run of bytes with the same next tuple. */
 COLD static void con_tuple_edges(con_product *product, con_grammar *grammar, int i, int end) {
+    con_machine *machine = &product->machine;
+    bool accepts = true, border[257] = {[0] = true, [256] = true};
     int nodes[CON_MAX_FACTORS], low = 0, last = -1;
-    bool accepts = true;
-    for (int k = 0; k < product->n; k++)
-        accepts &= con_accepts(&product->machine, product->tuples[i][k]) !=
-                   (product->negated >> k & 1);
+    for (int k = 0; k < product->n; k++) {
+        const int node = product->tuples[i][k];
+        accepts &= con_accepts(machine, node) != (product->negated >> k & 1);
+        con_mark_borders(machine, &machine->nodes[node], border);
+    }
     if (accepts) con_empty(grammar, product->first_state + i, end);
     for (int byte = 0; byte <= 256; byte++) {
+        if (!border[byte]) continue;
         for (int k = 0; k < product->n && byte < 256; k++)
-            nodes[k] = con_step(&product->machine, product->tuples[i][k], byte);
+            nodes[k] = con_step(machine, product->tuples[i][k], byte);
         const int next = byte < 256 ? con_tuple(product, grammar, nodes) : -1;
         if (byte && next == last) continue;
         if (last >= 0)
@@ -17027,7 +17041,8 @@ enum {
 };
 
 enum { /* bits of con_part.done: keywords of the schema that are in the list already */
-    CON_DONE_REF = 1, CON_DONE_ALL_OF = 2, CON_DONE_ANY_OF = 4, CON_DONE_ONE_OF = 8
+    CON_DONE_REF = 1, /* and allOf */
+    CON_DONE_ANY_OF = 2, CON_DONE_ONE_OF = 4
 };
 enum { /* bits of types */
     CON_NULL = 1, CON_BOOL = 2, CON_INTEGER = 4, CON_FRACTION = 8, CON_STRING = 16, CON_ARRAY = 32,
@@ -17198,18 +17213,25 @@ COLD static void con_check_keywords(con_schema *schema, const json *part) {
         con_schema_fail(schema, json_get(part, "uniqueItems"), "this keyword is not supported");
 }
 
-/* Adds what $ref and allOf name. */
+/* Adds what $ref and allOf name, each before the schema that names it: properties are generated in
+ * this order. */
 COLD static void con_all_expand(con_schema *schema, con_all *all) {
-    for (int i = 0; i < all->n && !schema->grammar->e->code; i++) {
-        con_part *part = &all->part[i];
-        const json *ref = json_get(part->schema, "$ref"),
-                   *all_of = json_get(part->schema, "allOf");
-        con_check_keywords(schema, part->schema);
-        if (json_is(ref, JSON_STRING) && !(part->done & CON_DONE_REF))
-            con_all_add(schema, all, con_resolve(schema, ref));
-        if (json_is(all_of, JSON_ARRAY) && !(part->done & CON_DONE_ALL_OF))
-            JSON_EACH(it, all_of) con_all_add(schema, all, it);
-        part->done |= CON_DONE_REF | CON_DONE_ALL_OF;
+    for (int i = 0; i < all->n && !schema->grammar->e->code;) {
+        con_part part = all->part[i], added[CON_MAX_ALL];
+        const int n = all->n;
+        const json *ref = json_get(part.schema, "$ref"), *all_of = json_get(part.schema, "allOf");
+        if (part.done & CON_DONE_REF) {
+            i++;
+            continue;
+        }
+        con_check_keywords(schema, part.schema);
+        all->part[i].done |= CON_DONE_REF;
+        if (json_is(ref, JSON_STRING)) con_all_add(schema, all, con_resolve(schema, ref));
+        if (json_is(all_of, JSON_ARRAY)) JSON_EACH(it, all_of) con_all_add(schema, all, it);
+        const size_t n_added = (size_t)(all->n - n);
+        memcpy(added, all->part + n, n_added * sizeof *added);
+        memmove(all->part + i + n_added, all->part + i, (size_t)(n - i) * sizeof *added);
+        memcpy(all->part + i, added, n_added * sizeof *added);
     }
 }
 
