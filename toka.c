@@ -17028,12 +17028,14 @@ COLD static void con_gbnf(con_grammar *grammar, str text) {
  *   - integers without fraction and exponent; numbers with a limit or multipleOf without exponent
  *   - a string with `pattern` or a known `format`, names of properties, const and enum: characters
  *     literally, if JSON does not demand an escape. In other strings any escape may be used
- * oneOf is made like anyOf if its branches cannot hold together; else it is refused. A `format`
- * that is not in con_formats is an annotation, as the standard says, and so are unknown keywords.
+ * not, if, dependencies, and a oneOf whose branches may hold together become other schemas, made
+ * with the opposites of schemas (con_put_not). If an opposite cannot be made, they are refused. A
+ * `format` that is not in con_formats is an annotation, as the standard says, and so are unknown
+ * keywords.
  * =========================================================================== */
 
 enum {
-    CON_MAX_ALL = 24,           /* schemas that hold together */
+    CON_MAX_ALL = 64,           /* schemas that hold together */
     CON_MAX_RULES = 50000,      /* of a schema, before products */
     CON_MAX_INDENT = 40,
     CON_MAX_PATTERNS = 4,       /* patternProperties that hold together */
@@ -17066,6 +17068,11 @@ typedef struct con_entry { /* a rule, and the list that it is made from */
     int chain;      /* next entry with the same hash; -1: none */
 } con_entry;
 
+typedef struct con_made { /* a list of schemas that was made of another schema */
+    const json *of, *list;
+    bool opposite; /* its opposite; else what its keywords stand for */
+} con_made;
+
 typedef struct con_pattern { /* a rule for a pattern, which may occur often */
     str text;
     int rule;
@@ -17078,7 +17085,8 @@ typedef struct con_schema {
     arena memory;
     con_entry *entries;
     con_pattern *patterns;
-    int n_entries, cap_entries, n_patterns, cap_patterns, heads[CON_HEADS];
+    con_made *made;
+    int n_entries, cap_entries, n_patterns, cap_patterns, n_made, cap_made, heads[CON_HEADS];
     int space;                   /* rule of white space; -1: none */
     int char_rule, string_rule;  /* a character, a whole string without its quotes; any escapes */
     int name_rule;               /* the same with the escapes that JSON demands */
@@ -17193,18 +17201,16 @@ COLD static void con_all_add(con_schema *schema, con_all *all, const json *part)
     else if (json_is(part, JSON_OBJECT) && part->n) all->part[all->n++] = (con_part){part, 0};
 }
 
-/* Keywords that are known and not done, and so refused. `if` without then and else is nothing. */
-static const char *const con_refused[] = {
-    "not", "then", "else", "dependencies", "dependentRequired", "dependentSchemas", "contains",
-    "propertyNames", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef"};
+/* Keywords that are known and not done, and so refused. */
+static const char *const con_refused[] = {"contains", "propertyNames", "unevaluatedProperties",
+                                          "unevaluatedItems", "$dynamicRef", "$recursiveRef"};
 
 COLD static void con_check_keywords(con_schema *schema, const json *part) {
     for (int i = 0; i < COUNT(con_refused); i++) {
         const json *value = json_get(part, con_refused[i]);
-        const bool is_branch = !strcmp(con_refused[i], "then") || !strcmp(con_refused[i], "else");
         const bool is_nothing =
-            value && i && (json_is_true(value) || (value->type >= JSON_ARRAY && !value->n));
-        if (value && !is_nothing && (!is_branch || json_get(part, "if")))
+            value && (json_is_true(value) || (value->type >= JSON_ARRAY && !value->n));
+        if (value && !is_nothing)
             con_schema_fail(schema, value, "this keyword is not supported");
     }
     if (json_get(part, "enum") && !json_is(json_get(part, "enum"), JSON_ARRAY))
@@ -17213,8 +17219,304 @@ COLD static void con_check_keywords(con_schema *schema, const json *part) {
         con_schema_fail(schema, json_get(part, "uniqueItems"), "this keyword is not supported");
 }
 
-/* Adds what $ref and allOf name, each before the schema that names it: properties are generated in
- * this order. */
+/* ---- Schemas made of others: not, if, dependencies ---- */
+
+COLD static unsigned con_type_of_value(const json *value) {
+    static const unsigned types[] = {CON_NULL,   CON_BOOL,  CON_BOOL,  CON_FRACTION,
+                                     CON_STRING, CON_ARRAY, CON_OBJECT};
+    int64_t whole;
+    return json_whole(value, &whole) || value->is_big_int ? CON_INTEGER : types[value->type];
+}
+
+COLD static unsigned con_type_named(con_schema *schema, const json *name) {
+    static const struct {
+        const char *name;
+        unsigned types;
+    } types[] = {{"null", CON_NULL},       {"boolean", CON_BOOL}, {"integer", CON_INTEGER},
+                 {"number", CON_NUMBER},   {"string", CON_STRING}, {"array", CON_ARRAY},
+                 {"object", CON_OBJECT},   {"any", CON_ANY}};
+    for (int i = 0; i < COUNT(types); i++)
+        if (str_is(json_str(name), types[i].name)) return types[i].types;
+    con_schema_fail(schema, name, "unknown type");
+    return 0;
+}
+
+static const struct con_format {
+    const char *name, *pattern;
+} con_formats[] = {
+#define CON_DATE \
+    "([0-9]{4}-(0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|[0-9]{4}-(0[469]|11)-(0[1-9]|[12][0-9]|" \
+    "30)|[0-9]{4}-02-(0[1-9]|1[0-9]|2[0-8])|([0-9]{2}(0[48]|[2468][048]|[13579][26])|" \
+    "([02468][048]|[13579][26])00)-02-29)"
+#define CON_TIME \
+    "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\\.[0-9]+)?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+#define CON_BYTE "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+#define CON_LABEL "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+#define CON_GROUP "[0-9A-Fa-f]{1,4}"
+    {"date", "^" CON_DATE "$"},
+    {"time", "^" CON_TIME "$"},
+    {"date-time", "^" CON_DATE "T" CON_TIME "$"},
+    {"duration", "^P(([0-9]+Y([0-9]+M([0-9]+D)?)?|[0-9]+M([0-9]+D)?|[0-9]+D)(T([0-9]+H([0-9]+M("
+                 "[0-9]+S)?)?|[0-9]+M([0-9]+S)?|[0-9]+S))?|T([0-9]+H([0-9]+M([0-9]+S)?)?|[0-9]+M("
+                 "[0-9]+S)?|[0-9]+S)|[0-9]+W)$"},
+    {"email", "^[A-Za-z0-9_%+-]+(\\.[A-Za-z0-9_%+-]+)*@" CON_LABEL "(\\." CON_LABEL ")+$"},
+    {"hostname", "^" CON_LABEL "(\\." CON_LABEL ")*$"},
+    {"ipv4", "^(" CON_BYTE "\\.){3}" CON_BYTE "$"},
+    {"ipv6", "^((" CON_GROUP ":){7}" CON_GROUP "|(" CON_GROUP ":){1,6}:" CON_GROUP "|(" CON_GROUP
+             ":){1,7}:|:(:" CON_GROUP "){1,7}|::)$"},
+    {"uuid", "^[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}$"},
+    {"uri", "^[A-Za-z][A-Za-z0-9+.-]*:([A-Za-z0-9._~:/?#@!$&'()*+,;=-]|%[0-9A-Fa-f]{2})+$"},
+    {"iri", "^[A-Za-z][A-Za-z0-9+.-]*:[^\\x00-\\x20\"<>\\\\^`{|}]+$"},
+};
+
+/* The keyword `inverse` with a value changed by `step` says the opposite, for values of a type. */
+static const struct con_inverse {
+    const char *name, *type, *inverse;
+    int step;
+} con_inverses[] = {
+    {"minimum", "number", "exclusiveMaximum", 0},   {"maximum", "number", "exclusiveMinimum", 0},
+    {"exclusiveMinimum", "number", "maximum", 0},   {"exclusiveMaximum", "number", "minimum", 0},
+    {"minLength", "string", "maxLength", -1},       {"maxLength", "string", "minLength", 1},
+    {"minItems", "array", "maxItems", -1},          {"maxItems", "array", "minItems", 1},
+    {"minProperties", "object", "maxProperties", -1},
+    {"maxProperties", "object", "minProperties", 1},
+};
+/* Keywords whose opposite is not made. */
+static const char *const con_no_inverse[] = {
+    "items", "prefixItems", "additionalItems", "additionalProperties", "patternProperties",
+    "propertyNames", "contains", "uniqueItems", "multipleOf", "then", "else", "dependencies",
+    "dependentRequired", "dependentSchemas", "oneOf", "unevaluatedProperties", "unevaluatedItems"};
+
+/* Keywords that only made schemas have: the strings, and the pattern, that a string must not be. */
+#define CON_EXCEPT "\x01" "except"
+#define CON_UNLIKE "\x01" "unlike"
+
+COLD static bool con_put_not(con_schema *schema, const json *part, int depth, buf *out);
+
+COLD static void con_put_pair(buf *out, const char *head, str text, const char *tail) {
+    json_comma(out);
+    buf_c(out, head);
+    json_put_str(out, text);
+    buf_c(out, tail);
+}
+
+/* Appends the types that are not in the list (bits). */
+COLD static void con_put_types(buf *out, unsigned types) {
+    static const char *const names[] = {"null", "boolean", "integer", NULL, "string", "array",
+                                        "object"};
+    json_comma(out);
+    buf_c(out, "{\"type\":[");
+    for (int i = 0; i < COUNT(names); i++)
+        if (names[i] && types >> i & 1)
+            json_put_str(out, str_c(1u << i == CON_INTEGER && types & CON_FRACTION ? "number"
+                                                                                  : names[i]));
+    buf_c(out, "]}");
+}
+
+/* Appends the opposite of a list of values. */
+COLD static bool con_put_not_values(const json *values, const json *end, buf *out) {
+    unsigned types = CON_ANY, bools = 0;
+    buf strings = {0};
+    const json *number = NULL;
+    bool ok = true;
+    for (const json *it = values; it < end && ok; it = json_next(it)) {
+        const unsigned type = con_type_of_value(it);
+        types &= ~(type & CON_NUMBER ? CON_NUMBER : type);
+        ok = !(type & (CON_ARRAY | CON_OBJECT)) && !(type & CON_NUMBER && number);
+        if (type & CON_NUMBER) number = it;
+        if (type == CON_BOOL) bools |= it->type == JSON_TRUE ? 2 : 1;
+        if (type == CON_STRING) json_put_value(&strings, it);
+    }
+    if (types) con_put_types(out, types);
+    if (strings.n) {
+        json_comma(out);
+        buf_c(out, "{\"type\":\"string\",\"\\u0001except\":[");
+        buf_str(out, buf_view(&strings));
+        buf_c(out, "]}");
+    }
+    for (int i = 0; i < 2 && number; i++) {
+        json_comma(out);
+        buf_printf(out, "{\"type\":\"number\",\"exclusive%simum\":", i ? "Max" : "Min");
+        json_put_value(out, number);
+        buf_c(out, "}");
+    }
+    if (bools == 1 || bools == 2)
+        json_comma(out), buf_c(out, bools == 1 ? "{\"const\":true}" : "{\"const\":false}");
+    buf_free(&strings);
+    return ok;
+}
+
+/* Appends the opposite of a limit. Returns false if the keyword is none. */
+COLD static bool con_put_not_limit(const json *key, buf *out) {
+    for (int i = 0; i < COUNT(con_inverses); i++) {
+        const struct con_inverse *inverse = &con_inverses[i];
+        if (!str_is(json_str(key), inverse->name) || key[1].type != JSON_NUMBER) continue;
+        if (inverse->step < 0 && json_num(key + 1, 0) < 1) return true; /* it always holds */
+        con_put_pair(out, "{\"type\":", str_c(inverse->type), ",");
+        json_put_key(out, inverse->inverse);
+        if (inverse->step) json_put_int(out, (int64_t)json_num(key + 1, 0) + inverse->step);
+        else json_put_value(out, key + 1);
+        buf_c(out, "}");
+        return true;
+    }
+    return false;
+}
+
+/* Appends the opposite of what a keyword says of the elements of its list, or of its members. */
+COLD static bool con_put_not_inner(con_schema *schema, const json *key, int depth, buf *out) {
+    const str name = json_str(key);
+    const json *value = key + 1;
+    bool ok = true;
+    if (str_is(name, "required") && json_is(value, JSON_ARRAY))
+        JSON_EACH(it, value) {
+            con_put_pair(out, "{\"type\":\"object\",\"properties\":{", json_str(it), ":false}}");
+        }
+    else if (str_is(name, "properties") && json_is(value, JSON_OBJECT))
+        JSON_MEMBERS(member, value) {
+            con_put_pair(out, "{\"type\":\"object\",\"required\":[", json_str(member), "],");
+            con_put_pair(out, "\"properties\":{", json_str(member), ":");
+            ok &= con_put_not(schema, member + 1, depth + 1, out);
+            buf_c(out, "}}");
+        }
+    else if (json_is(value, JSON_ARRAY)) { /* allOf, anyOf */
+        const bool any = str_is(name, "anyOf");
+        json_comma(out);
+        if (any) buf_c(out, "{\"allOf\":[");
+        JSON_EACH(it, value) ok &= con_put_not(schema, it, depth + 1, out);
+        if (any) buf_c(out, "]}");
+    }
+    return ok;
+}
+
+/* Appends the alternatives of which one must hold so that a keyword does not. Keywords that are not
+ * known have none. Returns false if they cannot be made. */
+COLD static bool con_put_not_keyword(con_schema *schema, const json *key, int depth, buf *out) {
+    const str name = json_str(key);
+    const json *value = key + 1;
+    for (int i = 0; i < COUNT(con_no_inverse); i++)
+        if (str_is(name, con_no_inverse[i])) return false;
+    if (con_put_not_limit(key, out)) return true;
+    if (str_is(name, "type")) {
+        unsigned types = 0;
+        if (value->type == JSON_ARRAY) JSON_EACH(it, value) types |= con_type_named(schema, it);
+        else types = con_type_named(schema, value);
+        con_put_types(out, CON_ANY & ~types);
+        return (types & CON_NUMBER) != CON_INTEGER;
+    }
+    if (str_is(name, "enum") && value->type == JSON_ARRAY)
+        return con_put_not_values(value + 1, json_next(value), out);
+    if (str_is(name, "const")) return con_put_not_values(value, json_next(value), out);
+    if (str_is(name, "not")) return json_put_value(out, value), true;
+    if (str_is(name, "$ref")) {
+        const json *target = con_resolve(schema, value);
+        return target && con_put_not(schema, target, depth + 1, out);
+    }
+    str pattern = str_is(name, "pattern") ? json_str(value) : STR("");
+    for (int i = 0; i < COUNT(con_formats) && str_is(name, "format"); i++)
+        if (str_is(json_str(value), con_formats[i].name)) pattern = str_c(con_formats[i].pattern);
+    if (pattern.n)
+        con_put_pair(out, "{\"type\":\"string\",\"\\u0001unlike\":", pattern, "}");
+    return str_is(name, "pattern") || con_put_not_inner(schema, key, depth, out);
+}
+
+/* Appends a schema for all values that are not valid for `part`. */
+COLD static bool con_put_not(con_schema *schema, const json *part, int depth, buf *out) {
+    json_comma(out);
+    if (part->type != JSON_OBJECT) return json_put_bool(out, part->type == JSON_FALSE), true;
+    if (depth > 12 || out->n > 1 << 20) return false;
+    buf_c(out, "{\"anyOf\":[");
+    JSON_MEMBERS(key, part) if (!con_put_not_keyword(schema, key, depth, out)) return false;
+    buf_c(out, "]}");
+    return true;
+}
+
+/* Parses a list of schemas that was made of a keyword of `of`. */
+COLD static const json *con_keep_made(con_schema *schema, const json *of, bool opposite,
+                                      buf *text) {
+    static const json_limits limits = {500, 64 << 20};
+    toka_err e;
+    const str copy = arena_str(&schema->memory, buf_view(text));
+    const json *list = json_parse(&schema->memory, copy, limits, &e);
+    if (!list) con_schema_fail(schema, of, "it is too large");
+    schema->made = con_grow(schema->made, schema->n_made, &schema->cap_made, sizeof *schema->made);
+    schema->made[schema->n_made++] = (con_made){of, list, opposite};
+    return list;
+}
+COLD static const json *con_find_made(const con_schema *schema, const json *of, bool opposite) {
+    for (int i = 0; i < schema->n_made; i++)
+        if (schema->made[i].of == of && schema->made[i].opposite == opposite)
+            return schema->made[i].list;
+    return NULL;
+}
+
+/* Returns a list with the opposite of a schema; NULL after an error. */
+COLD static const json *con_opposite(con_schema *schema, const json *part) {
+    const json *list = con_find_made(schema, part, true);
+    buf text = {0};
+    if (list) return list;
+    buf_c(&text, "[");
+    if (con_put_not(schema, part, 0, &text)) {
+        buf_c(&text, "]");
+        list = con_keep_made(schema, part, true, &text);
+    } else con_schema_fail(schema, part, "the opposite of this schema is not supported");
+    buf_free(&text);
+    return list;
+}
+
+/* Appends: if it has the name, then it has all names of a list, or is valid for a schema. */
+COLD static void con_put_dependency(const json *key, buf *out) {
+    con_put_pair(out, "{\"anyOf\":[{\"properties\":{", json_str(key), ":false}},");
+    con_put_pair(out, "{\"required\":[", json_str(key), "");
+    if (key[1].type == JSON_ARRAY) JSON_EACH(it, key + 1) json_put_value(out, it);
+    buf_c(out, "]");
+    if (key[1].type != JSON_ARRAY) {
+        buf_c(out, ",\"allOf\":[");
+        json_put_value(out, key + 1);
+        buf_c(out, "]");
+    }
+    buf_c(out, "}]}");
+}
+
+/* Appends `if`: it and then, or not it and else. */
+COLD static void con_put_if(con_schema *schema, const json *part, buf *out) {
+    const json *test = json_get(part, "if");
+    for (int i = 0; i < 2; i++) {
+        const json *branch = json_get(part, i ? "else" : "then");
+        json_comma(out);
+        buf_c(out, i ? "{\"allOf\":[" : "{\"anyOf\":[{\"allOf\":[");
+        if (!i) json_put_value(out, test);
+        else if (!con_put_not(schema, test, 0, out))
+            con_schema_fail(schema, test, "the opposite of this schema is not supported");
+        if (branch) json_put_value(out, branch);
+        buf_c(out, i ? "]}]}" : "]}");
+    }
+}
+
+/* Adds the schemas that if and the dependencies of a part stand for, and the opposite of its
+ * not. */
+COLD static void con_add_made(con_schema *schema, con_all *all, const json *part) {
+    static const char *const names[] = {"dependencies", "dependentRequired", "dependentSchemas"};
+    const json *list = con_find_made(schema, part, false), *not = json_get(part, "not");
+    const bool has_if =
+        json_get(part, "if") && (json_get(part, "then") || json_get(part, "else"));
+    buf text = {0};
+    buf_c(&text, "[");
+    for (int i = 0; i < COUNT(names) && !list; i++) {
+        const json *value = json_get(part, names[i]);
+        if (json_is(value, JSON_OBJECT))
+            JSON_MEMBERS(key, value) con_put_dependency(key, &text);
+    }
+    if (has_if && !list) con_put_if(schema, part, &text);
+    buf_c(&text, "]");
+    if (text.n > 2 && !list && !schema->grammar->e->code)
+        list = con_keep_made(schema, part, false, &text);
+    if (list) JSON_EACH(it, list) con_all_add(schema, all, it);
+    if (not && (list = con_opposite(schema, not))) con_all_add(schema, all, list + 1);
+    buf_free(&text);
+}
+
+/* Adds what $ref and allOf name, each before the schema that names it, and at the end what other
+ * keywords stand for: properties are generated in this order. */
 COLD static void con_all_expand(con_schema *schema, con_all *all) {
     for (int i = 0; i < all->n && !schema->grammar->e->code;) {
         con_part part = all->part[i], added[CON_MAX_ALL];
@@ -17232,6 +17534,7 @@ COLD static void con_all_expand(con_schema *schema, con_all *all) {
         memcpy(added, all->part + n, n_added * sizeof *added);
         memmove(all->part + i + n_added, all->part + i, (size_t)(n - i) * sizeof *added);
         memcpy(all->part + i, added, n_added * sizeof *added);
+        con_add_made(schema, all, part.schema);
     }
 }
 
@@ -17271,26 +17574,6 @@ COLD static int con_schema_rule_of(con_schema *schema, const json *part) {
 }
 
 /* ---- Types, values, and whether schemas can hold together ---- */
-
-COLD static unsigned con_type_of_value(const json *value) {
-    static const unsigned types[] = {CON_NULL,   CON_BOOL,  CON_BOOL,  CON_FRACTION,
-                                     CON_STRING, CON_ARRAY, CON_OBJECT};
-    int64_t whole;
-    return json_whole(value, &whole) || value->is_big_int ? CON_INTEGER : types[value->type];
-}
-
-COLD static unsigned con_type_named(con_schema *schema, const json *name) {
-    static const struct {
-        const char *name;
-        unsigned types;
-    } types[] = {{"null", CON_NULL},       {"boolean", CON_BOOL}, {"integer", CON_INTEGER},
-                 {"number", CON_NUMBER},   {"string", CON_STRING}, {"array", CON_ARRAY},
-                 {"object", CON_OBJECT},   {"any", CON_ANY}};
-    for (int i = 0; i < COUNT(types); i++)
-        if (str_is(json_str(name), types[i].name)) return types[i].types;
-    con_schema_fail(schema, name, "unknown type");
-    return 0;
-}
 
 /* Returns the types that `type`, enum and const of a schema leave. */
 COLD static unsigned con_own_types(con_schema *schema, const json *part) {
@@ -17417,33 +17700,6 @@ COLD static bool con_is_disjoint(con_schema *schema, const json *a, const json *
 
 /* ---- Strings ---- */
 
-static const struct con_format {
-    const char *name, *pattern;
-} con_formats[] = {
-#define CON_DATE \
-    "([0-9]{4}-(0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|[0-9]{4}-(0[469]|11)-(0[1-9]|[12][0-9]|" \
-    "30)|[0-9]{4}-02-(0[1-9]|1[0-9]|2[0-8])|([0-9]{2}(0[48]|[2468][048]|[13579][26])|" \
-    "([02468][048]|[13579][26])00)-02-29)"
-#define CON_TIME \
-    "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\\.[0-9]+)?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
-#define CON_BYTE "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
-#define CON_LABEL "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-#define CON_GROUP "[0-9A-Fa-f]{1,4}"
-    {"date", "^" CON_DATE "$"},
-    {"time", "^" CON_TIME "$"},
-    {"date-time", "^" CON_DATE "T" CON_TIME "$"},
-    {"duration", "^P(([0-9]+Y([0-9]+M([0-9]+D)?)?|[0-9]+M([0-9]+D)?|[0-9]+D)(T([0-9]+H([0-9]+M("
-                 "[0-9]+S)?)?|[0-9]+M([0-9]+S)?|[0-9]+S))?|T([0-9]+H([0-9]+M([0-9]+S)?)?|[0-9]+M("
-                 "[0-9]+S)?|[0-9]+S)|[0-9]+W)$"},
-    {"email", "^[A-Za-z0-9_%+-]+(\\.[A-Za-z0-9_%+-]+)*@" CON_LABEL "(\\." CON_LABEL ")+$"},
-    {"hostname", "^" CON_LABEL "(\\." CON_LABEL ")*$"},
-    {"ipv4", "^(" CON_BYTE "\\.){3}" CON_BYTE "$"},
-    {"ipv6", "^((" CON_GROUP ":){7}" CON_GROUP "|(" CON_GROUP ":){1,6}:" CON_GROUP "|(" CON_GROUP
-             ":){1,7}:|:(:" CON_GROUP "){1,7}|::)$"},
-    {"uuid", "^[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}$"},
-    {"uri", "^[A-Za-z][A-Za-z0-9+.-]*:([A-Za-z0-9._~:/?@!$&'()*+,;=-]|%[0-9A-Fa-f]{2})+$"},
-};
-
 /* Returns the rule of a pattern. */
 COLD static int con_pattern_rule(con_schema *schema, const json *where, str text) {
     for (int i = 0; i < schema->n_patterns; i++)
@@ -17461,12 +17717,29 @@ COLD static int con_pattern_rule(con_schema *schema, const json *where, str text
     return rule;
 }
 
-/* Adds the rules that the strings of a schema must match. Returns their number. */
-COLD static int con_string_rules(con_schema *schema, const con_all *all, int *rules) {
+/* Returns a rule for some texts as they stand in a JSON string. */
+COLD static int con_texts_rule(con_grammar *grammar, const json *texts) {
+    const con_rule out = {con_state_new(grammar), con_state_new(grammar)};
+    JSON_EACH(it, texts)
+        con_empty(grammar, con_text(grammar, out.start, json_str(it), true), out.end);
+    return con_rule_of(grammar, out.start, out.end);
+}
+
+/* Adds the rules that the strings of a schema must match, or (bits of *negated) must not. Returns
+ * their number. */
+COLD static int con_string_rules(con_schema *schema, const con_all *all, int *rules,
+                                 unsigned *negated) {
     int n = 0;
     for (int i = 0; i < all->n && n < CON_MAX_FACTORS - 1; i++) {
         const json *pattern = json_get(all->part[i].schema, "pattern"),
-                   *format = json_get(all->part[i].schema, "format");
+                   *format = json_get(all->part[i].schema, "format"),
+                   *except = json_get(all->part[i].schema, CON_EXCEPT),
+                   *unlike = json_get(all->part[i].schema, CON_UNLIKE);
+        if ((except || unlike) && n < CON_MAX_FACTORS - 2) {
+            *negated |= 1u << n;
+            rules[n++] = except ? con_texts_rule(schema->grammar, except)
+                                : con_pattern_rule(schema, unlike, json_str(unlike));
+        }
         if (json_is(pattern, JSON_STRING))
             rules[n++] = con_pattern_rule(schema, pattern, json_str(pattern));
         for (int k = 0; k < COUNT(con_formats) && n < CON_MAX_FACTORS - 1; k++)
@@ -17482,11 +17755,12 @@ COLD static int con_string_rules(con_schema *schema, const con_all *all, int *ru
 COLD static int con_string_rule(con_schema *schema, const con_all *all) {
     con_grammar *grammar = schema->grammar;
     int rules[CON_MAX_FACTORS], low = 0, high = CON_FOREVER;
+    unsigned negated = 0;
     for (int i = 0; i < all->n; i++) {
         low = MAX(low, con_limit(schema, all->part[i].schema, "minLength", 0));
         high = MIN(high, con_limit(schema, all->part[i].schema, "maxLength", CON_FOREVER));
     }
-    int n = con_string_rules(schema, all, rules);
+    int n = con_string_rules(schema, all, rules, &negated);
     if (low > high) return con_rule_new(grammar);
     if (low || high != CON_FOREVER) {
         const con_rule length = {con_state_new(grammar), con_state_new(grammar)};
@@ -17496,7 +17770,10 @@ COLD static int con_string_rule(con_schema *schema, const con_all *all) {
         con_call(grammar, length.start, length.end, rule, low, high);
         rules[n++] = con_rule_of(grammar, length.start, length.end);
     }
-    return !n ? schema->string_rule : n == 1 ? rules[0] : con_product_of(grammar, rules, n, 0);
+    if (negated && negated + 1 == 1u << n) rules[n++] = schema->name_rule; /* all of them */
+    return !n                   ? schema->string_rule
+           : n == 1 && !negated ? rules[0]
+                                : con_product_of(grammar, rules, n, negated);
 }
 
 COLD static int con_quoted(con_schema *schema, int from, int rule) {
@@ -18044,6 +18321,18 @@ COLD static void con_make_values(con_schema *schema, const con_all *all, const j
             con_empty(schema->grammar, con_put_value(schema, out.start, it), out.end);
 }
 
+/* Adds to a branch of oneOf the opposites of the other branches, unless they cannot hold together
+ * with it. */
+COLD static void con_add_others(con_schema *schema, con_all *branch, const json *list,
+                                const json *own) {
+    JSON_EACH(other, list) {
+        if (other == own || con_is_disjoint(schema, own, other, 0)) continue;
+        const json *opposite = con_opposite(schema, other);
+        if (!opposite) return;
+        con_all_add(schema, branch, opposite + 1);
+    }
+}
+
 /* If a schema of the list has an anyOf or oneOf that is not done, adds a call for each branch.
  * Returns false if there is none. */
 COLD static bool con_make_branches(con_schema *schema, const con_all *all, con_rule out) {
@@ -18055,14 +18344,8 @@ COLD static bool con_make_branches(con_schema *schema, const con_all *all, con_r
             JSON_EACH(it, list) {
                 con_all branch = *all;
                 branch.part[i].done |= bit;
-                for (const json *other = json_next(it); pass && other < json_next(list);
-                     other = json_next(other))
-                    if (!con_is_disjoint(schema, it, other, 0)) {
-                        con_schema_fail(schema, other,
-                                        "branches of oneOf that may hold together (use anyOf)");
-                        return true;
-                    }
                 con_all_add(schema, &branch, it);
+                if (pass) con_add_others(schema, &branch, list, it);
                 con_call(schema->grammar, out.start, out.end, con_schema_rule(schema, &branch), 1,
                          1);
             }
@@ -18144,6 +18427,7 @@ COLD static void con_json_schema(con_grammar *grammar, const toka_grammar *sourc
     arena_free(&schema.memory);
     free(schema.entries);
     free(schema.patterns);
+    free(schema.made);
 }
 
 /* ---- Constraints ---- */

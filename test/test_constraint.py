@@ -98,7 +98,7 @@ NAMES = ["a", "b", "ab", "x", "é\""]
 
 
 def random_schema(rnd, depth=0):
-    kinds = ["string", "integer", "number", "boolean", "null", "enum", "const"] + (["object", "array", "anyOf", "allOf", "types"] * 2 if depth < 3 else [])
+    kinds = ["string", "integer", "number", "boolean", "null", "enum", "const"] + (["object", "array", "anyOf", "allOf", "types", "not", "oneOf", "if"] * 2 if depth < 3 else [])
     kind = rnd.choice(kinds)
     maybe = lambda p=0.5: rnd.random() < p  # noqa: E731
     inner = lambda: random_schema(rnd, depth + 1)  # noqa: E731
@@ -106,6 +106,12 @@ def random_schema(rnd, depth=0):
         return {"enum": [random_value(rnd, 2) for _ in range(rnd.randint(1, 3))]}
     if kind == "const":
         return {"const": random_value(rnd, 2)}
+    if kind == "not":
+        return {**inner(), "not": simple(rnd)}
+    if kind == "if":
+        return {**inner(), "if": simple(rnd), "then": inner(), **({"else": inner()} if maybe() else {})}
+    if kind == "oneOf":
+        return {kind: [simple(rnd) for _ in range(rnd.randint(1, 2))] + [inner()]}
     if kind in ("anyOf", "allOf"):
         return {kind: [inner() for _ in range(rnd.randint(1, 2))]}
     if kind == "types":
@@ -133,6 +139,11 @@ def random_schema(rnd, depth=0):
             s["minItems"] = rnd.randint(0, 2)
         if maybe():
             s["maxItems"] = rnd.randint(1, 3)
+    if kind == "object" and maybe(0.2):
+        s[rnd.choice(["dependencies", "dependentRequired"])] = {rnd.choice(NAMES): rnd.sample(NAMES, 1)}
+        if "dependencies" in s:
+            s["dependentSchemas"] = {rnd.choice(NAMES): {"properties": {rnd.choice(NAMES): inner()}}}
+            del s["dependencies"]
     if kind == "object":
         s["properties"] = {n: inner() for n in rnd.sample(NAMES, rnd.randint(0, 3))}
         if maybe():
@@ -146,6 +157,14 @@ def random_schema(rnd, depth=0):
         if maybe(0.2):
             s["maxProperties"] = rnd.randint(1, 3)
     return s
+
+
+def simple(rnd):
+    """A schema that has an opposite."""
+    return rnd.choice([{"type": rnd.choice(["string", "number", "object", "null"])}, {"required": rnd.sample(NAMES, rnd.randint(1, 2))},
+                       {"properties": {rnd.choice(NAMES): {"const": rnd.choice([1, "a", None, True])}}}, {"enum": ["a", None, 2]}, {"const": "ab"},
+                       {"type": "string", "pattern": "^a"}, {"minimum": 3}, {"type": "number", "exclusiveMaximum": 2.5}, {"minLength": 2}, {"maxItems": 1},
+                       {"anyOf": [{"type": "string"}, {"required": ["a"]}]}, {"allOf": [{"type": "integer", "maximum": 9}, {"not": {"const": 2}}]}])
 
 
 def random_value(rnd, depth=0):
@@ -166,17 +185,18 @@ def value_for(rnd, schema, depth=0):
         return schema["const"]
     if "enum" in schema:
         return rnd.choice(schema["enum"])
-    for key in ("anyOf", "allOf"):
+    for key in ("anyOf", "allOf", "oneOf"):
         if key in schema:
             return value_for(rnd, rnd.choice(schema[key]), depth + 1)
     kind = schema.get("type")
     if kind == "array":
         prefix = schema.get("prefixItems", [])
-        return [value_for(rnd, prefix[i] if i < len(prefix) else schema["items"], depth + 1) for i in range(rnd.randint(0, 3))]
+        return [value_for(rnd, prefix[i] if i < len(prefix) else schema.get("items"), depth + 1) for i in range(rnd.randint(0, 3))]
     if kind == "object":
-        names = list(schema["properties"]) + [n for n in schema.get("required", []) if n not in schema["properties"]] + rnd.sample(NAMES, rnd.randint(0, 1))
-        return {n: value_for(rnd, schema["properties"].get(n, schema.get("additionalProperties", True)), depth + 1)
-                for n in dict.fromkeys(names) if n in schema.get("required", []) or rnd.random() < 0.6}
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        names = list(properties) + [n for n in required if n not in properties] + rnd.sample(NAMES, rnd.randint(0, 1))
+        return {n: value_for(rnd, properties.get(n, schema.get("additionalProperties", True)), depth + 1)
+                for n in dict.fromkeys(names) if n in required or rnd.random() < 0.6}
     types = sum((t if isinstance(t := TYPES[k], tuple) else (t,) for k in (kind if isinstance(kind, list) else [kind]) if k), ())
     for _ in range(20):
         v = random_value(rnd, 3)
@@ -188,7 +208,7 @@ def value_for(rnd, schema, depth=0):
 def in_order(schema, value):
     """Is the order of the members the one that is generated: as in `properties`, required names, others? The schemas that apply
     are not followed through anyOf and allOf, so those are left out."""
-    return "anyOf" not in json.dumps(schema) and "allOf" not in json.dumps(schema) and ordered(schema, value)
+    return not any(k in json.dumps(schema) for k in ("anyOf", "allOf", "oneOf", '"if"', '"not"', "dependent")) and ordered(schema, value)
 
 
 def ordered(schema, value):
@@ -213,22 +233,23 @@ def test_random_schemas_equal_jsonschema(driver):
         schemas.append(random_schema(rnd))
         values.append([value_for(rnd, schemas[-1]) for _ in range(12)] + [random_value(rnd) for _ in range(3)])
         lines.append({"kind": SCHEMA, "grammar": json.dumps(schemas[-1]), "texts": [json.dumps(v, ensure_ascii=False) for v in values[-1]]})
-    n_accepted = n_refused = n_errors = 0
+    n_accepted = n_refused = n_errors = n_scalars = 0
     for schema, value, line, got in zip(schemas, values, lines, ask(driver, lines)):
         validator = jsonschema.Draft202012Validator(schema)
         valid = [validator.is_valid(v) for v in value]
         if "error" in got:
             n_errors += 1
-            assert "not supported beside" in got["error"] or "two of them" in got["error"] or ("no text" in got["error"] and not any(valid)), (schema, got)
+            assert "not supported" in got["error"] or "two of them" in got["error"] or "too many schemas" in got["error"] or ("no text" in got["error"] and not any(valid)), (schema, got)
             continue
         for v, ok, at in zip(value, valid, got["accepted"]):
             if not ok:
                 assert at != -1, (schema, v)
-            elif in_order(schema, v):
+            elif in_order(schema, v) or not isinstance(v, (list, dict)):
                 assert at == -1, (schema, v, at)
+                n_scalars += not isinstance(v, (list, dict))
             n_accepted += at == -1
             n_refused += at != -1
-    assert n_accepted > 5000 and n_refused > 5000 and n_errors < 500, (n_accepted, n_refused, n_errors)
+    assert n_accepted > 5000 and n_refused > 5000 and n_errors < 900 and n_scalars > 3000, (n_accepted, n_refused, n_errors, n_scalars)
 
 
 def test_tokens_of_a_real_vocabulary(driver):
