@@ -15911,11 +15911,11 @@ static bool con_accepts(const con_machine *machine, int node) {
     return machine->nodes[node].flags & CON_ACCEPTS;
 }
 
-/* Is the machine half full? Then con_reset makes sure that the next token does not end at a limit.
- * Nodes that the caller holds are gone then: it reads the text again from con_begin. */
+/* Is the machine nearly full? Then con_reset makes sure that the next token does not end at a
+ * limit. Nodes that the caller holds are gone then: it reads the text again from con_begin. */
 static bool con_is_full(const con_machine *machine) {
     return machine->n_nodes > CON_MAX_NODES / 2 || machine->n_frames > 2 * CON_MAX_NODES ||
-           machine->bytes > CON_MAX_BYTES / 2;
+           machine->bytes > CON_MAX_BYTES / 8 * 7;
 }
 
 /* Returns the node after the text of a token; CON_DEAD: it is refused, or a limit was reached. */
@@ -16352,27 +16352,24 @@ static const con_bits *con_part_bits(con_machine *machine, const con_vocab *voca
     return machine->nodes[node].bits[parts] = bits;
 }
 
-/* Returns the mask of a node, [words] of the vocabulary, valid until con_reset; NULL: a limit was
- * reached. */
-static const uint32_t *con_mask(con_machine *machine, const con_vocab *vocab, int node) {
-    const con_bits *all = machine->nodes[node].bits[CON_PARTS];
+/* Writes the mask of a node, [words] of the vocabulary. Returns false if a limit was reached: the
+ * mask is empty then, and the machine was reset. */
+static bool con_mask(con_machine *machine, const con_vocab *vocab, int node, uint32_t *mask) {
+    const size_t bytes = (size_t)vocab->words * sizeof *mask;
+    const bool counts = con_has_counters(machine, &machine->nodes[node]);
     machine->budget = CON_MAX_WORK;
     machine->failed = false;
-    if (!all && !con_has_counters(machine, &machine->nodes[node]))
-        all = con_part_bits(machine, vocab, CON_PARTS, node);
-    if (!all) {
-        con_bits *both = con_bits_new(machine, vocab);
-        for (int p = 0; p < CON_PARTS && !machine->failed; p++) {
-            const int near = con_node_change(machine, node, -1, -1, con_part_far[p]);
-            const con_bits *part = con_part_bits(machine, vocab, p, near);
-            for (int i = 0; i < vocab->words; i++) both->mask[i] |= part->mask[i];
-        }
-        machine->nodes[node].bits[CON_PARTS] = both;
-        all = both;
+    if (!counts) memcpy(mask, con_part_bits(machine, vocab, CON_PARTS, node)->mask, bytes);
+    else memset(mask, 0, bytes);
+    for (int p = 0; p < CON_PARTS && counts && !machine->failed; p++) {
+        const int near = con_node_change(machine, node, -1, -1, con_part_far[p]);
+        const con_bits *part = con_part_bits(machine, vocab, p, near);
+        for (int i = 0; i < vocab->words; i++) mask[i] |= part->mask[i];
     }
-    if (!machine->failed) return all->mask;
+    if (!machine->failed) return true;
+    memset(mask, 0, bytes);
     con_reset(machine); /* what was made may be incomplete */
-    return NULL;
+    return false;
 }
 
 /* ===========================================================================
@@ -18505,8 +18502,10 @@ COLD static int con_new(toka_constraint **out, const toka_grammar *source, const
     con_machine_init(machine, &constraint->grammar, false);
     if (!code) {
         const int start = con_begin(machine, constraint->grammar.root);
-        if (machine->failed || !con_mask(machine, vocab, start))
+        uint32_t *mask = mem_alloc((size_t)vocab->words * sizeof *mask);
+        if (machine->failed || !con_mask(machine, vocab, start, mask))
             code = fail(e, TOKA_E_USE, "the grammar is too ambiguous");
+        free(mask);
     }
     if (code) con_del(constraint);
     else *out = constraint;
@@ -23774,19 +23773,14 @@ static void eng_add_mask(eng_replica *replica, eng_inflight *inflight, const eng
         return;
     }
     const int slot = (int)(inflight->masks.n / (size_t)words);
-    const uint32_t *mask = con_mask(machine, constraint->vocab, node);
     ids_push(&inflight->mask_slots, slot);
     ids_reserve(&inflight->masks, (size_t)words);
-    uint32_t *copy = (uint32_t *)inflight->masks.p + inflight->masks.n;
+    uint32_t *mask = (uint32_t *)inflight->masks.p + inflight->masks.n;
     inflight->masks.n += (size_t)words;
-    if (!mask) {
-        memset(copy, 0, (size_t)words * sizeof *copy);
-        return;
-    }
-    memcpy(copy, mask, (size_t)words * sizeof *copy);
+    if (!con_mask(machine, constraint->vocab, node, mask)) return;
     for (size_t i = 0; i < request->end_ids.n && accepts; i++)
         if (request->end_ids.p[i] < 32 * words)
-            copy[request->end_ids.p[i] / 32] |= 1u << request->end_ids.p[i] % 32;
+            mask[request->end_ids.p[i] / 32] |= 1u << request->end_ids.p[i] % 32;
     at = &machine->nodes[node]; /* con_mask may have moved it */
     at->step = replica->engine->mask_step;
     at->owner = request;

@@ -27,11 +27,12 @@ static int read_tokens(toka_constraint *c, str text, buf *times) {
             con_reset(m);
             node = con_advance(m, con_begin(m, c->grammar.root), str_sub(text, 0, (size_t)at));
         }
-        const uint32_t *mask = con_mask(m, vocab, node);
+        static uint32_t mask[1 << 16];
+        const bool made = con_mask(m, vocab, node, mask);
         json_put_num(times, 1e6 * (cpu_now() - t0), true);
         buf_clear(&bytes);
         tok_put_bytes(tokenizer, tokens.p[i], &bytes);
-        if (!mask || !(mask[tokens.p[i] / 32] >> tokens.p[i] % 32 & 1)) refused = at;
+        if (!made || !(mask[tokens.p[i] / 32] >> tokens.p[i] % 32 & 1)) refused = at;
         at += (int)bytes.n;
         node = con_advance(m, node, buf_view(&bytes));
         if (refused < 0 && node == CON_DEAD) abort();

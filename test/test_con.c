@@ -219,9 +219,9 @@ static void test_con_limits(void) {
 static void con_check_mask(toka_constraint *c, int node, const char *what) {
     const tok *tokenizer = c->tokenizer;
     buf text = {0};
-    const uint32_t *mask = con_mask(&c->machine, c->vocab, node);
-    CHECK(mask);
-    for (int32_t id = 0; mask && id < tokenizer->n_ids; id++) {
+    uint32_t mask[64];
+    CHECK(c->vocab->words <= 64 && con_mask(&c->machine, c->vocab, node, mask));
+    for (int32_t id = 0; id < tokenizer->n_ids; id++) {
         buf_clear(&text);
         if (!(tokenizer->flag[id] & (TOK_SPECIAL | TOK_SKIPPED))) tok_put_bytes(tokenizer, id, &text);
         const bool want = text.n && con_advance(&c->machine, node, buf_view(&text)) != CON_DEAD;
@@ -258,8 +258,9 @@ static void test_con_masks(void) {
             for (int step = 0; step < 25 && c->machine.nodes[node].n; step++) {
                 ids allowed = {0};
                 con_check_mask(c, node, i < COUNT(con_walks) ? con_walks[i] : "other");
-                const uint32_t *mask = con_mask(&c->machine, vocab, node);
-                for (int id = 0; mask && id < t->shape.V; id++)
+                uint32_t mask[64];
+                CHECK(con_mask(&c->machine, vocab, node, mask));
+                for (int id = 0; id < t->shape.V; id++)
                     if (mask[id / 32] >> id % 32 & 1) ids_push(&allowed, id);
                 CHECK(allowed.n);
                 if (!allowed.n) break;
