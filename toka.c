@@ -14191,10 +14191,10 @@ static void batch_make_micros(batch_builder *builder, batch_micros *micros,
  *   - samp_row allocates nothing and keeps no state: it works on the row in place, with less than
  *     100 KB of stack. Any number of threads may call it.
  *   - If nothing may be drawn (every logit is -inf after step 2), the sampled id is
- *     toka_fallback_id: the lowest id that is allowed and not forbidden or, if all allowed ids are
- *     forbidden, the lowest allowed id. Bad words do not count here: the engine ends a sample whose
- *     id completes one of them. sampled_logprob is 0. logprob is -inf or, if the id is also in
- *     top_ids, what is shown there.
+ *     toka_fallback_id: the lowest id that is allowed, in the mask and not forbidden or, if there
+ *     is none, an id that the engine recognizes as not allowed. Bad words do not count here: the
+ *     engine ends a sample whose id completes one of them. sampled_logprob is 0. logprob is -inf
+ *     or, if the id is also in top_ids, what is shown there.
  * logprob is that of the raw logit (step 1), -inf if the raw logit is -inf. Step 2 overwrites the
  * raw logits. So the raw logit of the sampled id is computed back from its adjusted logit
  * (samp_unadjust). The error is the rounding error of the adjusted logit (4e-6 when |logit| < 64)

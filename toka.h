@@ -791,14 +791,17 @@ static inline bool toka_wants_logprob(const toka_sample_row *row) {
 }
 
 /* Returns the id to sample if all logits are -inf: the lowest id that is allowed, in the mask and
- * not forbidden; if there is none, the lowest allowed id. It may complete a bad word. All
- * backends call it, so that they agree. The lists may be as long as the vocabulary, so it looks at
- * WINDOW ids at a time. */
+ * not forbidden; if there is none, an id that is not in the mask, or the lowest allowed id. It may
+ * complete a bad word. All backends call it, so that they agree. The lists may be as long as the
+ * vocabulary, so it looks at WINDOW ids at a time. */
 static inline int32_t toka_fallback_id(const toka_sample_row *row, int V) {
     enum { WINDOW = 1024 };
     const toka_sampling *sampling = row->sampling;
     bool allowed[WINDOW], forbidden[WINDOW];
     int32_t lowest = sampling->n_allowed ? V : 0;
+    if (row->mask && !sampling->n_allowed) /* skips the words of the mask that are 0 */
+        while (lowest < V && !row->mask[lowest / 32]) lowest += 32;
+    if (lowest >= V && !sampling->n_allowed) return 0;
     for (int i = 0; i < sampling->n_allowed; i++)
         lowest = sampling->allowed_ids[i] < lowest ? sampling->allowed_ids[i] : lowest;
     for (int from = lowest; from < V; from += WINDOW) {

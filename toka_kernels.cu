@@ -11359,7 +11359,11 @@ static void samp_fill_filter(toka_device *dev, upload_buffer *upload, const toka
                            : (const uint32_t *)upload_put(upload, row->mask, samp_mask_bytes(V));
     filter->n_bias = sampling->n_bias, filter->n_allowed = sampling->n_allowed,
     filter->n_forbidden = row->n_forbidden;
-    filter->fallback_id = row->scored_id < 0 ? toka_fallback_id(row, V) : 0;
+    const bool same_ids = same_request && prev_row->mask == row->mask && prev_row->scored_id < 0 &&
+                          !prev_row->n_forbidden && !row->n_forbidden;
+    filter->fallback_id = row->scored_id >= 0 ? 0
+                          : same_ids          ? prev_filter->fallback_id
+                                              : toka_fallback_id(row, V);
     filter->temperature = sampling->temperature, filter->top_p = sampling->top_p,
     filter->top_k = sampling->top_k < V ? sampling->top_k : 0;
     filter->min_p_drop = sampling->min_p > 0 ? sampling->temperature * log((double)sampling->min_p)
