@@ -18645,8 +18645,8 @@ static void plain_linear(plain_device *dev, const toka_tensor *weight, const tok
 
 /* y = (x - mean) / sqrt(mean square + eps) * (weight + offset), for n_rows rows as long as the
  * weight; mean: 0 in RMSNorm. Returns the first row; without a weight, x itself. y may be x. */
-static const float *plain_norm(plain_device *dev, const toka_tensor *weight, const float *x,
-                               int n_rows, float *y) {
+static const float *plain_norm_eps(plain_device *dev, const toka_tensor *weight, float eps,
+                                   const float *x, int n_rows, float *y) {
     const toka_shape *shape = dev->shape;
     const size_t used = dev->used;
     const int n = weight->cols;
@@ -18655,12 +18655,16 @@ static const float *plain_norm(plain_device *dev, const toka_tensor *weight, con
         double mean = 0, square = 0;
         for (int i = 0; shape->layer_norm && i < n; i++) mean += (double)x[i] / n;
         for (int i = 0; i < n; i++) square += (x[i] - mean) * (x[i] - mean) / n;
-        const double scale = 1 / sqrt(square + shape->eps);
+        const double scale = 1 / sqrt(square + eps);
         for (int i = 0; i < n; i++)
             y[i] = (float)((x[i] - mean) * scale * (factor[i] + shape->norm_offset));
     }
     dev->used = used;
     return first;
+}
+static const float *plain_norm(plain_device *dev, const toka_tensor *weight, const float *x,
+                               int n_rows, float *y) {
+    return plain_norm_eps(dev, weight, dev->shape->eps, x, n_rows, y);
 }
 
 /* Rotates each pair (a, b) of a head's first `dims` elements by the angle position * freq. */
@@ -18730,7 +18734,7 @@ static void plain_mla_query(plain_device *dev, const toka_step *step, const toka
     if (mla->q_a.rows) {
         float *low = plain_take(dev, T, mla->q_a.rows);
         plain_linear(dev, &mla->q_a, NULL, in, T, low);
-        in = plain_norm(dev, &mla->q_a_norm, low, T, low);
+        in = plain_norm_eps(dev, &mla->q_a_norm, mla->eps, low, T, low);
     }
     plain_linear(dev, &mla->q_b, NULL, in, T, heads);
     memset(q, 0, plain_at(T, H * D) * sizeof *q);
@@ -18755,7 +18759,7 @@ static void plain_mla_kv(plain_device *dev, const toka_step *step, const toka_la
     const int D = mla->latent + mla->rope;
     plain_linear(dev, &mla->kv_a, NULL, in, step->T, k);
     for (int t = 0; t < step->T; t++, k += D, v += mla->latent) {
-        plain_norm(dev, &mla->kv_a_norm, k, 1, k);
+        plain_norm_eps(dev, &mla->kv_a_norm, mla->eps, k, 1, k);
         plain_rope(layer->rope, step->pos[t], k + mla->latent);
         memcpy(v, k, (size_t)mla->latent * sizeof *v);
     }
