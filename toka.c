@@ -18550,7 +18550,8 @@ COLD static int con_new(toka_constraint **out, const toka_grammar *source, const
  * Words: a row is the vector of one token; `rows` are T of them, one after the other. A slot is the
  * kv_slot of toka.h.
  *
- * It does not: run fast, use threads, or share a model among ranks.
+ * It does not: run fast, use threads, share a model among ranks, or fail on request
+ * (TOKA_DEBUG_FAULT).
  * =========================================================================== */
 
 typedef struct plain_device {

@@ -658,9 +658,9 @@ static void pl_check_model(const toka_backend *backend, uint64_t seed) {
 }
 
 static void test_plain_models(void) {
-    for (uint64_t seed = 1; seed <= 200; seed++) pl_check_model(&toka_plain, seed);
+    for (uint64_t seed = 1; seed <= 120; seed++) pl_check_model(&toka_plain, seed);
     uint64_t fresh = (uint64_t)time(NULL);
-    for (int i = 0; i < 20; i++) pl_check_model(&toka_plain, fresh * 64 + (uint64_t)i);
+    for (int i = 0; i < 10; i++) pl_check_model(&toka_plain, fresh * 64 + (uint64_t)i);
 }
 
 /* ---- The router, with many ties ---- */
@@ -769,7 +769,7 @@ static void pl_step_logits(toka *t, const int32_t *tokens, float *logits) {
 }
 
 static void test_plain_beside_cpu(void) {
-    static const char *const prompts[] = {"Tom has 12 apples and buys 7 more. How many apples does he have?", "In the end, 3", "x"};
+    static const char *const prompts[] = {"Tom has 12 apples and buys 7 more. How many apples does he have?", "In the end, 3"};
     toka *t[2] = {pl_open_toka("cpu"), pl_open_toka("plain")};
     uint64_t seed = (uint64_t)time(NULL);
     int32_t tokens[20];
@@ -779,21 +779,21 @@ static void test_plain_beside_cpu(void) {
     for (int i = 0; i < 2; i++) pl_step_logits(t[i], tokens, logits[i] = mem_alloc(20 * 1024 * sizeof(float)));
     double err = eng_rel_l2(logits[1], logits[0], 20 * 1024);
     CHECK_MSG(err < 1e-5, "relative L2 of the logits %.3g", err);
-    for (int i = 0; i < 6; i++) { /* greedy; drawn: copied pages, penalties and bad ids, which read ids from pages */
-        toka_sampling s = eng_greedy(16);
+    for (int i = 0; i < 4; i++) { /* greedy; drawn: copied pages, penalties and bad ids, which read ids from pages */
+        toka_sampling s = eng_greedy(12);
         const int32_t bad[] = {tokens[0], tokens[1]};
         const int two = 2;
-        if (i >= 3) s.temperature = 0.9f, s.seed = 5, s.repetition_penalty = 1.3f, s.presence_penalty = 0.4f, s.frequency_penalty = 0.2f;
-        if (i >= 3) s.bad_ids = bad, s.bad_lengths = &two, s.n_bad = 1;
+        if (i >= 2) s.temperature = 0.9f, s.seed = 5, s.repetition_penalty = 1.3f, s.presence_penalty = 0.4f, s.frequency_penalty = 0.2f;
+        if (i >= 2) s.bad_ids = bad, s.bad_lengths = &two, s.n_bad = 1;
         eng_collected *got[2];
         for (int j = 0; j < 2; j++) {
             int code;
             toka_err e;
-            got[j] = eng_ask(t[j], prompts[i % 3], NULL, 0, i < 3 ? 1 : 4, &s, &code, &e);
+            got[j] = eng_ask(t[j], prompts[i % 2], NULL, 0, i < 2 ? 1 : 4, &s, &code, &e);
             CHECK_MSG(code == 0, "%s", e.msg);
         }
         for (int n = 0; n < 4; n++)
-            if (!n || i >= 3)
+            if (!n || i >= 2)
                 CHECK_MSG(got[0]->id[n].n > 0 && got[0]->id[n].n == got[1]->id[n].n &&
                               !memcmp(got[0]->id[n].p, got[1]->id[n].p, got[0]->id[n].n * 4), "prompt %d, sample %d: ids differ", i, n);
         eng_collected_free(got[0]), eng_collected_free(got[1]);
