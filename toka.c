@@ -23958,6 +23958,15 @@ static void eng_count_sample_end(eng_replica *replica, eng_request *request) {
     replica->work_tokens -= request->work_per_sample;
 }
 
+/* Returns whether a sampled id must not follow this output, because no id was left to draw. Only a
+ * toka_fallback_id can be such an id; its sampled_logprob is 0. */
+static bool eng_is_forbidden(const toka_sample_row *row, const toka_sample_result *result,
+                             const int32_t *output, int n_output) {
+    return result->sampled_logprob == 0 &&
+           (samp_is_listed(row->forbidden, row->n_forbidden, result->id) ||
+            samp_is_bad(row, output, n_output, result->id));
+}
+
 /* Delivers the event of a sampled token. If all allowed ids were forbidden, result->id is a
  * forbidden id (toka_fallback_id): it is not delivered, and the sample ends. It also ends if its
  * constraint lets nothing follow. *ended: the token or a stop string ended the sample (not the
@@ -23972,10 +23981,9 @@ static bool eng_deliver(eng_replica *replica, eng_request *request, int seq,
     bool may_stop = n_before >= sampling->min_tokens; /* end ids and stop strings count */
     bool at_limit = sequence->n_known + 1 == sequence->limit;
     const uint32_t *mask = sample_row->mask;
-    bool none_left = samp_is_listed(sample_row->forbidden, sample_row->n_forbidden, result->id) ||
-                     (mask && !(mask[result->id / 32] >> result->id % 32 & 1)) ||
-                     samp_is_bad(sample_row, sequence->tokens + sequence->n_prompt, n_before,
-                                 result->id);
+    bool none_left = eng_is_forbidden(sample_row, result, sequence->tokens + sequence->n_prompt,
+                                      n_before) ||
+                     (mask && !(mask[result->id / 32] >> result->id % 32 & 1));
     bool is_end = !none_left && may_stop &&
                   samp_is_listed(request->end_ids.p, (int)request->end_ids.n, result->id);
     bool complete = mask && !none_left && !is_end &&
