@@ -26710,7 +26710,9 @@ static void parse_header(parser *p, char c) {
     buf text = p->raw;
     p->raw = (buf){0};
     parse_begin_body(p);
-    for (size_t i = 0; i < text.n; i++) parse_byte(p, text.p[i]);
+    /* the texts in it were read as parts of a header; only the last byte may begin another */
+    for (size_t i = 0; i + 1 < text.n; i++) parse_body_byte(p, text.p[i]);
+    parse_byte(p, text.p[text.n - 1]);
     buf_free(&text);
 }
 
@@ -26807,9 +26809,42 @@ static void parse_byte(parser *p, char c) {
     }
 }
 
+/* Returns how many of the next bytes are text in which nothing can begin: they may be delivered at
+ * once, in place of byte by byte. The first and the last of them are no white space. */
+static size_t parse_plain_bytes(const parser *p, str bytes) {
+    const parse_format *format = p->setup->format;
+    const bool in_body = p->state == PARSE_BODY && p->body != PARSE_ARGUMENTS && p->wrote_now;
+    const char *first = p->state == PARSE_THINKING ? p->setup->family->close : "<";
+    const char *second = first;
+    size_t n_plain = 0;
+    if (p->tag.n || (p->state != PARSE_TEXT && p->state != PARSE_THINKING && !in_body)) return 0;
+    if (p->state == PARSE_TEXT && format) {
+        first = format->open ? format->open : format->call;
+        second = format->call;
+    }
+    if (!bytes.n || parse_is_space(bytes.p[0])) return 0;
+    while (n_plain < bytes.n && bytes.p[n_plain] != *first && bytes.p[n_plain] != *second)
+        n_plain++;
+    while (n_plain && parse_is_space(bytes.p[n_plain - 1])) n_plain--;
+    return n_plain;
+}
+
 /* Takes the next bytes of the answer. */
 static void parser_feed(parser *p, str bytes) {
-    for (size_t i = 0; i < bytes.n; i++) parse_byte(p, bytes.p[i]);
+    for (size_t i = 0, n_plain; i < bytes.n; i += MAX(n_plain, (size_t)1)) {
+        n_plain = parse_plain_bytes(p, str_sub(bytes, i, bytes.n));
+        if (!n_plain) {
+            parse_byte(p, bytes.p[i]);
+            continue;
+        }
+        const enum parse_kind kind = p->state == PARSE_BODY       ? p->body
+                                     : p->state == PARSE_THINKING ? PARSE_REASONING
+                                                                  : PARSE_CONTENT;
+        parse_emit(p, kind, STR(""), buf_view(&p->space));
+        buf_clear(&p->space);
+        parse_emit(p, kind, STR(""), str_sub(bytes, i, i + n_plain));
+        p->has_text = true;
+    }
 }
 
 /* The answer has ended. A call that lacks only texts after its arguments is complete. */

@@ -195,6 +195,7 @@ static const parse_sample parse_samples[] = {
     {"openai", "openai_gptoss", 0, 0, "<|channel|>analysis<|return|>", ""},
     {"openai", "openai_gptoss", 0, 0, "<|channel|>analysis", ""},
     {"openai", "openai_gptoss", 0, 0, "<|message|>a", "a"},
+    {"openai", "openai_gptoss", 0, 0, "<|star<|channel|>final<|message|>a", "<|star\na"},
     {"openai", "openai_gptoss", 0, 0, "<|channel|>commentary to=functions.f<|message|>{\"s\": <|call|>",
      "<|channel|>commentary to=functions.f<|message|>{\"s\": "},
     {"openai", "openai_gptoss", 0, 0, "<|start|>assistant<|channel|>commentary to=functions.f\"!<|constrain|>json<|message|>{}<|call|>", "<f#:{}>"},
@@ -335,6 +336,18 @@ static void test_parse_templates(void) {
     }
 }
 
+/* A header that does not end is content, and the next header is read. */
+static void test_parse_long_headers(void) {
+    buf text = {0}, want = {0};
+    buf_c(&text, "<|channel|>analysis");
+    for (int i = 0; i < 300; i++) buf_char(&text, 'x');
+    buf_str(&want, buf_view(&text)), buf_c(&want, "\na");
+    buf_c(&text, "<|channel|>final<|message|>a");
+    const parse_sample sample = {.format = "openai", .text = text.p, .want = want.p};
+    parse_check(&sample);
+    buf_free(&text), buf_free(&want);
+}
+
 /* A conversation of openai/harmony's own tests: reasoning, a call of a tool, and what the tool said. */
 static void test_parse_harmony_suite(void) {
     const char *path = data_path("suites/harmony/test_streamable_parser.txt");
@@ -357,6 +370,7 @@ static void test_parse_harmony_suite(void) {
 }
 
 static const struct test parse_tests[] = {
+    {"parse: headers that do not end", test_parse_long_headers},
     {"parse: a conversation of harmony's tests", test_parse_harmony_suite},
     {"parse: samples of every form", test_parse_samples},
     {"parse: names of forms", test_parse_names},
