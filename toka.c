@@ -8973,9 +8973,11 @@ static void mf_read_rope(mf_reader *config_reader, mf_config *config, arena *mem
         mf_field_error(reader, mf_layer_types[full ? 0 : 1], full ? full : windowed,
                        "none: one RoPE for all layers");
     if (two && object && object->n && !strcmp(name, "rope_parameters")) {
-        if (!full && !windowed)
+        const bool good = json_is(full ? full : windowed, JSON_OBJECT) &&
+                          json_is(windowed ? windowed : full, JSON_OBJECT);
+        if (!good)
             mf_field_error(config_reader, name, object,
-                           "an object with full_attention and sliding_attention");
+                           "an object with the objects full_attention and sliding_attention");
         reader->object = full;
         local.object = windowed;
         local.prefix = "rope_parameters.sliding_attention.";
@@ -8986,12 +8988,15 @@ static void mf_read_rope(mf_reader *config_reader, mf_config *config, arena *mem
     if (two)
         mf_read_one_rope(config_reader, &local, config, "rope_local_base_freq", memory,
                          &config->local_rope, &config->local_table);
-    /* yarn extends the length to original_len * factor. max_position_embeddings often still has
-     * the original length. */
+}
+
+/* yarn extends the length to original_len * factor. max_position_embeddings often still has the
+ * original length. */
+static void mf_extend_len(mf_config *config) {
+    const double extended = config->rope.original_len * config->rope.factor;
+    const double max = (double)mf_dims[MF_MAX_LEN].max;
     if (config->rope.kind == MF_ROPE_YARN)
-        config->shape.max_len = (int)MAX(config->shape.max_len,
-                                         MIN(config->rope.original_len * config->rope.factor,
-                                             (double)mf_dims[MF_MAX_LEN].max));
+        config->shape.max_len = (int)MAX(config->shape.max_len, MIN(extended, max));
 }
 
 /* Computes the frequencies of the RoPE tables. */
@@ -9660,6 +9665,7 @@ static void mf_read_config(mf_reader *reader, mf_config *config, arena *memory) 
     mf_read_activation(reader, config);
     mf_read_factors(reader, config);
     mf_read_rope(reader, config, memory);
+    mf_extend_len(config);
     if (config->features & MF_MLA) mf_set_mla_scale(config);
     mf_read_windows(reader, config, memory);
     mf_read_moe(reader, config);
