@@ -19211,7 +19211,8 @@ const toka_backend toka_plain = {
  * What the ops of chapter 20 are made of: the kernels of each instruction set (GEMM micro-kernels,
  * conversion to float32, and attention's two small GEMMs and online softmax), a thread pool, the
  * GEMM with weights, and norms. In: activations in float32; weights as they lie in the mapped
- * file (bf16, f16 or f32). A weight may begin at any byte, so memcpy and unaligned loads read it.
+ * file (bf16, f16, f32, or quantized: FP8, INT4, MXFP4). A weight may begin at any byte, so memcpy
+ * and unaligned loads read it.
  * Out: float32. All sums are float32. One kernel set, AVX512_BF16, is used only on request: it
  * takes both inputs of a GEMM as bf16, for twice the multiply-adds of AVX-512 in the same time.
  *
@@ -19259,6 +19260,9 @@ const toka_backend toka_plain = {
  * each 32 of k. Subnormal numbers count as 0. Rounding x is the only loss: test/results/cpu.md
  * states its error. Another way was tried and not kept: x as a sum of two bf16 numbers, with two
  * products each, is as exact as float32, and slower than AVX-512.
+ *
+ * Quantized weights are computed from their stored form, with exactly the float32 numbers of
+ * weight_row (chapter 11.5): "Quantized weights in the GEMM" below.
  *
  * It does not: know of steps, layers, pages or ranks (chapter 20).
  * =========================================================================== */
@@ -19308,6 +19312,25 @@ typedef struct cpu_tile {
     bool prefetch; /* w comes from memory, and this tile reads it first: see cpu_tile_prefetch */
 } cpu_tile;
 
+/* Rows of a quantized weight, for one block of k and one row of x: y[n] (+)= sum over k of x[k]
+ * w[n][k], where w[n][k] = (code - zero) * scale of the columns' group. The micro-kernel computes
+ * quant_rows rows and writes the first n results: with n 1 the distances between rows may be 0.
+ */
+typedef struct cpu_quant_tile {
+    const unsigned char *w; /* codes of row 0 from this block on; rows w_row_bytes apart */
+    size_t w_row_bytes;
+    bool fp8;
+    const float *codes; /* [16] what the 4-bit codes stand for, as 8-bit integers; FP8: unused */
+    const float *scale, *zero; /* [n][ld_groups] scales times cpu_scale_unit; zero points or NULL */
+    size_t ld_groups;
+    int group_cols; /* columns of a group, a multiple of 32 or all */
+    int k0, k;      /* the block has k columns from k0 on, which counts from group 0 */
+    int n;
+    const float *x; /* [k], with 4-bit codes in pair order */
+    float *y;       /* [n] */
+    bool add;       /* y += instead of y = */
+} cpu_quant_tile;
+
 /* c[r][j] (+)= sum over k, in rising k, of a[r][k] b[k][j]. Both products of attention use it:
  * q times K transposed, and probabilities times V. */
 typedef struct cpu_small_gemm_args {
@@ -19341,6 +19364,12 @@ typedef struct cpu_kernels {
     void (*convert)(void *to, const void *from, toka_dtype type, int n);
     void (*pack)(void *to, const void *from, toka_dtype type, int n);
     void (*small_gemm)(const cpu_small_gemm_args *args);
+    /* Quantized weights: the micro-kernel, and row 0 of a tile as float32. pair_lanes: both take
+     * 4-bit codes in pair order with so many lanes; 0: in rising order. quant_tile NULL: quantized
+     * weights go through a panel */
+    void (*quant_tile)(const cpu_quant_tile *tile);
+    void (*quant_unpack)(float *to, const cpu_quant_tile *tile);
+    int pair_lanes, quant_rows; /* quant_rows: rows of quant_tile */
     /* cpu_online_softmax, compiled for this instruction set */
     void (*online_softmax)(cpu_softmax *softmax, float *scores, int n, int from, int to, int d_pad);
 } cpu_kernels;
@@ -19364,16 +19393,34 @@ static float cpu_f16_to_f32(uint16_t h) {
 /* Element i of p as float32. */
 static float cpu_element(const void *p, toka_dtype type, size_t i) {
     uint16_t h;
-    float f;
-    if (type == TOKA_F32) {
-        memcpy(&f, (const char *)p + 4 * i, 4);
-        return f;
-    }
+    if (type >= TOKA_F32) return weight_number(p, type, i);
     memcpy(&h, (const char *)p + 2 * i, 2);
     return type == TOKA_BF16 ? cpu_bits_to_f32((uint32_t)h << 16) : cpu_f16_to_f32(h);
 }
 
-static size_t cpu_dtype_bytes(toka_dtype type) { return type == TOKA_F32 ? 4 : 2; }
+static size_t cpu_dtype_bytes(toka_dtype type) {
+    return type == TOKA_F32 ? 4 : type == TOKA_E8M0 ? 1 : 2;
+}
+
+/* What the 4-bit codes stand for: INT4 before the zero point is subtracted, INT4 with the zero
+ * point 8, and MXFP4 times 2. */
+static const float cpu_code_numbers[3][16] = {
+    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+    {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7},
+    {0, 1, 2, 3, 4, 6, 8, 12, -0.0f, -1, -2, -3, -4, -6, -8, -12}
+};
+/* The factor on scales that makes up for it. The bits of an e4m3 number, moved to those of a
+ * float32, are 2^-120 times as large. */
+static float cpu_scale_unit(toka_dtype type) {
+    return type == TOKA_INT4 ? 1 : type == TOKA_MXFP4 ? 0.5f : 0x1p120f;
+}
+
+/* Returns the group of column k of a tile, and sets *end to the first column behind the group. */
+static int cpu_tile_group(const cpu_quant_tile *tile, int k, int *end) {
+    const int group = (tile->k0 + k) / tile->group_cols;
+    *end = MIN(tile->k, (group + 1) * tile->group_cols - tile->k0);
+    return group;
+}
 
 /* ---- Vectors of 4 lanes: the vector extensions of GCC and Clang, for any machine ---- */
 
@@ -19538,6 +19585,10 @@ CPU_INLINE cpu_f32x4 cpu_load_c(const void *p, toka_dtype type, int k) {
         memcpy(&v, (const char *)p + 4 * (size_t)k, sizeof v);
         return v;
     }
+    if (type == TOKA_E8M0) {
+        for (int i = 0; i < 4; i++) v[i] = cpu_element(p, type, (size_t)(k + i));
+        return v;
+    }
     memcpy(&h, (const char *)p + 2 * (size_t)k, sizeof h);
     cpu_u32x4 u = __builtin_convertvector(h, cpu_u32x4);
     return type == TOKA_F16 ? cpu_f16_to_f32_c(u) : (cpu_f32x4)(u << 16);
@@ -19577,6 +19628,7 @@ static void cpu_tile_bf16_c(const cpu_tile *tile) { cpu_tile_c(tile, TOKA_BF16);
 static void cpu_tile_f16_c(const cpu_tile *tile) { cpu_tile_c(tile, TOKA_F16); }
 static void cpu_tile_f32_c(const cpu_tile *tile) { cpu_tile_c(tile, TOKA_F32); }
 
+CPU_SMALL
 static void cpu_convert_c(void *floats, const void *from, toka_dtype type, int n) {
     float *to = floats;
     int i = 0;
@@ -19606,6 +19658,25 @@ static void cpu_small_gemm_c(const cpu_small_gemm_args *args) {
         }
 }
 
+CPU_SMALL
+static void cpu_quant_unpack_c(float *to, const cpu_quant_tile *tile) {
+    float table[16];
+    for (int k = 0, end; k < tile->k;) {
+        const int group = cpu_tile_group(tile, k, &end);
+        const float scale = tile->scale[group], zero = tile->zero ? tile->zero[group] : 0;
+        for (int i = 0; i < 16; i++) table[i] = (tile->codes[i] - zero) * scale;
+        for (; k < end && tile->fp8; k++) {
+            const uint32_t bits = tile->w[k], magnitude = bits & 0x7F;
+            const float number = cpu_bits_to_f32(magnitude << 20 | (bits & 0x80) << 24) * scale;
+            to[k] = magnitude == 0x7F ? NAN : number;
+        }
+        for (; k < end; k += 2) {
+            to[k] = table[tile->w[k / 2] & 15];
+            to[k + 1] = table[tile->w[k / 2] >> 4];
+        }
+    }
+}
+
 #ifdef __x86_64__
 #include <immintrin.h>
 
@@ -19615,6 +19686,13 @@ static void cpu_small_gemm_c(const cpu_small_gemm_args *args) {
 
 CPU_AVX2 CPU_INLINE __m256 cpu_load_avx2(const void *p, toka_dtype type, int k) {
     if (type == TOKA_F32) return _mm256_loadu_ps((const void *)((const char *)p + 4 * (size_t)k));
+    if (type == TOKA_E8M0) { /* 2^(byte - 127): byte 0 is subnormal, 255 is NaN */
+        __m256i e = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)((const char *)p + k)));
+        __m256i ends = _mm256_or_si256(_mm256_cmpeq_epi32(e, _mm256_setzero_si256()),
+                                       _mm256_cmpeq_epi32(e, _mm256_set1_epi32(255)));
+        ends = _mm256_and_si256(ends, _mm256_set1_epi32(0x400000));
+        return _mm256_castsi256_ps(_mm256_or_si256(_mm256_slli_epi32(e, 23), ends));
+    }
     __m128i h = _mm_loadu_si128((const void *)((const char *)p + 2 * (size_t)k));
     if (type == TOKA_F16) return _mm256_cvtph_ps(h);
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
@@ -19671,6 +19749,7 @@ CPU_AVX2 static void cpu_tile_bf16_avx2(const cpu_tile *tile) { cpu_tile_avx2(ti
 CPU_AVX2 static void cpu_tile_f16_avx2(const cpu_tile *tile) { cpu_tile_avx2(tile, TOKA_F16); }
 CPU_AVX2 static void cpu_tile_f32_avx2(const cpu_tile *tile) { cpu_tile_avx2(tile, TOKA_F32); }
 
+CPU_SMALL
 CPU_AVX2 static void cpu_convert_avx2(void *floats, const void *from, toka_dtype type, int n) {
     float *to = floats;
     int i = 0;
@@ -19715,12 +19794,118 @@ CPU_AVX2 static void cpu_small_gemm_avx2(const cpu_small_gemm_args *args) {
     }
 }
 
+/* FP8 has one NaN of each sign, which the kernels decode to 480. max: the largest magnitudes that
+ * they met, byte by byte. If one of them is the NaN's, finds its rows. */
+CPU_SMALL CPU_AVX2
+static void cpu_quant_nan_avx2(const cpu_quant_tile *tile, __m256i max) {
+    if (!_mm256_movemask_epi8(_mm256_cmpeq_epi8(max, _mm256_set1_epi8(0x7F)))) return;
+    for (int n = 0; n < tile->n; n++)
+        for (int k = 0; k < tile->k; k++)
+            if ((tile->w[(size_t)n * tile->w_row_bytes + (size_t)k] & 0x7F) == 0x7F)
+                tile->y[n] = NAN;
+}
+CPU_AVX2 CPU_INLINE __m256i cpu_max_fp8(__m256i max, const unsigned char *w) {
+    __m256i bytes = _mm256_loadu_si256((const void *)w);
+    return _mm256_max_epu8(max, _mm256_and_si256(bytes, _mm256_set1_epi8(0x7F)));
+}
+
+/* The 32 columns at w in a row of a quantized tile, in four vectors; 4-bit codes in pair order.
+ * table: what each code stands for, as 8-bit integers. FP8: sign, exponent and mantissa move to
+ * their places in a float32. That number may be subnormal; the product with the scale is not. */
+CPU_AVX2 CPU_INLINE void cpu_decode_avx2(__m256 to[4], const unsigned char *w, bool fp8,
+                                         __m128i table, __m256 scale) {
+    if (fp8)
+        CPU_UNROLL for (int i = 0; i < 4; i++) {
+            __m256i code = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)(w + 8 * i)));
+            code = _mm256_slli_epi32(code, 20);
+            to[i] = _mm256_castsi256_ps(
+                _mm256_and_si256(code, _mm256_set1_epi32((int)0x87F00000)));
+        }
+    else {
+        const __m128i low = _mm_set1_epi8(15);
+        __m128i bytes = _mm_loadu_si128((const void *)w);
+        __m128i even = _mm_shuffle_epi8(table, _mm_and_si128(bytes, low));
+        __m128i odd = _mm_shuffle_epi8(table, _mm_and_si128(_mm_srli_epi16(bytes, 4), low));
+        to[0] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(even));
+        to[1] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(odd));
+        to[2] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(even, even)));
+        to[3] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(odd, odd)));
+    }
+    CPU_UNROLL for (int i = 0; i < 4; i++) to[i] = _mm256_mul_ps(to[i], scale);
+}
+
+/* codes as 8-bit integers. */
+CPU_AVX2 CPU_INLINE __m128i cpu_codes_avx2(const float *codes) {
+    __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(_mm256_loadu_ps(codes)),
+                                       _mm256_cvtps_epi32(_mm256_loadu_ps(codes + 8)));
+    words = _mm256_permute4x64_epi64(words, 0xD8); /* packs works in each half */
+    return _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+}
+
+CPU_AVX2 CPU_INLINE void cpu_quant_rows_avx2(const cpu_quant_tile *tile, const bool fp8) {
+    const size_t row_bytes = tile->w_row_bytes, ld = tile->ld_groups;
+    const __m128i codes = cpu_codes_avx2(tile->codes);
+    const unsigned char *w = tile->w;
+    const float *x = tile->x;
+    __m256 acc[4], scale[4], b[4];
+    __m256i max = _mm256_setzero_si256();
+    __m128i table[4];
+    int k = 0, end;
+    size_t group = (size_t)cpu_tile_group(tile, 0, &end);
+    CPU_UNROLL for (int j = 0; j < 4; j++) acc[j] = _mm256_setzero_ps();
+    for (; k < tile->k; group++, end = MIN(end + tile->group_cols, tile->k)) {
+        CPU_UNROLL for (int j = 0; j < 4; j++) {
+            const size_t at = (size_t)j * ld + group;
+            scale[j] = _mm256_set1_ps(tile->scale[at]);
+            const char zero = tile->zero ? (char)tile->zero[at] : 0;
+            table[j] = _mm_sub_epi8(codes, _mm_set1_epi8(zero));
+        }
+        for (; k < end; k += 32, x += 32, w += fp8 ? 32 : 16)
+            CPU_UNROLL for (int j = 0; j < 4; j++) {
+                const unsigned char *from = w + (size_t)j * row_bytes;
+                __asm__("" ::: "memory"); /* or x is kept in registers, and acc is not */
+                if (k % (fp8 ? 64 : 128) == 0) __builtin_prefetch(from + 8 * row_bytes, 0, 2);
+                if (fp8) max = cpu_max_fp8(max, from);
+                cpu_decode_avx2(b, from, fp8, table[j], scale[j]);
+                CPU_UNROLL for (int i = 0; i < 4; i++)
+                    acc[j] = _mm256_fmadd_ps(_mm256_loadu_ps(x + 8 * i), b[i], acc[j]);
+            }
+    }
+    cpu_store4_avx2(tile->y, cpu_sum4_avx2(acc[0], acc[1], acc[2], acc[3]), tile->n, tile->add);
+    if (fp8) cpu_quant_nan_avx2(tile, max);
+}
+CPU_AVX2 static void cpu_quant_tile_avx2(const cpu_quant_tile *tile) {
+    if (tile->fp8) cpu_quant_rows_avx2(tile, true);
+    else cpu_quant_rows_avx2(tile, false);
+}
+
+CPU_SMALL CPU_AVX2
+static void cpu_quant_unpack_avx2(float *to, const cpu_quant_tile *tile) {
+    const __m128i codes = cpu_codes_avx2(tile->codes);
+    __m256 b[4];
+    for (int k = 0, end; k < tile->k;) {
+        const int group = cpu_tile_group(tile, k, &end);
+        const __m256 scale = _mm256_set1_ps(tile->scale[group]);
+        const __m128i table =
+            tile->zero ? _mm_sub_epi8(codes, _mm_set1_epi8((char)tile->zero[group])) : codes;
+        for (; k < end; k += 32) {
+            cpu_decode_avx2(b, tile->w + (tile->fp8 ? k : k / 2), tile->fp8, table, scale);
+            CPU_UNROLL for (int i = 0; i < 4; i++) _mm256_storeu_ps(to + k + 8 * i, b[i]);
+            for (int i = k; tile->fp8 && i < k + 32; i++)
+                if ((tile->w[i] & 0x7F) == 0x7F) to[i] = NAN;
+        }
+    }
+}
+
 /* ---- AVX-512 kernels: 16 lanes, 32 registers ---- */
 
 #define CPU_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")))
 
 CPU_AVX512 CPU_INLINE __m512 cpu_load_avx512(const void *p, toka_dtype type, int k) {
     if (type == TOKA_F32) return _mm512_loadu_ps((const void *)((const char *)p + 4 * (size_t)k));
+    if (type == TOKA_E8M0)
+        return _mm512_insertf32x8(_mm512_castps256_ps512(cpu_load_avx2(p, type, k)),
+                                  cpu_load_avx2(p, type, k + 8), 1);
     __m256i h = _mm256_loadu_si256((const void *)((const char *)p + 2 * (size_t)k));
     if (type == TOKA_F16) return _mm512_cvtph_ps(h);
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
@@ -19785,6 +19970,7 @@ CPU_AVX512 static void cpu_tile_f32_avx512(const cpu_tile *tile) {
     cpu_tile_avx512(tile, TOKA_F32);
 }
 
+CPU_SMALL
 CPU_AVX512 static void cpu_convert_avx512(void *floats, const void *from, toka_dtype type, int n) {
     float *to = floats;
     int i = 0;
@@ -19839,6 +20025,82 @@ CPU_AVX512 static void cpu_small_gemm_avx512(const cpu_small_gemm_args *args) {
     if (j < args->n) cpu_small_gemm_rows_avx512(args, false, j);
 }
 
+/* As cpu_decode_avx2, in two vectors; 4-bit codes in this kernel set's pair order. table: what each
+ * code stands for, times the scale; FP8: the scale. */
+CPU_AVX512 CPU_INLINE void cpu_decode_avx512(__m512 to[2], const unsigned char *w, bool fp8,
+                                             __m512 table) {
+    if (fp8)
+        CPU_UNROLL for (int i = 0; i < 2; i++) {
+            __m512i code = _mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)(w + 16 * i)));
+            code = _mm512_slli_epi32(code, 20);
+            code = _mm512_and_si512(code, _mm512_set1_epi32((int)0x87F00000));
+            to[i] = _mm512_mul_ps(_mm512_castsi512_ps(code), table);
+        }
+    else {
+        __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)w));
+        to[0] = _mm512_permutexvar_ps(codes, table); /* takes the low 4 bits of each lane */
+        to[1] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), table);
+    }
+}
+
+CPU_AVX512 CPU_INLINE void cpu_quant_rows_avx512(const cpu_quant_tile *tile, const bool fp8) {
+    const size_t row_bytes = tile->w_row_bytes, ld = tile->ld_groups;
+    const __m512 codes = fp8 ? _mm512_set1_ps(1) : _mm512_loadu_ps(tile->codes);
+    const unsigned char *w = tile->w;
+    const float *x = tile->x;
+    __m512 acc[6][8], table[8], b[2];
+    __m256i max = _mm256_setzero_si256();
+    int k = 0, end;
+    size_t group = (size_t)cpu_tile_group(tile, 0, &end);
+    CPU_UNROLL for (int j = 0; j < 8; j++) acc[0][j] = _mm512_setzero_ps();
+    for (; k < tile->k; group++, end = MIN(end + tile->group_cols, tile->k)) {
+        CPU_UNROLL for (int j = 0; j < 8; j++) table[j] = codes;
+        if (!fp8 && tile->zero)
+            CPU_UNROLL for (int j = 0; j < 8; j++)
+                table[j] = _mm512_sub_ps(codes, _mm512_set1_ps(tile->zero[(size_t)j * ld + group]));
+        CPU_UNROLL for (int j = 0; j < 8; j++)
+            table[j] = _mm512_mul_ps(table[j],
+                                     _mm512_set1_ps(tile->scale[(size_t)j * ld + group]));
+        for (; k < end; k += 32, x += 32, w += fp8 ? 32 : 16) {
+            const __m512 x0 = _mm512_loadu_ps(x), x1 = _mm512_loadu_ps(x + 16);
+            for (int j = 0; k % (fp8 ? 64 : 128) == 0 && j < 8; j++)
+                __builtin_prefetch(w + (size_t)(j + 8) * row_bytes, 0, 2);
+            CPU_UNROLL for (int j = 0; j < 8; j++) {
+                const unsigned char *from = w + (size_t)j * row_bytes;
+                if (fp8) max = cpu_max_fp8(max, from);
+                cpu_decode_avx512(b, from, fp8, table[j]);
+                acc[0][j] = _mm512_fmadd_ps(x0, b[0], acc[0][j]);
+                acc[0][j] = _mm512_fmadd_ps(x1, b[1], acc[0][j]);
+            }
+        }
+    }
+    const cpu_tile out = {.y = tile->y, .n = tile->n, .add = tile->add};
+    cpu_tile_store_avx512(&out, 1, 8, acc);
+    if (fp8) cpu_quant_nan_avx2(tile, max);
+}
+CPU_AVX512 static void cpu_quant_tile_avx512(const cpu_quant_tile *tile) {
+    if (tile->fp8) cpu_quant_rows_avx512(tile, true);
+    else cpu_quant_rows_avx512(tile, false);
+}
+CPU_SMALL CPU_AVX512
+static void cpu_quant_unpack_avx512(float *to, const cpu_quant_tile *tile) {
+    __m512 b[2];
+    for (int k = 0, end; k < tile->k;) {
+        const int group = cpu_tile_group(tile, k, &end);
+        const __m512 scale = _mm512_set1_ps(tile->scale[group]);
+        const __m512 zero = _mm512_set1_ps(tile->zero ? tile->zero[group] : 0);
+        __m512 table = _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(tile->codes), zero), scale);
+        if (tile->fp8) table = scale;
+        for (; k < end; k += 32) {
+            cpu_decode_avx512(b, tile->w + (tile->fp8 ? k : k / 2), tile->fp8, table);
+            _mm512_storeu_ps(to + k, b[0]);
+            _mm512_storeu_ps(to + k + 16, b[1]);
+            for (int i = k; tile->fp8 && i < k + 32; i++)
+                if ((tile->w[i] & 0x7F) == 0x7F) to[i] = NAN;
+        }
+    }
+}
+
 /* ---- AVX512_BF16: AVX-512 with a dot product of bf16 pairs, and rounding to bf16 ---- */
 
 #define CPU_AVX512_BF16 \
@@ -19879,6 +20141,7 @@ CPU_AVX512_BF16 static void cpu_tile_avx512_bf16(const cpu_tile *tile) {
 }
 
 /* Rounds to nearest, ties to even; subnormal numbers become 0. */
+CPU_SMALL
 CPU_AVX512_BF16 static void cpu_pack_avx512_bf16(void *to, const void *from, toka_dtype type,
                                                  int n) {
     if (type == TOKA_BF16) {
@@ -19903,18 +20166,22 @@ CPU_AVX512_BF16 static void cpu_pack_avx512_bf16(void *to, const void *from, tok
 static const cpu_kernels cpu_kernel_sets[] = { /* from slowest to fastest */
     {"portable C", 2, 512, TOKA_F32, {8, 4, INT_MAX},
      {cpu_tile_bf16_c, cpu_tile_f16_c, cpu_tile_f32_c},
-     cpu_convert_c, cpu_convert_c, cpu_small_gemm_c, cpu_online_softmax_c},
+     cpu_convert_c, cpu_convert_c, cpu_small_gemm_c, NULL, cpu_quant_unpack_c, 0, 0,
+     cpu_online_softmax_c},
 #ifdef __x86_64__
     {"AVX2", 3, 512, TOKA_F32, {128, INT_MAX, INT_MAX},
      {cpu_tile_bf16_avx2, cpu_tile_f16_avx2, cpu_tile_f32_avx2},
-     cpu_convert_avx2, cpu_convert_avx2, cpu_small_gemm_avx2, cpu_online_softmax_avx2},
+     cpu_convert_avx2, cpu_convert_avx2, cpu_small_gemm_avx2, cpu_quant_tile_avx2,
+     cpu_quant_unpack_avx2, 8, 4, cpu_online_softmax_avx2},
     {"AVX-512", 6, 1024, TOKA_F32, {INT_MAX, INT_MAX, INT_MAX},
      {cpu_tile_bf16_avx512, cpu_tile_f16_avx512, cpu_tile_f32_avx512},
-     cpu_convert_avx512, cpu_convert_avx512, cpu_small_gemm_avx512, cpu_online_softmax_avx512},
+     cpu_convert_avx512, cpu_convert_avx512, cpu_small_gemm_avx512, cpu_quant_tile_avx512,
+     cpu_quant_unpack_avx512, 16, 8, cpu_online_softmax_avx512},
     /* only on request (cpu_bf16_kernels) */
     {"AVX512_BF16", 6, 2048, TOKA_BF16, {INT_MAX, 0, 0},
      {cpu_tile_avx512_bf16, NULL, NULL},
-     cpu_convert_avx512, cpu_pack_avx512_bf16, cpu_small_gemm_avx512, cpu_online_softmax_avx512},
+     cpu_convert_avx512, cpu_pack_avx512_bf16, cpu_small_gemm_avx512, NULL, cpu_quant_unpack_c, 0,
+     0, cpu_online_softmax_avx512},
 #endif
 };
 
@@ -20121,6 +20388,8 @@ typedef struct cpu_gemm_args {
     const void *x; /* [T][ldx] in kernels.x_type, each row followed by zeros up to a multiple of
                     * 16; of 32 if it is bf16 */
     size_t ldx;    /* elements from row to row */
+    const float *x_pairs; /* x in pair order; only if one of the weights needs it */
+    size_t ld_pairs;
     int T, n_weights;
     const toka_tensor *weights[3]; /* weights[j]: [rows][cols], n < rows, k < cols; cols is equal in
                                     * all of them */
@@ -20134,6 +20403,168 @@ typedef struct cpu_gemm_args {
 /* Rounds k up to what the micro-kernels take: a multiple of 16, of 32 if x is bf16. */
 static int cpu_align_k(const cpu_kernels *kernels, int k) {
     return kernels->x_type == TOKA_BF16 ? cpu_round_up32(k) : cpu_round_up16(k);
+}
+
+/* ---- Quantized weights in the GEMM ----
+ * Few rows of x: the micro-kernel decodes in registers. More rows, or no micro-kernel: through a
+ * panel, whose numbers are exactly those of weight_row. A weight is regular if the two can read it:
+ * rows of whole bytes, whole groups of 32 columns. Other weights go through a panel that is filled
+ * as weight_row does it, element by element.
+ *
+ * Pair order. A byte has the 4-bit codes of two neighbour columns. SIMD decodes the even columns of
+ * 2 * lanes columns to one vector, and the odd ones to the next. So x is reordered in the same way
+ * once (cpu_pair_row), and a panel has this order, too: the lanes add the same terms in the same
+ * order, with and without a panel. */
+
+enum {
+    CPU_QUANT_DIRECT_ROWS = 4 /* from this many rows of x on, quantized weights take a panel */
+};
+
+CPU_SMALL
+static bool cpu_is_regular(const toka_tensor *weight) {
+    const toka_quant *quant = weight->quant;
+    return quant->packing == TOKA_PACK_ROWS && !quant->group && quant->cols % 32 == 0 &&
+           weight->cols % 32 == 0 && weight->col0 % 32 == 0 &&
+           (quant->block_cols % 32 == 0 || quant->block_cols >= quant->cols);
+}
+/* Does the kernel set read this weight in pair order? */
+CPU_SMALL
+static bool cpu_is_paired(const cpu_kernels *kernels, const toka_tensor *weight) {
+    return kernels->pair_lanes && weight->quant && weight->dtype != TOKA_FP8 &&
+           cpu_is_regular(weight);
+}
+
+/* Copies n elements of x in pair order; n is a multiple of 2 * lanes. */
+CPU_SMALL
+static void cpu_pair_row(float *to, const float *from, int n, int lanes) {
+    for (int k = 0; k < n; k += 2 * lanes)
+        for (int i = 0; i < lanes; i++) {
+            to[k + i] = from[k + 2 * i];
+            to[k + lanes + i] = from[k + 2 * i + 1];
+        }
+}
+
+/* Returns how many groups the columns of a weight touch. */
+static int cpu_n_groups(const toka_tensor *weight) {
+    const int first = weight->col0 / weight->quant->block_cols;
+    return (weight->col0 + weight->cols - 1) / weight->quant->block_cols - first + 1;
+}
+
+/* Writes the zero points of n groups of a row of the whole matrix, from group `first` on. */
+CPU_SMALL
+static void cpu_quant_zeros(float *to, const toka_quant *quant, int row, int first, int n) {
+    const int row_groups = (quant->cols + quant->block_cols - 1) / quant->block_cols;
+    const char *words = (const char *)quant->zero +
+                        4 * ((size_t)(row / 8) * (size_t)row_groups + (size_t)first);
+    for (int i = 0; i < n; i += 4) {
+        cpu_u32x4 word = {0};
+        const int count = MIN(4, n - i);
+        if (count == 4) memcpy(&word, words + 4 * i, sizeof word);
+        else memcpy(&word, words + 4 * i, 4 * (size_t)count);
+        word = (word >> (uint32_t)(row % 8 * 4) & 15) + (uint32_t)quant->zero_add;
+        cpu_f32x4 zeros = __builtin_convertvector((cpu_i32x4)word, cpu_f32x4);
+        if (count == 4) cpu_store4(to + i, zeros);
+        else memcpy(to + i, &zeros, 4 * (size_t)count);
+    }
+}
+
+/* Fills scales and zero points, as cpu_quant_tile wants them, of the rows n0 .. n1-1 of a regular
+ * weight: [rows][n_groups]. */
+CPU_SMALL
+static void cpu_quant_scales(const cpu_kernels *kernels, const toka_tensor *weight, int n0, int n1,
+                             float *scale, float *zero) {
+    const toka_quant *quant = weight->quant;
+    const int n = cpu_n_groups(weight), first = weight->col0 / quant->block_cols;
+    const int step = quant->scale_col_step;
+    const size_t bytes = cpu_dtype_bytes(quant->scale_dtype);
+    const float unit = cpu_scale_unit(weight->dtype);
+    for (int row = n0; row < n1; row++, scale += n, zero += n) {
+        const int whole = weight->row0 + row * weight->row_step;
+        const char *from = (const char *)quant->scale +
+                           bytes * ((size_t)(whole / quant->block_rows) *
+                                        (size_t)quant->scale_row_step +
+                                    (size_t)first * (size_t)step);
+        for (int i = 0; step != 1 && i < n; i++, from += bytes * (size_t)step)
+            scale[i] = cpu_element(from, quant->scale_dtype, 0);
+        if (step == 1) kernels->convert(scale, from, quant->scale_dtype, n);
+        int i = 0;
+        for (; i + 4 <= n; i += 4) cpu_store4(scale + i, unit * cpu_load4(scale + i));
+        for (; i < n; i++) scale[i] *= unit;
+        if (quant->zero) cpu_quant_zeros(zero, quant, whole, first, n);
+    }
+}
+
+/* A regular weight as a tile of row 0 of the weight; scale and zero as cpu_quant_scales fills them
+ * from row n0 on. */
+static cpu_quant_tile cpu_quant_tile_of(const toka_tensor *weight, const float *scale,
+                                        const float *zero) {
+    const toka_quant *quant = weight->quant;
+    const size_t row_bytes = (size_t)quant->cols / (weight->dtype == TOKA_FP8 ? 1 : 2);
+    const size_t col0 = (size_t)weight->col0 / (weight->dtype == TOKA_FP8 ? 1 : 2);
+    const int codes = weight->dtype == TOKA_MXFP4 ? 2 : quant->zero ? 0 : 1;
+    return (cpu_quant_tile){
+        .w = (const unsigned char *)weight->data + (size_t)weight->row0 * row_bytes + col0,
+        .w_row_bytes = row_bytes * (size_t)weight->row_step, .fp8 = weight->dtype == TOKA_FP8,
+        .codes = cpu_code_numbers[codes], .scale = scale, .zero = quant->zero ? zero : NULL,
+        .ld_groups = (size_t)cpu_n_groups(weight), .group_cols = quant->block_cols,
+        .k0 = weight->col0 % quant->block_cols
+    };
+}
+
+/* Computes columns n0 .. n1-1 of y[index] from a quantized weight, without a panel. tile: row n0 of
+ * the weight. */
+CPU_SMALL
+static void cpu_gemm_quant(const cpu_gemm_args *args, int index, int n0, int n1,
+                           const cpu_quant_tile *rows) {
+    const int cols = args->weights[index]->cols, most = args->kernels->quant_rows;
+    const int code_bits = rows->fp8 ? 8 : 4, k_block = args->kernels->k_block;
+    cpu_quant_tile tile = *rows;
+    for (int n = n0; n < n1; n += tile.n) {
+        tile.n = n1 - n < most ? 1 : most;
+        tile.w_row_bytes = tile.n == 1 ? 0 : rows->w_row_bytes;
+        tile.ld_groups = tile.n == 1 ? 0 : rows->ld_groups;
+        tile.scale = rows->scale + (size_t)(n - n0) * rows->ld_groups;
+        if (rows->zero) tile.zero = rows->zero + (size_t)(n - n0) * rows->ld_groups;
+        for (int k = 0; k < cols; k += k_block)
+            for (int m = 0; m < args->T; m++) {
+                tile.w = rows->w + (size_t)(n - n0) * rows->w_row_bytes +
+                         (size_t)(k * code_bits / 8);
+                tile.k0 = rows->k0 + k;
+                tile.k = MIN(k_block, cols - k);
+                tile.x = (const float *)args->x + (size_t)m * args->ldx + k;
+                tile.y = args->y[index] + (size_t)m * args->ldy[index] + n;
+                tile.add = args->add || k;
+                args->kernels->quant_tile(&tile);
+            }
+    }
+}
+
+/* Writes columns k .. k+n-1 of row `row` of a weight to a panel. rows: a quantized weight that is
+ * regular, as a tile whose row 0 is `row`; else NULL. */
+CPU_SMALL
+static void cpu_fill_panel_row(const cpu_kernels *kernels, const toka_tensor *weight, int row,
+                               int k, int n, const cpu_quant_tile *rows, void *to) {
+    float floats[CPU_MAX_BLOCK_BYTES / 2]; /* of bf16 kernels: they have more columns in a block */
+    float *unpacked = kernels->x_type == TOKA_F32 ? to : floats;
+    if (!weight->quant) {
+        const size_t bytes = cpu_dtype_bytes(weight->dtype);
+        kernels->pack(to, (const char *)weight->data +
+                              bytes * ((size_t)row * (size_t)weight->stride + (size_t)k),
+                      weight->dtype, n);
+        return;
+    }
+    if (rows) {
+        cpu_quant_tile tile = *rows;
+        tile.w += k / (weight->dtype == TOKA_FP8 ? 1 : 2);
+        tile.k0 += k;
+        tile.k = n;
+        kernels->quant_unpack(unpacked, &tile);
+    } else
+        for (int i = 0; i < n; i++)
+            unpacked[i] = weight_quantized(weight->data, weight->dtype, weight->quant,
+                                           weight->row0 + row * weight->row_step,
+                                           weight->col0 + k + i);
+    if (unpacked != to) kernels->pack(to, floats, TOKA_F32, n);
 }
 
 /* Computes columns n0 .. n1-1 of y[index] for one block of k and all rows of x. The caller sets
@@ -20181,28 +20612,56 @@ static void cpu_gemm_direct(const cpu_gemm_args *args, int index, int n0, int n1
 
 /* The same through a packed panel: rows n0 .. n1-1 of the weight are converted to the type of x for
  * one block of k; then the micro-kernel runs over the panel, in L2, for all rows of x. panel: the
- * thread's, CPU_PANEL_ROWS rows of CPU_PANEL_ROW_BYTES. */
-static void cpu_gemm_panel(const cpu_gemm_args *args, int index, int n0, int n1, char *panel) {
+ * thread's, CPU_PANEL_ROWS rows of CPU_PANEL_ROW_BYTES. rows: a regular quantized weight as a tile
+ * whose row 0 is row n0; else NULL. */
+CPU_SMALL
+static void cpu_gemm_panel(const cpu_gemm_args *args, int index, int n0, int n1, char *panel,
+                           const cpu_quant_tile *rows) {
     const toka_tensor *weight = args->weights[index];
     const cpu_kernels *kernels = args->kernels;
-    const size_t elem_bytes = cpu_dtype_bytes(weight->dtype);
     const size_t x_bytes = cpu_dtype_bytes(kernels->x_type);
     cpu_tile tile = {.ldx = args->ldx, .w_row_bytes = CPU_PANEL_ROW_BYTES,
                      .ldy = args->ldy[index]};
     for (int k = 0; k < weight->cols; k += kernels->k_block) {
         int k_len = MIN(kernels->k_block, weight->cols - k);
+        cpu_quant_tile row_tile = rows ? *rows : (cpu_quant_tile){0};
         tile.k = cpu_align_k(kernels, k_len);
         tile.w = panel;
         for (int n = n0; n < n1; n++) {
             char *row = panel + (size_t)(n - n0) * CPU_PANEL_ROW_BYTES;
-            kernels->pack(row,
-                          (const char *)weight->data +
-                              elem_bytes * ((size_t)n * (size_t)weight->stride + (size_t)k),
-                          weight->dtype, k_len);
+            cpu_fill_panel_row(kernels, weight, n, k, k_len, rows ? &row_tile : NULL, row);
             memset(row + x_bytes * (size_t)k_len, 0, x_bytes * (size_t)(tile.k - k_len));
+            row_tile.w += row_tile.w_row_bytes;
+            row_tile.scale += row_tile.ld_groups;
+            if (row_tile.zero) row_tile.zero += row_tile.ld_groups;
         }
         cpu_gemm_tiles(args, index, &tile, false, n0, n1, k);
     }
+}
+
+/* The same for a quantized weight. scratch: a panel, then scales and zero points of its rows. */
+CPU_SMALL
+static void cpu_gemm_quant_item(const cpu_gemm_args *args, int index, int n0, int n1,
+                                float *scratch) {
+    const toka_tensor *weight = args->weights[index];
+    const cpu_kernels *kernels = args->kernels;
+    float *scale = scratch + CPU_PANEL_FLOATS;
+    float *zero = scale + (size_t)CPU_PANEL_ROWS * (size_t)cpu_n_groups(weight);
+    cpu_gemm_args own = *args;
+    if (!cpu_is_regular(weight)) {
+        cpu_gemm_panel(args, index, n0, n1, (char *)scratch, NULL);
+        return;
+    }
+    if (cpu_is_paired(kernels, weight)) {
+        own.x = args->x_pairs;
+        own.ldx = args->ld_pairs;
+    }
+    cpu_quant_scales(kernels, weight, n0, n1, scale, zero);
+    cpu_quant_tile rows = cpu_quant_tile_of(weight, scale, zero);
+    rows.w += (size_t)n0 * rows.w_row_bytes;
+    if (kernels->quant_tile && args->T < CPU_QUANT_DIRECT_ROWS)
+        cpu_gemm_quant(&own, index, n0, n1, &rows);
+    else cpu_gemm_panel(&own, index, n0, n1, (char *)scratch, &rows);
 }
 
 /* An item of the round: item_columns columns of y for one weight (a cpu_item_fn). */
@@ -20217,12 +20676,12 @@ static void cpu_gemm_item(void *arg, int thread, int item) {
     int n0 = item * args->item_columns;
     int n1 = MIN(n0 + args->item_columns, args->weights[index]->rows);
     const toka_tensor *weight = args->weights[index];
-    if (args->T < args->kernels->panel_rows[weight->dtype] &&
+    float *scratch = args->panels + (size_t)thread * args->panel_floats;
+    if (weight->quant) cpu_gemm_quant_item(args, index, n0, n1, scratch);
+    else if (args->T < args->kernels->panel_rows[weight->dtype] &&
         weight->cols == cpu_align_k(args->kernels, weight->cols))
         cpu_gemm_direct(args, index, n0, n1);
-    else
-        cpu_gemm_panel(args, index, n0, n1,
-                       (char *)(args->panels + (size_t)thread * args->panel_floats));
+    else cpu_gemm_panel(args, index, n0, n1, (char *)scratch, NULL);
 }
 
 /* Runs the whole GEMM as one round. Sets args->item_columns. */
@@ -20320,6 +20779,7 @@ enum {
     CPU_SCRATCH_SAMPLES = 64,      /* most scratch samples */
     CPU_SCRATCH_BYTES = 128 << 20, /* most scratch for token rows; for rows of logits: half of it */
     CPU_MAX_HEAD_SIZE = 576,       /* largest D and Dv: of the cache of DeepSeek's MLA */
+    CPU_MAX_FP8_SCALE = 128,       /* cpu_scale_unit times a larger one would overflow */
     CPU_QUERY_ROWS = 32,           /* query rows that share one pass over K and V */
     CPU_N_VECTORS = 7,             /* vectors of an op; the last one is a norm's for all_reduce */
     CPU_MAX_THREADS = 1024         /* most threads of all devices together */
@@ -20699,6 +21159,8 @@ typedef struct cpu_extents {
     int input, vector;    /* columns of a matrix that reads dev->x; elements of a vector */
     int mlp, wide;        /* rows of gate, of any MLP; columns of dev->wide */
     int absorb;           /* floats of a thread's scratch for MLA's W_uk */
+    int groups;           /* scales in a row of a quantized weight; 0: none is quantized */
+    float fp8_scale;      /* largest scale of FP8 weights */
     int n_experts, top_k; /* 0: no experts */
     bool delta, residual; /* are these buffers of the device needed? */
 } cpu_extents;
@@ -20737,6 +21199,9 @@ struct toka_device {
     void *x_bf16;             /* [max(scratch_rows, scratch_samples)][ld_bf16] the input of a GEMM
                                * rounded to bf16, rows padded with zeros; NULL in float32 */
     size_t ld_bf16;           /* elements from row to row of x_bf16 */
+    float *x_pairs;           /* [max(scratch_rows, scratch_samples)][ld_pairs] the input of a GEMM
+                               * in pair order; NULL: no weight needs it */
+    int ld_pairs;
     float *k, *v;             /* [scratch_rows][K*D], [scratch_rows][K*Dv] */
     float *gate, *up;         /* [scratch_rows][ld_mlp] */
     float *delta;             /* [scratch_rows][E] what a mixer or a feed-forward adds to x; NULL if
@@ -21093,6 +21558,22 @@ static void cpu_round_item(void *arg, int thread, int row) {
            2 * (size_t)(cpu_round_up32(job->width) - job->width));
 }
 
+typedef struct cpu_pair_job { /* copies the input of a GEMM to dev->x_pairs, in pair order */
+    toka_device *dev;
+    const float *from; /* [rows][width], rows ld_from floats apart */
+    size_t ld_from;
+    int width;
+} cpu_pair_job;
+
+CPU_SMALL
+static void cpu_pair_item(void *arg, int thread, int row) {
+    const cpu_pair_job *job = arg;
+    (void)thread;
+    cpu_pair_row(job->dev->x_pairs + (size_t)row * (size_t)job->dev->ld_pairs,
+                 job->from + (size_t)row * job->ld_from, job->width,
+                 job->dev->kernels->pair_lanes);
+}
+
 /* Gives a GEMM this device's kernels, threads and scratch, which the caller leaves unset. x is in
  * float32: its first `width` columns are rounded for bf16 kernels. */
 CPU_SMALL
@@ -21101,6 +21582,15 @@ static void cpu_gemm_prepare(toka_device *dev, cpu_gemm_args *args, int width) {
     args->pool = &dev->pool;
     args->panels = dev->scratch;
     args->panel_floats = dev->scratch_floats;
+    bool paired = false;
+    for (int i = 0; i < args->n_weights; i++)
+        paired = paired || cpu_is_paired(dev->kernels, args->weights[i]);
+    if (paired) {
+        cpu_pair_job job = {dev, args->x, args->ldx, width};
+        cpu_parallel_for(&dev->pool, cpu_pair_item, &job, args->T, (int64_t)args->T * width);
+        args->x_pairs = dev->x_pairs;
+        args->ld_pairs = (size_t)dev->ld_pairs;
+    }
     if (dev->x_bf16) {
         cpu_round_job job = {dev, args->x, args->ldx, width};
         cpu_parallel_for(&dev->pool, cpu_round_item, &job, args->T, (int64_t)args->T * width);
@@ -21620,6 +22110,7 @@ static void cpu_values_item(void *arg, int thread, int head) {
     cpu_gemm_args gemm = job->gemm;
     gemm.x = (const char *)gemm.x +
              (size_t)(head * job->head_cols) * cpu_dtype_bytes(gemm.kernels->x_type);
+    if (gemm.x_pairs) gemm.x_pairs += head * job->head_cols;
     gemm.y[0] += head * mla->v;
     gemm.weights[0] = &weight;
     gemm.item_columns = CPU_PANEL_ROWS;
@@ -22095,8 +22586,22 @@ static int cpu_check_options(const toka_device_options *options, const toka_shap
 }
 
 COLD
+static void cpu_measure_weights(cpu_extents *sizes, const toka_tensor *const *weights, int n) {
+    for (int i = 0; i < n; i++) {
+        const toka_quant *quant = weights[i]->quant;
+        if (!weights[i]->rows || !quant) continue;
+        sizes->groups = MAX(sizes->groups, cpu_n_groups(weights[i]));
+        const int rows = weights[i]->dtype == TOKA_FP8 ? quant->rows : 0;
+        for (int row = 0; row < rows; row += quant->block_rows)
+            for (int group = 0; group * quant->block_cols < quant->cols; group++)
+                sizes->fp8_scale = MAX(sizes->fp8_scale, weight_scale(quant, row, group));
+    }
+}
+COLD
 static void cpu_measure_mlp(cpu_extents *sizes, const toka_mlp *mlp) {
+    const toka_tensor *const weights[] = {&mlp->gate, &mlp->up, &mlp->down};
     sizes->mlp = MAX(sizes->mlp, mlp->gate.rows);
+    cpu_measure_weights(sizes, weights, COUNT(weights));
 }
 
 /* Returns what the layers of this rank need. */
@@ -22108,7 +22613,9 @@ static cpu_extents cpu_measure(const toka_shape *shape, const toka_weights *weig
         const toka_moe *moe = layer->moe;
         const toka_mla *mla = layer->mla;
         const bool post_norm = layer->attn_post_norm.rows || layer->mlp_post_norm.rows;
+        const toka_tensor *const matrices[] = {&layer->q, &layer->k, &layer->v, &layer->o};
         sizes.input = MAX(sizes.input, layer->o.cols);
+        cpu_measure_weights(&sizes, matrices, COUNT(matrices));
         cpu_measure_mlp(&sizes, &layer->mlp);
         sizes.delta = sizes.delta || post_norm || moe;
         sizes.residual = sizes.residual || (post_norm && tp_size > 1);
@@ -22121,12 +22628,16 @@ static cpu_extents cpu_measure(const toka_shape *shape, const toka_weights *weig
         if (!mla) continue;
         assert(shape->K == 1 && shape->D == mla->latent + mla->rope &&
                toka_value_size(shape) == mla->latent);
+        const toka_tensor *const latents[] = {&mla->q_a, &mla->q_b, &mla->kv_a, &mla->kv_b};
+        cpu_measure_weights(&sizes, latents, COUNT(latents));
         sizes.input = MAX(sizes.input, mla->q_b.cols);
         sizes.wide = MAX(sizes.wide, MAX(mla->q_a.rows, mla->q_b.rows));
         sizes.wide = MAX(sizes.wide, shape->H * cpu_round_up32(mla->latent));
         sizes.absorb = MAX(sizes.absorb,
                            (mla->nope + CPU_QUERY_ROWS) * cpu_round_up16(mla->latent));
     }
+    const toka_tensor *const head[] = {&weights->lm_head};
+    cpu_measure_weights(&sizes, head, 1);
     sizes.vector = MAX(MAX(sizes.input, shape->H * shape->D), MAX(sizes.mlp, sizes.n_experts));
     return sizes;
 }
@@ -22161,8 +22672,9 @@ static void cpu_size_scratch(toka_device *dev, const cpu_extents *sizes) {
     dev->ld_wide = sizes->wide ? cpu_round_up16(sizes->wide) + 16 : 0;
     if (dev->kernels->x_type == TOKA_BF16)
         dev->ld_bf16 = (size_t)cpu_round_up32(MAX(MAX(dev->ldx, dev->ld_mlp), dev->ld_wide)) + 32;
+    dev->ld_pairs = sizes->groups ? MAX(MAX(dev->ldx, dev->ld_mlp), dev->ld_wide) + 16 : 0;
     size_t token_floats = (size_t)dev->ldx + KD + KDv + 2 * (size_t)dev->ld_mlp +
-                          (size_t)dev->ld_wide + (sizes->delta ? E : 0);
+                          (size_t)dev->ld_wide + (sizes->delta ? E : 0) + (size_t)dev->ld_pairs;
     if (sizes->n_experts) token_floats += (size_t)dev->ldx + E + 3 * (size_t)sizes->n_experts;
     const size_t token_bytes = token_floats * sizeof(float) + 2 * dev->ld_bf16;
     dev->scratch_rows = (int)MIN((size_t)MIN(dev->options.max_tokens, CPU_SCRATCH_ROWS),
@@ -22179,7 +22691,9 @@ static void cpu_size_scratch(toka_device *dev, const cpu_extents *sizes) {
                           ((size_t)(dev->B_pad + dev->Dv_pad + cpu_round_up16(shape->D)) +
                            sizeof(cpu_softmax) / sizeof(float));
     query_floats = MAX(query_floats, MAX((size_t)sizes->absorb, E));
-    dev->scratch_floats = (MAX((size_t)CPU_PANEL_FLOATS, query_floats) + 15) & ~(size_t)15;
+    const size_t panel_floats =
+        (size_t)CPU_PANEL_FLOATS + 2 * (size_t)(CPU_PANEL_ROWS * sizes->groups);
+    dev->scratch_floats = (MAX(panel_floats, query_floats) + 15) & ~(size_t)15;
 }
 
 /* Allocates all buffers of this device but those for experts. A failure is kept in dev->error. */
@@ -22193,6 +22707,8 @@ static void cpu_alloc_buffers(toka_device *dev, const cpu_extents *sizes) {
     dev->k_cache = cpu_zalloc(dev, cache_pages, dev->k_page_floats * sizeof(float));
     dev->v_cache = cpu_zalloc(dev, cache_pages, dev->v_page_floats * sizeof(float));
     dev->x = cpu_zalloc(dev, x_rows, (size_t)dev->ldx * sizeof(float));
+    if (sizes->groups)
+        dev->x_pairs = cpu_zalloc(dev, x_rows, (size_t)dev->ld_pairs * sizeof(float));
     if (dev->ld_bf16) dev->x_bf16 = cpu_zalloc(dev, x_rows, 2 * dev->ld_bf16);
     dev->k = cpu_zalloc(dev, max_rows, (size_t)(shape->K * shape->D) * sizeof(float));
     dev->v = cpu_zalloc(dev, max_rows,
@@ -22236,6 +22752,10 @@ static int cpu_open(toka_device **out, const toka_device_options *options, const
     }
     if (dev->group) dev->pool.progress = &dev->group->progress;
     const cpu_extents sizes = cpu_measure(shape, weights, dev->options.tp_size);
+    if (sizes.fp8_scale >= CPU_MAX_FP8_SCALE)
+        fail(&dev->error, TOKA_E_INPUT,
+             "CPU backend: an FP8 weight has the scale %g, expected less than %d", sizes.fp8_scale,
+             CPU_MAX_FP8_SCALE);
     cpu_size_scratch(dev, &sizes);
     cpu_alloc_buffers(dev, &sizes);
     cpu_alloc_experts(dev, &sizes);

@@ -1,12 +1,16 @@
 /* bench_cpu.c - how near the CPU backend comes to the machine's limits, as ratios within one run.
  *   cc -O3 -o /tmp/bench_cpu test/bench_cpu.c -lm -lpthread
- *   /tmp/bench_cpu [threads [set [bf16|f16|f32 [rows]]]]
+ *   /tmp/bench_cpu [threads [set [bf16|f16|f32|fp8|int4|mxfp4 [rows]]]]
+ *   /tmp/bench_cpu THREADS SET formats
  * Decode: bytes of weights per second of a one-token step, against a plain read loop over the same
  * bytes with the same threads. Prefill: multiply-adds per second of a 512-token step, against a
  * loop of multiply-adds with the same instruction set. Sharing: attention of 256 rows over one
  * 1000-token prefix, read once for all rows, against once for each row. The model has the layer
  * shapes of Llama-3.2-1B, random weights and fewer layers. With `rows`, only: microseconds a row of
- * an MLP with 1 to 256 rows. A `!` marks a row that costs 3 % more than one of a smaller step. */
+ * an MLP with 1 to 256 rows. A `!` marks a row that costs 3 % more than one of a smaller step. With
+ * `formats`, only: the time of the layers' decode of one token in each format, in turns, and how
+ * many times as fast as bf16 it is. fp8 has blocks of 128 x 128, int4 groups of 128 and zero
+ * points. */
 #include "../toka.c"
 
 enum { BENCH_LAYERS = 4, BENCH_ROWS = 256, BENCH_PREFIX = 1008, BENCH_PREFILL = 512 };
@@ -15,7 +19,7 @@ static toka_shape bench_shape = {.L = BENCH_LAYERS, .H = 32, .K = 8, .D = 64, .E
                                  .eps = 1e-5f, .max_len = 2048};
 static float bench_freq[32];
 static const toka_rope bench_rope = {bench_freq, 64, 1, false};
-static const char *const bench_types[] = {"bf16", "f16", "f32"};
+static const char *const bench_types[] = {"bf16", "f16", "f32", "fp8", "int4", "mxfp4"};
 static volatile float bench_sink;
 /* With one thread its CPU time, so that other processes do not count. */
 static int bench_clock = CLOCK_MONOTONIC;
@@ -30,12 +34,41 @@ typedef struct bench { /* one open model */
     toka_layer layers[BENCH_LAYERS];
     toka_weights w;
     toka_device *d;
+    toka_quant quants[BENCH_LAYERS * 7 + 1];
+    int n_quants;
     char *bytes; /* all weights in one block */
     size_t n_bytes, used;
     toka_dev_ptr x, q, o;
 } bench;
 
+static toka_tensor bench_quant(bench *b, int rows, int cols, toka_dtype type) {
+    toka_quant *q = &b->quants[b->n_quants++];
+    const int block = type == TOKA_MXFP4 ? 32 : 128;
+    const size_t n_scales = (size_t)(type == TOKA_FP8 ? rows / block : rows) * (size_t)(cols / block);
+    char *data = b->bytes ? b->bytes + b->used : NULL, *scale;
+    b->used += (size_t)rows * (size_t)cols / (type == TOKA_FP8 ? 1 : 2);
+    scale = b->bytes ? b->bytes + b->used : NULL;
+    b->used += n_scales * 2;
+    *q = (toka_quant){.rows = rows, .cols = cols, .block_rows = type == TOKA_FP8 ? block : 1, .block_cols = block, .scale = scale,
+                      .scale_dtype = type == TOKA_MXFP4 ? TOKA_E8M0 : TOKA_BF16, .scale_row_step = cols / block, .scale_col_step = 1};
+    if (type == TOKA_INT4) q->zero = b->bytes ? b->bytes + b->used : NULL, b->used += n_scales / 2;
+    return (toka_tensor){.data = data, .dtype = type, .rows = rows, .cols = cols, .quant = q, .row_step = 1};
+}
+/* Random codes would be NaN in places, random scales infinite. */
+static void bench_fill_quants(bench *b) {
+    for (int i = 0; i < b->n_quants; i++) {
+        const toka_quant *q = &b->quants[i];
+        uint16_t scale = 0x3C00; /* 2^-7 */
+        const size_t n = (size_t)(q->rows / q->block_rows) * (size_t)(q->cols / q->block_cols);
+        for (size_t j = 0; j < n; j++)
+            if (q->scale_dtype == TOKA_E8M0) ((unsigned char *)(uintptr_t)q->scale)[j] = 120;
+            else memcpy((char *)(uintptr_t)q->scale + 2 * j, &scale, 2);
+    }
+}
+
 static toka_tensor bench_tensor(bench *b, int rows, int cols, toka_dtype type) {
+    if (type > TOKA_F32 && rows > 1) return bench_quant(b, rows, cols, type);
+    if (type > TOKA_F32) type = TOKA_BF16;
     toka_tensor t = {.data = b->bytes ? b->bytes + b->used : NULL, .dtype = type, .rows = rows, .cols = cols, .stride = cols};
     b->used += (size_t)rows * (size_t)cols * cpu_dtype_bytes(type);
     return t;
@@ -44,7 +77,7 @@ static toka_tensor bench_tensor(bench *b, int rows, int cols, toka_dtype type) {
 /* Assigns the place of every tensor. The first call only counts bytes. */
 static void bench_place(bench *b, toka_dtype type) {
     const toka_shape *s = &bench_shape;
-    b->used = 0;
+    b->used = 0, b->n_quants = 0;
     for (int l = 0; l < s->L; l++) {
         toka_layer *y = &b->layers[l];
         y->rope = &bench_rope;
@@ -73,8 +106,10 @@ static void bench_open(bench *b, toka_dtype type, int threads, const cpu_kernels
         uint32_t sign = r & 0x80000000u, mantissa = r >> 9 & 0x7FFFFF;
         uint32_t f = sign | 0x3C800000 | mantissa;
         uint16_t h = type == TOKA_BF16 ? (uint16_t)(f >> 16) : (uint16_t)(sign >> 16 | 0x2400 | mantissa >> 13);
+        if (type == TOKA_FP8) h = (uint16_t)((h & 0xB7B7) | 0x2020); /* codes of exponents 4 to 6 */
         memcpy(b->bytes + i, type == TOKA_F32 ? (void *)&f : (void *)&h, type == TOKA_F32 ? 4 : 2);
     }
+    bench_fill_quants(b);
     toka_device_options o = {.n_threads = threads, .max_tokens = 512, .max_samples = 8, .n_pages = 256 * 64 + 64,
                              .bf16 = set->x_type == TOKA_BF16};
     if (toka_cpu.open(&b->d, &o, &bench_shape, &b->w, &e)) {
@@ -262,13 +297,46 @@ static void bench_rows(int threads, int set, int type) {
     bench_close(&b);
 }
 
+/* One token through all layers, without embedding and LM head. */
+static double bench_layers(bench *b) {
+    static int32_t id, pos, kv_slot, page;
+    toka_span span = {0, 1, 0, 0, 1};
+    toka_step s = {.T = 1, .n_spans = 1, .ids = &id, .pos = &pos, .kv_slot = &kv_slot, .pages = &page, .spans = &span};
+    toka_hidden x = {.data = b->x};
+    toka_cpu.embed(b->d, &s, &x);
+    double t0 = bench_now();
+    for (int l = 0; l < bench_shape.L; l++) {
+        toka_cpu.norm_qkv_rope_kv(b->d, &s, l, &x, b->q);
+        toka_cpu.attention(b->d, &s, l, b->q, b->o);
+        toka_cpu.out_residual(b->d, &s, l, b->o, &x);
+        toka_cpu.norm_mlp_residual(b->d, &s, l, &x);
+    }
+    return bench_now() - t0;
+}
+static void bench_formats(int threads, int set) {
+    static const toka_dtype types[] = {TOKA_BF16, TOKA_FP8, TOKA_INT4, TOKA_MXFP4};
+    static bench b[COUNT(types)];
+    double best[COUNT(types)];
+    for (int i = 0; i < COUNT(types); i++) bench_open(&b[i], types[i], threads, &cpu_kernel_sets[set]), best[i] = 1e9;
+    for (int round = 0; round < 30; round++)
+        for (int i = 0; i < COUNT(types); i++) best[i] = MIN(best[i], bench_layers(&b[i]));
+    printf("%-10s %d threads, layers of one token:", cpu_kernel_sets[set].name, b[0].d->pool.n_threads);
+    for (int i = 0; i < COUNT(types); i++) {
+        printf(" %s %.2f ms (%.2fx)", bench_types[types[i]], 1e3 * best[i], best[0] / best[i]);
+        bench_close(&b[i]);
+    }
+    puts("");
+}
+
 int main(int argc, char **argv) {
     int threads = argc > 1 ? atoi(argv[1]) : 0;
     for (int i = 0; i < 32; i++) bench_freq[i] = (float)pow(500000, -2.0 * i / 64);
     if (threads == 1) bench_clock = CLOCK_THREAD_CPUTIME_ID;
     setvbuf(stdout, NULL, _IOLBF, 0);
+    for (int set = cpu_n_kernel_sets() - 1; argc > 3 && set >= 0 && !strcmp(argv[3], "formats"); set--)
+        if (atoi(argv[2]) == set) bench_formats(threads, set);
     for (int set = cpu_n_kernel_sets() - (cpu_bf16_kernels() ? 0 : 1); set >= 0; set--)
-        for (int type = 0; type < 3; type++)
+        for (int type = 0; type < COUNT(bench_types); type++)
             if ((argc < 3 || atoi(argv[2]) == set) && (argc < 4 || !strcmp(argv[3], bench_types[type])))
                 (argc < 5 ? bench_run : bench_rows)(threads, set, type);
     return 0;

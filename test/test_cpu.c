@@ -20,6 +20,9 @@ typedef struct cpu_case {
     toka_mla mla[2];
     toka_moe moe[2];
     toka_mlp experts[2][12];
+    toka_quant quants[200];
+    double *numbers[200]; /* of each quantized weight */
+    int n_quants, format; /* the format of the next matrices; 0: plain */
 } cpu_case;
 
 /* ---- Number formats, by their definition ---- */
@@ -29,8 +32,11 @@ static double ref_half(uint16_t h) {
     double v = e == 0 ? ldexp(m, -24) : e == 31 ? (m ? NAN : INFINITY) : ldexp(1024 + m, e - 25);
     return h & 0x8000 ? -v : v;
 }
+static cpu_case *ref_case; /* whose quantized weights ref_element looks up */
+
 static double ref_element(const toka_tensor *t, size_t i) {
     const unsigned char *p = t->data;
+    if (t->quant) return ref_case->numbers[t->quant - ref_case->quants][i];
     if (t->dtype == TOKA_F32) {
         float f;
         memcpy(&f, p + 4 * i, 4);
@@ -53,7 +59,93 @@ static uint16_t to_half(double v) {
     return (uint16_t)(sign | bits);
 }
 
+static int rnd_range(uint64_t *s, int from, int to) { return from + (int)(rnd(s) % (uint64_t)(to - from + 1)); }
+
+/* ---- Quantized weights: random codes, packed by the formats' definitions in toka.h ---- */
+
+enum { FMT_PLAIN, FMT_FP8_BLOCK, FMT_FP8_ROW, FMT_INT4, FMT_INT4_ZERO, FMT_GPTQ, FMT_GPTQ_ORDER, FMT_AWQ, FMT_MXFP4, FMT_ODD, FMT_COUNT };
+
+static double ref_fp8(unsigned b) {
+    int e = b >> 3 & 15, m = b & 7;
+    double v = (b & 127) == 127 ? NAN : e ? ldexp(8 + m, e - 10) : ldexp(m, -9);
+    return b & 128 ? -v : v;
+}
+static void put_nibble(unsigned char *p, size_t word, int place, int v) {
+    p[4 * word + (size_t)place / 2] |= (unsigned char)(v << (place % 2 * 4));
+}
+static int awq_place(int row) { return (int[]){0, 4, 1, 5, 2, 6, 3, 7}[row % 8]; }
+
+static void *case_alloc(cpu_case *c, size_t n) {
+    size_t odd = 1 + (size_t)c->n_heap % 3;
+    char *p = mem_zalloc(n + odd);
+    c->heap[c->n_heap++] = p;
+    return p + odd;
+}
+
+/* A matrix in c->format, as wide as `scale` says, one block of scales a column group. */
+static toka_tensor make_quant(cpu_case *c, int rows, int cols, double width) {
+    static const double e2m1[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+    toka_quant *q = &c->quants[c->n_quants];
+    double *numbers = c->numbers[c->n_quants++] = mem_alloc((size_t)rows * (size_t)cols * sizeof *numbers);
+    const int f = c->format, group = f == FMT_FP8_BLOCK ? 24 : f == FMT_FP8_ROW ? cols : f == FMT_ODD ? 20 : 32;
+    const bool fp8 = f == FMT_FP8_BLOCK || f == FMT_FP8_ROW, mx = f == FMT_MXFP4, column_first = f == FMT_GPTQ || f == FMT_GPTQ_ORDER || f == FMT_AWQ;
+    const int groups = (cols + group - 1) / group, block_rows = f == FMT_FP8_BLOCK ? 16 : 1, row_words = (rows + 7) / 8;
+    unsigned char *data = case_alloc(c, (size_t)(fp8 ? rows * cols : mx ? rows * cols / 2 + 1 : (rows + 7) * (cols + 7) / 2 + 64));
+    const int n_scales = (rows + block_rows - 1) / block_rows * groups;
+    char *scales = case_alloc(c, (size_t)n_scales * 4);
+    unsigned char *zeros = f == FMT_INT4_ZERO || column_first || f == FMT_ODD ? case_alloc(c, (size_t)(row_words * groups * 4)) : NULL;
+    int32_t *order = f == FMT_GPTQ_ORDER ? case_alloc(c, 4 * (size_t)cols) : NULL;
+    *q = (toka_quant){.packing = f == FMT_AWQ ? TOKA_PACK_AWQ : column_first ? TOKA_PACK_GPTQ : TOKA_PACK_ROWS, .rows = rows, .cols = cols,
+                      .block_rows = block_rows, .block_cols = group, .scale = scales, .scale_dtype = mx ? TOKA_E8M0 : c->n_quants % 2 ? TOKA_F16 : TOKA_F32,
+                      .scale_row_step = column_first ? 1 : groups, .scale_col_step = column_first ? rows : 1, .zero = zeros,
+                      .zero_add = f == FMT_GPTQ, .group = order};
+    double scale[2048];
+    int zero[4096];
+    assert(n_scales <= COUNT(scale) && rows * groups <= COUNT(zero));
+    for (int i = 0; i < n_scales; i++) {
+        float s = (float)(width * (0.5 + rnd_unit(&c->seed)) / (fp8 ? 100 : 6));
+        uint16_t h = to_half(s);
+        unsigned char e = (unsigned char)(127 + (int)lrint(log2(s)));
+        if (q->scale_dtype == TOKA_F16) memcpy(scales + 2 * i, &h, 2), scale[i] = ref_half(h);
+        else if (mx) scales[i] = (char)e, scale[i] = ldexp(1, e - 127);
+        else memcpy(scales + 4 * i, &s, 4), scale[i] = s;
+    }
+    for (int r = 0; r < rows; r++)
+        for (int g = 0; g < groups; g++) {
+            int v = rnd_range(&c->seed, 4, 11);
+            zero[r * groups + g] = zeros ? v + q->zero_add : 8;
+            if (zeros) put_nibble(zeros, q->packing == TOKA_PACK_ROWS ? (size_t)(r / 8 * groups + g) : (size_t)(g * row_words + r / 8),
+                                  f == FMT_AWQ ? awq_place(r) : r % 8, v);
+        }
+    for (int i = 0; order && i < cols; i++) {
+        int32_t g = (i * 7 + 3) % groups;
+        memcpy((char *)order + 4 * i, &g, 4);
+    }
+    for (int r = 0; r < rows; r++)
+        for (int k = 0; k < cols; k++) {
+            const int g = order ? (k * 7 + 3) % groups : k / group, v = rnd_range(&c->seed, 0, 15);
+            const double s = scale[r / block_rows * q->scale_row_step + g * q->scale_col_step];
+            double *to = &numbers[r * cols + k];
+            if (fp8) {
+                do data[r * cols + k] = (unsigned char)rnd_range(&c->seed, 0, 255);
+                while ((data[r * cols + k] & 127) > 0x6C); /* no NaN, and few large numbers */
+                *to = ref_fp8(data[r * cols + k]) * s;
+            } else if (mx) {
+                data[(r * cols + k) / 2] |= (unsigned char)(v << ((r * cols + k) % 2 * 4));
+                *to = e2m1[v & 7] * (v & 8 ? -1 : 1) * s;
+            } else {
+                if (q->packing == TOKA_PACK_GPTQ) put_nibble(data, (size_t)(k / 8 * rows + r), k % 8, v);
+                else if (q->packing == TOKA_PACK_AWQ) put_nibble(data, (size_t)(k * row_words + r / 8), awq_place(r), v);
+                else put_nibble(data, (size_t)(r * ((cols + 7) / 8) + k / 8), k % 8, v);
+                *to = (v - zero[r * groups + g]) * s;
+            }
+            *to = (float)*to;
+        }
+    return (toka_tensor){.data = data, .dtype = fp8 ? TOKA_FP8 : mx ? TOKA_MXFP4 : TOKA_INT4, .rows = rows, .cols = cols, .quant = q, .row_step = 1};
+}
+
 static toka_tensor make_tensor(cpu_case *c, int rows, int cols, toka_dtype type, double mean, double scale) {
+    if (c->format && rows > 1) return make_quant(c, rows, cols, scale);
     size_t n = (size_t)rows * (size_t)cols, size = type == TOKA_F32 ? 4 : 2;
     size_t odd = 1 + (size_t)c->n_heap % 3; /* in a file they may start at any byte */
     char *p = mem_alloc(n * size + odd);
@@ -75,6 +167,7 @@ typedef struct cpu_sizes {
     int window; /* window of layer 1 */
     int Dv;     /* 0: D */
     int kinds;  /* a sum of the kinds below */
+    int format; /* of the layers' matrices and the LM head; 0: plain */
 } cpu_sizes;
 
 enum { /* kinds of layers and models */
@@ -103,16 +196,25 @@ static toka_mlp make_mlp(cpu_case *c, const cpu_sizes *z, int F, bool biases) {
     return mlp;
 }
 
+/* Never quantized. Two experts have equal scores. */
+static toka_tensor make_router(cpu_case *c, int E) {
+    const int format = c->format;
+    c->format = 0;
+    toka_tensor router = make_tensor(c, X_COUNT, E, TOKA_F32, 0, 2 / sqrt(E));
+    memcpy((char *)(uintptr_t)router.data + 9 * 4 * E, (const char *)router.data + 2 * 4 * E, 4 * (size_t)E);
+    c->format = format;
+    return router;
+}
+
 static void make_moe(cpu_case *c, const cpu_sizes *z, int l) {
     toka_moe *moe = &c->moe[l];
     const int F = z->F / 2 + 3 * l;
     const bool groups = z->kinds & (KIND_GROUPS | KIND_GROUP_MAX);
-    *moe = (toka_moe){.n_experts = X_COUNT, .top_k = 3, .scale = l ? 1.5f : 1, .router = make_tensor(c, X_COUNT, z->E, TOKA_F32, 0, 2 / sqrt(z->E)),
+    *moe = (toka_moe){.n_experts = X_COUNT, .top_k = 3, .scale = l ? 1.5f : 1, .router = make_router(c, z->E),
                       .experts = c->experts[l], .kind = z->kinds & KIND_TOPK ? TOKA_ROUTER_TOPK
                                                         : z->kinds & KIND_GROUPS ? TOKA_ROUTER_SIGMOID : TOKA_ROUTER_SOFTMAX,
                       .renormalize = !(z->kinds & KIND_GROUP_MAX) && !(z->kinds & KIND_TOPK),
                       .groups_by_top2 = z->kinds & KIND_GROUPS};
-    memcpy((char *)(uintptr_t)moe->router.data + 9 * 4 * z->E, (const char *)moe->router.data + 2 * 4 * z->E, 4 * (size_t)z->E); /* ties */
     if (groups) moe->n_groups = 4, moe->top_groups = 2;
     if (z->kinds & KIND_TOPK) moe->router_bias = make_tensor(c, 1, X_COUNT, z->type, 0, 1);
     if (z->kinds & KIND_GROUPS) moe->choice_bias = make_tensor(c, 1, X_COUNT, TOKA_F32, 0, 0.3);
@@ -163,7 +265,8 @@ static void case_kinds(cpu_case *c, const cpu_sizes *z) {
 }
 
 static void case_open(cpu_case *c, cpu_sizes z, uint64_t seed) {
-    *c = (cpu_case){.seed = seed};
+    *c = (cpu_case){.seed = seed, .format = z.format};
+    ref_case = c;
     if (z.kinds & KIND_MLA) z.K = 1, z.D = MLA_LATENT + MLA_ROPE, z.Dv = MLA_LATENT;
     c->sh = (toka_shape){.L = 2, .H = z.H, .K = z.K, .D = z.D, .E = z.E, .F = z.F, .V = z.V, .V_all = z.V, .B = z.B, .eps = 1e-5f,
                          .Dv = z.Dv, .max_len = 1000};
@@ -182,13 +285,16 @@ static void case_open(cpu_case *c, cpu_sizes z, uint64_t seed) {
         y->v_bias = make_tensor(c, 1, KDv, z.type, 0, 1), y->o_bias = make_tensor(c, 1, z.E, z.type, 0, 1);
         y->q_norm = make_tensor(c, 1, z.D, z.type, 1, 0.2), y->k_norm = make_tensor(c, 1, z.D, z.type, 1, 0.2);
     }
+    c->format = 0;
     c->w.embed = make_tensor(c, z.V, z.E, z.type, 0, 1), c->w.norm = make_tensor(c, 1, z.E, z.type, 1, 0.2);
+    c->format = z.format;
     c->w.lm_head = make_tensor(c, z.V, z.E, z.type, 0, 2 / sqrt(z.E));
     c->w.layers = c->layers;
     case_kinds(c, &z);
 }
 static void case_close(cpu_case *c) {
     for (int i = 0; i < c->n_heap; i++) free(c->heap[i]);
+    for (int i = 0; i < c->n_quants; i++) free(c->numbers[i]);
 }
 
 /* ---- Reference arithmetic ---- */
@@ -366,7 +472,7 @@ typedef struct cpu_seqs { /* sequences with their tokens; a device has their K a
     toka_step step;
 } cpu_seqs;
 
-static int rnd_int(uint64_t *s, int from, int to) { return from + (int)(rnd(s) % (uint64_t)(to - from + 1)); }
+static int rnd_int(uint64_t *s, int from, int to) { return rnd_range(s, from, to); }
 
 /* Opens a new device with K and V full of NaN, and assigns new random pages. */
 static void seqs_open_device(cpu_seqs *w, const cpu_kernels *kernels, int threads, int chunk) {
@@ -669,7 +775,7 @@ static void test_cpu_hidden(void) {
 /* Tests one model with one instruction set: a prefill step, then a step that mixes prefill and
  * decode; every op in both. */
 static void check_ops(cpu_sizes z, int set, int threads, uint64_t seed) {
-    cpu_case c;
+    static cpu_case c;
     cpu_seqs *w = mem_zalloc(sizeof *w);
     case_open(&c, z, seed);
     w->c = &c, w->seed = seed * 77 + 1, w->n_seq = rnd_int(&w->seed, 1, 5);
@@ -737,6 +843,62 @@ static void test_cpu_kinds(void) {
             int before = check_failed;
             check_ops(z, set, 1 + (int)(seed % 3), seed);
             CHECK_MSG(check_failed == before, "%s, kinds %d, dtype %d, seed %d", cpu_kernel_sets[set].name, z.kinds, z.type, (int)seed);
+        }
+}
+
+/* Every format: the rows of weight_row, and those that a GEMM reads with and without a panel, are
+ * exactly the numbers of the definition. x is a unit vector, so y is a column of the weight. */
+static void check_format(int format, int set, int rows, int cols) {
+    cpu_case c = {.seed = 5 + (uint64_t)format, .format = format};
+    cpu_pool pool;
+    toka_err e;
+    ref_case = &c;
+    if (cpu_pool_open(&pool, 2, &e)) abort();
+    const toka_tensor whole = make_tensor(&c, rows, cols, TOKA_BF16, 0, 1);
+    toka_tensor w = whole; /* all but the first rows, every second one, without the first columns */
+    w.row0 = 2, w.row_step = 2, w.rows = (rows - 2) / 2, w.col0 = cols > 64 ? 32 : 0, w.cols = cols - w.col0;
+    const size_t ldx = (size_t)cpu_round_up32(cols);
+    const cpu_kernels *k = &cpu_kernel_sets[set];
+    const size_t panel = CPU_PANEL_FLOATS + 2 * CPU_PANEL_ROWS * (size_t)cols;
+    float *x = mem_zalloc(8 * ldx * 4), *pairs = mem_zalloc(8 * ldx * 4), *y = mem_alloc(8 * (size_t)rows * 4), *panels = mem_alloc(2 * panel * 4);
+    float *row = mem_alloc((size_t)cols * 4);
+    int wrong = 0, wrong_row = 0;
+    for (int r = 0; r < w.rows; r++) {
+        weight_row(&w, r, row);
+        for (int j = 0; j < w.cols; j++) wrong_row += row[j] != ref_element(&whole, (size_t)((2 + 2 * r) * cols + w.col0 + j));
+    }
+    CHECK_MSG(!wrong_row, "format %d: %d numbers of weight_row differ", format, wrong_row);
+    for (int T = 1; T <= 8; T += 7)
+        for (int j = 0; j < w.cols; j++) {
+            memset(x, 0, 8 * ldx * 4);
+            for (int t = 0; t < T; t++) x[(size_t)t * ldx + (size_t)j] = 1;
+            for (int t = 0; t < T && k->pair_lanes; t++)
+                cpu_pair_row(pairs + (size_t)t * ldx, x + (size_t)t * ldx, (int)ldx, k->pair_lanes);
+            cpu_gemm_args args = {.kernels = k, .pool = &pool, .panels = panels, .panel_floats = panel, .x = x, .ldx = ldx, .x_pairs = pairs,
+                                  .ld_pairs = ldx, .T = T, .n_weights = 1, .weights = {&w}, .y = {y}, .ldy = {(size_t)rows}};
+            cpu_gemm_run(&args);
+            for (int t = 0; t < T; t++)
+                for (int r = 0; r < w.rows; r++)
+                    wrong += y[t * rows + r] != ref_element(&whole, (size_t)((2 + 2 * r) * cols + w.col0 + j));
+        }
+    CHECK_MSG(!wrong, "%s, format %d, %d x %d: %d numbers differ", k->name, format, rows, cols, wrong);
+    cpu_pool_close(&pool);
+    free(x), free(pairs), free(y), free(panels), free(row);
+    case_close(&c);
+}
+static void test_cpu_formats(void) {
+    for (int set = 0; set < cpu_n_kernel_sets(); set++)
+        for (int format = 1; format < FMT_COUNT; format++)
+            check_format(format, set, 40, 96), check_format(format, set, 27, format == FMT_MXFP4 ? 64 : 40);
+    /* whole models, and experts and MLA in each format */
+    uint64_t seed = 3;
+    for (int set = 0; set < cpu_n_kernel_sets(); set++)
+        for (int format = 1; format < FMT_COUNT; format++, seed++) {
+            cpu_sizes z = {.H = 4, .K = 2, .D = 16, .E = 64, .F = format % 2 ? 64 : 96, .V = 61, .B = 16, .type = TOKA_BF16, .format = format,
+                           .kinds = (int[]){0, KIND_MOE, KIND_MLA, KIND_SINKS | KIND_TOPK | KIND_CLAMPED}[seed % 4]};
+            int before = check_failed;
+            check_ops(z, set, 1 + (int)(seed % 3), seed);
+            CHECK_MSG(check_failed == before, "%s, format %d, kinds %d", cpu_kernel_sets[set].name, format, z.kinds);
         }
 }
 
@@ -880,6 +1042,12 @@ static void test_cpu_invariance(void) {
                            .type = (toka_dtype)((i + set) % 3), .Dv = i % 4 ? 0 : 12};
             check_invariance(set < n_sets ? &cpu_kernel_sets[set] : cpu_bf16_kernels(), z, (uint64_t)(i + 11));
         }
+    for (int set = 0; set < n_sets + (cpu_bf16_kernels() != NULL); set++)
+        for (int format = 1; format < FMT_COUNT; format++) {
+            cpu_sizes z = {.H = 4, .K = 2, .D = 16, .E = 64, .F = 96, .V = 37, .B = 8, .format = format, .type = TOKA_BF16,
+                           .kinds = (int[]){0, KIND_MOE, KIND_MLA}[format % 3]};
+            check_invariance(set < n_sets ? &cpu_kernel_sets[set] : cpu_bf16_kernels(), z, (uint64_t)(format + 31));
+        }
 }
 
 /* ---- bf16 arithmetic, against its definition in chapter 19 ---- */
@@ -1006,6 +1174,7 @@ static void test_cpu_refuses(void) {
 
 static const struct test cpu_tests[] = {{"cpu_unpack", test_cpu_unpack},         {"cpu_exp", test_cpu_exp},
                                         {"cpu_ops", test_cpu_ops},               {"cpu_wide", test_cpu_wide},
+                                        {"cpu_formats", test_cpu_formats},
                                         {"cpu_kinds", test_cpu_kinds},           {"cpu_large_heads", test_cpu_large_heads},
                                         {"cpu_invariance", test_cpu_invariance}, {"cpu_bf16", test_cpu_bf16},
                                         {"cpu_pool", test_cpu_pool},             {"cpu_hidden", test_cpu_hidden},
