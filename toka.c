@@ -21223,8 +21223,12 @@ struct toka_device {
     float *scratch;           /* [n_threads][scratch_floats]: a thread's weight panel (GEMM) or its
                                * query rows (attention) */
     size_t scratch_floats;
-    cpu_mapping mappings[32]; /* all buffers above that the device owns, and the results of alloc */
+    cpu_mapping *mappings;    /* [n_mappings] all buffers above that the device owns, repacked
+                               * weights, and the results of alloc */
     int n_mappings;
+    toka_weights own_weights; /* a copy of the caller's lists, in which repacked weights replace the
+                               * caller's */
+    arena own_lists;
     size_t mapped_bytes;      /* of all mappings */
     toka_err error;           /* the first failure; code 0: none */
     int steps_to_fault, steps_to_stall; /* debugging: steps until one fails, or hangs; 0: never */
@@ -21240,8 +21244,7 @@ static void *cpu_zalloc(toka_device *dev, size_t count, size_t size) {
     size_t bytes, ram = (size_t)os_ram_bytes(), available = ram - MIN(dev->mapped_bytes, ram);
     void *memory = MAP_FAILED;
     /* untouched memory costs nothing, but to ask for more than the machine's RAM is a mistake */
-    if (!__builtin_mul_overflow(count, size, &bytes) && bytes <= available &&
-        dev->n_mappings < COUNT(dev->mappings))
+    if (!__builtin_mul_overflow(count, size, &bytes) && bytes <= available)
         memory = mmap(NULL, MAX(bytes, (size_t)1), PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) {
@@ -21251,6 +21254,8 @@ static void *cpu_zalloc(toka_device *dev, size_t count, size_t size) {
                  (double)count * (double)size / (1 << 20), dev->mapped_bytes >> 20, ram >> 20);
         return NULL;
     }
+    dev->mappings = mem_realloc(dev->mappings,
+                                (size_t)(dev->n_mappings + 1) * sizeof *dev->mappings);
     dev->mappings[dev->n_mappings++] = (cpu_mapping){memory, MAX(bytes, (size_t)1)};
     dev->mapped_bytes += bytes;
     return memory;
@@ -22533,6 +22538,8 @@ static void cpu_close(toka_device *dev) {
     cpu_pool_close(&dev->pool);
     for (int i = 0; i < dev->n_mappings; i++)
         munmap(dev->mappings[i].memory, dev->mappings[i].bytes);
+    free(dev->mappings);
+    arena_free(&dev->own_lists);
     free(dev);
 }
 
@@ -22583,6 +22590,117 @@ static int cpu_check_options(const toka_device_options *options, const toka_shap
                     "CPU backend: dtype bfloat16 needs a CPU with AVX512_BF16, this one has %s",
                     cpu_kernel_sets[cpu_n_kernel_sets() - 1].name);
     return 0;
+}
+
+/* ---- Repacked weights ----
+ * AWQ and GPTQ pack codes by columns: a row's codes lie far from each other. At open they are
+ * packed by rows, once, with their scales and zero points, in memory of the device. */
+
+typedef struct cpu_repack_job { /* rows of `from`, 8 an item */
+    const toka_tensor *from;
+    uint32_t *words, *zeros; /* [rows][cols/8], [rows/8][n_groups] */
+    char *scales;            /* [rows][n_groups] */
+    int n_groups;
+} cpu_repack_job;
+
+COLD
+static void cpu_repack_row(const cpu_repack_job *job, int row) {
+    const toka_tensor *from = job->from;
+    const toka_quant *quant = from->quant;
+    const int whole = from->row0 + row * from->row_step, first = from->col0 / quant->block_cols;
+    const size_t bytes = cpu_dtype_bytes(quant->scale_dtype);
+    uint32_t *words = job->words + (size_t)row * (size_t)(from->cols / 8);
+    for (int col = 0; col < from->cols; col++)
+        words[col / 8] |= weight_int4(from->data, quant, whole, from->col0 + col) << col % 8 * 4;
+    for (int i = 0; i < job->n_groups; i++) {
+        const size_t at = (size_t)whole * (size_t)quant->scale_row_step +
+                          (size_t)(first + i) * (size_t)quant->scale_col_step;
+        memcpy(job->scales + bytes * ((size_t)row * (size_t)job->n_groups + (size_t)i),
+               (const char *)quant->scale + bytes * at, bytes);
+        if (!quant->zero) continue;
+        const int zero = weight_zero(quant, whole, first + i) - quant->zero_add;
+        job->zeros[(size_t)(row / 8) * (size_t)job->n_groups + (size_t)i] |= (uint32_t)zero
+                                                                            << row % 8 * 4;
+    }
+}
+static void cpu_repack_item(void *arg, int thread, int item) {
+    const cpu_repack_job *job = arg;
+    (void)thread;
+    for (int row = 8 * item; row < MIN(8 * item + 8, job->from->rows); row++)
+        cpu_repack_row(job, row);
+}
+
+/* Replaces a weight that is packed by columns. With act-order (quant->group) it stays. */
+COLD
+static void cpu_repack(toka_device *dev, toka_tensor *weight) {
+    const toka_quant *quant = weight->quant;
+    if (!weight->rows || !quant || quant->packing == TOKA_PACK_ROWS || quant->group ||
+        weight->cols % 8 || weight->col0 % quant->block_cols)
+        return;
+    cpu_repack_job job = {.from = weight, .n_groups = cpu_n_groups(weight)};
+    const size_t rows = ((size_t)weight->rows + 7) / 8 * 8, groups = (size_t)job.n_groups;
+    const size_t word_bytes = rows * (size_t)weight->cols / 2, zero_bytes = rows / 2 * groups;
+    const size_t scale_bytes = rows * groups * cpu_dtype_bytes(quant->scale_dtype);
+    char *memory = cpu_zalloc(dev, word_bytes + zero_bytes + scale_bytes, 1);
+    toka_quant *own = arena_alloc(&dev->own_lists, sizeof *own);
+    if (!memory) return;
+    job.words = (uint32_t *)(void *)memory;
+    job.zeros = (uint32_t *)(void *)(memory + word_bytes);
+    job.scales = memory + word_bytes + zero_bytes;
+    cpu_parallel_for(&dev->pool, cpu_repack_item, &job, (int)(rows / 8), INT64_MAX);
+    *own = *quant;
+    own->packing = TOKA_PACK_ROWS;
+    own->rows = weight->rows;
+    own->cols = weight->cols;
+    own->scale = job.scales;
+    own->scale_row_step = job.n_groups;
+    own->scale_col_step = 1;
+    own->zero = quant->zero ? job.zeros : NULL;
+    *weight = (toka_tensor){.data = memory, .dtype = TOKA_INT4, .rows = weight->rows,
+                            .cols = weight->cols, .quant = own, .row_step = 1};
+}
+COLD
+static void cpu_repack_mlp(toka_device *dev, toka_mlp *mlp) {
+    cpu_repack(dev, &mlp->gate);
+    cpu_repack(dev, &mlp->up);
+    cpu_repack(dev, &mlp->down);
+}
+
+COLD
+static void *cpu_own_copy(toka_device *dev, const void *from, size_t bytes) {
+    return memcpy(arena_alloc(&dev->own_lists, bytes), from, bytes);
+}
+COLD
+static void cpu_repack_layer(toka_device *dev, toka_layer *layer) {
+    toka_tensor *const matrices[] = {&layer->q, &layer->k, &layer->v, &layer->o};
+    for (int i = 0; i < COUNT(matrices); i++) cpu_repack(dev, matrices[i]);
+    cpu_repack_mlp(dev, &layer->mlp);
+    if (layer->mla) {
+        toka_mla *mla = cpu_own_copy(dev, layer->mla, sizeof *mla);
+        toka_tensor *const latents[] = {&mla->q_a, &mla->q_b, &mla->kv_a, &mla->kv_b};
+        for (int i = 0; i < COUNT(latents); i++) cpu_repack(dev, latents[i]);
+        layer->mla = mla;
+    }
+    if (layer->moe) {
+        toka_moe *moe = cpu_own_copy(dev, layer->moe, sizeof *moe);
+        toka_mlp *experts = cpu_own_copy(dev, moe->experts,
+                                         (size_t)moe->n_experts * sizeof *experts);
+        for (int i = 0; i < moe->n_experts; i++) cpu_repack_mlp(dev, &experts[i]);
+        cpu_repack_mlp(dev, &moe->shared);
+        moe->experts = experts;
+        layer->moe = moe;
+    }
+}
+
+/* Makes own_weights of this device, and uses them. */
+COLD
+static void cpu_repack_weights(toka_device *dev) {
+    const size_t bytes = (size_t)dev->shape->L * sizeof *dev->weights->layers;
+    dev->own_weights = *dev->weights;
+    dev->own_weights.layers = cpu_own_copy(dev, dev->weights->layers, bytes);
+    for (int i = 0; i < dev->shape->L; i++) cpu_repack_layer(dev, &dev->own_weights.layers[i]);
+    cpu_repack(dev, &dev->own_weights.lm_head);
+    dev->weights = &dev->own_weights;
 }
 
 COLD
@@ -22751,7 +22869,8 @@ static int cpu_open(toka_device **out, const toka_device_options *options, const
         return e->code;
     }
     if (dev->group) dev->pool.progress = &dev->group->progress;
-    const cpu_extents sizes = cpu_measure(shape, weights, dev->options.tp_size);
+    cpu_repack_weights(dev);
+    const cpu_extents sizes = cpu_measure(shape, dev->weights, dev->options.tp_size);
     if (sizes.fp8_scale >= CPU_MAX_FP8_SCALE)
         fail(&dev->error, TOKA_E_INPUT,
              "CPU backend: an FP8 weight has the scale %g, expected less than %d", sizes.fp8_scale,

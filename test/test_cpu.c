@@ -485,6 +485,8 @@ static void seqs_open_device(cpu_seqs *w, const cpu_kernels *kernels, int thread
         CHECK_MSG(0, "%s", e.msg);
         abort();
     }
+    const toka_tensor *o = &w->d->weights->layers[0].o;
+    if (o->quant && !o->quant->group) CHECK(o->quant->packing == TOKA_PACK_ROWS);
     w->d->pool.serial_cost = 0;
     w->d->kernels = kernels, w->d->scratch_rows = MIN(w->d->scratch_rows, chunk);
     w->d->scratch_samples = MIN(w->d->scratch_samples, MAX(1, chunk / 2));
