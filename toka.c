@@ -130,7 +130,9 @@
  * WORDS                                                                                     chapter
  *   sample          one of the n completions of a request                                        16
  *   sequence        a sample that was admitted; `seq` is its index, kept until it ends           16
- *   page            B positions of K and V in all layers (vLLM: block; B: block size)            14
+ *   page            B positions of K and V in all layers (vLLM: block; B: block size); with      14
+ *                   windowed pages: in the layers without a window
+ *   windowed page   beside a page: the same positions in the layers with a window, if needed     14
  *   block table     the list of pages of a sequence                                              14
  *   kv_slot         where the K and V of one position lie: page * B + offset                     14
  *   prefix tree     the prefix cache: a radix tree of full pages                                 14
@@ -12033,7 +12035,8 @@ static int mf_open(mf_model **out, const char *model, const char *models_file,
  * radix tree (RadixAttention: Zheng et al. 2023, arXiv 2312.07104) and with LRU eviction.
  *
  * Words:
- *   page            memory for K and V of B tokens, in all layers; vLLM calls it a block
+ *   page            memory for K and V of B tokens, in all layers; vLLM calls it a block. If there
+ *                   are windowed pages (see below): in the layers without a window
  *   seq             index of a live sequence, running or preempted; it keeps it until it ends
  *   block table     the pages of one sequence: entry i is the page of positions i*B .. i*B+B-1
  *   prefix tree     the prefix cache. A node is a full page. Its key is (parent page, B tokens), so
@@ -12078,9 +12081,28 @@ static int mf_open(mf_model **out, const char *model, const char *models_file,
  * are computed (kv_skip_computed) and computes the first one that is not. So if one holder ends or
  * is preempted, the other holders go on.
  *
+ * LAYERS WITH A WINDOW read only the last `window` positions of a sequence. Their K and V lie in
+ * windowed pages, a pool of its own: a page has a windowed page beside it only as long as that is
+ * of use. A sequence holds the windowed pages from the window of its next position to its end
+ * (kv_hold_window) and lets the others go. Of a page in the tree the windowed page then stays
+ * cached until another page needs it, the least recently used first. Example with B = 4 and a
+ * window of 6; the next position is 19, so positions 14 to 19 are still read:
+ *
+ *     block table        P0    P1    P2    P3    P4      K and V of layers without a window
+ *     windowed pages     W5    -     W2    W0    W1      W0 and W1 are held, W5 and W2 are cached
+ *
+ * A prefix hit needs only what its layers still read. A sequence with these tokens may begin behind
+ * P0 (W5 has all that is read there) or behind P4 (W0, W1), but not behind P1 or P2.
+ * kv_first_readable finds the last such place in the prefix. The pages after it are computed again:
+ * this writes their K and V once more, the same as before, and fills new windowed pages. The pool
+ * has room for all running sequences at once (16), so there is always a windowed page to take.
+ * Models without a window, and backends that keep all pages, have none (window 0).
+ *
  * What always holds (kv_check of test/state.h): ref is the number of block tables that contain the
  * page. The parent of a held page is held. The parent of a computed page is computed. A cached page
- * is computed. The LRU list contains exactly the cached pages without children.
+ * is computed. The LRU list contains exactly the cached pages without children. A windowed page is
+ * held by the sequences whose range of windowed pages has its page; a cached one is beside a
+ * computed page of the tree.
  * Nothing is allocated from the heap after kv_init. Cost: O(pages of the sequence) to match a
  * prefix, to open and close a sequence, and to deduplicate a page; O(1) per page for the rest.
  * =========================================================================== */
@@ -12099,6 +12121,13 @@ typedef struct kv_page {
     bool computed;      /* a step that computes it has been planned */
 } kv_page;
 
+typedef struct kv_windowed { /* a windowed page */
+    int page;         /* the page beside which it is; valid while it is not free */
+    int ref;          /* number of sequences that hold it */
+    int older, newer; /* neighbours in the LRU list of windowed pages; valid while cached */
+    bool computed;    /* steps that compute all of it have been planned */
+} kv_windowed;
+
 typedef struct kv_seq {
     int prev, next;     /* seqs, neighbours in prefix order; kv_cache.n_seqs: the end */
     int n_common_pages; /* leading pages that it shares with prev */
@@ -12106,6 +12135,8 @@ typedef struct kv_seq {
     int n_tree_pages;   /* the first ones of these, which are in the tree */
     bool no_more_inserts; /* no further page is inserted into the tree: the sequence is unshared, or
                            * the tree has an equal page that was not computed */
+    int window_first, window_end; /* it holds the windowed pages of the entries window_first ..
+                                   * window_end-1 of its block table */
 } kv_seq;
 
 typedef struct kv_cache { /* owns its arrays */
@@ -12122,6 +12153,11 @@ typedef struct kv_cache { /* owns its arrays */
     kv_seq *seqs;       /* [n_seqs + 1]; the last one is both ends of the prefix order */
     int *block_tables;  /* [n_seqs][table_stride] */
     int64_t tick;       /* sequences closed so far: the clock of unref_tick */
+    int window;         /* tokens; 0: there are no windowed pages */
+    int n_windowed, n_windowed_free, n_windowed_cached;
+    int *windowed_of;   /* [n_pages] the windowed page of a page; -1: none */
+    kv_windowed *windowed;   /* [n_windowed + 1]; the last one is both ends of their LRU list */
+    int *windowed_free_list; /* [n_windowed_free] stack of free ones; capacity n_windowed */
 } kv_cache;
 
 static void kv_free(kv_cache *cache) {
@@ -12131,6 +12167,9 @@ static void kv_free(kv_cache *cache) {
     free(cache->free_list);
     free(cache->seqs);
     free(cache->block_tables);
+    free(cache->windowed_of);
+    free(cache->windowed);
+    free(cache->windowed_free_list);
     *cache = (kv_cache){0};
 }
 
@@ -12172,6 +12211,25 @@ static bool kv_init(kv_cache *cache, int B, int n_pages, int n_seqs, int max_len
     return true;
 }
 
+/* Adds n_windowed windowed pages to a new cache, for layers whose windows have at most so many
+ * tokens. Returns false if an allocation fails; kv_free frees the cache in both cases. */
+static bool kv_init_windowed(kv_cache *cache, int window, int n_windowed) {
+    size_t n = (size_t)n_windowed;
+    cache->window = window;
+    cache->n_windowed = n_windowed;
+    cache->windowed_of = mem_try_zalloc((size_t)cache->n_pages, sizeof *cache->windowed_of);
+    cache->windowed = mem_try_zalloc(n + 1, sizeof *cache->windowed);
+    cache->windowed_free_list = mem_try_zalloc(n, sizeof *cache->windowed_free_list);
+    if (!cache->windowed_of || !cache->windowed || !cache->windowed_free_list) return false;
+    for (int page = 0; page < cache->n_pages; page++) cache->windowed_of[page] = -1;
+    while (cache->n_windowed_free < n_windowed) {
+        const int id = n_windowed - 1 - cache->n_windowed_free;
+        cache->windowed_free_list[cache->n_windowed_free++] = id;
+    }
+    cache->windowed[n_windowed].older = cache->windowed[n_windowed].newer = n_windowed;
+    return true;
+}
+
 static int *kv_block_table(const kv_cache *cache, int seq) {
     return cache->block_tables + (size_t)seq * (size_t)cache->table_stride;
 }
@@ -12201,6 +12259,106 @@ static void kv_lru_remove(kv_cache *cache, int page) {
     kv_page *pages = cache->pages;
     pages[pages[page].older].newer = pages[page].newer;
     pages[pages[page].newer].older = pages[page].older;
+}
+
+/* ---- Windowed pages ---- */
+
+/* The first entry of the block table in which a row at position pos reads in layers with a
+ * window. */
+static int kv_window_first(const kv_cache *cache, int pos) {
+    return MAX(0, pos - cache->window + 1) / cache->B;
+}
+
+static void kv_windowed_uncache(kv_cache *cache, int id) {
+    kv_windowed *all = cache->windowed;
+    all[all[id].older].newer = all[id].newer;
+    all[all[id].newer].older = all[id].older;
+    cache->n_windowed_cached--;
+}
+
+/* Frees the windowed page of a page, which no sequence holds. */
+static void kv_windowed_free(kv_cache *cache, int page) {
+    int id = cache->windowed_of[page];
+    cache->windowed_of[page] = -1;
+    cache->windowed_free_list[cache->n_windowed_free++] = id;
+}
+
+/* A page leaves the tree: it gives up the windowed page that is cached beside it. */
+static void kv_windowed_drop(kv_cache *cache, int page) {
+    if (!cache->window || cache->windowed_of[page] < 0) return;
+    assert(!cache->windowed[cache->windowed_of[page]].ref);
+    kv_windowed_uncache(cache, cache->windowed_of[page]);
+    kv_windowed_free(cache, page);
+}
+
+/* Gives a page without one a windowed page: a free one, else the least recently used. Returns
+ * it. */
+static int kv_windowed_alloc(kv_cache *cache, int page) {
+    if (!cache->n_windowed_free) {
+        int oldest = cache->windowed[cache->n_windowed].newer;
+        assert(oldest != cache->n_windowed);
+        kv_windowed_drop(cache, cache->windowed[oldest].page);
+    }
+    int id = cache->windowed_free_list[--cache->n_windowed_free];
+    cache->windowed[id] = (kv_windowed){.page = page};
+    return cache->windowed_of[page] = id;
+}
+
+static void kv_windowed_ref(kv_cache *cache, int page) {
+    int id = cache->windowed_of[page];
+    if (id < 0) id = kv_windowed_alloc(cache, page);
+    else if (!cache->windowed[id].ref) kv_windowed_uncache(cache, id);
+    cache->windowed[id].ref++;
+}
+
+/* If it was the last holder, the windowed page becomes the newest cached one, or free. */
+static void kv_windowed_unref(kv_cache *cache, int page) {
+    kv_windowed *all = cache->windowed;
+    int id = cache->windowed_of[page], end = cache->n_windowed;
+    assert(id >= 0 && all[id].ref > 0);
+    if (--all[id].ref) return;
+    if (cache->pages[page].parent == KV_NOT_IN_TREE || !all[id].computed) {
+        kv_windowed_free(cache, page);
+        return;
+    }
+    all[id].older = all[end].older;
+    all[id].newer = end;
+    all[all[end].older].newer = id;
+    all[end].older = id;
+    cache->n_windowed_cached++;
+}
+
+/* The sequence holds the windowed pages from the window of position `pos` to `end`, an entry of its
+ * block table, and no others; neither ever falls. It must have no rows before `pos` in the step
+ * that is being planned: what it lets go may be taken for other rows of this step. */
+static void kv_hold_window(kv_cache *cache, int seq, int pos, int end) {
+    kv_seq *sequence = &cache->seqs[seq];
+    const int *table = kv_block_table(cache, seq);
+    if (!cache->window) return;
+    const int first = kv_window_first(cache, pos);
+    for (; sequence->window_first < MIN(first, sequence->window_end); sequence->window_first++)
+        kv_windowed_unref(cache, table[sequence->window_first]);
+    sequence->window_first = MAX(sequence->window_first, first);
+    sequence->window_end = MAX(sequence->window_end, sequence->window_first);
+    while (sequence->window_end < end) kv_windowed_ref(cache, table[sequence->window_end++]);
+}
+
+/* Does the sequence hold the windowed page of entry i of its block table? True without windows. */
+static bool kv_holds_window(const kv_cache *cache, int seq, int i) {
+    const kv_seq *sequence = &cache->seqs[seq];
+    return !cache->window || (i >= sequence->window_first && i < sequence->window_end);
+}
+
+/* Returns the greatest n, least <= n <= n_pages, so that a row behind the first n pages of the
+ * table finds all that it reads there in windowed pages; if there is none, `least`. */
+static int kv_first_readable(const kv_cache *cache, const int *table, int least, int n_pages) {
+    if (!cache->window) return n_pages;
+    for (int i = n_pages - 1; n_pages > least && i >= kv_window_first(cache, n_pages * cache->B);
+         i--) {
+        int id = cache->windowed_of[table[i]];
+        if (id < 0 || !cache->windowed[id].computed) n_pages = i;
+    }
+    return MAX(n_pages, least);
 }
 
 /* ---- Prefix tree ---- */
@@ -12247,6 +12405,7 @@ static void kv_tree_remove(kv_cache *cache, int page) {
     int *link = &cache->buckets[pages[page].hash & (cache->n_buckets - 1)];
     while (*link != page) link = &pages[*link].hash_next;
     *link = pages[page].hash_next;
+    kv_windowed_drop(cache, page);
     pages[page].parent = KV_NOT_IN_TREE;
     pages[page].computed = false;
     if (--pages[parent].n_children || parent == cache->root || pages[parent].ref) return;
@@ -12387,31 +12546,61 @@ static int kv_append_page(kv_cache *cache, int seq) {
     return kv_block_table(cache, seq)[cache->seqs[seq].n_pages++] = kv_alloc_page(cache);
 }
 
+/* Returns the number of leading pages of a block table, of the n_matched that kv_match_prefix
+ * found, that the sequence need not compute. Those that another sequence still computes count. */
+static int kv_n_usable(const kv_cache *cache, const int *table, int n_matched) {
+    if (!n_matched || !cache->pages[table[n_matched - 1]].computed) return n_matched;
+    return kv_first_readable(cache, table, 0, n_matched);
+}
+
 /* Closes a sequence. Releases its pages from the last to the first, so that a page is released
  * before its parent. */
 static void kv_free_seq(kv_cache *cache, int seq) {
     int *table = kv_block_table(cache, seq);
     kv_order_remove(cache, seq);
     cache->tick++;
+    for (kv_seq *sequence = &cache->seqs[seq]; sequence->window_first < sequence->window_end;)
+        kv_windowed_unref(cache, table[sequence->window_first++]);
+    cache->seqs[seq].window_first = cache->seqs[seq].window_end = 0;
     for (int i = cache->seqs[seq].n_pages - 1; i >= 0; i--) kv_unref(cache, table[i]);
     cache->seqs[seq].n_pages = cache->seqs[seq].n_tree_pages = 0;
 }
 
 /* Returns the first position from `from` on that the sequence must compute. Skips the pages that
- * are computed by now, for example in a step of another sequence. */
+ * are computed by now, for example in a step of another sequence, as far as their windows can be
+ * read. */
 static int kv_skip_computed(const kv_cache *cache, int seq, int from) {
     const int *table = kv_block_table(cache, seq);
-    int i = from / cache->B;
-    while (i < cache->seqs[seq].n_tree_pages && cache->pages[table[i]].computed)
-        from = ++i * cache->B;
-    return from;
+    int first = from / cache->B, i = first;
+    while (i < cache->seqs[seq].n_tree_pages && cache->pages[table[i]].computed) i++;
+    return MAX(from, kv_first_readable(cache, table, first, i) * cache->B);
 }
 
 /* Call it when a step that computes positions from .. to-1 of the sequence has been planned. */
 static void kv_mark_computed(kv_cache *cache, int seq, int from, int to) {
     const int *table = kv_block_table(cache, seq);
-    for (int i = from / cache->B; i < MIN(to / cache->B, cache->seqs[seq].n_tree_pages); i++)
+    for (int i = from / cache->B; i < MIN(to / cache->B, cache->seqs[seq].n_tree_pages); i++) {
         cache->pages[table[i]].computed = true;
+        if (cache->window) cache->windowed[cache->windowed_of[table[i]]].computed = true;
+    }
+}
+
+/* A sequence holds the windowed page of its own page `from`. It is about to hold page `to` instead,
+ * which has the same K and V. It gets the windowed page of `to`; if there is none, `to` gets that
+ * of `from`. Returns false if another sequence still computes that of `to`: nothing is changed. */
+static bool kv_move_window(kv_cache *cache, int from, int to) {
+    int own = cache->windowed_of[from], id = cache->windowed_of[to];
+    if (id >= 0 && !cache->windowed[id].computed) return false;
+    if (id < 0) {
+        cache->windowed[own].page = to;
+        cache->windowed[own].computed = true;
+        cache->windowed_of[to] = own;
+        cache->windowed_of[from] = -1;
+        return true;
+    }
+    kv_windowed_ref(cache, to);
+    kv_windowed_unref(cache, from);
+    return true;
 }
 
 enum kv_insert_result { KV_INSERTED, KV_DEDUPLICATED, KV_NOT_INSERTED };
@@ -12421,10 +12610,10 @@ enum kv_insert_result { KV_INSERTED, KV_DEDUPLICATED, KV_NOT_INSERTED };
  *   KV_INSERTED       the page is in the tree now
  *   KV_DEDUPLICATED   the tree has an equal page that is computed: the sequence holds that page now
  *                     and its own page is free
- *   KV_NOT_INSERTED   the tree has an equal page that is not computed: this page and all later
- *                     pages of the sequence stay outside the tree. It is not tried again later,
- *                     because this is rare: only the page of a sequence in prefill is in the tree
- *                     before it is computed */
+ *   KV_NOT_INSERTED   the tree has an equal page that is not computed, or its windowed page is not:
+ *                     this page and all later pages of the sequence stay outside the tree. It is
+ *                     not tried again later, because this is rare: only the page of a sequence in
+ *                     prefill is in the tree before it is computed */
 static enum kv_insert_result kv_insert_full_page(kv_cache *cache, int seq, const int32_t *tokens) {
     kv_seq *sequence = &cache->seqs[seq];
     int *table = kv_block_table(cache, seq), i = sequence->n_tree_pages;
@@ -12432,15 +12621,18 @@ static enum kv_insert_result kv_insert_full_page(kv_cache *cache, int seq, const
     const int32_t *page_tokens = tokens + (size_t)i * (size_t)cache->B;
     uint64_t hash = kv_hash(cache, cache->pages[parent].hash, page_tokens);
     int duplicate = kv_find_child(cache, parent, hash, page_tokens);
+    const bool holds_window = cache->window && kv_holds_window(cache, seq, i);
     assert(i < sequence->n_pages && !sequence->no_more_inserts);
     if (duplicate < 0) {
         kv_tree_insert(cache, table[i], parent, hash, page_tokens);
         cache->pages[table[i]].computed = true;
         cache->pages[table[i]].last_holder = seq;
+        if (holds_window) cache->windowed[cache->windowed_of[table[i]]].computed = true;
         sequence->n_tree_pages++;
         return KV_INSERTED;
     }
-    if (!cache->pages[duplicate].computed) {
+    if (!cache->pages[duplicate].computed ||
+        (holds_window && !kv_move_window(cache, table[i], duplicate))) {
         sequence->no_more_inserts = true;
         return KV_NOT_INSERTED;
     }
@@ -12614,6 +12806,11 @@ static void heap_remove(heap_node *nodes, int *top, int node) {
  * with the same prompt_group have the same prompt. An unshared sample uses neither the prefix tree
  * nor a copy: it computes all its positions.
  *
+ * Windowed pages (14). There are as many as all sequences that run at once can hold in one step
+ * (sched_max_windowed). So neither admission nor preemption counts them: whoever has pages has
+ * windowed pages. A sequence lets them go at the beginning of the plan after the step that read
+ * them last. Those that nobody holds are cached, so prefixes are found.
+ *
  * What always holds (sched_check of test/state.h): sequences, lists, heaps and counts agree. The
  * running sequence that is first in queue order is never preempted, because alone each request
  * fits. So it always gets on. sched_plan and sched_commit allocate no memory: sched_submit
@@ -12637,6 +12834,7 @@ typedef struct sched_config {
     int max_len;    /* tokens of a sequence */
     int reserve_steps; /* admission leaves free what running sequences append in so many steps;
                         * SCHED_RESERVE_STEPS, but for tests */
+    int window;     /* tokens of the widest window; 0: all layers keep all K and V */
 } sched_config;
 
 typedef struct sched_job { /* what a request asks of the scheduler */
@@ -12794,6 +12992,23 @@ static int sched_n_preempted(const scheduler *sched) {
     return sched->config.max_seqs - sched->n_seqs_free - sched->n_running;
 }
 
+/* Returns the most windowed pages that running sequences hold at the same time. In a step, a
+ * sequence with n rows reads and writes window - 1 + n positions in a row, which lie in at most
+ * ceil((window - 1) / B) + 1 + ceil((n - 1) / B) pages. All the n together are max_tokens. */
+static int64_t sched_max_windowed(const sched_config *config) {
+    const int64_t of_seq = (config->window + config->B - 2) / config->B + 2;
+    return config->max_seqs * of_seq + config->max_tokens / config->B;
+}
+
+/* Returns the number of windowed pages: as many as can be held at the same time, so no sequence
+ * ever waits for one. 0: there are none, because no layer has a window, or because they would not
+ * be fewer than the pages. */
+static int sched_n_windowed(const sched_config *config) {
+    return config->window && sched_max_windowed(config) < config->n_pages
+               ? (int)sched_max_windowed(config)
+               : 0;
+}
+
 /* Returns an error if the allocation fails for so many pages and sequences of such a length;
  * nothing is allocated then. */
 static int sched_init(scheduler *sched, const sched_config *config, toka_err *e) {
@@ -12804,7 +13019,10 @@ static int sched_init(scheduler *sched, const sched_config *config, toka_err *e)
                          .next_to_preempt = -1,
                          .free_request = -1,
                          .first_queued = -1};
-    if (!kv_init(&sched->kv, config->B, config->n_pages, config->max_seqs, config->max_len)) {
+    const int n_windowed = sched_n_windowed(config);
+    if (!kv_init(&sched->kv, config->B, config->n_pages, config->max_seqs, config->max_len) ||
+        (n_windowed && !kv_init_windowed(&sched->kv, config->window, n_windowed))) {
+        kv_free(&sched->kv);
         *sched = (scheduler){0};
         return fail(e, TOKA_E_MEMORY,
                     "no memory for the tables of %d pages of KV and %d sequences of up to "
@@ -13012,8 +13230,11 @@ static bool sched_is_unshared(const scheduler *sched, const sched_seq *sequence)
  * the end of the prefill list. n_tokens: its prompt or, if it is resumed, all its known tokens. */
 static void sched_start(scheduler *sched, int seq, int n_tokens, int n_matched) {
     sched_seq *sequence = &sched->seqs[seq];
+    const int n_usable = kv_n_usable(&sched->kv, kv_block_table(&sched->kv, seq), n_matched);
     kv_alloc_seq(&sched->kv, seq, sequence->tokens, n_tokens, n_matched,
                  sched_is_unshared(sched, sequence));
+    if (n_usable && sched->kv.pages[kv_block_table(&sched->kv, seq)[n_usable - 1]].computed)
+        kv_hold_window(&sched->kv, seq, n_usable * sched->config.B, n_usable);
     sched->max_growth += sched_max_growth(sched, seq);
     sequence->state = SCHED_PREFILL;
     sequence->tail_bucket = sequence->next_tail_source = -1;
@@ -13022,7 +13243,7 @@ static void sched_start(scheduler *sched, int seq, int n_tokens, int n_matched) 
     sequence->n_computed = 0;
     sequence->n_planned = n_tokens;
     sequence->next_full_page_at = (sched->kv.seqs[seq].n_tree_pages + 1) * sched->config.B;
-    sequence->backlog_share = n_tokens - n_matched * sched->config.B;
+    sequence->backlog_share = n_tokens - n_usable * sched->config.B;
     sched->backlog += sequence->backlog_share;
     sequence->prefill_next = sched->config.max_seqs;
     sequence->prefill_prev = sched->seqs[sched->config.max_seqs].prefill_prev;
@@ -13033,8 +13254,9 @@ static void sched_start(scheduler *sched, int seq, int n_tokens, int n_matched) 
     sched->n_running++;
     sched->change_count++;
     if (!sequence->was_preempted) {
+        sequence->n_prefix_hits = n_usable * sched->config.B;
         sched->n_prompt_tokens += n_tokens;
-        sched->n_prompt_hits += n_matched * sched->config.B;
+        sched->n_prompt_hits += sequence->n_prefix_hits;
     }
 }
 
@@ -13068,7 +13290,6 @@ static bool sched_admit_new(scheduler *sched, int id) {
                             .no_run_ahead = request->no_run_ahead,
                             .n_prompt = n_tokens,
                             .n_known = n_tokens,
-                            .n_prefix_hits = n_matched * sched->config.B,
                             .limit = n_tokens + request->max_tokens,
                             .generation = sequence->generation,
                             .sibling_next = request->first_seq,
@@ -13136,8 +13357,8 @@ static bool sched_needs_page(const scheduler *sched, const sched_seq *sequence) 
            sequence->n_computed % sched->config.B == 0 && !sched_must_wait(sequence);
 }
 
-/* Clears the rows of the last step. Returns the number of pages that sequences in decode need for
- * this step. */
+/* Clears the rows of the last step, and lets the windowed pages go that no row reads any more.
+ * Returns the number of pages that sequences in decode need for this step. */
 static int sched_prepare_step(scheduler *sched) {
     int n_needed = 0;
     for (int seq = 0; seq < sched->config.max_seqs; seq++) {
@@ -13145,6 +13366,7 @@ static int sched_prepare_step(scheduler *sched) {
         if (sequence->state != SCHED_PREFILL && sequence->state != SCHED_DECODE) continue;
         sequence->n_rows = 0;
         sequence->is_sampled = false;
+        if (sched->kv.window) kv_hold_window(&sched->kv, seq, sequence->n_computed, 0);
         n_needed += sched_needs_page(sched, sequence);
     }
     return n_needed;
@@ -13159,6 +13381,7 @@ static int sched_plan_decode(scheduler *sched) {
         if (sched_must_wait(sequence)) continue;
         if (sched_needs_page(sched, sequence)) {
             sequence->last_page = kv_append_page(&sched->kv, seq);
+            kv_hold_window(&sched->kv, seq, sequence->n_computed, sched->kv.seqs[seq].n_pages);
             sched->max_growth--;
         }
         sequence->from = sequence->n_computed++;
@@ -13190,7 +13413,10 @@ static bool sched_has_same_tail(const scheduler *sched, const sched_seq *sequenc
                                 int source, int n_tree_pages) {
     const sched_seq *other = &sched->seqs[source];
     if ((other->state != SCHED_PREFILL && other->state != SCHED_DECODE) ||
-        other->n_known < sequence->n_known || other->n_computed < sequence->n_known - 1)
+        other->n_known < sequence->n_known || other->n_computed < sequence->n_known - 1 ||
+        !kv_holds_window(&sched->kv, source, n_tree_pages) ||
+        /* in prefill it may still let its windowed page go in this plan */
+        (sched->kv.window && other->state != SCHED_DECODE))
         return false;
     if (n_tree_pages && (sched->kv.seqs[source].n_pages <= n_tree_pages ||
                          kv_block_table(&sched->kv, source)[n_tree_pages - 1] !=
@@ -13273,6 +13499,8 @@ static int sched_plan_prefill(scheduler *sched, int budget) {
         sequence->is_prefill = true;
         sequence->is_sampled = false;
         sequence->n_computed = sequence->from + sequence->n_rows;
+        kv_hold_window(&sched->kv, seq, sequence->from,
+                       kv_pages_for(&sched->kv, sequence->n_computed));
         n_rows += sequence->n_rows;
         sched->prefill_seqs[sched->n_prefill_seqs++] = seq;
         kv_mark_computed(&sched->kv, seq, sequence->from, sequence->n_computed);
@@ -13408,6 +13636,11 @@ static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t genera
  * reads of own spans. With pages of 16 tokens it saves little, and the CPU adds page by page, so
  * the CPU does not use it (span_align_tok 0).
  *
+ * With windowed pages (14), the step lists for each page also the windowed page beside it, -1 where
+ * no row reads one. So spans, rows and copies are the same for both kinds of layers. A shared tail
+ * is in the page of one sample, which may let its windowed page go before the others. So a backend
+ * with windowed pages must have span_align_tok 0.
+ *
  * A batch_step does not point into the scheduler. It has copies of the pages that its spans read:
  * those of the shared spans once, then those of each own span. So any number of steps can be in
  * flight while the next one is planned.
@@ -13481,6 +13714,9 @@ typedef struct batch_step {
      * steps of their own. Only microbatches have number and needs_step. */
     toka_step step;
     int32_t *ids, *pos, *kv_slot; /* [max_tokens] */
+    int32_t *windowed_slot; /* [max_tokens]; NULL without windowed pages, as the next two arrays */
+    int32_t *windowed_pages;    /* as pages */
+    toka_copy *windowed_copies; /* [max_chunks] */
     /* [max_chunks][max_pages + 1], an upper bound: own spans list at most all pages of each chunk.
      * + 1: a shared span may end inside a page, and then the own span of a chunk lists that page a
      * second time. */
@@ -13559,6 +13795,7 @@ static void batch_step_free(batch_step *built) {
     free(built->pages), free(built->spans), free(built->samples);
     free(built->chunk_seq), free(built->chunk_row0);
     free(built->copies);
+    free(built->windowed_slot), free(built->windowed_pages), free(built->windowed_copies);
     *built = (batch_step){0};
 }
 
@@ -13576,7 +13813,9 @@ static int batch_step_init(batch_step *built, const scheduler *sched, toka_err *
     /* zeroed memory of the system: only what spans use becomes resident */
     *built = (batch_step){
         .pages = n_pages <= INT_MAX ? mem_try_zalloc(n_pages, sizeof *built->pages) : NULL};
-    if (!built->pages)
+    if (built->pages && sched->kv.window)
+        built->windowed_pages = mem_try_zalloc(n_pages, sizeof *built->windowed_pages);
+    if (!built->pages || (sched->kv.window && !built->windowed_pages))
         return fail(e, TOKA_E_MEMORY,
                     "no memory for the pages that a step of %d sequences of up to %d tokens reads",
                     sched->config.max_seqs, sched->config.max_len);
@@ -13588,6 +13827,10 @@ static int batch_step_init(batch_step *built, const scheduler *sched, toka_err *
     built->chunk_seq = mem_alloc(max_chunks * sizeof *built->chunk_seq);
     built->chunk_row0 = mem_alloc((max_chunks + 1) * sizeof *built->chunk_row0);
     built->copies = mem_alloc(max_chunks * sizeof *built->copies);
+    if (sched->kv.window) {
+        built->windowed_slot = mem_alloc(max_tokens * sizeof *built->windowed_slot);
+        built->windowed_copies = mem_alloc(max_chunks * sizeof *built->windowed_copies);
+    }
     return 0;
 }
 
@@ -13632,6 +13875,8 @@ static void batch_add_rows(batch_step *built, const scheduler *sched, const batc
         built->ids[row] = pos < sequence->n_known ? sequence->tokens[pos] : -1 - chunk->seq;
         built->pos[row] = pos;
         built->kv_slot[row] = page * B + offset;
+        if (built->windowed_slot)
+            built->windowed_slot[row] = sched->kv.windowed_of[page] * B + offset;
     }
     built->step.T = row;
     if (sequence->is_sampled && end == sequence->from + sequence->n_rows)
@@ -13917,6 +14162,8 @@ static void batch_add_span(batch_step *built, const scheduler *sched, int row0, 
     int first_page = from / sched->config.B, n_pages = kv_pages_for(&sched->kv, to) - first_page;
     memcpy(built->pages + built->n_pages, kv_block_table(&sched->kv, seq) + first_page,
            (size_t)n_pages * sizeof *built->pages);
+    for (int i = built->n_pages; built->windowed_pages && i < built->n_pages + n_pages; i++)
+        built->windowed_pages[i] = sched->kv.windowed_of[built->pages[i]];
     built->spans[built->step.n_spans++] =
         (toka_span){row0, n_rows, built->n_pages, from, to - from};
     built->n_pages += n_pages;
@@ -13961,7 +14208,10 @@ static void batch_begin(batch_builder *builder, batch_step *built) {
                               .pos = built->pos,
                               .kv_slot = built->kv_slot,
                               .pages = built->pages,
-                              .spans = built->spans};
+                              .spans = built->spans,
+                              .windowed_slot = built->windowed_slot,
+                              .windowed_pages = built->windowed_pages,
+                              .windowed_copies = built->windowed_copies};
     built->n_chunks = built->n_samples = built->n_pages = built->chunk_row0[0] = builder->n_nodes =
         builder->n_closed = 0;
     builder->depth = 1, builder->stack[0] = 0;
@@ -13995,6 +14245,9 @@ static void batch_build(batch_builder *builder, batch_step *built, const schedul
     if (built->n_chunks) batch_close_nodes(builder, built, 0);
     built->step.n_copies = sched->n_copies, built->step.copies = built->copies;
     memcpy(built->copies, sched->copies, (size_t)sched->n_copies * sizeof *built->copies);
+    for (int i = 0; built->windowed_copies && i < sched->n_copies; i++)
+        built->windowed_copies[i] = (toka_copy){sched->kv.windowed_of[built->copies[i].from],
+                                                sched->kv.windowed_of[built->copies[i].to]};
     batch_choose_spans(builder, built, sched);
 }
 
@@ -14031,7 +14284,9 @@ static batch_micro batch_make_micro(const batch_step *built, toka_span *spans, i
                              .pos = step->pos + row0,
                              .kv_slot = step->kv_slot + row0,
                              .pages = step->pages,
-                             .spans = spans};
+                             .spans = spans,
+                             .windowed_pages = step->windowed_pages};
+    if (step->windowed_slot) micro.step.windowed_slot = step->windowed_slot + row0;
     for (const toka_span *span = step->spans; span < own_spans; span++)
         if (span->row0 >= row0 && span->row0 < row_end) spans[micro.step.n_spans++] = *span;
     memcpy(spans + micro.step.n_spans, own_spans + chunk,
@@ -14105,6 +14360,7 @@ static void batch_make_micros(batch_builder *builder, batch_micros *micros,
     /* each stage runs the microbatches in order, so copies of the first serve all */
     micros->micro[0].step.n_copies = built->step.n_copies;
     micros->micro[0].step.copies = built->step.copies;
+    micros->micro[0].step.windowed_copies = built->step.windowed_copies;
     batch_micro_samples(micros, &built->step);
     batch_number_micros(builder, micros, built);
 }
@@ -18564,8 +18820,9 @@ typedef struct plain_device {
     const toka_shape *shape; /* the caller's, as weights: outlives the device */
     const toka_weights *weights;
     toka_device_options options;
-    float *k_cache, *v_cache; /* [L][slots][K][D], [L][slots][K][Dv]; slots: n_pages * B */
-    int32_t *kv_ids;          /* [slots] id of the token of each slot */
+    float *k_cache, *v_cache; /* [L][slots][K][D], [L][slots][K][Dv]; slots: toka_layer_pages * B */
+    size_t *first_slot;       /* [L + 1] slots of the layers before each layer */
+    int32_t *kv_ids;          /* [n_pages * B] id of the token of each slot */
     int32_t *last_tokens;     /* [n_seqs] last sampled token of each seq */
     int32_t *positions;       /* [max_len] slots, or ids, of one sequence's positions */
     float *scratch;           /* [scratch_floats] memory of the op that runs (plain_take) */
@@ -18589,8 +18846,7 @@ static size_t plain_at(int i, int width) { return (size_t)i * (size_t)width; }
 /* Returns the keys of a slot, [K][D], with cache k_cache and size D; or its values, with v_cache
  * and Dv. */
 static float *plain_kv(const plain_device *dev, float *cache, int size, int layer, int slot) {
-    const size_t n_slots = plain_at(dev->options.n_pages, dev->shape->B);
-    return cache + ((size_t)layer * n_slots + (size_t)slot) * plain_at(dev->shape->K, size);
+    return cache + (dev->first_slot[layer] + (size_t)slot) * plain_at(dev->shape->K, size);
 }
 
 /* Returns n_rows rows of scratch. A function that takes for its own use only resets `used`. */
@@ -18694,15 +18950,17 @@ COLD static void plain_copy_pages(toka_device *device, const toka_step *step) {
     const int K = dev->shape->K, D = dev->shape->D, Dv = toka_value_size(dev->shape);
     const size_t B = (size_t)dev->shape->B;
     for (int i = 0; i < step->n_copies; i++) {
-        const int from = step->copies[i].from * (int)B, to = step->copies[i].to * (int)B;
         for (int layer = 0; layer < dev->shape->L; layer++) {
+            const toka_copy copy = toka_layer_copies(step, &dev->weights->layers[layer])[i];
+            const int from = copy.from * (int)B, to = copy.to * (int)B;
             memcpy(plain_kv(dev, dev->k_cache, D, layer, to),
                    plain_kv(dev, dev->k_cache, D, layer, from), B * plain_at(K, D) * sizeof(float));
             memcpy(plain_kv(dev, dev->v_cache, Dv, layer, to),
                    plain_kv(dev, dev->v_cache, Dv, layer, from),
                    B * plain_at(K, Dv) * sizeof(float));
         }
-        memcpy(dev->kv_ids + to, dev->kv_ids + from, B * sizeof *dev->kv_ids);
+        memcpy(dev->kv_ids + (size_t)step->copies[i].to * B,
+               dev->kv_ids + (size_t)step->copies[i].from * B, B * sizeof *dev->kv_ids);
     }
 }
 
@@ -18803,8 +19061,8 @@ static void plain_norm_qkv_rope_kv(toka_device *device, const toka_step *step, i
         plain_heads(dev, step, weights, in, plain_ptr(q), k, v);
     }
     for (int t = 0; t < T; t++, k += KD, v += KDv) {
-        const int slot = step->kv_slot[t];
-        assert(slot >= 0 && slot / dev->shape->B < dev->options.n_pages);
+        const int slot = toka_layer_slots(step, weights)[t];
+        assert(slot >= 0 && slot / dev->shape->B < toka_layer_pages(&dev->options, weights));
         memcpy(plain_kv(dev, dev->k_cache, D, layer, slot), k, (size_t)KD * sizeof *k);
         memcpy(plain_kv(dev, dev->v_cache, Dv, layer, slot), v, (size_t)KDv * sizeof *v);
     }
@@ -18814,8 +19072,11 @@ static void plain_norm_qkv_rope_kv(toka_device *device, const toka_step *step, i
 
 /* Lists in dev->positions the slots of what token t sees, in rising order: the positions of the
  * spans of its row, from its window on, up to its own. Returns their number. */
-static int plain_find_slots(const plain_device *dev, const toka_step *step, int window, int t) {
-    const int B = dev->shape->B, pos = step->pos[t], first = window ? MAX(0, pos - window + 1) : 0;
+static int plain_find_slots(const plain_device *dev, const toka_step *step,
+                            const toka_layer *weights, int t) {
+    const int B = dev->shape->B, pos = step->pos[t], window = weights->window;
+    const int first = window ? MAX(0, pos - window + 1) : 0;
+    const int32_t *pages = toka_layer_table(step, weights);
     int n = 0;
     assert(pos < dev->shape->max_len);
     for (int i = 0; i < step->n_spans; i++) {
@@ -18823,7 +19084,7 @@ static int plain_find_slots(const plain_device *dev, const toka_step *step, int 
         if (t < span->row0 || t >= span->row0 + span->n_rows) continue;
         for (int kv = 0; kv < span->n_kv; kv++)
             if (span->kv0 + kv >= first && span->kv0 + kv <= pos)
-                dev->positions[n++] = step->pages[span->page0 + kv / B] * B + kv % B;
+                dev->positions[n++] = pages[span->page0 + kv / B] * B + kv % B;
     }
     return n;
 }
@@ -18862,7 +19123,7 @@ static void plain_attention(toka_device *device, const toka_step *step, int laye
     const int H = dev->shape->H, D = dev->shape->D, Dv = toka_value_size(dev->shape);
     const float *sinks = plain_vector(dev, &weights->sinks);
     for (int t = 0; t < step->T; t++) {
-        const int n = plain_find_slots(dev, step, weights->window, t);
+        const int n = plain_find_slots(dev, step, weights, t);
         for (int head = 0; head < H; head++)
             plain_attend(dev, layer, head, n, sinks ? sinks + head : NULL,
                          plain_ptr(q) + plain_at(t * H + head, D),
@@ -19091,7 +19352,7 @@ static void plain_alloc_buffers(plain_device *dev) {
     const toka_shape *shape = dev->shape;
     const toka_device_options *options = &dev->options;
     const size_t n_slots = plain_at(options->n_pages, shape->B);
-    const size_t n_keys = (size_t)shape->L * n_slots * (size_t)shape->K;
+    size_t n_keys = 0;
     const size_t n_rows = (size_t)MAX(options->max_tokens, options->max_samples);
     size_t row_floats = 0;
     for (int layer = 0; layer < shape->L; layer++)
@@ -19101,6 +19362,12 @@ static void plain_alloc_buffers(plain_device *dev) {
     dev->scratch_floats = (n_rows + 4) * row_floats + (size_t)shape->max_len + 1 +
                           plain_at(options->max_samples, shape->V);
     dev->scratch = plain_zalloc(dev, dev->scratch_floats, sizeof(float));
+    dev->first_slot = plain_zalloc(dev, (size_t)shape->L + 1, sizeof *dev->first_slot);
+    for (int layer = 0; dev->first_slot && layer < shape->L; layer++)
+        dev->first_slot[layer + 1] =
+            dev->first_slot[layer] +
+            plain_at(toka_layer_pages(options, &dev->weights->layers[layer]), shape->B);
+    if (dev->first_slot) n_keys = dev->first_slot[shape->L] * (size_t)shape->K;
     dev->k_cache = plain_zalloc(dev, n_keys, (size_t)shape->D * sizeof(float));
     dev->v_cache = plain_zalloc(dev, n_keys, (size_t)toka_value_size(shape) * sizeof(float));
     dev->kv_ids = plain_zalloc(dev, n_slots, sizeof(int32_t));
@@ -19177,6 +19444,7 @@ static int plain_group_open(toka_group **out, int tp_size, int pp_size, toka_err
  * when it returns. */
 const toka_backend toka_plain = {
     .name = "plain",
+    .has_windowed = true,
     .probe = plain_probe,
     .kv_bytes = plain_kv_bytes,
     .open = plain_open,
@@ -21193,7 +21461,9 @@ struct toka_device {
      * a power of two would map all rows to the same cache sets */
     int ldx, ld_mlp;
     size_t k_page_floats, v_page_floats; /* floats of a page of one layer */
-    float *k_cache, *v_cache; /* [L][n_pages][K][D][B_pad], [L][n_pages][K][B][Dv_pad] */
+    /* [L][pages][K][D][B_pad], [L][pages][K][B][Dv_pad]; pages: toka_layer_pages */
+    float *k_cache, *v_cache;
+    size_t *first_page;       /* [L + 1] pages of the layers before each layer */
     float *x;                 /* [max(scratch_rows, scratch_samples)][ldx] inputs of GEMMs; zeros
                                * follow each row up to the next multiple of 16 */
     void *x_bf16;             /* [max(scratch_rows, scratch_samples)][ld_bf16] the input of a GEMM
@@ -21616,9 +21886,9 @@ static void cpu_copy_pages(toka_device *dev, const toka_step *step) {
     if (!cpu_op_begin(dev, "copy_pages")) return;
     for (int layer = 0; layer < dev->shape->L; layer++)
         for (int i = 0; i < step->n_copies; i++) {
-            size_t first = (size_t)layer * (size_t)dev->options.n_pages;
-            size_t from = first + (size_t)step->copies[i].from;
-            size_t to = first + (size_t)step->copies[i].to;
+            const toka_copy copy = toka_layer_copies(step, &dev->weights->layers[layer])[i];
+            size_t from = dev->first_page[layer] + (size_t)copy.from;
+            size_t to = dev->first_page[layer] + (size_t)copy.to;
             memcpy(dev->k_cache + to * dev->k_page_floats,
                    dev->k_cache + from * dev->k_page_floats,
                    dev->k_page_floats * sizeof *dev->k_cache);
@@ -21728,8 +21998,8 @@ static void cpu_store_kv(const toka_device *dev, int layer, int kv_slot, const f
                          const float *v) {
     const size_t D = (size_t)dev->shape->D, B = (size_t)dev->shape->B;
     const size_t Dv = (size_t)toka_value_size(dev->shape);
-    assert(kv_slot >= 0 && kv_slot / dev->shape->B < dev->options.n_pages);
-    const size_t page = (size_t)layer * (size_t)dev->options.n_pages + (size_t)kv_slot / B;
+    const size_t page = dev->first_page[layer] + (size_t)kv_slot / B;
+    assert(kv_slot >= 0 && page < dev->first_page[layer + 1]);
     const size_t offset = (size_t)kv_slot % B;
     for (size_t head = 0; head < (size_t)dev->shape->K; head++) {
         float *to_k = dev->k_cache + page * dev->k_page_floats +
@@ -21754,7 +22024,8 @@ static void cpu_rope_item(void *arg, int thread, int i) { /* all heads of token 
                    job->q_norm, job->weights->q_norm.cols, &angles);
     cpu_rope_heads(job, k, shape->K, job->k_bias, job->k_norm, job->weights->k_norm.cols, &angles);
     for (int j = 0; job->v_bias && j < KDv; j++) v[j] += job->v_bias[j];
-    cpu_store_kv(job->dev, job->layer, job->step->kv_slot[job->t0 + i], k, v);
+    const int slot = toka_layer_slots(job->step, job->weights)[job->t0 + i];
+    cpu_store_kv(job->dev, job->layer, slot, k, v);
 }
 
 /* MLA: token t0 + i. dev->k has its latent vector and its key, dev->wide its q of all heads. Puts
@@ -21771,7 +22042,7 @@ static void cpu_mla_rope_item(void *arg, int thread, int i) {
     cpu_set_angles(&angles, job->weights->rope, job->step->pos[job->t0 + i]);
     cpu_norm(dev->shape, k, k, job->k_norm, mla->latent, false);
     cpu_rotate(k + mla->latent, job->weights->rope, &angles);
-    cpu_store_kv(dev, job->layer, job->step->kv_slot[job->t0 + i], k, k);
+    cpu_store_kv(dev, job->layer, toka_layer_slots(job->step, job->weights)[job->t0 + i], k, k);
     for (int head = 0; head < dev->shape->H; head++) {
         float *rotated = wide + head * (mla->nope + mla->rope) + mla->nope;
         cpu_rotate(rotated, job->weights->rope, &angles);
@@ -21910,9 +22181,9 @@ static void cpu_attend_page(const cpu_attention_job *job, cpu_query_rows *rows, 
     const toka_shape *shape = dev->shape;
     int window = dev->weights->layers[job->layer].window, n_kv = MIN(shape->B, kv_end - kv);
     size_t D = (size_t)shape->D;
-    size_t page_index = (size_t)job->layer * (size_t)dev->options.n_pages + (size_t)page;
+    size_t page_index = dev->first_page[job->layer] + (size_t)page;
     size_t first_query = (size_t)((t0 - rows->row0) * rows->heads_per_kv);
-    assert(page >= 0 && page < dev->options.n_pages);
+    assert(page >= 0 && page_index < dev->first_page[job->layer + 1]);
     cpu_small_gemm_args qk = {.a = rows->q + first_query * D, .lda = D,
                               .b = dev->k_cache + page_index * dev->k_page_floats +
                                    (size_t)rows->kv_head * D * (size_t)dev->B_pad,
@@ -21946,7 +22217,9 @@ static void cpu_attend_page(const cpu_attention_job *job, cpu_query_rows *rows, 
 static void cpu_attend_span(const cpu_attention_job *job, cpu_query_rows *rows,
                             const toka_span *span) {
     int t0 = MAX(rows->row0, span->row0), t1 = MIN(rows->row1, span->row0 + span->n_rows);
-    int B = job->dev->shape->B, window = job->dev->weights->layers[job->layer].window;
+    const toka_layer *layer = &job->dev->weights->layers[job->layer];
+    const int32_t *pages = toka_layer_table(job->step, layer);
+    int B = job->dev->shape->B, window = layer->window;
     int max_pos = -1, min_pos = INT_MAX;
     for (int t = t0; t < t1; t++) {
         max_pos = MAX(max_pos, job->step->pos[t]);
@@ -21956,8 +22229,7 @@ static void cpu_attend_span(const cpu_attention_job *job, cpu_query_rows *rows,
     /* skip the pages that lie before the sliding window of every token */
     if (window && min_pos - window + 1 > kv) kv += (min_pos - window + 1 - kv) / B * B;
     for (; kv < kv_end; kv += B)
-        cpu_attend_page(job, rows, t0, t1, job->step->pages[span->page0 + (kv - span->kv0) / B], kv,
-                        kv_end);
+        cpu_attend_page(job, rows, t0, t1, pages[span->page0 + (kv - span->kv0) / B], kv, kv_end);
 }
 
 /* Attention of the query rows over all spans, in rising kv0. */
@@ -22819,9 +23091,15 @@ COLD
 static void cpu_alloc_buffers(toka_device *dev, const cpu_extents *sizes) {
     const toka_shape *shape = dev->shape;
     const size_t n_pages = (size_t)dev->options.n_pages, E = (size_t)shape->E;
-    const size_t cache_pages = (size_t)shape->L * n_pages, max_rows = (size_t)dev->scratch_rows;
+    const size_t max_rows = (size_t)dev->scratch_rows;
     const size_t x_rows = (size_t)MAX(dev->scratch_rows, dev->scratch_samples);
     const size_t n_threads = (size_t)dev->pool.n_threads;
+    dev->first_page = cpu_zalloc(dev, (size_t)shape->L + 1, sizeof *dev->first_page);
+    for (int layer = 0; dev->first_page && layer < shape->L; layer++)
+        dev->first_page[layer + 1] =
+            dev->first_page[layer] +
+            (size_t)toka_layer_pages(&dev->options, &dev->weights->layers[layer]);
+    const size_t cache_pages = dev->first_page ? dev->first_page[shape->L] : 0;
     dev->k_cache = cpu_zalloc(dev, cache_pages, dev->k_page_floats * sizeof(float));
     dev->v_cache = cpu_zalloc(dev, cache_pages, dev->v_page_floats * sizeof(float));
     dev->x = cpu_zalloc(dev, x_rows, (size_t)dev->ldx * sizeof(float));
@@ -22932,6 +23210,7 @@ static void cpu_download(toka_device *dev, void *to, toka_dev_ptr from, size_t b
  * (rank_thread). */
 const toka_backend toka_cpu = {
     .name = "cpu",
+    .has_windowed = true,
     .probe = cpu_probe,
     .kv_bytes = cpu_kv_bytes,
     .open = cpu_open,
@@ -23697,12 +23976,33 @@ static int64_t eng_full_tokens(int max_seqs, int max_len, int page_tok) {
     return (int64_t)max_seqs * (((int64_t)max_len + page_tok - 1) / page_tok * page_tok);
 }
 
-/* Tokens of the KV cache: as many as free_bytes hold, but at most every sequence at full length. */
-static int64_t eng_kv_tokens(const toka_shape *shape, int max_seqs, const toka_backend *backend,
-                             int64_t free_bytes) {
-    int64_t per_token = toka_kv_elements(shape) * (int64_t)backend->activation_bytes;
-    return MIN(eng_full_tokens(max_seqs, shape->max_len, backend->page_tok),
-               MAX(free_bytes, 0) / per_token);
+/* Tokens of the KV cache of a rank, n_windowed of whose layers have a window: as many as free_bytes
+ * hold, but at most every sequence at full length. With windowed pages (config->window), the layers
+ * with a window take what they take at most, and the others have the rest. */
+static int64_t eng_kv_tokens(const toka_shape *shape, int n_windowed, const sched_config *config,
+                             const toka_backend *backend, int64_t free_bytes) {
+    const int64_t full = eng_full_tokens(config->max_seqs, shape->max_len, backend->page_tok);
+    const int64_t layer_bytes =
+        toka_kv_elements(shape) / shape->L * (int64_t)backend->activation_bytes;
+    int64_t n_tokens = MAX(free_bytes, 0) / (layer_bytes * shape->L);
+    if (!n_windowed || !config->window) return MIN(full, n_tokens);
+    const int64_t max_windowed = sched_max_windowed(config) * backend->page_tok;
+    if (n_tokens / backend->page_tok <= sched_max_windowed(config)) return MIN(full, n_tokens);
+    if (n_windowed == shape->L) return full;
+    return MIN(full, (free_bytes - max_windowed * n_windowed * layer_bytes) /
+                         (layer_bytes * (shape->L - n_windowed)));
+}
+
+/* Returns the number of layers with a window. widest: NULL, or gets the size of the widest window;
+ * 0: there is none. */
+static int eng_n_windowed(const toka_weights *weights, int L, int *widest) {
+    int n = 0, max = 0;
+    for (int i = 0; i < L; i++) {
+        n += weights->layers[i].window > 0;
+        max = MAX(max, weights->layers[i].window);
+    }
+    if (widest) *widest = max;
+    return n;
 }
 
 /* Sets shape->max_len and *n_pages. asked_len and asked_kv are the requested max_model_len and
@@ -23816,7 +24116,7 @@ static void eng_free(eng *engine) { /* its ranks are closed */
 
 /* Returns the tokens of KV cache for which every rank of every replica has memory. */
 static int64_t eng_kv_capacity(const eng *engine, toka_device_options options, int max_len,
-                               int max_seqs) {
+                               const sched_config *config) {
     int64_t capacity = INT64_MAX;
     for (options.index = 0; options.index < options.n_devices; options.index++) {
         const model_grid *model =
@@ -23829,7 +24129,8 @@ static int64_t eng_kv_capacity(const eng *engine, toka_device_options options, i
         options.tp_rank = rank->options.tp_rank;
         options.pp_rank = rank->options.pp_rank;
         int64_t n_tokens =
-            eng_kv_tokens(&shape, max_seqs, model->backend,
+            eng_kv_tokens(&shape, eng_n_windowed(&rank->weights, shape.L, NULL), config,
+                          model->backend,
                           model->backend->kv_bytes(&shape, &rank->weights, &options));
         capacity = MIN(capacity, n_tokens);
     }
@@ -23863,7 +24164,7 @@ static int eng_warm_up(eng_replica *replica, const toka_shape *shape, const sche
                        toka_err *e) {
     const int T = config->max_tokens, B = shape->B;
     const int seq_len = MIN(T, shape->max_len), n_seqs = (T + seq_len - 1) / seq_len;
-    const int seq_pages = (seq_len + B - 1) / B;
+    const int seq_pages = (seq_len + B - 1) / B, n_windowed = sched_n_windowed(config);
     toka_step *dummy = mem_zalloc(sizeof *dummy);
     int32_t *token_ids = mem_zalloc((size_t)T * 3 * sizeof *token_ids);
     int32_t *pos = token_ids + T, *kv_slots = pos + T;
@@ -23881,7 +24182,9 @@ static int eng_warm_up(eng_replica *replica, const toka_shape *shape, const sche
                          .spans = spans,
                          .samples = sample_rows,
                          .number = ++replica->builder.last_number};
-    for (int i = 0; i < n_seqs * seq_pages; i++) pages[i] = i % config->n_pages;
+    /* windowed pages are fewer, so these numbers are good in both pools */
+    for (int i = 0; i < n_seqs * seq_pages; i++)
+        pages[i] = i % (n_windowed ? n_windowed : config->n_pages);
     for (int i = 0; i < n_seqs; i++)
         spans[i] = (toka_span){i * seq_len, MIN(seq_len, T - i * seq_len), i * seq_pages, 0,
                                MIN(seq_len, T - i * seq_len)};
@@ -23937,16 +24240,19 @@ static int eng_open_replicas(eng *engine, toka_shape *shape, const toka_options 
     device.progress = eng_on_progress;
     device.user = &engine->startup;
     eng_on_progress(&engine->startup, "opening the device", 0);
+    if (engine->backend->has_windowed)
+        eng_n_windowed(&engine->files->weights, shape->L, &config->window);
     int64_t capacity =
         options->kv_tokens
             ? 0
             : eng_kv_capacity(engine, device,
                               options->max_model_len ? options->max_model_len : shape->max_len,
-                              config->max_seqs);
+                              config);
     if ((code = eng_size_kv(shape, options->max_model_len, options->kv_tokens, capacity,
                             &config->n_pages, e)))
         return code;
     device.n_pages = config->n_pages;
+    device.n_windowed = sched_n_windowed(config);
     config->max_len = shape->max_len;
     for (int i = 0; i < engine->n_replicas && !code; i++) {
         eng_replica *replica = &engine->replicas[i];
@@ -24733,6 +25039,12 @@ static void eng_count_attended(eng *engine, const batch_step *built) {
         engine->stats.attended += pairs;
         if (!is_own) engine->stats.attended_shared += pairs;
     }
+}
+
+/* Returns the tokens that all windowed pages of all replicas hold; 0: there are none. */
+SERVER_ONLY static int64_t eng_windowed_tokens(const eng *engine) {
+    return (int64_t)engine->n_replicas * engine->replicas[0].sched.kv.n_windowed *
+           engine->backend->page_tok;
 }
 
 /* Updates the statistics and copies them to `published`, which other threads read. */
@@ -32124,6 +32436,18 @@ static void run_warn_unused(const toka *t) {
                 config->rope.is_long ? "more than" : "at most", config->rope.original_len);
 }
 
+/* Reports what layers with a window keep. */
+static void run_print_windows(const toka *t) {
+    int window;
+    const int n_layers = eng_n_windowed(&t->files->weights, t->shape.L, &window);
+    const int64_t n_tokens = eng_windowed_tokens(t->engine);
+    if (!n_layers) return;
+    fprintf(stderr, "; %d of %d layers read the last %d tokens of a sequence and keep ", n_layers,
+            t->shape.L, window);
+    if (n_tokens) fprintf(stderr, "%lld tokens", (long long)n_tokens);
+    else fputs("all, too", stderr);
+}
+
 /* Reports the model, its device, and the size of the KV cache. Call it only while no step runs. */
 static void run_print_start(const toka *t, const char *name, double load_s) {
     const toka_info info = toka_get_info(t);
@@ -32133,6 +32457,7 @@ static void run_print_start(const toka *t, const char *name, double load_s) {
             "toka: %s on %s, loaded in %.1f s; KV cache %lld tokens, %.1f sequences of %d tokens",
             name, info.device, load_s, (long long)kv_tokens, (double)kv_tokens / info.max_model_len,
             info.max_model_len);
+    run_print_windows(t);
     if (used.weights)
         fprintf(stderr, "; GB on a GPU: weights %.3f, KV %.3f, all else %.3f",
                 1e-9 * (double)used.weights, 1e-9 * (double)used.kv, 1e-9 * (double)used.other);
@@ -38052,9 +38377,14 @@ static void plan_put_head(const plan_query *query, const char *name, buf *out) {
     const run_gpu *gpu = query->gpu;
     const mf_config *config = query->model;
     double parameters = (double)mf_n_parameters(config);
-    buf_printf(out, "%s: %.3g B parameters, %.3g GB as bf16; %s bytes of K and V a token\n", name,
+    int n_windowed = 0;
+    for (int i = 0; i < config->shape.L; i++) n_windowed += config->window[i] > 0;
+    buf_printf(out, "%s: %.3g B parameters, %.3g GB as bf16; %s bytes of K and V a token", name,
                1e-9 * parameters, 2e-9 * parameters,
                plan_format_int(2 * toka_kv_elements(&config->shape), text1));
+    if (n_windowed)
+        buf_printf(out, ", to the end also in the %d layers with a window", n_windowed);
+    buf_char(out, '\n');
     buf_printf(out,
                "%d x %s: %.1f GB, of which %g %% are taken; %.0f TFLOP/s, %.2f TB/s, "
                "link %.0f GB/s (%s)\n",

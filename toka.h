@@ -836,7 +836,7 @@ typedef struct toka_sample_result { /* the result of a sample row */
     float top_logprobs[TOKA_MAX_LOGPROBS];
 } toka_sample_result;
 
-typedef struct toka_copy { /* copies a whole KV page, in all layers */
+typedef struct toka_copy { /* copies a whole KV page, in all layers of its pool */
     int32_t from, to;      /* pages */
 } toka_copy;
 
@@ -857,7 +857,23 @@ typedef struct toka_step { /* one forward step as integers; host memory, unchang
     int64_t number;     /* with stages: 1, 2, 3 ... in the order in which the ranks run the steps */
     int64_t needs_step; /* with stages: number of the latest step that sampled a token which this
                            step uses by -1 - seq (that step has n_samples > 0); 0: none */
+    /* With windowed pages (toka_device_options.n_windowed), else NULL: kv_slot, pages and copies
+     * once more, for the layers with a window. A page that no row of the step sees there may be
+     * -1. */
+    const int32_t *windowed_slot, *windowed_pages;
+    const toka_copy *windowed_copies;
 } toka_step;
+
+/* Return what of the step is for this layer: kv_slot, pages, copies. */
+static inline const int32_t *toka_layer_slots(const toka_step *step, const toka_layer *layer) {
+    return layer->window && step->windowed_slot ? step->windowed_slot : step->kv_slot;
+}
+static inline const int32_t *toka_layer_table(const toka_step *step, const toka_layer *layer) {
+    return layer->window && step->windowed_pages ? step->windowed_pages : step->pages;
+}
+static inline const toka_copy *toka_layer_copies(const toka_step *step, const toka_layer *layer) {
+    return layer->window && step->windowed_copies ? step->windowed_copies : step->copies;
+}
 
 typedef struct toka_device toka_device; /* a backend's own state of one device */
 typedef struct toka_group toka_group;   /* what the ranks of a model share (rank runtime) */
@@ -867,6 +883,8 @@ typedef struct toka_device_options {
     int max_tokens;    /* largest T of a step */
     int max_samples;   /* largest n_samples of a step */
     int n_pages;       /* size of the KV pool, pages */
+    int n_windowed;    /* size of a pool of windowed pages, for K and V of the layers with a window,
+                          only with has_windowed; 0: all layers have n_pages pages */
     int n_devices;     /* devices that this process opens, this one included; 0: 1. CPU devices
                           divide the machine's memory */
     int index;         /* index of this device among the n_devices */
@@ -915,6 +933,11 @@ typedef struct toka_bench_row { /* one measurement of `toka bench ops` */
     double us, flop, bytes;         /* of one call of the op; bytes: the least that must be moved */
 } toka_bench_row;
 typedef void toka_bench_fn(void *user, const toka_bench_row *row);
+
+/* Returns the pages of one layer. */
+static inline int toka_layer_pages(const toka_device_options *options, const toka_layer *layer) {
+    return layer->window && options->n_windowed ? options->n_windowed : options->n_pages;
+}
 
 typedef struct toka_backend {
     const char *name;
@@ -995,8 +1018,9 @@ typedef struct toka_backend {
      * Stages: embed is called on the first stage only; it waits for the tokens of s->needs_step.
      * norm_logits_sample is called on the last stage only. */
 
-    /* Copies the pages of s->copies in all layers of this rank, and in the last stage their token
-     * ids (keep_ids); before all other ops of the step. Called if n_copies > 0. */
+    /* Copies the pages of toka_layer_copies in all layers of this rank, and in the last stage the
+     * token ids of those of s->copies (keep_ids); before all other ops of the step. Called if
+     * n_copies > 0. */
     void (*copy_pages)(toka_device *d, const toka_step *s);
     /* x = embed[ids] */
     void (*embed)(toka_device *d, const toka_step *s, toka_hidden *x);
@@ -1027,6 +1051,7 @@ typedef struct toka_backend {
     /* ---- Properties ---- */
     size_t activation_bytes; /* bytes of one element of x, q and o, and of K and V */
     int page_tok;            /* tokens of a KV page: toka_shape.B */
+    bool has_windowed;       /* layers with a window may have a pool of their own (n_windowed) */
     bool reads_files;        /* ops read the weights in the mapped files; else open copies them */
     bool warm_up;            /* run the largest step once at open: proves that memory suffices, and
                                 loads the code */

@@ -61,6 +61,29 @@ static const char *kv_check_order(const kv_cache *k, const bool *open) {
     return NULL;
 }
 
+/* Windowed pages: each is free, held or cached, and beside one page. */
+static const char *kv_check_windowed(const kv_cache *k, int *refs) {
+    int n_used = 0, n_cached = 0, n_lru = 0;
+    for (int q = 0; q < k->n_seqs; q++)
+        for (int i = k->seqs[q].window_first; i < k->seqs[q].window_end; i++) {
+            REQUIRE(i < k->seqs[q].n_pages && k->windowed_of[kv_block_table(k, q)[i]] >= 0);
+            refs[k->windowed_of[kv_block_table(k, q)[i]]]++;
+        }
+    for (int p = 0; p < k->n_pages; p++) {
+        const int id = k->windowed_of[p];
+        if (id < 0) continue;
+        const kv_windowed *w = &k->windowed[id];
+        REQUIRE(id < k->n_windowed && w->page == p && w->ref == refs[id]);
+        REQUIRE(w->ref || (w->computed && k->pages[p].computed && k->pages[p].parent != KV_NOT_IN_TREE));
+        n_used++, n_cached += !w->ref;
+    }
+    for (int i = 0; i < k->n_windowed_free; i++) REQUIRE(k->windowed_of[k->windowed[k->windowed_free_list[i]].page] != k->windowed_free_list[i]);
+    for (int id = k->windowed[k->n_windowed].newer; id != k->n_windowed; id = k->windowed[id].newer, n_lru++)
+        REQUIRE(!k->windowed[id].ref && k->windowed[k->windowed[id].newer].older == id && n_lru < n_cached);
+    REQUIRE(n_used + k->n_windowed_free == k->n_windowed && n_cached == k->n_windowed_cached && n_lru == n_cached);
+    return NULL;
+}
+
 /* open[q]: sequence q is in use. */
 static const char *kv_check(const kv_cache *k, const bool *open) {
     size_t n = (size_t)k->n_pages + 1;
@@ -84,7 +107,9 @@ static const char *kv_check(const kv_cache *k, const bool *open) {
     }
     if (!bad) bad = kv_check_pages(k, ref, children, is_free_list);
     if (!bad) bad = kv_check_order(k, open);
-    free(ref), free(children), free(is_free_list);
+    int *refs = mem_zalloc(((size_t)k->n_windowed + 1) * sizeof *refs);
+    if (!bad && k->window) bad = kv_check_windowed(k, refs);
+    free(ref), free(children), free(is_free_list), free(refs);
     return bad;
 }
 
@@ -97,6 +122,11 @@ static const char *sched_check_seq(const scheduler *s, int q) {
         return NULL;
     }
     REQUIRE(k->n_pages * s->config.B >= x->n_computed);
+    if (s->kv.window && x->n_computed) {
+        /* it holds what its next row reads, and no more than what its last rows read */
+        REQUIRE(k->window_first <= kv_window_first(&s->kv, x->n_computed) && k->window_end == kv_pages_for(&s->kv, x->n_computed));
+        REQUIRE(k->window_first >= kv_window_first(&s->kv, x->n_rows ? x->from : x->n_computed));
+    }
     REQUIRE(x->state != SCHED_DECODE || x->last_page == kv_block_table(&s->kv, q)[(x->n_computed - 1) / s->config.B]);
     if (x->state == SCHED_PREFILL) {
         REQUIRE(x->n_computed < x->n_known);

@@ -873,6 +873,8 @@ static void test_backend_refuses(void) {
     CHECK(lib_check_backend(&t, "cuda", &backend, &e) == 0 && backend == &gpu);
 }
 
+static bool eng_one_pool; /* eng_open_ahead: layers with a window have no pages of their own */
+
 /* An engine on the CPU with another run-ahead. late: on the asynchronous backend of late.h. */
 static toka *eng_open_ahead(toka_options o, int n_ahead, bool late) {
     static toka_backend be[2][ENG_MAX_IN_FLIGHT + 1];
@@ -882,13 +884,14 @@ static toka *eng_open_ahead(toka_options o, int n_ahead, bool late) {
     if (toka_open(&t, &o, &e)) printf("%s\n", e.msg), abort();
     eng_close(t->engine);
     /* a warm-up step would be counted by TOKA_DEBUG_FAULT */
-    *b = late ? late_backend(n_ahead) : toka_cpu, b->max_in_flight = n_ahead, b->warm_up = late && !getenv("TOKA_DEBUG_FAULT");
+    *b = late ? late_backend(n_ahead) : toka_cpu, b->has_windowed = !eng_one_pool, b->max_in_flight = n_ahead, b->warm_up = late && !getenv("TOKA_DEBUG_FAULT");
     t->shape = t->files->shape;
     if (eng_open(&t->engine, b, t->files, &t->shape, t->tokenizer, &o, &e)) printf("%s\n", e.msg), abort();
     return t;
 }
 
 enum { AHEAD_REQUESTS = 7 };
+static bool eng_long_answers; /* eng_ask_mixed: answers are long, and few end early */
 
 /* Runs requests of many kinds together: with penalties, bad words, stop strings, a constraint,
  * prompt scores, few and many samples. */
@@ -903,7 +906,7 @@ static void eng_ask_mixed(toka *t, eng_collected **got, eng_scores *scores) {
         toka_sampling *s = &r.sampling;
         const char *text = i % 2 ? "Tom has 12 apples and eats 3. How many are left?" : eng_problem;
         r.text = text, r.text_bytes = strlen(text), r.n = i == 3 ? 20 : 1 + i;
-        s->max_tokens = 10 + 9 * i, s->temperature = i == 1 ? 0 : 1.5f, s->seed = (uint64_t)i;
+        s->max_tokens = eng_long_answers ? 70 : 10 + 9 * i, s->ignore_eos = eng_long_answers, s->temperature = i == 1 ? 0 : 1.5f, s->seed = (uint64_t)i;
         if (i == 2) s->repetition_penalty = 1.6f, s->presence_penalty = 0.5f, s->min_tokens = 12;
         if (i == 3) s->stop = stop, s->n_stop = 2, s->min_tokens = 3;
         if (i == 4) s->bad_ids = bad, s->bad_lengths = lengths, s->n_bad = 2, s->frequency_penalty = 1;
@@ -928,8 +931,9 @@ static bool eng_close_to(const float *a, const float *b, size_t n, float max_err
 }
 
 /* The number of steps in flight, replicas and ranks must not change any token or text.
- * Log-probabilities are equal, too, but tensor ranks sum in another order. */
-static void test_ahead(void) {
+ * Log-probabilities are equal, too, but tensor ranks sum in another order. windowed: the model has
+ * windows, and all but the first engine give their pages back. */
+static void ahead_compare(const char *model, bool windowed) {
     static const struct {
         int n_ahead, dp, kv_tokens, tp, pp;
         bool late;
@@ -943,12 +947,17 @@ static void test_ahead(void) {
     int64_t preempted = 0;
     for (int k = 0; k < COUNT(cases); k++) {
         toka_options o = toka_options_default();
-        o.model = eng_model, o.n_threads = 1, o.max_num_seqs = 24, o.max_num_batched_tokens = 40, o.max_model_len = 160;
+        o.model = model, o.n_threads = 1, o.max_num_seqs = windowed ? 12 : 24, o.max_num_batched_tokens = 40, o.max_model_len = 160;
         if (ENG_SLOW && k % 4 != 0 && k + 1 < COUNT(cases)) continue;
-        o.data_parallel_size = cases[k].dp, o.kv_tokens = cases[k].kv_tokens;
+        if (windowed && k % 3 != 0) continue;
+        o.data_parallel_size = cases[k].dp, o.kv_tokens = windowed && cases[k].kv_tokens ? 39 * 16 : cases[k].kv_tokens;
         o.tensor_parallel_size = cases[k].tp, o.pipeline_parallel_size = cases[k].pp;
         const float max_error = cases[k].tp > 1 ? 1e-3f : 0;
+        eng_one_pool = windowed && !k;
         toka *t = eng_open_ahead(o, cases[k].n_ahead, cases[k].late);
+        eng_one_pool = false;
+        /* 12 sequences of 1 to 2 pages and one more, and 40 rows */
+        CHECK(t->engine->replicas[0].sched.kv.n_windowed == (windowed && k ? 12 * 3 + 2 : 0));
         for (int i = 0; i < t->engine->n_replicas && o.kv_tokens; i++) /* so that samples are preempted */
             t->engine->replicas[i].sched.config.reserve_steps = 0;
         late_max_in_flight = 0;
@@ -970,6 +979,7 @@ static void test_ahead(void) {
         for (int i = 0; i < t->engine->n_replicas; i++) {
             const eng_replica *p = &t->engine->replicas[i];
             CHECK(!sched_check(&p->sched) && kv_n_available(&p->sched.kv) == p->sched.config.n_pages && !p->n_requests && !p->n_in_flight && fabs(p->work_tokens) < 1e-3);
+            CHECK(p->sched.kv.n_windowed_free + p->sched.kv.n_windowed_cached == p->sched.kv.n_windowed);
             CHECK(p->sched.n_prompt_tokens > 0); /* each replica did a part of the work */
         }
         CHECK(!t->engine->n_active && !t->engine->n_samples);
@@ -979,6 +989,37 @@ static void test_ahead(void) {
     }
     CHECK(preempted > 0);
     for (int i = 0; i < AHEAD_REQUESTS; i++) eng_collected_free(want[i]);
+}
+static void test_ahead(void) { ahead_compare(eng_model, false); }
+
+/* The same with a model that has windows of 12 tokens in every second layer. */
+static void test_ahead_windows(void) {
+    static const char *const links[] = {"model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"};
+    char folder[] = "/tmp/toka_windows_XXXXXX", path[128], target[PATH_MAX + 64], config[4096], cwd[PATH_MAX];
+    CHECK(mkdtemp(folder) != NULL && getcwd(cwd, sizeof cwd) != NULL);
+    FILE *in = fopen("test/model/config.json", "r");
+    size_t n = in ? fread(config, 1, sizeof config - 1, in) : 0;
+    CHECK(n > 100 && n < sizeof config - 1);
+    if (in) fclose(in);
+    config[n] = 0;
+    char *body = strstr(config, "\"attention_bias\"");
+    snprintf(path, sizeof path, "%s/config.json", folder);
+    FILE *out = fopen(path, "w");
+    CHECK(body && out);
+    if (!body || !out) return;
+    fprintf(out, "{\"architectures\":[\"MistralForCausalLM\"],\"model_type\":\"mistral\",\"sliding_window\":12,\"layer_types\":[");
+    for (int i = 0; i < 6; i++) fprintf(out, "%s\"%s_attention\"", i ? "," : "", i % 2 ? "sliding" : "full");
+    fprintf(out, "],%s", body);
+    fclose(out);
+    for (int i = 0; i < COUNT(links); i++) {
+        snprintf(path, sizeof path, "%s/%s", folder, links[i]), snprintf(target, sizeof target, "%s/test/model/%s", cwd, links[i]);
+        CHECK(!symlink(target, path));
+    }
+    eng_long_answers = true;
+    ahead_compare(folder, true);
+    eng_long_answers = false;
+    for (int i = 0; i < COUNT(links); i++) snprintf(path, sizeof path, "%s/%s", folder, links[i]), unlink(path);
+    snprintf(path, sizeof path, "%s/config.json", folder), unlink(path), rmdir(folder);
 }
 
 /* An asynchronous device fails while later steps are in flight. All requests get the device's
@@ -1792,6 +1833,7 @@ static const struct test eng_tests[] = {
     {"engine: text continues after the prompt", test_text_continues},
     {"engine: page pressure changes nothing", test_page_pressure},
     {"engine: run-ahead, replicas and ranks change nothing", test_ahead},
+    {"engine: windows that give pages back change nothing", test_ahead_windows},
     {"engine: a device fails, with steps in flight", test_ahead_fault},
     {"engine: requests find a replica", test_replicas},
     {"engine: one drives, one submits and cancels", test_submit_cancel},

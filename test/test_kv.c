@@ -108,11 +108,18 @@ typedef struct kvt {
     int n[8], n_computed[8]; /* tokens; computed positions */
     int32_t tokens[8][64];
     uint64_t mem[64 * 4];
+    uint64_t windowed[64 * 4]; /* the same for layers with a window */
 } kvt;
 
 static uint64_t kvt_hash(const int32_t *t, int n) { return hash_bytes(t, (size_t)n * sizeof *t); }
 
 static bool kvt_content_ok(const kvt *m) {
+    /* what the next row reads behind its window */
+    for (int q = 0; q < m->k.n_seqs && m->k.window; q++)
+        for (int i = MAX(0, m->n_computed[q] - m->k.window + 1); m->open[q] && i < m->n_computed[q]; i++) {
+            int id = m->k.windowed_of[kv_block_table(&m->k, q)[i / m->k.B]];
+            if (id < 0 || m->windowed[id * m->k.B + i % m->k.B] != kvt_hash(m->tokens[q], i + 1)) return false;
+        }
     for (int q = 0; q < m->k.n_seqs; q++)
         for (int i = 0; m->open[q] && i < m->n_computed[q]; i++)
             if (m->mem[kv_block_table(&m->k, q)[i / m->k.B] * m->k.B + i % m->k.B] != kvt_hash(m->tokens[q], i + 1)) return false;
@@ -122,15 +129,23 @@ static bool kvt_content_ok(const kvt *m) {
 static void kvt_compute(kvt *m, int q, int to) {
     m->n_computed[q] = MIN(kv_skip_computed(&m->k, q, m->n_computed[q]), m->n[q]);
     int from = m->n_computed[q];
-    for (int i = from; i < to; i++)
-        m->mem[kv_block_table(&m->k, q)[i / m->k.B] * m->k.B + i % m->k.B] = kvt_hash(m->tokens[q], i + 1);
+    to = MAX(to, from);
+    kv_hold_window(&m->k, q, from, kv_pages_for(&m->k, to));
+    for (int i = from; i < to; i++) {
+        int page = kv_block_table(&m->k, q)[i / m->k.B], offset = i % m->k.B;
+        m->mem[page * m->k.B + offset] = kvt_hash(m->tokens[q], i + 1);
+        if (m->k.window) m->windowed[m->k.windowed_of[page] * m->k.B + offset] = kvt_hash(m->tokens[q], i + 1);
+    }
     if (to > from) kv_mark_computed(&m->k, q, from, to), m->n_computed[q] = to;
 }
 
-static void kvt_random(int B, int n_pages, int n_seqs, int max_len, uint64_t seed, int n_ops) {
+/* window 0: none. Else there are as few windowed pages as can be. */
+static void kvt_random(int B, int n_pages, int n_seqs, int max_len, uint64_t seed, int n_ops, int window) {
+    const sched_config c = {B, 1 << 20, n_seqs, max_len, max_len, 0, window};
     kvt *m = mem_zalloc(sizeof *m);
     uint64_t rng = seed, before = seed;
     CHECK(kv_init(&m->k, B, n_pages, n_seqs, max_len));
+    if (window) CHECK(kv_init_windowed(&m->k, window, sched_n_windowed(&c)) && m->k.n_windowed * B <= COUNT(m->windowed));
     for (int op = 0; op < n_ops && !check_failed; op++) {
         int q = (int)(rnd(&rng) % (uint64_t)n_seqs), what = (int)(rnd(&rng) % 8);
         /* admit a new sequence, or again a preempted one: some of the old tokens, cut at a random
@@ -139,8 +154,13 @@ static void kvt_random(int B, int n_pages, int n_seqs, int max_len, uint64_t see
             int n = 1 + (int)(rnd(&rng) % (uint64_t)max_len);
             for (int i = rnd(&rng) % 4 ? 0 : m->n[q]; i < n; i++) m->tokens[q][i] = (int32_t)(rnd(&rng) % 8 ? 1 : 2);
             m->n[q] = n;
-            kvt_alloc_seq(&m->k, m->open, q, m->tokens[q], n);
+            int n_matched = kvt_alloc_seq(&m->k, m->open, q, m->tokens[q], n);
             m->n_computed[q] = 0;
+            /* it may hold what the tree has for it, or not */
+            if (n_matched > 0 && rnd(&rng) % 2 && m->k.pages[kv_block_table(&m->k, q)[n_matched - 1]].computed) {
+                int n_usable = kv_n_usable(&m->k, kv_block_table(&m->k, q), n_matched);
+                kv_hold_window(&m->k, q, n_usable * B, n_usable);
+            }
         /* end, cancel or preempt, in any state */
         } else if (what == 0) kv_free_seq(&m->k, q), m->open[q] = false;
         else if (m->n_computed[q] < m->n[q]) { /* prefill in chunks */
@@ -153,6 +173,7 @@ static void kvt_random(int B, int n_pages, int n_seqs, int max_len, uint64_t see
             m->tokens[q][m->n[q]++] = (int32_t)(rnd(&rng) % 8 ? 1 : 2);
             kvt_compute(m, q, m->n[q]);
         }
+        if (m->open[q]) kv_hold_window(&m->k, q, m->n_computed[q], 0);
         while (m->open[q] && !m->k.seqs[q].no_more_inserts && (m->k.seqs[q].n_tree_pages + 1) * B <= m->n_computed[q] &&
             m->n_computed[q] == m->n[q])
             kv_insert_full_page(&m->k, q, m->tokens[q]);
@@ -168,17 +189,54 @@ static void kvt_random(int B, int n_pages, int n_seqs, int max_len, uint64_t see
 }
 
 static void kvt_random_tiny(void) {
-    for (uint64_t seed = 1; seed <= 100; seed++) kvt_random(2, 5, 3, 9, seed, 400);
+    for (uint64_t seed = 1; seed <= 100; seed++) kvt_random(2, 5, 3, 9, seed, 400, 0);
 }
 static void kvt_random_small(void) {
-    for (uint64_t seed = 1; seed <= 60; seed++) kvt_random(2, 24, 8, 24, seed, 600);
-    for (uint64_t seed = 1; seed <= 30; seed++) kvt_random(1, 16, 6, 12, seed, 600), kvt_random(4, 64, 8, 60, seed, 600);
+    for (uint64_t seed = 1; seed <= 60; seed++) kvt_random(2, 24, 8, 24, seed, 600, 0);
+    for (uint64_t seed = 1; seed <= 30; seed++) kvt_random(1, 16, 6, 12, seed, 600, 0), kvt_random(4, 64, 8, 60, seed, 600, 0);
+}
+
+static void kvt_random_windows(void) {
+    for (uint64_t seed = 1; seed <= 60; seed++) kvt_random(2, 60, 4, 40, seed, 600, 1 + (int)(seed % 9));
+    for (uint64_t seed = 1; seed <= 30; seed++) kvt_random(1, 60, 3, 30, seed, 600, 1 + (int)(seed % 5)), kvt_random(4, 64, 6, 60, seed, 600, 1 + (int)(seed % 20));
+}
+
+/* The example of chapter 14: positions of 5 pages of 4 tokens, a window of 6. */
+static void kvt_window(void) {
+    kv_cache k;
+    bool open[2] = {0};
+    int32_t a[21] = {0};
+    for (int i = 0; i < 21; i++) a[i] = i;
+    CHECK(kv_init(&k, 4, 12, 2, 24) && kv_init_windowed(&k, 6, 6));
+    kvt_alloc_seq(&k, open, 0, a, 21);
+    int *table = kv_block_table(&k, 0);
+    kv_hold_window(&k, 0, 0, 5), kv_mark_computed(&k, 0, 0, 20), kv_hold_window(&k, 0, 19, 0);
+    CHECK(k.seqs[0].window_first == 3 && k.n_windowed_cached == 3 && k.n_windowed_free == 1);
+    CHECK(k.windowed[k.windowed_of[table[3]]].ref == 1 && k.windowed[k.windowed_of[table[2]]].ref == 0);
+    kv_windowed_drop(&k, table[1]);
+    KV_OK(&k, open);
+    CHECK(kv_first_readable(&k, table, 0, 5) == 5 && kv_first_readable(&k, table, 0, 4) == 4 && kv_first_readable(&k, table, 0, 3) == 1);
+    CHECK(kv_first_readable(&k, table, 0, 2) == 1 && kv_first_readable(&k, table, 2, 3) == 2 && kv_n_usable(&k, table, 5) == 5);
+    /* the least recently used windowed page is taken: that of page 0, then of page 2 */
+    kvt_alloc_seq(&k, open, 1, a + 1, 16), kv_hold_window(&k, 1, 0, 2);
+    CHECK(k.windowed_of[table[0]] >= 0 && k.n_windowed_free == 0);
+    kv_hold_window(&k, 1, 0, 3);
+    CHECK(k.windowed_of[table[0]] < 0 && k.windowed_of[table[2]] >= 0);
+    KV_OK(&k, open);
+    kv_free_seq(&k, 1), open[1] = false; /* never computed: its windowed pages are free */
+    CHECK(k.n_windowed_free == 3 && k.n_windowed_cached == 1);
+    kv_free_seq(&k, 0), open[0] = false;
+    CHECK(k.n_windowed_free == 3 && k.n_windowed_cached == 3);
+    KV_OK(&k, open);
+    kv_free(&k);
 }
 
 static const struct test kv_tests[] = {{"kv: n samples share before it is computed", kvt_share_not_yet_computed},
                                        {"kv: pages never computed are not kept", kvt_never_computed},
                                        {"kv: eviction in order", kvt_evict_in_order},
                                        {"kv: duplicate pages become one", kvt_duplicate_pages},
+                                       {"kv: windowed pages", kvt_window},
+                                       {"kv: random operations, windows", kvt_random_windows},
                                        {"kv: random operations, 5 pages", kvt_random_tiny},
                                        {"kv: random operations, small pools", kvt_random_small},
                                        {0}};

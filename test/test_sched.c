@@ -22,11 +22,12 @@ typedef struct sched_sim {
     int vocab, end_one_in;
     int lag;               /* results arrive this many steps later */
     uint64_t *mem;         /* [n_pages * B] the simulated KV cache */
+    uint64_t *windowed;    /* [n_windowed * B] the same for layers with a window */
     int32_t *device;       /* [max_seqs][max_len] all tokens of a sequence, as a device has them */
     sim_pending *pending; /* results not yet committed, oldest first */
     int n_pending, step;
     char *written; /* [n_pages * B] written in this step */
-    int64_t n_tokens, n_done, n_copies;
+    int64_t n_tokens, n_done, n_copies, n_rows;
 } sched_sim;
 
 static uint64_t sim_hash(const int32_t *t, int n) { return hash_bytes(t, (size_t)n * sizeof *t); }
@@ -46,13 +47,20 @@ static void sim_open(sched_sim *m, sched_config c, int vocab, int end_one_in, in
     CHECK(!sched_init(&m->s, &c, &e));
     size_t n_slots = (size_t)c.n_pages * (size_t)c.B;
     m->mem = mem_zalloc(n_slots * sizeof *m->mem), m->written = mem_zalloc(n_slots);
+    m->windowed = mem_zalloc(((size_t)m->s.kv.n_windowed * (size_t)c.B + 1) * sizeof *m->windowed);
     m->device = mem_zalloc((size_t)c.max_seqs * (size_t)c.max_len * sizeof(int32_t));
     m->pending = mem_alloc((size_t)c.max_seqs * (SIM_LAG + 1) * sizeof *m->pending);
 }
 
 static void sim_close(sched_sim *m) {
     sched_free(&m->s);
-    free(m->mem), free(m->written), free(m->device), free(m->pending);
+    free(m->mem), free(m->windowed), free(m->written), free(m->device), free(m->pending);
+}
+
+/* The simulated K and V of a position in layers with a window; NULL: it has no windowed page. */
+static uint64_t *sim_windowed(const sched_sim *m, int page, int offset) {
+    int id = m->s.kv.windowed_of[page];
+    return id < 0 ? NULL : m->windowed + id * m->s.config.B + offset;
 }
 
 static int32_t *sim_device(sched_sim *m, int q) { return m->device + (size_t)q * (size_t)m->s.config.max_len; }
@@ -65,6 +73,9 @@ static void sim_copy(sched_sim *m) {
         toka_copy c = s->copies[i];
         for (int k = 0; k < s->n_copies; k++) CHECK(s->copies[k].from != c.to && (k == i || s->copies[k].to != c.to));
         memcpy(m->mem + (size_t)c.to * B, m->mem + (size_t)c.from * B, B * sizeof *m->mem);
+        if (!s->kv.window) continue;
+        CHECK(sim_windowed(m, c.to, 0) && sim_windowed(m, c.from, 0));
+        memcpy(sim_windowed(m, c.to, 0), sim_windowed(m, c.from, 0), B * sizeof *m->windowed);
     }
     m->n_copies += s->n_copies;
 }
@@ -84,9 +95,13 @@ static void sim_run(sched_sim *m, int n_rows) {
             int kv_slot = kv_block_table(&s->kv, q)[p / B] * B + p % B;
             CHECK(!m->written[kv_slot]); /* no two rows of a step write the same kv_slot */
             m->written[kv_slot] = 1, m->mem[kv_slot] = sim_hash(t, p + 1);
+            if (!s->kv.window) continue;
+            CHECK(sim_windowed(m, kv_slot / B, p % B));
+            *sim_windowed(m, kv_slot / B, p % B) = sim_hash(t, p + 1);
         }
     }
     CHECK(rows == n_rows && rows <= s->config.max_tokens);
+    m->n_rows += rows;
     /* ... and before they are sampled */
     if (m->on_run) m->on_run(m->on_run_user, m->mem, m->device);
     for (int q = 0; q < s->config.max_seqs && !check_failed; q++) {
@@ -95,6 +110,11 @@ static void sim_run(sched_sim *m, int n_rows) {
         int32_t *t = sim_device(m, q);
         int n = x->from + x->n_rows;
         for (int p = 0; p < n; p++) CHECK(m->mem[kv_block_table(&s->kv, q)[p / B] * B + p % B] == sim_hash(t, p + 1));
+        /* all that its first row and the later ones read behind their windows */
+        for (int p = MAX(0, x->from - s->kv.window + 1); s->kv.window && p < n && !check_failed; p++) {
+            const uint64_t *at = sim_windowed(m, kv_block_table(&s->kv, q)[p / B], p % B);
+            CHECK(at && *at == sim_hash(t, p + 1));
+        }
         if (!x->is_sampled) continue;
         CHECK(!x->no_run_ahead || x->n_known == n);
         bool end;
@@ -222,23 +242,113 @@ static int64_t sim_random(sched_config c, int lag, uint64_t seed, int n_steps) {
 static void sim_random_tiny(void) {
     int64_t n = 0;
     for (uint64_t seed = 1; seed <= 120 && !check_failed; seed++)
-        n += sim_random((sched_config){2, 5, 3, 4, 10, (int)(seed % 4)}, (int)(seed % 3), seed, 60);
+        n += sim_random((sched_config){2, 5, 3, 4, 10, (int)(seed % 4), 0}, (int)(seed % 3), seed, 60);
     CHECK(n > 50);
 }
 static void sim_random_small(void) {
     int64_t n = 0;
     for (uint64_t seed = 1; seed <= 80 && !check_failed; seed++)
-        n += sim_random((sched_config){2, 30, 8, 12, 40, (int)(seed % 8)}, (int)(seed % 3), seed, 60);
+        n += sim_random((sched_config){2, 30, 8, 12, 40, (int)(seed % 8), 0}, (int)(seed % 3), seed, 60);
     CHECK(n > 50);
     for (uint64_t seed = 1; seed <= 20 && !check_failed; seed++)
-        sim_random((sched_config){4, 64, 16, 40, 60, (int)(seed % 2) * 16}, (int)(seed % 4), seed, 60);
+        sim_random((sched_config){4, 64, 16, 40, 60, (int)(seed % 2) * 16, 0}, (int)(seed % 4), seed, 60);
+}
+
+/* The same with windows, smaller and larger than a page, and as few windowed pages as can be. */
+static void sim_random_windows(void) {
+    int64_t n = 0, n_windowed = 0;
+    for (uint64_t seed = 1; seed <= 240 && !check_failed; seed++) {
+        sched_config c = {2, 40, 3, 6, 40, (int)(seed % 8), 1 + (int)(seed % 7)};
+        if (seed % 3 == 0) c = (sched_config){4, 64, 8, 12, 60, 0, 1 + (int)(seed % 11)};
+        n_windowed += sched_n_windowed(&c) > 0;
+        n += sim_random(c, (int)(seed % 3), seed, 90);
+    }
+    CHECK_MSG(n > 50 && n_windowed > 200, "%d preemptions, %d with windowed pages", (int)n, (int)n_windowed);
+}
+
+/* Runs one request with this prompt of n tokens to its end. Returns the rows that it took. */
+static int64_t sim_run_one(sched_sim *m, const int32_t *prompt, int n, int max_tokens) {
+    toka_err e;
+    int64_t rows = m->n_rows, done = m->n_done;
+    CHECK(sched_submit(&m->s, &(sched_job){.prompt = prompt, .n_prompt = n, .n = 1, .max_tokens = max_tokens}, &e) >= 0);
+    while (m->n_done == done && !check_failed) sim_step(m, m->n_done % 16 == 0);
+    return m->n_rows - rows;
+}
+
+/* A prefix hit needs only what is still read: the last window. If that is gone, the sequence begins
+ * where the last window that is there ends. */
+static void sim_window_hits(void) {
+    enum { N = 200 };
+    sched_sim m;
+    int32_t prompt[N + 1], other[N + 1];
+    sched_config c = {4, 400, 2, 16, N + 20, 0, 8};
+    for (int i = 0; i <= N; i++) prompt[i] = i, other[i] = 1000 + i;
+    sim_open(&m, c, 50, 1 << 30, 0);
+    CHECK(m.s.kv.n_windowed == 2 * (3 + 1) + 16 / 4); /* 2 sequences of 3 pages and 1, 16 rows */
+    CHECK(sim_run_one(&m, prompt, N + 1, 1) == N + 1);
+    /* its last windowed pages are cached */
+    CHECK(sim_run_one(&m, prompt, N + 1, 1) == 1);
+    CHECK(m.s.n_prompt_hits == N);
+    /* of the prefix of 100 tokens all pages are in the tree, but no window: all is computed again,
+     * and then the windows of both ends are there */
+    CHECK(sim_run_one(&m, prompt, 101, 1) == 101 && m.s.n_prompt_hits == N);
+    CHECK(sim_run_one(&m, prompt, 101, 1) == 1 && m.s.n_prompt_hits == N + 100);
+    CHECK(m.s.kv.n_cached == N / 4 && m.s.kv.n_windowed_cached + m.s.kv.n_windowed_free == m.s.kv.n_windowed);
+    /* another prompt takes all windowed pages; no page of the tree */
+    CHECK(sim_run_one(&m, other, N + 1, 1) == N + 1 && m.s.kv.n_cached == 2 * N / 4);
+    CHECK(sim_run_one(&m, prompt, N + 1, 1) == N + 1);
+    /* a prefix whose last page has lost its windowed page, but not the pages before it */
+    const int last = m.s.kv.windowed[m.s.kv.n_windowed].older; /* that of page 49, released last or first */
+    int table[N / 4 + 1], n = kv_match_prefix(&m.s.kv, table, prompt, N + 1);
+    CHECK(n == N / 4 && m.s.kv.windowed_of[table[n - 1]] >= 0 && m.s.kv.windowed[last].computed);
+    kv_windowed_drop(&m.s.kv, table[n - 1]);
+    sim_check(&m);
+    CHECK(kv_n_usable(&m.s.kv, table, n) == n - 1 && sim_run_one(&m, prompt, N + 1, 1) == 5);
+    sim_close(&m);
+}
+
+/* GPT-OSS 20B at 32 k context: 12 of 24 layers have a window of 128. A sequence holds 2,048 pages of
+ * 16 tokens in the others, but at most 9 windowed pages in decode. */
+static void sim_window_gpt_oss(void) {
+    enum { N = 32768 };
+    scheduler s;
+    toka_err e;
+    int32_t *prompt = mem_zalloc(N * sizeof *prompt);
+    const sched_config c = {.B = 16, .n_pages = 3000, .max_seqs = 16, .max_tokens = 512, .max_len = N, .window = 128};
+    CHECK(!sched_init(&s, &c, &e) && s.kv.n_windowed == 16 * (9 + 1) + 512 / 16);
+    CHECK(sched_submit(&s, &(sched_job){.prompt = prompt, .n_prompt = N - 100, .n = 1, .max_tokens = 100}, &e) >= 0);
+    int most_prefill = 0, most_decode = 0;
+    for (int i = 0; s.n_running || !i; i++) {
+        CHECK(sched_plan(&s) > 0);
+        const int held = s.kv.n_windowed - s.kv.n_windowed_free - s.kv.n_windowed_cached;
+        if (s.n_prefill_seqs) most_prefill = MAX(most_prefill, held);
+        else most_decode = MAX(most_decode, held);
+        if (s.seqs[0].n_computed == N - 1) CHECK(s.kv.seqs[0].n_pages == N / 16 && held == 9);
+        if (s.seqs[0].state == SCHED_DECODE) sched_commit(&s, 0, s.seqs[0].generation, 1, false);
+    }
+    CHECK_MSG(most_prefill == 8 + 512 / 16 && most_decode == 9, "%d, %d windowed pages", most_prefill, most_decode);
+    sched_free(&s);
+    free(prompt);
+    /* in one pool for all layers: 24 * 2,048 pages of one layer; now 12 * 2,048 + 12 * 9 */
+    const toka_shape shape = {.L = 24, .H = 64, .K = 8, .D = 64, .max_len = 131072};
+    const toka_backend be = {.activation_bytes = 4, .page_tok = 16};
+    const int64_t bytes = (int64_t)16 << 30, layer_bytes = 2 * 8 * 64 * 4, windowed = (16 * 10 + 32) * 16;
+    sched_config sized = c;
+    CHECK(eng_kv_tokens(&shape, 12, &sized, &be, bytes) == (bytes - windowed * 12 * layer_bytes) / (12 * layer_bytes));
+    sized.window = 0;
+    CHECK(eng_kv_tokens(&shape, 12, &sized, &be, bytes) == bytes / (24 * layer_bytes));
+    /* too little memory for windowed pages to pay: one pool */
+    sized.window = 128;
+    CHECK(eng_kv_tokens(&shape, 12, &sized, &be, windowed * 24 * layer_bytes) == windowed);
+    /* all layers have a window: as many pages as sequences can need */
+    CHECK(eng_kv_tokens(&shape, 24, &sized, &be, bytes) == 16 * 131072);
 }
 
 /* no token is lost or changed: sim_commit_due compares each one */
 static void sim_many_preemptions(void) {
     sched_sim m;
     uint64_t rng = 5;
-    sim_open(&m, (sched_config){2, 200, 64, 256, 60, 0}, 50, 1 << 30, 1);
+    sim_open(&m, (sched_config){2, 200, 64, 256, 60, 0, 0}, 50, 1 << 30, 1);
     for (int i = 0; i < 1500; i++) sim_submit(&m, &rng, 4, 1, 50, 0);
     for (int i = 0; i < 200000 && m.n_done < 1500 && !check_failed; i++) {
         sim_step(&m, i % 97 == 0);
@@ -252,7 +362,7 @@ static void sim_many_preemptions(void) {
 static int sim_n_started(int n_pages, bool same_prompt, int max_tokens) {
     scheduler s;
     toka_err e;
-    CHECK(!sched_init(&s, &(sched_config){4, n_pages, 16, 256, 64, 16}, &e));
+    CHECK(!sched_init(&s, &(sched_config){4, n_pages, 16, 256, 64, 16, 0}, &e));
     for (int i = 0; i < 16; i++) {
         int32_t prompt[8];
         for (int k = 0; k < 8; k++) prompt[k] = same_prompt ? k : 8 * i + k;
@@ -283,7 +393,7 @@ static void sim_reserve(void) {
 static void sim_order(void) {
     sched_sim m;
     uint64_t rng = 3;
-    sim_open(&m, (sched_config){2, 60, 1, 64, 32, 0}, 50, 1 << 30, 0);
+    sim_open(&m, (sched_config){2, 60, 1, 64, 32, 0, 0}, 50, 1 << 30, 0);
     int a = sim_submit(&m, &rng, 4, 1, 4, 0), b = sim_submit(&m, &rng, 4, 1, 4, 0), c = sim_submit(&m, &rng, 4, 1, 4, 1);
     int order[3], n = 0, last = -1;
     for (int i = 0; i < 20; i++) {
@@ -310,7 +420,7 @@ static void sim_order(void) {
 static void sim_cancel_states(void) {
     sched_sim m;
     uint64_t rng = 3;
-    sim_open(&m, (sched_config){2, 40, 4, 12, 60, 0}, 50, 1 << 30, 1);
+    sim_open(&m, (sched_config){2, 40, 4, 12, 60, 0, 0}, 50, 1 << 30, 1);
     int a = sim_submit(&m, &rng, 20, 6, 8, 0), b = sim_submit(&m, &rng, 4, 1, 4, 0);
     sched_cancel(&m.s, b); /* still queued */
     sim_check(&m);
@@ -341,7 +451,7 @@ static int sim_try(scheduler *s, int n_prompt, int n, int max_tokens) {
 static void sim_refused(void) {
     scheduler s;
     toka_err e;
-    CHECK(!sched_init(&s, &(sched_config){2, 5, 3, 8, 16, 0}, &e));
+    CHECK(!sched_init(&s, &(sched_config){2, 5, 3, 8, 16, 0, 0}, &e));
     CHECK(sim_try(&s, 0, 1, 1) == TOKA_E_USE && sim_try(&s, 1, 0, 1) == TOKA_E_USE && sim_try(&s, 1, 1, 0) == TOKA_E_USE);
     CHECK(sim_try(&s, 8, 1, 9) == TOKA_E_USE && sim_try(&s, 8, 1, INT_MAX) == TOKA_E_USE);
     CHECK(sim_try(&s, 8, 1, 4) == TOKA_E_USE); /* 11 tokens to compute need 6 pages */
@@ -353,7 +463,7 @@ static void sim_refused(void) {
 static void sim_no_memory(void) { /* the block tables would need 1 TB */
     scheduler s;
     toka_err e;
-    sched_config c = {16, 100, 65536, 65536, 1 << 26, 0};
+    sched_config c = {16, 100, 65536, 65536, 1 << 26, 0, 0};
     CHECK(sched_init(&s, &c, &e) == TOKA_E_MEMORY && strstr(e.msg, "65536 sequences of up to 67108864 tokens"));
     sched_free(&s); /* nothing was allocated: sched_free must accept that */
 }
@@ -363,7 +473,7 @@ static void sim_repeated_prompts(void) {
     for (int n_prompt = 1; n_prompt <= 9; n_prompt++) {
         sched_sim m;
         uint64_t rng = 3;
-        sim_open(&m, (sched_config){2, 400, 16, 64, 60, 0}, 50, 1 << 30, 1);
+        sim_open(&m, (sched_config){2, 400, 16, 64, 60, 0, 0}, 50, 1 << 30, 1);
         for (int round = 0; round < 2; round++) {
             uint64_t same = rng;
             int64_t hits = m.s.n_prompt_hits, done = m.n_done;
@@ -386,7 +496,7 @@ static void sim_repeated_prompts(void) {
 static void sim_preempted_in_chunks(void) {
     sched_sim m;
     uint64_t rng = 3;
-    sim_open(&m, (sched_config){2, 40, 2, 4, 60, 0}, 50, 1 << 30, 1);
+    sim_open(&m, (sched_config){2, 40, 2, 4, 60, 0, 0}, 50, 1 << 30, 1);
     int id = sim_submit(&m, &rng, 9, 1, 12, 0);
     m.s.requests[id].n_unshared = 1; /* no cached page is found */
     for (int i = 0; m.n_done == 0 && i < 200 && !check_failed; i++) {
@@ -405,7 +515,7 @@ static void sim_preempted_in_chunks(void) {
 static void sim_preempted_hold_all_seqs(void) {
     sched_sim m;
     uint64_t rng = 3;
-    sim_open(&m, (sched_config){2, 40, 2, 16, 60, 0}, 50, 1 << 30, 0);
+    sim_open(&m, (sched_config){2, 40, 2, 16, 60, 0, 0}, 50, 1 << 30, 0);
     sim_submit(&m, &rng, 5, 2, 12, 0);
     for (int i = 0; i < 4; i++) sim_step(&m, true);
     while (m.s.next_to_preempt >= 0) sched_preempt(&m.s);
@@ -420,7 +530,7 @@ static void sim_cold_start(void) {
     scheduler s;
     toka_err e;
     int32_t prompt[715];
-    CHECK(!sched_init(&s, &(sched_config){16, 1572864 / 16, 8192, 32768, 2048, 16}, &e));
+    CHECK(!sched_init(&s, &(sched_config){16, 1572864 / 16, 8192, 32768, 2048, 16, 0}, &e));
     for (int i = 0; i < 16; i++) {
         for (int k = 0; k < 715; k++) prompt[k] = k < 600 ? k : k * 7 + i;
         sched_submit(&s, &(sched_job){.prompt = prompt, .n_prompt = 715, .n = 1024, .max_tokens = 1024}, &e);
@@ -438,7 +548,7 @@ static void sim_last_pages_of_many_prompts(void) {
     toka_err e;
     int32_t prompt[40];
     int64_t n_copies = 0;
-    CHECK(!sched_init(&s, &(sched_config){16, 8 * N, N, 8 * N, 256, 0}, &e));
+    CHECK(!sched_init(&s, &(sched_config){16, 8 * N, N, 8 * N, 256, 0, 0}, &e));
     for (int i = 0; i < N; i++) {
         for (int k = 0; k < 40; k++) prompt[k] = k < 32 ? k : 1000 + 8 * (i / TIMES) + k;
         CHECK(sched_submit(&s, &(sched_job){.prompt = prompt, .n_prompt = 40, .n = 1, .max_tokens = 64}, &e) >= 0);
@@ -455,6 +565,9 @@ static void sim_last_pages_of_many_prompts(void) {
 
 static const struct test sched_tests[] = {{"sched: random, 5 pages", sim_random_tiny},
                                           {"sched: random, small pools", sim_random_small},
+                                          {"sched: random, windows", sim_random_windows},
+                                          {"sched: windows and prefix hits", sim_window_hits},
+                                          {"sched: windows of GPT-OSS at 32 k", sim_window_gpt_oss},
                                           {"sched: preemptions keep every token", sim_many_preemptions},
                                           {"sched: admission leaves a reserve", sim_reserve},
                                           {"sched: order, priority, no starvation", sim_order},
