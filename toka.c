@@ -12085,7 +12085,8 @@ static int mf_open(mf_model **out, const char *model, const char *models_file,
  * windowed pages, a pool of its own: a page has a windowed page beside it only as long as that is
  * of use. A sequence holds the windowed pages from the window of its next position to its end
  * (kv_hold_window) and lets the others go. Of a page in the tree the windowed page then stays
- * cached until another page needs it, the least recently used first. Example with B = 4 and a
+ * cached until another page needs it: first those that answers have passed, then the least
+ * recently used. Example with B = 4 and a
  * window of 6; the next position is 19, so positions 14 to 19 are still read:
  *
  *     block table        P0    P1    P2    P3    P4      K and V of layers without a window
@@ -12124,7 +12125,8 @@ typedef struct kv_page {
 typedef struct kv_windowed { /* a windowed page */
     int page;         /* the page beside which it is; valid while it is not free */
     int ref;          /* number of sequences that hold it */
-    int older, newer; /* neighbours in the LRU list of windowed pages; valid while cached */
+    int older, newer; /* neighbours in the list of cached windowed pages, the oldest of which is
+                       * taken first; valid while cached */
     bool computed;    /* steps that compute all of it have been planned */
 } kv_windowed;
 
@@ -12135,6 +12137,7 @@ typedef struct kv_seq {
     int n_tree_pages;   /* the first ones of these, which are in the tree */
     bool no_more_inserts; /* no further page is inserted into the tree: the sequence is unshared, or
                            * the tree has an equal page that was not computed */
+    int n_given_pages;  /* in its block table when it was opened; an answer fills the later ones */
     int window_first, window_end; /* it holds the windowed pages of the entries window_first ..
                                    * window_end-1 of its block table */
 } kv_seq;
@@ -12156,7 +12159,8 @@ typedef struct kv_cache { /* owns its arrays */
     int window;         /* tokens; 0: there are no windowed pages */
     int n_windowed, n_windowed_free, n_windowed_cached;
     int *windowed_of;   /* [n_pages] the windowed page of a page; -1: none */
-    kv_windowed *windowed;   /* [n_windowed + 1]; the last one is both ends of their LRU list */
+    kv_windowed *windowed;   /* [n_windowed + 1]; the last one is both ends of the list of cached
+                              * ones */
     int *windowed_free_list; /* [n_windowed_free] stack of free ones; capacity n_windowed */
 } kv_cache;
 
@@ -12291,8 +12295,7 @@ static void kv_windowed_drop(kv_cache *cache, int page) {
     kv_windowed_free(cache, page);
 }
 
-/* Gives a page without one a windowed page: a free one, else the least recently used. Returns
- * it. */
+/* Gives a page without one a windowed page: a free one, else the oldest cached one. Returns it. */
 static int kv_windowed_alloc(kv_cache *cache, int page) {
     if (!cache->n_windowed_free) {
         int oldest = cache->windowed[cache->n_windowed].newer;
@@ -12311,8 +12314,9 @@ static void kv_windowed_ref(kv_cache *cache, int page) {
     cache->windowed[id].ref++;
 }
 
-/* If it was the last holder, the windowed page becomes the newest cached one, or free. */
-static void kv_windowed_unref(kv_cache *cache, int page) {
+/* If it was the last holder, the windowed page becomes cached or free. first_out: of the cached
+ * ones it is taken first; else last. */
+static void kv_windowed_unref(kv_cache *cache, int page, bool first_out) {
     kv_windowed *all = cache->windowed;
     int id = cache->windowed_of[page], end = cache->n_windowed;
     assert(id >= 0 && all[id].ref > 0);
@@ -12321,23 +12325,25 @@ static void kv_windowed_unref(kv_cache *cache, int page) {
         kv_windowed_free(cache, page);
         return;
     }
-    all[id].older = all[end].older;
-    all[id].newer = end;
-    all[all[end].older].newer = id;
-    all[end].older = id;
+    all[id].older = first_out ? end : all[end].older;
+    all[id].newer = first_out ? all[end].newer : end;
+    all[all[id].older].newer = all[all[id].newer].older = id;
     cache->n_windowed_cached++;
 }
 
 /* The sequence holds the windowed pages from the window of position `pos` to `end`, an entry of its
  * block table, and no others; neither ever falls. It must have no rows before `pos` in the step
- * that is being planned: what it lets go may be taken for other rows of this step. */
+ * that is being planned: what it lets go may be taken for other rows of this step. Prompts begin
+ * alike more often than they continue in the middle of an answer: so what generated tokens filled
+ * goes first. */
 static void kv_hold_window(kv_cache *cache, int seq, int pos, int end) {
     kv_seq *sequence = &cache->seqs[seq];
     const int *table = kv_block_table(cache, seq);
     if (!cache->window) return;
     const int first = kv_window_first(cache, pos);
     for (; sequence->window_first < MIN(first, sequence->window_end); sequence->window_first++)
-        kv_windowed_unref(cache, table[sequence->window_first]);
+        kv_windowed_unref(cache, table[sequence->window_first],
+                          sequence->window_first >= sequence->n_given_pages);
     sequence->window_first = MAX(sequence->window_first, first);
     sequence->window_end = MAX(sequence->window_end, sequence->window_first);
     while (sequence->window_end < end) kv_windowed_ref(cache, table[sequence->window_end++]);
@@ -12533,7 +12539,7 @@ static void kv_alloc_seq(kv_cache *cache, int seq, const int32_t *tokens, int n_
         kv_tree_insert(cache, table[i], parent,
                        kv_hash(cache, cache->pages[parent].hash, page_tokens), page_tokens);
     }
-    cache->seqs[seq].n_pages = n_pages;
+    cache->seqs[seq].n_pages = cache->seqs[seq].n_given_pages = n_pages;
     cache->seqs[seq].n_tree_pages = n_tree_pages;
     cache->seqs[seq].no_more_inserts = unshared;
     kv_order_insert(cache, seq);
@@ -12560,7 +12566,7 @@ static void kv_free_seq(kv_cache *cache, int seq) {
     kv_order_remove(cache, seq);
     cache->tick++;
     for (kv_seq *sequence = &cache->seqs[seq]; sequence->window_first < sequence->window_end;)
-        kv_windowed_unref(cache, table[sequence->window_first++]);
+        kv_windowed_unref(cache, table[sequence->window_first++], false);
     cache->seqs[seq].window_first = cache->seqs[seq].window_end = 0;
     for (int i = cache->seqs[seq].n_pages - 1; i >= 0; i--) kv_unref(cache, table[i]);
     cache->seqs[seq].n_pages = cache->seqs[seq].n_tree_pages = 0;
@@ -12599,7 +12605,7 @@ static bool kv_move_window(kv_cache *cache, int from, int to) {
         return true;
     }
     kv_windowed_ref(cache, to);
-    kv_windowed_unref(cache, from);
+    kv_windowed_unref(cache, from, true);
     return true;
 }
 

@@ -16,6 +16,8 @@ typedef struct batch_test {
     /* shared spans; rows with two or more of them; tokens of K and V read */
     int64_t n_shared, n_nested, kv_read;
     int64_t n_within;                    /* spans that begin within a page */
+    int64_t n_copies;                    /* of windowed pages */
+    int64_t n_windowed;                  /* positions that rows read in windowed pages */
 } batch_test;
 
 /* Number of shared spans of the step. */
@@ -37,6 +39,10 @@ static int bt_check_spans(batch_test *t, const toka_step *st, const int *row_q, 
             for (int p = sp.kv0; p < sp.kv0 + sp.n_kv && p <= st->pos[r]; p++) {
                 int kv_slot = st->pages[sp.page0 + p / s->config.B - sp.kv0 / s->config.B] * s->config.B + p % s->config.B;
                 CHECK(mem[kv_slot] == sim_hash(device + (size_t)row_q[r] * (size_t)s->config.max_len, p + 1));
+                if (!s->kv.window || p <= st->pos[r] - s->kv.window) continue;
+                int page = st->windowed_pages[sp.page0 + p / s->config.B - sp.kv0 / s->config.B];
+                CHECK(page >= 0 && t->sim.windowed[page * s->config.B + p % s->config.B] == mem[kv_slot]);
+                t->n_windowed++;
             }
             upto[r] = MIN(sp.kv0 + sp.n_kv, st->pos[r] + 1), n_spans[r]++;
         }
@@ -44,6 +50,8 @@ static int bt_check_spans(batch_test *t, const toka_step *st, const int *row_q, 
     for (int r = 0; r < st->T && !check_failed; r++) {
         CHECK(upto[r] == st->pos[r] + 1);
         CHECK(st->kv_slot[r] == kv_block_table(&s->kv, row_q[r])[st->pos[r] / s->config.B] * s->config.B + st->pos[r] % s->config.B);
+        CHECK(!s->kv.window == !st->windowed_slot);
+        if (s->kv.window) CHECK(st->windowed_slot[r] == s->kv.windowed_of[st->kv_slot[r] / s->config.B] * s->config.B + st->kv_slot[r] % s->config.B);
         int32_t id = device[(size_t)row_q[r] * (size_t)s->config.max_len + (size_t)st->pos[r]];
         CHECK(st->ids[r] == id || (st->ids[r] == -1 - row_q[r] && st->pos[r] >= s->seqs[row_q[r]].n_known));
         n_nested += n_spans[r] > 2;
@@ -70,16 +78,23 @@ static int *bt_row_q(batch_test *t) {
 static void bt_check_order(const batch_test *t, const int *row_q) {
     const toka_step *st = &t->built.step;
     int B = t->sim.s.config.B;
-    char *missing = mem_zalloc((size_t)t->sim.s.config.n_pages * (size_t)B);
-    for (int r = 0; r < st->T; r++) missing[st->kv_slot[r]] = 1;
+    const kv_cache *kv = &t->sim.s.kv;
+    char *missing = mem_zalloc((size_t)kv->n_pages * (size_t)B), *windowed = mem_zalloc((size_t)(kv->n_windowed + 1) * (size_t)B);
+    /* a page that is computed again has the same content before (sim_run) */
+    for (int r = 0; r < st->T; r++) missing[st->kv_slot[r]] = t->sim.written[st->kv_slot[r]] == 1;
+    for (int r = 0; r < st->T && kv->window; r++) windowed[st->windowed_slot[r]] = t->sim.windowed_written[st->windowed_slot[r]] == 1;
     for (int k = 0; k < t->micros.n && !check_failed; k++) {
         const batch_micro *a = &t->micros.micro[k];
         for (int r = 0; r < a->step.T; r++) missing[a->step.kv_slot[r]] = 0;
+        for (int r = 0; r < a->step.T && kv->window; r++) windowed[a->step.windowed_slot[r]] = 0;
         for (int r = 0; r < a->step.T; r++)
-            for (int p = 0; p <= a->step.pos[r]; p++)
-                CHECK(!missing[kv_block_table(&t->sim.s.kv, row_q[a->row0 + r])[p / B] * B + p % B]);
+            for (int p = 0; p <= a->step.pos[r]; p++) {
+                const int page = kv_block_table(kv, row_q[a->row0 + r])[p / B];
+                CHECK(!missing[page * B + p % B]);
+                if (kv->window && p > a->step.pos[r] - kv->window) CHECK(!windowed[kv->windowed_of[page] * B + p % B]);
+            }
     }
-    free(missing);
+    free(missing), free(windowed);
 }
 
 /* Prompt chunks go to the microbatches with the least work. So a microbatch with prompt rows
@@ -183,6 +198,7 @@ static uint64_t bt_hash(const batch_step *d, int B) {
     for (int i = 0; i < st->n_spans; n_pages += bt_span_pages(&st->spans[i++], B)) CHECK(st->spans[i].page0 == n_pages);
     CHECK(n_pages == d->n_pages);
     uint64_t h = hash_bytes(st->ids, T) + hash_bytes(st->pos, T) * 3 + hash_bytes(st->kv_slot, T) * 5;
+    if (st->windowed_slot) h += hash_bytes(st->windowed_slot, T) * 13 + hash_bytes(st->windowed_pages, (size_t)n_pages * sizeof *st->pages) * 15;
     h += hash_bytes(st->spans, (size_t)st->n_spans * sizeof *st->spans) * 7;
     h += hash_bytes(st->pages, (size_t)n_pages * sizeof *st->pages) * 9;
     return h + hash_bytes(d->samples, (size_t)d->n_samples * sizeof *d->samples) * 11 + hash_bytes(d->chunk_seq, (size_t)d->n_chunks * sizeof *d->chunk_seq);
@@ -193,6 +209,11 @@ static void bt_on_run(void *user, const uint64_t *mem, int32_t *device) {
     batch_step swap = t->last;
     t->last = t->built, t->built = swap;
     batch_build(&t->b, &t->built, &t->sim.s);
+    for (int i = 0; i < t->built.step.n_copies && t->sim.s.kv.window; i++) {
+        const toka_copy copy = t->built.step.copies[i], windowed = t->built.step.windowed_copies[i];
+        CHECK(windowed.from == t->sim.s.kv.windowed_of[copy.from] && windowed.to == t->sim.s.kv.windowed_of[copy.to]);
+        t->n_copies++;
+    }
     /* the step in flight is unchanged, whatever was committed, planned and built since */
     CHECK(!t->last.step.T || bt_hash(&t->last, t->sim.s.config.B) == t->last_hash);
     t->last_hash = bt_hash(&t->built, t->sim.s.config.B);
@@ -256,6 +277,29 @@ static void bt_random(void) {
     }
     CHECK_MSG(n_shared > 1000 && n_nested > 1000 && n_within > 1000, "%d %d %d", (int)n_shared, (int)n_nested, (int)n_within);
     CHECK_MSG(n_micros > 10000 && n_needs > 3000 && n_split_chunks > 1000, "%d %d %d", (int)n_micros, (int)n_needs, (int)n_split_chunks);
+}
+
+/* Windows: the rows of a step and of its microbatches find all that they read in windowed pages, in
+ * shared spans, too. */
+static void bt_random_windows(void) {
+    batch_cost costs[] = {{0, 0, 1 << 20, 0}, {1, 0, 4, 0}, {1, 4, 16, 0}};
+    int64_t n_shared = 0, n_windowed = 0, n_copies = 0, n_micros = 0;
+    for (uint64_t seed = 1; seed <= 80 && !check_failed; seed++) {
+        uint64_t rng = seed;
+        sched_config c = {2, 70, 8, 16, 40, 0, 1 + (int)(seed % 7)};
+        batch_test *t = bt_open(c, costs[seed % 3], 2, 30, (int)(seed % 3), seed / 4 % 2 ? 1 : 2 + (int)(seed / 8 % 5));
+        CHECK(t->sim.s.kv.window);
+        for (int i = 0; i < 80 && !check_failed; i++) {
+            int n_prompt = 1 + (int)(rnd(&rng) % 24), max_tokens = 1 + (int)(rnd(&rng) % 15);
+            if (t->sim.s.n_unstarted < 20) sim_submit(&t->sim, &rng, n_prompt, 1 + (int)(rnd(&rng) % 4), max_tokens, 0);
+            if (rnd(&rng) % 8 == 0 && t->sim.s.next_to_preempt >= 0) sched_preempt(&t->sim.s);
+            sim_step(&t->sim, true);
+        }
+        if (check_failed) printf("seed %d\n", (int)seed);
+        n_shared += t->n_shared, n_windowed += t->n_windowed, n_copies += t->n_copies, n_micros += t->n_micros;
+        bt_close(t);
+    }
+    CHECK_MSG(n_shared > 1000 && n_windowed > 10000 && n_copies > 50 && n_micros > 5000, "%d %d %d %d", (int)n_shared, (int)n_windowed, (int)n_copies, (int)n_micros);
 }
 
 /* If shared spans are free, every page is read once per step, however many sequences have it. */
@@ -404,6 +448,7 @@ static void bt_equal_prompts(void) {
 }
 
 static const struct test batch_tests[] = {{"batch: random steps and spans", bt_random},
+                                          {"batch: random steps and windows", bt_random_windows},
                                           {"batch: every page read once", bt_each_page_once},
                                           {"batch: levels by cost", bt_levels},
                                           {"batch: samples that share nothing", bt_unshared},

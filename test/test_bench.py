@@ -48,6 +48,27 @@ def test_throughput_has_the_lines_of_vllm(tmp_path):
     assert abs(v["tokens_per_second"] * v["elapsed_time"] - 330) < 1 and abs(v["requests_per_second"] * v["elapsed_time"] - 2) < 0.01
 
 
+def test_the_start_says_what_windows_keep(tmp_path):
+    model = tmp_path / "windows"
+    model.mkdir()
+    for f in ("model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (model / f).symlink_to(os.path.abspath("test/model/" + f))
+    config = json.load(open("test/model/config.json"))
+    config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 100,
+               "layer_types": ["full_attention", "sliding_attention"] * 3}
+    (model / "config.json").write_text(json.dumps(config))
+    d = dataset(tmp_path, [{"prompt_token_ids": ids(300), "output_lengths": [30] * 3}])
+    run = ("throughput", "-m", str(model), "--dataset", d, "--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--device", "cpu")
+    # 4 sequences of 8 pages and one more, and 64 rows, in pages of 16 tokens; all of 1,024 tokens fit in the other layers
+    out, err = bench(*run)
+    assert "KV cache 4096 tokens, 4.0 sequences of 1024 tokens; 3 of 6 layers read the last 100 tokens of a sequence and keep 640 tokens\n" in err
+    # as many pages as windowed pages: one pool serves all layers
+    _, err = bench(*run, "--kv-tokens", "640")
+    assert "KV cache 640 tokens" in err and "read the last 100 tokens of a sequence and keep all, too\n" in err
+    _, err = bench(*run, "--kv-tokens", "641")
+    assert "KV cache 656 tokens" in err and "keep 640 tokens\n" in err
+
+
 def test_timeline(tmp_path):
     d, path = dataset(tmp_path, [{"prompt_token_ids": ids(50), "output_lengths": [30] * 6}]), tmp_path / "steps.csv"
     out, _ = bench("throughput", "-m", "test/model", "--dataset", d, "--timeline", str(path), "--json")

@@ -229,6 +229,23 @@ static void kvt_window(void) {
     CHECK(k.n_windowed_free == 3 && k.n_windowed_cached == 3);
     KV_OK(&k, open);
     kv_free(&k);
+    /* what an answer has filled and passed goes before the prompt's; what it ends with goes last */
+    CHECK(kv_init(&k, 4, 12, 2, 24) && kv_init_windowed(&k, 6, 6));
+    kvt_alloc_seq(&k, open, 0, a, 8), kv_hold_window(&k, 0, 0, 2), kv_mark_computed(&k, 0, 0, 8);
+    CHECK(kv_insert_full_page(&k, 0, a) == KV_INSERTED);
+    for (int n = 8; n < 20; n += 4) {
+        kv_append_page(&k, 0), kv_hold_window(&k, 0, n, n / 4 + 1), kv_mark_computed(&k, 0, n, n + 4);
+        CHECK(kv_insert_full_page(&k, 0, a) == KV_INSERTED);
+    }
+    kv_hold_window(&k, 0, 20, 0);
+    CHECK(k.seqs[0].window_first == 3 && k.n_windowed_cached == 3 && k.windowed[6].newer == k.windowed_of[kv_block_table(&k, 0)[2]]);
+    CHECK(k.windowed[6].older == k.windowed_of[kv_block_table(&k, 0)[1]]);
+    KV_OK(&k, open);
+    const int last = kv_block_table(&k, 0)[4];
+    kv_free_seq(&k, 0), open[0] = false;
+    CHECK(k.windowed[6].older == k.windowed_of[last] && k.n_windowed_cached == 5);
+    KV_OK(&k, open);
+    kv_free(&k);
 }
 
 static const struct test kv_tests[] = {{"kv: n samples share before it is computed", kvt_share_not_yet_computed},

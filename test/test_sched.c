@@ -26,7 +26,8 @@ typedef struct sched_sim {
     int32_t *device;       /* [max_seqs][max_len] all tokens of a sequence, as a device has them */
     sim_pending *pending; /* results not yet committed, oldest first */
     int n_pending, step;
-    char *written; /* [n_pages * B] written in this step */
+    char *written; /* [n_pages * B] written in this step: 2: it had this content before; 1: else */
+    char *windowed_written; /* [n_windowed * B] the same */
     int64_t n_tokens, n_done, n_copies, n_rows;
 } sched_sim;
 
@@ -47,6 +48,7 @@ static void sim_open(sched_sim *m, sched_config c, int vocab, int end_one_in, in
     CHECK(!sched_init(&m->s, &c, &e));
     size_t n_slots = (size_t)c.n_pages * (size_t)c.B;
     m->mem = mem_zalloc(n_slots * sizeof *m->mem), m->written = mem_zalloc(n_slots);
+    m->windowed_written = mem_zalloc((size_t)m->s.kv.n_windowed * (size_t)c.B + 1);
     m->windowed = mem_zalloc(((size_t)m->s.kv.n_windowed * (size_t)c.B + 1) * sizeof *m->windowed);
     m->device = mem_zalloc((size_t)c.max_seqs * (size_t)c.max_len * sizeof(int32_t));
     m->pending = mem_alloc((size_t)c.max_seqs * (SIM_LAG + 1) * sizeof *m->pending);
@@ -54,7 +56,7 @@ static void sim_open(sched_sim *m, sched_config c, int vocab, int end_one_in, in
 
 static void sim_close(sched_sim *m) {
     sched_free(&m->s);
-    free(m->mem), free(m->windowed), free(m->written), free(m->device), free(m->pending);
+    free(m->mem), free(m->windowed), free(m->windowed_written), free(m->written), free(m->device), free(m->pending);
 }
 
 /* The simulated K and V of a position in layers with a window; NULL: it has no windowed page. */
@@ -85,6 +87,7 @@ static void sim_run(sched_sim *m, int n_rows) {
     scheduler *s = &m->s;
     int B = s->config.B, rows = 0;
     memset(m->written, 0, (size_t)s->config.n_pages * (size_t)B);
+    memset(m->windowed_written, 0, (size_t)s->kv.n_windowed * (size_t)B);
     sim_copy(m);
     for (int q = 0; q < s->config.max_seqs; q++) {
         sched_seq *x = &s->seqs[q];
@@ -94,10 +97,11 @@ static void sim_run(sched_sim *m, int n_rows) {
         for (int p = x->from; p < x->from + x->n_rows; p++, rows++) {
             int kv_slot = kv_block_table(&s->kv, q)[p / B] * B + p % B;
             CHECK(!m->written[kv_slot]); /* no two rows of a step write the same kv_slot */
-            m->written[kv_slot] = 1, m->mem[kv_slot] = sim_hash(t, p + 1);
+            m->written[kv_slot] = m->mem[kv_slot] == sim_hash(t, p + 1) ? 2 : 1, m->mem[kv_slot] = sim_hash(t, p + 1);
             if (!s->kv.window) continue;
-            CHECK(sim_windowed(m, kv_slot / B, p % B));
-            *sim_windowed(m, kv_slot / B, p % B) = sim_hash(t, p + 1);
+            uint64_t *windowed = sim_windowed(m, kv_slot / B, p % B);
+            CHECK(windowed);
+            m->windowed_written[windowed - m->windowed] = *windowed == sim_hash(t, p + 1) ? 2 : 1, *windowed = sim_hash(t, p + 1);
         }
     }
     CHECK(rows == n_rows && rows <= s->config.max_tokens);
