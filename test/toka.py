@@ -36,14 +36,15 @@ class _Options(C.Structure):
                 ("max_model_len", C.c_int), ("max_num_batched_tokens", C.c_int), ("max_num_seqs", C.c_int),
                 ("tensor_parallel_size", C.c_int), ("pipeline_parallel_size", C.c_int), ("data_parallel_size", C.c_int),
                 ("kv_tokens", C.c_int64), ("no_prefix_caching", C.c_bool), ("enforce_eager", C.c_bool),
-                ("gpu_memory_utilization", C.c_double), ("dtype", _TEXT), ("progress", C.c_void_p), ("progress_user", C.c_void_p)]
+                ("gpu_memory_utilization", C.c_double), ("dtype", _TEXT), ("quantization", _TEXT),
+                ("progress", C.c_void_p), ("progress_user", C.c_void_p)]
 
 
 class _Info(C.Structure):
     _fields_ = [("model_name", _TEXT), ("architecture", _TEXT), ("device", _TEXT), ("n_parameters", C.c_int64), ("n_layers", C.c_int),
                 ("n_heads", C.c_int), ("n_kv_heads", C.c_int), ("head_size", C.c_int), ("width", C.c_int), ("mlp_width", C.c_int),
                 ("vocab_size", C.c_int), ("max_model_len", C.c_int), ("bos_id", C.c_int), ("eos_id", C.c_int),
-                ("has_chat_template", C.c_int)]
+                ("has_chat_template", C.c_int), ("not_on_gpu", _TEXT)]
 
 
 class _Sampling(C.Structure):
@@ -52,7 +53,8 @@ class _Sampling(C.Structure):
                 ("seed", C.c_uint64), ("max_tokens", C.c_int), ("min_tokens", C.c_int), ("ignore_eos", C.c_int), ("logprobs", C.c_int),
                 ("stop_ids", _IDS), ("n_stop_ids", C.c_int), ("stop", C.POINTER(_TEXT)), ("n_stop", C.c_int), ("include_stop", C.c_int),
                 ("bias_ids", _IDS), ("bias_values", _FLOATS), ("n_bias", C.c_int), ("allowed_ids", _IDS), ("n_allowed", C.c_int),
-                ("bad_ids", _IDS), ("bad_lengths", C.POINTER(C.c_int)), ("n_bad", C.c_int), ("bad_words", C.c_void_p)]
+                ("bad_ids", _IDS), ("bad_lengths", C.POINTER(C.c_int)), ("n_bad", C.c_int), ("bad_words", C.c_void_p),
+                ("constraint", C.c_void_p)]
 
 
 class _Request(C.Structure):
