@@ -17303,6 +17303,7 @@ enum {
     CON_MAX_ALL = 64,           /* schemas that hold together */
     CON_MAX_RULES = 50000,      /* of a schema, before products */
     CON_MAX_INDENT = 40,
+    CON_MAX_COMPARED = 1 << 28, /* con_schema.work */
     CON_MAX_PATTERNS = 4,       /* patternProperties that hold together */
     CON_MAX_GRID = 1 << 18      /* states of one object: properties x counts */
 };
@@ -17352,6 +17353,7 @@ typedef struct con_schema {
     con_pattern *patterns;
     con_made *made;
     int n_entries, cap_entries, n_patterns, cap_patterns, n_made, cap_made, heads[CON_HEADS];
+    int64_t work;                /* comparisons so far (con_spend) */
     int space;                   /* rule of white space; -1: none */
     int char_rule, string_rule;  /* a character, a whole string without its quotes; any escapes */
     int name_rule;               /* the same with the escapes that JSON demands */
@@ -17392,6 +17394,15 @@ COLD static void con_schema_fail(con_schema *schema, const json *node, const cha
     buf_free(&pointer);
 }
 
+/* Counts n comparisons of a search. Returns false after an error, or if they were too many: a
+ * hostile schema must not take a minute. */
+COLD static bool con_spend(con_schema *schema, size_t n) {
+    schema->work += (int64_t)n;
+    if (schema->work > CON_MAX_COMPARED)
+        con_fail(schema->grammar, "JSON schema: it takes too long to compile");
+    return !schema->grammar->e->code;
+}
+
 /* Reads a limit such as minItems; absent: `otherwise`. */
 COLD static int con_limit(con_schema *schema, const json *part, const char *name, int otherwise) {
     const json *value = json_get(part, name);
@@ -17419,7 +17430,9 @@ COLD static str con_pointer_step(con_schema *schema, str text) {
 }
 
 /* Returns the subschema with this $anchor or $id; NULL: none. */
-COLD static const json *con_find_anchor(const json *root, str name) {
+COLD static const json *con_find_anchor(con_schema *schema, str name) {
+    const json *root = schema->root;
+    if (!con_spend(schema, 8 * (size_t)(json_next(root) - root))) return NULL;
     for (const json *at = root, *end = json_next(root); at < end; at++) {
         const json *anchor = json_get(at, "$anchor"), *id = json_get(at, "$id");
         if (!id) id = json_get(at, "id");
@@ -17436,14 +17449,14 @@ COLD static const json *con_resolve(con_schema *schema, const json *ref) {
     const ptrdiff_t hash = str_find(text, STR("#"), 0);
     const str base = str_sub(text, 0, hash < 0 ? text.n : (size_t)hash);
     const json *at = schema->root;
-    if (base.n && !str_eq(base, root_id)) at = con_find_anchor(schema->root, base);
+    if (base.n && !str_eq(base, root_id)) at = con_find_anchor(schema, base);
     str path = hash < 0 ? STR("") : str_sub(text, (size_t)hash + 1, text.n), step;
     if (path.n && path.p[0] != '/') {
-        at = con_find_anchor(schema->root, str_sub(text, (size_t)hash, text.n));
+        at = con_find_anchor(schema, str_sub(text, (size_t)hash, text.n));
         path = STR("");
     }
     if (path.n) path = str_sub(path, 1, path.n);
-    while (at && str_split_next(&path, '/', &step)) {
+    while (at && str_split_next(&path, '/', &step) && con_spend(schema, at->n)) {
         const str name = con_pointer_step(schema, step);
         const char *key = arena_cstr(&schema->memory, name);
         at = json_is(at, JSON_ARRAY) ? json_at(at, (size_t)strtoul(key, NULL, 10))
@@ -17700,6 +17713,7 @@ COLD static const json *con_keep_made(con_schema *schema, const json *of, bool o
                                       buf *text) {
     static const json_limits limits = {500, 64 << 20};
     toka_err e;
+    con_spend(schema, (size_t)schema->n_made + text->n);
     const str copy = arena_str(&schema->memory, buf_view(text));
     const json *list = json_parse(&schema->memory, copy, limits, &e);
     if (!list) con_schema_fail(schema, of, "it is too large");
@@ -17708,7 +17722,7 @@ COLD static const json *con_keep_made(con_schema *schema, const json *of, bool o
     return list;
 }
 COLD static const json *con_find_made(const con_schema *schema, const json *of, bool opposite) {
-    for (int i = 0; i < schema->n_made; i++)
+    for (int i = schema->n_made - 1; i >= 0; i--)
         if (schema->made[i].of == of && schema->made[i].opposite == opposite)
             return schema->made[i].list;
     return NULL;
@@ -17922,6 +17936,7 @@ COLD static bool con_property_differs(con_schema *schema, const con_all *a, cons
         const json *properties = json_get(a->part[i].schema, "properties");
         if (!json_is(properties, JSON_OBJECT)) continue;
         JSON_MEMBERS(key, properties) {
+            if (!con_spend(schema, properties->n)) return false;
             const bool in_a = con_requires(a, json_str(key)), in_b = con_requires(b, json_str(key));
             for (int k = 0; k < b->n; k++) {
                 const json *other = b->part[k].schema,
@@ -17940,7 +17955,7 @@ COLD static bool con_property_differs(con_schema *schema, const con_all *a, cons
 /* Can no value be valid for both? Returns false if that is not certain. */
 COLD static bool con_is_disjoint(con_schema *schema, const json *a, const json *b, int depth) {
     con_all x = {.n = 0}, y = {.n = 0};
-    if (depth > 4) return false;
+    if (depth > 4 || !con_spend(schema, 4096)) return false;
     con_all_add(schema, &x, a), con_all_expand(schema, &x);
     con_all_add(schema, &y, b), con_all_expand(schema, &y);
     for (int i = 0; i < x.n; i++)
@@ -18437,6 +18452,7 @@ COLD static int con_others_rule(con_schema *schema, const con_object *object) {
 }
 
 COLD static void con_add_name(con_schema *schema, con_object *object, int *cap, str name) {
+    if (!con_spend(schema, 4 * (size_t)object->n_names)) return;
     for (int i = 0; i < object->n_names; i++)
         if (str_eq(object->names[i], name)) return;
     if (object->n_names == 8192)

@@ -209,6 +209,22 @@ static void test_con_limits(void) {
     for (n_read = 0; node != CON_DEAD && n_read < 2000; n_read++) node = con_advance(&c->machine, node, STR("("));
     CHECK_MSG(c->machine.failed && n_read > 1000 && n_read < 1100, "%d brackets", n_read);
     con_del(c);
+    /* a oneOf of many branches, and names that are compared with each other */
+    buf_clear(&deep);
+    buf_c(&deep, "{\"oneOf\":[{\"type\":\"null\"}");
+    for (int i = 0; i < 300; i++) buf_printf(&deep, ",{\"const\":%d}", i);
+    buf_c(&deep, "]}");
+    c = con_make(JS, deep.p, NULL, &con_no_tokens, &e);
+    CHECK_MSG(!c && strstr(e.msg, "takes too long"), "%s", e.msg);
+    buf_clear(&deep);
+    for (int i = 0; i < 30; i++) {
+        buf_printf(&deep, "%s{\"properties\":{", i ? "," : "{\"items\":[");
+        for (int k = 0; k < 3000; k++) buf_printf(&deep, "%s\"p%d\":{}", k ? "," : "", k);
+        buf_c(&deep, "}}");
+    }
+    buf_c(&deep, "]}");
+    c = con_make(JS, deep.p, NULL, &con_no_tokens, &e);
+    CHECK_MSG(!c && (strstr(e.msg, "takes too long") || strstr(e.msg, "it is too large")), "%s", e.msg);
     buf_free(&deep);
     CHECK(cpu_now() - t0 < 20);
 }
