@@ -21809,6 +21809,7 @@ typedef struct cpu_norm_job { /* puts rows into dev->x: the norm, or a copy if w
     size_t ld_from;
     const toka_sample_row *samples; /* row i of dev->x is row samples[i].row; NULL: row i */
     int width;
+    float eps; /* of the norm */
 } cpu_norm_job;
 
 CPU_SMALL
@@ -21819,7 +21820,9 @@ static void cpu_norm_item(void *arg, int thread, int row) {
         job->from + (size_t)(job->samples ? job->samples[row].row : row) * job->ld_from;
     float *to = job->dev->x + (size_t)row * (size_t)job->dev->ldx;
     if (job->weight) {
-        cpu_norm(job->dev->shape, to, from, job->weight, job->width, true);
+        toka_shape shape = *job->dev->shape;
+        shape.eps = job->eps;
+        cpu_norm(&shape, to, from, job->weight, job->width, true);
         return;
     }
     memcpy(to, from, (size_t)job->width * sizeof *to);
@@ -21831,7 +21834,8 @@ static void cpu_norm_run(cpu_norm_job job, int rows) {
 }
 /* The norm of rows of the residual stream, at the begin of an op. */
 static void cpu_norm_x(toka_device *dev, const float *from, const float *weight, int rows) {
-    cpu_norm_run((cpu_norm_job){dev, from, weight, (size_t)dev->shape->E, NULL, dev->shape->E},
+    cpu_norm_run((cpu_norm_job){dev, from, weight, (size_t)dev->shape->E, NULL, dev->shape->E,
+                                dev->shape->eps},
                  rows);
 }
 
@@ -22062,7 +22066,9 @@ static void cpu_mla_rope_item(void *arg, int thread, int i) {
     cpu_angles angles;
     (void)thread;
     cpu_set_angles(&angles, job->weights->rope, job->step->pos[job->t0 + i]);
-    cpu_norm(dev->shape, k, k, job->k_norm, mla->latent, false);
+    toka_shape shape = *dev->shape;
+    shape.eps = mla->eps;
+    cpu_norm(&shape, k, k, job->k_norm, mla->latent, false);
     cpu_rotate(k + mla->latent, job->weights->rope, &angles);
     cpu_store_kv(dev, job->layer, toka_layer_slots(job->step, job->weights)[job->t0 + i], k, k);
     for (int head = 0; head < dev->shape->H; head++) {
@@ -22134,7 +22140,8 @@ static void cpu_mla_qkv(cpu_rope_job *rope, int n_rows) {
                           .y = {dev->wide, dev->k}, .ldy = {ld_wide, (size_t)dev->shape->D}};
     cpu_gemm(dev, args);
     if (mla->q_a.rows) {
-        cpu_norm_run((cpu_norm_job){dev, dev->wide, rope->q_norm, ld_wide, NULL, mla->q_a.rows},
+        cpu_norm_run((cpu_norm_job){dev, dev->wide, rope->q_norm, ld_wide, NULL, mla->q_a.rows,
+                                    mla->eps},
                      n_rows);
         args.n_weights = 1;
         args.weights[0] = &mla->q_b;
@@ -22446,7 +22453,7 @@ static void cpu_out_residual(toka_device *dev, const toka_step *step, int layer,
         const float *from = cpu_ptr(o) + (size_t)t0 * (size_t)width;
         float *y = sum + (size_t)t0 * (size_t)E, *to = cpu_sum_target(dev, norm != NULL, y);
         if (weights->mla) cpu_mla_values(dev, weights->mla, from, n_rows);
-        else cpu_norm_run((cpu_norm_job){dev, from, NULL, (size_t)width, NULL, width}, n_rows);
+        else cpu_norm_run((cpu_norm_job){dev, from, NULL, (size_t)width, NULL, width, 0}, n_rows);
         cpu_gemm_args args = {.x = dev->x, .ldx = (size_t)dev->ldx, .T = n_rows, .n_weights = 1,
                               .weights = {&weights->o}, .y = {to}, .ldy = {(size_t)E},
                               .add = to == y && cpu_is_first_rank(dev)};
@@ -22585,7 +22592,7 @@ static void cpu_route_item(void *arg, int thread, int row) {
     cpu_mark_highest(choice, marks, X, k);
     if (moe->kind == TOKA_ROUTER_TOPK) cpu_softmax_scores(scores, marks, X);
     for (int i = 0; i < X; i++) sum += marks[i] ? scores[i] : 0;
-    const float factor = moe->scale / (moe->renormalize ? sum : 1);
+    const float factor = plain_or(moe->scale, 1) / (moe->renormalize ? sum : 1);
     for (int i = 0, n = 0; i < X; i++) {
         if (!marks[i]) continue;
         experts->chosen[row * k + n] = i;
@@ -22809,7 +22816,7 @@ static void cpu_norm_logits_sample(toka_device *dev, const toka_step *step, toka
         for (int i = sample0; i < sample0 + n_samples; i++)
             assert(step->samples[i].row >= 0 && step->samples[i].row < step->T);
         cpu_norm_run((cpu_norm_job){dev, from, norm, (size_t)shape->E, step->samples + sample0,
-                                    shape->E},
+                                    shape->E, shape->eps},
                      n_samples);
         cpu_gemm_args args = {.x = dev->x, .ldx = (size_t)dev->ldx, .T = n_samples, .n_weights = 1,
                               .weights = {&dev->weights->lm_head},

@@ -227,7 +227,7 @@ static void make_moe(cpu_case *c, const cpu_sizes *z, int l) {
 static void make_mla(cpu_case *c, const cpu_sizes *z, int l) {
     toka_mla *mla = &c->mla[l];
     const int rank = l ? z->E : 20;
-    *mla = (toka_mla){.latent = MLA_LATENT, .rope = MLA_ROPE, .nope = MLA_NOPE, .v = MLA_V};
+    *mla = (toka_mla){.latent = MLA_LATENT, .rope = MLA_ROPE, .nope = MLA_NOPE, .v = MLA_V, .eps = c->sh.eps};
     if (!l) mla->q_a = make_tensor(c, rank, z->E, z->type, 0, 1 / sqrt(z->E)), mla->q_a_norm = make_tensor(c, 1, rank, z->type, 1, 0.2);
     mla->q_b = make_tensor(c, z->H * (MLA_NOPE + MLA_ROPE), rank, z->type, 0, 2 / sqrt(rank));
     mla->kv_a = make_tensor(c, MLA_LATENT + MLA_ROPE, z->E, z->type, 0, 1 / sqrt(z->E));
