@@ -311,6 +311,45 @@ static void sim_window_hits(void) {
     sim_close(&m);
 }
 
+/* What a sequence found stays, while a prompt before it takes all rows of a step and more windowed
+ * pages than there are. */
+static void sim_window_waits(void) {
+    sched_sim m;
+    toka_err e;
+    int32_t prompt[201], other[127];
+    for (int i = 0; i < 201; i++) prompt[i] = i;
+    for (int i = 0; i < 127; i++) other[i] = 1000 + i;
+    sim_open(&m, (sched_config){4, 400, 2, 64, 220, 0, 8}, 50, 1 << 30, 0);
+    CHECK(m.s.kv.n_windowed == 2 * 4 + 64 / 4 && sim_run_one(&m, prompt, 201, 1) == 201);
+    CHECK(sched_submit(&m.s, &(sched_job){.prompt = other, .n_prompt = 127, .n = 1, .max_tokens = 1}, &e) >= 0);
+    CHECK(sched_submit(&m.s, &(sched_job){.prompt = prompt, .n_prompt = 201, .n = 1, .max_tokens = 1}, &e) >= 0);
+    CHECK(sim_step(&m, true) == 64 && m.s.n_running == 2);
+    for (int i = 0; i < 20 && m.n_done < 3; i++) sim_step(&m, true);
+    CHECK_MSG(m.n_done == 3 && m.n_rows == 201 + 127 + 1, "%d rows", (int)m.n_rows);
+    sim_close(&m);
+}
+
+/* A prompt's tail is copied from a sequence that still holds its windowed page, and keeps it in this
+ * step: not from one in prefill. */
+static void sim_window_tails(void) {
+    sched_sim m;
+    toka_err e;
+    int32_t prompt[10] = {1, 2, 3};
+    sim_open(&m, (sched_config){4, 100, 3, 16, 40, 0, 5}, 50, 1 << 30, 0);
+    CHECK(sched_submit(&m.s, &(sched_job){.prompt = prompt, .n_prompt = 10, .n = 3, .max_tokens = 20}, &e) >= 0);
+    sim_step(&m, true);
+    CHECK(m.s.seqs[1].state == SCHED_DECODE && m.s.seqs[2].state == SCHED_PREFILL && m.s.kv.window == 5);
+    CHECK(sched_has_same_tail(&m.s, &m.s.seqs[2], 2, 1, 2));
+    m.s.seqs[1].state = SCHED_PREFILL;
+    CHECK(!sched_has_same_tail(&m.s, &m.s.seqs[2], 2, 1, 2));
+    m.s.seqs[1].state = SCHED_DECODE;
+    sim_step(&m, true);
+    CHECK(m.n_copies == 1);
+    for (int i = 0; i < 6; i++) sim_step(&m, true); /* the window is past the tail */
+    CHECK(m.s.seqs[1].n_computed == 17 && m.s.kv.seqs[1].window_first == 3 && !kv_holds_window(&m.s.kv, 1, 2));
+    sim_close(&m);
+}
+
 /* GPT-OSS 20B at 32 k context: 12 of 24 layers have a window of 128. A sequence holds 2,048 pages of
  * 16 tokens in the others, but at most 9 windowed pages in decode. */
 static void sim_window_gpt_oss(void) {
@@ -571,6 +610,8 @@ static const struct test sched_tests[] = {{"sched: random, 5 pages", sim_random_
                                           {"sched: random, small pools", sim_random_small},
                                           {"sched: random, windows", sim_random_windows},
                                           {"sched: windows and prefix hits", sim_window_hits},
+                                          {"sched: windows of one that waits", sim_window_waits},
+                                          {"sched: windows and prompt tails", sim_window_tails},
                                           {"sched: windows of GPT-OSS at 32 k", sim_window_gpt_oss},
                                           {"sched: preemptions keep every token", sim_many_preemptions},
                                           {"sched: admission leaves a reserve", sim_reserve},
