@@ -32,7 +32,7 @@
  *      |   batch_make_micros (17) ---> its microbatches, if the model has pipeline stages
  *      |   model_post (21) ----------> every rank, on its own thread, runs rank_step: embed, then
  *      |       over toka_backend       L times {norm_qkv_rope_kv, attention, out_residual,
- *      |       (18.8 is the plain      norm_mlp_residual}, then norm_logits_sample, which samples
+ *      |       (18e is the plain       norm_mlp_residual}, then norm_logits_sample, which samples
  *      |       one, the CPU's is 20)   each row of logits (on the CPU by samp_row, 18). Meanwhile
  *      |                               the driver plans the next step
  *      +-- eng_commit (22) <---------- model_wait (21): a toka_sample_result for each sample row:
@@ -122,7 +122,7 @@
  *
  * PREFIXES of names say the chapter: mem_, str_, buf_, arena_, ids_ and suggest_ 2, os_ 3, json_
  * and utf8_ 4, uni_ 5, tok_ 6 and 7, tmpl_ 8 to 10 (tv_: values of templates), st_ and mf_ 11 to
- * 13, kv_ 14, heap_ 15, sched_ 16, batch_ 17, samp_ and stop_ 18, con_ 18b to 18d, plain_ 18.8,
+ * 13, kv_ 14, heap_ 15, sched_ 16, batch_ 17, samp_ and stop_ 18, con_ 18b to 18d, plain_ 18e,
  * cpu_ 19 and 20, group_ 20, model_ and rank_ 21, eng_ 22, lib_ 23, http_ 24, parse_ 25, api_ 26 to
  * 28, chat_, resp_ and msg_ 28, run_ 29 and 34, files_ 30, srv_ 31 to 33, plan_ 34,
  * benchclient_ 35, hub_ 36, edit_ 37, help_ 38, cli_ 39.
@@ -209,7 +209,7 @@
  *   9. Chat template: values [pure]
  *  10. Chat template: evaluation [pure]
  *  11. Model files: configs [pure]
- *  11.5. Weight formats [pure]
+ *  11b. Weight formats [pure]
  *  12. Model files: weights [pure]
  *  13. Model files: finding and opening [os]
  *  14. KV pages and prefix tree [pure]
@@ -220,7 +220,7 @@
  *  18b. Constraints: automata and masks [pure]
  *  18c. Constraints: regular expressions and grammars [pure]
  *  18d. Constraints: JSON Schema [pure]
- *  18.8. The plain backend [cpu]
+ *  18e. The plain backend [cpu]
  *  19. CPU kernels and threads [cpu]
  *  20. Ranks, and the CPU backend [cpu]
  *  21. Model: the layer loop [os]
@@ -10200,7 +10200,7 @@ static int mf_special_map_parse(str text, const char *where, arena *memory, mf_m
 }
 
 /* ===========================================================================
- * MARK: 11.5. Weight formats [pure]
+ * MARK: 11b. Weight formats [pure]
  * In: a toka_tensor in any format. Out: its rows as float32. This is the definition of every
  * format: element by element, without tables and without SIMD. The plain backend computes with it;
  * faster kernels must give the same numbers.
@@ -18797,7 +18797,7 @@ COLD static int con_new(toka_constraint **out, const toka_grammar *source, const
 }
 
 /* ===========================================================================
- * MARK: 18.8. The plain backend [cpu]
+ * MARK: 18e. The plain backend [cpu]
  * A transformer as its formulas say it: one thread, loops over rows and columns, nothing else. It
  * runs every op and every kind of layer that toka.h describes. The other backends compute the same
  * numbers faster; tests compare them with this chapter. In: a step's integers, weights in any
@@ -19552,7 +19552,7 @@ const toka_backend toka_plain = {
  * products each, is as exact as float32, and slower than AVX-512.
  *
  * Quantized weights are computed from their stored form, with exactly the float32 numbers of
- * weight_row (chapter 11.5): "Quantized weights in the GEMM" below.
+ * weight_row (chapter 11b): "Quantized weights in the GEMM" below.
  *
  * It does not: know of steps, layers, pages or ranks (chapter 20).
  * =========================================================================== */
@@ -41657,6 +41657,16 @@ static const help_page help_pages[] = {
      "  and the key in x-api-key) are the same chats in another form, with tools,\n"
      "  reasoning and streams. They keep nothing: previous_response_id, tools that a\n"
      "  server runs, and formats of text are refused.\n"
+     "- Constraints: response_format (json_object, json_schema), vLLM's\n"
+     "  structured_outputs (json, regex, choice, grammar, json_object) and guided_*,\n"
+     "  SGLang's json_schema, regex and ebnf; on the command line --json-schema,\n"
+     "  --grammar, --regex, --choice. The JSON is compact or indented, its\n"
+     "  properties in the order of the schema. A text that is complete ends;\n"
+     "  finish_reason length means that it is cut. A 400 says where a schema has\n"
+     "  what is not supported: contains, uniqueItems, propertyNames, and a not, if\n"
+     "  or oneOf that needs the opposite of a schema with items or\n"
+     "  additionalProperties; likewise look-around in patterns, structural_tag and\n"
+     "  Lark. An unknown format is no constraint.\n"
      "- bad_words: no token may complete one, with or without a space before it; a\n"
      "  longer word that contains one is allowed as one token. Constraints that\n"
      "  leave no token are a 400, or end the text if that shows only later. A stop\n"
