@@ -10525,7 +10525,7 @@ __device__ static void samp_adjust(samp_dist &dist, const samp_filter &filter, c
     int *touched = dist.blocks;
     __syncthreads();
     for (int block = (int)threadIdx.x; block < dist.n_blocks; block += FILTER_THREADS)
-        touched[block] = filter.n_allowed > 0 || filter.mask;
+        touched[block] = filter.n_allowed > 0 || (filter.mask != NULL);
     __syncthreads();
     if (threadIdx.x < 32) samp_apply_bias(filter, logits, touched);
     __syncthreads();
