@@ -12,7 +12,7 @@ typedef struct cpu_case {
     toka_shape sh;
     toka_weights w;
     toka_layer layers[2];
-    float freq[128];
+    float freq[320];
     void *heap[400];
     int n_heap;
     uint64_t seed;
