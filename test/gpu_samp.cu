@@ -359,7 +359,8 @@ static void test_wide() {
     for (size_t i = 0; i < history.size(); i++) history[i] = (int32_t)(gpu_mix(i) % (uint64_t)(i % 2 ? V : 200));
     const int32_t forbidden[] = {V / 2, 17};
     std::vector<uint32_t> mask((size_t)(V + 31) / 32);
-    for (size_t i = 0; i < mask.size(); i++) mask[i] = (uint32_t)gpu_mix(1000 + i);
+    for (size_t i = 0; i < mask.size(); i++) /* one id of 32 */
+        mask[i] = (uint32_t)(gpu_mix(1000 + i) & gpu_mix(2000000 + i) & gpu_mix(3000000 + i) & gpu_mix(4000000 + i) & gpu_mix(5000000 + i));
     static toka_sampling s[14];
     std::vector<toka_test_case> cases;
     std::vector<toka_sample_row> rows;
@@ -823,6 +824,7 @@ static void test_parts() {
         rows.push_back(row_at(&how[(size_t)i], (uint32_t)i)), rows.back().row = i, rows.back().seq = i;
         if (i % 3 == 2) rows.back().mask = masks[(size_t)i].data();
         if (i % 9 == 3 && i > 3) ids[(size_t)i] = ids[(size_t)i - 1], rows.back().mask = rows[rows.size() - 2].mask; /* shared */
+        if (i % 9 == 6) rows.back().mask = masks[(size_t)i].data(); /* another one than the row before */
     }
     samp_plan *p = d->samp;
     const int chunk = p->chunk_rows;
