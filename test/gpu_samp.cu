@@ -804,6 +804,7 @@ static void test_op(int V, int E, int T, int n_out, bool all_logits) {
 /* More filtered rows than fit into one chunk of stored logits, and than fit into one upload of id
  * lists. Each row must still have its own filter. */
 static void test_parts() {
+    /* The LM head of a part may have another tile than that of all rows: log-probabilities are equal up to rounding. */
     const int V = 1000, E = 64, n = 150;
     toka_device *d = samp_device(V, E, n);
     gpu_buf<bf16> x((size_t)n * (size_t)d->E), w((size_t)d->V * (size_t)d->E);
@@ -837,7 +838,7 @@ static void test_parts() {
         run_op(d, &s, x.p(), samples.data());
         if (!round) whole = samples;
         for (size_t i = 0; i < rows.size(); i++)
-            gpu_check(same_result(samples[i], whole[i]) && ((i % 3 == 0 && !rows[i].mask) || samples[i].id == ids[i]),
+            gpu_check(samples[i].id == whole[i].id && fabsf(samples[i].logprob - whole[i].logprob) < 1e-4f && ((i % 3 == 0 && !rows[i].mask) || samples[i].id == ids[i]),
                 "parts %d, row %zu: %d, at once %d, allowed %d", round, i,
                       samples[i].id, whole[i].id, i % 3 || rows[i].mask ? ids[i] : -1);
     }
