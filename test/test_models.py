@@ -129,9 +129,14 @@ def assert_near(a, b, where=""):
         assert a == b, where
 
 
+# What so many tensor ranks cannot divide is refused in one sentence: a norm of all heads together, and 4-bit words or blocks of odd shares.
+NOT_DIVIDED = {"awq-32", "awq-mixtral", "gptoss-mxfp4", "gptq-32", "gptq-qwen3moe", "olmo2", "olmo3", "olmoe", "packed-32-zero",
+               "packed-channel", "packed-qwen3moe"}
+
+
 def tensor_ranks(spec):
     """The fewest tensor ranks that divide the heads."""
-    heads = spec["config"].get("text_config", spec["config"])["num_attention_heads"]
+    heads = spec["config"].get("text_config", spec["config"]).get("num_attention_heads", 8)  # Gemma's default
     return next(n for n in range(2, heads + 1) if heads % n == 0)
 
 
@@ -145,7 +150,12 @@ def test_steps_and_ranks(tmp_path, name):
     want = batch(tmp_path, spec, "whole", [])
     for case in SAME:
         assert batch(tmp_path, spec, case, SAME[case]) == want, case
-    near = batch(tmp_path, spec, "tensor", ["--tensor-parallel-size", str(tensor_ranks(spec))])
+    flags = ["--tensor-parallel-size", str(tensor_ranks(spec))]
+    if name in NOT_DIVIDED:
+        with pytest.raises(AssertionError, match="tensor parallel size .*, expected"):
+            batch(tmp_path, spec, "tensor", flags)
+        return
+    near = batch(tmp_path, spec, "tensor", flags)
     assert_near([json.loads(x) for x in near], [json.loads(x) for x in want])
 
 

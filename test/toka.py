@@ -349,16 +349,21 @@ class LLM:
     def _drive(self, numbers):
         """Runs the engine on another thread, so that Ctrl-C reaches this one; then the requests are cancelled."""
         err, code = _Err(), []
-        thread = threading.Thread(target=lambda: code.append(_lib.toka_run(self._t, 0, C.byref(err))), daemon=True)
-        thread.start()
+        ended = threading.Event()  # not join: if Ctrl-C interrupts that, Python may call a running thread ended
+
+        def run():
+            code.append(_lib.toka_run(self._t, 0, C.byref(err)))
+            ended.set()
+
+        threading.Thread(target=run, daemon=True).start()
         try:
-            while thread.is_alive():
-                thread.join(0.05)
+            while not ended.wait(0.05):
+                pass
         finally:
-            if thread.is_alive():
+            if not ended.is_set():
                 for number in numbers:
                     _lib.toka_cancel(self._t, number)
-            thread.join()
+            ended.wait()
         _check(code[0], err)
 
     def _submit_all(self, prompts, params, parse_only):
