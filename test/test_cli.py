@@ -365,16 +365,16 @@ def test_help_of_a_command():
 
 
 def test_devices():
-    r = toka("devices")
-    assert r.returncode == 0 and re.search(rb"^cpu  .*kernels, \d+ cores?, ", r.stdout, re.M)
-    assert re.search(rb"^plain  .*one thread", r.stdout, re.M)
+    devices = toka("devices")
+    assert devices.returncode == 0 and re.search(rb"^cpu  .*kernels, \d+ cores?, ", devices.stdout, re.M)
+    assert re.search(rb"^plain  .*one thread", devices.stdout, re.M)
     plain, cpu = (toka("-p", PROBLEM, "--device", x) for x in ("plain", "cpu"))
     assert plain.returncode == 0 and plain.stdout and plain.stdout == cpu.stdout
     for flag in ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size"):
         r = toka("-p", PROBLEM, "--device", "plain", flag, "2")
         assert r.returncode == 1 and b"plain backend: it has one rank" in r.stderr and r.stderr.count(b"\n") == 1
-    with_cuda, has_gpu = b"cuda" in toka("--version").stdout, re.search(rb"^cuda\S*  .*compute capability", r.stdout, re.M)
-    assert with_cuda == (b"cuda" in r.stdout)
+    with_cuda, has_gpu = b"cuda" in toka("--version").stdout, re.search(rb"^cuda\S*  .*compute capability", devices.stdout, re.M)
+    assert with_cuda == (b"cuda" in devices.stdout)
     if has_gpu:
         pytest.skip("there is a GPU")
     r = toka("-p", PROBLEM, "--device", "cuda")
