@@ -309,7 +309,7 @@ ANTHROPIC = [{"name": t["function"]["name"], "input_schema": t["function"].get("
 
 
 @pytest.fixture(scope="module")
-def claude(server):
+def messages_client(server):
     anthropic = pytest.importorskip("anthropic")
     return anthropic.Anthropic(base_url=f"http://127.0.0.1:{server.address[1]}", api_key="none", max_retries=0)
 
@@ -319,44 +319,44 @@ def blocks(message):
             for b in message.content]
 
 
-def converse(claude, name, **more):
+def converse(messages_client, name, **more):
     request = dict(model="m", max_tokens=more.pop("max_tokens", 2000), messages=[{"role": "user", "content": name}], **more)
-    one = claude.messages.create(**request)
-    with claude.messages.stream(**request) as stream:
+    one = messages_client.messages.create(**request)
+    with messages_client.messages.stream(**request) as stream:
         two = stream.get_final_message()
     assert blocks(one) == blocks(two) and (one.stop_reason, one.stop_sequence) == (two.stop_reason, two.stop_sequence)
     assert one.usage.output_tokens == two.usage.output_tokens > 0 and one.role == "assistant" and one.id.startswith("msg_")
     return one
 
 
-def test_messages(server, claude):
-    answer = converse(claude, "one", tools=ANTHROPIC)
+def test_messages(server, messages_client):
+    answer = converse(messages_client, "one", tools=ANTHROPIC)
     assert blocks(answer) == [("text", "Let me look."), ("get_weather", {"city": "Zürich</tool_call>", "days": 2})]
     assert answer.stop_reason == "tool_use"
-    answer = converse(claude, "two", tools=ANTHROPIC)
+    answer = converse(messages_client, "two", tools=ANTHROPIC)
     assert blocks(answer) == [("get_weather", {"city": "Ulm"}), ("get_time", {})] and len({b.id for b in answer.content}) == 2
-    one = converse(claude, "two", tools=ANTHROPIC, tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+    one = converse(messages_client, "two", tools=ANTHROPIC, tool_choice={"type": "auto", "disable_parallel_tool_use": True})
     assert blocks(one) == [("get_weather", {"city": "Ulm"})]
-    answer = converse(claude, "think", system=[{"type": "text", "text": "Be brief."}], thinking={"type": "enabled", "budget_tokens": 1024})
+    answer = converse(messages_client, "think", system=[{"type": "text", "text": "Be brief."}], thinking={"type": "enabled", "budget_tokens": 1024})
     assert blocks(answer) == [("thinking", "He wants a <tool_call>{...}."), ("text", "It is <b>noon</b>.")] and answer.stop_reason == "end_turn"
-    answer = converse(claude, "text", max_tokens=3)
+    answer = converse(messages_client, "text", max_tokens=3)
     assert answer.stop_reason == "max_tokens" and SCRIPTS["text"].startswith(answer.content[0].text)
     body = {"max_tokens": 128000, "messages": [{"role": "user", "content": "text"}]}  # more than the model has
     assert server.post("/v1/messages", body).json()["stop_reason"] == "end_turn"
-    answer = converse(claude, "text", stop_sequences=["here"])
+    answer = converse(messages_client, "text", stop_sequences=["here"])
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "here") and answer.content[0].text == "No tools "
-    assert len(blocks(converse(claude, "long", tools=ANTHROPIC))[0][1]["city"]) > 1000
+    assert len(blocks(converse(messages_client, "long", tools=ANTHROPIC))[0][1]["city"]) > 1000
 
 
-def test_a_conversation_of_messages(server, claude):
-    first = claude.messages.create(model="m", max_tokens=200, tools=ANTHROPIC, messages=[{"role": "user", "content": "both"}])
+def test_a_conversation_of_messages(server, messages_client):
+    first = messages_client.messages.create(model="m", max_tokens=200, tools=ANTHROPIC, messages=[{"role": "user", "content": "both"}])
     use = first.content[-1]
     messages = [{"role": "user", "content": [{"type": "text", "text": "both"}]}, {"role": "assistant", "content": [b.model_dump() for b in first.content]},
                 {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "12:00"}]}]},
                 {"role": "user", "content": "text"}]
-    answer = claude.messages.create(model="m", max_tokens=200, tools=ANTHROPIC, messages=messages)
+    answer = messages_client.messages.create(model="m", max_tokens=200, tools=ANTHROPIC, messages=messages)
     assert blocks(answer) == [("text", SCRIPTS["text"])]
-    counted = claude.messages.count_tokens(model="m", tools=ANTHROPIC, messages=messages)
+    counted = messages_client.messages.count_tokens(model="m", tools=ANTHROPIC, messages=messages)
     assert counted.input_tokens == answer.usage.input_tokens + answer.usage.cache_read_input_tokens
 
 
