@@ -338,7 +338,7 @@ def test_weights_written_while_read(tmp_path):
 
     def write():
         while not done.is_set():
-            os.utime(model / "model.safetensors")
+            os.utime(model / "model.safetensors", ns=(time.time_ns(),) * 2)  # without times it is the clock of the last tick, some ms
 
     thread = threading.Thread(target=write)
     thread.start()
