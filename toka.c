@@ -10799,7 +10799,7 @@ static void mf_set_parts(const mf_target *target, const mf_config *config,
     }
 }
 
-/* Counts what was bound. Several experts may share a tensor of the file. */
+/* Counts the bound tensors. Several experts may share a tensor of the file. */
 static void mf_count_bound(mf_binder *binder, const mf_target *target, const st_tensor *tensor,
                            bool is_weight) {
     if (tensor->is_alias) return;
@@ -12815,7 +12815,7 @@ static void heap_remove(heap_node *nodes, int *top, int node) {
  * Windowed pages (14). There are as many as all sequences that run at once can hold in one step
  * (sched_max_windowed). So neither admission nor preemption counts them: whoever has pages has
  * windowed pages. A sequence lets them go at the beginning of the plan after the step that read
- * them last. Those that nobody holds are cached, so prefixes are found.
+ * them last. Pages without a holder are cached, so prefixes are found.
  *
  * What always holds (sched_check of test/state.h): sequences, lists, heaps and counts agree. The
  * running sequence that is first in queue order is never preempted, because alone each request
@@ -16636,7 +16636,7 @@ static bool con_mask(con_machine *machine, const con_vocab *vocab, int node, uin
     }
     if (!machine->failed) return true;
     memset(mask, 0, bytes);
-    con_reset(machine); /* what was made may be incomplete */
+    con_reset(machine); /* its last node may be incomplete */
     return false;
 }
 
@@ -41574,6 +41574,10 @@ static const help_page help_pages[] = {
      "  once, with any number of threads. On a GPU the last bits of a row may depend\n"
      "  on how many rows run beside it, so the choice between two nearly equal\n"
      "  tokens can change.\n"
+     "- On the CPU K and V are float32, whatever kv_cache_scheme says, and\n"
+     "  activations are not rounded to FP8.\n"
+     "- Of a multi-modal folder with a language model that toka has, the language\n"
+     "  model is loaded; images are not there.\n"
      "- `--dtype bfloat16` on a CPU with AVX512_BF16 rounds what enters a product\n"
      "  with weights to bf16. Prompts and batches of 32 run 1.7 to 1.9 times as\n"
      "  fast; log-probabilities change by 0.01 on average (measured). The default is\n"
@@ -41657,6 +41661,7 @@ static const help_page help_pages[] = {
      "  and the key in x-api-key) are the same chats in another form, with tools,\n"
      "  reasoning and streams. They keep nothing: previous_response_id, tools that a\n"
      "  server runs, and formats of text are refused.\n"
+     "- The budget_tokens of `thinking` in /v1/messages have no effect.\n"
      "- Constraints: response_format (json_object, json_schema), vLLM's\n"
      "  structured_outputs (json, regex, choice, grammar, json_object) and guided_*,\n"
      "  SGLang's json_schema, regex and ebnf; on the command line --json-schema,\n"
