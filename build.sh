@@ -136,6 +136,8 @@ esac
 flags=
 # shellcheck disable=SC2089
 [ -f "$MODEL/model.safetensors" ] && flags="-DTOKA_EMBED=\"$MODEL\""
+commit=$(git rev-parse --short=8 HEAD 2>/dev/null || true)
+[ -z "$commit" ] || flags="$flags -DTOKA_COMMIT=\"$commit\""
 
 # Compiles toka.c. FLAGS: those of the half that it belongs to.
 compile() {
@@ -165,6 +167,7 @@ if [ ! -e /dev/nvidiactl ]; then # no GPU here: what can run here comes first
 fi
 stage "compiling toka_kernels.cu with $NVCC for $ARCHS" "$(cuda_time)"
 cuda
-compile -DTOKA_WITH_CUDA
+cuda_version=$("$NVCC" --version | sed -n 's/.*release \([0-9.]*\),.*/\1/p')
+compile -DTOKA_WITH_CUDA -DTOKA_CUDA_BUILT="\", CUDA $cuda_version for $ARCHS\""
 nvcc_link
 built

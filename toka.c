@@ -239,6 +239,7 @@
  *  34. Bench and plan [os]
  *  35. Bench serve [os]
  *  36. Hub [os]
+ *  36b. Client [os]
  *  37. Line editor [os]
  *  38. Manual pages [pure]
  *  39. Command line [os]
@@ -40286,7 +40287,7 @@ enum {
 typedef struct hub_access {
     const char *endpoint;          /* such as "https://huggingface.co", without a slash at its end */
     const char *token;             /* NULL: none */
-    const char *id, *revision;     /* such as "Qwen/Qwen3-0.6B" and "main" */
+    const char *id, *revision;     /* such as "Qwen/Qwen3-0.6B" and "main"; of a client NULL */
     const atomic_int *interrupted; /* not 0: the user wants to end */
     atomic_int failed;             /* not 0: a download failed, so that the others end, too */
 } hub_access;
@@ -40305,33 +40306,39 @@ static bool hub_is_stopped(const hub_access *access) {
     return *access->interrupted || access->failed;
 }
 
-/* Starts curl with pipes at its standard input, output and error. *in_fd: its standard input, which
- * the caller writes and closes. Returns 0 or TOKA_E_IO. */
-static int hub_spawn(hub_stream *stream, int *in_fd, toka_err *e) {
+/* Starts curl with pipes at its standard input, output and error, and at descriptor 3, from where
+ * it reads a body. The caller writes and closes *in_fd, its standard input, and *body_fd. Returns 0
+ * or TOKA_E_IO. */
+static int hub_spawn(hub_stream *stream, int *in_fd, int *body_fd, toka_err *e) {
+    static const int childs[4] = {0, 1, 1, 0}; /* which end of each pipe is curl's */
     char *const argv[] = {"curl", "-q", "--config", "-", "--silent", "--show-error", "--include",
                           "--globoff", "--suppress-connect-headers", "--proto", "=http,https",
-                          "--connect-timeout", "20", "--speed-limit", "1", "--speed-time", "60",
+                          "--connect-timeout", "20", "--no-buffer",
                           "--user-agent", "toka/" TOKA_VERSION, NULL};
-    int pipes[3][2] = {{-1, -1}, {-1, -1}, {-1, -1}}, err = 0;
+    int pipes[4][2] = {{-1, -1}, {-1, -1}, {-1, -1}, {-1, -1}}, err = 0;
     posix_spawn_file_actions_t actions;
     posix_spawn_file_actions_init(&actions);
-    for (int i = 0; i < 3 && !err; i++) {
+    for (int i = 0; i < 4 && !err; i++)
         if (pipe2(pipes[i], O_CLOEXEC)) err = errno;
-        else posix_spawn_file_actions_adddup2(&actions, pipes[i][i > 0], i);
-    }
+    for (int i = 0; i < 4 && !err; i++)
+        posix_spawn_file_actions_adddup2(&actions, pipes[i][childs[i]], i);
     if (!err) err = posix_spawnp(&stream->pid, argv[0], &actions, NULL, argv, environ);
     posix_spawn_file_actions_destroy(&actions);
-    for (int i = 0; i < 3; i++) {
-        if (pipes[i][i > 0] >= 0) close(pipes[i][i > 0]);
-        if (err && pipes[i][i == 0] >= 0) close(pipes[i][i == 0]);
+    for (int i = 0; i < 4; i++) {
+        if (pipes[i][childs[i]] >= 0) close(pipes[i][childs[i]]);
+        if (err && pipes[i][!childs[i]] >= 0) close(pipes[i][!childs[i]]);
     }
     if (err) {
         stream->pid = 0;
+        if (!stream->access->id)
+            return fail(e, TOKA_E_IO, "cannot start curl, which sends requests: %s; install it",
+                        strerror(err));
         return fail(e, TOKA_E_IO, "cannot start curl, which downloads models: %s; install it, or "
                     "get the model with: hf download %s --revision %s", strerror(err),
                     stream->access->id, stream->access->revision);
     }
     *in_fd = pipes[0][1];
+    *body_fd = pipes[3][1];
     stream->out_fd = pipes[1][0];
     stream->err_fd = pipes[2][0];
     return 0;
@@ -40347,24 +40354,44 @@ static void hub_put_setting(buf *out, const char *name, str value) {
     buf_c(out, "\"\n");
 }
 
-/* Starts a GET. offset > 0: without the first `offset` bytes. */
-static int hub_start(hub_stream *stream, const char *url, bool with_token, int64_t offset,
-                     toka_err *e) {
+typedef struct hub_request {
+    const char *url;
+    bool with_token;
+    int64_t offset; /* > 0: without the first `offset` bytes */
+    str body;       /* JSON, which makes it a POST; empty: a GET */
+} hub_request;
+
+/* Writes to a pipe that curl reads to its end, and closes it. If curl has ended, reading its output
+ * says why. */
+static void hub_write_pipe(int fd, str text) {
+    while (text.n) {
+        const ssize_t n_written = write(fd, text.p, text.n);
+        if (n_written < 0 && errno == EINTR) continue;
+        if (n_written < 0) break;
+        text = str_sub(text, (size_t)n_written, text.n);
+    }
+    close(fd);
+}
+
+static int hub_start(hub_stream *stream, const hub_request *request, toka_err *e) {
     buf settings = {0}, header = {0};
-    int in_fd = -1, code = hub_spawn(stream, &in_fd, e);
+    int in_fd = -1, body_fd = -1, code = hub_spawn(stream, &in_fd, &body_fd, e);
     if (code) return code;
-    hub_put_setting(&settings, "url", str_c(url));
-    if (with_token && stream->access->token) {
+    hub_put_setting(&settings, "url", str_c(request->url));
+    if (request->with_token && stream->access->token) {
         buf_printf(&header, "Authorization: Bearer %s", stream->access->token);
         hub_put_setting(&settings, "header", buf_view(&header));
     }
     buf_clear(&header);
-    buf_printf(&header, "Range: bytes=%lld-", (long long)offset);
-    if (offset) hub_put_setting(&settings, "header", buf_view(&header));
-    /* less than a pipe holds, so write does not wait. If curl has ended, reading says why. */
-    ssize_t unused = write(in_fd, settings.p, settings.n);
-    (void)unused;
-    close(in_fd);
+    buf_printf(&header, "Range: bytes=%lld-", (long long)request->offset);
+    if (request->offset) hub_put_setting(&settings, "header", buf_view(&header));
+    if (request->body.n) { /* no time limit: a model may think for long */
+        hub_put_setting(&settings, "header", STR("Content-Type: application/json"));
+        hub_put_setting(&settings, "header", STR("Expect:"));
+        hub_put_setting(&settings, "data-binary", STR("@/dev/fd/3"));
+    } else buf_c(&settings, "speed-limit = 1\nspeed-time = 60\n");
+    hub_write_pipe(in_fd, buf_view(&settings));
+    hub_write_pipe(body_fd, request->body);
     buf_free(&settings), buf_free(&header);
     return 0;
 }
@@ -40494,7 +40521,8 @@ static int hub_open(hub_access *access, hub_stream *stream, const char *first_ur
     buf_c(&url, first_url);
     for (int i = 0;; i++) {
         const bool is_hub = str_eq(hub_origin(buf_view(&url)), hub_origin(str_c(access->endpoint)));
-        code = hub_start(stream, url.p, is_hub, offset, e);
+        const hub_request request = {url.p, is_hub, offset, STR("")};
+        code = hub_start(stream, &request, e);
         if (!code) code = hub_read_head(stream, e);
         if (code || stream->status / 100 != 3) break;
         code = i < HUB_MAX_REDIRECTS
@@ -41299,6 +41327,224 @@ static int hub_remove(const char *id, int64_t *n_bytes, toka_err *e) {
 }
 
 /* ===========================================================================
+ * MARK: 36b. Client [os]
+ * Asks a server that speaks the OpenAI API, toka or another one. In: the body of a request that
+ * streams. Out: the pieces of its answers as toka_events without ids. curl does the transfer, as
+ * for the hub, so that https works; redirects are not followed. Reasoning stands between <think>
+ * and </think> in the text, as a model writes it.
+ * =========================================================================== */
+
+enum { CLIENT_MAX_LINE = 1 << 26 }; /* bytes of one event, or of an answer that is no stream */
+
+typedef struct client {
+    hub_access access; /* endpoint: such as "http://127.0.0.1:10210/v1" */
+    arena memory;
+} client;
+
+typedef struct client_answer { /* answers while they arrive */
+    toka_event_fn *callback;
+    void *user;
+    toka_usage *usage;
+    double begun;    /* when the request was sent, by os_now */
+    uint64_t thinks; /* bit i: sample i is between <think> and </think>; those above 63: never */
+    int n_running;   /* samples that have not ended */
+    bool cancelled;
+} client_answer;
+
+/* Prepares requests. url: http://HOST[:PORT][/PATH]; without a path it is /v1. key: NULL or what
+ * the server asks for. Returns 0 or TOKA_E_USE. The caller frees client->memory. */
+static int client_open(client *server, const char *url, const char *key,
+                       const atomic_int *interrupted, toka_err *e) {
+    str base = str_c(url);
+    while (base.n && base.p[base.n - 1] == '/') base.n--;
+    const str origin = hub_origin(base);
+    const bool known = str_starts(base, STR("http://")) || str_starts(base, STR("https://"));
+    for (size_t i = 0; i < base.n; i++)
+        if ((unsigned char)base.p[i] <= ' ') base.n = 0;
+    *server = (client){0};
+    if (!known || !base.n || !origin.n)
+        return fail(e, TOKA_E_USE, "--base-url: '%s', expected http://HOST[:PORT][/v1]", url);
+    buf endpoint = {0};
+    buf_str(&endpoint, base);
+    if (origin.n == base.n) buf_c(&endpoint, "/v1");
+    server->access = (hub_access){.endpoint = arena_cstr(&server->memory, buf_view(&endpoint)),
+                                  .token = key,
+                                  .interrupted = interrupted};
+    buf_free(&endpoint);
+    return 0;
+}
+
+/* Appends the rest of the body. Returns 0 or an error. */
+static int client_read_all(hub_stream *stream, buf *out, toka_err *e) {
+    for (int64_t n_read = 1; n_read;) {
+        buf_reserve(out, HUB_CHUNK_BYTES);
+        n_read = hub_read(stream, out->p + out->n, HUB_CHUNK_BYTES, e);
+        if (n_read < 0) return (int)n_read;
+        out->n += (size_t)n_read;
+        if (out->n > CLIENT_MAX_LINE)
+            return fail(e, TOKA_E_IO, "%s: its answer is too long", stream->access->endpoint);
+    }
+    return 0;
+}
+
+/* Returns the error of an answer whose status is not 200, in the server's words if it has some. */
+static int client_fail_status(hub_stream *stream, toka_err *e) {
+    buf text = {0};
+    arena memory = {0};
+    toka_err unused;
+    client_read_all(stream, &text, &unused);
+    const json *root = json_parse(&memory, buf_view(&text), run_limits, &unused);
+    const str message = json_str(json_get(json_get(root, "error"), "message"));
+    const bool is_request = stream->status / 100 == 4 && stream->status != 429;
+    fail(e, is_request ? TOKA_E_USE : TOKA_E_IO, "%s: status %d%s%.*s", stream->access->endpoint,
+         stream->status, message.n ? ": " : "", STRF(message));
+    arena_free(&memory);
+    buf_free(&text);
+    return e->code;
+}
+
+/* Sends a request and reads the head of its answer. path: such as "/models". body: empty for a
+ * GET. The caller closes the stream in all cases. */
+static int client_send(client *server, hub_stream *stream, const char *path, str body,
+                       toka_err *e) {
+    buf url = {0};
+    *stream = (hub_stream){.access = &server->access, .out_fd = -1, .err_fd = -1};
+    buf_printf(&url, "%s%s", server->access.endpoint, path);
+    const hub_request request = {url.p, true, 0, body};
+    int code = hub_start(stream, &request, e);
+    if (!code) code = hub_read_head(stream, e);
+    if (!code && stream->status != 200) code = client_fail_status(stream, e);
+    buf_free(&url);
+    return code;
+}
+
+/* Returns the name of the first model that the server lists; NULL after an error. */
+static const char *client_first_model(client *server, toka_err *e) {
+    hub_stream stream;
+    buf text = {0};
+    int code = client_send(server, &stream, "/models", STR(""), e);
+    if (!code) code = client_read_all(&stream, &text, e);
+    hub_close(&stream);
+    const json *root = code ? NULL : json_parse(&server->memory, buf_view(&text), run_limits, e);
+    const str id = json_str(json_get(json_at(json_get(root, "data"), 0), "id"));
+    if (!code && !id.n) fail(e, TOKA_E_IO, "%s: it lists no model", server->access.endpoint);
+    const char *name = id.n ? arena_cstr(&server->memory, id) : NULL;
+    buf_free(&text);
+    return name;
+}
+
+/* Gives a piece of text to the callback. */
+static void client_give(client_answer *answer, int sample, str text, toka_finish finish) {
+    const toka_event event = {.sample = sample,
+                              .id = -1,
+                              .text = text.p,
+                              .text_bytes = text.n,
+                              .finish = finish,
+                              .stop_id = -1,
+                              .stop_text = -1};
+    if (answer->callback(answer->user, &event)) answer->cancelled = true;
+}
+
+/* Begins or ends the reasoning of a sample. */
+static void client_think(client_answer *answer, int sample, bool thinks) {
+    const uint64_t bit = sample < 64 ? (uint64_t)1 << sample : 0;
+    if (!bit || thinks == !!(answer->thinks & bit)) return;
+    answer->thinks ^= bit;
+    client_give(answer, sample, thinks ? STR("<think>\n") : STR("</think>\n\n"), TOKA_RUNNING);
+}
+
+static void client_take_choice(client_answer *answer, const json *choice, int n_samples) {
+    const json *delta = json_get(choice, "delta"), *reason = json_get(choice, "finish_reason");
+    const int64_t index = json_int(json_get(choice, "index"), 0);
+    const str text = json_str(json_get(delta ? delta : choice, delta ? "content" : "text"));
+    str thought = json_str(json_get(delta, "reasoning"));
+    if (!thought.n) thought = json_str(json_get(delta, "reasoning_content"));
+    if (index < 0 || index >= n_samples) return;
+    const bool ends = json_is(reason, JSON_STRING);
+    if (thought.n) {
+        client_think(answer, (int)index, true);
+        client_give(answer, (int)index, thought, TOKA_RUNNING);
+    }
+    if (text.n || ends) client_think(answer, (int)index, false);
+    const toka_finish finish = !ends                              ? TOKA_RUNNING
+                               : str_is(json_str(reason), "length") ? TOKA_LENGTH
+                                                                    : TOKA_STOP;
+    if (text.n || ends) client_give(answer, (int)index, text, finish);
+    answer->n_running -= ends;
+}
+
+/* Takes a line of the stream. Returns 0 or the server's error. */
+static int client_take_line(client *server, client_answer *answer, str line, int n_samples,
+                            toka_err *e) {
+    arena memory = {0};
+    if (line.n && line.p[line.n - 1] == '\r') line.n--;
+    if (!str_starts(line, STR("data:"))) return 0;
+    line = http_trim(str_sub(line, 5, line.n));
+    if (str_is(line, "[DONE]")) return 0;
+    const json *root = json_parse(&memory, line, run_limits, e);
+    int code = root ? 0 : e->code;
+    const json *error = json_get(root, "error"), *usage = json_get(root, "usage");
+    const json *choices = json_get(root, "choices");
+    if (json_is(error, JSON_OBJECT))
+        code = fail(e, TOKA_E_IO, "%s: %.*s", server->access.endpoint,
+                    STRF(json_str(json_get(error, "message"))));
+    if (!code && json_is(choices, JSON_ARRAY) && choices->n && !answer->usage->prefill_s)
+        answer->usage->prefill_s = os_now() - answer->begun;
+    if (!code && json_is(choices, JSON_ARRAY))
+        JSON_EACH(choice, choices) client_take_choice(answer, choice, n_samples);
+    if (json_is(usage, JSON_OBJECT)) {
+        answer->usage->prompt_tokens = json_int(json_get(usage, "prompt_tokens"), 0);
+        answer->usage->output_tokens = json_int(json_get(usage, "completion_tokens"), 0);
+    }
+    arena_free(&memory);
+    return code;
+}
+
+/* Reads the stream to its end. */
+static int client_read_events(client *server, hub_stream *stream, client_answer *answer,
+                              int n_samples, toka_err *e) {
+    buf lines = {0};
+    int code = 0;
+    for (int64_t n_read = 1; n_read > 0 && !code && !answer->cancelled;) {
+        buf_reserve(&lines, HUB_CHUNK_BYTES);
+        n_read = hub_read(stream, lines.p + lines.n, HUB_CHUNK_BYTES, e);
+        if (n_read < 0) code = (int)n_read;
+        lines.n += (size_t)MAX(n_read, (int64_t)0);
+        str rest = buf_view(&lines), line;
+        ptrdiff_t end;
+        while (!code && !answer->cancelled && (end = str_find(rest, STR("\n"), 0)) >= 0) {
+            line = str_sub(rest, 0, (size_t)end);
+            rest = str_sub(rest, (size_t)end + 1, rest.n);
+            code = client_take_line(server, answer, line, n_samples, e);
+        }
+        if (rest.n > CLIENT_MAX_LINE)
+            code = fail(e, TOKA_E_IO, "%s: an event is too long", server->access.endpoint);
+        memmove(lines.p, rest.p, rest.n);
+        lines.n = rest.n;
+    }
+    buf_free(&lines);
+    return code;
+}
+
+/* Sends a request that streams its answers, and gives what arrives to the callback. path:
+ * "/chat/completions" or "/completions". n_samples: as the body asks for. Returns 0,
+ * TOKA_E_CANCELLED, or an error; TOKA_E_USE if the server refuses the request. */
+static int client_generate(client *server, const char *path, str body, int n_samples,
+                           client_answer *answer, toka_err *e) {
+    hub_stream stream;
+    answer->begun = os_now();
+    answer->n_running = n_samples;
+    int code = client_send(server, &stream, path, body, e);
+    if (!code) code = client_read_events(server, &stream, answer, n_samples, e);
+    hub_close(&stream);
+    answer->usage->decode_s = os_now() - answer->begun - answer->usage->prefill_s;
+    if (!code && answer->cancelled) code = fail(e, TOKA_E_CANCELLED, "interrupted");
+    if (!code && answer->n_running > 0)
+        code = fail(e, TOKA_E_IO, "%s: the answer ended early", server->access.endpoint);
+    return code;
+}
+
+/* ===========================================================================
  * MARK: 37. Line editor [os]
  * In: the bytes of a terminal's keys. Out: a text that the user has edited, of one or more lines.
  *
@@ -41744,6 +41990,25 @@ static const help_page help_pages[] = {
      "- The program curl does the transfers; its proxies are https_proxy and\n"
      "  no_proxy. Without curl: hf download OWNER/NAME.\n",
      "pull"},
+    {"client", "prompts and chats for a running server",
+     "    toka serve -m test/model --port 8123 &\n"
+     "    sleep 2; export TOKA_BASE_URL=http://127.0.0.1:8123\n"
+     "    toka -p \"Tom has 12 apples.\" -n 9\n"
+     "    echo \"Tom has 3 apples.\" | toka chat\n"
+     "    toka ping prompt='tell me a joke' max_tokens=9 chat=True\n"
+     "    kill $!; wait\n"
+     "\n"
+     "- --base-url takes any server of the OpenAI API: http://HOST[:PORT] or\n"
+     "  https://..., with the path if it is not /v1. curl sends the requests.\n"
+     "- The key is TOKA_API_KEY, else OPENAI_API_KEY. The model is -m NAME, else the\n"
+     "  first that the server lists.\n"
+     "- Only the sampling flags that are given are sent; the server has defaults for\n"
+     "  the others. Flags of the engine, such as --device, are refused.\n"
+     "- --raw completes the text as it is; else it is a chat of one message.\n"
+     "- Ctrl-C ends the answer, and with it the server's work for it.\n"
+     "- `toka ping` takes Tokasaurus' arguments: prompt, chat, max_tokens, n,\n"
+     "  temperature, top_p, model, url. Without --base-url it takes --host, --port.\n",
+     "ping"},
     {"numbers", "texts, tokens, and when results are equal",
      "    toka tokenize -m test/model < README.md | wc -w\n"
      "    toka score -m test/model -p \"Tom has 3 boxes with 4 apples each.\" | head -3\n"
@@ -41977,6 +42242,7 @@ typedef struct cli { /* the values of all flags; the fields are named like the f
     bool download;
     cli_list words; /* the arguments that are no flags: names of models, a prompt */
     int max_words;
+    const char *not_remote; /* a given flag that a request to a server cannot carry; NULL: none */
     const char *prompt, *file, *system, *now;
     int samples, max_tokens, min_tokens, top_k, logprobs;
     double temperature, top_p, min_p; /* NAN: not given; likewise the next three */
@@ -42031,12 +42297,14 @@ enum {
     FOR_CHAT = 65536,
     FOR_VERSION = 131072,
     FOR_COMPLETION = 262144,
-    FOR_ANY = 524287,
+    FOR_PING = 524288,
+    FOR_ANY = 1048575,
+    FOR_REQUEST = FOR_RUN | FOR_PING, /* what toka ping takes, goes with --base-url */
     FOR_OPENS = FOR_RUN | FOR_CHAT | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT | FOR_SERVE,
-    FOR_SAMPLES = FOR_RUN | FOR_CHAT | FOR_BATCH | FOR_THROUGHPUT,
-    FOR_READS = FOR_RUN | FOR_SCORE | FOR_TOKENIZE | FOR_TEMPLATE,
+    FOR_SAMPLES = FOR_RUN | FOR_CHAT | FOR_PING | FOR_BATCH | FOR_THROUGHPUT,
+    FOR_READS = FOR_RUN | FOR_PING | FOR_SCORE | FOR_TOKENIZE | FOR_TEMPLATE,
     FOR_HUB = FOR_OPENS | FOR_TOKENIZE | FOR_TEMPLATE,
-    FOR_WORDS = FOR_PULL | FOR_RM | FOR_COMPLETION, /* take names */
+    FOR_WORDS = FOR_PULL | FOR_RM | FOR_COMPLETION | FOR_PING, /* take names */
     FOR_MODEL_WORD = FOR_CHAT | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT | FOR_SERVE | FOR_TOKENIZE |
                      FOR_TEMPLATE | FOR_PLAN /* take a model without --model, too */
 };
@@ -42046,8 +42314,10 @@ static const cli_flag cli_flags[] = {
     /* a row whose name is NULL begins a group of --help; `help` is its title */
     {NULL, NULL, NULL, 0, 0, 0, "Model"},
     {"model", "m", "MODEL", CLI_TEXT, AT(open.model),
-     FOR_OPENS | FOR_TOKENIZE | FOR_TEMPLATE | FOR_BENCH_SERVE | FOR_PLAN,
+     FOR_PING | FOR_OPENS | FOR_TOKENIZE | FOR_TEMPLATE | FOR_BENCH_SERVE | FOR_PLAN,
      "folder, hub id, or a name of models.txt (default: embedded); bench serve: the server's name for it"},
+    {"base-url", "", "URL", CLI_TEXT, AT(bench.base_url), FOR_REQUEST | FOR_CHAT | FOR_BENCH_SERVE,
+     "a server answers, at http://HOST[:PORT][/v1]; its key: TOKA_API_KEY, else OPENAI_API_KEY"},
     {"hf-repo", "hf", "ID", CLI_TEXT, AT(hf_repo), FOR_HUB,
      "a model of the Hugging Face hub, OWNER/NAME or a name of models.txt: downloaded once"},
     {"revision", "", "REV", CLI_TEXT, AT(revision), FOR_HUB | FOR_PULL,
@@ -42105,20 +42375,20 @@ static const cli_flag cli_flags[] = {
     {"prompt", "p", "TEXT", CLI_TEXT, AT(prompt), FOR_READS | FOR_CHAT,
      "the prompt (default: standard input)"},
     {"file", "f", "FILE", CLI_TEXT, AT(file), FOR_READS, "read the prompt from a file"},
-    {"system", "", "TEXT", CLI_TEXT, AT(system), FOR_RUN | FOR_CHAT, "system message for the chat template"},
-    {"raw", "", "", CLI_BOOL, AT(raw), FOR_RUN,
+    {"system", "", "TEXT", CLI_TEXT, AT(system), FOR_REQUEST | FOR_CHAT, "system message for the chat template"},
+    {"raw", "", "", CLI_BOOL, AT(raw), FOR_REQUEST,
      "complete the text as it is, without the chat template"},
-    {"chat", "", "", CLI_BOOL, AT(chat), FOR_RUN, "a conversation, as toka chat"},
+    {"chat", "", "", CLI_BOOL, AT(chat), FOR_REQUEST, "a conversation, as toka chat"},
     {"now", "", "TIME", CLI_TEXT, AT(now),
      FOR_RUN | FOR_CHAT | FOR_TEMPLATE | FOR_BATCH | FOR_SERVE,
      "the template's clock, 'YYYY-MM-DD hh:mm:ss' (default: local time)"},
     {NULL, NULL, NULL, 0, 0, 0,
      "Sampling (defaults: the model's generation_config, else greedy; batch and bench: else temperature 1)"},
-    {"max-tokens", "n", "N", CLI_INT, AT(max_tokens), FOR_RUN | FOR_CHAT | FOR_BATCH,
+    {"max-tokens", "n", "N", CLI_INT, AT(max_tokens), FOR_REQUEST | FOR_CHAT | FOR_BATCH,
      "most output tokens; 0: as many as the model's length leaves (default: the model's max_new_tokens, else 0)"},
-    {"min-tokens", "", "N", CLI_INT, AT(min_tokens), FOR_RUN | FOR_CHAT | FOR_BATCH,
+    {"min-tokens", "", "N", CLI_INT, AT(min_tokens), FOR_REQUEST | FOR_CHAT | FOR_BATCH,
      "do not end before N tokens"},
-    {"samples", "", "N", CLI_INT, AT(samples), FOR_RUN | FOR_BATCH | FOR_PLAN,
+    {"samples", "", "N", CLI_INT, AT(samples), FOR_REQUEST | FOR_BATCH | FOR_PLAN,
      "answers to the one prompt (default: 1)"},
     {"temp", "", "T", CLI_FLOAT, AT(temperature), FOR_SAMPLES | FOR_BENCH_SERVE,
      "temperature; 0 is greedy"},
@@ -42135,20 +42405,20 @@ static const cli_flag cli_flags[] = {
      "the same, for each occurrence"},
     {"seed", "", "N", CLI_INT64, AT(seed), FOR_SAMPLES | FOR_BENCH_SERVE,
      "same seed, same text (default: 0)"},
-    {"stop", "", "TEXT", CLI_LIST, AT(stop), FOR_RUN | FOR_CHAT | FOR_BATCH,
+    {"stop", "", "TEXT", CLI_LIST, AT(stop), FOR_REQUEST | FOR_CHAT | FOR_BATCH,
      "end before this text; can be given up to 16 times"},
-    {"json-schema", "", "FILE", CLI_TEXT, AT(json_schema), FOR_RUN,
+    {"json-schema", "", "FILE", CLI_TEXT, AT(json_schema), FOR_REQUEST,
      "the output is JSON that is valid for the JSON Schema in this file"},
-    {"grammar", "", "FILE", CLI_TEXT, AT(grammar), FOR_RUN,
+    {"grammar", "", "FILE", CLI_TEXT, AT(grammar), FOR_REQUEST,
      "the output matches the grammar (GBNF) in this file"},
-    {"regex", "", "R", CLI_TEXT, AT(regex), FOR_RUN,
+    {"regex", "", "R", CLI_TEXT, AT(regex), FOR_REQUEST,
      "the output matches this regular expression, from its beginning to its end"},
-    {"choice", "", "TEXT", CLI_LIST, AT(choices), FOR_RUN,
+    {"choice", "", "TEXT", CLI_LIST, AT(choices), FOR_REQUEST,
      "the output is this text; given several times: one of them"},
-    {"include-stop", "", "", CLI_BOOL, AT(include_stop), FOR_RUN | FOR_CHAT | FOR_BATCH,
+    {"include-stop", "", "", CLI_BOOL, AT(include_stop), FOR_REQUEST | FOR_CHAT | FOR_BATCH,
      "keep the stop text or stop id in the output"},
     {"ignore-eos", "", "", CLI_BOOL, AT(ignore_eos),
-     FOR_RUN | FOR_CHAT | FOR_BATCH | FOR_BENCH_SERVE,
+     FOR_REQUEST | FOR_CHAT | FOR_BATCH | FOR_BENCH_SERVE,
      "go on past the end-of-sequence token"},
     {NULL, NULL, NULL, 0, 0, 0,
      "Batch (the sampling flags are defaults for lines without these fields)"},
@@ -42168,8 +42438,6 @@ static const cli_flag cli_flags[] = {
     {"dummy-weights", "", "", CLI_BOOL, AT(dummy_weights), FOR_THROUGHPUT,
      "random weights in the shapes of -m NAME, a name of models.txt"},
     {NULL, NULL, NULL, 0, 0, 0, "Bench serve (a key for the server is taken from OPENAI_API_KEY)"},
-    {"base-url", "", "URL", CLI_TEXT, AT(bench.base_url), FOR_BENCH_SERVE,
-     "http://HOST:PORT instead of --host and --port"},
     {"endpoint", "", "PATH", CLI_TEXT, AT(bench.endpoint), FOR_BENCH_SERVE,
      "/v1/completions (default) or /v1/chat/completions"},
     {"random-input-len", "", "N", CLI_INT, AT(bench.input_len), FOR_BENCH_SERVE,
@@ -42201,9 +42469,9 @@ static const cli_flag cli_flags[] = {
     {"save-detailed", "", "", CLI_BOOL, AT(bench.detailed), FOR_BENCH_SERVE,
      "with --json: arrays with the figures of each request"},
     {NULL, NULL, NULL, 0, 0, 0, "Server"},
-    {"host", "", "ADDRESS", CLI_TEXT, AT(host), FOR_SERVE | FOR_BENCH_SERVE,
+    {"host", "", "ADDRESS", CLI_TEXT, AT(host), FOR_PING | FOR_SERVE | FOR_BENCH_SERVE,
      "address the server listens on or is found at (default: 127.0.0.1)"},
-    {"port", "", "N", CLI_INT, AT(port), FOR_SERVE | FOR_BENCH_SERVE,
+    {"port", "", "N", CLI_INT, AT(port), FOR_PING | FOR_SERVE | FOR_BENCH_SERVE,
      "its port (default: 10210); serve: 0 is any free one"},
     {"uds", "", "PATH", CLI_TEXT, AT(serve.uds), FOR_SERVE, "listen on a unix socket instead"},
     {"api-key", "", "KEY", CLI_LIST, AT(api_keys), FOR_SERVE,
@@ -42254,12 +42522,13 @@ static const cli_flag cli_flags[] = {
     {"logprobs", "", "K", CLI_INT, AT(logprobs), FOR_RUN,
      "log-probability of each token, and of the K best; without --json lines of JSON on standard error"},
     {"json", "", "", CLI_BOOL, AT(json),
-     FOR_RUN | FOR_SCORE | FOR_THROUGHPUT | FOR_BENCH_PLAN | FOR_PLAN | FOR_BENCH_SERVE | FOR_OPS,
+     FOR_REQUEST | FOR_SCORE | FOR_THROUGHPUT | FOR_BENCH_PLAN | FOR_PLAN | FOR_BENCH_SERVE |
+         FOR_OPS,
      "one JSON object instead of text"},
     {"verbose", "v", "", CLI_BOOL, AT(verbose),
      FOR_RUN | FOR_CHAT | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT,
      "on standard error: the device, seconds of each part of the start, tokens of KV cache (serve always prints them)"},
-    {"quiet", "q", "", CLI_BOOL, AT(quiet), FOR_HUB | FOR_BENCH_SERVE | FOR_PULL,
+    {"quiet", "q", "", CLI_BOOL, AT(quiet), FOR_PING | FOR_HUB | FOR_BENCH_SERVE | FOR_PULL,
      "no summary line on standard error"},
     {"decode", "", "", CLI_BOOL, AT(decode), FOR_TOKENIZE,
      "tokenize: ids on standard input, text on standard output"},
@@ -42381,6 +42650,7 @@ static const char cli_commands[] =
     "  toka [FLAGS]            complete a prompt, text streams to standard output\n"
     "  toka run MODEL [PROMPT] the same for this model; without a prompt a conversation\n"
     "  toka chat [MODEL]       a conversation; /help in it lists its commands\n"
+    "  toka ping [NAME=VALUE]  a prompt for a running server; also with flags, as toka -p --base-url URL\n"
     "  toka tokenize [FLAGS]   text on standard input to ids, or back with --decode\n"
     "  toka template [FLAGS]   JSON object with messages, tools ... on standard input to the rendered prompt\n"
     "  toka score [FLAGS]      log-probability of every token of a text\n"
@@ -42426,12 +42696,13 @@ static const char cli_short_commands[] =
     "  toka tokenize, template, score     ids of a text, a chat as a prompt, log-probabilities\n"
     "  toka pull, list, rm                models of the Hugging Face hub\n"
     "  toka models, devices, plan         models known by name, devices, what fits on which GPUs\n"
+    "  toka ping                          a prompt for a running server; -p and chat: --base-url URL\n"
     "  toka bench throughput, serve       measure the engine or a server; also bench plan, ops\n"
     "\nExamples\n"
     "  toka -p \"Tom has 3 boxes with 4 apples each. How many apples does he have?\"\n"
     "  toka chat -hf Qwen/Qwen3-0.6B\n"
     "  toka serve -m llama-3.1-8b-instruct --port 8000\n"
-    "  toka batch -m llama-3.1-8b-instruct -i questions.jsonl -o answers.jsonl\n";
+    "\nThe flags used most: -m MODEL, -hf OWNER/NAME, -p TEXT, -f FILE, -n TOKENS, --temp T, --json\n";
 
 static const struct {
     unsigned command;
@@ -42503,7 +42774,7 @@ static bool cli_put_pages(buf *out, int n_words, char **words) {
         const char *command = help_pages[i].command;
         if (n_words && !(command && n_words == 1 && !strcmp(command, words[0]))) continue;
         if (out->n == before)
-            buf_c(out, n_words ? "Manual page: toka help " : "\nManual pages: toka help ");
+            buf_c(out, n_words ? "Manual page: toka help " : "Manual pages: toka help ");
         else buf_c(out, ", ");
         buf_c(out, help_pages[i].name);
     }
@@ -42523,7 +42794,7 @@ static int cli_help(bool all, unsigned command, int n_words, char **words, toka_
     for (int i = 0; i < COUNT(cli_examples) && n_words; i++)
         if (cli_examples[i].command == command)
             buf_printf(&out, "\nExample\n%s", cli_examples[i].text);
-    cli_put_flags(&out, n_words || all ? command : FOR_RUN, all || show_all);
+    if (n_words || all) cli_put_flags(&out, command, all || show_all);
     const bool has_pages = cli_put_pages(&out, n_words, words);
     if (all) {
         buf_c(&out, cli_notes);
@@ -42846,6 +43117,7 @@ static int cli_parse(cli *flags, unsigned command, int argc, char **argv, toka_e
         cli_override_env(flags, &env, flag);
         code = cli_set_flag(flags, flag, value, arg, e);
         bad_env[flag - cli_flags] = false;
+        if (!(flag->commands & FOR_PING)) flags->not_remote = flag->name;
         if (flag->offset == AT(host) || flag->offset == AT(port)) address = flag;
     }
     /* these work even if the environment has a bad value */
@@ -42868,7 +43140,8 @@ typedef struct cli_sample { /* one answer while it is generated */
 
 typedef struct cli_generation { /* the running request; `user` of the callback points to it */
     const cli *flags;
-    const toka *toka;
+    const toka *toka;    /* NULL: a server answers */
+    const char *model;   /* its name */
     cli_sample *samples; /* [flags->samples] */
     int n_printed;       /* with several samples: how many were printed, in order */
     bool dims, is_dim;   /* reasoning is shown dim; the text is inside of it */
@@ -43035,7 +43308,7 @@ static void cli_print_speed(const cli *flags, const toka_usage *usage) {
 /* Appends the output of --json. */
 static void cli_put_result(buf *out, const cli_generation *run, const toka_usage *usage) {
     json_put_open(out, '{');
-    json_put_key(out, "model"), json_put_str(out, str_c(run->toka->files->name));
+    json_put_key(out, "model"), json_put_str(out, str_c(run->model));
     json_put_key(out, "samples"), json_put_open(out, '[');
     for (int i = 0; i < run->flags->samples; i++) {
         const cli_sample *sample = &run->samples[i];
@@ -43082,104 +43355,202 @@ static void cli_begin_dim(cli_generation *run, str prompt) {
     if (run->is_dim) cli_write(STR("\033[2m"), &run->error);
 }
 
-/* Compiles what --json-schema, --grammar, --regex and --choice say. *out is NULL if none is given;
- * the caller frees it. */
-static int cli_read_constraint(const cli *flags, const toka *t, toka_constraint **out,
-                               toka_err *e) {
+/* Reads what --json-schema, --grammar, --regex and --choice say. *given: one of them is there.
+ * grammar borrows from text, which the caller frees. */
+static int cli_read_grammar(const cli *flags, bool *given, toka_grammar *grammar, buf *text,
+                            toka_err *e) {
     const char *const file = flags->json_schema ? flags->json_schema : flags->grammar;
-    toka_grammar grammar = {.kind = flags->json_schema ? TOKA_GRAMMAR_JSON_SCHEMA
-                                    : flags->grammar   ? TOKA_GRAMMAR_GBNF
-                                    : flags->regex     ? TOKA_GRAMMAR_REGEX
-                                                       : TOKA_GRAMMAR_CHOICE};
     const int n_given = !!flags->json_schema + !!flags->grammar + !!flags->regex +
                         (flags->choices.n_values > 0);
-    buf text = {0};
-    *out = NULL;
-    if (!n_given) return 0;
+    *grammar = (toka_grammar){.kind = flags->json_schema ? TOKA_GRAMMAR_JSON_SCHEMA
+                                      : flags->grammar   ? TOKA_GRAMMAR_GBNF
+                                      : flags->regex     ? TOKA_GRAMMAR_REGEX
+                                                         : TOKA_GRAMMAR_CHOICE};
+    *given = n_given > 0;
     if (n_given > 1)
         return fail(e, TOKA_E_USE, "--json-schema, --grammar, --regex and --choice exclude each "
                                    "other");
     if (file) {
         int fd = open(file, O_RDONLY | O_CLOEXEC);
         if (fd < 0) return fail(e, TOKA_E_INPUT, "%s: %s", file, strerror(errno));
-        const int code = os_read_all(fd, file, CLI_MAX_INPUT, &text, e);
+        const int code = os_read_all(fd, file, CLI_MAX_INPUT, text, e);
         close(fd);
-        if (code) return buf_free(&text), code;
-    } else if (flags->regex) buf_c(&text, flags->regex);
-    else {
-        json_put_open(&text, '[');
+        if (code) return code;
+    } else if (flags->regex) buf_c(text, flags->regex);
+    else if (*given) {
+        json_put_open(text, '[');
         for (int i = 0; i < flags->choices.n_values; i++)
-            json_put_str(&text, str_c(flags->choices.values[i]));
-        json_put_close(&text, ']');
+            json_put_str(text, str_c(flags->choices.values[i]));
+        json_put_close(text, ']');
     }
-    grammar.text = buf_view(&text).p;
-    grammar.text_bytes = text.n;
-    const int code = toka_constraint_new(out, t, &grammar, e);
+    grammar->text = buf_view(text).p;
+    grammar->text_bytes = text->n;
+    return 0;
+}
+
+/* Compiles that. *out is NULL if none is given; the caller frees it. */
+static int cli_read_constraint(const cli *flags, const toka *t, toka_constraint **out,
+                               toka_err *e) {
+    toka_grammar grammar;
+    buf text = {0};
+    bool given;
+    *out = NULL;
+    int code = cli_read_grammar(flags, &given, &grammar, &text, e);
+    if (!code && given) code = toka_constraint_new(out, t, &grammar, e);
     buf_free(&text);
     return code;
 }
 
-/* Runs one prompt and prints its output. answer: NULL, or receives what a chat needs. */
-static int cli_complete(const cli *flags, toka *t, str prompt, int text_flags, cli_answer *answer,
-                        toka_err *e) {
+/* A prompt that is to be answered, by this process or by a server. */
+typedef struct cli_job {
+    const cli *flags;
+    toka *toka;     /* NULL: the server answers */
+    str prompt;     /* rendered by the chat template, or the text as it is */
+    int text_flags;
+    client *server;
+    const char *model;   /* the server's model */
+    const buf *messages; /* elements of the array of messages; NULL: the server completes prompt */
+} cli_job;
+
+/* Appends --json-schema, --grammar, --regex or --choice as members of a request. */
+static int cli_put_constraint(const cli *flags, buf *out, toka_err *e) {
+    toka_grammar grammar;
+    buf text = {0};
+    static const char *const names[] = {[TOKA_GRAMMAR_JSON_SCHEMA] = "json",
+                                        [TOKA_GRAMMAR_REGEX] = "regex",
+                                        [TOKA_GRAMMAR_CHOICE] = "choice",
+                                        [TOKA_GRAMMAR_GBNF] = "grammar"};
+    bool given;
+    int code = cli_read_grammar(flags, &given, &grammar, &text, e);
+    if (!code && given) {
+        json_put_key(out, "structured_outputs"), json_put_open(out, '{');
+        json_put_key(out, names[grammar.kind]);
+        const bool is_json = grammar.kind == TOKA_GRAMMAR_JSON_SCHEMA ||
+                             grammar.kind == TOKA_GRAMMAR_CHOICE;
+        if (is_json) buf_str(out, buf_view(&text));
+        else json_put_str(out, buf_view(&text));
+        json_put_close(out, '}');
+    }
+    buf_free(&text);
+    return code;
+}
+
+/* Appends the members for sampling that the flags give; the server has defaults for the others. */
+static void cli_put_sampling(const cli *flags, buf *out) {
+    const struct { const char *name; double value; } numbers[] = {
+        {"temperature", flags->temperature},
+        {"top_p", flags->top_p},
+        {"min_p", flags->min_p},
+        {"repetition_penalty", flags->repetition_penalty},
+        {"presence_penalty", flags->presence_penalty},
+        {"frequency_penalty", flags->frequency_penalty}};
+    const struct { const char *name; int64_t value, absent; } integers[] = {
+        {"top_k", flags->top_k, INT_MIN},
+        {"max_tokens", flags->max_tokens, INT_MIN},
+        {"min_tokens", flags->min_tokens, INT_MIN},
+        {"seed", flags->seed, 0},
+        {"n", flags->samples, 1}};
+    for (int i = 0; i < COUNT(numbers); i++)
+        if (!isnan(numbers[i].value))
+            json_put_key(out, numbers[i].name), json_put_num(out, numbers[i].value, false);
+    for (int i = 0; i < COUNT(integers); i++)
+        if (integers[i].value != integers[i].absent)
+            json_put_key(out, integers[i].name), json_put_int(out, integers[i].value);
+    if (flags->ignore_eos) json_put_key(out, "ignore_eos"), json_put_bool(out, true);
+    if (flags->include_stop)
+        json_put_key(out, "include_stop_str_in_output"), json_put_bool(out, true);
+    if (!flags->stop.n_values) return;
+    json_put_key(out, "stop"), json_put_open(out, '[');
+    for (int i = 0; i < flags->stop.n_values; i++) json_put_str(out, str_c(flags->stop.values[i]));
+    json_put_close(out, ']');
+}
+
+static int cli_put_request(const cli_job *job, buf *out, toka_err *e) {
+    json_put_open(out, '{');
+    json_put_key(out, "model"), json_put_str(out, str_c(job->model));
+    if (job->messages) json_put_key(out, "messages"), buf_printf(out, "[%s]", job->messages->p);
+    else json_put_key(out, "prompt"), json_put_str(out, job->prompt);
+    cli_put_sampling(job->flags, out);
+    const int code = cli_put_constraint(job->flags, out, e);
+    buf_c(out, ",\"stream\":true,\"stream_options\":{\"include_usage\":true}}");
+    return code;
+}
+
+/* Has the job answered by a server. */
+static int cli_send(const cli_job *job, cli_generation *run, toka_usage *usage, toka_err *e) {
+    buf body = {0};
+    client_answer answer = {.callback = cli_on_event, .user = run, .usage = usage};
+    int code = cli_put_request(job, &body, e);
+    if (!code)
+        code = client_generate(job->server, job->messages ? "/chat/completions" : "/completions",
+                               buf_view(&body), job->flags->samples, &answer, e);
+    buf_free(&body);
+    return code;
+}
+
+/* Answers the job here. */
+static int cli_generate(const cli_job *job, cli_generation *run, toka_usage *usage, toka_err *e) {
+    const cli *flags = job->flags;
+    toka *t = job->toka;
     toka_request request = toka_request_default();
-    toka_usage usage = {0};
     request.sampling.temperature = t->files->defaults.do_sample ? 1 : 0; /* the default is greedy */
     cli_set_sampling(flags, t, &request);
-    request.text = prompt.p, request.text_bytes = prompt.n, request.text_flags = text_flags;
+    request.text = job->prompt.p, request.text_bytes = job->prompt.n;
+    request.text_flags = job->text_flags;
+    int code = cli_read_constraint(flags, t, &request.sampling.constraint, e);
+    if (!code) code = toka_generate(t, &request, cli_on_event, run, usage, e);
+    toka_constraint_del(request.sampling.constraint);
+    return code;
+}
+
+/* Prints what was not streamed. */
+static int cli_end_output(cli_generation *run, const toka_usage *usage, toka_err *e) {
+    buf out = {0};
+    int code = 0;
+    if (run->flags->json) cli_put_result(&out, run, usage);
+    else if (run->flags->samples == 1) buf_c(&out, "\n");
+    else cli_print_ended(run);
+    if (out.n) code = cli_write(buf_view(&out), e);
+    buf_free(&out);
+    if (!code && run->error.code) *e = run->error, code = e->code;
+    if (code) return code;
+    cli_print_logprobs(run);
+    cli_print_speed(run->flags, usage);
+    return 0;
+}
+
+/* Runs one job and prints its output. answer: NULL, or receives what a chat needs. */
+static int cli_complete(const cli_job *job, cli_answer *answer, toka_err *e) {
+    const cli *flags = job->flags;
+    toka_usage usage = {0};
+    toka_err unused;
     if (check_int("--samples", flags->samples, 1, ENG_MAX_N, e)) return e->code;
     if (flags->logprobs != INT_MIN &&
         check_int("--logprobs", flags->logprobs, 0, TOKA_MAX_LOGPROBS, e))
         return e->code;
     cli_generation run = {.flags = flags,
-                          .toka = t,
+                          .toka = job->toka,
+                          .model = job->toka ? job->toka->files->name : job->model,
                           .samples = mem_zalloc((size_t)flags->samples * sizeof(cli_sample))};
     for (int i = 0; i < flags->samples; i++) run.samples[i].stop_id = -1;
-    cli_begin_dim(&run, prompt);
-    int code = cli_read_constraint(flags, t, &request.sampling.constraint, e);
-    if (!code) code = toka_generate(t, &request, cli_on_event, &run, &usage, e);
-    toka_constraint_del(request.sampling.constraint);
+    cli_begin_dim(&run, job->prompt);
+    int code = job->toka ? cli_generate(job, &run, &usage, e) : cli_send(job, &run, &usage, e);
     if (run.is_dim) cli_write(STR("\033[22m"), &run.error);
-    if (run.error.code) {
-        *e = run.error;
-        code = e->code;
-    }
-    bool interrupted = code == TOKA_E_CANCELLED;
-    if (interrupted) code = 0;
+    if (run.error.code) *e = run.error, code = e->code;
+    const bool interrupted = code == TOKA_E_CANCELLED;
     for (int i = 0; i < flags->samples && interrupted; i++)
         if (run.samples[i].finish == TOKA_RUNNING) run.samples[i].finish = TOKA_CANCELLED;
-    if (!code && flags->json) {
-        buf out = {0};
-        cli_put_result(&out, &run, &usage);
-        code = cli_write(buf_view(&out), e);
-        buf_free(&out);
-    } else if (!code && flags->samples > 1) {
-        cli_print_ended(&run);
-        if (run.error.code) {
-            *e = run.error;
-            code = e->code;
-        }
-    } else if (!code) {
-        code = cli_write(STR("\n"), e);
-    }
-    if (!code) {
-        cli_print_logprobs(&run);
-        cli_print_speed(flags, &usage);
-    }
-    toka_err unused;
-    /* after a failure, end the line that was begun */
-    if (code && !run.error.code && flags->samples == 1 && !flags->json && run.samples[0].text.n)
-        cli_write(STR("\n"), &unused);
+    if (!code || interrupted) code = cli_end_output(&run, &usage, e);
+    else if (!run.error.code && flags->samples == 1 && !flags->json && run.samples[0].text.n)
+        cli_write(STR("\n"), &unused); /* end the line that was begun */
     if (answer) {
         buf_clear(&answer->text);
         buf_str(&answer->text, buf_view(&run.samples[0].text));
         answer->usage = usage;
         answer->interrupted = interrupted;
     }
-    for (int i = 0; i < flags->samples; i++) {
-        buf_free(&run.samples[i].text);
-        buf_free(&run.samples[i].tokens);
-    }
+    for (int i = 0; i < flags->samples; i++)
+        buf_free(&run.samples[i].text), buf_free(&run.samples[i].tokens);
     free(run.samples);
     return code;
 }
@@ -43215,11 +43586,12 @@ static int cli_run_prompt(const cli *flags, toka *t, toka_err *e) {
         cli_put_message(&messages, "user", buf_view(&text));
         code = cli_render(flags, t, &messages, &prompt, e);
     }
-    if (!code && use_template)
-        code = cli_complete(flags, t, buf_view(&prompt), TOKA_PARSE_SPECIAL, NULL, e);
-    else if (!code)
-        code = cli_complete(flags, t, buf_view(&text), TOKA_ADD_SPECIAL | TOKA_PARSE_SPECIAL, NULL,
-                            e);
+    const int added = use_template ? 0 : TOKA_ADD_SPECIAL;
+    const cli_job job = {.flags = flags,
+                         .toka = t,
+                         .prompt = buf_view(use_template ? &prompt : &text),
+                         .text_flags = TOKA_PARSE_SPECIAL | added};
+    if (!code) code = cli_complete(&job, NULL, e);
     run_warn_overwritten(t, &warned);
     buf_free(&text), buf_free(&messages), buf_free(&prompt);
     return code;
@@ -43230,7 +43602,9 @@ static int cli_run_prompt(const cli *flags, toka *t, toka_err *e) {
 
 typedef struct cli_talk {
     cli flags;            /* a copy, which /set changes */
-    toka *toka;
+    toka *toka;           /* NULL: the server answers */
+    client *server;
+    const char *model;    /* the model's name */
     edit editor;
     buf system, turns;    /* elements of the array of messages: the system message; the others */
     size_t n_before_user; /* bytes of turns before the last user's turn */
@@ -43256,10 +43630,17 @@ static int cli_talk_answer(cli_talk *talk, int *refused, toka_err *e) {
     if (talk->system.n && talk->turns.n) buf_char(&talk->messages, ',');
     buf_str(&talk->messages, buf_view(&talk->turns));
     talk->n_before_answer = talk->turns.n;
-    int code = cli_render(&talk->flags, talk->toka, &talk->messages, &talk->prompt, e);
-    if (!code)
-        code = cli_complete(&talk->flags, talk->toka, buf_view(&talk->prompt), TOKA_PARSE_SPECIAL,
-                            &talk->answer, e);
+    int code = 0;
+    if (talk->toka)
+        code = cli_render(&talk->flags, talk->toka, &talk->messages, &talk->prompt, e);
+    const cli_job job = {.flags = &talk->flags,
+                         .toka = talk->toka,
+                         .prompt = buf_view(&talk->prompt),
+                         .text_flags = TOKA_PARSE_SPECIAL,
+                         .server = talk->server,
+                         .model = talk->model,
+                         .messages = &talk->messages};
+    if (!code) code = cli_complete(&job, &talk->answer, e);
     if (!code) {
         cli_put_message(&talk->turns, "assistant", buf_view(&talk->answer.text));
     } else if (code == TOKA_E_USE) {
@@ -43377,8 +43758,8 @@ static int cli_talk_set(cli_talk *talk, const char *rest, toka_err *e) {
     snprintf(name, sizeof name, "--%s", typed);
     const cli_flag *flag = cli_find_flag(name, strlen(name));
     if (cli_set_flag(&talk->flags, flag, value, name, e)) return e->code;
-    cli_set_sampling(&talk->flags, talk->toka, &request);
-    const int code = samp_check(&request.sampling, talk->toka->shape.V, e);
+    if (talk->toka) cli_set_sampling(&talk->flags, talk->toka, &request);
+    const int code = talk->toka ? samp_check(&request.sampling, talk->toka->shape.V, e) : 0;
     if (code) talk->flags = before;
     else fprintf(stderr, "%s is %s\n", typed, value);
     return code;
@@ -43474,7 +43855,7 @@ static int cli_talk_on_pipe(cli_talk *talk, int *refused, toka_err *e) {
         if (isatty(0)) fputs("> ", stderr);
         if ((code = cli_read_line(&line, &has_line, e)) || !has_line) break;
         if (line.n) code = cli_talk_say(talk, buf_view(&line), refused, e);
-        run_warn_overwritten(talk->toka, &warned);
+        if (talk->toka) run_warn_overwritten(talk->toka, &warned);
         if (code) break;
     }
     buf_free(&line);
@@ -43490,17 +43871,19 @@ static void cli_load_history(edit *ed) {
     buf_free(&path);
 }
 
-static int cli_chat(const cli *flags, toka *t, toka_err *e) {
+/* t NULL: the server answers, with this model. */
+static int cli_chat(const cli *flags, toka *t, client *server, const char *model, toka_err *e) {
     const char *kind = getenv("TERM");
     const bool terminal = isatty(0) && isatty(2) && !(kind && !strcmp(kind, "dumb"));
-    cli_talk talk = {.flags = *flags, .toka = t};
+    cli_talk talk = {.flags = *flags, .toka = t, .server = server, .model = model};
     int refused = 0, code = 0;
-    if (lib_require_template(t, e)) return e->code; /* now, not after the user has typed a line */
+    /* now, not after the user has typed a line */
+    if (t && lib_require_template(t, e)) return e->code;
     if (flags->system) cli_put_message(&talk.system, "system", str_c(flags->system));
     if (terminal) talk.flags.quiet = flags->quiet || !flags->verbose;
     if (terminal) cli_load_history(&talk.editor);
     if (terminal && !flags->quiet)
-        fprintf(stderr, "%s: /help lists the commands, Ctrl-D ends.\n", t->files->name);
+        fprintf(stderr, "%s: /help lists the commands, Ctrl-D ends.\n", model);
     if (flags->prompt) code = cli_talk_say(&talk, str_c(flags->prompt), &refused, e);
     if (!code && terminal) code = cli_talk_on_terminal(&talk, e);
     else if (!code) code = cli_talk_on_pipe(&talk, &refused, e);
@@ -43545,6 +43928,46 @@ static int cli_open(const cli *flags, toka **t, toka_err *e) {
     return 0;
 }
 
+/* ---- --base-url: a server answers ---- */
+
+/* Sends one prompt, as a chat unless --raw is given. */
+static int cli_run_remote(const cli *flags, client *server, const char *model, toka_err *e) {
+    buf text = {0}, messages = {0};
+    const cli_job job = {.flags = flags,
+                         .server = server,
+                         .model = model,
+                         .messages = flags->raw ? NULL : &messages};
+    int code = cli_read_prompt(flags, &text, e);
+    if (!code && flags->raw && flags->system)
+        code = fail(e, TOKA_E_USE, "--system needs a chat, --raw completes the text as it is");
+    if (flags->system) cli_put_message(&messages, "system", str_c(flags->system));
+    cli_put_message(&messages, "user", buf_view(&text));
+    cli_job whole = job;
+    whole.prompt = buf_view(&text);
+    if (!code) code = cli_complete(&whole, NULL, e);
+    buf_free(&text), buf_free(&messages);
+    return code;
+}
+
+/* Has the prompt, or the chat, answered by the server at --base-url. */
+static int cli_run_client(const cli *flags, toka_err *e) {
+    const char *key = getenv("TOKA_API_KEY"), *model = flags->open.model;
+    client server;
+    if (!key || !*key) key = getenv("OPENAI_API_KEY");
+    if (key && (!*key || strpbrk(key, "\r\n"))) key = NULL;
+    if (flags->not_remote)
+        return fail(e, TOKA_E_USE, "--%s goes without --base-url: the server has its own",
+                    flags->not_remote);
+    int code = client_open(&server, flags->bench.base_url, key, &cli_interrupted, e);
+    if (code) return code;
+    if (!model && !(model = client_first_model(&server, e))) code = e->code;
+    if (!code)
+        code = flags->chat ? cli_chat(flags, NULL, &server, model, e)
+                           : cli_run_remote(flags, &server, model, e);
+    arena_free(&server.memory);
+    return code;
+}
+
 static int cli_run_command(const cli *flags, toka_err *e) { /* toka without a command word */
     toka *t;
     if (flags->chat && (flags->raw || flags->file || flags->samples != 1))
@@ -43553,10 +43976,12 @@ static int cli_run_command(const cli *flags, toka_err *e) { /* toka without a co
         return fail(e, TOKA_E_USE,
                     "no prompt: give -p TEXT, -f FILE, text on standard input, or --chat; see "
                     "toka --help");
+    if (flags->bench.base_url) return cli_run_client(flags, e);
     int code = cli_open(flags, &t, e);
     if (code) return code;
     cli_warn_unused(flags, t);
-    code = flags->chat ? cli_chat(flags, t, e) : cli_run_prompt(flags, t, e);
+    code = flags->chat ? cli_chat(flags, t, NULL, t->files->name, e)
+                       : cli_run_prompt(flags, t, e);
     toka_close(t);
     return code;
 }
@@ -43566,6 +43991,37 @@ static int cli_run_word(const cli *flags, toka_err *e) {
     cli run = *flags;
     if (!flags->prompt && !flags->file && isatty(0)) run.chat = true;
     return cli_run_command(&run, e);
+}
+
+/* toka ping [NAME=VALUE ...]: asks a running server; Tokasaurus' names of arguments work. */
+static int cli_ping(const cli *flags, toka_err *e) {
+    static const char *const others[][2] = {{"prompt", "--prompt"}, {"chat", "--chat"},
+                                            {"max_tokens", "--max-tokens"}, {"n", "--samples"},
+                                            {"temperature", "--temp"}, {"url", "--base-url"},
+                                            {"model", "--model"}, {"top_p", "--top-p"}};
+    cli sent = *flags;
+    buf url = {0};
+    bool chat = false;
+    for (int i = 0; i < flags->words.n_values; i++) {
+        const char *word = flags->words.values[i], *equals = strchr(word, '=');
+        const cli_flag *flag = NULL;
+        for (int j = 0; j < COUNT(others) && equals; j++)
+            if (str_is((str){word, (size_t)(equals - word)}, others[j][0]))
+                flag = cli_find_flag(others[j][1], strlen(others[j][1]));
+        if (!flag)
+            return fail(e, TOKA_E_USE, "%s: expected prompt=TEXT, max_tokens=N, chat=True, n=N, "
+                        "temperature=T, top_p=P, model=NAME or url=URL", word);
+        if (flag->type == CLI_BOOL) chat = !strcasecmp(equals + 1, "true");
+        else if (cli_set_flag(&sent, flag, equals + 1, word, e)) return e->code;
+    }
+    sent.chat = false;
+    sent.raw = !chat && !flags->chat;
+    if (!sent.prompt && !sent.file) sent.prompt = "tell me a joke";
+    buf_printf(&url, "http://%s:%d", flags->host, flags->port);
+    if (!sent.bench.base_url) sent.bench.base_url = url.p;
+    const int code = cli_run_client(&sent, e);
+    buf_free(&url);
+    return code;
 }
 
 static int cli_chat_command(const cli *flags, toka_err *e) { /* toka chat */
@@ -44257,9 +44713,25 @@ static int cli_serve(const cli *flags, toka_err *e) {
     return code;
 }
 
+/* What build.sh says: the commit if there is one, and what compiled the GPU half. */
+#ifndef TOKA_COMMIT
+#define TOKA_COMMIT ""
+#endif
+#ifndef TOKA_CUDA_BUILT
+#define TOKA_CUDA_BUILT ""
+#endif
+#if defined __clang__
+#define TOKA_BUILT __VERSION__ TOKA_CUDA_BUILT
+#elif defined __GNUC__
+#define TOKA_BUILT "gcc " __VERSION__ TOKA_CUDA_BUILT
+#else
+#define TOKA_BUILT "C compiler" TOKA_CUDA_BUILT
+#endif
+
 static int cli_version(toka_err *e) {
     buf out = {0};
-    buf_printf(&out, "toka %s (device: ", TOKA_VERSION);
+    buf_printf(&out, "toka %s (%s%s; device: ", TOKA_VERSION, *TOKA_COMMIT ? "commit " TOKA_COMMIT ", "
+                                                                          : "", TOKA_BUILT);
     lib_list_backends(&out);
     buf_printf(&out, "%s)\n", embedded_model ? "; with the embedded model" : "");
     int code = cli_write(buf_view(&out), e);
@@ -44304,6 +44776,7 @@ static int cli_completion(const cli *flags, toka_err *e);
 static const cli_command cli_command_table[] = {
     {"run",      NULL,         FOR_RUN,         cli_run_word},
     {"chat",     NULL,         FOR_CHAT,        cli_chat_command},
+    {"ping",     NULL,         FOR_PING,        cli_ping},
     {"tokenize", NULL,         FOR_TOKENIZE,    cli_tokenize},
     {"template", NULL,         FOR_TEMPLATE,    cli_template},
     {"score",    NULL,         FOR_SCORE,       cli_score},

@@ -102,7 +102,7 @@ def test_page(tmp_path, browser):
                    "(window.fetch = real, Promise.reject(Error('gone'))) } model = 'another'")
         browser.wait("model == 'embedded'")
 
-        # The answer to a prompt streams into the page. The model has no chat template, so the text is completed.
+        # the answer to a prompt streams into the page
         browser.js("document.forms[0].temperature.value = 0; document.forms[0].requestSubmit()")
         browser.wait("document.querySelector('.assistant')?.textContent.includes('The answer is 12.')")
         browser.wait("/^\\d+ \\+ \\d+ tokens, [\\d.]+ s/.test(document.getElementById('usage').textContent)")

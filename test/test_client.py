@@ -1,0 +1,157 @@
+"""toka as a client: -p, chat and ping with --base-url, against toka's own server and against one that misbehaves."""
+import http.server
+import json
+import os
+import subprocess
+import threading
+
+import pytest
+
+from server import Server
+
+TOKA = os.path.join(os.path.dirname(__file__), "..", "toka")
+
+
+def toka(*args, stdin="", **env):
+    keep = {k: v for k, v in os.environ.items() if k not in ("TOKA_API_KEY", "OPENAI_API_KEY")}
+    return subprocess.run([TOKA, *args], input=stdin, capture_output=True, text=True, timeout=120, env={**keep, **env})
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server() as s:
+        yield "http://127.0.0.1:%d" % s.address[1]
+
+
+@pytest.fixture
+def fake():
+    """A server whose answers the test writes: fake.answer is (status, bytes of the body); fake.seen are the requests."""
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            fake.seen.append((self.path, dict(self.headers), json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+            self.reply(*fake.answer)
+
+        def do_GET(self):
+            self.reply(200, b'{"data": [{"id": "first"}, {"id": "second"}]}')
+
+        def reply(self, status, body):
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    fake = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    fake.seen, fake.url = [], "http://127.0.0.1:%d" % fake.server_address[1]
+    threading.Thread(target=fake.serve_forever, daemon=True).start()
+    yield fake
+    fake.shutdown()
+    fake.server_close()
+
+
+def events(*parts):
+    return b"".join(b"data: %s\r\n\r\n" % (p if isinstance(p, bytes) else json.dumps(p).encode()) for p in parts)
+
+
+def delta(reason=None, **members):
+    return {"choices": [{"index": 0, "delta": members, "finish_reason": reason}]}
+
+
+PROMPT = "Tom has 3 boxes with 4 apples each. How many apples does he have?"
+
+
+@pytest.mark.parametrize("raw", [[], ["--raw"]])
+def test_answers_as_the_same_command_without_a_server(server, raw):
+    here = toka("-p", PROMPT, "--temp", "0", "-n", "60", "--device", "cpu", *raw)
+    there = toka("-p", PROMPT, "--temp", "0", "-n", "60", "--base-url", server, *raw)
+    assert there.returncode == 0 and there.stdout == here.stdout and here.stdout.strip()
+    count = [r.stderr.split(" tokens")[0].split()[-1] for r in (here, there)]
+    assert count[0] == count[1] != "0"
+
+
+def test_samples_json_and_constraints(server):
+    args = ["-p", "Tom has 12 apples.", "--raw", "--seed", "5", "--temp", "1", "-n", "6", "--samples", "3", "--json"]
+    here, there = (json.loads(toka(*args, *more).stdout) for more in (["--device", "cpu"], ["--base-url", server]))
+    assert [s["text"] for s in there["samples"]] == [s["text"] for s in here["samples"]]
+    assert [s["finish_reason"] for s in there["samples"]] == [s["finish_reason"] for s in here["samples"]]
+    assert (there["prompt_tokens"], there["output_tokens"]) == (here["prompt_tokens"], here["output_tokens"])
+    assert toka("-p", "Tom", "--raw", "--base-url", server, "--choice", "red", "--choice", "blue").stdout in ("red\n", "blue\n")
+    assert toka("-p", "Tom", "--raw", "--base-url", server, "--regex", "[0-9]{4}").stdout.strip().isdigit()
+
+
+def test_chat_sends_the_whole_history(server):
+    lines = "Tom has 3 apples.\nAnd 4 more.\n"
+    here = toka("chat", "--temp", "0", "--device", "cpu", "-q", stdin=lines)
+    there = toka("chat", "--temp", "0", "--base-url", server, "-q", stdin=lines)
+    assert there.returncode == 0 and there.stdout == here.stdout
+
+
+def test_ping_takes_the_arguments_of_tokasaurus(server):
+    port = server.rsplit(":", 1)[1]
+    first = toka("ping", "--port", port, "prompt=tell me a joke", "max_tokens=7", "chat=True", "temperature=0")
+    second = toka("ping", "--base-url", server, "-p", "tell me a joke", "-n", "7", "--chat", "--temp", "0")
+    assert first.returncode == 0 and first.stdout == second.stdout and "generated 7 tokens" in first.stderr
+    wrong = toka("ping", "--port", port, "promt=x")
+    assert wrong.returncode == 1 and "promt=x: expected prompt=TEXT" in wrong.stderr
+
+
+def test_the_key_and_the_model_are_sent(fake):
+    fake.answer = 200, events(delta(content="hi"), delta("stop"), b"[DONE]")
+    assert toka("-p", "x", "--base-url", fake.url, OPENAI_API_KEY="k1").stdout == "hi\n"
+    assert toka("-p", "x", "--base-url", fake.url + "/deep/v2/", "-m", "mine", TOKA_API_KEY="k2", OPENAI_API_KEY="k1").returncode == 0
+    (path1, head1, body1), (path2, head2, body2) = fake.seen
+    assert (path1, head1["Authorization"], body1["model"]) == ("/v1/chat/completions", "Bearer k1", "first")
+    assert (path2, head2["Authorization"], body2["model"]) == ("/deep/v2/chat/completions", "Bearer k2", "mine")
+    assert body1["messages"] == [{"role": "user", "content": "x"}] and "temperature" not in body1 and "max_tokens" not in body1
+
+
+def test_a_prompt_of_any_bytes_arrives(fake):
+    """Quotes, backslashes and line ends stay; 300 KB are more than a pipe or a line of curl's settings holds."""
+    fake.answer = 200, events(delta("stop", content="ok"))
+    text = 'a "quote" \\ and \\n\nline\ttab é ' + "x" * 300_000
+    assert toka("--base-url", fake.url, stdin=text).stdout == "ok\n"
+    assert fake.seen[0][2]["messages"][0]["content"] == text
+
+
+def test_reasoning_stands_between_its_tags(fake):
+    fake.answer = 200, events(delta(role="assistant"), delta(reasoning="It is "), delta(reasoning_content="simple."), delta(content="Four"),
+                              delta("stop"), {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 4}}, b"[DONE]")
+    answer = toka("-p", "2 + 2", "--base-url", fake.url)
+    assert answer.stdout == "<think>\nIt is simple.</think>\n\nFour\n" and "prompt 3 tokens, generated 4 tokens" in answer.stderr
+
+
+@pytest.mark.parametrize("answer, message, status", [
+    ((404, b'{"error": {"message": "no such model"}}'), "status 404: no such model", 1),
+    ((503, b"<html>busy"), "status 503", 2),
+    ((200, events(delta(content="half"), {"error": {"message": "the device failed"}})), "the device failed", 2),
+    ((200, events(delta(content="half"))), "the answer ended early", 2),
+    ((200, b"data: {no json\n\n"), "", 1),
+    ((200, b""), "the answer ended early", 2)])
+def test_failures_are_one_sentence(fake, answer, message, status):
+    fake.answer = answer
+    r = toka("-p", "x", "-q", "--base-url", fake.url)
+    assert r.returncode == status and message in r.stderr and len(r.stderr.strip().split("\n")) == 1, (r.returncode, r.stderr)
+
+
+def test_bad_addresses_and_flags(fake):
+    for url in ("ftp://host", "host:80", "http://", "http://a b"):
+        r = toka("-p", "x", "--base-url", url)
+        assert r.returncode == 1 and "expected http://HOST" in r.stderr, url
+    assert toka("-p", "x", "--base-url", "http://127.0.0.1:1").returncode == 2
+    r = toka("-p", "x", "--base-url", fake.url, "--max-num-seqs", "3")
+    assert r.returncode == 1 and "--max-num-seqs goes without --base-url" in r.stderr
+    r = toka("-p", "x", "--base-url", fake.url, PATH="/nowhere")
+    assert r.returncode == 2 and "cannot start curl" in r.stderr and "hf download" not in r.stderr
+    assert fake.seen == []
+
+
+def test_ctrl_c_ends_the_answer_and_the_connection():
+    with Server() as s:
+        url = "http://127.0.0.1:%d" % s.address[1]
+        p = subprocess.Popen([TOKA, "-p", "Tom", "--raw", "--ignore-eos", "-n", "900", "--temp", "2", "--samples", "40", "--base-url", url],
+                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        s.wait_metric("num_requests_running", 40)
+        p.send_signal(2)
+        assert p.wait(30) == 130
+        s.wait_metric("num_requests_running", 0)
