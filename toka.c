@@ -27927,7 +27927,8 @@ static bool parse_needs_token(const parse_setup *setup, str text) {
  *   - max_tokens may be 0 with echo or prompt_logprobs: then no token is sampled.
  * =========================================================================== */
 enum api_route {
-    API_COMPLETIONS, API_CHAT, API_TOKENIZE, API_DETOKENIZE, API_RESPONSES, API_MESSAGES
+    API_COMPLETIONS, API_CHAT, API_TOKENIZE, API_DETOKENIZE, API_RESPONSES, API_MESSAGES,
+    API_INVOCATIONS /* a chat if the body has messages, else completions */
 };
 
 typedef struct api_parsing { /* what a server decides about chats with tools or reasoning */
@@ -29307,6 +29308,7 @@ static int api_parse(const api_config *config, enum api_route route, str body, a
                      toka_err *e) {
     arena memory = {0};
     const json *root = json_parse(&memory, str_skip_bom(body), config->limits, e);
+    if (route == API_INVOCATIONS) route = json_get(root, "messages") ? API_CHAT : API_COMPLETIONS;
     int code = root ? api_parse_json(config, route, root, request, e) : e->code;
     if (!root) {
         request->status = e->code == TOKA_E_MEMORY ? 503 : 400;
@@ -35982,6 +35984,7 @@ static const srv_route srv_routes[] = {
     {"/v1/models",           true,  SRV_GET,  false, false, srv_models,        NULL, 0},
     {"/v1/completions",      false, SRV_POST, false, false, NULL, srv_begin_api, API_COMPLETIONS},
     {"/v1/chat/completions", false, SRV_POST, false, false, NULL, srv_begin_api, API_CHAT},
+    {"/invocations",         false, SRV_POST, false, false, NULL, srv_begin_api, API_INVOCATIONS},
     {"/v1/responses",        false, SRV_POST, false, false, NULL, srv_begin_api, API_RESPONSES},
     {"/v1/messages",         false, SRV_POST, false, false, NULL, srv_begin_api, API_MESSAGES},
     {"/v1/messages/count_tokens", false, SRV_POST, false, false, NULL, srv_count_prompt,
@@ -42075,6 +42078,8 @@ static const help_page help_pages[] = {
      "\n"
      "- A line on standard error says every 5 seconds what /metrics has.\n"
      "- test/deploy has a Dockerfile, a unit for systemd and a script for Slurm.\n"
+     "- GET /ping and POST /invocations are what hosting services ask of containers:\n"
+     "  health, and a chat or a completion, by the body (`--host 0.0.0.0 --port 8080`).\n"
      "- `n` may be thousands: the samples share the pages of their prompt, and\n"
      "  `\"stream\": true` sends each as it grows. vLLM's fields work too: top_k,\n"
      "  min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids,\n"
@@ -42208,7 +42213,24 @@ static const help_page help_pages[] = {
      "  after half a minute. The status is 2, and a sentence names the rank and the\n"
      "  op. (GPUs that reach each other's memory fail together: it says what is\n"
      "  known.) A batch continues from there. Ctrl-C works as with one rank.\n",
-     "plan"}};
+     "plan"},
+    {"news", "what is new in 0.2.0",
+     "    toka --version\n"
+     "\n"
+     "- Models: 23 families instead of 4, among them mixtures of experts, MLA,\n"
+     "  windows, and norms, caps and scales of their own. Weights in FP8, int4 (AWQ,\n"
+     "  GPTQ, compressed-tensors) and MXFP4.\n"
+     "- Constraints: JSON schema, regular expressions, grammars, choices.\n"
+     "- Chats: tool calls and reasoning, in OpenAI's forms; /v1/responses and\n"
+     "  /v1/messages.\n"
+     "- Models come from the Hugging Face hub (-hf, toka pull, list, rm). toka chat\n"
+     "  has a line editor and commands. The page at / is a chat, too.\n"
+     "- --base-url and toka ping: a running server answers.\n"
+     "- libtoka.so and test/toka.py: the engine in Python.\n"
+     "- bad_words are texts as in vLLM; penalties cost nothing; CPU and GPU draw the\n"
+     "  same tokens from equal logits.\n"
+     "- toka --version names the commit and the compilers.\n",
+     NULL}};
 
 static const help_page *help_find_page(const char *name) {
     for (int i = 0; i < COUNT(help_pages); i++)

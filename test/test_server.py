@@ -1330,3 +1330,14 @@ def test_unknown_fields_are_logged_once_or_refused(server):
     with Server("--strict") as s:
         a = s.post("/v1/completions", small(no_such_field=1))
         assert a.status == 400 and "no_such_field" in a.error()["message"]
+
+
+def test_the_routes_of_hosting_services(server):
+    """POST /invocations is a chat or a completion, by its body; GET /ping is the health."""
+    for path, body in (("/v1/completions", {"prompt": "Tom", "max_tokens": 4, "temperature": 0}),
+                       ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Tom"}], "max_tokens": 4, "temperature": 0})):
+        want, got = (server.post(p, body).json() for p in (path, "/invocations"))
+        assert got["choices"] == want["choices"] and got["object"] == want["object"]
+    wrong = server.post("/invocations", {"max_tokens": 4})
+    assert wrong.status == 400 and "prompt" in wrong.json()["error"]["message"]
+    assert server.get("/invocations").status == 405
