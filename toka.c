@@ -8135,7 +8135,8 @@ typedef enum mf_owner { /* the struct that has the tensor */
 
 /* A tensor's place. rows, cols: each a product of dimension letters; rows "": a vector, which has
  * one dimension in the file. The first letter also says how tensor ranks cut the dimension: H and K
- * by heads, F, M, S and V evenly; other dimensions are whole on each rank. */
+ * by heads, F, M, S and V evenly; other dimensions are whole on each rank. (Norms of all heads are
+ * cut by mf_slice_norm.) */
 typedef struct mf_slot {
     uint8_t owner; /* enum mf_owner */
     char rows[3], cols[3];
@@ -11199,6 +11200,14 @@ static mf_range mf_even_share(int n, int i, int n_shares) {
     return (mf_range){first, (int)((int64_t)n * (i + 1) / n_shares) - first};
 }
 
+/* The same for things that stay together in units of so many; the last unit may be smaller. */
+static mf_range mf_unit_share(int n, int unit, int i, int n_shares) {
+    mf_range share = mf_even_share((n + unit - 1) / unit, i, n_shares);
+    share.first *= unit;
+    share.count = MIN(share.count * unit, n - share.first);
+    return share;
+}
+
 /* Returns the time of the busiest stage, in units of one layer, if the last stage has n_last of the
  * L layers and the n_others other stages share the rest. head: the time of the LM head, which the
  * last stage has. */
@@ -11238,16 +11247,15 @@ static mf_range mf_stage_layers(const toka_shape *shape, int i, int pp_size) {
  * belong to blocks of that many ids. */
 static mf_range mf_vocab_share(int V, int i, int n_shares) {
     const int block = V >= n_shares * TOKA_ID_BLOCK ? TOKA_ID_BLOCK : 1;
-    mf_range share = mf_even_share((V + block - 1) / block, i, n_shares);
-    share.first *= block;
-    share.count = MIN(share.count * block, V - share.first);
-    return share;
+    return mf_unit_share(V, block, i, n_shares);
 }
 
 /* A tensor rank's query heads, kv heads, mlp columns and vocabulary. If there are fewer kv heads
  * than ranks, several ranks have the same kv head, and each of them has some of its query heads. */
 typedef struct mf_tp_ranges {
-    mf_range H, K, F, V;
+    mf_range H, K, F, V; /* F: an even share; mf_mlp_unit may shift it */
+    int unit['Z' - 'A' + 1]; /* of F, M and S, in the layer that is cut: a share of an MLP is so
+                              * many columns, or a multiple; the last one may be less */
 } mf_tp_ranges;
 
 /* Computes *ranges. Returns 0, or TOKA_E_USE if the model cannot be split over so many ranks. */
@@ -11274,6 +11282,36 @@ static int mf_split_tp(const toka_shape *shape, int tp_rank, int tp_size, mf_tp_
     return 0;
 }
 
+/* Returns the unit of an MLP's shares. A quantized down matrix is cut between groups, or else
+ * between 32 columns, which fast kernels read at a time, as long as no rank gets more than 9/8 of
+ * an even share. Else the cut is as fine as words and blocks of codes allow. */
+static int mf_mlp_unit(const toka_mlp *mlp, int n_shares) {
+    const toka_tensor *const parts[] = {&mlp->gate, &mlp->up, &mlp->down};
+    const int width = mlp->down.cols, even = (width + n_shares - 1) / n_shares;
+    int least = 1, unit = 1;
+    for (int i = 0; i < COUNT(parts); i++) {
+        const toka_dtype dtype = parts[i]->dtype;
+        if (!parts[i]->rows || !parts[i]->quant) continue;
+        least = MAX(least, dtype == TOKA_MXFP4 ? 32 : dtype == TOKA_INT4 ? 8 : 1);
+        unit = MAX(unit, MAX(32, MIN(parts[i]->quant->block_cols, width)));
+    }
+    if (unit % 32) unit = 32;
+    for (; unit >= 32; unit = unit > 32 ? 32 : 1) {
+        const int n_units = (width + unit - 1) / unit;
+        if ((n_units + n_shares - 1) / n_shares * unit <= even + even / 8) return unit;
+    }
+    return least;
+}
+static void mf_set_units(mf_tp_ranges *ranges, const toka_layer *layer, int n_shares) {
+    const toka_moe *moe = layer->moe;
+    ranges->unit['F' - 'A'] = mf_mlp_unit(&layer->mlp, n_shares);
+    ranges->unit['S' - 'A'] = moe ? mf_mlp_unit(&moe->shared, n_shares) : 1;
+    ranges->unit['M' - 'A'] = 1;
+    for (int i = 0; moe && i < moe->n_experts; i++)
+        ranges->unit['M' - 'A'] = MAX(ranges->unit['M' - 'A'],
+                                      mf_mlp_unit(&moe->experts[i], n_shares));
+}
+
 /* Returns a tensor rank's share of `size` rows or columns. letter: the first letter of the
  * dimension in mf_slot. A share of heads has size / n_heads rows for each head of the rank. */
 static mf_range mf_dim_range(const toka_shape *full, const mf_tp_ranges *ranges,
@@ -11285,7 +11323,8 @@ static mf_range mf_dim_range(const toka_shape *full, const mf_tp_ranges *ranges,
     case 'K': return (mf_range){heads.first * per_head, heads.count * per_head};
     case 'F':
     case 'M':
-    case 'S': return mf_even_share(size, rank->tp_rank, rank->tp_size);
+    case 'S':
+        return mf_unit_share(size, ranges->unit[letter - 'A'], rank->tp_rank, rank->tp_size);
     case 'V': return ranges->V;
     default: return (mf_range){0, size};
     }
@@ -11300,9 +11339,10 @@ static int mf_slice_tensor(const toka_shape *full, const mf_tp_ranges *ranges, c
     if (!tensor->rows) return 0;
     if (!rows.count || !cols.count)
         return fail(e, TOKA_E_USE,
-                    "tensor parallel size %d: an expert or a shared expert has a width of %d, "
-                    "expected no more ranks",
-                    rank->tp_size, rows.count ? tensor->cols : tensor->rows);
+                    "tensor parallel size %d: an MLP or an expert has a width of %d, which can be "
+                    "cut after every %d columns, expected no more ranks than parts",
+                    rank->tp_size, rows.count ? tensor->cols : tensor->rows,
+                    ranges->unit[(rows.count ? *slot->cols : *slot->rows) - 'A']);
     if (tensor->quant) {
         const int unit = tensor->dtype == TOKA_INT4 ? 8 : tensor->dtype == TOKA_MXFP4 ? 32 : 1;
         const bool is_awq = tensor->quant->packing == TOKA_PACK_AWQ;
@@ -11327,10 +11367,22 @@ static int mf_slice_tensor(const toka_shape *full, const mf_tp_ranges *ranges, c
     return 0;
 }
 
+/* Cuts a norm of all heads together, and returns how many elements all ranks have of it. Returns 0
+ * for a norm of each head, which all ranks have. */
+static int mf_slice_norm(const toka_shape *full, mf_range heads, toka_tensor *norm) {
+    const int n = norm->rows ? norm->cols : 0;
+    if (n <= full->D) return 0;
+    norm->data = (const char *)norm->data +
+                 (size_t)(heads.first * full->D) * (norm->dtype == TOKA_F32 ? 4 : 2);
+    norm->cols = heads.count * full->D;
+    return n;
+}
+
 /* Replaces the tensors of a layer by the rank's slices of them; what the layer points to is copied
  * to the arena. Returns 0 or an error code. */
-static int mf_slice_layer(const toka_shape *full, const mf_tp_ranges *ranges, const mf_rank *rank,
+static int mf_slice_layer(const toka_shape *full, const mf_tp_ranges *heads, const mf_rank *rank,
                           toka_layer *layer, arena *memory, toka_err *e) {
+    mf_tp_ranges ranges = *heads;
     const int n_experts = layer->moe ? layer->moe->n_experts : 0;
     toka_mla *mla = layer->mla ? arena_copy(memory, layer->mla, sizeof *mla) : NULL;
     toka_moe *moe = layer->moe ? arena_copy(memory, layer->moe, sizeof *moe) : NULL;
@@ -11341,10 +11393,15 @@ static int mf_slice_layer(const toka_shape *full, const mf_tp_ranges *ranges, co
     layer->mla = mla;
     layer->moe = moe;
     if (moe) moe->experts = experts;
+    mf_set_units(&ranges, layer, rank->tp_size);
+    if (rank->tp_size > 1) {
+        layer->q_norm_all = mf_slice_norm(full, ranges.H, &layer->q_norm);
+        layer->k_norm_all = mf_slice_norm(full, ranges.K, &layer->k_norm);
+    }
     for (int i = 0; i < MF_N_SLOTS; i++) {
         const int n = mf_slots[i].owner == MF_OF_EXPERT ? n_experts : 1;
         for (int copy = 0; copy < n && owners.of[mf_slots[i].owner]; copy++)
-            if (mf_slice_tensor(full, ranges, rank, &mf_slots[i], mf_tensor(&owners, i, copy), e))
+            if (mf_slice_tensor(full, &ranges, rank, &mf_slots[i], mf_tensor(&owners, i, copy), e))
                 return e->code;
     }
     return 0;
@@ -21041,8 +21098,9 @@ static void cpu_norm(const toka_shape *shape, float *y, const float *x, const fl
  *     online softmax. A span begins on a page border, and only the last span of a row may end
  *     inside a page. So the spans do not change the order.
  *     A masked position has weight exactly 0. So a row may share a pass with rows that see more.
- *   - Tensor ranks split the sums over heads and over mlp columns. Their partial sums are added in
- *     rank order. So another number of tensor ranks rounds differently, as another kernel set does.
+ *   - Tensor ranks split the sums over heads and over mlp columns, and the sum of squares of a norm
+ *     of all heads. Their partial sums are added in rank order. So another number of tensor ranks
+ *     rounds differently, as another kernel set does.
  *
  * K and V cache, per layer, page and kv head. SIMD lanes always lie along the contiguous side:
  *     K [D][B_pad]  transposed: one element of q times 16 neighbour positions
@@ -21451,6 +21509,7 @@ typedef struct cpu_extents {
     int mlp, wide;        /* rows of gate, of any MLP; columns of dev->wide */
     int absorb;           /* floats of a thread's scratch for MLA's W_uk */
     int groups;           /* scales in a row of a quantized weight; 0: none is quantized */
+    bool norm_of_ranks;   /* does a layer have one norm of the heads of all tensor ranks? */
     float fp8_scale;      /* largest scale of FP8 weights */
     int n_experts, top_k; /* 0: no experts */
     bool delta, residual; /* are these buffers of the device needed? */
@@ -21495,7 +21554,10 @@ struct toka_device {
     float *x_pairs;           /* [max(scratch_rows, scratch_samples)][ld_pairs] the input of a GEMM
                                * in pair order; NULL: no weight needs it */
     int ld_pairs;
-    float *k, *v;             /* [scratch_rows][K*D], [scratch_rows][K*Dv] */
+    float *k, *v;             /* [scratch_rows][K*D], [scratch_rows][K*Dv]; with squares
+                               * [max_tokens] rows */
+    float *squares;           /* [max_tokens][2] sums of the squares of this rank's q and k, for a
+                               * norm of the heads of all tensor ranks; NULL: no layer has one */
     float *gate, *up;         /* [scratch_rows][ld_mlp] */
     float *delta;             /* [scratch_rows][E] what a mixer or a feed-forward adds to x; NULL if
                                * all of them can add to x at once */
@@ -21565,6 +21627,7 @@ static float *cpu_ptr(toka_dev_ptr a) { return (float *)(uintptr_t)a.at; }
 
 typedef struct cpu_tp_group {
     float *x[TOKA_MAX_RANKS]; /* [rows][E] each tp rank's x during all_reduce, owned by that rank */
+    const float *squares[TOKA_MAX_RANKS]; /* [T][2] the same for the norms of q and k */
     /* only in the last stage and with tp_size > 1, else NULL */
     float *logits;               /* [scratch_samples][V_all], owned */
     toka_sample_result *results; /* [scratch_samples], owned */
@@ -21976,8 +22039,8 @@ typedef struct cpu_rope_job { /* after the GEMMs: bias, head norms, RoPE, K and 
     toka_device *dev;
     const toka_step *step;
     const toka_layer *weights;
-    int layer, t0; /* t0: token of the step that is row 0 of q, dev->k and dev->v */
-    float *q;      /* [scratch_rows][H][D] */
+    int layer, t0; /* t0: token of the step that is row 0 of q, k and v */
+    float *q, *k, *v; /* [rows][H][D], [rows][K][D], [rows][K][Dv] */
     const float *q_bias, *k_bias, *v_bias, *q_norm, *k_norm; /* NULL: absent */
 } cpu_rope_job;
 
@@ -22006,17 +22069,70 @@ static void cpu_rotate(float *x, const toka_rope *rope, const cpu_angles *angles
     }
 }
 
-/* The heads of q or k of one token: adds the bias, applies the norm, to each head or to all of them
- * together, then rotates. bias, norm: NULL if absent. norm_width: elements of norm. */
+/* Is a norm of this layer over the heads of all tensor ranks? */
+static bool cpu_has_norm_of_ranks(const toka_layer *layer) {
+    return layer->q_norm_all || layer->k_norm_all;
+}
+
 CPU_SMALL
-static void cpu_rope_heads(const cpu_rope_job *job, float *x, int n_heads, const float *bias,
-                           const float *norm, int norm_width, const cpu_angles *angles) {
+static void cpu_add_vector(float *x, const float *vector, int n) { /* NULL: adds nothing */
+    for (int i = 0; vector && i < n; i++) x[i] += vector[i];
+}
+/* Adds the biases to q, k and v of row i. */
+static void cpu_add_biases(const cpu_rope_job *job, int i) {
     const toka_shape *shape = job->dev->shape;
-    const int n = n_heads * shape->D;
-    for (int i = 0; bias && i < n; i++) x[i] += bias[i];
-    for (int i = 0; norm && i < n; i += norm_width)
-        cpu_norm(shape, x + i, x + i, norm, norm_width, false);
-    for (int i = 0; i < n; i += shape->D) cpu_rotate(x + i, job->weights->rope, angles);
+    const int HD = shape->H * shape->D, KD = shape->K * shape->D;
+    const int KDv = shape->K * toka_value_size(shape);
+    cpu_add_vector(job->q + (size_t)i * (size_t)HD, job->q_bias, HD);
+    cpu_add_vector(job->k + (size_t)i * (size_t)KD, job->k_bias, KD);
+    cpu_add_vector(job->v + (size_t)i * (size_t)KDv, job->v_bias, KDv);
+}
+
+/* Begins a norm of the heads of all tensor ranks, in row i. */
+CPU_SMALL
+static void cpu_squares_item(void *arg, int thread, int i) {
+    const cpu_rope_job *job = arg;
+    const toka_shape *shape = job->dev->shape;
+    const int HD = shape->H * shape->D, KD = shape->K * shape->D;
+    float *squares = job->dev->squares + 2 * (size_t)(job->t0 + i);
+    (void)thread;
+    assert(!shape->layer_norm);
+    cpu_add_biases(job, i);
+    squares[0] = cpu_lane_sum(job->q + (size_t)i * (size_t)HD, HD, 0, true);
+    squares[1] = cpu_lane_sum(job->k + (size_t)i * (size_t)KD, KD, 0, true);
+}
+
+/* Ends it for the n elements of x that this rank has, which are q (part 0) or k (part 1) of token
+ * t. The ranks' sums are added in rank order. n_all: elements of all ranks; a kv head that several
+ * ranks have counts once. */
+CPU_SMALL
+static void cpu_norm_of_ranks(const toka_device *dev, int t, int part, float *x,
+                              const float *weight, int n, int n_all) {
+    const int tp_size = dev->options.tp_size;
+    const int n_copies = MAX(1, (int)((int64_t)tp_size * dev->shape->D / n_all));
+    float sum = 0;
+    for (int rank = 0; rank < tp_size; rank += n_copies)
+        sum += dev->tp_group->squares[rank][2 * t + part];
+    const float scale = 1.0f / sqrtf(sum / (float)n_all + dev->shape->eps);
+    for (int i = 0; i < n; i++) x[i] = x[i] * scale * weight[i];
+}
+
+/* The heads of q (part 0) or k (part 1) of one token: applies the norm, to each head or to all of
+ * them together, then rotates. */
+CPU_SMALL
+static void cpu_rope_heads(const cpu_rope_job *job, int t, int part, float *x,
+                           const cpu_angles *angles) {
+    const toka_layer *weights = job->weights;
+    const toka_shape *shape = job->dev->shape;
+    const float *norm = part ? job->k_norm : job->q_norm;
+    const int width = (part ? &weights->k_norm : &weights->q_norm)->cols;
+    const int n_all = part ? weights->k_norm_all : weights->q_norm_all;
+    const int n = (part ? shape->K : shape->H) * shape->D;
+    if (norm && n_all) cpu_norm_of_ranks(job->dev, t, part, x, norm, n, n_all);
+    else
+        for (int i = 0; norm && i < n; i += width)
+            cpu_norm(shape, x + i, x + i, norm, width, false);
+    for (int i = 0; i < n; i += shape->D) cpu_rotate(x + i, weights->rope, angles);
 }
 
 /* Stores k [K][D] and v [K][Dv] of one token in its page. */
@@ -22042,17 +22158,15 @@ CPU_SMALL
 static void cpu_rope_item(void *arg, int thread, int i) { /* all heads of token t0 + i */
     const cpu_rope_job *job = arg;
     const toka_shape *shape = job->dev->shape;
-    const int KD = shape->K * shape->D, KDv = shape->K * toka_value_size(shape);
-    float *k = job->dev->k + (size_t)i * (size_t)KD, *v = job->dev->v + (size_t)i * (size_t)KDv;
+    const int KD = shape->K * shape->D, KDv = shape->K * toka_value_size(shape), t = job->t0 + i;
+    float *k = job->k + (size_t)i * (size_t)KD, *v = job->v + (size_t)i * (size_t)KDv;
     cpu_angles angles;
     (void)thread;
-    cpu_set_angles(&angles, job->weights->rope, job->step->pos[job->t0 + i]);
-    cpu_rope_heads(job, job->q + (size_t)i * (size_t)(shape->H * shape->D), shape->H, job->q_bias,
-                   job->q_norm, job->weights->q_norm.cols, &angles);
-    cpu_rope_heads(job, k, shape->K, job->k_bias, job->k_norm, job->weights->k_norm.cols, &angles);
-    for (int j = 0; job->v_bias && j < KDv; j++) v[j] += job->v_bias[j];
-    const int slot = toka_layer_slots(job->step, job->weights)[job->t0 + i];
-    cpu_store_kv(job->dev, job->layer, slot, k, v);
+    if (!cpu_has_norm_of_ranks(job->weights)) cpu_add_biases(job, i);
+    cpu_set_angles(&angles, job->weights->rope, job->step->pos[t]);
+    cpu_rope_heads(job, t, 0, job->q + (size_t)i * (size_t)(shape->H * shape->D), &angles);
+    cpu_rope_heads(job, t, 1, k, &angles);
+    cpu_store_kv(job->dev, job->layer, toka_layer_slots(job->step, job->weights)[t], k, v);
 }
 
 /* MLA: token t0 + i. dev->k has its latent vector and its key, dev->wide its q of all heads. Puts
@@ -22114,7 +22228,8 @@ static void cpu_absorb_item(void *arg, int thread, int head) {
     }
 }
 
-/* The GEMMs of plain attention and their biases and norms, for rows in dev->x. */
+/* The GEMMs of plain attention and their biases and norms, for rows in dev->x. A norm of the heads
+ * of all tensor ranks is only begun. */
 CPU_SMALL
 static void cpu_qkv(cpu_rope_job *rope, int n_rows) {
     toka_device *dev = rope->dev;
@@ -22123,11 +22238,25 @@ static void cpu_qkv(cpu_rope_job *rope, int n_rows) {
     const int KDv = dev->shape->K * toka_value_size(dev->shape);
     cpu_gemm_args args = {.x = dev->x, .ldx = (size_t)dev->ldx, .T = n_rows, .n_weights = 3,
                           .weights = {&weights->q, &weights->k, &weights->v},
-                          .y = {rope->q, dev->k, dev->v},
+                          .y = {rope->q, rope->k, rope->v},
                           .ldy = {(size_t)HD, (size_t)KD, (size_t)KDv}};
     cpu_gemm(dev, args);
+    cpu_parallel_for(&dev->pool,
+                     cpu_has_norm_of_ranks(weights) ? cpu_squares_item : cpu_rope_item, rope,
+                     n_rows, (int64_t)n_rows * (HD + KD + KDv) * 4);
+}
+
+/* Ends it: tells the other tensor ranks the sums of squares of all rows, and reads theirs. */
+CPU_SMALL
+static void cpu_end_norm_of_ranks(cpu_rope_job *rope, int n_rows) {
+    toka_device *dev = rope->dev;
+    const int heads = dev->shape->H + 2 * dev->shape->K;
+    rope->t0 = 0;
+    dev->tp_group->squares[dev->options.tp_rank] = dev->squares;
+    if (!group_barrier_enter(dev->group, dev->rank)) return;
     cpu_parallel_for(&dev->pool, cpu_rope_item, rope, n_rows,
-                     (int64_t)n_rows * (HD + KD + KDv) * 4);
+                     (int64_t)n_rows * heads * dev->shape->D * 4);
+    group_barrier_leave(dev->group, dev->rank);
 }
 
 /* The same for MLA. rope->q_norm: of q_a, k_norm: of the latent vector. */
@@ -22172,13 +22301,22 @@ static void cpu_norm_qkv_rope_kv(toka_device *dev, const toka_step *step, int la
         .q_norm = cpu_norm_f32(dev, 4, mla ? &mla->q_a_norm : &weights->q_norm),
         .k_norm = cpu_norm_f32(dev, 5, mla ? &mla->kv_a_norm : &weights->k_norm)
     };
+    const size_t KD = (size_t)(dev->shape->K * dev->shape->D);
+    const size_t KDv = (size_t)(dev->shape->K * toka_value_size(dev->shape));
+    const bool of_ranks = cpu_has_norm_of_ranks(weights); /* then k and v have all rows */
     for (int t0 = 0; t0 < step->T; t0 += dev->scratch_rows) {
         int n_rows = MIN(dev->scratch_rows, step->T - t0);
         rope.t0 = t0;
         rope.q = cpu_ptr(q) + (size_t)t0 * HD;
+        rope.k = dev->k + (of_ranks ? (size_t)t0 * KD : 0);
+        rope.v = dev->v + (of_ranks ? (size_t)t0 * KDv : 0);
         cpu_norm_x(dev, from + (size_t)t0 * E, norm, n_rows);
         (mla ? cpu_mla_qkv : cpu_qkv)(&rope, n_rows);
     }
+    rope.q = cpu_ptr(q);
+    rope.k = dev->k;
+    rope.v = dev->v;
+    if (of_ranks) cpu_end_norm_of_ranks(&rope, step->T);
 }
 
 /* ---- Op: attention ---- */
@@ -22847,7 +22985,7 @@ static void cpu_close(toka_device *dev) {
 
 COLD
 static int cpu_check_options(const toka_device_options *options, const toka_shape *shape,
-                             const toka_weights *weights, toka_err *e) {
+                             toka_err *e) {
     if (shape->L < 1 || shape->H < 1 || shape->K < 1 || shape->E < 1 || shape->F < 1 ||
         shape->V < 1 || shape->B < 1 || shape->H % shape->K)
         return fail(e, TOKA_E_INPUT,
@@ -22881,11 +23019,6 @@ static int cpu_check_options(const toka_device_options *options, const toka_shap
                     "CPU backend: stage %d of %d, tensor rank %d of %d, expected a place among %d "
                     "stages of %d tensor ranks",
                     options->pp_rank, options->pp_size, options->tp_rank, options->tp_size, pp_size,
-                    tp_size);
-    if (tp_size > 1 && shape->L && weights->layers[0].q_norm.cols > shape->D)
-        return fail(e, TOKA_E_USE,
-                    "tensor parallel size %d: the CPU backend cannot divide a norm of all query "
-                    "heads together, expected 1",
                     tp_size);
     if (options->bf16 && !cpu_bf16_kernels())
         return fail(e, TOKA_E_DEVICE,
@@ -23038,6 +23171,7 @@ static cpu_extents cpu_measure(const toka_shape *shape, const toka_weights *weig
         cpu_measure_weights(&sizes, matrices, COUNT(matrices));
         cpu_measure_mlp(&sizes, &layer->mlp);
         sizes.delta = sizes.delta || post_norm || moe;
+        sizes.norm_of_ranks = sizes.norm_of_ranks || cpu_has_norm_of_ranks(layer);
         sizes.residual = sizes.residual || (post_norm && tp_size > 1);
         for (int j = 0; moe && j < moe->n_experts; j++) cpu_measure_mlp(&sizes, &moe->experts[j]);
         if (moe) {
@@ -23136,15 +23270,17 @@ static void cpu_alloc_buffers(toka_device *dev, const cpu_extents *sizes) {
     if (sizes->groups)
         dev->x_pairs = cpu_zalloc(dev, x_rows, (size_t)dev->ld_pairs * sizeof(float));
     if (dev->ld_bf16) dev->x_bf16 = cpu_zalloc(dev, x_rows, 2 * dev->ld_bf16);
-    dev->k = cpu_zalloc(dev, max_rows, (size_t)(shape->K * shape->D) * sizeof(float));
-    dev->v = cpu_zalloc(dev, max_rows,
-                        (size_t)(shape->K * toka_value_size(shape)) * sizeof(float));
+    const size_t max_tokens = (size_t)dev->options.max_tokens;
+    const size_t kv_rows = sizes->norm_of_ranks ? max_tokens : max_rows;
+    dev->k = cpu_zalloc(dev, kv_rows, (size_t)(shape->K * shape->D) * sizeof(float));
+    dev->v = cpu_zalloc(dev, kv_rows, (size_t)(shape->K * toka_value_size(shape)) * sizeof(float));
+    if (sizes->norm_of_ranks) dev->squares = cpu_zalloc(dev, max_tokens, 2 * sizeof(float));
     dev->gate = cpu_zalloc(dev, max_rows, (size_t)dev->ld_mlp * sizeof(float));
     dev->up = cpu_zalloc(dev, max_rows, (size_t)dev->ld_mlp * sizeof(float));
     if (sizes->wide) dev->wide = cpu_zalloc(dev, max_rows, (size_t)dev->ld_wide * sizeof(float));
     if (sizes->delta) dev->delta = cpu_zalloc(dev, max_rows, E * sizeof(float));
     if (sizes->residual)
-        dev->residual = cpu_zalloc(dev, (size_t)dev->options.max_tokens, E * sizeof(float));
+        dev->residual = cpu_zalloc(dev, max_tokens, E * sizeof(float));
     const bool no_tp = !dev->group || dev->group->tp_size == 1;
     const bool is_last = !dev->group || dev->options.pp_rank == dev->group->pp_size - 1;
     if (no_tp && is_last)
@@ -23163,7 +23299,7 @@ static void cpu_alloc_buffers(toka_device *dev, const cpu_extents *sizes) {
 COLD
 static int cpu_open(toka_device **out, const toka_device_options *options, const toka_shape *shape,
                     const toka_weights *weights, toka_err *e) {
-    if (cpu_check_options(options, shape, weights, e)) return e->code;
+    if (cpu_check_options(options, shape, e)) return e->code;
     toka_device *dev = mem_zalloc(sizeof *dev);
     const int n_threads = options->n_threads ? options->n_threads : os_n_cores();
     *dev = (toka_device){.shape = shape, .weights = weights, .options = *options,

@@ -666,6 +666,8 @@ typedef struct toka_layer {
     toka_tensor q_bias, k_bias, v_bias; /* [1][H*D], [1][K*D], [1][K*Dv], or absent */
     toka_tensor q_norm, k_norm;         /* [1][D]: a norm of each head; [1][H*D] and [1][K*D]: one
                                            norm of all heads together; or absent */
+    int q_norm_all, k_norm_all;         /* the norm is of the heads of all tensor ranks together:
+                                           how many elements they have; 0: of this rank's heads */
     const toka_mla *mla;                /* NULL: plain attention */
     const toka_rope *rope;              /* NULL: no position embedding */
     int window;                         /* sliding window: a token sees itself and the window-1

@@ -498,9 +498,39 @@ static void test_mf_slices(void) {
             mft_check_slice(&experts[x].down, &l->moe->experts[x].down, 0, 32 * r, 32, 32);
         }
     }
-    shape.K = 4; /* four ranks would cut MXFP4 columns at 16 */
-    CHECK(mf_shard(&shape, &w, &(mf_rank){.tp_rank = 1, .tp_size = 4, .pp_size = 1}, &a, &out, &slice, &e) == TOKA_E_USE && strstr(e.msg, "16 of 64, expected a multiple of 32"));
+    shape.K = 4; /* four ranks, but two blocks of MXFP4 */
+    CHECK(mf_shard(&shape, &w, &(mf_rank){.tp_size = 4, .pp_size = 1}, &a, &out, &slice, &e) == TOKA_E_USE &&
+          strstr(e.msg, "tensor parallel size 4: an MLP or an expert has a width of 64, which can be cut after every 32 columns"));
+    layer.o.cols = 4 * 6, shape.D = 6; /* heads that are no whole words */
+    experts[0] = experts[1] = (toka_mlp){0};
+    CHECK(mf_shard(&shape, &w, &(mf_rank){.tp_size = 4, .pp_size = 1}, &a, &out, &slice, &e) == TOKA_E_USE && strstr(e.msg, "6 of 24, expected a multiple of 8"));
     arena_free(&a);
+}
+
+/* Where the MLPs of quantized models are cut: between groups, else 32 columns, else words. */
+static void test_mf_shares(void) {
+    static const struct {
+        toka_dtype dtype;
+        int width, group, n_shares, first, last; /* the columns of the first and the last share */
+    } cases[] = {
+        {TOKA_BF16, 99, 1, 2, 49, 50},      {TOKA_INT4, 11008, 128, 4, 2688, 2816}, {TOKA_INT4, 512, 128, 2, 256, 256},
+        {TOKA_INT4, 384, 128, 2, 192, 192}, {TOKA_INT4, 224, 32, 5, 40, 48},        {TOKA_INT4, 96, 32, 7, 8, 16},
+        {TOKA_INT4, 4096, 4096, 3, 1344, 1376}, {TOKA_MXFP4, 2880, 32, 4, 704, 736}, {TOKA_MXFP4, 160, 32, 2, 64, 96},
+        {TOKA_FP8, 1408, 128, 4, 256, 384}, {TOKA_FP8, 99, 128, 2, 49, 50},         {TOKA_FP8, 18432, 128, 8, 2304, 2304}};
+    for (int i = 0; i < COUNT(cases); i++) {
+        toka_quant quant = {.block_cols = cases[i].group};
+        const toka_mlp mlp = {.down = {.dtype = cases[i].dtype, .rows = 1, .cols = cases[i].width, .quant = cases[i].dtype == TOKA_BF16 ? NULL : &quant}};
+        const int n = cases[i].n_shares, unit = mf_mlp_unit(&mlp, n);
+        int sum = 0;
+        for (int k = 0; k < n; k++) {
+            const mf_range share = mf_unit_share(cases[i].width, unit, k, n);
+            CHECK(share.first == sum && share.count > 0);
+            sum += share.count;
+        }
+        CHECK(sum == cases[i].width);
+        CHECK_MSG(mf_unit_share(cases[i].width, unit, 0, n).count == cases[i].first && mf_unit_share(cases[i].width, unit, n - 1, n).count == cases[i].last,
+                  "%d columns of %d ranks: unit %d", cases[i].width, n, unit);
+    }
 }
 
 /* Fields that are not read may have Python's infinite numbers. Fields that are read are refused by
@@ -1642,6 +1672,7 @@ static const struct test mf_tests[] = {
     {"mf_patterns", test_mf_patterns},
     {"mf_formats", test_mf_formats},
     {"mf_slices", test_mf_slices},
+    {"mf_shares", test_mf_shares},
     {"mf_to_fp8", test_mf_to_fp8},
     {"mf_quantize", test_mf_quantize},
     {"mf_infinity", test_mf_infinity},
