@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Writes sisters of the embedded model: test/model with its weights in another format, or its MLPs cut into experts.
+"""Writes sisters of the embedded model: test/model with its weights in another format, or its MLPs cut into experts, and
+test/model_moe, which was trained on with experts (test/model/make/moe.py).
 
 Run:  python3 test/model_sisters.py NAME FOLDER [dense]     dense: the same numbers in float32, without quantization
       python3 test/model_sisters.py                         lists the names
 
 A sister answers the held-out problems nearly as well as the model itself: a wrong scale, nibble or expert shows as a wrong sum.
-Weights are rounded to nearest. The mixtures of experts compute the same sums as the model, in another order: they are not trained.
+Weights are rounded to nearest. The mixtures of experts but moe-fp8 compute the same sums as the model, in another order: they are not
+trained.
 """
 import json
 import os
@@ -18,21 +20,42 @@ import numpy as np
 import model_weights as mw
 
 MODEL = os.path.join(mw.HERE, "model")
+EXPERTS = os.path.join(mw.HERE, "model_moe")
 FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
-LINEAR = "_proj.weight"
+
+
+def is_linear(name):
+    return name.endswith("_proj.weight") or ".experts." in name
+
+
+def read_folder(folder):
+    """(config, name -> (dtype, bits))"""
+    with open(os.path.join(folder, "config.json")) as f:
+        config = json.load(f)
+    with open(os.path.join(folder, "model.safetensors"), "rb") as f:
+        header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
+        data = f.read()
+    header.pop("__metadata__", None)
+    return config, {name: (x["dtype"], np.frombuffer(data[slice(*x["data_offsets"])], mw.SIZES[x["dtype"]]).reshape(x["shape"]))
+                    for name, x in header.items()}
 
 
 def read_model():
     """(config, name -> float32 matrix) of the embedded model, whose weights are all bfloat16."""
-    with open(os.path.join(MODEL, "config.json")) as f:
-        config = json.load(f)
-    with open(os.path.join(MODEL, "model.safetensors"), "rb") as f:
-        header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
-        data = f.read()
-    header.pop("__metadata__", None)
-    assert all(x["dtype"] == "BF16" for x in header.values())
-    return config, {name: mw.from_bits(np.frombuffer(data[slice(*x["data_offsets"])], np.uint16), "BF16").reshape(x["shape"])
-                    for name, x in header.items()}
+    config, tensors = read_folder(MODEL)
+    return config, {name: mw.from_bits(bits, dtype) for name, (dtype, bits) in tensors.items()}
+
+
+def trained_experts(dense):
+    """(config, tensors) of test/model_moe."""
+    config, tensors = read_folder(EXPERTS)
+    if dense:
+        config.pop("quantization_config")
+        for name in [x for x in tensors if x.endswith("_scale_inv")]:
+            scale, matrix = mw.from_bits(tensors.pop(name)[1], "F32"), name.removesuffix("_scale_inv")
+            code = tensors[matrix][1]
+            tensors[matrix] = ("F32", mw.to_bits(mw.e4m3_values(code) * mw.spread(scale, *code.shape, 128, 128), "F32"))
+    return config, tensors
 
 
 def block_maxima(w, rows, cols):
@@ -136,33 +159,43 @@ SISTERS = {
     "mixtral": (as_mixtral, None, None),
     "glm4moe": (as_glm, None, None),
     "glm4moe-fp8": (as_glm, fp8_block, FP8_BLOCK),
+    "moe-fp8": None,                                     # trained_experts
 }
 
 
 def stored(name, w, form, dense):
     """The tensors of the checkpoint that stand for one matrix."""
-    if form and name.endswith(LINEAR):
+    if form and is_linear(name):
         parts, values = form(name, w)
         return {name: ("F32", mw.to_bits(values, "F32"))} if dense else parts
     dtype = "F32" if name.endswith("correction_bias") else "BF16"
     return {name: (dtype, mw.to_bits(w, dtype))}
 
 
-def write(name, folder, dense=False):
+def changed_model(name, dense):
+    """(config, tensors) of a sister that is made from the embedded model."""
     change, form, quantization = SISTERS[name]
     config, weights = read_model()
     if change:
         config, weights = change(config, weights)
     if quantization and not dense:
         config = {**config, "quantization_config": quantization}
+    tensors = {}
+    for key, w in weights.items():
+        tensors.update(stored(key, np.ascontiguousarray(w), form, dense))
+    return config, tensors
+
+
+def write(name, folder, dense=False, edit=None):
+    """edit: a function of (config, tensors)."""
+    config, tensors = changed_model(name, dense) if SISTERS[name] else trained_experts(dense)
+    if edit:
+        edit(config, tensors)
     os.makedirs(folder, exist_ok=True)
     for file in FILES:
         shutil.copy(os.path.join(MODEL, file), folder)
     with open(os.path.join(folder, "config.json"), "w") as f:
         json.dump(config, f, indent=1)
-    tensors = {}
-    for key, w in weights.items():
-        tensors.update(stored(key, np.ascontiguousarray(w), form, dense))
     mw.write_safetensors(os.path.join(folder, "model.safetensors"), tensors)
 
 

@@ -194,7 +194,8 @@ def write_json(folder, name, value):
 
 
 # --- training --------------------------------------------------------------------------------------------------------
-def build_model(torch):
+def build_model(torch, mlp=None):
+    """The embedded model, or one whose layers have mlp() as their feed-forward. A feed-forward may leave a loss in its `cost`."""
     nn, fn = torch.nn, torch.nn.functional
 
     def attention(q, k, v, cu):                          # [N][H][D] each, causal inside every document
@@ -249,7 +250,7 @@ def build_model(torch):
         def __init__(self):
             super().__init__()
             self.input_layernorm, self.post_attention_layernorm = Norm(), Norm()
-            self.self_attn, self.mlp = Attention(), Mlp()
+            self.self_attn, self.mlp = Attention(), mlp() if mlp else Mlp()
 
         def forward(self, x, cos, sin, cu):
             x = x + self.self_attn(self.input_layernorm(x), cos, sin, cu)
@@ -271,12 +272,14 @@ def build_model(torch):
             for layer in self.layers:
                 x = layer(x, cos, sin, cu)
             logits = fn.linear(self.norm(x), self.embed_tokens.weight)
-            return fn.cross_entropy(logits.float(), target, ignore_index=-1)
+            costs = [layer.mlp.cost for layer in self.layers] if mlp else []
+            return fn.cross_entropy(logits.float(), target, ignore_index=-1) + sum(costs)
 
     return Model()
 
 
-def cmd_train(args):
+def train(args, make_model):
+    """Trains make_model(torch) on args.steps steps, or as many as there is time for. Returns it."""
     out = tempfile.mkdtemp(prefix="text-", dir=args.scratch)
     n_chunks = -(-args.steps // STEPS_PER_CHUNK)
     # Writers are started before CUDA is, because a process that has used CUDA must not fork.
@@ -287,7 +290,7 @@ def cmd_train(args):
     import torch
     torch.manual_seed(args.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = build_model(torch).to(device)
+    model = make_model(torch).to(device)
     decay = [p for p in model.parameters() if p.dim() > 1]
     other = [p for p in model.parameters() if p.dim() <= 1]
     opt = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": other, "weight_decay": 0.0}],
@@ -329,13 +332,18 @@ def cmd_train(args):
             break
     pool.terminate()
     shutil.rmtree(out, ignore_errors=True)
+    print(f"{n_docs} documents, {step * N} tokens, {time.time() - start:.0f} s, seed {args.seed}")
+    return model
 
+
+def cmd_train(args):
+    model = train(args, build_model)
+    import torch
     from safetensors.torch import save_file
     path = os.path.join(args.dir, "model.safetensors")
     save_file({"model." + k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in model.state_dict().items()},
               path, metadata={"format": "pt"})
     os.chmod(path, 0o644)
-    print(f"{n_docs} documents, {step * N} tokens, {time.time() - start:.0f} s, seed {args.seed}")
 
 
 # --- judgement: transformers, float32, the saved weights ---------------------------------------------------------------
@@ -437,6 +445,17 @@ def cmd_golden(args):
     print(f"{len(cases)} cases, {right} right, smallest gap {min(c['min_gap'] for c in cases)}")
 
 
+def add_training_options(t, steps, lr):
+    t.add_argument("--steps", type=int, default=steps)
+    t.add_argument("--seed", type=int, default=1)
+    t.add_argument("--lr", type=float, default=lr)
+    t.add_argument("--warmup", type=int, default=300)
+    t.add_argument("--log", type=int, default=500)
+    t.add_argument("--writers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    t.add_argument("--scratch", default=tempfile.gettempdir(), help="where the training text waits; about 7 bytes a token")
+    t.add_argument("--max-seconds", type=float, default=0, help="end by then, with the learning rate following the clock if need be")
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("--dir", default=MODEL, help="the model folder (default: test/model)")
@@ -444,14 +463,7 @@ def main():
     sub.add_parser("tokenizer").set_defaults(run=cmd_tokenizer)
     t = sub.add_parser("train")
     t.set_defaults(run=cmd_train)
-    t.add_argument("--steps", type=int, default=27000)
-    t.add_argument("--seed", type=int, default=1)
-    t.add_argument("--lr", type=float, default=3e-3)
-    t.add_argument("--warmup", type=int, default=300)
-    t.add_argument("--log", type=int, default=500)
-    t.add_argument("--writers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
-    t.add_argument("--scratch", default=tempfile.gettempdir(), help="where the training text waits; about 7 bytes a token")
-    t.add_argument("--max-seconds", type=float, default=0, help="end by then, with the learning rate following the clock if need be")
+    add_training_options(t, steps=27000, lr=3e-3)
     j = sub.add_parser("judge")
     j.set_defaults(run=cmd_judge)
     j.add_argument("--n", type=int, default=1000)
