@@ -8476,7 +8476,7 @@ static const mf_arch mf_archs[] = {
      .moe = mf_experts, .features = MF_QK_NORM_ALL, .attention_bias = MF_QKV_BIAS | MF_O_BIAS,
      .defaults = MF_JSON(
      {"L": 16, "E": 2048, "H": 16, "F": 2048, "V": 50304, "max_len": 4096, "rms_norm_eps": 1e-5,
-      "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": false,
+      "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": false, "clip_qkv": null,
       "eos_token_id": 50279})},
     {.name = "GptOssForCausalLM", .model_type = "gpt_oss", .norms = mf_norms,
      .mixer = mf_attention, .moe = mf_experts_gpt_oss, .features = MF_SINKS | MF_CLAMPED,
@@ -8698,7 +8698,7 @@ static void mf_refuse_unsupported(mf_reader *reader, const mf_arch *arch) {
         {"num_local_experts", "none: this architecture has no experts"},
         {"num_experts", "none: this architecture has no experts"},
         {"n_routed_experts", "none: this architecture has no experts"},
-        {"clip_qkv", "none: clipped q, k and v are not supported"},
+        {"clip_qkv", "none: this architecture does not clip q, k and v"},
         {"use_bidirectional_attention", "false: attention to later tokens is not supported"},
     };
     for (int i = 0; i < COUNT(off); i++) {
@@ -8749,6 +8749,7 @@ static void mf_read_factors(mf_reader *reader, mf_config *config) {
         {"attn_logit_softcapping", offsetof(toka_shape, attn_cap), AS_IS},
         {"final_logit_softcapping", offsetof(toka_shape, logit_cap), AS_IS},
         {"swiglu_limit", offsetof(toka_shape, swiglu_limit), AS_IS},
+        {"clip_qkv", offsetof(toka_shape, qkv_limit), AS_IS},
     };
     toka_shape *shape = &config->shape;
     for (int i = 0; i < COUNT(factors); i++) {
@@ -19110,7 +19111,12 @@ static void plain_mla_kv(plain_device *dev, const toka_step *step, const toka_la
     }
 }
 
-/* q, k and v of plain attention: product, bias, norm of each head or of all heads, RoPE. */
+/* limit 0: none */
+static void plain_clip(float *x, size_t n, float limit) {
+    for (size_t i = 0; limit && i < n; i++) x[i] = MAX(-limit, MIN(x[i], limit));
+}
+
+/* q, k and v of plain attention: product, bias, norm of each head or of all heads, clip, RoPE. */
 static void plain_heads(plain_device *dev, const toka_step *step, const toka_layer *layer,
                         const float *in, float *q, float *k, float *v) {
     const toka_shape *shape = dev->shape;
@@ -19120,6 +19126,9 @@ static void plain_heads(plain_device *dev, const toka_step *step, const toka_lay
     plain_linear(dev, &layer->v, &layer->v_bias, in, T, v);
     if (layer->q_norm.rows) plain_norm(dev, &layer->q_norm, q, T * (H * D / layer->q_norm.cols), q);
     if (layer->k_norm.rows) plain_norm(dev, &layer->k_norm, k, T * (K * D / layer->k_norm.cols), k);
+    plain_clip(q, plain_at(T, H * D), shape->qkv_limit);
+    plain_clip(k, plain_at(T, K * D), shape->qkv_limit);
+    plain_clip(v, plain_at(T, layer->v.rows), shape->qkv_limit);
     for (int i = 0; i < T * H; i++) plain_rope(layer->rope, step->pos[i / H], q + plain_at(i, D));
     for (int i = 0; i < T * K; i++) plain_rope(layer->rope, step->pos[i / K], k + plain_at(i, D));
 }
@@ -19278,6 +19287,10 @@ static void plain_mlp(plain_device *dev, const toka_mlp *mlp, toka_activation ki
     dev->used = used;
 }
 
+/* Is added to the sum of the chosen scores by which they are divided, as in transformers: if all of
+ * them are 0, so are the experts' weights. Other sums are too large to change by it. */
+#define PLAIN_LEAST_SUM 1e-20f
+
 /* Is score[i] among the k highest of n? Of equal scores the lower index is first. */
 static bool plain_is_in_top(const float *score, int n, int i, int k) {
     int n_before = 0;
@@ -19317,7 +19330,7 @@ static void plain_route(const toka_moe *moe, const float *choice_bias, float *we
     for (int i = 0; i < n; i++)
         if (!plain_is_in_top(choice, n, i, moe->top_k)) weight[i] = late_softmax ? -INFINITY : 0;
     if (late_softmax) plain_softmax(weight, n);
-    double sum = 0;
+    double sum = PLAIN_LEAST_SUM;
     for (int i = 0; i < n; i++) sum += weight[i];
     for (int i = 0; i < n; i++)
         weight[i] = (float)(weight[i] / (moe->renormalize ? sum : 1) *
@@ -22118,7 +22131,7 @@ static void cpu_norm_of_ranks(const toka_device *dev, int t, int part, float *x,
 }
 
 /* The heads of q (part 0) or k (part 1) of one token: applies the norm, to each head or to all of
- * them together, then rotates. */
+ * them together, clips, then rotates. */
 CPU_SMALL
 static void cpu_rope_heads(const cpu_rope_job *job, int t, int part, float *x,
                            const cpu_angles *angles) {
@@ -22132,6 +22145,7 @@ static void cpu_rope_heads(const cpu_rope_job *job, int t, int part, float *x,
     else
         for (int i = 0; norm && i < n; i += width)
             cpu_norm(shape, x + i, x + i, norm, width, false);
+    plain_clip(x, (size_t)n, shape->qkv_limit);
     for (int i = 0; i < n; i += shape->D) cpu_rotate(x + i, weights->rope, angles);
 }
 
@@ -22166,6 +22180,7 @@ static void cpu_rope_item(void *arg, int thread, int i) { /* all heads of token 
     cpu_set_angles(&angles, job->weights->rope, job->step->pos[t]);
     cpu_rope_heads(job, t, 0, job->q + (size_t)i * (size_t)(shape->H * shape->D), &angles);
     cpu_rope_heads(job, t, 1, k, &angles);
+    plain_clip(v, (size_t)KDv, shape->qkv_limit);
     cpu_store_kv(job->dev, job->layer, toka_layer_slots(job->step, job->weights)[t], k, v);
 }
 
@@ -22718,7 +22733,7 @@ static void cpu_route_item(void *arg, int thread, int row) {
     const int X = moe->n_experts, k = moe->top_k;
     const cpu_experts *experts = &job->dev->experts;
     float *scores = experts->scores + (size_t)row * (size_t)experts->ld_scores;
-    float *choice = scores + X, *marks = choice + X, sum = 0;
+    float *choice = scores + X, *marks = choice + X, sum = PLAIN_LEAST_SUM;
     (void)thread;
     for (int i = 0; job->bias && i < X; i++) scores[i] += job->bias[i];
     if (moe->kind == TOKA_ROUTER_SOFTMAX) cpu_softmax_scores(scores, NULL, X);

@@ -707,6 +707,8 @@ typedef struct toka_shape { /* of one rank. A field that says 0 is off at 0 */
     bool layer_norm;        /* norms subtract the mean first (LayerNorm, no bias); else RMSNorm */
     float norm_offset;      /* is added to the weights of every norm (Gemma: 1) */
     float attn_scale;       /* factor on the scores of attention; 0: 1/sqrt(D) */
+    float qkv_limit;        /* q and k after their norms, and v, are clipped to -limit .. limit;
+                               0: none */
     float attn_cap;         /* a score s becomes cap * tanh(s / cap); 0: none */
     float embed_scale;      /* factor on the embedding; 0: 1 */
     float residual_scale;   /* factor on what a layer's mixer and feed-forward add to x; 0: 1 */

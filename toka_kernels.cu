@@ -11953,6 +11953,7 @@ static const char *missing_of_shape(const toka_shape *shape) {
         {shape->layer_norm, "LayerNorm"},
         {shape->norm_offset != 0, "norms with weights 1 + w"},
         {shape->attn_scale != 0, "another scale of attention scores than 1/sqrt(head size)"},
+        {shape->qkv_limit != 0, "clipped q, k and v"},
         {shape->attn_cap != 0, "soft-capped attention scores"},
         {shape->embed_scale != 0, "a scaled embedding"},
         {shape->residual_scale != 0, "a scaled residual"},

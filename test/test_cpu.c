@@ -175,8 +175,8 @@ enum { /* kinds of layers and models */
     KIND_POST = 2,     /* post norms */
     KIND_SINKS = 4,    /* sinks */
     KIND_CLAMPED = 8,  /* clamped SwiGLU, biases of MLPs */
-    KIND_ALL_NORM = 16, /* one norm of all heads, no norms before mixer and feed-forward */
-    KIND_COHERE = 32,  /* LayerNorm, logit scale, RoPE on neighbours */
+    KIND_ALL_NORM = 16, /* one norm of all heads, clipped q, k and v, no norms before mixer and feed-forward */
+    KIND_COHERE = 32,  /* LayerNorm, logit scale, RoPE on neighbours, mixer and feed-forward side by side */
     KIND_GRANITE = 64, /* residual scale, partial RoPE, layer 1 without RoPE */
     KIND_MLA = 128,    /* with q_a in layer 0, without in layer 1 */
     KIND_MOE = 256,    /* experts in layer 1, softmax before the choice, gated shared expert */
@@ -243,6 +243,7 @@ static void case_kinds(cpu_case *c, const cpu_sizes *z) {
     if (z->kinds & KIND_GEMMA)
         s->norm_offset = 1, s->attn_cap = 3, s->logit_cap = 5, s->embed_scale = 7.5f, s->attn_scale = 0.3f;
     if (z->kinds & KIND_CLAMPED) s->swiglu_limit = 1.5f;
+    if (z->kinds & KIND_ALL_NORM) s->qkv_limit = 0.9f;
     if (z->kinds & KIND_COHERE) s->layer_norm = true, s->logit_scale = 0.25f, c->rope.neighbours = true;
     if (z->kinds & KIND_GRANITE) s->residual_scale = 0.22f, c->rope.dims = z->D / 4 * 2;
     if (z->kinds & KIND_MLA) c->rope.dims = MLA_ROPE;
@@ -258,6 +259,7 @@ static void case_kinds(cpu_case *c, const cpu_sizes *z) {
             y->q_norm = make_tensor(c, 1, z->H * z->D, z->type, 1, 0.2), y->k_norm = make_tensor(c, 1, z->K * z->D, z->type, 1, 0.2);
             y->attn_norm.rows = y->mlp_norm.rows = 0;
         }
+        if (z->kinds & KIND_COHERE) y->parallel = true, y->mlp_norm = y->attn_norm;
         if (z->kinds & KIND_GRANITE && l) y->rope = NULL;
         if (z->kinds & KIND_MLA) make_mla(c, z, l);
         if (z->kinds & KIND_TOPK || (l && z->kinds & (KIND_MOE | KIND_GROUPS))) make_moe(c, z, l);
@@ -337,8 +339,9 @@ static void ref_heads(const cpu_case *c, double *y, const double *x, const toka_
     ref_matvec(y, xn, w);
     free(xn);
     ref_add(y, bias, w->rows);
+    for (int i = 0; rotate && head_norm->rows && i < w->rows; i += head_norm->cols) ref_norm(s, y + i, y + i, head_norm, head_norm->cols);
+    for (int i = 0; s->qkv_limit && i < w->rows; i++) y[i] = MAX(-s->qkv_limit, MIN(y[i], s->qkv_limit));
     if (!rotate) return;
-    for (int i = 0; head_norm->rows && i < w->rows; i += head_norm->cols) ref_norm(s, y + i, y + i, head_norm, head_norm->cols);
     for (int h = 0; h < w->rows / s->D; h++) ref_rope(l->rope, y + h * s->D, pos);
 }
 

@@ -340,7 +340,7 @@ static pl_case *pl_open(uint64_t seed, bool for_cpu) {
     *s = (toka_shape){.L = 2, .K = mla_rope ? 1 : rnd_int(&p->seed, 1, 3), .E = rnd_int(&p->seed, 8, 60), .V = rnd_int(&p->seed, 3, 90),
                       .B = rnd_int(&p->seed, 1, 20), .max_len = CPU_LEN, .eps = 1e-5f, .layer_norm = pl_chance(p, 3),
                       .norm_offset = pl_maybe(p, 1), .attn_scale = pl_maybe(p, 0.3f), .attn_cap = pl_maybe(p, 3),
-                      .embed_scale = pl_maybe(p, 1.5f), .residual_scale = pl_maybe(p, 0.6f), .swiglu_limit = 1.5f,
+                      .embed_scale = pl_maybe(p, 1.5f), .residual_scale = pl_maybe(p, 0.6f), .qkv_limit = pl_maybe(p, 0.8f), .swiglu_limit = 1.5f,
                       .logit_scale = pl_maybe(p, 0.7f), .logit_cap = pl_maybe(p, 2)};
     s->H = s->K * rnd_int(&p->seed, 1, 4), s->V_all = s->V;
     s->D = rnd_int(&p->seed, 2, 24), s->Dv = pl_chance(p, 2) ? 0 : rnd_int(&p->seed, 1, 24);
@@ -370,6 +370,9 @@ static void pl_linear(const toka_tensor *w, const toka_tensor *bias, const doubl
         y[r] = bias && bias->rows ? pl_at(bias, 0, r) : 0;
         for (int c = 0; c < w->cols; c++) y[r] += pl_at(w, r, c) * x[c];
     }
+}
+static void pl_clip(double *x, int n, double limit) {
+    for (int i = 0; limit && i < n; i++) x[i] = MAX(-limit, MIN(x[i], limit));
 }
 static void pl_rotate(const toka_rope *rope, int pos, double *head) {
     for (int i = 0; rope && i < rope->dims / 2; i++) {
@@ -432,6 +435,7 @@ static double *pl_mixer(const pl_case *p, const toka_layer *l, const double *x, 
         pl_linear(&l->q, &l->q_bias, xt, qt), pl_linear(&l->k, &l->k_bias, xt, kt), pl_linear(&l->v, &l->v_bias, xt, vt);
         for (int i = 0; l->q_norm.rows && i < H * D; i += l->q_norm.cols) pl_norm(s, &l->q_norm, qt + i, l->q_norm.cols, qt + i);
         for (int i = 0; l->k_norm.rows && i < K * D; i += l->k_norm.cols) pl_norm(s, &l->k_norm, kt + i, l->k_norm.cols, kt + i);
+        pl_clip(qt, H * D, s->qkv_limit), pl_clip(kt, K * D, s->qkv_limit), pl_clip(vt, K * Dv, s->qkv_limit);
         for (int h = 0; h < H; h++) pl_rotate(l->rope, t, qt + h * D);
         for (int h = 0; h < K; h++) pl_rotate(l->rope, t, kt + h * D);
     }
@@ -808,8 +812,22 @@ static void test_plain_beside_cpu(void) {
     for (int i = 0; i < 2; i++) toka_close(t[i]), free(logits[i]);
 }
 
+/* Sigmoids that are all 0 in float32, with renormalize: no expert has a weight, and none is NaN. */
+static void test_plain_underflow(void) {
+    const toka_moe moe = {.n_experts = 4, .top_k = 2, .kind = TOKA_ROUTER_SIGMOID, .renormalize = true, .scale = 2.5f};
+    float plain[4] = {-200, -300, -200, -900}, choice[8], scores[12] = {-200, -300, -200, -900}, weights[2] = {9, 9};
+    int chosen[2];
+    toka_device dev = {.experts = {.scores = scores, .ld_scores = 12, .chosen = chosen, .weights = weights}};
+    cpu_moe_job job = {.dev = &dev, .moe = &moe};
+    plain_route(&moe, NULL, plain, choice);
+    for (int i = 0; i < 4; i++) CHECK(plain[i] == 0);
+    cpu_route_item(&job, 0, 0);
+    CHECK(chosen[0] == 0 && chosen[1] == 1); /* equal scores: the first ones */
+    for (int i = 0; i < 2; i++) CHECK_MSG(fabsf(weights[i]) < 1e-15f, "%g", weights[i]);
+}
+
 static const struct test plain_tests[] = {{"weight_formats", test_weight_formats}, {"weight_codes", test_weight_codes},
                                           {"plain_models", test_plain_models}, {"plain_models_cpu", test_plain_models_cpu},
-                                          {"plain_router", test_plain_router},
+                                          {"plain_router", test_plain_router}, {"plain_underflow", test_plain_underflow},
                                           {"plain_errors", test_plain_errors}, {"plain_beside_cpu", test_plain_beside_cpu},
                                           {NULL, NULL}};

@@ -320,14 +320,16 @@ static bool rk_run_step(rk_rank *r, const toka_step *s, toka_sample_result *resu
     for (int l = 0; l < r->sh.L; l++) {
         RK_OP(norm_qkv_rope_kv(r->d, s, l, &x, r->q));
         RK_OP(attention(r->d, s, l, r->q, r->o));
-        RK_OP(out_residual(r->d, s, l, r->o, &x));
-        rk_peek(r, &x, false);
-        RK_OP(all_reduce(r->d, &x, s->T));
-        rk_peek(r, &x, true);
-        RK_OP(norm_mlp_residual(r->d, s, l, &x));
-        rk_peek(r, &x, false);
-        RK_OP(all_reduce(r->d, &x, s->T));
-        rk_peek(r, &x, true);
+        for (int part = 0; part < 2; part++) {
+            if (part == r->w.layers[l].parallel) {
+                RK_OP(out_residual(r->d, s, l, r->o, &x));
+            } else {
+                RK_OP(norm_mlp_residual(r->d, s, l, &x));
+            }
+            rk_peek(r, &x, false);
+            RK_OP(all_reduce(r->d, &x, s->T));
+            rk_peek(r, &x, true);
+        }
     }
     if (r->place.pp_rank < r->place.pp_size - 1) {
         RK_OP(send(r->d, &x, s->T));
