@@ -8848,6 +8848,29 @@ static void mf_set_widest(mf_config *config) {
     config->shape.F = MAX(MAX(M, S), has_dense ? config->shape.F : 0);
 }
 
+/* Returns the multiply-adds of one token in the matrices that a table of names has. */
+static int64_t mf_table_work(const mf_config *config, const mf_binding *table) {
+    int64_t work = 0;
+    for (; table && table->suffix; table++) {
+        const mf_slot *slot = &mf_slots[table->slot];
+        if (table->feature & ~config->features || !*slot->rows) continue;
+        work += (int64_t)mf_dim_product(config, slot->rows) * mf_dim_product(config, slot->cols) *
+                (slot->owner == MF_OF_EXPERT ? config->moe.top_k : 1);
+    }
+    return work;
+}
+
+/* Sets shape.layer_work. */
+static void mf_set_layer_work(mf_config *config) {
+    const mf_arch *arch = config->arch;
+    const int L = config->shape.L;
+    int n_moe = 0;
+    for (int i = 0; i < L; i++) n_moe += (config->kind[i] & MF_LAYER_MOE) != 0;
+    config->shape.layer_work = mf_table_work(config, arch->mixer) +
+                               (n_moe * mf_table_work(config, arch->moe) +
+                                (L - n_moe) * mf_table_work(config, arch->mlp)) / L;
+}
+
 /* ---- config.json: RoPE and windows ---- */
 
 static const char *const mf_layer_types[] = {"full_attention", "sliding_attention"};
@@ -9677,6 +9700,7 @@ static void mf_read_config(mf_reader *reader, mf_config *config, arena *memory) 
     mf_read_layer_kinds(reader, config, memory);
     mf_set_widest(config);
     mf_set_letters(config);
+    mf_set_layer_work(config);
     mf_read_quantization_field(reader, memory, config);
     config->bos_id = mf_read_id(reader, "bos_token_id", -1, config->shape.V);
     mf_read_ids(reader, "eos_token_id", config->shape.V, memory, &config->eos_ids,
@@ -11043,10 +11067,10 @@ static int mf_check_groups(const mf_matrix *matrix, toka_err *e) {
     return 0;
 }
 
-/* Binds a quantized matrix. Returns 0 or an error code. */
-static int mf_bind_matrix(mf_binder *binder, const mf_target *target, const mf_format *format,
-                          str module, toka_err *e) {
-    toka_quant *quant = arena_zalloc(binder->memory, sizeof *quant);
+/* Returns the matrix of a target, with its blocks. The arena has its toka_quant. */
+static mf_matrix mf_make_matrix(const mf_target *target, const mf_format *format, str module,
+                                arena *memory) {
+    toka_quant *quant = arena_zalloc(memory, sizeof *quant);
     mf_matrix matrix = {.target = target, .format = format, .quant = quant};
     snprintf(matrix.module, sizeof matrix.module, "%.*s", (int)module.n, module.p);
     quant->packing = format->method->packing;
@@ -11056,6 +11080,14 @@ static int mf_bind_matrix(mf_binder *binder, const mf_target *target, const mf_f
     quant->block_cols = format->block_cols ? format->block_cols : quant->cols;
     matrix.n_row_blocks = (quant->rows - 1) / quant->block_rows + 1;
     matrix.n_groups = (quant->cols - 1) / quant->block_cols + 1;
+    return matrix;
+}
+
+/* Binds a quantized matrix. Returns 0 or an error code. */
+static int mf_bind_matrix(mf_binder *binder, const mf_target *target, const mf_format *format,
+                          str module, toka_err *e) {
+    mf_matrix matrix = mf_make_matrix(target, format, module, binder->memory);
+    toka_quant *const quant = matrix.quant;
     const toka_tensor whole = {.dtype = format->method->dtype, .cols = quant->cols, .quant = quant,
                                .data = mf_check_groups(&matrix, e)
                                            ? NULL : mf_bind_codes(binder, &matrix, e)};
@@ -11184,6 +11216,86 @@ static int mf_bind(mf_binder *binder, arena *memory, toka_err *e) {
     return 0;
 }
 
+/* ---- Shapes: a model without files, for plans and dummy weights ---- */
+
+/* The data of a tensor that has none. Only its address is used. */
+static const uint32_t mf_no_data;
+
+/* Is the tensor a quantized matrix where its module has a format? Routers, the gate of a shared
+ * expert, the embedding and the LM head are plain numbers in every checkpoint that toka reads. */
+static bool mf_slot_has_format(const mf_slot *slot) {
+    return slot->owner != MF_OF_MODEL && *slot->rows && !strchr("X1", *slot->rows);
+}
+
+/* Sets the size and the format of a tensor; it has no data. A tensor of the file that has several
+ * of them, side by side, becomes several matrices. Returns 0 or an error code. */
+static int mf_shape_tensor(const mf_config *config, const mf_binding *binding, const char *name,
+                           toka_tensor *out, arena *memory, toka_err *e) {
+    const mf_slot *slot = &mf_slots[binding->slot];
+    str module = str_c(name);
+    if (str_ends(module, STR(".weight"))) module.n -= strlen(".weight");
+    const mf_format *format = mf_slot_has_format(slot) ? mf_find_format(config, module) : NULL;
+    const mf_target target = {.name = name, .rows = mf_dim_product(config, slot->rows),
+                              .cols = mf_dim_product(config, slot->cols)};
+    *out = (toka_tensor){.dtype = TOKA_BF16, .rows = target.rows, .cols = target.cols,
+                         .stride = target.cols};
+    if (!format) return 0;
+    const mf_matrix matrix = mf_make_matrix(&target, format, module, memory);
+    toka_quant *quant = matrix.quant;
+    out->dtype = format->method->dtype;
+    out->quant = quant;
+    out->row_step = 1;
+    quant->scale_dtype = out->dtype == TOKA_MXFP4 ? TOKA_E8M0
+                         : out->dtype == TOKA_FP8 ? TOKA_F32 : TOKA_BF16;
+    quant->scale = &mf_no_data;
+    quant->zero = format->has_zero ? &mf_no_data : NULL;
+    quant->zero_add = format->zero_add;
+    quant->input_scale = format->has_input_scale;
+    quant->scale_row_step = quant->packing == TOKA_PACK_ROWS ? matrix.n_groups : 1;
+    quant->scale_col_step = quant->packing == TOKA_PACK_ROWS ? 1 : quant->rows;
+    return mf_check_groups(&matrix, e);
+}
+
+/* Makes the tensors of one layer. */
+static int mf_shape_layer(const mf_config *config, int i, toka_layer *layer, arena *memory,
+                          toka_err *e) {
+    char name[128];
+    const mf_owners owners = mf_make_layer(config, i, layer, memory);
+    for (mf_cursor at = {config, i, 0, NULL}; mf_next(&at);)
+        for (int copy = 0; copy < mf_count_copies(config, at.binding); copy++) {
+            mf_put_name(name, "model.", i, at.binding->suffix, copy);
+            if (mf_shape_tensor(config, at.binding, name,
+                                mf_tensor(&owners, at.binding->slot, copy), memory, e))
+                return e->code;
+        }
+    if (layer->parallel) layer->mlp_norm = layer->attn_norm;
+    return 0;
+}
+
+/* Makes all tensors of a model, with sizes and formats and without data; the layers are in the
+ * arena. Returns 0, or an error code if a format cannot hold a matrix. */
+SERVER_ONLY static int mf_shape_weights(const mf_config *config, toka_weights *weights,
+                                        arena *memory, toka_err *e) {
+    const int L = config->shape.L;
+    const mf_owners owners = {{[MF_OF_MODEL] = weights}};
+    *weights = (toka_weights){.layers = arena_zalloc(memory, (size_t)L * sizeof *weights->layers)};
+    *e = (toka_err){0};
+    for (const mf_binding *it = mf_model_names; it->suffix; it++)
+        mf_shape_tensor(config, it, it->suffix, mf_tensor(&owners, it->slot, 0), memory, e);
+    mf_shape_tensor(config, &mf_lm_head_name, mf_lm_head_name.suffix, &weights->lm_head, memory, e);
+    for (int i = 0; i < L && !e->code; i++)
+        mf_shape_layer(config, i, &weights->layers[i], memory, e);
+    return e->code;
+}
+
+/* Returns the owners of a layer's tensors. */
+static mf_owners mf_owners_of(toka_layer *layer) {
+    toka_moe *moe = (toka_moe *)(uintptr_t)layer->moe; /* they are in the arena of the layer */
+    void *const experts = moe ? (void *)(uintptr_t)moe->experts : NULL;
+    return (mf_owners){{[MF_OF_LAYER] = layer, [MF_OF_MLA] = (void *)(uintptr_t)layer->mla,
+                        [MF_OF_MOE] = moe, [MF_OF_EXPERT] = experts}};
+}
+
 /* ---- Ranks: which share of the model each rank has ---- */
 
 typedef struct mf_rank { /* a position in the grid of pipeline stages and tensor ranks */
@@ -11218,20 +11330,18 @@ static double mf_busiest_stage_time(int L, int n_others, int n_last, double head
 
 /* Returns the layers of pipeline stage i; pp_size <= L.
  *
- * Work per token in multiply-adds: a layer has E (H + 2K) D + H D E + 3 E F, the LM head E V, the
- * embedding none. Every token goes through all layers, but only the sample rows go through the
- * head. So only a part of the head's work counts. It is 1/5 for conversations, where a fifth of the
- * rows are sample rows. It is 2/3 for prompts with many answers: nearly all rows are sample rows,
- * but there the layers also have to read K and V.
+ * Work per token in multiply-adds: a layer has toka_layer_work, which counts only the experts that
+ * a token uses; the LM head has E V, the embedding none. Every token goes through all layers, but
+ * only the sample rows go through the head. So only a part of the head's work counts. It is 1/5 for
+ * conversations, where a fifth of the rows are sample rows. It is 2/3 for prompts with many
+ * answers: nearly all rows are sample rows, but there the layers also have to read K and V.
  *
  * The last stage has the head. The busiest stage sets the time. The last stage gets the number of
  * layers that takes the least time for an equal amount of conversations and of many answers; the
  * other stages share the rest evenly. On Llama-3.1-8B this gives 17 + 15 layers: many answers gain
  * more than conversations lose (3.8 % and 2.4 % against 16 + 16; two H200, 2026-11-22). */
 static mf_range mf_stage_layers(const toka_shape *shape, int i, int pp_size) {
-    const double layer_work =
-        (double)shape->E * ((2.0 * shape->H + 2.0 * shape->K) * shape->D + 3.0 * shape->F);
-    const double head_layers = (double)shape->V_all * shape->E / layer_work;
+    const double head_layers = (double)shape->V_all * shape->E / (double)toka_layer_work(shape);
     int n_others = pp_size - 1, n_last = shape->L - n_others;
     double least_time = INFINITY;
     for (int tried = n_last; n_others && tried >= 1; tried--) {
@@ -11983,16 +12093,12 @@ static size_t mf_quantize_matrix(mf_quantizer *all, toka_tensor *tensor, char *a
 /* Quantizes a layer, or counts its bytes. Returns them. */
 static size_t mf_quantize_layer(mf_quantizer *all, int i) {
     toka_layer *layer = &all->files->weights.layers[i];
-    toka_moe *moe = (toka_moe *)(uintptr_t)layer->moe; /* this model allocated them */
-    void *const experts = moe ? (void *)(uintptr_t)moe->experts : NULL;
-    const mf_owners owners = {{[MF_OF_LAYER] = layer, [MF_OF_MLA] = (void *)(uintptr_t)layer->mla,
-                               [MF_OF_MOE] = moe, [MF_OF_EXPERT] = experts}};
+    const mf_owners owners = mf_owners_of(layer);
     size_t bytes = 0;
     for (int slot = 0; slot < MF_N_SLOTS; slot++) {
         const bool is_expert = mf_slots[slot].owner == MF_OF_EXPERT;
-        const bool is_small = !*mf_slots[slot].rows || strchr("X1", *mf_slots[slot].rows);
-        if (!owners.of[mf_slots[slot].owner] || is_small) continue;
-        for (int x = 0; x < (is_expert ? moe->n_experts : 1); x++) {
+        if (!owners.of[mf_slots[slot].owner] || !mf_slot_has_format(&mf_slots[slot])) continue;
+        for (int x = 0; x < (is_expert ? layer->moe->n_experts : 1); x++) {
             toka_tensor *tensor = mf_tensor(&owners, slot, x);
             if (!tensor->rows || !toka_is_plain(tensor)) continue;
             char *at = all->memory ? all->memory + all->offsets[i] + bytes : NULL;
@@ -24247,7 +24353,7 @@ static void eng_replica_free(eng_replica *replica) {
  * byte; the position has 4 * K * D bytes. */
 static batch_work eng_batch_work(const toka_shape *shape) {
     const int64_t HD = (int64_t)shape->H * shape->D, KD = (int64_t)shape->K * shape->D;
-    return (batch_work){.row = shape->E * (2 * HD + 2 * KD + 3 * (int64_t)shape->F),
+    return (batch_work){.row = toka_layer_work(shape),
                         .pair = 2 * HD,
                         .read = 100 * 4 * KD};
 }
@@ -37512,77 +37618,153 @@ static int srv_run(const srv_options *options, toka_err *e) {
  *                         an upper bound of their speed. It runs nothing.
  * =========================================================================== */
 
-/* ---- Dummy weights: the shapes of a line of models.txt, filled with random numbers ---- */
+/* ---- Dummy weights: the shapes of a line of models.txt, filled with random numbers ----
+ * A matrix has the format that the line's quantization_config gives it. Its numbers are random, and
+ * its scales are chosen so that its output has about the magnitude of its input. A norm multiplies
+ * by 1; biases, zero points and sinks are 0.
+ *
+ * With experts, which of them a token gets must depend on the token and on the layer, and each must
+ * get as many tokens as any other. So each layer has a router of its own, the embedding has numbers
+ * of about 1, and what the layers add to it is small: else attention, which adds nearly the same to
+ * all tokens, would send them to the same experts. A tied LM head would then draw the last token
+ * again and again, so models with one stay as all others. */
 
-typedef struct run_fill_range { /* the work of one thread: a range of elements of one matrix */
-    uint16_t *data;   /* the whole matrix, bf16; not owned */
-    int64_t from, to; /* elements; `to` is exclusive */
-    uint64_t stream;  /* identifies the matrix in the random number generator */
-    float scale;      /* the numbers are in (-scale, scale) */
+typedef struct run_fill_range { /* the work of one thread: a range of the words of one matrix */
+    uint64_t *words;         /* the whole matrix; not owned */
+    int64_t from, to;        /* words of 8 bytes; `to` is exclusive */
+    uint64_t stream;         /* identifies the matrix in the random number generator */
+    float scale;             /* bf16: the numbers are in (-scale, scale); 0: a format whose ... */
+    uint64_t keep_bits, set_bits; /* ... words are (random & keep_bits) | set_bits */
 } run_fill_range;
 
-/* Thread function. Fills the range with uniform bf16 numbers in (-scale, scale). The generator is
- * counter-based; each of its numbers gives four elements. */
+/* Thread function. Fills the range. The generator is counter-based; each of its numbers gives 8
+ * bytes. */
 static void *run_fill_random(void *user) {
     const run_fill_range *range = user;
-    for (int64_t i = range->from; i < range->to; i += 4) {
-        uint64_t random = hash_mix((range->stream << 40) + (uint64_t)i / 4 * 0x9E3779B97F4A7C15u);
-        for (int j = 0; j < 4 && i + j < range->to; j++, random >>= 16) {
-            float value = ((float)(random & 0xFFFF) * 0x1p-15f - (1 - 0x1p-16f)) * range->scale;
+    for (int64_t i = range->from; i < range->to; i++) {
+        uint64_t random = hash_mix((range->stream << 40) + (uint64_t)i * 0x9E3779B97F4A7C15u);
+        uint64_t word = 0;
+        for (int j = 0; j < 4 && range->scale != 0; j++) {
+            const uint64_t bits16 = random >> 16 * j & 0xFFFF;
+            float value = ((float)bits16 * 0x1p-15f - (1 - 0x1p-16f)) * range->scale;
             uint32_t bits;
             memcpy(&bits, &value, sizeof bits);
-            range->data[i + j] = (uint16_t)(bits >> 16);
+            word |= (uint64_t)(bits >> 16) << 16 * j;
         }
+        range->words[i] = range->scale != 0 ? word
+                                            : (random & range->keep_bits) | range->set_bits;
     }
     return NULL;
 }
 
-/* Places one tensor at *end, fills it, and moves *end after it, to a multiple of 64 bytes. A norm
- * multiplies by 1, and biases are 0. The scale of a matrix is chosen so that its output has about
- * the magnitude of its input. */
-static void run_dummy_tensor(mf_model *model, const mf_binding *binding, toka_tensor *tensor,
-                             char **end) {
+/* Fills a matrix with several threads. all: the range of the whole matrix. */
+static void run_fill_matrix(run_fill_range all) {
     enum { MOST = 64 };
-    const mf_slot *slot = &mf_slots[binding->slot];
-    const int rows = mf_dim_product(&model->config, slot->rows);
-    const int cols = mf_dim_product(&model->config, slot->cols);
-    const int64_t n_elements = (int64_t)rows * cols;
-    uint16_t *data = (uint16_t *)(void *)*end;
-    *tensor = (toka_tensor){.data = data, .dtype = TOKA_BF16, .rows = rows, .cols = cols,
-                            .stride = cols};
-    *end += ((size_t)n_elements * sizeof *data + 63) & ~(size_t)63;
-    if (*slot->rows) {
-        run_fill_range ranges[MOST];
-        pthread_t threads[MOST];
-        int n_ranges = n_elements < 1 << 20 ? 1 : MIN(os_n_cores(), MOST), n_started = 1;
-        int64_t per_range = (n_elements / n_ranges + 3) / 4 * 4;
-        for (int i = 0; i < n_ranges; i++)
-            ranges[i] = (run_fill_range){data, per_range * i,
-                                         i + 1 < n_ranges ? per_range * (i + 1) : n_elements,
-                                         (uint64_t)(*end - model->maps[0].p) >> 6,
-                                         sqrtf(3 / (float)cols)};
-        while (n_started < n_ranges &&
-               !pthread_create(&threads[n_started], NULL, run_fill_random, &ranges[n_started]))
-            n_started++;
-        for (int i = n_started; i < n_ranges; i++) run_fill_random(&ranges[i]);
-        run_fill_random(&ranges[0]);
-        for (int i = 1; i < n_started; i++) pthread_join(threads[i], NULL);
-    } else {
-        const bool is_norm = str_ends(str_c(binding->suffix), STR("norm.weight")) &&
-                             !model->shape.norm_offset;
-        for (int64_t i = 0; i < n_elements && is_norm; i++) data[i] = 0x3F80;
+    run_fill_range ranges[MOST];
+    pthread_t threads[MOST];
+    const int n_ranges = all.to < 1 << 18 ? 1 : MIN(os_n_cores(), MOST);
+    int n_started = 1;
+    for (int i = 0; i < n_ranges; i++) {
+        ranges[i] = all;
+        ranges[i].from = all.to * i / n_ranges;
+        ranges[i].to = all.to * (i + 1) / n_ranges;
     }
+    while (n_started < n_ranges &&
+           !pthread_create(&threads[n_started], NULL, run_fill_random, &ranges[n_started]))
+        n_started++;
+    for (int i = n_started; i < n_ranges; i++) run_fill_random(&ranges[i]);
+    run_fill_random(&ranges[0]);
+    for (int i = 1; i < n_started; i++) pthread_join(threads[i], NULL);
 }
 
-/* Makes the tensors of one layer. */
-static void run_dummy_layer(mf_model *model, int layer, char **end) {
-    const mf_owners owners = mf_make_layer(&model->config, layer, &model->weights.layers[layer],
-                                           &model->memory);
-    for (mf_cursor at = {&model->config, layer, 0, NULL}; mf_next(&at);)
-        for (int i = 0; i < mf_count_copies(&model->config, at.binding); i++)
-            run_dummy_tensor(model, at.binding, mf_tensor(&owners, at.binding->slot, i), end);
-    if (model->weights.layers[layer].parallel)
-        model->weights.layers[layer].mlp_norm = model->weights.layers[layer].attn_norm;
+typedef struct run_dummy { /* memory that is divided among the tensors */
+    char *memory;          /* NULL: only count the bytes */
+    size_t bytes;          /* taken so far */
+    float residual_gain;   /* of the matrices whose output is added to the residual stream */
+} run_dummy;
+
+/* Takes n bytes, at a multiple of 64. Returns NULL if the bytes are only counted. */
+static void *run_dummy_take(run_dummy *dummy, size_t n) {
+    void *taken = dummy->memory ? dummy->memory + dummy->bytes : NULL;
+    dummy->bytes += (n + 63) & ~(size_t)63;
+    return taken;
+}
+
+/* What random numbers of a format are: the bits of a code word, and their root mean square. e4m3
+ * has exponents -3 to 0, so there is no NaN; int4 is -8 .. 7 after the zero point. */
+static const struct run_dummy_format {
+    uint64_t keep_bits, set_bits;
+    double rms;
+} run_dummy_formats[] = {[TOKA_FP8] = {0x9F9F9F9F9F9F9F9F, 0x2020202020202020, 0.8446},
+                         [TOKA_INT4] = {UINT64_MAX, 0, 4.637},
+                         [TOKA_MXFP4] = {UINT64_MAX, 0, 2.926}};
+
+/* Makes the scales of a quantized matrix, all the same, and its zero points. */
+static void run_dummy_scales(run_dummy *dummy, const toka_tensor *tensor, toka_quant *quant,
+                             float gain) {
+    const size_t groups = ((size_t)quant->cols - 1) / (size_t)quant->block_cols + 1;
+    const size_t blocks = ((size_t)quant->rows - 1) / (size_t)quant->block_rows + 1;
+    const size_t n_scales = blocks * groups, n_zeros = ((size_t)quant->rows + 7) / 8 * groups;
+    const float scale =
+        (float)(gain / (run_dummy_formats[tensor->dtype].rms * sqrt(tensor->cols)));
+    const size_t size = toka_number_bytes(quant->scale_dtype);
+    char *scales = run_dummy_take(dummy, n_scales * size);
+    uint32_t *zeros = quant->zero ? run_dummy_take(dummy, 4 * n_zeros) : NULL;
+    if (!scales) return;
+    for (size_t i = 0; i < n_scales; i++) { /* bf16 is the upper half of a float */
+        if (size > 1) memcpy(scales + size * i, (const char *)&scale + 4 - size, size);
+        else scales[i] = (char)(127 + (int)lrint(log2((double)scale)));
+    }
+    quant->scale = scales;
+    if (!zeros) return;
+    for (size_t i = 0; i < n_zeros; i++) zeros[i] = 0x11111111u * (8u - (unsigned)quant->zero_add);
+    quant->zero = zeros;
+}
+
+/* Gives a tensor its numbers. gain: of a matrix, the magnitude of its output for an input of
+ * magnitude 1; 0: a vector of numbers 1 (is_one) or 0. */
+static void run_dummy_tensor(run_dummy *dummy, toka_tensor *tensor, float gain, bool is_one) {
+    toka_quant *quant = (toka_quant *)(uintptr_t)tensor->quant; /* of the model's arena */
+    const size_t rows = (size_t)tensor->rows, cols = (size_t)tensor->cols;
+    size_t bytes = rows * cols * sizeof(uint16_t);
+    if (quant && tensor->dtype == TOKA_INT4)
+        bytes = quant->packing == TOKA_PACK_AWQ ? cols * ((rows + 7) / 8) * 4
+                                                : rows * ((cols + 7) / 8) * 4;
+    else if (quant) bytes = rows * cols / (tensor->dtype == TOKA_FP8 ? 1 : 2);
+    const size_t stream = dummy->bytes >> 6;
+    char *data = run_dummy_take(dummy, bytes + 7);
+    if (quant) run_dummy_scales(dummy, tensor, quant, gain);
+    if (!data) return;
+    tensor->data = data;
+    run_fill_range all = {(uint64_t *)(void *)data, 0, (int64_t)((bytes + 7) / 8), stream,
+                          gain * sqrtf(3 / (float)cols), 0, 0};
+    if (quant) {
+        all.scale = 0;
+        all.keep_bits = run_dummy_formats[tensor->dtype].keep_bits;
+        all.set_bits = run_dummy_formats[tensor->dtype].set_bits;
+    }
+    if (gain != 0) run_fill_matrix(all);
+    for (size_t i = 0; is_one && i < cols; i++) ((uint16_t *)(void *)data)[i] = 0x3F80;
+}
+
+/* Makes the tensors of one layer; own: all of them. Else only the router, and the others get the
+ * numbers of `source`, a layer with the same shapes and formats. */
+static void run_dummy_layer(run_dummy *dummy, const mf_config *config, int i, toka_layer *layer,
+                            toka_layer *source) {
+    const mf_owners owners = mf_owners_of(layer), others = mf_owners_of(source ? source : layer);
+    for (mf_cursor at = {config, i, 0, NULL}; mf_next(&at);) {
+        const int slot = at.binding->slot;
+        const bool is_one = str_ends(str_c(at.binding->suffix), STR("norm.weight")) &&
+                            !config->shape.norm_offset;
+        const bool is_matrix = *mf_slots[slot].rows, is_added = *mf_slots[slot].rows == 'E';
+        const float gain = is_added ? dummy->residual_gain : is_matrix ? 1 : 0;
+        for (int copy = 0; copy < mf_count_copies(config, at.binding); copy++) {
+            toka_tensor *tensor = mf_tensor(&owners, slot, copy);
+            if (source && slot != MF_T_ROUTER) *tensor = *mf_tensor(&others, slot, copy);
+            else run_dummy_tensor(dummy, tensor, gain, is_one);
+        }
+    }
+    if (layer->parallel) layer->mlp_norm = layer->attn_norm;
 }
 
 /* Only the first layers, of about this many bytes, get random numbers of their own: more than any
@@ -37590,53 +37772,63 @@ static void run_dummy_layer(mf_model *model, int layer, char **end) {
  * ready in seconds. A device still keeps a separate copy of each layer. */
 enum { RUN_DUMMY_BYTES = 2000000000 };
 
-/* Gives a layer the numbers of an earlier layer of the same kind, one of the first n_own. */
-static void run_dummy_alias(mf_model *model, int layer, int n_own) {
-    toka_layer *to = &model->weights.layers[layer];
-    const mf_config *config = &model->config;
-    int source = layer % n_own;
-    while (source && (config->kind[source] ^ config->kind[layer]) & MF_LAYER_MOE) source--;
-    toka_layer fresh = {0};
-    mf_make_layer(config, layer, &fresh, &model->memory);
-    *to = model->weights.layers[source];
-    to->window = fresh.window;
-    to->rope = fresh.rope;
+/* Returns one of the first n_own layers that has the same shapes and formats; -1: there is none.
+ * Consecutive layers get different ones. */
+static int run_dummy_source(const toka_weights *weights, int n_own, int layer) {
+    const size_t bytes = toka_gpu_layer_bytes(&weights->layers[layer]);
+    for (int i = layer; i < layer + n_own; i++)
+        if (toka_gpu_layer_bytes(&weights->layers[i % n_own]) == bytes) return i % n_own;
+    return -1;
+}
+
+/* Makes all tensors, or counts their bytes. */
+static void run_dummy_model(run_dummy *dummy, mf_model *model, const int *source) {
+    toka_weights *weights = &model->weights;
+    const bool has_head = model->config.features & MF_LM_HEAD;
+    const bool by_token = has_head && model->config.moe.n_experts;
+    dummy->residual_gain = by_token ? 1 / sqrtf(2 * (float)model->shape.L) : 1;
+    run_dummy_tensor(dummy, &weights->embed, by_token ? sqrtf((float)model->shape.E) : 1, false);
+    run_dummy_tensor(dummy, &weights->norm, 0, !model->shape.norm_offset);
+    if (has_head) run_dummy_tensor(dummy, &weights->lm_head, 1, false);
+    else weights->lm_head = weights->embed;
+    for (int i = 0; i < model->shape.L; i++)
+        run_dummy_layer(dummy, &model->config, i, &weights->layers[i],
+                        source[i] < 0 ? NULL : &weights->layers[source[i]]);
 }
 
 /* Allocates and fills all weights of a model whose config and shape are set. The model owns the
  * memory. Returns TOKA_E_MEMORY if the weights do not fit into memory. */
 static int run_dummy_weights(mf_model *model, toka_err *e) {
     const int L = model->shape.L;
-    const mf_owners owners = {{[MF_OF_MODEL] = &model->weights}};
-    int n_own = 0; /* layers with numbers of their own */
-    size_t layers_bytes = 0, own_bytes = 0;
+    toka_weights *weights = &model->weights;
+    if (mf_shape_weights(&model->config, weights, &model->memory, e)) return e->code;
+    int *source = arena_alloc(&model->memory, (size_t)L * sizeof *source);
+    size_t own_bytes = 0;
+    int n_own = 0;
     model->n_parameters = mf_n_parameters(&model->config);
-    model->weight_bytes = (size_t)model->n_parameters * 2;
-    for (int layer = 0; layer < L; layer++) {
-        const size_t layer_bytes = (size_t)mf_layer_size(&model->config, layer) * 2;
-        if (own_bytes <= RUN_DUMMY_BYTES) own_bytes += layer_bytes, n_own++;
-        layers_bytes += layer_bytes;
+    model->weight_bytes = toka_gpu_matrix_bytes(&weights->embed);
+    if (model->config.features & MF_LM_HEAD)
+        model->weight_bytes += toka_gpu_matrix_bytes(&weights->lm_head);
+    for (int i = 0; i < L; i++) {
+        const size_t bytes = toka_gpu_layer_bytes(&weights->layers[i]);
+        source[i] = own_bytes > RUN_DUMMY_BYTES ? run_dummy_source(weights, n_own, i) : -1;
+        if (own_bytes <= RUN_DUMMY_BYTES) own_bytes += bytes, n_own++;
+        model->weight_bytes += bytes;
     }
-    const size_t n_tensors = (size_t)(MF_N_SLOTS + 6 * model->config.moe.n_experts);
-    const size_t pad = (size_t)(n_own + 1) * n_tensors * 64;
-    size_t bytes = model->weight_bytes - layers_bytes + own_bytes + pad;
-    char *end = MAP_FAILED;
+    run_dummy dummy = {0};
+    run_dummy_model(&dummy, model, source);
+    const size_t bytes = dummy.bytes;
+    char *memory = MAP_FAILED;
     if ((int64_t)bytes <= os_ram_bytes())
-        end = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
-                   -1, 0);
-    if (end == MAP_FAILED)
+        memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED)
         return fail(e, TOKA_E_MEMORY, "%s: %zu bytes of dummy weights do not fit", model->name,
                     bytes);
     model->maps = mem_alloc(sizeof *model->maps);
-    model->maps[model->n_maps++] = (str){end, bytes};
-    model->weights.layers = arena_zalloc(&model->memory, (size_t)L * sizeof *model->weights.layers);
-    for (const mf_binding *it = mf_model_names; it->suffix; it++)
-        run_dummy_tensor(model, it, mf_tensor(&owners, it->slot, 0), &end);
-    for (int layer = 0; layer < n_own; layer++) run_dummy_layer(model, layer, &end);
-    for (int layer = n_own; layer < L; layer++) run_dummy_alias(model, layer, n_own);
-    if (model->config.features & MF_LM_HEAD)
-        run_dummy_tensor(model, &mf_lm_head_name, &model->weights.lm_head, &end);
-    else model->weights.lm_head = model->weights.embed;
+    model->maps[model->n_maps++] = (str){memory, bytes};
+    dummy = (run_dummy){.memory = memory};
+    run_dummy_model(&dummy, model, source);
     return 0;
 }
 
@@ -38219,10 +38411,15 @@ static int run_bench_plan(bool as_json, atomic_int *interrupted, toka_err *e) {
  * step run one after another. An op takes the time of its arithmetic at the GPU's rate, or the time
  * of its memory traffic at the GPU's bandwidth, whichever is longer.
  *
- *     matrix products  2 FLOP per row and parameter; the rank's parameters are read once a step
- *     attention        4 H D FLOP per row and position that it attends to. K and V of a sequence's
- *                      output are read once per row. K and V of a prompt are read once for all of
- *                      its samples that run.
+ *     matrix products  2 FLOP per row and parameter; the rank's parameters are read once a step,
+ *                      in their format. FP8 matrices are multiplied at twice the rate of bf16 on
+ *                      GPUs that can (compute capability 8.9 and later); int4 and MXFP4 at that of
+ *                      bf16
+ *     experts          a row uses k of X. T rows use X (1 - (1 - k/X)^T) of them, if the choices
+ *                      are independent and uniform, and only these are read
+ *     attention        2 H (D + Dv) FLOP per row and position that it attends to (with MLA in its
+ *                      absorbed form). K and V of a sequence's output are read once per row. K and
+ *                      V of a prompt are read once for all of its samples that run.
  *     all-reduce       2 (tp-1)/tp of rows*E*2 bytes over the link, twice a layer and once after
  *                      the embedding. On Hopper, from TOKA_GPU_SCATTER_BYTES bytes on, half of a
  *                      layer's bytes are sent while the matrix products run.
@@ -38244,8 +38441,24 @@ enum {
 #define PLAN_LATENCY 40e-6        /* seconds of one all-reduce or send */
 #define PLAN_CONTEXT_BYTES 0x1p29 /* of a GPU's memory: in use before toka asks what is free */
 
+typedef struct plan_cost { /* of some matrices of a rank */
+    double bytes;          /* in their formats */
+    double flop, fp8_flop; /* of one row that uses all of them: bf16, int4 and MXFP4; FP8 */
+} plan_cost;
+
+typedef struct plan_costs { /* of a layer, or of all layers of a rank */
+    plan_cost dense, experts; /* what every row uses; all experts */
+} plan_costs;
+
+typedef struct plan_model { /* the model's shapes, and what has been computed from them */
+    toka_weights weights;   /* sizes and formats, without data */
+    arena memory;           /* of everything here */
+    plan_costs *costs[PLAN_MAX_GPUS + 1][PLAN_MAX_GPUS]; /* [tp][tp_rank] -> [L]; NULL: not yet */
+} plan_model;
+
 typedef struct plan_query { /* what `toka plan` was asked; plan_check checks all of it */
     const mf_config *model;
+    plan_model *shapes;        /* made by plan_open_model */
     const run_gpu *gpu;
     int n_gpus;                /* number of GPUs */
     double utilization;        /* share of a GPU's memory that may be used, 0 to 1 */
@@ -38263,7 +38476,7 @@ typedef struct plan_rank { /* one GPU of a replica */
     bool is_first_stage;                 /* it is in the first stage and has the embedding */
     bool is_last_stage;                  /* it is in the last stage and has the LM head */
     int64_t weight_bytes, scratch_bytes; /* as the GPU backend calculates them (toka.h) */
-    int64_t layer_bytes;                 /* the part of weight_bytes that all layers have */
+    plan_costs costs;                    /* of its layers */
     int64_t token_bytes;                 /* bytes of K and V of one token */
     int64_t kv_tokens;                   /* capacity of its KV cache; less than 1: no room for
                                           * any */
@@ -38315,6 +38528,72 @@ static int plan_check_layout(const toka_shape *shape, int tp, int pp, toka_err *
                                         tp, TOKA_GPU_MAX_TP);
 }
 
+/* Sets the query's model; plan_close_model frees it, also after an error. Returns 0 or an error
+ * code. */
+static int plan_open_model(plan_query *query, const mf_config *config, toka_err *e) {
+    query->model = config;
+    query->shapes = mem_zalloc(sizeof *query->shapes);
+    return mf_shape_weights(config, &query->shapes->weights, &query->shapes->memory, e);
+}
+static void plan_close_model(plan_query *query) {
+    if (query->shapes) arena_free(&query->shapes->memory);
+    free(query->shapes);
+    query->shapes = NULL;
+}
+
+static void plan_add_cost(plan_cost *sum, const plan_cost *cost) {
+    sum->bytes += cost->bytes;
+    sum->flop += cost->flop;
+    sum->fp8_flop += cost->fp8_flop;
+}
+
+static plan_costs plan_layer_costs(toka_layer *layer) {
+    plan_costs costs = {0};
+    const mf_owners owners = mf_owners_of(layer);
+    for (int slot = 0; slot < MF_N_SLOTS; slot++) {
+        const bool is_expert = mf_slots[slot].owner == MF_OF_EXPERT;
+        if (!owners.of[mf_slots[slot].owner] || !*mf_slots[slot].rows) continue;
+        for (int i = 0; i < (is_expert ? layer->moe->n_experts : 1); i++) {
+            const toka_tensor *matrix = mf_tensor(&owners, slot, i);
+            const double flop = 2.0 * matrix->rows * matrix->cols;
+            const bool is_fp8 = matrix->dtype == TOKA_FP8;
+            plan_add_cost(is_expert ? &costs.experts : &costs.dense,
+                          &(plan_cost){(double)toka_gpu_matrix_bytes(matrix), is_fp8 ? 0 : flop,
+                                       is_fp8 ? flop : 0});
+        }
+    }
+    return costs;
+}
+
+/* Returns the costs of each layer [L] on tensor rank tp_rank of tp; NULL if its matrices cannot be
+ * cut there. mf_split_tp must allow tp. */
+static const plan_costs *plan_rank_costs(const plan_query *query, int tp, int tp_rank,
+                                         toka_err *e) {
+    plan_model *shapes = query->shapes;
+    const int L = query->model->shape.L;
+    plan_costs *costs = shapes->costs[tp][tp_rank];
+    const mf_rank place = {tp_rank, tp, 0, 1};
+    mf_tp_ranges ranges = {0};
+    size_t last_bytes = 0;
+    if (costs) return costs;
+    if (mf_split_tp(&query->model->shape, tp_rank, tp, &ranges, e)) return NULL;
+    costs = arena_alloc(&shapes->memory, (size_t)L * sizeof *costs);
+    for (int i = 0; i < L; i++) {
+        toka_layer layer = shapes->weights.layers[i];
+        const size_t bytes = toka_gpu_layer_bytes(&layer);
+        arena memory = {0};
+        int code = 0;
+        if (bytes == last_bytes) costs[i] = costs[i - 1]; /* a layer like the one before it */
+        else if (!(code = mf_slice_layer(&query->model->shape, &ranges, &place, &layer, &memory,
+                                         e)))
+            costs[i] = plan_layer_costs(&layer);
+        last_bytes = bytes;
+        arena_free(&memory);
+        if (code) return NULL;
+    }
+    return shapes->costs[tp][tp_rank] = costs;
+}
+
 /* Returns 0 if these GPUs can run the model in tp ranks a stage and pp stages, else TOKA_E_USE.
  * What the start would refuse is no layout. */
 static int plan_check_split(const plan_query *query, int tp, int pp, toka_err *e) {
@@ -38323,40 +38602,10 @@ static int plan_check_split(const plan_query *query, int tp, int pp, toka_err *e
                     "tensor parallel size %d: tensor ranks need peer access (NVLink), which %s "
                     "mostly lack; stages and replicas do not need it",
                     tp, query->gpu->name);
-    return plan_check_layout(&query->model->shape, tp, pp, e);
-}
-
-/* Returns a layer whose tensors have sizes but no data. The arena has what it points to. */
-static toka_layer plan_layer_shapes(const mf_config *config, int i, arena *memory) {
-    toka_layer layer = {0};
-    const mf_owners owners = mf_make_layer(config, i, &layer, memory);
-    for (mf_cursor at = {config, i, 0, NULL}; mf_next(&at);)
-        for (int copy = 0; copy < mf_count_copies(config, at.binding); copy++) {
-            const mf_slot *slot = &mf_slots[at.binding->slot];
-            toka_tensor *tensor = mf_tensor(&owners, at.binding->slot, copy);
-            tensor->rows = mf_dim_product(config, slot->rows);
-            tensor->cols = mf_dim_product(config, slot->cols);
-        }
-    return layer;
-}
-
-/* Returns the bytes of a rank's layers, as a GPU has them. */
-static int64_t plan_layers_bytes(const mf_config *config, const mf_tp_ranges *ranges,
-                                 const mf_rank *place, mf_range layers) {
-    int64_t bytes = 0, of_kind[2] = {0}; /* of a layer without, with experts; 0: not known yet */
-    for (int i = 0; i < layers.count; i++) {
-        int64_t *layer_bytes = &of_kind[config->kind[layers.first + i] & MF_LAYER_MOE];
-        if (!*layer_bytes) {
-            arena memory = {0};
-            toka_layer layer = plan_layer_shapes(config, layers.first + i, &memory);
-            const int code = mf_slice_layer(&config->shape, ranges, place, &layer, &memory,
-                                            &(toka_err){0});
-            *layer_bytes = code ? 0 : (int64_t)toka_gpu_layer_bytes(&layer);
-            arena_free(&memory);
-        }
-        bytes += *layer_bytes;
-    }
-    return bytes;
+    if (plan_check_layout(&query->model->shape, tp, pp, e)) return e->code;
+    for (int i = 0; i < tp; i++)
+        if (!plan_rank_costs(query, tp, i, e)) return e->code;
+    return 0;
 }
 
 /* Returns rank tp_rank of tp in stage `stage` of pp. The layout must have passed
@@ -38375,14 +38624,18 @@ static plan_rank plan_make_rank(const plan_query *query, int tp, int pp, int sta
     shape->K = shard.K.count;
     shape->F = shard.F.count;
     shape->V = shard.V.count;
-    const mf_rank place = {tp_rank, tp, stage, pp};
+    const plan_costs *costs = plan_rank_costs(query, tp, tp_rank, &(toka_err){0});
+    assert(costs);
     toka_tensor head = {.rows = shape->V, .cols = shape->E};
     bool tied = !(query->model->features & MF_LM_HEAD);
     /* Embedding and LM head. If they are tied and on the same rank, they are one matrix. */
     int n_embeddings = rank.is_first_stage + rank.is_last_stage -
                        (rank.is_first_stage && rank.is_last_stage && tied);
-    rank.layer_bytes = plan_layers_bytes(query->model, &shard, &place, layers);
-    rank.weight_bytes = rank.layer_bytes +
+    for (int i = layers.first; i < layers.first + layers.count; i++) {
+        plan_add_cost(&rank.costs.dense, &costs[i].dense);
+        plan_add_cost(&rank.costs.experts, &costs[i].experts);
+    }
+    rank.weight_bytes = (int64_t)(rank.costs.dense.bytes + rank.costs.experts.bytes) +
                         (int64_t)toka_gpu_matrix_bytes(&head) * n_embeddings;
     /* For the model's own maximal length (shape->max_len, not query->max_len), as in eng_open. */
     rank.scratch_bytes = (int64_t)toka_gpu_scratch_bytes(shape, query->max_tokens) +
@@ -38425,7 +38678,8 @@ static void plan_add_attention(const plan_query *query, const plan_rank *rank,
         if (window < prompt) pairs = window * prompt - window * window / 2;
         own_rows = MIN(own_rows, window), prompt = MIN(prompt, window - own_rows);
     }
-    double flop = 4.0 * rank->shape.H * rank->shape.D, bytes = 4.0 * rank->shape.K * rank->shape.D;
+    const double flop = 2.0 * rank->shape.H * (rank->shape.D + toka_value_size(&rank->shape));
+    const double bytes = (double)rank->token_bytes / rank->shape.L;
     plan_add_op(query->gpu, flop * load->n_sampled * own_rows, bytes * load->n_sampled * own_rows,
                 times, &times->kv);
     plan_add_op(query->gpu, flop * load->n_sampled * prompt, bytes * running * prompt, times,
@@ -38434,15 +38688,29 @@ static void plan_add_attention(const plan_query *query, const plan_rank *rank,
                 bytes * load->n_prompts * query->input_len, times, &times->kv);
 }
 
+/* Returns the FLOP of a row in bf16 products that take the same time. */
+static double plan_bf16_flop(const run_gpu *gpu, const plan_cost *cost) {
+    return cost->flop + cost->fp8_flop / (gpu->arch >= 89 ? 2 : 1);
+}
+/* Returns the share of the experts that at least one of n_rows rows uses. */
+static double plan_touched(const toka_moe *moe, double n_rows) {
+    return moe->n_experts ? 1 - pow(1 - (double)moe->top_k / moe->n_experts, n_rows) : 0;
+}
+
 /* Returns the seconds of one rank in one step of the load. */
 static plan_time plan_rank_time(const plan_query *query, const plan_rank *rank, int tp,
                                 const plan_load *load) {
     const run_gpu *gpu = query->gpu;
     plan_time times = {0};
-    const double layers = (double)rank->layer_bytes;
-    double head = rank->is_last_stage ? 2.0 * rank->shape.V * rank->shape.E : 0;
-    /* A bf16 parameter is 2 bytes and costs 2 FLOP a row: bytes are also the FLOP of one row. */
-    plan_add_op(gpu, load->n_rows * layers, layers, &times, &times.weights);
+    const plan_cost *dense = &rank->costs.dense, *experts = &rank->costs.experts;
+    /* a bf16 parameter is 2 bytes and costs 2 FLOP a row */
+    const double head = rank->is_last_stage ? 2.0 * rank->shape.V * rank->shape.E : 0;
+    const toka_moe *moe = &query->model->moe;
+    const double used = moe->n_experts ? (double)moe->top_k / moe->n_experts : 0;
+    plan_add_op(gpu, load->n_rows * plan_bf16_flop(gpu, dense), dense->bytes, &times,
+                &times.weights);
+    plan_add_op(gpu, load->n_rows * used * plan_bf16_flop(gpu, experts),
+                experts->bytes * plan_touched(moe, load->n_rows), &times, &times.weights);
     plan_add_op(gpu, load->n_sampled * head, head, &times, &times.weights);
     for (int i = rank->first_layer; i < rank->first_layer + rank->shape.L; i++)
         plan_add_attention(query, rank, load, query->model->window[i], &times);
@@ -38687,6 +38955,37 @@ static int plan_find_model(const plan_options *options, mf_model **model, arena 
 
 /* ---- The answer: a table or JSON ---- */
 
+/* Returns the bytes of all weights on one GPU. */
+static int64_t plan_weight_bytes(const plan_query *query) {
+    return plan_make_rank(query, 1, 1, 0, 0).weight_bytes;
+}
+/* Returns the bytes of K and V of one token. */
+static int64_t plan_token_bytes(const plan_query *query) {
+    return plan_make_rank(query, 1, 1, 0, 0).token_bytes;
+}
+/* Returns the parameters that one token uses. */
+static int64_t plan_active_parameters(const plan_query *query) {
+    const toka_moe *moe = &query->model->moe;
+    const plan_cost all = plan_make_rank(query, 1, 1, 0, 0).costs.experts;
+    const double unused = moe->n_experts ? 1 - (double)moe->top_k / moe->n_experts : 0;
+    return mf_n_parameters(query->model) - (int64_t)(unused * (all.flop + all.fp8_flop) / 2);
+}
+
+/* Appends the formats of the layers' matrices: "FP8 and bf16". */
+static void plan_put_formats(const plan_query *query, buf *out) {
+    static const char *const names[] = {[TOKA_FP8] = "FP8", [TOKA_INT4] = "int4",
+                                        [TOKA_MXFP4] = "MXFP4"};
+    bool has[COUNT(names)] = {false};
+    for (int i = 0; i < query->model->shape.L; i++) {
+        const mf_owners owners = mf_owners_of(&query->shapes->weights.layers[i]);
+        for (int slot = 0; slot < MF_N_SLOTS; slot++)
+            if (owners.of[mf_slots[slot].owner]) has[mf_tensor(&owners, slot, 0)->dtype] = true;
+    }
+    for (int i = 0; i < COUNT(names); i++)
+        if (names[i] && has[i]) buf_printf(out, "%s and ", names[i]);
+    buf_c(out, "bf16");
+}
+
 /* Writes a number, at least 0, as 1,234,567. Returns text. */
 static const char *plan_format_int(int64_t number, char text[32]) {
     char digits[24];
@@ -38722,11 +39021,26 @@ static void plan_put_flags(const plan_options *options, const plan_layout *layou
         buf_printf(out, "%s--gpu-memory-utilization %g", out->n ? " " : "", options->utilization);
 }
 
-/* Appends a sentence: can this build of toka run on these GPUs? */
+/* Does the model have formats or kinds of layers beyond those of a dense Llama? */
+static bool plan_is_special(const mf_config *config) {
+    const unsigned plain = MF_QKV_BIAS | MF_O_BIAS | MF_QK_NORM | MF_LM_HEAD;
+    return config->quantization || config->moe.n_experts || config->features & ~plain ||
+           config->arch->norms != mf_norms || config->shape.embed_scale != 0;
+}
+
+/* Appends a sentence: can this build of toka run this model on these GPUs? */
 static void plan_put_support(const plan_query *query, buf *out) {
     const run_gpu *gpu = query->gpu;
+    const toka_backend *cuda = lib_find_backend("cuda");
+    toka_err e = {0};
     buf_printf(out, "toka %s ", TOKA_VERSION);
-    if (gpu->arch > 90)
+    if (!cuda && plan_is_special(query->model))
+        buf_c(out, "runs it on a GPU if the GPU half, which this build is without, has its formats "
+                   "and layers");
+    else if (cuda && cuda->supports &&
+             cuda->supports(&query->model->shape, &query->shapes->weights, &e))
+        buf_printf(out, "runs this model on the CPU only: %s", e.msg);
+    else if (gpu->arch > 90)
         buf_printf(out, "has no machine code for compute capability %d.%d: it cannot run on a %s",
                    gpu->arch / 10, gpu->arch % 10, gpu->name);
     else if (query->n_gpus > 1)
@@ -38735,8 +39049,7 @@ static void plan_put_support(const plan_query *query, buf *out) {
                    "was measured on");
     else
         buf_printf(out, "runs this%s",
-                   lib_find_backend("cuda") ? "" : ", built with the GPU half, which this build is "
-                                                   "without");
+                   cuda ? "" : ", built with the GPU half, which this build is without");
 }
 
 /* Appends what the table is about: model, GPUs, workload. */
@@ -38744,12 +39057,16 @@ static void plan_put_head(const plan_query *query, const char *name, buf *out) {
     char text1[32], text2[32];
     const run_gpu *gpu = query->gpu;
     const mf_config *config = query->model;
-    double parameters = (double)mf_n_parameters(config);
     int n_windowed = 0;
     for (int i = 0; i < config->shape.L; i++) n_windowed += config->window[i] > 0;
-    buf_printf(out, "%s: %.3g B parameters, %.3g GB as bf16; %s bytes of K and V a token", name,
-               1e-9 * parameters, 2e-9 * parameters,
-               plan_format_int(2 * toka_kv_elements(&config->shape), text1));
+    buf_printf(out, "%s: %.3g B parameters", name, 1e-9 * (double)mf_n_parameters(config));
+    if (config->moe.n_experts)
+        buf_printf(out, ", %.3g B of them for each token",
+                   1e-9 * (double)plan_active_parameters(query));
+    buf_printf(out, ", %.3g GB as ", 1e-9 * (double)plan_weight_bytes(query));
+    plan_put_formats(query, out);
+    buf_printf(out, "; %s bytes of K and V a token",
+               plan_format_int(plan_token_bytes(query), text1));
     if (n_windowed)
         buf_printf(out, ", to the end also in the %d layers with a window", n_windowed);
     buf_char(out, '\n');
@@ -38794,6 +39111,34 @@ static void plan_put_not_possible(const plan_query *query, bool as_json, buf *b)
         }
 }
 
+enum { PLAN_EXPERT_STEPS = 5 };
+static const int plan_expert_rows[PLAN_EXPERT_STEPS] = {1, 8, 64, 512, 4096};
+
+/* Returns the bytes of experts that a rank of a layout reads in a step of n_rows rows: the mean of
+ * its GPUs. It is the same where each tensor rank has a share of every expert, as in toka, and
+ * where each rank has some whole experts. */
+static double plan_expert_bytes(const plan_query *query, const plan_layout *layout, int n_rows) {
+    return plan_make_rank(query, 1, 1, 0, 0).costs.experts.bytes *
+           plan_touched(&query->model->moe, n_rows) / (layout->tp * layout->pp);
+}
+
+/* Appends what steps of some numbers of rows read of the experts. */
+static void plan_put_experts(const plan_query *query, const plan_layout *layout, buf *out) {
+    const toka_moe *moe = &query->model->moe;
+    if (!moe->n_experts) return;
+    buf_printf(out, "\n%-44s", "rows of a step");
+    for (int i = 0; i < PLAN_EXPERT_STEPS; i++) buf_printf(out, "%9d", plan_expert_rows[i]);
+    buf_printf(out, "\n%d of %d experts a row: used in a layer%*s", moe->top_k, moe->n_experts,
+               44 - snprintf(NULL, 0, "%d of %d experts a row: used in a layer", moe->top_k,
+                             moe->n_experts), "");
+    for (int i = 0; i < PLAN_EXPERT_STEPS; i++)
+        buf_printf(out, "%9.1f", moe->n_experts * plan_touched(moe, plan_expert_rows[i]));
+    buf_printf(out, "\n%-44s", "GB of experts that a GPU reads");
+    for (int i = 0; i < PLAN_EXPERT_STEPS; i++)
+        buf_printf(out, "%9.2f", 1e-9 * plan_expert_bytes(query, layout, plan_expert_rows[i]));
+    buf_char(out, '\n');
+}
+
 /* Appends the answer as text. layouts: [n_layouts], of which at least one fits. */
 static void plan_put_text(const plan_options *options, const plan_query *query, const char *name,
                           const plan_layout *layouts, int n_layouts, buf *out) {
@@ -38808,6 +39153,7 @@ static void plan_put_text(const plan_options *options, const plan_query *query, 
                "out tok/s", "all tok/s", "bound");
     for (int i = 0; i < n_layouts; i++) plan_put_table_row(&layouts[i], out);
     plan_put_not_possible(query, false, out);
+    plan_put_experts(query, plan_best_layout(layouts, n_layouts), out);
     plan_put_flags(options, plan_best_layout(layouts, n_layouts), &flags);
     buf_printf(out, "\nrecommended: %s\n", flags.n ? flags.p : "no flags, the defaults do");
     plan_put_support(query, out);
@@ -38853,6 +39199,22 @@ static void plan_put_json_layout(const plan_options *options, const plan_layout 
     buf_free(&flags);
 }
 
+static void plan_put_json_experts(const plan_query *query, const plan_layout *layout, buf *out) {
+    const toka_moe *moe = &query->model->moe;
+    json_put_key(out, "experts"), json_put_open(out, '[');
+    for (int i = 0; i < PLAN_EXPERT_STEPS && moe->n_experts; i++) {
+        const int n_rows = plan_expert_rows[i];
+        json_put_open(out, '{');
+        json_put_key(out, "rows"), json_put_int(out, n_rows);
+        json_put_key(out, "used"), json_put_num(out, moe->n_experts * plan_touched(moe, n_rows),
+                                                true);
+        json_put_key(out, "bytes_per_gpu"),
+            json_put_int(out, (int64_t)plan_expert_bytes(query, layout, n_rows));
+        json_put_close(out, '}');
+    }
+    json_put_close(out, ']');
+}
+
 /* Appends the answer as one JSON object. layouts: [n_layouts], of which at least one fits. */
 static void plan_put_json(const plan_options *options, const plan_query *query, const char *name,
                           const plan_layout *layouts, int n_layouts, buf *out) {
@@ -38869,16 +39231,20 @@ static void plan_put_json(const plan_options *options, const plan_query *query, 
         int64_t value;
     } sizes[] = {{"gpus", query->n_gpus},
                  {"n_parameters", mf_n_parameters(query->model)},
+                 {"n_active_parameters", plan_active_parameters(query)},
+                 {"weight_bytes", plan_weight_bytes(query)},
                  {"max_model_len", query->max_len},
                  {"max_num_seqs", query->max_seqs},
                  {"max_num_batched_tokens", query->max_tokens},
                  {"input_len", query->input_len},
                  {"output_len", query->output_len},
                  {"samples", query->n_samples}};
-    buf support = {0};
+    buf support = {0}, formats = {0};
     plan_put_support(query, &support);
+    plan_put_formats(query, &formats);
     json_put_open(out, '{');
     json_put_key(out, "model"), json_put_str(out, str_c(name));
+    json_put_key(out, "formats"), json_put_str(out, buf_view(&formats));
     for (int i = 0; i < COUNT(sizes); i++)
         json_put_key(out, sizes[i].name), json_put_int(out, sizes[i].value);
     json_put_key(out, "gpu_memory_utilization"), json_put_num(out, query->utilization, false);
@@ -38894,11 +39260,12 @@ static void plan_put_json(const plan_options *options, const plan_query *query, 
     json_put_key(out, "not_possible"), json_put_open(out, '[');
     plan_put_not_possible(query, true, out);
     json_put_close(out, ']');
+    plan_put_json_experts(query, plan_best_layout(layouts, n_layouts), out);
     json_put_key(out, "recommended"),
         plan_put_json_layout(options, plan_best_layout(layouts, n_layouts), out);
     json_put_key(out, "note"), json_put_str(out, buf_view(&support));
     json_put_close(out, '}'), buf_char(out, '\n');
-    buf_free(&support);
+    buf_free(&support), buf_free(&formats);
 }
 
 /* Appends the answer to *out, as a table or as one JSON object. If the model does not fit, returns
@@ -38911,6 +39278,7 @@ static int plan_answer(const plan_options *options, buf *out, toka_err *e) {
     const char *name = NULL;
     int must_hold = 0, n_layouts = 0,
         code = plan_find_model(options, &model, &lines, &query.model, &name, e);
+    if (!code) code = plan_open_model(&query, query.model, e);
     if (!code) code = plan_check(options, &query, &must_hold, e);
     if (!code) n_layouts = plan_layouts(&query, must_hold, layouts);
     if (!code && !plan_best_layout(layouts, n_layouts)) {
@@ -38924,12 +39292,13 @@ static int plan_answer(const plan_options *options, buf *out, toka_err *e) {
         code = fail(e, TOKA_E_USE,
                     "%s: %.3g GB of weights and a sequence of %d tokens do not fit on %d x %s, "
                     "however they are split; %s",
-                    name, 2e-9 * (double)mf_n_parameters(query.model), must_hold, query.n_gpus,
+                    name, 1e-9 * (double)plan_weight_bytes(&query), must_hold, query.n_gpus,
                     query.gpu->name, hint);
     }
     if (!code)
         (options->json ? plan_put_json
                        : plan_put_text)(options, &query, name, layouts, n_layouts, out);
+    plan_close_model(&query);
     mf_close(model), arena_free(&lines);
     return code;
 }
@@ -44331,6 +44700,25 @@ static int cli_score(const cli *flags, toka_err *e) {
     return code;
 }
 
+/* Appends a model's row: parameters, bytes and formats of its weights, and bytes of K and V a
+ * token, as bf16. */
+static int cli_put_known_model(const mf_known_model *known, const char *where, buf *out,
+                               toka_err *e) {
+    plan_query query = {.gpu = run_gpus};
+    buf formats = {0};
+    int code = plan_open_model(&query, &known->config, e);
+    if (!code) {
+        plan_put_formats(&query, &formats);
+        buf_printf(out, "%-33s %-49s %7.2f B  %8.2f  %-15s %8lld  %-11s %s\n", known->name,
+                   known->hub_id, 1e-9 * (double)mf_n_parameters(&known->config),
+                   1e-9 * (double)plan_weight_bytes(&query), buf_view(&formats).p,
+                   (long long)plan_token_bytes(&query), known->family, where);
+    }
+    buf_free(&formats);
+    plan_close_model(&query);
+    return code;
+}
+
 /* Prints the table of known models and whether the hub cache of this machine has them. */
 static int cli_models(const cli *flags, toka_err *e) {
     arena memory = {0};
@@ -44346,10 +44734,9 @@ static int cli_models(const cli *flags, toka_err *e) {
                                 ? ""
                                 : "in the hub cache";
         if (!i)
-            buf_printf(&out, "%-28s %-44s %9s  %-8s %s\n", "name", "hub id", "weights", "template",
-                       "here");
-        buf_printf(&out, "%-28s %-44s %7.2f B  %-8s %s\n", known[i].name, known[i].hub_id,
-                   1e-9 * (double)mf_n_parameters(&known[i].config), known[i].family, where);
+            buf_printf(&out, "%-33s %-49s %9s  %8s  %-15s %8s  %-11s %s\n", "name", "hub id",
+                       "weights", "GB", "as", "KV bytes", "template", "here");
+        if (!code) code = cli_put_known_model(&known[i], where, &out, e);
     }
     if (!code) code = cli_write(buf_view(&out), e);
     arena_free(&memory), buf_free(&out);

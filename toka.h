@@ -587,6 +587,10 @@ typedef struct toka_tensor { /* a weight, or a slice of one, in the mapped file;
     int row0, row_step, col0;
 } toka_tensor;
 
+/* Returns the bytes of one number of a type of scales. */
+static inline size_t toka_number_bytes(toka_dtype dtype) {
+    return dtype == TOKA_E8M0 ? 1 : dtype == TOKA_F32 ? 4 : 2;
+}
 /* Returns whether a device that knows only BF16, F16 and F32 can read the tensor. */
 static inline bool toka_is_plain(const toka_tensor *t) { return t->dtype <= TOKA_F32; }
 
@@ -698,6 +702,8 @@ enum { TOKA_ID_BLOCK = 256 }; /* ids of an id block, to which the random words o
 
 typedef struct toka_shape { /* of one rank. A field that says 0 is off at 0 */
     int L, H, K, D, E, F, V; /* F: the widest MLP */
+    int64_t layer_work;     /* multiply-adds of one token in the matrices of a layer, the mean of
+                               the whole model's layers; 0: those of attention and an MLP */
     int v0, V_all;          /* the rank has the ids v0 .. v0+V-1 of the V_all ids. v0 is a multiple
                                of TOKA_ID_BLOCK if V_all >= tp_size * TOKA_ID_BLOCK; else any
                                number */
@@ -720,6 +726,11 @@ typedef struct toka_shape { /* of one rank. A field that says 0 is off at 0 */
 
 static inline int toka_value_size(const toka_shape *shape) {
     return shape->Dv ? shape->Dv : shape->D;
+}
+/* Returns layer_work, also where it is 0. */
+static inline int64_t toka_layer_work(const toka_shape *shape) {
+    const int64_t heads = 2 * ((int64_t)shape->H + shape->K) * shape->D;
+    return shape->layer_work ? shape->layer_work : shape->E * (heads + 3 * (int64_t)shape->F);
 }
 /* Returns the elements of K and V that one token has in all layers of the rank. */
 static inline int64_t toka_kv_elements(const toka_shape *shape) {
@@ -1225,10 +1236,17 @@ enum {
     TOKA_GPU_DEFAULT_SEQS = 8192    /* max_num_seqs */
 };
 
-/* Returns the bytes of a matrix on the device: bf16, rows and columns rounded up to 8. An absent
- * matrix has 0. */
+/* Returns the bytes of a matrix on the device, rows and columns rounded up to 8: bf16, or the
+ * numbers of its format, packed by rows, with scales and zero points. An absent matrix has 0. */
 static inline size_t toka_gpu_matrix_bytes(const toka_tensor *t) {
-    return ((size_t)t->rows + 7) / 8 * 8 * (((size_t)t->cols + 7) / 8 * 8) * 2;
+    const size_t rows = ((size_t)t->rows + 7) / 8 * 8, cols = ((size_t)t->cols + 7) / 8 * 8;
+    const toka_quant *quant = t->quant;
+    if (!quant || !rows) return rows * cols * 2;
+    const size_t row_blocks = ((size_t)t->rows - 1) / (size_t)quant->block_rows + 1;
+    const size_t groups = ((size_t)t->cols - 1) / (size_t)quant->block_cols + 1;
+    return rows * cols / (t->dtype == TOKA_FP8 ? 1 : 2) +
+           row_blocks * groups * toka_number_bytes(quant->scale_dtype) +
+           (quant->zero ? rows / 2 * groups : 0);
 }
 static inline size_t toka_gpu_mlp_bytes(const toka_mlp *m) {
     return toka_gpu_matrix_bytes(&m->gate) + toka_gpu_matrix_bytes(&m->up) +

@@ -107,6 +107,40 @@ def test_dummy_weights(tmp_path):
     assert "models.txt" in err
 
 
+CONFIG = {"num_hidden_layers": 3, "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
+          "intermediate_size": 512, "vocab_size": 1000, "max_position_embeddings": 512}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+MLA = {"head_dim": None, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "n_routed_experts": 16,
+       "moe_intermediate_size": 128, "n_shared_experts": 1, "num_experts_per_tok": 4, "first_k_dense_replace": 1}
+FAMILIES = [  # architecture, other fields of config.json
+    ("Phi3ForCausalLM", {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}),
+    ("Gemma2ForCausalLM", {"quantization_config": FP8}), ("Gemma3ForCausalLM", {}), ("Olmo2ForCausalLM", {}), ("Olmo3ForCausalLM", {}),
+    ("SmolLM3ForCausalLM", {}), ("GraniteForCausalLM", {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 64}}),
+    ("Glm4ForCausalLM", {}), ("Cohere2ForCausalLM", {}),
+    ("Glm4MoeForCausalLM", {**MLA, "head_dim": 32}), ("DeepseekV2ForCausalLM", {**MLA, "q_lora_rank": None}),
+    ("DeepseekV3ForCausalLM", {**MLA, "q_lora_rank": 128, "n_group": 4, "topk_group": 2, "quantization_config": FP8}),
+    ("MixtralForCausalLM", {"num_local_experts": 8}), ("Qwen2MoeForCausalLM", {"shared_expert_intermediate_size": 256}),
+    ("Qwen3MoeForCausalLM", {"quantization_config": FP8}), ("OlmoeForCausalLM", {}),
+    ("GptOssForCausalLM", {"num_local_experts": 32, "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": [
+        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]}})]
+
+
+def test_dummy_weights_of_every_family(tmp_path):
+    """Each architecture runs without a file; some in a format in which they are published."""
+    models = tmp_path / "models.txt"
+    models.write_text("".join(f"m{i} a/m{i} - {json.dumps({'architectures': [arch], **CONFIG, **more})}\n"
+                              for i, (arch, more) in enumerate(FAMILIES)))
+    d = dataset(tmp_path, [{"prompt_token_ids": ids(40), "output_lengths": [20] * 3}])
+    for i, (arch, _) in enumerate(FAMILIES):
+        v = json.loads(bench("throughput", "-m", f"m{i}", "--models-file", str(models), "--dummy-weights", "--device", "cpu", "--dataset", d,
+                             "--json")[0])
+        assert v["total_output_tokens"] == 60, arch
+    with open(os.path.join(ROOT, "toka.c")) as f:  # no architecture of the table is left out
+        names = set(re.findall(r'\.name = "(\w+ForCausalLM)"', f.read()))
+    assert names - {arch for arch, _ in FAMILIES} <= {"LlamaForCausalLM", "MistralForCausalLM", "MinistralForCausalLM", "Qwen2ForCausalLM",
+                                                      "Qwen3ForCausalLM"}
+
+
 def test_refused(tmp_path):
     for line in ({"prompt_token_ids": [1]}, {"output_lengths": [1]}, {"prompt_token_ids": [1], "output_lengths": [0]},
                  {"prompt_token_ids": [1], "output_lengths": [2000]}, {"prompt_token_ids": [], "output_lengths": [1]},

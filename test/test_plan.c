@@ -15,11 +15,15 @@ static plan_fixture plan_fixture_open(const char *model, const char *gpu) {
     const mf_known_model *found = NULL;
     int must_hold, n;
     CHECK(!mf_read_models_file("models.txt", &f.a, &f.known, &f.n, &e) && !run_find_model("models.txt", model, &f.a, &found, &n, &e) && found && n == f.n);
-    f.query.model = &found->config;
+    CHECK_MSG(!plan_open_model(&f.query, &found->config, &e), "%s: %s", model, e.msg);
     plan_options o = {.gpu = gpu, .n_gpus = 1, .input_len = 715, .output_len = 150, .n_samples = 1};
     CHECK_MSG(!plan_check(&o, &f.query, &must_hold, &e) && must_hold == 865, "%s", e.msg);
     return f;
 }
+
+static void plan_fixture_close(plan_fixture *f) { plan_close_model(&f->query), arena_free(&f->a); }
+
+static bool plan_near(double x, double want, double share) { return fabs(x - want) <= share * want; }
 
 /* Elements of the norms and biases: plan leaves them out, as the backend does. */
 static int64_t plan_vectors(const mf_config *c) {
@@ -40,7 +44,7 @@ static void plan_test_memory(void) {
      * floats, 1.5 GiB */
     CHECK(p.scratch_bytes == 8448 * (19456 * 2 + 32 * 65 * 4) + 131072 * 32 * 8 + 1610612736);
     CHECK(p.kv_tokens == ((int64_t)(0.9 * (139.8 * 0x1p30 - 0x1p29)) - p.weight_bytes - p.scratch_bytes) / 32768);
-    arena_free(&f.a);
+    plan_fixture_close(&f);
 
     /* by its hub id; the LM head is not tied */
     f = plan_fixture_open("meta-llama/Llama-3.1-8B", "h200");
@@ -49,7 +53,7 @@ static void plan_test_memory(void) {
     /* half of each: 32 * (2048*4096 * 2 + 2*512*4096 + 3*7168*4096) + 2 * 64256*4096; 64256 ids are
      * 251 of 501 blocks */
     CHECK(p.shape.H == 16 && p.shape.K == 4 && p.shape.F == 7168 && p.shape.V == 64256 && p.weight_bytes == 8032092160 && p.token_bytes == 65536);
-    arena_free(&f.a);
+    plan_fixture_close(&f);
 
     f = plan_fixture_open("llama-3.1-70b", "H200");
     CHECK(plan_make_rank(&f.query, 1, 1, 0, 0).weight_bytes == 141104775168);
@@ -64,14 +68,102 @@ static void plan_test_memory(void) {
     CHECK(p.shape.H == 8 && p.shape.K == 1 && p.weight_bytes == 141104775168 / 8 + 2 * 2 * 96 * 8192 && p.token_bytes == 327680 / 8);
     p = plan_make_rank(&f.query, 16, 1, 0, 3); /* 8 kv heads on 16 ranks */
     CHECK(p.shape.H == 4 && p.shape.K == 1 && p.token_bytes == 327680 / 8);
-    arena_free(&f.a);
+    plan_fixture_close(&f);
 
     f = plan_fixture_open("qwen2.5-0.5b", "L4"); /* 14 query heads, 2 kv heads */
     p = plan_make_rank(&f.query, 14, 1, 0, 0);
     /* F is 347, padded to 352; V is 42 of 594 blocks: 24 * (64*896 * 2 + 2*64*896 + 3*352*896) +
      * 10752*896 */
     CHECK(p.shape.H == 1 && p.shape.K == 1 && p.shape.F == 347 && p.shape.V == 10752 && p.weight_bytes == 75694080);
-    arena_free(&f.a);
+    plan_fixture_close(&f);
+}
+
+/* K and V, weights and active parameters as the models' papers and capacity notes have them. */
+static void plan_test_known(void) {
+    static const struct {
+        const char *name;
+        int64_t kv, bytes, active; /* 0: not checked */
+    } cases[] = {
+        {"llama-2-7b", 524288, 2 * 6738149376, 0}, {"llama-2-13b", 819200, 0, 0}, {"llama-2-70b", 327680, 0, 0},
+        {"mistral-7b-v0.1", 131072, 0, 0}, {"llama-3-8b", 131072, 0, 0}, {"llama-3-70b", 327680, 0, 0},
+        {"llama-3.1-405b", 516096, 811702550528, 405853388800},
+        /* experts: 128 x 3 x 2048 x 768 of 8 bits and a float for each 128 x 128; attention likewise; the router, the
+         * embedding and the LM head 16 bits */
+        {"qwen3-30b-a3b-fp8", 98304, 48 * ((3 * 128LL * 2048 * 768 + 2048 * 4096 * 2 + 2 * 2048 * 512) / 16384 * 16388 +
+                                           2 * 128 * 2048) + 4LL * 151936 * 2048, 0},
+        /* experts: 17 bytes for 32 numbers */
+        {"gpt-oss-20b", 49152, 24 * (32LL * 3 * 2880 * 2880 / 32 * 17 + 2 * (2LL * 2880 * 4096 + 2 * 512 * 2880 + 32 * 2880)) +
+                                   4LL * 201088 * 2880, 0},
+        {"gpt-oss-120b", 73728, 0, 0},
+        /* AWQ: 4 bits a number, 2 bytes of scale and half a byte of zero point for each 128 */
+        {"qwen3-8b-awq", 147456, 36LL * (2LL * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 12288 * 4096) / 256 * 133 + 4LL * 151936 * 4096, 0},
+        {"qwen3-30b-a3b", 98304, 0, 30532122624 - 48LL * 120 * 3 * 2048 * 768},
+        {"mixtral-8x7b", 131072, 0, 12879925248}, {"deepseek-v3", 132736, 0, 0}};
+    toka_err e = {0};
+    for (int i = 0; i < COUNT(cases); i++) {
+        plan_fixture f = plan_fixture_open(cases[i].name, "H100");
+        const int64_t kv = plan_token_bytes(&f.query), bytes = plan_weight_bytes(&f.query), active = plan_active_parameters(&f.query);
+        CHECK_MSG(kv == cases[i].kv, "%s: %lld", cases[i].name, (long long)kv);
+        CHECK_MSG(!cases[i].bytes || llabs(bytes - cases[i].bytes) < bytes / 100000, "%s: %lld of %lld", cases[i].name,
+                  (long long)bytes, (long long)cases[i].bytes);
+        CHECK_MSG(!cases[i].active || active == cases[i].active, "%s: %lld", cases[i].name, (long long)active);
+        plan_fixture_close(&f);
+    }
+    /* of the FP8 form of 405B the first and the last layer are bf16, and so is attention */
+    plan_fixture f = plan_fixture_open("llama-3.1-405b-instruct-fp8", "H200");
+    const double mlp = 3.0 * 53248 * 16384, all = 2.0 * 405853388800;
+    CHECK(fabs((double)plan_weight_bytes(&f.query) - (all - 124 * mlp)) < 1e-3 * all);
+    /* tensor ranks cut each expert: MXFP4 in blocks of 32 columns, so 4 ranks of 720 columns are not possible */
+    plan_fixture gpt = plan_fixture_open("gpt-oss-120b", "H200");
+    CHECK(plan_check_split(&gpt.query, 4, 1, &e) == TOKA_E_USE && strstr(e.msg, "720 of 2880"));
+    CHECK(!plan_check_split(&gpt.query, 2, 1, &e));
+    const plan_cost whole = plan_make_rank(&gpt.query, 1, 1, 0, 0).costs.experts, half = plan_make_rank(&gpt.query, 2, 1, 0, 1).costs.experts;
+    CHECK(half.bytes == whole.bytes / 2 && half.flop == whole.flop / 2 && whole.fp8_flop == 0);
+    plan_fixture_close(&f), plan_fixture_close(&gpt);
+}
+
+/* How many experts T rows use, by drawing; and a step's time by hand. */
+static void plan_test_experts(void) {
+    plan_fixture f = plan_fixture_open("qwen3-30b-a3b-fp8", "H200");
+    const toka_moe *moe = &f.query.model->moe;
+    uint64_t seed = 3;
+    for (int rows = 1; rows <= 256; rows *= 4) {
+        double used = 0;
+        for (int round = 0; round < 300; round++) {
+            bool seen[128] = {false};
+            for (int row = 0; row < rows; row++) { /* 8 different ones */
+                bool own[128] = {false};
+                for (int k = 0; k < 8;) {
+                    const int x = (int)(hash_mix(seed++) % 128);
+                    k += !own[x], own[x] = seen[x] = true;
+                }
+            }
+            for (int x = 0; x < 128; x++) used += seen[x] / 300.0;
+        }
+        CHECK_MSG(plan_near(128 * plan_touched(moe, rows), used, 0.02), "%d rows: %g, drawn %g", rows, 128 * plan_touched(moe, rows), used);
+    }
+    /* one row: dense matrices, an eighth of a half of the experts, and K and V at 4.1 TB/s */
+    f.query.max_seqs = 1, f.query.input_len = 715, f.query.output_len = 150;
+    const plan_rank p = plan_make_rank(&f.query, 1, 1, 0, 0);
+    const double read = p.costs.dense.bytes + p.costs.experts.bytes / 16 + 2.0 * 151936 * 2048 + 790 * 98304.0;
+    CHECK(plan_near(plan_make_layout(&f.query, 1, 1, 1, 865).decode.step_s, read / 4.1e12, 1e-6));
+    /* many rows: 8 of 128 experts a row; FP8 products at twice the rate, on an A100 at that of bf16 */
+    plan_load l = {8192, 0, 0};
+    const double flop = 8192 * (p.costs.dense.flop + (p.costs.dense.fp8_flop + p.costs.experts.fp8_flop / 16) / 2);
+    CHECK(plan_near(plan_rank_time(&f.query, &p, 1, &l).tensor, flop / 790e12, 1e-6));
+    toka_err e;
+    CHECK(!plan_find_gpu("A100-80G", &f.query.gpu, &e));
+    CHECK(plan_near(plan_rank_time(&f.query, &p, 1, &l).tensor,
+                    8192 * (p.costs.dense.flop + p.costs.dense.fp8_flop + p.costs.experts.fp8_flop / 16) / 312e12, 1e-6));
+    plan_fixture_close(&f);
+    /* stages: a layer's work counts the experts that a token uses, not all and not the widest */
+    f = plan_fixture_open("mixtral-8x7b", "H200");
+    CHECK(f.query.model->shape.layer_work == 4096 * (2 * 4096 + 2 * 1024 + 8) + 2 * 3LL * 4096 * 14336);
+    plan_fixture_close(&f);
+    f = plan_fixture_open("deepseek-v2-lite", "H200"); /* 1 dense layer of 27 */
+    const int64_t mla = 2048LL * (16 * 192 + 576) + 512 * 16 * 256 + 2048 * 2048, expert = 3LL * 2048 * 1408;
+    CHECK(f.query.model->shape.layer_work == mla + (3LL * 2048 * 10944 + 26 * (8 * expert + 64 * 2048)) / 27);
+    plan_fixture_close(&f);
 }
 
 static void plan_test_allowed(void) {
@@ -112,26 +204,36 @@ static void plan_test_properties(void) {
     plan_fixture f = plan_fixture_open("llama-3.1-8b", "H100");
     toka_err e;
     for (int m = 0; m < f.n; m++) {
-        f.query.model = &f.known[m].config, f.query.max_len = f.query.model->shape.max_len;
-        int64_t whole = 2 * (mf_n_parameters(f.query.model) - plan_vectors(f.query.model)), by_tp = 0, by_pp = 0;
+        plan_close_model(&f.query);
+        CHECK_MSG(!plan_open_model(&f.query, &f.known[m].config, &e), "%s: %s", f.known[m].name, e.msg);
+        f.query.max_len = f.query.model->shape.max_len;
+        int64_t whole = plan_weight_bytes(&f.query), by_tp = 0, by_pp = 0;
+        /* plain numbers: two bytes a parameter. Rows are padded to 8: of the vocabulary, of routers, and of the gate
+         * of a shared expert, which has one */
+        const mf_config *c = f.query.model;
+        const int64_t odd = (int64_t)c->shape.E * ((8 - c->shape.V % 8) % 8 * (c->features & MF_LM_HEAD ? 2 : 1) +
+                                                   ((8 - c->moe.n_experts % 8) % 8 + (c->features & MF_SHARED_GATED ? 7 : 0)) * c->shape.L);
+        if (!f.query.model->quantization)
+            CHECK_MSG(whole == 2 * (mf_n_parameters(c) - plan_vectors(c) + odd), "%s", f.known[m].name);
         for (int n = 1; n <= 32; n++) {
             for (int pp = 1; pp <= n; pp++)
-                if (n % pp == 0 && !plan_check_layout(&f.query.model->shape, n / pp, pp,
-                    &e)) plan_check_complete(&f.query, n / pp, pp, whole);
+                if (n % pp == 0 && !plan_check_split(&f.query, n / pp, pp, &e)) plan_check_complete(&f.query, n / pp, pp, whole);
             /* more GPUs for a replica, as stages or as tensor ranks, never hold fewer tokens */
             for (int pp = 0; pp < 2; pp++) {
-                if (plan_check_layout(&f.query.model->shape, pp ? 1 : n, pp ? n : 1, &e)) continue;
+                if (plan_check_split(&f.query, pp ? 1 : n, pp ? n : 1, &e)) continue;
                 plan_layout s = plan_make_layout(&f.query, pp ? 1 : n, pp ? n : 1, 1, 865);
                 CHECK_MSG(s.kv_tokens >= (pp ? by_pp : by_tp), "%s: %d", f.known[m].name, n);
                 *(pp ? &by_pp : &by_tp) = s.kv_tokens;
             }
             /* more replicas: everything grows in proportion */
-            plan_layout one = plan_make_layout(&f.query, 1, 1, 1, 865), more = plan_make_layout(&f.query, 1, 1, n, 865);
+            plan_layout one = plan_make_layout(&f.query, 1, 1, 1, 865);
+            if (!one.fits) continue;
+            plan_layout more = plan_make_layout(&f.query, 1, 1, n, 865);
             CHECK(more.kv_tokens == n * one.kv_tokens && more.workload.n_running == n * one.workload.n_running);
             CHECK(fabs(more.workload.output_rate - n * one.workload.output_rate) <= 1e-9 * more.workload.output_rate && more.decode.output_rate >= one.decode.output_rate);
         }
     }
-    arena_free(&f.a);
+    plan_fixture_close(&f);
 }
 
 /* The engine sizes its cache by the same rule. */
@@ -145,10 +247,9 @@ static void plan_test_engine(void) {
         int64_t free_bytes = (int64_t)(0.9 * (f.query.gpu->memory - PLAN_CONTEXT_BYTES)) - p.weight_bytes - p.scratch_bytes;
         CHECK(p.kv_tokens == eng_kv_tokens(&whole, 0, &(sched_config){.B = be.page_tok, .max_seqs = seqs}, &be, free_bytes));
     }
-    arena_free(&f.a);
+    plan_fixture_close(&f);
 }
 
-static bool plan_near(double x, double want, double share) { return fabs(x - want) <= share * want; }
 
 static void plan_test_time(void) {
     plan_fixture f = plan_fixture_open("llama-3.2-1b", "H200");
@@ -172,7 +273,7 @@ static void plan_test_time(void) {
     /* with two stages it passes through both in turn, so only one of them works in a step */
     plan_layout two = plan_make_layout(&f.query, 1, 2, 1, 865);
     CHECK(two.decode.step_s > s.decode.step_s && two.decode.step_s < 1.5 * s.decode.step_s && two.decode.n_running == 1);
-    arena_free(&f.a);
+    plan_fixture_close(&f);
 
     f = plan_fixture_open("mistral-7b-v0.1", "H200"); /* a window of 4,096 */
     f.query.input_len = 20000, f.query.output_len = 2000, f.query.max_seqs = 8;
@@ -182,7 +283,7 @@ static void plan_test_time(void) {
     CHECK(plan_near(t.kv, 8 * 4096 * 131072.0 / 4.1e12, 1e-6));
     l.n_prompts = 1, t = plan_rank_time(&f.query, &p, 1, &l); /* pairs: 4096 * 20000 - 4096^2 / 2 */
     CHECK(plan_near(t.tensor, 4.0 * 4096 * (4096 * 20000.0 - 4096 * 2048) * 32 / 790e12, 1e-6));
-    arena_free(&f.a);
+    plan_fixture_close(&f);
 
     /* all-reduces over tensor ranks: with many rows half of those of a layer run concurrently with
      * the GEMMs */
@@ -194,11 +295,11 @@ static void plan_test_time(void) {
     CHECK(plan_near(t.link + t.send, 33 * plan_all_reduce_s(f.query.gpu, 2, 4096 * 4096.0), 1e-6));
     l = (plan_load){1023, 1023, 0}, t = plan_rank_time(&f.query, &p, 2, &l); /* less than 4 MB */
     CHECK(t.send == 0 && plan_near(t.link, 33 * plan_all_reduce_s(f.query.gpu, 2, 1023 * 4096.0), 1e-6));
-    arena_free(&f.a);
+    plan_fixture_close(&f);
     f = plan_fixture_open("llama-3.2-1b", "A100-80G"); /* not a Hopper GPU */
     p = plan_make_rank(&f.query, 2, 1, 0, 0), l = (plan_load){4096, 4096, 0}, t = plan_rank_time(&f.query, &p, 2, &l);
     CHECK(t.send == 0);
-    arena_free(&f.a);
+    plan_fixture_close(&f);
 
     /* little memory for KV is left beside the weights, so the batch is small */
     f = plan_fixture_open("llama-3.1-70b", "L40S");
@@ -206,7 +307,7 @@ static void plan_test_time(void) {
     CHECK(!strcmp(s.decode.bound, "KV capacity") && s.decode.n_running < 1000);
     s = plan_make_layout(&f.query, 8, 1, 1, 865); /* connected by PCIe */
     CHECK(!strcmp(s.workload.bound, "link"));
-    arena_free(&f.a);
+    plan_fixture_close(&f);
 }
 
 /* Compared with measurements: NCCL on 8 and 2 H200 (8192 bf16 a token), and a run of many samples
@@ -219,14 +320,14 @@ static void plan_test_measured(void) {
         CHECK_MSG(plan_near(found, us[i / 5][i % 5], 0.2), "%g tokens: %g us", tokens[i % 5], found);
     }
     CHECK(plan_near(1e6 * plan_send_s(f.query.gpu, 1024 * 16384), 84, 0.2));
-    arena_free(&f.a);
+    plan_fixture_close(&f);
     f = plan_fixture_open("llama-3.2-1b", "H100");
     f.query.n_samples = 96, f.query.max_seqs = 8192;
     plan_layout s = plan_make_layout(&f.query, 1, 1, 1, 865);
     CHECK_MSG(s.workload.output_rate > 128891 && s.workload.output_rate < 2 * 128891, "%g", s.workload.output_rate);
     f.query.max_seqs = 4096;
     CHECK(plan_make_layout(&f.query, 1, 1, 1, 865).workload.output_rate > 123617);
-    arena_free(&f.a);
+    plan_fixture_close(&f);
 }
 
 /* The search for splits, the choice, and the smallest number of GPUs. */
@@ -251,15 +352,16 @@ static void plan_test_choice(void) {
     CHECK(best && best->fits && best->pp == 8);
     CHECK(plan_check_split(&pcie.query, 2, 4, &e) == TOKA_E_USE && strstr(e.msg, "tensor parallel size 2: ") && strstr(e.msg, "L40S"));
     CHECK(!plan_check_split(&pcie.query, 1, 8, &e) && !plan_check_split(&f.query, 2, 4, &e));
-    arena_free(&pcie.a);
+    plan_fixture_close(&pcie);
     /* 2 x (0.9 * 78.6 GiB - 2.4 GB) are 147 GB: the weights fit with a little KV, the full context
      * length does not */
     f.query.n_gpus = 2;
     CHECK(plan_best_layout(s, plan_layouts(&f.query, 865, s)) && !plan_best_layout(s, plan_layouts(&f.query, 131072, s)));
     CHECK(plan_min_gpus(f.query, 865) == 2 && plan_min_gpus(f.query, 131072) == 3 && f.query.n_gpus == 2);
-    f.query.n_gpus = 60, f.query.model = &f.known[0].config;
+    f.query.n_gpus = 60;
+    plan_close_model(&f.query), plan_open_model(&f.query, &f.known[0].config, &e);
     CHECK(plan_layouts(&f.query, 865, s) <= PLAN_MAX_GPUS);
-    arena_free(&f.a);
+    plan_fixture_close(&f);
 }
 
 static void plan_test_words(void) {
@@ -275,7 +377,134 @@ static void plan_test_words(void) {
     CHECK(!plan_same_name("H200", "") && !plan_same_name("L4", "L40S"));
 }
 
+/* ---- Dummy weights ---- */
+
+#define PLAN_TINY "{\"architectures\": [\"%s\"], \"num_hidden_layers\": %d, \"hidden_size\": 256, \"num_attention_heads\": 8, " \
+    "\"num_key_value_heads\": 4, \"head_dim\": 32, \"intermediate_size\": 384, \"vocab_size\": 1000, \"max_position_embeddings\": 1024%s}"
+
+/* Makes the weights of a small model. Returns NULL after an error, which fails the test. */
+static mf_model *plan_dummy(const char *arch, int n_layers, const char *more) {
+    mf_model *m = mem_zalloc(sizeof *m);
+    char text[2000];
+    toka_err e = {0};
+    snprintf(text, sizeof text, PLAN_TINY, arch, n_layers, more);
+    m->name = arena_cstr(&m->memory, STR("tiny"));
+    int code = mf_config_parse(str_c(text), "tiny", &m->memory, &m->config, &e);
+    m->shape = m->config.shape;
+    if (!code) code = run_dummy_weights(m, &e);
+    CHECK_MSG(!code, "%s%s: %s", arch, more, e.msg);
+    if (!code) return m;
+    mf_close(m);
+    return NULL;
+}
+
+/* Root mean square of a matrix, times the root of its columns; NAN if a number is not finite. */
+static double plan_gain(const toka_tensor *t) {
+    float row[2048];
+    double sum = 0;
+    for (int i = 0; i < t->rows; i++) {
+        weight_row(t, i, row);
+        for (int j = 0; j < t->cols; j++) sum += (double)row[j] * row[j];
+    }
+    return sqrt(sum / t->rows);
+}
+
+/* Each format, by the names that checkpoints have for it: every matrix has the type that it would
+ * have from a file, finite numbers, and an output as large as its input. */
+static void plan_test_dummy_formats(void) {
+    #define COMPRESSED(format, weights) ", \"quantization_config\": {\"quant_method\": \"compressed-tensors\", \"format\": \"" format \
+        "\", \"ignore\": [\"lm_head\", \"re:.*layers.1.mlp.down.*\"], \"config_groups\": {\"a\": {\"targets\": [\"Linear\"], \"weights\": {" weights "}}}}"
+    #define METHOD(fields) ", \"quantization_config\": {" fields "}"
+    static const struct { const char *more; toka_dtype dtype; int block_rows, block_cols; bool zero, skips; } cases[] = {
+        {"", TOKA_BF16, 0, 0, false, false},
+        {METHOD("\"quant_method\": \"fp8\", \"weight_block_size\": [128, 128]"), TOKA_FP8, 128, 128, false, false},
+        {METHOD("\"quant_method\": \"fp8\", \"activation_scheme\": \"static\""), TOKA_FP8, 256, 256, false, false},
+        {METHOD("\"quant_method\": \"fbgemm_fp8\", \"modules_to_not_convert\": [\"model.layers.1.mlp.down_proj\"]"), TOKA_FP8, 1, 256, false, true},
+        {METHOD("\"quant_method\": \"modelopt\", \"quant_algo\": \"FP8\""), TOKA_FP8, 256, 256, false, false},
+        {COMPRESSED("float-quantized", "\"num_bits\": 8, \"type\": \"float\", \"strategy\": \"channel\""), TOKA_FP8, 1, 256, false, true},
+        {COMPRESSED("pack-quantized", "\"num_bits\": 4, \"type\": \"int\", \"group_size\": 32, \"symmetric\": false"), TOKA_INT4, 1, 32, true, true},
+        {COMPRESSED("pack-quantized", "\"num_bits\": 4, \"type\": \"int\", \"group_size\": 64"), TOKA_INT4, 1, 64, false, true},
+        {METHOD("\"quant_method\": \"awq\", \"bits\": 4, \"group_size\": 128"), TOKA_INT4, 1, 128, true, false},
+        {METHOD("\"quant_method\": \"gptq\", \"bits\": 4, \"group_size\": -1"), TOKA_INT4, 1, 256, true, false},
+        {METHOD("\"quant_method\": \"mxfp4\""), TOKA_MXFP4, 1, 32, false, false}};
+    for (int i = 0; i < COUNT(cases); i++) {
+        mf_model *m = plan_dummy("LlamaForCausalLM", 2, cases[i].more);
+        if (!m) continue;
+        const toka_layer *l = m->weights.layers;
+        const toka_tensor *all[] = {&l->q, &l->k, &l->o, &l->mlp.gate, &l->mlp.down, &l[1].v, &l[1].mlp.up};
+        for (int j = 0; j < COUNT(all); j++) {
+            const double gain = plan_gain(all[j]);
+            CHECK_MSG(all[j]->dtype == cases[i].dtype && fabs(gain - 1) < (cases[i].dtype == TOKA_MXFP4 ? 0.45 : 0.05), "%s: %g", cases[i].more, gain);
+        }
+        CHECK((l[1].mlp.down.dtype != cases[i].dtype) == cases[i].skips && l->attn_norm.dtype == TOKA_BF16);
+        CHECK(toka_is_plain(&m->weights.embed) && toka_is_plain(&m->weights.lm_head) && plan_near(plan_gain(&m->weights.lm_head), 1, 0.05));
+        if (cases[i].block_cols)
+            CHECK_MSG(l->q.quant->block_rows == cases[i].block_rows && l->q.quant->block_cols == cases[i].block_cols &&
+                      !l->q.quant->zero == !cases[i].zero, "%s", cases[i].more);
+        mf_close(m);
+    }
+    /* a format that cannot hold a matrix is an error, as from a file */
+    mf_config c;
+    arena a = {0};
+    toka_weights w;
+    toka_err e = {0};
+    char text[2000];
+    snprintf(text, sizeof text, PLAN_TINY, "LlamaForCausalLM", 1, METHOD("\"quant_method\": \"awq\", \"bits\": 4, \"group_size\": 100"));
+    CHECK(!mf_config_parse(str_c(text), "tiny", &a, &c, &e) && mf_shape_weights(&c, &w, &a, &e) == TOKA_E_INPUT);
+    CHECK_MSG(strstr(e.msg, "model.layers.0.self_attn.q_proj: groups of 100 columns"), "%s", e.msg);
+    arena_free(&a);
+}
+
+/* The experts that 512 tokens of one sequence get in the last layer of a model with n_layers:
+ * chosen [512][4]. */
+static void plan_dummy_chosen(int n_layers, int *chosen) {
+    mf_model *m = plan_dummy("Qwen3MoeForCausalLM", n_layers, ", \"num_experts\": 32, \"num_experts_per_tok\": 4, \"moe_intermediate_size\": 64");
+    enum { T = 512 };
+    toka_shape shape = m->shape;
+    toka_device *dev = NULL;
+    toka_err e = {0};
+    shape.B = 16;
+    const toka_device_options o = {.n_threads = 1, .max_tokens = T, .max_samples = 1, .n_pages = T / 16};
+    CHECK_MSG(!toka_cpu.open(&dev, &o, &shape, &m->weights, &e), "%s", e.msg);
+    int32_t tokens[T], pos[T], pages[T / 16];
+    for (int i = 0; i < T; i++) tokens[i] = (int32_t)(hash_mix((uint64_t)i) % 1000), pos[i] = i, pages[i / 16] = i / 16;
+    const toka_span span = {0, T, 0, 0, T};
+    toka_step step = {.T = T, .n_spans = 1, .ids = tokens, .pos = pos, .kv_slot = pos, .pages = pages, .spans = &span};
+    toka_hidden x = {.data = toka_cpu.alloc(dev, sizeof(float) * T * 256)};
+    const toka_dev_ptr q = toka_cpu.alloc(dev, sizeof(float) * T * 256), out = toka_cpu.alloc(dev, sizeof(float) * T * 256);
+    toka_cpu.embed(dev, &step, &x);
+    for (int i = 0; i < n_layers; i++) {
+        toka_cpu.norm_qkv_rope_kv(dev, &step, i, &x, q);
+        toka_cpu.attention(dev, &step, i, q, out);
+        toka_cpu.out_residual(dev, &step, i, out, &x);
+        toka_cpu.norm_mlp_residual(dev, &step, i, &x);
+    }
+    memcpy(chosen, dev->experts.chosen, sizeof(int) * T * 4);
+    toka_cpu.close(dev);
+    mf_close(m);
+}
+
+/* Each expert gets as many tokens as if they were drawn, and a token gets other experts in other
+ * layers. */
+static void plan_test_dummy_routers(void) {
+    static int chosen[3][512 * 4];
+    for (int layer = 0; layer < 3; layer++) {
+        int n[32] = {0}, most = 0, same = 0;
+        plan_dummy_chosen(layer + 1, chosen[layer]);
+        for (int i = 0; i < 512 * 4; i++) n[chosen[layer][i]]++;
+        for (int x = 0; x < 32; x++) most = MAX(most, n[x]);
+        /* 64 are expected; a drawn number is over 64 + 5 * sqrt(64) once in a million experts */
+        CHECK_MSG(most < 104, "layer %d: %d tokens use one of 32 experts", layer, most);
+        for (int x = 0; x < 32; x++) CHECK_MSG(n[x] > 24, "layer %d: %d tokens use expert %d", layer, n[x], x);
+        for (int i = 0; layer && i < 512; i++)
+            for (int j = 0; j < 16; j++) same += chosen[layer][4 * i + j / 4] == chosen[layer - 1][4 * i + j % 4];
+        CHECK_MSG(same < 512, "layer %d: %d of 2048 choices are those of the layer before, 256 are expected", layer, same);
+    }
+}
+
 static const struct test plan_tests[] = {{"plan: memory by hand", plan_test_memory}, {"plan: which splits a model allows", plan_test_allowed},
+                                         {"plan: known figures of models", plan_test_known}, {"plan: experts", plan_test_experts},
                                          {"plan: every model and split", plan_test_properties}, {"plan: KV as the engine sizes it", plan_test_engine},
                                          {"plan: time by hand", plan_test_time}, {"plan: measured figures", plan_test_measured},
-                                         {"plan: choice", plan_test_choice}, {"plan: words", plan_test_words}, {NULL, NULL}};
+                                         {"plan: choice", plan_test_choice},
+                                         {"dummy weights: every format", plan_test_dummy_formats}, {"dummy weights: routers", plan_test_dummy_routers}, {"plan: words", plan_test_words}, {NULL, NULL}};

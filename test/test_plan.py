@@ -50,6 +50,34 @@ def test_table_equals_the_json_object():
     assert "--max-model-len 8192" in v["recommended"]["flags"] and "splits over the GPUs" in v["note"]
 
 
+def test_experts_and_formats():
+    v = json.loads(plan("-m", "gpt-oss-120b", "--gpu", "H100", "--gpus", "4", "--json")[0])
+    assert v["formats"] == "MXFP4 and bf16" and v["weight_bytes"] == pytest.approx(65.2e9, rel=0.01)
+    assert v["n_active_parameters"] == pytest.approx(5.7e9, rel=0.02)  # with the embedding
+    assert [round(e["used"], 1) for e in v["experts"][:2]] == [4.0, 28.7]
+    s = v["recommended"]
+    a_gpu = s["tensor_parallel_size"] * s["pipeline_parallel_size"]
+    assert v["experts"][-1]["bytes_per_gpu"] == pytest.approx(36 * 128 * 3 * 2880 * 2880 / 32 * 17 / a_gpu, rel=0.001)
+    text = plan("-m", "gpt-oss-120b", "--gpu", "H100", "--gpus", "4")[0]
+    assert "65.2 GB as MXFP4 and bf16" in text and re.search(r"4 of 128 experts a row: used in a layer +4\.0 +28\.7 ", text)
+    assert "tensor parallel size 4: a rank's share of a quantized matrix would be 720 of 2880, expected a multiple of 32" in text
+    dense = plan("-m", "llama-3.1-8b")[0]
+    assert "experts" not in dense and "for each token" not in dense and "16.1 GB as bf16" in dense
+
+
+def test_support_is_said():
+    assert "if the GPU half, which this build is without, has its formats and layers" in plan("-m", "deepseek-v2-lite", "--gpus", "2")[0] \
+        or "runs this model on the CPU only" in plan("-m", "deepseek-v2-lite", "--gpus", "2")[0]
+
+
+def test_models_lists_formats():
+    rows = subprocess.run([TOKA, "models"], env=ENV, cwd=ROOT, capture_output=True, timeout=60).stdout.decode().splitlines()
+    row = {r.split()[0]: r for r in rows}
+    assert rows[0].split()[:5] == ["name", "hub", "id", "weights", "GB"]
+    assert re.search(r" 671\.03 B +673\.15  FP8 and bf16 +132736 ", row["deepseek-v3"])
+    assert re.search(r" 6\.74 B +13\.48  bf16 +524288 ", row["llama-2-7b"])
+
+
 def test_a_folder_needs_no_weights(tmp_path):
     with open(f"{ROOT}/test/model/config.json") as f:
         config = json.load(f)
