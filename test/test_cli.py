@@ -330,7 +330,9 @@ def test_help_is_short():
         short, every = (toka(*words, flag).stdout.decode() for flag in ("--help", "--help-all"))
         assert short.count("\n") < 32 and "Example\n" in short, command
         assert f"toka {command} --help-all" in short or set(re.findall("--[a-z-]+", every)) <= set(re.findall("--[a-z-]+", short + every))
-        assert toka("help", *words).stdout.decode() == toka(*words, "-h").stdout.decode() == short
+        assert toka(*words, "-h").stdout.decode() == short
+        if command != "plan":  # a manual page has this name
+            assert toka("help", *words).stdout.decode() == short
     known = open(os.path.join(ROOT, "models.txt")).read()
     for name in re.findall(r"-m ([a-z0-9.-]+)", text):
         assert f"\n{name} " in known, name

@@ -377,6 +377,126 @@ static void plan_test_words(void) {
     CHECK(!plan_same_name("H200", "") && !plan_same_name("L4", "L40S"));
 }
 
+/* ---- Plans backwards ---- */
+
+/* Expected times of steps beside steps that were measured on one H200 by the GPU's clock
+ * (test/results/gpu-h200.md). n: mean sequences of a step, which is the output rate times the step's time; rows: of
+ * prompts in a step, likewise. */
+static void plan_test_expected(void) {
+    static const struct { const char *model; double n, rows; int in, out, samples; double ms; } steps[] = {
+        {"llama-3.2-1b", 1, 0, 128, 1024, 1, 0.730}, {"llama-3.2-1b", 8, 0, 128, 1024, 1, 0.838}, {"llama-3.2-1b", 64, 0, 128, 1024, 1, 1.300},
+        {"llama-3.2-1b", 504, 0, 128, 1024, 1, 4.375}, {"llama-3.2-1b", 6, 0, 880, 150, 24, 0.827}, {"llama-3.2-1b", 48, 0, 880, 150, 24, 1.000},
+        {"llama-3.2-1b", 256, 64, 64, 256, 1, 1.88}, {"llama-3.2-1b", 1024, 256, 64, 256, 1, 6.26}, {"llama-3.2-1b", 0, 5049, 16000, 16, 1, 27.65},
+        {"llama-3.1-8b", 1, 0, 128, 512, 1, 3.749}, {"llama-3.1-8b", 6, 0, 880, 150, 24, 4.087}, {"llama-3.1-8b", 22, 0, 880, 150, 24, 4.536},
+        {"llama-3.1-8b", 48, 0, 880, 150, 24, 5.063}, {"llama-3.1-8b", 0, 5055, 16000, 16, 1, 151.1},
+        {"qwen2.5-0.5b", 1, 0, 128, 512, 1, 0.523}, {"qwen2.5-0.5b", 48, 0, 880, 150, 24, 0.857}, {"qwen2.5-1.5b", 1, 0, 128, 512, 1, 1.204},
+        {"qwen2.5-1.5b", 48, 0, 880, 150, 24, 1.658}, {"qwen2.5-3b", 6, 0, 880, 150, 24, 2.189}, {"qwen2.5-7b", 1, 0, 128, 512, 1, 3.538},
+        {"qwen2.5-7b", 48, 0, 880, 150, 24, 4.546}, {"qwen3-4b", 1, 0, 128, 512, 1, 2.520}, {"qwen3-8b", 1, 0, 128, 512, 1, 3.914},
+        {"qwen3-14b", 1, 0, 128, 512, 1, 7.269}, {"qwen3-14b", 48, 0, 880, 150, 24, 9.211}};
+    double sum = 0, most = 0;
+    for (int i = 0; i < COUNT(steps); i++) {
+        plan_fixture f = plan_fixture_open(steps[i].model, "H200");
+        f.query.input_len = steps[i].in, f.query.output_len = steps[i].out, f.query.n_samples = steps[i].samples;
+        const plan_layout layout = plan_make_layout(&f.query, 1, 1, 1, 865);
+        const plan_rank rank = plan_make_rank(&f.query, 1, 1, 0, 0);
+        const double ms = 1e3 * plan_step_of(&f.query, &rank, &layout, steps[i].n, steps[i].rows), off = ms / steps[i].ms - 1;
+        printf("       %-13s %4g sequences, %4g rows of prompts: %7.3f ms, measured %7.3f, %+3.0f %%\n", steps[i].model, steps[i].n,
+               steps[i].rows, ms, steps[i].ms, 100 * off);
+        sum += fabs(off) / COUNT(steps), most = MAX(most, fabs(off));
+        plan_fixture_close(&f);
+    }
+    /* what the manual page says */
+    CHECK_MSG(sum < 0.10 && most < 0.35, "mean %.1f %%, most %.1f %%", 100 * sum, 100 * most);
+}
+
+/* The queue beside theory: a step computes one prompt, an answer has one token, so the replica is an M/D/1 queue. */
+static void plan_test_queue(void) {
+    plan_fixture f = plan_fixture_open("llama-3.1-8b", "H100");
+    f.query.input_len = 2048, f.query.output_len = 1, f.query.max_tokens = 2048, f.query.max_seqs = 64;
+    f.query.ttft_s = f.query.itl_s = f.query.e2e_s = INFINITY;
+    const plan_layout layout = plan_make_layout(&f.query, 1, 1, 1, 2049);
+    plan_grid grid;
+    plan_fill_grid(&f.query, &layout, &grid);
+    const double service_s = plan_grid_s(&grid, 0, 2048);
+    for (double load = 0.2; load < 0.85; load += 0.3) {
+        double mean = 0;
+        for (int i = 0; i < 4; i++) { /* other numbers of requests: other parts of the arrivals count */
+            f.query.rate = load / service_s, f.query.max_seqs = 64 + 400 * i;
+            mean += plan_simulate(&f.query, &layout, &grid).ttft_s / 4;
+        }
+        const double want = service_s * (1 + load / (2 * (1 - load)));
+        CHECK_MSG(plan_near(mean, want, 0.12), "load %g: %g s, M/D/1 %g s", load, mean, want);
+    }
+    plan_fixture_close(&f);
+}
+
+/* Many sequences: the time between tokens is that of a step with as many sequences and prompts as there are. */
+static void plan_test_service(void) {
+    plan_fixture f = plan_fixture_open("llama-3.1-8b", "H200");
+    plan_offer offers[PLAN_MAX_GPUS];
+    plan_grid grid;
+    toka_err e = {0};
+    int best;
+    f.query.rate = 30, f.query.ttft_s = 0.5, f.query.itl_s = 0.05, f.query.e2e_s = INFINITY;
+    plan_layout layout = plan_make_layout(&f.query, 1, 1, 1, 865);
+    plan_fill_grid(&f.query, &layout, &grid);
+    const plan_service service = plan_simulate(&f.query, &layout, &grid);
+    const plan_rank rank = plan_make_rank(&f.query, 1, 1, 0, 0);
+    /* a step with a prompt comes 30 times a second */
+    const double alone_s = plan_step_of(&f.query, &rank, &layout, service.n_running, 0);
+    const double step_s = alone_s / (1 - 30 * (plan_step_of(&f.query, &rank, &layout, service.n_running, 715) - alone_s));
+    CHECK_MSG(plan_near(service.itl_s, step_s, 0.1) && plan_near(service.n_running, 30 * 149 * service.itl_s, 0.02), "%g s, a step %g s",
+              service.itl_s, step_s);
+    CHECK(service.ttft_s > step_s / 2 && service.ttft_s < service.ttft_p99_s && service.in_time > 0.99 && service.busy > 0.9);
+    /* between its points the grid is near the formula */
+    for (int n = 3; n < 3000; n = n * 3 + 7)
+        for (int rows = 0; rows < 3000; rows = rows * 5 + 50) {
+            const double want = plan_step_of(&f.query, &rank, &layout, n, rows);
+            CHECK_MSG(plan_near(plan_grid_s(&grid, n, rows), want, 0.15), "%d, %d: %g, %g", n, rows, plan_grid_s(&grid, n, rows), want);
+        }
+    /* the fewest GPUs: with one less no layout holds the rate. More requests need more GPUs */
+    int last = 1;
+    for (double rate = 20; rate < 400; rate *= 2) {
+        plan_query query = f.query;
+        query.rate = rate, query.any_gpus = true, query.n_gpus = 1;
+        plan_find_gpus(&query, 865, offers, &best);
+        CHECK(best >= 0 && offers[best].holds && query.n_gpus >= last && offers[best].capacity > rate);
+        last = query.n_gpus;
+        const int n_gpus = query.n_gpus;
+        while (--query.n_gpus > 0) CHECK_MSG((plan_offers(&query, 865, offers, &best), best < 0), "rate %g: %d, and not %d", rate, query.n_gpus, n_gpus);
+    }
+    CHECK(last > 4);
+    /* a limit that no GPU holds */
+    f.query.itl_s = 1e-4, f.query.any_gpus = true, f.query.n_gpus = 1;
+    plan_find_gpus(&f.query, 865, offers, &best);
+    CHECK(best < 0 && f.query.n_gpus == PLAN_MAX_GPUS);
+    /* samples of a prompt run together: the prompt is computed once */
+    f.query.itl_s = 0.05, f.query.n_samples = 8, f.query.rate = 5;
+    layout = plan_make_layout(&f.query, 1, 1, 1, 865);
+    plan_fill_grid(&f.query, &layout, &grid);
+    const plan_service samples = plan_simulate(&f.query, &layout, &grid);
+    CHECK(plan_near(samples.n_running, 5 * 8 * 149 * samples.itl_s, 0.02) && samples.ttft_s < service.ttft_s);
+    CHECK(plan_read_goodput("ttft:500, itl:50", &f.query, &e) == 0 && f.query.ttft_s == 0.5 && f.query.itl_s == 0.05);
+    CHECK(plan_read_goodput("tpot:20 e2el:3000", &f.query, &e) == 0 && f.query.itl_s == 0.02 && f.query.e2e_s == 3 && isinf(f.query.ttft_s));
+    static const char *const bad[] = {"ttft", "ttft:", "ttft:0", "ttft:-1", "ttft:5x", "rate:5", "ttft:nan", ":5"};
+    for (int i = 0; i < COUNT(bad); i++) CHECK(plan_read_goodput(bad[i], &f.query, &e) == TOKA_E_USE && strstr(e.msg, "--goodput: '"));
+    plan_fixture_close(&f);
+}
+
+/* The memory of a batch, as capacity notes print it. */
+static void plan_test_batch_memory(void) {
+    plan_memory_row rows[PLAN_MEMORY_ROWS];
+    plan_fixture f = plan_fixture_open("llama-3.1-405b", "H100");
+    plan_make_memory(&f.query, 4, 8192, rows);
+    CHECK(llabs(rows[0].bytes - 811700000000) < 50000000 && rows[1].bytes == (int64_t)(15.75 * 0x1p30));
+    int64_t sum = rows[2].bytes + rows[4].bytes; /* what the start reserves */
+    CHECK(sum == (int64_t)toka_gpu_scratch_bytes(&f.query.model->shape, f.query.max_tokens));
+    plan_make_memory(&f.query, 4, 131072, rows);
+    CHECK(rows[1].bytes == (int64_t)252 << 30);
+    CHECK(!strcmp(rows[1].formula, "4 sequences * 131072 tokens * 126 layers * 8 kv heads * (128 + 128) * 2 bytes"));
+    plan_fixture_close(&f);
+}
+
 /* ---- Dummy weights ---- */
 
 #define PLAN_TINY "{\"architectures\": [\"%s\"], \"num_hidden_layers\": %d, \"hidden_size\": 256, \"num_attention_heads\": 8, " \
@@ -507,4 +627,7 @@ static const struct test plan_tests[] = {{"plan: memory by hand", plan_test_memo
                                          {"plan: every model and split", plan_test_properties}, {"plan: KV as the engine sizes it", plan_test_engine},
                                          {"plan: time by hand", plan_test_time}, {"plan: measured figures", plan_test_measured},
                                          {"plan: choice", plan_test_choice},
+                                         {"plan: expected steps beside measured ones", plan_test_expected},
+                                         {"plan: the queue beside M/D/1", plan_test_queue}, {"plan: service", plan_test_service},
+                                         {"plan: memory of a batch", plan_test_batch_memory},
                                          {"dummy weights: every format", plan_test_dummy_formats}, {"dummy weights: routers", plan_test_dummy_routers}, {"plan: words", plan_test_words}, {NULL, NULL}};

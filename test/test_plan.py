@@ -65,6 +65,48 @@ def test_experts_and_formats():
     assert "experts" not in dense and "for each token" not in dense and "16.1 GB as bf16" in dense
 
 
+def test_rate():
+    args = ["-m", "llama-3.1-8b", "--request-rate", "100", "--goodput", "ttft:500", "itl:50", "--gpu-price", "3.0"]
+    text, v = plan(*args)[0], json.loads(plan(*args, "--json")[0])
+    best = v["recommended"]
+    assert best["tensor_parallel_size"] * best["pipeline_parallel_size"] * best["data_parallel_size"] == v["gpus"] > 1
+    assert best["holds"] and best["capacity_requests_per_second"] > 100 and best["ttft_ms"] < best["ttft_p99_ms"] < 500
+    assert best["itl_p99_ms"] < 50 and 99 <= best["goodput_requests_per_second"] <= 100
+    assert v["cost_per_day"] == pytest.approx(72 * v["gpus"])
+    assert v["cost_per_million_output_tokens"] == pytest.approx(v["cost_per_day"] / (86400 * 100 * 150) * 1e6)
+    assert v["cost_per_million_tokens"] == pytest.approx(v["cost_per_day"] / (86400 * 100 * 865) * 1e6)
+    assert "100 requests a second, 8,640,000 a day, TTFT at most 500 ms, ITL at most 50 ms" in text
+    assert f"fewest: {v['gpus']} x H100: {best['flags']}" in text and f"{v['cost_per_day']:.2f} a day" in text
+    assert "Poisson arrivals" in text and "toka help plan" in text
+    # one GPU less does not hold it; a day's number is the same rate; limits may stand in one word
+    out, err = plan(*args, "--gpus", str(v["gpus"] - 1), status=1)
+    assert out == "" and f"100 requests a second, TTFT at most 500 ms, ITL at most 50 ms are too many for {v['gpus'] - 1} x H100" in err
+    day = ["-m", "llama-3.1-8b", "--requests-per-day", "8.64e6", "--goodput", "ttft:500,itl:50", "--gpu-price", "3", "--json"]
+    assert json.loads(plan(*day)[0]) == v
+    # the goodput's words end where other words begin
+    words = ["--request-rate", "100", "--goodput", "ttft:500", "itl:50", "llama-3.1-8b", "--gpu-price", "3", "--json"]
+    assert json.loads(plan(*words)[0]) == v
+    loose = json.loads(plan("-m", "llama-3.1-8b", "--request-rate", "1", "--json")[0])
+    assert loose["gpus"] == 1 and loose["cost_per_day"] is None
+
+
+def test_batch_memory():
+    args = ["-m", "llama-3.1-405b", "--batch-size", "4", "--max-model-len"]
+    text = plan(*args, "8192")[0]
+    assert re.search(r"^weights +811\.70 +755\.95  405853388800 parameters as bf16$", text, re.M)
+    assert re.search(r"^K and V +16\.91 +15\.75  4 sequences \* 8192 tokens \* 126 layers \* 8 kv heads \* \(128 \+ 128\) \* 2 bytes$", text, re.M)
+    assert re.search(r"^K and V +270\.58 +252\.00  ", plan(*args, "131072")[0], re.M)
+    v = json.loads(plan(*args, "8192", "--json")[0])
+    assert [r["name"] for r in v["memory"]] == ["weights", "K and V", "activations", "in- and output", "tables, driver"]
+    assert v["least_gpus"] == 12 and "at least 12 x H100 hold 32768 tokens" in text
+    for row in v["memory"][1:3]:  # the formulas give the numbers
+        letters = {"E": 16384, "H": 128, "K": 8, "D": 128, "F": 53248}
+        formula = re.sub(r"(?<=[\d)A-Z]) (?=[A-Z(])", " * ", re.sub(r"\b(sequences|tokens|layers|kv heads|bytes|rows)\b", "", row["formula"]).strip())
+        formula = re.sub(r" +", " ", formula).replace("* *", "*")
+        assert eval(formula, letters) == row["bytes"], formula
+    assert "do not hold them" in plan("-m", "llama-3.1-405b", "--gpu", "L4", "--batch-size", "64", "--max-model-len", "131072")[0]
+
+
 def test_support_is_said():
     assert "if the GPU half, which this build is without, has its formats and layers" in plan("-m", "deepseek-v2-lite", "--gpus", "2")[0] \
         or "runs this model on the CPU only" in plan("-m", "deepseek-v2-lite", "--gpus", "2")[0]
@@ -122,6 +164,13 @@ def test_default_lengths():
     (["--gpus", "0"], "--gpus: 0"), (["--gpus", "65"], "--gpus: 65, expected 1 to 64"), (["--max-model-len", "200000"], "131072"),
     (["--input-len", "-1"], "--input-len: -1"), (["--output-len", "200000"], "longest sequence"), (["--samples", "0"], "--samples"),
     (["--gpu-memory-utilization", "2"], "--gpu-memory-utilization"), (["--max-num-seqs", "9", "--max-num-batched-tokens", "8"], "at least"),
+    (["--request-rate", "0"], "--request-rate: 0, expected more than 0"), (["--request-rate", "x"], "'x' is not a number"), (["--request-rate", "inf"], "--request-rate: inf"),
+    (["--requests-per-day", "-5"], "--requests-per-day: -5"), (["--request-rate", "1", "--requests-per-day", "9"], "expected one of them"),
+    (["--gpu-price", "0"], "--gpu-price: 0, expected more"), (["--goodput", "ttft:500"], "--goodput needs --request-rate"), (["--gpu-price", "3"], "--gpu-price needs --request-rate"),
+    (["--request-rate", "1", "--goodput", "ttft:0"], "--goodput: 'ttft:0', expected ttft, itl, tpot or e2el"),
+    (["--request-rate", "1", "--batch-size", "2"], "--batch-size"), (["--batch-size", "-2"], "--batch-size: -2"),
+    (["--request-rate", "1", "--goodput", "ttft:1"], "are too many for 64 x H100"),
+    (["--request-rate", "1", "--gpu", "L4", "-m", "llama-3.1-405b", "--gpus", "2"], "do not fit on 2 x L4"),
     (["--kv-tokens", "5"], "not for this command"), (["--max-num-seqs", "-1"], "--max-num-seqs"),
 ])
 def test_refused(args, words):
