@@ -125,7 +125,7 @@
  * 13, kv_ 14, heap_ 15, sched_ 16, batch_ 17, samp_ and stop_ 18, con_ 18b to 18d, plain_ 18e,
  * cpu_ 19 and 20, group_ 20, model_ and rank_ 21, eng_ 22, lib_ 23, http_ 24, parse_ 25, api_ 26 to
  * 28, chat_, resp_ and msg_ 28, run_ 29 and 34, files_ 30, srv_ 31 to 33, plan_ 34,
- * benchclient_ 35, hub_ 36, edit_ 37, help_ 38, cli_ 39.
+ * accept_ 34b, benchclient_ 35, hub_ 36, edit_ 37, help_ 38, cli_ 39.
  *
  * WORDS                                                                                     chapter
  *   sample          one of the n completions of a request                                        16
@@ -237,6 +237,7 @@
  *  32. Server: requests and metrics [os]
  *  33. Server: connections [os]
  *  34. Bench and plan [os]
+ *  34b. Checks of constraints [os]
  *  35. Bench serve [os]
  *  36. Hub [os]
  *  36b. Client [os]
@@ -39916,6 +39917,368 @@ static int plan_answer(const plan_options *options, buf *out, toka_err *e) {
 }
 
 /* ===========================================================================
+ * MARK: 34b. Checks of constraints [os]
+ * `toka grammar`: does a constraint accept a text? It needs a tokenizer and no weights. The text is
+ * read as a model would write it: in its usual tokens, each of which must be in the mask.
+ *   accept_text       one text: accepted, or the byte that is refused and what was expected there
+ *   accept_maskbench  a file of schemas, each with texts that are valid and texts that are not, in
+ *                     the form of MaskBench: {"name", "schema", "tests": [{"data", "valid"}]}
+ *
+ * A constraint fixes the order of an object's members, a validator does not. So if a text of
+ * MaskBench is refused as it is written, accept_value looks for an order of its members that the
+ * constraint accepts. It puts a member first if all others that could be first may follow it.
+ * =========================================================================== */
+
+enum { ACCEPT_MAX_STEPS = 1 << 22 }; /* bytes that one search for an order may read */
+
+typedef struct accept_times { /* microseconds */
+    float *us; /* [n] */
+    int n, cap;
+} accept_times;
+
+typedef struct accept_run {
+    const tok *tokenizer;
+    con_vocab *vocab;
+    accept_times compiles, masks;
+    int64_t n_steps; /* bytes read by a search for an order */
+} accept_run;
+
+/* CPU time of this thread in seconds: other programs do not change it. */
+static double accept_now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static void accept_add_time(accept_times *times, double seconds) {
+    times->us = con_grow(times->us, times->n, &times->cap, sizeof *times->us);
+    times->us[times->n++] = (float)(1e6 * seconds);
+}
+static int accept_compare_times(const void *a, const void *b) {
+    const float x = *(const float *)a, y = *(const float *)b;
+    return (x > y) - (x < y);
+}
+/* Appends a line with the mean and percentiles, and sorts the times. */
+static void accept_put_times(buf *out, const char *what, accept_times *times) {
+    static const float shares[] = {50, 95, 99, 99.9f};
+    double sum = 0;
+    if (!times->n) return;
+    qsort(times->us, (size_t)times->n, sizeof *times->us, accept_compare_times);
+    for (int i = 0; i < times->n; i++) sum += (double)times->us[i];
+    buf_printf(out, "%s, us: n %d, mean %.1f", what, times->n, sum / times->n);
+    for (int i = 0; i < COUNT(shares); i++)
+        buf_printf(out, ", p%g %.1f", (double)shares[i],
+                   (double)times->us[MIN(times->n - 1, (int)(times->n * (double)shares[i] / 100))]);
+    buf_printf(out, ", max %.1f\n", (double)times->us[times->n - 1]);
+}
+
+/* Appends the bytes that may come after a node, as ranges. */
+static void accept_put_expected(con_machine *machine, int node, buf *out) {
+    const size_t start = out->n;
+    if (con_accepts(machine, node)) buf_c(out, "the end");
+    for (int low = 0, high; low < 256; low = high + 1) {
+        high = low;
+        if (con_advance(machine, node, (str){(char[]){(char)low}, 1}) == CON_DEAD) continue;
+        while (high < 255 &&
+               con_advance(machine, node, (str){(char[]){(char)(high + 1)}, 1}) != CON_DEAD)
+            high++;
+        if (out->n > start) buf_c(out, ", ");
+        for (int i = 0; i < 1 + (high > low); i++) {
+            const int byte = i ? high : low;
+            buf_c(out, i ? " to " : "");
+            buf_printf(out, byte > ' ' && byte < 127 ? "%c" : "\\x%02X", byte);
+        }
+    }
+}
+
+/* Reads a text in its usual tokens. Returns the byte at which it is refused, its length if it ends
+ * too early; -1: it is accepted. expected: NULL, or gets what could come there. */
+static int accept_text(accept_run *run, toka_constraint *constraint, str text, buf *expected) {
+    con_machine *machine = &constraint->machine;
+    uint32_t *mask = mem_alloc((size_t)run->vocab->words * sizeof *mask);
+    ids tokens = {0};
+    buf bytes = {0};
+    toka_err e;
+    int node = con_begin(machine, constraint->grammar.root), at = 0, refused = -1;
+    if (tok_encode(run->tokenizer, text, 0, &tokens, &e)) refused = 0;
+    for (size_t i = 0; i < tokens.n && refused < 0; i++) {
+        const int32_t id = tokens.p[i];
+        if (con_is_full(machine)) {
+            con_reset(machine);
+            node = con_advance(machine, con_begin(machine, constraint->grammar.root),
+                               str_sub(text, 0, (size_t)at));
+        }
+        const double t0 = accept_now();
+        const bool made = con_mask(machine, run->vocab, node, mask);
+        accept_add_time(&run->masks, accept_now() - t0);
+        buf_clear(&bytes);
+        tok_put_bytes(run->tokenizer, id, &bytes);
+        const bool allowed = made && mask[id / 32] >> id % 32 & 1;
+        size_t n = 0;
+        for (int next; n < bytes.n && made; n++, node = next)
+            if ((next = con_advance(machine, node, str_sub(buf_view(&bytes), n, n + 1))) ==
+                CON_DEAD)
+                break;
+        if (!allowed) refused = at + (int)n;
+        at += (int)n;
+    }
+    if (refused < 0 && !con_accepts(machine, node)) refused = at;
+    if (refused >= 0 && expected) accept_put_expected(machine, node, expected);
+    ids_free(&tokens), buf_free(&bytes);
+    free(mask);
+    return refused;
+}
+
+/* Reads a text byte by byte. */
+static bool accept_bytes(con_machine *machine, int root, str text) {
+    int node = con_begin(machine, root);
+    for (size_t i = 0; i < text.n && node != CON_DEAD; i++)
+        node = con_advance(machine, node, str_sub(text, i, i + 1));
+    return con_accepts(machine, node);
+}
+
+/* ---- JSON texts, and the order of their members ---- */
+
+/* Appends a line end and the indent of a depth; indent -1: nothing. */
+static void accept_put_break(buf *out, int indent, int depth) {
+    if (indent < 0) return;
+    buf_char(out, '\n');
+    for (int i = 0; i < indent * depth; i++) buf_char(out, ' ');
+}
+
+/* Appends a value as Python's json.dumps does, with this indent. */
+static void accept_put_value(buf *out, const json *value, int indent, int depth) {
+    const bool is_object = value->type == JSON_OBJECT;
+    buf text = {0};
+    if (value->type < JSON_ARRAY) {
+        json_put_value(&text, value);
+        buf_str(out, buf_view(&text));
+        if (value->type == JSON_NUMBER && !value->is_int && !value->is_big_int &&
+            strspn(text.p, "-0123456789") == text.n)
+            buf_c(out, ".0");
+    } else {
+        buf_char(out, is_object ? '{' : '[');
+        for (const json *it = value + 1; it < json_next(value); it = json_next(it)) {
+            if (it > value + 1) buf_c(out, indent < 0 ? ", " : ",");
+            accept_put_break(out, indent, depth + 1);
+            accept_put_value(out, it, indent, depth + 1);
+            if (!is_object) continue;
+            buf_c(out, ": ");
+            accept_put_value(out, ++it, indent, depth + 1);
+        }
+        if (json_next(value) > value + 1) accept_put_break(out, indent, depth);
+        buf_char(out, is_object ? '}' : ']');
+    }
+    buf_free(&text);
+}
+
+typedef struct accept_search {
+    accept_run *run;
+    con_machine *machine;
+    buf out; /* the text so far */
+} accept_search;
+
+/* Appends a text and returns the node after it. */
+static int accept_step(accept_search *search, int node, str text) {
+    buf_str(&search->out, text);
+    search->run->n_steps += (int64_t)text.n;
+    return search->run->n_steps > ACCEPT_MAX_STEPS ? CON_DEAD
+                                                   : con_advance(search->machine, node, text);
+}
+static int accept_scalar(accept_search *search, int node, const json *value, const char *before,
+                         const char *after) {
+    buf text = {0};
+    buf_c(&text, before);
+    accept_put_value(&text, value, -1, 0);
+    buf_c(&text, after);
+    node = accept_step(search, node, buf_view(&text));
+    buf_free(&text);
+    return node;
+}
+
+static int accept_value(accept_search *search, int node, const json *value);
+
+/* May the member with this key follow? */
+static bool accept_may_follow(accept_search *search, int node, const json *key,
+                              const char *before) {
+    const size_t n = search->out.n;
+    const bool may = accept_scalar(search, node, key, before, ": ") != CON_DEAD;
+    search->out.n = n;
+    return may;
+}
+
+/* Appends one of the members keys[n] that could be first, and removes it. */
+static int accept_member(accept_search *search, int node, const json **keys, int n,
+                         const char *before) {
+    const size_t start = search->out.n;
+    bool *first = mem_zalloc((size_t)n * sizeof *first);
+    int best = -1, after = CON_DEAD;
+    for (int i = 0; i < n; i++) first[i] = accept_may_follow(search, node, keys[i], before);
+    for (int strict = 1; strict >= 0 && best < 0; strict--)
+        for (int i = 0; i < n && best < 0; i++) {
+            if (!first[i]) continue;
+            search->out.n = start;
+            after = accept_value(search, accept_scalar(search, node, keys[i], before, ": "),
+                                 keys[i] + 1);
+            best = after == CON_DEAD ? -1 : i;
+            for (int k = 0; k < n && best >= 0 && strict; k++)
+                if (k != i && first[k] && !accept_may_follow(search, after, keys[k], ", "))
+                    best = -1;
+        }
+    free(first);
+    if (best < 0) return CON_DEAD;
+    memmove(keys + best, keys + best + 1, (size_t)(n - best - 1) * sizeof *keys);
+    return after;
+}
+
+/* Appends a value with its members in an order that the machine accepts. Recursion: as deep as the
+ * JSON. */
+static int accept_value(accept_search *search, int node, const json *value) {
+    if (node == CON_DEAD || value->type < JSON_ARRAY)
+        return accept_scalar(search, node, value, "", "");
+    const bool is_object = value->type == JSON_OBJECT;
+    const char *before = "";
+    node = accept_step(search, node, is_object ? STR("{") : STR("["));
+    if (is_object) {
+        const json **keys = mem_alloc((value->n + 1) * sizeof *keys);
+        int n = 0;
+        JSON_MEMBERS(key, value) keys[n++] = key;
+        for (; n && node != CON_DEAD; n--, before = ", ")
+            node = accept_member(search, node, keys, n, before);
+        free(keys);
+    } else
+        for (const json *it = value + 1; it < json_next(value) && node != CON_DEAD;
+             it = json_next(it), before = ", ")
+            node = accept_value(search, accept_step(search, node, str_c(before)), it);
+    return node == CON_DEAD ? node : accept_step(search, node, is_object ? STR("}") : STR("]"));
+}
+
+/* ---- MaskBench ---- */
+
+typedef struct accept_counts {
+    int schemas, refused, right;           /* right: all texts are read right */
+    int texts, valid;
+    int wrong_accepted, wrong_refused;     /* schemas with such a text, as it is or reordered */
+    int as_written;                        /* schemas with a valid text refused as it is written */
+    int indented;                          /* schemas whose indented text is read differently */
+} accept_counts;
+
+/* Is the value accepted if its members may change their places? Then *text is what was accepted. */
+static bool accept_in_order(accept_run *run, toka_constraint *constraint, const json *data,
+                            buf *text) {
+    accept_search search = {.run = run, .machine = &constraint->machine};
+    run->n_steps = 0;
+    con_reset(search.machine);
+    const int node =
+        accept_value(&search, con_begin(search.machine, constraint->grammar.root), data);
+    const bool accepted = con_accepts(search.machine, node);
+    if (accepted) {
+        buf_clear(text);
+        buf_str(text, buf_view(&search.out));
+    }
+    buf_free(&search.out);
+    return accepted;
+}
+
+/* Reads all texts of a schema. *wrong: bits, 1: accepts one that is not valid, 2: refuses a valid
+ * one, 4: it does so as it is written, 8: the indented text is read differently. */
+static unsigned accept_tests(accept_run *run, toka_constraint *constraint, const json *tests,
+                             arena *memory) {
+    unsigned wrong = 0;
+    JSON_EACH(test, tests) {
+        const json *data = json_get(test, "data");
+        const bool valid = json_is_true(json_get(test, "valid"));
+        buf text = {0}, indented = {0};
+        toka_err e;
+        accept_put_value(&text, data, -1, 0);
+        bool accepted = accept_text(run, constraint, buf_view(&text), NULL) < 0;
+        if (!accepted && valid) wrong |= 4;
+        if (!accepted) accepted = accept_in_order(run, constraint, data, &text);
+        if (accepted != valid) wrong |= accepted ? 1 : 2;
+        data = json_parse(memory, buf_view(&text), json_trusted, &e);
+        if (data) accept_put_value(&indented, data, 2, 0);
+        if (!data || accept_bytes(&constraint->machine, constraint->grammar.root,
+                                  buf_view(&indented)) != accepted)
+            wrong |= 8;
+        buf_free(&text), buf_free(&indented);
+    }
+    return wrong;
+}
+
+/* Reads one line of the file. details: NULL, or gets a line for a schema that is refused or
+ * wrong. */
+static void accept_schema(accept_run *run, const json *line, arena *memory, accept_counts *counts,
+                          FILE *details) {
+    const json *schema = json_get(line, "schema"), *tests = json_get(line, "tests");
+    const str name = json_str(json_get(line, "name"));
+    toka_constraint *constraint;
+    toka_err e;
+    buf text = {0};
+    json_put_value(&text, schema);
+    const toka_grammar grammar = {.kind = TOKA_GRAMMAR_JSON_SCHEMA, .text = text.p,
+                                  .text_bytes = text.n};
+    const double t0 = accept_now();
+    counts->schemas++;
+    if (con_new(&constraint, &grammar, run->tokenizer, run->vocab, &e)) {
+        counts->refused++;
+        if (details) fprintf(details, "%.*s: %s\n", STRF(name), e.msg);
+    } else {
+        accept_add_time(&run->compiles, accept_now() - t0);
+        const unsigned wrong = accept_tests(run, constraint, tests, memory);
+        JSON_EACH(test, tests) {
+            counts->texts++;
+            counts->valid += json_is_true(json_get(test, "valid"));
+        }
+        counts->right += !(wrong & 3);
+        counts->wrong_accepted += wrong & 1;
+        counts->wrong_refused += wrong >> 1 & 1;
+        counts->as_written += wrong >> 2 & 1;
+        counts->indented += wrong >> 3 & 1;
+        if (details && wrong & 11)
+            fprintf(details, "%.*s:%s%s%s\n", STRF(name),
+                    wrong & 1 ? " accepts a text that is not valid" : "",
+                    wrong & 2 ? " refuses a valid text" : "",
+                    wrong & 8 ? " reads an indented text differently" : "");
+        con_del(constraint);
+    }
+    buf_free(&text);
+}
+
+/* Reads a whole file, and appends the table. */
+static int accept_maskbench(accept_run *run, const char *path, FILE *details, buf *out,
+                            toka_err *e) {
+    accept_counts counts = {0};
+    arena memory = {0};
+    char *line = NULL;
+    size_t cap = 0;
+    FILE *file = !strcmp(path, "-") ? stdin : fopen(path, "r");
+    if (!file) return fail(e, TOKA_E_INPUT, "%s: %s", path, strerror(errno));
+    int code = 0;
+    for (ssize_t n; !code && (n = getline(&line, &cap, file)) > 0; arena_free(&memory)) {
+        const json *root = json_parse(&memory, (str){line, (size_t)n}, json_trusted, e);
+        if (!root || !json_get(root, "schema") || !json_is(json_get(root, "tests"), JSON_ARRAY))
+            code = fail(e, TOKA_E_INPUT, "%s: line %d: expected an object with schema and tests",
+                        path, counts.schemas + 1);
+        else accept_schema(run, root, &memory, &counts, details);
+    }
+    if (!code && ferror(file)) code = fail(e, TOKA_E_IO, "%s: %s", path, strerror(errno));
+    if (file != stdin) fclose(file);
+    arena_free(&memory);
+    free(line);
+    if (code) return code;
+    buf_printf(out, "schemas %d: refused %d (%.1f %%), all texts read right %d\n", counts.schemas,
+               counts.refused, 100.0 * counts.refused / MAX(1, counts.schemas), counts.right);
+    buf_printf(out, "texts %d, of which valid %d\n", counts.texts, counts.valid);
+    buf_printf(out, "schemas with a wrong acceptance %d, with a wrong rejection %d (members in the "
+                    "order of the file: %d)\n",
+               counts.wrong_accepted, counts.wrong_refused, counts.as_written);
+    buf_printf(out, "schemas whose indented texts are read differently %d\n", counts.indented);
+    accept_put_times(out, "compile", &run->compiles);
+    accept_put_times(out, "mask", &run->masks);
+    return 0;
+}
+
+/* ===========================================================================
  * MARK: 35. Bench serve [os]
  * An HTTP client that measures a server: toka, or any server that streams /v1/completions or
  * /v1/chat/completions. The definitions, names and printed lines are those of `vllm bench serve`:
@@ -43301,6 +43664,33 @@ static const help_page help_pages[] = {
      "  server at a time can use. All keys see the same files. A file has at most 2\n"
      "  GiB (`--max-upload-bytes`: 4), a batch 10 million lines.\n",
      NULL},
+    {"constraints", "JSON schemas, regular expressions, grammars",
+     "    echo '{\"type\": \"object\", \"properties\": {\n"
+     "      \"name\": {\"type\": \"string\", \"maxLength\": 20},\n"
+     "      \"age\": {\"type\": \"integer\", \"minimum\": 0}},\n"
+     "      \"required\": [\"name\", \"age\"],\n"
+     "      \"additionalProperties\": false}' > person.json\n"
+     "    toka -q -p \"Describe Tom, 12.\" --json-schema person.json --max-tokens 90\n"
+     "    echo -n '{\"name\": \"Tom\", \"age\": 12}' > tom.json\n"
+     "    toka grammar --json-schema person.json --stats < tom.json\n"
+     "    toka grammar --regex '[0-9]{4}(-[0-9]{2}){2}' -p 2026-01-31\n"
+     "\n"
+     "- In a request: response_format (json_schema, json_object), or one of\n"
+     "  structured_outputs {json, regex, choice, grammar, json_object}; guided_json\n"
+     "  and the like, json_schema, regex and ebnf are other names of the same.\n"
+     "- A keyword that toka cannot do is an error with its place in the schema.\n"
+     "  Nothing is left out or approximated, but: `format` names that it does not\n"
+     "  know and unknown keywords are annotations, as the standard says.\n"
+     "- Members come in the order of `properties`, then required names that are not\n"
+     "  listed, then others. White space: none, one blank, or a line end and up to 40\n"
+     "  blanks; none before and after the text.\n"
+     "- `toka grammar` needs a tokenizer and no weights. Status 0: accepted; 1:\n"
+     "  refused, with the byte and what was expected there, or a bad schema (on\n"
+     "  standard error). It reads the text in its usual tokens, each of which must be\n"
+     "  in the mask. --stats: CPU time to compile, and of the masks.\n"
+     "- `toka grammar --maskbench FILE.jsonl` counts, for a file of schemas with\n"
+     "  valid and other texts, what is refused and what is decided wrongly.\n",
+     "grammar"},
     {"gpus", "one GPU and several",
      "    toka devices\n"
      "    toka plan -m llama-3.1-70b --gpus 2 --gpu H200\n"
@@ -43431,7 +43821,8 @@ typedef struct cli { /* the values of all flags; the fields are named like the f
     double repetition_penalty, presence_penalty, frequency_penalty;
     int64_t seed;
     cli_list stop, choices;
-    const char *json_schema, *grammar, *regex;
+    const char *json_schema, *grammar, *regex, *maskbench;
+    bool stats;
     bool include_stop, ignore_eos, raw, chat, json, quiet, verbose, decode, no_special;
     bool help, help_all, version;
     const char *input, *output, *report, *dataset, *timeline;
@@ -43479,16 +43870,18 @@ enum {
     FOR_CHAT = 65536,
     FOR_VERSION = 131072,
     FOR_COMPLETION = 262144,
-    FOR_PING = 524288,
-    FOR_ANY = 1048575,
+    FOR_GRAMMAR = 524288,
+    FOR_PING = 1048576,
+    FOR_ANY = 2097151,
     FOR_REQUEST = FOR_RUN | FOR_PING, /* what toka ping takes, goes with --base-url */
     FOR_OPENS = FOR_RUN | FOR_CHAT | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT | FOR_SERVE,
     FOR_SAMPLES = FOR_RUN | FOR_CHAT | FOR_PING | FOR_BATCH | FOR_THROUGHPUT,
-    FOR_READS = FOR_RUN | FOR_PING | FOR_SCORE | FOR_TOKENIZE | FOR_TEMPLATE,
-    FOR_HUB = FOR_OPENS | FOR_TOKENIZE | FOR_TEMPLATE,
+    FOR_READS = FOR_RUN | FOR_PING | FOR_SCORE | FOR_TOKENIZE | FOR_TEMPLATE | FOR_GRAMMAR,
+    FOR_TEXT = FOR_TOKENIZE | FOR_TEMPLATE | FOR_GRAMMAR, /* open no weights */
+    FOR_HUB = FOR_OPENS | FOR_TEXT,
     FOR_WORDS = FOR_PULL | FOR_RM | FOR_COMPLETION | FOR_PING, /* take names */
-    FOR_MODEL_WORD = FOR_CHAT | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT | FOR_SERVE | FOR_TOKENIZE |
-                     FOR_TEMPLATE | FOR_PLAN /* take a model without --model, too */
+    FOR_MODEL_WORD = FOR_CHAT | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT | FOR_SERVE | FOR_TEXT |
+                     FOR_PLAN /* take a model without --model, too */
 };
 
 #define AT(field) offsetof(cli, field)
@@ -43496,7 +43889,7 @@ static const cli_flag cli_flags[] = {
     /* a row whose name is NULL begins a group of --help; `help` is its title */
     {NULL, NULL, NULL, 0, 0, 0, "Model"},
     {"model", "m", "MODEL", CLI_TEXT, AT(open.model),
-     FOR_PING | FOR_OPENS | FOR_TOKENIZE | FOR_TEMPLATE | FOR_BENCH_SERVE | FOR_PLAN,
+     FOR_PING | FOR_HUB | FOR_BENCH_SERVE | FOR_PLAN,
      "folder, hub id, or a name of models.txt (default: embedded); bench serve: the server's name for it"},
     {"base-url", "", "URL", CLI_TEXT, AT(bench.base_url), FOR_REQUEST | FOR_CHAT | FOR_BENCH_SERVE,
      "a server answers, at http://HOST[:PORT][/v1]; its key: TOKA_API_KEY, else OPENAI_API_KEY"},
@@ -43589,14 +43982,18 @@ static const cli_flag cli_flags[] = {
      "same seed, same text (default: 0)"},
     {"stop", "", "TEXT", CLI_LIST, AT(stop), FOR_REQUEST | FOR_CHAT | FOR_BATCH,
      "end before this text; can be given up to 16 times"},
-    {"json-schema", "", "FILE", CLI_TEXT, AT(json_schema), FOR_REQUEST,
+    {"json-schema", "", "FILE", CLI_TEXT, AT(json_schema), FOR_REQUEST | FOR_GRAMMAR,
      "the output is JSON that is valid for the JSON Schema in this file"},
-    {"grammar", "", "FILE", CLI_TEXT, AT(grammar), FOR_REQUEST,
+    {"grammar", "", "FILE", CLI_TEXT, AT(grammar), FOR_REQUEST | FOR_GRAMMAR,
      "the output matches the grammar (GBNF) in this file"},
-    {"regex", "", "R", CLI_TEXT, AT(regex), FOR_REQUEST,
+    {"regex", "", "R", CLI_TEXT, AT(regex), FOR_REQUEST | FOR_GRAMMAR,
      "the output matches this regular expression, from its beginning to its end"},
-    {"choice", "", "TEXT", CLI_LIST, AT(choices), FOR_REQUEST,
+    {"choice", "", "TEXT", CLI_LIST, AT(choices), FOR_REQUEST | FOR_GRAMMAR,
      "the output is this text; given several times: one of them"},
+    {"maskbench", "", "FILE", CLI_TEXT, AT(maskbench), FOR_GRAMMAR,
+     "schemas with texts that are valid or not, one JSON object a line: {\"schema\": S, \"tests\": [{\"data\": D, \"valid\": true}]}"},
+    {"stats", "", "", CLI_BOOL, AT(stats), FOR_GRAMMAR,
+     "how long it took to compile, and to make the mask of each token"},
     {"include-stop", "", "", CLI_BOOL, AT(include_stop), FOR_REQUEST | FOR_CHAT | FOR_BATCH,
      "keep the stop text or stop id in the output"},
     {"ignore-eos", "", "", CLI_BOOL, AT(ignore_eos),
@@ -43715,8 +44112,8 @@ static const cli_flag cli_flags[] = {
          FOR_OPS,
      "one JSON object instead of text"},
     {"verbose", "v", "", CLI_BOOL, AT(verbose),
-     FOR_RUN | FOR_CHAT | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT,
-     "on standard error: the device, seconds of each part of the start, tokens of KV cache (serve always prints them)"},
+     FOR_RUN | FOR_CHAT | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT | FOR_GRAMMAR,
+     "on standard error: the device, seconds of each part of the start, tokens of KV cache (serve always prints them); grammar --maskbench: schemas that are refused or wrong"},
     {"quiet", "q", "", CLI_BOOL, AT(quiet), FOR_PING | FOR_HUB | FOR_BENCH_SERVE | FOR_PULL,
      "no summary line on standard error"},
     {"decode", "", "", CLI_BOOL, AT(decode), FOR_TOKENIZE,
@@ -43823,6 +44220,7 @@ static void cli_catch_signals(void) {
     signal(SIGXFSZ, SIG_IGN);
 }
 
+static int cli_status; /* exit status of a command that did its work; 1: grammar refused the text */
 static bool cli_stdout_closed; /* standard output is a closed pipe; this is not a failure */
 
 /* Writes to standard output and flushes it. Returns 0 or TOKA_E_IO. */
@@ -43844,6 +44242,7 @@ static const char cli_commands[] =
     "  toka tokenize [FLAGS]   text on standard input to ids, or back with --decode\n"
     "  toka template [FLAGS]   JSON object with messages, tools ... on standard input to the rendered prompt\n"
     "  toka score [FLAGS]      log-probability of every token of a text\n"
+    "  toka grammar [FLAGS]    does a JSON schema, regular expression or grammar accept the text on standard input?\n"
     "  toka serve [FLAGS]      OpenAI-compatible server; SIGTERM or SIGHUP: ends after its answers\n"
     "  toka models             the models of models.txt\n"
     "  toka pull MODEL ...     download models of the Hugging Face hub, or what is new there; prints their folders\n"
@@ -43907,6 +44306,7 @@ static const struct {
     {FOR_TEMPLATE, "  echo '{\"messages\":[{\"role\":\"user\",\"content\":\"Hello\"}]}' |\n"
                    "      toka template -m qwen3-8b\n"},
     {FOR_SCORE, "  toka score -m qwen3-8b -f text.txt\n"},
+    {FOR_GRAMMAR, "  echo -n 2026-01-31 | toka grammar -m qwen3-8b --regex '[0-9]{4}(-[0-9]{2}){2}'\n"},
     {FOR_PULL, "  toka pull Qwen/Qwen3-0.6B\n  toka -m Qwen/Qwen3-0.6B -p \"Why is the sky blue?\"\n"},
     {FOR_RM, "  toka rm Qwen/Qwen3-0.6B\n"},
     {FOR_PLAN, "  toka plan -m llama-3.1-70b --gpus 4 --gpu H200\n"},
@@ -44565,10 +44965,9 @@ static void cli_begin_dim(cli_generation *run, str prompt) {
     if (run->is_dim) cli_write(STR("\033[2m"), &run->error);
 }
 
-/* Reads what --json-schema, --grammar, --regex and --choice say. *given: one of them is there.
- * grammar borrows from text, which the caller frees. */
-static int cli_read_grammar(const cli *flags, bool *given, toka_grammar *grammar, buf *text,
-                            toka_err *e) {
+/* Reads what --json-schema, --grammar, --regex and --choice say; grammar->text: NULL if none is
+ * given, else borrowed from `text`. */
+static int cli_read_grammar(const cli *flags, buf *text, toka_grammar *grammar, toka_err *e) {
     const char *const file = flags->json_schema ? flags->json_schema : flags->grammar;
     const int n_given = !!flags->json_schema + !!flags->grammar + !!flags->regex +
                         (flags->choices.n_values > 0);
@@ -44576,7 +44975,7 @@ static int cli_read_grammar(const cli *flags, bool *given, toka_grammar *grammar
                                       : flags->grammar   ? TOKA_GRAMMAR_GBNF
                                       : flags->regex     ? TOKA_GRAMMAR_REGEX
                                                          : TOKA_GRAMMAR_CHOICE};
-    *given = n_given > 0;
+    if (!n_given) return 0;
     if (n_given > 1)
         return fail(e, TOKA_E_USE, "--json-schema, --grammar, --regex and --choice exclude each "
                                    "other");
@@ -44587,7 +44986,7 @@ static int cli_read_grammar(const cli *flags, bool *given, toka_grammar *grammar
         close(fd);
         if (code) return code;
     } else if (flags->regex) buf_c(text, flags->regex);
-    else if (*given) {
+    else {
         json_put_open(text, '[');
         for (int i = 0; i < flags->choices.n_values; i++)
             json_put_str(text, str_c(flags->choices.values[i]));
@@ -44598,15 +44997,14 @@ static int cli_read_grammar(const cli *flags, bool *given, toka_grammar *grammar
     return 0;
 }
 
-/* Compiles that. *out is NULL if none is given; the caller frees it. */
+/* Compiles it. *out is NULL if none is given; the caller frees it. */
 static int cli_read_constraint(const cli *flags, const toka *t, toka_constraint **out,
                                toka_err *e) {
     toka_grammar grammar;
     buf text = {0};
-    bool given;
     *out = NULL;
-    int code = cli_read_grammar(flags, &given, &grammar, &text, e);
-    if (!code && given) code = toka_constraint_new(out, t, &grammar, e);
+    int code = cli_read_grammar(flags, &text, &grammar, e);
+    if (!code && grammar.text) code = toka_constraint_new(out, t, &grammar, e);
     buf_free(&text);
     return code;
 }
@@ -44630,9 +45028,8 @@ static int cli_put_constraint(const cli *flags, buf *out, toka_err *e) {
                                         [TOKA_GRAMMAR_REGEX] = "regex",
                                         [TOKA_GRAMMAR_CHOICE] = "choice",
                                         [TOKA_GRAMMAR_GBNF] = "grammar"};
-    bool given;
-    int code = cli_read_grammar(flags, &given, &grammar, &text, e);
-    if (!code && given) {
+    int code = cli_read_grammar(flags, &text, &grammar, e);
+    if (!code && grammar.text) {
         json_put_key(out, "structured_outputs"), json_put_open(out, '{');
         json_put_key(out, names[grammar.kind]);
         const bool is_json = grammar.kind == TOKA_GRAMMAR_JSON_SCHEMA ||
@@ -45368,6 +45765,56 @@ static int cli_score(const cli *flags, toka_err *e) {
     return code;
 }
 
+/* Decides about the text on standard input. */
+static int cli_accept_text(const cli *flags, accept_run *run, buf *out, toka_err *e) {
+    toka_grammar grammar;
+    toka_constraint *constraint = NULL;
+    buf source = {0}, text = {0}, expected = {0};
+    int code = cli_read_grammar(flags, &source, &grammar, e);
+    if (!code && !grammar.text)
+        code = fail(e, TOKA_E_USE, "toka grammar needs --json-schema, --grammar, --regex, --choice "
+                                   "or --maskbench");
+    if (!code) code = cli_read_prompt(flags, &text, e);
+    const double t0 = accept_now();
+    if (!code) code = con_new(&constraint, &grammar, run->tokenizer, run->vocab, e);
+    if (!code) {
+        accept_add_time(&run->compiles, accept_now() - t0);
+        const int refused = accept_text(run, constraint, buf_view(&text), &expected);
+        if (refused < 0) buf_c(out, "accepted\n");
+        else buf_printf(out, "refused at byte %d: expected %s\n", refused, buf_view(&expected).p);
+        cli_status = refused < 0 ? 0 : 1;
+    }
+    if (!code && flags->stats) {
+        accept_put_times(out, "compile", &run->compiles);
+        accept_put_times(out, "mask", &run->masks);
+    }
+    con_del(constraint);
+    buf_free(&source), buf_free(&text), buf_free(&expected);
+    return code;
+}
+
+static int cli_grammar(const cli *flags, toka_err *e) {
+    buf out = {0};
+    toka *t = NULL;
+    accept_run run = {0};
+    int code = lib_check_options(&flags->open, e);
+    if (!code) code = lib_open_text(&t, &flags->open, false, e);
+    if (!code) code = lib_require_tokenizer(t, e);
+    if (!code) {
+        run.tokenizer = t->tokenizer;
+        run.vocab = con_vocab_new(t->tokenizer, t->tokenizer->n_ids);
+        code = flags->maskbench ? accept_maskbench(&run, flags->maskbench,
+                                                   flags->verbose ? stderr : NULL, &out, e)
+                                : cli_accept_text(flags, &run, &out, e);
+    }
+    if (!code) code = cli_write(buf_view(&out), e);
+    free(run.compiles.us), free(run.masks.us);
+    con_vocab_del(run.vocab);
+    buf_free(&out);
+    toka_close(t);
+    return code;
+}
+
 /* Appends a model's row: parameters, bytes and formats of its weights, and bytes of K and V a
  * token, as bf16. */
 static int cli_put_known_model(const mf_known_model *known, const char *where, buf *out,
@@ -46027,6 +46474,7 @@ static const cli_command cli_command_table[] = {
     {"tokenize", NULL,         FOR_TOKENIZE,    cli_tokenize},
     {"template", NULL,         FOR_TEMPLATE,    cli_template},
     {"score",    NULL,         FOR_SCORE,       cli_score},
+    {"grammar",  NULL,         FOR_GRAMMAR,     cli_grammar},
     {"models",   NULL,         FOR_MODELS,      cli_models},
     {"pull",     NULL,         FOR_PULL,        cli_pull},
     {"list",     NULL,         FOR_LIST,        cli_list_models},
@@ -46173,7 +46621,7 @@ static int cli_run_parsed(cli *flags, const cli_command *command, toka_err *e) {
     if (!code) code = cli_check_files(flags, bit, e);
     if (isatty(2) && !flags->quiet) flags->open.progress = cli_print_progress;
     if (flags->download_dir) setenv("HF_HUB_CACHE", flags->download_dir, 1);
-    const bool text_only = bit & (FOR_TOKENIZE | FOR_TEMPLATE);
+    const bool text_only = bit & FOR_TEXT;
     if (!code && (bit & FOR_HUB)) code = cli_get_model(flags, text_only, e);
     return code ? code : command ? command->main(flags, e) : cli_run_command(flags, e);
 }
@@ -46229,7 +46677,8 @@ int toka_main(int argc, char **argv) {
         _exit(130); /* not exit(): a hung rank may still use what exit() would destroy */
     }
     if (cli_interrupted) return 130;
-    return !code || cli_stdout_closed ? 0 : code == TOKA_E_USE || code == TOKA_E_INPUT ? 1 : 2;
+    if (!code || cli_stdout_closed) return cli_status;
+    return code == TOKA_E_USE || code == TOKA_E_INPUT ? 1 : 2;
 }
 
 #ifdef TOKA_MAIN

@@ -349,3 +349,34 @@ def test_command_line(tmp_path):
                            (["--json-schema", str(tmp_path / "none")], b"none: No such file")):
         r = say(*flags)
         assert r.returncode == 1 and message in r.stderr
+
+
+def test_grammar_command(tmp_path):
+    date, schema, bench = ["--regex", "[0-9]{4}(-[0-9]{2}){2}"], tmp_path / "s.json", tmp_path / "bench.jsonl"
+    schema.write_text(json.dumps(PERSON))
+    for flags, text, want in ((date, "2026-01-31", "accepted"), (date, "2026-01-3x", "refused at byte 9: expected 0 to 9"),
+                              (date, "2026-01-310", "refused at byte 10: expected the end"), (date, "", "refused at byte 0: expected 0 to 9"),
+                              (["--json-schema", str(schema)], '{"name": "A", "age": 121}', "refused at byte 23: expected \\x0A, \\x0D, \\x20, 0, }"),
+                              (["--choice", "yes", "--choice", "né"], "né", "accepted"),
+                              (["--choice", "a", "--choice", "ab"], "ac", "refused at byte 1: expected the end, b")):
+        r = toka("grammar", *flags, stdin=text)
+        assert r.stdout.decode() == want + "\n" and r.returncode == (want != "accepted"), r
+    out = toka("grammar", *date, "--stats", stdin="2026-01-31").stdout.decode().splitlines()
+    assert out[0] == "accepted" and out[1].startswith("compile, us: n 1,") and out[2].startswith("mask, us: n ")
+    for flags, message in (([], b"needs --json-schema"), (["--regex", "("], b"( without )"), (["--maskbench", str(tmp_path / "none")], b"No such file")):
+        r = toka("grammar", *flags)
+        assert r.returncode == 1 and message in r.stderr and not r.stdout
+    # "order" is valid, but for the order of its members, also inside; a is a wrong acceptance, b a wrong rejection
+    order = {"type": "object", "properties": {"z": {"type": "integer"}, "a": PERSON}, "required": ["a"]}
+    tests = [(order, [({"a": {"age": 3, "name": "x"}, "z": 1}, True), ({"z": 1}, False), ({"a": {"age": 300, "name": "x"}, "z": 1}, False)]),
+             ({"type": "integer"}, [(5, False)]), ({"type": "integer"}, [("x", True)]), ({"type": "nothing"}, [])]
+    bench.write_text("".join(json.dumps({"name": f"n{i}", "schema": s, "tests": [{"data": d, "valid": v} for d, v in t]}) + "\n"
+                             for i, (s, t) in enumerate(tests)))
+    r = toka("grammar", "--maskbench", str(bench), "-v")
+    assert r.stdout.decode().splitlines()[:4] == [
+        "schemas 4: refused 1 (25.0 %), all texts read right 1", "texts 5, of which valid 2",
+        "schemas with a wrong acceptance 1, with a wrong rejection 1 (members in the order of the file: 2)",
+        "schemas whose indented texts are read differently 0"]
+    assert [x.split(":")[0] for x in r.stderr.decode().splitlines()] == ["n1", "n2", "n3"]
+    bench.write_text('{"schema": {}}')
+    assert b"line 1: expected an object with schema and tests" in toka("grammar", "--maskbench", str(bench)).stderr
