@@ -15916,8 +15916,8 @@ static void stop_free(stop_scanner *scanner) {
  *
  * MASKS. The vocabulary is sorted by bytes. A mask is one walk over it: tokens that share their
  * first bytes share the nodes, and after a byte that the grammar refuses, all tokens with that
- * beginning are skipped. A walk may look at all tokens (inside a string it does), so two things
- * make it rare:
+ * beginning are skipped. A walk may look at all tokens (inside a string it would), so three things
+ * make it rare and short:
  *   1. The mask of a node is kept. Before, its counters are cut to the bytes of the longest token:
  *      with 5,000 and with 6,000 more characters the same tokens may come, so node and mask are
  *      shared. Short tokens reach less far: the vocabulary is in parts by length (con_part_far),
@@ -15926,6 +15926,9 @@ static void stop_free(stop_scanner *scanner) {
  *      node depends on the rule alone: all strings of a schema share it. Its walk gives the tokens
  *      that stay in the rule, and the places where a token leaves it (escapes). Only there the walk
  *      goes on with the frame that was replaced.
+ *   3. The tokens are in slices: those of letters and digits alone, those of other characters that
+ *      a JSON string may have as they are, and the rest. If a node takes all texts of a slice
+ *      (con_takes_slice), the slice's mask is added without a walk.
  *
  * What always holds:
  *   - from every item some text leads to the end: 18c removes edges that lead nowhere. So text is
@@ -15994,16 +15997,17 @@ typedef struct con_item {
 } con_item;
 
 typedef struct con_escape { /* a place where tokens leave the local rule */
-    int part, token, depth; /* the first token (by order of bytes); bytes of it before the place */
+    int list, token, depth; /* the first token (by order of bytes); bytes of it before the place */
 } con_escape;
 
 typedef struct con_bits {
-    con_escape *escapes; /* [n_escapes] of a local node */
-    int n_escapes;
+    con_escape *escapes;    /* of a local node, by the byte after the place: */
+    int *escapes_of;        /* [257] those before byte b: escapes_of[b] .. escapes_of[b + 1] - 1 */
     uint32_t mask[]; /* [words]. Of a local node: the tokens that stay in the rule */
 } con_bits;
 
 enum { CON_PARTS = 4 }; /* of the vocabulary */
+enum { CON_REST, CON_PLAIN, CON_WORD, CON_SLICES }; /* of a part */
 
 typedef struct con_node {
     con_item *items; /* [n], sorted; states that have bytes */
@@ -16017,20 +16021,23 @@ typedef struct con_node {
 } con_node;
 
 /* The tokens of a model that can be text, for all its constraints, sorted by bytes. They are in
- * parts by their length, so that a counter is cut to what the tokens of a part can reach. */
-typedef struct con_vocab_part {
+ * parts by their length, so that a counter is cut to what the tokens of a part can reach; and each
+ * part in slices by their characters. A list has the tokens of one slice of one part. */
+typedef struct con_list {
+    uint32_t *mask;   /* [words] */
     int32_t *ids;     /* [n] */
     uint32_t *at;     /* [n + 1] where the bytes of token i begin in `bytes` */
     uint16_t *shared; /* [n] first bytes that token i shares with token i - 1 */
+    int32_t *after;   /* [n] the next token that shares fewer bytes with its previous one */
     int first[257];   /* tokens that begin with byte b: first[b] .. first[b + 1] - 1 */
     buf bytes;
     int n;
-} con_vocab_part;
+} con_list;
 
 static const int con_part_far[CON_PARTS] = {5, 9, 17, CON_FAR}; /* all tokens are shorter */
 
 typedef struct con_vocab {
-    con_vocab_part parts[CON_PARTS];
+    con_list lists[CON_PARTS * CON_SLICES]; /* part by part */
     int words; /* of a mask, for all V ids */
 } con_vocab;
 
@@ -16323,17 +16330,25 @@ static int con_step(con_machine *machine, int node_index, int byte) {
         node->next = memset(con_alloc(machine, bytes), 0xFF, bytes);
     }
     if (node->next[class] >= 0) return node->next[class];
+    int low = 0, high = 255; /* bytes with the same edges */
     for (int i = 0; i < node->n; i++) {
         const con_item item = node->items[i];
         for (int k = machine->grammar->states[item.state].first; k >= 0;
              k = machine->grammar->edges[k].next) {
             const con_edge *edge = &machine->grammar->edges[k];
-            if (edge->kind == CON_BYTES && edge->low <= byte && byte <= edge->high)
+            if (edge->kind != CON_BYTES) continue;
+            if (byte < edge->low) high = MIN(high, edge->low - 1);
+            else if (byte > edge->high) low = MAX(low, edge->high + 1);
+            else {
+                low = MAX(low, edge->low);
+                high = MIN(high, edge->high);
                 con_visit(machine, edge->to, item.frame);
+            }
         }
     }
     const int next = con_node_of(machine);
-    if (!machine->failed) machine->nodes[node_index].next[class] = next;
+    for (int c = machine->class_of[low]; c <= machine->class_of[high] && !machine->failed; c++)
+        machine->nodes[node_index].next[c] = next;
     return next;
 }
 static int con_step_text(con_machine *machine, int node, str text) {
@@ -16583,59 +16598,93 @@ COLD static int con_compare_tokens(const void *a, const void *b) {
 }
 
 static void con_vocab_del(con_vocab *vocab) {
-    for (int p = 0; vocab && p < CON_PARTS; p++) {
-        free(vocab->parts[p].ids);
-        free(vocab->parts[p].at);
-        free(vocab->parts[p].shared);
-        buf_free(&vocab->parts[p].bytes);
+    for (int i = 0; vocab && i < COUNT(vocab->lists); i++) {
+        free(vocab->lists[i].mask);
+        free(vocab->lists[i].ids);
+        free(vocab->lists[i].at);
+        free(vocab->lists[i].shared);
+        free(vocab->lists[i].after);
+        buf_free(&vocab->lists[i].bytes);
     }
     free(vocab);
 }
 
-/* Fills a part with its tokens, which are sorted. */
-COLD static void con_fill_part(con_vocab_part *part, const con_spelling *tokens, size_t n) {
-    part->n = (int)n;
-    part->ids = mem_alloc(n * sizeof *part->ids);
-    part->at = mem_alloc((n + 1) * sizeof *part->at);
-    part->shared = mem_alloc(n * sizeof *part->shared);
+/* Returns the slice of a text. */
+COLD static int con_slice_of(str text) {
+    int slice = CON_WORD;
+    for (size_t i = 0, n; i < text.n; i += n) {
+        const unsigned char c = (unsigned char)text.p[i];
+        if (!(n = (size_t)utf8_len(text.p + i, text.p + text.n)) || c < ' ' || c == '"' ||
+            c == '\\' || c == 0x7F)
+            return CON_REST;
+        if (!isalnum(c) || c >= 0x80) slice = CON_PLAIN;
+    }
+    return slice;
+}
+
+/* Fills a list with its tokens, which are sorted. */
+COLD static void con_fill_list(con_list *list, const con_spelling *tokens, size_t n, int words) {
+    list->n = (int)n;
+    list->mask = mem_zalloc((size_t)words * sizeof *list->mask);
+    list->ids = mem_alloc(n * sizeof *list->ids);
+    list->at = mem_alloc((n + 1) * sizeof *list->at);
+    list->shared = mem_alloc(n * sizeof *list->shared);
     for (size_t i = 0; i < n; i++) {
         size_t shared = 0;
         while (i && shared < MIN(tokens[i].n, tokens[i - 1].n) &&
                tokens[i].p[shared] == tokens[i - 1].p[shared])
             shared++;
-        part->ids[i] = tokens[i].id;
-        part->at[i] = (uint32_t)part->bytes.n;
-        part->shared[i] = (uint16_t)shared;
-        part->first[(unsigned char)tokens[i].p[0] + 1]++;
-        buf_put(&part->bytes, tokens[i].p, tokens[i].n);
+        list->mask[tokens[i].id / 32] |= 1u << tokens[i].id % 32;
+        list->ids[i] = tokens[i].id;
+        list->at[i] = (uint32_t)list->bytes.n;
+        list->shared[i] = (uint16_t)shared;
+        list->first[(unsigned char)tokens[i].p[0] + 1]++;
+        buf_put(&list->bytes, tokens[i].p, tokens[i].n);
     }
-    part->at[n] = (uint32_t)part->bytes.n;
-    for (int byte = 0; byte < 256; byte++) part->first[byte + 1] += part->first[byte];
+    list->at[n] = (uint32_t)list->bytes.n;
+    list->after = mem_alloc(n * sizeof *list->after);
+    for (int i = (int)n - 1; i >= 0; i--) {
+        int next = i + 1;
+        while (next < (int)n && list->shared[next] >= list->shared[i]) next = list->after[next];
+        list->after[i] = next;
+    }
+    for (int byte = 0; byte < 256; byte++) list->first[byte + 1] += list->first[byte];
 }
 
-/* Special tokens are no text. Tokens of CON_FAR or more bytes are left out. */
-COLD static con_vocab *con_vocab_new(const tok *tokenizer, int V) {
+/* Makes a vocabulary. Tokens of CON_FAR or more bytes, and without bytes, are left out. */
+COLD static con_vocab *con_vocab_of(const con_spelling *tokens, size_t n, int V) {
     con_vocab *vocab = mem_zalloc(sizeof *vocab);
+    con_spelling *own = mem_alloc(n * sizeof *own);
+    vocab->words = (V + 31) / 32;
+    for (int i = 0; i < COUNT(vocab->lists); i++) {
+        const int part = i / CON_SLICES, least = part ? con_part_far[part - 1] : 1;
+        size_t n_own = 0;
+        for (size_t k = 0; k < n; k++)
+            if (tokens[k].n >= (size_t)least && tokens[k].n < (size_t)con_part_far[part] &&
+                con_slice_of((str){tokens[k].p, tokens[k].n}) == i % CON_SLICES)
+                own[n_own++] = tokens[k];
+        if (n_own) qsort(own, n_own, sizeof *own, con_compare_tokens);
+        con_fill_list(&vocab->lists[i], own, n_own, vocab->words);
+    }
+    free(own);
+    return vocab;
+}
+
+/* Special tokens are no text. */
+COLD static con_vocab *con_vocab_new(const tok *tokenizer, int V) {
     const int n_ids = MIN(tokenizer->n_ids, V);
     con_spelling *tokens = mem_alloc((size_t)n_ids * sizeof *tokens);
     arena memory = {0};
     buf bytes = {0};
-    vocab->words = (V + 31) / 32;
-    for (int p = 0; p < CON_PARTS; p++) {
-        size_t n = 0;
-        for (int32_t id = 0; id < n_ids; id++) {
-            buf_clear(&bytes);
-            if (!(tokenizer->flag[id] & (TOK_SPECIAL | TOK_SKIPPED)))
-                tok_put_bytes(tokenizer, id, &bytes);
-            if (bytes.n < (size_t)(p ? con_part_far[p - 1] : 1) ||
-                bytes.n >= (size_t)con_part_far[p])
-                continue;
-            const str copy = arena_str(&memory, buf_view(&bytes));
-            tokens[n++] = (con_spelling){copy.p, copy.n, id};
-        }
-        if (n) qsort(tokens, n, sizeof *tokens, con_compare_tokens);
-        con_fill_part(&vocab->parts[p], tokens, n);
+    size_t n = 0;
+    for (int32_t id = 0; id < n_ids; id++) {
+        if (tokenizer->flag[id] & (TOK_SPECIAL | TOK_SKIPPED)) continue;
+        buf_clear(&bytes);
+        tok_put_bytes(tokenizer, id, &bytes);
+        const str copy = arena_str(&memory, buf_view(&bytes));
+        tokens[n++] = (con_spelling){copy.p, copy.n, id};
     }
+    con_vocab *vocab = con_vocab_of(tokens, n, V);
     arena_free(&memory), buf_free(&bytes);
     free(tokens);
     return vocab;
@@ -16643,10 +16692,78 @@ COLD static con_vocab *con_vocab_new(const tok *tokenizer, int V) {
 
 /* ---- Masks ---- */
 
+/* Characters of a slice as UTF-8: after a byte from `low` to `high` in state `from` comes state
+ * `to`. State 0 is between characters. */
+static const struct con_slice_range {
+    uint8_t slice, from, low, high, to;
+} con_slice_ranges[] = {
+    {CON_WORD, 0, '0', '9', 0},      {CON_WORD, 0, 'A', 'Z', 0},     {CON_WORD, 0, 'a', 'z', 0},
+    {CON_PLAIN, 0, ' ', '!', 0},     {CON_PLAIN, 0, '#', '[', 0},    {CON_PLAIN, 0, ']', '~', 0},
+    {CON_PLAIN, 0, 0xC2, 0xDF, 1},   {CON_PLAIN, 0, 0xE0, 0xE0, 4},  {CON_PLAIN, 0, 0xE1, 0xEC, 2},
+    {CON_PLAIN, 0, 0xED, 0xED, 5},   {CON_PLAIN, 0, 0xEE, 0xEF, 2},  {CON_PLAIN, 0, 0xF0, 0xF0, 6},
+    {CON_PLAIN, 0, 0xF1, 0xF3, 3},   {CON_PLAIN, 0, 0xF4, 0xF4, 7},  {CON_PLAIN, 1, 0x80, 0xBF, 0},
+    {CON_PLAIN, 2, 0x80, 0xBF, 1},   {CON_PLAIN, 3, 0x80, 0xBF, 2},  {CON_PLAIN, 4, 0xA0, 0xBF, 1},
+    {CON_PLAIN, 5, 0x80, 0x9F, 1},   {CON_PLAIN, 6, 0x90, 0xBF, 2},  {CON_PLAIN, 7, 0x80, 0x8F, 2},
+};
+
+enum { CON_SLICE_PAIRS = 1024 };
+
+typedef struct con_slice_search {
+    con_machine *machine;
+    int node[CON_SLICE_PAIRS], state[CON_SLICE_PAIRS]; /* pairs that texts of the slice lead to */
+    int n, max;
+    int16_t seen[2 * CON_SLICE_PAIRS]; /* hash table: 1 + index of a pair; 0: free */
+} con_slice_search;
+
+/* Adds a pair, if it is not there. Returns false if there are too many. */
+static bool con_add_pair(con_slice_search *search, int node, int state) {
+    size_t at = ((uint32_t)node * 8 + (uint32_t)state) * 2654435761u >> 21;
+    for (; search->seen[at]; at = (at + 1) % COUNT(search->seen))
+        if (search->node[search->seen[at] - 1] == node &&
+            search->state[search->seen[at] - 1] == state)
+            return true;
+    if (search->n == search->max) return false;
+    search->node[search->n] = node;
+    search->state[search->n] = state;
+    search->seen[at] = (int16_t)++search->n;
+    return true;
+}
+
+/* Adds the pairs after one byte of a range. Returns false if the machine refuses one. */
+static bool con_add_pairs(con_slice_search *search, int node, const struct con_slice_range *range) {
+    const uint8_t *class_of = search->machine->class_of;
+    int last = CON_DEAD;
+    for (int class = class_of[range->low], byte = range->low; class <= class_of[range->high];
+         class++) {
+        while (class_of[byte] < class) byte++;
+        const int next = con_step(search->machine, node, byte);
+        if (next == CON_DEAD) return false;
+        if (next != last && !con_add_pair(search, next, range->to)) return false;
+        last = next;
+    }
+    return true;
+}
+
+/* Does the machine accept all texts of a slice from a node on, as far as the tokens of a part can
+ * reach? It looks at the nodes after 1, 2, ... bytes. false: no, or it would take longer than to
+ * look at the tokens. */
+static bool con_takes_slice(con_machine *machine, int node, int slice, int far, int n_tokens) {
+    con_slice_search search = {.machine = machine, .max = MIN(CON_SLICE_PAIRS, 32 + n_tokens / 16)};
+    if (!con_add_pair(&search, node, 0)) return false;
+    for (int depth = 1, i = 0; depth < far && i < search.n; depth++)
+        for (const int end = search.n; i < end; i++)
+            for (int k = 0; k < COUNT(con_slice_ranges); k++) {
+                const struct con_slice_range *range = &con_slice_ranges[k];
+                if (range->slice != slice || range->from != search.state[i]) continue;
+                if (!con_add_pairs(&search, search.node[i], range)) return false;
+            }
+    return !machine->failed;
+}
+
 typedef struct con_walk {
     con_machine *machine;
     const con_vocab *vocab;
-    const con_vocab_part *part;
+    const con_list *list;
     uint32_t *mask;
     buf *escapes;  /* con_escape; NULL: not wanted */
     int nodes[CON_FAR + 1]; /* nodes[d]: after d bytes of the current token */
@@ -16655,34 +16772,34 @@ typedef struct con_walk {
 /* Reads token i from byte `depth` on, for which nodes[depth] is set. Returns the number of bytes
  * that the machine accepts; if it accepts all, the token gets its bit. */
 static int con_walk_token(con_walk *walk, int i, int depth) {
-    const con_vocab_part *part = walk->part;
-    const unsigned char *bytes = (const unsigned char *)part->bytes.p + part->at[i];
-    const int n = (int)(part->at[i + 1] - part->at[i]);
+    const con_list *list = walk->list;
+    const unsigned char *bytes = (const unsigned char *)list->bytes.p + list->at[i];
+    const int n = (int)(list->at[i + 1] - list->at[i]);
     for (; depth < n; depth++) {
-        const int node = con_step(walk->machine, walk->nodes[depth], bytes[depth]);
+        const int here = walk->nodes[depth];
+        if (walk->escapes && walk->machine->nodes[here].flags & CON_ESCAPES)
+            buf_put(walk->escapes, &(con_escape){(int)(list - walk->vocab->lists), i, depth},
+                    sizeof(con_escape));
+        const int node = con_step(walk->machine, here, bytes[depth]);
         if (node == CON_DEAD) return depth;
         walk->nodes[depth + 1] = node;
-        if (walk->escapes && walk->machine->nodes[node].flags & CON_ESCAPES)
-            buf_put(walk->escapes,
-                    &(con_escape){(int)(part - walk->vocab->parts), i, depth + 1},
-                    sizeof(con_escape));
     }
-    walk->mask[part->ids[i] / 32] |= 1u << part->ids[i] % 32;
+    walk->mask[list->ids[i] / 32] |= 1u << list->ids[i] % 32;
     return n;
 }
 
 /* Adds the tokens from `token` on that share its first `depth` bytes, after which the node is
  * nodes[depth]. */
 static void con_walk_tokens(con_walk *walk, int token, int depth) {
-    const con_vocab_part *part = walk->part;
-    for (int i = token, start = depth; i < part->n && !walk->machine->failed;) {
+    const con_list *list = walk->list;
+    for (int i = token, start = depth; i < list->n && !walk->machine->failed;) {
         const int n_accepted = con_walk_token(walk, i, start);
         if (!n_accepted && !depth) /* no token with this first byte */
-            i = part->first[(unsigned char)part->bytes.p[part->at[i]] + 1];
+            i = list->first[(unsigned char)list->bytes.p[list->at[i]] + 1];
         else
-            for (i++; i < part->n && part->shared[i] > n_accepted; i++) {}
-        if (i == part->n || part->shared[i] < depth) return;
-        start = part->shared[i];
+            for (i++; i < list->n && list->shared[i] > n_accepted;) i = list->after[i];
+        if (i == list->n || list->shared[i] < depth) return;
+        start = list->shared[i];
     }
 }
 
@@ -16690,9 +16807,35 @@ static con_bits *con_bits_new(con_machine *machine, const con_vocab *vocab) {
     const size_t bytes = sizeof(con_bits) + (size_t)vocab->words * sizeof(uint32_t);
     return memset(con_alloc(machine, bytes), 0, bytes);
 }
+static void con_add_bits(uint32_t *mask, const uint32_t *more, int words) {
+    for (int i = 0; i < words; i++) mask[i] |= more[i];
+}
+
+/* Keeps escapes, sorted by the byte after the place. */
+static void con_keep_escapes(con_machine *machine, const con_vocab *vocab, con_bits *bits,
+                             const buf *found) {
+    const con_escape *escapes = (const con_escape *)(const void *)found->p;
+    const size_t n = found->n / sizeof *escapes;
+    int at[257] = {0};
+    bits->escapes_of = con_alloc(machine, sizeof at);
+    bits->escapes = con_alloc(machine, found->n);
+    for (int pass = 0; pass < 2; pass++) { /* counts, then places */
+        for (size_t i = 0; i < n; i++) {
+            const con_list *list = &vocab->lists[escapes[i].list];
+            const uint32_t place = list->at[escapes[i].token] + (uint32_t)escapes[i].depth;
+            const int byte = (unsigned char)list->bytes.p[place];
+            if (pass) bits->escapes[at[byte]++] = escapes[i];
+            else at[byte + 1]++;
+        }
+        for (int byte = 0; byte < 256 && !pass; byte++) at[byte + 1] += at[byte];
+        if (!pass) memcpy(bits->escapes_of, at, sizeof at);
+    }
+}
 
 /* Makes the bits of a node by a walk over some parts of the vocabulary. is_local: also notes the
- * escapes. Each is noted once: the next tokens that share its bytes begin behind them. */
+ * escapes. Each is noted once: the next tokens that share its bytes, and the byte after the place,
+ * begin behind them. A slice that the node takes has no escapes: all its tokens stay in the
+ * rule. */
 static con_bits *con_walk_parts(con_machine *machine, const con_vocab *vocab, int parts, int node,
                                 bool is_local) {
     con_bits *bits = con_bits_new(machine, vocab);
@@ -16700,13 +16843,15 @@ static con_bits *con_walk_parts(con_machine *machine, const con_vocab *vocab, in
     con_walk walk = {.machine = machine, .vocab = vocab, .mask = bits->mask,
                      .escapes = is_local ? &escapes : NULL};
     walk.nodes[0] = node;
-    for (int p = 0; p < CON_PARTS; p++) {
-        walk.part = &vocab->parts[p];
-        if (parts == p || parts == CON_PARTS) con_walk_tokens(&walk, 0, 0);
+    for (int i = 0; i < COUNT(vocab->lists); i++) {
+        const int part = i / CON_SLICES, slice = i % CON_SLICES;
+        walk.list = &vocab->lists[i];
+        if ((parts != part && parts != CON_PARTS) || !walk.list->n) continue;
+        if (slice && con_takes_slice(machine, node, slice, con_part_far[part], walk.list->n))
+            con_add_bits(bits->mask, walk.list->mask, vocab->words);
+        else con_walk_tokens(&walk, 0, 0);
     }
-    bits->n_escapes = (int)(escapes.n / sizeof(con_escape));
-    bits->escapes = con_alloc(machine, escapes.n);
-    if (escapes.n) memcpy(bits->escapes, escapes.p, escapes.n);
+    if (is_local) con_keep_escapes(machine, vocab, bits, &escapes);
     buf_free(&escapes);
     return bits;
 }
@@ -16777,11 +16922,15 @@ static const con_bits *con_part_bits(con_machine *machine, const con_vocab *voca
     con_bits *bits = con_bits_new(machine, vocab);
     con_walk walk = {.machine = machine, .vocab = vocab, .mask = bits->mask};
     memcpy(bits->mask, inside->mask, (size_t)vocab->words * sizeof *bits->mask);
-    for (int i = 0; i < inside->n_escapes && after != CON_DEAD; i++) {
-        const con_escape escape = inside->escapes[i];
-        walk.part = &vocab->parts[escape.part];
-        walk.nodes[escape.depth] = after;
-        con_walk_tokens(&walk, escape.token, escape.depth);
+    for (int byte = 0; byte < 256; byte++) {
+        const int *range = &inside->escapes_of[byte];
+        const int next = range[0] < range[1] ? con_step(machine, after, byte) : CON_DEAD;
+        for (int i = range[0]; i < range[1] && next != CON_DEAD; i++) {
+            const con_escape escape = inside->escapes[i];
+            walk.list = &vocab->lists[escape.list];
+            walk.nodes[escape.depth + 1] = next;
+            con_walk_tokens(&walk, escape.token, escape.depth + 1);
+        }
     }
     return machine->nodes[node].bits[parts] = bits;
 }
@@ -16798,7 +16947,7 @@ static bool con_mask(con_machine *machine, const con_vocab *vocab, int node, uin
     for (int p = 0; p < CON_PARTS && counts && !machine->failed; p++) {
         const int near = con_node_change(machine, node, -1, -1, con_part_far[p]);
         const con_bits *part = con_part_bits(machine, vocab, p, near);
-        for (int i = 0; i < vocab->words; i++) mask[i] |= part->mask[i];
+        con_add_bits(mask, part->mask, vocab->words);
     }
     if (!machine->failed) return true;
     memset(mask, 0, bytes);

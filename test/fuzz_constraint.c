@@ -8,19 +8,11 @@ static const char *const fuzz_tokens[] = {
     "\xC3", "\xA9", "\xC3\xA9", "\xF0\x9F\x98\x80", "\xF0\x9F", "x", "xyz", "(", ")"};
 
 static con_vocab *fuzz_vocab(void) {
-    static con_vocab vocab = {.words = (COUNT(fuzz_tokens) + 31) / 32};
+    static con_vocab *vocab;
     con_spelling list[COUNT(fuzz_tokens)];
-    for (int p = 0; p < CON_PARTS && !vocab.parts[CON_PARTS - 1].at; p++) {
-        size_t n = 0;
-        for (int i = 0; i < COUNT(fuzz_tokens); i++) {
-            const size_t bytes = strlen(fuzz_tokens[i]);
-            if (bytes < (size_t)(p ? con_part_far[p - 1] : 1) || bytes >= (size_t)con_part_far[p]) continue;
-            list[n++] = (con_spelling){fuzz_tokens[i], bytes, i};
-        }
-        if (n) qsort(list, n, sizeof *list, con_compare_tokens);
-        con_fill_part(&vocab.parts[p], list, n);
-    }
-    return &vocab;
+    for (int i = 0; i < COUNT(fuzz_tokens); i++) list[i] = (con_spelling){fuzz_tokens[i], strlen(fuzz_tokens[i]), i};
+    if (!vocab) vocab = con_vocab_of(list, COUNT(list), COUNT(list));
+    return vocab;
 }
 
 /* Compares a mask with each token alone. If a limit was reached there is nothing to compare. */
