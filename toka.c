@@ -122,7 +122,7 @@
  *
  * PREFIXES of names say the chapter: mem_, str_, buf_, arena_, ids_ and suggest_ 2, os_ 3, json_
  * and utf8_ 4, uni_ 5, tok_ 6 and 7, tmpl_ 8 to 10 (tv_: values of templates), st_ and mf_ 11 to
- * 13, kv_ 14, heap_ 15, sched_ 16, batch_ 17, samp_ and stop_ 18, con_ 18b to 18d, plain_ 18e,
+ * 13, kv_ 14, heap_ 15, sched_ 16, batch_ 17, samp_ and stop_ 18, con_ 18b to 18f, plain_ 18e,
  * cpu_ 19 and 20, group_ 20, model_ and rank_ 21, eng_ 22, lib_ 23, http_ 24, parse_ 25, api_ 26 to
  * 28, chat_, resp_ and msg_ 28, run_ 29 and 34, files_ 30, srv_ 31 to 33, plan_ 34,
  * accept_ 34b, benchclient_ 35, hub_ 36, edit_ 37, help_ 38, cli_ 39.
@@ -220,6 +220,7 @@
  *  18b. Constraints: automata and masks [pure]
  *  18c. Constraints: regular expressions and grammars [pure]
  *  18d. Constraints: JSON Schema [pure]
+ *  18f. Constraints: structures [pure]
  *  18e. The plain backend [cpu]
  *  19. CPU kernels and threads [cpu]
  *  20. Ranks, and the CPU backend [cpu]
@@ -15952,6 +15953,8 @@ enum {
     CON_FAR = 256,              /* counters are cut to it; no token in a mask has more bytes */
     CON_BOTTOM = 0,             /* frame: the empty stack */
     CON_LOCAL = 1,              /* frame: the stack below a local node */
+    CON_TOKEN = 0xFF,           /* a byte that no text has: on both sides of an added token */
+    CON_CUT = 0xFE,             /* another one: the thinking must end (18f) */
     CON_DEAD = 0,               /* node */
     CON_ACCEPTS = 1,            /* con_node.flags: the text may end here */
     CON_ESCAPES = 2             /* con_node.flags: the local rule may end here */
@@ -16374,6 +16377,26 @@ static int con_advance(con_machine *machine, int node, str text) {
     return con_step_text(machine, node, text);
 }
 
+/* As con_advance, for a token in one of its spellings (con_vocab_new). `text` is scratch. */
+static int con_advance_id(con_machine *machine, const tok *tokenizer, int node, int32_t id,
+                          buf *text) {
+    const bool added = id < tokenizer->n_ids && tokenizer->added_at[id];
+    buf_clear(text);
+    if (added) buf_char(text, (char)CON_TOKEN);
+    tok_put_bytes(tokenizer, id, text);
+    if (added) buf_char(text, (char)CON_TOKEN);
+    const int next = con_advance(machine, node, buf_view(text));
+    if (next != CON_DEAD || !added || tokenizer->flag[id] & (TOK_SPECIAL | TOK_SKIPPED))
+        return next;
+    return con_advance(machine, node, str_sub(buf_view(text), 1, text->n - 1));
+}
+
+/* Returns the node after the thinking is cut; CON_DEAD: the node is not inside it. */
+static int con_cut(con_machine *machine, int node) {
+    machine->budget = CON_MAX_WORK;
+    return con_step(machine, node, CON_CUT);
+}
+
 /* ---- Products: and, and not ---- */
 
 enum { CON_MAX_PRODUCT = 16384, CON_MAX_FACTORS = 8 };
@@ -16651,7 +16674,18 @@ COLD static void con_fill_list(con_list *list, const con_spelling *tokens, size_
     for (int byte = 0; byte < 256; byte++) list->first[byte + 1] += list->first[byte];
 }
 
-/* Makes a vocabulary. Tokens of CON_FAR or more bytes, and without bytes, are left out. */
+/* Appends the spelling of a token, or nothing if it has none. An added token has two: its text, and
+ * its text between two CON_TOKEN. The second lets a grammar ask for the token itself. A special
+ * token is no text: it has only the second. */
+COLD static void con_put_spelling(const tok *tokenizer, int32_t id, bool as_token, buf *out) {
+    const bool special = tokenizer->flag[id] & (TOK_SPECIAL | TOK_SKIPPED);
+    if (as_token ? !tokenizer->added_at[id] : special) return;
+    if (as_token) buf_char(out, (char)CON_TOKEN);
+    tok_put_bytes(tokenizer, id, out);
+    if (as_token) buf_char(out, (char)CON_TOKEN);
+}
+
+/* Makes a vocabulary. Spellings of CON_FAR or more bytes, and empty ones, are left out. */
 COLD static con_vocab *con_vocab_of(const con_spelling *tokens, size_t n, int V) {
     con_vocab *vocab = mem_zalloc(sizeof *vocab);
     con_spelling *own = mem_alloc(n * sizeof *own);
@@ -16670,17 +16704,17 @@ COLD static con_vocab *con_vocab_of(const con_spelling *tokens, size_t n, int V)
     return vocab;
 }
 
-/* Special tokens are no text. */
 COLD static con_vocab *con_vocab_new(const tok *tokenizer, int V) {
     const int n_ids = MIN(tokenizer->n_ids, V);
-    con_spelling *tokens = mem_alloc((size_t)n_ids * sizeof *tokens);
+    con_spelling *tokens = mem_alloc(2 * (size_t)n_ids * sizeof *tokens);
     arena memory = {0};
     buf bytes = {0};
     size_t n = 0;
-    for (int32_t id = 0; id < n_ids; id++) {
-        if (tokenizer->flag[id] & (TOK_SPECIAL | TOK_SKIPPED)) continue;
+    for (int32_t i = 0; i < 2 * n_ids; i++) {
+        const int32_t id = i % n_ids;
         buf_clear(&bytes);
-        tok_put_bytes(tokenizer, id, &bytes);
+        con_put_spelling(tokenizer, id, i >= n_ids, &bytes);
+        if (!bytes.n) continue;
         const str copy = arena_str(&memory, buf_view(&bytes));
         tokens[n++] = (con_spelling){copy.p, copy.n, id};
     }
@@ -17132,6 +17166,94 @@ COLD static int con_repeat(con_grammar *grammar, int from, con_rule part, int lo
         con_empty(grammar, from, out);
     } else con_call(grammar, from, out, con_rule_of(grammar, part.start, part.end), low, high);
     return out;
+}
+
+/* ---- Text up to one of some texts ---- */
+
+enum { CON_MAX_TEXTS = 2048 }; /* bytes of these texts */
+
+typedef struct con_finder { /* finds texts in a stream of bytes (Aho and Corasick, 1975) */
+    int (*next)[256]; /* [n] the node after a byte; -1: the byte may not come */
+    bool *found;      /* [n] the bytes so far end with one of the texts */
+    bool *inside;     /* [n] the bytes so far end inside an added token */
+    int n;
+} con_finder;
+
+COLD static void con_finder_add(con_finder *finder, str text) {
+    int node = 0;
+    bool inside = false;
+    for (size_t i = 0; i < text.n; i++) {
+        const unsigned char byte = (unsigned char)text.p[i];
+        if (finder->next[node][byte] < 0) finder->next[node][byte] = finder->n++;
+        node = finder->next[node][byte];
+        inside ^= byte == CON_TOKEN;
+        finder->inside[node] = inside;
+    }
+    finder->found[node] = true;
+}
+
+/* Completes the nodes: each byte leads to the node of the longest end of all bytes so far with
+ * which one of the texts begins. In breadth, so that the nodes of shorter ends are complete. An
+ * added token is whole: it is one of the texts, or refused. */
+COLD static void con_finder_finish(con_finder *finder) {
+    int *shorter = mem_zalloc((size_t)finder->n * sizeof *shorter);
+    int *todo = mem_zalloc((size_t)finder->n * sizeof *todo), n_todo = 1;
+    for (int i = 0; i < n_todo; i++)
+        for (int byte = 0, node = todo[i]; byte < 256; byte++) {
+            const int child = finder->next[node][byte];
+            const bool lost = finder->inside[node] && !finder->inside[shorter[node]];
+            const int from_root = byte < CON_CUT ? 0 : -1;
+            const int other = !node  ? from_root
+                              : lost ? -1
+                                     : finder->next[shorter[node]][byte];
+            if (child < 0) {
+                finder->next[node][byte] = other;
+                continue;
+            }
+            shorter[child] = node ? MAX(other, 0) : 0;
+            finder->found[child] |= finder->found[shorter[child]];
+            todo[n_todo++] = child;
+        }
+    free(shorter), free(todo);
+}
+
+typedef struct con_exits { /* states; -1: none */
+    int found; /* after one of the texts */
+    int other; /* where none of the texts was found */
+    int cut;   /* after CON_CUT */
+} con_exits;
+
+/* Adds any bytes after `from`, up to the first place where one of some texts ends. No text is
+ * empty. Added tokens are refused, unless they are in one of the texts. */
+COLD static void con_until(con_grammar *grammar, int from, const str *texts, int n_texts,
+                           con_exits exits) {
+    size_t n_bytes = 1;
+    for (int i = 0; i < n_texts; i++) n_bytes += texts[i].n;
+    if (n_bytes > CON_MAX_TEXTS) {
+        con_fail(grammar, "the texts that end a text have more than %d bytes", CON_MAX_TEXTS);
+        return;
+    }
+    con_finder finder = {mem_alloc(n_bytes * sizeof *finder.next), mem_zalloc(n_bytes),
+                         mem_zalloc(n_bytes), 1};
+    memset(finder.next, 0xFF, n_bytes * sizeof *finder.next);
+    for (int i = 0; i < n_texts; i++) con_finder_add(&finder, texts[i]);
+    con_finder_finish(&finder);
+    const int first = grammar->n_states;
+    for (int i = 0; i < finder.n; i++) con_state_new(grammar);
+    con_empty(grammar, from, first);
+    for (int node = 0; node < finder.n && !grammar->e->code; node++) {
+        const int *next = finder.next[node];
+        if (finder.found[node]) continue;
+        for (int low = 0, high; low < 256; low = high + 1) {
+            for (high = low; high < 255 && next[high + 1] == next[low];) high++;
+            if (next[low] < 0) continue;
+            const int to = finder.found[next[low]] ? exits.found : first + next[low];
+            if (to >= 0) con_bytes(grammar, first + node, to, low, high);
+        }
+        if (exits.other >= 0) con_empty(grammar, first + node, exits.other);
+        if (exits.cut >= 0) con_bytes(grammar, first + node, exits.cut, CON_CUT, CON_CUT);
+    }
+    free(finder.next), free(finder.found), free(finder.inside);
 }
 
 /* ---- Reading a source ---- */
@@ -17608,6 +17730,8 @@ COLD static void con_gbnf(con_grammar *grammar, str text) {
  *   - integers without fraction and exponent; numbers with a limit or multipleOf without exponent
  *   - a string with `pattern` or a known `format`, names of properties, const and enum: characters
  *     literally, if JSON does not demand an escape. In other strings any escape may be used
+ *   - with a style, which a call of a tool has (18f): the members of the outer object in another
+ *     form, only those that `properties` and `required` name
  * not, if, dependencies, and a oneOf whose branches may hold together become other schemas, made
  * with the opposites of schemas (con_put_not). If an opposite cannot be made, they are refused. A
  * `format` that is not in con_formats is an annotation, as the standard says, and so are unknown
@@ -17625,7 +17749,9 @@ enum {
 
 enum { /* bits of con_part.done: keywords of the schema that are in the list already */
     CON_DONE_REF = 1, /* and allOf */
-    CON_DONE_ANY_OF = 2, CON_DONE_ONE_OF = 4
+    CON_DONE_ANY_OF = 2, CON_DONE_ONE_OF = 4,
+    CON_STYLED = 8,   /* the object that the style is for */
+    CON_RAW = 16      /* a string as a value of the style: without quotes and escapes */
 };
 enum { /* bits of types */
     CON_NULL = 1, CON_BOOL = 2, CON_INTEGER = 4, CON_FRACTION = 8, CON_STRING = 16, CON_ARRAY = 32,
@@ -17663,6 +17789,8 @@ typedef struct con_schema {
     con_grammar *grammar;
     const toka_grammar *source;
     const json *root;
+    const json *style;           /* {"member": pattern, "lines": bool}; NULL: none */
+    const json *kinds;           /* [0] the schema of strings, [1] of all other values */
     arena memory;
     con_entry *entries;
     con_pattern *patterns;
@@ -18161,11 +18289,6 @@ COLD static int con_schema_rule(con_schema *schema, const con_all *all) {
     schema->entries[schema->n_entries] = (con_entry){both, all->n, rule, *head};
     return *head = schema->n_entries++, rule;
 }
-COLD static int con_schema_rule_of(con_schema *schema, const json *part) {
-    con_all all = {.n = 0};
-    con_all_add(schema, &all, part);
-    return con_schema_rule(schema, &all);
-}
 
 /* ---- Types, values, and whether schemas can hold together ---- */
 
@@ -18369,6 +18492,77 @@ COLD static int con_string_rule(con_schema *schema, const con_all *all) {
     return !n                   ? schema->string_rule
            : n == 1 && !negated ? rules[0]
                                 : con_product_of(grammar, rules, n, negated);
+}
+
+/* ---- Styles ---- */
+
+COLD static bool con_is_marked(const con_all *all, uint64_t bit) {
+    uint64_t done = 0;
+    for (int i = 0; i < all->n; i++) done |= all->part[i].done;
+    return done & bit;
+}
+COLD static bool con_is_python(const con_schema *schema) {
+    return str_starts(json_str(json_get(schema->style, "member")), STR("%k="));
+}
+
+/* Adds null, true or false after `from`. Returns the state after it. */
+COLD static int con_put_word(con_schema *schema, int from, str word) {
+    const bool python = con_is_python(schema);
+    return con_literal(schema->grammar, from,
+                       !python               ? word
+                       : str_is(word, "null") ? STR("None")
+                       : str_is(word, "true") ? STR("True")
+                                              : STR("False"));
+}
+
+/* The text after %v in the pattern of a member. */
+COLD static str con_style_end(const con_schema *schema) {
+    const str member = json_str(json_get(schema->style, "member"));
+    const ptrdiff_t at = str_find(member, STR("%v"), 0);
+    return at < 0 ? STR("") : str_sub(member, (size_t)at + 2, member.n);
+}
+
+/* Adds what follows the value of a member. */
+COLD static int con_end_value(con_schema *schema, int from) {
+    if (json_is_true(json_get(schema->style, "lines")))
+        from = con_literal(schema->grammar, from, STR("\n"));
+    return con_literal(schema->grammar, from, con_style_end(schema));
+}
+
+/* Adds a string without quotes and escapes, and what follows it. Its text does not have the text
+ * that ends it. One with `pattern` or `format` has only characters that JSON does not escape; one
+ * with a limited length does not have the first character of the text that ends it. */
+COLD static void con_raw_string(con_schema *schema, const con_all *all, int from, int to) {
+    con_grammar *grammar = schema->grammar;
+    int rules[CON_MAX_FACTORS], low = 0, high = CON_FOREVER;
+    unsigned negated = 0;
+    const str end = con_style_end(schema);
+    for (int i = 0; i < all->n; i++) {
+        low = MAX(low, con_limit(schema, all->part[i].schema, "minLength", 0));
+        high = MIN(high, con_limit(schema, all->part[i].schema, "maxLength", CON_FOREVER));
+    }
+    const con_rule one = {con_state_new(grammar), con_state_new(grammar)};
+    buf set = {0};
+    con_set_add(&set, (uint32_t)(unsigned char)end.p[0], (uint32_t)(unsigned char)end.p[0]);
+    con_set_finish(&set, true);
+    con_chars(grammar, one.start, one.end, &set, false);
+    buf_free(&set);
+    if (con_string_rules(schema, all, rules, &negated)) {
+        rules[0] = con_string_rule(schema, all);
+        rules[1] = con_regex(grammar, "string", STR("[^\"\\\\\\x00-\\x1F<]*"), false);
+        const int rule = con_product_of(grammar, rules, 2, 0), after = con_state_new(grammar);
+        con_call(grammar, from, after, rule, 1, 1);
+        con_empty(grammar, con_end_value(schema, after), to);
+    } else if (high != CON_FOREVER) {
+        if (low > high) return;
+        const int after = con_state_new(grammar);
+        con_call(grammar, from, after, con_rule_of(grammar, one.start, one.end), low, high);
+        con_empty(grammar, con_end_value(schema, after), to);
+    } else {
+        const int after = con_state_new(grammar);
+        con_call(grammar, from, after, con_rule_of(grammar, one.start, one.end), low, low);
+        con_until(grammar, low ? after : from, &end, 1, (con_exits){to, -1, -1});
+    }
 }
 
 COLD static int con_quoted(con_schema *schema, int from, int rule) {
@@ -18720,6 +18914,50 @@ COLD static int con_member_rule(con_schema *schema, int name_rule, const str *na
     return con_rule_of(grammar, start, state);
 }
 
+/* Adds the value of a member in the style of the schema, and what follows it: JSON, or a string as
+ * it is. */
+COLD static void con_styled_value(con_schema *schema, int from, const con_all *value, bool is_raw,
+                                  int to) {
+    con_all kind = *value;
+    con_all_add(schema, &kind, json_at(schema->kinds, !is_raw));
+    if (is_raw && kind.n) kind.part[kind.n - 1].done |= CON_RAW;
+    if (json_is_true(json_get(schema->style, "lines")))
+        from = con_literal(schema->grammar, from, STR("\n"));
+    const int after = con_state_new(schema->grammar), rule = con_schema_rule(schema, &kind);
+    con_call(schema->grammar, from, after, rule, 1, 1);
+    con_empty(schema->grammar, is_raw ? after : con_end_value(schema, after), to);
+}
+
+/* Returns a rule for a member in the style of the schema, a pattern: %k is the name, %t says
+ * whether the value is a string, %v is the value. */
+COLD static int con_styled_rule(con_schema *schema, const str *name, const con_all *value) {
+    con_grammar *grammar = schema->grammar;
+    const str member = json_str(json_get(schema->style, "member"));
+    const con_rule out = {con_state_new(grammar), con_state_new(grammar)};
+    const bool python = con_is_python(schema);
+    for (size_t i = 0; i < name->n; i++)
+        if (python ? !isalnum((unsigned char)name->p[i]) && name->p[i] != '_'
+                   : strchr("<>\"", name->p[i]) != NULL)
+            con_fail(grammar, "the name %.100s cannot be written in this form of calls", name->p);
+    for (int raw = 0; raw < 2 - python; raw++) {
+        int state = con_state_new(grammar);
+        con_empty(grammar, out.start, state);
+        for (size_t i = 0; i < member.n; i++) {
+            const char which = member.p[i] == '%' && i + 1 < member.n ? member.p[++i] : 0;
+            if (which == 'v' && !python) con_styled_value(schema, state, value, raw, out.end);
+            if (which == 'v' && python)
+                state = con_after_call(schema, state, con_schema_rule(schema, value));
+            if (which == 'v') break;
+            if (which == 'k') state = con_text(grammar, state, *name, false);
+            else if (which == 't')
+                state = con_literal(grammar, state, raw ? STR("true") : STR("false"));
+            else state = con_literal(grammar, state, (str){&member.p[i], 1});
+        }
+        if (python) con_empty(grammar, state, out.end);
+    }
+    return con_rule_of(grammar, out.start, out.end);
+}
+
 COLD static int con_named_rule(con_schema *schema, const con_object *object, str name) {
     unsigned matches = 0;
     con_all value = {.n = 0};
@@ -18733,7 +18971,8 @@ COLD static int con_named_rule(con_schema *schema, const con_object *object, str
     }
     buf_free(&text);
     con_property_schemas(schema, object, &name, matches, &value);
-    return con_member_rule(schema, 0, &name, &value);
+    return con_is_marked(object->all, CON_STYLED) ? con_styled_rule(schema, &name, &value)
+                                                  : con_member_rule(schema, 0, &name, &value);
 }
 
 /* Returns a rule for the members that are not listed: for each set of patterns, the names that
@@ -18827,19 +19066,25 @@ COLD static void con_make_object(con_schema *schema, const con_all *all, int fro
     const int grid = grammar->n_states;
     for (int i = 0; i < (n + 1) * (cap + 1) * 2; i++) con_state_new(grammar);
 #define CON_AT(i, c, comma) (grid + (((i) * (cap + 1) + (c)) * 2 + (comma)))
-    const int begin = con_token(schema, from, '{');
+    const bool styled = con_is_marked(all, CON_STYLED), python = con_is_python(schema);
+    const int begin = styled ? from : con_token(schema, from, '{');
     con_empty(grammar, begin, CON_AT(0, 0, 0));
     if (object.high) con_empty(grammar, begin, CON_AT(0, 0, 1));
     for (int i = 0; i <= n && !grammar->e->code; i++) {
-        const int member = i < n ? con_named_rule(schema, &object, object.names[i])
-                                 : con_others_rule(schema, &object);
+        const int member = i < n    ? con_named_rule(schema, &object, object.names[i])
+                           : styled ? con_rule_new(grammar)
+                                    : con_others_rule(schema, &object);
         const bool optional = i < n && !con_requires(all, object.names[i]);
         for (int c = 0; c <= cap; c++) {
             const bool may_grow = c < object.high;
             if (last_required < i && c >= object.low)
-                con_bytes(grammar, CON_AT(i, c, 0), to, '}', '}');
+                con_empty(grammar, con_literal(grammar, CON_AT(i, c, 0), str_c(styled ? "" : "}")),
+                          to);
             if (c && may_grow)
-                con_empty(grammar, con_token(schema, CON_AT(i, c, 0), ','), CON_AT(i, c, 1));
+                con_empty(grammar,
+                          styled && !python ? CON_AT(i, c, 0)
+                                            : con_token(schema, CON_AT(i, c, 0), ','),
+                          CON_AT(i, c, 1));
             if (optional) con_empty(grammar, CON_AT(i, c, 1), CON_AT(i + 1, c, 1));
             if (may_grow)
                 con_empty(grammar, con_after_call(schema, CON_AT(i, c, 1), member),
@@ -18864,7 +19109,8 @@ COLD static int con_put_value(con_schema *schema, int from, const json *value) {
     if (value->type < JSON_ARRAY) {
         buf text = {0};
         json_put_value(&text, value);
-        from = con_literal(grammar, from, buf_view(&text));
+        from = value->type == JSON_NUMBER ? con_literal(grammar, from, buf_view(&text))
+                                          : con_put_word(schema, from, buf_view(&text));
         buf_free(&text);
         return from;
     }
@@ -18912,9 +19158,14 @@ COLD static bool con_value_holds(con_schema *schema, const con_all *all, unsigne
 COLD static void con_make_values(con_schema *schema, const con_all *all, const json *values,
                                  con_rule out) {
     const unsigned types = con_all_types(schema, all);
+    const bool raw = con_is_marked(all, CON_RAW);
     CON_EACH_VALUE(it, values)
         if (con_value_holds(schema, all, types, it))
-            con_empty(schema->grammar, con_put_value(schema, out.start, it), out.end);
+            con_empty(schema->grammar,
+                      raw ? con_end_value(schema, con_text(schema->grammar, out.start, json_str(it),
+                                                           false))
+                          : con_put_value(schema, out.start, it),
+                      out.end);
 }
 
 /* Adds to a branch of oneOf the opposites of the other branches, unless they cannot hold together
@@ -18960,11 +19211,13 @@ COLD static void con_make_types(con_schema *schema, const con_all *all, con_rule
     const unsigned types = con_all_types(schema, all);
     for (int i = 0; i < COUNT(words); i++)
         if (types & words[i].type)
-            con_empty(grammar, con_literal(grammar, out.start, str_c(words[i].text)), out.end);
+            con_empty(grammar, con_put_word(schema, out.start, str_c(words[i].text)), out.end);
     if (types & CON_NUMBER)
         con_call(grammar, out.start, out.end,
                  con_number_rule(schema, all, !(types & CON_FRACTION)), 1, 1);
-    if (types & CON_STRING)
+    if (types & CON_STRING && con_is_marked(all, CON_RAW))
+        con_raw_string(schema, all, out.start, out.end);
+    else if (types & CON_STRING)
         con_empty(grammar, con_quoted(schema, out.start, con_string_rule(schema, all)), out.end);
     if (types & CON_ARRAY) con_make_array(schema, all, out.start, out.end);
     if (types & CON_OBJECT) con_make_object(schema, all, out.start, out.end);
@@ -19013,17 +19266,197 @@ COLD static void con_schema_basics(con_schema *schema) {
     buf_free(&text);
 }
 
+/* style: how the members of the object are written; NULL: as JSON. */
 COLD static void con_json_schema(con_grammar *grammar, const toka_grammar *source,
-                                 const json *root) {
-    con_schema schema = {.grammar = grammar, .source = source, .root = root};
+                                 const json *root, const json *style) {
+    con_schema schema = {.grammar = grammar, .source = source, .root = root, .style = style};
+    con_all all = {.n = 0};
+    toka_err unused;
     memset(schema.heads, 0xFF, sizeof schema.heads);
     con_schema_basics(&schema);
-    grammar->root = con_schema_rule_of(&schema, root);
+    schema.kinds = json_parse(&schema.memory,
+                              STR("[{\"type\":\"string\"},{\"type\":[\"null\",\"boolean\","
+                                  "\"number\",\"array\",\"object\"]}]"), json_trusted, &unused);
+    con_all_add(&schema, &all, root);
+    if (style && all.n) all.part[0].done |= CON_STYLED;
+    grammar->root = con_schema_rule(&schema, &all);
     con_schema_run(&schema);
     arena_free(&schema.memory);
     free(schema.entries);
     free(schema.patterns);
     free(schema.made);
+}
+
+/* ===========================================================================
+ * MARK: 18f. Constraints: structures [pure]
+ * In: a tree of elements as JSON, from chapter 25 or another program: the calls of a model's tools,
+ * its reasoning before the answer. Out: a grammar. Each element is an object:
+ *     {"type":"const_string","value":TEXT}
+ *     {"type":"regex","pattern":TEXT}   {"type":"grammar","grammar":GBNF}
+ *     {"type":"json_schema","json_schema":SCHEMA}
+ *         with "style":{"member":PATTERN,"lines":BOOL} the members of the object as the pattern
+ *         says, see con_styled_rule; a pattern that begins with %k= is a call in Python
+ *     {"type":"any_text","excludes":[TEXT..]}      text that has none of the texts
+ *     {"type":"until","texts":[TEXT..]}            text up to the end of one of the texts
+ *     {"type":"thinking","end":TEXT}               as until; toka_sampling.max_thinking limits it
+ *     {"type":"any_tokens"}                        any text, added tokens included
+ *     {"type":"sequence","elements":[..]}          {"type":"or","elements":[..]}
+ *     {"type":"optional","content":ELEMENT}        also "star" and "plus"
+ *     {"type":"list","content":ELEMENT,"separator":TEXT,"one":BOOL}   one or more
+ * The types have the names of xgrammar's structural tags where they mean the same.
+ *
+ * Added tokens: where a text above (not a pattern, a grammar or a schema) has the text of an added
+ * token of the model, it is this token, not its text in other tokens. Elsewhere special tokens are
+ * no text. `until` and `thinking` find both.
+ * =========================================================================== */
+
+typedef struct con_tree {
+    con_grammar *grammar;
+    const toka_grammar *source;
+    const tok *tokenizer; /* NULL: there are no added tokens */
+} con_tree;
+
+/* Appends a text, with CON_TOKEN around the added tokens in it. */
+COLD static void con_mark_tokens(const tok *tokenizer, str text, buf *out) {
+    for (size_t i = 0, n; i < text.n; i += MAX(n, (size_t)1)) {
+        n = 0;
+        for (int k = 0; tokenizer && k < tokenizer->n_added; k++) {
+            const str token = tokenizer->text[tokenizer->added[k].id];
+            if (token.n > n && str_starts(str_sub(text, i, text.n), token)) n = token.n;
+        }
+        if (n) buf_char(out, (char)CON_TOKEN);
+        buf_put(out, text.p + i, MAX(n, (size_t)1));
+        if (n) buf_char(out, (char)CON_TOKEN);
+    }
+}
+
+COLD static int con_marked_literal(con_tree *tree, int from, str text) {
+    buf marked = {0};
+    con_mark_tokens(tree->tokenizer, text, &marked);
+    from = con_literal(tree->grammar, from, buf_view(&marked));
+    buf_free(&marked);
+    return from;
+}
+
+/* As con_until, for a text or a list of texts, each with its added tokens and as bytes. */
+COLD static void con_until_texts(con_tree *tree, int from, const json *texts, con_exits exits) {
+    enum { MOST = 64 };
+    str list[2 * MOST];
+    buf marked[MOST] = {{0}};
+    int n = 0;
+    const json *it = json_is(texts, JSON_ARRAY) ? texts + 1 : texts;
+    for (const json *end = texts ? json_next(texts) : NULL; it < end; it = json_next(it)) {
+        const str text = json_str(it);
+        if (!text.n || n == MOST) {
+            con_fail(tree->grammar, "structure: expected 1 to %d texts that are not empty", MOST);
+            break;
+        }
+        con_mark_tokens(tree->tokenizer, text, &marked[n]);
+        list[2 * n] = text;
+        list[2 * n + 1] = buf_view(&marked[n]);
+        n++;
+    }
+    con_until(tree->grammar, from, list, 2 * n, exits);
+    for (int i = 0; i < n; i++) buf_free(&marked[i]);
+}
+
+COLD static int con_element(con_tree *tree, int from, const json *element);
+
+/* Adds an element that has a source of its own. Returns the state after it. */
+COLD static int con_sourced(con_tree *tree, int from, const json *element, str type) {
+    con_grammar *grammar = tree->grammar;
+    const str pattern = json_str(json_get(element, "pattern"));
+    const json *schema = json_get(element, "json_schema");
+    const int to = con_state_new(grammar);
+    if (str_is(type, "regex")) grammar->root = con_regex(grammar, "regex", pattern, false);
+    else if (str_is(type, "grammar")) con_gbnf(grammar, json_str(json_get(element, "grammar")));
+    else if (schema) con_json_schema(grammar, tree->source, schema, json_get(element, "style"));
+    else con_fail(grammar, "structure: json_schema is missing");
+    con_call(grammar, from, to, grammar->root, 1, 1);
+    return to;
+}
+
+/* Adds text that no grammar describes. Returns the state after it. */
+COLD static int con_free_text(con_tree *tree, int from, const json *element, str type) {
+    con_grammar *grammar = tree->grammar;
+    const int to = con_state_new(grammar);
+    if (str_is(type, "any_text"))
+        con_until_texts(tree, from, json_get(element, "excludes"), (con_exits){-1, to, -1});
+    else if (str_is(type, "until"))
+        con_until_texts(tree, from, json_get(element, "texts"), (con_exits){to, -1, -1});
+    else if (str_is(type, "thinking")) {
+        const json *end = json_get(element, "end");
+        const int cut = con_state_new(grammar);
+        con_until_texts(tree, from, end, (con_exits){to, -1, cut});
+        con_empty(grammar, con_marked_literal(tree, cut, json_str(end)), to);
+    } else { /* any_tokens */
+        con_empty(grammar, from, to);
+        con_bytes(grammar, to, to, 0, CON_CUT - 1);
+        con_bytes(grammar, to, to, CON_TOKEN, CON_TOKEN);
+        const int after = con_state_new(grammar);
+        return con_empty(grammar, to, after), after;
+    }
+    return to;
+}
+
+/* Adds elements one after the other, or one of them. Returns the state after it. */
+COLD static int con_several(con_tree *tree, int from, const json *element, bool one_of) {
+    const json *elements = json_get(element, "elements");
+    const int to = one_of ? con_state_new(tree->grammar) : -1;
+    if (!json_is(elements, JSON_ARRAY))
+        return con_fail(tree->grammar, "structure: elements: expected a list"), from;
+    JSON_EACH(it, elements) {
+        const int after = con_element(tree, from, it);
+        if (one_of) con_empty(tree->grammar, after, to);
+        else from = after;
+    }
+    return one_of ? to : from;
+}
+
+/* Adds repetitions of an element. Returns the state after it. */
+COLD static int con_repeated(con_tree *tree, int from, const json *element, str type) {
+    con_grammar *grammar = tree->grammar;
+    con_rule part = {con_state_new(grammar), 0};
+    part.end = con_element(tree, part.start, json_get(element, "content"));
+    const int high = str_is(type, "optional") ? 1 : CON_FOREVER;
+    if (!str_is(type, "list"))
+        return con_repeat(grammar, from, part, str_is(type, "plus"), high);
+    const str separator = json_str(json_get(element, "separator"));
+    const int after = con_state_new(grammar), rule = con_rule_of(grammar, part.start, part.end);
+    con_call(grammar, from, after, rule, 1, 1);
+    if (!json_is_true(json_get(element, "one")))
+        con_call(grammar, con_marked_literal(tree, after, separator), after, rule, 1, 1);
+    const int to = con_state_new(grammar);
+    return con_empty(grammar, after, to), to;
+}
+
+/* Adds an element after state `from`. Returns the state after it. Recursion: as deep as the
+ * JSON. */
+COLD static int con_element(con_tree *tree, int from, const json *element) {
+    static const char *const names[] = {"const_string", "sequence", "or",      "regex",
+                                        "grammar",      "json_schema", "any_text", "until",
+                                        "thinking",     "any_tokens", "optional", "star",
+                                        "plus",         "list"};
+    const str type = json_str(json_get(element, "type"));
+    int which = 0;
+    while (which < COUNT(names) && !str_is(type, names[which])) which++;
+    if (tree->grammar->e->code) return from;
+    if (!which) return con_marked_literal(tree, from, json_str(json_get(element, "value")));
+    if (which < 3) return con_several(tree, from, element, which == 2);
+    if (which < 6) return con_sourced(tree, from, element, type);
+    if (which < 10) return con_free_text(tree, from, element, type);
+    if (which < COUNT(names)) return con_repeated(tree, from, element, type);
+    con_fail(tree->grammar, "structure: there is no type '%.*s'", (int)MIN(type.n, (size_t)40),
+             type.p);
+    return from;
+}
+
+COLD static void con_structure(con_grammar *grammar, const toka_grammar *source,
+                               const tok *tokenizer, const json *root) {
+    con_tree tree = {grammar, source, tokenizer};
+    const int start = con_state_new(grammar), end = con_state_new(grammar);
+    con_empty(grammar, con_element(&tree, start, root), end);
+    grammar->root = con_rule_of(grammar, start, end);
 }
 
 /* ---- Constraints ---- */
@@ -19038,7 +19471,8 @@ struct toka_constraint {
 };
 
 /* Reads a source of JSON. */
-COLD static void con_from_json(con_grammar *grammar, const toka_grammar *source) {
+COLD static void con_from_json(con_grammar *grammar, const toka_grammar *source,
+                               const tok *tokenizer) {
     static const json_limits limits = {64, 16 << 20};
     arena memory = {0};
     toka_err e;
@@ -19048,7 +19482,9 @@ COLD static void con_from_json(con_grammar *grammar, const toka_grammar *source)
     const json *root = json_parse(&memory, text, limits, &e);
     if (!root) con_fail(grammar, "%s: %.300s",
                         source->kind == TOKA_GRAMMAR_CHOICE ? "choice" : "JSON schema", e.msg);
-    else if (source->kind != TOKA_GRAMMAR_CHOICE) con_json_schema(grammar, source, root);
+    else if (source->kind == TOKA_GRAMMAR_STRUCTURE)
+        con_structure(grammar, source, tokenizer, root);
+    else if (source->kind != TOKA_GRAMMAR_CHOICE) con_json_schema(grammar, source, root, NULL);
     else {
         const con_rule out = {con_state_new(grammar), con_state_new(grammar)};
         if (!json_is(root, JSON_ARRAY) || !root->n)
@@ -19064,14 +19500,16 @@ COLD static void con_from_json(con_grammar *grammar, const toka_grammar *source)
 }
 
 /* Makes a grammar without edges that lead nowhere. Returns 0 or an error. */
-COLD static int con_compile(con_grammar *grammar, const toka_grammar *source, toka_err *e) {
+COLD static int con_compile(con_grammar *grammar, const toka_grammar *source, const tok *tokenizer,
+                            toka_err *e) {
     const str text = {source->text, source->text_bytes};
     e->code = 0;
     *grammar = (con_grammar){.e = e};
     if (source->kind == TOKA_GRAMMAR_REGEX) grammar->root = con_regex(grammar, "regex", text, false);
     else if (source->kind == TOKA_GRAMMAR_GBNF) con_gbnf(grammar, text);
-    else if (source->kind >= TOKA_GRAMMAR_JSON_SCHEMA && source->kind <= TOKA_GRAMMAR_CHOICE)
-        con_from_json(grammar, source);
+    else if ((source->kind >= TOKA_GRAMMAR_JSON_SCHEMA && source->kind <= TOKA_GRAMMAR_CHOICE) ||
+             source->kind == TOKA_GRAMMAR_STRUCTURE)
+        con_from_json(grammar, source, tokenizer);
     else con_fail(grammar, "unknown kind of grammar: %d", source->kind);
     if (!e->code) con_prune(grammar);
     if (!e->code) con_check_left_recursion(grammar);
@@ -19096,7 +19534,7 @@ COLD static int con_new(toka_constraint **out, const toka_grammar *source, const
     atomic_init(&constraint->refs, 1);
     constraint->tokenizer = tokenizer;
     constraint->vocab = vocab;
-    int code = con_compile(&constraint->grammar, source, e);
+    int code = con_compile(&constraint->grammar, source, tokenizer, e);
     con_machine *machine = &constraint->machine;
     con_machine_init(machine, &constraint->grammar, false);
     if (!code) {
@@ -24296,6 +24734,7 @@ typedef struct eng_reader { /* of a running sequence: how far its constraint has
     uint32_t generation; /* of the sequence */
     int epoch;           /* of the machine, whose node this is: */
     int node, n_read;    /* n_read: tokens, the prompt's included */
+    int n_thought;       /* tokens of the thinking */
 } eng_reader;
 
 typedef struct eng_prompt_row { /* a sample row that scores prompt token number token_index */
@@ -25114,41 +25553,53 @@ static void eng_drain_inbox(eng *engine) {
 
 /* ---- One step ---- */
 
-/* Returns the node of the sequence's constraint after all its known tokens. A reader of another
- * epoch reads them again. */
-static int eng_read_output(eng_replica *replica, toka_constraint *constraint, int seq) {
-    const sched_seq *sequence = &replica->sched.seqs[seq];
-    con_machine *machine = &constraint->machine;
-    eng_reader *reader = &replica->readers[seq];
-    buf *text = &replica->engine->token_text;
-    if (con_is_full(machine)) con_reset(machine);
-    if (reader->constraint != constraint || reader->generation != sequence->generation ||
-        reader->epoch != machine->epoch)
-        *reader = (eng_reader){constraint, sequence->generation, machine->epoch,
-                               con_begin(machine, constraint->grammar.root), sequence->n_prompt};
-    for (; reader->n_read < sequence->n_known; reader->n_read++) {
-        buf_clear(text);
-        tok_put_bytes(constraint->tokenizer, sequence->tokens[reader->n_read], text);
-        reader->node = con_advance(machine, reader->node, buf_view(text));
+/* Reads a token. If the thinking has used up its tokens then, it must end. */
+static void eng_read_id(eng_replica *replica, const toka_sampling *sampling, eng_reader *reader,
+                        int32_t id) {
+    con_machine *machine = &sampling->constraint->machine;
+    const bool limited = sampling->max_thinking != 0;
+    if (id >= 0) {
+        reader->n_thought += limited && con_cut(machine, reader->node) != CON_DEAD;
+        reader->node = con_advance_id(machine, sampling->constraint->tokenizer, reader->node, id,
+                                      &replica->engine->token_text);
+        reader->n_read++;
     }
-    return reader->node;
+    const int cut = limited && reader->n_thought >= sampling->max_thinking
+                        ? con_cut(machine, reader->node) : CON_DEAD;
+    if (cut != CON_DEAD) reader->node = cut;
 }
 
-static bool eng_is_complete(eng_replica *replica, toka_constraint *constraint, int seq) {
-    return con_accepts(&constraint->machine, eng_read_output(replica, constraint, seq));
+/* Returns the reader of a sequence, after all known tokens. One of another epoch reads them
+ * again. */
+static eng_reader *eng_read_output(eng_replica *replica, const toka_sampling *sampling, int seq) {
+    const sched_seq *sequence = &replica->sched.seqs[seq];
+    toka_constraint *constraint = sampling->constraint;
+    con_machine *machine = &constraint->machine;
+    eng_reader *reader = &replica->readers[seq];
+    if (con_is_full(machine)) con_reset(machine);
+    if (reader->constraint != constraint || reader->generation != sequence->generation ||
+        reader->epoch != machine->epoch) {
+        *reader = (eng_reader){constraint, sequence->generation, machine->epoch,
+                               con_begin(machine, constraint->grammar.root), sequence->n_prompt, 0};
+        eng_read_id(replica, sampling, reader, -1);
+    }
+    while (reader->n_read < sequence->n_known)
+        eng_read_id(replica, sampling, reader, sequence->tokens[reader->n_read]);
+    return reader;
+}
+
+static bool eng_is_complete(eng_replica *replica, const toka_sampling *sampling, int seq) {
+    const int node = eng_read_output(replica, sampling, seq)->node;
+    return con_accepts(&sampling->constraint->machine, node);
 }
 
 /* Reads a sampled token that is not in the sequence yet. Returns true if the text is complete and
  * nothing can follow it. */
-static bool eng_read_token(eng_replica *replica, toka_constraint *constraint, int seq, int32_t id) {
-    con_machine *machine = &constraint->machine;
-    buf *text = &replica->engine->token_text;
-    const int before = eng_read_output(replica, constraint, seq);
-    eng_reader *reader = &replica->readers[seq];
-    buf_clear(text);
-    tok_put_bytes(constraint->tokenizer, id, text);
-    reader->node = con_advance(machine, before, buf_view(text));
-    reader->n_read++;
+static bool eng_read_token(eng_replica *replica, const toka_sampling *sampling, int seq,
+                           int32_t id) {
+    const con_machine *machine = &sampling->constraint->machine;
+    eng_reader *reader = eng_read_output(replica, sampling, seq);
+    eng_read_id(replica, sampling, reader, id);
     return con_accepts(machine, reader->node) && !machine->nodes[reader->node].n;
 }
 
@@ -25158,7 +25609,8 @@ static void eng_add_mask(eng_replica *replica, eng_inflight *inflight, const eng
                          int seq) {
     toka_constraint *constraint = request->sampling.constraint;
     con_machine *machine = &constraint->machine;
-    const int words = constraint->vocab->words, node = eng_read_output(replica, constraint, seq);
+    const int words = constraint->vocab->words;
+    const int node = eng_read_output(replica, &request->sampling, seq)->node;
     con_node *at = &machine->nodes[node];
     const bool accepts = con_accepts(machine, node);
     if (at->step == replica->engine->mask_step && at->owner == request) {
@@ -25375,8 +25827,8 @@ static bool eng_deliver(eng_replica *replica, eng_request *request, int seq,
     bool is_end = !none_left && may_stop &&
                   samp_is_listed(request->end_ids.p, (int)request->end_ids.n, result->id);
     bool complete = mask && !none_left && !is_end &&
-                    eng_read_token(replica, sampling->constraint, seq, result->id);
-    bool cut = mask && none_left && !eng_is_complete(replica, sampling->constraint, seq);
+                    eng_read_token(replica, sampling, seq, result->id);
+    bool cut = mask && none_left && !eng_is_complete(replica, sampling, seq);
     bool stopped = eng_detokenize(replica, seq, request, none_left ? -1 : result->id, is_end,
                                   may_stop, at_limit || none_left || complete);
     *ended = is_end || stopped || none_left || complete;

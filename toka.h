@@ -213,7 +213,9 @@ enum { /* toka_grammar.kind */
     TOKA_GRAMMAR_JSON_OBJECT,     /* any JSON object; text is not read */
     TOKA_GRAMMAR_CHOICE,          /* text: a JSON array of strings; an output is one of them */
     TOKA_GRAMMAR_REGEX,           /* text: a regular expression that matches the whole output */
-    TOKA_GRAMMAR_GBNF             /* text: rules `name ::= ...`, as llama.cpp's and xgrammar's */
+    TOKA_GRAMMAR_GBNF,            /* text: rules `name ::= ...`, as llama.cpp's and xgrammar's */
+    TOKA_GRAMMAR_STRUCTURE        /* text: a tree of elements as JSON, such as fixed texts, schemas
+                                     and reasoning; chapter 18f of toka.c lists them */
 };
 
 typedef struct toka_grammar { /* borrowed during the call only */
@@ -282,6 +284,9 @@ typedef struct toka_sampling {
     int n_bad;
     toka_words *bad_words;    /* bad words as texts (toka_words_new); NULL: none */
     toka_constraint *constraint; /* toka_constraint_new; NULL: none */
+    int max_thinking;         /* most output tokens in the `thinking` of a constraint that is a
+                                 TOKA_GRAMMAR_STRUCTURE: then its end is all that may be drawn; 0:
+                                 no limit; negative: none */
 } toka_sampling;
 
 #define TOKA_MAX_LOGPROBS 32  /* largest toka_sampling.logprobs and toka_request.prompt_top */

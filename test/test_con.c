@@ -14,7 +14,8 @@ static bool con_reads(toka_constraint *c, str text) {
     return con_accepts(m, con_advance(m, con_begin(m, c->grammar.root), text));
 }
 
-enum { JS = TOKA_GRAMMAR_JSON_SCHEMA, JO = TOKA_GRAMMAR_JSON_OBJECT, CH = TOKA_GRAMMAR_CHOICE, RE = TOKA_GRAMMAR_REGEX, BN = TOKA_GRAMMAR_GBNF };
+enum { JS = TOKA_GRAMMAR_JSON_SCHEMA, JO = TOKA_GRAMMAR_JSON_OBJECT, CH = TOKA_GRAMMAR_CHOICE, RE = TOKA_GRAMMAR_REGEX, BN = TOKA_GRAMMAR_GBNF,
+       ST = TOKA_GRAMMAR_STRUCTURE };
 
 /* yes and no: texts with | between them */
 static const struct con_case {
@@ -98,6 +99,28 @@ static const struct con_case {
     {JS, "{\"type\":\"object\",\"properties\":{\"a\":{},\"b\":{}},\"dependencies\":{\"a\":[\"b\"],\"c\":{\"maxProperties\":1}}}",
      "{}|{\"b\":1}|{\"a\":1,\"b\":1}|{\"c\":1}", "{\"a\":1}|{\"b\":1,\"c\":1}"},
     {JS, "{\"type\":\"object\",\"properties\":{\"a\":false}}", "{}|{\"b\":1}", "{\"a\":1}"},
+    {ST, "{\"type\":\"sequence\",\"elements\":[{\"type\":\"const_string\",\"value\":\"a\\n\"},{\"type\":\"or\",\"elements\":[{\"type\":\"regex\",\"pattern\":\"b+\"},"
+         "{\"type\":\"grammar\",\"grammar\":\"root ::= \\\"c\\\" x\\nx ::= [0-9]\"},{\"type\":\"json_schema\",\"json_schema\":{\"$ref\":\"#/$defs/d\",\"$defs\":{\"d\":{\"type\":\"integer\"}}}}]}]}",
+     "a\nb|a\nbbb|a\nc7|a\n-12", "a\n|a\nbc|b|a\nc|a\n1.5"},
+    {ST, "{\"type\":\"sequence\",\"elements\":[{\"type\":\"optional\",\"content\":{\"type\":\"const_string\",\"value\":\"x\"}},{\"type\":\"plus\",\"content\":{\"type\":\"const_string\",\"value\":\"yz\"}},"
+         "{\"type\":\"list\",\"content\":{\"type\":\"regex\",\"pattern\":\"[0-9]\"},\"separator\":\", \"},{\"type\":\"star\",\"content\":{\"type\":\"const_string\",\"value\":\"!\"}}]}",
+     "xyz1|yzyz1, 2, 3!!", "xyz|yz1,2|yz1, |x1|!"},
+    {ST, "{\"type\":\"list\",\"one\":true,\"content\":{\"type\":\"regex\",\"pattern\":\"[0-9]\"},\"separator\":\",\"}", "1", "1,2|"},
+    {ST, "{\"type\":\"any_text\",\"excludes\":[\"</a>\",\"<<b\",\"abab\"]}", "|x<</a|</a|<<<c|aba|aba</", "</a>|x<</a>|<<<b|xabababy"},
+    {ST, "{\"type\":\"any_text\"}", "|x\xC3\xA9\n", "\xFF|\xFE"},
+    {ST, "{\"type\":\"sequence\",\"elements\":[{\"type\":\"until\",\"texts\":[\"</t>\",\"<<\"]},{\"type\":\"const_string\",\"value\":\"z\"}]}", "</t>z|</</t>z|a<<z", "z|</t>|</t></t>z|<</t>z"},
+    {ST, "{\"type\":\"sequence\",\"elements\":[{\"type\":\"thinking\",\"end\":\"</t>\"},{\"type\":\"any_tokens\"}]}", "a</t>|</t></t>\xFFx\xFF|</</t>b", "|a</t|\xFF</t>"},
+    {ST, "{\"type\":\"json_schema\",\"style\":{\"member\":\"<p=%k>%v</p>\",\"lines\":true},\"json_schema\":{\"type\":\"object\",\"properties\":{\"s\":{\"type\":\"string\"},\"i\":{\"type\":\"integer\"},"
+         "\"e\":{\"enum\":[\"a\\\"b\",\"c\",3]},\"l\":{\"type\":\"array\",\"items\":{\"type\":\"string\"}},\"r\":{\"$ref\":\"#\"},\"m\":{\"type\":\"string\",\"minLength\":1},\"n\":{\"type\":\"string\",\"maxLength\":2},"
+         "\"q\":{\"type\":\"string\",\"pattern\":\"^[a-z\\\"]+$\"},\"z\":{\"anyOf\":[{\"type\":\"null\"},{\"type\":\"string\"}]}},\"required\":[\"s\"]}}",
+     "<p=s>\n\n</p>|<p=s>\nx\"</q>\n</p>\n<p=i>\n-5\n</p>|<p=s>\nx\n</p><p=e>\na\"b\n</p>|<p=s>\n1\n</p> <p=e>\n3\n</p>|<p=s>\n\n</p><p=l>\n[\"x\"]\n</p>|<p=s>\n\n</p><p=r>\n{\"s\": \"\"}\n</p>"
+     "|<p=s>\n\n</p><p=m>\nx<y\n</p>|<p=s>\n\n</p><p=n>\nab\n</p>|<p=s>\n\n</p><p=q>\nab\n</p>|<p=s>\n\n</p><p=z>\nnull\n</p>|<p=s>\n\n</p><p=z>\n\n</p>",
+     "|<p=s>x</p>|<p=i>\n1\n</p>|<p=s>\n\n</p><p=i>\n1.5\n</p>|<p=s>\n\n</p><p=e>\n\"c\"\n</p>|<p=s>\n\n</p><p=l>\nx\n</p>|<p=s>\n</p></p>|<p=s>\n\n</p><p=m>\n</p>"
+     "|<p=s>\n\n</p><p=n>\nabc\n</p>|<p=s>\n\n</p><p=q>\na1\n</p>|<p=x>\n\n</p>|{\"s\":\"\"}|<p=s>\n\n</p>,<p=i>\n1\n</p>"},
+    {ST, "{\"type\":\"json_schema\",\"style\":{\"member\":\"<p k=\\\"%k\\\" s=\\\"%t\\\">%v</p>\"},\"json_schema\":{\"type\":\"object\",\"properties\":{\"a\":{\"type\":[\"string\",\"boolean\"]}}}}",
+     "|<p k=\"a\" s=\"true\">true</p>|<p k=\"a\" s=\"false\">true</p>|<p k=\"a\" s=\"true\">x\n\"</p>", "<p k=\"a\" s=\"false\">x</p>|<p k=\"a\">x</p>"},
+    {ST, "{\"type\":\"json_schema\",\"style\":{\"member\":\"%k=%v\"},\"json_schema\":{\"type\":\"object\",\"properties\":{\"a\":{\"type\":\"boolean\"},\"b\":{\"enum\":[null,\"x\",[true]]},\"c\":{}},\"required\":[\"a\"]}}",
+     "a=True|a=False, b=None|a=True,b=[True]|a=True, b=\"x\", c={\"k\": [None, 1.5, \"y\"]}", "a=true|b=None|a=True b=None|a=True, b=null|{a=True}|a=True, c=null"},
     {JS, "{\"type\":\"string\",\"contentEncoding\":\"base64\",\"title\":\"t\",\"x-y\":1,\"if\":{}}", "\"\"", "1"},
 };
 
@@ -324,7 +347,86 @@ static void test_con_rows(void) {
     }
 }
 
+/* A tokenizer with an added token that is text and one that is special: a text in a structure asks for
+ * the tokens, other text has only the first one. */
+static void test_con_added_tokens(void) {
+    static const char file[] = "{\"added_tokens\":[{\"id\":5,\"content\":\"<t>\",\"special\":false,\"single_word\":false,\"lstrip\":false,\"rstrip\":false,\"normalized\":false},"
+                               "{\"id\":6,\"content\":\"<s>\",\"special\":true,\"single_word\":false,\"lstrip\":false,\"rstrip\":false,\"normalized\":false}],"
+                               "\"decoder\":{\"type\":\"ByteLevel\"},\"pre_tokenizer\":{\"type\":\"ByteLevel\",\"add_prefix_space\":false,\"trim_offsets\":true,\"use_regex\":false},"
+                               "\"model\":{\"type\":\"BPE\",\"vocab\":{\"<\":0,\"t\":1,\">\":2,\"s\":3,\"a\":4},\"merges\":[]}}";
+    static const struct {
+        int kind;
+        const char *grammar;
+        int32_t before[4]; /* tokens that are read first, -1: the end */
+        unsigned want;     /* bit i: token i may come then */
+    } cases[] = {
+        {RE, "[<t>sa]*", {-1}, 0x3F},                                                                    /* the special token is no text */
+        {ST, "{\"type\":\"const_string\",\"value\":\"<t>\"}", {-1}, 0x20},                              /* the token, not its bytes */
+        {ST, "{\"type\":\"const_string\",\"value\":\"a<s>\"}", {4, -1}, 0x40},
+        {ST, "{\"type\":\"const_string\",\"value\":\"<a\"}", {-1}, 0x01},
+        {ST, "{\"type\":\"any_text\"}", {0, 5, -1}, 0x3F},
+        {ST, "{\"type\":\"any_text\",\"excludes\":[\"<t>\"]}", {0, -1}, 0x1F},
+        {ST, "{\"type\":\"any_text\",\"excludes\":[\"<t>\"]}", {0, 1, -1}, 0x1B},
+        {ST, "{\"type\":\"any_tokens\"}", {6, -1}, 0x7F},
+        {ST, "{\"type\":\"sequence\",\"elements\":[{\"type\":\"until\",\"texts\":[\"<s>\"]},{\"type\":\"const_string\",\"value\":\"a\"}]}", {4, -1}, 0x7F},
+        {ST, "{\"type\":\"sequence\",\"elements\":[{\"type\":\"until\",\"texts\":[\"<s>\"]},{\"type\":\"const_string\",\"value\":\"a\"}]}", {4, 6, -1}, 0x10},
+        {ST, "{\"type\":\"sequence\",\"elements\":[{\"type\":\"until\",\"texts\":[\"a<s>t\"]},{\"type\":\"const_string\",\"value\":\"a\"}]}", {4, 6, 1, -1}, 0x10},
+        {ST, "{\"type\":\"sequence\",\"elements\":[{\"type\":\"until\",\"texts\":[\"a<s>t\"]},{\"type\":\"const_string\",\"value\":\"a\"}]}", {4, 6, 4, -1}, 0x7F},
+        {ST, "{\"type\":\"sequence\",\"elements\":[{\"type\":\"until\",\"texts\":[\"a<s>t\"]},{\"type\":\"const_string\",\"value\":\"a\"}]}", {1, -1}, 0x3F},
+    };
+    toka_err e;
+    tok *tokenizer;
+    CHECK_MSG(!tok_load(&tokenizer, str_c(file), STR(""), &e), "%s", e.msg);
+    con_vocab *vocab = con_vocab_new(tokenizer, 7);
+    for (int i = 0; i < COUNT(cases); i++) {
+        toka_constraint *c = con_make(cases[i].kind, cases[i].grammar, tokenizer, vocab, &e);
+        CHECK_MSG(c, "%s: %s", cases[i].grammar, e.msg);
+        if (!c) continue;
+        buf text = {0};
+        uint32_t mask;
+        int node = con_begin(&c->machine, c->grammar.root);
+        for (int k = 0; cases[i].before[k] >= 0; k++) node = con_advance_id(&c->machine, tokenizer, node, cases[i].before[k], &text);
+        CHECK(con_mask(&c->machine, vocab, node, &mask));
+        CHECK_MSG(mask == cases[i].want, "%d: %s: %x", i, cases[i].grammar, mask);
+        for (int32_t id = 0; id < 7; id++) CHECK((con_advance_id(&c->machine, tokenizer, node, id, &text) != CON_DEAD) == (mask >> id & 1));
+        buf_free(&text);
+        con_del(c);
+    }
+    con_vocab_del(vocab);
+    tok_del(tokenizer);
+}
+
 /* ---- Requests ---- */
+
+/* The thinking ends after so many tokens, in each sample, whatever the model wants to say. */
+static void test_con_thinking(void) {
+    static const char grammar[] = "{\"type\":\"sequence\",\"elements\":[{\"type\":\"thinking\",\"end\":\"~!~\"},{\"type\":\"regex\",\"pattern\":\"[ab]{3}\"}]}";
+    static const int limits[] = {-1, 1, 7, 20};
+    toka *t = eng_must_open(eng_model, 8, 64, 1);
+    const toka_grammar g = {.kind = ST, .text = grammar, .text_bytes = sizeof grammar - 1};
+    for (int i = 0; i < COUNT(limits); i++) {
+        toka_sampling s = toka_request_default().sampling;
+        toka_err e;
+        int code;
+        s.temperature = 2, s.max_tokens = 60, s.seed = (uint64_t)i, s.max_thinking = limits[i];
+        CHECK_MSG(!toka_constraint_new(&s.constraint, t, &g, &e), "%s", e.msg);
+        eng_collected *got = eng_ask(t, eng_problem, NULL, 0, 5, &s, &code, &e);
+        for (int k = 0; k < 5 && !code; k++) {
+            const str text = buf_view(&got->text[k]);
+            const ptrdiff_t end = str_find(text, STR("~!~"), 0);
+            int n_tokens = 0;
+            buf thought = {0};
+            for (size_t j = 0; j < got->id[k].n && (ptrdiff_t)thought.n < end; j++, n_tokens++) tok_put_bytes(t->tokenizer, got->id[k].p[j], &thought);
+            CHECK_MSG(end >= 0 && (size_t)end + 6 == text.n && got->finish[k] == TOKA_STOP, "%d: '%.*s'", limits[i], (int)text.n, text.p);
+            CHECK_MSG(n_tokens == MAX(limits[i], 0) || n_tokens == limits[i] - 1, "%d: %d tokens", limits[i], n_tokens); /* the model began the end itself */
+            buf_free(&thought);
+        }
+        CHECK_MSG(!code, "%s", e.msg);
+        eng_collected_free(got);
+        toka_constraint_del(s.constraint);
+    }
+    toka_close(t);
+}
 
 /* Asks with a constraint, some samples at a time, and checks every text: accepted if the sample
  * stopped, else the beginning of something that is. */
@@ -399,6 +501,8 @@ static const struct test con_tests[] = {
     {"constraints: limits", test_con_limits},
     {"constraints: masks are what each token says", test_con_masks},
     {"constraints: rows with a mask", test_con_rows},
+    {"constraints: added tokens", test_con_added_tokens},
+    {"constraints: the end of thinking", test_con_thinking},
     {"constraints: requests", test_con_requests},
     {"constraints: no token is left", test_con_none_left},
     {NULL, NULL}};

@@ -54,7 +54,7 @@ class _Sampling(C.Structure):
                 ("stop_ids", _IDS), ("n_stop_ids", C.c_int), ("stop", C.POINTER(_TEXT)), ("n_stop", C.c_int), ("include_stop", C.c_int),
                 ("bias_ids", _IDS), ("bias_values", _FLOATS), ("n_bias", C.c_int), ("allowed_ids", _IDS), ("n_allowed", C.c_int),
                 ("bad_ids", _IDS), ("bad_lengths", C.POINTER(C.c_int)), ("n_bad", C.c_int), ("bad_words", C.c_void_p),
-                ("constraint", C.c_void_p)]
+                ("constraint", C.c_void_p), ("max_thinking", C.c_int)]
 
 
 class _Request(C.Structure):
