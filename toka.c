@@ -18529,9 +18529,23 @@ COLD static int con_end_value(con_schema *schema, int from) {
     return con_literal(schema->grammar, from, con_style_end(schema));
 }
 
+/* Returns a rule for a character that does not begin `end`, and is no line feed if there are
+ * lines. */
+COLD static int con_raw_char(con_grammar *grammar, str end, bool line_feed) {
+    const con_rule one = {con_state_new(grammar), con_state_new(grammar)};
+    buf set = {0};
+    con_set_add(&set, (uint32_t)(unsigned char)end.p[0], (uint32_t)(unsigned char)end.p[0]);
+    if (!line_feed) con_set_add(&set, '\n', '\n');
+    con_set_finish(&set, true);
+    con_chars(grammar, one.start, one.end, &set, false);
+    buf_free(&set);
+    return con_rule_of(grammar, one.start, one.end);
+}
+
 /* Adds a string without quotes and escapes, and what follows it. Its text does not have the text
  * that ends it. One with `pattern` or `format` has only characters that JSON does not escape; one
- * with a limited length does not have the first character of the text that ends it. */
+ * with a limited length does not have the first character of the text that ends it. A reader drops
+ * line feeds on both sides, so the shortest text has none. */
 COLD static void con_raw_string(con_schema *schema, const con_all *all, int from, int to) {
     con_grammar *grammar = schema->grammar;
     int rules[CON_MAX_FACTORS], low = 0, high = CON_FOREVER;
@@ -18541,28 +18555,23 @@ COLD static void con_raw_string(con_schema *schema, const con_all *all, int from
         low = MAX(low, con_limit(schema, all->part[i].schema, "minLength", 0));
         high = MIN(high, con_limit(schema, all->part[i].schema, "maxLength", CON_FOREVER));
     }
-    const con_rule one = {con_state_new(grammar), con_state_new(grammar)};
-    buf set = {0};
-    con_set_add(&set, (uint32_t)(unsigned char)end.p[0], (uint32_t)(unsigned char)end.p[0]);
-    con_set_finish(&set, true);
-    con_chars(grammar, one.start, one.end, &set, false);
-    buf_free(&set);
+    if (low > high) return;
+    int after = con_state_new(grammar);
     if (con_string_rules(schema, all, rules, &negated)) {
         rules[0] = con_string_rule(schema, all);
         rules[1] = con_regex(grammar, "string", STR("[^\"\\\\\\x00-\\x1F<]*"), false);
-        const int rule = con_product_of(grammar, rules, 2, 0), after = con_state_new(grammar);
-        con_call(grammar, from, after, rule, 1, 1);
+        con_call(grammar, from, after, con_product_of(grammar, rules, 2, 0), 1, 1);
         con_empty(grammar, con_end_value(schema, after), to);
-    } else if (high != CON_FOREVER) {
-        if (low > high) return;
-        const int after = con_state_new(grammar);
-        con_call(grammar, from, after, con_rule_of(grammar, one.start, one.end), low, high);
-        con_empty(grammar, con_end_value(schema, after), to);
-    } else {
-        const int after = con_state_new(grammar);
-        con_call(grammar, from, after, con_rule_of(grammar, one.start, one.end), low, low);
-        con_until(grammar, low ? after : from, &end, 1, (con_exits){to, -1, -1});
+        return;
     }
+    con_call(grammar, from, after, con_raw_char(grammar, end, false), low, low);
+    if (high == CON_FOREVER) {
+        con_until(grammar, after, &end, 1, (con_exits){to, -1, -1});
+        return;
+    }
+    from = after, after = con_state_new(grammar);
+    con_call(grammar, from, after, con_raw_char(grammar, end, true), 0, high - low);
+    con_empty(grammar, con_end_value(schema, after), to);
 }
 
 COLD static int con_quoted(con_schema *schema, int from, int rule) {
@@ -18929,7 +18938,7 @@ COLD static void con_styled_value(con_schema *schema, int from, const con_all *v
 }
 
 /* Returns a rule for a member in the style of the schema, a pattern: %k is the name, %t says
- * whether the value is a string, %v is the value. */
+ * whether the value is a string, %v is the value, a blank outside of <..> is white space. */
 COLD static int con_styled_rule(con_schema *schema, const str *name, const con_all *value) {
     con_grammar *grammar = schema->grammar;
     const str member = json_str(json_get(schema->style, "member"));
@@ -18941,8 +18950,10 @@ COLD static int con_styled_rule(con_schema *schema, const str *name, const con_a
             con_fail(grammar, "the name %.100s cannot be written in this form of calls", name->p);
     for (int raw = 0; raw < 2 - python; raw++) {
         int state = con_state_new(grammar);
+        bool in_tag = false;
         con_empty(grammar, out.start, state);
         for (size_t i = 0; i < member.n; i++) {
+            if (strchr("<>", member.p[i])) in_tag = member.p[i] == '<';
             const char which = member.p[i] == '%' && i + 1 < member.n ? member.p[++i] : 0;
             if (which == 'v' && !python) con_styled_value(schema, state, value, raw, out.end);
             if (which == 'v' && python)
@@ -18951,6 +18962,7 @@ COLD static int con_styled_rule(con_schema *schema, const str *name, const con_a
             if (which == 'k') state = con_text(grammar, state, *name, false);
             else if (which == 't')
                 state = con_literal(grammar, state, raw ? STR("true") : STR("false"));
+            else if (member.p[i] == ' ' && !in_tag) state = con_space(schema, state);
             else state = con_literal(grammar, state, (str){&member.p[i], 1});
         }
         if (python) con_empty(grammar, state, out.end);
@@ -19046,6 +19058,11 @@ COLD static void con_object_read(con_schema *schema, con_object *object) {
     }
 }
 
+/* Adds what stands between two members. */
+COLD static int con_comma(con_schema *schema, int from, bool styled) {
+    return styled && !con_is_python(schema) ? from : con_token(schema, from, ',');
+}
+
 /* The states form a grid: [i][c][0] is before the comma or the brace, after c members, when name i
  * may come next; [i][c][1] is after the comma. Above `cap` members the count does not matter. */
 COLD static void con_make_object(con_schema *schema, const con_all *all, int from, int to) {
@@ -19066,7 +19083,7 @@ COLD static void con_make_object(con_schema *schema, const con_all *all, int fro
     const int grid = grammar->n_states;
     for (int i = 0; i < (n + 1) * (cap + 1) * 2; i++) con_state_new(grammar);
 #define CON_AT(i, c, comma) (grid + (((i) * (cap + 1) + (c)) * 2 + (comma)))
-    const bool styled = con_is_marked(all, CON_STYLED), python = con_is_python(schema);
+    const bool styled = con_is_marked(all, CON_STYLED);
     const int begin = styled ? from : con_token(schema, from, '{');
     con_empty(grammar, begin, CON_AT(0, 0, 0));
     if (object.high) con_empty(grammar, begin, CON_AT(0, 0, 1));
@@ -19081,10 +19098,7 @@ COLD static void con_make_object(con_schema *schema, const con_all *all, int fro
                 con_empty(grammar, con_literal(grammar, CON_AT(i, c, 0), str_c(styled ? "" : "}")),
                           to);
             if (c && may_grow)
-                con_empty(grammar,
-                          styled && !python ? CON_AT(i, c, 0)
-                                            : con_token(schema, CON_AT(i, c, 0), ','),
-                          CON_AT(i, c, 1));
+                con_empty(grammar, con_comma(schema, CON_AT(i, c, 0), styled), CON_AT(i, c, 1));
             if (optional) con_empty(grammar, CON_AT(i, c, 1), CON_AT(i + 1, c, 1));
             if (may_grow)
                 con_empty(grammar, con_after_call(schema, CON_AT(i, c, 1), member),
@@ -19301,7 +19315,7 @@ COLD static void con_json_schema(con_grammar *grammar, const toka_grammar *sourc
  *     {"type":"thinking","end":TEXT}               as until; toka_sampling.max_thinking limits it
  *     {"type":"any_tokens"}                        any text, added tokens included
  *     {"type":"sequence","elements":[..]}          {"type":"or","elements":[..]}
- *     {"type":"optional","content":ELEMENT}        also "star" and "plus"
+ *     {"type":"optional","content":ELEMENT}        also "star", "plus" and "once"
  *     {"type":"list","content":ELEMENT,"separator":TEXT,"one":BOOL}   one or more
  * The types have the names of xgrammar's structural tags where they mean the same.
  *
@@ -19418,9 +19432,9 @@ COLD static int con_repeated(con_tree *tree, int from, const json *element, str 
     con_grammar *grammar = tree->grammar;
     con_rule part = {con_state_new(grammar), 0};
     part.end = con_element(tree, part.start, json_get(element, "content"));
-    const int high = str_is(type, "optional") ? 1 : CON_FOREVER;
-    if (!str_is(type, "list"))
-        return con_repeat(grammar, from, part, str_is(type, "plus"), high);
+    const bool once = str_is(type, "once"), least = once || str_is(type, "plus");
+    const int high = once || str_is(type, "optional") ? 1 : CON_FOREVER;
+    if (!str_is(type, "list")) return con_repeat(grammar, from, part, least, high);
     const str separator = json_str(json_get(element, "separator"));
     const int after = con_state_new(grammar), rule = con_rule_of(grammar, part.start, part.end);
     con_call(grammar, from, after, rule, 1, 1);
@@ -19436,7 +19450,7 @@ COLD static int con_element(con_tree *tree, int from, const json *element) {
     static const char *const names[] = {"const_string", "sequence", "or",      "regex",
                                         "grammar",      "json_schema", "any_text", "until",
                                         "thinking",     "any_tokens", "optional", "star",
-                                        "plus",         "list"};
+                                        "plus",         "once", "list"};
     const str type = json_str(json_get(element, "type"));
     int which = 0;
     while (which < COUNT(names) && !str_is(type, names[which])) which++;
@@ -27598,9 +27612,12 @@ static void http_put_last_chunk(buf *out) { buf_c(out, "0\r\n\r\n"); }
  *                         |                                            |
  *                         +--> parser.events, a list of events <-------+   read by parse_next_event
  *
+ * It also writes the other direction: the structure (18f) of all answers that call some tools, if
+ * an answer must or may call them with valid arguments (parse_put_answer).
+ *
  * A format of calls is a row of parse_formats: texts and patterns, no code. A pattern is a text to
  * be matched byte by byte. In it
- *     (blank)  matches white space, maybe none
+ *     (blank)  matches white space, maybe none; a structure has one blank if it is inside <...
  *     %n       the name of the function: bytes of parse_is_name
  *     %i       the id of the call, which may contain its name: functions.NAME:0
  *     %x       a word that means nothing
@@ -27642,6 +27659,9 @@ enum {
     PARSE_BARE = 1,      /* an answer may begin with the list, without `open` */
     PARSE_SHORT_IDS = 2, /* the template wants ids of nine letters and digits */
     PARSE_HARMONY = 4,   /* the format of GPT-OSS, which has no pattern */
+    /* of structures: */
+    PARSE_LINES = 8,      /* %v stands on lines of its own */
+    PARSE_PARAMETERS = 16 /* %c has "parameters" */
 };
 
 typedef struct parse_format { /* one form of tool calls; NULL: there is no such text */
@@ -27659,7 +27679,7 @@ static const parse_format parse_formats[] = {
     {"seed_oss ", {"<seed:tool_call>"}, "<seed:tool_call>", "</seed:tool_call>", "",
      "<function=%n> %p</function>", "<parameter=%k>%v</parameter>", 0},
     {"qwen3_coder qwen3_xml ", {"<function=", "<parameter="}, "<tool_call>", "</tool_call>", "",
-     "<function=%n> %p</function>", "<parameter=%k>%v</parameter>", 0},
+     "<function=%n> %p</function>", "<parameter=%k>%v</parameter>", PARSE_LINES},
     {"glm45 glm47 ", {"<arg_key>"}, NULL, NULL, "", "<tool_call> %n %p</tool_call>",
      "<arg_key>%k</arg_key> <arg_value>%v</arg_value>", 0},
     {"minimax_m2 ", {"<minimax:tool_call>"}, "<minimax:tool_call>", "</minimax:tool_call>", "",
@@ -27691,7 +27711,7 @@ static const parse_format parse_formats[] = {
     {"pythonic llama4_pythonic ", {"func_name1(params_name1"}, "<|python_start|>",
      "<|python_end|>", "[,]", "%n(%y", NULL, PARSE_BARE},
     {"llama3_json llama4_json ", {"\"parameters\": dictionary"}, "<|python_tag|>", NULL, ";", "%c",
-     NULL, PARSE_BARE},
+     NULL, PARSE_BARE | PARSE_PARAMETERS},
 };
 
 typedef struct parse_family { /* how a family of models marks its reasoning */
@@ -27831,6 +27851,7 @@ typedef struct parse_setup { /* what all answers of a request have in common */
     int n_tools;
     bool one_call;              /* calls after the first are dropped */
     bool thinking;              /* the prompt ends inside the reasoning */
+    bool thought;               /* the prompt ends behind it */
 } parse_setup;
 
 enum parse_state {
@@ -28728,6 +28749,12 @@ static bool parse_prompt_thinks(const parse_family *family, str prompt) {
     return family && !family->harmony && str_ends(prompt, str_c(family->open));
 }
 
+/* Does the rendered prompt end behind the reasoning? */
+static bool parse_prompt_thought(const parse_family *family, str prompt) {
+    while (prompt.n && parse_is_space(prompt.p[prompt.n - 1])) prompt.n--;
+    return family && !family->harmony && str_ends(prompt, str_c(family->close));
+}
+
 /* Must a special token with this text be kept although special tokens are skipped? It must if it
  * can be a part of a text that the parser searches for. */
 static bool parse_needs_token(const parse_setup *setup, str text) {
@@ -28741,6 +28768,330 @@ static bool parse_needs_token(const parse_setup *setup, str text) {
     for (int i = 0; i < COUNT(parse_harmony_ends) && parse_is_harmony(setup); i++)
         if (str_eq(text, parse_harmony_ends[i])) return true;
     return parse_is_harmony(setup) && str_is(text, "<|constrain|>");
+}
+
+/* ---- Structures of answers ---- */
+
+typedef struct parse_demand { /* what answers of a request must be */
+    const parse_setup *setup;
+    const json **functions; /* [n_functions] that may be called: {"name","parameters","strict"} */
+    int n_functions;
+    bool may_call, must_call; /* calls are constrained; an answer is nothing else */
+    str content;            /* the element of an answer that is no call; empty: any text */
+} parse_demand;
+
+static void parse_put_element(buf *out, const char *type, const char *key, str text) {
+    json_put_open(out, '{');
+    json_put_member_or_null(out, "type", type);
+    json_put_key(out, key), json_put_str(out, text);
+    json_put_close(out, '}');
+}
+static void parse_put_const(buf *out, str text) {
+    if (text.n) parse_put_element(out, "const_string", "value", text);
+}
+static void parse_put_regex(buf *out, const char *pattern) {
+    parse_put_element(out, "regex", "pattern", str_c(pattern));
+}
+static void parse_put_space(buf *out) { parse_put_regex(out, "[ \\n]{0,2}"); }
+
+/* Opens an element with a list of others; parse_close ends it. */
+static void parse_open(buf *out, const char *type) {
+    json_put_open(out, '{');
+    json_put_member_or_null(out, "type", type);
+    json_put_key(out, "elements"), json_put_open(out, '[');
+}
+static void parse_close(buf *out) { buf_c(out, "]}"); }
+
+/* Opens an element with a content, which is a sequence; parse_close_inner ends it. */
+static void parse_open_inner(buf *out, const char *type) {
+    json_put_open(out, '{');
+    json_put_member_or_null(out, "type", type);
+    json_put_key(out, "content");
+    parse_open(out, "sequence");
+}
+static void parse_close_inner(buf *out) { buf_c(out, "]}}"); }
+
+static void parse_put_texts_element(buf *out, const char *type, const char *key, str text) {
+    json_put_open(out, '{');
+    json_put_member_or_null(out, "type", type);
+    json_put_key(out, key), json_put_open(out, '[');
+    if (text.n) json_put_str(out, text);
+    buf_c(out, "]}");
+}
+
+/* Writes the arguments of a function. Without a style they are JSON; then a function that is not
+ * strict may have any object, if the answer need not be a call. */
+static void parse_put_schema(const parse_demand *demand, const json *function, const char *member,
+                             buf *out) {
+    const json *schema = json_get(function, "parameters");
+    const bool any = !member && !demand->must_call && !json_is_true(json_get(function, "strict"));
+    const bool lines = demand->setup->format->flags & PARSE_LINES;
+    json_put_open(out, '{');
+    json_put_member_or_null(out, "type", "json_schema");
+    if (member) {
+        json_put_key(out, "style"), json_put_open(out, '{');
+        json_put_member_or_null(out, "member", member);
+        json_put_key(out, "lines"), json_put_bool(out, lines);
+        json_put_close(out, '}');
+    }
+    json_put_key(out, "json_schema"), json_put_open(out, '{');
+    if (any || !json_get(schema, "type")) json_put_member_or_null(out, "type", "object");
+    if (json_is(schema, JSON_OBJECT) && !any)
+        JSON_MEMBERS(key, schema)
+            json_put_str(out, json_str(key)), buf_char(out, ':'), json_put_value(out, key + 1);
+    else if (!any) buf_c(out, ",\"additionalProperties\":false");
+    buf_c(out, "}}");
+}
+
+/* Writes a call as a JSON object. */
+static void parse_put_json_call(const parse_demand *demand, const json *function, buf *out) {
+    const bool other = demand->setup->format->flags & PARSE_PARAMETERS;
+    buf name = {0};
+    json_put_str(&name, json_str(json_get(function, "name")));
+    parse_put_regex(out, "\\{[ \\n]?\"name\"[ \\n]?:[ \\n]?");
+    parse_put_const(out, buf_view(&name));
+    parse_put_regex(out, other ? "[ \\n]?,[ \\n]?\"parameters\"[ \\n]?:[ \\n]?"
+                               : "[ \\n]?,[ \\n]?\"arguments\"[ \\n]?:[ \\n]?");
+    parse_put_schema(demand, function, NULL, out);
+    parse_put_regex(out, "[ \\n]?\\}");
+    buf_free(&name);
+}
+
+/* Writes what a directive of a pattern stands for. */
+static void parse_put_directive(const parse_demand *demand, const json *function, char which,
+                                buf *out) {
+    const char *param = demand->setup->format->param;
+    const str name = json_str(json_get(function, "name"));
+    switch (which) {
+    case 'a': parse_put_schema(demand, function, NULL, out); break;
+    case 'c': parse_put_json_call(demand, function, out); break;
+    case 'y':
+        parse_put_schema(demand, function, "%k=%v", out);
+        parse_put_const(out, STR(")"));
+        break;
+    case 'p':
+        if (strstr(param, "%k")) parse_put_schema(demand, function, param, out);
+        break;
+    case 'i':
+        parse_put_const(out, STR("functions."));
+        parse_put_const(out, name);
+        parse_put_regex(out, ":(0|[1-9][0-9]{0,3})");
+        break;
+    case 'x': parse_put_const(out, STR("function")); break;
+    default: parse_put_const(out, name);
+    }
+}
+
+/* Writes a call of a function, from `at` in the pattern on. */
+static void parse_put_call(const parse_demand *demand, const json *function, const char *at,
+                           buf *out) {
+    buf text = {0};
+    bool in_tag = false;
+    parse_open(out, "sequence");
+    for (; *at; at++) {
+        if (*at == '<' || *at == '>') in_tag = *at == '<';
+        if (*at != '%' && (*at != ' ' || in_tag)) {
+            buf_char(&text, *at);
+            continue;
+        }
+        parse_put_const(out, buf_view(&text));
+        buf_clear(&text);
+        if (*at == ' ') parse_put_space(out);
+        else parse_put_directive(demand, function, *++at, out);
+    }
+    parse_put_const(out, buf_view(&text));
+    parse_close(out);
+    buf_free(&text);
+}
+
+/* Writes a call of one of the functions. */
+static void parse_put_a_call(const parse_demand *demand, size_t from, buf *out) {
+    parse_open(out, "or");
+    for (int i = 0; i < demand->n_functions; i++)
+        parse_put_call(demand, demand->functions[i], demand->setup->format->call + from, out);
+    parse_close(out);
+}
+
+/* The text that calls begin with: `open`, or the beginning of a call. */
+static str parse_trigger(const parse_format *format) {
+    return format->open ? str_c(format->open) : parse_literal(format->call);
+}
+
+/* Writes what follows the trigger: the rest of a call, or a list of calls. */
+static void parse_put_rest(const parse_demand *demand, buf *out) {
+    const parse_format *format = demand->setup->format;
+    const bool brackets = strchr(format->skip, '[') != NULL;
+    if (!format->open) {
+        parse_put_a_call(demand, parse_literal(format->call).n, out);
+        return;
+    }
+    parse_put_space(out);
+    if (brackets) parse_put_const(out, STR("["));
+    json_put_open(out, '{');
+    json_put_member_or_null(out, "type", "list");
+    json_put_member_or_null(out, "separator", brackets ? "," : format->skip);
+    json_put_key(out, "one"), json_put_bool(out, demand->setup->one_call);
+    json_put_key(out, "content");
+    parse_open(out, "sequence");
+    parse_put_space(out);
+    parse_put_a_call(demand, 0, out);
+    parse_close(out);
+    json_put_close(out, '}');
+    parse_put_space(out);
+    if (brackets) parse_put_const(out, STR("]"));
+    if (!format->close) return;
+    parse_open_inner(out, brackets ? "optional" : "once");
+    parse_put_space(out);
+    parse_put_const(out, str_c(format->close));
+    parse_close_inner(out);
+}
+
+/* May an answer have only one list of calls? After one in brackets the parser reads another
+ * bracket, after a bare one there is no text that begins the next. */
+static bool parse_has_one_list(const parse_setup *setup) {
+    return setup->one_call || setup->format->flags & PARSE_BARE ||
+           strchr(setup->format->skip, '[');
+}
+
+/* Writes an answer that is calls, and nothing else. */
+static void parse_put_calls(const parse_demand *demand, buf *out) {
+    const parse_format *format = demand->setup->format;
+    const bool bare = format->flags & PARSE_BARE, one = parse_has_one_list(demand->setup);
+    parse_open(out, "sequence");
+    parse_put_space(out);
+    if (!one) parse_open_inner(out, "plus");
+    if (bare) parse_open_inner(out, "optional");
+    parse_put_const(out, parse_trigger(format));
+    if (bare) parse_close_inner(out);
+    parse_put_rest(demand, out);
+    parse_put_space(out);
+    if (!one) parse_close_inner(out);
+    parse_close(out);
+}
+
+/* Writes an answer that is text, in which the trigger begins calls. */
+static void parse_put_text_and_calls(const parse_demand *demand, buf *out) {
+    const bool one = parse_has_one_list(demand->setup);
+    const str trigger = parse_trigger(demand->setup->format);
+    parse_open(out, "sequence");
+    parse_open_inner(out, one ? "optional" : "star");
+    parse_put_texts_element(out, "until", "texts", trigger);
+    parse_put_rest(demand, out);
+    parse_close_inner(out);
+    parse_put_texts_element(out, "any_text", "excludes", trigger);
+    parse_close(out);
+}
+
+/* Writes an answer that may be calls, text, or both. A text that begins as a call without the
+ * trigger does is a call. */
+static void parse_put_maybe_calls(const parse_demand *demand, buf *out) {
+    const parse_format *format = demand->setup->format;
+    const bool bare = format->flags & PARSE_BARE;
+    if (!bare && !demand->content.n) {
+        parse_put_text_and_calls(demand, out);
+        return;
+    }
+    parse_open(out, "or");
+    parse_put_calls(demand, out);
+    if (demand->content.n) {
+        json_comma(out), buf_str(out, demand->content);
+    } else {
+        parse_open_inner(out, "optional");
+        parse_put_regex(out, strchr(format->skip, '[') ? "[ \\n]*[^ \\n\\[]" : "[ \\n]*[^ \\n{]");
+        parse_put_text_and_calls(demand, out);
+        parse_close_inner(out);
+    }
+    parse_close(out);
+}
+
+static void parse_put_harmony_call(const parse_demand *demand, const json *function, buf *out) {
+    const str name = json_str(json_get(function, "name"));
+    static const char *const begins[] = {"<|channel|>commentary to=functions.", " to=functions."};
+    parse_open(out, "sequence");
+    parse_open(out, "or");
+    for (int i = 0; i < 2; i++) {
+        parse_open(out, "sequence");
+        parse_put_const(out, str_c(begins[i]));
+        parse_put_const(out, name);
+        if (i) parse_put_const(out, STR("<|channel|>commentary"));
+        parse_close(out);
+    }
+    parse_close(out);
+    parse_put_regex(out, " ?");
+    parse_open_inner(out, "optional");
+    parse_put_const(out, STR("<|constrain|>json"));
+    parse_close_inner(out);
+    parse_put_const(out, STR("<|message|>"));
+    parse_put_schema(demand, function, NULL, out);
+    parse_close(out);
+}
+
+/* Writes messages of the channels before the last one: reasoning, and texts before calls. */
+static void parse_put_harmony_begin(bool texts, buf *out) {
+    parse_open_inner(out, "star");
+    parse_open(out, "or");
+    for (int i = 0; i < 1 + texts; i++) {
+        parse_open(out, "sequence");
+        parse_put_const(out, i ? STR("<|channel|>commentary<|message|>")
+                               : STR("<|channel|>analysis<|message|>"));
+        if (i) parse_put_texts_element(out, "until", "texts", STR("<|end|>"));
+        else parse_put_element(out, "thinking", "end", STR("<|end|>"));
+        parse_put_const(out, STR("<|start|>assistant"));
+        parse_close(out);
+    }
+    parse_close(out);
+    parse_close_inner(out);
+}
+
+static void parse_put_harmony(const parse_demand *demand, buf *out) {
+    const bool free = !demand->may_call && !demand->content.n;
+    parse_open(out, "sequence");
+    parse_put_harmony_begin(demand->may_call || free, out);
+    parse_open(out, "or");
+    for (int i = 0; i < demand->n_functions && demand->may_call; i++)
+        parse_put_harmony_call(demand, demand->functions[i], out);
+    if (free) buf_c(out, "{\"type\":\"any_tokens\"}");
+    if (!free && !demand->must_call) {
+        parse_open(out, "sequence");
+        parse_put_const(out, STR("<|channel|>final"));
+        parse_put_regex(out, " ?");
+        parse_open_inner(out, "optional");
+        parse_put_const(out, STR("<|constrain|>json"));
+        parse_close_inner(out);
+        parse_put_const(out, STR("<|message|>"));
+        if (demand->content.n) json_comma(out), buf_str(out, demand->content);
+        else parse_put_texts_element(out, "any_text", "excludes", STR(""));
+        parse_close(out);
+    }
+    parse_close(out);
+    parse_close(out);
+}
+
+/* Writes the reasoning that an answer begins with: it must, or it may. */
+static void parse_put_thinking(const parse_setup *setup, buf *out) {
+    const parse_family *family = setup->family;
+    if (!family || setup->thought) return;
+    parse_open_inner(out, setup->thinking ? "once" : "optional");
+    if (!setup->thinking) parse_put_space(out), parse_put_const(out, str_c(family->open));
+    parse_put_element(out, "thinking", "end", str_c(family->close));
+    parse_put_space(out);
+    parse_close_inner(out);
+}
+
+/* Writes the structure of all answers that a demand allows: the reasoning first, then calls or
+ * content. */
+static void parse_put_answer(const parse_demand *demand, buf *out) {
+    if (parse_is_harmony(demand->setup)) {
+        parse_put_harmony(demand, out);
+        return;
+    }
+    parse_open(out, "sequence");
+    parse_put_thinking(demand->setup, out);
+    if (demand->must_call) parse_put_calls(demand, out);
+    else if (demand->may_call) parse_put_maybe_calls(demand, out);
+    else json_comma(out), buf_str(out, demand->content.n ? demand->content
+                                                        : STR("{\"type\":\"any_tokens\"}"));
+    parse_close(out);
 }
 
 /* ===========================================================================
@@ -28911,6 +29262,7 @@ typedef struct api_request {
     bool include_usage, continuous_usage; /* usage in the last chunk; in every chunk */
     bool parses;                          /* a chat whose answers have parsers */
     bool hides_reasoning;                 /* include_reasoning: false */
+    bool named_call;                      /* tool_choice names a function */
     parse_setup parse;
     int n_samples;                        /* samples of each prompt */
     int n_top, n_prompt_top;              /* alternatives of each output token; of each token of a
@@ -28985,6 +29337,7 @@ typedef struct api_body { /* the fields of a body: their values or the defaults 
     int64_t best_of; /* -1: not given */
     int64_t seed, priority;
     int64_t n_logprobs, top_logprobs, prompt_logprobs; /* -1: not given */
+    int64_t thinking_budget; /* -1: no limit */
     int chat_logprobs, echo, stream, ignore_eos, include_stop;
     int special; /* add_special_tokens; -1: not given */
     int generate; /* -1: not given */
@@ -29031,6 +29384,8 @@ static const api_field api_fields[] = {
     API_FIELD("parallel_tool_calls", API_ON_CHAT | API_ON_RESPONSES, API_BOOL, parallel_calls),
     API_FIELD("reasoning_effort", API_ON_CHAT | API_ON_TOKENIZE, API_TEXT, effort),
     API_FIELD("include_reasoning", API_ON_CHAT, API_BOOL, include_reasoning),
+    API_INT_FIELD("thinking_token_budget", API_ON_CHAT, thinking_budget, -1, INT_MAX),
+    API_REFUSE("thinking_token_budget", API_ON_COMPLETIONS, "-1"),
     API_FIELD("documents", API_ON_CHAT, API_LIST, documents),
     API_FIELD("chat_template_kwargs", API_ON_CHAT | API_ON_TOKENIZE | API_ON_STYLES, API_OBJECT,
               kwargs),
@@ -29129,7 +29484,6 @@ static const api_field api_fields[] = {
     API_REFUSE("logits_processors", API_ON_GENERATE, "[]"),
     API_REFUSE("logprob_token_ids", API_ON_GENERATE, 0),
     API_REFUSE("repetition_detection", API_ON_GENERATE, 0),
-    API_REFUSE("thinking_token_budget", API_ON_GENERATE, 0),
 };
 
 static const api_field *api_find_field(str name, int where) {
@@ -29262,6 +29616,7 @@ static api_body api_default_body(const api_config *config) {
                       .n_logprobs = -1,
                       .top_logprobs = -1,
                       .prompt_logprobs = -1,
+                      .thinking_budget = -1,
                       .special = -1,
                       .skip_special = 1,
                       .generate = -1,
@@ -29478,30 +29833,55 @@ static int api_read_structured_member(api_request *request, str name, const json
     return API_UNSUPPORTED(request, "structured_outputs: %.*s is not supported", STRF(name));
 }
 
-/* Compiles the constraint of a body, if it has one. */
-static int api_read_constraint(api_request *request, const api_body *body, toka_sampling *sampling,
-                               toka_err *e) {
-    api_grammar out = {.space = body->guided_space};
-    toka_err why;
-    if (body->format && api_read_format(request, body->format, &out, e)) return e->code;
+/* Reads the constraint of a body; out->grammar.kind 0: it has none. */
+static int api_read_grammar(api_request *request, const api_body *body, api_grammar *out,
+                            toka_err *e) {
+    out->space = body->guided_space;
+    if (body->format && api_read_format(request, body->format, out, e)) return e->code;
     if (body->structured) {
         JSON_MEMBERS(key, body->structured)
-            if (api_read_structured_member(request, json_str(key), key + 1, &out, e))
+            if (api_read_structured_member(request, json_str(key), key + 1, out, e))
                 return e->code;
-        if (!out.grammar.kind)
+        if (!out->grammar.kind)
             return API_INVALID("structured_outputs: expected json, regex, choice, grammar or "
                                "json_object");
     }
     for (int i = 0; i < API_GUIDES; i++)
-        if (body->guides[i] && api_set_grammar(request, &out, api_guides[i].name,
+        if (body->guides[i] && api_set_grammar(request, out, api_guides[i].name,
                                                api_guides[i].kind, body->guides[i], e))
             return e->code;
-    if (!out.grammar.kind) return 0;
-    if (out.space.n)
-        out.grammar.whitespace_pattern = arena_cstr(&request->memory, out.space);
-    if (toka_constraint_new(&request->constraint, request->config->toka, &out.grammar, &why))
-        return API_INVALID("%s: %.440s", out.name, why.msg);
-    sampling->constraint = request->constraint;
+    if (out->space.n)
+        out->grammar.whitespace_pattern = arena_cstr(&request->memory, out->space);
+    return 0;
+}
+
+/* Writes a constraint as an element of a structure. */
+static int api_put_grammar(api_request *request, const api_grammar *source, buf *out,
+                           toka_err *e) {
+    const str text = {source->grammar.text, source->grammar.text_bytes};
+    toka_err why;
+    const json *value = NULL;
+    switch (source->grammar.kind) {
+    case TOKA_GRAMMAR_JSON_OBJECT:
+        buf_c(out, "{\"type\":\"json_schema\",\"json_schema\":{\"type\":\"object\"}}");
+        return 0;
+    case TOKA_GRAMMAR_REGEX: parse_put_element(out, "regex", "pattern", text); return 0;
+    case TOKA_GRAMMAR_GBNF: parse_put_element(out, "grammar", "grammar", text); return 0;
+    default: value = json_parse(&request->memory, text, request->config->limits, &why);
+    }
+    if (!value) return API_INVALID("%s: %.440s", source->name, why.msg);
+    if (source->grammar.kind == TOKA_GRAMMAR_JSON_SCHEMA) {
+        buf_c(out, "{\"type\":\"json_schema\",\"json_schema\":");
+        json_put_value(out, value), buf_c(out, "}");
+        return 0;
+    }
+    parse_open(out, "or");
+    JSON_EACH(it, value) {
+        if (it->type != JSON_STRING)
+            return API_INVALID("%s: choice: expected a list of texts", source->name);
+        parse_put_const(out, json_str(it));
+    }
+    parse_close(out);
     return 0;
 }
 
@@ -29574,7 +29954,6 @@ static int api_read_sampling(api_request *request, const api_body *body,
     if (!code) code = api_read_stops(request, body->stop, sampling, e);
     if (!code) code = api_read_bias(request, body->bias, sampling, e);
     if (!code) code = api_read_bad_words(request, body->bad_words, sampling, e);
-    if (!code) code = api_read_constraint(request, body, sampling, e);
     if (code) return code;
     if (!default_max && body->max_tokens > 0 && body->min_tokens > body->max_tokens)
         return API_INVALID("min_tokens: %lld, expected 0 to %lld", (long long)body->min_tokens,
@@ -29780,6 +30159,12 @@ static str api_tool_name(const json *tool) {
     return json_str(json_get(json_get(tool, "function"), "name"));
 }
 
+typedef struct api_tool_choice {
+    const json *allowed; /* the tools that the model sees and may call; NULL: all */
+    str name;            /* it may call this one only; .n 0: any */
+    bool must;           /* it must call one */
+} api_tool_choice;
+
 /* Is the tool in this list? NULL: a list of all tools. */
 static bool api_allows_tool(const json *allowed, const json *tool) {
     if (!allowed) return true;
@@ -29787,26 +30172,47 @@ static bool api_allows_tool(const json *allowed, const json *tool) {
     return false;
 }
 
-/* Checks tool_choice. *allowed: the list of tools in it, or NULL. */
-static int api_read_tool_choice(api_request *request, const api_body *body, const json **allowed,
-                                toka_err *e) {
-    const json *choice = body->tool_choice, *inner = json_get(choice, "allowed_tools");
-    const json *list = json_get(inner, "tools");
-    const str text = json_str(choice);
-    *allowed = NULL;
-    if (!choice || str_is(text, "none") || str_is(text, "auto")) return 0;
-    if (!str_is(json_str(json_get(inner, "mode")), "auto") || !json_is(list, JSON_ARRAY))
-        return API_UNSUPPORTED(request, "tool_choice is not supported, but for none, auto and "
-                                        "allowed_tools with mode auto");
-    JSON_EACH(it, list) {
-        const json *found = NULL;
-        if (body->tools)
-            JSON_EACH(tool, body->tools)
-                if (str_eq(api_tool_name(it), api_tool_name(tool))) found = tool;
-        if (!found || !api_tool_name(it).n)
+static bool api_has_tool(const json *tools, str name) {
+    if (tools) JSON_EACH(tool, tools) if (name.n && str_eq(api_tool_name(tool), name)) return true;
+    return false;
+}
+
+/* Reads a list of allowed tools, and whether the model must call one. */
+static int api_read_allowed(const json *inner, const json *tools, api_tool_choice *out,
+                            toka_err *e) {
+    const str mode = json_str(json_get(inner, "mode"));
+    out->allowed = json_get(inner, "tools");
+    out->must = str_is(mode, "required");
+    if ((!out->must && !str_is(mode, "auto")) || !json_is(out->allowed, JSON_ARRAY))
+        return API_INVALID("tool_choice: allowed_tools: expected a mode, auto or required, and a "
+                           "list of tools");
+    JSON_EACH(it, out->allowed)
+        if (!api_has_tool(tools, api_tool_name(it)))
             return API_INVALID("tool_choice: allowed_tools has a function that is not in tools");
+    return 0;
+}
+
+static int api_read_tool_choice(const api_body *body, api_tool_choice *out, toka_err *e) {
+    const json *choice = body->tool_choice, *inner = json_get(choice, "allowed_tools");
+    const str text = json_str(choice);
+    *out = (api_tool_choice){.name = STR("")};
+    if (!choice || str_is(text, "none") || str_is(text, "auto")) return 0;
+    if (inner) {
+        if (api_read_allowed(inner, body->tools, out, e)) return e->code;
+    } else if (choice->type == JSON_OBJECT) {
+        out->name = api_tool_name(choice);
+        if (!api_has_tool(body->tools, out->name))
+            return API_INVALID("tool_choice: expected the name of a function that is in tools");
+        out->must = true;
+    } else {
+        out->must = str_is(text, "required");
+        if (!out->must)
+            return API_INVALID("tool_choice: expected none, auto, required, a function or "
+                               "allowed_tools");
     }
-    *allowed = list;
+    const json *list = out->allowed ? out->allowed : body->tools;
+    if (out->must && (!list || !list->n))
+        return API_INVALID("tool_choice: a call is required, but there are no tools");
     return 0;
 }
 
@@ -29839,8 +30245,9 @@ static int api_put_kwargs(const api_request *request, const api_body *body, buf 
 
 /* Writes the context of the chat template, a JSON object. */
 static int api_put_chat_context(api_request *request, const api_body *body, buf *out, toka_err *e) {
-    const json *messages = body->messages, *tools = api_tools(request, body), *allowed;
-    int code = api_read_tool_choice(request, body, &allowed, e);
+    const json *messages = body->messages, *tools = api_tools(request, body);
+    api_tool_choice choice;
+    int code = api_read_tool_choice(body, &choice, e);
     if (code) return code;
     if (body->continues && body->generate > 0)
         return API_INVALID("continue_final_message: not together with add_generation_prompt");
@@ -29856,7 +30263,7 @@ static int api_put_chat_context(api_request *request, const api_body *body, buf 
     json_put_key(out, "add_generation_prompt"), json_put_bool(out, generates);
     if (tools) {
         json_put_key(out, "tools"), json_put_open(out, '[');
-        JSON_EACH(tool, tools) if (api_allows_tool(allowed, tool)) json_put_value(out, tool);
+        JSON_EACH(tool, tools) if (api_allows_tool(choice.allowed, tool)) json_put_value(out, tool);
         json_put_close(out, ']');
     }
     if (body->documents) json_put_key(out, "documents"), json_put_value(out, body->documents);
@@ -29884,6 +30291,80 @@ static void api_set_parse(api_request *request, const api_body *body) {
     parse->one_call = !body->parallel_calls;
     request->parses = parse->format || parse->family || request->style;
     request->hides_reasoning = !body->include_reasoning;
+}
+
+/* Collects the functions that the model may call. Is one of them strict? */
+static bool api_find_functions(api_request *request, const json *tools,
+                               const api_tool_choice *choice, parse_demand *demand) {
+    bool strict = false;
+    if (!tools) return false;
+    demand->functions = arena_alloc(&request->memory, ((size_t)tools->n + 1) *
+                                                          sizeof *demand->functions);
+    JSON_EACH(tool, tools) {
+        const json *function = json_get(tool, "function");
+        if (!api_allows_tool(choice->allowed, tool) || !api_tool_name(tool).n ||
+            (choice->name.n && !str_eq(choice->name, api_tool_name(tool))))
+            continue;
+        demand->functions[demand->n_functions++] = function;
+        strict |= json_is_true(json_get(function, "strict"));
+    }
+    return strict;
+}
+
+/* Says what the answers of a chat must be. Returns false if they may be anything that `grammar`
+ * allows, or anything. */
+static int api_read_demand(api_request *request, const api_body *body, const api_grammar *grammar,
+                           parse_demand *demand, buf *content, toka_err *e) {
+    api_tool_choice choice;
+    if (api_read_tool_choice(body, &choice, e)) return e->code;
+    parse_setup *parse = &request->parse;
+    demand->setup = parse;
+    const json *tools = api_tools(request, body);
+    const bool strict = api_find_functions(request, tools, &choice, demand);
+    if (choice.must && !parse->format)
+        return API_UNSUPPORTED(request, "tool_choice: the chat template of this model has no form "
+                                        "of calls that is known; --tool-call-parser can name one");
+    request->named_call = choice.name.n > 0;
+    parse->one_call |= request->named_call;
+    demand->must_call = choice.must;
+    demand->may_call = parse->format && demand->n_functions &&
+                       (choice.must || strict || grammar->grammar.kind);
+    if (grammar->grammar.kind && api_put_grammar(request, grammar, content, e)) return e->code;
+    demand->content = choice.must ? STR("") : buf_view(content);
+    return 0;
+}
+
+/* Compiles what the answers of a body must be, if it asks for something, for all its prompts. In a
+ * chat the constraint begins behind the reasoning. */
+static int api_make_constraint(api_request *request, const api_body *body, toka_err *e) {
+    api_grammar grammar = {.space = STR("")};
+    parse_demand demand = {.content = STR("")};
+    buf content = {0}, text = {0};
+    toka_err why;
+    int code = api_read_grammar(request, body, &grammar, e);
+    if (!code && request->chat)
+        code = api_read_demand(request, body, &grammar, &demand, &content, e);
+    const parse_setup *parse = &request->parse;
+    const bool thinks = parse->family && (parse_is_harmony(parse) || !parse->thought);
+    const bool limited = body->thinking_budget >= 0 && thinks;
+    if (!code && (demand.may_call || limited || (grammar.grammar.kind && thinks))) {
+        parse_put_answer(&demand, &text);
+        if (!grammar.name) grammar.name = demand.must_call ? "tool_choice" : "tools";
+        grammar.grammar.kind = TOKA_GRAMMAR_STRUCTURE;
+        grammar.grammar.text = text.p;
+        grammar.grammar.text_bytes = text.n;
+    }
+    if (!code && grammar.grammar.kind &&
+        toka_constraint_new(&request->constraint, request->config->toka, &grammar.grammar, &why))
+        code = API_INVALID("%s: %.440s", grammar.name, why.msg);
+    for (int i = 0; i < request->n_prompts && !code; i++) {
+        toka_sampling *sampling = &request->prompts[i].engine_request.sampling;
+        sampling->constraint = request->constraint;
+        if (limited)
+            sampling->max_thinking = body->thinking_budget ? (int)body->thinking_budget : -1;
+    }
+    buf_free(&content), buf_free(&text);
+    return code;
 }
 
 /* Does a prompt whose last message is continued end inside the reasoning? */
@@ -29943,6 +30424,7 @@ static int api_encode_prompt(api_request *request, const api_body *body, const j
             code = lib_render(request->config->toka, request->config->toka->files, context_text,
                               limits, request->config->now, &rendered, e);
         request->parse.thinking = parse_prompt_thinks(request->parse.family, buf_view(&rendered));
+        request->parse.thought = parse_prompt_thought(request->parse.family, buf_view(&rendered));
         if (!code && body->continues) code = api_cut_final_message(request, body, &rendered, e);
     } else if (prompt->type != JSON_STRING) {
         code = API_INVALID("prompt: expected a text, token ids, or a list of either");
@@ -30127,8 +30609,9 @@ static int api_parse_fields(api_request *request, enum api_route route, const js
         return code;
     if (request->chat) api_set_parse(request, &body);
     if (!(code = api_read_sampling(request, &body, &engine_request, e)) &&
-        !(code = api_prompts_init(request, &body, &engine_request, e)))
-        code = api_check_answer_size(request, &body, e);
+        !(code = api_prompts_init(request, &body, &engine_request, e)) &&
+        !(code = api_check_answer_size(request, &body, e)) && !request->counts_only)
+        code = api_make_constraint(request, &body, e);
     return code;
 }
 
@@ -30558,8 +31041,8 @@ static void api_put_finish(const api_request *request, const api_choice *choice,
                            const api_prompt *prompt, bool ended, buf *out) {
     json_put_key(out, "finish_reason");
     if (!ended) json_put_null(out);
-    else json_put_str(out, choice->finish != TOKA_STOP ? STR("length")
-                           : choice->n_calls           ? STR("tool_calls")
+    else json_put_str(out, choice->finish != TOKA_STOP                   ? STR("length")
+                           : choice->n_calls && !request->named_call ? STR("tool_calls")
                                                        : STR("stop"));
     if (!request->config->live) return;
     json_put_key(out, "stop_reason");
@@ -44192,14 +44675,17 @@ static const help_page help_pages[] = {
      "  The chat template shows the form of the calls: Hermes and Qwen, Qwen3-Coder,\n"
      "  Llama, Mistral, DeepSeek, GLM, Kimi, GPT-OSS (harmony), MiniMax, Granite,\n"
      "  Phi-4-mini and others; `--tool-call-parser` names one. A malformed call\n"
-     "  stays text. tool_choice may be none, auto or allowed_tools with mode auto;\n"
-     "  one that forces a call is refused.\n"
+     "  stays text. With tool_choice required, a function or allowed_tools the\n"
+     "  answer is calls in the model's form, with arguments that are valid for the\n"
+     "  schemas; with auto, calls of functions that are strict are valid.\n"
+     "  parallel_tool_calls false: one call. A name ends with finish_reason stop.\n"
      "- Reasoning comes as `reasoning` and `reasoning_content`, beside the content;\n"
      "  in `usage` it is `reasoning_tokens`. The chat template shows how the model\n"
      "  marks it; `--reasoning-parser` names it, none leaves it in the text.\n"
      "  `reasoning_effort` and `chat_template_kwargs` are variables of the template\n"
      "  (`--default-chat-template-kwargs` too); `include_reasoning: false` leaves it\n"
-     "  out. `continue_final_message` continues the text of the last message.\n"
+     "  out; `thinking_token_budget` ends it. Constraints begin behind it.\n"
+     "  `continue_final_message` continues the text of the last message.\n"
      "- `/v1/responses` (OpenAI) and `/v1/messages` (Anthropic, with count_tokens\n"
      "  and the key in x-api-key) are the same chats in another form, with tools,\n"
      "  reasoning and streams. They keep nothing: previous_response_id, tools that a\n"

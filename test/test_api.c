@@ -167,9 +167,9 @@ static void test_api_wrong_values(void) {
         {API_COMPLETIONS, "logit_bias", "{\"1\":\"a\"}"}, {API_COMPLETIONS, "logit_bias", "{\"999999\":1}"},
         {API_COMPLETIONS, "guided_json", "{\"type\":5}"}, {API_CHAT, "web_search_options", "{}"}, {API_COMPLETIONS, "guided_choice", "[]"},
         {API_CHAT, "response_format", "{}"}, {API_CHAT, "regex", "\"(\""}, {API_CHAT, "ebnf", "\"a\""}, {API_CHAT, "json_schema", "\"{\""},
-        {API_CHAT, "logprob_token_ids", "[1]"}, {API_CHAT, "repetition_detection", "{}"}, {API_CHAT, "thinking_token_budget", "1"}, {API_COMPLETIONS, "bad_words", "[1]"}, {API_COMPLETIONS, "bad_words", "[\"\"]"},
+        {API_CHAT, "logprob_token_ids", "[1]"}, {API_CHAT, "repetition_detection", "{}"}, {API_COMPLETIONS, "thinking_token_budget", "1"}, {API_CHAT, "thinking_token_budget", "-2"}, {API_COMPLETIONS, "bad_words", "[1]"}, {API_COMPLETIONS, "bad_words", "[\"\"]"},
         {API_COMPLETIONS, "stream_options", "{\"include_usage\":1}"}, {API_CHAT, "stream_options", "{\"include_obfuscation\":true}"},
-        {API_CHAT, "tool_choice", "\"required\""},
+        {API_CHAT, "tool_choice", "\"required\""}, {API_CHAT, "tool_choice", "\"always\""}, {API_CHAT, "tool_choice", "7"},
         {API_CHAT, "tool_choice", "{\"type\":\"function\"}"}, {API_CHAT, "messages", "[]"}, {API_CHAT, "messages", "[1]"},
         {API_CHAT, "messages", "[{\"content\":\"a\"}]"},
         {API_CHAT, "messages", "[{\"role\":\"user\",\"content\":1}]"}, {API_CHAT, "messages", "[{\"role\":1,\"content\":\"a\"}]"}, {API_CHAT, "messages", "[{\"role\":\"user\",\"content\":[{\"type\":\"image_url\"}]}]"},
@@ -1068,12 +1068,13 @@ static void test_api_tool_calls(void) {
 
 static void test_api_tool_choice(void) {
     api_config m = api_test_model();
+    m.parsing.tool_parser = "hermes";
     static const char *const allowed = "{" API_ASK "," API_TOOLS ",\"tool_choice\":{\"type\":\"allowed_tools\",\"allowed_tools\":{\"mode\":\"%s\",\"tools\":"
                                        "[{\"type\":\"function\",\"function\":{\"name\":\"%s\"}}]}}}";
     static const struct {
         const char *mode, *name;
         int status;
-    } rows[] = {{"auto", "f", 0}, {"auto", "g", 400}, {"required", "f", 400}};
+    } rows[] = {{"auto", "f", 0}, {"auto", "g", 400}, {"required", "f", 0}, {"required", "g", 400}, {"never", "f", 400}};
     for (int i = 0; i < COUNT(rows); i++) {
         char body[1000];
         snprintf(body, sizeof body, allowed, rows[i].mode, rows[i].name);

@@ -369,6 +369,107 @@ static void test_parse_harmony_suite(void) {
     buf_free(&whole), buf_free(&cut), free((void *)text.p);
 }
 
+/* ---- Structures ---- */
+
+static const char parse_made_tools[] =
+    "[{\"name\":\"f\",\"strict\":true,\"parameters\":{\"type\":\"object\",\"properties\":{\"s\":{\"type\":\"string\"},\"i\":{\"type\":\"integer\"},\"e\":{\"enum\":[\"x\",\"y<z\"]},"
+    "\"o\":{\"$ref\":\"#/$defs/o\"},\"l\":{\"type\":\"array\",\"items\":{\"type\":\"number\"},\"maxItems\":3},\"m\":{\"type\":[\"string\",\"null\"],\"minLength\":2},"
+    "\"b\":{\"type\":\"boolean\"}},\"required\":[\"s\",\"e\"],\"additionalProperties\":false,"
+    "\"$defs\":{\"o\":{\"type\":\"object\",\"properties\":{\"b\":{\"type\":\"boolean\"},\"n\":{\"type\":\"null\"}},\"additionalProperties\":false}}}},{\"name\":\"g\"}]";
+
+/* Appends the texts of a pattern that a walk may write at once. */
+static void parse_add_pieces(const char *pattern, str *pieces, int *n) {
+    for (const char *at = pattern; at && *at; at += strcspn(at, "%")) {
+        while (*at == '%') at += 2;
+        const size_t bytes = strcspn(at, "%");
+        if (bytes && *n < 30) pieces[(*n)++] = (str){at, bytes};
+    }
+}
+
+/* Writes a random text of a structure. Returns false if it did not come to an end. */
+static bool parse_walk(toka_constraint *c, const parse_format *format, uint64_t *seed, buf *out) {
+    static const char letters[] = "ax1 \n\"\"\"{}}[]],:.-<>/()='tn";
+    str pieces[40] = {STR("true"), STR("null"), STR("True"), STR("None"), STR("functools")};
+    int n = 5;
+    parse_add_pieces(format->call, pieces, &n), parse_add_pieces(format->param, pieces, &n);
+    parse_add_pieces(format->open, pieces, &n), parse_add_pieces(format->close, pieces, &n);
+    con_machine *m = &c->machine;
+    buf_clear(out);
+    int node = con_begin(m, c->grammar.root);
+    for (int step = 0; step < 20000 && m->nodes[node].n; step++) {
+        if (con_accepts(m, node) && rnd(seed) % 8 == 0) return true;
+        char any = (char)(32 + rnd(seed) % 95);
+        const uint64_t kind = rnd(seed) % 4;
+        str piece = kind == 0 ? pieces[rnd(seed) % (unsigned)n] : kind == 1 ? (str){&any, 1} : (str){&letters[rnd(seed) % (sizeof letters - 1)], 1};
+        int n_next = 0;
+        for (int byte = 0; byte < 256; byte++)
+            if (con_step(m, node, byte) != CON_DEAD) n_next++, any = (char)byte;
+        if (n_next == 1) piece = (str){&any, 1};
+        const int next = con_advance(m, node, piece);
+        if (next == CON_DEAD) continue;
+        buf_str(out, piece);
+        node = next;
+    }
+    return con_accepts(m, node);
+}
+
+/* What a structure allows is read as calls with valid arguments. */
+static void parse_check_walk(const parse_demand *demand, toka_constraint *schemas[2], str text) {
+    parser p;
+    parse_event event;
+    int n_calls = 0, n_content = 0, which = 0;
+    parser_init(&p, demand->setup);
+    parser_feed(&p, text);
+    parser_end(&p);
+    for (str events = buf_view(&p.events); parse_next_event(&events, &event);) {
+        n_content += event.kind == PARSE_CONTENT;
+        n_calls += event.kind == PARSE_CALL;
+        if (event.kind == PARSE_CALL) which = str_is(event.text, "g");
+        if (event.kind == PARSE_ARGUMENTS && (demand->must_call || !which))
+            CHECK_MSG(con_reads(schemas[which], event.text), "%s: '%.*s': '%.*s'", demand->setup->format->names, STRF(text), STRF(event.text));
+    }
+    if (demand->must_call)
+        CHECK_MSG(n_calls && !n_content && (n_calls == 1 || !demand->setup->one_call), "%s: '%.*s': %d calls", demand->setup->format->names, STRF(text), n_calls);
+    parser_free(&p);
+}
+
+static void test_parse_structures(void) {
+    toka_err e;
+    arena memory = {0};
+    uint64_t seed = 11;
+    const json *tools = json_parse(&memory, str_c(parse_made_tools), json_trusted, &e), *functions[2] = {json_at(tools, 0), json_at(tools, 1)};
+    buf text = {0}, wrapped = {0}, schema = {0};
+    json_put_value(&schema, json_get(functions[0], "parameters"));
+    toka_constraint *schemas[2] = {con_make(TOKA_GRAMMAR_JSON_SCHEMA, schema.p, NULL, &con_no_tokens, &e),
+                                   con_make(TOKA_GRAMMAR_JSON_SCHEMA, "{\"type\":\"object\",\"additionalProperties\":false}", NULL, &con_no_tokens, &e)};
+    buf_c(&wrapped, "[");
+    for (int i = 0; i < 2; i++) buf_c(&wrapped, i ? "," : ""), buf_c(&wrapped, "{\"function\":"), json_put_value(&wrapped, functions[i]), buf_c(&wrapped, "}");
+    buf_c(&wrapped, "]");
+    parse_tool *list;
+    const int n_tools = parse_tools_init(&memory, json_parse(&memory, buf_view(&wrapped), json_trusted, &e), &list);
+    for (int i = 0; i < COUNT(parse_formats) * 6; i++) {
+        const parse_format *format = &parse_formats[i / 6];
+        const parse_setup setup = {.format = format, .tools = list, .n_tools = n_tools, .one_call = i % 2, .family = i % 6 == 4 ? &parse_families[7] : NULL};
+        const parse_demand demand = {.setup = &setup, .functions = functions, .n_functions = 2, .may_call = true, .must_call = i % 6 < 2 || i % 6 == 4,
+                                     .content = i % 6 == 3 ? STR("{\"type\":\"json_schema\",\"json_schema\":{\"type\":\"array\"}}") : STR("")};
+        buf_clear(&text);
+        parse_put_answer(&demand, &text);
+        toka_constraint *c = con_make(TOKA_GRAMMAR_STRUCTURE, text.p, NULL, &con_no_tokens, &e);
+        CHECK_MSG(c, "%s: %s: %s", format->names, e.msg, text.p);
+        int n_ended = 0;
+        for (int walk = 0; c && walk < 40; walk++) {
+            if (!parse_walk(c, format, &seed, &text)) continue;
+            parse_check_walk(&demand, schemas, buf_view(&text));
+            n_ended++;
+        }
+        CHECK_MSG(n_ended > 2, "%s: only %d walks ended", format->names, n_ended);
+        con_del(c);
+    }
+    con_del(schemas[0]), con_del(schemas[1]);
+    buf_free(&text), buf_free(&wrapped), buf_free(&schema);
+    arena_free(&memory);
+}
+
 static const struct test parse_tests[] = {
     {"parse: headers that do not end", test_parse_long_headers},
     {"parse: a conversation of harmony's tests", test_parse_harmony_suite},
@@ -378,4 +479,5 @@ static const struct test parse_tests[] = {
     {"parse: random texts", test_parse_random},
     {"parse: the end of the prompt", test_parse_prompts},
     {"parse: chat templates of models", test_parse_templates},
+    {"parse: what a structure allows is read as valid calls", test_parse_structures},
     {NULL, NULL}};

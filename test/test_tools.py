@@ -36,9 +36,19 @@ def server(tmp_path_factory):
         yield s
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A client of a server whose model does not think: forced off its script it would begin to, and not end."""
+    folder = str(tmp_path_factory.mktemp("plain"))
+    write_model(folder, SCRIPTS, HERMES)
+    with Server("-m", folder, "--served-model-name", "m", "--reasoning-parser", "none") as s:
+        yield client(s)
+
+
 HARMONY = {
     "calls": "<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant<|channel|>commentary to=functions.get_time <|constrain|>json<|message|>"
              "{\"zone\": \"UTC\"}",
+    "pick": "<|channel|>analysis<|message|>Up?<|end|><|start|>assistant to=functions.pick<|channel|>commentary <|constrain|>json<|message|>{\"side\": \"up\"}",
     "final": "<|channel|>analysis<|message|>I know: 2.<|end|><|start|>assistant<|channel|>final<|message|>Two, is it not?",
 }
 
@@ -177,11 +187,87 @@ def test_continue_final_message(server, api):
         assert message[key] and not message.get("content" if key == "reasoning" else "reasoning")
 
 
+def pick(**properties):
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+PICK = [{"type": "function", "function": {"name": "pick", "parameters": pick(side={"enum": ["left", "right"]}, n={"type": "integer", "minimum": 10, "maximum": 12})}},
+        {"type": "function", "function": {"name": "stop"}}]
+NAMED = {"type": "function", "function": {"name": "pick"}}
+
+
+def valid(call):
+    arguments = json.loads(call[1])
+    assert call[0] == "stop" and arguments == {} or (arguments["side"] in ("left", "right") and arguments["n"] in (10, 11, 12) and len(arguments) == 2)
+    return call[0]
+
+
+def test_calls_that_must_be(api, plain):
+    """A model that wants to say something else must call; one that wants to call says what it would have said."""
+    content, _, calls, finish = both(plain, "text", tools=PICK, tool_choice=NAMED)
+    assert not content and [valid(c) for c in calls] == ["pick"] and finish == "stop"
+    content, _, calls, finish = both(plain, "text", tools=PICK, tool_choice="required", parallel_tool_calls=False)
+    assert not content and [valid(c) for c in calls] and finish == "tool_calls"
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [{"type": "function", "function": {"name": "stop"}}]}}
+    assert {valid(c) for c in both(plain, "bad", tools=PICK, tool_choice=allowed, parallel_tool_calls=False)[2]} == {"stop"}
+    content, _, calls, finish = both(plain, "two", tools=TOOLS, tool_choice="required")
+    assert not content and calls[0] == ("get_weather", '{"city":"Ulm"}') and calls[1][0] == "get_time" and json.loads(calls[1][1]) == {} and finish == "tool_calls"
+    one = both(plain, "two", tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+    assert one == (None, "", [("get_weather", '{"city":"Ulm"}')], "tool_calls")
+    # the reasoning is free, what follows it is not
+    content, reasoning, calls, _ = both(api, "think", tools=PICK, tool_choice=NAMED)
+    assert not content and reasoning == "He wants a <tool_call>{...}." and [valid(c) for c in calls] == ["pick"]
+    choices = ask(plain, "text", tools=PICK, tool_choice=NAMED, n=4, extra_body={"seed": 5}).choices
+    assert [valid((c.function.name, c.function.arguments)) for choice in choices for c in choice.message.tool_calls] == ["pick"] * 4
+
+
+def test_strict_functions(api, plain):
+    """With tool_choice auto text stays text, and a call of a strict function is valid."""
+    strict = [{"type": "function", "function": {**PICK[0]["function"], "name": "get_weather", "strict": True}}, TOOLS[1]]
+    assert both(plain, "text", tools=strict) == (SCRIPTS["text"], "", [], "stop")
+    assert both(api, "think", tools=strict) == ("It is <b>noon</b>.", "He wants a <tool_call>{...}.", [], "stop")
+    content, _, calls, finish = both(plain, "one", tools=strict)
+    assert content == "Let me look." and valid(("pick", calls[0][1])) and calls[0][0] == "get_weather"
+    # a function that is not strict gets any object
+    assert both(api, "both", tools=strict)[2] == [("get_time", '{"zone": "CET 1"}')]
+
+
+def test_response_formats_with_reasoning_and_tools(api):
+    shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": pick(side={"enum": ["left", "right"]})}}
+    content, reasoning, calls, finish = both(api, "think", response_format=shape)
+    assert json.loads(content)["side"] in ("left", "right") and reasoning == "He wants a <tool_call>{...}." and finish == "stop"
+    assert both(api, "both", tools=TOOLS, response_format=shape)[1:] == ("Look it up: yes.", [("get_time", '{"zone": "CET 1"}')], "tool_calls")
+    strict = [{"type": "function", "function": {**t["function"], "strict": True}} for t in PICK]
+    content, _, calls, _ = both(api, "think", tools=strict, response_format=shape, parallel_tool_calls=False)
+    assert [valid(c) for c in calls] if calls else json.loads(content)["side"] in ("left", "right")
+    for extra, want in (({"structured_outputs": {"choice": ["yes", "no"]}}, ("yes", "no")), ({"structured_outputs": {"regex": "ab?c"}}, ("abc", "ac")),
+                        ({"guided_grammar": "root ::= \"x\" | \"yy\""}, ("x", "yy"))):
+        content, reasoning, _, _ = both(api, "think", extra_body=extra)
+        assert content in want and reasoning
+    assert both(api, "think", tools=PICK, tool_choice="required", response_format=shape, parallel_tool_calls=False)[2]
+
+
+def test_thinking_budgets(api):
+    for budget in (0, 1, 4):
+        content, reasoning, _, _ = both(api, "think", extra_body={"thinking_token_budget": budget})
+        assert len(reasoning or "") < len("He wants a <tool_call>{...}.") and (reasoning in (None, "", "H")) == (budget == 0)  # H is in the token that begins it
+        usage = ask(api, "think", extra_body={"thinking_token_budget": budget}).usage
+        assert budget <= usage.completion_tokens_details.reasoning_tokens <= budget + 12  # and the tokens of the end
+    whole_thought = both(api, "think", extra_body={"thinking_token_budget": 50})
+    assert whole_thought == both(api, "think") == both(api, "think", extra_body={"thinking_token_budget": -1})
+    assert both(api, "text", extra_body={"thinking_token_budget": 0})[0] == SCRIPTS["text"]
+    # the call comes earlier, and is complete
+    _, reasoning, calls, _ = both(api, "think", tools=PICK, tool_choice=NAMED, extra_body={"thinking_token_budget": 3})
+    assert 0 < len(reasoning) < 20 and [valid(c) for c in calls] == ["pick"]
+
+
 def test_refusals(api):
-    for choice in ("required", {"type": "function", "function": {"name": "get_time"}}):
+    bad = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "array", "contains": {"type": "null"}}}}}}]
+    for tools, choice in ((TOOLS, {"type": "function", "function": {"name": "fly"}}), (TOOLS, "sometimes"), (None, "required"), ([], "required"), (bad, "required")):
         with pytest.raises(openai.BadRequestError) as e:
-            ask(api, "one", tools=TOOLS, tool_choice=choice)
+            ask(api, "one", tools=tools, tool_choice=choice) if tools is not None else ask(api, "one", tool_choice=choice)
         assert e.value.param == "tool_choice"
+    assert "contains" in str(e.value)
 
 
 def test_special_tokens_and_flags(tmp_path):
@@ -194,7 +280,13 @@ def test_special_tokens_and_flags(tmp_path):
         assert ask(api, "calls").choices[0].message.content == "Ok.functionget_time\n```json\n{\"zone\": \"UTC\"}\n```"
         ids = s.post("/tokenize", {"messages": [{"role": "user", "content": "calls"}]}).json()["tokens"]
         assert s.post("/detokenize", {"tokens": ids}).json()["prompt"] == "K<go:calls>"
+        # special tokens of the form, whatever the model wants
+        assert [valid(c) for c in both(api, "calls", tools=PICK, tool_choice=NAMED)[2]] == ["pick"]
+        answer = s.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "calls"}], "tools": PICK, "tool_choice": NAMED, "logprobs": True}).json()
+        assert [t["token"] for t in answer["choices"][0]["logprobs"]["content"]][:2] in ([DS[0], DS[1]], [DS[0], "\n"], ["\n", DS[0]])
     with Server("-m", folder, "--tool-call-parser", "none") as s:
+        answer = s.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "calls"}], "tools": PICK, "tool_choice": "required"})
+        assert answer.status == 400 and answer.error()["param"] == "tool_choice" and "--tool-call-parser" in answer.error()["message"]
         answer = s.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "calls"}], "tools": TOOLS}).json()
         assert answer["choices"][0]["message"]["content"].startswith("Ok.function") and answer["choices"][0]["finish_reason"] == "stop"
     with Server("-m", folder, "--tool-call-parser", "hermes") as s:
@@ -209,6 +301,14 @@ def test_harmony(tmp_path):
         assert both(api, "calls", tools=TOOLS) == (None, "Look it up.", [("get_time", '{"zone": "UTC"}')], "tool_calls")
         assert both(api, "final", tools=TOOLS) == ("Two, is it not?", "I know: 2.", [], "stop")
         assert both(api, "final") == ("Two, is it not?", "I know: 2.", [], "stop")
+        # the reasoning is free, then there is a call, or JSON in the final channel
+        content, reasoning, calls, finish = both(api, "pick", tools=PICK, tool_choice=NAMED)
+        assert (content or "", reasoning, finish) == ("", "Up?", "stop") and [valid(c) for c in calls] == ["pick"]
+        assert [(c[0], json.loads(c[1])) for c in both(api, "calls", tools=TOOLS, tool_choice="required")[2]] == [("get_time", {})]
+        content, reasoning, _, _ = both(api, "final", response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [17, 18]}}})
+        assert content in ("17", "18") and reasoning == "I know: 2."
+        content, reasoning, _, _ = both(api, "final", extra_body={"thinking_token_budget": 2})
+        assert 0 < len(reasoning) < len("I know: 2.")
 
 
 # ---- Responses ----
