@@ -43,6 +43,9 @@
  *                                      (29) or another program (23). The server's callback gets
  *                                      ids; its workers make the text from them: api_feed (27)
  *
+ * A request may ask for an embedding instead of samples: then norm_pool adds up the hidden states
+ * of its tokens, eng_add_pools (22) says of which, and the event has the vector.
+ *
  * A step has three phases: plan, run, commit. A plan holds integers only: no floats, no text. An op
  * sees token rows, never requests. So the scheduler is tested without a model and the ops without
  * an engine, and every device runs the same plans. A plan is self-contained: between steps a device
@@ -7906,6 +7909,18 @@ typedef struct mf_template {
     str name, source; /* Jinja source */
 } mf_template;
 
+/* How the folder makes embeddings and scores: the modules of sentence-transformers. Without
+ * modules.json: of the last token, normalized. */
+typedef struct mf_embedding {
+    int pooling;          /* toka_pooling */
+    bool normalize;
+    int dimensions;       /* truncate_dim; 0: all */
+    const json *prompts;  /* object: a text that is put before a text to embed, by name; or NULL */
+    str default_prompt;   /* name of the prompt if the request names none; empty: no prompt */
+    int true_id, false_id; /* of a reranker (LogitScore); -1: none */
+    toka_err refused;     /* why toka does not make the embeddings; code 0: it does */
+} mf_embedding;
+
 typedef struct mf_file_state { /* the state of a weight file just before it was mapped */
     char *path;
     struct stat info;
@@ -7940,6 +7955,9 @@ typedef struct mf_model {
     int add_bos, add_eos; /* add begin and end tokens to a text: 0 no, 1 yes, -1 as tokenizer.json
                            * says */
     mf_defaults defaults;
+    mf_embedding embedding;
+    bool no_lm_head;             /* the files have no LM head: the model only makes embeddings.
+                                  * weights.lm_head is the embedding then */
     const mf_embedded *embedded; /* not NULL: the files come from here, not from folder */
     str *maps;                   /* [n_maps] heap; the mapped files, which mf_close unmaps */
     int n_maps;
@@ -8525,9 +8543,17 @@ static const mf_arch mf_archs[] = {
       "eos_token_id": 255001})},
 };
 
+/* Qwen3Model is the transformer of Qwen3ForCausalLM without the LM head: models for embeddings are
+ * saved so. */
 static const mf_arch *mf_arch_by_name(str name) {
-    for (int i = 0; i < COUNT(mf_archs); i++)
-        if (str_is(name, mf_archs[i].name)) return &mf_archs[i];
+    const bool is_bare = str_ends(name, STR("Model"));
+    for (int i = 0; i < COUNT(mf_archs); i++) {
+        const str own = str_c(mf_archs[i].name);
+        const str body = str_sub(own, 0, own.n - strlen("ForCausalLM"));
+        if (str_eq(name, own)) return &mf_archs[i];
+        if (is_bare && str_eq(str_sub(name, 0, name.n - strlen("Model")), body))
+            return &mf_archs[i];
+    }
     return NULL;
 }
 static const mf_arch *mf_arch_by_type(str model_type) {
@@ -9879,6 +9905,77 @@ static int mf_generation_parse(str text, const char *where, arena *memory, mf_co
     return e->code;
 }
 
+/* ---- Embeddings: the modules of sentence-transformers ---- */
+
+static const char *const mf_pooling_names[] = {
+    [TOKA_POOL_LAST] = "lasttoken", [TOKA_POOL_MEAN] = "mean", [TOKA_POOL_CLS] = "cls"};
+
+/* Returns the toka_pooling with this name, or TOKA_POOL_NONE. */
+static int mf_pooling_by_name(str name) {
+    for (int i = TOKA_POOL_LAST; i < COUNT(mf_pooling_names); i++)
+        if (str_is(name, mf_pooling_names[i])) return i;
+    return TOKA_POOL_NONE;
+}
+
+/* Reads the pooling of a Pooling module: pooling_mode, or in older files one flag for each mode,
+ * such as pooling_mode_mean_tokens. Several modes make one long vector: this is refused. */
+static void mf_read_pooling(mf_reader *reader, mf_embedding *embedding) {
+    static const char expected[] = "lasttoken, mean or cls, one of them";
+    const json *mode = mf_field(reader, "pooling_mode");
+    const json *name = json_is(mode, JSON_ARRAY) && mode->n == 1 ? json_at(mode, 0) : mode;
+    embedding->pooling = mode ? mf_pooling_by_name(json_str(name)) : TOKA_POOL_NONE;
+    if (mode && !embedding->pooling) mf_field_error(reader, "pooling_mode", mode, expected);
+    if (mode) return;
+    JSON_MEMBERS(key, reader->object) {
+        const str flag = {key->chars, key->n}, prefix = STR("pooling_mode_");
+        if (!str_starts(flag, prefix) || key[1].type != JSON_TRUE) continue;
+        str own = str_sub(flag, prefix.n, flag.n);
+        const str tail = STR("_tokens");
+        if (str_is(own, "cls_token")) own = STR("cls");
+        if (str_ends(own, tail)) own.n -= tail.n;
+        const int pooling = mf_pooling_by_name(own);
+        if (!pooling || embedding->pooling) {
+            fail(reader->err, TOKA_E_INPUT, "%s: %.*s is not supported, expected %s", reader->where,
+                 STRF(flag), expected);
+            return;
+        }
+        embedding->pooling = pooling;
+    }
+    if (!embedding->pooling) embedding->pooling = TOKA_POOL_MEAN; /* as sentence-transformers */
+}
+
+/* Parses the config of a module of this kind. Returns 0 or an error code. */
+static int mf_module_parse(str kind, str text, const char *where, arena *memory,
+                           mf_embedding *embedding, toka_err *e) {
+    *e = (toka_err){0};
+    const json *object = mf_parse_json(text, where, memory, mf_json_limits, e);
+    if (!object) return e->code;
+    mf_reader reader = {.object = object, .where = where, .prefix = "", .err = e};
+    if (str_is(kind, "LogitScore")) {
+        embedding->true_id = (int)MIN(mf_int(&reader, "true_token_id", -1), (int64_t)INT_MAX);
+        embedding->false_id = (int)MIN(mf_int(&reader, "false_token_id", -1), (int64_t)INT_MAX);
+        return e->code;
+    }
+    mf_read_pooling(&reader, embedding);
+    if (!mf_bool(&reader, "include_prompt", true))
+        mf_field_error(&reader, "include_prompt", mf_field(&reader, "include_prompt"), "true");
+    return e->code;
+}
+
+/* Parses config_sentence_transformers.json. Returns 0 or an error code. */
+static int mf_prompts_parse(str text, const char *where, arena *memory, mf_embedding *embedding,
+                            toka_err *e) {
+    *e = (toka_err){0};
+    const json *object = mf_parse_json(text, where, memory, mf_json_limits, e);
+    if (!object) return e->code;
+    mf_reader reader = {.object = object, .where = where, .prefix = "", .err = e};
+    const json *prompts = mf_field(&reader, "prompts");
+    embedding->dimensions = (int)MAX(0, MIN(mf_int(&reader, "truncate_dim", 0), (int64_t)INT_MAX));
+    embedding->prompts = json_is(prompts, JSON_OBJECT) ? prompts : NULL;
+    embedding->default_prompt = json_str(mf_field(&reader, "default_prompt_name"));
+    return e->code;
+}
+
 /* ---- tokenizer_config.json: special tokens, flags and chat templates ---- */
 
 /* Returns the text of the field `name`, which is "<s>" or {"content": "<s>", ...}, in the arena.
@@ -10775,6 +10872,7 @@ typedef struct mf_binder { /* one call of mf_bind */
     int64_t n_parameters;  /* of the tensors bound so far */
     size_t weight_bytes;
     arena *memory;         /* for what the weights point to; set by mf_bind */
+    bool no_lm_head;       /* out: the files have none although config.json says so */
 } mf_binder;
 
 static void mf_dims_text(const int64_t *dims, int n, char text[96]) { /* "[4096,1024]" */
@@ -11212,7 +11310,11 @@ static int mf_bind(mf_binder *binder, arena *memory, toka_err *e) {
      * if it differs from the embedding. Using it always gives the same result, and needs no
      * comparison, which would read both matrices here. */
     const char *lm_head = mf_find_lm_head(binder->set);
-    const bool has_head = binder->config->features & MF_LM_HEAD || st_set_get(binder->set, lm_head);
+    const bool in_files = st_set_get(binder->set, lm_head);
+    const bool needs_head = binder->config->features & MF_LM_HEAD;
+    /* only the bare transformer was saved */
+    binder->no_lm_head = needs_head && !in_files && !*prefix;
+    const bool has_head = in_files || (needs_head && !binder->no_lm_head);
     if (has_head && mf_bind_one(binder, &mf_lm_head_name, lm_head, &owners, 0, e)) return e->code;
     if (!has_head) binder->weights->lm_head = binder->weights->embed;
     return 0;
@@ -11915,6 +12017,60 @@ static int mf_open_templates(mf_model *files, toka_err *e) {
     return text.n ? mf_template_file_parse(text, where, files, e) : 0;
 }
 
+/* Reads modules.json and the configs of its modules, which are in folders of the model's folder.
+ * Returns 0 or an error code. */
+static int mf_open_modules(mf_model *files, toka_err *e) {
+    char where[256];
+    str text;
+    mf_embedding *embedding = &files->embedding;
+    if (mf_map_file(files, "modules.json", false, where, &text, e)) return e->code;
+    if (!text.n) return 0;
+    const json *list = json_parse_python(&files->memory, text, mf_json_limits, e);
+    if (!json_is(list, JSON_ARRAY)) return fail(e, TOKA_E_INPUT, "%s: expected a list", where);
+    embedding->pooling = TOKA_POOL_NONE;
+    embedding->normalize = false;
+    JSON_EACH(it, list) {
+        const str type = json_str(json_get(it, "type")), path = json_str(json_get(it, "path"));
+        str kind = type;
+        for (ptrdiff_t dot; (dot = str_find(kind, STR("."), 0)) >= 0;)
+            kind = str_sub(kind, (size_t)dot + 1, kind.n);
+        if (str_is(kind, "Transformer")) continue;
+        if (str_is(kind, "Normalize")) {
+            embedding->normalize = true;
+            continue;
+        }
+        if (!str_is(kind, "Pooling") && !str_is(kind, "LogitScore"))
+            return fail(e, TOKA_E_INPUT, "modules.json: the module \"%.*s\" is not supported",
+                        (int)MIN(type.n, (size_t)200), type.p);
+        char name[256];
+        if (path.n > 200 || str_find(path, STR(".."), 0) >= 0)
+            return fail(e, TOKA_E_INPUT, "modules.json: a path is not inside the model's folder");
+        snprintf(name, sizeof name, "%.*s/config.json", STRF(path));
+        if (mf_map_file(files, name, true, where, &text, e) ||
+            mf_module_parse(kind, text, where, &files->memory, embedding, e))
+            return e->code;
+    }
+    return embedding->pooling || embedding->true_id >= 0
+               ? 0 : fail(e, TOKA_E_INPUT, "modules.json: there is no Pooling module");
+}
+
+/* Reads what the folder says about embeddings. An error in it refuses only embeddings. */
+static void mf_open_embedding(mf_model *files) {
+    char where[256];
+    str text;
+    mf_embedding *embedding = &files->embedding;
+    toka_err *e = &embedding->refused;
+    *embedding = (mf_embedding){.pooling = TOKA_POOL_LAST, .normalize = true,
+                                .default_prompt = STR(""), .true_id = -1, .false_id = -1};
+    if (mf_open_modules(files, e)) return;
+    if (mf_map_file(files, "config_sentence_transformers.json", false, where, &text, e)) return;
+    if (text.n && mf_prompts_parse(text, where, &files->memory, embedding, e)) return;
+    *e = (toka_err){0};
+    if (!embedding->pooling)
+        fail(e, TOKA_E_INPUT, "%s is a reranker (modules.json): it makes scores, no embeddings",
+             files->name);
+}
+
 /* Reads all files except the weights. Without needs_shape, an error in config.json or
  * generation_config.json is ignored. Returns 0 or an error code. */
 static int mf_open_configs(mf_model *files, bool needs_shape, toka_err *e) {
@@ -11946,6 +12102,7 @@ static int mf_open_configs(mf_model *files, bool needs_shape, toka_err *e) {
         return e->code;
     mf_join_tokens(files);
     files->shape = files->config.shape;
+    mf_open_embedding(files);
     return mf_open_templates(files, e);
 }
 
@@ -12045,6 +12202,7 @@ static int mf_open_weights(mf_model *files, toka_err *e) {
     int code = mf_open_shards(files, &set, &aliases, &tmp, e);
     if (!code) mf_add_aliases(&files->config, &set, aliases, &tmp);
     if (!code) code = mf_bind(&binder, &files->memory, e);
+    files->no_lm_head = binder.no_lm_head;
     files->n_parameters = binder.n_parameters;
     files->weight_bytes = binder.weight_bytes;
     st_set_free(&set);
@@ -13248,7 +13406,7 @@ static int sched_submit(scheduler *sched, const sched_job *job, toka_err *e) {
         return fail(e, TOKA_E_USE, "max_tokens is %d, at least 1 is needed", job->max_tokens);
     int64_t length = (int64_t)job->n_prompt + job->max_tokens;
     int64_t n_pages = (length - 1 + sched->config.B - 1) / sched->config.B;
-    if (length > sched->config.max_len)
+    if (length - 1 > sched->config.max_len) /* the last token needs no position */
         return fail(e, TOKA_E_USE,
                     "the prompt has %d tokens and max_tokens is %d, together at most %d fit "
                     "(max_model_len)",
@@ -13937,6 +14095,7 @@ typedef struct batch_micros { /* the microbatches of one step */
                                    * microbatch after microbatch */
     int *sample_at; /* [max_tokens] sample row i of the whole step is sample_rows[sample_at[i]], and
                      * its result has that index, too */
+    toka_pool_rows *pools; /* [max_chunks] microbatch after microbatch */
 } batch_micros;
 
 typedef struct batch_builder { /* builds the steps of one scheduler, one after the other */
@@ -14428,6 +14587,7 @@ static void batch_build(batch_builder *builder, batch_step *built, const schedul
 
 static void batch_micros_free(batch_micros *micros) {
     free(micros->spans), free(micros->sample_rows), free(micros->sample_at);
+    free(micros->pools);
     *micros = (batch_micros){0};
 }
 
@@ -14441,6 +14601,7 @@ static int batch_micros_init(batch_micros *micros, const scheduler *sched, toka_
                     sched->config.max_seqs);
     micros->sample_rows = mem_alloc(max_tokens * sizeof *micros->sample_rows);
     micros->sample_at = mem_alloc(max_tokens * sizeof *micros->sample_at);
+    micros->pools = mem_alloc(max_chunks * sizeof *micros->pools);
     return 0;
 }
 
@@ -14500,6 +14661,17 @@ static void batch_micro_samples(batch_micros *micros, const toka_step *step) {
     }
 }
 
+/* Distributes the pools of the step, which have rising rows, over its microbatches. */
+static void batch_micro_pools(batch_micros *micros, const toka_step *step) {
+    for (int i = 0, micro = 0; i < step->n_pools; i++) {
+        micro = batch_find_micro(micros, step->pools[i].row0, micro);
+        toka_step *dest = &micros->micro[micro].step;
+        if (!dest->n_pools++) dest->pools = micros->pools + i;
+        micros->pools[i] = step->pools[i];
+        micros->pools[i].row0 -= micros->micro[micro].row0;
+    }
+}
+
 /* Numbers the microbatches, continuing from the step before. needs_step of a microbatch is the
  * latest one that sampled a token which this one reads (an id -1 - seq); 0: none. */
 static void batch_number_micros(batch_builder *builder, batch_micros *micros,
@@ -14535,6 +14707,7 @@ static void batch_make_micros(batch_builder *builder, batch_micros *micros,
     micros->micro[0].step.copies = built->step.copies;
     micros->micro[0].step.windowed_copies = built->step.windowed_copies;
     batch_micro_samples(micros, &built->step);
+    batch_micro_pools(micros, &built->step);
     batch_number_micros(builder, micros, built);
 }
 
@@ -19579,6 +19752,8 @@ COLD static int con_new(toka_constraint **out, const toka_grammar *source, const
  *     x += feed_forward(norm(x))                           plain_norm_mlp_residual
  *     logits = W norm(x)                                   plain_norm_logits_sample
  *
+ * An embedding of a text is norm(x) of one of its tokens, or their mean: plain_norm_pool.
+ *
  *   norm          scales a vector to mean square 1, then each element by a learned weight
  *                 (RMSNorm). LayerNorm subtracts the mean first
  *   attention     The token asks with a query q; each token that it sees answers with a key k and a
@@ -20083,6 +20258,22 @@ static void plain_norm_mlp_residual(toka_device *device, const toka_step *step, 
     toka_hidden_set_sum(x, 1);
 }
 
+/* ---- Op: norm_pool ---- */
+
+COLD
+static void plain_norm_pool(toka_device *device, const toka_step *step, toka_hidden *x) {
+    plain_device *dev = plain_of(device);
+    const float *from = plain_ptr(toka_hidden_read(x));
+    const int E = dev->shape->E;
+    float *row = plain_take(dev, 1, E);
+    for (int i = 0; i < step->n_pools; i++)
+        for (int j = 0; j < step->pools[i].n_rows; j++) {
+            plain_norm(dev, &dev->weights->norm, from + plain_at(step->pools[i].row0 + j, E), 1,
+                       row);
+            for (int k = 0; k < E; k++) step->pools[i].sum[k] += row[k];
+        }
+}
+
 /* ---- Op: norm_logits_sample ---- */
 
 /* Returns the ids of the row's first n_history tokens, if sampling reads them. */
@@ -20264,6 +20455,7 @@ const toka_backend toka_plain = {
     .out_residual = plain_out_residual,
     .norm_mlp_residual = plain_norm_mlp_residual,
     .norm_logits_sample = plain_norm_logits_sample,
+    .norm_pool = plain_norm_pool,
     .activation_bytes = sizeof(float),
     .page_tok = 16,
     .reads_files = true,
@@ -23578,6 +23770,27 @@ static void cpu_norm_mlp_residual(toka_device *dev, const toka_step *step, int l
     }
 }
 
+/* ---- Op: norm_pool ---- */
+
+CPU_SMALL
+static void cpu_norm_pool(toka_device *dev, const toka_step *step, toka_hidden *x) {
+    const size_t E = (size_t)dev->shape->E;
+    if (!cpu_op_begin(dev, "norm_pool") || dev->options.tp_rank) return;
+    const float *from = cpu_ptr(toka_hidden_read(x));
+    const float *norm = cpu_norm_f32(dev, 0, &dev->weights->norm);
+    for (int i = 0; i < step->n_pools; i++) {
+        const toka_pool_rows *rows = &step->pools[i];
+        assert(rows->row0 >= 0 && rows->row0 + rows->n_rows <= step->T);
+        for (int t0 = 0; t0 < rows->n_rows; t0 += dev->scratch_rows) {
+            const int n_rows = MIN(dev->scratch_rows, rows->n_rows - t0);
+            cpu_norm_x(dev, from + (size_t)(rows->row0 + t0) * E, norm, n_rows);
+            for (int row = 0; row < n_rows; row++)
+                for (size_t k = 0; k < E; k++)
+                    rows->sum[k] += dev->x[(size_t)row * (size_t)dev->ldx + k];
+        }
+    }
+}
+
 /* ---- Op: norm_logits_sample ---- */
 
 typedef struct cpu_sample_job {
@@ -24122,6 +24335,7 @@ const toka_backend toka_cpu = {
     .out_residual = cpu_out_residual,
     .norm_mlp_residual = cpu_norm_mlp_residual,
     .norm_logits_sample = cpu_norm_logits_sample,
+    .norm_pool = cpu_norm_pool,
     .activation_bytes = sizeof(float),
     .page_tok = 16,
     .reads_files = true,
@@ -24280,9 +24494,10 @@ static void rank_step(model_rank *rank, const toka_step *step, toka_sample_resul
         rank_all_reduce(rank, &x, step->T);
         if (!mlp_first) rank_feed_forward(rank, step, layer, &x);
     }
-    if (rank->options.pp_rank < rank->model->pp - 1)
-        backend->send(rank->device, &x, step->T);
-    else if (step->n_samples)
+    const bool is_last = rank->options.pp_rank == rank->model->pp - 1;
+    if (!is_last) backend->send(rank->device, &x, step->T);
+    if (is_last && step->n_pools) backend->norm_pool(rank->device, step, &x);
+    if (is_last && step->n_samples)
         backend->norm_logits_sample(rank->device, step, &x,
                                     rank->options.tp_rank ? rank->discarded : results);
     if (backend->end) backend->end(rank->device, step, &x);
@@ -24670,6 +24885,12 @@ static double model_busy_s(model_grid *model) {
  * Routing: a request goes to the replica that has the least work (estimated tokens left to compute)
  * after adding the request. Prompt tokens in that replica's prefix cache are not work.
  *
+ * Embeddings. An embedding is a request whose sample draws nothing. The plan lists its rows that
+ * are pooled (toka_pool_rows), the device adds their hidden states to the request's sum, and the
+ * commit of the step with its last row ends it. LAST reads the last token, which is never taken
+ * from the prefix cache, so it uses the cache as others do. MEAN and CLS read tokens that the cache
+ * may have, but it has no hidden states, so they compute the whole prompt (eng_n_unshared).
+ *
  * What always holds:
  *   - eng.lock guards `inbox`, `cancels`, `waiters`, `has_driver`, `stopping`, `error`, `last_id`,
  *     `n_samples` and `published`, the copy of the statistics. notifier.lock guards
@@ -24723,10 +24944,16 @@ typedef struct eng_request { /* from eng_submit until it is freed */
     bool prompt_logprobs; /* log-probabilities of the prompt's tokens are wanted: sample 0 computes
                            * all positions and has them */
     bool prompt_ranks;    /* and the ranks of these tokens */
-    bool score_only;      /* the caller's n is 0: only prompt tokens are scored. n_samples is 1;
-                           * that sample draws no token, and its events have sample TOKA_PROMPT */
+    bool score_only;      /* the caller's n is 0: only the prompt is computed. n_samples is 1; that
+                           * sample draws no token, and its events have sample TOKA_PROMPT */
     bool ids_only, keep_special;
     int n_scored;         /* prompt tokens whose events were delivered */
+    /* of an embedding (it is score_only, too); pooling 0: it is none */
+    int pooling, dimensions; /* as in toka_request; dimensions is not 0 */
+    bool normalize;
+    int n_pooled;         /* positions 0 .. n_pooled-1 need not be pooled any more: a step has done
+                           * it, or will do it, or the pooling does not read them */
+    double *sum;          /* [E] the devices add to it (toka_pool_rows) */
     int priority;
     ids end_ids;          /* ids that end a sample; owned */
     toka_event_fn *callback; /* or NULL */
@@ -24761,11 +24988,15 @@ typedef struct eng_prompt_row { /* a sample row that scores prompt token number 
 typedef struct eng_inflight {
     batch_step batch;
     batch_micros micros;          /* its microbatches, if the model has pipeline stages */
-    toka_sample_row *sample_rows; /* [max_tokens] first those of batch.samples, then prompt rows */
+    toka_sample_row *sample_rows; /* [max_tokens] n_sampled of batch.samples, then prompt rows */
     toka_sample_result *results;  /* [max_tokens] in the microbatches' order, see eng_result */
     eng_request **row_requests;   /* [max_tokens] the request of each sample row */
     eng_prompt_row *prompt_rows;  /* [max_tokens] */
     int n_prompt_rows;
+    int n_sampled; /* the first n_sampled of batch.samples have sample rows, the others are the ends
+                    * of embeddings */
+    toka_pool_rows *pools;        /* [max_chunks] */
+    eng_request **pool_requests;  /* [max_chunks] the request of each of them */
     ids row_ids; /* the pages of rows with penalties or bad words */
     ids masks;      /* [n][words of a vocabulary] the masks of this step */
     ids mask_slots; /* for each row with a constraint, which of them is its mask */
@@ -24825,6 +25056,7 @@ typedef struct eng { /* pools are sized at open and never grow */
     bool has_new_work; /* under notifier.lock: a request was submitted since the last
                         * eng_drain_inbox; an idle replica may get it */
     buf token_text, new_text; /* text of one token; text that became certain */
+    float *vector;            /* [E] of the embedding whose event is delivered */
     int64_t mask_step;        /* counts calls of eng_make_sample_rows, for con_node.step */
     toka_stats stats;         /* the driver's */
     /* Called after each step by the driver; or NULL. Set before there are requests. */
@@ -24927,6 +25159,9 @@ static int eng_inflight_init(eng_inflight *inflight, const scheduler *s, bool st
     inflight->results = mem_alloc(max_rows * sizeof *inflight->results);
     inflight->row_requests = mem_alloc(max_rows * sizeof *inflight->row_requests);
     inflight->prompt_rows = mem_alloc(max_rows * sizeof *inflight->prompt_rows);
+    const size_t max_chunks = (size_t)batch_max_chunks(s);
+    inflight->pools = mem_alloc(max_chunks * sizeof *inflight->pools);
+    inflight->pool_requests = mem_alloc(max_chunks * sizeof *inflight->pool_requests);
     return 0;
 }
 
@@ -24942,6 +25177,8 @@ static void eng_replica_free(eng_replica *replica) {
         free(inflight->results);
         free(inflight->row_requests);
         free(inflight->prompt_rows);
+        free(inflight->pools);
+        free(inflight->pool_requests);
     }
     batch_free(&replica->builder);
     sched_free(&replica->sched);
@@ -24995,6 +25232,7 @@ static void eng_free(eng *engine) { /* its ranks are closed */
     for (int i = 0; i < engine->n_replicas; i++) eng_replica_free(&engine->replicas[i]);
     free(engine->replicas);
     free(engine->cancels);
+    free(engine->vector);
     buf_free(&engine->token_text);
     buf_free(&engine->new_text);
     pthread_mutex_destroy(&engine->lock);
@@ -25033,6 +25271,7 @@ static eng *eng_new(const toka_backend *backend, const mf_model *files, const to
     engine->backend = backend;
     engine->files = files;
     engine->tokenizer = tokenizer;
+    engine->vector = mem_alloc((size_t)files->shape.E * sizeof *engine->vector);
     engine->no_prefix_sharing = options->no_prefix_caching;
     engine->inbox_end = &engine->inbox;
     pthread_mutex_init(&engine->lock, NULL);
@@ -25249,11 +25488,17 @@ static eng_request *eng_request_new(const eng *engine, const eng_submission *sub
     request->score_only = !params->n;
     request->prompt_sampling.logprobs = params->prompt_top;
     request->prompt_ranks = params->prompt_ranks;
+    request->pooling = params->pooling;
+    request->normalize = params->normalize;
+    const int E = engine->files->shape.E;
+    request->dimensions = params->dimensions ? params->dimensions : E;
     /* a first block of just this size: most need no more, and a million requests may wait */
     const size_t prompt_bytes = (size_t)n_prompt * sizeof *submission->prompt;
     arena_reserve_first(memory, 64 + prompt_bytes + bit_bytes(request->n_samples));
     request->prompt = arena_copy(memory, submission->prompt, prompt_bytes);
     request->ended = arena_zalloc(memory, bit_bytes(request->n_samples));
+    if (request->pooling)
+        request->sum = arena_zalloc(memory, (size_t)E * sizeof *request->sum);
     sampling->stop_ids = arena_copy(memory, sampling->stop_ids,
                                     (size_t)sampling->n_stop_ids * sizeof *sampling->stop_ids);
     sampling->bias_ids = arena_copy(memory, sampling->bias_ids,
@@ -25312,6 +25557,15 @@ static int eng_check_drawable(const mf_model *files, const toka_request *params,
     return code;
 }
 
+/* Checks the fields of an embedding. E: the model's width. */
+static int eng_check_pooling(const toka_request *params, int E, toka_err *e) {
+    if (check_int("pooling", params->pooling, TOKA_POOL_NONE, TOKA_POOL_CLS, e)) return e->code;
+    if (!params->pooling) return 0;
+    if (params->n || params->prompt_logprobs)
+        return fail(e, TOKA_E_USE, "an embedding needs n 0 and no prompt_logprobs");
+    return check_int("dimensions", params->dimensions, 0, E, e);
+}
+
 /* Checks everything that can be wrong with a request itself, for sequences of max_len tokens.
  * tokenizer: the model's, or NULL. files->shape is that of the whole model, so its V is the whole
  * vocabulary. */
@@ -25324,7 +25578,10 @@ static int eng_check(const mf_model *files, const tok *tokenizer, int max_len,
     if (code || (code = samp_check(sampling, V, e)) ||
         (code = eng_check_drawable(files, params, e)))
         return code;
-    const int min_n = params->prompt_logprobs ? 0 : 1;
+    if (eng_check_pooling(params, files->shape.E, e)) return e->code;
+    if (!params->pooling && files->no_lm_head)
+        return fail(e, TOKA_E_USE, "%s has no LM head: it only makes embeddings", files->name);
+    const int min_n = params->prompt_logprobs || params->pooling ? 0 : 1;
     if (params->n < min_n || params->n > ENG_MAX_N)
         return fail(e, TOKA_E_USE, "n is %d, expected %d to %d", params->n, min_n, ENG_MAX_N);
     if (check_int("prompt_logprobs", params->prompt_top, 0, TOKA_MAX_LOGPROBS, e)) return e->code;
@@ -25348,12 +25605,16 @@ static void eng_set_new_work(eng *engine, bool has_new_work) {
     pthread_mutex_unlock(&engine->notifier.lock);
 }
 
+static bool eng_can_pool(const eng *engine) { return engine->backend->norm_pool != NULL; }
+
 /* Puts a copy of the request into the inbox. *id: its number. out: NULL, or *out gets the request,
  * which the waiting thread frees after its release. */
 static int eng_submit(eng *engine, const eng_submission *submission, eng_request **out,
                       int64_t *id, toka_err *e) {
     int code = eng_check(engine->files, engine->tokenizer, engine->max_len, submission->params,
                          submission->prompt, submission->n_prompt, e);
+    if (!code && submission->params->pooling && !eng_can_pool(engine))
+        code = fail(e, TOKA_E_USE, "device %s has no embeddings", engine->backend->name);
     if (code) return code;
     eng_request *request = eng_request_new(engine, submission);
     pthread_mutex_lock(&engine->lock);
@@ -25465,7 +25726,9 @@ static double eng_expected_tokens(const eng *engine, const eng_request *request)
 
 /* Returns how many of the request's samples do not use the prefix cache. */
 static int eng_n_unshared(const eng *engine, const eng_request *request) {
-    return engine->no_prefix_sharing ? request->n_samples : request->prompt_logprobs;
+    const bool needs_all = request->prompt_logprobs || request->pooling == TOKA_POOL_MEAN ||
+                           request->pooling == TOKA_POOL_CLS;
+    return engine->no_prefix_sharing ? request->n_samples : needs_all;
 }
 
 /* Chooses the replica of a request and adds the request's work there. */
@@ -25499,9 +25762,10 @@ static void eng_add_request(eng *engine, eng_request *request) {
     toka_err e;
     eng_route(engine, request);
     eng_replica *replica = request->replica;
-    /* score_only: the last prompt token is only scored, its K and V are not computed */
-    int n_prefill =
-        request->score_only && request->n_prompt > 1 ? request->n_prompt - 1 : request->n_prompt;
+    /* scores: the last prompt token is only scored, its K and V are not computed */
+    int n_prefill = request->score_only && !request->pooling && request->n_prompt > 1
+                        ? request->n_prompt - 1
+                        : request->n_prompt;
     request->sched_id = sched_submit(
         &replica->sched,
         &(sched_job){.prompt = request->prompt,
@@ -25673,7 +25937,7 @@ static void eng_add_row_ids(eng_replica *replica, eng_inflight *inflight,
 static void eng_set_row_ids(const eng_replica *replica, eng_inflight *inflight) {
     const int32_t *next = inflight->row_ids.p, *next_slot = inflight->mask_slots.p;
     const size_t words = ((size_t)replica->engine->files->shape.V + 31) / 32;
-    for (int i = 0; i < inflight->batch.n_samples; i++) {
+    for (int i = 0; i < inflight->n_sampled; i++) {
         toka_sample_row *row = &inflight->sample_rows[i];
         if (row->scored_id < 0 && row->sampling->constraint)
             row->mask = (const uint32_t *)inflight->masks.p + (size_t)*next_slot++ * words;
@@ -25712,11 +25976,50 @@ static int eng_add_prompt_rows(eng_replica *replica, eng_inflight *inflight, int
     return n_rows;
 }
 
+/* Adds the rows of the step that embeddings pool. A position is pooled once, also if a preempted
+ * sequence computes it again, because the result of a row is the same each time. */
+static void eng_add_pools(eng_replica *replica, eng_inflight *inflight) {
+    const batch_step *built = &inflight->batch;
+    int n_pools = 0;
+    for (int chunk = 0; chunk < built->n_chunks; chunk++) {
+        eng_request *request =
+            replica->requests[replica->sched.seqs[built->chunk_seq[chunk]].request];
+        if (!request->pooling) continue;
+        const int row0 = built->chunk_row0[chunk], first_pos = built->pos[row0];
+        int end_pos = first_pos + built->chunk_row0[chunk + 1] - row0;
+        int from = MAX(first_pos, request->n_pooled);
+        if (request->pooling == TOKA_POOL_LAST) from = MAX(from, request->n_prompt - 1);
+        if (request->pooling == TOKA_POOL_CLS) end_pos = MIN(end_pos, 1);
+        if (from >= end_pos) continue;
+        request->n_pooled = end_pos;
+        request->n_in_flight++;
+        inflight->pool_requests[n_pools] = request;
+        inflight->pools[n_pools++] =
+            (toka_pool_rows){row0 + from - first_pos, end_pos - from, request->sum};
+    }
+    inflight->batch.step.pools = inflight->pools;
+    inflight->batch.step.n_pools = n_pools;
+}
+
+/* Orders batch.samples: those of embeddings, which have no sample row, come last. */
+static void eng_split_samples(const eng_replica *replica, eng_inflight *inflight) {
+    batch_sample *samples = inflight->batch.samples;
+    inflight->n_sampled = 0;
+    for (int i = 0; i < inflight->batch.n_samples; i++) {
+        const batch_sample sample = samples[i];
+        if (replica->requests[replica->sched.seqs[sample.seq].request]->pooling) continue;
+        samples[i] = samples[inflight->n_sampled];
+        samples[inflight->n_sampled++] = sample;
+    }
+}
+
 /* Fills the step's sample rows: those of batch.samples, then those of scored prompt tokens. */
 static void eng_make_sample_rows(eng_replica *replica, eng_inflight *inflight) {
     inflight->row_ids.n = inflight->masks.n = inflight->mask_slots.n = 0;
     replica->engine->mask_step++;
-    for (int i = 0; i < inflight->batch.n_samples; i++) {
+    eng_split_samples(replica, inflight);
+    eng_add_pools(replica, inflight);
+    for (int i = 0; i < inflight->n_sampled; i++) {
         const batch_sample *sample = &inflight->batch.samples[i];
         const sched_seq *sequence = &replica->sched.seqs[sample->seq];
         eng_request *request = replica->requests[sequence->request];
@@ -25737,7 +26040,7 @@ static void eng_make_sample_rows(eng_replica *replica, eng_inflight *inflight) {
     eng_set_row_ids(replica, inflight);
     inflight->batch.step.samples = inflight->sample_rows;
     inflight->batch.step.n_samples =
-        eng_add_prompt_rows(replica, inflight, inflight->batch.n_samples);
+        eng_add_prompt_rows(replica, inflight, inflight->n_sampled);
 }
 
 /* Puts the text of a new token into engine->new_text; id -1: no token, the text ends. Text that may
@@ -25799,7 +26102,7 @@ static bool eng_deliver_prompt(eng_request *request, int token_index,
  * sequences that have ended (stale generation) have no event. */
 static bool eng_has_more(const eng_replica *replica, const eng_inflight *inflight,
                          const eng_request *request, int i) {
-    for (i++; i < inflight->batch.n_samples; i++)
+    for (i++; i < inflight->n_sampled; i++)
         if (replica->sched.seqs[inflight->batch.samples[i].seq].generation ==
             inflight->batch.samples[i].generation)
             return inflight->row_requests[i] == request;
@@ -25888,20 +26191,55 @@ static void eng_commit_prompt_rows(eng_replica *replica, const eng_inflight *inf
         const eng_prompt_row *prompt_row = &inflight->prompt_rows[i];
         /* another generation: the sequence ended since the plan, or by a callback in this loop */
         if (replica->sched.seqs[prompt_row->seq].generation != prompt_row->generation) continue;
-        eng_request *request = inflight->row_requests[inflight->batch.n_samples + i];
+        eng_request *request = inflight->row_requests[inflight->n_sampled + i];
         bool more = i + 1 < inflight->n_prompt_rows &&
                     inflight->prompt_rows[i + 1].seq == prompt_row->seq;
         if (!eng_deliver_prompt(request, prompt_row->token_index,
-                                eng_result(inflight, inflight->batch.n_samples + i), more,
+                                eng_result(inflight, inflight->n_sampled + i), more,
                                 TOKA_RUNNING))
             eng_abort_request(replica->engine, request, TOKA_CANCELLED);
+    }
+}
+
+/* Delivers the only event of an embedding. */
+static void eng_deliver_vector(const eng *engine, const eng_request *request) {
+    const int n = request->dimensions;
+    const double n_rows = request->pooling == TOKA_POOL_MEAN ? request->n_prompt : 1;
+    double squares = 0;
+    for (int i = 0; i < n; i++) squares += request->sum[i] * request->sum[i];
+    const double scale =
+        request->normalize ? 1 / fmax(sqrt(squares), 1e-12 * n_rows) : 1 / n_rows;
+    for (int i = 0; i < n; i++) engine->vector[i] = (float)(request->sum[i] * scale);
+    const toka_event event = {.sample = TOKA_PROMPT,
+                              .id = -1,
+                              .finish = TOKA_LENGTH,
+                              .stop_id = -1,
+                              .stop_text = -1,
+                              .vector = engine->vector,
+                              .n_vector = n};
+    if (request->callback) request->callback(request->user, &event);
+}
+
+/* Ends the embeddings whose last row was in this step. */
+static void eng_commit_vectors(eng_replica *replica, const eng_inflight *inflight) {
+    for (int i = inflight->n_sampled; i < inflight->batch.n_samples; i++) {
+        const batch_sample sample = inflight->batch.samples[i];
+        const sched_seq *sequence = &replica->sched.seqs[sample.seq];
+        if (sequence->generation != sample.generation) continue;
+        eng_request *request = replica->requests[sequence->request];
+        bit_set(request->ended, 0);
+        eng_count_sample_end(replica, request);
+        eng_deliver_vector(replica->engine, request);
+        sched_commit(&replica->sched, sample.seq, sample.generation, 0, true);
+        eng_finish_request(replica->engine, request);
     }
 }
 
 /* Delivers the events of a step that is done, and gives its tokens to the scheduler. */
 static void eng_commit(eng_replica *replica, const eng_inflight *inflight) {
     eng_commit_prompt_rows(replica, inflight);
-    for (int i = 0; i < inflight->batch.n_samples; i++) {
+    eng_commit_vectors(replica, inflight);
+    for (int i = 0; i < inflight->n_sampled; i++) {
         const batch_sample sample = inflight->batch.samples[i];
         if (replica->sched.seqs[sample.seq].generation != sample.generation) continue;
         eng_request *request = inflight->row_requests[i];
@@ -25975,14 +26313,19 @@ static void eng_publish_stats(eng *engine) {
     pthread_mutex_unlock(&engine->lock);
 }
 
+/* A row of a retired step does not refer to the request any more. */
+static void eng_drop_row(eng_replica *replica, eng_request *request) {
+    request->leaked |= replica->model.hung;
+    if (!--request->n_in_flight && request->finished) eng_release(replica->engine, request);
+}
+
 /* Retires the oldest in-flight step: drops its references to requests. */
 static void eng_retire_oldest(eng_replica *replica) {
     eng_inflight *inflight = &replica->inflight[replica->oldest];
-    for (int i = 0; i < inflight->batch.step.n_samples; i++) {
-        eng_request *request = inflight->row_requests[i];
-        request->leaked |= replica->model.hung;
-        if (!--request->n_in_flight && request->finished) eng_release(replica->engine, request);
-    }
+    for (int i = 0; i < inflight->batch.step.n_samples; i++)
+        eng_drop_row(replica, inflight->row_requests[i]);
+    for (int i = 0; i < inflight->batch.step.n_pools; i++)
+        eng_drop_row(replica, inflight->pool_requests[i]);
     replica->oldest = (replica->oldest + 1) % replica->max_in_flight;
     replica->n_in_flight--;
     replica->engine->n_active--;
@@ -26065,7 +26408,7 @@ static bool eng_plan_step(eng_replica *replica) {
 /* Counts the tokens that a step sampled, before it is committed. Tokens of samples that a callback
  * will end during the commit are counted, too. */
 static void eng_count_output(eng_replica *replica, const eng_inflight *inflight) {
-    for (int i = 0; i < inflight->batch.n_samples; i++)
+    for (int i = 0; i < inflight->n_sampled; i++)
         replica->engine->stats.output_tokens +=
             replica->sched.seqs[inflight->batch.samples[i].seq].generation ==
                 inflight->batch.samples[i].generation &&
@@ -26279,6 +26622,32 @@ static int eng_score(eng *engine, const int32_t *tokens, size_t n_tokens, float 
     return eng_generate(engine, submission, &unused, e);
 }
 
+/* ---- Embed ---- */
+
+typedef struct eng_embedding { /* eng_on_vector copies the vector here */
+    float *vector;
+    int n;
+} eng_embedding;
+
+static int eng_on_vector(void *user, const toka_event *event) {
+    eng_embedding *embedding = user;
+    if (event->vector)
+        memcpy(embedding->vector, event->vector, (size_t)event->n_vector * sizeof *event->vector);
+    embedding->n = event->n_vector;
+    return 0;
+}
+
+/* Computes an embedding; params has its pooling. *n_vector: its elements. */
+static int eng_embed(eng *engine, const toka_request *params, const int32_t *tokens,
+                     size_t n_tokens, float *vector, int *n_vector, toka_err *e) {
+    eng_embedding embedding = {vector, 0};
+    toka_usage unused;
+    eng_submission submission = {params, tokens, n_tokens, eng_on_vector, &embedding, NULL};
+    const int code = eng_generate(engine, submission, &unused, e);
+    *n_vector = embedding.n;
+    return code;
+}
+
 /* ---- What later chapters ask. Thread: any, if nothing else is said. ---- */
 
 static toka_stats eng_get_stats(eng *engine) {
@@ -26306,7 +26675,7 @@ SERVER_ONLY static void eng_watch_steps(eng *engine, eng_step_fn *on_step, void 
 SERVER_ONLY static int eng_max_seqs(const eng *engine) { return engine->max_seqs; }
 
 /* Returns the name of the backend. */
-SERVER_ONLY static const char *eng_device_name(const eng *engine) { return engine->backend->name; }
+static const char *eng_device_name(const eng *engine) { return engine->backend->name; }
 
 /* Describes the device of the first rank in one line. */
 static const char *eng_describe_device(const eng *engine) {
@@ -27068,6 +27437,30 @@ toka_stats toka_get_stats(toka *t) { return eng_get_stats(t->engine); }
 
 int toka_score(toka *t, const int32_t *in, size_t n_ids, float *logprobs, toka_err *e) {
     return eng_score(t->engine, in, n_ids, logprobs, e);
+}
+
+int toka_request_embedding(const toka *t, toka_request *r, toka_err *e) {
+    const mf_embedding *embedding = &t->files->embedding;
+    if (embedding->refused.code) {
+        *e = embedding->refused;
+        return e->code;
+    }
+    if (t->engine && !eng_can_pool(t->engine))
+        return fail(e, TOKA_E_USE, "device %s has no embeddings", eng_device_name(t->engine));
+    r->n = r->prompt_logprobs = 0;
+    r->pooling = embedding->pooling;
+    r->normalize = embedding->normalize;
+    r->dimensions = embedding->dimensions;
+    return 0;
+}
+
+int toka_embed(toka *t, const int32_t *in, size_t n_ids, int dimensions, float *vector,
+               int *n_vector, toka_err *e) {
+    toka_request params = toka_request_default();
+    int unused;
+    if (toka_request_embedding(t, &params, e)) return e->code;
+    if (dimensions) params.dimensions = dimensions;
+    return eng_embed(t->engine, &params, in, n_ids, vector, n_vector ? n_vector : &unused, e);
 }
 
 /* What follows is compiled with -DTOKA_SERVER or -DTOKA_MAIN only. The library ends here. */

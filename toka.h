@@ -300,7 +300,7 @@ typedef struct toka_request { /* all pointers are borrowed during the call only 
     const int32_t *ids;    /* ... or the prompt as ids, [n_ids], if not NULL */
     size_t n_ids;
     int n;                 /* number of samples, at most 1 << 20; they are numbered from 0. 0: only
-                              the prompt is scored; this needs prompt_logprobs */
+                              the prompt is computed; this needs prompt_logprobs or pooling */
     toka_sampling sampling;
     int prompt_logprobs;   /* 1: one event of sample TOKA_PROMPT for each token of the prompt, in
                               order, before the first event of sample 0. Sample 0 then computes its
@@ -315,11 +315,35 @@ typedef struct toka_request { /* all pointers are borrowed during the call only 
     int priority;          /* a head start in the queue: higher is earlier, 0 is normal. One level
                               counts as much as 1,024 steps of waiting */
     uint64_t length_class; /* nothing reads it */
+    int pooling;           /* toka_pooling; not TOKA_POOL_NONE: the request is an embedding. Its
+                              only event is its end, and that event has the vector. Needs n 0, no
+                              prompt_logprobs, and a device that has pooling: cpu or plain */
+    int dimensions;        /* with pooling: only the first elements of the vector are kept
+                              (Matryoshka); 0: all */
+    int normalize;         /* with pooling: 1: the vector, after dimensions, is divided by its L2
+                              norm */
 } toka_request;
+
+/* How an embedding is made of the hidden states of a prompt's tokens, after the final norm. MEAN
+ * and CLS need tokens that the prefix cache does not have, so such a request computes its whole
+ * prompt; LAST uses the prefix cache. */
+typedef enum toka_pooling {
+    TOKA_POOL_NONE = 0,
+    TOKA_POOL_LAST, /* that of the last token */
+    TOKA_POOL_MEAN, /* their mean */
+    TOKA_POOL_CLS   /* that of the first token */
+} toka_pooling;
 
 /* Returns a request with no prompt yet, one sample, temperature 1, no truncation, seed 0, and
  * text_flags TOKA_ADD_SPECIAL | TOKA_PARSE_SPECIAL. Thread: any. */
 toka_request toka_request_default(void);
+
+/* Makes r an embedding as the model's folder defines it: sets n to 0, prompt_logprobs to 0, and
+ * pooling, dimensions and normalize by modules.json and the Pooling and Normalize modules of
+ * sentence-transformers, and by truncate_dim of config_sentence_transformers.json. Without these
+ * files: the last token, normalized. Returns TOKA_E_INPUT if the folder defines what toka does not
+ * compute (the message names it), TOKA_E_USE if the device has no embeddings. Thread: any. */
+int toka_request_embedding(const toka *t, toka_request *r, toka_err *e);
 
 /* Sets the fields that the model's generation_config.json sets: temperature (0 if do_sample is
  * false), top_p, top_k, min_p, repetition_penalty, max_tokens (max_new_tokens), min_tokens
@@ -366,6 +390,9 @@ typedef struct toka_event { /* one token of one sample; pointers are valid in th
                                it started */
     int more;               /* 1: another event of this request follows at once, so work that costs
                                per call (a write, a flush) can wait for an event with 0 */
+    const float *vector;    /* [n_vector] of an embedding's last event, if its finish is
+                               TOKA_LENGTH; else NULL */
+    int n_vector;           /* the model's width, or toka_request.dimensions */
 } toka_event;
 
 /* A callback for the events of a request; user is the pointer given with the request. Where a
@@ -446,6 +473,14 @@ toka_stats toka_get_stats(toka *t);
  * the first entries of logprobs may have been written; after other errors it is unchanged. */
 int toka_score(toka *t, const int32_t *ids, size_t n_ids, float *logprobs, toka_err *e);
 
+/* Computes the embedding of a text as the model's folder defines it (toka_request_embedding).
+ * ids: [n_ids], n_ids is 1 to max_model_len. dimensions: 1 to the model's width, or 0 for what the
+ * folder defines. vector: [dimensions] the caller's; with dimensions 0 it must have toka_info.width
+ * elements. *n_vector, which may be NULL, gets the number of its elements. After an error vector is
+ * unchanged. Errors and threads are those of toka_generate and toka_request_embedding. */
+int toka_embed(toka *t, const int32_t *ids, size_t n_ids, int dimensions, float *vector,
+               int *n_vector, toka_err *e);
+
 /* Only if toka.c is compiled with -DTOKA_SERVER (which -DTOKA_MAIN implies).
  * main() of the toka program. Returns the exit status: 0, 1, 2, or 130 after Ctrl-C. Installs
  * handlers for SIGINT, SIGTERM and SIGBUS, and ignores SIGPIPE and SIGXFSZ; so a program that calls
@@ -475,10 +510,11 @@ int toka_main(int argc, char **argv);
  * The calls of one step, with pp 2; all tensor ranks of a stage make the same calls:
  *
  *     stage 0  begin  copy_pages  embed  all_reduce  layers  send                end ... finish
- *     stage 1  begin  copy_pages  receive  keep_ids  layers  norm_logits_sample  end ... finish
+ *     stage 1  begin  copy_pages  receive  keep_ids  layers  head                end ... finish
  *
  *     layers = L times: norm_qkv_rope_kv  attention  out_residual  all_reduce
  *                       norm_mlp_residual  all_reduce
+ *     head   = norm_pool and norm_logits_sample, as far as the step has rows for them
  *
  * A step as integers, with B 4. Sequence 0 is in decode at position 9, its block table is 7 3 5,
  * and the host does not know its last token yet. Sequence 1 is in prefill; its prompt has 3 tokens:
@@ -856,6 +892,14 @@ typedef struct toka_sample_result { /* the result of a sample row */
     float top_logprobs[TOKA_MAX_LOGPROBS];
 } toka_sample_result;
 
+/* Rows of the step whose hidden states are pooled: they are added, one after the other, to the sum,
+ * which is host memory that is valid until the step is done. So a sum over the rows of several
+ * steps does not depend on how they are divided into steps. */
+typedef struct toka_pool_rows {
+    int row0, n_rows; /* rows row0 .. row0+n_rows-1 */
+    double *sum;      /* [E] */
+} toka_pool_rows;
+
 typedef struct toka_copy { /* copies a whole KV page, in all layers of its pool */
     int32_t from, to;      /* pages */
 } toka_copy;
@@ -873,6 +917,8 @@ typedef struct toka_step { /* one forward step as integers; host memory, unchang
     const toka_copy *copies; /* [n_copies] done before any K or V of this step is stored. No page is
                                 both a `from` and a `to`, and none is twice a `to` */
     const toka_sample_row *samples; /* [n_samples] */
+    int n_pools;
+    const toka_pool_rows *pools; /* [n_pools], of different sums */
     float *logits;      /* NULL, or [n_samples][V_all] in host memory: raw logits, for tests */
     int64_t number;     /* with stages: 1, 2, 3 ... in the order in which the ranks run the steps */
     int64_t needs_step; /* with stages: number of the latest step that sampled a token which this
@@ -1064,6 +1110,9 @@ typedef struct toka_backend {
     /* results: host memory [n_samples], valid after finish */
     void (*norm_logits_sample)(toka_device *d, const toka_step *s, toka_hidden *x,
                                toka_sample_result *results);
+    /* sum += norm(x) of each row of s->pools; tensor rank 0 adds. On the last stage only, before
+     * norm_logits_sample, if n_pools > 0. NULL: the backend does not pool. */
+    void (*norm_pool)(toka_device *d, const toka_step *s, toka_hidden *x);
     /* Measures every op at the shapes of known models, without a model. The first row is the read
      * bandwidth. NULL: not available. */
     int (*bench)(toka_bench_fn *row, void *user, toka_err *e);

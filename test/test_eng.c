@@ -1261,6 +1261,202 @@ static void test_score_edges(void) {
     toka_close(t);
 }
 
+/* ---- Embeddings ---- */
+
+enum { EMB_MAX = 300, EMB_E = 256 };
+
+/* The same vectors come out of any chunks, pages, stages, tensor ranks and replicas, whatever runs beside them. */
+typedef struct emb_seen {
+    float v[EMB_E];
+    int n, n_events;
+    toka_finish finish;
+} emb_seen;
+static int emb_collect(void *user, const toka_event *ev) {
+    emb_seen *seen = user;
+    seen->n_events++, seen->n = ev->n_vector, seen->finish = ev->finish;
+    CHECK(ev->sample == TOKA_PROMPT && ev->id == -1 && (ev->vector != NULL) == (ev->finish == TOKA_LENGTH));
+    if (ev->vector) memcpy(seen->v, ev->vector, (size_t)ev->n_vector * sizeof *ev->vector);
+    return 0;
+}
+static toka_request emb_request(const int32_t *tokens, int n, int pooling) {
+    toka_request r = toka_request_default();
+    r.ids = tokens, r.n_ids = (size_t)n, r.n = 0, r.pooling = pooling;
+    return r;
+}
+static const int emb_lengths[] = {1, 2, 16, 33, 83};
+
+static void emb_fill(int32_t *tokens) {
+    uint64_t seed = 11;
+    for (int i = 0; i < EMB_MAX; i++) tokens[i] = (int32_t)(5 + rnd(&seed) % 1000);
+}
+
+/* Embeds every length by every pooling at the same time, beside requests that sample. */
+static void emb_run(toka_options o, emb_seen seen[COUNT(emb_lengths)][4]) {
+    int32_t tokens[EMB_MAX];
+    toka_err e = {0};
+    toka *t = NULL;
+    int64_t id;
+    emb_fill(tokens);
+    o.model = eng_model;
+    if (toka_open(&t, &o, &e)) printf("%s\n", e.msg), abort();
+    memset(seen, 0, COUNT(emb_lengths) * sizeof *seen);
+    for (int i = 0; i < COUNT(emb_lengths); i++)
+        for (int pooling = TOKA_POOL_NONE; pooling <= TOKA_POOL_CLS; pooling++) {
+            toka_request r = emb_request(tokens, emb_lengths[i], pooling);
+            if (!pooling) r.n = 2, r.sampling = eng_greedy(10), r.sampling.ignore_eos = 1, r.prompt_logprobs = i % 2;
+            CHECK_MSG(!toka_submit(t, &r, pooling ? emb_collect : NULL, &seen[i][pooling], &id, &e), "%s", e.msg);
+        }
+    CHECK_MSG(!toka_run(t, 0, &e), "%s", e.msg);
+    for (int i = 0; i < COUNT(emb_lengths); i++)
+        for (int pooling = TOKA_POOL_LAST; pooling <= TOKA_POOL_CLS; pooling++)
+            CHECK(seen[i][pooling].n_events == 1 && seen[i][pooling].finish == TOKA_LENGTH && seen[i][pooling].n == EMB_E);
+    for (int i = 0; i < t->engine->n_replicas; i++) {
+        scheduler *s = &t->engine->replicas[i].sched;
+        CHECK(!sched_check(s) && kv_n_available(&s->kv) == s->config.n_pages);
+    }
+    toka_close(t);
+}
+
+static void test_embeddings(void) {
+    static emb_seen want[COUNT(emb_lengths)][4], got[COUNT(emb_lengths)][4];
+    toka_options plain = toka_options_default(), cases[8];
+    plain.max_num_seqs = 16, plain.max_num_batched_tokens = 512, plain.n_threads = 2;
+    for (int i = 0; i < COUNT(cases); i++) cases[i] = plain;
+    cases[0].max_num_batched_tokens = 16;
+    cases[1].max_num_batched_tokens = 37, cases[1].kv_tokens = 128;
+    cases[2].pipeline_parallel_size = 2, cases[2].max_num_batched_tokens = 48;
+    cases[3].data_parallel_size = 2;
+    cases[4].no_prefix_caching = true, cases[4].n_threads = 1;
+    cases[5].max_num_seqs = 1, cases[5].max_num_batched_tokens = 64;
+    cases[6].tensor_parallel_size = 2;
+    cases[7].device = "plain", cases[7].max_num_batched_tokens = 100;
+    emb_run(plain, want);
+    for (int k = 0; k < COUNT(cases); k++) {
+        emb_run(cases[k], got);
+        for (int i = 0; i < COUNT(emb_lengths); i++)
+            for (int pooling = TOKA_POOL_LAST; pooling <= TOKA_POOL_CLS; pooling++) {
+                const float *a = want[i][pooling].v, *b = got[i][pooling].v;
+                bool same = k < 6 ? !memcmp(a, b, sizeof want[i][pooling].v) : eng_rel_l2(b, a, EMB_E) < 1e-5;
+                CHECK_MSG(same, "case %d, %d tokens, pooling %d: %g", k, emb_lengths[i], pooling, eng_rel_l2(b, a, EMB_E));
+            }
+    }
+    for (int i = 0; i < COUNT(emb_lengths); i++) { /* one token is its own mean; causal: the first token is the same in all */
+        const bool single = emb_lengths[i] == 1;
+        CHECK(single == !memcmp(want[i][TOKA_POOL_LAST].v, want[i][TOKA_POOL_MEAN].v, sizeof want[i][1].v));
+        CHECK(!memcmp(want[i][TOKA_POOL_CLS].v, want[0][TOKA_POOL_LAST].v, sizeof want[i][1].v));
+    }
+}
+
+/* The LM head on the vector of a text gives the log-probability of the next token; the mean is that of the last tokens of
+ * its prefixes. Dimensions are cut before the norm. */
+static void test_embeddings_mean_what_they_say(void) {
+    enum { N = 21 };
+    toka *t = eng_must_open(eng_model, 8, 64, 1);
+    int32_t tokens[EMB_MAX];
+    float row[EMB_E], v[EMB_E], mean[EMB_E] = {0};
+    toka_err e = {0};
+    emb_fill(tokens);
+    for (int n = 1; n <= N; n++) {
+        emb_seen seen = {0};
+        toka_request r = emb_request(tokens, n, TOKA_POOL_LAST);
+        CHECK(!toka_generate(t, &r, emb_collect, &seen, NULL, &e) && seen.n == EMB_E);
+        for (int i = 0; i < EMB_E; i++) mean[i] += seen.v[i] / N, v[i] = seen.v[i];
+    }
+    toka_sampling greedy = eng_greedy(1);
+    int code;
+    eng_collected *g = eng_ask(t, NULL, tokens, N, 1, &greedy, &code, &e);
+    double sum = 0, best = -1e30;
+    for (int id = 0; id < t->shape.V; id++) {
+        double logit = 0;
+        weight_row(&t->files->weights.lm_head, id, row);
+        for (int i = 0; i < EMB_E; i++) logit += (double)row[i] * v[i];
+        sum += exp(logit), best = MAX(best, logit);
+    }
+    CHECK_MSG(fabs(best - log(sum) - g->logprob[0][0]) < 1e-4, "%g, %g", best - log(sum), (double)g->logprob[0][0]);
+    eng_collected_free(g);
+    emb_seen seen = {0};
+    toka_request r = emb_request(tokens, N, TOKA_POOL_MEAN);
+    CHECK(!toka_generate(t, &r, emb_collect, &seen, NULL, &e));
+    CHECK_MSG(eng_rel_l2(seen.v, mean, EMB_E) < 1e-5, "%g", eng_rel_l2(seen.v, mean, EMB_E));
+    r.dimensions = 10, r.normalize = 1;
+    CHECK(!toka_generate(t, &r, emb_collect, &seen, NULL, &e) && seen.n == 10);
+    double norm = 0;
+    for (int i = 0; i < 10; i++) norm += (double)mean[i] * mean[i];
+    for (int i = 0; i < 10; i++) CHECK(fabs(seen.v[i] - mean[i] / sqrt(norm)) < 1e-5);
+    toka_close(t);
+}
+
+/* An embedding that is preempted in the middle of its prompt computes it again, but adds no row twice. */
+static void test_embeddings_preempted(void) {
+    int32_t tokens[EMB_MAX];
+    toka_options o = toka_options_default();
+    toka_err e = {0};
+    toka *t;
+    emb_seen seen[4] = {0};
+    int64_t id;
+    emb_fill(tokens);
+    o.model = eng_model, o.max_num_seqs = o.max_num_batched_tokens = 5, o.kv_tokens = 512;
+    CHECK(!toka_open(&t, &o, &e));
+    toka_request r = toka_request_default();
+    r.ids = tokens, r.n_ids = 10, r.n = 4, r.sampling = eng_greedy(100), r.sampling.ignore_eos = 1, r.sampling.temperature = 2;
+    for (int run = 0; run < 2; run++) {
+        if (!run) CHECK(!toka_submit(t, &r, NULL, NULL, &id, &e));
+        for (int pooling = TOKA_POOL_MEAN; pooling >= TOKA_POOL_LAST; pooling--) { /* the first is preempted */
+            toka_request text = emb_request(tokens + pooling, 257, pooling);
+            CHECK(!toka_submit(t, &text, emb_collect, &seen[2 * run + pooling - 1], &id, &e));
+        }
+        CHECK(!toka_run(t, 0, &e) && (run || toka_get_stats(t).preemptions > 0));
+    }
+    for (int i = 0; i < 2; i++) CHECK_MSG(!memcmp(seen[i].v, seen[2 + i].v, sizeof seen[i].v), "%d: %g", i, eng_rel_l2(seen[i].v, seen[2 + i].v, EMB_E));
+    toka_close(t);
+}
+
+static void test_embeddings_edges(void) {
+    toka *t = eng_must_open(eng_model, 4, 64, 1);
+    const size_t max_len = (size_t)t->shape.max_len;
+    int32_t *tokens = mem_alloc((max_len + 1) * sizeof *tokens);
+    float v[EMB_E], twice[EMB_E], marked[EMB_E];
+    toka_err e = {0};
+    int n = 0;
+    for (size_t i = 0; i <= max_len; i++) tokens[i] = (int32_t)(5 + i % 50);
+    CHECK_MSG(!toka_embed(t, tokens, max_len, 0, v, &n, &e) && n == EMB_E, "%s", e.msg);
+    const int64_t rows = toka_get_stats(t).rows;
+    CHECK(!toka_embed(t, tokens, max_len, 0, twice, NULL, &e) && !memcmp(v, twice, sizeof v));
+    CHECK(toka_get_stats(t).rows - rows == 16); /* of the last page; the others are cached */
+    memcpy(marked, v, sizeof v);
+    CHECK(toka_embed(t, tokens, max_len + 1, 0, v, &n, &e) == TOKA_E_USE && strstr(e.msg, "at most"));
+    CHECK(toka_embed(t, tokens, 0, 0, v, &n, &e) == TOKA_E_USE && strstr(e.msg, "no tokens"));
+    CHECK(toka_embed(t, tokens, 3, EMB_E + 1, v, &n, &e) == TOKA_E_USE && strstr(e.msg, "dimensions"));
+    CHECK(toka_embed(t, tokens, 3, -1, v, &n, &e) == TOKA_E_USE && strstr(e.msg, "dimensions"));
+    CHECK(!memcmp(marked, v, sizeof v));
+    double norm = 0;
+    CHECK(!toka_embed(t, tokens, 3, 7, v, &n, &e) && n == 7);
+    for (int i = 0; i < 7; i++) norm += (double)v[i] * v[i];
+    CHECK(fabs(norm - 1) < 1e-6);
+    toka_request r = emb_request(tokens, 3, TOKA_POOL_CLS + 1);
+    CHECK(toka_generate(t, &r, NULL, NULL, NULL, &e) == TOKA_E_USE && strstr(e.msg, "pooling"));
+    r.pooling = TOKA_POOL_LAST, r.n = 1;
+    CHECK(toka_generate(t, &r, NULL, NULL, NULL, &e) == TOKA_E_USE && strstr(e.msg, "n 0"));
+    r.n = 0, r.prompt_logprobs = 1;
+    CHECK(toka_generate(t, &r, NULL, NULL, NULL, &e) == TOKA_E_USE && strstr(e.msg, "prompt_logprobs"));
+    emb_seen seen = {0};
+    int64_t id;
+    r = emb_request(tokens, (int)max_len, TOKA_POOL_MEAN); /* cancelled before its first step, and by closing */
+    CHECK(!toka_submit(t, &r, emb_collect, &seen, &id, &e));
+    toka_cancel(t, id);
+    CHECK(!toka_run(t, 0, &e) && seen.n_events == 1 && seen.finish == TOKA_CANCELLED);
+    CHECK(!toka_submit(t, &r, emb_collect, &seen, &id, &e));
+    toka_backend no_pool = toka_cpu;
+    no_pool.norm_pool = NULL;
+    t->engine->backend = &no_pool;
+    CHECK(toka_embed(t, tokens, 3, 0, v, &n, &e) == TOKA_E_USE && strstr(e.msg, "device cpu has no embeddings"));
+    CHECK(toka_submit(t, &r, NULL, NULL, &id, &e) == TOKA_E_USE && strstr(e.msg, "device cpu has no embeddings"));
+    t->engine->backend = &toka_cpu;
+    toka_close(t);
+    CHECK(seen.n_events == 2 && seen.finish == TOKA_CANCELLED);
+    free(tokens);
+}
+
 static atomic_int eng_n_ended;
 /* The driver must stand still in an event, however little CPU time the test gets; it stands
  * still now. */
@@ -1838,6 +2034,10 @@ static const struct test eng_tests[] = {
     {"engine: requests find a replica", test_replicas},
     {"engine: one drives, one submits and cancels", test_submit_cancel},
     {"engine: log-probabilities of prompts", test_prompt_logprobs},
+    {"engine: embeddings in any steps", test_embeddings},
+    {"engine: embeddings mean what they say", test_embeddings_mean_what_they_say},
+    {"engine: embeddings that are preempted", test_embeddings_preempted},
+    {"engine: embeddings at their limits", test_embeddings_edges},
     {"engine: scores, short, long, cancelled", test_score_edges},
     {"engine: a score does not wait", test_score_does_not_wait},
     {"engine: runs of events", test_runs_of_events},

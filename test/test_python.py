@@ -95,6 +95,20 @@ def test_chat_and_text(py, llm):
     assert default.outputs[0].finish_reason in ("stop", "length")
 
 
+def test_embed(py, llm):
+    one, two, ids = llm.embed(["Tom has", PROBLEM, llm.encode("Tom has").tolist()])
+    assert one.prompt == "Tom has" and one.outputs.embedding.shape == (256,) and one.outputs.embedding.dtype == np.float32
+    assert abs(np.linalg.norm(two.outputs.embedding) - 1) < 1e-6 and np.array_equal(one.outputs.embedding, ids.outputs.embedding)
+    short, = llm.embed("Tom has", dimensions=8)
+    cut = one.outputs.embedding[:8]
+    np.testing.assert_allclose(short.outputs.embedding, cut / np.linalg.norm(cut), atol=1e-6)
+    with pytest.raises(ValueError, match="dimensions"):
+        llm.embed(["Tom", "Ann"], dimensions=257)
+    with pytest.raises(ValueError, match="no tokens"):
+        llm.embed([[5], []])
+    assert len(llm.generate("Tom has", py.SamplingParams(max_tokens=3))) == 1
+
+
 def test_parameters(py, llm):
     P = py.SamplingParams
     whole = llm.generate("Tom has", P(temperature=0, max_tokens=30))[0].outputs[0]

@@ -60,13 +60,15 @@ class _Sampling(C.Structure):
 class _Request(C.Structure):
     _fields_ = [("text", _TEXT), ("text_bytes", C.c_size_t), ("text_flags", C.c_int), ("ids", _IDS), ("n_ids", C.c_size_t), ("n", C.c_int),
                 ("sampling", _Sampling), ("prompt_logprobs", C.c_int), ("prompt_top", C.c_int), ("prompt_ranks", C.c_int),
-                ("keep_special", C.c_int), ("ids_only", C.c_int), ("priority", C.c_int), ("length_class", C.c_uint64)]
+                ("keep_special", C.c_int), ("ids_only", C.c_int), ("priority", C.c_int), ("length_class", C.c_uint64), ("pooling", C.c_int),
+                ("dimensions", C.c_int), ("normalize", C.c_int)]
 
 
 class _Event(C.Structure):
     _fields_ = [("sample", C.c_int), ("id", C.c_int32), ("logprob", C.c_float), ("sampled_logprob", C.c_float), ("n_top", C.c_int),
                 ("top_ids", _IDS), ("top_logprobs", _FLOATS), ("rank", C.c_int), ("text", C.c_void_p), ("text_bytes", C.c_size_t),
-                ("finish", C.c_int), ("stop_id", C.c_int), ("stop_text", C.c_int), ("n_cached", C.c_int), ("more", C.c_int)]
+                ("finish", C.c_int), ("stop_id", C.c_int), ("stop_text", C.c_int), ("n_cached", C.c_int), ("more", C.c_int),
+                ("vector", _FLOATS), ("n_vector", C.c_int)]
 
 
 _EVENT_FN = C.CFUNCTYPE(C.c_int, C.c_void_p, C.POINTER(_Event))
@@ -92,6 +94,7 @@ def _load():
             ("toka_submit", C.c_int, model, C.POINTER(_Request), _EVENT_FN, C.c_void_p, C.POINTER(C.c_int64), err),
             ("toka_cancel", None, model, C.c_int64), ("toka_run", C.c_int, model, C.c_int, err),
             ("toka_score", C.c_int, model, _IDS, C.c_size_t, _FLOATS, err),
+            ("toka_request_embedding", C.c_int, model, C.POINTER(_Request), err),
             ("toka_words_new", C.c_int, text, model, C.POINTER(_TEXT), C.c_int, err), ("toka_words_del", None, C.c_void_p)):
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
@@ -189,6 +192,19 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt_logprobs: np.ndarray = None
     num_cached_tokens: int = 0
+    finished: bool = True
+
+
+@dataclass
+class EmbeddingOutput:
+    embedding: np.ndarray
+
+
+@dataclass
+class EmbeddingRequestOutput:
+    prompt: str | None
+    prompt_token_ids: np.ndarray
+    outputs: EmbeddingOutput
     finished: bool = True
 
 
@@ -404,6 +420,34 @@ class LLM:
         self._drive(numbers)
         return [RequestOutput(prompt, ids, [s.output(k) for k, s in enumerate(samples)], np.frombuffer(scores, np.float32) if scores else None,
                               samples[0].n_cached) for prompt, ids, samples, scores, _ in jobs]
+
+    def embed(self, prompts, dimensions=None):
+        """Embeds all texts, or lists of ids, together, as the model's folder defines it; the results are in their order.
+        dimensions: the vectors are cut to so many elements (Matryoshka) before they are normalized."""
+        is_one = isinstance(prompts, (str, dict)) or (len(prompts) and isinstance(prompts[0], (int, np.integer)))
+        numbers, jobs, err = [], [], _Err()
+        try:
+            for prompt in [prompts] if is_one else prompts:
+                r, held, ids, _ = self._request(prompt, SamplingParams())
+                _check(_lib.toka_request_embedding(self._t, C.byref(r), C.byref(err)), err)
+                r.dimensions = r.dimensions if dimensions is None else dimensions
+                vectors = []
+
+                def on_event(_, event, vectors=vectors):
+                    e = event.contents
+                    vectors.extend([np.ctypeslib.as_array(e.vector, (e.n_vector,)).copy()] if e.n_vector else [])
+                    return 0
+
+                callback = _EVENT_FN(on_event)
+                jobs.append((prompt if isinstance(prompt, str) else None, ids, vectors, callback))
+                numbers.append(self._submit(r, held, callback))
+        except BaseException:
+            for number in numbers:
+                _lib.toka_cancel(self._t, number)
+            self._drive(numbers)
+            raise
+        self._drive(numbers)
+        return [EmbeddingRequestOutput(prompt, ids, EmbeddingOutput(vectors[0])) for prompt, ids, vectors, _ in jobs]
 
     def chat(self, messages, sampling_params=None, **arguments):
         """generate() through the chat template. messages: one conversation or a list of them; arguments: of the template."""
