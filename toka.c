@@ -127,8 +127,8 @@
  * and utf8_ 4, uni_ 5, tok_ 6 and 7, tmpl_ 8 to 10 (tv_: values of templates), st_ and mf_ 11 to
  * 13, kv_ 14, heap_ 15, sched_ 16, batch_ 17, samp_ and stop_ 18, con_ 18b to 18f, plain_ 18e,
  * cpu_ 19 and 20, group_ 20, model_ and rank_ 21, eng_ 22, lib_ 23, http_ 24, parse_ 25, api_ 26 to
- * 28, chat_, resp_ and msg_ 28, run_ 29 and 34, files_ 30, srv_ 31 to 33, plan_ 34,
- * accept_ 34b, benchclient_ 35, hub_ 36, edit_ 37, help_ 38, cli_ 39.
+ * 28, chat_, resp_ and msg_ 28, emb_ 28b, run_ 29 and 34, files_ 30, srv_ 31 to 33, plan_ 34,
+ * accept_ 34b, benchclient_ 35, hub_ 36, client_ 36b, edit_ 37, help_ 38, cli_ 39.
  *
  * WORDS                                                                                     chapter
  *   sample          one of the n completions of a request                                        16
@@ -235,6 +235,7 @@
  *  26. OpenAI API: requests [pure]
  *  27. OpenAI API: answers [pure]
  *  28. Responses and Messages [pure]
+ *  28b. Embeddings and scores [pure]
  *  29. Batch runner [os]
  *  30. Files and batches [os]
  *  31. Status page [pure]
@@ -7912,6 +7913,7 @@ typedef struct mf_template {
 /* How the folder makes embeddings and scores: the modules of sentence-transformers. Without
  * modules.json: of the last token, normalized. */
 typedef struct mf_embedding {
+    bool is_given;        /* there is a modules.json */
     int pooling;          /* toka_pooling */
     bool normalize;
     int dimensions;       /* truncate_dim; 0: all */
@@ -12027,6 +12029,7 @@ static int mf_open_modules(mf_model *files, toka_err *e) {
     if (!text.n) return 0;
     const json *list = json_parse_python(&files->memory, text, mf_json_limits, e);
     if (!json_is(list, JSON_ARRAY)) return fail(e, TOKA_E_INPUT, "%s: expected a list", where);
+    embedding->is_given = true;
     embedding->pooling = TOKA_POOL_NONE;
     embedding->normalize = false;
     JSON_EACH(it, list) {
@@ -29531,6 +29534,7 @@ static void parse_put_answer(const parse_demand *demand, buf *out) {
  * =========================================================================== */
 enum api_route {
     API_COMPLETIONS, API_CHAT, API_TOKENIZE, API_DETOKENIZE, API_RESPONSES, API_MESSAGES,
+    API_EMBEDDINGS, API_SCORE, API_RERANK,
     API_INVOCATIONS /* a chat if the body has messages, else completions */
 };
 
@@ -29614,7 +29618,9 @@ typedef struct api_prompt { /* one prompt, which is one request of the engine */
 
 struct api_body;
 
-/* Another API over chats (chapter 28). Its answers have one choice, which has a parser. */
+/* Another API over chats (chapter 28): its answers have one choice, which has a parser. Or, with
+ * make_prompts, over texts (28b): the other functions but put_answer are NULL, and there are no
+ * streams. */
 typedef struct api_style {
     /* sets the fields of the body that a chat has */
     int (*translate)(struct api_request *request, struct api_body *body, toka_err *e);
@@ -29625,6 +29631,9 @@ typedef struct api_style {
     void (*put_failure)(struct api_request *request, int status, const char *message, buf *out);
     /* writes an error as a whole answer; NULL: in OpenAI's form */
     void (*put_error)(buf *out, int status, const char *message);
+    /* makes the prompts of the body; *params is the default of their engine_requests */
+    int (*make_prompts)(struct api_request *request, const struct api_body *body,
+                        toka_request *params, toka_err *e);
 } api_style;
 
 /* One body and its answer. The caller owns the struct, zeroes it and sets serial and created. The
@@ -29645,6 +29654,12 @@ typedef struct api_request {
     int n_items, n_sent;
     buf item_log;
     size_t item_at;
+    /* of embeddings and scores (28b) */
+    bool base64;           /* vectors as base64, else as numbers */
+    int n_queries;         /* scores of vectors: the first prompts are queries, the others
+                            * documents; 0: each prompt is a pair of both */
+    int top_n;             /* rerank: as many results */
+    const str *documents;  /* rerank: [of results] the texts to repeat; or NULL */
     arena memory;      /* memory that the prompts point to */
     toka_words *words; /* bad words of all prompts; owned, or NULL */
     toka_constraint *constraint; /* of all prompts; owned, or NULL */
@@ -29702,6 +29717,11 @@ enum {
     API_ON_DETOKENIZE = 1 << API_DETOKENIZE,
     API_ON_RESPONSES = 1 << API_RESPONSES,
     API_ON_MESSAGES = 1 << API_MESSAGES,
+    API_ON_EMBEDDINGS = 1 << API_EMBEDDINGS,
+    API_ON_SCORE = 1 << API_SCORE,
+    API_ON_RERANK = 1 << API_RERANK,
+    API_ON_PAIRS = API_ON_SCORE | API_ON_RERANK,
+    API_ON_TEXTS = API_ON_EMBEDDINGS | API_ON_PAIRS,
     API_ON_GENERATE = API_ON_COMPLETIONS | API_ON_CHAT,
     API_ON_STYLES = API_ON_RESPONSES | API_ON_MESSAGES,
     API_ON_SAMPLES = API_ON_GENERATE | API_ON_STYLES,
@@ -29738,6 +29758,10 @@ typedef struct api_body { /* the fields of a body: their values or the defaults 
     int parallel_calls, include_reasoning;
     int thinks;                      /* -1: not given */
     str model, effort, instructions; /* effort .n 0: not given */
+    str encoding, prompt_name, instruction; /* .n 0: not given */
+    int64_t dimensions, top_n;              /* -1: not given */
+    int normalize, return_documents;        /* -1: not given */
+    const json *text_1, *text_2;            /* or query, documents; NULL: not given */
     /* NULL: not given */
     const json *prompt, *messages, *tools, *tool_choice, *documents, *kwargs, *stop, *stop_ids,
         *allowed, *bias, *bad_words, *stream_options, *tokens, *input, *text, *reasoning, *system,
@@ -29769,7 +29793,8 @@ typedef struct api_field {
 
 static const api_field api_fields[] = {
     API_FIELD("temperature", API_ON_SAMPLES, API_NUMBER, temperature),
-    API_FIELD("model", API_ON_SAMPLES | API_ON_TOKENIZE | API_ON_DETOKENIZE, API_TEXT, model),
+    API_FIELD("model", API_ON_SAMPLES | API_ON_TOKENIZE | API_ON_DETOKENIZE | API_ON_TEXTS,
+              API_TEXT, model),
     API_FIELD("prompt", API_ON_COMPLETIONS | API_ON_TOKENIZE, API_ANY, prompt),
     API_FIELD("messages", API_ON_CHAT | API_ON_TOKENIZE | API_ON_MESSAGES, API_LIST, messages),
     API_FIELD("tools", API_ON_CHAT | API_ON_TOKENIZE | API_ON_STYLES, API_LIST, tools),
@@ -29852,6 +29877,28 @@ static const api_field api_fields[] = {
     API_REFUSE("background", API_ON_RESPONSES, 0),
     API_REFUSE("prompt", API_ON_RESPONSES, 0),
     API_REFUSE("max_tool_calls", API_ON_RESPONSES, 0),
+    API_FIELD("input", API_ON_EMBEDDINGS, API_ANY, input),
+    API_FIELD("encoding_format", API_ON_EMBEDDINGS, API_TEXT, encoding),
+    API_INT_FIELD("dimensions", API_ON_EMBEDDINGS, dimensions, 1, INT_MAX),
+    API_FIELD("prompt_name", API_ON_EMBEDDINGS, API_TEXT, prompt_name),
+    API_FIELD("normalize", API_ON_EMBEDDINGS, API_BOOL, normalize),
+    API_FIELD("add_special_tokens", API_ON_TEXTS, API_BOOL, special),
+    API_FIELD("text_1", API_ON_SCORE, API_ANY, text_1),
+    API_FIELD("queries", API_ON_SCORE, API_ANY, text_1),
+    API_FIELD("text_2", API_ON_SCORE, API_ANY, text_2),
+    API_FIELD("documents", API_ON_PAIRS, API_ANY, text_2),
+    API_FIELD("query", API_ON_RERANK, API_ANY, text_1),
+    API_FIELD("instruction", API_ON_PAIRS, API_TEXT, instruction),
+    API_INT_FIELD("top_n", API_ON_RERANK, top_n, 0, INT_MAX),
+    API_FIELD("return_documents", API_ON_RERANK, API_BOOL, return_documents),
+    API_INT_FIELD("priority", API_ON_TEXTS, priority, -INT_MAX, INT_MAX),
+    API_IGNORE("user", API_ON_TEXTS, API_TEXT),
+    API_IGNORE("request_id", API_ON_TEXTS, API_TEXT),
+    API_REFUSE("messages", API_ON_EMBEDDINGS, "[]"),
+    API_REFUSE("truncate_prompt_tokens", API_ON_TEXTS, 0),
+    API_REFUSE("max_tokens_per_doc", API_ON_RERANK, 0),
+    API_REFUSE("embed_dtype", API_ON_EMBEDDINGS, "\"float32\""),
+    API_REFUSE("endianness", API_ON_EMBEDDINGS, "\"native\"", "\"little\""),
     API_FIELD("system", API_ON_MESSAGES, API_ANY, system),
     API_FIELD("stop_sequences", API_ON_MESSAGES, API_ANY, stop),
     API_FIELD("thinking", API_ON_MESSAGES, API_OBJECT, thinking),
@@ -30018,6 +30065,13 @@ static api_body api_default_body(const api_config *config) {
                       .model = STR(""),
                       .effort = STR(""),
                       .instructions = STR(""),
+                      .encoding = STR(""),
+                      .prompt_name = STR(""),
+                      .instruction = STR(""),
+                      .dimensions = -1,
+                      .top_n = -1,
+                      .normalize = -1,
+                      .return_documents = -1,
                       .thinks = -1};
 }
 
@@ -30850,6 +30904,21 @@ static int api_check_max_tokens(api_request *request, const api_body *body, size
                        (size_t)request->config->max_len - n_prompt, request->config->max_len);
 }
 
+/* Puts the ids of a prompt into its engine_request, and checks that. */
+static int api_check_prompt(api_request *request, api_prompt *prompt, toka_err *e) {
+    const toka *t = request->config->toka;
+    /* not NULL, even if empty: NULL would mean that engine_request has a text */
+    ids_reserve(&prompt->ids, 1);
+    prompt->engine_request.ids = prompt->ids.p;
+    prompt->engine_request.n_ids = prompt->ids.n;
+    prompt->logprobs.n_top = request->n_prompt_top;
+    request->n_prompt_tokens += (int64_t)prompt->ids.n;
+    if (prompt->ids.n + (prompt->engine_request.n != 0) > (size_t)request->config->max_len)
+        request->code = "context_length_exceeded";
+    return eng_check(t->files, t->tokenizer, request->config->max_len, &prompt->engine_request,
+                     prompt->ids.p, prompt->ids.n, e);
+}
+
 /* Encodes one prompt into the next api_prompt and checks its engine_request. */
 static int api_prompt_init(api_request *request, const api_body *body,
                            const toka_request *engine_request, const json *value, toka_err *e) {
@@ -30864,18 +30933,7 @@ static int api_prompt_init(api_request *request, const api_body *body,
             api_derive_seed(engine_request->sampling.seed,
                             (uint64_t[]){request->serial[0], (uint64_t)index});
     int code = api_encode_prompt(request, body, value, &prompt->ids, &prompt->text, e);
-    if (code) return code;
-    /* not NULL, even if empty: NULL would mean that engine_request has a text */
-    ids_reserve(&prompt->ids, 1);
-    prompt->engine_request.ids = prompt->ids.p;
-    prompt->engine_request.n_ids = prompt->ids.n;
-    prompt->logprobs.n_top = request->n_prompt_top;
-    request->n_prompt_tokens += (int64_t)prompt->ids.n;
-    if (prompt->ids.n + (prompt->engine_request.n != 0) > (size_t)request->config->max_len)
-        request->code = "context_length_exceeded";
-    const toka *t = request->config->toka;
-    code = eng_check(t->files, t->tokenizer, request->config->max_len, &prompt->engine_request,
-                     prompt->ids.p, prompt->ids.n, e);
+    if (!code) code = api_check_prompt(request, prompt, e);
     if (!code) code = api_check_max_tokens(request, body, prompt->ids.n, e);
     if (!code && request->echo && json_is(value, JSON_ARRAY) && request->config->toka->tokenizer) {
         /* The prompt came as ids; its text is their decoded text. */
@@ -30988,8 +31046,15 @@ static int api_parse_fields(api_request *request, enum api_route route, const js
     api_body body;
     toka_request engine_request = request->config->defaults;
     request->route = route;
-    request->chat = route == API_CHAT || request->style;
+    const bool makes_prompts = request->style && request->style->make_prompts;
+    request->chat = route == API_CHAT || (request->style && !makes_prompts);
     int code = api_read_body(request, route, root, &body, e);
+    if (!code && makes_prompts) {
+        request->n_samples = 1;
+        engine_request.priority = (int)body.priority;
+        code = api_check_model(request, body.model, e);
+        return code ? code : request->style->make_prompts(request, &body, &engine_request, e);
+    }
     if (!code && request->style) code = request->style->translate(request, &body, e);
     if (code) return code;
     request->stream = body.stream;
@@ -31022,7 +31087,10 @@ static void api_set_fault(api_request *request, enum api_route route, const toka
     if (request->param) return;
     request->param = field ? field->name : NULL;
     if (!field && (request->code || request->n_prompts) && request->status == 400)
-        request->param = route == API_RESPONSES ? "input" : request->chat ? "messages" : "prompt";
+        request->param = route == API_RESPONSES || route == API_EMBEDDINGS ? "input"
+                         : route == API_SCORE || route == API_RERANK       ? "documents"
+                         : request->chat                                   ? "messages"
+                                                                           : "prompt";
 }
 
 /* Reads a body, parsed as JSON, into a request; the JSON is not needed afterwards. Returns 0, or a
@@ -31087,7 +31155,9 @@ static void api_free(api_request *request) {
 
 /* ---- Records: events as bytes ---- */
 
-typedef struct api_record { /* followed by the ids and logprobs of its alternatives, and its text */
+/* Followed by the ids and logprobs of its alternatives, and its text, or the vector of an
+ * embedding. */
+typedef struct api_record {
     /* The fields of a toka_event; prompt: index of its api_prompt. */
     int32_t prompt, sample, id, stop_id, stop_text, n_cached, rank;
     float logprob, sampled_logprob;
@@ -31098,12 +31168,15 @@ typedef struct api_record { /* followed by the ids and logprobs of its alternati
 
 static size_t api_record_bytes(const toka_event *ev) {
     return sizeof(api_record) +
-           (size_t)ev->n_top * (sizeof *ev->top_ids + sizeof *ev->top_logprobs) + ev->text_bytes;
+           (size_t)ev->n_top * (sizeof *ev->top_ids + sizeof *ev->top_logprobs) +
+           (ev->vector ? (size_t)ev->n_vector * sizeof *ev->vector : ev->text_bytes);
 }
 
 /* Appends one event of a prompt as a record. Cheap enough for the driving thread: it makes no text
  * and takes no lock. */
 static void api_pack_event(const api_prompt *prompt, const toka_event *ev, buf *records) {
+    const void *text = ev->vector ? (const void *)ev->vector : ev->text;
+    const size_t n_text = ev->vector ? (size_t)ev->n_vector * sizeof *ev->vector : ev->text_bytes;
     api_record record = {.prompt = (int32_t)(prompt - prompt->request->prompts),
                          .sample = ev->sample,
                          .id = ev->id,
@@ -31113,15 +31186,15 @@ static void api_pack_event(const api_prompt *prompt, const toka_event *ev, buf *
                          .rank = ev->rank,
                          .logprob = ev->logprob,
                          .sampled_logprob = ev->sampled_logprob,
-                         .n_text = ev->text ? (uint32_t)ev->text_bytes : 0,
+                         .n_text = text ? (uint32_t)n_text : 0,
                          .n_top = (uint16_t)ev->n_top,
                          .finish = (uint8_t)ev->finish,
-                         .has_text = ev->text != NULL};
+                         .has_text = text != NULL};
     size_t n_top = (size_t)ev->n_top;
     buf_put(records, &record, sizeof record);
     if (n_top) buf_put(records, ev->top_ids, n_top * sizeof *ev->top_ids);
     if (n_top) buf_put(records, ev->top_logprobs, n_top * sizeof *ev->top_logprobs);
-    if (record.n_text) buf_put(records, ev->text, ev->text_bytes);
+    if (record.n_text) buf_put(records, text, n_text);
 }
 
 /* Appends the records of a prompt that the engine did not accept: every sample ends with
@@ -31814,6 +31887,11 @@ static void api_feed_prompt(api_request *request, api_prompt *prompt, const api_
         prompt->n_logprobs++;
         request->held_bytes += (1 + (size_t)prompt->logprobs.n_top) * sizeof(api_token);
     }
+    if (record->n_text) { /* the vector of an embedding */
+        buf_put(&request->choices[prompt->first_choice].text, rest.p + rest.n - record->n_text,
+                record->n_text);
+        request->held_bytes += record->n_text;
+    }
     for (int i = 0; i < request->n_samples && record->finish != TOKA_RUNNING; i++) {
         api_end_choice(request, &request->choices[prompt->first_choice + i], record);
         if (request->stream && !request->failure)
@@ -31889,6 +31967,7 @@ static void api_put_error(buf *out, int status, const char *message, const char 
 
 /* Estimates the bytes that the JSON of a whole answer takes while it is made. */
 static size_t api_answer_bytes(const api_request *request) {
+    if (request->style && request->style->make_prompts) return 4 * request->held_bytes;
     double bytes = (double)request->n_output_tokens * api_token_bytes(request) +
                    (double)request->held_bytes;
     for (int i = 0; i < request->n_prompts; i++)
@@ -32812,14 +32891,469 @@ static void resp_put_failure(api_request *request, int status, const char *messa
 
 /* ---- The styles ---- */
 
-static const api_style api_responses = {resp_translate, resp_put_events, resp_put_answer,
-                                        resp_put_failure, NULL};
-static const api_style api_messages = {msg_translate, msg_put_events, msg_put_answer,
-                                       msg_put_failure, msg_put_error};
+static const api_style api_responses = {.translate = resp_translate,
+                                        .put_events = resp_put_events,
+                                        .put_answer = resp_put_answer,
+                                        .put_failure = resp_put_failure};
+static const api_style api_messages = {.translate = msg_translate,
+                                       .put_events = msg_put_events,
+                                       .put_answer = msg_put_answer,
+                                       .put_failure = msg_put_failure,
+                                       .put_error = msg_put_error};
+
+/* ===========================================================================
+ * MARK: 28b. Embeddings and scores [pure]
+ * Three more APIs, over texts: /v1/embeddings as OpenAI has it; /v1/score and /score as vLLM has
+ * them; /v1/rerank, /v2/rerank and /rerank as Jina and Cohere have them. In: a body. Out: prompts
+ * of the engine and, from their vectors or from the tokens that they sample, the answer.
+ *
+ * What makes the vectors and scores is what the model's folder says (mf_embedding):
+ *
+ *   a Pooling module     an embedding; a score is the cosine of two of them. Each text is one
+ *                        prompt: the query once, then each document
+ *   a LogitScore module  a score is the probability of the one token ("yes") of two, after a prompt
+ *                        of query and document. Each pair is one prompt, which may draw only these
+ *                        two tokens. So the LM head computes the score, and the prompts share the
+ *                        prefix up to the document through the prefix cache
+ *
+ * The prompt of a pair comes from the chat template, if it knows the roles "query" and "document";
+ * else it is that of Qwen3-Reranker. A text is not cut: one that is too long is an error.
+ *
+ * What always holds: results are in the order of the texts (of a rerank: by falling score), and
+ * usage counts the tokens of all prompts.
+ * =========================================================================== */
+
+enum { EMB_MAX_TEXTS = 2048 }; /* of a request, as OpenAI */
+
+/* ---- Prompts ---- */
+
+/* Adds a prompt: a text, or (list not NULL) a list of ids. name: the field that it comes from. */
+static int emb_add_prompt(api_request *request, const api_body *body, const toka_request *params,
+                          str text, const json *list, const char *name, toka_err *e) {
+    api_prompt *prompt = &request->prompts[request->n_prompts];
+    const toka *t = request->config->toka;
+    *prompt = (api_prompt){.request = request,
+                           .engine_request = *params,
+                           .first_choice = request->n_prompts++,
+                           .text = STR("")};
+    int code = list ? api_read_id_list(request->config, list, name, &prompt->ids, e)
+                    : lib_require_tokenizer(t, e);
+    if (!code && !list)
+        code = tok_encode(t->tokenizer, text,
+                          TOKA_PARSE_SPECIAL | (body->special ? TOKA_ADD_SPECIAL : 0),
+                          &prompt->ids, e);
+    return code ? code : api_check_prompt(request, prompt, e);
+}
+
+/* Returns the prompt text of the folder with this name, or its default one; NULL: *e says why
+ * not. */
+static const char *emb_find_prompt(api_request *request, str name, toka_err *e) {
+    const mf_embedding *embedding = &request->config->toka->files->embedding;
+    const bool asked = name.n != 0;
+    if (!asked) name = embedding->default_prompt;
+    char *key = arena_cstr(&request->memory, name);
+    const json *text = name.n ? json_get(embedding->prompts, key) : NULL;
+    if (json_is(text, JSON_STRING)) return arena_cstr(&request->memory, json_str(text));
+    if (!asked) return "";
+    return API_INVALID("prompt_name: the model has no prompt '%.*s'", STRF(name)), NULL;
+}
+
+/* Checks how large the answer to n texts may be, and allocates the prompts. */
+static int emb_alloc_prompts(api_request *request, const toka_request *params, size_t n,
+                             const char *name, toka_err *e) {
+    const int E = request->config->toka->shape.E;
+    const double width = params->dimensions ? params->dimensions : E;
+    const double bytes = (double)n * (sizeof(api_choice) + (params->pooling ? 20 * width : 64));
+    const double max_bytes = (double)request->config->max_answer_bytes;
+    if (!n) return API_INVALID("%s: there is no text", name);
+    if (max_bytes > 0 && bytes > max_bytes)
+        return API_INVALID("%s: the answer to %zu texts may have %.3g GB, expected at most %.3g GB "
+                           "(--max-answer-bytes)",
+                           name, n, 1e-9 * bytes, 1e-9 * max_bytes);
+    request->prompts = mem_zalloc(n * sizeof *request->prompts);
+    return 0;
+}
+
+/* Embeds one input: the folder's prompt text before it, unless it is a list of ids. */
+static int emb_add_input(api_request *request, const api_body *body, const toka_request *params,
+                         const char *before, const json *input, toka_err *e) {
+    if (json_is(input, JSON_ARRAY))
+        return emb_add_prompt(request, body, params, STR(""), input, "input", e);
+    if (!json_is(input, JSON_STRING))
+        return API_INVALID("input: expected a text, token ids, or a list of either");
+    if (!input->n) return API_INVALID("input: text %d is empty", request->n_prompts);
+    buf text = {0};
+    buf_c(&text, before), buf_str(&text, json_str(input));
+    const int code = emb_add_prompt(request, body, params, buf_view(&text), NULL, "input", e);
+    buf_free(&text);
+    return code;
+}
+
+/* Makes *params an embedding as the folder and the body have it. */
+static int emb_set_params(api_request *request, const api_body *body, toka_request *params,
+                          toka_err *e) {
+    const toka *t = request->config->toka;
+    const int priority = params->priority;
+    *params = toka_request_default();
+    params->priority = priority;
+    if (toka_request_embedding(t, params, e)) {
+        request->unsupported = true;
+        return e->code;
+    }
+    if (body->dimensions > t->shape.E)
+        return API_INVALID("dimensions: %lld, expected 1 to %d", (long long)body->dimensions,
+                           t->shape.E);
+    if (body->dimensions > 0) params->dimensions = (int)body->dimensions;
+    if (body->normalize >= 0) params->normalize = body->normalize;
+    return 0;
+}
+
+static int emb_make_prompts(api_request *request, const api_body *body, toka_request *params,
+                            toka_err *e) {
+    const json *value = body->input, *first = json_at(value, 0);
+    const bool is_list = json_is(value, JSON_ARRAY) && !json_is(first, JSON_NUMBER);
+    request->base64 = str_is(body->encoding, "base64");
+    if (body->encoding.n && !request->base64 && !str_is(body->encoding, "float"))
+        return API_INVALID("encoding_format: '%.*s', expected float or base64",
+                           STRF(body->encoding));
+    if (!value) return API_INVALID("input: missing");
+    if (emb_set_params(request, body, params, e)) return e->code;
+    const char *before = emb_find_prompt(request, body->prompt_name, e);
+    if (!before || emb_alloc_prompts(request, params, is_list ? value->n : 1, "input", e))
+        return e->code;
+    if (!is_list) return emb_add_input(request, body, params, before, value, e);
+    if (value->n > EMB_MAX_TEXTS)
+        return API_INVALID("input: %zu texts, expected at most %d", (size_t)value->n,
+                           EMB_MAX_TEXTS);
+    JSON_EACH(it, value)
+        if (emb_add_input(request, body, params, before, it, e)) return e->code;
+    return 0;
+}
+
+/* ---- Pairs ---- */
+
+typedef struct emb_pairs { /* the queries and documents of a body, in its arena */
+    const char *query_name, *document_name; /* of the fields */
+    str *queries, *documents;               /* [n_queries], [n_documents] */
+    size_t n_queries, n_documents;
+} emb_pairs;
+
+/* Reads a text or a list of texts. An element may be {"text": ...}, as Cohere and Jina send. */
+static int emb_read_texts(api_request *request, const json *value, const char *name, str **texts,
+                          size_t *n_texts, toka_err *e) {
+    const bool is_list = json_is(value, JSON_ARRAY);
+    const size_t n = is_list ? value->n : 1;
+    if (!value) return API_INVALID("%s: missing", name);
+    if (!n || n > EMB_MAX_TEXTS)
+        return API_INVALID("%s: %zu texts, expected 1 to %d", name, n, EMB_MAX_TEXTS);
+    *texts = arena_alloc(&request->memory, n * sizeof **texts);
+    const json *item = is_list ? value + 1 : value;
+    for (*n_texts = 0; *n_texts < n; item = json_next(item)) {
+        const json *text = json_is(item, JSON_OBJECT) ? json_get(item, "text") : item;
+        if (!json_is(text, JSON_STRING))
+            return API_INVALID("%s: expected a text or a list of texts", name);
+        (*texts)[(*n_texts)++] = arena_str(&request->memory, json_str(text));
+    }
+    return 0;
+}
+
+static int emb_read_pairs(api_request *request, const api_body *body, emb_pairs *pairs,
+                          toka_err *e) {
+    const bool rerank = request->route == API_RERANK;
+    pairs->query_name = rerank ? "query" : "text_1";
+    pairs->document_name = rerank ? "documents" : "text_2";
+    if (emb_read_texts(request, body->text_1, pairs->query_name, &pairs->queries,
+                       &pairs->n_queries, e) ||
+        emb_read_texts(request, body->text_2, pairs->document_name, &pairs->documents,
+                       &pairs->n_documents, e))
+        return e->code;
+    if (rerank && pairs->n_queries != 1) return API_INVALID("query: expected one text");
+    if (pairs->n_queries != 1 && pairs->n_queries != pairs->n_documents)
+        return API_INVALID("%s: %zu texts for %zu of %s, expected one or as many",
+                           pairs->query_name, pairs->n_queries, pairs->n_documents,
+                           pairs->document_name);
+    request->top_n = (int)pairs->n_documents;
+    if (body->top_n > 0) request->top_n = (int)MIN(body->top_n, (int64_t)request->top_n);
+    if (rerank && body->return_documents != 0) request->documents = pairs->documents;
+    return 0;
+}
+
+/* Each text becomes a vector: queries first. */
+static int emb_make_vectors(api_request *request, const api_body *body, toka_request *params,
+                            const emb_pairs *pairs, toka_err *e) {
+    const mf_embedding *embedding = &request->config->toka->files->embedding;
+    const bool has_query = json_get(embedding->prompts, "query") != NULL;
+    const bool has_document = json_get(embedding->prompts, "document") != NULL;
+    request->n_queries = (int)pairs->n_queries;
+    if (emb_set_params(request, body, params, e)) return e->code;
+    params->normalize = 1;
+    if (emb_alloc_prompts(request, params, pairs->n_queries + pairs->n_documents,
+                          pairs->document_name, e))
+        return e->code;
+    for (size_t i = 0; i < pairs->n_queries + pairs->n_documents; i++) {
+        const bool is_query = i < pairs->n_queries;
+        const str name = is_query ? STR("query") : STR("document");
+        buf text = {0};
+        buf_c(&text, (is_query ? has_query : has_document) ? emb_find_prompt(request, name, e) : "");
+        buf_str(&text, is_query ? pairs->queries[i] : pairs->documents[i - pairs->n_queries]);
+        const int code = emb_add_prompt(request, body, params, buf_view(&text), NULL, name.p, e);
+        buf_free(&text);
+        if (code) return code;
+    }
+    return 0;
+}
+
+static void emb_put_message(buf *out, const char *role, str content) {
+    json_put_open(out, '{');
+    json_put_key(out, "role"), json_put_str(out, str_c(role));
+    json_put_key(out, "content"), json_put_str(out, content);
+    json_put_close(out, '}');
+}
+
+/* Writes the prompt of a pair. instruction .n 0: none was given. */
+static int emb_put_pair(const api_request *request, str instruction, str query, str document,
+                        buf *out, toka_err *e) {
+    const toka *t = request->config->toka;
+    const str template_text = mf_template_named(t->files, "default");
+    if (str_find(template_text, STR("query"), 0) < 0) {
+        if (!instruction.n)
+            instruction = STR("Given a web search query, retrieve relevant passages that answer "
+                              "the query");
+        buf_c(out, "<|im_start|>system\nJudge whether the Document meets the requirements based on "
+                   "the Query and the Instruct provided. Note that the answer can only be \"yes\" "
+                   "or \"no\".<|im_end|>\n<|im_start|>user\n<Instruct>: ");
+        buf_str(out, instruction), buf_c(out, "\n<Query>: "), buf_str(out, query);
+        buf_c(out, "\n<Document>: "), buf_str(out, document);
+        buf_c(out, "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n");
+        return 0;
+    }
+    buf context = {0};
+    json_put_open(&context, '{');
+    json_put_key(&context, "messages"), json_put_open(&context, '[');
+    if (instruction.n) emb_put_message(&context, "system", instruction);
+    emb_put_message(&context, "query", query);
+    emb_put_message(&context, "document", document);
+    buf_c(&context, "],\"add_generation_prompt\":true}");
+    int code = lib_require_template(t, e);
+    if (!code)
+        code = lib_render(t, t->files, buf_view(&context), json_trusted, request->config->now, out,
+                          e);
+    buf_free(&context);
+    return code;
+}
+
+/* Each pair becomes a prompt that draws one of two tokens. */
+static int emb_make_logits(api_request *request, const api_body *body, toka_request *params,
+                           const emb_pairs *pairs, toka_err *e) {
+    const mf_embedding *embedding = &request->config->toka->files->embedding;
+    int32_t *answers = arena_alloc(&request->memory, 2 * sizeof *answers);
+    const int priority = params->priority;
+    answers[0] = embedding->true_id, answers[1] = embedding->false_id;
+    if (answers[1] < 0)
+        return API_UNSUPPORTED(request, "modules.json: a LogitScore without false_token_id is not "
+                                        "supported");
+    *params = toka_request_default();
+    params->priority = priority;
+    params->ids_only = 1;
+    params->sampling.max_tokens = 1;
+    params->sampling.logprobs = TOKA_NO_LOGPROBS;
+    params->sampling.allowed_ids = answers;
+    params->sampling.n_allowed = 2;
+    request->want_ids = true; /* keeps the tokens with their probabilities */
+    if (emb_alloc_prompts(request, params, pairs->n_documents, pairs->document_name, e))
+        return e->code;
+    str instruction = body->instruction;
+    if (!instruction.n) instruction = str_c(emb_find_prompt(request, STR(""), e));
+    api_body bare = *body;
+    if (bare.special < 0) bare.special = 0; /* the prompt is a whole conversation */
+    for (size_t i = 0; i < pairs->n_documents; i++) {
+        buf text = {0};
+        int code = emb_put_pair(request, instruction,
+                                pairs->queries[pairs->n_queries == 1 ? 0 : i],
+                                pairs->documents[i], &text, e);
+        if (!code)
+            code = emb_add_prompt(request, &bare, params, buf_view(&text), NULL,
+                                  pairs->document_name, e);
+        buf_free(&text);
+        if (code) return code;
+    }
+    return 0;
+}
+
+static int emb_make_pairs(api_request *request, const api_body *body, toka_request *params,
+                          toka_err *e) {
+    const mf_embedding *embedding = &request->config->toka->files->embedding;
+    emb_pairs pairs = {0};
+    if (!embedding->is_given && embedding->true_id < 0)
+        return API_UNSUPPORTED(request, "the model's folder does not say how it scores: it has no "
+                                        "modules.json of sentence-transformers");
+    if (emb_read_pairs(request, body, &pairs, e)) return e->code;
+    return embedding->true_id >= 0
+               ? emb_make_logits(request, body, params, &pairs, e)
+               : emb_make_vectors(request, body, params, &pairs, e);
+}
+
+/* ---- Answers ---- */
+
+static void emb_put_head(const api_request *request, const char *prefix, buf *out) {
+    json_put_open(out, '{');
+    json_put_key(out, "id");
+    buf_printf(out, "\"%s%016llx%016llx\"", prefix, (unsigned long long)request->serial[0],
+               (unsigned long long)request->serial[1]);
+    json_put_key(out, "object"), json_put_str(out, STR("list"));
+    json_put_key(out, "created"), json_put_int(out, request->created);
+    json_put_key(out, "model"), json_put_str(out, request->model);
+}
+
+static void emb_put_usage(const api_request *request, buf *out) {
+    json_put_key(out, "usage"), json_put_open(out, '{');
+    json_put_key(out, "prompt_tokens"), json_put_int(out, request->n_prompt_tokens);
+    json_put_key(out, "total_tokens"), json_put_int(out, request->n_prompt_tokens);
+    buf_c(out, "}}");
+}
+
+/* Returns element i of the vector of a choice. */
+static float emb_element(const api_choice *choice, size_t i) {
+    float element;
+    memcpy(&element, choice->text.p + i * sizeof element, sizeof element);
+    return element;
+}
+
+static void emb_put_vector(const api_request *request, const api_choice *choice, buf *out) {
+    const size_t n = choice->text.n / sizeof(float);
+    if (request->base64) {
+        buf bytes = {0};
+        for (size_t i = 0; i < n; i++) api_put_le32(&bytes, choice->text.p + i * sizeof(float));
+        api_put_base64(out, "embedding", &bytes);
+        buf_free(&bytes);
+        return;
+    }
+    json_put_key(out, "embedding"), json_put_open(out, '[');
+    for (size_t i = 0; i < n; i++) json_put_num(out, (double)emb_element(choice, i), true);
+    json_put_close(out, ']');
+}
+
+static void emb_put_answer(api_request *request, buf *out) {
+    emb_put_head(request, "embd-", out);
+    json_put_key(out, "data"), json_put_open(out, '[');
+    for (int i = 0; i < request->n_choices; i++) {
+        json_put_open(out, '{');
+        json_put_key(out, "object"), json_put_str(out, STR("embedding"));
+        json_put_key(out, "index"), json_put_int(out, i);
+        emb_put_vector(request, &request->choices[i], out);
+        json_put_close(out, '}');
+    }
+    json_put_close(out, ']');
+    emb_put_usage(request, out);
+}
+
+/* Returns the score of pair i: the cosine of two vectors, or the probability of the first of the
+ * two tokens that its prompt may draw. */
+static double emb_score(const api_request *request, int i) {
+    if (!request->n_queries) {
+        const api_prompt *prompt = &request->prompts[i];
+        const api_token *token = api_token_at(&request->choices[i].tokens, 0, 0);
+        return token->id == prompt->engine_request.sampling.allowed_ids[0]
+                   ? exp((double)token->sampled_logprob)
+                   : -expm1((double)token->sampled_logprob);
+    }
+    const api_choice *query = &request->choices[request->n_queries == 1 ? 0 : i];
+    const api_choice *document = &request->choices[request->n_queries + i];
+    double dot = 0;
+    for (size_t k = 0; k < query->text.n / sizeof(float); k++)
+        dot += (double)emb_element(query, k) * (double)emb_element(document, k);
+    return dot;
+}
+
+static void emb_put_scores(api_request *request, buf *out) {
+    emb_put_head(request, "score-", out);
+    json_put_key(out, "data"), json_put_open(out, '[');
+    for (int i = 0; i < request->n_choices - request->n_queries; i++) {
+        json_put_open(out, '{');
+        json_put_key(out, "index"), json_put_int(out, i);
+        json_put_key(out, "object"), json_put_str(out, STR("score"));
+        json_put_key(out, "score"), json_put_num(out, emb_score(request, i), false);
+        json_put_close(out, '}');
+    }
+    json_put_close(out, ']');
+    emb_put_usage(request, out);
+}
+
+typedef struct emb_ranked {
+    double score;
+    int index; /* of the document */
+} emb_ranked;
+
+static int emb_compare(const void *a, const void *b) {
+    const emb_ranked *x = a, *y = b;
+    return x->score != y->score ? (x->score > y->score ? -1 : 1) : x->index - y->index;
+}
+
+static void emb_put_ranks(api_request *request, buf *out) {
+    const int n = request->n_choices - request->n_queries;
+    emb_ranked *ranked = mem_alloc((size_t)n * sizeof *ranked);
+    for (int i = 0; i < n; i++) ranked[i] = (emb_ranked){emb_score(request, i), i};
+    qsort(ranked, (size_t)n, sizeof *ranked, emb_compare);
+    emb_put_head(request, "rerank-", out);
+    json_put_key(out, "results"), json_put_open(out, '[');
+    for (int i = 0; i < MIN(n, request->top_n); i++) {
+        json_put_open(out, '{');
+        json_put_key(out, "index"), json_put_int(out, ranked[i].index);
+        json_put_key(out, "relevance_score"), json_put_num(out, ranked[i].score, false);
+        if (request->documents) {
+            json_put_key(out, "document"), json_put_open(out, '{');
+            json_put_key(out, "text"), json_put_str(out, request->documents[ranked[i].index]);
+            json_put_close(out, '}');
+        }
+        json_put_close(out, '}');
+    }
+    json_put_close(out, ']');
+    emb_put_usage(request, out);
+    free(ranked);
+}
+
+/* ---- Routes ---- */
+
+static const api_style api_embeddings = {.make_prompts = emb_make_prompts,
+                                         .put_answer = emb_put_answer};
+static const api_style api_scores = {.make_prompts = emb_make_pairs, .put_answer = emb_put_scores};
+static const api_style api_ranks = {.make_prompts = emb_make_pairs, .put_answer = emb_put_ranks};
 
 /* Returns the style of a route, or NULL. */
 static const api_style *api_style_of(enum api_route route) {
-    return route == API_RESPONSES ? &api_responses : route == API_MESSAGES ? &api_messages : NULL;
+    static const api_style *const styles[] = {[API_RESPONSES] = &api_responses,
+                                              [API_MESSAGES] = &api_messages,
+                                              [API_EMBEDDINGS] = &api_embeddings,
+                                              [API_SCORE] = &api_scores,
+                                              [API_RERANK] = &api_ranks};
+    return styles[route];
+}
+
+/* The endpoints of batches. */
+typedef struct api_endpoint {
+    const char *path;
+    enum api_route route;
+} api_endpoint;
+static const api_endpoint api_endpoints[] = {
+    {"/v1/completions", API_COMPLETIONS}, {"/v1/chat/completions", API_CHAT},
+    {"/v1/embeddings", API_EMBEDDINGS},   {"/v1/score", API_SCORE},
+    {"/v1/rerank", API_RERANK}};
+#define API_ENDPOINTS \
+    "/v1/completions, /v1/chat/completions, /v1/embeddings, /v1/score or /v1/rerank"
+
+static const api_endpoint *api_find_endpoint(str path) {
+    for (int i = 0; i < COUNT(api_endpoints); i++)
+        if (str_is(path, api_endpoints[i].path)) return &api_endpoints[i];
+    return NULL;
+}
+
+/* Returns the route of a body that came without a path, by the field that only this route has. */
+static enum api_route api_route_of_body(const json *body) {
+    if (json_get(body, "messages")) return API_CHAT;
+    if (json_get(body, "prompt")) return API_COMPLETIONS;
+    if (json_get(body, "input")) return API_EMBEDDINGS;
+    if (json_get(body, "query")) return API_RERANK;
+    return json_get(body, "text_1") || json_get(body, "queries") ? API_SCORE : API_COMPLETIONS;
 }
 
 /* ===========================================================================
@@ -33263,15 +33797,15 @@ static int run_form(run_line *line, const json *root, const json **body, enum ap
     if (root->type != JSON_OBJECT) return RUN_BAD(line, "expected a JSON object");
     if (id && id->type != JSON_STRING) return RUN_BAD(line, "custom_id: expected a text");
     *body = root;
-    *route = json_get(root, "messages") ? API_CHAT : API_COMPLETIONS;
+    *route = api_route_of_body(root);
     if (!run_is_openai_form(root)) return 0;
     *body = json_get(root, "body");
-    *route = str_is(json_str(url), "/v1/chat/completions") ? API_CHAT : API_COMPLETIONS;
+    const api_endpoint *endpoint = api_find_endpoint(json_str(url));
     if (method && !str_is(json_str(method), "POST")) return RUN_BAD(line, "method: expected POST");
-    if (*route == API_COMPLETIONS && !str_is(json_str(url), "/v1/completions"))
-        return RUN_FAIL(line, "unsupported",
-                        "url: '%.*s', expected /v1/completions or /v1/chat/completions",
+    if (!endpoint)
+        return RUN_FAIL(line, "unsupported", "url: '%.*s', expected " API_ENDPOINTS,
                         STRF(json_str(url)));
+    *route = endpoint->route;
     if (!json_is(*body, JSON_OBJECT)) return RUN_BAD(line, "body: expected a JSON object");
     JSON_MEMBERS(key, root) {
         str name = {key->chars, key->n};
@@ -33296,6 +33830,7 @@ static int run_parse_line(run_line *line, const json *root, toka_err *e) {
     line->request.serial[0] = line->id_hash.hi;
     line->request.serial[1] = line->id_hash.lo;
     run_warn_model(line->run, body);
+    line->request.style = api_style_of(route);
     code = api_parse_json(&line->run->configs[run_is_openai_form(root)], route, body,
                           &line->request, e);
     /* a server's batch has a negative priority: none of its lines gets ahead of waiting clients */
@@ -34667,7 +35202,7 @@ typedef struct files_batch {
     files_id id, input;
     files_id output, errors_file; /* files of results and of errors; listed once it has ended */
     enum files_status status;
-    bool chat;               /* endpoint: /v1/chat/completions, else /v1/completions */
+    const api_endpoint *endpoint; /* of its lines */
     char window[16];         /* completion_window as given: "24h" */
     /* unix seconds when it entered each state; 0: never. status_times[FILES_VALIDATING]: created */
     int64_t status_times[FILES_N_STATUSES];
@@ -35006,7 +35541,7 @@ static void files_put_batch(const files_batch *batch, bool on_disk, buf *out) {
     json_put_key(out, "id"), json_put_str(out, str_c(batch->id.text));
     json_put_key(out, "object"), json_put_str(out, STR("batch"));
     json_put_key(out, "endpoint");
-    json_put_str(out, batch->chat ? STR("/v1/chat/completions") : STR("/v1/completions"));
+    json_put_str(out, str_c(batch->endpoint->path));
     json_put_key(out, "model"), json_put_str(out, str_c(batch->model));
     json_put_key(out, "errors");
     if (batch->errors) buf_printf(out, "{\"object\":\"list\",\"data\":%s}", batch->errors);
@@ -35162,7 +35697,8 @@ static bool files_load_batch(files_store *store, const files_id *id, const json 
         return false;
     }
     batch->status = (enum files_status)status;
-    batch->chat = str_is(json_str(json_get(root, "endpoint")), "/v1/chat/completions");
+    batch->endpoint = api_find_endpoint(json_str(json_get(root, "endpoint")));
+    if (!batch->endpoint) batch->endpoint = api_endpoints; /* the record was damaged */
     memcpy(batch->window, window.p, window.n);
     for (int i = 0; i < FILES_N_STATUSES; i++) {
         char name[32];
@@ -35401,8 +35937,7 @@ static const char *files_line_error(const files_batch *batch, const json *root, 
     if (!str_is(json_str(method), "POST"))
         return *message = "method: expected POST", "invalid_method";
     *param = "url";
-    if (!str_is(json_str(json_get(root, "url")),
-                batch->chat ? "/v1/chat/completions" : "/v1/completions"))
+    if (!str_is(json_str(json_get(root, "url")), batch->endpoint->path))
         return *message = "url: it is not the endpoint of the batch", "invalid_url";
     *param = "body";
     if (!json_is(json_get(root, "body"), JSON_OBJECT))
@@ -35916,9 +36451,8 @@ static const char *files_read_batch(const files_store *store, const json *root, 
     const json *expires = json_get(root, "output_expires_after");
     if (!json_is(root, JSON_OBJECT)) return *message = "expected a JSON object", "";
     if (files_check_members(store, root, e)) return *message = e->msg, "";
-    batch->chat = str_is(endpoint, "/v1/chat/completions");
-    if (!batch->chat && !str_is(endpoint, "/v1/completions"))
-        return *message = "endpoint: expected /v1/completions or /v1/chat/completions", "endpoint";
+    batch->endpoint = api_find_endpoint(endpoint);
+    if (!batch->endpoint) return *message = "endpoint: expected " API_ENDPOINTS, "endpoint";
     int64_t seconds = files_read_window(window);
     if (seconds < 0)
         return *message = "completion_window: expected a time up to 30 days, as 24h",
@@ -37724,6 +38258,12 @@ static const srv_route srv_routes[] = {
     {"/v1/messages",         false, SRV_POST, false, false, NULL, srv_begin_api, API_MESSAGES},
     {"/v1/messages/count_tokens", false, SRV_POST, false, false, NULL, srv_count_prompt,
      API_MESSAGES},
+    {"/v1/embeddings",       false, SRV_POST, false, false, NULL, srv_begin_api, API_EMBEDDINGS},
+    {"/v1/score",            false, SRV_POST, false, false, NULL, srv_begin_api, API_SCORE},
+    {"/score",               false, SRV_POST, false, false, NULL, srv_begin_api, API_SCORE},
+    {"/v1/rerank",           false, SRV_POST, false, false, NULL, srv_begin_api, API_RERANK},
+    {"/v2/rerank",           false, SRV_POST, false, false, NULL, srv_begin_api, API_RERANK},
+    {"/rerank",              false, SRV_POST, false, false, NULL, srv_begin_api, API_RERANK},
     {"/tokenize",            false, SRV_POST, false, false, NULL, srv_tokenize,  API_TOKENIZE},
     {"/detokenize",          false, SRV_POST, false, false, NULL, srv_tokenize,  API_DETOKENIZE},
     {"/v1/files",            true,  0,        false, false, NULL, srv_files,     0},

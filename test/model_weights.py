@@ -23,6 +23,7 @@ not quantized, so the values that they stand for are exact. Those values are wha
 """
 import json
 import os
+import shutil
 import struct
 import sys
 
@@ -396,6 +397,21 @@ EDITS = {
     "code-of-its-own": ("qwen3", lambda config, tensors: config.update(
         architectures=["OwnForCausalLM"], model_type="own", auto_map={"AutoModelForCausalLM": "own.OwnForCausalLM"}), "OwnForCausalLM"),
 }
+
+
+def write_whole(folder, spec):
+    """Writes a model of test/embeddings.json: the folder, the tokenizer of test/model, the other files, the chat template."""
+    os.makedirs(folder, exist_ok=True)
+    write(folder, {k: v for k, v in spec.items() if k != "files"})
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(os.path.join(HERE, "model", name), folder)
+    for name, content in spec.get("files", {}).items():
+        os.makedirs(os.path.dirname(os.path.join(folder, name)), exist_ok=True)
+        with open(os.path.join(folder, name), "w") as f:
+            json.dump(content, f)
+    if "template" in spec:
+        with open(os.path.join(folder, "chat_template.jinja"), "w") as f:
+            f.write(spec["template"])
 
 
 def main():

@@ -245,7 +245,7 @@ def test_lines_do_not_share_random_numbers(tmp_path):
 
 # (name, line, code of its error)
 BAD = [("not json", "{\"prompt\": ", "invalid_json"), ("not an object", "[1,2]", "invalid_request"),
-       ("url", dict(completion("x", "a"), url="/v1/embeddings"), "unsupported"),
+       ("url", dict(completion("x", "a"), url="/v1/images"), "unsupported"),
        ("method", dict(completion("x", "a"), method="GET"), "invalid_request"),
        ("no body", {"custom_id": "x", "url": "/v1/completions"}, "invalid_request"),
        ("no prompt", completion("x", None), "invalid_request"),

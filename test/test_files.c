@@ -361,7 +361,7 @@ static void files_test_routes(void) {
         "[]",
         "{}",
         "{\"input_file_id\":\"%s\"}",
-        "{\"input_file_id\":\"%s\",\"endpoint\":\"/v1/embeddings\",\"completion_window\":\"24h\"}",
+        "{\"input_file_id\":\"%s\",\"endpoint\":\"/v1/images\",\"completion_window\":\"24h\"}",
         "{\"input_file_id\":\"%s\",\"endpoint\":\"/v1/completions\",\"completion_window\":\"soon\"}",
         "{\"input_file_id\":\"%s\",\"endpoint\":\"/v1/completions\",\"completion_window\":\"24h\",\"metadata\":[1]}",
         "{\"input_file_id\":\"%s\",\"endpoint\":\"/v1/completions\",\"completion_window\":\"24h\",\"metadata\":{\"a\":1}}",

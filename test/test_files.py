@@ -65,6 +65,23 @@ def counts(batch):
     return batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed
 
 
+def test_embeddings_batch(tmp_path):
+    """A batch of embeddings, which gives the vectors of /v1/embeddings."""
+    with serve(tmp_path) as s:
+        api = client(s)
+        text = "".join(json.dumps({"custom_id": f"r{i}", "method": "POST", "url": "/v1/embeddings",
+                                   "body": {"input": [f"Tom has {i}", "x"] if i < 9 else "", "dimensions": 4}}) + "\n" for i in range(10))
+        b = wait(api, start(api, text, endpoint="/v1/embeddings"))
+        assert b.status == "completed" and counts(b) == (10, 9, 1) and b.endpoint == "/v1/embeddings"
+        for line in results(api, b.output_file_id):
+            body = line["response"]["body"]
+            want = api.embeddings.create(model="embedded", input=[f"Tom has {line['custom_id'][1:]}", "x"], dimensions=4, encoding_format="float")
+            for got, vector in zip(body["data"], want.data):
+                assert max(abs(a - b) for a, b in zip(got["embedding"], vector.embedding)) < 1e-6
+        error, = results(api, b.error_file_id)
+        assert error["response"]["status_code"] == 400 and error["response"]["body"]["error"]["param"] == "input"
+
+
 def test_files(tmp_path):
     with serve(tmp_path) as s:
         api = client(s)
@@ -128,7 +145,7 @@ def test_invalid_batches(tmp_path):
         assert b.output_file_id is None and b.failed_at
         b = wait(api, start(api, lines(3, endpoint="/v1/chat/completions")))
         assert b.status == "failed" and {x.code for x in b.errors.data} == {"invalid_url"}
-        for wrong in ({"input_file_id": "file-1"}, {"endpoint": "/v1/embeddings"}, {"completion_window": "soon"},
+        for wrong in ({"input_file_id": "file-1"}, {"endpoint": "/v1/images"}, {"completion_window": "soon"},
                       {"metadata": {"a": "b" * 3000}}):
             with pytest.raises(openai.BadRequestError) as e:
                 fields = {"input_file_id": api.files.list().data[0].id, "endpoint": "/v1/completions", "completion_window": "24h"}
