@@ -22499,6 +22499,7 @@ struct toka_device {
     int n_mappings;
     toka_weights own_weights; /* a copy of the caller's lists, in which repacked weights replace the
                                * caller's */
+    size_t repacked_bytes;    /* of own_weights, beside the mapped files */
     arena own_lists;
     size_t mapped_bytes;      /* of all mappings */
     toka_err error;           /* the first failure; code 0: none */
@@ -24018,6 +24019,7 @@ static void cpu_repack(toka_device *dev, toka_tensor *weight) {
     char *memory = cpu_zalloc(dev, word_bytes + zero_bytes + scale_bytes, 1);
     toka_quant *own = arena_alloc(&dev->own_lists, sizeof *own);
     if (!memory) return;
+    dev->repacked_bytes += word_bytes + zero_bytes + scale_bytes;
     job.words = (uint32_t *)(void *)memory;
     job.zeros = (uint32_t *)(void *)(memory + word_bytes);
     job.scales = memory + word_bytes + zero_bytes;
@@ -24290,6 +24292,12 @@ static int64_t cpu_kv_bytes(const toka_shape *shape, const toka_weights *weights
 
 static const char *cpu_describe(const toka_device *dev) { return dev->description; }
 
+/* The weights in the mapped files take no memory of the device; other has the KV pool, too. */
+static void cpu_memory(const toka_device *dev, toka_memory *used) {
+    *used = (toka_memory){.weights = (int64_t)dev->repacked_bytes,
+                          .other = (int64_t)(dev->mapped_bytes - dev->repacked_bytes)};
+}
+
 static int cpu_status(toka_device *dev, toka_err *e) {
     if (!dev->error.code && dev->group && toka_group_is_broken(dev->group))
         toka_group_error(dev->group, dev->rank, &dev->error);
@@ -24321,6 +24329,7 @@ const toka_backend toka_cpu = {
     .open = cpu_open,
     .close = cpu_close,
     .describe = cpu_describe,
+    .memory = cpu_memory,
     .status = cpu_status,
     .alloc = cpu_alloc,
     .upload = cpu_upload,
@@ -26679,6 +26688,7 @@ SERVER_ONLY static int eng_max_seqs(const eng *engine) { return engine->max_seqs
 
 /* Returns the name of the backend. */
 static const char *eng_device_name(const eng *engine) { return engine->backend->name; }
+SERVER_ONLY static bool eng_reads_files(const eng *engine) { return engine->backend->reads_files; }
 
 /* Describes the device of the first rank in one line. */
 static const char *eng_describe_device(const eng *engine) {
@@ -34760,7 +34770,10 @@ static void run_print_start(const toka *t, const char *name, double load_s) {
             name, info.device, load_s, (long long)kv_tokens, (double)kv_tokens / info.max_model_len,
             info.max_model_len);
     run_print_windows(t);
-    if (used.weights)
+    if (used.weights && eng_reads_files(t->engine))
+        fprintf(stderr, "; weights packed again beside the files: %.1f MB",
+                1e-6 * (double)used.weights);
+    else if (used.weights)
         fprintf(stderr, "; GB on a GPU: weights %.3f, KV %.3f, all else %.3f",
                 1e-9 * (double)used.weights, 1e-9 * (double)used.kv, 1e-9 * (double)used.other);
     fputc('\n', stderr);
@@ -39633,7 +39646,8 @@ static int srv_run(const srv_options *options, toka_err *e) {
  *                         weights, too.
  *   run_bench_plan        `toka bench plan`: measures chapters 14 to 17 alone, without a model.
  *   plan_answer           `toka plan`: calculates which layouts of a model fit on which GPUs, and
- *                         an upper bound of their speed. It runs nothing.
+ *                         an upper bound of their speed; or how many GPUs hold a rate of requests,
+ *                         by a simulation; or the memory of a batch. It runs nothing.
  * =========================================================================== */
 
 /* ---- Dummy weights: the shapes of a line of models.txt, filled with random numbers ----
@@ -39876,6 +39890,10 @@ static int run_dummy_unknown(const toka_options *options, arena *a, toka_err *e)
     return suggest_fail(&nearest, "", e);
 }
 
+/* What --quantization fp8 makes of plain matrices: one scale a row, as mf_quantize. */
+static mf_rule run_dummy_fp8 = {.format = {.method = &mf_methods[0], .block_rows = 1}};
+static const mf_quantization run_dummy_quantization = {.rules = &run_dummy_fp8, .n_rules = 1};
+
 /* Opens a toka without model files: shapes from models.txt, random weights, no tokenizer. The
  * caller closes *out. If it fails, *out is NULL or unchanged. */
 static int run_dummy_open(toka **out, const toka_options *options, toka_err *e) {
@@ -39885,8 +39903,6 @@ static int run_dummy_open(toka **out, const toka_options *options, toka_err *e) 
     const toka_backend *backend = lib_find_backend(options->device);
     if (!options->model)
         return fail(e, TOKA_E_USE, "--dummy-weights needs -m NAME, a name of models.txt");
-    if (options->quantization)
-        return fail(e, TOKA_E_USE, "--quantization needs weights, not --dummy-weights");
     toka *t = mem_zalloc(sizeof *t);
     mf_model *model = t->files = mem_zalloc(sizeof *model);
     model->tokenizer_json = model->tokenizer_config = STR("");
@@ -39897,6 +39913,8 @@ static int run_dummy_open(toka **out, const toka_options *options, toka_err *e) 
     if (!code) {
         model->name = found->name;
         model->config = found->config;
+        if (options->quantization && !model->config.quantization)
+            model->config.quantization = &run_dummy_quantization;
         model->shape = t->shape = found->config.shape;
         code = run_dummy_weights(model, e);
     }
@@ -41331,7 +41349,7 @@ static int64_t plan_weight_bytes(const plan_query *query) {
     return plan_make_rank(query, 1, 1, 0, 0).weight_bytes;
 }
 /* Returns the bytes of K and V of one token. */
-static int64_t plan_token_bytes(const plan_query *query) {
+static int64_t plan_kv_bytes(const plan_query *query) {
     return plan_make_rank(query, 1, 1, 0, 0).token_bytes;
 }
 /* Returns the parameters that one token uses. */
@@ -41437,7 +41455,7 @@ static void plan_put_head(const plan_query *query, const char *name, buf *out) {
     buf_printf(out, ", %.3g GB as ", 1e-9 * (double)plan_weight_bytes(query));
     plan_put_formats(query, out);
     buf_printf(out, "; %s bytes of K and V a token",
-               plan_format_int(plan_token_bytes(query), text1));
+               plan_format_int(plan_kv_bytes(query), text1));
     if (n_windowed)
         buf_printf(out, ", to the end also in the %d layers with a window", n_windowed);
     buf_char(out, '\n');
@@ -41570,6 +41588,22 @@ static void plan_put_json_layout(const plan_options *options, const plan_layout 
     buf_free(&flags);
 }
 
+static void plan_put_json_gpu(const run_gpu *gpu, buf *out) {
+    const struct {
+        const char *name;
+        double value;
+    } rates[] = {{"memory_bytes", gpu->memory},
+                 {"flops", gpu->flops},
+                 {"read_bytes_per_second", gpu->memory_rate},
+                 {"link_bytes_per_second", gpu->link_rate}};
+    json_put_key(out, "gpu"), json_put_open(out, '{');
+    json_put_key(out, "name"), json_put_str(out, str_c(gpu->name));
+    for (int i = 0; i < COUNT(rates); i++)
+        json_put_key(out, rates[i].name), json_put_int(out, (int64_t)rates[i].value);
+    json_put_key(out, "source"), json_put_str(out, str_c(gpu->source));
+    json_put_close(out, '}');
+}
+
 static void plan_put_json_experts(const plan_query *query, const plan_layout *layout, buf *out) {
     const toka_moe *moe = &query->model->moe;
     json_put_key(out, "experts"), json_put_open(out, '[');
@@ -41589,14 +41623,6 @@ static void plan_put_json_experts(const plan_query *query, const plan_layout *la
 /* Appends the answer as one JSON object. layouts: [n_layouts], of which at least one fits. */
 static void plan_put_json(const plan_options *options, const plan_query *query, const char *name,
                           const plan_layout *layouts, int n_layouts, buf *out) {
-    const run_gpu *gpu = query->gpu;
-    const struct {
-        const char *name;
-        double value;
-    } rates[] = {{"memory_bytes", gpu->memory},
-                 {"flops", gpu->flops},
-                 {"read_bytes_per_second", gpu->memory_rate},
-                 {"link_bytes_per_second", gpu->link_rate}};
     const struct {
         const char *name;
         int64_t value;
@@ -41619,12 +41645,7 @@ static void plan_put_json(const plan_options *options, const plan_query *query, 
     for (int i = 0; i < COUNT(sizes); i++)
         json_put_key(out, sizes[i].name), json_put_int(out, sizes[i].value);
     json_put_key(out, "gpu_memory_utilization"), json_put_num(out, query->utilization, false);
-    json_put_key(out, "gpu"), json_put_open(out, '{');
-    json_put_key(out, "name"), json_put_str(out, str_c(gpu->name));
-    for (int i = 0; i < COUNT(rates); i++)
-        json_put_key(out, rates[i].name), json_put_int(out, (int64_t)rates[i].value);
-    json_put_key(out, "source"), json_put_str(out, str_c(gpu->source));
-    json_put_close(out, '}');
+    plan_put_json_gpu(query->gpu, out);
     json_put_key(out, "splits"), json_put_open(out, '[');
     for (int i = 0; i < n_layouts; i++) plan_put_json_layout(options, &layouts[i], out);
     json_put_close(out, ']');
@@ -41830,7 +41851,7 @@ static void plan_make_memory(const plan_query *query, int64_t batch, int64_t len
     const int64_t in = 12 * T, result = 16;
     plan_memory_row all[PLAN_MEMORY_ROWS] = {
         {"weights", plan_weight_bytes(query), ""},
-        {"K and V", batch * length * plan_token_bytes(query), ""},
+        {"K and V", batch * length * plan_kv_bytes(query), ""},
         {"activations", activations, ""}, {"in- and output", in + batch * result, ""},
         {"tables, driver", tables, ""}};
     buf formats = {0};
@@ -45533,6 +45554,8 @@ static const help_page help_pages[] = {
      "  tokens can change.\n"
      "- On the CPU K and V are float32, whatever kv_cache_scheme says, and\n"
      "  activations are not rounded to FP8.\n"
+     "- AWQ and GPTQ store 4-bit weights by columns. The CPU packs them by rows, in\n"
+     "  memory beside the files; the start says how much that takes.\n"
      "- Of a multi-modal folder with a language model that toka has, the language\n"
      "  model is loaded; images are not there.\n"
      "- `--dtype bfloat16` on a CPU with AVX512_BF16 rounds what enters a product\n"
@@ -45774,7 +45797,7 @@ static const help_page help_pages[] = {
      "  their order; a request starts when K and V have room for its whole output.\n"
      "- A step takes: its products by the roofline; 5 % more for reading the weights\n"
      "  with each doubling of its rows; K and V at 85 % of the memory's rate; 10 us a\n"
-     "  layer. Beside 25 steps measured on an H200 (seven dense bf16 models, 1 to 1,024\n"
+     "  layer. Beside 25 steps measured on an H200 (nine dense bf16 models, 1 to 1,024\n"
      "  sequences, prompts of 16,000) that is off by 10 % on average, by 34 % at most\n"
      "  (Qwen2.5-0.5B, 48 sequences). Experts and quantized formats are not measured.\n"
      "- Not in it: the network, tokenizers, the threads of a server (at 160,000 tokens\n"
@@ -47847,7 +47870,7 @@ static int cli_put_known_model(const mf_known_model *known, const char *where, b
         buf_printf(out, "%-33s %-49s %7.2f B  %8.2f  %-15s %8lld  %-11s %s\n", known->name,
                    known->hub_id, 1e-9 * (double)mf_n_parameters(&known->config),
                    1e-9 * (double)plan_weight_bytes(&query), buf_view(&formats).p,
-                   (long long)plan_token_bytes(&query), known->family, where);
+                   (long long)plan_kv_bytes(&query), known->family, where);
     }
     buf_free(&formats);
     plan_close_model(&query);

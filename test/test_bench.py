@@ -141,6 +141,27 @@ def test_dummy_weights_of_every_family(tmp_path):
                                                       "Qwen3ForCausalLM"}
 
 
+def test_dummy_weights_quantized(tmp_path):
+    """--quantization makes them FP8. AWQ's order is packed again on the CPU, and the start says how much memory that takes; int4 by rows
+    is read as it is."""
+    layer = 256 * 256 * 2 + 2 * 128 * 256 + 3 * 512 * 256  # numbers: 4 bits; for each 128 a scale of 16 bits and a zero point of 4
+    awq, rows = ({"quantization_config": q} for q in (
+        {"quant_method": "awq", "bits": 4, "group_size": 128},
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"], "config_groups": {"a": {
+            "targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "group_size": 128}}}}))
+    models = tmp_path / "models.txt"
+    models.write_text("".join(f"m{i} a/m{i} - {json.dumps({'architectures': ['LlamaForCausalLM'], **CONFIG, **more})}\n"
+                              for i, more in enumerate(({}, awq, rows))))
+    d = dataset(tmp_path, [{"prompt_token_ids": ids(40), "output_lengths": [5]}])
+    args = ["--models-file", str(models), "--dummy-weights", "--dataset", d, "--json"]
+    err = bench("throughput", "-m", "m1", *args)[1]
+    assert float(re.search(r"weights packed again beside the files: ([\d.]+) MB", err)[1]) == pytest.approx(
+        3e-6 * layer * (1 / 2 + 2 / 128 + 0.5 / 128), abs=0.06)
+    for model, more in (("m0", []), ("m0", ["--quantization", "fp8"]), ("m2", [])):
+        out, err = bench("throughput", "-m", model, *args, *more)
+        assert json.loads(out)["total_output_tokens"] == 5 and "packed again" not in err
+
+
 def test_refused(tmp_path):
     for line in ({"prompt_token_ids": [1]}, {"output_lengths": [1]}, {"prompt_token_ids": [1], "output_lengths": [0]},
                  {"prompt_token_ids": [1], "output_lengths": [2000]}, {"prompt_token_ids": [], "output_lengths": [1]},
