@@ -13,9 +13,9 @@
  * WHAT IT IS NOT. It does not train or convert. It runs decoder-only
  * transformers, the rows of mf_archs (11): dense ones, mixtures of experts, and models with latent
  * attention; their weights are bf16, f16, f32, FP8, int4 or MXFP4 (mf_methods). The GPU backend has
- * the dense Llama family in bf16, f16 and f32 only. No images, no speculative decoding. If toka
- * would compute a model differently from the code of the model's authors, it refuses the model and
- * says why (mf_refuse_unsupported).
+ * the dense Llama family in bf16, f16, f32 and FP8 only. No images, no speculative decoding. If
+ * toka would compute a model differently from the code of the model's authors, it refuses the model
+ * and says why (mf_refuse_unsupported).
  *
  * HOW DATA FLOWS (the numbers are chapters):
  *

@@ -20,14 +20,17 @@
  * stays on the device (toka_device.last_tokens), where `embed` of the next step reads it. Each
  * buffer that the host fills for a step exists STEPS_IN_FLIGHT times.
  *
- * NUMBERS. Weights and activations are bf16. Accumulators, norms, softmax and log-probabilities are
- * float32. The residual stream x is rounded to bf16 between ops. Every sum has a fixed order, so
- * the same step gives the same bits again. With more or fewer rows in a step, a row's result can
- * differ by rounding, because another tile shape sums in another order.
+ * NUMBERS. Weights and activations are bf16. On Hopper FP8 weights stay e4m3, and x of their GEMMs
+ * is rounded to e4m3; other GPUs unpack them to bf16. Accumulators, norms, softmax and
+ * log-probabilities are float32. The residual stream x is rounded to bf16 between ops. Every sum
+ * has a fixed order, so the same step gives the same bits again. With more or fewer rows in a step,
+ * a row's result can differ by rounding, because another tile shape sums in another order (not with
+ * an e4m3 W).
  *
  * MEMORY. cuda_open and cuda_alloc allocate everything. Layouts:
  *
- *   weights     W [N][K] row-major bf16; E, F, V are padded with zeros to multiples of 8. q, k and
+ *   weights     W [N][K] row-major bf16 or, on Hopper, e4m3 with float32 scales of rows or of
+ *               blocks of 128 x 128; E, F, V are padded with zeros to multiples of 8. q, k and
  *               v are one matrix [(H+2K)*D][E]; on Hopper with D 64 or 128 the rows of each head
  *               are in the order of qkv_interleave (chapter 4). gate and up are one matrix [2F][E]:
  *               rows 0 to 7 of gate, rows 0 to 7 of up, rows 8 to 15 of gate, and so on. So one
@@ -98,6 +101,8 @@
  *               W is not large; logits of M <= 16         swapped      8, 16, 32, 64
  *   gemm_wgmma  the rest on Hopper                        wgmma        128 of M x       384
  *                                                                      64 to 256 of N
+ *     FP8       e4m3 W: every M                           wgmma        64 or 128 of M   256, 384
+ *                                                                      x 32 to 128 of N
  *   gemm_mma    the rest on other GPUs                    mma.sync     128 x 128 or     256, 128
  *                                                                      64 x 64
  *
@@ -109,6 +114,8 @@
  *   gemm_wgmma  1, 2, 4 CTAs of a cluster        TMA, up to 8 buffers,     all; also epi_scatter
  *                                                persistent CTAs           (ranks), epi_sample
  *                                                                          (LM head)
+ *     FP8       none: a row has the same bits    TMA, up to 11 buffers     STORE, RESIDUAL, SWIGLU,
+ *               for every M                                                  QKV, epi_scatter
  *   gemm_mma    none                             cp.async, 4 buffers       STORE, RESIDUAL, SWIGLU,
  *                                                                          LOGITS
  *
@@ -278,9 +285,15 @@ typedef struct upload_buffer {
 } upload_buffer;
 
 typedef struct weight { /* a matrix on the device; N and K are multiples of 8 */
-    bf16 *data;         /* [N][K] */
+    bf16 *data;         /* [N][K]; with scale: e4m3, a byte an element, rows of fp8_row_bytes(K) */
     const float *bias;  /* [N] or NULL */
     int N, K;
+    /* NULL: bf16. Else e4m3: [N] a scale for each row, or with is_blocked [ceil(K/128)]
+     * [ceil(N/128)][2]: for 128 columns of K and 128 rows a scale of the even groups of 8 rows
+     * (gate), and one of the odd groups (up). In other matrices both are equal */
+    const float *scale;
+    bool is_blocked;
+    float x_scale;      /* e4m3: the static scale of x; 0: each row of x has its own */
 } weight;
 
 typedef struct layer_weights {
@@ -421,6 +434,7 @@ struct toka_device {
     int max_smem;          /* bytes of shared memory that a CTA can have */
     int max_clusters_of_4; /* Hopper: clusters of four GEMM CTAs that can be resident at once */
     bool hopper;           /* the wgmma and TMA kernels are used */
+    bool has_fp8;          /* some matrices are e4m3 */
     cudaStream_t stream;
     /* cuTensorMapEncodeTiled of the driver */
     CUresult (*encode_map)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
@@ -438,6 +452,7 @@ struct toka_device {
                                     stage */
     bf16 *xn, *qkv, *act;        /* scratch: [T][E] normed rows, [T][(H+2K)*D], [T][F] */
     float *row_sumsq;            /* scratch: [FUSE_NORM_MAX_ROWS][ceil(E / 16)] */
+    float *x_scale;              /* scratch: [T] scales of the rows of x of an FP8 GEMM */
     upload_buffer upload;
     step_rows rows;
     int *last_tokens;            /* [n_seqs] the last sampled token of each seq */
@@ -634,6 +649,8 @@ static int cuda_ordinal(const toka_device_options *options) {
 
 static inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 static inline int round_up_8(int n) { return (n + 7) & ~7; }
+/* Returns the bytes from one row of an e4m3 matrix with K columns to the next. */
+static inline int fp8_row_bytes(int K) { return (K + 15) & ~15; }
 
 /* ===========================================================================
  * MARK: 2. PTX [device]
@@ -987,6 +1004,14 @@ __device__ static inline uint64_t wgmma_desc(uint32_t at) {
                  : WG_ACC_##H                                                                      \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(scale_d), "n"(TRANS_B))
 
+#define WG_SS_FP8(n, H, A, B, S)                                                                   \
+    if constexpr (N == n)                                                                          \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %" #S ", 0; wgmma.mma_async.sync.aligned.m64n" #n  \
+                 "k32.f32.e4m3.e4m3"                                                               \
+                 " {" WG_REGS_##H "}, %" #A ", %" #B ", p, 1, 1;}"                                 \
+                 : WG_ACC_##H                                                                      \
+                 : "l"(a), "l"(b), "r"(scale_d))
+
 /* a and b are descriptors of tiles in shared memory. TRANS_B 0: b is stored as [N][16]
  * (wgmma_desc). TRANS_B 1: b is stored as [16][N] in panels of 64 columns (wgmma_desc_trans). */
 template <int N, int TRANS_B = 0>
@@ -1004,6 +1029,16 @@ __device__ static inline void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b
     WG_SS(192, 96, 96, 97, 98, 99);
     WG_SS(224, 112, 112, 113, 114, 115);
     WG_SS(256, 128, 128, 129, 130, 131);
+}
+/* d[64][N] (+)= a[64][32] b[N][32]^T with e4m3 operands: the same bytes as 16 columns of bf16. The
+ * sum of such an instruction keeps 14 bits and is cut, not rounded
+ * (test/results/trials-fp8-promotion.md). */
+template <int N>
+__device__ static inline void wgmma_ss_fp8(float (&d)[N / 2], uint64_t a, uint64_t b, int scale_d) {
+    static_assert(N == 32 || N == 64 || N == 128);
+    WG_SS_FP8(32, 16, 16, 17, 18);
+    WG_SS_FP8(64, 32, 32, 33, 34);
+    WG_SS_FP8(128, 64, 64, 65, 66);
 }
 /* wgmma_ss with a in registers. */
 template <int N, int TRANS_B>
@@ -1214,6 +1249,11 @@ typedef struct load_job { /* a tensor, or a slice of a tensor, and its target */
     bool f32;         /* the target is float32 */
     int row0;         /* first row in the target */
     bool interleaved; /* row r goes to row0 + r/8*16 + r%8: 8 rows of gate, then 8 rows of up */
+    bool fp8;         /* the target is e4m3: the bytes of the file, stride bytes a row */
+    /* e4m3 to bf16: device memory [rows][n_groups], a scale for each group_cols columns; the tensor
+     * begins at column first_col of a group */
+    float *scales;
+    int n_groups, group_cols, first_col;
 } load_job;
 
 typedef struct weight_loader {
@@ -1229,8 +1269,55 @@ typedef struct weight_loader {
     pthread_mutex_t lock;
 } weight_loader;
 
+/* Returns the bytes of an element in the file. */
+static size_t load_elem_bytes(const toka_tensor *tensor) {
+    return tensor->dtype == TOKA_F32 ? 4 : tensor->dtype == TOKA_FP8 ? 1 : 2;
+}
+/* Returns the elements from one row of a tensor to the next, and the bytes of row 0. */
+static size_t load_row_stride(const toka_tensor *tensor) {
+    return tensor->quant ? (size_t)tensor->quant->cols * tensor->row_step : (size_t)tensor->stride;
+}
+static const char *load_first_row(const toka_tensor *tensor) {
+    const size_t first = tensor->quant ? (size_t)tensor->row0 * tensor->quant->cols + tensor->col0
+                                       : 0;
+    return (const char *)tensor->data + first * load_elem_bytes(tensor);
+}
+/* Returns the scale of row `row` and group `group` of an e4m3 tensor. The groups are those of the
+ * whole matrix: group_cols columns each. */
+static float load_scale(const toka_tensor *tensor, int row, int group) {
+    const toka_quant *quant = tensor->quant;
+    const size_t block_row = (size_t)(tensor->row0 + row * tensor->row_step) / quant->block_rows,
+                 i = block_row * quant->scale_row_step + (size_t)group * quant->scale_col_step;
+    const char *at = (const char *)quant->scale + i * (quant->scale_dtype == TOKA_F32 ? 4 : 2);
+    float value;
+    bf16 value_bf16;
+    __half value_f16;
+    if (quant->scale_dtype == TOKA_F32) return memcpy(&value, at, 4), value;
+    if (quant->scale_dtype == TOKA_F16) return memcpy(&value_f16, at, 2), __half2float(value_f16);
+    return memcpy(&value_bf16, at, 2), __bfloat162float(value_bf16);
+}
+/* Uploads the scales with which an e4m3 tensor becomes bf16. */
+static void load_upload_scales(toka_device *dev, load_job *job) {
+    const toka_tensor *from = job->from;
+    job->group_cols = from->quant->block_cols, job->first_col = from->col0 % job->group_cols;
+    job->n_groups = ceil_div(job->first_col + from->cols, job->group_cols);
+    const size_t n = (size_t)from->rows * job->n_groups;
+    float *scales = (float *)malloc(n * sizeof *scales);
+    if (!scales) abort();
+    for (size_t i = 0; i < n; i++)
+        scales[i] = load_scale(from, (int)(i / job->n_groups),
+                               from->col0 / job->group_cols + (int)(i % job->n_groups));
+    if (!dev->error.code)
+        latch_error(dev, cudaMalloc((void **)&job->scales, n * sizeof *scales), "weights");
+    if (!dev->error.code)
+        latch_error(dev,
+                    cudaMemcpy(job->scales, scales, n * sizeof *scales, cudaMemcpyHostToDevice),
+                    "weights");
+    free(scales);
+}
+
 static void load_add_job(weight_loader *loader, const toka_tensor *from, void *to, int stride,
-                         bool f32, int row0, bool interleaved) {
+                         bool f32, int row0, bool interleaved, bool fp8 = false) {
     if (!from->rows) return;
     if (loader->n_jobs == loader->cap_jobs) {
         loader->cap_jobs = loader->cap_jobs ? 2 * loader->cap_jobs : 256;
@@ -1238,8 +1325,17 @@ static void load_add_job(weight_loader *loader, const toka_tensor *from, void *t
                                            (size_t)loader->cap_jobs * sizeof *loader->jobs);
         if (!loader->jobs) abort();
     }
-    loader->jobs[loader->n_jobs++] = load_job{from, to, stride, f32, row0, interleaved};
-    loader->total_bytes += (size_t)from->rows * from->cols * (from->dtype == TOKA_F32 ? 4 : 2);
+    load_job *job = &loader->jobs[loader->n_jobs++];
+    *job = load_job{from, to, stride, f32, row0, interleaved, fp8};
+    if (from->dtype == TOKA_FP8 && !fp8) load_upload_scales(loader->dev, job);
+    loader->total_bytes += (size_t)from->rows * from->cols * load_elem_bytes(from);
+}
+
+/* Returns the value of an e4m3 number: its bits are those of a half with another bias. */
+__device__ static inline float fp8_value(uint8_t code) {
+    const float value = __half2float(__ushort_as_half((uint16_t)(code << 8 & 0x8000 |
+                                                                 (code & 0x7F) << 7)));
+    return (code & 0x7F) == 0x7F ? NAN : value * 256;
 }
 
 /* raw holds the elements first_elem .. first_elem+n_elems-1 of a tensor with `cols` columns. The
@@ -1253,6 +1349,16 @@ __global__ static void __launch_bounds__(256)
     int row = (int)((first_elem + i) / cols), col = (int)((first_elem + i) % cols);
     size_t to =
         (size_t)(job.row0 + (job.interleaved ? row / 8 * 16 + row % 8 : row)) * job.stride + col;
+    if (job.fp8) {
+        ((uint8_t *)job.to)[to] = ((const uint8_t *)raw)[i];
+        return;
+    }
+    if (dtype == TOKA_FP8) {
+        const float scale = job.scales[(size_t)row * job.n_groups +
+                                       (job.first_col + col) / job.group_cols];
+        ((bf16 *)job.to)[to] = __float2bfloat16(fp8_value(((const uint8_t *)raw)[i]) * scale);
+        return;
+    }
     float value = dtype == TOKA_F32   ? ((const float *)raw)[i]
                   : dtype == TOKA_F16 ? __half2float(((const __half *)raw)[i])
                                       : __bfloat162float(((const bf16 *)raw)[i]);
@@ -1269,10 +1375,10 @@ static bool load_next(weight_loader *loader, load_job *job, size_t *first_elem, 
     if (more) {
         *job = loader->jobs[loader->next_job], *first_elem = loader->next_elem;
         const toka_tensor *tensor = job->from;
-        size_t elem_bytes = tensor->dtype == TOKA_F32 ? 4 : 2,
+        size_t elem_bytes = load_elem_bytes(tensor),
                total = (size_t)tensor->rows * tensor->cols,
                max_elems = LOAD_PIECE_BYTES / elem_bytes;
-        const bool is_slice = tensor->rows > 1 && tensor->stride != tensor->cols;
+        const bool is_slice = tensor->rows > 1 && load_row_stride(tensor) != (size_t)tensor->cols;
         assert(!is_slice || max_elems >= (size_t)tensor->cols);
         if (is_slice) max_elems -= max_elems % tensor->cols;
         *n_elems = total - *first_elem < max_elems ? total - *first_elem : max_elems;
@@ -1289,14 +1395,15 @@ static bool load_next(weight_loader *loader, load_job *job, size_t *first_elem, 
 /* Copies the elements first_elem .. first_elem+n_elems-1 of a tensor from the mapped file to `to`,
  * without the gaps between the rows of a slice. */
 static void load_read(const toka_tensor *tensor, size_t first_elem, size_t n_elems, char *to) {
-    size_t elem_bytes = tensor->dtype == TOKA_F32 ? 4 : 2, cols = (size_t)tensor->cols;
-    const char *data = (const char *)tensor->data;
-    if (tensor->rows == 1 || tensor->stride == tensor->cols)
+    size_t elem_bytes = load_elem_bytes(tensor), cols = (size_t)tensor->cols;
+    const char *data = load_first_row(tensor);
+    if (tensor->rows == 1 || load_row_stride(tensor) == cols)
         memcpy(to, data + first_elem * elem_bytes, n_elems * elem_bytes);
     else
         for (size_t i = 0; i < n_elems; i += cols)
             memcpy(to + i * elem_bytes,
-                   data + (first_elem + i) / cols * tensor->stride * elem_bytes, cols * elem_bytes);
+                   data + (first_elem + i) / cols * load_row_stride(tensor) * elem_bytes,
+                   cols * elem_bytes);
 }
 
 /* Loads one piece. host_buf is pinned. If the elements need no conversion, padding or interleaving,
@@ -1304,12 +1411,13 @@ static void load_read(const toka_tensor *tensor, size_t first_elem, size_t n_ele
  * load_convert_kernel stores them. */
 static cudaError_t load_piece(const load_job *job, size_t first_elem, size_t n_elems,
                               char *host_buf, char *dev_buf, cudaStream_t stream) {
-    size_t elem_bytes = job->from->dtype == TOKA_F32 ? 4 : 2;
+    size_t elem_bytes = load_elem_bytes(job->from);
     load_read(job->from, first_elem, n_elems, host_buf);
-    if (job->from->dtype == TOKA_BF16 && !job->f32 && !job->interleaved &&
+    if ((job->from->dtype == TOKA_BF16 || job->fp8) && !job->f32 && !job->interleaved &&
         job->stride == job->from->cols)
-        return cudaMemcpyAsync((bf16 *)job->to + (size_t)job->row0 * job->stride + first_elem,
-                               host_buf, n_elems * elem_bytes, cudaMemcpyHostToDevice, stream);
+        return cudaMemcpyAsync(
+            (char *)job->to + ((size_t)job->row0 * job->stride + first_elem) * elem_bytes, host_buf,
+            n_elems * elem_bytes, cudaMemcpyHostToDevice, stream);
     cudaError_t code = cudaMemcpyAsync(dev_buf, host_buf, n_elems * elem_bytes,
                                        cudaMemcpyHostToDevice, stream);
     if (code) return code;
@@ -1370,6 +1478,7 @@ static void load_run(weight_loader *loader) {
     for (int i = 0; i < n_started; i++) pthread_join(threads[i], NULL);
     pthread_mutex_destroy(&loader->lock);
     if (loader->error.code && !loader->dev->error.code) loader->dev->error = loader->error;
+    for (int i = 0; i < loader->n_jobs; i++) cudaFree(loader->jobs[i].scales);
     free(loader->jobs);
 }
 
@@ -1378,15 +1487,6 @@ static void load_run(weight_loader *loader) {
  * The functions weight_load_* allocate GPU memory and add jobs to the loader. load_run runs the
  * jobs. */
 
-/* Allocates a matrix [rows][cols], both rounded up to multiples of 8. The padding is zero. */
-static weight weight_alloc(toka_device *dev, int rows, int cols) {
-    weight w = {NULL, NULL, round_up_8(rows), round_up_8(cols)};
-    size_t bytes = (size_t)w.N * w.K * sizeof(bf16);
-    w.data = (bf16 *)dev_alloc(dev, bytes, "weights"), dev->weight_bytes += (int64_t)bytes;
-    if (w.data && (w.N > rows || w.K > cols))
-        latch_error(dev, cudaMemset(w.data, 0, bytes), "weights");
-    return w;
-}
 /* Allocates n floats, rounded up to a multiple of 8, all zero. */
 static float *vector_alloc(toka_device *dev, int n) {
     float *vector = (float *)dev_alloc(dev, (size_t)round_up_8(n) * sizeof(float), "weights");
@@ -1403,40 +1503,156 @@ static float *weight_load_vector(toka_device *dev, weight_loader *loader,
     load_add_job(loader, tensor, vector, tensor->cols, true, 0, false);
     return vector;
 }
+
+/* The matrices of the model that one matrix on the device holds, one below the other or with their
+ * rows in turns of 8 (gate and up). */
+typedef struct weight_parts {
+    const toka_tensor *part[3];
+    int n_parts;
+    bool interleaved;
+} weight_parts;
+
+/* Returns the row on the device of row `row` of part i. */
+static int weight_row_at(const weight_parts *parts, int i, int row) {
+    if (parts->interleaved) return row / 8 * 16 + 8 * i + row % 8;
+    while (i--) row += parts->part[i]->rows;
+    return row;
+}
+static int weight_rows(const weight_parts *parts) {
+    int rows = 0;
+    for (int i = 0; i < parts->n_parts; i++)
+        rows += parts->interleaved ? round_up_8(parts->part[i]->rows) : parts->part[i]->rows;
+    return round_up_8(rows);
+}
+/* Returns whether all parts have one scale for at least a row of all columns. */
+static bool weight_has_row_scales(const weight_parts *parts) {
+    for (int i = 0; i < parts->n_parts; i++)
+        if (parts->part[i]->quant->block_cols < parts->part[i]->quant->cols) return false;
+    return true;
+}
+/* Returns whether all parts have scales of blocks of 128 x 128, and each 128 rows on the device
+ * have one row of blocks (gate and up: one each). */
+static bool weight_has_block_scales(const weight_parts *parts) {
+    const int n_slots = ceil_div(weight_rows(parts), 128) * 2;
+    int *owner = (int *)calloc((size_t)n_slots, sizeof *owner); /* 0: none, else a row of blocks */
+    bool ok = owner != NULL;
+    for (int i = 0; i < parts->n_parts && ok; i++) {
+        const toka_tensor *part = parts->part[i];
+        ok = part->quant->block_rows == 128 && part->quant->block_cols == 128 &&
+             part->col0 % 128 == 0;
+        for (int row = 0; row < part->rows && ok; row++) {
+            const int at = weight_row_at(parts, i, row), slot = at / 128 * 2 + at / 8 % 2,
+                      block = (part->row0 + row * part->row_step) / 128 * 4 + i + 1;
+            ok = !owner[slot] || owner[slot] == block;
+            owner[slot] = block;
+        }
+    }
+    free(owner);
+    return ok;
+}
+/* Returns whether the parts stay e4m3 on a Hopper GPU. Else they become bf16 when they are
+ * loaded. */
+static bool weight_stays_fp8(const weight_parts *parts) {
+    for (int i = 0; i < parts->n_parts; i++)
+        if (parts->part[i]->dtype != TOKA_FP8) return false;
+    return weight_has_row_scales(parts) || weight_has_block_scales(parts);
+}
+/* Returns the bytes of the numbers and scales of a matrix on the device. */
+static size_t weight_bytes(const weight_parts *parts, bool fp8) {
+    const size_t rows = (size_t)weight_rows(parts);
+    const int cols = parts->part[0]->cols;
+    if (!fp8) return rows * round_up_8(cols) * sizeof(bf16);
+    const size_t n_scales = weight_has_row_scales(parts)
+                                ? rows
+                                : (size_t)ceil_div(cols, 128) * ceil_div((int)rows, 128) * 2;
+    return rows * fp8_row_bytes(cols) + n_scales * sizeof(float);
+}
+
+/* Sets the scales of an e4m3 matrix (struct weight), and the static scale of x: the largest of the
+ * parts, because they share x. */
+static void weight_set_scales(toka_device *dev, weight *to, const weight_parts *parts) {
+    const int blocks_n = ceil_div(to->N, 128), blocks_k = ceil_div(to->K, 128);
+    to->is_blocked = !weight_has_row_scales(parts);
+    const size_t n = to->is_blocked ? (size_t)blocks_k * blocks_n * 2 : (size_t)to->N;
+    float *scales = (float *)calloc(n, sizeof *scales), *memory = NULL;
+    if (!scales) abort();
+    for (int i = 0; i < parts->n_parts; i++) {
+        const toka_tensor *part = parts->part[i];
+        for (int row = 0; row < part->rows; row++) {
+            const int at = weight_row_at(parts, i, row);
+            if (!to->is_blocked) scales[at] = load_scale(part, row, 0);
+            else if (row % 8 == 0)
+                for (int k = 0; k < ceil_div(part->cols, 128); k++)
+                    scales[((size_t)k * blocks_n + at / 128) * 2 + at / 8 % 2] =
+                        load_scale(part, row, part->col0 / 128 + k);
+        }
+        to->x_scale = fmaxf(to->x_scale, part->quant->input_scale);
+    }
+    memory = (float *)dev_alloc(dev, n * sizeof *scales, "weights");
+    if (memory)
+        latch_error(dev, cudaMemcpy(memory, scales, n * sizeof *scales, cudaMemcpyHostToDevice),
+                    "weights");
+    to->scale = memory;
+    free(scales);
+}
+
+/* Allocates a matrix for the parts and adds the jobs that load it. Rows and columns are rounded up
+ * to multiples of 8; the padding is zero. */
+static weight weight_load_parts(toka_device *dev, weight_loader *loader,
+                                const weight_parts *parts) {
+    const bool fp8 = dev->hopper && weight_stays_fp8(parts);
+    const int cols = parts->part[0]->cols;
+    weight to = {NULL, NULL, weight_rows(parts), round_up_8(cols)};
+    const int stride = fp8 ? fp8_row_bytes(cols) : to.K;
+    const size_t bytes = (size_t)to.N * stride * (fp8 ? 1 : sizeof(bf16));
+    bool is_padded = stride > cols;
+    to.data = (bf16 *)dev_alloc(dev, bytes, "weights");
+    dev->weight_bytes += (int64_t)weight_bytes(parts, fp8);
+    for (int i = 0, n = 0; i < parts->n_parts; i++) {
+        n += parts->part[i]->rows;
+        if (i == parts->n_parts - 1) is_padded |= n < to.N;
+    }
+    if (to.data && is_padded) latch_error(dev, cudaMemset(to.data, 0, bytes), "weights");
+    if (fp8) weight_set_scales(dev, &to, parts), dev->has_fp8 = true;
+    for (int i = 0; i < parts->n_parts; i++)
+        load_add_job(loader, parts->part[i], to.data, stride, false, weight_row_at(parts, i, 0),
+                     parts->interleaved, fp8);
+    return to;
+}
 /* Loads a matrix. bias: NULL, or a tensor that the model may not have. */
 static weight weight_load_matrix(toka_device *dev, weight_loader *loader, const toka_tensor *from,
                                  const toka_tensor *bias) {
-    weight to = weight_alloc(dev, from->rows, from->cols);
+    const weight_parts parts = {{from}, 1, false};
+    weight to = weight_load_parts(dev, loader, &parts);
     if (bias) to.bias = weight_load_vector(dev, loader, bias);
-    load_add_job(loader, from, to.data, to.K, false, 0, false);
     return to;
 }
 
+static weight_parts weight_qkv_parts(const toka_layer *layer) {
+    return weight_parts{{&layer->q, &layer->k, &layer->v}, 3, false};
+}
+static weight_parts weight_gate_up_parts(const toka_layer *layer) {
+    return weight_parts{{&layer->mlp.gate, &layer->mlp.up}, 2, true};
+}
 /* Loads q, k and v into one matrix, one below the other, and their biases into one vector. If only
  * some of the three have a bias, the bias of the others is zero. */
 static weight weight_load_qkv(toka_device *dev, weight_loader *loader, const toka_layer *from) {
-    const toka_tensor *matrices[3] = {&from->q, &from->k, &from->v},
-                      *biases[3] = {&from->q_bias, &from->k_bias, &from->v_bias};
-    weight to = weight_alloc(dev, from->q.rows + from->k.rows + from->v.rows, from->q.cols);
+    const weight_parts parts = weight_qkv_parts(from);
+    const toka_tensor *biases[3] = {&from->q_bias, &from->k_bias, &from->v_bias};
+    weight to = weight_load_parts(dev, loader, &parts);
     float *bias =
         biases[0]->rows || biases[1]->rows || biases[2]->rows ? vector_alloc(dev, to.N) : NULL;
-    for (int i = 0, row = 0; i < 3; row += matrices[i++]->rows) {
-        load_add_job(loader, matrices[i], to.data, to.K, false, row, false);
-        if (bias) load_add_job(loader, biases[i], bias + row, biases[i]->cols, true, 0, false);
-    }
+    for (int i = 0; i < 3 && bias; i++)
+        load_add_job(loader, biases[i], bias + weight_row_at(&parts, i, 0), biases[i]->cols, true,
+                     0, false);
     to.bias = bias;
     return to;
 }
 /* Loads gate and up into one matrix, interleaved in groups of 8 rows. If F was rounded up, the last
  * group of either is padded with zero rows. */
 static weight weight_load_gate_up(toka_device *dev, weight_loader *loader, const toka_layer *from) {
-    int F = round_up_8(from->mlp.gate.rows);
-    weight to = weight_alloc(dev, 2 * F, from->mlp.gate.cols);
-    if (F > from->mlp.gate.rows)
-        latch_error(dev, cudaMemset(to.data, 0, (size_t)to.N * to.K * sizeof(bf16)), "weights");
-    load_add_job(loader, &from->mlp.gate, to.data, to.K, false, 0, true);
-    load_add_job(loader, &from->mlp.up, to.data, to.K, false, 8, true);
-    return to;
+    const weight_parts parts = weight_gate_up_parts(from);
+    return weight_load_parts(dev, loader, &parts);
 }
 
 /* Loads all weights to the device. A tied LM head uses the memory of the embedding. Only tensor
@@ -2194,9 +2410,10 @@ static void gemm_mma(toka_device *dev, const gemm_args *args) {
  *
  * y[M][N] = x[M][K] W[N][K]^T on wgmma, with an epilogue on the accumulators (types epi_*). Hopper
  * uses it for M >= 65, for M >= 33 with some W (gemm_family), and for the LM head with M >= 17
- * (SAMP_STORED_MAX).
+ * (SAMP_STORED_MAX). For e4m3 operands (gemm_fp8) it is used for every M.
  *
- * In      x bf16 [M][ldx], W bf16 [N][K], bias float32 [N] or NULL
+ * In      x bf16 [M][ldx], W bf16 [N][K], bias float32 [N] or NULL; gemm_fp8: both e4m3, with
+ *         scales (struct weight, x_scale)
  * Out     epi_store, epi_residual, epi_swiglu: y bf16; epi_logits: y float32; epi_qkv: q and the KV
  *         pages; epi_scatter: receive buffers of the tensor ranks; epi_sample: see chapter 11
  * Sizes   any M >= 1; N a multiple of 8 (EPI_SWIGLU 16), K a multiple of 8. TMA fills in zeros
@@ -2311,6 +2528,9 @@ struct gemm_problem {
     float inv_band,         /* 1 / (raster_m * tiles_n) */
           inv_height,       /* 1 / raster_m */
           inv_last_height;  /* 1 / rows of units in the last band */
+    /* FP8 only: x_rows: rows of x in a TMA box; x_scale [M]; w_scale: scale of struct weight */
+    int x_rows;
+    const float *x_scale, *w_scale;
 };
 
 /* The most shared memory that a CTA can have on Hopper: 228 KB an SM, of which CUDA keeps 1 KB for
@@ -2320,17 +2540,38 @@ constexpr int HOPPER_CTA_SMEM = 227 * 1024;
 /* Shared memory of one instance. It starts at a multiple of 1,024 bytes and holds, in this order:
  * the ring; the staging of OUT_COLS columns (0: no staging); with SPLIT > 1 the partial sums that
  * the other CTAs send; the mbarriers full[n_bufs], empty[n_bufs], partials_bar[2], load_bars[8]. */
-template <int BN, int SPLIT, int OUT_COLS> struct gemm_smem {
-    static constexpr int buf_bytes = (128 + BN) * 128;
-    static constexpr int out_bytes = 128 * OUT_COLS * 2;
+template <int BN, int SPLIT, int OUT_COLS, int ROWS = 128> struct gemm_smem {
+    static constexpr int buf_bytes = (ROWS + BN) * 128;
+    static constexpr int out_bytes = ROWS * OUT_COLS * 2;
     static constexpr int partial_bytes = 128 * (BN / SPLIT) * 4 * (SPLIT - 1);
     static constexpr int fixed_bytes = 1024 + 256 + out_bytes + partial_bytes;
-    static constexpr int n_bufs = (HOPPER_CTA_SMEM - fixed_bytes) / buf_bytes < 8
-                                      ? (HOPPER_CTA_SMEM - fixed_bytes) / buf_bytes
-                                      : 8;
+    static constexpr int max_bytes = ROWS == 128 ? HOPPER_CTA_SMEM : HOPPER_CTA_SMEM / 2,
+                         max_bufs = ROWS == 128 ? 8 : 11;
+    static constexpr int n_bufs = (max_bytes - fixed_bytes) / buf_bytes < max_bufs
+                                      ? (max_bytes - fixed_bytes) / buf_bytes
+                                      : max_bufs;
     static constexpr int bytes = fixed_bytes + n_bufs * buf_bytes;
     static constexpr int out_at = n_bufs * buf_bytes, partials_at = out_at + out_bytes,
                          bars_at = partials_at + partial_bytes;
+};
+
+/* The operands of the main loop.
+ *
+ * gemm_fp8: e4m3. A K block has 128 columns: as many bytes as 64 columns of bf16, so the ring is
+ * the same. The tensor cores keep 14 bits of a sum and cut the rest. So a K block gives one partial
+ * sum from zero, which is then added to float32 accumulators (promotion). No instance splits K. So
+ * the order of every sum depends on K alone: a row has the same bits whatever M and the tile are.
+ * BLOCKED: the partial sum is multiplied by the scale of its block of W as it is added. All other
+ * scales are applied to the finished sums (gemm_apply_scales).
+ * ROWS 64: for M <= 64. One consumer warpgroup; two CTAs fit on an SM. TMA loads only x_rows rows
+ * of x. The others of the 64 hold old bytes, whose sums are not stored. */
+struct gemm_bf16 {
+    static constexpr bool is_fp8 = false, blocked = false;
+    static constexpr int rows = 128, k_cols = 64;
+};
+template <int ROWS, bool BLOCKED> struct gemm_fp8 {
+    static constexpr bool is_fp8 = true, blocked = BLOCKED;
+    static constexpr int rows = ROWS, k_cols = 128;
 };
 
 /* Returns the columns of a round. The epilogue stages 256 columns in two rounds of 128, and fewer
@@ -2808,33 +3049,39 @@ template <int D> struct epi_qkv {
  * in place. It runs once, after the weights are loaded. A CTA moves 64 columns of one head through
  * shared memory.
  *
- * W bf16 [N][K], bias float32 [N] or NULL. Grid (N / D, ceil(K / 64)), block 256. D is at most 128,
- * K is a multiple of 8. */
+ * W bf16 [N][K], bias float32 [N] or NULL, scale [N] of an e4m3 W or NULL. Grid (N / D,
+ * ceil(K / 64)), block 256. D is at most 128, K is a multiple of 8. Two columns of an e4m3 W count
+ * as one. */
 __global__ static void __launch_bounds__(256)
-    qkv_reorder_kernel(bf16 *w, float *bias, int K, int D) {
+    qkv_reorder_kernel(bf16 *w, float *bias, float *scale, int K, int D) {
     __shared__ uint4 old_rows[128 * 8];
-    __shared__ float old_bias[128];
+    __shared__ float old_bias[128], old_scale[128];
     bf16 *head = w + (size_t)blockIdx.x * D * K + blockIdx.y * 64;
     int n_chunks = (K - (int)blockIdx.y * 64) / 8, tid = (int)threadIdx.x;
     for (int chunk = tid; chunk < D * 8; chunk += 256)
         if (chunk % 8 < n_chunks)
             old_rows[chunk] = *(uint4 *)(head + (size_t)(chunk / 8) * K + chunk % 8 * 8);
     bool has_bias = bias && blockIdx.y == 0 && tid < D;
+    bool has_scale = scale && blockIdx.y == 0 && tid < D;
     if (has_bias) old_bias[tid] = bias[blockIdx.x * D + tid];
+    if (has_scale) old_scale[tid] = scale[blockIdx.x * D + tid];
     __syncthreads();
     for (int chunk = tid; chunk < D * 8; chunk += 256)
         if (chunk % 8 < n_chunks)
             *(uint4 *)(head + (size_t)qkv_interleave(chunk / 8, D / 2) * K + chunk % 8 * 8) =
                 old_rows[chunk];
     if (has_bias) bias[blockIdx.x * D + qkv_interleave(tid, D / 2)] = old_bias[tid];
+    if (has_scale) scale[blockIdx.x * D + qkv_interleave(tid, D / 2)] = old_scale[tid];
 }
 /* True if the rows of q, k and v are in the order of qkv_interleave. */
 static bool qkv_is_interleaved(const toka_device *dev, int D) {
     return dev->hopper && (D == 64 || D == 128);
 }
 static void qkv_reorder(toka_device *dev, const weight *w, int D) {
-    const dim3 grid((unsigned)(w->N / D), (unsigned)ceil_div(w->K, 64));
-    qkv_reorder_kernel<<<grid, 256, 0, dev->stream>>>(w->data, (float *)w->bias, w->K, D);
+    const int K = w->scale ? fp8_row_bytes(w->K) / 2 : w->K;
+    const dim3 grid((unsigned)(w->N / D), (unsigned)ceil_div(K, 64));
+    qkv_reorder_kernel<<<grid, 256, 0, dev->stream>>>(
+        w->data, (float *)w->bias, w->is_blocked ? NULL : (float *)w->scale, K, D);
     CHECK_LAUNCH(dev, "order of q, k and v");
 }
 
@@ -2897,20 +3144,24 @@ template <int BUFS> __device__ static inline void gemm_ring_skip(gemm_ring &ring
 /* ---- The producers: one thread of warp 0 and one of warp 1 ---- */
 
 /* Warp 0 loads W. No kernel of a step writes W, so there is no grid_wait(). */
-template <int BN, int BUFS> __device__ static inline void gemm_produce_w(const gemm_cta &cta) {
+template <class FMT, int BN, int BUFS>
+__device__ static inline void gemm_produce_w(const gemm_cta &cta) {
     uint16_t multicast_mask = (uint16_t)(3 << cta.k_rank * 2);
     gemm_ring ring = {0, 0};
     for (int unit = cta.first_unit; unit < cta.n_units; unit += cta.unit_stride) {
         int n = gemm_tile_coord(cta, unit).n;
         for (int k = cta.k_block0; k < cta.k_block0 + cta.n_k_blocks; k++) {
             uint32_t full = cta.full + 8 * ring.buf,
-                     buf_at = cta.ring + ring.buf * ((128 + BN) * 128) + 128 * 128;
+                     buf_at = cta.ring + ring.buf * ((FMT::rows + BN) * 128) + FMT::rows * 128;
             mbar_wait(cta.empty + 8 * ring.buf, ring.parity ^ 1);
             mbar_expect_tx(full, BN * 128);
-            if (cta.problem.multicast == 1) tma_load_2d(buf_at, cta.maps.w, full, k * 64, n * BN);
+            if (FMT::rows == 64)
+                tma_load_2d_evict_first(buf_at, cta.maps.w, full, k * FMT::k_cols, n * BN);
+            else if (cta.problem.multicast == 1)
+                tma_load_2d(buf_at, cta.maps.w, full, k * FMT::k_cols, n * BN);
             else
                 tma_load_2d_multicast(buf_at + cta.multicast_rank * (BN / 2 * 128), cta.maps.w,
-                                      full, k * 64, n * BN + cta.multicast_rank * (BN / 2),
+                                      full, k * FMT::k_cols, n * BN + cta.multicast_rank * (BN / 2),
                                       multicast_mask);
             gemm_ring_next<BUFS>(ring);
         }
@@ -2923,7 +3174,8 @@ template <int BN, int BUFS> __device__ static inline void gemm_produce_w(const g
     }
 }
 /* Warp 1 loads x. */
-template <int BN, int BUFS> __device__ static inline void gemm_produce_x(const gemm_cta &cta) {
+template <class FMT, int BN, int BUFS>
+__device__ static inline void gemm_produce_x(const gemm_cta &cta) {
     gemm_ring ring = {0, 0};
     grid_wait();
     for (int unit = cta.first_unit; unit < cta.n_units; unit += cta.unit_stride) {
@@ -2933,9 +3185,9 @@ template <int BN, int BUFS> __device__ static inline void gemm_produce_x(const g
         for (int k = cta.k_block0; k < cta.k_block0 + cta.n_k_blocks; k++) {
             uint32_t full = cta.full + 8 * ring.buf;
             mbar_wait(cta.empty + 8 * ring.buf, ring.parity ^ 1);
-            mbar_expect_tx(full, 128 * 128);
-            tma_load_2d(cta.ring + ring.buf * ((128 + BN) * 128), cta.maps.x, full, k * 64,
-                        coord.m * 128);
+            mbar_expect_tx(full, FMT::is_fp8 ? cta.problem.x_rows * 128 : 128 * 128);
+            tma_load_2d(cta.ring + ring.buf * ((FMT::rows + BN) * 128), cta.maps.x, full,
+                        k * FMT::k_cols, coord.m * FMT::rows);
             gemm_ring_next<BUFS>(ring);
         }
     }
@@ -3088,6 +3340,119 @@ __device__ static inline void gemm_mainloop_staggered(float (&acc)[BN / 2], cons
     gemm_release(cta, last_buf);
 }
 
+/* ---- The main loop of FP8 (gemm_fp8) ---- */
+
+/* Issues the wgmma of one K block. */
+template <class FMT, int BN>
+__device__ static inline void gemm_fp8_issue(float (&part)[BN / 2], const gemm_cta &cta, int buf,
+                                             int consumer) {
+    const uint32_t buf_at = cta.ring + buf * ((FMT::rows + BN) * 128);
+    const uint64_t a_desc = wgmma_desc(buf_at + consumer * 64 * 128),
+                   b_desc = wgmma_desc(buf_at + FMT::rows * 128);
+    constexpr bool zero_part = NVCC_VERSION < 1209; /* see gemm_mainloop */
+#pragma unroll
+    for (int i = 0; zero_part && i < BN / 2; i++) part[i] = 0;
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        wgmma_ss_fp8<BN>(part, a_desc + 2 * i, b_desc + 2 * i, zero_part || i > 0);
+    wgmma_commit();
+}
+/* Returns the scales of the K block for the tile that begins at column col0: of its even and of its
+ * odd groups of 8 columns. */
+template <class FMT>
+__device__ static inline float2 gemm_fp8_block_scales(const gemm_cta &cta, int k, int col0) {
+    if constexpr (!FMT::blocked) return float2{1, 1};
+    const int blocks_n = (cta.problem.N + 127) / 128, block = min(col0 / 128, blocks_n - 1);
+    return __ldg((const float2 *)cta.problem.w_scale + (size_t)k * blocks_n + block);
+}
+/* Adds a finished partial sum to the accumulators. */
+template <class FMT, int BN>
+__device__ static inline void gemm_fp8_promote(float (&acc)[BN / 2], float (&part)[BN / 2],
+                                               float2 scales) {
+    wgmma_fence_operand(part);
+#pragma unroll
+    for (int i = 0; i < BN / 2; i++)
+        if constexpr (FMT::blocked) acc[i] += part[i] * (i / 4 % 2 ? scales.y : scales.x);
+        else acc[i] += part[i];
+}
+/* The main loop of one consumer over a tile. There are two sets of partial sums: the
+ * next K block's wgmma run during a promotion. ptxas allows that only inside an iteration of the
+ * loop (C7514), so an iteration has UNROLL K blocks. */
+template <class EPI, class FMT, int BN, int BUFS>
+__device__ static inline void gemm_mainloop_fp8(float (&acc)[BN / 2], const gemm_cta &cta,
+                                                gemm_consumer &consumer, const gemm_tile &tile,
+                                                gemm_prefetched<EPI, BN> &fetched,
+                                                const typename EPI::params &epi_args) {
+    /* without registers for two sets: one, and the other consumers have the tensor cores during a
+     * promotion */
+    constexpr bool two_sets = BN < 64 || !(gemm_has_prefetched<EPI, BN> || FMT::rows == 64);
+    constexpr int UNROLL = two_sets ? 4 : 1;
+    float part[two_sets ? 2 : 1][BN / 2];
+    gemm_ring &ring = consumer.ring;
+    auto wait_full = [&]() {
+        const int buf = ring.buf;
+        mbar_wait(cta.full + 8 * buf, ring.parity);
+        gemm_ring_next<BUFS>(ring);
+        return buf;
+    };
+    auto prefetch = [&](int k, int step) { /* K blocks k .. k+step-1 have been issued */
+        const int half = cta.n_k_blocks / 2;
+        if (!gemm_has_prefetched<EPI, BN> && k <= half && half < k + step)
+            gemm_prefetch<EPI, BN>(tile, fetched, cta, epi_args);
+    };
+#pragma unroll
+    for (int i = 0; i < BN / 2; i++) acc[i] = 0;
+    int k = 0;
+    for (; two_sets && k + UNROLL <= cta.n_k_blocks; k += UNROLL) {
+        float2 scales[UNROLL];
+#pragma unroll
+        for (int i = 0; i < UNROLL; i++)
+            scales[i] = gemm_fp8_block_scales<FMT>(cta, k + i, tile.col0);
+        int buf = wait_full();
+        gemm_fp8_issue<FMT, BN>(part[0], cta, buf, consumer.index);
+#pragma unroll
+        for (int i = 1; i < UNROLL; i++) {
+            const int next = wait_full();
+            gemm_fp8_issue<FMT, BN>(part[i % 2], cta, next, consumer.index);
+            wgmma_wait<1>();
+            gemm_release(cta, buf);
+            gemm_fp8_promote<FMT, BN>(acc, part[(i - 1) % 2], scales[i - 1]);
+            buf = next;
+        }
+        wgmma_wait<0>();
+        gemm_release(cta, buf);
+        gemm_fp8_promote<FMT, BN>(acc, part[(UNROLL - 1) % 2], scales[UNROLL - 1]);
+        prefetch(k, UNROLL);
+    }
+    for (; k < cta.n_k_blocks; k++) {
+        const float2 scales = gemm_fp8_block_scales<FMT>(cta, k, tile.col0);
+        const int buf = wait_full();
+        gemm_fp8_issue<FMT, BN>(part[0], cta, buf, consumer.index);
+        wgmma_wait<0>();
+        gemm_release(cta, buf);
+        gemm_fp8_promote<FMT, BN>(acc, part[0], scales);
+        prefetch(k, 1);
+    }
+}
+/* Multiplies the sums of FP8 by the scales of their rows of x, and by those of their rows of W. */
+template <class FMT, int COLS>
+__device__ static inline void gemm_apply_scales(float (&acc)[COLS / 2], const gemm_tile &tile,
+                                                const gemm_problem &problem) {
+    const int row = tile.row0 + tile.lane / 4, last_row = tile.M - 1;
+    const float low = problem.x_scale[min(row, last_row)],
+                high = problem.x_scale[min(row + 8, last_row)];
+#pragma unroll
+    for (int j = 0; j < COLS / 8; j++) {
+        const int col = tile.col0 + 8 * j;
+        float2 w = {1, 1};
+        if (!FMT::blocked && col < tile.N)
+            w = *(const float2 *)(problem.w_scale + col + 2 * (tile.lane & 3));
+        acc[4 * j] *= low * w.x, acc[4 * j + 1] *= low * w.y;
+        acc[4 * j + 2] *= high * w.x, acc[4 * j + 3] *= high * w.y;
+    }
+}
+
 /* Split-K: reduce-scatter over the SPLIT CTAs that share a tile. This CTA gets the sums of columns
  * k_rank * COLS .. (k_rank + 1) * COLS - 1 of the tile, added in the order of K. It sends its
  * partial sums of the other columns from registers to the shared memory of the other CTAs. They lie
@@ -3154,14 +3519,14 @@ __device__ static inline void gemm_epilogue(float (&acc)[HALVES][COLS / 2], gemm
 }
 
 /* Runs the main loops and epilogues of all units of one consumer. */
-template <class EPI, int BN, int SPLIT, bool PINGPONG>
+template <class EPI, class FMT, int BN, int SPLIT, bool PINGPONG>
 __device__ static inline void gemm_consume(const gemm_cta &cta, int index,
                                            const typename EPI::params &epi_args) {
     constexpr int COLS = BN / SPLIT, HALVES = PINGPONG ? 2 : 1;
-    typedef gemm_smem<BN, SPLIT, EPI::staged_cols(COLS)> layout;
+    typedef gemm_smem<BN, SPLIT, EPI::staged_cols(COLS), FMT::rows> layout;
     int warp = threadIdx.x / 32 - 4;
     gemm_consumer consumer = {index, {0, 0}};
-    uint32_t out = cta.ring + layout::out_at + warp * (layout::out_bytes / 8);
+    uint32_t out = cta.ring + layout::out_at + warp * (layout::out_bytes / (FMT::rows / 16));
     gemm_tile tile = {cta.problem.M, cta.problem.N, 0, 0, (int)threadIdx.x & 31, out,
                       cta.load_bars + 8 * warp, 0};
     if (PINGPONG && consumer.index)
@@ -3177,10 +3542,21 @@ __device__ static inline void gemm_consume(const gemm_cta &cta, int index,
                                                                    tile, fetched, epi_args);
         } else {
             gemm_coord coord = gemm_tile_coord(cta, unit);
-            tile.row0 = coord.m * 128 + (PINGPONG ? warp & 3 : warp) * 16;
+            tile.row0 = coord.m * FMT::rows + (PINGPONG ? warp & 3 : warp) * 16;
             tile.col0 = coord.n * BN + cta.k_rank * COLS;
-            gemm_mainloop<EPI, BN, COLS, layout::n_bufs, HALVES>(acc, cta, consumer, unit, tile,
-                                                                 fetched, epi_args);
+            if constexpr (FMT::is_fp8) {
+                static_assert(SPLIT == 1 && !PINGPONG, "a row has the same bits for every M");
+                gemm_mainloop_fp8<EPI, FMT, BN, layout::n_bufs>(acc[0], cta, consumer, tile,
+                                                                fetched, epi_args);
+                gemm_apply_scales<FMT, BN>(acc[0], tile, cta.problem);
+                /* the main loop has no registers for it */
+                if constexpr (gemm_has_prefetched<EPI, COLS>) {
+                    gemm_prefetch<EPI, COLS>(tile, fetched, cta, epi_args);
+                    gemm_prefetch_indirect<EPI, COLS>(tile, fetched, epi_args);
+                }
+            } else
+                gemm_mainloop<EPI, BN, COLS, layout::n_bufs, HALVES>(acc, cta, consumer, unit, tile,
+                                                                     fetched, epi_args);
         }
         if (PINGPONG) gemm_ring_skip<layout::n_bufs>(consumer.ring, cta.n_k_blocks);
         if constexpr (SPLIT == 1)
@@ -3202,8 +3578,8 @@ __device__ static inline void gemm_consume(const gemm_cta &cta, int index,
 
 /* The kernel: see the head of the chapter. A cluster has multicast * SPLIT CTAs. The CTA with
  * cluster rank r has k_rank r / multicast and multicast_rank r % multicast. */
-template <class EPI, int BN, int SPLIT, bool PINGPONG = false>
-__global__ void __launch_bounds__(384, 1)
+template <class EPI, int BN, int SPLIT, bool PINGPONG = false, class FMT = gemm_bf16>
+__global__ void __launch_bounds__(128 + 2 * FMT::rows, FMT::rows == 128 ? 1 : 2)
     gemm_wgmma_kernel(const __grid_constant__ CUtensorMap map_x,
                       const __grid_constant__ CUtensorMap map_w,
                       const __grid_constant__ CUtensorMap map_y,
@@ -3211,10 +3587,12 @@ __global__ void __launch_bounds__(384, 1)
                       const __grid_constant__ typename EPI::params epi_args) {
 #if HOPPER
     extern __shared__ char smem[];
-    typedef gemm_smem<BN, SPLIT, EPI::staged_cols(BN / SPLIT)> layout;
+    typedef gemm_smem<BN, SPLIT, EPI::staged_cols(BN / SPLIT), FMT::rows> layout;
+    constexpr int THREADS = 128 + 2 * FMT::rows, CONSUMERS = FMT::rows / 64;
     int cta_rank = cluster_rank(), k_rank = cta_rank / problem.multicast,
         per_cluster = problem.multicast * SPLIT, warp = threadIdx.x / 32;
-    int k_blocks = (problem.K + 63) / 64, k_block0 = k_blocks * k_rank / SPLIT,
+    int k_blocks = (problem.K + FMT::k_cols - 1) / FMT::k_cols,
+        k_block0 = k_blocks * k_rank / SPLIT,
         n_k_blocks = k_blocks * (k_rank + 1) / SPLIT - k_block0;
     uint32_t ring = (smem_addr(smem) + 1023) & ~1023u, full = ring + layout::bars_at,
              empty = full + 8 * layout::n_bufs;
@@ -3228,7 +3606,7 @@ __global__ void __launch_bounds__(384, 1)
     if (threadIdx.x == 0) {
         for (int buf = 0; buf < layout::n_bufs; buf++)
             mbar_init(full + 8 * buf, 2),
-                mbar_init(empty + 8 * buf, (PINGPONG ? 1 : 2) * problem.multicast);
+                mbar_init(empty + 8 * buf, (PINGPONG ? 1 : CONSUMERS) * problem.multicast);
         for (int i = 0; i < 8; i++) mbar_init(cta.load_bars + 8 * i, 1);
         for (int consumer = 0; consumer < 2 && SPLIT > 1; consumer++)
             mbar_init(partials_bar + 8 * consumer, 1),
@@ -3237,19 +3615,20 @@ __global__ void __launch_bounds__(384, 1)
     }
     __syncwarp();
     if (per_cluster > 1) cluster_sync_relaxed();
-    else if (warp == 0) bar_arrive(1, 384); /* warp 0 initialized the mbarriers: it need not wait */
-    else bar_sync(1, 384);
+    /* warp 0 initialized the mbarriers: it need not wait */
+    else if (warp == 0) bar_arrive(1, THREADS);
+    else bar_sync(1, THREADS);
     if (warp < 4) {
-        setmaxnreg_dec<40>();
+        if constexpr (CONSUMERS == 2) setmaxnreg_dec<40>();
         if (warp == 1) {
-            if (elect_one()) gemm_produce_x<BN, layout::n_bufs>(cta);
+            if (elect_one()) gemm_produce_x<FMT, BN, layout::n_bufs>(cta);
         } else if (warp == 0) {
-            if (elect_one()) gemm_produce_w<BN, layout::n_bufs>(cta);
+            if (elect_one()) gemm_produce_w<FMT, BN, layout::n_bufs>(cta);
         }
         __syncwarp();
     } else {
-        setmaxnreg_inc<232>();
-        gemm_consume<EPI, BN, SPLIT, PINGPONG>(cta, warp / 4 - 1, epi_args);
+        if constexpr (CONSUMERS == 2) setmaxnreg_inc<232>();
+        gemm_consume<EPI, FMT, BN, SPLIT, PINGPONG>(cta, warp / 4 - 1, epi_args);
     }
     /* A CTA may exit before the other CTAs of its cluster. It has waited for everything that they
      * write to it: W tiles, partial sums and arrivals at the empty barriers. */
@@ -3271,6 +3650,8 @@ typedef struct gemm_variant {
     int staged_cols, /* columns of output that are staged at a time; 0: no staging */
         smem_bytes;  /* dynamic shared memory */
     const void *kernel;
+    int rows = 128;        /* rows of x of a tile */
+    bool blocked = false;  /* FP8: for matrices with is_blocked */
 } gemm_variant;
 
 #define GEMM_INSTANCE(kind, EPI, BN, SPLIT, PINGPONG)              \
@@ -3325,6 +3706,40 @@ static const gemm_variant gemm_variants[] = {
     GEMM_PINGPONG(EPI_SWIGLU, epi_swiglu, 192),
 };
 enum { N_GEMM_VARIANTS = sizeof gemm_variants / sizeof *gemm_variants };
+
+/* The instances of FP8: without and with scales of blocks. */
+#define GEMM_FP8_INSTANCE(kind, EPI, ROWS, BN, BLOCKED)                         \
+    {kind, BN, 1, false, EPI::staged_cols(BN),                                  \
+     gemm_smem<BN, 1, EPI::staged_cols(BN), ROWS>::bytes,                       \
+     (const void *)gemm_wgmma_kernel<EPI, BN, 1, false, gemm_fp8<ROWS, BLOCKED>>,\
+     ROWS, BLOCKED}
+#define GEMM_FP8(kind, EPI, ROWS, BN) \
+    GEMM_FP8_INSTANCE(kind, EPI, ROWS, BN, false), GEMM_FP8_INSTANCE(kind, EPI, ROWS, BN, true)
+static const gemm_variant gemm_fp8_variants[] = {
+    GEMM_FP8(EPI_STORE, epi_store, 64, 32),
+    GEMM_FP8(EPI_STORE, epi_store, 64, 64),
+    GEMM_FP8(EPI_STORE, epi_store, 128, 32),
+    GEMM_FP8(EPI_STORE, epi_store, 128, 64),
+    GEMM_FP8(EPI_STORE, epi_store, 128, 128),
+    GEMM_FP8(EPI_RESIDUAL, epi_residual, 64, 32),
+    GEMM_FP8(EPI_RESIDUAL, epi_residual, 64, 64),
+    GEMM_FP8(EPI_RESIDUAL, epi_residual, 128, 32),
+    GEMM_FP8(EPI_RESIDUAL, epi_residual, 128, 64),
+    GEMM_FP8(EPI_RESIDUAL, epi_residual, 128, 128),
+    GEMM_FP8(EPI_SWIGLU, epi_swiglu, 64, 64),
+    GEMM_FP8(EPI_SWIGLU, epi_swiglu, 128, 64),
+    GEMM_FP8(EPI_SWIGLU, epi_swiglu, 128, 128),
+    GEMM_FP8(GEMM_QKV64, epi_qkv<64>, 64, 32),
+    GEMM_FP8(GEMM_QKV64, epi_qkv<64>, 64, 64),
+    GEMM_FP8(GEMM_QKV64, epi_qkv<64>, 128, 64),
+    GEMM_FP8(GEMM_QKV64, epi_qkv<64>, 128, 128),
+    GEMM_FP8(GEMM_QKV128, epi_qkv<128>, 64, 32),
+    GEMM_FP8(GEMM_QKV128, epi_qkv<128>, 64, 64),
+    GEMM_FP8(GEMM_QKV128, epi_qkv<128>, 128, 64),
+    GEMM_FP8(GEMM_QKV128, epi_qkv<128>, 128, 128),
+    GEMM_FP8(GEMM_SCATTER, epi_scatter, 128, 128),
+};
+enum { N_GEMM_FP8_VARIANTS = sizeof gemm_fp8_variants / sizeof *gemm_fp8_variants };
 
 typedef struct gemm_plan { /* how to launch a GEMM */
     const gemm_variant *variant;
@@ -3442,6 +3857,27 @@ static CUtensorMap gemm_tensor_map(toka_device *dev, const bf16 *data, int rows,
     return map;
 }
 
+/* Returns the tensor map of an e4m3 matrix, for boxes of box_rows x 128 columns. */
+static CUtensorMap gemm_fp8_map(toka_device *dev, const void *data, int rows, int cols,
+                                size_t row_bytes, int box_rows) {
+    CUtensorMap map;
+    cuuint64_t dims[2] = {(cuuint64_t)cols, (cuuint64_t)rows}, strides[1] = {row_bytes};
+    cuuint32_t box[2] = {128, (cuuint32_t)box_rows}, elem_strides[2] = {1, 1};
+    CUresult result = dev->encode_map(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, (void *)data, dims,
+                                      strides, box, elem_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                      CU_TENSOR_MAP_SWIZZLE_128B,
+                                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    latch_error(dev, result ? cudaErrorInvalidValue : cudaSuccess, "tensor map of a GEMM");
+    return map;
+}
+/* Returns the rows of x in a TMA box of an FP8 variant. */
+static int gemm_fp8_box_rows(const gemm_variant *variant, int M) {
+    int rows = variant->rows;
+    while (variant->rows == 64 && rows > 8 && rows / 2 >= M) rows /= 2;
+    return rows;
+}
+
 /* Launches any instance of gemm_wgmma_kernel, also the one of the LM head (epi_sample, chapter 11).
  * `params` are the params of its epilogue. Only epilogues that store y by TMA use args->y; for
  * others it may be NULL. */
@@ -3452,20 +3888,31 @@ static void gemm_launch(toka_device *dev, gemm_plan plan, const gemm_args *args,
         per_cluster = plan.multicast * variant->split;
     assert(M > 0 && N % 8 == 0 && K % 8 == 0 && args->ldx % 8 == 0 &&
            (uintptr_t)args->x % 16 == 0 && (uintptr_t)args->w->data % 16 == 0);
-    gemm_problem problem = {M, N, K, ceil_div(M, 128 * plan.multicast), ceil_div(N, variant->bn),
-                            plan.raster_m, plan.multicast, 0, 0, 0};
+    const bool fp8 = args->w->scale != NULL;
+    assert(!fp8 || (variant->blocked == args->w->is_blocked && plan.multicast <= M));
+    gemm_problem problem = {M, N, K, ceil_div(M, variant->rows * plan.multicast),
+                            ceil_div(N, variant->bn), plan.raster_m, plan.multicast, 0, 0, 0,
+                            fp8 ? gemm_fp8_box_rows(variant, M) : 0, dev->x_scale, args->w->scale};
     int last_height = problem.units_m % problem.raster_m ? problem.units_m % problem.raster_m
                                                          : problem.raster_m;
     int n_units = problem.units_m * problem.tiles_n,
-        n_clusters = variant->split > 1 ? n_units : min(n_units, dev->n_sms / per_cluster);
+        max_clusters = dev->n_sms * (128 / variant->rows) / per_cluster,
+        n_clusters = variant->split > 1 ? n_units : min(n_units, max_clusters);
     problem.inv_band = 1.0f / ((float)problem.raster_m * problem.tiles_n),
     problem.inv_height = 1.0f / problem.raster_m, problem.inv_last_height = 1.0f / last_height;
     assert(n_units < 1 << 22);
-    CUtensorMap map_x = gemm_tensor_map(dev, args->x, ceil_div(M, 128) * 128, K, args->ldx, 128,
-                                        64),
-                map_y = map_x;
-    CUtensorMap map_w =
-        gemm_tensor_map(dev, args->w->data, N, K, K, variant->bn / plan.multicast, 64);
+    CUtensorMap map_x, map_w, map_y;
+    if (fp8) {
+        const int x_rows = problem.x_rows;
+        map_x = gemm_fp8_map(dev, args->x, ceil_div(M, x_rows) * x_rows, K,
+                             (size_t)args->ldx * sizeof(bf16), x_rows);
+        map_w = gemm_fp8_map(dev, args->w->data, N, K, (size_t)fp8_row_bytes(K),
+                             variant->bn / plan.multicast);
+    } else {
+        map_x = gemm_tensor_map(dev, args->x, ceil_div(M, 128) * 128, K, args->ldx, 128, 64);
+        map_w = gemm_tensor_map(dev, args->w->data, N, K, K, variant->bn / plan.multicast, 64);
+    }
+    map_y = map_x;
     if (variant->staged_cols && args->y) {
         assert(args->ldy % 8 == 0 && (uintptr_t)args->y % 16 == 0 && cols % 8 == 0);
         map_y = gemm_tensor_map(dev, args->y, M, cols, args->ldy, 16,
@@ -3478,7 +3925,8 @@ static void gemm_launch(toka_device *dev, gemm_plan plan, const gemm_args *args,
     attr[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attr[1].val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t cfg = {};
-    cfg.gridDim = dim3((unsigned)(n_clusters * per_cluster)), cfg.blockDim = dim3(384),
+    cfg.gridDim = dim3((unsigned)(n_clusters * per_cluster)),
+    cfg.blockDim = dim3((unsigned)(128 + 2 * variant->rows)),
     cfg.dynamicSmemBytes = (size_t)variant->smem_bytes;
     cfg.stream = dev->stream, cfg.attrs = attr, cfg.numAttrs = 2;
     void *kernel_args[] = {&map_x, &map_w, &map_y, &problem, (void *)params};
@@ -3491,6 +3939,18 @@ static void gemm_launch(toka_device *dev, gemm_plan plan, const gemm_args *args,
  * as in launch_prepare: CUDA has carveouts of 196 and 228 KB, and each instance needs more than 195
  * KB, so it gets the largest one. Only epi_logits with BN 256 needs less (193 KB). */
 static void gemm_open(toka_device *dev) {
+    for (int i = 0; i < N_GEMM_FP8_VARIANTS && dev->hopper; i++) {
+        const gemm_variant *variant = &gemm_fp8_variants[i];
+        const cudaFuncAttribute carveout = cudaFuncAttributePreferredSharedMemoryCarveout;
+        latch_error(dev,
+                    cudaFuncSetAttribute(variant->kernel,
+                                         cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         variant->smem_bytes),
+                    "shared memory of a GEMM");
+        latch_error(dev,
+                    cudaFuncSetAttribute(variant->kernel, carveout, cudaSharedmemCarveoutMaxShared),
+                    "shared memory of a GEMM");
+    }
     for (int i = 0; i < N_GEMM_VARIANTS && dev->hopper; i++) {
         const gemm_variant *variant = &gemm_variants[i];
         latch_error(dev,
@@ -3581,11 +4041,6 @@ static void gemm_wgmma_scatter_with(toka_device *dev, const gemm_args *args,
     epi_args.bias = args->w->bias, epi_args.rows_per_rank = rows_per_rank;
     gemm_launch(dev, plan, &product_args, &epi_args);
 }
-static void gemm_wgmma_scatter(toka_device *dev, const gemm_args *args, bf16 *const *recv_buffers,
-                               int n_ranks, int rows_per_rank) {
-    gemm_wgmma_scatter_with(dev, args, recv_buffers, n_ranks, rows_per_rank,
-                            gemm_choose(dev, GEMM_SCATTER, args->M, args->w->N, args->w->K, false));
-}
 
 /* ===========================================================================
  * MARK: 7. GEMM for small M, and choosing a GEMM [kernel]
@@ -3595,6 +4050,8 @@ static void gemm_wgmma_scatter(toka_device *dev, const gemm_args *args, bf16 *co
  *
  *      gemm_smallm   M <= 64, wgmma, split-K over the CTAs of a cluster; Hopper only
  *      gemm_gemv     M <= 16, mma.sync, split-K over the warps of a CTA; any GPU
+ *
+ * For an e4m3 W the chapter quantizes x and chooses the instance of gemm_wgmma.
  * =========================================================================== */
 
 /* ---- gemm_smallm: y[M][N] = x[M][K] W[N][K]^T for M <= 64, on wgmma with swapped operands ----
@@ -4442,6 +4899,146 @@ static void gemm_gemv(toka_device *dev, const gemm_args *args) {
     else gemm_gemv_tile<16>(dev, args);
 }
 
+/* ---- FP8: x is quantized, then multiplied by gemm_wgmma with gemm_fp8 ---- */
+
+#if HOPPER
+/* Two floats as e4m3, a in the low byte: rounded to nearest even; larger numbers become 448. */
+__device__ static inline uint32_t pack_fp8(float a, float b) {
+    uint16_t pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(b), "f"(a));
+    return pair;
+}
+#endif
+/* Returns the maximum of v over the 256 threads of the block, to every thread. */
+__device__ static inline float block_max_256(float v) {
+    __shared__ float warp_max[8];
+    for (int s = 16; s; s >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, s));
+    if (threadIdx.x % 32 == 0) warp_max[threadIdx.x / 32] = v;
+    __syncthreads();
+    for (int i = 0; i < 8; i++) v = fmaxf(v, warp_max[i]);
+    return v;
+}
+enum { FP8_MAX = 448, QUANTIZE_CACHED_VECS = 8 };
+/* Quantizes rows of x to e4m3 in place: row t keeps its address, so the row stride in bytes stays
+ * 2 ldx.
+ *
+ *   scale      static_scale if it is not 0; else max |x[t]| / 448, or 1 for a row of zeros
+ *   x[t][k]    x / scale (times the rounded 1 / scale), to the nearest e4m3, at most 448
+ *
+ * In: x bf16 [T][K], K a multiple of 8. Out: x_scale [T]. Grid T, block 256. A row of up to 16,384
+ * columns is held in registers. Of a longer one the rest is read twice; a thread writes behind what
+ * the others still read. Moves 3*T*K bytes: bound by copy bandwidth. */
+__global__ static void __launch_bounds__(256)
+    quantize_rows_kernel(bf16 *x, int ldx, int K, float static_scale, float *x_scale) {
+#if HOPPER
+    const int n_vecs = K / 8, thread = (int)threadIdx.x;
+    uint4 cached[QUANTIZE_CACHED_VECS] = {};
+    float largest = 0, values[8];
+    grid_launch_dependents();
+    grid_wait();
+    const uint4 *from = (const uint4 *)(x + (size_t)blockIdx.x * ldx);
+    uint2 *to = (uint2 *)(x + (size_t)blockIdx.x * ldx);
+    auto add_largest = [&](uint4 vec) {
+        unpack_8(vec, values);
+#pragma unroll
+        for (int j = 0; j < 8; j++) largest = fmaxf(largest, fabsf(values[j]));
+    };
+#pragma unroll
+    for (int i = 0; i < QUANTIZE_CACHED_VECS; i++)
+        if (thread + 256 * i < n_vecs) cached[i] = from[thread + 256 * i];
+#pragma unroll
+    for (int i = 0; i < QUANTIZE_CACHED_VECS; i++) add_largest(cached[i]);
+    for (int i = thread + 256 * QUANTIZE_CACHED_VECS; i < n_vecs; i += 256) add_largest(from[i]);
+    largest = block_max_256(largest);
+    const float scale = static_scale != 0 ? static_scale : largest > 0 ? largest / FP8_MAX : 1,
+                inverse = 1 / scale;
+    auto quantize = [&](uint4 vec) {
+        unpack_8(vec, values);
+#pragma unroll
+        for (int j = 0; j < 8; j++) values[j] *= inverse;
+        return make_uint2(pack_fp8(values[0], values[1]) | pack_fp8(values[2], values[3]) << 16,
+                          pack_fp8(values[4], values[5]) | pack_fp8(values[6], values[7]) << 16);
+    };
+    if (thread == 0) x_scale[blockIdx.x] = scale;
+#pragma unroll
+    for (int i = 0; i < QUANTIZE_CACHED_VECS; i++)
+        if (thread + 256 * i < n_vecs) to[thread + 256 * i] = quantize(cached[i]);
+    for (int i = thread + 256 * QUANTIZE_CACHED_VECS; i < n_vecs; i += 256)
+        to[i] = quantize(from[i]);
+#else
+    __trap();
+#endif
+}
+
+/* Estimates the clocks of an FP8 variant, for M > 64. The clocks of a K block and the rest come
+ * from a sweep on an H100 (test/gpu_fp8.cu sweep). */
+static double gemm_fp8_cost(const toka_device *dev, const gemm_variant *variant, int multicast,
+                            int M, const weight *w) {
+    const double block = variant->bn == 32 ? 230 : variant->bn == 64 ? 340 : 620;
+    const int n_units = ceil_div(M, 128 * multicast) * ceil_div(w->N, variant->bn),
+              waves = ceil_div(n_units, dev->n_sms / multicast);
+    return waves * (ceil_div(w->K, 128) * (multicast == 2 ? 0.94 * block : block) + 1000 +
+                    4 * variant->bn) +
+           (multicast == 2 ? GEMM_MULTICAST : 0);
+}
+/* Returns the FP8 variant of a kind for M rows and this W. M <= 64: tiles of 64 rows of x, as
+ * narrow as one wave of CTAs allows, so that all SMs read W. Above: the cheapest. whole_heads: only
+ * variants that allow QK-norm. */
+static gemm_plan gemm_fp8_choose(const toka_device *dev, int kind, int M, const weight *w,
+                                 bool whole_heads) {
+    gemm_plan best = {.raster_m = 8};
+    double least_cost = 0;
+    for (int i = 0; i < N_GEMM_FP8_VARIANTS; i++)
+        for (int multicast = 1; multicast <= 2; multicast++) {
+            const gemm_variant *variant = &gemm_fp8_variants[i];
+            const bool small_m = variant->rows == 64;
+            if (variant->kind != kind || variant->blocked != w->is_blocked ||
+                (small_m && (M > 64 || multicast > 1)) || (multicast == 2 && M <= 128) ||
+                (whole_heads && !gemm_whole_heads(variant)))
+                continue;
+            const bool in_one_wave = ceil_div(w->N, variant->bn) <= dev->n_sms;
+            const double cost = small_m ? (in_one_wave ? variant->bn : 1000 - variant->bn)
+                                        : gemm_fp8_cost(dev, variant, multicast, M, w) + 1000;
+            if (!best.variant || cost < least_cost)
+                best.variant = variant, best.multicast = multicast, least_cost = cost;
+        }
+    return best;
+}
+/* Quantizes x of a GEMM in place. x is not needed afterwards. */
+static void gemm_fp8_quantize(toka_device *dev, const gemm_args *args) {
+    launch_dependent(dev, "quantization of x", quantize_rows_kernel,
+                     {dim3((unsigned)args->M), 256}, (bf16 *)args->x, args->ldx, args->w->K,
+                     args->w->x_scale, dev->x_scale);
+}
+/* y = epilogue(x W^T) with an e4m3 W, for EPI_STORE, EPI_RESIDUAL and EPI_SWIGLU. */
+static void gemm_fp8_run(toka_device *dev, const gemm_args *args) {
+    assert(!args->norm_ready && !args->next_norm);
+    gemm_fp8_quantize(dev, args);
+    gemm_wgmma_with(dev, args, gemm_fp8_choose(dev, args->epi, args->M, args->w, false));
+}
+/* The same with the QKV epilogue. The head size is 64 or 128. */
+static void gemm_fp8_qkv(toka_device *dev, const gemm_args *args, const qkv_params *qkv) {
+    const int kind = args->w->N == 64 * (qkv->H + 2 * qkv->K) ? GEMM_QKV64 : GEMM_QKV128;
+    gemm_fp8_quantize(dev, args);
+    gemm_wgmma_qkv_with(dev, args->M, args->x, args->ldx, args->w, qkv,
+                        gemm_fp8_choose(dev, kind, args->M, args->w, qkv_has_norms(qkv)));
+}
+/* Returns whether the QKV epilogue is faster than EPI_STORE and rope_kernel. With QK-norm at
+ * D = 128 only tiles of 128 columns have it: too few tiles for small M. */
+static bool gemm_fp8_fuses_qkv(int M, const qkv_params *qkv) {
+    return !qkv_has_norms(qkv) || qkv->D == 64 || M > 512;
+}
+/* gemm_wgmma_scatter_with, by the cheapest variant. */
+static void gemm_wgmma_scatter(toka_device *dev, const gemm_args *args, bf16 *const *recv_buffers,
+                               int n_ranks, int rows_per_rank) {
+    const weight *w = args->w;
+    const gemm_plan plan = w->scale
+                               ? gemm_fp8_choose(dev, GEMM_SCATTER, args->M, w, false)
+                               : gemm_choose(dev, GEMM_SCATTER, args->M, w->N, w->K, false);
+    if (w->scale) gemm_fp8_quantize(dev, args);
+    gemm_wgmma_scatter_with(dev, args, recv_buffers, n_ranks, rows_per_rank, plan);
+}
+
 /* ---- Which GEMM ---- */
 
 /* The limits of gemm_family, from times of whole steps (test/results/kernel-choices.md). */
@@ -4461,7 +5058,8 @@ enum gemm_family {
     BY_GEMV,
     BY_SMALLM, /* the families up to here have EPI_QKV; gemm_fuses_qkv relies on this order */
     BY_MMA,
-    BY_WGMMA
+    BY_WGMMA,
+    BY_FP8 /* an e4m3 W: gemm_fp8_run */
 };
 
 /* The GEMM for M rows and this W, for all epilogues except EPI_LOGITS. The rules for Hopper:
@@ -4488,6 +5086,7 @@ static enum gemm_family gemm_family(const toka_device *dev, int M, const weight 
                            w->K >= (gemv_tiles > 4 * 2 * dev->n_sms ? GEMV_MIN_K_WAVES
                                                                     : GEMV_MIN_K);
     const bool large_weights = tiles > dev->n_sms && (int64_t)w->N * w->K >= SMALLM_MAX_ELEMS;
+    if (w->scale) return BY_FP8;
     if (!dev->hopper) return M <= 16 ? BY_GEMV : BY_MMA;
     /* N = E: an RMSNorm follows */
     if (M <= 8 && (gemv_tiles <= 2 * dev->n_sms || large_n_k || w->N == dev->E)) return BY_GEMV;
@@ -4507,6 +5106,10 @@ static bool gemm_fuses_qkv(const toka_device *dev, int M, const weight *w, const
 /* Runs the GEMM, with the family that gemm_family chooses. Only for EPI_LOGITS the limit is
  * SAMP_STORED_MAX. */
 static void gemm(toka_device *dev, const gemm_args *args) {
+    if (args->w->scale) {
+        gemm_fp8_run(dev, args);
+        return;
+    }
     enum gemm_family family = gemm_family(dev, args->M, args->w);
     if (args->epi == EPI_LOGITS)
         family = !dev->hopper ? BY_MMA : args->M <= SAMP_STORED_MAX ? BY_SMALLM : BY_WGMMA;
@@ -11785,10 +12388,18 @@ static void gpu_open(toka_device *dev) {
 
 /* ---- Memory, computed before it is allocated ---- */
 
-static size_t weights_bytes(const toka_shape *shape, const toka_weights *weights) {
+/* hopper: FP8 stays FP8 where it can. */
+static size_t weights_bytes(const toka_shape *shape, const toka_weights *weights, bool hopper) {
     size_t n = toka_gpu_matrix_bytes(&weights->embed) *
                (weights->lm_head.data != weights->embed.data ? 2 : 1);
-    for (int i = 0; i < shape->L; i++) n += toka_gpu_layer_bytes(&weights->layers[i]);
+    for (int i = 0; i < shape->L; i++) {
+        const toka_layer *layer = &weights->layers[i];
+        const weight_parts matrices[] = {weight_qkv_parts(layer), {{&layer->o}, 1, false},
+                                         weight_gate_up_parts(layer),
+                                         {{&layer->mlp.down}, 1, false}};
+        for (const weight_parts &parts : matrices)
+            n += weight_bytes(&parts, hopper && weight_stays_fp8(&parts));
+    }
     return n;
 }
 
@@ -11799,14 +12410,17 @@ static int64_t cuda_kv_bytes(const toka_shape *shape, const toka_weights *weight
                              const toka_device_options *options) {
     size_t free_bytes = 0, total = 0;
     cudaGetLastError();
-    if (cudaSetDevice(cuda_ordinal(options)) || cudaMemGetInfo(&free_bytes, &total)) return 0;
+    int major = 0;
+    if (cudaSetDevice(cuda_ordinal(options)) || cudaMemGetInfo(&free_bytes, &total) ||
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, cuda_ordinal(options)))
+        return 0;
     if (debug_shared_gpus() && options->n_devices > 1)
         free_bytes /= (size_t)ceil_div(options->n_devices, debug_shared_gpus());
     const size_t scratch = toka_gpu_scratch_bytes(shape, options->max_tokens);
     const size_t group = toka_gpu_group_bytes(shape, options->max_tokens, options->tp_size,
                                               options->pp_size);
     return (int64_t)(toka_gpu_utilization(options->memory_utilization) * free_bytes) -
-           (int64_t)(weights_bytes(shape, weights) + scratch + group);
+           (int64_t)(weights_bytes(shape, weights, major == 9) + scratch + group);
 }
 
 /* ---- The step clock ---- */
@@ -11992,7 +12606,6 @@ static const char *missing_of_layer(const toka_shape *shape, const toka_layer *l
     const toka_tensor *matrices[] = {&layer->q, &layer->k,  &layer->v,   &layer->o,
                                      &mlp->gate, &mlp->up, &mlp->down};
     for (const toka_tensor *matrix : matrices) {
-        if (matrix->dtype == TOKA_FP8) return "FP8 weights";
         if (matrix->dtype == TOKA_INT4) return "4-bit weights (int4)";
         if (matrix->dtype == TOKA_MXFP4) return "MXFP4 weights";
     }
@@ -12056,6 +12669,7 @@ static void cuda_alloc_buffers(toka_device *dev) {
     dev->xn = (bf16 *)dev_alloc(dev, gemm_rows * dev->E * sizeof(bf16), "activations");
     dev->qkv = (bf16 *)dev_alloc(dev, T * qkv_width * sizeof(bf16), "activations");
     dev->act = (bf16 *)dev_alloc(dev, gemm_rows * dev->F * sizeof(bf16), "activations");
+    dev->x_scale = (float *)dev_alloc(dev, T * sizeof(float), "activations");
     dev->row_sumsq = (float *)dev_alloc(
         dev, FUSE_NORM_MAX_ROWS * (size_t)ceil_div(dev->E, FUSE_NORM_COLS) * sizeof(float),
         "activations");
@@ -12967,7 +13581,8 @@ static void cuda_keep_ids(toka_device *dev, const toka_step *) {
 /* Returns the norm of the next op if it can be fused into this GEMM (chapter 4); else NULL. */
 static const float *fuse_norm_enable(const toka_device *dev, const weight *w, const float *norm) {
     const int M = dev->step->T;
-    return M <= FUSE_NORM_MAX_ROWS && tp_size(dev) == 1 && gemm_family(dev, M, w) == BY_GEMV
+    return M <= FUSE_NORM_MAX_ROWS && tp_size(dev) == 1 && !dev->has_fp8 &&
+                   gemm_family(dev, M, w) == BY_GEMV
                ? norm
                : NULL;
 }
@@ -12992,7 +13607,7 @@ static void hidden_add(toka_device *dev, toka_hidden *x, const bf16 *in, const w
 static void cuda_embed(toka_device *dev, const toka_step *step, toka_hidden *x) {
     if (!op_begin(dev, "embed") || !group_wait_sampled(dev, step)) return;
     step = dev->step;
-    const bool fuses = step->T <= FUSE_NORM_MAX_ROWS && tp_size(dev) == 1;
+    const bool fuses = step->T <= FUSE_NORM_MAX_ROWS && tp_size(dev) == 1 && !dev->has_fp8;
     hidden_set_sum(dev, x, fuses ? dev->layers->attn_norm : NULL);
     if (graph_is_replay(dev)) return;
     launch_dependent(dev, "embedding", embed_kernel, {dim3(step->T), 128}, dev->rows.ids,
@@ -13024,7 +13639,13 @@ static void qkv_rope_kv(toka_device *dev, int layer, bool fused, bf16 *q) {
         weights->qkv.bias, weights->q_norm, weights->k_norm, shape->eps, shape->H, shape->K,
         shape->B,          rows->pos,       rows->kv_slot,   dev->rope,  q,        kv,
         shape->D};
-    if (qkv_is_interleaved(dev, shape->D) && n_rows > SMALLM_MAX &&
+    const bool fp8 = weights->qkv.scale != NULL;
+    if (fp8 && qkv_is_interleaved(dev, shape->D) && gemm_fp8_fuses_qkv(n_rows, &params)) {
+        const gemm_args args = {n_rows, dev->xn, dev->E, &weights->qkv};
+        gemm_fp8_qkv(dev, &args, &params);
+        return;
+    }
+    if (!fp8 && qkv_is_interleaved(dev, shape->D) && n_rows > SMALLM_MAX &&
         gemm_qkv_worth_fusing(dev, n_rows, &weights->qkv, &params)) {
         /* the epilogue does everything: bias, QK norm, RoPE, q, the pages of K and V */
         gemm_wgmma_qkv(dev, n_rows, dev->xn, dev->E, &weights->qkv, &params);

@@ -24,7 +24,7 @@ from collections import namedtuple
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 KERNELS = os.path.join(ROOT, "toka_kernels.cu")
-PROGRAMS = ["gpu_attn", "gpu_gemm", "gpu_rows", "gpu_samp", "gpu_smallm"]
+PROGRAMS = ["gpu_attn", "gpu_fp8", "gpu_gemm", "gpu_rows", "gpu_samp", "gpu_smallm"]
 
 # name: the bug. old: text that occurs in the file once, whatever its line breaks; the part between backticks (all of it if there are none) is
 # replaced by new. A part that ends with a semicolon is a statement, any other an expression. test: program and arguments. line: an
@@ -68,6 +68,31 @@ MUTANTS = [
            ("q's norm for the first head of k", "const float *weights = `head < qkv.H` ? qkv.q_norm : qkv.k_norm;", "head <= qkv.H", "RoPE and pages .*norm"),
            ("V is rotated, too", "if (row < args.T && `head < qkv.H + qkv.K`) {", "head <= qkv.H + qkv.K"),
            ("wrong position in the page", "(uint32_t)(kv_slot & (`qkv.B - 1`));", "qkv.B / 2 - 1")),
+
+    # ---- FP8 ----
+    *group("weight_set_scales", "fp8 small", "load form",
+           ("gate's scales for up", "* 2 + `at / 8 % 2`] =\n                        load_scale(", "0", "load form 2 gate and up"),
+           ("the next block of K", "load_scale(part, row, `part->col0 / 128 + k`)", "part->col0 / 128 + max(k - 1, 0)", "load form 2"),
+           ("the scale of the next row", "`scales[at] = load_scale(part, row, 0)`;", "scales[at] = load_scale(part, max(row - 1, 0), 0)", "load form 1"),
+           ("the static scale of q alone", "`to->x_scale = fmaxf(to->x_scale, part->quant->input_scale)`;", "to->x_scale = i ? to->x_scale : part->quant->input_scale")),
+    *group("weight_has_block_scales", "fp8 small", "load form 2 q, k, v rows=192",
+           ("blocks of two matrices in 128 rows", "ok = `!owner[slot] || owner[slot] == block`;", "true")),
+    *group("load_scale", "fp8 small", "load form . .*from .128",
+           ("a slice begins with the first scale", "(size_t)(`tensor->row0 + row * tensor->row_step`) / quant->block_rows", "row")),
+    *group("quantize_rows_kernel", "fp8 small", "quantize",
+           ("448 is not the largest", "largest / `FP8_MAX`", "240"),
+           ("the static scale is ignored", "const float scale = `static_scale != 0` ? static_scale", "false", "quantize .*static 0.01"),
+           ("the largest number of a warp is missing", "v = fmaxf(v, `warp_max[i]`);", "i == 7 ? 0.0f : warp_max[i]")),
+    *group("gemm_wgmma_kernel", "fp8 small", "N=136 K=1000",
+           ("a partial sum goes on", "wgmma_ss_fp8<BN>(part, a_desc + 2 * i, b_desc + 2 * i, `zero_part || i > 0`);", "1"),
+           ("a partial sum is lost", "if constexpr (FMT::blocked) acc[i] += `part[i]` * (i / 4 % 2", "(i == 5 ? 0.0f : part[i])", "N=136 K=1000 blocks"),
+           ("the scale of gate for up", "(`i / 4 % 2` ? scales.y : scales.x)", "0", "N=136 K=1000 blocks"),
+           ("the scale of the K block before", "(const float2 *)cta.problem.w_scale + (size_t)`k` * blocks_n + block", "max(k - 1, 0)", "N=136 K=1000 blocks"),
+           ("the scale of the block of rows before", "`min(col0 / 128, blocks_n - 1)`;", "0", "N=136 K=1000 blocks"),
+           ("the scale of the next column", "w = *(const float2 *)(problem.w_scale + col + `2 * (tile.lane & 3)`);", "0", "N=136 K=1000 store"),
+           ("the scale of another row of x", "high = problem.x_scale[`min(row + 8, last_row)`];", "min(row, last_row)")),
+    *group("gemm_fp8_box_rows", "fp8 small", "N=136 K=1000",
+           ("the last row of x is not loaded", "rows > 8 && `rows / 2 >= M`", "rows / 2 + 1 >= M")),
 
     # ---- GEMM ----
     *group("gemm_mma_kernel", "smallm small", "mma (64|128)x",
@@ -323,7 +348,7 @@ MUTANTS = [
 
     # ---- The op table and the weights, by whole models ----
     *group("weights_load", "model only qwen2 qwen3 mistral-short-window", "logits",
-           ("biases of k and v in q's place", "load_add_job(loader, biases[i], `bias + row`, biases[i]->cols", "bias", "qwen2 "),
+           ("biases of k and v in q's place", "load_add_job(loader, biases[i], `bias + weight_row_at(&parts, i, 0)`, biases[i]->cols", "bias", "qwen2 "),
            ("no window", "to->window = `from->window`;", "0", "mistral-short-window "),
            ("q's norm for k", "to->k_norm = `weight_load_vector(dev, &loader, &from->k_norm)`;", "to->q_norm", "qwen3 ")),
     *group("graph_pad_step", "model only qwen2", "graphs",

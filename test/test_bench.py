@@ -101,6 +101,8 @@ def test_dummy_weights(tmp_path):
     args = ["throughput", "-m", "tiny", "--models-file", str(models), "--dummy-weights", "--dataset"]
     out, _ = bench(*args, d)
     assert "output tokens:  304" in out
+    out, _ = bench(*args, d, "--quantization", "fp8")
+    assert "output tokens:  304" in out
     _, err = bench(*args, dataset(tmp_path, [{"prompt": "text", "output_lengths": [4]}]), status=1)
     assert "tokenizer" in err
     _, err = bench("throughput", "-m", "nothing", "--dummy-weights", "--dataset", d, status=1)
