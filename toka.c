@@ -12,10 +12,10 @@
  *
  * WHAT IT IS NOT. It does not train or convert. It runs decoder-only
  * transformers, the rows of mf_archs (11): dense ones, mixtures of experts, and models with latent
- * attention; their weights are bf16, f16, f32, FP8, int4 or MXFP4 (mf_methods). The GPU backend has
- * the dense Llama family in bf16, f16, f32 and FP8 only. No images, no speculative decoding. If
- * toka would compute a model differently from the code of the model's authors, it refuses the model
- * and says why (mf_refuse_unsupported).
+ * attention or with linear mixers (Gated DeltaNet); their weights are bf16, f16, f32, FP8, int4 or
+ * MXFP4 (mf_methods). The GPU backend has the dense Llama family in bf16, f16, f32 and FP8 only. No
+ * images, no speculative decoding. If toka would compute a model differently from the code of the
+ * model's authors, it refuses the model and says why (mf_refuse_unsupported).
  *
  * HOW DATA FLOWS (the numbers are chapters):
  *
@@ -49,8 +49,9 @@
  * A step has three phases: plan, run, commit. A plan holds integers only: no floats, no text. An op
  * sees token rows, never requests. So the scheduler is tested without a model and the ops without
  * an engine, and every device runs the same plans. A plan is self-contained: between steps a device
- * keeps only K, V and the id of each token, and the last token of each sequence. Everything else
- * arrives with the step, while the device still runs the step before it. Chapter 22 has a timeline.
+ * keeps only K, V and the id of each token, the last token of each sequence and, for linear mixers,
+ * its state. Everything else arrives with the step, while the device still runs the step before it.
+ * Chapter 22 has a timeline.
  *
  * THE LIFE OF A REQUEST. A request has n samples; each sample has a state. The label of an arrow is
  * the function that makes the change.
@@ -136,6 +137,8 @@
  *   page            B positions of K and V in all layers (vLLM: block; B: block size); with      14
  *                   windowed pages: in the layers without a window
  *   windowed page   beside a page: the same positions in the layers with a window, if needed     14
+ *   linear mixer    a layer's mixer that has a state in place of K and V (Gated DeltaNet)       18e
+ *   state           what the linear mixers keep of a sequence: a fixed number of bytes           16
  *   block table     the list of pages of a sequence                                              14
  *   kv_slot         where the K and V of one position lie: page * B + offset                     14
  *   prefix tree     the prefix cache: a radix tree of full pages                                 14
@@ -194,6 +197,8 @@
  *                                                    (Megatron-LM)   21 rank_step
  *   data parallelism: replicas behind one queue                      22 eng_route
  *   CUDA graphs of decode steps                      CUDA C++ guide  cu 15 cuda_capture
+ *   Gated DeltaNet: a state in place of K and V      2412.06464      18e plain_linear_token
+ *                                                                    20 cpu_linear_item
  *   sampling: Gumbel-max over groups of ids          1411.0030       18 samp_draw
  *     fused into the LM head; on Hopper the logits                     cu 12 samp_lm_head,
  *     of plain rows are never stored                                   cu 11 samp_reduce_kernel
@@ -7852,12 +7857,16 @@ enum {
     MF_EMBED_SQRT = 1 << 17,  /* the embedding is multiplied by sqrt(E) */
     MF_LAYER_NORM = 1 << 18,  /* norms subtract the mean */
     MF_PARALLEL = 1 << 19,    /* the feed-forward reads what the mixer reads */
-    MF_WINDOW_LOWER = 1 << 20 /* only layers before max_window_layers have a window; without it,
-                               * only layers from there on */
+    MF_WINDOW_LOWER = 1 << 20, /* only layers before max_window_layers have a window; without it,
+                                * only layers from there on */
+    MF_Q_GATE = 1 << 22       /* attention's output has a gate, whose rows are in q */
 };
 
 /* What a layer is, a set of these. */
-enum { MF_LAYER_MOE = 1, MF_LAYER_ROPE = 2, MF_LAYER_LOCAL = 4 /* the RoPE local_table */ };
+enum {
+    MF_LAYER_MOE = 1, MF_LAYER_ROPE = 2, MF_LAYER_LOCAL = 4 /* the RoPE local_table */,
+    MF_LAYER_LINEAR = 8 /* a linear mixer */
+};
 
 enum { MF_MAX_EXPERTS = 4096 };
 
@@ -7939,6 +7948,7 @@ typedef struct mf_model {
     toka_weights weights; /* tensors point into the mapped files */
     int64_t n_parameters;
     size_t weight_bytes;
+    bool has_mtp; /* the files have layers that predict more than one token, which are not used */
     str tokenizer_json, tokenizer_config; /* mapped; empty: there is no such file */
     /* [n_templates] chat templates by name: default, tool_use, rag ... If two have the same name,
      * the last one counts. */
@@ -8152,13 +8162,13 @@ static const struct {
 /* ---- Tensors: every tensor of toka_weights and what it points to, with its dimensions ---- */
 
 typedef enum mf_owner { /* the struct that has the tensor */
-    MF_OF_MODEL, MF_OF_LAYER, MF_OF_MLA, MF_OF_MOE, MF_OF_EXPERT, MF_N_OWNERS
+    MF_OF_MODEL, MF_OF_LAYER, MF_OF_MLA, MF_OF_LINEAR, MF_OF_MOE, MF_OF_EXPERT, MF_N_OWNERS
 } mf_owner;
 
 /* A tensor's place. rows, cols: each a product of dimension letters; rows "": a vector, which has
- * one dimension in the file. The first letter also says how tensor ranks cut the dimension: H and K
- * by heads, F, M, S and V evenly; other dimensions are whole on each rank. (Norms of all heads are
- * cut by mf_slice_norm.) */
+ * one dimension in the file. The first letter also says how tensor ranks cut the dimension: H, K, G
+ * and R by heads, F, M, S and V evenly; other dimensions are whole on each rank. (Norms of all
+ * heads are cut by mf_slice_norm.) */
 typedef struct mf_slot {
     uint8_t owner; /* enum mf_owner */
     char rows[3], cols[3];
@@ -8171,6 +8181,9 @@ enum {
     MF_T_Q, MF_T_K, MF_T_V, MF_T_Q_BIAS, MF_T_K_BIAS, MF_T_V_BIAS,
     MF_T_Q_NORM, MF_T_K_NORM, MF_T_Q_NORM_ALL, MF_T_K_NORM_ALL, MF_T_SINKS, MF_T_O, MF_T_O_BIAS,
     MF_T_Q_A, MF_T_Q_A_NORM, MF_T_Q_B, MF_T_KV_A, MF_T_KV_A_NORM, MF_T_KV_B,
+    MF_T_LIN_QKVZ, MF_T_LIN_BA, MF_T_LIN_Q, MF_T_LIN_K, MF_T_LIN_V, MF_T_LIN_Z, MF_T_LIN_B,
+    MF_T_LIN_A, MF_T_CONV_Q, MF_T_CONV_K, MF_T_CONV_V, MF_T_A_LOG, MF_T_DT_BIAS, MF_T_LIN_NORM,
+    MF_T_LIN_O,
     MF_T_GATE, MF_T_UP, MF_T_DOWN, MF_T_GATE_BIAS, MF_T_UP_BIAS, MF_T_DOWN_BIAS,
     MF_T_ROUTER, MF_T_ROUTER_BIAS, MF_T_CHOICE_BIAS,
     MF_T_SHARED_GATE, MF_T_SHARED_UP, MF_T_SHARED_DOWN, MF_T_SHARED_SWITCH,
@@ -8186,10 +8199,10 @@ static const mf_slot mf_slots[MF_N_SLOTS] = {
     [MF_T_ATTN_POST_NORM] = {MF_OF_LAYER, "", "E", offsetof(toka_layer, attn_post_norm)},
     [MF_T_MLP_NORM] = {MF_OF_LAYER, "", "E", offsetof(toka_layer, mlp_norm)},
     [MF_T_MLP_POST_NORM] = {MF_OF_LAYER, "", "E", offsetof(toka_layer, mlp_post_norm)},
-    [MF_T_Q] = {MF_OF_LAYER, "HD", "E", offsetof(toka_layer, q)},
+    [MF_T_Q] = {MF_OF_LAYER, "HY", "E", offsetof(toka_layer, q)},
     [MF_T_K] = {MF_OF_LAYER, "KD", "E", offsetof(toka_layer, k)},
     [MF_T_V] = {MF_OF_LAYER, "KD", "E", offsetof(toka_layer, v)},
-    [MF_T_Q_BIAS] = {MF_OF_LAYER, "", "HD", offsetof(toka_layer, q_bias)},
+    [MF_T_Q_BIAS] = {MF_OF_LAYER, "", "HY", offsetof(toka_layer, q_bias)},
     [MF_T_K_BIAS] = {MF_OF_LAYER, "", "KD", offsetof(toka_layer, k_bias)},
     [MF_T_V_BIAS] = {MF_OF_LAYER, "", "KD", offsetof(toka_layer, v_bias)},
     [MF_T_Q_NORM] = {MF_OF_LAYER, "", "D", offsetof(toka_layer, q_norm)},
@@ -8205,6 +8218,21 @@ static const mf_slot mf_slots[MF_N_SLOTS] = {
     [MF_T_KV_A] = {MF_OF_MLA, "D", "E", offsetof(toka_mla, kv_a)},
     [MF_T_KV_A_NORM] = {MF_OF_MLA, "", "C", offsetof(toka_mla, kv_a_norm)},
     [MF_T_KV_B] = {MF_OF_MLA, "HB", "C", offsetof(toka_mla, kv_b)},
+    [MF_T_LIN_QKVZ] = {MF_OF_LINEAR, "GA", "E", offsetof(toka_linear, qkvz)},
+    [MF_T_LIN_BA] = {MF_OF_LINEAR, "GI", "E", offsetof(toka_linear, ba)},
+    [MF_T_LIN_Q] = {MF_OF_LINEAR, "GJ", "E", offsetof(toka_linear, q)},
+    [MF_T_LIN_K] = {MF_OF_LINEAR, "GJ", "E", offsetof(toka_linear, k)},
+    [MF_T_LIN_V] = {MF_OF_LINEAR, "RU", "E", offsetof(toka_linear, v)},
+    [MF_T_LIN_Z] = {MF_OF_LINEAR, "RU", "E", offsetof(toka_linear, z)},
+    [MF_T_LIN_B] = {MF_OF_LINEAR, "R", "E", offsetof(toka_linear, b)},
+    [MF_T_LIN_A] = {MF_OF_LINEAR, "R", "E", offsetof(toka_linear, a)},
+    [MF_T_CONV_Q] = {MF_OF_LINEAR, "GJ", "T", offsetof(toka_linear, conv_q)},
+    [MF_T_CONV_K] = {MF_OF_LINEAR, "GJ", "T", offsetof(toka_linear, conv_k)},
+    [MF_T_CONV_V] = {MF_OF_LINEAR, "RU", "T", offsetof(toka_linear, conv_v)},
+    [MF_T_A_LOG] = {MF_OF_LINEAR, "", "R", offsetof(toka_linear, a_log)},
+    [MF_T_DT_BIAS] = {MF_OF_LINEAR, "", "R", offsetof(toka_linear, dt_bias)},
+    [MF_T_LIN_NORM] = {MF_OF_LINEAR, "", "U", offsetof(toka_linear, norm)},
+    [MF_T_LIN_O] = {MF_OF_LINEAR, "E", "RU", offsetof(toka_linear, o)},
     [MF_T_GATE] = {MF_OF_LAYER, "F", "E", offsetof(toka_layer, mlp.gate)},
     [MF_T_UP] = {MF_OF_LAYER, "F", "E", offsetof(toka_layer, mlp.up)},
     [MF_T_DOWN] = {MF_OF_LAYER, "E", "F", offsetof(toka_layer, mlp.down)},
@@ -8228,19 +8256,25 @@ static const mf_slot mf_slots[MF_N_SLOTS] = {
 
 /* Sets the dimensions that the letters stand for, after the shape and config->mla. The letters of
  * toka.h (H K D E F V X), and M: width of an expert, S: of the shared expert, Q: q's latent vector,
- * or E without one, C: latent vector of K and V, N: a head of q, B: a head of kv_b, W: of a value.
- * M, S, Q and X are set before. */
+ * or E without one, C: latent vector of K and V, N: a head of q, B: a head of kv_b, W: of a value,
+ * Y: a head's rows in q. Of linear mixers G: key heads, R: value heads, J and U: their sizes, A and
+ * I: rows of a key head in qkvz and ba, T: taps. M, S, Q and X are set before. */
 static void mf_set_letters(mf_config *config) {
     const toka_shape *shape = &config->shape;
+    const toka_linear_shape *linear = &shape->linear;
     const toka_mla *mla = &config->mla;
-    const bool has_mla = config->features & MF_MLA;
+    const bool has_mla = config->features & MF_MLA, has_gate = config->features & MF_Q_GATE;
+    const int per_key_head = linear->n_layers ? linear->value_heads / linear->key_heads : 0;
     const struct {
         char letter;
         int size;
     } letters[] = {
         {'H', shape->H}, {'K', shape->K}, {'D', shape->D}, {'E', shape->E}, {'V', shape->V},
         {'C', mla->latent}, {'N', mla->nope + mla->rope}, {'B', mla->nope + mla->v},
-        {'W', has_mla ? mla->v : shape->D}
+        {'W', has_mla ? mla->v : shape->D}, {'Y', shape->D * (has_gate ? 2 : 1)},
+        {'G', linear->key_heads}, {'R', linear->value_heads}, {'J', linear->key_size},
+        {'U', linear->value_size}, {'T', linear->taps}, {'I', 2 * per_key_head},
+        {'A', 2 * (linear->key_size + per_key_head * linear->value_size)}
     };
     for (int i = 0; i < COUNT(letters); i++)
         config->letter[letters[i].letter - 'A'] = letters[i].size;
@@ -8335,6 +8369,34 @@ static const mf_binding mf_attention_latent[] = {
     {"self_attn.o_proj.weight", MF_T_O, 0, 0},
     {0}
 };
+static const mf_binding mf_linear_by_heads[] = {
+    {"linear_attn.in_proj_qkvz.weight", MF_T_LIN_QKVZ, 0, 0},
+    {"linear_attn.in_proj_ba.weight", MF_T_LIN_BA, 0, 0},
+    {"linear_attn.conv1d.weight", MF_T_CONV_Q, MF_FUSED, 0},
+    {"linear_attn.conv1d.weight", MF_T_CONV_K, MF_FUSED, 0},
+    {"linear_attn.conv1d.weight", MF_T_CONV_V, MF_FUSED, 0},
+    {"linear_attn.A_log", MF_T_A_LOG, 0, 0},
+    {"linear_attn.dt_bias", MF_T_DT_BIAS, 0, 0},
+    {"linear_attn.norm.weight", MF_T_LIN_NORM, 0, 0},
+    {"linear_attn.out_proj.weight", MF_T_LIN_O, 0, 0},
+    {0}
+};
+static const mf_binding mf_linear[] = {
+    {"linear_attn.in_proj_qkv.weight", MF_T_LIN_Q, MF_FUSED, 0},
+    {"linear_attn.in_proj_qkv.weight", MF_T_LIN_K, MF_FUSED, 0},
+    {"linear_attn.in_proj_qkv.weight", MF_T_LIN_V, MF_FUSED, 0},
+    {"linear_attn.in_proj_z.weight", MF_T_LIN_Z, 0, 0},
+    {"linear_attn.in_proj_b.weight", MF_T_LIN_B, 0, 0},
+    {"linear_attn.in_proj_a.weight", MF_T_LIN_A, 0, 0},
+    {"linear_attn.conv1d.weight", MF_T_CONV_Q, MF_FUSED, 0},
+    {"linear_attn.conv1d.weight", MF_T_CONV_K, MF_FUSED, 0},
+    {"linear_attn.conv1d.weight", MF_T_CONV_V, MF_FUSED, 0},
+    {"linear_attn.A_log", MF_T_A_LOG, 0, 0},
+    {"linear_attn.dt_bias", MF_T_DT_BIAS, 0, 0},
+    {"linear_attn.norm.weight", MF_T_LIN_NORM, 0, 0},
+    {"linear_attn.out_proj.weight", MF_T_LIN_O, 0, 0},
+    {0}
+};
 static const mf_binding mf_mlp[] = {
     {"mlp.gate_proj.weight", MF_T_GATE, 0, 0},
     {"mlp.up_proj.weight", MF_T_UP, 0, 0},
@@ -8392,6 +8454,7 @@ static const mf_binding mf_experts_gpt_oss[] = {
 typedef struct mf_arch {
     const char *name, *model_type;
     const mf_binding *norms, *mixer, *mlp, *moe; /* names; moe: of layers with experts */
+    const mf_binding *linear; /* of layers with a linear mixer; NULL: it has none */
     unsigned features;       /* MF_...: what every model of this architecture has */
     unsigned attention_bias; /* features that the field attention_bias turns on */
     toka_router_kind router;
@@ -8535,6 +8598,34 @@ static const mf_arch mf_archs[] = {
       "moe_intermediate_size": 2048, "n_shared_experts": 1, "routed_scaling_factor": 2.5,
       "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "norm_topk_prob": true,
       "bos_token_id": 0, "eos_token_id": 1})},
+    {.name = "Qwen3NextForCausalLM", .model_type = "qwen3_next", .norms = mf_norms,
+     .mixer = mf_attention, .linear = mf_linear_by_heads, .mlp = mf_mlp, .moe = mf_experts,
+     .features = MF_QK_NORM | MF_NORM_PLUS_1 | MF_Q_GATE | MF_SHARED_GATED,
+     .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .defaults = MF_JSON(
+     {"L": 48, "E": 2048, "H": 16, "K": 2, "D": 256, "F": 5632, "V": 151936, "max_len": 32768,
+      "partial_rotary_factor": 0.25, "full_attention_interval": 4, "layer_types": null,
+      "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+      "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_experts": 512,
+      "num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": true,
+      "shared_expert_intermediate_size": 512, "decoder_sparse_step": 1, "mlp_only_layers": null})},
+    {.name = "Qwen3_5ForCausalLM", .model_type = "qwen3_5_text", .norms = mf_norms,
+     .mixer = mf_attention, .linear = mf_linear, .mlp = mf_mlp,
+     .features = MF_QK_NORM | MF_NORM_PLUS_1 | MF_Q_GATE,
+     .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .defaults = MF_JSON(
+     {"L": 32, "E": 4096, "H": 16, "K": 4, "D": 256, "F": 12288, "V": 248320, "max_len": 32768,
+      "partial_rotary_factor": 0.25, "full_attention_interval": 4, "layer_types": null,
+      "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+      "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4})},
+    {.name = "Qwen3_5MoeForCausalLM", .model_type = "qwen3_5_moe_text", .norms = mf_norms,
+     .mixer = mf_attention, .linear = mf_linear, .moe = mf_experts,
+     .features = MF_QK_NORM | MF_NORM_PLUS_1 | MF_Q_GATE | MF_SHARED_GATED,
+     .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .defaults = MF_JSON(
+     {"L": 40, "E": 2048, "H": 16, "K": 2, "D": 256, "F": 512, "V": 248320, "max_len": 32768,
+      "partial_rotary_factor": 0.25, "full_attention_interval": 4, "layer_types": null,
+      "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+      "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_experts": 256,
+      "num_experts_per_tok": 8, "moe_intermediate_size": 512, "norm_topk_prob": true,
+      "shared_expert_intermediate_size": 512})},
     {.name = "Cohere2ForCausalLM", .model_type = "cohere2", .norms = mf_norm_shared,
      .mixer = mf_attention, .mlp = mf_mlp,
      .features = MF_LAYER_NORM | MF_PARALLEL | MF_NEIGHBOURS | MF_ROPE_WINDOWED,
@@ -8903,7 +8994,8 @@ static void mf_set_layer_work(mf_config *config) {
 
 /* ---- config.json: RoPE and windows ---- */
 
-static const char *const mf_layer_types[] = {"full_attention", "sliding_attention"};
+static const char *const mf_layer_types[] = {"full_attention", "sliding_attention",
+                                             "linear_attention"};
 
 static mf_rope_kind mf_read_rope_kind(mf_reader *reader) {
     const json *v = mf_field(reader, "rope_type");
@@ -9135,6 +9227,40 @@ static bool mf_list_has(mf_reader *reader, const char *name, int layer) {
     return has;
 }
 
+/* Reads the sizes of the linear mixers, and which layers have one: all but each
+ * full_attention_interval-th, if there are no layer_types. Sets their bit of config->kind. */
+COLD
+static void mf_read_linear(mf_reader *reader, mf_config *config) {
+    enum { MAX_SIZE = 1 << 12 };
+    toka_linear_shape *linear = &config->shape.linear;
+    const int L = config->shape.L;
+    const json *types = mf_field(reader, "layer_types");
+    const int64_t interval = mf_int(reader, "full_attention_interval", 0);
+    if (types && (types->type != JSON_ARRAY || types->n != (uint32_t)L))
+        mf_field_error(reader, "layer_types", types, "a list with one for each layer");
+    for (int i = 0; i < L && !reader->err->code; i++) {
+        const json *type = types ? json_at(types, (size_t)i) : NULL;
+        const bool is_linear = types ? str_is(json_str(type), mf_layer_types[2])
+                                     : interval < 1 || (i + 1) % interval;
+        if (types && !is_linear && !str_is(json_str(type), mf_layer_types[0]))
+            mf_field_error(reader, "layer_types", type,
+                           "\"full_attention\" or \"linear_attention\"");
+        if (is_linear) config->kind[i] |= MF_LAYER_LINEAR;
+        linear->n_layers += is_linear;
+    }
+    linear->key_heads = mf_count(reader, "linear_num_key_heads", MAX_SIZE);
+    linear->value_heads = mf_count(reader, "linear_num_value_heads", MAX_SIZE);
+    linear->key_size = mf_count(reader, "linear_key_head_dim", MAX_SIZE);
+    linear->value_size = mf_count(reader, "linear_value_head_dim", MAX_SIZE);
+    linear->taps = mf_count(reader, "linear_conv_kernel_dim", 64);
+    if (linear->value_heads % linear->key_heads || linear->taps < 2)
+        mf_field_error(reader, linear->taps < 2 ? "linear_conv_kernel_dim"
+                                                : "linear_num_value_heads",
+                       mf_field(reader, linear->taps < 2 ? "linear_conv_kernel_dim"
+                                                         : "linear_num_value_heads"),
+                       linear->taps < 2 ? "2 to 64" : "a multiple of linear_num_key_heads");
+}
+
 /* Sets config->kind: which layers have experts, which have RoPE, and which one. */
 static void mf_read_layer_kinds(mf_reader *reader, mf_config *config, arena *memory) {
     const int L = config->shape.L;
@@ -9157,6 +9283,7 @@ static void mf_read_layer_kinds(mf_reader *reader, mf_config *config, arena *mem
                               mf_list_has(reader, "mlp_only_layers", i);
         if (config->arch->moe && !(config->arch->mlp && is_dense)) config->kind[i] |= MF_LAYER_MOE;
     }
+    if (config->arch->linear && !reader->err->code) mf_read_linear(reader, config);
 }
 
 /* ---- config.json: quantization_config ----
@@ -10783,7 +10910,8 @@ static bool mf_next(mf_cursor *at) {
     const mf_arch *arch = at->config->arch;
     const bool has_experts = at->config->kind[at->layer] & MF_LAYER_MOE;
     assert(has_experts || arch->mlp);
-    const mf_binding *const tables[] = {arch->norms, arch->mixer,
+    const bool is_linear = at->config->kind[at->layer] & MF_LAYER_LINEAR;
+    const mf_binding *const tables[] = {arch->norms, is_linear ? arch->linear : arch->mixer,
                                         has_experts ? arch->moe : arch->mlp};
     at->binding = at->binding ? at->binding + 1 : tables[0];
     for (;; at->binding++) {
@@ -10851,6 +10979,9 @@ static mf_owners mf_make_layer(const mf_config *config, int i, toka_layer *layer
         toka_mla *mla = arena_copy(memory, &config->mla, sizeof *mla);
         layer->mla = owners.of[MF_OF_MLA] = mla;
     }
+    if (config->kind[i] & MF_LAYER_LINEAR)
+        layer->linear = owners.of[MF_OF_LINEAR] = arena_zalloc(memory, sizeof *layer->linear);
+    else layer->q_gate = config->features & MF_Q_GATE;
     if (config->kind[i] & MF_LAYER_MOE) {
         toka_moe *moe = arena_copy(memory, &config->moe, sizeof *moe);
         layer->moe = owners.of[MF_OF_MOE] = moe;
@@ -10860,7 +10991,7 @@ static mf_owners mf_make_layer(const mf_config *config, int i, toka_layer *layer
     layer->window = config->window[i];
     layer->activation = config->activation;
     layer->parallel = config->features & MF_PARALLEL;
-    if (config->kind[i] & MF_LAYER_ROPE)
+    if (config->kind[i] & MF_LAYER_ROPE && !layer->linear)
         layer->rope = config->kind[i] & MF_LAYER_LOCAL ? &config->local_table
                                                        : &config->rope_table;
     return owners;
@@ -10964,10 +11095,14 @@ static void mf_copy_part(mf_binder *binder, const mf_target *target, const st_te
 static int mf_bind_plain(mf_binder *binder, const mf_target *target, const st_tensor *tensor,
                          toka_err *e) {
     const bool is_vector = !*mf_slots[target->binding->slot].rows;
+    const bool is_conv = mf_slots[target->binding->slot].cols[0] == 'T';
     const int64_t own_dims[] = {target->rows, target->cols};
+    const int64_t conv_dims[] = {target->rows, 1, target->cols};
     const int64_t stacked_dims[] = {target->n_stacked, target->cols, target->rows};
-    const int64_t *dims = target->n_stacked ? stacked_dims : own_dims + is_vector;
-    const int n_dims = (target->n_stacked ? 3 : 2) - is_vector;
+    const int64_t *dims = target->n_stacked ? stacked_dims
+                          : is_conv         ? conv_dims
+                                            : own_dims + is_vector;
+    const int n_dims = (target->n_stacked || is_conv ? 3 : 2) - is_vector;
     if (!tensor) return fail(e, TOKA_E_INPUT, "%s: missing in %s", target->name, binder->where);
     if (mf_check_dims(tensor, target->name, dims, n_dims, e)) return e->code;
     if (tensor->dtype->toka_dtype < 0)
@@ -11258,6 +11393,50 @@ static void mf_add_aliases(const mf_config *config, st_set *set, const st_alias_
         st_set_add_alias(set, arena_str(memory, str_c(embed)), str_c(mf_find_lm_head(set)), memory);
 }
 
+/* Some writers stack the experts of a layer: gate_up_proj [X][2*F][E] and down_proj [X][E][F] have
+ * the matrices of all, those of gate and up one below the other. Adds the matrices to the set under
+ * the names that they have elsewhere. A matrix that the set has already stays. */
+COLD
+static int mf_unstack(const mf_config *config, st_set *set, const char *name, int n_parts,
+                      const char *const parts[], arena *memory, toka_err *e) {
+    char stacked[128], own[128];
+    snprintf(stacked, sizeof stacked, "%s.%s_proj", name, n_parts > 1 ? "gate_up" : "down");
+    const st_tensor *all = st_set_get(set, stacked);
+    const int64_t M = config->letter['M' - 'A'], E = config->shape.E;
+    const int64_t X = config->moe.n_experts, rows = n_parts > 1 ? M : E;
+    const int64_t dims[] = {X, rows * n_parts, n_parts > 1 ? E : M};
+    if (!all) return 0;
+    if (mf_check_dims(all, stacked, dims, 3, e)) return e->code;
+    const uint64_t bytes = (all->end - all->begin) / (uint64_t)(X * n_parts);
+    st_tensor *out = arena_alloc(memory, (size_t)(X * n_parts) * sizeof *out);
+    for (int i = 0; i < X * n_parts; i++) {
+        snprintf(own, sizeof own, "%s.%d.%s_proj.weight", name, i / n_parts, parts[i % n_parts]);
+        out[i] = *all;
+        out[i].name = arena_str(memory, str_c(own));
+        out[i].n_dims = 2;
+        out[i].dims[0] = rows;
+        out[i].dims[1] = dims[2];
+        out[i].begin += bytes * (uint64_t)i;
+        out[i].end = out[i].begin + bytes;
+        out[i].data += bytes * (uint64_t)i;
+        if (!st_set_get(set, own)) st_set_add(set, &out[i], e);
+    }
+    return 0;
+}
+COLD
+static int mf_unstack_experts(const mf_config *config, st_set *set, arena *memory, toka_err *e) {
+    static const char *const parts[] = {"gate", "up", "down"};
+    const char *prefix = mf_find_prefix(set);
+    char name[96];
+    for (int i = 0; i < config->shape.L && config->arch->moe == mf_experts; i++) {
+        snprintf(name, sizeof name, "%slayers.%d.mlp.experts", prefix, i);
+        if (mf_unstack(config, set, name, 2, parts, memory, e) ||
+            mf_unstack(config, set, name, 1, parts + 2, memory, e))
+            return e->code;
+    }
+    return 0;
+}
+
 /* Writes the name of a layer's tensor. */
 static void mf_put_name(char name[128], const char *prefix, int layer, const char *suffix,
                         int expert) {
@@ -11473,6 +11652,7 @@ typedef struct mf_tp_ranges {
     mf_range H, K, F, V; /* F: an even share; mf_mlp_unit may shift it */
     int unit['Z' - 'A' + 1]; /* of F, M and S, in the layer that is cut: a share of an MLP is so
                               * many columns, or a multiple; the last one may be less */
+    mf_range G, R; /* of linear mixers: key heads and their value heads */
 } mf_tp_ranges;
 
 /* Computes *ranges. Returns 0, or TOKA_E_USE if the model cannot be split over so many ranks. */
@@ -11489,6 +11669,15 @@ static int mf_split_tp(const toka_shape *shape, int tp_rank, int tp_size, mf_tp_
                     "tensor parallel size %d: the model has %d heads and %d kv heads (H, K), "
                     "expected at most %d ranks, or a multiple of K that divides H",
                     tp_size, shape->H, shape->K, shape->K);
+    const toka_linear_shape *linear = &shape->linear;
+    if (linear->n_layers && tp_size > linear->key_heads)
+        return fail(e, TOKA_E_USE,
+                    "tensor parallel size %d: the model's linear mixers have %d key heads, "
+                    "expected no more ranks",
+                    tp_size, linear->key_heads);
+    const int per_key_head = linear->n_layers ? linear->value_heads / linear->key_heads : 0;
+    ranges->G = mf_even_share(linear->key_heads, tp_rank, tp_size);
+    ranges->R = (mf_range){ranges->G.first * per_key_head, ranges->G.count * per_key_head};
     ranges->K = shape->K < tp_size ? (mf_range){tp_rank / (tp_size / shape->K), 1}
                                    : mf_even_share(shape->K, tp_rank, tp_size);
     ranges->H = shape->K < tp_size
@@ -11533,11 +11722,20 @@ static void mf_set_units(mf_tp_ranges *ranges, const toka_layer *layer, int n_sh
  * dimension in mf_slot. A share of heads has size / n_heads rows for each head of the rank. */
 static mf_range mf_dim_range(const toka_shape *full, const mf_tp_ranges *ranges,
                              const mf_rank *rank, char letter, int size) {
-    const mf_range heads = letter == 'H' ? ranges->H : ranges->K;
-    const int per_head = size / (letter == 'H' ? full->H : full->K);
+    const struct {
+        char letter;
+        mf_range heads;
+        int n_heads; /* of all ranks */
+    } by_heads[] = {{'H', ranges->H, full->H},
+                    {'K', ranges->K, full->K},
+                    {'G', ranges->G, full->linear.key_heads},
+                    {'R', ranges->R, full->linear.value_heads}};
+    for (int i = 0; i < COUNT(by_heads); i++) {
+        if (by_heads[i].letter != letter) continue;
+        const int per_head = size / by_heads[i].n_heads;
+        return (mf_range){by_heads[i].heads.first * per_head, by_heads[i].heads.count * per_head};
+    }
     switch (letter) {
-    case 'H':
-    case 'K': return (mf_range){heads.first * per_head, heads.count * per_head};
     case 'F':
     case 'M':
     case 'S':
@@ -11603,11 +11801,13 @@ static int mf_slice_layer(const toka_shape *full, const mf_tp_ranges *heads, con
     const int n_experts = layer->moe ? layer->moe->n_experts : 0;
     toka_mla *mla = layer->mla ? arena_copy(memory, layer->mla, sizeof *mla) : NULL;
     toka_moe *moe = layer->moe ? arena_copy(memory, layer->moe, sizeof *moe) : NULL;
+    toka_linear *linear = layer->linear ? arena_copy(memory, layer->linear, sizeof *linear) : NULL;
     toka_mlp *experts = moe ? arena_copy(memory, moe->experts,
                                          (size_t)n_experts * sizeof *experts) : NULL;
-    const mf_owners owners = {{[MF_OF_LAYER] = layer, [MF_OF_MLA] = mla, [MF_OF_MOE] = moe,
-                               [MF_OF_EXPERT] = experts}};
+    const mf_owners owners = {{[MF_OF_LAYER] = layer, [MF_OF_MLA] = mla, [MF_OF_LINEAR] = linear,
+                               [MF_OF_MOE] = moe, [MF_OF_EXPERT] = experts}};
     layer->mla = mla;
+    layer->linear = linear;
     layer->moe = moe;
     if (moe) moe->experts = experts;
     mf_set_units(&ranges, layer, rank->tp_size);
@@ -11655,8 +11855,12 @@ static int mf_shard(const toka_shape *full, const toka_weights *full_weights, co
     *out = *full_weights;
     out->layers = arena_copy(memory, full_weights->layers + layers.first,
                              (size_t)layers.count * sizeof *out->layers);
+    shape->linear.key_heads = ranges.G.count;
+    shape->linear.value_heads = ranges.R.count;
+    shape->linear.n_layers = 0;
     shape->F = 0;
     for (int layer = 0; layer < layers.count; layer++) {
+        shape->linear.n_layers += out->layers[layer].linear != NULL;
         if (mf_slice_layer(full, &ranges, rank, &out->layers[layer], memory, e)) return e->code;
         shape->F = MAX(shape->F, mf_widest(&out->layers[layer]));
     }
@@ -12204,6 +12408,8 @@ static int mf_open_weights(mf_model *files, toka_err *e) {
                         .weights = &files->weights};
     int code = mf_open_shards(files, &set, &aliases, &tmp, e);
     if (!code) mf_add_aliases(&files->config, &set, aliases, &tmp);
+    if (!code) code = mf_unstack_experts(&files->config, &set, &tmp, e);
+    files->has_mtp = st_set_get(&set, "mtp.norm.weight");
     if (!code) code = mf_bind(&binder, &files->memory, e);
     files->no_lm_head = binder.no_lm_head;
     files->n_parameters = binder.n_parameters;
@@ -13145,6 +13351,10 @@ static void heap_remove(heap_node *nodes, int *top, int node) {
  * windowed pages. A sequence lets them go at the beginning of the plan after the step that read
  * them last. Pages without a holder are cached, so prefixes are found.
  *
+ * States. In models with linear mixers a sequence also has a state (toka_state_span): that of seq
+ * has the number seq. A state holds all tokens of its sequence and cannot be cut, so sequences of
+ * such models share no prefix: all are unshared. A preempted sequence loses its state, too.
+ *
  * What always holds (sched_check of test/state.h): sequences, lists, heaps and counts agree. The
  * running sequence that is first in queue order is never preempted, because alone each request
  * fits. So it always gets on. sched_plan and sched_commit allocate no memory: sched_submit
@@ -13161,6 +13371,10 @@ enum {
 
 /* ---- Types ---- */
 
+typedef struct sched_states { /* of models in which a sequence also has a state */
+    bool used; /* each sequence has one: that of seq has the number seq */
+} sched_states;
+
 typedef struct sched_config {
     int B, n_pages; /* tokens of a page; pages of the KV cache, the pool */
     int max_seqs;   /* sequences running or preempted */
@@ -13169,6 +13383,7 @@ typedef struct sched_config {
     int reserve_steps; /* admission leaves free what running sequences append in so many steps;
                         * SCHED_RESERVE_STEPS, but for tests */
     int window;     /* tokens of the widest window; 0: all layers keep all K and V */
+    sched_states states;
 } sched_config;
 
 typedef struct sched_job { /* what a request asks of the scheduler */
@@ -13432,7 +13647,8 @@ static int sched_submit(scheduler *sched, const sched_job *job, toka_err *e) {
                                .n = job->n,
                                .max_tokens = job->max_tokens,
                                .no_run_ahead = job->no_run_ahead,
-                               .n_unshared = job->n_unshared,
+                               .n_unshared = sched->config.states.used ? job->n
+                                                                      : job->n_unshared,
                                .first_seq = -1};
     memcpy(request->prompt, job->prompt, (size_t)job->n_prompt * sizeof(int32_t));
     request->queue_key =
@@ -14048,6 +14264,7 @@ typedef struct batch_step {
      * steps of their own. Only microbatches have number and needs_step. */
     toka_step step;
     int32_t *ids, *pos, *kv_slot; /* [max_tokens] */
+    toka_state_span *states; /* [max_chunks] of each chunk; NULL without states */
     int32_t *windowed_slot; /* [max_tokens]; NULL without windowed pages, as the next two arrays */
     int32_t *windowed_pages;    /* as pages */
     toka_copy *windowed_copies; /* [max_chunks] */
@@ -14083,8 +14300,8 @@ typedef struct batch_chunk { /* the rows of a sequence in one microbatch */
 } batch_chunk;
 
 typedef struct batch_micro { /* rows row0 .. row0+T-1 of a step */
-    /* ids, pos, kv_slot, pages and copies point into the batch_step. Spans and samples are copies,
-     * with rows counted from row0. */
+    /* ids, pos, kv_slot, pages and copies point into the batch_step. Spans, state spans and samples
+     * are copies, with rows counted from row0. */
     toka_step step;
     int row0;
     int sample0; /* sample rows in the microbatches before it */
@@ -14094,6 +14311,7 @@ typedef struct batch_micros { /* the microbatches of one step */
     batch_micro micro[BATCH_MAX_MICROS]; /* [n] */
     int n;
     toka_span *spans;             /* [2 * max_chunks] microbatch after microbatch */
+    toka_state_span *states;      /* [max_chunks] the same; NULL without states */
     toka_sample_row *sample_rows; /* [max_tokens] all, with the rows that score prompt tokens (22);
                                    * microbatch after microbatch */
     int *sample_at; /* [max_tokens] sample row i of the whole step is sample_rows[sample_at[i]], and
@@ -14131,6 +14349,7 @@ static void batch_step_free(batch_step *built) {
     free(built->chunk_seq), free(built->chunk_row0);
     free(built->copies);
     free(built->windowed_slot), free(built->windowed_pages), free(built->windowed_copies);
+    free(built->states);
     *built = (batch_step){0};
 }
 
@@ -14162,6 +14381,7 @@ static int batch_step_init(batch_step *built, const scheduler *sched, toka_err *
     built->chunk_seq = mem_alloc(max_chunks * sizeof *built->chunk_seq);
     built->chunk_row0 = mem_alloc((max_chunks + 1) * sizeof *built->chunk_row0);
     built->copies = mem_alloc(max_chunks * sizeof *built->copies);
+    if (sched->config.states.used) built->states = mem_alloc(max_chunks * sizeof *built->states);
     if (sched->kv.window) {
         built->windowed_slot = mem_alloc(max_tokens * sizeof *built->windowed_slot);
         built->windowed_copies = mem_alloc(max_chunks * sizeof *built->windowed_copies);
@@ -14546,7 +14766,8 @@ static void batch_begin(batch_builder *builder, batch_step *built) {
                               .spans = built->spans,
                               .windowed_slot = built->windowed_slot,
                               .windowed_pages = built->windowed_pages,
-                              .windowed_copies = built->windowed_copies};
+                              .windowed_copies = built->windowed_copies,
+                              .states = built->states};
     built->n_chunks = built->n_samples = built->n_pages = built->chunk_row0[0] = builder->n_nodes =
         builder->n_closed = 0;
     builder->depth = 1, builder->stack[0] = 0;
@@ -14560,6 +14781,9 @@ static void batch_append_chunk(batch_builder *builder, batch_step *built, const 
     if (built->n_chunks)
         batch_close_nodes(builder, built,
                           new_micro ? 0 : batch_common_tok(builder, built, sched, chunk));
+    if (built->states)
+        built->states[built->step.n_states++] = (toka_state_span){
+            built->step.T, chunk->n_rows, chunk->from ? chunk->seq : -1, chunk->seq};
     batch_add_rows(built, sched, chunk);
     built->chunk_seq[built->n_chunks++] = chunk->seq;
     built->chunk_row0[built->n_chunks] = built->step.T;
@@ -14591,6 +14815,7 @@ static void batch_build(batch_builder *builder, batch_step *built, const schedul
 static void batch_micros_free(batch_micros *micros) {
     free(micros->spans), free(micros->sample_rows), free(micros->sample_at);
     free(micros->pools);
+    free(micros->states);
     *micros = (batch_micros){0};
 }
 
@@ -14602,6 +14827,7 @@ static int batch_micros_init(batch_micros *micros, const scheduler *sched, toka_
     if (!micros->spans)
         return fail(e, TOKA_E_MEMORY, "no memory for the microbatches of a step of %d sequences",
                     sched->config.max_seqs);
+    if (sched->config.states.used) micros->states = mem_alloc(max_chunks * sizeof *micros->states);
     micros->sample_rows = mem_alloc(max_tokens * sizeof *micros->sample_rows);
     micros->sample_at = mem_alloc(max_tokens * sizeof *micros->sample_at);
     micros->pools = mem_alloc(max_chunks * sizeof *micros->pools);
@@ -14631,6 +14857,17 @@ static batch_micro batch_make_micro(const batch_step *built, toka_span *spans, i
     micro.step.n_spans += chunk_end - chunk;
     for (int i = 0; i < micro.step.n_spans; i++) spans[i].row0 -= row0;
     return micro;
+}
+
+/* Gives a microbatch the state spans of its chunks, which are chunk .. chunk_end-1. */
+static void batch_micro_states(batch_micro *micro, toka_state_span *states,
+                               const batch_step *built, int chunk, int chunk_end) {
+    micro->step.states = states + chunk;
+    micro->step.n_states = chunk_end - chunk;
+    for (int i = chunk; i < chunk_end; i++) {
+        states[i] = built->states[i];
+        states[i].row0 -= micro->row0;
+    }
 }
 
 /* Returns the index of the microbatch that has this row. micro: where the search begins; the search
@@ -14705,6 +14942,9 @@ static void batch_make_micros(batch_builder *builder, batch_micros *micros,
         micros->micro[micro] =
             batch_make_micro(built, micros->spans + n_spans, built->micro_chunk0[micro],
                              built->micro_chunk0[micro + 1]);
+    for (int micro = 0; micro < micros->n && built->states; micro++)
+        batch_micro_states(&micros->micro[micro], micros->states, built, built->micro_chunk0[micro],
+                           built->micro_chunk0[micro + 1]);
     /* each stage runs the microbatches in order, so copies of the first serve all */
     micros->micro[0].step.n_copies = built->step.n_copies;
     micros->micro[0].step.copies = built->step.copies;
@@ -19771,6 +20011,8 @@ COLD static int con_new(toka_constraint **out, const toka_grammar *source, const
  *   MLA           attention whose cache has one short vector c a token, from which the keys and
  *                 values of all heads could be made. They never are: q . (W_uk c) is
  *                 (W_uk^T q) . c, and the sum over values W_uv c is W_uv of the sum over c
+ *   linear mixer  has no cache that grows: each token corrects a matrix, the state S, so that S^T k
+ *                 comes nearer to its value v. S^T q is then what the query finds
  *
  * What always holds: activations are float32; sums are float64 and rounded once, in rising order.
  * So the result of a row depends on this row alone. FP8 activations are not rounded to FP8
@@ -19789,6 +20031,7 @@ typedef struct plain_device {
     toka_device_options options;
     float *k_cache, *v_cache; /* [L][slots][K][D], [L][slots][K][Dv]; slots: toka_layer_pages * B */
     size_t *first_slot;       /* [L + 1] slots of the layers before each layer */
+    float *states;            /* [linear layers][n_states][toka_state_elements] */
     int32_t *kv_ids;          /* [n_pages * B] id of the token of each slot */
     int32_t *last_tokens;     /* [n_seqs] last sampled token of each seq */
     int32_t *positions;       /* [max_len] slots, or ids, of one sequence's positions */
@@ -20010,13 +20253,35 @@ static void plain_heads(plain_device *dev, const toka_step *step, const toka_lay
     plain_linear(dev, &layer->q, &layer->q_bias, in, T, q);
     plain_linear(dev, &layer->k, &layer->k_bias, in, T, k);
     plain_linear(dev, &layer->v, &layer->v_bias, in, T, v);
-    if (layer->q_norm.rows) plain_norm(dev, &layer->q_norm, q, T * (H * D / layer->q_norm.cols), q);
+    const int q_norms = layer->q_norm.rows ? H * D / layer->q_norm.cols : 0; /* of a token */
+    const int q_step = toka_q_width(shape, layer) / H;
+    for (int i = 0; i < T * q_norms; i++) {
+        float *head = q + (q_norms == H ? plain_at(i, q_step) : plain_at(i, H * D));
+        plain_norm(dev, &layer->q_norm, head, 1, head);
+    }
     if (layer->k_norm.rows) plain_norm(dev, &layer->k_norm, k, T * (K * D / layer->k_norm.cols), k);
-    plain_clip(q, plain_at(T, H * D), shape->qkv_limit);
+    plain_clip(q, plain_at(T, H * q_step), shape->qkv_limit);
     plain_clip(k, plain_at(T, K * D), shape->qkv_limit);
     plain_clip(v, plain_at(T, layer->v.rows), shape->qkv_limit);
-    for (int i = 0; i < T * H; i++) plain_rope(layer->rope, step->pos[i / H], q + plain_at(i, D));
+    for (int i = 0; i < T * H; i++)
+        plain_rope(layer->rope, step->pos[i / H], q + plain_at(i, q_step));
     for (int i = 0; i < T * K; i++) plain_rope(layer->rope, step->pos[i / K], k + plain_at(i, D));
+}
+
+/* W norm(x) of a linear mixer. In: rows of norm(x). */
+static void plain_linear_in(plain_device *dev, const toka_linear *linear, const float *in, int T,
+                            float *q) {
+    const int width = toka_linear_width(&dev->shape->linear);
+    const toka_tensor *matrices[6];
+    const int n = toka_linear_matrices(linear, matrices);
+    for (int i = 0; i < n; q += matrices[i++]->rows) {
+        const size_t used = dev->used, rows = (size_t)matrices[i]->rows;
+        float *y = plain_take(dev, T, matrices[i]->rows);
+        plain_linear(dev, matrices[i], NULL, in, T, y);
+        for (int t = 0; t < T; t++)
+            memcpy(q + plain_at(t, width), y + (size_t)t * rows, rows * sizeof *q);
+        dev->used = used;
+    }
 }
 
 COLD
@@ -20029,6 +20294,10 @@ static void plain_norm_qkv_rope_kv(toka_device *device, const toka_step *step, i
     float *k = plain_take(dev, T, KD), *v = plain_take(dev, T, KDv);
     const float *in = plain_norm(dev, &weights->attn_norm, plain_ptr(toka_hidden_read(x)), T,
                                  plain_take(dev, T, dev->shape->E));
+    if (weights->linear) {
+        plain_linear_in(dev, weights->linear, in, T, plain_ptr(q));
+        return;
+    }
     if (weights->mla) {
         plain_mla_query(dev, step, weights, in, plain_ptr(q));
         plain_mla_kv(dev, step, weights, in, k, v);
@@ -20090,19 +20359,156 @@ static void plain_attend(plain_device *dev, int layer, int head, int n, const fl
     dev->used = used;
 }
 
+/* ---- The same op of a linear mixer ---- */
+
+/* A convolution over the last `taps` tokens, then SiLU. The row of a token has the elements in
+ * groups of `size`, `step` apart. history: [elements][taps - 1] earlier inputs, the last one the
+ * newest. */
+static void plain_convolve(plain_device *dev, const toka_tensor *weight, int size, int step,
+                           float *history, float *row) {
+    const size_t used = dev->used;
+    const int n = weight->cols - 1;
+    float *factors = plain_take(dev, 1, weight->cols);
+    for (int i = 0; i < weight->rows; i++, history += n) {
+        float *x = row + i / size * step + i % size;
+        weight_row(weight, i, factors);
+        const float input = *x, sum = plain_dot(factors, history, n) + factors[n] * input;
+        memmove(history, history + 1, (size_t)(n - 1) * sizeof *history);
+        history[n - 1] = input;
+        *x = sum * plain_sigmoid(sum);
+    }
+    dev->used = used;
+}
+
+/* Scales a vector to this length. */
+static void plain_set_length(float *x, int n, double length) {
+    double square = 1e-6;
+    for (int i = 0; i < n; i++) square += (double)x[i] * x[i];
+    for (int i = 0; i < n; i++) x[i] = (float)(x[i] * length / sqrt(square));
+}
+
+typedef struct plain_value_head { /* of one token */
+    float *S;                    /* [key_size][value_size] */
+    const float *q, *k, *v, *z;
+    double decay, beta;
+    float *o;
+} plain_value_head;
+
+/* S decays, and what it returns for k comes nearer to v by the share beta. o = S^T q. */
+static void plain_delta_rule(const toka_linear_shape *shape, const plain_value_head *head) {
+    for (int j = 0; j < shape->value_size; j++) {
+        double found = 0, sum = 0;
+        for (int i = 0; i < shape->key_size; i++)
+            found += head->S[i * shape->value_size + j] * head->decay * head->k[i];
+        const double change = head->beta * (head->v[j] - found);
+        for (int i = 0; i < shape->key_size; i++) {
+            float *s = &head->S[i * shape->value_size + j];
+            *s = (float)(*s * head->decay + head->k[i] * change);
+            sum += (double)*s * head->q[i];
+        }
+        head->o[j] = (float)sum;
+    }
+}
+
+/* o = norm(o) * silu(z) */
+static void plain_gated_norm(const toka_shape *shape, const float *norm,
+                             const plain_value_head *head) {
+    const int n = shape->linear.value_size;
+    double square = 0;
+    for (int i = 0; i < n; i++) square += (double)head->o[i] * head->o[i] / n;
+    for (int i = 0; i < n; i++)
+        head->o[i] = (float)(head->o[i] / sqrt(square + shape->eps) * norm[i]) * head->z[i] *
+                     plain_sigmoid(head->z[i]);
+}
+
+/* The convolutions of one token, and the lengths of q and k. history: behind S in the state. */
+static void plain_linear_inputs(plain_device *dev, const toka_linear *linear, float *history,
+                                float *row) {
+    const toka_linear_shape *shape = &dev->shape->linear;
+    const toka_linear_at at = toka_linear_places(shape, linear);
+    const int key_size = shape->key_size;
+    const size_t key_inputs = plain_at(shape->key_heads * key_size, shape->taps - 1);
+    plain_convolve(dev, &linear->conv_q, key_size, at.key_step, history, row + at.q);
+    plain_convolve(dev, &linear->conv_k, key_size, at.key_step, history + key_inputs, row + at.k);
+    plain_convolve(dev, &linear->conv_v, shape->value_heads / shape->key_heads * shape->value_size,
+                   at.value_step, history + 2 * key_inputs, row + at.v);
+    for (int i = 0; i < shape->key_heads; i++) {
+        plain_set_length(row + at.q + i * at.key_step, key_size, 1 / sqrt(key_size));
+        plain_set_length(row + at.k + i * at.key_step, key_size, 1);
+    }
+}
+
+/* One token of a linear mixer. state: as toka_state_elements says. row: q, k, v, z, b, a. */
+static void plain_linear_token(plain_device *dev, const toka_linear *linear, float *state,
+                               float *row, float *o) {
+    const toka_linear_shape *shape = &dev->shape->linear;
+    const toka_linear_at at = toka_linear_places(shape, linear);
+    const int per_key = shape->value_heads / shape->key_heads;
+    const size_t size = plain_at(shape->key_size, shape->value_size);
+    const float *a_log = plain_vector(dev, &linear->a_log);
+    const float *dt_bias = plain_vector(dev, &linear->dt_bias);
+    const float *norm = plain_vector(dev, &linear->norm);
+    plain_linear_inputs(dev, linear, state + (size_t)shape->value_heads * size, row);
+    for (int i = 0; i < shape->value_heads; i++) {
+        const int key = i / per_key, j = i % per_key;
+        const float *gates = row + key * at.gate_step + j;
+        const float *values = row + key * at.value_step + j * shape->value_size;
+        const double a = (double)gates[at.a] + dt_bias[i];
+        const double softplus = a > 30 ? a : log1p(exp(a));
+        const plain_value_head head = {
+            .S = state + (size_t)i * size, .q = row + at.q + key * at.key_step,
+            .k = row + at.k + key * at.key_step, .v = values + at.v, .z = values + at.z,
+            .decay = exp(-exp(a_log[i]) * softplus), .beta = plain_sigmoid(gates[at.b]),
+            .o = o + plain_at(i, shape->value_size)
+        };
+        plain_delta_rule(shape, &head);
+        plain_gated_norm(dev->shape, norm, &head);
+    }
+}
+
+/* The spans of the step's states, in their order. */
+static void plain_linear_attention(plain_device *dev, const toka_step *step, int layer, float *q,
+                                   float *o) {
+    const toka_linear *linear = dev->weights->layers[layer].linear;
+    const int width = toka_linear_width(&dev->shape->linear);
+    const int o_width = toka_o_width(dev->shape, &dev->weights->layers[layer]);
+    const size_t n = (size_t)toka_state_elements(&dev->shape->linear), used = dev->used;
+    float *states = dev->states;
+    for (int i = 0; i < layer; i++)
+        if (dev->weights->layers[i].linear) states += n * (size_t)dev->options.n_states;
+    for (int i = 0; i < step->n_states; i++) {
+        const toka_state_span *span = &step->states[i];
+        float *state = states + n * (size_t)span->to;
+        assert(span->to >= 0 && span->to < dev->options.n_states);
+        if (span->from < 0) memset(state, 0, n * sizeof *state);
+        else if (span->from != span->to)
+            memcpy(state, states + n * (size_t)span->from, n * sizeof *state);
+        for (int t = span->row0; t < span->row0 + span->n_rows; t++, dev->used = used)
+            plain_linear_token(dev, linear, state, q + plain_at(t, width),
+                               o + plain_at(t, o_width));
+    }
+}
+
 COLD
 static void plain_attention(toka_device *device, const toka_step *step, int layer, toka_dev_ptr q,
                             toka_dev_ptr o) {
     plain_device *dev = plain_of(device);
     const toka_layer *weights = &dev->weights->layers[layer];
+    if (weights->linear) {
+        plain_linear_attention(dev, step, layer, plain_ptr(q), plain_ptr(o));
+        return;
+    }
     const int H = dev->shape->H, D = dev->shape->D, Dv = toka_value_size(dev->shape);
+    const int q_step = toka_q_width(dev->shape, weights) / H;
     const float *sinks = plain_vector(dev, &weights->sinks);
     for (int t = 0; t < step->T; t++) {
         const int n = plain_find_slots(dev, step, weights, t);
-        for (int head = 0; head < H; head++)
-            plain_attend(dev, layer, head, n, sinks ? sinks + head : NULL,
-                         plain_ptr(q) + plain_at(t * H + head, D),
-                         plain_ptr(o) + plain_at(t * H + head, Dv));
+        for (int head = 0; head < H; head++) {
+            const float *query = plain_ptr(q) + plain_at(t * H + head, q_step), *gate = query + D;
+            float *out = plain_ptr(o) + plain_at(t * H + head, Dv);
+            plain_attend(dev, layer, head, n, sinks ? sinks + head : NULL, query, out);
+            for (int i = 0; i < D && weights->q_gate; i++) out[i] *= plain_sigmoid(gate[i]);
+        }
     }
 }
 
@@ -20138,7 +20544,8 @@ static void plain_out_residual(toka_device *device, const toka_step *step, int l
     float *y = plain_take(dev, step->T, dev->shape->E), *sum = plain_ptr(toka_hidden_read(x));
     const float *values = weights->mla ? plain_mla_values(dev, weights->mla, plain_ptr(o), step->T)
                                        : plain_ptr(o);
-    plain_linear(dev, &weights->o, &weights->o_bias, values, step->T, y);
+    plain_linear(dev, weights->linear ? &weights->linear->o : &weights->o, &weights->o_bias, values,
+                 step->T, y);
     plain_residual(dev, &weights->attn_post_norm, y, step->T, sum);
     toka_hidden_set_sum(x, 1);
 }
@@ -20338,6 +20745,7 @@ static size_t plain_row_floats(const toka_shape *shape, const toka_layer *layer)
     for (int i = 0; moe && i < moe->n_experts; i++) F = MAX(F, moe->experts[i].gate.rows);
     int heads = (shape->H + shape->K) * (shape->D + toka_value_size(shape));
     if (mla) heads += shape->H * (mla->nope + mla->rope + mla->v) + mla->q_a.rows;
+    if (layer->linear) heads += toka_linear_width(&shape->linear) + shape->linear.taps;
     return 4 * (size_t)shape->E + 2 * (size_t)F + (size_t)heads +
            (moe ? 5 * (size_t)moe->n_experts : 0);
 }
@@ -20365,6 +20773,9 @@ static void plain_alloc_buffers(plain_device *dev) {
     if (dev->first_slot) n_keys = dev->first_slot[shape->L] * (size_t)shape->K;
     dev->k_cache = plain_zalloc(dev, n_keys, (size_t)shape->D * sizeof(float));
     dev->v_cache = plain_zalloc(dev, n_keys, (size_t)toka_value_size(shape) * sizeof(float));
+    if (shape->linear.n_layers)
+        dev->states = plain_zalloc(dev, plain_at(shape->linear.n_layers, options->n_states),
+                                   (size_t)toka_state_elements(&shape->linear) * sizeof(float));
     dev->kv_ids = plain_zalloc(dev, n_slots, sizeof(int32_t));
     dev->last_tokens = plain_zalloc(dev, (size_t)options->n_seqs, sizeof(int32_t));
     dev->positions = plain_zalloc(dev, (size_t)shape->max_len, sizeof(int32_t));
@@ -22007,6 +22418,9 @@ static void cpu_norm(const toka_shape *shape, float *y, const float *x, const fl
  * pages, sample results. L, H, K, F and V are those of this rank's slice: the rank has the V ids
  * from v0 on. V_all is the whole vocabulary.
  *
+ * State of a linear mixer, per layer and state: S [value_heads][key_size][U_pad], where U_pad is
+ * value_size rounded up to 16, then [taps - 1][elements] inputs of the convolution, newest last.
+ *
  * What always holds: the bytes of a row's result depend on that row alone. They do not depend on T,
  * on the other rows of the step, on the number of threads, on the chunking of a prompt or on the
  * spans of attention. Chapter 19 guarantees this for GEMMs and threads. This chapter adds:
@@ -22462,6 +22876,9 @@ struct toka_device {
     /* [L][pages][K][D][B_pad], [L][pages][K][B][Dv_pad]; pages: toka_layer_pages */
     float *k_cache, *v_cache;
     size_t *first_page;       /* [L + 1] pages of the layers before each layer */
+    float *states;            /* [linear layers][n_states][state_floats] */
+    size_t state_floats;
+    int U_pad;
     float *x;                 /* [max(scratch_rows, scratch_samples)][ldx] inputs of GEMMs; zeros
                                * follow each row up to the next multiple of 16 */
     void *x_bf16;             /* [max(scratch_rows, scratch_samples)][ld_bf16] the input of a GEMM
@@ -22957,7 +23374,7 @@ typedef struct cpu_rope_job { /* after the GEMMs: bias, head norms, RoPE, K and 
     const toka_step *step;
     const toka_layer *weights;
     int layer, t0; /* t0: token of the step that is row 0 of q, k and v */
-    float *q, *k, *v; /* [rows][H][D], [rows][K][D], [rows][K][Dv] */
+    float *q, *k, *v; /* [rows][toka_q_width], [rows][K][D], [rows][K][Dv] */
     const float *q_bias, *k_bias, *v_bias, *q_norm, *k_norm; /* NULL: absent */
 } cpu_rope_job;
 
@@ -22998,7 +23415,7 @@ static void cpu_add_vector(float *x, const float *vector, int n) { /* NULL: adds
 /* Adds the biases to q, k and v of row i. */
 static void cpu_add_biases(const cpu_rope_job *job, int i) {
     const toka_shape *shape = job->dev->shape;
-    const int HD = shape->H * shape->D, KD = shape->K * shape->D;
+    const int HD = toka_q_width(shape, job->weights), KD = shape->K * shape->D;
     const int KDv = shape->K * toka_value_size(shape);
     cpu_add_vector(job->q + (size_t)i * (size_t)HD, job->q_bias, HD);
     cpu_add_vector(job->k + (size_t)i * (size_t)KD, job->k_bias, KD);
@@ -23034,23 +23451,30 @@ static void cpu_norm_of_ranks(const toka_device *dev, int t, int part, float *x,
     for (int i = 0; i < n; i++) x[i] = x[i] * scale * weight[i];
 }
 
-/* The heads of q (part 0) or k (part 1) of one token: applies the norm, to each head or to all of
- * them together, clips, then rotates. */
+typedef struct cpu_heads { /* q (part 0) or k (part 1) of one token */
+    int part;
+    float *x;
+    int n, step;       /* number of heads; floats from head to head */
+    const float *norm; /* NULL: absent */
+    int norm_width;    /* elements of norm: of a head, or of all heads together */
+    int n_all;         /* elements of all ranks, if the norm is over them; else 0 */
+} cpu_heads;
+
+/* Applies the norm, to each head or to all of them together, clips, then rotates. */
 CPU_SMALL
-static void cpu_rope_heads(const cpu_rope_job *job, int t, int part, float *x,
+static void cpu_rope_heads(const cpu_rope_job *job, int t, const cpu_heads *heads,
                            const cpu_angles *angles) {
-    const toka_layer *weights = job->weights;
     const toka_shape *shape = job->dev->shape;
-    const float *norm = part ? job->k_norm : job->q_norm;
-    const int width = (part ? &weights->k_norm : &weights->q_norm)->cols;
-    const int n_all = part ? weights->k_norm_all : weights->q_norm_all;
-    const int n = (part ? shape->K : shape->H) * shape->D;
-    if (norm && n_all) cpu_norm_of_ranks(job->dev, t, part, x, norm, n, n_all);
+    const int n = heads->n * heads->step;
+    const int norm_step = heads->norm_width > shape->D ? heads->norm_width : heads->step;
+    float *x = heads->x;
+    if (heads->norm && heads->n_all)
+        cpu_norm_of_ranks(job->dev, t, heads->part, x, heads->norm, n, heads->n_all);
     else
-        for (int i = 0; norm && i < n; i += width)
-            cpu_norm(shape, x + i, x + i, norm, width, false);
+        for (int i = 0; heads->norm && i < n; i += norm_step)
+            cpu_norm(shape, x + i, x + i, heads->norm, heads->norm_width, false);
     plain_clip(x, (size_t)n, shape->qkv_limit);
-    for (int i = 0; i < n; i += shape->D) cpu_rotate(x + i, weights->rope, angles);
+    for (int i = 0; i < n; i += heads->step) cpu_rotate(x + i, job->weights->rope, angles);
 }
 
 /* Stores k [K][D] and v [K][Dv] of one token in its page. */
@@ -23080,12 +23504,19 @@ static void cpu_rope_item(void *arg, int thread, int i) { /* all heads of token 
     float *k = job->k + (size_t)i * (size_t)KD, *v = job->v + (size_t)i * (size_t)KDv;
     cpu_angles angles;
     (void)thread;
-    if (!cpu_has_norm_of_ranks(job->weights)) cpu_add_biases(job, i);
-    cpu_set_angles(&angles, job->weights->rope, job->step->pos[t]);
-    cpu_rope_heads(job, t, 0, job->q + (size_t)i * (size_t)(shape->H * shape->D), &angles);
-    cpu_rope_heads(job, t, 1, k, &angles);
+    const toka_layer *weights = job->weights;
+    const int q_width = toka_q_width(shape, weights);
+    const cpu_heads q_heads = {0, job->q + (size_t)i * (size_t)q_width, shape->H,
+                               q_width / shape->H, job->q_norm, weights->q_norm.cols,
+                               weights->q_norm_all};
+    const cpu_heads k_heads = {1, k, shape->K, shape->D, job->k_norm, weights->k_norm.cols,
+                               weights->k_norm_all};
+    if (!cpu_has_norm_of_ranks(weights)) cpu_add_biases(job, i);
+    cpu_set_angles(&angles, weights->rope, job->step->pos[t]);
+    cpu_rope_heads(job, t, &q_heads, &angles);
+    cpu_rope_heads(job, t, &k_heads, &angles);
     plain_clip(v, (size_t)KDv, shape->qkv_limit);
-    cpu_store_kv(job->dev, job->layer, toka_layer_slots(job->step, job->weights)[t], k, v);
+    cpu_store_kv(job->dev, job->layer, toka_layer_slots(job->step, weights)[t], k, v);
 }
 
 /* MLA: token t0 + i. dev->k has its latent vector and its key, dev->wide its q of all heads. Puts
@@ -23153,7 +23584,7 @@ CPU_SMALL
 static void cpu_qkv(cpu_rope_job *rope, int n_rows) {
     toka_device *dev = rope->dev;
     const toka_layer *weights = rope->weights;
-    const int HD = dev->shape->H * dev->shape->D, KD = dev->shape->K * dev->shape->D;
+    const int HD = toka_q_width(dev->shape, weights), KD = dev->shape->K * dev->shape->D;
     const int KDv = dev->shape->K * toka_value_size(dev->shape);
     cpu_gemm_args args = {.x = dev->x, .ldx = (size_t)dev->ldx, .T = n_rows, .n_weights = 3,
                           .weights = {&weights->q, &weights->k, &weights->v},
@@ -23203,12 +23634,31 @@ static void cpu_mla_qkv(cpu_rope_job *rope, int n_rows) {
                      (int64_t)(n_rows + 1) * dev->shape->H * mla->nope * mla->latent);
 }
 
+/* The GEMMs of a linear mixer, for rows in dev->x. */
+CPU_SMALL
+static void cpu_linear_in(cpu_rope_job *rope, int n_rows) {
+    toka_device *dev = rope->dev;
+    const toka_tensor *matrices[6];
+    const int n = toka_linear_matrices(rope->weights->linear, matrices);
+    float *y = rope->q;
+    for (int first = 0; first < n; first += 3) {
+        cpu_gemm_args args = {.x = dev->x, .ldx = (size_t)dev->ldx, .T = n_rows,
+                              .n_weights = MIN(3, n - first)};
+        for (int i = 0; i < args.n_weights; y += matrices[first + i++]->rows) {
+            args.weights[i] = matrices[first + i];
+            args.y[i] = y;
+            args.ldy[i] = (size_t)toka_linear_width(&dev->shape->linear);
+        }
+        cpu_gemm(dev, args);
+    }
+}
+
 CPU_SMALL
 static void cpu_norm_qkv_rope_kv(toka_device *dev, const toka_step *step, int layer, toka_hidden *x,
                                  toka_dev_ptr q) {
     const toka_layer *weights = &dev->weights->layers[layer];
     const toka_mla *mla = weights->mla;
-    const size_t E = (size_t)dev->shape->E, HD = (size_t)(dev->shape->H * dev->shape->D);
+    const size_t E = (size_t)dev->shape->E, q_width = (size_t)toka_q_width(dev->shape, weights);
     if (!cpu_op_begin(dev, "norm_qkv_rope_kv")) return;
     const float *from = cpu_ptr(toka_hidden_read(x));
     const float *norm = cpu_norm_f32(dev, 0, &weights->attn_norm);
@@ -23226,11 +23676,11 @@ static void cpu_norm_qkv_rope_kv(toka_device *dev, const toka_step *step, int la
     for (int t0 = 0; t0 < step->T; t0 += dev->scratch_rows) {
         int n_rows = MIN(dev->scratch_rows, step->T - t0);
         rope.t0 = t0;
-        rope.q = cpu_ptr(q) + (size_t)t0 * HD;
+        rope.q = cpu_ptr(q) + (size_t)t0 * q_width;
         rope.k = dev->k + (of_ranks ? (size_t)t0 * KD : 0);
         rope.v = dev->v + (of_ranks ? (size_t)t0 * KDv : 0);
         cpu_norm_x(dev, from + (size_t)t0 * E, norm, n_rows);
-        (mla ? cpu_mla_qkv : cpu_qkv)(&rope, n_rows);
+        (weights->linear ? cpu_linear_in : mla ? cpu_mla_qkv : cpu_qkv)(&rope, n_rows);
     }
     rope.q = cpu_ptr(q);
     rope.k = dev->k;
@@ -23244,7 +23694,8 @@ typedef struct cpu_attention_job {
     toka_device *dev;
     const toka_step *step;
     int layer, item_tokens, item_heads; /* an item is item_tokens tokens x item_heads kv heads */
-    const float *q;                     /* [T][H][D] */
+    const float *q;                     /* [T][H][q_step] */
+    int q_step;                         /* D; 2 D with a gate behind each head's query */
     float *o;                           /* [T][H][Dv] */
     const float *sinks;                 /* [H], or NULL */
 } cpu_attention_job;
@@ -23330,8 +23781,8 @@ static void cpu_attend(const cpu_attention_job *job, cpu_query_rows *rows) {
     for (int i = 0; i < n_queries; i++) {
         const size_t head =
             (size_t)(rows->kv_head * rows->heads_per_kv + i % rows->heads_per_kv);
-        const float *q =
-            job->q + ((size_t)(rows->row0 + i / rows->heads_per_kv) * H + head) * D;
+        const float *q = job->q + ((size_t)(rows->row0 + i / rows->heads_per_kv) * H + head) *
+                                      (size_t)job->q_step;
         for (size_t j = 0; j < D; j++) rows->q[(size_t)i * D + j] = q[j] * scale;
         /* a sink is a score that is merged before all others, once, and has no value */
         rows->softmax[i] = (cpu_softmax){rows->acc + (size_t)i * d_pad,
@@ -23344,10 +23795,14 @@ static void cpu_attend(const cpu_attention_job *job, cpu_query_rows *rows) {
             cpu_attend_span(job, rows, span);
     }
     for (int i = 0; i < n_queries; i++) {
-        float *o =
-            job->o + ((size_t)(rows->row0 + i / rows->heads_per_kv) * H +
-                      (size_t)(rows->kv_head * rows->heads_per_kv + i % rows->heads_per_kv)) * Dv;
+        const size_t head =
+            (size_t)(rows->row0 + i / rows->heads_per_kv) * H +
+            (size_t)(rows->kv_head * rows->heads_per_kv + i % rows->heads_per_kv);
+        const float *gate = job->q + head * (size_t)job->q_step + D;
+        float *o = job->o + head * Dv;
         for (size_t j = 0; j < Dv; j++) o[j] = rows->softmax[i].acc[j] / rows->softmax[i].sum;
+        for (size_t j = 0; j < Dv && job->q_step > shape->D; j++)
+            o[j] /= 1 + cpu_exp4(cpu_splat4(-gate[j]))[0];
     }
 }
 
@@ -23371,16 +23826,218 @@ static void cpu_attention_item(void *arg, int thread, int item) {
         cpu_attend(job, &rows);
 }
 
+/* ---- The same op of a linear mixer ----
+ * Two rounds: the convolutions, an item is some elements of all tokens; then the rule, an item is a
+ * value head. Every item goes over all spans in their order, so a state that one span wrote is
+ * there for the next. */
+
+enum { CPU_CONV_ELEMENTS = 64 }; /* of an item */
+
+typedef struct cpu_linear_job {
+    toka_device *dev;
+    const toka_step *step;
+    const toka_linear *weights;
+    toka_linear_at at;
+    float *q, *o;   /* [T][toka_linear_width], [T][toka_o_width] */
+    float *states;  /* of the layer */
+    const float *a_log, *dt_bias, *norm;
+} cpu_linear_job;
+
+/* Returns n floats of the state that the span changes, from `offset` on, after they were copied if
+ * the span begins with another state. */
+CPU_SMALL
+static float *cpu_begin_span(const cpu_linear_job *job, const toka_state_span *span, size_t offset,
+                             int n) {
+    const size_t size = job->dev->state_floats;
+    float *state = job->states + (size_t)span->to * size + offset;
+    assert(span->to >= 0 && span->to < job->dev->options.n_states);
+    if (span->from < 0) memset(state, 0, (size_t)n * sizeof *state);
+    else if (span->from != span->to)
+        memcpy(state, job->states + (size_t)span->from * size + offset, (size_t)n * sizeof *state);
+    return state;
+}
+
+typedef struct cpu_conv { /* an item: n neighbours of the elements that the convolution goes over */
+    const toka_tensor *weight;
+    int row, n; /* the first one's row in the weight */
+    int column; /* and its place in a row of q */
+    int index;  /* and its number among all elements: q, then k, then v */
+} cpu_conv;
+
+/* Returns item number `item`; n 0: there is none. */
+CPU_SMALL
+static cpu_conv cpu_conv_of_item(const cpu_linear_job *job, int item) {
+    const toka_linear_shape *shape = &job->dev->shape->linear;
+    const int values = shape->value_heads / shape->key_heads * shape->value_size;
+    const struct {
+        const toka_tensor *weight;
+        int size, at, step; /* elements of a key head; where they begin; from head to head */
+    } parts[] = {{&job->weights->conv_q, shape->key_size, job->at.q, job->at.key_step},
+                 {&job->weights->conv_k, shape->key_size, job->at.k, job->at.key_step},
+                 {&job->weights->conv_v, values, job->at.v, job->at.value_step}};
+    for (int i = 0, index = 0; i < COUNT(parts); index += parts[i++].weight->rows) {
+        const int in_head = (parts[i].size + CPU_CONV_ELEMENTS - 1) / CPU_CONV_ELEMENTS;
+        if (item >= in_head * shape->key_heads) {
+            item -= in_head * shape->key_heads;
+            continue;
+        }
+        const int head = item / in_head, first = item % in_head * CPU_CONV_ELEMENTS;
+        const int row = head * parts[i].size + first;
+        return (cpu_conv){parts[i].weight, row, MIN(CPU_CONV_ELEMENTS, parts[i].size - first),
+                          parts[i].at + head * parts[i].step + first, index + row};
+    }
+    return (cpu_conv){0};
+}
+
+/* One row of q: convolution and SiLU of n elements. factors: [taps][CPU_CONV_ELEMENTS]. history:
+ * [taps - 1] rows, ld floats apart, of earlier inputs. */
+static void cpu_convolve(float *x, int n, const float *factors, int taps, float *history,
+                         size_t ld) {
+    float sum[CPU_CONV_ELEMENTS] = {0}, ones[CPU_CONV_ELEMENTS];
+    for (int i = 0; i < CPU_CONV_ELEMENTS; i++) ones[i] = 1;
+    for (int tap = 0; tap < taps; tap++, factors += CPU_CONV_ELEMENTS) {
+        float *input = tap + 1 < taps ? history + (size_t)tap * ld : x;
+        for (int i = 0; i < n; i++) sum[i] += factors[i] * input[i];
+        if (tap) memcpy(history + (size_t)(tap - 1) * ld, input, (size_t)n * sizeof *input);
+    }
+    cpu_activate(sum, ones, CPU_CONV_ELEMENTS, TOKA_SILU, 0);
+    memcpy(x, sum, (size_t)n * sizeof *x);
+}
+
+CPU_SMALL
+static void cpu_conv_item(void *arg, int thread, int item) {
+    const cpu_linear_job *job = arg;
+    const toka_device *dev = job->dev;
+    const toka_linear_shape *shape = &dev->shape->linear;
+    const cpu_conv conv = cpu_conv_of_item(job, item);
+    const size_t width = (size_t)toka_linear_width(shape), ld = (size_t)toka_linear_channels(shape);
+    const size_t matrices = (size_t)(shape->value_heads * shape->key_size) * (size_t)dev->U_pad;
+    float *factors = dev->scratch + (size_t)thread * dev->scratch_floats;
+    float *row = factors + shape->taps * CPU_CONV_ELEMENTS;
+    for (int i = 0; i < conv.n; i++) {
+        cpu_weight_f32(dev->kernels, conv.weight, conv.row + i, row);
+        for (int tap = 0; tap < shape->taps; tap++)
+            factors[tap * CPU_CONV_ELEMENTS + i] = row[tap];
+    }
+    for (int i = 0; i < job->step->n_states; i++) {
+        const toka_state_span *span = &job->step->states[i];
+        const size_t offset = matrices + (size_t)conv.index;
+        float *history = NULL;
+        for (int tap = shape->taps - 2; tap >= 0; tap--)
+            history = cpu_begin_span(job, span, offset + (size_t)tap * ld, conv.n);
+        for (int t = span->row0; t < span->row0 + span->n_rows; t++)
+            cpu_convolve(job->q + (size_t)t * width + conv.column, conv.n, factors, shape->taps,
+                         history, ld);
+    }
+}
+
+/* A value head of one token. kq: [2][J_pad] k and q; found: [2][U_pad] memory; S: [J][U_pad]. */
+static void cpu_delta_rule(const toka_device *dev, const float *kq, float *found, float *S,
+                           const float *v, float decay, float beta) {
+    const int J = dev->shape->linear.key_size, U = dev->shape->linear.value_size;
+    const int J_pad = cpu_round_up16(J), U_pad = dev->U_pad;
+    float *change = found, *o = found + U_pad, qk = 0;
+    const cpu_small_gemm_args args = {.a = kq, .lda = (size_t)J_pad, .b = S, .ldb = (size_t)U_pad,
+                                      .c = found, .ldc = (size_t)U_pad, .rows = 2, .k = J,
+                                      .n = U_pad};
+    dev->kernels->small_gemm(&args);
+    for (int i = 0; i < J; i++) qk += kq[i] * kq[J_pad + i];
+    for (int j = 0; j < U_pad; j++) {
+        change[j] = j < U ? beta * (v[j] - decay * change[j]) : 0;
+        o[j] = decay * o[j] + qk * change[j];
+    }
+    for (int i = 0; i < J; i++, S += U_pad)
+        for (int j = 0; j < U_pad; j += 4)
+            cpu_store4(S + j, cpu_load4(S + j) * decay + cpu_load4(change + j) * kq[i]);
+}
+
+/* Copies q or k of a key head to `to` with this length, padded with zeros. */
+static void cpu_set_length(float *to, const float *from, int n, float length) {
+    float square = 1e-6f;
+    for (int i = 0; i < n; i++) square += from[i] * from[i];
+    const float scale = length / sqrtf(square);
+    for (int i = 0; i < n; i++) to[i] = from[i] * scale;
+}
+
+/* The rule and the gated norm of value head `head` of one token. */
+CPU_SMALL
+static void cpu_linear_head(const cpu_linear_job *job, int thread, int head, int t, float *S) {
+    const toka_device *dev = job->dev;
+    const toka_linear_shape *shape = &dev->shape->linear;
+    const int per_key = shape->value_heads / shape->key_heads, key = head / per_key;
+    const int J = shape->key_size, U = shape->value_size, J_pad = cpu_round_up16(J);
+    const float *row = job->q + (size_t)t * (size_t)toka_linear_width(shape);
+    const float *gates = row + key * job->at.gate_step + head % per_key;
+    const float *values = row + key * job->at.value_step + head % per_key * U;
+    float *kq = dev->scratch + (size_t)thread * dev->scratch_floats;
+    float *found = kq + 2 * J_pad, *o = found + dev->U_pad, *z = o + dev->U_pad;
+    const float a = gates[job->at.a] + job->dt_bias[head];
+    const float softplus = a > 20 ? a : log1pf(expf(a));
+    cpu_set_length(kq, row + job->at.k + key * job->at.key_step, J, 1);
+    cpu_set_length(kq + J_pad, row + job->at.q + key * job->at.key_step, J, 1 / sqrtf((float)J));
+    cpu_delta_rule(dev, kq, found, S, values + job->at.v, expf(-expf(job->a_log[head]) * softplus),
+                   1 / (1 + expf(-gates[job->at.b])));
+    toka_shape norm_shape = *dev->shape;
+    norm_shape.layer_norm = false;
+    cpu_norm(&norm_shape, o, o, job->norm, U, false);
+    memcpy(z, values + job->at.z, (size_t)U * sizeof *z);
+    cpu_activate(z, o, dev->U_pad, TOKA_SILU, 0);
+    memcpy(job->o + ((size_t)t * (size_t)shape->value_heads + (size_t)head) * (size_t)U, z,
+           (size_t)U * sizeof *z);
+}
+
+CPU_SMALL
+static void cpu_linear_item(void *arg, int thread, int head) {
+    const cpu_linear_job *job = arg;
+    const toka_device *dev = job->dev;
+    const int n = dev->shape->linear.key_size * dev->U_pad;
+    for (int i = 0; i < job->step->n_states; i++) {
+        const toka_state_span *span = &job->step->states[i];
+        float *S = cpu_begin_span(job, span, (size_t)head * (size_t)n, n);
+        for (int t = span->row0; t < span->row0 + span->n_rows; t++)
+            cpu_linear_head(job, thread, head, t, S);
+    }
+}
+
+CPU_SMALL
+static void cpu_linear_attention(toka_device *dev, const toka_step *step, int layer, float *q,
+                                 float *o) {
+    const toka_linear_shape *shape = &dev->shape->linear;
+    const toka_linear *weights = dev->weights->layers[layer].linear;
+    int n_before = 0; /* linear layers */
+    for (int i = 0; i < layer; i++) n_before += dev->weights->layers[i].linear != NULL;
+    cpu_linear_job job = {
+        .dev = dev, .step = step, .weights = weights, .at = toka_linear_places(shape, weights),
+        .q = q, .o = o,
+        .states = dev->states +
+                  (size_t)n_before * (size_t)dev->options.n_states * dev->state_floats,
+        .a_log = cpu_vector_f32(dev, 0, &weights->a_log),
+        .dt_bias = cpu_vector_f32(dev, 1, &weights->dt_bias),
+        .norm = cpu_vector_f32(dev, 2, &weights->norm)
+    };
+    int n_items = 0;
+    while (cpu_conv_of_item(&job, n_items).n) n_items++;
+    cpu_parallel_for(&dev->pool, cpu_conv_item, &job, n_items,
+                     (int64_t)step->T * toka_linear_channels(shape) * (shape->taps + 8));
+    cpu_parallel_for(&dev->pool, cpu_linear_item, &job, shape->value_heads,
+                     (int64_t)step->T * shape->value_heads * shape->key_size * dev->U_pad * 4);
+}
+
 static void cpu_attention(toka_device *dev, const toka_step *step, int layer, toka_dev_ptr q,
                           toka_dev_ptr o) {
     const toka_shape *shape = dev->shape;
     if (!cpu_op_begin(dev, "attention")) return;
+    if (dev->weights->layers[layer].linear) {
+        cpu_linear_attention(dev, step, layer, cpu_ptr(q), cpu_ptr(o));
+        return;
+    }
     int heads_per_kv = shape->H / shape->K;
     int min_items = 4 * dev->pool.n_threads; /* so that all threads end at about the same time */
     int max_tokens = MAX(1, CPU_QUERY_ROWS / heads_per_kv);
     int share = (int)((int64_t)step->T * shape->K / min_items);
     cpu_attention_job job = {.dev = dev, .step = step, .layer = layer,
                              .item_tokens = MIN(MAX(share, 1), max_tokens), .q = cpu_ptr(q),
+                             .q_step = toka_q_width(shape, &dev->weights->layers[layer]) / shape->H,
                              .o = cpu_ptr(o),
                              .sinks = cpu_vector_f32(dev, 1, &dev->weights->layers[layer].sinks)};
     int token_items = (step->T + job.item_tokens - 1) / job.item_tokens;
@@ -23501,7 +24158,8 @@ CPU_SMALL
 static void cpu_out_residual(toka_device *dev, const toka_step *step, int layer, toka_dev_ptr o,
                              toka_hidden *x) {
     const toka_layer *weights = &dev->weights->layers[layer];
-    const int width = dev->shape->H * toka_value_size(dev->shape), E = dev->shape->E;
+    const toka_tensor *matrix = weights->linear ? &weights->linear->o : &weights->o;
+    const int width = toka_o_width(dev->shape, weights), E = dev->shape->E;
     const float *norm;
     if (!cpu_op_begin(dev, "out_residual")) return;
     float *sum = cpu_begin_sum(dev, x, &weights->attn_post_norm, &norm);
@@ -23513,7 +24171,7 @@ static void cpu_out_residual(toka_device *dev, const toka_step *step, int layer,
         if (weights->mla) cpu_mla_values(dev, weights->mla, from, n_rows);
         else cpu_norm_run((cpu_norm_job){dev, from, NULL, (size_t)width, NULL, width, 0}, n_rows);
         cpu_gemm_args args = {.x = dev->x, .ldx = (size_t)dev->ldx, .T = n_rows, .n_weights = 1,
-                              .weights = {&weights->o}, .y = {to}, .ldy = {(size_t)E},
+                              .weights = {matrix}, .y = {to}, .ldy = {(size_t)E},
                               .add = to == y && cpu_is_first_rank(dev)};
         cpu_gemm(dev, args);
         for (int i = 0; bias && i < n_rows * E; i++) to[i] += bias[i % E];
@@ -24057,6 +24715,13 @@ static void cpu_repack_layer(toka_device *dev, toka_layer *layer) {
         for (int i = 0; i < COUNT(latents); i++) cpu_repack(dev, latents[i]);
         layer->mla = mla;
     }
+    if (layer->linear) {
+        toka_linear *linear = cpu_own_copy(dev, layer->linear, sizeof *linear);
+        toka_tensor *const all[] = {&linear->qkvz, &linear->ba, &linear->q, &linear->k, &linear->v,
+                                    &linear->z,    &linear->b,  &linear->a, &linear->o};
+        for (int i = 0; i < COUNT(all); i++) cpu_repack(dev, all[i]);
+        layer->linear = linear;
+    }
     if (layer->moe) {
         toka_moe *moe = cpu_own_copy(dev, layer->moe, sizeof *moe);
         toka_mlp *experts = cpu_own_copy(dev, moe->experts,
@@ -24102,6 +24767,7 @@ static void cpu_measure_mlp(cpu_extents *sizes, const toka_mlp *mlp) {
 COLD
 static cpu_extents cpu_measure(const toka_shape *shape, const toka_weights *weights, int tp_size) {
     cpu_extents sizes = {.input = shape->E, .delta = shape->residual_scale != 0};
+    int vector = 2 * shape->H * shape->D; /* a bias of q with a gate */
     for (int i = 0; i < shape->L; i++) {
         const toka_layer *layer = &weights->layers[i];
         const toka_moe *moe = layer->moe;
@@ -24120,6 +24786,14 @@ static cpu_extents cpu_measure(const toka_shape *shape, const toka_weights *weig
             sizes.n_experts = MAX(sizes.n_experts, moe->n_experts);
             sizes.top_k = MAX(sizes.top_k, moe->top_k);
         }
+        if (layer->linear) {
+            const toka_tensor *inputs[7] = {0};
+            const int n = toka_linear_matrices(layer->linear, inputs);
+            inputs[n] = &layer->linear->o;
+            cpu_measure_weights(&sizes, inputs, n + 1);
+            sizes.input = MAX(sizes.input, layer->linear->o.cols);
+            vector = MAX(vector, MAX(shape->linear.value_heads, shape->linear.value_size));
+        }
         if (!mla) continue;
         assert(shape->K == 1 && shape->D == mla->latent + mla->rope &&
                toka_value_size(shape) == mla->latent);
@@ -24133,7 +24807,7 @@ static cpu_extents cpu_measure(const toka_shape *shape, const toka_weights *weig
     }
     const toka_tensor *const head[] = {&weights->lm_head};
     cpu_measure_weights(&sizes, head, 1);
-    sizes.vector = MAX(MAX(sizes.input, shape->H * shape->D), MAX(sizes.mlp, sizes.n_experts));
+    sizes.vector = MAX(MAX(sizes.input, vector), MAX(sizes.mlp, sizes.n_experts));
     return sizes;
 }
 
@@ -24207,6 +24881,15 @@ static void cpu_alloc_buffers(toka_device *dev, const cpu_extents *sizes) {
     const size_t cache_pages = dev->first_page ? dev->first_page[shape->L] : 0;
     dev->k_cache = cpu_zalloc(dev, cache_pages, dev->k_page_floats * sizeof(float));
     dev->v_cache = cpu_zalloc(dev, cache_pages, dev->v_page_floats * sizeof(float));
+    if (shape->linear.n_layers) {
+        const toka_linear_shape *linear = &shape->linear;
+        dev->U_pad = cpu_round_up16(linear->value_size);
+        dev->state_floats = (size_t)toka_state_elements(linear) +
+                            (size_t)(linear->value_heads * linear->key_size) *
+                                (size_t)(dev->U_pad - linear->value_size);
+        dev->states = cpu_zalloc(dev, (size_t)linear->n_layers * (size_t)dev->options.n_states,
+                                 dev->state_floats * sizeof(float));
+    }
     dev->x = cpu_zalloc(dev, x_rows, (size_t)dev->ldx * sizeof(float));
     if (sizes->groups)
         dev->x_pairs = cpu_zalloc(dev, x_rows, (size_t)dev->ld_pairs * sizeof(float));
@@ -24437,7 +25120,8 @@ typedef struct model_rank {
     toka_shape shape;     /* of this rank's slice */
     toka_weights weights; /* this rank's slice; the layers are in model_grid.memory */
     toka_device *device;  /* opened and closed by `thread`; NULL before it is open */
-    toka_dev_ptr x, q, o; /* activations of one step: [T][E], [T][H][D], [T][H][Dv] */
+    toka_dev_ptr x, q, o; /* activations of one step: [T][E], and as wide as the widest layer needs
+                           * (toka_q_width, toka_o_width) */
     toka_sample_result *discarded; /* [max_samples], owned: results of a tensor rank other than 0,
                                     * never read; NULL for tensor rank 0 */
     pthread_t thread;
@@ -24522,13 +25206,17 @@ static int rank_open(model_rank *rank, toka_err *e) {
     const toka_shape *shape = &rank->shape;
     int code = backend->open(&rank->device, &rank->options, shape, &rank->weights, e);
     if (code) return code;
-    size_t n_tokens = (size_t)rank->options.max_tokens;
-    size_t head_bytes = n_tokens * (size_t)shape->H * backend->activation_bytes;
+    const size_t n_tokens = (size_t)rank->options.max_tokens;
+    size_t q_width = 0, o_width = 0;
+    for (int i = 0; i < shape->L; i++) {
+        q_width = MAX(q_width, (size_t)toka_q_width(shape, &rank->weights.layers[i]));
+        o_width = MAX(o_width, (size_t)toka_o_width(shape, &rank->weights.layers[i]));
+    }
     /* E rounded up to 8: a backend may pad the rows of x (toka.h) */
     rank->x = backend->alloc(rank->device, n_tokens * (size_t)((shape->E + 7) / 8 * 8) *
                                                backend->activation_bytes);
-    rank->q = backend->alloc(rank->device, head_bytes * (size_t)shape->D);
-    rank->o = backend->alloc(rank->device, head_bytes * (size_t)toka_value_size(shape));
+    rank->q = backend->alloc(rank->device, n_tokens * q_width * backend->activation_bytes);
+    rank->o = backend->alloc(rank->device, n_tokens * o_width * backend->activation_bytes);
     if (rank->options.tp_rank)
         rank->discarded =
             mem_alloc((size_t)rank->options.max_samples * sizeof *rank->discarded);
@@ -25116,15 +25804,16 @@ static int64_t eng_full_tokens(int max_seqs, int max_len, int page_tok) {
 static int64_t eng_kv_tokens(const toka_shape *shape, int n_windowed, const sched_config *config,
                              const toka_backend *backend, int64_t free_bytes) {
     const int64_t full = eng_full_tokens(config->max_seqs, shape->max_len, backend->page_tok);
-    const int64_t layer_bytes =
-        toka_kv_elements(shape) / shape->L * (int64_t)backend->activation_bytes;
-    int64_t n_tokens = MAX(free_bytes, 0) / (layer_bytes * shape->L);
+    const int64_t layer_bytes = toka_layer_kv_elements(shape) * (int64_t)backend->activation_bytes;
+    const int n_layers = shape->L - shape->linear.n_layers; /* with K and V */
+    if (!n_layers) return full;
+    int64_t n_tokens = MAX(free_bytes, 0) / (layer_bytes * n_layers);
     if (!n_windowed || !config->window) return MIN(full, n_tokens);
     const int64_t max_windowed = sched_max_windowed(config) * backend->page_tok;
     if (n_tokens / backend->page_tok <= sched_max_windowed(config)) return MIN(full, n_tokens);
-    if (n_windowed == shape->L) return full;
+    if (n_windowed == n_layers) return full;
     return MIN(full, (free_bytes - max_windowed * n_windowed * layer_bytes) /
-                         (layer_bytes * (shape->L - n_windowed)));
+                         (layer_bytes * (n_layers - n_windowed)));
 }
 
 /* Returns the number of layers with a window. widest: NULL, or gets the size of the widest window;
@@ -25254,9 +25943,17 @@ static void eng_free(eng *engine) { /* its ranks are closed */
     free(engine);
 }
 
-/* Returns the tokens of KV cache for which every rank of every replica has memory. */
+/* Returns the bytes of one sequence's state in all linear layers of a rank. States are float32 on
+ * every device. */
+static int64_t eng_state_bytes(const toka_shape *shape) {
+    return shape->linear.n_layers * toka_state_elements(&shape->linear) * (int64_t)sizeof(float);
+}
+
+/* Returns the tokens of KV cache for which every rank of every replica has memory beside the
+ * states. *n_states: the states that fit in half of that memory, if it has less; unchanged if the
+ * model has none. */
 static int64_t eng_kv_capacity(const eng *engine, toka_device_options options, int max_len,
-                               const sched_config *config) {
+                               const sched_config *config, int *n_states) {
     int64_t capacity = INT64_MAX;
     for (options.index = 0; options.index < options.n_devices; options.index++) {
         const model_grid *model =
@@ -25268,11 +25965,13 @@ static int64_t eng_kv_capacity(const eng *engine, toka_device_options options, i
         options.pp_size = model->pp;
         options.tp_rank = rank->options.tp_rank;
         options.pp_rank = rank->options.pp_rank;
+        const int64_t free_bytes = model->backend->kv_bytes(&shape, &rank->weights, &options);
+        const int64_t state_bytes = eng_state_bytes(&shape);
         int64_t n_tokens =
             eng_kv_tokens(&shape, eng_n_windowed(&rank->weights, shape.L, NULL), config,
-                          model->backend,
-                          model->backend->kv_bytes(&shape, &rank->weights, &options));
+                          model->backend, free_bytes - state_bytes * options.n_states);
         capacity = MIN(capacity, n_tokens);
+        if (state_bytes) *n_states = (int)MIN(*n_states, free_bytes / 2 / state_bytes);
     }
     return capacity;
 }
@@ -25313,6 +26012,7 @@ static int eng_warm_up(eng_replica *replica, const toka_shape *shape, const sche
     toka_span *spans = mem_alloc((size_t)n_seqs * sizeof *spans);
     toka_sample_row *sample_rows = mem_zalloc((size_t)config->max_seqs * sizeof *sample_rows);
     toka_sample_result *results = mem_alloc((size_t)config->max_seqs * sizeof *results);
+    assert(!config->states.used); /* no backend that warms up has states */
     *dummy = (toka_step){.T = T,
                          .n_spans = n_seqs,
                          .n_samples = config->max_seqs,
@@ -25383,12 +26083,20 @@ static int eng_open_replicas(eng *engine, toka_shape *shape, const toka_options 
     eng_on_progress(&engine->startup, "opening the device", 0);
     if (engine->backend->has_windowed)
         eng_n_windowed(&engine->files->weights, shape->L, &config->window);
+    const int max_len = options->max_model_len ? options->max_model_len : shape->max_len;
+    if (shape->linear.n_layers) {
+        /* if the caller did not choose it, as many sequences run as half of the memory has states
+         * for */
+        int n_states = config->max_seqs;
+        eng_kv_capacity(engine, device, max_len, config, &n_states);
+        if (!options->max_num_seqs) config->max_seqs = MAX(n_states, 1);
+        config->states.used = true;
+        device.n_states = device.n_seqs = config->max_seqs;
+    }
     int64_t capacity =
         options->kv_tokens
             ? 0
-            : eng_kv_capacity(engine, device,
-                              options->max_model_len ? options->max_model_len : shape->max_len,
-                              config);
+            : eng_kv_capacity(engine, device, max_len, config, &(int){0});
     if ((code = eng_size_kv(shape, options->max_model_len, options->kv_tokens, capacity,
                             &config->n_pages, e)))
         return code;
@@ -25452,7 +26160,7 @@ static int eng_open(eng **out, const toka_backend *backend, const mf_model *file
         return code;
     }
     engine->max_len = shape->max_len;
-    engine->max_seqs = engine->n_replicas * max_seqs;
+    engine->max_seqs = engine->n_replicas * config.max_seqs;
     engine->stats.kv_pages = engine->n_replicas * config.n_pages;
     engine->published = engine->stats;
     *out = engine;
@@ -34742,6 +35450,8 @@ static void run_warn_unused(const toka *t) {
     if (names) fprintf(stderr, "toka: generation_config.json: not used: %s\n", names);
     if (config->has_images)
         fprintf(stderr, "toka: images are not supported: only the language model is loaded\n");
+    if (t->files->has_mtp)
+        fprintf(stderr, "toka: the layers that predict more than one token (mtp) are not used\n");
     if (config->rope.kind == MF_ROPE_LONGROPE)
         fprintf(stderr, "toka: RoPE has its %s factors, as sequences may have %s %g tokens\n",
                 config->rope.is_long ? "long" : "short",

@@ -635,7 +635,8 @@ static inline size_t toka_number_bytes(toka_dtype dtype) {
 /* Returns whether a device that knows only BF16, F16 and F32 can read the tensor. */
 static inline bool toka_is_plain(const toka_tensor *t) { return t->dtype <= TOKA_F32; }
 
-/* ---- Layers: each is a mixer (attention or MLA) and a feed-forward (an MLP or experts) ---- */
+/* ---- Layers: each is a mixer (attention, MLA or a linear mixer) and a feed-forward (an MLP or
+ * experts) ---- */
 
 typedef struct toka_rope { /* rotary position embedding: every kind of RoPE is this table ... */
     const float *freq;     /* [dims/2] radians per position */
@@ -703,12 +704,41 @@ typedef struct toka_mla {
     toka_tensor kv_b;            /* [H*(nope+v)][latent] */
 } toka_mla;
 
-/* x += attention(norm(x)), then x += feed_forward(norm(x)). Features that a layer does not have are
+/* A linear mixer: Gated DeltaNet (arXiv 2412.06464). It has no K and V. A sequence has a state of
+ * fixed size in each such layer instead: a matrix S [key_size][value_size] for each value head, and
+ * the last taps - 1 inputs of the convolution. Sizes: toka_shape.linear; here N is key_heads, M is
+ * value_heads, and key head i serves the M / N value heads from i * M / N on. For each token:
+ *
+ *     q, k, v, z, b, a = W norm(x)     [N][key_size] twice, [M][value_size] twice, [M] twice
+ *     q, k, v  silu of a convolution of each element over the last `taps` tokens
+ *     q, k     each head to length 1: x / sqrt(sum of x^2 + 1e-6); q also / sqrt(key_size)
+ *     S        = exp(-exp(a_log) softplus(a + dt_bias)) S, then S += k (sigmoid(b) (v - S^T k))^T
+ *     o        = norm(S^T q) * silu(z)    [M][value_size]: the norm of each head, with weight
+ *                `norm`, without shape.norm_offset
+ *     output   = W_o o */
+typedef struct toka_linear {
+    /* The rows of W in one of two arrangements. By heads: for each key head those of q, k, v, z in
+     * qkvz, those of b, a in ba. Else six matrices, and qkvz is absent. */
+    toka_tensor qkvz, ba;
+    toka_tensor q, k, v, z, b, a;
+    toka_tensor conv_q, conv_k, conv_v; /* [N*key_size][taps] twice, [M*value_size][taps]; the last
+                                           tap is that of the token itself */
+    toka_tensor a_log, dt_bias;         /* [1][M] */
+    toka_tensor norm;                   /* [1][value_size] */
+    toka_tensor o;                      /* [E][M*value_size] */
+} toka_linear;
+
+/* x += mixer(norm(x)), then x += feed_forward(norm(x)). Features that a layer does not have are
  * absent, NULL or 0. */
 typedef struct toka_layer {
     toka_tensor attn_norm;              /* [1][E]; absent: x itself */
+    const toka_linear *linear;          /* NULL: attention or MLA. Else all fields from here to o
+                                           are absent */
     toka_tensor q, k, v;                /* [H*D][E], [K*D][E], [K*Dv][E]; absent with mla */
-    toka_tensor q_bias, k_bias, v_bias; /* [1][H*D], [1][K*D], [1][K*Dv], or absent */
+    bool q_gate;                        /* q is [H*2*D][E]: after the D rows of each head D rows of
+                                           a gate; attention's output of the head is multiplied by
+                                           the sigmoid of the gate. Dv is D */
+    toka_tensor q_bias, k_bias, v_bias; /* [1][rows of q], [1][K*D], [1][K*Dv], or absent */
     toka_tensor q_norm, k_norm;         /* [1][D]: a norm of each head; [1][H*D] and [1][K*D]: one
                                            norm of all heads together; or absent */
     int q_norm_all, k_norm_all;         /* the norm is of the heads of all tensor ranks together:
@@ -741,6 +771,13 @@ enum { TOKA_ID_BLOCK = 256 }; /* ids of an id block, to which the random words o
                                  (chapter 18 of toka.c defines the draw). Tensor ranks divide the
                                  vocabulary into such blocks */
 
+typedef struct toka_linear_shape { /* of the layers with a linear mixer, in one rank */
+    int n_layers;                /* 0: there are none */
+    int key_heads, value_heads;  /* value_heads is a multiple of key_heads */
+    int key_size, value_size;    /* elements of a head */
+    int taps;                    /* of the convolution, 2 or more */
+} toka_linear_shape;
+
 typedef struct toka_shape { /* of one rank. A field that says 0 is off at 0 */
     int L, H, K, D, E, F, V; /* F: the widest MLP */
     int64_t layer_work;     /* multiply-adds of one token in the matrices of a layer, the mean of
@@ -763,6 +800,7 @@ typedef struct toka_shape { /* of one rank. A field that says 0 is off at 0 */
     float logit_scale;      /* factor on the logits; 0: 1 */
     float logit_cap;        /* a logit l becomes cap * tanh(l / cap), after logit_scale; 0: none */
     int max_len;            /* most tokens of a sequence */
+    toka_linear_shape linear;
 } toka_shape;
 
 static inline int toka_value_size(const toka_shape *shape) {
@@ -773,9 +811,74 @@ static inline int64_t toka_layer_work(const toka_shape *shape) {
     const int64_t heads = 2 * ((int64_t)shape->H + shape->K) * shape->D;
     return shape->layer_work ? shape->layer_work : shape->E * (heads + 3 * (int64_t)shape->F);
 }
-/* Returns the elements of K and V that one token has in all layers of the rank. */
+/* Returns the elements of K and V that one token has in one layer, and in all of the rank. */
+static inline int64_t toka_layer_kv_elements(const toka_shape *shape) {
+    return (int64_t)shape->K * (shape->D + toka_value_size(shape));
+}
 static inline int64_t toka_kv_elements(const toka_shape *shape) {
-    return (int64_t)shape->L * shape->K * (shape->D + toka_value_size(shape));
+    return (shape->L - shape->linear.n_layers) * toka_layer_kv_elements(shape);
+}
+
+/* Returns the elements that a linear mixer's convolution goes over: q, k and v of all heads. */
+static inline int toka_linear_channels(const toka_linear_shape *linear) {
+    return 2 * linear->key_heads * linear->key_size + linear->value_heads * linear->value_size;
+}
+/* Returns the numbers that a linear mixer makes of a token: q, k, v, z, b and a. */
+static inline int toka_linear_width(const toka_linear_shape *linear) {
+    return toka_linear_channels(linear) + linear->value_heads * (linear->value_size + 2);
+}
+/* Where a linear mixer's numbers of one token lie, which the op norm_qkv_rope_kv leaves: key head i
+ * has its q at q + i * key_step, k at k + i * key_step. Its value heads are neighbours: they have
+ * their v from v + i * value_step on, z from z + i * value_step on, b and a from b + i * gate_step
+ * and a + i * gate_step on. */
+typedef struct toka_linear_at {
+    int q, k, v, z, b, a;
+    int key_step, value_step, gate_step;
+} toka_linear_at;
+static inline toka_linear_at toka_linear_places(const toka_linear_shape *shape,
+                                                const toka_linear *linear) {
+    const int n_keys = shape->key_heads, per_key = shape->value_heads / n_keys;
+    const int key = shape->key_size, values = per_key * shape->value_size;
+    toka_linear_at at = {0, key, 2 * key, 2 * key + values, 0, 0, 0, 0, 2 * per_key};
+    at.key_step = at.value_step = 2 * (key + values);
+    at.b = n_keys * at.key_step;
+    at.a = at.b + per_key;
+    if (linear->qkvz.rows) return at;
+    at.k = n_keys * key;
+    at.v = 2 * at.k;
+    at.z = at.v + n_keys * values;
+    at.a = at.b + n_keys * per_key;
+    at.key_step = key;
+    at.value_step = values;
+    at.gate_step = per_key;
+    return at;
+}
+/* Lists the matrices W of a linear mixer in the order of their rows. Returns their number. */
+static inline int toka_linear_matrices(const toka_linear *linear, const toka_tensor *matrices[6]) {
+    const toka_tensor *const all[] = {&linear->qkvz, &linear->ba, &linear->q, &linear->k,
+                                      &linear->v,    &linear->z,  &linear->b, &linear->a};
+    int n = 0;
+    for (int i = 0; i < 8; i++)
+        if (all[i]->rows) matrices[n++] = all[i];
+    return n;
+}
+
+/* Returns the elements of a sequence's state in one layer: S of all heads, then [taps - 1] inputs
+ * of each element of the convolution. */
+static inline int64_t toka_state_elements(const toka_linear_shape *linear) {
+    return (int64_t)linear->value_heads * linear->key_size * linear->value_size +
+           (int64_t)toka_linear_channels(linear) * (linear->taps - 1);
+}
+
+/* Returns the elements of one token in q and in o, the arguments of the ops, for this layer. With a
+ * linear mixer q has toka_linear_width numbers in the order of its matrices. */
+static inline int toka_q_width(const toka_shape *shape, const toka_layer *layer) {
+    return layer->linear ? toka_linear_width(&shape->linear)
+                         : shape->H * shape->D * (layer->q_gate ? 2 : 1);
+}
+static inline int toka_o_width(const toka_shape *shape, const toka_layer *layer) {
+    return layer->linear ? shape->linear.value_heads * shape->linear.value_size
+                         : shape->H * toka_value_size(shape);
 }
 
 /* An attention segment: the rows row0 .. row0+n_rows-1 of this step attend to the kv positions
@@ -787,6 +890,14 @@ static inline int64_t toka_kv_elements(const toka_shape *shape) {
 typedef struct toka_span {
     int row0, n_rows, page0, kv0, n_kv;
 } toka_span;
+
+/* What the rows row0 .. row0+n_rows-1 of a step, neighbours in one sequence, do to its state in
+ * each linear layer. State `to` becomes a copy of state `from`, unless they are the same; from -1:
+ * zeros, as before the first token. Then the rows change `to`, one after the other. n_rows may be
+ * 0. */
+typedef struct toka_state_span {
+    int row0, n_rows, from, to; /* states 0 .. n_states-1 of the device */
+} toka_state_span;
 
 /* Bad words as texts, compiled for one vocabulary (chapter 18 of toka.c has an example): an
  * automaton that reads the ids of an output. A place is a word and the number of its first bytes in
@@ -928,6 +1039,9 @@ typedef struct toka_step { /* one forward step as integers; host memory, unchang
      * -1. */
     const int32_t *windowed_slot, *windowed_pages;
     const toka_copy *windowed_copies;
+    /* With linear layers: every row is in one span; the spans are done in this order. */
+    int n_states;
+    const toka_state_span *states; /* [n_states] */
 } toka_step;
 
 /* Return what of the step is for this layer: kv_slot, pages, copies. */
@@ -951,6 +1065,7 @@ typedef struct toka_device_options {
     int n_pages;       /* size of the KV pool, pages */
     int n_windowed;    /* size of a pool of windowed pages, for K and V of the layers with a window,
                           only with has_windowed; 0: all layers have n_pages pages */
+    int n_states;      /* states of a sequence that the device has, with linear layers */
     int n_devices;     /* devices that this process opens, this one included; 0: 1. CPU devices
                           divide the machine's memory */
     int index;         /* index of this device among the n_devices */
@@ -1002,6 +1117,7 @@ typedef void toka_bench_fn(void *user, const toka_bench_row *row);
 
 /* Returns the pages of one layer. */
 static inline int toka_layer_pages(const toka_device_options *options, const toka_layer *layer) {
+    if (layer->linear) return 0;
     return layer->window && options->n_windowed ? options->n_windowed : options->n_pages;
 }
 
@@ -1073,8 +1189,8 @@ typedef struct toka_backend {
 
     /* ---- Ops ----
      * x: [T][E] residual stream (allocated with E rounded up to 8, so that a backend may pad rows).
-     * q: [T][H][D], o: [T][H][Dv]. All in the backend's activation type: float32 on the CPU, bf16
-     * on CUDA.
+     * q: [T][H][D], o: [T][H][Dv], or as wide as toka_q_width and toka_o_width say. All in the
+     * backend's activation type: float32 on the CPU, bf16 on CUDA.
      * layer: index in the rank's layers; it also selects the layer's K and V in the pages.
      * Tensor ranks: embed, out_residual and norm_mlp_residual leave x PARTIAL, DELTA or SCATTERED,
      * and the caller must call all_reduce. embed writes zeros for the ids of other ranks. PARTIAL:
@@ -1095,13 +1211,16 @@ typedef struct toka_backend {
      * stage only, where the logits are; after embed or receive, in every step. */
     void (*keep_ids)(toka_device *d, const toka_step *s);
     /* q = RoPE(norm(x) W_q), with mla the absorbed query; K and V of the step's tokens, with mla
-     * their latent vectors, are stored at s->kv_slot. */
+     * their latent vectors, are stored at s->kv_slot. With q_gate, q has each head's gate behind
+     * its query, [H][2][D]. With linear q is W norm(x), and nothing is stored. */
     void (*norm_qkv_rope_kv)(toka_device *d, const toka_step *s, int layer, toka_hidden *x,
                              toka_dev_ptr q);
-    /* o = softmax(attn_scale q K^T) V over the spans */
+    /* o = softmax(attn_scale q K^T) V over the spans; with q_gate times sigmoid(gate). With linear
+     * all of the mixer but W and W_o, for the rows of s->states; it may overwrite q. */
     void (*attention)(toka_device *d, const toka_step *s, int layer, toka_dev_ptr q,
                       toka_dev_ptr o);
-    /* x += o W_o (+ bias); with mla x += (o W_uv) W_o; with attn_post_norm x += norm(o W_o) */
+    /* x += o W_o (+ bias), with linear that of the linear mixer; with mla x += (o W_uv) W_o; with
+     * attn_post_norm x += norm(o W_o) */
     void (*out_residual)(toka_device *d, const toka_step *s, int layer, toka_dev_ptr o,
                          toka_hidden *x);
     /* x += the feed-forward of norm(x): down(activation(gate, up)), or the experts' weighted sum;
@@ -1315,6 +1434,12 @@ static inline size_t toka_gpu_layer_bytes(const toka_layer *l) {
     if (l->mla)
         bytes += toka_gpu_matrix_bytes(&l->mla->q_a) + toka_gpu_matrix_bytes(&l->mla->q_b) +
                  toka_gpu_matrix_bytes(&l->mla->kv_a) + toka_gpu_matrix_bytes(&l->mla->kv_b);
+    if (l->linear) {
+        const toka_linear *linear = l->linear;
+        const toka_tensor *all[] = {&linear->qkvz, &linear->ba, &linear->q, &linear->k, &linear->v,
+                                    &linear->z,    &linear->b,  &linear->a, &linear->o};
+        for (int i = 0; i < 9; i++) bytes += toka_gpu_matrix_bytes(all[i]);
+    }
     if (l->moe)
         bytes += toka_gpu_matrix_bytes(&l->moe->router) + toka_gpu_mlp_bytes(&l->moe->shared);
     for (int i = 0; l->moe && i < l->moe->n_experts; i++)

@@ -12562,6 +12562,7 @@ static const char *missing_of_shape(const toka_shape *shape) {
         bool used;
         const char *name;
     } features[] = {
+        {shape->linear.n_layers > 0, "layers with a state (Gated DeltaNet)"},
         {shape->D % 8 || shape->D > 256, "heads whose size is above 256 or no multiple of 8"},
         {shape->Dv && shape->Dv != shape->D, "values of another head size than keys"},
         {shape->layer_norm, "LayerNorm"},
@@ -12588,6 +12589,7 @@ static const char *missing_of_layer(const toka_shape *shape, const toka_layer *l
         const char *name;
     } features[] = {
         {layer->mla != NULL, "multi-head latent attention (MLA)"},
+        {layer->q_gate, "attention with an output gate"},
         {layer->moe != NULL, "experts"},
         {layer->sinks.rows > 0, "attention sinks"},
         {layer->parallel, "an MLP beside attention"},

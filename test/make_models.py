@@ -154,6 +154,36 @@ def cohere(arch, **more):
                   logit_scale=0.5, attention_bias=False, pad_token_id=0, **more)
 
 
+LINEAR_HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 20, "linear_value_head_dim": 12,
+                "linear_conv_kernel_dim": 4}
+
+
+def qwen3next(**more):
+    """Three of four layers have a state instead of K and V."""
+    return moe(("Qwen3NextForCausalLM", "qwen3_next"), 9, 3, 45, **{**dict(
+        D=256, H=2, L=5, partial_rotary_factor=0.25, norm_topk_prob=True, shared_expert_intermediate_size=57, full_attention_interval=4,
+        attention_bias=False, **LINEAR_HEADS), **more})
+
+
+def qwen3_5(kind="", **more):
+    """As published: the language model in a model that sees images, with sections of RoPE for images."""
+    names = dict(E=72, H=3, K=1, F=99, V=263, L=4, D=40, rms_norm_eps=1e-2, attn_output_gate=True, mtp_num_hidden_layers=1,
+                 layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"], full_attention_interval=4,
+                 rope_parameters={"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.5, "mrope_interleaved": True,
+                                  "mrope_section": [4, 3, 3]}, **LINEAR_HEADS)
+    text = config(("", f"qwen3_5{kind}_text"), **{**names, **more})
+    tied = text.pop("tie_word_embeddings")
+    for name in ("architectures", "torch_dtype"):
+        text.pop(name)
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 20, "num_heads": 2, "patch_size": 8, "spatial_merge_size": 2,
+              "temporal_patch_size": 2, "out_hidden_size": 72, "num_position_embeddings": 16, "in_channels": 3,
+              "model_type": f"qwen3_5{kind}"}
+    name = {"": "Qwen3_5ForConditionalGeneration", "_moe": "Qwen3_5MoeForConditionalGeneration"}[kind]
+    return {"architectures": [name], "model_type": f"qwen3_5{kind}", "text_config": text, "vision_config": vision,
+            "image_token_id": 262, "video_token_id": 261, "vision_start_token_id": 259, "vision_end_token_id": 260,
+            "tie_word_embeddings": tied, "torch_dtype": "bfloat16"}
+
+
 MODELS = {
     # ---- Dense -------------------------------------------------------------------------------------------------------
     "llama": row(config(("LlamaForCausalLM", "llama"), E=84, H=7, K=1, F=99, V=263, L=3, D=24, rope_theta=5000.0, attention_bias=True,
@@ -234,6 +264,18 @@ MODELS = {
                               rope_scaling=yarn(1.0)), [1, 5, 100], next_layer=3),
     "deepseek3-plain": row(deepseek(3, topk_method="noaux_tc", scoring_func="sigmoid", first_k_dense_replace=0, n_group=3,
                                     topk_group=1, tied=True), [5, 40]),
+    # ---- Linear mixers ----------------------------------------------------------------------------------------------------
+    "qwen3next": row(qwen3next(), [1, 3, 5, 70, 100], mtp=True),
+    "qwen3next-types": row(qwen3next(layer_types=["full_attention", "linear_attention", "linear_attention"], L=3, tied=True, D=24,
+                                     mlp_only_layers=[1], linear_num_value_heads=2, linear_conv_kernel_dim=3, attention_bias=True),
+                           [1, 5, 70]),
+    "qwen35": row(qwen3_5(), [1, 5, 70, 100], mtp=True),
+    "qwen35-tied": row(qwen3_5(tied=True, layer_types="absent", linear_num_key_heads=3), [5, 40]),
+    "qwen35moe": row(qwen3_5("_moe", num_experts=9, num_experts_per_tok=3, moe_intermediate_size=45, intermediate_size="absent",
+                             shared_expert_intermediate_size=57), [1, 5, 70], stacked=True),
+    "qwen35moe-experts": row(qwen3_5("_moe", num_experts=5, num_experts_per_tok=2, moe_intermediate_size=45, F="absent",
+                                     shared_expert_intermediate_size=57, L=2, layer_types=["linear_attention", "full_attention"]),
+                             [5, 40]),
 }
 
 
@@ -400,8 +442,12 @@ def scale_of(name, shape, c):
     tied, model = c["tie_word_embeddings"] if "tie_word_embeddings" in c else True, c["model_type"]
     width = shape[-1] if not ("experts." in name and len(shape) == 3) else shape[1]
     part = name.rsplit(".", 2)[-2] if name.endswith((".weight", ".bias")) else name.rsplit(".", 1)[-1]
+    if part == "A_log":
+        return -2.0, 1.0
+    if part == "dt_bias" or "conv1d" in part:
+        return 0.0, 0.7
     if "norm" in part:
-        gemma = model.startswith("gemma")                # it adds 1 to the weight
+        gemma = model.startswith("gemma") or ("linear_attn" not in name and model.startswith(("qwen3_next", "qwen3_5")))  # 1 + weight
         strong = 0.25 if part in ("q_norm", "k_norm") else 1.0 if gemma and part.startswith("post") else 0.0
         return strong + (0.0 if gemma else 1.0), 0.3
     if part == "e_score_correction_bias":
@@ -451,7 +497,7 @@ def tensor_groups(c, shapes, quant):
     text, groups = c.get("text_config", c), {}
     for name in sorted(shapes, key=natural):
         centre, deviation = scale_of(name, shapes[name], text)
-        dtype = "F32" if name.endswith("e_score_correction_bias") else TYPES[c["torch_dtype"]]
+        dtype = "F32" if name.endswith(("e_score_correction_bias", "A_log")) else TYPES[c["torch_dtype"]]
         if quant and re.search(quant["modules"], name):
             dtype = "quant"
         key = (dtype, tuple(shapes[name]), centre, float(np.float32(round(deviation * 3 ** 0.5, 4))))
@@ -470,6 +516,20 @@ def scale_groups(spec):
     return groups
 
 
+def stack_experts(shapes):
+    """All experts of a layer in two tensors, as Qwen3.5 is published: gate_up_proj [X][2*F][E], down_proj [X][E][F]."""
+    out = {}
+    for name, shape in shapes.items():
+        match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+        if not match:
+            out[name] = shape
+        elif match[3] != "up":
+            down = match[3] == "down"
+            stacked = out.setdefault(f"{match[1]}.{'down' if down else 'gate_up'}_proj", [0, shape[0] * (1 if down else 2), shape[1]])
+            stacked[0] += 1
+    return out
+
+
 def make_spec(seed, row):
     """The fixture without its cases."""
     c, quant = row["config"], row.get("quant")
@@ -477,6 +537,8 @@ def make_spec(seed, row):
     shapes = published_shapes(c)
     for old, new in row.get("rename", []):
         shapes = {k.replace(old, new) if k.startswith(old) else k: v for k, v in shapes.items()}
+    if row.get("stacked"):
+        shapes = stack_experts(shapes)
     spec["tensors"] = tensor_groups(c, shapes, quant)
     if quant and scale_groups(spec):
         spec["extra"] = scale_groups(spec)
@@ -485,6 +547,10 @@ def make_spec(seed, row):
         spec["equal_rows"] = {f"model.layers.{i}.mlp.gate.weight": row["ties"] for i in layers}
         spec["as"] = {f"model.layers.{i}.mlp.experts.{b}.{p}_proj.weight": f"model.layers.{i}.mlp.experts.{a}.{p}_proj.weight"
                       for i in layers for a, b in row["ties"] for p in ("gate", "up", "down")}
+    if row.get("mtp"):
+        E = c.get("text_config", c)["hidden_size"]
+        spec["extra"] = [["BF16", [E], 1.0, 0.5, ["mtp.norm.weight", "mtp.layers.0.input_layernorm.weight"]],
+                         ["BF16", [E, 2 * E], 0.0, 0.1, ["mtp.fc.weight"]]]
     if "next_layer" in row:
         names = [f"model.layers.{row['next_layer']}.{x}" for x in MTP]
         spec["extra"] = [["BF16", [c["hidden_size"]], 1.0, 0.5, names],

@@ -36,9 +36,11 @@ static void run_step(toka *t, sequence *s, int first, int n, int n_rows) {
     toka_err e = {0};
     eng_replica *replica = &t->engine->replicas[0];
     toka_span span = {0, n, 0, 0, first + n};
+    toka_state_span state = {0, n, first ? 0 : -1, 0};
     toka_step step = {.T = n, .n_spans = 1, .n_samples = n_rows, .ids = s->id + first,
                       .pos = s->pos + first, .kv_slot = s->kv_slot + first, .pages = s->pages,
-                      .spans = &span, .samples = s->rows, .logits = s->logits};
+                      .spans = &span, .samples = s->rows, .logits = s->logits, .n_states = 1,
+                      .states = &state};
     if (model_run_step(&replica->model, &step, replica->inflight[0].results, &e)) stop(2, e.msg);
 }
 

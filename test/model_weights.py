@@ -287,7 +287,7 @@ def write(folder, spec, dense=False, edit=None):
 # ---- Checkpoints that are wrong in one place ----
 # name -> (fixture, what is changed in config and tensors, a word that the message must have). A tensor is (dtype, array of bits).
 
-ATTN, MLP = "model.layers.1.self_attn.", "model.layers.1.mlp."
+ATTN, MLP, LINEAR = "model.layers.1.self_attn.", "model.layers.1.mlp.", "model.layers.1.linear_attn."
 
 
 def field(*path, value):
@@ -386,6 +386,19 @@ EDITS = {
     "experts-huge": ("mixtral", field("num_local_experts", value=1 << 40), "num_local_experts"),
     "groups-do-not-divide": ("deepseek3", field("n_group", value=5), "n_group"),
     "top-groups-above": ("deepseek3", field("topk_group", value=5), "topk_group"),
+    # linear mixers
+    "linear-heads": ("qwen3next", field("linear_num_value_heads", value=5), "linear_num_value_heads"),
+    "linear-heads-zero": ("qwen3next", field("linear_num_key_heads", value=0), "linear_num_key_heads"),
+    "linear-size-huge": ("qwen3next", field("linear_key_head_dim", value=1 << 40), "linear_key_head_dim"),
+    "linear-taps": ("qwen3next", field("linear_conv_kernel_dim", value=1), "linear_conv_kernel_dim"),
+    "linear-rows": ("qwen3next", cut(LINEAR + "in_proj_ba.weight"), "in_proj_ba.weight"),
+    "linear-conv-taps": ("qwen3next", cut(LINEAR + "conv1d.weight", 2), "conv1d.weight"),
+    "linear-decay-missing": ("qwen3next", removed(LINEAR + "A_log"), "A_log"),
+    "linear-parts": ("qwen35", cut("model.language_model.layers.0.linear_attn.in_proj_qkv.weight"), "in_proj_qkv.weight"),
+    "linear-types": ("qwen35", field("text_config", "layer_types", value=["sliding_attention"] * 4), "layer_types"),
+    "gate-rows": ("qwen35", cut("model.language_model.layers.1.self_attn.q_proj.weight"), "q_proj.weight"),
+    "stacked-experts": ("qwen35moe", cut("model.language_model.layers.2.mlp.experts.gate_up_proj"), "experts.gate_up_proj"),
+    "stacked-rows": ("qwen35moe", cut("model.language_model.layers.2.mlp.experts.down_proj", 1), "experts.down_proj"),
     # other architectures' fields
     "latent-rows": ("deepseek2", cut(ATTN + "kv_a_proj_with_mqa.weight"), "kv_a_proj_with_mqa"),
     "layer-types-short": ("gemma3-types", field("layer_types", value=["full_attention"]), "layer_types"),

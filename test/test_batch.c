@@ -259,7 +259,7 @@ static void bt_random(void) {
     int64_t n_shared = 0, n_nested = 0, n_within = 0, n_micros = 0, n_needs = 0, n_split_chunks = 0;
     for (uint64_t seed = 1; seed <= 80 && !check_failed; seed++) {
         uint64_t rng = seed;
-        sched_config c = {seed % 3 ? 2 : 4, seed % 2 ? 60 : 12, 12, 16, 24, 0, 0};
+        sched_config c = {seed % 3 ? 2 : 4, seed % 2 ? 60 : 12, 12, 16, 24, 0, 0, {0}};
         batch_test *t = bt_open(c, costs[seed % 4], 2, 30, (int)(seed % 3), seed / 4 % 2 ? 1 : 2 + (int)(seed / 8 % 5));
         for (int i = 0; i < 80 && !check_failed; i++) {
             int n_prompt = 1 + (int)(rnd(&rng) % 12), max_tokens = 1 + (int)(rnd(&rng) % 12);
@@ -286,7 +286,7 @@ static void bt_random_windows(void) {
     int64_t n_shared = 0, n_windowed = 0, n_copies = 0, n_micros = 0;
     for (uint64_t seed = 1; seed <= 80 && !check_failed; seed++) {
         uint64_t rng = seed;
-        sched_config c = {2, 70, 8, 16, 40, 0, 1 + (int)(seed % 7)};
+        sched_config c = {2, 70, 8, 16, 40, 0, 1 + (int)(seed % 7), {0}};
         batch_test *t = bt_open(c, costs[seed % 3], 2, 30, (int)(seed % 3), seed / 4 % 2 ? 1 : 2 + (int)(seed / 8 % 5));
         CHECK(t->sim.s.kv.window);
         for (int i = 0; i < 80 && !check_failed; i++) {
@@ -305,7 +305,7 @@ static void bt_random_windows(void) {
 /* If shared spans are free, every page is read once per step, however many sequences have it. */
 static void bt_each_page_once(void) {
     uint64_t rng = 21;
-    batch_test *t = bt_open((sched_config){2, 300, 24, 400, 40, 0, 0}, (batch_cost){0, 0, 1 << 20, 0}, 2, 1 << 30, 0, 1);
+    batch_test *t = bt_open((sched_config){2, 300, 24, 400, 40, 0, 0, {0}}, (batch_cost){0, 0, 1 << 20, 0}, 2, 1 << 30, 0, 1);
     for (int i = 0; i < 8; i++) sim_submit(&t->sim, &rng, 16 + i % 3, 3, 20, 0);
     for (int i = 0; i < 19 && !check_failed; i++) {
         t->kv_read = 0;
@@ -333,7 +333,7 @@ static void bt_random_families(void) {
     for (uint64_t seed = 1; seed <= 300 && !check_failed; seed++) {
         uint64_t rng = seed;
         toka_err e;
-        batch_test *t = bt_open((sched_config){2, 80, 12, 24, 64, 0, 0}, (batch_cost){(int)seed % 2, 0, 4, (int)seed % 3},
+        batch_test *t = bt_open((sched_config){2, 80, 12, 24, 64, 0, 0, {0}}, (batch_cost){(int)seed % 2, 0, 4, (int)seed % 3},
             2, 8, (int)(seed % 3), 2 + (int)(seed % 5));
         for (int wave = 0; wave < 12 && !check_failed; wave++) {
             int32_t prompt[23];
@@ -370,7 +370,7 @@ static void bt_random_families(void) {
  * cancelled. So v, which comes after u and x in the order, computes page 0 in the same step in
  * which u computes page 1. Therefore v must be in a microbatch before u and x. */
 static void bt_third_writer(void) {
-    batch_test *t = bt_open((sched_config){2, 100, 8, 24, 64, 0, 0}, (batch_cost){0, 0, 1 << 20, 0}, 1000, 1 << 30, 0, 5);
+    batch_test *t = bt_open((sched_config){2, 100, 8, 24, 64, 0, 0, {0}}, (batch_cost){0, 0, 1 << 20, 0}, 1000, 1 << 30, 0, 5);
     scheduler *s = &t->sim.s;
     toka_err e;
     int32_t z[25] = {9}, a[7] = {1, 1, 2, 2, 3, 3, 3}, v[7] = {1, 1, 5, 5, 5, 5, 5}, u[7] = {1, 1, 2, 2, 6, 6, 6}, x[7] = {1, 1, 2, 2, 7, 7, 7};
@@ -397,7 +397,7 @@ static void bt_levels(void) {
     } cases[] = {{{0, 0, 1 << 20, 0}, 3}, {{100, 0, 1 << 20, 0}, 2}, {{100000, 0, 1 << 20, 0}, 0}, {{100, 100000, 1 << 20, 0}, 0},
                  {{4, 0, 1, 0}, 0},       {{0, 0, 1 << 20, 4}, 3}, {{100, 0, 1 << 20, 1}, 2}};
     for (int k = 0; k < COUNT(cases); k++) {
-        batch_test *t = bt_open((sched_config){16, 400, 64, 2048, 400, 0, 0}, cases[k].cost, 1000, 1 << 30, 0, 1);
+        batch_test *t = bt_open((sched_config){16, 400, 64, 2048, 400, 0, 0, {0}}, cases[k].cost, 1000, 1 << 30, 0, 1);
         int32_t prompt[300];
         toka_err e;
         for (int i = 0; i < 300; i++) prompt[i] = 1;
@@ -421,7 +421,7 @@ static void bt_levels(void) {
 /* Samples that must not share anything do not share the last page of a short prompt either. */
 static void bt_unshared(void) {
     for (int unshared = 0; unshared < 2; unshared++) {
-        batch_test *t = bt_open((sched_config){16, 400, 64, 2048, 400, 0, 0}, (batch_cost){0, 0, 1 << 20, 1}, 1000, 1 << 30, 0, 1);
+        batch_test *t = bt_open((sched_config){16, 400, 64, 2048, 400, 0, 0, {0}}, (batch_cost){0, 0, 1 << 20, 1}, 1000, 1 << 30, 0, 1);
         int32_t prompt[10] = {1, 2, 3};
         toka_err e;
         sched_submit(&t->sim.s, &(sched_job){.prompt = prompt, .n_prompt = 10, .n = 8, .max_tokens = 40, .n_unshared = unshared * 8}, &e);
@@ -434,7 +434,7 @@ static void bt_unshared(void) {
 
 /* Requests with the same prompt share its last page, other requests do not. */
 static void bt_equal_prompts(void) {
-    batch_test *t = bt_open((sched_config){16, 400, 64, 2048, 400, 0, 0}, (batch_cost){0, 0, 1 << 20, 1}, 1000, 1 << 30, 0, 1);
+    batch_test *t = bt_open((sched_config){16, 400, 64, 2048, 400, 0, 0, {0}}, (batch_cost){0, 0, 1 << 20, 1}, 1000, 1 << 30, 0, 1);
     /* three prompts that differ from their second page on, eight requests each */
     for (int i = 0; i < 24; i++) {
         int32_t prompt[28] = {[20] = i / 8};

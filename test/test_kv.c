@@ -141,7 +141,7 @@ static void kvt_compute(kvt *m, int q, int to) {
 
 /* window 0: none. Else there are as few windowed pages as can be. */
 static void kvt_random(int B, int n_pages, int n_seqs, int max_len, uint64_t seed, int n_ops, int window) {
-    const sched_config c = {B, 1 << 20, n_seqs, max_len, max_len, 0, window};
+    const sched_config c = {B, 1 << 20, n_seqs, max_len, max_len, 0, window, {0}};
     kvt *m = mem_zalloc(sizeof *m);
     uint64_t rng = seed, before = seed;
     CHECK(kv_init(&m->k, B, n_pages, n_seqs, max_len));

@@ -114,7 +114,7 @@ static void pipe_close(pipe_sim *p) {
 
 static pipe_sim *pipe_open(const pipe_model *m, const pipe_load *l) {
     pipe_sim *p = mem_zalloc(sizeof *p);
-    sched_config c = {64, 1 << 14, l->max_seqs, l->max_tokens, 2048, 0, 0};
+    sched_config c = {64, 1 << 14, l->max_seqs, l->max_tokens, 2048, 0, 0, {0}};
     toka_err e;
     CHECK(!sched_init(&p->s, &c, &e) && !batch_micros_init(&p->micros, &p->s, &e));
     batch_init(&p->b, &p->s, (batch_cost){8, 512, 32, 8});

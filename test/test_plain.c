@@ -18,6 +18,7 @@ typedef struct pl_matrix { /* a whole quantized matrix; toka_tensor.quant points
 typedef struct pl_case {
     cpu_case c; /* sh, w and layers of the model */
     toka_mla mla[2];
+    toka_linear linear[2];
     toka_moe moe[2];
     toka_mlp experts[2][PL_EXPERTS];
     toka_rope rope[2];
@@ -294,9 +295,27 @@ static void pl_make_mla(pl_case *p, int l, int rope, int latent) {
     p->c.layers[l].o = pl_any(p, s->E, s->H * mla->v, 1 / sqrt(s->H * mla->v));
 }
 
+static void pl_make_linear(pl_case *p, int l) {
+    const toka_linear_shape *s = &p->c.sh.linear;
+    toka_linear *y = &p->linear[l];
+    const int E = p->c.sh.E, keys = s->key_heads * s->key_size, values = s->value_heads * s->value_size;
+    if (pl_chance(p, 2)) {
+        y->qkvz = pl_any(p, 2 * (keys + values), E, 1 / sqrt(E)), y->ba = pl_any(p, 2 * s->value_heads, E, 1 / sqrt(E));
+    } else {
+        y->q = pl_any(p, keys, E, 1 / sqrt(E)), y->k = pl_any(p, keys, E, 1 / sqrt(E)), y->v = pl_any(p, values, E, 1 / sqrt(E));
+        y->z = pl_any(p, values, E, 1 / sqrt(E)), y->b = pl_any(p, s->value_heads, E, 1 / sqrt(E)), y->a = pl_any(p, s->value_heads, E, 1 / sqrt(E));
+    }
+    y->conv_q = pl_plain(p, keys, s->taps, 0, 0.6), y->conv_k = pl_plain(p, keys, s->taps, 0, 0.6), y->conv_v = pl_plain(p, values, s->taps, 0, 0.6);
+    y->a_log = pl_plain(p, 1, s->value_heads, -1.5, 1), y->dt_bias = pl_plain(p, 1, s->value_heads, 0, 1);
+    y->norm = pl_plain(p, 1, s->value_size, 1, 0.3), y->o = pl_any(p, E, values, 1 / sqrt(values));
+    p->c.layers[l].linear = y, p->c.sh.linear.n_layers++;
+}
+
 static void pl_make_heads(pl_case *p, toka_layer *y) {
     const toka_shape *s = &p->c.sh;
-    const int E = s->E, HD = s->H * s->D, KD = s->K * s->D, Dv = toka_value_size(s), norms = rnd_int(&p->seed, 0, 2);
+    y->q_gate = !s->Dv && pl_chance(p, 3);
+    const int E = s->E, HD = s->H * s->D * (y->q_gate ? 2 : 1), KD = s->K * s->D, Dv = toka_value_size(s);
+    const int norms = rnd_int(&p->seed, 0, y->q_gate ? 1 : 2);
     y->q = pl_any(p, HD, E, 2 / sqrt(E)), y->k = pl_any(p, KD, E, 2 / sqrt(E)), y->v = pl_any(p, s->K * Dv, E, 1 / sqrt(E));
     y->o = pl_any(p, E, s->H * Dv, 1 / sqrt(s->H * Dv));
     if (pl_chance(p, 2)) y->q_bias = pl_plain(p, 1, HD, 0, 1), y->k_bias = pl_plain(p, 1, KD, 0, 1);
@@ -314,14 +333,15 @@ static void pl_make_layer(pl_case *p, int l, int mla_rope) {
     if (!pl_chance(p, 5)) y->mlp_norm = pl_plain(p, 1, s->E, 1, 0.3);
     if (y->parallel) y->mlp_norm = y->attn_norm;
     if (mla_rope) pl_make_mla(p, l, mla_rope, s->Dv), y->mla = &p->mla[l];
+    else if (s->linear.taps && !pl_chance(p, 3)) pl_make_linear(p, l);
     else pl_make_heads(p, y);
-    if (pl_chance(p, 3)) y->sinks = pl_plain(p, 1, s->H, 0, 2);
+    if (!y->linear && pl_chance(p, 3)) y->sinks = pl_plain(p, 1, s->H, 0, 2);
     if (pl_chance(p, 3)) y->attn_post_norm = pl_plain(p, 1, s->E, 1, 0.3);
     if (pl_chance(p, 3)) y->mlp_post_norm = pl_plain(p, 1, s->E, 1, 0.3);
     p->rope[l] = (toka_rope){.freq = p->freq, .dims = mla_rope ? mla_rope : s->D - (pl_chance(p, 2) && s->D > 3 ? 2 : 0),
                              .scale = pl_chance(p, 2) ? 1 : 1.25f, .neighbours = pl_chance(p, 2)};
     p->rope[l].dims -= p->rope[l].dims % 2;
-    if (!pl_chance(p, 5)) y->rope = &p->rope[l];
+    if (!y->linear && !pl_chance(p, 5)) y->rope = &p->rope[l];
     if (pl_chance(p, 2)) {
         pl_make_moe(p, l), y->moe = &p->moe[l];
         /* without a norm x may be so large that all scores are 0 in float32 */
@@ -347,6 +367,11 @@ static pl_case *pl_open(uint64_t seed, bool for_cpu) {
     if (p->for_cpu) s->D += s->D % 2;
     if (mla_rope) s->Dv = rnd_int(&p->seed, 1, 10) * 2, s->D = s->Dv + mla_rope;
     for (int i = 0; i < COUNT(p->freq); i++) p->freq[i] = (float)pow(50, -i / 5.0);
+    if (!mla_rope && pl_chance(p, 2)) {
+        const int key_heads = rnd_int(&p->seed, 1, 3);
+        s->linear = (toka_linear_shape){.key_heads = key_heads, .value_heads = key_heads * rnd_int(&p->seed, 1, 3), .taps = rnd_int(&p->seed, 2, 5),
+                                        .key_size = rnd_int(&p->seed, 1, pl_chance(p, 4) ? 70 : 20), .value_size = rnd_int(&p->seed, 1, 20)};
+    }
     for (int l = 0; l < 2; l++) pl_make_layer(p, l, mla_rope);
     p->c.w = (toka_weights){.embed = pl_any(p, s->V, s->E, 1), .norm = pl_plain(p, 1, s->E, 1, 0.3),
                             .lm_head = pl_any(p, s->V, s->E, 1 / sqrt(s->E)), .layers = p->c.layers};
@@ -406,16 +431,78 @@ static void pl_attend(const toka_shape *s, const toka_layer *l, const pl_head *h
         for (int i = 0; i < h->v_size; i++) o[i] += score[j] / sum * h->v[j * h->v_step + i];
 }
 
+static double pl_sigmoid(double x) { return 1 / (1 + exp(-x)); }
+
+/* Row i of a linear mixer's matrix for part 0 to 5: q, k, v, z, b, a. */
+static double pl_linear_row(const pl_case *p, const toka_linear *l, int part, int i, const double *x) {
+    const toka_linear_shape *s = &p->c.sh.linear;
+    const toka_tensor *own[] = {&l->q, &l->k, &l->v, &l->z, &l->b, &l->a}, *w = own[part];
+    const int per_key = s->value_heads / s->key_heads, values = per_key * s->value_size;
+    const int size[] = {s->key_size, s->key_size, values, values, per_key, per_key};
+    if (l->qkvz.rows) {
+        const int head = i / size[part], first = part < 4 ? 0 : 4, end = part < 4 ? 4 : 6;
+        int row = i % size[part];
+        for (int j = first; j < part; j++) row += size[j];
+        for (int j = first; j < end; j++) row += head * size[j];
+        w = part < 4 ? &l->qkvz : &l->ba, i = row;
+    }
+    double sum = 0;
+    for (int c = 0; c < w->cols; c++) sum += pl_at(w, i, c) * x[c];
+    return sum;
+}
+
+/* Element i of q, k or v of token t: convolution and SiLU. x: [t + 1][E]. */
+static double pl_conv(const pl_case *p, const toka_linear *l, int part, int i, const double *x, int t) {
+    const toka_tensor *weights[] = {&l->conv_q, &l->conv_k, &l->conv_v};
+    double sum = 0;
+    for (int tap = 0; tap < p->c.sh.linear.taps; tap++) {
+        int from = t - (p->c.sh.linear.taps - 1) + tap;
+        if (from >= 0) sum += pl_at(weights[part], i, tap) * pl_linear_row(p, l, part, i, x + from * p->c.sh.E);
+    }
+    return sum * pl_sigmoid(sum);
+}
+
+/* A linear mixer, head by head, token by token. */
+static double *pl_linear_mixer(const pl_case *p, const toka_linear *l, const double *x, int n) {
+    const toka_linear_shape *s = &p->c.sh.linear;
+    const int J = s->key_size, U = s->value_size, M = s->value_heads;
+    double *o = mem_zalloc((size_t)(n * M * U) * 8), S[70 * 20], q[70], k[70], v[20];
+    for (int h = 0; h < M; h++) {
+        const int key = h * s->key_heads / M;
+        memset(S, 0, sizeof S);
+        for (int t = 0; t < n; t++) {
+            const double *xt = x + t * p->c.sh.E, beta = pl_sigmoid(pl_linear_row(p, l, 4, h, xt));
+            const double decay = exp(-exp(pl_at(&l->a_log, 0, h)) * log1p(exp(pl_linear_row(p, l, 5, h, xt) + pl_at(&l->dt_bias, 0, h))));
+            double q2 = 1e-6, k2 = 1e-6, o2 = 0, *ot = o + (t * M + h) * U;
+            for (int i = 0; i < J; i++) q[i] = pl_conv(p, l, 0, key * J + i, x, t), k[i] = pl_conv(p, l, 1, key * J + i, x, t);
+            for (int i = 0; i < J; i++) q2 += q[i] * q[i], k2 += k[i] * k[i];
+            for (int j = 0; j < U; j++) {
+                v[j] = pl_conv(p, l, 2, h * U + j, x, t);
+                for (int i = 0; i < J; i++) S[i * U + j] *= decay, v[j] -= S[i * U + j] * k[i] / sqrt(k2);
+                for (int i = 0; i < J; i++) S[i * U + j] += beta * v[j] * k[i] / sqrt(k2), ot[j] += S[i * U + j] * q[i] / sqrt(q2 * J);
+                o2 += ot[j] * ot[j] / U;
+            }
+            for (int j = 0; j < U; j++) {
+                double z = pl_linear_row(p, l, 3, h * U + j, xt);
+                ot[j] *= pl_at(&l->norm, 0, j) / sqrt(o2 + p->c.sh.eps) * z * pl_sigmoid(z);
+            }
+        }
+    }
+    return o;
+}
+
 /* x: [n][E] of norm(x). Returns o before W_o: [n][H*Dv], or with mla [n][H*v]; the caller frees it.
  * With mla the keys and values of each head are made from c, as in the paper. */
 static double *pl_mixer(const pl_case *p, const toka_layer *l, const double *x, int n) {
     const toka_shape *s = &p->c.sh;
     const toka_mla *m = l->mla;
+    if (l->linear) return pl_linear_mixer(p, l->linear, x, n);
     const int H = s->H, K = m ? H : s->K, D = m ? m->nope + m->rope : s->D, Dv = m ? m->v : toka_value_size(s);
-    double *q = mem_zalloc((size_t)(n * H * D) * 8), *k = mem_zalloc((size_t)(n * K * D) * 8), *v = mem_zalloc((size_t)(n * K * Dv) * 8);
+    const int step = l->q_gate ? 2 * D : D; /* of a head in q */
+    double *q = mem_zalloc((size_t)(n * H * step) * 8), *k = mem_zalloc((size_t)(n * K * D) * 8), *v = mem_zalloc((size_t)(n * K * Dv) * 8);
     double *o = mem_zalloc((size_t)(n * H * Dv) * 8), tmp[600], kv[600];
     for (int t = 0; t < n; t++) {
-        double *qt = q + t * H * D, *kt = k + t * K * D, *vt = v + t * K * Dv;
+        double *qt = q + t * H * step, *kt = k + t * K * D, *vt = v + t * K * Dv;
         const double *xt = x + t * s->E;
         if (m) {
             if (m->q_a.rows) pl_linear(&m->q_a, NULL, xt, tmp), pl_norm_eps(s, m->eps, &m->q_a_norm, tmp, m->q_a.rows, tmp);
@@ -433,22 +520,23 @@ static double *pl_mixer(const pl_case *p, const toka_layer *l, const double *x, 
             continue;
         }
         pl_linear(&l->q, &l->q_bias, xt, qt), pl_linear(&l->k, &l->k_bias, xt, kt), pl_linear(&l->v, &l->v_bias, xt, vt);
-        for (int i = 0; l->q_norm.rows && i < H * D; i += l->q_norm.cols) pl_norm(s, &l->q_norm, qt + i, l->q_norm.cols, qt + i);
+        for (int i = 0; l->q_norm.rows && i < H * step; i += l->q_gate ? step : l->q_norm.cols) pl_norm(s, &l->q_norm, qt + i, l->q_norm.cols, qt + i);
         for (int i = 0; l->k_norm.rows && i < K * D; i += l->k_norm.cols) pl_norm(s, &l->k_norm, kt + i, l->k_norm.cols, kt + i);
-        pl_clip(qt, H * D, s->qkv_limit), pl_clip(kt, K * D, s->qkv_limit), pl_clip(vt, K * Dv, s->qkv_limit);
-        for (int h = 0; h < H; h++) pl_rotate(l->rope, t, qt + h * D);
+        pl_clip(qt, H * step, s->qkv_limit), pl_clip(kt, K * D, s->qkv_limit), pl_clip(vt, K * Dv, s->qkv_limit);
+        for (int h = 0; h < H; h++) pl_rotate(l->rope, t, qt + h * step);
         for (int h = 0; h < K; h++) pl_rotate(l->rope, t, kt + h * D);
     }
     for (int h = 0; h < H; h++) {
-        pl_head head = {q + h * D, k + h * K / H * D, v + h * K / H * Dv, H * D, K * D, K * Dv, D, Dv,
+        pl_head head = {q + h * step, k + h * K / H * D, v + h * K / H * Dv, H * step, K * D, K * Dv, D, Dv,
                         pl_or(s->attn_scale, 1 / sqrt(s->D)), h};
-        for (int t = 0; t < n; t++) pl_attend(s, l, &head, t, o + (t * H + h) * Dv);
+        for (int t = 0; t < n; t++) {
+            pl_attend(s, l, &head, t, o + (t * H + h) * Dv);
+            for (int i = 0; l->q_gate && i < D; i++) o[(t * H + h) * Dv + i] *= pl_sigmoid(q[(t * H + h) * step + D + i]);
+        }
     }
     free(q), free(k), free(v);
     return o;
 }
-
-static double pl_sigmoid(double x) { return 1 / (1 + exp(-x)); }
 
 static void pl_mlp(const pl_case *p, const toka_mlp *mlp, toka_activation kind, const double *x, double *y) {
     double gate[64], up[64], limit = p->c.sh.swiglu_limit;
@@ -537,7 +625,8 @@ static void pl_logits(const pl_case *p, const int32_t *tokens, int n, double *lo
         for (int t = 0; t < n; t++) pl_norm(s, &l->attn_norm, x + t * E, E, in + t * E);
         double *o = pl_mixer(p, l, in, n);
         for (int t = 0; t < n; t++) {
-            pl_linear(&l->o, &l->o_bias, o + t * l->o.cols, y);
+            const toka_tensor *w_o = l->linear ? &l->linear->o : &l->o;
+            pl_linear(w_o, &l->o_bias, o + t * w_o->cols, y);
             pl_norm(s, &l->attn_post_norm, y, E, y);
             for (int i = 0; i < E; i++) z[i] = x[t * E + i] + pl_or(s->residual_scale, 1) * y[i];
             pl_norm(s, &l->mlp_norm, l->parallel ? x + t * E : z, E, in);
@@ -567,14 +656,16 @@ static void pl_open_device(const toka_backend *backend, pl_case *p, cpu_seqs *w,
     toka_err e;
     int deck[CPU_PAGES], at = 0;
     w->o = (toka_device_options){.max_tokens = CPU_SEQS * CPU_LEN, .max_samples = CPU_SEQS * CPU_LEN, .n_pages = CPU_PAGES,
-                                 .n_threads = rnd_int(&w->seed, 1, 3)};
+                                 .n_threads = rnd_int(&w->seed, 1, 3), .n_states = CPU_SEQS + 1};
     if (backend->open(&w->d, &w->o, s, &p->c.w, &e)) {
         CHECK_MSG(0, "%s", e.msg);
         abort();
     }
     if (backend == &toka_plain) {
         plain_device *dev = plain_of(w->d);
-        size_t n = (size_t)(s->L * CPU_PAGES * s->B * s->K);
+        size_t n = (size_t)((s->L - s->linear.n_layers) * CPU_PAGES * s->B * s->K);
+        for (size_t i = 0; dev->states && i < (size_t)(s->linear.n_layers * w->o.n_states) * (size_t)toka_state_elements(&s->linear); i++)
+            dev->states[i] = NAN;
         for (size_t i = 0; i < n * (size_t)s->D; i++) dev->k_cache[i] = NAN;
         for (size_t i = 0; i < n * (size_t)toka_value_size(s); i++) dev->v_cache[i] = NAN;
         for (size_t i = 0; i < dev->scratch_floats; i++) dev->scratch[i] = NAN;
@@ -582,8 +673,10 @@ static void pl_open_device(const toka_backend *backend, pl_case *p, cpu_seqs *w,
         w->d->pool.serial_cost = 0, w->d->kernels = &cpu_kernel_sets[rnd_int(&w->seed, 0, cpu_n_kernel_sets() - 1)];
         w->d->scratch_rows = MIN(w->d->scratch_rows, rnd_int(&w->seed, 1, 20));
         w->d->scratch_samples = MIN(w->d->scratch_samples, rnd_int(&w->seed, 1, 20));
-        for (size_t i = 0; i < 2 * CPU_PAGES * w->d->k_page_floats; i++) w->d->k_cache[i] = NAN;
-        for (size_t i = 0; i < 2 * CPU_PAGES * w->d->v_page_floats; i++) w->d->v_cache[i] = NAN;
+        const size_t n = CPU_PAGES * (size_t)(s->L - s->linear.n_layers);
+        for (size_t i = 0; i < n * w->d->k_page_floats; i++) w->d->k_cache[i] = NAN;
+        for (size_t i = 0; i < n * w->d->v_page_floats; i++) w->d->v_cache[i] = NAN;
+        for (size_t i = 0; i < (size_t)(s->linear.n_layers * w->o.n_states) * w->d->state_floats; i++) w->d->states[i] = NAN;
     }
     for (int i = 0; i < CPU_PAGES; i++) {
         int j = rnd_int(&w->seed, 0, i);
@@ -594,11 +687,29 @@ static void pl_open_device(const toka_backend *backend, pl_case *p, cpu_seqs *w,
     rank->shape = *s, rank->weights = p->c.w, rank->device = w->d;
 }
 
+/* The state spans of a step: sequence q has state q. Sequence 0 copies its state at the end of the shared prefix to state n_seq, from which
+ * the others begin. Spans are cut at random. */
+static void pl_make_states(cpu_seqs *w, const int *from, const int *to, toka_state_span *spans) {
+    int n = 0, row = 0;
+    for (int q = 0; q < w->n_seq; q++)
+        for (int pos = from[q], end; pos < to[q]; row += end - pos, pos = end) {
+            end = rnd_int(&w->seed, 0, 2) ? to[q] : rnd_int(&w->seed, pos + 1, to[q]);
+            if (!q && pos < w->shared) end = MIN(end, w->shared);
+            const int begin = q && pos == w->shared ? w->n_seq : q;
+            spans[n++] = (toka_state_span){row, end - pos, pos ? begin : -1, q};
+            if (!q && end == w->shared) spans[n++] = (toka_state_span){0, 0, 0, w->n_seq};
+        }
+    w->step.n_states = n, w->step.states = spans;
+}
+
 /* Runs one step of the layer loop. Its logits go to [seq][pos][V]. */
 static void pl_run_step(cpu_seqs *w, model_rank *rank, float *logits) {
     const toka_shape *s = &rank->shape;
-    const size_t T = (size_t)w->T, E = (size_t)s->E, V = (size_t)s->V, HD = (size_t)(s->H * s->D),
-                 HDv = (size_t)(s->H * toka_value_size(s));
+    const size_t T = (size_t)w->T, E = (size_t)s->E, V = (size_t)s->V;
+    size_t HD = 0, HDv = 0;
+    for (int i = 0; i < s->L; i++) {
+        HD = MAX(HD, (size_t)toka_q_width(s, &rank->weights.layers[i])), HDv = MAX(HDv, (size_t)toka_o_width(s, &rank->weights.layers[i]));
+    }
     toka_sample_row *rows = mem_zalloc(T * sizeof *rows);
     toka_sample_result *results = mem_zalloc(T * sizeof *results);
     float *out = mem_alloc(T * V * sizeof *out);
@@ -625,6 +736,8 @@ static void pl_run_seqs(cpu_seqs *w, model_rank *rank, float *logits) {
             left += w->len[q] - to[q];
         }
         seqs_make_step(w, from, to, rnd_int(&w->seed, 0, 1), rnd_int(&w->seed, 0, 1));
+        toka_state_span states[CPU_SEQS * CPU_LEN];
+        pl_make_states(w, from, to, states);
         if (w->T) pl_run_step(w, rank, logits);
         memcpy(from, to, sizeof from);
     }
@@ -650,8 +763,8 @@ static void pl_check_model(const toka_backend *backend, uint64_t seed) {
         int first = q ? w->shared : 0;
         pl_logits(p, w->token[q], w->len[q], want);
         double err = rel_error(got + (size_t)(q * CPU_LEN + first) * V, want + (size_t)first * V, (size_t)(w->len[q] - first) * V);
-        CHECK_MSG(err < (backend == &toka_plain ? 5e-5 : 1e-3), "%s, seed %llu, seq %d: relative L2 %.3g, H %d K %d D %d Dv %d E %d, mla %d, moe %d %d, kind %d, parallel %d %d",
-                  backend->name, (unsigned long long)seed, q, err, s->H, s->K, s->D, s->Dv, s->E, p->c.layers[0].mla != NULL, p->c.layers[0].moe != NULL,
+        CHECK_MSG(err < (backend == &toka_plain ? 5e-5 : 1e-3), "%s, seed %llu, seq %d: relative L2 %.3g, H %d K %d D %d Dv %d E %d, mla %d, linear %d %d, moe %d %d, kind %d, parallel %d %d",
+                  backend->name, (unsigned long long)seed, q, err, s->H, s->K, s->D, s->Dv, s->E, p->c.layers[0].mla != NULL, p->c.layers[0].linear != NULL, p->c.layers[1].linear != NULL, p->c.layers[0].moe != NULL,
                   p->c.layers[1].moe != NULL, (int)p->moe[0].kind, p->c.layers[0].parallel, p->c.layers[1].parallel);
     }
     toka_err e;

@@ -246,24 +246,24 @@ static int64_t sim_random(sched_config c, int lag, uint64_t seed, int n_steps) {
 static void sim_random_tiny(void) {
     int64_t n = 0;
     for (uint64_t seed = 1; seed <= 120 && !check_failed; seed++)
-        n += sim_random((sched_config){2, 5, 3, 4, 10, (int)(seed % 4), 0}, (int)(seed % 3), seed, 60);
+        n += sim_random((sched_config){2, 5, 3, 4, 10, (int)(seed % 4), 0, {0}}, (int)(seed % 3), seed, 60);
     CHECK(n > 50);
 }
 static void sim_random_small(void) {
     int64_t n = 0;
     for (uint64_t seed = 1; seed <= 80 && !check_failed; seed++)
-        n += sim_random((sched_config){2, 30, 8, 12, 40, (int)(seed % 8), 0}, (int)(seed % 3), seed, 60);
+        n += sim_random((sched_config){2, 30, 8, 12, 40, (int)(seed % 8), 0, {0}}, (int)(seed % 3), seed, 60);
     CHECK(n > 50);
     for (uint64_t seed = 1; seed <= 20 && !check_failed; seed++)
-        sim_random((sched_config){4, 64, 16, 40, 60, (int)(seed % 2) * 16, 0}, (int)(seed % 4), seed, 60);
+        sim_random((sched_config){4, 64, 16, 40, 60, (int)(seed % 2) * 16, 0, {0}}, (int)(seed % 4), seed, 60);
 }
 
 /* The same with windows, smaller and larger than a page, and as few windowed pages as can be. */
 static void sim_random_windows(void) {
     int64_t n = 0, n_windowed = 0;
     for (uint64_t seed = 1; seed <= 240 && !check_failed; seed++) {
-        sched_config c = {2, 40, 3, 6, 40, (int)(seed % 8), 1 + (int)(seed % 7)};
-        if (seed % 3 == 0) c = (sched_config){4, 64, 8, 12, 60, 0, 1 + (int)(seed % 11)};
+        sched_config c = {2, 40, 3, 6, 40, (int)(seed % 8), 1 + (int)(seed % 7), {0}};
+        if (seed % 3 == 0) c = (sched_config){4, 64, 8, 12, 60, 0, 1 + (int)(seed % 11), {0}};
         n_windowed += sched_n_windowed(&c) > 0;
         n += sim_random(c, (int)(seed % 3), seed, 90);
     }
@@ -285,7 +285,7 @@ static void sim_window_hits(void) {
     enum { N = 200 };
     sched_sim m;
     int32_t prompt[N + 1], other[N + 1];
-    sched_config c = {4, 400, 2, 16, N + 20, 0, 8};
+    sched_config c = {4, 400, 2, 16, N + 20, 0, 8, {0}};
     for (int i = 0; i <= N; i++) prompt[i] = i, other[i] = 1000 + i;
     sim_open(&m, c, 50, 1 << 30, 0);
     CHECK(m.s.kv.n_windowed == 2 * (3 + 1) + 16 / 4); /* 2 sequences of 3 pages and 1, 16 rows */
@@ -319,7 +319,7 @@ static void sim_window_waits(void) {
     int32_t prompt[201], other[127];
     for (int i = 0; i < 201; i++) prompt[i] = i;
     for (int i = 0; i < 127; i++) other[i] = 1000 + i;
-    sim_open(&m, (sched_config){4, 400, 2, 64, 220, 0, 8}, 50, 1 << 30, 0);
+    sim_open(&m, (sched_config){4, 400, 2, 64, 220, 0, 8, {0}}, 50, 1 << 30, 0);
     CHECK(m.s.kv.n_windowed == 2 * 4 + 64 / 4 && sim_run_one(&m, prompt, 201, 1) == 201);
     CHECK(sched_submit(&m.s, &(sched_job){.prompt = other, .n_prompt = 127, .n = 1, .max_tokens = 1}, &e) >= 0);
     CHECK(sched_submit(&m.s, &(sched_job){.prompt = prompt, .n_prompt = 201, .n = 1, .max_tokens = 1}, &e) >= 0);
@@ -335,7 +335,7 @@ static void sim_window_tails(void) {
     sched_sim m;
     toka_err e;
     int32_t prompt[10] = {1, 2, 3};
-    sim_open(&m, (sched_config){4, 100, 3, 16, 40, 0, 5}, 50, 1 << 30, 0);
+    sim_open(&m, (sched_config){4, 100, 3, 16, 40, 0, 5, {0}}, 50, 1 << 30, 0);
     CHECK(sched_submit(&m.s, &(sched_job){.prompt = prompt, .n_prompt = 10, .n = 3, .max_tokens = 20}, &e) >= 0);
     sim_step(&m, true);
     CHECK(m.s.seqs[1].state == SCHED_DECODE && m.s.seqs[2].state == SCHED_PREFILL && m.s.kv.window == 5);
@@ -391,7 +391,7 @@ static void sim_window_gpt_oss(void) {
 static void sim_many_preemptions(void) {
     sched_sim m;
     uint64_t rng = 5;
-    sim_open(&m, (sched_config){2, 200, 64, 256, 60, 0, 0}, 50, 1 << 30, 1);
+    sim_open(&m, (sched_config){2, 200, 64, 256, 60, 0, 0, {0}}, 50, 1 << 30, 1);
     for (int i = 0; i < 1500; i++) sim_submit(&m, &rng, 4, 1, 50, 0);
     for (int i = 0; i < 200000 && m.n_done < 1500 && !check_failed; i++) {
         sim_step(&m, i % 97 == 0);
@@ -405,7 +405,7 @@ static void sim_many_preemptions(void) {
 static int sim_n_started(int n_pages, bool same_prompt, int max_tokens) {
     scheduler s;
     toka_err e;
-    CHECK(!sched_init(&s, &(sched_config){4, n_pages, 16, 256, 64, 16, 0}, &e));
+    CHECK(!sched_init(&s, &(sched_config){4, n_pages, 16, 256, 64, 16, 0, {0}}, &e));
     for (int i = 0; i < 16; i++) {
         int32_t prompt[8];
         for (int k = 0; k < 8; k++) prompt[k] = same_prompt ? k : 8 * i + k;
@@ -436,7 +436,7 @@ static void sim_reserve(void) {
 static void sim_order(void) {
     sched_sim m;
     uint64_t rng = 3;
-    sim_open(&m, (sched_config){2, 60, 1, 64, 32, 0, 0}, 50, 1 << 30, 0);
+    sim_open(&m, (sched_config){2, 60, 1, 64, 32, 0, 0, {0}}, 50, 1 << 30, 0);
     int a = sim_submit(&m, &rng, 4, 1, 4, 0), b = sim_submit(&m, &rng, 4, 1, 4, 0), c = sim_submit(&m, &rng, 4, 1, 4, 1);
     int order[3], n = 0, last = -1;
     for (int i = 0; i < 20; i++) {
@@ -463,7 +463,7 @@ static void sim_order(void) {
 static void sim_cancel_states(void) {
     sched_sim m;
     uint64_t rng = 3;
-    sim_open(&m, (sched_config){2, 40, 4, 12, 60, 0, 0}, 50, 1 << 30, 1);
+    sim_open(&m, (sched_config){2, 40, 4, 12, 60, 0, 0, {0}}, 50, 1 << 30, 1);
     int a = sim_submit(&m, &rng, 20, 6, 8, 0), b = sim_submit(&m, &rng, 4, 1, 4, 0);
     sched_cancel(&m.s, b); /* still queued */
     sim_check(&m);
@@ -494,7 +494,7 @@ static int sim_try(scheduler *s, int n_prompt, int n, int max_tokens) {
 static void sim_refused(void) {
     scheduler s;
     toka_err e;
-    CHECK(!sched_init(&s, &(sched_config){2, 5, 3, 8, 16, 0, 0}, &e));
+    CHECK(!sched_init(&s, &(sched_config){2, 5, 3, 8, 16, 0, 0, {0}}, &e));
     CHECK(sim_try(&s, 0, 1, 1) == TOKA_E_USE && sim_try(&s, 1, 0, 1) == TOKA_E_USE && sim_try(&s, 1, 1, 0) == TOKA_E_USE);
     CHECK(sim_try(&s, 8, 1, 9) == TOKA_E_USE && sim_try(&s, 8, 1, INT_MAX) == TOKA_E_USE);
     CHECK(sim_try(&s, 8, 1, 4) == TOKA_E_USE); /* 11 tokens to compute need 6 pages */
@@ -506,7 +506,7 @@ static void sim_refused(void) {
 static void sim_no_memory(void) { /* the block tables would need 1 TB */
     scheduler s;
     toka_err e;
-    sched_config c = {16, 100, 65536, 65536, 1 << 26, 0, 0};
+    sched_config c = {16, 100, 65536, 65536, 1 << 26, 0, 0, {0}};
     CHECK(sched_init(&s, &c, &e) == TOKA_E_MEMORY && strstr(e.msg, "65536 sequences of up to 67108864 tokens"));
     sched_free(&s); /* nothing was allocated: sched_free must accept that */
 }
@@ -516,7 +516,7 @@ static void sim_repeated_prompts(void) {
     for (int n_prompt = 1; n_prompt <= 9; n_prompt++) {
         sched_sim m;
         uint64_t rng = 3;
-        sim_open(&m, (sched_config){2, 400, 16, 64, 60, 0, 0}, 50, 1 << 30, 1);
+        sim_open(&m, (sched_config){2, 400, 16, 64, 60, 0, 0, {0}}, 50, 1 << 30, 1);
         for (int round = 0; round < 2; round++) {
             uint64_t same = rng;
             int64_t hits = m.s.n_prompt_hits, done = m.n_done;
@@ -539,7 +539,7 @@ static void sim_repeated_prompts(void) {
 static void sim_preempted_in_chunks(void) {
     sched_sim m;
     uint64_t rng = 3;
-    sim_open(&m, (sched_config){2, 40, 2, 4, 60, 0, 0}, 50, 1 << 30, 1);
+    sim_open(&m, (sched_config){2, 40, 2, 4, 60, 0, 0, {0}}, 50, 1 << 30, 1);
     int id = sim_submit(&m, &rng, 9, 1, 12, 0);
     m.s.requests[id].n_unshared = 1; /* no cached page is found */
     for (int i = 0; m.n_done == 0 && i < 200 && !check_failed; i++) {
@@ -558,7 +558,7 @@ static void sim_preempted_in_chunks(void) {
 static void sim_preempted_hold_all_seqs(void) {
     sched_sim m;
     uint64_t rng = 3;
-    sim_open(&m, (sched_config){2, 40, 2, 16, 60, 0, 0}, 50, 1 << 30, 0);
+    sim_open(&m, (sched_config){2, 40, 2, 16, 60, 0, 0, {0}}, 50, 1 << 30, 0);
     sim_submit(&m, &rng, 5, 2, 12, 0);
     for (int i = 0; i < 4; i++) sim_step(&m, true);
     while (m.s.next_to_preempt >= 0) sched_preempt(&m.s);
@@ -573,7 +573,7 @@ static void sim_cold_start(void) {
     scheduler s;
     toka_err e;
     int32_t prompt[715];
-    CHECK(!sched_init(&s, &(sched_config){16, 1572864 / 16, 8192, 32768, 2048, 16, 0}, &e));
+    CHECK(!sched_init(&s, &(sched_config){16, 1572864 / 16, 8192, 32768, 2048, 16, 0, {0}}, &e));
     for (int i = 0; i < 16; i++) {
         for (int k = 0; k < 715; k++) prompt[k] = k < 600 ? k : k * 7 + i;
         sched_submit(&s, &(sched_job){.prompt = prompt, .n_prompt = 715, .n = 1024, .max_tokens = 1024}, &e);
@@ -591,7 +591,7 @@ static void sim_last_pages_of_many_prompts(void) {
     toka_err e;
     int32_t prompt[40];
     int64_t n_copies = 0;
-    CHECK(!sched_init(&s, &(sched_config){16, 8 * N, N, 8 * N, 256, 0, 0}, &e));
+    CHECK(!sched_init(&s, &(sched_config){16, 8 * N, N, 8 * N, 256, 0, 0, {0}}, &e));
     for (int i = 0; i < N; i++) {
         for (int k = 0; k < 40; k++) prompt[k] = k < 32 ? k : 1000 + 8 * (i / TIMES) + k;
         CHECK(sched_submit(&s, &(sched_job){.prompt = prompt, .n_prompt = 40, .n = 1, .max_tokens = 64}, &e) >= 0);
