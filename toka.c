@@ -12633,11 +12633,17 @@ static int mf_open(mf_model **out, const char *model, const char *models_file,
  * has room for all running sequences at once (16), so there is always a windowed page to take.
  * Models without a window, and backends that keep all pages, have none (window 0).
  *
+ * MODELS WITH STATES (16) need, to begin behind a page, the state that a sequence has there: a
+ * snapshot of it, which a sequence that passed the page's end has left. A page has at most one
+ * (kv_snapshot_take). If none is unused, the least recently used one is taken from its page. A
+ * prefix hit ends behind the last computed page with a snapshot (kv_first_readable); the pages
+ * after it are computed again, as above.
+ *
  * What always holds (kv_check of test/state.h): ref is the number of block tables that contain the
  * page. The parent of a held page is held. The parent of a computed page is computed. A cached page
  * is computed. The LRU list contains exactly the cached pages without children. A windowed page is
  * held by the sequences whose range of windowed pages has its page; a cached one is beside a
- * computed page of the tree.
+ * computed page of the tree. A page with a snapshot is held or cached.
  * Nothing is allocated from the heap after kv_init. Cost: O(pages of the sequence) to match a
  * prefix, to open and close a sequence, and to deduplicate a page; O(1) per page for the rest.
  * =========================================================================== */
@@ -12663,6 +12669,13 @@ typedef struct kv_windowed { /* a windowed page */
                        * taken first; valid while cached */
     bool computed;    /* steps that compute all of it have been planned */
 } kv_windowed;
+
+typedef struct kv_snapshot { /* of a sequence's state at the end of a page */
+    int page;         /* -1: unused */
+    int older, newer; /* neighbours in the list of all snapshots: the unused ones, then from the
+                       * least to the most recently used */
+    int64_t used_at;  /* the step that wrote or read it last */
+} kv_snapshot;
 
 typedef struct kv_seq {
     int prev, next;     /* seqs, neighbours in prefix order; kv_cache.n_seqs: the end */
@@ -12696,6 +12709,10 @@ typedef struct kv_cache { /* owns its arrays */
     kv_windowed *windowed;   /* [n_windowed + 1]; the last one is both ends of the list of cached
                               * ones */
     int *windowed_free_list; /* [n_windowed_free] stack of free ones; capacity n_windowed */
+    bool has_states;
+    int n_snapshots;         /* with has_states, as the next two */
+    int *snapshot_of;        /* [n_pages] the snapshot at the end of a page; -1: none */
+    kv_snapshot *snapshots;  /* [n_snapshots + 1]; the last one is both ends of the list */
 } kv_cache;
 
 static void kv_free(kv_cache *cache) {
@@ -12708,6 +12725,8 @@ static void kv_free(kv_cache *cache) {
     free(cache->windowed_of);
     free(cache->windowed);
     free(cache->windowed_free_list);
+    free(cache->snapshot_of);
+    free(cache->snapshots);
     *cache = (kv_cache){0};
 }
 
@@ -12768,6 +12787,23 @@ static bool kv_init_windowed(kv_cache *cache, int window, int n_windowed) {
     return true;
 }
 
+/* Makes a new cache one of a model with states, with so many snapshots. Returns false if an
+ * allocation fails; kv_free frees the cache in both cases. */
+static bool kv_init_snapshots(kv_cache *cache, int n_snapshots) {
+    cache->has_states = true;
+    cache->n_snapshots = n_snapshots;
+    cache->snapshot_of = mem_try_zalloc((size_t)cache->n_pages, sizeof *cache->snapshot_of);
+    cache->snapshots = mem_try_zalloc((size_t)n_snapshots + 1, sizeof *cache->snapshots);
+    if (!cache->snapshot_of || !cache->snapshots) return false;
+    for (int page = 0; page < cache->n_pages; page++) cache->snapshot_of[page] = -1;
+    for (int id = 0; id <= n_snapshots; id++)
+        cache->snapshots[id] = (kv_snapshot){.page = -1,
+                                             .older = id ? id - 1 : n_snapshots,
+                                             .newer = id < n_snapshots ? id + 1 : 0,
+                                             .used_at = -1};
+    return true;
+}
+
 static int *kv_block_table(const kv_cache *cache, int seq) {
     return cache->block_tables + (size_t)seq * (size_t)cache->table_stride;
 }
@@ -12797,6 +12833,47 @@ static void kv_lru_remove(kv_cache *cache, int page) {
     kv_page *pages = cache->pages;
     pages[pages[page].older].newer = pages[page].newer;
     pages[pages[page].newer].older = pages[page].older;
+}
+
+/* ---- Snapshots ---- */
+
+/* Makes a snapshot the newest of the list, or the oldest. */
+static void kv_snapshot_move(kv_cache *cache, int id, bool oldest) {
+    kv_snapshot *all = cache->snapshots;
+    const int end = cache->n_snapshots;
+    all[all[id].older].newer = all[id].newer;
+    all[all[id].newer].older = all[id].older;
+    all[id].older = oldest ? end : all[end].older;
+    all[id].newer = oldest ? all[end].newer : end;
+    all[all[id].older].newer = all[all[id].newer].older = id;
+}
+
+/* The page gives up its snapshot. */
+static void kv_snapshot_drop(kv_cache *cache, int page) {
+    if (!cache->has_states || cache->snapshot_of[page] < 0) return;
+    const int id = cache->snapshot_of[page];
+    cache->snapshot_of[page] = -1;
+    cache->snapshots[id].page = -1;
+    kv_snapshot_move(cache, id, true);
+}
+
+/* Step `now` reads the snapshot of a page, which has one, or writes it. Returns its number. */
+static int kv_snapshot_use(kv_cache *cache, int page, int64_t now) {
+    const int id = cache->snapshot_of[page];
+    cache->snapshots[id].used_at = now;
+    kv_snapshot_move(cache, id, false);
+    return id;
+}
+
+/* Gives a page without a snapshot one that step `now` writes: an unused one, else the least
+ * recently used. Returns its number; -1: the step uses all of them. */
+static int kv_snapshot_take(kv_cache *cache, int page, int64_t now) {
+    const int id = cache->snapshots[cache->n_snapshots].newer;
+    if (id == cache->n_snapshots || cache->snapshots[id].used_at == now) return -1;
+    if (cache->snapshots[id].page >= 0) kv_snapshot_drop(cache, cache->snapshots[id].page);
+    cache->snapshots[id].page = page;
+    cache->snapshot_of[page] = id;
+    return kv_snapshot_use(cache, page, now);
 }
 
 /* ---- Windowed pages ---- */
@@ -12890,8 +12967,11 @@ static bool kv_holds_window(const kv_cache *cache, int seq, int i) {
 }
 
 /* Returns the greatest n, least <= n <= n_pages, so that a row behind the first n pages of the
- * table finds all that it reads there in windowed pages; if there is none, `least`. */
+ * table finds all that it reads there in windowed pages, or the state; if there is none,
+ * `least`. */
 static int kv_first_readable(const kv_cache *cache, const int *table, int least, int n_pages) {
+    while (cache->has_states && n_pages > least && cache->snapshot_of[table[n_pages - 1]] < 0)
+        n_pages--;
     if (!cache->window) return n_pages;
     for (int i = n_pages - 1; n_pages > least && i >= kv_window_first(cache, n_pages * cache->B);
          i--) {
@@ -12946,6 +13026,7 @@ static void kv_tree_remove(kv_cache *cache, int page) {
     while (*link != page) link = &pages[*link].hash_next;
     *link = pages[page].hash_next;
     kv_windowed_drop(cache, page);
+    kv_snapshot_drop(cache, page);
     pages[page].parent = KV_NOT_IN_TREE;
     pages[page].computed = false;
     if (--pages[parent].n_children || parent == cache->root || pages[parent].ref) return;
@@ -12977,6 +13058,7 @@ static void kv_unref(kv_cache *cache, int page) {
     }
     /* No holder is left that could compute the page, so it must leave the tree. */
     if (node->parent != KV_NOT_IN_TREE) kv_tree_remove(cache, page);
+    kv_snapshot_drop(cache, page);
     cache->free_list[cache->n_free++] = page;
 }
 
@@ -13087,8 +13169,11 @@ static int kv_append_page(kv_cache *cache, int seq) {
 }
 
 /* Returns the number of leading pages of a block table, of the n_matched that kv_match_prefix
- * found, that the sequence need not compute. Those that another sequence still computes count. */
+ * found, that the sequence need not compute. Those that another sequence still computes count,
+ * but not in models with states. */
 static int kv_n_usable(const kv_cache *cache, const int *table, int n_matched) {
+    while (cache->has_states && n_matched && !cache->pages[table[n_matched - 1]].computed)
+        n_matched--;
     if (!n_matched || !cache->pages[table[n_matched - 1]].computed) return n_matched;
     return kv_first_readable(cache, table, 0, n_matched);
 }
@@ -13175,6 +13260,13 @@ static enum kv_insert_result kv_insert_full_page(kv_cache *cache, int seq, const
         (holds_window && !kv_move_window(cache, table[i], duplicate))) {
         sequence->no_more_inserts = true;
         return KV_NOT_INSERTED;
+    }
+    if (cache->has_states && cache->snapshot_of[table[i]] >= 0 &&
+        cache->snapshot_of[duplicate] < 0) {
+        const int id = cache->snapshot_of[table[i]];
+        cache->snapshot_of[table[i]] = -1;
+        cache->snapshot_of[duplicate] = id;
+        cache->snapshots[id].page = duplicate;
     }
     kv_order_remove(cache, seq);
     kv_ref(cache, duplicate);
@@ -13352,8 +13444,19 @@ static void heap_remove(heap_node *nodes, int *top, int node) {
  * them last. Pages without a holder are cached, so prefixes are found.
  *
  * States. In models with linear mixers a sequence also has a state (toka_state_span): that of seq
- * has the number seq. A state holds all tokens of its sequence and cannot be cut, so sequences of
- * such models share no prefix: all are unshared. A preempted sequence loses its state, too.
+ * has the number seq, so an admitted sequence always has one. A state holds all tokens of its
+ * sequence and cannot be cut. So a sequence can begin behind a prefix only where a snapshot of the
+ * state is (14). Prefill leaves snapshots at the end of each page that ends a multiple of
+ * states.distance tokens, and of the last full page before the prompt's last token; an answer at
+ * such multiples. Example with B = 4, a distance of 8, and a prompt of 22 tokens:
+ *
+ *     pages        0-3   4-7   8-11  12-15 16-19 20-21        the next sample of this prompt, or
+ *     snapshots           *           *     *                 one that goes on, begins at 20
+ *
+ * Where no snapshot is near, a sequence computes pages again that the tree has. Its rows stop
+ * before a page that another sequence writes in the same step; so the samples of one prompt wait
+ * until the first has left its last snapshot. There are no copies of prompt tails. A preempted
+ * sequence loses its state and begins again at the last snapshot.
  *
  * What always holds (sched_check of test/state.h): sequences, lists, heaps and counts agree. The
  * running sequence that is first in queue order is never preempted, because alone each request
@@ -13366,14 +13469,22 @@ static void heap_remove(heap_node *nodes, int *top, int node) {
 enum {
     SCHED_PRIORITY_STEPS = 1024, /* steps of head start for one level of priority */
     SCHED_RESERVE_STEPS = 24,    /* the reserve covers so many steps */
-    SCHED_TAIL_WAYS = 4          /* entries in one bucket of the tail table */
+    SCHED_TAIL_WAYS = 4,         /* entries in one bucket of the tail table */
+    SCHED_SNAPSHOT_TOK = 1024    /* tokens from one snapshot of a state to the next */
 };
 
 /* ---- Types ---- */
 
 typedef struct sched_states { /* of models in which a sequence also has a state */
-    bool used; /* each sequence has one: that of seq has the number seq */
+    bool used;       /* each sequence has one: that of seq has the number seq */
+    int n_snapshots; /* snapshot i has the number max_seqs + i */
+    int distance;    /* tokens from one snapshot to the next, a multiple of B */
 } sched_states;
+
+typedef struct sched_mark { /* in the step planned last: a snapshot of a state */
+    int pos;   /* when the sequence has computed so many positions ... */
+    int state; /* ... its state is copied to this one */
+} sched_mark;
 
 typedef struct sched_config {
     int B, n_pages; /* tokens of a page; pages of the KV cache, the pool */
@@ -13440,6 +13551,9 @@ typedef struct sched_seq {
     uint32_t admission_number;    /* number of its last admission, counted over all sequences */
     int sibling_prev, sibling_next; /* live sequences of its request; -1 ends */
     int backlog_share;     /* in prefill: its tokens that are counted in scheduler.backlog */
+    int state_from;        /* this step: number of the state in which its first row finds it; -1:
+                            * zeros */
+    int mark0, n_marks;    /* this step: its scheduler.marks, by rising position */
     int tail_bucket;       /* first entry of its bucket in scheduler.tail_table; -1: none */
     int next_tail_source;  /* the sequence that last copied its tail; -1: none */
 } sched_seq;
@@ -13459,6 +13573,10 @@ typedef struct scheduler {
     int *tail_table;     /* [n_tail_buckets][SCHED_TAIL_WAYS] by hash of all tokens that a sequence
                           * had when it was admitted: who computed their tail; -1 or stale: none */
     int n_tail_buckets;  /* power of two */
+    sched_mark *marks;   /* [n_marks] of the step planned last; NULL without states, as
+                          * written_at */
+    int n_marks;
+    int64_t *written_at; /* [n_pages] the last step with prefill rows in the page */
     int n_copies, n_prefill_seqs;
     int *prefill_seqs;   /* [max_seqs] sequences with prefill rows in the step planned last, in the
                           * order in which they got them. A sequence that skips pages which are
@@ -13533,6 +13651,8 @@ static void sched_free(scheduler *sched) {
     free(sched->requests);
     free(sched->queue_nodes);
     free(sched->prefill_seqs);
+    free(sched->marks);
+    free(sched->written_at);
     *sched = (scheduler){0};
 }
 
@@ -13558,6 +13678,20 @@ static int sched_n_windowed(const sched_config *config) {
                : 0;
 }
 
+/* Returns the most marks of a step: prefill rows leave one every `distance` tokens and one at their
+ * end, and an answer one. */
+static size_t sched_max_marks(const sched_config *config) {
+    return (size_t)(2 * config->max_seqs + config->max_tokens / config->states.distance);
+}
+
+/* Allocates what models with states need in addition. */
+static void sched_init_states(scheduler *sched) {
+    const size_t n_pages = (size_t)sched->config.n_pages;
+    assert(sched->config.states.distance % sched->config.B == 0 && !sched->kv.window);
+    sched->marks = mem_alloc(sched_max_marks(&sched->config) * sizeof *sched->marks);
+    sched->written_at = mem_zalloc(n_pages * sizeof *sched->written_at);
+}
+
 /* Returns an error if the allocation fails for so many pages and sequences of such a length;
  * nothing is allocated then. */
 static int sched_init(scheduler *sched, const sched_config *config, toka_err *e) {
@@ -13570,7 +13704,8 @@ static int sched_init(scheduler *sched, const sched_config *config, toka_err *e)
                          .first_queued = -1};
     const int n_windowed = sched_n_windowed(config);
     if (!kv_init(&sched->kv, config->B, config->n_pages, config->max_seqs, config->max_len) ||
-        (n_windowed && !kv_init_windowed(&sched->kv, config->window, n_windowed))) {
+        (n_windowed && !kv_init_windowed(&sched->kv, config->window, n_windowed)) ||
+        (config->states.used && !kv_init_snapshots(&sched->kv, config->states.n_snapshots))) {
         kv_free(&sched->kv);
         *sched = (scheduler){0};
         return fail(e, TOKA_E_MEMORY,
@@ -13578,6 +13713,7 @@ static int sched_init(scheduler *sched, const sched_config *config, toka_err *e)
                     "%d tokens",
                     config->n_pages, config->max_seqs, config->max_len);
     }
+    if (config->states.used) sched_init_states(sched);
     static_assert(offsetof(sched_seq, request) == 64, "one cache line");
     sched->seqs = mem_check(aligned_alloc(64, (n_seqs + 1) * sizeof *sched->seqs));
     memset(sched->seqs, 0, (n_seqs + 1) * sizeof *sched->seqs);
@@ -13647,8 +13783,7 @@ static int sched_submit(scheduler *sched, const sched_job *job, toka_err *e) {
                                .n = job->n,
                                .max_tokens = job->max_tokens,
                                .no_run_ahead = job->no_run_ahead,
-                               .n_unshared = sched->config.states.used ? job->n
-                                                                      : job->n_unshared,
+                               .n_unshared = job->n_unshared,
                                .first_seq = -1};
     memcpy(request->prompt, job->prompt, (size_t)job->n_prompt * sizeof(int32_t));
     request->queue_key =
@@ -13776,6 +13911,54 @@ static bool sched_is_unshared(const scheduler *sched, const sched_seq *sequence)
     return sequence->sample < sched->requests[sequence->request].n_unshared;
 }
 
+/* ---- States and their snapshots ---- */
+
+/* Does prefill of the sequence leave a snapshot at the end of entry i of its block table? */
+static bool sched_is_border(const scheduler *sched, int seq, int i) {
+    return (i + 1) * sched->config.B % sched->config.states.distance == 0 ||
+           i + 1 == sched->kv.seqs[seq].n_tree_pages;
+}
+
+/* The sequence leaves a snapshot when it has computed `pos` positions, the last of which is the end
+ * of `page`, if the page has none yet. */
+static void sched_leave_snapshot(scheduler *sched, int seq, int pos, int page) {
+    if (sched->kv.snapshot_of[page] >= 0) return;
+    const int id = kv_snapshot_take(&sched->kv, page, sched->now);
+    if (id < 0) return;
+    sched->marks[sched->n_marks++] = (sched_mark){pos, sched->config.max_seqs + id};
+    sched->seqs[seq].n_marks++;
+}
+
+/* Before seq gets prefill rows from position sequence->from on, at most n: sets the state in which
+ * they find it. Returns the number of rows, 0 if it must wait. */
+static int sched_prefill_state(scheduler *sched, int seq, int n) {
+    sched_seq *sequence = &sched->seqs[seq];
+    const int *table = kv_block_table(&sched->kv, seq), B = sched->config.B, from = sequence->from;
+    for (int i = from / B; i * B < from + n && i < sched->kv.seqs[seq].n_tree_pages; i++)
+        if (sched->written_at[table[i]] == sched->now) n = MAX(i * B - from, 0);
+    if (!n) return 0;
+    sequence->state_from = from ? seq : -1;
+    if (from == sequence->n_computed) return n;
+    sequence->state_from = sched->config.max_seqs +
+                           kv_snapshot_use(&sched->kv, table[from / B - 1], sched->now);
+    if (sequence->was_preempted) return n;
+    if (!sequence->n_computed) sequence->n_prefix_hits = from;
+    sched->n_prompt_hits += from - sequence->n_computed;
+    return n;
+}
+
+/* After seq got its prefill rows: leaves snapshots. */
+static void sched_prefill_snapshots(scheduler *sched, int seq) {
+    const sched_seq *sequence = &sched->seqs[seq];
+    const int *table = kv_block_table(&sched->kv, seq), B = sched->config.B;
+    for (int i = sequence->from / B; i * B < sequence->n_computed; i++) {
+        if (i >= sched->kv.seqs[seq].n_tree_pages) return;
+        sched->written_at[table[i]] = sched->now;
+        if (sched_is_border(sched, seq, i) && (i + 1) * B <= sequence->n_computed)
+            sched_leave_snapshot(sched, seq, (i + 1) * B, table[i]);
+    }
+}
+
 /* Starts a sequence for which sched_has_pages returned true: allocates its pages and puts it at
  * the end of the prefill list. n_tokens: its prompt or, if it is resumed, all its known tokens. */
 static void sched_start(scheduler *sched, int seq, int n_tokens, int n_matched) {
@@ -13803,11 +13986,10 @@ static void sched_start(scheduler *sched, int seq, int n_tokens, int n_matched) 
                 sched->requests[sequence->request].queue_key, sequence->admission_number);
     sched->n_running++;
     sched->change_count++;
-    if (!sequence->was_preempted) {
-        sequence->n_prefix_hits = n_usable * sched->config.B;
-        sched->n_prompt_tokens += n_tokens;
-        sched->n_prompt_hits += sequence->n_prefix_hits;
-    }
+    if (sequence->was_preempted) return;
+    sched->n_prompt_tokens += n_tokens;
+    sequence->n_prefix_hits = sched->config.states.used ? 0 : n_usable * sched->config.B;
+    sched->n_prompt_hits += sequence->n_prefix_hits;
 }
 
 /* Resumes a preempted sequence if it fits. Returns false if it does not. */
@@ -13935,6 +14117,13 @@ static int sched_plan_decode(scheduler *sched) {
             sched->max_growth--;
         }
         sequence->from = sequence->n_computed++;
+        sequence->state_from = seq;
+        sequence->mark0 = sched->n_marks;
+        sequence->n_marks = 0;
+        if (sched->config.states.used &&
+            sequence->n_computed % sched->config.states.distance == 0 &&
+            !sched->kv.seqs[seq].no_more_inserts)
+            sched_leave_snapshot(sched, seq, sequence->n_computed, sequence->last_page);
         sequence->n_rows = 1;
         sequence->is_sampled = true;
         sequence->is_prefill = false;
@@ -14004,7 +14193,8 @@ static void sched_tail_table_put(scheduler *sched, int seq) {
 static bool sched_copy_tail(scheduler *sched, int seq) {
     sched_seq *sequence = &sched->seqs[seq];
     int n_tree_pages = sched->kv.seqs[seq].n_tree_pages;
-    if (sequence->from != n_tree_pages * sched->config.B || sched_is_unshared(sched, sequence))
+    if (sequence->from != n_tree_pages * sched->config.B || sched->config.states.used ||
+        sched_is_unshared(sched, sequence))
         return true;
     if (sequence->tail_bucket < 0)
         sequence->tail_bucket = sched_tail_bucket(sched, seq, n_tree_pages);
@@ -14045,7 +14235,10 @@ static int sched_plan_prefill(scheduler *sched, int budget) {
         next_seq = sequence->prefill_next;
         sequence->from = kv_skip_computed(&sched->kv, seq, sequence->n_computed);
         if (!sched_copy_tail(sched, seq)) continue;
-        sequence->n_rows = MIN(sequence->n_known - sequence->from, budget - n_rows);
+        int n_new_rows = MIN(sequence->n_known - sequence->from, budget - n_rows);
+        if (sched->config.states.used) n_new_rows = sched_prefill_state(sched, seq, n_new_rows);
+        if (!n_new_rows) continue;
+        sequence->n_rows = n_new_rows;
         sequence->is_prefill = true;
         sequence->is_sampled = false;
         sequence->n_computed = sequence->from + sequence->n_rows;
@@ -14054,6 +14247,9 @@ static int sched_plan_prefill(scheduler *sched, int budget) {
         n_rows += sequence->n_rows;
         sched->prefill_seqs[sched->n_prefill_seqs++] = seq;
         kv_mark_computed(&sched->kv, seq, sequence->from, sequence->n_computed);
+        sequence->mark0 = sched->n_marks;
+        sequence->n_marks = 0;
+        if (sched->config.states.used) sched_prefill_snapshots(sched, seq);
         int n_left = MIN(sequence->backlog_share, sequence->n_known - sequence->n_computed);
         sched->backlog -= sequence->backlog_share - n_left;
         sequence->backlog_share = n_left;
@@ -14073,7 +14269,7 @@ static int sched_plan_prefill(scheduler *sched, int budget) {
  * or a token is committed. */
 static int sched_plan(scheduler *sched) {
     sched->now++;
-    sched->n_copies = sched->n_prefill_seqs = 0;
+    sched->n_copies = sched->n_prefill_seqs = sched->n_marks = 0;
     int n_needed = sched_prepare_step(sched);
     while (n_needed > kv_n_available(&sched->kv)) {
         n_needed -= sched_needs_page(sched, &sched->seqs[sched->next_to_preempt]);
@@ -14264,7 +14460,8 @@ typedef struct batch_step {
      * steps of their own. Only microbatches have number and needs_step. */
     toka_step step;
     int32_t *ids, *pos, *kv_slot; /* [max_tokens] */
-    toka_state_span *states; /* [max_chunks] of each chunk; NULL without states */
+    toka_state_span *states; /* [batch_max_states], microbatch after microbatch; NULL without */
+    int micro_state0[BATCH_MAX_MICROS + 1]; /* [n_micros + 1] its first state span */
     int32_t *windowed_slot; /* [max_tokens]; NULL without windowed pages, as the next two arrays */
     int32_t *windowed_pages;    /* as pages */
     toka_copy *windowed_copies; /* [max_chunks] */
@@ -14311,7 +14508,7 @@ typedef struct batch_micros { /* the microbatches of one step */
     batch_micro micro[BATCH_MAX_MICROS]; /* [n] */
     int n;
     toka_span *spans;             /* [2 * max_chunks] microbatch after microbatch */
-    toka_state_span *states;      /* [max_chunks] the same; NULL without states */
+    toka_state_span *states;      /* [batch_max_states] the same; NULL without states */
     toka_sample_row *sample_rows; /* [max_tokens] all, with the rows that score prompt tokens (22);
                                    * microbatch after microbatch */
     int *sample_at; /* [max_tokens] sample row i of the whole step is sample_rows[sample_at[i]], and
@@ -14334,6 +14531,7 @@ typedef struct batch_builder { /* builds the steps of one scheduler, one after t
     int compute_bound_rows; /* BATCH_COMPUTE_BOUND_ROWS; tests set less */
     batch_work work;
     int n_micros, n_chunks; /* of this step; before it is built, of the step before */
+    int *seq_chunk;     /* [max_seqs] the last chunk of each sequence in prefill */
     uint8_t *seq_micro; /* [max_seqs] microbatch of each sequence; in prefill: of its last row */
     int continued_seq[BATCH_MAX_MICROS];  /* [n_micros] continues in the next microbatch, or -1 */
     int continued_from[BATCH_MAX_MICROS]; /* [n_micros] its first position there */
@@ -14360,6 +14558,11 @@ static int batch_max_chunks(const scheduler *sched) {
 }
 
 /* Returns an error if the page lists cannot be allocated; then nothing is allocated. */
+/* The most state spans of a step: each chunk has one, and each mark cuts one and adds a copy. */
+static size_t batch_max_states(const scheduler *sched) {
+    return (size_t)batch_max_chunks(sched) + 2 * sched_max_marks(&sched->config);
+}
+
 static int batch_step_init(batch_step *built, const scheduler *sched, toka_err *e) {
     size_t max_chunks = (size_t)batch_max_chunks(sched);
     size_t max_tokens = (size_t)sched->config.max_tokens;
@@ -14381,7 +14584,8 @@ static int batch_step_init(batch_step *built, const scheduler *sched, toka_err *
     built->chunk_seq = mem_alloc(max_chunks * sizeof *built->chunk_seq);
     built->chunk_row0 = mem_alloc((max_chunks + 1) * sizeof *built->chunk_row0);
     built->copies = mem_alloc(max_chunks * sizeof *built->copies);
-    if (sched->config.states.used) built->states = mem_alloc(max_chunks * sizeof *built->states);
+    if (sched->config.states.used)
+        built->states = mem_alloc(batch_max_states(sched) * sizeof *built->states);
     if (sched->kv.window) {
         built->windowed_slot = mem_alloc(max_tokens * sizeof *built->windowed_slot);
         built->windowed_copies = mem_alloc(max_chunks * sizeof *built->windowed_copies);
@@ -14392,7 +14596,7 @@ static int batch_step_init(batch_step *built, const scheduler *sched, toka_err *
 static void batch_free(batch_builder *builder) {
     free(builder->chunk_node), free(builder->nodes), free(builder->stack), free(builder->closed);
     free(builder->sampled_in), free(builder->seq_micro);
-    free(builder->chunks), free(builder->sorted_chunks);
+    free(builder->chunks), free(builder->sorted_chunks), free(builder->seq_chunk);
     *builder = (batch_builder){0};
 }
 
@@ -14408,6 +14612,7 @@ static void batch_init(batch_builder *builder, const scheduler *sched, batch_cos
     builder->closed = mem_alloc((max_chunks + 1) * sizeof *builder->closed);
     builder->sampled_in = mem_zalloc(max_seqs * sizeof *builder->sampled_in);
     builder->seq_micro = mem_zalloc(max_seqs);
+    builder->seq_chunk = mem_zalloc(max_seqs * sizeof *builder->seq_chunk);
     builder->chunks = mem_alloc(max_chunks * sizeof *builder->chunks);
     builder->sorted_chunks = mem_alloc(max_chunks * sizeof *builder->sorted_chunks);
 }
@@ -14755,6 +14960,48 @@ static void batch_choose_spans(batch_builder *builder, batch_step *built, const 
     batch_own_spans(builder, built, sched);
 }
 
+/* ---- State spans (16) ---- */
+
+/* Appends the state spans of a chunk: its rows, cut where a snapshot of the state is left. */
+static void batch_add_states(batch_step *built, const scheduler *sched, int chunk) {
+    const int seq = built->chunk_seq[chunk];
+    const sched_seq *sequence = &sched->seqs[seq];
+    int row = built->chunk_row0[chunk], end = built->chunk_row0[chunk + 1];
+    int pos = built->pos[row], from = pos == sequence->from ? sequence->state_from : seq;
+    toka_state_span *states = built->states;
+    for (int i = sequence->mark0; i < sequence->mark0 + sequence->n_marks; i++) {
+        const int n = sched->marks[i].pos - pos;
+        if (n < 1 || row + n > end) continue;
+        states[built->step.n_states++] = (toka_state_span){row, n, from, seq};
+        states[built->step.n_states++] = (toka_state_span){row + n, 0, seq, sched->marks[i].state};
+        row += n;
+        pos += n;
+        from = seq;
+    }
+    if (row < end) states[built->step.n_states++] = (toka_state_span){row, end - row, from, seq};
+}
+
+/* Makes the state spans of the step, microbatch after microbatch. Prefill may begin with a snapshot
+ * that another sequence leaves in the same step: so the spans of a microbatch are in the order in
+ * which the scheduler gave the rows. */
+static void batch_make_states(batch_builder *builder, batch_step *built, const scheduler *sched) {
+    for (int micro = 0; micro < built->n_micros; micro++) {
+        const int first = built->micro_chunk0[micro], end = built->micro_chunk0[micro + 1];
+        built->micro_state0[micro] = built->step.n_states;
+        for (int chunk = first; chunk < end; chunk++) {
+            const int seq = built->chunk_seq[chunk];
+            if (sched->seqs[seq].is_prefill) builder->seq_chunk[seq] = chunk;
+            else batch_add_states(built, sched, chunk);
+        }
+        for (int i = 0; i < sched->n_prefill_seqs; i++) {
+            const int seq = sched->prefill_seqs[i], chunk = builder->seq_chunk[seq];
+            if (chunk >= first && chunk < end && built->chunk_seq[chunk] == seq)
+                batch_add_states(built, sched, chunk);
+        }
+    }
+    built->micro_state0[built->n_micros] = built->step.n_states;
+}
+
 /* ---- A step ---- */
 
 /* Empties the step and the tree. */
@@ -14781,9 +15028,6 @@ static void batch_append_chunk(batch_builder *builder, batch_step *built, const 
     if (built->n_chunks)
         batch_close_nodes(builder, built,
                           new_micro ? 0 : batch_common_tok(builder, built, sched, chunk));
-    if (built->states)
-        built->states[built->step.n_states++] = (toka_state_span){
-            built->step.T, chunk->n_rows, chunk->from ? chunk->seq : -1, chunk->seq};
     batch_add_rows(built, sched, chunk);
     built->chunk_seq[built->n_chunks++] = chunk->seq;
     built->chunk_row0[built->n_chunks] = built->step.T;
@@ -14808,6 +15052,7 @@ static void batch_build(batch_builder *builder, batch_step *built, const schedul
         built->windowed_copies[i] = (toka_copy){sched->kv.windowed_of[built->copies[i].from],
                                                 sched->kv.windowed_of[built->copies[i].to]};
     batch_choose_spans(builder, built, sched);
+    if (built->states) batch_make_states(builder, built, sched);
 }
 
 /* ---- Microbatches of a built step ---- */
@@ -14827,7 +15072,8 @@ static int batch_micros_init(batch_micros *micros, const scheduler *sched, toka_
     if (!micros->spans)
         return fail(e, TOKA_E_MEMORY, "no memory for the microbatches of a step of %d sequences",
                     sched->config.max_seqs);
-    if (sched->config.states.used) micros->states = mem_alloc(max_chunks * sizeof *micros->states);
+    if (sched->config.states.used)
+        micros->states = mem_alloc(batch_max_states(sched) * sizeof *micros->states);
     micros->sample_rows = mem_alloc(max_tokens * sizeof *micros->sample_rows);
     micros->sample_at = mem_alloc(max_tokens * sizeof *micros->sample_at);
     micros->pools = mem_alloc(max_chunks * sizeof *micros->pools);
@@ -14859,14 +15105,15 @@ static batch_micro batch_make_micro(const batch_step *built, toka_span *spans, i
     return micro;
 }
 
-/* Gives a microbatch the state spans of its chunks, which are chunk .. chunk_end-1. */
-static void batch_micro_states(batch_micro *micro, toka_state_span *states,
-                               const batch_step *built, int chunk, int chunk_end) {
-    micro->step.states = states + chunk;
-    micro->step.n_states = chunk_end - chunk;
-    for (int i = chunk; i < chunk_end; i++) {
-        states[i] = built->states[i];
-        states[i].row0 -= micro->row0;
+/* Gives microbatch i its state spans. */
+static void batch_micro_states(batch_micros *micros, const batch_step *built, int i) {
+    batch_micro *micro = &micros->micro[i];
+    const int first = built->micro_state0[i], end = built->micro_state0[i + 1];
+    micro->step.states = micros->states + first;
+    micro->step.n_states = end - first;
+    for (int j = first; j < end; j++) {
+        micros->states[j] = built->states[j];
+        micros->states[j].row0 -= micro->row0;
     }
 }
 
@@ -14943,8 +15190,7 @@ static void batch_make_micros(batch_builder *builder, batch_micros *micros,
             batch_make_micro(built, micros->spans + n_spans, built->micro_chunk0[micro],
                              built->micro_chunk0[micro + 1]);
     for (int micro = 0; micro < micros->n && built->states; micro++)
-        batch_micro_states(&micros->micro[micro], micros->states, built, built->micro_chunk0[micro],
-                           built->micro_chunk0[micro + 1]);
+        batch_micro_states(micros, built, micro);
     /* each stage runs the microbatches in order, so copies of the first serve all */
     micros->micro[0].step.n_copies = built->step.n_copies;
     micros->micro[0].step.copies = built->step.copies;
@@ -25976,6 +26222,22 @@ static int64_t eng_kv_capacity(const eng *engine, toka_device_options options, i
     return capacity;
 }
 
+/* Of a model with states: chooses the sequences that run at once, if the caller did not, and the
+ * snapshots. All states together take at most half of the memory; a quarter of them, and at most
+ * one for each sequence, are snapshots. */
+static void eng_size_states(const eng *engine, toka_device_options *device, int max_len,
+                            const toka_options *options, sched_config *config) {
+    int n_states = 2 * config->max_seqs;
+    eng_kv_capacity(engine, *device, max_len, config, &n_states);
+    if (!options->max_num_seqs)
+        config->max_seqs = MAX(1, MIN(config->max_seqs, n_states - n_states / 4));
+    config->states = (sched_states){.used = true, .distance = SCHED_SNAPSHOT_TOK};
+    if (!options->no_prefix_caching)
+        config->states.n_snapshots = MIN(config->max_seqs, MAX(n_states - config->max_seqs, 0));
+    device->n_seqs = config->max_seqs;
+    device->n_states = config->max_seqs + config->states.n_snapshots;
+}
+
 static eng *eng_new(const toka_backend *backend, const mf_model *files, const tok *tokenizer,
                     const toka_options *options) {
     eng *engine = mem_zalloc(sizeof *engine);
@@ -26084,15 +26346,7 @@ static int eng_open_replicas(eng *engine, toka_shape *shape, const toka_options 
     if (engine->backend->has_windowed)
         eng_n_windowed(&engine->files->weights, shape->L, &config->window);
     const int max_len = options->max_model_len ? options->max_model_len : shape->max_len;
-    if (shape->linear.n_layers) {
-        /* if the caller did not choose it, as many sequences run as half of the memory has states
-         * for */
-        int n_states = config->max_seqs;
-        eng_kv_capacity(engine, device, max_len, config, &n_states);
-        if (!options->max_num_seqs) config->max_seqs = MAX(n_states, 1);
-        config->states.used = true;
-        device.n_states = device.n_seqs = config->max_seqs;
-    }
+    if (shape->linear.n_layers) eng_size_states(engine, &device, max_len, options, config);
     int64_t capacity =
         options->kv_tokens
             ? 0

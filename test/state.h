@@ -84,6 +84,28 @@ static const char *kv_check_windowed(const kv_cache *k, int *refs) {
     return NULL;
 }
 
+/* Snapshots: each is unused or at the end of one page, which is not free. */
+static const char *kv_check_snapshots(const kv_cache *k) {
+    int n_used = 0, n_list = 0;
+    for (int p = 0; p < k->n_pages; p++) {
+        const int id = k->snapshot_of[p];
+        if (id < 0) continue;
+        REQUIRE(id < k->n_snapshots && k->snapshots[id].page == p);
+        REQUIRE(k->pages[p].ref || k->pages[p].parent != KV_NOT_IN_TREE);
+        REQUIRE(k->pages[p].parent == KV_NOT_IN_TREE || k->pages[p].computed);
+        n_used++;
+    }
+    for (int id = k->snapshots[k->n_snapshots].newer; id != k->n_snapshots; id = k->snapshots[id].newer, n_list++) {
+        const kv_snapshot *x = &k->snapshots[id], *newer = &k->snapshots[x->newer];
+        REQUIRE(n_list < k->n_snapshots && newer->older == id);
+        n_used -= x->page >= 0;
+        if (x->newer == k->n_snapshots || x->page < 0) continue;
+        REQUIRE(newer->page >= 0 && newer->used_at >= x->used_at);
+    }
+    REQUIRE(n_list == k->n_snapshots && !n_used);
+    return NULL;
+}
+
 /* open[q]: sequence q is in use. */
 static const char *kv_check(const kv_cache *k, const bool *open) {
     size_t n = (size_t)k->n_pages + 1;
@@ -109,6 +131,7 @@ static const char *kv_check(const kv_cache *k, const bool *open) {
     if (!bad) bad = kv_check_order(k, open);
     int *refs = mem_zalloc(((size_t)k->n_windowed + 1) * sizeof *refs);
     if (!bad && k->window) bad = kv_check_windowed(k, refs);
+    if (!bad && k->has_states) bad = kv_check_snapshots(k);
     free(ref), free(children), free(is_free_list), free(refs);
     return bad;
 }

@@ -18,6 +18,8 @@ typedef struct batch_test {
     int64_t n_within;                    /* spans that begin within a page */
     int64_t n_copies;                    /* of windowed pages */
     int64_t n_windowed;                  /* positions that rows read in windowed pages */
+    sim_state *states;                   /* as those of the simulated device, but by the state spans of the microbatches */
+    int64_t n_state_spans, n_state_copies;
 } batch_test;
 
 /* Number of shared spans of the step. */
@@ -147,6 +149,28 @@ static void bt_check_needs(batch_test *t, const batch_micro *a) {
     t->n_needs += needs > 0;
 }
 
+/* Runs the state spans of a microbatch: each of its rows must find the state of the tokens before it, once. row_q: of its rows. */
+static void bt_run_states(batch_test *t, const toka_step *st, const int *row_q, const int32_t *device) {
+    const sched_config *c = &t->sim.s.config;
+    char *seen = mem_zalloc((size_t)st->T);
+    CHECK((size_t)t->built.step.n_states <= batch_max_states(&t->sim.s));
+    for (int i = 0; i < st->n_states && !check_failed; i++) {
+        const toka_state_span *span = &st->states[i];
+        CHECK(span->from >= -1 && span->to >= 0 && MAX(span->from, span->to) < c->max_seqs + c->states.n_snapshots);
+        CHECK(span->row0 >= 0 && span->n_rows >= 0 && span->row0 + span->n_rows <= st->T);
+        sim_state *to = &t->states[span->to];
+        *to = span->from < 0 ? (sim_state){0} : t->states[span->from];
+        t->n_state_spans++, t->n_state_copies += !span->n_rows;
+        for (int r = span->row0; r < span->row0 + span->n_rows; r++) {
+            const int32_t *tokens = device + (size_t)row_q[r] * (size_t)c->max_len;
+            CHECK(span->to == row_q[r] && !seen[r]++ && to->n == st->pos[r] && (!to->n || to->hash == sim_hash(tokens, to->n)));
+            *to = (sim_state){sim_hash(tokens, st->pos[r] + 1), st->pos[r] + 1};
+        }
+    }
+    for (int r = 0; r < st->T; r++) CHECK(seen[r]);
+    free(seen);
+}
+
 static void bt_check_micros(batch_test *t, const int *row_q, const uint64_t *mem, int32_t *device) {
     const batch_step *d = &t->built;
     int row = 0;
@@ -160,6 +184,8 @@ static void bt_check_micros(batch_test *t, const int *row_q, const uint64_t *mem
         CHECK(d->chunk_seq[d->micro_chunk0[k]] == row_q[row] && d->chunk_seq[d->micro_chunk0[k + 1] - 1] == row_q[end - 1] && d->chunk_row0[d->micro_chunk0[k + 1]] == end);
         bt_check_spans(t, &a->step, row_q + row, mem, device);
         bt_check_samples(t, a), bt_check_needs(t, a);
+        CHECK(!t->sim.s.config.states.used == !a->step.n_states);
+        if (a->step.n_states) bt_run_states(t, &a->step, row_q + row, device);
         row = end;
     }
     for (int e = 0; e < d->n_chunks; e++) {
@@ -244,12 +270,13 @@ static batch_test *bt_open(sched_config c, batch_cost cost, int vocab, int end_o
     batch_init(&t->b, &t->sim.s, cost);
     t->b.n_stages = stages, t->b.compute_bound_rows = stages, t->b.work = weights[(stages + lag) % COUNT(weights)];
     t->sample_rows = mem_alloc((size_t)c.max_tokens * sizeof *t->sample_rows), t->rng = 7;
+    t->states = mem_zalloc((size_t)(c.max_seqs + c.states.n_snapshots) * sizeof *t->states);
     t->sim.on_run = bt_on_run, t->sim.on_run_user = t;
     return t;
 }
 
 static void bt_close(batch_test *t) {
-    free(t->sample_rows), free(t->sampled_at);
+    free(t->sample_rows), free(t->sampled_at), free(t->states);
     batch_free(&t->b), batch_step_free(&t->built), batch_step_free(&t->last), batch_micros_free(&t->micros), sim_close(&t->sim);
     free(t);
 }
@@ -277,6 +304,26 @@ static void bt_random(void) {
     }
     CHECK_MSG(n_shared > 1000 && n_nested > 1000 && n_within > 1000, "%d %d %d", (int)n_shared, (int)n_nested, (int)n_within);
     CHECK_MSG(n_micros > 10000 && n_needs > 3000 && n_split_chunks > 1000, "%d %d %d", (int)n_micros, (int)n_needs, (int)n_split_chunks);
+}
+
+/* States: the state spans of the microbatches do what the scheduler planned. */
+static void bt_random_states(void) {
+    int64_t n_copies = 0, n_jumps = 0, n_split_chunks = 0;
+    for (uint64_t seed = 1; seed <= 120 && !check_failed; seed++) {
+        uint64_t rng = seed;
+        sched_config c = {2, seed % 2 ? 70 : 30, 8, seed % 3 ? 16 : 60, 40, 0, 0, {true, (int)(seed % 6), 2 * (1 + (int)(seed % 3))}};
+        batch_test *t = bt_open(c, (batch_cost){1, 0, 4, 0}, 2, 30, (int)(seed % 3), seed / 4 % 2 ? 1 : 2 + (int)(seed / 8 % 5));
+        for (int i = 0; i < 80 && !check_failed; i++) {
+            int n_prompt = 1 + (int)(rnd(&rng) % 24), max_tokens = 1 + (int)(rnd(&rng) % 15);
+            if (t->sim.s.n_unstarted < 20) sim_submit(&t->sim, &rng, n_prompt, 1 + (int)(rnd(&rng) % 4), max_tokens, 0);
+            if (rnd(&rng) % 8 == 0 && t->sim.s.next_to_preempt >= 0) sched_preempt(&t->sim.s);
+            sim_step(&t->sim, true);
+        }
+        if (check_failed) printf("seed %d\n", (int)seed);
+        n_copies += t->n_state_copies, n_jumps += t->sim.n_jumps, n_split_chunks += t->n_split_chunks;
+        bt_close(t);
+    }
+    CHECK_MSG(n_copies > 1000 && n_jumps > 1000 && n_split_chunks > 300, "%d %d %d", (int)n_copies, (int)n_jumps, (int)n_split_chunks);
 }
 
 /* Windows: the rows of a step and of its microbatches find all that they read in windowed pages, in
@@ -447,7 +494,8 @@ static void bt_equal_prompts(void) {
     bt_close(t);
 }
 
-static const struct test batch_tests[] = {{"batch: random steps and spans", bt_random},
+static const struct test batch_tests[] = {{"batch: random steps with states", bt_random_states},
+    {"batch: random steps and spans", bt_random},
                                           {"batch: random steps and windows", bt_random_windows},
                                           {"batch: every page read once", bt_each_page_once},
                                           {"batch: levels by cost", bt_levels},

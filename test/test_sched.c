@@ -13,6 +13,11 @@ typedef struct sim_pending { /* a sampled token whose result is not yet committe
     int32_t token;
 } sim_pending;
 
+typedef struct sim_state { /* of a sequence: of its first n tokens */
+    uint64_t hash;
+    int n;
+} sim_state;
+
 typedef struct sched_sim {
     scheduler s;
     /* for test_batch.c: called when all rows are written ... */
@@ -23,6 +28,8 @@ typedef struct sched_sim {
     int lag;               /* results arrive this many steps later */
     uint64_t *mem;         /* [n_pages * B] the simulated KV cache */
     uint64_t *windowed;    /* [n_windowed * B] the same for layers with a window */
+    sim_state *states;     /* [max_seqs + n_snapshots] in models with states */
+    int64_t n_jumps;       /* prefill that began with a snapshot */
     int32_t *device;       /* [max_seqs][max_len] all tokens of a sequence, as a device has them */
     sim_pending *pending; /* results not yet committed, oldest first */
     int n_pending, step;
@@ -50,13 +57,14 @@ static void sim_open(sched_sim *m, sched_config c, int vocab, int end_one_in, in
     m->mem = mem_zalloc(n_slots * sizeof *m->mem), m->written = mem_zalloc(n_slots);
     m->windowed_written = mem_zalloc((size_t)m->s.kv.n_windowed * (size_t)c.B + 1);
     m->windowed = mem_zalloc(((size_t)m->s.kv.n_windowed * (size_t)c.B + 1) * sizeof *m->windowed);
+    m->states = mem_zalloc((size_t)(c.max_seqs + c.states.n_snapshots) * sizeof *m->states);
     m->device = mem_zalloc((size_t)c.max_seqs * (size_t)c.max_len * sizeof(int32_t));
     m->pending = mem_alloc((size_t)c.max_seqs * (SIM_LAG + 1) * sizeof *m->pending);
 }
 
 static void sim_close(sched_sim *m) {
     sched_free(&m->s);
-    free(m->mem), free(m->windowed), free(m->windowed_written), free(m->written), free(m->device), free(m->pending);
+    free(m->mem), free(m->states), free(m->windowed), free(m->windowed_written), free(m->written), free(m->device), free(m->pending);
 }
 
 /* The simulated K and V of a position in layers with a window; NULL: it has no windowed page. */
@@ -80,6 +88,32 @@ static void sim_copy(sched_sim *m) {
         memcpy(sim_windowed(m, c.to, 0), sim_windowed(m, c.from, 0), B * sizeof *m->windowed);
     }
     m->n_copies += s->n_copies;
+}
+
+/* The rows of one sequence: they must find its state, and leave snapshots. */
+static void sim_run_state(sched_sim *m, int q) {
+    const scheduler *s = &m->s;
+    const sched_seq *x = &s->seqs[q];
+    const int32_t *t = sim_device(m, q);
+    const int n_states = s->config.max_seqs + s->config.states.n_snapshots;
+    CHECK(x->state_from >= -1 && x->state_from < n_states && (x->state_from < 0) == !x->from);
+    CHECK(x->state_from < s->config.max_seqs ? x->state_from == q || !x->from : x->is_prefill);
+    if (x->from) CHECK(m->states[x->state_from].n == x->from && m->states[x->state_from].hash == sim_hash(t, x->from));
+    m->n_jumps += x->state_from >= s->config.max_seqs;
+    for (int i = x->mark0, last = x->from; i < x->mark0 + x->n_marks; i++) {
+        const sched_mark *mark = &s->marks[i];
+        CHECK(mark->pos > last && mark->pos <= x->from + x->n_rows && mark->state >= s->config.max_seqs && mark->state < n_states);
+        m->states[mark->state] = (sim_state){sim_hash(t, mark->pos), last = mark->pos};
+    }
+    m->states[q] = (sim_state){sim_hash(t, x->from + x->n_rows), x->from + x->n_rows};
+}
+
+/* The states of the planned step: first of sequences in decode, then of prefill, in its order. */
+static void sim_run_states(sched_sim *m) {
+    const scheduler *s = &m->s;
+    for (int q = 0; q < s->config.max_seqs; q++)
+        if (s->seqs[q].state != SCHED_FREE && s->seqs[q].n_rows && !s->seqs[q].is_prefill) sim_run_state(m, q);
+    for (int i = 0; i < s->n_prefill_seqs; i++) sim_run_state(m, s->prefill_seqs[i]);
 }
 
 /* Runs the planned step. All rows write, then all rows read, as in attention. */
@@ -106,6 +140,7 @@ static void sim_run(sched_sim *m, int n_rows) {
     }
     CHECK(rows == n_rows && rows <= s->config.max_tokens);
     m->n_rows += rows;
+    if (s->config.states.used) sim_run_states(m);
     /* ... and before they are sampled */
     if (m->on_run) m->on_run(m->on_run_user, m->mem, m->device);
     for (int q = 0; q < s->config.max_seqs && !check_failed; q++) {
@@ -270,13 +305,60 @@ static void sim_random_windows(void) {
     CHECK_MSG(n > 50 && n_windowed > 200, "%d preemptions, %d with windowed pages", (int)n, (int)n_windowed);
 }
 
-/* Runs one request with this prompt of n tokens to its end. Returns the rows that it took. */
-static int64_t sim_run_one(sched_sim *m, const int32_t *prompt, int n, int max_tokens) {
+/* Runs n samples of a prompt of so many tokens to their ends. Returns the rows that they took. */
+static int64_t sim_run_samples(sched_sim *m, const int32_t *prompt, int n_prompt, int n, int max_tokens) {
     toka_err e;
     int64_t rows = m->n_rows, done = m->n_done;
-    CHECK(sched_submit(&m->s, &(sched_job){.prompt = prompt, .n_prompt = n, .n = 1, .max_tokens = max_tokens}, &e) >= 0);
-    while (m->n_done == done && !check_failed) sim_step(m, m->n_done % 16 == 0);
+    CHECK(sched_submit(&m->s, &(sched_job){.prompt = prompt, .n_prompt = n_prompt, .n = n, .max_tokens = max_tokens}, &e) >= 0);
+    while (m->n_done < done + n && !check_failed) sim_step(m, m->n_done % 16 == 0);
     return m->n_rows - rows;
+}
+static int64_t sim_run_one(sched_sim *m, const int32_t *prompt, int n, int max_tokens) { return sim_run_samples(m, prompt, n, 1, max_tokens); }
+
+/* The same with states, with few snapshots or none. */
+static void sim_random_states(void) {
+    int64_t n = 0;
+    for (uint64_t seed = 1; seed <= 300 && !check_failed; seed++) {
+        const int B = seed % 3 ? 2 : 4;
+        const sched_states states = {true, (int)(seed % 7), B * (1 + (int)(seed / 7 % 3))};
+        sched_config c = {2, 5, 3, 4, 10, (int)(seed % 4), 0, states};
+        if (seed % 4) c = (sched_config){B, 40, 2 + (int)(seed % 5), 12, 40, (int)(seed % 8), 0, states};
+        n += sim_random(c, (int)(seed % 3), seed, 90);
+    }
+    CHECK_MSG(n > 50, "%d preemptions", (int)n);
+}
+
+/* The example of chapter 16, and what a prefix hit needs. */
+static void sim_states(void) {
+    enum { N = 22 };
+    sched_sim m;
+    int32_t prompt[60], other[60];
+    for (int i = 0; i < 60; i++) prompt[i] = i, other[i] = 1000 + i;
+    sim_open(&m, (sched_config){4, 100, 8, 64, 60, 0, 0, {true, 5, 8}}, 50, 1 << 30, 0);
+    CHECK(sim_run_one(&m, prompt, N, 1) == N && m.s.n_prompt_hits == 0);
+    int table[15], n = kv_match_prefix(&m.s.kv, table, prompt, N), has = 0;
+    for (int i = 0; i < n; i++) has |= (m.s.kv.snapshot_of[table[i]] >= 0) << i;
+    CHECK_MSG(n == 5 && has == (1 << 1 | 1 << 3 | 1 << 4), "%d pages, snapshots %x", n, has);
+    /* again: from the last full page on; cut: from the nearest one */
+    CHECK(sim_run_one(&m, prompt, N, 1) == 2 && m.s.n_prompt_hits == 20 && m.n_jumps == 1);
+    CHECK(sim_run_one(&m, prompt, 20, 1) == 4 && sim_run_one(&m, prompt, 15, 1) == 7);
+    CHECK(sim_run_one(&m, prompt, 40, 1) == 20 && sim_run_one(&m, prompt, 40, 1) == 4);
+    /* samples of one prompt compute only what is behind its last snapshot */
+    CHECK(sim_run_samples(&m, other, N, 6, 1) == N + 5 * 2 && m.s.n_copies == 0);
+    m.s.config.max_tokens = 8; /* also in chunks */
+    CHECK(sim_run_samples(&m, other + 30, N, 6, 1) == N + 5 * 2);
+    m.s.config.max_tokens = 64;
+    /* an answer leaves snapshots, too: its own tokens are found with it */
+    CHECK(sim_run_one(&m, other + 1, 3, 31) == 3 + 30);
+    int32_t tokens[34];
+    memcpy(tokens, sim_device(&m, m.s.free_seqs[m.s.n_seqs_free - 1]), sizeof tokens);
+    CHECK(sim_run_one(&m, tokens, 34, 1) == 2);
+    /* the least recently used one goes first: those of the first prompts are gone */
+    CHECK(sim_run_one(&m, prompt, N, 1) == N);
+    sim_close(&m);
+    sim_open(&m, (sched_config){4, 100, 8, 64, 60, 0, 0, {true, 0, 8}}, 50, 1 << 30, 0);
+    CHECK(sim_run_samples(&m, other, N, 3, 1) == 3 * N && m.s.n_prompt_hits == 0 && m.n_jumps == 0);
+    sim_close(&m);
 }
 
 /* A prefix hit needs only what is still read: the last window. If that is gone, the sequence begins
@@ -606,7 +688,9 @@ static void sim_last_pages_of_many_prompts(void) {
     sched_free(&s);
 }
 
-static const struct test sched_tests[] = {{"sched: random, 5 pages", sim_random_tiny},
+static const struct test sched_tests[] = {{"sched: snapshots of states", sim_states},
+    {"sched: random requests with states", sim_random_states},
+    {"sched: random, 5 pages", sim_random_tiny},
                                           {"sched: random, small pools", sim_random_small},
                                           {"sched: random, windows", sim_random_windows},
                                           {"sched: windows and prefix hits", sim_window_hits},
