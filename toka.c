@@ -21241,7 +21241,8 @@ typedef struct cpu_quant_tile {
     const unsigned char *w; /* codes of row 0 from this block on; rows w_row_bytes apart */
     size_t w_row_bytes;
     bool fp8;
-    const float *codes; /* [16] what the 4-bit codes stand for, as 8-bit integers; FP8: unused */
+    const float *codes; /* [16] what the 4-bit codes stand for before the zero point; FP8: unused */
+    int codes_at;       /* the same in cpu_code_bytes: where code 0 is */
     const float *scale, *zero; /* [n][ld_groups] scales times cpu_scale_unit; zero points or NULL */
     size_t ld_groups;
     int group_cols; /* columns of a group, a multiple of 32 or all */
@@ -21285,12 +21286,13 @@ typedef struct cpu_kernels {
     void (*convert)(void *to, const void *from, toka_dtype type, int n);
     void (*pack)(void *to, const void *from, toka_dtype type, int n);
     void (*small_gemm)(const cpu_small_gemm_args *args);
-    /* Quantized weights: the micro-kernel, and row 0 of a tile as float32. pair_lanes: both take
-     * 4-bit codes in pair order with so many lanes; 0: in rising order. quant_tile NULL: quantized
+    /* Quantized weights: the micro-kernel, and row 0 of a tile as float32. pair_order: the order in
+     * which both take 32 columns of 4-bit codes; NULL: rising. quant_tile NULL: quantized
      * weights go through a panel */
     void (*quant_tile)(const cpu_quant_tile *tile);
     void (*quant_unpack)(float *to, const cpu_quant_tile *tile);
-    int pair_lanes, quant_rows; /* quant_rows: rows of quant_tile */
+    const uint8_t *pair_order;
+    int quant_rows; /* rows of quant_tile */
     /* cpu_online_softmax, compiled for this instruction set */
     void (*online_softmax)(cpu_softmax *softmax, float *scores, int n, int from, int to, int d_pad);
 } cpu_kernels;
@@ -21329,6 +21331,19 @@ static const float cpu_code_numbers[3][16] = {
     {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
     {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7},
     {0, 1, 2, 3, 4, 6, 8, 12, -0.0f, -1, -2, -3, -4, -6, -8, -12}
+};
+/* The same as bf16 numbers, which have all of them exactly: the high bytes, then the low bytes of
+ * -16 .. 15 and of what the MXFP4 codes stand for. */
+enum { CPU_ZERO_AT = 16, CPU_MXFP4_AT = 32 };
+static const uint8_t cpu_code_bytes[2][48] = {
+    {0xC1, 0xC1, 0xC1, 0xC1, 0xC1, 0xC1, 0xC1, 0xC1, 0xC1, 0xC0, 0xC0, 0xC0,
+     0xC0, 0xC0, 0xC0, 0xBF, 0x00, 0x3F, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40,
+     0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x00, 0x3F, 0x40, 0x40,
+     0x40, 0x40, 0x41, 0x41, 0x80, 0xBF, 0xC0, 0xC0, 0xC0, 0xC0, 0xC1, 0xC1},
+    {0x80, 0x70, 0x60, 0x50, 0x40, 0x30, 0x20, 0x10, 0x00, 0xE0, 0xC0, 0xA0,
+     0x80, 0x40, 0x00, 0x80, 0x00, 0x80, 0x00, 0x40, 0x80, 0xA0, 0xC0, 0xE0,
+     0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70, 0x00, 0x80, 0x00, 0x40,
+     0x80, 0xC0, 0x00, 0x40, 0x00, 0x80, 0x00, 0x40, 0x80, 0xC0, 0x00, 0x40}
 };
 /* The factor on scales that makes up for it. The bits of an e4m3 number, moved to those of a
  * float32, are 2^-120 times as large. */
@@ -21730,11 +21745,25 @@ CPU_AVX2 CPU_INLINE __m256i cpu_max_fp8(__m256i max, const unsigned char *w) {
     return _mm256_max_epu8(max, _mm256_and_si256(bytes, _mm256_set1_epi8(0x7F)));
 }
 
+/* What the 4-bit codes of a group stand for: the high bytes, and the low bytes, in both halves. */
+typedef struct cpu_table_avx2 {
+    __m256i high, low;
+} cpu_table_avx2;
+
+CPU_AVX2 CPU_INLINE cpu_table_avx2 cpu_table_of_avx2(const cpu_quant_tile *tile, size_t group) {
+    const int at = tile->codes_at - (tile->zero ? (int)tile->zero[group] : 0);
+    const void *high = cpu_code_bytes[0] + at, *low = cpu_code_bytes[1] + at;
+    return (cpu_table_avx2){_mm256_broadcastsi128_si256(_mm_loadu_si128(high)),
+                            _mm256_broadcastsi128_si256(_mm_loadu_si128(low))};
+}
+
 /* The 32 columns at w in a row of a quantized tile, in four vectors; 4-bit codes in pair order.
- * table: what each code stands for, as 8-bit integers. FP8: sign, exponent and mantissa move to
- * their places in a float32. That number may be subnormal; the product with the scale is not. */
+ *   FP8    Sign, exponent and mantissa move to their places in a float32. That number may be
+ *          subnormal; the product with the scale is not.
+ *   4 bit  The even columns go to the lower half of a vector, the odd ones to the upper half. Two
+ *          lookups give the bytes of bf16 numbers, two to a lane of 32 bits. */
 CPU_AVX2 CPU_INLINE void cpu_decode_avx2(__m256 to[4], const unsigned char *w, bool fp8,
-                                         __m128i table, __m256 scale) {
+                                         cpu_table_avx2 table, __m256 scale) {
     if (fp8)
         CPU_UNROLL for (int i = 0; i < 4; i++) {
             __m256i code = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)(w + 8 * i)));
@@ -21743,34 +21772,31 @@ CPU_AVX2 CPU_INLINE void cpu_decode_avx2(__m256 to[4], const unsigned char *w, b
                 _mm256_and_si256(code, _mm256_set1_epi32((int)0x87F00000)));
         }
     else {
-        const __m128i low = _mm_set1_epi8(15);
-        __m128i bytes = _mm_loadu_si128((const void *)w);
-        __m128i even = _mm_shuffle_epi8(table, _mm_and_si128(bytes, low));
-        __m128i odd = _mm_shuffle_epi8(table, _mm_and_si128(_mm_srli_epi16(bytes, 4), low));
-        to[0] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(even));
-        to[1] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(odd));
-        to[2] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(even, even)));
-        to[3] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(odd, odd)));
+        const __m256i odd = _mm256_set1_epi32((int)0xFFFF0000);
+        __m256i codes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)w));
+        codes = _mm256_srlv_epi64(codes, _mm256_setr_epi64x(0, 0, 4, 4));
+        codes = _mm256_and_si256(codes, _mm256_set1_epi8(15));
+        const __m256i high = _mm256_shuffle_epi8(table.high, codes);
+        const __m256i low = _mm256_shuffle_epi8(table.low, codes);
+        const __m256i first = _mm256_unpacklo_epi8(low, high);
+        const __m256i second = _mm256_unpackhi_epi8(low, high);
+        to[0] = _mm256_castsi256_ps(_mm256_slli_epi32(first, 16));
+        to[1] = _mm256_castsi256_ps(_mm256_and_si256(first, odd));
+        to[2] = _mm256_castsi256_ps(_mm256_slli_epi32(second, 16));
+        to[3] = _mm256_castsi256_ps(_mm256_and_si256(second, odd));
     }
     CPU_UNROLL for (int i = 0; i < 4; i++) to[i] = _mm256_mul_ps(to[i], scale);
 }
 
-/* codes as 8-bit integers. */
-CPU_AVX2 CPU_INLINE __m128i cpu_codes_avx2(const float *codes) {
-    __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(_mm256_loadu_ps(codes)),
-                                       _mm256_cvtps_epi32(_mm256_loadu_ps(codes + 8)));
-    words = _mm256_permute4x64_epi64(words, 0xD8); /* packs works in each half */
-    return _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-}
-
-CPU_AVX2 CPU_INLINE void cpu_quant_rows_avx2(const cpu_quant_tile *tile, const bool fp8) {
+CPU_AVX2 CPU_INLINE void cpu_quant_rows_avx2(const cpu_quant_tile *tile, const bool fp8,
+                                             const bool has_zeros) {
     const size_t row_bytes = tile->w_row_bytes, ld = tile->ld_groups;
-    const __m128i codes = cpu_codes_avx2(tile->codes);
     const unsigned char *w = tile->w;
     const float *x = tile->x;
     __m256 acc[4], scale[4], b[4];
     __m256i max = _mm256_setzero_si256();
-    __m128i table[4];
+    cpu_table_avx2 table[4];
+    const cpu_table_avx2 same = cpu_table_of_avx2(tile, 0);
     int k = 0, end;
     size_t group = (size_t)cpu_tile_group(tile, 0, &end);
     CPU_UNROLL for (int j = 0; j < 4; j++) acc[j] = _mm256_setzero_ps();
@@ -21778,8 +21804,7 @@ CPU_AVX2 CPU_INLINE void cpu_quant_rows_avx2(const cpu_quant_tile *tile, const b
         CPU_UNROLL for (int j = 0; j < 4; j++) {
             const size_t at = (size_t)j * ld + group;
             scale[j] = _mm256_set1_ps(tile->scale[at]);
-            const char zero = tile->zero ? (char)tile->zero[at] : 0;
-            table[j] = _mm_sub_epi8(codes, _mm_set1_epi8(zero));
+            table[j] = has_zeros ? cpu_table_of_avx2(tile, at) : same;
         }
         for (; k < end; k += 32, x += 32, w += fp8 ? 32 : 16)
             CPU_UNROLL for (int j = 0; j < 4; j++) {
@@ -21796,19 +21821,18 @@ CPU_AVX2 CPU_INLINE void cpu_quant_rows_avx2(const cpu_quant_tile *tile, const b
     if (fp8) cpu_quant_nan_avx2(tile, max);
 }
 CPU_AVX2 static void cpu_quant_tile_avx2(const cpu_quant_tile *tile) {
-    if (tile->fp8) cpu_quant_rows_avx2(tile, true);
-    else cpu_quant_rows_avx2(tile, false);
+    if (tile->fp8) cpu_quant_rows_avx2(tile, true, false);
+    else if (tile->zero) cpu_quant_rows_avx2(tile, false, true);
+    else cpu_quant_rows_avx2(tile, false, false);
 }
 
 CPU_SMALL CPU_AVX2
 static void cpu_quant_unpack_avx2(float *to, const cpu_quant_tile *tile) {
-    const __m128i codes = cpu_codes_avx2(tile->codes);
     __m256 b[4];
     for (int k = 0, end; k < tile->k;) {
         const int group = cpu_tile_group(tile, k, &end);
         const __m256 scale = _mm256_set1_ps(tile->scale[group]);
-        const __m128i table =
-            tile->zero ? _mm_sub_epi8(codes, _mm_set1_epi8((char)tile->zero[group])) : codes;
+        const cpu_table_avx2 table = cpu_table_of_avx2(tile, (size_t)group);
         for (; k < end; k += 32) {
             cpu_decode_avx2(b, tile->w + (tile->fp8 ? k : k / 2), tile->fp8, table, scale);
             CPU_UNROLL for (int i = 0; i < 4; i++) _mm256_storeu_ps(to + k + 8 * i, b[i]);
@@ -22084,25 +22108,34 @@ CPU_AVX512_BF16 static void cpu_pack_avx512_bf16(void *to, const void *from, tok
 
 /* ---- The kernel sets, and the choice ---- */
 
+#ifdef __x86_64__
+static const uint8_t cpu_order_avx2[32] = {0,  4,  8,  12, 1,  5,  9,  13, 2,  6,  10,
+                                           14, 3,  7,  11, 15, 16, 20, 24, 28, 17, 21,
+                                           25, 29, 18, 22, 26, 30, 19, 23, 27, 31};
+static const uint8_t cpu_order_avx512[32] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20,
+                                             22, 24, 26, 28, 30, 1,  3,  5,  7,  9,  11,
+                                             13, 15, 17, 19, 21, 23, 25, 27, 29, 31};
+#endif
+
 static const cpu_kernels cpu_kernel_sets[] = { /* from slowest to fastest */
     {"portable C", 2, 512, TOKA_F32, {8, 4, INT_MAX},
      {cpu_tile_bf16_c, cpu_tile_f16_c, cpu_tile_f32_c},
-     cpu_convert_c, cpu_convert_c, cpu_small_gemm_c, NULL, cpu_quant_unpack_c, 0, 0,
+     cpu_convert_c, cpu_convert_c, cpu_small_gemm_c, NULL, cpu_quant_unpack_c, NULL, 0,
      cpu_online_softmax_c},
 #ifdef __x86_64__
     {"AVX2", 3, 512, TOKA_F32, {128, INT_MAX, INT_MAX},
      {cpu_tile_bf16_avx2, cpu_tile_f16_avx2, cpu_tile_f32_avx2},
      cpu_convert_avx2, cpu_convert_avx2, cpu_small_gemm_avx2, cpu_quant_tile_avx2,
-     cpu_quant_unpack_avx2, 8, 4, cpu_online_softmax_avx2},
+     cpu_quant_unpack_avx2, cpu_order_avx2, 4, cpu_online_softmax_avx2},
     {"AVX-512", 6, 1024, TOKA_F32, {INT_MAX, INT_MAX, INT_MAX},
      {cpu_tile_bf16_avx512, cpu_tile_f16_avx512, cpu_tile_f32_avx512},
      cpu_convert_avx512, cpu_convert_avx512, cpu_small_gemm_avx512, cpu_quant_tile_avx512,
-     cpu_quant_unpack_avx512, 16, 8, cpu_online_softmax_avx512},
+     cpu_quant_unpack_avx512, cpu_order_avx512, 8, cpu_online_softmax_avx512},
     /* only on request (cpu_bf16_kernels) */
     {"AVX512_BF16", 6, 2048, TOKA_BF16, {INT_MAX, 0, 0},
      {cpu_tile_avx512_bf16, NULL, NULL},
-     cpu_convert_avx512, cpu_pack_avx512_bf16, cpu_small_gemm_avx512, NULL, cpu_quant_unpack_c, 0,
-     0, cpu_online_softmax_avx512},
+     cpu_convert_avx512, cpu_pack_avx512_bf16, cpu_small_gemm_avx512, NULL, cpu_quant_unpack_c,
+     NULL, 0, cpu_online_softmax_avx512},
 #endif
 };
 
@@ -22332,10 +22365,9 @@ static int cpu_align_k(const cpu_kernels *kernels, int k) {
  * rows of whole bytes, whole groups of 32 columns. Other weights go through a panel that is filled
  * as weight_row does it, element by element.
  *
- * Pair order. A byte has the 4-bit codes of two neighbour columns. SIMD decodes the even columns of
- * 2 * lanes columns to one vector, and the odd ones to the next. So x is reordered in the same way
- * once (cpu_pair_row), and a panel has this order, too: the lanes add the same terms in the same
- * order, with and without a panel. */
+ * Pair order. A byte has the 4-bit codes of two neighbour columns. SIMD decodes even and odd
+ * columns to different lanes. So x is reordered in the same way once (cpu_pair_row), and a panel
+ * has this order, too: the lanes add the same terms in the same order, with and without a panel. */
 
 enum {
     CPU_QUANT_DIRECT_ROWS = 4 /* from this many rows of x on, quantized weights take a panel */
@@ -22351,18 +22383,15 @@ static bool cpu_is_regular(const toka_tensor *weight) {
 /* Does the kernel set read this weight in pair order? */
 CPU_SMALL
 static bool cpu_is_paired(const cpu_kernels *kernels, const toka_tensor *weight) {
-    return kernels->pair_lanes && weight->quant && weight->dtype != TOKA_FP8 &&
+    return kernels->pair_order && weight->quant && weight->dtype != TOKA_FP8 &&
            cpu_is_regular(weight);
 }
 
-/* Copies n elements of x in pair order; n is a multiple of 2 * lanes. */
+/* Copies n elements of x in pair order; n is a multiple of 32. */
 CPU_SMALL
-static void cpu_pair_row(float *to, const float *from, int n, int lanes) {
-    for (int k = 0; k < n; k += 2 * lanes)
-        for (int i = 0; i < lanes; i++) {
-            to[k + i] = from[k + 2 * i];
-            to[k + lanes + i] = from[k + 2 * i + 1];
-        }
+static void cpu_pair_row(float *to, const float *from, int n, const uint8_t *order) {
+    for (int k = 0; k < n; k += 32)
+        for (int i = 0; i < 32; i++) to[k + i] = from[k + order[i]];
 }
 
 /* Returns how many groups the columns of a weight touch. */
@@ -22426,7 +22455,9 @@ static cpu_quant_tile cpu_quant_tile_of(const toka_tensor *weight, const float *
     return (cpu_quant_tile){
         .w = (const unsigned char *)weight->data + (size_t)weight->row0 * row_bytes + col0,
         .w_row_bytes = row_bytes * (size_t)weight->row_step, .fp8 = weight->dtype == TOKA_FP8,
-        .codes = cpu_code_numbers[codes], .scale = scale, .zero = quant->zero ? zero : NULL,
+        .codes = cpu_code_numbers[codes],
+        .codes_at = codes == 2 ? CPU_MXFP4_AT : codes ? CPU_ZERO_AT - 8 : CPU_ZERO_AT,
+        .scale = scale, .zero = quant->zero ? zero : NULL,
         .ld_groups = (size_t)cpu_n_groups(weight), .group_cols = quant->block_cols,
         .k0 = weight->col0 % quant->block_cols
     };
@@ -23516,7 +23547,7 @@ static void cpu_pair_item(void *arg, int thread, int row) {
     (void)thread;
     cpu_pair_row(job->dev->x_pairs + (size_t)row * (size_t)job->dev->ld_pairs,
                  job->from + (size_t)row * job->ld_from, job->width,
-                 job->dev->kernels->pair_lanes);
+                 job->dev->kernels->pair_order);
 }
 
 /* Gives a GEMM this device's kernels, threads and scratch, which the caller leaves unset. x is in

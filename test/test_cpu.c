@@ -877,8 +877,8 @@ static void check_format(int format, int set, int rows, int cols) {
         for (int j = 0; j < w.cols; j++) {
             memset(x, 0, 8 * ldx * 4);
             for (int t = 0; t < T; t++) x[(size_t)t * ldx + (size_t)j] = 1;
-            for (int t = 0; t < T && k->pair_lanes; t++)
-                cpu_pair_row(pairs + (size_t)t * ldx, x + (size_t)t * ldx, (int)ldx, k->pair_lanes);
+            for (int t = 0; t < T && k->pair_order; t++)
+                cpu_pair_row(pairs + (size_t)t * ldx, x + (size_t)t * ldx, (int)ldx / 32 * 32, k->pair_order);
             cpu_gemm_args args = {.kernels = k, .pool = &pool, .panels = panels, .panel_floats = panel, .x = x, .ldx = ldx, .x_pairs = pairs,
                                   .ld_pairs = ldx, .T = T, .n_weights = 1, .weights = {&w}, .y = {y}, .ldy = {(size_t)rows}};
             cpu_gemm_run(&args);
