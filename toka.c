@@ -18395,7 +18395,8 @@ COLD static void con_gbnf(con_grammar *grammar, str text) {
  *   - with a style, which a call of a tool has (18f): the members of the outer object in another
  *     form, only those that `properties` and `required` name
  * not, if, dependencies, and a oneOf whose branches may hold together become other schemas, made
- * with the opposites of schemas (con_put_not). If an opposite cannot be made, they are refused. A
+ * with the opposites of schemas (con_put_not); contains needs the opposite of its schema, too. If
+ * an opposite cannot be made, they are refused. uniqueItems is refused, unless maxItems is 1. A
  * `format` that is not in con_formats is an annotation, as the standard says, and so are unknown
  * keywords.
  * =========================================================================== */
@@ -18447,6 +18448,11 @@ typedef struct con_pattern { /* a rule for a pattern, which may occur often */
     int rule;
 } con_pattern;
 
+typedef struct con_strings { /* a rule for strings, made of other rules, which may occur often */
+    int key[CON_MAX_FACTORS + 3]; /* rules that hold, -1: no more; then low, high, negated */
+    int rule;
+} con_strings;
+
 typedef struct con_schema {
     con_grammar *grammar;
     const toka_grammar *source;
@@ -18457,6 +18463,8 @@ typedef struct con_schema {
     con_entry *entries;
     con_pattern *patterns;
     con_made *made;
+    con_strings *strings;
+    int n_strings, cap_strings;
     int n_entries, cap_entries, n_patterns, cap_patterns, n_made, cap_made, heads[CON_HEADS];
     int64_t work;                /* comparisons so far (con_spend) */
     int space;                   /* rule of white space; -1: none */
@@ -18534,18 +18542,20 @@ COLD static str con_pointer_step(con_schema *schema, str text) {
     return (str){out, n};
 }
 
-/* Returns the subschema with this $anchor or $id; NULL: none. */
+/* Returns the subschema with this $anchor or $id; NULL: none, or two have this $anchor. */
 COLD static const json *con_find_anchor(con_schema *schema, str name) {
-    const json *root = schema->root;
+    const json *root = schema->root, *found = NULL;
     if (!con_spend(schema, 8 * (size_t)(json_next(root) - root))) return NULL;
     for (const json *at = root, *end = json_next(root); at < end; at++) {
         const json *anchor = json_get(at, "$anchor"), *id = json_get(at, "$id");
         if (!id) id = json_get(at, "id");
         const bool is_anchor = anchor && str_starts(name, STR("#")) &&
                                str_eq(json_str(anchor), str_sub(name, 1, name.n));
-        if (is_anchor || (json_is(id, JSON_STRING) && str_eq(json_str(id), name))) return at;
+        if (json_is(id, JSON_STRING) && str_eq(json_str(id), name)) return at;
+        if (is_anchor && found) return NULL;
+        if (is_anchor) found = at;
     }
-    return NULL;
+    return found;
 }
 
 /* Returns the schema that a $ref names; NULL after an error. */
@@ -18561,13 +18571,15 @@ COLD static const json *con_resolve(con_schema *schema, const json *ref) {
         path = STR("");
     }
     if (path.n) path = str_sub(path, 1, path.n);
+    const bool ends_empty = hash >= 0 && str_ends(text, STR("/")); /* its last name is "" */
     while (at && str_split_next(&path, '/', &step) && con_spend(schema, at->n)) {
         const str name = con_pointer_step(schema, step);
         const char *key = arena_cstr(&schema->memory, name);
         at = json_is(at, JSON_ARRAY) ? json_at(at, (size_t)strtoul(key, NULL, 10))
                                      : json_get(at, key);
     }
-    if (!at) con_schema_fail(schema, ref, "this $ref is not in the schema");
+    if (at && ends_empty) at = json_get(at, "");
+    if (!at) con_schema_fail(schema, ref, "this $ref does not name one place in the schema");
     return at;
 }
 
@@ -18585,8 +18597,8 @@ COLD static void con_all_add(con_schema *schema, con_all *all, const json *part)
 }
 
 /* Keywords that are known and not done, and so refused. */
-static const char *const con_refused[] = {"contains", "propertyNames", "unevaluatedProperties",
-                                          "unevaluatedItems", "$dynamicRef", "$recursiveRef"};
+static const char *const con_refused[] = {"unevaluatedProperties", "unevaluatedItems",
+                                          "$dynamicRef", "$recursiveRef"};
 
 COLD static void con_check_keywords(con_schema *schema, const json *part) {
     for (int i = 0; i < COUNT(con_refused); i++) {
@@ -18598,8 +18610,6 @@ COLD static void con_check_keywords(con_schema *schema, const json *part) {
     }
     if (json_get(part, "enum") && !json_is(json_get(part, "enum"), JSON_ARRAY))
         con_schema_fail(schema, json_get(part, "enum"), "expected a list");
-    if (json_is_true(json_get(part, "uniqueItems")))
-        con_schema_fail(schema, json_get(part, "uniqueItems"), "this keyword is not supported");
 }
 
 /* ---- Schemas made of others: not, if, dependencies ---- */
@@ -18648,8 +18658,35 @@ static const struct con_format {
     {"ipv6", "^((" CON_GROUP ":){7}" CON_GROUP "|(" CON_GROUP ":){1,6}:" CON_GROUP "|(" CON_GROUP
              ":){1,7}:|:(:" CON_GROUP "){1,7}|::)$"},
     {"uuid", "^[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}$"},
-    {"uri", "^[A-Za-z][A-Za-z0-9+.-]*:([A-Za-z0-9._~:/?#@!$&'()*+,;=-]|%[0-9A-Fa-f]{2})+$"},
-    {"iri", "^[A-Za-z][A-Za-z0-9+.-]*:[^\\x00-\\x20\"<>\\\\^`{|}]+$"},
+#define CON_URI "([A-Za-z0-9._~:/?@!$&'()*+,;=-]|%[0-9A-Fa-f]{2})"
+#define CON_IRI "([^\\x00-\\x20\"#%<>\\\\^`{|}]|%[0-9A-Fa-f]{2})"
+#define CON_SCHEME "[A-Za-z][A-Za-z0-9+.-]*:"
+    {"uri", "^" CON_SCHEME CON_URI "+(#" CON_URI "*)?$"},
+    {"iri", "^" CON_SCHEME CON_IRI "+(#" CON_IRI "*)?$"},
+    /* without a scheme: no colon before the first slash */
+    {"uri-reference", "^(" CON_SCHEME CON_URI "*|([A-Za-z0-9._~@!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*([/?]"
+                      CON_URI "*)?)(#" CON_URI "*)?$"},
+    {"iri-reference", "^(" CON_SCHEME CON_IRI "*|([^\\x00-\\x20\"#%/:<>?\\\\^`{|}]|%[0-9A-Fa-f]{2})*"
+                      "([/?]" CON_IRI "*)?)(#" CON_IRI "*)?$"},
+#define CON_NAME "([A-Za-z0-9_]|%[0-9A-Fa-f]{2})(\\.?([A-Za-z0-9_]|%[0-9A-Fa-f]{2}))*" \
+    "(\\*|:[1-9][0-9]{0,3})?"
+    {"uri-template", "^([^\\x00-\\x20\"'%<>\\\\^`{|}]|%[0-9A-Fa-f]{2}|\\{[+#./;?&]?" CON_NAME "(,"
+                     CON_NAME ")*\\})*$"},
+    {"json-pointer", "^(/([^/~]|~[01])*)*$"},
+    {"relative-json-pointer", "^(0|[1-9][0-9]*)(#|(/([^/~]|~[01])*)*)$"},
+/* Regular expressions that every dialect has, groups at most three deep. In {m,n}, m has fewer
+ * digits than n, or is one digit that is not above it. */
+#define CON_RE_ESCAPE "\\\\[dDwWsSnrtfv^$\\\\.*+?()[\\]{}|/-]"
+#define CON_RE_SPAN "(0-[0-9]|1-[1-9]|2-[2-9]|3-[3-9]|4-[4-9]|5-[5-9]|A-[A-Z]|a-[a-z]|" \
+    "B-[B-Z]|b-[b-z])"
+#define CON_RE_CLASS "\\[\\^?-?(" CON_RE_SPAN "|[^\\x00-\\x1F\\\\\\]\\[^&|~-]|" CON_RE_ESCAPE ")+-?\\]"
+#define CON_RE_COUNT "([0-9]{1,3},?|[0-9],[1-9][0-9]{1,2}|[1-9][0-9],[1-9][0-9]{2}|0,[0-9]|" \
+    "1,[1-9]|2,[2-9]|3,[3-9]|4,[4-9]|5,[5-9])"
+#define CON_RE(group) "((([^\\x00-\\x1F\\\\()[\\]{}*+?|^$]|" CON_RE_ESCAPE "|" CON_RE_CLASS group ")([*+?]|" \
+    "\\{" CON_RE_COUNT "\\})?[?]?)|[|^$])*"
+#define CON_RE_GROUP(inner) "|\\((\\?:)?" inner "\\)"
+    {"regex", "^" CON_RE(CON_RE_GROUP(CON_RE(CON_RE_GROUP(CON_RE(CON_RE_GROUP(CON_RE("")))))))
+              "$"},
 };
 
 /* The keyword `inverse` with a value changed by `step` says the opposite, for values of a type. */
@@ -19131,16 +19168,11 @@ COLD static int con_string_rules(con_schema *schema, const con_all *all, int *ru
     return n;
 }
 
-/* Returns a rule for the inside of the strings that a list allows. */
-COLD static int con_string_rule(con_schema *schema, const con_all *all) {
+/* Returns a rule for strings of low to high characters that match all rules but the negated
+ * ones. */
+COLD static int con_make_string(con_schema *schema, int *rules, int n, unsigned negated, int low,
+                                int high) {
     con_grammar *grammar = schema->grammar;
-    int rules[CON_MAX_FACTORS], low = 0, high = CON_FOREVER;
-    unsigned negated = 0;
-    for (int i = 0; i < all->n; i++) {
-        low = MAX(low, con_limit(schema, all->part[i].schema, "minLength", 0));
-        high = MIN(high, con_limit(schema, all->part[i].schema, "maxLength", CON_FOREVER));
-    }
-    int n = con_string_rules(schema, all, rules, &negated);
     if (low > high) return con_rule_new(grammar);
     if (low || high != CON_FOREVER) {
         const con_rule length = {con_state_new(grammar), con_state_new(grammar)};
@@ -19154,6 +19186,30 @@ COLD static int con_string_rule(con_schema *schema, const con_all *all) {
     return !n                   ? schema->string_rule
            : n == 1 && !negated ? rules[0]
                                 : con_product_of(grammar, rules, n, negated);
+}
+
+/* Returns a rule for the inside of the strings that a list allows. */
+COLD static int con_string_rule(con_schema *schema, const con_all *all) {
+    int rules[CON_MAX_FACTORS], low = 0, high = CON_FOREVER;
+    unsigned negated = 0;
+    for (int i = 0; i < all->n; i++) {
+        low = MAX(low, con_limit(schema, all->part[i].schema, "minLength", 0));
+        high = MIN(high, con_limit(schema, all->part[i].schema, "maxLength", CON_FOREVER));
+    }
+    const int n = con_string_rules(schema, all, rules, &negated);
+    con_strings made;
+    memset(made.key, 0xFF, sizeof made.key);
+    memcpy(made.key, rules, (size_t)n * sizeof *rules);
+    memcpy(made.key + CON_MAX_FACTORS, (int[]){low, high, (int)negated}, 3 * sizeof(int));
+    if (!con_spend(schema, (size_t)schema->n_strings)) return schema->string_rule;
+    for (int i = 0; i < schema->n_strings; i++)
+        if (!memcmp(schema->strings[i].key, made.key, sizeof made.key))
+            return schema->strings[i].rule;
+    made.rule = con_make_string(schema, rules, n, negated, low, high);
+    schema->strings = con_grow(schema->strings, schema->n_strings, &schema->cap_strings,
+                               sizeof *schema->strings);
+    schema->strings[schema->n_strings++] = made;
+    return made.rule;
 }
 
 /* ---- Styles ---- */
@@ -19494,47 +19550,126 @@ COLD static int con_after_call(con_schema *schema, int from, int rule) {
     return con_space(schema, to);
 }
 
-/* Returns the rule of element i of an array. */
-COLD static int con_element_rule(con_schema *schema, const con_all *all, size_t i) {
-    con_all element = {.n = 0};
+/* Adds to `element` what the list says of element i of an array. */
+COLD static void con_element_schemas(con_schema *schema, const con_all *all, size_t i,
+                                     con_all *element) {
     for (int k = 0; k < all->n; k++) {
         const json *part = all->part[k].schema, *items = json_get(part, "items"),
                    *prefix = json_get(part, "prefixItems");
         const bool old = json_is(items, JSON_ARRAY); /* until draft 2019-09 */
         if (old) prefix = items, items = json_get(part, "additionalItems");
         const json *own = json_is(prefix, JSON_ARRAY) ? json_at(prefix, i) : NULL;
-        if (own || items) con_all_add(schema, &element, own ? own : items);
+        if (own || items) con_all_add(schema, element, own ? own : items);
     }
+}
+COLD static int con_element_rule(con_schema *schema, const con_all *all, size_t i) {
+    con_all element = {.n = 0};
+    con_element_schemas(schema, all, i, &element);
     return con_schema_rule(schema, &element);
+}
+
+typedef struct con_array { /* while an array is made */
+    int low, high, n_prefix;   /* elements; those before n_prefix have schemas of their own */
+    const json *contains;      /* NULL: none */
+    int low_found, high_found; /* elements that are valid for it */
+} con_array;
+
+/* Reads contains of one part of the list. */
+COLD static void con_read_contains(con_schema *schema, const json *part, con_array *array) {
+    const json *contains = json_get(part, "contains");
+    if (!contains) return;
+    const int low = con_limit(schema, part, "minContains", 1),
+              high = con_limit(schema, part, "maxContains", CON_FOREVER);
+    if (!low && high == CON_FOREVER) return;
+    if (array->contains) con_schema_fail(schema, contains, "two of them hold together");
+    array->contains = contains;
+    array->low_found = low;
+    array->high_found = high;
+}
+
+COLD static con_array con_array_read(con_schema *schema, const con_all *all) {
+    con_array array = {.high = CON_FOREVER, .n_prefix = 1};
+    const json *unique = NULL;
+    for (int i = 0; i < all->n; i++) {
+        const json *part = all->part[i].schema, *items = json_get(part, "items"),
+                   *prefix = json_get(part, "prefixItems");
+        array.low = MAX(array.low, con_limit(schema, part, "minItems", 0));
+        array.high = MIN(array.high, con_limit(schema, part, "maxItems", CON_FOREVER));
+        if (json_is(items, JSON_ARRAY)) array.n_prefix = MAX(array.n_prefix, (int)items->n);
+        if (json_is(prefix, JSON_ARRAY)) array.n_prefix = MAX(array.n_prefix, (int)prefix->n);
+        if (json_is_true(json_get(part, "uniqueItems"))) unique = json_get(part, "uniqueItems");
+        con_read_contains(schema, part, &array);
+    }
+    if (unique && array.high > 1)
+        con_schema_fail(schema, unique, "supported only with a maxItems of 1");
+    return array;
+}
+
+/* Returns the rule of element i if it must be valid for one more schema. */
+COLD static int con_element_with(con_schema *schema, const con_all *all, int i,
+                                 const json *more) {
+    con_all element = {.n = 0};
+    con_element_schemas(schema, all, (size_t)i, &element);
+    con_all_add(schema, &element, more);
+    return con_schema_rule(schema, &element);
+}
+
+/* An array with contains: states [i][c] after i elements, c of which are valid for it. Above `most`
+ * elements and `cap` found ones the numbers do not matter. */
+COLD static void con_make_contains(con_schema *schema, const con_all *all, const con_array *array,
+                                   int from, int to) {
+    con_grammar *grammar = schema->grammar;
+    const bool bounded = array->high_found != CON_FOREVER;
+    const int most = array->high == CON_FOREVER ? MAX(array->low, array->n_prefix) : array->high,
+              cap = bounded ? array->high_found : array->low_found;
+    const json *opposite = con_opposite(schema, array->contains);
+    if (((int64_t)most + 1) * ((int64_t)cap + 1) > CON_MAX_GRID)
+        con_schema_fail(schema, array->contains, "too many elements to count");
+    if (grammar->e->code) return;
+    const int grid = grammar->n_states, width = cap + 1;
+    for (int i = 0; i < (most + 1) * width; i++) con_state_new(grammar);
+    con_empty(grammar, con_token(schema, from, '['), grid);
+    for (int i = 0; i <= most && !grammar->e->code; i++)
+        for (int c = 0; c <= MIN(i, cap); c++) {
+            const int here = grid + i * width + c, after = grid + MIN(i + 1, most) * width,
+                      next = i ? con_token(schema, here, ',') : here;
+            if (i >= array->low && c >= array->low_found) con_bytes(grammar, here, to, ']', ']');
+            if (i == array->high) continue;
+            if (c < cap || !bounded)
+                con_empty(grammar, con_after_call(schema, next,
+                                                  con_element_with(schema, all, i,
+                                                                   array->contains)),
+                          after + MIN(c + 1, cap));
+            con_empty(grammar, con_after_call(schema, next,
+                                              con_element_with(schema, all, i, opposite + 1)),
+                      after + c);
+        }
 }
 
 /* The first n_prefix elements, at least one, have states of their own; then one call repeats. */
 COLD static void con_make_array(con_schema *schema, const con_all *all, int from, int to) {
     con_grammar *grammar = schema->grammar;
-    int low = 0, high = CON_FOREVER, n_prefix = 1;
-    for (int i = 0; i < all->n; i++) {
-        const json *part = all->part[i].schema, *items = json_get(part, "items"),
-                   *prefix = json_get(part, "prefixItems");
-        low = MAX(low, con_limit(schema, part, "minItems", 0));
-        high = MIN(high, con_limit(schema, part, "maxItems", CON_FOREVER));
-        if (json_is(items, JSON_ARRAY)) n_prefix = MAX(n_prefix, (int)items->n);
-        if (json_is(prefix, JSON_ARRAY)) n_prefix = MAX(n_prefix, (int)prefix->n);
+    const con_array array = con_array_read(schema, all);
+    if (array.contains) {
+        con_make_contains(schema, all, &array, from, to);
+        return;
     }
     int state = con_token(schema, from, '[');
     const int last = con_state_new(grammar); /* before the bracket */
     con_bytes(grammar, last, to, ']', ']');
-    if (!low) con_empty(grammar, state, last);
-    for (int i = 0; i < n_prefix && i < high && !grammar->e->code; i++) {
+    if (!array.low) con_empty(grammar, state, last);
+    for (int i = 0; i < array.n_prefix && i < array.high && !grammar->e->code; i++) {
         if (i) state = con_token(schema, state, ',');
         state = con_after_call(schema, state, con_element_rule(schema, all, (size_t)i));
-        if (i + 1 >= low) con_empty(grammar, state, last);
+        if (i + 1 >= array.low) con_empty(grammar, state, last);
     }
-    if (high <= n_prefix) return;
+    if (array.high <= array.n_prefix) return;
     const int more = con_state_new(grammar);
     const int more_end = con_after_call(schema, con_token(schema, more, ','),
-                                        con_element_rule(schema, all, (size_t)n_prefix));
-    con_call(grammar, state, last, con_rule_of(grammar, more, more_end), MAX(low - n_prefix, 1),
-             high == CON_FOREVER ? high : high - n_prefix);
+                                        con_element_rule(schema, all, (size_t)array.n_prefix));
+    con_call(grammar, state, last, con_rule_of(grammar, more, more_end),
+             MAX(array.low - array.n_prefix, 1),
+             array.high == CON_FOREVER ? CON_FOREVER : array.high - array.n_prefix);
 }
 
 typedef struct con_object { /* while an object is made */
@@ -19544,6 +19679,7 @@ typedef struct con_object { /* while an object is made */
     const json *patterns[CON_MAX_PATTERNS]; /* keys of patternProperties; the schema follows */
     int owner[CON_MAX_PATTERNS];            /* the part of the list that has it */
     int n_patterns;
+    int names_rule;     /* of propertyNames; -1: none */
     int low, high;      /* properties */
 } con_object;
 
@@ -19643,8 +19779,11 @@ COLD static int con_named_rule(con_schema *schema, const con_object *object, str
                         str_sub(buf_view(&text), 1, text.n - 1)))
             matches |= 1u << k;
     }
-    buf_free(&text);
     con_property_schemas(schema, object, &name, matches, &value);
+    value.never |= object->names_rule >= 0 &&
+                   !con_matches(schema->grammar, object->names_rule,
+                                str_sub(buf_view(&text), 1, text.n - 1));
+    buf_free(&text);
     return con_is_marked(object->all, CON_STYLED) ? con_styled_rule(schema, &name, &value)
                                                   : con_member_rule(schema, 0, &name, &value);
 }
@@ -19665,6 +19804,7 @@ COLD static int con_others_rule(con_schema *schema, const con_object *object) {
             con_empty(grammar, con_text(grammar, names.start, object->names[i], true), names.end);
         rules[n_rules++] = listed = con_rule_of(grammar, names.start, names.end);
     }
+    if (object->names_rule >= 0) rules[n_rules++] = object->names_rule;
     for (unsigned matches = 0; matches < 1u << n && !grammar->e->code; matches++) {
         con_all value = {.n = 0};
         con_property_schemas(schema, object, NULL, matches, &value);
@@ -19691,9 +19831,64 @@ COLD static void con_add_name(con_schema *schema, con_object *object, int *cap, 
     }
 }
 
+/* Is a value of enum or const valid for the other keywords? */
+COLD static bool con_value_holds(con_schema *schema, const con_all *all, unsigned types,
+                                 const json *value) {
+    static const char *const inner[] = {"properties", "required", "additionalProperties",
+                                        "patternProperties", "minProperties", "maxProperties",
+                                        "items", "prefixItems", "minItems", "maxItems", "propertyNames",
+                                        "contains", "uniqueItems"};
+    const unsigned type = con_type_of_value(value);
+    bool holds = (types & type) != 0;
+    for (int i = 0; i < all->n; i++) holds &= con_has_value(all->part[i].schema, value);
+    if (!holds) return false;
+    for (int i = 0; i < all->n && type & (CON_ARRAY | CON_OBJECT); i++)
+        for (int k = 0; k < COUNT(inner); k++)
+            if (json_get(all->part[i].schema, inner[k]))
+                con_schema_fail(schema, json_get(all->part[i].schema, inner[k]),
+                                "not supported beside an enum or const of objects or arrays");
+    if (!(type & (CON_STRING | CON_NUMBER))) return true;
+    const int rule = type == CON_STRING ? con_string_rule(schema, all)
+                                        : con_number_rule(schema, all, type == CON_INTEGER);
+    buf text = {0};
+    json_put_value(&text, value);
+    str inside = buf_view(&text);
+    if (type == CON_STRING) inside = str_sub(inside, 1, inside.n - 1);
+    /* a number without limits matches any number, also one with an exponent */
+    holds = rule == schema->number_rule || rule == schema->integer_rule ||
+            con_matches(schema->grammar, rule, inside);
+    buf_free(&text);
+    return holds;
+}
+
+/* Returns the rule that propertyNames is for names; -1: there is none. */
+COLD static int con_names_rule(con_schema *schema, const con_all *all) {
+    con_all names = {.n = 0};
+    for (int i = 0; i < all->n; i++) {
+        const json *value = json_get(all->part[i].schema, "propertyNames");
+        if (value) con_all_add(schema, &names, value);
+    }
+    if (!names.n && !names.never) return -1;
+    con_all_expand(schema, &names);
+    for (int i = 0; i < names.n; i++)
+        if (json_get(names.part[i].schema, "anyOf") || json_get(names.part[i].schema, "oneOf"))
+            con_schema_fail(schema, names.part[i].schema, "not supported for propertyNames");
+    const unsigned types = con_all_types(schema, &names);
+    const json *values = con_values_of(&names);
+    if (!(types & CON_STRING)) return con_rule_new(schema->grammar);
+    if (!values) return con_string_rule(schema, &names);
+    const con_rule out = {con_state_new(schema->grammar), con_state_new(schema->grammar)};
+    CON_EACH_VALUE(it, values)
+        if (it->type == JSON_STRING && con_value_holds(schema, &names, types, it))
+            con_empty(schema->grammar, con_text(schema->grammar, out.start, json_str(it), true),
+                      out.end);
+    return con_rule_of(schema->grammar, out.start, out.end);
+}
+
 /* Collects names, patterns and limits of the list. */
 COLD static void con_object_read(con_schema *schema, con_object *object) {
     int cap = 0;
+    object->names_rule = con_names_rule(schema, object->all);
     for (int pass = 0; pass < 2; pass++) /* listed names first */
         for (int i = 0; i < object->all->n; i++) {
             const json *part = object->all->part[i].schema,
@@ -19800,35 +19995,6 @@ COLD static int con_put_value(con_schema *schema, int from, const json *value) {
         from = con_space(schema, con_put_value(schema, from, ++it));
     }
     return con_literal(grammar, from, is_object ? STR("}") : STR("]"));
-}
-
-/* Is a value of enum or const valid for the other keywords? */
-COLD static bool con_value_holds(con_schema *schema, const con_all *all, unsigned types,
-                                 const json *value) {
-    static const char *const inner[] = {"properties", "required", "additionalProperties",
-                                        "patternProperties", "minProperties", "maxProperties",
-                                        "items", "prefixItems", "minItems", "maxItems"};
-    const unsigned type = con_type_of_value(value);
-    bool holds = (types & type) != 0;
-    for (int i = 0; i < all->n; i++) holds &= con_has_value(all->part[i].schema, value);
-    if (!holds) return false;
-    for (int i = 0; i < all->n && type & (CON_ARRAY | CON_OBJECT); i++)
-        for (int k = 0; k < COUNT(inner); k++)
-            if (json_get(all->part[i].schema, inner[k]))
-                con_schema_fail(schema, json_get(all->part[i].schema, inner[k]),
-                                "not supported beside an enum or const of objects or arrays");
-    if (!(type & (CON_STRING | CON_NUMBER))) return true;
-    const int rule = type == CON_STRING ? con_string_rule(schema, all)
-                                        : con_number_rule(schema, all, type == CON_INTEGER);
-    buf text = {0};
-    json_put_value(&text, value);
-    str inside = buf_view(&text);
-    if (type == CON_STRING) inside = str_sub(inside, 1, inside.n - 1);
-    /* a number without limits matches any number, also one with an exponent */
-    holds = rule == schema->number_rule || rule == schema->integer_rule ||
-            con_matches(schema->grammar, rule, inside);
-    buf_free(&text);
-    return holds;
 }
 
 COLD static void con_make_values(con_schema *schema, const con_all *all, const json *values,
@@ -19961,6 +20127,7 @@ COLD static void con_json_schema(con_grammar *grammar, const toka_grammar *sourc
     free(schema.entries);
     free(schema.patterns);
     free(schema.made);
+    free(schema.strings);
 }
 
 /* ===========================================================================

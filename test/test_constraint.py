@@ -139,6 +139,12 @@ def random_schema(rnd, depth=0):
             s["minItems"] = rnd.randint(0, 2)
         if maybe():
             s["maxItems"] = rnd.randint(1, 3)
+        if maybe(0.25):
+            s["contains"] = simple(rnd)
+            if maybe():
+                s[rnd.choice(["minContains", "maxContains"])] = rnd.randint(0, 2)
+        if s.get("maxItems") == 1:
+            s["uniqueItems"] = True
     if kind == "object" and maybe(0.2):
         s[rnd.choice(["dependencies", "dependentRequired"])] = {rnd.choice(NAMES): rnd.sample(NAMES, 1)}
         if "dependencies" in s:
@@ -156,6 +162,8 @@ def random_schema(rnd, depth=0):
             s["minProperties"] = rnd.randint(0, 2)
         if maybe(0.2):
             s["maxProperties"] = rnd.randint(1, 3)
+        if maybe(0.2):
+            s["propertyNames"] = rnd.choice([{"pattern": "^[ab]"}, {"maxLength": 1}, {"enum": ["a", "b", "ab"]}, {"const": "a"}, False, {"type": "null"}])
     return s
 
 
@@ -208,7 +216,7 @@ def value_for(rnd, schema, depth=0):
 def in_order(schema, value):
     """Is the order of the members the one that is generated: as in `properties`, required names, others? The schemas that apply
     are not followed through anyOf and allOf, so those are left out."""
-    return not any(k in json.dumps(schema) for k in ("anyOf", "allOf", "oneOf", '"if"', '"not"', "dependent")) and ordered(schema, value)
+    return not any(k in json.dumps(schema) for k in ("anyOf", "allOf", "oneOf", '"if"', '"not"', "dependent", "contains")) and ordered(schema, value)
 
 
 def ordered(schema, value):
@@ -250,6 +258,26 @@ def test_random_schemas_equal_jsonschema(driver):
             n_accepted += at == -1
             n_refused += at != -1
     assert n_accepted > 5000 and n_refused > 5000 and n_errors < 900 and n_scalars > 3000, (n_accepted, n_refused, n_errors, n_scalars)
+
+
+@pytest.mark.parametrize("draft", ["draft7", "draft2020-12"])
+def test_official_suite(driver, draft):
+    """JSON-Schema-Test-Suite: for each of its files the number of texts that are decided right, whose schema is refused, that are
+    wrongly accepted, and wrongly refused, as in json_schema_suite.json. If that gets better, write the new numbers there."""
+    folder = os.path.join(os.environ.get("TOKA_TEST_DATA", ROOT + "/../shared/data"), "suites/json-schema", draft)
+    if not os.path.isdir(folder):
+        pytest.skip("needs the JSON-Schema-Test-Suite in TOKA_TEST_DATA")
+    files = {name[:-5]: json.load(open(os.path.join(folder, name))) for name in sorted(os.listdir(folder)) if name.endswith(".json")}
+    lines = [{"kind": SCHEMA, "grammar": json.dumps(g["schema"]), "texts": [json.dumps(t["data"], ensure_ascii=False) for t in g["tests"]]}
+             for groups in files.values() for g in groups]
+    answers, found = iter(ask(driver, lines)), {}
+    for name, groups in files.items():
+        found[name] = [0, 0, 0, 0]
+        for g, got in zip(groups, answers):
+            for i, t in enumerate(g["tests"]):
+                accepted = "error" not in got and got["accepted"][i] == -1
+                found[name][1 if "error" in got else 0 if accepted == t["valid"] else 2 if accepted else 3] += 1
+    assert found == json.load(open(HERE + "/json_schema_suite.json"))[draft], json.dumps(found)
 
 
 def test_tokens_of_a_real_vocabulary(driver):
