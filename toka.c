@@ -31419,19 +31419,22 @@ static int api_set_grammar(api_request *request, api_grammar *out, const char *n
 
 static int api_read_format(api_request *request, const json *format, api_grammar *out,
                            toka_err *e) {
+    const char *field = request->route == API_RESPONSES  ? "text"
+                        : request->route == API_MESSAGES ? "output_config"
+                                                         : "response_format";
     const json *type = json_get(format, "type"), *wrapped = json_get(format, "json_schema"),
                *schema = json_get(wrapped, "schema");
-    if (!schema) schema = json_get(format, "schema"); /* llama.cpp's spelling */
+    if (!schema) schema = json_get(format, "schema"); /* as llama.cpp and other APIs have it */
     if (str_is(json_str(type), "text")) return 0;
     if (str_is(json_str(type), "structural_tag"))
-        return API_UNSUPPORTED(request, "response_format: structural_tag is not supported");
+        return API_UNSUPPORTED(request, "%s: structural_tag is not supported", field);
     const bool any = str_is(json_str(type), "json_object");
     if (!any && !str_is(json_str(type), "json_schema"))
-        return API_INVALID("response_format: type: expected text, json_object or json_schema");
-    if (!any && !schema) return API_INVALID("response_format: json_schema: schema is missing");
+        return API_INVALID("%s: type: expected text, json_object or json_schema", field);
+    if (!any && !schema) return API_INVALID("%s: json_schema: schema is missing", field);
     if (schema)
-        return api_set_grammar(request, out, "response_format", TOKA_GRAMMAR_JSON_SCHEMA, schema, e);
-    return api_set_grammar(request, out, "response_format", TOKA_GRAMMAR_JSON_OBJECT, format, e);
+        return api_set_grammar(request, out, field, TOKA_GRAMMAR_JSON_SCHEMA, schema, e);
+    return api_set_grammar(request, out, field, TOKA_GRAMMAR_JSON_OBJECT, format, e);
 }
 
 /* Reads a member of structured_outputs. */
@@ -33314,7 +33317,7 @@ static int api_answer_tokenize(const api_config *config, enum api_route route, s
  *
  * What always holds: a body has one answer; the events of a stream, joined, are the answer
  * without streaming; an item or a block that begins is ended before the next one begins.
- * It does not: keep responses (previous_response_id), run tools of its own, force calls.
+ * It does not: keep responses (previous_response_id), run tools of its own.
  * =========================================================================== */
 
 /* ---- Bodies to chats ---- */
@@ -33469,10 +33472,16 @@ static int chat_translate_tools(api_request *request, api_body *body, const char
     return body->tools ? 0 : e->code;
 }
 
-/* Sets body->tool_choice to a text. */
-static int chat_set_choice(api_request *request, api_body *body, const char *choice, toka_err *e) {
+/* Sets body->tool_choice to a text; NULL: to the function with this name. */
+static int chat_set_choice(api_request *request, api_body *body, const char *choice, str name,
+                           toka_err *e) {
     buf text = {0};
-    json_put_str(&text, str_c(choice));
+    if (choice) json_put_str(&text, str_c(choice));
+    else {
+        buf_c(&text, "{\"type\":\"function\",\"function\":{");
+        json_put_key(&text, "name"), json_put_str(&text, name);
+        buf_c(&text, "}}");
+    }
     body->tool_choice = chat_parse(request, &text, e);
     return body->tool_choice ? 0 : e->code;
 }
@@ -33512,10 +33521,12 @@ static int resp_add_item(api_request *request, chat_builder *chat, const json *i
     return API_UNSUPPORTED(request, "input: items of type '%.*s' are not supported", STRF(type));
 }
 
-/* Reads tool_choice: none and auto stay; allowed_tools gets the form that chats have. */
+/* Reads tool_choice: texts stay; a function and allowed_tools get the form that chats have. */
 static int resp_translate_choice(api_request *request, api_body *body, toka_err *e) {
     const json *choice = body->tool_choice, *list = json_get(choice, "tools");
     buf out = {0};
+    if (str_is(json_str(json_get(choice, "type")), "function"))
+        return chat_set_choice(request, body, NULL, json_str(json_get(choice, "name")), e);
     if (!str_is(json_str(json_get(choice, "type")), "allowed_tools")) return 0;
     buf_c(&out, "{\"type\":\"allowed_tools\",\"allowed_tools\":{");
     json_put_key(&out, "mode"), json_put_str(&out, json_str(json_get(choice, "mode")));
@@ -33534,10 +33545,7 @@ static int resp_translate_choice(api_request *request, api_body *body, toka_err 
 /* Returns an error for what is asked inside of fields and not done here. Encrypted reasoning is
  * ignored: clients ask for it in every body. */
 static int resp_check(api_request *request, const api_body *body, toka_err *e) {
-    const json *format = json_get(json_get(body->text, "format"), "type");
     const json *verbosity = json_get(body->text, "verbosity");
-    if (format && !str_is(json_str(format), "text"))
-        return API_UNSUPPORTED(request, "text: only the format text is supported");
     if (json_is(verbosity, JSON_STRING) && !str_is(json_str(verbosity), "medium"))
         return API_UNSUPPORTED(request, "text: verbosity is not supported");
     if (body->include)
@@ -33557,6 +33565,7 @@ static int resp_translate(api_request *request, api_body *body, toka_err *e) {
     if (!code) code = resp_translate_choice(request, body, e);
     if (code) return code;
     if (json_is(effort, JSON_STRING)) body->effort = json_str(effort);
+    body->format = json_get(body->text, "format");
     if (!json_is(body->input, JSON_STRING) && !json_is(body->input, JSON_ARRAY))
         return API_INVALID("input: expected a text or a list of items");
     json_put_open(&chat.out, '[');
@@ -33623,9 +33632,24 @@ static int msg_translate_choice(api_request *request, api_body *body, toka_err *
     const str type = json_str(json_get(choice, "type"));
     if (!choice) return 0;
     if (json_is_true(json_get(choice, "disable_parallel_tool_use"))) body->parallel_calls = 0;
-    if (str_is(type, "auto")) return chat_set_choice(request, body, "auto", e);
-    if (str_is(type, "none")) return chat_set_choice(request, body, "none", e);
-    return API_UNSUPPORTED(request, "tool_choice is not supported, but for none and auto");
+    if (str_is(type, "any")) return chat_set_choice(request, body, "required", STR(""), e);
+    if (str_is(type, "tool"))
+        return chat_set_choice(request, body, NULL, json_str(json_get(choice, "name")), e);
+    if (str_is(type, "auto")) return chat_set_choice(request, body, "auto", STR(""), e);
+    if (str_is(type, "none")) return chat_set_choice(request, body, "none", STR(""), e);
+    return API_INVALID("tool_choice: expected auto, any, none or a tool");
+}
+
+/* Reads `thinking`: whether the model thinks, and with how many tokens. */
+static int msg_translate_thinking(api_body *body, toka_err *e) {
+    const json *budget = json_get(body->thinking, "budget_tokens");
+    if (!body->thinking) return 0;
+    body->thinks = !str_is(json_str(json_get(body->thinking, "type")), "disabled");
+    if (!body->thinks || !budget || budget->type == JSON_NULL) return 0;
+    if (!json_whole(budget, &body->thinking_budget) || body->thinking_budget < 0 ||
+        body->thinking_budget > INT_MAX)
+        return API_INVALID("thinking: budget_tokens: expected 0 to %d", INT_MAX);
+    return 0;
 }
 
 static int msg_translate(api_request *request, api_body *body, toka_err *e) {
@@ -33635,17 +33659,15 @@ static int msg_translate(api_request *request, api_body *body, toka_err *e) {
     chat_builder chat = {0};
     int code = chat_translate_tools(request, body, "input_schema", types, e);
     if (!code) code = msg_translate_choice(request, body, e);
+    if (!code) code = msg_translate_thinking(body, e);
     if (code) return code;
-    if (format && format->type != JSON_NULL)
-        return API_UNSUPPORTED(request, "output_config: format is not supported");
+    if (format && format->type != JSON_NULL) body->format = format;
     if (!body->has_max_tokens && !request->counts_only) return API_INVALID("max_tokens: missing");
     /* It must be there, so clients send the most that any model has: a larger one is no error. */
     body->has_max_tokens = false;
     if (!body->messages || !body->messages->n)
         return API_INVALID("messages: expected a list of messages");
     if (json_is(effort, JSON_STRING)) body->effort = json_str(effort);
-    if (body->thinking)
-        body->thinks = !str_is(json_str(json_get(body->thinking, "type")), "disabled");
     json_put_open(&chat.out, '[');
     if (body->system)
         code = chat_add_content(request, &chat, "system", body->system, "system", STR(""), e);
@@ -34495,7 +34517,8 @@ static const api_style *api_style_of(enum api_route route) {
                                               [API_MESSAGES] = &api_messages,
                                               [API_EMBEDDINGS] = &api_embeddings,
                                               [API_SCORE] = &api_scores,
-                                              [API_RERANK] = &api_ranks};
+                                              [API_RERANK] = &api_ranks,
+                                              [API_INVOCATIONS] = NULL};
     return styles[route];
 }
 
@@ -34506,10 +34529,12 @@ typedef struct api_endpoint {
 } api_endpoint;
 static const api_endpoint api_endpoints[] = {
     {"/v1/completions", API_COMPLETIONS}, {"/v1/chat/completions", API_CHAT},
+    {"/v1/responses", API_RESPONSES},     {"/v1/messages", API_MESSAGES},
     {"/v1/embeddings", API_EMBEDDINGS},   {"/v1/score", API_SCORE},
     {"/v1/rerank", API_RERANK}};
 #define API_ENDPOINTS \
-    "/v1/completions, /v1/chat/completions, /v1/embeddings, /v1/score or /v1/rerank"
+    "/v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /v1/embeddings, " \
+    "/v1/score or /v1/rerank"
 
 static const api_endpoint *api_find_endpoint(str path) {
     for (int i = 0; i < COUNT(api_endpoints); i++)
@@ -46806,9 +46831,8 @@ static const help_page help_pages[] = {
      "  `continue_final_message` continues the text of the last message.\n"
      "- `/v1/responses` (OpenAI) and `/v1/messages` (Anthropic, with count_tokens\n"
      "  and the key in x-api-key) are the same chats in another form, with tools,\n"
-     "  reasoning and streams. They keep nothing: previous_response_id, tools that a\n"
-     "  server runs, and formats of text are refused.\n"
-     "- The budget_tokens of `thinking` in /v1/messages have no effect.\n"
+     "  reasoning, formats and streams; budget_tokens end the thinking. They keep\n"
+     "  nothing: previous_response_id and tools that a server runs are refused.\n"
      "- Constraints: response_format (json_object, json_schema), vLLM's\n"
      "  structured_outputs (json, regex, choice, grammar, json_object) and guided_*,\n"
      "  SGLang's json_schema, regex and ebnf; on the command line --json-schema,\n"

@@ -263,7 +263,7 @@ BAD = [("not json", "{\"prompt\": ", "invalid_json"), ("not an object", "[1,2]",
        ("stream", completion("x", "a", stream=True), "unsupported"), ("echo", chat("x", "a", echo=True), "unsupported"),
        ("suffix", completion("x", "a", suffix="b"), "unsupported"), ("best_of", completion("x", "a", best_of=3), "unsupported"),
        ("response_format", chat("x", "a", response_format={"type": "structural_tag"}), "unsupported"),
-       ("tool_choice", chat("x", "a", tool_choice="required"), "unsupported"),
+       ("tool_choice", chat("x", "a", tools=[{"type": "function", "function": {"name": "f"}}], tool_choice="required"), "unsupported"),
        ("image", {"custom_id": "x", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "unsupported")]
 
 

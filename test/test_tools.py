@@ -2,6 +2,7 @@
 import json
 import os
 import subprocess
+import time
 
 import openai
 import pytest
@@ -386,6 +387,19 @@ def test_responses(api):
     assert items(respond(api, "long", tools=FLAT))[0][0] == "get_weather"
 
 
+FLAT_PICK = [{"type": "function", "name": t["function"]["name"], "parameters": t["function"].get("parameters")} for t in PICK]
+
+
+def test_constraints_of_responses(api, plain):
+    shape = {"format": {"type": "json_schema", "name": "x", "schema": pick(side={"enum": ["left", "right"]})}}
+    for text, check in ((shape, lambda v: v["side"] in ("left", "right")), ({"format": {"type": "text"}}, None)):
+        answer = respond(api, "think", text=text)
+        (kind, thought), (_, content) = items(answer)
+        assert kind == "reasoning" and thought == "He wants a <tool_call>{...}." and (check(json.loads(content)) if check else content == "It is <b>noon</b>.")
+    for choice in ("required", {"type": "function", "name": "pick"}, {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "pick"}]}):
+        assert {valid(c) for c in items(respond(plain, "text", tools=FLAT_PICK, tool_choice=choice, parallel_tool_calls=False))} <= {"pick", "stop"}
+
+
 def test_a_conversation_of_responses(server, api):
     first = api.responses.create(model="m", input=[{"role": "user", "content": [{"type": "input_text", "text": "both"}]}], tools=FLAT)
     call = first.output[1]
@@ -394,7 +408,7 @@ def test_a_conversation_of_responses(server, api):
     assert api.responses.create(model="m", input=history, tools=FLAT, instructions="I").output_text == SCRIPTS["text"]
 
 
-@pytest.mark.parametrize("field", [{"previous_response_id": "r"}, {"background": True}, {"text": {"format": {"type": "json_object"}}},
+@pytest.mark.parametrize("field", [{"previous_response_id": "r"}, {"background": True}, {"text": {"format": {"type": "json_schema"}}},
                                    {"text": {"verbosity": "low"}}, {"include": ["message.output_text.logprobs"]},
                                    {"tools": [{"type": "web_search"}]}, {"tool_choice": "required"}, {"input": 5},
                                    {"input": [{"type": "item_reference", "id": "x"}]}, {"input": [{"role": "robot", "content": "x"}]}])
@@ -448,6 +462,44 @@ def test_messages(server, messages_client):
     assert len(blocks(converse(messages_client, "long", tools=ANTHROPIC))[0][1]["city"]) > 1000
 
 
+def test_constraints_of_messages(server, messages_client):
+    tools = [{"name": t["function"]["name"], "input_schema": t["function"].get("parameters", pick())} for t in PICK]
+    for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "pick"}):
+        answer = converse(messages_client, "think", tools=tools, tool_choice=choice)
+        assert [b.type for b in answer.content] == ["thinking", "tool_use"] and answer.stop_reason == "tool_use"
+        assert valid((answer.content[1].name, json.dumps(answer.content[1].input))) in ("pick", "stop")
+    answer = converse(messages_client, "think", thinking={"type": "enabled", "budget_tokens": 3})
+    assert answer.content[0].type == "thinking" and 0 < len(answer.content[0].thinking) < 20
+    body = {"max_tokens": 900, "messages": [{"role": "user", "content": "think"}], "thinking": {"type": "disabled", "budget_tokens": 3},
+            "output_config": {"format": {"type": "json_schema", "schema": pick(side={"enum": ["left", "right"]})}}}
+    content = server.post("/v1/messages", body).json()["content"]
+    assert content[0]["thinking"] == "He wants a <tool_call>{...}." and json.loads(content[1]["text"])["side"] in ("left", "right")
+
+
+def test_batches_of_other_routes(tmp_path):
+    """A batch over HTTP and a batch file have the lines of /v1/responses and /v1/messages, too."""
+    folder = str(tmp_path / "m")
+    write_model(folder, SCRIPTS, HERMES)
+    bodies = {"/v1/responses": {"input": "think", "tools": FLAT_PICK, "tool_choice": {"type": "function", "name": "pick"}},
+              "/v1/messages": {"max_tokens": 900, "messages": [{"role": "user", "content": "think"}], "tool_choice": {"type": "tool", "name": "pick"},
+                               "tools": [{"name": "pick", "input_schema": PICK[0]["function"]["parameters"]}]}}
+    with Server("-m", folder, "--served-model-name", "m", "--files-dir", str(tmp_path / "files")) as s:
+        api = client(s)
+        for route, body in bodies.items():
+            line = json.dumps({"custom_id": "a", "method": "POST", "url": route, "body": body})
+            file = api.files.create(file=("in.jsonl", line.encode()), purpose="batch")
+            batch = api.batches.create(input_file_id=file.id, endpoint=route, completion_window="24h")
+            for _ in range(200):
+                batch = api.batches.retrieve(batch.id)
+                if batch.status in ("completed", "failed"):
+                    break
+                time.sleep(0.05)
+            answer = json.loads(api.files.content(batch.output_file_id).text)["response"]["body"]
+            call = answer["output"][1] if "output" in answer else answer["content"][1]
+            assert batch.status == "completed" and call["type"] in ("function_call", "tool_use")
+            assert valid((call["name"], call["arguments"] if "output" in answer else json.dumps(call["input"]))) == "pick"
+
+
 def test_a_conversation_of_messages(server, messages_client):
     first = messages_client.messages.create(model="m", max_tokens=200, tools=ANTHROPIC, messages=[{"role": "user", "content": "both"}])
     use = first.content[-1]
@@ -460,7 +512,7 @@ def test_a_conversation_of_messages(server, messages_client):
     assert counted.input_tokens == answer.usage.input_tokens + answer.usage.cache_read_input_tokens
 
 
-@pytest.mark.parametrize("field", [{"max_tokens": None}, {"tool_choice": {"type": "any"}}, {"tools": [{"type": "web_search_20250305", "name": "w"}]},
+@pytest.mark.parametrize("field", [{"max_tokens": None}, {"tool_choice": {"type": "any"}}, {"tool_choice": {"type": "some"}}, {"thinking": {"type": "enabled", "budget_tokens": -1}}, {"tools": [{"type": "web_search_20250305", "name": "w"}]},
                                    {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, {"messages": [7]},
                                    {"output_config": {"format": {"type": "json_schema"}}}, {"system": 3}])
 def test_messages_refuse(server, field):
