@@ -33281,6 +33281,29 @@ static int api_put_detokenized(api_request *request, const api_body *body, buf *
     return code;
 }
 
+/* Writes what a client needs to render and count prompts with a tokenizer of its own: the fields of
+ * tokenizer_config.json that vLLM's /tokenizer_info has. */
+static void api_put_tokenizer_info(const api_config *config, buf *out) {
+    const mf_config *model = &config->toka->files->config;
+    const tmpl *chat = lib_chat_template(config->toka, NULL);
+    const tok *tokenizer = config->toka->tokenizer;
+    static const char *const names[] = {"bos_token", "eos_token"};
+    const int32_t ids_of[] = {model->bos_id, model->n_eos_ids ? model->eos_ids[0] : -1};
+    json_put_open(out, '{');
+    json_put_member_or_null(out, "tokenizer_class", "PreTrainedTokenizerFast");
+    for (int i = 0; i < COUNT(names); i++) {
+        const bool known = tokenizer && ids_of[i] >= 0 && ids_of[i] < tokenizer->n_ids;
+        json_put_key(out, names[i]);
+        if (known) json_put_str(out, tokenizer->text[ids_of[i]]);
+        else json_put_null(out);
+    }
+    json_put_key(out, "model_max_length"), json_put_int(out, config->max_len);
+    json_put_key(out, "chat_template");
+    if (chat) json_put_str(out, chat->source);
+    else json_put_null(out);
+    json_put_close(out, '}');
+}
+
 typedef struct api_fault { /* why a body was refused, in the arguments of api_put_error */
     int status;
     const char *type, *param, *code; /* static strings, or NULL */
@@ -39428,6 +39451,10 @@ static void srv_models(srv *server, srv_request *request) {
     api_put_error(&request->reply.body, 404, e.msg, NULL, "model", "model_not_found");
 }
 
+static void srv_tokenizer_info(srv *server, srv_request *request) {
+    api_put_tokenizer_info(&server->model, &request->reply.body);
+}
+
 static void srv_metrics_reply(srv *server, srv_request *request) {
     toka_stats t = toka_get_stats(server->toka);
     request->reply.type = "text/plain; version=0.0.4; charset=utf-8";
@@ -39451,6 +39478,7 @@ static const srv_route srv_routes[] = {
     {"/version",             false, SRV_GET,  true,  true,  srv_version,       NULL, 0},
     {"/metrics",             false, SRV_GET,  false, false, srv_metrics_reply, NULL, 0},
     {"/v1/models",           true,  SRV_GET,  false, false, srv_models,        NULL, 0},
+    {"/tokenizer_info",      false, SRV_GET,  false, false, srv_tokenizer_info, NULL, 0},
     {"/v1/completions",      false, SRV_POST, false, false, NULL, srv_begin_api, API_COMPLETIONS},
     {"/v1/chat/completions", false, SRV_POST, false, false, NULL, srv_begin_api, API_CHAT},
     {"/invocations",         false, SRV_POST, false, false, NULL, srv_begin_api, API_INVOCATIONS},
@@ -46787,8 +46815,8 @@ static const help_page help_pages[] = {
     {"serving", "the server, its keys and its limits",
      "    toka serve -m test/model --served-model-name tiny &\n"
      "    curl -s --retry 30 --retry-all-errors 127.0.0.1:10210/v1/models\n"
-     "    curl -s 127.0.0.1:10210/v1/completions -d '{\"prompt\": \"Tom has\", \"n\": 2}'\n"
-     "    curl -s 127.0.0.1:10210/v1/responses -d '{\"input\": \"Tom has 12 apples.\"}'\n"
+     "    curl -s 127.0.0.1:10210/v1/completions --json '{\"prompt\": \"Tom has\", \"n\": 2}'\n"
+     "    curl -s 127.0.0.1:10210/v1/responses --json '{\"input\": \"Tom has 12 apples.\"}'\n"
      "    kill $!; wait\n"
      "\n"
      "- A line on standard error says every 5 seconds what /metrics has.\n"
@@ -46874,6 +46902,30 @@ static const help_page help_pages[] = {
      "  value for each 16 bytes of `--max-body-bytes` (4 million). The limit of\n"
      "  connections is `ulimit -n`, raised to its hard limit at start.\n",
      "serve"},
+    {"tools", "calls of functions, reasoning, answers of a given form",
+     "    toka serve -m test/model --tool-call-parser hermes &\n"
+     "    U=127.0.0.1:10210/v1/chat/completions\n"
+     "    curl -s --retry 30 --retry-all-errors $U --json '{\n"
+     "    \"messages\": [{\"role\": \"user\", \"content\": \"Tom buys 7 apples.\"}],\n"
+     "    \"tools\": [{\"type\": \"function\", \"function\": {\"name\": \"add\", \"parameters\": {\n"
+     "    \"type\": \"object\", \"properties\": {\"a\": {\"type\": \"integer\", \"maximum\": 99},\n"
+     "    \"to\": {\"enum\": [\"apples\", \"pens\"]}}, \"required\": [\"a\", \"to\"],\n"
+     "    \"additionalProperties\": false}}}],\n"
+     "    \"tool_choice\": {\"type\": \"function\", \"function\": {\"name\": \"add\"}}}'\n"
+     "    kill $!; wait\n"
+     "\n"
+     "- A model needs no --tool-call-parser if its chat template shows the form of\n"
+     "  its calls. `toka help serving` has the list.\n"
+     "- tool_choice auto: text, in which calls are found. Functions with \"strict\":\n"
+     "  true get valid arguments, others what the model writes. required, a function,\n"
+     "  allowed_tools: calls and nothing else, always valid. A form without JSON\n"
+     "  (Qwen3-Coder, GLM, Python) has only the named properties of a schema.\n"
+     "- Together with response_format the answer is calls or a text of this form.\n"
+     "- Reasoning comes first and is free; the constraint begins behind it.\n"
+     "  thinking_token_budget (budget_tokens in /v1/messages) ends it.\n"
+     "- Stop strings end an answer wherever they occur, also in reasoning and calls.\n"
+     "- A schema with what is not supported is a 400 that says where.\n",
+     NULL},
     {"files", "batches that a server runs",
      "    toka serve -m test/model --files-dir files &\n"
      "    echo '{\"custom_id\": \"1\", \"method\": \"POST\", \"url\": \"/v1/completions\",' \\\n"

@@ -1,6 +1,28 @@
 /* fuzz_parse.c - libFuzzer entry: the text of an answer is parsed in the same way whole and in
  * pieces, in every form of calls. The first byte selects the form, the second the reasoning and the
- * size of the pieces. Arguments of a call that was held are a JSON object. */
+ * size of the pieces. Arguments of a call that was held are a JSON object. With the highest bit of the
+ * second byte the rest is a schema: the structure of its calls compiles or says why not. */
+
+/* A hostile schema, name and content of a tool. */
+static void fuzz_parse_structure(const parse_setup *setup, str text, uint8_t flags, arena *memory) {
+    toka_err e;
+    const json *schema = json_parse(memory, text, (json_limits){64, 1 << 20}, &e);
+    buf function = {0}, out = {0};
+    if (!schema) return;
+    buf_c(&function, "{\"strict\":true,\"name\":"), json_put_str(&function, str_sub(text, 0, MIN(text.n, (size_t)9)));
+    buf_c(&function, ",\"parameters\":"), json_put_value(&function, schema), buf_c(&function, "}");
+    const json *functions[1] = {json_parse(memory, buf_view(&function), (json_limits){70, 1 << 20}, &e)};
+    const parse_demand demand = {.setup = setup, .functions = functions, .n_functions = functions[0] != NULL, .may_call = true, .must_call = flags & 64,
+                                 .content = flags & 32 ? STR("{\"type\":\"any_text\"}") : STR("")};
+    parse_put_answer(&demand, &out);
+    const toka_grammar g = {.kind = TOKA_GRAMMAR_STRUCTURE, .text = out.p, .text_bytes = out.n};
+    const con_vocab vocab = {.words = 1};
+    toka_constraint *c;
+    const int code = con_new(&c, &g, NULL, &vocab, &e);
+    if (code && (code != TOKA_E_USE || !*e.msg || c)) abort();
+    if (!code) con_del(c);
+    buf_free(&function), buf_free(&out);
+}
 
 static void fuzz_parse_in_pieces(const parse_setup *setup, str text, size_t n_bytes, parser *p) {
     parser_init(p, setup);
@@ -26,6 +48,11 @@ static int fuzz_parse(const uint8_t *data, size_t size) {
     setup.n_tools = parse_tools_init(&memory, json_parse(&memory, str_c(tools), json_trusted, &e), &list);
     setup.tools = list;
     const str text = {(const char *)data + 2, size - 2};
+    if (data[1] & 128) {
+        fuzz_parse_structure(&setup, text, data[1], &memory);
+        arena_free(&memory);
+        return 0;
+    }
     parser whole, cut;
     fuzz_parse_in_pieces(&setup, text, size, &whole);
     fuzz_parse_in_pieces(&setup, text, 1 + (data[1] >> 3), &cut);

@@ -102,6 +102,10 @@ def test_manual_pages(hub, tmp_path, page):
     assert status == 0 and commands and all(len(line) <= 82 for line in text.splitlines())
     status, out, err = run(hub, tmp_path, "\n".join(commands))
     assert status == 0 and out, err
+    if page == "tools":
+        choice = json.loads(out)["choices"][0]
+        arguments = json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"])
+        assert choice["finish_reason"] == "stop" and type(arguments["a"]) is int and arguments["to"] in ("apples", "pens")
 
 
 def test_the_pages_are_found(hub, tmp_path):

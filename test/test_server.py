@@ -756,6 +756,13 @@ def bad_requests(rnd):
             yield body(text, path=path)
 
 
+def test_tokenizer_info(server):
+    info = server.get("/tokenizer_info").json()
+    config = json.load(open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "model/tokenizer_config.json")))
+    assert info["chat_template"] == config["chat_template"].rstrip() and info["model_max_length"] > 0
+    assert len(server.post("/tokenize", {"prompt": info["eos_token"], "add_special_tokens": False}).json()["tokens"]) == 1
+
+
 def test_a_thousand_bad_requests(server):
     """Each bad request gets its 4xx status (or 501, 505), and the next request, on a new connection, works. The rest of the thousand
     are good requests with bytes changed, removed or repeated: each must get an answer or a closed connection, and the server must
