@@ -262,6 +262,23 @@ def test_thinking_budgets(api):
     assert 0 < len(reasoning) < 20 and [valid(c) for c in calls] == ["pick"]
 
 
+def test_hostile_tools_touch_no_other_request(server, plain):
+    """Too many functions, too deep ones, ones that are wrong: each is a 400, while other requests go on."""
+    def functions(n, schema):
+        return [{"type": "function", "function": {"name": f"f{i}", "parameters": schema, "strict": True}} for i in range(n)]
+
+    deep = {"type": "null"}
+    for _ in range(55):
+        deep = {"type": "array", "items": deep}
+    stream = plain.chat.completions.create(model="m", messages=[{"role": "user", "content": "long"}], tools=TOOLS, stream=True)
+    first = next(iter(stream))
+    for tools in (functions(3000, pick(a={"type": "string"}, b={"type": "string"})), functions(1, pick(a=deep)), functions(1, {"$ref": "#/nowhere"}),
+                  functions(1, pick(a={"type": "string", "pattern": "(a{1,9999}){1,9999}(b|a{1,9999}){9999}$", "maxLength": 90000}))):
+        answer = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "text"}], "tools": tools, "tool_choice": "required", "max_tokens": 9})
+        assert answer.status == 400 and answer.error()["param"] == "tool_choice", answer.body
+    assert first.choices and len(join(stream)[2]) == 1
+
+
 def test_refusals(api):
     bad = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "array", "contains": {"type": "null"}}}}}}]
     for tools, choice in ((TOOLS, {"type": "function", "function": {"name": "fly"}}), (TOOLS, "sometimes"), (None, "required"), ([], "required"), (bad, "required")):
