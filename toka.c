@@ -36425,7 +36425,7 @@ typedef struct files_batch {
     files_id id, input;
     files_id output, errors_file; /* files of results and of errors; listed once it has ended */
     enum files_status status;
-    const api_endpoint *endpoint; /* of its lines */
+    int endpoint;            /* of its lines: index in api_endpoints */
     char window[16];         /* completion_window as given: "24h" */
     /* unix seconds when it entered each state; 0: never. status_times[FILES_VALIDATING]: created */
     int64_t status_times[FILES_N_STATUSES];
@@ -36764,7 +36764,7 @@ static void files_put_batch(const files_batch *batch, bool on_disk, buf *out) {
     json_put_key(out, "id"), json_put_str(out, str_c(batch->id.text));
     json_put_key(out, "object"), json_put_str(out, STR("batch"));
     json_put_key(out, "endpoint");
-    json_put_str(out, str_c(batch->endpoint->path));
+    json_put_str(out, str_c(api_endpoints[batch->endpoint].path));
     json_put_key(out, "model"), json_put_str(out, str_c(batch->model));
     json_put_key(out, "errors");
     if (batch->errors) buf_printf(out, "{\"object\":\"list\",\"data\":%s}", batch->errors);
@@ -36920,8 +36920,8 @@ static bool files_load_batch(files_store *store, const files_id *id, const json 
         return false;
     }
     batch->status = (enum files_status)status;
-    batch->endpoint = api_find_endpoint(json_str(json_get(root, "endpoint")));
-    if (!batch->endpoint) batch->endpoint = api_endpoints; /* the record was damaged */
+    const api_endpoint *endpoint = api_find_endpoint(json_str(json_get(root, "endpoint")));
+    batch->endpoint = endpoint ? (int)(endpoint - api_endpoints) : 0;
     memcpy(batch->window, window.p, window.n);
     for (int i = 0; i < FILES_N_STATUSES; i++) {
         char name[32];
@@ -37160,7 +37160,7 @@ static const char *files_line_error(const files_batch *batch, const json *root, 
     if (!str_is(json_str(method), "POST"))
         return *message = "method: expected POST", "invalid_method";
     *param = "url";
-    if (!str_is(json_str(json_get(root, "url")), batch->endpoint->path))
+    if (!str_is(json_str(json_get(root, "url")), api_endpoints[batch->endpoint].path))
         return *message = "url: it is not the endpoint of the batch", "invalid_url";
     *param = "body";
     if (!json_is(json_get(root, "body"), JSON_OBJECT))
@@ -37674,8 +37674,9 @@ static const char *files_read_batch(const files_store *store, const json *root, 
     const json *expires = json_get(root, "output_expires_after");
     if (!json_is(root, JSON_OBJECT)) return *message = "expected a JSON object", "";
     if (files_check_members(store, root, e)) return *message = e->msg, "";
-    batch->endpoint = api_find_endpoint(endpoint);
-    if (!batch->endpoint) return *message = "endpoint: expected " API_ENDPOINTS, "endpoint";
+    const api_endpoint *found = api_find_endpoint(endpoint);
+    if (!found) return *message = "endpoint: expected " API_ENDPOINTS, "endpoint";
+    batch->endpoint = (int)(found - api_endpoints);
     int64_t seconds = files_read_window(window);
     if (seconds < 0)
         return *message = "completion_window: expected a time up to 30 days, as 24h",
