@@ -28078,6 +28078,24 @@ static int lib_open_tokenizer(toka *t, toka_err *e) {
     return 0;
 }
 
+/* Sets the two tokens, "yes,no", whose logits a score compares. */
+COLD
+static int lib_set_score_tokens(toka *t, const char *names, toka_err *e) {
+    mf_embedding *embedding = &t->files->embedding;
+    int *const targets[] = {&embedding->true_id, &embedding->false_id};
+    str rest = str_c(names), name;
+    int n = 0;
+    for (; str_split_next(&rest, ',', &name); n++) {
+        const int32_t id = t->tokenizer && n < 2 ? tok_id(t->tokenizer, name) : -1;
+        if (id < 0)
+            return fail(e, TOKA_E_USE, "score_tokens: \"%.100s\", expected two tokens, as yes,no",
+                        names);
+        *targets[n] = id;
+    }
+    return n == 2 ? 0 : fail(e, TOKA_E_USE, "score_tokens: \"%.100s\", expected two tokens, as "
+                                            "yes,no", names);
+}
+
 /* Opens the components that work on text: model files, tokenizer, chat template. It also maps the
  * weights if `weights` is set. No device and no engine. Returns 0 or an error; on error *out is not
  * changed. */
@@ -28088,6 +28106,7 @@ static int lib_open_text(toka **out, const toka_options *options, bool weights, 
                        : mf_open_text(&t->files, options->model, options->models_file, embedded,
                                       false, e);
     if (!code) code = lib_open_tokenizer(t, e);
+    if (!code && options->score_tokens) code = lib_set_score_tokens(t, options->score_tokens, e);
     if (!code) code = lib_open_template(t, options->chat_template, e);
     if (code) {
         toka_close(t);
@@ -34160,17 +34179,21 @@ static int emb_add_prompt(api_request *request, const api_body *body, const toka
     return code ? code : api_check_prompt(request, prompt, e);
 }
 
-/* Returns the prompt text of the folder with this name, or its default one; NULL: *e says why
- * not. */
-static const char *emb_find_prompt(api_request *request, str name, toka_err *e) {
-    const mf_embedding *embedding = &request->config->toka->files->embedding;
+/* Finds the folder's prompt text with this name; name.n 0: its default one, or an empty one.
+ * Returns false if there is none of this name. The text lives as long as t. */
+static bool emb_prompt_text(const toka *t, str name, str *text) {
+    const mf_embedding *embedding = &t->files->embedding;
     const bool asked = name.n != 0;
+    *text = STR("");
     if (!asked) name = embedding->default_prompt;
-    char *key = arena_cstr(&request->memory, name);
-    const json *text = name.n ? json_get(embedding->prompts, key) : NULL;
-    if (json_is(text, JSON_STRING)) return arena_cstr(&request->memory, json_str(text));
-    if (!asked) return "";
-    return API_INVALID("prompt_name: the model has no prompt '%.*s'", STRF(name)), NULL;
+    if (json_is(embedding->prompts, JSON_OBJECT)) {
+        JSON_MEMBERS(key, embedding->prompts) {
+            if (!str_eq((str){key->chars, key->n}, name) || key[1].type != JSON_STRING) continue;
+            *text = json_str(key + 1);
+            return true;
+        }
+    }
+    return !asked;
 }
 
 /* Checks how large the answer to n texts may be, and allocates the prompts. */
@@ -34191,14 +34214,14 @@ static int emb_alloc_prompts(api_request *request, const toka_request *params, s
 
 /* Embeds one input: the folder's prompt text before it, unless it is a list of ids. */
 static int emb_add_input(api_request *request, const api_body *body, const toka_request *params,
-                         const char *before, const json *input, toka_err *e) {
+                         str before, const json *input, toka_err *e) {
     if (json_is(input, JSON_ARRAY))
         return emb_add_prompt(request, body, params, STR(""), input, "input", e);
     if (!json_is(input, JSON_STRING))
         return API_INVALID("input: expected a text, token ids, or a list of either");
     if (!input->n) return API_INVALID("input: text %d is empty", request->n_prompts);
     buf text = {0};
-    buf_c(&text, before), buf_str(&text, json_str(input));
+    buf_str(&text, before), buf_str(&text, json_str(input));
     const int code = emb_add_prompt(request, body, params, buf_view(&text), NULL, "input", e);
     buf_free(&text);
     return code;
@@ -34233,9 +34256,11 @@ static int emb_make_prompts(api_request *request, const api_body *body, toka_req
                            STRF(body->encoding));
     if (!value) return API_INVALID("input: missing");
     if (emb_set_params(request, body, params, e)) return e->code;
-    const char *before = emb_find_prompt(request, body->prompt_name, e);
-    if (!before || emb_alloc_prompts(request, params, is_list ? value->n : 1, "input", e))
-        return e->code;
+    str before;
+    if (!emb_prompt_text(request->config->toka, body->prompt_name, &before))
+        return API_INVALID("prompt_name: the model has no prompt '%.*s'",
+                           STRF(body->prompt_name));
+    if (emb_alloc_prompts(request, params, is_list ? value->n : 1, "input", e)) return e->code;
     if (!is_list) return emb_add_input(request, body, params, before, value, e);
     if (value->n > EMB_MAX_TEXTS)
         return API_INVALID("input: %zu texts, expected at most %d", (size_t)value->n,
@@ -34296,9 +34321,9 @@ static int emb_read_pairs(api_request *request, const api_body *body, emb_pairs 
 /* Each text becomes a vector: queries first. */
 static int emb_make_vectors(api_request *request, const api_body *body, toka_request *params,
                             const emb_pairs *pairs, toka_err *e) {
-    const mf_embedding *embedding = &request->config->toka->files->embedding;
-    const bool has_query = json_get(embedding->prompts, "query") != NULL;
-    const bool has_document = json_get(embedding->prompts, "document") != NULL;
+    str before[2]; /* a query, a document */
+    emb_prompt_text(request->config->toka, STR("query"), &before[0]);
+    emb_prompt_text(request->config->toka, STR("document"), &before[1]);
     request->n_queries = (int)pairs->n_queries;
     if (emb_set_params(request, body, params, e)) return e->code;
     params->normalize = 1;
@@ -34307,11 +34332,11 @@ static int emb_make_vectors(api_request *request, const api_body *body, toka_req
         return e->code;
     for (size_t i = 0; i < pairs->n_queries + pairs->n_documents; i++) {
         const bool is_query = i < pairs->n_queries;
-        const str name = is_query ? STR("query") : STR("document");
+        const char *name = is_query ? pairs->query_name : pairs->document_name;
         buf text = {0};
-        buf_c(&text, (is_query ? has_query : has_document) ? emb_find_prompt(request, name, e) : "");
+        buf_str(&text, before[!is_query]);
         buf_str(&text, is_query ? pairs->queries[i] : pairs->documents[i - pairs->n_queries]);
-        const int code = emb_add_prompt(request, body, params, buf_view(&text), NULL, name.p, e);
+        const int code = emb_add_prompt(request, body, params, buf_view(&text), NULL, name, e);
         buf_free(&text);
         if (code) return code;
     }
@@ -34378,7 +34403,7 @@ static int emb_make_logits(api_request *request, const api_body *body, toka_requ
     if (emb_alloc_prompts(request, params, pairs->n_documents, pairs->document_name, e))
         return e->code;
     str instruction = body->instruction;
-    if (!instruction.n) instruction = str_c(emb_find_prompt(request, STR(""), e));
+    if (!instruction.n) emb_prompt_text(request->config->toka, STR(""), &instruction);
     api_body bare = *body;
     if (bare.special < 0) bare.special = 0; /* the prompt is a whole conversation */
     for (size_t i = 0; i < pairs->n_documents; i++) {
@@ -47106,6 +47131,8 @@ typedef struct cli { /* the values of all flags; the fields are named like the f
     const char *json_schema, *grammar, *regex, *maskbench;
     bool stats;
     bool include_stop, ignore_eos, raw, chat, json, quiet, verbose, decode, no_special;
+    int dimensions;          /* embed */
+    const char *prompt_name; /* embed */
     bool help, help_all, version;
     const char *input, *output, *report, *dataset, *timeline;
     int num_prompts;
@@ -47154,16 +47181,19 @@ enum {
     FOR_COMPLETION = 262144,
     FOR_GRAMMAR = 524288,
     FOR_PING = 1048576,
-    FOR_ANY = 2097151,
+    FOR_EMBED = 2097152,
+    FOR_ANY = 4194303,
     FOR_REQUEST = FOR_RUN | FOR_PING, /* what toka ping takes, goes with --base-url */
-    FOR_OPENS = FOR_RUN | FOR_CHAT | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT | FOR_SERVE,
+    FOR_OPENS = FOR_RUN | FOR_CHAT | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT | FOR_SERVE |
+                FOR_EMBED,
     FOR_SAMPLES = FOR_RUN | FOR_CHAT | FOR_PING | FOR_BATCH | FOR_THROUGHPUT,
-    FOR_READS = FOR_RUN | FOR_PING | FOR_SCORE | FOR_TOKENIZE | FOR_TEMPLATE | FOR_GRAMMAR,
+    FOR_READS = FOR_RUN | FOR_PING | FOR_SCORE | FOR_TOKENIZE | FOR_TEMPLATE | FOR_GRAMMAR |
+                FOR_EMBED,
     FOR_TEXT = FOR_TOKENIZE | FOR_TEMPLATE | FOR_GRAMMAR, /* open no weights */
     FOR_HUB = FOR_OPENS | FOR_TEXT,
     FOR_WORDS = FOR_PULL | FOR_RM | FOR_COMPLETION | FOR_PING, /* take names */
     FOR_MODEL_WORD = FOR_CHAT | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT | FOR_SERVE | FOR_TEXT |
-                     FOR_PLAN /* take a model without --model, too */
+                     FOR_PLAN | FOR_EMBED /* take a model without --model, too */
 };
 
 #define AT(field) offsetof(cli, field)
@@ -47394,14 +47424,20 @@ static const cli_flag cli_flags[] = {
          FOR_OPS,
      "one JSON object instead of text"},
     {"verbose", "v", "", CLI_BOOL, AT(verbose),
-     FOR_RUN | FOR_CHAT | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT | FOR_GRAMMAR,
+     FOR_RUN | FOR_CHAT | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT | FOR_GRAMMAR | FOR_EMBED,
      "on standard error: the device, seconds of each part of the start, tokens of KV cache (serve always prints them); grammar --maskbench: schemas that are refused or wrong"},
     {"quiet", "q", "", CLI_BOOL, AT(quiet), FOR_PING | FOR_HUB | FOR_BENCH_SERVE | FOR_PULL,
      "no summary line on standard error"},
     {"decode", "", "", CLI_BOOL, AT(decode), FOR_TOKENIZE,
      "tokenize: ids on standard input, text on standard output"},
-    {"no-special", "", "", CLI_BOOL, AT(no_special), FOR_TOKENIZE | FOR_SCORE,
-     "tokenize, score: do not add special tokens; with --decode: leave them out"},
+    {"score-tokens", "", "YES,NO", CLI_TEXT, AT(open.score_tokens), FOR_SERVE | FOR_BATCH,
+     "/v1/score and /v1/rerank compare the logits of these two tokens (default: as modules.json says)"},
+    {"dimensions", "", "N", CLI_INT, AT(dimensions), FOR_EMBED,
+     "the first N elements of each vector, then normalized (default: all)"},
+    {"prompt-name", "", "NAME", CLI_TEXT, AT(prompt_name), FOR_EMBED,
+     "put this prompt of config_sentence_transformers.json, such as query, before each text"},
+    {"no-special", "", "", CLI_BOOL, AT(no_special), FOR_TOKENIZE | FOR_SCORE | FOR_EMBED,
+     "tokenize, score, embed: do not add special tokens; with --decode: leave them out"},
     {"config", "", "FILE", CLI_TEXT, AT(config), FOR_ANY,
      "a JSON object with values of flags: {\"model\": \"test/model\", \"temp\": 0.7, \"raw\": true}; the command line goes first"},
     {"help", "h", "", CLI_BOOL, AT(help), FOR_ANY, "the flags used most, and examples"},
@@ -47525,6 +47561,7 @@ static const char cli_commands[] =
     "  toka template [FLAGS]   JSON object with messages, tools ... on standard input to the rendered prompt\n"
     "  toka score [FLAGS]      log-probability of every token of a text\n"
     "  toka grammar [FLAGS]    does a JSON schema, regular expression or grammar accept the text on standard input?\n"
+    "  toka embed [FLAGS]      the vector of each line, as a line of JSON\n"
     "  toka serve [FLAGS]      OpenAI-compatible server; SIGTERM or SIGHUP: ends after its answers\n"
     "  toka models             the models of models.txt\n"
     "  toka pull MODEL ...     download models of the Hugging Face hub, or what is new there; prints their folders\n"
@@ -47589,6 +47626,7 @@ static const struct {
                    "      toka template -m qwen3-8b\n"},
     {FOR_SCORE, "  toka score -m qwen3-8b -f text.txt\n"},
     {FOR_GRAMMAR, "  echo -n 2026-01-31 | toka grammar -m qwen3-8b --regex '[0-9]{4}(-[0-9]{2}){2}'\n"},
+    {FOR_EMBED, "  toka embed -m Qwen/Qwen3-Embedding-0.6B -f texts.txt --prompt-name query\n"},
     {FOR_PULL, "  toka pull Qwen/Qwen3-0.6B\n  toka -m Qwen/Qwen3-0.6B -p \"Why is the sky blue?\"\n"},
     {FOR_RM, "  toka rm Qwen/Qwen3-0.6B\n"},
     {FOR_PLAN, "  toka plan -m llama-3.1-70b --gpus 4 --gpu H200\n"},
@@ -49047,6 +49085,97 @@ static int cli_score(const cli *flags, toka_err *e) {
     return code;
 }
 
+typedef struct cli_vector { /* of a line, as it comes */
+    float *elements;        /* owned */
+    int n;
+    toka_finish finish;
+} cli_vector;
+
+static int cli_on_vector(void *user, const toka_event *event) {
+    cli_vector *vector = user;
+    const size_t bytes = (size_t)event->n_vector * sizeof *event->vector;
+    vector->finish = event->finish;
+    if (event->vector) vector->elements = memcpy(mem_alloc(bytes), event->vector, bytes);
+    vector->n = event->n_vector;
+    return cli_interrupted;
+}
+
+/* Submits one text of toka embed. */
+static int cli_embed_text(const cli *flags, toka *t, const toka_request *params, str text,
+                          cli_vector *vector, toka_err *e) {
+    toka_request request = *params;
+    int32_t *tokens = NULL;
+    int64_t unused;
+    int code = toka_encode(t, text.p, text.n,
+                           TOKA_PARSE_SPECIAL | (flags->no_special ? 0 : TOKA_ADD_SPECIAL), &tokens,
+                           &request.n_ids, e);
+    request.ids = tokens;
+    if (!code) code = toka_submit(t, &request, cli_on_vector, vector, &unused, e);
+    free(tokens);
+    return code;
+}
+
+/* Writes a line of JSON for each vector. */
+static int cli_put_vectors(const cli_vector *vectors, size_t n_vectors, toka_err *e) {
+    buf out = {0};
+    int code = 0;
+    for (size_t i = 0; i < n_vectors && !code; i++) {
+        if (vectors[i].finish == TOKA_CANCELLED) return fail(e, TOKA_E_CANCELLED, "interrupted");
+        buf_clear(&out);
+        json_put_open(&out, '[');
+        for (int k = 0; k < vectors[i].n; k++)
+            json_put_num(&out, (double)vectors[i].elements[k], true);
+        json_put_close(&out, ']');
+        buf_char(&out, '\n');
+        code = cli_write(buf_view(&out), e);
+    }
+    buf_free(&out);
+    return code;
+}
+
+/* Submits each line of the input; --prompt is one text. *n_vectors: the lines so far. */
+static int cli_embed_lines(const cli *flags, toka *t, str input, cli_vector **vectors,
+                           size_t *n_vectors, toka_err *e) {
+    toka_request params = toka_request_default();
+    str before;
+    if (toka_request_embedding(t, &params, e)) return e->code;
+    if (!emb_prompt_text(t, str_c(flags->prompt_name ? flags->prompt_name : ""), &before))
+        return fail(e, TOKA_E_USE, "--prompt-name: the model has no prompt '%s'",
+                    flags->prompt_name);
+    if (flags->dimensions) params.dimensions = flags->dimensions;
+    size_t cap = 1;
+    for (size_t i = 0; i < input.n; i++) cap += input.p[i] == '\n';
+    *vectors = mem_zalloc(cap * sizeof **vectors);
+    int code = 0;
+    for (str line; !code && str_split_next(&input, '\n', &line);) {
+        buf text = {0};
+        if (!line.n && !input.n) break; /* after the last line feed */
+        buf_str(&text, before), buf_str(&text, line);
+        cli_vector *vector = &(*vectors)[*n_vectors];
+        code = line.n ? cli_embed_text(flags, t, &params, buf_view(&text), vector, e)
+                      : fail(e, TOKA_E_USE, "line %zu is empty", *n_vectors + 1);
+        *n_vectors += !code;
+        buf_free(&text);
+    }
+    return code;
+}
+
+static int cli_embed(const cli *flags, toka_err *e) {
+    buf input = {0};
+    toka *t = NULL;
+    cli_vector *vectors = NULL;
+    size_t n_vectors = 0;
+    int code = cli_open(flags, &t, e);
+    if (!code) code = cli_read_prompt(flags, &input, e);
+    if (!code) code = cli_embed_lines(flags, t, buf_view(&input), &vectors, &n_vectors, e);
+    if (!code) code = toka_run(t, 0, e);
+    toka_close(t); /* after an error it ends the lines before it: their events use vectors */
+    if (!code) code = cli_put_vectors(vectors, n_vectors, e);
+    for (size_t i = 0; i < n_vectors; i++) free(vectors[i].elements);
+    free(vectors), buf_free(&input);
+    return code;
+}
+
 /* Decides about the text on standard input. */
 static int cli_accept_text(const cli *flags, accept_run *run, buf *out, toka_err *e) {
     toka_grammar grammar;
@@ -49757,6 +49886,7 @@ static const cli_command cli_command_table[] = {
     {"template", NULL,         FOR_TEMPLATE,    cli_template},
     {"score",    NULL,         FOR_SCORE,       cli_score},
     {"grammar",  NULL,         FOR_GRAMMAR,     cli_grammar},
+    {"embed",    NULL,         FOR_EMBED,       cli_embed},
     {"models",   NULL,         FOR_MODELS,      cli_models},
     {"pull",     NULL,         FOR_PULL,        cli_pull},
     {"list",     NULL,         FOR_LIST,        cli_list_models},

@@ -101,6 +101,8 @@ typedef struct toka_options {
     const char *quantization; /* "fp8": the plain matrices of the layers become FP8 when the model is
                                  opened, with one scale a row; routers, embedding and LM head stay.
                                  NULL: the weights stay as in the files */
+    const char *score_tokens; /* "YES,NO": two tokens of a reranker, for /v1/score and /v1/rerank of
+                                 toka_main; NULL: what modules.json says */
     /* Called while toka_open works, on any thread, one call at a time; may be NULL. what: the
      * phase; done: 0 to 1. */
     void (*progress)(void *user, const char *what, double done);

@@ -21,6 +21,8 @@ static void check_stream(str s) {
     }
 }
 
+static const int t_width = 256; /* of test/model */
+
 /* Events for all samples of all prompts: the ids come from the body's bytes. Samples after the
  * first 8 are cancelled. */
 static void answer(api_request *c, const uint8_t *data, size_t size) {
@@ -35,6 +37,12 @@ static void answer(api_request *c, const uint8_t *data, size_t size) {
             ev.id = p->ids.p[i], ev.n_top = i ? p->engine_request.prompt_top : 0;
             ev.finish = p->engine_request.n || i + 1 < p->ids.n ? TOKA_RUNNING : TOKA_LENGTH;
             api_pack_event(p, &ev, &records);
+        }
+        if (p->engine_request.pooling) { /* ends in a vector, or is cancelled */
+            float vector[1024] = {1};
+            toka_event end = {.sample = TOKA_PROMPT, .id = -1, .finish = size % 5 ? TOKA_LENGTH : TOKA_CANCELLED, .stop_id = -1, .stop_text = -1};
+            if (size % 5) end.vector = vector, end.n_vector = p->engine_request.dimensions ? p->engine_request.dimensions : t_width;
+            api_pack_event(p, &end, &records);
         }
         for (ev.sample = 0; ev.sample < p->engine_request.n; ev.sample++)
             for (int i = 0; i < 3; i++) {
@@ -67,6 +75,9 @@ static int fuzz_api(const uint8_t *data, size_t size) {
                    .max_len = 128, .max_choices = 64, .max_answer_bytes = 1 << 20, .now = "2025-01-01 00:00:00", .limits = {32, 1 << 20},
                    .strict = data[0] & 8, .live = !(data[0] & 16)};
     enum api_route route = data[0] & 4 ? API_RESPONSES + (data[0] & 1) : data[0] & 3;
+    if (data[0] & 32) route = API_EMBEDDINGS + (data[0] & 3) % 3;
+    t->files->embedding.is_given = true;
+    t->files->embedding.true_id = data[0] & 64 ? 400 : -1, t->files->embedding.false_id = 401;
     str body = {(const char *)data + 1, size - 1};
     buf out = {0};
     if (route == API_TOKENIZE || route == API_DETOKENIZE) {

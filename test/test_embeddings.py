@@ -248,3 +248,45 @@ def test_batch(folders, servers, tmp_path):
 def test_scores_are_probabilities(servers):
     scores = [d["score"] for d in ask(servers("reranker"), "score", text_1="q", text_2=[str(i) for i in range(40)])["data"]]
     assert all(0 < s < 1 for s in scores) and not any(map(math.isnan, scores)) and len(set(scores)) > 30
+
+
+def test_command_line(folders, servers, tmp_path):
+    """toka embed: a line of JSON for each line of text."""
+    def embed(*words, stdin=None):
+        return subprocess.run([TOKA, "embed", "-m", str(folders / "last"), "-q", *words], input=stdin, capture_output=True, text=True, env=ENV)
+
+    texts = [t.strip() for t in SPECS["last"]["texts"]]
+    want = vectors_of(ask(servers("last"), "embed", input=texts, prompt_name="query", dimensions=9))
+    r = embed("--prompt-name", "query", "--dimensions", "9", stdin="\n".join(texts) + "\n")
+    np.testing.assert_allclose([json.loads(line) for line in r.stdout.splitlines()], want, atol=1e-6)
+    assert len(json.loads(embed("-p", "x").stdout)) == 64 and embed("-p", "x", "--no-special").returncode == 0
+    for r, message in [(embed("-p", "x", "--prompt-name", "none"), "no prompt 'none'"), (embed(stdin="a\n\nb"), "line 2 is empty"),
+                       (embed("-p", "x", "--dimensions", "65"), "dimensions"), (embed(stdin="a " * 3000), "at most 512")]:
+        assert r.returncode == 1 and message in r.stderr and not r.stdout and len(r.stderr.splitlines()) == 1, r.stderr
+
+
+def test_score_tokens(folders, servers, tmp_path):
+    """A reranker's folder without modules.json: --score-tokens names the two tokens. The prompt is then that of Qwen3-Reranker."""
+    spec = {k: v for k, v in SPECS["reranker"].items() if k not in ("files", "template")}
+    mw.write_whole(tmp_path / "plain", spec)
+    server = Server("-m", str(tmp_path / "plain"))
+    status, answer = send(server, PATHS["score"], {"text_1": "a", "text_2": "b"})
+    assert status == 400 and "does not say how it scores" in answer["error"]["message"]
+    vocabulary = json.load(open(os.path.join(ROOT, "test", "model", "tokenizer.json"), encoding="utf-8"))["model"]["vocab"]
+    words = [word for word, i in sorted(vocabulary.items(), key=lambda x: x[1]) if i in (400, 401)]
+    server.stop()
+    with_tokens = Server("-m", str(tmp_path / "plain"), "--score-tokens", ",".join(words))
+    score = ask(with_tokens, "score", text_1="How many?", text_2="12", instruction="Judge it")["data"][0]["score"]
+    text = ('<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the '
+            'answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: Judge it\n<Query>: How many?\n<Document>: 12<|im_end|>\n'
+            '<|im_start|>assistant\n<think>\n\n</think>\n\n')
+    logprobs = []
+    for token in (400, 401):  # scores the prompt with each of the two tokens at its end
+        tokens = send(with_tokens, "/tokenize", {"prompt": text, "add_special_tokens": False})[1]["tokens"]
+        body = {"prompt": tokens + [token], "max_tokens": 0, "prompt_logprobs": 0}
+        last = send(with_tokens, "/v1/completions", body)[1]["choices"][0]["prompt_logprobs"][-1]
+        logprobs.append(last[str(token)]["logprob"])
+    assert abs(score - 1 / (1 + math.exp(logprobs[1] - logprobs[0]))) < 1e-5
+    with_tokens.stop()
+    r = subprocess.run([TOKA, "serve", "-m", str(tmp_path / "plain"), "--score-tokens", "yes"], capture_output=True, text=True, env=ENV)
+    assert r.returncode == 1 and "expected two tokens" in r.stderr
