@@ -10498,14 +10498,17 @@ static float weight_fp8(unsigned bits) {
 }
 /* Returns the nearest e4m3 number, ties to even; larger numbers become 448. */
 static unsigned weight_to_fp8(float value) {
-    const float size = fabsf(value);
-    const unsigned sign = signbit(value) ? 0x80 : 0;
-    uint32_t bits;
-    if (!(size <= 448)) return sign | (size > 448 ? 0x7E : 0x7F);
-    if (size < 0x1p-6f) return sign | (unsigned)lrintf(size * 512);
-    memcpy(&bits, &size, sizeof bits);
-    bits = (bits + 0x7FFFF + (bits >> 20 & 1)) >> 20; /* 3 bits of mantissa */
-    return sign | (bits - ((127 - 7) << 3));
+    const float size = fabsf(value), small_sum = size + 0x1p14f; /* its last bit is worth 2^-9 */
+    uint32_t bits, small;
+    memcpy(&bits, &value, sizeof bits);
+    memcpy(&small, &small_sum, sizeof small);
+    const uint32_t sign = bits >> 24 & 0x80, magnitude = bits & 0x7FFFFFFF;
+    uint32_t normal = (magnitude + 0x7FFFF + (magnitude >> 20 & 1)) >> 20; /* 3 bits of mantissa */
+    normal -= (127 - 7) << 3;
+    /* below 2^-6; below 448 */
+    const uint32_t finite = magnitude < 0x3C800000 ? small & 0xFF
+                            : magnitude < 0x43E00000 ? normal : 0x7E;
+    return sign | (magnitude > 0x7F800000 ? 0x7F : finite);
 }
 static float weight_e2m1(unsigned bits) { return weight_small_float(bits, 2, 1); }
 static float weight_e8m0(unsigned byte) { return byte == 255 ? NAN : ldexpf(1, (int)byte - 127); }
@@ -10592,6 +10595,12 @@ static float weight_quantized(const void *data, toka_dtype dtype, const toka_qua
 static void weight_row(const toka_tensor *tensor, int row, float *to) {
     const toka_quant *quant = tensor->quant;
     const size_t first = (size_t)row * (size_t)tensor->stride;
+    if (!quant && tensor->dtype == TOKA_BF16) { /* as below; the loop can be vectorized */
+        const char *data = (const char *)tensor->data + 2 * first;
+        for (int col = 0; col < tensor->cols; col++)
+            to[col] = weight_number(data, TOKA_BF16, (size_t)col);
+        return;
+    }
     for (int col = 0; col < tensor->cols; col++)
         to[col] = quant ? weight_quantized(tensor->data, tensor->dtype, quant,
                                            tensor->row0 + row * tensor->row_step,
@@ -12432,6 +12441,18 @@ typedef struct mf_quantizer { /* what the threads share */
     _Atomic bool found_infinite; /* a weight is infinite or NaN */
 } mf_quantizer;
 
+/* Returns the largest absolute value. NaN and infinity are larger than all numbers, as their bits
+ * are; integers are compared, so that the loop can be vectorized. */
+static float mf_largest(const float *row, size_t n) {
+    uint32_t largest = 0;
+    for (size_t i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, row + i, sizeof bits);
+        largest = MAX(largest, bits & 0x7FFFFFFF);
+    }
+    return weight_from_bits(largest);
+}
+
 /* Quantizes a matrix into `at`, if that is not NULL. Returns the bytes that it takes. */
 static size_t mf_quantize_matrix(mf_quantizer *all, toka_tensor *tensor, char *at) {
     const size_t rows = (size_t)tensor->rows, cols = (size_t)tensor->cols;
@@ -12440,15 +12461,12 @@ static size_t mf_quantize_matrix(mf_quantizer *all, toka_tensor *tensor, char *a
     toka_quant *quant = (toka_quant *)(void *)at;
     float *scale = (float *)(void *)(at + sizeof *quant), *row = mem_alloc(cols * sizeof *row);
     unsigned char *code = (unsigned char *)at + codes_at;
-    for (size_t i = 0; i < rows; i++) {
-        float largest = 0;
+    for (size_t i = 0; i < rows; i++, code += cols) {
         weight_row(tensor, (int)i, row);
-        for (size_t j = 0; j < cols; j++) {
-            if (!isfinite(row[j])) all->found_infinite = true;
-            largest = MAX(largest, fabsf(row[j]));
-        }
-        scale[i] = largest > 0 ? largest / 448 : 1;
-        for (size_t j = 0; j < cols; j++) *code++ = (unsigned char)weight_to_fp8(row[j] / scale[i]);
+        const float largest = mf_largest(row, cols), factor = largest > 0 ? largest / 448 : 1;
+        if (!isfinite(largest)) all->found_infinite = true;
+        scale[i] = factor;
+        for (size_t j = 0; j < cols; j++) code[j] = (unsigned char)weight_to_fp8(row[j] / factor);
     }
     free(row);
     *quant = (toka_quant){.rows = tensor->rows, .cols = tensor->cols, .block_rows = 1,
