@@ -1411,18 +1411,17 @@ enum {
     TOKA_GPU_DEFAULT_SEQS = 8192    /* max_num_seqs */
 };
 
-/* Returns the bytes of a matrix on a Hopper GPU, rows and columns rounded up to 8: bf16, FP8 with a
- * scale a row, or 4-bit numbers packed by rows with scales and zero points. An absent matrix has
- * 0. */
+/* Returns the bytes of a matrix on the device, rows and columns rounded up to 8: bf16; FP8 with a
+ * scale a row, and columns rounded up to 16; or 4-bit numbers packed by rows, with their scales and
+ * zero points. An absent matrix has 0. */
 static inline size_t toka_gpu_matrix_bytes(const toka_tensor *t) {
     const size_t rows = ((size_t)t->rows + 7) / 8 * 8, cols = ((size_t)t->cols + 7) / 8 * 8;
     const toka_quant *quant = t->quant;
-    if (t->dtype == TOKA_FP8) return rows * ((cols + 15) / 16 * 16 + 4);
+    if (t->dtype == TOKA_FP8) return rows * (((size_t)t->cols + 15) / 16 * 16 + 4);
     if (!quant || !rows) return rows * cols * 2;
-    const size_t row_blocks = ((size_t)t->rows - 1) / (size_t)quant->block_rows + 1;
     const size_t groups = ((size_t)t->cols - 1) / (size_t)quant->block_cols + 1;
-    return rows * cols / 2 + row_blocks * groups * toka_number_bytes(quant->scale_dtype) +
-           (quant->zero ? rows / 2 * groups : 0);
+    const size_t group_bits = 8 * toka_number_bytes(quant->scale_dtype) + (quant->zero ? 4 : 0);
+    return rows * cols / 2 + rows * groups * group_bits / 8;
 }
 static inline size_t toka_gpu_mlp_bytes(const toka_mlp *m) {
     return toka_gpu_matrix_bytes(&m->gate) + toka_gpu_matrix_bytes(&m->up) +
