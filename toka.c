@@ -11516,9 +11516,11 @@ static int mf_bind(mf_binder *binder, arena *memory, toka_err *e) {
 static const uint32_t mf_no_data;
 
 /* Is the tensor a quantized matrix where its module has a format? Routers, the gate of a shared
- * expert, the embedding and the LM head are plain numbers in every checkpoint that toka reads. */
+ * expert, convolutions, the embedding and the LM head are plain numbers in every checkpoint that
+ * toka reads. */
 static bool mf_slot_has_format(const mf_slot *slot) {
-    return slot->owner != MF_OF_MODEL && *slot->rows && !strchr("X1", *slot->rows);
+    return slot->owner != MF_OF_MODEL && *slot->rows && !strchr("X1", *slot->rows) &&
+           *slot->cols != 'T';
 }
 
 /* Sets the size and the format of a tensor; it has no data. A tensor of the file that has several
@@ -11587,7 +11589,8 @@ static mf_owners mf_owners_of(toka_layer *layer) {
     toka_moe *moe = (toka_moe *)(uintptr_t)layer->moe; /* they are in the arena of the layer */
     void *const experts = moe ? (void *)(uintptr_t)moe->experts : NULL;
     return (mf_owners){{[MF_OF_LAYER] = layer, [MF_OF_MLA] = (void *)(uintptr_t)layer->mla,
-                        [MF_OF_MOE] = moe, [MF_OF_EXPERT] = experts}};
+                        [MF_OF_LINEAR] = (void *)(uintptr_t)layer->linear, [MF_OF_MOE] = moe,
+                        [MF_OF_EXPERT] = experts}};
 }
 
 /* ---- Ranks: which share of the model each rank has ---- */
@@ -27472,6 +27475,11 @@ static void eng_count_attended(eng *engine, const batch_step *built) {
     }
 }
 
+/* Returns the snapshots of states that all replicas can keep. */
+SERVER_ONLY static int eng_n_snapshots(const eng *engine) {
+    return engine->n_replicas * engine->replicas[0].sched.config.states.n_snapshots;
+}
+
 /* Returns the tokens that all windowed pages of all replicas hold; 0: there are none. */
 SERVER_ONLY static int64_t eng_windowed_tokens(const eng *engine) {
     return (int64_t)engine->n_replicas * engine->replicas[0].sched.kv.n_windowed *
@@ -36013,6 +36021,16 @@ static void run_print_windows(const toka *t) {
     else fputs("all, too", stderr);
 }
 
+/* Reports the states of linear mixers. */
+static void run_print_states(const toka *t) {
+    const int64_t bytes = eng_state_bytes(&t->shape);
+    if (!bytes) return;
+    fprintf(stderr,
+            "; %d of %d layers have states, %.1f MB a sequence: for %d sequences and %d snapshots",
+            t->shape.linear.n_layers, t->shape.L, 1e-6 * (double)bytes, eng_max_seqs(t->engine),
+            eng_n_snapshots(t->engine));
+}
+
 /* Reports the model, its device, and the size of the KV cache. Call it only while no step runs. */
 static void run_print_start(const toka *t, const char *name, double load_s) {
     const toka_info info = toka_get_info(t);
@@ -36023,6 +36041,7 @@ static void run_print_start(const toka *t, const char *name, double load_s) {
             name, info.device, load_s, (long long)kv_tokens, (double)kv_tokens / info.max_model_len,
             info.max_model_len);
     run_print_windows(t);
+    run_print_states(t);
     if (used.weights && eng_reads_files(t->engine))
         fprintf(stderr, "; weights packed again beside the files: %.1f MB",
                 1e-6 * (double)used.weights);
@@ -41917,6 +41936,20 @@ static int plan_check_split(const plan_query *query, int tp, int pp, toka_err *e
     return 0;
 }
 
+static bool plan_is_linear(const plan_query *query, int layer) {
+    return query->model->kind[layer] & MF_LAYER_LINEAR;
+}
+
+/* Sets what a rank with these layers has of the linear mixers. */
+static void plan_set_linear(const plan_query *query, mf_range layers, const mf_tp_ranges *shard,
+                            toka_linear_shape *linear) {
+    linear->n_layers = 0;
+    for (int i = 0; i < layers.count; i++)
+        linear->n_layers += plan_is_linear(query, layers.first + i);
+    linear->key_heads = shard->G.count;
+    linear->value_heads = shard->R.count;
+}
+
 /* Returns rank tp_rank of tp in stage `stage` of pp. The layout must have passed
  * plan_check_layout. */
 static plan_rank plan_make_rank(const plan_query *query, int tp, int pp, int stage, int tp_rank) {
@@ -41931,6 +41964,7 @@ static plan_rank plan_make_rank(const plan_query *query, int tp, int pp, int sta
     shape->L = layers.count;
     shape->H = shard.H.count;
     shape->K = shard.K.count;
+    plan_set_linear(query, layers, &shard, &shape->linear);
     shape->F = shard.F.count;
     shape->V = shard.V.count;
     const plan_costs *costs = plan_rank_costs(query, tp, tp_rank, &(toka_err){0});
@@ -41952,8 +41986,9 @@ static plan_rank plan_make_rank(const plan_query *query, int tp, int pp, int sta
     rank.token_bytes = 2 * toka_kv_elements(shape);
     int64_t kv_bytes = (int64_t)(query->utilization * (query->gpu->memory - PLAN_CONTEXT_BYTES)) -
                        rank.weight_bytes - rank.scratch_bytes;
+    kv_bytes -= query->max_seqs * eng_state_bytes(shape);
     rank.kv_tokens = MIN(eng_full_tokens(query->max_seqs, query->max_len, TOKA_GPU_PAGE_TOK),
-                         kv_bytes / rank.token_bytes);
+                         kv_bytes / MAX(rank.token_bytes, 1)); /* 0: no layer has K and V */
     return rank;
 }
 
@@ -41988,7 +42023,8 @@ static void plan_add_attention(const plan_query *query, const plan_rank *rank,
         own_rows = MIN(own_rows, window), prompt = MIN(prompt, window - own_rows);
     }
     const double flop = 2.0 * rank->shape.H * (rank->shape.D + toka_value_size(&rank->shape));
-    const double bytes = (double)rank->token_bytes / rank->shape.L;
+    const double bytes =
+        (double)rank->token_bytes / (rank->shape.L - rank->shape.linear.n_layers);
     plan_add_op(query->gpu, flop * load->n_sampled * own_rows, bytes * load->n_sampled * own_rows,
                 times, &times->kv);
     plan_add_op(query->gpu, flop * load->n_sampled * prompt, bytes * running * prompt, times,
@@ -42004,6 +42040,15 @@ static double plan_bf16_flop(const run_gpu *gpu, const plan_cost *cost) {
 /* Returns the share of the experts that at least one of n_rows rows uses. */
 static double plan_touched(const toka_moe *moe, double n_rows) {
     return moe->n_experts ? 1 - pow(1 - (double)moe->top_k / moe->n_experts, n_rows) : 0;
+}
+
+/* Adds the linear mixers' work on their states: a row that samples reads and writes its state once,
+ * and a row has three multiply-adds for each of the state's elements. */
+static void plan_add_states(const plan_query *query, const plan_rank *rank, const plan_load *load,
+                            plan_time *times) {
+    const double bytes = (double)eng_state_bytes(&rank->shape);
+    plan_add_op(query->gpu, load->n_rows * 6 * bytes / sizeof(float), load->n_sampled * 2 * bytes,
+                times, &times->kv);
 }
 
 /* Returns the seconds of one rank in one step of the load. */
@@ -42022,7 +42067,9 @@ static plan_time plan_rank_time(const plan_query *query, const plan_rank *rank, 
                 experts->bytes * plan_touched(moe, load->n_rows), &times, &times.weights);
     plan_add_op(gpu, load->n_sampled * head, head, &times, &times.weights);
     for (int i = rank->first_layer; i < rank->first_layer + rank->shape.L; i++)
-        plan_add_attention(query, rank, load, query->model->window[i], &times);
+        if (!plan_is_linear(query, i))
+            plan_add_attention(query, rank, load, query->model->window[i], &times);
+    plan_add_states(query, rank, load, &times);
     double message_bytes = load->n_rows * rank->shape.E * 2;
     const int n_all_reduces = 2 * rank->shape.L;
     /* seconds of each all-reduce that overlap the matrix products */
@@ -42717,6 +42764,10 @@ static void plan_put_head(const plan_query *query, const char *name, buf *out) {
                plan_format_int(plan_kv_bytes(query), text1));
     if (n_windowed)
         buf_printf(out, ", to the end also in the %d layers with a window", n_windowed);
+    if (config->shape.linear.n_layers)
+        buf_printf(out, "; %s bytes of state a sequence, in %d of %d layers",
+                   plan_format_int(eng_state_bytes(&config->shape), text2),
+                   config->shape.linear.n_layers, config->shape.L);
     buf_char(out, '\n');
     buf_printf(out,
                "%d x %s: %.1f GB, of which %g %% are taken; %.0f TFLOP/s, %.2f TB/s, "

@@ -310,6 +310,8 @@ static const char *refusal_set(int feature, toka_shape *shape, toka_layer *layer
     case 29: return layer->mlp.gate.dtype = TOKA_MXFP4, "MXFP4";
     case 30: return weights->lm_head.dtype = TOKA_FP8, "LM head";
     case 31: return weights->embed.dtype = TOKA_FP8, "embedding";
+    case 32: return shape->linear.n_layers = 1, "state";
+    case 33: return layer->q_gate = true, "gate";
     default: return NULL;
     }
 }

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 
+import model_weights
 import pytest
 from server import wait_handlers
 
@@ -46,6 +47,19 @@ def test_throughput_has_the_lines_of_vllm(tmp_path):
     assert (v["num_requests"], v["num_samples"], v["total_prompt_tokens"], v["total_output_tokens"]) == (2, 31, 83, 247)
     assert v["total_num_tokens"] == 330 and v["elapsed_time"] > 0 and v["prefix_hit_share"] > 0.5
     assert abs(v["tokens_per_second"] * v["elapsed_time"] - 330) < 1 and abs(v["requests_per_second"] * v["elapsed_time"] - 2) < 0.01
+
+
+def test_the_start_says_what_states_take(tmp_path):
+    model = tmp_path / "states"
+    model_weights.write(model, model_weights.load("qwen35"))
+    d = dataset(tmp_path, [{"prompt_token_ids": ids(30), "output_lengths": [5] * 3}])
+    run = ("throughput", "-m", str(model), "--dataset", d, "--max-num-batched-tokens", "64", "--device", "cpu")
+    # 3 layers: 6 matrices of 20 x 12 and 3 inputs of 152 elements, float32; a snapshot for each sequence
+    size = 3 * (6 * 20 * 12 + 3 * 152) * 4 / 1e6
+    _, err = bench(*run, "--max-num-seqs", "4")
+    assert f"; 3 of 4 layers have states, {size:.1f} MB a sequence: for 4 sequences and 4 snapshots\n" in err
+    _, err = bench(*run, "--max-num-seqs", "4", "--no-enable-prefix-caching")
+    assert "for 4 sequences and 0 snapshots\n" in err
 
 
 def test_the_start_says_what_windows_keep(tmp_path):

@@ -162,6 +162,16 @@ def test_steps_and_ranks(tmp_path, name):
     assert_near([json.loads(x) for x in near], [json.loads(x) for x in want])
 
 
+def test_parts_that_are_not_used(tmp_path):
+    """A line at the start names what the files have and toka does not use."""
+    for name, lines in (("qwen35", ["images are not supported: only the language model is loaded",
+                                    "the layers that predict more than one token (mtp) are not used"]), ("qwen3next-types", [])):
+        mw.write(tmp_path / name, mw.load(name))
+        r = subprocess.run([TOKA, "batch", "-m", str(tmp_path / name), "-i", "-", "-o", str(tmp_path / "out")], env=ENV, cwd=ROOT, text=True,
+                           input=json.dumps({"custom_id": name, "prompt": [5], "max_tokens": 1}), capture_output=True, timeout=60)
+        assert r.returncode == 0 and [x for x in r.stderr.splitlines() if "not used" in x or "images" in x] == ["toka: " + x for x in lines]
+
+
 @pytest.mark.parametrize("edit", mw.EDITS)
 def test_hostile(driver, tmp_path, edit):
     """A checkpoint that is wrong in one place is refused, by a sentence that names this place."""

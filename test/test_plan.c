@@ -165,6 +165,29 @@ static void plan_test_experts(void) {
     plan_fixture_close(&f);
 }
 
+/* Layers with states have no K and V. A state is float32: in a layer 32 matrices of 128 x 128 and 3 inputs of 8,192 elements. */
+static void plan_test_states(void) {
+    static const struct { const char *model; int n_layers, n_linear; } cases[] = {
+        {"qwen3-next-80b-a3b-instruct", 48, 36}, {"qwen3.5-35b-a3b", 40, 30}};
+    for (int i = 0; i < COUNT(cases); i++) {
+        plan_fixture f = plan_fixture_open(cases[i].model, "H200");
+        const toka_shape *s = &f.query.model->shape;
+        f.query.max_seqs = 100;
+        plan_rank p = plan_make_rank(&f.query, 1, 1, 0, 0), half = plan_make_rank(&f.query, 2, 1, 0, 1);
+        CHECK(s->L == cases[i].n_layers && s->linear.n_layers == cases[i].n_linear);
+        CHECK(eng_state_bytes(s) == cases[i].n_linear * (32 * 128 * 128 + 3 * 8192) * 4LL);
+        CHECK(p.token_bytes == 2 * (cases[i].n_layers - cases[i].n_linear) * 2 * 2 * 256);
+        CHECK(eng_state_bytes(&half.shape) * 2 == eng_state_bytes(s) && half.token_bytes * 2 == p.token_bytes);
+        f.query.max_seqs = 50; /* what 50 states fewer leave */
+        int64_t more = plan_make_rank(&f.query, 4, 1, 0, 0).kv_tokens;
+        f.query.max_seqs = 100;
+        p = plan_make_rank(&f.query, 4, 1, 0, 0);
+        CHECK(more - p.kv_tokens == 50 * eng_state_bytes(&p.shape) / p.token_bytes || p.kv_tokens == 100 * (int64_t)f.query.max_len);
+        p = plan_make_rank(&f.query, 1, cases[i].n_layers, 0, 0); /* a stage of one layer, without K and V */
+        CHECK(p.token_bytes == 0 && p.shape.linear.n_layers == 1 && p.kv_tokens > 0);
+        plan_fixture_close(&f);
+    }
+}
 static void plan_test_allowed(void) {
     static const struct { int H, K, tp; bool divides; } cases[] = {{14, 2, 1, true}, {14, 2, 2, true}, {14, 2, 3, false}, {14, 2, 4, false},
         {14, 2, 6, false}, {14, 2, 14, true}, {14, 2, 28, false}, {64, 8, 3, true}, {64, 8, 16, true}, {64, 8, 12, false}, {64, 8, 128, false},
@@ -208,10 +231,11 @@ static void plan_test_properties(void) {
         f.query.max_len = f.query.model->shape.max_len;
         int64_t whole = plan_weight_bytes(&f.query), by_tp = 0, by_pp = 0;
         /* plain numbers: two bytes a parameter. Rows are padded to 8: of the vocabulary, of routers, and of the gate
-         * of a shared expert, which has one */
+         * of a shared expert, which has one; columns of a convolution */
         const mf_config *c = f.query.model;
         const int64_t odd = (int64_t)c->shape.E * ((8 - c->shape.V % 8) % 8 * (c->features & MF_LM_HEAD ? 2 : 1) +
-                                                   ((8 - c->moe.n_experts % 8) % 8 + (c->features & MF_SHARED_GATED ? 7 : 0)) * c->shape.L);
+                                                   ((8 - c->moe.n_experts % 8) % 8 + (c->features & MF_SHARED_GATED ? 7 : 0)) * c->shape.L) +
+                            (int64_t)c->shape.linear.n_layers * toka_linear_channels(&c->shape.linear) * (8 - c->shape.linear.taps);
         if (!f.query.model->quantization)
             CHECK_MSG(whole == 2 * (mf_n_parameters(c) - plan_vectors(c) + odd), "%s", f.known[m].name);
         for (int n = 1; n <= 32; n++) {
@@ -621,7 +645,7 @@ static void plan_test_dummy_routers(void) {
     }
 }
 
-static const struct test plan_tests[] = {{"plan: memory by hand", plan_test_memory}, {"plan: which splits a model allows", plan_test_allowed},
+static const struct test plan_tests[] = {{"plan: memory by hand", plan_test_memory}, {"plan: states", plan_test_states}, {"plan: which splits a model allows", plan_test_allowed},
                                          {"plan: known figures of models", plan_test_known}, {"plan: experts", plan_test_experts},
                                          {"plan: every model and split", plan_test_properties}, {"plan: KV as the engine sizes it", plan_test_engine},
                                          {"plan: time by hand", plan_test_time}, {"plan: measured figures", plan_test_measured},
