@@ -8603,9 +8603,8 @@ static const mf_arch mf_archs[] = {
      .features = MF_QK_NORM | MF_NORM_PLUS_1 | MF_Q_GATE | MF_SHARED_GATED,
      .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .defaults = MF_JSON(
      {"L": 48, "E": 2048, "H": 16, "K": 2, "D": 256, "F": 5632, "V": 151936, "max_len": 32768,
-      "partial_rotary_factor": 0.25, "full_attention_interval": 4, "layer_types": null,
-      "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
-      "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_experts": 512,
+      "partial_rotary_factor": 0.25,
+      "num_experts": 512,
       "num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": true,
       "shared_expert_intermediate_size": 512, "decoder_sparse_step": 1, "mlp_only_layers": null})},
     {.name = "Qwen3_5ForCausalLM", .model_type = "qwen3_5_text", .norms = mf_norms,
@@ -8613,17 +8612,14 @@ static const mf_arch mf_archs[] = {
      .features = MF_QK_NORM | MF_NORM_PLUS_1 | MF_Q_GATE,
      .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .defaults = MF_JSON(
      {"L": 32, "E": 4096, "H": 16, "K": 4, "D": 256, "F": 12288, "V": 248320, "max_len": 32768,
-      "partial_rotary_factor": 0.25, "full_attention_interval": 4, "layer_types": null,
-      "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
-      "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4})},
+      "partial_rotary_factor": 0.25})},
     {.name = "Qwen3_5MoeForCausalLM", .model_type = "qwen3_5_moe_text", .norms = mf_norms,
      .mixer = mf_attention, .linear = mf_linear, .moe = mf_experts,
      .features = MF_QK_NORM | MF_NORM_PLUS_1 | MF_Q_GATE | MF_SHARED_GATED,
      .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .defaults = MF_JSON(
      {"L": 40, "E": 2048, "H": 16, "K": 2, "D": 256, "F": 512, "V": 248320, "max_len": 32768,
-      "partial_rotary_factor": 0.25, "full_attention_interval": 4, "layer_types": null,
-      "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
-      "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_experts": 256,
+      "partial_rotary_factor": 0.25,
+      "num_experts": 256,
       "num_experts_per_tok": 8, "moe_intermediate_size": 512, "norm_topk_prob": true,
       "shared_expert_intermediate_size": 512})},
     {.name = "Cohere2ForCausalLM", .model_type = "cohere2", .norms = mf_norm_shared,
@@ -9231,11 +9227,19 @@ static bool mf_list_has(mf_reader *reader, const char *name, int layer) {
  * full_attention_interval-th, if there are no layer_types. Sets their bit of config->kind. */
 COLD
 static void mf_read_linear(mf_reader *reader, mf_config *config) {
-    enum { MAX_SIZE = 1 << 12 };
+    enum { MAX_SIZE = 1 << 12, MAX_TAPS = 64, TAPS = 0 };
     toka_linear_shape *linear = &config->shape.linear;
+    const struct {
+        const char *field;
+        int *to, otherwise;
+    } sizes[] = {{"linear_conv_kernel_dim", &linear->taps, 4},
+                 {"linear_num_key_heads", &linear->key_heads, 16},
+                 {"linear_num_value_heads", &linear->value_heads, 32},
+                 {"linear_key_head_dim", &linear->key_size, 128},
+                 {"linear_value_head_dim", &linear->value_size, 128}};
     const int L = config->shape.L;
     const json *types = mf_field(reader, "layer_types");
-    const int64_t interval = mf_int(reader, "full_attention_interval", 0);
+    const int64_t interval = mf_int(reader, "full_attention_interval", 4);
     if (types && (types->type != JSON_ARRAY || types->n != (uint32_t)L))
         mf_field_error(reader, "layer_types", types, "a list with one for each layer");
     for (int i = 0; i < L && !reader->err->code; i++) {
@@ -9248,17 +9252,16 @@ static void mf_read_linear(mf_reader *reader, mf_config *config) {
         if (is_linear) config->kind[i] |= MF_LAYER_LINEAR;
         linear->n_layers += is_linear;
     }
-    linear->key_heads = mf_count(reader, "linear_num_key_heads", MAX_SIZE);
-    linear->value_heads = mf_count(reader, "linear_num_value_heads", MAX_SIZE);
-    linear->key_size = mf_count(reader, "linear_key_head_dim", MAX_SIZE);
-    linear->value_size = mf_count(reader, "linear_value_head_dim", MAX_SIZE);
-    linear->taps = mf_count(reader, "linear_conv_kernel_dim", 64);
-    if (linear->value_heads % linear->key_heads || linear->taps < 2)
-        mf_field_error(reader, linear->taps < 2 ? "linear_conv_kernel_dim"
-                                                : "linear_num_value_heads",
-                       mf_field(reader, linear->taps < 2 ? "linear_conv_kernel_dim"
-                                                         : "linear_num_value_heads"),
-                       linear->taps < 2 ? "2 to 64" : "a multiple of linear_num_key_heads");
+    for (int i = 0; i < COUNT(sizes); i++) {
+        const int64_t size = mf_int(reader, sizes[i].field, sizes[i].otherwise);
+        if (size < 1 + (i == TAPS) || size > MAX_SIZE || (i == TAPS && size > MAX_TAPS))
+            mf_field_error(reader, sizes[i].field, mf_field(reader, sizes[i].field),
+                           i == TAPS ? "2 to 64" : "1 to 4096");
+        *sizes[i].to = reader->err->code ? 1 : (int)size;
+    }
+    if (linear->value_heads % linear->key_heads)
+        mf_field_error(reader, "linear_num_value_heads", mf_field(reader, "linear_num_value_heads"),
+                       "a multiple of linear_num_key_heads");
 }
 
 /* Sets config->kind: which layers have experts, which have RoPE, and which one. */
@@ -12810,6 +12813,7 @@ static bool kv_init_windowed(kv_cache *cache, int window, int n_windowed) {
 
 /* Makes a new cache one of a model with states, with so many snapshots. Returns false if an
  * allocation fails; kv_free frees the cache in both cases. */
+COLD
 static bool kv_init_snapshots(kv_cache *cache, int n_snapshots) {
     cache->has_states = true;
     cache->n_snapshots = n_snapshots;
@@ -12870,6 +12874,7 @@ static void kv_snapshot_move(kv_cache *cache, int id, bool oldest) {
 }
 
 /* The page gives up its snapshot. */
+COLD
 static void kv_snapshot_drop(kv_cache *cache, int page) {
     if (!cache->has_states || cache->snapshot_of[page] < 0) return;
     const int id = cache->snapshot_of[page];
@@ -12879,6 +12884,7 @@ static void kv_snapshot_drop(kv_cache *cache, int page) {
 }
 
 /* Step `now` reads the snapshot of a page, which has one, or writes it. Returns its number. */
+COLD
 static int kv_snapshot_use(kv_cache *cache, int page, int64_t now) {
     const int id = cache->snapshot_of[page];
     cache->snapshots[id].used_at = now;
@@ -12888,6 +12894,7 @@ static int kv_snapshot_use(kv_cache *cache, int page, int64_t now) {
 
 /* Gives a page without a snapshot one that step `now` writes: an unused one, else the least
  * recently used. Returns its number; -1: the step uses all of them. */
+COLD
 static int kv_snapshot_take(kv_cache *cache, int page, int64_t now) {
     const int id = cache->snapshots[cache->n_snapshots].newer;
     if (id == cache->n_snapshots || cache->snapshots[id].used_at == now) return -1;
@@ -13706,6 +13713,7 @@ static size_t sched_max_marks(const sched_config *config) {
 }
 
 /* Allocates what models with states need in addition. */
+COLD
 static void sched_init_states(scheduler *sched) {
     const size_t n_pages = (size_t)sched->config.n_pages;
     assert(sched->config.states.distance % sched->config.B == 0 && !sched->kv.window);
@@ -13942,6 +13950,7 @@ static bool sched_is_border(const scheduler *sched, int seq, int i) {
 
 /* The sequence leaves a snapshot when it has computed `pos` positions, the last of which is the end
  * of `page`, if the page has none yet. */
+COLD
 static void sched_leave_snapshot(scheduler *sched, int seq, int pos, int page) {
     if (sched->kv.snapshot_of[page] >= 0) return;
     const int id = kv_snapshot_take(&sched->kv, page, sched->now);
@@ -13952,6 +13961,7 @@ static void sched_leave_snapshot(scheduler *sched, int seq, int pos, int page) {
 
 /* Before seq gets prefill rows from position sequence->from on, at most n: sets the state in which
  * they find it. Returns the number of rows, 0 if it must wait. */
+COLD
 static int sched_prefill_state(scheduler *sched, int seq, int n) {
     sched_seq *sequence = &sched->seqs[seq];
     const int *table = kv_block_table(&sched->kv, seq), B = sched->config.B, from = sequence->from;
@@ -13969,6 +13979,7 @@ static int sched_prefill_state(scheduler *sched, int seq, int n) {
 }
 
 /* After seq got its prefill rows: leaves snapshots. */
+COLD
 static void sched_prefill_snapshots(scheduler *sched, int seq) {
     const sched_seq *sequence = &sched->seqs[seq];
     const int *table = kv_block_table(&sched->kv, seq), B = sched->config.B;
@@ -14984,6 +14995,7 @@ static void batch_choose_spans(batch_builder *builder, batch_step *built, const 
 /* ---- State spans (16) ---- */
 
 /* Appends the state spans of a chunk: its rows, cut where a snapshot of the state is left. */
+COLD
 static void batch_add_states(batch_step *built, const scheduler *sched, int chunk) {
     const int seq = built->chunk_seq[chunk];
     const sched_seq *sequence = &sched->seqs[seq];
@@ -15005,6 +15017,7 @@ static void batch_add_states(batch_step *built, const scheduler *sched, int chun
 /* Makes the state spans of the step, microbatch after microbatch. Prefill may begin with a snapshot
  * that another sequence leaves in the same step: so the spans of a microbatch are in the order in
  * which the scheduler gave the rows. */
+COLD
 static void batch_make_states(batch_builder *builder, batch_step *built, const scheduler *sched) {
     for (int micro = 0; micro < built->n_micros; micro++) {
         const int first = built->micro_chunk0[micro], end = built->micro_chunk0[micro + 1];
@@ -15127,6 +15140,7 @@ static batch_micro batch_make_micro(const batch_step *built, toka_span *spans, i
 }
 
 /* Gives microbatch i its state spans. */
+COLD
 static void batch_micro_states(batch_micros *micros, const batch_step *built, int i) {
     batch_micro *micro = &micros->micro[i];
     const int first = built->micro_state0[i], end = built->micro_state0[i + 1];
@@ -20703,6 +20717,7 @@ static void plain_heads(plain_device *dev, const toka_step *step, const toka_lay
 }
 
 /* W norm(x) of a linear mixer. In: rows of norm(x). */
+COLD
 static void plain_linear_in(plain_device *dev, const toka_linear *linear, const float *in, int T,
                             float *q) {
     const int width = toka_linear_width(&dev->shape->linear);
@@ -20798,6 +20813,7 @@ static void plain_attend(plain_device *dev, int layer, int head, int n, const fl
 /* A convolution over the last `taps` tokens, then SiLU. The row of a token has the elements in
  * groups of `size`, `step` apart. history: [elements][taps - 1] earlier inputs, the last one the
  * newest. */
+COLD
 static void plain_convolve(plain_device *dev, const toka_tensor *weight, int size, int step,
                            float *history, float *row) {
     const size_t used = dev->used;
@@ -20829,6 +20845,7 @@ typedef struct plain_value_head { /* of one token */
 } plain_value_head;
 
 /* S decays, and what it returns for k comes nearer to v by the share beta. o = S^T q. */
+COLD
 static void plain_delta_rule(const toka_linear_shape *shape, const plain_value_head *head) {
     for (int j = 0; j < shape->value_size; j++) {
         double found = 0, sum = 0;
@@ -20845,6 +20862,7 @@ static void plain_delta_rule(const toka_linear_shape *shape, const plain_value_h
 }
 
 /* o = norm(o) * silu(z) */
+COLD
 static void plain_gated_norm(const toka_shape *shape, const float *norm,
                              const plain_value_head *head) {
     const int n = shape->linear.value_size;
@@ -20856,6 +20874,7 @@ static void plain_gated_norm(const toka_shape *shape, const float *norm,
 }
 
 /* The convolutions of one token, and the lengths of q and k. history: behind S in the state. */
+COLD
 static void plain_linear_inputs(plain_device *dev, const toka_linear *linear, float *history,
                                 float *row) {
     const toka_linear_shape *shape = &dev->shape->linear;
@@ -20873,6 +20892,7 @@ static void plain_linear_inputs(plain_device *dev, const toka_linear *linear, fl
 }
 
 /* One token of a linear mixer. state: as toka_state_elements says. row: q, k, v, z, b, a. */
+COLD
 static void plain_linear_token(plain_device *dev, const toka_linear *linear, float *state,
                                float *row, float *o) {
     const toka_linear_shape *shape = &dev->shape->linear;
@@ -20901,6 +20921,7 @@ static void plain_linear_token(plain_device *dev, const toka_linear *linear, flo
 }
 
 /* The spans of the step's states, in their order. */
+COLD
 static void plain_linear_attention(plain_device *dev, const toka_step *step, int layer, float *q,
                                    float *o) {
     const toka_linear *linear = dev->weights->layers[layer].linear;
@@ -26417,6 +26438,7 @@ static int64_t eng_state_bytes(const toka_shape *shape) {
 /* Returns the tokens of KV cache for which every rank of every replica has memory beside the
  * states. *n_states: the states that fit in half of that memory, if it has less; unchanged if the
  * model has none. */
+COLD
 static int64_t eng_kv_capacity(const eng *engine, toka_device_options options, int max_len,
                                const sched_config *config, int *n_states) {
     int64_t capacity = INT64_MAX;
@@ -26444,6 +26466,7 @@ static int64_t eng_kv_capacity(const eng *engine, toka_device_options options, i
 /* Of a model with states: chooses the sequences that run at once, if the caller did not, and the
  * snapshots. All states together take at most half of the memory; a quarter of them, and at most
  * one for each sequence, are snapshots. */
+COLD
 static void eng_size_states(const eng *engine, toka_device_options *device, int max_len,
                             const toka_options *options, sched_config *config) {
     int n_states = 2 * config->max_seqs;
