@@ -1,6 +1,7 @@
 """Constraints: random regular expressions against Python's re, random schemas against jsonschema, and requests over HTTP, in
 batches and on the command line. Run through test/run.sh."""
 import json
+import math
 import os
 import random
 import re
@@ -408,3 +409,21 @@ def test_grammar_command(tmp_path):
     assert [x.split(":")[0] for x in r.stderr.decode().splitlines()] == ["n1", "n2", "n3"]
     bench.write_text('{"schema": {}}')
     assert b"line 1: expected an object with schema and tests" in toka("grammar", "--maskbench", str(bench)).stderr
+
+
+def test_draws_follow_the_renormalized_distribution(server):
+    """The draws under a mask have the probabilities of the model, divided by the sum over what is allowed: a G-test
+    with at most 8 degrees of freedom."""
+    texts, n, count, seeds = [str(i) for i in range(1, 10)], 128, {}, 16
+    raw = server.post("/v1/completions", {"prompt": PROBLEM, "max_tokens": 1, "temperature": 0, "logprobs": 20}).json()["choices"][0]["logprobs"]["top_logprobs"][0]
+    known = [t for t in texts if t in raw]
+    if len(known) < 3:
+        pytest.skip("the model's likeliest tokens are no digits")
+    for seed in range(seeds):
+        r = server.post("/v1/completions", {"prompt": PROBLEM, "max_tokens": 2, "temperature": 1, "n": n, "seed": seed, "structured_outputs": {"choice": known}})
+        for choice in r.json()["choices"]:
+            count[choice["text"]] = count.get(choice["text"], 0) + 1
+    p = {t: math.exp(raw[t]) for t in known}
+    total = sum(p.values())
+    g = 2 * sum(k * math.log(k / (n * seeds * p[t] / total)) for t, k in count.items())
+    assert set(count) <= set(known) and sum(count.values()) == n * seeds and g < 40, (g, count, p)
