@@ -46871,6 +46871,36 @@ static const help_page help_pages[] = {
      "- `toka ping` takes Tokasaurus' arguments: prompt, chat, max_tokens, n,\n"
      "  temperature, top_p, model, url. Without --base-url it takes --host, --port.\n",
      "ping"},
+    {"embeddings", "vectors of texts, scores of pairs, reranking",
+     "    echo Tom has 3 apples. | toka embed -m test/model -q --dimensions 4\n"
+     "    echo '{\"id\": \"1\", \"input\": [\"Tom\", \"Ann\"], \"dimensions\": 4}' > in.jsonl\n"
+     "    toka batch -m test/model -i in.jsonl -o vectors.jsonl -q\n"
+     "    toka serve -m test/model &\n"
+     "    curl -s --retry 30 --retry-all-errors 127.0.0.1:10210/v1/models\n"
+     "    curl -s 127.0.0.1:10210/v1/embeddings -d '{\"input\": \"Tom\", \"dimensions\": 4}'\n"
+     "    kill $!; wait\n"
+     "\n"
+     "- A vector is the hidden state after the final norm of the last token, the mean\n"
+     "  of all tokens, or the first token, as modules.json and 1_Pooling/config.json\n"
+     "  of sentence-transformers say; it is divided by its norm if there is a\n"
+     "  Normalize module. Without these files: the last token, divided by its norm.\n"
+     "- input is a text, token ids, or a list of up to 2,048 of either; dimensions\n"
+     "  cuts the vectors before they are normalized; encoding_format is float or\n"
+     "  base64; prompt_name names a prompt of config_sentence_transformers.json that\n"
+     "  is put before the texts; normalize overrides the folder. A text that is\n"
+     "  empty, or longer than --max-model-len, is a 400: nothing is cut.\n"
+     "- /v1/score {\"text_1\": .., \"text_2\": [..]} gives the cosine of the vectors,\n"
+     "  with the prompts query and document. For a reranker (a LogitScore module, or\n"
+     "  --score-tokens yes,no for Qwen3-Reranker) it gives the probability of the\n"
+     "  first of two tokens; the prompt is the chat template with the roles query\n"
+     "  and document, else that of Qwen3-Reranker, with `instruction`. Tokens before\n"
+     "  the document are computed once.\n"
+     "- /v1/rerank {\"query\": .., \"documents\": [..], \"top_n\": 3} sorts by score.\n"
+     "- toka batch, and /v1/batches with these endpoints, take the same bodies.\n"
+     "- Not supported, each refused by name: encoders with attention to later tokens\n"
+     "  (BERT, EmbeddingGemma), Dense and other modules, max and weighted pooling,\n"
+     "  embeddings on a GPU.\n",
+     "embed"},
     {"numbers", "texts, tokens, and when results are equal",
      "    toka tokenize -m test/model < README.md | wc -w\n"
      "    toka score -m test/model -p \"Tom has 3 boxes with 4 apples each.\" | head -3\n"

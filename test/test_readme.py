@@ -110,7 +110,7 @@ def test_manual_pages(hub, tmp_path, page):
 
 def test_the_pages_are_found(hub, tmp_path):
     for command, page in (("pull", "hub"), ("batch", "batches"), ("serve", "serving"), ("plan", "plan"), ("score", "numbers"),
-                          ("grammar", "constraints")):
+                          ("grammar", "constraints"), ("embed", "embeddings")):
         assert f"\nManual page: toka help {page}\n" in run(hub, tmp_path, f"toka {command} --help")[1]
     assert "did you mean toka help serving?" in run(hub, tmp_path, "toka help servin")[2]
     text = readme()
