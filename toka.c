@@ -19780,7 +19780,8 @@ COLD static int con_styled_rule(con_schema *schema, const str *name, const con_a
     for (size_t i = 0; i < name->n; i++)
         if (python ? !isalnum((unsigned char)name->p[i]) && name->p[i] != '_'
                    : strchr("<>\"", name->p[i]) != NULL)
-            con_fail(grammar, "the name %.100s cannot be written in this form of calls", name->p);
+            con_fail(grammar, "the name %.*s cannot be written in this form of calls",
+                     (int)MIN(name->n, (size_t)100), name->p);
     for (int raw = 0; raw < 2 - python; raw++) {
         int state = con_state_new(grammar);
         bool in_tag = false;
@@ -20154,6 +20155,8 @@ COLD static void con_json_schema(con_grammar *grammar, const toka_grammar *sourc
     schema.kinds = json_parse(&schema.memory,
                               STR("[{\"type\":\"string\"},{\"type\":[\"null\",\"boolean\","
                                   "\"number\",\"array\",\"object\"]}]"), json_trusted, &unused);
+    if (style && !con_is_python(&schema) && !con_style_end(&schema).n)
+        con_fail(grammar, "style: expected a member with %%v and a text behind it");
     con_all_add(&schema, &all, root);
     if (style && all.n) all.part[0].done |= CON_STYLED;
     grammar->root = con_schema_rule(&schema, &all);
@@ -20265,6 +20268,7 @@ COLD static int con_free_text(con_tree *tree, int from, const json *element, str
     else if (str_is(type, "thinking")) {
         const json *end = json_get(element, "end");
         const int cut = con_state_new(grammar);
+        if (!json_str(end).n) con_fail(grammar, "structure: thinking: expected an end");
         con_until_texts(tree, from, end, (con_exits){to, -1, cut});
         con_empty(grammar, con_marked_literal(tree, cut, json_str(end)), to);
     } else { /* any_tokens */

@@ -177,6 +177,11 @@ static void test_con_errors(void) {
         int kind;
         const char *grammar, *message;
     } cases[] = {
+        {ST, "{\"type\":\"x\"}", "there is no type 'x'"}, {ST, "[]", "there is no type ''"}, {ST, "{\"type\":\"or\"}", "expected a list"}, {ST, "{\"type\":\"json_schema\"}", "json_schema is missing"},
+        {ST, "{\"type\":\"until\",\"texts\":[\"\"]}", "texts that are not empty"}, {ST, "{\"type\":\"thinking\"}", "expected an end"},
+        {ST, "{\"type\":\"json_schema\",\"json_schema\":{\"type\":\"object\"},\"style\":{\"member\":\"<%k>%v\"}}", "a text behind it"},
+        {ST, "{\"type\":\"json_schema\",\"json_schema\":{\"type\":\"object\",\"properties\":{\"a-b\":{}}},\"style\":{\"member\":\"%k=%v\"}}", "the name a-b cannot be written"},
+        {ST, "{\"type\":\"star\"}", "there is no type ''"},
         {RE, "(a", "( without ) at byte 2"}, {RE, "a)", ") without ( at byte 1"}, {RE, "a**", "a quantifier after a quantifier at byte 2"},
         {RE, "*a", "nothing to repeat at byte 0"}, {RE, "[b-a]", "a range with its ends"}, {RE, "[a", "[ without ]"}, {RE, "a{3,2}", "{m,n} with m above n"},
         {RE, "(?=a)", "this kind of group is not supported at byte 1"}, {RE, "(?<!a)", "this kind of group"}, {RE, "(a)\\1", "this escape is not supported at byte 4"},
