@@ -4142,6 +4142,12 @@ static int tok_set_outer(tok *tokenizer, bool after, const char *content, toka_e
     return 0;
 }
 
+/* Chat templates are read once a request: small code is better than fast code. */
+#if defined __GNUC__ && !defined __clang__
+#pragma GCC push_options
+#pragma GCC optimize("Os")
+#endif
+
 /* ===========================================================================
  * MARK: 8. Chat template: parser [pure]
  * Chat templates are written in Jinja. This chapter parses Jinja with the settings of Hugging Face:
@@ -7785,6 +7791,10 @@ static int tmpl_render(const tmpl *template, const json *const *contexts, int n_
     arena_free(&run.memory);
     return ok ? 0 : e->code;
 }
+
+#if defined __GNUC__ && !defined __clang__
+#pragma GCC pop_options
+#endif
 
 /* ===========================================================================
  * MARK: 11. Model files: configs [pure]
@@ -46926,6 +46936,9 @@ static const help_page help_pages[] = {
      "  activations are not rounded to FP8.\n"
      "- AWQ and GPTQ store 4-bit weights by columns. The CPU packs them by rows, in\n"
      "  memory beside the files; the start says how much that takes.\n"
+     "- On a Hopper GPU FP8 weights stay FP8, and what enters a product with them is\n"
+     "  rounded to FP8: with one scale a token, or with the static scale of the\n"
+     "  checkpoint. Other GPUs turn FP8 weights into bf16 when they load them.\n"
      "- Of a multi-modal folder with a language model that toka has, the language\n"
      "  model is loaded; images are not there.\n"
      "- `--dtype bfloat16` on a CPU with AVX512_BF16 rounds what enters a product\n"

@@ -435,6 +435,7 @@ struct toka_device {
     int max_clusters_of_4; /* Hopper: clusters of four GEMM CTAs that can be resident at once */
     bool hopper;           /* the wgmma and TMA kernels are used */
     bool has_fp8;          /* some matrices are e4m3 */
+    bool unpacks_fp8;      /* some FP8 matrices of the files are bf16 here */
     cudaStream_t stream;
     /* cuTensorMapEncodeTiled of the driver */
     CUresult (*encode_map)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
@@ -1614,6 +1615,8 @@ static weight weight_load_parts(toka_device *dev, weight_loader *loader,
     }
     if (to.data && is_padded) latch_error(dev, cudaMemset(to.data, 0, bytes), "weights");
     if (fp8) weight_set_scales(dev, &to, parts), dev->has_fp8 = true;
+    for (int i = 0; i < parts->n_parts && !fp8; i++)
+        dev->unpacks_fp8 |= parts->part[i]->dtype == TOKA_FP8;
     for (int i = 0; i < parts->n_parts; i++)
         load_add_job(loader, parts->part[i], to.data, stride, false, weight_row_at(parts, i, 0),
                      parts->interleaved, fp8);
@@ -1682,6 +1685,12 @@ static void weights_load(toka_device *dev) {
         to->down = weight_load_matrix(dev, &loader, &from->mlp.down, NULL);
         to->window = from->window;
     }
+    if (dev->has_fp8 || dev->unpacks_fp8) {
+        const size_t length = strlen(dev->description);
+        snprintf(dev->description + length, sizeof dev->description - length, ", %s%s",
+                 dev->has_fp8 ? "FP8 weights" : "FP8 weights unpacked to bf16",
+                 dev->has_fp8 && dev->unpacks_fp8 ? ", some unpacked to bf16" : "");
+    }
     /* Wait for the memsets: the streams of the loader do not. */
     latch_error(dev, cudaStreamSynchronize(cudaStreamLegacy), "weights");
     if (dev->error.code) free(loader.jobs);
@@ -1717,12 +1726,67 @@ __global__ static void __launch_bounds__(256)
         kv_ids[copy.to * B + (int)threadIdx.x] = kv_ids[copy.from * B + (int)threadIdx.x];
 }
 
+__device__ static inline void unpack_8(uint4 v, float f[8]) {
+    uint32_t w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) f[2 * i] = bf16_low(w[i]), f[2 * i + 1] = bf16_high(w[i]);
+}
+__device__ static inline uint4 pack_8(const float f[8]) {
+    return make_uint4(pack_bf16(f[0], f[1]), pack_bf16(f[2], f[3]), pack_bf16(f[4], f[5]),
+                      pack_bf16(f[6], f[7]));
+}
+/* ---- Rows of x as e4m3, for FP8 GEMMs ----
+ *
+ *   scale      the static scale of W, if it has one; else max |x[t]| / 448, or 1 for a row of zeros
+ *   e4m3       x[t][k] times the rounded 1 / scale, to the nearest number, at most 448
+ *
+ * The e4m3 numbers of a row lie where its bf16 numbers lay: the row stride in bytes stays 2 ldx. */
+enum { FP8_MAX = 448 };
+/* Returns the largest of `largest` and the sizes of 8 bf16. */
+__device__ static inline float fp8_largest_8(uint4 vec, float largest) {
+    float values[8];
+    unpack_8(vec, values);
+#pragma unroll
+    for (int i = 0; i < 8; i++) largest = fmaxf(largest, fabsf(values[i]));
+    return largest;
+}
+/* Returns the maximum of v over the WARPS warps of the block, to every thread. */
+template <int WARPS> __device__ static inline float block_max(float v) {
+    __shared__ float warp_max[WARPS];
+    for (int s = 16; s; s >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, s));
+    if (threadIdx.x % 32 == 0) warp_max[threadIdx.x / 32] = v;
+    __syncthreads();
+    for (int i = 0; i < WARPS; i++) v = fmaxf(v, warp_max[i]);
+    return v;
+}
+__device__ static inline float fp8_scale(float static_scale, float largest) {
+    return static_scale != 0 ? static_scale : largest > 0 ? largest / FP8_MAX : 1;
+}
+#if HOPPER
+/* Two floats as e4m3, a in the low byte: rounded to nearest even; larger numbers become 448. */
+__device__ static inline uint32_t pack_fp8(float a, float b) {
+    uint16_t pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(b), "f"(a));
+    return pair;
+}
+/* Returns 8 bf16, times inverse, as e4m3. */
+__device__ static inline uint2 fp8_quantize_8(uint4 vec, float inverse) {
+    float values[8];
+    unpack_8(vec, values);
+#pragma unroll
+    for (int i = 0; i < 8; i++) values[i] *= inverse;
+    return make_uint2(pack_fp8(values[0], values[1]) | pack_fp8(values[2], values[3]) << 16,
+                      pack_fp8(values[4], values[5]) | pack_fp8(values[6], values[7]) << 16);
+}
+#endif
+
 /* ---- RMSNorm ----
  *
  * y[t][i] = x[r][i] * w[i] / sqrt(mean(x[r]^2) + eps), with r = row_index ? row_index[t] : t.
  *
  *   x, y        bf16 [.][E]; y is rounded once, at the end
  *   w           float32 [E]
+ *   FP8         the bf16 numbers of y become e4m3; x_scale [T]
  *   row_index   [T] or NULL
  *   E, inv_E    E is rounded up to a multiple of 8; inv_E is 1 / the model's E
  *
@@ -1743,15 +1807,6 @@ __device__ static inline float block_sum_128(float v) {
     __syncthreads();
     return (warp_sums[0] + warp_sums[1]) + (warp_sums[2] + warp_sums[3]);
 }
-__device__ static inline void unpack_8(uint4 v, float f[8]) {
-    uint32_t w[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) f[2 * i] = bf16_low(w[i]), f[2 * i + 1] = bf16_high(w[i]);
-}
-__device__ static inline uint4 pack_8(const float f[8]) {
-    return make_uint4(pack_bf16(f[0], f[1]), pack_bf16(f[2], f[3]), pack_bf16(f[4], f[5]),
-                      pack_bf16(f[6], f[7]));
-}
 /* Returns sum + the squares of 8 bf16. */
 __device__ static inline float norm_add_squares(uint4 v, float sum) {
     float f[8];
@@ -1769,9 +1824,10 @@ __device__ static inline uint4 norm_scale_8(uint4 v, float scale, float4 a, floa
                       pack_bf16(f[4] * scale * b.x, f[5] * scale * b.y),
                       pack_bf16(f[6] * scale * b.z, f[7] * scale * b.w));
 }
+template <bool FP8>
 __global__ static void __launch_bounds__(128)
     rmsnorm_kernel(const bf16 *x, const int *row_index, const float *w, bf16 *y, int E,
-                   float inv_E, float eps) {
+                   float inv_E, float eps, float static_scale, float *x_scale) {
     const int n_vecs = E / 8, thread = (int)threadIdx.x;
     const float4 *w_vecs = (const float4 *)w;
     float4 w_cached[NORM_CACHED_VECS][2] = {};
@@ -1795,18 +1851,46 @@ __global__ static void __launch_bounds__(128)
     for (int i = thread + 128 * NORM_CACHED_VECS; i < n_vecs; i += 128)
         sum = norm_add_squares(from[i], sum);
     float scale = rsqrtf(block_sum_128(sum) * inv_E + eps);
+    if constexpr (FP8) {
+#if HOPPER
+        float largest = 0;
 #pragma unroll
-    for (int k = 0; k < NORM_CACHED_VECS; k++)
-        if (thread + 128 * k < n_vecs)
-            to[thread + 128 * k] = norm_scale_8(x_cached[k], scale, w_cached[k][0], w_cached[k][1]);
-    for (int i = thread + 128 * NORM_CACHED_VECS; i < n_vecs; i += 128)
-        to[i] = norm_scale_8(from[i], scale, w_vecs[2 * i], w_vecs[2 * i + 1]);
+        for (int k = 0; k < NORM_CACHED_VECS; k++)
+            x_cached[k] = norm_scale_8(x_cached[k], scale, w_cached[k][0], w_cached[k][1]),
+            largest = fp8_largest_8(x_cached[k], largest);
+        for (int i = thread + 128 * NORM_CACHED_VECS; i < n_vecs; i += 128)
+            largest = fp8_largest_8(norm_scale_8(from[i], scale, w_vecs[2 * i], w_vecs[2 * i + 1]),
+                                    largest);
+        const float row_scale = fp8_scale(static_scale, block_max<4>(largest)),
+                    inverse = 1 / row_scale;
+        if (thread == 0) x_scale[blockIdx.x] = row_scale;
+#pragma unroll
+        for (int k = 0; k < NORM_CACHED_VECS; k++)
+            if (thread + 128 * k < n_vecs)
+                ((uint2 *)to)[thread + 128 * k] = fp8_quantize_8(x_cached[k], inverse);
+        for (int i = thread + 128 * NORM_CACHED_VECS; i < n_vecs; i += 128)
+            ((uint2 *)to)[i] = fp8_quantize_8(
+                norm_scale_8(from[i], scale, w_vecs[2 * i], w_vecs[2 * i + 1]), inverse);
+#else
+        __trap();
+#endif
+    } else {
+#pragma unroll
+        for (int k = 0; k < NORM_CACHED_VECS; k++)
+            if (thread + 128 * k < n_vecs)
+                to[thread + 128 * k] = norm_scale_8(x_cached[k], scale, w_cached[k][0],
+                                                    w_cached[k][1]);
+        for (int i = thread + 128 * NORM_CACHED_VECS; i < n_vecs; i += 128)
+            to[i] = norm_scale_8(from[i], scale, w_vecs[2 * i], w_vecs[2 * i + 1]);
+    }
 }
+/* next: NULL, or the e4m3 matrix that multiplies y: then y is quantized. */
 static void rmsnorm(toka_device *dev, const bf16 *x, const int *row_index, const float *w, bf16 *y,
-                    int n_rows) {
+                    int n_rows, const weight *next = NULL) {
     const float inv_E = 1.0f / dev->shape->E;
-    launch_dependent(dev, "RMSNorm", rmsnorm_kernel, {dim3(n_rows), 128}, x, row_index, w, y,
-                     dev->E, inv_E, dev->shape->eps);
+    launch_dependent(dev, "RMSNorm", next ? rmsnorm_kernel<true> : rmsnorm_kernel<false>,
+                     {dim3(n_rows), 128}, x, row_index, w, y, dev->E, inv_E, dev->shape->eps,
+                     next ? next->x_scale : 0, dev->x_scale);
 }
 
 /* ---- RMSNorm fused into GEMMs, for up to 8 rows ----
@@ -2159,6 +2243,7 @@ typedef struct gemm_args {
      * The GEMM scales its accumulators by 1 / rms, computed from dev->row_sumsq. M <= 8. */
     bool norm_ready;
     const struct qkv_params *qkv; /* only for EPI_QKV */
+    bool x_quantized; /* x is e4m3 already, with dev->x_scale; rows of 2 ldx bytes */
 } gemm_args;
 
 /* ---- Fused norm, input side: 1 / rms of a row from its sums of squares ---- */
@@ -3342,24 +3427,24 @@ __device__ static inline void gemm_mainloop_staggered(float (&acc)[BN / 2], cons
 
 /* ---- The main loop of FP8 (gemm_fp8) ---- */
 
-/* Issues the wgmma of one K block. */
-template <class FMT, int BN>
-__device__ static inline void gemm_fp8_issue(float (&part)[BN / 2], const gemm_cta &cta, int buf,
-                                             int consumer) {
+/* Issues the wgmma of one K block for PART columns of the tile, from col0 on. */
+template <class FMT, int BN, int PART>
+__device__ static inline void gemm_fp8_issue(float (&part)[PART / 2], const gemm_cta &cta, int buf,
+                                             int consumer, int col0) {
     const uint32_t buf_at = cta.ring + buf * ((FMT::rows + BN) * 128);
     const uint64_t a_desc = wgmma_desc(buf_at + consumer * 64 * 128),
-                   b_desc = wgmma_desc(buf_at + FMT::rows * 128);
+                   b_desc = wgmma_desc(buf_at + (FMT::rows + col0) * 128);
     constexpr bool zero_part = NVCC_VERSION < 1209; /* see gemm_mainloop */
 #pragma unroll
-    for (int i = 0; zero_part && i < BN / 2; i++) part[i] = 0;
+    for (int i = 0; zero_part && i < PART / 2; i++) part[i] = 0;
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        wgmma_ss_fp8<BN>(part, a_desc + 2 * i, b_desc + 2 * i, zero_part || i > 0);
+        wgmma_ss_fp8<PART>(part, a_desc + 2 * i, b_desc + 2 * i, zero_part || i > 0);
     wgmma_commit();
 }
-/* Returns the scales of the K block for the tile that begins at column col0: of its even and of its
- * odd groups of 8 columns. */
+/* Returns the scales of the K block for the columns from col0 on, at most 128: of their even and of
+ * their odd groups of 8 columns. */
 template <class FMT>
 __device__ static inline float2 gemm_fp8_block_scales(const gemm_cta &cta, int k, int col0) {
     if constexpr (!FMT::blocked) return float2{1, 1};
@@ -3367,28 +3452,27 @@ __device__ static inline float2 gemm_fp8_block_scales(const gemm_cta &cta, int k
     return __ldg((const float2 *)cta.problem.w_scale + (size_t)k * blocks_n + block);
 }
 /* Adds a finished partial sum to the accumulators. */
-template <class FMT, int BN>
-__device__ static inline void gemm_fp8_promote(float (&acc)[BN / 2], float (&part)[BN / 2],
-                                               float2 scales) {
+template <class FMT, int PART>
+__device__ static inline void gemm_fp8_promote(float *acc, float (&part)[PART / 2], float2 scales) {
     wgmma_fence_operand(part);
 #pragma unroll
-    for (int i = 0; i < BN / 2; i++)
+    for (int i = 0; i < PART / 2; i++)
         if constexpr (FMT::blocked) acc[i] += part[i] * (i / 4 % 2 ? scales.y : scales.x);
         else acc[i] += part[i];
 }
-/* The main loop of one consumer over a tile. There are two sets of partial sums: the
- * next K block's wgmma run during a promotion. ptxas allows that only inside an iteration of the
- * loop (C7514), so an iteration has UNROLL K blocks. */
+/* The main loop of one consumer over a tile. There are two sets of partial sums: the next K block's
+ * wgmma run during a promotion. ptxas allows that only inside an iteration of the loop (C7514), so
+ * an iteration has UNROLL K blocks. Without registers for two sets there is one, of at most 128
+ * columns, and the other consumers have the tensor cores during a promotion. */
 template <class EPI, class FMT, int BN, int BUFS>
 __device__ static inline void gemm_mainloop_fp8(float (&acc)[BN / 2], const gemm_cta &cta,
                                                 gemm_consumer &consumer, const gemm_tile &tile,
                                                 gemm_prefetched<EPI, BN> &fetched,
                                                 const typename EPI::params &epi_args) {
-    /* without registers for two sets: one, and the other consumers have the tensor cores during a
-     * promotion */
-    constexpr bool two_sets = BN < 64 || !(gemm_has_prefetched<EPI, BN> || FMT::rows == 64);
-    constexpr int UNROLL = two_sets ? 4 : 1;
-    float part[two_sets ? 2 : 1][BN / 2];
+    constexpr bool two_sets = BN < 64 || !(gemm_has_prefetched<EPI, BN> || FMT::rows == 64 ||
+                                           BN > 128);
+    constexpr int UNROLL = two_sets ? 4 : 1, PART = BN < 128 ? BN : 128;
+    float part[two_sets ? 2 : 1][PART / 2];
     gemm_ring &ring = consumer.ring;
     auto wait_full = [&]() {
         const int buf = ring.buf;
@@ -3410,28 +3494,31 @@ __device__ static inline void gemm_mainloop_fp8(float (&acc)[BN / 2], const gemm
         for (int i = 0; i < UNROLL; i++)
             scales[i] = gemm_fp8_block_scales<FMT>(cta, k + i, tile.col0);
         int buf = wait_full();
-        gemm_fp8_issue<FMT, BN>(part[0], cta, buf, consumer.index);
+        gemm_fp8_issue<FMT, BN, PART>(part[0], cta, buf, consumer.index, 0);
 #pragma unroll
         for (int i = 1; i < UNROLL; i++) {
             const int next = wait_full();
-            gemm_fp8_issue<FMT, BN>(part[i % 2], cta, next, consumer.index);
+            gemm_fp8_issue<FMT, BN, PART>(part[i % 2], cta, next, consumer.index, 0);
             wgmma_wait<1>();
             gemm_release(cta, buf);
-            gemm_fp8_promote<FMT, BN>(acc, part[(i - 1) % 2], scales[i - 1]);
+            gemm_fp8_promote<FMT, PART>(acc, part[(i - 1) % 2], scales[i - 1]);
             buf = next;
         }
         wgmma_wait<0>();
         gemm_release(cta, buf);
-        gemm_fp8_promote<FMT, BN>(acc, part[(UNROLL - 1) % 2], scales[UNROLL - 1]);
+        gemm_fp8_promote<FMT, PART>(acc, part[(UNROLL - 1) % 2], scales[UNROLL - 1]);
         prefetch(k, UNROLL);
     }
     for (; k < cta.n_k_blocks; k++) {
-        const float2 scales = gemm_fp8_block_scales<FMT>(cta, k, tile.col0);
         const int buf = wait_full();
-        gemm_fp8_issue<FMT, BN>(part[0], cta, buf, consumer.index);
-        wgmma_wait<0>();
-        gemm_release(cta, buf);
-        gemm_fp8_promote<FMT, BN>(acc, part[0], scales);
+#pragma unroll
+        for (int col = 0; col < BN; col += PART) {
+            const float2 scales = gemm_fp8_block_scales<FMT>(cta, k, tile.col0 + col);
+            gemm_fp8_issue<FMT, BN, PART>(part[0], cta, buf, consumer.index, col);
+            wgmma_wait<0>();
+            if (col + PART == BN) gemm_release(cta, buf);
+            gemm_fp8_promote<FMT, PART>(acc + col / 2, part[0], scales);
+        }
         prefetch(k, 1);
     }
 }
@@ -3721,14 +3808,17 @@ static const gemm_variant gemm_fp8_variants[] = {
     GEMM_FP8(EPI_STORE, epi_store, 128, 32),
     GEMM_FP8(EPI_STORE, epi_store, 128, 64),
     GEMM_FP8(EPI_STORE, epi_store, 128, 128),
+    GEMM_FP8(EPI_STORE, epi_store, 128, 256),
     GEMM_FP8(EPI_RESIDUAL, epi_residual, 64, 32),
     GEMM_FP8(EPI_RESIDUAL, epi_residual, 64, 64),
     GEMM_FP8(EPI_RESIDUAL, epi_residual, 128, 32),
     GEMM_FP8(EPI_RESIDUAL, epi_residual, 128, 64),
     GEMM_FP8(EPI_RESIDUAL, epi_residual, 128, 128),
+    GEMM_FP8(EPI_RESIDUAL, epi_residual, 128, 256),
     GEMM_FP8(EPI_SWIGLU, epi_swiglu, 64, 64),
     GEMM_FP8(EPI_SWIGLU, epi_swiglu, 128, 64),
     GEMM_FP8(EPI_SWIGLU, epi_swiglu, 128, 128),
+    GEMM_FP8(EPI_SWIGLU, epi_swiglu, 128, 256),
     GEMM_FP8(GEMM_QKV64, epi_qkv<64>, 64, 32),
     GEMM_FP8(GEMM_QKV64, epi_qkv<64>, 64, 64),
     GEMM_FP8(GEMM_QKV64, epi_qkv<64>, 128, 64),
@@ -3737,6 +3827,7 @@ static const gemm_variant gemm_fp8_variants[] = {
     GEMM_FP8(GEMM_QKV128, epi_qkv<128>, 64, 64),
     GEMM_FP8(GEMM_QKV128, epi_qkv<128>, 128, 64),
     GEMM_FP8(GEMM_QKV128, epi_qkv<128>, 128, 128),
+    GEMM_FP8(GEMM_QKV128, epi_qkv<128>, 128, 256),
     GEMM_FP8(GEMM_SCATTER, epi_scatter, 128, 128),
 };
 enum { N_GEMM_FP8_VARIANTS = sizeof gemm_fp8_variants / sizeof *gemm_fp8_variants };
@@ -4901,29 +4992,8 @@ static void gemm_gemv(toka_device *dev, const gemm_args *args) {
 
 /* ---- FP8: x is quantized, then multiplied by gemm_wgmma with gemm_fp8 ---- */
 
-#if HOPPER
-/* Two floats as e4m3, a in the low byte: rounded to nearest even; larger numbers become 448. */
-__device__ static inline uint32_t pack_fp8(float a, float b) {
-    uint16_t pair;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(b), "f"(a));
-    return pair;
-}
-#endif
-/* Returns the maximum of v over the 256 threads of the block, to every thread. */
-__device__ static inline float block_max_256(float v) {
-    __shared__ float warp_max[8];
-    for (int s = 16; s; s >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, s));
-    if (threadIdx.x % 32 == 0) warp_max[threadIdx.x / 32] = v;
-    __syncthreads();
-    for (int i = 0; i < 8; i++) v = fmaxf(v, warp_max[i]);
-    return v;
-}
-enum { FP8_MAX = 448, QUANTIZE_CACHED_VECS = 8 };
-/* Quantizes rows of x to e4m3 in place: row t keeps its address, so the row stride in bytes stays
- * 2 ldx.
- *
- *   scale      static_scale if it is not 0; else max |x[t]| / 448, or 1 for a row of zeros
- *   x[t][k]    x / scale (times the rounded 1 / scale), to the nearest e4m3, at most 448
+enum { QUANTIZE_CACHED_VECS = 8 };
+/* Quantizes rows of x to e4m3 in place (chapter 4).
  *
  * In: x bf16 [T][K], K a multiple of 8. Out: x_scale [T]. Grid T, block 256. A row of up to 16,384
  * columns is held in registers. Of a longer one the rest is read twice; a thread writes behind what
@@ -4933,38 +5003,25 @@ __global__ static void __launch_bounds__(256)
 #if HOPPER
     const int n_vecs = K / 8, thread = (int)threadIdx.x;
     uint4 cached[QUANTIZE_CACHED_VECS] = {};
-    float largest = 0, values[8];
+    float largest = 0;
     grid_launch_dependents();
     grid_wait();
     const uint4 *from = (const uint4 *)(x + (size_t)blockIdx.x * ldx);
     uint2 *to = (uint2 *)(x + (size_t)blockIdx.x * ldx);
-    auto add_largest = [&](uint4 vec) {
-        unpack_8(vec, values);
-#pragma unroll
-        for (int j = 0; j < 8; j++) largest = fmaxf(largest, fabsf(values[j]));
-    };
 #pragma unroll
     for (int i = 0; i < QUANTIZE_CACHED_VECS; i++)
         if (thread + 256 * i < n_vecs) cached[i] = from[thread + 256 * i];
 #pragma unroll
-    for (int i = 0; i < QUANTIZE_CACHED_VECS; i++) add_largest(cached[i]);
-    for (int i = thread + 256 * QUANTIZE_CACHED_VECS; i < n_vecs; i += 256) add_largest(from[i]);
-    largest = block_max_256(largest);
-    const float scale = static_scale != 0 ? static_scale : largest > 0 ? largest / FP8_MAX : 1,
-                inverse = 1 / scale;
-    auto quantize = [&](uint4 vec) {
-        unpack_8(vec, values);
-#pragma unroll
-        for (int j = 0; j < 8; j++) values[j] *= inverse;
-        return make_uint2(pack_fp8(values[0], values[1]) | pack_fp8(values[2], values[3]) << 16,
-                          pack_fp8(values[4], values[5]) | pack_fp8(values[6], values[7]) << 16);
-    };
+    for (int i = 0; i < QUANTIZE_CACHED_VECS; i++) largest = fp8_largest_8(cached[i], largest);
+    for (int i = thread + 256 * QUANTIZE_CACHED_VECS; i < n_vecs; i += 256)
+        largest = fp8_largest_8(from[i], largest);
+    const float scale = fp8_scale(static_scale, block_max<8>(largest)), inverse = 1 / scale;
     if (thread == 0) x_scale[blockIdx.x] = scale;
 #pragma unroll
     for (int i = 0; i < QUANTIZE_CACHED_VECS; i++)
-        if (thread + 256 * i < n_vecs) to[thread + 256 * i] = quantize(cached[i]);
+        if (thread + 256 * i < n_vecs) to[thread + 256 * i] = fp8_quantize_8(cached[i], inverse);
     for (int i = thread + 256 * QUANTIZE_CACHED_VECS; i < n_vecs; i += 256)
-        to[i] = quantize(from[i]);
+        to[i] = fp8_quantize_8(from[i], inverse);
 #else
     __trap();
 #endif
@@ -4974,10 +5031,15 @@ __global__ static void __launch_bounds__(256)
  * from a sweep on an H100 (test/gpu_fp8.cu sweep). */
 static double gemm_fp8_cost(const toka_device *dev, const gemm_variant *variant, int multicast,
                             int M, const weight *w) {
-    const double block = variant->bn == 32 ? 230 : variant->bn == 64 ? 340 : 620;
+    /* 256 columns read less from L2, which counts where power limits: in whole steps they win */
+    const double block = variant->bn == 32    ? 230
+                         : variant->bn == 64  ? 340
+                         : variant->bn == 128 ? 620
+                                              : 1130;
     const int n_units = ceil_div(M, 128 * multicast) * ceil_div(w->N, variant->bn),
               waves = ceil_div(n_units, dev->n_sms / multicast);
-    return waves * (ceil_div(w->K, 128) * (multicast == 2 ? 0.94 * block : block) + 1000 +
+    const bool shares = multicast == 2 && variant->bn <= 128; /* 256 columns gain nothing by it */
+    return waves * (ceil_div(w->K, 128) * (shares ? 0.94 * block : block) + 1000 +
                     4 * variant->bn) +
            (multicast == 2 ? GEMM_MULTICAST : 0);
 }
@@ -5004,8 +5066,9 @@ static gemm_plan gemm_fp8_choose(const toka_device *dev, int kind, int M, const 
         }
     return best;
 }
-/* Quantizes x of a GEMM in place. x is not needed afterwards. */
+/* Quantizes x of a GEMM in place, if the norm has not. x is not needed afterwards. */
 static void gemm_fp8_quantize(toka_device *dev, const gemm_args *args) {
+    if (args->x_quantized) return;
     launch_dependent(dev, "quantization of x", quantize_rows_kernel,
                      {dim3((unsigned)args->M), 256}, (bf16 *)args->x, args->ldx, args->w->K,
                      args->w->x_scale, dev->x_scale);
@@ -13561,14 +13624,21 @@ static void hidden_set_sum(const toka_device *dev, toka_hidden *x, const float *
     if (next_norm) x->state = TOKA_HIDDEN_NORMED, x->normed_for = next_norm;
 }
 
-/* Prepares dev->xn for the op that begins with this norm. Returns whether the norm is fused: then
- * the op's first GEMM is its input side. Else xn is norm(x). */
-static bool hidden_norm(toka_device *dev, toka_hidden *x, const float *norm) {
-    const bool fused = fuse_norm_consume(x, norm);
-    if (fused || reduce_norm(dev, x, norm)) return fused;
+/* What hidden_norm leaves in dev->xn. */
+enum normed {
+    NORMED,           /* norm(x), bf16 */
+    NORMED_FUSED,     /* the op's first GEMM is the input side of the fused norm */
+    NORMED_QUANTIZED, /* norm(x), e4m3 with dev->x_scale */
+};
+/* Prepares dev->xn for the op that begins with this norm and then multiplies by w. */
+static enum normed hidden_norm(toka_device *dev, toka_hidden *x, const float *norm,
+                               const weight *w) {
+    if (fuse_norm_consume(x, norm)) return NORMED_FUSED;
+    if (reduce_norm(dev, x, norm)) return NORMED;
     const bf16 *rows = dev_bf16(toka_hidden_read(x));
-    if (!graph_is_replay(dev)) rmsnorm(dev, rows, NULL, norm, dev->xn, dev->step->T);
-    return false;
+    const weight *next = w->scale ? w : NULL;
+    if (!graph_is_replay(dev)) rmsnorm(dev, rows, NULL, norm, dev->xn, dev->step->T, next);
+    return next ? NORMED_QUANTIZED : NORMED;
 }
 
 /* In a model with one stage the kernel of embed has kept the ids. In the last of several stages the
@@ -13630,8 +13700,8 @@ static bool fuse_norm_for_head(const toka_device *dev, const toka_step *step) {
     return all;
 }
 
-/* q = RoPE(xn W_q), and the stores of K and V. fused: hidden_norm's result. */
-static void qkv_rope_kv(toka_device *dev, int layer, bool fused, bf16 *q) {
+/* q = RoPE(xn W_q), and the stores of K and V. normed: hidden_norm's result. */
+static void qkv_rope_kv(toka_device *dev, int layer, enum normed normed, bf16 *q) {
     const int n_rows = dev->step->T;
     const toka_shape *shape = dev->shape;
     const layer_weights *weights = &dev->layers[layer];
@@ -13643,7 +13713,8 @@ static void qkv_rope_kv(toka_device *dev, int layer, bool fused, bf16 *q) {
         shape->D};
     const bool fp8 = weights->qkv.scale != NULL;
     if (fp8 && qkv_is_interleaved(dev, shape->D) && gemm_fp8_fuses_qkv(n_rows, &params)) {
-        const gemm_args args = {n_rows, dev->xn, dev->E, &weights->qkv};
+        const gemm_args args = {.M = n_rows, .x = dev->xn, .ldx = dev->E, .w = &weights->qkv,
+                                .x_quantized = normed == NORMED_QUANTIZED};
         gemm_fp8_qkv(dev, &args, &params);
         return;
     }
@@ -13654,7 +13725,8 @@ static void qkv_rope_kv(toka_device *dev, int layer, bool fused, bf16 *q) {
         return;
     }
     gemm_args args = {n_rows,         dev->xn,   dev->E, &weights->qkv, dev->qkv,
-                      weights->qkv.N, EPI_STORE, NULL,   fused};
+                      weights->qkv.N, EPI_STORE, NULL,   normed == NORMED_FUSED};
+    args.x_quantized = normed == NORMED_QUANTIZED;
     if (qkv_is_interleaved(dev, shape->D) && gemm_fuses_qkv(dev, n_rows, &weights->qkv, &params))
         args.epi = EPI_QKV, args.qkv = &params;
     gemm(dev, &args);
@@ -13666,9 +13738,10 @@ static void qkv_rope_kv(toka_device *dev, int layer, bool fused, bf16 *q) {
 static void cuda_norm_qkv_rope_kv(toka_device *dev, const toka_step *, int layer, toka_hidden *x,
                                   toka_dev_ptr q) {
     if (!op_begin(dev, "norm_qkv_rope_kv")) return;
-    const bool fused = hidden_norm(dev, x, dev->layers[layer].attn_norm);
+    const layer_weights *weights = &dev->layers[layer];
+    const enum normed normed = hidden_norm(dev, x, weights->attn_norm, &weights->qkv);
     if (graph_is_replay(dev)) return;
-    qkv_rope_kv(dev, layer, fused, dev_bf16(q));
+    qkv_rope_kv(dev, layer, normed, dev_bf16(q));
     clock_record_op(dev, TOKA_OP_QKV);
 }
 
@@ -13694,10 +13767,11 @@ static void cuda_out_residual(toka_device *dev, const toka_step *, int layer, to
 static void cuda_norm_mlp_residual(toka_device *dev, const toka_step *, int layer, toka_hidden *x) {
     if (!op_begin(dev, "norm_mlp_residual")) return;
     const layer_weights *weights = &dev->layers[layer];
-    const bool fused = hidden_norm(dev, x, weights->mlp_norm);
+    const enum normed normed = hidden_norm(dev, x, weights->mlp_norm, &weights->gate_up);
     const gemm_args gate_up = {.M = dev->step->T, .x = dev->xn, .ldx = dev->E,
                                .w = &weights->gate_up, .y = dev->act, .ldy = dev->F,
-                               .epi = EPI_SWIGLU, .norm_ready = fused};
+                               .epi = EPI_SWIGLU, .norm_ready = normed == NORMED_FUSED,
+                               .x_quantized = normed == NORMED_QUANTIZED};
     if (!graph_is_replay(dev)) gemm(dev, &gate_up);
     hidden_add(dev, x, dev->act, &weights->down,
                layer + 1 < dev->shape->L            ? dev->layers[layer + 1].attn_norm

@@ -185,6 +185,28 @@ static void test_quantize(toka_device *d, int M, int K, float static_scale) {
               static_scale, wrong, moved, d->error.msg);
 }
 
+/* The norm that quantizes gives the bits of rmsnorm followed by the quantization. */
+static void test_norm(toka_device *d, int M, int E, float static_scale) {
+    toka_shape shape = {.E = E, .eps = 1e-5f};
+    gpu_buf<bf16> x((size_t)M * E), y((size_t)M * E), z((size_t)M * E);
+    gpu_buf<float> w((size_t)E), scale((size_t)M), scale2((size_t)M);
+    weight W = {NULL, NULL, 8, E, scale.p(), false, static_scale};
+    d->shape = &shape, d->E = E, d->x_scale = scale.p();
+    gpu_random(x, gpu_seed, 3), gpu_random(w, gpu_seed + 1, 1);
+    GPU_OK(cudaDeviceSynchronize());
+    rmsnorm(d, x.p(), NULL, w.p(), y.p(), M);
+    launch_dependent(d, "quantization", quantize_rows_kernel, {dim3((unsigned)M), 256}, y.p(), E, E, static_scale, scale.p());
+    d->x_scale = scale2.p();
+    rmsnorm(d, x.p(), NULL, w.p(), z.p(), M, &W);
+    GPU_OK(cudaStreamSynchronize(d->stream));
+    std::vector<bf16> want = y.host(), got = z.host();
+    int wrong = memcmp(scale.host().data(), scale2.host().data(), (size_t)M * 4) != 0;
+    for (int m = 0; m < M; m++) wrong += memcmp(&want[(size_t)m * E], &got[(size_t)m * E], (size_t)E) != 0;
+    gpu_check(!wrong && z.guards_hold() && scale2.guards_hold(), "norm and quantize M=%d E=%d static %g: %d rows differ %s", M, E, static_scale, wrong,
+              d->error.msg);
+    d->shape = NULL;
+}
+
 /* ---- The GEMMs ---- */
 
 struct problem { /* random operands of a GEMM */
@@ -427,6 +449,8 @@ int main(int argc, char **argv) {
         }
     for (int K : {8, 24, 896, 4096, 4104, 14336, 16384, 28672})
         if (!quick || K == 24 || K == 4104) test_quantize(d, 7, K, 0), test_quantize(d, 7, K, 0.01f);
+    for (int E : {8, 896, 4096, 8192})
+        if (!small || E == 896) test_norm(d, 5, E, 0), test_norm(d, 5, E, 0.02f);
     const std::vector<int> all = {1, 7, 8, 9, 16, 17, 33, 64, 65, 127, 128, 129, 257, 300}, few = {1, 9, 64, 65, 200};
     for (int blocked = 0; blocked < 2; blocked++) {
         for (auto nk : {std::pair<int, int>{8, 8}, {16, 24}, {136, 1000}, {208, 2056}, {272, 640}, {1008, 72}, {640, 384}})
