@@ -7892,6 +7892,7 @@ typedef struct mf_config {
     toka_moe moe;          /* of the layers with experts, without tensors */
     toka_mla mla;          /* with MF_MLA, without tensors */
     int *window;           /* [L] as toka_layer.window */
+    bool *kv_fp8;          /* [L] as toka_layer.kv_fp8; NULL: no layer (mf_set_kv_dtype) */
     unsigned char *kind;   /* [L] MF_LAYER_MOE ... */
     const struct mf_quantization *quantization; /* NULL: the weights are plain numbers */
     bool has_images;       /* a multi-modal model, of which toka has the language model */
@@ -9173,6 +9174,46 @@ static void mf_set_max_len(mf_config *config, int max_len) {
     if (config->rope.kind != MF_ROPE_LONGROPE) return;
     config->rope.is_long = max_len > config->rope.original_len;
     mf_set_rope_tables(config);
+}
+
+/* Takes the layers in the list `skip` out of those with FP8 K and V. */
+static int mf_skip_kv_fp8(mf_config *config, const char *skip, toka_err *e) {
+    const int L = config->shape.L;
+    for (str rest = str_c(skip), item; str_split_next(&rest, ',', &item);) {
+        int layer = item.n ? 0 : -1;
+        const bool windowed = str_is(item, "sliding_window");
+        for (size_t i = 0; i < item.n && layer >= 0; i++) {
+            const int digit = item.p[i] - '0';
+            layer = digit >= 0 && digit <= 9 && layer < L ? 10 * layer + digit : -1;
+        }
+        if (!windowed && (layer < 0 || layer >= L))
+            return fail(e, TOKA_E_USE,
+                        "kv_cache_dtype_skip_layers: \"%.*s\", expected numbers of layers, 0 to "
+                        "%d, or sliding_window, separated by commas",
+                        STRF(item), L - 1);
+        for (int i = 0; windowed && i < L; i++)
+            if (config->window[i]) config->kv_fp8[i] = false;
+        if (!windowed) config->kv_fp8[layer] = false;
+    }
+    return 0;
+}
+
+/* Sets config->kv_fp8 as toka_options.kv_cache_dtype and kv_cache_dtype_skip_layers say. Returns 0
+ * or an error code. */
+static int mf_set_kv_dtype(mf_config *config, arena *memory, const char *dtype, const char *skip,
+                           toka_err *e) {
+    const int L = config->shape.L;
+    if (!dtype || !strcmp(dtype, "auto"))
+        return skip ? fail(e, TOKA_E_USE, "kv_cache_dtype_skip_layers: expected kv_cache_dtype fp8 "
+                                          "beside it") : 0;
+    if (!strcmp(dtype, "fp8_e5m2"))
+        return fail(e, TOKA_E_USE, "kv_cache_dtype: fp8_e5m2 is not supported; fp8 (e4m3) has one "
+                                   "bit more, and a scale for each head");
+    if (strcmp(dtype, "fp8") != 0 && strcmp(dtype, "fp8_e4m3") != 0)
+        return fail(e, TOKA_E_USE, "kv_cache_dtype: \"%s\", expected auto, fp8 or fp8_e4m3", dtype);
+    config->kv_fp8 = arena_alloc(memory, (size_t)L * sizeof *config->kv_fp8);
+    for (int i = 0; i < L; i++) config->kv_fp8[i] = true;
+    return skip ? mf_skip_kv_fp8(config, skip, e) : 0;
 }
 
 /* Reads the window of the layers that have one; 0: none has. */
@@ -10509,20 +10550,6 @@ static float weight_f16(unsigned bits) {
 static float weight_fp8(unsigned bits) {
     return (bits & 0x7F) == 0x7F ? NAN : weight_small_float(bits, 4, 3);
 }
-/* Returns the nearest e4m3 number, ties to even; larger numbers become 448. */
-static unsigned weight_to_fp8(float value) {
-    const float size = fabsf(value), small_sum = size + 0x1p14f; /* its last bit is worth 2^-9 */
-    uint32_t bits, small;
-    memcpy(&bits, &value, sizeof bits);
-    memcpy(&small, &small_sum, sizeof small);
-    const uint32_t sign = bits >> 24 & 0x80, magnitude = bits & 0x7FFFFFFF;
-    uint32_t normal = (magnitude + 0x7FFFF + (magnitude >> 20 & 1)) >> 20; /* 3 bits of mantissa */
-    normal -= (127 - 7) << 3;
-    /* below 2^-6; below 448 */
-    const uint32_t finite = magnitude < 0x3C800000 ? small & 0xFF
-                            : magnitude < 0x43E00000 ? normal : 0x7E;
-    return sign | (magnitude > 0x7F800000 ? 0x7F : finite);
-}
 static float weight_e2m1(unsigned bits) { return weight_small_float(bits, 2, 1); }
 static float weight_e8m0(unsigned byte) { return byte == 255 ? NAN : ldexpf(1, (int)byte - 127); }
 
@@ -11011,6 +11038,7 @@ static mf_owners mf_make_layer(const mf_config *config, int i, toka_layer *layer
         moe->experts = owners.of[MF_OF_EXPERT];
     }
     layer->window = config->window[i];
+    layer->kv_fp8 = config->kv_fp8 && config->kv_fp8[i];
     layer->activation = config->activation;
     layer->parallel = config->features & MF_PARALLEL;
     if (config->kind[i] & MF_LAYER_ROPE && !layer->linear)
@@ -12444,6 +12472,16 @@ static int mf_open_weights(mf_model *files, toka_err *e) {
     return code;
 }
 
+/* Sets how K and V are stored. Returns 0 or an error code. */
+static int mf_choose_kv(mf_model *files, const toka_options *options, toka_err *e) {
+    mf_config *config = &files->config;
+    const int code = mf_set_kv_dtype(config, &files->memory, options->kv_cache_dtype,
+                                     options->kv_cache_dtype_skip_layers, e);
+    for (int i = 0; !code && config->kv_fp8 && i < files->shape.L; i++)
+        files->weights.layers[i].kv_fp8 = config->kv_fp8[i];
+    return code;
+}
+
 /* ---- Quantizing at load (--quantization fp8) ----
  * Every matrix of plain numbers in a layer, but the router, becomes e4m3 numbers with one float32
  * scale a row: the row's largest number becomes 448. */
@@ -12482,7 +12520,7 @@ static size_t mf_quantize_matrix(mf_quantizer *all, toka_tensor *tensor, char *a
         const float largest = mf_largest(row, cols), factor = largest > 0 ? largest / 448 : 1;
         if (!isfinite(largest)) all->found_infinite = true;
         scale[i] = factor;
-        for (size_t j = 0; j < cols; j++) code[j] = (unsigned char)weight_to_fp8(row[j] / factor);
+        for (size_t j = 0; j < cols; j++) code[j] = (unsigned char)toka_to_fp8(row[j] / factor);
     }
     free(row);
     *quant = (toka_quant){.rows = tensor->rows, .cols = tensor->cols, .block_rows = 1,
@@ -20491,7 +20529,9 @@ typedef struct plain_device {
     const toka_shape *shape; /* the caller's, as weights: outlives the device */
     const toka_weights *weights;
     toka_device_options options;
-    float *k_cache, *v_cache; /* [L][slots][K][D], [L][slots][K][Dv]; slots: toka_layer_pages * B */
+    /* [L][slots][K][D], [L][slots][K][Dv]; slots: toka_layer_pages * B. FP8: the values of the
+     * rounded numbers (plain_store_kv) */
+    float *k_cache, *v_cache;
     size_t *first_slot;       /* [L + 1] slots of the layers before each layer */
     float *states;            /* [linear layers][n_states][toka_state_elements] */
     int32_t *kv_ids;          /* [n_pages * B] id of the token of each slot */
@@ -20747,6 +20787,19 @@ static void plain_linear_in(plain_device *dev, const toka_linear *linear, const 
     }
 }
 
+/* Stores the K heads of a token, [K][size], in a cache. With FP8 every head is rounded to e4m3
+ * numbers times its scale; the bytes of a head lie where its first floats go, which are written
+ * last. */
+static void plain_store_kv(float *to, const float *from, int K, int size, bool fp8) {
+    if (!fp8) memcpy(to, from, plain_at(K, size) * sizeof *to);
+    for (int head = 0; fp8 && head < K; head++, to += size, from += size) {
+        const unsigned char *codes = (unsigned char *)to;
+        const float scale =
+            toka_kv_scale_value(toka_kv_store((unsigned char *)to, 1, from, size));
+        for (int i = size - 1; i >= 0; i--) to[i] = toka_from_fp8(codes[i]) * scale;
+    }
+}
+
 COLD
 static void plain_norm_qkv_rope_kv(toka_device *device, const toka_step *step, int layer,
                                    toka_hidden *x, toka_dev_ptr q) {
@@ -20770,8 +20823,10 @@ static void plain_norm_qkv_rope_kv(toka_device *device, const toka_step *step, i
     for (int t = 0; t < T; t++, k += KD, v += KDv) {
         const int slot = toka_layer_slots(step, weights)[t];
         assert(slot >= 0 && slot / dev->shape->B < toka_layer_pages(&dev->options, weights));
-        memcpy(plain_kv(dev, dev->k_cache, D, layer, slot), k, (size_t)KD * sizeof *k);
-        memcpy(plain_kv(dev, dev->v_cache, Dv, layer, slot), v, (size_t)KDv * sizeof *v);
+        plain_store_kv(plain_kv(dev, dev->k_cache, D, layer, slot), k, dev->shape->K, D,
+                       weights->kv_fp8);
+        plain_store_kv(plain_kv(dev, dev->v_cache, Dv, layer, slot), v, dev->shape->K, Dv,
+                       weights->kv_fp8);
     }
 }
 
@@ -21285,10 +21340,13 @@ static int plain_probe(int i, char *line, size_t bytes) {
     snprintf(line, bytes, "float32 reference, one thread, slow");
     return i == 0;
 }
+/* A quarter of the machine's RAM; less if FP8 numbers are kept as float32, 4 bytes for each. */
 static int64_t plain_kv_bytes(const toka_shape *shape, const toka_weights *weights,
                               const toka_device_options *options) {
-    (void)shape, (void)weights, (void)options;
-    return os_ram_bytes() / 4;
+    bool any_fp8 = false;
+    (void)options;
+    for (int i = 0; i < shape->L; i++) any_fp8 |= weights->layers[i].kv_fp8;
+    return os_ram_bytes() / (any_fp8 ? 16 : 4);
 }
 static const char *plain_describe(const toka_device *device) {
     (void)device;
@@ -21516,8 +21574,9 @@ typedef struct cpu_kernels {
     void (*quant_unpack)(float *to, const cpu_quant_tile *tile);
     const uint8_t *pair_order;
     int quant_rows; /* rows of quant_tile */
-    /* cpu_online_softmax, compiled for this instruction set */
+    /* cpu_online_softmax and cpu_unpack_kv, compiled for this instruction set */
     void (*online_softmax)(cpu_softmax *softmax, float *scores, int n, int from, int to, int d_pad);
+    void (*unpack_kv)(float *to, const unsigned char *from, const float *scale, int rows, int n);
 } cpu_kernels;
 
 /* ---- Scalars and bodies shared by the instruction sets ---- */
@@ -21704,6 +21763,14 @@ CPU_INLINE void cpu_online_softmax(cpu_softmax *softmax, float *scores, int n, i
     softmax->sum += (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
 }
 
+/* FP8 numbers of K or V to float32: to[row][i] = from[row][i] * scale[i]. n: a multiple of 16. */
+CPU_INLINE void cpu_unpack_kv(float *to, const unsigned char *from, const float *scale, int rows,
+                              int n) {
+    for (int row = 0; row < rows; row++, to += n, from += n)
+        for (int i = 0; i < n; i += 16)
+            CPU_UNROLL for (int j = i; j < i + 16; j++) to[j] = toka_from_fp8(from[j]) * scale[j];
+}
+
 /* ---- Shared by the micro-kernels of all instruction sets ---- */
 
 /* Row `index` of a tile's weights. An index past the end gives the last row: the results for it are
@@ -21801,6 +21868,10 @@ static void cpu_convert_c(void *floats, const void *from, toka_dtype type, int n
 static void cpu_online_softmax_c(cpu_softmax *softmax, float *scores, int n, int from, int to,
                                  int d_pad) {
     cpu_online_softmax(softmax, scores, n, from, to, d_pad);
+}
+static void cpu_unpack_kv_c(float *to, const unsigned char *from,
+                            const float *scale, int rows, int n) {
+    cpu_unpack_kv(to, from, scale, rows, n);
 }
 
 static void cpu_small_gemm_c(const cpu_small_gemm_args *args) {
@@ -21942,6 +22013,10 @@ CPU_AVX2 CPU_INLINE void cpu_small_gemm_body_avx2(const cpu_small_gemm_args *arg
 CPU_AVX2 static void cpu_online_softmax_avx2(cpu_softmax *softmax, float *scores, int n, int from,
                                              int to, int d_pad) {
     cpu_online_softmax(softmax, scores, n, from, to, d_pad);
+}
+CPU_AVX2 static void cpu_unpack_kv_avx2(float *to, const unsigned char *from,
+                                        const float *scale, int rows, int n) {
+    cpu_unpack_kv(to, from, scale, rows, n);
 }
 
 CPU_AVX2 static void cpu_small_gemm_avx2(const cpu_small_gemm_args *args) {
@@ -22186,6 +22261,10 @@ CPU_AVX512 static void cpu_online_softmax_avx512(cpu_softmax *softmax, float *sc
                                                  int from, int to, int d_pad) {
     cpu_online_softmax(softmax, scores, n, from, to, d_pad);
 }
+CPU_AVX512 static void cpu_unpack_kv_avx512(float *to, const unsigned char *from,
+                                            const float *scale, int rows, int n) {
+    cpu_unpack_kv(to, from, scale, rows, n);
+}
 
 CPU_AVX512 static void cpu_small_gemm_avx512(const cpu_small_gemm_args *args) {
     int j = 0;
@@ -22344,21 +22423,23 @@ static const cpu_kernels cpu_kernel_sets[] = { /* from slowest to fastest */
     {"portable C", 2, 512, TOKA_F32, {8, 4, INT_MAX},
      {cpu_tile_bf16_c, cpu_tile_f16_c, cpu_tile_f32_c},
      cpu_convert_c, cpu_convert_c, cpu_small_gemm_c, NULL, cpu_quant_unpack_c, NULL, 0,
-     cpu_online_softmax_c},
+     cpu_online_softmax_c, cpu_unpack_kv_c},
 #ifdef __x86_64__
     {"AVX2", 3, 512, TOKA_F32, {128, INT_MAX, INT_MAX},
      {cpu_tile_bf16_avx2, cpu_tile_f16_avx2, cpu_tile_f32_avx2},
      cpu_convert_avx2, cpu_convert_avx2, cpu_small_gemm_avx2, cpu_quant_tile_avx2,
-     cpu_quant_unpack_avx2, cpu_order_avx2, 4, cpu_online_softmax_avx2},
+     cpu_quant_unpack_avx2, cpu_order_avx2, 4, cpu_online_softmax_avx2,
+     cpu_unpack_kv_avx2},
     {"AVX-512", 6, 1024, TOKA_F32, {INT_MAX, INT_MAX, INT_MAX},
      {cpu_tile_bf16_avx512, cpu_tile_f16_avx512, cpu_tile_f32_avx512},
      cpu_convert_avx512, cpu_convert_avx512, cpu_small_gemm_avx512, cpu_quant_tile_avx512,
-     cpu_quant_unpack_avx512, cpu_order_avx512, 8, cpu_online_softmax_avx512},
+     cpu_quant_unpack_avx512, cpu_order_avx512, 8, cpu_online_softmax_avx512,
+     cpu_unpack_kv_avx512},
     /* only on request (cpu_bf16_kernels) */
     {"AVX512_BF16", 6, 2048, TOKA_BF16, {INT_MAX, 0, 0},
      {cpu_tile_avx512_bf16, NULL, NULL},
      cpu_convert_avx512, cpu_pack_avx512_bf16, cpu_small_gemm_avx512, NULL, cpu_quant_unpack_c,
-     NULL, 0, cpu_online_softmax_avx512},
+     NULL, 0, cpu_online_softmax_avx512, cpu_unpack_kv_avx512},
 #endif
 };
 
@@ -22937,6 +23018,8 @@ static void cpu_norm(const toka_shape *shape, float *y, const float *x, const fl
  *     V [B][Dv_pad] one probability times 16 neighbour elements of a value
  * B_pad and Dv_pad are B and Dv rounded up to 16. The padding of each row is zero. With MLA there
  * is one kv head: K is the latent vector and the rotated key, V is the latent vector again.
+ * A page of a layer is K of all its kv heads, then V of all: float32, or FP8 with scales behind
+ * (toka_kv_scale_at). Attention converts an FP8 page to float32 first.
  *
  * Words of this chapter:
  *   scratch rows      token rows for which an op has scratch memory; an op works through a longer
@@ -23343,6 +23426,7 @@ typedef struct cpu_extents {
     float fp8_scale;      /* largest scale of FP8 weights */
     int n_experts, top_k; /* 0: no experts */
     bool delta, residual; /* are these buffers of the device needed? */
+    bool kv_fp8;          /* does any layer have FP8 K and V? */
 } cpu_extents;
 
 /* Scratch of layers with experts, and the plan of one pass: which rows each expert computes. */
@@ -23372,10 +23456,11 @@ struct toka_device {
     /* floats from row to row of x; of gate and up. The width rounded up to 16, plus 16: a stride of
      * a power of two would map all rows to the same cache sets */
     int ldx, ld_mlp;
-    size_t k_page_floats, v_page_floats; /* floats of a page of one layer */
-    /* [L][pages][K][D][B_pad], [L][pages][K][B][Dv_pad]; pages: toka_layer_pages */
-    float *k_cache, *v_cache;
-    size_t *first_page;       /* [L + 1] pages of the layers before each layer */
+    /* elements of a kv head in a page: K [D][B_pad], V [B][Dv_pad] */
+    size_t k_head_elements, v_head_elements;
+    size_t unpacked_at;       /* cpu_query_rows.unpacked in a thread's scratch, floats */
+    char *kv_cache;           /* [L][pages] pages of K and V; pages: toka_layer_pages */
+    size_t *layer_at;         /* [L + 1] bytes of the layers before each layer in kv_cache */
     float *states;            /* [linear layers][n_states][state_floats] */
     size_t state_floats;
     int U_pad;
@@ -23806,19 +23891,31 @@ static void cpu_gemm(toka_device *dev, cpu_gemm_args args) {
 
 /* ---- Op: copy_pages ---- */
 
+/* Returns the bytes of a page of a layer. */
+static size_t cpu_page_bytes(const toka_device *dev, bool fp8) {
+    const size_t K = (size_t)dev->shape->K, n = dev->k_head_elements + dev->v_head_elements;
+    if (!fp8) return K * n * sizeof(float);
+    return (K * (n + 2 * (size_t)dev->shape->B) + 63) / 64 * 64; /* a float32 layer may follow */
+}
+static char *cpu_page(const toka_device *dev, int layer, int32_t page) {
+    const size_t bytes = cpu_page_bytes(dev, dev->weights->layers[layer].kv_fp8);
+    const size_t at = dev->layer_at[layer] + (size_t)page * bytes;
+    assert(page >= 0 && at < dev->layer_at[layer + 1]);
+    return dev->kv_cache + at;
+}
+/* Returns where the scales of an FP8 page begin. */
+static unsigned char *cpu_page_scales(const toka_device *dev, char *page) {
+    const size_t n = dev->k_head_elements + dev->v_head_elements;
+    return (unsigned char *)page + (size_t)dev->shape->K * n;
+}
+
 static void cpu_copy_pages(toka_device *dev, const toka_step *step) {
     if (!cpu_op_begin(dev, "copy_pages")) return;
     for (int layer = 0; layer < dev->shape->L; layer++)
         for (int i = 0; i < step->n_copies; i++) {
             const toka_copy copy = toka_layer_copies(step, &dev->weights->layers[layer])[i];
-            size_t from = dev->first_page[layer] + (size_t)copy.from;
-            size_t to = dev->first_page[layer] + (size_t)copy.to;
-            memcpy(dev->k_cache + to * dev->k_page_floats,
-                   dev->k_cache + from * dev->k_page_floats,
-                   dev->k_page_floats * sizeof *dev->k_cache);
-            memcpy(dev->v_cache + to * dev->v_page_floats,
-                   dev->v_cache + from * dev->v_page_floats,
-                   dev->v_page_floats * sizeof *dev->v_cache);
+            memcpy(cpu_page(dev, layer, copy.to), cpu_page(dev, layer, copy.from),
+                   cpu_page_bytes(dev, dev->weights->layers[layer].kv_fp8));
         }
     const size_t B = (size_t)dev->shape->B;
     for (int i = 0; i < step->n_copies && dev->kv_ids; i++)
@@ -23981,18 +24078,24 @@ static void cpu_rope_heads(const cpu_rope_job *job, int t, const cpu_heads *head
 CPU_SMALL
 static void cpu_store_kv(const toka_device *dev, int layer, int kv_slot, const float *k,
                          const float *v) {
-    const size_t D = (size_t)dev->shape->D, B = (size_t)dev->shape->B;
-    const size_t Dv = (size_t)toka_value_size(dev->shape);
-    const size_t page = dev->first_page[layer] + (size_t)kv_slot / B;
-    assert(kv_slot >= 0 && page < dev->first_page[layer + 1]);
-    const size_t offset = (size_t)kv_slot % B;
-    for (size_t head = 0; head < (size_t)dev->shape->K; head++) {
-        float *to_k = dev->k_cache + page * dev->k_page_floats +
-                      head * D * (size_t)dev->B_pad + offset;
-        float *to_v = dev->v_cache + page * dev->v_page_floats +
-                      (head * B + offset) * (size_t)dev->Dv_pad;
-        for (size_t i = 0; i < D; i++) to_k[i * (size_t)dev->B_pad] = k[head * D + i];
-        memcpy(to_v, v + head * Dv, Dv * sizeof *to_v);
+    const int D = dev->shape->D, B = dev->shape->B, Dv = toka_value_size(dev->shape);
+    char *page = cpu_page(dev, layer, kv_slot / B);
+    const size_t offset = (size_t)(kv_slot % B), B_pad = (size_t)dev->B_pad;
+    for (int head = 0; head < dev->shape->K; head++, k += D, v += Dv) {
+        const size_t k_at = (size_t)head * dev->k_head_elements + offset;
+        const size_t v_at = (size_t)dev->shape->K * dev->k_head_elements +
+                            (size_t)head * dev->v_head_elements + offset * (size_t)dev->Dv_pad;
+        if (dev->weights->layers[layer].kv_fp8) {
+            unsigned char *to = (unsigned char *)page;
+            unsigned char *scales = cpu_page_scales(dev, page) +
+                                    toka_kv_scale_at(B, head, (int)offset);
+            scales[0] = toka_kv_store(to + k_at, B_pad, k, D);
+            scales[1] = toka_kv_store(to + v_at, 1, v, Dv);
+            continue;
+        }
+        float *to = (float *)(void *)page;
+        for (int i = 0; i < D; i++) to[k_at + (size_t)i * B_pad] = k[i];
+        memcpy(to + v_at, v, (size_t)Dv * sizeof *to);
     }
 }
 
@@ -24209,7 +24312,44 @@ typedef struct cpu_query_rows {
     float *scores;        /* [n_queries][B_pad] of one page */
     cpu_softmax *softmax; /* [n_queries] */
     float *acc;           /* [n_queries][Dv_pad] weighted sum of V so far */
+    float *unpacked;      /* [D][B_pad], [B][Dv_pad] K and V of an FP8 page and kv head */
 } cpu_query_rows;
+
+typedef struct cpu_page_kv { /* of one kv head */
+    const float *k, *v; /* [D][B_pad], [B][Dv_pad] */
+} cpu_page_kv;
+
+/* Converts the first n_kv positions of one kv head of an FP8 page to float32. */
+static cpu_page_kv cpu_unpack_page(const toka_device *dev, const cpu_query_rows *rows, char *page,
+                                   int n_kv) {
+    const int B = dev->shape->B;
+    const size_t head = (size_t)rows->kv_head, v_row = (size_t)dev->Dv_pad;
+    const unsigned char *k = (unsigned char *)page + head * dev->k_head_elements;
+    const unsigned char *v = (unsigned char *)page + head * dev->v_head_elements +
+                             (size_t)dev->shape->K * dev->k_head_elements;
+    const unsigned char *scales = cpu_page_scales(dev, page) +
+                                  toka_kv_scale_at(B, rows->kv_head, 0);
+    float *to_k = rows->unpacked, *to_v = to_k + dev->k_head_elements;
+    float *scale = to_v + dev->v_head_elements;
+    for (int i = 0; i < dev->B_pad; i++) scale[i] = i < B ? toka_kv_scale_value(scales[2 * i]) : 0;
+    dev->kernels->unpack_kv(to_k, k, scale, dev->shape->D, dev->B_pad);
+    for (int i = 0; i < n_kv; i++) {
+        const float of_row = toka_kv_scale_value(scales[2 * i + 1]);
+        for (int j = 0; j < dev->Dv_pad; j++) scale[j] = of_row;
+        dev->kernels->unpack_kv(to_v + (size_t)i * v_row, v + (size_t)i * v_row, scale, 1,
+                                dev->Dv_pad);
+    }
+    return (cpu_page_kv){to_k, to_v};
+}
+/* Returns K and V of one kv head of a page. */
+static cpu_page_kv cpu_read_page(const toka_device *dev, const cpu_query_rows *rows, int layer,
+                                 int32_t page_id, int n_kv) {
+    char *page = cpu_page(dev, layer, page_id);
+    const size_t head = (size_t)rows->kv_head;
+    if (dev->weights->layers[layer].kv_fp8) return cpu_unpack_page(dev, rows, page, n_kv);
+    const float *k = (float *)(void *)page, *v = k + (size_t)dev->shape->K * dev->k_head_elements;
+    return (cpu_page_kv){k + head * dev->k_head_elements, v + head * dev->v_head_elements};
+}
 
 /* The tokens t0 .. t1-1 of `rows` attend to one page. kv: position of the page's first token.
  * Positions from kv_end on have weight 0. */
@@ -24219,13 +24359,10 @@ static void cpu_attend_page(const cpu_attention_job *job, cpu_query_rows *rows, 
     const toka_shape *shape = dev->shape;
     int window = dev->weights->layers[job->layer].window, n_kv = MIN(shape->B, kv_end - kv);
     size_t D = (size_t)shape->D;
-    size_t page_index = dev->first_page[job->layer] + (size_t)page;
     size_t first_query = (size_t)((t0 - rows->row0) * rows->heads_per_kv);
-    assert(page >= 0 && page_index < dev->first_page[job->layer + 1]);
+    const cpu_page_kv head_kv = cpu_read_page(dev, rows, job->layer, page, n_kv);
     cpu_small_gemm_args qk = {.a = rows->q + first_query * D, .lda = D,
-                              .b = dev->k_cache + page_index * dev->k_page_floats +
-                                   (size_t)rows->kv_head * D * (size_t)dev->B_pad,
-                              .ldb = (size_t)dev->B_pad,
+                              .b = head_kv.k, .ldb = (size_t)dev->B_pad,
                               .c = rows->scores, .ldc = (size_t)dev->B_pad,
                               .rows = (t1 - t0) * rows->heads_per_kv, .k = shape->D,
                               .n = dev->B_pad};
@@ -24242,9 +24379,7 @@ static void cpu_attend_page(const cpu_attention_job *job, cpu_query_rows *rows, 
                 dev->B_pad, from, to, dev->Dv_pad);
     }
     cpu_small_gemm_args pv = {.a = rows->scores, .lda = (size_t)dev->B_pad,
-                              .ldb = (size_t)dev->Dv_pad,
-                              .b = dev->v_cache + page_index * dev->v_page_floats +
-                                   (size_t)(rows->kv_head * shape->B) * (size_t)dev->Dv_pad,
+                              .ldb = (size_t)dev->Dv_pad, .b = head_kv.v,
                               .c = rows->acc + first_query * (size_t)dev->Dv_pad,
                               .ldc = (size_t)dev->Dv_pad, .rows = qk.rows, .k = n_kv,
                               .n = dev->Dv_pad, .add = true};
@@ -24314,13 +24449,15 @@ static void cpu_attention_item(void *arg, int thread, int item) {
     int row0 = item / head_items * job->item_tokens, head0 = item % head_items * job->item_heads;
     float *scratch = dev->scratch + (size_t)thread * dev->scratch_floats;
     size_t max_queries = (size_t)dev->max_queries;
-    /* thread scratch: scores, acc, q, softmax, each for max_queries query rows */
+    /* thread scratch: scores, acc, q, softmax, each for max_queries query rows; then K and V of an
+     * FP8 page and a row of scales */
     const size_t D_pad = (size_t)cpu_round_up16(shape->D);
     cpu_query_rows rows = {.row0 = row0, .row1 = MIN(row0 + job->item_tokens, job->step->T),
                            .heads_per_kv = shape->H / shape->K, .scores = scratch,
                            .acc = scratch + max_queries * (size_t)dev->B_pad,
                            .q = scratch + max_queries * (size_t)(dev->B_pad + dev->Dv_pad)};
     rows.softmax = (cpu_softmax *)(void *)(rows.q + max_queries * D_pad);
+    rows.unpacked = scratch + dev->unpacked_at;
     rows.kv_head = head0;
     for (; rows.kv_head < MIN(head0 + job->item_heads, shape->K); rows.kv_head++)
         cpu_attend(job, &rows);
@@ -25279,6 +25416,7 @@ static cpu_extents cpu_measure(const toka_shape *shape, const toka_weights *weig
         cpu_measure_mlp(&sizes, &layer->mlp);
         sizes.delta = sizes.delta || post_norm || moe;
         sizes.norm_of_ranks = sizes.norm_of_ranks || cpu_has_norm_of_ranks(layer);
+        sizes.kv_fp8 = sizes.kv_fp8 || layer->kv_fp8;
         sizes.residual = sizes.residual || (post_norm && tp_size > 1);
         for (int j = 0; moe && j < moe->n_experts; j++) cpu_measure_mlp(&sizes, &moe->experts[j]);
         if (moe) {
@@ -25352,13 +25490,17 @@ static void cpu_size_scratch(toka_device *dev, const cpu_extents *sizes) {
                                     MAX(CPU_SCRATCH_BYTES / 2 / ((size_t)shape->V_all * 4), 1));
     dev->B_pad = cpu_round_up16(shape->B);
     dev->Dv_pad = cpu_round_up16(toka_value_size(shape));
-    dev->k_page_floats = KD * (size_t)dev->B_pad;
-    dev->v_page_floats = (size_t)(shape->K * shape->B) * (size_t)dev->Dv_pad;
+    dev->k_head_elements = (size_t)shape->D * (size_t)dev->B_pad;
+    dev->v_head_elements = (size_t)shape->B * (size_t)dev->Dv_pad;
     dev->max_queries = MAX(CPU_QUERY_ROWS, shape->H / shape->K);
     dev->vector_floats = (size_t)cpu_round_up16(sizes->vector);
     size_t query_floats = (size_t)dev->max_queries *
                           ((size_t)(dev->B_pad + dev->Dv_pad + cpu_round_up16(shape->D)) +
                            sizeof(cpu_softmax) / sizeof(float));
+    dev->unpacked_at = query_floats = (query_floats + 15) & ~(size_t)15;
+    if (sizes->kv_fp8)
+        query_floats += dev->k_head_elements + dev->v_head_elements +
+                        (size_t)MAX(dev->B_pad, dev->Dv_pad);
     query_floats = MAX(query_floats, MAX((size_t)sizes->absorb, E));
     const size_t panel_floats =
         (size_t)CPU_PANEL_FLOATS + 2 * (size_t)(CPU_PANEL_ROWS * sizes->groups);
@@ -25373,14 +25515,14 @@ static void cpu_alloc_buffers(toka_device *dev, const cpu_extents *sizes) {
     const size_t max_rows = (size_t)dev->scratch_rows;
     const size_t x_rows = (size_t)MAX(dev->scratch_rows, dev->scratch_samples);
     const size_t n_threads = (size_t)dev->pool.n_threads;
-    dev->first_page = cpu_zalloc(dev, (size_t)shape->L + 1, sizeof *dev->first_page);
-    for (int layer = 0; dev->first_page && layer < shape->L; layer++)
-        dev->first_page[layer + 1] =
-            dev->first_page[layer] +
-            (size_t)toka_layer_pages(&dev->options, &dev->weights->layers[layer]);
-    const size_t cache_pages = dev->first_page ? dev->first_page[shape->L] : 0;
-    dev->k_cache = cpu_zalloc(dev, cache_pages, dev->k_page_floats * sizeof(float));
-    dev->v_cache = cpu_zalloc(dev, cache_pages, dev->v_page_floats * sizeof(float));
+    dev->layer_at = cpu_zalloc(dev, (size_t)shape->L + 1, sizeof *dev->layer_at);
+    for (int layer = 0; dev->layer_at && layer < shape->L; layer++) {
+        const toka_layer *weights = &dev->weights->layers[layer];
+        dev->layer_at[layer + 1] = dev->layer_at[layer] +
+                                   (size_t)toka_layer_pages(&dev->options, weights) *
+                                       cpu_page_bytes(dev, weights->kv_fp8);
+    }
+    dev->kv_cache = cpu_zalloc(dev, dev->layer_at ? dev->layer_at[shape->L] : 0, 1);
     if (shape->linear.n_layers) {
         const toka_linear_shape *linear = &shape->linear;
         dev->U_pad = cpu_round_up16(linear->value_size);
@@ -26298,22 +26440,36 @@ static int64_t eng_full_tokens(int max_seqs, int max_len, int page_tok) {
     return (int64_t)max_seqs * (((int64_t)max_len + page_tok - 1) / page_tok * page_tok);
 }
 
-/* Tokens of the KV cache of a rank, n_windowed of whose layers have a window: as many as free_bytes
- * hold, but at most every sequence at full length. With windowed pages (config->window), the layers
- * with a window take what they take at most, and the others have the rest. */
-static int64_t eng_kv_tokens(const toka_shape *shape, int n_windowed, const sched_config *config,
+typedef struct eng_token_bytes { /* of K and V of one token, on one rank */
+    int64_t all, windowed; /* in all layers; in those with a window */
+} eng_token_bytes;
+
+/* element_bytes: of an element of K and V that is not FP8. */
+static eng_token_bytes eng_count_token_bytes(const toka_shape *shape, const toka_layer *layers,
+                                             size_t element_bytes) {
+    eng_token_bytes bytes = {0, 0};
+    for (int i = 0; i < shape->L; i++) {
+        if (layers[i].linear) continue;
+        const int64_t of_layer = toka_kv_row_bytes(shape, layers[i].kv_fp8, element_bytes);
+        bytes.all += of_layer;
+        if (layers[i].window) bytes.windowed += of_layer;
+    }
+    return bytes;
+}
+
+/* Tokens of the KV cache of a rank: as many as free_bytes hold, but at most every sequence at full
+ * length. With windowed pages (config->window), the layers with a window take what they take at
+ * most, and the others have the rest. */
+static int64_t eng_kv_tokens(eng_token_bytes bytes, int max_len, const sched_config *config,
                              const toka_backend *backend, int64_t free_bytes) {
-    const int64_t full = eng_full_tokens(config->max_seqs, shape->max_len, backend->page_tok);
-    const int64_t layer_bytes = toka_layer_kv_elements(shape) * (int64_t)backend->activation_bytes;
-    const int n_layers = shape->L - shape->linear.n_layers; /* with K and V */
-    if (!n_layers) return full;
-    int64_t n_tokens = MAX(free_bytes, 0) / (layer_bytes * n_layers);
-    if (!n_windowed || !config->window) return MIN(full, n_tokens);
+    const int64_t full = eng_full_tokens(config->max_seqs, max_len, backend->page_tok);
+    if (!bytes.all) return full;
+    int64_t n_tokens = MAX(free_bytes, 0) / bytes.all;
+    if (!bytes.windowed || !config->window) return MIN(full, n_tokens);
     const int64_t max_windowed = sched_max_windowed(config) * backend->page_tok;
     if (n_tokens / backend->page_tok <= sched_max_windowed(config)) return MIN(full, n_tokens);
-    if (n_windowed == n_layers) return full;
-    return MIN(full, (free_bytes - max_windowed * n_windowed * layer_bytes) /
-                         (layer_bytes * (n_layers - n_windowed)));
+    if (bytes.windowed == bytes.all) return full;
+    return MIN(full, (free_bytes - max_windowed * bytes.windowed) / (bytes.all - bytes.windowed));
 }
 
 /* Returns the number of layers with a window. widest: NULL, or gets the size of the widest window;
@@ -26391,12 +26547,11 @@ static void eng_replica_free(eng_replica *replica) {
 
 /* Costs in one layer, in multiply-adds: of a row, of a (row, position) pair, and of reading K and V
  * of one position for one row. A GPU computes 100 multiply-adds in the time in which it reads a
- * byte; the position has 4 * K * D bytes. */
-static batch_work eng_batch_work(const toka_shape *shape) {
-    const int64_t HD = (int64_t)shape->H * shape->D, KD = (int64_t)shape->K * shape->D;
+ * byte. */
+static batch_work eng_batch_work(const toka_shape *shape, const toka_layer *layers) {
     return (batch_work){.row = toka_layer_work(shape),
-                        .pair = 2 * HD,
-                        .read = 100 * 4 * KD};
+                        .pair = 2 * (int64_t)shape->H * shape->D,
+                        .read = 100 * eng_count_token_bytes(shape, layers, 2).all / shape->L};
 }
 
 /* Initializes everything of a replica but its devices, which are still being opened. */
@@ -26413,7 +26568,8 @@ static int eng_replica_init(eng_replica *replica, const sched_config *config, to
                    (batch_cost){backend->merge_cost, backend->span_cost, backend->rows_per_read,
                                 backend->span_align_tok});
         replica->builder.n_stages = replica->model.pp;
-        replica->builder.work = eng_batch_work(&replica->engine->files->shape);
+        replica->builder.work = eng_batch_work(&replica->engine->files->shape,
+                                               replica->engine->files->weights.layers);
     }
     for (int i = 0; i < replica->max_in_flight && !code; i++)
         code = eng_inflight_init(&replica->inflight[i], &replica->sched, replica->model.pp > 1, e);
@@ -26466,11 +26622,12 @@ static int64_t eng_kv_capacity(const eng *engine, toka_device_options options, i
         options.pp_size = model->pp;
         options.tp_rank = rank->options.tp_rank;
         options.pp_rank = rank->options.pp_rank;
+        const eng_token_bytes bytes = eng_count_token_bytes(&shape, rank->weights.layers,
+                                                            model->backend->activation_bytes);
         const int64_t free_bytes = model->backend->kv_bytes(&shape, &rank->weights, &options);
         const int64_t state_bytes = eng_state_bytes(&shape);
-        int64_t n_tokens =
-            eng_kv_tokens(&shape, eng_n_windowed(&rank->weights, shape.L, NULL), config,
-                          model->backend, free_bytes - state_bytes * options.n_states);
+        int64_t n_tokens = eng_kv_tokens(bytes, max_len, config, model->backend,
+                                         free_bytes - state_bytes * options.n_states);
         capacity = MIN(capacity, n_tokens);
         if (state_bytes) *n_states = (int)MIN(*n_states, free_bytes / 2 / state_bytes);
     }
@@ -28355,7 +28512,8 @@ COLD int toka_open(toka **out, const toka_options *options, toka_err *e) {
     t->files_s = os_now() - found;
     mf_set_max_len(&t->files->config, options->max_model_len ? options->max_model_len
                                                              : t->shape.max_len);
-    if ((options->quantization && (code = mf_quantize(t->files, e))) ||
+    if ((code = mf_choose_kv(t->files, options, e)) ||
+        (options->quantization && (code = mf_quantize(t->files, e))) ||
         (code = lib_check_defaults(t, e)) ||
         (code = lib_check_backend(t, options->device, &backend, e)) ||
         (code = eng_open(&t->engine, backend, t->files, &t->shape, t->tokenizer, options, e)) ||
@@ -36073,10 +36231,16 @@ static void run_print_start(const toka *t, const char *name, double load_s) {
     const toka_info info = toka_get_info(t);
     const toka_memory used = eng_max_memory(t->engine);
     const int64_t kv_tokens = (int64_t)eng_get_stats(t->engine).kv_pages * t->shape.B;
+    char in_fp8[64] = "";
+    int n_fp8 = 0;
+    for (int i = 0; i < t->shape.L; i++) n_fp8 += t->files->weights.layers[i].kv_fp8;
+    if (n_fp8 == t->shape.L) snprintf(in_fp8, sizeof in_fp8, " in FP8");
+    else if (n_fp8)
+        snprintf(in_fp8, sizeof in_fp8, ", FP8 in %d of %d layers", n_fp8, t->shape.L);
     fprintf(stderr,
-            "toka: %s on %s, loaded in %.1f s; KV cache %lld tokens, %.1f sequences of %d tokens",
-            name, info.device, load_s, (long long)kv_tokens, (double)kv_tokens / info.max_model_len,
-            info.max_model_len);
+            "toka: %s on %s, loaded in %.1f s; KV cache %lld tokens%s, %.1f sequences of %d tokens",
+            name, info.device, load_s, (long long)kv_tokens, in_fp8,
+            (double)kv_tokens / info.max_model_len, info.max_model_len);
     run_print_windows(t);
     run_print_states(t);
     if (used.weights && eng_reads_files(t->engine))
@@ -41236,6 +41400,7 @@ static int run_dummy_open(toka **out, const toka_options *options, toka_err *e) 
     if (!code)
         mf_set_max_len(&model->config, options->max_model_len ? options->max_model_len
                                                               : t->shape.max_len);
+    if (!code) code = mf_choose_kv(model, options, e);
     if (!code) code = lib_check_backend(t, options->device, &backend, e);
     if (!code) code = eng_open(&t->engine, backend, model, &t->shape, NULL, options, e);
     if (code) {
@@ -41987,6 +42152,18 @@ static void plan_set_linear(const plan_query *query, mf_range layers, const mf_t
     linear->value_heads = shard->R.count;
 }
 
+/* Returns the bytes of K and V of one token in layer i of a rank of this shape. */
+static int64_t plan_kv_row_bytes(const mf_config *config, const toka_shape *shape, int i) {
+    return toka_kv_row_bytes(shape, config->kv_fp8 && config->kv_fp8[i], 2);
+}
+/* Returns the bytes of K and V of one token on a rank with the layers from first_layer on. */
+static int64_t plan_token_bytes(const mf_config *config, const toka_shape *shape, int first_layer) {
+    int64_t bytes = 0;
+    for (int i = first_layer; i < first_layer + shape->L; i++)
+        bytes += plan_kv_row_bytes(config, shape, i);
+    return bytes;
+}
+
 /* Returns rank tp_rank of tp in stage `stage` of pp. The layout must have passed
  * plan_check_layout. */
 static plan_rank plan_make_rank(const plan_query *query, int tp, int pp, int stage, int tp_rank) {
@@ -42020,7 +42197,7 @@ static plan_rank plan_make_rank(const plan_query *query, int tp, int pp, int sta
     /* For the model's own maximal length (shape->max_len, not query->max_len), as in eng_open. */
     rank.scratch_bytes = (int64_t)toka_gpu_scratch_bytes(shape, query->max_tokens) +
                          (int64_t)toka_gpu_group_bytes(shape, query->max_tokens, tp, pp);
-    rank.token_bytes = 2 * toka_kv_elements(shape);
+    rank.token_bytes = plan_token_bytes(query->model, shape, rank.first_layer);
     int64_t kv_bytes = (int64_t)(query->utilization * (query->gpu->memory - PLAN_CONTEXT_BYTES)) -
                        rank.weight_bytes - rank.scratch_bytes;
     kv_bytes -= query->max_seqs * eng_state_bytes(shape);
@@ -42048,10 +42225,11 @@ static void plan_add_op(const run_gpu *gpu, double flop, double bytes, plan_time
     *(arithmetic > reading ? &times->tensor : memory) += MAX(arithmetic, reading);
 }
 
-/* Adds the attention of one layer. A row that samples attends on average to the prompt and to half
+/* Adds the attention of layer i. A row that samples attends on average to the prompt and to half
  * of its answer. A sliding window (window > 0, in tokens) leaves out positions farther back. */
 static void plan_add_attention(const plan_query *query, const plan_rank *rank,
-                               const plan_load *load, double window, plan_time *times) {
+                               const plan_load *load, int i, plan_time *times) {
+    const double window = query->model->window[i];
     double prompt = query->input_len, own_rows = query->output_len / 2.0,
            pairs = prompt * prompt / 2;
     double running = ceil(load->n_sampled / query->n_samples);
@@ -42059,9 +42237,8 @@ static void plan_add_attention(const plan_query *query, const plan_rank *rank,
         if (window < prompt) pairs = window * prompt - window * window / 2;
         own_rows = MIN(own_rows, window), prompt = MIN(prompt, window - own_rows);
     }
-    const double flop = 2.0 * rank->shape.H * (rank->shape.D + toka_value_size(&rank->shape));
-    const double bytes =
-        (double)rank->token_bytes / (rank->shape.L - rank->shape.linear.n_layers);
+    double flop = 2.0 * rank->shape.H * (rank->shape.D + toka_value_size(&rank->shape));
+    double bytes = (double)plan_kv_row_bytes(query->model, &rank->shape, i);
     plan_add_op(query->gpu, flop * load->n_sampled * own_rows, bytes * load->n_sampled * own_rows,
                 times, &times->kv);
     plan_add_op(query->gpu, flop * load->n_sampled * prompt, bytes * running * prompt, times,
@@ -42104,8 +42281,7 @@ static plan_time plan_rank_time(const plan_query *query, const plan_rank *rank, 
                 experts->bytes * plan_touched(moe, load->n_rows), &times, &times.weights);
     plan_add_op(gpu, load->n_sampled * head, head, &times, &times.weights);
     for (int i = rank->first_layer; i < rank->first_layer + rank->shape.L; i++)
-        if (!plan_is_linear(query, i))
-            plan_add_attention(query, rank, load, query->model->window[i], &times);
+        if (!plan_is_linear(query, i)) plan_add_attention(query, rank, load, i, &times);
     plan_add_states(query, rank, load, &times);
     double message_bytes = load->n_rows * rank->shape.E * 2;
     const int n_all_reduces = 2 * rank->shape.L;
@@ -42520,7 +42696,7 @@ static int plan_find_gpus(plan_query *query, int64_t must_hold, plan_offer *offe
 /* ---- The query: options and model ---- */
 
 typedef struct plan_options { /* of the command line; 0 or NULL: not given */
-    const char *model, *models_file, *gpu;
+    const char *model, *models_file, *gpu, *kv_dtype, *kv_skip;
     int n_gpus, max_len, max_seqs, max_tokens, input_len, output_len, n_samples;
     double utilization;
     double rate, per_day; /* requests a second, a day */
@@ -43288,8 +43464,11 @@ static int plan_answer(const plan_options *options, buf *out, toka_err *e) {
     arena lines = {0};
     mf_model *model = NULL;
     plan_query query = {0};
+    mf_config config;
     const char *name = NULL;
     int must_hold = 0, code = plan_find_model(options, &model, &lines, &query.model, &name, e);
+    if (!code) config = *query.model, query.model = &config;
+    if (!code) code = mf_set_kv_dtype(&config, &lines, options->kv_dtype, options->kv_skip, e);
     if (!code) code = plan_open_model(&query, query.model, e);
     if (!code) code = plan_check(options, &query, &must_hold, e);
     if (!code && options->batch) plan_answer_memory(options, &query, name, must_hold, out);
@@ -46932,8 +47111,10 @@ static const help_page help_pages[] = {
      "- Another number of tensor ranks rounds differently: on the CPU by 1e-5 of a\n"
      "  log-probability at most. The MLPs of quantized models are cut between groups\n"
      "  of columns, else after 32, else after 8; MXFP4 after 32.\n"
-     "- On the CPU K and V are float32, whatever kv_cache_scheme says, and\n"
-     "  activations are not rounded to FP8.\n"
+     "- `--kv-cache-dtype fp8` stores K and V as e4m3 numbers, with a scale that is\n"
+     "  found for each token and head. So k_scale, v_scale and kv_cache_scheme of a\n"
+     "  checkpoint have no effect. Without it K and V are float32 on the CPU and\n"
+     "  bf16 on a GPU. The CPU does not round activations to FP8.\n"
      "- AWQ and GPTQ store 4-bit weights by columns. The CPU packs them by rows, in\n"
      "  memory beside the files; the start says how much that takes.\n"
      "- On a Hopper GPU FP8 weights stay FP8, and what enters a product with them is\n"
@@ -47378,6 +47559,11 @@ static const cli_flag cli_flags[] = {
      "the CPU needs AVX512_BF16: products of weights take inputs of 8 bits; log-probabilities change by 0.01 on average"},
     {"quantization", "", "TYPE", CLI_TEXT, AT(open.quantization), FOR_OPENS,
      "fp8: turns the layers' matrices into FP8 at the start, one scale a row"},
+    {"kv-cache-dtype", "", "TYPE", CLI_TEXT, AT(open.kv_cache_dtype), FOR_OPENS | FOR_PLAN,
+     "fp8 or fp8_e4m3: stores K and V as FP8, one scale for each token and head (default: auto, float32 on the CPU, bf16 on a GPU)"},
+    {"kv-cache-dtype-skip-layers", "", "LIST", CLI_TEXT, AT(open.kv_cache_dtype_skip_layers),
+     FOR_OPENS | FOR_PLAN,
+     "with FP8: layers that stay as with auto, such as 0,31 or sliding_window"},
     {"gpu-memory-utilization", "", "X", CLI_FLOAT, AT(open.gpu_memory_utilization),
      FOR_OPENS | FOR_PLAN, "share of the GPU's free memory to take (default: 0.9)"},
     {"threads", "t", "N", CLI_INT, AT(open.n_threads), FOR_OPENS,
@@ -49822,6 +50008,8 @@ static int cli_plan(const cli *flags, toka_err *e) {
     buf out = {0};
     options.model = open->model;
     options.models_file = open->models_file;
+    options.kv_dtype = open->kv_cache_dtype;
+    options.kv_skip = open->kv_cache_dtype_skip_layers;
     options.max_len = open->max_model_len;
     options.max_seqs = open->max_num_seqs;
     options.max_tokens = open->max_num_batched_tokens;

@@ -37,6 +37,7 @@
 #include <stdint.h>
 #ifdef TOKA_INTERNAL
 #include <pthread.h>
+#include <string.h>
 #endif
 
 #ifdef __cplusplus
@@ -103,6 +104,12 @@ typedef struct toka_options {
                                  NULL: the weights stay as in the files */
     const char *score_tokens; /* "YES,NO": two tokens of a reranker, for /v1/score and /v1/rerank of
                                  toka_main; NULL: what modules.json says */
+    const char *kv_cache_dtype; /* "fp8" or "fp8_e4m3": K and V are stored as FP8, with one scale
+                                   for each token and head. "auto": float32 on the CPU, bf16 on a
+                                   GPU; NULL: auto */
+    const char *kv_cache_dtype_skip_layers; /* with FP8: layers whose K and V stay as with auto.
+                                   Their numbers from 0 on, or "sliding_window" for all layers with
+                                   a window, separated by commas; NULL: none */
     /* Called while toka_open works, on any thread, one call at a time; may be NULL. what: the
      * phase; done: 0 to 1. */
     void (*progress)(void *user, const char *what, double done);
@@ -576,6 +583,42 @@ static inline void toka_hidden_set_sum(toka_hidden *x, int tp_size) {
     x->normed_for = NULL;
 }
 
+/* ---- FP8 numbers ----
+ * The same code rounds on every backend, so all of them store the same bytes. */
+
+#ifdef __CUDACC__
+#define TOKA_HOST_DEVICE __host__ __device__
+#else
+#define TOKA_HOST_DEVICE
+#endif
+
+static inline TOKA_HOST_DEVICE uint32_t toka_float_bits(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+static inline TOKA_HOST_DEVICE float toka_bits_float(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+/* Returns the nearest e4m3 number, ties to even; larger numbers become 448. NaN stays NaN. */
+static inline TOKA_HOST_DEVICE unsigned char toka_to_fp8(float value) {
+    const uint32_t all = toka_float_bits(value), size = all & 0x7FFFFFFF, sign = all >> 24 & 0x80;
+    uint32_t bits;
+    if (size > 0x7F800000) bits = 0x7F;
+    else if (size >= 0x43E00000) bits = 0x7E; /* 448 or more */
+    else if (size < 0x3C800000) /* below 2^-6: a multiple of 2^-9, the last bit of 2^14 + x */
+        bits = toka_float_bits(toka_bits_float(size) + 16384) - toka_float_bits(16384);
+    else bits = ((size + 0x7FFFF + (size >> 20 & 1)) >> 20) - ((127 - 7) << 3);
+    return (unsigned char)(sign | bits);
+}
+/* Returns the value of an e4m3 number; that of its NaN is 480. */
+static inline TOKA_HOST_DEVICE float toka_from_fp8(unsigned char bits) {
+    const uint32_t sign = (uint32_t)(bits & 0x80) << 24, size = (uint32_t)(bits & 0x7F) << 20;
+    return toka_bits_float(sign | size) * 0x1p120f;
+}
+
 /* ---- Weights ---- */
 
 typedef enum toka_dtype { /* the type of the elements of a tensor */
@@ -749,6 +792,7 @@ typedef struct toka_layer {
     const toka_rope *rope;              /* NULL: no position embedding */
     int window;                         /* sliding window: a token sees itself and the window-1
                                            tokens before it; 0: all */
+    bool kv_fp8;                        /* K and V are stored as FP8 (toka_kv_scale) */
     toka_tensor sinks;                  /* [1][H]: one more score of each head's softmax, which has
                                            no value; or absent */
     toka_tensor o, o_bias;              /* [E][H*Dv], with mla [E][H*v]; [1][E] or absent */
@@ -881,6 +925,56 @@ static inline int toka_q_width(const toka_shape *shape, const toka_layer *layer)
 static inline int toka_o_width(const toka_shape *shape, const toka_layer *layer) {
     return layer->linear ? shape->linear.value_heads * shape->linear.value_size
                          : shape->H * toka_value_size(shape);
+}
+
+/* ---- K and V as FP8 ----
+ * Each head of K and of V of a token has a scale of its own, a power of two: the smallest one with
+ * which no number of the head is above 448. So what is stored for a token depends on no other
+ * token, and pages can be shared and copied as they are. A power of two costs no accuracy, because
+ * e4m3 numbers have an exponent, and the products are exact in bf16.
+ *
+ *     element = e4m3 number * scale
+ *     page of a layer: the e4m3 numbers of all heads, as bf16 or float32 elements would lie there,
+ *                      then the scales, a byte each (E8M0): [kv head][B][K, V] */
+
+/* Returns the bytes of K and V of one token in one layer. element_bytes: of an element that is not
+ * FP8. */
+static inline int64_t toka_kv_row_bytes(const toka_shape *shape, bool fp8, size_t element_bytes) {
+    const int64_t n = (int64_t)shape->K * (shape->D + toka_value_size(shape));
+    return fp8 ? n + 2 * (int64_t)shape->K : n * (int64_t)element_bytes;
+}
+/* Returns the place of a token's scale of K among the scales of its page; that of V follows. */
+static inline TOKA_HOST_DEVICE size_t toka_kv_scale_at(int B, int kv_head, int offset) {
+    return ((size_t)kv_head * (size_t)B + (size_t)offset) * 2;
+}
+/* Returns the scale of a head. largest: the bits of its largest magnitude. A NaN counts as larger
+ * than all numbers, and makes the whole head NaN. The scale is at least 2^-100 and at most 2^7:
+ * larger numbers than 448 * 128 become that. */
+static inline TOKA_HOST_DEVICE unsigned char toka_kv_scale(uint32_t largest) {
+    /* 448 is 1.75 * 2^8: 8 binades above 1, and one more if the mantissa is above that of 1.75 */
+    const int scale = (int)(largest >> 23) - 8 + ((largest & 0x7FFFFF) > 0x600000);
+    if (largest > 0x7F800000) return 255;
+    return (unsigned char)(scale < 127 - 100 ? 127 - 100 : scale > 127 + 7 ? 127 + 7 : scale);
+}
+static inline TOKA_HOST_DEVICE float toka_kv_scale_value(unsigned char scale) {
+    return toka_bits_float(scale == 255 ? 0x7FC00000 : (uint32_t)scale << 23);
+}
+/* Returns the e4m3 number of an element of a head with this scale. */
+static inline TOKA_HOST_DEVICE unsigned char toka_kv_round(float element, unsigned char scale) {
+    return toka_to_fp8(element * toka_bits_float((uint32_t)(254 - scale) << 23));
+}
+/* Stores one head of K or V, n elements, in `to`; its neighbours there are `step` bytes apart.
+ * Returns its scale. */
+static inline unsigned char toka_kv_store(unsigned char *to, size_t step, const float *from,
+                                          int n) {
+    uint32_t largest = 0;
+    for (int i = 0; i < n; i++) {
+        const uint32_t size = toka_float_bits(from[i]) & 0x7FFFFFFF;
+        largest = size > largest ? size : largest;
+    }
+    const unsigned char scale = toka_kv_scale(largest);
+    for (int i = 0; i < n; i++) to[(size_t)i * step] = toka_kv_round(from[i], scale);
+    return scale;
 }
 
 /* An attention segment: the rows row0 .. row0+n_rows-1 of this step attend to the kv positions
@@ -1239,7 +1333,8 @@ typedef struct toka_backend {
     int (*bench)(toka_bench_fn *row, void *user, toka_err *e);
 
     /* ---- Properties ---- */
-    size_t activation_bytes; /* bytes of one element of x, q and o, and of K and V */
+    size_t activation_bytes; /* bytes of one element of x, q and o, and of K and V that are not
+                                FP8 */
     int page_tok;            /* tokens of a KV page: toka_shape.B */
     bool has_windowed;       /* layers with a window may have a pool of their own (n_windowed) */
     bool reads_files;        /* ops read the weights in the mapped files; else open copies them */

@@ -12655,6 +12655,7 @@ static const char *missing_of_layer(const toka_shape *shape, const toka_layer *l
         {layer->q_gate, "attention with an output gate"},
         {layer->moe != NULL, "experts"},
         {layer->sinks.rows > 0, "attention sinks"},
+        {layer->kv_fp8, "FP8 K and V (--kv-cache-dtype fp8)"},
         {layer->parallel, "an MLP beside attention"},
         {layer->attn_post_norm.rows || layer->mlp_post_norm.rows, "norms behind attention and MLP"},
         {!layer->attn_norm.rows || !layer->mlp_norm.rows, "layers without a norm before them"},

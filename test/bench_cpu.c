@@ -263,7 +263,8 @@ static void bench_run(int threads, int set, int type) {
                (double)b.n_bytes / read / 1e9,
            100 * read / decode, 2 * products / prefill / 1e9, 2 * peak / 1e9, 100 * products / prefill / peak);
     if (type == 0) {
-        for (size_t i = 0; i < b.d->k_page_floats * (size_t)b.d->options.n_pages; i++) b.d->k_cache[i] = 0.01f, b.d->v_cache[i] = 0.01f;
+        float *kv = (float *)(void *)b.d->kv_cache;
+        for (size_t i = 0; i < b.d->layer_at[1] / sizeof *kv; i++) kv[i] = 0.01f;
         double one = bench_share(&b, 0), same = bench_share(&b, 1), own = bench_share(&b, 2);
         double work = 2.0 * BENCH_ROWS * s->H * BENCH_PREFIX * s->D;
         printf("; 256 x 1008: shared %.2f ms (%.0f %% of peak), span each %.2f, copies %.2f", 1e3 * one,

@@ -405,6 +405,21 @@ def test_dtype():
     assert last_number(toka("-p", PROBLEM, "--dtype", "bfloat16").stdout.decode()) == "19"
 
 
+def test_kv_cache_dtype():
+    """FP8 K and V change log-probabilities a little; layers that are skipped do not."""
+    def score(*flags):
+        r = toka("score", "--json", "-v", "-p", PROBLEM, *flags)
+        return r.stderr.decode(), [t["logprob"] for t in json.loads(r.stdout)["tokens"][1:]]
+    text, want = score("--kv-cache-dtype", "auto")
+    all_fp8, found = score("--kv-cache-dtype", "fp8")
+    assert "FP8" not in text and "tokens in FP8" in all_fp8 and want == score()[1]
+    assert 0 < max(abs(a - b) for a, b in zip(want, found)) < 0.2
+    assert found == score("--kv-cache-dtype", "fp8_e4m3")[1] == score("--kv-cache-dtype", "fp8", "--kv-cache-dtype-skip-layers", "sliding_window")[1]
+    some, mixed = score("--kv-cache-dtype", "fp8", "--kv-cache-dtype-skip-layers", "0,2,5")
+    assert "FP8 in 3 of 6 layers" in some and want != mixed != found
+    assert want == score("--kv-cache-dtype", "fp8", "--kv-cache-dtype-skip-layers", "0,1,2,3,4,5")[1]
+
+
 def test_version():
     r = toka("--version")
     commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short=8", "HEAD"], capture_output=True).stdout.decode().strip()
@@ -561,7 +576,10 @@ def test_text_needs_no_config(tmp_path, config):
     (["--seed", "-" + "9" * 30, "-p", "a"], "is too low"), (["--models-file", "x", "models"], "a command comes before its flags"),
     (["--temp", "hot", "-p", "a"], "not a number"), (["--temp", "-1", "-p", "a"], "temperature"), (["--top-p", "2", "-p", "a"], "top_p"),
     (["-m", "/does/not/exist", "-p", "a"], "/does/not/exist"), (["-f", "/does/not/exist"], "/does/not/exist"),
-    (["-p", "a", "-f", "b"], "exclude"), (["--device", "tpu", "-p", "a"], "tpu"), (["--dtype", "half", "-p", "a"], "dtype half"), (["-p", "a", "--samples", "0"], "--samples"),
+    (["-p", "a", "-f", "b"], "exclude"), (["--device", "tpu", "-p", "a"], "tpu"), (["--dtype", "half", "-p", "a"], "dtype half"),
+    (["--kv-cache-dtype", "fp8_e5m2", "-p", "a"], "fp8_e5m2 is not supported"), (["--kv-cache-dtype", "int8", "-p", "a"], "kv_cache_dtype"),
+    (["--kv-cache-dtype", "fp8", "--kv-cache-dtype-skip-layers", "0,6", "-p", "a"], "\"6\""),
+    (["--kv-cache-dtype-skip-layers", "0", "-p", "a"], "kv_cache_dtype fp8"), (["-p", "a", "--samples", "0"], "--samples"),
     (["tokenize", "--json"], "--json"), (["score", "--temp", "1", "-p", "a"], "--temp"), (["--decode", "-p", "a"], "--decode"),
     (["--chat", "--raw"], "--raw"), (["--top-k", "-2", "-p", "a"], "top_k"), (["--logprobs", "-5", "-p", "a"], "logprobs"),
     (["--logprobs", "-1", "-p", "a"], "logprobs"),

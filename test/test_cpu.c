@@ -168,6 +168,7 @@ typedef struct cpu_sizes {
     int Dv;     /* 0: D */
     int kinds;  /* a sum of the kinds below */
     int format; /* of the layers' matrices and the LM head; 0: plain */
+    int kv_fp8; /* layers 0 to kv_fp8-1 have FP8 K and V */
 } cpu_sizes;
 
 enum { /* kinds of layers and models */
@@ -277,7 +278,7 @@ static void case_open(cpu_case *c, cpu_sizes z, uint64_t seed) {
     int HD = z.H * z.D, KD = z.K * z.D, KDv = z.K * toka_value_size(&c->sh), HDv = z.H * toka_value_size(&c->sh);
     for (int l = 0; l < 2; l++) {
         toka_layer *y = &c->layers[l];
-        *y = (toka_layer){.window = l ? z.window : 0, .rope = &c->rope};
+        *y = (toka_layer){.window = l ? z.window : 0, .rope = &c->rope, .kv_fp8 = l < z.kv_fp8};
         y->attn_norm = make_tensor(c, 1, z.E, z.type, 1, 0.2), y->mlp_norm = make_tensor(c, 1, z.E, z.type, 1, 0.2);
         y->q = make_tensor(c, HD, z.E, z.type, 0, 2 / sqrt(z.E)), y->k = make_tensor(c, KD, z.E, z.type, 0, 2 / sqrt(z.E));
         y->v = make_tensor(c, KDv, z.E, z.type, 0, 1 / sqrt(z.E)), y->o = make_tensor(c, z.E, HDv, z.type, 0, 1 / sqrt(HDv));
@@ -493,9 +494,7 @@ static void seqs_open_device(cpu_seqs *w, const cpu_kernels *kernels, int thread
     w->d->pool.serial_cost = 0;
     w->d->kernels = kernels, w->d->scratch_rows = MIN(w->d->scratch_rows, chunk);
     w->d->scratch_samples = MIN(w->d->scratch_samples, MAX(1, chunk / 2));
-    size_t pages = 2 * CPU_PAGES;
-    for (size_t i = 0; i < pages * w->d->k_page_floats; i++) w->d->k_cache[i] = NAN;
-    for (size_t i = 0; i < pages * w->d->v_page_floats; i++) w->d->v_cache[i] = NAN;
+    memset(w->d->kv_cache, 0xFF, w->d->layer_at[w->c->sh.L]); /* NaN as float32, FP8 and bf16 */
     for (int i = 0; i < CPU_PAGES; i++) {
         int j = rnd_int(&w->seed, 0, i);
         deck[i] = deck[j], deck[j] = i;
@@ -590,6 +589,29 @@ static void check_embed(cpu_seqs *w) {
     guarded_free(x, n), free(want);
 }
 
+/* K (v false) or V of one head and token, as the device stored it. */
+static void stored_head(const toka_device *d, int layer, int kv_slot, int head, bool v, float *to) {
+    const toka_shape *s = d->shape;
+    const int n = v ? toka_value_size(s) : s->D, off = kv_slot % s->B;
+    char *page = cpu_page(d, layer, kv_slot / s->B);
+    for (int i = 0; i < n; i++) {
+        const size_t at = v ? (size_t)(s->K * s->D * d->B_pad + (head * s->B + off) * d->Dv_pad + i) : (size_t)((head * s->D + i) * d->B_pad + off);
+        if (!d->weights->layers[layer].kv_fp8) memcpy(to + i, page + 4 * at, 4);
+        else to[i] = weight_fp8((unsigned char)page[at]) * toka_kv_scale_value(cpu_page_scales(d, page)[(head * s->B + off) * 2 + v]);
+    }
+}
+/* FP8: `got` is `want` rounded, with a scale that fits. `want` becomes what is stored. */
+static void check_stored(const float *got, double *want, int n, bool fp8) {
+    double largest = 0, scaled = 0;
+    if (!fp8) CHECK(rel_error(got, want, (size_t)n) < 1e-5);
+    for (int i = 0; i < n; i++) largest = MAX(largest, fabs(want[i])), scaled = MAX(scaled, fabs(got[i]));
+    CHECK(!fp8 || fabs(scaled - largest) <= largest / 15.9);
+    for (int i = 0; i < n && fp8; i++) {
+        CHECK(fabs(got[i] - want[i]) <= fabs(want[i]) / 15.9 + largest * (2 / 448.0 / 512 + 2e-5));
+        want[i] = got[i];
+    }
+}
+
 /* Runs norm_qkv_rope_kv on random x. Checks q, and K and V in their kv_slots. Fills ref. */
 static void check_qkv(cpu_seqs *w, int layer, cpu_ref *ref) {
     const toka_shape *s = &w->c->sh;
@@ -600,7 +622,7 @@ static void check_qkv(cpu_seqs *w, int layer, cpu_ref *ref) {
     double *xd = mem_alloc(nx * sizeof *xd), *qd = mem_alloc(nq * sizeof *qd);
     for (size_t i = 0; i < nx; i++) xd[i] = cpu_ptr(x)[i] = (float)rnd_normal(&w->seed);
     toka_cpu.norm_qkv_rope_kv(w->d, &w->step, layer, WHOLE(x), q);
-    float got[2][CPU_MAX_HEAD_SIZE];
+    float got[CPU_MAX_HEAD_SIZE];
     for (int t = 0; t < w->T; t++) {
         const double *row = xd + (size_t)t * (size_t)s->E;
         size_t pos = (size_t)(w->seq[t] * CPU_LEN + w->pos[t]);
@@ -611,14 +633,11 @@ static void check_qkv(cpu_seqs *w, int layer, cpu_ref *ref) {
             ref_heads(w->c, k, row, l, &l->k, &l->k_bias, &l->k_norm, w->pos[t], true);
             ref_heads(w->c, v, row, l, &l->v, &l->v_bias, &l->v_bias, w->pos[t], false);
         }
-        int page = layer * CPU_PAGES + w->kv_slot[t] / s->B, off = w->kv_slot[t] % s->B;
         for (int h = 0; h < s->K; h++) {
-            for (int i = 0; i < s->D; i++)
-                got[0][i] = w->d->k_cache[(size_t)page * w->d->k_page_floats + (size_t)((h * s->D + i) * w->d->B_pad + off)];
-            for (int i = 0; i < Dv; i++)
-                got[1][i] = w->d->v_cache[(size_t)page * w->d->v_page_floats + (size_t)((h * s->B + off) * w->d->Dv_pad + i)];
-            CHECK(rel_error(got[0], k + h * s->D, (size_t)s->D) < 1e-5);
-            CHECK(rel_error(got[1], v + h * Dv, (size_t)Dv) < 1e-5);
+            stored_head(w->d, layer, w->kv_slot[t], h, false, got);
+            check_stored(got, k + h * s->D, s->D, l->kv_fp8);
+            stored_head(w->d, layer, w->kv_slot[t], h, true, got);
+            check_stored(got, v + h * Dv, Dv, l->kv_fp8);
         }
     }
     double err = rel_error(cpu_ptr(q), qd, nq);
@@ -825,7 +844,7 @@ static void test_cpu_ops(void) {
             for (int i = 0; i < 5; i++, seed++) {
                 cpu_sizes z = {.H = heads[i][0], .K = heads[i][1], .D = sizes[(i + type + set) % 5], .E = i % 2 ? 72 : 48,
                                .F = 100, .V = 263, .B = (int[]){16, 4, 1, 20, 32}[seed % 5], .type = (toka_dtype)type,
-                               .extras = i & 1, .window = (int[]){0, 1, 7, 30}[seed % 4]};
+                               .extras = i & 1, .window = (int[]){0, 1, 7, 30}[seed % 4], .kv_fp8 = (int)(seed % 7 % 3)};
                 int before = check_failed;
                 check_ops(z, set, 1 + (int)(seed % 3), seed);
                 CHECK_MSG(check_failed == before, "%s, dtype %d, H %d K %d D %d B %d, seed %d", cpu_kernel_sets[set].name, type,
@@ -844,11 +863,45 @@ static void test_cpu_kinds(void) {
         for (int i = 0; i < COUNT(cpu_kinds); i++, seed++) {
             cpu_sizes z = {.H = 6, .K = i % 2 ? 2 : 3, .D = 12 + 8 * (i % 4), .E = 56, .F = 70, .V = 61, .B = (int[]){16, 4, 20}[seed % 3],
                            .type = (toka_dtype)(seed % 3), .extras = i == 5, .window = (int[]){0, 5}[seed % 2],
-                           .Dv = i % 3 ? 0 : 20 + 12 * (i % 4), .kinds = cpu_kinds[i]};
+                           .Dv = i % 3 ? 0 : 20 + 12 * (i % 4), .kinds = cpu_kinds[i], .kv_fp8 = (int)(seed % 5 % 3)};
             int before = check_failed;
             check_ops(z, set, 1 + (int)(seed % 3), seed);
             CHECK_MSG(check_failed == before, "%s, kinds %d, dtype %d, seed %d", cpu_kernel_sets[set].name, z.kinds, z.type, (int)seed);
         }
+}
+
+/* How FP8 K and V are rounded, by its definition: a scale is the smallest power of two that is at least largest / 448; a number becomes the
+ * e4m3 number that is nearest to it / scale, of two the even one. */
+static void test_cpu_kv_rounding(void) {
+    uint64_t seed = 3;
+    for (int round = 0; round < 3000; round++) {
+        const int n = rnd_int(&seed, 1, 40), unit = rnd_int(&seed, 0, 9) ? rnd_int(&seed, -20, 12) : rnd_int(&seed, -140, 40);
+        float x[40];
+        double largest = 0;
+        for (int i = 0; i < n; i++)
+            x[i] = (float)ldexp(rnd_int(&seed, 0, 7) ? rnd_normal(&seed) : rnd_int(&seed, -64, 64) / 16.0, unit - rnd_int(&seed, 0, 1) * rnd_int(&seed, 0, 12));
+        for (int i = 0; i < n; i++) largest = MAX(largest, fabs(x[i]));
+        unsigned char codes[80];
+        const double scale = toka_kv_scale_value(toka_kv_store(codes, 2, x, n));
+        CHECK(scale >= 0x1p-100 && scale <= 128);
+        CHECK_MSG(scale == 0x1p-100 || largest > 224 * scale, "%g, scale %g", largest, scale);
+        CHECK_MSG(scale == 128 || largest <= 448 * scale, "%g, scale %g", largest, scale);
+        for (int i = 0; i < n; i++) {
+            const double want = fmin(fmax(x[i] / scale, -448), 448);
+            unsigned best = 0;
+            for (unsigned code = 0; code < 256; code++) {
+                const double d = fabs(ref_fp8(code) - want), old = fabs(ref_fp8(best) - want);
+                if (d < old || (d == old && !(code & 1) && best & 1)) best = code;
+            }
+            CHECK_MSG(ref_fp8(codes[2 * i]) == ref_fp8(best), "%g / %g: %g, not %g", x[i], scale, ref_fp8(codes[2 * i]), ref_fp8(best));
+            CHECK(toka_from_fp8(codes[2 * i]) == (float)ref_fp8(codes[2 * i]));
+        }
+    }
+    unsigned char codes[3];
+    const float odd[][3] = {{1, NAN, 2}, {-NAN, 0, 0}, {INFINITY, 1, -INFINITY}, {0, -0.0f, 0}};
+    CHECK(isnan(toka_kv_scale_value(toka_kv_store(codes, 1, odd[0], 3))) && isnan(toka_kv_scale_value(toka_kv_store(codes, 1, odd[1], 3))));
+    CHECK(toka_kv_store(codes, 1, odd[2], 3) == 134 && codes[0] == 0x7E && codes[2] == 0xFE && codes[1] == 4);
+    CHECK(toka_kv_store(codes, 1, odd[3], 3) == 27 && !codes[0] && codes[1] == 0x80);
 }
 
 /* Every format: the rows of weight_row, and those that a GEMM reads with and without a panel, are
@@ -1024,7 +1077,7 @@ static void check_invariance(const cpu_kernels *set, cpu_sizes z, uint64_t seed)
         seqs_open_device(w, &cpu_kernel_sets[cpu_n_kernel_sets() - 1], 1, 512);
         run_seqs(w, again, 0);
         for (size_t i = 0; i < n; i++) error += pow(first[i] - again[i], 2), norm += pow(again[i], 2);
-        const double most = z.kinds ? 0.1 : 0.01; /* some kinds are steep: caps, other experts for nearly equal scores */
+        const double most = z.kinds || z.kv_fp8 ? 0.1 : 0.01; /* some kinds are steep: caps, other experts for nearly equal scores */
         CHECK_MSG(error > 0 && sqrt(error / norm) < most, "dtype %d: relative error of the logits %g", (int)z.type, sqrt(error / norm));
     }
     toka_cpu.close(w->d);
@@ -1039,6 +1092,8 @@ static void test_cpu_invariance(void) {
                            .E = (int[]){64, 560, 72, 128}[i], .F = (int[]){96, 100, 600, 128}[i], .V = 37,
                            .B = (int[]){16, 4, 8, 32}[i], .type = (toka_dtype)(i % 3), .extras = i & 1,
                                .window = i == 2 ? 9 : 0};
+            check_invariance(set < n_sets ? &cpu_kernel_sets[set] : cpu_bf16_kernels(), z, (uint64_t)(i + 1));
+            z.kv_fp8 = 1 + i % 2;
             check_invariance(set < n_sets ? &cpu_kernel_sets[set] : cpu_bf16_kernels(), z, (uint64_t)(i + 1));
         }
     for (int set = 0; set < n_sets + (cpu_bf16_kernels() != NULL); set++)
@@ -1177,7 +1232,8 @@ static void test_cpu_refuses(void) {
     case_close(&c);
 }
 
-static const struct test cpu_tests[] = {{"cpu_unpack", test_cpu_unpack},         {"cpu_exp", test_cpu_exp},
+static const struct test cpu_tests[] = {{"cpu_unpack", test_cpu_unpack},         {"cpu_kv_rounding", test_cpu_kv_rounding},
+                                        {"cpu_exp", test_cpu_exp},
                                         {"cpu_ops", test_cpu_ops},               {"cpu_wide", test_cpu_wide},
                                         {"cpu_formats", test_cpu_formats},
                                         {"cpu_kinds", test_cpu_kinds},           {"cpu_large_heads", test_cpu_large_heads},

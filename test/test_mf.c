@@ -400,9 +400,9 @@ static void test_mf_to_fp8(void) {
             const float d = fabsf(weight_fp8(code) - x), old = fabsf(weight_fp8(best) - x);
             if (d < old || (d == old && !(code & 1) && best & 1)) best = code;
         }
-        CHECK_MSG(weight_fp8(weight_to_fp8(x)) == weight_fp8(best), "%.9g: %g, not %g", x, weight_fp8(weight_to_fp8(x)), weight_fp8(best));
+        CHECK_MSG(weight_fp8(toka_to_fp8(x)) == weight_fp8(best), "%.9g: %g, not %g", x, weight_fp8(toka_to_fp8(x)), weight_fp8(best));
     }
-    CHECK(weight_to_fp8(INFINITY) == 0x7E && weight_to_fp8(-1e9f) == 0xFE && weight_to_fp8(NAN) == 0x7F && weight_to_fp8(0) == 0 && weight_to_fp8(-0.0f) == 0x80);
+    CHECK(toka_to_fp8(INFINITY) == 0x7E && toka_to_fp8(-1e9f) == 0xFE && toka_to_fp8(NAN) == 0x7F && toka_to_fp8(0) == 0 && toka_to_fp8(-0.0f) == 0x80);
 }
 
 /* --quantization fp8: every matrix of a layer is near what it was, and nothing else has changed. */

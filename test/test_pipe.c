@@ -163,10 +163,11 @@ static void test_pipe(void) {
                                       {"24 prompts of 1024 samples", 24, 1024, 60, 180, 60, 100, 8448, 4096, 0.12, 0.01, 0.01},
                                       {"the same, 40 at once", 200, 1, 200, 600, 60, 140, 8448, 40, 0.3, 0.06, 0.06}};
     const toka_shape shape = {.L = 32, .H = 32, .K = 8, .D = 128, .E = 4096, .F = 14336, .V = 128256, .V_all = 128256};
+    static const toka_layer layers[32];
     for (int pp = 2; pp <= 4; pp += 2) {
         pipe_model m = {.stages = pp, .weights = 0.11e-3, .row = 0.73e-6, .seen = 41e-12, .read = 1.17e-9,
             .head = 0.27e-3, .per_sample = 1e-6,
-                        .hop = 60e-6, .host = 0.2e-3, .host_row = 0.3e-6, .weight = eng_batch_work(&shape)};
+                        .hop = 60e-6, .host = 0.2e-3, .host_row = 0.3e-6, .weight = eng_batch_work(&shape, layers)};
         for (int k = 0; k < pp; k++) m.layers[k] = mf_stage_layers(&shape, k, pp).count;
         for (int i = 0; i < COUNT(loads); i++) pipe_case(&m, &loads[i]);
     }
@@ -177,8 +178,9 @@ static void test_pipe(void) {
 static void test_pipe_long(void) {
     static const pipe_load load = {"20 stages", 1500, 1, 200, 600, 60, 140, 8448, 2048, 0.27, 0.27, 0.42};
     const toka_shape shape = {.L = 40, .H = 32, .K = 8, .D = 128, .E = 4096, .F = 14336, .V = 128256, .V_all = 128256};
+    static const toka_layer layers[40];
     pipe_model m = {.stages = 20, .weights = 0.11e-3, .row = 0.73e-6, .seen = 41e-12, .read = 1.17e-9, .hop = 60e-6, .host = 0.2e-3,
-                    .host_row = 0.3e-6, .weight = eng_batch_work(&shape)};
+                    .host_row = 0.3e-6, .weight = eng_batch_work(&shape, layers)};
     for (int k = 0; k < 20; k++) m.layers[k] = 2;
     pipe_case(&m, &load);
 }

@@ -27,6 +27,7 @@ typedef struct pl_case {
     void *heap[PL_MAX_HEAP];
     int n_heap;
     bool for_cpu; /* D is even */
+    bool kv_fp8;  /* any layer has FP8 K and V */
 } pl_case;
 
 static bool pl_chance(pl_case *p, int one_in) { return rnd_int(&p->seed, 1, one_in) == 1; }
@@ -329,6 +330,7 @@ static void pl_make_layer(pl_case *p, int l, int mla_rope) {
     toka_layer *y = &p->c.layers[l];
     *y = (toka_layer){.window = pl_chance(p, 2) ? 0 : rnd_int(&p->seed, 1, 12), .parallel = pl_chance(p, 4),
                       .activation = (toka_activation)rnd_int(&p->seed, TOKA_SILU, TOKA_SWIGLU_CLAMPED)};
+    if (p->kv_fp8) y->kv_fp8 = !l || pl_chance(p, 2);
     if (!pl_chance(p, 5)) y->attn_norm = pl_plain(p, 1, s->E, 1, 0.3);
     if (!pl_chance(p, 5)) y->mlp_norm = pl_plain(p, 1, s->E, 1, 0.3);
     if (y->parallel) y->mlp_norm = y->attn_norm;
@@ -351,9 +353,9 @@ static void pl_make_layer(pl_case *p, int l, int mla_rope) {
 
 static float pl_maybe(pl_case *p, float value) { return pl_chance(p, 2) ? 0 : value; }
 
-static pl_case *pl_open(uint64_t seed, bool for_cpu) {
+static pl_case *pl_open(uint64_t seed, bool for_cpu, bool kv_fp8) {
     pl_case *p = mem_zalloc(sizeof *p);
-    p->seed = seed * 7919, p->for_cpu = for_cpu;
+    p->seed = seed * 7919, p->for_cpu = for_cpu, p->kv_fp8 = kv_fp8;
     for (int i = 0; i < 3; i++) rnd(&p->seed);
     toka_shape *s = &p->c.sh;
     const int mla_rope = pl_chance(p, 4) ? 2 * rnd_int(&p->seed, 1, 4) : 0;
@@ -491,6 +493,18 @@ static double *pl_linear_mixer(const pl_case *p, const toka_linear *l, const dou
     return o;
 }
 
+/* Rounds a head as FP8 K and V are stored. */
+static void pl_round_head(double *x, int n) {
+    double largest = 0;
+    for (int i = 0; i < n; i++) largest = fmax(largest, fabs(x[i]));
+    if (largest == 0) return;
+    const double scale = exp2(ceil(log2(largest / 448)));
+    for (int i = 0; i < n; i++) {
+        const int last = fabs(x[i] / scale) < 0x1p-6 ? -9 : ilogb(x[i] / scale) - 3;
+        x[i] = ldexp(rint(ldexp(x[i] / scale, -last)), last) * scale;
+    }
+}
+
 /* x: [n][E] of norm(x). Returns o before W_o: [n][H*Dv], or with mla [n][H*v]; the caller frees it.
  * With mla the keys and values of each head are made from c, as in the paper. */
 static double *pl_mixer(const pl_case *p, const toka_layer *l, const double *x, int n) {
@@ -500,7 +514,7 @@ static double *pl_mixer(const pl_case *p, const toka_layer *l, const double *x, 
     const int H = s->H, K = m ? H : s->K, D = m ? m->nope + m->rope : s->D, Dv = m ? m->v : toka_value_size(s);
     const int step = l->q_gate ? 2 * D : D; /* of a head in q */
     double *q = mem_zalloc((size_t)(n * H * step) * 8), *k = mem_zalloc((size_t)(n * K * D) * 8), *v = mem_zalloc((size_t)(n * K * Dv) * 8);
-    double *o = mem_zalloc((size_t)(n * H * Dv) * 8), tmp[600], kv[600];
+    double *o = mem_zalloc((size_t)(n * H * Dv) * 8), tmp[600], kv[600], latent[600], kv2[600];
     for (int t = 0; t < n; t++) {
         double *qt = q + t * H * step, *kt = k + t * K * D, *vt = v + t * K * Dv;
         const double *xt = x + t * s->E;
@@ -510,12 +524,14 @@ static double *pl_mixer(const pl_case *p, const toka_layer *l, const double *x, 
             pl_linear(&m->kv_a, NULL, xt, tmp);
             pl_norm_eps(s, m->eps, &m->kv_a_norm, tmp, m->latent, tmp);
             pl_rotate(l->rope, t, tmp + m->latent);
-            pl_linear(&m->kv_b, NULL, tmp, kv);
+            memcpy(latent, tmp, sizeof latent);
+            if (l->kv_fp8) pl_round_head(tmp, m->latent + m->rope), pl_round_head(latent, m->latent);
+            pl_linear(&m->kv_b, NULL, tmp, kv), pl_linear(&m->kv_b, NULL, latent, kv2);
             for (int h = 0; h < H; h++) {
                 pl_rotate(l->rope, t, qt + h * D + m->nope);
                 memcpy(kt + h * D, kv + h * (m->nope + m->v), (size_t)m->nope * 8);
                 memcpy(kt + h * D + m->nope, tmp + m->latent, (size_t)m->rope * 8);
-                memcpy(vt + h * Dv, kv + h * (m->nope + m->v) + m->nope, (size_t)m->v * 8);
+                memcpy(vt + h * Dv, kv2 + h * (m->nope + m->v) + m->nope, (size_t)m->v * 8);
             }
             continue;
         }
@@ -525,6 +541,7 @@ static double *pl_mixer(const pl_case *p, const toka_layer *l, const double *x, 
         pl_clip(qt, H * step, s->qkv_limit), pl_clip(kt, K * D, s->qkv_limit), pl_clip(vt, K * Dv, s->qkv_limit);
         for (int h = 0; h < H; h++) pl_rotate(l->rope, t, qt + h * step);
         for (int h = 0; h < K; h++) pl_rotate(l->rope, t, kt + h * D);
+        for (int h = 0; h < K && l->kv_fp8; h++) pl_round_head(kt + h * D, D), pl_round_head(vt + h * Dv, Dv);
     }
     for (int h = 0; h < H; h++) {
         pl_head head = {q + h * step, k + h * K / H * D, v + h * K / H * Dv, H * step, K * D, K * Dv, D, Dv,
@@ -673,9 +690,7 @@ static void pl_open_device(const toka_backend *backend, pl_case *p, cpu_seqs *w,
         w->d->pool.serial_cost = 0, w->d->kernels = &cpu_kernel_sets[rnd_int(&w->seed, 0, cpu_n_kernel_sets() - 1)];
         w->d->scratch_rows = MIN(w->d->scratch_rows, rnd_int(&w->seed, 1, 20));
         w->d->scratch_samples = MIN(w->d->scratch_samples, rnd_int(&w->seed, 1, 20));
-        const size_t n = CPU_PAGES * (size_t)(s->L - s->linear.n_layers);
-        for (size_t i = 0; i < n * w->d->k_page_floats; i++) w->d->k_cache[i] = NAN;
-        for (size_t i = 0; i < n * w->d->v_page_floats; i++) w->d->v_cache[i] = NAN;
+        memset(w->d->kv_cache, 0xFF, w->d->layer_at[s->L]);
         for (size_t i = 0; i < (size_t)(s->linear.n_layers * w->o.n_states) * w->d->state_floats; i++) w->d->states[i] = NAN;
     }
     for (int i = 0; i < CPU_PAGES; i++) {
@@ -743,8 +758,8 @@ static void pl_run_seqs(cpu_seqs *w, model_rank *rank, float *logits) {
     }
 }
 
-static void pl_check_model(const toka_backend *backend, uint64_t seed) {
-    pl_case *p = pl_open(seed, backend == &toka_cpu);
+static void pl_check_model(const toka_backend *backend, uint64_t seed, bool kv_fp8) {
+    pl_case *p = pl_open(seed, backend == &toka_cpu, kv_fp8);
     cpu_seqs *w = mem_zalloc(sizeof *w);
     model_grid model = {.backend = backend, .tp = 1, .pp = 1};
     model_rank rank = {.model = &model};
@@ -763,7 +778,7 @@ static void pl_check_model(const toka_backend *backend, uint64_t seed) {
         int first = q ? w->shared : 0;
         pl_logits(p, w->token[q], w->len[q], want);
         double err = rel_error(got + (size_t)(q * CPU_LEN + first) * V, want + (size_t)first * V, (size_t)(w->len[q] - first) * V);
-        CHECK_MSG(err < (backend == &toka_plain ? 5e-5 : 1e-3), "%s, seed %llu, seq %d: relative L2 %.3g, H %d K %d D %d Dv %d E %d, mla %d, linear %d %d, moe %d %d, kind %d, parallel %d %d",
+        CHECK_MSG(err < (kv_fp8 ? 5e-3 : backend == &toka_plain ? 5e-5 : 1e-3), "%s, seed %llu, seq %d: relative L2 %.3g, H %d K %d D %d Dv %d E %d, mla %d, linear %d %d, moe %d %d, kind %d, parallel %d %d",
                   backend->name, (unsigned long long)seed, q, err, s->H, s->K, s->D, s->Dv, s->E, p->c.layers[0].mla != NULL, p->c.layers[0].linear != NULL, p->c.layers[1].linear != NULL, p->c.layers[0].moe != NULL,
                   p->c.layers[1].moe != NULL, (int)p->moe[0].kind, p->c.layers[0].parallel, p->c.layers[1].parallel);
     }
@@ -775,16 +790,20 @@ static void pl_check_model(const toka_backend *backend, uint64_t seed) {
 }
 
 static void test_plain_models(void) {
-    for (uint64_t seed = 1; seed <= 120; seed++) pl_check_model(&toka_plain, seed);
+    for (uint64_t seed = 1; seed <= 120; seed++) pl_check_model(&toka_plain, seed, false);
     uint64_t fresh = (uint64_t)time(NULL);
-    for (int i = 0; i < 10; i++) pl_check_model(&toka_plain, fresh * 64 + (uint64_t)i);
+    for (int i = 0; i < 10; i++) pl_check_model(&toka_plain, fresh * 64 + (uint64_t)i, false);
 }
 
 /* The CPU backend, with every instruction set of this machine. */
 static void test_plain_models_cpu(void) {
     uint64_t fresh = (uint64_t)time(NULL);
-    for (uint64_t seed = 1; seed <= 150; seed++) pl_check_model(&toka_cpu, seed);
-    for (int i = 0; i < 20; i++) pl_check_model(&toka_cpu, fresh * 64 + (uint64_t)i);
+    for (uint64_t seed = 1; seed <= 150; seed++) pl_check_model(&toka_cpu, seed, false);
+    for (int i = 0; i < 20; i++) pl_check_model(&toka_cpu, fresh * 64 + (uint64_t)i, false);
+}
+/* The same with FP8 K and V. A number between two FP8 numbers may be rounded to another one than in float64. */
+static void test_plain_models_fp8(void) {
+    for (uint64_t seed = 1; seed <= 120; seed++) pl_check_model(seed % 2 ? &toka_plain : &toka_cpu, seed, true);
 }
 
 /* ---- The router, with many ties ---- */
@@ -819,7 +838,7 @@ static void test_plain_router(void) {
 /* ---- Errors ---- */
 
 static void test_plain_errors(void) {
-    pl_case *p = pl_open(3, false);
+    pl_case *p = pl_open(3, false, false);
     toka_err e;
     toka_device *d = NULL;
     toka_group *g = NULL;
@@ -866,11 +885,12 @@ static void test_plain_errors(void) {
 
 /* ---- The embedded model beside the CPU backend ---- */
 
-static toka *pl_open_toka(const char *device) {
+static toka *pl_open_toka(const char *device, const char *kv_dtype) {
     toka_options o = toka_options_default();
     toka_err e;
     toka *t;
     o.model = "test/model", o.device = device, o.max_num_seqs = 5, o.max_num_batched_tokens = 23, o.kv_tokens = 1024;
+    o.kv_cache_dtype = kv_dtype;
     if (toka_open(&t, &o, &e)) {
         printf("%s\n", e.msg);
         abort();
@@ -878,15 +898,16 @@ static toka *pl_open_toka(const char *device) {
     return t;
 }
 
-/* Logits of all positions of a prompt of 20 ids, in one step. */
-static void pl_step_logits(toka *t, const int32_t *tokens, float *logits) {
+/* Logits of 20 positions of a prompt from position `from` on, in one step. The positions before them have been computed. */
+static void pl_step_logits(toka *t, int from, const int32_t *tokens, float *logits) {
     enum { N = 20 };
-    int32_t pos[N], kv_slot[N], pages[2] = {9, 4};
-    toka_span span = {0, N, 0, 0, N};
+    int32_t pos[N], kv_slot[N], pages[10] = {9, 4, 0, 1, 11, 7, 3, 2, 12, 5};
+    toka_span span = {0, N, 0, 0, from + N};
     toka_sample_row rows[N];
     toka_err e;
-    for (int i = 0; i < N; i++) pos[i] = i, kv_slot[i] = pages[i / 16] * 16 + i % 16, rows[i] = (toka_sample_row){.row = i, .scored_id = 0};
-    toka_step step = {.T = N, .n_spans = 1, .n_samples = N, .ids = tokens, .pos = pos, .kv_slot = kv_slot, .pages = pages, .spans = &span,
+    for (int i = 0; i < N; i++)
+        pos[i] = from + i, kv_slot[i] = pages[pos[i] / 16] * 16 + pos[i] % 16, rows[i] = (toka_sample_row){.row = i, .scored_id = 0};
+    toka_step step = {.T = N, .n_spans = 1, .n_samples = N, .ids = tokens + from, .pos = pos, .kv_slot = kv_slot, .pages = pages, .spans = &span,
                       .samples = rows, .logits = logits};
     eng_replica *replica = &t->engine->replicas[0];
     CHECK(t->shape.B == 16 && model_run_step(&replica->model, &step, replica->inflight[0].results, &e) == 0);
@@ -894,13 +915,13 @@ static void pl_step_logits(toka *t, const int32_t *tokens, float *logits) {
 
 static void test_plain_beside_cpu(void) {
     static const char *const prompts[] = {"Tom has 12 apples and buys 7 more. How many apples does he have?", "In the end, 3"};
-    toka *t[2] = {pl_open_toka("cpu"), pl_open_toka("plain")};
+    toka *t[2] = {pl_open_toka("cpu", NULL), pl_open_toka("plain", NULL)};
     uint64_t seed = (uint64_t)time(NULL);
     int32_t tokens[20];
     float *logits[2];
     CHECK(strstr(toka_get_info(t[1]).device, "plain"));
     for (int i = 0; i < 20; i++) tokens[i] = rnd_int(&seed, 0, 1023);
-    for (int i = 0; i < 2; i++) pl_step_logits(t[i], tokens, logits[i] = mem_alloc(20 * 1024 * sizeof(float)));
+    for (int i = 0; i < 2; i++) pl_step_logits(t[i], 0, tokens, logits[i] = mem_alloc(20 * 1024 * sizeof(float)));
     double err = eng_rel_l2(logits[1], logits[0], 20 * 1024);
     CHECK_MSG(err < 1e-5, "relative L2 of the logits %.3g", err);
     for (int i = 0; i < 4; i++) { /* greedy; drawn: copied pages, penalties and bad ids, which read ids from pages */
@@ -939,8 +960,63 @@ static void test_plain_underflow(void) {
     for (int i = 0; i < 2; i++) CHECK_MSG(fabsf(weights[i]) < 1e-15f, "%g", weights[i]);
 }
 
+typedef struct pl_change { /* sums over n tokens */
+    int n, n_top;
+    double kl, change;
+} pl_change;
+
+/* Adds the change from logits a to b: KL divergence, change of the next token's log-probability, another top token. */
+static void pl_add_change(pl_change *sum, const float *a, const float *b, int V, int next) {
+    double sum_a = 0, sum_b = 0;
+    int top_a = 0, top_b = 0;
+    for (int j = 0; j < V; j++) {
+        sum_a += exp(a[j]), sum_b += exp(b[j]);
+        top_a = a[j] > a[top_a] ? j : top_a, top_b = b[j] > b[top_b] ? j : top_b;
+    }
+    for (int j = 0; j < V; j++) sum->kl += exp(a[j]) / sum_a * (a[j] - log(sum_a) - b[j] + log(sum_b));
+    sum->change += fabs(a[next] - log(sum_a) - b[next] + log(sum_b));
+    sum->n_top += top_a != top_b, sum->n++;
+}
+
+/* FP8 K and V beside float32 K and V, on held-out problems and answers that the model draws. */
+static void test_kv_fp8_accuracy(void) {
+    enum { V = 1024 };
+    toka *t[3] = {pl_open_toka("cpu", NULL), pl_open_toka("cpu", "fp8"), pl_open_toka("plain", "fp8")};
+    str lines = read_copy("test/model/heldout.jsonl");
+    float *logits[3];
+    pl_change change = {0};
+    double most = 0;
+    toka_sampling s = eng_greedy(100);
+    s.temperature = 1;
+    for (int i = 0; i < 3; i++) logits[i] = mem_alloc(20 * V * sizeof(float));
+    for (size_t at = 0, end; at < lines.n && change.n < (ENG_SLOW ? 200 : 1000); at = end + 1) {
+        arena memory = {0};
+        toka_err e;
+        ptrdiff_t nl = str_find(lines, STR("\n"), at);
+        end = nl < 0 ? lines.n : (size_t)nl;
+        const str problem = json_str(json_get(json_parse(&memory, str_sub(lines, at, end), json_trusted, &e), "prompt"));
+        size_t n = 0;
+        int32_t *prompt = eng_problem_ids(t[0], problem, &n), tokens[160];
+        eng_collected *answer = eng_ask_problem(t[0], problem, 1, &s);
+        for (size_t i = 0; i < COUNT(tokens); i++) tokens[i] = i < n ? prompt[i] : i < n + answer->id[0].n ? answer->id[0].p[i - n] : 0;
+        n = MIN(n + answer->id[0].n, (size_t)COUNT(tokens));
+        for (int from = 0; from + 21 <= (int)n; from += 20) {
+            for (int i = 0; i < 3; i++) pl_step_logits(t[i], from, tokens, logits[i]);
+            most = MAX(most, eng_rel_l2(logits[2], logits[1], 20 * V));
+            for (int i = 0; i < 20; i++) pl_add_change(&change, logits[0] + i * V, logits[1] + i * V, V, tokens[from + i + 1]);
+        }
+        eng_collected_free(answer), free(prompt), arena_free(&memory);
+    }
+    printf("FP8 K and V on the embedded model, %d tokens: KL %.2g nats, log-probabilities change by %.2g on average, the top token in %.2f %%; "
+           "plain and CPU differ by %.1g\n", change.n, change.kl / change.n, change.change / change.n, 100.0 * change.n_top / change.n, most);
+    CHECK(change.kl > 0 && change.kl < 2e-3 * change.n && change.change < 0.02 * change.n && change.n_top <= 0.01 * change.n && most < 0.01);
+    for (int i = 0; i < 3; i++) toka_close(t[i]), free(logits[i]);
+    free((void *)lines.p);
+}
+
 static const struct test plain_tests[] = {{"weight_formats", test_weight_formats}, {"weight_codes", test_weight_codes},
                                           {"plain_models", test_plain_models}, {"plain_models_cpu", test_plain_models_cpu},
+                                          {"plain_models_fp8", test_plain_models_fp8},
                                           {"plain_router", test_plain_router}, {"plain_underflow", test_plain_underflow},
-                                          {"plain_errors", test_plain_errors}, {"plain_beside_cpu", test_plain_beside_cpu},
+                                          {"plain_errors", test_plain_errors}, {"kv_fp8_accuracy", test_kv_fp8_accuracy}, {"plain_beside_cpu", test_plain_beside_cpu},
                                           {NULL, NULL}};

@@ -268,7 +268,7 @@ static void plan_test_engine(void) {
         f.query.max_seqs = seqs;
         plan_rank p = plan_make_rank(&f.query, 1, 1, 0, 0);
         int64_t free_bytes = (int64_t)(0.9 * (f.query.gpu->memory - PLAN_CONTEXT_BYTES)) - p.weight_bytes - p.scratch_bytes;
-        CHECK(p.kv_tokens == eng_kv_tokens(&whole, 0, &(sched_config){.B = be.page_tok, .max_seqs = seqs}, &be, free_bytes));
+        CHECK(p.kv_tokens == eng_kv_tokens((eng_token_bytes){p.token_bytes, 0}, whole.max_len, &(sched_config){.B = be.page_tok, .max_seqs = seqs}, &be, free_bytes));
     }
     plan_fixture_close(&f);
 }

@@ -159,6 +159,14 @@ def test_default_lengths():
         assert (v["input_len"], v["output_len"]) == lengths, args
 
 
+def test_fp8_kv():
+    def token_bytes(*flags):
+        return json.loads(plan("-m", "llama-3.1-8b", "--json", *flags)[0])["splits"][0]["kv_bytes_per_token"]
+    fp8 = ["--kv-cache-dtype", "fp8"]
+    assert token_bytes() == 32 * 8 * 128 * 4 and token_bytes(*fp8) == 32 * 8 * (128 + 1) * 2
+    assert token_bytes(*fp8, "--kv-cache-dtype-skip-layers", "0,31") == 2 * 8 * 128 * 4 + 30 * 8 * 129 * 2
+
+
 @pytest.mark.parametrize("args, words", [
     (["--gpu", "H300"], "expected B200, H200, H100, A100-80G"), (["-m", "no-such-model"], "no-such-model: no such folder"),
     (["--gpus", "0"], "--gpus: 0"), (["--gpus", "65"], "--gpus: 65, expected 1 to 64"), (["--max-model-len", "200000"], "131072"),
@@ -171,7 +179,7 @@ def test_default_lengths():
     (["--request-rate", "1", "--batch-size", "2"], "--batch-size"), (["--batch-size", "-2"], "--batch-size: -2"),
     (["--request-rate", "1", "--goodput", "ttft:1"], "are too many for 64 x H100"),
     (["--request-rate", "1", "--gpu", "L4", "-m", "llama-3.1-405b", "--gpus", "2"], "do not fit on 2 x L4"),
-    (["--kv-tokens", "5"], "not for this command"), (["--max-num-seqs", "-1"], "--max-num-seqs"),
+    (["--kv-tokens", "5"], "not for this command"), (["--kv-cache-dtype", "fp4"], "kv_cache_dtype"), (["--max-num-seqs", "-1"], "--max-num-seqs"),
 ])
 def test_refused(args, words):
     model = [] if "-m" in args else ["-m", "llama-3.2-1b"]

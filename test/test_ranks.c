@@ -593,7 +593,7 @@ static void test_ranks_shapes(void) {
         char name[64];
         snprintf(name, sizeof name, "%d heads, %d kv heads", heads[i][0], heads[i][1]);
         case_open(&c, (cpu_sizes){.H = heads[i][0], .K = heads[i][1], .D = 8, .E = 72, .F = 101, .V = 131, .B = RK_B, .extras = 1,
-                                  .type = (toka_dtype)(i % 3), .window = i & 1 ? 5 : 0}, 40 + (uint64_t)i);
+                                  .type = (toka_dtype)(i % 3), .window = i & 1 ? 5 : 0, .kv_fp8 = i & 1}, 40 + (uint64_t)i);
         CHECK(rk_check_model(&c.sh, &c.w, 9, name, false) >= 3);
         case_close(&c);
     }
