@@ -42195,7 +42195,8 @@ static plan_rank plan_make_rank(const plan_query *query, int tp, int pp, int sta
     rank.weight_bytes = (int64_t)(rank.costs.dense.bytes + rank.costs.experts.bytes) +
                         (int64_t)toka_gpu_matrix_bytes(&head) * n_embeddings;
     /* For the model's own maximal length (shape->max_len, not query->max_len), as in eng_open. */
-    rank.scratch_bytes = (int64_t)toka_gpu_scratch_bytes(shape, query->max_tokens) +
+    rank.scratch_bytes = (query->model->kv_fp8 ? (int64_t)toka_gpu_unpacked_bytes(shape) : 0) +
+                         (int64_t)toka_gpu_scratch_bytes(shape, query->max_tokens) +
                          (int64_t)toka_gpu_group_bytes(shape, query->max_tokens, tp, pp);
     rank.token_bytes = plan_token_bytes(query->model, shape, rank.first_layer);
     int64_t kv_bytes = (int64_t)(query->utilization * (query->gpu->memory - PLAN_CONTEXT_BYTES)) -
@@ -47114,7 +47115,8 @@ static const help_page help_pages[] = {
      "- `--kv-cache-dtype fp8` stores K and V as e4m3 numbers, with a scale that is\n"
      "  found for each token and head. So k_scale, v_scale and kv_cache_scheme of a\n"
      "  checkpoint have no effect. Without it K and V are float32 on the CPU and\n"
-     "  bf16 on a GPU. The CPU does not round activations to FP8.\n"
+     "  bf16 on a GPU. GPUs need compute capability 9.0 for it, and heads of 64 or\n"
+     "  128 elements. The CPU does not round activations to FP8.\n"
      "- AWQ and GPTQ store 4-bit weights by columns. The CPU packs them by rows, in\n"
      "  memory beside the files; the start says how much that takes.\n"
      "- On a Hopper GPU FP8 weights stay FP8, and what enters a product with them is\n"

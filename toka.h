@@ -1552,6 +1552,12 @@ static inline size_t toka_gpu_scratch_bytes(const toka_shape *shape, int max_tok
     return (size_t)max_tokens * (row * 2 + attention) +
            (size_t)shape->max_len * shape->D / 2 * 8 + ((size_t)1536 << 20);
 }
+/* Returns the bytes of the bf16 copies of FP8 pages for the attention of prompts and shared
+ * prefixes: a sequence of max_len tokens, and at least 65,536 tokens. */
+static inline size_t toka_gpu_unpacked_bytes(const toka_shape *shape) {
+    const size_t B = TOKA_GPU_PAGE_TOK, n = (size_t)shape->max_len / B + 2;
+    return (n > 1024 ? n : 1024) * 4 * (size_t)shape->K * B * (size_t)shape->D;
+}
 /* Returns the bytes that a rank needs in addition to talk to other ranks: for all-reduces and
  * gathered logits of the tensor ranks, and for x from stage to stage. */
 static inline size_t toka_gpu_group_bytes(const toka_shape *shape, int max_tokens, int tp, int pp) {

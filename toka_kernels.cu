@@ -37,7 +37,8 @@
  *               thread gets both operands of SwiGLU.
  *   x           [T][E] bf16; the columns from the model's E to the padded E are zero
  *   q, o        [T][H][D] bf16
- *   K and V     pool[layer][page][kv head][K, V][B tokens][D] bf16
+ *   K and V     pool[layer][page][kv head][K, V][B tokens][D] bf16; or FP8 numbers, and behind
+ *               those of a page their scales (kv_layout)
  *   kv_ids      [page][B tokens] int32: the id of each token, in the last stage. Penalties and bad
  *               words read the tokens of a sequence there
  *   norms       float32
@@ -139,6 +140,7 @@
  *   attn_fused          Hydragen: shared prefix and  512, persistent  <= SMs         128 of the
  *                       own positions in one kernel                                  prefix
  *   attn_merge_splits   merge of split-KV            128              merges x K     1
+ *   attn_unpack         FP8 pages to bf16            256              pages x K      none
  *
  *   kernel              loads of K and V by          products         merge by, and where
  *   attn_mma            all threads, cp.async        mma.sync         epilogue: with the state
@@ -165,6 +167,8 @@
  *      items, then attn_merge_splits if a range was split.
  *   4. attn_cluster_split replaces attn_cta_split if it is the only kernel of the step and its
  *      clusters of four CTAs all fit on the GPU at once (attn_uses_cluster).
+ *   FP8 K and V: attn_small, attn_cta_split and attn_cluster_split read the FP8 pages, attn_wgmma
+ *   reads copies that attn_unpack makes. attn_fused and attn_mma cannot read them.
  *
  * SAMPLING KERNELS (chapters 11 and 12)
  *
@@ -447,8 +451,10 @@ struct toka_device {
     const float *norm;           /* [E] */
     weight lm_head;              /* [V][E] */
     float2 *rope;                /* [max_len][D/2] cosine and sine, multiplied by toka_rope.scale */
-    bf16 *kv_pool;               /* [L][page][kv head][K, V][B][D] */
-    size_t kv_layer_elems;       /* elements of one layer of kv_pool */
+    bf16 *kv_pool;               /* [L][page][kv head][K, V][B][D]; of layers with FP8 K and V
+                                    pages of kv_page_bytes */
+    size_t kv_layer_elems;       /* elements of one layer of kv_pool without FP8 */
+    uint32_t kv_fp8[8];          /* a bit for each layer: it has FP8 K and V */
     int *kv_ids;                 /* [page][B] id of the token of each kv_slot; NULL before the last
                                     stage */
     bf16 *xn, *qkv, *act;        /* scratch: [T][E] normed rows, [T][(H+2K)*D], [T][F] */
@@ -854,6 +860,11 @@ __device__ static inline void tma_load_2d_multicast(uint32_t to, const CUtensorM
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
                  " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1),
                  "h"(mask) : "memory");
+}
+/* Loads n bytes to shared memory; n is a multiple of 16. They count on the mbarrier `bar`. */
+__device__ static inline void bulk_load(uint32_t to, const void *from, int n, uint32_t bar) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(to), "l"(from), "r"(n), "r"(bar) : "memory");
 }
 /* Prefetches n bytes to L2; n is a multiple of 16. */
 __device__ static inline void bulk_prefetch(const void *from, int n) {
@@ -1702,26 +1713,66 @@ static void weights_load(toka_device *dev) {
  * Small kernels that are bound by memory bandwidth, and the arguments of the fused RMSNorm.
  * =========================================================================== */
 
+/* ---- The pool of K and V ----
+ *
+ * A layer's pages are bf16, or FP8 with a scale for each token and head (toka.h):
+ *
+ *     bf16   [kv head][K, V][B][D]
+ *     FP8    [kv head][K, V][B][D] e4m3, then [kv head][B][K, V] E8M0 */
+typedef struct kv_layout {
+    char *pool;
+    size_t layer_bytes[2]; /* of a layer with bf16, with FP8 */
+    int page_bytes[2];     /* multiples of 16 */
+    uint32_t fp8[8];       /* a bit for each layer */
+} kv_layout;
+
+__host__ __device__ static inline bool kv_is_fp8(const uint32_t fp8[8], int layer) {
+    return fp8[layer / 32] >> layer % 32 & 1;
+}
+__host__ __device__ static inline char *kv_layer_at(const kv_layout &kv, int layer) {
+    size_t at = 0;
+    for (int i = 0; i < layer; i++) at += kv.layer_bytes[kv_is_fp8(kv.fp8, i)];
+    return kv.pool + at;
+}
+/* Bytes of the numbers of an FP8 page; the scales follow. */
+__host__ __device__ static inline int kv_fp8_scales_at(int K, int B, int D) {
+    return 2 * K * B * D;
+}
+/* dev->kv_pool, kv_layer_elems and shape must be set. */
+static kv_layout kv_layout_of(const toka_device *dev) {
+    const toka_shape *shape = dev->shape;
+    const int n = kv_fp8_scales_at(shape->K, shape->B, shape->D);
+    const size_t n_pages = dev->kv_layer_elems / n;
+    kv_layout kv = {(char *)dev->kv_pool, {}, {2 * n, n + 2 * shape->K * shape->B}};
+    memcpy(kv.fp8, dev->kv_fp8, sizeof kv.fp8);
+    for (int i = 0; i < 2; i++) kv.layer_bytes[i] = n_pages * (size_t)kv.page_bytes[i];
+    return kv;
+}
+static bool kv_any_fp8(const toka_device *dev) {
+    uint32_t any = 0;
+    for (uint32_t bits : dev->kv_fp8) any |= bits;
+    return any;
+}
+
 /* ---- Copies of KV pages ----
  *
  * kv[layer][copy.to] = kv[layer][copy.from], for each copy and layer, and the same for kv_ids.
  *
  *   copies   [n_copies] pairs of page numbers
- *   kv       pool of K and V: layer_elems elements per layer, page_elems per page (a multiple of 8)
  *   kv_ids   [page][B] ids of the tokens, B <= 256; NULL: this stage has none
  *
- * Grid (n_copies, L), block 256, 16 bytes per thread and iteration. Moves 4 * page_elems bytes per
- * copy and layer: bound by copy bandwidth. */
+ * Grid (n_copies, L), block 256, 16 bytes per thread and iteration. Moves twice the bytes of a page
+ * per copy and layer: bound by copy bandwidth. */
 __global__ static void __launch_bounds__(256)
-    copy_pages_kernel(const toka_copy *copies, bf16 *kv, size_t layer_elems, int page_elems,
-                      int *kv_ids, int B) {
+    copy_pages_kernel(const toka_copy *copies, const kv_layout kv, int *kv_ids, int B) {
     grid_launch_dependents();
     grid_wait();
     toka_copy copy = copies[blockIdx.x];
-    bf16 *pool = kv + blockIdx.y * layer_elems;
-    const uint4 *from = (const uint4 *)(pool + (size_t)copy.from * page_elems);
-    uint4 *to = (uint4 *)(pool + (size_t)copy.to * page_elems);
-    for (int i = threadIdx.x; i < page_elems / 8; i += 256) to[i] = from[i];
+    char *pages = kv_layer_at(kv, (int)blockIdx.y);
+    const int bytes = kv.page_bytes[kv_is_fp8(kv.fp8, (int)blockIdx.y)];
+    const uint4 *from = (const uint4 *)(pages + (size_t)copy.from * bytes);
+    uint4 *to = (uint4 *)(pages + (size_t)copy.to * bytes);
+    for (int i = threadIdx.x; i < bytes / 16; i += 256) to[i] = from[i];
     if (kv_ids && blockIdx.y == 0 && (int)threadIdx.x < B)
         kv_ids[copy.to * B + (int)threadIdx.x] = kv_ids[copy.from * B + (int)threadIdx.x];
 }
@@ -2116,7 +2167,9 @@ static_assert((TOKA_GPU_PAGE_TOK & (TOKA_GPU_PAGE_TOK - 1)) == 0, "B is a power 
 /* ---- rope_kernel: QK-norm, RoPE, and the stores of K and V, after a GEMM without them ----
  *
  *   from     bf16 [T][(H+2K)*D]: q [H][D], k [K][D], v [K][D] of each row; the biases are added
- *   to       q bf16 [T][H][D]; kv bf16 [page][kv head][K, V][B][D], the pool of this layer
+ *   to       q bf16 [T][H][D]; kv bf16 [page][kv head][K, V][B][D], the pool of this layer. With
+ *            KV_FP8 its FP8 pages: the warp finds the scale of its head. The QKV epilogues of the
+ *            GEMMs do not have this
  *
  * Grid ceil(T*(H+2K) / 8), block 256: one warp per head. Moves 4*T*(H+2K)*D bytes: bound by copy
  * bandwidth. D/2 is even, D is at most 256.
@@ -2132,6 +2185,30 @@ typedef struct rope_args {
     int T;
     bool interleaved; /* element i of a head is at qkv_interleave(i, D/2) of the head in `from` */
 } rope_args;
+/* Stores a head of K or V as FP8. x: the lane's elements 2 lane, 2 lane + 1, then those 64 behind,
+ * of the first and of the second half of the head; 0 where the head has none. */
+__device__ static inline void rope_store_fp8(const qkv_params &qkv, int kv_slot, int head,
+                                             const float (&x)[2][4]) {
+    const int log2_B = 31 - __clz(qkv.B), is_v = head >= qkv.H + qkv.K, half = qkv.D / 2;
+    const int kv_head = head - qkv.H - is_v * qkv.K, offset = kv_slot & (qkv.B - 1);
+    const int scales_at = kv_fp8_scales_at(qkv.K, qkv.B, qkv.D), i = 2 * (threadIdx.x % 32);
+    unsigned char *page = (unsigned char *)qkv.kv +
+                          (size_t)(kv_slot >> log2_B) * (scales_at + 2 * qkv.K * qkv.B);
+    unsigned char *to = page + (size_t)(((kv_head * 2 + is_v) << log2_B) + offset) * qkv.D;
+    uint32_t largest = 0;
+    for (int k = 0; k < 8; k++)
+        largest = max(largest, toka_float_bits(x[k / 4][k % 4]) & 0x7FFFFFFF);
+    const unsigned char scale = toka_kv_scale(__reduce_max_sync(~0u, largest));
+    for (int k = 0; k < 4; k++) {
+        const float *pair = &x[k / 2][k % 2 * 2];
+        if (i + k % 2 * 64 < half)
+            *(uint16_t *)(to + k / 2 * half + i + k % 2 * 64) =
+                (uint16_t)(toka_kv_round(pair[0], scale) | toka_kv_round(pair[1], scale) << 8);
+    }
+    if (i == 0) page[scales_at + toka_kv_scale_at(qkv.B, kv_head, offset) + is_v] = scale;
+}
+
+template <bool KV_FP8>
 __global__ static void __launch_bounds__(256) rope_kernel(const rope_args args) {
     const qkv_params &qkv = args.to;
     int n_heads = qkv.H + 2 * qkv.K, warp = blockIdx.x * 8 + threadIdx.x / 32,
@@ -2160,7 +2237,7 @@ __global__ static void __launch_bounds__(256) rope_kernel(const rope_args args) 
     grid_wait();
     if (row >= args.T) return;
     const bf16 *from = args.from + (size_t)warp * qkv.D;
-    float lo[4], hi[4], sum = 0;
+    float x[2][4], (&lo)[4] = x[0], (&hi)[4] = x[1], sum = 0;
 #pragma unroll
     for (int k = 0; k < 2; k++) {
         int i = 2 * lane + 64 * k;
@@ -2190,9 +2267,11 @@ __global__ static void __launch_bounds__(256) rope_kernel(const rope_args args) 
         float4 cs = cos_sin[k];
         rope_rotate(lo[2 * k], hi[2 * k], cs.x, cs.y);
         rope_rotate(lo[2 * k + 1], hi[2 * k + 1], cs.z, cs.w);
+        if (KV_FP8 && head >= qkv.H) continue;
         store_bf16x2(out + i, lo[2 * k], lo[2 * k + 1]);
         store_bf16x2(out + half + i, hi[2 * k], hi[2 * k + 1]);
     }
+    if (KV_FP8 && head >= qkv.H) rope_store_fp8(qkv, qkv.kv_slot[row], head, x);
 }
 
 /* ===========================================================================
@@ -5232,6 +5311,11 @@ static void gemm(toka_device *dev, const gemm_args *args) {
  * CLUSTER SPLITS (attn_cluster_split). If the step is one level that has only CTA splits, and few
  * CTAs of them, the warps of each CTA are spread over the four CTAs of a cluster.
  *
+ * FP8 K AND V. Tiles read bf16 copies of their pages. The pages of all tiles are the first entries
+ * of the page table (attn_plan_pages), so that one kernel can unpack them. If they are more than
+ * there is space for, each span is unpacked before its tiles (attn_launch_spans). No step runs
+ * attn_fused.
+ *
  * CHOICE (attn_plan_step).
  *   1. Prefix groups do the whole step if it has two or more levels, the last span of each row is
  *      an own span, the KV work is at most group_max_work, and each group fits in one CTA.
@@ -5281,6 +5365,7 @@ enum {
      * SMs that is from 66 rows on (test/results/kernel-choices.md). */
     ATTN_FUSED_ROW_HEADS = 4,
     ATTN_CLUSTER = 4,         /* CTAs of a cluster of attn_cluster_split */
+    ATTN_FP8_TOK = 32,        /* positions of a tile of attn_small with FP8 K and V */
     ATTN_PREFETCH_ROWS = 8,   /* maximum rows of a step for attn_can_prefetch */
 };
 
@@ -5342,6 +5427,8 @@ typedef struct attn_span_plan { /* one toka_span, while planning */
     /* small: the span is one small item. fused: attn_fused does the span. */
     bool small, fused;
     int n_items; /* number of items of attn_fused that this span becomes */
+    int tile0, n_tiles; /* its tiles, a range of attn_plan.items */
+    int n_pages;        /* entries of dev_pages */
 } attn_span_plan;
 
 /* While planning attn_fused: the load of CTA `id` so far, or the negated cost of job `id`. */
@@ -5357,6 +5444,12 @@ struct attn_plan {
     /* capacities of the lists; max_split_bufs: number of split buffers */
     int max_items, max_merges, max_spans, max_levels, max_split_bufs;
     bool hopper;                /* the Hopper kernels (TMA) can run */
+    bool any_fp8;               /* any layer has FP8 K and V */
+    /* With any_fp8 (attn_unpack): bf16 copies of up to max_unpacked pages, and the numbers 0, 1, 2
+     * ... as their page table. */
+    bf16 *unpacked;
+    int *unpacked_pages;
+    int max_unpacked;
     bool has_fused;             /* attn_fused can run */
     CUtensorMap *maps;          /* [L][ATTN_MAPS] or NULL */
     size_t max_pages;           /* capacity of dev_pages */
@@ -5372,6 +5465,8 @@ struct attn_plan {
     /* Number of items that are still to be emitted, if none of them is split. Splitting must leave
      * space for them in the list. */
     int n_unsplit;
+    int n_spans;      /* of the step */
+    int n_tile_pages; /* entries of dev_pages that tiles read; they are the first ones */
     /* limits of all SMs: ATTN_GROUP_WORK_*, ATTN_FUSED_ROW_HEADS */
     int64_t group_max_work, group_max_work_fused;
     int fused_min_row_heads;
@@ -5403,7 +5498,11 @@ static void attn_plan_sizes(const toka_device *dev, attn_plan *plan) {
     int64_t pages = (int64_t)T * (seq_pages + 1);
     plan->hopper = dev->hopper && shape->B >= 64 && shape->D >= 64 && shape->D <= 128 &&
                    dev->kv_layer_elems / shape->D < INT_MAX;
-    plan->has_fused = plan->hopper && (shape->D == 64 || shape->D == ATTN_FUSED_D) && G <= 8;
+    plan->any_fp8 = kv_any_fp8(dev);
+    plan->max_unpacked = (int)(toka_gpu_unpacked_bytes(shape) /
+                               (4 * (size_t)shape->K * shape->B * shape->D));
+    plan->has_fused = plan->hopper && !plan->any_fp8 && G <= 8 &&
+                      (shape->D == 64 || shape->D == ATTN_FUSED_D);
     plan->G = G, plan->small_rows = ATTN_SMALL_Q / G;
     plan->tile_q = !plan->hopper ? ATTN_TILE_Q : shape->D == 64 ? 192 : 128;
     plan->max_spans = 2 * T + 64;
@@ -5622,8 +5721,16 @@ static bool attn_plan_pages(toka_device *dev, const toka_step *step) {
     auto span_pages = [&](const toka_span *span) {
         return ((span->kv0 & (B - 1)) + span->n_kv + B - 1) >> log2_B;
     };
-    for (int i = 0; i < step->n_spans; i++)
-        plan->spans[i].page0 = (int)n_pages, n_pages += span_pages(&step->spans[i]);
+    for (bool small : {false, true}) {
+        for (int i = 0; i < step->n_spans; i++) {
+            if (plan->spans[i].small != small) continue;
+            attn_span_plan *span = &plan->spans[i];
+            span->page0 = (int)n_pages, span->n_pages = span_pages(&step->spans[i]);
+            span->n_tiles = 0;
+            n_pages += span->n_pages;
+        }
+        if (!small) plan->n_tile_pages = plan->prefix_groups ? 0 : (int)n_pages;
+    }
     if (n_pages > (int64_t)plan->max_pages) {
         dev->error.code = TOKA_E_DEVICE;
         snprintf(dev->error.msg, sizeof dev->error.msg,
@@ -5836,9 +5943,11 @@ static void attn_plan_kind(toka_device *dev, const toka_step *step, int level, b
     if (small) plan->levels[level].short_items = work < (int64_t)n_items * ATTN_SHORT_KV;
     else plan->levels[level].long_tiles = work >= (int64_t)n_items * ATTN_LONG_KV;
     for (int i = 0; work && i < step->n_spans; i++) {
-        const attn_span_plan *span_plan = &plan->spans[i];
-        if (span_plan->level == level && span_plan->small == small && !span_plan->fused)
-            attn_emit_span(dev, step, i, &plan->levels[level], target_len);
+        attn_span_plan *span_plan = &plan->spans[i];
+        if (span_plan->level != level || span_plan->small != small || span_plan->fused) continue;
+        span_plan->tile0 = plan->n_items;
+        attn_emit_span(dev, step, i, &plan->levels[level], target_len);
+        span_plan->n_tiles = plan->n_items - span_plan->tile0;
     }
 }
 
@@ -6042,6 +6151,7 @@ static bool attn_can_prefetch(const toka_device *dev, const toka_step *step) {
 static void attn_plan_step(toka_device *dev, const toka_step *step) {
     attn_plan *plan = dev->attn;
     plan->prefetch = attn_can_prefetch(dev, step);
+    plan->n_spans = step->n_spans;
     assert(step->n_spans <= plan->max_spans && step->T <= dev->options.max_tokens);
     attn_plan_levels(dev, step);
     plan->prefix_groups = attn_choose_prefix_groups(dev, step), plan->n_fused = 0;
@@ -6112,6 +6222,7 @@ static void attn_plan_step(toka_device *dev, const toka_step *step) {
  *   attn_wgmma          FlashAttention-3                      512; D > 64: 384    192; D > 64: 128
  *   attn_fused          cascade (Hydragen), persistent        512                 128 per item
  *   attn_merge_splits   split-KV merge                        128                 1
+ *   attn_unpack         FP8 pages to bf16, for attn_wgmma     256                 none
  *
  * Order on the stream: for each level the tiles, then the small items or the CTA splits, then
  * attn_merge_splits; attn_fused comes last. If attn_plan.hopper is false, attn_mma and
@@ -6145,6 +6256,90 @@ typedef struct attn_args {
     float scale;    /* log2(e) / sqrt(D) */
     bool prefetch;  /* attn_can_prefetch: load K and V before grid_wait() */
 } attn_args;
+
+/* ---- FP8 K and V ----
+ * The numbers of an e4m3 word times powers of two are exact in bf16. So attention over FP8 pages is
+ * attention over bf16 pages whose operands of mma.sync are made from bytes when they are loaded
+ * (attn_small), or from copies of the pages in bf16 (attn_unpack, for tiles). Shifts and one
+ * multiplication make two numbers: cvt would be twice as fast, but it makes f16, whose range is too
+ * small (test/results/trials-conversion.md). */
+
+/* Returns the factor, as bf16, that turns moved e4m3 bits (fp8_to_bf16) into numbers of this scale.
+ * They are 2^-120 times as large as the number. */
+__device__ static inline uint32_t fp8_factor(uint32_t scale) {
+    return scale == 255 ? 0x7FC0 : (scale + 120) << 7;
+}
+#if HOPPER /* other GPUs have no mul.bf16x2 */
+/* Turns the bytes b0 .. b3 of a word into the pairs (b0, b2) and (b1, b3). factors: of the first
+ * and of the second number of a pair. */
+__device__ static inline void fp8_to_bf16(uint32_t word, uint32_t factors, uint32_t &even,
+                                          uint32_t &odd) {
+    const uint32_t even_bits = (word << 8 & 0x80008000u) | (word << 4 & 0x07F007F0u);
+    const uint32_t odd_bits = (word & 0x80008000u) | (word >> 4 & 0x07F007F0u);
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(even) : "r"(even_bits), "r"(factors));
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(odd) : "r"(odd_bits), "r"(factors));
+}
+#endif
+/* Where piece `piece`, 16 bytes, of a row of D bytes is in shared memory: TMA's swizzle of 128
+ * bytes for D = 128, of 64 bytes for D = 64. */
+template <int D> __device__ static inline int attn_fp8_piece_at(int row, int piece) {
+    return row * D + ((piece ^ (D == 128 ? row & 7 : row >> 1 & 3)) << 4);
+}
+/* Address of a position of K or V in an FP8 page, and of its two scales. */
+__device__ static inline const unsigned char *attn_fp8_page(const attn_args &args, int page) {
+    const int B = 1 << args.log2_B;
+    return (const unsigned char *)args.kv +
+           (size_t)page * (kv_fp8_scales_at(args.K, B, args.D) + 2 * args.K * B);
+}
+__device__ static inline const unsigned char *attn_fp8_row(const attn_args &args, int page,
+                                                           int kv_head, int is_v, int offset) {
+    return attn_fp8_page(args, page) +
+           (size_t)(((kv_head * 2 + is_v) << args.log2_B) + offset) * args.D;
+}
+__device__ static inline const unsigned char *attn_fp8_scales(const attn_args &args, int page,
+                                                              int kv_head, int offset) {
+    const int B = 1 << args.log2_B;
+    return attn_fp8_page(args, page) + kv_fp8_scales_at(args.K, B, args.D) +
+           toka_kv_scale_at(B, kv_head, offset);
+}
+
+/* ---- attn_unpack: FP8 pages to bf16, for the tiles ----
+ *
+ * In: args.pages [n_pages] pages of FP8. Out: to [n_pages], the same pages as bf16.
+ * Grid: page x kv head (at least 1); CTA: 256 threads, 16 numbers per thread and iteration. Bytes:
+ * 6 K D a position, so 2 % of a prompt's attention. */
+__global__ static void __launch_bounds__(256)
+    attn_unpack(const __grid_constant__ attn_args args, int n_pages, bf16 *to) {
+#if HOPPER
+    const int at = blockIdx.x / args.K, kv_head = blockIdx.x % args.K, D = args.D;
+    const int log2_B = args.log2_B;
+    grid_launch_dependents();
+    grid_wait();
+    if (at >= n_pages) return;
+    const int page = args.pages[at];
+    const unsigned char *from = attn_fp8_row(args, page, kv_head, 0, 0);
+    const unsigned char *scales = attn_fp8_scales(args, page, kv_head, 0);
+    to += (size_t)(at * args.K + kv_head) * (2 * D << log2_B);
+    for (int i = threadIdx.x * 16; i < 2 * D << log2_B; i += 256 * 16) {
+        const int row = i / D, is_v = row >> log2_B, offset = row & ((1 << log2_B) - 1);
+        const uint32_t factor = fp8_factor(scales[offset * 2 + is_v]) * 0x10001;
+        const uint4 in = *(const uint4 *)(from + i);
+        const uint32_t words[4] = {in.x, in.y, in.z, in.w};
+        uint32_t out[8];
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            uint32_t even, odd;
+            fp8_to_bf16(words[k], factor, even, odd);
+            out[2 * k] = __byte_perm(even, odd, 0x5410);
+            out[2 * k + 1] = __byte_perm(even, odd, 0x7632);
+        }
+        *(uint4 *)(to + i) = make_uint4(out[0], out[1], out[2], out[3]);
+        *(uint4 *)(to + i + 8) = make_uint4(out[4], out[5], out[6], out[7]);
+    }
+#else
+    __trap();
+#endif
+}
 
 /* quad_max, quad_sum: maximum and sum of x over the four threads of a quad, which hold one row of
  * an mma tile. */
@@ -6466,6 +6661,12 @@ __device__ static inline int2 attn_unmasked_tiles(const attn_args &args, const a
                      max(0, min(item.pos_lo + 1, item.kv1) - first_kv) / tile);
 }
 
+/* First of the two columns in acc[4 c + 2 r], acc[4 c + 2 r + 1] of a thread. FP8: as attn_fp8_pv
+ * leaves them. */
+template <bool FP8> __device__ static inline int attn_pair_col(int c, int quad) {
+    return FP8 ? c / 2 * 16 + quad * 4 + c % 2 * 2 : c * 8 + quad * 2;
+}
+
 /* A thread's two queries: `query` and `query` + 8 of the item. row_sum covers only the columns of
  * this thread; quad_sum gives the query's sum. */
 typedef struct attn_row_stats {
@@ -6474,7 +6675,7 @@ typedef struct attn_row_stats {
 } attn_row_stats;
 
 /* Epilogue of one warp: merges the state and stores O and LSE. All 32 threads must call it. */
-template <int N>
+template <int N, bool FP8 = false>
 __device__ static inline void attn_store_rows(const attn_args &args, const attn_item &item,
                                               const attn_row_stats &stats, int kv_head,
                                               const float (&acc)[N]) {
@@ -6494,7 +6695,8 @@ __device__ static inline void attn_store_rows(const attn_args &args, const attn_
 #pragma unroll
         for (int c = 0; c < N / 4; c++)
             if (c * 8 < args.D)
-                attn_store_pair(out, c * 8 + quad * 2, acc[4 * c + 2 * r], acc[4 * c + 2 * r + 1]);
+                attn_store_pair(out, attn_pair_col<FP8>(c, quad), acc[4 * c + 2 * r],
+                                acc[4 * c + 2 * r + 1]);
     }
 }
 
@@ -6595,22 +6797,112 @@ static void attn_mma_launch(toka_device *dev, const attn_args &args, int n_items
  * to 300 positions are 6 % slower.
  *
  * Figures: test/results/kernel-choices.md, chapter 9. */
+/* Bytes of a tile: TOK positions of K and V. */
+template <int DP, int TOK, bool FP8> constexpr int attn_small_tile = TOK * DP * (FP8 ? 2 : 4);
+
 #if HOPPER
+/* FP8: Q as the A operand, with the columns of each 16 in the order in which fp8_to_bf16 gives
+ * those of K: a thread has 4 quad + {0, 2} and 4 quad + {1, 3}. */
+template <int DP>
+__device__ static inline void attn_fp8_load_q(const attn_args &args, const attn_item &item,
+                                              int query, int kv_head, uint32_t (&q)[DP / 16][4]) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const bf16 *from = args.q + attn_head_at(args, item.q0 + query + 8 * r, kv_head) * DP +
+                           threadIdx.x % 4 * 4;
+        const bool valid = query + 8 * r < item.nq;
+#pragma unroll
+        for (int c = 0; c < DP / 16; c++) {
+            const uint2 x = valid ? *(const uint2 *)(from + c * 16) : uint2{};
+            q[c][r] = __byte_perm(x.x, x.y, 0x5410);
+            q[c][r + 2] = __byte_perm(x.x, x.y, 0x7632);
+        }
+    }
+}
+/* attn_qk for a tile of FP8: k [TOK][DP], scales [TOK][K, V] in shared memory. */
+template <int DP, int TOK>
+__device__ static inline void attn_fp8_qk(float (&scores)[TOK / 2], const uint32_t (&q)[DP / 16][4],
+                                          const unsigned char *k, const unsigned char *scales) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < TOK / 2; n++) scores[n] = 0;
+#pragma unroll
+    for (int n = 0; n < TOK / 8; n++) {
+        const uint32_t factors = fp8_factor(scales[(n * 8 + lane / 4) * 2]) * 0x10001;
+#pragma unroll
+        for (int c = 0; c < DP / 16; c += 4) {
+            uint32_t words[4];
+            ldmatrix_x4(words,
+                        smem_addr(k + attn_fp8_piece_at<DP>(n * 8 + lane % 8, c + lane / 8)));
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                uint32_t b[2];
+                fp8_to_bf16(words[i], factors, b[0], b[1]);
+                mma_16816(scores + 4 * n, q[c + i], b);
+            }
+        }
+    }
+}
+/* attn_pv for a tile of FP8. Of 16 columns the accumulators first get the even, then the odd ones:
+ * attn_fp8_sort puts them into pairs. */
+template <int DP, int TOK>
+__device__ static inline void attn_fp8_pv(float (&acc)[DP / 2], const float (&scores)[TOK / 2],
+                                          const unsigned char *v, const unsigned char *scales) {
+    const int lane = threadIdx.x % 32;
+    uint32_t probs[TOK / 16][4];
+    attn_pack(probs, scores);
+#pragma unroll
+    for (int n = 0; n < TOK / 16; n++) {
+        uint32_t factors[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) { /* of positions 2 quad, 2 quad + 1 of each 8 */
+            const uint32_t pair = *(const uint32_t *)(scales + (n * 16 + i * 8 + lane % 4 * 2) * 2);
+            factors[i] = fp8_factor(pair >> 8 & 255) | fp8_factor(pair >> 24) << 16;
+        }
+#pragma unroll
+        for (int c = 0; c < DP / 16; c += 2) {
+            uint32_t words[4];
+            ldmatrix_x4_trans(words, smem_addr(v + attn_fp8_piece_at<DP>(n * 16 + lane % 16,
+                                                                         c + lane / 16)));
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                uint32_t even[2], odd[2];
+                fp8_to_bf16(words[2 * i], factors[0], even[0], odd[0]);
+                fp8_to_bf16(words[2 * i + 1], factors[1], even[1], odd[1]);
+                mma_16816(acc + 8 * (c + i), probs[n], even);
+                mma_16816(acc + 8 * (c + i) + 4, probs[n], odd);
+            }
+        }
+    }
+}
+template <int N> __device__ static inline void attn_fp8_sort(float (&acc)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i += 8)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const float even = acc[i + 2 * r + 1];
+            acc[i + 2 * r + 1] = acc[i + 4 + 2 * r];
+            acc[i + 4 + 2 * r] = even;
+        }
+}
+
 /* The ring of one warp, and the tensor maps that fill it. */
 typedef struct attn_small_ring {
     bf16 *tiles;                 /* [BUFS] tiles of TOK positions, in shared memory */
     uint64_t *full;              /* [BUFS] mbarriers, in shared memory: the tile has arrived */
     const CUtensorMap *tile_map; /* of full tiles (attn_tile_map) */
     const CUtensorMap *map_8;    /* of boxes of 8 positions */
+    unsigned char *scales;       /* FP8: [BUFS][TOK][K, V], in shared memory */
 } attn_small_ring;
 
 /* Main loop of one warp: computes O (not normalized, in acc) and stats of an item. The caller does
  * the epilogue. Initializes the mbarriers. Calls grid_launch_dependents() and grid_wait(). */
-template <int DP, int TOK, int BUFS>
+template <int DP, int TOK, int BUFS, bool FP8>
 __device__ static inline void attn_small_mainloop(const attn_args &args, const attn_item &item,
                                                   int kv_head, const attn_small_ring &ring,
                                                   attn_row_stats &stats, float (&acc)[DP / 2]) {
-    constexpr int HALF = TOK * DP; /* elements of K's or V's tile */
+    /* K's or V's tile, in units of bf16 */
+    constexpr int HALF = attn_small_tile<DP, TOK, FP8> / 4;
     int lane = threadIdx.x % 32, first_kv = attn_first_kv(args, item, TOK);
     /* page_ids: ids of the item's pages first_page .. first_page + 31, one per lane */
     int page_ids = 0, first_page = -32;
@@ -6630,13 +6922,27 @@ __device__ static inline void attn_small_mainloop(const attn_args &args, const a
             page_ids =
                 args.pages[item.page0 + min(page + lane, (item.kv1 - item.kv0 - 1) >> args.log2_B)];
         }
-        int row = ((__shfl_sync(~0u, page_ids, page - first_page) * args.K + kv_head) * 2
-                   << args.log2_B) +
-                  (offset & ((1 << args.log2_B) - 1));
+        const int page_id = __shfl_sync(~0u, page_ids, page - first_page);
+        const int in_page = offset & ((1 << args.log2_B) - 1);
+        int row = (((FP8 ? 0 : page_id * args.K) + kv_head) * 2 << args.log2_B) + in_page;
         if (lane) return;
         uint32_t to = smem_addr(ring.tiles + i % BUFS * 2 * HALF),
                  bar = smem_addr(&ring.full[i % BUFS]);
         const bool is_full = n_kv == TOK && item.skip <= offset;
+        if constexpr (FP8) {
+            const int from = is_full ? 0 : max(0, item.skip - offset) / 8;
+            const int pieces = is_full ? TOK / 8 : (n_kv + 7) / 8;
+            mbar_expect_tx(bar, (pieces - from) * 8 * (2 * DP + 2));
+            bulk_load(smem_addr(ring.scales + i % BUFS * 2 * TOK) + from * 16,
+                      attn_fp8_scales(args, page_id, kv_head, in_page + from * 8),
+                      (pieces - from) * 16, bar);
+            if (is_full) tma_load_5d(to, ring.tile_map, bar, {0, row, 0, page_id, 0});
+            for (int j = from; j < pieces && !is_full; j++)
+                for (int k_or_v = 0; k_or_v < 2; k_or_v++)
+                    tma_load_5d(to + k_or_v * HALF * 2 + j * 8 * DP, ring.map_8, bar,
+                                {0, row + j * 8, k_or_v, page_id, 0});
+            return;
+        }
         if (is_full && (DP == 64 || args.D == DP)) { /* tile_map covers K and V in one copy */
             mbar_expect_tx(bar, 2 * HALF * 2);
             tma_load_5d(to, ring.tile_map, bar, {0, 0, row, 0, 0});
@@ -6673,19 +6979,28 @@ __device__ static inline void attn_small_mainloop(const attn_args &args, const a
             (((size_t)__shfl_sync(~0u, page_ids, page_bit) * args.K + kv_head) * 2 + lane % 2
              << args.log2_B) +
             (page_bit ? 0 : page_offset);
+        const int n_kv = min((1 << args.log2_B) - (page_bit ? 0 : page_offset),
+                             last_offset + 1 - from);
+        const void *first = args.kv + row * args.D;
+        if constexpr (FP8)
+            first = attn_fp8_row(args, __shfl_sync(~0u, page_ids, page_bit), kv_head, lane % 2,
+                                 page_bit ? 0 : page_offset);
         if (lane < (args.prefetch ? 4 : 2) && from <= last_offset)
-            bulk_prefetch(args.kv + row * args.D,
-                          min((1 << args.log2_B) - (page_bit ? 0 : page_offset),
-                              last_offset + 1 - from) *
-                              args.D * 2);
+            bulk_prefetch(first, n_kv * args.D * (FP8 ? 1 : 2));
         page = __shfl_sync(~0u, page_ids, min((last_offset >> args.log2_B) - first_page, 31));
     }
     for (int i = 0; args.prefetch && i < BUFS && i < n_tiles; i++) request_tile(i);
     grid_wait();
     for (int i = 0; !args.prefetch && i < BUFS && i < n_tiles; i++) request_tile(i);
     uint4 last_row = {};
-    const int is_v = lane / (DP / 8), piece = lane % (DP / 8);
-    if (reload_last && is_v < 2 && piece * 8 < args.D) {
+    uint16_t last_scales = 0;
+    constexpr int PIECES = DP / (FP8 ? 16 : 8);
+    const int is_v = lane / PIECES, piece = lane % PIECES;
+    if (FP8 && reload_last && is_v < 2) {
+        const int in_page = last_offset & ((1 << args.log2_B) - 1);
+        last_row = *((const uint4 *)attn_fp8_row(args, page, kv_head, is_v, in_page) + piece);
+        last_scales = *(const uint16_t *)attn_fp8_scales(args, page, kv_head, in_page);
+    } else if (reload_last && is_v < 2 && piece * 8 < args.D) {
         const size_t row = ((((size_t)page * args.K + kv_head) * 2 + is_v) << args.log2_B) +
                            (last_offset & ((1 << args.log2_B) - 1));
         last_row = *(const uint4 *)(args.kv + row * args.D + piece * 8);
@@ -6693,25 +7008,35 @@ __device__ static inline void attn_small_mainloop(const attn_args &args, const a
     uint32_t q[DP / 16][4];
     float rescale[2];
     stats = attn_row_stats{lane / 4, {-INFINITY, -INFINITY}};
-    attn_load_q<DP>(args, item, lane / 4, kv_head, q);
+    if constexpr (FP8) attn_fp8_load_q<DP>(args, item, lane / 4, kv_head, q);
+    else attn_load_q<DP>(args, item, lane / 4, kv_head, q);
     int rows = item.nq > 8 ? 2 : 1;
     for (int i = 0; i < n_tiles; i++) {
         int kv = first_kv + i * TOK, n_kv = item.kv1 - kv;
         bf16 *k = ring.tiles + i % BUFS * 2 * HALF;
+        unsigned char *scales = FP8 ? ring.scales + i % BUFS * 2 * TOK : NULL;
         float scores[TOK / 2];
+        /* where 16 bytes of K are, in units of bf16; those of V are HALF behind */
+        auto piece_at = [](int row, int piece_of_row) {
+            return FP8 ? attn_fp8_piece_at<DP>(row, piece_of_row) / 2
+                       : attn_piece_at(TOK, row, piece_of_row);
+        };
         mbar_wait(smem_addr(&ring.full[i % BUFS]), i / BUFS & 1);
         if (reload_last && i == n_tiles - 1) {
-            if (is_v < 2)
-                *(uint4 *)(k + is_v * HALF + attn_piece_at(TOK, n_kv - 1, piece)) = last_row;
+            if (is_v < 2) *(uint4 *)(k + is_v * HALF + piece_at(n_kv - 1, piece)) = last_row;
+            if (FP8 && lane == 0) *(uint16_t *)(scales + 2 * (n_kv - 1)) = last_scales;
             __syncwarp();
         }
-        attn_qk<DP, TOK>(scores, q, k, DP == 64 ? 64 : args.D);
+        if constexpr (FP8) attn_fp8_qk<DP, TOK>(scores, q, (unsigned char *)k, scales);
+        else attn_qk<DP, TOK>(scores, q, k, DP == 64 ? 64 : args.D);
         int from = max(0, item.kv0 + item.skip - kv) / 8 * 8;
         /* P is 0 outside of the loaded positions, but 0 * NaN is NaN: zero the rows of V there */
         if (n_kv < TOK || from) {
-            for (int j = lane; j < TOK * (DP / 8); j += 32)
-                if (j / (DP / 8) < from || j / (DP / 8) >= n_kv)
-                    *(uint4 *)(k + HALF + attn_piece_at(TOK, j / (DP / 8), j % (DP / 8))) = uint4{};
+            for (int j = lane; j < TOK * PIECES; j += 32)
+                if (j / PIECES < from || j / PIECES >= n_kv)
+                    *(uint4 *)(k + HALF + piece_at(j / PIECES, j % PIECES)) = uint4{};
+            for (int j = lane; FP8 && j < TOK; j += 32) /* a scale may be NaN, too */
+                if (j < from || j >= n_kv) *(uint16_t *)(scales + 2 * j) = 0;
             fence_async_smem(); /* orders these stores before the next TMA write to this buffer */
             __syncwarp();
         }
@@ -6722,26 +7047,31 @@ __device__ static inline void attn_small_mainloop(const attn_args &args, const a
                       kv);
         attn_softmax_update(scores, stats.row_max, stats.row_sum, rescale, args.scale, rows);
         attn_rescale(acc, rescale);
-        attn_pv<DP, TOK>(acc, scores, k + HALF, DP == 64 ? 64 : args.D);
+        if constexpr (FP8)
+            attn_fp8_pv<DP, TOK>(acc, scores, (unsigned char *)(k + HALF), scales);
+        else attn_pv<DP, TOK>(acc, scores, k + HALF, DP == 64 ? 64 : args.D);
         __syncwarp();
         if (i + BUFS < n_tiles) request_tile(i + BUFS);
     }
+    if constexpr (FP8) attn_fp8_sort(acc);
 }
 #endif
 
-template <int DP, int TOK, int BUFS>
+template <int DP, int TOK, int BUFS, bool FP8>
 __global__ void __launch_bounds__(32)
     attn_small(const __grid_constant__ attn_args args, const __grid_constant__ CUtensorMap tile_map,
                const __grid_constant__ CUtensorMap map_8) {
 #if HOPPER
     extern __shared__ __align__(1024) char attn_smem[];
     __shared__ uint64_t full[BUFS];
+    __shared__ __align__(16) unsigned char scales[FP8 ? BUFS * TOK * 2 : 16];
     const attn_item item = args.items[blockIdx.x / args.K];
     attn_row_stats stats;
     float acc[DP / 2] = {};
-    attn_small_mainloop<DP, TOK, BUFS>(args, item, blockIdx.x % args.K,
-                                       {(bf16 *)attn_smem, full, &tile_map, &map_8}, stats, acc);
-    attn_store_rows(args, item, stats, blockIdx.x % args.K, acc);
+    attn_small_mainloop<DP, TOK, BUFS, FP8>(args, item, blockIdx.x % args.K,
+                                            {(bf16 *)attn_smem, full, &tile_map, &map_8, scales},
+                                            stats, acc);
+    attn_store_rows<DP / 2, FP8>(args, item, stats, blockIdx.x % args.K, acc);
 #else
     __trap();
 #endif
@@ -6812,18 +7142,20 @@ __device__ static inline void attn_merge_query(const attn_args &args, const attn
 }
 #endif
 
-template <int DP, int TOK, int BUFS>
+template <int DP, int TOK, int BUFS, bool FP8>
 __global__ void __launch_bounds__(32 * attn_cta_split_max(DP), 1)
     attn_cta_split(const __grid_constant__ attn_args args,
                    const __grid_constant__ CUtensorMap tile_map,
                    const __grid_constant__ CUtensorMap map_8, const attn_merge *merges) {
 #if HOPPER
     /* RING: elements of a warp's ring */
-    constexpr int RING = BUFS * 2 * TOK * DP, MAX_SPLITS = attn_cta_split_max(DP);
+    constexpr int RING = BUFS * attn_small_tile<DP, TOK, FP8> / 2;
+    constexpr int MAX_SPLITS = attn_cta_split_max(DP);
     static_assert(RING * sizeof(bf16) >= ATTN_SMALL_Q * DP * sizeof(float),
                   "the sums reuse the ring's memory");
     extern __shared__ __align__(1024) char attn_smem[];
     __shared__ uint64_t full[MAX_SPLITS][BUFS];
+    __shared__ __align__(16) unsigned char scales[FP8 ? MAX_SPLITS : 1][FP8 ? BUFS * TOK * 2 : 16];
     __shared__ float2 max_sum[MAX_SPLITS][ATTN_SMALL_Q]; /* (row_max, row_sum) of each query */
     const attn_merge merge = merges[blockIdx.x / args.K];
     int kv_head = blockIdx.x % args.K, warp = threadIdx.x / 32, quad = threadIdx.x % 4;
@@ -6833,8 +7165,8 @@ __global__ void __launch_bounds__(32 * attn_cta_split_max(DP), 1)
         float acc[DP / 2] = {}, *split_o = (float *)((bf16 *)attn_smem + warp * RING);
         if (threadIdx.x % 32 < ATTN_SMALL_Q) max_sum[warp][threadIdx.x % 32] = float2{-INFINITY, 0};
         const attn_small_ring ring = {(bf16 *)attn_smem + warp * RING, full[warp], &tile_map,
-                                      &map_8};
-        attn_small_mainloop<DP, TOK, BUFS>(args, item, kv_head, ring, stats, acc);
+                                      &map_8, scales[FP8 ? warp : 0]};
+        attn_small_mainloop<DP, TOK, BUFS, FP8>(args, item, kv_head, ring, stats, acc);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             float sum = quad_sum(stats.row_sum[r]);
@@ -6844,7 +7176,7 @@ __global__ void __launch_bounds__(32 * attn_cta_split_max(DP), 1)
 #pragma unroll
             for (int c = 0; c < DP / 8; c++) {
                 const float2 pair = {acc[4 * c + 2 * r], acc[4 * c + 2 * r + 1]};
-                *(float2 *)(split_o + query * DP + c * 8 + quad * 2) = pair;
+                *(float2 *)(split_o + query * DP + attn_pair_col<FP8>(c, quad)) = pair;
             }
         }
     } else {
@@ -6893,7 +7225,7 @@ __device__ static inline int attn_cluster_queries(int n, int cta_rank) {
     return (n - cta_rank + ATTN_CLUSTER - 1) / ATTN_CLUSTER;
 }
 #endif
-template <int DP, int TOK, int BUFS> IN_CLUSTERS(ATTN_CLUSTER)
+template <int DP, int TOK, int BUFS, bool FP8> IN_CLUSTERS(ATTN_CLUSTER)
 __global__ void __launch_bounds__(32 * (attn_cluster_split_max<DP>() / ATTN_CLUSTER), 1)
     attn_cluster_split(const __grid_constant__ attn_args args,
                        const __grid_constant__ CUtensorMap tile_map,
@@ -6901,9 +7233,12 @@ __global__ void __launch_bounds__(32 * (attn_cluster_split_max<DP>() / ATTN_CLUS
 #if HOPPER
     constexpr int CTAS = ATTN_CLUSTER, ROWS = ATTN_SMALL_Q / CTAS,
                   MAX_SPLITS = attn_cluster_split_max<DP>();
-    constexpr int RING = BUFS * 2 * TOK * DP; /* elements of a warp's ring */
+    /* elements of a warp's ring */
+    constexpr int RING = BUFS * attn_small_tile<DP, TOK, FP8> / 2;
     extern __shared__ __align__(1024) char attn_smem[];
     __shared__ uint64_t full[MAX_SPLITS / CTAS][BUFS], recv_bar;
+    __shared__ __align__(16)
+        unsigned char scales[FP8 ? MAX_SPLITS / CTAS : 1][FP8 ? BUFS * TOK * 2 : 16];
     __shared__ float2 max_sum[MAX_SPLITS][ROWS]; /* (row_max, row_sum) of each query */
     const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32,
               cta_rank = cluster_rank();
@@ -6935,8 +7270,8 @@ __global__ void __launch_bounds__(32 * (attn_cluster_split_max<DP>() / ATTN_CLUS
     if (has_split) {
         item = args.items[merge.first + split];
         const attn_small_ring ring = {(bf16 *)attn_smem + warp * RING, full[warp], &tile_map,
-                                      &map_8};
-        attn_small_mainloop<DP, TOK, BUFS>(args, item, kv_head, ring, stats, acc);
+                                      &map_8, scales[FP8 ? warp : 0]};
+        attn_small_mainloop<DP, TOK, BUFS, FP8>(args, item, kv_head, ring, stats, acc);
     } else {
         grid_launch_dependents();
         grid_wait();
@@ -6955,14 +7290,14 @@ __global__ void __launch_bounds__(32 * (attn_cluster_split_max<DP>() / ATTN_CLUS
             const int query = query0 + stats.query + 8 * r, to_rank = query % CTAS;
             if (stats.query + 8 * r >= item.nq) continue;
             const uint32_t bar = mapa(smem_addr(&recv_bar), to_rank);
-            const uint32_t at = mapa(
-                recv_smem + ((split * ROWS + query / CTAS) * DP + lane % 4 * 2) * 4, to_rank);
+            const uint32_t at = mapa(recv_smem + (split * ROWS + query / CTAS) * DP * 4, to_rank);
             if (lane % 4 == 0)
                 st_async_8(mapa(smem_addr(&max_sum[split][query / CTAS]), to_rank),
                            stats.row_max[r], sum, bar);
 #pragma unroll
             for (int c = 0; c < DP / 8; c++)
-                st_async_8(at + c * 32, acc[4 * c + 2 * r], acc[4 * c + 2 * r + 1], bar);
+                st_async_8(at + attn_pair_col<FP8>(c, lane % 4) * 4, acc[4 * c + 2 * r],
+                           acc[4 * c + 2 * r + 1], bar);
         }
     }
     /* all splits have arrived; the wait also keeps this CTA alive until the last remote store */
@@ -7872,29 +8207,32 @@ template <int DP, int TOK>
 static const CUtensorMap &attn_tile_map(const attn_args &args, const CUtensorMap *map) {
     return map[args.D == DP ? ATTN_MAP_PAIR : TOK == 16 ? ATTN_MAP_16 : ATTN_MAP_32];
 }
-template <int DP, int TOK, int BUFS>
+template <int DP, int TOK, int BUFS, bool FP8 = false>
 static void attn_small_launch(toka_device *dev, const attn_args &args, int n_items,
                               const CUtensorMap *map) {
-    launch_dependent(dev, "attention", attn_small<DP, TOK, BUFS>,
-                     {dim3((unsigned)(n_items * args.K)), 32, BUFS * 2 * TOK * DP * 2}, args,
+    launch_dependent(dev, "attention", attn_small<DP, TOK, BUFS, FP8>,
+                     {dim3((unsigned)(n_items * args.K)), 32,
+                      BUFS * attn_small_tile<DP, TOK, FP8>},
+                     args,
                      attn_tile_map<DP, TOK>(args, map), map[ATTN_MAP_8]);
 }
-template <int DP, int TOK, int BUFS>
+template <int DP, int TOK, int BUFS, bool FP8 = false>
 static void attn_cta_split_launch(toka_device *dev, const attn_args &args, const attn_level *level,
                                   const CUtensorMap *map) {
-    launch_dependent(dev, "attention", attn_cta_split<DP, TOK, BUFS>,
+    launch_dependent(dev, "attention", attn_cta_split<DP, TOK, BUFS, FP8>,
                      {dim3((unsigned)(level->n_cta_merges * args.K)), 32 * level->cta_split_warps,
-                      (size_t)level->cta_split_warps * BUFS * 2 * TOK * DP * 2},
+                      (size_t)level->cta_split_warps * BUFS * attn_small_tile<DP, TOK, FP8>},
                      args, attn_tile_map<DP, TOK>(args, map), map[ATTN_MAP_8],
                      dev->attn->dev_merges + level->cta_merge0);
 }
-template <int DP, int TOK, int BUFS>
+template <int DP, int TOK, int BUFS, bool FP8 = false>
 static void attn_cluster_split_launch(toka_device *dev, const attn_args &args,
                                       const attn_level *level, const CUtensorMap *map) {
     const int warps = ceil_div(level->cta_split_warps, ATTN_CLUSTER);
-    launch_dependent(dev, "attention", attn_cluster_split<DP, TOK, BUFS>,
+    launch_dependent(dev, "attention", attn_cluster_split<DP, TOK, BUFS, FP8>,
                      {dim3((unsigned)(level->n_cta_merges * args.K * ATTN_CLUSTER)), 32 * warps,
-                      (size_t)warps * (BUFS * 2 * TOK * DP * 2 + ATTN_SMALL_Q * DP * 4)},
+                      (size_t)warps *
+                          (BUFS * attn_small_tile<DP, TOK, FP8> + ATTN_SMALL_Q * DP * 4)},
                      args, attn_tile_map<DP, TOK>(args, map), map[ATTN_MAP_8],
                      dev->attn->dev_merges + level->cta_merge0);
 }
@@ -7998,6 +8336,35 @@ static void attn_open_pair_map(toka_device *dev, CUtensorMap *map, const bf16 *k
     attn_open_map(dev, map, kv, 5, size, strides, box);
 }
 
+/* The maps of a layer with FP8 K and V, D = 64 or 128: ATTN_MAP_PAIR, of a full tile of K and V,
+ * and ATTN_MAP_8. Their coordinates are (0, row, V, page, 0). row: the first position, as a row of
+ * K in its page. V: 0 begins with K, 1 with V. ATTN_MAP_64 is that of the unpacked pages. */
+static void attn_open_fp8_maps(toka_device *dev, CUtensorMap *maps, const char *kv,
+                               const kv_layout &layout) {
+    const cuuint64_t D = (cuuint64_t)dev->shape->D, B = (cuuint64_t)dev->shape->B;
+    const cuuint64_t page = (cuuint64_t)layout.page_bytes[1];
+    const cuuint64_t n_pages = layout.layer_bytes[1] / page;
+    const cuuint64_t size[5] = {D, (2 * dev->shape->K - 1) * B, 2, n_pages, 1};
+    const cuuint64_t strides[4] = {D, D * B, page, page};
+    const cuuint32_t elem_strides[5] = {1, 1, 1, 1, 1};
+    for (int i : {ATTN_MAP_PAIR, ATTN_MAP_8}) {
+        const cuuint32_t rows = i == ATTN_MAP_8 ? 8 : ATTN_FP8_TOK;
+        const cuuint32_t box[5] = {(cuuint32_t)D, rows, i == ATTN_MAP_8 ? 1u : 2u, 1, 1};
+        CUresult code = dev->encode_map(
+            maps + i, CU_TENSOR_MAP_DATA_TYPE_UINT8, 5, (void *)kv, size, strides, box,
+            elem_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+            D == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+            CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        latch_error(dev, code ? cudaErrorInvalidValue : cudaSuccess,
+                    "tensor map of the FP8 KV cache");
+    }
+    const cuuint64_t unpacked[2] = {D, (cuuint64_t)dev->attn->max_unpacked * 2 * B *
+                                           (cuuint64_t)dev->shape->K};
+    const cuuint64_t stride = D * sizeof(bf16);
+    const cuuint32_t box[2] = {64, 64};
+    attn_open_map(dev, maps + ATTN_MAP_64, dev->attn->unpacked, 2, unpacked, &stride, box);
+}
+
 /* Makes the tensor maps of all layers, if the Hopper kernels can run: four maps with boxes of 64
  * columns and 8, 16, 32 or 64 rows, and the map of attn_open_pair_map. */
 static void attn_open_maps(toka_device *dev) {
@@ -8007,8 +8374,14 @@ static void attn_open_maps(toka_device *dev) {
     plan->maps = (CUtensorMap *)aligned_alloc(64,
                                               (size_t)shape->L * ATTN_MAPS * sizeof *plan->maps);
     if (!plan->maps) abort();
+    const kv_layout layout = kv_layout_of(dev);
     for (int i = 0; i < shape->L * ATTN_MAPS; i++) {
-        const bf16 *kv = dev->kv_pool + (size_t)(i / ATTN_MAPS) * dev->kv_layer_elems;
+        const bf16 *kv = (const bf16 *)kv_layer_at(layout, i / ATTN_MAPS);
+        if (kv_is_fp8(dev->kv_fp8, i / ATTN_MAPS)) {
+            if (i % ATTN_MAPS == 0)
+                attn_open_fp8_maps(dev, plan->maps + i, (const char *)kv, layout);
+            continue;
+        }
         const cuuint64_t size[2] = {(cuuint64_t)shape->D, dev->kv_layer_elems / shape->D},
                          stride = (cuuint64_t)shape->D * sizeof(bf16);
         const cuuint32_t box[2] = {64, 8u << i % ATTN_MAPS};
@@ -8016,6 +8389,20 @@ static void attn_open_maps(toka_device *dev) {
             attn_open_map(dev, plan->maps + i, kv, 2, size, &stride, box);
         else if (shape->D == 64 || shape->D == 128) attn_open_pair_map(dev, plan->maps + i, kv);
     }
+}
+
+static void attn_open_unpacked(toka_device *dev) {
+    attn_plan *plan = dev->attn;
+    const size_t bytes = (size_t)plan->max_unpacked * sizeof(int);
+    int *pages = (int *)malloc(bytes);
+    if (!pages) abort();
+    for (int i = 0; i < plan->max_unpacked; i++) pages[i] = i;
+    plan->unpacked = (bf16 *)dev_alloc(dev, toka_gpu_unpacked_bytes(dev->shape), "unpacked pages");
+    plan->unpacked_pages = (int *)dev_alloc(dev, bytes, "unpacked pages");
+    if (!dev->error.code)
+        latch_error(dev, cudaMemcpy(plan->unpacked_pages, pages, bytes, cudaMemcpyHostToDevice),
+                    "unpacked pages");
+    free(pages);
 }
 
 /* Allocates all memory of attention. dev->kv_pool and dev->stream must be set, and all that
@@ -8036,6 +8423,7 @@ static void attn_open(toka_device *dev) {
                                             (size_t)dev->n_sms * 2 *
                                                 attn_fused_shape<128>::EXCHANGE * sizeof(float),
                                             "attention exchange");
+    if (plan->any_fp8) attn_open_unpacked(dev);
     attn_open_maps(dev);
 }
 
@@ -8048,7 +8436,10 @@ static void attn_launch_items(toka_device *dev, int layer, attn_args args, const
     const int n_items = small ? level->n_small : level->n_tiles;
     if (!n_items) return;
     args.items = plan->dev_items + (small ? level->small0 : level->tile0);
-    if (map && small && args.D <= 64) attn_small_launch<64, 32, 2>(dev, args, n_items, map);
+    if (small && kv_is_fp8(dev->kv_fp8, layer)) /* else they read unpacked pages */
+        args.D <= 64 ? attn_small_launch<64, ATTN_FP8_TOK, 4, true>(dev, args, n_items, map)
+                     : attn_small_launch<128, ATTN_FP8_TOK, 2, true>(dev, args, n_items, map);
+    else if (map && small && args.D <= 64) attn_small_launch<64, 32, 2>(dev, args, n_items, map);
     else if (map && small)
         level->short_items ? attn_small_launch<128, 16, 2>(dev, args, n_items, map)
                            : attn_small_launch<128, 16, 3>(dev, args, n_items, map);
@@ -8084,7 +8475,13 @@ static void attn_launch_cta_splits(toka_device *dev, int layer, attn_args args,
     const attn_plan *plan = dev->attn;
     const CUtensorMap *map = plan->maps + ATTN_MAPS * layer;
     args.items = plan->dev_items + level->small0;
-    if (attn_uses_cluster(plan))
+    if (kv_is_fp8(dev->kv_fp8, layer) && attn_uses_cluster(plan))
+        args.D <= 64 ? attn_cluster_split_launch<64, ATTN_FP8_TOK, 4, true>(dev, args, level, map)
+                     : attn_cluster_split_launch<128, ATTN_FP8_TOK, 2, true>(dev, args, level, map);
+    else if (kv_is_fp8(dev->kv_fp8, layer))
+        args.D <= 64 ? attn_cta_split_launch<64, ATTN_FP8_TOK, 3, true>(dev, args, level, map)
+                     : attn_cta_split_launch<128, ATTN_FP8_TOK, 2, true>(dev, args, level, map);
+    else if (attn_uses_cluster(plan))
         args.D <= 64 ? attn_cluster_split_launch<64, 32, 2>(dev, args, level, map)
                      : attn_cluster_split_launch<128, 16, 2>(dev, args, level, map);
     else
@@ -8099,9 +8496,46 @@ static bool attn_may_use_cluster(const attn_plan *plan, int T) {
     return ceil_div(T, plan->small_rows) * plan->K * ATTN_CLUSTER <= plan->n_sms;
 }
 
+/* Are there more pages for tiles than can be unpacked at once? Then each span is unpacked and done
+ * by itself. */
+static bool attn_unpacks_spans(const attn_plan *plan) {
+    return plan->any_fp8 && plan->n_tile_pages > plan->max_unpacked;
+}
+
+/* Unpacks n entries of the page table, from page0 on. Returns the arguments for tiles that read
+ * them. In a layer without FP8 the kernel does nothing: all layers launch the same kernels. */
+static attn_args attn_unpack_pages(toka_device *dev, int layer, attn_args args, int page0, int n) {
+    const attn_plan *plan = dev->attn;
+    const bool kv_fp8 = kv_is_fp8(dev->kv_fp8, layer);
+    if (!plan->any_fp8 || !n) return args;
+    args.pages += page0;
+    launch_dependent(dev, "attention, FP8 pages", attn_unpack,
+                     {dim3((unsigned)((kv_fp8 ? n : 1) * args.K)), 256}, args, kv_fp8 ? n : 0,
+                     plan->unpacked);
+    args.pages -= page0;
+    if (kv_fp8) args.kv = plan->unpacked, args.pages = plan->unpacked_pages - page0;
+    return args;
+}
+
+/* Launches the tiles of a level, span by span. */
+static void attn_launch_spans(toka_device *dev, int layer, const attn_args &args, int level) {
+    const attn_plan *plan = dev->attn;
+    for (int i = 0; i < plan->n_spans; i++) {
+        const attn_span_plan *span = &plan->spans[i];
+        if (span->level != level || span->small || !span->n_tiles) continue;
+        attn_level part = plan->levels[level];
+        part.tile0 = span->tile0, part.n_tiles = span->n_tiles;
+        const int n_pages = span->n_pages;
+        attn_launch_items(dev, layer, attn_unpack_pages(dev, layer, args, span->page0, n_pages),
+                          &part, false);
+    }
+}
+
 /* Number of kernels that attention() launches per layer for this plan. */
 static int attn_launches(const attn_plan *plan) {
     int n_kernels = plan->n_fused > 0;
+    if (attn_unpacks_spans(plan)) return INT_MAX; /* no graph has so many */
+    n_kernels += plan->any_fp8 && plan->n_tile_pages > 0;
     for (int i = 0; i < plan->n_levels; i++) {
         const attn_level *level = &plan->levels[i];
         n_kernels += (level->n_tiles > 0) + (level->n_small > 0) + (level->n_cta_merges > 0) +
@@ -8118,7 +8552,7 @@ static void attention(toka_device *dev, int layer, const bf16 *q, bf16 *o) {
     const int G = shape->H / shape->K;
     attn_args args = {.q = q,
                       .o = o,
-                      .kv = dev->kv_pool + (size_t)layer * dev->kv_layer_elems,
+                      .kv = (const bf16 *)kv_layer_at(kv_layout_of(dev), layer),
                       .pages = plan->dev_pages,
                       .pos = dev->rows.pos,
                       .state_o = plan->state_o,
@@ -8134,9 +8568,13 @@ static void attention(toka_device *dev, int layer, const bf16 *q, bf16 *o) {
                       .scale = (float)(M_LOG2E / sqrt((double)shape->D)),
                       .prefetch = plan->prefetch};
     if (dev->error.code) return;
+    const bool by_span = attn_unpacks_spans(plan);
+    const attn_args tile_args =
+        by_span ? args : attn_unpack_pages(dev, layer, args, 0, plan->n_tile_pages);
     for (int i = 0; i < plan->n_levels; i++) {
         const attn_level *level = &plan->levels[i];
-        attn_launch_items(dev, layer, args, level, false);
+        if (by_span) attn_launch_spans(dev, layer, args, i);
+        else attn_launch_items(dev, layer, tile_args, level, false);
         attn_launch_items(dev, layer, args, level, true);
         if (level->n_cta_merges) attn_launch_cta_splits(dev, layer, args, level);
         if (!level->n_merges) continue;
@@ -12479,7 +12917,10 @@ static int64_t cuda_kv_bytes(const toka_shape *shape, const toka_weights *weight
         return 0;
     if (debug_shared_gpus() && options->n_devices > 1)
         free_bytes /= (size_t)ceil_div(options->n_devices, debug_shared_gpus());
-    const size_t scratch = toka_gpu_scratch_bytes(shape, options->max_tokens);
+    bool any_fp8 = false;
+    for (int i = 0; i < shape->L; i++) any_fp8 |= weights->layers[i].kv_fp8;
+    const size_t scratch = toka_gpu_scratch_bytes(shape, options->max_tokens) +
+                           (any_fp8 ? toka_gpu_unpacked_bytes(shape) : 0);
     const size_t group = toka_gpu_group_bytes(shape, options->max_tokens, options->tp_size,
                                               options->pp_size);
     return (int64_t)(toka_gpu_utilization(options->memory_utilization) * free_bytes) -
@@ -12530,10 +12971,13 @@ static void clock_add_work(toka_device *dev, const toka_step *step) {
         for (int row = span->row0; row < span->row0 + span->n_rows; row++)
             pairs += max(0, min(span->n_kv, step->pos[row] + 1 - span->kv0));
     }
+    double kv_bytes = 0; /* of a position, in all layers */
+    for (int i = 0; i < shape->L; i++)
+        kv_bytes += (double)toka_kv_row_bytes(shape, kv_is_fp8(dev->kv_fp8, i), sizeof(bf16));
     const toka_op_times work[TOKA_N_OPS] = {
         {0, 0, 4 * T * E}, /* rows in the order of TOKA_OP_EMBED, TOKA_OP_QKV ... */
         {0, 2 * T * E * (HD + 2 * KD) * L, 2 * (E * (HD + 2 * KD) + T * (E + HD + 2 * KD)) * L},
-        {0, 4 * HD * pairs * L, (4 * KD * kv_tok + 4 * T * HD) * L},
+        {0, 4 * HD * pairs * L, kv_bytes * kv_tok + 4 * T * HD * L},
         {0, 2 * T * E * HD * L, 2 * (E * HD + T * (HD + 2 * E)) * L},
         {0, 6 * T * E * shape->F * L, 2 * (3 * E * shape->F + T * (2 * E + 2.0 * shape->F)) * L},
         {0, 2.0 * step->n_samples * E * shape->V,
@@ -12598,8 +13042,9 @@ static void cuda_times(toka_device *dev, toka_times *times) {
 static void cuda_memory(const toka_device *dev, toka_memory *memory) {
     size_t free_bytes = 0, total;
     if (cudaSetDevice(dev->ordinal) || cudaMemGetInfo(&free_bytes, &total)) cudaGetLastError();
-    memory->weights = dev->weight_bytes,
-    memory->kv = (int64_t)dev->shape->L * (int64_t)dev->kv_layer_elems * (int64_t)sizeof(bf16);
+    memory->weights = dev->weight_bytes;
+    const kv_layout kv = kv_layout_of(dev);
+    memory->kv = (int64_t)(kv_layer_at(kv, dev->shape->L) - kv.pool);
     memory->other = (int64_t)dev->free_at_open - (int64_t)free_bytes - memory->weights - memory->kv;
 }
 
@@ -12655,7 +13100,8 @@ static const char *missing_of_layer(const toka_shape *shape, const toka_layer *l
         {layer->q_gate, "attention with an output gate"},
         {layer->moe != NULL, "experts"},
         {layer->sinks.rows > 0, "attention sinks"},
-        {layer->kv_fp8, "FP8 K and V (--kv-cache-dtype fp8)"},
+        {layer->kv_fp8 && ((shape->D != 64 && shape->D != 128) || shape->L > 256),
+         "FP8 K and V with heads of another size than 64 and 128"},
         {layer->parallel, "an MLP beside attention"},
         {layer->attn_post_norm.rows || layer->mlp_post_norm.rows, "norms behind attention and MLP"},
         {!layer->attn_norm.rows || !layer->mlp_norm.rows, "layers without a norm before them"},
@@ -12741,14 +13187,13 @@ static void cuda_alloc_buffers(toka_device *dev) {
         "activations");
     /* the last page is the dummy page: padding rows store their K and V there */
     dev->kv_layer_elems = (size_t)(dev->options.n_pages + 1) * shape->K * 2 * shape->B * shape->D;
-    dev->kv_pool = (bf16 *)dev_alloc(dev, (size_t)shape->L * dev->kv_layer_elems * sizeof(bf16),
-                                     "KV cache");
+    for (int i = 0; i < shape->L; i++)
+        dev->kv_fp8[i / 32] |= (uint32_t)dev->weights->layers[i].kv_fp8 << i % 32;
+    const kv_layout kv = kv_layout_of(dev);
+    const size_t kv_bytes = (size_t)(kv_layer_at(kv, shape->L) - kv.pool);
+    dev->kv_pool = (bf16 *)dev_alloc(dev, kv_bytes, "KV cache");
     if (!dev->error.code)
-        latch_error(dev,
-                    cudaMemsetAsync(dev->kv_pool, 0,
-                                    (size_t)shape->L * dev->kv_layer_elems * sizeof(bf16),
-                                    dev->stream),
-                    "KV cache");
+        latch_error(dev, cudaMemsetAsync(dev->kv_pool, 0, kv_bytes, dev->stream), "KV cache");
     if (is_last_stage(dev))
         dev->kv_ids = (int *)dev_alloc(
             dev, (size_t)(dev->options.n_pages + 1) * (size_t)shape->B * sizeof(int), "KV cache");
@@ -12784,6 +13229,12 @@ static int cuda_open(toka_device **out, const toka_device_options *options, cons
     dev->captures_to_fault = toka_debug_option("TOKA_DEBUG_CAPTURE", options);
     if (options->group) group_assign_rank(dev);
     if (!dev->error.code) gpu_open(dev);
+    for (int i = 0; i < shape->L && !dev->error.code && !dev->hopper; i++)
+        if (weights->layers[i].kv_fp8) {
+            dev->error.code = TOKA_E_INPUT;
+            snprintf(dev->error.msg, sizeof dev->error.msg,
+                     "FP8 K and V need a GPU of compute capability 9.0");
+        }
     if (!dev->error.code) gemm_open(dev);
     if (!dev->error.code) weights_load(dev);
     for (int i = 0; i < shape->L && qkv_is_interleaved(dev, shape->D) && !dev->error.code; i++)
@@ -13614,8 +14065,7 @@ static void cuda_copy_pages(toka_device *dev, const toka_step *step) {
     if (!op_begin(dev, NULL)) return;
     launch_dependent(dev, "copies of pages", copy_pages_kernel,
                      {dim3((unsigned)step->n_copies, (unsigned)shape->L), 256}, dev->rows.copies,
-                     dev->kv_pool, dev->kv_layer_elems, shape->K * 2 * shape->B * shape->D,
-                     dev->kv_ids, shape->B);
+                     kv_layout_of(dev), dev->kv_ids, shape->B);
 }
 
 /* Sets the state after an op that has written x. next_norm: the fused norm of which the op was the
@@ -13707,19 +14157,21 @@ static void qkv_rope_kv(toka_device *dev, int layer, enum normed normed, bf16 *q
     const toka_shape *shape = dev->shape;
     const layer_weights *weights = &dev->layers[layer];
     const step_rows *rows = &dev->rows;
-    bf16 *kv = dev->kv_pool + (size_t)layer * dev->kv_layer_elems;
+    const bool kv_fp8 = kv_is_fp8(dev->kv_fp8, layer);
+    bf16 *kv = (bf16 *)kv_layer_at(kv_layout_of(dev), layer);
     qkv_params params = {
         weights->qkv.bias, weights->q_norm, weights->k_norm, shape->eps, shape->H, shape->K,
         shape->B,          rows->pos,       rows->kv_slot,   dev->rope,  q,        kv,
         shape->D};
     const bool fp8 = weights->qkv.scale != NULL;
-    if (fp8 && qkv_is_interleaved(dev, shape->D) && gemm_fp8_fuses_qkv(n_rows, &params)) {
+    const bool fuses = !kv_fp8 && qkv_is_interleaved(dev, shape->D); /* it stores bf16 K and V */
+    if (fp8 && fuses && gemm_fp8_fuses_qkv(n_rows, &params)) {
         const gemm_args args = {.M = n_rows, .x = dev->xn, .ldx = dev->E, .w = &weights->qkv,
                                 .x_quantized = normed == NORMED_QUANTIZED};
         gemm_fp8_qkv(dev, &args, &params);
         return;
     }
-    if (!fp8 && qkv_is_interleaved(dev, shape->D) && n_rows > SMALLM_MAX &&
+    if (!fp8 && fuses && n_rows > SMALLM_MAX &&
         gemm_qkv_worth_fusing(dev, n_rows, &weights->qkv, &params)) {
         /* the epilogue does everything: bias, QK norm, RoPE, q, the pages of K and V */
         gemm_wgmma_qkv(dev, n_rows, dev->xn, dev->E, &weights->qkv, &params);
@@ -13728,12 +14180,12 @@ static void qkv_rope_kv(toka_device *dev, int layer, enum normed normed, bf16 *q
     gemm_args args = {n_rows,         dev->xn,   dev->E, &weights->qkv, dev->qkv,
                       weights->qkv.N, EPI_STORE, NULL,   normed == NORMED_FUSED};
     args.x_quantized = normed == NORMED_QUANTIZED;
-    if (qkv_is_interleaved(dev, shape->D) && gemm_fuses_qkv(dev, n_rows, &weights->qkv, &params))
+    if (fuses && gemm_fuses_qkv(dev, n_rows, &weights->qkv, &params))
         args.epi = EPI_QKV, args.qkv = &params;
     gemm(dev, &args);
     if (args.epi == EPI_QKV) return;
     rope_args rope = {params, dev->qkv, n_rows, qkv_is_interleaved(dev, shape->D)};
-    launch_dependent(dev, "RoPE", rope_kernel,
+    launch_dependent(dev, "RoPE", kv_fp8 ? rope_kernel<true> : rope_kernel<false>,
                      {dim3(ceil_div(n_rows * (shape->H + 2 * shape->K), 8)), 256}, rope);
 }
 static void cuda_norm_qkv_rope_kv(toka_device *dev, const toka_step *, int layer, toka_hidden *x,

@@ -8,9 +8,12 @@
  *   samples              only samples of a prompt
  *   groups               only few samples (prefix groups)
  *   lists                only the work list; needs no GPU
- *   bench [decode|tiles|samples|groups|running] [--json]   timings */
+ *   fp8 [small]          FP8 K and V, D = 64 and 128
+ *   bench [decode|tiles|samples|groups|running] [fp8] [--json]   timings */
 #include "../toka_kernels.cu"
 #include "gpu.cuh"
+
+static bool test_fp8; /* scenes have FP8 K and V */
 
 typedef struct shape_case { int D, K, G, B, window; } shape_case;
 
@@ -114,6 +117,33 @@ __global__ static void fill_slots_late(bf16 *kv, const int2 *slots, int n, int K
     }
 }
 
+/* Rounds K and V of a kv_slot to FP8: kv has the rounded values, fp8 the page. One thread for each slot, head, and K or V. */
+__device__ static inline void round_slots(bf16 *kv, unsigned char *fp8, const int2 *slots, int n, int K, int D, int log2_B) {
+    const int i = (int)(blockIdx.x * blockDim.x + threadIdx.x), head = i % (2 * K);
+    if (i >= n * 2 * K) return;
+    const int slot = slots[i / (2 * K)].x, B = 1 << log2_B, page = slot >> log2_B, off = slot & (B - 1);
+    bf16 *from = kv + ((((size_t)page * K * 2 + head) << log2_B) + off) * D;
+    unsigned char *to = fp8 + (size_t)page * 2 * K * B * (D + 1);
+    uint32_t largest = 0;
+    for (int j = 0; j < D; j++) largest = max(largest, toka_float_bits(__bfloat162float(from[j])) & 0x7FFFFFFF);
+    const unsigned char scale = toka_kv_scale(largest);
+    for (int j = 0; j < D; j++) {
+        const unsigned char code = toka_kv_round(__bfloat162float(from[j]), scale);
+        to[(size_t)(head * B + off) * D + j] = code;
+        from[j] = __float2bfloat16(toka_from_fp8(code) * toka_kv_scale_value(scale));
+    }
+    to[2 * K * B * D + (head / 2 * B + off) * 2 + head % 2] = scale;
+}
+__global__ static void round_all(bf16 *kv, unsigned char *fp8, const int2 *slots, int n, int K, int D, int log2_B) {
+    round_slots(kv, fp8, slots, n, K, D, log2_B);
+}
+__global__ static void round_late(bf16 *kv, unsigned char *fp8, const int2 *slots, int n, int K, int D, int log2_B) {
+    grid_launch_dependents();
+    grid_wait();
+    for (long long until = clock64() + 50000; clock64() < until;) {}
+    round_slots(kv, fp8, slots, n, K, D, log2_B);
+}
+
 /* Attention in float64: one CTA per row and head. tables: [row][table_len] pages. */
 __global__ static void reference(const bf16 *q, const bf16 *kv, const int *tables, int table_len, const int *pos, double *o, int K,
                                  int G, int D, int log2_B, int window) {
@@ -165,9 +195,10 @@ struct device_scene : host_step {
     toka_device *d = gpu_device();
     layer_weights layer = {};
     gpu_buf<bf16> kv, q, o;
+    gpu_buf<unsigned char> fp8; /* with test_fp8: the pages; kv has their values */
     device_scene(scene &s, bool share, float q_scale, int seed)
         : host_step(s, share, seed), sc(s), kv((size_t)(s.n_pages + 1) * s.c.K * 2 * s.c.B * s.c.D),
-          q((size_t)s.T * s.c.K * s.c.G * s.c.D), o(q.n) {
+          q((size_t)s.T * s.c.K * s.c.G * s.c.D), o(q.n), fp8(test_fp8 ? kv.n / s.c.D * (s.c.D + 1) : 16) {
         std::vector<int2> slots;
         for (seq &x : s.seqs)
             for (int i = 0; i < x.len; i++) {
@@ -181,6 +212,19 @@ struct device_scene : host_step {
         gpu_random(q, seed + 1, q_scale);
         layer.window = s.c.window;
         d->shape = &shape, d->layers = &layer, d->kv_pool = kv.p(), d->kv_layer_elems = kv.n;
+        if (test_fp8) { /* each slot once: pages of a shared prefix are in many sequences */
+            auto less = [](int2 a, int2 b) { return a.x < b.x; };
+            auto equal = [](int2 a, int2 b) { return a.x == b.x; };
+            std::sort(slots.begin(), slots.end(), less);
+            slots.erase(std::unique(slots.begin(), slots.end(), equal), slots.end());
+            GPU_OK(cudaDeviceSynchronize());
+            dev_slots.set(slots);
+            GPU_OK(cudaMemset(fp8.p(), 0xFF, fp8.n));
+            round_all<<<ceil_div((int)slots.size() * 2 * s.c.K, 128), 128>>>(kv.p(), fp8.p(), dev_slots.p(), (int)slots.size(), s.c.K, s.c.D,
+                                                                            __builtin_ctz(s.c.B));
+            GPU_OK(cudaDeviceSynchronize());
+            d->kv_pool = (bf16 *)fp8.p(), d->kv_fp8[0] = 1;
+        }
         d->options.max_tokens = s.T, d->options.n_pages = s.n_pages + 1;
         attn_open(d);
         upload_open(d, &d->upload, attn_upload_bytes(d) + (size_t)s.T * sizeof(int) + 64, false);
@@ -203,7 +247,13 @@ struct device_scene : host_step {
         dev.set(at);
         fill_slots<<<16, 128>>>(kv.p(), dev.p(), sc.T, sc.c.K, sc.c.D, __builtin_ctz(sc.c.B), 1, NAN);
         GPU_OK(cudaDeviceSynchronize());
-        launch_dependent(d, "late rows", fill_slots_late, {dim3((unsigned)sc.T), 128}, kv.p(), dev.p(), sc.T, sc.c.K, sc.c.D, __builtin_ctz(sc.c.B), (uint64_t)gpu_seed);
+        const int n_threads = sc.T * 2 * sc.c.K, log2_B = __builtin_ctz(sc.c.B);
+        if (test_fp8) round_all<<<ceil_div(n_threads, 128), 128>>>(kv.p(), fp8.p(), dev.p(), sc.T, sc.c.K, sc.c.D, log2_B);
+        GPU_OK(cudaDeviceSynchronize());
+        launch_dependent(d, "late rows", fill_slots_late, {dim3((unsigned)sc.T), 128}, kv.p(), dev.p(), sc.T, sc.c.K, sc.c.D, log2_B, (uint64_t)gpu_seed);
+        if (test_fp8)
+            launch_dependent(d, "late rows", round_late, {dim3((unsigned)ceil_div(n_threads, 128)), 128}, kv.p(), fp8.p(), (const int2 *)dev.p(), sc.T,
+                             sc.c.K, sc.c.D, log2_B);
         run();
         GPU_OK(cudaDeviceSynchronize());
     }
@@ -230,7 +280,7 @@ struct device_scene : host_step {
         attn_close(d);
         for (int i = 0; i < d->n_allocations; i++) cudaFree(d->allocations[i]);
         upload_close(&d->upload);
-        d->n_allocations = 0, d->error.code = 0;
+        d->n_allocations = 0, d->error.code = 0, d->kv_fp8[0] = 0;
     }
 };
 
@@ -256,8 +306,8 @@ static void check(scene &s, const char *name, float q_scale = 1.5f, bool late = 
                 if (!p->prefix_groups || !p->mixed_groups) continue;
             }
             if (mode == LEVELS) p->group_max_work = 0, st.plan();
-            snprintf(what, sizeof what, "%s D=%d K=%d G=%d B=%d window=%d%s%s", name, s.c.D, s.c.K, s.c.G, s.c.B, s.c.window,
-                     s.shared.empty() ? "" : share ? " shared" : " unshared",
+            snprintf(what, sizeof what, "%s D=%d K=%d G=%d B=%d window=%d%s%s%s", name, s.c.D, s.c.K, s.c.G, s.c.B, s.c.window,
+                     test_fp8 ? " fp8" : "", s.shared.empty() ? "" : share ? " shared" : " unshared",
                          mode == LEVELS ? " by levels" : mode == MIXED ? " mixed" : p->prefix_groups ? " by groups" : "");
             st.o.poison();
             late ? st.run_late() : st.run();
@@ -282,6 +332,17 @@ static void check(scene &s, const char *name, float q_scale = 1.5f, bool late = 
                 gpu_check(!memcmp(alone.data(), got.data(), got.size() * sizeof(bf16)) && st.o.guards_hold(),
                           "%s: cluster split-KV and CTA-local split-KV have different results", what);
                 st.d->attn->allow_clusters = true;
+            }
+            if (p->any_fp8 && p->n_tile_pages > 1 && !late) { /* no space to unpack the pages of all tiles at once */
+                const int max_unpacked = p->max_unpacked;
+                p->max_unpacked = p->n_tile_pages - 1;
+                st.o.poison();
+                st.run();
+                st.ok(what);
+                const std::vector<bf16> parts = st.o.host();
+                gpu_check(attn_unpacks_spans(p) && !memcmp(parts.data(), got.data(), got.size() * sizeof(bf16)),
+                          "%s: pages unpacked span by span give another result", what);
+                p->max_unpacked = max_unpacked;
             }
             gpu_check(sqrt(err / ref) < 5e-3 && worst < 0.05 && st.o.guards_hold() && st.q.guards_hold(),
                       "%s: relative error %.2e, largest %.3g (row %d head %d column %d: %.5g, expected %.5g)", what, sqrt(err / ref),
@@ -819,8 +880,33 @@ static void test_tiny() {
         });
 }
 
+static void test_fp8_all(bool small) {
+    test_fp8 = true;
+    for (int D : {64, 128})
+        for (int G : {1, 3, 4, 8}) {
+            if (small && G != 4) continue;
+            shape_case c = {D, G == 3 ? 1 : 2, G, 64, 0}, window = {D, 2, G, 64, 70};
+            for (const shape_case &each : {c, window}) test_decode(each), test_prefill(each), test_tails(each), test_prefix_groups(each);
+            test_late(c);
+            for (int depth = 1; depth <= 3; depth++)
+                for (int rows : {1, 3, 70}) test_tree(c, depth, 3, rows, 6);
+            test_samples(D, G, small ? 290 : 300 + G);
+        }
+    for (int D : {64, 128})
+        few_sms([=] {
+            scene s({D, 2, 4, 64, 0});
+            for (int i = 0; i < 22; i++) s.add(1 + 23 * i, 1);
+            check(s, "decode on few multiprocessors");
+        });
+    test_long({128, 2, 4, 64, 0}), test_long({128, 2, 3, 64, 700});
+    for (int D : {64, 128})
+        if (!small) test_splits(D), test_repeat({D, 2, 4, 64, 0}), test_samples_repeat(D);
+    test_fp8 = false;
+}
+
 static void test_all(bool small) {
     if (!small) test_lists(), test_graphs();
+    test_fp8_all(small);
     const int Ds[] = {8, 16, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256}, Gs[] = {1, 2, 3, 4, 5, 7, 8, 12};
     int n = 0;
     for (int D : Ds) {
@@ -916,7 +1002,7 @@ static void bench_decode(const char *what, int D, int n, int from, int to, doubl
     }
     device_scene st(s, false, 1.5f, 5);
     double us = gpu_time_us(st.d->stream, 8, 7, [&](int) { st.run(); });
-    if (st.ok(what)) report(what, D, us, tokens * 8 * D * 4, tokens * 32 * D * 4, ceiling);
+    if (st.ok(what)) report(what, D, us, tokens * 8 * (test_fp8 ? 2 * (D + 1) : 4 * D), tokens * 32 * D * 4, ceiling);
 }
 static void bench_prefix(int D, int n, int pages, double ceiling) {
     scene s({D, 8, 4, 64, 0});
@@ -1138,6 +1224,7 @@ int main(int argc, char **argv) {
     for (int i = 1; i < argc; i++) {
         small |= !strcmp(argv[i], "small"), timings |= !strcmp(argv[i], "bench"), json |= !strcmp(argv[i], "--json");
         only_tiles |= !strcmp(argv[i], "tiles"), only_decode |= !strcmp(argv[i], "decode");
+        test_fp8 |= !strcmp(argv[i], "fp8");
         samples |= !strcmp(argv[i], "samples"), few_samples |= !strcmp(argv[i], "groups"), running |= !strcmp(argv[i], "running");
     }
     if (argc > 1 && !strcmp(argv[1], "lists")) return test_lists(), test_graphs(), gpu_report();
@@ -1146,6 +1233,7 @@ int main(int argc, char **argv) {
     else if (timings && few_samples) bench_prefix_groups_all();
     else if (timings && samples) bench_samples_all();
     else if (timings) bench_all(!only_tiles, !only_decode);
+    else if (test_fp8) test_fp8_all(small);
     else if (argc > 1 && !strcmp(argv[1], "tiny")) test_tiny();
     else if (few_samples) {
         for (int D : {64, 80, 128})

@@ -225,7 +225,7 @@ struct gemm_data {
         rope_args r = {qkv, y.p(), M, true};
         r.to.q = q.p(), r.to.kv = kv.p();
         gemm_wgmma(d, &a);
-        launch_dependent(d, "RoPE", rope_kernel, {dim3(ceil_div(M * (H + 2 * K), 8)), 256}, r);
+        launch_dependent(d, "RoPE", rope_kernel<false>, {dim3(ceil_div(M * (H + 2 * K), 8)), 256}, r);
     }
     bool guards() {
         return x.guards_hold() && w.guards_hold() && y.guards_hold() && q.guards_hold() && kv.guards_hold() && ordered.guards_hold() &&
@@ -419,7 +419,7 @@ struct bench_data {
         rope_args f = {qkv, scratch.p(), M, true};
         a.y = scratch.p(), a.epi = EPI_STORE;
         gemm_wgmma(d, &a);
-        launch_dependent(d, "RoPE", rope_kernel, {dim3(ceil_div(M * (qkv.H + 2 * qkv.K), 8)), 256}, f);
+        launch_dependent(d, "RoPE", rope_kernel<false>, {dim3(ceil_div(M * (qkv.H + 2 * qkv.K), 8)), 256}, f);
     }
     double us(toka_device *d, gemm_plan plan, bool apart = false) {
         double flop = 2.0 * M * r.N * r.K;

@@ -28,7 +28,7 @@ static float normal(void) { /* the sum of four uniform numbers: near enough to n
 typedef struct op_case {
     const char *name;
     int H, K, D, E, F, V;
-    bool bias, qk_norm;
+    bool bias, qk_norm, kv_fp8;
 } op_case;
 
 static toka_tensor weight_new(int rows, int cols, float scale, float offset) {
@@ -44,6 +44,7 @@ static toka_layer layer_new(const op_case *c) {
                     .o = weight_new(c->E, q, 1 / sqrtf((float)q), 0), .mlp.gate = weight_new(c->F, c->E, e, 0), .mlp.up = weight_new(c->F, c->E, e, 0),
                     .mlp.down = weight_new(c->E, c->F, 1 / sqrtf((float)c->F), 0)};
     if (c->bias) l.q_bias = weight_new(1, q, 0.5f, 0), l.k_bias = weight_new(1, kv, 0.5f, 0), l.v_bias = weight_new(1, kv, 0.5f, 0);
+    l.kv_fp8 = c->kv_fp8;
     if (c->qk_norm) l.q_norm = weight_new(1, c->D, 0.2f, 1), l.k_norm = weight_new(1, c->D, 0.2f, 1);
     return l;
 }
@@ -197,6 +198,16 @@ static void compare(const both *b, const char *op, const float *cpu, const float
                ratio, bound, worst);
 }
 
+/* Attention with FP8 K and V. Where the two backends compute K and V a little differently, they may store neighbouring FP8 numbers. */
+static void compare_fp8(const both *b, const float *cpu, const float *gpu, int rows, int cols) {
+    double far = 0, size = 0;
+    for (int i = 0; i < rows * cols; i++) far += pow(gpu[i] - cpu[i], 2), size += pow(cpu[i], 2);
+    const double error = sqrt(far / size);
+    bool ok = error <= 0.04;
+    ok ? n_passed++ : n_failed++;
+    if (!ok || getenv("TOKA_TEST_VERBOSE")) printf("%s %s, %d rows: attention has the relative error %.3g\n", ok ? "ok    " : "FAILED", b->c->name, rows, error);
+}
+
 static void op_run(both *b, int T) {
     const op_case *c = b->c;
     const int ld = (c->E + 7) / 8 * 8, heads = c->H * c->D, wide = MAX(MAX(c->E, heads), c->V);
@@ -231,7 +242,8 @@ static void op_run(both *b, int T) {
     both_upload(b, b->q, gpu, T, heads, heads);
     BOTH(attention, 0, b->q[i], b->o[i]);
     both_download(b, b->o, cpu, gpu, T, heads, heads);
-    compare(b, "attention", cpu, gpu, T, heads, 2.5);
+    if (c->kv_fp8) compare_fp8(b, cpu, gpu, T, heads);
+    else compare(b, "attention", cpu, gpu, T, heads, 2.5);
     FILL(heads);
     both_upload(b, b->o, in, T, heads, heads);
     FILL(c->E);
@@ -351,7 +363,9 @@ int main(int argc, char **argv) {
     static const op_case cases[] = {
         {"Llama-3.2-1B", 32, 8, 64, 2048, 8192, 1000, false, false}, {"Llama-3.1-8B, half as wide", 16, 4, 128, 2048, 7168, 520, false, false},
         {"Qwen2.5-0.5B", 14, 2, 64, 896, 4864, 777, true, false},    {"Qwen3-0.6B", 16, 8, 128, 1024, 3072, 300, false, true},
-        {"head size 80", 6, 2, 80, 480, 1000, 259, true, true},      {"odd", 9, 1, 24, 51, 67, 259, true, false}};
+        {"head size 80", 6, 2, 80, 480, 1000, 259, true, true},      {"odd", 9, 1, 24, 51, 67, 259, true, false},
+        {"1B, FP8 K and V", 32, 8, 64, 2048, 8192, 1000, false, false, true},
+        {"Qwen3-0.6B, FP8 K and V", 16, 8, 128, 1024, 3072, 300, true, true, true}};
     static const int rows[] = {1, 2, 5, 8, 9, 17, 64, 65, 130, 333, 1000, 2048};
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
@@ -363,7 +377,7 @@ int main(int argc, char **argv) {
     static both b;
     refusals_run(&cases[0]);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        if (small && i != 4 && i != 5) continue;
+        if (small && i != 4 && i != 5 && i != 7) continue;
         both_open(&b, &cases[i]);
         for (size_t k = 0; k < sizeof rows / sizeof *rows; k++)
             if (!(small || quick) || rows[k] <= 130) op_run(&b, rows[k]);

@@ -102,11 +102,12 @@ static void test_embed(toka_device *d, int T, int E, int v0, int n) {
     gpu_check(same_bits(x.host(), want) && x.guards_hold(), "embed T=%d E=%d, ids %d to %d", T, E, v0, v0 + n - 1);
 }
 
-/* ---- Copies of KV pages: the listed pages in every layer, and no others ---- */
+/* ---- Copies of KV pages: the listed pages in every layer, and no others. page, fp8_page: bytes; fp8: the layers with FP8 ---- */
 
-static void test_copies(toka_device *d, int L, int n_pages, int page) {
-    size_t layer = (size_t)n_pages * page;
-    gpu_buf<bf16> kv(L * layer);
+static void test_copies(toka_device *d, int L, int n_pages, int page, int fp8_page, uint32_t fp8) {
+    kv_layout layout = {NULL, {(size_t)n_pages * page, (size_t)n_pages * fp8_page}, {page, fp8_page}, {fp8}};
+    std::vector<char> want((size_t)(kv_layer_at(layout, L) - layout.pool));
+    gpu_buf<char> kv(want.size());
     gpu_buf<toka_copy> copies(2);
     const int B = 64;
     gpu_buf<int> kv_ids((size_t)(n_pages * B));
@@ -114,17 +115,21 @@ static void test_copies(toka_device *d, int L, int n_pages, int page) {
     for (int i = 0; i < n_pages * B; i++) want_ids.push_back(i);
     kv_ids.set(want_ids);
     std::vector<toka_copy> c = {{0, n_pages - 1}, {2, 1}};
-    std::vector<bf16> want(L * layer);
-    for (size_t i = 0; i < want.size(); i++) want[i] = __float2bfloat16((float)(gpu_mix(gpu_seed + i) % 1000));
+    for (size_t i = 0; i < want.size(); i++) want[i] = (char)gpu_mix(gpu_seed + i);
     kv.set(want), copies.set(c);
+    layout.pool = kv.p();
     GPU_OK(cudaDeviceSynchronize());
     for (int l = 0; l < L; l++)
-        for (toka_copy k : c) std::copy_n(want.begin() + (ptrdiff_t)(l * layer + (size_t)k.from * page), page, want.begin() + (ptrdiff_t)(l * layer + (size_t)k.to * page));
+        for (toka_copy k : c) {
+            const int bytes = kv_is_fp8(layout.fp8, l) ? fp8_page : page;
+            const ptrdiff_t at = kv_layer_at(layout, l) - layout.pool;
+            std::copy_n(want.begin() + at + k.from * (ptrdiff_t)bytes, bytes, want.begin() + at + k.to * (ptrdiff_t)bytes);
+        }
     for (toka_copy k : c) std::copy_n(want_ids.begin() + k.from * B, B, want_ids.begin() + k.to * B);
-    launch_dependent(d, "copies", copy_pages_kernel, {dim3(2, (unsigned)L), 256}, copies.p(), kv.p(), layer, page, kv_ids.p(), B);
+    launch_dependent(d, "copies", copy_pages_kernel, {dim3(2, (unsigned)L), 256}, copies.p(), layout, kv_ids.p(), B);
     done(d, "copies of pages");
     gpu_check(kv_ids.host() == want_ids && kv_ids.guards_hold(), "copies of pages: kept ids");
-    gpu_check(same_bits(kv.host(), want) && kv.guards_hold(), "copies of pages, %d layers, %d of %d elements", L, n_pages, page);
+    gpu_check(kv.host() == want && kv.guards_hold(), "copies of pages, %d layers, %d of %d bytes, FP8 %d bytes in %x", L, n_pages, page, fp8_page, fp8);
 }
 
 /* ---- RMSNorm ---- Of rows of x, in order or selected by row_index. E is the model's own width;
@@ -198,7 +203,19 @@ static std::vector<double> rotated_head(const qkv_params &a, const float *in, co
     }
     return v;
 }
-static void test_rope(toka_device *d, int T, int H, int K, int D, int B, bool norm, bool interleaved) {
+/* Is this head of K or V stored as FP8 by the rule of toka.h? V is copied, so its bytes are known. */
+static bool rounded_head(const unsigned char *codes, unsigned char scale, const std::vector<double> &want, bool is_v) {
+    const double unit = toka_kv_scale_value(scale);
+    double largest = 0;
+    for (double x : want) largest = std::max(largest, fabs(x));
+    bool ok = largest <= 448 * unit * (1 + 1e-5) && largest >= 224 * unit * (1 - 1e-5);
+    for (size_t i = 0; i < want.size(); i++) {
+        if (is_v) ok = ok && codes[i] == toka_kv_round((float)want[i], scale);
+        ok = ok && fabs(toka_from_fp8(codes[i]) * unit - want[i]) <= fabs(want[i]) / 15.9 + unit * 0x1.01p-10 + 1e-6 * largest;
+    }
+    return ok;
+}
+static void test_rope(toka_device *d, int T, int H, int K, int D, int B, bool norm, bool interleaved, bool fp8 = false) {
     const int max_len = 500, n_pages = T / B + 2, heads = H + 2 * K;
     size_t n = (size_t)T * heads * D;
     std::vector<float> v = normals(n, gpu_seed + D, 1), qn = normals(D, gpu_seed + 8, 1), kn = normals(D, gpu_seed + 9, 1);
@@ -213,17 +230,18 @@ static void test_rope(toka_device *d, int T, int H, int K, int D, int B, bool no
     for (size_t i = 0; i < s.size(); i++) s[i] = (int)i;
     for (size_t i = s.size() - 1; i > 0; i--) std::swap(s[i], s[gpu_mix(gpu_seed + i) % (i + 1)]);
     for (int t = 0; t < T; t++) p[(size_t)t] = (int)(gpu_mix(gpu_seed * 3 + t) % max_len);
-    gpu_buf<bf16> qkv(n), q((size_t)T * H * D), kv((size_t)n_pages * B * 2 * K * D);
+    gpu_buf<bf16> qkv(n), q((size_t)T * H * D), kv((size_t)n_pages * B * K * (fp8 ? D + 1 : 2 * D));
     gpu_buf<float2> table(cs.size());
     gpu_buf<float> q_norm(qn.size()), k_norm(kn.size());
     gpu_buf<int> pos(p.size()), kv_slot(s.size());
     qkv.set(h), table.set(cs), q_norm.set(qn), k_norm.set(kn), pos.set(p), kv_slot.set(s);
     rope_args a = {{NULL, norm ? q_norm.p() : NULL, norm ? k_norm.p() : NULL, 1e-5f, H, K, B, pos.p(), kv_slot.p(), table.p(),
                     q.p(), kv.p(), D}, qkv.p(), T, interleaved};
-    launch_dependent(d, "RoPE", rope_kernel, {dim3((unsigned)ceil_div(T * heads, 8)), 256}, a);
+    launch_dependent(d, "RoPE", fp8 ? rope_kernel<true> : rope_kernel<false>, {dim3((unsigned)ceil_div(T * heads, 8)), 256}, a);
     done(d, "RoPE");
     std::vector<bf16> got_q = q.host(), got_kv = kv.host();
-    std::vector<char> written(got_kv.size());
+    std::vector<char> written(got_kv.size() * 2); /* bytes */
+    const unsigned char *bytes = (const unsigned char *)got_kv.data();
     double max_error = 0;
     size_t n_outside = 0;
     for (int t = 0; t < T; t++)
@@ -232,16 +250,23 @@ static void test_rope(toka_device *d, int T, int H, int K, int D, int B, bool no
             std::vector<double> want = rotated_head(a.to, &v[((size_t)t * heads + w) * D],
                 norm ? (kind ? kn : qn).data() : NULL, cs.data(), p[(size_t)t], kind);
             size_t to = kind ? ((((size_t)(at / B) * K + head) * 2 + (kind == 2)) * B + at % B) * D : ((size_t)t * H + head) * D;
+            if (fp8 && kind) {
+                const size_t page = (size_t)(at / B) * 2 * K * B * (D + 1), first = page + (((size_t)head * 2 + (kind == 2)) * B + at % B) * D;
+                const size_t scale = page + 2 * K * B * D + ((size_t)head * B + at % B) * 2 + (kind == 2);
+                if (!rounded_head(bytes + first, bytes[scale], want, kind == 2)) max_error = INFINITY;
+                std::fill_n(written.begin() + (ptrdiff_t)first, D, 1), written[scale] = 1;
+                continue;
+            }
             for (int i = 0; i < D; i++) {
                 double e = fabs(__bfloat162float(kind ? got_kv[to + i] : got_q[to + i]) - want[(size_t)i]);
                 e /= fabs(want[(size_t)i]) * 0x1.02p-8 + 5e-6;
                 max_error = e <= max_error ? max_error : e;
-                if (kind) written[to + i] = 1;
+                if (kind) written[2 * (to + i)] = written[2 * (to + i) + 1] = 1;
             }
         }
-    for (size_t i = 0; i < got_kv.size(); i++) n_outside += !written[i] && *(const uint16_t *)&got_kv[i] != 0xFFFF;
+    for (size_t i = 0; i < written.size(); i++) n_outside += !written[i] && bytes[i] != 0xFF;
     gpu_check(max_error <= 1 && !n_outside && q.guards_hold() && kv.guards_hold(),
-              "RoPE and pages T=%d H=%d K=%d D=%d B=%d%s%s: worst %.3g of what is allowed, %zu outside", T, H, K, D, B, norm ? " norm" : "",
+              "RoPE and pages%s T=%d H=%d K=%d D=%d B=%d%s%s: worst %.3g of what is allowed, %zu outside", fp8 ? " fp8" : "", T, H, K, D, B, norm ? " norm" : "",
               interleaved ? " by turns" : "", max_error, n_outside);
 }
 
@@ -249,7 +274,8 @@ int main(int argc, char **argv) {
     toka_device *d = gpu_device();
     quick = argc > 1 && !strcmp(argv[1], "small");
     test_loads(d);
-    test_copies(d, 1, 4, 16 * 2 * 64), test_copies(d, 5, 9, 2 * 2 * 64 * 80);
+    test_copies(d, 1, 4, 16 * 4 * 64, 0, 0), test_copies(d, 5, 9, 2 * 4 * 64 * 80, 0, 0);
+    test_copies(d, 5, 9, 2 * 4 * 64 * 64, 2 * 2 * 64 * 65, 0xD), test_copies(d, 40, 5, 4 * 64 * 64, 2 * 64 * 65, 0xFFFFFFFF);
     for (int E : {8, 56, 1024, 1032, 2048, 8200})
         for (int T : {1, 3, 70}) test_embed(d, T, E, 0, 300), test_embed(d, T, E, 100, 130);
     for (int E : {1, 51, 64, 1023, 1032, 2048, 8200})
@@ -262,6 +288,7 @@ int main(int argc, char **argv) {
             test_rope(d, 1, 1, 1, D, 16, norm, false);
             test_rope(d, quick ? 19 : 67, 6, 2, D, 64, norm, false);
             /* rows interleaved, as after a GEMM with a reordered W */
+            test_rope(d, 21, 6, 2, D, 64, norm, D == 64 || D == 128, true);
             if (D == 64 || D == 128) test_rope(d, 23, 5, 2, D, 32, norm, true);
             if (!quick) test_rope(d, 300, 9, 3, D, 16, norm, false);
         }

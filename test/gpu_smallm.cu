@@ -260,7 +260,7 @@ static void test_rotated(toka_device *d, int E, int H, int K, int D, int M, bool
     qkv_params p = {W.bias, norm ? q_norm.p() : NULL, norm ? k_norm.p() : NULL, 0.1f, H, K, B, pos.p(), kv_slot.p(), table.p(),
         q.p(), kv.p(), D};
     rope_args r = {p, y.p(), M, true};
-    launch_dependent(d, "RoPE", rope_kernel, {dim3((unsigned)ceil_div(M * (H + 2 * K), 8)), 256}, r);
+    launch_dependent(d, "RoPE", rope_kernel<false>, {dim3((unsigned)ceil_div(M * (H + 2 * K), 8)), 256}, r);
     p.q = q2.p(), p.kv = kv2.p();
     a.epi = EPI_QKV, a.qkv = &p;
     by(d, &a);
