@@ -11754,7 +11754,7 @@ static int mf_mlp_unit(const toka_mlp *mlp, int n_shares) {
         least = MAX(least, dtype == TOKA_MXFP4 ? 32 : dtype == TOKA_INT4 ? 8 : 1);
         unit = MAX(unit, MAX(32, MIN(parts[i]->quant->block_cols, width)));
     }
-    if (unit % 32) unit = 32;
+    if (unit > 1 && unit % 32) unit = 32;
     for (; unit >= 32; unit = unit > 32 ? 32 : 1) {
         const int n_units = (width + unit - 1) / unit;
         if ((n_units + n_shares - 1) / n_shares * unit <= even + even / 8) return unit;
@@ -42154,6 +42154,7 @@ static void plan_set_linear(const plan_query *query, mf_range layers, const mf_t
 
 /* Returns the bytes of K and V of one token in layer i of a rank of this shape. */
 static int64_t plan_kv_row_bytes(const mf_config *config, const toka_shape *shape, int i) {
+    if (config->kind[i] & MF_LAYER_LINEAR) return 0;
     return toka_kv_row_bytes(shape, config->kv_fp8 && config->kv_fp8[i], 2);
 }
 /* Returns the bytes of K and V of one token on a rank with the layers from first_layer on. */

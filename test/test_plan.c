@@ -112,9 +112,9 @@ static void plan_test_known(void) {
     plan_fixture f = plan_fixture_open("llama-3.1-405b-instruct-fp8", "H200");
     const double mlp = 3.0 * 53248 * 16384, all = 2.0 * 405853388800;
     CHECK(fabs((double)plan_weight_bytes(&f.query) - (all - 124 * mlp)) < 1e-3 * all);
-    /* tensor ranks cut each expert: MXFP4 in blocks of 32 columns, so 4 ranks of 720 columns are not possible */
+    /* tensor ranks cut each expert between blocks of 32 columns: 4 ranks have 22 or 23 of 90 */
     plan_fixture gpt = plan_fixture_open("gpt-oss-120b", "H200");
-    CHECK(plan_check_split(&gpt.query, 4, 1, &e) == TOKA_E_USE && strstr(e.msg, "720 of 2880"));
+    CHECK(!plan_check_split(&gpt.query, 4, 1, &e));
     CHECK(!plan_check_split(&gpt.query, 2, 1, &e));
     const plan_cost whole = plan_make_rank(&gpt.query, 1, 1, 0, 0).costs.experts, half = plan_make_rank(&gpt.query, 2, 1, 0, 1).costs.experts;
     CHECK(half.bytes == whole.bytes / 2 && half.flop == whole.flop / 2 && whole.fp8_flop == 0);
