@@ -328,7 +328,7 @@ static void test_qkv(toka_device *d, int E, int H, int K, int D, int M, bool blo
         if (!store && v.kind == EPI_STORE && v.blocked == blocked && v.rows == 128) store = &v;
     launch_variant(d, p, store, M, y.p(), N, &p.W);
     rope_args r = {params, y.p(), M, true};
-    launch_dependent(d, "RoPE", rope_kernel, {dim3((unsigned)ceil_div(M * (H + 2 * K), 8)), 256}, r);
+    launch_dependent(d, "RoPE", rope_kernel<false>, {dim3((unsigned)ceil_div(M * (H + 2 * K), 8)), 256}, r);
     GPU_OK(cudaStreamSynchronize(d->stream));
     std::vector<bf16> want[2] = {q.host(), kv.host()};
     params.q = q2.p(), params.kv = kv2.p();

@@ -300,7 +300,6 @@ static const char *refusal_set(int feature, toka_shape *shape, toka_layer *layer
     case 8: return shape->residual_scale = 0.5f, "residual";
     case 9: return shape->logit_scale = 0.5f, "scaled logits";
     case 10: return shape->logit_cap = 30, "capped logits";
-    case 32: return shape->qkv_limit = 8, "clipped q, k and v";
     case 11: return layer->mla = &mla, "MLA";
     case 12: return layer->moe = &moe, "experts";
     case 13: return layer->sinks.rows = 1, "sinks";
@@ -324,6 +323,7 @@ static const char *refusal_set(int feature, toka_shape *shape, toka_layer *layer
     case 31: return weights->embed.dtype = TOKA_FP8, "embedding";
     case 32: return shape->linear.n_layers = 1, "state";
     case 33: return layer->q_gate = true, "gate";
+    case 34: return shape->qkv_limit = 8, "clipped q, k and v";
     default: return NULL;
     }
 }
