@@ -316,7 +316,7 @@ static const char *refusal_set(int feature, toka_shape *shape, toka_layer *layer
     case 24: return layer->mlp.up_bias.rows = 1, "biases";
     case 25: return layer->mlp.gate_bias.rows = 1, "biases";
     case 26: return layer->mlp.down_bias.rows = 1, "biases";
-    case 27: return layer->mlp.down.dtype = TOKA_FP8, "FP8";
+    case 27: return layer->o.dtype = TOKA_INT4, "int4";
     case 28: return layer->q.dtype = TOKA_INT4, "int4";
     case 29: return layer->mlp.gate.dtype = TOKA_MXFP4, "MXFP4";
     case 30: return weights->lm_head.dtype = TOKA_FP8, "LM head";
