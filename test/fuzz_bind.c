@@ -145,8 +145,8 @@ static int fuzz_bind(const uint8_t *data, size_t size) {
     const int code = mf_bind(&b, &table->memory, &e);
     if (code && !table->changed) printf("%s\n", e.msg), fflush(stdout), abort();
     for (int layer = 0; layer < c.shape.L && !code; layer++) {
-        toka_layer *l = &w.layers[layer];
-        const mf_owners owners = {{&w, l, (void *)(uintptr_t)l->mla, (void *)(uintptr_t)l->moe, l->moe ? (void *)(uintptr_t)l->moe->experts : NULL}};
+        mf_owners owners = mf_owners_of(&w.layers[layer]);
+        owners.of[MF_OF_MODEL] = &w;
         for (int i = 0; i < MF_N_SLOTS; i++)
             for (int x = 0; x < (mf_slots[i].owner == MF_OF_EXPERT ? c.moe.n_experts : 1); x++)
                 if (owners.of[mf_slots[i].owner]) fuzz_table_read(mf_tensor(&owners, i, x));

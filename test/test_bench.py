@@ -128,6 +128,8 @@ CONFIG = {"num_hidden_layers": 3, "hidden_size": 256, "num_attention_heads": 8, 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 MLA = {"head_dim": None, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "n_routed_experts": 16,
        "moe_intermediate_size": 128, "n_shared_experts": 1, "num_experts_per_tok": 4, "first_k_dense_replace": 1}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+          "linear_conv_kernel_dim": 4, "full_attention_interval": 2, "shared_expert_intermediate_size": 256}
 FAMILIES = [  # architecture, other fields of config.json
     ("Phi3ForCausalLM", {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}),
     ("Gemma2ForCausalLM", {"quantization_config": FP8}), ("Gemma3ForCausalLM", {}), ("Olmo2ForCausalLM", {}), ("Olmo3ForCausalLM", {}),
@@ -137,6 +139,7 @@ FAMILIES = [  # architecture, other fields of config.json
     ("DeepseekV3ForCausalLM", {**MLA, "q_lora_rank": 128, "n_group": 4, "topk_group": 2, "quantization_config": FP8}),
     ("MixtralForCausalLM", {"num_local_experts": 8}), ("Qwen2MoeForCausalLM", {"shared_expert_intermediate_size": 256}),
     ("Qwen3MoeForCausalLM", {"quantization_config": FP8}), ("OlmoeForCausalLM", {}),
+    ("Qwen3NextForCausalLM", {**LINEAR, "quantization_config": FP8}), ("Qwen3_5ForCausalLM", LINEAR), ("Qwen3_5MoeForCausalLM", LINEAR),
     ("GptOssForCausalLM", {"num_local_experts": 32, "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": [
         "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]}})]
 
