@@ -5374,7 +5374,15 @@ enum {
 /* Maximum warps (splits) of a CTA of attn_cta_split. The limit is shared memory for D <= 64, and
  * registers for larger D. */
 __host__ __device__ static constexpr int attn_cta_split_max(int D) {
-    return D <= 64 ? 14 : NVCC_VERSION < 1209 ? 11 : 12;
+    return D <= 64 ? 14 : 12;
+}
+/* Older nvcc spill one register of attn_cta_split<128, ..., FP8>, so they do not compile it. */
+enum {
+    ATTN_FP8_CTA_SPLIT_D = NVCC_VERSION < 1209 ? 64 : 128,
+    ATTN_FP8_BUFS = NVCC_VERSION < 1209 ? 3 : 2 /* of its ring */
+};
+static bool attn_has_cta_split(const toka_device *dev) {
+    return dev->shape->D <= ATTN_FP8_CTA_SPLIT_D || !kv_any_fp8(dev);
 }
 
 /* The tensor maps of a layer. Their names give the rows of a box. PAIR: one box has K and V
@@ -5822,7 +5830,8 @@ static int attn_cta_split_len(const toka_device *dev, int64_t kv_positions, int 
                     ceil_div(min(split_len, max_split), multiple) * multiple);
     if (n_items * plan->K <= plan->n_sms)
         split_len = max(split_len, ceil_div(ceil_div(max_len, max_warps), multiple) * multiple);
-    bool fits = plan->hopper && split_len <= max_split && max_len > split_len &&
+    bool fits = plan->hopper && attn_has_cta_split(dev) && split_len <= max_split &&
+                max_len > split_len &&
                 max_len <= split_len * max_warps && n_items <= plan->max_merges - plan->n_merges;
     return fits && n_items * ceil_div(max_len, split_len) <=
                        plan->max_items - plan->n_items - (plan->n_unsplit - n_items)
@@ -5984,6 +5993,7 @@ static void attn_prefix_group_spans(const attn_plan *plan, const toka_step *step
  * from min_len on, for which the warps of one CTA are enough. 0: more than max_len. */
 static int attn_prefix_group_split(const toka_device *dev, const toka_step *step, int row,
                                    int n_rows, int min_len) {
+    if (!attn_has_cta_split(dev)) return 0;
     const attn_plan *plan = dev->attn;
     const int B = dev->shape->B, max_len = 256, multiple = ATTN_CTA_SPLIT_STEP;
     for (int split_len = ceil_div(min_len, multiple) * multiple; split_len <= max_len;
@@ -8484,7 +8494,8 @@ static void attn_launch_cta_splits(toka_device *dev, int layer, attn_args args,
                      : attn_cluster_split_launch<128, ATTN_FP8_TOK, 2, true>(dev, args, level, map);
     else if (kv_is_fp8(dev->kv_fp8, layer))
         args.D <= 64 ? attn_cta_split_launch<64, ATTN_FP8_TOK, 3, true>(dev, args, level, map)
-                     : attn_cta_split_launch<128, ATTN_FP8_TOK, 2, true>(dev, args, level, map);
+                     : attn_cta_split_launch<ATTN_FP8_CTA_SPLIT_D, ATTN_FP8_TOK, ATTN_FP8_BUFS,
+                                             true>(dev, args, level, map);
     else if (attn_uses_cluster(plan))
         args.D <= 64 ? attn_cluster_split_launch<64, 32, 2>(dev, args, level, map)
                      : attn_cluster_split_launch<128, 16, 2>(dev, args, level, map);
