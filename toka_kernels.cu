@@ -103,7 +103,7 @@
  *   gemm_wgmma  the rest on Hopper                        wgmma        128 of M x       384
  *                                                                      64 to 256 of N
  *     FP8       e4m3 W: every M                           wgmma        64 or 128 of M   256, 384
- *                                                                      x 32 to 128 of N
+ *                                                                      x 32 to 256 of N
  *   gemm_mma    the rest on other GPUs                    mma.sync     128 x 128 or     256, 128
  *                                                                      64 x 64
  *
@@ -4106,30 +4106,29 @@ static void gemm_launch(toka_device *dev, gemm_plan plan, const gemm_args *args,
     launch_by_role(dev, "GEMM", &cfg, (const void *)variant->kernel, kernel_args);
 }
 
+static void gemm_allow_smem(toka_device *dev, const gemm_variant *variant) {
+    latch_error(dev,
+                cudaFuncSetAttribute(variant->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     variant->smem_bytes),
+                "shared memory of a GEMM");
+}
 /* Called once per device, before the first launch. Allows all instances their shared memory, and
  * asks CUDA how many clusters of four CTAs can be resident (max_clusters_of_4). No carveout is set
  * as in launch_prepare: CUDA has carveouts of 196 and 228 KB, and each instance needs more than 195
- * KB, so it gets the largest one. Only epi_logits with BN 256 needs less (193 KB). */
+ * KB, so it gets the largest one. Only epi_logits with BN 256 needs less (193 KB). Tiles of 64 rows
+ * of FP8 need half, so FP8 instances ask for it. */
 static void gemm_open(toka_device *dev) {
     for (int i = 0; i < N_GEMM_FP8_VARIANTS && dev->hopper; i++) {
-        const gemm_variant *variant = &gemm_fp8_variants[i];
-        const cudaFuncAttribute carveout = cudaFuncAttributePreferredSharedMemoryCarveout;
+        gemm_allow_smem(dev, &gemm_fp8_variants[i]);
         latch_error(dev,
-                    cudaFuncSetAttribute(variant->kernel,
-                                         cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                         variant->smem_bytes),
-                    "shared memory of a GEMM");
-        latch_error(dev,
-                    cudaFuncSetAttribute(variant->kernel, carveout, cudaSharedmemCarveoutMaxShared),
+                    cudaFuncSetAttribute(gemm_fp8_variants[i].kernel,
+                                         cudaFuncAttributePreferredSharedMemoryCarveout,
+                                         cudaSharedmemCarveoutMaxShared),
                     "shared memory of a GEMM");
     }
     for (int i = 0; i < N_GEMM_VARIANTS && dev->hopper; i++) {
         const gemm_variant *variant = &gemm_variants[i];
-        latch_error(dev,
-                    cudaFuncSetAttribute(variant->kernel,
-                                         cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                         variant->smem_bytes),
-                    "shared memory of a GEMM");
+        gemm_allow_smem(dev, variant);
         if (variant->split != 4 || dev->max_clusters_of_4) continue;
         cudaLaunchAttribute cluster4 = {};
         cluster4.id = cudaLaunchAttributeClusterDimension;
@@ -5381,9 +5380,6 @@ enum {
     ATTN_FP8_CTA_SPLIT_D = NVCC_VERSION < 1209 ? 64 : 128,
     ATTN_FP8_BUFS = NVCC_VERSION < 1209 ? 3 : 2 /* of its ring */
 };
-static bool attn_has_cta_split(const toka_device *dev) {
-    return dev->shape->D <= ATTN_FP8_CTA_SPLIT_D || !kv_any_fp8(dev);
-}
 
 /* The tensor maps of a layer. Their names give the rows of a box. PAIR: one box has K and V
  * (attn_open_pair_map). */
@@ -5816,6 +5812,9 @@ static void attn_emit_splits(attn_plan *plan, attn_level *level, const attn_item
     }
 }
 
+static bool attn_has_cta_split(const toka_device *dev) {
+    return dev->shape->D <= ATTN_FP8_CTA_SPLIT_D || !dev->attn->any_fp8;
+}
 /* KV positions of a CTA split of a level. The level has n_items small items with kv_positions in
  * total; the longest item has max_len. Returns 0 if the level has no CTA splits. A CTA split has at
  * most 128 positions. One warp takes too long for more: splits over all SMs and attn_merge_splits
