@@ -929,8 +929,8 @@ static inline int toka_o_width(const toka_shape *shape, const toka_layer *layer)
 
 /* ---- K and V as FP8 ----
  * Each head of K and of V of a token has a scale of its own, a power of two: the smallest one with
- * which no number of the head is above 448. So what is stored for a token depends on no other
- * token, and pages can be shared and copied as they are. A power of two costs no accuracy, because
+ * which all numbers of the head are at most 448. So the stored bytes of a token depend on it
+ * alone, and pages can be shared and copied as they are. A power of two costs no accuracy, because
  * e4m3 numbers have an exponent, and the products are exact in bf16.
  *
  *     element = e4m3 number * scale
