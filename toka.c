@@ -8992,11 +8992,13 @@ static int64_t mf_table_work(const mf_config *config, const mf_binding *table) {
 static void mf_set_layer_work(mf_config *config) {
     const mf_arch *arch = config->arch;
     const int L = config->shape.L;
-    int n_moe = 0;
-    for (int i = 0; i < L; i++) n_moe += (config->kind[i] & MF_LAYER_MOE) != 0;
-    config->shape.layer_work = mf_table_work(config, arch->mixer) +
-                               (n_moe * mf_table_work(config, arch->moe) +
-                                (L - n_moe) * mf_table_work(config, arch->mlp)) / L;
+    int64_t work = 0;
+    for (int i = 0; i < L; i++) {
+        const uint8_t kind = config->kind[i];
+        work += mf_table_work(config, kind & MF_LAYER_LINEAR ? arch->linear : arch->mixer) +
+                mf_table_work(config, kind & MF_LAYER_MOE ? arch->moe : arch->mlp);
+    }
+    config->shape.layer_work = work / L;
 }
 
 /* ---- config.json: RoPE and windows ---- */
