@@ -11843,7 +11843,7 @@ static int mf_slice_norm(const toka_shape *full, mf_range heads, toka_tensor *no
     const int n = norm->rows ? norm->cols : 0;
     if (n <= full->D) return 0;
     norm->data = (const char *)norm->data +
-                 (size_t)(heads.first * full->D) * (norm->dtype == TOKA_F32 ? 4 : 2);
+                 (size_t)(heads.first * full->D) * toka_number_bytes(norm->dtype);
     norm->cols = heads.count * full->D;
     return n;
 }
@@ -21605,10 +21605,6 @@ static float cpu_element(const void *p, toka_dtype type, size_t i) {
     return type == TOKA_BF16 ? cpu_bits_to_f32((uint32_t)h << 16) : cpu_f16_to_f32(h);
 }
 
-static size_t cpu_dtype_bytes(toka_dtype type) {
-    return type == TOKA_F32 ? 4 : type == TOKA_E8M0 ? 1 : 2;
-}
-
 /* What the 4-bit codes stand for: INT4 before the zero point is subtracted, INT4 with the zero
  * point 8, and MXFP4 times 2. */
 static const float cpu_code_numbers[3][16] = {
@@ -22399,7 +22395,7 @@ CPU_AVX512_BF16 static void cpu_pack_avx512_bf16(void *to, const void *from, tok
     }
     for (int i = 0; i < n; i += 16) {
         const int count = MIN(16, n - i);
-        const char *elems = (const char *)from + cpu_dtype_bytes(type) * (size_t)i;
+        const char *elems = (const char *)from + toka_number_bytes(type) * (size_t)i;
         float values[16] = {0};
         if (count < 16) cpu_convert_avx512(values, elems, type, count);
         __m256bh rounded = _mm512_cvtneps_pbh(
@@ -22624,7 +22620,7 @@ static void cpu_weight_f32(const cpu_kernels *kernels, const toka_tensor *weight
                            float *to) {
     if (weight->quant) weight_row(weight, row, to);
     else
-        kernels->convert(to, (const char *)weight->data + cpu_dtype_bytes(weight->dtype) *
+        kernels->convert(to, (const char *)weight->data + toka_number_bytes(weight->dtype) *
                                  (size_t)row * (size_t)weight->stride,
                          weight->dtype, weight->cols);
 }
@@ -22634,7 +22630,7 @@ static toka_tensor cpu_weight_rows(toka_tensor weight, int first, int n) {
     weight.rows = n;
     if (weight.quant) weight.row0 += first * weight.row_step;
     else
-        weight.data = (const char *)weight.data + cpu_dtype_bytes(weight.dtype) *
+        weight.data = (const char *)weight.data + toka_number_bytes(weight.dtype) *
                           (size_t)first * (size_t)weight.stride;
     return weight;
 }
@@ -22732,7 +22728,7 @@ static void cpu_quant_scales(const cpu_kernels *kernels, const toka_tensor *weig
     const toka_quant *quant = weight->quant;
     const int n = cpu_n_groups(weight), first = weight->col0 / quant->block_cols;
     const int step = quant->scale_col_step;
-    const size_t bytes = cpu_dtype_bytes(quant->scale_dtype);
+    const size_t bytes = toka_number_bytes(quant->scale_dtype);
     const float unit = cpu_scale_unit(weight->dtype);
     for (int row = n0; row < n1; row++, scale += n, zero += n) {
         const int whole = weight->row0 + row * weight->row_step;
@@ -22805,7 +22801,7 @@ static void cpu_fill_panel_row(const cpu_kernels *kernels, const toka_tensor *we
     float floats[CPU_MAX_BLOCK_BYTES / 2]; /* of bf16 kernels: they have more columns in a block */
     float *unpacked = kernels->x_type == TOKA_F32 ? to : floats;
     if (!weight->quant) {
-        const size_t bytes = cpu_dtype_bytes(weight->dtype);
+        const size_t bytes = toka_number_bytes(weight->dtype);
         kernels->pack(to, (const char *)weight->data +
                               bytes * ((size_t)row * (size_t)weight->stride + (size_t)k),
                       weight->dtype, n);
@@ -22832,7 +22828,7 @@ static void cpu_fill_panel_row(const cpu_kernels *kernels, const toka_tensor *we
 CPU_INLINE void cpu_gemm_tiles(const cpu_gemm_args *args, int index, cpu_tile *tile,
                                const bool from_memory, int n0, int n1, int k) {
     const cpu_kernels *kernels = args->kernels;
-    const size_t x_bytes = cpu_dtype_bytes(kernels->x_type);
+    const size_t x_bytes = toka_number_bytes(kernels->x_type);
     const toka_dtype w_type = from_memory ? args->weights[index]->dtype : kernels->x_type;
     const int columns = args->T == 1 ? 8 : 4;
     const char *weights = tile->w;
@@ -22855,7 +22851,7 @@ CPU_INLINE void cpu_gemm_tiles(const cpu_gemm_args *args, int index, cpu_tile *t
 static void cpu_gemm_direct(const cpu_gemm_args *args, int index, int n0, int n1) {
     const toka_tensor *weight = args->weights[index];
     const cpu_kernels *kernels = args->kernels;
-    size_t elem_bytes = cpu_dtype_bytes(weight->dtype);
+    size_t elem_bytes = toka_number_bytes(weight->dtype);
     cpu_tile tile = {.ldx = args->ldx, .w_row_bytes = elem_bytes * (size_t)weight->stride,
                      .ldy = args->ldy[index]};
     const int columns = args->T == 1 ? 8 : args->T <= CPU_STREAM_ROWS ? 4 : n1 - n0;
@@ -22877,7 +22873,7 @@ static void cpu_gemm_panel(const cpu_gemm_args *args, int index, int n0, int n1,
                            const cpu_quant_tile *rows) {
     const toka_tensor *weight = args->weights[index];
     const cpu_kernels *kernels = args->kernels;
-    const size_t x_bytes = cpu_dtype_bytes(kernels->x_type);
+    const size_t x_bytes = toka_number_bytes(kernels->x_type);
     cpu_tile tile = {.ldx = args->ldx, .w_row_bytes = CPU_PANEL_ROW_BYTES,
                      .ldy = args->ldy[index]};
     for (int k = 0; k < weight->cols; k += kernels->k_block) {
@@ -24769,7 +24765,7 @@ static void cpu_values_item(void *arg, int thread, int head) {
         cpu_weight_rows(mla->kv_b, head * (mla->nope + mla->v) + mla->nope, mla->v);
     cpu_gemm_args gemm = job->gemm;
     gemm.x = (const char *)gemm.x +
-             (size_t)(head * job->head_cols) * cpu_dtype_bytes(gemm.kernels->x_type);
+             (size_t)(head * job->head_cols) * toka_number_bytes(gemm.kernels->x_type);
     if (gemm.x_pairs) gemm.x_pairs += head * job->head_cols;
     gemm.y[0] += head * mla->v;
     gemm.weights[0] = &weight;
@@ -25280,7 +25276,7 @@ static void cpu_repack_row(const cpu_repack_job *job, int row) {
     const toka_tensor *from = job->from;
     const toka_quant *quant = from->quant;
     const int whole = from->row0 + row * from->row_step, first = from->col0 / quant->block_cols;
-    const size_t bytes = cpu_dtype_bytes(quant->scale_dtype);
+    const size_t bytes = toka_number_bytes(quant->scale_dtype);
     uint32_t *words = job->words + (size_t)row * (size_t)(from->cols / 8);
     for (int col = 0; col < from->cols; col++)
         words[col / 8] |= weight_int4(from->data, quant, whole, from->col0 + col) << col % 8 * 4;
@@ -25312,7 +25308,7 @@ static void cpu_repack(toka_device *dev, toka_tensor *weight) {
     cpu_repack_job job = {.from = weight, .n_groups = cpu_n_groups(weight)};
     const size_t rows = ((size_t)weight->rows + 7) / 8 * 8, groups = (size_t)job.n_groups;
     const size_t word_bytes = rows * (size_t)weight->cols / 2, zero_bytes = rows / 2 * groups;
-    const size_t scale_bytes = rows * groups * cpu_dtype_bytes(quant->scale_dtype);
+    const size_t scale_bytes = rows * groups * toka_number_bytes(quant->scale_dtype);
     char *memory = cpu_zalloc(dev, word_bytes + zero_bytes + scale_bytes, 1);
     toka_quant *own = arena_alloc(&dev->own_lists, sizeof *own);
     if (!memory) return;
@@ -34566,7 +34562,7 @@ static int emb_make_vectors(api_request *request, const api_body *body, toka_req
     return 0;
 }
 
-static void emb_put_message(buf *out, const char *role, str content) {
+static void api_put_text_message(buf *out, const char *role, str content) {
     json_put_open(out, '{');
     json_put_key(out, "role"), json_put_str(out, str_c(role));
     json_put_key(out, "content"), json_put_str(out, content);
@@ -34593,9 +34589,9 @@ static int emb_put_pair(const api_request *request, str instruction, str query, 
     buf context = {0};
     json_put_open(&context, '{');
     json_put_key(&context, "messages"), json_put_open(&context, '[');
-    if (instruction.n) emb_put_message(&context, "system", instruction);
-    emb_put_message(&context, "query", query);
-    emb_put_message(&context, "document", document);
+    if (instruction.n) api_put_text_message(&context, "system", instruction);
+    api_put_text_message(&context, "query", query);
+    api_put_text_message(&context, "document", document);
     buf_c(&context, "],\"add_generation_prompt\":true}");
     int code = lib_require_template(t, e);
     if (!code)
@@ -38359,7 +38355,7 @@ static const char srv_page[] =
     "  return { ...sum, at: performance.now() / 1e3 };\n"
     "};\n"
     "\n"
-    "const quantile = (name, share) => { // of what was counted in the last two minutes, straight within a bucket\n"
+    "const quantile = (name, share) => { // over the last two minutes; values are spread evenly within a bucket\n"
     "  const last = seen.at(-1), first = seen[0];\n"
     "  const edges = Object.keys(last).filter(key => key.startsWith(name + '_bucket '))\n"
     "    .map(key => [Number(key.split(' ')[1].replace('+Inf', 'Infinity')), last[key] - (first[key] || 0)]);\n"
@@ -42589,16 +42585,11 @@ static void plan_sim_step(plan_sim *sim) {
     sim->step++;
 }
 
-static int plan_compare(const void *x, const void *y) {
-    const double a = *(const double *)x, b = *(const double *)y;
-    return a < b ? -1 : a > b;
-}
-
 /* Writes the mean and the 99th percentile of the values, which it sorts. */
 static void plan_summarize(double *values, int n, double *mean, double *p99) {
     double sum = 0;
     for (int i = 0; i < n; i++) sum += values[i];
-    qsort(values, (size_t)n, sizeof *values, plan_compare);
+    qsort(values, (size_t)n, sizeof *values, run_compare_doubles);
     *mean = sum / n;
     *p99 = values[MIN(n - 1, n * 99 / 100)];
 }
@@ -43488,7 +43479,7 @@ static int plan_answer(const plan_options *options, buf *out, toka_err *e) {
  * MARK: 34b. Checks of constraints [os]
  * `toka grammar`: does a constraint accept a text? It needs a tokenizer and no weights. The text is
  * read as a model would write it: in its usual tokens, each of which must be in the mask.
- *   accept_text       one text: accepted, or the byte that is refused and what was expected there
+ *   accept_text       is one text accepted? If not: the refused byte, what could stand there
  *   accept_maskbench  a file of schemas, each with texts that are valid and texts that are not, in
  *                     the form of MaskBench: {"name", "schema", "tests": [{"data", "valid"}]}
  *
@@ -43731,7 +43722,8 @@ typedef struct accept_counts {
     int indented;                          /* schemas whose indented text is read differently */
 } accept_counts;
 
-/* Is the value accepted if its members may change their places? Then *text is what was accepted. */
+/* Returns whether the constraint accepts the value with its members in some order; *text is the
+ * value in this order then. */
 static bool accept_in_order(accept_run *run, toka_constraint *constraint, const json *data,
                             buf *text) {
     accept_search search = {.run = run, .machine = &constraint->machine};
@@ -45493,6 +45485,19 @@ static int64_t hub_read(hub_stream *stream, char *bytes, size_t n_bytes, toka_er
     return (int64_t)n_held;
 }
 
+/* Appends the rest of the body, at most max_bytes. Returns 0 or an error. */
+static int hub_read_all(hub_stream *stream, size_t max_bytes, buf *out, toka_err *e) {
+    for (int64_t n_read = 1; n_read;) {
+        buf_reserve(out, HUB_CHUNK_BYTES);
+        n_read = hub_read(stream, out->p + out->n, HUB_CHUNK_BYTES, e);
+        if (n_read < 0) return (int)n_read;
+        out->n += (size_t)n_read;
+        if (out->n > max_bytes)
+            return fail(e, TOKA_E_INPUT, "%s: its answer is too long", stream->access->endpoint);
+    }
+    return 0;
+}
+
 /* Ends the request, also in the middle of its response. */
 static void hub_close(hub_stream *stream) {
     if (stream->pid) kill(stream->pid, SIGTERM);
@@ -45717,15 +45722,7 @@ static int hub_fetch_list(hub_repo *repo, hub_stream *stream, const char *url, b
     int code = hub_open(&repo->access, stream, url, 0, e);
     if (code) return code;
     if (stream->status != 200) return hub_fail_status(repo, stream, e);
-    for (int64_t n_read = 1; n_read;) {
-        buf_reserve(text, HUB_CHUNK_BYTES);
-        n_read = hub_read(stream, text->p + text->n, HUB_CHUNK_BYTES, e);
-        if (n_read < 0) return (int)n_read;
-        text->n += (size_t)n_read;
-        if (text->n > HUB_MAX_LIST)
-            return fail(e, TOKA_E_INPUT, "%s: its list of files is too long", repo->id);
-    }
-    return 0;
+    return hub_read_all(stream, HUB_MAX_LIST, text, e);
 }
 
 /* Asks the hub which commit the revision is and which files it has. If the hub cannot be found,
@@ -46433,25 +46430,12 @@ static int client_open(client *server, const char *url, const char *key,
     return 0;
 }
 
-/* Appends the rest of the body. Returns 0 or an error. */
-static int client_read_all(hub_stream *stream, buf *out, toka_err *e) {
-    for (int64_t n_read = 1; n_read;) {
-        buf_reserve(out, HUB_CHUNK_BYTES);
-        n_read = hub_read(stream, out->p + out->n, HUB_CHUNK_BYTES, e);
-        if (n_read < 0) return (int)n_read;
-        out->n += (size_t)n_read;
-        if (out->n > CLIENT_MAX_LINE)
-            return fail(e, TOKA_E_IO, "%s: its answer is too long", stream->access->endpoint);
-    }
-    return 0;
-}
-
 /* Returns the error of an answer whose status is not 200, in the server's words if it has some. */
 static int client_fail_status(hub_stream *stream, toka_err *e) {
     buf text = {0};
     arena memory = {0};
     toka_err unused;
-    client_read_all(stream, &text, &unused);
+    hub_read_all(stream, CLIENT_MAX_LINE, &text, &unused);
     const json *root = json_parse(&memory, buf_view(&text), run_limits, &unused);
     const str message = json_str(json_get(json_get(root, "error"), "message"));
     const bool is_request = stream->status / 100 == 4 && stream->status != 429;
@@ -46482,7 +46466,7 @@ static const char *client_first_model(client *server, toka_err *e) {
     hub_stream stream;
     buf text = {0};
     int code = client_send(server, &stream, "/models", STR(""), e);
-    if (!code) code = client_read_all(&stream, &text, e);
+    if (!code) code = hub_read_all(&stream, CLIENT_MAX_LINE, &text, e);
     hub_close(&stream);
     const json *root = code ? NULL : json_parse(&server->memory, buf_view(&text), run_limits, e);
     const str id = json_str(json_get(json_at(json_get(root, "data"), 0), "id"));
@@ -47401,15 +47385,18 @@ static const help_page help_pages[] = {
     {"news", "what is new in 0.2.0",
      "    toka --version\n"
      "\n"
-     "- Models: 23 families instead of 4, among them mixtures of experts, MLA,\n"
-     "  windows, and norms, caps and scales of their own. Weights in FP8, int4 (AWQ,\n"
-     "  GPTQ, compressed-tensors) and MXFP4.\n"
+     "- Models: 25 architectures instead of 5, among them mixtures of experts, MLA,\n"
+     "  windows, Gated DeltaNet (Qwen3-Next, Qwen3.5), and norms, caps and scales of\n"
+     "  their own. Weights in FP8, int4 (AWQ, GPTQ, compressed-tensors) and MXFP4.\n"
+     "- On Hopper GPUs FP8 weights (also --quantization fp8), and on all devices FP8\n"
+     "  K and V (--kv-cache-dtype fp8).\n"
      "- Constraints: JSON schema, regular expressions, grammars, choices.\n"
-     "- Chats: tool calls and reasoning, in OpenAI's forms; /v1/responses and\n"
-     "  /v1/messages.\n"
+     "- Chats: tool calls, also forced, and reasoning with budgets, in OpenAI's\n"
+     "  forms; /v1/responses and /v1/messages; embeddings, scores and reranking.\n"
      "- Models come from the Hugging Face hub (-hf, toka pull, list, rm). toka chat\n"
      "  has a line editor and commands. The page at / is a chat, too.\n"
-     "- --base-url and toka ping: a running server answers.\n"
+     "- --base-url and toka ping: a running server answers. toka grammar: does a\n"
+     "  constraint accept a text? toka plan backwards: GPUs for a rate of requests.\n"
      "- libtoka.so and test/toka.py: the engine in Python.\n"
      "- bad_words are texts as in vLLM; penalties cost nothing; CPU and GPU draw the\n"
      "  same tokens from equal logits.\n"
@@ -48539,13 +48526,6 @@ static void cli_set_sampling(const cli *flags, const toka *t, toka_request *requ
     request->n = flags->samples;
 }
 
-static void cli_put_message(buf *b, const char *role, str content) {
-    json_put_open(b, '{');
-    json_put_key(b, "role"), json_put_str(b, str_c(role));
-    json_put_key(b, "content"), json_put_str(b, content);
-    json_put_close(b, '}');
-}
-
 /* Renders the chat template. messages: the elements of the JSON array, without its brackets. out:
  * the text of the prompt. */
 static int cli_render(const cli *flags, const toka *t, const buf *messages, buf *out, toka_err *e) {
@@ -48763,7 +48743,7 @@ static int cli_generate(const cli_job *job, cli_generation *run, toka_usage *usa
     return code;
 }
 
-/* Prints what was not streamed. */
+/* Prints the samples that cli_on_event did not write as they came. */
 static int cli_end_output(cli_generation *run, const toka_usage *usage, toka_err *e) {
     buf out = {0};
     int code = 0;
@@ -48842,8 +48822,8 @@ static int cli_run_prompt(const cli *flags, toka *t, toka_err *e) {
                 "so)\n",
                 t->files->name);
     if (!code && use_template) {
-        if (flags->system) cli_put_message(&messages, "system", str_c(flags->system));
-        cli_put_message(&messages, "user", buf_view(&text));
+        if (flags->system) api_put_text_message(&messages, "system", str_c(flags->system));
+        api_put_text_message(&messages, "user", buf_view(&text));
         code = cli_render(flags, t, &messages, &prompt, e);
     }
     const int added = use_template ? 0 : TOKA_ADD_SPECIAL;
@@ -48902,7 +48882,7 @@ static int cli_talk_answer(cli_talk *talk, int *refused, toka_err *e) {
                          .messages = &talk->messages};
     if (!code) code = cli_complete(&job, &talk->answer, e);
     if (!code) {
-        cli_put_message(&talk->turns, "assistant", buf_view(&talk->answer.text));
+        api_put_text_message(&talk->turns, "assistant", buf_view(&talk->answer.text));
     } else if (code == TOKA_E_USE) {
         fprintf(stderr, "toka: %s; this turn is left out\n", e->msg);
         talk->turns.n = talk->n_before_user;
@@ -48916,7 +48896,7 @@ static int cli_talk_answer(cli_talk *talk, int *refused, toka_err *e) {
 static int cli_talk_say(cli_talk *talk, str text, int *refused, toka_err *e) {
     talk->n_before_user = talk->turns.n;
     talk->has_user = true;
-    cli_put_message(&talk->turns, "user", text);
+    api_put_text_message(&talk->turns, "user", text);
     return cli_talk_answer(talk, refused, e);
 }
 
@@ -48934,7 +48914,7 @@ static int cli_talk_clear(cli_talk *talk, const char *rest, toka_err *e) {
 static int cli_talk_system(cli_talk *talk, const char *rest, toka_err *e) {
     (void)e;
     buf_clear(&talk->system);
-    if (*rest) cli_put_message(&talk->system, "system", str_c(rest));
+    if (*rest) api_put_text_message(&talk->system, "system", str_c(rest));
     fputs(*rest ? "The system message is set.\n" : "There is no system message.\n", stderr);
     return 0;
 }
@@ -49139,7 +49119,7 @@ static int cli_chat(const cli *flags, toka *t, client *server, const char *model
     int refused = 0, code = 0;
     /* now, not after the user has typed a line */
     if (t && lib_require_template(t, e)) return e->code;
-    if (flags->system) cli_put_message(&talk.system, "system", str_c(flags->system));
+    if (flags->system) api_put_text_message(&talk.system, "system", str_c(flags->system));
     if (terminal) talk.flags.quiet = flags->quiet || !flags->verbose;
     if (terminal) cli_load_history(&talk.editor);
     if (terminal && !flags->quiet)
@@ -49193,18 +49173,17 @@ static int cli_open(const cli *flags, toka **t, toka_err *e) {
 /* Sends one prompt, as a chat unless --raw is given. */
 static int cli_run_remote(const cli *flags, client *server, const char *model, toka_err *e) {
     buf text = {0}, messages = {0};
-    const cli_job job = {.flags = flags,
-                         .server = server,
-                         .model = model,
-                         .messages = flags->raw ? NULL : &messages};
     int code = cli_read_prompt(flags, &text, e);
     if (!code && flags->raw && flags->system)
         code = fail(e, TOKA_E_USE, "--system needs a chat, --raw completes the text as it is");
-    if (flags->system) cli_put_message(&messages, "system", str_c(flags->system));
-    cli_put_message(&messages, "user", buf_view(&text));
-    cli_job whole = job;
-    whole.prompt = buf_view(&text);
-    if (!code) code = cli_complete(&whole, NULL, e);
+    if (flags->system) api_put_text_message(&messages, "system", str_c(flags->system));
+    api_put_text_message(&messages, "user", buf_view(&text));
+    const cli_job job = {.flags = flags,
+                         .server = server,
+                         .model = model,
+                         .prompt = buf_view(&text),
+                         .messages = flags->raw ? NULL : &messages};
+    if (!code) code = cli_complete(&job, NULL, e);
     buf_free(&text), buf_free(&messages);
     return code;
 }

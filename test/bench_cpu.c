@@ -70,7 +70,7 @@ static toka_tensor bench_tensor(bench *b, int rows, int cols, toka_dtype type) {
     if (type > TOKA_F32 && rows > 1) return bench_quant(b, rows, cols, type);
     if (type > TOKA_F32) type = TOKA_BF16;
     toka_tensor t = {.data = b->bytes ? b->bytes + b->used : NULL, .dtype = type, .rows = rows, .cols = cols, .stride = cols};
-    b->used += (size_t)rows * (size_t)cols * cpu_dtype_bytes(type);
+    b->used += (size_t)rows * (size_t)cols * toka_number_bytes(type);
     return t;
 }
 

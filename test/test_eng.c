@@ -227,7 +227,7 @@ static int32_t *eng_problem_ids(toka *t, str problem, size_t *n) {
     size_t bytes = 0;
     toka_err e = {0};
     buf_c(&chat, "{\"messages\":[");
-    cli_put_message(&chat, "user", problem);
+    api_put_text_message(&chat, "user", problem);
     buf_c(&chat, "],\"add_generation_prompt\":true}");
     CHECK_MSG(toka_apply_chat_template(t, chat.p, chat.n, NULL, &prompt, &bytes, &e) == 0, "%s", e.msg);
     int32_t *v = NULL;
