@@ -21765,8 +21765,7 @@ CPU_INLINE void cpu_online_softmax(cpu_softmax *softmax, float *scores, int n, i
 CPU_INLINE void cpu_unpack_kv(float *to, const unsigned char *from, const float *scale, int rows,
                               int n) {
     for (int row = 0; row < rows; row++, to += n, from += n)
-        for (int i = 0; i < n; i += 16)
-            CPU_UNROLL for (int j = i; j < i + 16; j++) to[j] = toka_from_fp8(from[j]) * scale[j];
+        for (int i = 0; i < n; i++) to[i] = toka_from_fp8(from[i]) * scale[i];
 }
 
 /* ---- Shared by the micro-kernels of all instruction sets ---- */
