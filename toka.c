@@ -5,8 +5,8 @@
  * and command line, with no library but libc. Three uses decide every question of design: a quick
  * run on any Linux machine; millions of completions as fast as the hardware allows; copying these
  * files into another project, to use, teach or review. So it is one file that reads from top to
- * bottom, and each chapter uses only earlier ones. `cc -c toka.c` compiles chapters 1 to 23, the
- * library. -DTOKA_SERVER adds chapters 24 to 39: server, batches, benchmarks, hub, command line;
+ * bottom, and each chapter uses only earlier ones. `cc -c toka.c` compiles chapters 1 to 29, the
+ * library. -DTOKA_SERVER adds chapters 30 to 48: server, batches, benchmarks, hub, command line;
  * and -DTOKA_MAIN adds main() to these. toka_kernels.cu is the GPU backend. toka.h is the public
  * interface and, in its lower half, the interface of the backends.
  *
@@ -19,39 +19,39 @@
  *
  * HOW DATA FLOWS (the numbers are chapters):
  *
- *     model folder ---- mf_open (13) ------> shape, weights (mapped, not copied), tokenizer.json,
+ *     model folder ---- mf_open (14) ------> shape, weights (mapped, not copied), tokenizer.json,
  *                                            chat template, end ids
  *     messages -------- tmpl_render (10) --> prompt text
  *     text ------------ tok_encode (6) ----> ids
- *     ids ------------- eng_submit (22) ---> inbox --> sched_submit (16): a request of n samples
+ *     ids ------------- eng_submit (28) ---> inbox --> sched_submit (17): a request of n samples
  *                                            in the queue
- *      +-> sched_plan (16) ----------> which tokens of which sequences go into the next step.
- *      |                               kv_alloc_seq (14) allocates pages
- *      |   batch_build (17) ---------> a toka_step: T token rows as integers, with shared
+ *      +-> sched_plan (17) ----------> which tokens of which sequences go into the next step.
+ *      |                               kv_alloc_seq (15) allocates pages
+ *      |   batch_build (18) ---------> a toka_step: T token rows as integers, with shared
  *      |                               prefixes as spans of their own
- *      |   batch_make_micros (17) ---> its microbatches, if the model has pipeline stages
- *      |   model_post (21) ----------> every rank, on its own thread, runs rank_step: embed, then
+ *      |   batch_make_micros (18) ---> its microbatches, if the model has pipeline stages
+ *      |   model_post (27) ----------> every rank, on its own thread, runs rank_step: embed, then
  *      |       over toka_backend       L times {norm_qkv_rope_kv, attention, out_residual,
- *      |       (18e is the plain       norm_mlp_residual}, then norm_logits_sample, which samples
- *      |       one, the CPU's is 20)   each row of logits (on the CPU by samp_row, 18). Meanwhile
+ *      |       (24 is the plain        norm_mlp_residual}, then norm_logits_sample, which samples
+ *      |       one, the CPU's is 26)   each row of logits (on the CPU by samp_row, 19). Meanwhile
  *      |                               the driver plans the next step
- *      +-- eng_commit (22) <---------- model_wait (21): a toka_sample_result for each sample row:
- *                                      id and log-probability. sched_commit (16) appends the id
+ *      +-- eng_commit (28) <---------- model_wait (27): a toka_sample_result for each sample row:
+ *                                      id and log-probability. sched_commit (17) appends the id
  *                                      to its sequence
- *     id -------------- tok_stream_put (6), stop_put (18) --> text that is certain --> toka_event
- *                                      --> callback: of the command line (39), the batch runner
- *                                      (29) or another program (23). The server's callback gets
- *                                      ids; its workers make the text from them: api_feed (27)
+ *     id -------------- tok_stream_put (6), stop_put (19) --> text that is certain --> toka_event
+ *                                      --> callback: of the command line (48), the batch runner
+ *                                      (36) or another program (29). The server's callback gets
+ *                                      ids; its workers make the text from them: api_feed (33)
  *
  * A request may ask for an embedding instead of samples: then norm_pool adds up the hidden states
- * of its tokens, eng_add_pools (22) says of which, and the event has the vector.
+ * of its tokens, eng_add_pools (28) says of which, and the event has the vector.
  *
  * A step has three phases: plan, run, commit. A plan holds integers only: no floats, no text. An op
  * sees token rows, never requests. So the scheduler is tested without a model and the ops without
  * an engine, and every device runs the same plans. A plan is self-contained: between steps a device
  * keeps only K, V and the id of each token, the last token of each sequence and, for linear mixers,
  * its state. Everything else arrives with the step, while the device still runs the step before it.
- * Chapter 22 has a timeline.
+ * Chapter 28 has a timeline.
  *
  * THE LIFE OF A REQUEST. A request has n samples; each sample has a state. The label of an arrow is
  * the function that makes the change.
@@ -75,11 +75,11 @@
  *   model   mf_model, tok, tmpl: immutable after toka_open, read by any thread.
  *   engine  scheduler, pages, plans: allocated at open. Only the driver, the thread in eng_drive,
  *           touches them. Other threads reach the engine through an inbox under one lock.
- *   device  activations, KV cache, scratch: allocated at open by the backend. Each rank (21) has
+ *   device  activations, KV cache, scratch: allocated at open by the backend. Each rank (27) has
  *           one thread, and only this thread calls the device's ops. Helper threads of the backend
  *           have finished when an op returns.
  *   server  one thread, the event loop, has all sockets; workers parse bodies and make text; one
- *           thread drives the engine. They hand HTTP requests to each other through queues (32).
+ *           thread drives the engine. They hand HTTP requests to each other through queues (39).
  *   event   its pointers are valid during the callback. Results of toka_encode and similar
  *           functions are allocated by malloc for the caller.
  * Endings of names: _open/_close: the object holds files, threads or mappings. _init/_free: the
@@ -107,16 +107,16 @@
  * WHAT ALWAYS HOLDS.
  *   1. The result of a token row depends only on the tokens of its own sequence. Other rows of the
  *      step, prefill chunks, threads, preemption and the choice of spans do not change it, because
- *      every sum over the model's width or over positions has one fixed order (19, 20). The tests
+ *      every sum over the model's width or over positions has one fixed order (25, 26). The tests
  *      compare the CPU's results byte for byte. On a GPU this holds up to rounding: the number of
  *      rows selects the tile shape, and the tile shape sets the order of sums.
  *   2. A draw is a function of (logits, parameters, history, seed, sample, position). CPU and GPU
- *      compute the same function and differ only where two ids are nearly tied (18). Rules 1 and 2
+ *      compute the same function and differ only where two ids are nearly tied (19). Rules 1 and 2
  *      together make a run on a CPU exactly repeatable.
  *   3. Text is delivered only when later tokens cannot change it: an unfinished character and a
- *      possible beginning of a stop string are held back (6, 18).
+ *      possible beginning of a stop string are held back (6, 19).
  *   4. The CPU reads weights where the file is mapped, in the file's type, and computes in float32
- *      (12, 19, 20). On request (--dtype bfloat16) it rounds the inputs of GEMMs with weights to
+ *      (13, 25, 26). On request (--dtype bfloat16) it rounds the inputs of GEMMs with weights to
  *      bf16. The GPU holds weights, activations and K, V as bf16 and sums in float32.
  *
  * LETTERS, equal in C, CUDA and README. T tokens of a step, S sequences, L layers, H query heads,
@@ -126,80 +126,80 @@
  *
  * PREFIXES of names say the chapter: mem_, str_, buf_, arena_, ids_ and suggest_ 2, os_ 3, json_
  * and utf8_ 4, uni_ 5, tok_ 6 and 7, tmpl_ 8 to 10 (tv_: values of templates), st_ and mf_ 11 to
- * 13, kv_ 14, heap_ 15, sched_ 16, batch_ 17, samp_ and stop_ 18, con_ 18b to 18f, plain_ 18e,
- * cpu_ 19 and 20, group_ 20, model_ and rank_ 21, eng_ 22, lib_ 23, http_ 24, parse_ 25, api_ 26 to
- * 28, chat_, resp_ and msg_ 28, emb_ 28b, run_ 29 and 34, files_ 30, srv_ 31 to 33, plan_ 34,
- * accept_ 34b, benchclient_ 35, hub_ 36, client_ 36b, edit_ 37, help_ 38, cli_ 39.
+ * 14, kv_ 15, heap_ 16, sched_ 17, batch_ 18, samp_ and stop_ 19, con_ 20 to 23, plain_ 24,
+ * cpu_ 25 and 26, group_ 26, model_ and rank_ 27, eng_ 28, lib_ 29, http_ 30, parse_ 31, api_ 32 to
+ * 34, chat_, resp_ and msg_ 34, emb_ 35, run_ 36 and 41, files_ 37, srv_ 38 to 40, plan_ 41,
+ * accept_ 42, benchclient_ 43, hub_ 44, client_ 45, edit_ 46, help_ 47, cli_ 48.
  *
  * WORDS                                                                                     chapter
- *   sample          one of the n completions of a request                                        16
- *   sequence        a sample that was admitted; `seq` is its index, kept until it ends           16
- *   page            B positions of K and V in all layers (vLLM: block; B: block size); with      14
+ *   sample          one of the n completions of a request                                        17
+ *   sequence        a sample that was admitted; `seq` is its index, kept until it ends           17
+ *   page            B positions of K and V in all layers (vLLM: block; B: block size); with      15
  *                   windowed pages: in the layers without a window
- *   windowed page   beside a page: the same positions in the layers with a window, if needed     14
- *   linear mixer    a layer's mixer that has a state in place of K and V (Gated DeltaNet)       18e
- *   state           what the linear mixers keep of a sequence: a fixed number of bytes           16
- *   block table     the list of pages of a sequence                                              14
- *   kv_slot         where the K and V of one position lie: page * B + offset                     14
- *   prefix tree     the prefix cache: a radix tree of full pages                                 14
- *   reserve         the available pages that admission leaves to the running sequences           16
- *   backlog         the tokens still to prefill                                                  16
- *   preempted       of a sequence: lost its pages, keeps its tokens, is computed again later     16
- *   constraint      a grammar that the output must match                                        18b
- *   mask            a bit for each token: may it come next?                                     18b
- *   generation      a count that changes when an index is reused, so that stale results          16
+ *   windowed page   beside a page: the same positions in the layers with a window, if needed     15
+ *   linear mixer    a layer's mixer that has a state in place of K and V (Gated DeltaNet)        24
+ *   state           what the linear mixers keep of a sequence: a fixed number of bytes           17
+ *   block table     the list of pages of a sequence                                              15
+ *   kv_slot         where the K and V of one position lie: page * B + offset                     15
+ *   prefix tree     the prefix cache: a radix tree of full pages                                 15
+ *   reserve         the available pages that admission leaves to the running sequences           17
+ *   backlog         the tokens still to prefill                                                  17
+ *   preempted       of a sequence: lost its pages, keeps its tokens, is computed again later     17
+ *   constraint      a grammar that the output must match                                         20
+ *   mask            a bit for each token: may it come next?                                      20
+ *   generation      a count that changes when an index is reused, so that stale results          17
  *                   are recognized
- *   step            one pass through the model, for T token rows of any sequences                17
- *   chunk           the rows of one sequence in one microbatch                                   17
- *   span            an attention segment: some rows x some positions (FlashInfer: a cascade      17
+ *   step            one pass through the model, for T token rows of any sequences                18
+ *   chunk           the rows of one sequence in one microbatch                                   18
+ *   span            an attention segment: some rows x some positions (FlashInfer: a cascade      18
  *                   level); a shared span has rows of several sequences
- *   microbatch      the part of a step that a pipeline stage runs at once                        17
- *   sample row      a token row whose logits are sampled, or scored                          17, 22
- *   tile            the results that one call of a GEMM micro-kernel computes                    19
- *   rank            one device with its slice of the weights and one thread                      21
- *   stage           the ranks that have the same layers; tp tensor ranks each                    21
- *   replica         a whole model with its own ranks, scheduler and KV cache                     22
- *   in flight       of a step: posted to the ranks and not yet retired                           22
- *   driver          the one thread that plans, posts and commits steps                           22
- *   run-ahead       planning step N+1 while step N runs                                          22
- *   hung            of a rank: its thread does not return after a failure; its memory is         21
+ *   microbatch      the part of a step that a pipeline stage runs at once                        18
+ *   sample row      a token row whose logits are sampled, or scored                          18, 28
+ *   tile            the results that one call of a GEMM micro-kernel computes                    25
+ *   rank            one device with its slice of the weights and one thread                      27
+ *   stage           the ranks that have the same layers; tp tensor ranks each                    27
+ *   replica         a whole model with its own ranks, scheduler and KV cache                     28
+ *   in flight       of a step: posted to the ranks and not yet retired                           28
+ *   driver          the one thread that plans, posts and commits steps                           28
+ *   run-ahead       planning step N+1 while step N runs                                          28
+ *   hung            of a rank: its thread does not return after a failure; its memory is         27
  *                   never freed
  *
  * TECHNIQUES, with paper (a number: arXiv), chapter and functions (cu: toka_kernels.cu)
- *   Hydragen: the queries of all sequences that      2402.05099      17 batch_choose_spans
- *     share a prefix attend to it in one matrix                      20 cpu_attend_span
+ *   Hydragen: the queries of all sequences that      2402.05099      18 batch_choose_spans
+ *     share a prefix attend to it in one matrix                      26 cpu_attend_span
  *     product, which reads its K and V once; then                    cu 8 attn_plan_step
  *     the results of prefix and own tokens are                       cu 9 attn_merge_splits
  *     merged
- *   PagedAttention                                   2309.06180      14 kv_alloc_seq,
+ *   PagedAttention                                   2309.06180      15 kv_alloc_seq,
  *                                                                       kv_append_page
- *   constrained decoding: tokens by a pushdown       2411.15100      18b con_mask
+ *   constrained decoding: tokens by a pushdown       2411.15100      20 con_mask
  *     automaton; masks that depend on one rule         (XGrammar)
  *     alone are kept
- *   continuous batching                              Orca, OSDI 2022 16 sched_plan; 22 eng_step
- *   chunked prefill                                  2308.16369      16 sched_plan_prefill
+ *   continuous batching                              Orca, OSDI 2022 17 sched_plan; 28 eng_step
+ *   chunked prefill                                  2308.16369      17 sched_plan_prefill
  *                                                    (Sarathi)
  *   FlashAttention 1, 2 and 3                        2205.14135      cu 9 attn_mma,
  *                                                    2307.08691           attn_wgmma_launch
  *                                                    2407.08608
- *   online softmax                                   1805.02867      19 cpu_online_softmax
- *                                                                    20 cpu_attend_page
- *   grouped-query attention (GQA): the query heads   2305.13245      20 cpu_attention_item
+ *   online softmax                                   1805.02867      25 cpu_online_softmax
+ *                                                                    26 cpu_attend_page
+ *   grouped-query attention (GQA): the query heads   2305.13245      26 cpu_attention_item
  *     of one kv head go over K and V together
- *   prefix cache as a radix tree                     2312.07104      14 kv_match_prefix,
+ *   prefix cache as a radix tree                     2312.07104      15 kv_match_prefix,
  *                                                    (SGLang)           kv_tree_insert
- *   tensor parallelism                               1909.08053      12 mf_shard
- *                                                    (Megatron-LM)   21 rank_all_reduce
+ *   tensor parallelism                               1909.08053      13 mf_shard
+ *                                                    (Megatron-LM)   27 rank_all_reduce
  *   overlapped tensor parallelism: the epilogue      2406.06858      cu 6 epi_scatter
  *     of a GEMM sends its tiles to the rank that     (Flux)          cu 10 reduce_norm_kernel
  *     adds them up
- *   pipeline parallelism with microbatches           2104.04473      17 batch_make_micros
- *                                                    (Megatron-LM)   21 rank_step
- *   data parallelism: replicas behind one queue                      22 eng_route
+ *   pipeline parallelism with microbatches           2104.04473      18 batch_make_micros
+ *                                                    (Megatron-LM)   27 rank_step
+ *   data parallelism: replicas behind one queue                      28 eng_route
  *   CUDA graphs of decode steps                      CUDA C++ guide  cu 15 cuda_capture
- *   Gated DeltaNet: a state in place of K and V      2412.06464      18e plain_linear_token
- *                                                                    20 cpu_linear_item
- *   sampling: Gumbel-max over groups of ids          1411.0030       18 samp_draw
+ *   Gated DeltaNet: a state in place of K and V      2412.06464      24 plain_linear_token
+ *                                                                    26 cpu_linear_item
+ *   sampling: Gumbel-max over groups of ids          1411.0030       19 samp_draw
  *     fused into the LM head; on Hopper the logits                     cu 12 samp_lm_head,
  *     of plain rows are never stored                                   cu 11 samp_reduce_kernel
  *
@@ -217,43 +217,43 @@
  *   9. Chat template: values [pure]
  *  10. Chat template: evaluation [pure]
  *  11. Model files: configs [pure]
- *  11b. Weight formats [pure]
- *  12. Model files: weights [pure]
- *  13. Model files: finding and opening [os]
- *  14. KV pages and prefix tree [pure]
- *  15. Priority queues [pure]
- *  16. Scheduler [pure]
- *  17. Batch building and shared prefixes [pure]
- *  18. Sampling and stops [pure]
- *  18b. Constraints: automata and masks [pure]
- *  18c. Constraints: regular expressions and grammars [pure]
- *  18d. Constraints: JSON Schema [pure]
- *  18f. Constraints: structures [pure]
- *  18e. The plain backend [cpu]
- *  19. CPU kernels and threads [cpu]
- *  20. Ranks, and the CPU backend [cpu]
- *  21. Model: the layer loop [os]
- *  22. Engine [os]
- *  23. Public API [os]
- *  24. HTTP [pure]
- *  25. Tool calls and reasoning [pure]
- *  26. OpenAI API: requests [pure]
- *  27. OpenAI API: answers [pure]
- *  28. Responses and Messages [pure]
- *  28b. Embeddings and scores [pure]
- *  29. Batch runner [os]
- *  30. Files and batches [os]
- *  31. Status page [pure]
- *  32. Server: requests and metrics [os]
- *  33. Server: connections [os]
- *  34. Bench and plan [os]
- *  34b. Checks of constraints [os]
- *  35. Bench serve [os]
- *  36. Hub [os]
- *  36b. Client [os]
- *  37. Line editor [os]
- *  38. Manual pages [pure]
- *  39. Command line [os]
+ *  12. Weight formats [pure]
+ *  13. Model files: weights [pure]
+ *  14. Model files: finding and opening [os]
+ *  15. KV pages and prefix tree [pure]
+ *  16. Priority queues [pure]
+ *  17. Scheduler [pure]
+ *  18. Batch building and shared prefixes [pure]
+ *  19. Sampling and stops [pure]
+ *  20. Constraints: automata and masks [pure]
+ *  21. Constraints: regular expressions and grammars [pure]
+ *  22. Constraints: JSON Schema [pure]
+ *  23. Constraints: structures [pure]
+ *  24. The plain backend [cpu]
+ *  25. CPU kernels and threads [cpu]
+ *  26. Ranks, and the CPU backend [cpu]
+ *  27. Model: the layer loop [os]
+ *  28. Engine [os]
+ *  29. Public API [os]
+ *  30. HTTP [pure]
+ *  31. Tool calls and reasoning [pure]
+ *  32. OpenAI API: requests [pure]
+ *  33. OpenAI API: answers [pure]
+ *  34. Responses and Messages [pure]
+ *  35. Embeddings and scores [pure]
+ *  36. Batch runner [os]
+ *  37. Files and batches [os]
+ *  38. Status page [pure]
+ *  39. Server: requests and metrics [os]
+ *  40. Server: connections [os]
+ *  41. Bench and plan [os]
+ *  42. Checks of constraints [os]
+ *  43. Bench serve [os]
+ *  44. Hub [os]
+ *  45. Client [os]
+ *  46. Line editor [os]
+ *  47. Manual pages [pure]
+ *  48. Command line [os]
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE /* mmap flags, sched_getaffinity, memmem */
@@ -268,7 +268,7 @@
 #error "toka.c needs infinities and NaN: compile it without -ffast-math and -Ofast"
 #endif
 
-/* The strings of chapter 5's tables and of 29's page are longer than C guarantees. Every compiler
+/* The strings of chapter 5's tables and of 38's page are longer than C guarantees. Every compiler
  * accepts them. */
 #ifdef __GNUC__
 #pragma GCC diagnostic ignored "-Woverlength-strings"
@@ -785,7 +785,7 @@ static double os_now(void) { /* seconds of the monotonic clock, which never step
 
 /* Shutdown timeout, in seconds. It is 0 until a signal (SIGINT, SIGTERM) asks the program to end;
  * not 0 means that such a signal came. Then the engine waits at most this long for a device's step;
- * a group of ranks has its own watchdog instead (21). */
+ * a group of ranks has its own watchdog instead (27). */
 static atomic_int os_stop_timeout_s;
 
 static int os_n_cores(void) { /* the number of cores that this process may use */
@@ -10511,7 +10511,7 @@ static int mf_special_map_parse(str text, const char *where, arena *memory, mf_m
 }
 
 /* ===========================================================================
- * MARK: 11b. Weight formats [pure]
+ * MARK: 12. Weight formats [pure]
  * In: a toka_tensor in any format. Out: its rows as float32. This is the definition of every
  * format: element by element, without tables and without SIMD. The plain backend computes with it;
  * faster kernels must give the same numbers.
@@ -10651,7 +10651,7 @@ static void weight_row(const toka_tensor *tensor, int row, float *to) {
 }
 
 /* ===========================================================================
- * MARK: 12. Model files: weights [pure]
+ * MARK: 13. Model files: weights [pure]
  * In: the bytes of safetensors files, and a shape. Out: every weight as a pointer into these bytes,
  * in the named fields of toka_layer and toka_weights; and for each rank its slices of the weights.
  *
@@ -11929,7 +11929,7 @@ static int mf_shard(const toka_shape *full, const toka_weights *full_weights, co
 }
 
 /* ===========================================================================
- * MARK: 13. Model files: finding and opening [os]
+ * MARK: 14. Model files: finding and opening [os]
  * In: the model that the user names: a folder in Hugging Face layout, a hub id, a name from
  * models.txt, or nothing for the files embedded in the program. Out: an mf_model, immutable from
  * then on: the shape, the weights as pointers into mapped files, the tokenizer's files, the source
@@ -12636,7 +12636,7 @@ static int mf_open(mf_model **out, const char *model, const char *models_file,
 }
 
 /* ===========================================================================
- * MARK: 14. KV pages and prefix tree [pure]
+ * MARK: 15. KV pages and prefix tree [pure]
  * Manages the pages of the KV cache: which sequences hold a page, and which tokens a page contains.
  * In: token ids. Out: the block table of each sequence.
  * The design is PagedAttention (Kwon et al. 2023, arXiv 2309.06180) with a prefix cache that is a
@@ -12652,11 +12652,11 @@ static int mf_open(mf_model **out, const char *model, const char *models_file,
  *                   with the same prefix share these pages.
  *   computed        a step that computes the page's K and V has been planned. Steps run in the
  *                   order in which they are planned, so every later step may read the page. If that
- *                   step fails, all requests fail (22), and no step reads the page.
+ *                   step fails, all requests fail (28), and no step reads the page.
  *   prefix order    a linked list of the open sequences. The holders of one page always stand next
  *                   to each other in this list. Together they are the run of that page.
  *   n_common_pages  how many pages, counted from the beginning, are the same in the block tables of
- *                   a sequence and of the one before it in prefix order. Chapter 17 finds groups of
+ *                   a sequence and of the one before it in prefix order. Chapter 18 finds groups of
  *                   sequences with a shared prefix by it.
  *   unshared        does not use the prefix cache: reads no pages from it and inserts none
  *
@@ -12704,10 +12704,10 @@ static int mf_open(mf_model **out, const char *model, const char *models_file,
  * P0 (W5 has all that is read there) or behind P4 (W0, W1), but not behind P1 or P2.
  * kv_first_readable finds the last such place in the prefix. The pages after it are computed again:
  * this writes their K and V once more, the same as before, and fills new windowed pages. The pool
- * has room for all running sequences at once (16), so there is always a windowed page to take.
+ * has room for all running sequences at once (17), so there is always a windowed page to take.
  * Models without a window, and backends that keep all pages, have none (window 0).
  *
- * MODELS WITH STATES (16) need, to begin behind a page, the state that a sequence has there: a
+ * MODELS WITH STATES (17) need, to begin behind a page, the state that a sequence has there: a
  * snapshot of it, which a sequence that passed the page's end has left. A page has at most one
  * (kv_snapshot_take). If none is unused, the least recently used one is taken from its page. A
  * prefix hit ends behind the last computed page with a snapshot (kv_first_readable); the pages
@@ -13356,12 +13356,12 @@ static enum kv_insert_result kv_insert_full_page(kv_cache *cache, int seq, const
 }
 
 /* ===========================================================================
- * MARK: 15. Priority queues [pure]
+ * MARK: 16. Priority queues [pure]
  * A pairing heap (Fredman, Sedgewick, Sleator and Tarjan, 1986): a priority queue from which any
  * node can be removed. The node with the greatest (key, tie_break) is on top. Insert costs O(1),
  * remove costs O(log n) amortised. The caller has the nodes in an array, so that nothing is
  * allocated here; nodes link by index. A heap is the index of its top node, -1 if it is empty.
- * Several heaps may share one array. Chapter 16 has three: the queue of requests, the running and
+ * Several heaps may share one array. Chapter 17 has three: the queue of requests, the running and
  * the preempted sequences.
  *
  * What always holds: no node is greater than its parent. Only a top has prev -1.
@@ -13437,7 +13437,7 @@ static void heap_remove(heap_node *nodes, int *top, int node) {
 }
 
 /* ===========================================================================
- * MARK: 16. Scheduler [pure]
+ * MARK: 17. Scheduler [pure]
  * Decides which tokens of which sequences are computed in the next step (continuous batching: the
  * batch is planned anew in each step, so sequences may join and leave it at any step).
  * In: requests (a prompt, n samples of it, limits); one sched_plan per step; one sched_commit per
@@ -13516,7 +13516,7 @@ static void heap_remove(heap_node *nodes, int *top, int node) {
  * with the same prompt_group have the same prompt. An unshared sample uses neither the prefix tree
  * nor a copy: it computes all its positions.
  *
- * Windowed pages (14). There are as many as all sequences that run at once can hold in one step
+ * Windowed pages (15). There are as many as all sequences that run at once can hold in one step
  * (sched_max_windowed). So neither admission nor preemption counts them: whoever has pages has
  * windowed pages. A sequence lets them go at the beginning of the plan after the step that read
  * them last. Pages without a holder are cached, so prefixes are found.
@@ -13524,7 +13524,7 @@ static void heap_remove(heap_node *nodes, int *top, int node) {
  * States. In models with linear mixers a sequence also has a state (toka_state_span): that of seq
  * has the number seq, so an admitted sequence always has one. A state holds all tokens of its
  * sequence and cannot be cut. So a sequence can begin behind a prefix only where a snapshot of the
- * state is (14). Prefill leaves snapshots at the end of each page that ends a multiple of
+ * state is (15). Prefill leaves snapshots at the end of each page that ends a multiple of
  * states.distance tokens, and of the last full page before the prompt's last token; an answer at
  * such multiples. Example with B = 4, a distance of 8, and a prompt of 22 tokens:
  *
@@ -13541,7 +13541,7 @@ static void heap_remove(heap_node *nodes, int *top, int node) {
  * fits. So it always gets on. sched_plan and sched_commit allocate no memory: sched_submit
  * allocates the token buffers. Cost: O(max_seqs) per step with a small constant, O(pages) for the
  * start or end of one sequence. The scheduler does not know texts, stop strings, sampling or
- * devices: the engine (chapter 22) says when a sequence ended.
+ * devices: the engine (chapter 28) says when a sequence ended.
  * =========================================================================== */
 
 enum {
@@ -14402,7 +14402,7 @@ static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t genera
 }
 
 /* ===========================================================================
- * MARK: 17. Batch building and shared prefixes [pure]
+ * MARK: 18. Batch building and shared prefixes [pure]
  * In: the rows that sched_plan gave to each sequence (sched_seq.from, n_rows). Out: a batch_step,
  * which is a toka_step with its arrays (ids, positions, kv slots, spans, pages) and the list of its
  * sample rows.
@@ -14411,7 +14411,7 @@ static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t genera
  *   sample row  a row whose logits are sampled or scored
  *   microbatch  a part of the step that goes through the pipeline stages by itself; `micro` is its
  *               index. Without pipeline stages the step is one microbatch
- *   chunk       the rows of one sequence in one microbatch. A prefill chunk (16) that is split
+ *   chunk       the rows of one sequence in one microbatch. A prefill chunk (17) that is split
  *               over two microbatches is two chunks here
  *   span        an attention segment: some rows x some kv positions (toka_span). A shared span
  *               serves several sequences; an own span serves one chunk
@@ -14435,7 +14435,7 @@ static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t genera
  * These spans read 19 positions of K and V; own spans alone would read 31. (With the costs of a
  * real backend, see below, shared spans do not pay for so few tokens.)
  *
- * The chunks of a microbatch are in prefix order (14), so chunks that share a page are neighbours.
+ * The chunks of a microbatch are in prefix order (15), so chunks that share a page are neighbours.
  * The builder knows how many leading pages each chunk shares with the one before it (the code
  * counts tokens). From these numbers one pass with a stack finds a tree of intervals. A node is a
  * run of rows and the pages that they share. Example with six sequences:
@@ -14456,7 +14456,7 @@ static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t genera
  * no causal mask, and rows of prefill chunks share it like any others.
  *
  * A prompt rarely ends at the end of a page, so each sample has its own page with a copy of the
- * prompt tail (16). When the rows of several such samples are past the prompt, their shared span
+ * prompt tail (17). When the rows of several such samples are past the prompt, their shared span
  * includes the tail. It reads the tail from the page of the first of these samples only. Then that
  * span ends within a page, and the own spans begin there. (In the first example, with
  * span_align_tok 1: span 1 has positions 4-8 and pages P1 P2, and spans 2 and 3 have positions
@@ -14464,7 +14464,7 @@ static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t genera
  * reads of own spans. With pages of 16 tokens it saves little, and the CPU adds page by page, so
  * the CPU does not use it (span_align_tok 0).
  *
- * With windowed pages (14), the step lists for each page also the windowed page beside it, -1 where
+ * With windowed pages (15), the step lists for each page also the windowed page beside it, -1 where
  * no row reads one. So spans, rows and copies are the same for both kinds of layers. A shared tail
  * is in the page of one sample, which may let its windowed page go before the others. So a backend
  * with windowed pages must have span_align_tok 0.
@@ -15042,7 +15042,7 @@ static void batch_choose_spans(batch_builder *builder, batch_step *built, const 
     batch_own_spans(builder, built, sched);
 }
 
-/* ---- State spans (16) ---- */
+/* ---- State spans (17) ---- */
 
 /* Appends the state spans of a chunk: its rows, cut where a snapshot of the state is left. */
 COLD
@@ -15286,7 +15286,7 @@ static void batch_make_micros(batch_builder *builder, batch_micros *micros,
 }
 
 /* ===========================================================================
- * MARK: 18. Sampling and stops [pure]
+ * MARK: 19. Sampling and stops [pure]
  * Three parts:
  *   Sampling      In: one row of raw logits [V], the sampling parameters of its request, history.
  *                 Out: a token id with its log-probabilities (samp_row).
@@ -15384,7 +15384,7 @@ static void batch_make_micros(batch_builder *builder, batch_micros *micros,
  * logprob, it is NAN and not computed. sampled_logprob is that of the distribution after step 4. A
  * greedy id has 0, the logarithm of 1. A scored id, for which nothing is drawn, has its logprob.
  *
- * Not here (chapter 22): which ids end a sequence, counting tokens against min_tokens and
+ * Not here (chapter 28): which ids end a sequence, counting tokens against min_tokens and
  * max_tokens, and ending a sample for which nothing is left to draw.
  * =========================================================================== */
 
@@ -16633,10 +16633,10 @@ static void stop_free(stop_scanner *scanner) {
 }
 
 /* ===========================================================================
- * MARK: 18b. Constraints: automata and masks [pure]
+ * MARK: 20. Constraints: automata and masks [pure]
  * A constraint is a language: the set of texts that an output may be. This chapter runs a grammar
- * byte by byte and says which tokens may come next; 18c makes grammars.
- *   Grammar   In: states, edges, rules, from 18c. It is a pushdown automaton over bytes.
+ * byte by byte and says which tokens may come next; 21 makes grammars.
+ *   Grammar   In: states, edges, rules, from 21. It is a pushdown automaton over bytes.
  *   Machine   In: a node and a byte. Out: the next node (con_step). Nodes are made when they are
  *             first reached, and kept.
  *   Masks     In: a node and a vocabulary. Out: a bit for each token that may come next
@@ -16679,7 +16679,7 @@ static void stop_free(stop_scanner *scanner) {
  *      (con_takes_slice), the slice's mask is added without a walk.
  *
  * What always holds:
- *   - from every item some text leads to the end: 18c removes edges that lead nowhere. So text is
+ *   - from every item some text leads to the end: 21 removes edges that lead nowhere. So text is
  *     only begun if it can be finished, as far as the vocabulary has tokens for it;
  *   - a mask has exactly those tokens all of whose bytes the machine accepts from the node;
  *   - work is bounded: by items of a node, depth of frames, nodes and bytes of a machine. At a
@@ -16701,7 +16701,7 @@ enum {
     CON_BOTTOM = 0,             /* frame: the empty stack */
     CON_LOCAL = 1,              /* frame: the stack below a local node */
     CON_TOKEN = 0xFF,           /* a byte that no text has: on both sides of an added token */
-    CON_CUT = 0xFE,             /* another one: the thinking must end (18f) */
+    CON_CUT = 0xFE,             /* another one: the thinking must end (23) */
     CON_DEAD = 0,               /* node */
     CON_ACCEPTS = 1,            /* con_node.flags: the text may end here */
     CON_ESCAPES = 2             /* con_node.flags: the local rule may end here */
@@ -17737,9 +17737,9 @@ static bool con_mask(con_machine *machine, const con_vocab *vocab, int node, uin
 }
 
 /* ===========================================================================
- * MARK: 18c. Constraints: regular expressions and grammars [pure]
+ * MARK: 21. Constraints: regular expressions and grammars [pure]
  * In: a regular expression, a grammar in GBNF, or a list of texts. Out: rules of a con_grammar, or
- * an error with the byte where the source is wrong. JSON Schema (18d) uses the expressions for
+ * an error with the byte where the source is wrong. JSON Schema (22) uses the expressions for
  * `pattern` and `format`.
  *
  * Regular expressions: the common part of Python's and JavaScript's, over code points; a match
@@ -18454,7 +18454,7 @@ COLD static void con_gbnf(con_grammar *grammar, str text) {
 }
 
 /* ===========================================================================
- * MARK: 18d. Constraints: JSON Schema [pure]
+ * MARK: 22. Constraints: JSON Schema [pure]
  * In: a schema. Out: a grammar of the JSON texts that are valid, or an error with the JSON pointer
  * of what cannot be done. No keyword is left out silently.
  *
@@ -18477,7 +18477,7 @@ COLD static void con_gbnf(con_grammar *grammar, str text) {
  *   - integers without fraction and exponent; numbers with a limit or multipleOf without exponent
  *   - a string with `pattern` or a known `format`, names of properties, const and enum: characters
  *     literally, if JSON does not demand an escape. In other strings any escape may be used
- *   - with a style, which a call of a tool has (18f): the members of the outer object in another
+ *   - with a style, which a call of a tool has (23): the members of the outer object in another
  *     form, only those that `properties` and `required` name
  * not, if, dependencies, and a oneOf whose branches may hold together become other schemas, made
  * with the opposites of schemas (con_put_not); contains needs the opposite of its schema, too. If
@@ -20219,8 +20219,8 @@ COLD static void con_json_schema(con_grammar *grammar, const toka_grammar *sourc
 }
 
 /* ===========================================================================
- * MARK: 18f. Constraints: structures [pure]
- * In: a tree of elements as JSON, from chapter 25 or another program: the calls of a model's tools,
+ * MARK: 23. Constraints: structures [pure]
+ * In: a tree of elements as JSON, from chapter 31 or another program: the calls of a model's tools,
  * its reasoning before the answer. Out: a grammar. Each element is an object:
  *     {"type":"const_string","value":TEXT}
  *     {"type":"regex","pattern":TEXT}   {"type":"grammar","grammar":GBNF}
@@ -20482,7 +20482,7 @@ COLD static int con_new(toka_constraint **out, const toka_grammar *source, const
 }
 
 /* ===========================================================================
- * MARK: 18e. The plain backend [cpu]
+ * MARK: 24. The plain backend [cpu]
  * A transformer as its formulas say it: one thread, loops over rows and columns, nothing else. It
  * runs every op and every kind of layer that toka.h describes. The other backends compute the same
  * numbers faster; tests compare them with this chapter. In: a step's integers, weights in any
@@ -21411,8 +21411,8 @@ const toka_backend toka_plain = {
 };
 
 /* ===========================================================================
- * MARK: 19. CPU kernels and threads [cpu]
- * What the ops of chapter 20 are made of: the kernels of each instruction set (GEMM micro-kernels,
+ * MARK: 25. CPU kernels and threads [cpu]
+ * What the ops of chapter 26 are made of: the kernels of each instruction set (GEMM micro-kernels,
  * conversion to float32, and attention's two small GEMMs and online softmax), a thread pool, the
  * GEMM with weights, and norms. In: activations in float32; weights as they lie in the mapped
  * file (bf16, f16, f32, or quantized: FP8, INT4, MXFP4). A weight may begin at any byte, so memcpy
@@ -21466,9 +21466,9 @@ const toka_backend toka_plain = {
  * products each, is as exact as float32, and slower than AVX-512.
  *
  * Quantized weights are computed from their stored form, with exactly the float32 numbers of
- * weight_row (chapter 11b): "Quantized weights in the GEMM" below.
+ * weight_row (chapter 12): "Quantized weights in the GEMM" below.
  *
- * It does not: know of steps, layers, pages or ranks (chapter 20).
+ * It does not: know of steps, layers, pages or ranks (chapter 26).
  * =========================================================================== */
 
 enum {
@@ -22987,7 +22987,7 @@ static void cpu_norm(const toka_shape *shape, float *y, const float *x, const fl
 }
 
 /* ===========================================================================
- * MARK: 20. Ranks, and the CPU backend [cpu]
+ * MARK: 26. Ranks, and the CPU backend [cpu]
  * Two parts. The rank runtime is how the ranks of a model wait for each other, fail together, and
  * find the rank that hangs. It serves the CPU and, through toka.h, the GPU.
  *
@@ -23001,7 +23001,7 @@ static void cpu_norm(const toka_shape *shape, float *y, const float *x, const fl
  *
  * What always holds: the bytes of a row's result depend on that row alone. They do not depend on T,
  * on the other rows of the step, on the number of threads, on the chunking of a prompt or on the
- * spans of attention. Chapter 19 guarantees this for GEMMs and threads. This chapter adds:
+ * spans of attention. Chapter 25 guarantees this for GEMMs and threads. This chapter adds:
  *   - Attention visits the kv positions page by page in rising order and merges each page into an
  *     online softmax. A span begins on a page border, and only the last span of a row may end
  *     inside a page. So the spans do not change the order.
@@ -23030,7 +23030,7 @@ static void cpu_norm(const toka_shape *shape, float *y, const float *x, const fl
  *   barrier           the point that a tp rank passes when all ranks of its tp group are there
  *   broken group      it was aborted, failed or timed out (watchdog); it stays broken
  *
- * It does not: plan, free pages, check plans beyond cheap asserts, or sample (chapter 18 does).
+ * It does not: plan, free pages, check plans beyond cheap asserts, or sample (chapter 19 does).
  * =========================================================================== */
 
 enum {
@@ -23073,7 +23073,7 @@ enum {
  * `broken` change under one lock, so all ranks agree which barrier was the last one that became
  * complete. So no rank closes a device whose memory another rank uses.
  *
- * The watchdog. Every op that begins, every round (chapter 19) and every change of a counter raises
+ * The watchdog. Every op that begins, every round (chapter 25) and every change of a counter raises
  * group.progress. A waiting rank breaks the group when it has seen no progress for watchdog_s
  * seconds. The driver does the same, in toka_group_watchdog. The error names the rank at the end of
  * the chain of waiting ranks:
@@ -25682,7 +25682,7 @@ const toka_backend toka_cpu = {
 };
 
 /* ===========================================================================
- * MARK: 21. Model: the layer loop [os]
+ * MARK: 27. Model: the layer loop [os]
  * Runs steps on devices. rank_step is the transformer: it calls the backend's table of functions,
  * so the CPU and the GPU share this code. One step computes T tokens of any number of sequences,
  * some in prefill, some in decode. The plan (toka_step) says which is which; the loop treats all
@@ -25690,11 +25690,11 @@ const toka_backend toka_cpu = {
  *
  * A rank is one device, its slice of the weights, and one thread. The thread opens the device,
  * runs the posted steps in order, and closes the device. A model is a grid of ranks (model_grid):
- * pp stages of layers x tp tensor ranks (mf_shard of chapter 12 slices the weights). Each stage
+ * pp stages of layers x tp tensor ranks (mf_shard of chapter 13 slices the weights). Each stage
  * sends the residual stream x to the next stage; the tensor ranks of a stage all-reduce x.
- * With stages, each microbatch of the engine's step (chapter 17) is a step of its own here.
+ * With stages, each microbatch of the engine's step (chapter 18) is a step of its own here.
  *
- * The driver is the thread that posts steps and waits for them (chapter 22); there is at most one.
+ * The driver is the thread that posts steps and waits for them (chapter 28); there is at most one.
  *
  *     driver            model_post                                      model_wait
  *                           |                                               ^
@@ -25730,8 +25730,8 @@ const toka_backend toka_cpu = {
  * =========================================================================== */
 
 enum {
-    /* Most steps that are posted and not done: ENG_MAX_IN_FLIGHT steps of the engine (22), each of
-     * BATCH_MAX_MICROS microbatches (17). */
+    /* Most steps that are posted and not done: ENG_MAX_IN_FLIGHT steps of the engine (28), each of
+     * BATCH_MAX_MICROS microbatches (18). */
     MODEL_RING_STEPS = 64,
     MODEL_HANG_TIMEOUT_S = 5 /* seconds for all ranks to finish their steps after an error */
 };
@@ -26169,15 +26169,15 @@ static double model_busy_s(model_grid *model) {
 }
 
 /* ===========================================================================
- * MARK: 22. Engine [os]
+ * MARK: 28. Engine [os]
  * Requests become steps, results of steps become events. Any thread submits and cancels. One thread
  * at a time is the driver:
  *
  *     any thread    eng_submit --> inbox
- *                                    |  eng_drain_inbox, eng_add_request, sched_submit (16)
- *     driver        +--------> sched_plan (16) --> batch_build (17) --> eng_make_sample_rows
+ *                                    |  eng_drain_inbox, eng_add_request, sched_submit (17)
+ *     driver        +--------> sched_plan (17) --> batch_build (18) --> eng_make_sample_rows
  *                   |                                                          |
- *                   +-- eng_commit <--- model_wait (21) ... ranks ... <--- model_post (21)
+ *                   +-- eng_commit <--- model_wait (27) ... ranks ... <--- model_post (27)
  *                          |
  *                          +--> toka_event, by the request's callback
  *
@@ -26186,9 +26186,9 @@ static double model_busy_s(model_grid *model) {
  * callback must not call toka_run, toka_generate, toka_score or toka_close: it would wait for its
  * own thread (toka.h).
  *
- * Run-ahead. While the ranks (21) run a step, the driver plans the next one. Up to max_in_flight
+ * Run-ahead. While the ranks (27) run a step, the driver plans the next one. Up to max_in_flight
  * steps are in flight, each with arrays of its own (eng_inflight). With max_in_flight 2, and the
- * numbers of one decoding sequence (16) that has 10 tokens before step N:
+ * numbers of one decoding sequence (17) that has 10 tokens before step N:
  *
  *     host       plan N |plan N+1| wait for N |commit N,|plan N+2| wait for  |commit N+1,|plan N+3
  *                       |        |            |retire N |        | N+1       |retire N+1 |
@@ -26201,7 +26201,7 @@ static double model_busy_s(model_grid *model) {
  * Step N+1 reads the token that step N samples. The host does not know this token when it plans
  * N+1; the device keeps the last token of each sequence. When commit N shows that the sequence
  * ended (or when it was preempted or cancelled), its results of N+1 are discarded: they have an old
- * generation (16). No result depends on max_in_flight.
+ * generation (17). No result depends on max_in_flight.
  *
  * Life of a step:
  *     plan      eng_plan_step: sched_plan, batch_build, eng_make_sample_rows
@@ -28107,14 +28107,14 @@ SERVER_ONLY static bool eng_get_rank_times(eng *engine, int index, eng_rank_time
 }
 
 /* ===========================================================================
- * MARK: 23. Public API [os]
+ * MARK: 29. Public API [os]
  * The functions of toka.h, which documents them. This layer is thin: it opens the components in
  * order, passes arguments to the chapters below, and copies or moves results into memory that the
  * caller frees.
  *
- *     toka_open:   lib_check_options -> mf_open (13) -> tok_load (7) -> tmpl_parse (8)
- *                  -> eng_open (22)
- *     toka_close:  eng_close (22) first, then the templates, the tokenizer and the files
+ *     toka_open:   lib_check_options -> mf_open (14) -> tok_load (7) -> tmpl_parse (8)
+ *                  -> eng_open (28)
+ *     toka_close:  eng_close (28) first, then the templates, the tokenizer and the files
  *
  * Which chat template renders a chat, in this order:
  *   1. the option chat_template names a file: the templates in it (a .json file may hold several),
@@ -28474,7 +28474,7 @@ static int lib_check_options(const toka_options *options, toka_err *e) {
     return check_range("gpu_memory_utilization", options->gpu_memory_utilization, 0, 1, false, e);
 }
 
-/* Checks the sampling parameters of generation_config.json by the limits of chapter 18. Returns 0
+/* Checks the sampling parameters of generation_config.json by the limits of chapter 19. Returns 0
  * or TOKA_E_INPUT. */
 static int lib_check_defaults(const toka *t, toka_err *e) {
     toka_request params = toka_request_default();
@@ -28877,7 +28877,7 @@ int toka_embed(toka *t, const int32_t *in, size_t n_ids, int dimensions, float *
 #ifdef TOKA_SERVER
 
 /* ===========================================================================
- * MARK: 24. HTTP [pure]
+ * MARK: 30. HTTP [pure]
  * HTTP/1.1 (RFC 9110, 9112): parses requests from bytes into structs, and writes answers as bytes.
  * No sockets, no clock.
  *
@@ -29406,16 +29406,16 @@ static void http_put_chunk(buf *out, str data) {
 static void http_put_last_chunk(buf *out) { buf_c(out, "0\r\n\r\n"); }
 
 /* ===========================================================================
- * MARK: 25. Tool calls and reasoning [pure]
+ * MARK: 31. Tool calls and reasoning [pure]
  * A model writes the calls of tools and its reasoning as text, each family of models in a form of
  * its own. This chapter turns the bytes of one answer into events: content, reasoning, the begin of
- * a call (with its name), arguments of a call (JSON text). Chapter 27 writes the events as JSON.
+ * a call (with its name), arguments of a call (JSON text). Chapter 33 writes the events as JSON.
  *
  *     parser_init --> parser_feed(bytes) .. parser_feed(bytes) --> parser_end
  *                         |                                            |
  *                         +--> parser.events, a list of events <-------+   read by parse_next_event
  *
- * It also writes the other direction: the structure (18f) of all answers that call some tools, if
+ * It also writes the other direction: the structure (23) of all answers that call some tools, if
  * an answer must or may call them with valid arguments (parse_put_answer).
  *
  * A format of calls is a row of parse_formats: texts and patterns, no code. A pattern is a text to
@@ -30898,7 +30898,7 @@ static void parse_put_answer(const parse_demand *demand, buf *out) {
 }
 
 /* ===========================================================================
- * MARK: 26. OpenAI API: requests [pure]
+ * MARK: 32. OpenAI API: requests [pure]
  * Turns the bodies of /v1/completions and /v1/chat/completions into requests of the engine, and the
  * events of these requests into answers. The server and the batch runner use the same functions, so
  * a line of a batch file gets the same answer as the body of an HTTP request.
@@ -31025,8 +31025,8 @@ typedef struct api_prompt { /* one prompt, which is one request of the engine */
 
 struct api_body;
 
-/* Another API over chats (chapter 28): its answers have one choice, which has a parser. Or, with
- * make_prompts, over texts (28b): the other functions but put_answer are NULL, and there are no
+/* Another API over chats (chapter 34): its answers have one choice, which has a parser. Or, with
+ * make_prompts, over texts (35): the other functions but put_answer are NULL, and there are no
  * streams. */
 typedef struct api_style {
     /* sets the fields of the body that a chat has */
@@ -31061,7 +31061,7 @@ typedef struct api_request {
     int n_items, n_sent;
     buf item_log;
     size_t item_at;
-    /* of embeddings and scores (28b) */
+    /* of embeddings and scores (35) */
     bool base64;           /* vectors as base64, else as numbers */
     int n_queries;         /* scores of vectors: the first prompts are queries, the others
                             * documents; 0: each prompt is a pair of both */
@@ -32557,8 +32557,8 @@ static void api_free(api_request *request) {
 }
 
 /* ===========================================================================
- * MARK: 27. OpenAI API: answers [pure]
- * Turns events into answers (the second half of the picture in chapter 26): records, tokens and
+ * MARK: 33. OpenAI API: answers [pure]
+ * Turns events into answers (the second half of the picture in chapter 32): records, tokens and
  * choices as JSON, chunks of a stream, errors. Also the answers that need no engine: the list of
  * models, tokenize and detokenize.
  * =========================================================================== */
@@ -33565,11 +33565,11 @@ static int api_answer_tokenize(const api_config *config, enum api_route route, s
 }
 
 /* ===========================================================================
- * MARK: 28. Responses and Messages [pure]
- * Two more APIs over the chats of chapters 26 and 27: OpenAI's Responses (/v1/responses) and
+ * MARK: 34. Responses and Messages [pure]
+ * Two more APIs over the chats of chapters 32 and 33: OpenAI's Responses (/v1/responses) and
  * Anthropic's Messages (/v1/messages), as far as a server without a memory can have them. Each is
  * an api_style: a function that turns a body into the messages and tools of a chat, and functions
- * that write the events of chapter 25 in the style's own form.
+ * that write the events of chapter 31 in the style's own form.
  *
  *     body --api_read_body--> api_body --style.translate--> messages and tools of a chat
  *     events of the parser --style.put_events, put_answer--> items of a response, blocks of a
@@ -34354,7 +34354,7 @@ static const api_style api_messages = {.translate = msg_translate,
                                        .put_error = msg_put_error};
 
 /* ===========================================================================
- * MARK: 28b. Embeddings and scores [pure]
+ * MARK: 35. Embeddings and scores [pure]
  * Three more APIs, over texts: /v1/embeddings as OpenAI has it; /v1/score and /score as vLLM has
  * them; /v1/rerank, /v2/rerank and /rerank as Jina and Cohere have them. In: a body. Out: prompts
  * of the engine and, from their vectors or from the tokens that they sample, the answer.
@@ -34818,7 +34818,7 @@ static enum api_route api_route_of_body(const json *body) {
 }
 
 /* ===========================================================================
- * MARK: 29. Batch runner [os]
+ * MARK: 36. Batch runner [os]
  * Reads a file of requests and writes a file of results. Both may be of any length. There are three
  * threads:
  *
@@ -34858,7 +34858,7 @@ static enum api_route api_route_of_body(const json *body) {
  * run.lock guards the counts and the list of in-flight lines, the writer's queue, the records that
  * lines have ready for the writer, and run.err. The driver reads a line's request; only the writer
  * changes it once the engine has the line. Order of locks: run.lock before the engine's. Chapters
- * 25 and 26 read bodies and write answers. This chapter also has what later chapters share with it:
+ * 32 and 33 read bodies and write answers. This chapter also has what later chapters share with it:
  * the closing report, the table of GPUs, and the lines and warnings printed at the start.
  * =========================================================================== */
 
@@ -36598,9 +36598,9 @@ static int run_batch_served(toka *t, const run_options *options, enum run_outcom
 }
 
 /* ===========================================================================
- * MARK: 30. Files and batches [os]
+ * MARK: 37. Files and batches [os]
  * /v1/files and /v1/batches as OpenAI defines them. All is kept in one folder, so that a server
- * that was killed at any moment resumes where it stopped. Chapter 29 runs a batch: the lines of its
+ * that was killed at any moment resumes where it stopped. Chapter 36 runs a batch: the lines of its
  * input file run as those of `toka batch` do. A batch has two output files, for results and for
  * errors. A line that has an entry in one of them is not run again. The folder holds:
  *
@@ -36630,7 +36630,7 @@ static int run_batch_served(toka *t, const run_options *options, enum run_outcom
  * file, which then replaces the old one, so a record is whole or absent. A step of a batch is one
  * of its arrows in the picture. A step that was cut short is done again from its beginning: any
  * number of repetitions leads to the same end. If the disk is full, the batch waits: results stay
- * in memory (chapter 29's window bounds them), and the batch ends only when its files and its
+ * in memory (chapter 36's window bounds them), and the batch ends only when its files and its
  * record are written. Meanwhile uploads and new batches are refused with the system's error
  * message.
  *
@@ -36701,7 +36701,7 @@ typedef struct files_batch {
     atomic_llong total, completed, failed;
     atomic_llong damaged;    /* lines of output and errors_file that were not results at a
                               * restart */
-    atomic_int stop;         /* asks chapter 29 to stop: cancelled, or the server ends */
+    atomic_int stop;         /* asks chapter 36 to stop: cancelled, or the server ends */
 } files_batch;
 
 /* Pointers to structs that begin with their files_id, sorted by id, so the oldest first. All ids of
@@ -38242,7 +38242,7 @@ static const char *files_folder(const files_store *store, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 31. Status page [pure]
+ * MARK: 38. Status page [pure]
  * The page at GET /: one string with its HTML, CSS and JavaScript; it loads nothing from elsewhere.
  * Above is a chat through /v1/chat/completions, or /v1/completions if the model has no chat
  * template. Below is the load: the page reads /metrics every second and /v1/batches every three.
@@ -38581,12 +38581,12 @@ static const char srv_page[] =
     "</html>\n";
 
 /* ===========================================================================
- * MARK: 32. Server: requests and metrics [os]
+ * MARK: 39. Server: requests and metrics [os]
  * This chapter handles a request from the moment its last byte has arrived until the first byte of
  * its answer is ready: routes, API keys, handing requests to the engine, turning its events into
- * text, and the numbers of /metrics. Chapter 33 has the sockets. A request here is an HTTP request
+ * text, and the numbers of /metrics. Chapter 40 has the sockets. A request here is an HTTP request
  * with its answer (srv_request); it has one engine request for each prompt. There are three kinds
- * of threads: the event loop (33), the workers and the engine's thread.
+ * of threads: the event loop (40), the workers and the engine's thread.
  *
  *     loop --srv_dispatch--> work queue --> worker: srv_begin_api: api_parse, toka_submit,
  *                                                   or the handler of another route
@@ -38750,7 +38750,7 @@ typedef struct srv {
     buf reported_fields;
     toka_err error;           /* why the phase is SRV_FAILED */
 
-    struct srv_loop *loop; /* chapter 33 */
+    struct srv_loop *loop; /* chapter 40 */
     int wake_fd;           /* eventfd that wakes the loop */
 } srv;
 
@@ -40043,7 +40043,7 @@ static bool srv_dispatch(srv *server, srv_request *request) {
 }
 
 /* ===========================================================================
- * MARK: 33. Server: connections [os]
+ * MARK: 40. Server: connections [os]
  * One thread, the event loop, owns every socket and waits in epoll. The states of a connection:
  *
  *     SRV_HEAD        reads a head
@@ -40379,7 +40379,7 @@ static void srv_answer_last(srv *server, srv_conn *conn, int status, const char 
     srv_answer(server, conn);
 }
 
-/* The message for a status that the parser (24) returned. */
+/* The message for a status that the parser (30) returned. */
 static const char *srv_status_message(int status, const http_request *http) {
     const bool coding = http_count_headers(http, "transfer-encoding");
     switch (status) {
@@ -40932,7 +40932,7 @@ static void srv_loop_once(srv *server, struct epoll_event *events) {
 }
 
 /* Runs until a signal has come and all answers are sent, or until the engine has failed and its
- * clients were informed. A second signal ends the program (39). */
+ * clients were informed. A second signal ends the program (48). */
 static void srv_run_loop(srv *server) {
     srv_loop *loop = server->loop;
     struct epoll_event events[SRV_MAX_EVENTS];
@@ -41115,12 +41115,12 @@ static int srv_run(const srv_options *options, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 34. Bench and plan [os]
+ * MARK: 41. Bench and plan [os]
  * Measures and predicts the engine's speed without a server.
  *   run_bench_throughput  `toka bench throughput`: runs a dataset and measures its time. Each
  *                         sample gets the output length that the dataset gives. Works on dummy
  *                         weights, too.
- *   run_bench_plan        `toka bench plan`: measures chapters 14 to 17 alone, without a model.
+ *   run_bench_plan        `toka bench plan`: measures chapters 15 to 18 alone, without a model.
  *   plan_answer           `toka plan`: calculates which layouts of a model fit on which GPUs, and
  *                         an upper bound of their speed; or how many GPUs hold a rate of requests,
  *                         by a simulation; or the memory of a batch. It runs nothing.
@@ -42491,7 +42491,7 @@ static double plan_grid_s(const plan_grid *grid, double n_sequences, double n_ro
 /* ---- Service: a simulated replica under requests that arrive at random times ----
  *
  * Requests arrive as a Poisson process, and each replica gets an equal share of the rate. All have
- * the same lengths and prompts of their own. A replica works as the scheduler does (chapter 16): a
+ * the same lengths and prompts of their own. A replica works as the scheduler does (chapter 17): a
  * step has a row of each running sequence, and prompts get the rest of its rows, first come first
  * served; a request is admitted while there is room for its whole output. A step takes the expected
  * time. A request's first token is there at the end of the step that computes its prompt's last
@@ -43475,7 +43475,7 @@ static int plan_answer(const plan_options *options, buf *out, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 34b. Checks of constraints [os]
+ * MARK: 42. Checks of constraints [os]
  * `toka grammar`: does a constraint accept a text? It needs a tokenizer and no weights. The text is
  * read as a model would write it: in its usual tokens, each of which must be in the mask.
  *   accept_text       is one text accepted? If not: the refused byte, what could stand there
@@ -43838,7 +43838,7 @@ static int accept_maskbench(accept_run *run, const char *path, FILE *details, bu
 }
 
 /* ===========================================================================
- * MARK: 35. Bench serve [os]
+ * MARK: 43. Bench serve [os]
  * An HTTP client that measures a server: toka, or any server that streams /v1/completions or
  * /v1/chat/completions. The definitions, names and printed lines are those of `vllm bench serve`:
  *
@@ -45188,7 +45188,7 @@ static int benchclient_run(const benchclient_options *options, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 36. Hub [os]
+ * MARK: 44. Hub [os]
  * In: the id of a model on the Hugging Face hub and a revision. Out: the files that toka reads, in
  * the hub cache of this machine. The layout is that of the package huggingface_hub, so each program
  * finds the models that another one downloaded:
@@ -46382,7 +46382,7 @@ static int hub_remove(const char *id, int64_t *n_bytes, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 36b. Client [os]
+ * MARK: 45. Client [os]
  * Asks a server that speaks the OpenAI API, toka or another one. In: the body of a request that
  * streams. Out: the pieces of its answers as toka_events without ids. curl does the transfer, as
  * for the hub, so that https works; redirects are not followed. Reasoning stands between <think>
@@ -46587,7 +46587,7 @@ static int client_generate(client *server, const char *path, str body, int n_sam
 }
 
 /* ===========================================================================
- * MARK: 37. Line editor [os]
+ * MARK: 46. Line editor [os]
  * In: the bytes of a terminal's keys. Out: a text that the user has edited, of one or more lines.
  *
  *   keys       edit_feed: one byte changes the text, the cursor or the place in the history
@@ -46990,7 +46990,7 @@ static edit_result edit_read(edit *ed, const char *prompt) {
 }
 
 /* ===========================================================================
- * MARK: 38. Manual pages [pure]
+ * MARK: 47. Manual pages [pure]
  * The pages that `toka help PAGE` prints: what --help is too short for and the README too long.
  * Indented lines are commands; a test runs them.
  * =========================================================================== */
@@ -47409,7 +47409,7 @@ static const help_page *help_find_page(const char *name) {
 }
 
 /* ===========================================================================
- * MARK: 39. Command line [os]
+ * MARK: 48. Command line [os]
  * toka [COMMAND] [FLAGS]. All flags stand in one table, cli_flags. A row has the flag's name, short
  * form, type, the field of `cli` that it sets, the commands that take it, and its text in --help. A
  * flag --max-tokens can also be set by the environment variable TOKA_MAX_TOKENS. Results go to

@@ -1,4 +1,4 @@
-/* Tests of chapters 21 to 23: whole models against Hugging Face transformers, and the life of a
+/* Tests of chapters 27 to 29: whole models against Hugging Face transformers, and the life of a
  * request. */
 
 #include "late.h"

@@ -201,7 +201,7 @@ static void kvt_random_windows(void) {
     for (uint64_t seed = 1; seed <= 30; seed++) kvt_random(1, 60, 3, 30, seed, 600, 1 + (int)(seed % 5)), kvt_random(4, 64, 6, 60, seed, 600, 1 + (int)(seed % 20));
 }
 
-/* The example of chapter 14: positions of 5 pages of 4 tokens, a window of 6. */
+/* The example of chapter 15: positions of 5 pages of 4 tokens, a window of 6. */
 static void kvt_window(void) {
     kv_cache k;
     bool open[2] = {0};
