@@ -30942,7 +30942,7 @@ static void parse_put_answer(const parse_demand *demand, buf *out) {
 enum api_route {
     API_COMPLETIONS, API_CHAT, API_TOKENIZE, API_DETOKENIZE, API_RESPONSES, API_MESSAGES,
     API_EMBEDDINGS, API_SCORE, API_RERANK,
-    API_INVOCATIONS /* a chat if the body has messages, else completions */
+    API_INVOCATIONS /* what api_route_of_body finds */
 };
 
 typedef struct api_parsing { /* what a server decides about chats with tools or reasoning */
@@ -31053,7 +31053,7 @@ typedef struct api_request {
 
     const api_config *config;
     enum api_route route;
-    const api_style *style; /* set by the caller; NULL: OpenAI's completions and chats */
+    const api_style *style; /* of the route; NULL: OpenAI's completions and chats */
     /* of a style, streaming: the kind of the item that is open, if one is; items that are complete;
      * events sent; all events of the parser, and where those of the open item begin */
     enum parse_kind item_kind;
@@ -32513,21 +32513,6 @@ static int api_parse_json(const api_config *config, enum api_route route, const 
     int code = api_parse_fields(request, route, root, e);
     if (code) api_set_fault(request, route, e);
     else request->n_choices = request->n_left = request->n_prompts * request->n_samples;
-    return code;
-}
-
-/* As api_parse_json, for a body that is still text. */
-static int api_parse(const api_config *config, enum api_route route, str body, api_request *request,
-                     toka_err *e) {
-    arena memory = {0};
-    const json *root = json_parse(&memory, str_skip_bom(body), config->limits, e);
-    if (route == API_INVOCATIONS) route = json_get(root, "messages") ? API_CHAT : API_COMPLETIONS;
-    int code = root ? api_parse_json(config, route, root, request, e) : e->code;
-    if (!root) {
-        request->status = e->code == TOKA_E_MEMORY ? 503 : 400;
-        request->config = config;
-    }
-    arena_free(&memory);
     return code;
 }
 
@@ -34815,6 +34800,22 @@ static enum api_route api_route_of_body(const json *body) {
     if (json_get(body, "input")) return API_EMBEDDINGS;
     if (json_get(body, "query")) return API_RERANK;
     return json_get(body, "text_1") || json_get(body, "queries") ? API_SCORE : API_COMPLETIONS;
+}
+
+/* As api_parse_json, for a body that is still text. Sets the style of the request. */
+static int api_parse(const api_config *config, enum api_route route, str body, api_request *request,
+                     toka_err *e) {
+    arena memory = {0};
+    const json *root = json_parse(&memory, str_skip_bom(body), config->limits, e);
+    if (route == API_INVOCATIONS) route = api_route_of_body(root);
+    request->style = api_style_of(route);
+    int code = root ? api_parse_json(config, route, root, request, e) : e->code;
+    if (!root) {
+        request->status = e->code == TOKA_E_MEMORY ? 503 : 400;
+        request->config = config;
+    }
+    arena_free(&memory);
+    return code;
 }
 
 /* ===========================================================================
@@ -39401,7 +39402,6 @@ static void srv_begin_api(srv *server, srv_request *request) {
     request->api.serial[1] = srv_new_id(server, 1);
     request->api.created = (int64_t)time(NULL);
     request->api.user = request;
-    request->api.style = api_style_of((enum api_route)request->route->api_route);
     if (!srv_can_parse(request)) return;
     int code = api_parse(&server->model, (enum api_route)request->route->api_route,
                          buf_view(&request->body), &request->api, &e);
@@ -39426,7 +39426,7 @@ static void srv_begin_api(srv *server, srv_request *request) {
 /* Handler of /v1/messages/count_tokens. */
 static void srv_count_prompt(srv *server, srv_request *request) {
     toka_err e;
-    api_request counted = {.style = &api_messages, .counts_only = true};
+    api_request counted = {.counts_only = true};
     if (!srv_can_parse(request)) return;
     if (api_parse(&server->model, API_MESSAGES, buf_view(&request->body), &counted, &e)) {
         request->reply.status = counted.status;
@@ -47159,7 +47159,7 @@ static const help_page help_pages[] = {
      "- A line on standard error says every 5 seconds what /metrics has.\n"
      "- test/deploy has a Dockerfile, a unit for systemd and a script for Slurm.\n"
      "- GET /ping and POST /invocations are what hosting services ask of containers:\n"
-     "  health, and a chat or a completion, by the body (`--host 0.0.0.0 --port 8080`).\n"
+     "  health, and whatever the body is for (`--host 0.0.0.0 --port 8080`).\n"
      "- `n` may be thousands: the samples share the pages of their prompt, and\n"
      "  `\"stream\": true` sends each as it grows. vLLM's fields work too: top_k,\n"
      "  min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids,\n"

@@ -1340,11 +1340,14 @@ def test_unknown_fields_are_logged_once_or_refused(server):
 
 
 def test_the_routes_of_hosting_services(server):
-    """POST /invocations is a chat or a completion, by its body; GET /ping is the health."""
+    """POST /invocations is what its body is for; GET /ping is the health."""
     for path, body in (("/v1/completions", {"prompt": "Tom", "max_tokens": 4, "temperature": 0}),
                        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Tom"}], "max_tokens": 4, "temperature": 0})):
         want, got = (server.post(p, body).json() for p in (path, "/invocations"))
         assert got["choices"] == want["choices"] and got["object"] == want["object"]
+    vectors = [server.post(path, {"input": "Tom"}).json()["data"] for path in ("/v1/embeddings", "/invocations")]
+    assert vectors[0] == vectors[1]
+    assert server.post("/invocations", {"query": "a", "documents": ["b"]}).error()["message"].endswith("modules.json of sentence-transformers")
     wrong = server.post("/invocations", {"max_tokens": 4})
     assert wrong.status == 400 and "prompt" in wrong.json()["error"]["message"]
     assert server.get("/invocations").status == 405
