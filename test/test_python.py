@@ -109,6 +109,18 @@ def test_embed(py, llm):
     assert len(llm.generate("Tom has", py.SamplingParams(max_tokens=3))) == 1
 
 
+def test_score_of_two_texts(py, llm):
+    texts = ["Tom has", PROBLEM, "Ann"]
+    vectors = [e.outputs.embedding for e in llm.embed(texts)]
+    one = llm.score("Tom has", texts)
+    assert [s.outputs.score for s in one] == pytest.approx([float(vectors[0] @ v) for v in vectors], abs=1e-5)
+    assert abs(one[0].outputs.score - 1) < 1e-5 and len(one[1].prompt_token_ids) == len(llm.encode("Tom has")) + len(llm.encode(PROBLEM))
+    assert [s.outputs.score for s in llm.score(texts, texts[::-1])][1] == pytest.approx(1, abs=1e-5)
+    for a, b in ((texts[:2], texts), ("x", [])):
+        with pytest.raises(ValueError, match="expected one or as many"):
+            llm.score(a, b)
+
+
 def test_parameters(py, llm):
     P = py.SamplingParams
     whole = llm.generate("Tom has", P(temperature=0, max_tokens=30))[0].outputs[0]

@@ -210,6 +210,18 @@ class EmbeddingRequestOutput:
 
 
 @dataclass
+class ScoringOutput:
+    score: float
+
+
+@dataclass
+class ScoringRequestOutput:
+    prompt_token_ids: np.ndarray  # of both texts
+    outputs: ScoringOutput
+    finished: bool = True
+
+
+@dataclass
 class StreamOutput:
     """One token of a stream; text is what became final with it."""
     index: int
@@ -312,12 +324,26 @@ class LLM:
         _free(out)
         return text
 
-    def score(self, token_ids):
-        """The log-probability of each token after those before it; 0 for the first."""
+    def score(self, data_1, data_2=None):
+        """With one argument, token ids: the log-probability of each token after those before it; 0 for the first. With two, each
+        a text or a list of texts: the cosine of the embeddings of each pair, as vLLM; one text of data_1 goes with all of data_2.
+        The texts are taken as they are: without the prompts that the folder has for queries and documents."""
+        if data_2 is not None:
+            return self._score_pairs(*([x] if isinstance(x, str) else list(x) for x in (data_1, data_2)))
+        token_ids = data_1
         ids, err = _ids([int(i) for i in token_ids]), _Err()
         logprobs = np.empty(len(ids), np.float32)
         _check(_lib.toka_score(self._t, ids, len(ids), logprobs.ctypes.data_as(_FLOATS), C.byref(err)), err)
         return logprobs
+
+    def _score_pairs(self, queries, documents):
+        if len(queries) not in (1, len(documents)) or not documents:
+            raise ValueError(f"{len(queries)} texts for {len(documents)}, expected one or as many")
+        vectors = self.embed(queries + documents)
+        pairs = zip(vectors[:len(queries)] * (len(documents) if len(queries) == 1 else 1), vectors[len(queries):])
+        unit = lambda x: x.outputs.embedding / np.linalg.norm(x.outputs.embedding)
+        return [ScoringRequestOutput(np.concatenate((a.prompt_token_ids, b.prompt_token_ids)), ScoringOutput(float(unit(a) @ unit(b))))
+                for a, b in pairs]
 
     # ---- Requests ----
 
