@@ -31061,6 +31061,7 @@ typedef struct api_request {
     int n_items, n_sent;
     buf item_log;
     size_t item_at;
+    str repeated; /* of Responses: members of the answer that repeat the body; in the arena */
     /* of embeddings and scores (35) */
     bool base64;           /* vectors as base64, else as numbers */
     int n_queries;         /* scores of vectors: the first prompts are queries, the others
@@ -31173,6 +31174,7 @@ typedef struct api_body { /* the fields of a body: their values or the defaults 
     const json *prompt, *messages, *tools, *tool_choice, *documents, *kwargs, *stop, *stop_ids,
         *allowed, *bias, *bad_words, *stream_options, *tokens, *input, *text, *reasoning, *system,
         *thinking, *output_config, *format, *structured, *include;
+    const json *root;               /* the body itself */
     const json *guides[API_GUIDES]; /* of api_guides; NULL: not given */
     str guided_space;
     bool has_seed, has_max_tokens; /* the body has seed, max_tokens or max_completion_tokens */
@@ -31492,6 +31494,7 @@ static int api_read_body(api_request *request, enum api_route route, const json 
                           : request->config->completion_tokens;
     int code = 0;
     *body = api_default_body(request->config);
+    body->root = root;
     if (!json_is(root, JSON_OBJECT)) return API_INVALID("body: expected a JSON object");
     JSON_MEMBERS(key, root) {
         const api_field *field = api_find_field((str){key->chars, key->n}, 1 << route);
@@ -33801,11 +33804,41 @@ static int resp_check(api_request *request, const api_body *body, toka_err *e) {
     return 0;
 }
 
+static void resp_put_or(const json *value, const char *absent, buf *out) {
+    if (value && value->type != JSON_NULL) json_put_value(out, value);
+    else buf_c(out, absent);
+}
+
+/* Keeps the members of the answer that repeat the body. A member that the body does not have has
+ * OpenAI's default. A summary of the reasoning is never made. */
+static void resp_repeat(api_request *request, const api_body *body) {
+    static const struct {
+        const char *name, *absent;
+    } rows[] = {{"instructions", "null"},      {"metadata", "{}"},       {"tools", "[]"},
+                {"tool_choice", "\"auto\""},   {"user", "null"},         {"safety_identifier", "null"},
+                {"prompt_cache_key", "null"},  {"truncation", "\"disabled\""},
+                {"parallel_tool_calls", "true"}};
+    buf out = {0};
+    buf_c(&out, ",\"text\":{\"format\":");
+    resp_put_or(json_get(body->text, "format"), "{\"type\":\"text\"}", &out);
+    buf_c(&out, ",\"verbosity\":\"medium\"},\"reasoning\":{\"effort\":");
+    resp_put_or(json_get(body->reasoning, "effort"), "null", &out);
+    buf_c(&out, ",\"summary\":null}");
+    for (int i = 0; i < COUNT(rows); i++) {
+        json_put_key(&out, rows[i].name);
+        resp_put_or(json_get(body->root, rows[i].name), rows[i].absent, &out);
+    }
+    request->repeated = arena_str(&request->memory, buf_view(&out));
+    request->held_bytes += out.n;
+    buf_free(&out);
+}
+
 static int resp_translate(api_request *request, api_body *body, toka_err *e) {
     static const char *const types[2] = {"function", "function"};
     const json *effort = json_get(body->reasoning, "effort");
     chat_builder chat = {0};
     int code = resp_check(request, body, e);
+    if (!code) resp_repeat(request, body);
     if (!code) code = chat_translate_tools(request, body, "parameters", types, e);
     if (!code) code = resp_translate_choice(request, body, e);
     if (code) return code;
@@ -34192,10 +34225,9 @@ static void resp_put_response(api_request *request, str events, buf *out) {
     json_put_close(out, ']');
     buf_c(out, ",\"error\":null,\"incomplete_details\":");
     buf_c(out, cut ? "{\"reason\":\"max_output_tokens\"}" : "null");
-    buf_c(out, ",\"instructions\":null,\"metadata\":{},\"previous_response_id\":null,\"tools\":[],"
-               "\"tool_choice\":\"auto\",\"truncation\":\"disabled\",\"store\":false,"
-               "\"background\":false,\"text\":{\"format\":{\"type\":\"text\"}}");
-    json_put_key(out, "parallel_tool_calls"), json_put_bool(out, !request->parse.one_call);
+    buf_c(out, ",\"previous_response_id\":null,\"store\":false,\"background\":false,"
+               "\"top_logprobs\":0,\"max_tool_calls\":null");
+    buf_str(out, request->repeated);
     json_put_key(out, "temperature"), json_put_num(out, sampling->temperature, true);
     json_put_key(out, "top_p"), json_put_num(out, sampling->top_p, true);
     json_put_key(out, "max_output_tokens");

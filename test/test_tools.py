@@ -404,6 +404,26 @@ def test_responses(api):
     assert items(respond(api, "long", tools=FLAT))[0][0] == "get_weather"
 
 
+def test_a_response_repeats_the_request(server, api):
+    """As OpenAI's does, in each event that has a response."""
+    shape = {"format": {"type": "json_schema", "name": "x", "schema": pick(side={"enum": ["left", "right"]}), "strict": True}}
+    asked = {"tools": FLAT, "tool_choice": {"type": "function", "name": "get_time"}, "instructions": "Be brief.", "metadata": {"a": "b"}, "user": "u",
+             "reasoning": {"effort": "high", "summary": "auto"}, "parallel_tool_calls": True, "prompt_cache_key": "k", "safety_identifier": "s",
+             "truncation": "auto", "max_output_tokens": 300, "temperature": 0.5, "text": {"verbosity": "medium"}}
+    want = {**asked, "reasoning": {"effort": "high", "summary": None}, "text": {"format": {"type": "text"}, "verbosity": "medium"}}
+    plain = {"tools": [], "tool_choice": "auto", "instructions": None, "metadata": {}, "user": None, "reasoning": {"effort": None, "summary": None},
+             "parallel_tool_calls": True, "truncation": "disabled", "max_output_tokens": None, "previous_response_id": None, "store": False,
+             "text": {"format": {"type": "text"}, "verbosity": "medium"}, "background": False, "top_logprobs": 0}
+    for body, expected in ((asked, want), ({"text": shape}, {"text": {**shape, "verbosity": "medium"}}), ({"tools": None, "text": None}, plain), ({}, plain)):
+        body = {"model": "m", "input": "one", **body}
+        answers = [server.post("/v1/responses", body).json()]
+        lines = server.post("/v1/responses", {**body, "stream": True}).body.decode().split("\n")
+        answers += [r for r in (json.loads(line[6:]).get("response") for line in lines if line.startswith("data: ")) if r]
+        assert len(answers) == 4 and all({k: a[k] for k in expected} == expected for a in answers), answers[0]
+    parsed = api.responses.create(model="m", input="one", text=shape, tools=FLAT, tool_choice="none", reasoning={"effort": "low"})
+    assert parsed.text.format.name == "x" and parsed.tools[0].name == "get_weather" and parsed.tool_choice == "none" and parsed.reasoning.effort == "low"
+
+
 FLAT_PICK = [{"type": "function", "name": t["function"]["name"], "parameters": t["function"].get("parameters")} for t in PICK]
 
 
