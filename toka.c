@@ -41990,7 +41990,8 @@ enum {
     PLAN_MAX_GPUS = ENG_MAX_PARALLEL, /* the engine must accept the recommended flags */
     PLAN_ANY_GPUS = INT_MIN, /* --gpus is not given */
     /* Default workload in tokens: that of GSM8K, or less if the model's length allows less. */
-    PLAN_INPUT = 715, PLAN_OUTPUT = 150
+    PLAN_INPUT = 715, PLAN_OUTPUT = 150,
+    PLAN_FP8_ARCH = 90 /* from this compute capability on toka computes with FP8 on a GPU */
 };
 #define PLAN_LATENCY 40e-6        /* seconds of one all-reduce or send */
 #define PLAN_CONTEXT_BYTES 0x1p29 /* of a GPU's memory: in use before toka asks what is free */
@@ -42106,7 +42107,8 @@ static void plan_add_cost(plan_cost *sum, const plan_cost *cost) {
     sum->fp8_flop += cost->fp8_flop;
 }
 
-static plan_costs plan_layer_costs(toka_layer *layer) {
+/* stays_fp8: the GPU computes with FP8. Else FP8 matrices become bf16 when they are loaded. */
+static plan_costs plan_layer_costs(toka_layer *layer, bool stays_fp8) {
     plan_costs costs = {0};
     const mf_owners owners = mf_owners_of(layer);
     for (int slot = 0; slot < MF_N_SLOTS; slot++) {
@@ -42114,8 +42116,10 @@ static plan_costs plan_layer_costs(toka_layer *layer) {
         if (!owners.of[mf_slots[slot].owner] || !*mf_slots[slot].rows) continue;
         for (int i = 0; i < (is_expert ? layer->moe->n_experts : 1); i++) {
             const toka_tensor *matrix = mf_tensor(&owners, slot, i);
+            const toka_tensor unpacked = {.rows = matrix->rows, .cols = matrix->cols};
             const double flop = 2.0 * matrix->rows * matrix->cols;
-            const bool is_fp8 = matrix->dtype == TOKA_FP8;
+            const bool is_fp8 = matrix->dtype == TOKA_FP8 && stays_fp8;
+            if (matrix->dtype == TOKA_FP8 && !stays_fp8) matrix = &unpacked;
             plan_add_cost(is_expert ? &costs.experts : &costs.dense,
                           &(plan_cost){(double)toka_gpu_matrix_bytes(matrix), is_fp8 ? 0 : flop,
                                        is_fp8 ? flop : 0});
@@ -42145,7 +42149,7 @@ static const plan_costs *plan_rank_costs(const plan_query *query, int tp, int tp
         if (bytes == last_bytes) costs[i] = costs[i - 1]; /* a layer like the one before it */
         else if (!(code = mf_slice_layer(&query->model->shape, &ranges, &place, &layer, &memory,
                                          e)))
-            costs[i] = plan_layer_costs(&layer);
+            costs[i] = plan_layer_costs(&layer, query->gpu->arch >= PLAN_FP8_ARCH);
         last_bytes = bytes;
         arena_free(&memory);
         if (code) return NULL;
@@ -42280,7 +42284,7 @@ static void plan_add_attention(const plan_query *query, const plan_rank *rank,
 
 /* Returns the FLOP of a row in bf16 products that take the same time. */
 static double plan_bf16_flop(const run_gpu *gpu, const plan_cost *cost) {
-    return cost->flop + cost->fp8_flop / (gpu->arch >= 89 ? 2 : 1);
+    return cost->flop + cost->fp8_flop / (gpu->arch >= PLAN_FP8_ARCH ? 2 : 1);
 }
 /* Returns the share of the experts that at least one of n_rows rows uses. */
 static double plan_touched(const toka_moe *moe, double n_rows) {
@@ -42833,7 +42837,12 @@ static int plan_check_numbers(const plan_options *options, toka_err *e) {
  * tokens of one sequence for which there must be room. Returns TOKA_E_USE for a bad option. */
 static int plan_check(const plan_options *options, plan_query *query, int *must_hold, toka_err *e) {
     const int limit = query->model->shape.max_len;
-    if (plan_check_numbers(options, e)) return e->code;
+    if (plan_check_numbers(options, e) || plan_find_gpu(options->gpu, &query->gpu, e))
+        return e->code;
+    if (query->model->kv_fp8 && query->gpu->arch < PLAN_FP8_ARCH)
+        return fail(e, TOKA_E_USE, "--kv-cache-dtype %s: on a GPU it needs compute capability 9.0; "
+                    "%s has %d.%d", options->kv_dtype, query->gpu->name, query->gpu->arch / 10,
+                    query->gpu->arch % 10);
     if (options->max_len < 0 || options->max_len > limit || options->max_len == 1)
         return fail(e, TOKA_E_USE, "--max-model-len: %d, expected 2 to %d, the model's own limit",
                     options->max_len, limit);
@@ -42864,8 +42873,7 @@ static int plan_check(const plan_options *options, plan_query *query, int *must_
                     "sequence",
                     query->input_len, query->output_len, query->max_len);
     *must_hold = options->max_len ? query->max_len : query->input_len + query->output_len;
-    if (plan_check_service(options, query, e)) return e->code;
-    return plan_find_gpu(options->gpu, &query->gpu, e);
+    return plan_check_service(options, query, e);
 }
 
 /* Finds the model. A name or hub id of models.txt needs no model files. A folder, or a hub id in
@@ -42905,18 +42913,23 @@ static int64_t plan_active_parameters(const plan_query *query) {
     return mf_n_parameters(query->model) - (int64_t)(unused * (all.flop + all.fp8_flop) / 2);
 }
 
+/* Has a matrix of a layer this format? */
+static bool plan_has_format(const plan_query *query, unsigned dtype) {
+    for (int i = 0; i < query->model->shape.L; i++) {
+        const mf_owners owners = mf_owners_of(&query->shapes->weights.layers[i]);
+        for (int slot = 0; slot < MF_N_SLOTS; slot++)
+            if (owners.of[mf_slots[slot].owner] && mf_tensor(&owners, slot, 0)->dtype == dtype)
+                return true;
+    }
+    return false;
+}
+
 /* Appends the formats of the layers' matrices: "FP8 and bf16". */
 static void plan_put_formats(const plan_query *query, buf *out) {
     static const char *const names[] = {[TOKA_FP8] = "FP8", [TOKA_INT4] = "int4",
                                         [TOKA_MXFP4] = "MXFP4"};
-    bool has[COUNT(names)] = {false};
-    for (int i = 0; i < query->model->shape.L; i++) {
-        const mf_owners owners = mf_owners_of(&query->shapes->weights.layers[i]);
-        for (int slot = 0; slot < MF_N_SLOTS; slot++)
-            if (owners.of[mf_slots[slot].owner]) has[mf_tensor(&owners, slot, 0)->dtype] = true;
-    }
-    for (int i = 0; i < COUNT(names); i++)
-        if (names[i] && has[i]) buf_printf(out, "%s and ", names[i]);
+    for (unsigned i = 0; i < COUNT(names); i++)
+        if (names[i] && plan_has_format(query, i)) buf_printf(out, "%s and ", names[i]);
     buf_c(out, "bf16");
 }
 
@@ -42999,6 +43012,9 @@ static void plan_put_head(const plan_query *query, const char *name, buf *out) {
                    1e-9 * (double)plan_active_parameters(query));
     buf_printf(out, ", %.3g GB as ", 1e-9 * (double)plan_weight_bytes(query));
     plan_put_formats(query, out);
+    if (query->gpu->arch < PLAN_FP8_ARCH && plan_has_format(query, TOKA_FP8))
+        buf_printf(out, " (%s: FP8 becomes bf16, as before compute capability 9.0)",
+                   query->gpu->name);
     buf_printf(out, "; %s bytes of K and V a token",
                plan_format_int(plan_kv_bytes(query), text1));
     if (n_windowed)
@@ -46417,8 +46433,8 @@ static int hub_remove(const char *id, int64_t *n_bytes, toka_err *e) {
  * MARK: 45. Client [os]
  * Asks a server that speaks the OpenAI API, toka or another one. In: the body of a request that
  * streams. Out: the pieces of its answers as toka_events without ids. curl does the transfer, as
- * for the hub, so that https works; redirects are not followed. Reasoning stands between <think>
- * and </think> in the text, as a model writes it.
+ * for the hub, so that https works; redirects are not followed. In the text reasoning stands
+ * between <think> and </think>, a tool call as JSON between <tool_call> and </tool_call>.
  * =========================================================================== */
 
 enum { CLIENT_MAX_LINE = 1 << 26 }; /* bytes of one event, or of an answer that is no stream */
@@ -46434,6 +46450,7 @@ typedef struct client_answer { /* answers while they arrive */
     toka_usage *usage;
     double begun;    /* when the request was sent, by os_now */
     uint64_t thinks; /* bit i: sample i is between <think> and </think>; those above 63: never */
+    uint64_t calls;  /* the same: <tool_call> and </tool_call> */
     int n_running;   /* samples that have not ended */
     bool cancelled;
 } client_answer;
@@ -46527,8 +46544,37 @@ static void client_think(client_answer *answer, int sample, bool thinks) {
     client_give(answer, sample, thinks ? STR("<think>\n") : STR("</think>\n\n"), TOKA_RUNNING);
 }
 
+static void client_end_call(client_answer *answer, int sample) {
+    const uint64_t bit = sample < 64 ? (uint64_t)1 << sample : 0;
+    if (answer->calls & bit)
+        client_give(answer, sample, STR("}\n</tool_call>\n"), TOKA_RUNNING);
+    answer->calls &= ~bit;
+}
+
+/* Gives pieces of tool calls: the name comes first, then pieces of the arguments. */
+static void client_give_calls(client_answer *answer, int sample, const json *calls) {
+    const uint64_t bit = sample < 64 ? (uint64_t)1 << sample : 0;
+    if (!json_is(calls, JSON_ARRAY) || !bit) return;
+    JSON_EACH(call, calls) {
+        const json *function = json_get(call, "function");
+        const str name = json_str(json_get(function, "name"));
+        buf text = {0};
+        if (name.n) {
+            client_end_call(answer, sample);
+            answer->calls |= bit;
+            buf_c(&text, "<tool_call>\n{\"name\": ");
+            json_put_str(&text, name);
+            buf_c(&text, ", \"arguments\": ");
+        }
+        if (answer->calls & bit) buf_str(&text, json_str(json_get(function, "arguments")));
+        client_give(answer, sample, buf_view(&text), TOKA_RUNNING);
+        buf_free(&text);
+    }
+}
+
 static void client_take_choice(client_answer *answer, const json *choice, int n_samples) {
     const json *delta = json_get(choice, "delta"), *reason = json_get(choice, "finish_reason");
+    const json *calls = json_get(delta, "tool_calls");
     const int64_t index = json_int(json_get(choice, "index"), 0);
     const str text = json_str(json_get(delta ? delta : choice, delta ? "content" : "text"));
     str thought = json_str(json_get(delta, "reasoning"));
@@ -46539,7 +46585,9 @@ static void client_take_choice(client_answer *answer, const json *choice, int n_
         client_think(answer, (int)index, true);
         client_give(answer, (int)index, thought, TOKA_RUNNING);
     }
-    if (text.n || ends) client_think(answer, (int)index, false);
+    if (text.n || calls || ends) client_think(answer, (int)index, false);
+    client_give_calls(answer, (int)index, calls);
+    if (text.n || ends) client_end_call(answer, (int)index);
     const toka_finish finish = !ends                              ? TOKA_RUNNING
                                : str_is(json_str(reason), "length") ? TOKA_LENGTH
                                                                     : TOKA_STOP;
@@ -47080,8 +47128,10 @@ static const help_page help_pages[] = {
      "  the others. Flags of the engine, such as --device, are refused.\n"
      "- --raw completes the text as it is; else it is a chat of one message.\n"
      "- Ctrl-C ends the answer, and with it the server's work for it.\n"
-     "- `toka ping` takes Tokasaurus' arguments: prompt, chat, max_tokens, n,\n"
-     "  temperature, top_p, model, url. Without --base-url it takes --host, --port.\n",
+     "- `toka ping` takes Tokasaurus' arguments: prompt, chat, max_tokens (100), n,\n"
+     "  temperature (0), model, host, port. A link to toka with the name toka-ping is\n"
+     "  the same. `toka model=M pp_size=8 kv_cache_num_tokens='(512 * 1024)'` starts a\n"
+     "  server, with the arguments of Tokasaurus that have a meaning here.\n",
      "ping"},
     {"embeddings", "vectors of texts, scores of pairs, reranking",
      "    echo Tom has 3 apples. | toka embed -m test/model -q --dimensions 4\n"
@@ -48425,7 +48475,13 @@ typedef struct cli_generation { /* the running request; `user` of the callback p
     const char *model;   /* its name */
     cli_sample *samples; /* [flags->samples] */
     int n_printed;       /* with several samples: how many were printed, in order */
-    bool dims, is_dim;   /* reasoning is shown dim; the text is inside of it */
+    bool dims;           /* reasoning and tool calls are shown dim */
+    const char *dim_end; /* the text is dim up to this tag; NULL: it is not dim */
+    bool parses;         /* the answer goes through the parser */
+    parse_setup parse;
+    parser parser;
+    enum parse_kind kind; /* of its last event */
+    buf content;         /* of its events: the answer without reasoning and tool calls */
     toka_err error;      /* error of writing to standard output; code 0: none */
 } cli_generation;
 
@@ -48478,22 +48534,71 @@ static void cli_print_ended(cli_generation *run) {
     }
 }
 
-/* Writes text of an answer; between <think> and </think> it is dim. The tags do not arrive in
- * pieces: models that use them have a token for each. */
+/* Writes text of an answer. What stands between the tags of reasoning or of a tool call is dim. The
+ * tags do not arrive in pieces: cli_write_events or the client wrote them, or the model has a token
+ * for each. */
 static void cli_write_answer(cli_generation *run, str text) {
+    static const char *const tags[][2] = {{"<think>", "</think>"}, {"<tool_call>", "</tool_call>"}};
     buf out = {0};
     while (run->dims) {
-        const str tag = run->is_dim ? STR("</think>") : STR("<think>");
-        const ptrdiff_t at = str_find(text, tag, 0);
+        const char *tag = run->dim_end, *end = NULL;
+        ptrdiff_t at = tag ? str_find(text, str_c(tag), 0) : -1;
+        for (int i = 0; i < COUNT(tags) && !run->dim_end; i++) {
+            const ptrdiff_t found = str_find(text, str_c(tags[i][0]), 0);
+            if (found < 0 || (at >= 0 && found >= at)) continue;
+            at = found;
+            tag = tags[i][0], end = tags[i][1];
+        }
         if (at < 0) break;
         buf_str(&out, str_sub(text, 0, (size_t)at));
-        buf_printf(&out, run->is_dim ? "%.*s\033[22m" : "\033[2m%.*s", STRF(tag));
-        text = str_sub(text, (size_t)at + tag.n, text.n);
-        run->is_dim = !run->is_dim;
+        buf_printf(&out, end ? "\033[2m%s" : "%s\033[22m", tag);
+        text = str_sub(text, (size_t)at + strlen(tag), text.n);
+        run->dim_end = end;
     }
     buf_str(&out, text);
     cli_write(buf_view(&out), &run->error);
     buf_free(&out);
+}
+
+/* Ends the reasoning or the tool call that was written last. */
+static void cli_close_event(cli_generation *run) {
+    if (run->kind == PARSE_REASONING) cli_write_answer(run, STR("</think>\n\n"));
+    if (run->kind >= PARSE_CALL) cli_write_answer(run, STR("}\n</tool_call>\n"));
+    run->kind = PARSE_CONTENT;
+}
+
+/* Writes what the parser found: reasoning between <think> and </think>, a tool call as JSON between
+ * <tool_call> and </tool_call>, whatever the model's own form is. */
+static void cli_write_events(cli_generation *run) {
+    str events = buf_view(&run->parser.events);
+    for (parse_event event; parse_next_event(&events, &event);) {
+        const bool goes_on = event.kind == run->kind ||
+                             (event.kind == PARSE_ARGUMENTS && run->kind == PARSE_CALL);
+        if (!goes_on || event.kind == PARSE_CALL) cli_close_event(run);
+        if (event.kind == PARSE_REASONING && !goes_on) cli_write_answer(run, STR("<think>\n"));
+        if (event.kind == PARSE_CALL) {
+            cli_write_answer(run, STR("<tool_call>\n{\"name\": \""));
+            cli_write_answer(run, event.text);
+            cli_write_answer(run, STR("\", \"arguments\": "));
+        } else {
+            cli_write_answer(run, event.text);
+        }
+        if (event.kind == PARSE_CONTENT) buf_str(&run->content, event.text);
+        run->kind = event.kind;
+    }
+    buf_clear(&run->parser.events);
+}
+
+/* Writes a piece of the only sample, as it comes. */
+static void cli_stream(cli_generation *run, str text, bool ends) {
+    if (!run->parses) {
+        cli_write_answer(run, text);
+        return;
+    }
+    parser_feed(&run->parser, text);
+    if (ends) parser_end(&run->parser);
+    cli_write_events(run);
+    if (ends) cli_close_event(run);
 }
 
 /* The engine's callback. After Ctrl-C or a failed write it returns 1, which cancels the request. */
@@ -48508,7 +48613,8 @@ static int cli_on_event(void *user, const toka_event *ev) {
     }
     sample->finish = ev->finish;
     sample->stop_id = ev->stop_id;
-    if (stream) cli_write_answer(run, (str){ev->text, ev->text_bytes});
+    if (stream)
+        cli_stream(run, (str){ev->text, ev->text_bytes}, ev->finish != TOKA_RUNNING);
     else if (!run->flags->json) cli_print_ended(run);
     return cli_interrupted || run->error.code;
 }
@@ -48557,12 +48663,15 @@ static void cli_set_sampling(const cli *flags, const toka *t, toka_request *requ
     request->n = flags->samples;
 }
 
-/* Renders the chat template. messages: the elements of the JSON array, without its brackets. out:
- * the text of the prompt. */
-static int cli_render(const cli *flags, const toka *t, const buf *messages, buf *out, toka_err *e) {
+/* Renders the chat template. messages: the elements of the JSON array, without its brackets. tools:
+ * JSON array, or empty. out: the text of the prompt. */
+static int cli_render(const cli *flags, const toka *t, const buf *messages, str tools, buf *out,
+                      toka_err *e) {
     buf b = {0};
     if (lib_require_template(t, e)) return e->code;
-    buf_printf(&b, "{\"messages\":[%s],\"add_generation_prompt\":true}", messages->p);
+    buf_printf(&b, "{\"messages\":[%s],\"add_generation_prompt\":true", messages->p);
+    if (tools.n) buf_printf(&b, ",\"tools\":%.*s", STRF(tools));
+    buf_char(&b, '}');
     buf_clear(out);
     int code = lib_render(t, t->files, buf_view(&b), json_trusted, flags->now, out, e);
     buf_free(&b);
@@ -48619,16 +48728,6 @@ typedef struct cli_answer {
     bool interrupted;
 } cli_answer;
 
-/* Shows reasoning dim, if the answer goes to a terminal with colors. A prompt may end with the tag
- * that begins it. */
-static void cli_begin_dim(cli_generation *run, str prompt) {
-    const char *no_color = getenv("NO_COLOR");
-    while (prompt.n && isspace((unsigned char)prompt.p[prompt.n - 1])) prompt.n--;
-    run->dims = isatty(1) && run->flags->chat && !(no_color && *no_color);
-    run->is_dim = run->dims && str_ends(prompt, STR("<think>"));
-    if (run->is_dim) cli_write(STR("\033[2m"), &run->error);
-}
-
 /* Reads what --json-schema, --grammar, --regex and --choice say; grammar->text: NULL if none is
  * given, else borrowed from `text`. */
 static int cli_read_grammar(const cli *flags, buf *text, toka_grammar *grammar, toka_err *e) {
@@ -48682,7 +48781,37 @@ typedef struct cli_job {
     client *server;
     const char *model;   /* the server's model */
     const buf *messages; /* elements of the array of messages; NULL: the server completes prompt */
+    bool is_chat;        /* the chat template rendered the prompt */
+    const buf *tools;    /* JSON array of the functions that the model may call; NULL: none */
 } cli_job;
+
+/* Has the tokenizer special tokens that the parser must see? */
+static bool cli_needs_special(const tok *tokenizer, const parse_setup *setup) {
+    for (int32_t id = 0; id < tokenizer->n_ids; id++)
+        if (tokenizer->flag[id] & TOK_SKIPPED && parse_needs_token(setup, tokenizer->text[id]))
+            return true;
+    return false;
+}
+
+/* Decides how the answer is shown. In a conversation the parser finds reasoning and tool calls, as
+ * the chat template shows their form. The answers of GPT-OSS are unreadable without it, so it reads
+ * those to -p, too. */
+static void cli_begin_answer(cli_generation *run, const cli_job *job) {
+    const cli *flags = job->flags;
+    const tmpl *chat = job->toka ? lib_chat_template(job->toka, NULL) : NULL;
+    const char *no_color = getenv("NO_COLOR");
+    run->dims = isatty(1) && flags->chat && !(no_color && *no_color);
+    const bool is_many = flags->json || flags->samples > 1;
+    if (!job->is_chat || !chat || !job->toka->tokenizer || is_many) return;
+    parse_setup *setup = &run->parse;
+    setup->family = parse_find_family(NULL, chat->source);
+    if (job->tools || parse_is_harmony(setup))
+        setup->format = parse_find_format(NULL, chat->source);
+    setup->thinking = parse_prompt_thinks(setup->family, job->prompt);
+    setup->thought = parse_prompt_thought(setup->family, job->prompt);
+    run->parses = (flags->chat || parse_is_harmony(setup)) && (setup->family || setup->format);
+    if (run->parses) parser_init(&run->parser, setup);
+}
 
 /* Appends --json-schema, --grammar, --regex or --choice as members of a request. */
 static int cli_put_constraint(const cli *flags, buf *out, toka_err *e) {
@@ -48741,6 +48870,7 @@ static int cli_put_request(const cli_job *job, buf *out, toka_err *e) {
     json_put_key(out, "model"), json_put_str(out, str_c(job->model));
     if (job->messages) json_put_key(out, "messages"), buf_printf(out, "[%s]", job->messages->p);
     else json_put_key(out, "prompt"), json_put_str(out, job->prompt);
+    if (job->tools) json_put_key(out, "tools"), buf_str(out, buf_view(job->tools));
     cli_put_sampling(job->flags, out);
     const int code = cli_put_constraint(job->flags, out, e);
     buf_c(out, ",\"stream\":true,\"stream_options\":{\"include_usage\":true}}");
@@ -48768,6 +48898,7 @@ static int cli_generate(const cli_job *job, cli_generation *run, toka_usage *usa
     cli_set_sampling(flags, t, &request);
     request.text = job->prompt.p, request.text_bytes = job->prompt.n;
     request.text_flags = job->text_flags;
+    request.keep_special = run->parses && cli_needs_special(t->tokenizer, &run->parse);
     int code = cli_read_constraint(flags, t, &request.sampling.constraint, e);
     if (!code) code = toka_generate(t, &request, cli_on_event, run, usage, e);
     toka_constraint_del(request.sampling.constraint);
@@ -48804,9 +48935,9 @@ static int cli_complete(const cli_job *job, cli_answer *answer, toka_err *e) {
                           .model = job->toka ? job->toka->files->name : job->model,
                           .samples = mem_zalloc((size_t)flags->samples * sizeof(cli_sample))};
     for (int i = 0; i < flags->samples; i++) run.samples[i].stop_id = -1;
-    cli_begin_dim(&run, job->prompt);
+    cli_begin_answer(&run, job);
     int code = job->toka ? cli_generate(job, &run, &usage, e) : cli_send(job, &run, &usage, e);
-    if (run.is_dim) cli_write(STR("\033[22m"), &run.error);
+    if (run.dim_end) cli_write(STR("\033[22m"), &run.error);
     if (run.error.code) *e = run.error, code = e->code;
     const bool interrupted = code == TOKA_E_CANCELLED;
     for (int i = 0; i < flags->samples && interrupted; i++)
@@ -48816,12 +48947,16 @@ static int cli_complete(const cli_job *job, cli_answer *answer, toka_err *e) {
         cli_write(STR("\n"), &unused); /* end the line that was begun */
     if (answer) {
         buf_clear(&answer->text);
-        buf_str(&answer->text, buf_view(&run.samples[0].text));
+        /* the template of GPT-OSS refuses its own form in a message */
+        buf_str(&answer->text, buf_view(run.parses && parse_is_harmony(&run.parse)
+                                            ? &run.content : &run.samples[0].text));
         answer->usage = usage;
         answer->interrupted = interrupted;
     }
     for (int i = 0; i < flags->samples; i++)
         buf_free(&run.samples[i].text), buf_free(&run.samples[i].tokens);
+    if (run.parses) parser_free(&run.parser);
+    buf_free(&run.content);
     free(run.samples);
     return code;
 }
@@ -48855,12 +48990,13 @@ static int cli_run_prompt(const cli *flags, toka *t, toka_err *e) {
     if (!code && use_template) {
         if (flags->system) api_put_text_message(&messages, "system", str_c(flags->system));
         api_put_text_message(&messages, "user", buf_view(&text));
-        code = cli_render(flags, t, &messages, &prompt, e);
+        code = cli_render(flags, t, &messages, STR(""), &prompt, e);
     }
     const int added = use_template ? 0 : TOKA_ADD_SPECIAL;
     const cli_job job = {.flags = flags,
                          .toka = t,
                          .prompt = buf_view(use_template ? &prompt : &text),
+                         .is_chat = use_template,
                          .text_flags = TOKA_PARSE_SPECIAL | added};
     if (!code) code = cli_complete(&job, NULL, e);
     run_warn_overwritten(t, &warned);
@@ -48878,6 +49014,7 @@ typedef struct cli_talk {
     const char *model;    /* the model's name */
     edit editor;
     buf system, turns;    /* elements of the array of messages: the system message; the others */
+    buf tools;            /* JSON array of /load; empty: none */
     size_t n_before_user; /* bytes of turns before the last user's turn */
     size_t n_before_answer;
     bool has_user;        /* there is a user's turn, which /regen can answer again */
@@ -48903,14 +49040,17 @@ static int cli_talk_answer(cli_talk *talk, int *refused, toka_err *e) {
     talk->n_before_answer = talk->turns.n;
     int code = 0;
     if (talk->toka)
-        code = cli_render(&talk->flags, talk->toka, &talk->messages, &talk->prompt, e);
+        code = cli_render(&talk->flags, talk->toka, &talk->messages, buf_view(&talk->tools),
+                          &talk->prompt, e);
     const cli_job job = {.flags = &talk->flags,
                          .toka = talk->toka,
                          .prompt = buf_view(&talk->prompt),
                          .text_flags = TOKA_PARSE_SPECIAL,
                          .server = talk->server,
                          .model = talk->model,
-                         .messages = &talk->messages};
+                         .messages = &talk->messages,
+                         .is_chat = true,
+                         .tools = talk->tools.n ? &talk->tools : NULL};
     if (!code) code = cli_complete(&job, &talk->answer, e);
     if (!code) {
         api_put_text_message(&talk->turns, "assistant", buf_view(&talk->answer.text));
@@ -48953,24 +49093,28 @@ static int cli_talk_system(cli_talk *talk, const char *rest, toka_err *e) {
 static int cli_talk_save(cli_talk *talk, const char *rest, toka_err *e) {
     if (!*rest) return fail(e, TOKA_E_USE, "/save needs a file");
     FILE *file = fopen(rest, "we");
-    bool ok = file && fprintf(file, "{\"messages\":[%s%s%s]}\n", buf_view(&talk->system).p,
+    bool ok = file && fprintf(file, "{\"messages\":[%s%s%s]%s%s}\n", buf_view(&talk->system).p,
                               talk->system.n && talk->turns.n ? "," : "",
-                              talk->turns.n ? talk->turns.p : "") > 0;
+                              talk->turns.n ? talk->turns.p : "",
+                              talk->tools.n ? ",\"tools\":" : "",
+                              buf_view(&talk->tools).p) > 0;
     if (file && fclose(file)) ok = false;
     if (!ok) return fail(e, TOKA_E_IO, "%s: %s", rest, strerror(errno));
     fprintf(stderr, "saved in %s\n", rest);
     return 0;
 }
 
-/* Takes the messages of a JSON object, as /save writes it. */
-static int cli_talk_take(cli_talk *talk, const json *messages, const char *name, toka_err *e) {
+/* Takes the messages and tools of a JSON object, as /save writes it. */
+static int cli_talk_take(cli_talk *talk, const json *root, const char *name, toka_err *e) {
+    const json *messages = json_get(root, "messages"), *tools = json_get(root, "tools");
     if (!json_is(messages, JSON_ARRAY))
         return fail(e, TOKA_E_INPUT, "%s: there are no \"messages\"", name);
     JSON_EACH(message, messages)
         if (!json_str(json_get(message, "role")).n || !json_get(message, "content"))
             return fail(e, TOKA_E_INPUT, "%s: a message has no role or no content", name);
-    buf_clear(&talk->system), buf_clear(&talk->turns);
+    buf_clear(&talk->system), buf_clear(&talk->turns), buf_clear(&talk->tools);
     talk->has_user = false;
+    if (json_is(tools, JSON_ARRAY) && tools->n) json_put_value(&talk->tools, tools);
     JSON_EACH(message, messages) {
         const str role = json_str(json_get(message, "role"));
         buf *out = str_is(role, "system") && !talk->turns.n ? &talk->system : &talk->turns;
@@ -48988,7 +49132,7 @@ static int cli_talk_load(cli_talk *talk, const char *rest, toka_err *e) {
     if (!*rest) return fail(e, TOKA_E_USE, "/load needs a file");
     if (os_map(rest, &text, e)) return e->code;
     const json *root = json_parse(&memory, text, json_trusted, e);
-    const int code = root ? cli_talk_take(talk, json_get(root, "messages"), rest, e) : e->code;
+    const int code = root ? cli_talk_take(talk, root, rest, e) : e->code;
     if (!code) fprintf(stderr, "%d messages\n", (int)json_get(root, "messages")->n);
     arena_free(&memory);
     os_unmap(text);
@@ -49062,7 +49206,7 @@ static const struct {
     {"regen", "", "answer the last turn again, with the next seed", cli_talk_regen},
     {"set", " NAME VALUE", "change how is sampled: /set temperature 0.7", cli_talk_set},
     {"save", " FILE", "write the conversation as {\"messages\": [...]}", cli_talk_save},
-    {"load", " FILE", "go on with such a file", cli_talk_load},
+    {"load", " FILE", "go on with such a file; it may have \"tools\"", cli_talk_load},
     {"stats", "", "tokens and speed of the last answer", cli_talk_stats},
     {"exit", "", "end; Ctrl-D does it, too", cli_talk_exit}};
 
@@ -49160,8 +49304,8 @@ static int cli_chat(const cli *flags, toka *t, client *server, const char *model
     else if (!code) code = cli_talk_on_pipe(&talk, &refused, e);
     const bool answered = talk.turns.n > 0;
     edit_free(&talk.editor);
-    buf *const owned[] = {&talk.system, &talk.turns, &talk.answer.text, &talk.messages,
-                          &talk.prompt};
+    buf *const owned[] = {&talk.system, &talk.turns, &talk.tools, &talk.answer.text,
+                          &talk.messages, &talk.prompt};
     for (int i = 0; i < COUNT(owned); i++) buf_free(owned[i]);
     return code || answered ? code : refused;
 }
@@ -49263,31 +49407,52 @@ static int cli_run_word(const cli *flags, toka_err *e) {
     return cli_run_command(&run, e);
 }
 
-/* toka ping [NAME=VALUE ...]: asks a running server; Tokasaurus' names of arguments work. */
-static int cli_ping(const cli *flags, toka_err *e) {
-    static const char *const others[][2] = {{"prompt", "--prompt"}, {"chat", "--chat"},
-                                            {"max_tokens", "--max-tokens"}, {"n", "--samples"},
-                                            {"temperature", "--temp"}, {"url", "--base-url"},
-                                            {"model", "--model"}, {"top_p", "--top-p"}};
-    cli sent = *flags;
-    buf url = {0};
-    bool chat = false;
+/* Reads a switch of Tokasaurus: True, T or 1. */
+static bool cli_is_true(const char *value) {
+    return !strcasecmp(value, "true") || !strcasecmp(value, "t") || !strcmp(value, "1");
+}
+
+/* Sets flags from the NAME=VALUE words of toka ping. *chat: chat=True was given. */
+static int cli_take_ping_words(cli *flags, bool *chat, toka_err *e) {
+    static const char *const others[][2] = {
+        {"prompt", "--prompt"}, {"chat", "--chat"},        {"max_tokens", "--max-tokens"},
+        {"n", "--samples"},     {"temperature", "--temp"}, {"model", "--model"},
+        {"host", "--host"},     {"port", "--port"},        {"top_p", "--top-p"},
+        {"url", "--base-url"}};
     for (int i = 0; i < flags->words.n_values; i++) {
         const char *word = flags->words.values[i], *equals = strchr(word, '=');
+        const str typed = {word, equals ? (size_t)(equals - word) : strlen(word)};
+        suggestion nearest = {.typed = typed};
         const cli_flag *flag = NULL;
-        for (int j = 0; j < COUNT(others) && equals; j++)
-            if (str_is((str){word, (size_t)(equals - word)}, others[j][0]))
-                flag = cli_find_flag(others[j][1], strlen(others[j][1]));
-        if (!flag)
-            return fail(e, TOKA_E_USE, "%s: expected prompt=TEXT, max_tokens=N, chat=True, n=N, "
-                        "temperature=T, top_p=P, model=NAME or url=URL", word);
-        if (flag->type == CLI_BOOL) chat = !strcasecmp(equals + 1, "true");
-        else if (cli_set_flag(&sent, flag, equals + 1, word, e)) return e->code;
+        for (int k = 0; k < COUNT(others); k++) {
+            suggest_try(&nearest, others[k][0]);
+            if (str_is(typed, others[k][0]))
+                flag = cli_find_flag(others[k][1], strlen(others[k][1]));
+        }
+        if (!flag || !equals) {
+            fail(e, TOKA_E_USE, "%s: expected prompt=TEXT, chat=True, max_tokens=N, n=N, "
+                 "temperature=T, top_p=P, model=NAME, host=HOST, port=N or url=URL", word);
+            return flag ? e->code : suggest_fail(&nearest, "", e);
+        }
+        if (flag->type == CLI_BOOL) *chat = cli_is_true(equals + 1);
+        else if (cli_set_flag(flags, flag, equals + 1, word, e)) return e->code;
     }
+    return 0;
+}
+
+/* toka ping [NAME=VALUE ...], or a program that is called toka-ping: asks a running server.
+ * Tokasaurus' names of arguments work, with its defaults. */
+static int cli_ping(const cli *flags, toka_err *e) {
+    cli sent = *flags;
+    buf url = {0};
+    bool chat = flags->chat;
+    if (cli_take_ping_words(&sent, &chat, e)) return e->code;
+    if (flags->words.n_values && sent.max_tokens == INT_MIN) sent.max_tokens = 100;
+    if (flags->words.n_values && isnan(sent.temperature)) sent.temperature = 0;
     sent.chat = false;
-    sent.raw = !chat && !flags->chat;
+    sent.raw = !chat;
     if (!sent.prompt && !sent.file) sent.prompt = "tell me a joke";
-    buf_printf(&url, "http://%s:%d", flags->host, flags->port);
+    buf_printf(&url, "http://%s:%d", sent.host, sent.port);
     if (!sent.bench.base_url) sent.bench.base_url = url.p;
     const int code = cli_run_client(&sent, e);
     buf_free(&url);
@@ -49570,7 +49735,7 @@ static int cli_grammar(const cli *flags, toka_err *e) {
 }
 
 /* Appends a model's row: parameters, bytes and formats of its weights, and bytes of K and V a
- * token, as bf16. */
+ * token, on a GPU. */
 static int cli_put_known_model(const mf_known_model *known, const char *where, buf *out,
                                toka_err *e) {
     plan_query query = {.gpu = run_gpus};
@@ -49578,7 +49743,7 @@ static int cli_put_known_model(const mf_known_model *known, const char *where, b
     int code = plan_open_model(&query, &known->config, e);
     if (!code) {
         plan_put_formats(&query, &formats);
-        buf_printf(out, "%-33s %-49s %7.2f B  %8.2f  %-15s %8lld  %-11s %s\n", known->name,
+        buf_printf(out, "%-33s %-51s %7.2f B  %8.2f  %-15s %8lld  %-11s %s\n", known->name,
                    known->hub_id, 1e-9 * (double)mf_n_parameters(&known->config),
                    1e-9 * (double)plan_weight_bytes(&query), buf_view(&formats).p,
                    (long long)plan_kv_bytes(&query), known->family, where);
@@ -49588,27 +49753,76 @@ static int cli_put_known_model(const mf_known_model *known, const char *where, b
     return code;
 }
 
-/* Prints the table of known models and whether the hub cache of this machine has them. */
+/* Sets *list to the hub ids of all models in the cache, sorted; the caller frees it, the arena has
+ * the ids. Returns their number. */
+static int cli_list_cache(const char *cache, arena *memory, char ***list) {
+    static const char head[] = "models--";
+    int n_ids = 0;
+    DIR *dir = opendir(cache);
+    *list = NULL;
+    for (struct dirent *entry; dir && (entry = readdir(dir));) {
+        if (strncmp(entry->d_name, head, sizeof head - 1)) continue;
+        char *id = arena_cstr(memory, str_c(entry->d_name + sizeof head - 1));
+        char *dashes = strstr(id, "--");
+        if (dashes) {
+            *dashes = '/';
+            memmove(dashes + 1, dashes + 2, strlen(dashes + 2) + 1);
+        }
+        *list = mem_realloc(*list, (size_t)(n_ids + 1) * sizeof **list);
+        (*list)[n_ids++] = id;
+    }
+    if (dir) closedir(dir);
+    if (n_ids) qsort(*list, (size_t)n_ids, sizeof **list, mf_compare_names);
+    return n_ids;
+}
+
+/* Appends the rows of the models that the hub cache has beyond models.txt; -m takes their ids. */
+static int cli_put_cached_models(char **in_cache, int n_ids, const mf_known_model *known,
+                                 int n_known, buf *out, toka_err *e) {
+    int code = 0;
+    for (int i = 0; i < n_ids && !code; i++) {
+        mf_model *model = NULL;
+        toka_err why;
+        bool listed = false;
+        for (int k = 0; k < n_known; k++)
+            listed = listed || !strcmp(in_cache[i], known[k].hub_id);
+        if (listed) continue;
+        if (mf_open_text(&model, in_cache[i], NULL, NULL, true, &why)) {
+            buf_printf(out, "%-33s %-51s does not run: %s\n", "-", in_cache[i], why.msg);
+            continue;
+        }
+        const mf_known_model row = {.name = "-", .hub_id = in_cache[i],
+                                    .config = model->config,
+                                    .family = model->n_templates ? "own" : "-"};
+        code = cli_put_known_model(&row, "in the hub cache", out, e);
+        mf_close(model);
+    }
+    return code;
+}
+
+/* Prints the table of known models and whether the hub cache of this machine has them, then what
+ * the cache has besides. */
 static int cli_models(const cli *flags, toka_err *e) {
     arena memory = {0};
-    buf out = {0};
+    buf out = {0}, cache = {0};
     mf_known_model *known;
-    toka_err absent;
+    char **in_cache;
     int n_known;
     int code = mf_read_models_file(flags->open.models_file, &memory, &known, &n_known, e);
     if (!code && !n_known) code = fail(e, TOKA_E_USE, "%s", mf_no_models_file);
+    mf_put_hub_cache_path(&cache);
+    const int n_ids = cli_list_cache(cache.p, &memory, &in_cache);
+    buf_printf(&out, "%-33s %-51s %9s  %8s  %-15s %8s  %-11s %s\n", "name", "hub id", "weights",
+               "GB", "as", "KV bytes", "template", "here");
     for (int i = 0; i < n_known && !code; i++) {
-        char *folder = NULL;
-        const char *where = mf_find_in_hub_cache(known[i].hub_id, NULL, &folder, &memory, &absent)
-                                ? ""
-                                : "in the hub cache";
-        if (!i)
-            buf_printf(&out, "%-33s %-49s %9s  %8s  %-15s %8s  %-11s %s\n", "name", "hub id",
-                       "weights", "GB", "as", "KV bytes", "template", "here");
-        if (!code) code = cli_put_known_model(&known[i], where, &out, e);
+        bool here = false;
+        for (int k = 0; k < n_ids; k++) here = here || !strcmp(in_cache[k], known[i].hub_id);
+        code = cli_put_known_model(&known[i], here ? "in the hub cache" : "", &out, e);
     }
+    if (!code) code = cli_put_cached_models(in_cache, n_ids, known, n_known, &out, e);
     if (!code) code = cli_write(buf_view(&out), e);
-    arena_free(&memory), buf_free(&out);
+    free(in_cache);
+    arena_free(&memory), buf_free(&out), buf_free(&cache);
     return code;
 }
 
@@ -49756,8 +49970,22 @@ static void cli_put_model_row(buf *out, const char *name, double n_bytes, bool h
                               const char *format, const char *fits) {
     buf size = {0};
     hub_put_size(&size, n_bytes);
-    buf_printf(out, "%-44s %8s  %-4s  %-6s  %s\n", name, size.p, here ? "yes" : "no", format, fits);
+    buf_printf(out, "%-51s %8s  %-4s  %-14s  %s\n", name, size.p, here ? "yes" : "no", format,
+               fits);
     buf_free(&size);
+}
+
+/* Appends the formats of a model's weights and returns their bytes in these formats. */
+static double cli_measure_weights(const mf_config *config, buf *formats) {
+    plan_query query = {.gpu = run_gpus};
+    toka_err e;
+    double n_bytes = NAN;
+    if (!plan_open_model(&query, config, &e)) {
+        plan_put_formats(&query, formats);
+        n_bytes = (double)plan_weight_bytes(&query);
+    }
+    plan_close_model(&query);
+    return n_bytes;
 }
 
 /* Appends the row of a model in the hub cache. */
@@ -49774,33 +50002,12 @@ static void cli_put_cached_row(buf *out, const char *id, double n_bytes) {
     } else {
         const unsigned dtype = (unsigned)model->weights.embed.dtype;
         const bool fits = (double)model->weight_bytes < lib_weight_memory(&model->config);
-        cli_put_model_row(out, id, n_bytes, true, dtype < COUNT(formats) ? formats[dtype] : "other",
-                          fits ? "fits" : "too large");
+        if (!model->config.quantization && dtype < COUNT(formats)) buf_c(&text, formats[dtype]);
+        else cli_measure_weights(&model->config, &text);
+        cli_put_model_row(out, id, n_bytes, true, text.p, fits ? "fits" : "too large");
     }
     mf_close(code ? NULL : model);
     buf_free(&text);
-}
-
-/* Appends the hub ids of all models in the cache, sorted. Returns their number. */
-static int cli_list_cache(const char *cache, arena *memory, char ***list) {
-    static const char head[] = "models--";
-    int n_ids = 0;
-    DIR *dir = opendir(cache);
-    *list = NULL;
-    for (struct dirent *entry; dir && (entry = readdir(dir));) {
-        if (strncmp(entry->d_name, head, sizeof head - 1)) continue;
-        char *id = arena_cstr(memory, str_c(entry->d_name + sizeof head - 1));
-        char *dashes = strstr(id, "--");
-        if (dashes) {
-            *dashes = '/';
-            memmove(dashes + 1, dashes + 2, strlen(dashes + 2) + 1);
-        }
-        *list = mem_realloc(*list, (size_t)(n_ids + 1) * sizeof **list);
-        (*list)[n_ids++] = id;
-    }
-    if (dir) closedir(dir);
-    if (n_ids) qsort(*list, (size_t)n_ids, sizeof **list, mf_compare_names);
-    return n_ids;
 }
 
 /* Prints the models of the hub cache, then those of models.txt that are not there. */
@@ -49812,7 +50019,7 @@ static int cli_list_models(const cli *flags, toka_err *e) {
     int n_known, code = mf_read_models_file(flags->open.models_file, &memory, &known, &n_known, e);
     mf_put_hub_cache_path(&cache);
     const int n_ids = cli_list_cache(cache.p, &memory, &in_cache);
-    buf_printf(&out, "%-44s %8s  %-4s  %-6s  %s\n", "model", "size", "here", "format",
+    buf_printf(&out, "%-51s %8s  %-4s  %-14s  %s\n", "model", "size", "here", "format",
                "this machine");
     for (int i = 0; i < n_ids && !code; i++) {
         buf_clear(&path);
@@ -49821,12 +50028,13 @@ static int cli_list_models(const cli *flags, toka_err *e) {
         cli_put_cached_row(&out, in_cache[i], (double)hub_count_bytes(path.p));
     }
     for (int i = 0; i < n_known && !code; i++) {
-        const double n_bytes = 2 * (double)mf_n_parameters(&known[i].config);
         bool here = false;
         for (int k = 0; k < n_ids; k++) here = here || !strcmp(in_cache[k], known[i].hub_id);
-        if (!here)
-            cli_put_model_row(&out, known[i].name, n_bytes, false, "bf16",
-                              n_bytes < lib_weight_memory(&known[i].config) ? "fits" : "too large");
+        if (here) continue;
+        buf_clear(&path);
+        const double n_bytes = cli_measure_weights(&known[i].config, &path);
+        cli_put_model_row(&out, known[i].name, n_bytes, false, path.p,
+                          n_bytes < lib_weight_memory(&known[i].config) ? "fits" : "too large");
     }
     if (!code) code = cli_write(buf_view(&out), e);
     free(in_cache);
@@ -50401,10 +50609,108 @@ static int cli_run_args(const cli_command *command, int n_words, int argc, char 
     return code;
 }
 
+/* ---- toka model=M pp_size=8: Tokasaurus' command for a server ---- */
+
+/* Its arguments and the flags of toka serve that mean the same. flag NULL: what toka does instead
+ * is `meaning`, which is printed. */
+static const struct {
+    const char *name, *flag, *meaning;
+} cli_tokasaurus[] = {
+    {"model", "--model", NULL},
+    {"port", "--port", NULL},
+    {"dtype", "--dtype", NULL},
+    {"tp_size", "--tensor-parallel-size", NULL},
+    {"pp_size", "--pipeline-parallel-size", NULL},
+    {"dp_size", "--data-parallel-size", NULL},
+    {"kv_cache_num_tokens", "--kv-tokens", NULL},
+    {"max_tokens_per_forward", "--max-num-batched-tokens", NULL},
+    {"max_seqs_per_forward", "--max-num-seqs", NULL},
+    {"max_num_tokens_per_request", "--max-model-len", NULL},
+    {"tokenizer", NULL, "the tokenizer is that of the model's folder"},
+    {"trust_remote_code", NULL, "no code of a model is ever run"},
+    {"use_hydragen", NULL, "shared prefixes are always found"},
+    {"hydragen_min_group_size", NULL, "a cost model chooses the groups"},
+    {"hydragen_min_prefix_len", NULL, "a cost model chooses the groups"},
+    {"torch_compile", NULL, "there is nothing to compile"},
+    {"use_cudagraphs", NULL, "they are always used; --enforce-eager uses none"},
+    {"page_size", NULL, "a page has 16 tokens on a CPU, 64 on a GPU"},
+    {"stop_string_num_token_lookback", NULL, "stop strings of any length are found"},
+    {"stats_report_seconds", NULL, "a line is printed every 5 seconds"},
+    {"log_level", NULL, "requests are not logged"},
+    {"uvicorn_log_level", NULL, "requests are not logged"}};
+
+/* Appends a number as Tokasaurus reads it: N, or a product in parentheses, (512 * 1024). */
+static int cli_put_product(const char *arg, const char *value, buf *out, toka_err *e) {
+    const bool is_product = *value == '(';
+    char *end = NULL;
+    int64_t product = 1;
+    for (const char *at = value + is_product;; at = end + 1) {
+        errno = 0;
+        const int64_t factor = strtoll(at, &end, 10);
+        bool bad = end == at || errno || __builtin_mul_overflow(product, factor, &product);
+        while (*end == ' ') end++;
+        if (!bad && is_product && *end == '*') continue;
+        if (bad || strcmp(end, is_product ? ")" : ""))
+            return fail(e, TOKA_E_USE, "%s: expected a whole number, or a product as "
+                        "'(512 * 1024)'", arg);
+        return buf_printf(out, "%lld", (long long)product), 0;
+    }
+}
+
+/* Appends the flag and the value that an argument of Tokasaurus means, or prints what toka does
+ * instead. */
+static int cli_take_tokasaurus(char *arg, arena *memory, char **argv, int *argc, toka_err *e) {
+    const char *equals = strchr(arg, '=');
+    const str name = {arg, equals ? (size_t)(equals - arg) : strlen(arg)};
+    suggestion nearest = {.typed = name};
+    for (int i = 0; i < COUNT(cli_tokasaurus) && equals; i++) {
+        const char *flag = cli_tokasaurus[i].flag;
+        buf value = {0};
+        suggest_try(&nearest, cli_tokasaurus[i].name);
+        if (!str_is(name, cli_tokasaurus[i].name)) continue;
+        if (!flag) return fprintf(stderr, "toka: %s: %s\n", arg, cli_tokasaurus[i].meaning), 0;
+        const bool is_text = cli_find_flag(flag, strlen(flag))->type == CLI_TEXT;
+        if (is_text) buf_c(&value, equals + 1);
+        const int code = is_text ? 0 : cli_put_product(arg, equals + 1, &value, e);
+        argv[(*argc)++] = arena_cstr(memory, str_c(flag));
+        argv[(*argc)++] = arena_cstr(memory, buf_view(&value));
+        buf_free(&value);
+        return code;
+    }
+    fail(e, TOKA_E_USE, "%s: %s", arg,
+         equals ? "no argument of toka model=M ..." : "expected NAME=VALUE after toka model=M");
+    return equals ? suggest_fail(&nearest, "", e) : e->code;
+}
+
+/* Runs toka model=M [NAME=VALUE ...] [FLAGS] as toka serve. The model may be downloaded, as in
+ * Tokasaurus. */
+static int cli_serve_tokasaurus(int argc, char **argv, toka_err *e) {
+    arena memory = {0};
+    char **args = arena_alloc(&memory, (2 * (size_t)argc + 4) * sizeof *args);
+    int n_args = 0, code = 0;
+    args[n_args++] = argv[0];
+    args[n_args++] = arena_cstr(&memory, STR("serve"));
+    args[n_args++] = arena_cstr(&memory, STR("--download"));
+    int i = 1;
+    for (; i < argc && argv[i][0] != '-' && !code; i++)
+        code = cli_take_tokasaurus(argv[i], &memory, args, &n_args, e);
+    for (; i < argc; i++) args[n_args++] = argv[i];
+    if (!code) code = cli_run_args(cli_find_command("serve", ""), 1, n_args, args, e);
+    arena_free(&memory);
+    return code;
+}
+
+/* Runs the program as toka ping if it is called toka-ping, by a link. */
+static int cli_run_ping_link(int argc, char **argv, toka_err *e) {
+    return cli_run_args(cli_find_command("ping", ""), 0, argc, argv, e);
+}
+
 static int cli_dispatch(int argc, char **argv, toka_err *e) {
     const char *first = argc > 1 && argv[1][0] != '-' ? argv[1] : NULL;
     const char *next = argc > 2 ? argv[2] : "";
+    if (argc && str_ends(str_c(argv[0]), STR("toka-ping"))) return cli_run_ping_link(argc, argv, e);
     if (!first) return cli_run_args(NULL, 0, argc, argv, e);
+    if (strchr(first, '=')) return cli_serve_tokasaurus(argc, argv, e);
     const bool help_all = !strcmp(next, "--help-all");
     if (!strcmp(first, "help")) return cli_help_for(help_all, argc - 2, argv + 2, e);
     const char *second = *next != '-' ? next : "";

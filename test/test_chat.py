@@ -10,6 +10,8 @@ import time
 
 import pytest
 
+from scripted import write_model
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TOKA = os.environ.get("TOKA_BINARY") or os.path.join(ROOT, "toka")
 PROBLEM = "Tom has 12 apples. He buys 7 more apples. How many apples does Tom have now?"
@@ -163,15 +165,53 @@ def test_commands(tmp_path):
     assert t.end() == 0
 
 
-def test_reasoning_is_dim(tmp_path):
-    template = tmp_path / "t.jinja"
-    template.write_text("{{ messages[-1]['content'] }}<think>\n")
-    for env, want in (({}, True), ({"NO_COLOR": "1"}, False)):
-        t = Terminal(tmp_path, "chat", "-q", "--chat-template", str(template), "-n", "4", **env)
-        t.wait(READY).type("Tom has\r")
-        time.sleep(0.3)
-        t.wait(READY).type("\x04")
-        assert t.end() == 0 and (b"\x1b[2m" in t.raw) == want and (b"\x1b[22m" in t.raw) == want
+# ---- Reasoning and tool calls: models whose answers are scripted ----
+
+TOOLS = [{"type": "function", "function": {"name": "get_time"}}]
+CALL = '{"name": "get_time", "arguments": {"zone": "UTC"}}'
+MODELS = {  # template, special tokens, answers
+    "qwen": ("{# <tool_call> <think> </think> #}{{ tools | length if tools }}", [],
+             {"sum": "<think>\nAdd them.\n</think>\n\nIt is 7.", "call": "Look:\n<tool_call>" + CALL.replace('": ', '":') + "</tool_call>"}),
+    "mistral": ("{# [TOOL_CALLS][ARGS] [THINK][/THINK] #}", ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"],
+                {"call": "[TOOL_CALLS]get_time[ARGS]{\"zone\": \"UTC\"}", "sum": "[THINK]Add them.[/THINK]It is 7."}),
+    "gpt": ("{# <|channel|> <|message|> #}{% for m in messages %}{% if '<|channel|>' in m.content %}{{ raise_exception('a channel') }}{% endif %}"
+            "{% endfor %}", ["<|channel|>", "<|message|>", "<|start|>", "<|end|>"],
+            {"sum": "<|channel|>analysis<|message|>Add them.<|end|><|start|>assistant<|channel|>final<|message|>It is 7."})}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scripted")
+    for name, (template, special, scripts) in MODELS.items():
+        write_model(str(folder / name), scripts, template, special)
+    (folder / "tools.json").write_text(json.dumps({"messages": [], "tools": TOOLS}))
+    return folder
+
+
+def test_reasoning_and_calls_are_dim(models, tmp_path):
+    """Whatever form the model writes them in, they stand between the same tags."""
+    for name in MODELS:
+        t = Terminal(tmp_path, "chat", str(models / name), "-q", columns=100)
+        t.wait(READY).type("sum\r").wait("It is 7").wait(READY)
+        assert re.search(rb"\x1b\[2m<think>\r\n\r?\n?Add them.(\r\n)*</think>\x1b\[22m\r\n\r\n(\r\n)*It is 7\.", t.raw), (name, t.raw)
+        t.type("sum\r").wait("(?s)It is 7.*It is 7").wait(READY)  # the history is one that the template takes
+        if "call" in MODELS[name][2]:
+            t.type(f"/load {models}/tools.json\r").wait("0 messages").type("call\r").wait("</tool_call>").wait(READY)
+            assert b"\x1b[2m<tool_call>\r\n" + CALL.encode() in t.raw.replace(b'{"zone":"', b'{"zone": "'), (name, t.raw)
+            assert b"</tool_call>\x1b[22m" in t.raw
+            t.type(f"/save {tmp_path}/talk.json\r").wait("saved in")
+            assert json.loads((tmp_path / "talk.json").read_text())["tools"] == TOOLS
+        t.type("\x04")
+        assert t.end() == 0
+    t = Terminal(tmp_path, "chat", str(models / "qwen"), "-q", NO_COLOR="1")
+    t.wait(READY).type("sum\r").wait("It is 7").type("\x04")
+    assert t.end() == 0 and b"\x1b[2m" not in t.raw and b"<think>" in t.raw
+
+
+def test_one_answer_of_gpt_oss_is_readable(models):
+    r = run("-m", str(models / "gpt"), "-q", "-p", "sum")
+    assert r.stdout == b"<think>\nAdd them.</think>\n\nIt is 7.\n"
+    assert run("-m", str(models / "qwen"), "-q", "-p", "sum").stdout.decode() == MODELS["qwen"][2]["sum"] + "\n"  # as the model wrote it
 
 
 # ---- On a pipe ----

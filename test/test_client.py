@@ -2,6 +2,7 @@
 import http.server
 import json
 import os
+import socket
 import subprocess
 import threading
 
@@ -87,13 +88,52 @@ def test_chat_sends_the_whole_history(server):
     assert there.returncode == 0 and there.stdout == here.stdout
 
 
-def test_ping_takes_the_arguments_of_tokasaurus(server):
+def test_ping_takes_the_arguments_of_tokasaurus(server, tmp_path):
     port = server.rsplit(":", 1)[1]
     first = toka("ping", "--port", port, "prompt=tell me a joke", "max_tokens=7", "chat=True", "temperature=0")
     second = toka("ping", "--base-url", server, "-p", "tell me a joke", "-n", "7", "--chat", "--temp", "0")
     assert first.returncode == 0 and first.stdout == second.stdout and "generated 7 tokens" in first.stderr
     wrong = toka("ping", "--port", port, "promt=x")
-    assert wrong.returncode == 1 and "promt=x: expected prompt=TEXT" in wrong.stderr
+    assert wrong.returncode == 1 and "promt=x: expected prompt=TEXT" in wrong.stderr and "did you mean prompt?" in wrong.stderr
+    link = tmp_path / "toka-ping"  # the name of its program
+    link.symlink_to(os.path.abspath(TOKA))
+    by_link = subprocess.run([link, "prompt=tell me a joke", "max_tokens=7", "chat=T", f"port={port}"], capture_output=True, text=True)
+    assert by_link.returncode == 0 and by_link.stdout == first.stdout
+    defaults = toka("ping", f"port={port}", "prompt=Tom has", "n=1")
+    assert defaults.stdout == toka("-p", "Tom has", "--raw", "--base-url", server, "-n", "100", "--temp", "0").stdout
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def test_serves_as_tokasaurus_is_told_to(tmp_path):
+    """toka model=M pp_size=2 kv_cache_num_tokens='(4 * 1024)'"""
+    port = free_port()
+    p = subprocess.Popen([TOKA, "model=" + os.path.join(os.path.dirname(TOKA), "test/model"), "pp_size=2", "kv_cache_num_tokens=(4 * 1024)",
+                          "use_hydragen=T", f"port={port}", "max_seqs_per_forward=7", "--device", "cpu", "--files-dir", str(tmp_path)],
+                         stderr=subprocess.PIPE, text=True)
+    try:
+        assert toka("ping", f"port={port}", "max_tokens=3", "prompt=Tom has").returncode in (0, 2)
+        head = ""
+        while "toka: ready" not in head:
+            head += (line := p.stderr.readline())
+            assert line, head
+        assert "toka: use_hydragen=T: shared prefixes are always found" in head and "KV cache 4096 tokens" in head
+        assert "generated 3 tokens" in toka("ping", f"port={port}", "max_tokens=3", "prompt=Tom has").stderr
+    finally:
+        p.terminate()
+        p.communicate()
+    for args, message in ((["model=x", "pp_sise=2"], "pp_sise=2: no argument of toka model=M ...; did you mean pp_size?"),
+                          (["modle=x"], "modle=x: no argument of toka model=M ...; did you mean model?"),
+                          (["kv_cache_num_tokens=(5 * x)"], "kv_cache_num_tokens=(5 * x): expected a whole number, or a product"),
+                          (["kv_cache_num_tokens=(9999999999 * 9999999999)"], "expected a whole number, or a product"),
+                          (["model=x", "7"], "7: expected NAME=VALUE after toka model=M"),
+                          (["model=x", "tp_size=0"], "--tensor-parallel-size"), (["model=x", "pp_size=99"], "--pipeline-parallel-size")):
+        r = toka(*args)
+        assert r.returncode == 1 and message in r.stderr and r.stderr.count("\n") == 1, (args, r.stderr)
 
 
 def test_the_key_and_the_model_are_sent(fake):
@@ -119,6 +159,15 @@ def test_reasoning_stands_between_its_tags(fake):
                               delta("stop"), {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 4}}, b"[DONE]")
     answer = toka("-p", "2 + 2", "--base-url", fake.url)
     assert answer.stdout == "<think>\nIt is simple.</think>\n\nFour\n" and "prompt 3 tokens, generated 4 tokens" in answer.stderr
+
+
+def test_a_tool_call_stands_between_its_tags(fake):
+    call = lambda **function: delta(tool_calls=[{"index": 0, "function": function}])
+    fake.answer = 200, events(delta(content="Look:\n"), call(name="get", arguments=""), call(arguments='{"a"'), call(arguments=": 1}"),
+                              call(name="now", arguments="{}"), delta("tool_calls"), b"[DONE]")
+    answer = toka("-p", "x", "-q", "--base-url", fake.url)
+    assert answer.stdout == 'Look:\n<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>\n' \
+                            '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n\n'
 
 
 @pytest.mark.parametrize("answer, message, status", [

@@ -517,8 +517,14 @@ def test_list_and_rm(hub):
     here = [r.split() for r in rows if " yes " in r]
     assert [r[0] for r in here] == [ID, "tiny/broken", "tiny/sharded"]
     assert here[0][1:] == ["7.1", "MB", "yes", "bf16", "fits"] and here[1][5:8] == ["does", "not", "run:"]
-    known = {r.split()[0]: r.split()[-1] for r in rows if " no " in r}
+    known = {r.split()[0]: r.split() for r in rows if " no " in r}
     assert "qwen3-0.6b" in known and len(known) > 30
+    assert known["llama-3.1-8b-instruct-fp8"][1:7] == ["9.1", "GB", "no", "FP8", "and", "bf16"]
+    # toka models: models.txt, then what else is in the cache
+    lines = toka(hub, "models").stdout.decode().splitlines()
+    mine = [r for r in lines if r.startswith("- ")]
+    assert [r.split()[1] for r in mine] == [ID, "tiny/broken", "tiny/sharded"] and len(lines) == len(known) + 4
+    assert mine[0].endswith("in the hub cache") and " bf16 " in mine[0] and " own " in mine[0] and "does not run: " in mine[1]
     r = toka(hub, "rm", ID, "tiny/broken")
     assert r.returncode == 0 and r.stdout == b"tiny/apples: deleted, 7.1 MB\ntiny/broken: deleted, 0 bytes\n"
     assert sorted(os.listdir(hub.cache)) == [".locks", "datasets--a--b", "models--tiny--sharded"]

@@ -159,6 +159,20 @@ def test_default_lengths():
         assert (v["input_len"], v["output_len"]) == lengths, args
 
 
+def test_fp8_before_hopper():
+    """Before compute capability 9.0 FP8 weights become bf16, and there are no FP8 K and V."""
+    model = ["-m", "llama-3.1-8b-instruct-fp8"]
+    bytes_on = {gpu: json.loads(plan(*model, "--gpu", gpu, "--json")[0])["weight_bytes"] for gpu in ("H100", "A100-80G", "L4")}
+    bf16 = json.loads(plan("-m", "llama-3.1-8b-instruct", "--gpu", "A100-80G", "--json")[0])
+    assert bytes_on["A100-80G"] == bytes_on["L4"] == bf16["weight_bytes"] > 1.7 * bytes_on["H100"]
+    text = plan(*model, "--gpu", "A100-80G")[0]
+    assert "16.1 GB as FP8 and bf16 (A100-80G: FP8 becomes bf16, as before compute capability 9.0)" in text
+    assert "becomes" not in plan(*model)[0] + plan("-m", "llama-3.1-8b", "--gpu", "L4")[0]
+    for gpu, has in (("A100-80G", "8.0"), ("l4", "8.9")):
+        refused = plan("-m", "llama-3.1-8b", "--gpu", gpu, "--kv-cache-dtype", "fp8", status=1)[1]
+        assert "--kv-cache-dtype fp8: on a GPU it needs compute capability 9.0; " in refused and refused.endswith(f" has {has}\n")
+
+
 def test_fp8_kv():
     def token_bytes(*flags):
         return json.loads(plan("-m", "llama-3.1-8b", "--json", *flags)[0])["splits"][0]["kv_bytes_per_token"]
