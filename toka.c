@@ -34883,6 +34883,9 @@ static int api_parse(const api_config *config, enum api_route route, str body, a
  *   - custom_ids are unique. The input is read once before anything runs, and a duplicate is
  *     refused with both line numbers. Standard input cannot be read twice: there, a duplicate is
  *     refused when it is read.
+ *   - With --shard I/N only the lines of one shard exist: all others are skipped, also where lines
+ *     are counted. The shard of a line is a hash of its custom_id, the same on every machine. So
+ *     the results of N runs, one after the other, are those of one run over the whole input.
  *   - Memory: the window of in-flight lines, and a table with 32 bytes for each custom_id, at most
  *     3/4 full. The table holds hashes of 128 bits, not the ids.
  *   - If a line was cancelled or its device failed, nothing is written for it: the next run does
@@ -34922,6 +34925,7 @@ typedef struct run_options { /* what toka batch was asked to do */
     /* to parse OpenAI's batch lines; only a server sets it; NULL: made from `defaults` */
     const api_config *api_config;
     int64_t max_answer_bytes; /* memory that a line's answer may take; 0: no limit */
+    int shard, n_shards;      /* only lines of this shard, 0 .. n_shards-1; n_shards 0: all lines */
     bool quiet;               /* no progress, no report */
     bool wait_if_full;        /* full disk: keep results in memory and wait; else the run ends */
     /* messages name files without their folder, because clients read them */
@@ -35203,6 +35207,12 @@ static void run_get_custom_id(const json *root, int64_t number, buf *id) {
 }
 
 static uint64_t run_fold_hash(run_id_hash key) { return hash_mix(key.hi ^ hash_mix(key.lo)); }
+
+/* Does a line with this id belong to this run's shard? */
+static bool run_is_in_shard(const run_options *options, run_id_hash id_hash) {
+    if (!options->n_shards) return true;
+    return run_fold_hash(id_hash) % (uint64_t)options->n_shards == (uint64_t)options->shard;
+}
 
 /* Returns a hash of a JSON value, the same on every machine. The order of keys, white space,
  * escapes and the spelling of a number do not change it. */
@@ -35498,9 +35508,9 @@ static int run_fail_duplicate(const run_state *run, int64_t number, const run_ta
                 run->input.name, (long long)(entry->state >> 1), (long long)number, STRF(id));
 }
 
-/* Handles one input line: skips it if its id has a result, else starts it. If the input is read
- * only once (n_lines < 0), also checks that its custom_id is new. Returns 0, or an error that ends
- * the reading: a duplicate custom_id, or a failed device. */
+/* Handles one input line: skips it if its id has a result or is of another shard, else starts it.
+ * If the input is read only once (n_lines < 0), also checks that its custom_id is new. Returns 0,
+ * or an error that ends the reading: a duplicate custom_id, or a failed device. */
 static int run_handle_line(run_state *run, str text, toka_err *e) {
     arena memory = {0};
     buf id = {0};
@@ -35509,15 +35519,16 @@ static int run_handle_line(run_state *run, str text, toka_err *e) {
     root = run_parse_json(&run->input, &memory, text, &why);
     run_get_custom_id(root, run->input.line_number, &id);
     run_id_hash id_hash = run_hash_text(buf_view(&id));
-    run_table_entry *entry = run_table_find(&run->seen, id_hash);
+    const bool mine = run_is_in_shard(run->options, id_hash), once = mine && run->n_lines < 0;
+    run_table_entry *entry = mine ? run_table_find(&run->seen, id_hash) : NULL;
     int code = 0;
-    bool done = entry->state & 1;
+    bool done = !mine || entry->state & 1;
     const uint64_t line_hash = run_line_hash(root, text);
-    if (run->n_lines < 0 && done) run_count_changed(run, entry, line_hash);
-    if (run->n_lines < 0 && entry->state >> 1) {
+    if (once && done) run_count_changed(run, entry, line_hash);
+    if (once && entry->state >> 1) {
         code = run_fail_duplicate(run, run->input.line_number, entry, buf_view(&id), e);
         done = true;
-    } else if (run->n_lines < 0) {
+    } else if (once) {
         run_table_set(&run->seen, entry, (uint64_t)run->input.line_number << 1 | done);
         run->n_done_before += done;
     }
@@ -36083,9 +36094,12 @@ static int run_scan_input(run_state *run, toka_err *e) {
         if (run_is_blank(line)) continue;
         const json *root = run_parse_json(&run->input, &memory, line, &ignored);
         run_get_custom_id(root, run->input.line_number, &id);
-        run_table_entry *entry = run_table_find(&run->seen, run_hash_text(buf_view(&id)));
-        if (entry->state & 1) run_count_changed(run, entry, run_line_hash(root, line));
+        const run_id_hash id_hash = run_hash_text(buf_view(&id));
+        const bool mine = run_is_in_shard(run->options, id_hash);
+        run_table_entry *entry = mine ? run_table_find(&run->seen, id_hash) : NULL;
+        if (mine && entry->state & 1) run_count_changed(run, entry, run_line_hash(root, line));
         arena_free(&memory);
+        if (!mine) continue;
         if (entry->state >> 1) {
             code = run_fail_duplicate(run, run->input.line_number, entry, buf_view(&id), e);
             break;
@@ -47213,6 +47227,10 @@ static const help_page help_pages[] = {
      "  result's \"id\" has a hash of its line, without white space and order of keys.\n"
      "  Another warning names a changed model. Damaged output lines stay, a warning\n"
      "  counts them, and their requests are done again.\n"
+     "- --shard I/N takes the lines of one of N parts, by a hash of custom_id, the same\n"
+     "  on every machine: N machines, each with its own I (0 to N-1) and output file,\n"
+     "  do a file together, and `cat` of their outputs is the result. To continue,\n"
+     "  keep N. test/deploy has this for an array of Slurm and for Ray.\n"
      "- A bad line becomes an error record and counts as done; the exit status stays\n"
      "  0. The next run counts these records; to do them again, delete them (`grep\n"
      "  -v '\"response\":null'` keeps the rest).\n"
@@ -47530,7 +47548,7 @@ typedef struct cli { /* the values of all flags; the fields are named like the f
     int dimensions;          /* embed */
     const char *prompt_name; /* embed */
     bool help, help_all, version;
-    const char *input, *output, *report, *dataset, *timeline;
+    const char *input, *output, *report, *shard, *dataset, *timeline;
     int num_prompts;
     bool dummy_weights;
     const char *host, *request_rate;
@@ -47720,6 +47738,8 @@ static const cli_flag cli_flags[] = {
      "results, appended as requests end; requests with a result there are skipped"},
     {"report", "", "FILE", CLI_TEXT, AT(report), FOR_BATCH,
      "the closing report as a JSON object (-: to standard output)"},
+    {"shard", "", "I/N", CLI_TEXT, AT(shard), FOR_BATCH,
+     "only the lines of shard I of N, 0 to N-1, by a hash of custom_id: the outputs of N machines are parts of one result"},
     {NULL, NULL, NULL, 0, 0, 0, "Bench"},
     {"dataset", "", "FILE", CLI_TEXT, AT(dataset), FOR_THROUGHPUT | FOR_BENCH_SERVE,
      "lines with prompt_token_ids or prompt, and output_lengths: a sample for each"},
@@ -50077,8 +50097,25 @@ static int cli_read_parsing(const cli *flags, arena *memory, api_parsing *out, t
     return 0;
 }
 
+/* Reads --shard I/N. *n_shards 0: it is not given. */
+static int cli_read_shard(const cli *flags, int *shard, int *n_shards, toka_err *e) {
+    char *end = NULL;
+    const char *text = flags->shard;
+    *shard = *n_shards = 0;
+    if (!text) return 0;
+    const long number = strtol(text, &end, 10);
+    const bool two = *end == '/' && isdigit((unsigned char)end[1]);
+    const long count = two ? strtol(end + 1, &end, 10) : 0;
+    if (!isdigit((unsigned char)*text) || *end || number >= count || count > INT_MAX)
+        return fail(e, TOKA_E_USE, "--shard %.40s: expected I/N, with I from 0 to N-1", text);
+    *shard = (int)number;
+    *n_shards = (int)count;
+    return 0;
+}
+
 static int cli_batch(const cli *flags, toka_err *e) {
     toka *t;
+    int shard, n_shards;
     arena memory = {0};
     api_parsing parsing = {0};
     if (!flags->input || !flags->output)
@@ -50087,7 +50124,8 @@ static int cli_batch(const cli *flags, toka_err *e) {
         return e->code;
     if (check_int("--max-answer-bytes", flags->serve.max_answer_bytes, 1, INT64_MAX, e))
         return e->code;
-    int code = cli_read_parsing(flags, &memory, &parsing, e);
+    int code = cli_read_shard(flags, &shard, &n_shards, e);
+    if (!code) code = cli_read_parsing(flags, &memory, &parsing, e);
     if (!code) code = cli_open(flags, &t, e);
     if (code) {
         arena_free(&memory);
@@ -50097,6 +50135,8 @@ static int cli_batch(const cli *flags, toka_err *e) {
         .in = flags->input,
         .out = flags->output,
         .report = flags->report,
+        .shard = shard,
+        .n_shards = n_shards,
         .now = flags->now,
         .defaults = toka_request_default(),
         .parsing = parsing,

@@ -572,6 +572,7 @@ peers_dataset() { # KIND MODEL FLAGS...: the same dataset through toka and vLLM
     $PYTHON test/make_dataset.py $kind $B/$kind.jsonl "$@" &&
         $PYTHON test/bench_peers_e2e.py $B/$kind.jsonl --model $model --engines toka,vllm
 }
+peers_ray() { NVCC= ./build.sh lib && $PYTHON test/ray_judge.py; }
 peers_tests() {
     PYTHON=${PYTHON:-python3}
     GPU_ARCH=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -1 | tr -d .)
@@ -594,6 +595,7 @@ peers_tests() {
         $PYTHON test/make_models.py --packers
     peer "typed answers and forced calls in client libraries" "openai anthropic litellm langchain_openai instructor pydantic_ai outlines" \
         $PYTHON test/clients.py
+    peer "test/recipes/ray_map.py, two workers, one of them killed" "ray numpy" peers_ray
     peer "logits on the GPU and those of transformers" "gpu nvcc torch transformers" peers_logits
     peer "GEMMs and those of PyTorch" "gpu nvcc torch" peers_gemm
     peer "prefill attention of PyTorch" "gpu torch" $PYTHON test/bench_peers_attn.py

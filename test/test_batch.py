@@ -858,3 +858,58 @@ def test_memory_is_bounded(tmp_path):
     large = peak_mb(["-i", str(many), "-o", str(tmp_path / "many.out"), *SMALL])
     assert sum(1 for _ in open(tmp_path / "many.out")) == 200000
     assert large - small < 60
+
+
+# ---- Shards ----
+
+def shard_of(custom_id, n):
+    """As run_is_in_shard: FNV-1a of 128 bits, folded by splitmix64's last steps."""
+    def mix(x):
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+        return x ^ x >> 31
+    key = 0x6C62272E07BB014262B821756295C58D
+    for byte in custom_id.encode():
+        key = (key ^ byte) * (2**88 + 0x13B) % 2**128
+    return mix(key >> 64 ^ mix(key % 2**64)) % n
+
+
+def test_shards_are_parts_of_the_whole(tmp_path):
+    lines = [*mixed_lines(27), "", "not JSON", completion("é\"\\", "Tom", max_tokens=2)]
+    source = write_lines(tmp_path / "in.jsonl", lines)
+    want = run(tmp_path, lines)
+    del want["stderr"]
+    parts = []
+    for i in range(3):
+        out, report = tmp_path / f"out.{i}", tmp_path / "report.json"
+        given = source
+        if i == 2:  # a run of one shard continues, also behind a pipe
+            half = parts[0].splitlines(keepends=True)
+            out.write_text("".join(half[:1]) + half[1][:50])
+            given = "-"
+        _, err = batch("-i", given, "-o", str(out), *SMALL, "--shard", f"{i % 2}/2", "--report", str(report),
+                       **({"stdin": open(source, "rb").read()} if i == 2 else {}))
+        parts.append(out.read_text())
+        assert i < 2 or "1 were done before" in err
+        assert {shard_of(name, 2) for name in read_results(out)} == {i % 2}
+        assert json.loads(report.read_text())["lines"] == len(read_results(out)) - (i == 2)
+    assert sorted(parts[2].splitlines()) == sorted(parts[0].splitlines())
+    (tmp_path / "all").write_text(parts[0] + parts[1])  # cat
+    assert read_results(tmp_path / "all") == want and 9 < len(parts[0].splitlines()) < 20
+    _, err = batch("-i", source, "-o", str(tmp_path / "all"), *SMALL)  # the whole run has nothing left to do
+    assert "0 lines in" in err and f"{len(want)} were done before" in err
+
+
+def test_a_shard_without_lines_and_bad_shards(tmp_path):
+    source, out = write_lines(tmp_path / "in.jsonl", [completion("a", "x", max_tokens=1)]), tmp_path / "out.jsonl"
+    mine = shard_of("a", 1000)
+    _, err = batch("-i", source, "-o", str(out), *SMALL, "--shard", f"{999 - mine}/1000")
+    assert "0 lines in" in err and out.read_text() == ""
+    batch("-i", source, "-o", str(out), *SMALL, "--shard", f"{mine}/1000")
+    assert list(read_results(out)) == ["a"]
+    for bad in ("", "1", "1/1", "2/1", "-1/2", "0/0", "0/2x", "x/2", " 0/2", "0/ 2", "0/-2", "0/99999999999", "1/2/3"):
+        _, err = batch("-i", source, "-o", str(out), "--shard", bad, status=1)
+        assert re.search(r"--shard .*: expected I/N", err), bad
+    two = write_lines(tmp_path / "two.jsonl", [completion("a", "x"), completion("a", "x")])
+    _, err = batch("-i", two, "-o", str(tmp_path / "new"), "--shard", f"{mine}/1000", status=1)
+    assert "lines 1 and 2 have the same custom_id" in err

@@ -132,6 +132,36 @@ def test_slurm_script(hub, tmp_path):
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 1
 
 
+SBATCH = """#!/bin/bash
+# As Slurm's: runs a script for each task of --array, on the command line or in an #SBATCH line.
+array=
+case ${1-} in --array=*) array=${1#*=} && shift ;; esac
+script=$1
+[[ $array ]] || array=$(sed -n 's/^#SBATCH --array=//p' "$script")
+! sed -n 's/^#SBATCH //p' "$script" | grep -vE '^--[a-z-]+(=[^ ]+)?$' || exit 1
+for i in $(tr , ' ' <<<"$array"); do
+    for task in $(seq "${i%-*}" "${i#*-}"); do SLURM_ARRAY_TASK_ID=$task bash "$@" || exit; done
+done
+"""
+
+
+def test_slurm_array(hub, tmp_path):
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", f"{DEPLOY}/shards.slurm"], check=True)
+    (tmp_path / "sbatch").write_text(SBATCH)
+    (tmp_path / "sbatch").chmod(0o755)
+    lines = [json.dumps({"custom_id": f"{i}", "prompt": "Tom has", "max_tokens": 3}) + "\n" for i in range(9)]
+    (tmp_path / "in.jsonl").write_text("".join(lines))
+    first = re.search(r"^# (sbatch .*?): ", open(f"{DEPLOY}/shards.slurm").read(), re.M)[1]
+    command = first.replace("0-7", "0-2").replace("MODEL", "Qwen/Qwen3-0.6B").removesuffix(" 8") + " 3"
+    for array in ("0-2", "1"):  # the second run has nothing left to do
+        status, _, err = run(hub, tmp_path, command.replace("0-2", array))
+        assert status == 0, err
+    status, out, err = run(hub, tmp_path, "cat out.*.jsonl")
+    assert sorted(json.loads(line)["custom_id"] for line in out.splitlines()) == [f"{i}" for i in range(9)]
+    assert all(os.path.getsize(tmp_path / f"out.{i}.jsonl") for i in range(3))
+
+
 def test_systemd_unit(tmp_path):
     text = open(f"{DEPLOY}/toka.service").read()
     command = re.search(r"^ExecStart=/usr/local/bin/toka (.*)$", text, re.M)[1].split()
