@@ -30942,7 +30942,9 @@ static void parse_put_answer(const parse_demand *demand, buf *out) {
 enum api_route {
     API_COMPLETIONS, API_CHAT, API_TOKENIZE, API_DETOKENIZE, API_RESPONSES, API_MESSAGES,
     API_EMBEDDINGS, API_SCORE, API_RERANK,
-    API_INVOCATIONS /* what api_route_of_body finds */
+    API_SGLANG,        /* SGLang's /generate */
+    API_SGLANG_PARAMS, /* its member sampling_params; only for the fields */
+    API_INVOCATIONS    /* what api_route_of_body finds */
 };
 
 typedef struct api_parsing { /* what a server decides about chats with tools or reasoning */
@@ -31017,6 +31019,7 @@ typedef struct api_prompt { /* one prompt, which is one request of the engine */
     int64_t engine_id;   /* the engine's id of the request; the caller gets it from toka_submit */
     int first_choice;    /* index of its first choice */
     ids ids;
+    int n_cached;        /* its tokens that sample 0 found in the prefix cache */
     str text;            /* text of the prompt, if the request echoes it; in its arena */
     api_tokens logprobs; /* tokens of the prompt with their log-probabilities, if wanted */
     int n_logprobs;
@@ -31025,14 +31028,16 @@ typedef struct api_prompt { /* one prompt, which is one request of the engine */
 
 struct api_body;
 
-/* Another API over chats (chapter 34): its answers have one choice, which has a parser. Or, with
- * make_prompts, over texts (35): the other functions but put_answer are NULL, and there are no
- * streams. */
+/* Another API over chats (chapter 34): its answers have one choice, which has a parser. With
+ * put_chunk, over completions. With make_prompts, over texts (35): the other functions but
+ * put_answer are NULL, and there are no streams. */
 typedef struct api_style {
     /* sets the fields of the body that a chat has */
     int (*translate)(struct api_request *request, struct api_body *body, toka_err *e);
     /* streaming: writes the events that the parser has, and the end if the choice has ended */
     void (*put_events)(struct api_request *request, buf *out);
+    /* streaming, over completions: writes the new text of a choice, and the end if it has ended */
+    void (*put_chunk)(struct api_request *request, int index, str text, buf *out);
     void (*put_answer)(struct api_request *request, buf *out); /* not streaming */
     /* writes the last event of a stream that failed */
     void (*put_failure)(struct api_request *request, int status, const char *message, buf *out);
@@ -31062,6 +31067,10 @@ typedef struct api_request {
     buf item_log;
     size_t item_at;
     str repeated; /* of Responses: members of the answer that repeat the body; in the arena */
+    bool is_batch;     /* /generate: the prompt is a list, so the answer is one, too */
+    str rid;           /* /generate: the id that the body gives; .n 0: none; in the arena */
+    int logprobs_from; /* /generate: first token of the prompt that gets a logprob */
+    bool names_tokens; /* /generate: tokens with logprobs have their text, too */
     /* of embeddings and scores (35) */
     bool base64;           /* vectors as base64, else as numbers */
     int n_queries;         /* scores of vectors: the first prompts are queries, the others
@@ -31128,11 +31137,13 @@ enum {
     API_ON_EMBEDDINGS = 1 << API_EMBEDDINGS,
     API_ON_SCORE = 1 << API_SCORE,
     API_ON_RERANK = 1 << API_RERANK,
+    API_ON_SGLANG = 1 << API_SGLANG,
+    API_ON_PARAMS = 1 << API_SGLANG_PARAMS,
     API_ON_PAIRS = API_ON_SCORE | API_ON_RERANK,
     API_ON_TEXTS = API_ON_EMBEDDINGS | API_ON_PAIRS,
     API_ON_GENERATE = API_ON_COMPLETIONS | API_ON_CHAT,
     API_ON_STYLES = API_ON_RESPONSES | API_ON_MESSAGES,
-    API_ON_SAMPLES = API_ON_GENERATE | API_ON_STYLES,
+    API_ON_SAMPLES = API_ON_GENERATE | API_ON_STYLES | API_ON_PARAMS,
 };
 
 /* Fields of a body, and members of structured_outputs, that are a constraint. */
@@ -31158,6 +31169,7 @@ typedef struct api_body { /* the fields of a body: their values or the defaults 
     int64_t best_of; /* -1: not given */
     int64_t seed, priority;
     int64_t n_logprobs, top_logprobs, prompt_logprobs; /* -1: not given */
+    int64_t logprobs_from; /* first token of the prompt that gets a logprob; -1: none */
     int64_t thinking_budget; /* -1: no limit */
     int chat_logprobs, echo, stream, ignore_eos, include_stop;
     int special; /* add_special_tokens; -1: not given */
@@ -31173,7 +31185,7 @@ typedef struct api_body { /* the fields of a body: their values or the defaults 
     /* NULL: not given */
     const json *prompt, *messages, *tools, *tool_choice, *documents, *kwargs, *stop, *stop_ids,
         *allowed, *bias, *bad_words, *stream_options, *tokens, *input, *text, *reasoning, *system,
-        *thinking, *output_config, *format, *structured, *include;
+        *thinking, *output_config, *format, *structured, *include, *params, *rid;
     const json *root;               /* the body itself */
     const json *guides[API_GUIDES]; /* of api_guides; NULL: not given */
     str guided_space;
@@ -31316,6 +31328,41 @@ static const api_field api_fields[] = {
     API_IGNORE("cache_control", API_ON_MESSAGES, API_OBJECT),
     API_REFUSE("mcp_servers", API_ON_MESSAGES, "[]"),
     API_REFUSE("container", API_ON_MESSAGES, 0),
+    API_FIELD("text", API_ON_SGLANG, API_ANY, prompt),
+    API_FIELD("input_ids", API_ON_SGLANG, API_LIST, tokens),
+    API_FIELD("sampling_params", API_ON_SGLANG, API_OBJECT, params),
+    API_FIELD("rid", API_ON_SGLANG, API_ANY, rid),
+    API_FIELD("stream", API_ON_SGLANG, API_BOOL, stream),
+    API_FIELD("model", API_ON_SGLANG, API_TEXT, model),
+    API_INT_FIELD("priority", API_ON_SGLANG, priority, -INT_MAX, INT_MAX),
+    API_FIELD("return_logprob", API_ON_SGLANG, API_BOOL, chat_logprobs),
+    API_INT_FIELD("logprob_start_len", API_ON_SGLANG, logprobs_from, -1, INT_MAX),
+    API_INT_FIELD("top_logprobs_num", API_ON_SGLANG, top_logprobs, 0, TOKA_MAX_LOGPROBS),
+    API_FIELD("return_text_in_logprobs", API_ON_SGLANG, API_BOOL, return_strs),
+    API_IGNORE("log_metrics", API_ON_SGLANG, API_BOOL),
+    API_REFUSE("token_ids_logprob", API_ON_SGLANG, "[]"),
+    API_REFUSE("input_embeds", API_ON_SGLANG, 0),
+    API_REFUSE("image_data", API_ON_SGLANG, "[]"),
+    API_REFUSE("lora_path", API_ON_SGLANG, 0),
+    API_REFUSE("session_params", API_ON_SGLANG, 0),
+    API_REFUSE("custom_logit_processor", API_ON_SGLANG, 0),
+    API_REFUSE("return_hidden_states", API_ON_SGLANG, 0),
+    API_REFUSE("return_routed_experts", API_ON_SGLANG, 0),
+    API_REFUSE("bootstrap_host", API_ON_SGLANG, 0),
+    API_INT_FIELD("max_new_tokens", API_ON_PARAMS, max_tokens, 0, INT_MAX),
+    API_INT_FIELD("min_new_tokens", API_ON_PARAMS, min_tokens, 0, INT_MAX),
+    API_INT_FIELD("n", API_ON_PARAMS, n, 1, ENG_MAX_N),
+    API_INT_FIELD("sampling_seed", API_ON_PARAMS, seed, INT64_MIN, INT64_MAX),
+    API_FIELD("stop", API_ON_PARAMS, API_ANY, stop),
+    API_FIELD("no_stop_trim", API_ON_PARAMS, API_BOOL, include_stop),
+    API_FIELD("json_schema", API_ON_PARAMS, API_ANY, guides[4]),
+    API_FIELD("regex", API_ON_PARAMS, API_ANY, guides[5]),
+    API_FIELD("ebnf", API_ON_PARAMS, API_ANY, guides[6]),
+    API_IGNORE("stream_interval", API_ON_PARAMS, API_INTEGER),
+    API_IGNORE("spaces_between_special_tokens", API_ON_PARAMS, API_BOOL),
+    API_REFUSE("structural_tag", API_ON_PARAMS, 0),
+    API_REFUSE("stop_regex", API_ON_PARAMS, "[]"),
+    API_REFUSE("custom_params", API_ON_PARAMS, 0),
     API_REFUSE("suffix", API_ON_COMPLETIONS, "\"\""),
     API_REFUSE("functions", API_ON_CHAT, "[]"),
     API_REFUSE("function_call", API_ON_CHAT, "\"none\"", "\"auto\""),
@@ -31465,6 +31512,7 @@ static api_body api_default_body(const api_config *config) {
                       .n_logprobs = -1,
                       .top_logprobs = -1,
                       .prompt_logprobs = -1,
+                      .logprobs_from = -1,
                       .thinking_budget = -1,
                       .special = -1,
                       .skip_special = 1,
@@ -32460,7 +32508,8 @@ static int api_parse_fields(api_request *request, enum api_route route, const js
     toka_request engine_request = request->config->defaults;
     request->route = route;
     const bool makes_prompts = request->style && request->style->make_prompts;
-    request->chat = route == API_CHAT || (request->style && !makes_prompts);
+    request->chat = route == API_CHAT ||
+                    (request->style && !makes_prompts && !request->style->put_chunk);
     int code = api_read_body(request, route, root, &body, e);
     if (!code && makes_prompts) {
         request->n_samples = 1;
@@ -32922,10 +32971,11 @@ static void api_put_finish(const api_request *request, const api_choice *choice,
 }
 
 /* Writes the packed arrays, or the ids, of the tokens that the choice holds. */
-static void api_put_choice_ids(api_request *request, api_choice *choice, buf *out) {
+static void api_put_choice_ids(api_request *request, const char *name, api_choice *choice,
+                               buf *out) {
     if (request->packed) api_put_packed(request, "packed", &choice->tokens, true, out);
     if (!request->want_ids || request->packed) return;
-    json_put_key(out, "token_ids"), json_put_open(out, '[');
+    json_put_key(out, name), json_put_open(out, '[');
     for (size_t i = 0; i < api_tokens_n(&choice->tokens); i++)
         json_put_int(out, api_token_at(&choice->tokens, i, 0)->id);
     json_put_close(out, ']');
@@ -33038,7 +33088,7 @@ static void api_put_choice(api_request *request, int index, buf *out) {
     }
     api_put_logprobs(request, request->echo ? &prompt->logprobs : NULL, choice, out);
     api_put_finish(request, choice, prompt, true, out);
-    api_put_choice_ids(request, choice, out);
+    api_put_choice_ids(request, "token_ids", choice, out);
     if (!request->chat) api_put_prompt(request, prompt, out);
     json_put_close(out, '}');
 }
@@ -33161,7 +33211,7 @@ static void api_put_chunk(api_request *request, int index, const parse_event *ev
     if (choice->tokens.data.n) api_put_logprobs(request, NULL, choice, out);
     else json_put_key(out, "logprobs"), json_put_null(out);
     api_put_finish(request, choice, &request->prompts[index / request->n_samples], ended, out);
-    api_put_choice_ids(request, choice, out);
+    api_put_choice_ids(request, "token_ids", choice, out);
     json_put_close(out, '}');
     api_chunk_close(request, NULL, request->continuous_usage, out);
 }
@@ -33189,6 +33239,10 @@ static bool api_put_event_chunks(api_request *request, int index, buf *out) {
 static void api_put_token_chunks(api_request *request, int index, str text, buf *out) {
     api_choice *choice = &request->choices[index];
     const bool ended = choice->finish != TOKA_RUNNING;
+    if (request->style && request->style->put_chunk) {
+        request->style->put_chunk(request, index, text, out);
+        return;
+    }
     if (request->style) {
         request->style->put_events(request, out);
         buf_clear(&choice->parser->events);
@@ -33256,6 +33310,7 @@ static void api_feed_sample(api_request *request, api_prompt *prompt, const api_
     buf *text = request->stream || choice->parser ? &request->token_text : &choice->text;
     buf_clear(&request->token_text);
     if (record->id >= 0) {
+        if (!choice->n_tokens && !record->sample) prompt->n_cached = record->n_cached;
         request->n_cached_tokens += !choice->n_tokens && !record->sample ? record->n_cached : 0;
         choice->n_tokens++;
         request->n_output_tokens++;
@@ -33418,7 +33473,7 @@ static int api_finish(api_request *request, buf *out) {
         api_chunk_open(request, out);
         api_chunk_close(request, NULL, true, out);
     }
-    if (!request->style) buf_c(out, "data: [DONE]\n\n");
+    if (!request->style || request->style->put_chunk) buf_c(out, "data: [DONE]\n\n");
     return status;
 }
 
@@ -33557,7 +33612,8 @@ static int api_answer_tokenize(const api_config *config, enum api_route route, s
  * Two more APIs over the chats of chapters 32 and 33: OpenAI's Responses (/v1/responses) and
  * Anthropic's Messages (/v1/messages), as far as a server without a memory can have them. Each is
  * an api_style: a function that turns a body into the messages and tools of a chat, and functions
- * that write the events of chapter 31 in the style's own form.
+ * that write the events of chapter 31 in the style's own form. A third one, SGLang's /generate, is
+ * over completions: token ids in and out, as trainers use it.
  *
  *     body --api_read_body--> api_body --style.translate--> messages and tools of a chat
  *     events of the parser --style.put_events, put_answer--> items of a response, blocks of a
@@ -34358,8 +34414,151 @@ static void resp_put_failure(api_request *request, int status, const char *messa
     buf_c(out, "}\n\n");
 }
 
+/* ---- SGLang's /generate ----
+ * The body has the prompt (text or input_ids, one or a list), and sampling_params. The answer is an
+ * object {"text","output_ids","meta_info"}, or a list of them, prompt by prompt, if the prompt is a
+ * list or n is above 1. Each event of a stream is such an object with all text and tokens so far;
+ * "index" numbers the choices. */
+
+static int sgl_translate(api_request *request, api_body *body, toka_err *e) {
+    enum { DEFAULT_TOKENS = 128 };
+    const json *first = json_at(body->tokens, 0);
+    if (body->tokens && body->prompt) return API_INVALID("input_ids: the request has text, too");
+    if (first && first->type != JSON_NUMBER && first->type != JSON_ARRAY)
+        return API_INVALID("input_ids: expected a list of token ids, or a list of such lists");
+    if (body->tokens) body->prompt = body->tokens;
+    if (!body->prompt) return API_INVALID("text: missing, and so is input_ids");
+    if (body->params) JSON_MEMBERS(key, body->params) {
+        const str name = {key->chars, key->n};
+        const api_field *field = api_find_field(name, API_ON_PARAMS);
+        if (field ? api_read_field(request, field, key + 1, body, e)
+                  : api_unknown_field(request->config, name, e))
+            return e->code;
+        body->has_seed |= field && field->offset == API_OFFSET(seed) && body->seed != -1;
+        body->has_max_tokens |= field && field->offset == API_OFFSET(max_tokens) &&
+                                body->max_tokens >= 0;
+    }
+    if (body->max_tokens < 0) body->max_tokens = DEFAULT_TOKENS;
+    if (body->chat_logprobs) body->n_logprobs = MAX(body->top_logprobs, 0);
+    if (body->chat_logprobs && body->logprobs_from >= 0) body->prompt_logprobs = body->n_logprobs;
+    if (body->prompt_logprobs >= 0 && body->stream)
+        return API_UNSUPPORTED(request, "logprob_start_len with stream is not supported");
+    body->return_token_ids = true;
+    request->is_batch = json_is(body->prompt, JSON_ARRAY) && json_at(body->prompt, 0) &&
+                        json_at(body->prompt, 0)->type != JSON_NUMBER;
+    if (json_is(body->rid, JSON_STRING))
+        request->rid = arena_str(&request->memory, json_str(body->rid));
+    request->logprobs_from = (int)MAX(body->logprobs_from, 0);
+    request->names_tokens = body->return_strs;
+    return 0;
+}
+
+/* Writes [logprob, id, text or null]. */
+static void sgl_put_token(api_request *request, const api_token *token, bool known, buf *out) {
+    str bytes;
+    json_put_open(out, '[');
+    if (known) api_put_logprob(out, token->logprob);
+    else json_put_null(out);
+    json_put_int(out, token->id);
+    if (request->names_tokens) json_put_str(out, api_token_text(request, token->id, &bytes));
+    else json_put_null(out);
+    json_put_close(out, ']');
+}
+
+/* Writes the log-probabilities of the tokens from `from` on, and those of their alternatives.
+ * is_prompt: token 0 has none. */
+static void sgl_put_logprobs(api_request *request, const char *const names[2],
+                             const api_tokens *tokens, size_t from, bool is_prompt, buf *out) {
+    for (int list = 0; list < 1 + (tokens->n_top > 0); list++) {
+        json_put_key(out, names[list]), json_put_open(out, '[');
+        for (size_t i = from; i < api_tokens_n(tokens); i++) {
+            const bool known = i || !is_prompt;
+            if (!list) sgl_put_token(request, api_token_at(tokens, i, 0), known, out);
+            else if (!known) json_put_null(out);
+            else json_put_open(out, '[');
+            for (int alt = 1; list && known && alt <= tokens->n_top; alt++) {
+                const api_token *token = api_token_at(tokens, i, (size_t)alt);
+                if (token->id >= 0) sgl_put_token(request, token, true, out);
+            }
+            if (list && known) json_put_close(out, ']');
+        }
+        json_put_close(out, ']');
+    }
+}
+
+static void sgl_put_finish(const api_choice *choice, const api_prompt *prompt, buf *out) {
+    json_put_key(out, "finish_reason");
+    if (choice->finish == TOKA_RUNNING) {
+        json_put_null(out);
+        return;
+    }
+    json_put_open(out, '{');
+    json_put_member_or_null(out, "type", choice->finish == TOKA_STOP ? "stop" : "length");
+    if (choice->finish != TOKA_STOP) {
+        json_put_key(out, "length"), json_put_int(out, choice->n_tokens);
+    } else {
+        json_put_key(out, "matched");
+        if (choice->stop_text >= 0)
+            json_put_str(out, str_c(prompt->engine_request.sampling.stop[choice->stop_text]));
+        else if (choice->stop_id >= 0) json_put_int(out, choice->stop_id);
+        else json_put_null(out);
+    }
+    json_put_close(out, '}');
+}
+
+static void sgl_put_choice(api_request *request, int index, buf *out) {
+    static const char *const inputs[2] = {"input_token_logprobs", "input_top_logprobs"};
+    static const char *const outputs[2] = {"output_token_logprobs", "output_top_logprobs"};
+    api_choice *choice = &request->choices[index];
+    const api_prompt *prompt = &request->prompts[index / request->n_samples];
+    json_put_open(out, '{');
+    json_put_key(out, "text"), json_put_str(out, buf_view(&choice->text));
+    api_put_choice_ids(request, "output_ids", choice, out);
+    json_put_key(out, "meta_info"), json_put_open(out, '{');
+    if (request->rid.n) json_put_key(out, "id"), json_put_str(out, request->rid);
+    else api_put_hex_id(request, "id", "", request->n_choices > 1 ? index : -1, out);
+    sgl_put_finish(choice, prompt, out);
+    json_put_key(out, "prompt_tokens"), json_put_int(out, (int64_t)prompt->ids.n);
+    json_put_key(out, "completion_tokens"), json_put_int(out, choice->n_tokens);
+    json_put_key(out, "cached_tokens"), json_put_int(out, prompt->n_cached);
+    if (request->want_logprobs) {
+        sgl_put_logprobs(request, inputs, &prompt->logprobs, (size_t)request->logprobs_from, true,
+                         out);
+        sgl_put_logprobs(request, outputs, &choice->tokens, 0, false, out);
+    }
+    json_put_close(out, '}');
+    if (request->stream) json_put_key(out, "index"), json_put_int(out, index);
+    json_put_close(out, '}');
+}
+
+static void sgl_put_answer(api_request *request, buf *out) {
+    const bool is_list = request->is_batch || request->n_choices > 1;
+    if (is_list) json_put_open(out, '[');
+    for (int i = 0; i < request->n_choices; i++) sgl_put_choice(request, i, out);
+    if (is_list) json_put_close(out, ']');
+}
+
+static void sgl_put_chunk(api_request *request, int index, str text, buf *out) {
+    buf chunk = {0};
+    buf_str(&request->choices[index].text, text);
+    sgl_put_choice(request, index, &chunk);
+    buf_printf(out, "data: %s\n\n", chunk.p);
+    buf_free(&chunk);
+}
+
+static void sgl_put_failure(api_request *request, int status, const char *message, buf *out) {
+    (void)request;
+    buf_c(out, "data: ");
+    api_put_error(out, status, message, NULL, NULL, NULL);
+    buf_c(out, "\n\n");
+}
+
 /* ---- The styles ---- */
 
+static const api_style api_sglang = {.translate = sgl_translate,
+                                     .put_chunk = sgl_put_chunk,
+                                     .put_answer = sgl_put_answer,
+                                     .put_failure = sgl_put_failure};
 static const api_style api_responses = {.translate = resp_translate,
                                         .put_events = resp_put_events,
                                         .put_answer = resp_put_answer,
@@ -34801,6 +35000,7 @@ static const api_style *api_style_of(enum api_route route) {
                                               [API_EMBEDDINGS] = &api_embeddings,
                                               [API_SCORE] = &api_scores,
                                               [API_RERANK] = &api_ranks,
+                                              [API_SGLANG] = &api_sglang,
                                               [API_INVOCATIONS] = NULL};
     return styles[route];
 }
@@ -39789,6 +39989,7 @@ static const srv_route srv_routes[] = {
     {"/v1/completions",      false, SRV_POST, false, false, NULL, srv_begin_api, API_COMPLETIONS},
     {"/v1/chat/completions", false, SRV_POST, false, false, NULL, srv_begin_api, API_CHAT},
     {"/invocations",         false, SRV_POST, false, false, NULL, srv_begin_api, API_INVOCATIONS},
+    {"/generate",            false, SRV_POST, false, false, NULL, srv_begin_api, API_SGLANG},
     {"/v1/responses",        false, SRV_POST, false, false, NULL, srv_begin_api, API_RESPONSES},
     {"/v1/messages",         false, SRV_POST, false, false, NULL, srv_begin_api, API_MESSAGES},
     {"/v1/messages/count_tokens", false, SRV_POST, false, false, NULL, srv_count_prompt,
@@ -47298,6 +47499,8 @@ static const help_page help_pages[] = {
      "  and the key in x-api-key) are the same chats in another form, with tools,\n"
      "  reasoning, formats and streams; budget_tokens end the thinking. They keep\n"
      "  nothing: previous_response_id and tools that a server runs are refused.\n"
+     "- `/generate` is SGLang's: text or input_ids, sampling_params, return_logprob,\n"
+     "  logprob_start_len, top_logprobs_num, stream; output_ids come in any case.\n"
      "- Constraints: response_format (json_object, json_schema), vLLM's\n"
      "  structured_outputs (json, regex, choice, grammar, json_object) and guided_*,\n"
      "  SGLang's json_schema, regex and ebnf; on the command line --json-schema,\n"

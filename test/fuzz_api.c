@@ -76,6 +76,7 @@ static int fuzz_api(const uint8_t *data, size_t size) {
                    .strict = data[0] & 8, .live = !(data[0] & 16)};
     enum api_route route = data[0] & 4 ? API_RESPONSES + (data[0] & 1) : data[0] & 3;
     if (data[0] & 32) route = API_EMBEDDINGS + (data[0] & 3) % 3;
+    if (data[0] & 128) route = API_SGLANG;
     t->files->embedding.is_given = true;
     t->files->embedding.true_id = data[0] & 64 ? 400 : -1, t->files->embedding.false_id = 401;
     str body = {(const char *)data + 1, size - 1};
