@@ -13503,7 +13503,9 @@ static void heap_remove(heap_node *nodes, int *top, int node) {
  * another generation is stale: sched_commit ignores it. A request with no_run_ahead (one with a
  * constraint) needs all earlier tokens on the host for sampling. Its sequences get no rows in a
  * step that is planned before their last token is committed. So if other sequences keep two steps
- * in flight, such a sequence has a row in every second step only.
+ * in flight, such a sequence has a row in every second step only. Two halves of such sequences that
+ * took turns would need twice as many steps as all together. So as long as no more of them are
+ * ready than in flight, the plan gathers them: none gets a row, and one commit later all are ready.
  *
  * Prompt tails. The full pages of a prompt before its last token are shared through the prefix
  * tree. The 1 to B tokens after them are the tail of the prompt. Each sequence appends its output
@@ -13659,6 +13661,7 @@ typedef struct scheduler {
     int *prefill_seqs;   /* [max_seqs] sequences with prefill rows in the step planned last, in the
                           * order in which they got them. A sequence that skips pages which are
                           * computed in this same step is after the one that computes them */
+    bool gathers;        /* no sequence with no_run_ahead gets a row in decode in this step */
     int64_t backlog;     /* tokens still to prefill */
     int64_t max_growth;  /* sum of sched_max_growth over running sequences */
     heap_node *seq_nodes;    /* [max_seqs] a heap of preempted sequences, earliest in the queue on
@@ -14160,30 +14163,38 @@ static void sched_preempt(scheduler *sched) {
 
 /* ---- One step ---- */
 
-/* Must the sequence wait until its last token is committed? */
-static bool sched_must_wait(const sched_seq *sequence) {
-    return sequence->no_run_ahead && sequence->n_known < sequence->n_planned;
+/* Must the sequence wait until its last token is committed, or for others of its kind? */
+static bool sched_must_wait(const scheduler *sched, const sched_seq *sequence) {
+    return sequence->no_run_ahead &&
+           (sched->gathers || sequence->n_known < sequence->n_planned);
 }
 
 /* Does the sequence need another page for its row in this step? */
 static bool sched_needs_page(const scheduler *sched, const sched_seq *sequence) {
     return sequence->state == SCHED_DECODE && sequence->n_planned < sequence->limit &&
-           sequence->n_computed % sched->config.B == 0 && !sched_must_wait(sequence);
+           sequence->n_computed % sched->config.B == 0 && !sched_must_wait(sched, sequence);
 }
 
-/* Clears the rows of the last step, and lets the windowed pages go that no row reads any more.
- * Returns the number of pages that sequences in decode need for this step. */
+/* Clears the rows of the last step, and lets the windowed pages go that no row reads any more. Sets
+ * gathers. Returns the number of pages that sequences in decode need for this step. */
 static int sched_prepare_step(scheduler *sched) {
-    int n_needed = 0;
+    int n_needed = 0, n_needed_ready = 0, n_ready = 0, n_in_flight = 0;
+    sched->gathers = false;
     for (int seq = 0; seq < sched->config.max_seqs; seq++) {
         sched_seq *sequence = &sched->seqs[seq];
         if (sequence->state != SCHED_PREFILL && sequence->state != SCHED_DECODE) continue;
         sequence->n_rows = 0;
         sequence->is_sampled = false;
         if (sched->kv.window) kv_hold_window(&sched->kv, seq, sequence->n_computed, 0);
-        n_needed += sched_needs_page(sched, sequence);
+        const bool needs_page = sched_needs_page(sched, sequence);
+        n_needed += needs_page;
+        if (!sequence->no_run_ahead || sequence->state != SCHED_DECODE) continue;
+        n_needed_ready += needs_page;
+        if (sched_must_wait(sched, sequence)) n_in_flight++;
+        else n_ready++;
     }
-    return n_needed;
+    sched->gathers = n_ready <= n_in_flight;
+    return n_needed - (sched->gathers ? n_needed_ready : 0);
 }
 
 /* Gives one row to each sequence in decode. Returns the number of rows. */
@@ -14192,7 +14203,7 @@ static int sched_plan_decode(scheduler *sched) {
     for (int seq = 0; seq < sched->config.max_seqs; seq++) {
         sched_seq *sequence = &sched->seqs[seq];
         if (sequence->state != SCHED_DECODE || sequence->n_planned >= sequence->limit) continue;
-        if (sched_must_wait(sequence)) continue;
+        if (sched_must_wait(sched, sequence)) continue;
         if (sched_needs_page(sched, sequence)) {
             sequence->last_page = kv_append_page(&sched->kv, seq);
             kv_hold_window(&sched->kv, seq, sequence->n_computed, sched->kv.seqs[seq].n_pages);
@@ -16666,10 +16677,10 @@ static void stop_free(stop_scanner *scanner) {
  * first bytes share the nodes, and after a byte that the grammar refuses, all tokens with that
  * beginning are skipped. A walk may look at all tokens (inside a string it would), so three things
  * make it rare and short:
- *   1. The mask of a node is kept. Before, its counters are cut to the bytes of the longest token:
- *      with 5,000 and with 6,000 more characters the same tokens may come, so node and mask are
- *      shared. Short tokens reach less far: the vocabulary is in parts by length (con_part_far),
- *      and each part has its own cut.
+ *   1. The mask of a node is kept. Before, its counters are cut to the bytes of the longest token
+ *      (con_near): with 5,000 and with 6,000 more characters the same tokens may come, so node and
+ *      mask are shared. Short tokens reach less far: the vocabulary is in parts by length
+ *      (con_part_far), and each part has its own cut.
  *   2. The lowest frame below which all items of a node agree is replaced by CON_LOCAL. That local
  *      node depends on the rule alone: all strings of a schema share it. Its walk gives the tokens
  *      that stay in the rule, and the places where a token leaves it (escapes). Only there the walk
@@ -16763,10 +16774,11 @@ typedef struct con_node {
     con_item *items; /* [n], sorted; states that have bytes */
     int n, flags;
     int chain;       /* next node with the same hash; -1: none */
+    int near;        /* con_near; 0: not known */
     int *next;       /* [n_classes] node after a byte of the class, -1: not known; NULL: none is */
     con_bits *bits[CON_PARTS + 1]; /* of each part, of all; NULL: not made */
     int64_t step;       /* the engine's: the last step that has a copy of the mask, ... */
-    const void *owner;  /* ... for this request, whose end ids are in it, ... */
+    const void *owner;  /* ... for this request, whose end ids are in it if the text may end, ... */
     int slot;           /* ... as its mask number `slot` */
 } con_node;
 
@@ -17716,20 +17728,43 @@ static const con_bits *con_part_bits(con_machine *machine, const con_vocab *voca
     return machine->nodes[node].bits[parts] = bits;
 }
 
+/* Returns the node with its counters cut to what a token can reach: it has the same mask. */
+static int con_near(con_machine *machine, int node) {
+    machine->budget = CON_MAX_WORK;
+    machine->failed = false;
+    if (machine->nodes[node].near) return machine->nodes[node].near;
+    int near = node;
+    if (con_has_counters(machine, &machine->nodes[node]))
+        near = con_node_change(machine, node, -1, -1, CON_FAR);
+    return machine->failed ? node : (machine->nodes[node].near = near);
+}
+
+/* Writes the mask of a node with counters: the union of its parts. The mask is kept, as long as the
+ * machine has room. */
+static void con_join_parts(con_machine *machine, const con_vocab *vocab, int node, uint32_t *mask) {
+    const uint32_t *parts[CON_PARTS];
+    for (int p = 0; p < CON_PARTS; p++) {
+        const int near = con_node_change(machine, node, -1, -1, con_part_far[p]);
+        parts[p] = con_part_bits(machine, vocab, p, near)->mask;
+    }
+    for (int i = 0; i < vocab->words; i++)
+        mask[i] = parts[0][i] | parts[1][i] | parts[2][i] | parts[3][i];
+    if (machine->failed || machine->bytes > CON_MAX_BYTES / 2) return;
+    con_bits *bits = con_bits_new(machine, vocab);
+    memcpy(bits->mask, mask, (size_t)vocab->words * sizeof *mask);
+    machine->nodes[node].bits[CON_PARTS] = bits;
+}
+
 /* Writes the mask of a node, [words] of the vocabulary. Returns false if a limit was reached: the
  * mask is empty then, and the machine was reset. */
 static bool con_mask(con_machine *machine, const con_vocab *vocab, int node, uint32_t *mask) {
     const size_t bytes = (size_t)vocab->words * sizeof *mask;
-    const bool counts = con_has_counters(machine, &machine->nodes[node]);
-    machine->budget = CON_MAX_WORK;
-    machine->failed = false;
-    if (!counts) memcpy(mask, con_part_bits(machine, vocab, CON_PARTS, node)->mask, bytes);
-    else memset(mask, 0, bytes);
-    for (int p = 0; p < CON_PARTS && counts && !machine->failed; p++) {
-        const int near = con_node_change(machine, node, -1, -1, con_part_far[p]);
-        const con_bits *part = con_part_bits(machine, vocab, p, near);
-        con_add_bits(mask, part->mask, vocab->words);
-    }
+    const int near = con_near(machine, node);
+    const con_bits *bits = machine->nodes[near].bits[CON_PARTS];
+    if (!bits && !con_has_counters(machine, &machine->nodes[near]))
+        bits = con_part_bits(machine, vocab, CON_PARTS, near);
+    if (bits) memcpy(mask, bits->mask, bytes);
+    else if (!machine->failed) con_join_parts(machine, vocab, near, mask);
     if (!machine->failed) return true;
     memset(mask, 0, bytes);
     con_reset(machine); /* its last node may be incomplete */
@@ -27272,10 +27307,10 @@ static void eng_add_mask(eng_replica *replica, eng_inflight *inflight, const eng
     toka_constraint *constraint = request->sampling.constraint;
     con_machine *machine = &constraint->machine;
     const int words = constraint->vocab->words;
-    const int node = eng_read_output(replica, &request->sampling, seq)->node;
+    const int node = con_near(machine, eng_read_output(replica, &request->sampling, seq)->node);
     con_node *at = &machine->nodes[node];
     const bool accepts = con_accepts(machine, node);
-    if (at->step == replica->engine->mask_step && at->owner == request) {
+    if (at->step == replica->engine->mask_step && (at->owner == request || !accepts)) {
         ids_push(&inflight->mask_slots, at->slot);
         return;
     }
@@ -27284,6 +27319,7 @@ static void eng_add_mask(eng_replica *replica, eng_inflight *inflight, const eng
     ids_reserve(&inflight->masks, (size_t)words);
     uint32_t *mask = (uint32_t *)inflight->masks.p + inflight->masks.n;
     inflight->masks.n += (size_t)words;
+    replica->engine->stats.masks_made += !at->bits[CON_PARTS];
     if (!con_mask(machine, constraint->vocab, node, mask)) return;
     for (size_t i = 0; i < request->end_ids.n && accepts; i++)
         if (request->end_ids.p[i] < 32 * words)
@@ -27308,7 +27344,12 @@ static void eng_add_row_ids(eng_replica *replica, eng_inflight *inflight,
     row->n_forbidden = before_min ? (int)request->end_ids.n : 0;
     row->words = sampling->bad_words ? &sampling->bad_words->table : NULL;
     row->keep_special = request->keep_special;
-    if (sampling->constraint) eng_add_mask(replica, inflight, request, seq);
+    if (sampling->constraint) {
+        const double began = os_now();
+        eng_add_mask(replica, inflight, request, seq);
+        replica->engine->stats.mask_s += os_now() - began;
+        replica->engine->stats.masks++;
+    }
     if (!samp_needs_history(sampling)) return;
     row->n_history = sequence->n_planned - 1;
     const int *pages = kv_block_table(&replica->sched.kv, seq);
@@ -36692,6 +36733,11 @@ static void run_report_print(const run_report *report) {
             (long long)stats->steps, report->rows_per_step, (long long)stats->preemptions,
             100 * report->run_share, 100 * report->idle_share, 100 * report->plan_share,
             100 * report->commit_share);
+    if (stats->masks)
+        fprintf(stderr, "  %lld masks of constraints, %.1f %% of them kept, %.1f us each\n",
+                (long long)stats->masks,
+                100 - 100 * run_ratio((double)stats->masks_made, (double)stats->masks),
+                1e6 * stats->mask_s / (double)stats->masks);
     if (report->timed) run_report_print_device(report), run_report_print_ranks(report);
 }
 
@@ -41659,7 +41705,8 @@ static int run_dummy_open(toka **out, const toka_options *options, toka_err *e) 
 
 typedef struct run_bench_options {
     /* Path of the file. Its lines are
-     * {"prompt_token_ids": [..] or "prompt": "..", "output_lengths": [l1, ..]}. */
+     * {"prompt_token_ids": [..] or "prompt": "..", "output_lengths": [l1, ..]}, with or without
+     * "json_schema": {..}, which the outputs must begin to match. */
     const char *dataset;
     const char *timeline;    /* path of the file that gets a line for each step; NULL: none */
     int num_prompts;         /* lines of the dataset to use; 0: all */
@@ -41686,10 +41733,10 @@ typedef struct run_bench_state {
     toka *toka;
     ids tokens;                /* the tokens of all prompts, one after another */
     size_t *prompt_at;         /* [n_prompts + 1] where each prompt begins in `tokens` */
+    toka_constraint **constraints; /* [n_prompts] owned; NULL: none */
     run_bench_sample *samples; /* [n_samples] in the order of the file */
     int64_t n_prompts, n_samples, cap_prompts, cap_samples;
     int64_t next;     /* index of the sample to submit next; n_samples: none is left */
-    int64_t n_output; /* output tokens of all samples */
     bool cancelled;   /* Ctrl-C: all submitted requests have been cancelled */
     toka_err error;   /* the error of the first toka_submit that failed */
 } run_bench_state;
@@ -41729,6 +41776,22 @@ static int run_dataset(const char *path, int64_t max_lines, atomic_int *interrup
     return code;
 }
 
+/* Makes the constraint of a line; NULL: it has none. */
+static int run_bench_constraint(run_bench_state *bench, const json *schema, int64_t number,
+                                toka_constraint **out, toka_err *e) {
+    buf text = {0};
+    toka_err why;
+    *out = NULL;
+    if (!schema) return 0;
+    json_put_value(&text, schema);
+    const toka_grammar grammar = {.kind = TOKA_GRAMMAR_JSON_SCHEMA, .text = text.p,
+                                  .text_bytes = text.n};
+    const int code = toka_constraint_new(out, bench->toka, &grammar, &why);
+    buf_free(&text);
+    return !code ? 0 : fail(e, TOKA_E_INPUT, "%s: line %lld: %.400s", bench->options->dataset,
+                            (long long)number, why.msg);
+}
+
 /* run_line_fn: adds a line's prompt and samples to the state. Returns TOKA_E_INPUT if the line has
  * no prompt or no output_lengths, or if a sequence is longer than the model allows. */
 static int run_bench_line(void *user, const json *root, int64_t number, toka_err *e) {
@@ -41739,6 +41802,8 @@ static int run_bench_line(void *user, const json *root, int64_t number, toka_err
         bench->cap_prompts = MAX(1024, 2 * bench->cap_prompts);
         bench->prompt_at = mem_realloc(bench->prompt_at,
                                        (size_t)bench->cap_prompts * sizeof *bench->prompt_at);
+        bench->constraints = mem_realloc(bench->constraints, (size_t)bench->cap_prompts *
+                                                                 sizeof *bench->constraints);
         bench->prompt_at[bench->n_prompts] = bench->tokens.n;
     }
     size_t first = bench->tokens.n;
@@ -41774,10 +41839,10 @@ static int run_bench_line(void *user, const json *root, int64_t number, toka_err
         }
         bench->samples[bench->n_samples++] =
             (run_bench_sample){(int)bench->n_prompts, (int)length, 0};
-        bench->n_output += length;
     }
+    toka_constraint **constraint = &bench->constraints[bench->n_prompts];
     bench->prompt_at[++bench->n_prompts] = bench->tokens.n;
-    return 0;
+    return run_bench_constraint(bench, json_get(root, "json_schema"), number, constraint, e);
 }
 
 static int run_bench_event(void *user, const toka_event *ev);
@@ -41793,6 +41858,7 @@ static void run_bench_submit(run_bench_state *bench) {
                                             (uint64_t[]){0, (uint64_t)bench->next++});
     request.sampling.max_tokens = sample->length;
     request.sampling.ignore_eos = true;
+    request.sampling.constraint = bench->constraints[sample->prompt];
     toka_submit(bench->toka, &request, run_bench_event, bench, &sample->id, &bench->error);
 }
 
@@ -41814,13 +41880,14 @@ static int run_bench_event(void *user, const toka_event *ev) {
 /* Prints the result to stdout, with the names and lines of vLLM's `bench throughput`. A request
  * here is a line of the dataset, and its prompt is counted once for all its samples. */
 static void run_bench_print(const run_bench_state *bench, const run_report *report) {
-    int64_t prompt = (int64_t)bench->tokens.n, total = prompt + bench->n_output;
+    const int64_t prompt = (int64_t)bench->tokens.n, output = report->stats.output_tokens;
+    const int64_t total = prompt + output;
     double seconds = report->elapsed_s;
     if (!bench->options->json) {
         printf("Throughput: %.2f requests/s, %.2f total tokens/s, %.2f output tokens/s\n"
                "Total num prompt tokens:  %lld\nTotal num output tokens:  %lld\n",
                (double)bench->n_prompts / seconds, (double)total / seconds,
-               (double)bench->n_output / seconds, (long long)prompt, (long long)bench->n_output);
+               (double)output / seconds, (long long)prompt, (long long)output);
         return;
     }
     const struct {
@@ -41828,13 +41895,14 @@ static void run_bench_print(const run_bench_state *bench, const run_report *repo
         double value;
     } numbers[] = {{"requests_per_second", (double)bench->n_prompts / seconds},
                    {"tokens_per_second", (double)total / seconds},
-                   {"output_tokens_per_second", (double)bench->n_output / seconds},
+                   {"output_tokens_per_second", (double)output / seconds},
                    {"prefix_hit_share", report->prefix_hit_share},
                    {"mean_batch_size", report->rows_per_step},
                    {"plan_share", report->plan_share},
                    {"run_share", report->run_share},
                    {"commit_share", report->commit_share},
-                   {"idle_share", report->idle_share}};
+                   {"idle_share", report->idle_share},
+                   {"mask_s", report->stats.mask_s}};
     const struct {
         const char *name;
         int64_t value;
@@ -41842,9 +41910,11 @@ static void run_bench_print(const run_bench_state *bench, const run_report *repo
                   {"num_samples", bench->n_samples},
                   {"total_num_tokens", total},
                   {"total_prompt_tokens", prompt},
-                  {"total_output_tokens", bench->n_output},
+                  {"total_output_tokens", output},
                   {"steps", report->stats.steps},
-                  {"preemptions", report->stats.preemptions}};
+                  {"preemptions", report->stats.preemptions},
+                  {"masks", report->stats.masks},
+                  {"masks_made", report->stats.masks_made}};
     buf out = {0};
     json_put_open(&out, '{');
     json_put_key(&out, "elapsed_time"), json_put_num(&out, seconds, false);
@@ -41917,8 +41987,10 @@ static int run_bench_throughput(toka *t, const run_bench_options *options, toka_
         if (run_timeline_close(timeline, options->timeline, &close_error) && !code)
             *e = close_error, code = close_error.code;
     }
+    for (int64_t i = 0; i < bench.n_prompts; i++) toka_constraint_del(bench.constraints[i]);
     ids_free(&bench.tokens);
     free(bench.prompt_at);
+    free(bench.constraints);
     free(bench.samples);
     return code;
 }
@@ -44642,6 +44714,9 @@ static int benchclient_on_dataset_line(void *user, const json *root, int64_t num
         JSON_EACH(item, list)
             ids_push(&client->tokens, (int32_t)MAX(-1, MIN(json_int(item, -1), INT32_MAX)));
     request.prompt_n = (request.is_text ? client->texts.n : client->tokens.n) - request.prompt_at;
+    if (json_get(root, "json_schema"))
+        return fail(e, TOKA_E_INPUT, "%s: line %lld: a json_schema is for bench throughput only",
+                    client->options->dataset, (long long)number);
     if (!request.prompt_n)
         return fail(e, TOKA_E_INPUT, "%s: line %lld: expected prompt_token_ids or prompt",
                     client->options->dataset, (long long)number);
@@ -47945,7 +48020,8 @@ static const cli_flag cli_flags[] = {
      "only the lines of shard I of N, 0 to N-1, by a hash of custom_id: the outputs of N machines are parts of one result"},
     {NULL, NULL, NULL, 0, 0, 0, "Bench"},
     {"dataset", "", "FILE", CLI_TEXT, AT(dataset), FOR_THROUGHPUT | FOR_BENCH_SERVE,
-     "lines with prompt_token_ids or prompt, and output_lengths: a sample for each"},
+     "lines with prompt_token_ids or prompt, and output_lengths: a sample for each; with a "
+     "json_schema its outputs match it"},
     {"timeline", "", "FILE", CLI_TEXT, AT(timeline), FOR_THROUGHPUT,
      "a line for each step, as CSV: when the device ran it, by its own clock"},
     {"num-prompts", "", "N", CLI_INT, AT(num_prompts), FOR_THROUGHPUT | FOR_BENCH_SERVE,

@@ -470,6 +470,10 @@ typedef struct toka_stats { /* since toka_open, as of the last step. An event is
     double run_s;    /* seconds in which the first rank of a replica had a step, its waits for other
                         ranks included; the mean of all replicas */
     double commit_s; /* seconds spent committing results, callbacks included */
+    int64_t masks;   /* masks of constraints: one for each row whose sample has a constraint */
+    int64_t masks_made; /* of these, for places of a grammar where no row had been before; the
+                           others were kept */
+    double mask_s;   /* seconds spent on masks */
 } toka_stats;
 
 /* Thread: any, also in callbacks. */

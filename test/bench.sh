@@ -1,7 +1,7 @@
 #!/bin/bash
 # test/bench.sh - measures the figures of the README again. Each is a ratio of two times of the same run on this machine.
-#   test/bench.sh [cpu|sharing|json|tokenizer|accuracy|memory ...]     default: all
-# tokenizer and json need the public test data (TOKA_TEST_DATA); tokenizer also needs the virtual environment of test/run.sh.
+#   test/bench.sh [cpu|sharing|json|masks|tokenizer|accuracy|memory ...]     default: all
+# tokenizer, json and masks need the public test data (TOKA_TEST_DATA); tokenizer also needs the virtual environment of test/run.sh.
 set -eu
 cd "$(dirname "$0")/.."
 export TOKA_TEST_DATA=${TOKA_TEST_DATA:-../shared/data}
@@ -14,7 +14,7 @@ unit() {
     $B/unit_bench "$@"
 }
 rm -f $B/unit_bench
-for what in ${*:-cpu sharing json tokenizer accuracy memory}; do
+for what in ${*:-cpu sharing json masks tokenizer accuracy memory}; do
     echo "== $what"
     case $what in
     cpu) # decode compared with a loop that only reads; prefill with a loop of multiply-adds; shared prefix on with off
@@ -42,6 +42,18 @@ for what, a, b in (("256 x (1,000 + 65) tokens", on[1], off[1]), ("prompts and f
 EOF
         ;;
     json) unit json_tokenizers ;;
+    masks) # CPU time of the driver for the masks of a step; then the whole engine with a schema for each row, and without
+        $CC $FLAGS -o $B/bench_con test/bench_con.c -lm -lpthread
+        python3 test/make_dataset.py json $B/json.jsonl --length 256
+        python3 test/make_dataset.py json $B/plain.jsonl --length 256 --plain
+        $B/bench_con "$TOKA_TEST_DATA/tokenizers/llama-3.1/tokenizer.json" $B/json.jsonl 1000
+        for i in 1 2 3; do
+            for data in plain json; do
+                printf '%s: ' $data
+                ./toka bench throughput -m test/model --max-num-seqs 64 --device cpu --dataset $B/$data.jsonl 2>$B/bench.log | head -1
+                grep 'masks of' $B/bench.log || true
+            done
+        done ;;
     tokenizer) test/.venv/bin/python -m pytest -q -s -p no:cacheprovider test/test_tokenizer_hf.py -k speed ;;
     accuracy) unit "held-out accuracy" ;;
     memory) # peak resident memory of a run, and the size of the weights

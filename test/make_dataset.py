@@ -1,25 +1,30 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Writes workloads for `toka bench throughput --dataset FILE`. Each line is one request:
-{"prompt_token_ids": [...], "output_lengths": [...]}: one sample for each length, forced to this length.
+{"prompt_token_ids": [...], "output_lengths": [...]}: one sample for each length, forced to this length. A line may have a json_schema.
 
   make_dataset.py monkeys OUT [--problems 128] [--samples 1024]   GSM8K, 4-shot: all prompts share four examples and have about 715
                                                                   tokens; output lengths of about 150 tokens
   make_dataset.py chat OUT [--requests 2000]                      prompt and output lengths of a public conversation trace; random ids
                                                                   without shared prefixes
   make_dataset.py latency OUT                                     one sequence, 128 tokens in, 512 out
+  make_dataset.py json OUT [--rows 64] [--length 256] [--plain]   16 schemas of MaskBench, each the items of an endless array; --rows samples
+                                                                  of them in all, each of --length tokens. --plain: the same without schemas
 
 The same seed gives the same file. Monkeys and chat need public data in the folder TOKA_TEST_DATA (default ../shared/data):
   datasets/gsm8k_train.jsonl, datasets/gsm8k_test.jsonl   GSM8K as published: a line is {"question": "...", "answer": "..."}
   tokenizers/llama-3.1/tokenizer.json                     tokenizer of any Llama 3 (--tokenizer names another folder); needs the Python
                                                           package tokenizers
-  traces/AzureLLMInferenceTrace_conv.csv                  from Azure's public dataset: columns ContextTokens, GeneratedTokens"""
+  traces/AzureLLMInferenceTrace_conv.csv                  from Azure's public dataset: columns ContextTokens, GeneratedTokens
+Json needs suites/maskbench/maskbench.jsonl.zst and the program zstd."""
 import argparse
 import csv
 import itertools
 import json
 import os
 import random
+import re
+import subprocess
 import sys
 
 DATA = os.environ.get("TOKA_TEST_DATA", os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../shared/data"))
@@ -47,7 +52,7 @@ def monkeys(a, rng):
     from tokenizers import Tokenizer
     tok = Tokenizer.from_file(os.path.join(DATA, "tokenizers", a.tokenizer, "tokenizer.json"))
     for text in few_shot_prompts(a.problems):
-        yield tok.encode(text).ids, [output_length(rng) for _ in range(a.samples)]
+        yield {"prompt_token_ids": tok.encode(text).ids, "output_lengths": [output_length(rng) for _ in range(a.samples)]}
 
 
 def chat(a, rng):
@@ -55,33 +60,64 @@ def chat(a, rng):
     for row in rows[: a.requests]:
         n_in, n_out = int(row["ContextTokens"]), int(row["GeneratedTokens"])
         if n_in and n_out:
-            yield [rng.randrange(1000, 100000) for _ in range(n_in)], [n_out]
+            yield {"prompt_token_ids": [rng.randrange(1000, 100000) for _ in range(n_in)], "output_lengths": [n_out]}
 
 
 def latency(a, rng):
-    yield [rng.randrange(1000, 100000) for _ in range(128)], [512]
+    yield {"prompt_token_ids": [rng.randrange(1000, 100000) for _ in range(128)], "output_lengths": [512]}
+
+
+def endless(schema):
+    """An array of so many items of the schema that no output reaches its end. None: the schema has a $ref that would not be found."""
+    refs = re.findall(r'"\$ref": "([^"]*)"', json.dumps(schema))
+    if schema.get("type") != "object" or "$id" in schema or not all(r.startswith(("#/definitions/", "#/$defs/")) for r in refs):
+        return None
+    return {"type": "array", "minItems": 1 << 20, "items": schema} | {k: schema[k] for k in ("definitions", "$defs") if k in schema}
+
+
+def schemas(n, largest=20000, keywords=r"not|if|oneOf|uniqueItems|unevaluated\w*|dependen\w*|patternProperties"):
+    """n schemas from all parts of MaskBench, without keywords that may be refused, and their valid texts."""
+    file = os.path.join(DATA, "suites", "maskbench", "maskbench.jsonl.zst")
+    lines = subprocess.run(["zstd", "-dc", file], stdout=subprocess.PIPE, check=True).stdout.splitlines()
+    for part in range(n):
+        for line in lines[part * len(lines) // n:]:
+            line = json.loads(line) if len(line) < largest else {"schema": {}, "tests": []}
+            schema, valid = endless(line["schema"]), [json.dumps(t["data"]) for t in line["tests"] if t["valid"]]
+            text = json.dumps(schema)
+            if schema and valid and not re.search(rf'"({keywords})": ', text) and not ('"pattern": ' in text and 'Length": ' in text):
+                yield schema, valid
+                break
+
+
+def json_schemas(a, rng):
+    for schema, valid in schemas(16):
+        line = {"prompt_token_ids": [rng.randrange(300, 900) for _ in range(16)], "output_lengths": [a.length] * (a.rows // 16)}
+        yield line if a.plain else line | {"json_schema": schema, "texts": valid}
 
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("workload", choices=["monkeys", "chat", "latency"])
+    p.add_argument("workload", choices=["monkeys", "chat", "latency", "json"])
     p.add_argument("out")
     p.add_argument("--problems", type=int, default=128)
     p.add_argument("--samples", type=int, default=1024)
     p.add_argument("--requests", type=int, default=2000)
+    p.add_argument("--rows", type=int, default=64)
+    p.add_argument("--length", type=int, default=256)
+    p.add_argument("--plain", action="store_true")
     p.add_argument("--tokenizer", default="llama-3.1")
     p.add_argument("--seed", type=int, default=0)
     a = p.parse_args()
     n_in = n_out = n = 0
-    lines = {"monkeys": monkeys, "chat": chat, "latency": latency}[a.workload](a, random.Random(a.seed))
+    lines = {"monkeys": monkeys, "chat": chat, "latency": latency, "json": json_schemas}[a.workload](a, random.Random(a.seed))
     try:
         first = next(lines)
     except (FileNotFoundError, ModuleNotFoundError) as e:
         sys.exit(f"make_dataset.py: {e}; --help says what is needed")
     with open(a.out, "w") as f:
-        for ids, lengths in itertools.chain([first], lines):
-            f.write(json.dumps({"prompt_token_ids": ids, "output_lengths": lengths}, separators=(",", ":")) + "\n")
-            n, n_in, n_out = n + 1, n_in + len(ids), n_out + sum(lengths)
+        for line in itertools.chain([first], lines):
+            f.write(json.dumps(line, separators=(",", ":")) + "\n")
+            n, n_in, n_out = n + 1, n_in + len(line["prompt_token_ids"]), n_out + sum(line["output_lengths"])
     print(f"{a.out}: {n} requests, mean prompt {n_in / n:.0f} tokens, {n_out} output tokens")
 
 

@@ -49,6 +49,21 @@ def test_throughput_has_the_lines_of_vllm(tmp_path):
     assert abs(v["tokens_per_second"] * v["elapsed_time"] - 330) < 1 and abs(v["requests_per_second"] * v["elapsed_time"] - 2) < 0.01
 
 
+def test_outputs_match_a_schema(tmp_path):
+    """Samples end early if their text is complete; masks of places where a row was before are kept."""
+    lines = [{"prompt_token_ids": ids(9), "output_lengths": [40] * 8, "json_schema": {"enum": ["Tom has 3"]}},
+             {"prompt_token_ids": ids(9), "output_lengths": [40] * 8, "json_schema": {"type": "array", "minItems": 1000, "items": {"type": "integer"}}},
+             {"prompt_token_ids": ids(9), "output_lengths": [40] * 8}]
+    out, err = bench("throughput", "-m", "test/model", "--dataset", dataset(tmp_path, lines), "--device", "cpu", "--json")
+    v = json.loads(out)
+    assert 640 < v["total_output_tokens"] < 900 and v["masks"] == v["total_output_tokens"] - 320
+    assert 0 < v["masks_made"] < v["masks"] / 2 and v["steps"] < 85
+    assert re.search(rf"  {v['masks']} masks of constraints, [\d.]+ % of them kept, [\d.]+ us each\n", err)
+    lines[2]["json_schema"] = {"not": {"items": {}}}
+    _, err = bench("throughput", "-m", "test/model", "--dataset", dataset(tmp_path, lines), status=1)
+    assert "line 3: JSON schema: /not" in err
+
+
 def test_the_start_says_what_states_take(tmp_path):
     model = tmp_path / "states"
     model_weights.write(model, model_weights.load("qwen35"))

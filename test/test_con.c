@@ -263,8 +263,10 @@ static void test_con_limits(void) {
 static void con_check_mask(toka_constraint *c, int node, const char *what) {
     const tok *tokenizer = c->tokenizer;
     buf text = {0};
-    uint32_t mask[64];
-    CHECK(c->vocab->words <= 64 && con_mask(&c->machine, c->vocab, node, mask));
+    uint32_t mask[64], kept[64];
+    const size_t bytes = (size_t)c->vocab->words * sizeof *mask;
+    CHECK(bytes <= sizeof mask && con_mask(&c->machine, c->vocab, node, mask));
+    CHECK(con_mask(&c->machine, c->vocab, node, kept) && !memcmp(mask, kept, bytes));
     for (int32_t id = 0; id < tokenizer->n_ids; id++) {
         buf_clear(&text);
         if (!(tokenizer->flag[id] & (TOK_SPECIAL | TOK_SKIPPED))) tok_put_bytes(tokenizer, id, &text);
