@@ -16637,6 +16637,14 @@ static void stop_flush(stop_scanner *scanner, buf *out) {
     scanner->ended = true;
 }
 
+/* Appends the held text to `out`; the text that follows is searched by itself. */
+SERVER_ONLY static void stop_restart(stop_scanner *scanner, buf *out) {
+    buf_str(out, buf_view(&scanner->held));
+    buf_clear(&scanner->held);
+    scanner->partial = false;
+    for (int i = 0; i < scanner->n_stops; i++) scanner->stops[i].n_matched = 0;
+}
+
 static void stop_free(stop_scanner *scanner) {
     free(scanner->stops);
     buf_free(&scanner->held);
@@ -27540,6 +27548,30 @@ static void eng_count_sample_end(eng_replica *replica, eng_request *request) {
     replica->work_tokens -= request->work_per_sample;
 }
 
+/* Ends a sample; its sequence is left to sched_commit. */
+static void eng_end_sample(eng_replica *replica, eng_request *request, int seq) {
+    const sched_seq *sequence = &replica->sched.seqs[seq];
+    bit_set(request->ended, sequence->sample);
+    eng_count_sample_end(replica, request);
+    replica->engine->n_ended++;
+    replica->engine->ended_tokens += sequence->n_known - sequence->n_prompt + 1;
+    eng_detokenizer_close(replica, seq);
+}
+
+/* Delivers the event of a sampled token, which may end its sample, as the callback may. *ended as
+ * in eng_deliver. Returns false if the callback wants no more of this request. */
+static bool eng_deliver_event(eng_replica *replica, eng_request *request, int seq,
+                              const toka_event *event, bool *ended) {
+    const bool running = event->finish == TOKA_RUNNING;
+    if (!running) eng_end_sample(replica, request, seq);
+    if (!request->first_token_time) request->first_token_time = os_now();
+    const int answer = request->callback ? request->callback(request->user, event) : 0;
+    if (answer != TOKA_END_SAMPLE) return !answer;
+    if (running) eng_end_sample(replica, request, seq);
+    *ended |= running;
+    return true;
+}
+
 /* Returns whether a sampled id must not follow this output, because no id was left to draw. Only a
  * toka_fallback_id can be such an id; its sampled_logprob is 0. */
 static bool eng_is_forbidden(const toka_sample_row *row, const toka_sample_result *result,
@@ -27551,8 +27583,8 @@ static bool eng_is_forbidden(const toka_sample_row *row, const toka_sample_resul
 
 /* Delivers the event of a sampled token. If all allowed ids were forbidden, result->id is a
  * forbidden id (toka_fallback_id): it is not delivered, and the sample ends. It also ends if its
- * constraint lets nothing follow. *ended: the token or a stop string ended the sample (not the
- * length limit). Returns false if the callback wants no more of this request. */
+ * constraint lets nothing follow. *ended: the token, a stop string or the callback ended the sample
+ * (not the length limit). Returns false if the callback wants no more of this request. */
 static bool eng_deliver(eng_replica *replica, eng_request *request, int seq,
                         const toka_sample_row *sample_row, const toka_sample_result *result,
                         bool more, bool *ended) {
@@ -27593,15 +27625,8 @@ static bool eng_deliver(eng_replica *replica, eng_request *request, int seq,
         .stop_text = stopped ? replica->detokenizers[seq].stop.matched_index : -1,
         .n_cached = sequence->n_prefix_hits,
         .more = more};
-    if (event.finish != TOKA_RUNNING) {
-        bit_set(request->ended, sequence->sample);
-        eng_count_sample_end(replica, request);
-        engine->n_ended++, engine->ended_tokens += n_before + 1;
-        eng_detokenizer_close(replica, seq);
-    }
     request->usage.output_tokens += !none_left;
-    if (!request->first_token_time) request->first_token_time = os_now();
-    return !request->callback || !request->callback(request->user, &event);
+    return eng_deliver_event(replica, request, seq, &event, ended);
 }
 
 /* The result of the step's sample row i. With microbatches, results stand in the order of the
@@ -29493,6 +29518,7 @@ static void http_put_last_chunk(buf *out) { buf_c(out, "0\r\n\r\n"); }
  *     is passed on byte by byte, except that control characters inside strings are escaped;
  *   - the end of JSON is found by its structure, so a string may contain any text;
  *   - nothing in the reasoning is a call;
+ *   - a stop string counts in the content only: neither in the reasoning nor in a call;
  *   - white space around calls and reasoning is dropped. Without both the content is unchanged;
  *   - memory is bounded by the length of the answer. There is no recursion over the answer.
  * =========================================================================== */
@@ -29696,6 +29722,9 @@ typedef struct parse_setup { /* what all answers of a request have in common */
     bool one_call;              /* calls after the first are dropped */
     bool thinking;              /* the prompt ends inside the reasoning */
     bool thought;               /* the prompt ends behind it */
+    const char *const *stop;    /* [n_stop] stop strings: they end the answer in its content only */
+    int n_stop;
+    bool include_stop;          /* they stay in the content */
 } parse_setup;
 
 enum parse_state {
@@ -29734,6 +29763,9 @@ typedef struct parser { /* the state of one answer */
     /* harmony */
     enum parse_kind body;     /* what the body of the message is */
     bool wrote[2], wrote_now; /* there was content, or reasoning; in this message */
+    stop_scanner stop;        /* if the setup has stop strings; .ended: one is complete */
+    bool may_stop;            /* false: they are ordinary text (min_tokens); set by the caller */
+    buf certain;              /* scratch of parse_emit */
 } parser;
 
 static bool parse_is_harmony(const parse_setup *setup) {
@@ -29749,12 +29781,15 @@ static void parser_init(parser *p, const parse_setup *setup) {
                            : setup->format && setup->format->flags & PARSE_BARE ? PARSE_BETWEEN
                                                                   : PARSE_TEXT};
     p->has_thought = setup->thinking;
+    p->may_stop = true;
+    if (setup->n_stop) stop_init(&p->stop, setup->stop, setup->n_stop, setup->include_stop);
 }
 
 static void parser_free(parser *p) {
-    buf *const all[] = {&p->events, &p->tag, &p->space, &p->raw, &p->name,
-                        &p->id,     &p->args, &p->key,  &p->value};
+    buf *const all[] = {&p->events, &p->tag,  &p->space, &p->raw,   &p->name,
+                        &p->id,     &p->args, &p->key,   &p->value, &p->certain};
     for (int i = 0; i < COUNT(all); i++) buf_free(all[i]);
+    stop_free(&p->stop);
 }
 
 /* An event in parser.events: this head, then its bytes. */
@@ -29776,7 +29811,7 @@ static bool parse_next_event(str *events, parse_event *event) {
 }
 
 /* Appends an event. Bytes of the same kind as the last event are appended to it. */
-static void parse_emit(parser *p, enum parse_kind kind, str id, str text) {
+static void parse_append(parser *p, enum parse_kind kind, str id, str text) {
     parse_head head = {.kind = kind};
     if (!text.n || (p->setup->one_call && p->n_calls > 1 && kind >= PARSE_CALL)) return;
     if (p->events.n) memcpy(&head, p->events.p + p->last_event, sizeof head);
@@ -29790,6 +29825,20 @@ static void parse_emit(parser *p, enum parse_kind kind, str id, str text) {
     memcpy(p->events.p + p->last_event, &head, sizeof head);
 }
 
+/* Delivers an event. Content that may be the begin of a stop string is held back until content
+ * follows that shows it, or an event of another kind, or the end. */
+static void parse_emit(parser *p, enum parse_kind kind, str id, str text) {
+    if (p->stop.ended) return;
+    if (p->setup->n_stop && text.n) {
+        buf_clear(&p->certain);
+        if (kind == PARSE_CONTENT) stop_put(&p->stop, text, p->may_stop, &p->certain);
+        else stop_restart(&p->stop, &p->certain);
+        parse_append(p, PARSE_CONTENT, STR(""), buf_view(&p->certain));
+        if (kind == PARSE_CONTENT) return;
+    }
+    parse_append(p, kind, id, text);
+}
+
 static bool parse_is_space(char c) { return c == ' ' || c == '\n' || c == '\r' || c == '\t'; }
 
 /* May this byte be in the name of a function or in an id? */
@@ -29797,16 +29846,29 @@ static bool parse_is_name(char c) {
     return isalnum((unsigned char)c) || (c && strchr("_-.:/$@", c) != NULL);
 }
 
+/* Does the white space that is held complete a stop string? */
+static bool parse_space_stops(const parser *p) {
+    const str space = buf_view(&p->space), held = buf_view(&p->stop.held);
+    for (int i = 0; i < p->stop.n_stops && p->may_stop; i++) {
+        const str stop = p->stop.stops[i].text;
+        const size_t n_space = MIN(space.n, stop.n);
+        if (str_ends(space, str_sub(stop, stop.n - n_space, stop.n)) &&
+            str_ends(held, str_sub(stop, 0, stop.n - n_space)))
+            return true;
+    }
+    return false;
+}
+
 /* Delivers a byte of content or of reasoning. White space is held until a byte that is none
  * follows; after the reasoning, and at its beginning, it is dropped. */
 static void parse_put_text(parser *p, enum parse_kind kind, char c) {
-    if (parse_is_space(c)) {
-        if (p->has_text || !p->has_thought) buf_char(&p->space, c);
-        return;
-    }
+    const bool is_space = parse_is_space(c);
+    if (is_space && !p->has_text && p->has_thought) return;
+    if (is_space) buf_char(&p->space, c);
+    if (is_space && (kind != PARSE_CONTENT || !parse_space_stops(p))) return;
     parse_emit(p, kind, STR(""), buf_view(&p->space));
     buf_clear(&p->space);
-    parse_emit(p, kind, STR(""), (str){&c, 1});
+    if (!is_space) parse_emit(p, kind, STR(""), (str){&c, 1});
     p->has_text = true;
 }
 
@@ -30542,7 +30604,7 @@ static size_t parse_plain_bytes(const parser *p, str bytes) {
 
 /* Takes the next bytes of the answer. */
 static void parser_feed(parser *p, str bytes) {
-    for (size_t i = 0, n_plain; i < bytes.n; i += MAX(n_plain, (size_t)1)) {
+    for (size_t i = 0, n_plain; i < bytes.n && !p->stop.ended; i += MAX(n_plain, (size_t)1)) {
         n_plain = parse_plain_bytes(p, str_sub(bytes, i, bytes.n));
         if (!n_plain) {
             parse_byte(p, bytes.p[i]);
@@ -30558,8 +30620,9 @@ static void parser_feed(parser *p, str bytes) {
     }
 }
 
-/* The answer has ended. A call that lacks only texts after its arguments is complete. */
-static void parser_end(parser *p) {
+/* Delivers what is held at the end of the answer. A call that lacks only texts after its arguments
+ * is complete. */
+static void parse_flush(parser *p) {
     if (parse_is_harmony(p->setup)) {
         for (size_t i = 0; i < p->tag.n; i++) parse_body_byte(p, p->tag.p[i]);
         parse_end_body(p);
@@ -30579,6 +30642,14 @@ static void parser_end(parser *p) {
         parse_emit(p, PARSE_CONTENT, STR(""), buf_view(&p->space));
     buf_clear(&p->space);
     p->state = PARSE_TEXT;
+}
+
+/* The answer has ended. */
+static void parser_end(parser *p) {
+    parse_flush(p);
+    buf_clear(&p->certain);
+    stop_restart(&p->stop, &p->certain);
+    parse_append(p, PARSE_CONTENT, STR(""), buf_view(&p->certain));
 }
 
 /* Is a part of the answer reasoning until now? */
@@ -30946,6 +31017,7 @@ static void parse_put_answer(const parse_demand *demand, buf *out) {
  *
  *     body --api_parse--> api_request: an api_prompt for each prompt,         on a worker thread
  *                         whose engine_request is ready for toka_submit
+ *     event --api_watch_event--> a stop string may end the sample             on the driving thread
  *     event --api_pack_event--> records: the fields of the event              on the driving thread
  *                         that the request needs, as bytes
  *     records --api_feed--> text; streaming: chunks of server-sent            on a worker thread
@@ -30954,7 +31026,9 @@ static void parse_put_answer(const parse_demand *demand, buf *out) {
  *
  * Choices are numbered prompt by prompt: choice i is sample i % n of prompt i / n. api_feed turns
  * ids into text, with one detokenizer for each choice. If the request has stop strings, the engine
- * makes the text, and api_feed takes the text of the event.
+ * makes the text, and api_feed takes the text of the event. But in a chat with a parser a stop
+ * string counts in the content only, which the engine does not know: there the driving thread reads
+ * the text, too, with a parser of its own, and ends the sample.
  *
  * What always holds:
  *   - every field of a body is in api_fields. It is used, ignored because it has no effect here, or
@@ -30967,8 +31041,8 @@ static void parse_put_answer(const parse_demand *demand, buf *out) {
  *   - without api_config.live the bytes of an answer depend only on the body, on the model and its
  *     api_config, and on its serial and created: no clock (but a template that asks for
  *     the time gets the local time if api_config.now is NULL), no state of the prefix cache.
- * Only one thread at a time may use a request, except that api_pack_event may run at any time: it
- * only reads the request.
+ * Only one thread at a time may use a request, except that api_watch_event and api_pack_event may
+ * run at any time on the driving thread: they only read what other threads use of the request.
  *
  * Two extensions of OpenAI's API:
  *   - "return_packed": true gives the ids and log-probabilities of a choice as base64 of
@@ -31054,6 +31128,13 @@ typedef struct api_choice {
     bool begun;             /* streaming: its first chunk has been written */
 } api_choice;
 
+typedef struct api_watch { /* what the driving thread knows of a sample with stop strings */
+    tok_stream stream;
+    parser parser;
+    int n_tokens;
+    bool open;
+} api_watch;
+
 typedef struct api_prompt { /* one prompt, which is one request of the engine */
     struct api_request *request;
     toka_request engine_request;
@@ -31065,6 +31146,7 @@ typedef struct api_prompt { /* one prompt, which is one request of the engine */
     api_tokens logprobs; /* tokens of the prompt with their log-probabilities, if wanted */
     int n_logprobs;
     buf waiting;         /* streaming: records of samples that came before the end of the prompt */
+    api_watch *watches;  /* [n] of the driving thread (api_watch_event); NULL: none yet */
 } api_prompt;
 
 struct api_body;
@@ -31918,9 +32000,20 @@ static int api_read_sampling(api_request *request, const api_body *body,
         sampling->min_tokens = 0;
     }
     engine_request->ids_only = 1;
-    /* with stop strings the engine makes the text, and the parser needs the special tokens in it */
-    engine_request->keep_special = !body->skip_special || (request->parses && sampling->n_stop);
+    engine_request->keep_special = !body->skip_special;
     return 0;
+}
+
+/* If answers have parsers, they find the stop strings, and not the engine: the engine does not know
+ * what is content. Called when the engine's limits of stop strings are checked. */
+static void api_move_stops(api_request *request) {
+    for (int i = 0; i < request->n_prompts && request->parses; i++) {
+        toka_sampling *sampling = &request->prompts[i].engine_request.sampling;
+        request->parse.stop = sampling->stop;
+        request->parse.n_stop = sampling->n_stop;
+        request->parse.include_stop = sampling->include_stop;
+        sampling->n_stop = 0;
+    }
 }
 
 static int api_read_stream_option(api_request *request, str name, const json *value, toka_err *e) {
@@ -32478,7 +32571,8 @@ static int api_check_answer_size(const api_request *request, const api_body *bod
     const double max_bytes = (double)request->config->max_answer_bytes,
                  per_token = api_token_bytes(request);
     const int n_choices = request->n_samples * request->n_prompts;
-    const size_t per_choice = sizeof(api_choice) + (request->parses ? sizeof(parser) : 0);
+    const size_t per_choice =
+        sizeof(api_choice) + (request->parses ? sizeof(parser) + sizeof(api_watch) : 0);
     double repeated = 0, bytes = (double)n_choices * (double)per_choice;
     int longest = 0;
     for (int i = 0; i < request->n_prompts && !request->stream; i++) {
@@ -32521,11 +32615,21 @@ static int api_prompts_init(api_request *request, const api_body *body,
 
 /* ---- Reading a body ---- */
 
+/* Begins the text of a choice. */
+static void api_stream_init(const api_prompt *prompt, tok_stream *stream) {
+    const api_request *request = prompt->request;
+    const bool keeps = prompt->engine_request.keep_special || request->parses;
+    if (!request->config->toka->tokenizer) return;
+    tok_stream_init(stream, request->config->toka->tokenizer, keeps ? 0 : TOKA_SKIP_SPECIAL);
+    tok_stream_continue(stream, prompt->ids.p[prompt->ids.n - 1]);
+}
+
 /* Allocates the choices of a request, when its first event arrives. */
 static void api_choices_init(api_request *request) {
     request->choices = mem_zalloc((size_t)request->n_choices * sizeof *request->choices);
     request->held_bytes += (size_t)request->n_choices *
-                           (sizeof *request->choices + (request->parses ? sizeof(parser) : 0));
+                           (sizeof *request->choices + (request->parses ? sizeof(parser) : 0) +
+                            (request->parse.n_stop ? sizeof(api_watch) : 0));
     for (int i = 0; i < request->n_choices; i++) {
         api_choice *choice = &request->choices[i];
         const api_prompt *prompt = &request->prompts[i / request->n_samples];
@@ -32535,11 +32639,7 @@ static void api_choices_init(api_request *request) {
             choice->parser = mem_alloc(sizeof *choice->parser);
             parser_init(choice->parser, &request->parse);
         }
-        if (!request->config->toka->tokenizer) continue;
-        const bool keeps = prompt->engine_request.keep_special || request->parses;
-        tok_stream_init(&choice->stream, request->config->toka->tokenizer,
-                        keeps ? 0 : TOKA_SKIP_SPECIAL);
-        tok_stream_continue(&choice->stream, prompt->ids.p[prompt->ids.n - 1]);
+        api_stream_init(prompt, &choice->stream);
     }
 }
 
@@ -32573,6 +32673,7 @@ static int api_parse_fields(api_request *request, enum api_route route, const js
         !(code = api_prompts_init(request, &body, &engine_request, e)) &&
         !(code = api_check_answer_size(request, &body, e)) && !request->counts_only)
         code = api_make_constraint(request, &body, e);
+    api_move_stops(request);
     return code;
 }
 
@@ -32609,6 +32710,13 @@ static int api_parse_json(const api_config *config, enum api_route route, const 
     return code;
 }
 
+static void api_watch_free(api_watch *watch) {
+    if (!watch->open) return;
+    tok_stream_free(&watch->stream);
+    parser_free(&watch->parser);
+    watch->open = false;
+}
+
 static void api_free(api_request *request) {
     for (int i = 0; request->choices && i < request->n_choices; i++) {
         tok_stream_free(&request->choices[i].stream);
@@ -32619,6 +32727,9 @@ static void api_free(api_request *request) {
     for (int i = 0; i < request->n_prompts; i++) {
         ids_free(&request->prompts[i].ids);
         buf_free(&request->prompts[i].logprobs.data), buf_free(&request->prompts[i].waiting);
+        for (int k = 0; request->prompts[i].watches && k < request->n_samples; k++)
+            api_watch_free(&request->prompts[i].watches[k]);
+        free(request->prompts[i].watches);
     }
     free(request->choices), free(request->prompts);
     buf_free(&request->item_log);
@@ -33320,19 +33431,52 @@ static bool api_skips_token(const api_request *request, const api_prompt *prompt
            !parse_needs_token(&request->parse, tokenizer->text[id]);
 }
 
-/* Appends the text that a record of a sample adds. */
-static void api_put_record_text(const api_request *request, const api_prompt *prompt,
-                                api_choice *choice, const api_record *record, str rest,
-                                buf *text) {
-    if (record->has_text) {
-        buf_put(text, rest.p + rest.n - record->n_text, record->n_text);
-        return;
-    }
+/* Appends the text that a token of a sample adds. stop_id, finish: as in toka_event. */
+static void api_put_token_text(const api_prompt *prompt, tok_stream *stream, int32_t id,
+                               int32_t stop_id, int finish, buf *text) {
+    const api_request *request = prompt->request;
     if (!request->config->toka->tokenizer) return;
-    const bool shown = record->stop_id < 0 || prompt->engine_request.sampling.include_stop;
-    if (record->id >= 0 && shown && !api_skips_token(request, prompt, record->id))
-        tok_stream_put(&choice->stream, record->id, text);
-    if (record->finish != TOKA_RUNNING) tok_stream_end(&choice->stream, text);
+    const bool shown = stop_id < 0 || prompt->engine_request.sampling.include_stop;
+    if (id >= 0 && shown && !api_skips_token(request, prompt, id))
+        tok_stream_put(stream, id, text);
+    if (finish != TOKA_RUNNING) tok_stream_end(stream, text);
+}
+
+/* Gives the text of a token to a parser. n_before: tokens before this one. */
+static void api_feed_parser(const api_prompt *prompt, parser *p, int64_t n_before, int finish,
+                            str text) {
+    p->may_stop = n_before >= prompt->engine_request.sampling.min_tokens;
+    parser_feed(p, text);
+    if (finish != TOKA_RUNNING) parser_end(p);
+}
+
+/* Reads an event of a chat with stop strings and a parser. If a stop string is complete in the
+ * content, it ends the sample: then this sets finish and stop_text of the event and returns
+ * TOKA_END_SAMPLE, which is for the engine; else it returns 0. */
+static int api_watch_event(api_prompt *prompt, toka_event *event) {
+    const api_request *request = prompt->request;
+    buf text = {0};
+    if (!request->parse.n_stop || event->sample < 0 || event->finish >= TOKA_CANCELLED) return 0;
+    if (!prompt->watches)
+        prompt->watches = mem_zalloc((size_t)request->n_samples * sizeof *prompt->watches);
+    api_watch *watch = &prompt->watches[event->sample];
+    if (!watch->open) {
+        api_stream_init(prompt, &watch->stream);
+        parser_init(&watch->parser, &request->parse);
+        watch->open = true;
+    }
+    api_put_token_text(prompt, &watch->stream, event->id, event->stop_id, event->finish, &text);
+    api_feed_parser(prompt, &watch->parser, watch->n_tokens, event->finish, buf_view(&text));
+    watch->n_tokens += event->id >= 0;
+    buf_clear(&watch->parser.events);
+    buf_free(&text);
+    const bool stopped = watch->parser.stop.ended;
+    if (stopped) {
+        event->finish = TOKA_STOP;
+        event->stop_text = watch->parser.stop.matched_index;
+    }
+    if (event->finish != TOKA_RUNNING) api_watch_free(watch);
+    return stopped ? TOKA_END_SAMPLE : 0;
 }
 
 /* Bytes that the choice holds. */
@@ -33357,13 +33501,16 @@ static void api_feed_sample(api_request *request, api_prompt *prompt, const api_
         request->n_output_tokens++;
         if (api_wants_tokens(request)) api_tokens_add(&choice->tokens, record, rest);
     }
-    api_put_record_text(request, prompt, choice, record, rest, text);
+    if (record->has_text) buf_put(text, rest.p + rest.n - record->n_text, record->n_text);
+    else
+        api_put_token_text(prompt, &choice->stream, record->id, record->stop_id, record->finish,
+                           text);
     if (choice->parser) {
         const bool thinking = parser_is_thinking(choice->parser);
-        parser_feed(choice->parser, buf_view(text));
+        api_feed_parser(prompt, choice->parser, choice->n_tokens - (record->id >= 0),
+                        record->finish, buf_view(text));
         if (record->id >= 0 && (thinking || parser_is_thinking(choice->parser)))
             request->n_reasoning_tokens++;
-        if (record->finish != TOKA_RUNNING) parser_end(choice->parser);
         buf_clear(text);
     }
     if (record->finish != TOKA_RUNNING) api_end_choice(request, choice, record);
@@ -35649,12 +35796,14 @@ static void run_queue_line(run_state *run, run_line *line) {
 /* Called by the driver for each token of each sample. Moves the records to the writer when a sample
  * has ended and no further event of the request follows at once, or when there are RUN_FLUSH_BYTES
  * of them. */
-static int run_on_event(void *user, const toka_event *ev) {
-    const api_prompt *prompt = user;
+static int run_on_event(void *user, const toka_event *given) {
+    api_prompt *prompt = user;
     run_line *line = prompt->request->user;
+    toka_event event = *given, *ev = &event;
+    const int answer = api_watch_event(prompt, ev);
     api_pack_event(prompt, ev, &line->driver_records);
     if ((ev->finish == TOKA_RUNNING || ev->more) && line->driver_records.n < RUN_FLUSH_BYTES)
-        return 0;
+        return answer;
     pthread_mutex_lock(&line->run->lock);
     if (!line->ready_records.n) {
         buf empty = line->ready_records;
@@ -35666,7 +35815,7 @@ static int run_on_event(void *user, const toka_event *ev) {
     buf_clear(&line->driver_records);
     run_queue_line(line->run, line);
     pthread_mutex_unlock(&line->run->lock);
-    return 0;
+    return answer;
 }
 
 static void run_cancel_line(run_state *run, const run_line *line) {
@@ -39581,11 +39730,13 @@ static void srv_count_finished(srv_request *request, double now) {
 
 /* The engine's callback. Packs the event. At the prompt's last event of a step, or when a sample
  * ends, hands the records to the workers. So a prompt takes the lock once a step, not once a token.
- * Always returns 0 (go on); a request is cancelled by toka_cancel. */
-static int srv_on_event(void *user, const toka_event *ev) {
+ * Returns what api_watch_event does; a request is cancelled by toka_cancel. */
+static int srv_on_event(void *user, const toka_event *given) {
     srv_prompt *prompt = user;
     srv_request *request = prompt->request;
     srv *server = request->server;
+    toka_event event = *given, *ev = &event;
+    const int answer = api_watch_event(prompt->prompt, ev);
     const bool discard = request->disconnected || request->over_limit;
     const bool fits = discard || buf_try_reserve(&request->step_records, api_record_bytes(ev));
     if (fits && !discard) api_pack_event(prompt->prompt, ev, &request->step_records);
@@ -39596,7 +39747,7 @@ static int srv_on_event(void *user, const toka_event *ev) {
     }
     bool ended = ev->finish != TOKA_RUNNING;
     prompt->n_unended -= ended;
-    if (ev->more && prompt->n_unended && !ended && fits) return 0;
+    if (ev->more && prompt->n_unended && !ended && fits) return answer;
     double now = os_now();
     pthread_mutex_lock(&server->lock);
     server->metrics.finished[ev->finish] += ended;
@@ -39617,7 +39768,7 @@ static int srv_on_event(void *user, const toka_event *ev) {
     last_event = last_event && srv_unref(request);
     pthread_mutex_unlock(&server->lock);
     if (last_event) srv_request_free(request);
-    return 0;
+    return answer;
 }
 
 /* ---- Completions: workers ---- */
@@ -47638,7 +47789,7 @@ static const help_page help_pages[] = {
      "- Together with response_format the answer is calls or a text of this form.\n"
      "- Reasoning comes first and is free; the constraint begins behind it.\n"
      "  thinking_token_budget (budget_tokens in /v1/messages) ends it.\n"
-     "- Stop strings end an answer wherever they occur, also in reasoning and calls.\n"
+     "- Stop strings count in the content only: not in the reasoning, not in calls.\n"
      "- A schema with what is not supported is a 400 that says where.\n",
      NULL},
     {"files", "batches that a server runs",

@@ -406,12 +406,14 @@ typedef struct toka_event { /* one token of one sample; pointers are valid in th
 
 /* A callback for the events of a request; user is the pointer given with the request. Where a
  * function takes a toka_event_fn, NULL means that no events are wanted. Every sample (with n 0: the
- * prompt) ends in exactly one event whose finish is not TOKA_RUNNING. Returns 0 to go on; any other
- * value cancels the rest of the request.
+ * prompt) ends in exactly one event whose finish is not TOKA_RUNNING. Returns 0 to go on;
+ * TOKA_END_SAMPLE: the event's sample ends with this token, and there is no other event about it;
+ * any other value cancels the rest of the request.
  * Thread: the driver, between steps; the last events may come in toka_close. All requests wait for
  * it, so it must be quick. It must not call toka_run, toka_generate, toka_score or toka_close; all
  * other functions are allowed. */
 typedef int toka_event_fn(void *user, const toka_event *event);
+enum { TOKA_END_SAMPLE = -2 };
 
 typedef struct toka_usage {
     int64_t prompt_tokens, output_tokens; /* prompt counted once; output summed over samples */

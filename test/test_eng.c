@@ -1714,6 +1714,29 @@ static size_t eng_stop_place(const toka *t, const eng_collected *whole, const ch
 
 /* A stop string counts only after the first min_tokens tokens, as an end id does. It may begin
  * inside them. */
+static int eng_end_early(void *user, const toka_event *ev) { /* sample k ends with its token k, sample 0 never */
+    int *count = user; /* [sample] its tokens; [8] events with an end */
+    count[ev->sample]++, count[8] += ev->finish != TOKA_RUNNING;
+    return ev->sample && count[ev->sample] == ev->sample ? TOKA_END_SAMPLE : 0;
+}
+
+/* A callback ends single samples; the others go on, and what is in flight is dropped. */
+static void test_callback_ends_samples(void) {
+    toka *t = eng_must_open(eng_model, 8, 64, 1);
+    const int32_t prompt[] = {5, 6, 7};
+    int count[9] = {0};
+    toka_err e;
+    toka_usage usage;
+    toka_request r = toka_request_default();
+    r.ids = prompt, r.n_ids = 3, r.n = 8, r.sampling = eng_greedy(20), r.sampling.ignore_eos = 1;
+    CHECK(!toka_generate(t, &r, eng_end_early, count, &usage, &e));
+    for (int k = 1; k < 8; k++) CHECK_MSG(count[k] == k, "sample %d: %d tokens", k, count[k]);
+    CHECK(count[0] == 20 && count[8] == 1 && usage.output_tokens == 20 + 28);
+    toka_stats stats = toka_get_stats(t);
+    CHECK(!stats.running && !stats.waiting);
+    toka_close(t);
+}
+
 static void test_min_tokens_and_stops(void) {
     toka *t = eng_must_open(eng_model, 8, 64, 1);
     toka_sampling s = eng_greedy(12);
@@ -2060,6 +2083,7 @@ static const struct test eng_tests[] = {
     {"engine: runs of events", test_runs_of_events},
     {"engine: statistics are current", test_statistics_are_current},
     {"engine: events without text", test_ids_only},
+    {"engine: a callback ends single samples", test_callback_ends_samples},
     {"engine: min_tokens and stop strings", test_min_tokens_and_stops},
     {"engine: bad words", test_bad_words},
     {"engine: penalties and bad words never wait", test_history_never_waits},

@@ -265,6 +265,57 @@ static void test_parse_long_calls(void) {
     }
 }
 
+/* Stop strings end an answer in its content only, wherever the text is cut. White space before a call is no content, unless it
+ * completes a stop string. */
+static void test_parse_stops(void) {
+    static const struct {
+        const char *format, *family;
+        bool thinking, include;
+        const char *stop[2], *text, *want;
+        int matched;
+    } rows[] = {
+        {NULL, "qwen3", 0, 0, {"noon", "wants"}, "<think>He wants noon.</think>\n\nIt is noon, he wants", "<r:He wants noon.>It is ", 0},
+        {NULL, "qwen3", 1, 1, {"noon"}, "noon</think>at noon!", "<r:noon>at noon", 0},
+        {NULL, "qwen3", 1, 0, {"no", "</think>"}, "no </think>maybe", "<r:no>maybe", -1},
+        {"hermes", "qwen3", 0, 0, {"f", "}"}, "<think>f</think>a <tool_call>{\"name\":\"f\"}</tool_call> b f", "<r:f>a<f#:{}> b ", 0},
+        {"hermes", NULL, 0, 0, {"b<tool", "<"}, "a b<tool_call>{\"name\":\"f\"}</tool_call> 1<2", "a b<f#:{}> 1", 1},
+        {"hermes", NULL, 0, 0, {"ab"}, "a<tool_call>{\"name\":\"f\"}</tool_call>b", "a<f#:{}>b", -1},
+        {"hermes", NULL, 0, 0, {"name", "d"}, "<tool_call>{\"name\": 5}</tool_call>", "<tool_call>{\"", 0},
+        {"hermes", NULL, 0, 0, {"\n\n"}, "a \n\nb", "a ", 0},
+        {"hermes", NULL, 0, 0, {"\n\n", "a\n"}, "\n\nb", "", 0},
+        {"hermes", NULL, 0, 1, {"b \n"}, "ab \n", "ab \n", 0},
+        {"hermes", "qwen3", 0, 0, {"\n"}, "<think>x\n</think>\ny\n", "<r:x>y", 0},
+        {"llama3_json", NULL, 0, 0, {"name"}, "{\"name\": \"f\", \"parameters\": {}}", "<f#:{}>", -1},
+        {"llama3_json", NULL, 0, 0, {"Bob"}, "{\"name\": \"Bob\", \"type\": 3}", "{\"name\": \"", 0},
+        {"openai", "openai_gptoss", 0, 0, {"final", "x"}, "<|channel|>analysis<|message|>x final<|end|><|start|>assistant<|channel|>final<|message|>a x",
+         "<r:x final>a ", 1},
+        {"openai", "openai_gptoss", 0, 0, {"s"}, "<|channel|>commentary to=functions.f<|message|>{\"s\": 1}<|call|>", "<f#:{\"s\": 1}>", -1},
+        {NULL, NULL, 0, 0, {"b", "bc"}, "abc", "a", 0}};
+    for (int i = 0; i < COUNT(rows); i++) {
+        arena memory = {0};
+        const parse_sample sample = {.format = rows[i].format, .family = rows[i].family, .thinking = rows[i].thinking};
+        parse_setup setup = parse_test_setup(&sample, &memory);
+        const str text = str_c(rows[i].text);
+        buf out = {0};
+        setup.stop = rows[i].stop, setup.n_stop = rows[i].stop[1] ? 2 : 1, setup.include_stop = rows[i].include;
+        for (size_t n = 1; n <= text.n; n++) {
+            parse_in_pieces(&setup, text, n, n == 1 ? 1 : text.n, &out);
+            CHECK_MSG(str_is(buf_view(&out), rows[i].want), "row %d, cut at %zu: %s\n  got  %s\n  want %s", i, n, rows[i].text, out.p, rows[i].want);
+        }
+        parser p;
+        parser_init(&p, &setup);
+        parser_feed(&p, text), parser_end(&p);
+        CHECK_MSG((p.stop.ended ? p.stop.matched_index : -1) == rows[i].matched, "row %d: %d", i, p.stop.matched_index);
+        parser_free(&p);
+        /* in the first min_tokens tokens they are text */
+        parser_init(&p, &setup);
+        p.may_stop = false;
+        parser_feed(&p, text), parser_end(&p);
+        CHECK(!p.stop.ended);
+        parser_free(&p), buf_free(&out), arena_free(&memory);
+    }
+}
+
 /* Hostile bytes: nothing is lost without a call, and cuts change nothing. */
 static void test_parse_random(void) {
     static const char *const pieces[] = {"<tool_call>", "</tool_call>", "{\"name\": \"f\"", ", \"arguments\": {", "}", "{", "[", "]", "\"", "\\", " ", "\n",
@@ -279,10 +330,12 @@ static void test_parse_random(void) {
         parse_setup setup = {.format = &parse_formats[rnd(&rng) % COUNT(parse_formats)]};
         if (round % 3) setup.family = &parse_families[COUNT(parse_families) - 1];
         setup.thinking = round % 3 == 2;
+        static const char *const stop[] = {"}\n", "ff", "x"};
+        if (round % 7 == 6) setup.stop = stop, setup.n_stop = 3;
         parse_in_pieces(&setup, buf_view(&text), text.n, 1, &whole);
         parse_in_pieces(&setup, buf_view(&text), 1, 1 + (size_t)(round % 5), &cut);
         CHECK_MSG(str_eq(buf_view(&whole), buf_view(&cut)), "%s:\n  %s\n  %s", text.p, whole.p, cut.p);
-        const bool plain = !strstr(whole.p, "#") && !setup.family && !(setup.format->flags & PARSE_HARMONY);
+        const bool plain = !strstr(whole.p, "#") && !setup.family && !setup.n_stop && !(setup.format->flags & PARSE_HARMONY);
         CHECK_MSG(!plain || str_is(buf_view(&whole), text.p ? text.p : ""), "%s: %s", text.p, whole.p);
         buf_free(&text), buf_free(&whole), buf_free(&cut);
     }
@@ -476,6 +529,7 @@ static const struct test parse_tests[] = {
     {"parse: samples of every form", test_parse_samples},
     {"parse: names of forms", test_parse_names},
     {"parse: long calls come while they are written", test_parse_long_calls},
+    {"parse: stop strings count in the content", test_parse_stops},
     {"parse: random texts", test_parse_random},
     {"parse: the end of the prompt", test_parse_prompts},
     {"parse: chat templates of models", test_parse_templates},

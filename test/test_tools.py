@@ -262,6 +262,29 @@ def test_thinking_budgets(api):
     assert 0 < len(reasoning) < 20 and [valid(c) for c in calls] == ["pick"]
 
 
+def test_stop_strings_count_in_the_content(server, api):
+    """Not in the reasoning, not in calls, as hosted APIs have it; whole, streamed, with n, and in the other routes."""
+    assert both(api, "think", stop=["wants", "noon"]) == ("It is <b>", "He wants a <tool_call>{...}.", [], "stop")
+    assert ask(api, "think", stop=["wants", "noon"]).choices[0].model_extra["stop_reason"] == "noon"
+    assert both(api, "one", tools=TOOLS, stop=["city", "Z"]) == ("Let me look.", "", [("get_weather", '{"city": "Zürich</tool_call>", "days": 2}')], "tool_calls")
+    assert both(api, "one", tools=TOOLS, stop=["look", "Z"], extra_body={"include_stop_str_in_output": True})[0] == "Let me look"
+    assert both(api, "text", stop="here", extra_body={"min_tokens": 5})[0] == SCRIPTS["text"]
+    ended = dict(name="request_success_total", label='finished_reason="stop"')
+    begun = server.metric("generation_tokens_total"), server.metric(**ended)
+    answer = ask(api, "long", stop=["1010 1"], n=5)  # the engine ends them: no further tokens are computed
+    assert [c.message.content for c in answer.choices] == [SCRIPTS["long"][:SCRIPTS["long"].index("1010 1")]] * 5
+    assert {c.model_extra["stop_reason"] for c in answer.choices} == {"1010 1"} and answer.usage.completion_tokens < 5 * 60
+    server.wait_metric(want=begun[1] + 5, **ended)
+    assert server.metric("generation_tokens_total") - begun[0] == answer.usage.completion_tokens
+    answer = server.post("/v1/responses", {"input": "think", "stop": ["noon", "wants"]}).json()
+    assert answer["status"] == "completed" and answer["output"][1]["content"][0]["text"] == "It is <b>"
+    body = {"max_tokens": 900, "messages": [{"role": "user", "content": "think"}], "stop_sequences": ["wants", "noon"]}
+    answer = server.post("/v1/messages", body).json()
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "noon") and answer["content"][1]["text"] == "It is <b>"
+    answer = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "think"}], "stop": ["x" * 5000]})
+    assert answer.status == 400 and answer.error()["param"] == "stop"
+
+
 def test_hostile_tools_touch_no_other_request(server, plain):
     """Too many functions, too deep ones, ones that are wrong: each is a 400, while other requests go on."""
     def functions(n, schema):
@@ -573,7 +596,7 @@ def test_a_batch(tmp_path):
     """Lines of a batch have calls and reasoning, too; the flags are those of the server."""
     folder, lines = str(tmp_path / "m"), tmp_path / "in.jsonl"
     write_model(folder, SCRIPTS, HERMES)
-    body = {"messages": [{"role": "user", "content": "both"}], "tools": TOOLS}
+    body = {"messages": [{"role": "user", "content": "both"}], "tools": TOOLS, "stop": ["Look", "CET"]}
     lines.write_text(json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}) + "\n")
     for flags, calls in (((), 1), (("--tool-call-parser", "none", "--reasoning-parser", "qwen3"), 0)):
         out = tmp_path / f"out{calls}.jsonl"
