@@ -487,6 +487,7 @@ static int check_range(const char *name, double v, double low, double high, bool
                        toka_err *e) {
     /* NaN fails the first comparison */
     if (v >= low && v <= high && !(open_low && v == low)) return 0;
+    if (high == FLT_MAX) return fail(e, TOKA_E_USE, "%s: %g, expected %g or more", name, v, low);
     return fail(e, TOKA_E_USE, "%s: %g, expected %s%g to %g", name, v,
                 open_low ? "more than " : "", low, high);
 }
@@ -28314,6 +28315,9 @@ static int lib_open_template(toka *t, const char *wanted, toka_err *e) {
         lib_parse_templates(t, t->files);
         return 0;
     }
+    if (access(wanted, F_OK))
+        return fail(e, TOKA_E_INPUT, "chat_template %s: %s, and %s has no template of this name",
+                    wanted, strerror(errno), t->files->name);
     int code = lib_parse_template_file(t, wanted, &files, e);
     arena_free(&files.memory);
     return code;
@@ -28417,6 +28421,7 @@ static const toka_backend *lib_find_backend(const char *device) {
     char line[200];
     for (int i = 0; lib_is_auto(device); i++)
         if (lib_backends[i]->probe(0, line, sizeof line)) return lib_backends[i];
+    if (!strcmp(device, "gpu")) device = "cuda";
     for (int i = 0; i < COUNT(lib_backends); i++)
         if (!strcmp(device, lib_backends[i]->name)) return lib_backends[i];
     return NULL;
@@ -28494,7 +28499,7 @@ SERVER_ONLY static int lib_bench_ops(void (*begin)(void *user, const char *gpu),
 
 /* Returns the error of an unknown device name, with a suggestion if the name is a misspelling. */
 static int lib_fail_no_device(const char *device, toka_err *e) {
-    static const char *const names[] = {"auto", "cpu", "cuda", "plain"};
+    static const char *const names[] = {"gpu", "auto", "cpu", "cuda", "plain"};
     suggestion near = {.typed = str_c(device)};
     for (int i = 0; i < COUNT(names); i++) suggest_try(&near, names[i]);
     fail(e, TOKA_E_USE, "device %s: this build has auto, %s", device, lib_device_names);
@@ -28523,7 +28528,8 @@ static int lib_check_options(const toka_options *options, toka_err *e) {
         return fail(e, TOKA_E_DEVICE, "device %s: %s", backend->name, line);
     if (lib_check_dtype(options->dtype, backend, e)) return e->code;
     if (options->quantization && strcmp(options->quantization, "fp8") != 0)
-        return fail(e, TOKA_E_USE, "quantization: \"%s\", expected \"fp8\"", options->quantization);
+        return fail(e, TOKA_E_USE, "quantization: \"%s\", expected \"fp8\"; the format of a model's "
+                    "files is found without it", options->quantization);
     if (check_int("threads", options->n_threads, 0, 1024, e)) return e->code;
     if (check_int("max_model_len", options->max_model_len, 0, INT_MAX, e)) return e->code;
     if (check_int("max_num_seqs", options->max_num_seqs, 0, 65536, e)) return e->code;
@@ -44363,6 +44369,7 @@ typedef struct benchclient_options { /* the options of `toka bench serve`; strin
     const char *host, *endpoint;
     const char *model;       /* NULL: the first model that the server lists */
     const char *dataset;     /* path; NULL: random prompts */
+    const char *dataset_name; /* of benchclient_datasets; NULL: custom if there is a path */
     int port, num_prompts, input_len, output_len, prefix_len, max_concurrency, num_warmups;
     int ready_s;             /* seconds to wait until the server answers */
     double range_ratio;      /* random lengths vary up and down by this share of the length */
@@ -44661,7 +44668,7 @@ static int benchclient_fetch(const benchclient *client, const char *path, str bo
     setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &timeout, sizeof timeout);
     benchclient_put_request(client, path, body, &out);
     if (fd < 0 || connect(fd, client->address->ai_addr, client->address->ai_addrlen))
-        code = fail(e, TOKA_E_IO, "%s: %s", client->host, strerror(errno));
+        code = fail(e, TOKA_E_IO, "%s, port %d: %s", client->host, client->port, strerror(errno));
     for (size_t n_sent = 0; n_sent < out.n && !code;) {
         ssize_t sent = send(fd, out.p + n_sent, out.n - n_sent, MSG_NOSIGNAL);
         if (sent > 0) n_sent += (size_t)sent;
@@ -44745,25 +44752,35 @@ static void benchclient_put_words(benchclient *client, int64_t n, buf *out) {
     }
 }
 
-/* Fills client->vocabulary with token ids that occur in text: those of a random text, from the
- * server's /tokenize. It stays empty if the server has no /tokenize. */
-static void benchclient_fetch_vocabulary(benchclient *client) {
-    buf text = {0}, body = {0}, answer = {0};
+/* Appends the token ids of a text, from the server's /tokenize. Returns false if the server has
+ * none. */
+static bool benchclient_tokenize(const benchclient *client, str text, ids *out) {
+    buf body = {0}, answer = {0};
     arena memory = {0};
     toka_err ignored;
-    benchclient_put_words(client, BENCHCLIENT_WORDS, &text);
     json_put_open(&body, '{');
     json_put_key(&body, "model"), json_put_str(&body, str_c(client->model));
-    json_put_key(&body, "prompt"), json_put_str(&body, buf_view(&text));
+    json_put_key(&body, "prompt"), json_put_str(&body, text);
     json_put_key(&body, "add_special_tokens"), json_put_bool(&body, false);
     json_put_close(&body, '}');
-    if (benchclient_fetch(client, "/tokenize", buf_view(&body), &answer, &ignored) == 200) {
-        const json *tokens =
-            json_get(json_parse(&memory, buf_view(&answer), json_trusted, &ignored), "tokens");
-        if (json_is(tokens, JSON_ARRAY))
-            JSON_EACH(item, tokens) ids_push(&client->vocabulary, (int32_t)json_int(item, 0));
-    }
-    buf_free(&text), buf_free(&body), buf_free(&answer), arena_free(&memory);
+    const bool answered =
+        benchclient_fetch(client, "/tokenize", buf_view(&body), &answer, &ignored) == 200;
+    const json *root =
+        answered ? json_parse(&memory, buf_view(&answer), json_trusted, &ignored) : NULL;
+    const json *tokens = json_get(root, "tokens");
+    const bool found = json_is(tokens, JSON_ARRAY);
+    if (found) JSON_EACH(item, tokens) ids_push(out, (int32_t)json_int(item, 0));
+    buf_free(&body), buf_free(&answer), arena_free(&memory);
+    return found;
+}
+
+/* Fills client->vocabulary with token ids that occur in text: those of a random text. It stays
+ * empty if the server has no /tokenize. */
+static void benchclient_fetch_vocabulary(benchclient *client) {
+    buf text = {0};
+    benchclient_put_words(client, BENCHCLIENT_WORDS, &text);
+    benchclient_tokenize(client, buf_view(&text), &client->vocabulary);
+    buf_free(&text);
 }
 
 /* Appends a request and returns it. The pointer is valid until the next call. */
@@ -44779,6 +44796,20 @@ static benchclient_request *benchclient_add_request(benchclient *client, int max
 
 static bool benchclient_is_chat(const benchclient *client) {
     return str_ends(str_c(client->options->endpoint), STR("/chat/completions"));
+}
+
+/* Adds a request with a random prompt: of token ids if there is a vocabulary, else of words. */
+static void benchclient_add_random(benchclient *client, int64_t n_input, int max_tokens) {
+    const int64_t n_ids = (int64_t)client->vocabulary.n;
+    benchclient_request *request = benchclient_add_request(client, max_tokens);
+    request->is_text = !n_ids;
+    request->prompt_at = n_ids ? client->tokens.n : client->texts.n;
+    if (!n_ids) benchclient_put_words(client, n_input, &client->texts);
+    for (int64_t i = 0; i < n_input && n_ids; i++)
+        ids_push(&client->tokens,
+                 client->vocabulary.p[benchclient_random_int(client, 0, n_ids - 1)]);
+    request->prompt_n = (n_ids ? client->tokens.n : client->texts.n) - request->prompt_at;
+    request->n_in = n_ids ? n_input : 0;
 }
 
 /* Adds the random prompts: of token ids if there is a vocabulary, else of words. All begin with the
@@ -44891,6 +44922,214 @@ static int benchclient_on_dataset_line(void *user, const json *root, int64_t num
                        "%s: line %lld: expected output_lengths, a list of whole numbers from 1 on, "
                        "or such a number as output_tokens or --random-output-len",
                        client->options->dataset, (long long)number);
+}
+
+static int benchclient_read_lines(benchclient *client, toka_err *e) {
+    const int n = client->options->num_prompts;
+    return run_dataset(client->options->dataset, n ? n : INT64_MAX, client->options->interrupted,
+                       benchclient_on_dataset_line, client, e);
+}
+
+/* ---- The datasets that vllm bench serve knows by name ---- */
+
+enum { BENCHCLIENT_PROMPTS = 1000 }; /* requests if --num-prompts is not given */
+
+static int64_t benchclient_n_wanted(const benchclient *client) {
+    return client->options->num_prompts ? client->options->num_prompts : BENCHCLIENT_PROMPTS;
+}
+
+/* Returns the numbers below n in random order; the caller frees them. */
+static int64_t *benchclient_shuffle(benchclient *client, int64_t n) {
+    int64_t *order = mem_alloc((size_t)MAX(n, (int64_t)1) * sizeof *order);
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t k = benchclient_random_int(client, 0, i);
+        order[i] = order[k];
+        order[k] = i;
+    }
+    return order;
+}
+
+/* Adds a request with a text, which is appended. */
+static void benchclient_add_text(benchclient *client, str text, int max_tokens) {
+    benchclient_request *request = benchclient_add_request(client, max_tokens);
+    request->is_text = true;
+    request->prompt_at = client->texts.n;
+    request->prompt_n = text.n;
+    buf_str(&client->texts, text);
+}
+
+/* A dataset with fewer requests than wanted: repeats them in turn. Returns an error if there is
+ * none. */
+static int benchclient_repeat(benchclient *client, toka_err *e) {
+    const int64_t n = client->n_requests, n_wanted = benchclient_n_wanted(client);
+    if (!n) return fail(e, TOKA_E_INPUT, "%s: no request for --dataset-name %s in it",
+                        client->options->dataset, client->options->dataset_name);
+    for (int64_t i = n; i < n_wanted; i++) {
+        const benchclient_request copy = client->requests[i % n];
+        *benchclient_add_request(client, 0) = copy;
+    }
+    return 0;
+}
+
+/* Adds the first two turns of a conversation: a prompt, and how long its answer is. As in vLLM,
+ * both have at least 4 tokens, the prompt at most 1,024, both at most 2,048. */
+static int benchclient_add_conversation(benchclient *client, const json *turns, toka_err *e) {
+    const str prompt = json_str(json_get(json_at(turns, 0), "value"));
+    const str answer = json_str(json_get(json_at(turns, 1), "value"));
+    ids tokens = {0};
+    if (!prompt.n || !answer.n) return 0;
+    const bool counted = benchclient_tokenize(client, prompt, &tokens);
+    const size_t n_prompt = tokens.n;
+    const bool both = counted && benchclient_tokenize(client, answer, &tokens);
+    const size_t n_answer = tokens.n - n_prompt;
+    ids_free(&tokens);
+    if (!both)
+        return fail(e, TOKA_E_INPUT, "--dataset-name sharegpt: %s has no /tokenize, which counts "
+                    "the tokens of the answers", client->host);
+    if (n_prompt >= 4 && n_answer >= 4 && n_prompt <= 1024 && n_prompt + n_answer <= 2048)
+        benchclient_add_text(client, prompt, (int)n_answer);
+    return 0;
+}
+
+/* ShareGPT: a JSON array of {"conversations": [{"value": ..}, ..]}, in random order. */
+static int benchclient_read_sharegpt(benchclient *client, toka_err *e) {
+    const char *path = client->options->dataset;
+    arena memory = {0};
+    str text;
+    if (os_map(path, &text, e)) return e->code;
+    const json *root = json_parse(&memory, text, json_trusted, e);
+    int code = !root ? e->code
+               : json_is(root, JSON_ARRAY) ? 0
+               : fail(e, TOKA_E_INPUT, "%s: expected a JSON array of conversations", path);
+    const int64_t n = code ? 0 : (int64_t)root->n, n_wanted = benchclient_n_wanted(client);
+    const json **items = mem_alloc(((size_t)n + 1) * sizeof *items);
+    int64_t *order = benchclient_shuffle(client, n), n_items = 0;
+    if (n) JSON_EACH(item, root) items[n_items++] = item;
+    for (int64_t i = 0; i < n && client->n_requests < n_wanted && !code; i++)
+        code = benchclient_add_conversation(client, json_get(items[order[i]], "conversations"), e);
+    free(items), free(order);
+    arena_free(&memory);
+    os_unmap(text);
+    return code ? code : benchclient_repeat(client, e);
+}
+
+/* Returns the index of a column of a CSV head, -1 if there is none. */
+static int benchclient_find_column(str head, const char *name) {
+    str cell;
+    for (int i = 0; str_split_next(&head, ',', &cell); i++)
+        if (str_is(http_trim(cell), name)) return i;
+    return -1;
+}
+
+static str benchclient_cell(str line, int column) {
+    str cell = STR("");
+    for (int i = 0; i <= column; i++)
+        if (!str_split_next(&line, ',', &cell)) return STR("");
+    return http_trim(cell);
+}
+
+static int benchclient_cell_int(str line, int column) {
+    char digits[16];
+    const str cell = benchclient_cell(line, column);
+    snprintf(digits, sizeof digits, "%.*s", (int)MIN(cell.n, sizeof digits - 1), cell.p);
+    return atoi(digits);
+}
+
+/* BurstGPT: CSV with the columns Model, Request tokens, Response tokens. As in vLLM, a random
+ * choice of the lines of GPT-4 with an answer; the prompts have random tokens. */
+static int benchclient_read_burstgpt(benchclient *client, toka_err *e) {
+    static const char *const names[] = {"Model", "Request tokens", "Response tokens"};
+    const int64_t n_wanted = benchclient_n_wanted(client);
+    int columns[3], code = 0;
+    str text, rest, line, head = STR("");
+    if (os_map(client->options->dataset, &text, e)) return e->code;
+    rest = str_skip_bom(text);
+    str_split_next(&rest, '\n', &head);
+    for (int i = 0; i < 3 && !code; i++)
+        if ((columns[i] = benchclient_find_column(head, names[i])) < 0)
+            code = fail(e, TOKA_E_INPUT, "%s: there is no column \"%s\"", client->options->dataset,
+                        names[i]);
+    ids lengths = {0}; /* tokens of a prompt and of its answer, in turn */
+    while (!code && str_split_next(&rest, '\n', &line)) {
+        const int n_in = benchclient_cell_int(line, columns[1]);
+        const int n_out = benchclient_cell_int(line, columns[2]);
+        if (!str_is(benchclient_cell(line, columns[0]), "GPT-4") || n_in < 1 || n_out < 1) continue;
+        ids_push(&lengths, n_in), ids_push(&lengths, n_out);
+    }
+    int64_t *order = benchclient_shuffle(client, (int64_t)lengths.n / 2);
+    if (!code && !benchclient_is_chat(client)) benchclient_fetch_vocabulary(client);
+    for (int64_t i = 0; i < MIN((int64_t)lengths.n / 2, n_wanted) && !code; i++)
+        benchclient_add_random(client, lengths.p[2 * order[i]], lengths.p[2 * order[i] + 1]);
+    free(order), ids_free(&lengths);
+    os_unmap(text);
+    return code ? code : benchclient_repeat(client, e);
+}
+
+/* Adds a request whose prompt is a poem's first lines, the same for all, then random lines. */
+static void benchclient_add_sonnet(benchclient *client, const str *lines, int64_t n_lines,
+                                   int64_t n_first, int64_t n_all, int max_tokens) {
+    buf text = {0};
+    buf_c(&text, "Write more lines of this poem:\n");
+    for (int64_t i = 0; i < n_all; i++) {
+        const bool is_first = i < n_first;
+        buf_str(&text, lines[is_first ? i % n_lines
+                                      : benchclient_random_int(client, 0, n_lines - 1)]);
+        buf_char(&text, '\n');
+    }
+    benchclient_add_text(client, buf_view(&text), max_tokens);
+    buf_free(&text);
+}
+
+/* Sonnet: a file of verses. The lengths are vLLM's: about 550 tokens in, of which all prompts share
+ * about 200, and 150 out. */
+static int benchclient_read_sonnet(benchclient *client, toka_err *e) {
+    enum { N_IN = 550, N_SHARED = 200, N_OUT = 150 };
+    ids tokens = {0};
+    str text, rest, line;
+    if (os_map(client->options->dataset, &text, e)) return e->code;
+    str *lines = mem_alloc((text.n / 2 + 1) * sizeof *lines);
+    int64_t n_lines = 0;
+    int code = 0;
+    for (rest = str_skip_bom(text); str_split_next(&rest, '\n', &line);)
+        if (line.n) lines[n_lines++] = line;
+    if (!benchclient_tokenize(client, text, &tokens) || !tokens.n)
+        code = fail(e, TOKA_E_INPUT, "--dataset-name sonnet: %s has no /tokenize, which counts the "
+                    "tokens of the lines", client->host);
+    const double per_line = (double)tokens.n / (double)MAX(n_lines, (int64_t)1);
+    for (int64_t i = 0; i < benchclient_n_wanted(client) && !code && n_lines; i++)
+        benchclient_add_sonnet(client, lines, n_lines, llround(N_SHARED / per_line),
+                               MAX(1, llround(N_IN / per_line)), N_OUT);
+    free(lines), ids_free(&tokens);
+    os_unmap(text);
+    return code ? code : benchclient_repeat(client, e);
+}
+
+static const struct {
+    const char *name;
+    bool has_file;
+    int (*make)(benchclient *, toka_err *);
+} benchclient_datasets[] = {{"random", false, benchclient_make_prompts},
+                            {"custom", true, benchclient_read_lines},
+                            {"sharegpt", true, benchclient_read_sharegpt},
+                            {"burstgpt", true, benchclient_read_burstgpt},
+                            {"sonnet", true, benchclient_read_sonnet}};
+
+/* Returns the index in benchclient_datasets, or an error (below 0). */
+static int benchclient_find_dataset(const benchclient_options *options, toka_err *e) {
+    const char *path = options->dataset;
+    const char *name = options->dataset_name ? options->dataset_name : path ? "custom" : "random";
+    suggestion nearest = {.typed = str_c(name)};
+    for (int i = 0; i < COUNT(benchclient_datasets); i++) {
+        const bool has_file = benchclient_datasets[i].has_file;
+        suggest_try(&nearest, benchclient_datasets[i].name);
+        if (strcmp(name, benchclient_datasets[i].name)) continue;
+        if (has_file == !!path) return i;
+        return fail(e, TOKA_E_USE, has_file ? "--dataset-name %s needs its file: --dataset-path FILE"
+                                            : "--dataset-name %s has no file", name);
+    }
+    fail(e, TOKA_E_USE, "--dataset-name %s: expected random, custom, sharegpt, burstgpt or sonnet",
+         name);
+    return suggest_fail(&nearest, "", e);
 }
 
 /* Appends the JSON body of a request. */
@@ -45314,8 +45553,9 @@ static double benchclient_percentile(const benchclient_series *series, double pe
            (position - (double)below) * (series->values[above] - series->values[below]);
 }
 
-/* Sets peak_rate and peak_concurrent. Seconds are counted from the start of the first request.
- * Failed requests do not count. */
+/* Sets peak_rate and peak_concurrent, as vLLM does: a request runs from its start up to, but not
+ * at, its end. (Older versions of vLLM count all requests of a second, also those that have ended.)
+ * Seconds are counted from the start of the first request. Failed requests do not count. */
 static void benchclient_find_peaks(const benchclient *client, benchclient_result *result) {
     benchclient_series starts = {0}, ends = {0};
     size_t seconds = (size_t)(client->end - client->begin) + 2;
@@ -45611,14 +45851,11 @@ static int benchclient_prepare(benchclient *client, toka_err *e) {
     if (client->epoll_fd < 0) return fail(e, TOKA_E_IO, "epoll_create1: %s", strerror(errno));
     int code = benchclient_check_options(client->options, e);
     if (!code) code = benchclient_read_extra(client, e);
+    const int dataset = code ? code : benchclient_find_dataset(client->options, e);
+    if (!code && dataset < 0) code = dataset;
     if (!code) code = benchclient_resolve(client, e);
     if (!code) code = benchclient_wait_ready(client, e);
-    const int64_t max_lines =
-        client->options->num_prompts ? client->options->num_prompts : INT64_MAX;
-    if (!code && client->options->dataset)
-        code = run_dataset(client->options->dataset, max_lines, client->options->interrupted,
-                           benchclient_on_dataset_line, client, e);
-    if (!code && !client->options->dataset) code = benchclient_make_prompts(client, e);
+    if (!code) code = benchclient_datasets[dataset].make(client, e);
     const int64_t n_all = client->n_requests + client->options->num_warmups;
     if (!code && (n_all > INT_MAX / 2 ||
                   2.0 * (double)n_all * sizeof(benchclient_request) > (double)os_ram_bytes()))
@@ -47948,7 +48185,7 @@ static const help_page *help_find_page(const char *name) {
  * its answers are lost.
  * =========================================================================== */
 
-enum { CLI_MAX_LIST = 16, CLI_MAX_INPUT = 1 << 30 };
+enum { CLI_MAX_LIST = 16, CLI_MAX_INPUT = 1 << 30, CLI_MAX_FLAGS = 192 };
 #define CLI_NONE -1e300 /* a number that is not given */
 
 typedef struct cli_list { /* the values of a flag that may be given several times */
@@ -47960,6 +48197,7 @@ typedef struct cli { /* the values of all flags; the fields are named like the f
     toka_options open;
     const char *config;
     arena *memory;        /* of texts that --config gives and of names that are put together */
+    const char *typed[CLI_MAX_FLAGS]; /* how each of cli_flags was given: -n, TOKA_SEED; NULL: no */
     const char *hf_repo, *revision, *download_dir;
     bool download;
     cli_list words; /* the arguments that are no flags: names of models, a prompt */
@@ -48180,6 +48418,8 @@ static const cli_flag cli_flags[] = {
     {"dummy-weights", "", "", CLI_BOOL, AT(dummy_weights), FOR_THROUGHPUT,
      "random weights in the shapes and formats of -m NAME, a name of models.txt"},
     {NULL, NULL, NULL, 0, 0, 0, "Bench serve (a key for the server is taken from OPENAI_API_KEY)"},
+    {"dataset-name", "", "NAME", CLI_TEXT, AT(bench.dataset_name), FOR_BENCH_SERVE,
+     "form of --dataset FILE: custom (default), sharegpt, burstgpt or sonnet, as in vLLM; random has no file"},
     {"endpoint", "", "PATH", CLI_TEXT, AT(bench.endpoint), FOR_BENCH_SERVE,
      "/v1/completions (default) or /v1/chat/completions"},
     {"random-input-len", "", "N", CLI_INT, AT(bench.input_len), FOR_BENCH_SERVE,
@@ -48295,6 +48535,8 @@ static const cli_flag cli_flags[] = {
     {"help-all", "", "", CLI_BOOL, AT(help_all), FOR_ANY, "all flags"},
     {"version", "", "", CLI_BOOL, AT(version), FOR_ANY, "version and build"},
 };
+
+static_assert(COUNT(cli_flags) <= CLI_MAX_FLAGS, "cli.typed has an element for each flag");
 
 /* If a command has more than CLI_MANY_FLAGS flags, its --help shows only those in
  * cli_common_flags. */
@@ -48577,6 +48819,7 @@ static int cli_set_flag(cli *flags, const cli_flag *flag, const char *value, con
                         toka_err *e) {
     char *field = (char *)flags + flag->offset, *end = NULL;
     errno = 0;
+    flags->typed[flag - cli_flags] = arena_cstr(flags->memory, str_c(name));
     switch (flag->type) {
     case CLI_BOOL: *(bool *)(void *)field = true; return 0;
     case CLI_TEXT: memcpy(field, &value, sizeof value); return 0;
@@ -48654,6 +48897,7 @@ static const struct {
                    {"dp", "data-parallel-size"},
                    {"mem-fraction-static", "gpu-memory-utilization"},
                    {"system-prompt", "system"},
+                   {"dataset-path", "dataset"},
                    {"V", "version"}};
 
 static const cli_flag *cli_find_flag_named(const char *name) {
@@ -48734,22 +48978,28 @@ typedef struct cli_command {
  * line, so that nothing is silently left out. */
 static const struct {
     const char *name;
+    unsigned commands; /* FOR_ bits */
     bool has_value;
     const char *meaning;
 } cli_foreign_flags[] = {
-    {"swap-space", true, "preempted sequences are computed again, not swapped"},
-    {"enable-prefix-caching", false, "it is always on, unless --no-enable-prefix-caching is given"},
-    {"enable-chunked-prefill", false, "it is always on"},
-    {"disable-log-requests", false, "requests are not logged"},
-    {"no-enable-log-requests", false, "requests are not logged"},
-    {"trust-remote-code", false, "no code of a model is ever run"},
-    {"distributed-executor-backend", true, "ranks are threads of one process"},
-    {"block-size", true, "a page has 16 tokens on a CPU, 64 on a GPU"}};
+    {"swap-space", FOR_OPENS, true, "preempted sequences are computed again, not swapped"},
+    {"enable-prefix-caching", FOR_OPENS, false,
+     "it is always on, unless --no-enable-prefix-caching is given"},
+    {"enable-chunked-prefill", FOR_OPENS, false, "it is always on"},
+    {"disable-log-requests", FOR_OPENS, false, "requests are not logged"},
+    {"no-enable-log-requests", FOR_OPENS, false, "requests are not logged"},
+    {"trust-remote-code", FOR_OPENS | FOR_BENCH_SERVE, false, "no code of a model is ever run"},
+    {"distributed-executor-backend", FOR_OPENS, true, "ranks are threads of one process"},
+    {"block-size", FOR_OPENS, true, "a page has 16 tokens on a CPU, 64 on a GPU"},
+    {"backend", FOR_BENCH_SERVE, true, "any server of OpenAI's API; --endpoint says which route"},
+    {"tokenizer", FOR_BENCH_SERVE, true, "the server counts the tokens"},
+    {"disable-tqdm", FOR_BENCH_SERVE, false, "there is no progress bar"}};
 
 /* Prints what a flag of another engine means here. Returns an error if it is none of them. */
 static int cli_take_foreign(str typed, unsigned command, bool *has_value, toka_err *e) {
-    for (int i = 0; i < COUNT(cli_foreign_flags) && (command & FOR_OPENS); i++) {
+    for (int i = 0; i < COUNT(cli_foreign_flags); i++) {
         const char *name = cli_foreign_flags[i].name;
+        if (!(command & cli_foreign_flags[i].commands)) continue;
         if (typed.n < 3 || !cli_is_name(str_sub(typed, 2, typed.n), name)) continue;
         fprintf(stderr, "toka: --%s: %s\n", name, cli_foreign_flags[i].meaning);
         *has_value = cli_foreign_flags[i].has_value;
@@ -48761,6 +49011,9 @@ static int cli_take_foreign(str typed, unsigned command, bool *has_value, toka_e
 /* Takes an argument that is no flag. */
 static int cli_take_word(cli *flags, const cli *env, const char *arg, toka_err *e) {
     if (!flags->max_words)
+        return fail(e, TOKA_E_USE, "%s: unknown argument; this command takes none, see toka --help",
+                    arg);
+    if (flags->max_words < 0)
         return fail(e, TOKA_E_USE,
                     "%s: unknown argument; a command comes before its flags, see toka --help", arg);
     if (flags->words.n_values == flags->max_words)
@@ -48774,9 +49027,9 @@ static int cli_take_word(cli *flags, const cli *env, const char *arg, toka_err *
 }
 
 /* Returns how many arguments that are no flags the command takes: names, a model, or with toka run
- * a model and a prompt. command NULL: toka without a command word. */
+ * a model and a prompt. command NULL, toka without a command word: -1. */
 static int cli_max_words(const cli_command *command) {
-    if (!command) return 0;
+    if (!command) return -1;
     if (command->for_bit == FOR_RUN) return 2;
     return command->for_bit & FOR_WORDS ? CLI_MAX_LIST : (command->for_bit & FOR_MODEL_WORD) != 0;
 }
@@ -48831,7 +49084,12 @@ static int cli_read_config(cli *flags, unsigned command, int argc, char **argv, 
         if (!strncmp(argv[i], "--config=", 9)) flags->config = argv[i] + 9;
     }
     if (!flags->config) return 0;
-    if (os_map(flags->config, &text, e)) return e->code;
+    if (os_map(flags->config, &text, e)) {
+        buf why = {0};
+        buf_printf(&why, "--config %s", e->msg);
+        fail(e, e->code, "%s", why.p);
+        return buf_free(&why), e->code;
+    }
     const json *root = json_parse(&memory, text, json_trusted, e);
     int code = json_is(root, JSON_OBJECT) ? 0
                : fail(e, TOKA_E_INPUT, "--config %s: not a JSON object", flags->config);
@@ -48854,12 +49112,16 @@ static int cli_read_config(cli *flags, unsigned command, int argc, char **argv, 
     return code;
 }
 
-/* Checks that a switch has no value and any other flag has one. */
-static int cli_check_value(const cli_flag *flag, const char *arg, const char *value, toka_err *e) {
+/* Checks that the command takes the flag, and that a switch has no value and any other flag has
+ * one. name: as typed. */
+static int cli_check_flag(const cli_flag *flag, unsigned command, str name, const char *value,
+                          toka_err *e) {
+    if (!(flag->commands & command))
+        return fail(e, TOKA_E_USE, "%.*s is not for this command; see toka --help-all", STRF(name));
     if (flag->type == CLI_BOOL && value)
-        return fail(e, TOKA_E_USE, "--%s takes no value", flag->name);
+        return fail(e, TOKA_E_USE, "%.*s takes no value", STRF(name));
     if (flag->type != CLI_BOOL && !value)
-        return fail(e, TOKA_E_USE, "%s needs a value: %s", arg, flag->value_name);
+        return fail(e, TOKA_E_USE, "%.*s needs a value: %s", STRF(name), flag->value_name);
     return 0;
 }
 
@@ -48886,15 +49148,13 @@ static int cli_parse(cli *flags, unsigned command, int argc, char **argv, toka_e
             i += skips && !equals;
             continue;
         }
-        if (!(flag->commands & command))
-            return fail(e, TOKA_E_USE, "--%s is not for this command; see toka --help-all",
-                        flag->name);
         const bool is_next = flag->type != CLI_BOOL && !equals; /* the value */
         const char *value = equals ? equals + 1 : is_next && i + 1 < argc ? argv[i + 1] : NULL;
-        if (cli_check_value(flag, arg, value, e)) return e->code;
+        const str name = {arg, n_name};
+        if (cli_check_flag(flag, command, name, value, e)) return e->code;
         i += is_next;
         cli_override_env(flags, &env, flag);
-        code = cli_set_flag(flags, flag, value, arg, e);
+        code = cli_set_flag(flags, flag, value, arena_cstr(flags->memory, name), e);
         bad_env[flag - cli_flags] = false;
         if (!(flag->commands & FOR_PING)) flags->not_remote = flag->name;
         if (flag->offset == AT(bench.goodput) && !code)
@@ -50499,6 +50759,20 @@ static int cli_check_names(const cli *flags, toka_err *e) {
     return 0;
 }
 
+/* Returns the error for an unknown parser, with the most similar name, else with all of them.
+ * known: names, each followed by a blank. */
+static int cli_fail_parser(const char *flag, const char *value, str known, toka_err *e) {
+    arena memory = {0};
+    suggestion nearest = {.typed = str_c(value)};
+    str rest = known, name;
+    while (str_split_next(&rest, ' ', &name)) suggest_try(&nearest, arena_cstr(&memory, name));
+    if (nearest.best) fail(e, TOKA_E_USE, "%s %.80s: no such name", flag, value);
+    else fail(e, TOKA_E_USE, "%s %.80s: expected auto, none or one of %.380s", flag, value, known.p);
+    suggest_fail(&nearest, "", e);
+    arena_free(&memory);
+    return e->code;
+}
+
 /* Reads the flags about tool calls, reasoning and the variables of chat templates. The arena owns
  * the variables. */
 static int cli_read_parsing(const cli *flags, arena *memory, api_parsing *out, toka_err *e) {
@@ -50512,8 +50786,7 @@ static int cli_read_parsing(const cli *flags, arena *memory, api_parsing *out, t
         for (int j = 0; !i && j < COUNT(parse_formats); j++) buf_c(&known, parse_formats[j].names);
         for (int j = 0; i && j < COUNT(parse_families); j++) buf_c(&known, parse_families[j].names);
         if (value && strcmp(value, "none") && !parse_is_listed(known.p, value))
-            fail(e, TOKA_E_USE, "%s %.80s: expected auto, none or one of %.380s", names[i], value,
-                 known.p);
+            cli_fail_parser(names[i], value, buf_view(&known), e);
         else value = NULL;
         buf_free(&known);
         if (value) return e->code;
@@ -50883,20 +51156,55 @@ static int cli_check_parallel(const toka_options *options, toka_err *e) {
     return check_int("--data-parallel-size", options->data_parallel_size, 1, ENG_MAX_PARALLEL, e);
 }
 
-/* Returns an error, before a model is loaded, if a flag that takes a file names a directory. */
+/* Returns an error, before a model is loaded, if a flag that takes a file names a directory, or a
+ * file that is to be read and cannot be. */
 static int cli_check_files(const cli *flags, unsigned command, toka_err *e) {
     for (int i = 0; i < COUNT(cli_flags); i++) {
         const cli_flag *flag = &cli_flags[i];
-        const char *path;
-        if (!flag->name || !str_starts(str_c(flag->value_name), STR("FILE")) ||
+        const char *path, *typed = flags->typed[i];
+        const bool writes = flag->offset == AT(output) || flag->offset == AT(report) ||
+                            flag->offset == AT(timeline);
+        if (!typed || !str_starts(str_c(flag->value_name), STR("FILE")) ||
             !(flag->commands & command))
             continue;
         memcpy(&path, (const char *)flags + flag->offset, sizeof path);
-        if (path && flag->offset != AT(report) && os_is_dir(path)) /* run_check_report checks it */
-            return fail(e, TOKA_E_INPUT, "--%s: %s is a directory, expected a file", flag->name,
-                        path);
+        if (!path) continue;
+        if (flag->offset != AT(report) && os_is_dir(path)) /* run_check_report checks it */
+            return fail(e, TOKA_E_INPUT, "%s: %s is a directory, expected a file", typed, path);
+        const bool reads = !writes && !strcmp(flag->value_name, "FILE") && strcmp(path, "-");
+        if (reads && access(path, R_OK))
+            return fail(e, TOKA_E_INPUT, "%s %s: %s", typed, path, strerror(errno));
     }
     return 0;
+}
+
+/* Returns the bytes of a name with which the message begins, as the library writes it: top_p, or
+ * "tensor parallel size". 0: it does not begin so. */
+static size_t cli_match_name(const char *message, const char *name) {
+    size_t i = 0;
+    for (; name[i]; i++)
+        if ((message[i] == '_' || message[i] == ' ' ? '-' : message[i]) != name[i]) return 0;
+    return message[i] == ':' || message[i] == ' ' || message[i] == '[' ? i : 0;
+}
+
+/* If an error begins with the library's name of a flag that was given, writes it as the user did:
+ * "top_p: 2, expected .." becomes "--top-p: 2, expected ..", "--tensor-parallel-size: 0" becomes
+ * "--tp: 0". */
+static void cli_name_flag(const cli *flags, toka_err *e) {
+    const char *message = strncmp(e->msg, "--", 2) ? e->msg : e->msg + 2;
+    for (int i = 0; i < COUNT(cli_flags); i++) {
+        if (!flags->typed[i]) continue;
+        size_t n = cli_match_name(message, cli_flags[i].name);
+        for (int k = 0; k < COUNT(cli_aliases) && !n; k++)
+            if (!strcmp(cli_aliases[k].name, cli_flags[i].name))
+                n = cli_match_name(message, cli_aliases[k].other);
+        if (!n) continue;
+        buf text = {0};
+        buf_printf(&text, "%s%s", flags->typed[i], message + n);
+        snprintf(e->msg, sizeof e->msg, "%s", text.p);
+        buf_free(&text);
+        return;
+    }
 }
 
 static int cli_completion(const cli *flags, toka_err *e);
@@ -51028,7 +51336,9 @@ static int cli_fail_unknown_command(const char *first, const char *second, bool 
             suggest_try(&nearest, is_bench ? command->second_name : command->name);
     }
     if (is_bench) fail(e, TOKA_E_USE, "toka bench: expected throughput, serve, plan or ops");
-    else fail(e, TOKA_E_USE, "%s: no such command; see toka --help", first);
+    else fail(e, TOKA_E_USE, "%s: no such command%s; see toka --help", first,
+              is_help ? ", and no page of the manual"
+              : strchr(first, ' ') ? "; a prompt comes after -p" : "");
     const bool is_page = nearest.best && help_find_page(nearest.best);
     return suggest_fail(&nearest, is_bench ? "toka bench " : is_page ? "toka help " : "toka ", e);
 }
@@ -51075,6 +51385,7 @@ static int cli_run_args(const cli_command *command, int n_words, int argc, char 
         code = cli_help(flags.help_all, command ? bit : FOR_ANY, n_words, argv + 1, e);
     else if (!code)
         code = flags.version ? cli_version(e) : cli_run_parsed(&flags, command, e);
+    if (code == TOKA_E_USE || code == TOKA_E_INPUT) cli_name_flag(&flags, e);
     arena_free(&memory);
     return code;
 }

@@ -68,8 +68,9 @@ class FakeServer:
                         await self.answer(writer, 503, {"error": {"message": "loading"}})
                     else:
                         await self.answer(writer, 200, {"data": [{"id": "fake-model"}]})
-                elif path.endswith("/tokenize"):
-                    await self.answer(writer, 200 if self.tokenize else 404, {"tokens": list(range(100, 900))})
+                elif path.endswith("/tokenize"):  # a token a word, at most 800
+                    n = len(json.loads(body)["prompt"].split())
+                    await self.answer(writer, 200 if self.tokenize else 404, {"tokens": list(range(100, 100 + min(n, 800)))})
                 else:
                     self.headers.append(head)
                     await self.stream(writer, json.loads(body), path)
@@ -260,6 +261,55 @@ def test_dataset(tmp_path):
             d.write_text('{"prompt": "x"}\n{"prompt": "x", %s}\n' % line)
             assert "line 2: expected output_lengths" in bench(fake, "--dataset", d, status=1)[1]
         assert "line 1: expected" in bench(fake, "--dataset", d, "--random-output-len", 0, status=1)[1] and not fake.requests
+
+
+def test_datasets_by_their_names(tmp_path):
+    """The command that users of vLLM type."""
+    words = lambda n, word: " ".join([word] * n)
+    talks = [{"conversations": [{"from": "human", "value": words(n, "q")}, {"from": "gpt", "value": words(n + 1, "a")}, {"value": "x"}]}
+             for n in (5, 6, 7)]
+    wrong = [{"conversations": [{"value": words(3, "q")}, {"value": words(9, "a")}]}, {"conversations": []}, {"id": 1},
+             {"conversations": [{"value": words(9, "q")}, {"value": "a"}]}, {"conversations": [{"value": words(9, "q")}]}]
+    d = tmp_path / "d"
+    with FakeServer() as fake:
+        args = ["--backend", "vllm", "--endpoint", "/v1/completions", "--model", "m", "--max-concurrency", 10, "--request-rate", "inf",
+                "--random-input-len", 20, "--random-output-len", 3]
+        out, err = bench(fake, "--dataset-name", "random", "--num-prompts", 20, *args)
+        assert "Successful requests:                     20" in out and "toka: --backend: " in err
+        assert {len(r["prompt"]) for r in fake.requests} == {20}
+
+        fake.requests.clear()
+        d.write_text(json.dumps(wrong + talks))
+        bench(fake, "--dataset-name", "sharegpt", "--dataset-path", d, "--num-prompts", 7, *args)  # three that fit, in turn
+        sent = sorted((len(r["prompt"].split()), r["max_tokens"]) for r in fake.requests)
+        assert len(sent) == 7 and set(sent) == {(5, 6), (6, 7), (7, 8)}
+        fake.requests.clear()
+        bench(fake, "--dataset-name", "sharegpt", "--dataset-path", d, "--num-prompts", 2, *args)
+        assert len({r["prompt"] for r in fake.requests}) == 2
+
+        fake.requests.clear()
+        d.write_text("Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\r\n5,ChatGPT,8,9,17,API log\r\n"
+                     "45,GPT-4,30,4,34,Conversation log\r\n46,GPT-4,31,0,31,x\r\n47,GPT-4,12,3,15,x")
+        bench(fake, "--dataset-name", "burstgpt", "--dataset-path", d, "--num-prompts", 2, *args)
+        assert sorted((len(r["prompt"]), r["max_tokens"]) for r in fake.requests) == [(12, 3), (30, 4)]
+
+        fake.requests.clear()
+        d.write_text("\n".join(f"{words(9, 'w')} {i}" for i in range(60)))
+        bench(fake, "--dataset-name", "sonnet", "--dataset-path", d, "--num-prompts", 3, *args)
+        prompts = [r["prompt"].splitlines() for r in fake.requests]
+        assert [len(p) for p in prompts] == [56] * 3 and all(p[:21] == prompts[0][:21] for p in prompts) and prompts[0] != prompts[1]
+        assert all(r["max_tokens"] == 150 for r in fake.requests)
+
+        fake.requests.clear()
+        for name, text, message in (("sharegpt", "{}", "expected a JSON array"), ("sharegpt", "[", "JSON"), ("sharegpt", "[1]", "no request for"),
+                                    ("burstgpt", "a,b\n", 'no column "Model"'), ("burstgpt", "", "no column"), ("sonnet", "", "/tokenize"),
+                                    ("sonet", "x", "did you mean sonnet?"), ("random", "x", "random has no file")):
+            d.write_text(text)
+            assert message in bench(fake, "--dataset-name", name, "--dataset-path", d, *args, status=1)[1], (name, text)
+        assert "sharegpt needs its file: --dataset-path FILE" in bench(fake, "--dataset-name", "sharegpt", *args, status=1)[1]
+        fake.tokenize = False
+        d.write_text(json.dumps(talks))
+        assert "has no /tokenize" in bench(fake, "--dataset-name", "sharegpt", "--dataset-path", d, *args, status=1)[1] and not fake.requests
 
 
 def test_bytes_arrive_one_by_one():

@@ -208,9 +208,9 @@ def test_bench_throughput(tmp_path, split):
 # ---- Impossible splits ----
 
 @pytest.mark.parametrize("flags, words", [
-    (["--tensor-parallel-size", "3"], "tensor parallel size 3: the model has 4 heads and 2 kv heads"),
-    (["--tensor-parallel-size", "8"], "tensor parallel size 8: the model has 4 heads and 2 kv heads"),
-    (["--pipeline-parallel-size", "7"], "pipeline parallel size 7: the model has 6 layers"),
+    (["--tensor-parallel-size", "3"], "--tensor-parallel-size 3: the model has 4 heads and 2 kv heads"),
+    (["--tensor-parallel-size", "8"], "--tensor-parallel-size 8: the model has 4 heads and 2 kv heads"),
+    (["--pipeline-parallel-size", "7"], "--pipeline-parallel-size 7: the model has 6 layers"),
     *(([f"--{kind}-parallel-size", n], f"--{kind}-parallel-size: {n}, expected 1 to 64")
       for kind in ("tensor", "pipeline", "data") for n in ("0", "-1", "65")),
     (["--data-parallel-size", "two"], "--data-parallel-size: 'two' is not a whole number"),
