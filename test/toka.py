@@ -409,72 +409,78 @@ class LLM:
             ended.wait()
         _check(code[0], err)
 
-    def _submit_all(self, prompts, params, parse_only):
-        """Submits all prompts; if one is refused, none runs. Returns their numbers and what collects their results."""
+    @staticmethod
+    def _list(prompts):
+        """One prompt, or a list of them, as a list."""
+        is_one = isinstance(prompts, (str, dict)) or (len(prompts) and isinstance(prompts[0], (int, np.integer)))
+        return [prompts] if is_one else list(prompts)
+
+    def _run_all(self, requests, begin):
+        """Runs requests of _request together; if one is refused, none runs. begin(request, stops) returns what becomes the
+        result, and the function that takes an event; _run_all returns these with the prompts' ids."""
         numbers, jobs = [], []
         try:
-            for i, prompt in enumerate(prompts):
-                r, held, ids, stops = self._request(prompt, params[i], parse_only)
-                samples, scores = [_Sample() for _ in range(r.n)], array.array("f")
+            for r, held, ids, stops in requests:
+                result, take = begin(r, stops)
 
-                def on_event(_, event, samples=samples, scores=scores, stops=stops):
-                    event = event.contents
-                    if event.sample >= 0:
-                        samples[event.sample].add(event, stops)
-                    else:
-                        scores.append(event.logprob)
+                def on_event(_, event, take=take):
+                    take(event.contents)
                     return 0
 
                 callback = _EVENT_FN(on_event)
-                jobs.append((prompt if isinstance(prompt, str) else None, ids, samples, scores, callback))
+                jobs.append((ids, result, callback))
                 numbers.append(self._submit(r, held, callback))
         except BaseException:
             for number in numbers:
                 _lib.toka_cancel(self._t, number)
             self._drive(numbers)
             raise
-        return numbers, jobs
+        self._drive(numbers)
+        return [job[:2] for job in jobs]
 
     def generate(self, prompts, sampling_params=None, *, _parse_only=False):
         """Runs all prompts together; the results are in their order. sampling_params: one for all, a list with one for each, or
         None: the defaults of the model's generation_config.json."""
-        is_one = isinstance(prompts, (str, dict)) or (len(prompts) and isinstance(prompts[0], (int, np.integer)))
-        prompts = [prompts] if is_one else list(prompts)
+        prompts = self._list(prompts)
         params = list(sampling_params) if isinstance(sampling_params, (list, tuple)) else [sampling_params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(params)} sampling_params")
-        numbers, jobs = self._submit_all(prompts, params, _parse_only)
-        self._drive(numbers)
-        return [RequestOutput(prompt, ids, [s.output(k) for k, s in enumerate(samples)], np.frombuffer(scores, np.float32) if scores else None,
-                              samples[0].n_cached) for prompt, ids, samples, scores, _ in jobs]
+
+        def begin(r, stops):
+            samples, scores = [_Sample() for _ in range(r.n)], array.array("f")
+
+            def take(event):
+                if event.sample >= 0:
+                    samples[event.sample].add(event, stops)
+                else:
+                    scores.append(event.logprob)
+
+            return (samples, scores), take
+
+        done = self._run_all((self._request(p, s, _parse_only) for p, s in zip(prompts, params)), begin)
+        return [RequestOutput(p if isinstance(p, str) else None, ids, [s.output(k) for k, s in enumerate(samples)],
+                              np.frombuffer(scores, np.float32) if scores else None, samples[0].n_cached)
+                for p, (ids, (samples, scores)) in zip(prompts, done)]
 
     def embed(self, prompts, dimensions=None):
         """Embeds all texts, or lists of ids, together, as the model's folder defines it; the results are in their order.
         dimensions: the vectors are cut to so many elements (Matryoshka) before they are normalized."""
-        is_one = isinstance(prompts, (str, dict)) or (len(prompts) and isinstance(prompts[0], (int, np.integer)))
-        numbers, jobs, err = [], [], _Err()
-        try:
-            for prompt in [prompts] if is_one else prompts:
-                r, held, ids, _ = self._request(prompt, SamplingParams())
-                _check(_lib.toka_request_embedding(self._t, C.byref(r), C.byref(err)), err)
-                r.dimensions = r.dimensions if dimensions is None else dimensions
-                vectors = []
+        prompts, err = self._list(prompts), _Err()
 
-                def on_event(_, event, vectors=vectors):
-                    e = event.contents
-                    vectors.extend([np.ctypeslib.as_array(e.vector, (e.n_vector,)).copy()] if e.n_vector else [])
-                    return 0
+        def begin(r, stops):
+            _check(_lib.toka_request_embedding(self._t, C.byref(r), C.byref(err)), err)
+            r.dimensions = r.dimensions if dimensions is None else dimensions
+            vectors = []
 
-                callback = _EVENT_FN(on_event)
-                jobs.append((prompt if isinstance(prompt, str) else None, ids, vectors, callback))
-                numbers.append(self._submit(r, held, callback))
-        except BaseException:
-            for number in numbers:
-                _lib.toka_cancel(self._t, number)
-            self._drive(numbers)
-            raise
-        self._drive(numbers)
-        return [EmbeddingRequestOutput(prompt, ids, EmbeddingOutput(vectors[0])) for prompt, ids, vectors, _ in jobs]
+            def take(event):
+                if event.n_vector:
+                    vectors.append(np.ctypeslib.as_array(event.vector, (event.n_vector,)).copy())
+
+            return vectors, take
+
+        done = self._run_all((self._request(p, SamplingParams()) for p in prompts), begin)
+        return [EmbeddingRequestOutput(p if isinstance(p, str) else None, ids, EmbeddingOutput(vectors[0]))
+                for p, (ids, vectors) in zip(prompts, done)]
 
     def chat(self, messages, sampling_params=None, **arguments):
         """generate() through the chat template. messages: one conversation or a list of them; arguments: of the template."""
