@@ -96,6 +96,8 @@ def test_page(tmp_path, browser):
         browser.call("Page.navigate", url=url(s))
         browser.wait("document.getElementById('state')?.textContent == 'ready'")
         assert browser.js("document.getElementById('model').textContent") == "embedded"
+        assert browser.js("document.getElementById('base').textContent") == url(s) + "v1"
+        assert browser.js("getComputedStyle(document.getElementById('state'), '::before').color") == "rgb(22, 163, 74)"
 
         # after a failed request the page asks for the model again
         browser.js("{ const real = fetch; window.fetch = (at, o) => at != 'metrics' ? real(at, o) : "
@@ -133,6 +135,7 @@ def test_page(tmp_path, browser):
         browser.wait("Number(document.querySelector('#tiles b').textContent) > 0")
         browser.wait("Number(document.querySelectorAll('#tiles b')[2].textContent.replaceAll(',', '')) > 0")
         browser.wait("document.getElementById('out').getAttribute('points').split(' ').length >= 5")
+        browser.wait("document.getElementById('area').getBBox().width > 0")
         # the plot has axes and shows values under the pointer; percentiles come from the histograms
         assert browser.js("[...document.querySelectorAll('#axes text')].map(t => t.textContent).slice(-2).join()") == "-30 s,now"
         browser.js("{ const figure = document.querySelector('figure'), box = figure.getBoundingClientRect(); "
