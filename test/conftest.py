@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """pytest prints a line of progress instead of dots. Tests that take more than 3 seconds are marked slow; TOKA_TESTS=fast leaves
-them out (test/run.sh)."""
+them out (test/run.sh). Tests that compare times are marked alone: test/run.sh runs them when nothing else runs."""
 import sys
 import time
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes more than 3 seconds")
+    config.addinivalue_line("markers", "alone: compares times; nothing else may run")
 
 
 class Progress:

@@ -2,18 +2,19 @@
 # test/run.sh - builds toka, then runs tests. The last line is 'N passed, N failed, N skipped'. The exit status is 1 if a test
 # failed.
 #
-#   test/run.sh                   tests of every kind, in some 7 minutes on two cores. It leaves out tests that take more than
+#   test/run.sh                   tests of every kind, in some 9 minutes on two cores. It leaves out tests that take more than
 #                                 3 s each, TSan, the server under sanitizers, GPU architectures but sm_90a, and other toolkits
-#   TOKA_TESTS=all test/run.sh    everything, in about an hour
+#   TOKA_TESTS=all test/run.sh    everything, in about 40 minutes on two cores
 #   TOKA_TESTS=peers test/run.sh  comparisons with PyTorch, transformers, vLLM and Jinja2, as far as their packages are installed
 #                                 for python3 (or for $PYTHON); the table is written to test/.build/peers.md
-#   test/run.sh unit              one part: build, unit, san, py, fuzz or gpu
+#   test/run.sh unit              one group of parts: build, unit, san, py, fuzz or gpu
 #   GPU_ARCH=90a test/run.sh gpubuild   only compiles the GPU tests; needs no GPU. Then gpu does not compile them again, also
 #                                 on another machine that has the same sources, ./toka and test/.build/gpu.tar
 #   GPU_PART=2/3 test/run.sh gpu  the second of three shares of the GPU tests; with gpubuild: only the programs of this share
 #   GPU_PART=2/3 test/run.sh gpushare   prints the tests of this share and their seconds
 #
 # Environment: TOKA_TESTS     fast (default), all or peers
+#              LANES          number of parts that run at the same time (default 2)
 #              FUZZ_SECONDS   seconds for each fuzzer (default: fast 5, all 10)
 #              GPU_JOBS       number of GPU test programs that run at the same time, except for tests that measure time
 #                             (default: the number of cores, at most 12)
@@ -38,30 +39,95 @@ export TOKA_TESTS=$TESTS
 GPU_JOBS=${GPU_JOBS:-$(($(nproc) > 12 ? 12 : $(nproc) > 2 ? $(nproc) : 2))}
 WANT=${1:-all}
 B=test/.build
-LOG=$B/step-$WANT.log # output of the step that runs
+PART=main               # the part that runs in this process
+LOG=$B/step-$PART.log   # output of its step that runs
 WARN="-std=c11 -Wall -Wextra -Wshadow -Wvla -Wmissing-prototypes -Wstrict-prototypes -Wconversion -Wno-sign-conversion
       -Wno-float-conversion -Werror"
 SAN="-g -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer"
 export ASAN_OPTIONS=allocator_may_return_null=1 # some tests make an allocation fail
 mkdir -p $B
 passed=0 failed=0 skipped=0
+failures=$B/failures # the names of all tests that failed, for the end of the output
+: >$failures
 
 fast() { [ "$TESTS" = fast ]; }
-wants() { [ "$WANT" = all ] || [ "$WANT" = "$1" ]; }
-result() { # NAME STATUS
-    if [ "$2" = 0 ]; then passed=$((passed + 1)); echo "ok     $1"; else failed=$((failed + 1)); echo "FAIL   $1"; fi
+result() { # NAME STATUS [SECONDS]
+    if [ "$2" = 0 ]; then passed=$((passed + 1)); else failed=$((failed + 1)) && echo "$1" >>$failures; fi
+    printf '%-6s %s%s\n' "$([ "$2" = 0 ] && echo ok || echo FAIL)" "$1" "${3:+, $3 s}"
 }
 skip() { skipped=$((skipped + $1)); echo "skipped $1: $2"; }
 add() { # PASSED FAILED SKIPPED: adds the counts that a test program printed
     passed=$((passed + $1)) failed=$((failed + $2)) skipped=$((skipped + $3))
 }
+name_failures() { # FILE: notes the failed tests that a test program or pytest named in its output
+    sed -nE 's/^(FAIL|FAILED|ERROR) +([^ ].*)/\2/p' "$1" | cut -c1-150 >>$failures
+}
 step() { # NAME COMMAND...: runs a command as one test; prints its output if it fails
-    local name=$1
+    local name=$1 status TIMEFORMAT=%1R
     shift
-    if "$@" >$LOG 2>&1; then result "$name" 0; else
-        cat $LOG
-        result "$name" 1
-    fi
+    { time "$@" >$LOG 2>&1; } 2>$LOG.seconds
+    status=$?
+    if [ $status != 0 ]; then cat $LOG && name_failures $LOG; fi
+    result "$name" $status "$(tail -1 $LOG.seconds)"
+}
+
+# ---- Parts: two run at the same time. A part is a function named part_NAME. Its output is printed when it has ended ----
+
+counted() { # NAME: runs a part, which may exit; its counts go to a file
+    PART=$1 LOG=$B/step-$1.log passed=0 failed=0 skipped=0
+    (part_"$1"; echo "$passed $failed $skipped" >$B/parts/$1.counts)
+}
+part() { # NAME: runs a part; its output, seconds and counts go to files
+    local at=$B/parts/$1 TIMEFORMAT='%0R s, %0U + %0S s of CPU'
+    { time counted "$1" >$at.log 2>&1; } 2>$at.time
+    [ -f $at.counts ] || { result "part $1 ended early" 1 >>$at.log && echo "0 1 0" >$at.counts; }
+    mv $at.counts $at.end
+}
+after() { # PART: waits for a part, if it runs at all
+    case " $parts " in *" $1 "*) until [ -f $B/parts/$1.end ]; do sleep 0.5; done ;; esac
+}
+lane() { # takes parts that no other lane has taken
+    for name in $parts; do
+        if mkdir $B/parts/$name.taken 2>/dev/null; then part $name; fi
+    done
+}
+show_part() { # NAME
+    [ ! -s $B/parts/$1.log ] || { echo "---- $1: $(tail -1 $B/parts/$1.time)" && cat $B/parts/$1.log; }
+    # shellcheck disable=SC2046
+    add $(cat $B/parts/$1.end)
+}
+show_progress() { # a line about the parts that run
+    local name line="$SECONDS s"
+    for name in $parts; do
+        if [ -d $B/parts/$name.taken ] && [ ! -f $B/parts/$name.end ]; then
+            line="$line | $name: $(tail -1 $B/parts/$name.log 2>/dev/null | tr -s ' ' | cut -c1-60)"
+        fi
+    done
+    echo "$line"
+}
+run_parts() { # PART...: in this order, as many at a time as LANES says
+    local i shown='' told=$SECONDS name lanes=()
+    parts=$*
+    rm -rf $B/parts && mkdir -p $B/parts
+    set -m # each lane is a process group, which can be ended
+    for ((i = 0; i < ${LANES:-2}; i++)); do
+        lane </dev/null &
+        lanes+=($!)
+    done
+    set +m
+    trap 'for lane in "${lanes[@]}"; do kill -- -$lane 2>/dev/null; done' EXIT
+    trap 'exit 130' INT TERM
+    while :; do
+        i=$(jobs -rp | wc -l)
+        for name in $parts; do
+            case " $shown " in *" $name "*) continue ;; esac
+            if [ -f $B/parts/$name.end ]; then shown="$shown $name" && show_part $name; fi
+        done
+        [ $i != 0 ] || break
+        [ $((SECONDS - told)) -lt 20 ] || { told=$SECONDS && show_progress; }
+        sleep 1
+    done
+    trap - EXIT INT TERM
 }
 
 # ---- The program, the library and checks of the source ----
@@ -72,20 +138,21 @@ only_libc() { # ./toka needs no shared library except those of libc
     case $(c++ -print-file-name=libstdc++.a 2>/dev/null) in /*) ;; *) return 0 ;; esac
     ! readelf -d toka | grep NEEDED | grep -v -e 'libc\.so' -e 'libm\.so' -e 'libpthread' -e 'libdl' -e 'librt' -e 'ld-linux'
 }
-copy_tree() { # copies tracked files, and untracked files that git does not ignore, to $B/copy
-    rm -rf $B/copy && mkdir -p $B/copy && git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents -t $B/copy
+copy_tree() { # copies tracked files, and untracked files that git does not ignore, to $B/copy_PART
+    copy=$B/copy_$PART
+    rm -rf $copy && mkdir -p $copy && git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents -t $copy
 }
-only_the_binary() { # in a copy of the tree, build.sh creates ./toka and no other file
+only_the_binary() { # in a copy of the tree, build.sh creates ./toka and no other file; it is the ./toka of all tests
     copy_tree || return 1
-    (cd $B/copy && find . -type f | sort >../before && NVCC=$copy_nvcc ./build.sh && find . -type f | sort >../after) || return 1
-    rm -rf $B/copy
+    (cd $copy && find . -type f | sort >../before && ./build.sh && find . -type f | sort >../after) && mv $copy/toka . || return 1
+    rm -rf $copy
     [ "$(comm -13 $B/before $B/after)" = ./toka ] && [ -z "$(comm -23 $B/before $B/after)" ]
 }
 links_with_sanitizer() { # build.sh passes CFLAGS and LDFLAGS to the link, and prints each stage before it runs
     copy_tree || return 1
-    (cd $B/copy && CC=clang CFLAGS="-O1 -fsanitize=address,undefined" LDFLAGS=-Wl,-z,now NVCC='' ./build.sh >../log.build &&
+    (cd $copy && CC=clang CFLAGS="-O0 -fsanitize=address,undefined" LDFLAGS=-Wl,-z,now NVCC='' ./build.sh >../log.build &&
         readelf -d toka | grep -q NOW && nm toka | grep -q __asan_init && ./toka -p "Tom has 12 apples." --max-tokens 2) || return 1
-    rm -rf $B/copy
+    rm -rf $copy
     [ "$(grep -c -e '^build.sh: compiling toka.c with clang (.*)$' -e '^build.sh: linking ./toka (.*)$' $B/log.build)" = 2 ]
 }
 links_with_nvcc() { # a fake nvcc makes an empty object file and writes the arguments of the link to a log
@@ -98,11 +165,11 @@ printf '%s\n' "$@" >"${0%/*}/nvcc.log"
 exit 1
 EOF
     chmod +x $bin/nvcc
-    (cd $B/copy &&
-        CC=gcc CFLAGS="-O0 -fsanitize=address,undefined" LDFLAGS=-Wl,-z,now NVCC="$OLDPWD/$bin/nvcc" ./build.sh >../log.build)
-    rm -rf $B/copy
+    (cd $copy &&
+        CC=gcc CFLAGS="-O0 -Wa,--noexecstack" LDFLAGS=-Wl,-z,now NVCC="$OLDPWD/$bin/nvcc" ./build.sh >../log.build)
+    rm -rf $copy
     grep -q '^build.sh: compiling toka_kernels.cu with .* (.* minutes)$' $B/log.build &&
-        grep -qx -e '-fsanitize=address\\,undefined' $bin/nvcc.log &&
+        grep -qx -e '-Wa\\,--noexecstack' $bin/nvcc.log &&
         grep -qx -e '-Wl\\,-z\\,now' $bin/nvcc.log && grep -qx 'g++' $bin/nvcc.log && [ "$(grep -cx -e -Xcompiler $bin/nvcc.log)" -ge 3 ]
 }
 library_is_small() { # code and tables of the library as in the README's section on vendoring, with gcc's -O3 on x86-64
@@ -126,16 +193,15 @@ scripts_are_executable() { # each file that begins with #!
     ! git ls-files -z test | xargs -0 grep -lZ -m 1 '^#!' |
         xargs -0 -I{} sh -c 'head -c 2 "{}" | grep -q "^#!" && [ ! -x "{}" ] && echo "{} is not executable"' | grep .
 }
-build_tests() {
-    local copy_nvcc=${NVCC-$(command -v nvcc || true)}
-    if fast; then # the kernels are compiled once
-        copy_nvcc=
-        step "build.sh builds ./toka without a warning" env ARCHS="${ARCHS:-90a}" ./build.sh
-    else
-        step "build.sh builds ./toka without a warning" ./build.sh
-    fi
-    step "build.sh creates no file but ./toka" only_the_binary
+part_program() {
+    if fast; then export ARCHS="${ARCHS:-90a}"; fi # the kernels are compiled once
+    step "build.sh builds ./toka without a warning, and creates no other file" only_the_binary
     step "./toka needs no shared library but libc's" only_libc
+}
+library() { # $B/toka.o, unless it is new
+    [ $B/toka.o -nt toka.c ] && [ $B/toka.o -nt toka.h ] || step "toka.c compiles alone as a library" $CC $WARN -O2 -c toka.c -o $B/toka.o
+}
+part_source() {
     step "build.sh passes CFLAGS and LDFLAGS to the link by nvcc" links_with_nvcc
     step "toka.c compiles alone as a library" $CC $WARN -O2 -c toka.c -o $B/toka.o
     if [ "$(uname -m)" = x86_64 ] && $CC --version | grep -q 'Free Software'; then
@@ -169,36 +235,45 @@ unit() { # NAME FLAGS... [TESTS...]
     step "unit tests compile ($name)" $CC $WARN -Wno-alloc-size-larger-than -Wno-maybe-uninitialized "${flags[@]}" \
         -o $B/unit_$name test/unit.c -lm -lpthread || return
     [ -x $B/unit_$name ] || return
-    $B/unit_$name "$@" | tee $B/unit.log
+    $B/unit_$name "$@" | tee $LOG
     local status=${PIPESTATUS[0]} line
-    line=$(grep '^unit: ' $B/unit.log | tail -1 | tr -dc '0-9 ')
+    name_failures $LOG
+    line=$(grep '^unit: ' $LOG | tail -1 | tr -dc '0-9 ')
     if [ -z "$line" ] || { [ "$status" != 0 ] && [ "$(echo $line | cut -d' ' -f2)" = 0 ]; }; then
         result "unit tests print their counts ($name, exit $status)" 1
     fi
     # shellcheck disable=SC2086
     [ -n "$line" ] && add $line
 }
+part_unit() { unit fast -O2; }
+part_san() { unit san $SAN; }
+part_tsan() {
+    unit tsan -g -O1 -fsanitize=thread -Wno-tsan engine: cpu_pool ranks_shapes ranks_lost ranks_abort "tokenizer: threads"
+}
 
 # ---- Python: tests of the whole program, with the clients and libraries that users have ----
 
-python_tests() {
-    if ! command -v python3 >/dev/null; then skip 1 "no python3"; return; fi
-    if [ ! -x test/.venv/bin/pytest ]; then
-        rm -rf test/.venv
-        python3 -m venv test/.venv && test/.venv/bin/pip install -q --disable-pip-version-check -r test/requirements.txt ||
-            rm -rf test/.venv
-    fi
-    local py=test/.venv/bin/python
+part_venv() {
+    command -v python3 >/dev/null && [ ! -x test/.venv/bin/pytest ] || return 0
+    rm -rf test/.venv
+    python3 -m venv test/.venv && test/.venv/bin/pip install -q --disable-pip-version-check -r test/requirements.txt || rm -rf test/.venv
+}
+find_python() { # sets py, or skips N tests
+    after venv
+    py=test/.venv/bin/python
     [ -x $py ] || py=python3
-    if ! $py -c 'import pytest, tokenizers, numpy, jinja2' 2>/dev/null; then
-        skip 1 "python packages of test/requirements.txt cannot be installed"
-        return
-    fi
-    local status counts which=()
-    fast && which=(-m "not slow")
-    TOKA_DEVICE=cpu $py -m pytest -q -rs -p no:cacheprovider --junitxml=$B/pytest.xml "${which[@]}" test
-    status=$?
-    counts=$($py - $B/pytest.xml <<'PY'
+    command -v python3 >/dev/null || { skip $1 "no python3" && return 1; }
+    $py -c 'import pytest, tokenizers, numpy, jinja2' 2>/dev/null ||
+        { skip $1 "python packages of test/requirements.txt cannot be installed" && return 1; }
+}
+python_tests() { # MARKS: the tests that these marks choose
+    local py status counts
+    find_python 1 || return
+    after program
+    TOKA_DEVICE=cpu $py -m pytest -q -rfEs -p no:cacheprovider --junitxml=$B/$PART.xml -m "$1" test 2>&1 | tee $LOG
+    status=${PIPESTATUS[0]}
+    name_failures $LOG
+    counts=$($py - $B/$PART.xml <<'PY'
 import sys, xml.etree.ElementTree as E
 s = E.parse(sys.argv[1]).getroot().find("testsuite").attrib
 bad, skip = int(s["failures"]) + int(s["errors"]), int(s["skipped"])
@@ -206,9 +281,15 @@ print(int(s["tests"]) - bad - skip, bad, skip)
 PY
     ) || counts="0 1 0"
     [ $status -gt 1 ] && [ "$(echo "$counts" | cut -d' ' -f2)" = 0 ] && counts="0 1 0"
+    [ "$counts" != "0 1 0" ] || echo "$PART: pytest ended with status $status" >>$failures
     # shellcheck disable=SC2086
     add $counts
-    if fast; then return; fi
+}
+part_py() { if fast; then python_tests "not slow"; else python_tests "not alone"; fi; }
+part_alone() { python_tests alone; } # tests that measure time
+part_nvcc() {
+    local py status
+    find_python 1 || return
     if ! command -v nvcc >/dev/null; then skip 1 "no nvcc"; return; fi
     $py test/nvcc_versions.py 12.4 2>&1
     status=$?
@@ -226,13 +307,6 @@ sanitized() { # NAME FLAGS...: compiles $B/toka_NAME.o
     step "toka compiles ($name)" clang -std=c11 -g -O2 -fsanitize-ignorelist=test/fuzz.ignore -DTOKA_EMBED='"test/model"' "$@" -c toka.c \
         -o "$B/toka_$name.o"
 }
-sanitize() {
-    if ! command -v clang >/dev/null; then skip 15 "no clang"; return; fi
-    sanitized asan -DTOKA_SERVER -fsanitize=address,undefined -fno-sanitize-recover=undefined
-    sanitized tsan -DTOKA_SERVER -fsanitize=thread
-    soak_san
-    server_san
-}
 
 # ---- Soak: random requests to the library. Some requests are repeated alone; their results must be equal. ----
 
@@ -245,29 +319,35 @@ soak() { # NAME: runs $B/soak_NAME for 15 seconds: the embedded model, then smal
         seed=$((seed + 1))
     done
 }
-soak_tests() {
-    [ $B/toka.o -nt toka.c ] && [ $B/toka.o -nt toka.h ] || step "toka.c compiles as a library" $CC $WARN -O2 -c toka.c -o $B/toka.o
+part_soak() {
+    after source
+    library
     step "soak compiles" $CC $WARN -O2 -I. -o $B/soak_fast test/soak.c $B/toka.o -lm -lpthread
     soak fast
 }
-soak_san() {
-    step "soak compiles (asan)" clang -std=c11 -g -O1 -I. -fsanitize=address,undefined -o $B/soak_asan test/soak.c $B/toka_asan.o \
-        -lm -lpthread
-    soak asan
-    step "soak compiles (tsan)" clang -std=c11 -g -O1 -I. -fsanitize=thread -o $B/soak_tsan test/soak.c $B/toka_tsan.o -lm -lpthread
-    soak tsan
+
+# ---- Soak and server tests with the sanitizers ----
+
+sanitized_tests() { # NAME FLAGS...: compiles the library, then the soak and the server with it; sets py
+    local name=$1
+    shift
+    if ! command -v clang >/dev/null; then skip 7 "no clang"; return 1; fi
+    sanitized $name -DTOKA_SERVER "$@"
+    step "soak compiles ($name)" clang -std=c11 -g -O1 -I. "$@" -o $B/soak_$name test/soak.c $B/toka_$name.o -lm -lpthread
+    soak $name
+    echo 'int toka_main(int, char **); int main(int argc, char **argv) { return toka_main(argc, argv); }' >$B/main_$name.c
+    step "toka links ($name)" clang "$@" -o $B/toka_$name $B/main_$name.c $B/toka_$name.o -lm -lpthread
+    find_python 1
 }
-
-# ---- The server with the sanitizers: the same tests ----
-
-server_san() {
-    local py=test/.venv/bin/python
-    if [ ! -x $py ]; then skip 3 "no test/.venv yet"; return; fi
-    echo 'int toka_main(int, char **); int main(int argc, char **argv) { return toka_main(argc, argv); }' >$B/main.c
-    step "toka links (asan)" clang -fsanitize=address,undefined -o $B/toka_asan $B/main.c $B/toka_asan.o -lm -lpthread
+part_asan() {
+    local py
+    sanitized_tests asan -fsanitize=address,undefined -fno-sanitize-recover=undefined || return
     step "server tests (asan)" env ASAN_OPTIONS=quarantine_size_mb=2 TOKA_BINARY="$PWD/$B/toka_asan" $py \
         -m pytest -q -p no:cacheprovider test/test_server.py test/test_faults.py
-    step "toka links (tsan)" clang -fsanitize=thread -o $B/toka_tsan $B/main.c $B/toka_tsan.o -lm -lpthread
+}
+part_race() {
+    local py
+    sanitized_tests tsan -fsanitize=thread || return
     rm -f $B/tsan.log.*
     step "server tests (tsan)" env TSAN_OPTIONS="log_path=$PWD/$B/tsan.log" TOKA_BINARY="$PWD/$B/toka_tsan" $py -m pytest -q \
         -p no:cacheprovider test/test_server.py test/test_faults.py \
@@ -280,7 +360,7 @@ no_files() { # FILE...: no such file exists. If a pattern matches nothing, bash 
 
 # ---- Fuzzers: they start from test/corpus; new inputs are written to test/.build ----
 
-fuzz_tests() {
+part_fuzzers() {
     if ! command -v clang >/dev/null || ! echo 'int LLVMFuzzerTestOneInput(void){return 0;}' |
         clang -x c -fsanitize=fuzzer - -o $B/fuzz_probe 2>/dev/null; then
         skip $(($(ls test/fuzz_*.c | wc -l) + 1)) "no clang with libFuzzer"
@@ -289,15 +369,21 @@ fuzz_tests() {
     step "the fuzzers compile" clang -std=c11 -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined \
         -fsanitize-ignorelist=test/fuzz.ignore -fsanitize-coverage-ignorelist=test/fuzz.ignore -Wno-unused-function \
         -o $B/fuzz test/fuzz.c -lm -lpthread
+}
+fuzz() { # I: runs every second fuzzer, from the Ith on
     local source name
-    for source in test/fuzz_*.c; do
+    after fuzzers
+    [ -x $B/fuzz ] || return
+    for source in $(ls test/fuzz_*.c | sed -n "$1~2p"); do
         name=$(basename "$source" .c)
         mkdir -p $B/corpus_$name
-        step "$name, $FUZZ_SECONDS s" env TOKA_FUZZ="${name#fuzz_}" $B/fuzz -max_total_time="$FUZZ_SECONDS" -timeout=10 \
+        step "$name" env TOKA_FUZZ="${name#fuzz_}" $B/fuzz -max_total_time="$FUZZ_SECONDS" -timeout=10 \
             -rss_limit_mb=3000 -verbosity=0 -print_final_stats=1 -artifact_prefix=$B/ $B/corpus_$name "test/corpus/${name#fuzz_}"
         grep -h 'number_of_executed_units' $LOG | sed "s/^stat::/       $name:/"
     done
 }
+part_fuzz1() { fuzz 1; }
+part_fuzz2() { fuzz 2; }
 
 # ---- GPU: each op against float64, whole models against the reference, the kernels with compute-sanitizer ----
 
@@ -349,6 +435,7 @@ gpu_collect() { # waits for all jobs and adds their results in the order of thei
             if [ -z "$line" ]; then result "$name prints its counts (exit $status)" 1; continue; fi
             # shellcheck disable=SC2046
             add $(echo "$line" | tr -dc '0-9 ' | cut -d' ' -f1-5)
+            name_failures "$B/jobs/$i.log"
         fi
     done
     gpu_counted=$gpu_n
@@ -607,44 +694,39 @@ peers_tests() {
 
 # ---- Which parts run ----
 
-in_background() { # PART...: runs them one after the other, with their output in a file
-    local part
-    for part in "$@"; do test/run.sh "$part"; done >$B/background.log 2>&1 &
+run_gpu() { # on a GPU, which no other test may use meanwhile
+    [ -x ./toka ] || ./build.sh
+    gpu_tests
 }
-add_background() { # waits, prints the output and adds the counts
-    wait
-    grep -vE '^[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped$' $B/background.log
-    # shellcheck disable=SC2046
-    add $(sed -nE 's/^([0-9]+) passed, ([0-9]+) failed, ([0-9]+) skipped$/\1 \2 \3/p' $B/background.log |
-        awk '{p += $1; f += $2; s += $3} END {print p + 0, f + 0, s + 0; if (NR < 2) exit 1}' || echo 0 1 0)
-}
-if [ "$TESTS" = peers ]; then
-    peers_tests
-elif fast && [ "$WANT" = all ]; then
-    in_background unit fuzz
-    build_tests
-    soak_tests
-    python_tests
-    add_background
-else
-    wants build && build_tests
-    if fast && [ "$WANT" = unit ]; then unit san $SAN; else # one build for bugs of both kinds
-        wants unit && unit fast -O2
-        wants unit && soak_tests
-    fi
-    wants san && unit san $SAN
-    wants san && unit tsan -g -O1 -fsanitize=thread -Wno-tsan engine: cpu_pool ranks_shapes ranks_lost ranks_abort "tokenizer: threads"
-    case $WANT in unit | fuzz | gpubuild | gpushare) ;; *) [ -x ./toka ] || ./build.sh ;; esac
-    wants gpu && gpu_tests
-    [ "$WANT" = gpubuild ] && gpu_pack
-    if [ "$WANT" = gpushare ]; then
-        gpu_choose_share
-        cut -f2,3 $B/gpu_chosen
-        exit
-    fi
-    wants py && python_tests
-    wants san && sanitize
-    wants fuzz && fuzz_tests
+program=$([ -x ./toka ] || echo program) # for a group that needs ./toka, new or not
+case $WANT-$TESTS in
+*-peers) peers_tests ;;
+all-fast) run_parts program san venv py fuzzers source soak fuzz1 fuzz2 ;;
+all-all)
+    run_parts program san venv py tsan fuzzers asan source race unit nvcc soak fuzz1 fuzz2
+    run_parts alone
+    run_gpu
+    ;;
+build-*) run_parts program source ;;
+unit-fast) run_parts san soak ;; # one build for bugs of both kinds
+unit-all) run_parts unit soak ;;
+san-fast) run_parts san ;;
+san-all) run_parts $program venv san tsan asan race ;;
+py-fast) run_parts $program venv py ;;
+py-all) run_parts $program venv py nvcc && run_parts alone ;;
+fuzz-*) run_parts fuzzers fuzz1 fuzz2 ;;
+gpu-*) run_gpu ;;
+gpubuild-*) gpu_pack ;;
+gpushare-*)
+    gpu_choose_share
+    cut -f2,3 $B/gpu_chosen
+    exit
+    ;;
+*) echo "test/run.sh: $WANT: expected build, unit, san, py, fuzz, gpu, gpubuild or gpushare" >&2 && exit 2 ;;
+esac
+if [ -s $failures ]; then
+    echo "These failed:"
+    sed 's/^/    /' $failures
 fi
 echo "$passed passed, $failed failed, $skipped skipped"
 [ $failed = 0 ]

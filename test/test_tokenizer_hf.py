@@ -301,6 +301,7 @@ def test_decode(driver, folder):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_speed(driver, folder):
     rng, docs = random.Random(1), []
     for data in files():
@@ -335,6 +336,7 @@ def test_speed(driver, folder):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_long_pieces(driver, folder):
     """A text that repeats one unit: the ids of 64 KB are equal, and 1 MB takes at most 32 times the time of 128 KB (quadratic time
     would be a factor of 64)."""
