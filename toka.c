@@ -32291,6 +32291,25 @@ static int api_put_kwargs(const api_request *request, const api_body *body, buf 
     return 0;
 }
 
+/* Writes a tool. The template of GPT-OSS fails without a description (describe). */
+static void api_put_tool(const json *tool, bool describe, buf *out) {
+    const json *function = json_get(tool, "function");
+    const bool complete = json_is(json_get(function, "description"), JSON_STRING);
+    if (!describe || complete || !json_is(function, JSON_OBJECT)) {
+        json_put_value(out, tool);
+        return;
+    }
+    json_put_open(out, '{');
+    json_put_member_or_null(out, "type", "function");
+    json_put_key(out, "function"), json_put_open(out, '{');
+    JSON_MEMBERS(key, function) {
+        if (str_is(json_str(key), "description")) continue;
+        json_put_str(out, json_str(key)), buf_char(out, ':'), json_put_value(out, key + 1);
+    }
+    json_put_member_or_null(out, "description", "");
+    buf_c(out, "}}");
+}
+
 /* Writes the context of the chat template, a JSON object. */
 static int api_put_chat_context(api_request *request, const api_body *body, buf *out, toka_err *e) {
     const json *messages = body->messages, *tools = api_tools(request, body);
@@ -32311,7 +32330,10 @@ static int api_put_chat_context(api_request *request, const api_body *body, buf 
     json_put_key(out, "add_generation_prompt"), json_put_bool(out, generates);
     if (tools) {
         json_put_key(out, "tools"), json_put_open(out, '[');
-        JSON_EACH(tool, tools) if (api_allows_tool(choice.allowed, tool)) json_put_value(out, tool);
+        const parse_format *format = parse_find_format(NULL, chat ? chat->source : STR(""));
+        const bool describe = format && format->flags & PARSE_HARMONY;
+        JSON_EACH(tool, tools)
+            if (api_allows_tool(choice.allowed, tool)) api_put_tool(tool, describe, out);
         json_put_close(out, ']');
     }
     if (body->documents) json_put_key(out, "documents"), json_put_value(out, body->documents);

@@ -1,7 +1,10 @@
 /* fuzz_parse.c - libFuzzer entry: the text of an answer is parsed in the same way whole and in
- * pieces, in every form of calls. The first byte selects the form, the second the reasoning and the
- * size of the pieces. Arguments of a call that was held are a JSON object. With the highest bit of the
- * second byte the rest is a schema: the structure of its calls compiles or says why not. */
+ * pieces. Header: the form of calls, the family of reasoning (from COUNT on: none; its highest bit:
+ * stop strings), flags and the size of the pieces. Arguments of a call that was held are a JSON
+ * object; content has no stop string. With the highest bit of the third byte the rest is a schema: the
+ * structure of its calls compiles or says why not. */
+
+static const char *const fuzz_parse_stops[] = {"}\n", "\n\n", "x", "</"};
 
 /* A hostile schema, name and content of a tool. */
 static void fuzz_parse_structure(const parse_setup *setup, str text, uint8_t flags, arena *memory) {
@@ -38,30 +41,35 @@ static void fuzz_parse_in_pieces(const parse_setup *setup, str text, size_t n_by
 
 static int fuzz_parse(const uint8_t *data, size_t size) {
     static const char tools[] = "[{\"function\":{\"name\":\"f\",\"parameters\":{\"properties\":{\"s\":{\"type\":\"string\"},\"i\":{\"type\":\"integer\"},\"u\":{}}}}}]";
-    if (size < 2) return 0;
+    if (size < 3) return 0;
     arena memory = {0};
     toka_err e;
     parse_tool *list;
-    parse_setup setup = {.format = &parse_formats[data[0] % COUNT(parse_formats)], .thinking = data[1] & 1, .one_call = data[1] & 2};
-    if (data[1] & 4) setup.family = &parse_families[data[0] % COUNT(parse_families)];
+    const uint8_t flags = data[2], family = data[1] & 127;
+    parse_setup setup = {.format = &parse_formats[data[0] % COUNT(parse_formats)], .thinking = flags & 1, .one_call = flags & 2, .thought = flags & 4};
+    if (family < COUNT(parse_families)) setup.family = &parse_families[family];
     setup.thinking &= setup.family != NULL;
+    if (data[1] & 128) setup.stop = fuzz_parse_stops, setup.n_stop = COUNT(fuzz_parse_stops);
     setup.n_tools = parse_tools_init(&memory, json_parse(&memory, str_c(tools), json_trusted, &e), &list);
     setup.tools = list;
-    const str text = {(const char *)data + 2, size - 2};
-    if (data[1] & 128) {
-        fuzz_parse_structure(&setup, text, data[1], &memory);
+    const str text = {(const char *)data + 3, size - 3};
+    if (flags & 128) {
+        fuzz_parse_structure(&setup, text, flags, &memory);
         arena_free(&memory);
         return 0;
     }
     parser whole, cut;
     fuzz_parse_in_pieces(&setup, text, size, &whole);
-    fuzz_parse_in_pieces(&setup, text, 1 + (data[1] >> 3), &cut);
+    fuzz_parse_in_pieces(&setup, text, 1 + (flags >> 3), &cut);
     if (!str_eq(buf_view(&whole.events), buf_view(&cut.events))) abort();
     parse_event event;
+    if (whole.stop.ended != cut.stop.ended) abort();
     for (str events = buf_view(&whole.events); parse_next_event(&events, &event);) {
         const bool valid = event.kind != PARSE_ARGUMENTS || json_is(json_parse(&memory, event.text, json_trusted, &e), JSON_OBJECT);
         if (!valid && size < PARSE_HELD_BYTES && e.code != TOKA_E_MEMORY) abort();
         if (event.kind == PARSE_CALL && !event.text.n) abort();
+        for (int i = 0; i < setup.n_stop && event.kind == PARSE_CONTENT; i++)
+            if (str_find(event.text, str_c(setup.stop[i]), 0) >= 0) abort();
     }
     parser_free(&whole), parser_free(&cut);
     arena_free(&memory);

@@ -401,25 +401,45 @@ static void test_parse_long_headers(void) {
     buf_free(&text), buf_free(&want);
 }
 
-/* A conversation of openai/harmony's own tests: reasoning, a call of a tool, and what the tool said. */
+/* The conversations of openai/harmony's own tests: reasoning, calls of tools, and what the tools said. Each answer is what follows
+ * the last message of a user. test_tools.py has the other files. */
 static void test_parse_harmony_suite(void) {
-    const char *path = data_path("suites/harmony/test_streamable_parser.txt");
-    if (!path) {
-        SKIP(1, "no public test data");
-        return;
+    static const struct {
+        const char *file, *after, *want; /* after: where the answer begins; NULL: at the begin */
+    } rows[] = {
+        {"streamable_parser", NULL, "<r:User asks \"Who is the current US president?\""},
+        {"streamable_parser", NULL, "Let's browse to confirm.><browser.search#:{\"query\": \"current US president July 2025\", \"topn\": 10, \"source\": \"news\"}>"},
+        {"keep_analysis_between_finals", "3 + 5?<|end|><|start|>assistant", "<r:thinking 3+5>8"},
+        {"keep_analysis_between_finals", "2 + 2?<|end|><|start|>assistant", "4"},
+        {"preserve_cot", "2 + 2?<|end|><|start|>assistant", "<r:User asks a simple question: \"What is 2 + 2?\" The answer: 4.>2 + 2 equals 4."},
+        {"dropping_cot_by_default", "2 + 2?<|end|><|start|>assistant", "2 + 2 equals 4."},
+        {"does_not_drop_if_ongoing_analysis", "in SF?<|end|><|start|>assistant",
+         "<r:User asks: “What is the weather in SF?” We need to use lookup_weather tool.><lookup_weather#:{\"location\": \"San Francisco\"}>"},
+        {"tool_response_parsing", NULL, "{\"result\": \"https://openai.com/\"}"}};
+    for (int i = 0; i < COUNT(rows); i++) {
+        char name[200];
+        snprintf(name, sizeof name, "suites/harmony/test_%s.txt", rows[i].file);
+        const char *path = data_path(name);
+        if (!path) {
+            SKIP(1, "no public test data");
+            continue;
+        }
+        const str text = read_copy(path);
+        const ptrdiff_t at = rows[i].after ? str_find(text, str_c(rows[i].after), 0) : 0;
+        CHECK(at >= 0);
+        str answer = str_sub(text, (size_t)at + (rows[i].after ? strlen(rows[i].after) : 0), text.n);
+        const ptrdiff_t end = str_find(answer, STR("<|start|>user"), 0);
+        if (end >= 0) answer.n = (size_t)end;
+        const parse_setup setup = {.format = parse_find_format("openai", STR(""))};
+        buf whole = {0}, cut = {0};
+        parse_in_pieces(&setup, answer, answer.n, 1, &whole);
+        CHECK_MSG(str_find(buf_view(&whole), str_c(rows[i].want), 0) >= 0 && !strstr(whole.p, "<|"), "%s: %s", rows[i].file, whole.p);
+        for (size_t n = 1; n < answer.n; n += 3) {
+            parse_in_pieces(&setup, answer, n, n % 5 + 1, &cut);
+            CHECK(str_eq(buf_view(&whole), buf_view(&cut)));
+        }
+        buf_free(&whole), buf_free(&cut), free((void *)text.p);
     }
-    const str text = read_copy(path);
-    const parse_setup setup = {.format = parse_find_format("openai", STR(""))};
-    buf whole = {0}, cut = {0};
-    parse_in_pieces(&setup, text, text.n, 1, &whole);
-    CHECK_MSG(str_starts(buf_view(&whole), STR("<r:User asks ")) && strstr(whole.p, "to confirm.><browser.search#:{\"query\": \"current US president"), "%s",
-              whole.p);
-    CHECK_MSG(!strstr(whole.p, "<|"), "%s", whole.p);
-    for (size_t n = 1; n < text.n; n += 7) {
-        parse_in_pieces(&setup, text, n, n % 5 + 1, &cut);
-        CHECK(str_eq(buf_view(&whole), buf_view(&cut)));
-    }
-    buf_free(&whole), buf_free(&cut), free((void *)text.p);
 }
 
 /* ---- Structures ---- */
@@ -523,9 +543,32 @@ static void test_parse_structures(void) {
     arena_free(&memory);
 }
 
+/* The fuzzer (fuzz_parse.c) starts from texts and structures of every form, and of every family of reasoning. */
+static void test_parse_corpus(void) {
+    int texts[COUNT(parse_formats)] = {0}, structures[COUNT(parse_formats)] = {0}, families[COUNT(parse_families)] = {0};
+    DIR *folder = opendir("test/corpus/parse");
+    CHECK(folder != NULL);
+    if (!folder) return;
+    for (struct dirent *entry; (entry = readdir(folder)) != NULL;) {
+        char path[400];
+        unsigned char head[3];
+        snprintf(path, sizeof path, "test/corpus/parse/%s", entry->d_name);
+        FILE *f = fopen(path, "rb");
+        if (entry->d_name[0] != '.' && f && fread(head, 1, 3, f) == 3) {
+            (head[2] & 128 ? structures : texts)[head[0] % COUNT(parse_formats)]++;
+            if ((head[1] & 127) < COUNT(parse_families)) families[head[1] & 127]++;
+        }
+        if (f) fclose(f);
+    }
+    closedir(folder);
+    for (int i = 0; i < COUNT(parse_formats); i++) CHECK_MSG(texts[i] && structures[i], "%s", parse_formats[i].names);
+    for (int i = 0; i < COUNT(parse_families); i++) CHECK_MSG(families[i], "%s", parse_families[i].names);
+}
+
 static const struct test parse_tests[] = {
+    {"parse: the fuzzer's texts have every form", test_parse_corpus},
     {"parse: headers that do not end", test_parse_long_headers},
-    {"parse: a conversation of harmony's tests", test_parse_harmony_suite},
+    {"parse: conversations of harmony's tests", test_parse_harmony_suite},
     {"parse: samples of every form", test_parse_samples},
     {"parse: names of forms", test_parse_names},
     {"parse: long calls come while they are written", test_parse_long_calls},

@@ -1,14 +1,16 @@
 """Tool calls and reasoning with the openai client, whole and streamed, against models whose answers are scripted (scripted.py)."""
 import json
 import os
+import re
 import subprocess
 import time
 
 import openai
 import pytest
+import tokenizers
 
 from scripted import write_model
-from server import TOKA, Server
+from server import ROOT, TOKA, Server
 
 DS = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "description": "d", "parameters": {
@@ -350,6 +352,90 @@ def test_harmony(tmp_path):
         assert content in ("17", "18") and reasoning == "I know: 2."
         content, reasoning, _, _ = both(api, "final", extra_body={"thinking_token_budget": 2})
         assert 0 < len(reasoning) < len("I know: 2.")
+
+
+DATA = os.environ.get("TOKA_TEST_DATA", os.path.join(ROOT, "../shared/data"))
+SUITE = os.path.join(DATA, "suites/harmony")
+
+
+def suite(name):
+    with open(f"{SUITE}/test_{name}.txt", encoding="utf-8") as f:
+        return f.read()
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory):
+    """GPT-OSS' own chat template; the answers are those of the suite that are token ids."""
+    if not os.path.exists(SUITE):
+        pytest.skip("no public test data")
+    tokenizer = tokenizers.Tokenizer.from_file(f"{DATA}/tokenizers/gpt-oss/tokenizer.json")
+    texts = {name: tokenizer.decode(list(map(int, suite(name).split())), skip_special_tokens=False) for name in ("simple_reasoning_response", "simple_tool_call")}
+    folder = str(tmp_path_factory.mktemp("gpt-oss"))
+    write_model(folder, texts, open(f"{DATA}/templates/openai-gpt-oss-120b.jinja", encoding="utf-8").read())
+    with Server("-m", folder, "--served-model-name", "m") as s:
+        yield s
+
+
+def test_harmony_suite_answers(gpt_oss):
+    api = client(gpt_oss)
+    assert both(api, "simple_reasoning_response") == ("2 + 2 = 4.", 'User asks: "What is 2 + 2?" Simple arithmetic. Provide answer.', [], "stop")
+    tools = [{"type": "function", "function": {"name": "lookup_weather"}}]  # the template asks for a description
+    assert both(api, "simple_tool_call", tools=tools) == (
+        None, 'User asks: "What is the weather in Tokyo?" We need to use lookup_weather tool.', [("lookup_weather", '{"location": "Tokyo"}')], "tool_calls")
+
+
+def weather(name, description, **properties):
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": {
+        "type": "object", "properties": properties, "required": list(properties)[:1]} if properties else None}}
+
+
+CAPITAL, ROBOT = "What is the capital of the largest country in the world?", "Answer the user's questions like a robot."
+TWO, NINE = {"role": "user", "content": "What is 2 + 2?"}, {"role": "user", "content": "What about 9 / 2?"}
+UNIT = {"type": "string", "enum": ["celsius", "fahrenheit"], "default": "celsius"}
+WEATHER = [weather("get_location", "Gets the location of the user."),
+           weather("get_current_weather", "Gets the current weather in the provided location.",
+                   location={"type": "string", "description": "The city and state, e.g. San Francisco, CA"}, format=UNIT),
+           weather("get_multiple_weathers", "Gets the current weather in the provided list of locations.",
+                   locations={"type": "array", "items": {"type": "string"}, "description": 'List of city and state, e.g. ["San Francisco, CA", "New York, NY"]'}, format=UNIT)]
+LOOKUP = weather("lookup_weather", "Use this tool to lookup the weather in a given location. Call it with the parameter 'location', can be any textual "
+                 "description of a location.", location={"type": "string"})
+RENDERED = [*((f"simple_convo_{effort}_effort{end}", [{"role": "system", "content": ROBOT}][bool(end):] + [{"role": "user", "content": CAPITAL}], {"reasoning_effort": effort})
+              for effort in ("low", "medium", "high") for end in ("", "_no_instruction")),
+            ("simple_convo", [TWO], {}),
+            ("dropping_cot_by_default", [TWO, {"role": "assistant", "reasoning": "It is 4.", "content": "2 + 2 equals 4."}, NINE], {}),
+            ("no_tools", [], {}), ("browser_tool_only", [], {"chat_template_kwargs": {"builtin_tools": ["browser"]}}),
+            ("browser_and_python_tool", [], {"chat_template_kwargs": {"builtin_tools": ["browser", "python"]}}),
+            ("browser_and_function_tool", [], {"chat_template_kwargs": {"builtin_tools": ["browser"]}, "tools": [LOOKUP]}),
+            ("render_functions_with_parameters", [{"role": "system", "content": "Always respond in riddles"}, {"role": "user", "content": "What is the weather like in SF?"}],
+             {"reasoning_effort": "high", "tools": WEATHER})]
+
+
+@pytest.mark.parametrize("name, messages, fields", RENDERED, ids=[r[0] for r in RENDERED])
+def test_harmony_suite_prompts(gpt_oss, name, messages, fields):
+    """What openai/harmony renders, but: the chat template of the model has today's date in each system message, line feeds at the end
+    of the developer's and a comma behind a default; one function of the suite has schemas that it cannot show."""
+    cut = lambda text: re.sub(r"Current date: .*\n", "", re.sub(r"// A function with various complex schemas(.|\n)*?=> any;\n\n", "", text)) \
+        .replace("\n\n<|end|>", "<|end|>").replace(": celsius,", ": celsius").rstrip()
+    messages = messages or [{"role": "user", "content": "-"}]
+    tokens = gpt_oss.post("/tokenize", {"messages": messages, **fields}).json()["tokens"]
+    prompt = gpt_oss.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+    shown = cut(prompt[:prompt.rindex("<go:")].replace("<|start|>user<|message|>-<|end|>", ""))
+    assert shown.endswith(cut(suite(name))) and (name.startswith("dropping") or shown == cut(suite(name)))
+
+
+def test_harmony_suite_conversation(gpt_oss):
+    """The reasoning before a call stays until there is a final answer, also for the items of /v1/responses; ids of calls are not shown."""
+    want = suite("does_not_drop_if_ongoing_analysis").split("<|channel|>commentary")[0]
+    call = {"id": "c", "type": "function", "function": {"name": "lookup_weather", "arguments": '{"location": "San Francisco"}'}}
+    thought, result = re.search(r"analysis<\|message\|>(.*?)<", want)[1], '{"temperature": 20, "description": "sunny"}'
+    messages = [{"role": "user", "content": "What is the weather in SF?"}, {"role": "assistant", "reasoning": thought, "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "c", "content": result}]
+    tokens = gpt_oss.post("/tokenize", {"messages": messages}).json()["tokens"]
+    prompt = gpt_oss.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+    assert want in prompt and prompt.endswith(f'<|message|>{json.dumps(result)}<|end|><|start|>assistant<go:What is the weather in SF?>')
+    items = [messages[0], {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": thought}]},
+             {"type": "function_call", "call_id": "c", **call["function"]}, {"type": "function_call_output", "call_id": "c", "output": result}]
+    assert gpt_oss.post("/v1/responses", {"input": items, "max_output_tokens": 1}).json()["usage"]["input_tokens"] == len(tokens)
 
 
 # ---- Responses ----
