@@ -109,6 +109,10 @@ typedef struct kvt {
     int32_t tokens[8][64];
     uint64_t mem[64 * 4];
     uint64_t windowed[64 * 4]; /* the same for layers with a window */
+    uint64_t snapshots[16];    /* the same of a state, at the end of a page */
+    int n_jumps;               /* prefill that began with one */
+    uint64_t rng;
+    int64_t now;
 } kvt;
 
 static uint64_t kvt_hash(const int32_t *t, int n) { return hash_bytes(t, (size_t)n * sizeof *t); }
@@ -120,13 +124,37 @@ static bool kvt_content_ok(const kvt *m) {
             int id = m->k.windowed_of[kv_block_table(&m->k, q)[i / m->k.B]];
             if (id < 0 || m->windowed[id * m->k.B + i % m->k.B] != kvt_hash(m->tokens[q], i + 1)) return false;
         }
+    for (int q = 0; q < m->k.n_seqs && m->k.has_states; q++)
+        for (int i = 0; m->open[q] && i < m->k.seqs[q].n_pages; i++) {
+            int id = m->k.snapshot_of[kv_block_table(&m->k, q)[i]];
+            if (id >= 0 && m->snapshots[id] != kvt_hash(m->tokens[q], (i + 1) * m->k.B)) return false;
+        }
     for (int q = 0; q < m->k.n_seqs; q++)
         for (int i = 0; m->open[q] && i < m->n_computed[q]; i++)
             if (m->mem[kv_block_table(&m->k, q)[i / m->k.B] * m->k.B + i % m->k.B] != kvt_hash(m->tokens[q], i + 1)) return false;
     return true;
 }
 
+/* A step computes positions from .. to-1. In models with states it begins with the state there, and
+ * may leave snapshots. */
+static void kvt_states(kvt *m, int q, int before, int from, int to) {
+    const int *table = kv_block_table(&m->k, q), B = m->k.B;
+    m->now++;
+    if (from > before) {
+        CHECK(from % B == 0 && m->k.snapshot_of[table[from / B - 1]] >= 0);
+        if (check_failed) return;
+        CHECK(m->snapshots[kv_snapshot_use(&m->k, table[from / B - 1], m->now)] == kvt_hash(m->tokens[q], from));
+        m->n_jumps++;
+    }
+    for (int i = from / B; i < to / B; i++) {
+        if (m->k.seqs[q].no_more_inserts || rnd(&m->rng) % 2 || m->k.snapshot_of[table[i]] >= 0) continue;
+        const int id = kv_snapshot_take(&m->k, table[i], m->now);
+        if (id >= 0) m->snapshots[id] = kvt_hash(m->tokens[q], (i + 1) * B);
+    }
+}
+
 static void kvt_compute(kvt *m, int q, int to) {
+    const int before = m->n_computed[q];
     m->n_computed[q] = MIN(kv_skip_computed(&m->k, q, m->n_computed[q]), m->n[q]);
     int from = m->n_computed[q];
     to = MAX(to, from);
@@ -137,14 +165,18 @@ static void kvt_compute(kvt *m, int q, int to) {
         if (m->k.window) m->windowed[m->k.windowed_of[page] * m->k.B + offset] = kvt_hash(m->tokens[q], i + 1);
     }
     if (to > from) kv_mark_computed(&m->k, q, from, to), m->n_computed[q] = to;
+    if (m->k.has_states) kvt_states(m, q, before, from, to);
 }
 
-/* window 0: none. Else there are as few windowed pages as can be. */
-static void kvt_random(int B, int n_pages, int n_seqs, int max_len, uint64_t seed, int n_ops, int window) {
+/* window 0: none. Else there are as few windowed pages as can be. n_snapshots -1: no states. Returns
+ * how often a sequence began with a snapshot. */
+static int kvt_random(int B, int n_pages, int n_seqs, int max_len, uint64_t seed, int n_ops, int window, int n_snapshots) {
     const sched_config c = {B, 1 << 20, n_seqs, max_len, max_len, 0, window, {0}};
     kvt *m = mem_zalloc(sizeof *m);
     uint64_t rng = seed, before = seed;
-    CHECK(kv_init(&m->k, B, n_pages, n_seqs, max_len));
+    m->rng = seed ^ 1;
+    CHECK(kv_init(&m->k, B, n_pages, n_seqs, max_len) && n_snapshots <= COUNT(m->snapshots));
+    if (n_snapshots >= 0) CHECK(kv_init_snapshots(&m->k, n_snapshots));
     if (window) CHECK(kv_init_windowed(&m->k, window, sched_n_windowed(&c)) && m->k.n_windowed * B <= COUNT(m->windowed));
     for (int op = 0; op < n_ops && !check_failed; op++) {
         int q = (int)(rnd(&rng) % (uint64_t)n_seqs), what = (int)(rnd(&rng) % 8);
@@ -185,20 +217,31 @@ static void kvt_random(int B, int n_pages, int n_seqs, int max_len, uint64_t see
         if (m->open[q]) kv_free_seq(&m->k, q);
     CHECK(kv_n_available(&m->k) == n_pages);
     kv_free(&m->k);
+    const int n_jumps = m->n_jumps;
     free(m);
+    return n_jumps;
 }
 
 static void kvt_random_tiny(void) {
-    for (uint64_t seed = 1; seed <= 100; seed++) kvt_random(2, 5, 3, 9, seed, 400, 0);
+    for (uint64_t seed = 1; seed <= 100; seed++) kvt_random(2, 5, 3, 9, seed, 400, 0, -1);
 }
 static void kvt_random_small(void) {
-    for (uint64_t seed = 1; seed <= 60; seed++) kvt_random(2, 24, 8, 24, seed, 600, 0);
-    for (uint64_t seed = 1; seed <= 30; seed++) kvt_random(1, 16, 6, 12, seed, 600, 0), kvt_random(4, 64, 8, 60, seed, 600, 0);
+    for (uint64_t seed = 1; seed <= 60; seed++) kvt_random(2, 24, 8, 24, seed, 600, 0, -1);
+    for (uint64_t seed = 1; seed <= 30; seed++) kvt_random(1, 16, 6, 12, seed, 600, 0, -1), kvt_random(4, 64, 8, 60, seed, 600, 0, -1);
 }
 
 static void kvt_random_windows(void) {
-    for (uint64_t seed = 1; seed <= 60; seed++) kvt_random(2, 60, 4, 40, seed, 600, 1 + (int)(seed % 9));
-    for (uint64_t seed = 1; seed <= 30; seed++) kvt_random(1, 60, 3, 30, seed, 600, 1 + (int)(seed % 5)), kvt_random(4, 64, 6, 60, seed, 600, 1 + (int)(seed % 20));
+    for (uint64_t seed = 1; seed <= 60; seed++) kvt_random(2, 60, 4, 40, seed, 600, 1 + (int)(seed % 9), -1);
+    for (uint64_t seed = 1; seed <= 30; seed++) kvt_random(1, 60, 3, 30, seed, 600, 1 + (int)(seed % 5), -1), kvt_random(4, 64, 6, 60, seed, 600, 1 + (int)(seed % 20), -1);
+}
+
+static void kvt_random_states(void) {
+    int n_jumps = 0;
+    for (uint64_t seed = 1; seed <= 60; seed++) {
+        n_jumps += kvt_random(2, 5, 3, 9, seed, 400, 0, (int)(seed % 5));
+        n_jumps += kvt_random(2, 24, 8, 24, seed, 600, 0, (int)(seed % 7)) + kvt_random(4, 64, 8, 60, seed, 600, 0, (int)(seed % 17));
+    }
+    CHECK_MSG(n_jumps > 1000, "%d", n_jumps);
 }
 
 /* The example of chapter 15: positions of 5 pages of 4 tokens, a window of 6. */
@@ -254,6 +297,7 @@ static const struct test kv_tests[] = {{"kv: n samples share before it is comput
                                        {"kv: duplicate pages become one", kvt_duplicate_pages},
                                        {"kv: windowed pages", kvt_window},
                                        {"kv: random operations, windows", kvt_random_windows},
+                                       {"kv: random operations, states", kvt_random_states},
                                        {"kv: random operations, 5 pages", kvt_random_tiny},
                                        {"kv: random operations, small pools", kvt_random_small},
                                        {0}};

@@ -36,8 +36,8 @@ typedef struct sched_sim {
     char *written; /* [n_pages * B] written in this step: 2: it had this content before; 1: else */
     char *windowed_written; /* [n_windowed * B] the same */
     int64_t n_tokens, n_done, n_copies, n_rows;
-    uint64_t refused_change_count; /* when the queue's head was refused last, ... */
-    int refused_pages;             /* ... and the pages that it would have taken then */
+    uint64_t refused_count; /* scheduler.refused_change_count after the last plan; pages that the */
+    int refused_pages;      /* refused head would have taken when it was tried */
 } sched_sim;
 
 static uint64_t sim_hash(const int32_t *t, int n) { return hash_bytes(t, (size_t)n * sizeof *t); }
@@ -211,7 +211,8 @@ static int64_t sim_least_reserve(const scheduler *s) {
 }
 
 /* After a plan: what was admitted left the reserve of those that ran before it, and a head of the
- * queue that was refused did not fit then: pages that entered the tree since are not looked for. */
+ * queue that was refused does not fit. Full pages of answers that entered the tree after it was
+ * tried may make it fit; it is tried again at the next change. */
 static void sim_check_admission(sched_sim *m, uint32_t admissions_before) {
     const scheduler *s = &m->s;
     int n_free = kv_n_available(&s->kv);
@@ -223,9 +224,9 @@ static void sim_check_admission(sched_sim *m, uint32_t admissions_before) {
     else if (id >= 0 && s->n_seqs_free)
         n = sim_pages_to_take(s, s->requests[id].prompt, s->requests[id].n_prompt, s->requests[id].n_started < s->requests[id].n_unshared);
     else return;
-    if (m->refused_change_count != s->change_count) m->refused_pages = n;
-    m->refused_change_count = s->change_count;
-    CHECK(n_free < m->refused_pages + sched_reserve(s));
+    if (m->refused_count != s->refused_change_count) m->refused_pages = n;
+    m->refused_count = s->refused_change_count;
+    CHECK(n <= m->refused_pages && n_free < m->refused_pages + sched_reserve(s));
 }
 
 static int sim_step(sched_sim *m, bool check) {
