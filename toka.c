@@ -18578,7 +18578,8 @@ typedef struct con_pattern { /* a rule for a pattern, which may occur often */
 } con_pattern;
 
 typedef struct con_strings { /* a rule for strings, made of other rules, which may occur often */
-    int key[CON_MAX_FACTORS + 3]; /* rules that hold, -1: no more; then low, high, negated */
+    int key[CON_MAX_FACTORS + 3]; /* rules that hold, -1: no more; then low, high, negated; of
+                                     names: low and high are -1 */
     int rule;
 } con_strings;
 
@@ -18591,9 +18592,10 @@ typedef struct con_schema {
     arena memory;
     con_entry *entries;
     con_pattern *patterns;
+    con_pattern *listed;         /* the names of an object, as JSON strings */
     con_made *made;
     con_strings *strings;
-    int n_strings, cap_strings;
+    int n_strings, cap_strings, n_listed, cap_listed;
     int n_entries, cap_entries, n_patterns, cap_patterns, n_made, cap_made, heads[CON_HEADS];
     int64_t work;                /* comparisons so far (con_spend) */
     int space;                   /* rule of white space; -1: none */
@@ -19303,6 +19305,8 @@ COLD static int con_make_string(con_schema *schema, int *rules, int n, unsigned 
                                 int high) {
     con_grammar *grammar = schema->grammar;
     if (low > high) return con_rule_new(grammar);
+    for (int i = 0; i < n && low == 1; i++) /* what does not match "" has a character */
+        low = negated >> i & 1 || con_matches(grammar, rules[i], STR(""));
     if (low || high != CON_FOREVER) {
         const con_rule length = {con_state_new(grammar), con_state_new(grammar)};
         con_rule one = {con_state_new(grammar), con_state_new(grammar)};
@@ -19317,6 +19321,24 @@ COLD static int con_make_string(con_schema *schema, int *rules, int n, unsigned 
                                 : con_product_of(grammar, rules, n, negated);
 }
 
+/* Returns where the rule of con_make_string with these arguments is kept: -1 there is none yet. Its
+ * address holds until the next call. */
+COLD static int *con_kept_string(con_schema *schema, const int *rules, int n, unsigned negated,
+                                 int low, int high) {
+    con_strings made;
+    memset(&made, 0xFF, sizeof made);
+    memcpy(made.key, rules, (size_t)n * sizeof *rules);
+    memcpy(made.key + CON_MAX_FACTORS, (int[]){low, high, (int)negated}, 3 * sizeof(int));
+    con_spend(schema, (size_t)schema->n_strings);
+    for (int i = 0; i < schema->n_strings; i++)
+        if (!memcmp(schema->strings[i].key, made.key, sizeof made.key))
+            return &schema->strings[i].rule;
+    schema->strings = con_grow(schema->strings, schema->n_strings, &schema->cap_strings,
+                               sizeof *schema->strings);
+    schema->strings[schema->n_strings] = made;
+    return &schema->strings[schema->n_strings++].rule;
+}
+
 /* Returns a rule for the inside of the strings that a list allows. */
 COLD static int con_string_rule(con_schema *schema, const con_all *all) {
     int rules[CON_MAX_FACTORS], low = 0, high = CON_FOREVER;
@@ -19326,19 +19348,9 @@ COLD static int con_string_rule(con_schema *schema, const con_all *all) {
         high = MIN(high, con_limit(schema, all->part[i].schema, "maxLength", CON_FOREVER));
     }
     const int n = con_string_rules(schema, all, rules, &negated);
-    con_strings made;
-    memset(made.key, 0xFF, sizeof made.key);
-    memcpy(made.key, rules, (size_t)n * sizeof *rules);
-    memcpy(made.key + CON_MAX_FACTORS, (int[]){low, high, (int)negated}, 3 * sizeof(int));
-    if (!con_spend(schema, (size_t)schema->n_strings)) return schema->string_rule;
-    for (int i = 0; i < schema->n_strings; i++)
-        if (!memcmp(schema->strings[i].key, made.key, sizeof made.key))
-            return schema->strings[i].rule;
-    made.rule = con_make_string(schema, rules, n, negated, low, high);
-    schema->strings = con_grow(schema->strings, schema->n_strings, &schema->cap_strings,
-                               sizeof *schema->strings);
-    schema->strings[schema->n_strings++] = made;
-    return made.rule;
+    int *const kept = con_kept_string(schema, rules, n, negated, low, high);
+    if (*kept < 0) *kept = con_make_string(schema, rules, n, negated, low, high);
+    return *kept;
 }
 
 /* ---- Styles ---- */
@@ -19918,6 +19930,28 @@ COLD static int con_named_rule(con_schema *schema, const con_object *object, str
                                                   : con_member_rule(schema, 0, &name, &value);
 }
 
+/* Returns a rule for the listed names. Objects with the same names share it. */
+COLD static int con_listed_rule(con_schema *schema, const con_object *object) {
+    con_grammar *grammar = schema->grammar;
+    buf text = {0};
+    for (int i = 0; i < object->n_names; i++) json_put_str(&text, object->names[i]);
+    for (int i = 0; i < schema->n_listed; i++)
+        if (str_eq(schema->listed[i].text, buf_view(&text))) {
+            buf_free(&text);
+            return schema->listed[i].rule;
+        }
+    const con_rule names = {con_state_new(grammar), con_state_new(grammar)};
+    for (int i = 0; i < object->n_names; i++)
+        con_empty(grammar, con_text(grammar, names.start, object->names[i], true), names.end);
+    schema->listed = con_grow(schema->listed, schema->n_listed, &schema->cap_listed,
+                              sizeof *schema->listed);
+    con_pattern *listed = &schema->listed[schema->n_listed++];
+    *listed = (con_pattern){arena_str(&schema->memory, buf_view(&text)),
+                            con_rule_of(grammar, names.start, names.end)};
+    buf_free(&text);
+    return listed->rule;
+}
+
 /* Returns a rule for the members that are not listed: for each set of patterns, the names that
  * match these and no others, with their schemas. */
 COLD static int con_others_rule(con_schema *schema, const con_object *object) {
@@ -19928,12 +19962,7 @@ COLD static int con_others_rule(con_schema *schema, const con_object *object) {
     for (int k = 0; k < n; k++)
         rules[n_rules++] =
             con_pattern_rule(schema, object->patterns[k], json_str(object->patterns[k]));
-    if (object->n_names) {
-        const con_rule names = {con_state_new(grammar), con_state_new(grammar)};
-        for (int i = 0; i < object->n_names; i++)
-            con_empty(grammar, con_text(grammar, names.start, object->names[i], true), names.end);
-        rules[n_rules++] = listed = con_rule_of(grammar, names.start, names.end);
-    }
+    if (object->n_names) rules[n_rules++] = listed = con_listed_rule(schema, object);
     if (object->names_rule >= 0) rules[n_rules++] = object->names_rule;
     for (unsigned matches = 0; matches < 1u << n && !grammar->e->code; matches++) {
         con_all value = {.n = 0};
@@ -19941,8 +19970,12 @@ COLD static int con_others_rule(con_schema *schema, const con_object *object) {
         if (value.never) continue;
         const unsigned negated = (~matches << 1 & ((1u << (n + 1)) - 2)) |
                                  (listed < 0 ? 0 : 1u << (n + 1));
-        const int name_rule = n_rules == 1 ? schema->string_rule
-                                           : con_product_of(grammar, rules, n_rules, negated);
+        int name_rule = schema->string_rule;
+        if (n_rules > 1) {
+            int *const kept = con_kept_string(schema, rules, n_rules, negated, -1, -1);
+            if (*kept < 0) *kept = con_product_of(grammar, rules, n_rules, negated);
+            name_rule = *kept;
+        }
         con_call(grammar, grammar->rules[out].start, grammar->rules[out].end,
                  con_member_rule(schema, name_rule, NULL, &value), 1, 1);
     }
@@ -20260,6 +20293,7 @@ COLD static void con_json_schema(con_grammar *grammar, const toka_grammar *sourc
     free(schema.patterns);
     free(schema.made);
     free(schema.strings);
+    free(schema.listed);
 }
 
 /* ===========================================================================
