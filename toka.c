@@ -48004,6 +48004,8 @@ static const help_page help_pages[] = {
      "  config.json's, and at the tokenizer's eos_token.\n"
      "- lm_eval works as it is: `lm_eval --model local-completions --model_args\n"
      "  base_url=http://127.0.0.1:10210/v1/completions,model=tiny,tokenizer=test/model`.\n"
+     "  With tokenizer_backend=remote in place of tokenizer it asks the server, and\n"
+     "  local-chat-completions needs none: stop strings leave its reasoning alone.\n"
      "- `tools` go to the chat template (tool_use, if there is one; `--chat-template\n"
      "  NAME` picks any), and calls come back as `tool_calls`, whole or streamed.\n"
      "  The chat template shows the form of the calls: Hermes and Qwen, Qwen3-Coder,\n"

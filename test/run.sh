@@ -680,8 +680,8 @@ peers_tests() {
     peer "logits of test/models and those of transformers" "torch transformers safetensors" $PYTHON test/make_models.py --check
     peer "weights of test/models and the formats' packers" "torch transformers safetensors compressed_tensors" \
         $PYTHON test/make_models.py --packers
-    peer "typed answers and forced calls in client libraries" "openai anthropic litellm langchain_openai instructor pydantic_ai outlines" \
-        $PYTHON test/clients.py
+    peer "typed answers and forced calls in client libraries" \
+        "openai anthropic litellm langchain_openai instructor pydantic_ai outlines lm_eval" $PYTHON test/clients.py
     peer "test/recipes/ray_map.py, two workers, one of them killed" "ray numpy" peers_ray
     peer "logits on the GPU and those of transformers" "gpu nvcc torch transformers" peers_logits
     peer "GEMMs and those of PyTorch" "gpu nvcc torch" peers_gemm

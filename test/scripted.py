@@ -2,7 +2,7 @@
 
 The embedding of token i is a unit vector, attention and MLP are zero, and row j of the LM head is the unit vector of the token before
 j. So each token has one next token. A script is a text in pieces, one token each; no piece may occur twice in all scripts. The chat
-template ends the prompt with the token <go:NAME>, where NAME is the content of the last user message; this token begins the script
+template ends the prompt with the token <go:NAME>, where NAME is the content of the last message of a user or tool; it begins the script
 NAME. Text that is no piece is encoded byte by byte.
 """
 import json
@@ -88,7 +88,7 @@ def write_model(folder, scripts, template, special=()):
     tokenizer = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None, "pre_tokenizer": level,
                  "post_processor": None, "decoder": level, "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "vocab": vocab, "merges": []}}
-    last = "{% for m in messages %}{% if m.role == 'user' %}{% set go.name = m.content %}{% endif %}{% endfor %}{{ '<go:' ~ go.name ~ '>' }}"
+    last = "{% for m in messages %}{% if m.role in ('user', 'tool') %}{% set go.name = m.content %}{% endif %}{% endfor %}{{ '<go:' ~ go.name ~ '>' }}"
     files = {"config.json": config, "generation_config.json": {"eos_token_id": 0, "temperature": 0}, "tokenizer.json": tokenizer,
              "tokenizer_config.json": {"chat_template": "{% set go = namespace(name='') %}" + template + last}}
     for name, value in files.items():

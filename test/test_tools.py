@@ -432,7 +432,7 @@ def test_harmony_suite_conversation(gpt_oss):
                 {"role": "tool", "tool_call_id": "c", "content": result}]
     tokens = gpt_oss.post("/tokenize", {"messages": messages}).json()["tokens"]
     prompt = gpt_oss.post("/detokenize", {"tokens": tokens}).json()["prompt"]
-    assert want in prompt and prompt.endswith(f'<|message|>{json.dumps(result)}<|end|><|start|>assistant<go:What is the weather in SF?>')
+    assert want in prompt and prompt.endswith(f'<|message|>{json.dumps(result)}<|end|><|start|>assistant<go:{result}>')
     items = [messages[0], {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": thought}]},
              {"type": "function_call", "call_id": "c", **call["function"]}, {"type": "function_call_output", "call_id": "c", "output": result}]
     assert gpt_oss.post("/v1/responses", {"input": items, "max_output_tokens": 1}).json()["usage"]["input_tokens"] == len(tokens)
