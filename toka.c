@@ -43498,8 +43498,8 @@ static void plan_put_support(const plan_query *query, buf *out) {
                    gpu->arch / 10, gpu->arch % 10, gpu->name);
     else if (query->n_gpus > 1)
         buf_printf(out,
-                   "runs such splits over the GPUs of one host; four H200 are the most that it "
-                   "was measured on");
+                   "runs such splits over the GPUs of one host; four H200 are the most that were "
+                   "measured");
     else
         buf_printf(out, "runs this%s",
                    cuda ? "" : ", built with the GPU half, which this build is without");
@@ -43535,7 +43535,7 @@ static void plan_put_head(const plan_query *query, const char *name, buf *out) {
                "link %.0f GB/s (%s)\n",
                query->n_gpus, gpu->name, 1e-9 * gpu->memory, 100 * query->utilization,
                1e-12 * gpu->flops, 1e-12 * gpu->memory_rate, 1e-9 * gpu->link_rate, gpu->source);
-    buf_printf(out, "workload: %d tokens in, %d out, %d answer%s a prompt; ", query->input_len,
+    buf_printf(out, "workload: %d tokens in, %d out, %d answer%s a prompt\n", query->input_len,
                query->output_len, query->n_samples, query->n_samples > 1 ? "s" : "");
     buf_printf(out, "a replica runs at most %s sequences, %s tokens a step\n\n",
                plan_format_int(query->max_seqs, text1), plan_format_int(query->max_tokens, text2));
@@ -43804,15 +43804,15 @@ static void plan_put_service_text(const plan_options *options, const plan_query 
                query->n_gpus, query->gpu->name, flags.n ? flags.p : "no flags, the defaults do");
     if (query->price > 0)
         buf_printf(out,
-                   "cost at %g an hour for a GPU: %.2f a day; %.3f for a million tokens of answers, "
-                   "%.3f for a million in all\n",
+                   "cost at %g an hour for a GPU: %.2f a day; a million tokens: %.3f of answers, "
+                   "%.3f in all\n",
                    query->price, plan_cost_a_day(query),
                    plan_cost_a_million(query, plan_output_rate(query)),
                    plan_cost_a_million(query, plan_total_rate(query)));
     buf_printf(out,
                "simulated: Poisson arrivals, equal lengths, prompts of their own; a step takes its "
-               "products, K and V at %g %%\nof the memory's rate, and %g us a layer; a rate is held "
-               "if %g %% of the requests are in time: toka help plan\n",
+               "products,\nK and V at %g %% of the memory's rate, and %g us a layer; a rate is held "
+               "if %g %% of the\nrequests are in time: toka help plan\n",
                100 * PLAN_KV_SHARE, 1e6 * PLAN_LAYER_S, 100 * PLAN_IN_TIME);
     plan_put_support(query, out);
     buf_char(out, '\n');
@@ -47852,6 +47852,43 @@ static const help_page help_pages[] = {
      "- The program curl does the transfers; its proxies are https_proxy and\n"
      "  no_proxy. Without curl: hf download OWNER/NAME.\n",
      "pull"},
+    {"formats", "which checkpoints run",
+     "    toka models | grep qwen3-8b\n"
+     "    toka plan -m qwen3-8b-fp8 --gpu L4 | head -1\n"
+     "    toka -m test/model -q -p \"Tom has 12 apples.\" --quantization fp8\n"
+     "\n"
+     "- A model is a folder of safetensors with config.json, as published on the\n"
+     "  Hugging Face hub. `architectures` in config.json must be one of toka:\n"
+     "  Llama Mistral Ministral Qwen2 Qwen3 Phi3 Gemma2 Gemma3 Olmo2 Olmo3 SmolLM3\n"
+     "  Granite Glm4 Cohere2, with experts Qwen2Moe Qwen3Moe Mixtral Olmoe GptOss\n"
+     "  Glm4Moe, with MLA DeepseekV2 DeepseekV3, with Gated DeltaNet Qwen3Next\n"
+     "  Qwen3_5 Qwen3_5Moe, each with ForCausalLM behind the name. Distilled models\n"
+     "  have the architecture of the smaller model.\n"
+     "- Of a multi-modal folder (...ForConditionalGeneration) whose text_config is one\n"
+     "  of these, the language model is loaded, without images.\n"
+     "- bf16, f16, f32: as published. --quantization fp8 turns the matrices of the\n"
+     "  layers into FP8 at the start.\n"
+     "- FP8 (e4m3): \"quant_method\" fp8 of DeepSeek and Qwen (a scale for each block\n"
+     "  of 128 x 128) and the older fp8 (a scale for a matrix); compressed-tensors\n"
+     "  float-quantized of LLM Compressor and RedHatAI (a scale for a row, a matrix or\n"
+     "  a block); fbgemm_fp8 of Meta; modelopt FP8 of NVIDIA. Static scales of\n"
+     "  activations are used on a Hopper GPU.\n"
+     "- int4: AWQ (version gemm); GPTQ, also gptq_v2 and desc_act; compressed-tensors\n"
+     "  pack-quantized (W4A16). With and without zero points, groups of 32, 64, 128\n"
+     "  columns or whole rows.\n"
+     "- MXFP4: GPT-OSS.\n"
+     "- Modules that a checkpoint leaves out (ignore, modules_to_not_convert) stay as\n"
+     "  they are. `toka help numbers` says what is rounded where.\n"
+     "- A GPU has Llama, Mistral, Ministral, Qwen2 and Qwen3 in bf16, f16, f32 and\n"
+     "  FP8; FP8 becomes bf16 before compute capability 9.0. --device auto says why a\n"
+     "  model does not run there, and takes the CPU.\n"
+     "- Refused before a weight is read, in a sentence that names the field, what it\n"
+     "  is and what is expected: another architecture, code of the folder's own\n"
+     "  (trust_remote_code is never needed), another quant_method (bitsandbytes, hqq,\n"
+     "  NVFP4, int8), another number of bits than 4 (GPTQ with 2, 3, 8), transforms,\n"
+     "  encoders, and any field whose value toka would compute in another way than\n"
+     "  the model's authors. GGUF and .bin files are not read.\n",
+     "models"},
     {"client", "prompts and chats for a running server",
      "    toka serve -m test/model --port 8123 &\n"
      "    sleep 2; export TOKA_BASE_URL=http://127.0.0.1:8123\n"
@@ -48222,8 +48259,10 @@ static const help_page help_pages[] = {
      "- Constraints: JSON schema, regular expressions, grammars, choices.\n"
      "- Chats: tool calls, also forced, and reasoning with budgets, in OpenAI's\n"
      "  forms; /v1/responses and /v1/messages; embeddings, scores and reranking.\n"
+     "  toka chat shows reasoning and calls dim.\n"
      "- Models come from the Hugging Face hub (-hf, toka pull, list, rm). toka chat\n"
      "  has a line editor and commands. The page at / is a chat, too.\n"
+     "- Commands of vLLM, SGLang and Tokasaurus work as they are written.\n"
      "- --base-url and toka ping: a running server answers. toka grammar: does a\n"
      "  constraint accept a text? toka plan backwards: GPUs for a rate of requests.\n"
      "- libtoka.so and test/toka.py: the engine in Python.\n"
@@ -48720,7 +48759,7 @@ static const char cli_commands[] =
     "  toka grammar [FLAGS]    does a JSON schema, regular expression or grammar accept the text on standard input?\n"
     "  toka embed [FLAGS]      the vector of each line, as a line of JSON\n"
     "  toka serve [FLAGS]      OpenAI-compatible server; SIGTERM or SIGHUP: ends after its answers\n"
-    "  toka models             the models of models.txt\n"
+    "  toka models             the models of models.txt, and what the hub cache has besides\n"
     "  toka pull MODEL ...     download models of the Hugging Face hub, or what is new there; prints their folders\n"
     "  toka list               the models of the hub cache and of models.txt: size, format, do they fit this machine\n"
     "  toka rm MODEL ...       delete models from the hub cache\n"

@@ -289,7 +289,7 @@ def test_metrics(api, server):
 
 def examples():
     text = open(os.path.join(ROOT, "README.md")).read()
-    section = re.search(r"\n## Serving\n(.*?)\n## ", text, re.S)[1]
+    section = re.search(r"\n## Serve\n(.*?)\n## ", text, re.S)[1]
     return re.findall(r"```(\w+)\n(.*?)```", section, re.S)
 
 
@@ -335,7 +335,7 @@ def test_readme(tmp_path):
             outputs.append(run_example(kind, text, tmp_path))
     server.terminate(), server.wait()
     curl, python, batches, bench, metrics, keys = outputs
-    assert "The answer is 19." in curl and "data: [DONE]" in curl and '"tokens"' in curl and '"token_logprobs"' in curl
+    assert "The answer is 19." in curl and "data: [DONE]" in curl and '"tokens"' in curl and '"embedding"' in curl and '"token_logprobs"' in curl
     assert "12" in python and len(python) > 100 and re.search(r"^\d+ apples as JSON$", python, re.M)
     assert batches.startswith("completed") and len(set(re.findall(r"^apples-\d+", batches, re.M))) == 100
     assert bench.count("Serving Benchmark Result") == 2 and bench.count("Failed requests:                         0") == 2
@@ -361,10 +361,10 @@ def check_proxy(url):
     assert api.files.content(api.files.create(file=data, purpose="user_data").id).read() == data
 
 
-def test_readme_caddy(tmp_path):
+def test_caddy(tmp_path):
     if not shutil.which("caddy"):
         pytest.skip("no caddy")
-    config = next(text for kind, text in examples() if kind == "caddyfile")
+    config = open(os.path.join(ROOT, "test/deploy/Caddyfile")).read()
     port, own = free_port(), {name: str(tmp_path) for name in ("HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME")}
     with Server("--api-key", "k", files=str(tmp_path / "files")) as s:
         config = config.replace("llm.example.org", f"localhost:{port}").replace("10210", str(s.address[1]))
@@ -379,11 +379,11 @@ def test_readme_caddy(tmp_path):
             p.wait()
 
 
-def test_readme_nginx(tmp_path):
+def test_nginx(tmp_path):
     nginx = shutil.which("nginx") or shutil.which("/usr/sbin/nginx")
     if not nginx or not shutil.which("openssl"):
         pytest.skip("no nginx or openssl")
-    config = next(text for kind, text in examples() if kind == "nginx")
+    config = open(os.path.join(ROOT, "test/deploy/nginx.conf")).read().split("\n", 1)[1]  # without its comment
     port = free_port()
     subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=llm.example.org", "-keyout",
                     tmp_path / "k", "-out", tmp_path / "c"], check=True, capture_output=True)

@@ -363,7 +363,7 @@ def test_second_signal_ends_at_once(tmp_path, split, signals):
 
 def test_readme(tmp_path):
     with open(os.path.join(ROOT, "README.md")) as f:
-        section = re.search(r"\n## Several GPUs\n(.*?)\n## ", f.read(), re.S)[1]
+        section = re.search(r"\n## Many GPUs\n(.*?)\n## ", f.read(), re.S)[1]
     examples = re.findall(r"```sh\n(.*?)```", section, re.S)
     assert examples
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line(i, prompt=PROMPT, max_tokens=8)) + "\n" for i in range(5)))

@@ -19,14 +19,15 @@ def plan(*args, status=0, cwd=ROOT):
 
 def test_readme():
     with open(os.path.join(ROOT, "README.md")) as f:
-        command, output = re.search(r"```sh\n(./toka plan [^\n]*)\n```\n\n```text\n(.*?)```", f.read(), re.S).groups()
-    assert plan(*command.split()[2:])[0] == output
+        command, output = re.search(r"```sh\n(./toka plan [^`]*)```\n\n```text\n(.*?)```", f.read(), re.S).groups()
+    assert plan(*command.replace("\\\n", " ").split()[2:])[0] == output
+    assert max(map(len, output.splitlines())) <= 100
 
 
 def test_readme_share_of_the_measured_rate():
     with open(os.path.join(ROOT, "README.md")) as f:
         text = f.read()
-    rate, share, flags = re.search(r"the ([\d,]+) tok/s of the table above are (\d+) % of what it says\s+for\s+`(.*?)`", text).groups()
+    rate, share, flags = re.search(r"the ([\d,]+)\s+tok/s of the table above are (\d+) % of what it says\s+for\s+`(.*?)`", text).groups()
     best = json.loads(plan(*flags.split(), "--json")[0])["recommended"]
     assert f"| {rate} |" in text
     assert round(100 * int(rate.replace(",", "")) / best["workload"]["output_tokens_per_second"]) == int(share)

@@ -1,5 +1,6 @@
-"""The commands of the README's first page and of its sections about models and prompts, and the commands of the manual pages
-(toka help PAGE), run as written, with a fake hub (hub.py) and a new HOME. Run through test/run.sh."""
+"""The commands of the README and of the manual pages (toka help PAGE), run as written, with a fake hub (hub.py) and a new HOME.
+Other tests run the README's sections Serve (test_openai.py), Python (test_python.py), Many GPUs (test_parallel.py, test_plan.py).
+Run through test/run.sh."""
 import json
 import os
 import re
@@ -59,12 +60,36 @@ def readme():
 
 
 def section(title):
-    return re.search(rf"\n## {re.escape(title)}\n(.*?)\n## ", readme(), re.S)[1]
+    return re.search(rf"\n## {re.escape(title)}\n(.*?)\n(?:## |\[Tokasaurus\])", readme(), re.S)[1]
+
+
+def block(title):
+    text, = re.findall(r"```sh\n(.*?)```", section(title), re.S)
+    return text
+
+
+def test_form():
+    """The order of sections, the length, one table of results, chapters of the table of techniques."""
+    text = readme()
+    assert re.findall(r"^## (.*)$", text, re.M) == ["Run", "Your model", "Chat", "Serve", "Batch", "Python", "GPU", "Many GPUs", "Numbers",
+                                                    "Reading the code", "Vendoring"]
+    lines = text.splitlines()
+    assert len(lines) <= 300 and max(map(len, lines)) <= 100
+    assert len(re.findall(r"^\| tok/s", text, re.M)) == 1 and len(re.search(r"\| tok/s.*?\n\n", text, re.S)[0].splitlines()) - 2 <= 20
+    chapters = {}  # the text of each
+    for name, mark in (("toka.c", ""), ("toka_kernels.cu", "cu ")):
+        for part in re.split(r"^ \* MARK: ", open(os.path.join(ROOT, name)).read(), flags=re.M)[1:]:
+            chapters[mark + part.split(".")[0]] = part
+    rows = re.findall(r"^\| [^|]+ \| [^|]* \| ((?:cu )?\d[^|]*) \| (`[^|]*) \|$", section("Reading the code"), re.M)
+    assert len(rows) >= 12
+    for places, functions in rows:
+        for function in re.findall(r"\w+", functions):
+            assert any(re.search(rf"\b{function}(\(| {{)", chapters[place]) for place in places.split(", ")), (function, places)
 
 
 def test_first_page(hub, tmp_path):
     first, = re.findall(r"```sh\n(.*?)```", readme().split("\n## ")[0], re.S)
-    build, chat = first.splitlines()
+    build, chat = first.replace("\\\n", "").splitlines()
     build, ask = build.split(" && ", 1)
     assert build == "./build.sh"  # which makes the program that all tests run
     status, out, err = run(hub, tmp_path, ask)
@@ -73,23 +98,61 @@ def test_first_page(hub, tmp_path):
     assert re.match(r"prompt 34 tokens, generated 33 tokens, ", err)
     status, out, err = run(hub, tmp_path, chat, "Tom has 12 apples and buys 7 more. How many apples does he have?\n")
     assert status == 0 and "19" in out and "ready after" in err
-    assert len(readme().splitlines()) <= 300
 
 
 def test_your_model(hub, tmp_path):
-    blocks = re.findall(r"```sh\n(.*?)```", section("Your model"), re.S)
-    status, out, err = run(hub, tmp_path, blocks[0])
+    status, out, err = run(hub, tmp_path, block("Your model"))
     assert status == 0, err
-    assert len(blocks) == 1 and "meta-llama/Llama-3.2-1B-Instruct " in out and "Qwen/Qwen3-0.6B: deleted, 7.1 MB" in out
+    assert "meta-llama/Llama-3.2-1B-Instruct " in out and "Qwen/Qwen3-0.6B: deleted, 7.1 MB" in out
 
 
-def test_prompts(hub, tmp_path):
+@pytest.mark.parametrize("title", ["Run", "Chat"])
+def test_prompts(hub, tmp_path, title):
     (tmp_path / "text.txt").write_text("Tom has 3 apples.")
     (tmp_path / "messages.json").write_text('{"messages": [{"role": "user", "content": "Tom has 3 apples."}]}')
-    block, = re.findall(r"```sh\n(.*?)```", section("Prompts"), re.S)
-    for line in block.splitlines():
+    for line in block(title).splitlines():
         status, out, err = run(hub, tmp_path, line.replace("MODEL", "test/model"), "Tom has 3 apples.\n")
         assert status == 0 and out, (line, err)
+
+
+def test_batch(hub, tmp_path):
+    status, _, err = run(hub, tmp_path, block("Batch").replace("seq 100", "seq 4"))
+    assert status == 0, err
+    lines = [json.loads(line)["response"]["body"]["choices"] for line in open(tmp_path / "out.jsonl")]
+    assert len(lines) == 4 and all(len(choices) == 16 for choices in lines)
+
+
+def test_gpu(hub, tmp_path):
+    status, out, err = run(hub, tmp_path, block("GPU"))
+    assert status == 0 and "cpu" in out and "gpt-oss-20b: " in out, err
+
+
+def test_numbers(hub, tmp_path):
+    """Without a GPU the first command says so in a sentence; the third runs a smaller model."""
+    ops, make, bench = block("Numbers").splitlines()
+    status, out, err = run(hub, tmp_path, ops)
+    assert (status == 0 and "TFLOP/s" in out) or (status in (1, 2) and err.count("\n") == 1 and "GPU" in err)
+    if os.path.isdir(os.path.join(os.environ.get("TOKA_TEST_DATA", "/none"), "datasets")) and shutil.which("python3"):
+        status, _, err = run(hub, tmp_path, make.split("#")[0] + " --problems 1 --samples 1")
+        if "No module named 'tokenizers'" not in err:
+            assert status == 0, err
+    (tmp_path / "m.jsonl").write_text('{"prompt_token_ids": [5, 6, 7], "output_lengths": [3, 2]}\n')
+    status, out, err = run(hub, tmp_path, bench.replace("llama-3.2-1b", "smollm2-135m"))
+    assert status == 0 and "total tokens/s" in out, err
+
+
+def test_reading(hub, tmp_path):
+    for name in ("toka.c", "toka_kernels.cu"):
+        os.symlink(os.path.join(ROOT, name), tmp_path / name)
+    status, out, err = run(hub, tmp_path, block("Reading the code"))
+    assert status == 0 and "MARK: 17. Scheduler [pure]" in out and "sched_plan(" in out, err
+
+
+def test_vendoring(hub, tmp_path):
+    for name in ("toka.c", "toka.h"):
+        os.symlink(os.path.join(ROOT, name), tmp_path / name)
+    status, out, err = run(hub, tmp_path, block("Vendoring").replace("-O3", "-O0"))
+    assert status == 0 and out, err
 
 
 PAGES = re.findall(r"[a-z]+", re.search(r"\nManual pages: toka help(.*)\n", subprocess.run([TOKA, "help"], capture_output=True, text=True).stdout)[1])
@@ -109,7 +172,7 @@ def test_manual_pages(hub, tmp_path, page):
 
 
 def test_the_pages_are_found(hub, tmp_path):
-    for command, page in (("pull", "hub"), ("batch", "batches"), ("serve", "serving"), ("plan", "plan"), ("score", "numbers"),
+    for command, page in (("pull", "hub"), ("models", "formats"), ("batch", "batches"), ("serve", "serving"), ("plan", "plan"), ("score", "numbers"),
                           ("grammar", "constraints"), ("embed", "embeddings")):
         assert f"\nManual page: toka help {page}\n" in run(hub, tmp_path, f"toka {command} --help")[1]
     assert "did you mean toka help serving?" in run(hub, tmp_path, "toka help servin")[2]
