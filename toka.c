@@ -21076,7 +21076,7 @@ static void plain_linear_attention(plain_device *dev, const toka_step *step, int
     const toka_linear *linear = dev->weights->layers[layer].linear;
     const int width = toka_linear_width(&dev->shape->linear);
     const int o_width = toka_o_width(dev->shape, &dev->weights->layers[layer]);
-    const size_t n = (size_t)toka_state_elements(&dev->shape->linear), used = dev->used;
+    const size_t n = (size_t)toka_state_elements(&dev->shape->linear, 0), used = dev->used;
     float *states = dev->states;
     for (int i = 0; i < layer; i++)
         if (dev->weights->layers[i].linear) states += n * (size_t)dev->options.n_states;
@@ -21379,7 +21379,7 @@ static void plain_alloc_buffers(plain_device *dev) {
     dev->v_cache = plain_zalloc(dev, n_keys, (size_t)toka_value_size(shape) * sizeof(float));
     if (shape->linear.n_layers)
         dev->states = plain_zalloc(dev, plain_at(shape->linear.n_layers, options->n_states),
-                                   (size_t)toka_state_elements(&shape->linear) * sizeof(float));
+                                   (size_t)toka_state_elements(&shape->linear, 0) * sizeof(float));
     dev->kv_ids = plain_zalloc(dev, n_slots, sizeof(int32_t));
     dev->last_tokens = plain_zalloc(dev, (size_t)options->n_seqs, sizeof(int32_t));
     dev->positions = plain_zalloc(dev, (size_t)shape->max_len, sizeof(int32_t));
@@ -23074,8 +23074,16 @@ static void cpu_norm(const toka_shape *shape, float *y, const float *x, const fl
  * pages, sample results. L, H, K, F and V are those of this rank's slice: the rank has the V ids
  * from v0 on. V_all is the whole vocabulary.
  *
- * State of a linear mixer, per layer and state: S [value_heads][key_size][U_pad], where U_pad is
- * value_size rounded up to 16, then [taps - 1][elements] inputs of the convolution, newest last.
+ * State of a linear mixer, per layer and state: a cpu_head_state for each value head, then
+ * [taps - 1][elements] inputs of the convolution, newest last. The rule is computed in its chunked
+ * form (WY form: Yang et al. 2024, arXiv 2406.06484; with decay: 2412.06464). S is changed once in
+ * CPU_STATE_CHUNK tokens: at the end of each chunk, which is where the position is a multiple of
+ * that. The changes of the tokens since then are kept beside S. Rows of one chunk read S in one
+ * GEMM. With S at the chunk's start, change u_i and output o_i of its token i are
+ *     u_i = beta (v_i - sum of what S and the changes before i return for k_i)
+ *     o_i = sum of what S and the changes up to i return for q_i
+ * where S and a change u_j return a^T S and (a . k_j) u_j, times the decays of the tokens since.
+ * A prompt and an answer do the same sums in the same order: only the rows in a GEMM differ.
  *
  * What always holds: the bytes of a row's result depend on that row alone. They do not depend on T,
  * on the other rows of the step, on the number of threads, on the chunking of a prompt or on the
@@ -23537,8 +23545,8 @@ struct toka_device {
     char *kv_cache;           /* [L][pages] pages of K and V; pages: toka_layer_pages */
     size_t *layer_at;         /* [L + 1] bytes of the layers before each layer in kv_cache */
     float *states;            /* [linear layers][n_states][state_floats] */
-    size_t state_floats;
-    int U_pad;
+    size_t state_floats, head_floats; /* of a state; of a value head in it */
+    int U_pad;                /* value_size of a linear mixer rounded up to 16 */
     float *x;                 /* [max(scratch_rows, scratch_samples)][ldx] inputs of GEMMs; zeros
                                * follow each row up to the next multiple of 16 */
     void *x_bf16;             /* [max(scratch_rows, scratch_samples)][ld_bf16] the input of a GEMM
@@ -24543,7 +24551,20 @@ static void cpu_attention_item(void *arg, int thread, int item) {
  * value head. Every item goes over all spans in their order, so a state that one span wrote is
  * there for the next. */
 
-enum { CPU_CONV_ELEMENTS = 64 }; /* of an item */
+enum {
+    CPU_CONV_ELEMENTS = 64, /* of an item */
+    CPU_STATE_CHUNK = 16    /* tokens; a multiple of 16, as it is the width of a small GEMM */
+};
+
+/* The state of a value head. J: key_size. */
+typedef struct cpu_head_state {
+    float *S;       /* [J][U_pad] before the tokens of this chunk */
+    float *keys;    /* [J][CPU_STATE_CHUNK] k of each token of the chunk */
+    float *changes; /* [CPU_STATE_CHUNK][U_pad] its change */
+    float *decays;  /* [CPU_STATE_CHUNK] the product of its decay and those of the tokens since. So
+                     * the factor of S is decays[0], that of change j is decays[j + 1], of the
+                     * newest change 1 */
+} cpu_head_state;
 
 typedef struct cpu_linear_job {
     toka_device *dev;
@@ -24623,7 +24644,7 @@ static void cpu_conv_item(void *arg, int thread, int item) {
     const toka_linear_shape *shape = &dev->shape->linear;
     const cpu_conv conv = cpu_conv_of_item(job, item);
     const size_t width = (size_t)toka_linear_width(shape), ld = (size_t)toka_linear_channels(shape);
-    const size_t matrices = (size_t)(shape->value_heads * shape->key_size) * (size_t)dev->U_pad;
+    const size_t matrices = (size_t)shape->value_heads * dev->head_floats;
     float *factors = dev->scratch + (size_t)thread * dev->scratch_floats;
     float *row = factors + shape->taps * CPU_CONV_ELEMENTS;
     for (int i = 0; i < conv.n; i++) {
@@ -24643,71 +24664,168 @@ static void cpu_conv_item(void *arg, int thread, int item) {
     }
 }
 
-/* A value head of one token. kq: [2][J_pad] k and q; found: [2][U_pad] memory; S: [J][U_pad]. */
-static void cpu_delta_rule(const toka_device *dev, const float *kq, float *found, float *S,
-                           const float *v, float decay, float beta) {
-    const int J = dev->shape->linear.key_size, U = dev->shape->linear.value_size;
-    const int J_pad = cpu_round_up16(J), U_pad = dev->U_pad;
-    float *change = found, *o = found + U_pad, qk = 0;
-    const cpu_small_gemm_args args = {.a = kq, .lda = (size_t)J_pad, .b = S, .ldb = (size_t)U_pad,
-                                      .c = found, .ldc = (size_t)U_pad, .rows = 2, .k = J,
-                                      .n = U_pad};
-    dev->kernels->small_gemm(&args);
-    for (int i = 0; i < J; i++) qk += kq[i] * kq[J_pad + i];
-    for (int j = 0; j < U_pad; j++) {
-        change[j] = j < U ? beta * (v[j] - decay * change[j]) : 0;
-        o[j] = decay * o[j] + qk * change[j];
-    }
-    for (int i = 0; i < J; i++, S += U_pad)
-        for (int j = 0; j < U_pad; j += 4)
-            cpu_store4(S + j, cpu_load4(S + j) * decay + cpu_load4(change + j) * kq[i]);
+/* to = from * factor; they may be the same. */
+static void cpu_scale(float *to, const float *from, int n, float factor) {
+    int i = 0;
+    for (; i + 4 <= n; i += 4) cpu_store4(to + i, cpu_load4(from + i) * factor);
+    for (; i < n; i++) to[i] = from[i] * factor;
 }
 
-/* Copies q or k of a key head to `to` with this length, padded with zeros. */
+/* Copies q or k of a key head to `to` with this length. */
 static void cpu_set_length(float *to, const float *from, int n, float length) {
-    float square = 1e-6f;
-    for (int i = 0; i < n; i++) square += from[i] * from[i];
-    const float scale = length / sqrtf(square);
-    for (int i = 0; i < n; i++) to[i] = from[i] * scale;
+    cpu_scale(to, from, n, length / sqrtf(cpu_lane_sum(from, n, 0, true) + 1e-6f));
 }
 
-/* The rule and the gated norm of value head `head` of one token. */
+typedef struct cpu_delta_row { /* a row of a chunk, for one value head */
+    float *found;      /* [2][U_pad] what S returns for k and for q; becomes o in the second row */
+    const float *dots; /* [2][CPU_STATE_CHUNK] k and q times the keys of the chunk */
+    const float *v;
+    float decay, beta;
+} cpu_delta_row;
+
+/* Token i of its chunk: its change and its o. */
+static void cpu_delta_rule(const toka_device *dev, const cpu_head_state *state, int i,
+                           const cpu_delta_row *row) {
+    enum { C = CPU_STATE_CHUNK };
+    const int U = dev->shape->linear.value_size, U_pad = dev->U_pad;
+    float factors[2 * C], *found = row->found, *o = found + U_pad;
+    float *change = state->changes + i * U_pad;
+    state->decays[i] = row->decay;
+    for (int j = 0; j < i; j++) state->decays[j] *= row->decay;
+    for (int j = 0; j < i; j++) {
+        factors[j] = state->decays[j + 1] * row->dots[j];
+        factors[C + j] = state->decays[j + 1] * row->dots[C + j];
+    }
+    cpu_scale(found, found, 2 * U_pad, state->decays[0]);
+    const cpu_small_gemm_args args = {.a = factors, .lda = C, .b = state->changes,
+                                      .ldb = (size_t)U_pad, .c = found, .ldc = (size_t)U_pad,
+                                      .rows = 2, .k = i, .n = U_pad, .add = true};
+    dev->kernels->small_gemm(&args);
+    int j = 0;
+    for (; j + 4 <= U; j += 4)
+        cpu_store4(change + j, (cpu_load4(row->v + j) - cpu_load4(found + j)) * row->beta);
+    for (; j < U; j++) change[j] = (row->v[j] - found[j]) * row->beta;
+    for (; j < U_pad; j++) change[j] = 0;
+    for (j = 0; j < U_pad; j += 4)
+        cpu_store4(o + j, cpu_load4(o + j) + cpu_load4(change + j) * row->dots[C + i]);
+}
+
+/* The chunk is complete: its changes go into S. */
+static void cpu_end_chunk(const toka_device *dev, const cpu_head_state *state) {
+    enum { C = CPU_STATE_CHUNK };
+    const int J = dev->shape->linear.key_size, U_pad = dev->U_pad;
+    for (int i = 0; i < J; i++)
+        for (int j = 0; j < C - 1; j++) state->keys[i * C + j] *= state->decays[j + 1];
+    cpu_scale(state->S, state->S, J * U_pad, state->decays[0]);
+    const cpu_small_gemm_args args = {.a = state->keys, .lda = C, .b = state->changes,
+                                      .ldb = (size_t)U_pad, .c = state->S, .ldc = (size_t)U_pad,
+                                      .rows = J, .k = C, .n = U_pad, .add = true};
+    dev->kernels->small_gemm(&args);
+}
+
+/* Scratch of a value head: k and q of the rows of a chunk, what S returns for them, their products
+ * with the chunk's keys, and z of one row. */
+typedef struct cpu_chunk_scratch {
+    float *kq;    /* [CPU_STATE_CHUNK][2][J_pad] */
+    float *found; /* [CPU_STATE_CHUNK][2][U_pad] */
+    float *dots;  /* [CPU_STATE_CHUNK][2][CPU_STATE_CHUNK] */
+    float *z;     /* [U_pad] */
+} cpu_chunk_scratch;
+
+static size_t cpu_chunk_scratch_floats(const toka_linear_shape *shape) {
+    const size_t U_pad = (size_t)cpu_round_up16(shape->value_size);
+    const size_t row = (size_t)cpu_round_up16(shape->key_size) + U_pad + CPU_STATE_CHUNK;
+    return 2 * CPU_STATE_CHUNK * row + U_pad;
+}
+
+/* norm(o) * silu(z) of value head `head` in row t. */
 CPU_SMALL
-static void cpu_linear_head(const cpu_linear_job *job, int thread, int head, int t, float *S) {
+static void cpu_gated_norm(const cpu_linear_job *job, int head, int t, float *o, float *z) {
+    const toka_device *dev = job->dev;
+    const toka_linear_shape *shape = &dev->shape->linear;
+    const size_t U = (size_t)shape->value_size;
+    toka_shape norm_shape = *dev->shape;
+    norm_shape.layer_norm = false;
+    cpu_norm(&norm_shape, o, o, job->norm, (int)U, false);
+    cpu_activate(z, o, dev->U_pad, TOKA_SILU, 0);
+    cpu_scale(job->o + ((size_t)t * (size_t)shape->value_heads + (size_t)head) * U, z, (int)U, 1);
+}
+
+/* Rows t0 .. t0+n-1, which are tokens i0 .. i0+n-1 of one chunk: k and q; their products with S and
+ * with the chunk's keys, their own among them. */
+CPU_SMALL
+static void cpu_chunk_products(const cpu_linear_job *job, const cpu_head_state *state,
+                               const cpu_chunk_scratch *scratch, int key, int t0, int i0, int n) {
+    enum { C = CPU_STATE_CHUNK };
+    const toka_device *dev = job->dev;
+    const int J = dev->shape->linear.key_size, J_pad = cpu_round_up16(J);
+    const size_t width = (size_t)toka_linear_width(&dev->shape->linear);
+    for (int r = 0; r < n; r++) {
+        const float *row = job->q + (size_t)(t0 + r) * width + key * job->at.key_step;
+        float *k = scratch->kq + 2 * r * J_pad;
+        cpu_set_length(k, row + job->at.k, J, 1);
+        cpu_set_length(k + J_pad, row + job->at.q, J, 1 / sqrtf((float)J));
+        for (int i = 0; i < J; i++) state->keys[i * C + i0 + r] = k[i];
+    }
+    cpu_small_gemm_args args = {.a = scratch->kq, .lda = (size_t)J_pad, .b = state->S,
+                                .ldb = (size_t)dev->U_pad, .c = scratch->found,
+                                .ldc = (size_t)dev->U_pad, .rows = 2 * n, .k = J, .n = dev->U_pad};
+    dev->kernels->small_gemm(&args);
+    args.b = state->keys;
+    args.c = scratch->dots;
+    args.ldb = args.ldc = C;
+    args.n = C;
+    dev->kernels->small_gemm(&args);
+}
+
+/* The same rows of value head `head`: the rule and the gated norm. */
+CPU_SMALL
+static void cpu_linear_chunk(const cpu_linear_job *job, const cpu_head_state *state,
+                             const cpu_chunk_scratch *scratch, int head, int t0, int i0, int n) {
     const toka_device *dev = job->dev;
     const toka_linear_shape *shape = &dev->shape->linear;
     const int per_key = shape->value_heads / shape->key_heads, key = head / per_key;
-    const int J = shape->key_size, U = shape->value_size, J_pad = cpu_round_up16(J);
-    const float *row = job->q + (size_t)t * (size_t)toka_linear_width(shape);
-    const float *gates = row + key * job->at.gate_step + head % per_key;
-    const float *values = row + key * job->at.value_step + head % per_key * U;
-    float *kq = dev->scratch + (size_t)thread * dev->scratch_floats;
-    float *found = kq + 2 * J_pad, *o = found + dev->U_pad, *z = o + dev->U_pad;
-    const float a = gates[job->at.a] + job->dt_bias[head];
-    const float softplus = a > 20 ? a : log1pf(expf(a));
-    cpu_set_length(kq, row + job->at.k + key * job->at.key_step, J, 1);
-    cpu_set_length(kq + J_pad, row + job->at.q + key * job->at.key_step, J, 1 / sqrtf((float)J));
-    cpu_delta_rule(dev, kq, found, S, values + job->at.v, expf(-expf(job->a_log[head]) * softplus),
-                   1 / (1 + expf(-gates[job->at.b])));
-    toka_shape norm_shape = *dev->shape;
-    norm_shape.layer_norm = false;
-    cpu_norm(&norm_shape, o, o, job->norm, U, false);
-    memcpy(z, values + job->at.z, (size_t)U * sizeof *z);
-    cpu_activate(z, o, dev->U_pad, TOKA_SILU, 0);
-    memcpy(job->o + ((size_t)t * (size_t)shape->value_heads + (size_t)head) * (size_t)U, z,
-           (size_t)U * sizeof *z);
+    const int U = shape->value_size;
+    cpu_chunk_products(job, state, scratch, key, t0, i0, n);
+    for (int r = 0; r < n; r++) {
+        const float *row = job->q + (size_t)(t0 + r) * (size_t)toka_linear_width(shape);
+        const float *gates = row + key * job->at.gate_step + head % per_key;
+        const float *values = row + key * job->at.value_step + head % per_key * U;
+        const float a = gates[job->at.a] + job->dt_bias[head];
+        const float softplus = a > 20 ? a : log1pf(expf(a));
+        const cpu_delta_row delta = {
+            scratch->found + 2 * r * dev->U_pad, scratch->dots + 2 * r * CPU_STATE_CHUNK,
+            values + job->at.v, expf(-expf(job->a_log[head]) * softplus),
+            1 / (1 + expf(-gates[job->at.b]))
+        };
+        cpu_delta_rule(dev, state, i0 + r, &delta);
+        cpu_scale(scratch->z, values + job->at.z, U, 1); /* a copy */
+        cpu_gated_norm(job, head, t0 + r, delta.found + dev->U_pad, scratch->z);
+    }
+    if (i0 + n == CPU_STATE_CHUNK) cpu_end_chunk(dev, state);
 }
 
 CPU_SMALL
 static void cpu_linear_item(void *arg, int thread, int head) {
     const cpu_linear_job *job = arg;
     const toka_device *dev = job->dev;
-    const int n = dev->shape->linear.key_size * dev->U_pad;
+    const int J = dev->shape->linear.key_size, J_pad = cpu_round_up16(J), C = CPU_STATE_CHUNK;
+    cpu_chunk_scratch scratch = {.kq = dev->scratch + (size_t)thread * dev->scratch_floats};
+    scratch.found = scratch.kq + 2 * C * J_pad;
+    scratch.dots = scratch.found + 2 * C * dev->U_pad;
+    scratch.z = scratch.dots + 2 * C * C;
     for (int i = 0; i < job->step->n_states; i++) {
         const toka_state_span *span = &job->step->states[i];
-        float *S = cpu_begin_span(job, span, (size_t)head * (size_t)n, n);
-        for (int t = span->row0; t < span->row0 + span->n_rows; t++)
-            cpu_linear_head(job, thread, head, t, S);
+        cpu_head_state state = {.S = cpu_begin_span(job, span, (size_t)head * dev->head_floats,
+                                                    (int)dev->head_floats)};
+        state.keys = state.S + J * dev->U_pad;
+        state.changes = state.keys + J * C;
+        state.decays = state.changes + C * dev->U_pad;
+        for (int t = span->row0, end = t + span->n_rows, n; t < end; t += n) {
+            const int in_chunk = job->step->pos[t] % C;
+            n = MIN(C - in_chunk, end - t);
+            cpu_linear_chunk(job, &state, &scratch, head, t, in_chunk, n);
+        }
     }
 }
 
@@ -25577,6 +25695,8 @@ static void cpu_size_scratch(toka_device *dev, const cpu_extents *sizes) {
         query_floats += dev->k_head_elements + dev->v_head_elements +
                         (size_t)MAX(dev->B_pad, dev->Dv_pad);
     query_floats = MAX(query_floats, MAX((size_t)sizes->absorb, E));
+    if (shape->linear.n_layers)
+        query_floats = MAX(query_floats, cpu_chunk_scratch_floats(&shape->linear));
     const size_t panel_floats =
         (size_t)CPU_PANEL_FLOATS + 2 * (size_t)(CPU_PANEL_ROWS * sizes->groups);
     dev->scratch_floats = (MAX(panel_floats, query_floats) + 15) & ~(size_t)15;
@@ -25601,9 +25721,10 @@ static void cpu_alloc_buffers(toka_device *dev, const cpu_extents *sizes) {
     if (shape->linear.n_layers) {
         const toka_linear_shape *linear = &shape->linear;
         dev->U_pad = cpu_round_up16(linear->value_size);
-        dev->state_floats = (size_t)toka_state_elements(linear) +
-                            (size_t)(linear->value_heads * linear->key_size) *
-                                (size_t)(dev->U_pad - linear->value_size);
+        dev->head_floats = (size_t)(linear->key_size + CPU_STATE_CHUNK) * (size_t)dev->U_pad +
+                           (size_t)(linear->key_size + 1) * CPU_STATE_CHUNK;
+        dev->state_floats = (size_t)linear->value_heads * dev->head_floats +
+                            (size_t)(toka_linear_channels(linear) * (linear->taps - 1));
         dev->states = cpu_zalloc(dev, (size_t)linear->n_layers * (size_t)dev->options.n_states,
                                  dev->state_floats * sizeof(float));
     }
@@ -25756,6 +25877,7 @@ const toka_backend toka_cpu = {
     .merge_cost = 4,
     .span_cost = 32,
     .rows_per_read = 8,
+    .state_chunk = CPU_STATE_CHUNK,
     .max_in_flight = 2,
 };
 
@@ -26675,9 +26797,10 @@ static void eng_free(eng *engine) { /* its ranks are closed */
 }
 
 /* Returns the bytes of one sequence's state in all linear layers of a rank. States are float32 on
- * every device. */
-static int64_t eng_state_bytes(const toka_shape *shape) {
-    return shape->linear.n_layers * toka_state_elements(&shape->linear) * (int64_t)sizeof(float);
+ * every device. chunk: toka_backend.state_chunk. */
+static int64_t eng_state_bytes(const toka_shape *shape, int chunk) {
+    return shape->linear.n_layers * toka_state_elements(&shape->linear, chunk) *
+           (int64_t)sizeof(float);
 }
 
 /* Returns the tokens of KV cache for which every rank of every replica has memory beside the
@@ -26700,7 +26823,7 @@ static int64_t eng_kv_capacity(const eng *engine, toka_device_options options, i
         const eng_token_bytes bytes = eng_count_token_bytes(&shape, rank->weights.layers,
                                                             model->backend->activation_bytes);
         const int64_t free_bytes = model->backend->kv_bytes(&shape, &rank->weights, &options);
-        const int64_t state_bytes = eng_state_bytes(&shape);
+        const int64_t state_bytes = eng_state_bytes(&shape, model->backend->state_chunk);
         int64_t n_tokens = eng_kv_tokens(bytes, max_len, config, model->backend,
                                          free_bytes - state_bytes * options.n_states);
         capacity = MIN(capacity, n_tokens);
@@ -27765,6 +27888,11 @@ static void eng_count_attended(eng *engine, const batch_step *built) {
         engine->stats.attended += pairs;
         if (!is_own) engine->stats.attended_shared += pairs;
     }
+}
+
+/* Returns the bytes of one sequence's state in all layers of the model. */
+SERVER_ONLY static int64_t eng_seq_state_bytes(const eng *engine) {
+    return eng_state_bytes(&engine->files->shape, engine->backend->state_chunk);
 }
 
 /* Returns the snapshots of states that all replicas can keep. */
@@ -36714,7 +36842,7 @@ static void run_print_windows(const toka *t) {
 
 /* Reports the states of linear mixers. */
 static void run_print_states(const toka *t) {
-    const int64_t bytes = eng_state_bytes(&t->shape);
+    const int64_t bytes = eng_seq_state_bytes(t->engine);
     if (!bytes) return;
     fprintf(stderr,
             "; %d of %d layers have states, %.1f MB a sequence: for %d sequences and %d snapshots",
@@ -42741,7 +42869,7 @@ static plan_rank plan_make_rank(const plan_query *query, int tp, int pp, int sta
     rank.token_bytes = plan_token_bytes(query->model, shape, rank.first_layer);
     int64_t kv_bytes = (int64_t)(query->utilization * (query->gpu->memory - PLAN_CONTEXT_BYTES)) -
                        rank.weight_bytes - rank.scratch_bytes;
-    kv_bytes -= query->max_seqs * eng_state_bytes(shape);
+    kv_bytes -= query->max_seqs * eng_state_bytes(shape, 0);
     rank.kv_tokens = MIN(eng_full_tokens(query->max_seqs, query->max_len, TOKA_GPU_PAGE_TOK),
                          kv_bytes / MAX(rank.token_bytes, 1)); /* 0: no layer has K and V */
     return rank;
@@ -42801,7 +42929,7 @@ static double plan_touched(const toka_moe *moe, double n_rows) {
  * and a row has three multiply-adds for each of the state's elements. */
 static void plan_add_states(const plan_query *query, const plan_rank *rank, const plan_load *load,
                             plan_time *times) {
-    const double bytes = (double)eng_state_bytes(&rank->shape);
+    const double bytes = (double)eng_state_bytes(&rank->shape, 0);
     plan_add_op(query->gpu, load->n_rows * 6 * bytes / sizeof(float), load->n_sampled * 2 * bytes,
                 times, &times->kv);
 }
@@ -43527,7 +43655,7 @@ static void plan_put_head(const plan_query *query, const char *name, buf *out) {
         buf_printf(out, ", to the end also in the %d layers with a window", n_windowed);
     if (config->shape.linear.n_layers)
         buf_printf(out, "; %s bytes of state a sequence, in %d of %d layers",
-                   plan_format_int(eng_state_bytes(&config->shape), text2),
+                   plan_format_int(eng_state_bytes(&config->shape, 0), text2),
                    config->shape.linear.n_layers, config->shape.L);
     buf_char(out, '\n');
     buf_printf(out,

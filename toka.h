@@ -916,9 +916,11 @@ static inline int toka_linear_matrices(const toka_linear *linear, const toka_ten
 }
 
 /* Returns the elements of a sequence's state in one layer: S of all heads, then [taps - 1] inputs
- * of each element of the convolution. */
-static inline int64_t toka_state_elements(const toka_linear_shape *linear) {
-    return (int64_t)linear->value_heads * linear->key_size * linear->value_size +
+ * of each element of the convolution. chunk: toka_backend.state_chunk; each of so many tokens has a
+ * key, a change of S and a decay in each head. */
+static inline int64_t toka_state_elements(const toka_linear_shape *linear, int chunk) {
+    const int64_t J = linear->key_size, U = linear->value_size;
+    return linear->value_heads * (J * U + chunk * (J + U + 1)) +
            (int64_t)toka_linear_channels(linear) * (linear->taps - 1);
 }
 
@@ -1356,6 +1358,8 @@ typedef struct toka_backend {
     int rows_per_read;  /* not a cost: rows that share one read of K and V */
     int span_align_tok; /* a span may begin inside a page, at a multiple of this number of tokens;
                            0: only at the start of a page */
+    int state_chunk; /* changes of so many tokens that a state keeps until they are
+                        added to S; 0: each is added at once */
 } toka_backend;
 
 /* ---- Rank runtime: chapter 26 of toka.c --------------------------------------------------------

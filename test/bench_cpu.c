@@ -2,6 +2,7 @@
  *   cc -O3 -o /tmp/bench_cpu test/bench_cpu.c -lm -lpthread
  *   /tmp/bench_cpu [threads [set [bf16|f16|f32|fp8|int4|mxfp4 [rows]]]]
  *   /tmp/bench_cpu THREADS SET formats
+ *   /tmp/bench_cpu THREADS SET linear
  * Decode: bytes of weights per second of a one-token step, against a plain read loop over the same
  * bytes with the same threads. Prefill: multiply-adds per second of a 512-token step, against a
  * loop of multiply-adds with the same instruction set. Sharing: attention of 256 rows over one
@@ -10,8 +11,10 @@
  * an MLP with 1 to 256 rows. A `!` marks a row that costs 3 % more than one of a smaller step. With
  * `formats`, only: the time of the layers' decode of one token in each format, in turns, and how
  * many times as fast as bf16 it is. fp8 has blocks of 128 x 128, int4 groups of 128 and zero
- * points. */
+ * points. With `linear`, only: a linear mixer of Qwen3.5's shape, its rule in chunks and in the
+ * recurrent form, in turns. */
 #include "../toka.c"
+#include "linear.h"
 
 enum { BENCH_LAYERS = 4, BENCH_ROWS = 256, BENCH_PREFIX = 1008, BENCH_PREFILL = 512 };
 
@@ -329,6 +332,76 @@ static void bench_formats(int threads, int set) {
     puts("");
 }
 
+/* The recurrent form: S changes with each token. kq: [2][J_pad] k and q; found: [2][U_pad]. */
+static void bench_delta_rule(const toka_device *dev, const float *kq, float *found, float *S, const float *v, float decay, float beta) {
+    const int J = dev->shape->linear.key_size, U = dev->shape->linear.value_size, J_pad = cpu_round_up16(J), U_pad = dev->U_pad;
+    float *change = found, *o = found + U_pad, qk = 0;
+    const cpu_small_gemm_args args = {.a = kq, .lda = (size_t)J_pad, .b = S, .ldb = (size_t)U_pad, .c = found, .ldc = (size_t)U_pad, .rows = 2,
+                                      .k = J, .n = U_pad};
+    dev->kernels->small_gemm(&args);
+    for (int i = 0; i < J; i++) qk += kq[i] * kq[J_pad + i];
+    for (int j = 0; j < U_pad; j++) {
+        change[j] = j < U ? beta * (v[j] - decay * change[j]) : 0;
+        o[j] = decay * o[j] + qk * change[j];
+    }
+    for (int i = 0; i < J; i++, S += U_pad)
+        for (int j = 0; j < U_pad; j += 4) cpu_store4(S + j, cpu_load4(S + j) * decay + cpu_load4(change + j) * kq[i]);
+}
+static void bench_recurrent_item(void *arg, int thread, int head) {
+    const cpu_linear_job *job = arg;
+    const toka_device *dev = job->dev;
+    const toka_linear_shape *shape = &dev->shape->linear;
+    const int per_key = shape->value_heads / shape->key_heads, key = head / per_key, J = shape->key_size, J_pad = cpu_round_up16(J);
+    float *kq = dev->scratch + (size_t)thread * dev->scratch_floats, *found = kq + 2 * J_pad, *z = found + 2 * dev->U_pad;
+    for (int i = 0; i < job->step->n_states; i++) {
+        const toka_state_span *span = &job->step->states[i];
+        float *S = cpu_begin_span(job, span, (size_t)head * dev->head_floats, J * dev->U_pad);
+        for (int t = span->row0; t < span->row0 + span->n_rows; t++) {
+            const float *row = job->q + (size_t)t * (size_t)toka_linear_width(shape), *gates = row + key * job->at.gate_step + head % per_key;
+            const float *values = row + key * job->at.value_step + head % per_key * shape->value_size, a = gates[job->at.a] + job->dt_bias[head];
+            cpu_set_length(kq, row + job->at.k + key * job->at.key_step, J, 1);
+            cpu_set_length(kq + J_pad, row + job->at.q + key * job->at.key_step, J, 1 / sqrtf((float)J));
+            bench_delta_rule(dev, kq, found, S, values + job->at.v, expf(-expf(job->a_log[head]) * (a > 20 ? a : log1pf(expf(a)))),
+                             1 / (1 + expf(-gates[job->at.b])));
+            memcpy(z, values + job->at.z, (size_t)shape->value_size * sizeof *z);
+            cpu_gated_norm(job, head, t, found + dev->U_pad, z);
+        }
+    }
+}
+
+/* The mixer's op without its convolutions, for one prompt of T rows, or (decode) for a row of each of 32 sequences. */
+static double bench_rule(lin *l, void (*item)(void *, int, int), bool decode, int at) {
+    l->step.T = decode ? 32 : l->T, l->step.n_states = decode ? 32 : 1;
+    for (int i = 0; i < l->step.n_states; i++) {
+        l->span[i] = decode ? (toka_state_span){i, 1, i, i} : (toka_state_span){0, l->T, -1, 0};
+    }
+    for (int i = 0; i < l->T; i++) l->pos[i] = decode ? at : i;
+    cpu_linear_job job = {.dev = l->d, .step = &l->step, .weights = &l->linear, .at = toka_linear_places(&l->shape.linear, &l->linear),
+                          .q = l->rows, .o = l->o, .states = l->d->states, .a_log = cpu_vector_f32(l->d, 0, &l->linear.a_log),
+                          .dt_bias = cpu_vector_f32(l->d, 1, &l->linear.dt_bias), .norm = cpu_vector_f32(l->d, 2, &l->linear.norm)};
+    const double t0 = bench_now();
+    cpu_parallel_for(&l->d->pool, item, &job, l->shape.linear.value_heads, 1 << 30);
+    return bench_now() - t0;
+}
+static void bench_linear(int threads, int set) {
+    const toka_linear_shape shape = {1, 16, 32, 128, 128, 4};
+    lin l;
+    lin_open(&l, &shape, BENCH_PREFILL, threads, &cpu_kernel_sets[set]);
+    double chunked[2] = {1e9, 0}, recurrent[2] = {1e9, 0};
+    for (int round = 0; round < 5; round++) {
+        chunked[0] = MIN(chunked[0], bench_rule(&l, cpu_linear_item, false, 0));
+        recurrent[0] = MIN(recurrent[0], bench_rule(&l, bench_recurrent_item, false, 0));
+    }
+    for (int i = 0; i < 16 * 4; i++) { /* whole chunks */
+        chunked[1] += bench_rule(&l, cpu_linear_item, true, i);
+        recurrent[1] += bench_rule(&l, bench_recurrent_item, true, i);
+    }
+    printf("%-10s %d threads, a linear mixer's rule: prefill of %d tokens %.2f ms in chunks, %.2f recurrent (%.2fx); "
+           "32 sequences, a token each, %.3f and %.3f ms (%.2fx)\n", cpu_kernel_sets[set].name, l.d->pool.n_threads, l.T, 1e3 * chunked[0],
+           1e3 * recurrent[0], recurrent[0] / chunked[0], 1e3 * chunked[1] / 64, 1e3 * recurrent[1] / 64, recurrent[1] / chunked[1]);
+    lin_close(&l);
+}
+
 int main(int argc, char **argv) {
     int threads = argc > 1 ? atoi(argv[1]) : 0;
     for (int i = 0; i < 32; i++) bench_freq[i] = (float)pow(500000, -2.0 * i / 64);
@@ -336,6 +409,8 @@ int main(int argc, char **argv) {
     setvbuf(stdout, NULL, _IOLBF, 0);
     for (int set = cpu_n_kernel_sets() - 1; argc > 3 && set >= 0 && !strcmp(argv[3], "formats"); set--)
         if (atoi(argv[2]) == set) bench_formats(threads, set);
+    for (int set = cpu_n_kernel_sets() - 1; argc > 3 && set >= 0 && !strcmp(argv[3], "linear"); set--)
+        if (atoi(argv[2]) == set) bench_linear(threads, set);
     for (int set = cpu_n_kernel_sets() - (cpu_bf16_kernels() ? 0 : 1); set >= 0; set--)
         for (int type = 0; type < COUNT(bench_types); type++)
             if ((argc < 3 || atoi(argv[2]) == set) && (argc < 4 || !strcmp(argv[3], bench_types[type])))

@@ -69,8 +69,9 @@ def test_the_start_says_what_states_take(tmp_path):
     model_weights.write(model, model_weights.load("qwen35"))
     d = dataset(tmp_path, [{"prompt_token_ids": ids(30), "output_lengths": [5] * 3}])
     run = ("throughput", "-m", str(model), "--dataset", d, "--max-num-batched-tokens", "64", "--device", "cpu")
-    # 3 layers: 6 matrices of 20 x 12 and 3 inputs of 152 elements, float32; a snapshot for each sequence
-    size = 3 * (6 * 20 * 12 + 3 * 152) * 4 / 1e6
+    # 3 layers: 6 matrices of 20 x 12, keys, changes and decays of 16 tokens, and 3 inputs of 152 elements, float32; a snapshot for each
+    # sequence
+    size = 3 * (6 * (20 * 12 + 16 * (20 + 12 + 1)) + 3 * 152) * 4 / 1e6
     _, err = bench(*run, "--max-num-seqs", "4")
     assert f"; 3 of 4 layers have states, {size:.1f} MB a sequence: for 4 sequences and 4 snapshots\n" in err
     _, err = bench(*run, "--max-num-seqs", "4", "--no-enable-prefix-caching")

@@ -681,7 +681,7 @@ static void pl_open_device(const toka_backend *backend, pl_case *p, cpu_seqs *w,
     if (backend == &toka_plain) {
         plain_device *dev = plain_of(w->d);
         size_t n = (size_t)((s->L - s->linear.n_layers) * CPU_PAGES * s->B * s->K);
-        for (size_t i = 0; dev->states && i < (size_t)(s->linear.n_layers * w->o.n_states) * (size_t)toka_state_elements(&s->linear); i++)
+        for (size_t i = 0; dev->states && i < (size_t)(s->linear.n_layers * w->o.n_states) * (size_t)toka_state_elements(&s->linear, 0); i++)
             dev->states[i] = NAN;
         for (size_t i = 0; i < n * (size_t)s->D; i++) dev->k_cache[i] = NAN;
         for (size_t i = 0; i < n * (size_t)toka_value_size(s); i++) dev->v_cache[i] = NAN;
@@ -1014,9 +1014,80 @@ static void test_kv_fp8_accuracy(void) {
     free((void *)lines.p);
 }
 
+/* ---- The chunked form of a linear mixer's rule ---- */
+
+/* Element i of part q, k or v (0 to 2), after convolution and SiLU, of token t. */
+static double lin_conv(const lin *l, int part, int i, int t) {
+    const toka_linear_shape *s = &l->shape.linear;
+    const toka_tensor *weight = (const toka_tensor *[]){&l->linear.conv_q, &l->linear.conv_k, &l->linear.conv_v}[part];
+    const int first = part * s->key_heads * s->key_size;
+    double sum = 0;
+    for (int tap = MAX(0, s->taps - 1 - t); tap < s->taps; tap++)
+        sum += pl_at(weight, i, tap) * l->rows[(t - s->taps + 1 + tap) * l->width + first + i];
+    return sum * pl_sigmoid(sum);
+}
+
+/* o of value head h for all tokens, by the recurrent form in float64. o: [T][value_size]. */
+static void lin_recurrent(const lin *l, int h, double *o) {
+    const toka_linear_shape *s = &l->shape.linear;
+    const int J = s->key_size, U = s->value_size, key = h / (s->value_heads / s->key_heads), values = s->value_heads * U;
+    const int z = toka_linear_channels(s), b = z + values, a = b + s->value_heads;
+    double *S = mem_zalloc((size_t)(J * U) * sizeof *S), *k = mem_zalloc((size_t)J * 2 * sizeof *k), *q = k + J;
+    for (int t = 0; t < l->T; t++, o += U) {
+        const float *row = l->rows + t * l->width;
+        double kk = 1e-6, qq = 1e-6, square = l->shape.eps;
+        for (int i = 0; i < J; i++) q[i] = lin_conv(l, 0, key * J + i, t), k[i] = lin_conv(l, 1, key * J + i, t), qq += q[i] * q[i], kk += k[i] * k[i];
+        const double decay = exp(-exp(pl_at(&l->linear.a_log, 0, h)) * log1p(exp(row[a + h] + pl_at(&l->linear.dt_bias, 0, h))));
+        for (int j = 0; j < U; j++) {
+            double found = 0, sum = 0;
+            for (int i = 0; i < J; i++) found += decay * S[i * U + j] * k[i] / sqrt(kk);
+            const double change = pl_sigmoid(row[b + h]) * (lin_conv(l, 2, h * U + j, t) - found);
+            for (int i = 0; i < J; i++) S[i * U + j] = decay * S[i * U + j] + k[i] / sqrt(kk) * change, sum += S[i * U + j] * q[i] / sqrt(qq * J);
+            o[j] = sum, square += sum * sum / U;
+        }
+        for (int j = 0; j < U; j++) o[j] = o[j] / sqrt(square) * pl_at(&l->linear.norm, 0, j) * row[z + h * U + j] * pl_sigmoid(row[z + h * U + j]);
+    }
+    free(S), free(k);
+}
+
+/* A prompt in chunks of any length and an answer give the same bytes, and those of the recurrent form in float64 within 1e-5. */
+static void test_linear_chunks(void) {
+    static const toka_linear_shape shapes[] = {{1, 1, 2, 128, 128, 4}, {1, 2, 6, 20, 12, 3}, {1, 1, 1, 5, 33, 2}};
+    for (int i = 0; i < COUNT(shapes) * cpu_n_kernel_sets(); i++) {
+        const toka_linear_shape *s = &shapes[i % COUNT(shapes)];
+        lin l;
+        lin_open(&l, s, i % COUNT(shapes) ? 150 : 300, 2, &cpu_kernel_sets[i / COUNT(shapes)]);
+        double *want = mem_alloc((size_t)(l.T * s->value_size) * sizeof *want), worst = 0;
+        float *whole = mem_alloc((size_t)(l.T * l.o_width) * sizeof *whole);
+        lin_run(&l, 0, l.T, 0);
+        memcpy(whole, l.o, (size_t)(l.T * l.o_width) * sizeof *whole);
+        for (int h = 0; h < s->value_heads; h++) {
+            lin_recurrent(&l, h, want);
+            for (int t = 0; t < l.T; t++) {
+                double error = 0, norm = 0;
+                for (int j = 0; j < s->value_size; j++) {
+                    const double x = want[t * s->value_size + j], d = whole[t * l.o_width + h * s->value_size + j] - x;
+                    error += d * d, norm += x * x;
+                }
+                worst = MAX(worst, sqrt(error / norm));
+            }
+        }
+        CHECK_MSG(worst < 1e-5, "%s, shape %d: relative L2 %.2g", l.d->kernels->name, i % COUNT(shapes), worst);
+        for (int most = 1; most < 60; most += most < 3 ? 1 : 19) {
+            memset(l.o, 0xFF, (size_t)(l.T * l.o_width) * sizeof *l.o);
+            for (int t = 0, n; t < l.T; t += n) {
+                n = rnd_int(&l.seed, 1, MIN(most, l.T - t));
+                lin_run(&l, t, n, most % LIN_STATES);
+            }
+            CHECK_MSG(!memcmp(whole, l.o, (size_t)(l.T * l.o_width) * sizeof *l.o), "%s, shape %d, at most %d rows", l.d->kernels->name, i % COUNT(shapes), most);
+        }
+        lin_close(&l), free(want), free(whole);
+    }
+}
+
 static const struct test plain_tests[] = {{"weight_formats", test_weight_formats}, {"weight_codes", test_weight_codes},
                                           {"plain_models", test_plain_models}, {"plain_models_cpu", test_plain_models_cpu},
                                           {"plain_models_fp8", test_plain_models_fp8},
-                                          {"plain_router", test_plain_router}, {"plain_underflow", test_plain_underflow},
+                                          {"linear_chunks", test_linear_chunks}, {"plain_router", test_plain_router}, {"plain_underflow", test_plain_underflow},
                                           {"plain_errors", test_plain_errors}, {"kv_fp8_accuracy", test_kv_fp8_accuracy}, {"plain_beside_cpu", test_plain_beside_cpu},
                                           {NULL, NULL}};

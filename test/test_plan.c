@@ -175,14 +175,14 @@ static void plan_test_states(void) {
         f.query.max_seqs = 100;
         plan_rank p = plan_make_rank(&f.query, 1, 1, 0, 0), half = plan_make_rank(&f.query, 2, 1, 0, 1);
         CHECK(s->L == cases[i].n_layers && s->linear.n_layers == cases[i].n_linear);
-        CHECK(eng_state_bytes(s) == cases[i].n_linear * (32 * 128 * 128 + 3 * 8192) * 4LL);
+        CHECK(eng_state_bytes(s, 0) == cases[i].n_linear * (32 * 128 * 128 + 3 * 8192) * 4LL);
         CHECK(p.token_bytes == 2 * (cases[i].n_layers - cases[i].n_linear) * 2 * 2 * 256);
-        CHECK(eng_state_bytes(&half.shape) * 2 == eng_state_bytes(s) && half.token_bytes * 2 == p.token_bytes);
+        CHECK(eng_state_bytes(&half.shape, 0) * 2 == eng_state_bytes(s, 0) && half.token_bytes * 2 == p.token_bytes);
         f.query.max_seqs = 50; /* what 50 states fewer leave */
         int64_t more = plan_make_rank(&f.query, 4, 1, 0, 0).kv_tokens;
         f.query.max_seqs = 100;
         p = plan_make_rank(&f.query, 4, 1, 0, 0);
-        CHECK(more - p.kv_tokens == 50 * eng_state_bytes(&p.shape) / p.token_bytes || p.kv_tokens == 100 * (int64_t)f.query.max_len);
+        CHECK(more - p.kv_tokens == 50 * eng_state_bytes(&p.shape, 0) / p.token_bytes || p.kv_tokens == 100 * (int64_t)f.query.max_len);
         p = plan_make_rank(&f.query, 1, cases[i].n_layers, 0, 0); /* a stage of one layer, without K and V */
         CHECK(p.token_bytes == 0 && p.shape.linear.n_layers == 1 && p.kv_tokens > 0);
         plan_fixture_close(&f);

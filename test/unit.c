@@ -20,6 +20,7 @@ static int unit_thread(pthread_t *t, const pthread_attr_t *a, void *(*run)(void 
 #include "../toka.c"
 #include "check.h"
 #include "state.h"
+#include "linear.h"
 
 #include "test_base.c"
 #include "test_json.c"
