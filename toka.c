@@ -14,8 +14,9 @@
  * transformers, the rows of mf_archs (11): dense ones, mixtures of experts, and models with latent
  * attention or with linear mixers (Gated DeltaNet); their weights are bf16, f16, f32, FP8, int4 or
  * MXFP4 (mf_methods). The GPU backend has the dense Llama family in bf16, f16, f32 and FP8 only. No
- * images, no speculative decoding. If toka would compute a model differently from the code of the
- * model's authors, it refuses the model and says why (mf_refuse_unsupported).
+ * images. Speculative decoding takes its drafts from texts (17b), and is not on the GPU. If toka
+ * would compute a model differently from the code of the model's authors, it refuses the model and
+ * says why (mf_refuse_unsupported).
  *
  * HOW DATA FLOWS (the numbers are chapters):
  *
@@ -93,7 +94,7 @@
  *   3. A bad request: only this request fails.
  *   4. A device fault: the device keeps its first error, and all requests fail.
  * Input from a file or a network is checked where it is read. A mistake in it is an error, never
- * an assert. To test class 4, the environment can break a device:
+ * an assert. To test class 4, and for other tests, the environment can change a device or a step:
  *   TOKA_DEBUG_FAULT=N      the device's Nth step fails
  *   TOKA_DEBUG_STALL=N      the device's Nth step never ends
  *   TOKA_DEBUG_CAPTURE=N    the device's Nth capture of a CUDA graph fails
@@ -101,6 +102,7 @@
  *                           of each replica)
  *   TOKA_DEBUG_PATIENCE=S   the watchdog waits S seconds, not 30, for progress of any rank
  *   TOKA_DEBUG_SHARE_GPU=N  the ranks share the first N GPUs, rank i uses GPU i mod N
+ *   TOKA_DEBUG_DRAFTS=1     each match gets drafts (17b), whatever they cost
  *   TOKA_DEBUG_NO_PEER=1    no GPU accesses the memory of another rank: stages send through the
  *                           host, and tensor ranks are refused
  *
@@ -126,10 +128,10 @@
  *
  * PREFIXES of names say the chapter: mem_, str_, buf_, arena_, ids_ and suggest_ 2, os_ 3, json_
  * and utf8_ 4, uni_ 5, tok_ 6 and 7, tmpl_ 8 to 10 (tv_: values of templates), st_ and mf_ 11 to
- * 14, kv_ 15, heap_ 16, sched_ 17, batch_ 18, samp_ and stop_ 19, con_ 20 to 23, plain_ 24,
- * cpu_ 25 and 26, group_ 26, model_ and rank_ 27, eng_ 28, lib_ 29, http_ 30, parse_ 31, api_ 32 to
- * 34, chat_, resp_ and msg_ 34, emb_ 35, run_ 36 and 41, files_ 37, srv_ 38 to 40, plan_ 41,
- * accept_ 42, benchclient_ 43, hub_ 44, client_ 45, edit_ 46, help_ 47, cli_ 48.
+ * 14, kv_ 15, heap_ 16, sched_ 17, draft_ 17b, batch_ 18, samp_ and stop_ 19, con_ 20 to 23,
+ * plain_ 24, cpu_ 25 and 26, group_ 26, model_ and rank_ 27, eng_ 28, lib_ 29, http_ 30, parse_ 31,
+ * api_ 32 to 34, chat_, resp_ and msg_ 34, emb_ 35, run_ 36 and 41, files_ 37, srv_ 38 to 40, plan_
+ * 41, accept_ 42, benchclient_ 43, hub_ 44, client_ 45, edit_ 46, help_ 47, cli_ 48.
  *
  * WORDS                                                                                     chapter
  *   sample          one of the n completions of a request                                        17
@@ -162,6 +164,7 @@
  *   in flight       of a step: posted to the ranks and not yet retired                           28
  *   driver          the one thread that plans, posts and commits steps                           28
  *   run-ahead       planning step N+1 while step N runs                                          28
+ *   draft           a guess of a later token, whose row is computed in the same step            17b
  *   hung            of a rank: its thread does not return after a failure; its memory is         27
  *                   never freed
  *
@@ -197,6 +200,8 @@
  *                                                    (Megatron-LM)   27 rank_step
  *   data parallelism: replicas behind one queue                      28 eng_route
  *   CUDA graphs of decode steps                      CUDA C++ guide  cu 15 cuda_capture
+ *   speculative decoding: drafts from the prompt,    2211.17192      17b draft_plan
+ *     the output, other samples, the prefix tree                     28 eng_verify_drafts
  *   Gated DeltaNet: a state in place of K and V      2412.06464      24 plain_linear_token
  *                                                                    26 cpu_linear_item
  *   sampling: Gumbel-max over groups of ids          1411.0030       19 samp_draw
@@ -223,6 +228,7 @@
  *  15. KV pages and prefix tree [pure]
  *  16. Priority queues [pure]
  *  17. Scheduler [pure]
+ *  17b. Drafts [pure]
  *  18. Batch building and shared prefixes [pure]
  *  19. Sampling and stops [pure]
  *  20. Constraints: automata and masks [pure]
@@ -12734,6 +12740,8 @@ typedef struct kv_page {
     int hash_next;      /* next page in the same hash bucket; -1: none */
     int older, newer;   /* neighbours in the LRU list; valid while cached and without children */
     int last_holder;    /* last seq in prefix order with it; valid while held and in the tree */
+    int last_child;     /* the page that was inserted last behind it, if that still has it as its
+                         * parent; the root's is 0 at first */
     bool computed;      /* a step that computes it has been planned */
 } kv_page;
 
@@ -13091,6 +13099,7 @@ static void kv_tree_insert(kv_cache *cache, int page, int parent, uint64_t hash,
     cache->pages[page].last_holder = -1;
     *head = page;
     cache->pages[parent].n_children++;
+    cache->pages[parent].last_child = page;
     memcpy(cache->tokens + (size_t)page * (size_t)cache->B, tokens,
            (size_t)cache->B * sizeof *tokens);
 }
@@ -13508,6 +13517,28 @@ static void heap_remove(heap_node *nodes, int *top, int node) {
  * took turns would need twice as many steps as all together. So as long as no more of them are
  * ready than in flight, the plan gathers them: none gets a row, and one commit later all are ready.
  *
+ * Drafts (17b). A draft is a guess of a later token, made before a step is planned. A sequence in
+ * decode whose tokens are all committed may have n_drafts of them, at most B: they lie in its token
+ * buffer behind the n_known tokens. The step then has 1 + n_drafts rows of it, each of which is
+ * sampled. The row of a draft counts only if the draft is the token that was drawn there. So while
+ * the step is in flight, n_computed and n_planned count one row, as without drafts, and the
+ * sequence gets no row in another step. The commit takes back the drafts and counts further rows
+ * one by one (sched_accept_draft):
+ *
+ *     call                        n_known   n_computed   n_planned   tokens behind n_known
+ *     sched_plan, rows 9 to 12       10         10           11      a b c
+ *     sched_commit a                 11         10           11      (b c)
+ *     sched_accept_draft             11         11           12
+ *     sched_commit x, not b          12         11           12      nothing; rows 11 and 12 were
+ *                                                                    computed in vain
+ *
+ * Rows that were computed in vain leave K and V behind n_computed. No row reads them: the next rows
+ * of the sequence overwrite them. The prefix tree gets pages of committed tokens only. A page that
+ * was allocated for drafts stays in the block table, so a sequence in decode has at most one page
+ * behind that of its next row. Drafts never preempt a sequence and take no row from prefill: they
+ * use only pages and rows that are left. Sequences with states get no drafts, as a state cannot go
+ * back.
+ *
  * Prompt tails. The full pages of a prompt before its last token are shared through the prefix
  * tree. The 1 to B tokens after them are the tail of the prompt. Each sequence appends its output
  * after the tail, so each needs a page of its own for it. One sequence computes the tail. Later
@@ -13607,9 +13638,11 @@ enum sched_state { SCHED_FREE, SCHED_PREFILL, SCHED_DECODE, SCHED_PREEMPTED };
 /* A sequence. The fields that each step reads come first: one cache line of 64 bytes. */
 typedef struct sched_seq {
     _Alignas(64) uint8_t state;
-    bool is_sampled;       /* this step: its last row is sampled */
-    bool is_prefill;       /* this step: its rows are prefill, not its newest token */
-    bool no_run_ahead;     /* as in sched_job */
+    bool is_sampled : 1;   /* this step: its last row is sampled; with drafts all its rows */
+    bool is_prefill : 1;   /* this step: its rows are prefill, not its newest token */
+    bool no_run_ahead : 1; /* as in sched_job */
+    bool awaits_draft : 1; /* gets no row before its tokens are committed, as drafts may follow */
+    uint8_t n_drafts;      /* tokens behind the n_known that are drafts; 0 after a commit */
     int from, n_rows;      /* this step: positions from .. from+n_rows-1 */
     int n_computed;        /* positions whose K and V are computed, or will be by in-flight steps */
     int n_planned;         /* n_known and the tokens that in-flight steps will bring */
@@ -13912,7 +13945,7 @@ static void sched_stop_running(scheduler *sched, int seq) {
     heap_remove(sched->seq_nodes, &sched->next_to_preempt, seq);
     sched->max_growth -= sched_max_growth(sched, seq);
     kv_free_seq(&sched->kv, seq);
-    sequence->n_computed = sequence->n_rows = 0;
+    sequence->n_computed = sequence->n_rows = sequence->n_drafts = 0;
     sequence->n_planned = sequence->n_known;
     sequence->generation++;
     sched->n_running--;
@@ -14166,14 +14199,17 @@ static void sched_preempt(scheduler *sched) {
 
 /* Must the sequence wait until its last token is committed, or for others of its kind? */
 static bool sched_must_wait(const scheduler *sched, const sched_seq *sequence) {
-    return sequence->no_run_ahead &&
-           (sched->gathers || sequence->n_known < sequence->n_planned);
+    if (sequence->no_run_ahead && sched->gathers) return true;
+    return (sequence->no_run_ahead || sequence->awaits_draft || sequence->n_drafts) &&
+           sequence->n_known < sequence->n_planned;
 }
 
 /* Does the sequence need another page for its row in this step? */
-static bool sched_needs_page(const scheduler *sched, const sched_seq *sequence) {
+static bool sched_needs_page(const scheduler *sched, int seq) {
+    const sched_seq *sequence = &sched->seqs[seq];
     return sequence->state == SCHED_DECODE && sequence->n_planned < sequence->limit &&
-           sequence->n_computed % sched->config.B == 0 && !sched_must_wait(sched, sequence);
+           sequence->n_computed % sched->config.B == 0 && !sched_must_wait(sched, sequence) &&
+           sched->kv.seqs[seq].n_pages * sched->config.B == sequence->n_computed;
 }
 
 /* Clears the rows of the last step, and lets the windowed pages go that no row reads any more. Sets
@@ -14187,7 +14223,7 @@ static int sched_prepare_step(scheduler *sched) {
         sequence->n_rows = 0;
         sequence->is_sampled = false;
         if (sched->kv.window) kv_hold_window(&sched->kv, seq, sequence->n_computed, 0);
-        const bool needs_page = sched_needs_page(sched, sequence);
+        const bool needs_page = sched_needs_page(sched, seq);
         n_needed += needs_page;
         if (!sequence->no_run_ahead || sequence->state != SCHED_DECODE) continue;
         n_needed_ready += needs_page;
@@ -14198,17 +14234,47 @@ static int sched_prepare_step(scheduler *sched) {
     return n_needed - (sched->gathers ? n_needed_ready : 0);
 }
 
-/* Gives one row to each sequence in decode. Returns the number of rows. */
-static int sched_plan_decode(scheduler *sched) {
+static void sched_append_page(scheduler *sched, int seq) {
+    kv_append_page(&sched->kv, seq);
+    sched->max_growth--;
+}
+
+/* Gives the drafts of a sequence, which has its row of this step, rows of their own: as many as
+ * *n_rows_left, and *n_pages_left, which both shrink, allow. */
+COLD
+static void sched_plan_drafts(scheduler *sched, int seq, int *n_rows_left, int *n_pages_left) {
+    sched_seq *sequence = &sched->seqs[seq];
+    const int n_held = sched->kv.seqs[seq].n_pages * sched->config.B - sequence->n_computed;
+    int n = MIN(MIN(sequence->n_drafts, sched->config.B), MAX(*n_rows_left, 0));
+    assert(sequence->n_known == sequence->n_planned - 1 && !sched->config.states.used);
+    if (n > n_held && *n_pages_left < 1) n = n_held;
+    if (n > n_held) {
+        sched_append_page(sched, seq);
+        --*n_pages_left;
+    }
+    *n_rows_left -= n;
+    sequence->n_drafts = (uint8_t)n;
+    sequence->n_rows += n;
+    kv_hold_window(&sched->kv, seq, sequence->from,
+                   kv_pages_for(&sched->kv, sequence->from + sequence->n_rows));
+}
+
+/* Gives one row to each sequence in decode, and rows to drafts. n_pages_left: pages that no
+ * sequence needs in this step. Returns the number of rows. */
+static int sched_plan_decode(scheduler *sched, int n_pages_left) {
     int n_rows = 0;
+    int n_rows_left = sched->config.max_tokens - sched->n_decode -
+                      (int)MIN(sched->backlog, sched->config.max_tokens);
     for (int seq = 0; seq < sched->config.max_seqs; seq++) {
         sched_seq *sequence = &sched->seqs[seq];
         if (sequence->state != SCHED_DECODE || sequence->n_planned >= sequence->limit) continue;
         if (sched_must_wait(sched, sequence)) continue;
-        if (sched_needs_page(sched, sequence)) {
-            sequence->last_page = kv_append_page(&sched->kv, seq);
-            kv_hold_window(&sched->kv, seq, sequence->n_computed, sched->kv.seqs[seq].n_pages);
-            sched->max_growth--;
+        if (sequence->n_computed % sched->config.B == 0) {
+            if (sched_needs_page(sched, seq)) sched_append_page(sched, seq);
+            sequence->last_page =
+                kv_block_table(&sched->kv, seq)[sequence->n_computed / sched->config.B];
+            kv_hold_window(&sched->kv, seq, sequence->n_computed,
+                           kv_pages_for(&sched->kv, sequence->n_computed + 1));
         }
         sequence->from = sequence->n_computed++;
         sequence->state_from = seq;
@@ -14222,7 +14288,8 @@ static int sched_plan_decode(scheduler *sched) {
         sequence->is_sampled = true;
         sequence->is_prefill = false;
         sequence->n_planned++;
-        n_rows++;
+        if (sequence->n_drafts) sched_plan_drafts(sched, seq, &n_rows_left, &n_pages_left);
+        n_rows += sequence->n_rows;
     }
     return n_rows;
 }
@@ -14366,10 +14433,10 @@ static int sched_plan(scheduler *sched) {
     sched->n_copies = sched->n_prefill_seqs = sched->n_marks = 0;
     int n_needed = sched_prepare_step(sched);
     while (n_needed > kv_n_available(&sched->kv)) {
-        n_needed -= sched_needs_page(sched, &sched->seqs[sched->next_to_preempt]);
+        n_needed -= sched_needs_page(sched, sched->next_to_preempt);
         sched_preempt(sched);
     }
-    int n_rows = sched_plan_decode(sched);
+    int n_rows = sched_plan_decode(sched, kv_n_available(&sched->kv) - n_needed);
     sched_admit(sched);
     return n_rows + sched_plan_prefill(sched, sched->config.max_tokens - n_rows);
 }
@@ -14385,11 +14452,23 @@ static void sched_insert_full_pages(scheduler *sched, int seq) {
         enum kv_insert_result result = kv_insert_full_page(&sched->kv, seq, sequence->tokens);
         if (result == KV_NOT_INSERTED) break;
         if (result == KV_INSERTED) continue;
-        sequence->last_page = kv_block_table(&sched->kv, seq)[cache_seq->n_pages - 1];
+        sequence->last_page =
+            kv_block_table(&sched->kv, seq)[(sequence->n_computed - 1) / sched->config.B];
         sched->change_count++; /* its own page is free */
     }
     sequence->next_full_page_at =
         cache_seq->no_more_inserts ? INT_MAX : (cache_seq->n_tree_pages + 1) * sched->config.B;
+}
+
+/* The token that was committed last is the draft of the sequence's next row in that step: the row
+ * counts, and its token is committed next. */
+COLD
+static void sched_accept_draft(scheduler *sched, int seq) {
+    sched_seq *sequence = &sched->seqs[seq];
+    assert(sequence->state == SCHED_DECODE && sequence->n_known == sequence->n_planned);
+    const int page = sequence->n_computed++ / sched->config.B;
+    sequence->last_page = kv_block_table(&sched->kv, seq)[page];
+    sequence->n_planned++;
 }
 
 /* SCHED_STALE: seq ended or was preempted since that step was planned; the token is ignored.
@@ -14403,6 +14482,7 @@ static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t genera
     sched_seq *sequence = &sched->seqs[seq];
     if (sequence->generation != generation || sequence->state != SCHED_DECODE) return SCHED_STALE;
     assert(sequence->n_known < sequence->n_planned);
+    sequence->n_drafts = 0;
     sequence->tokens[sequence->n_known++] = token;
     if (ended || sequence->n_known == sequence->limit) {
         sched_insert_full_pages(sched, seq);
@@ -14411,6 +14491,359 @@ static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t genera
     }
     if (sequence->n_known >= sequence->next_full_page_at) sched_insert_full_pages(sched, seq);
     return SCHED_CONTINUES;
+}
+
+/* ===========================================================================
+ * MARK: 17b. Drafts [pure]
+ * Speculative decoding without a model for the drafts. In: the scheduler before sched_plan; after a
+ * step, what was drawn and how long it took. Out: sched_seq.n_drafts guesses of the next tokens of
+ * a sequence, behind its known tokens. Chapter 17 says what a draft is, and how the scheduler
+ * counts its row.
+ *
+ * A DRAFT CHANGES NOTHING BUT THE TIME. Each row is sampled as it would be without drafts: a draw
+ * is a function of logits, parameters, history, seed, sample and position, and for a row behind
+ * drafts the drafts are the history. If each draft before a row is the token that was drawn there,
+ * the row is the one that a later step would have had, so its draw is that step's. Else the row is
+ * dropped. A draft x is accepted with the probability p(x) that the sampler gives it. That is as
+ * often as rejection sampling accepts a draft of a drafter without probabilities (Leviathan et al.
+ * 2023, arXiv 2211.17192), and it needs no random numbers of its own. On a CPU text and
+ * log-probabilities are those without drafts, byte for byte.
+ *
+ * WHERE DRAFTS COME FROM. The last tokens of the sequence, its tail, also stand elsewhere; what
+ * follows there is the draft. The longest match wins, and of equal ones the latest.
+ *   ngram    in the prompt and the output of the sequence itself (prompt lookup), with a match of
+ *            prompt_lookup_min to prompt_lookup_max tokens
+ *   suffix   there with 2 to 24 tokens, or in another running sample of the request; first of all
+ *            in the prefix tree (15): behind the sequence's last page that is in the tree, in the
+ *            page that was inserted last there, if this begins with the sequence's further tokens.
+ *            So a sample drafts from the samples of its prompt that have ended, and an answer that
+ *            was given before is one long draft
+ * Example (ngram, k = 4): the output ends "for i in", and the prompt has "for i in range(n): x":
+ * the drafts are `range`, `(`, `n` and `)`.
+ *
+ * HOW MANY. The j-th draft of a step adds a token with probability a^j, where a is the measured
+ * acceptance of the sequence. Its row takes `row_s` seconds, the slope of a line through the
+ * measured steps (rows, seconds) of the last time. The tokens per second rise as long as
+ *
+ *     a^j / row_s  >  tokens per second without it
+ *
+ * so a sequence gets drafts up to the last such j, at most num_speculative_tokens; DRAFT_MARGIN
+ * leaves room for errors of the measurement. If reading the weights decides the time of a step,
+ * rows are nearly free, and the limit is far. If each row takes its share of the step, no draft
+ * pays, and there are none: then a single one is tried now and then, more and more seldom, to
+ * notice when that changes. Before there is a measurement, drafts with a^j above DRAFT_FIRST_SHARE
+ * are made.
+ *
+ * WHO GETS NONE. Sequences with a constraint: each row would need a mask of its own. Models with
+ * states (17). Requests without output.
+ *
+ * RUN-AHEAD. Drafts need the last token of the sequence. If a step with a row of the sequence is in
+ * flight and its known tokens have a match, it waits for that step, and so does the next plan.
+ * Where no sequence has a match, steps are planned ahead as without drafts.
+ *
+ * What always holds: no allocation after draft_init. Cost of a plan: one comparison for each known
+ * token of each decoding sequence, with suffix also of DRAFT_MAX_OTHERS others.
+ * =========================================================================== */
+
+enum {
+    DRAFT_MAX_TOKENS = 16, /* drafts of a sequence in a step; not more than B */
+    DRAFT_MAX_OTHERS = 8,  /* samples of the same request in which a tail is looked up */
+    DRAFT_FIRST_RETRY = 32,  /* after so many matches without a draft one is tried ... */
+    DRAFT_LAST_RETRY = 1024  /* ... each time after twice as many, up to this */
+};
+#define DRAFT_FIRST_SHARE 0.25
+#define DRAFT_MARGIN 1.15 /* a draft must pay so many times, as both sides are only measured */
+
+enum draft_method { DRAFT_NONE, DRAFT_NGRAM, DRAFT_SUFFIX };
+
+typedef struct draft_config {
+    enum draft_method method;
+    int n_tokens;             /* num_speculative_tokens: most drafts of a sequence in a step */
+    int min_match, max_match; /* tokens of the tail that must, and that may, match */
+    bool always;              /* tests: each match gets n_tokens drafts, whatever they cost */
+} draft_config;
+
+typedef struct draft_rate { /* acceptance; older drafts count less */
+    float n_tried, n_accepted;
+    uint32_t generation; /* of a sequence's rate: that of the sequence */
+} draft_rate;
+
+typedef struct draft_match { /* the place whose next tokens are the drafts */
+    const int32_t *next;
+    int n_next, n_equal; /* tokens from there on; tokens before it that match the tail */
+} draft_match;
+
+typedef struct drafter { /* of one scheduler */
+    draft_config config;
+    draft_rate *seqs; /* [max_seqs] */
+    draft_rate all;
+    /* sums over the last steps without prefill, older ones with less weight: of 1, rows, seconds,
+     * products of these, and committed tokens */
+    double weight, rows, seconds, rows_rows, rows_seconds, tokens;
+    double row_s;     /* seconds of one more row of a step; negative: not known yet */
+    int n_held_back;  /* matches since the last draft, held back because a draft would not pay */
+    int retry;        /* after so many of them one draft is tried */
+} drafter;
+
+/* ---- Options ---- */
+
+/* Reads an integer member of the options, if it is there. Returns 0 or an error. */
+COLD
+static int draft_read_int(const json *options, const char *name, int low, int high, int *out,
+                          toka_err *e) {
+    char path[80];
+    const json *value = json_get(options, name);
+    if (!value) return 0;
+    snprintf(path, sizeof path, "speculative_config: %s", name);
+    if (!value->is_int || value->type != JSON_NUMBER)
+        return fail(e, TOKA_E_USE, "%s: expected an integer", path);
+    if (check_int(path, value->integer, low, high, e)) return e->code;
+    *out = (int)value->integer;
+    return 0;
+}
+
+COLD
+static int draft_read_method(const json *options, draft_config *out, toka_err *e) {
+    const json *value = json_get(options, "method");
+    const str method = json_str(value);
+    if (str_is(method, "suffix")) {
+        *out = (draft_config){DRAFT_SUFFIX, 8, 2, 24, false};
+        return 0;
+    }
+    *out = (draft_config){DRAFT_NGRAM, 4, 2, 4, false};
+    if (str_is(method, "ngram")) return 0;
+    if (!value) return fail(e, TOKA_E_USE, "speculative_config: method is missing, expected ngram "
+                                           "or suffix");
+    return fail(e, TOKA_E_USE, "speculative_config: method \"%.*s\", expected ngram or suffix: "
+                "drafts of a model or of trained heads (draft_model, eagle, eagle3, medusa) are not "
+                "there", (int)MIN(method.n, 40), method.p);
+}
+
+/* Reads vLLM's JSON object of options. */
+COLD
+static int draft_read_object(const json *options, draft_config *out, toka_err *e) {
+    static const char *const names[] = {"method", "num_speculative_tokens", "prompt_lookup_max",
+                                        "prompt_lookup_min"};
+    if (!json_is(options, JSON_OBJECT))
+        return fail(e, TOKA_E_USE, "speculative_config: expected a JSON object");
+    if (draft_read_method(options, out, e)) return e->code;
+    const int n_known = out->method == DRAFT_NGRAM ? COUNT(names) : 2;
+    JSON_MEMBERS(name, options) {
+        int i = 0;
+        while (i < n_known && !str_is(json_str(name), names[i])) i++;
+        if (i == n_known)
+            return fail(e, TOKA_E_USE, "speculative_config: \"%.*s\" is not an option of this "
+                        "method", (int)MIN(json_str(name).n, 60), json_str(name).p);
+    }
+    if (draft_read_int(options, names[1], 1, DRAFT_MAX_TOKENS, &out->n_tokens, e) ||
+        draft_read_int(options, names[2], 1, 64, &out->max_match, e))
+        return e->code;
+    out->min_match = MIN(out->min_match, out->max_match);
+    if (draft_read_int(options, names[3], 1, 64, &out->min_match, e)) return e->code;
+    if (out->min_match > out->max_match)
+        return fail(e, TOKA_E_USE, "speculative_config: prompt_lookup_min is %d, expected at most "
+                    "prompt_lookup_max, %d", out->min_match, out->max_match);
+    return 0;
+}
+
+/* Reads the options: text is a JSON object, or NULL; n_tokens is num_speculative_tokens beside it,
+ * or 0. Without both there are no drafts. n_tokens alone means ngram. */
+COLD
+static int draft_read_config(const char *text, int n_tokens, draft_config *out, toka_err *e) {
+    arena memory = {0};
+    *out = (draft_config){0};
+    if (check_int("num_speculative_tokens", n_tokens, 0, DRAFT_MAX_TOKENS, e)) return e->code;
+    if (!text && n_tokens) *out = (draft_config){DRAFT_NGRAM, n_tokens, 2, 4, false};
+    if (!text) return 0;
+    toka_err why;
+    const json *options = json_parse(&memory, str_c(text), json_trusted, &why);
+    int code = options ? draft_read_object(options, out, e)
+                       : fail(e, TOKA_E_USE, "speculative_config: %.400s", why.msg);
+    const bool has_number = !code && json_get(options, "num_speculative_tokens");
+    if (has_number && n_tokens && n_tokens != out->n_tokens)
+        code = fail(e, TOKA_E_USE, "num_speculative_tokens is %d, but speculative_config says %d",
+                    n_tokens, out->n_tokens);
+    else if (!has_number && n_tokens) out->n_tokens = n_tokens;
+    arena_free(&memory);
+    return code;
+}
+
+/* ---- Open and close ---- */
+
+COLD
+static void draft_init(drafter *drafts, const draft_config *config, int max_seqs) {
+    *drafts = (drafter){.config = *config,
+                        .all = {2, 1, 0},
+                        .row_s = -1,
+                        .retry = DRAFT_FIRST_RETRY};
+    if (config->method) drafts->seqs = mem_zalloc((size_t)max_seqs * sizeof *drafts->seqs);
+}
+
+COLD
+static void draft_free(drafter *drafts) {
+    free(drafts->seqs);
+    *drafts = (drafter){0};
+}
+
+/* ---- Matches ---- */
+
+/* Looks for the last tokens of the known tokens of a sequence in another text, or in themselves:
+ * a longer match than *best replaces it. */
+COLD
+static void draft_find(const draft_config *config, const sched_seq *sequence, const int32_t *text,
+                       int n_text, draft_match *best) {
+    const int32_t *tail_end = sequence->tokens + sequence->n_known;
+    const int32_t last = tail_end[-1];
+    for (int end = n_text - 1; end > 0 && best->n_equal < config->max_match; end--) {
+        if (text[end - 1] != last) continue;
+        const int max = MIN(config->max_match, MIN(end, sequence->n_known));
+        int n_equal = 1;
+        while (n_equal < max && text[end - 1 - n_equal] == tail_end[-1 - n_equal]) n_equal++;
+        if (n_equal >= config->min_match && n_equal > best->n_equal)
+            *best = (draft_match){text + end, n_text - end, n_equal};
+    }
+}
+
+/* Looks up the tail in other running samples of the same request. */
+COLD
+static void draft_find_in_samples(const draft_config *config, const scheduler *sched, int seq,
+                                  draft_match *best) {
+    const sched_seq *sequence = &sched->seqs[seq];
+    int other = sched->requests[sequence->request].first_seq;
+    for (int n = 0; other >= 0 && n < DRAFT_MAX_OTHERS; other = sched->seqs[other].sibling_next) {
+        if (other == seq) continue;
+        draft_find(config, sequence, sched->seqs[other].tokens, sched->seqs[other].n_known, best);
+        n++;
+    }
+}
+
+/* Continues a sequence in the prefix tree. */
+COLD
+static void draft_find_in_tree(const scheduler *sched, int seq, draft_match *best) {
+    const kv_cache *cache = &sched->kv;
+    const sched_seq *sequence = &sched->seqs[seq];
+    const int n_pages = cache->seqs[seq].n_tree_pages;
+    const int n_equal = sequence->n_known - n_pages * cache->B;
+    const int parent = n_pages ? kv_block_table(cache, seq)[n_pages - 1] : cache->root;
+    const int child = cache->pages[parent].last_child;
+    const int32_t *tokens = cache->tokens + (size_t)child * (size_t)cache->B;
+    if (n_equal < 0 || n_equal >= cache->B || cache->pages[child].parent != parent ||
+        memcmp(tokens, sequence->tokens + (size_t)n_pages * (size_t)cache->B,
+               (size_t)n_equal * sizeof *tokens) != 0)
+        return;
+    *best = (draft_match){tokens + n_equal, cache->B - n_equal, INT_MAX};
+}
+
+/* Returns the best match for the tail of a sequence; n_next 0: there is none. */
+COLD
+static draft_match draft_match_tail(const draft_config *config, const scheduler *sched, int seq) {
+    const sched_seq *sequence = &sched->seqs[seq];
+    draft_match best = {0};
+    if (config->method == DRAFT_SUFFIX && !sched_is_unshared(sched, sequence))
+        draft_find_in_tree(sched, seq, &best);
+    draft_find(config, sequence, sequence->tokens, sequence->n_known, &best);
+    if (config->method == DRAFT_SUFFIX) draft_find_in_samples(config, sched, seq, &best);
+    return best;
+}
+
+/* ---- How many ---- */
+
+/* Returns how often a draft of the sequence is accepted: its own drafts, and two of all. */
+static double draft_acceptance(drafter *drafts, const sched_seq *sequence, int seq) {
+    draft_rate *own = &drafts->seqs[seq];
+    if (own->generation != sequence->generation)
+        *own = (draft_rate){.generation = sequence->generation};
+    return (own->n_accepted + 2 * drafts->all.n_accepted / drafts->all.n_tried) /
+           (own->n_tried + 2);
+}
+
+/* Returns the share of the drafts in some place that must be accepted to pay for their rows. */
+static double draft_least_share(const drafter *drafts) {
+    if (drafts->row_s < 0) return DRAFT_FIRST_SHARE;
+    return DRAFT_MARGIN * drafts->row_s * drafts->tokens / drafts->seconds;
+}
+
+/* Returns how many drafts, at most `most`, pay for a sequence that has a match. */
+COLD
+static int draft_choose(drafter *drafts, const sched_seq *sequence, int seq, int most) {
+    const double rate = draft_acceptance(drafts, sequence, seq);
+    const double least = draft_least_share(drafts);
+    double share = rate;
+    int n = 0;
+    if (drafts->config.always) return most;
+    for (; n < most && share > least; n++) share *= rate;
+    if (n) drafts->retry = DRAFT_FIRST_RETRY;
+    if (n || ++drafts->n_held_back < drafts->retry) return n;
+    drafts->n_held_back = 0;
+    drafts->retry = MIN(2 * drafts->retry, DRAFT_LAST_RETRY);
+    return MIN(most, 1);
+}
+
+/* Gives drafts to the sequences in decode: called before sched_plan. Returns true if a sequence
+ * has a match but waits for its last token. */
+COLD
+static bool draft_plan(drafter *drafts, scheduler *sched) {
+    bool waits = false;
+    for (int seq = 0; seq < sched->config.max_seqs; seq++) {
+        sched_seq *sequence = &sched->seqs[seq];
+        const bool in_flight = sequence->n_known < sequence->n_planned;
+        const bool has_waited = sequence->awaits_draft;
+        const int room = sequence->limit - sequence->n_known - 1;
+        if (sequence->state != SCHED_DECODE || sequence->no_run_ahead) continue;
+        if (in_flight && sequence->n_drafts) continue;
+        sequence->awaits_draft = false;
+        if (room < 1 + in_flight) continue;
+        const draft_match match = draft_match_tail(&drafts->config, sched, seq);
+        if (!match.n_next) continue;
+        const bool is_own = match.next > sequence->tokens &&
+                            match.next < sequence->tokens + sequence->n_known;
+        /* a match in its own text may go on into its own drafts, as in a text that repeats */
+        const int most = MIN(MIN(drafts->config.n_tokens, room), is_own ? room : match.n_next);
+        const int chosen = draft_choose(drafts, sequence, seq, most);
+        const int n = MAX(chosen, has_waited);
+        sequence->awaits_draft = in_flight && n;
+        waits |= in_flight && n;
+        if (in_flight) continue;
+        for (int i = 0; i < n; i++) sequence->tokens[sequence->n_known + i] = match.next[i];
+        sequence->n_drafts = (uint8_t)n;
+    }
+    return waits;
+}
+
+/* ---- What a step shows ---- */
+
+COLD
+static void draft_count(draft_rate *rate, float keep, int n_tried, int n_accepted) {
+    rate->n_tried = keep * rate->n_tried + (float)n_tried;
+    rate->n_accepted = keep * rate->n_accepted + (float)n_accepted;
+}
+
+/* A step had n_drafts drafts of a sequence; the first n_accepted of them were drawn. */
+COLD
+static void draft_learn(drafter *drafts, int seq, int n_drafts, int n_accepted) {
+    const int n_tried = MIN(n_accepted + 1, n_drafts); /* those behind a wrong one say nothing */
+    draft_count(&drafts->seqs[seq], 0.9f, n_tried, n_accepted);
+    draft_count(&drafts->all, 0.98f, n_tried, n_accepted);
+}
+
+/* A step without prefill had n_rows rows, brought n_tokens tokens, and took so many seconds from
+ * the end of the step before it, or from its plan, to its end. */
+COLD
+static void draft_time(drafter *drafts, int n_rows, int n_tokens, double seconds) {
+    const double keep = 31. / 32;
+    if (drafts->weight > 4) seconds = MIN(seconds, 4 * drafts->seconds / drafts->weight);
+    drafts->weight = keep * drafts->weight + 1;
+    drafts->rows = keep * drafts->rows + n_rows;
+    drafts->seconds = keep * drafts->seconds + seconds;
+    drafts->rows_rows = keep * drafts->rows_rows + (double)n_rows * n_rows;
+    drafts->rows_seconds = keep * drafts->rows_seconds + n_rows * seconds;
+    drafts->tokens = keep * drafts->tokens + n_tokens;
+    const double mean_rows = drafts->rows / drafts->weight;
+    const double variance = drafts->rows_rows / drafts->weight - mean_rows * mean_rows;
+    const double mean_s = drafts->seconds / drafts->weight;
+    const double covariance = drafts->rows_seconds / drafts->weight - mean_rows * mean_s;
+    if (drafts->weight < 4 || variance < 0.2) return;
+    drafts->row_s = MAX(0, MIN(covariance / variance, mean_s / mean_rows));
 }
 
 /* ===========================================================================
@@ -14531,6 +14964,7 @@ typedef struct batch_cost { /* of a backend's attention; unit: tokens of K and V
 typedef struct batch_sample { /* a sample row and its sequence, as sched_commit needs them */
     int row, seq;
     uint32_t generation; /* of the sequence; sched_commit refuses a sample with a stale one */
+    int rejected;        /* once the step is done: not 0 if a draft before the row was wrong */
 } batch_sample;
 
 enum {
@@ -14564,7 +14998,7 @@ typedef struct batch_step {
      * second time. */
     int32_t *pages;
     toka_span *spans;      /* [2 * max_chunks] */
-    batch_sample *samples; /* [max_chunks] without the rows that score prompt tokens (22) */
+    batch_sample *samples; /* [max_tokens] without the rows that score prompt tokens (22) */
     int *chunk_seq;        /* [max_chunks] seq of each chunk, microbatch after microbatch */
     int *chunk_row0;       /* [max_chunks + 1] first row of each chunk; then T */
     toka_copy *copies;     /* [max_chunks] */
@@ -14674,7 +15108,7 @@ static int batch_step_init(batch_step *built, const scheduler *sched, toka_err *
     built->pos = mem_alloc(max_tokens * sizeof *built->pos);
     built->kv_slot = mem_alloc(max_tokens * sizeof *built->kv_slot);
     built->spans = mem_alloc(2 * max_chunks * sizeof *built->spans);
-    built->samples = mem_alloc(max_chunks * sizeof *built->samples);
+    built->samples = mem_alloc(max_tokens * sizeof *built->samples);
     built->chunk_seq = mem_alloc(max_chunks * sizeof *built->chunk_seq);
     built->chunk_row0 = mem_alloc((max_chunks + 1) * sizeof *built->chunk_row0);
     built->copies = mem_alloc(max_chunks * sizeof *built->copies);
@@ -14725,17 +15159,22 @@ static void batch_add_rows(batch_step *built, const scheduler *sched, const batc
     for (int pos = chunk->from; pos < end; pos++, row++, offset++) {
         if (offset == B) offset = 0, page_index++;
         /* last_page saves a decoding sequence a cache miss on its block table */
-        int page = sequence->is_prefill ? table[page_index] : sequence->last_page;
-        built->ids[row] = pos < sequence->n_known ? sequence->tokens[pos] : -1 - chunk->seq;
+        int page = sequence->is_prefill || sequence->n_drafts ? table[page_index]
+                                                              : sequence->last_page;
+        built->ids[row] = pos < sequence->n_known + sequence->n_drafts ? sequence->tokens[pos]
+                                                                       : -1 - chunk->seq;
+        if (sequence->n_drafts)
+            built->samples[built->n_samples++] =
+                (batch_sample){row, chunk->seq, sequence->generation, 0};
         built->pos[row] = pos;
         built->kv_slot[row] = page * B + offset;
         if (built->windowed_slot)
             built->windowed_slot[row] = sched->kv.windowed_of[page] * B + offset;
     }
     built->step.T = row;
-    if (sequence->is_sampled && end == sequence->from + sequence->n_rows)
+    if (sequence->is_sampled && !sequence->n_drafts && end == sequence->from + sequence->n_rows)
         built->samples[built->n_samples++] =
-            (batch_sample){row - 1, chunk->seq, sequence->generation};
+            (batch_sample){row - 1, chunk->seq, sequence->generation, 0};
 }
 
 /* ---- Assigning sequences to microbatches ---- */
@@ -14745,9 +15184,11 @@ static int64_t batch_row_cost(batch_work work, int pos) {
     return work.row + work.pair * (pos + 1);
 }
 
-/* Cost of the row of a decoding sequence, which reads K and V for itself. */
+/* Cost of the rows of a decoding sequence, which reads K and V for itself. */
 static int64_t batch_decode_cost(batch_work work, const sched_seq *sequence) {
-    return batch_row_cost(work, sequence->from) + work.read * (sequence->from + 1);
+    const int64_t n = sequence->n_rows;
+    return n * batch_row_cost(work, sequence->from) + work.pair * (n * (n - 1) / 2) +
+           work.read * (sequence->from + 1);
 }
 
 /* Water filling: returns the level, rounded up, that n_micros costs reach if to_add is spread over
@@ -21486,6 +21927,7 @@ const toka_backend toka_plain = {
     .span_cost = 32,
     .rows_per_read = 1,
     .max_in_flight = 2,
+    .has_drafts = true,
 };
 
 /* ===========================================================================
@@ -25879,6 +26321,7 @@ const toka_backend toka_cpu = {
     .rows_per_read = 8,
     .state_chunk = CPU_STATE_CHUNK,
     .max_in_flight = 2,
+    .has_drafts = true,
 };
 
 /* ===========================================================================
@@ -26540,7 +26983,7 @@ typedef struct eng_inflight {
     ids masks;      /* [n][words of a vocabulary] the masks of this step */
     ids mask_slots; /* for each row with a constraint, which of them is its mask */
     int64_t first_number, last_number; /* model_post's, of the first and the last microbatch */
-    double plan_s;
+    double plan_began, plan_s; /* os_now() when its plan began; how long this took */
 } eng_inflight;
 
 typedef struct eng_timing { /* of a committed step */
@@ -26556,6 +26999,9 @@ typedef struct eng_replica {
     model_grid model;
     scheduler sched;
     batch_builder builder;
+    drafter drafts;
+    double last_end_s, last_commit_s; /* os_now() when the last step was found done; how long its
+                                       * commit took */
     /* a ring of max_in_flight; n_in_flight from `oldest` on */
     eng_inflight inflight[ENG_MAX_IN_FLIGHT];
     int max_in_flight, oldest, n_in_flight;
@@ -26585,6 +27031,7 @@ typedef struct eng { /* pools are sized at open and never grow */
     int max_len, max_seqs;  /* max_seqs: of all replicas */
     int64_t n_ended, ended_tokens; /* samples that got their last token; their output tokens */
     bool no_prefix_sharing; /* every sample has unshared pages and spans */
+    draft_config drafts;
     bool hung;              /* opening failed and a rank hangs: the engine cannot be freed */
     eng_startup startup;
     eng_replica *replicas;
@@ -26735,6 +27182,7 @@ static void eng_replica_free(eng_replica *replica) {
         free(inflight->pool_requests);
     }
     batch_free(&replica->builder);
+    draft_free(&replica->drafts);
     sched_free(&replica->sched);
     free(replica->detokenizers);
     free(replica->readers);
@@ -26754,6 +27202,7 @@ static batch_work eng_batch_work(const toka_shape *shape, const toka_layer *laye
 /* Initializes everything of a replica but its devices, which are still being opened. */
 static int eng_replica_init(eng_replica *replica, const sched_config *config, toka_err *e) {
     const toka_backend *backend = replica->engine->backend;
+    draft_init(&replica->drafts, &replica->engine->drafts, config->max_seqs);
     /* with stages at least 2: the stages have work while one step is committed */
     replica->max_in_flight = MAX(backend->max_in_flight, replica->model.pp > 1 ? 2 : 1);
     assert(replica->max_in_flight <= ENG_MAX_IN_FLIGHT);
@@ -27006,11 +27455,20 @@ static int eng_open(eng **out, const toka_backend *backend, const mf_model *file
         return fail(e, TOKA_E_USE,
                     "max_num_batched_tokens: %d, expected at least max_num_seqs, %d", max_tokens,
                     max_seqs);
+    draft_config drafts;
+    if (draft_read_config(options->speculative_config, options->num_speculative_tokens, &drafts, e))
+        return e->code;
+    if (drafts.method && !backend->has_drafts)
+        return fail(e, TOKA_E_USE, "speculative_config: device %s has no speculative decoding",
+                    backend->name);
+    if (shape->linear.n_layers) drafts.method = DRAFT_NONE;
     shape->B = backend->page_tok;
     sched_config config = {
         .B = shape->B, .max_seqs = max_seqs, .max_tokens = max_tokens,
         .reserve_steps = SCHED_RESERVE_STEPS};
     eng *engine = eng_new(backend, files, tokenizer, options);
+    drafts.always = getenv("TOKA_DEBUG_DRAFTS") != NULL;
+    engine->drafts = drafts;
     int code = eng_open_replicas(engine, shape, options, &config, e);
     const bool hung = code && !eng_close_ranks(engine); /* after it no rank reports a phase */
     if (engine->startup.n_phases && !hung)
@@ -27503,9 +27961,9 @@ static void eng_add_mask(eng_replica *replica, eng_inflight *inflight, const eng
  * the row's pointers to them at the end. */
 static void eng_add_row_ids(eng_replica *replica, eng_inflight *inflight,
                             const eng_request *request, int seq, toka_sample_row *row) {
-    const sched_seq *sequence = &replica->sched.seqs[seq];
+    const int n_before = (int)row->position; /* tokens before the one to draw */
     const toka_sampling *sampling = &request->sampling;
-    bool before_min = sequence->n_planned - 1 - sequence->n_prompt < sampling->min_tokens;
+    bool before_min = n_before - row->n_prompt < sampling->min_tokens;
     row->forbidden = request->end_ids.p;
     row->n_forbidden = before_min ? (int)request->end_ids.n : 0;
     row->words = sampling->bad_words ? &sampling->bad_words->table : NULL;
@@ -27517,7 +27975,7 @@ static void eng_add_row_ids(eng_replica *replica, eng_inflight *inflight,
         replica->engine->stats.masks++;
     }
     if (!samp_needs_history(sampling)) return;
-    row->n_history = sequence->n_planned - 1;
+    row->n_history = n_before;
     const int *pages = kv_block_table(&replica->sched.kv, seq);
     const int n_pages = kv_pages_for(&replica->sched.kv, row->n_history);
     for (int i = 0; i < n_pages; i++) ids_push(&inflight->row_ids, pages[i]);
@@ -27616,11 +28074,11 @@ static void eng_make_sample_rows(eng_replica *replica, eng_inflight *inflight) {
         eng_request *request = replica->requests[sequence->request];
         inflight->sample_rows[i] = (toka_sample_row){
             .row = sample->row,
-            .seq = sample->seq,
+            .seq = sequence->n_drafts ? -1 : sample->seq, /* the host has it before the next plan */
             .scored_id = request->score_only ? request->prompt[request->n_prompt - 1] : -1,
             .wants_rank = request->score_only && request->prompt_ranks,
             .sample = (uint32_t)sequence->sample,
-            .position = (uint32_t)sequence->n_planned - 1,
+            .position = (uint32_t)inflight->batch.pos[sample->row] + 1,
             .sampling = request->score_only ? &request->prompt_sampling : &request->sampling,
             .n_prompt = sequence->n_prompt};
         inflight->row_requests[i] = request;
@@ -27688,14 +28146,20 @@ static bool eng_deliver_prompt(eng_request *request, int token_index,
     return !request->callback || !request->callback(request->user, &event);
 }
 
+/* Does the result of this sample count? Its sequence has not ended, and the drafts before its row
+ * were right. */
+static bool eng_counts(const eng_replica *replica, const batch_sample *sample) {
+    return !sample->rejected &&
+           replica->sched.seqs[sample->seq].generation == sample->generation;
+}
+
 /* Returns true if the next event of this step, after that of sample row i, is for the same
  * `request`. It becomes event.more, by which a callback can put off a flush (toka.h). Rows of
  * sequences that have ended (stale generation) have no event. */
 static bool eng_has_more(const eng_replica *replica, const eng_inflight *inflight,
                          const eng_request *request, int i) {
     for (i++; i < inflight->n_sampled; i++)
-        if (replica->sched.seqs[inflight->batch.samples[i].seq].generation ==
-            inflight->batch.samples[i].generation)
+        if (eng_counts(replica, &inflight->batch.samples[i]))
             return inflight->row_requests[i] == request;
     return false;
 }
@@ -27843,13 +28307,57 @@ static void eng_commit_vectors(eng_replica *replica, const eng_inflight *infligh
     }
 }
 
+/* Is the row of sample i that of a draft? A sequence without drafts has one sample in a step. */
+static bool eng_is_behind_draft(const eng_inflight *inflight, int i) {
+    return i && inflight->batch.samples[i - 1].seq == inflight->batch.samples[i].seq;
+}
+
+/* Decides which rows of drafts count: those whose draft is the token that was drawn there, and all
+ * drafts before it, too. Returns the number of rows that count, those of drafts and others. */
+COLD
+static int eng_verify_drafts(eng_replica *replica, eng_inflight *inflight) {
+    toka_stats *stats = &replica->engine->stats;
+    batch_sample *samples = inflight->batch.samples;
+    int n_rows = 0;
+    for (int i = 0, end; i < inflight->n_sampled; i = end) {
+        int n_right = 0;
+        for (end = i + 1; end < inflight->n_sampled && eng_is_behind_draft(inflight, end); end++) {
+            samples[end].rejected =
+                samples[end - 1].rejected ||
+                eng_result(inflight, end - 1)->id != inflight->batch.ids[samples[end].row];
+            n_right += !samples[end].rejected;
+        }
+        n_rows += 1 + n_right;
+        if (end == i + 1 || !eng_counts(replica, &samples[i])) continue;
+        draft_learn(&replica->drafts, samples[i].seq, end - i - 1, n_right);
+        stats->drafts++;
+        stats->draft_tokens += end - i - 1;
+        stats->draft_tokens_accepted += n_right;
+        for (int place = 0; place < n_right; place++) stats->draft_accepted_at[place]++;
+    }
+    return n_rows;
+}
+
+/* The draft of the sequence's next row was right. Its token is counted only here, as the token
+ * before it may have ended the sequence. */
+COLD
+static void eng_accept_draft(eng_replica *replica, int seq) {
+    eng *engine = replica->engine;
+    sched_accept_draft(&replica->sched, seq);
+    engine->stats.output_tokens++;
+    pthread_mutex_lock(&engine->lock);
+    engine->published.output_tokens++;
+    pthread_mutex_unlock(&engine->lock);
+}
+
 /* Delivers the events of a step that is done, and gives its tokens to the scheduler. */
 static void eng_commit(eng_replica *replica, const eng_inflight *inflight) {
     eng_commit_prompt_rows(replica, inflight);
     eng_commit_vectors(replica, inflight);
     for (int i = 0; i < inflight->n_sampled; i++) {
         const batch_sample sample = inflight->batch.samples[i];
-        if (replica->sched.seqs[sample.seq].generation != sample.generation) continue;
+        if (!eng_counts(replica, &sample)) continue;
+        if (eng_is_behind_draft(inflight, i)) eng_accept_draft(replica, sample.seq);
         eng_request *request = inflight->row_requests[i];
         bool ended = true, wants_more = true;
         /* a prompt of one token has no prompt row, so its event is delivered here */
@@ -28009,6 +28517,10 @@ static bool eng_plan_step(eng_replica *replica) {
     eng_inflight *inflight =
         &replica->inflight[(replica->oldest + replica->n_in_flight) % replica->max_in_flight];
     double began = os_now();
+    /* with stages the others go on, because an empty pipeline costs more than a step */
+    if (replica->drafts.config.method && draft_plan(&replica->drafts, &replica->sched) &&
+        replica->n_in_flight && replica->model.pp == 1)
+        return false;
     int n_rows = sched_plan(&replica->sched);
     if (n_rows) {
         batch_build(&replica->builder, &inflight->batch, &replica->sched);
@@ -28018,19 +28530,32 @@ static bool eng_plan_step(eng_replica *replica) {
         replica->engine->n_active++;
         eng_count_attended(replica->engine, &inflight->batch);
     }
+    inflight->plan_began = began;
     inflight->plan_s = os_now() - began;
     replica->engine->stats.plan_s += inflight->plan_s;
     return n_rows > 0;
 }
 
-/* Counts the tokens that a step sampled, before it is committed. Tokens of samples that a callback
- * will end during the commit are counted, too. */
+/* Counts the tokens that a step sampled, before it is committed; those behind drafts are counted
+ * later. Tokens of samples that a callback will end during the commit are counted, too. */
 static void eng_count_output(eng_replica *replica, const eng_inflight *inflight) {
     for (int i = 0; i < inflight->n_sampled; i++)
         replica->engine->stats.output_tokens +=
-            replica->sched.seqs[inflight->batch.samples[i].seq].generation ==
-                inflight->batch.samples[i].generation &&
-            !inflight->row_requests[i]->score_only;
+            eng_counts(replica, &inflight->batch.samples[i]) &&
+            !eng_is_behind_draft(inflight, i) && !inflight->row_requests[i]->score_only;
+}
+
+/* Tells the drafter how long a step without prefill took: from the end of the step before it, or,
+ * if the replica was idle, from its plan. So what is lost where steps are not planned ahead counts,
+ * too. n_tokens: those that it brought. */
+COLD
+static void eng_time_drafts(eng_replica *replica, const eng_inflight *inflight, int n_tokens) {
+    const double now = os_now();
+    const double from =
+        MAX(replica->last_end_s, inflight->plan_began - 2 * replica->last_commit_s);
+    if (inflight->batch.step.T == inflight->n_sampled)
+        draft_time(&replica->drafts, inflight->n_sampled, n_tokens, now - from);
+    replica->last_end_s = now;
 }
 
 static void eng_report_step(eng_replica *replica, const eng_inflight *inflight, double commit_s) {
@@ -28049,7 +28574,7 @@ static void eng_report_step(eng_replica *replica, const eng_inflight *inflight, 
 /* Commits and retires the oldest step, which is done. If it failed, fails the engine. */
 static void eng_commit_oldest(eng_replica *replica) {
     eng *engine = replica->engine;
-    const eng_inflight *inflight = &replica->inflight[replica->oldest];
+    eng_inflight *inflight = &replica->inflight[replica->oldest];
     toka_err e;
     if (model_wait(&replica->model, inflight->last_number, &e)) {
         toka_err full_error = e;
@@ -28062,11 +28587,14 @@ static void eng_commit_oldest(eng_replica *replica) {
     double began = os_now();
     engine->stats.steps++;
     engine->stats.rows += inflight->batch.step.T;
+    if (engine->drafts.method)
+        eng_time_drafts(replica, inflight, eng_verify_drafts(replica, inflight));
     eng_count_output(replica, inflight);
     eng_publish_stats(engine); /* before the events: a callback finds its token counted */
     eng_commit(replica, inflight);
     eng_retire_oldest(replica);
     const double commit_s = os_now() - began;
+    replica->last_commit_s = commit_s;
     engine->stats.commit_s += commit_s;
     if (engine->on_step) eng_report_step(replica, inflight, commit_s);
     eng_publish_stats(engine);
@@ -28689,6 +29217,9 @@ static int lib_check_options(const toka_options *options, toka_err *e) {
     if (!backend->probe(0, line, sizeof line))
         return fail(e, TOKA_E_DEVICE, "device %s: %s", backend->name, line);
     if (lib_check_dtype(options->dtype, backend, e)) return e->code;
+    draft_config drafts;
+    if (draft_read_config(options->speculative_config, options->num_speculative_tokens, &drafts, e))
+        return e->code;
     if (options->quantization && strcmp(options->quantization, "fp8") != 0)
         return fail(e, TOKA_E_USE, "quantization: \"%s\", expected \"fp8\"; the format of a model's "
                     "files is found without it", options->quantization);
@@ -37077,6 +37608,14 @@ static void run_report_print(const run_report *report) {
                 (long long)stats->masks,
                 100 - 100 * run_ratio((double)stats->masks_made, (double)stats->masks),
                 1e6 * stats->mask_s / (double)stats->masks);
+    if (stats->drafts)
+        fprintf(stderr,
+                "  %lld drafts of %.1f tokens; %.1f %% of the tokens accepted, so %.2f tokens a "
+                "draft with its last draw\n",
+                (long long)stats->drafts, run_ratio((double)stats->draft_tokens,
+                                                    (double)stats->drafts),
+                100 * run_ratio((double)stats->draft_tokens_accepted, (double)stats->draft_tokens),
+                1 + run_ratio((double)stats->draft_tokens_accepted, (double)stats->drafts));
     if (report->timed) run_report_print_device(report), run_report_print_ranks(report);
 }
 
@@ -37097,6 +37636,9 @@ static int run_report_write(const run_state *run, const run_report *report, toka
                   {"steps", stats->steps},
                   {"rows", stats->rows},
                   {"preemptions", stats->preemptions},
+                  {"drafts", stats->drafts},
+                  {"draft_tokens", stats->draft_tokens},
+                  {"draft_tokens_accepted", stats->draft_tokens_accepted},
                   {"kv_pages", stats->kv_pages}};
     const struct {
         const char *name;
@@ -39542,6 +40084,29 @@ static void srv_put_labeled(buf *out, const char *labels, const srv_labeled_coun
                        counter->values[i], counter->counts[i]);
 }
 
+/* Speculative decoding (17b). */
+static void srv_put_drafts(buf *out, const toka_stats *stats, const char *labels) {
+    static const char *const places[16] = {"0", "1", "2",  "3",  "4",  "5",  "6",  "7",
+                                           "8", "9", "10", "11", "12", "13", "14", "15"};
+    double accepted[16];
+    int n_places = 0;
+    for (int i = 0; i < 16; i++) {
+        accepted[i] = (double)stats->draft_accepted_at[i];
+        if (accepted[i] > 0) n_places = i + 1;
+    }
+    srv_put_series(out, "spec_decode_num_drafts_total", "counter", "Drafts of one or more tokens.",
+                   labels, (double)stats->drafts);
+    srv_put_series(out, "spec_decode_num_draft_tokens_total", "counter", "Their tokens.", labels,
+                   (double)stats->draft_tokens);
+    srv_put_series(out, "spec_decode_num_accepted_tokens_total", "counter",
+                   "Of these, tokens that were drawn.", labels,
+                   (double)stats->draft_tokens_accepted);
+    const srv_labeled_counter counter = {"spec_decode_num_accepted_tokens_per_pos_total",
+                                         "The same, by place in the draft.", "position", places,
+                                         accepted, n_places};
+    if (n_places) srv_put_labeled(out, labels, &counter);
+}
+
 /* Appends all metrics in Prometheus' text format 0.0.4. Names after the prefix, units and meanings
  * are vLLM's. Where vLLM counts its engine's requests, toka counts samples. */
 static void srv_put_metrics(buf *out, const srv_metrics *metrics, const toka_stats *stats,
@@ -39578,6 +40143,7 @@ static void srv_put_metrics(buf *out, const srv_metrics *metrics, const toka_sta
                    labels, (double)stats->attended_shared);
     srv_put_series(out, "engine_steps_total", "counter", "Forward steps.", labels,
                    (double)stats->steps);
+    srv_put_drafts(out, stats, labels);
     const double phase_s[] = {stats->plan_s, stats->run_s, stats->commit_s};
     const srv_labeled_counter counters[] = {
         {"engine_seconds_total",
@@ -42261,7 +42827,9 @@ static void run_bench_print(const run_bench_state *bench, const run_report *repo
                   {"steps", report->stats.steps},
                   {"preemptions", report->stats.preemptions},
                   {"masks", report->stats.masks},
-                  {"masks_made", report->stats.masks_made}};
+                  {"masks_made", report->stats.masks_made},
+                  {"draft_tokens", report->stats.draft_tokens},
+                  {"draft_tokens_accepted", report->stats.draft_tokens_accepted}};
     buf out = {0};
     json_put_open(&out, '{');
     json_put_key(&out, "elapsed_time"), json_put_num(&out, seconds, false);
@@ -48072,6 +48640,7 @@ static const help_page help_pages[] = {
      "    toka tokenize -m test/model < README.md | wc -w\n"
      "    toka score -m test/model -p \"Tom has 3 boxes with 4 apples each.\" | head -3\n"
      "    toka -m test/model -q -p \"Tom has 12 apples.\" --temp 1 --seed 7\n"
+     "    toka -m test/model -q -p \"Tom has 12 apples.\" --num-speculative-tokens 4\n"
      "\n"
      "- To replace weights in use, rename new files over them. If a weight file is\n"
      "  written to in place, a batch ends, and a server or a chat prints a warning.\n"
@@ -48100,7 +48669,23 @@ static const help_page help_pages[] = {
      "- `--dtype bfloat16` on a CPU with AVX512_BF16 rounds what enters a product\n"
      "  with weights to bf16. Prompts and batches of 32 run 1.7 to 1.9 times as\n"
      "  fast; log-probabilities change by 0.01 on average (measured). The default is\n"
-     "  float32.\n",
+     "  float32.\n"
+     "- Speculative decoding, on the CPU only: tokens are guessed from text that is\n"
+     "  there, and several guesses are checked in one step. Texts,\n"
+     "  log-probabilities and seeds are those without guesses, to the byte.\n"
+     "  --speculative-config takes vLLM's JSON, such as\n"
+     "  {\"method\":\"ngram\",\"num_speculative_tokens\":4}. --num-speculative-tokens is\n"
+     "  1 to 16 (default: ngram 4, suffix 8), the most for a sample in a step.\n"
+     "- ngram looks up the last tokens in the prompt and output of the sample: for\n"
+     "  answers that repeat their prompt, such as edits. prompt_lookup_min and\n"
+     "  prompt_lookup_max say how many must and may match (default: 2 and 4).\n"
+     "- suffix looks there, in other samples of the same request, and in the prefix\n"
+     "  cache: an answer that was given before is guessed from there.\n"
+     "- How many guesses are made is measured: where they are rarely right, or where\n"
+     "  a row costs as much as it brings, there are none. Samples with a constraint\n"
+     "  and models with linear mixers get none. Draft models, EAGLE and Medusa heads\n"
+     "  are not there. The closing report of batch, its --report and /metrics\n"
+     "  (spec_decode_num_drafts_total and its neighbors, as vLLM's) count them.\n",
      "score"},
     {"batches", "files of requests",
      "    for i in $(seq 20); do\n"
@@ -48571,6 +49156,10 @@ static const cli_flag cli_flags[] = {
      "size of the KV cache in tokens (default: as memory allows)"},
     {"max-num-batched-tokens", "", "N", CLI_INT, AT(open.max_num_batched_tokens),
      FOR_OPENS | FOR_PLAN, "most tokens in one step (default: 512, on a GPU 8448)"},
+    {"speculative-config", "", "JSON", CLI_TEXT, AT(open.speculative_config), FOR_OPENS,
+     "drafts from texts, on the CPU: {\"method\": \"ngram\" or \"suffix\", \"num_speculative_tokens\": N}; see toka help numbers"},
+    {"num-speculative-tokens", "", "N", CLI_INT, AT(open.num_speculative_tokens), FOR_OPENS,
+     "the same number beside --speculative-config; alone it means method ngram (default: 0, off)"},
     {"enforce-eager", "", "", CLI_BOOL, AT(open.enforce_eager), FOR_OPENS,
      "on a GPU: no step is captured as a CUDA graph; to measure what they gain"},
     {"no-enable-prefix-caching", "", "", CLI_BOOL, AT(open.no_prefix_caching), FOR_OPENS,

@@ -110,6 +110,12 @@ typedef struct toka_options {
     const char *kv_cache_dtype_skip_layers; /* with FP8: layers whose K and V stay as with auto.
                                    Their numbers from 0 on, or "sliding_window" for all layers with
                                    a window, separated by commas; NULL: none */
+    const char *speculative_config; /* speculative decoding, a JSON object as vLLM's, such as
+                                   {"method":"ngram","num_speculative_tokens":4}; chapter 17b of
+                                   toka.c has the methods and options. No token and no
+                                   log-probability changes. Not on a GPU. NULL: none */
+    int num_speculative_tokens;  /* 1 to 16: most drafts of a sequence in a step. 0: what
+                                   speculative_config says. Alone it means method ngram */
     /* Called while toka_open works, on any thread, one call at a time; may be NULL. what: the
      * phase; done: 0 to 1. */
     void (*progress)(void *user, const char *what, double done);
@@ -152,6 +158,8 @@ typedef struct toka_info {
                                  tools does not count. Else 0 */
     const char *not_on_gpu;   /* device auto found a GPU that cannot run this model: a sentence that
                                  says why; else NULL */
+    const char *no_drafts;    /* speculative decoding was asked for, but this model has none: a
+                                 sentence that says why; else NULL */
 } toka_info;
 
 /* Thread: any. */
@@ -467,6 +475,9 @@ typedef struct toka_stats { /* since toka_open, as of the last step. An event is
     int64_t prompt_tokens_shared;  /* of these, found in the prefix cache and not computed again */
     int64_t attended;        /* pairs of a row and a position that it attends to */
     int64_t attended_shared; /* of these, in shared prefixes */
+    int64_t drafts;          /* drafts of one or more tokens that were verified (vLLM's counts) */
+    int64_t draft_tokens, draft_tokens_accepted;
+    int64_t draft_accepted_at[16]; /* of these, by their place in the draft */
     double plan_s;   /* seconds spent planning steps. With run-ahead, plan_s and commit_s overlap
                         with run_s */
     double run_s;    /* seconds in which the first rank of a replica had a step, its waits for other
@@ -1351,6 +1362,7 @@ typedef struct toka_backend {
     int default_tokens, default_seqs; /* default max_num_batched_tokens and max_num_seqs */
     int max_in_flight; /* most steps that may be posted and not committed, and most that may be
                           begun and not finished; 1: the host waits for each step */
+    bool has_drafts;   /* several rows of a sequence may be sampled in a step, as drafts need */
     /* Costs of attention, in units of the time that one row takes to read K and V of one token.
      * Chapter 18 chooses the shared spans by them. */
     int merge_cost;     /* cost: to merge one more partial result into a row */

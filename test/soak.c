@@ -940,7 +940,7 @@ static void run_all_again(int *n_same, int *n_rerun) {
     toka *t;
     slot x = {.j.prompt = need(calloc((size_t)S.info.max_model_len + 1, sizeof(int32_t)))};
     o.kv_tokens = 0, o.max_num_seqs = 16, o.max_num_batched_tokens = 512, o.n_threads = 2, o.data_parallel_size = 1,
-    o.no_prefix_caching = true;
+    o.no_prefix_caching = true, o.speculative_config = NULL; /* without drafts */
     if (toka_open(&t, &o, &e)) die(&e);
     S.t = t; /* stop strings are made with it */
     make_words();
@@ -975,6 +975,10 @@ static void choose_settings(bool given_kv) {
     if (!o->n_threads) o->n_threads = between(&r, 1, 2);
     if (!o->data_parallel_size) o->data_parallel_size = S.exact && chance(&r, 35) ? between(&r, 2, 3) : 1;
     o->no_prefix_caching |= chance(&r, 12);
+    if (S.exact && chance(&r, 50)) { /* never a GPU */
+        o->speculative_config = chance(&r, 50) ? "{\"method\":\"ngram\",\"prompt_lookup_min\":1}" : "{\"method\":\"suffix\"}";
+        if (chance(&r, 70)) setenv("TOKA_DEBUG_DRAFTS", "1", 1);
+    }
     S.forever = chance(&r, 60), S.two_drivers = chance(&r, 40);
     S.hang_s = 60;
 }
@@ -1088,10 +1092,10 @@ int main(int argc, char **argv) {
     for (int i = 0; i < N_CONTINUED; i++) drop(&S.continued_prompts[i]);
     printf("soak: seed %llu: %lld requests, %lld samples, %lld tokens, %lld steps, %lld preemptions, %lld cancelled, %lld "
            "stopped, %lld refused; "
-           "%d replicas; %d of %d the same alone; heap %+.2f MB, resident %.1f to %.1f MB; %d wrong\n",
+           "%lld of %lld drafts right; %d replicas; %d of %d the same alone; heap %+.2f MB, resident %.1f to %.1f MB; %d wrong\n",
            (unsigned long long)S.seed, (long long)S.n_accepted, (long long)S.n_samples, (long long)S.n_tokens, (long long)s.steps,
            (long long)s.preemptions, (long long)S.n_cancelled, (long long)S.n_stopped, (long long)S.n_refused,
-           S.o.data_parallel_size, n_same, n_rerun, last.heap - first.heap, first.resident, last.resident, S.n_wrong);
+           (long long)s.draft_tokens_accepted, (long long)s.draft_tokens, S.o.data_parallel_size, n_same, n_rerun, last.heap - first.heap, first.resident, last.resident, S.n_wrong);
     if (S.n_wrong) fprintf(stderr, "soak: again with: %s\n", S.command);
     return S.n_wrong != 0;
 }

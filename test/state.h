@@ -147,14 +147,16 @@ static const char *sched_check_seq(const scheduler *s, int q) {
     REQUIRE(k->n_pages * s->config.B >= x->n_computed);
     if (s->kv.window && x->n_computed) {
         /* it holds what its next row reads, and no more than what its last rows read */
-        REQUIRE(k->window_first <= kv_window_first(&s->kv, x->n_computed) && k->window_end == kv_pages_for(&s->kv, x->n_computed));
-        REQUIRE(k->window_first >= kv_window_first(&s->kv, x->n_rows ? x->from : x->n_computed));
+        REQUIRE(k->window_first <= kv_window_first(&s->kv, x->n_computed) && k->window_end >= kv_pages_for(&s->kv, x->n_computed) && k->window_end <= kv_pages_for(&s->kv, x->n_computed + s->config.B));
+        /* drafts may have been accepted since */
+        REQUIRE(k->window_first >= kv_window_first(&s->kv, x->n_rows ? x->from : MAX(x->n_computed - s->config.B, 0)));
     }
     REQUIRE(x->state != SCHED_DECODE || x->last_page == kv_block_table(&s->kv, q)[(x->n_computed - 1) / s->config.B]);
     if (x->state == SCHED_PREFILL) {
         REQUIRE(x->n_computed < x->n_known);
         REQUIRE(k->n_pages == kv_pages_for(&s->kv, x->n_known));
-    } else REQUIRE(x->n_computed == x->n_planned - 1);
+    } else REQUIRE(x->n_computed == x->n_planned - 1 && k->n_pages <= kv_pages_for(&s->kv, x->n_computed + 1) + 1);
+    REQUIRE(!x->n_drafts || (x->state == SCHED_DECODE && x->n_drafts <= MIN(s->config.B, x->limit - x->n_known - 1)));
     for (int i = 0; i < k->n_tree_pages; i++) {
         int p = kv_block_table(&s->kv, q)[i];
         REQUIRE((i + 1) * s->config.B > x->n_computed || s->kv.pages[p].computed);

@@ -110,7 +110,8 @@ static void bt_check_balance(const batch_test *t, const int *row_q) {
         bool has_prefill = false;
         for (int r = 0; r < a->step.T; r++) {
             const bool chunk = t->sim.s.seqs[row_q[a->row0 + r]].is_prefill;
-            int64_t c = w.row + (w.pair + (chunk ? 0 : w.read)) * (a->step.pos[r] + 1);
+            const bool first = a->step.pos[r] == t->sim.s.seqs[row_q[a->row0 + r]].from;
+            int64_t c = w.row + (w.pair + (chunk || !first ? 0 : w.read)) * (a->step.pos[r] + 1);
             cost += c, max_row_cost = MAX(max_row_cost, c), has_prefill |= chunk;
         }
         lowest = MIN(lowest, cost);
@@ -252,11 +253,13 @@ static void bt_on_run(void *user, const uint64_t *mem, int32_t *device) {
     t->kv_read = kv_read;
     free(row_q);
     int n_yield = 0;
-    for (int q = 0; q < t->sim.s.config.max_seqs; q++) n_yield += t->sim.s.seqs[q].n_rows && t->sim.s.seqs[q].is_sampled;
+    for (int q = 0; q < t->sim.s.config.max_seqs; q++) n_yield += !t->sim.s.seqs[q].n_rows || !t->sim.s.seqs[q].is_sampled ? 0 : 1 + t->sim.s.seqs[q].n_drafts;
     CHECK(n_yield == t->built.n_samples);
     for (int i = 0; i < t->built.n_samples; i++) {
         const sched_seq *x = &t->sim.s.seqs[t->built.samples[i].seq];
-        CHECK(x->is_sampled && x->generation == t->built.samples[i].generation && t->built.pos[t->built.samples[i].row] == x->from + x->n_rows - 1);
+        const int pos = t->built.pos[t->built.samples[i].row];
+        CHECK(x->is_sampled && x->generation == t->built.samples[i].generation && pos <= x->from + x->n_rows - 1 && pos >= x->from + x->n_rows - 1 - x->n_drafts);
+        if (i && t->built.samples[i - 1].seq == t->built.samples[i].seq) CHECK(t->built.samples[i].row == t->built.samples[i - 1].row + 1);
     }
 }
 
@@ -288,6 +291,7 @@ static void bt_random(void) {
         uint64_t rng = seed;
         sched_config c = {seed % 3 ? 2 : 4, seed % 2 ? 60 : 12, 12, 16, 24, 0, 0, {0}};
         batch_test *t = bt_open(c, costs[seed % 4], 2, 30, (int)(seed % 3), seed / 4 % 2 ? 1 : 2 + (int)(seed / 8 % 5));
+        t->sim.max_drafts = seed / 2 % 2 ? (int)(seed / 3 % 4) : 0, t->sim.draft_rng = seed;
         for (int i = 0; i < 80 && !check_failed; i++) {
             int n_prompt = 1 + (int)(rnd(&rng) % 12), max_tokens = 1 + (int)(rnd(&rng) % 12);
             if (t->sim.s.n_unstarted < 20) sim_submit(&t->sim, &rng, n_prompt, 1 + (int)(rnd(&rng) % 4), max_tokens, 0);
@@ -335,6 +339,7 @@ static void bt_random_windows(void) {
         uint64_t rng = seed;
         sched_config c = {2, 70, 8, 16, 40, 0, 1 + (int)(seed % 7), {0}};
         batch_test *t = bt_open(c, costs[seed % 3], 2, 30, (int)(seed % 3), seed / 4 % 2 ? 1 : 2 + (int)(seed / 8 % 5));
+        t->sim.max_drafts = seed / 2 % 2 ? (int)(seed / 3 % 4) : 0, t->sim.draft_rng = seed;
         CHECK(t->sim.s.kv.window);
         for (int i = 0; i < 80 && !check_failed; i++) {
             int n_prompt = 1 + (int)(rnd(&rng) % 24), max_tokens = 1 + (int)(rnd(&rng) % 15);

@@ -893,7 +893,9 @@ static toka *eng_open_ahead(toka_options o, int n_ahead, bool late) {
     /* a warm-up step would be counted by TOKA_DEBUG_FAULT */
     *b = late ? late_backend(n_ahead) : toka_cpu, b->has_windowed = !eng_one_pool, b->max_in_flight = n_ahead, b->warm_up = late && !getenv("TOKA_DEBUG_FAULT");
     t->shape = t->files->shape;
+    setenv("TOKA_DEBUG_DRAFTS", "1", 1);
     if (eng_open(&t->engine, b, t->files, &t->shape, t->tokenizer, &o, &e)) printf("%s\n", e.msg), abort();
+    unsetenv("TOKA_DEBUG_DRAFTS");
     return t;
 }
 
@@ -941,6 +943,8 @@ static bool eng_close_to(const float *a, const float *b, size_t n, float max_err
  * Log-probabilities are equal, too, but tensor ranks sum in another order. windowed: the model has
  * windows, and all but the first engine give their pages back. */
 static void ahead_compare(const char *model, bool windowed, const char *kv_dtype) {
+    static const char ngram[] = "{\"method\":\"ngram\",\"num_speculative_tokens\":5,\"prompt_lookup_max\":3,\"prompt_lookup_min\":1}";
+    static const char suffix[] = "{\"method\":\"suffix\",\"num_speculative_tokens\":16}";
     static const struct {
         int n_ahead, dp, kv_tokens, tp, pp;
         bool late;
@@ -948,10 +952,13 @@ static void ahead_compare(const char *model, bool windowed, const char *kv_dtype
                  {3, 1, 192, 1, 1, true}, {4, 1, 192, 1, 1, false}, {1, 3, 0, 1, 1, false}, {2, 3, 192, 1, 1, false},
                  {2, 1, 0, 1, 1, true},  {4, 2, 0, 1, 1, false},   {2, 1, 0, 2, 1, false}, {4, 1, 192, 4, 1, false},
                  {2, 1, 192, 2, 3, true}, {1, 1, 0, 1, 2, false},   {2, 1, 0, 1, 3, false}, {4, 1, 192, 1, 4, false},
-                 {2, 3, 192, 1, 1, true}, {1, 1, 0, 1, 1, true},    {2, 1, 192, 2, 2, false}, {2, 2, 192, 2, 2, false}};
+                 {2, 3, 192, 1, 1, true}, {1, 1, 0, 1, 1, true},    {2, 1, 192, 2, 2, false}, {2, 2, 192, 2, 2, false},
+                 /* with drafts, of either kind in turn: */
+                 {2, 1, 0, 1, 1, false}, {1, 1, 192, 1, 1, false},  {2, 2, 192, 1, 2, false}, {2, 1, 192, 1, 1, true},
+                 {2, 3, 0, 1, 1, false}, {2, 1, 0, 2, 1, false},    {2, 1, 192, 1, 1, false}, {2, 1, 0, 1, 3, false}};
     eng_collected *want[AHEAD_REQUESTS] = {0}, *got[AHEAD_REQUESTS];
     float want_scores[512], scores[512];
-    int64_t preempted = 0;
+    int64_t preempted = 0, accepted = 0, rejected = 0;
     for (int k = 0; k < COUNT(cases); k++) {
         toka_options o = toka_options_default();
         o.model = model, o.n_threads = 1, o.max_num_seqs = windowed ? 12 : 24, o.max_num_batched_tokens = 40, o.max_model_len = 160;
@@ -960,6 +967,7 @@ static void ahead_compare(const char *model, bool windowed, const char *kv_dtype
         /* what tensor ranks sum in another order may be rounded to another FP8 number */
         if (kv_dtype && (cases[k].tp > 1 || (!windowed && k % 2 != 0))) continue;
         o.kv_cache_dtype = kv_dtype;
+        o.speculative_config = k < 20 ? NULL : k % 2 ? suffix : ngram;
         o.data_parallel_size = cases[k].dp, o.kv_tokens = windowed && cases[k].kv_tokens ? 39 * 16 : cases[k].kv_tokens;
         o.tensor_parallel_size = cases[k].tp, o.pipeline_parallel_size = cases[k].pp;
         const float max_error = cases[k].tp > 1 ? 1e-3f : 0;
@@ -985,7 +993,10 @@ static void ahead_compare(const char *model, bool windowed, const char *kv_dtype
             }
             eng_collected_free(got[i]);
         }
-        preempted += toka_get_stats(t).preemptions;
+        const toka_stats stats = toka_get_stats(t);
+        preempted += stats.preemptions;
+        accepted += stats.draft_tokens_accepted, rejected += stats.draft_tokens - stats.draft_tokens_accepted;
+        CHECK((stats.drafts > 0) == (k >= 20) && (stats.draft_tokens > 0) == (k >= 20));
         for (int i = 0; i < t->engine->n_replicas; i++) {
             const eng_replica *p = &t->engine->replicas[i];
             CHECK(!sched_check(&p->sched) && kv_n_available(&p->sched.kv) == p->sched.config.n_pages && !p->n_requests && !p->n_in_flight && fabs(p->work_tokens) < 1e-3);
@@ -998,6 +1009,7 @@ static void ahead_compare(const char *model, bool windowed, const char *kv_dtype
         CHECK(!late_violations);
     }
     CHECK(preempted > 0);
+    CHECK_MSG(accepted > 20 && rejected > 20, "%d drafts accepted, %d rejected", (int)accepted, (int)rejected);
     for (int i = 0; i < AHEAD_REQUESTS; i++) eng_collected_free(want[i]);
 }
 static void test_ahead(void) { ahead_compare(eng_model, false, NULL); }
@@ -1032,6 +1044,138 @@ static void test_ahead_windows(void) {
     eng_long_answers = false;
     for (int i = 0; i < COUNT(links); i++) snprintf(path, sizeof path, "%s/%s", folder, links[i]), unlink(path);
     snprintf(path, sizeof path, "%s/config.json", folder), unlink(path), rmdir(folder);
+}
+
+/* ---- Drafts (17b) ---- */
+
+/* The options of vLLM's JSON, and what is refused. */
+static void test_draft_options(void) {
+    static const struct {
+        const char *text, *error; /* error: a part of it, or NULL */
+        int n, method, n_tokens, min_match, max_match;
+    } cases[] = {
+        {NULL, NULL, 0, DRAFT_NONE, 0, 0, 0},
+        {NULL, NULL, 3, DRAFT_NGRAM, 3, 2, 4},
+        {NULL, "num_speculative_tokens: 17, expected 0 to 16", 17, 0, 0, 0, 0},
+        {"{\"method\":\"ngram\"}", NULL, 0, DRAFT_NGRAM, 4, 2, 4},
+        {"{\"method\":\"ngram\",\"num_speculative_tokens\":7,\"prompt_lookup_max\":6,\"prompt_lookup_min\":3}", NULL, 7, DRAFT_NGRAM, 7, 3, 6},
+        {"{\"method\":\"ngram\",\"prompt_lookup_max\":1}", NULL, 5, DRAFT_NGRAM, 5, 1, 1},
+        {"{\"method\":\"suffix\"}", NULL, 0, DRAFT_SUFFIX, 8, 2, 24},
+        {"{\"method\":\"ngram\",\"num_speculative_tokens\":7}", "num_speculative_tokens is 6, but speculative_config says 7", 6, 0, 0, 0, 0},
+        {"{\"method\":\"ngram\",\"prompt_lookup_max\":3,\"prompt_lookup_min\":4}", "prompt_lookup_min is 4, expected at most prompt_lookup_max, 3", 0, 0, 0, 0, 0},
+        {"{\"method\":\"eagle3\",\"model\":\"x\"}", "method \"eagle3\", expected ngram or suffix", 0, 0, 0, 0, 0},
+        {"{\"num_speculative_tokens\":4}", "method is missing", 0, 0, 0, 0, 0},
+        {"{\"method\":\"suffix\",\"prompt_lookup_max\":4}", "\"prompt_lookup_max\" is not an option of this method", 0, 0, 0, 0, 0},
+        {"{\"method\":\"ngram\",\"num_speculative_tokens\":0}", "num_speculative_tokens: 0, expected 1 to 16", 0, 0, 0, 0, 0},
+        {"{\"method\":\"ngram\",\"num_speculative_tokens\":2.5}", "expected an integer", 0, 0, 0, 0, 0},
+        {"[]", "expected a JSON object", 0, 0, 0, 0, 0},
+        {"{\"method\":", "speculative_config: ", 0, 0, 0, 0, 0}};
+    for (int i = 0; i < COUNT(cases); i++) {
+        draft_config c;
+        toka_err e = {0};
+        const int code = draft_read_config(cases[i].text, cases[i].n, &c, &e);
+        if (cases[i].error) CHECK_MSG(code == TOKA_E_USE && strstr(e.msg, cases[i].error), "case %d: %d %s", i, code, e.msg);
+        else CHECK_MSG(!code && (int)c.method == cases[i].method && c.n_tokens == cases[i].n_tokens && c.min_match == cases[i].min_match &&
+                       c.max_match == cases[i].max_match, "case %d: %s", i, e.msg);
+    }
+    toka_options o = toka_options_default();
+    toka_backend gpu = toka_cpu;
+    toka_err e = {0};
+    eng *engine = NULL;
+    toka_shape shape = {0};
+    gpu.has_drafts = false, gpu.name = "cuda", o.num_speculative_tokens = 4;
+    CHECK(eng_open(&engine, &gpu, NULL, &shape, NULL, &o, &e) == TOKA_E_USE && !strcmp(e.msg, "speculative_config: device cuda has no speculative decoding"));
+}
+
+/* How many drafts: all where rows are free, none where each row takes its share of the step, and in
+ * between as acceptance and the cost of a row say. */
+static void test_draft_choice(void) {
+    static const double row_shares[] = {0, 0.3, 1};
+    for (int i = 0; i < COUNT(row_shares); i++) {
+        drafter d;
+        sched_seq sequence = {.generation = 1};
+        int n_drafts = 0, n_steps = 400, chosen = 0;
+        uint64_t rng = 1;
+        draft_init(&d, &(draft_config){DRAFT_NGRAM, 8, 2, 4, false}, 1);
+        for (int step = 0; step < n_steps; step++) {
+            chosen = draft_choose(&d, &sequence, 0, 8);
+            n_drafts += chosen;
+            int right = 0; /* 7 of 10 drafts are */
+            while (right < chosen && rnd(&rng) % 10 < 7) right++;
+            if (chosen) draft_learn(&d, 0, chosen, right);
+            draft_time(&d, 1 + chosen, 1 + right, 1 - row_shares[i] + row_shares[i] * (1 + chosen));
+        }
+        if (i == 0) CHECK_MSG(chosen == 8, "%d of 8 where rows are free", chosen);
+        if (i == 1) CHECK_MSG(chosen >= 1 && chosen <= 6, "%d of 8", chosen);
+        if (i == 2) CHECK_MSG(n_drafts < n_steps / 10, "%d drafts where none pays", n_drafts);
+        draft_free(&d);
+    }
+}
+
+/* Runs one request on t. Returns what came, and in *steps the steps that it took. */
+static eng_collected *eng_draft_ask(toka *t, const int32_t *problem, size_t n_problem, const toka_sampling *s, int64_t *steps) {
+    toka_err e = {0};
+    int code;
+    const int64_t before = toka_get_stats(t).steps;
+    eng_collected *g = eng_ask(t, NULL, problem, n_problem, 1, s, &code, &e);
+    CHECK_MSG(!code, "%s", e.msg);
+    *steps = toka_get_stats(t).steps - before;
+    return g;
+}
+
+/* An answer that was given before is drafted from the prefix tree, and ends inside of accepted
+ * drafts: at max_tokens, an end id, a stop string, or not before min_tokens. All is as without
+ * drafts, and so are K and V of the pages that answers leave in the tree. */
+static void test_draft_ends(void) {
+    static const char *const stop[] = {"apples"};
+    static const char *const devices[] = {"cpu", "plain"};
+    for (int device = 0; device < COUNT(devices); device++) {
+        toka_options o = toka_options_default();
+        toka_err e = {0};
+        toka *t[2];
+        size_t n_problem;
+        int64_t steps[2], saved = 0, n_output = 0;
+        o.model = eng_model, o.device = devices[device], o.n_threads = 1, o.max_num_seqs = 4, o.max_num_batched_tokens = 64, o.max_model_len = 256;
+        CHECK_MSG(!toka_open(&t[0], &o, &e), "%s", e.msg);
+        o.speculative_config = "{\"method\":\"suffix\",\"num_speculative_tokens\":16}";
+        CHECK_MSG(!toka_open(&t[1], &o, &e), "%s", e.msg);
+        t[1]->engine->replicas[0].drafts.config.always = true;
+        int32_t *problem = eng_problem_ids(t[0], str_c(eng_problem), &n_problem);
+        for (int i = 0; i < (device ? 6 : 36); i++) {
+            toka_sampling s = eng_greedy(1 + (29 + i * 7) % 30);
+            if (i >= 20) s.temperature = 0.8f, s.seed = 5;
+            if (i % 5 == 1) s.stop = stop, s.n_stop = 1;
+            if (i % 5 == 2) s.min_tokens = s.max_tokens, s.logprobs = 3;
+            if (i % 5 == 3) s.repetition_penalty = 1.3f;
+            if (i == 35) s.max_tokens = 120;
+            eng_collected *want = eng_draft_ask(t[0], problem, n_problem, &s, &steps[0]), *got = eng_draft_ask(t[1], problem, n_problem, &s, &steps[1]);
+            const size_t n = want->id[0].n;
+            CHECK_MSG(got->id[0].n == n && !memcmp(want->id[0].p, got->id[0].p, n * 4) && !memcmp(want->logprob[0], got->logprob[0], n * 4) &&
+                      !memcmp(want->sampled[0], got->sampled[0], n * 4), "request %d", i);
+            CHECK(want->finish[0] == got->finish[0] && want->stop_id[0] == got->stop_id[0] && want->n_events == got->n_events && got->n_ended == 1);
+            CHECK(str_eq(buf_view(&want->text[0]), buf_view(&got->text[0])));
+            CHECK(steps[1] <= steps[0] && !sched_check(&t[1]->engine->replicas[0].sched));
+            saved += steps[0] - steps[1], n_output += (int64_t)n;
+            eng_collected_free(want), eng_collected_free(got);
+        }
+        CHECK_MSG(saved > n_output / 3, "%s: %d of %d steps saved", devices[device], (int)saved, (int)n_output);
+        /* goes on behind an answer: the prompt is found in the tree, in pages that drafts have written */
+        toka_sampling s = eng_greedy(30);
+        s.ignore_eos = 1;
+        eng_collected *answer = eng_draft_ask(t[0], problem, n_problem, &s, &steps[0]);
+        int32_t prompt[256];
+        memcpy(prompt, problem, n_problem * 4), memcpy(prompt + n_problem, answer->id[0].p, answer->id[0].n * 4);
+        eng_collected_free(eng_draft_ask(t[1], problem, n_problem, &s, &steps[1]));
+        const int64_t hits = toka_get_stats(t[1]).prompt_tokens_shared;
+        eng_collected *want = eng_draft_ask(t[0], prompt, n_problem + 30, &s, &steps[0]), *got = eng_draft_ask(t[1], prompt, n_problem + 30, &s, &steps[1]);
+        CHECK(toka_get_stats(t[1]).prompt_tokens_shared - hits >= (int64_t)n_problem);
+        CHECK(!memcmp(want->id[0].p, got->id[0].p, 30 * 4) && !memcmp(want->logprob[0], got->logprob[0], 30 * 4));
+        const toka_stats stats = toka_get_stats(t[1]);
+        CHECK(stats.drafts > 0 && stats.draft_accepted_at[0] >= stats.draft_accepted_at[1] && stats.draft_accepted_at[15] > 0);
+        eng_collected_free(answer), eng_collected_free(want), eng_collected_free(got);
+        free(problem);
+        toka_close(t[0]), toka_close(t[1]);
+    }
 }
 
 /* An asynchronous device fails while later steps are in flight. All requests get the device's
@@ -2069,6 +2213,9 @@ static const struct test eng_tests[] = {
     {"engine: page pressure changes nothing", test_page_pressure},
     {"engine: run-ahead, replicas and ranks change nothing", test_ahead},
     {"engine: the same with FP8 K and V", test_ahead_fp8},
+    {"drafts: options", test_draft_options},
+    {"drafts: how many", test_draft_choice},
+    {"drafts: ends inside of accepted drafts", test_draft_ends},
     {"engine: windows that give pages back change nothing", test_ahead_windows},
     {"engine: a device fails, with steps in flight", test_ahead_fault},
     {"engine: requests find a replica", test_replicas},

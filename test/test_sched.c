@@ -10,7 +10,9 @@ enum { SIM_LAG = 3 };
 typedef struct sim_pending { /* a sampled token whose result is not yet committed */
     int q, step;
     uint32_t generation;
-    int32_t token;
+    int32_t token, id; /* id: of the row that was sampled */
+    int pos;           /* of that row */
+    bool behind;       /* the row is that of a draft */
 } sim_pending;
 
 typedef struct sim_state { /* of a sequence: of its first n tokens */
@@ -33,6 +35,9 @@ typedef struct sched_sim {
     int32_t *device;       /* [max_seqs][max_len] all tokens of a sequence, as a device has them */
     sim_pending *pending; /* results not yet committed, oldest first */
     int n_pending, step;
+    int max_drafts; /* of a sequence in a step; 0: none */
+    uint64_t draft_rng;
+    int64_t n_accepted, n_rejected; /* rows of drafts */
     char *written; /* [n_pages * B] written in this step: 2: it had this content before; 1: else */
     char *windowed_written; /* [n_windowed * B] the same */
     int64_t n_tokens, n_done, n_copies, n_rows;
@@ -61,7 +66,7 @@ static void sim_open(sched_sim *m, sched_config c, int vocab, int end_one_in, in
     m->windowed = mem_zalloc(((size_t)m->s.kv.n_windowed * (size_t)c.B + 1) * sizeof *m->windowed);
     m->states = mem_zalloc((size_t)(c.max_seqs + c.states.n_snapshots) * sizeof *m->states);
     m->device = mem_zalloc((size_t)c.max_seqs * (size_t)c.max_len * sizeof(int32_t));
-    m->pending = mem_alloc((size_t)c.max_seqs * (SIM_LAG + 1) * sizeof *m->pending);
+    m->pending = mem_alloc(((size_t)c.max_seqs + (size_t)c.max_tokens) * (SIM_LAG + 1) * sizeof *m->pending);
 }
 
 static void sim_close(sched_sim *m) {
@@ -129,7 +134,7 @@ static void sim_run(sched_sim *m, int n_rows) {
         sched_seq *x = &s->seqs[q];
         if (x->state == SCHED_FREE || !x->n_rows) continue;
         int32_t *t = sim_device(m, q);
-        memcpy(t, x->tokens, (size_t)MIN(x->n_known, x->from + x->n_rows) * sizeof *t);
+        memcpy(t, x->tokens, (size_t)MIN(x->n_known + x->n_drafts, x->from + x->n_rows) * sizeof *t);
         for (int p = x->from; p < x->from + x->n_rows; p++, rows++) {
             int kv_slot = kv_block_table(&s->kv, q)[p / B] * B + p % B;
             CHECK(!m->written[kv_slot]); /* no two rows of a step write the same kv_slot */
@@ -157,10 +162,37 @@ static void sim_run(sched_sim *m, int n_rows) {
             CHECK(at && *at == sim_hash(t, p + 1));
         }
         if (!x->is_sampled) continue;
-        CHECK(!x->no_run_ahead || x->n_known == n);
+        CHECK(!(x->no_run_ahead || x->awaits_draft || x->n_drafts) || x->n_known == n - x->n_drafts);
+        CHECK(x->n_rows == 1 + x->n_drafts || x->is_prefill);
         bool end;
-        t[n] = sim_next_token(m, t, n, x->sample, &end);
-        m->pending[m->n_pending++] = (sim_pending){q, m->step, x->generation, t[n]};
+        for (int p = n - 1 - x->n_drafts; p < n; p++) {
+            const int32_t token = sim_next_token(m, t, p + 1, x->sample, &end);
+            m->pending[m->n_pending++] = (sim_pending){q, m->step, x->generation, token, t[p], p, p >= n - x->n_drafts};
+            if (p == n - 1) t[n] = token;
+        }
+    }
+}
+
+/* Drafts for some of the sequences that may have them: right ones, and such that are wrong in some
+ * place. Some sequences wait for their last token, as if drafts were to follow. */
+static void sim_make_drafts(sched_sim *m) {
+    scheduler *s = &m->s;
+    for (int q = 0; q < s->config.max_seqs && m->max_drafts; q++) {
+        sched_seq *x = &s->seqs[q];
+        if (x->state != SCHED_DECODE || x->no_run_ahead) continue;
+        if (x->n_known < x->n_planned) {
+            if (!x->n_drafts) x->awaits_draft = rnd(&m->draft_rng) % 2;
+            continue;
+        }
+        bool end;
+        x->awaits_draft = false;
+        const int most = MIN(m->max_drafts, x->limit - x->n_known - 1);
+        const int n = (int)(rnd(&m->draft_rng) % (uint64_t)(most + 1));
+        for (int i = x->n_known; i < x->n_known + n; i++) {
+            x->tokens[i] = sim_next_token(m, x->tokens, i, x->sample, &end);
+            if (rnd(&m->draft_rng) % 4 == 0) x->tokens[i] = (int32_t)(rnd(&m->draft_rng) % (uint64_t)m->vocab);
+        }
+        x->n_drafts = (uint8_t)n;
     }
 }
 
@@ -172,7 +204,16 @@ static void sim_commit_due(sched_sim *m) {
         sim_pending r = m->pending[n];
         sched_seq *x = &s->seqs[r.q];
         bool end = false;
+        if (r.behind && x->generation == r.generation) {
+            if (x->n_known != r.pos + 1 || x->tokens[r.pos] != r.id) {
+                m->n_rejected++;
+                continue;
+            }
+            sched_accept_draft(s, r.q);
+            m->n_accepted++;
+        }
         if (x->generation == r.generation) {
+            CHECK(x->n_known == r.pos + 1);
             int32_t want = sim_next_token(m, x->tokens, x->n_known, x->sample, &end);
             CHECK(want == r.token);
             m->n_tokens++;
@@ -231,6 +272,7 @@ static void sim_check_admission(sched_sim *m, uint32_t admissions_before) {
 
 static int sim_step(sched_sim *m, bool check) {
     uint32_t admissions = m->s.n_admissions;
+    sim_make_drafts(m);
     int n = sched_plan(&m->s);
     m->step++;
     if (check) sim_check(m), sim_check_admission(m, admissions);
@@ -253,10 +295,11 @@ static int sim_submit(sched_sim *m, uint64_t *rng, int n_prompt, int n, int max_
 }
 
 /* Random requests, early and late ends, preemptions and cancels, in pools that are too small. */
-static int64_t sim_random(sched_config c, int lag, uint64_t seed, int n_steps) {
+static int64_t sim_random_drafts(sched_config c, int lag, uint64_t seed, int n_steps, int max_drafts, int64_t *n_accepted, int64_t *n_rejected) {
     sched_sim m;
     uint64_t rng = seed;
     sim_open(&m, c, 3, 2 + (int)(seed % 3) * 12, lag);
+    m.max_drafts = max_drafts, m.draft_rng = seed + 1;
     int alive[64], n_alive = 0;
     int longest = MIN(c.max_len, c.n_pages * c.B + 1);
     for (int i = 0; i < n_steps && !check_failed; i++) {
@@ -278,9 +321,28 @@ static int64_t sim_random(sched_config c, int lag, uint64_t seed, int n_steps) {
     CHECK(m.s.n_seqs_free == c.max_seqs && m.s.first_queued < 0 && !m.s.n_unstarted);
     CHECK(kv_n_available(&m.s.kv) == c.n_pages);
     int64_t n = m.s.n_preempted;
+    *n_accepted += m.n_accepted, *n_rejected += m.n_rejected;
     if (check_failed) printf("seed %llu\n", (unsigned long long)seed);
     sim_close(&m);
     return n;
+}
+static int64_t sim_random(sched_config c, int lag, uint64_t seed, int n_steps) {
+    int64_t unused = 0;
+    return sim_random_drafts(c, lag, seed, n_steps, 0, &unused, &unused);
+}
+
+/* Drafts in pools that are too small, with windows, and with all rows of a step taken. */
+static void sim_random_with_drafts(void) {
+    int64_t n = 0, n_accepted = 0, n_rejected = 0, n_windowed = 0;
+    for (uint64_t seed = 1; seed <= 240 && !check_failed; seed++) {
+        sched_config c = {2, 5, 3, 4, 10, (int)(seed % 4), 0, {0}};
+        if (seed % 4 == 1) c = (sched_config){2, 30, 8, 12, 40, (int)(seed % 8), 0, {0}};
+        if (seed % 4 == 2) c = (sched_config){4, 64, 8, 40, 60, 0, 1 + (int)(seed % 11), {0}};
+        if (seed % 4 == 3) c = (sched_config){2, 40, 3, 12, 40, (int)(seed % 8), 1 + (int)(seed % 7), {0}};
+        n_windowed += c.window && sched_n_windowed(&c) > 0;
+        n += sim_random_drafts(c, (int)(seed % 3), seed, 90, 1 + (int)(seed % 5), &n_accepted, &n_rejected);
+    }
+    CHECK_MSG(n > 50 && n_accepted > 2000 && n_rejected > 2000 && n_windowed > 50, "%d %d %d %d", (int)n, (int)n_accepted, (int)n_rejected, (int)n_windowed);
 }
 
 static void sim_random_tiny(void) {
@@ -733,5 +795,6 @@ static const struct test sched_tests[] = {{"sched: snapshots of states", sim_sta
                                           {"sched: preempted, prefilled again in chunks", sim_preempted_in_chunks},
                                           {"sched: preempted sequences hold all seqs", sim_preempted_hold_all_seqs},
                                           {"sched: cold start fills the batch", sim_cold_start},
+                                          {"sched: drafts", sim_random_with_drafts},
                                           {"sched: last pages of many prompts are copied", sim_last_pages_of_many_prompts},
                                           {0}};

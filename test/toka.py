@@ -38,6 +38,7 @@ class _Options(C.Structure):
                 ("kv_tokens", C.c_int64), ("no_prefix_caching", C.c_bool), ("enforce_eager", C.c_bool),
                 ("gpu_memory_utilization", C.c_double), ("dtype", _TEXT), ("quantization", _TEXT), ("score_tokens", _TEXT),
                 ("kv_cache_dtype", _TEXT), ("kv_cache_dtype_skip_layers", _TEXT),
+                ("speculative_config", _TEXT), ("num_speculative_tokens", C.c_int),
                 ("progress", C.c_void_p), ("progress_user", C.c_void_p)]
 
 
@@ -45,7 +46,7 @@ class _Info(C.Structure):
     _fields_ = [("model_name", _TEXT), ("architecture", _TEXT), ("device", _TEXT), ("n_parameters", C.c_int64), ("n_layers", C.c_int),
                 ("n_heads", C.c_int), ("n_kv_heads", C.c_int), ("head_size", C.c_int), ("width", C.c_int), ("mlp_width", C.c_int),
                 ("vocab_size", C.c_int), ("max_model_len", C.c_int), ("bos_id", C.c_int), ("eos_id", C.c_int),
-                ("has_chat_template", C.c_int), ("not_on_gpu", _TEXT)]
+                ("has_chat_template", C.c_int), ("not_on_gpu", _TEXT), ("no_drafts", _TEXT)]
 
 
 class _Sampling(C.Structure):
