@@ -26,6 +26,7 @@ static const char *check_why = "";
     do { \
         if (!(cond)) check_failed++, printf("%s:%d: failed: %s: ", __FILE__, __LINE__, #cond), printf(__VA_ARGS__), puts(""); \
     } while (0)
+#define FAST (getenv("TOKA_TESTS") && !strcmp(getenv("TOKA_TESTS"), "fast")) /* a short run of all tests */
 #define SKIP(n, why) (check_skipped += (n), check_why = (why))
 
 /* Path of a file of the public test data (in TOKA_TEST_DATA, else ../shared/data), or NULL if it
