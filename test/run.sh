@@ -2,7 +2,7 @@
 # test/run.sh - builds toka, then runs tests. The last line is 'N passed, N failed, N skipped'. The exit status is 1 if a test
 # failed.
 #
-#   test/run.sh                   tests of every kind, in some 9 minutes on two cores. It leaves out tests that take more than
+#   test/run.sh                   tests of every kind, in some 10 minutes on two cores. It leaves out tests that take more than
 #                                 3 s each, TSan, the server under sanitizers, GPU architectures but sm_90a, and other toolkits
 #   TOKA_TESTS=all test/run.sh    everything, in about 40 minutes on two cores
 #   TOKA_TESTS=peers test/run.sh  comparisons with PyTorch, transformers, vLLM and Jinja2, as far as their packages are installed

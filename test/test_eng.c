@@ -558,7 +558,8 @@ static void test_many_threads(void) {
     for (int i = 0; i < N; i++) CHECK(!pthread_join(thread[i], NULL) && arg[i].ok);
     getrusage(RUSAGE_SELF, &after);
     const long sleeps = after.ru_nvcsw - before.ru_nvcsw;
-    CHECK_MSG(sleeps < 10 * N, "%ld times a thread went to sleep, of %d", sleeps, N);
+    /* if each of the 40 steps woke all threads: over 40 * N. On a busy machine locks are waited for, too */
+    CHECK_MSG(sleeps < 20 * N, "%ld times a thread went to sleep, of %d", sleeps, N);
     CHECK(!t->engine->waiters);
     toka_close(t);
 }
