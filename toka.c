@@ -12793,7 +12793,7 @@ typedef struct kv_cache { /* owns its arrays */
                               * ones */
     int *windowed_free_list; /* [n_windowed_free] stack of free ones; capacity n_windowed */
     bool has_states;
-    int n_snapshots;         /* with has_states, as the next two */
+    int n_snapshots, n_snapshots_used; /* with has_states, as the next two; that pages have */
     int *snapshot_of;        /* [n_pages] the snapshot at the end of a page; -1: none */
     kv_snapshot *snapshots;  /* [n_snapshots + 1]; the last one is both ends of the list */
 } kv_cache;
@@ -12939,6 +12939,7 @@ static void kv_snapshot_drop(kv_cache *cache, int page) {
     const int id = cache->snapshot_of[page];
     cache->snapshot_of[page] = -1;
     cache->snapshots[id].page = -1;
+    cache->n_snapshots_used--;
     kv_snapshot_move(cache, id, true);
 }
 
@@ -12960,6 +12961,7 @@ static int kv_snapshot_take(kv_cache *cache, int page, int64_t now) {
     if (cache->snapshots[id].page >= 0) kv_snapshot_drop(cache, cache->snapshots[id].page);
     cache->snapshots[id].page = page;
     cache->snapshot_of[page] = id;
+    cache->n_snapshots_used++;
     return kv_snapshot_use(cache, page, now);
 }
 
@@ -13717,6 +13719,7 @@ typedef struct scheduler {
     int64_t n_preempted;     /* since open: preemptions */
     int64_t n_prompt_tokens; /* since open: prompt tokens of started sequences, each once */
     int64_t n_prompt_hits;   /* those of them that were not computed: found or copied */
+    int64_t n_snapshot_hits; /* since open: sequences that began with a snapshot */
 } scheduler;
 
 /* ---- Token buffers ---- */
@@ -14059,6 +14062,7 @@ static int sched_prefill_state(scheduler *sched, int seq, int n) {
     if (from == sequence->n_computed) return n;
     sequence->state_from = sched->config.max_seqs +
                            kv_snapshot_use(&sched->kv, table[from / B - 1], sched->now);
+    sched->n_snapshot_hits++;
     if (sequence->was_preempted) return n;
     if (!sequence->n_computed) sequence->n_prefix_hits = from;
     sched->n_prompt_hits += from - sequence->n_computed;
@@ -27485,6 +27489,9 @@ static int eng_open(eng **out, const toka_backend *backend, const mf_model *file
     engine->max_len = shape->max_len;
     engine->max_seqs = engine->n_replicas * config.max_seqs;
     engine->stats.kv_pages = engine->n_replicas * config.n_pages;
+    engine->stats.windowed_pages = engine->n_replicas * sched_n_windowed(&config);
+    engine->stats.states = config.states.used ? engine->n_replicas * config.max_seqs : 0;
+    engine->stats.snapshots = engine->n_replicas * config.states.n_snapshots;
     engine->published = engine->stats;
     *out = engine;
     return 0;
@@ -28414,9 +28421,28 @@ SERVER_ONLY static int64_t eng_windowed_tokens(const eng *engine) {
            engine->backend->page_tok;
 }
 
+/* Counts windowed pages and states. */
+static void eng_count_kinds(eng *engine) {
+    toka_stats *stats = &engine->stats;
+    stats->windowed_pages_used = stats->states_used = stats->snapshots_used = 0;
+    stats->snapshot_hits = 0;
+    for (int i = 0; i < engine->n_replicas; i++) {
+        const scheduler *sched = &engine->replicas[i].sched;
+        const kv_cache *kv = &sched->kv;
+        stats->windowed_pages_used +=
+            kv->n_windowed - kv->n_windowed_free - kv->n_windowed_cached;
+        if (kv->has_states) stats->states_used += sched->n_running;
+        stats->snapshots_used += kv->n_snapshots_used;
+        stats->snapshot_hits += sched->n_snapshot_hits;
+    }
+    stats->windowed_pages_peak = MAX(stats->windowed_pages_peak, stats->windowed_pages_used);
+    stats->states_peak = MAX(stats->states_peak, stats->states_used);
+}
+
 /* Updates the statistics and copies them to `published`, which other threads read. */
 static void eng_publish_stats(eng *engine) {
     toka_stats *stats = &engine->stats;
+    if (stats->windowed_pages || stats->states) eng_count_kinds(engine);
     stats->run_s = 0;
     stats->running = stats->waiting = 0;
     stats->prompt_tokens = stats->prompt_tokens_shared = stats->preemptions = 0;
@@ -37616,6 +37642,15 @@ static void run_report_print(const run_report *report) {
                                                     (double)stats->drafts),
                 100 * run_ratio((double)stats->draft_tokens_accepted, (double)stats->draft_tokens),
                 1 + run_ratio((double)stats->draft_tokens_accepted, (double)stats->drafts));
+    if (stats->windowed_pages)
+        fprintf(stderr, "  %d pages of layers with a window, at most %d of them held\n",
+                stats->windowed_pages, stats->windowed_pages_peak);
+    if (stats->states)
+        fprintf(stderr,
+                "  %d states, at most %d of them used; %d snapshots, %d of them kept; "
+                "%lld sequences began with one\n",
+                stats->states, stats->states_peak, stats->snapshots, stats->snapshots_used,
+                (long long)stats->snapshot_hits);
     if (report->timed) run_report_print_device(report), run_report_print_ranks(report);
 }
 
@@ -37639,7 +37674,14 @@ static int run_report_write(const run_state *run, const run_report *report, toka
                   {"drafts", stats->drafts},
                   {"draft_tokens", stats->draft_tokens},
                   {"draft_tokens_accepted", stats->draft_tokens_accepted},
-                  {"kv_pages", stats->kv_pages}};
+                  {"kv_pages", stats->kv_pages},
+                  {"windowed_pages", stats->windowed_pages},
+                  {"windowed_pages_peak", stats->windowed_pages_peak},
+                  {"states", stats->states},
+                  {"states_peak", stats->states_peak},
+                  {"snapshots", stats->snapshots},
+                  {"snapshots_used", stats->snapshots_used},
+                  {"snapshot_hits", stats->snapshot_hits}};
     const struct {
         const char *name;
         double value;
@@ -40107,6 +40149,18 @@ static void srv_put_drafts(buf *out, const toka_stats *stats, const char *labels
     if (n_places) srv_put_labeled(out, labels, &counter);
 }
 
+/* Metrics of the states of linear mixers. */
+static void srv_put_states(buf *out, const char *labels, const toka_stats *stats) {
+    srv_put_series(out, "state_cache_usage_perc", "gauge",
+                   "Share of the states of linear mixers that running samples have.", labels,
+                   (double)stats->states_used / stats->states);
+    srv_put_series(out, "state_snapshots", "gauge", "Snapshots of states that prefixes have.",
+                   labels, stats->snapshots_used);
+    srv_put_series(out, "state_snapshot_hits_total", "counter",
+                   "Samples that began with a snapshot, also after a preemption.", labels,
+                   (double)stats->snapshot_hits);
+}
+
 /* Appends all metrics in Prometheus' text format 0.0.4. Names after the prefix, units and meanings
  * are vLLM's. Where vLLM counts its engine's requests, toka counts samples. */
 static void srv_put_metrics(buf *out, const srv_metrics *metrics, const toka_stats *stats,
@@ -40126,6 +40180,11 @@ static void srv_put_metrics(buf *out, const srv_metrics *metrics, const toka_sta
     srv_put_series(out, "kv_cache_usage_perc", "gauge",
                    "Share of the KV cache held by running samples, 1 is all of it.", labels,
                    stats->kv_pages ? (double)stats->kv_pages_used / stats->kv_pages : 0);
+    if (stats->windowed_pages)
+        srv_put_series(out, "windowed_cache_usage_perc", "gauge",
+                       "The same share of the pages of layers with a window.", labels,
+                       (double)stats->windowed_pages_used / stats->windowed_pages);
+    if (stats->states) srv_put_states(out, labels, stats);
     srv_put_series(out, "prefix_cache_queries_total", "counter",
                    "Prompt tokens looked up in the prefix tree.", labels,
                    (double)stats->prompt_tokens);

@@ -487,6 +487,14 @@ typedef struct toka_stats { /* since toka_open, as of the last step. An event is
     int64_t masks_made; /* of these, for places of a grammar where no row had been before; the
                            others were kept */
     double mask_s;   /* seconds spent on masks */
+    /* 0 if the model has no such layers */
+    int windowed_pages;      /* pages of layers with a window, which keep only their window */
+    int windowed_pages_used; /* of these, held by running samples */
+    int windowed_pages_peak; /* the most that were held at once */
+    int states, states_used; /* states of linear mixers, one a sample; of running samples */
+    int states_peak;         /* the most at once */
+    int snapshots, snapshots_used; /* copies of states that are kept; that belong to a prefix */
+    int64_t snapshot_hits;   /* how often a sample began with one */
 } toka_stats;
 
 /* Thread: any, also in callbacks. */

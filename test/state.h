@@ -95,6 +95,7 @@ static const char *kv_check_snapshots(const kv_cache *k) {
         REQUIRE(k->pages[p].parent == KV_NOT_IN_TREE || k->pages[p].computed);
         n_used++;
     }
+    REQUIRE(n_used == k->n_snapshots_used);
     for (int id = k->snapshots[k->n_snapshots].newer; id != k->n_snapshots; id = k->snapshots[id].newer, n_list++) {
         const kv_snapshot *x = &k->snapshots[id], *newer = &k->snapshots[x->newer];
         REQUIRE(n_list < k->n_snapshots && newer->older == id);
