@@ -33010,6 +33010,19 @@ static int api_put_kwargs(const api_request *request, const api_body *body, buf 
     return 0;
 }
 
+static int api_check_tool(api_request *request, const json *tool, toka_err *e) {
+    const json *type = json_get(tool, "type"), *function = json_get(tool, "function");
+    const json *parameters = json_get(function, "parameters");
+    if (type && type->type == JSON_STRING && !str_is(json_str(type), "function"))
+        return API_UNSUPPORTED(request, "tools: only functions are supported, not '%.*s'",
+                               STRF(json_str(type)));
+    if (!api_tool_name(tool).n) return API_INVALID("tools: expected functions with a name");
+    if (parameters && parameters->type != JSON_OBJECT && parameters->type != JSON_NULL)
+        return API_INVALID("tools: '%.*s': parameters: expected an object",
+                           STRF(api_tool_name(tool)));
+    return 0;
+}
+
 /* Writes a tool. The template of GPT-OSS fails without a description (describe). */
 static void api_put_tool(const json *tool, bool describe, buf *out) {
     const json *function = json_get(tool, "function");
@@ -33051,8 +33064,10 @@ static int api_put_chat_context(api_request *request, const api_body *body, buf 
         json_put_key(out, "tools"), json_put_open(out, '[');
         const parse_format *format = parse_find_format(NULL, chat ? chat->source : STR(""));
         const bool describe = format && format->flags & PARSE_HARMONY;
-        JSON_EACH(tool, tools)
+        JSON_EACH(tool, tools) {
+            if (api_check_tool(request, tool, e)) return e->code;
             if (api_allows_tool(choice.allowed, tool)) api_put_tool(tool, describe, out);
+        }
         json_put_close(out, ']');
     }
     if (body->documents) json_put_key(out, "documents"), json_put_value(out, body->documents);

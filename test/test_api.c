@@ -395,19 +395,19 @@ static void api_check_context(const char *body, const char *want) {
 
 static void test_api_context(void) {
     api_check_context("{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":\"a\"},{\"type\":\"text\",\"text\":\"b\"}],"
-                      "\"name\":\"n\"}],\"tools\":[{\"t\":1}],\"documents\":[2],\"chat_template_kwargs\":{\"k\":true}}",
+                      "\"name\":\"n\"}],\"tools\":[{\"t\":1,\"function\":{\"name\":\"f\"}}],\"documents\":[2],\"chat_template_kwargs\":{\"k\":true}}",
                       "{\"messages\":[{\"role\":\"user\",\"content\":\"a\\nb\",\"name\":\"n\"}],\"add_generation_prompt\":true,"
-                      "\"tools\":[{\"t\":1}],\"documents\":[2],\"k\":true}");
+                      "\"tools\":[{\"t\":1,\"function\":{\"name\":\"f\"}}],\"documents\":[2],\"k\":true}");
     api_check_context("{\"messages\":[{\"role\":\"assistant\",\"content\":null,\"tool_calls\":[{\"id\":\"x\",\"function\":{\"name\":\"f\","
                       "\"arguments\":\"{\\\"a\\\": [1, {}]}\"}},{\"function\":{\"name\":\"g\",\"arguments\":\"broken\"}}]}],"
-                      "\"tools\":[{\"t\":1}],\"tool_choice\":\"none\",\"add_generation_prompt\":false}",
+                      "\"tools\":[{\"t\":1,\"function\":{\"name\":\"f\"}}],\"tool_choice\":\"none\",\"add_generation_prompt\":false}",
                       "{\"messages\":[{\"role\":\"assistant\",\"content\":\"\",\"tool_calls\":[{\"id\":\"x\",\"function\":{\"name\":\"f\","
                       "\"arguments\":{\"a\":[1,{}]}}},{\"function\":{\"name\":\"g\",\"arguments\":\"broken\"}}]}],"
                       "\"add_generation_prompt\":false}");
     api_check_context("{\"messages\":[{\"role\":\"user\",\"content\":\"a\"}],\"tools\":[]}",
                       "{\"messages\":[{\"role\":\"user\",\"content\":\"a\"}],\"add_generation_prompt\":true}");
-    api_check_context("{\"messages\":[{\"role\":\"user\",\"content\":\"a\"}],\"tools\":[{\"a\":1.0,\"b\":[0.0,-0.0,1e2,1],\"c\":0.5,\"d\":1E20}]}",
-                      "{\"messages\":[{\"role\":\"user\",\"content\":\"a\"}],\"add_generation_prompt\":true,\"tools\":[{\"a\":1.0,"
+    api_check_context("{\"messages\":[{\"role\":\"user\",\"content\":\"a\"}],\"tools\":[{\"function\":{\"name\":\"f\"},\"a\":1.0,\"b\":[0.0,-0.0,1e2,1],\"c\":0.5,\"d\":1E20}]}",
+                      "{\"messages\":[{\"role\":\"user\",\"content\":\"a\"}],\"add_generation_prompt\":true,\"tools\":[{\"function\":{\"name\":\"f\"},\"a\":1.0,"
                       /* 1.0 and 1 are different texts */
                       "\"b\":[0.0,-0.0,100.0,1],\"c\":0.5,\"d\":1e+20}]}");
     /* what clients send back from an answer */

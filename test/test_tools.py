@@ -313,6 +313,15 @@ def test_refusals(api):
     assert "uniqueItems" in str(e.value)
 
 
+@pytest.mark.parametrize("tools", [[7], [{}], [{"type": "function", "function": {"name": ""}}], [{"type": "function", "function": {"name": 5}}],
+                                   [{"type": "retrieval", "function": {"name": "f"}}], [TOOLS[0], {"type": "custom", "custom": {"name": "f"}}],
+                                   [{"type": "function", "function": {"name": "f", "parameters": "x"}}], {"type": "function"}, "f"])
+def test_tools_that_are_none(server, tools):
+    for path in ("/v1/chat/completions", "/tokenize"):
+        answer = server.post(path, {"messages": [{"role": "user", "content": "one"}], "tools": tools})
+        assert answer.status == 400 and answer.error()["param"] == "tools", answer.body
+
+
 def test_special_tokens_and_flags(tmp_path):
     folder = str(tmp_path)
     write_model(folder, DEEPSEEK, "{# <｜tool▁sep｜> ```json #}{{ enable_thinking }}", special=DS)
