@@ -31857,7 +31857,6 @@ typedef struct api_watch { /* what the driving thread knows of a sample with sto
     tok_stream stream;
     parser parser;
     int n_tokens;
-    bool open;
 } api_watch;
 
 typedef struct api_prompt { /* one prompt, which is one request of the engine */
@@ -31871,7 +31870,8 @@ typedef struct api_prompt { /* one prompt, which is one request of the engine */
     api_tokens logprobs; /* tokens of the prompt with their log-probabilities, if wanted */
     int n_logprobs;
     buf waiting;         /* streaming: records of samples that came before the end of the prompt */
-    api_watch *watches;  /* [n] of the driving thread (api_watch_event); NULL: none yet */
+    api_watch **watches; /* [n] of the driving thread (api_watch_event), of the samples that have
+                          * begun and not ended; NULL: none yet */
 } api_prompt;
 
 struct api_body;
@@ -33333,8 +33333,7 @@ static int api_check_answer_size(const api_request *request, const api_body *bod
     const double max_bytes = (double)request->config->max_answer_bytes,
                  per_token = api_token_bytes(request);
     const int n_choices = request->n_samples * request->n_prompts;
-    const size_t per_choice =
-        sizeof(api_choice) + (request->parses ? sizeof(parser) + sizeof(api_watch) : 0);
+    const size_t per_choice = sizeof(api_choice) + (request->parses ? sizeof(parser) : 0);
     double repeated = 0, bytes = (double)n_choices * (double)per_choice;
     int longest = 0;
     for (int i = 0; i < request->n_prompts && !request->stream; i++) {
@@ -33390,8 +33389,7 @@ static void api_stream_init(const api_prompt *prompt, tok_stream *stream) {
 static void api_choices_init(api_request *request) {
     request->choices = mem_zalloc((size_t)request->n_choices * sizeof *request->choices);
     request->held_bytes += (size_t)request->n_choices *
-                           (sizeof *request->choices + (request->parses ? sizeof(parser) : 0) +
-                            (request->parse.n_stop ? sizeof(api_watch) : 0));
+                           (sizeof *request->choices + (request->parses ? sizeof(parser) : 0));
     for (int i = 0; i < request->n_choices; i++) {
         api_choice *choice = &request->choices[i];
         const api_prompt *prompt = &request->prompts[i / request->n_samples];
@@ -33472,11 +33470,12 @@ static int api_parse_json(const api_config *config, enum api_route route, const 
     return code;
 }
 
-static void api_watch_free(api_watch *watch) {
-    if (!watch->open) return;
-    tok_stream_free(&watch->stream);
-    parser_free(&watch->parser);
-    watch->open = false;
+static void api_watch_free(api_watch **watch) {
+    if (!*watch) return;
+    tok_stream_free(&(*watch)->stream);
+    parser_free(&(*watch)->parser);
+    free(*watch);
+    *watch = NULL;
 }
 
 static void api_free(api_request *request) {
@@ -34221,11 +34220,11 @@ static int api_watch_event(api_prompt *prompt, toka_event *event) {
     if (!request->parse.n_stop || event->sample < 0 || event->finish >= TOKA_CANCELLED) return 0;
     if (!prompt->watches)
         prompt->watches = mem_zalloc((size_t)request->n_samples * sizeof *prompt->watches);
-    api_watch *watch = &prompt->watches[event->sample];
-    if (!watch->open) {
+    api_watch *watch = prompt->watches[event->sample];
+    if (!watch) {
+        watch = prompt->watches[event->sample] = mem_zalloc(sizeof *watch);
         api_stream_init(prompt, &watch->stream);
         parser_init(&watch->parser, &request->parse);
-        watch->open = true;
     }
     api_put_token_text(prompt, &watch->stream, event->id, event->stop_id, event->finish, &text);
     api_feed_parser(prompt, &watch->parser, watch->n_tokens, event->finish, buf_view(&text));
@@ -34237,7 +34236,7 @@ static int api_watch_event(api_prompt *prompt, toka_event *event) {
         event->finish = TOKA_STOP;
         event->stop_text = watch->parser.stop.matched_index;
     }
-    if (event->finish != TOKA_RUNNING) api_watch_free(watch);
+    if (event->finish != TOKA_RUNNING) api_watch_free(&prompt->watches[event->sample]);
     return stopped ? TOKA_END_SAMPLE : 0;
 }
 

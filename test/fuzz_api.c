@@ -28,7 +28,7 @@ static const int t_width = 256; /* of test/model */
 static void answer(api_request *c, const uint8_t *data, size_t size) {
     buf records = {0}, out = {0};
     for (int k = 0; k < c->n_prompts; k++) {
-        const api_prompt *p = &c->prompts[k];
+        api_prompt *p = &c->prompts[k];
         int32_t top_ids[TOKA_MAX_LOGPROBS];
         float top[TOKA_MAX_LOGPROBS];
         for (int i = 0; i < TOKA_MAX_LOGPROBS; i++) top_ids[i] = data[(size_t)(i * 5) % size], top[i] = -(float)i;
@@ -49,8 +49,11 @@ static void answer(api_request *c, const uint8_t *data, size_t size) {
                 ev.id = ev.sample < 8 ? data[(size_t)(i + ev.sample) % size] * 8 : -1, ev.n_top = ev.id < 0 ? 0 : MAX(p->engine_request.sampling.logprobs, 0);
                 ev.finish = ev.id < 0 ? TOKA_CANCELLED : i == 2 ? TOKA_LENGTH : TOKA_RUNNING;
                 ev.text = p->engine_request.sampling.n_stop ? "ab" : NULL, ev.text_bytes = 2;
-                api_pack_event(p, &ev, &records);
-                if (ev.id < 0) break;
+                toka_event seen = ev;
+                const int end = api_watch_event(p, &seen);
+                if (end && (end != TOKA_END_SAMPLE || seen.finish != TOKA_STOP || seen.stop_text < 0)) abort();
+                api_pack_event(p, &seen, &records);
+                if (ev.id < 0 || end) break;
             }
     }
     api_feed(c, buf_view(&records), &out);
