@@ -31948,6 +31948,7 @@ typedef struct api_request {
     int n_left;          /* choices that have not ended */
     toka_finish failure; /* TOKA_FAILED or TOKA_CANCELLED if one of them ended a choice; else 0 */
     int64_t n_prompt_tokens, n_output_tokens, n_cached_tokens;
+    int64_t n_output_chars; /* characters of the samples' texts */
     int64_t n_reasoning_tokens;           /* output tokens until the end of the reasoning */
     buf chunk_prefix;                     /* streaming: the bytes that every chunk begins with */
     buf token_text;                       /* streaming: text of the current token */
@@ -34262,10 +34263,12 @@ static void api_feed_sample(api_request *request, api_prompt *prompt, const api_
         request->n_output_tokens++;
         if (api_wants_tokens(request)) api_tokens_add(&choice->tokens, record, rest);
     }
+    const size_t n_text = text->n;
     if (record->has_text) buf_put(text, rest.p + rest.n - record->n_text, record->n_text);
     else
         api_put_token_text(prompt, &choice->stream, record->id, record->stop_id, record->finish,
                            text);
+    request->n_output_chars += utf8_count(str_sub(buf_view(text), n_text, text->n));
     if (choice->parser) {
         const bool thinking = parser_is_thinking(choice->parser);
         api_feed_parser(prompt, choice->parser, choice->n_tokens - (record->id >= 0),
@@ -36177,6 +36180,7 @@ typedef struct run_state { /* a running batch */
     double t_start;              /* start */
     double t_shown, t_files;     /* when progress was last shown; weight files were last checked */
     int64_t n_written, n_errors; /* lines written by this run; error records among them */
+    int64_t n_output_chars;      /* characters of the answers in them */
     bool warned_full;            /* warned once that the disk is full */
 
     pthread_mutex_t lock;
@@ -36869,6 +36873,7 @@ static int run_write_line(run_state *run, run_line *line, buf *out, toka_err *e)
     atomic_llong *count = line->error ? run->options->n_failed : run->options->n_completed;
     run->n_written++;
     run->n_errors += line->error != NULL;
+    run->n_output_chars += line->error ? 0 : line->request.n_output_chars;
     if (count) ++*count;
     return 0;
 }
@@ -37458,6 +37463,7 @@ typedef struct run_rank_shares {
 
 typedef struct run_report { /* the numbers of a finished batch */
     double elapsed_s, output_rate, total_rate, prefix_hit_share, rows_per_step;
+    double character_rate;   /* of the answers of a batch; 0: a benchmark, which makes no text */
     /* shares of elapsed_s */
     double plan_share, run_share, commit_share, idle_share;
     bool timed;              /* the devices time their own steps; run_share is that of the first */
@@ -37634,13 +37640,17 @@ static void run_report_print(const run_report *report) {
     const toka_stats *stats = &report->stats;
     if (!stats->steps) return;
     fprintf(stderr,
-            "  prompt %lld tokens, %.1f %% from the prefix tree; output %lld tokens, %.1f tok/s; "
-            "%.1f tok/s in all\n"
+            "  prompt %lld tokens, %.1f %% from the prefix tree; output %lld tokens, %.1f tok/s",
+            (long long)stats->prompt_tokens, 100 * report->prefix_hit_share,
+            (long long)stats->output_tokens, report->output_rate);
+    if (report->character_rate > 0)
+        fprintf(stderr, ", %.0f characters/s", report->character_rate);
+    fprintf(stderr,
+            "; %.1f tok/s in all\n"
             "  %lld steps of %.1f tokens, %lld preemptions; device busy %.1f %%, idle %.1f %%; "
             "meanwhile planning %.1f %%, events %.1f %%\n",
-            (long long)stats->prompt_tokens, 100 * report->prefix_hit_share,
-            (long long)stats->output_tokens, report->output_rate, report->total_rate,
-            (long long)stats->steps, report->rows_per_step, (long long)stats->preemptions,
+            report->total_rate, (long long)stats->steps, report->rows_per_step,
+            (long long)stats->preemptions,
             100 * report->run_share, 100 * report->idle_share, 100 * report->plan_share,
             100 * report->commit_share);
     if (stats->masks)
@@ -37682,6 +37692,7 @@ static int run_report_write(const run_state *run, const run_report *report, toka
                   {"prompt_tokens", stats->prompt_tokens},
                   {"prompt_tokens_shared", stats->prompt_tokens_shared},
                   {"output_tokens", stats->output_tokens},
+                  {"output_characters", run->n_output_chars},
                   {"steps", stats->steps},
                   {"rows", stats->rows},
                   {"preemptions", stats->preemptions},
@@ -37701,6 +37712,7 @@ static int run_report_write(const run_state *run, const run_report *report, toka
         double value;
     } numbers[] = {{"elapsed_time", report->elapsed_s},
                    {"output_tokens_per_second", report->output_rate},
+                   {"output_characters_per_second", report->character_rate},
                    {"tokens_per_second", report->total_rate},
                    {"prefix_hit_share", report->prefix_hit_share},
                    {"mean_batch_size", report->rows_per_step},
@@ -37777,6 +37789,7 @@ static int run_batch(toka *t, const run_options *options, toka_err *e) {
         run.t_start = os_now();
         code = run_lines(&run, e);
         run_report report = run_report_make(t, os_now() - run.t_start);
+        report.character_rate = (double)run.n_output_chars / report.elapsed_s;
         if (!options->quiet) {
             fprintf(stderr, "toka batch: %lld lines in %.1f s, %lld of them errors",
                     (long long)run.n_written, report.elapsed_s, (long long)run.n_errors);
@@ -49790,6 +49803,7 @@ static const struct {
                    {"dp", "data-parallel-size"},
                    {"mem-fraction-static", "gpu-memory-utilization"},
                    {"system-prompt", "system"},
+                   {"model-path", "model"},
                    {"dataset-path", "dataset"},
                    {"V", "version"}};
 

@@ -438,6 +438,21 @@ def test_one_writer_at_a_time(tmp_path):
     assert "another toka batch" in err
 
 
+def test_a_report_has_characters_beside_tokens(tmp_path):
+    """Tokenizers differ; characters do not."""
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    chat = {"messages": [{"role": "user", "content": "Tom has 3 apples."}], "max_tokens": 9, "n": 2}
+    source.write_text("".join(json.dumps({"custom_id": str(i), **body}) + "\n" for i, body in enumerate(
+        ({"prompt": "Tom has", "max_tokens": 30, "n": 3}, chat, {"prompt": "Tom", "max_tokens": 5, "stop": "a"}, {"prompt": 5.5}))))
+    report, err = batch("-i", str(source), "-o", str(out), "--report", "-")
+    v, n = json.loads(report), 0
+    for line in map(json.loads, open(out)):
+        for choice in ((line.get("response") or {}).get("body") or {}).get("choices", []):
+            n += len(choice["text"] if "text" in choice else choice["message"]["content"])
+    assert v["output_characters"] == n > 100 and v["output_characters_per_second"] == pytest.approx(n / v["elapsed_time"], rel=1e-4)
+    assert re.search(r" tok/s, \d+ characters/s; ", err)
+
+
 def test_a_report_that_cannot_be_written(tmp_path):
     """The run ends before the first line is computed."""
     source, out = write_lines(tmp_path / "in.jsonl", [completion("a", "Tom", max_tokens=2)]), tmp_path / "out.jsonl"
