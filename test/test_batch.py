@@ -475,8 +475,8 @@ def test_a_report_with_the_name_of_another_file(tmp_path):
         assert list(read_results(out)) == ["a"] and "Tom" in open(source).read()
 
 
-@pytest.mark.parametrize("flags, words", [(["--temp", "-1"], "temperature"), (["--max-tokens", "-5"], "max_tokens"),
-                                          (["--min-tokens", "9", "-n", "5"], "min_tokens"), (["--stop", ""], "stop[0]"),
+@pytest.mark.parametrize("flags, words", [(["--temp", "-1"], "--temp: -1"), (["--max-tokens", "-5"], "--max-tokens: -5"),
+                                          (["--min-tokens", "9", "-n", "5"], "--min-tokens: 9"), (["--stop", ""], "--stop[0]"),
                                           (["--now", "soon"], "now")])
 def test_flags_that_are_invalid_for_all_lines(tmp_path, flags, words):
     source = write_lines(tmp_path / "in.jsonl", [completion("a", "Tom")])
@@ -570,8 +570,8 @@ def test_sizes_larger_than_memory(tmp_path):
     for args, status, words in ((["--kv-tokens", "400000000000"], 2, "memory"),
                                 (["--kv-tokens", "9000000000", "--max-num-seqs", "65536"], 2, "memory"),
                                 (["--kv-tokens", "99999999999999999999"], 1, "kv-tokens"),
-                                (["--max-num-seqs", "2000000000"], 1, "max_num_seqs"), (["--max-num-seqs", "65537"], 1, "max_num_seqs"),
-                                (["--max-num-batched-tokens", "65537"], 1, "max_num_batched_tokens")):
+                                (["--max-num-seqs", "2000000000"], 1, "--max-num-seqs: "), (["--max-num-seqs", "65537"], 1, "--max-num-seqs: "),
+                                (["--max-num-batched-tokens", "65537"], 1, "--max-num-batched-tokens: ")):
         began = time.monotonic()
         _, err = batch("-i", source, "-o", str(tmp_path / "out.jsonl"), *args, status=status)
         assert words in err and len(err.strip().splitlines()) == 1, err

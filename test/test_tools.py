@@ -699,7 +699,7 @@ def test_a_batch(tmp_path):
                        env={**os.environ, "TOKA_DEVICE": "cpu"})
         message = json.loads(out.read_text())["response"]["body"]["choices"][0]["message"]
         assert message["reasoning"] == "Look it up: yes." and len(message.get("tool_calls", [])) == calls
-    for flags, text in ((("--tool-call-parser", "herms"), "expected auto, none or one of"), (("--default-chat-template-kwargs", "[1]"), "expected a JSON object")):
+    for flags, text in ((("--tool-call-parser", "herms"), "did you mean hermes?"), (("--default-chat-template-kwargs", "[1]"), "expected a JSON object")):
         bad = subprocess.run([TOKA, "batch", "-m", folder, "-i", str(lines), "-o", str(tmp_path / "x"), *flags], capture_output=True, text=True,
                              env={**os.environ, "TOKA_DEVICE": "cpu"})
         assert bad.returncode == 1 and flags[0] in bad.stderr and text in bad.stderr
