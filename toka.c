@@ -45129,10 +45129,11 @@ static void accept_schema(accept_run *run, const json *line, arena *memory, acce
         counts->wrong_refused += wrong >> 1 & 1;
         counts->as_written += wrong >> 2 & 1;
         counts->indented += wrong >> 3 & 1;
-        if (details && wrong & 11)
+        if (details && wrong)
             fprintf(details, "%.*s:%s%s%s\n", STRF(name),
                     wrong & 1 ? " accepts a text that is not valid" : "",
-                    wrong & 2 ? " refuses a valid text" : "",
+                    wrong & 2   ? " refuses a valid text"
+                    : wrong & 4 ? " refuses a valid text in the order of the file" : "",
                     wrong & 8 ? " reads an indented text differently" : "");
         con_del(constraint);
     }
