@@ -121,6 +121,16 @@ static const struct con_case {
      "|<p k=\"a\" s=\"true\">true</p>|<p k=\"a\" s=\"false\">true</p>|<p k=\"a\" s=\"true\">x\n\"</p>", "<p k=\"a\" s=\"false\">x</p>|<p k=\"a\">x</p>"},
     {ST, "{\"type\":\"json_schema\",\"style\":{\"member\":\"%k=%v\"},\"json_schema\":{\"type\":\"object\",\"properties\":{\"a\":{\"type\":\"boolean\"},\"b\":{\"enum\":[null,\"x\",[true]]},\"c\":{}},\"required\":[\"a\"]}}",
      "a=True|a=False, b=None|a=True,b=[True]|a=True, b=\"x\", c={\"k\": [None, 1.5, \"y\"]}", "a=true|b=None|a=True b=None|a=True, b=null|{a=True}|a=True, c=null"},
+    /* objects with the same names share what other names may be, not their values */
+    {JS, "{\"type\":\"array\",\"items\":{\"anyOf\":[{\"type\":\"object\",\"properties\":{\"a\":{\"const\":1},\"b\":{}},\"required\":[\"a\"],\"additionalProperties\":{\"const\":1}},"
+         "{\"type\":\"object\",\"properties\":{\"a\":{\"const\":2},\"b\":{}},\"required\":[\"a\"],\"additionalProperties\":{\"const\":2}},"
+         "{\"type\":\"object\",\"properties\":{\"a\":{\"const\":3},\"ab\":{}},\"required\":[\"a\"],\"additionalProperties\":{\"const\":3}}]}}",
+     "[{\"a\":1,\"c\":1},{\"a\":2,\"c\":2},{\"a\":3,\"b\":3}]|[{\"a\":2,\"b\":1}]|[{\"a\":1,\"ab\":1}]", "[{\"a\":1,\"c\":2}]|[{\"a\":2,\"c\":1}]|[{\"a\":3,\"b\":1}]|[{\"a\":1,\"ab\":2}]"},
+    /* minLength 1 beside a pattern that matches "" and one that does not */
+    {JS, "{\"type\":\"string\",\"minLength\":1,\"pattern\":\"^a*$\"}", "\"a\"|\"aa\"", "\"\"|\"b\""},
+    {JS, "{\"type\":\"string\",\"minLength\":1,\"maxLength\":2,\"pattern\":\"^a+$\"}", "\"a\"|\"aa\"", "\"\"|\"aaa\""},
+    {JS, "{\"type\":\"string\",\"minLength\":1,\"pattern\":\"^a+$\"}", "\"a\"|\"aa\"", "\"\"|\"b\""},
+    {JS, "{\"type\":\"string\",\"minLength\":1,\"not\":{\"pattern\":\"^a\"}}", "\"b\"|\"ba\"", "\"\"|\"a\""},
     {JS, "{\"type\":\"string\",\"contentEncoding\":\"base64\",\"title\":\"t\",\"x-y\":1,\"if\":{}}", "\"\"", "1"},
 };
 
