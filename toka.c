@@ -27207,6 +27207,7 @@ static batch_work eng_batch_work(const toka_shape *shape, const toka_layer *laye
 static int eng_replica_init(eng_replica *replica, const sched_config *config, toka_err *e) {
     const toka_backend *backend = replica->engine->backend;
     draft_init(&replica->drafts, &replica->engine->drafts, config->max_seqs);
+    if (config->states.used) replica->drafts.config.method = DRAFT_NONE;
     /* with stages at least 2: the stages have work while one step is committed */
     replica->max_in_flight = MAX(backend->max_in_flight, replica->model.pp > 1 ? 2 : 1);
     assert(replica->max_in_flight <= ENG_MAX_IN_FLIGHT);
@@ -27465,7 +27466,6 @@ static int eng_open(eng **out, const toka_backend *backend, const mf_model *file
     if (drafts.method && !backend->has_drafts)
         return fail(e, TOKA_E_USE, "speculative_config: device %s has no speculative decoding",
                     backend->name);
-    if (shape->linear.n_layers) drafts.method = DRAFT_NONE;
     shape->B = backend->page_tok;
     sched_config config = {
         .B = shape->B, .max_seqs = max_seqs, .max_tokens = max_tokens,
@@ -28613,7 +28613,7 @@ static void eng_commit_oldest(eng_replica *replica) {
     double began = os_now();
     engine->stats.steps++;
     engine->stats.rows += inflight->batch.step.T;
-    if (engine->drafts.method)
+    if (replica->drafts.config.method)
         eng_time_drafts(replica, inflight, eng_verify_drafts(replica, inflight));
     eng_count_output(replica, inflight);
     eng_publish_stats(engine); /* before the events: a callback finds its token counted */
@@ -28849,6 +28849,13 @@ SERVER_ONLY static int eng_max_seqs(const eng *engine) { return engine->max_seqs
 /* Returns the name of the backend. */
 static const char *eng_device_name(const eng *engine) { return engine->backend->name; }
 SERVER_ONLY static bool eng_reads_files(const eng *engine) { return engine->backend->reads_files; }
+
+/* Returns why this model has no drafts although they were asked for, or NULL. */
+static const char *eng_no_drafts(const eng *engine) {
+    return engine->drafts.method && engine->files->shape.linear.n_layers
+               ? "layers with a state take no drafts: no speculative decoding"
+               : NULL;
+}
 
 /* Describes the device of the first rank in one line. */
 static const char *eng_describe_device(const eng *engine) {
@@ -29353,7 +29360,8 @@ toka_info toka_get_info(const toka *t) {
                        .bos_id = config->bos_id,
                        .eos_id = config->n_eos_ids ? config->eos_ids[0] : -1,
                        .has_chat_template = t->chat_template != NULL,
-                       .not_on_gpu = t->not_on_gpu.code ? t->not_on_gpu.msg : NULL};
+                       .not_on_gpu = t->not_on_gpu.code ? t->not_on_gpu.msg : NULL,
+                       .no_drafts = t->engine ? eng_no_drafts(t->engine) : NULL};
 }
 
 /* Appends how long toka_open took, phase by phase: "opened in 1.23 s: finding the device 0.10,
@@ -37398,6 +37406,8 @@ static void run_warn_unused(const toka *t) {
         fprintf(stderr, "toka: images are not supported: only the language model is loaded\n");
     if (t->files->has_mtp)
         fprintf(stderr, "toka: the layers that predict more than one token (mtp) are not used\n");
+    const char *no_drafts = toka_get_info(t).no_drafts;
+    if (no_drafts) fprintf(stderr, "toka: %s\n", no_drafts);
     if (config->rope.kind == MF_ROPE_LONGROPE)
         fprintf(stderr, "toka: RoPE has its %s factors, as sequences may have %s %g tokens\n",
                 config->rope.is_long ? "long" : "short",

@@ -541,13 +541,15 @@ def test_same_bytes_for_all_settings(tmp_path):
     want = None
     for i, args in enumerate((["--max-num-seqs", "128", "-t", "2"], ["--max-num-seqs", "3", "-t", "1"],
                               ["--max-num-seqs", "128", "--kv-tokens", "600", "-t", "2"],
-                              ["--max-num-seqs", "40", "--max-num-batched-tokens", "41", "--kv-tokens", "1500"])):
+                              ["--max-num-seqs", "40", "--max-num-batched-tokens", "41", "--kv-tokens", "1500"],
+                              ["--max-num-seqs", "40", "--speculative-config", '{"method":"suffix","num_speculative_tokens":5}'])):
         out, report = tmp_path / f"out{i}.jsonl", tmp_path / "report.json"
         batch("-i", source, "-o", str(out), "--max-model-len", "256", "--report", str(report), *args)
         lines = sorted(out.read_text().splitlines())
         want = want or lines
         assert lines == want, args
-        assert json.loads(report.read_text())["lines"] == 60
+        counts = json.loads(report.read_text())
+        assert counts["lines"] == 60 and (counts["draft_tokens"] >= counts["draft_tokens_accepted"] > 0) == ("--speculative-config" in args)
 
 
 @pytest.mark.slow

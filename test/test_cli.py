@@ -26,6 +26,17 @@ def last_number(text):
     return re.findall(r"-?\d+", text)[-1]
 
 
+# ---- Drafts ----
+
+@pytest.mark.parametrize("args, words", [
+    (["--speculative-config", '{"method":"eagle3","model":"x"}'], 'method "eagle3", expected ngram or suffix'),
+    (["--speculative-config", '{"method":"ngram","num_speculative_tokens":3}', "--num-speculative-tokens", "4"], "num_speculative_tokens is 4"),
+    (["--num-speculative-tokens", "99"], "num_speculative_tokens: 99, expected 0 to 16")])
+def test_drafts_that_are_not_there(args, words):
+    r = toka("-p", PROBLEM, *args)
+    assert r.returncode == 1 and r.stdout == b"" and words in r.stderr.decode()
+
+
 # ---- toka -p ----
 
 def test_embedded_model_answers():

@@ -93,10 +93,11 @@ def test_model(driver, tmp_path, name, device):
 
 # ---- Steps and ranks ----
 
-ENV = {**{k: v for k, v in os.environ.items() if not k.startswith("TOKA_")}, "TOKA_DEVICE": "cpu"}
+ENV = {**{k: v for k, v in os.environ.items() if not k.startswith("TOKA_")}, "TOKA_DEVICE": "cpu", "TOKA_DEBUG_DRAFTS": "1"}
 FAST = {"mistral", "gemma2", "gptoss-mxfp4", "deepseek3", "qwen3moe", "fp8-block-edge", "packed-32-zero", "qwen3next", "qwen35-tied"}  # in fast runs
 SAME = {"chunks": ["--max-num-batched-tokens", "16"], "few pages": ["--kv-tokens", "256"], "alone": ["--max-num-seqs", "1"],
-        "pipeline": ["--pipeline-parallel-size", "2"], "data": ["--data-parallel-size", "2"]}
+        "pipeline": ["--pipeline-parallel-size", "2"], "data": ["--data-parallel-size", "2"],
+        "drafts": ["--speculative-config", '{"method":"ngram","prompt_lookup_min":1}']}
 
 # Models with states: from zeros on; preempted, with snapshots of other sequences
 STATES = {"no snapshots": ["--no-enable-prefix-caching"], "preempted": ["--kv-tokens", "128"]}
@@ -160,6 +161,13 @@ def test_steps_and_ranks(tmp_path, name):
         return
     near = batch(tmp_path, spec, "tensor", flags)
     assert_near([json.loads(x) for x in near], [json.loads(x) for x in want])
+
+
+def test_states_take_no_drafts(tmp_path):
+    mw.write(tmp_path, mw.load("qwen3next"))
+    r = subprocess.run([TOKA, "batch", "-m", str(tmp_path), "-i", "-", "-o", str(tmp_path / "out"), "--num-speculative-tokens", "4"], env=ENV,
+                       cwd=ROOT, text=True, input=json.dumps({"custom_id": "a", "prompt": [5], "max_tokens": 9}), capture_output=True, timeout=60)
+    assert r.returncode == 0 and "toka: layers with a state take no drafts: no speculative decoding\n" in r.stderr
 
 
 def test_parts_that_are_not_used(tmp_path):

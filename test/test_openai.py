@@ -280,7 +280,8 @@ def test_metrics(api, server):
     assert grown["generation_tokens_total"] == 45 == a.usage.completion_tokens and grown["time_to_first_token_seconds_count"] >= 1
     assert grown["e2e_request_latency_seconds_count"] == 1
     core = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries_total", "prefix_cache_hits_total",
-            "num_preemptions_total", "prompt_tokens_total", "generation_tokens_total", "request_success_total",
+            "num_preemptions_total", "spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total",
+            "spec_decode_num_accepted_tokens_total", "prompt_tokens_total", "generation_tokens_total", "request_success_total",
             "time_to_first_token_seconds_sum", "inter_token_latency_seconds_sum", "e2e_request_latency_seconds_sum"]
     assert not [name for name in core if "toka:" + name not in after]
 
