@@ -7990,7 +7990,9 @@ typedef struct mf_model {
                                   * weights.lm_head is the embedding then */
     const mf_embedded *embedded; /* not NULL: the files come from here, not from folder */
     str *maps;                   /* [n_maps] heap; the mapped files, which mf_close unmaps */
-    int n_maps;
+    int n_maps, n_text_maps;     /* the first n_text_maps are not of weights */
+    struct mf_model *source;     /* owned; the files that the weights are of, if they were replaced;
+                                  * NULL: these files */
     mf_file_state *weight_files; /* [n_weight_files] heap; none if embedded */
     int n_weight_files;
 } mf_model;
@@ -11896,6 +11898,7 @@ static int mf_widest(const toka_layer *layer) {
  * is copied. Only the first stage has the embedding, only the last has the final norm and the LM
  * head. out->layers is in the arena. Returns 0, or TOKA_E_USE if the model cannot be split this
  * way. */
+COLD
 static int mf_shard(const toka_shape *full, const toka_weights *full_weights, const mf_rank *rank,
                     arena *memory, toka_shape *shape, toka_weights *out, toka_err *e) {
     mf_tp_ranges ranges = {0};
@@ -12395,6 +12398,7 @@ static void mf_record_file_state(mf_model *files, const char *name) {
  * path now leads to no file or to another one. */
 static const char *mf_find_overwritten(const mf_model *files) {
     struct stat st;
+    if (files->source) files = files->source;
     for (int i = 0; i < files->n_weight_files; i++) {
         const mf_file_state *file = &files->weight_files[i];
         const struct stat *before = &file->info;
@@ -12460,6 +12464,7 @@ static int mf_open_shards(mf_model *files, st_set *set, st_alias_list **aliases,
 }
 
 /* Maps all weight files and binds files->weights. Returns 0 or an error code. */
+COLD
 static int mf_open_weights(mf_model *files, toka_err *e) {
     arena tmp = {0};
     st_set set = {0};
@@ -12468,6 +12473,7 @@ static int mf_open_weights(mf_model *files, toka_err *e) {
                         .set = &set,
                         .where = files->folder ? files->folder : "the embedded model",
                         .weights = &files->weights};
+    files->n_text_maps = files->n_maps;
     int code = mf_open_shards(files, &set, &aliases, &tmp, e);
     if (!code) mf_add_aliases(&files->config, &set, aliases, &tmp);
     if (!code) code = mf_unstack_experts(&files->config, &set, &tmp, e);
@@ -12596,8 +12602,10 @@ static int mf_quantize(mf_model *files, toka_err *e) {
                                       files->name);
 }
 
+COLD
 static void mf_close(mf_model *files) { /* NULL is allowed */
     if (!files) return;
+    mf_close(files->source);
     for (int i = 0; i < files->n_maps; i++) os_unmap(files->maps[i]);
     free(files->maps);
     free(files->weight_files);
@@ -12640,6 +12648,76 @@ static int mf_open(mf_model **out, const char *model, const char *models_file,
     mf_close(*out);
     *out = NULL;
     return code;
+}
+
+/* ---- Replacing the weights of an open model ----
+ * Only tensors are replaced: all numbers of config.json stay those of the open model. */
+
+COLD
+static bool mf_same_format(const toka_tensor *x, const toka_tensor *y) {
+    const toka_quant *p = x->quant, *q = y->quant;
+    if (x->dtype != y->dtype || x->rows != y->rows || x->cols != y->cols || !p != !q) return false;
+    return !p || (p->packing == TOKA_PACK_ROWS && q->packing == TOKA_PACK_ROWS &&
+                  p->block_rows == q->block_rows && p->block_cols == q->block_cols &&
+                  p->scale_dtype == q->scale_dtype && !p->zero == !q->zero && !p->group &&
+                  !q->group && p->zero_add == q->zero_add && !p->input_scale == !q->input_scale);
+}
+
+/* Compares the tensors of two owners, or exchanges them if they were compared. layer -1: tensors
+ * outside the layers. Returns 0 or an error code. */
+COLD
+static int mf_match_tensors(const mf_owners *x, const mf_owners *y, int layer, bool exchange,
+                            toka_err *e) {
+    const toka_moe *moe = x->of[MF_OF_MOE], *other = y->of[MF_OF_MOE];
+    if (!moe != !other || (moe && moe->n_experts != other->n_experts))
+        return fail(e, TOKA_E_INPUT, "layer %d has other experts than in the open model", layer);
+    for (int slot = 0; slot < MF_N_SLOTS; slot++) {
+        const int owner = mf_slots[slot].owner;
+        /* these two are in the places of MF_T_Q_NORM and MF_T_K_NORM */
+        if (slot == MF_T_Q_NORM_ALL || slot == MF_T_K_NORM_ALL) continue;
+        if (!x->of[owner] != !y->of[owner])
+            return fail(e, TOKA_E_INPUT, "layer %d is of another kind than in the open model",
+                        layer);
+        for (int i = 0; i < (owner == MF_OF_EXPERT && moe ? moe->n_experts : 1); i++) {
+            if (!x->of[owner]) continue;
+            toka_tensor *a = mf_tensor(x, slot, i), *b = mf_tensor(y, slot, i), old = *a;
+            if (!exchange && !mf_same_format(a, b))
+                return fail(e, TOKA_E_INPUT,
+                            "layer %d has a tensor [%d,%d] in its format, expected [%d,%d] in the "
+                            "format of the open model (int4 by columns cannot be replaced)",
+                            layer, b->rows, b->cols, a->rows, a->cols);
+            if (!exchange) continue;
+            *a = *b;
+            *b = old;
+        }
+    }
+    return 0;
+}
+
+/* Checks that the tensors of `next` can replace those of `files`, or exchanges them. */
+COLD
+static int mf_match_weights(mf_model *files, mf_model *next, bool exchange, toka_err *e) {
+    const mf_owners all = {{[MF_OF_MODEL] = &files->weights}},
+                    others = {{[MF_OF_MODEL] = &next->weights}};
+    if (files->shape.L != next->shape.L || files->no_lm_head != next->no_lm_head)
+        return fail(e, TOKA_E_INPUT,
+                    "%s: %d layers, expected %d and an LM head as in the open model", next->name,
+                    next->shape.L, files->shape.L);
+    int code = mf_match_tensors(&all, &others, -1, exchange, e);
+    for (int i = 0; i < files->shape.L && !code; i++) {
+        const mf_owners x = mf_owners_of(&files->weights.layers[i]),
+                        y = mf_owners_of(&next->weights.layers[i]);
+        code = mf_match_tensors(&x, &y, i, exchange, e);
+    }
+    return code;
+}
+
+/* `next` has become the source of the weights of `files`: unmaps the files that had them. */
+COLD
+static void mf_set_source(mf_model *files, mf_model *next) {
+    while (files->n_maps > files->n_text_maps) os_unmap(files->maps[--files->n_maps]);
+    mf_close(files->source);
+    files->source = next;
 }
 
 /* ===========================================================================
@@ -13316,6 +13394,15 @@ static bool kv_move_window(kv_cache *cache, int from, int to) {
     kv_windowed_ref(cache, to);
     kv_windowed_unref(cache, from, true);
     return true;
+}
+
+/* From now on no sequence finds the pages that are in the tree: their K and V are of other weights.
+ * Open sequences keep theirs and insert no more. The hashes of the first pages change with the hash
+ * of the root, so the old pages stay in the tree until they are evicted. */
+COLD
+static void kv_forget(kv_cache *cache) {
+    cache->pages[cache->root].hash++;
+    for (int i = 0; i < cache->n_seqs; i++) cache->seqs[i].no_more_inserts = true;
 }
 
 enum kv_insert_result { KV_INSERTED, KV_DEDUPLICATED, KV_NOT_INSERTED };
@@ -14443,6 +14530,13 @@ static int sched_plan(scheduler *sched) {
     int n_rows = sched_plan_decode(sched, kv_n_available(&sched->kv) - n_needed);
     sched_admit(sched);
     return n_rows + sched_plan_prefill(sched, sched->config.max_tokens - n_rows);
+}
+
+/* No sequence that starts from now on reads what the prefix tree has: the weights changed. */
+COLD
+static void sched_forget(scheduler *sched) {
+    kv_forget(&sched->kv);
+    sched->change_count++;
 }
 
 /* ---- Commit ---- */
@@ -21861,6 +21955,13 @@ static int plain_open(toka_device **out, const toka_device_options *options,
     return 0;
 }
 
+static int plain_rebind(toka_device *device, const toka_weights *weights, bool commit,
+                        toka_err *e) {
+    (void)e;
+    if (commit) plain_of(device)->weights = weights;
+    return 0;
+}
+
 static int plain_probe(int i, char *line, size_t bytes) {
     snprintf(line, bytes, "float32 reference, one thread, slow");
     return i == 0;
@@ -21907,6 +22008,7 @@ const toka_backend toka_plain = {
     .kv_bytes = plain_kv_bytes,
     .open = plain_open,
     .close = plain_close,
+    .rebind = plain_rebind,
     .describe = plain_describe,
     .status = plain_status,
     .alloc = plain_alloc,
@@ -26205,6 +26307,13 @@ static void cpu_alloc_buffers(toka_device *dev, const cpu_extents *sizes) {
 }
 
 COLD
+static int cpu_fail_scale(const cpu_extents *sizes, toka_err *e) {
+    return fail(e, TOKA_E_INPUT,
+                "CPU backend: an FP8 weight has the scale %g, expected less than %d",
+                sizes->fp8_scale, CPU_MAX_FP8_SCALE);
+}
+
+COLD
 static int cpu_open(toka_device **out, const toka_device_options *options, const toka_shape *shape,
                     const toka_weights *weights, toka_err *e) {
     if (cpu_check_options(options, shape, e)) return e->code;
@@ -26223,10 +26332,7 @@ static int cpu_open(toka_device **out, const toka_device_options *options, const
     if (dev->group) dev->pool.progress = &dev->group->progress;
     cpu_repack_weights(dev);
     const cpu_extents sizes = cpu_measure(shape, dev->weights, dev->options.tp_size);
-    if (sizes.fp8_scale >= CPU_MAX_FP8_SCALE)
-        fail(&dev->error, TOKA_E_INPUT,
-             "CPU backend: an FP8 weight has the scale %g, expected less than %d", sizes.fp8_scale,
-             CPU_MAX_FP8_SCALE);
+    if (sizes.fp8_scale >= CPU_MAX_FP8_SCALE) cpu_fail_scale(&sizes, &dev->error);
     cpu_size_scratch(dev, &sizes);
     cpu_alloc_buffers(dev, &sizes);
     cpu_alloc_experts(dev, &sizes);
@@ -26239,6 +26345,18 @@ static int cpu_open(toka_device **out, const toka_device_options *options, const
         return e->code;
     }
     *out = dev;
+    return 0;
+}
+
+COLD
+static int cpu_rebind(toka_device *dev, const toka_weights *weights, bool commit, toka_err *e) {
+    if (!commit) {
+        const cpu_extents sizes = cpu_measure(dev->shape, weights, dev->options.tp_size);
+        return sizes.fp8_scale < CPU_MAX_FP8_SCALE ? 0 : cpu_fail_scale(&sizes, e);
+    }
+    arena_free(&dev->own_lists);
+    dev->weights = weights;
+    cpu_repack_weights(dev); /* only copies the lists: mf_same_format refuses columns */
     return 0;
 }
 
@@ -26295,6 +26413,7 @@ const toka_backend toka_cpu = {
     .kv_bytes = cpu_kv_bytes,
     .open = cpu_open,
     .close = cpu_close,
+    .rebind = cpu_rebind,
     .describe = cpu_describe,
     .memory = cpu_memory,
     .status = cpu_status,
@@ -26405,6 +26524,7 @@ typedef struct model_rank {
     toka_device_options options;
     toka_shape shape;     /* of this rank's slice */
     toka_weights weights; /* this rank's slice; the layers are in model_grid.memory */
+    toka_weights next_weights; /* of model_stage; the layers are in model_grid.next_memory */
     toka_device *device;  /* opened and closed by `thread`; NULL before it is open */
     toka_dev_ptr x, q, o; /* activations of one step: [T][E], and as wide as the widest layer needs
                            * (toka_q_width, toka_o_width) */
@@ -26426,7 +26546,7 @@ typedef struct model_grid {
     int tp, pp, n_ranks;
     int n_started; /* ranks that have a thread */
     int n_open;    /* notifier.lock: started ranks that have opened their device, or failed to */
-    arena memory;  /* the ranks' lists of layers */
+    arena memory, next_memory; /* the ranks' lists of layers */
     model_notifier *notifier; /* borrowed. Its lock guards the fields from here to `closing`, error,
                                * and the ranks' n_done, busy_s and times */
     pthread_cond_t work_ready; /* the ranks' threads wait for it */
@@ -26650,6 +26770,37 @@ static int model_shard(model_grid *model, const toka_backend *backend, const tok
             return e->code;
     }
     return 0;
+}
+
+/* Slices new weights of the same sizes and formats, and checks that all devices can use them. Call
+ * model_commit next. Driver, while no step is posted. Returns 0 or an error. */
+COLD
+static int model_stage(model_grid *model, const toka_shape *shape, const toka_weights *weights,
+                       toka_err *e) {
+    int code = 0;
+    for (int i = 0; i < model->n_ranks && !code; i++) {
+        model_rank *rank = &model->ranks[i];
+        const mf_rank place = {rank->options.tp_rank, model->tp, rank->options.pp_rank, model->pp};
+        toka_shape same;
+        code = mf_shard(shape, weights, &place, &model->next_memory, &same, &rank->next_weights, e);
+        if (!code) code = model->backend->rebind(rank->device, &rank->next_weights, false, e);
+    }
+    return code;
+}
+
+/* Gives the staged weights to all devices; use false: drops them. A rank's thread sees them when it
+ * takes its next step, under notifier.lock. */
+COLD
+static void model_commit(model_grid *model, bool use) {
+    arena old = use ? model->memory : model->next_memory;
+    for (int i = 0; i < model->n_ranks && use; i++) {
+        model_rank *rank = &model->ranks[i];
+        rank->weights = rank->next_weights;
+        model->backend->rebind(rank->device, &rank->weights, true, NULL);
+    }
+    if (use) model->memory = model->next_memory;
+    model->next_memory = (arena){0};
+    arena_free(&old);
 }
 
 /* Starts the threads of all ranks, which open their devices in parallel; model_wait_open waits for
@@ -26877,10 +27028,17 @@ static double model_busy_s(model_grid *model) {
  * from the prefix cache, so it uses the cache as others do. MEAN and CLS read tokens that the cache
  * may have, but it has no hidden states, so they compute the whole prompt (eng_n_unshared).
  *
+ * Orders. Other threads pause the engine and change its weights by an order (eng_give_order), which
+ * the driver carries out between steps (eng_follow_order). For most orders it first plans no more
+ * steps and commits those in flight. New weights are in mapped files: pointers to tensors change,
+ * nothing is copied.
+ *
  * What always holds:
- *   - eng.lock guards `inbox`, `cancels`, `waiters`, `has_driver`, `stopping`, `error`, `last_id`,
- *     `n_samples` and `published`, the copy of the statistics. notifier.lock guards
- *     `has_new_work`. Everything else belongs to the driver;
+ *   - eng.lock guards `inbox`, `cancels`, `waiters`, `has_driver`, `stopping`, `order`, `paused`,
+ *     `error`, `last_id`, `n_samples` and `published`, the copy of the statistics. notifier.lock
+ *     guards `has_new_work`. Everything else belongs to the driver;
+ *   - weights change only while no step of any replica is in flight. So a step has one version of
+ *     them, and an event tells it;
  *   - every sample of an accepted request ends in exactly one event that is not TOKA_RUNNING;
  *   - a request is freed after its last event, when no in-flight step has a row of it. If a rank
  *     hangs, requests with rows in the steps that are still in flight are never freed (`leaked`);
@@ -27028,6 +27186,13 @@ typedef struct eng_startup {
     void *user;
 } eng_startup;
 
+typedef struct eng_order { /* what another thread wants of the driver */
+    enum { ENG_KEEP, ENG_WAIT, ENG_RESUME, ENG_FORGET, ENG_UPDATE } kind;
+    mf_model *files, *next; /* ENG_UPDATE: the open model, and the files with the new weights */
+    bool done;
+    toka_err *e;            /* code not 0: it failed */
+} eng_order;
+
 typedef struct eng { /* pools are sized at open and never grow */
     const toka_backend *backend;
     const mf_model *files;
@@ -27062,6 +27227,9 @@ typedef struct eng { /* pools are sized at open and never grow */
     int n_cancels, cap_cancels;
     int64_t last_id, n_samples; /* n_samples: of all requests that are not released */
     bool has_driver, stopping;
+    eng_order *order;     /* not carried out yet; NULL: none */
+    bool paused;          /* the driver plans no steps, and none is in flight; it writes this */
+    pthread_mutex_t update_lock; /* held during toka_update_weights; before `lock` */
     toka_err error;       /* code not 0: submit fails with it, as a device failed or the engine is
                            * being closed */
     toka_stats published; /* copy of stats for other threads, made after each step */
@@ -27244,6 +27412,7 @@ static void eng_free(eng *engine) { /* its ranks are closed */
     buf_free(&engine->token_text);
     buf_free(&engine->new_text);
     pthread_mutex_destroy(&engine->lock);
+    pthread_mutex_destroy(&engine->update_lock);
     pthread_cond_destroy(&engine->wake);
     pthread_mutex_destroy(&engine->notifier.lock);
     pthread_cond_destroy(&engine->notifier.changed);
@@ -27314,6 +27483,7 @@ static eng *eng_new(const toka_backend *backend, const mf_model *files, const to
     engine->inbox_end = &engine->inbox;
     pthread_mutex_init(&engine->lock, NULL);
     pthread_cond_init(&engine->wake, NULL);
+    pthread_mutex_init(&engine->update_lock, NULL);
     pthread_mutex_init(&engine->notifier.lock, NULL);
     os_cond_init(&engine->notifier.changed);
     engine->notifier.hang_budget_s = MODEL_HANG_TIMEOUT_S;
@@ -27700,6 +27870,8 @@ static void eng_cancel(eng *engine, int64_t id) {
         engine->cancels[engine->n_cancels++] = id;
     }
     pthread_cond_broadcast(&engine->wake);
+    /* of a paused engine all threads may sleep */
+    if (!engine->has_driver && engine->waiters) pthread_cond_signal(&engine->waiters->wake);
     pthread_mutex_unlock(&engine->lock);
 }
 
@@ -27741,6 +27913,10 @@ static void eng_finish_request(eng *engine, eng_request *request) {
     if (!request->n_in_flight) eng_release(engine, request);
 }
 
+static int eng_version(const eng_request *request) {
+    return request->replica->engine->stats.weight_updates;
+}
+
 /* Ends every sample that has not ended: cancelled, or failed with the device. */
 static void eng_abort_request(eng *engine, eng_request *request, toka_finish reason) {
     eng_replica *replica = request->replica;
@@ -27751,6 +27927,7 @@ static void eng_abort_request(eng *engine, eng_request *request, toka_finish rea
     int n_left = request->n_unfinished;
     toka_event event = {.id = -1,
                         .text = request->ids_only ? NULL : "",
+                        .version = eng_version(request),
                         .finish = reason,
                         .stop_id = -1,
                         .stop_text = -1};
@@ -27850,15 +28027,48 @@ static int eng_compare_ids(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* Adds the requests of the inbox to replicas, then ends those that were cancelled. */
-static void eng_drain_inbox(eng *engine) {
+/* While the requests before an ENG_WAIT end, later ones stay in the inbox. Called with engine->lock
+ * held. */
+COLD
+static bool eng_holds_inbox(const eng *engine) {
+    return engine->order->kind == ENG_WAIT && !engine->paused && !engine->error.code;
+}
+
+/* Takes the cancelled requests out of the inbox. Returns them as a list. Called with engine->lock
+ * held. */
+COLD
+static eng_request *eng_take_cancelled(eng *engine, const int64_t *cancels, size_t n_cancels) {
+    eng_request *taken = NULL, **taken_end = &taken, *it;
+    for (eng_request **link = &engine->inbox; n_cancels && (it = *link);) {
+        if (!bsearch(&it->id, cancels, n_cancels, sizeof *cancels, eng_compare_ids)) {
+            link = &it->next;
+            continue;
+        }
+        *link = it->next;
+        if (!*link) engine->inbox_end = link;
+        *taken_end = it;
+        taken_end = &it->next;
+    }
+    *taken_end = NULL;
+    return taken;
+}
+
+/* Adds the requests of the inbox to replicas, then ends those that were cancelled. Returns whether
+ * there is an order, or the engine is paused. */
+static bool eng_drain_inbox(eng *engine) {
     eng_set_new_work(engine, false);
     pthread_mutex_lock(&engine->lock);
-    eng_request *request = engine->inbox;
+    const bool ordered = engine->order || engine->paused;
     int64_t *cancels = engine->cancels;
     size_t n_cancels = (size_t)engine->n_cancels;
-    engine->inbox = NULL;
-    engine->inbox_end = &engine->inbox;
+    if (n_cancels) qsort(cancels, n_cancels, sizeof *cancels, eng_compare_ids);
+    eng_request *request = engine->inbox;
+    if (engine->order && eng_holds_inbox(engine)) {
+        request = eng_take_cancelled(engine, cancels, n_cancels);
+    } else {
+        engine->inbox = NULL;
+        engine->inbox_end = &engine->inbox;
+    }
     engine->cancels = NULL;
     engine->n_cancels = engine->cap_cancels = 0;
     pthread_mutex_unlock(&engine->lock);
@@ -27866,7 +28076,6 @@ static void eng_drain_inbox(eng *engine) {
         next = request->next;
         eng_add_request(engine, request);
     }
-    if (n_cancels) qsort(cancels, n_cancels, sizeof *cancels, eng_compare_ids);
     for (int i = 0; i < engine->n_replicas && n_cancels; i++) {
         eng_replica *replica = &engine->replicas[i];
         for (int j = 0; j < replica->cap_requests; j++) {
@@ -27877,6 +28086,7 @@ static void eng_drain_inbox(eng *engine) {
         }
     }
     free(cancels);
+    return ordered;
 }
 
 /* ---- One step ---- */
@@ -28134,7 +28344,8 @@ static bool eng_deliver_prompt(eng_request *request, int token_index,
                         .id = request->prompt[0],
                         .stop_id = -1,
                         .stop_text = -1,
-                        .more = 1};
+                        .more = 1,
+                        .version = eng_version(request)};
     bool go_on = true;
     if (token_index == 1) go_on = !request->callback || !request->callback(request->user, &event);
     if (token_index > 0) {
@@ -28253,7 +28464,8 @@ static bool eng_deliver(eng_replica *replica, eng_request *request, int seq,
         .stop_id = is_end ? result->id : -1,
         .stop_text = stopped ? replica->detokenizers[seq].stop.matched_index : -1,
         .n_cached = sequence->n_prefix_hits,
-        .more = more};
+        .more = more,
+        .version = eng_version(request)};
     request->usage.output_tokens += !none_left;
     return eng_deliver_event(replica, request, seq, &event, ended);
 }
@@ -28295,7 +28507,8 @@ static void eng_deliver_vector(const eng *engine, const eng_request *request) {
                               .stop_id = -1,
                               .stop_text = -1,
                               .vector = engine->vector,
-                              .n_vector = n};
+                              .n_vector = n,
+                              .version = eng_version(request)};
     if (request->callback) request->callback(request->user, &event);
 }
 
@@ -28656,12 +28869,75 @@ static eng_replica *eng_wait_done_step(eng *engine) {
     return found;
 }
 
+/* ---- Orders ---- */
+
+/* Gives all ranks the weights of order->next. No step is in flight. After an error all is as
+ * before. */
+COLD
+static int eng_swap_weights(eng *engine, const eng_order *order) {
+    mf_model *files = order->files;
+    int code = mf_match_weights(files, order->next, true, order->e);
+    for (int i = 0; i < engine->n_replicas && !code; i++)
+        code = model_stage(&engine->replicas[i].model, &files->shape, &files->weights, order->e);
+    if (code) mf_match_weights(files, order->next, true, &(toka_err){0});
+    for (int i = 0; i < engine->n_replicas; i++)
+        model_commit(&engine->replicas[i].model, !code);
+    if (code) return code;
+    pthread_mutex_lock(&engine->lock); /* other threads read the files' names (29) */
+    mf_set_source(files, order->next);
+    pthread_mutex_unlock(&engine->lock);
+    engine->stats.weight_updates++;
+    return 0;
+}
+
+/* Does no replica have a step in flight, or, with `requests`, a request? */
+static bool eng_is_quiet(const eng *engine, bool requests) {
+    for (int i = 0; i < engine->n_replicas; i++)
+        if (engine->replicas[i].n_in_flight || (requests && engine->replicas[i].n_requests))
+            return false;
+    return true;
+}
+
+/* Carries the order out, if the engine is as quiet as it needs. Returns whether it did. */
+COLD
+static bool eng_carry_out(eng *engine, const eng_order *order) {
+    const bool waits = order->kind == ENG_WAIT && !engine->paused;
+    if (!engine->error.code && order->kind != ENG_RESUME && !eng_is_quiet(engine, waits))
+        return false;
+    if (engine->error.code) *order->e = engine->error;
+    else if (order->kind == ENG_UPDATE) eng_swap_weights(engine, order);
+    const bool forgets = order->kind == ENG_FORGET || order->kind == ENG_UPDATE;
+    for (int i = 0; i < engine->n_replicas && forgets && !order->e->code; i++)
+        sched_forget(&engine->replicas[i].sched);
+    return true;
+}
+
+/* Carries out the order of another thread, if there is one and it can be done now. Returns whether
+ * steps may be planned. */
+COLD __attribute__((noinline))
+static bool eng_follow_order(eng *engine) {
+    pthread_mutex_lock(&engine->lock);
+    eng_order *order = engine->order;
+    pthread_mutex_unlock(&engine->lock);
+    if (!order) return !engine->paused; /* only this thread changes it */
+    if (!eng_carry_out(engine, order)) return order->kind == ENG_WAIT;
+    if (order->kind <= ENG_RESUME) engine->stats.paused = order->kind != ENG_RESUME;
+    eng_publish_stats(engine);
+    pthread_mutex_lock(&engine->lock);
+    engine->paused = engine->stats.paused;
+    order->done = true;
+    engine->order = NULL;
+    pthread_cond_broadcast(&engine->wake);
+    pthread_mutex_unlock(&engine->lock);
+    return !engine->paused;
+}
+
 /* Plans steps until every replica has max_in_flight of them in flight or has nothing more to run,
  * then commits one step. If no step is in flight, a replica with requests can always plan one:
  * sched_admit asserts it. So eng_drive does not spin. */
 static void eng_step(eng *engine) {
-    eng_drain_inbox(engine);
-    for (int i = 0; i < engine->n_replicas; i++)
+    const bool plans = !eng_drain_inbox(engine) || eng_follow_order(engine);
+    for (int i = 0; i < engine->n_replicas && plans; i++)
         for (eng_replica *replica = &engine->replicas[i];
              replica->n_requests && replica->n_in_flight < replica->max_in_flight &&
              eng_plan_step(replica);) {}
@@ -28690,7 +28966,8 @@ static void eng_sleep(eng *engine, eng_waiter *waiter) {
 
 /* Called with engine->lock held, while no thread is the driver. */
 static bool eng_is_idle(const eng *engine) {
-    return !engine->n_active && !engine->inbox && !engine->n_cancels;
+    const bool has_work = engine->n_active && !engine->paused;
+    return !has_work && !engine->inbox && !engine->n_cancels && !engine->order;
 }
 
 /* No thread is the driver. Wakes one thread in eng_generate and all threads in toka_run. The first
@@ -28714,7 +28991,8 @@ static int eng_drive(eng *engine, const eng_request *mine, bool forever, toka_er
         const bool idle = !engine->has_driver && eng_is_idle(engine);
         /* another thread may go on as the driver */
         if (!mine && forever && engine->stopping && !engine->error.code) break;
-        if (!mine && !engine->has_driver && (engine->error.code || (!forever && idle))) break;
+        const bool all_done = !forever && idle && !engine->n_active;
+        if (!mine && !engine->has_driver && (engine->error.code || all_done)) break;
         if (engine->has_driver || idle) {
             eng_sleep(engine, mine ? mine->waiter : NULL);
             continue;
@@ -28735,6 +29013,33 @@ static int eng_drive(eng *engine, const eng_request *mine, bool forever, toka_er
     if (code) *e = engine->error;
     pthread_mutex_unlock(&engine->lock);
     return code;
+}
+
+/* Gives the driver an order, or drives the engine until it is carried out. order->e: code 0.
+ * Returns 0 or an error. */
+COLD
+static int eng_give_order(eng *engine, eng_order *order) {
+    pthread_mutex_lock(&engine->lock);
+    while (engine->order) pthread_cond_wait(&engine->wake, &engine->lock);
+    engine->order = order;
+    pthread_mutex_unlock(&engine->lock);
+    eng_set_new_work(engine, true);
+    pthread_mutex_lock(&engine->lock);
+    pthread_cond_broadcast(&engine->wake);
+    while (!order->done) {
+        if (engine->has_driver) {
+            pthread_cond_wait(&engine->wake, &engine->lock);
+            continue;
+        }
+        engine->has_driver = true;
+        pthread_mutex_unlock(&engine->lock);
+        eng_step(engine);
+        pthread_mutex_lock(&engine->lock);
+        engine->has_driver = false;
+    }
+    if (!engine->has_driver) eng_wake_next_driver(engine);
+    pthread_mutex_unlock(&engine->lock);
+    return order->e->code;
 }
 
 /* Makes eng_drive(forever) return, and every later call at once: `stopping` is never cleared.
@@ -28848,6 +29153,9 @@ SERVER_ONLY static int eng_max_seqs(const eng *engine) { return engine->max_seqs
 
 /* Returns the name of the backend. */
 static const char *eng_device_name(const eng *engine) { return engine->backend->name; }
+SERVER_ONLY static bool eng_can_update(const eng *engine) {
+    return engine->backend->rebind != NULL;
+}
 SERVER_ONLY static bool eng_reads_files(const eng *engine) { return engine->backend->reads_files; }
 
 /* Returns why this model has no drafts although they were asked for, or NULL. */
@@ -28946,6 +29254,7 @@ struct toka {
     toka_err chat_error, tool_error; /* why a template could not be parsed; code 0: no error */
     toka_err not_on_gpu; /* why device auto did not take the GPU that is there; code 0: it did */
     lib_constraints *constraints; /* owned; NULL: there is no tokenizer */
+    bool fp8;            /* the weights were quantized when the model was opened */
     eng *engine;         /* owned; NULL: only text was opened (lib_open_text) */
 };
 
@@ -29289,10 +29598,15 @@ static int lib_check_files(const toka *t, toka_err *e) {
     return path ? fail(e, TOKA_E_INPUT, "%.400s: it was written to while it was read", path) : 0;
 }
 
-/* Returns the path of a weight file that steps read and that was written to since it was opened;
- * NULL: none, or steps do not read files. Thread: any. */
-SERVER_ONLY static const char *lib_overwritten_file(const toka *t) {
-    return t->engine->backend->reads_files ? mf_find_overwritten(t->files) : NULL;
+/* Returns whether a weight file that steps read was written to since it was opened; path: its path,
+ * cut to 300 bytes. Thread: any. */
+SERVER_ONLY static bool lib_overwritten_file(const toka *t, char path[301]) {
+    if (!t->engine->backend->reads_files) return false;
+    pthread_mutex_lock(&t->engine->lock); /* an update may replace the list of files */
+    const char *found = mf_find_overwritten(t->files);
+    snprintf(path, 301, "%s", found ? found : "");
+    pthread_mutex_unlock(&t->engine->lock);
+    return found != NULL;
 }
 
 COLD int toka_open(toka **out, const toka_options *options, toka_err *e) {
@@ -29305,6 +29619,7 @@ COLD int toka_open(toka **out, const toka_options *options, toka_err *e) {
     t->probe_s = found - began;
     const toka_backend *backend = lib_find_backend(options->device);
     t->files_s = os_now() - found;
+    t->fp8 = options->quantization != NULL;
     mf_set_max_len(&t->files->config, options->max_model_len ? options->max_model_len
                                                              : t->shape.max_len);
     if ((code = mf_choose_kv(t->files, options, e)) ||
@@ -29643,6 +29958,60 @@ int toka_run(toka *t, int forever, toka_err *e) {
 void toka_stop(toka *t) { eng_stop(t->engine); }
 
 toka_stats toka_get_stats(toka *t) { return eng_get_stats(t->engine); }
+
+static int lib_give_order(toka *t, int kind, mf_model *next, toka_err *e) {
+    eng_order order = {.kind = kind, .files = t->files, .next = next, .e = e};
+    *e = (toka_err){0};
+    return eng_give_order(t->engine, &order);
+}
+
+int toka_pause(toka *t, int wait, toka_err *e) {
+    return lib_give_order(t, wait ? ENG_WAIT : ENG_KEEP, NULL, e);
+}
+
+int toka_resume(toka *t, toka_err *e) { return lib_give_order(t, ENG_RESUME, NULL, e); }
+
+int toka_reset_prefix_cache(toka *t, toka_err *e) { return lib_give_order(t, ENG_FORGET, NULL, e); }
+
+/* Returns an error if the files have a tokenizer with other ids for texts than that of t. Its other
+ * members, which a trainer may write anew, do not count. */
+COLD
+static int lib_match_tokenizer(const toka *t, const mf_model *next, toka_err *e) {
+    const str texts[2] = {t->files->tokenizer_json, next->tokenizer_json};
+    buf vocab[2] = {0};
+    if (!texts[1].n || str_eq(texts[0], texts[1])) return 0;
+    for (int i = 0; i < 2; i++) {
+        arena memory = {0};
+        const json *root = json_parse(&memory, texts[i], json_trusted, e);
+        const json *own = json_get(json_get(root, "model"), "vocab"),
+                   *added = json_get(root, "added_tokens");
+        if (own) json_put_value(&vocab[i], own);
+        if (added) json_put_value(&vocab[i], added);
+        arena_free(&memory);
+    }
+    const bool same = vocab[1].n && str_eq(buf_view(&vocab[0]), buf_view(&vocab[1]));
+    buf_free(&vocab[0]), buf_free(&vocab[1]);
+    return same ? 0 : fail(e, TOKA_E_INPUT, "%s: its tokenizer is not that of the open model",
+                           next->name);
+}
+
+COLD int toka_update_weights(toka *t, const char *model, toka_err *e) {
+    mf_model *next = NULL;
+    if (!t->engine->backend->rebind)
+        return fail(e, TOKA_E_USE, "device %s cannot replace the weights of an open model",
+                    eng_device_name(t->engine));
+    pthread_mutex_lock(&t->engine->update_lock);
+    int code = mf_open(&next, model, NULL, NULL, e);
+    if (!code && t->fp8) code = mf_quantize(next, e);
+    if (!code) code = lib_match_tokenizer(t, next, e);
+    if (!code) code = mf_match_weights(t->files, next, false, e);
+    const char *path = code ? NULL : mf_find_overwritten(next);
+    if (path) code = fail(e, TOKA_E_INPUT, "%.400s: it was written to while it was read", path);
+    if (!code) code = lib_give_order(t, ENG_UPDATE, next, e);
+    if (code) mf_close(next);
+    pthread_mutex_unlock(&t->engine->update_lock);
+    return code;
+}
 
 int toka_score(toka *t, const int32_t *in, size_t n_ids, float *logprobs, toka_err *e) {
     return eng_score(t->engine, in, n_ids, logprobs, e);
@@ -31826,6 +32195,8 @@ typedef struct api_config {
     bool strict;              /* an unknown field is an error */
     bool live;                /* answers include stop_reason, system_fingerprint and cached_tokens;
                                * the last two depend on the server and its prefix cache */
+    /* live: names of the weights by toka_event.version, NULL: none; or NULL */
+    _Atomic(const char *) const *versions;
     /* called for unknown fields, if not strict; or NULL */
     void (*on_unknown_field)(void *user, str name);
     void *user;               /* for on_unknown_field */
@@ -31847,6 +32218,11 @@ typedef struct api_tokens { /* tokens, each with its alternatives; owns the buff
     int n_top;
 } api_tokens;
 
+typedef struct api_version_span { /* tokens of a choice that one version of the weights made */
+    int64_t first;
+    int version;
+} api_version_span;
+
 typedef struct api_choice {
     tok_stream stream;
     parser *parser;         /* owned; NULL: the text is content as it is */
@@ -31855,6 +32231,8 @@ typedef struct api_choice {
     api_tokens tokens;      /* empty unless api_wants_tokens. Not streaming: all tokens so far;
                              * streaming: the tokens of the next chunk */
     int64_t n_tokens;
+    int version;            /* of the weights that made the last token */
+    buf versions;           /* api_version_span of each version */
     int64_t text_offset;    /* completions: characters of the text that "logprobs" has covered */
     toka_finish finish;
     int stop_id, stop_text; /* what stopped it, as in toka_event; -1: none */
@@ -31910,6 +32288,7 @@ typedef struct api_request {
     uint64_t serial[2]; /* unique; gives the id of the answer, and the seed if the body has none */
     int64_t created;    /* seconds since 1970 */
     void *user;         /* for the caller */
+    atomic_bool aborted; /* set by the caller: cancelled choices are answers, cut with "abort" */
     bool counts_only;   /* set by the caller: only n_prompt_tokens is wanted */
 
     const api_config *config;
@@ -33491,6 +33870,7 @@ static void api_free(api_request *request) {
     for (int i = 0; request->choices && i < request->n_choices; i++) {
         tok_stream_free(&request->choices[i].stream);
         buf_free(&request->choices[i].text), buf_free(&request->choices[i].tokens.data);
+        buf_free(&request->choices[i].versions);
         if (request->choices[i].parser) parser_free(request->choices[i].parser);
         free(request->choices[i].parser);
     }
@@ -33528,7 +33908,7 @@ static void api_free(api_request *request) {
  * embedding. */
 typedef struct api_record {
     /* The fields of a toka_event; prompt: index of its api_prompt. */
-    int32_t prompt, sample, id, stop_id, stop_text, n_cached, rank;
+    int32_t prompt, sample, id, stop_id, stop_text, n_cached, rank, version;
     float logprob, sampled_logprob;
     uint32_t n_text;
     uint16_t n_top;
@@ -33553,6 +33933,7 @@ static void api_pack_event(const api_prompt *prompt, const toka_event *ev, buf *
                          .stop_text = ev->stop_text,
                          .n_cached = ev->n_cached,
                          .rank = ev->rank,
+                         .version = ev->version,
                          .logprob = ev->logprob,
                          .sampled_logprob = ev->sampled_logprob,
                          .n_text = text ? (uint32_t)n_text : 0,
@@ -33869,6 +34250,29 @@ static void api_put_logprobs(api_request *request, const api_tokens *echo, api_c
                                     echo, &choice->tokens, &choice->text_offset, out);
 }
 
+/* Writes weight_version, the name of the weights that made the last token; fallback: the name of
+ * weights that have none, NULL: nothing is written. If they changed in between, also
+ * weight_versions, [[first token, name] ..]. */
+static void api_put_version(const api_config *config, const api_choice *choice,
+                            const char *fallback, buf *out) {
+    const char *name = config->versions ? config->versions[choice->version] : NULL;
+    const size_t n_spans = choice->versions.n / sizeof(api_version_span);
+    if (!name) name = fallback;
+    if (!name) return;
+    json_put_key(out, "weight_version"), json_put_str(out, str_c(name));
+    if (n_spans < 2) return;
+    json_put_key(out, "weight_versions"), json_put_open(out, '[');
+    for (size_t i = 0; i < n_spans; i++) {
+        api_version_span span;
+        memcpy(&span, choice->versions.p + i * sizeof span, sizeof span);
+        const char *own = config->versions[span.version];
+        json_put_open(out, '[');
+        json_put_int(out, span.first), json_put_str(out, str_c(own ? own : "default"));
+        json_put_close(out, ']');
+    }
+    json_put_close(out, ']');
+}
+
 /* Writes finish_reason (null if the choice has not ended) and, in live answers, stop_reason: the
  * text of `stop` or the id of stop_token_ids that ended the choice; null if an end id of the model
  * or the length ended it. If it stopped without a text or an id, no token was left to sample. */
@@ -33876,10 +34280,12 @@ static void api_put_finish(const api_request *request, const api_choice *choice,
                            const api_prompt *prompt, bool ended, buf *out) {
     json_put_key(out, "finish_reason");
     if (!ended) json_put_null(out);
-    else json_put_str(out, choice->finish != TOKA_STOP                   ? STR("length")
+    else json_put_str(out, choice->finish == TOKA_CANCELLED              ? STR("abort")
+                           : choice->finish != TOKA_STOP                 ? STR("length")
                            : choice->n_calls && !request->named_call ? STR("tool_calls")
                                                        : STR("stop"));
     if (!request->config->live) return;
+    if (ended) api_put_version(request->config, choice, NULL, out);
     json_put_key(out, "stop_reason");
     bool asked = ended && choice->stop_id >= 0 &&
                  samp_is_listed(prompt->engine_request.sampling.stop_ids,
@@ -34188,6 +34594,7 @@ static void api_end_choice(api_request *request, api_choice *choice, const api_r
     choice->stop_id = record->stop_id;
     choice->stop_text = record->stop_text;
     request->n_left--;
+    if (choice->finish == TOKA_CANCELLED && request->aborted) return;
     if (choice->finish == TOKA_CANCELLED || choice->finish == TOKA_FAILED)
         request->failure = MAX(request->failure, choice->finish);
 }
@@ -34267,6 +34674,10 @@ static void api_feed_sample(api_request *request, api_prompt *prompt, const api_
     if (record->id >= 0) {
         if (!choice->n_tokens && !record->sample) prompt->n_cached = record->n_cached;
         request->n_cached_tokens += !choice->n_tokens && !record->sample ? record->n_cached : 0;
+        if (!choice->n_tokens || record->version != choice->version)
+            buf_put(&choice->versions,
+                    &(api_version_span){choice->n_tokens, choice->version = record->version},
+                    sizeof(api_version_span));
         choice->n_tokens++;
         request->n_output_tokens++;
         if (api_wants_tokens(request)) api_tokens_add(&choice->tokens, record, rest);
@@ -35453,8 +35864,12 @@ static void sgl_put_finish(const api_choice *choice, const api_prompt *prompt, b
         return;
     }
     json_put_open(out, '{');
-    json_put_member_or_null(out, "type", choice->finish == TOKA_STOP ? "stop" : "length");
-    if (choice->finish != TOKA_STOP) {
+    json_put_member_or_null(out, "type", choice->finish == TOKA_STOP        ? "stop"
+                                         : choice->finish == TOKA_CANCELLED ? "abort"
+                                                                            : "length");
+    if (choice->finish == TOKA_CANCELLED) {
+        json_put_member_or_null(out, "message", "aborted");
+    } else if (choice->finish != TOKA_STOP) {
         json_put_key(out, "length"), json_put_int(out, choice->n_tokens);
     } else {
         json_put_key(out, "matched");
@@ -35481,6 +35896,7 @@ static void sgl_put_choice(api_request *request, int index, buf *out) {
     json_put_key(out, "prompt_tokens"), json_put_int(out, (int64_t)prompt->ids.n);
     json_put_key(out, "completion_tokens"), json_put_int(out, choice->n_tokens);
     json_put_key(out, "cached_tokens"), json_put_int(out, prompt->n_cached);
+    api_put_version(request->config, choice, "default", out);
     if (request->want_logprobs) {
         sgl_put_logprobs(request, inputs, &prompt->logprobs, (size_t)request->logprobs_from, true,
                          out);
@@ -36808,9 +37224,9 @@ static void run_show_progress(run_state *run, bool terminal) {
  * check itself. */
 static int run_check_weight_files(run_state *run, toka_err *e) {
     if (run->options->api_config || os_now() - run->t_files < 2) return 0;
-    const char *path = lib_overwritten_file(run->toka);
+    char path[301];
     run->t_files = os_now();
-    if (!path) return 0;
+    if (!lib_overwritten_file(run->toka, path)) return 0;
     return fail(e, TOKA_E_IO,
                 "%.300s: it was written to while it was in use; %lld lines are written, "
                 "of which the last few seconds' may be wrong",
@@ -37387,8 +37803,8 @@ static const run_gpu *run_find_gpu(const char *about) {
 
 /* Warns once if weight files were written to while they are in use. */
 static void run_warn_overwritten(const toka *t, bool *warned) {
-    const char *path = *warned ? NULL : lib_overwritten_file(t);
-    if (!path) return;
+    char path[301];
+    if (*warned || !lib_overwritten_file(t, path)) return;
     *warned = true;
     fprintf(stderr,
             "toka: warning: %s was written to while it is in use: answers may be wrong "
@@ -39918,6 +40334,7 @@ enum {
     SRV_MAX_CHOICES = 1 << 16,       /* choices of one request */
     SRV_QUEUE_RATE_S = 10,           /* seconds after which srv_queue_rate starts a new interval */
     SRV_MAX_RETRY_S = 60,            /* largest Retry-After, in seconds */
+    SRV_MAX_VERSIONS = 1 << 20,      /* changes of the weights, at most */
 };
 
 typedef struct srv_options { /* the options of toka serve; the caller owns the strings */
@@ -39942,6 +40359,8 @@ typedef struct srv_options { /* the options of toka serve; the caller owns the s
                                * a step */
     int n_workers;
     bool model_defaults;      /* sampling defaults come from generation_config.json */
+    const char *admin_key;    /* for the routes of trainers; NULL: only this machine may use them;
+                               * "none": all clients may */
     bool strict, quiet;
     atomic_int *interrupted;  /* signals so far; 1: drain and return; at the 2nd the program ends */
 } srv_options;
@@ -39999,6 +40418,7 @@ typedef struct srv {
     struct srv_request *loop_list; /* LIFO of requests that have something for the loop */
     int n_queued, n_idle_workers;  /* requests in work_queue; workers that wait */
     bool stopping;                 /* the workers shall end */
+    struct srv_request *running;   /* list of requests with engine requests that have not ended */
     bool loop_woken;               /* wake_fd was written since the loop last took loop_list */
     int n_waiting;                 /* requests without a first token: the queue that max_queue
                                     * limits */
@@ -40008,6 +40428,11 @@ typedef struct srv {
     /* names of unknown fields that were reported; `seen` of api_should_report */
     buf reported_fields;
     toka_err error;           /* why the phase is SRV_FAILED */
+
+    pthread_mutex_t admin_lock; /* one change of the weights or of their name at a time */
+    /* [SRV_MAX_VERSIONS] names of the weights, by version; NULL: none */
+    _Atomic(const char *) *versions;
+    arena version_names;        /* admin_lock */
 
     struct srv_loop *loop; /* chapter 40 */
     int wake_fd;           /* eventfd that wakes the loop */
@@ -40073,6 +40498,7 @@ typedef struct srv_request { /* one HTTP request and its answer */
     size_t collected_bytes; /* api.held_bytes when the last worker returned the request */
     int64_t held_bytes;     /* counted in srv.held_bytes: for records, text and output */
     struct srv_request *next_queued, *next_in_loop_list;
+    struct srv_request *next_running, **running_link; /* in srv.running; link NULL: it is not */
 } srv_request;
 
 typedef struct srv_route {
@@ -40086,7 +40512,8 @@ typedef struct srv_route {
     /* handler on a worker: publishes the request's reply, or starts work that ends by publishing an
      * answer; or NULL */
     void (*on_worker)(srv *s, srv_request *c);
-    int api_route;     /* enum api_route, for srv_begin_api and srv_tokenize */
+    int api_route;     /* enum api_route, for srv_begin_api and srv_tokenize; enum srv_admin_kind,
+                        * for srv_admin_handler */
 } srv_route;
 
 /* ---- Metrics ---- */
@@ -40388,6 +40815,34 @@ static void srv_notify_loop(srv_request *request) {
     (void)unused; /* fails only if the counter is full; then the loop is awake */
 }
 
+/* Takes a request out of the list of running ones, if it is there. With the lock held. */
+static void srv_unlist(srv_request *request) {
+    if (!request->running_link) return;
+    *request->running_link = request->next_running;
+    if (request->next_running) request->next_running->running_link = request->running_link;
+    request->running_link = NULL;
+}
+
+/* Ends the running requests with this id, or all (id.n 0): their answers have what there is, and
+ * the finish reason "abort". Returns how many. */
+static int srv_abort_running(srv *server, str id) {
+    int n = 0;
+    pthread_mutex_lock(&server->lock);
+    for (srv_request *it = server->running; it; it = it->next_running) {
+        char own[64];
+        snprintf(own, sizeof own, "%s%016llx%016llx",
+                 it->api.style ? "" : it->api.chat ? "chatcmpl-" : "cmpl-",
+                 (unsigned long long)it->api.serial[0], (unsigned long long)it->api.serial[1]);
+        if (id.n && !str_eq(id, it->api.rid) && !str_is(id, own)) continue;
+        it->api.aborted = true;
+        n++;
+        for (int i = 0; i < it->n_submitted; i++)
+            toka_cancel(server->toka, it->api.prompts[i].engine_id);
+    }
+    pthread_mutex_unlock(&server->lock);
+    return n;
+}
+
 /* Ends a request that holds too much memory or has no memory for its records: discards its records
  * and cancels its engine requests. The loop disconnects a paused stream; any other request is
  * answered with a 503. */
@@ -40617,7 +41072,7 @@ static int srv_on_event(void *user, const toka_event *given) {
     if (!stored || !srv_account_answer(request)) srv_abort_large(request);
     bool last_event = false;
     if (!prompt->n_unended) {
-        if (!--request->n_unended) srv_count_finished(request, now);
+        if (!--request->n_unended) srv_count_finished(request, now), srv_unlist(request);
         last_event = true;
     }
     /* the loop checks whether the client still reads, and disconnects it if not (srv_resume) */
@@ -40664,6 +41119,10 @@ static void srv_submit(srv *server, srv_request *request) {
     request->n_unended = n_prompts;
     request->refs += n_prompts;
     request->state = SRV_RUNNING;
+    if ((request->next_running = server->running))
+        server->running->running_link = &request->next_running;
+    server->running = request;
+    request->running_link = &server->running;
     pthread_mutex_unlock(&server->lock);
     for (i = 0; i < n_prompts && !stop; i++) {
         api_prompt *prompt = &request->api.prompts[i];
@@ -40675,14 +41134,16 @@ static void srv_submit(srv *server, srv_request *request) {
         request->n_submitted = i + 1;
         stop = request->disconnected || request->over_limit;
         pthread_mutex_unlock(&server->lock);
-        /* srv_on_disconnect or srv_abort_large has cancelled the prompts before this one */
-        if (stop) toka_cancel(server->toka, prompt->engine_id);
+        /* srv_on_disconnect, srv_abort_large or srv_abort_running has cancelled the prompts before
+         * this one */
+        if (stop || request->api.aborted) toka_cancel(server->toka, prompt->engine_id);
     }
     if (i == n_prompts) return;
     if (!stop)
         for (int j = 0; j < i; j++) toka_cancel(server->toka, request->api.prompts[j].engine_id);
     pthread_mutex_lock(&server->lock);
     request->n_unended -= n_prompts - i;
+    if (!request->n_unended) srv_unlist(request);
     request->refs -= n_prompts - i; /* stays above 0: the worker has a reference, too */
     pthread_mutex_unlock(&server->lock);
 }
@@ -40978,6 +41439,166 @@ static void *srv_worker_thread(void *arg) {
     return NULL;
 }
 
+/* ---- Trainers: pauses and new weights ----
+ * One set of handlers under the names of vLLM, SGLang, AReaL and prime-rl. Each answer has the
+ * members that one of their clients reads. */
+
+enum srv_admin_kind { SRV_PAUSE, SRV_RESUME, SRV_UPDATE, SRV_RENAME, SRV_ABORT, SRV_FLUSH,
+                      SRV_STATE, SRV_NOT_HERE };
+
+typedef struct srv_admin { /* a body, and its answer */
+    const json *root;      /* NULL: none */
+    int status, n_requests;
+    const char *word;      /* "status" of the answer */
+    toka_err e;
+} srv_admin;
+
+/* Returns a text member of the body, under the first name that it has; .n 0: none. */
+static str srv_admin_text(const srv_admin *admin, const char *const names[4]) {
+    str text = {0};
+    for (int i = 0; i < 4 && names[i] && !text.n; i++)
+        text = json_str(json_get(admin->root, names[i]));
+    return text;
+}
+
+static void srv_admin_refuse(srv_admin *admin, int status, const char *message) {
+    admin->status = status;
+    fail(&admin->e, TOKA_E_USE, "%s", message);
+}
+
+/* mode: abort (the default), wait, keep or SGLang's in_place; in the body or the query. */
+static void srv_admin_pause(srv *server, const srv_request *request, srv_admin *admin) {
+    buf query = {0}, clear = {0};
+    http_query_field(request->http, "mode", &query);
+    str mode = srv_admin_text(admin, (const char *[4]){"mode"});
+    if (!mode.n) mode = query.n ? buf_view(&query) : STR("abort");
+    const bool is_wait = str_is(mode, "wait"), is_abort = str_is(mode, "abort");
+    if (!is_wait && !is_abort && !str_is(mode, "keep") && !str_is(mode, "in_place")) {
+        srv_admin_refuse(admin, 400, "mode: expected abort, wait, keep or in_place");
+    } else if (!toka_pause(server->toka, is_wait, &admin->e)) {
+        const bool kept = http_query_field(request->http, "clear_cache", &clear) &&
+                          (str_is(buf_view(&clear), "false") || str_is(buf_view(&clear), "False"));
+        if (is_abort) admin->n_requests = srv_abort_running(server, (str){0});
+        if (!kept) toka_reset_prefix_cache(server->toka, &admin->e);
+    }
+    admin->word = "paused";
+    buf_free(&query), buf_free(&clear);
+}
+
+/* Sets the name of a version of the weights; none given: its number. */
+static void srv_name_version(srv *server, int version, str name) {
+    char number[16];
+    snprintf(number, sizeof number, "%d", version);
+    /* the old name stays in memory: an answer may be written with it */
+    server->versions[version] = arena_cstr(&server->version_names, name.n ? name : str_c(number));
+}
+
+static void srv_admin_update(srv *server, srv_admin *admin) {
+    const str folder = srv_admin_text(admin, (const char *[4]){"weight_dir", "model_path", "path"});
+    const str format = srv_admin_text(admin, (const char *[4]){"load_format"});
+    const str name = srv_admin_text(admin, (const char *[4]){"weight_version"});
+    const toka_stats stats = toka_get_stats(server->toka);
+    if (format.n && !str_is(format, "auto") && !str_is(format, "safetensors")) {
+        srv_admin_refuse(admin, 400, "load_format: expected auto or safetensors");
+    } else if (!folder.n) {
+        srv_admin_refuse(admin, 501, "weights come from a folder: weight_dir or model_path; not "
+                                     "over NCCL or CUDA IPC");
+    } else if (!eng_can_update(server->toka->engine)) {
+        srv_admin_refuse(admin, 501, "on a GPU the weights of an open model cannot be replaced");
+    } else if (stats.weight_updates + 1 >= SRV_MAX_VERSIONS) {
+        srv_admin_refuse(admin, 503, "the weights have changed a million times: start again");
+    } else {
+        buf path = {0};
+        buf_str(&path, folder);
+        srv_name_version(server, stats.weight_updates + 1, name);
+        if (json_is_true(json_get(admin->root, "abort_all_requests")))
+            admin->n_requests = srv_abort_running(server, (str){0});
+        if (toka_update_weights(server->toka, path.p, &admin->e)) admin->status = 400;
+        else fprintf(stderr, "toka: weights %s of %s\n",
+                     server->versions[stats.weight_updates + 1], path.p);
+        buf_free(&path);
+    }
+}
+
+static void srv_admin_abort(srv *server, srv_admin *admin) {
+    const json *list = json_get(admin->root, "request_ids");
+    const str id = srv_admin_text(admin, (const char *[4]){"rid", "request_id"});
+    if (json_is(list, JSON_ARRAY) && list->n)
+        JSON_EACH(it, list) admin->n_requests += srv_abort_running(server, json_str(it));
+    else if (id.n || json_is(list, JSON_ARRAY) || json_is_true(json_get(admin->root, "abort_all")))
+        admin->n_requests = srv_abort_running(server, id);
+    else srv_admin_refuse(admin, 400, "expected rid, request_ids or abort_all");
+    admin->word = "aborted";
+}
+
+static void srv_put_admin(srv *server, const srv_admin *admin, buf *out) {
+    const toka_stats stats = toka_get_stats(server->toka);
+    const char *version = server->versions[stats.weight_updates];
+    const bool good = !admin->e.code;
+    json_put_open(out, '{');
+    json_put_key(out, "success"), json_put_bool(out, good);
+    json_put_member_or_null(out, "status", good ? admin->word : "error");
+    json_put_member_or_null(out, "message", good ? admin->word : admin->e.msg);
+    json_put_key(out, "is_paused"), json_put_bool(out, stats.paused);
+    json_put_key(out, "aborted"), json_put_int(out, admin->n_requests);
+    json_put_key(out, "num_paused_requests");
+    json_put_int(out, stats.paused ? stats.running + stats.waiting : 0);
+    json_put_member_or_null(out, "weight_version", version ? version : "default");
+    json_put_key(out, "world_size"), json_put_int(out, 1);
+    json_put_member_or_null(out, "model_path", server->toka->files->folder);
+    json_put_key(out, "is_generation"), json_put_bool(out, !server->toka->files->no_lm_head);
+    if (!good) {
+        json_put_key(out, "error"), json_put_open(out, '{');
+        json_put_member_or_null(out, "message", admin->e.msg);
+        json_put_member_or_null(out, "type", api_error_type(admin->status));
+        json_put_close(out, '}');
+    }
+    json_put_close(out, '}');
+}
+
+/* Does what a route of the table says; body: JSON, or empty. */
+static void srv_admin_run(srv *server, srv_request *request, srv_admin *admin) {
+    const enum srv_admin_kind kind = (enum srv_admin_kind)request->route->api_route;
+    switch (kind) {
+    case SRV_PAUSE: srv_admin_pause(server, request, admin); break;
+    case SRV_RESUME:
+        admin->word = "resumed";
+        toka_resume(server->toka, &admin->e);
+        break;
+    case SRV_UPDATE:
+    case SRV_RENAME:
+        pthread_mutex_lock(&server->admin_lock);
+        if (kind == SRV_UPDATE) srv_admin_update(server, admin);
+        else srv_name_version(server, toka_get_stats(server->toka).weight_updates,
+                              srv_admin_text(admin, (const char *[4]){"new_version",
+                                                                      "weight_version"}));
+        pthread_mutex_unlock(&server->admin_lock);
+        break;
+    case SRV_ABORT: srv_admin_abort(server, admin); break;
+    case SRV_FLUSH: toka_reset_prefix_cache(server->toka, &admin->e); break;
+    case SRV_STATE: break;
+    case SRV_NOT_HERE:
+        srv_admin_refuse(admin, 501, "weights come from a folder (/update_weights, "
+                                     "/update_weights_from_disk); not over NCCL or CUDA IPC");
+    }
+}
+
+static void srv_admin_handler(srv *server, srv_request *request) {
+    arena memory = {0};
+    srv_admin admin = {.status = 200, .word = "ok"};
+    const str body = buf_view(&request->body);
+    if (body.n && !(admin.root = json_parse(&memory, str_skip_bom(body), server->model.limits,
+                                            &admin.e)))
+        admin.status = 400;
+    else srv_admin_run(server, request, &admin);
+    if (admin.e.code && admin.status == 200) admin.status = 500;
+    request->reply.status = admin.status;
+    srv_put_admin(server, &admin, &request->reply.body);
+    arena_free(&memory);
+    srv_free_body(request);
+    srv_publish_reply(request);
+}
+
 /* ---- Handlers of the loop ---- */
 
 static void srv_health(srv *server, srv_request *request) {
@@ -41059,6 +41680,37 @@ static const srv_route srv_routes[] = {
     {"/detokenize",          false, SRV_POST, false, false, NULL, srv_tokenize,  API_DETOKENIZE},
     {"/v1/files",            true,  0,        false, false, NULL, srv_files,     0},
     {"/v1/batches",          true,  0,        false, false, NULL, srv_files,     0},
+#define SRV_ADMIN_ROUTE(path, methods, kind) \
+    {path, false, methods, true, false, NULL, srv_admin_handler, kind}
+    SRV_ADMIN_ROUTE("/pause", SRV_POST, SRV_PAUSE),
+    SRV_ADMIN_ROUTE("/pause_generation", SRV_POST, SRV_PAUSE),
+    SRV_ADMIN_ROUTE("/areal_pause_generation", SRV_POST, SRV_PAUSE),
+    SRV_ADMIN_ROUTE("/resume", SRV_POST, SRV_RESUME),
+    SRV_ADMIN_ROUTE("/continue_generation", SRV_POST, SRV_RESUME),
+    SRV_ADMIN_ROUTE("/areal_continue_generation", SRV_POST, SRV_RESUME),
+    SRV_ADMIN_ROUTE("/is_paused", SRV_GET, SRV_STATE),
+    SRV_ADMIN_ROUTE("/weight_info", SRV_GET, SRV_STATE),
+    SRV_ADMIN_ROUTE("/get_weight_version", SRV_GET, SRV_STATE),
+    SRV_ADMIN_ROUTE("/weight_version", SRV_GET, SRV_STATE),
+    SRV_ADMIN_ROUTE("/get_world_size", SRV_GET, SRV_STATE),
+    SRV_ADMIN_ROUTE("/get_world_size/", SRV_GET, SRV_STATE),
+    SRV_ADMIN_ROUTE("/get_model_info", SRV_GET, SRV_STATE),
+    SRV_ADMIN_ROUTE("/model_info", SRV_GET, SRV_STATE),
+    SRV_ADMIN_ROUTE("/update_weights", SRV_POST, SRV_UPDATE),
+    SRV_ADMIN_ROUTE("/update_weights_from_disk", SRV_POST, SRV_UPDATE),
+    SRV_ADMIN_ROUTE("/update_weight_version", SRV_POST, SRV_RENAME),
+    SRV_ADMIN_ROUTE("/abort_requests", SRV_POST, SRV_ABORT),
+    SRV_ADMIN_ROUTE("/abort_request", SRV_POST, SRV_ABORT),
+    SRV_ADMIN_ROUTE("/reset_prefix_cache", SRV_POST, SRV_FLUSH),
+    SRV_ADMIN_ROUTE("/reset_prefix_cache/", SRV_POST, SRV_FLUSH),
+    SRV_ADMIN_ROUTE("/flush_cache", SRV_GET | SRV_POST, SRV_FLUSH),
+    SRV_ADMIN_ROUTE("/init_weight_transfer_engine", SRV_POST, SRV_NOT_HERE),
+    SRV_ADMIN_ROUTE("/init_broadcaster", SRV_POST, SRV_NOT_HERE),
+    SRV_ADMIN_ROUTE("/init_communicator/", SRV_POST, SRV_NOT_HERE),
+    SRV_ADMIN_ROUTE("/update_named_param/", SRV_POST, SRV_NOT_HERE),
+    SRV_ADMIN_ROUTE("/init_weights_update_group", SRV_POST, SRV_NOT_HERE),
+    SRV_ADMIN_ROUTE("/update_weights_from_distributed", SRV_POST, SRV_NOT_HERE),
+    SRV_ADMIN_ROUTE("/update_weights_from_tensor", SRV_POST, SRV_NOT_HERE),
 };
 static const srv_route srv_upload_route = {
     "/v1/files", false, SRV_POST, false, false, NULL, srv_upload, 0};
@@ -41135,6 +41787,20 @@ static struct in6_addr srv_address_of(const struct sockaddr_storage *address) {
 static bool srv_is_loopback(const struct in6_addr *address) {
     return IN6_IS_ADDR_LOOPBACK(address) ||
            (IN6_IS_ADDR_V4MAPPED(address) && address->s6_addr[12] == 127);
+}
+
+/* May this connection use the routes of trainers? Without --admin-key it must come from this
+ * machine, and have an API key if clients need one. */
+static bool srv_is_admin(const srv_options *options, const http_request *http, int fd) {
+    struct sockaddr_storage peer = {0};
+    socklen_t n = sizeof peer;
+    const char *key = options->admin_key;
+    if (key && !strcmp(key, "none")) return true;
+    if (key) return srv_same_key(srv_given_key(http), key);
+    if (!srv_is_authorized(options, http) || getpeername(fd, (struct sockaddr *)&peer, &n))
+        return false;
+    const struct in6_addr there = srv_address_of(&peer);
+    return peer.ss_family == AF_UNIX || srv_is_loopback(&there);
 }
 
 /* Is this a loopback address, or the local address of the connection? */
@@ -41285,6 +41951,11 @@ static bool srv_check_head(srv *server, srv_request *request) {
     }
     if (!request->route->is_public && !srv_is_authorized(server->options, http))
         return srv_error(request, 401, "no API key, or one that is not valid here"), true;
+    if (request->route->on_worker == srv_admin_handler &&
+        !srv_is_admin(server->options, http, request->fd)) {
+        srv_error(request, 401, "this route needs the key of --admin-key");
+        return true;
+    }
     if (request->route->methods && !(request->route->methods >> http->method & 1)) {
         srv_error(request, 405, "%s is not answered to this method", request->route->path);
         return srv_put_allow(&request->reply.headers, "Allow", request->route->methods), true;
@@ -42154,7 +42825,8 @@ static void srv_check_deadlines(srv *server) {
 /* Watchdog: the engine hangs if it has work but has made no step for --step-timeout. */
 static void srv_check_engine(srv *server, const toka_stats *t) {
     srv_loop *loop = server->loop;
-    if (!loop->last_step_time || t->steps != loop->last_n_steps || !(t->running + t->waiting)) {
+    const bool works = t->running + t->waiting && !t->paused;
+    if (!loop->last_step_time || t->steps != loop->last_n_steps || !works) {
         loop->last_n_steps = t->steps;
         loop->last_step_time = loop->now;
     }
@@ -42197,6 +42869,7 @@ static void srv_tick(srv *server) {
     }
     toka_stats stats = toka_get_stats(server->toka);
     srv_check_engine(server, &stats);
+    if (server->draining && stats.paused) srv_abort_running(server, (str){0});
     if (loop->now - loop->last_status < 5) return;
     run_warn_overwritten(server->toka, &loop->warned_overwritten);
     srv_print_status(server, &stats);
@@ -42295,6 +42968,7 @@ static void srv_init_model(srv *server) {
                                  .n_names = MAX(1, options->n_names),
                                  .name = server->name,
                                  .fingerprint = server->fingerprint,
+                                 .versions = server->versions,
                                  .defaults = base,
                                  .completion_tokens = 16,
                                  .max_len = server->info.max_model_len,
@@ -42367,6 +43041,9 @@ static void srv_free(srv *server, srv_loop *loop) {
     if (loop->epoll_fd >= 0) close(loop->epoll_fd);
     if (server->wake_fd >= 0) close(server->wake_fd);
     pthread_mutex_destroy(&server->lock), pthread_cond_destroy(&server->has_work);
+    pthread_mutex_destroy(&server->admin_lock);
+    arena_free(&server->version_names);
+    free((void *)server->versions);
     buf_free(&server->reported_fields);
     free(loop->recv_buffer);
 }
@@ -42385,6 +43062,8 @@ static int srv_run(const srv_options *options, toka_err *e) {
     pthread_t engine, workers[64];
     int n_workers = 0;
     pthread_mutex_init(&server.lock, NULL), pthread_cond_init(&server.has_work, NULL);
+    pthread_mutex_init(&server.admin_lock, NULL);
+    server.versions = mem_zalloc(SRV_MAX_VERSIONS * sizeof *server.versions);
     os_limit_heaps(), mem_keep_spare();
     srv_metrics_init(&server.metrics);
     int code = srv_open(&server, &loop, e);
@@ -48916,6 +49595,58 @@ static const help_page help_pages[] = {
      "  value for each 16 bytes of `--max-body-bytes` (4 million). The limit of\n"
      "  connections is `ulimit -n`, raised to its hard limit at start.\n",
      "serve"},
+    {"rollouts", "reinforcement learning: token ids, weights that change",
+     "    toka serve -m test/model --max-model-len 256 &\n"
+     "    cat > loop.py <<'END'\n"
+     "    import json, os, shutil, urllib.request\n"
+     "    def post(path, **body):\n"
+     "        request = urllib.request.Request(\"http://127.0.0.1:10210\" + path,\n"
+     "            json.dumps(body).encode(), {\"Content-Type\": \"application/json\"})\n"
+     "        return json.load(urllib.request.urlopen(request))\n"
+     "    prompts = [\"Tom has 3 apples.\", \"Ann has 5 pens.\"]\n"
+     "    for step in range(3):\n"
+     "        answers = post(\"/generate\", text=prompts, return_logprob=True,\n"
+     "                       sampling_params={\"n\": 4, \"max_new_tokens\": 16})\n"
+     "        for answer in answers:  # rewards and gradients, from these two lists\n"
+     "            ids, info = answer[\"output_ids\"], answer[\"meta_info\"]\n"
+     "            logprobs = [x[0] for x in info[\"output_token_logprobs\"]]\n"
+     "            assert len(ids) == len(logprobs)\n"
+     "        name = f\"step-{step}\"\n"
+     "        shutil.copytree(\"test/model\", name + \".part\")  # here: save_pretrained\n"
+     "        os.rename(name + \".part\", name)\n"
+     "        post(\"/update_weights\", weight_dir=name, weight_version=name)\n"
+     "        print(step, len(answers), info[\"weight_version\"])\n"
+     "    END\n"
+     "    curl -s --retry 30 --retry-all-errors 127.0.0.1:10210/v1/models -o /dev/null\n"
+     "    python3 loop.py\n"
+     "    kill $!; wait\n"
+     "\n"
+     "- Token ids go in (input_ids; in completions prompt) and out (output_ids; with\n"
+     "  return_token_ids token_ids), so nothing is tokenized twice. Log-probabilities\n"
+     "  are of the raw logits; `toka help batches` says which others there are.\n"
+     "- /update_weights {\"weight_dir\": FOLDER, \"weight_version\": NAME} maps another\n"
+     "  folder with the shapes, formats and tokenizer of the open model; only its\n"
+     "  tensors are used. All is checked first: after an error, or a kill -9 and a\n"
+     "  new start, the old weights are there. They change between two steps, without\n"
+     "  a copy. Write a new folder each time, and rename it when it is whole.\n"
+     "- Requests that run go on, with their K and V. Later ones do not read the prefix\n"
+     "  cache of the old weights. Each answer has weight_version (the number of the\n"
+     "  update, if it has no name), and weight_versions, [[first token, name], ..], if\n"
+     "  the weights changed in between.\n"
+     "- /pause?mode=abort (the default): answers end at once, with what there is and\n"
+     "  finish_reason abort; keep: they are frozen; wait: they end first. New requests\n"
+     "  wait until /resume. An update does not need a pause.\n"
+     "- Other names: vLLM's /is_paused, /abort_requests, /weight_info,\n"
+     "  /update_weight_version, /reset_prefix_cache, /get_world_size; SGLang's\n"
+     "  /update_weights_from_disk {model_path}, /pause_generation (abort, in_place),\n"
+     "  /continue_generation, /abort_request, /flush_cache, /get_weight_version,\n"
+     "  /get_model_info; AReaL's /areal_pause_generation, /areal_continue_generation.\n"
+     "- These routes need the key of --admin-key. Without one they answer only this\n"
+     "  machine; --admin-key none: everybody.\n"
+     "- Not there, each a 501: weights over NCCL or CUDA IPC, weights of a model on a\n"
+     "  GPU. Not replaced: int4 weights packed by columns (AWQ, GPTQ). Batches\n"
+     "  (/v1/batches) are frozen by any pause and go on.\n",
+     NULL},
     {"tools", "calls of functions, reasoning, answers of a given form",
      "    toka serve -m test/model --tool-call-parser hermes &\n"
      "    U=127.0.0.1:10210/v1/chat/completions\n"
@@ -49377,6 +50108,8 @@ static const cli_flag cli_flags[] = {
      "clients must send one of these keys; up to 16 times (other users can read a command line; TOKA_API_KEY or a file is safer)"},
     {"api-key-file", "", "FILE", CLI_TEXT, AT(api_key_file), FOR_SERVE,
      "more keys, one a line; lines that begin with # are comments"},
+    {"admin-key", "", "KEY", CLI_TEXT, AT(serve.admin_key), FOR_SERVE,
+     "key of the routes that pause and that change weights; none: without a key (default: this machine only)"},
     {"served-model-name", "", "NAME", CLI_LIST, AT(served_names), FOR_SERVE | FOR_BATCH,
      "what clients and results call the model (default: its own name); up to 16 times, answers name the first"},
     {"allowed-origins", "", "LIST", CLI_TEXT, AT(serve.origins), FOR_SERVE,

@@ -410,6 +410,8 @@ typedef struct toka_event { /* one token of one sample; pointers are valid in th
     const float *vector;    /* [n_vector] of an embedding's last event, if its finish is
                                TOKA_LENGTH; else NULL */
     int n_vector;           /* the model's width, or toka_request.dimensions */
+    int version;            /* of the weights that computed the token: 0, or the number of
+                               toka_update_weights that had succeeded */
 } toka_event;
 
 /* A callback for the events of a request; user is the pointer given with the request. Where a
@@ -495,10 +497,37 @@ typedef struct toka_stats { /* since toka_open, as of the last step. An event is
     int states_peak;         /* the most at once */
     int snapshots, snapshots_used; /* copies of states that are kept; that belong to a prefix */
     int64_t snapshot_hits;   /* how often a sample began with one */
+    int weight_updates; /* successful toka_update_weights: the version of the weights */
+    int paused;         /* 1: toka_pause, until toka_resume */
 } toka_stats;
 
 /* Thread: any, also in callbacks. */
 toka_stats toka_get_stats(toka *t);
+
+/* ---- Weights that change ---------------------------------------------------------------------
+ * For reinforcement learning: the weights of an open model are replaced while requests run.
+ * Thread: any, but not in a callback. If no thread drives the engine, these functions drive it. */
+
+/* Stops the engine: when it returns, no step is in flight and none will be planned. Samples that
+ * run stay as they are, with their K and V. wait 1: requests that were submitted before end first.
+ * Later requests are taken, and wait. toka_cancel works. Does nothing if the engine is paused.
+ * Returns TOKA_E_DEVICE if the device has failed. */
+int toka_pause(toka *t, int wait, toka_err *e);
+
+/* Goes on after toka_pause; else does nothing. Errors are those of toka_pause. */
+int toka_resume(toka *t, toka_err *e);
+
+/* No request that starts from now on reads what the prefix cache has. Errors as above. */
+int toka_reset_prefix_cache(toka *t, toka_err *e);
+
+/* Replaces all weights by those of another folder (or hub id), between two steps. Its config.json,
+ * names, shapes, formats and tokenizer, if it has one, are checked before anything changes; only
+ * tensors are taken from it. The files are mapped, not copied: they must not change until the next
+ * update or toka_close. Running samples go on with their K and V; later ones do not read the prefix
+ * cache of the old weights. An engine that is paused stays paused.
+ * After an error the old weights stay. Returns TOKA_E_USE if the device cannot do it (cuda),
+ * TOKA_E_INPUT if the folder does not fit, TOKA_E_IO, TOKA_E_MEMORY, TOKA_E_DEVICE. */
+int toka_update_weights(toka *t, const char *model, toka_err *e);
 
 /* Scores a text: logprobs[i] is the log-probability of ids[i] given ids[0 .. i-1]; logprobs[0] is
  * 0. ids: [n_ids], n_ids is 1 to max_model_len. logprobs: [n_ids], the caller's. It is a request
@@ -1263,6 +1292,10 @@ typedef struct toka_backend {
     int (*open)(toka_device **out, const toka_device_options *o, const toka_shape *shape,
                 const toka_weights *weights, toka_err *e);
     void (*close)(toka_device *d);
+    /* Takes other weights of the same sizes and formats, which are borrowed until close. Without
+     * commit it only checks that it can; with commit it succeeds. Thread: the driver, while no step
+     * is posted. NULL: the device cannot. */
+    int (*rebind)(toka_device *d, const toka_weights *weights, bool commit, toka_err *e);
     const char *(*describe)(const toka_device *d); /* one line; owned by the device */
     /* Thread: any, while no step is in flight. NULL: memory is not known. */
     void (*memory)(const toka_device *d, toka_memory *m);

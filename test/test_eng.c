@@ -2185,6 +2185,140 @@ static void test_kv_sizes(void) {
     }
 }
 
+/* ---- Weights that change ---- */
+
+typedef struct eng_user { /* a thread that generates until it is stopped */
+    toka *t;
+    atomic_int *stop;
+    const eng_collected *want;
+    int n_same, n_other;
+} eng_user;
+
+static void *eng_use(void *user) {
+    eng_user *u = user;
+    toka_err e;
+    int code;
+    while (!*u->stop) {
+        toka_sampling s = eng_greedy(12);
+        eng_collected *g = eng_ask(u->t, "Tom has 12 apples. He buys 7 more apples. How many?", NULL, 0, 2, &s, &code, &e);
+        const bool same = !code && g->id[1].n == u->want->id[1].n && !memcmp(g->id[1].p, u->want->id[1].p, 4 * g->id[1].n);
+        u->n_same += same, u->n_other += !same;
+        eng_collected_free(g);
+    }
+    return NULL;
+}
+
+/* Threads generate, and drive by turns, while others pause, update with the same weights, and resume: no answer changes. */
+static void test_updates(void) {
+    toka *t = eng_must_open("test/model", 4, 16, 1);
+    toka_err e = {0};
+    int code;
+    atomic_int stop = 0;
+    toka_sampling s = eng_greedy(12);
+    eng_collected *want = eng_ask(t, "Tom has 12 apples. He buys 7 more apples. How many?", NULL, 0, 2, &s, &code, &e);
+    eng_user users[3];
+    pthread_t threads[3];
+    CHECK(!code && !toka_pause(t, 0, &e) && toka_get_stats(t).paused); /* no thread drives */
+    CHECK(!toka_update_weights(t, "test/model", &e) && toka_get_stats(t).weight_updates == 1);
+    for (int i = 0; i < 3; i++) {
+        users[i] = (eng_user){t, &stop, want, 0, 0};
+        pthread_create(&threads[i], NULL, eng_use, &users[i]);
+    }
+    usleep(20000);
+    CHECK(toka_get_stats(t).paused && users[0].n_same == 0);
+    CHECK(!toka_resume(t, &e) && !toka_resume(t, &e));
+    for (int i = 0; i < (ENG_SLOW ? 6 : 20); i++) {
+        if (i % 3) CHECK(!toka_pause(t, i % 3 == 2, &e) && !toka_pause(t, i % 2, &e));
+        CHECK_MSG(!toka_update_weights(t, "test/model", &e), "%s", e.msg);
+        CHECK(toka_update_weights(t, "test/fixtures/qwen3", &e) == TOKA_E_INPUT && e.msg[0]);
+        if (i % 4 == 0) CHECK(!toka_reset_prefix_cache(t, &e));
+        CHECK(!toka_resume(t, &e));
+        usleep(2000);
+    }
+    stop = 1;
+    for (int i = 0; i < 3; i++) {
+        pthread_join(threads[i], NULL);
+        CHECK_MSG(users[i].n_same > 0 && !users[i].n_other, "%d same, %d other", users[i].n_same, users[i].n_other);
+    }
+    CHECK(toka_get_stats(t).weight_updates == 1 + (ENG_SLOW ? 6 : 20) && !sched_check(&t->engine->replicas[0].sched));
+    eng_collected_free(want);
+    toka_close(t);
+}
+
+typedef struct eng_versions {
+    int first, last, n, cancelled;
+} eng_versions;
+
+static int eng_note_version(void *user, const toka_event *ev) {
+    eng_versions *v = user;
+    if (ev->id >= 0 && !v->n++) v->first = ev->version;
+    v->last = ev->version;
+    v->cancelled += ev->finish == TOKA_CANCELLED;
+    return 0;
+}
+
+static void *eng_pause_waits(void *t) {
+    toka_err e;
+    return toka_pause(t, 1, &e) ? t : NULL;
+}
+
+/* One thread drives. While it waits for the end of a request, later ones stay in the inbox, and can be cancelled there. */
+static void test_pause_waits(void) {
+    toka *t = eng_must_open("test/model", 4, 16, 1);
+    toka_err e = {0};
+    pthread_t driver, pauser;
+    eng_versions early = {0}, cancelled = {0}, late = {0};
+    int32_t prompt[] = {5, 6, 7};
+    int64_t id;
+    void *failed;
+    toka_request r = toka_request_default();
+    r.ids = prompt, r.n_ids = 3, r.n = 6, r.sampling = eng_greedy(100), r.sampling.ignore_eos = 1;
+    CHECK(!pthread_create(&driver, NULL, eng_run_forever, t));
+    CHECK(!toka_pause(t, 0, &e)); /* so that the order of the next three is certain */
+    CHECK(!toka_submit(t, &r, eng_note_version, &early, NULL, &e) && !toka_resume(t, &e));
+    CHECK(!pthread_create(&pauser, NULL, eng_pause_waits, t));
+    for (bool waits = false; !waits; usleep(100)) {
+        pthread_mutex_lock(&t->engine->lock);
+        waits = t->engine->order || t->engine->paused;
+        pthread_mutex_unlock(&t->engine->lock);
+    }
+    CHECK(!toka_submit(t, &r, eng_note_version, &cancelled, &id, &e));
+    toka_cancel(t, id);
+    CHECK(!toka_submit(t, &r, eng_note_version, &late, NULL, &e));
+    CHECK(!pthread_join(pauser, &failed) && !failed);
+    CHECK(early.n == 600 && !late.n && !early.last && toka_get_stats(t).paused);
+    CHECK_MSG(!toka_update_weights(t, "test/model", &e), "%s", e.msg);
+    while (toka_get_stats(t).requests_done < 2) usleep(100);
+    CHECK(cancelled.cancelled == 6 && !cancelled.n && !late.n);
+    CHECK(!toka_resume(t, &e));
+    while (toka_get_stats(t).requests_done < 3) usleep(100);
+    CHECK(late.n == 600 && late.first == 1 && late.last == 1);
+    toka_stop(t);
+    CHECK(!pthread_join(driver, NULL));
+    toka_close(t);
+}
+
+/* Closing a paused model ends its requests; a device that failed gives its error to an order. */
+static void test_pause_ends(void) {
+    toka *t = eng_must_open("test/model", 4, 16, 1);
+    toka_err e = {0};
+    eng_versions open = {0};
+    int32_t prompt[] = {5, 6, 7};
+    toka_request r = toka_request_default();
+    r.ids = prompt, r.n_ids = 3, r.n = 2;
+    CHECK(!toka_pause(t, 1, &e) && !toka_submit(t, &r, eng_note_version, &open, NULL, &e));
+    toka_close(t);
+    CHECK(open.cancelled == 2);
+    t = eng_must_open("test/model", 4, 16, 1);
+    toka_backend faulty = toka_cpu;
+    faulty.status = eng_faulty_status, faulty.rebind = NULL, eng_steps_left = 1;
+    t->engine->backend = t->engine->replicas[0].model.backend = &faulty;
+    CHECK(toka_update_weights(t, "test/model", &e) == TOKA_E_USE && strstr(e.msg, "cannot replace"));
+    CHECK(toka_generate(t, &r, NULL, NULL, NULL, &e) == TOKA_E_DEVICE);
+    CHECK(toka_pause(t, 1, &e) == TOKA_E_DEVICE && strstr(e.msg, "injected"));
+    toka_close(t);
+}
+
 static const struct test eng_tests[] = {
     {"fixtures: logits and greedy ids equal transformers", test_fixtures},
     {"real weights give the reference's text", test_real_weights},
@@ -2211,6 +2345,9 @@ static const struct test eng_tests[] = {
     {"engine: an open that fails while ranks load", test_open_that_fails},
     {"engine: a backend that cannot run the model", test_backend_refuses},
     {"engine: an open that hangs", test_open_that_hangs},
+    {"engine: weights that change", test_updates},
+    {"engine: a pause that waits", test_pause_waits},
+    {"engine: paused or failed at the end", test_pause_ends},
     {"engine: text continues after the prompt", test_text_continues},
     {"engine: page pressure changes nothing", test_page_pressure},
     {"engine: run-ahead, replicas and ranks change nothing", test_ahead},

@@ -2,6 +2,10 @@
 test/run.sh."""
 import json
 import os
+import shutil
+import struct
+import threading
+import time
 
 import pytest
 
@@ -121,3 +125,347 @@ def test_generate_constraints(server):
 def test_generate_refuses(server, body, words):
     a = server.post("/generate", body)
     assert a.status == 400 and words in a.error()["message"], a.body
+
+
+# ---- Weights that change ----
+
+def read_tensors(path):
+    with open(path, "rb") as f:
+        head = json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))
+        data = f.read()
+    return head, data
+
+
+def write_folder(folder, change=None, drop=None, cut=0, tokenizer=True, **config):
+    """A copy of test/model; change(name, dtype, shape, bytes) gives other bytes, or other (shape, bytes)."""
+    os.makedirs(folder, exist_ok=True)
+    source = f"{ROOT}/test/model"
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        if tokenizer:
+            shutil.copy(f"{source}/{name}", folder)
+    with open(f"{source}/config.json") as f:
+        settings = {**json.load(f), **config}
+    with open(f"{folder}/config.json", "w") as f:
+        json.dump(settings, f)
+    head, data = read_tensors(f"{source}/model.safetensors")
+    new, blob = {}, b""
+    for name, t in head.items():
+        if name in ("__metadata__", drop):
+            continue
+        piece, shape = data[slice(*t["data_offsets"])], t["shape"]
+        changed = change(name, shape, piece) if change else piece
+        shape, piece = changed if isinstance(changed, tuple) else (shape, changed)
+        new[name] = {"dtype": t["dtype"], "shape": shape, "data_offsets": [len(blob), len(blob) + len(piece)]}
+        blob += piece
+    text = json.dumps(new).encode()
+    with open(f"{folder}/model.safetensors", "wb") as f:
+        f.write(struct.pack("<Q", len(text)) + text + blob[:len(blob) - cut])
+    return str(folder)
+
+
+def turned(name, shape, piece):
+    """Other weights: the rows of one matrix in reverse."""
+    if not name.endswith("layers.0.mlp.down_proj.weight"):
+        return piece
+    n = len(piece) // shape[0]
+    return b"".join(piece[i:i + n] for i in reversed(range(0, len(piece), n)))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    base = tmp_path_factory.mktemp("weights")
+    return [write_folder(base / "a"), write_folder(base / "b", turned, tokenizer=False)]
+
+
+def update(s, folder, status=200, **more):
+    a = s.post("/update_weights", {"weight_dir": folder, **more})
+    assert a.status == status, a.body
+    return a.json()
+
+
+ASKS = [{"prompt": PROBLEM.replace("12", str(i)), "max_tokens": 24, "temperature": 0.8, "seed": i, "logprobs": 1} for i in range(4)]
+
+
+def answers(s, n=4):
+    out = []
+    for ask in ASKS[:n]:
+        choice = s.post("/v1/completions", ask).json()["choices"][0]
+        out.append((choice["text"], choice["logprobs"]["token_logprobs"]))
+    return out
+
+
+@pytest.fixture(scope="module")
+def alone(folders):
+    """The answers of each folder alone."""
+    out = []
+    for folder in folders:
+        with Server("-m", folder if os.path.exists(f"{folder}/tokenizer.json") else write_folder(folder + "2", turned)) as s:
+            out.append(answers(s))
+    assert out[0] != out[1]
+    return out
+
+
+@pytest.fixture(scope="module", params=[[], ["--device", "plain"], ["--tensor-parallel-size", "2"], ["--data-parallel-size", "2"], ["--pipeline-parallel-size", "2"]],
+                ids=["cpu", "plain", "tensor", "data", "pipeline"])
+def trained(request, folders):
+    with Server("-m", folders[0], "--served-model-name", "m", *request.param) as s:
+        s.exact, s.slow = "tensor" not in str(request.param) and "plain" not in str(request.param), "plain" in str(request.param)
+        yield s
+
+
+def same(got, want, exact):
+    if exact:
+        return got == want
+    equal = [(g, w) for g, w in zip(got, want) if g[0] == w[0]]
+    return all(g[1] == pytest.approx(w[1], abs=1e-3) for g, w in equal) and len(equal) >= len(got) * 3 // 4
+
+
+def test_answers_are_those_of_each_folder(trained, folders, alone):
+    """Also of prompts that the prefix cache has with the old weights; the version is in each answer."""
+    first = trained.post("/v1/completions", ASKS[0]).json()["choices"][0]
+    assert "weight_version" not in first and trained.get("/weight_info").json()["weight_version"] == "default"
+    n = 1 if trained.slow else 4
+    assert same(answers(trained, n), alone[0], trained.exact)
+    for number, which in ((1, 1), (2, 0), (3, 1), (4, 1), (5, 0))[3 * trained.slow:]:
+        number -= 3 * trained.slow
+        got = update(trained, folders[which], weight_version=f"step-{number}")
+        assert got["success"] and got["weight_version"] == f"step-{number}"
+        assert same(answers(trained, n), alone[which], trained.exact), number
+        choice = trained.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Tom"}], "max_tokens": 3}).json()["choices"][0]
+        assert choice["weight_version"] == f"step-{number}" and "weight_versions" not in choice
+    assert trained.get("/get_weight_version").json()["weight_version"] == f"step-{number}"
+    assert trained.post("/update_weight_version", {"new_version": "x"}).json()["weight_version"] == "x"
+    assert generate(trained, text="Tom", sampling_params={"max_new_tokens": 1})["meta_info"]["weight_version"] == "x"
+    update(trained, folders[0])
+    assert trained.get("/weight_info").json()["weight_version"] == str(number + 1)
+
+
+@pytest.fixture(scope="module")
+def loaded(folders):
+    with Server("-m", folders[0], "--max-num-seqs", "20", "--served-model-name", "m") as s:
+        yield s
+
+
+class Load:
+    """50 requests at once, more than run at once; their answers, in order."""
+
+    def __init__(self, s, max_tokens=150, **more):
+        self.answers = [None] * 50
+        self.threads = [threading.Thread(target=self.ask, args=(s, i, {"max_tokens": max_tokens, "ignore_eos": True, **more})) for i in range(50)]
+        before = s.metric("generation_tokens_total")
+        for t in self.threads:
+            t.start()
+        while s.metric("generation_tokens_total") < before + 100:
+            time.sleep(0.002)
+
+    def ask(self, s, i, more):
+        try:
+            self.answers[i] = s.post("/v1/completions", {"prompt": f"Tom has {i} apples.", "temperature": 1, "seed": i, "return_token_ids": True, **more})
+        except (OSError, EOFError):
+            pass  # the server was killed
+
+    def join(self):
+        for t in self.threads:
+            t.join(120)
+        assert all(a is not None and a.status == 200 for a in self.answers), [a and a.body for a in self.answers]
+        return [a.json()["choices"][0] for a in self.answers]
+
+
+def pause(s, mode, **query):
+    extra = "".join(f"&{k}={v}" for k, v in query.items())
+    a = s.post(f"/pause?mode={mode}{extra}", {})
+    assert a.status == 200 and a.json()["status"] == "paused" and s.get("/is_paused").json()["is_paused"], a.body
+    return a.json()
+
+
+def resume(s):
+    a = s.post("/resume", {})
+    assert a.status == 200 and a.json()["status"] == "resumed" and not s.get("/is_paused").json()["is_paused"]
+
+
+def current(s):
+    return s.get("/weight_info").json()["weight_version"]
+
+
+def test_keep(loaded, folders):
+    update(loaded, folders[0], weight_version="k0")
+    load = Load(loaded)
+    pause(loaded, "keep", clear_cache="false")
+    tokens = loaded.metric("generation_tokens_total")
+    time.sleep(0.3)
+    assert loaded.metric("generation_tokens_total") == tokens and loaded.get("/health").status == 200
+    update(loaded, folders[1], weight_version="k1")
+    assert loaded.get("/is_paused").json()["num_paused_requests"] > 0
+    resume(loaded)
+    choices = load.join()
+    assert all(len(c["token_ids"]) == 150 and c["finish_reason"] == "length" and c["weight_version"] == "k1" for c in choices)
+    spans = [c["weight_versions"] for c in choices if "weight_versions" in c]  # of those that had begun
+    assert spans and all([v for _, v in x] == ["k0", "k1"] and x[0][0] == 0 < x[1][0] < 150 for x in spans)
+    assert any("weight_versions" not in c for c in choices)
+    update(loaded, folders[0])
+
+
+def test_update_without_a_pause(loaded, folders):
+    load = Load(loaded)
+    for i in range(10):
+        update(loaded, folders[i % 2], weight_version=f"u{i}")
+    choices = load.join()
+    assert all(len(c["token_ids"]) == 150 for c in choices) and any(len(c.get("weight_versions", [])) > 2 for c in choices)
+    update(loaded, folders[0])
+
+
+def test_wait(loaded, folders):
+    update(loaded, folders[0], weight_version="w0")
+    load = Load(loaded)
+    while loaded.metric("num_requests_running") + loaded.metric("num_requests_waiting") < 50:
+        time.sleep(0.005)
+    later = []
+    thread = threading.Thread(target=lambda: later.append(loaded.post("/v1/completions", {**ASKS[0], "max_tokens": 2}).json()["choices"][0]))
+    paused = threading.Thread(target=lambda: pause(loaded, "wait"))
+    paused.start()
+    time.sleep(0.05)
+    thread.start()
+    paused.join(60)
+    choices = load.join()
+    assert all(len(c["token_ids"]) == 150 and c["weight_version"] == "w0" and "weight_versions" not in c for c in choices)
+    update(loaded, folders[1], weight_version="w1")
+    assert pause(loaded, "wait")  # is paused already
+    resume(loaded)
+    thread.join(60)
+    assert later[0]["weight_version"] in ("w0", "w1") and later[0]["finish_reason"] == "length"
+    update(loaded, folders[0])
+
+
+def test_abort(loaded, folders, alone):
+    update(loaded, folders[0], weight_version="a0")
+    load = Load(loaded, 800)
+    pause(loaded, "abort")
+    choices = load.join()
+    cut = [c for c in choices if c["finish_reason"] == "abort"]
+    assert len(cut) > 30 and all(len(c["token_ids"]) < 800 for c in cut) and any(c["token_ids"] for c in cut)
+    assert loaded.metric("num_requests_running") == loaded.metric("num_requests_waiting") == 0
+    update(loaded, folders[1])
+    resume(loaded)
+    assert answers(loaded) == alone[1]
+    update(loaded, folders[0])
+
+
+def test_sglang_names(loaded, folders, alone):
+    """The calls of slime and AReaL: pause, flush, update from disk, continue; partial answers."""
+    got = []
+    body = {"text": "Tom", "rid": "r1", "sampling_params": {"max_new_tokens": 900, "ignore_eos": True}, "return_logprob": True}
+    thread = threading.Thread(target=lambda: got.append(generate(loaded, **body)))
+    thread.start()
+    loaded.wait_metric("num_requests_running", 1)
+    assert loaded.post("/abort_request", {"rid": "no-such"}).json()["aborted"] == 0
+    assert loaded.post("/abort_request", {"rid": "r1"}).json()["aborted"] == 1
+    thread.join(60)
+    assert got[0]["meta_info"]["finish_reason"]["type"] == "abort" and got[0]["meta_info"]["completion_tokens"] == len(got[0]["output_ids"]) < 900
+    assert loaded.post("/pause_generation", {}).status == 200
+    assert loaded.get("/flush_cache").status == loaded.post("/flush_cache", {}).status == 200
+    a = loaded.post("/update_weights_from_disk", {"model_path": folders[1], "load_format": None, "weight_version": "5", "flush_cache": True})
+    assert a.status == 200 and a.json()["success"] is True and a.json()["num_paused_requests"] == 0
+    assert loaded.post("/continue_generation", {}).status == 200
+    assert answers(loaded) == alone[1] and loaded.get("/get_weight_version").json()["weight_version"] == "5"
+    for path in ("/init_weights_update_group", "/update_weights_from_tensor", "/init_communicator/", "/init_weight_transfer_engine"):
+        a = loaded.post(path, {})
+        assert a.status == 501 and "from a folder" in a.error()["message"]
+    assert loaded.post("/pause_generation", {"mode": "retract"}).status == 400 and loaded.post("/abort_requests", {}).status == 400
+    assert loaded.get("/get_world_size/").json()["world_size"] == 1
+    update(loaded, folders[0])
+
+
+def test_stream_of_an_aborted_request(loaded):
+    with loaded.connect() as c:
+        body = json.dumps({"prompt": "Tom", "max_tokens": 900, "ignore_eos": True, "stream": True})
+        c.send(f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n{body}")
+        assert c.head()[0] == 200
+        chunks = c.chunks()
+        name = json.loads(next(chunks).decode().split("\n\n")[0].removeprefix("data: "))["id"]
+        assert loaded.post("/abort_requests", {"request_ids": [name]}).json()["aborted"] == 1
+        events = b"".join(chunks).decode().split("\n\n")
+        assert events[-2] == "data: [DONE]" and json.loads(events[-3].removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
+
+
+def test_hostile_folders(loaded, folders, alone, tmp_path):
+    """Each is refused before anything changes, in the middle of requests."""
+    wide = lambda name, shape, piece: ([shape[0] // 2, *shape[1:]], piece[:len(piece) // 2]) if name.endswith("0.mlp.up_proj.weight") else piece
+    other = write_folder(tmp_path / "tokenizer")
+    with open(f"{other}/tokenizer.json") as f:
+        tokenizer = json.load(f)
+    with open(f"{other}/tokenizer.json", "w") as f:
+        json.dump(tokenizer, f, indent=1)
+    update(loaded, other)  # the same tokenizer in other bytes
+    names = list(tokenizer["model"]["vocab"])
+    tokenizer["model"]["vocab"] = {**tokenizer["model"]["vocab"], names[-1]: tokenizer["model"]["vocab"][names[-2]], names[-2]: tokenizer["model"]["vocab"][names[-1]]}
+    with open(f"{other}/tokenizer.json", "w") as f:
+        json.dump(tokenizer, f)
+    L = json.load(open(f"{ROOT}/test/model/config.json"))["num_hidden_layers"]
+    (tmp_path / "empty").mkdir()
+    before, load = current(loaded), Load(loaded)
+    cases = [(other, "tokenizer is not that"), (write_folder(tmp_path / "shape", wide), "up_proj"), (write_folder(tmp_path / "missing", drop="model.norm.weight"), "model.norm.weight"),
+             (write_folder(tmp_path / "cut", cut=1000), "safetensors"), (write_folder(tmp_path / "layers", num_hidden_layers=L - 1), "layers, expected"),
+             (str(tmp_path / "empty"), "config.json"), ("/no/such", "no such folder"), (f"{ROOT}/test/fixtures/qwen3", ""), (f"{ROOT}/test/model_moe", ""), (f"{ROOT}/toka.h", "not a folder")]
+    for folder, words in cases:
+        got = update(loaded, folder, 400)
+        assert got["success"] is False and words in got["message"] and got["weight_version"] == before, (folder, got)
+    assert update(loaded, "", 501) and loaded.post("/update_weights", {"update_info": {"names": []}}).status == 501
+    assert loaded.post("/update_weights", b"{").status == 400 and loaded.post("/update_weights", {"model_path": folders[0], "load_format": "dummy"}).status == 400
+    assert all(len(c["token_ids"]) == 150 for c in load.join()) and answers(loaded) == alone[0] and current(loaded) == before
+
+
+def test_a_folder_may_vanish_after_its_update(loaded, folders, alone, tmp_path):
+    for i in range(3):
+        folder = write_folder(tmp_path / str(i), turned)
+        update(loaded, folder)
+        shutil.rmtree(folder)
+        assert answers(loaded) == alone[1]
+    maps = open(f"/proc/{loaded.p.pid}/maps").read()
+    assert f"{tmp_path}/1/" not in maps and f"{tmp_path}/2/model.safetensors" in maps and f"{folders[0]}/model.safetensors" not in maps  # unmapped
+    update(loaded, folders[0])
+
+
+def test_killed_during_updates(folders, alone):
+    with Server("-m", folders[0]) as s:
+        load, killer = Load(s, 900), threading.Timer(0.3, s.p.kill)
+        killer.start()
+        with pytest.raises((OSError, EOFError)):
+            while True:
+                update(s, folders[1])
+        for t in [*load.threads, killer]:
+            t.join()
+    with Server("-m", folders[0]) as s:
+        assert answers(s) == alone[0]
+
+
+def test_stopped_while_paused(folders):
+    """SIGTERM: requests that are frozen end with what they have."""
+    with Server("-m", folders[0], "--served-model-name", "m") as s:
+        load = Load(s, 800)
+        pause(s, "keep")
+        assert s.stop() == 0
+        assert {c["finish_reason"] for c in load.join()} <= {"abort", "length"}
+
+
+def test_admin_key(folders):
+    with Server("-m", folders[0], "--admin-key", "secret", "--api-key", "user") as s:
+        for path in ("/pause", "/update_weights", "/resume", "/abort_requests", "/flush_cache", "/update_weight_version"):
+            for headers in ({}, {"Authorization": "Bearer user"}, {"Authorization": "Bearer secre"}):
+                assert s.post(path, {}, **headers).status == 401
+        assert s.get("/is_paused").status == 401
+        admin = {"Authorization": "Bearer secret"}
+        assert s.post("/pause", {}, **admin).status == s.post("/resume", {}, **admin).status == 200
+        assert s.post("/update_weights", {"weight_dir": folders[1]}, **admin).status == 200
+        assert s.post("/v1/completions", {"prompt": "Tom", "max_tokens": 1}, **admin).status == 401
+        assert s.post("/v1/completions", {"prompt": "Tom", "max_tokens": 1}, Authorization="Bearer user").status == 200
+
+
+def test_weights_that_are_quantized_at_the_start(folders, tmp_path):
+    """--quantization fp8: an update has bf16 weights, too, and is quantized by the same rule."""
+    other = write_folder(tmp_path / "b", turned)
+    with Server("-m", other, "--quantization", "fp8") as s:
+        want = answers(s, 2)
+    with Server("-m", folders[0], "--quantization", "fp8") as s:
+        assert answers(s, 2) != want
+        update(s, folders[1])
+        assert answers(s, 2) == want

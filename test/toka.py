@@ -70,7 +70,7 @@ class _Event(C.Structure):
     _fields_ = [("sample", C.c_int), ("id", C.c_int32), ("logprob", C.c_float), ("sampled_logprob", C.c_float), ("n_top", C.c_int),
                 ("top_ids", _IDS), ("top_logprobs", _FLOATS), ("rank", C.c_int), ("text", C.c_void_p), ("text_bytes", C.c_size_t),
                 ("finish", C.c_int), ("stop_id", C.c_int), ("stop_text", C.c_int), ("n_cached", C.c_int), ("more", C.c_int),
-                ("vector", _FLOATS), ("n_vector", C.c_int)]
+                ("vector", _FLOATS), ("n_vector", C.c_int), ("version", C.c_int)]
 
 
 _EVENT_FN = C.CFUNCTYPE(C.c_int, C.c_void_p, C.POINTER(_Event))
