@@ -27859,6 +27859,7 @@ static int eng_submit(eng *engine, const eng_submission *submission, eng_request
 
 /* The driver cancels the request in its next eng_drain_inbox. Unknown ids are ignored, and so are
  * those of requests that have had their last event. */
+COLD
 static void eng_cancel(eng *engine, int64_t id) {
     pthread_mutex_lock(&engine->lock);
     if (id > 0 && id <= engine->last_id && engine->n_samples) {
@@ -34594,7 +34595,9 @@ static void api_end_choice(api_request *request, api_choice *choice, const api_r
     choice->stop_id = record->stop_id;
     choice->stop_text = record->stop_text;
     request->n_left--;
-    if (choice->finish == TOKA_CANCELLED && request->aborted) return;
+    /* vectors and scores are whole or not at all */
+    const bool is_vector = request->style && request->style->make_prompts;
+    if (choice->finish == TOKA_CANCELLED && request->aborted && !is_vector) return;
     if (choice->finish == TOKA_CANCELLED || choice->finish == TOKA_FAILED)
         request->failure = MAX(request->failure, choice->finish);
 }
@@ -37651,6 +37654,27 @@ static int run_open_output(run_state *run, run_output *output, const char *path,
     return run_scan_output(run, output, count, e);
 }
 
+/* Counts a line of the input, if it is of this run's shard. id: scratch. Returns 0, or an error if
+ * its custom_id is not unique. */
+static int run_scan_input_line(run_state *run, str line, buf *id, int64_t *n_lines, toka_err *e) {
+    arena memory = {0};
+    toka_err ignored;
+    const json *root = run_parse_json(&run->input, &memory, line, &ignored);
+    run_get_custom_id(root, run->input.line_number, id);
+    const run_id_hash id_hash = run_hash_text(buf_view(id));
+    const bool mine = run_is_in_shard(run->options, id_hash);
+    run_table_entry *entry = mine ? run_table_find(&run->seen, id_hash) : NULL;
+    if (mine && entry->state & 1) run_count_changed(run, entry, run_line_hash(root, line));
+    arena_free(&memory);
+    if (!mine) return 0;
+    if (entry->state >> 1)
+        return run_fail_duplicate(run, run->input.line_number, entry, buf_view(id), e);
+    run->n_done_before += entry->state & 1;
+    run_table_set(&run->seen, entry, (uint64_t)run->input.line_number << 1 | (entry->state & 1));
+    ++*n_lines;
+    return 0;
+}
+
 /* The first pass over the input: counts lines and checks that each custom_id is unique. A pipe is
  * read only once: its ids are checked as they come. */
 static int run_scan_input(run_state *run, toka_err *e) {
@@ -37668,27 +37692,8 @@ static int run_scan_input(run_state *run, toka_err *e) {
         return 0;
     }
     int64_t n_lines = 0;
-    while ((code = run_next_line(&run->input, &line, NULL, e)) > 0) {
-        arena memory = {0};
-        toka_err ignored;
-        if (run_is_blank(line)) continue;
-        const json *root = run_parse_json(&run->input, &memory, line, &ignored);
-        run_get_custom_id(root, run->input.line_number, &id);
-        const run_id_hash id_hash = run_hash_text(buf_view(&id));
-        const bool mine = run_is_in_shard(run->options, id_hash);
-        run_table_entry *entry = mine ? run_table_find(&run->seen, id_hash) : NULL;
-        if (mine && entry->state & 1) run_count_changed(run, entry, run_line_hash(root, line));
-        arena_free(&memory);
-        if (!mine) continue;
-        if (entry->state >> 1) {
-            code = run_fail_duplicate(run, run->input.line_number, entry, buf_view(&id), e);
-            break;
-        }
-        run->n_done_before += entry->state & 1;
-        run_table_set(&run->seen, entry,
-                      (uint64_t)run->input.line_number << 1 | (entry->state & 1));
-        n_lines++;
-    }
+    while ((code = run_next_line(&run->input, &line, NULL, e)) > 0)
+        if (!run_is_blank(line) && (code = run_scan_input_line(run, line, &id, &n_lines, e))) break;
     buf_free(&id);
     if (code < 0) return code;
     if (lseek(run->input.fd, 0, SEEK_SET) != 0)
@@ -41790,13 +41795,16 @@ static bool srv_is_loopback(const struct in6_addr *address) {
 }
 
 /* May this connection use the routes of trainers? Without --admin-key it must come from this
- * machine, and have an API key if clients need one. */
+ * machine and not from a proxy on it, and have an API key if clients need one. */
 static bool srv_is_admin(const srv_options *options, const http_request *http, int fd) {
     struct sockaddr_storage peer = {0};
     socklen_t n = sizeof peer;
     const char *key = options->admin_key;
     if (key && !strcmp(key, "none")) return true;
     if (key) return srv_same_key(srv_given_key(http), key);
+    static const char *const of_proxies[] = {"x-forwarded-for", "forwarded", "via", "x-real-ip"};
+    for (int i = 0; i < COUNT(of_proxies); i++)
+        if (http_find_header(http, of_proxies[i]).n) return false;
     if (!srv_is_authorized(options, http) || getpeername(fd, (struct sockaddr *)&peer, &n))
         return false;
     const struct in6_addr there = srv_address_of(&peer);

@@ -2264,6 +2264,7 @@ static void *eng_pause_waits(void *t) {
 
 /* One thread drives. While it waits for the end of a request, later ones stay in the inbox, and can be cancelled there. */
 static void test_pause_waits(void) {
+    enum { TOKENS = ENG_SLOW ? 20 : 100 };
     toka *t = eng_must_open("test/model", 4, 16, 1);
     toka_err e = {0};
     pthread_t driver, pauser;
@@ -2272,7 +2273,7 @@ static void test_pause_waits(void) {
     int64_t id;
     void *failed;
     toka_request r = toka_request_default();
-    r.ids = prompt, r.n_ids = 3, r.n = 6, r.sampling = eng_greedy(100), r.sampling.ignore_eos = 1;
+    r.ids = prompt, r.n_ids = 3, r.n = 6, r.sampling = eng_greedy(TOKENS), r.sampling.ignore_eos = 1;
     CHECK(!pthread_create(&driver, NULL, eng_run_forever, t));
     CHECK(!toka_pause(t, 0, &e)); /* so that the order of the next three is certain */
     CHECK(!toka_submit(t, &r, eng_note_version, &early, NULL, &e) && !toka_resume(t, &e));
@@ -2286,15 +2287,48 @@ static void test_pause_waits(void) {
     toka_cancel(t, id);
     CHECK(!toka_submit(t, &r, eng_note_version, &late, NULL, &e));
     CHECK(!pthread_join(pauser, &failed) && !failed);
-    CHECK(early.n == 600 && !late.n && !early.last && toka_get_stats(t).paused);
+    CHECK(early.n == 6 * TOKENS && !late.n && !early.last && toka_get_stats(t).paused);
     CHECK_MSG(!toka_update_weights(t, "test/model", &e), "%s", e.msg);
     while (toka_get_stats(t).requests_done < 2) usleep(100);
     CHECK(cancelled.cancelled == 6 && !cancelled.n && !late.n);
     CHECK(!toka_resume(t, &e));
     while (toka_get_stats(t).requests_done < 3) usleep(100);
-    CHECK(late.n == 600 && late.first == 1 && late.last == 1);
+    CHECK(late.n == 6 * TOKENS && late.first == 1 && late.last == 1);
     toka_stop(t);
     CHECK(!pthread_join(driver, NULL));
+    toka_close(t);
+}
+
+static int eng_refuse_rebind(toka_device *d, const toka_weights *weights, bool commit, toka_err *e) {
+    return eng_steps_left-- > 0 ? toka_cpu.rebind(d, weights, commit, e) : fail(e, TOKA_E_INPUT, "injected refusal");
+}
+
+/* A device that refuses the weights at the last moment, after other ranks took them: the old ones stay, in all ranks. */
+static void test_update_refused(void) {
+    toka_options o = toka_options_default();
+    toka_err e = {0};
+    toka *t;
+    int code;
+    o.model = "test/model", o.tensor_parallel_size = 2, o.data_parallel_size = 2, o.max_num_seqs = 4, o.n_threads = 2;
+    CHECK(!toka_open(&t, &o, &e));
+    toka_backend faulty = toka_cpu;
+    faulty.rebind = eng_refuse_rebind;
+    toka_sampling s = eng_greedy(20);
+    eng_collected *want = eng_ask(t, "Tom has 12 apples.", NULL, 0, 1, &s, &code, &e);
+    t->engine->backend = &faulty;
+    for (int i = 0; i < 2; i++) t->engine->replicas[i].model.backend = &faulty;
+    for (int n = 0; n < 5; n++) { /* four ranks are asked; with n 4 all agree, and then must succeed */
+        const void *before = t->files->weights.layers[0].q.data;
+        eng_steps_left = n < 4 ? n : 100;
+        code = toka_update_weights(t, "test/model", &e);
+        CHECK_MSG(code == (n < 4 ? TOKA_E_INPUT : 0), "%d ranks: %s", n, e.msg);
+        CHECK((t->files->weights.layers[0].q.data == before) == (n < 4) && toka_get_stats(t).weight_updates == (n == 4));
+        CHECK((t->files->source != NULL) == (n == 4));
+        eng_collected *got = eng_ask(t, "Tom has 12 apples.", NULL, 0, 1, &s, &code, &e);
+        CHECK(!code && got->id[0].n == want->id[0].n && !memcmp(got->logprob[0], want->logprob[0], got->id[0].n * sizeof(float)));
+        eng_collected_free(got);
+    }
+    eng_collected_free(want);
     toka_close(t);
 }
 
@@ -2347,6 +2381,7 @@ static const struct test eng_tests[] = {
     {"engine: an open that hangs", test_open_that_hangs},
     {"engine: weights that change", test_updates},
     {"engine: a pause that waits", test_pause_waits},
+    {"engine: weights that a rank refuses", test_update_refused},
     {"engine: paused or failed at the end", test_pause_ends},
     {"engine: text continues after the prompt", test_text_continues},
     {"engine: page pressure changes nothing", test_page_pressure},

@@ -375,6 +375,21 @@ def test_sglang_names(loaded, folders, alone):
     update(loaded, folders[0])
 
 
+def test_vectors_are_not_cut(loaded):
+    pause(loaded, "keep")
+    got = []
+    threads = [threading.Thread(target=lambda: got.append(loaded.post("/v1/embeddings", {"input": ["Tom", "Ann"]}).status)) for _ in range(2)]
+    for t in threads:
+        t.start()
+    while loaded.metric("num_requests_waiting") < 4:
+        time.sleep(0.01)
+    assert loaded.post("/abort_request", {"abort_all": True}).json()["aborted"] == 2
+    for t in threads:
+        t.join(30)
+    assert got == [503, 503]
+    resume(loaded)
+
+
 def test_stream_of_an_aborted_request(loaded):
     with loaded.connect() as c:
         body = json.dumps({"prompt": "Tom", "max_tokens": 900, "ignore_eos": True, "stream": True})
@@ -445,6 +460,11 @@ def test_stopped_while_paused(folders):
         pause(s, "keep")
         assert s.stop() == 0
         assert {c["finish_reason"] for c in load.join()} <= {"abort", "length"}
+
+
+def test_a_proxy_is_not_this_machine(loaded):
+    assert loaded.get("/is_paused", X_Forwarded_For="10.0.0.7").status == 401
+    assert loaded.post("/pause", {}, Via="1.1 nginx").status == 401 and not loaded.get("/is_paused").json()["is_paused"]
 
 
 def test_admin_key(folders):
