@@ -325,6 +325,7 @@ part_soak() {
     library
     step "soak compiles" $CC $WARN -O2 -I. -o $B/soak_fast test/soak.c $B/toka.o -lm -lpthread
     soak fast
+    soak_kinds fast
 }
 
 # ---- Soak and server tests with the sanitizers ----
