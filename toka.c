@@ -28374,12 +28374,13 @@ static bool eng_counts(const eng_replica *replica, const batch_sample *sample) {
 
 /* Returns true if the next event of this step, after that of sample row i, is for the same
  * `request`. It becomes event.more, by which a callback can put off a flush (toka.h). Rows of
- * sequences that have ended (stale generation) have no event. */
+ * sequences that have ended (stale generation) have no event. ends: row i ends its sequence. */
 static bool eng_has_more(const eng_replica *replica, const eng_inflight *inflight,
-                         const eng_request *request, int i) {
-    for (i++; i < inflight->n_sampled; i++)
-        if (eng_counts(replica, &inflight->batch.samples[i]))
-            return inflight->row_requests[i] == request;
+                         const eng_request *request, int i, bool ends) {
+    const batch_sample *samples = inflight->batch.samples;
+    for (int next = i + 1; next < inflight->n_sampled; next++)
+        if (eng_counts(replica, &samples[next]) && !(ends && samples[next].seq == samples[i].seq))
+            return inflight->row_requests[next] == request;
     return false;
 }
 
@@ -28425,10 +28426,11 @@ static bool eng_is_forbidden(const toka_sample_row *row, const toka_sample_resul
 /* Delivers the event of a sampled token. If all allowed ids were forbidden, result->id is a
  * forbidden id (toka_fallback_id): it is not delivered, and the sample ends. It also ends if its
  * constraint lets nothing follow. *ended: the token, a stop string or the callback ended the sample
- * (not the length limit). Returns false if the callback wants no more of this request. */
+ * (not the length limit). more: event.more if the sequence goes on, and if it ends. Returns false
+ * if the callback wants no more of this request. */
 static bool eng_deliver(eng_replica *replica, eng_request *request, int seq,
                         const toka_sample_row *sample_row, const toka_sample_result *result,
-                        bool more, bool *ended) {
+                        const bool more[2], bool *ended) {
     eng *engine = replica->engine;
     const sched_seq *sequence = &replica->sched.seqs[seq];
     const toka_sampling *sampling = &request->sampling;
@@ -28465,8 +28467,8 @@ static bool eng_deliver(eng_replica *replica, eng_request *request, int seq,
         .stop_id = is_end ? result->id : -1,
         .stop_text = stopped ? replica->detokenizers[seq].stop.matched_index : -1,
         .n_cached = sequence->n_prefix_hits,
-        .more = more,
         .version = eng_version(request)};
+    event.more = more[event.finish != TOKA_RUNNING];
     request->usage.output_tokens += !none_left;
     return eng_deliver_event(replica, request, seq, &event, ended);
 }
@@ -28589,9 +28591,10 @@ static void eng_commit(eng_replica *replica, const eng_inflight *inflight) {
             continue;
         }
         if (!request->score_only) {
+            const bool more[2] = {eng_has_more(replica, inflight, request, i, false),
+                                  eng_has_more(replica, inflight, request, i, true)};
             wants_more = eng_deliver(replica, request, sample.seq, &inflight->sample_rows[i],
-                                     eng_result(inflight, i),
-                                     eng_has_more(replica, inflight, request, i), &ended);
+                                     eng_result(inflight, i), more, &ended);
         } else {
             bit_set(request->ended, 0);
             eng_count_sample_end(replica, request);

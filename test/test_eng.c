@@ -45,11 +45,13 @@ typedef struct eng_collected { /* what the events of a request contained */
     toka_finish finish[64];
     int cancel_after; /* > 0: cancel at that event */
     int n_events, n_cancelled;
+    int more; /* of the last event */
 } eng_collected;
 
 static int eng_collect(void *user, const toka_event *ev) {
     eng_collected *g = user;
     size_t k = g->id[ev->sample].n;
+    g->more = ev->more;
     if (ev->id < 0 && ev->finish != TOKA_STOP) return g->n_cancelled++, g->n_ended++, 0;
     if (k < 512) g->logprob[ev->sample][k] = ev->logprob, g->sampled[ev->sample][k] = ev->sampled_logprob;
     if (ev->id >= 0) ids_push(&g->id[ev->sample], ev->id);
@@ -1154,7 +1156,7 @@ static void test_draft_ends(void) {
             const size_t n = want->id[0].n;
             CHECK_MSG(got->id[0].n == n && !memcmp(want->id[0].p, got->id[0].p, n * 4) && !memcmp(want->logprob[0], got->logprob[0], n * 4) &&
                       !memcmp(want->sampled[0], got->sampled[0], n * 4), "request %d", i);
-            CHECK(want->finish[0] == got->finish[0] && want->stop_id[0] == got->stop_id[0] && want->n_events == got->n_events && got->n_ended == 1);
+            CHECK(want->finish[0] == got->finish[0] && want->stop_id[0] == got->stop_id[0] && want->n_events == got->n_events && got->n_ended == 1 && !got->more);
             CHECK(str_eq(buf_view(&want->text[0]), buf_view(&got->text[0])));
             CHECK(steps[1] <= steps[0] && !sched_check(&t[1]->engine->replicas[0].sched));
             saved += steps[0] - steps[1], n_output += (int64_t)n;
