@@ -130,8 +130,8 @@
  * and utf8_ 4, uni_ 5, tok_ 6 and 7, tmpl_ 8 to 10 (tv_: values of templates), st_ and mf_ 11 to
  * 14, kv_ 15, heap_ 16, sched_ 17, draft_ 17b, batch_ 18, samp_ and stop_ 19, con_ 20 to 23,
  * plain_ 24, cpu_ 25 and 26, group_ 26, model_ and rank_ 27, eng_ 28, lib_ 29, http_ 30, parse_ 31,
- * api_ 32 to 34, chat_, resp_ and msg_ 34, emb_ 35, run_ 36 and 41, files_ 37, srv_ 38 to 40, plan_
- * 41, accept_ 42, benchclient_ 43, hub_ 44, client_ 45, edit_ 46, help_ 47, cli_ 48.
+ * api_ 32 to 34, chat_, resp_ and msg_ 34, emb_ 35, run_ 36 and 41, files_ 37, srv_ 38 to 40,
+ * plan_ 41, accept_ 42, benchclient_ 43, hub_ 44, client_ 45, edit_ 46, help_ 47, cli_ 48.
  *
  * WORDS                                                                                     chapter
  *   sample          one of the n completions of a request                                        17
@@ -34657,6 +34657,7 @@ static int api_watch_event(api_prompt *prompt, toka_event *event) {
     if (stopped) {
         event->finish = TOKA_STOP;
         event->stop_text = watch->parser.stop.matched_index;
+        event->more = false; /* the rest of the step may be of this sample only */
     }
     if (event->finish != TOKA_RUNNING) api_watch_free(&prompt->watches[event->sample]);
     return stopped ? TOKA_END_SAMPLE : 0;

@@ -320,12 +320,22 @@ soak() { # NAME: runs $B/soak_NAME for 15 seconds: the embedded model, then smal
         seed=$((seed + 1))
     done
 }
+soak_kinds() { # NAME: the same for a model with windows, of whose pages there are fewer than of the others, and for one with states
+    local model
+    for model in gptoss qwen3next; do
+        mkdir -p $B/soak_$1_$model && $py test/model_weights.py $model $B/soak_$1_$model || { skip 1 "no weights of $model"; continue; }
+        step "soak of $model ($1)" "$B/soak_$1" --model $B/soak_$1_$model --seconds 5 --seed 4 \
+            --max-num-seqs 5 --max-num-batched-tokens 24 --kv-tokens 500 --max-model-len 333
+        grep '^soak: seed' $LOG | sed 's/^/       /'
+    done
+}
 part_soak() {
+    local py
     after source
     library
     step "soak compiles" $CC $WARN -O2 -I. -o $B/soak_fast test/soak.c $B/toka.o -lm -lpthread
     soak fast
-    soak_kinds fast
+    find_python 2 && soak_kinds fast
 }
 
 # ---- Soak and server tests with the sanitizers ----
@@ -344,6 +354,7 @@ sanitized_tests() { # NAME FLAGS...: compiles the library, then the soak and the
 part_asan() {
     local py
     sanitized_tests asan -fsanitize=address,undefined -fno-sanitize-recover=undefined || return
+    soak_kinds asan
     step "server tests (asan)" env ASAN_OPTIONS=quarantine_size_mb=2 TOKA_BINARY="$PWD/$B/toka_asan" $py \
         -m pytest -q -p no:cacheprovider test/test_server.py test/test_faults.py
 }
