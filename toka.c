@@ -5,8 +5,8 @@
  * and command line, with no library but libc. Three uses decide every question of design: a quick
  * run on any Linux machine; millions of completions as fast as the hardware allows; copying these
  * files into another project, to use, teach or review. So it is one file that reads from top to
- * bottom, and each chapter uses only earlier ones. `cc -c toka.c` compiles chapters 1 to 29, the
- * library. -DTOKA_SERVER adds chapters 30 to 48: server, batches, benchmarks, hub, command line;
+ * bottom, and each chapter uses only earlier ones. `cc -c toka.c` compiles chapters 1 to 33, the
+ * library. -DTOKA_SERVER adds chapters 34 to 53: server, batches, benchmarks, hub, command line;
  * and -DTOKA_MAIN adds main() to these. toka_kernels.cu is the GPU backend. toka.h is the public
  * interface and, in its lower half, the interface of the backends.
  *
@@ -14,45 +14,45 @@
  * transformers, the rows of mf_archs (11): dense ones, mixtures of experts, and models with latent
  * attention or with linear mixers (Gated DeltaNet); their weights are bf16, f16, f32, FP8, int4 or
  * MXFP4 (mf_methods). The GPU backend has the dense Llama family in bf16, f16, f32 and FP8 only. No
- * images. Speculative decoding takes its drafts from texts (17b), and is not on the GPU. If toka
+ * images. Speculative decoding takes its drafts from texts (20), and is not on the GPU. If toka
  * would compute a model differently from the code of the model's authors, it refuses the model and
  * says why (mf_refuse_unsupported).
  *
  * HOW DATA FLOWS (the numbers are chapters):
  *
- *     model folder ---- mf_open (14) ------> shape, weights (mapped, not copied), tokenizer.json,
+ *     model folder ---- mf_open (16) ------> shape, weights (mapped, not copied), tokenizer.json,
  *                                            chat template, end ids
  *     messages -------- tmpl_render (10) --> prompt text
  *     text ------------ tok_encode (6) ----> ids
- *     ids ------------- eng_submit (28) ---> inbox --> sched_submit (17): a request of n samples
+ *     ids ------------- eng_submit (32) ---> inbox --> sched_submit (19): a request of n samples
  *                                            in the queue
- *      +-> sched_plan (17) ----------> which tokens of which sequences go into the next step.
- *      |                               kv_alloc_seq (15) allocates pages
- *      |   batch_build (18) ---------> a toka_step: T token rows as integers, with shared
+ *      +-> sched_plan (19) ----------> which tokens of which sequences go into the next step.
+ *      |                               kv_alloc_seq (17) allocates pages
+ *      |   batch_build (21) ---------> a toka_step: T token rows as integers, with shared
  *      |                               prefixes as spans of their own
- *      |   batch_make_micros (18) ---> its microbatches, if the model has pipeline stages
- *      |   model_post (27) ----------> every rank, on its own thread, runs rank_step: embed, then
+ *      |   batch_make_micros (21) ---> its microbatches, if the model has pipeline stages
+ *      |   model_post (31) ----------> every rank, on its own thread, runs rank_step: embed, then
  *      |       over toka_backend       L times {norm_qkv_rope_kv, attention, out_residual,
- *      |       (24 is the plain        norm_mlp_residual}, then norm_logits_sample, which samples
- *      |       one, the CPU's is 26)   each row of logits (on the CPU by samp_row, 19). Meanwhile
+ *      |       (27 is the plain        norm_mlp_residual}, then norm_logits_sample, which samples
+ *      |       one, the CPU's is 30)   each row of logits (on the CPU by samp_row, 22). Meanwhile
  *      |                               the driver plans the next step
- *      +-- eng_commit (28) <---------- model_wait (27): a toka_sample_result for each sample row:
- *                                      id and log-probability. sched_commit (17) appends the id
+ *      +-- eng_commit (32) <---------- model_wait (31): a toka_sample_result for each sample row:
+ *                                      id and log-probability. sched_commit (19) appends the id
  *                                      to its sequence
- *     id -------------- tok_stream_put (6), stop_put (19) --> text that is certain --> toka_event
- *                                      --> callback: of the command line (48), the batch runner
- *                                      (36) or another program (29). The server's callback gets
- *                                      ids; its workers make the text from them: api_feed (33)
+ *     id -------------- tok_stream_put (6), stop_put (22) --> text that is certain --> toka_event
+ *                                      --> callback: of the command line (54), the batch runner
+ *                                      (40) or another program (33). The server's callback gets
+ *                                      ids; its workers make the text from them: api_feed (37)
  *
  * A request may ask for an embedding instead of samples: then norm_pool adds up the hidden states
- * of its tokens, eng_add_pools (28) says of which, and the event has the vector.
+ * of its tokens, eng_add_pools (32) says of which, and the event has the vector.
  *
  * A step has three phases: plan, run, commit. A plan holds integers only: no floats, no text. An op
  * sees token rows, never requests. So the scheduler is tested without a model and the ops without
  * an engine, and every device runs the same plans. A plan is self-contained: between steps a device
  * keeps only K, V and the id of each token, the last token of each sequence and, for linear mixers,
  * its state. Everything else arrives with the step, while the device still runs the step before it.
- * Chapter 28 has a timeline.
+ * Chapter 32 has a timeline.
  *
  * THE LIFE OF A REQUEST. A request has n samples; each sample has a state. The label of an arrow is
  * the function that makes the change.
@@ -76,11 +76,11 @@
  *   model   mf_model, tok, tmpl: immutable after toka_open, read by any thread.
  *   engine  scheduler, pages, plans: allocated at open. Only the driver, the thread in eng_drive,
  *           touches them. Other threads reach the engine through an inbox under one lock.
- *   device  activations, KV cache, scratch: allocated at open by the backend. Each rank (27) has
+ *   device  activations, KV cache, scratch: allocated at open by the backend. Each rank (31) has
  *           one thread, and only this thread calls the device's ops. Helper threads of the backend
  *           have finished when an op returns.
  *   server  one thread, the event loop, has all sockets; workers parse bodies and make text; one
- *           thread drives the engine. They hand HTTP requests to each other through queues (39).
+ *           thread drives the engine. They hand HTTP requests to each other through queues (43).
  *   event   its pointers are valid during the callback. Results of toka_encode and similar
  *           functions are allocated by malloc for the caller.
  * Endings of names: _open/_close: the object holds files, threads or mappings. _init/_free: the
@@ -102,23 +102,23 @@
  *                           of each replica)
  *   TOKA_DEBUG_PATIENCE=S   the watchdog waits S seconds, not 30, for progress of any rank
  *   TOKA_DEBUG_SHARE_GPU=N  the ranks share the first N GPUs, rank i uses GPU i mod N
- *   TOKA_DEBUG_DRAFTS=1     each match gets drafts (17b), whatever they cost
+ *   TOKA_DEBUG_DRAFTS=1     each match gets drafts (20), whatever they cost
  *   TOKA_DEBUG_NO_PEER=1    no GPU accesses the memory of another rank: stages send through the
  *                           host, and tensor ranks are refused
  *
  * WHAT ALWAYS HOLDS.
  *   1. The result of a token row depends only on the tokens of its own sequence. Other rows of the
  *      step, prefill chunks, threads, preemption and the choice of spans do not change it, because
- *      every sum over the model's width or over positions has one fixed order (25, 26). The tests
+ *      every sum over the model's width or over positions has one fixed order (28, 30). The tests
  *      compare the CPU's results byte for byte. On a GPU this holds up to rounding: the number of
  *      rows selects the tile shape, and the tile shape sets the order of sums.
  *   2. A draw is a function of (logits, parameters, history, seed, sample, position). CPU and GPU
- *      compute the same function and differ only where two ids are nearly tied (19). Rules 1 and 2
+ *      compute the same function and differ only where two ids are nearly tied (22). Rules 1 and 2
  *      together make a run on a CPU exactly repeatable.
  *   3. Text is delivered only when later tokens cannot change it: an unfinished character and a
- *      possible beginning of a stop string are held back (6, 19).
+ *      possible beginning of a stop string are held back (6, 22).
  *   4. The CPU reads weights where the file is mapped, in the file's type, and computes in float32
- *      (13, 25, 26). On request (--dtype bfloat16) it rounds the inputs of GEMMs with weights to
+ *      (15, 28, 30). On request (--dtype bfloat16) it rounds the inputs of GEMMs with weights to
  *      bf16. The GPU holds weights, activations and K, V as bf16 and sums in float32.
  *
  * LETTERS, equal in C, CUDA and README. T tokens of a step, S sequences, L layers, H query heads,
@@ -128,83 +128,83 @@
  *
  * PREFIXES of names say the chapter: mem_, str_, buf_, arena_, ids_ and suggest_ 2, os_ 3, json_
  * and utf8_ 4, uni_ 5, tok_ 6 and 7, tmpl_ 8 to 10 (tv_: values of templates), st_ and mf_ 11 to
- * 14, kv_ 15, heap_ 16, sched_ 17, draft_ 17b, batch_ 18, samp_ and stop_ 19, con_ 20 to 23,
- * plain_ 24, cpu_ 25 and 26, group_ 26, model_ and rank_ 27, eng_ 28, lib_ 29, http_ 30, parse_ 31,
- * api_ 32 to 34, chat_, resp_ and msg_ 34, emb_ 35, run_ 36 and 41, files_ 37, srv_ 38 to 40,
- * plan_ 41, accept_ 42, benchclient_ 43, hub_ 44, client_ 45, edit_ 46, help_ 47, cli_ 48.
+ * 16, kv_ 17, heap_ 18, sched_ 19, draft_ 20, batch_ 21, samp_ and stop_ 22, con_ 23 to 26,
+ * plain_ 27, cpu_ 28 and 30, group_ 29, model_ and rank_ 31, eng_ 32, lib_ 33, http_ 34, parse_ 35,
+ * api_ 36 to 38, chat_, resp_ and msg_ 38, emb_ 39, run_ 40 and 45, files_ 41, srv_ 42 to 44,
+ * plan_ 46, accept_ 47, benchclient_ 48, hub_ 49, client_ 50, edit_ 51, help_ 52, cli_ 53 and 54.
  *
  * WORDS                                                                                     chapter
- *   sample          one of the n completions of a request                                        17
- *   sequence        a sample that was admitted; `seq` is its index, kept until it ends           17
- *   page            B positions of K and V in all layers (vLLM: block; B: block size); with      15
+ *   sample          one of the n completions of a request                                        19
+ *   sequence        a sample that was admitted; `seq` is its index, kept until it ends           19
+ *   page            B positions of K and V in all layers (vLLM: block; B: block size); with      17
  *                   windowed pages: in the layers without a window
- *   windowed page   beside a page: the same positions in the layers with a window, if needed     15
- *   linear mixer    a layer's mixer that has a state in place of K and V (Gated DeltaNet)        24
- *   state           what the linear mixers keep of a sequence: a fixed number of bytes           17
- *   block table     the list of pages of a sequence                                              15
- *   kv_slot         where the K and V of one position lie: page * B + offset                     15
- *   prefix tree     the prefix cache: a radix tree of full pages                                 15
- *   reserve         the available pages that admission leaves to the running sequences           17
- *   backlog         the tokens still to prefill                                                  17
- *   preempted       of a sequence: lost its pages, keeps its tokens, is computed again later     17
- *   constraint      a grammar that the output must match                                         20
- *   mask            a bit for each token: may it come next?                                      20
- *   generation      a count that changes when an index is reused, so that stale results          17
+ *   windowed page   beside a page: the same positions in the layers with a window, if needed     17
+ *   linear mixer    a layer's mixer that has a state in place of K and V (Gated DeltaNet)        27
+ *   state           what the linear mixers keep of a sequence: a fixed number of bytes           19
+ *   block table     the list of pages of a sequence                                              17
+ *   kv_slot         where the K and V of one position lie: page * B + offset                     17
+ *   prefix tree     the prefix cache: a radix tree of full pages                                 17
+ *   reserve         the available pages that admission leaves to the running sequences           19
+ *   backlog         the tokens still to prefill                                                  19
+ *   preempted       of a sequence: lost its pages, keeps its tokens, is computed again later     19
+ *   constraint      a grammar that the output must match                                         23
+ *   mask            a bit for each token: may it come next?                                      23
+ *   generation      a count that changes when an index is reused, so that stale results          19
  *                   are recognized
- *   step            one pass through the model, for T token rows of any sequences                18
- *   chunk           the rows of one sequence in one microbatch                                   18
- *   span            an attention segment: some rows x some positions (FlashInfer: a cascade      18
+ *   step            one pass through the model, for T token rows of any sequences                21
+ *   chunk           the rows of one sequence in one microbatch                                   21
+ *   span            an attention segment: some rows x some positions (FlashInfer: a cascade      21
  *                   level); a shared span has rows of several sequences
- *   microbatch      the part of a step that a pipeline stage runs at once                        18
- *   sample row      a token row whose logits are sampled, or scored                          18, 28
- *   tile            the results that one call of a GEMM micro-kernel computes                    25
- *   rank            one device with its slice of the weights and one thread                      27
- *   stage           the ranks that have the same layers; tp tensor ranks each                    27
- *   replica         a whole model with its own ranks, scheduler and KV cache                     28
- *   in flight       of a step: posted to the ranks and not yet retired                           28
- *   driver          the one thread that plans, posts and commits steps                           28
- *   run-ahead       planning step N+1 while step N runs                                          28
- *   draft           a guess of a later token, whose row is computed in the same step            17b
- *   hung            of a rank: its thread does not return after a failure; its memory is         27
+ *   microbatch      the part of a step that a pipeline stage runs at once                        21
+ *   sample row      a token row whose logits are sampled, or scored                          21, 32
+ *   tile            the results that one call of a GEMM micro-kernel computes                    28
+ *   rank            one device with its slice of the weights and one thread                      31
+ *   stage           the ranks that have the same layers; tp tensor ranks each                    31
+ *   replica         a whole model with its own ranks, scheduler and KV cache                     32
+ *   in flight       of a step: posted to the ranks and not yet retired                           32
+ *   driver          the one thread that plans, posts and commits steps                           32
+ *   run-ahead       planning step N+1 while step N runs                                          32
+ *   draft           a guess of a later token, whose row is computed in the same step             20
+ *   hung            of a rank: its thread does not return after a failure; its memory is         31
  *                   never freed
  *
  * TECHNIQUES, with paper (a number: arXiv), chapter and functions (cu: toka_kernels.cu)
- *   Hydragen: the queries of all sequences that      2402.05099      18 batch_choose_spans
- *     share a prefix attend to it in one matrix                      26 cpu_attend_span
+ *   Hydragen: the queries of all sequences that      2402.05099      21 batch_choose_spans
+ *     share a prefix attend to it in one matrix                      30 cpu_attend_span
  *     product, which reads its K and V once; then                    cu 8 attn_plan_step
  *     the results of prefix and own tokens are                       cu 9 attn_merge_splits
  *     merged
- *   PagedAttention                                   2309.06180      15 kv_alloc_seq,
+ *   PagedAttention                                   2309.06180      17 kv_alloc_seq,
  *                                                                       kv_append_page
- *   constrained decoding: tokens by a pushdown       2411.15100      20 con_mask
+ *   constrained decoding: tokens by a pushdown       2411.15100      23 con_mask
  *     automaton; masks that depend on one rule         (XGrammar)
  *     alone are kept
- *   continuous batching                              Orca, OSDI 2022 17 sched_plan; 28 eng_step
- *   chunked prefill                                  2308.16369      17 sched_plan_prefill
+ *   continuous batching                              Orca, OSDI 2022 19 sched_plan; 32 eng_step
+ *   chunked prefill                                  2308.16369      19 sched_plan_prefill
  *                                                    (Sarathi)
  *   FlashAttention 1, 2 and 3                        2205.14135      cu 9 attn_mma,
  *                                                    2307.08691           attn_wgmma_launch
  *                                                    2407.08608
- *   online softmax                                   1805.02867      25 cpu_online_softmax
- *                                                                    26 cpu_attend_page
- *   grouped-query attention (GQA): the query heads   2305.13245      26 cpu_attention_item
+ *   online softmax                                   1805.02867      28 cpu_online_softmax
+ *                                                                    30 cpu_attend_page
+ *   grouped-query attention (GQA): the query heads   2305.13245      30 cpu_attention_item
  *     of one kv head go over K and V together
- *   prefix cache as a radix tree                     2312.07104      15 kv_match_prefix,
+ *   prefix cache as a radix tree                     2312.07104      17 kv_match_prefix,
  *                                                    (SGLang)           kv_tree_insert
- *   tensor parallelism                               1909.08053      13 mf_shard
- *                                                    (Megatron-LM)   27 rank_all_reduce
+ *   tensor parallelism                               1909.08053      15 mf_shard
+ *                                                    (Megatron-LM)   31 rank_all_reduce
  *   overlapped tensor parallelism: the epilogue      2406.06858      cu 6 epi_scatter
  *     of a GEMM sends its tiles to the rank that     (Flux)          cu 10 reduce_norm_kernel
  *     adds them up
- *   pipeline parallelism with microbatches           2104.04473      18 batch_make_micros
- *                                                    (Megatron-LM)   27 rank_step
- *   data parallelism: replicas behind one queue                      28 eng_route
+ *   pipeline parallelism with microbatches           2104.04473      21 batch_make_micros
+ *                                                    (Megatron-LM)   31 rank_step
+ *   data parallelism: replicas behind one queue                      32 eng_route
  *   CUDA graphs of decode steps                      CUDA C++ guide  cu 15 cuda_capture
- *   speculative decoding: drafts from the prompt,    2211.17192      17b draft_plan
- *     the output, other samples, the prefix tree                     28 eng_verify_drafts
- *   Gated DeltaNet: a state in place of K and V      2412.06464      24 plain_linear_token
- *                                                                    26 cpu_linear_item
- *   sampling: Gumbel-max over groups of ids          1411.0030       19 samp_draw
+ *   speculative decoding: drafts from the prompt,    2211.17192      20 draft_plan
+ *     the output, other samples, the prefix tree                     32 eng_verify_drafts
+ *   Gated DeltaNet: a state in place of K and V      2412.06464      27 plain_linear_token
+ *                                                                    30 cpu_linear_item
+ *   sampling: Gumbel-max over groups of ids          1411.0030       22 samp_draw
  *     fused into the LM head; on Hopper the logits                     cu 12 samp_lm_head,
  *     of plain rows are never stored                                   cu 11 samp_reduce_kernel
  *
@@ -221,45 +221,50 @@
  *   8. Chat template: parser [pure]
  *   9. Chat template: values [pure]
  *  10. Chat template: evaluation [pure]
- *  11. Model files: configs [pure]
- *  12. Weight formats [pure]
- *  13. Model files: weights [pure]
- *  14. Model files: finding and opening [os]
- *  15. KV pages and prefix tree [pure]
- *  16. Priority queues [pure]
- *  17. Scheduler [pure]
- *  17b. Drafts [pure]
- *  18. Batch building and shared prefixes [pure]
- *  19. Sampling and stops [pure]
- *  20. Constraints: automata and masks [pure]
- *  21. Constraints: regular expressions and grammars [pure]
- *  22. Constraints: JSON Schema [pure]
- *  23. Constraints: structures [pure]
- *  24. The plain backend [cpu]
- *  25. CPU kernels and threads [cpu]
- *  26. Ranks, and the CPU backend [cpu]
- *  27. Model: the layer loop [os]
- *  28. Engine [os]
- *  29. Public API [os]
- *  30. HTTP [pure]
- *  31. Tool calls and reasoning [pure]
- *  32. OpenAI API: requests [pure]
- *  33. OpenAI API: answers [pure]
- *  34. Responses and Messages [pure]
- *  35. Embeddings and scores [pure]
- *  36. Batch runner [os]
- *  37. Files and batches [os]
- *  38. Status page [pure]
- *  39. Server: requests and metrics [os]
- *  40. Server: connections [os]
- *  41. Bench and plan [os]
- *  42. Checks of constraints [os]
- *  43. Bench serve [os]
- *  44. Hub [os]
- *  45. Client [os]
- *  46. Line editor [os]
- *  47. Manual pages [pure]
- *  48. Command line [os]
+ *  11. Architectures: shapes and tensors [pure]
+ *  12. Quantization settings [pure]
+ *  13. Model files: configs [pure]
+ *  14. Weight formats [pure]
+ *  15. Model files: weights [pure]
+ *  16. Model files: finding and opening [os]
+ *  17. KV pages and prefix tree [pure]
+ *  18. Priority queues [pure]
+ *  19. Scheduler [pure]
+ *  20. Drafts [pure]
+ *  21. Batch building and shared prefixes [pure]
+ *  22. Sampling and stops [pure]
+ *  23. Constraints: automata and masks [pure]
+ *  24. Constraints: regular expressions and grammars [pure]
+ *  25. Constraints: JSON Schema [pure]
+ *  26. Constraints: structures [pure]
+ *  27. The plain backend [cpu]
+ *  28. CPU kernels and threads [cpu]
+ *  29. Ranks [cpu]
+ *  30. The CPU backend [cpu]
+ *  31. Model: the layer loop [os]
+ *  32. Engine [os]
+ *  33. Public API [os]
+ *  34. HTTP [pure]
+ *  35. Tool calls and reasoning [pure]
+ *  36. OpenAI API: requests [pure]
+ *  37. OpenAI API: answers [pure]
+ *  38. Responses and Messages [pure]
+ *  39. Embeddings and scores [pure]
+ *  40. Batch runner [os]
+ *  41. Files and batches [os]
+ *  42. Status page [pure]
+ *  43. Server: requests and metrics [os]
+ *  44. Server: connections [os]
+ *  45. Bench [os]
+ *  46. Plan [os]
+ *  47. Checks of constraints [os]
+ *  48. Bench serve [os]
+ *  49. Hub [os]
+ *  50. Client [os]
+ *  51. Line editor [os]
+ *  52. Manual pages [pure]
+ *  53. Command line: flags and help [os]
+ *  54. Command line: commands [os]
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE /* mmap flags, sched_getaffinity, memmem */
@@ -792,7 +797,7 @@ static double os_now(void) { /* seconds of the monotonic clock, which never step
 
 /* Shutdown timeout, in seconds. It is 0 until a signal (SIGINT, SIGTERM) asks the program to end;
  * not 0 means that such a signal came. Then the engine waits at most this long for a device's step;
- * a group of ranks has its own watchdog instead (27). */
+ * a group of ranks has its own watchdog instead (31). */
 static atomic_int os_stop_timeout_s;
 
 static int os_n_cores(void) { /* the number of cores that this process may use */
@@ -2349,7 +2354,7 @@ static int uni_put_case(const uni_cases *cases, str s, size_t at, enum uni_case 
  * times its size.
  *
  * Not here: training, offsets, pairs of texts, truncation and padding (these fields are ignored),
- * dropout. Chapter 11 reads tokenizer_config.json and gives tok_load the settings that change ids.
+ * dropout. Chapter 13 reads tokenizer_config.json and gives tok_load the settings that change ids.
  * =========================================================================== */
 
 typedef struct tok tok;
@@ -7804,27 +7809,20 @@ static int tmpl_render(const tmpl *template, const json *const *contexts, int n_
 #endif
 
 /* ===========================================================================
- * MARK: 11. Model files: configs [pure]
- * In: the text of the JSON files beside a model's weights. Out: an mf_config (the shape, its RoPE
- * table and the end ids), the sampling defaults, and the parts of the tokenizer's configuration
- * that the chat template and the tokenizer need.
+ * MARK: 11. Architectures: shapes and tensors [pure]
+ * What a model is: its shape, its RoPE table, its tensors and what the files call them.
  *
  *   RoPE           mf_rope_table: every kind of RoPE as one table of frequencies and one factor
+ *   tensors        mf_tensors: every tensor of toka_weights, with its dimensions
  *   architectures  mf_archs: each is one row of data. It names the defaults of the config's fields,
  *                  the features that every such model has, and the tables of tensor names
- *   config         mf_config_parse, mf_generation_parse, mf_tokenizer_config_parse: text to structs
- *   quantization   mf_read_quantization: which modules have which weight format; mf_methods: how
- *                  each kind of checkpoint names the tensors of a quantized matrix
  *
  * What always holds of a shape: every number is within the limits of mf_dims, D is even, and H is
  * a multiple of K. The files are not trusted: everything is checked, and the first error becomes
  * one sentence.
  *
  * A field of config.json counts only if transformers reads it, so a field that turns on a feature
- * counts only if the row's defaults name it. Where the files leave a choice, this chapter follows
- * transformers 5. Only the flags of tokenizer_config.json mean what they mean in transformers 4.57
- * (mf_token_flags, mf_read_add_flag). The chapter refuses a model that toka would compute
- * differently: other architectures, RoPE kinds, activations or weight formats.
+ * counts only if the row's defaults name it.
  * =========================================================================== */
 
 typedef enum mf_rope_kind {
@@ -8821,6 +8819,552 @@ static void mf_read_dims(mf_reader *reader, mf_config *config) {
     if (!(config->features & MF_Q_LORA)) config->letter['Q' - 'A'] = config->shape.E;
 }
 
+/* ===========================================================================
+ * MARK: 12. Quantization settings [pure]
+ * In: quantization_config of config.json. Out: an mf_quantization, which says for each module (a
+ * matrix) what format its weights have.
+ *
+ *   mf_methods            how each kind of checkpoint names the tensors of a quantized matrix
+ *   mf_read_quantization  the object's rules and the list of ignored modules
+ *
+ * A module's format is that of the first rule that selects it; none if it is ignored. If a file has
+ * plain numbers for a module, these count, whatever the rules say: routers, and the LM head of many
+ * methods, are plain without being named. The scheme of the KV cache (kv_cache_scheme, k_scale,
+ * v_scale) is not used: devices hold K and V in a form with more bits than that. Activations are
+ * not rounded to the scheme's format.
+ * =========================================================================== */
+
+/* How a checkpoint stores a quantized matrix: the numbers, and what follows the module's name in
+ * the names of its tensors; NULL: there is no such tensor. */
+typedef struct mf_method {
+    const char *name;   /* quant_method; with compressed-tensors the format */
+    bool is_compressed; /* it is one of compressed-tensors */
+    toka_dtype dtype;
+    toka_packing packing;
+    const char *data, *scale, *other_scale; /* other_scale: another name of the scale */
+    const char *zero, *order, *input_scale;
+} mf_method;
+
+static const mf_method mf_methods[] = {
+    {"fp8", false, TOKA_FP8, TOKA_PACK_ROWS, ".weight", ".weight_scale_inv", ".weight_scale", NULL,
+     NULL, ".input_scale"},
+    {"fbgemm_fp8", false, TOKA_FP8, TOKA_PACK_ROWS, ".weight", ".weight_scale", NULL, NULL, NULL,
+     NULL},
+    {"modelopt", false, TOKA_FP8, TOKA_PACK_ROWS, ".weight", ".weight_scale", NULL, NULL, NULL,
+     ".input_scale"},
+    {"float-quantized", true, TOKA_FP8, TOKA_PACK_ROWS, ".weight", ".weight_scale", NULL, NULL,
+     NULL, ".input_scale"},
+    {"naive-quantized", true, TOKA_FP8, TOKA_PACK_ROWS, ".weight", ".weight_scale", NULL, NULL,
+     NULL, ".input_scale"},
+    {"pack-quantized", true, TOKA_INT4, TOKA_PACK_ROWS, ".weight_packed", ".weight_scale", NULL,
+     ".weight_zero_point", ".weight_g_idx", NULL},
+    {"awq", false, TOKA_INT4, TOKA_PACK_AWQ, ".qweight", ".scales", NULL, ".qzeros", NULL, NULL},
+    {"gptq", false, TOKA_INT4, TOKA_PACK_GPTQ, ".qweight", ".scales", NULL, ".qzeros", ".g_idx",
+     NULL},
+    {"mxfp4", false, TOKA_MXFP4, TOKA_PACK_ROWS, "_blocks", "_scales", NULL, NULL, NULL, NULL},
+};
+
+typedef struct mf_format { /* of a module */
+    const mf_method *method;
+    int block_rows, block_cols; /* of elements with one scale; 0: all rows, all columns */
+    bool has_zero, has_order, has_input_scale;
+    int zero_add;               /* as in toka_quant */
+} mf_format;
+
+typedef struct mf_selector { /* selects modules by name */
+    str text;
+    const struct mf_pattern *pattern; /* NULL: the text is a name */
+} mf_selector;
+
+typedef struct mf_rule {
+    mf_selector *targets; /* [n_targets] */
+    int n_targets;        /* 0: selects every module */
+    mf_format format;
+} mf_rule;
+
+typedef struct mf_quantization {
+    mf_rule *rules;
+    int n_rules;
+    mf_selector *ignored; /* [n_ignored] modules that are not quantized */
+    int n_ignored;
+} mf_quantization;
+
+/* ---- Patterns: Python's regular expressions, as far as such files use them ----
+ * Characters, ., \d \w \s and escaped characters, [sets], (groups | alternatives), * + ?, ^ and $.
+ * A pattern is compiled to operations of a state machine that is in several states at once
+ * (Thompson 1968), so the time is at most operations x characters. */
+
+enum { MF_PATTERN_OPS = 256, MF_PATTERN_DEPTH = 16 };
+
+typedef struct mf_pattern_op {
+    enum { MF_OP_SET, MF_OP_SPLIT, MF_OP_JUMP, MF_OP_END, MF_OP_MATCH } type;
+    short to, or_to;  /* SPLIT, JUMP: relative to this operation */
+    uint32_t set[8];  /* SET: a bit for each byte */
+} mf_pattern_op;
+
+typedef struct mf_pattern {
+    int n;
+    mf_pattern_op ops[MF_PATTERN_OPS];
+} mf_pattern;
+
+typedef struct mf_pattern_parser {
+    const char *p, *end;
+    mf_pattern *out;
+    bool failed;
+} mf_pattern_parser;
+
+static bool mf_set_has(const uint32_t set[8], unsigned char c) { return set[c / 32] >> c % 32 & 1; }
+static void mf_set_add(uint32_t set[8], int from, int to) {
+    for (int c = from; c <= to; c++) set[c / 32] |= 1u << c % 32;
+}
+
+/* Makes room for n operations at `at`, and returns the first. */
+static mf_pattern_op *mf_pattern_insert(mf_pattern_parser *parser, int at, int n) {
+    mf_pattern *out = parser->out;
+    if (out->n + n > MF_PATTERN_OPS) {
+        parser->failed = true;
+        at = out->n = 0;
+    }
+    memmove(&out->ops[at + n], &out->ops[at], (size_t)(out->n - at) * sizeof *out->ops);
+    memset(&out->ops[at], 0, (size_t)n * sizeof *out->ops);
+    out->n += n;
+    return &out->ops[at];
+}
+
+/* Adds what follows a backslash. */
+static void mf_pattern_escape(mf_pattern_parser *parser, uint32_t set[8]) {
+    const unsigned char c = parser->p < parser->end ? (unsigned char)*parser->p++ : 0;
+    if (c == 'd' || c == 'w') mf_set_add(set, '0', '9');
+    if (c == 'w') mf_set_add(set, 'a', 'z'), mf_set_add(set, 'A', 'Z'), mf_set_add(set, '_', '_');
+    if (c == 's') mf_set_add(set, ' ', ' '), mf_set_add(set, '\t', '\r');
+    if (!c || (isalnum(c) && !strchr("dws", c))) parser->failed = true;
+    else if (!isalnum(c)) mf_set_add(set, c, c);
+}
+
+static void mf_pattern_set(mf_pattern_parser *parser, uint32_t set[8]) { /* after [ */
+    const bool inverted = parser->p < parser->end && *parser->p == '^';
+    parser->p += inverted;
+    const char *first = parser->p;
+    while (parser->p < parser->end && (parser->p == first || *parser->p != ']')) {
+        const int from = (unsigned char)*parser->p++;
+        if (from == '\\') {
+            mf_pattern_escape(parser, set);
+        } else if (parser->end - parser->p >= 2 && *parser->p == '-' && parser->p[1] != ']') {
+            mf_set_add(set, from, (unsigned char)parser->p[1]);
+            parser->p += 2;
+        } else {
+            mf_set_add(set, from, from);
+        }
+    }
+    parser->failed |= parser->p == parser->end;
+    parser->p += parser->p < parser->end;
+    for (int i = 0; i < 8 && inverted; i++) set[i] = ~set[i];
+}
+
+static void mf_pattern_alternatives(mf_pattern_parser *parser, int depth);
+
+/* Parses a character, a set or a group. */
+static void mf_pattern_atom(mf_pattern_parser *parser, int depth) {
+    const char c = *parser->p++;
+    if (c == '(') {
+        const bool no_capture = str_starts((str){parser->p, (size_t)(parser->end - parser->p)},
+                                           STR("?:"));
+        if (no_capture) parser->p += 2;
+        mf_pattern_alternatives(parser, depth + 1);
+        parser->failed |= parser->p == parser->end;
+        parser->p += parser->p < parser->end; /* the ) */
+        return;
+    }
+    if (c == '^') return; /* every pattern begins at the start of the name */
+    mf_pattern_op *op = mf_pattern_insert(parser, parser->out->n, 1);
+    op->type = c == '$' ? MF_OP_END : MF_OP_SET;
+    if (c == '.') mf_set_add(op->set, 0, 255);
+    else if (c == '[') mf_pattern_set(parser, op->set);
+    else if (c == '\\') mf_pattern_escape(parser, op->set);
+    else if (strchr("*+?{", c)) parser->failed = true;
+    else mf_set_add(op->set, (unsigned char)c, (unsigned char)c);
+}
+
+/* Parses an atom and what repeats it. */
+COLD static void mf_pattern_item(mf_pattern_parser *parser, int depth) {
+    const int start = parser->out->n;
+    mf_pattern_atom(parser, depth);
+    const int n = parser->out->n - start;
+    const char c = parser->p < parser->end ? *parser->p : 0;
+    if (parser->failed || !c || !strchr("*+?{", c)) return;
+    parser->failed = c == '{';
+    parser->p++;
+    if (c != '+') {
+        mf_pattern_op *split = mf_pattern_insert(parser, start, 1);
+        *split = (mf_pattern_op){.type = MF_OP_SPLIT, .to = 1,
+                                 .or_to = (short)(n + 1 + (c == '*'))};
+    }
+    if (c != '?') {
+        mf_pattern_op *back = mf_pattern_insert(parser, parser->out->n, 1);
+        *back = c == '*' ? (mf_pattern_op){.type = MF_OP_JUMP, .to = (short)-(n + 1)}
+                         : (mf_pattern_op){.type = MF_OP_SPLIT, .to = (short)-n, .or_to = 1};
+    }
+    /* A ? that asks for the shortest match does not change whether there is one. */
+    if (parser->p < parser->end && *parser->p == '?') parser->p++;
+}
+
+/* Parses alternatives up to ) or the end. */
+COLD static void mf_pattern_alternatives(mf_pattern_parser *parser, int depth) {
+    const int start = parser->out->n;
+    parser->failed |= depth > MF_PATTERN_DEPTH;
+    while (!parser->failed && parser->p < parser->end && *parser->p != '|' && *parser->p != ')')
+        mf_pattern_item(parser, depth);
+    if (parser->failed || parser->p == parser->end || *parser->p == ')') return;
+    parser->p++;
+    const int n = parser->out->n - start;
+    *mf_pattern_insert(parser, start, 1) =
+        (mf_pattern_op){.type = MF_OP_SPLIT, .to = 1, .or_to = (short)(n + 2)};
+    mf_pattern_insert(parser, parser->out->n, 1);
+    const int jump = parser->out->n - 1;
+    mf_pattern_alternatives(parser, depth + 1);
+    parser->out->ops[jump] = (mf_pattern_op){.type = MF_OP_JUMP,
+                                             .to = (short)(parser->out->n - jump)};
+}
+
+/* Compiles a pattern into the arena. Returns NULL if it has something else. */
+COLD static const mf_pattern *mf_pattern_parse(str text, arena *memory) {
+    mf_pattern *out = arena_zalloc(memory, sizeof *out);
+    mf_pattern_parser parser = {.p = text.p, .end = text.p + text.n, .out = out};
+    mf_pattern_alternatives(&parser, 0);
+    mf_pattern_insert(&parser, out->n, 1)->type = MF_OP_MATCH;
+    return parser.failed || parser.p < parser.end ? NULL : out;
+}
+
+/* Adds a state, and the states that follow it without a character. Returns true if one of them is
+ * MATCH. Each state is added once, so the recursion is at most MF_PATTERN_OPS deep. */
+static bool mf_pattern_enter(const mf_pattern *pattern, int state, bool at_end,
+                             bool in[MF_PATTERN_OPS]) {
+    const mf_pattern_op *op = &pattern->ops[state];
+    if (in[state]) return false;
+    in[state] = true;
+    switch (op->type) {
+    case MF_OP_SPLIT:
+        return mf_pattern_enter(pattern, state + op->to, at_end, in) ||
+               mf_pattern_enter(pattern, state + op->or_to, at_end, in);
+    case MF_OP_JUMP: return mf_pattern_enter(pattern, state + op->to, at_end, in);
+    case MF_OP_END: return at_end && mf_pattern_enter(pattern, state + 1, at_end, in);
+    case MF_OP_MATCH: return true;
+    default: return false;
+    }
+}
+
+/* Does the beginning of the name match? (re.match) */
+static bool mf_pattern_match(const mf_pattern *pattern, str name) {
+    bool in[MF_PATTERN_OPS] = {0};
+    if (mf_pattern_enter(pattern, 0, !name.n, in)) return true;
+    for (size_t i = 0; i < name.n; i++) {
+        bool next[MF_PATTERN_OPS] = {0};
+        for (int state = 0; state < pattern->n; state++)
+            if (in[state] && pattern->ops[state].type == MF_OP_SET &&
+                mf_set_has(pattern->ops[state].set, (unsigned char)name.p[i]) &&
+                mf_pattern_enter(pattern, state + 1, i + 1 == name.n, next))
+                return true;
+        memcpy(in, next, sizeof in);
+    }
+    return false;
+}
+
+/* ---- Rules ---- */
+
+/* A class of PyTorch, such as Linear: it has a capital letter and no dot. */
+static bool mf_is_class(const mf_selector *selector) {
+    return selector->text.n && selector->text.p[0] >= 'A' && selector->text.p[0] <= 'Z' &&
+           !memchr(selector->text.p, '.', selector->text.n);
+}
+
+/* Does the selector name this module, or modules that contain it? A name may lack its beginning. */
+static bool mf_selects(const mf_selector *selector, str module) {
+    const str text = selector->text;
+    if (selector->pattern) return mf_pattern_match(selector->pattern, module);
+    if (!text.n || text.n > module.n) return false;
+    const str last = str_sub(module, module.n - text.n, module.n);
+    const bool begins = str_eq(str_sub(module, 0, text.n), text);
+    return (begins && (text.n == module.n || module.p[text.n] == '.')) ||
+           (str_eq(last, text) && module.p[module.n - text.n - 1] == '.');
+}
+
+/* Returns the format of a module; NULL: plain numbers. Rules with names go before rules with
+ * classes. */
+static const mf_format *mf_find_format(const mf_config *config, str module) {
+    const mf_quantization *all = config->quantization;
+    for (int i = 0; all && i < all->n_ignored; i++)
+        if (mf_selects(&all->ignored[i], module)) return NULL;
+    for (int class = 0; all && class < 2; class++)
+        for (int i = 0; i < all->n_rules; i++) {
+            const mf_rule *rule = &all->rules[i];
+            if (class && !rule->n_targets) return &rule->format;
+            for (int j = 0; j < rule->n_targets; j++)
+                if (class ? mf_is_class(&rule->targets[j]) : mf_selects(&rule->targets[j], module))
+                    return &rule->format;
+        }
+    return NULL;
+}
+
+/* Makes a selector from a text of the file: "re:" and a regular expression, a name with * for any
+ * characters, or a name. Returns false if it is not understood. */
+static bool mf_make_selector(str text, arena *memory, mf_selector *out) {
+    *out = (mf_selector){.text = arena_str(memory, text)};
+    if (str_starts(text, STR("re:"))) {
+        out->pattern = mf_pattern_parse(str_sub(text, 3, text.n), memory);
+        return out->pattern;
+    }
+    if (!memchr(text.p, '*', text.n)) return true;
+    buf glob = {0};
+    for (size_t i = 0; i < text.n; i++) {
+        if (!isalnum((unsigned char)text.p[i])) buf_c(&glob, text.p[i] == '*' ? "." : "\\");
+        buf_char(&glob, text.p[i]);
+    }
+    out->pattern = mf_pattern_parse(buf_view(&glob), memory);
+    buf_free(&glob);
+    return out->pattern;
+}
+
+/* Appends the selectors of a list of texts. */
+static void mf_read_selectors(mf_reader *reader, const char *name, arena *memory,
+                              mf_selector **list, int *n) {
+    const json *value = mf_field(reader, name);
+    if (!value) return;
+    if (value->type != JSON_ARRAY) {
+        mf_field_error(reader, name, value, "a list of names");
+        return;
+    }
+    mf_selector *more = arena_alloc(memory, ((size_t)*n + value->n) * sizeof *more);
+    if (*n) memcpy(more, *list, (size_t)*n * sizeof *more);
+    *list = more;
+    JSON_EACH(it, value)
+        if (it->type != JSON_STRING || !mf_make_selector(json_str(it), memory, &more[(*n)++])) {
+            mf_field_error(reader, name, it, "a name, or \"re:\" and a simple regular expression");
+            return;
+        }
+}
+
+static const mf_method *mf_method_by_name(str name) {
+    for (int i = 0; i < COUNT(mf_methods); i++)
+        if (str_is(name, mf_methods[i].name)) return &mf_methods[i];
+    return NULL;
+}
+
+/* Reads two numbers, the rows and columns of a block, from a list. */
+static void mf_read_block(mf_reader *reader, const char *name, mf_format *format) {
+    const json *list = mf_field(reader, name);
+    const int64_t rows = json_int(json_at(list, 0), 0), cols = json_int(json_at(list, 1), 0);
+    if (!json_is(list, JSON_ARRAY) || list->n != 2 || rows < 1 || cols < 1 || rows > 1 << 24 ||
+        cols > 1 << 24) {
+        mf_field_error(reader, name, list, "[rows, columns] of a block");
+        return;
+    }
+    format->block_rows = (int)rows;
+    format->block_cols = (int)cols;
+}
+
+/* Reads the columns of a group, which share a scale; -1: all columns of a row. */
+static void mf_read_group_size(mf_reader *reader, const char *name, mf_format *format) {
+    const int64_t size = mf_int(reader, name, 0);
+    if (size != -1 && (size < 1 || size > 1 << 24))
+        mf_field_error(reader, name, mf_field(reader, name), "1 or more columns, or -1 for all");
+    format->block_rows = 1;
+    format->block_cols = size > 0 && size <= 1 << 24 ? (int)size : 0;
+}
+
+/* Checks that a field has one of two texts; a missing field is good. */
+static void mf_expect(mf_reader *reader, const char *name, const char *one, const char *other) {
+    const json *value = mf_field(reader, name);
+    const str text = json_str(value);
+    char expected[80];
+    if (!value || (text.n == strlen(one) && !strncasecmp(text.p, one, text.n))) return;
+    snprintf(expected, sizeof expected, "\"%s\"%s%s%s", one, other ? " or \"" : "",
+             other ? other : "", other ? "\"" : "");
+    if (!other || !str_is(text, other)) mf_field_error(reader, name, value, expected);
+}
+
+static void mf_expect_int(mf_reader *reader, const char *name, int64_t wanted) {
+    char expected[40];
+    snprintf(expected, sizeof expected, "%lld", (long long)wanted);
+    if (mf_int(reader, name, wanted) != wanted)
+        mf_field_error(reader, name, mf_field(reader, name), expected);
+}
+
+/* Reads a group of compressed-tensors: the targets, and how their weights are quantized. */
+static void mf_read_compressed_group(mf_reader *reader, const json *top_format, arena *memory,
+                                     mf_rule *rule) {
+    const json *format = mf_field(reader, "format"), *inputs = mf_field(reader, "input_activations");
+    char prefix[160];
+    mf_reader weights = *reader;
+    snprintf(prefix, sizeof prefix, "%sweights.", reader->prefix);
+    weights.object = mf_field(reader, "weights");
+    weights.prefix = prefix;
+    if (!format) format = top_format;
+    rule->format.method = mf_method_by_name(json_str(format));
+    const bool is_known = rule->format.method && rule->format.method->is_compressed;
+    if (!is_known || !json_is(weights.object, JSON_OBJECT)) {
+        mf_field_error(reader, is_known ? "weights" : "format", is_known ? weights.object : format,
+                       is_known ? "an object"
+                                : "\"float-quantized\", \"naive-quantized\" (FP8) or "
+                                  "\"pack-quantized\" (4 bits)");
+        return;
+    }
+    const bool is_fp8 = rule->format.method->dtype == TOKA_FP8;
+    const json *strategy = mf_field(&weights, "strategy");
+    mf_read_selectors(reader, "targets", memory, &rule->targets, &rule->n_targets);
+    mf_expect_int(&weights, "num_bits", is_fp8 ? 8 : 4);
+    mf_expect(&weights, "type", is_fp8 ? "float" : "int", NULL);
+    if (str_is(json_str(strategy), "channel")) rule->format.block_rows = 1;
+    else if (is_fp8 && str_is(json_str(strategy), "block"))
+        mf_read_block(&weights, "block_structure", &rule->format);
+    else if (!is_fp8 && (!strategy || str_is(json_str(strategy), "group")))
+        mf_read_group_size(&weights, "group_size", &rule->format);
+    else if (!is_fp8 || (strategy && !str_is(json_str(strategy), "tensor")))
+        mf_field_error(&weights, "strategy", strategy,
+                       is_fp8 ? "\"tensor\", \"channel\" or \"block\"" : "\"group\" or \"channel\"");
+    rule->format.has_zero = !is_fp8 && !mf_bool(&weights, "symmetric", true);
+    rule->format.has_order = str_is(json_str(mf_field(&weights, "actorder")), "group");
+    rule->format.has_input_scale = is_fp8 && json_is(json_get(inputs, "dynamic"), JSON_FALSE);
+}
+
+/* Reads the rules of compressed-tensors. */
+static void mf_read_compressed(mf_reader *reader, arena *memory, mf_quantization *out) {
+    const json *groups = mf_field(reader, "config_groups"), *format = mf_field(reader, "format");
+    const json *sparsity = json_get(mf_field(reader, "sparsity_config"), "format");
+    const json *transform = mf_field(reader, "transform_config");
+    if (sparsity && !str_is(json_str(sparsity), "dense"))
+        mf_field_error(reader, "sparsity_config.format", sparsity, "\"dense\"");
+    if (transform && transform->n)
+        mf_field_error(reader, "transform_config", transform, "none: transforms are not supported");
+    if (!json_is(groups, JSON_OBJECT) || !groups->n) {
+        mf_field_error(reader, "config_groups", groups, "an object of groups");
+        return;
+    }
+    out->rules = arena_zalloc(memory, groups->n * sizeof *out->rules);
+    JSON_MEMBERS(key, groups) {
+        char prefix[100];
+        mf_reader group = *reader;
+        snprintf(prefix, sizeof prefix, "%sconfig_groups.%.*s.", reader->prefix,
+                 (int)MIN(key->n, 40u), key->chars);
+        group.object = key + 1;
+        group.prefix = prefix;
+        mf_read_compressed_group(&group, format, memory, &out->rules[out->n_rules++]);
+    }
+}
+
+/* Reads GPTQModel's object "dynamic": "-:" and a regular expression select modules that are not
+ * quantized. */
+static void mf_read_dynamic(mf_reader *reader, arena *memory, mf_quantization *out) {
+    const json *object = mf_field(reader, "dynamic");
+    if (!json_is(object, JSON_OBJECT)) return;
+    out->ignored = arena_zalloc(memory, object->n * sizeof *out->ignored);
+    JSON_MEMBERS(key, object) {
+        const str text = json_str(key);
+        mf_selector *selector = &out->ignored[out->n_ignored++];
+        selector->text = text;
+        if (str_starts(text, STR("-:")))
+            selector->pattern = mf_pattern_parse(str_sub(text, 2, text.n), memory);
+        if (!selector->pattern)
+            mf_field_error(reader, "dynamic", key, "only \"-:\" and simple regular expressions");
+    }
+}
+
+/* Reads the one rule of all other methods. */
+static void mf_read_method(mf_reader *reader, const mf_method *method, arena *memory,
+                           mf_quantization *out) {
+    mf_format *format = &(out->rules = arena_zalloc(memory, sizeof *out->rules))->format;
+    out->n_rules = 1;
+    format->method = method;
+    if (!strcmp(method->name, "fp8")) {
+        mf_expect(reader, "fmt", "e4m3", NULL);
+        mf_expect(reader, "activation_scheme", "dynamic", "static");
+        if (mf_field(reader, "weight_block_size"))
+            mf_read_block(reader, "weight_block_size", format);
+        format->has_input_scale = str_is(json_str(mf_field(reader, "activation_scheme")), "static");
+    } else if (!strcmp(method->name, "fbgemm_fp8")) {
+        format->block_rows = 1;
+    } else if (!strcmp(method->name, "modelopt")) {
+        mf_expect(reader, "quant_algo", "FP8", NULL);
+        format->has_input_scale = true;
+    } else if (!strcmp(method->name, "awq")) {
+        mf_expect(reader, "version", "gemm", NULL);
+        mf_expect_int(reader, mf_field(reader, "w_bit") ? "w_bit" : "bits", 4);
+        mf_read_group_size(reader, mf_field(reader, "q_group_size") ? "q_group_size" : "group_size",
+                           format);
+        format->has_zero = mf_bool(reader, "zero_point", true);
+    } else if (!strcmp(method->name, "gptq")) {
+        const bool is_v2 = str_is(json_str(mf_field(reader, "checkpoint_format")), "gptq_v2");
+        mf_expect(reader, "checkpoint_format", "gptq", "gptq_v2");
+        mf_expect_int(reader, "bits", 4);
+        mf_read_group_size(reader, "group_size", format);
+        format->has_zero = true;
+        format->has_order = mf_bool(reader, "desc_act", false);
+        format->zero_add = !is_v2;
+        mf_read_dynamic(reader, memory, out);
+    } else {
+        format->block_rows = 1;
+        format->block_cols = 32;
+    }
+}
+
+/* Parses the object of quantization_config. reader: of this object. */
+static void mf_read_quantization(mf_reader *reader, arena *memory, mf_config *config) {
+    static const char *const ignoring[] = {"ignore", "ignored_layers", "modules_to_not_convert",
+                                           "exclude_modules"};
+    mf_quantization *out = arena_zalloc(memory, sizeof *out);
+    const json *name = mf_field(reader, "quant_method");
+    const bool compressed = str_is(json_str(name), "compressed-tensors") ||
+                            (!name && mf_field(reader, "config_groups"));
+    const mf_method *method = mf_method_by_name(json_str(name));
+    if (compressed) mf_read_compressed(reader, memory, out);
+    else if (method && !method->is_compressed) mf_read_method(reader, method, memory, out);
+    else
+        mf_field_error(reader, "quant_method", name,
+                       "fp8, compressed-tensors, modelopt, fbgemm_fp8, awq, gptq or mxfp4");
+    for (int i = 0; i < COUNT(ignoring); i++)
+        mf_read_selectors(reader, ignoring[i], memory, &out->ignored, &out->n_ignored);
+    config->quantization = out;
+}
+
+/* Reads the field quantization_config, or compression_config as older files call it. */
+static void mf_read_quantization_field(mf_reader *reader, arena *memory, mf_config *config) {
+    const char *name = mf_field(reader, "quantization_config") ? "quantization_config"
+                                                               : "compression_config";
+    const json *object = mf_field(reader, name);
+    mf_reader inner = {.object = object, .where = reader->where, .err = reader->err,
+                       .prefix = "quantization_config."};
+    if (object && object->type != JSON_OBJECT) mf_field_error(reader, name, object, "an object");
+    else if (object) mf_read_quantization(&inner, memory, config);
+}
+
+/* Parses hf_quant_config.json, which has the format of the weights if config.json does not. */
+static int mf_quant_file_parse(str text, const char *where, arena *memory, mf_config *config,
+                               toka_err *e) {
+    *e = (toka_err){0};
+    const json *object = mf_parse_json(text, where, memory, mf_json_limits, e);
+    const json *inner = json_get(object, "quantization");
+    mf_reader reader = {.object = inner, .where = where, .err = e, .prefix = "quantization."};
+    if (!object) return e->code;
+    mf_quantization *out = arena_zalloc(memory, sizeof *out);
+    if (!json_is(inner, JSON_OBJECT)) reader.object = object, reader.prefix = "";
+    mf_read_method(&reader, mf_method_by_name(STR("modelopt")), memory, out);
+    if (!mf_field(&reader, "quant_algo")) mf_field_error(&reader, "quant_algo", NULL, "\"FP8\"");
+    mf_read_selectors(&reader, "exclude_modules", memory, &out->ignored, &out->n_ignored);
+    config->quantization = out;
+    return e->code;
+}
+
+/* ===========================================================================
+ * MARK: 13. Model files: configs [pure]
+ * In: the text of the JSON files beside a model's weights. Out: the rest of an mf_config, the
+ * sampling defaults, and the parts of the tokenizer's configuration that the chat template and the
+ * tokenizer need: mf_config_parse, mf_generation_parse, mf_tokenizer_config_parse.
+ *
+ * Where the files leave a choice, this chapter follows transformers 5. Only the flags of
+ * tokenizer_config.json mean what they mean in transformers 4.57 (mf_token_flags,
+ * mf_read_add_flag). The chapter refuses a model that toka would compute differently: other
+ * architectures, RoPE kinds, activations or weight formats.
+ * =========================================================================== */
+
 /* ---- config.json: how the model computes ---- */
 
 /* Refuses a config in which a field asks for a computation that toka does not have, or that the
@@ -9349,532 +9893,6 @@ static void mf_read_layer_kinds(mf_reader *reader, mf_config *config, arena *mem
         if (config->arch->moe && !(config->arch->mlp && is_dense)) config->kind[i] |= MF_LAYER_MOE;
     }
     if (config->arch->linear && !reader->err->code) mf_read_linear(reader, config);
-}
-
-/* ---- config.json: quantization_config ----
- * Says which modules (matrices) have which weight format. A module's format is that of the first
- * rule that selects it; none if it is ignored. If a file has plain numbers for a module, these
- * count, whatever the rules say: routers, and the LM head of many methods, are plain without being
- * named. The scheme of the KV cache (kv_cache_scheme, k_scale, v_scale) is not used: devices hold K
- * and V in a form with more bits than that. Activations are not rounded to the scheme's format. */
-
-/* How a checkpoint stores a quantized matrix: the numbers, and what follows the module's name in
- * the names of its tensors; NULL: there is no such tensor. */
-typedef struct mf_method {
-    const char *name;   /* quant_method; with compressed-tensors the format */
-    bool is_compressed; /* it is one of compressed-tensors */
-    toka_dtype dtype;
-    toka_packing packing;
-    const char *data, *scale, *other_scale; /* other_scale: another name of the scale */
-    const char *zero, *order, *input_scale;
-} mf_method;
-
-static const mf_method mf_methods[] = {
-    {"fp8", false, TOKA_FP8, TOKA_PACK_ROWS, ".weight", ".weight_scale_inv", ".weight_scale", NULL,
-     NULL, ".input_scale"},
-    {"fbgemm_fp8", false, TOKA_FP8, TOKA_PACK_ROWS, ".weight", ".weight_scale", NULL, NULL, NULL,
-     NULL},
-    {"modelopt", false, TOKA_FP8, TOKA_PACK_ROWS, ".weight", ".weight_scale", NULL, NULL, NULL,
-     ".input_scale"},
-    {"float-quantized", true, TOKA_FP8, TOKA_PACK_ROWS, ".weight", ".weight_scale", NULL, NULL,
-     NULL, ".input_scale"},
-    {"naive-quantized", true, TOKA_FP8, TOKA_PACK_ROWS, ".weight", ".weight_scale", NULL, NULL,
-     NULL, ".input_scale"},
-    {"pack-quantized", true, TOKA_INT4, TOKA_PACK_ROWS, ".weight_packed", ".weight_scale", NULL,
-     ".weight_zero_point", ".weight_g_idx", NULL},
-    {"awq", false, TOKA_INT4, TOKA_PACK_AWQ, ".qweight", ".scales", NULL, ".qzeros", NULL, NULL},
-    {"gptq", false, TOKA_INT4, TOKA_PACK_GPTQ, ".qweight", ".scales", NULL, ".qzeros", ".g_idx",
-     NULL},
-    {"mxfp4", false, TOKA_MXFP4, TOKA_PACK_ROWS, "_blocks", "_scales", NULL, NULL, NULL, NULL},
-};
-
-typedef struct mf_format { /* of a module */
-    const mf_method *method;
-    int block_rows, block_cols; /* of elements with one scale; 0: all rows, all columns */
-    bool has_zero, has_order, has_input_scale;
-    int zero_add;               /* as in toka_quant */
-} mf_format;
-
-typedef struct mf_selector { /* selects modules by name */
-    str text;
-    const struct mf_pattern *pattern; /* NULL: the text is a name */
-} mf_selector;
-
-typedef struct mf_rule {
-    mf_selector *targets; /* [n_targets] */
-    int n_targets;        /* 0: selects every module */
-    mf_format format;
-} mf_rule;
-
-typedef struct mf_quantization {
-    mf_rule *rules;
-    int n_rules;
-    mf_selector *ignored; /* [n_ignored] modules that are not quantized */
-    int n_ignored;
-} mf_quantization;
-
-/* ---- Patterns: Python's regular expressions, as far as such files use them ----
- * Characters, ., \d \w \s and escaped characters, [sets], (groups | alternatives), * + ?, ^ and $.
- * A pattern is compiled to operations of a state machine that is in several states at once
- * (Thompson 1968), so the time is at most operations x characters. */
-
-enum { MF_PATTERN_OPS = 256, MF_PATTERN_DEPTH = 16 };
-
-typedef struct mf_pattern_op {
-    enum { MF_OP_SET, MF_OP_SPLIT, MF_OP_JUMP, MF_OP_END, MF_OP_MATCH } type;
-    short to, or_to;  /* SPLIT, JUMP: relative to this operation */
-    uint32_t set[8];  /* SET: a bit for each byte */
-} mf_pattern_op;
-
-typedef struct mf_pattern {
-    int n;
-    mf_pattern_op ops[MF_PATTERN_OPS];
-} mf_pattern;
-
-typedef struct mf_pattern_parser {
-    const char *p, *end;
-    mf_pattern *out;
-    bool failed;
-} mf_pattern_parser;
-
-static bool mf_set_has(const uint32_t set[8], unsigned char c) { return set[c / 32] >> c % 32 & 1; }
-static void mf_set_add(uint32_t set[8], int from, int to) {
-    for (int c = from; c <= to; c++) set[c / 32] |= 1u << c % 32;
-}
-
-/* Makes room for n operations at `at`, and returns the first. */
-static mf_pattern_op *mf_pattern_insert(mf_pattern_parser *parser, int at, int n) {
-    mf_pattern *out = parser->out;
-    if (out->n + n > MF_PATTERN_OPS) {
-        parser->failed = true;
-        at = out->n = 0;
-    }
-    memmove(&out->ops[at + n], &out->ops[at], (size_t)(out->n - at) * sizeof *out->ops);
-    memset(&out->ops[at], 0, (size_t)n * sizeof *out->ops);
-    out->n += n;
-    return &out->ops[at];
-}
-
-/* Adds what follows a backslash. */
-static void mf_pattern_escape(mf_pattern_parser *parser, uint32_t set[8]) {
-    const unsigned char c = parser->p < parser->end ? (unsigned char)*parser->p++ : 0;
-    if (c == 'd' || c == 'w') mf_set_add(set, '0', '9');
-    if (c == 'w') mf_set_add(set, 'a', 'z'), mf_set_add(set, 'A', 'Z'), mf_set_add(set, '_', '_');
-    if (c == 's') mf_set_add(set, ' ', ' '), mf_set_add(set, '\t', '\r');
-    if (!c || (isalnum(c) && !strchr("dws", c))) parser->failed = true;
-    else if (!isalnum(c)) mf_set_add(set, c, c);
-}
-
-static void mf_pattern_set(mf_pattern_parser *parser, uint32_t set[8]) { /* after [ */
-    const bool inverted = parser->p < parser->end && *parser->p == '^';
-    parser->p += inverted;
-    const char *first = parser->p;
-    while (parser->p < parser->end && (parser->p == first || *parser->p != ']')) {
-        const int from = (unsigned char)*parser->p++;
-        if (from == '\\') {
-            mf_pattern_escape(parser, set);
-        } else if (parser->end - parser->p >= 2 && *parser->p == '-' && parser->p[1] != ']') {
-            mf_set_add(set, from, (unsigned char)parser->p[1]);
-            parser->p += 2;
-        } else {
-            mf_set_add(set, from, from);
-        }
-    }
-    parser->failed |= parser->p == parser->end;
-    parser->p += parser->p < parser->end;
-    for (int i = 0; i < 8 && inverted; i++) set[i] = ~set[i];
-}
-
-static void mf_pattern_alternatives(mf_pattern_parser *parser, int depth);
-
-/* Parses a character, a set or a group. */
-static void mf_pattern_atom(mf_pattern_parser *parser, int depth) {
-    const char c = *parser->p++;
-    if (c == '(') {
-        const bool no_capture = str_starts((str){parser->p, (size_t)(parser->end - parser->p)},
-                                           STR("?:"));
-        if (no_capture) parser->p += 2;
-        mf_pattern_alternatives(parser, depth + 1);
-        parser->failed |= parser->p == parser->end;
-        parser->p += parser->p < parser->end; /* the ) */
-        return;
-    }
-    if (c == '^') return; /* every pattern begins at the start of the name */
-    mf_pattern_op *op = mf_pattern_insert(parser, parser->out->n, 1);
-    op->type = c == '$' ? MF_OP_END : MF_OP_SET;
-    if (c == '.') mf_set_add(op->set, 0, 255);
-    else if (c == '[') mf_pattern_set(parser, op->set);
-    else if (c == '\\') mf_pattern_escape(parser, op->set);
-    else if (strchr("*+?{", c)) parser->failed = true;
-    else mf_set_add(op->set, (unsigned char)c, (unsigned char)c);
-}
-
-/* Parses an atom and what repeats it. */
-COLD static void mf_pattern_item(mf_pattern_parser *parser, int depth) {
-    const int start = parser->out->n;
-    mf_pattern_atom(parser, depth);
-    const int n = parser->out->n - start;
-    const char c = parser->p < parser->end ? *parser->p : 0;
-    if (parser->failed || !c || !strchr("*+?{", c)) return;
-    parser->failed = c == '{';
-    parser->p++;
-    if (c != '+') {
-        mf_pattern_op *split = mf_pattern_insert(parser, start, 1);
-        *split = (mf_pattern_op){.type = MF_OP_SPLIT, .to = 1,
-                                 .or_to = (short)(n + 1 + (c == '*'))};
-    }
-    if (c != '?') {
-        mf_pattern_op *back = mf_pattern_insert(parser, parser->out->n, 1);
-        *back = c == '*' ? (mf_pattern_op){.type = MF_OP_JUMP, .to = (short)-(n + 1)}
-                         : (mf_pattern_op){.type = MF_OP_SPLIT, .to = (short)-n, .or_to = 1};
-    }
-    /* A ? that asks for the shortest match does not change whether there is one. */
-    if (parser->p < parser->end && *parser->p == '?') parser->p++;
-}
-
-/* Parses alternatives up to ) or the end. */
-COLD static void mf_pattern_alternatives(mf_pattern_parser *parser, int depth) {
-    const int start = parser->out->n;
-    parser->failed |= depth > MF_PATTERN_DEPTH;
-    while (!parser->failed && parser->p < parser->end && *parser->p != '|' && *parser->p != ')')
-        mf_pattern_item(parser, depth);
-    if (parser->failed || parser->p == parser->end || *parser->p == ')') return;
-    parser->p++;
-    const int n = parser->out->n - start;
-    *mf_pattern_insert(parser, start, 1) =
-        (mf_pattern_op){.type = MF_OP_SPLIT, .to = 1, .or_to = (short)(n + 2)};
-    mf_pattern_insert(parser, parser->out->n, 1);
-    const int jump = parser->out->n - 1;
-    mf_pattern_alternatives(parser, depth + 1);
-    parser->out->ops[jump] = (mf_pattern_op){.type = MF_OP_JUMP,
-                                             .to = (short)(parser->out->n - jump)};
-}
-
-/* Compiles a pattern into the arena. Returns NULL if it has something else. */
-COLD static const mf_pattern *mf_pattern_parse(str text, arena *memory) {
-    mf_pattern *out = arena_zalloc(memory, sizeof *out);
-    mf_pattern_parser parser = {.p = text.p, .end = text.p + text.n, .out = out};
-    mf_pattern_alternatives(&parser, 0);
-    mf_pattern_insert(&parser, out->n, 1)->type = MF_OP_MATCH;
-    return parser.failed || parser.p < parser.end ? NULL : out;
-}
-
-/* Adds a state, and the states that follow it without a character. Returns true if one of them is
- * MATCH. Each state is added once, so the recursion is at most MF_PATTERN_OPS deep. */
-static bool mf_pattern_enter(const mf_pattern *pattern, int state, bool at_end,
-                             bool in[MF_PATTERN_OPS]) {
-    const mf_pattern_op *op = &pattern->ops[state];
-    if (in[state]) return false;
-    in[state] = true;
-    switch (op->type) {
-    case MF_OP_SPLIT:
-        return mf_pattern_enter(pattern, state + op->to, at_end, in) ||
-               mf_pattern_enter(pattern, state + op->or_to, at_end, in);
-    case MF_OP_JUMP: return mf_pattern_enter(pattern, state + op->to, at_end, in);
-    case MF_OP_END: return at_end && mf_pattern_enter(pattern, state + 1, at_end, in);
-    case MF_OP_MATCH: return true;
-    default: return false;
-    }
-}
-
-/* Does the beginning of the name match? (re.match) */
-static bool mf_pattern_match(const mf_pattern *pattern, str name) {
-    bool in[MF_PATTERN_OPS] = {0};
-    if (mf_pattern_enter(pattern, 0, !name.n, in)) return true;
-    for (size_t i = 0; i < name.n; i++) {
-        bool next[MF_PATTERN_OPS] = {0};
-        for (int state = 0; state < pattern->n; state++)
-            if (in[state] && pattern->ops[state].type == MF_OP_SET &&
-                mf_set_has(pattern->ops[state].set, (unsigned char)name.p[i]) &&
-                mf_pattern_enter(pattern, state + 1, i + 1 == name.n, next))
-                return true;
-        memcpy(in, next, sizeof in);
-    }
-    return false;
-}
-
-/* ---- Rules ---- */
-
-/* A class of PyTorch, such as Linear: it has a capital letter and no dot. */
-static bool mf_is_class(const mf_selector *selector) {
-    return selector->text.n && selector->text.p[0] >= 'A' && selector->text.p[0] <= 'Z' &&
-           !memchr(selector->text.p, '.', selector->text.n);
-}
-
-/* Does the selector name this module, or modules that contain it? A name may lack its beginning. */
-static bool mf_selects(const mf_selector *selector, str module) {
-    const str text = selector->text;
-    if (selector->pattern) return mf_pattern_match(selector->pattern, module);
-    if (!text.n || text.n > module.n) return false;
-    const str last = str_sub(module, module.n - text.n, module.n);
-    const bool begins = str_eq(str_sub(module, 0, text.n), text);
-    return (begins && (text.n == module.n || module.p[text.n] == '.')) ||
-           (str_eq(last, text) && module.p[module.n - text.n - 1] == '.');
-}
-
-/* Returns the format of a module; NULL: plain numbers. Rules with names go before rules with
- * classes. */
-static const mf_format *mf_find_format(const mf_config *config, str module) {
-    const mf_quantization *all = config->quantization;
-    for (int i = 0; all && i < all->n_ignored; i++)
-        if (mf_selects(&all->ignored[i], module)) return NULL;
-    for (int class = 0; all && class < 2; class++)
-        for (int i = 0; i < all->n_rules; i++) {
-            const mf_rule *rule = &all->rules[i];
-            if (class && !rule->n_targets) return &rule->format;
-            for (int j = 0; j < rule->n_targets; j++)
-                if (class ? mf_is_class(&rule->targets[j]) : mf_selects(&rule->targets[j], module))
-                    return &rule->format;
-        }
-    return NULL;
-}
-
-/* Makes a selector from a text of the file: "re:" and a regular expression, a name with * for any
- * characters, or a name. Returns false if it is not understood. */
-static bool mf_make_selector(str text, arena *memory, mf_selector *out) {
-    *out = (mf_selector){.text = arena_str(memory, text)};
-    if (str_starts(text, STR("re:"))) {
-        out->pattern = mf_pattern_parse(str_sub(text, 3, text.n), memory);
-        return out->pattern;
-    }
-    if (!memchr(text.p, '*', text.n)) return true;
-    buf glob = {0};
-    for (size_t i = 0; i < text.n; i++) {
-        if (!isalnum((unsigned char)text.p[i])) buf_c(&glob, text.p[i] == '*' ? "." : "\\");
-        buf_char(&glob, text.p[i]);
-    }
-    out->pattern = mf_pattern_parse(buf_view(&glob), memory);
-    buf_free(&glob);
-    return out->pattern;
-}
-
-/* Appends the selectors of a list of texts. */
-static void mf_read_selectors(mf_reader *reader, const char *name, arena *memory,
-                              mf_selector **list, int *n) {
-    const json *value = mf_field(reader, name);
-    if (!value) return;
-    if (value->type != JSON_ARRAY) {
-        mf_field_error(reader, name, value, "a list of names");
-        return;
-    }
-    mf_selector *more = arena_alloc(memory, ((size_t)*n + value->n) * sizeof *more);
-    if (*n) memcpy(more, *list, (size_t)*n * sizeof *more);
-    *list = more;
-    JSON_EACH(it, value)
-        if (it->type != JSON_STRING || !mf_make_selector(json_str(it), memory, &more[(*n)++])) {
-            mf_field_error(reader, name, it, "a name, or \"re:\" and a simple regular expression");
-            return;
-        }
-}
-
-static const mf_method *mf_method_by_name(str name) {
-    for (int i = 0; i < COUNT(mf_methods); i++)
-        if (str_is(name, mf_methods[i].name)) return &mf_methods[i];
-    return NULL;
-}
-
-/* Reads two numbers, the rows and columns of a block, from a list. */
-static void mf_read_block(mf_reader *reader, const char *name, mf_format *format) {
-    const json *list = mf_field(reader, name);
-    const int64_t rows = json_int(json_at(list, 0), 0), cols = json_int(json_at(list, 1), 0);
-    if (!json_is(list, JSON_ARRAY) || list->n != 2 || rows < 1 || cols < 1 || rows > 1 << 24 ||
-        cols > 1 << 24) {
-        mf_field_error(reader, name, list, "[rows, columns] of a block");
-        return;
-    }
-    format->block_rows = (int)rows;
-    format->block_cols = (int)cols;
-}
-
-/* Reads the columns of a group, which share a scale; -1: all columns of a row. */
-static void mf_read_group_size(mf_reader *reader, const char *name, mf_format *format) {
-    const int64_t size = mf_int(reader, name, 0);
-    if (size != -1 && (size < 1 || size > 1 << 24))
-        mf_field_error(reader, name, mf_field(reader, name), "1 or more columns, or -1 for all");
-    format->block_rows = 1;
-    format->block_cols = size > 0 && size <= 1 << 24 ? (int)size : 0;
-}
-
-/* Checks that a field has one of two texts; a missing field is good. */
-static void mf_expect(mf_reader *reader, const char *name, const char *one, const char *other) {
-    const json *value = mf_field(reader, name);
-    const str text = json_str(value);
-    char expected[80];
-    if (!value || (text.n == strlen(one) && !strncasecmp(text.p, one, text.n))) return;
-    snprintf(expected, sizeof expected, "\"%s\"%s%s%s", one, other ? " or \"" : "",
-             other ? other : "", other ? "\"" : "");
-    if (!other || !str_is(text, other)) mf_field_error(reader, name, value, expected);
-}
-
-static void mf_expect_int(mf_reader *reader, const char *name, int64_t wanted) {
-    char expected[40];
-    snprintf(expected, sizeof expected, "%lld", (long long)wanted);
-    if (mf_int(reader, name, wanted) != wanted)
-        mf_field_error(reader, name, mf_field(reader, name), expected);
-}
-
-/* Reads a group of compressed-tensors: the targets, and how their weights are quantized. */
-static void mf_read_compressed_group(mf_reader *reader, const json *top_format, arena *memory,
-                                     mf_rule *rule) {
-    const json *format = mf_field(reader, "format"), *inputs = mf_field(reader, "input_activations");
-    char prefix[160];
-    mf_reader weights = *reader;
-    snprintf(prefix, sizeof prefix, "%sweights.", reader->prefix);
-    weights.object = mf_field(reader, "weights");
-    weights.prefix = prefix;
-    if (!format) format = top_format;
-    rule->format.method = mf_method_by_name(json_str(format));
-    const bool is_known = rule->format.method && rule->format.method->is_compressed;
-    if (!is_known || !json_is(weights.object, JSON_OBJECT)) {
-        mf_field_error(reader, is_known ? "weights" : "format", is_known ? weights.object : format,
-                       is_known ? "an object"
-                                : "\"float-quantized\", \"naive-quantized\" (FP8) or "
-                                  "\"pack-quantized\" (4 bits)");
-        return;
-    }
-    const bool is_fp8 = rule->format.method->dtype == TOKA_FP8;
-    const json *strategy = mf_field(&weights, "strategy");
-    mf_read_selectors(reader, "targets", memory, &rule->targets, &rule->n_targets);
-    mf_expect_int(&weights, "num_bits", is_fp8 ? 8 : 4);
-    mf_expect(&weights, "type", is_fp8 ? "float" : "int", NULL);
-    if (str_is(json_str(strategy), "channel")) rule->format.block_rows = 1;
-    else if (is_fp8 && str_is(json_str(strategy), "block"))
-        mf_read_block(&weights, "block_structure", &rule->format);
-    else if (!is_fp8 && (!strategy || str_is(json_str(strategy), "group")))
-        mf_read_group_size(&weights, "group_size", &rule->format);
-    else if (!is_fp8 || (strategy && !str_is(json_str(strategy), "tensor")))
-        mf_field_error(&weights, "strategy", strategy,
-                       is_fp8 ? "\"tensor\", \"channel\" or \"block\"" : "\"group\" or \"channel\"");
-    rule->format.has_zero = !is_fp8 && !mf_bool(&weights, "symmetric", true);
-    rule->format.has_order = str_is(json_str(mf_field(&weights, "actorder")), "group");
-    rule->format.has_input_scale = is_fp8 && json_is(json_get(inputs, "dynamic"), JSON_FALSE);
-}
-
-/* Reads the rules of compressed-tensors. */
-static void mf_read_compressed(mf_reader *reader, arena *memory, mf_quantization *out) {
-    const json *groups = mf_field(reader, "config_groups"), *format = mf_field(reader, "format");
-    const json *sparsity = json_get(mf_field(reader, "sparsity_config"), "format");
-    const json *transform = mf_field(reader, "transform_config");
-    if (sparsity && !str_is(json_str(sparsity), "dense"))
-        mf_field_error(reader, "sparsity_config.format", sparsity, "\"dense\"");
-    if (transform && transform->n)
-        mf_field_error(reader, "transform_config", transform, "none: transforms are not supported");
-    if (!json_is(groups, JSON_OBJECT) || !groups->n) {
-        mf_field_error(reader, "config_groups", groups, "an object of groups");
-        return;
-    }
-    out->rules = arena_zalloc(memory, groups->n * sizeof *out->rules);
-    JSON_MEMBERS(key, groups) {
-        char prefix[100];
-        mf_reader group = *reader;
-        snprintf(prefix, sizeof prefix, "%sconfig_groups.%.*s.", reader->prefix,
-                 (int)MIN(key->n, 40u), key->chars);
-        group.object = key + 1;
-        group.prefix = prefix;
-        mf_read_compressed_group(&group, format, memory, &out->rules[out->n_rules++]);
-    }
-}
-
-/* Reads GPTQModel's object "dynamic": "-:" and a regular expression select modules that are not
- * quantized. */
-static void mf_read_dynamic(mf_reader *reader, arena *memory, mf_quantization *out) {
-    const json *object = mf_field(reader, "dynamic");
-    if (!json_is(object, JSON_OBJECT)) return;
-    out->ignored = arena_zalloc(memory, object->n * sizeof *out->ignored);
-    JSON_MEMBERS(key, object) {
-        const str text = json_str(key);
-        mf_selector *selector = &out->ignored[out->n_ignored++];
-        selector->text = text;
-        if (str_starts(text, STR("-:")))
-            selector->pattern = mf_pattern_parse(str_sub(text, 2, text.n), memory);
-        if (!selector->pattern)
-            mf_field_error(reader, "dynamic", key, "only \"-:\" and simple regular expressions");
-    }
-}
-
-/* Reads the one rule of all other methods. */
-static void mf_read_method(mf_reader *reader, const mf_method *method, arena *memory,
-                           mf_quantization *out) {
-    mf_format *format = &(out->rules = arena_zalloc(memory, sizeof *out->rules))->format;
-    out->n_rules = 1;
-    format->method = method;
-    if (!strcmp(method->name, "fp8")) {
-        mf_expect(reader, "fmt", "e4m3", NULL);
-        mf_expect(reader, "activation_scheme", "dynamic", "static");
-        if (mf_field(reader, "weight_block_size"))
-            mf_read_block(reader, "weight_block_size", format);
-        format->has_input_scale = str_is(json_str(mf_field(reader, "activation_scheme")), "static");
-    } else if (!strcmp(method->name, "fbgemm_fp8")) {
-        format->block_rows = 1;
-    } else if (!strcmp(method->name, "modelopt")) {
-        mf_expect(reader, "quant_algo", "FP8", NULL);
-        format->has_input_scale = true;
-    } else if (!strcmp(method->name, "awq")) {
-        mf_expect(reader, "version", "gemm", NULL);
-        mf_expect_int(reader, mf_field(reader, "w_bit") ? "w_bit" : "bits", 4);
-        mf_read_group_size(reader, mf_field(reader, "q_group_size") ? "q_group_size" : "group_size",
-                           format);
-        format->has_zero = mf_bool(reader, "zero_point", true);
-    } else if (!strcmp(method->name, "gptq")) {
-        const bool is_v2 = str_is(json_str(mf_field(reader, "checkpoint_format")), "gptq_v2");
-        mf_expect(reader, "checkpoint_format", "gptq", "gptq_v2");
-        mf_expect_int(reader, "bits", 4);
-        mf_read_group_size(reader, "group_size", format);
-        format->has_zero = true;
-        format->has_order = mf_bool(reader, "desc_act", false);
-        format->zero_add = !is_v2;
-        mf_read_dynamic(reader, memory, out);
-    } else {
-        format->block_rows = 1;
-        format->block_cols = 32;
-    }
-}
-
-/* Parses the object of quantization_config. reader: of this object. */
-static void mf_read_quantization(mf_reader *reader, arena *memory, mf_config *config) {
-    static const char *const ignoring[] = {"ignore", "ignored_layers", "modules_to_not_convert",
-                                           "exclude_modules"};
-    mf_quantization *out = arena_zalloc(memory, sizeof *out);
-    const json *name = mf_field(reader, "quant_method");
-    const bool compressed = str_is(json_str(name), "compressed-tensors") ||
-                            (!name && mf_field(reader, "config_groups"));
-    const mf_method *method = mf_method_by_name(json_str(name));
-    if (compressed) mf_read_compressed(reader, memory, out);
-    else if (method && !method->is_compressed) mf_read_method(reader, method, memory, out);
-    else
-        mf_field_error(reader, "quant_method", name,
-                       "fp8, compressed-tensors, modelopt, fbgemm_fp8, awq, gptq or mxfp4");
-    for (int i = 0; i < COUNT(ignoring); i++)
-        mf_read_selectors(reader, ignoring[i], memory, &out->ignored, &out->n_ignored);
-    config->quantization = out;
-}
-
-/* Reads the field quantization_config, or compression_config as older files call it. */
-static void mf_read_quantization_field(mf_reader *reader, arena *memory, mf_config *config) {
-    const char *name = mf_field(reader, "quantization_config") ? "quantization_config"
-                                                               : "compression_config";
-    const json *object = mf_field(reader, name);
-    mf_reader inner = {.object = object, .where = reader->where, .err = reader->err,
-                       .prefix = "quantization_config."};
-    if (object && object->type != JSON_OBJECT) mf_field_error(reader, name, object, "an object");
-    else if (object) mf_read_quantization(&inner, memory, config);
-}
-
-/* Parses hf_quant_config.json, which has the format of the weights if config.json does not. */
-static int mf_quant_file_parse(str text, const char *where, arena *memory, mf_config *config,
-                               toka_err *e) {
-    *e = (toka_err){0};
-    const json *object = mf_parse_json(text, where, memory, mf_json_limits, e);
-    const json *inner = json_get(object, "quantization");
-    mf_reader reader = {.object = inner, .where = where, .err = e, .prefix = "quantization."};
-    if (!object) return e->code;
-    mf_quantization *out = arena_zalloc(memory, sizeof *out);
-    if (!json_is(inner, JSON_OBJECT)) reader.object = object, reader.prefix = "";
-    mf_read_method(&reader, mf_method_by_name(STR("modelopt")), memory, out);
-    if (!mf_field(&reader, "quant_algo")) mf_field_error(&reader, "quant_algo", NULL, "\"FP8\"");
-    mf_read_selectors(&reader, "exclude_modules", memory, &out->ignored, &out->n_ignored);
-    config->quantization = out;
-    return e->code;
 }
 
 /* ---- config.json: end ids, and the whole file ---- */
@@ -10520,7 +10538,7 @@ static int mf_special_map_parse(str text, const char *where, arena *memory, mf_m
 }
 
 /* ===========================================================================
- * MARK: 12. Weight formats [pure]
+ * MARK: 14. Weight formats [pure]
  * In: a toka_tensor in any format. Out: its rows as float32. This is the definition of every
  * format: element by element, without tables and without SIMD. The plain backend computes with it;
  * faster kernels must give the same numbers.
@@ -10660,7 +10678,7 @@ static void weight_row(const toka_tensor *tensor, int row, float *to) {
 }
 
 /* ===========================================================================
- * MARK: 13. Model files: weights [pure]
+ * MARK: 15. Model files: weights [pure]
  * In: the bytes of safetensors files, and a shape. Out: every weight as a pointer into these bytes,
  * in the named fields of toka_layer and toka_weights; and for each rank its slices of the weights.
  *
@@ -11939,7 +11957,7 @@ static int mf_shard(const toka_shape *full, const toka_weights *full_weights, co
 }
 
 /* ===========================================================================
- * MARK: 14. Model files: finding and opening [os]
+ * MARK: 16. Model files: finding and opening [os]
  * In: the model that the user names: a folder in Hugging Face layout, a hub id, a name from
  * models.txt, or nothing for the files embedded in the program. Out: an mf_model, immutable from
  * then on: the shape, the weights as pointers into mapped files, the tokenizer's files, the source
@@ -12721,7 +12739,7 @@ static void mf_set_source(mf_model *files, mf_model *next) {
 }
 
 /* ===========================================================================
- * MARK: 15. KV pages and prefix tree [pure]
+ * MARK: 17. KV pages and prefix tree [pure]
  * Manages the pages of the KV cache: which sequences hold a page, and which tokens a page contains.
  * In: token ids. Out: the block table of each sequence.
  * The design is PagedAttention (Kwon et al. 2023, arXiv 2309.06180) with a prefix cache that is a
@@ -12737,11 +12755,11 @@ static void mf_set_source(mf_model *files, mf_model *next) {
  *                   with the same prefix share these pages.
  *   computed        a step that computes the page's K and V has been planned. Steps run in the
  *                   order in which they are planned, so every later step may read the page. If that
- *                   step fails, all requests fail (28), and no step reads the page.
+ *                   step fails, all requests fail (32), and no step reads the page.
  *   prefix order    a linked list of the open sequences. The holders of one page always stand next
  *                   to each other in this list. Together they are the run of that page.
  *   n_common_pages  how many pages, counted from the beginning, are the same in the block tables of
- *                   a sequence and of the one before it in prefix order. Chapter 18 finds groups of
+ *                   a sequence and of the one before it in prefix order. Chapter 21 finds groups of
  *                   sequences with a shared prefix by it.
  *   unshared        does not use the prefix cache: reads no pages from it and inserts none
  *
@@ -12789,10 +12807,10 @@ static void mf_set_source(mf_model *files, mf_model *next) {
  * P0 (W5 has all that is read there) or behind P4 (W0, W1), but not behind P1 or P2.
  * kv_first_readable finds the last such place in the prefix. The pages after it are computed again:
  * this writes their K and V once more, the same as before, and fills new windowed pages. The pool
- * has room for all running sequences at once (17), so there is always a windowed page to take.
+ * has room for all running sequences at once (19), so there is always a windowed page to take.
  * Models without a window, and backends that keep all pages, have none (window 0).
  *
- * MODELS WITH STATES (17) need, to begin behind a page, the state that a sequence has there: a
+ * MODELS WITH STATES (19) need, to begin behind a page, the state that a sequence has there: a
  * snapshot of it, which a sequence that passed the page's end has left. A page has at most one
  * (kv_snapshot_take). If none is unused, the least recently used one is taken from its page. A
  * prefix hit ends behind the last computed page with a snapshot (kv_first_readable); the pages
@@ -13455,12 +13473,12 @@ static enum kv_insert_result kv_insert_full_page(kv_cache *cache, int seq, const
 }
 
 /* ===========================================================================
- * MARK: 16. Priority queues [pure]
+ * MARK: 18. Priority queues [pure]
  * A pairing heap (Fredman, Sedgewick, Sleator and Tarjan, 1986): a priority queue from which any
  * node can be removed. The node with the greatest (key, tie_break) is on top. Insert costs O(1),
  * remove costs O(log n) amortised. The caller has the nodes in an array, so that nothing is
  * allocated here; nodes link by index. A heap is the index of its top node, -1 if it is empty.
- * Several heaps may share one array. Chapter 17 has three: the queue of requests, the running and
+ * Several heaps may share one array. Chapter 19 has three: the queue of requests, the running and
  * the preempted sequences.
  *
  * What always holds: no node is greater than its parent. Only a top has prev -1.
@@ -13536,7 +13554,7 @@ static void heap_remove(heap_node *nodes, int *top, int node) {
 }
 
 /* ===========================================================================
- * MARK: 17. Scheduler [pure]
+ * MARK: 19. Scheduler [pure]
  * Decides which tokens of which sequences are computed in the next step (continuous batching: the
  * batch is planned anew in each step, so sequences may join and leave it at any step).
  * In: requests (a prompt, n samples of it, limits); one sched_plan per step; one sched_commit per
@@ -13606,7 +13624,7 @@ static void heap_remove(heap_node *nodes, int *top, int node) {
  * took turns would need twice as many steps as all together. So as long as no more of them are
  * ready than in flight, the plan gathers them: none gets a row, and one commit later all are ready.
  *
- * Drafts (17b). A draft is a guess of a later token, made before a step is planned. A sequence in
+ * Drafts (20). A draft is a guess of a later token, made before a step is planned. A sequence in
  * decode whose tokens are all committed may have n_drafts of them, at most B: they lie in its token
  * buffer behind the n_known tokens. The step then has 1 + n_drafts rows of it, each of which is
  * sampled. The row of a draft counts only if the draft is the token that was drawn there. So while
@@ -13639,7 +13657,7 @@ static void heap_remove(heap_node *nodes, int *top, int node) {
  * with the same prompt_group have the same prompt. An unshared sample uses neither the prefix tree
  * nor a copy: it computes all its positions.
  *
- * Windowed pages (15). There are as many as all sequences that run at once can hold in one step
+ * Windowed pages (17). There are as many as all sequences that run at once can hold in one step
  * (sched_max_windowed). So neither admission nor preemption counts them: whoever has pages has
  * windowed pages. A sequence lets them go at the beginning of the plan after the step that read
  * them last. Pages without a holder are cached, so prefixes are found.
@@ -13647,7 +13665,7 @@ static void heap_remove(heap_node *nodes, int *top, int node) {
  * States. In models with linear mixers a sequence also has a state (toka_state_span): that of seq
  * has the number seq, so an admitted sequence always has one. A state holds all tokens of its
  * sequence and cannot be cut. So a sequence can begin behind a prefix only where a snapshot of the
- * state is (15). Prefill leaves snapshots at the end of each page that ends a multiple of
+ * state is (17). Prefill leaves snapshots at the end of each page that ends a multiple of
  * states.distance tokens, and of the last full page before the prompt's last token; an answer at
  * such multiples. Example with B = 4, a distance of 8, and a prompt of 22 tokens:
  *
@@ -13664,7 +13682,7 @@ static void heap_remove(heap_node *nodes, int *top, int node) {
  * fits. So it always gets on. sched_plan and sched_commit allocate no memory: sched_submit
  * allocates the token buffers. Cost: O(max_seqs) per step with a small constant, O(pages) for the
  * start or end of one sequence. The scheduler does not know texts, stop strings, sampling or
- * devices: the engine (chapter 28) says when a sequence ended.
+ * devices: the engine (chapter 32) says when a sequence ended.
  * =========================================================================== */
 
 enum {
@@ -14592,10 +14610,10 @@ static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t genera
 }
 
 /* ===========================================================================
- * MARK: 17b. Drafts [pure]
+ * MARK: 20. Drafts [pure]
  * Speculative decoding without a model for the drafts. In: the scheduler before sched_plan; after a
  * step, what was drawn and how long it took. Out: sched_seq.n_drafts guesses of the next tokens of
- * a sequence, behind its known tokens. Chapter 17 says what a draft is, and how the scheduler
+ * a sequence, behind its known tokens. Chapter 19 says what a draft is, and how the scheduler
  * counts its row.
  *
  * A DRAFT CHANGES NOTHING BUT THE TIME. Each row is sampled as it would be without drafts: a draw
@@ -14612,7 +14630,7 @@ static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t genera
  *   ngram    in the prompt and the output of the sequence itself (prompt lookup), with a match of
  *            prompt_lookup_min to prompt_lookup_max tokens
  *   suffix   there with 2 to 24 tokens, or in another running sample of the request; first of all
- *            in the prefix tree (15): behind the sequence's last page that is in the tree, in the
+ *            in the prefix tree (17): behind the sequence's last page that is in the tree, in the
  *            page that was inserted last there, if this begins with the sequence's further tokens.
  *            So a sample drafts from the samples of its prompt that have ended, and an answer that
  *            was given before is one long draft
@@ -14633,7 +14651,7 @@ static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t genera
  * are made.
  *
  * WHO GETS NONE. Sequences with a constraint: each row would need a mask of its own. Models with
- * states (17). Requests without output.
+ * states (19). Requests without output.
  *
  * RUN-AHEAD. Drafts need the last token of the sequence. If a step with a row of the sequence is in
  * flight and its known tokens have a match, it waits for that step, and so does the next plan.
@@ -14945,7 +14963,7 @@ static void draft_time(drafter *drafts, int n_rows, int n_tokens, double seconds
 }
 
 /* ===========================================================================
- * MARK: 18. Batch building and shared prefixes [pure]
+ * MARK: 21. Batch building and shared prefixes [pure]
  * In: the rows that sched_plan gave to each sequence (sched_seq.from, n_rows). Out: a batch_step,
  * which is a toka_step with its arrays (ids, positions, kv slots, spans, pages) and the list of its
  * sample rows.
@@ -14954,7 +14972,7 @@ static void draft_time(drafter *drafts, int n_rows, int n_tokens, double seconds
  *   sample row  a row whose logits are sampled or scored
  *   microbatch  a part of the step that goes through the pipeline stages by itself; `micro` is its
  *               index. Without pipeline stages the step is one microbatch
- *   chunk       the rows of one sequence in one microbatch. A prefill chunk (17) that is split
+ *   chunk       the rows of one sequence in one microbatch. A prefill chunk (19) that is split
  *               over two microbatches is two chunks here
  *   span        an attention segment: some rows x some kv positions (toka_span). A shared span
  *               serves several sequences; an own span serves one chunk
@@ -14978,7 +14996,7 @@ static void draft_time(drafter *drafts, int n_rows, int n_tokens, double seconds
  * These spans read 19 positions of K and V; own spans alone would read 31. (With the costs of a
  * real backend, see below, shared spans do not pay for so few tokens.)
  *
- * The chunks of a microbatch are in prefix order (15), so chunks that share a page are neighbours.
+ * The chunks of a microbatch are in prefix order (17), so chunks that share a page are neighbours.
  * The builder knows how many leading pages each chunk shares with the one before it (the code
  * counts tokens). From these numbers one pass with a stack finds a tree of intervals. A node is a
  * run of rows and the pages that they share. Example with six sequences:
@@ -14999,7 +15017,7 @@ static void draft_time(drafter *drafts, int n_rows, int n_tokens, double seconds
  * no causal mask, and rows of prefill chunks share it like any others.
  *
  * A prompt rarely ends at the end of a page, so each sample has its own page with a copy of the
- * prompt tail (17). When the rows of several such samples are past the prompt, their shared span
+ * prompt tail (19). When the rows of several such samples are past the prompt, their shared span
  * includes the tail. It reads the tail from the page of the first of these samples only. Then that
  * span ends within a page, and the own spans begin there. (In the first example, with
  * span_align_tok 1: span 1 has positions 4-8 and pages P1 P2, and spans 2 and 3 have positions
@@ -15007,7 +15025,7 @@ static void draft_time(drafter *drafts, int n_rows, int n_tokens, double seconds
  * reads of own spans. With pages of 16 tokens it saves little, and the CPU adds page by page, so
  * the CPU does not use it (span_align_tok 0).
  *
- * With windowed pages (15), the step lists for each page also the windowed page beside it, -1 where
+ * With windowed pages (17), the step lists for each page also the windowed page beside it, -1 where
  * no row reads one. So spans, rows and copies are the same for both kinds of layers. A shared tail
  * is in the page of one sample, which may let its windowed page go before the others. So a backend
  * with windowed pages must have span_align_tok 0.
@@ -15096,7 +15114,7 @@ typedef struct batch_step {
      * second time. */
     int32_t *pages;
     toka_span *spans;      /* [2 * max_chunks] */
-    batch_sample *samples; /* [max_tokens] without the rows that score prompt tokens (22) */
+    batch_sample *samples; /* [max_tokens] without the rows that score prompt tokens (32) */
     int *chunk_seq;        /* [max_chunks] seq of each chunk, microbatch after microbatch */
     int *chunk_row0;       /* [max_chunks + 1] first row of each chunk; then T */
     toka_copy *copies;     /* [max_chunks] */
@@ -15593,7 +15611,7 @@ static void batch_choose_spans(batch_builder *builder, batch_step *built, const 
     batch_own_spans(builder, built, sched);
 }
 
-/* ---- State spans (17) ---- */
+/* ---- State spans (19) ---- */
 
 /* Appends the state spans of a chunk: its rows, cut where a snapshot of the state is left. */
 COLD
@@ -15837,7 +15855,7 @@ static void batch_make_micros(batch_builder *builder, batch_micros *micros,
 }
 
 /* ===========================================================================
- * MARK: 19. Sampling and stops [pure]
+ * MARK: 22. Sampling and stops [pure]
  * Three parts:
  *   Sampling      In: one row of raw logits [V], the sampling parameters of its request, history.
  *                 Out: a token id with its log-probabilities (samp_row).
@@ -15935,7 +15953,7 @@ static void batch_make_micros(batch_builder *builder, batch_micros *micros,
  * logprob, it is NAN and not computed. sampled_logprob is that of the distribution after step 4. A
  * greedy id has 0, the logarithm of 1. A scored id, for which nothing is drawn, has its logprob.
  *
- * Not here (chapter 28): which ids end a sequence, counting tokens against min_tokens and
+ * Not here (chapter 32): which ids end a sequence, counting tokens against min_tokens and
  * max_tokens, and ending a sample for which nothing is left to draw.
  * =========================================================================== */
 
@@ -17192,10 +17210,10 @@ static void stop_free(stop_scanner *scanner) {
 }
 
 /* ===========================================================================
- * MARK: 20. Constraints: automata and masks [pure]
+ * MARK: 23. Constraints: automata and masks [pure]
  * A constraint is a language: the set of texts that an output may be. This chapter runs a grammar
- * byte by byte and says which tokens may come next; 21 makes grammars.
- *   Grammar   In: states, edges, rules, from 21. It is a pushdown automaton over bytes.
+ * byte by byte and says which tokens may come next; 24 makes grammars.
+ *   Grammar   In: states, edges, rules, from 24. It is a pushdown automaton over bytes.
  *   Machine   In: a node and a byte. Out: the next node (con_step). Nodes are made when they are
  *             first reached, and kept.
  *   Masks     In: a node and a vocabulary. Out: a bit for each token that may come next
@@ -17238,7 +17256,7 @@ static void stop_free(stop_scanner *scanner) {
  *      (con_takes_slice), the slice's mask is added without a walk.
  *
  * What always holds:
- *   - from every item some text leads to the end: 21 removes edges that lead nowhere. So text is
+ *   - from every item some text leads to the end: 24 removes edges that lead nowhere. So text is
  *     only begun if it can be finished, as far as the vocabulary has tokens for it;
  *   - a mask has exactly those tokens all of whose bytes the machine accepts from the node;
  *   - work is bounded: by items of a node, depth of frames, nodes and bytes of a machine. At a
@@ -17260,7 +17278,7 @@ enum {
     CON_BOTTOM = 0,             /* frame: the empty stack */
     CON_LOCAL = 1,              /* frame: the stack below a local node */
     CON_TOKEN = 0xFF,           /* a byte that no text has: on both sides of an added token */
-    CON_CUT = 0xFE,             /* another one: the thinking must end (23) */
+    CON_CUT = 0xFE,             /* another one: the thinking must end (26) */
     CON_DEAD = 0,               /* node */
     CON_ACCEPTS = 1,            /* con_node.flags: the text may end here */
     CON_ESCAPES = 2             /* con_node.flags: the local rule may end here */
@@ -18320,9 +18338,9 @@ static bool con_mask(con_machine *machine, const con_vocab *vocab, int node, uin
 }
 
 /* ===========================================================================
- * MARK: 21. Constraints: regular expressions and grammars [pure]
+ * MARK: 24. Constraints: regular expressions and grammars [pure]
  * In: a regular expression, a grammar in GBNF, or a list of texts. Out: rules of a con_grammar, or
- * an error with the byte where the source is wrong. JSON Schema (22) uses the expressions for
+ * an error with the byte where the source is wrong. JSON Schema (25) uses the expressions for
  * `pattern` and `format`.
  *
  * Regular expressions: the common part of Python's and JavaScript's, over code points; a match
@@ -19037,7 +19055,7 @@ COLD static void con_gbnf(con_grammar *grammar, str text) {
 }
 
 /* ===========================================================================
- * MARK: 22. Constraints: JSON Schema [pure]
+ * MARK: 25. Constraints: JSON Schema [pure]
  * In: a schema. Out: a grammar of the JSON texts that are valid, or an error with the JSON pointer
  * of what cannot be done. No keyword is left out silently.
  *
@@ -19060,7 +19078,7 @@ COLD static void con_gbnf(con_grammar *grammar, str text) {
  *   - integers without fraction and exponent; numbers with a limit or multipleOf without exponent
  *   - a string with `pattern` or a known `format`, names of properties, const and enum: characters
  *     literally, if JSON does not demand an escape. In other strings any escape may be used
- *   - with a style, which a call of a tool has (23): the members of the outer object in another
+ *   - with a style, which a call of a tool has (26): the members of the outer object in another
  *     form, only those that `properties` and `required` name
  * not, if, dependencies, and a oneOf whose branches may hold together become other schemas, made
  * with the opposites of schemas (con_put_not); contains needs the opposite of its schema, too. If
@@ -20836,8 +20854,8 @@ COLD static void con_json_schema(con_grammar *grammar, const toka_grammar *sourc
 }
 
 /* ===========================================================================
- * MARK: 23. Constraints: structures [pure]
- * In: a tree of elements as JSON, from chapter 31 or another program: the calls of a model's tools,
+ * MARK: 26. Constraints: structures [pure]
+ * In: a tree of elements as JSON, from chapter 35 or another program: the calls of a model's tools,
  * its reasoning before the answer. Out: a grammar. Each element is an object:
  *     {"type":"const_string","value":TEXT}
  *     {"type":"regex","pattern":TEXT}   {"type":"grammar","grammar":GBNF}
@@ -21099,7 +21117,7 @@ COLD static int con_new(toka_constraint **out, const toka_grammar *source, const
 }
 
 /* ===========================================================================
- * MARK: 24. The plain backend [cpu]
+ * MARK: 27. The plain backend [cpu]
  * A transformer as its formulas say it: one thread, loops over rows and columns, nothing else. It
  * runs every op and every kind of layer that toka.h describes. The other backends compute the same
  * numbers faster; tests compare them with this chapter. In: a step's integers, weights in any
@@ -22037,8 +22055,8 @@ const toka_backend toka_plain = {
 };
 
 /* ===========================================================================
- * MARK: 25. CPU kernels and threads [cpu]
- * What the ops of chapter 26 are made of: the kernels of each instruction set (GEMM micro-kernels,
+ * MARK: 28. CPU kernels and threads [cpu]
+ * What the ops of chapter 30 are made of: the kernels of each instruction set (GEMM micro-kernels,
  * conversion to float32, and attention's two small GEMMs and online softmax), a thread pool, the
  * GEMM with weights, and norms. In: activations in float32; weights as they lie in the mapped
  * file (bf16, f16, f32, or quantized: FP8, INT4, MXFP4). A weight may begin at any byte, so memcpy
@@ -22092,9 +22110,9 @@ const toka_backend toka_plain = {
  * products each, is as exact as float32, and slower than AVX-512.
  *
  * Quantized weights are computed from their stored form, with exactly the float32 numbers of
- * weight_row (chapter 12): "Quantized weights in the GEMM" below.
+ * weight_row (chapter 14): "Quantized weights in the GEMM" below.
  *
- * It does not: know of steps, layers, pages or ranks (chapter 26).
+ * It does not: know of steps, layers, pages or ranks (chapter 30).
  * =========================================================================== */
 
 enum {
@@ -23613,70 +23631,18 @@ static void cpu_norm(const toka_shape *shape, float *y, const float *x, const fl
 }
 
 /* ===========================================================================
- * MARK: 26. Ranks, and the CPU backend [cpu]
- * Two parts. The rank runtime is how the ranks of a model wait for each other, fail together, and
- * find the rank that hangs. It serves the CPU and, through toka.h, the GPU.
- *
- * The rest implements the backend table of toka.h on the CPU: toka_cpu. In: a step's integers,
- * activations in float32, weights in the mapped file. Out: the residual stream, K and V in their
- * pages, sample results. L, H, K, F and V are those of this rank's slice: the rank has the V ids
- * from v0 on. V_all is the whole vocabulary.
- *
- * State of a linear mixer, per layer and state: a cpu_head_state for each value head, then
- * [taps - 1][elements] inputs of the convolution, newest last. The rule is computed in its chunked
- * form (WY form: Yang et al. 2024, arXiv 2406.06484; with decay: 2412.06464). S is changed once in
- * CPU_STATE_CHUNK tokens: at the end of each chunk, which is where the position is a multiple of
- * that. The changes of the tokens since then are kept beside S. Rows of one chunk read S in one
- * GEMM. With S at the chunk's start, change u_i and output o_i of its token i are
- *     u_i = beta (v_i - sum of what S and the changes before i return for k_i)
- *     o_i = sum of what S and the changes up to i return for q_i
- * where S and a change u_j return a^T S and (a . k_j) u_j, times the decays of the tokens since.
- * A prompt and an answer do the same sums in the same order: only the rows in a GEMM differ.
- *
- * What always holds: the bytes of a row's result depend on that row alone. They do not depend on T,
- * on the other rows of the step, on the number of threads, on the chunking of a prompt or on the
- * spans of attention. Chapter 25 guarantees this for GEMMs and threads. This chapter adds:
- *   - Attention visits the kv positions page by page in rising order and merges each page into an
- *     online softmax. A span begins on a page border, and only the last span of a row may end
- *     inside a page. So the spans do not change the order.
- *     A masked position has weight exactly 0. So a row may share a pass with rows that see more.
- *   - Tensor ranks split the sums over heads and over mlp columns, and the sum of squares of a norm
- *     of all heads. Their partial sums are added in rank order. So another number of tensor ranks
- *     rounds differently, as another kernel set does.
- *
- * K and V cache, per layer, page and kv head. SIMD lanes always lie along the contiguous side:
- *     K [D][B_pad]  transposed: one element of q times 16 neighbour positions
- *     V [B][Dv_pad] one probability times 16 neighbour elements of a value
- * B_pad and Dv_pad are B and Dv rounded up to 16. The padding of each row is zero. With MLA there
- * is one kv head: K is the latent vector and the rotated key, V is the latent vector again.
- * A page of a layer is K of all its kv heads, then V of all: float32, or FP8 with scales behind
- * (toka_kv_scale_at). Attention converts an FP8 page to float32 first.
+ * MARK: 29. Ranks [cpu]
+ * The rank runtime: how the ranks of a model wait for each other, fail together, and find the rank
+ * that hangs. It serves the CPU and, through toka.h, the GPU.
  *
  * Words of this chapter:
- *   scratch rows      token rows for which an op has scratch memory; an op works through a longer
- *                     step in passes of so many rows
- *   scratch samples   the same for rows of logits
- *   query rows        pairs (token, query head) of one kv head that go over K and V together
  *   group             all ranks of one model: stages x tensor ranks (tp ranks)
  *   tp group          the tp ranks of one stage
  *   channel           the queue of messages from a rank to the same tp rank of the next stage. A
  *                     message is x of one step
  *   barrier           the point that a tp rank passes when all ranks of its tp group are there
  *   broken group      it was aborted, failed or timed out (watchdog); it stays broken
- *
- * It does not: plan, free pages, check plans beyond cheap asserts, or sample (chapter 19 does).
  * =========================================================================== */
-
-enum {
-    CPU_SCRATCH_ROWS = 512,        /* most scratch rows */
-    CPU_SCRATCH_SAMPLES = 64,      /* most scratch samples */
-    CPU_SCRATCH_BYTES = 128 << 20, /* most scratch for token rows; for rows of logits: half of it */
-    CPU_MAX_HEAD_SIZE = 576,       /* largest D and Dv: of the cache of DeepSeek's MLA */
-    CPU_MAX_FP8_SCALE = 128,       /* cpu_scale_unit times a larger one would overflow */
-    CPU_QUERY_ROWS = 32,           /* query rows that share one pass over K and V */
-    CPU_N_VECTORS = 7,             /* vectors of an op; the last one is a norm's for all_reduce */
-    CPU_MAX_THREADS = 1024         /* most threads of all devices together */
-};
 
 /* ---- Rank runtime: waiting for other ranks ----
  * Each rank of a group has a thread of its own. Example of 2 stages x 2 tp ranks:
@@ -23707,7 +23673,7 @@ enum {
  * `broken` change under one lock, so all ranks agree which barrier was the last one that became
  * complete. So no rank closes a device whose memory another rank uses.
  *
- * The watchdog. Every op that begins, every round (chapter 25) and every change of a counter raises
+ * The watchdog. Every op that begins, every round (chapter 28) and every change of a counter raises
  * group.progress. A waiting rank breaks the group when it has seen no progress for watchdog_s
  * seconds. The driver does the same, in toka_group_watchdog. The error names the rank at the end of
  * the chain of waiting ranks:
@@ -24039,6 +24005,63 @@ void toka_group_set_sampled(toka_group *group, int64_t step) {
     assert(step > last);
     group_advance(group, &group->last_sampled_step, step - last, false);
 }
+
+/* ===========================================================================
+ * MARK: 30. The CPU backend [cpu]
+ * Implements the backend table of toka.h on the CPU: toka_cpu. In: a step's integers,
+ * activations in float32, weights in the mapped file. Out: the residual stream, K and V in their
+ * pages, sample results. L, H, K, F and V are those of this rank's slice: the rank has the V ids
+ * from v0 on. V_all is the whole vocabulary.
+ *
+ * State of a linear mixer, per layer and state: a cpu_head_state for each value head, then
+ * [taps - 1][elements] inputs of the convolution, newest last. The rule is computed in its chunked
+ * form (WY form: Yang et al. 2024, arXiv 2406.06484; with decay: 2412.06464). S is changed once in
+ * CPU_STATE_CHUNK tokens: at the end of each chunk, which is where the position is a multiple of
+ * that. The changes of the tokens since then are kept beside S. Rows of one chunk read S in one
+ * GEMM. With S at the chunk's start, change u_i and output o_i of its token i are
+ *     u_i = beta (v_i - sum of what S and the changes before i return for k_i)
+ *     o_i = sum of what S and the changes up to i return for q_i
+ * where S and a change u_j return a^T S and (a . k_j) u_j, times the decays of the tokens since.
+ * A prompt and an answer do the same sums in the same order: only the rows in a GEMM differ.
+ *
+ * What always holds: the bytes of a row's result depend on that row alone. They do not depend on T,
+ * on the other rows of the step, on the number of threads, on the chunking of a prompt or on the
+ * spans of attention. Chapter 28 guarantees this for GEMMs and threads. This chapter adds:
+ *   - Attention visits the kv positions page by page in rising order and merges each page into an
+ *     online softmax. A span begins on a page border, and only the last span of a row may end
+ *     inside a page. So the spans do not change the order.
+ *     A masked position has weight exactly 0. So a row may share a pass with rows that see more.
+ *   - Tensor ranks split the sums over heads and over mlp columns, and the sum of squares of a norm
+ *     of all heads. Their partial sums are added in rank order. So another number of tensor ranks
+ *     rounds differently, as another kernel set does.
+ *
+ * K and V cache, per layer, page and kv head. SIMD lanes always lie along the contiguous side:
+ *     K [D][B_pad]  transposed: one element of q times 16 neighbour positions
+ *     V [B][Dv_pad] one probability times 16 neighbour elements of a value
+ * B_pad and Dv_pad are B and Dv rounded up to 16. The padding of each row is zero. With MLA there
+ * is one kv head: K is the latent vector and the rotated key, V is the latent vector again.
+ * A page of a layer is K of all its kv heads, then V of all: float32, or FP8 with scales behind
+ * (toka_kv_scale_at). Attention converts an FP8 page to float32 first.
+ *
+ * Words of this chapter:
+ *   scratch rows      token rows for which an op has scratch memory; an op works through a longer
+ *                     step in passes of so many rows
+ *   scratch samples   the same for rows of logits
+ *   query rows        pairs (token, query head) of one kv head that go over K and V together
+ *
+ * It does not: plan, free pages, check plans beyond cheap asserts, or sample (chapter 22 does).
+ * =========================================================================== */
+
+enum {
+    CPU_SCRATCH_ROWS = 512,        /* most scratch rows */
+    CPU_SCRATCH_SAMPLES = 64,      /* most scratch samples */
+    CPU_SCRATCH_BYTES = 128 << 20, /* most scratch for token rows; for rows of logits: half of it */
+    CPU_MAX_HEAD_SIZE = 576,       /* largest D and Dv: of the cache of DeepSeek's MLA */
+    CPU_MAX_FP8_SCALE = 128,       /* cpu_scale_unit times a larger one would overflow */
+    CPU_QUERY_ROWS = 32,           /* query rows that share one pass over K and V */
+    CPU_N_VECTORS = 7,             /* vectors of an op; the last one is a norm's for all_reduce */
+    CPU_MAX_THREADS = 1024         /* most threads of all devices together */
+};
 
 /* ---- The device ---- */
 
@@ -26448,7 +26471,7 @@ const toka_backend toka_cpu = {
 };
 
 /* ===========================================================================
- * MARK: 27. Model: the layer loop [os]
+ * MARK: 31. Model: the layer loop [os]
  * Runs steps on devices. rank_step is the transformer: it calls the backend's table of functions,
  * so the CPU and the GPU share this code. One step computes T tokens of any number of sequences,
  * some in prefill, some in decode. The plan (toka_step) says which is which; the loop treats all
@@ -26456,11 +26479,11 @@ const toka_backend toka_cpu = {
  *
  * A rank is one device, its slice of the weights, and one thread. The thread opens the device,
  * runs the posted steps in order, and closes the device. A model is a grid of ranks (model_grid):
- * pp stages of layers x tp tensor ranks (mf_shard of chapter 13 slices the weights). Each stage
+ * pp stages of layers x tp tensor ranks (mf_shard of chapter 15 slices the weights). Each stage
  * sends the residual stream x to the next stage; the tensor ranks of a stage all-reduce x.
- * With stages, each microbatch of the engine's step (chapter 18) is a step of its own here.
+ * With stages, each microbatch of the engine's step (chapter 21) is a step of its own here.
  *
- * The driver is the thread that posts steps and waits for them (chapter 28); there is at most one.
+ * The driver is the thread that posts steps and waits for them (chapter 32); there is at most one.
  *
  *     driver            model_post                                      model_wait
  *                           |                                               ^
@@ -26496,8 +26519,8 @@ const toka_backend toka_cpu = {
  * =========================================================================== */
 
 enum {
-    /* Most steps that are posted and not done: ENG_MAX_IN_FLIGHT steps of the engine (28), each of
-     * BATCH_MAX_MICROS microbatches (18). */
+    /* Most steps that are posted and not done: ENG_MAX_IN_FLIGHT steps of the engine (32), each of
+     * BATCH_MAX_MICROS microbatches (21). */
     MODEL_RING_STEPS = 64,
     MODEL_HANG_TIMEOUT_S = 5 /* seconds for all ranks to finish their steps after an error */
 };
@@ -26967,15 +26990,15 @@ static double model_busy_s(model_grid *model) {
 }
 
 /* ===========================================================================
- * MARK: 28. Engine [os]
+ * MARK: 32. Engine [os]
  * Requests become steps, results of steps become events. Any thread submits and cancels. One thread
  * at a time is the driver:
  *
  *     any thread    eng_submit --> inbox
- *                                    |  eng_drain_inbox, eng_add_request, sched_submit (17)
- *     driver        +--------> sched_plan (17) --> batch_build (18) --> eng_make_sample_rows
+ *                                    |  eng_drain_inbox, eng_add_request, sched_submit (19)
+ *     driver        +--------> sched_plan (19) --> batch_build (21) --> eng_make_sample_rows
  *                   |                                                          |
- *                   +-- eng_commit <--- model_wait (27) ... ranks ... <--- model_post (27)
+ *                   +-- eng_commit <--- model_wait (31) ... ranks ... <--- model_post (31)
  *                          |
  *                          +--> toka_event, by the request's callback
  *
@@ -26984,9 +27007,9 @@ static double model_busy_s(model_grid *model) {
  * callback must not call toka_run, toka_generate, toka_score or toka_close: it would wait for its
  * own thread (toka.h).
  *
- * Run-ahead. While the ranks (27) run a step, the driver plans the next one. Up to max_in_flight
+ * Run-ahead. While the ranks (31) run a step, the driver plans the next one. Up to max_in_flight
  * steps are in flight, each with arrays of its own (eng_inflight). With max_in_flight 2, and the
- * numbers of one decoding sequence (17) that has 10 tokens before step N:
+ * numbers of one decoding sequence (19) that has 10 tokens before step N:
  *
  *     host       plan N |plan N+1| wait for N |commit N,|plan N+2| wait for  |commit N+1,|plan N+3
  *                       |        |            |retire N |        | N+1       |retire N+1 |
@@ -26999,7 +27022,7 @@ static double model_busy_s(model_grid *model) {
  * Step N+1 reads the token that step N samples. The host does not know this token when it plans
  * N+1; the device keeps the last token of each sequence. When commit N shows that the sequence
  * ended (or when it was preempted or cancelled), its results of N+1 are discarded: they have an old
- * generation (17). No result depends on max_in_flight.
+ * generation (19). No result depends on max_in_flight.
  *
  * Life of a step:
  *     plan      eng_plan_step: sched_plan, batch_build, eng_make_sample_rows
@@ -28887,7 +28910,7 @@ static int eng_swap_weights(eng *engine, const eng_order *order) {
     for (int i = 0; i < engine->n_replicas; i++)
         model_commit(&engine->replicas[i].model, !code);
     if (code) return code;
-    pthread_mutex_lock(&engine->lock); /* other threads read the files' names (29) */
+    pthread_mutex_lock(&engine->lock); /* other threads read the files' names (33) */
     mf_set_source(files, order->next);
     pthread_mutex_unlock(&engine->lock);
     engine->stats.weight_updates++;
@@ -29209,14 +29232,14 @@ SERVER_ONLY static bool eng_get_rank_times(eng *engine, int index, eng_rank_time
 }
 
 /* ===========================================================================
- * MARK: 29. Public API [os]
+ * MARK: 33. Public API [os]
  * The functions of toka.h, which documents them. This layer is thin: it opens the components in
  * order, passes arguments to the chapters below, and copies or moves results into memory that the
  * caller frees.
  *
- *     toka_open:   lib_check_options -> mf_open (14) -> tok_load (7) -> tmpl_parse (8)
- *                  -> eng_open (28)
- *     toka_close:  eng_close (28) first, then the templates, the tokenizer and the files
+ *     toka_open:   lib_check_options -> mf_open (16) -> tok_load (7) -> tmpl_parse (8)
+ *                  -> eng_open (32)
+ *     toka_close:  eng_close (32) first, then the templates, the tokenizer and the files
  *
  * Which chat template renders a chat, in this order:
  *   1. the option chat_template names a file: the templates in it (a .json file may hold several),
@@ -29585,7 +29608,7 @@ static int lib_check_options(const toka_options *options, toka_err *e) {
     return check_range("gpu_memory_utilization", options->gpu_memory_utilization, 0, 1, false, e);
 }
 
-/* Checks the sampling parameters of generation_config.json by the limits of chapter 19. Returns 0
+/* Checks the sampling parameters of generation_config.json by the limits of chapter 22. Returns 0
  * or TOKA_E_INPUT. */
 static int lib_check_defaults(const toka *t, toka_err *e) {
     toka_request params = toka_request_default();
@@ -30049,7 +30072,7 @@ int toka_embed(toka *t, const int32_t *in, size_t n_ids, int dimensions, float *
 #ifdef TOKA_SERVER
 
 /* ===========================================================================
- * MARK: 30. HTTP [pure]
+ * MARK: 34. HTTP [pure]
  * HTTP/1.1 (RFC 9110, 9112): parses requests from bytes into structs, and writes answers as bytes.
  * No sockets, no clock.
  *
@@ -30578,16 +30601,16 @@ static void http_put_chunk(buf *out, str data) {
 static void http_put_last_chunk(buf *out) { buf_c(out, "0\r\n\r\n"); }
 
 /* ===========================================================================
- * MARK: 31. Tool calls and reasoning [pure]
+ * MARK: 35. Tool calls and reasoning [pure]
  * A model writes the calls of tools and its reasoning as text, each family of models in a form of
  * its own. This chapter turns the bytes of one answer into events: content, reasoning, the begin of
- * a call (with its name), arguments of a call (JSON text). Chapter 33 writes the events as JSON.
+ * a call (with its name), arguments of a call (JSON text). Chapter 37 writes the events as JSON.
  *
  *     parser_init --> parser_feed(bytes) .. parser_feed(bytes) --> parser_end
  *                         |                                            |
  *                         +--> parser.events, a list of events <-------+   read by parse_next_event
  *
- * It also writes the other direction: the structure (23) of all answers that call some tools, if
+ * It also writes the other direction: the structure (26) of all answers that call some tools, if
  * an answer must or may call them with valid arguments (parse_put_answer).
  *
  * A format of calls is a row of parse_formats: texts and patterns, no code. A pattern is a text to
@@ -32116,7 +32139,7 @@ static void parse_put_answer(const parse_demand *demand, buf *out) {
 }
 
 /* ===========================================================================
- * MARK: 32. OpenAI API: requests [pure]
+ * MARK: 36. OpenAI API: requests [pure]
  * Turns the bodies of /v1/completions and /v1/chat/completions into requests of the engine, and the
  * events of these requests into answers. The server and the batch runner use the same functions, so
  * a line of a batch file gets the same answer as the body of an HTTP request.
@@ -32266,8 +32289,8 @@ typedef struct api_prompt { /* one prompt, which is one request of the engine */
 
 struct api_body;
 
-/* Another API over chats (chapter 34): its answers have one choice, which has a parser. With
- * put_chunk, over completions. With make_prompts, over texts (35): the other functions but
+/* Another API over chats (chapter 38): its answers have one choice, which has a parser. With
+ * put_chunk, over completions. With make_prompts, over texts (39): the other functions but
  * put_answer are NULL, and there are no streams. */
 typedef struct api_style {
     /* sets the fields of the body that a chat has */
@@ -32310,7 +32333,7 @@ typedef struct api_request {
     str rid;           /* /generate: the id that the body gives; .n 0: none; in the arena */
     int logprobs_from; /* /generate: first token of the prompt that gets a logprob */
     bool names_tokens; /* /generate: tokens with logprobs have their text, too */
-    /* of embeddings and scores (35) */
+    /* of embeddings and scores (39) */
     bool base64;           /* vectors as base64, else as numbers */
     int n_queries;         /* scores of vectors: the first prompts are queries, the others
                             * documents; 0: each prompt is a pair of both */
@@ -33900,8 +33923,8 @@ static void api_free(api_request *request) {
 }
 
 /* ===========================================================================
- * MARK: 33. OpenAI API: answers [pure]
- * Turns events into answers (the second half of the picture in chapter 32): records, tokens and
+ * MARK: 37. OpenAI API: answers [pure]
+ * Turns events into answers (the second half of the picture in chapter 36): records, tokens and
  * choices as JSON, chunks of a stream, errors. Also the answers that need no engine: the list of
  * models, tokenize and detokenize.
  * =========================================================================== */
@@ -34986,11 +35009,11 @@ static int api_answer_tokenize(const api_config *config, enum api_route route, s
 }
 
 /* ===========================================================================
- * MARK: 34. Responses and Messages [pure]
- * Two more APIs over the chats of chapters 32 and 33: OpenAI's Responses (/v1/responses) and
+ * MARK: 38. Responses and Messages [pure]
+ * Two more APIs over the chats of chapters 36 and 37: OpenAI's Responses (/v1/responses) and
  * Anthropic's Messages (/v1/messages), as far as a server without a memory can have them. Each is
  * an api_style: a function that turns a body into the messages and tools of a chat, and functions
- * that write the events of chapter 31 in the style's own form. A third one, SGLang's /generate, is
+ * that write the events of chapter 35 in the style's own form. A third one, SGLang's /generate, is
  * over completions: token ids in and out, as trainers use it.
  *
  *     body --api_read_body--> api_body --style.translate--> messages and tools of a chat
@@ -35953,7 +35976,7 @@ static const api_style api_messages = {.translate = msg_translate,
                                        .put_error = msg_put_error};
 
 /* ===========================================================================
- * MARK: 35. Embeddings and scores [pure]
+ * MARK: 39. Embeddings and scores [pure]
  * Three more APIs, over texts: /v1/embeddings as OpenAI has it; /v1/score and /score as vLLM has
  * them; /v1/rerank, /v2/rerank and /rerank as Jina and Cohere have them. In: a body. Out: prompts
  * of the engine and, from their vectors or from the tokens that they sample, the answer.
@@ -36434,7 +36457,7 @@ static int api_parse(const api_config *config, enum api_route route, str body, a
 }
 
 /* ===========================================================================
- * MARK: 36. Batch runner [os]
+ * MARK: 40. Batch runner [os]
  * Reads a file of requests and writes a file of results. Both may be of any length. There are three
  * threads:
  *
@@ -36477,7 +36500,7 @@ static int api_parse(const api_config *config, enum api_route route, str body, a
  * run.lock guards the counts and the list of in-flight lines, the writer's queue, the records that
  * lines have ready for the writer, and run.err. The driver reads a line's request; only the writer
  * changes it once the engine has the line. Order of locks: run.lock before the engine's. Chapters
- * 32 and 33 read bodies and write answers. This chapter also has what later chapters share with it:
+ * 36 and 37 read bodies and write answers. This chapter also has what later chapters share with it:
  * the closing report, the table of GPUs, and the lines and warnings printed at the start.
  * =========================================================================== */
 
@@ -38276,9 +38299,9 @@ static int run_batch_served(toka *t, const run_options *options, enum run_outcom
 }
 
 /* ===========================================================================
- * MARK: 37. Files and batches [os]
+ * MARK: 41. Files and batches [os]
  * /v1/files and /v1/batches as OpenAI defines them. All is kept in one folder, so that a server
- * that was killed at any moment resumes where it stopped. Chapter 36 runs a batch: the lines of its
+ * that was killed at any moment resumes where it stopped. Chapter 40 runs a batch: the lines of its
  * input file run as those of `toka batch` do. A batch has two output files, for results and for
  * errors. A line that has an entry in one of them is not run again. The folder holds:
  *
@@ -38308,7 +38331,7 @@ static int run_batch_served(toka *t, const run_options *options, enum run_outcom
  * file, which then replaces the old one, so a record is whole or absent. A step of a batch is one
  * of its arrows in the picture. A step that was cut short is done again from its beginning: any
  * number of repetitions leads to the same end. If the disk is full, the batch waits: results stay
- * in memory (chapter 36's window bounds them), and the batch ends only when its files and its
+ * in memory (chapter 40's window bounds them), and the batch ends only when its files and its
  * record are written. Meanwhile uploads and new batches are refused with the system's error
  * message.
  *
@@ -38379,7 +38402,7 @@ typedef struct files_batch {
     atomic_llong total, completed, failed;
     atomic_llong damaged;    /* lines of output and errors_file that were not results at a
                               * restart */
-    atomic_int stop;         /* asks chapter 36 to stop: cancelled, or the server ends */
+    atomic_int stop;         /* asks chapter 40 to stop: cancelled, or the server ends */
 } files_batch;
 
 /* Pointers to structs that begin with their files_id, sorted by id, so the oldest first. All ids of
@@ -39920,7 +39943,7 @@ static const char *files_folder(const files_store *store, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 38. Status page [pure]
+ * MARK: 42. Status page [pure]
  * The page at GET /: one string with its HTML, CSS and JavaScript; it loads nothing from elsewhere.
  * Above is a chat through /v1/chat/completions, or /v1/completions if the model has no chat
  * template. Below is the load: the page reads /metrics every second and /v1/batches every three.
@@ -40265,12 +40288,12 @@ static const char srv_page[] =
     "</html>\n";
 
 /* ===========================================================================
- * MARK: 39. Server: requests and metrics [os]
+ * MARK: 43. Server: requests and metrics [os]
  * This chapter handles a request from the moment its last byte has arrived until the first byte of
  * its answer is ready: routes, API keys, handing requests to the engine, turning its events into
- * text, and the numbers of /metrics. Chapter 40 has the sockets. A request here is an HTTP request
+ * text, and the numbers of /metrics. Chapter 44 has the sockets. A request here is an HTTP request
  * with its answer (srv_request); it has one engine request for each prompt. There are three kinds
- * of threads: the event loop (40), the workers and the engine's thread.
+ * of threads: the event loop (44), the workers and the engine's thread.
  *
  *     loop --srv_dispatch--> work queue --> worker: srv_begin_api: api_parse, toka_submit,
  *                                                   or the handler of another route
@@ -40443,7 +40466,7 @@ typedef struct srv {
     _Atomic(const char *) *versions;
     arena version_names;        /* admin_lock */
 
-    struct srv_loop *loop; /* chapter 40 */
+    struct srv_loop *loop; /* chapter 44 */
     int wake_fd;           /* eventfd that wakes the loop */
 } srv;
 
@@ -40599,7 +40622,7 @@ static void srv_put_labeled(buf *out, const char *labels, const srv_labeled_coun
                        counter->values[i], counter->counts[i]);
 }
 
-/* Speculative decoding (17b). */
+/* Speculative decoding (20). */
 static void srv_put_drafts(buf *out, const toka_stats *stats, const char *labels) {
     static const char *const places[16] = {"0", "1", "2",  "3",  "4",  "5",  "6",  "7",
                                            "8", "9", "10", "11", "12", "13", "14", "15"};
@@ -42028,7 +42051,7 @@ static bool srv_dispatch(srv *server, srv_request *request) {
 }
 
 /* ===========================================================================
- * MARK: 40. Server: connections [os]
+ * MARK: 44. Server: connections [os]
  * One thread, the event loop, owns every socket and waits in epoll. The states of a connection:
  *
  *     SRV_HEAD        reads a head
@@ -42364,7 +42387,7 @@ static void srv_answer_last(srv *server, srv_conn *conn, int status, const char 
     srv_answer(server, conn);
 }
 
-/* The message for a status that the parser (30) returned. */
+/* The message for a status that the parser (34) returned. */
 static const char *srv_status_message(int status, const http_request *http) {
     const bool coding = http_count_headers(http, "transfer-encoding");
     switch (status) {
@@ -42919,7 +42942,7 @@ static void srv_loop_once(srv *server, struct epoll_event *events) {
 }
 
 /* Runs until a signal has come and all answers are sent, or until the engine has failed and its
- * clients were informed. A second signal ends the program (48). */
+ * clients were informed. A second signal ends the program (54). */
 static void srv_run_loop(srv *server) {
     srv_loop *loop = server->loop;
     struct epoll_event events[SRV_MAX_EVENTS];
@@ -43108,15 +43131,12 @@ static int srv_run(const srv_options *options, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 41. Bench and plan [os]
- * Measures and predicts the engine's speed without a server.
+ * MARK: 45. Bench [os]
+ * Measures the engine's speed without a server.
  *   run_bench_throughput  `toka bench throughput`: runs a dataset and measures its time. Each
  *                         sample gets the output length that the dataset gives. Works on dummy
  *                         weights, too.
- *   run_bench_plan        `toka bench plan`: measures chapters 15 to 18 alone, without a model.
- *   plan_answer           `toka plan`: calculates which layouts of a model fit on which GPUs, and
- *                         an upper bound of their speed; or how many GPUs hold a rate of requests,
- *                         by a simulation; or the memory of a batch. It runs nothing.
+ *   run_bench_plan        `toka bench plan`: measures chapters 17 to 21 alone, without a model.
  * =========================================================================== */
 
 /* ---- Dummy weights: the shapes of a line of models.txt, filled with random numbers ----
@@ -43945,6 +43965,13 @@ static bool run_next_word(const char **list, str *word) {
     return word->n > 0;
 }
 
+/* ===========================================================================
+ * MARK: 46. Plan [os]
+ * Predicts speed and memory before there is a GPU. plan_answer is `toka plan`: it calculates which
+ * layouts of a model fit on which GPUs, and an upper bound of their speed; or how many GPUs hold a
+ * rate of requests, by a simulation; or the memory of a batch. It runs nothing.
+ * =========================================================================== */
+
 /* ---- toka plan: which layouts of a model fit on the GPUs, and an upper bound of their speed ----
  *
  * A layout tp x pp x dp has dp replicas. A replica has pp stages, and each stage has some of the
@@ -44516,7 +44543,7 @@ static double plan_grid_s(const plan_grid *grid, double n_sequences, double n_ro
 /* ---- Service: a simulated replica under requests that arrive at random times ----
  *
  * Requests arrive as a Poisson process, and each replica gets an equal share of the rate. All have
- * the same lengths and prompts of their own. A replica works as the scheduler does (chapter 17): a
+ * the same lengths and prompts of their own. A replica works as the scheduler does (chapter 19): a
  * step has a row of each running sequence, and prompts get the rest of its rows, first come first
  * served; a request is admitted while there is room for its whole output. A step takes the expected
  * time. A request's first token is there at the end of the step that computes its prompt's last
@@ -45512,7 +45539,7 @@ static int plan_answer(const plan_options *options, buf *out, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 42. Checks of constraints [os]
+ * MARK: 47. Checks of constraints [os]
  * `toka grammar`: does a constraint accept a text? It needs a tokenizer and no weights. The text is
  * read as a model would write it: in its usual tokens, each of which must be in the mask.
  *   accept_text       is one text accepted? If not: the refused byte, what could stand there
@@ -45876,7 +45903,7 @@ static int accept_maskbench(accept_run *run, const char *path, FILE *details, bu
 }
 
 /* ===========================================================================
- * MARK: 43. Bench serve [os]
+ * MARK: 48. Bench serve [os]
  * An HTTP client that measures a server: toka, or any server that streams /v1/completions or
  * /v1/chat/completions. The definitions, names and printed lines are those of `vllm bench serve`:
  *
@@ -47460,7 +47487,7 @@ static int benchclient_run(const benchclient_options *options, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 44. Hub [os]
+ * MARK: 49. Hub [os]
  * In: the id of a model on the Hugging Face hub and a revision. Out: the files that toka reads, in
  * the hub cache of this machine. The layout is that of the package huggingface_hub, so each program
  * finds the models that another one downloaded:
@@ -48654,7 +48681,7 @@ static int hub_remove(const char *id, int64_t *n_bytes, toka_err *e) {
 }
 
 /* ===========================================================================
- * MARK: 45. Client [os]
+ * MARK: 50. Client [os]
  * Asks a server that speaks the OpenAI API, toka or another one. In: the body of a request that
  * streams. Out: the pieces of its answers as toka_events without ids. curl does the transfer, as
  * for the hub, so that https works; redirects are not followed. In the text reasoning stands
@@ -48891,7 +48918,7 @@ static int client_generate(client *server, const char *path, str body, int n_sam
 }
 
 /* ===========================================================================
- * MARK: 46. Line editor [os]
+ * MARK: 51. Line editor [os]
  * In: the bytes of a terminal's keys. Out: a text that the user has edited, of one or more lines.
  *
  *   keys       edit_feed: one byte changes the text, the cursor or the place in the history
@@ -49294,7 +49321,7 @@ static edit_result edit_read(edit *ed, const char *prompt) {
 }
 
 /* ===========================================================================
- * MARK: 47. Manual pages [pure]
+ * MARK: 52. Manual pages [pure]
  * The pages that `toka help PAGE` prints: what --help is too short for and the README too long.
  * Indented lines are commands; a test runs them.
  * =========================================================================== */
@@ -49837,14 +49864,11 @@ static const help_page *help_find_page(const char *name) {
 }
 
 /* ===========================================================================
- * MARK: 48. Command line [os]
+ * MARK: 53. Command line: flags and help [os]
  * toka [COMMAND] [FLAGS]. All flags stand in one table, cli_flags. A row has the flag's name, short
  * form, type, the field of `cli` that it sets, the commands that take it, and its text in --help. A
  * flag --max-tokens can also be set by the environment variable TOKA_MAX_TOKENS. Results go to
- * standard output, everything else to standard error. The exit status is decided here: 0 done, 1
- * bad use or bad input, 2 device or I/O failure, 130 after Ctrl-C. If standard output is a pipe
- * that its reader closed, the program ends with 0 and without a message; a batch ends with 2, since
- * its answers are lost.
+ * standard output, everything else to standard error.
  * =========================================================================== */
 
 enum { CLI_MAX_LIST = 16, CLI_MAX_INPUT = 1 << 30, CLI_MAX_FLAGS = 192 };
@@ -50839,6 +50863,14 @@ static int cli_parse(cli *flags, unsigned command, int argc, char **argv, toka_e
         if (bad_env[i]) code = cli_set_from_env(flags, &cli_flags[i], command, e);
     return code;
 }
+
+/* ===========================================================================
+ * MARK: 54. Command line: commands [os]
+ * Each command is a function cli_NAME in the table cli_commands. The exit status is decided here: 0
+ * done, 1 bad use or bad input, 2 device or I/O failure, 130 after Ctrl-C. If standard output is a
+ * pipe that its reader closed, the program ends with 0 and without a message; a batch ends with 2,
+ * since its answers are lost.
+ * =========================================================================== */
 
 /* ---- toka: complete a prompt ---- */
 

@@ -111,7 +111,7 @@ typedef struct toka_options {
                                    Their numbers from 0 on, or "sliding_window" for all layers with
                                    a window, separated by commas; NULL: none */
     const char *speculative_config; /* speculative decoding, a JSON object as vLLM's, such as
-                                   {"method":"ngram","num_speculative_tokens":4}; chapter 17b of
+                                   {"method":"ngram","num_speculative_tokens":4}; chapter 20 of
                                    toka.c has the methods and options. No token and no
                                    log-probability changes. Not on a GPU. NULL: none */
     int num_speculative_tokens;  /* 1 to 16: most drafts of a sequence in a step. 0: what
@@ -232,7 +232,7 @@ enum { /* toka_grammar.kind */
     TOKA_GRAMMAR_REGEX,           /* text: a regular expression that matches the whole output */
     TOKA_GRAMMAR_GBNF,            /* text: rules `name ::= ...`, as llama.cpp's and xgrammar's */
     TOKA_GRAMMAR_STRUCTURE        /* text: a tree of elements as JSON, such as fixed texts, schemas
-                                     and reasoning; chapter 23 of toka.c lists them */
+                                     and reasoning; chapter 26 of toka.c lists them */
 };
 
 typedef struct toka_grammar { /* borrowed during the call only */
@@ -563,7 +563,7 @@ int toka_main(int argc, char **argv);
  * vLLM's block). All matrices are row-major; a weight is [outputs][inputs].
  *
  * Errors: the first op that fails stores its error in the device, and later ops do nothing. The
- * thread of a rank (chapter 27) calls status() after each step.
+ * thread of a rank (chapter 31) calls status() after each step.
  *
  * Ranks: a model may be spread over several devices, one rank each: pp stages x tp tensor ranks. A
  * stage has consecutive layers. Each tensor rank of a stage has some of the heads, of the MLP's
@@ -868,7 +868,7 @@ typedef struct toka_weights {
 } toka_weights;
 
 enum { TOKA_ID_BLOCK = 256 }; /* ids of an id block, to which the random words of a draw belong
-                                 (chapter 19 of toka.c defines the draw). Tensor ranks divide the
+                                 (chapter 22 of toka.c defines the draw). Tensor ranks divide the
                                  vocabulary into such blocks */
 
 typedef struct toka_linear_shape { /* of the layers with a linear mixer, in one rank */
@@ -1051,7 +1051,7 @@ typedef struct toka_state_span {
     int row0, n_rows, from, to; /* states 0 .. n_states-1 of the device */
 } toka_state_span;
 
-/* Bad words as texts, compiled for one vocabulary (chapter 19 of toka.c has an example): an
+/* Bad words as texts, compiled for one vocabulary (chapter 22 of toka.c has an example): an
  * automaton that reads the ids of an output. A place is a word and the number of its first bytes in
  * which the output's text ends. An output may be at several places at once, or at none. */
 enum {
@@ -1405,7 +1405,7 @@ typedef struct toka_backend {
                           begun and not finished; 1: the host waits for each step */
     bool has_drafts;   /* several rows of a sequence may be sampled in a step, as drafts need */
     /* Costs of attention, in units of the time that one row takes to read K and V of one token.
-     * Chapter 18 chooses the shared spans by them. */
+     * Chapter 21 chooses the shared spans by them. */
     int merge_cost;     /* cost: to merge one more partial result into a row */
     int span_cost;      /* cost: one more span */
     int rows_per_read;  /* not a cost: rows that share one read of K and V */
@@ -1415,7 +1415,7 @@ typedef struct toka_backend {
                         added to S; 0: each is added at once */
 } toka_backend;
 
-/* ---- Rank runtime: chapter 26 of toka.c --------------------------------------------------------
+/* ---- Rank runtime: chapter 29 of toka.c --------------------------------------------------------
  * How the ranks of a model wait for each other, fail together, and find the rank that hangs: one
  * mechanism for threads on a CPU and for GPUs. A backend begins its own struct of a group with a
  * toka_group and passes it to these functions. It adds hooks for what only its devices know. */

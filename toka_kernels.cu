@@ -1,11 +1,11 @@
 /* toka_kernels.cu - toka's CUDA backend. SPDX-License-Identifier: Apache-2.0
  *
- * WHAT IT IS. The second instance of `struct toka_backend` (toka.h); the first is chapter 26 of
+ * WHAT IT IS. The second instance of `struct toka_backend` (toka.h); the first is chapter 30 of
  * toka.c. All its kernels are written here: it calls the CUDA runtime and no other library. One
  * binary holds code for sm_80, sm_89 and sm_90a. Hopper (sm_90a) runs the wgmma and TMA kernels.
  * Other GPUs run the mma.sync kernels; the tests run these on Hopper too, as a cross-check.
  *
- * HOW A STEP RUNS. toka.c decides what a step computes (its chapters 17 and 18).
+ * HOW A STEP RUNS. toka.c decides what a step computes (its chapters 19 and 21).
  *
  *   begin    writes the step's inputs and the work lists of attention (chapter 8) and sampling
  *            (chapter 12) into a pinned upload buffer. One host-to-device copy uploads them on a
@@ -5529,7 +5529,7 @@ static void attn_plan_sizes(const toka_device *dev, attn_plan *plan) {
     plan->fused_min_row_heads = plan->n_sms * ATTN_FUSED_ROW_HEADS;
     plan->allow_clusters = plan->allow_mixed = true;
     /* `levels` bounds the number of shared spans per row, on average over all rows:
-     * 1. Chapter 18 of toka.c shares a span of R rows only if this saves reading more than
+     * 1. Chapter 21 of toka.c shares a span of R rows only if this saves reading more than
      *    merge_tok * R positions.
      * 2. Shared spans can be nested. If a span has g positions, and r of its R rows are in no
      *    deeper shared span, it saves at most about r g positions. So r g > merge_tok R.
@@ -8611,7 +8611,7 @@ static void attention(toka_device *dev, int layer, const bf16 *q, bf16 *o) {
  * the next one, and sends sampled tokens from the last stage to the first one. No op waits for a
  * GPU: if an op needs the work of another rank, it enqueues a stream wait.
  *
- * Words, the same as in chapter 26 of toka.c: a group is all ranks of one model, stages x tensor
+ * Words, the same as in chapter 29 of toka.c: a group is all ranks of one model, stages x tensor
  * ranks (tp ranks). A tp group is the tp ranks of one stage. A peer is another rank of the same tp
  * group.
  *
@@ -8678,7 +8678,7 @@ static void attention(toka_device *dev, int layer, const bf16 *q, bf16 *o) {
  * have so few CTAs that the CTAs of all ranks are resident at the same time. All kernels with rank
  * barriers start their dependents only after the barrier, so dependents do not take their SMs.
  *
- * Failure. The rank runtime (chapter 26 of toka.c) has the waits of host threads, the watchdog and
+ * Failure. The rank runtime (chapter 29 of toka.c) has the waits of host threads, the watchdog and
  * the search for the rank that hangs. cuda_group_kind answers what only a GPU knows: the barrier
  * numbers in barrier_progress, events, and the op that the GPU is in. `aborted` lies in host memory
  * that all GPUs can read; it is set when the group breaks. A polling thread reads it at every
@@ -9699,7 +9699,7 @@ static bool group_wait_sampled(toka_device *dev, const toka_step *step) {
  * MARK: 11. LM head, and sampling of plain rows [kernel]
  * The op norm_logits_sample takes chosen rows of x and returns one sampled token for each. The
  * order of work on a row, every rule (ties, NaN, -inf, what a filter keeps, the fallback id) and
- * the draw are those of chapter 19 of toka.c. The draw fits into the epilogue of the LM head's
+ * the draw are those of chapter 22 of toka.c. The draw fits into the epilogue of the LM head's
  * GEMM. The words of its definition here:
  *
  *   block        an id block (SAMP_BLOCK): the columns of one tile of the LM head
@@ -10768,7 +10768,7 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
  *                results. It divides the rows into plain and filtered ones, uploads their
  *                parameters, launches the kernels and downloads the results.
  *
- * Words: those of chapter 19 of toka.c (raw and adjusted logit, weight, kept id, threshold) and of
+ * Words: those of chapter 22 of toka.c (raw and adjusted logit, weight, kept id, threshold) and of
  * chapter 11 (group, partial, Gumbel key, plain and filtered row). Also:
  *   block           256 consecutive ids (SAMP_BLOCK); a block of CUDA threads is called a CTA
  *   mass            a sum of weights as an integer with 44 fraction bits, or a count of ids
@@ -10781,7 +10781,7 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
  *
  * ---- samp_filter_kernel ----
  *
- * Steps 1 to 5 of chapter 19 of toka.c on a row of stored logits with its partials: top
+ * Steps 1 to 5 of chapter 22 of toka.c on a row of stored logits with its partials: top
  * log-probabilities, bias, allowed and forbidden ids, the mask of a constraint, penalties, the
  * threshold, the draw among the kept ids. The draw is that of chapter 11. In the order (logit
  * falling, id rising), each of top-k, top-p and min-p keeps the first ids. So one threshold
@@ -11446,7 +11446,7 @@ __device__ static void samp_apply_bad_ids(const samp_filter &filter, const int *
     }
 }
 
-/* These functions are those of chapter 19 of toka.c with the same names. */
+/* These functions are those of chapter 22 of toka.c with the same names. */
 __device__ static int samp_find_steps(const toka_word_table &table, int id) {
     int low = 0, high = table.n_steps;
     while (low < high) {
@@ -11633,7 +11633,7 @@ __device__ static void samp_update_blocks(samp_dist &dist, const int *touched, b
     dist.max = block_reduce(row_max, (float *)scratch, op_max{});
 }
 
-/* Step 2 of chapter 19 of toka.c: adjusts the logits. with_sums: see samp_update_blocks. workspace:
+/* Step 2 of chapter 22 of toka.c: adjusts the logits. with_sums: see samp_update_blocks. workspace:
  * [FILTER_WORKSPACE_WORDS] in shared memory. No blocks are listed during it: the memory of their
  * list holds `touched`. */
 __device__ static void samp_adjust(samp_dist &dist, const samp_filter &filter, const int *kv_ids,
@@ -11735,7 +11735,7 @@ __device__ static samp_mass samp_top_p(samp_dist &dist, const samp_filter &filte
     return sum_above + n_tied * tied_mass;
 }
 
-/* Step 4 of chapter 19 of toka.c: top-k, top-p and min-p set the threshold of dist. sum: the sum of
+/* Step 4 of chapter 22 of toka.c: top-k, top-p and min-p set the threshold of dist. sum: the sum of
  * the weights of all ids, 0 if it is not known. Returns the mass of the kept ids, 0 if it is not
  * known. */
 __device__ static samp_mass samp_truncate(samp_dist &dist, const samp_filter &filter, float sum,
@@ -13484,7 +13484,7 @@ static void bench_gemms(bench *ctx) {
 /* ---- Attention ----
  * One step of n_seqs sequences. Each sequence has rows_per_seq rows: the last of its seq_len
  * tokens. The first `shared` positions of all sequences are in the same pages, and one span covers
- * them, like the spans of chapter 18 of toka.c.
+ * them, like the spans of chapter 21 of toka.c.
  * FLOPs: 4 * H * D for each pair of a row and a position that it sees. Bytes: K and V of every
  * position once, q and o. */
 
@@ -14307,7 +14307,7 @@ extern "C" const toka_backend toka_cuda = {
     .default_tokens = TOKA_GPU_DEFAULT_TOKENS,
     .default_seqs = TOKA_GPU_DEFAULT_SEQS,
     .max_in_flight = STEPS_IN_FLIGHT,
-    /* For chapter 18 of toka.c, from measurements of chapter 9 on an H100; units in toka.h. */
+    /* For chapter 21 of toka.c, from measurements of chapter 9 on an H100; units in toka.h. */
     .merge_cost = 8,
     .span_cost = 512,
     .rows_per_read = 32,

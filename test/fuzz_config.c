@@ -1,5 +1,5 @@
 /* fuzz_config.c - libFuzzer entry: the bytes as config.json, generation_config.json,
- * tokenizer_config.json and models.txt. A file that passes must satisfy what chapter 11
+ * tokenizer_config.json and models.txt. A file that passes must satisfy what chapter 13
  * promises. */
 
 static void check_config(const mf_config *c) {

@@ -1,4 +1,4 @@
-/* gpu_samp.c - the CPU's sampling (chapter 19 of toka.c) and its random cases, against which
+/* gpu_samp.c - the CPU's sampling (chapter 22 of toka.c) and its random cases, against which
  * gpu_samp.cu compares. They are C, and this file makes them callable from C++. */
 #include "../toka.c"
 

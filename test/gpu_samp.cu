@@ -1,4 +1,4 @@
-/* gpu_samp.cu - tests chapters 11 and 12 against chapter 19 of toka.c: the samples, the ids that
+/* gpu_samp.cu - tests chapters 11 and 12 against chapter 22 of toka.c: the samples, the ids that
  * filters keep and the log-probabilities of random rows; the distribution of a million samples; the
  * whole op against float64. Link it with gpu_samp.c, compiled as C.
  *   gpu_samp            all tests
@@ -514,7 +514,7 @@ static std::vector<int> draws(toka_device *d, const toka_sampling &how, const st
     return seen;
 }
 
-/* CPU and GPU draw the same ids from equal logits, unless the draw is nearly a tie: chapter 19 of
+/* CPU and GPU draw the same ids from equal logits, unless the draw is nearly a tie: chapter 22 of
  * toka.c says how near. A border of top-p that is a tie counts for each draw of its row. */
 static void test_same(int64_t n) {
     static const int sizes[] = {24, 300, 700, 1500};

@@ -179,14 +179,14 @@ library_is_small() { # code and tables of the library as in the README's section
     echo "text: $text bytes, at most $limit expected"
     [ "$text" ] && [ "$text" -le $limit ]
 }
-table_names_models() { # README.md lists the rows of mf_archs, and nothing else in chapters 11 to 28 and in the kernels names a model
+table_names_models() { # README.md lists the rows of mf_archs, and nothing else in chapters 11 to 32 and in the kernels names a model
     local names types name
     names=$(sed -n 's/^ *{\.name = "\([A-Za-z0-9]*\)ForCausalLM", .*/\1/p' toka.c) && [ "$names" ] || return 1
     types=$(sed -n 's/.*\.model_type = "\([a-z0-9_]*\)".*/\1/p' toka.c | paste -sd'|') && [ "$types" ] || return 1
     for name in $names; do
         grep -q "^| .*[| ]$name[, ]" README.md || { echo "README.md does not list $name"; return 1; }
     done
-    ! { awk '/MARK: 11\. /, /MARK: 29\. /' toka.c | awk '/^static const mf_arch mf_archs/, /^};/ { next } { print "toka.c: " $0 }' &&
+    ! { awk '/MARK: 11\. /, /MARK: 33\. /' toka.c | awk '/^static const mf_arch mf_archs/, /^};/ { next } { print "toka.c: " $0 }' &&
         sed 's/^/toka_kernels.cu: /' toka_kernels.cu; } |
         grep -E "[A-Za-z0-9]ForCausalLM\"|\"($types)\""
 }

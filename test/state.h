@@ -1,4 +1,4 @@
-/* state.h - checks the invariants of the KV cache and of the scheduler (chapters 15 and 17) over
+/* state.h - checks the invariants of the KV cache and of the scheduler (chapters 17 and 19) over
  * their whole state. Each check returns NULL, or says what is wrong. It visits every page and
  * sequence. */
 

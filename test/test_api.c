@@ -1,4 +1,4 @@
-/* Tests of chapters 32 and 33: every field of a body with every wrong type, answers byte for byte,
+/* Tests of chapters 36 and 37: every field of a body with every wrong type, answers byte for byte,
  * streams against whole answers, characters that are divided into several tokens. The events are
  * made up here; of the model only the tokenizer and the template are used. */
 
@@ -958,7 +958,7 @@ static void test_api_small_routes(void) {
     buf_free(&out);
 }
 
-/* Chapters 39 and 40: the engine accepted one prompt of two, and that one had a token before it was
+/* Chapters 43 and 44: the engine accepted one prompt of two, and that one had a token before it was
  * cancelled. One answer is sent. */
 static void test_api_refused_prompt(void) {
     api_config m = api_test_model();

@@ -1,4 +1,4 @@
-/* Tests of chapters 20 to 22: which texts a constraint accepts, its masks, and requests with
+/* Tests of chapters 23 to 25: which texts a constraint accepts, its masks, and requests with
  * constraints. test_constraint.py has the comparisons with Python's re and jsonschema. */
 
 /* Compiles a grammar for a vocabulary; a constraint or NULL. */

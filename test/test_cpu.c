@@ -1,4 +1,4 @@
-/* test_cpu.c - tests chapters 25 and 26 against plain float64 arithmetic, op by op, for every
+/* test_cpu.c - tests chapters 28 and 30 against plain float64 arithmetic, op by op, for every
  * instruction set of this machine.
  *
  * A random model of odd sizes is made in memory. Weights start 1 to 3 bytes after an aligned
@@ -1110,7 +1110,7 @@ static void test_cpu_invariance(void) {
         }
 }
 
-/* ---- bf16 arithmetic, against its definition in chapter 25 ---- */
+/* ---- bf16 arithmetic, against its definition in chapter 28 ---- */
 
 static uint16_t ref_bf16(float f) { /* to nearest, ties to even; subnormal numbers are not tested */
     uint32_t u;

@@ -1,4 +1,4 @@
-/* test_edit.c - chapter 46: keys to text, without a terminal. */
+/* test_edit.c - chapter 51: keys to text, without a terminal. */
 
 /* Feeds keys to a new editor; `history` has entries with commas between them. Returns its text with '|' at the cursor. */
 static const char *edt_type(const char *history, const char *keys, edit_result *result) {

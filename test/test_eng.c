@@ -1,4 +1,4 @@
-/* Tests of chapters 27 to 29: whole models against Hugging Face transformers, and the life of a
+/* Tests of chapters 31 to 33: whole models against Hugging Face transformers, and the life of a
  * request. */
 
 #include "late.h"
@@ -1050,7 +1050,7 @@ static void test_ahead_windows(void) {
     snprintf(path, sizeof path, "%s/config.json", folder), unlink(path), rmdir(folder);
 }
 
-/* ---- Drafts (17b) ---- */
+/* ---- Drafts (20) ---- */
 
 /* The options of vLLM's JSON, and what is refused. */
 static void test_draft_options(void) {

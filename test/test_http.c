@@ -1,4 +1,4 @@
-/* test_http.c - chapter 30: heads and bodies split at every byte, refusals, decoding, dates. */
+/* test_http.c - chapter 34: heads and bodies split at every byte, refusals, decoding, dates. */
 
 static str http_str(const char *z) { return str_c(z); }
 
@@ -282,7 +282,7 @@ static void test_http_answers(void) {
     buf_free(&b);
 }
 
-/* ---- Chapter 40: what needs no socket ---- */
+/* ---- Chapter 44: what needs no socket ---- */
 
 static void test_srv_keys(void) {
     static const char *const keys[] = {"secret", "other-key"};

@@ -1,4 +1,4 @@
-/* test_hub.c - chapter 44: hashes against the vectors of FIPS 180-4, response heads cut anywhere, lists of files. */
+/* test_hub.c - chapter 49: hashes against the vectors of FIPS 180-4, response heads cut anywhere, lists of files. */
 
 static void hubt_check_hash(bool is_sha1, const char *text, int n_times, size_t piece, const char *want) {
     hub_hash hash = hub_hash_start(is_sha1);

@@ -244,7 +244,7 @@ static void kvt_random_states(void) {
     CHECK_MSG(n_jumps > 1000, "%d", n_jumps);
 }
 
-/* The example of chapter 15: positions of 5 pages of 4 tokens, a window of 6. */
+/* The example of chapter 17: positions of 5 pages of 4 tokens, a window of 6. */
 static void kvt_window(void) {
     kv_cache k;
     bool open[2] = {0};

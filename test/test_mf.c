@@ -1,4 +1,4 @@
-/* test_mf.c - chapters 11 to 14: RoPE tables, config.json, safetensors, the index, the hub cache,
+/* test_mf.c - chapters 11 to 16: RoPE tables, config.json, safetensors, the index, the hub cache,
  * models.txt. Files that must be refused are made here: a tiny Llama in a temporary folder with one
  * thing wrong. The tests check the error's message. */
 

@@ -1,4 +1,4 @@
-/* Tests of chapter 31: samples of every form of tool calls and of reasoning, each fed whole, byte by
+/* Tests of chapter 35: samples of every form of tool calls and of reasoning, each fed whole, byte by
  * byte and cut in two at every byte. The events are shown as one text: content as it is, reasoning
  * as <r:..>, a call as <NAME#ID:ARGUMENTS>. */
 

@@ -1,5 +1,5 @@
-/* test_ranks.c - models spread over ranks. Which slice of the weights each rank gets (chapter 13).
- * Then all ranks together must compute what one rank computes alone (chapter 26): every fixture
+/* test_ranks.c - models spread over ranks. Which slice of the weights each rank gets (chapter 15).
+ * Then all ranks together must compute what one rank computes alone (chapter 30): every fixture
  * under every split that it allows, with the same program of microbatches. Then ranks that are
  * lost, and groups that are asked to end. */
 
@@ -42,7 +42,7 @@ static void rk_check_field(const char *what, const void *whole, void *const *sli
     rk_check_tensor(what, (const toka_tensor *)(const void *)((const char *)whole + field), at, tp, times);
 }
 
-/* Independent of chapter 13's own check: can a model be split so? */
+/* Independent of chapter 15's own check: can a model be split so? */
 static bool rk_splits(const toka_shape *s, int tp, int pp) {
     bool heads = s->K >= tp || (tp % s->K == 0 && s->H / s->K % (tp / s->K) == 0);
     return heads && s->F >= tp && s->V >= tp && s->L >= pp;
@@ -302,7 +302,7 @@ static bool rk_continues(rk_rank *r) {
     return r->ops++ != r->lost_after;
 }
 
-/* Runs one step as chapter 27 does. Returns false if this rank was lost. */
+/* Runs one step as chapter 31 does. Returns false if this rank was lost. */
 static bool rk_run_step(rk_rank *r, const toka_step *s, toka_sample_result *results) {
     toka_hidden x = {.data = r->x};
 #define RK_OP(call) if (!rk_continues(r)) return false; else toka_cpu.call

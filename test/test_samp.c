@@ -1,4 +1,4 @@
-/* test_samp.c - tests chapter 19 against a naive sampler (full sort, in double, as Hugging Face's
+/* test_samp.c - tests chapter 22 against a naive sampler (full sort, in double, as Hugging Face's
  * logits warpers) and a naive text search. */
 
 /* ---- A naive sampler ---- */
@@ -636,7 +636,7 @@ static void test_samp_g_blocks(void) { /* a row of several blocks, with bands of
 
 /* ---- The draw against its definition ---- */
 
-/* The draws of a case by the words of chapter 19, in double, with sums in order of ids. ref: with the
+/* The draws of a case by the words of chapter 22, in double, with sums in order of ids. ref: with the
  * probability of each id; group_sums: their sums over the groups. */
 typedef struct draw_ref {
     int V, n_groups;

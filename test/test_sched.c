@@ -416,7 +416,7 @@ static void sim_random_states(void) {
     CHECK_MSG(n > 50, "%d preemptions", (int)n);
 }
 
-/* The example of chapter 17, and what a prefix hit needs. */
+/* The example of chapter 19, and what a prefix hit needs. */
 static void sim_states(void) {
     enum { N = 22 };
     sched_sim m;

@@ -4,7 +4,7 @@
  * later step: a length predictor, and a calendar of the pages that will be held. Is that better
  * than to admit while some pages stay free, and to preempt the newest sequence when none is left?
  *
- * Method. Chapters 15 to 18 plan, build and commit every step of whole workloads; no model runs.
+ * Method. Chapters 17 to 21 plan, build and commit every step of whole workloads; no model runs.
  * The time of a step is modelled as `toka plan` does it, from the spans and rows that were built:
  *
  *     overhead                0.15 ms
