@@ -498,7 +498,8 @@ static int check_range(const char *name, double v, double low, double high, bool
                        toka_err *e) {
     /* NaN fails the first comparison */
     if (v >= low && v <= high && !(open_low && v == low)) return 0;
-    if (high == FLT_MAX) return fail(e, TOKA_E_USE, "%s: %g, expected %g or more", name, v, low);
+    if (v < low && high == FLT_MAX)
+        return fail(e, TOKA_E_USE, "%s: %g, expected %g or more", name, v, low);
     return fail(e, TOKA_E_USE, "%s: %g, expected %s%g to %g", name, v,
                 open_low ? "more than " : "", low, high);
 }

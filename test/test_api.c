@@ -106,7 +106,7 @@ static void test_api_ranges(void) {
         {API_COMPLETIONS, "n", "1048577", "n: 1048577, expected 1 to 64"}, {API_CHAT, "n", "1e30", "n: 1e+30, expected 1 to 64"},
         {API_COMPLETIONS, "n", "-0", "n: 0, expected 1 to 64"}, {API_COMPLETIONS, "n", "6.4e1", NULL},
         {API_CHAT, "temperature", "1e39", "temperature: 1e+39, expected 0 to 3.40282e+38"},
-        {API_CHAT, "temperature", "-1e39", "temperature: -1e+39, expected 0 to 3.40282e+38"},
+        {API_CHAT, "temperature", "-1e39", "temperature: -1e+39, expected 0 or more"},
         {API_CHAT, "temperature", "1e-50", NULL}, {API_CHAT, "temperature", "-0.0", NULL},
         {API_CHAT, "temperature", "1000000000000000000000000000000000000000", "temperature: 1e+39, expected 0 to 3.40282e+38"},
         {API_COMPLETIONS, "top_p", "1e39", "top_p: 1e+39, expected more than 0 to 1"}, {API_CHAT, "top_p", "1e-50", NULL},

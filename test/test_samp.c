@@ -911,7 +911,7 @@ static void test_samp_check(void) {
         CHECK_MSG(samp_check(&s, 100, &e) == TOKA_E_USE && !strcmp(e.msg, message), "%s", e.msg); \
         e.msg[0] = 0; \
     } while (0)
-    BAD("temperature: -0.5, expected 0 to 3.40282e+38", s.temperature = -0.5f);
+    BAD("temperature: -0.5, expected 0 or more", s.temperature = -0.5f);
     BAD("temperature: nan, expected 0 to 3.40282e+38", s.temperature = (float)fabs(NAN));
     BAD("temperature: inf, expected 0 to 3.40282e+38", s.temperature = INFINITY);
     BAD("top_p: 0, expected more than 0 to 1", s.top_p = 0);
