@@ -156,7 +156,7 @@ def test_steps_and_ranks(tmp_path, name):
         assert batch(tmp_path, spec, case, same[case]) == want, case
     flags = ["--tensor-parallel-size", str(tensor_ranks(spec))]
     if name in NOT_DIVIDED:
-        with pytest.raises(AssertionError, match="tensor parallel size .*, expected"):
+        with pytest.raises(AssertionError, match="tensor.parallel.size .*, expected"):
             batch(tmp_path, spec, "tensor", flags)
         return
     near = batch(tmp_path, spec, "tensor", flags)

@@ -194,7 +194,7 @@ def test_fp8_kv():
     (["--request-rate", "1", "--batch-size", "2"], "--batch-size"), (["--batch-size", "-2"], "--batch-size: -2"),
     (["--request-rate", "1", "--goodput", "ttft:1"], "are too many for 64 x H100"),
     (["--request-rate", "1", "--gpu", "L4", "-m", "llama-3.1-405b", "--gpus", "2"], "do not fit on 2 x L4"),
-    (["--kv-tokens", "5"], "not for this command"), (["--kv-cache-dtype", "fp4"], "kv_cache_dtype"), (["--max-num-seqs", "-1"], "--max-num-seqs"),
+    (["--kv-tokens", "5"], "not for this command"), (["--kv-cache-dtype", "fp4"], "--kv-cache-dtype"), (["--max-num-seqs", "-1"], "--max-num-seqs"),
 ])
 def test_refused(args, words):
     model = [] if "-m" in args else ["-m", "llama-3.2-1b"]

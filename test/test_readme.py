@@ -145,7 +145,7 @@ def test_reading(hub, tmp_path):
     for name in ("toka.c", "toka_kernels.cu"):
         os.symlink(os.path.join(ROOT, name), tmp_path / name)
     status, out, err = run(hub, tmp_path, block("Reading the code"))
-    assert status == 0 and "MARK: 17. Scheduler [pure]" in out and "sched_plan(" in out, err
+    assert status == 0 and "MARK: 19. Scheduler [pure]" in out and "sched_plan(" in out, err
 
 
 def test_vendoring(hub, tmp_path):
