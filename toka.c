@@ -270,7 +270,7 @@
 #define _GNU_SOURCE /* mmap flags, sched_getaffinity, memmem */
 #endif
 #ifdef TOKA_MAIN
-#define TOKA_SERVER /* chapters 24 to 39: server, batches, benchmarks, hub, command line */
+#define TOKA_SERVER /* chapters 34 to 54: server, batches, benchmarks, hub, command line */
 #endif
 #define TOKA_INTERNAL
 #include "toka.h"
@@ -279,7 +279,7 @@
 #error "toka.c needs infinities and NaN: compile it without -ffast-math and -Ofast"
 #endif
 
-/* The strings of chapter 5's tables and of 38's page are longer than C guarantees. Every compiler
+/* The strings of chapter 5's tables and of 42's page are longer than C guarantees. Every compiler
  * accepts them. */
 #ifdef __GNUC__
 #pragma GCC diagnostic ignored "-Woverlength-strings"
@@ -331,7 +331,7 @@
 #include <sys/un.h>
 #include <sys/wait.h>
 #include <termios.h>
-#define SERVER_ONLY /* before a function of chapters 1 to 23 that only chapters 24 to 39 call */
+#define SERVER_ONLY /* before a function of chapters 1 to 33 that only chapters 34 to 54 call */
 #else
 #define SERVER_ONLY __attribute__((unused))
 #endif
@@ -33548,7 +33548,7 @@ static int api_read_demand(api_request *request, const api_body *body, const api
     parse->one_call |= request->named_call;
     demand->must_call = choice.must;
     demand->may_call = parse->format && demand->n_functions &&
-                       (choice.must || strict || grammar->grammar.kind);
+                       (choice.must || choice.allowed || strict || grammar->grammar.kind);
     if (grammar->grammar.kind && api_put_grammar(request, grammar, content, e)) return e->code;
     demand->content = choice.must ? STR("") : buf_view(content);
     return 0;
@@ -40072,7 +40072,7 @@ static const char srv_page[] =
     "  }\n"
     "  return NaN;\n"
     "};\n"
-    "const time = s => isNaN(s) ? '-' : s < 1 ? (1e3 * s).toPrecision(2).replace(/e.*/, '') + ' ms' : s.toFixed(1) + ' s';\n"
+    "const time = s => isNaN(s) ? '-' : s < 1 ? Number((1e3 * s).toPrecision(2)) + ' ms' : s.toFixed(1) + ' s';\n"
     "const times = name => isNaN(quantile(name, .5)) ? '-' : time(quantile(name, .5)) + ' / ' + time(quantile(name, .95));\n"
     "\n"
     "const rates = name => seen.slice(1).map((m, i) => Math.max(0, m[name] - seen[i][name]) / (m.at - seen[i].at));\n"
@@ -40211,6 +40211,12 @@ static const char srv_page[] =
     "  markdown(box, turn.content);\n"
     "};\n"
     "\n"
+    "const follow = change => { // keeps the form in view, if it was\n"
+    "  const near = form.getBoundingClientRect().bottom < innerHeight + 80;\n"
+    "  change();\n"
+    "  if (near) form.scrollIntoView({ block: 'nearest' });\n"
+    "};\n"
+    "\n"
     "const request = turns => {\n"
     "  const number = name => form[name].value === '' ? {} : { [name]: Number(form[name].value) };\n"
     "  const messages = turns.map(({ role, content }) => ({ role, content }));\n"
@@ -40237,14 +40243,14 @@ static const char srv_page[] =
     "      if (choice?.finish_reason == 'length') answer.cut = ', cut at the limit of tokens';\n"
     "      if (event.usage) answer.usage = event.usage;\n"
     "    }\n"
-    "    show(answer);\n"
+    "    follow(() => show(answer));\n"
     "  }\n"
     "};\n"
     "\n"
     "const answerTo = async turns => {\n"
     "  const start = performance.now(), send = form.querySelector('.main'), answer = { role: 'assistant', content: '', reasoning: '' };\n"
     "  stop = new AbortController(), send.textContent = 'Stop', $('usage').textContent = '', $('again').disabled = $('clear').disabled = true;\n"
-    "  show(answer);\n"
+    "  follow(() => show(answer));\n"
     "  try {\n"
     "    await stream(turns, answer).catch(e => {\n"
     "      if (!asChat || !/has no chat template/.test(e.message)) throw e;\n"
@@ -40266,7 +40272,7 @@ static const char srv_page[] =
     "  if (stop) return stop.abort();\n"
     "  if (!form.prompt.value.trim()) return;\n"
     "  const turn = { role: 'user', content: form.prompt.value }, turns = [...good(), turn];\n"
-    "  chat.push(turn), show(turn), form.prompt.value = '';\n"
+    "  chat.push(turn), show(turn), form.prompt.value = '', form.scrollIntoView({ block: 'nearest' });\n"
     "  return answerTo(turns);\n"
     "};\n"
     "form.prompt.onkeydown = e => {\n"
@@ -49427,8 +49433,8 @@ static const help_page help_pages[] = {
      "    echo '{\"id\": \"1\", \"input\": [\"Tom\", \"Ann\"], \"dimensions\": 4}' > in.jsonl\n"
      "    toka batch -m test/model -i in.jsonl -o vectors.jsonl -q\n"
      "    toka serve -m test/model &\n"
-     "    curl -s --retry 30 --retry-all-errors 127.0.0.1:10210/v1/models\n"
-     "    curl -s 127.0.0.1:10210/v1/embeddings -d '{\"input\": \"Tom\", \"dimensions\": 4}'\n"
+     "    curl -sf --retry 30 --retry-all-errors 127.0.0.1:10210/v1/models\n"
+     "    curl -s 127.0.0.1:10210/v1/embeddings --json '{\"input\": \"Tom\", \"dimensions\": 4}'\n"
      "    kill $!; wait\n"
      "\n"
      "- A vector is the hidden state after the final norm of the last token, the mean\n"
@@ -49543,7 +49549,7 @@ static const help_page help_pages[] = {
      "batch"},
     {"serving", "the server, its keys and its limits",
      "    toka serve -m test/model --served-model-name tiny &\n"
-     "    curl -s --retry 30 --retry-all-errors 127.0.0.1:10210/v1/models\n"
+     "    curl -sf --retry 30 --retry-all-errors 127.0.0.1:10210/v1/models\n"
      "    curl -s 127.0.0.1:10210/v1/completions --json '{\"prompt\": \"Tom has\", \"n\": 2}'\n"
      "    curl -s 127.0.0.1:10210/v1/responses --json '{\"input\": \"Tom has 12 apples.\"}'\n"
      "    kill $!; wait\n"
@@ -49663,7 +49669,7 @@ static const help_page help_pages[] = {
      "        post(\"/update_weights\", weight_dir=name, weight_version=name)\n"
      "        print(step, len(answers), info[\"weight_version\"])\n"
      "    END\n"
-     "    curl -s --retry 30 --retry-all-errors 127.0.0.1:10210/v1/models -o /dev/null\n"
+     "    curl -sf --retry 30 --retry-all-errors 127.0.0.1:10210/v1/models -o /dev/null\n"
      "    python3 loop.py\n"
      "    kill $!; wait\n"
      "\n"
@@ -49696,7 +49702,7 @@ static const help_page help_pages[] = {
     {"tools", "calls of functions, reasoning, answers of a given form",
      "    toka serve -m test/model --tool-call-parser hermes &\n"
      "    U=127.0.0.1:10210/v1/chat/completions\n"
-     "    curl -s --retry 30 --retry-all-errors $U --json '{\n"
+     "    curl -sf --retry 30 --retry-all-errors $U --json '{\n"
      "    \"messages\": [{\"role\": \"user\", \"content\": \"Tom buys 7 apples.\"}],\n"
      "    \"tools\": [{\"type\": \"function\", \"function\": {\"name\": \"add\", \"parameters\": {\n"
      "    \"type\": \"object\", \"properties\": {\"a\": {\"type\": \"integer\", \"maximum\": 99},\n"
@@ -49721,7 +49727,7 @@ static const help_page help_pages[] = {
      "    toka serve -m test/model --files-dir files &\n"
      "    echo '{\"custom_id\": \"1\", \"method\": \"POST\", \"url\": \"/v1/completions\",' \\\n"
      "         '\"body\": {\"prompt\": \"Tom has\"}}' > in.jsonl\n"
-     "    curl -s --retry 30 --retry-all-errors 127.0.0.1:10210/v1/files \\\n"
+     "    curl -sf --retry 30 --retry-all-errors 127.0.0.1:10210/v1/files \\\n"
      "         -F purpose=batch -F file=@in.jsonl\n"
      "    kill $!; wait\n"
      "\n"
@@ -50404,7 +50410,7 @@ static const struct {
 } cli_examples[] = {
     {FOR_SERVE,
      "  toka serve -m llama-3.1-8b-instruct --port 8000\n"
-     "  curl localhost:8000/v1/completions -d '{\"prompt\":\"Tom\",\"max_tokens\":9}'\n"},
+     "  curl localhost:8000/v1/completions --json '{\"prompt\":\"Tom\",\"max_tokens\":9}'\n"},
     {FOR_BATCH, "  toka batch -m llama-3.1-8b-instruct -i questions.jsonl -o answers.jsonl\n"
                 "  a line of IN: {\"custom_id\":\"1\",\"prompt\":\"Tom has\",\"max_tokens\":9}\n"},
     {FOR_TOKENIZE, "  echo Tom has 3 apples | toka tokenize -m qwen3-8b\n"},
@@ -51466,7 +51472,7 @@ static int cli_talk_answer(cli_talk *talk, int *refused, toka_err *e) {
     if (!code) code = cli_complete(&job, &talk->answer, e);
     if (!code) {
         api_put_text_message(&talk->turns, "assistant", buf_view(&talk->answer.text));
-    } else if (code == TOKA_E_USE) {
+    } else if (code == TOKA_E_USE || (code == TOKA_E_IO && talk->server)) {
         fprintf(stderr, "toka: %s; this turn is left out\n", e->msg);
         talk->turns.n = talk->n_before_user;
         talk->has_user = false;
@@ -51502,17 +51508,26 @@ static int cli_talk_system(cli_talk *talk, const char *rest, toka_err *e) {
     return 0;
 }
 
+/* Returns the path that was typed, with the home folder for a first "~". */
+static const char *cli_talk_path(const char *typed, char *path, size_t bytes) {
+    const char *home = getenv("HOME");
+    const bool has_home = home && typed[0] == '~' && typed[1] == '/';
+    snprintf(path, bytes, "%s%s", has_home ? home : "", typed + has_home);
+    return path;
+}
+
 static int cli_talk_save(cli_talk *talk, const char *rest, toka_err *e) {
+    char path[512];
     if (!*rest) return fail(e, TOKA_E_USE, "/save needs a file");
-    FILE *file = fopen(rest, "we");
+    FILE *file = fopen(cli_talk_path(rest, path, sizeof path), "we");
     bool ok = file && fprintf(file, "{\"messages\":[%s%s%s]%s%s}\n", buf_view(&talk->system).p,
                               talk->system.n && talk->turns.n ? "," : "",
                               talk->turns.n ? talk->turns.p : "",
                               talk->tools.n ? ",\"tools\":" : "",
                               buf_view(&talk->tools).p) > 0;
     if (file && fclose(file)) ok = false;
-    if (!ok) return fail(e, TOKA_E_IO, "%s: %s", rest, strerror(errno));
-    fprintf(stderr, "saved in %s\n", rest);
+    if (!ok) return fail(e, TOKA_E_INPUT, "%s: %s", path, strerror(errno));
+    fprintf(stderr, "saved in %s\n", path);
     return 0;
 }
 
@@ -51541,10 +51556,11 @@ static int cli_talk_take(cli_talk *talk, const json *root, const char *name, tok
 static int cli_talk_load(cli_talk *talk, const char *rest, toka_err *e) {
     arena memory = {0};
     str text;
+    char path[512];
     if (!*rest) return fail(e, TOKA_E_USE, "/load needs a file");
-    if (os_map(rest, &text, e)) return e->code;
+    if (os_map(cli_talk_path(rest, path, sizeof path), &text, e)) return e->code;
     const json *root = json_parse(&memory, text, json_trusted, e);
-    const int code = root ? cli_talk_take(talk, root, rest, e) : e->code;
+    const int code = root ? cli_talk_take(talk, root, path, e) : e->code;
     if (!code) fprintf(stderr, "%d messages\n", (int)json_get(root, "messages")->n);
     arena_free(&memory);
     os_unmap(text);

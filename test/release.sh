@@ -13,6 +13,6 @@ git archive --prefix="$name/" HEAD toka.c toka.h toka_kernels.cu build.sh models
     tar -x -C "$tmp"
 # -static needs no libc of the machine; the paths of this machine do not enter the program
 (cd "$tmp/$name" && NVCC='' SOURCE_DATE_EPOCH=$when CFLAGS="${CFLAGS:-} -ffile-prefix-map=$tmp=." LDFLAGS="-static -Wl,--build-id=none" ./build.sh >&2)
-tar --sort=name --mtime="@$when" --owner=0 --group=0 --numeric-owner --format=gnu -C "$tmp" -cf - "$name" |
+tar --sort=name --mode="u=rwX,go=rX" --mtime="@$when" --owner=0 --group=0 --numeric-owner --format=gnu -C "$tmp" -cf - "$name" |
     gzip -n -9 >"$out/$name-linux-$(uname -m).tar.gz"
 (cd "$out" && sha256sum "$name-linux-$(uname -m).tar.gz")

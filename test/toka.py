@@ -17,6 +17,7 @@ import ctypes as C
 import json
 import os
 import queue
+import sys
 import threading
 from dataclasses import dataclass, field
 
@@ -195,6 +196,7 @@ class RequestOutput:
     prompt_logprobs: np.ndarray = None
     num_cached_tokens: int = 0
     finished: bool = True
+    request_id: str = None
 
 
 @dataclass
@@ -439,9 +441,10 @@ class LLM:
         self._drive(numbers)
         return [job[:2] for job in jobs]
 
-    def generate(self, prompts, sampling_params=None, *, _parse_only=False):
+    def generate(self, prompts, sampling_params=None, use_tqdm=False, *, _parse_only=False):
         """Runs all prompts together; the results are in their order. sampling_params: one for all, a list with one for each, or
-        None: the defaults of the model's generation_config.json."""
+        None: the defaults of the model's generation_config.json. use_tqdm: counts the samples that are done on standard error."""
+        n_done = 0
         prompts = self._list(prompts)
         params = list(sampling_params) if isinstance(sampling_params, (list, tuple)) else [sampling_params] * len(prompts)
         if len(params) != len(prompts):
@@ -451,8 +454,12 @@ class LLM:
             samples, scores = [_Sample() for _ in range(r.n)], array.array("f")
 
             def take(event):
+                nonlocal n_done
                 if event.sample >= 0:
                     samples[event.sample].add(event, stops)
+                    if use_tqdm and event.finish:
+                        n_done += 1
+                        print(f"\r{n_done} samples done", end="", file=sys.stderr, flush=True)
                 else:
                     scores.append(event.logprob)
 
@@ -460,8 +467,8 @@ class LLM:
 
         done = self._run_all((self._request(p, s, _parse_only) for p, s in zip(prompts, params)), begin)
         return [RequestOutput(p if isinstance(p, str) else None, ids, [s.output(k) for k, s in enumerate(samples)],
-                              np.frombuffer(scores, np.float32) if scores else None, samples[0].n_cached)
-                for p, (ids, (samples, scores)) in zip(prompts, done)]
+                              np.frombuffer(scores, np.float32) if scores else None, samples[0].n_cached, True, str(i))
+                for i, (p, (ids, (samples, scores))) in enumerate(zip(prompts, done))]
 
     def embed(self, prompts, dimensions=None):
         """Embeds all texts, or lists of ids, together, as the model's folder defines it; the results are in their order.
