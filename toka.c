@@ -11858,7 +11858,7 @@ static int mf_slice_tensor(const toka_shape *full, const mf_tp_ranges *ranges, c
     } else {
         const size_t offset = ((size_t)rows.first * (size_t)tensor->stride + (size_t)cols.first) *
                               (tensor->dtype == TOKA_F32 ? 4 : 2);
-        tensor->data = (const char *)tensor->data + offset;
+        if (tensor->data) tensor->data = (const char *)tensor->data + offset;
     }
     tensor->rows = rows.count;
     tensor->cols = cols.count;
