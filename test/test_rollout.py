@@ -241,9 +241,23 @@ def test_answers_are_those_of_each_folder(trained, folders, alone):
 
 
 @pytest.fixture(scope="module")
-def loaded(folders):
+def loaded_server(folders):
     with Server("-m", folders[0], "--max-num-seqs", "20", "--served-model-name", "m") as s:
         yield s
+
+
+@pytest.fixture
+def loaded(loaded_server):
+    """The server; a test that fails while it is paused does not leave it so."""
+    yield loaded_server
+    loaded_server.post("/resume", {})
+
+
+def until(condition, seconds=60):
+    end = time.time() + seconds
+    while not condition():
+        assert time.time() < end, "waited too long"
+        time.sleep(0.002)
 
 
 class Load:
@@ -255,8 +269,7 @@ class Load:
         before = s.metric("generation_tokens_total")
         for t in self.threads:
             t.start()
-        while s.metric("generation_tokens_total") < before + 100:
-            time.sleep(0.002)
+        until(lambda: s.metric("generation_tokens_total") >= before + 100)
 
     def ask(self, s, i, more):
         try:
@@ -317,8 +330,7 @@ def test_update_without_a_pause(loaded, folders):
 def test_wait(loaded, folders):
     update(loaded, folders[0], weight_version="w0")
     load = Load(loaded)
-    while loaded.metric("num_requests_running") + loaded.metric("num_requests_waiting") < 50:
-        time.sleep(0.005)
+    until(lambda: loaded.metric("num_requests_running") + loaded.metric("num_requests_waiting") == 50 or any(load.answers))
     later = []
     thread = threading.Thread(target=lambda: later.append(loaded.post("/v1/completions", {**ASKS[0], "max_tokens": 2}).json()["choices"][0]))
     paused = threading.Thread(target=lambda: pause(loaded, "wait"))
@@ -381,8 +393,7 @@ def test_vectors_are_not_cut(loaded):
     threads = [threading.Thread(target=lambda: got.append(loaded.post("/v1/embeddings", {"input": ["Tom", "Ann"]}).status)) for _ in range(2)]
     for t in threads:
         t.start()
-    while loaded.metric("num_requests_waiting") < 4:
-        time.sleep(0.01)
+    until(lambda: loaded.metric("num_requests_waiting") >= 4)
     assert loaded.post("/abort_request", {"abort_all": True}).json()["aborted"] == 2
     for t in threads:
         t.join(30)
