@@ -338,11 +338,12 @@ def test_wait(loaded, folders):
     time.sleep(0.05)
     thread.start()
     paused.join(60)
-    choices = load.join()
-    assert all(len(c["token_ids"]) == 150 and c["weight_version"] == "w0" and "weight_versions" not in c for c in choices)
     update(loaded, folders[1], weight_version="w1")
     assert pause(loaded, "wait")  # is paused already
     resume(loaded)
+    choices = load.join()  # a request that came behind the pause is one of w1
+    assert all(len(c["token_ids"]) == 150 and "weight_versions" not in c for c in choices)
+    assert sum(c["weight_version"] == "w0" for c in choices) >= 20
     thread.join(60)
     assert later[0]["weight_version"] in ("w0", "w1") and later[0]["finish_reason"] == "length"
     update(loaded, folders[0])
@@ -352,12 +353,12 @@ def test_abort(loaded, folders, alone):
     update(loaded, folders[0], weight_version="a0")
     load = Load(loaded, 800)
     pause(loaded, "abort")
-    choices = load.join()
-    cut = [c for c in choices if c["finish_reason"] == "abort"]
-    assert len(cut) > 30 and all(len(c["token_ids"]) < 800 for c in cut) and any(c["token_ids"] for c in cut)
-    assert loaded.metric("num_requests_running") == loaded.metric("num_requests_waiting") == 0
+    assert loaded.metric("num_requests_running") == 0
     update(loaded, folders[1])
     resume(loaded)
+    choices = load.join()  # a request that came behind the pause is answered now
+    cut = [c for c in choices if c["finish_reason"] == "abort"]
+    assert len(cut) > 15 and all(len(c["token_ids"]) < 800 for c in cut) and any(c["token_ids"] for c in cut)
     assert answers(loaded) == alone[1]
     update(loaded, folders[0])
 
