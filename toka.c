@@ -14613,7 +14613,7 @@ static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t genera
 /* ===========================================================================
  * MARK: 20. Drafts [pure]
  * Speculative decoding without a model for the drafts. In: the scheduler before sched_plan; after a
- * step, what was drawn and how long it took. Out: sched_seq.n_drafts guesses of the next tokens of
+ * step, the drawn tokens and its time. Out: sched_seq.n_drafts guesses of the next tokens of
  * a sequence, behind its known tokens. Chapter 19 says what a draft is, and how the scheduler
  * counts its row.
  *
@@ -28813,8 +28813,8 @@ static void eng_count_output(eng_replica *replica, const eng_inflight *inflight)
 }
 
 /* Tells the drafter how long a step without prefill took: from the end of the step before it, or,
- * if the replica was idle, from its plan. So what is lost where steps are not planned ahead counts,
- * too. n_tokens: those that it brought. */
+ * if the replica was idle, from its plan. So the time that is lost where steps are not planned
+ * ahead counts, too. n_tokens: those that it brought. */
 COLD
 static void eng_time_drafts(eng_replica *replica, const eng_inflight *inflight, int n_tokens) {
     const double now = os_now();
@@ -31750,7 +31750,7 @@ static void parser_feed(parser *p, str bytes) {
     }
 }
 
-/* Delivers what is held at the end of the answer. A call that lacks only texts after its arguments
+/* Delivers the held text at the end of the answer. A call that lacks only texts after its arguments
  * is complete. */
 static void parse_flush(parser *p) {
     if (parse_is_harmony(p->setup)) {
@@ -33146,7 +33146,7 @@ static int api_read_sampling(api_request *request, const api_body *body,
 }
 
 /* If answers have parsers, they find the stop strings, and not the engine: the engine does not know
- * what is content. Called when the engine's limits of stop strings are checked. */
+ * which text is content. Called when the engine's limits of stop strings are checked. */
 static void api_move_stops(api_request *request) {
     for (int i = 0; i < request->n_prompts && request->parses; i++) {
         toka_sampling *sampling = &request->prompts[i].engine_request.sampling;
