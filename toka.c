@@ -29585,7 +29585,7 @@ static int lib_check_options(const toka_options *options, toka_err *e) {
     const toka_backend *backend = lib_find_backend(options->device);
     if (!backend) return lib_fail_no_device(options->device, e);
     if (!backend->probe(0, line, sizeof line))
-        return fail(e, TOKA_E_DEVICE, "device %s: %s", backend->name, line);
+        return fail(e, TOKA_E_DEVICE, "device %s: %s", options->device, line);
     if (lib_check_dtype(options->dtype, backend, e)) return e->code;
     draft_config drafts;
     if (draft_read_config(options->speculative_config, options->num_speculative_tokens, &drafts, e))
@@ -50601,6 +50601,60 @@ static const struct {
                    {"dataset-path", "dataset"},
                    {"V", "version"}};
 
+/* Returns the bytes of a name with which the message begins, as the library writes it: top_p, or
+ * "tensor parallel size". 0: it does not begin so. */
+static size_t cli_match_name(const char *message, const char *name) {
+    size_t i = 0;
+    for (; name[i]; i++)
+        if ((message[i] == '_' || message[i] == ' ' ? '-' : message[i]) != name[i]) return 0;
+    return message[i] == ':' || message[i] == ' ' || message[i] == '[' ? i : 0;
+}
+
+/* If an error begins with the library's name of this flag, replaces it: "top_p: 2, expected .."
+ * becomes "--top-p: 2, expected ..", "--tensor-parallel-size: 0" becomes "--tp: 0". Returns whether
+ * it does. */
+static bool cli_name_first(const cli_flag *flag, const char *typed, toka_err *e) {
+    const char *message = strncmp(e->msg, "--", 2) ? e->msg : e->msg + 2;
+    size_t n = cli_match_name(message, flag->name);
+    for (int k = 0; k < COUNT(cli_aliases) && !n; k++)
+        if (!strcmp(cli_aliases[k].name, flag->name))
+            n = cli_match_name(message, cli_aliases[k].other);
+    if (!n) return false;
+    buf text = {0};
+    buf_printf(&text, "%s%s", typed, message + n);
+    snprintf(e->msg, sizeof e->msg, "%s", text.p);
+    buf_free(&text);
+    return true;
+}
+
+static bool cli_is_name_char(char c) { return isalnum((unsigned char)c) || c == '-' || c == '_'; }
+
+/* Replaces each --NAME of an error by what the user typed, but not in the hint after a ';'. */
+static void cli_name_others(const char *name, const char *typed, toka_err *e) {
+    buf wanted = {0}, text = {0};
+    buf_printf(&wanted, "--%s", name);
+    const char *at = e->msg, *hint = strchr(e->msg, ';');
+    for (const char *found; (found = strstr(at, wanted.p)) && (!hint || found < hint);) {
+        const char *end = found + wanted.n;
+        const bool whole = !cli_is_name_char(*end) &&
+                           (found == e->msg || !cli_is_name_char(found[-1]));
+        buf_printf(&text, "%.*s%s", (int)(found - at), at, whole ? typed : wanted.p);
+        at = end;
+    }
+    buf_c(&text, at);
+    snprintf(e->msg, sizeof e->msg, "%s", text.p);
+    buf_free(&wanted), buf_free(&text);
+}
+
+/* Writes the flags in an error as the user gave them: -p for --prompt, TOKA_SEED for --seed. */
+static void cli_name_flags(const cli *flags, toka_err *e) {
+    bool is_named = false;
+    for (int i = 0; i < COUNT(cli_flags) && !is_named && e->code != TOKA_E_IO; i++)
+        if (flags->typed[i]) is_named = cli_name_first(&cli_flags[i], flags->typed[i], e);
+    for (int i = 0; i < COUNT(cli_flags); i++)
+        if (flags->typed[i]) cli_name_others(cli_flags[i].name, flags->typed[i], e);
+}
+
 static const cli_flag *cli_find_flag_named(const char *name) {
     for (int i = 0; i < COUNT(cli_flags); i++)
         if (cli_flags[i].name && !strcmp(cli_flags[i].name, name)) return &cli_flags[i];
@@ -50632,17 +50686,18 @@ static const cli_flag *cli_find_flag(const char *arg, size_t n) {
     return NULL;
 }
 
-/* Returns the error for an unknown flag, with the most similar flag of the command. */
-static int cli_fail_unknown_flag(str arg, unsigned command, toka_err *e) {
+/* Returns the error for an unknown flag, with the most similar flag of the command. file: the
+ * --config with this key; NULL: it is an argument. */
+static int cli_fail_unknown_flag(str arg, const char *file, unsigned command, toka_err *e) {
     suggestion nearest = {.typed = arg};
     while (nearest.typed.n && *nearest.typed.p == '-')
         nearest.typed = str_sub(nearest.typed, 1, nearest.typed.n);
     for (int i = 0; i < COUNT(cli_flags); i++)
         if (cli_flags[i].name && (cli_flags[i].commands & command))
             suggest_try(&nearest, cli_flags[i].name);
-    fail(e, TOKA_E_USE, "%.*s: unknown flag%s", STRF(arg),
-         nearest.best ? "" : "; see toka --help-all");
-    return suggest_fail(&nearest, "--", e);
+    fail(e, TOKA_E_USE, "%.200s%s%.*s: unknown flag%s", file ? file : "", file ? ": " : "",
+         STRF(arg), nearest.best ? "" : "; see toka --help-all");
+    return suggest_fail(&nearest, file ? "" : "--", e);
 }
 
 /* Clears values from the environment, over which a flag on the command line has precedence: those
@@ -50706,7 +50761,7 @@ static int cli_take_foreign(str typed, unsigned command, bool *has_value, toka_e
         *has_value = cli_foreign_flags[i].has_value;
         return 0;
     }
-    return cli_fail_unknown_flag(typed, command, e);
+    return cli_fail_unknown_flag(typed, NULL, command, e);
 }
 
 /* Takes an argument that is no flag. */
@@ -50739,7 +50794,7 @@ static int cli_max_words(const cli_command *command) {
 static int cli_take_model_word(cli *flags, toka_err *e) {
     if (!flags->words.n_values) return 0;
     if (flags->open.model || flags->hf_repo)
-        return fail(e, TOKA_E_USE, "%s: a second model, after that of --model or -hf",
+        return fail(e, TOKA_E_USE, "%s: a second model, after that of --model or --hf-repo",
                     flags->words.values[0]);
     flags->open.model = flags->words.values[0];
     if (flags->words.n_values < 2) return 0;
@@ -50798,9 +50853,10 @@ static int cli_read_config(cli *flags, unsigned command, int argc, char **argv, 
         buf name = {0};
         buf_printf(&name, "--%.*s", STRF(json_str(key)));
         const cli_flag *flag = cli_find_flag(name.p, name.n);
-        snprintf(where, sizeof where, "%.150s: %.100s", flags->config, name.p);
-        if (!flag || flag->offset == AT(config))
-            code = cli_fail_unknown_flag(buf_view(&name), command, e);
+        snprintf(where, sizeof where, "%.150s: %.100s", flags->config, name.p + 2);
+        if (!flag) code = cli_fail_unknown_flag(json_str(key), flags->config, command, e);
+        else if (flag->offset == AT(config))
+            code = fail(e, TOKA_E_USE, "%s: such a file cannot name another one", where);
         else if (!(flag->commands & command))
             code = fail(e, TOKA_E_USE, "%s is not for this command", where);
         else code = cli_set_from_json(flags, flag, key + 1, where, e);
@@ -51582,11 +51638,12 @@ static int cli_talk_set(cli_talk *talk, const char *rest, toka_err *e) {
     static const char *const names[] = {"temp", "top-p", "top-k", "min-p", "repetition-penalty",
                                         "presence-penalty", "frequency-penalty", "seed",
                                         "max-tokens", "min-tokens"};
-    char typed[40] = "", value[80] = "", name[48];
+    char typed[40] = "", value[80] = "", shown[40], name[48];
     cli before = talk->flags;
     toka_request request = toka_request_default();
     suggestion nearest;
     const bool given = sscanf(rest, "%39s %79s", typed, value) == 2;
+    strcpy(shown, typed);
     for (char *c = typed; *c; c++) *c = *c == '_' ? '-' : *c;
     if (!strcmp(typed, "temperature")) strcpy(typed, "temp");
     nearest = (suggestion){.typed = str_c(typed)};
@@ -51601,11 +51658,13 @@ static int cli_talk_set(cli_talk *talk, const char *rest, toka_err *e) {
     }
     snprintf(name, sizeof name, "--%s", typed);
     const cli_flag *flag = cli_find_flag(name, strlen(name));
-    if (cli_set_flag(&talk->flags, flag, value, name, e)) return e->code;
+    if (cli_set_flag(&talk->flags, flag, value, shown, e)) return e->code;
     if (talk->toka) cli_set_sampling(&talk->flags, talk->toka, &request);
     const int code = talk->toka ? samp_check(&request.sampling, talk->toka->shape.V, e) : 0;
-    if (code) talk->flags = before;
-    else fprintf(stderr, "%s is %s\n", typed, value);
+    if (code) {
+        cli_name_flags(&talk->flags, e);
+        talk->flags = before;
+    } else fprintf(stderr, "%s is %s\n", shown, value);
     return code;
 }
 
@@ -51864,7 +51923,8 @@ static int cli_take_ping_words(cli *flags, bool *chat, toka_err *e) {
             return flag ? e->code : suggest_fail(&nearest, "", e);
         }
         if (flag->type == CLI_BOOL) *chat = cli_is_true(equals + 1);
-        else if (cli_set_flag(flags, flag, equals + 1, word, e)) return e->code;
+        else if (cli_set_flag(flags, flag, equals + 1, arena_cstr(flags->memory, typed), e))
+            return e->code;
     }
     return 0;
 }
@@ -51884,6 +51944,7 @@ static int cli_ping(const cli *flags, toka_err *e) {
     buf_printf(&url, "http://%s:%d", sent.host, sent.port);
     if (!sent.bench.base_url) sent.bench.base_url = url.p;
     const int code = cli_run_client(&sent, e);
+    if (code) cli_name_flags(&sent, e);
     buf_free(&url);
     return code;
 }
@@ -52294,7 +52355,7 @@ static int cli_name_model(cli *flags, toka_err *e) {
     arena *memory = flags->memory;
     const char *id = flags->hf_repo, *model = flags->open.model;
     buf name = {0};
-    if (id && model) return fail(e, TOKA_E_USE, "-hf and --model exclude each other");
+    if (id && model) return fail(e, TOKA_E_USE, "--hf-repo and --model exclude each other");
     if (flags->revision && !id && !model)
         return fail(e, TOKA_E_USE, "--revision needs a model of the hub: -hf OWNER/NAME");
     if (!id && !flags->revision) return 0;
@@ -52312,13 +52373,24 @@ static int cli_name_model(cli *flags, toka_err *e) {
     return 0;
 }
 
-static int cli_fail_not_here(const char *id, const char *revision, toka_err *e) {
+static int cli_fail_not_here(const cli *flags, const char *id, const char *revision, toka_err *e) {
     buf cache = {0};
+    mf_known_model *known;
+    char **in_cache;
+    suggestion nearest = {.typed = str_c(id)};
+    int n_known;
+    if (mf_read_models_file(flags->open.models_file, flags->memory, &known, &n_known, e))
+        return e->code;
     mf_put_hub_cache_path(&cache);
+    const int n_cached = cli_list_cache(cache.p, flags->memory, &in_cache);
+    for (int i = 0; i < n_known; i++) suggest_try(&nearest, known[i].hub_id);
+    for (int i = 0; i < n_cached; i++) suggest_try(&nearest, in_cache[i]);
+    if (nearest.distance > 2) nearest.best = NULL; /* the hub has many similar names */
+    free(in_cache);
     fail(e, TOKA_E_INPUT, "%s is not in the hub cache %s; add --download, or run: toka pull %s%s%s",
          id, cache.p, id, revision ? " --revision " : "", revision ? revision : "");
     buf_free(&cache);
-    return e->code;
+    return suggest_fail(&nearest, "", e);
 }
 
 /* Makes sure that the hub cache has the model, if it is one of the hub. -hf and --download say that
@@ -52336,7 +52408,7 @@ static int cli_get_model(cli *flags, bool text_only, toka_err *e) {
     const bool allowed = flags->hf_repo || flags->download;
     const bool confirm = !allowed && isatty(0) && isatty(2) && !flags->quiet && !hub_is_offline();
     const char *revision = cli_cut_revision(id);
-    if (!allowed && !confirm) return code ? cli_fail_not_here(id, revision, e) : 0;
+    if (!allowed && !confirm) return code ? cli_fail_not_here(flags, id, revision, e) : 0;
     hub_options options = {.id = id, .revision = revision, .text_only = text_only,
                            .confirm = confirm, .quiet = flags->quiet,
                            .interrupted = &cli_interrupted};
@@ -52897,35 +52969,6 @@ static int cli_check_files(const cli *flags, unsigned command, toka_err *e) {
     return 0;
 }
 
-/* Returns the bytes of a name with which the message begins, as the library writes it: top_p, or
- * "tensor parallel size". 0: it does not begin so. */
-static size_t cli_match_name(const char *message, const char *name) {
-    size_t i = 0;
-    for (; name[i]; i++)
-        if ((message[i] == '_' || message[i] == ' ' ? '-' : message[i]) != name[i]) return 0;
-    return message[i] == ':' || message[i] == ' ' || message[i] == '[' ? i : 0;
-}
-
-/* If an error begins with the library's name of a flag that was given, writes it as the user did:
- * "top_p: 2, expected .." becomes "--top-p: 2, expected ..", "--tensor-parallel-size: 0" becomes
- * "--tp: 0". */
-static void cli_name_flag(const cli *flags, toka_err *e) {
-    const char *message = strncmp(e->msg, "--", 2) ? e->msg : e->msg + 2;
-    for (int i = 0; i < COUNT(cli_flags); i++) {
-        if (!flags->typed[i]) continue;
-        size_t n = cli_match_name(message, cli_flags[i].name);
-        for (int k = 0; k < COUNT(cli_aliases) && !n; k++)
-            if (!strcmp(cli_aliases[k].name, cli_flags[i].name))
-                n = cli_match_name(message, cli_aliases[k].other);
-        if (!n) continue;
-        buf text = {0};
-        buf_printf(&text, "%s%s", flags->typed[i], message + n);
-        snprintf(e->msg, sizeof e->msg, "%s", text.p);
-        buf_free(&text);
-        return;
-    }
-}
-
 static int cli_completion(const cli *flags, toka_err *e);
 
 static const cli_command cli_command_table[] = {
@@ -53104,7 +53147,7 @@ static int cli_run_args(const cli_command *command, int n_words, int argc, char 
         code = cli_help(flags.help_all, command ? bit : FOR_ANY, n_words, argv + 1, e);
     else if (!code)
         code = flags.version ? cli_version(e) : cli_run_parsed(&flags, command, e);
-    if (code == TOKA_E_USE || code == TOKA_E_INPUT) cli_name_flag(&flags, e);
+    if (code) cli_name_flags(&flags, e);
     arena_free(&memory);
     return code;
 }
@@ -53182,6 +53225,18 @@ static int cli_take_tokasaurus(char *arg, arena *memory, char **argv, int *argc,
     return equals ? suggest_fail(&nearest, "", e) : e->code;
 }
 
+/* Writes the flags in an error as these arguments name them: pp_size, not
+ * --pipeline-parallel-size. */
+static void cli_name_tokasaurus(int argc, char **argv, toka_err *e) {
+    for (int i = 0; i < COUNT(cli_tokasaurus); i++) {
+        const char *name = cli_tokasaurus[i].name, *flag = cli_tokasaurus[i].flag;
+        bool given = false;
+        for (int k = 1; k < argc && flag; k++)
+            given |= str_is((str){argv[k], strcspn(argv[k], "=")}, name);
+        if (given) cli_name_others(flag + 2, name, e);
+    }
+}
+
 /* Runs toka model=M [NAME=VALUE ...] [FLAGS] as toka serve. The model may be downloaded, as in
  * Tokasaurus. */
 static int cli_serve_tokasaurus(int argc, char **argv, toka_err *e) {
@@ -53194,8 +53249,10 @@ static int cli_serve_tokasaurus(int argc, char **argv, toka_err *e) {
     int i = 1;
     for (; i < argc && argv[i][0] != '-' && !code; i++)
         code = cli_take_tokasaurus(argv[i], &memory, args, &n_args, e);
+    const int n_words = i;
     for (; i < argc; i++) args[n_args++] = argv[i];
-    if (!code) code = cli_run_args(cli_find_command("serve", ""), 1, n_args, args, e);
+    if (!code && (code = cli_run_args(cli_find_command("serve", ""), 1, n_args, args, e)))
+        cli_name_tokasaurus(n_words, argv, e);
     arena_free(&memory);
     return code;
 }

@@ -112,7 +112,7 @@ def test_editing_is_what_the_screen_shows(tmp_path):
 
 def test_history_across_runs(tmp_path):
     t = Terminal(tmp_path, "chat", "-q")
-    t.wait(READY).type("/set top_p 0.9\r").wait("top-p is 0.9").type("/clear\r").wait("begins again")
+    t.wait(READY).type("/set top_p 0.9\r").wait("top_p is 0.9").type("/clear\r").wait("begins again")
     t.type("\x1b[A\x1b[A").wait("> /set top_p 0.9").type("\x1b[B").wait("> /clear").type("\x03\x04")
     assert t.end() == 0
     t = Terminal(tmp_path, "chat", "-q")
@@ -149,9 +149,9 @@ def test_commands(tmp_path):
     t.wait(READY).type("/help\r").wait("/regen .*seed").wait(READY)
     t.type("/hlp\r").wait("did you mean /help")
     t.type("/set temprature 1\r").wait("did you mean /set temp")
-    t.type("/set temperature x\r").wait("'x' is not a number").type("/set temperature -1\r").wait("toka: .*temperature")
+    t.type("/set temperature x\r").wait("temperature: 'x' is not a number").type("/set temperature -1\r").wait("toka: .*temperature")
     t.type("/regen\r").wait("no turn to answer again").type("/load /none\r").wait("/none: No such file")
-    t.type("/set temperature 2\r").wait("temp is 2").type("Tom has 3 apples.\r").wait(READY)
+    t.type("/set temperature 2\r").wait("temperature is 2").type("Tom has 3 apples.\r").wait(READY)
     t.type("/save talk.json\r".replace("talk", str(tmp_path / "talk"))).wait("saved in")
     first = json.loads((tmp_path / "talk.json").read_text())["messages"]
     assert [m["role"] for m in first] == ["system", "user", "assistant"] and first[0]["content"] == "Be brief."

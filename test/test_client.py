@@ -143,7 +143,8 @@ def test_what_tokasaurus_arguments_mean_nothing():
                           (["kv_cache_num_tokens=(5 * x)"], "kv_cache_num_tokens=(5 * x): expected a whole number, or a product"),
                           (["kv_cache_num_tokens=(9999999999 * 9999999999)"], "expected a whole number, or a product"),
                           (["model=x", "7"], "7: expected NAME=VALUE after toka model=M"),
-                          (["model=x", "tp_size=0"], "--tensor-parallel-size"), (["model=x", "pp_size=99"], "--pipeline-parallel-size")):
+                          (["model=x", "tp_size=0"], "toka: tp_size: 0, expected"), (["model=x", "pp_size=99"], "toka: pp_size: 99, expected"),
+                          (["model=x", "--pp", "99"], "toka: --pp: 99, expected")):
         r = toka(*args)
         assert r.returncode == 1 and message in r.stderr and r.stderr.count("\n") == 1, (args, r.stderr)
 

@@ -443,7 +443,7 @@ def test_models_that_toka_does_not_run(hub):
     assert not any("safetensors" in path for _, _, path, _, _ in hub.requests)  # found out before the weights
     fails(toka(hub, "-hf", ID + ":Q4_K_M", "-p", "x"), 1, "the tag :Q4_K_M", "safetensors")
     fails(toka(hub, "-hf", "../x", "-p", "x"), 1, "not a hub id, which is OWNER/NAME")
-    fails(toka(hub, "-hf", ID, "-m", ID, "-p", "x"), 1, "-hf and --model exclude each other")
+    fails(toka(hub, "-hf", ID, "-m", ID, "-p", "x"), 1, "-hf and -m exclude each other")
 
 
 # ---- -m with --download, or with a question on a terminal ----
