@@ -50595,6 +50595,9 @@ static const struct {
                    {"tp", "tensor-parallel-size"},
                    {"pp", "pipeline-parallel-size"},
                    {"dp", "data-parallel-size"},
+                   {"tp-size", "tensor-parallel-size"},
+                   {"pp-size", "pipeline-parallel-size"},
+                   {"dp-size", "data-parallel-size"},
                    {"mem-fraction-static", "gpu-memory-utilization"},
                    {"system-prompt", "system"},
                    {"model-path", "model"},
@@ -50735,30 +50738,51 @@ typedef struct cli_command {
 static const struct {
     const char *name;
     unsigned commands; /* FOR_ bits */
-    bool has_value;
+    enum cli_type type;
     const char *meaning;
 } cli_foreign_flags[] = {
-    {"swap-space", FOR_OPENS, true, "preempted sequences are computed again, not swapped"},
-    {"enable-prefix-caching", FOR_OPENS, false,
+    {"swap-space", FOR_OPENS, CLI_FLOAT, "preempted sequences are computed again, not swapped"},
+    {"enable-prefix-caching", FOR_OPENS, CLI_BOOL,
      "it is always on, unless --no-enable-prefix-caching is given"},
-    {"enable-chunked-prefill", FOR_OPENS, false, "it is always on"},
-    {"disable-log-requests", FOR_OPENS, false, "requests are not logged"},
-    {"no-enable-log-requests", FOR_OPENS, false, "requests are not logged"},
-    {"trust-remote-code", FOR_OPENS | FOR_BENCH_SERVE, false, "no code of a model is ever run"},
-    {"distributed-executor-backend", FOR_OPENS, true, "ranks are threads of one process"},
-    {"block-size", FOR_OPENS, true, "a page has 16 tokens on a CPU, 64 on a GPU"},
-    {"backend", FOR_BENCH_SERVE, true, "any server of OpenAI's API; --endpoint says which route"},
-    {"tokenizer", FOR_BENCH_SERVE, true, "the server counts the tokens"},
-    {"disable-tqdm", FOR_BENCH_SERVE, false, "there is no progress bar"}};
+    {"enable-chunked-prefill", FOR_OPENS, CLI_BOOL, "it is always on"},
+    {"disable-log-requests", FOR_OPENS, CLI_BOOL, "requests are not logged"},
+    {"no-enable-log-requests", FOR_OPENS, CLI_BOOL, "requests are not logged"},
+    {"trust-remote-code", FOR_OPENS | FOR_BENCH_SERVE, CLI_BOOL, "no code of a model is ever run"},
+    {"distributed-executor-backend", FOR_OPENS, CLI_TEXT, "ranks are threads of one process"},
+    {"block-size", FOR_OPENS, CLI_INT, "a page has 16 tokens on a CPU, 64 on a GPU"},
+    {"backend", FOR_BENCH_SERVE, CLI_TEXT,
+     "any server of OpenAI's API; --endpoint says which route"},
+    {"tokenizer", FOR_BENCH_SERVE, CLI_TEXT, "the server counts the tokens"},
+    {"disable-tqdm", FOR_BENCH_SERVE, CLI_BOOL, "there is no progress bar"}};
 
-/* Prints what a flag of another engine means here. Returns an error if it is none of them. */
-static int cli_take_foreign(str typed, unsigned command, bool *has_value, toka_err *e) {
+/* Checks a value that has no effect: a mistyped one is an error all the same. name: as typed. */
+static int cli_check_unused(enum cli_type type, str name, const char *value, toka_err *e) {
+    char *end = NULL;
+    const double number = type == CLI_FLOAT || type == CLI_INT ? strtod(value, &end) : 0;
+    if (end && (end == value || *end || !isfinite(number)))
+        return fail(e, TOKA_E_USE, "%.*s: '%s' is not a number", STRF(name), value);
+    if (number < 0 || (type == CLI_INT && number != floor(number)))
+        return fail(e, TOKA_E_USE, "%.*s: %s, expected a %snumber of 0 or more", STRF(name), value,
+                    type == CLI_INT ? "whole " : "");
+    return *value ? 0 : fail(e, TOKA_E_USE, "%.*s: the value is empty", STRF(name));
+}
+
+/* Prints what a flag of another engine means here. Returns an error if it is none of them. value:
+ * behind its '=', else the next argument, else NULL. Adds 1 to *at if it takes that argument. */
+static int cli_take_foreign(str typed, unsigned command, const char *value, int *at, toka_err *e) {
+    const bool has_equals = typed.p[typed.n] == '=';
     for (int i = 0; i < COUNT(cli_foreign_flags); i++) {
         const char *name = cli_foreign_flags[i].name;
+        const enum cli_type type = cli_foreign_flags[i].type;
         if (!(command & cli_foreign_flags[i].commands)) continue;
         if (typed.n < 3 || !cli_is_name(str_sub(typed, 2, typed.n), name)) continue;
+        if (type == CLI_BOOL && has_equals)
+            return fail(e, TOKA_E_USE, "%.*s takes no value", STRF(typed));
+        if (type != CLI_BOOL && !value)
+            return fail(e, TOKA_E_USE, "%.*s needs a value", STRF(typed));
+        if (type != CLI_BOOL && cli_check_unused(type, typed, value, e)) return e->code;
         fprintf(stderr, "toka: --%s: %s\n", name, cli_foreign_flags[i].meaning);
-        *has_value = cli_foreign_flags[i].has_value;
+        *at += type != CLI_BOOL && !has_equals;
         return 0;
     }
     return cli_fail_unknown_flag(typed, NULL, command, e);
@@ -50893,21 +50917,19 @@ static int cli_parse(cli *flags, unsigned command, int argc, char **argv, toka_e
     const cli_flag *address = NULL; /* --host or --port, if the command line has it */
     for (int i = 0; i < argc && !code; i++) {
         const char *arg = argv[i], *equals = strncmp(arg, "--", 2) ? NULL : strchr(arg, '=');
-        size_t n_name = equals ? (size_t)(equals - arg) : strlen(arg);
-        const cli_flag *flag = n_name > 1 ? cli_find_flag(arg, n_name) : NULL;
+        const char *next = equals ? equals + 1 : i + 1 < argc ? argv[i + 1] : NULL;
+        const str name = {arg, equals ? (size_t)(equals - arg) : strlen(arg)};
+        const cli_flag *flag = name.n > 1 ? cli_find_flag(arg, name.n) : NULL;
         if (arg[0] != '-') {
             if (cli_take_word(flags, &env, arg, e)) return e->code;
             continue;
         }
         if (!flag) {
-            bool skips = false;
-            if (cli_take_foreign((str){arg, n_name}, command, &skips, e)) return e->code;
-            i += skips && !equals;
+            if (cli_take_foreign(name, command, next, &i, e)) return e->code;
             continue;
         }
         const bool is_next = flag->type != CLI_BOOL && !equals; /* the value */
-        const char *value = equals ? equals + 1 : is_next && i + 1 < argc ? argv[i + 1] : NULL;
-        const str name = {arg, n_name};
+        const char *value = equals || is_next ? next : NULL;
         if (cli_check_flag(flag, command, name, value, e)) return e->code;
         i += is_next;
         cli_override_env(flags, &env, flag);
@@ -51895,9 +51917,12 @@ static int cli_run_word(const cli *flags, toka_err *e) {
     return cli_run_command(&run, e);
 }
 
-/* Reads a switch of Tokasaurus: True, T or 1. */
-static bool cli_is_true(const char *value) {
-    return !strcasecmp(value, "true") || !strcasecmp(value, "t") || !strcmp(value, "1");
+/* Reads a switch of Tokasaurus: True, T or 1; False, F or 0. name: of the argument. */
+static int cli_read_switch(str name, const char *value, bool *on, toka_err *e) {
+    *on = !strcasecmp(value, "true") || !strcasecmp(value, "t") || !strcmp(value, "1");
+    if (*on || !strcasecmp(value, "false") || !strcasecmp(value, "f") || !strcmp(value, "0"))
+        return 0;
+    return fail(e, TOKA_E_USE, "%.*s: '%s', expected True or False", STRF(name), value);
 }
 
 /* Sets flags from the NAME=VALUE words of toka ping. *chat: chat=True was given. */
@@ -51922,8 +51947,9 @@ static int cli_take_ping_words(cli *flags, bool *chat, toka_err *e) {
                  "temperature=T, top_p=P, model=NAME, host=HOST, port=N or url=URL", word);
             return flag ? e->code : suggest_fail(&nearest, "", e);
         }
-        if (flag->type == CLI_BOOL) *chat = cli_is_true(equals + 1);
-        else if (cli_set_flag(flags, flag, equals + 1, arena_cstr(flags->memory, typed), e))
+        if (flag->type == CLI_BOOL) {
+            if (cli_read_switch(typed, equals + 1, chat, e)) return e->code;
+        } else if (cli_set_flag(flags, flag, equals + 1, arena_cstr(flags->memory, typed), e))
             return e->code;
     }
     return 0;
@@ -53119,6 +53145,15 @@ static int cli_help_for(bool all, int n_words, char **words, toka_err *e) {
     return cli_help(all, command->for_bit, command->second_name ? 2 : 1, words, e);
 }
 
+/* Says that the share of a GPU's memory has no effect, if it is given and the device is a CPU. */
+static void cli_warn_no_share(const cli *flags) {
+    const char *typed = flags->typed[cli_find_flag_named("gpu-memory-utilization") - cli_flags];
+    const toka_backend *device = typed ? lib_find_backend(flags->open.device) : NULL;
+    if (device && device != lib_find_backend("cuda"))
+        fprintf(stderr, "toka: %s: no effect on a CPU; --kv-tokens sets the size of its KV cache\n",
+                typed);
+}
+
 /* Runs the command whose flags were read. */
 static int cli_run_parsed(cli *flags, const cli_command *command, toka_err *e) {
     tmpl_time now;
@@ -53129,6 +53164,7 @@ static int cli_run_parsed(cli *flags, const cli_command *command, toka_err *e) {
     if (isatty(2) && !flags->quiet) flags->open.progress = cli_print_progress;
     if (flags->download_dir) setenv("HF_HUB_CACHE", flags->download_dir, 1);
     const bool text_only = bit & FOR_TEXT;
+    if (!code && (bit & FOR_OPENS)) cli_warn_no_share(flags);
     if (!code && (bit & FOR_HUB)) code = cli_get_model(flags, text_only, e);
     return code ? code : command ? command->main(flags, e) : cli_run_command(flags, e);
 }
@@ -53158,29 +53194,30 @@ static int cli_run_args(const cli_command *command, int n_words, int argc, char 
  * is `meaning`, which is printed. */
 static const struct {
     const char *name, *flag, *meaning;
+    enum cli_type type; /* of a value that only `meaning` is for */
 } cli_tokasaurus[] = {
-    {"model", "--model", NULL},
-    {"port", "--port", NULL},
-    {"dtype", "--dtype", NULL},
-    {"tp_size", "--tensor-parallel-size", NULL},
-    {"pp_size", "--pipeline-parallel-size", NULL},
-    {"dp_size", "--data-parallel-size", NULL},
-    {"kv_cache_num_tokens", "--kv-tokens", NULL},
-    {"max_tokens_per_forward", "--max-num-batched-tokens", NULL},
-    {"max_seqs_per_forward", "--max-num-seqs", NULL},
-    {"max_num_tokens_per_request", "--max-model-len", NULL},
-    {"tokenizer", NULL, "the tokenizer is that of the model's folder"},
-    {"trust_remote_code", NULL, "no code of a model is ever run"},
-    {"use_hydragen", NULL, "shared prefixes are always found"},
-    {"hydragen_min_group_size", NULL, "a cost model chooses the groups"},
-    {"hydragen_min_prefix_len", NULL, "a cost model chooses the groups"},
-    {"torch_compile", NULL, "there is nothing to compile"},
-    {"use_cudagraphs", NULL, "they are always used; --enforce-eager uses none"},
-    {"page_size", NULL, "a page has 16 tokens on a CPU, 64 on a GPU"},
-    {"stop_string_num_token_lookback", NULL, "stop strings of any length are found"},
-    {"stats_report_seconds", NULL, "a line is printed every 5 seconds"},
-    {"log_level", NULL, "requests are not logged"},
-    {"uvicorn_log_level", NULL, "requests are not logged"}};
+    {"model", "--model", NULL, 0},
+    {"port", "--port", NULL, 0},
+    {"dtype", "--dtype", NULL, 0},
+    {"tp_size", "--tensor-parallel-size", NULL, 0},
+    {"pp_size", "--pipeline-parallel-size", NULL, 0},
+    {"dp_size", "--data-parallel-size", NULL, 0},
+    {"kv_cache_num_tokens", "--kv-tokens", NULL, 0},
+    {"max_tokens_per_forward", "--max-num-batched-tokens", NULL, 0},
+    {"max_seqs_per_forward", "--max-num-seqs", NULL, 0},
+    {"max_num_tokens_per_request", "--max-model-len", NULL, 0},
+    {"tokenizer", NULL, "the tokenizer is that of the model's folder", CLI_TEXT},
+    {"trust_remote_code", NULL, "no code of a model is ever run", CLI_BOOL},
+    {"use_hydragen", NULL, "shared prefixes are always found", CLI_BOOL},
+    {"hydragen_min_group_size", NULL, "a cost model chooses the groups", CLI_INT},
+    {"hydragen_min_prefix_len", NULL, "a cost model chooses the groups", CLI_INT},
+    {"torch_compile", NULL, "there is nothing to compile", CLI_BOOL},
+    {"use_cudagraphs", NULL, "they are always used; --enforce-eager uses none", CLI_BOOL},
+    {"page_size", NULL, "a page has 16 tokens on a CPU, 64 on a GPU", CLI_INT},
+    {"stop_string_num_token_lookback", NULL, "stop strings of any length are found", CLI_INT},
+    {"stats_report_seconds", NULL, "a line is printed every 5 seconds", CLI_FLOAT},
+    {"log_level", NULL, "requests are not logged", CLI_TEXT},
+    {"uvicorn_log_level", NULL, "requests are not logged", CLI_TEXT}};
 
 /* Appends a number as Tokasaurus reads it: N, or a product in parentheses, (512 * 1024). */
 static int cli_put_product(const char *arg, const char *value, buf *out, toka_err *e) {
@@ -53200,6 +53237,20 @@ static int cli_put_product(const char *arg, const char *value, buf *out, toka_er
     }
 }
 
+/* Prints what toka does in place of an argument of Tokasaurus, if its value is one. */
+static int cli_print_tokasaurus(int i, const char *arg, str name, toka_err *e) {
+    const char *value = arg + name.n + 1;
+    const enum cli_type type = cli_tokasaurus[i].type;
+    bool unused;
+    buf product = {0};
+    int code = type == CLI_BOOL  ? cli_read_switch(name, value, &unused, e)
+               : type == CLI_INT ? cli_put_product(arg, value, &product, e)
+                                 : cli_check_unused(type, name, value, e);
+    if (!code) fprintf(stderr, "toka: %s: %s\n", arg, cli_tokasaurus[i].meaning);
+    buf_free(&product);
+    return code;
+}
+
 /* Appends the flag and the value that an argument of Tokasaurus means, or prints what toka does
  * instead. */
 static int cli_take_tokasaurus(char *arg, arena *memory, char **argv, int *argc, toka_err *e) {
@@ -53211,7 +53262,7 @@ static int cli_take_tokasaurus(char *arg, arena *memory, char **argv, int *argc,
         buf value = {0};
         suggest_try(&nearest, cli_tokasaurus[i].name);
         if (!str_is(name, cli_tokasaurus[i].name)) continue;
-        if (!flag) return fprintf(stderr, "toka: %s: %s\n", arg, cli_tokasaurus[i].meaning), 0;
+        if (!flag) return cli_print_tokasaurus(i, arg, name, e);
         const bool is_text = cli_find_flag(flag, strlen(flag))->type == CLI_TEXT;
         if (is_text) buf_c(&value, equals + 1);
         const int code = is_text ? 0 : cli_put_product(arg, equals + 1, &value, e);

@@ -146,6 +146,8 @@ def test_names_that_users_know():
         assert toka("-p", "x", *args).returncode == 1, args
     assert toka("-p", "x", "--tp", "0").returncode == 1
     assert toka("-q", "-p", PROBLEM, "--tp", "1", "--pp", "1", "--dp", "1").returncode == 0
+    for name in ("--tp-size", "--pp-size", "--dp_size"):  # SGLang's
+        assert f"{name}: 0, expected 1 to 64" in toka("-p", "x", name, "0").stderr.decode()
 
 
 def test_flags_of_other_engines():
@@ -155,6 +157,14 @@ def test_flags_of_other_engines():
     assert re.findall(r"^toka: (--[a-z-]+): \w", r.stderr.decode(), re.M) == ["--swap-space", "--disable-log-requests", "--enable-prefix-caching",
                                                                               "--block-size", "--trust-remote-code"]
     assert b"unknown flag" in toka("list", "--swap-space", "1").stderr
+    for args, words in ((["--swap-space", "abc"], "--swap-space: 'abc' is not a number"), (["--swap_space=-1"], "--swap_space: -1, expected"),
+                        (["--swap-space"], "--swap-space needs a value"), (["--disable-log-requests=false"], "--disable-log-requests takes no value"),
+                        (["--block-size", "1.5"], "--block-size: 1.5, expected a whole number"), (["--block-size="], "'' is not a number"),
+                        (["--distributed-executor-backend", ""], "the value is empty")):
+        r = toka("-p", "x", *args)
+        assert r.returncode == 1 and words in r.stderr.decode() and r.stderr.count(b"\n") == 1, (args, r.stderr)
+    share = toka("-q", "-p", PROBLEM, "--mem-fraction-static", "0.5", "--device", "cpu")
+    assert share.returncode == 0 and share.stderr == b"toka: --mem-fraction-static: no effect on a CPU; --kv-tokens sets the size of its KV cache\n"
     assert b"unknown flag" in toka("-p", "x", "--swap-spaces", "1").stderr
 
 

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import threading
+import urllib.request
 
 import pytest
 
@@ -118,11 +119,15 @@ MODEL = os.path.join(os.path.dirname(TOKA), "test/model")
     (["serve", MODEL, "--tensor-parallel-size", "2", "--max-model-len", "512", "--swap-space", "16", "--disable-log-requests",
       "--gpu-memory-utilization", "0.8", "--download-dir", "HERE", "--enable-prefix-caching", "--port", "PORT"],
      ["--swap-space: ", "--disable-log-requests: ", "--enable-prefix-caching: ", "sequences of 512 tokens"]),
+    (["serve", MODEL, "--host", "0.0.0.0", "--port", "8080"], ["http://0.0.0.0:8080"]),  # a container, as clouds start it
     (["serve", "--tp", "2", "--model-path", MODEL, "--mem-fraction-static", "0.8", "--context-length", "512", "--host", "127.0.0.1", "--port", "PORT"],
      ["sequences of 512 tokens"])])
 def test_serves_as_other_engines_are_told_to(tmp_path, args, said):
     """The commands of Tokasaurus, vLLM and SGLang."""
-    port = free_port()
+    port = 8080 if "8080" in args else free_port()
+    with socket.socket() as s:
+        if s.connect_ex(("127.0.0.1", port)) == 0:
+            pytest.skip(f"another program listens on port {port}")
     args = [arg.replace("PORT", str(port)).replace("HERE", str(tmp_path)) for arg in args]
     p = subprocess.Popen([TOKA, *args, "--device", "cpu", "--files-dir", "off"], stderr=subprocess.PIPE, text=True)
     try:
@@ -132,6 +137,8 @@ def test_serves_as_other_engines_are_told_to(tmp_path, args, said):
             assert line, head
         assert not [x for x in said if x not in head], head
         assert "generated 3 tokens" in toka("ping", f"port={port}", "max_tokens=3", "prompt=Tom has").stderr
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/ping", timeout=30) as health:
+            assert health.status == 200
     finally:
         p.terminate()
         p.communicate()
@@ -142,6 +149,9 @@ def test_what_tokasaurus_arguments_mean_nothing():
                           (["modle=x"], "modle=x: no argument of toka model=M ...; did you mean model?"),
                           (["kv_cache_num_tokens=(5 * x)"], "kv_cache_num_tokens=(5 * x): expected a whole number, or a product"),
                           (["kv_cache_num_tokens=(9999999999 * 9999999999)"], "expected a whole number, or a product"),
+                          (["model=x", "use_hydragen=maybe"], "use_hydragen: 'maybe', expected True or False"),
+                          (["model=x", "page_size=big"], "page_size=big: expected a whole number"), (["ping", "chat=maybe"], "chat: 'maybe', expected"),
+                          (["model=x", "stats_report_seconds="], "stats_report_seconds: '' is not a number"),
                           (["model=x", "7"], "7: expected NAME=VALUE after toka model=M"),
                           (["model=x", "tp_size=0"], "toka: tp_size: 0, expected"), (["model=x", "pp_size=99"], "toka: pp_size: 99, expected"),
                           (["model=x", "--pp", "99"], "toka: --pp: 99, expected")):
