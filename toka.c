@@ -49977,7 +49977,7 @@ static const cli_flag cli_flags[] = {
     {NULL, NULL, NULL, 0, 0, 0, "Model"},
     {"model", "m", "MODEL", CLI_TEXT, AT(open.model),
      FOR_PING | FOR_HUB | FOR_BENCH_SERVE | FOR_PLAN,
-     "folder, hub id, or a name of models.txt (default: embedded); bench serve: the server's name for it"},
+     "folder, hub id, or a name of models.txt (default: embedded)"},
     {"base-url", "", "URL", CLI_TEXT, AT(bench.base_url), FOR_REQUEST | FOR_CHAT | FOR_BENCH_SERVE,
      "a server answers, at http://HOST[:PORT][/v1]; its key: TOKA_API_KEY, else OPENAI_API_KEY"},
     {"hf-repo", "hf", "ID", CLI_TEXT, AT(hf_repo), FOR_HUB,
@@ -50053,8 +50053,7 @@ static const cli_flag cli_flags[] = {
     {"now", "", "TIME", CLI_TEXT, AT(now),
      FOR_RUN | FOR_CHAT | FOR_TEMPLATE | FOR_BATCH | FOR_SERVE,
      "the template's clock, 'YYYY-MM-DD hh:mm:ss' (default: local time)"},
-    {NULL, NULL, NULL, 0, 0, 0,
-     "Sampling (defaults: the model's generation_config, else greedy; batch and bench: else temperature 1)"},
+    {NULL, "sampling", NULL, 0, 0, 0, "Sampling (defaults: the model's generation_config, else greedy)"},
     {"max-tokens", "n", "N", CLI_INT, AT(max_tokens), FOR_REQUEST | FOR_CHAT | FOR_BATCH,
      "most output tokens; 0: as many as the model's length leaves (default: the model's max_new_tokens, else 0)"},
     {"min-tokens", "", "N", CLI_INT, AT(min_tokens), FOR_REQUEST | FOR_CHAT | FOR_BATCH,
@@ -50112,10 +50111,10 @@ static const cli_flag cli_flags[] = {
     {"timeline", "", "FILE", CLI_TEXT, AT(timeline), FOR_THROUGHPUT,
      "a line for each step, as CSV: when the device ran it, by its own clock"},
     {"num-prompts", "", "N", CLI_INT, AT(num_prompts), FOR_THROUGHPUT | FOR_BENCH_SERVE,
-     "only the first N lines; bench serve without a dataset: so many requests (default: 1000)"},
+     "only the first N lines"},
     {"dummy-weights", "", "", CLI_BOOL, AT(dummy_weights), FOR_THROUGHPUT,
      "random weights in the shapes and formats of -m NAME, a name of models.txt"},
-    {NULL, NULL, NULL, 0, 0, 0, "Bench serve (a key for the server is taken from OPENAI_API_KEY)"},
+    {NULL, "requests", NULL, 0, 0, 0, "Bench serve (a key for the server is taken from OPENAI_API_KEY)"},
     {"dataset-name", "", "NAME", CLI_TEXT, AT(bench.dataset_name), FOR_BENCH_SERVE,
      "form of --dataset FILE: custom (default), sharegpt, burstgpt or sonnet, as in vLLM; random has no file"},
     {"endpoint", "", "PATH", CLI_TEXT, AT(bench.endpoint), FOR_BENCH_SERVE,
@@ -50129,7 +50128,7 @@ static const cli_flag cli_flags[] = {
     {"random-prefix-len", "", "N", CLI_INT, AT(bench.prefix_len), FOR_BENCH_SERVE,
      "tokens before the random ones that are equal in all prompts (default: 0)"},
     {"request-rate", "", "R", CLI_TEXT, AT(request_rate), FOR_BENCH_SERVE | FOR_PLAN,
-     "requests a second (default: inf, all at once); plan: find the fewest GPUs that hold it"},
+     "requests a second (default: inf, all at once)"},
     {"burstiness", "", "X", CLI_FLOAT, AT(bench.burstiness), FOR_BENCH_SERVE,
      "shape of the gaps' gamma distribution; 1 is a Poisson process (default), more is steadier"},
     {"max-concurrency", "", "N", CLI_INT, AT(bench.max_concurrency), FOR_BENCH_SERVE,
@@ -50141,7 +50140,7 @@ static const cli_flag cli_flags[] = {
     {"extra-body", "", "JSON", CLI_TEXT, AT(bench.extra_body), FOR_BENCH_SERVE,
      "an object whose members go into every request"},
     {"goodput", "", "LIST", CLI_TEXT, AT(bench.goodput), FOR_BENCH_SERVE | FOR_PLAN,
-     "count requests that meet all of these limits: 'ttft:200 tpot:50 e2el:3000', in ms (plan: itl is tpot)"},
+     "count requests that meet all of these limits: 'ttft:200 tpot:50 e2el:3000', in ms"},
     {"percentile-metrics", "", "LIST", CLI_TEXT, AT(bench.metrics), FOR_BENCH_SERVE,
      "which blocks to print (default: ttft,tpot,itl,e2el)"},
     {"metric-percentiles", "", "LIST", CLI_TEXT, AT(bench.percentiles), FOR_BENCH_SERVE,
@@ -50150,9 +50149,9 @@ static const cli_flag cli_flags[] = {
      "with --json: arrays with the figures of each request"},
     {NULL, NULL, NULL, 0, 0, 0, "Server"},
     {"host", "", "ADDRESS", CLI_TEXT, AT(host), FOR_PING | FOR_SERVE | FOR_BENCH_SERVE,
-     "address the server listens on or is found at (default: 127.0.0.1)"},
+     "the server's address (default: 127.0.0.1)"},
     {"port", "", "N", CLI_INT, AT(port), FOR_PING | FOR_SERVE | FOR_BENCH_SERVE,
-     "its port (default: 10210); serve: 0 is any free one"},
+     "its port (default: 10210)"},
     {"uds", "", "PATH", CLI_TEXT, AT(serve.uds), FOR_SERVE, "listen on a unix socket instead"},
     {"api-key", "", "KEY", CLI_LIST, AT(api_keys), FOR_SERVE,
      "clients must send one of these keys; up to 16 times (other users can read a command line; TOKA_API_KEY or a file is safer)"},
@@ -50216,11 +50215,11 @@ static const cli_flag cli_flags[] = {
      "one JSON object instead of text"},
     {"verbose", "v", "", CLI_BOOL, AT(verbose),
      FOR_RUN | FOR_CHAT | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT | FOR_GRAMMAR | FOR_EMBED,
-     "on standard error: the device, seconds of each part of the start, tokens of KV cache (serve always prints them); grammar --maskbench: schemas that are refused or wrong"},
+     "on standard error: the device, seconds of each part of the start, tokens of KV cache"},
     {"quiet", "q", "", CLI_BOOL, AT(quiet), FOR_PING | FOR_HUB | FOR_BENCH_SERVE | FOR_PULL,
      "no summary line on standard error"},
     {"decode", "", "", CLI_BOOL, AT(decode), FOR_TOKENIZE,
-     "tokenize: ids on standard input, text on standard output"},
+     "ids on standard input, text on standard output"},
     {"score-tokens", "", "YES,NO", CLI_TEXT, AT(open.score_tokens), FOR_SERVE | FOR_BATCH,
      "/v1/score and /v1/rerank compare the logits of these two tokens (default: as modules.json says)"},
     {"dimensions", "", "N", CLI_INT, AT(dimensions), FOR_EMBED,
@@ -50228,15 +50227,61 @@ static const cli_flag cli_flags[] = {
     {"prompt-name", "", "NAME", CLI_TEXT, AT(prompt_name), FOR_EMBED,
      "put this prompt of config_sentence_transformers.json, such as query, before each text"},
     {"no-special", "", "", CLI_BOOL, AT(no_special), FOR_TOKENIZE | FOR_SCORE | FOR_EMBED,
-     "tokenize, score, embed: do not add special tokens; with --decode: leave them out"},
+     "do not add special tokens"},
     {"config", "", "FILE", CLI_TEXT, AT(config), FOR_ANY,
-     "a JSON object with values of flags: {\"model\": \"test/model\", \"temp\": 0.7, \"raw\": true}; the command line goes first"},
+     "a JSON object with values of flags, {\"NAME\": VALUE}, true for a switch; the command line goes first"},
     {"help", "h", "", CLI_BOOL, AT(help), FOR_ANY, "the flags used most, and examples"},
     {"help-all", "", "", CLI_BOOL, AT(help_all), FOR_ANY, "all flags"},
     {"version", "", "", CLI_BOOL, AT(version), FOR_ANY, "version and build"},
 };
 
 static_assert(COUNT(cli_flags) <= CLI_MAX_FLAGS, "cli.typed has an element for each flag");
+
+/* What flags and groups of cli_flags mean for some commands, if it is something else. */
+static const struct {
+    const char *name; /* of the flag; of a group its short_name */
+    unsigned commands;
+    const char *label, *help; /* label: names the commands where all flags are listed */
+} cli_other_help[] = {
+    {"model", FOR_BENCH_SERVE | FOR_PING, "ping, bench serve",
+     "the server's name for its model (default: the first that it lists)"},
+    {"base-url", FOR_BENCH_SERVE, "bench serve",
+     "the server, at http://HOST[:PORT][/v1], in place of --host and --port"},
+    {"prompt", FOR_CHAT, "chat", "the first turn"},
+    {"prompt", FOR_PING, "ping", "the prompt (default: tell me a joke)"},
+    {"sampling", FOR_PING, "ping", "Sampling (defaults: the server's)"},
+    {"sampling", FOR_BATCH | FOR_THROUGHPUT, "batch, bench throughput",
+     "Sampling (defaults: the model's generation_config, else temperature 1)"},
+    {"sampling", FOR_BENCH_SERVE | FOR_PLAN, "bench serve, plan", "Sampling"},
+    {"sampling", FOR_GRAMMAR, "grammar", "Constraint"},
+    {"samples", FOR_BATCH | FOR_PLAN, "batch, plan", "answers to each prompt (default: 1)"},
+    {"temp", FOR_BENCH_SERVE, "bench serve", "temperature (default: 0, greedy)"},
+    {"seed", FOR_BENCH_SERVE, "bench serve",
+     "same seed: the same random prompts, lengths and times (default: 0)"},
+    {"requests", FOR_PLAN, "plan", "Requests"},
+    {"num-prompts", FOR_BENCH_SERVE, "bench serve",
+     "only the first N lines; without a dataset: so many requests (default: 1000)"},
+    {"request-rate", FOR_PLAN, "plan", "requests a second: find the fewest GPUs that hold them"},
+    {"goodput", FOR_PLAN, "plan", "limits that the GPUs must keep: 'ttft:500 itl:50', in ms; tpot is itl"},
+    {"host", FOR_SERVE, "serve", "address to listen on (default: 127.0.0.1)"},
+    {"port", FOR_SERVE, "serve", "port to listen on; 0 is any free one (default: 10210)"},
+    {"verbose", FOR_GRAMMAR, "grammar",
+     "with --maskbench: schemas that are refused or wrong, on standard error"},
+    {"no-special", FOR_TOKENIZE, "tokenize",
+     "do not add special tokens; with --decode: leave them out"}};
+
+/* Appends what a flag, or the title of a group, means for a command; for FOR_ANY for all. */
+static void cli_put_help(buf *out, const cli_flag *flag, unsigned command) {
+    const char *name = flag->name ? flag->name : flag->short_name, *help = flag->help;
+    for (int i = 0; i < COUNT(cli_other_help) && name; i++)
+        if (command != FOR_ANY && (cli_other_help[i].commands & command) &&
+            !strcmp(cli_other_help[i].name, name))
+            help = cli_other_help[i].help;
+    buf_c(out, help);
+    for (int i = 0; i < COUNT(cli_other_help) && name; i++)
+        if (command == FOR_ANY && flag->name && !strcmp(cli_other_help[i].name, name))
+            buf_printf(out, "; %s: %s", cli_other_help[i].label, cli_other_help[i].help);
+}
 
 /* If a command has more than CLI_MANY_FLAGS flags, its --help shows only those in
  * cli_common_flags. */
@@ -50369,7 +50414,7 @@ static const char cli_commands[] =
     "  toka bench serve        measure a server: request rate, concurrency, latencies; prints what vllm bench serve prints\n"
     "  toka bench plan         time the scheduler in a step of 8,192 sequences, without a model (toka plan is another command)\n"
     "  toka bench ops          time every kernel of the GPU at the shapes of known models\n"
-    "  MODEL may come without its flag: toka serve MODEL [FLAGS]; also batch, score, tokenize, template, plan\n"
+    "  MODEL may come without its flag: toka MODEL -p TEXT; also serve, batch, score, tokenize, template, plan\n"
     "  toka COMMAND --help     how that command is used; --help-all: all its flags, and no others\n";
 
 /* Returns the line of cli_commands for the command with these words. */
@@ -50436,21 +50481,22 @@ static bool cli_is_common(const cli_flag *flag) {
 /* Appends a line for each flag of the command. all: every flag, in groups; else only those of
  * cli_common_flags, without groups. */
 static void cli_put_flags(buf *out, unsigned command, bool all) {
-    const char *group = NULL;
+    const cli_flag *group = NULL;
     if (!all) buf_c(out, "\nThe flags used most\n");
     for (int i = 0; i < COUNT(cli_flags); i++) {
         const cli_flag *flag = &cli_flags[i];
         char usage[64];
-        if (!flag->name) group = flag->help;
+        if (!flag->name) group = flag;
         if (!flag->name || !(flag->commands & command) || !(all || cli_is_common(flag))) continue;
         if (group && all) {
-            buf_printf(out, "\n%s\n", group);
+            buf_char(out, '\n'), cli_put_help(out, group, command), buf_char(out, '\n');
             group = NULL;
         }
         snprintf(usage, sizeof usage, "%s%s%s--%s%s%s", *flag->short_name ? "-" : "    ",
                  flag->short_name, *flag->short_name ? ", " : "", flag->name,
                  *flag->value_name ? " " : "", flag->value_name);
-        buf_printf(out, "  %-32s %s\n", usage, flag->help);
+        buf_printf(out, "  %-32s ", usage);
+        cli_put_help(out, flag, command), buf_char(out, '\n');
     }
 }
 
@@ -50461,13 +50507,36 @@ static int cli_count_flags(unsigned command) {
     return n;
 }
 
-static const char cli_notes[] =
-    "\nEvery flag that takes a value can also come from the environment: TOKA_MAX_TOKENS=64 is --max-tokens 64.\n"
-    "0 is the default of --threads, --server-threads, --max-model-len, --max-num-seqs, --max-num-batched-tokens,\n"
-    "--kv-tokens and --num-prompts.\n"
-    "Exit status: 0 done, 1 bad use or bad input, 2 device or I/O failure, 130 after Ctrl-C (serve: 0). Lines of a batch\n"
-    "that became error records do not change it. A closed pipe at standard output ends the program with 0,\n"
-    "but toka batch, whose answers are lost then, with 2.\n";
+static const cli_flag *cli_find_flag_named(const char *name) {
+    for (int i = 0; i < COUNT(cli_flags); i++)
+        if (cli_flags[i].name && !strcmp(cli_flags[i].name, name)) return &cli_flags[i];
+    return NULL;
+}
+
+/* Appends what holds for all flags, and the exit status. */
+static void cli_put_notes(buf *out, unsigned command) {
+    static const char *const zero[] = {"threads", "server-threads", "max-model-len", "max-num-seqs",
+                                       "max-num-batched-tokens", "kv-tokens", "num-prompts"};
+    const char *before = "0 is the default of";
+    buf_c(out, "\nEvery flag that takes a value can also come from the environment: TOKA_CONFIG=x.json is "
+               "--config x.json.\n");
+    for (int i = 0; i < COUNT(zero); i++) {
+        if (!(cli_find_flag_named(zero[i])->commands & command)) continue;
+        buf_printf(out, "%s --%s", before, zero[i]);
+        before = ",";
+    }
+    if (*before == ',') buf_c(out, ".\n");
+    buf_c(out, "Exit status: 0 done, 1 bad use or bad input, 2 device or I/O failure, 130 after Ctrl-C");
+    if (command & FOR_SERVE) buf_c(out, command == FOR_ANY ? " (serve: 0)" : ", which is 0 if it ended as it should");
+    buf_c(out, ".\n");
+    if (command & FOR_BATCH)
+        buf_c(out, "Lines of a batch that became error records do not change it.\n");
+    if (command != FOR_BATCH)
+        buf_c(out, "A closed pipe at standard output ends the program with 0.\n");
+    if (command & FOR_BATCH)
+        buf_printf(out, "A closed pipe at standard output ends %s, whose answers are lost then, with 2.\n",
+                   command == FOR_ANY ? "toka batch" : "it");
+}
 
 /* Appends the names of the manual pages; for a command only that of its own page. Returns false if
  * there is none. */
@@ -50500,7 +50569,7 @@ static int cli_help(bool all, unsigned command, int n_words, char **words, toka_
     if (n_words || all) cli_put_flags(&out, command, all || show_all);
     const bool has_pages = cli_put_pages(&out, n_words, words);
     if (all) {
-        buf_c(&out, cli_notes);
+        cli_put_notes(&out, command);
     } else if (!show_all) {
         buf_c(&out, has_pages ? "All flags: toka" : "\nAll flags: toka");
         for (int i = 0; i < n_words; i++) buf_printf(&out, " %s", words[i]);
@@ -50656,12 +50725,6 @@ static void cli_name_flags(const cli *flags, toka_err *e) {
         if (flags->typed[i]) is_named = cli_name_first(&cli_flags[i], flags->typed[i], e);
     for (int i = 0; i < COUNT(cli_flags); i++)
         if (flags->typed[i]) cli_name_others(cli_flags[i].name, flags->typed[i], e);
-}
-
-static const cli_flag *cli_find_flag_named(const char *name) {
-    for (int i = 0; i < COUNT(cli_flags); i++)
-        if (cli_flags[i].name && !strcmp(cli_flags[i].name, name)) return &cli_flags[i];
-    return NULL;
 }
 
 /* Are these names equal? '_' in the user's name counts as '-'. */
@@ -50852,6 +50915,17 @@ static int cli_set_from_json(cli *flags, const cli_flag *flag, const json *value
     return cli_set_flag(flags, flag, copy, where, e);
 }
 
+/* Finds the value of a flag before the others are read. NULL: it is not given. flag: as typed. */
+static const char *cli_find_value(const char *flag, int argc, char **argv) {
+    const size_t n = strlen(flag);
+    const char *value = NULL;
+    for (int i = 0; i < argc; i++) {
+        if (!strcmp(argv[i], flag) && i + 1 < argc) value = argv[i + 1];
+        if (!strncmp(argv[i], flag, n) && argv[i][n] == '=') value = argv[i] + n + 1;
+    }
+    return value;
+}
+
 /* Sets flags from the members of --config FILE, if the arguments have it. bad_env: as in
  * cli_parse. */
 static int cli_read_config(cli *flags, unsigned command, int argc, char **argv, bool *bad_env,
@@ -50859,10 +50933,8 @@ static int cli_read_config(cli *flags, unsigned command, int argc, char **argv, 
     arena memory = {0};
     str text;
     char where[300];
-    for (int i = 0; i < argc; i++) {
-        if (!strcmp(argv[i], "--config") && i + 1 < argc) flags->config = argv[i + 1];
-        if (!strncmp(argv[i], "--config=", 9)) flags->config = argv[i] + 9;
-    }
+    const char *given = cli_find_value("--config", argc, argv);
+    if (given) flags->config = given;
     if (!flags->config) return 0;
     if (os_map(flags->config, &text, e)) {
         buf why = {0};
@@ -53081,7 +53153,10 @@ static void cli_put_fish(buf *out) {
             buf_printf(out, "complete -c toka -n '__fish_seen_subcommand_from %s' -l %s%s -d ",
                        command->second_name ? command->second_name : command->name, flag->name,
                        flag->type == CLI_BOOL ? "" : " -r");
-            cli_put_fish_text(out, flag->help);
+            buf help = {0};
+            cli_put_help(&help, flag, command->for_bit);
+            cli_put_fish_text(out, help.p);
+            buf_free(&help);
             buf_char(out, '\n');
         }
     }
@@ -53110,11 +53185,34 @@ static const cli_command *cli_find_command(const char *first, const char *second
     return NULL;
 }
 
-/* Returns the error for an unknown command, or page of the help, with the most similar one. */
+/* Is this word a model: a folder, OWNER/NAME with or without @REVISION, or a name of models.txt? If
+ * it is not, *nearest is the most similar name of models.txt; the arena has it. */
+static bool cli_is_model(const char *word, int argc, char **argv, arena *memory,
+                         suggestion *nearest) {
+    const char *file = cli_find_value("--models-file", argc, argv);
+    const char *slash = strchr(word, '/');
+    const str id = {word, strcspn(word, "@")};
+    mf_known_model *known;
+    toka_err unused;
+    int n_known;
+    if (os_is_dir(word) || (slash && mf_is_hub_id(id))) return true;
+    if (!file) file = getenv("TOKA_MODELS_FILE");
+    if (mf_read_models_file(file && *file ? file : NULL, memory, &known, &n_known, &unused))
+        return false;
+    for (int i = 0; i < n_known; i++) {
+        if (!strcasecmp(known[i].name, word)) return true;
+        suggest_try(nearest, known[i].name);
+    }
+    return false;
+}
+
+/* Returns the error for an unknown command, or page of the help, with the most similar one. model:
+ * the most similar name of a model. */
 static int cli_fail_unknown_command(const char *first, const char *second, bool is_help,
-                                    toka_err *e) {
+                                    const suggestion *model, toka_err *e) {
     const bool is_bench = !strcmp(first, "bench");
     suggestion nearest = {.typed = str_c(is_bench ? second : first)};
+    if (!is_bench && model) nearest = *model;
     if (!is_bench) suggest_try(&nearest, "help");
     for (int i = 0; i < COUNT(help_pages) && is_help; i++)
         suggest_try(&nearest, help_pages[i].name);
@@ -53126,7 +53224,7 @@ static int cli_fail_unknown_command(const char *first, const char *second, bool 
     if (is_bench) fail(e, TOKA_E_USE, "toka bench: expected throughput, serve, plan or ops");
     else fail(e, TOKA_E_USE, "%s: no such command%s; see toka --help", first,
               is_help ? ", and no page of the manual"
-              : strchr(first, ' ') ? "; a prompt comes after -p" : "");
+              : strchr(first, ' ') ? " or model; a prompt comes after -p" : " or model");
     const bool is_page = nearest.best && help_find_page(nearest.best);
     return suggest_fail(&nearest, is_bench ? "toka bench " : is_page ? "toka help " : "toka ", e);
 }
@@ -53141,7 +53239,7 @@ static int cli_help_for(bool all, int n_words, char **words, toka_err *e) {
     const cli_command *command = cli_find_command(words[0], second);
     const bool is_bench = !strcmp(words[0], "bench") && !*second;
     if (is_bench) return cli_help(all, FOR_ANY, 0, NULL, e);
-    if (!command) return cli_fail_unknown_command(words[0], second, true, e);
+    if (!command) return cli_fail_unknown_command(words[0], second, true, NULL, e);
     return cli_help(all, command->for_bit, command->second_name ? 2 : 1, words, e);
 }
 
@@ -53313,6 +53411,19 @@ static int cli_run_ping_link(int argc, char **argv, toka_err *e) {
     return cli_run_args(cli_find_command("ping", ""), 0, argc, argv, e);
 }
 
+/* Runs toka MODEL [PROMPT] [FLAGS] as toka run. */
+static int cli_run_model(int argc, char **argv, toka_err *e) {
+    arena memory = {0};
+    suggestion nearest = {.typed = str_c(argv[1])};
+    const char *second = argc > 2 && argv[2][0] != '-' ? argv[2] : "";
+    int code = 0;
+    if (strcmp(argv[1], "bench") && cli_is_model(argv[1], argc, argv, &memory, &nearest))
+        code = cli_run_args(cli_find_command("run", ""), 0, argc, argv, e);
+    else code = cli_fail_unknown_command(argv[1], second, false, &nearest, e);
+    arena_free(&memory);
+    return code;
+}
+
 static int cli_dispatch(int argc, char **argv, toka_err *e) {
     const char *first = argc > 1 && argv[1][0] != '-' ? argv[1] : NULL;
     const char *next = argc > 2 ? argv[2] : "";
@@ -53326,7 +53437,7 @@ static int cli_dispatch(int argc, char **argv, toka_err *e) {
     if (command) return cli_run_args(command, command->second_name ? 2 : 1, argc, argv, e);
     const bool wants_help = help_all || !strcmp(next, "--help") || !strcmp(next, "-h");
     if (wants_help && !strcmp(first, "bench")) return cli_help_for(help_all, 0, NULL, e);
-    return cli_fail_unknown_command(first, second, false, e);
+    return cli_run_model(argc, argv, e);
 }
 
 /* If standard input, output or error is closed, the next opened file would take its descriptor.

@@ -150,6 +150,26 @@ def test_names_that_users_know():
         assert f"{name}: 0, expected 1 to 64" in toka("-p", "x", name, "0").stderr.decode()
 
 
+def test_a_model_in_place_of_a_command(tmp_path):
+    """toka MODEL is toka run MODEL, if the word is a folder, OWNER/NAME or a name of models.txt."""
+    want = toka("-q", "-p", PROBLEM)
+    model = os.path.join(ROOT, "test/model")
+    for args in ([model, "-p", PROBLEM], [model, PROBLEM]):
+        assert (r := toka(*args, "-q")).returncode == 0 and r.stdout == want.stdout, args
+    os.symlink(model, tmp_path / "mine")
+    assert toka("mine", "-q", "-p", PROBLEM, cwd=tmp_path).stdout == want.stdout
+    assert "toka pull Some/Model" in toka("Some/Model", "-p", "x").stderr.decode()
+    assert "--revision v1" in toka("Some/Model@v1", "-p", "x").stderr.decode()
+    assert "Qwen3-0.6B is not in the hub cache" in toka("qwen3-0.6b", "-p", "x").stderr.decode()
+    with open(os.path.join(ROOT, "models.txt")) as known, open(tmp_path / "own.txt", "w") as own:
+        own.write(known.read().replace("qwen3-0.6b ", "my-name-06b ", 1))
+    assert "Qwen3-0.6B is not in the hub cache" in toka("my-name-06b", "-p", "x", "--models-file=own.txt", cwd=tmp_path).stderr.decode()
+    for word, message in (("qwen3-06b", "qwen3-06b: no such command or model; see toka --help; did you mean toka qwen3-0.6b?"),
+                          ("./none", "./none: no such command or model"), ("srve", "did you mean toka serve?")):
+        r = toka(word, "-p", "x")
+        assert r.returncode == 1 and message in r.stderr.decode() and r.stderr.count(b"\n") == 1, r.stderr
+
+
 def test_flags_of_other_engines():
     """What toka always does, or has no need of, is accepted with a line that says so."""
     r = toka("-q", "-p", PROBLEM, "--swap-space", "16", "--disable-log-requests", "--enable_prefix_caching", "--block-size=32", "--trust-remote-code")
@@ -386,6 +406,15 @@ def test_help_of_a_command():
         for name, arg in flags:
             accepted = b"not for this command" not in toka(*words, f"--{name}", *(["1"] if arg else []), "--help-all").stderr
             assert accepted == (name in listed), (words, name)
+        # nothing about other commands, but that of the summary and the example
+        others = {"bench serve", "bench throughput", "serve", "batch", "plan", "tokenize", "score", "grammar", "embed", "ping", "chat"} - {" ".join(words)}
+        about = re.findall(r"(?:[ (])(%s)(?:[:,)]|$)" % "|".join(others), text.split("\nExample\n")[-1].split("\n\n", 1)[-1], re.M | re.I)
+        assert not about and "toka batch" not in text.split("\n\n", 2)[-1].replace("toka batch -m", ""), (words, about)
+        for name in re.findall(r"--([a-z-]+)", text.split("\n0 is the default of")[-1].split(".\n")[0] if "\n0 is" in text else ""):
+            assert name in listed, (words, name)
+    every = toka("--help-all").stdout.decode()
+    assert "; serve: port to listen on; 0 is any free one" in every and "; ping, bench serve: the server's name for its model" in every
+    assert "listen on; 0 is any free one" in toka("serve", "--help").stdout.decode() and "free one" not in toka("bench", "serve", "--help").stdout.decode()
     assert toka("help").stdout == toka("--help").stdout
 
 
@@ -624,7 +653,7 @@ def test_text_needs_no_config(tmp_path, config):
     (["-p", "a", "--chat-template", "no"], "--chat-template no: No such file or directory, and embedded has no template of this name"),
     (["serve", "--tool-call-parser", "herms"], "--tool-call-parser herms: no such name; did you mean hermes?"),
     (["serve", "--reasoning-parser", "x"], "--reasoning-parser x: expected auto, none or one of openai_gptoss "),
-    (["tell me a joke"], "tell me a joke: no such command; a prompt comes after -p"), (["list", "x"], "x: unknown argument; this command takes none"),
+    (["tell me a joke"], "tell me a joke: no such command or model; a prompt comes after -p"), (["list", "x"], "x: unknown argument; this command takes none"),
     (["help", "nope"], "nope: no such command, and no page of the manual"), (["-p", "a", "--tempp", "1"], "did you mean --temp?"),
     (["servee"], "did you mean toka serve?"), (["-m", "test/fixtures/qwen2", "-p", "a"], "tokenizer"),
 ])
