@@ -44702,9 +44702,24 @@ typedef struct plan_offer { /* a layout that was simulated */
     plan_layout layout;
     plan_service service;
     double capacity;        /* requests a second */
+    double ttft_s, itl_s, e2e_s; /* of one request alone */
     bool simulated;         /* else it is too slow: for the rate, or for one request alone */
     bool holds;
 } plan_offer;
+
+/* Sets the times of one request alone. */
+static void plan_set_alone(const plan_query *query, const plan_grid *grid, plan_offer *offer) {
+    const int n_whole = query->input_len / query->max_tokens;
+    offer->ttft_s = plan_grid_s(grid, 0, query->input_len % query->max_tokens);
+    if (n_whole) offer->ttft_s += n_whole * plan_grid_s(grid, 0, query->max_tokens);
+    offer->itl_s = plan_grid_s(grid, query->n_samples, 0);
+    offer->e2e_s = offer->ttft_s + (query->output_len - 1) * offer->itl_s;
+}
+
+static bool plan_is_alone_in_time(const plan_query *query, const plan_offer *offer) {
+    return offer->ttft_s <= query->ttft_s && offer->itl_s <= query->itl_s &&
+           offer->e2e_s <= query->e2e_s;
+}
 
 /* Computes offers for the query's number of GPUs: one for each layout that fits. Returns their
  * number. *best: the one that holds the rate with the lowest 99th percentile of TTFT; -1: none. */
@@ -44720,11 +44735,8 @@ static int plan_offers(const plan_query *query, int64_t must_hold, plan_offer *o
         *offer = (plan_offer){.layout = layouts[i]};
         plan_fill_grid(query, &layouts[i], &grid);
         offer->capacity = plan_capacity(query, &layouts[i], &grid);
-        /* is one request alone in time? */
-        const bool in_time = plan_grid_s(&grid, query->n_samples, 0) <= query->itl_s &&
-                             plan_grid_s(&grid, 0, MIN(query->input_len, query->max_tokens)) <=
-                                 query->ttft_s;
-        offer->simulated = in_time && offer->capacity > query->rate;
+        plan_set_alone(query, &grid, offer);
+        offer->simulated = plan_is_alone_in_time(query, offer) && offer->capacity > query->rate;
         if (offer->simulated) offer->service = plan_simulate(query, &layouts[i], &grid);
         offer->holds = offer->simulated && offer->service.in_time >= PLAN_IN_TIME;
         if (offer->holds && (*best < 0 || offer->service.ttft_p99_s <
@@ -44998,8 +45010,23 @@ static bool plan_is_special(const mf_config *config) {
            config->arch->norms != mf_norms || config->shape.embed_scale != 0;
 }
 
-/* Appends a sentence: can this build of toka run this model on these GPUs? */
-static void plan_put_support(const plan_query *query, buf *out) {
+enum { PLAN_HOST_GPUS = 8 }; /* that most hosts have at most */
+
+/* Appends what more GPUs than a host has mean for a layout. */
+static void plan_put_hosts(const plan_layout *layout, buf *out) {
+    const int a_replica = layout->tp * layout->pp, a_host = PLAN_HOST_GPUS / a_replica;
+    if (!a_host)
+        buf_printf(out, "runs such a split on one host only: it needs one with %d GPUs, and most "
+                   "have %d at most", a_replica, PLAN_HOST_GPUS);
+    else
+        buf_printf(out, "runs on one host: with %d GPUs a host these are %d servers behind a load "
+                   "balancer, each with --data-parallel-size %d or less", PLAN_HOST_GPUS,
+                   (layout->dp + a_host - 1) / a_host, a_host);
+}
+
+/* Appends a sentence: can this build of toka run this model on these GPUs? best: the recommended
+ * layout. */
+static void plan_put_support(const plan_query *query, const plan_layout *best, buf *out) {
     const run_gpu *gpu = query->gpu;
     const toka_backend *cuda = lib_find_backend("cuda");
     toka_err e = {0};
@@ -45013,6 +45040,7 @@ static void plan_put_support(const plan_query *query, buf *out) {
     else if (gpu->arch > 90)
         buf_printf(out, "has no machine code for compute capability %d.%d: it cannot run on a %s",
                    gpu->arch / 10, gpu->arch % 10, gpu->name);
+    else if (query->n_gpus > PLAN_HOST_GPUS) plan_put_hosts(best, out);
     else if (query->n_gpus > 1)
         buf_printf(out,
                    "runs such splits over the GPUs of one host; four H200 are the most that were "
@@ -45133,7 +45161,7 @@ static void plan_put_text(const plan_options *options, const plan_query *query, 
     plan_put_experts(query, plan_best_layout(layouts, n_layouts), out);
     plan_put_flags(options, plan_best_layout(layouts, n_layouts), &flags);
     buf_printf(out, "\nrecommended: %s\n", flags.n ? flags.p : "no flags, the defaults do");
-    plan_put_support(query, out);
+    plan_put_support(query, plan_best_layout(layouts, n_layouts), out);
     buf_char(out, '\n');
     buf_free(&flags);
 }
@@ -45225,7 +45253,7 @@ static void plan_put_json(const plan_options *options, const plan_query *query, 
                  {"output_len", query->output_len},
                  {"samples", query->n_samples}};
     buf support = {0}, formats = {0};
-    plan_put_support(query, &support);
+    plan_put_support(query, plan_best_layout(layouts, n_layouts), &support);
     plan_put_formats(query, &formats);
     json_put_open(out, '{');
     json_put_key(out, "model"), json_put_str(out, str_c(name));
@@ -45331,7 +45359,7 @@ static void plan_put_service_text(const plan_options *options, const plan_query 
                "products,\nK and V at %g %% of the memory's rate, and %g us a layer; a rate is held "
                "if %g %% of the\nrequests are in time: toka help plan\n",
                100 * PLAN_KV_SHARE, 1e6 * PLAN_LAYER_S, 100 * PLAN_IN_TIME);
-    plan_put_support(query, out);
+    plan_put_support(query, &offers[best].layout, out);
     buf_char(out, '\n');
     buf_free(&flags);
 }
@@ -45395,27 +45423,67 @@ static void plan_put_service_json(const plan_options *options, const plan_query 
     json_put_close(out, '}'), buf_char(out, '\n');
 }
 
+/* Returns an error if one request alone misses the limits on all layouts; it names the limit. */
+static int plan_check_alone(const plan_query *query, const plan_offer *offers, int n_offers,
+                            toka_err *e) {
+    double ttft_s = INFINITY, itl_s = INFINITY, e2e_s = INFINITY;
+    bool in_time = false;
+    for (int i = 0; i < n_offers; i++) {
+        ttft_s = MIN(ttft_s, offers[i].ttft_s);
+        itl_s = MIN(itl_s, offers[i].itl_s);
+        e2e_s = MIN(e2e_s, offers[i].e2e_s);
+        in_time |= plan_is_alone_in_time(query, &offers[i]);
+    }
+    const struct {
+        const char *name;
+        double limit_s, best_s;
+    } limits[] = {{"ttft", query->ttft_s, ttft_s}, {"itl", query->itl_s, itl_s},
+                  {"e2el", query->e2e_s, e2e_s}};
+    for (int i = 0; i < COUNT(limits); i++)
+        if (limits[i].best_s > limits[i].limit_s)
+            return fail(e, TOKA_E_USE, "--goodput: %s:%g: a request that is alone takes %.1f ms in "
+                        "the fastest split of %d x %s", limits[i].name, 1e3 * limits[i].limit_s,
+                        1e3 * limits[i].best_s, query->n_gpus, query->gpu->name);
+    return in_time ? 0 : fail(e, TOKA_E_USE, "--goodput: no split of %d x %s meets all of these "
+                              "limits, even for a request that is alone", query->n_gpus,
+                              query->gpu->name);
+}
+
+/* Returns the error for a rate that no layout holds. It names the flag that asks for too much. */
+static int plan_fail_to_hold(const plan_options *options, const plan_query *query,
+                             const plan_offer *offers, int n_offers, toka_err *e) {
+    double capacity = 0, in_time = 0;
+    char rate[32];
+    buf limits = {0}, most = {0};
+    if (plan_check_alone(query, offers, n_offers, e)) return e->code;
+    for (int i = 0; i < n_offers; i++) {
+        const bool is_alone = plan_is_alone_in_time(query, &offers[i]);
+        if (is_alone) capacity = MAX(capacity, offers[i].capacity);
+        in_time = MAX(in_time, offers[i].service.in_time);
+    }
+    plan_put_limits(query, &limits);
+    if (capacity <= query->rate)
+        buf_printf(&most, "which compute at most %s a second",
+                   plan_format_3_digits(capacity, rate));
+    else buf_printf(&most, "where %.3g %% are in time at best", 100 * in_time);
+    fail(e, TOKA_E_USE, "%s: %g requests a second%s are too many for %d x %s, %s",
+         options->per_day > 0 ? "--requests-per-day" : "--request-rate", query->rate,
+         buf_view(&limits).p, query->n_gpus, query->gpu->name, most.p);
+    buf_free(&limits), buf_free(&most);
+    return e->code;
+}
+
 /* Answers a query that has a rate. */
 static int plan_answer_rate(const plan_options *options, plan_query *query, int must_hold,
                             const char *name, buf *out, toka_err *e) {
     plan_offer offers[PLAN_MAX_GPUS];
     int best;
     const int n = plan_find_gpus(query, must_hold, offers, &best);
-    double most = 0;
     if (!n) return plan_fail_to_fit(query, name, must_hold, e);
-    for (int i = 0; i < n; i++) most = MAX(most, offers[i].capacity);
-    if (best >= 0) {
-        (options->json ? plan_put_service_json
-                       : plan_put_service_text)(options, query, name, offers, n, best, out);
-        return 0;
-    }
-    buf limits = {0};
-    plan_put_limits(query, &limits);
-    fail(e, TOKA_E_USE, "%s: %g requests a second%s are too many for %d x %s, which compute at most "
-         "%.3g a second, without limits", name, query->rate, buf_view(&limits).p, query->n_gpus,
-         query->gpu->name, most);
-    buf_free(&limits);
-    return e->code;
+    if (best < 0) return plan_fail_to_hold(options, query, offers, n, e);
+    (options->json ? plan_put_service_json
+                   : plan_put_service_text)(options, query, name, offers, n, best, out);
+    return 0;
 }
 
 /* ---- The memory of a batch ---- */
@@ -50193,7 +50261,7 @@ static const cli_flag cli_flags[] = {
      "threads that tokenize requests and write answers (default: 2 to 8, by cores)"},
     {NULL, NULL, NULL, 0, 0, 0, "Plan"},
     {"gpus", "", "N", CLI_INT, AT(plan.n_gpus), FOR_PLAN,
-     "how many GPUs of one host (default: 1; with a rate of requests the fewest that hold it)"},
+     "how many GPUs (default: 1; with a rate of requests the fewest that hold it)"},
     {"gpu", "", "NAME", CLI_TEXT, AT(plan.gpu), FOR_PLAN,
      "B200, H200, H100, A100-80G, A100-40G, L40S, L4, A10, RTX-4090 or RTX-3090 (default: H100)"},
     {"input-len", "", "N", CLI_INT, AT(plan.input_len), FOR_PLAN,
@@ -52884,6 +52952,8 @@ static int cli_plan(const cli *flags, toka_err *e) {
             code = fail(e, TOKA_E_USE, "--%s: 0, expected more than 0", numbers[i].name);
         if (*numbers[i].value == CLI_NONE) *numbers[i].value = 0;
     }
+    if (!code && !options.batch && flags->typed[cli_find_flag_named("batch-size") - cli_flags])
+        code = fail(e, TOKA_E_USE, "--batch-size: 0, expected more than 0");
     if (!code) code = plan_answer(&options, &out, e);
     if (!code) code = cli_write(buf_view(&out), e);
     buf_free(&out);

@@ -81,7 +81,8 @@ def test_rate():
     assert "Poisson arrivals" in text and "toka help plan" in text
     # one GPU less does not hold it; a day's number is the same rate; limits may stand in one word
     out, err = plan(*args, "--gpus", str(v["gpus"] - 1), status=1)
-    assert out == "" and f"100 requests a second, TTFT at most 500 ms, ITL at most 50 ms are too many for {v['gpus'] - 1} x H100" in err
+    assert out == "" and f"100 requests a second, TTFT at most 500 ms, ITL at most 50 ms are too many for {v['gpus'] - 1} x H100, " in err
+    assert err.startswith("toka: --request-rate: 100 requests")
     day = ["-m", "llama-3.1-8b", "--requests-per-day", "8.64e6", "--goodput", "ttft:500,itl:50", "--gpu-price", "3", "--json"]
     assert json.loads(plan(*day)[0]) == v
     # the goodput's words end where other words begin
@@ -182,6 +183,17 @@ def test_fp8_kv():
     assert token_bytes(*fp8, "--kv-cache-dtype-skip-layers", "0,31") == 2 * 8 * 128 * 4 + 30 * 8 * 129 * 2
 
 
+def test_more_gpus_than_a_host_has():
+    """toka runs on one host: the last line says how many servers of which size more GPUs are."""
+    last = [plan("-m", model, "--gpus", gpus)[0].splitlines()[-1]
+            for model, gpus in (("llama-3.1-8b", "29"), ("llama-3.1-8b", "8"), ("llama-3.1-405b", "16"), ("llama-3.1-405b", "47"))]
+    assert "of one host; four H200" in last[1] and "balancer" not in last[1]
+    assert "with 8 GPUs a host these are 4 servers behind a load balancer, each with --data-parallel-size 8 or less" in last[0]
+    assert "needs one with 16 GPUs, and most have 8 at most" in last[2] and "needs one with 47 GPUs" in last[3]
+    text = plan("-m", "llama-3.1-8b", "--samples", "1000", "--request-rate", "8")[0]
+    assert "fewest: 29 x H100" in text and "these are 4 servers" in text
+
+
 @pytest.mark.parametrize("args, words", [
     (["--gpu", "H300"], "expected B200, H200, H100, A100-80G"), (["-m", "no-such-model"], "no-such-model: no such folder"),
     (["--gpus", "0"], "--gpus: 0"), (["--gpus", "65"], "--gpus: 65, expected 1 to 64"), (["--max-model-len", "200000"], "131072"),
@@ -192,7 +204,13 @@ def test_fp8_kv():
     (["--gpu-price", "0"], "--gpu-price: 0, expected more"), (["--goodput", "ttft:500"], "--goodput needs --request-rate"), (["--gpu-price", "3"], "--gpu-price needs --request-rate"),
     (["--request-rate", "1", "--goodput", "ttft:0"], "--goodput: 'ttft:0', expected ttft, itl, tpot or e2el"),
     (["--request-rate", "1", "--batch-size", "2"], "--batch-size"), (["--batch-size", "-2"], "--batch-size: -2"),
-    (["--request-rate", "1", "--goodput", "ttft:1"], "are too many for 64 x H100"),
+    (["--request-rate", "1", "--goodput", "ttft:1", "itl:50"], "--goodput: ttft:1: a request that is alone takes "),
+    (["--requests-per-day", "1e6", "--goodput", "itl:0.1"], "--goodput: itl:0.1: a request that is alone takes "),
+    (["--request-rate", "1", "--goodput", "e2el:20"], "--goodput: e2el:20: a request that is alone takes "),
+    (["--request-rate", "1e5"], "--request-rate: 100000 requests a second are too many for 64 x H100, which compute at most "),
+    (["--requests_per_day=1e10"], "--requests_per_day: 115741 requests a second are too many for 64 x H100, which compute at most "),
+    (["--request-rate", "30", "--goodput", "ttft:30", "--gpus", "1", "-m", "llama-3.1-8b"], "30 ms are too many for 1 x H100, where "),
+    (["--batch-size", "0"], "--batch-size: 0, expected more than 0"),
     (["--request-rate", "1", "--gpu", "L4", "-m", "llama-3.1-405b", "--gpus", "2"], "do not fit on 2 x L4"),
     (["--kv-tokens", "5"], "not for this command"), (["--kv-cache-dtype", "fp4"], "--kv-cache-dtype"), (["--max-num-seqs", "-1"], "--max-num-seqs"),
 ])
