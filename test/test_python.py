@@ -43,7 +43,7 @@ def command(*args, stdin=""):
 def test_structs_are_those_of_the_header(py, tmp_path):
     """A C compiler prints the size of each struct and the offset of each field."""
     structs = {"toka_err": py._Err, "toka_options": py._Options, "toka_info": py._Info, "toka_sampling": py._Sampling,
-               "toka_request": py._Request, "toka_event": py._Event}
+               "toka_request": py._Request, "toka_event": py._Event, "toka_grammar": py._Grammar}
     lines, want = [], []
     for name, kind in structs.items():
         lines.append(f'printf("{name} %zu\\n", sizeof({name}));')
@@ -143,8 +143,64 @@ def test_parameters(py, llm):
     assert llm.info["vocab_size"] == 1024 and llm.info["has_chat_template"] == 1
 
 
+def test_structured_outputs(py, llm):
+    """Each kind gives what it says, also with n samples, a stream, and beside requests without it."""
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"type": "boolean"}},
+              "required": ["n", "b"], "additionalProperties": False}
+    make = lambda seed=5, **kind: py.SamplingParams(n=3, temperature=2, seed=seed, max_tokens=200, structured_outputs=py.StructuredOutputsParams(**kind))
+    kinds = [{"json": schema}, {"json": json.dumps(schema), "disable_any_whitespace": True}, {"regex": "[0-9]{4}-[0-9]{2}"}, {"choice": ["yes", "no \u00e9"]},
+             {"grammar": 'root ::= "a"+ "b"'}]
+    answers = llm.generate(["Tom has"] * 6, [make(**kind) for kind in kinds] + [py.SamplingParams(max_tokens=5)])
+    texts = [[o.text for o in a.outputs] for a in answers]
+    for text in texts[0] + texts[1]:
+        value = json.loads(text)
+        assert set(value) == {"n", "b"} and 0 <= value["n"] <= 99 and isinstance(value["b"], bool)
+    assert not any(" " in text or "\n" in text for text in texts[1])
+    assert all(re.fullmatch("[0-9]{4}-[0-9]{2}", t) for t in texts[2]) and set(texts[3]) <= {"yes", "no \u00e9"}
+    assert all(re.fullmatch("a+b?", t) for t in texts[4])
+    assert "".join(p.text for p in llm.stream("x", py.SamplingParams(structured_outputs={"choice": ["only this"]}))) == "only this"
+    assert json.loads(llm.generate("x", py.SamplingParams(temperature=0, max_tokens=None, logit_bias={llm.encode("}", False)[-1]: 50},
+                                                          structured_outputs={"json_object": True}))[0].outputs[0].text) is not None
+
+
+def test_seed_of_the_model_and_no_text(py):
+    """Requests without a seed get theirs from that of the model; without one they are random."""
+    def texts(**arguments):
+        with py.LLM(f"{ROOT}/test/model", device="cpu", max_model_len=64, trust_remote_code=True, tokenizer_mode="auto", enable_chunked_prefill=True,
+                    disable_log_stats=True, **arguments) as llm:
+            return [llm.generate("Tom has", py.SamplingParams(temperature=2, max_tokens=9))[0].outputs[0].text for _ in range(3)]
+    one = texts(seed=1)
+    assert one == texts(seed=1) != texts(seed=2) and len(set(one)) > 1 and texts() != texts(seed=None)
+    with py.LLM(f"{ROOT}/test/model", device="cpu") as llm:
+        params = dict(temperature=0, max_tokens=9, best_of=1)
+        text, none = (llm.generate("Tom has", py.SamplingParams(**params, detokenize=d))[0].outputs[0] for d in (True, False))
+        assert text.text and none.text == "" and none.token_ids.tolist() == text.token_ids.tolist()
+
+
+def test_wrong_arguments(py, llm):
+    """toka.py refuses them itself, by name."""
+    P = py.SamplingParams
+    for call, kind, text in ((lambda: py.LLM(max_model_len="x"), ValueError, "max_model_len: 'x', expected a whole number"),
+                             (lambda: py.LLM(max_num_seqs=2**31), ValueError, "max_num_seqs: 2147483648, expected"), (lambda: py.LLM(5), ValueError, "model: 5, expected a text"),
+                             (lambda: py.LLM(gpu_memory_utilization="0.9"), ValueError, "gpu_memory_utilization: '0.9', expected a number"),
+                             (lambda: py.LLM(enforce_eager=2), ValueError, "enforce_eager: 2, expected True or False"), (lambda: py.LLM(seed="x"), ValueError, "seed: 'x'"),
+                             (lambda: py.LLM(trust_remote_code="x"), ValueError, "no code of a model is ever run"), (lambda: py.LLM(cpu_offload_gb=4), ValueError, "expected 0: weights stay"),
+                             (lambda: P(n=2, best_of=4), ValueError, "best_of: 4, expected n or None"), (lambda: P(detokenize=False, stop="x"), ValueError, "detokenize: False, but stop"),
+                             (lambda: llm.generate("x", P(temperature="hot")), ValueError, "temperature: 'hot', expected a number"),
+                             (lambda: llm.generate("x", P(max_tokens=1.5)), ValueError, "max_tokens: 1.5, expected a whole number"),
+                             (lambda: llm.generate("x", P(structured_outputs={})), ValueError, "nothing given, expected one of json, regex"),
+                             (lambda: llm.generate("x", P(structured_outputs={"regex": "a", "choice": ["b"]})), ValueError, "regex and choice given"),
+                             (lambda: llm.generate("x", P(structured_outputs={"choice": "ab"})), ValueError, "expected a list of texts"),
+                             (lambda: P(structured_outputs={"structural_tag": "x"}), TypeError, "structural_tag")):
+        with pytest.raises(kind, match=re.escape(text)) as error:
+            call()
+        assert not isinstance(error.value, py.TokaError)
+    assert llm.generate("Tom has", P(max_tokens=2))[0].finished
+
+
 def test_errors(py, llm, tmp_path):
-    for call, kind, text in ((lambda: py.LLM("/none"), ValueError, "/none: no such folder"), (lambda: py.LLM(str(tmp_path)), ValueError, "config.json"),
+    for call, kind, text in ((lambda: llm.generate("x", py.SamplingParams(structured_outputs={"regex": "("})), ValueError, "( without )"),
+                             (lambda: py.LLM("/none"), ValueError, "/none: no such folder"), (lambda: py.LLM(str(tmp_path)), ValueError, "config.json"),
                              (lambda: py.LLM(device="tpu"), ValueError, "tpu"), (lambda: py.LLM(max_len=3), TypeError, "max_model_len"),
                              (lambda: llm.generate("x", py.SamplingParams(temperature=-1)), ValueError, "temperature"),
                              (lambda: llm.generate(["x", "y " * 3000]), ValueError, "at most"), (lambda: llm.decode([5000]), ValueError, "5000"),

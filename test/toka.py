@@ -15,8 +15,10 @@ KeyboardInterrupt.
 import array
 import ctypes as C
 import json
+import math
 import os
 import queue
+import random
 import sys
 import threading
 from dataclasses import dataclass, field
@@ -60,6 +62,11 @@ class _Sampling(C.Structure):
                 ("constraint", C.c_void_p), ("max_thinking", C.c_int)]
 
 
+class _Grammar(C.Structure):
+    _fields_ = [("kind", C.c_int), ("text", _TEXT), ("text_bytes", C.c_size_t), ("no_whitespace", C.c_int), ("no_additional", C.c_int),
+                ("whitespace_pattern", _TEXT)]
+
+
 class _Request(C.Structure):
     _fields_ = [("text", _TEXT), ("text_bytes", C.c_size_t), ("text_flags", C.c_int), ("ids", _IDS), ("n_ids", C.c_size_t), ("n", C.c_int),
                 ("sampling", _Sampling), ("prompt_logprobs", C.c_int), ("prompt_top", C.c_int), ("prompt_ranks", C.c_int),
@@ -76,6 +83,7 @@ class _Event(C.Structure):
 
 _EVENT_FN = C.CFUNCTYPE(C.c_int, C.c_void_p, C.POINTER(_Event))
 _ADD_SPECIAL, _PARSE_SPECIAL, _SKIP_SPECIAL = 1, 2, 4
+_JSON_SCHEMA, _JSON_OBJECT, _CHOICE, _REGEX, _GBNF = 1, 2, 3, 4, 5
 _FINISH = [None, "stop", "length", "abort", "error"]
 
 
@@ -98,7 +106,8 @@ def _load():
             ("toka_cancel", None, model, C.c_int64), ("toka_run", C.c_int, model, C.c_int, err),
             ("toka_score", C.c_int, model, _IDS, C.c_size_t, _FLOATS, err),
             ("toka_request_embedding", C.c_int, model, C.POINTER(_Request), err),
-            ("toka_words_new", C.c_int, text, model, C.POINTER(_TEXT), C.c_int, err), ("toka_words_del", None, C.c_void_p)):
+            ("toka_words_new", C.c_int, text, model, C.POINTER(_TEXT), C.c_int, err), ("toka_words_del", None, C.c_void_p),
+            ("toka_constraint_new", C.c_int, text, model, C.POINTER(_Grammar), err), ("toka_constraint_del", None, C.c_void_p)):
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
     request = lib.toka_request_default()
@@ -142,7 +151,67 @@ def _check(code, err):
         raise error
 
 
+class _Owned:
+    """What a function of the library made; it is freed with this object. A request keeps what it needs."""
+
+    def __init__(self, make, delete, *arguments):
+        self.pointer, self._delete, err = C.c_void_p(), delete, _Err()
+        _check(make(C.byref(self.pointer), *arguments, C.byref(err)), err)
+
+    def __del__(self):
+        self._delete(self.pointer)
+
+
+def _set(struct, name, value):
+    """Sets a field of a struct; a value that does not fit is a ValueError that names it."""
+    kind, given = dict(struct._fields_)[name], value
+    try:
+        if kind is _TEXT:
+            value = None if value is None else os.fsencode(value)
+        elif kind in (C.c_float, C.c_double):
+            value = float(math.nan if isinstance(value, (str, bytes)) else value)
+        else:
+            value = value.__index__()  # of int, bool and numpy's
+            limit = 1 if kind is C.c_bool else 2 ** (8 * C.sizeof(kind) - 1) - 1
+            if not (0 if kind is C.c_bool else -limit - 1) <= value <= limit:
+                raise ValueError
+        if kind in (C.c_float, C.c_double) and math.isnan(value):
+            raise ValueError
+    except (AttributeError, TypeError, ValueError):
+        want = "a text" if kind is _TEXT else "a number" if kind in (C.c_float, C.c_double) else "True or False" if kind is C.c_bool else "a whole number"
+        raise ValueError(f"{name}: {given!r}, expected {want}") from None
+    setattr(struct, name, value)
+
+
 # ---- Parameters and results, with vLLM's names ----
+
+@dataclass
+class StructuredOutputsParams:
+    """The texts that an output may be: one of json (a schema as dict or as text), regex, choice, grammar (GBNF) and json_object."""
+    json: str | dict | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+    def _compile(self, model):
+        kinds = {"json": _JSON_SCHEMA, "regex": _REGEX, "choice": _CHOICE, "grammar": _GBNF, "json_object": _JSON_OBJECT}
+        given = [name for name in kinds if getattr(self, name) is not None]
+        if len(given) != 1 or self.json_object is False:
+            raise ValueError(f"structured_outputs: {' and '.join(given) or 'nothing'} given, expected one of {', '.join(kinds)}")
+        value = getattr(self, given[0])
+        is_json = given[0] == "choice" or given[0] == "json" and not isinstance(value, str)
+        if given[0] == "choice" and (isinstance(value, str) or not all(isinstance(x, str) for x in value)):
+            raise ValueError("structured_outputs: choice: expected a list of texts")
+        text = (json.dumps(value if given[0] == "json" else list(value)) if is_json else "" if value is True else value).encode()
+        pattern = self.whitespace_pattern
+        grammar = _Grammar(kinds[given[0]], text, len(text), self.disable_any_whitespace, self.disable_additional_properties,
+                           None if pattern is None else pattern.encode())
+        return _Owned(_lib.toka_constraint_new, _lib.toka_constraint_del, model, C.byref(grammar))
+
 
 @dataclass
 class SamplingParams:
@@ -167,6 +236,17 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | dict | None = None
+    detokenize: bool = True            # False: outputs have token_ids and no text
+    best_of: int | None = None         # only n: all samples are returned
+
+    def __post_init__(self):
+        if self.best_of not in (None, self.n):
+            raise ValueError(f"best_of: {self.best_of}, expected n or None: sample n={self.best_of} and take the best by cumulative_logprob")
+        if not self.detokenize and self.stop:
+            raise ValueError("detokenize: False, but stop needs the text")
+        if isinstance(self.structured_outputs, dict):
+            self.structured_outputs = StructuredOutputsParams(**self.structured_outputs)
 
 
 @dataclass
@@ -271,18 +351,40 @@ def _ids(values):
     return (C.c_int32 * len(values))(*values)
 
 
-class LLM:
-    """An open model. The arguments are those of the command line, with vLLM's names; model None is the embedded one."""
+_UNUSED = {  # arguments of vLLM's LLM that ask for what is always so: the values that mean it, and why
+    "trust_remote_code": ((False, True), "no code of a model is ever run"),
+    "tokenizer_mode": (("auto",), "the tokenizer is that of the model"),
+    "skip_tokenizer_init": ((False,), "prompts may be prompt_token_ids all the same; detokenize=False leaves out the text"),
+    "enable_chunked_prefill": ((None, True), "long prompts are always computed in parts"),
+    "disable_log_stats": ((False, True), "nothing is logged"),
+    "cpu_offload_gb": ((0,), "weights stay on the device"),
+}
 
-    def __init__(self, model=None, *, enable_prefix_caching=True, num_threads=0, **options):
+
+class LLM:
+    """An open model. The arguments are those of the command line, with vLLM's names; model None is the embedded one. seed: from it
+    come the seeds of requests that have none, in their order; None: they are random."""
+
+    def __init__(self, model=None, *, enable_prefix_caching=True, num_threads=0, seed=None, revision=None, **options):
         o, err = _lib.toka_options_default(), _Err()
-        o.model = None if model is None else os.fsencode(model)
-        o.no_prefix_caching, o.n_threads = not enable_prefix_caching, num_threads
+        if seed is not None and (isinstance(seed, bool) or not hasattr(seed, "__index__")):
+            raise ValueError(f"seed: {seed!r}, expected a whole number")
+        self._random = random.SystemRandom() if seed is None else random.Random(int(seed))
+        _set(o, "model", model if revision is None else f"{os.fspath(model)}@{revision}")
+        if not isinstance(enable_prefix_caching, bool):
+            raise ValueError(f"enable_prefix_caching: {enable_prefix_caching!r}, expected True or False")
+        o.no_prefix_caching = not enable_prefix_caching
+        _set(o, "n_threads", num_threads)
         known = {name for name, _ in _Options._fields_} - {"model", "no_prefix_caching", "n_threads", "progress", "progress_user"}
         for name, value in options.items():
-            if name not in known:
-                raise TypeError(f"LLM() has no argument {name!r}; it has {', '.join(sorted(known))}")
-            setattr(o, name, os.fsencode(value) if isinstance(value, (str, os.PathLike)) else value)
+            if name in _UNUSED:
+                allowed, why = _UNUSED[name]
+                if not any(value is x or type(value) is type(x) and value == x for x in allowed):
+                    raise ValueError(f"{name}: {value!r}, expected {' or '.join(map(repr, allowed))}: {why}")
+            elif name not in known:
+                raise TypeError(f"LLM() has no argument {name!r}; it has {', '.join(sorted(known | set(_UNUSED)))}")
+            else:
+                _set(o, name, value)
         self._t = C.c_void_p()
         _check(_lib.toka_open(C.byref(self._t), C.byref(o), C.byref(err)), err)
         info = _lib.toka_get_info(self._t)
@@ -363,13 +465,16 @@ class LLM:
             _lib.toka_request_model_defaults(self._t, C.byref(r))
             return r, held, ids, [r.sampling.stop[i].decode() for i in range(r.sampling.n_stop)]
         s, seed = r.sampling, params.seed
-        r.n, r.keep_special, r.prompt_logprobs = params.n, not params.skip_special_tokens, bool(params.prompt_logprobs)
+        _set(r, "n", params.n)
+        r.keep_special, r.prompt_logprobs = not params.skip_special_tokens, bool(params.prompt_logprobs)
         for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
                      "min_tokens", "ignore_eos"):
-            setattr(s, name, getattr(params, name))
-        s.seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed % 2**64
-        s.max_tokens, s.include_stop = params.max_tokens or 0, params.include_stop_str_in_output
-        s.logprobs = params.logprobs or 0
+            _set(s, name, getattr(params, name))
+        s.seed = self._random.getrandbits(64) if seed is None else seed % 2**64
+        r.ids_only = not params.detokenize
+        _set(s, "max_tokens", params.max_tokens or 0)
+        s.include_stop = params.include_stop_str_in_output
+        _set(s, "logprobs", params.logprobs or 0)
         stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or [])
         s.stop, s.n_stop = (_TEXT * len(stops))(*(text.encode() for text in stops)), len(stops)
         s.stop_ids, s.n_stop_ids = _ids(params.stop_token_ids or []), len(params.stop_token_ids or [])
@@ -377,18 +482,18 @@ class LLM:
         bias = params.logit_bias or {}
         s.bias_ids, s.bias_values, s.n_bias = _ids([int(i) for i in bias]), (C.c_float * len(bias))(*bias.values()), len(bias)
         if params.bad_words:
-            words, err = C.c_void_p(), _Err()
             texts = (_TEXT * len(params.bad_words))(*(word.encode() for word in params.bad_words))
-            _check(_lib.toka_words_new(C.byref(words), self._t, texts, len(texts), C.byref(err)), err)
-            s.bad_words = words
+            held.append(_Owned(_lib.toka_words_new, _lib.toka_words_del, self._t, texts, len(texts)))
+            s.bad_words = held[-1].pointer
+        if params.structured_outputs is not None:
+            held.append(params.structured_outputs._compile(self._t))
+            s.constraint = held[-1].pointer
         return r, held, ids, stops
 
     def _submit(self, r, held, callback):
         number, err = C.c_int64(), _Err()
         code = _lib.toka_submit(self._t, C.byref(r), callback, None, C.byref(number), C.byref(err))
-        del held
-        if r.sampling.bad_words:
-            _lib.toka_words_del(r.sampling.bad_words)
+        held.clear()
         _check(code, err)
         return number.value
 
