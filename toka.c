@@ -37922,7 +37922,7 @@ typedef struct run_rank_shares {
 
 typedef struct run_report { /* the numbers of a finished batch */
     double elapsed_s, output_rate, total_rate, prefix_hit_share, rows_per_step;
-    double character_rate;   /* of the answers of a batch; 0: a benchmark, which makes no text */
+    double character_rate;   /* of the outputs; 0: the model has no tokenizer */
     /* shares of elapsed_s */
     double plan_share, run_share, commit_share, idle_share;
     bool timed;              /* the devices time their own steps; run_share is that of the first */
@@ -43464,6 +43464,7 @@ typedef struct run_bench_state {
     run_bench_sample *samples; /* [n_samples] in the order of the file */
     int64_t n_prompts, n_samples, cap_prompts, cap_samples;
     int64_t next;     /* index of the sample to submit next; n_samples: none is left */
+    int64_t n_output_chars; /* characters of the outputs; 0: the model has no tokenizer */
     bool cancelled;   /* Ctrl-C: all submitted requests have been cancelled */
     toka_err error;   /* the error of the first toka_submit that failed */
 } run_bench_state;
@@ -43600,6 +43601,7 @@ static int run_bench_event(void *user, const toka_event *ev) {
         bench->next = bench->n_samples;
         return 1;
     }
+    if (ev->text_bytes) bench->n_output_chars += utf8_count((str){ev->text, ev->text_bytes});
     if (ev->finish != TOKA_RUNNING) run_bench_submit(bench);
     return 0;
 }
@@ -43623,6 +43625,7 @@ static void run_bench_print(const run_bench_state *bench, const run_report *repo
     } numbers[] = {{"requests_per_second", (double)bench->n_prompts / seconds},
                    {"tokens_per_second", (double)total / seconds},
                    {"output_tokens_per_second", (double)output / seconds},
+                   {"output_characters_per_second", report->character_rate},
                    {"prefix_hit_share", report->prefix_hit_share},
                    {"mean_batch_size", report->rows_per_step},
                    {"plan_share", report->plan_share},
@@ -43638,6 +43641,7 @@ static void run_bench_print(const run_bench_state *bench, const run_report *repo
                   {"total_num_tokens", total},
                   {"total_prompt_tokens", prompt},
                   {"total_output_tokens", output},
+                  {"total_output_characters", bench->n_output_chars},
                   {"steps", report->stats.steps},
                   {"preemptions", report->stats.preemptions},
                   {"masks", report->stats.masks},
@@ -43710,6 +43714,7 @@ static int run_bench_throughput(toka *t, const run_bench_options *options, toka_
         code = toka_run(t, false, e);
         if (!code && bench.error.code) *e = bench.error, code = e->code;
         run_report report = run_report_make(t, os_now() - t0);
+        report.character_rate = (double)bench.n_output_chars / report.elapsed_s;
         if (!code && !*options->interrupted) run_bench_print(&bench, &report);
         if (!code && !options->quiet) run_report_print(&report);
         toka_err close_error;

@@ -38,6 +38,7 @@ def test_throughput_has_the_lines_of_vllm(tmp_path):
     lines = out.splitlines()
     assert re.fullmatch(r"Throughput: [\d.]+ requests/s, [\d.]+ total tokens/s, [\d.]+ output tokens/s", lines[0])
     assert re.match(r"toka: \S+ on .*, loaded in [\d.]+ s; KV cache \d+ tokens, 8\.0 sequences of \d+ tokens\n", err)
+    assert re.search(r" tok/s, [1-9]\d* characters/s; ", err)
     _, err = bench("throughput", "-m", "test/model", "--dataset", d, "-v")
     assert err.count("KV cache ") == 1 and err.count("\ntoka: opened in ") == 1  # the start-up lines appear once
     n_prompt = int(re.fullmatch(r"Total num prompt tokens:  (\d+)", lines[1])[1])
@@ -45,6 +46,8 @@ def test_throughput_has_the_lines_of_vllm(tmp_path):
     out, _ = bench("throughput", "-m", "test/model", "--dataset", d, "--num-prompts", "2", "--json", "--temp", "0.6")
     v = json.loads(out)
     assert (v["num_requests"], v["num_samples"], v["total_prompt_tokens"], v["total_output_tokens"]) == (2, 31, 83, 247)
+    assert 247 < v["total_output_characters"] < 247 * 8
+    assert abs(v["output_characters_per_second"] * v["elapsed_time"] - v["total_output_characters"]) < 1
     assert v["total_num_tokens"] == 330 and v["elapsed_time"] > 0 and v["prefix_hit_share"] > 0.5
     assert abs(v["tokens_per_second"] * v["elapsed_time"] - 330) < 1 and abs(v["requests_per_second"] * v["elapsed_time"] - 2) < 0.01
 
@@ -59,6 +62,9 @@ def test_outputs_match_a_schema(tmp_path):
     assert 640 < v["total_output_tokens"] < 900 and v["masks"] == v["total_output_tokens"] - 320
     assert 0 < v["masks_made"] < v["masks"] / 2 and v["steps"] < 85
     assert re.search(rf"  {v['masks']} masks of constraints, [\d.]+ % of them kept, [\d.]+ us each\n", err)
+    fixed = dataset(tmp_path, [{"prompt_token_ids": ids(9), "output_lengths": [40] * 8, "json_schema": {"enum": ["Tom h\u00e4s 3"]}}])
+    out, _ = bench("throughput", "-m", "test/model", "--dataset", fixed, "--device", "cpu", "--json")
+    assert json.loads(out)["total_output_characters"] == 8 * len('"Tom h\u00e4s 3"')  # characters, not bytes
     lines[2]["json_schema"] = {"not": {"items": {}}}
     _, err = bench("throughput", "-m", "test/model", "--dataset", dataset(tmp_path, lines), status=1)
     assert "line 3: JSON schema: /not" in err

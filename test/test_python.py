@@ -328,5 +328,10 @@ def test_recipe_scan(py, tmp_path):
         (tmp_path / f"{i}.txt").write_text(f"Tom has {i} apples. " * (1 if i else 400))
     assert recipe("scan.py", f"{ROOT}/test/model", tmp_path, "*.txt", tmp_path / "out.jsonl", "How many apples does Tom have?") == "3 files\n"
     rows = [json.loads(line) for line in open(tmp_path / "out.jsonl")]
+    assert all(set(r["answer"]) == {"answer", "where"} and r["answer"]["answer"] in ("yes", "no", "unclear") for r in rows)
+    (tmp_path / "schema.json").write_text(json.dumps({"type": "object", "properties": {"apples": {"type": "integer", "minimum": 0, "maximum": 999}},
+                                                      "required": ["apples"], "additionalProperties": False}))
+    recipe("scan.py", f"{ROOT}/test/model", tmp_path, "*.txt", tmp_path / "two.jsonl", "How many?", tmp_path / "schema.json")
+    assert all(0 <= json.loads(line)["answer"]["apples"] < 1000 for line in open(tmp_path / "two.jsonl"))
     assert [os.path.basename(r["file"]) for r in rows] == ["0.txt", "1.txt", "2.txt"] and all(r["answer"] for r in rows)
     assert rows[0]["prompt_tokens"] > 600 > rows[1]["prompt_tokens"]
