@@ -53178,10 +53178,48 @@ static void cli_put_flag_names(buf *out, unsigned command) {
             buf_printf(out, " --%s", cli_flags[i].name);
 }
 
-/* For bash, and for zsh, which can run scripts for bash. */
+/* Appends the names of the commands, with a space before each. */
+static void cli_put_command_names(buf *out) {
+    for (int i = 0; i < COUNT(cli_command_table); i++)
+        if (i == 0 || strcmp(cli_command_table[i].name, cli_command_table[i - 1].name))
+            buf_printf(out, " %s", cli_command_table[i].name);
+}
+
+/* Appends what may stand after toka help: commands and pages of the manual. A name that is both
+ * stands once. */
+static void cli_put_help_names(buf *out) {
+    cli_put_command_names(out);
+    for (int i = 0; i < COUNT(help_pages); i++) {
+        bool is_command = false;
+        for (int k = 0; k < COUNT(cli_command_table); k++)
+            is_command |= !strcmp(help_pages[i].name, cli_command_table[k].name);
+        if (!is_command) buf_printf(out, " %s", help_pages[i].name);
+    }
+}
+
+/* Appends a pattern of bash for all flags that take a value. */
+static void cli_put_value_flags(buf *out) {
+    buf_char(out, '=');
+    for (int i = 0; i < COUNT(cli_flags); i++) {
+        const cli_flag *flag = &cli_flags[i];
+        if (!flag->name || flag->type == CLI_BOOL) continue;
+        buf_printf(out, "|--%s", flag->name);
+        if (*flag->short_name) buf_printf(out, "|-%s", flag->short_name);
+        for (int k = 0; k < COUNT(cli_aliases); k++)
+            if (!strcmp(cli_aliases[k].name, flag->name))
+                buf_printf(out, "|%s%s", strlen(cli_aliases[k].other) > 1 ? "--" : "-",
+                           cli_aliases[k].other);
+    }
+}
+
+static const char cli_shells[] = "bash zsh fish";
+
+/* For bash, and for zsh, which can run scripts for bash. After a flag that takes a value there are
+ * no names: then bash completes files. */
 static void cli_put_bash(buf *out) {
     buf_c(out, "_toka() {\n"
                "    local word=${COMP_WORDS[COMP_CWORD]} command=${COMP_WORDS[1]} names\n"
+               "    local before=${COMP_WORDS[COMP_CWORD-1]}\n"
                "    [ \"$command\" != bench ] || command=\"bench ${COMP_WORDS[2]}\"\n"
                "    case $command in\n");
     for (int i = 0; i < COUNT(cli_command_table); i++) {
@@ -53191,15 +53229,20 @@ static void cli_put_bash(buf *out) {
         cli_put_flag_names(out, command->for_bit);
         buf_c(out, "\" ;;\n");
     }
-    buf_c(out, "    *) names=\"help");
-    for (int i = 0; i < COUNT(cli_command_table); i++)
-        if (i == 0 || strcmp(cli_command_table[i].name, cli_command_table[i - 1].name))
-            buf_printf(out, " %s", cli_command_table[i].name);
+    buf_c(out, "    help) names=\"");
+    cli_put_help_names(out);
+    buf_c(out, "\" ;;\n    *) names=\"help");
+    cli_put_command_names(out);
     cli_put_flag_names(out, FOR_RUN);
     buf_c(out, "\"\n        [ $COMP_CWORD = 1 ] || case $command in -*) ;; *) names= ;; esac ;;\n"
                "    esac\n"
                "    [ \"$COMP_CWORD$command\" != \"2bench $word\" ] ||"
-               " names=\"throughput serve plan ops\"\n"
+               " names=\"throughput serve plan ops\"\n");
+    buf_printf(out, "    [ \"$COMP_CWORD$command\" != 2completion ] || names=\"%s\"\n"
+               "    [ \"$word\" != = ] || word=\n"
+               "    case $before in ", cli_shells);
+    cli_put_value_flags(out);
+    buf_c(out, ") names= ;; esac\n"
                "    COMPREPLY=($(compgen -W \"$names\" -- \"$word\"))\n"
                "}\n"
                "complete -o default -F _toka toka ./toka\n");
@@ -53216,6 +53259,11 @@ static void cli_put_fish_text(buf *out, const char *text) {
 }
 
 static void cli_put_fish(buf *out) {
+    buf_c(out, "complete -c toka -n __fish_use_subcommand -a help\n"
+               "complete -c toka -n '__fish_seen_subcommand_from help' -f -a '");
+    cli_put_help_names(out);
+    buf_printf(out, "'\ncomplete -c toka -n '__fish_seen_subcommand_from completion' -f -a '%s'\n",
+               cli_shells);
     for (int i = 0; i < COUNT(cli_command_table); i++) {
         const cli_command *command = &cli_command_table[i];
         buf_printf(out, "complete -c toka -n __fish_use_subcommand -a %s\n", command->name);
@@ -53318,6 +53366,18 @@ static int cli_help_for(bool all, int n_words, char **words, toka_err *e) {
     return cli_help(all, command->for_bit, command->second_name ? 2 : 1, words, e);
 }
 
+/* Takes vLLM's and llama.cpp's names of types, too. */
+static int cli_fix_dtype(cli *flags, toka_err *e) {
+    const char *dtype = flags->open.dtype;
+    if (!dtype) return 0;
+    if (!strcmp(dtype, "half") || !strcmp(dtype, "float16"))
+        return fail(e, TOKA_E_USE, "--dtype %s: toka computes in float32 or bfloat16; models whose "
+                    "weights are float16 run with --dtype auto", dtype);
+    if (!strcmp(dtype, "float")) flags->open.dtype = "float32";
+    if (!strcmp(dtype, "bf16")) flags->open.dtype = "bfloat16";
+    return 0;
+}
+
 /* Says that the share of a GPU's memory has no effect, if it is given and the device is a CPU. */
 static void cli_warn_no_share(const cli *flags) {
     const char *typed = flags->typed[cli_find_flag_named("gpu-memory-utilization") - cli_flags];
@@ -53337,6 +53397,7 @@ static int cli_run_parsed(cli *flags, const cli_command *command, toka_err *e) {
     if (isatty(2) && !flags->quiet) flags->open.progress = cli_print_progress;
     if (flags->download_dir) setenv("HF_HUB_CACHE", flags->download_dir, 1);
     const bool text_only = bit & FOR_TEXT;
+    if (!code) code = cli_fix_dtype(flags, e);
     if (!code && (bit & FOR_OPENS)) cli_warn_no_share(flags);
     if (!code && (bit & FOR_HUB)) code = cli_get_model(flags, text_only, e);
     return code ? code : command ? command->main(flags, e) : cli_run_command(flags, e);

@@ -146,6 +146,13 @@ def test_names_that_users_know():
         assert toka("-p", "x", *args).returncode == 1, args
     assert toka("-p", "x", "--tp", "0").returncode == 1
     assert toka("-q", "-p", PROBLEM, "--tp", "1", "--pp", "1", "--dp", "1").returncode == 0
+    want = toka("-q", "-p", PROBLEM).stdout  # vLLM's names of types
+    for dtype in ("auto", "float", "float32"):
+        assert toka("-q", "-p", PROBLEM, "--dtype", dtype).stdout == want
+    bf16, bfloat16 = (toka("-q", "-p", PROBLEM, "--dtype", dtype, "--device", "cpu") for dtype in ("bf16", "bfloat16"))
+    assert bf16.stdout == bfloat16.stdout and bf16.stderr.replace(b"bf16", b"bfloat16") == bfloat16.stderr and b"expected" not in bf16.stderr
+    for dtype in ("half", "float16"):
+        assert f"--dtype {dtype}: toka computes in float32 or bfloat16; models whose weights" in toka("-p", "x", "--dtype", dtype).stderr.decode()
     for name in ("--tp-size", "--pp-size", "--dp_size"):  # SGLang's
         assert f"{name}: 0, expected 1 to 64" in toka("-p", "x", name, "0").stderr.decode()
 
@@ -224,11 +231,19 @@ def test_completion():
     assert complete("toka", "bench", "serve", "--good") == ["--goodput"] and complete("toka", "--samp") == ["--samples"]
     assert complete("toka", "list", "--api") == [] and complete("toka", "-p", "x", "--temp") == ["--temp"]
     assert {"bench", "pull", "chat", "help"} <= set(complete("toka", ""))
+    assert complete("toka", "completion", "") == ["bash", "zsh", "fish"] and complete("toka", "completion", "f") == ["fish"]
+    pages = re.search(r"^Manual pages: toka help (.*)$", toka("--help-all").stdout.decode(), re.M)[1].split(", ")
+    topics = complete("toka", "help", "")
+    assert set(pages) | {"serve", "bench"} <= set(topics) and len(topics) == len(set(topics)) and complete("toka", "help", "cons") == ["constraints"]
+    for words in (["serve", "-m"], ["serve", "--model-path"], ["-m"], ["-p", "x", "-c"], ["batch", "-i"], ["serve", "--model", "="]):
+        assert complete("toka", *words, "") == [], words  # so bash completes files
+    assert "--raw" in complete("toka", "-p", "x", "--raw", "") and "--port" in complete("toka", "serve", "-m", "x", "")
     flags = set(re.findall(r"^  (?:-\w+, |    )--([a-z-]+)", toka("serve", "--help-all").stdout.decode(), re.M))
     assert {f"--{f}" for f in flags} == set(complete("toka", "serve", "--"))
     assert toka("completion", "zsh").stdout.decode() == "autoload -U +X bashcompinit && bashcompinit\n" + script
     fish = toka("completion", "fish").stdout.decode()
     assert "complete -c toka -n '__fish_seen_subcommand_from serve' -l port -r -d " in fish
+    assert "from completion' -f -a 'bash zsh fish'" in fish and re.search(r"from help' -f -a '.* constraints.*'", fish)
     assert all(line.count("'") - line.count("\\'") in (0, 2, 4) for line in fish.splitlines())
     assert toka("completion").returncode == toka("completion", "ksh").returncode == 1
 

@@ -166,7 +166,7 @@ def test_structured_outputs(py, llm):
 def test_seed_of_the_model_and_no_text(py):
     """Requests without a seed get theirs from that of the model; without one they are random."""
     def texts(**arguments):
-        with py.LLM(f"{ROOT}/test/model", device="cpu", max_model_len=64, trust_remote_code=True, tokenizer_mode="auto", enable_chunked_prefill=True,
+        with py.LLM(f"{ROOT}/test/model", device="cpu", dtype="float", max_model_len=64, trust_remote_code=True, tokenizer_mode="auto", enable_chunked_prefill=True,
                     disable_log_stats=True, **arguments) as llm:
             return [llm.generate("Tom has", py.SamplingParams(temperature=2, max_tokens=9))[0].outputs[0].text for _ in range(3)]
     one = texts(seed=1)

@@ -384,7 +384,7 @@ class LLM:
             elif name not in known:
                 raise TypeError(f"LLM() has no argument {name!r}; it has {', '.join(sorted(known | set(_UNUSED)))}")
             else:
-                _set(o, name, value)
+                _set(o, name, "float32" if name == "dtype" and value == "float" else value)
         self._t = C.c_void_p()
         _check(_lib.toka_open(C.byref(self._t), C.byref(o), C.byref(err)), err)
         info = _lib.toka_get_info(self._t)
