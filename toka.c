@@ -20403,7 +20403,7 @@ COLD static void con_property_schemas(con_schema *schema, const con_object *obje
 }
 
 /* Returns a rule for a member: its name (a rule for the inside of the string, or a text), a colon
- * and the value. */
+ * and the value; not the white space after it. */
 COLD static int con_member_rule(con_schema *schema, int name_rule, const str *name,
                                 const con_all *value) {
     con_grammar *grammar = schema->grammar;
@@ -20416,8 +20416,9 @@ COLD static int con_member_rule(con_schema *schema, int name_rule, const str *na
         state = after;
     }
     state = con_token(schema, con_space(schema, con_literal(grammar, state, STR("\""))), ':');
-    state = con_after_call(schema, state, con_schema_rule(schema, value));
-    return con_rule_of(grammar, start, state);
+    const int end = con_state_new(grammar);
+    con_call(grammar, state, end, con_schema_rule(schema, value), 1, 1);
+    return con_rule_of(grammar, start, end);
 }
 
 /* Adds the value of a member in the style of the schema, and what follows it: JSON, or a string as
@@ -49835,7 +49836,7 @@ static const help_page help_pages[] = {
      "  know and unknown keywords are annotations, as the standard says.\n"
      "- Members come in the order of `properties`, then required names that are not\n"
      "  listed, then others. White space: none, one blank, or a line end and up to 40\n"
-     "  blanks; none before and after the text.\n"
+     "  blanks or tabs; none before and after the text.\n"
      "- `toka grammar` needs a tokenizer and no weights. Status 0: accepted; 1:\n"
      "  refused, with the byte and what was expected there, or a bad schema (on\n"
      "  standard error). It reads the text in its usual tokens, each of which must be\n"
@@ -49913,7 +49914,7 @@ static const help_page help_pages[] = {
      "  a second they are the limit), cached prefixes, and lengths that vary.\n"
      "- --batch-size: the memory of so many sequences of --max-model-len tokens, all\n"
      "  layers on one GPU, and the formulas.\n"
-     "- All flags: toka plan --help.\n",
+     "- All flags: toka plan --help-all.\n",
      "plan"},
     {"news", "what is new in 0.2.0",
      "    toka --version\n"

@@ -430,6 +430,8 @@ def test_help_of_a_command():
     every = toka("--help-all").stdout.decode()
     assert "; serve: port to listen on; 0 is any free one" in every and "; ping, bench serve: the server's name for its model" in every
     assert "listen on; 0 is any free one" in toka("serve", "--help").stdout.decode() and "free one" not in toka("bench", "serve", "--help").stdout.decode()
+    page = toka("help", "plan").stdout.decode()
+    assert "--gpu-price" in toka(*re.search(r"- All flags: toka (.*)\.$", page, re.M)[1].split()).stdout.decode()
     assert toka("help").stdout == toka("--help").stdout
 
 

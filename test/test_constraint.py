@@ -407,6 +407,20 @@ def test_command_line(tmp_path):
         assert r.returncode == 1 and message in r.stderr
 
 
+def test_white_space(tmp_path):
+    """Between two tokens of JSON is nothing, one blank, or a line end and blanks or tabs, as toka help constraints says."""
+    (tmp_path / "s.json").write_text('{"properties": {"a": {"type": "integer"}, "b": {"type": "array", "items": {"type": "object"}}}}')
+
+    def status(text):
+        return toka("grammar", "--json-schema", str(tmp_path / "s.json"), stdin=text).returncode
+    tokens = ["{", '"a"', ":", "1", ",", '"b"', ":", "[", "{", "}", ",", "{", "}", "]", ",", '"c"', ":", "null", "}"]
+    for between in ("", " ", "\n", "\r\n", "\n \t "):
+        assert status(between.join(tokens)) == 0, between
+    for between in ("  ", "\t", "\n\n", " \n"):
+        for i in range(1, len(tokens)):
+            assert status("".join(tokens[:i]) + between + "".join(tokens[i:])) == 1, (between, tokens[i - 1:i + 1])
+
+
 def test_grammar_command(tmp_path):
     date, schema, bench = ["--regex", "[0-9]{4}(-[0-9]{2}){2}"], tmp_path / "s.json", tmp_path / "bench.jsonl"
     schema.write_text(json.dumps(PERSON))
