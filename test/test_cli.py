@@ -268,7 +268,7 @@ def test_a_model_without_its_flag():
         assert toka("tokenize", *args, stdin="Tom has").stdout == (want if len(args) == 1 else toka("tokenize", "--no-special", stdin="Tom has").stdout)
     assert toka("tokenize", "test/model", stdin="Tom has", env={"TOKA_MODEL": "/none", "TOKA_HF_REPO": "no/ne"}).stdout == want
     assert toka("score", "test/model", "-q", "-p", "Tom has").returncode == 0
-    for args, text in ((["tokenize", "a", "b"], "b: a second model"), (["tokenize", "a", "-m", "b"], "a: a second model, after that of --model"),
+    for args, text in ((["tokenize", "a", "b"], "b: a second model"), (["tokenize", "a", "-m", "b"], "a: a second model, after that of -m or --hf-repo"),
                        (["score", "a", "-hf", "b/c"], "a: a second model"), (["-p", "x", "y"], "y: unknown argument"),
                        (["models", "y"], "y: unknown argument")):
         r = toka(*args)
@@ -645,7 +645,7 @@ def test_text_needs_no_config(tmp_path, config):
     (["--seed", "-" + "9" * 30, "-p", "a"], "is too low"), (["--models-file", "x", "models"], "a command comes before its flags"),
     (["--temp", "hot", "-p", "a"], "not a number"), (["--temp", "-1", "-p", "a"], "--temp: -1, expected 0 or more"), (["--top-p", "2", "-p", "a"], "--top-p: 2"),
     (["-m", "/does/not/exist", "-p", "a"], "/does/not/exist"), (["-f", "/does/not/exist"], "/does/not/exist"),
-    (["-p", "a", "-f", "README.md"], "exclude"), (["--device", "tpu", "-p", "a"], "tpu"), (["--dtype", "half", "-p", "a"], "--dtype half: expected"),
+    (["-p", "a", "-f", "README.md"], "exclude"), (["--device", "tpu", "-p", "a"], "tpu"), (["--dtype", "half", "-p", "a"], "--dtype half: toka computes"),
     (["--kv-cache-dtype", "fp8_e5m2", "-p", "a"], "fp8_e5m2 is not supported"), (["--kv-cache-dtype", "int8", "-p", "a"], "--kv-cache-dtype: "),
     (["--kv-cache-dtype", "fp8", "--kv-cache-dtype-skip-layers", "0,6", "-p", "a"], "\"6\""),
     (["--kv-cache-dtype-skip-layers", "0", "-p", "a"], "--kv-cache-dtype-skip-layers"), (["-p", "a", "--samples", "0"], "--samples"),
