@@ -17439,6 +17439,12 @@ COLD static void con_call(con_grammar *grammar, int from, int to, int rule, int 
     con_edge_add(grammar, (con_edge){.kind = CON_CALL, .from = from, .to = to, .rule = rule,
                                      .low = low, .high = high});
 }
+/* Adds one call of a rule after `from`. Returns the state after it. */
+COLD static int con_call_once(con_grammar *grammar, int from, int rule) {
+    const int to = con_state_new(grammar);
+    con_call(grammar, from, to, rule, 1, 1);
+    return to;
+}
 /* Adds a text after `from`. Returns the state after it. */
 COLD static int con_literal(con_grammar *grammar, int from, str text) {
     for (size_t i = 0; i < text.n && !grammar->e->code; i++) {
@@ -19992,10 +19998,8 @@ COLD static void con_raw_string(con_schema *schema, const con_all *all, int from
 }
 
 COLD static int con_quoted(con_schema *schema, int from, int rule) {
-    const int inside = con_literal(schema->grammar, from, STR("\"")),
-              after = con_state_new(schema->grammar);
-    con_call(schema->grammar, inside, after, rule, 1, 1);
-    return con_literal(schema->grammar, after, STR("\""));
+    const int inside = con_literal(schema->grammar, from, STR("\""));
+    return con_literal(schema->grammar, con_call_once(schema->grammar, inside, rule), STR("\""));
 }
 
 /* ---- Numbers ---- */
@@ -20235,18 +20239,13 @@ COLD static int con_number_rule(con_schema *schema, const con_all *all, bool int
 
 /* Adds white space after `from`. Returns the state after it. */
 COLD static int con_space(con_schema *schema, int from) {
-    if (schema->space < 0) return from;
-    const int to = con_state_new(schema->grammar);
-    con_call(schema->grammar, from, to, schema->space, 1, 1);
-    return to;
+    return schema->space < 0 ? from : con_call_once(schema->grammar, from, schema->space);
 }
 COLD static int con_token(con_schema *schema, int from, char c) {
     return con_space(schema, con_literal(schema->grammar, from, (str){&c, 1}));
 }
 COLD static int con_after_call(con_schema *schema, int from, int rule) {
-    const int to = con_state_new(schema->grammar);
-    con_call(schema->grammar, from, to, rule, 1, 1);
-    return con_space(schema, to);
+    return con_space(schema, con_call_once(schema->grammar, from, rule));
 }
 
 /* Adds to `element` what the list says of element i of an array. */
@@ -20410,15 +20409,10 @@ COLD static int con_member_rule(con_schema *schema, int name_rule, const str *na
     const int start = con_state_new(grammar);
     int state = con_literal(grammar, start, STR("\""));
     if (name) state = con_text(grammar, state, *name, true);
-    else {
-        const int after = con_state_new(grammar);
-        con_call(grammar, state, after, name_rule, 1, 1);
-        state = after;
-    }
+    else state = con_call_once(grammar, state, name_rule);
     state = con_token(schema, con_space(schema, con_literal(grammar, state, STR("\""))), ':');
-    const int end = con_state_new(grammar);
-    con_call(grammar, state, end, con_schema_rule(schema, value), 1, 1);
-    return con_rule_of(grammar, start, end);
+    state = con_call_once(grammar, state, con_schema_rule(schema, value));
+    return con_rule_of(grammar, start, state);
 }
 
 /* Adds the value of a member in the style of the schema, and what follows it: JSON, or a string as
