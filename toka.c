@@ -30642,7 +30642,7 @@ static void http_put_last_chunk(buf *out) { buf_c(out, "0\r\n\r\n"); }
  *   - the arguments of a call that was delivered whole are a JSON object. JSON that the model wrote
  *     is passed on byte by byte, except that control characters inside strings are escaped;
  *   - the end of JSON is found by its structure, so a string may contain any text;
- *   - nothing in the reasoning is a call;
+ *   - nothing in the reasoning is a call, nor in content that a response_format describes;
  *   - a stop string counts in the content only: neither in the reasoning nor in a call;
  *   - white space around calls and reasoning is dropped. Without both the content is unchanged;
  *   - memory is bounded by the length of the answer. There is no recursion over the answer.
@@ -30845,6 +30845,7 @@ typedef struct parse_setup { /* what all answers of a request have in common */
     const parse_tool *tools;    /* [n_tools] */
     int n_tools;
     bool one_call;              /* calls after the first are dropped */
+    bool calls_or_content;      /* an answer is never both: content that has begun has no calls */
     bool thinking;              /* the prompt ends inside the reasoning */
     bool thought;               /* the prompt ends behind it */
     const char *const *stop;    /* [n_stop] stop strings: they end the answer in its content only */
@@ -31123,7 +31124,20 @@ static enum parse_step parse_json_args(parser *p, char c) {
     return p->depth ? PARSE_MORE : PARSE_DONE;
 }
 
-/* Replaces the JSON string in parser.name by its value. Returns false if it is none. */
+/* May this be an answer that is JSON, and no call? */
+static bool parse_is_doubtful(const parser *p) {
+    return p->setup->format->flags & PARSE_BARE && !p->has_open && !p->n_in_list;
+}
+
+/* Is this the name of a function of the request? */
+static bool parse_has_tool(const parse_setup *setup, str name) {
+    for (int i = 0; i < setup->n_tools; i++)
+        if (str_eq(setup->tools[i].name, name)) return true;
+    return false;
+}
+
+/* Replaces the JSON string in parser.name by its value. Returns false if it is none, or if it names
+ * no function of the request in an answer that may be JSON by a response_format. */
 static bool parse_read_name(parser *p) {
     arena memory = {0};
     toka_err unused;
@@ -31131,13 +31145,9 @@ static bool parse_read_name(parser *p) {
     const str text = arena_str(&memory, json_str(value));
     buf_clear(&p->name), buf_str(&p->name, text);
     arena_free(&memory);
-    p->has_name = text.n > 0;
+    p->has_name = text.n && !(p->setup->calls_or_content && parse_is_doubtful(p) &&
+                              !parse_has_tool(p->setup, buf_view(&p->name)));
     return p->has_name;
-}
-
-/* May this be an answer that is JSON, and no call? */
-static bool parse_is_doubtful(const parser *p) {
-    return p->setup->format->flags & PARSE_BARE && !p->has_open && !p->n_in_list;
 }
 
 /* %c: the key of a member is complete. Returns false if it cannot be one of a call. */
@@ -31646,7 +31656,8 @@ static void parse_text(parser *p, char c) {
     const parse_format *format = p->setup->format;
     const str tags[] = {format ? parse_literal(format->call) : STR(""),
                         format && format->open ? str_c(format->open) : STR("")};
-    const int found = parse_search(p, tags, COUNT(tags), PARSE_CONTENT, c);
+    const bool no_calls = p->setup->calls_or_content && p->has_text;
+    const int found = parse_search(p, tags, no_calls ? 0 : COUNT(tags), PARSE_CONTENT, c);
     if (found < 0) return;
     buf_clear(&p->raw), buf_str(&p->raw, tags[found]);
     p->n_in_list = 0;
@@ -33546,6 +33557,7 @@ static int api_read_demand(api_request *request, const api_body *body, const api
                        (choice.must || choice.allowed || strict || grammar->grammar.kind);
     if (grammar->grammar.kind && api_put_grammar(request, grammar, content, e)) return e->code;
     demand->content = choice.must ? STR("") : buf_view(content);
+    parse->calls_or_content = demand->content.n > 0;
     return 0;
 }
 

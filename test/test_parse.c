@@ -213,6 +213,36 @@ static void test_parse_samples(void) {
     }
 }
 
+/* An answer that is calls or JSON by a response_format: content that has begun has no calls. */
+static void test_parse_calls_or_content(void) {
+    static const struct {
+        const char *format, *family, *text, *want;
+    } rows[] = {
+        {"qwen3_coder", NULL, "{\"a\": \"use <tool_call><function=f></function></tool_call> so\"}",
+         "{\"a\": \"use <tool_call><function=f></function></tool_call> so\"}"},
+        {"qwen3_coder", "qwen3", "<think>x</think>\n[\"<function=f></function>\"]", "<r:x>[\"<function=f></function>\"]"},
+        {"glm45", NULL, "\"<tool_call>f</tool_call>", "\"<tool_call>f</tool_call>"},
+        {"glm45", NULL, "<<tool_call>f</tool_call>", "<<tool_call>f</tool_call>"},
+        {"mistral", NULL, "{\"a\":\"x [TOOL_CALLS]f[ARGS]{} y\"}", "{\"a\":\"x [TOOL_CALLS]f[ARGS]{} y\"}"},
+        {"mistral", "qwen3", "\n[TOOL_CALLS]f[ARGS]{}", "<f#:{}>"},
+        {"llama3_json", NULL, "{\"name\": \"Bob\", \"parameters\": {}}", "{\"name\": \"Bob\", \"parameters\": {}}"},
+        {"llama3_json", NULL, "{\"parameters\": {}, \"name\": \"Bob\"}", "{\"parameters\": {}, \"name\": \"Bob\"}"},
+        {"llama3_json", NULL, "{\"name\": \"f\", \"parameters\": {}}", "<f#:{}>"}};
+    for (int i = 0; i < COUNT(rows); i++) {
+        arena memory = {0};
+        const parse_sample sample = {.format = rows[i].format, .family = rows[i].family};
+        parse_setup setup = parse_test_setup(&sample, &memory);
+        const str text = str_c(rows[i].text);
+        buf out = {0};
+        setup.calls_or_content = true;
+        for (size_t n = 1; n <= text.n; n++) {
+            parse_in_pieces(&setup, text, n, n == 1 ? 1 : text.n, &out);
+            CHECK_MSG(str_is(buf_view(&out), rows[i].want), "row %d, cut at %zu: %s\n  got  %s\n  want %s", i, n, rows[i].text, out.p, rows[i].want);
+        }
+        buf_free(&out), arena_free(&memory);
+    }
+}
+
 /* Mistral's older form: its name is also that of the newer one, so the template decides. */
 static void test_parse_names(void) {
     const parse_format *old = parse_find_format("mistral", STR("[TOOL_CALLS]")), *new = parse_find_format("mistral", STR("[TOOL_CALLS] [ARGS]"));
@@ -501,6 +531,7 @@ static void parse_check_walk(const parse_demand *demand, toka_constraint *schema
         if (event.kind == PARSE_ARGUMENTS && (demand->must_call || !which))
             CHECK_MSG(con_reads(schemas[which], event.text), "%s: '%.*s': '%.*s'", demand->setup->format->names, STRF(text), STRF(event.text));
     }
+    if (demand->setup->calls_or_content) CHECK_MSG(!n_calls != !n_content, "%s: '%.*s'", demand->setup->format->names, STRF(text));
     if (demand->must_call)
         CHECK_MSG(n_calls && !n_content && (n_calls == 1 || !demand->setup->one_call), "%s: '%.*s': %d calls", demand->setup->format->names, STRF(text), n_calls);
     parser_free(&p);
@@ -522,7 +553,8 @@ static void test_parse_structures(void) {
     const int n_tools = parse_tools_init(&memory, json_parse(&memory, buf_view(&wrapped), json_trusted, &e), &list);
     for (int i = 0; i < COUNT(parse_formats) * 6; i++) {
         const parse_format *format = &parse_formats[i / 6];
-        const parse_setup setup = {.format = format, .tools = list, .n_tools = n_tools, .one_call = i % 2, .family = i % 6 == 4 ? &parse_families[7] : NULL};
+        const parse_setup setup = {.format = format, .tools = list, .n_tools = n_tools, .one_call = i % 2, .family = i % 6 == 4 ? &parse_families[7] : NULL,
+                                   .calls_or_content = i % 6 == 3};
         const parse_demand demand = {.setup = &setup, .functions = functions, .n_functions = 2, .may_call = true, .must_call = i % 6 < 2 || i % 6 == 4,
                                      .content = i % 6 == 3 ? STR("{\"type\":\"json_schema\",\"json_schema\":{\"type\":\"array\"}}") : STR("")};
         buf_clear(&text);
@@ -571,6 +603,7 @@ static const struct test parse_tests[] = {
     {"parse: conversations of harmony's tests", test_parse_harmony_suite},
     {"parse: samples of every form", test_parse_samples},
     {"parse: names of forms", test_parse_names},
+    {"parse: calls or content", test_parse_calls_or_content},
     {"parse: long calls come while they are written", test_parse_long_calls},
     {"parse: stop strings count in the content", test_parse_stops},
     {"parse: random texts", test_parse_random},

@@ -251,6 +251,26 @@ def test_response_formats_with_reasoning_and_tools(api):
     assert both(api, "think", tools=PICK, tool_choice="required", response_format=shape, parallel_tool_calls=False)[2]
 
 
+XML = {
+    "torn": '{"side": "use <tool_call><function=get_time></function></tool_call> so"}',
+}
+
+
+@pytest.fixture(scope="module")
+def xml(tmp_path_factory):
+    """Calls in the form of Qwen3-Coder, whose values have no quotes."""
+    folder = str(tmp_path_factory.mktemp("xml"))
+    write_model(folder, XML, "{# <function= <parameter= #}")
+    with Server("-m", folder, "--served-model-name", "m") as s:
+        yield client(s)
+
+
+def test_json_that_contains_a_call(xml):
+    shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": pick(side={"type": "string"})}}
+    assert both(xml, "torn", tools=TOOLS, response_format=shape) == (XML["torn"], "", [], "stop")
+    assert [c[0] for c in both(xml, "torn", tools=TOOLS)[2]] == ["get_time"]
+
+
 def test_thinking_budgets(api):
     for budget in (0, 1, 4):
         content, reasoning, _, _ = both(api, "think", extra_body={"thinking_token_budget": budget})
