@@ -30794,38 +30794,78 @@ static unsigned parse_type_bit(str name) {
     return 0;
 }
 
-/* Returns the types that a JSON schema allows; 0: not known. depth: levels of anyOf and oneOf that
- * are still read. */
-static unsigned parse_schema_types(const json *schema, int depth) {
-    static const char *const unions[] = {"anyOf", "oneOf"};
-    const json *type = json_get(schema, "type"), *values = json_get(schema, "enum");
-    unsigned types = parse_type_bit(json_str(type));
-    if (json_is(type, JSON_ARRAY)) JSON_EACH(it, type) types |= parse_type_bit(json_str(it));
-    if (!type && json_is(values, JSON_ARRAY)) JSON_EACH(it, values) types |= 1u << it->type;
-    for (int i = 0; i < COUNT(unions) && depth; i++) {
-        const json *list = json_get(schema, unions[i]);
-        if (json_is(list, JSON_ARRAY))
-            JSON_EACH(it, list) types |= parse_schema_types(it, depth - 1);
+/* The types that the values of enum or const have. */
+static unsigned parse_value_types(const json *values) {
+    unsigned types = 0;
+    if (json_is(values, JSON_ARRAY)) JSON_EACH(it, values) types |= 1u << it->type;
+    return types;
+}
+
+/* Returns the types that a part of a JSON schema allows, ~0u if it may be any. Keywords hold
+ * together, one of the branches of anyOf and oneOf does. depth: levels that are still read. */
+static unsigned parse_schema_types(con_schema *schema, const json *part, int depth) {
+    static const char *const lists[] = {"anyOf", "oneOf", "allOf"};
+    const json *type = json_get(part, "type"), *value = json_get(part, "const");
+    const json *ref = json_get(part, "$ref");
+    unsigned types = ~0u, named = parse_type_bit(json_str(type));
+    if (!depth || !con_spend(schema, 1)) return ~0u;
+    if (json_is(type, JSON_ARRAY)) JSON_EACH(it, type) named |= parse_type_bit(json_str(it));
+    if (named) types &= named;
+    if (value) types &= 1u << value->type;
+    if (json_is(json_get(part, "enum"), JSON_ARRAY))
+        types &= parse_value_types(json_get(part, "enum"));
+    if (json_is(ref, JSON_STRING) && (ref = con_resolve(schema, ref)) != NULL)
+        types &= parse_schema_types(schema, ref, depth - 1);
+    for (int i = 0; i < COUNT(lists); i++) {
+        const json *list = json_get(part, lists[i]);
+        const bool all = i == 2;
+        unsigned joined = all ? ~0u : 0;
+        if (!json_is(list, JSON_ARRAY) || !list->n) continue;
+        if (!con_spend(schema, list->n)) return ~0u;
+        JSON_EACH(it, list) {
+            const unsigned one = parse_schema_types(schema, it, depth - 1);
+            joined = all ? joined & one : joined | one;
+        }
+        types &= joined;
     }
     return types;
 }
 
-/* Copies the names and the types of the parameters of a list of tools in OpenAI's form into the
- * arena. Returns the number of tools. */
+/* Copies the names and the types of the parameters of a function into the arena. */
+static void parse_tool_init(arena *memory, const json *function, con_schema *schema,
+                            parse_tool *tool) {
+    enum { MOST_LEVELS = 8 };
+    const json *parameters = schema->root, *ref = parameters;
+    for (int i = 0; i < MOST_LEVELS && json_is(ref = json_get(ref, "$ref"), JSON_STRING); i++)
+        ref = parameters = con_resolve(schema, ref);
+    const json *properties = json_get(parameters, "properties");
+    tool->name = arena_str(memory, json_str(json_get(function, "name")));
+    if (!json_is(properties, JSON_OBJECT)) return;
+    tool->params = arena_zalloc(memory, ((size_t)properties->n + 1) * sizeof *tool->params);
+    JSON_MEMBERS(key, properties) {
+        const unsigned types = parse_schema_types(schema, key + 1, MOST_LEVELS);
+        tool->params[tool->n_params++] =
+            (parse_param){arena_str(memory, json_str(key)), types == ~0u ? 0 : types};
+    }
+}
+
+/* Makes the list of the functions of a list of tools in OpenAI's form, in the arena. What a schema
+ * refers to is found as a constraint finds it (25); a hostile schema takes MOST_WORK comparisons,
+ * and types that are not found then are not known. Returns the number of tools. */
 static int parse_tools_init(arena *memory, const json *tools, parse_tool **out) {
+    enum { MOST_WORK = 1 << 20 };
     int n_tools = 0;
+    con_schema schema = {.work = CON_MAX_COMPARED - MOST_WORK};
     *out = arena_zalloc(memory, ((size_t)tools->n + 1) * sizeof **out);
     JSON_EACH(it, tools) {
+        toka_err unused = {0};
+        con_grammar grammar = {.e = &unused};
         const json *function = json_get(it, "function");
-        const json *properties = json_get(json_get(function, "parameters"), "properties");
-        parse_tool *tool = &(*out)[n_tools++];
-        tool->name = arena_str(memory, json_str(json_get(function, "name")));
-        if (!json_is(properties, JSON_OBJECT)) continue;
-        tool->params = arena_zalloc(memory, ((size_t)properties->n + 1) * sizeof *tool->params);
-        JSON_MEMBERS(key, properties)
-            tool->params[tool->n_params++] = (parse_param){
-                arena_str(memory, json_str(key)), parse_schema_types(key + 1, 4)};
+        schema.grammar = &grammar;
+        schema.root = json_get(function, "parameters");
+        parse_tool_init(memory, function, &schema, &(*out)[n_tools++]);
     }
+    arena_free(&schema.memory);
     return n_tools;
 }
 

@@ -7,6 +7,11 @@ static const char parse_test_tools[] =
     "\"s\":{\"type\":\"string\"},\"i\":{\"type\":\"integer\"},\"b\":{\"type\":\"boolean\"},\"o\":{\"type\":\"object\"},"
     "\"l\":{\"type\":\"array\"},\"n\":{\"type\":[\"string\",\"null\"]},\"u\":{},\"e\":{\"enum\":[\"1\",\"2\"]},"
     "\"a\":{\"anyOf\":[{\"type\":\"number\"},{\"type\":\"null\"}]}}}}},"
+    "{\"function\":{\"name\":\"r\",\"parameters\":{\"properties\":{\"o\":{\"anyOf\":[{\"$ref\":\"#/$defs/O\"},{\"type\":\"null\"}]},"
+    "\"c\":{\"const\":\"5\"},\"d\":{\"const\":5},\"e\":{\"$ref\":\"#/$defs/E\"},\"a\":{\"allOf\":[{\"$ref\":\"#S\"}],\"type\":[\"string\",\"integer\"]},"
+    "\"u\":{\"anyOf\":[{\"type\":\"string\"},{}]},\"m\":{\"type\":[\"string\",\"integer\"],\"enum\":[\"1\"]},\"x\":{\"$ref\":\"#/no\"},\"y\":{\"$ref\":\"#/$defs/Y\"}},"
+    "\"$defs\":{\"O\":{\"type\":\"object\"},\"E\":{\"enum\":[\"1\",\"2\"]},\"S\":{\"$anchor\":\"S\",\"type\":\"string\"},\"Y\":{\"$ref\":\"#/$defs/Y\"}}}}},"
+    "{\"function\":{\"name\":\"q\",\"parameters\":{\"$ref\":\"#/$defs/Q\",\"$defs\":{\"Q\":{\"properties\":{\"s\":{\"type\":\"string\"}}}}}}},"
     "{\"type\":\"function\",\"function\":{\"name\":\"g\"}},7,{\"function\":{\"name\":\"h\",\"parameters\":3}}]";
 
 typedef struct parse_sample {
@@ -104,6 +109,11 @@ static const parse_sample parse_samples[] = {
     {"qwen3_coder", NULL, 0, 0, "<tool_call><function=g></function></tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>", "<g#:{}><g#:{}>"},
     {"qwen3_coder", NULL, 0, 0, "So:\n<function=f>\n<parameter=i>\n1\n</parameter>\n</function>\n</tool_call> ok", "So:<f#:{\"i\": 1}> ok"},
     {"qwen3_coder", NULL, 0, 0, "<tool_call><function=f><parameter=s><b></para</parameter></function></tool_call>", "<f#:{\"s\": \"<b></para\"}>"},
+    {"glm45", NULL, 0, 0, "<tool_call>r<arg_key>o</arg_key><arg_value>{\"n\": 1}</arg_value><arg_key>c</arg_key><arg_value>5</arg_value><arg_key>d</arg_key>"
+     "<arg_value>5</arg_value><arg_key>e</arg_key><arg_value>1</arg_value><arg_key>a</arg_key><arg_value>7</arg_value><arg_key>u</arg_key><arg_value>7</arg_value>"
+     "<arg_key>m</arg_key><arg_value>1</arg_value><arg_key>x</arg_key><arg_value>1</arg_value><arg_key>y</arg_key><arg_value>1</arg_value></tool_call>"
+     "<tool_call>q<arg_key>s</arg_key><arg_value>1</arg_value></tool_call>",
+     "<r#:{\"o\": {\"n\": 1}, \"c\": \"5\", \"d\": 5, \"e\": \"1\", \"a\": \"7\", \"u\": 7, \"m\": \"1\", \"x\": 1, \"y\": 1}><q#:{\"s\": \"1\"}>"},
     {"seed_oss", NULL, 0, 0, "<seed:tool_call>\n<function=f>\n<parameter=s>x</parameter>\n</function>\n</seed:tool_call>", "<f#:{\"s\": \"x\"}>"},
     /* GLM 4.5, 4.6 with line feeds, 4.7 without */
     {"glm45", NULL, 0, 0, "\n<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>x y</arg_value>\n<arg_key>i</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
@@ -241,6 +251,22 @@ static void test_parse_calls_or_content(void) {
         }
         buf_free(&out), arena_free(&memory);
     }
+}
+
+/* A hostile schema: its references fan out, but few of them are followed. */
+static void test_parse_hostile_types(void) {
+    arena memory = {0};
+    toka_err e;
+    buf text = {0};
+    parse_tool *list;
+    buf_c(&text, "[{\"function\":{\"name\":\"f\",\"parameters\":{\"properties\":{\"a\":{\"$ref\":\"#/$defs/a\"},\"s\":{\"type\":\"string\"}},\"$defs\":{\"a\":{\"anyOf\":[");
+    for (int i = 0; i < 2000; i++) buf_c(&text, i ? ",{\"$ref\":\"#/$defs/a\"}" : "{\"$ref\":\"#/$defs/a\"}");
+    buf_c(&text, "]}}}}}]");
+    const json *tools = json_parse(&memory, buf_view(&text), json_trusted, &e);
+    const double begin = os_now();
+    CHECK(parse_tools_init(&memory, tools, &list) == 1 && list[0].n_params == 2 && !list[0].params[0].types);
+    CHECK_MSG(os_now() - begin < 3, "%.1f s", os_now() - begin);
+    buf_free(&text), arena_free(&memory);
 }
 
 /* Mistral's older form: its name is also that of the newer one, so the template decides. */
@@ -603,6 +629,7 @@ static const struct test parse_tests[] = {
     {"parse: conversations of harmony's tests", test_parse_harmony_suite},
     {"parse: samples of every form", test_parse_samples},
     {"parse: names of forms", test_parse_names},
+    {"parse: types of a hostile schema", test_parse_hostile_types},
     {"parse: calls or content", test_parse_calls_or_content},
     {"parse: long calls come while they are written", test_parse_long_calls},
     {"parse: stop strings count in the content", test_parse_stops},

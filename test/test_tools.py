@@ -252,6 +252,7 @@ def test_response_formats_with_reasoning_and_tools(api):
 
 
 XML = {
+    "model": '<tool_call>\n<function=book>\n<parameter=room>\n{"beds": 2}\n</parameter>\n<parameter=code>\n"5"\n</parameter>\n</function>\n</tool_call>',
     "torn": '{"side": "use <tool_call><function=get_time></function></tool_call> so"}',
 }
 
@@ -269,6 +270,20 @@ def test_json_that_contains_a_call(xml):
     shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": pick(side={"type": "string"})}}
     assert both(xml, "torn", tools=TOOLS, response_format=shape) == (XML["torn"], "", [], "stop")
     assert [c[0] for c in both(xml, "torn", tools=TOOLS)[2]] == ["get_time"]
+
+
+def test_types_that_a_schema_refers_to(xml):
+    """As pydantic writes Optional[Model] and enums: an object is no string, and a string that looks like a number stays one."""
+    room = {"$defs": {"Room": pick(beds={"type": "integer"}), "Code": {"enum": ["5", "6"]}},
+            **pick(room={"anyOf": [{"$ref": "#/$defs/Room"}, {"type": "null"}]}, code={"$ref": "#/$defs/Code"}, side={"const": "7"})}
+    for more in ({}, {"strict": True}):
+        tools = [{"type": "function", "function": {"name": "book", "parameters": room, **more}}]
+        for choice in ("auto", "required"):
+            if choice == "auto" and not more:
+                assert json.loads(both(xml, "model", tools=tools)[2][0][1])["room"] == {"beds": 2}
+                continue
+            call = json.loads(both(xml, "model", tools=tools, tool_choice=choice, parallel_tool_calls=False)[2][0][1])
+            assert call["room"] == {"beds": 2} and call["code"] in ("5", "6") and call["side"] == "7", call
 
 
 def test_thinking_budgets(api):
