@@ -31303,7 +31303,7 @@ static enum parse_step parse_python_value(parser *p, char c) {
     }
     parse_put_word(p);
     if (parse_is_space(c)) {
-        parse_put_args(p, STR(" "));
+        parse_put_args(p, (str){&c, 1});
     } else if (c == '\'' || c == '"') {
         p->quote = c;
         parse_put_args(p, STR("\""));
@@ -31713,8 +31713,7 @@ static bool parse_may_begin(const parser *p, char c) {
     const bool needs_bracket = parse_is_doubtful(p) && strchr(format->skip, '[');
     if (*format->call != '%' || (needs_bracket && str_find(buf_view(&p->raw), STR("["), 0) < 0))
         return false;
-    return format->call[1] == 'c' ? c == '{'
-                                  : parse_is_name(c) && !isdigit((unsigned char)c);
+    return format->call[1] == 'c' ? c == '{' : parse_is_name(c);
 }
 
 /* In a list, before a call. */
@@ -33472,16 +33471,23 @@ static int api_put_kwargs(const api_request *request, const api_body *body, buf 
     return 0;
 }
 
+/* Checks a tool. OpenAI's names have at most 64 letters, digits, _ and -. Here a name may be longer
+ * and may have all that a form of calls can write: parse_is_name. */
 static int api_check_tool(api_request *request, const json *tool, toka_err *e) {
     const json *type = json_get(tool, "type"), *function = json_get(tool, "function");
     const json *parameters = json_get(function, "parameters");
     if (type && type->type == JSON_STRING && !str_is(json_str(type), "function"))
         return API_UNSUPPORTED(request, "tools: only functions are supported, not '%.*s'",
                                STRF(json_str(type)));
-    if (!api_tool_name(tool).n) return API_INVALID("tools: expected functions with a name");
+    const str name = api_tool_name(tool);
+    if (!name.n) return API_INVALID("tools: expected functions with a name");
+    for (size_t i = 0; i < name.n; i++)
+        if (!parse_is_name(name.p[i]))
+            return API_INVALID("tools: '%.*s': a name has only letters, digits and _-.:/$@",
+                               STRF(name));
     if (parameters && parameters->type != JSON_OBJECT && parameters->type != JSON_NULL)
         return API_INVALID("tools: '%.*s': parameters: expected an object",
-                           STRF(api_tool_name(tool)));
+                           STRF(name));
     return 0;
 }
 

@@ -340,6 +340,14 @@ def test_hostile_tools_touch_no_other_request(server, plain):
     assert first.choices and len(join(stream)[2]) == 1
 
 
+def test_names_of_functions(plain):
+    """OpenAI's, and those with a dot; a digit may come first."""
+    for name in ("2fa", "get-it_2", "a.b", "x" * 64):
+        tools = [{"type": "function", "function": {"name": name}}]
+        call, = both(plain, "text", tools=tools, tool_choice="required", parallel_tool_calls=False)[2]
+        assert call[0] == name and json.loads(call[1]) == {}
+
+
 def test_refusals(api):
     bad = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}}}]
     for tools, choice in ((TOOLS, {"type": "function", "function": {"name": "fly"}}), (TOOLS, "sometimes"), (None, "required"), ([], "required"), (bad, "required")):
@@ -350,6 +358,7 @@ def test_refusals(api):
 
 
 @pytest.mark.parametrize("tools", [[7], [{}], [{"type": "function", "function": {"name": ""}}], [{"type": "function", "function": {"name": 5}}],
+                                   [{"function": {"name": "get it"}}], [{"function": {"name": "zahl\u00fc"}}], [{"function": {"name": "a[b"}}], [{"function": {"name": "a\n"}}],
                                    [{"type": "retrieval", "function": {"name": "f"}}], [TOOLS[0], {"type": "custom", "custom": {"name": "f"}}],
                                    [{"type": "function", "function": {"name": "f", "parameters": "x"}}], {"type": "function"}, "f"])
 def test_tools_that_are_none(server, tools):
