@@ -33373,6 +33373,65 @@ static int api_put_message(api_request *request, const json *message, bool as_li
     return 0;
 }
 
+/* continue_final_message: this mark ends the text of the last message while the chat is rendered.
+ * It is that of transformers, which some templates know. */
+static const char api_final_mark[] = "CONTINUE_FINAL_MESSAGE_TAG ";
+
+/* Writes an object, with the mark at the end of its member `name`, a text. */
+static void api_put_marked(const json *object, const char *name, buf *out) {
+    json_put_open(out, '{');
+    JSON_MEMBERS(key, object) {
+        const bool marks = str_is(json_str(key), name) && key[1].type == JSON_STRING;
+        buf text = {0};
+        json_put_str(out, json_str(key)), buf_char(out, ':');
+        buf_str(&text, json_str(key + 1)), buf_c(&text, api_final_mark);
+        if (marks) json_put_str(out, buf_view(&text));
+        else json_put_value(out, key + 1);
+        buf_free(&text);
+    }
+    json_put_close(out, '}');
+}
+
+/* Returns the last part of a content that has a text, or NULL. */
+static const json *api_last_text(const json *content, str *text) {
+    const json *last = NULL;
+    str part;
+    if (json_is(content, JSON_ARRAY))
+        JSON_EACH(it, content)
+            if (api_content_part_text(it, &part) && json_is(it, JSON_OBJECT)) {
+                *text = part;
+                last = it;
+            }
+    return last;
+}
+
+/* Returns a copy of the last message, with the mark, in the memory of the request. */
+static const json *api_mark_final_message(api_request *request, const json *message) {
+    const json *content = json_get(message, "content");
+    str unused;
+    const json *last = api_last_text(content, &unused);
+    buf out = {0};
+    toka_err e;
+    if (!last) {
+        api_put_marked(message, "content", &out);
+    } else {
+        json_put_open(&out, '{');
+        JSON_MEMBERS(key, message) {
+            if (str_is(json_str(key), "content")) continue;
+            json_put_str(&out, json_str(key)), buf_char(&out, ':'), json_put_value(&out, key + 1);
+        }
+        json_put_key(&out, "content"), json_put_open(&out, '[');
+        JSON_EACH(it, content)
+            if (it == last) json_comma(&out), api_put_marked(it, "text", &out);
+            else json_put_value(&out, it);
+        buf_c(&out, "]}");
+    }
+    const str copy = arena_str(&request->memory, buf_view(&out));
+    const json *marked = json_parse(&request->memory, copy, json_trusted, &e);
+    buf_free(&out);
+    return marked ? marked : message;
+}
+
 /* Returns the tools that the model may call, or NULL. With tool_choice "none" there are none. If
  * one template serves chats with and without tools, an empty list of tools counts as no tools: such
  * a template would ask the model for calls. */
@@ -33522,9 +33581,12 @@ static int api_put_chat_context(api_request *request, const api_body *body, buf 
     json_put_open(out, '{');
     json_put_key(out, "messages"), json_put_open(out, '[');
     const tmpl *chat = lib_chat_template(request->config->toka, tools);
-    JSON_EACH(message, messages)
+    const json *last = body->continues ? json_at(messages, messages->n - 1) : NULL;
+    JSON_EACH(it, messages) {
+        const json *message = it == last ? api_mark_final_message(request, it) : it;
         if ((code = api_put_message(request, message, chat && chat->loops_over_content, out, e)))
             return code;
+    }
     json_put_close(out, ']');
     const bool generates = body->generate < 0 ? !body->continues : body->generate;
     json_put_key(out, "add_generation_prompt"), json_put_bool(out, generates);
@@ -33651,28 +33713,26 @@ static bool api_continues_thinking(const parse_family *family, str text) {
     return open > close;
 }
 
-/* continue_final_message: cuts the rendered chat behind the text of the last message. As in
- * transformers, a template may have dropped white space around the text. */
+/* continue_final_message: cuts the rendered chat at the mark. As in transformers, a template may
+ * have dropped white space around the text. */
 static int api_cut_final_message(api_request *request, const api_body *body, buf *rendered,
                                  toka_err *e) {
     const json *last = json_at(body->messages, body->messages->n - 1);
     const json *content = json_get(last, "content");
-    str text = json_str(content), part;
-    if (json_is(content, JSON_ARRAY) && content->n &&
-        api_content_part_text(json_at(content, content->n - 1), &part))
-        text = part;
-    while (text.n && parse_is_space(text.p[0])) text = str_sub(text, 1, text.n);
-    str bare = text;
+    str text = json_str(content), mark = str_c(api_final_mark);
+    api_last_text(content, &text);
+    str bare = text, chat = buf_view(rendered);
+    while (bare.n && parse_is_space(bare.p[0])) bare = str_sub(bare, 1, bare.n);
     while (bare.n && parse_is_space(bare.p[bare.n - 1])) bare.n--;
     ptrdiff_t found = -1;
-    const str chat = buf_view(rendered);
-    for (ptrdiff_t at = -1; bare.n && (at = str_find(chat, bare, (size_t)(at + 1))) >= 0;)
-        found = at;
-    if (found < 0)
+    mark.n--; /* the blank at its end */
+    for (ptrdiff_t at = -1; (at = str_find(chat, mark, (size_t)(at + 1))) >= 0;) found = at;
+    if (found < 0 || !bare.n || str_find(chat, bare, 0) < 0)
         return API_INVALID("continue_final_message: the chat template does not show the text of "
                            "the last message");
-    const bool whole = str_starts(str_sub(chat, (size_t)found, chat.n), text);
-    rendered->n = (size_t)found + (whole ? text.n : bare.n);
+    const bool whole = str_starts(str_sub(chat, (size_t)found, chat.n), str_c(api_final_mark));
+    rendered->n = (size_t)found;
+    while (!whole && rendered->n && parse_is_space(rendered->p[rendered->n - 1])) rendered->n--;
     request->parse.thinking = api_continues_thinking(request->parse.family, text);
     return 0;
 }

@@ -180,6 +180,10 @@ def test_continue_final_message(server, api):
     user, half = {"role": "user", "content": "u"}, {"role": "assistant", "content": "half a \n"}
     assert text(user, half, continue_final_message=True) == "[user]u[assistant]half a \n"
     assert text(user, {**half, "content": [{"type": "text", "text": "a"}, {"type": "text", "text": " b"}]}, continue_final_message=True).endswith("b")
+    for prefill in ("u", "e", "[", "assistant", "<go", "False"):  # texts that stand in the rest of the prompt, too
+        assert text(user, {**half, "content": prefill}, continue_final_message=True, reasoning_effort="none") == "[user]u[assistant]" + prefill
+    parts = [{"type": "text", "text": "u"}, {"type": "text", "text": "e"}]
+    assert text(user, {**half, "content": parts}, continue_final_message=True) == "[user]u[assistant]u\ne"
     assert text(user, half).endswith("<go:u>") and text(user, half, add_generation_prompt=False) == text(user, half)
     for more in ({"continue_final_message": True, "add_generation_prompt": True}, {"continue_final_message": True, "messages": [user, {**half, "content": ""}]}):
         answer = rendered(user, half, **more)
