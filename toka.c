@@ -30637,10 +30637,11 @@ static void http_put_last_chunk(buf *out) { buf_c(out, "0\r\n\r\n"); }
  *
  * What always holds:
  *   - the events, joined, do not depend on how the bytes were divided into calls of parser_feed;
- *   - a malformed or unfinished call becomes content, as it was written. Only a call with more than
- *     PARSE_HELD_BYTES is delivered while it is written; if it breaks off later, it stays a call;
- *   - the arguments of a call that was delivered whole are a JSON object. JSON that the model wrote
- *     is passed on byte by byte, except that control characters inside strings are escaped;
+ *   - a malformed or unfinished call becomes content, as it was written. So a call is held until it
+ *     is complete. Only if a constraint makes all calls valid, one with more than PARSE_HELD_BYTES
+ *     is delivered while it is written; if max_tokens cuts it, it stays a call;
+ *   - the arguments of a call that was not cut are a JSON object. JSON that the model wrote is
+ *     passed on byte by byte, except that control characters inside strings are escaped;
  *   - the end of JSON is found by its structure, so a string may contain any text;
  *   - nothing in the reasoning is a call, nor in content that a response_format describes;
  *   - a stop string counts in the content only: neither in the reasoning nor in a call;
@@ -30648,7 +30649,7 @@ static void http_put_last_chunk(buf *out) { buf_c(out, "0\r\n\r\n"); }
  *   - memory is bounded by the length of the answer. There is no recursion over the answer.
  * =========================================================================== */
 
-enum { PARSE_HELD_BYTES = 512 }; /* a call of at most this length is held until it is complete */
+enum { PARSE_HELD_BYTES = 512 }; /* a longer call that is valid is delivered while it is written */
 
 enum {
     PARSE_BARE = 1,      /* an answer may begin with the list, without `open` */
@@ -30885,6 +30886,7 @@ typedef struct parse_setup { /* what all answers of a request have in common */
     const parse_tool *tools;    /* [n_tools] */
     int n_tools;
     bool one_call;              /* calls after the first are dropped */
+    bool valid_calls;           /* a constraint makes each call valid, up to where it is cut */
     bool calls_or_content;      /* an answer is never both: content that has begun has no calls */
     bool thinking;              /* the prompt ends inside the reasoning */
     bool thought;               /* the prompt ends behind it */
@@ -31554,6 +31556,15 @@ static bool parse_advance(parser *p) {
     return *p->at != 0;
 }
 
+/* Must the call be delivered before it is complete? The constraint does not know a call without the
+ * text that begins a list of them. */
+static bool parse_is_long(const parser *p) {
+    const parse_format *format = p->setup->format;
+    const bool known = !format->open || p->has_open || format->flags & PARSE_BARE;
+    return p->setup->valid_calls && known && !p->delivered && p->raw.n > PARSE_HELD_BYTES &&
+           p->has_name && p->args.n && p->args.p[0] == '{';
+}
+
 static void parse_call(parser *p, char c) {
     enum parse_step step;
     if (!p->delivered) buf_char(&p->raw, c);
@@ -31566,8 +31577,7 @@ static void parse_call(parser *p, char c) {
         parse_end_call(p);
         return;
     }
-    const bool is_long = !p->delivered && p->raw.n > PARSE_HELD_BYTES;
-    if (is_long && p->has_name && p->args.n && p->args.p[0] == '{') parse_deliver(p);
+    if (parse_is_long(p)) parse_deliver(p);
 }
 
 /* ---- Harmony ---- */
@@ -31625,8 +31635,7 @@ static void parse_body_byte(parser *p, char c) {
     if (p->body == PARSE_ARGUMENTS) {
         if (!p->delivered) buf_char(&p->raw, c);
         parse_put_args(p, (str){&c, 1});
-        const bool is_long = !p->delivered && p->raw.n > PARSE_HELD_BYTES;
-        if (is_long && p->args.p[0] == '{') parse_deliver(p);
+        if (parse_is_long(p)) parse_deliver(p);
         return;
     }
     if (!p->wrote_now && p->wrote[p->body]) parse_emit(p, p->body, STR(""), STR("\n"));
@@ -33666,6 +33675,7 @@ static int api_read_demand(api_request *request, const api_body *body, const api
     if (grammar->grammar.kind && api_put_grammar(request, grammar, content, e)) return e->code;
     demand->content = choice.must ? STR("") : buf_view(content);
     parse->calls_or_content = demand->content.n > 0;
+    parse->valid_calls = demand->may_call;
     return 0;
 }
 

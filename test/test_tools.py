@@ -27,6 +27,7 @@ SCRIPTS = {
     "both": "<think>Look it up: yes.</think>\n<tool_call>{\"name\": \"get_time\", \"arguments\": {\"zone\": \"CET 1\"}}</tool_call>",
     "long": "<tool_call>{\"name\": \"get_weather\", \"arguments\": {\"city\": \"" + " ".join(map(str, range(1000, 1300))) + "\"}}</tool_call>",
     "text": "No tools here; <tool_cal is text.",
+    "broken": "<tool_call>{\"name\": \"get_weather\", \"arguments\": {\"city\": \"" + " ".join(map(str, range(3000, 3200))) + "\" oops}}</tool_call>",
 }
 DEEPSEEK = {"calls": "Ok." + DS[0] + DS[1] + "function" + DS[2] + "get_time\n```json\n{\"zone\": \"UTC\"}\n```" + DS[3] + DS[4]}
 
@@ -119,6 +120,7 @@ def test_calls(api):
 def test_calls_that_are_text(api):
     assert both(api, "bad", tools=TOOLS) == (SCRIPTS["bad"], "", [], "stop")
     assert both(api, "text", tools=TOOLS) == (SCRIPTS["text"], "", [], "stop")
+    assert both(api, "broken", tools=TOOLS) == (SCRIPTS["broken"], "", [], "stop")  # however long it is
     assert both(api, "one", tools=TOOLS, tool_choice="none") == (SCRIPTS["one"], "", [], "stop")
     assert both(api, "one") == (SCRIPTS["one"], "", [], "stop")
     content, _, calls, finish = both(api, "one", tools=TOOLS, max_tokens=12)
@@ -126,10 +128,13 @@ def test_calls_that_are_text(api):
 
 
 def test_a_long_call_is_streamed(api):
-    _, _, calls, _ = both(api, "long", tools=TOOLS)
-    assert json.loads(calls[0][1])["city"].endswith("1299")
-    deltas = [d for c in ask(api, "long", tools=TOOLS, stream=True) for d in c.choices[0].delta.tool_calls or []]
-    assert len(deltas) > 50
+    """One that a constraint makes valid; others come when they are complete, because they may be malformed."""
+    for strict in (True, False):
+        tools = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": strict}}]
+        _, _, calls, _ = both(api, "long", tools=tools)
+        assert json.loads(calls[0][1])["city"].endswith("1299")
+        deltas = [d for c in ask(api, "long", tools=tools, stream=True) for d in c.choices[0].delta.tool_calls or []]
+        assert len(deltas) > 50 if strict else len(deltas) == 2
 
 
 def test_reasoning(api):
@@ -569,6 +574,7 @@ def test_responses(api):
     cut = respond(api, "text", max_output_tokens=3)
     assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens" and SCRIPTS["text"].startswith(cut.output_text)
     assert items(respond(api, "long", tools=FLAT))[0][0] == "get_weather"
+    assert items(respond(api, "broken", tools=FLAT)) == [("text", SCRIPTS["broken"])]
 
 
 def test_a_response_repeats_the_request(server, api):
@@ -664,6 +670,7 @@ def test_messages(server, messages_client):
     answer = converse(messages_client, "text", stop_sequences=["here"])
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "here") and answer.content[0].text == "No tools "
     assert len(blocks(converse(messages_client, "long", tools=ANTHROPIC))[0][1]["city"]) > 1000
+    assert blocks(converse(messages_client, "broken", tools=ANTHROPIC)) == [("text", SCRIPTS["broken"])]
 
 
 def test_constraints_of_messages(server, messages_client):
