@@ -33512,6 +33512,13 @@ static int api_read_tool_choice(const api_body *body, api_tool_choice *out, toka
     return 0;
 }
 
+/* Writes whether the model thinks, under each name that templates have for it: that of Qwen and
+ * GLM, and that of DeepSeek and Granite. */
+static void api_put_thinks(bool thinks, buf *out) {
+    json_put_key(out, "enable_thinking"), json_put_bool(out, thinks);
+    json_put_key(out, "thinking"), json_put_bool(out, thinks);
+}
+
 /* Writes the variables of the template that the server, reasoning_effort and the body set. If a
  * name occurs twice, the later one counts. */
 static int api_put_kwargs(const api_request *request, const api_body *body, buf *out,
@@ -33527,11 +33534,9 @@ static int api_put_kwargs(const api_request *request, const api_body *body, buf 
     for (int i = 0; i < 2; i++) {
         if (i && body->effort.n) {
             json_put_key(out, "reasoning_effort"), json_put_str(out, body->effort);
-            json_put_key(out, "enable_thinking");
-            json_put_bool(out, !str_is(body->effort, "none"));
+            api_put_thinks(!str_is(body->effort, "none"), out);
         }
-        if (i && body->thinks >= 0)
-            json_put_key(out, "enable_thinking"), json_put_bool(out, body->thinks);
+        if (i && body->thinks >= 0) api_put_thinks(body->thinks, out);
         if (!sources[i]) continue;
         JSON_MEMBERS(key, sources[i])
             json_put_str(out, json_str(key)), buf_char(out, ':'), json_put_value(out, key + 1);
@@ -35499,11 +35504,14 @@ static int msg_translate_choice(api_request *request, api_body *body, toka_err *
     return API_INVALID("tool_choice: expected auto, any, none or a tool");
 }
 
-/* Reads `thinking`: whether the model thinks, and with how many tokens. */
+/* Reads `thinking`: whether the model thinks (adaptive: as it likes), and with how many tokens. */
 static int msg_translate_thinking(api_body *body, toka_err *e) {
     const json *budget = json_get(body->thinking, "budget_tokens");
+    const str type = json_str(json_get(body->thinking, "type"));
     if (!body->thinking) return 0;
-    body->thinks = !str_is(json_str(json_get(body->thinking, "type")), "disabled");
+    body->thinks = str_is(type, "enabled") || str_is(type, "adaptive");
+    if (!body->thinks && !str_is(type, "disabled"))
+        return API_INVALID("thinking: type: expected enabled, disabled or adaptive");
     if (!body->thinks || !budget || budget->type == JSON_NULL) return 0;
     if (!json_whole(budget, &body->thinking_budget) || body->thinking_budget < 0 ||
         body->thinking_budget > INT_MAX)

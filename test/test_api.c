@@ -1106,7 +1106,7 @@ static void test_api_reasoning(void) {
                       "\"reasoning_content\":\"s\"}],\"reasoning_effort\":\"none\",\"chat_template_kwargs\":{\"enable_thinking\":true}}",
                       "{\"messages\":[{\"role\":\"assistant\",\"content\":\"a\",\"reasoning\":\"r\",\"reasoning_content\":\"r\",\"thinking\":\"r\"},"
                       "{\"role\":\"assistant\",\"content\":\"b\",\"reasoning_content\":\"s\",\"reasoning\":\"s\",\"thinking\":\"s\"}],\"add_generation_prompt\":true,"
-                      "\"reasoning_effort\":\"none\",\"enable_thinking\":false,\"enable_thinking\":true}");
+                      "\"reasoning_effort\":\"none\",\"enable_thinking\":false,\"thinking\":false,\"enable_thinking\":true}");
     api_config m = api_test_model();
     CHECK(api_refuse_value(&m, API_CHAT, "reasoning_effort", "\"huge\"").status == 400);
     toka_err e;

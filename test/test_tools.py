@@ -270,12 +270,25 @@ XML = {
 def xml(tmp_path_factory):
     """Calls in the form of Qwen3-Coder, whose values have no quotes."""
     folder = str(tmp_path_factory.mktemp("xml"))
-    write_model(folder, XML, "{# <function= <parameter= #}")
+    write_model(folder, XML, "{# <function= <parameter= #}{{ thinking }}")
     with Server("-m", folder, "--served-model-name", "m") as s:
-        yield client(s)
+        yield s
+
+
+def test_the_other_name_of_thinking(xml):
+    """The templates of DeepSeek and Granite ask for `thinking`, not `enable_thinking`."""
+    user = [{"role": "user", "content": "torn"}]
+    for body, want in (({}, ""), ({"reasoning_effort": "none"}, "False"), ({"reasoning_effort": "high"}, "True"),
+                       ({"reasoning_effort": "none", "chat_template_kwargs": {"thinking": "K"}}, "K")):
+        tokens = xml.post("/tokenize", {"messages": user, **body}).json()["tokens"]
+        assert xml.post("/detokenize", {"tokens": tokens}).json()["prompt"] == want + "<go:torn>"
+    for kind, n in (("enabled", 4), ("adaptive", 4), ("disabled", 5)):
+        counted = xml.post("/v1/messages/count_tokens", {"messages": user, "thinking": {"type": kind}}).json()["input_tokens"]
+        assert counted == 1 + n
 
 
 def test_json_that_contains_a_call(xml):
+    xml = client(xml)
     shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": pick(side={"type": "string"})}}
     assert both(xml, "torn", tools=TOOLS, response_format=shape) == (XML["torn"], "", [], "stop")
     assert [c[0] for c in both(xml, "torn", tools=TOOLS)[2]] == ["get_time"]
@@ -283,6 +296,7 @@ def test_json_that_contains_a_call(xml):
 
 def test_types_that_a_schema_refers_to(xml):
     """As pydantic writes Optional[Model] and enums: an object is no string, and a string that looks like a number stays one."""
+    xml = client(xml)
     room = {"$defs": {"Room": pick(beds={"type": "integer"}), "Code": {"enum": ["5", "6"]}},
             **pick(room={"anyOf": [{"$ref": "#/$defs/Room"}, {"type": "null"}]}, code={"$ref": "#/$defs/Code"}, side={"const": "7"})}
     for more in ({}, {"strict": True}):
@@ -723,7 +737,7 @@ def test_a_conversation_of_messages(server, messages_client):
     assert counted.input_tokens == answer.usage.input_tokens + answer.usage.cache_read_input_tokens
 
 
-@pytest.mark.parametrize("field", [{"max_tokens": None}, {"tool_choice": {"type": "any"}}, {"tool_choice": {"type": "some"}}, {"thinking": {"type": "enabled", "budget_tokens": -1}}, {"tools": [{"type": "web_search_20250305", "name": "w"}]},
+@pytest.mark.parametrize("field", [{"max_tokens": None}, {"tool_choice": {"type": "any"}}, {"tool_choice": {"type": "some"}}, {"thinking": {"type": "enabled", "budget_tokens": -1}}, {"thinking": {"type": "bogus"}}, {"thinking": {}}, {"tools": [{"type": "web_search_20250305", "name": "w"}]},
                                    {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, {"messages": [7]},
                                    {"output_config": {"format": {"type": "json_schema"}}}, {"system": 3}])
 def test_messages_refuse(server, field):
