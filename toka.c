@@ -35750,6 +35750,14 @@ static const char *resp_status(const api_request *request) {
                                                                         : "incomplete";
 }
 
+/* Returns the status of an item that is done. If max_tokens cut the answer, its last item is not
+ * complete, unless it is a call that was. */
+static const char *resp_item_status(const api_request *request, const api_item *item, bool last) {
+    const bool whole = item->kind == PARSE_CALL && !request->choices[0].parser->delivered;
+    return last && !whole && !strcmp(resp_status(request), "incomplete") ? "incomplete"
+                                                                         : "completed";
+}
+
 /* Writes an item. i_item: its number in the output; i_call: among the calls. */
 static void resp_put_item(api_request *request, const api_item *item, int i_item, int i_call,
                           const char *status, buf *out) {
@@ -35810,7 +35818,8 @@ static void resp_put_response(api_request *request, str events, buf *out) {
     json_put_key(out, "model"), json_put_str(out, request->model);
     json_put_key(out, "output"), json_put_open(out, '[');
     for (; api_next_item(&events, &item); n_calls += item.kind == PARSE_CALL)
-        resp_put_item(request, &item, n_items++, n_calls, cut ? "incomplete" : "completed", out);
+        resp_put_item(request, &item, n_items++, n_calls,
+                      resp_item_status(request, &item, !events.n), out);
     json_put_close(out, ']');
     buf_c(out, ",\"error\":null,\"incomplete_details\":");
     buf_c(out, cut ? "{\"reason\":\"max_output_tokens\"}" : "null");
@@ -35845,12 +35854,15 @@ static void resp_open_item_sse(api_request *request, const char *type, bool part
     if (part) buf_c(out, ",\"content_index\":0");
 }
 
-static void resp_put_item_sse(api_request *request, const api_item *item, bool done, buf *out) {
-    resp_open_sse(request, done ? "response.output_item.done" : "response.output_item.added", out);
+/* Writes that an item begins (status NULL), or is done. */
+static void resp_put_item_sse(api_request *request, const api_item *item, const char *status,
+                              buf *out) {
+    resp_open_sse(request, status ? "response.output_item.done" : "response.output_item.added",
+                  out);
     json_put_key(out, "output_index"), json_put_int(out, request->n_items);
     json_put_key(out, "item");
     resp_put_item(request, item, request->n_items, request->choices[0].n_calls - 1,
-                  done ? "completed" : "in_progress", out);
+                  status ? status : "in_progress", out);
     buf_c(out, "}\n\n");
 }
 
@@ -35862,8 +35874,9 @@ static void resp_put_part_sse(api_request *request, const char *type, str text, 
     buf_c(out, "}}\n\n");
 }
 
-/* Ends the open item of a stream, if there is one. Its text is at the end of request->item_log. */
-static void resp_close_item(api_request *request, buf *out) {
+/* Ends the open item of a stream, if there is one. Its text is at the end of request->item_log.
+ * last: it is that of the answer. */
+static void resp_close_item(api_request *request, bool last, buf *out) {
     static const char *const types[] = {"response.output_text.done", "response.reasoning_text.done",
                                         "response.function_call_arguments.done"};
     api_item item = {0};
@@ -35877,7 +35890,7 @@ static void resp_close_item(api_request *request, buf *out) {
     if (item.kind == PARSE_CONTENT) buf_c(out, ",\"logprobs\":[]");
     buf_c(out, "}\n\n");
     resp_put_part_sse(request, "response.content_part.done", buf_view(&item.text), out);
-    resp_put_item_sse(request, &item, true, out);
+    resp_put_item_sse(request, &item, resp_item_status(request, &item, last), out);
     request->item_open = false;
     request->n_items++;
     buf_free(&item.text);
@@ -35886,12 +35899,12 @@ static void resp_close_item(api_request *request, buf *out) {
 static void resp_open_item(api_request *request, const parse_event *event, size_t log_at,
                            buf *out) {
     const api_item empty = {.kind = event->kind, .call = *event};
-    resp_close_item(request, out);
+    resp_close_item(request, false, out);
     request->item_kind = event->kind;
     request->item_open = true;
     request->item_at = log_at;
     request->choices[0].n_calls += event->kind == PARSE_CALL;
-    resp_put_item_sse(request, &empty, false, out);
+    resp_put_item_sse(request, &empty, NULL, out);
     resp_put_part_sse(request, "response.content_part.added", STR(""), out);
 }
 
@@ -35933,7 +35946,7 @@ static void resp_put_events(api_request *request, buf *out) {
         if (event.kind != PARSE_CALL) resp_put_delta(request, &event, out);
     }
     if (choice->finish == TOKA_RUNNING) return;
-    resp_close_item(request, out);
+    resp_close_item(request, true, out);
     resp_put_whole_sse(request,
                        choice->finish == TOKA_STOP ? "response.completed" : "response.incomplete",
                        out);

@@ -558,19 +558,21 @@ def streamed(stream):
         elif kind == "content_part.done":
             assert event.part.text == joined[-1][1]
         elif kind == "output_item.done":
-            assert event.item.id == joined[-1][0] and event.item.status == "completed"
+            assert event.item.id == joined[-1][0]
+            joined[-1].append(event.item.status)
         elif kind in ("completed", "incomplete"):
             final = event.response
             assert final.status == kind
         else:
             assert kind == "content_part.added"
-    assert [x[1] for x in joined] == [x[1] for x in items(final)] and [x[0] for x in joined] == [x.id for x in final.output]
+    assert [x[1] for x in joined] == [x[1] for x in items(final)] and [(x[0], x[2]) for x in joined] == [(x.id, x.status) for x in final.output]
     return final
 
 
 def respond(api, name, **more):
     one = api.responses.create(model="m", input=name, temperature=0, **more)
     two = streamed(api.responses.create(model="m", input=name, temperature=0, stream=True, **more))
+    assert [x.status for x in one.output] == [x.status for x in two.output]
     assert items(one) == items(two) and one.status == two.status and one.usage.output_tokens == two.usage.output_tokens > 0
     assert one.id.startswith("resp_") and one.usage.total_tokens == one.usage.input_tokens + one.usage.output_tokens
     return one
@@ -588,6 +590,9 @@ def test_responses(api):
     cut = respond(api, "text", max_output_tokens=3)
     assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens" and SCRIPTS["text"].startswith(cut.output_text)
     assert items(respond(api, "long", tools=FLAT))[0][0] == "get_weather"
+    # only the item that was cut is incomplete
+    for n, want in ((5, ["incomplete"]), (14, ["completed", "incomplete"]), (500, ["completed", "completed"])):
+        assert [x.status for x in respond(api, "think", max_output_tokens=n).output] == want
     assert items(respond(api, "broken", tools=FLAT)) == [("text", SCRIPTS["broken"])]
 
 
