@@ -30633,7 +30633,8 @@ static void http_put_last_chunk(buf *out) { buf_c(out, "0\r\n\r\n"); }
  *     <|constrain|>json<|message|>{..}<|call|>
  * The header of a message says what its body is: the arguments of a call (it has a recipient),
  * reasoning (channel analysis), else content. Two more states, HEADER and BODY, read this form.
- * They are lenient: text without a header is content, a header that ends too early is dropped.
+ * They are lenient: text without a header is content, and so is text in a header without a body. A
+ * recipient that is no function is a tool of the model's own (python): its body is reasoning.
  *
  * What always holds:
  *   - the events, joined, do not depend on how the bytes were divided into calls of parser_feed;
@@ -31616,8 +31617,10 @@ static void parse_begin_body(parser *p) {
     str name = parse_header_word(header, "to=");
     const str channel = parse_header_word(header, "<|channel|>");
     if (str_is(name, "user") || str_is(name, "assistant") || str_is(name, "all")) name = STR("");
-    if (str_starts(name, STR("functions."))) name = str_sub(name, 10, name.n);
-    const bool is_call = name.n && p->setup->format;
+    const bool is_function = str_starts(name, STR("functions."));
+    if (is_function) name = str_sub(name, 10, name.n);
+    const bool is_call = name.n && p->setup->format &&
+                         (is_function || parse_has_tool(p->setup, name));
     parse_begin_call(p, "");
     p->state = PARSE_BODY;
     p->wrote_now = false;
@@ -31651,6 +31654,40 @@ static void parse_end_body(parser *p) {
     p->body = PARSE_CONTENT;
 }
 
+/* Returns the text in a header that has no body: what is none of its parts. */
+static str parse_header_text(str header) {
+    static const char *const marks[] = {"<|start|>", "<|channel|>", "<|constrain|>", "to="};
+    static const char *const types[] = {"json", "code"};
+    const str whole = header;
+    bool has_mark = false;
+    for (bool found = true; found;) {
+        size_t n = 0;
+        found = false;
+        while (header.n && parse_is_space(header.p[0])) header = str_sub(header, 1, header.n);
+        for (int i = 0; i < COUNT(marks); i++) {
+            if (!str_starts(header, str_c(marks[i]))) continue;
+            has_mark |= marks[i][0] == '<';
+            header = str_sub(header, strlen(marks[i]), header.n);
+            found = true;
+        }
+        while (n < header.n && parse_is_name(header.p[n])) n++;
+        for (int i = 0; i < COUNT(types); i++) found |= str_is(str_sub(header, 0, n), types[i]);
+        if (found) header = str_sub(header, n, header.n);
+    }
+    return has_mark || !header.n ? header : whole;
+}
+
+/* A header has ended without a body: the text in it is content. */
+static void parse_end_header(parser *p) {
+    buf held = p->raw;
+    const str text = parse_header_text(buf_view(&held));
+    p->raw = (buf){0};
+    if (text.n) parse_begin_body(p);
+    for (size_t i = 0; i < text.n; i++) parse_body_byte(p, text.p[i]);
+    if (text.n) parse_end_body(p);
+    buf_free(&held);
+}
+
 static void parse_header(parser *p, char c) {
     buf_char(&p->raw, c);
     const str held = buf_view(&p->raw);
@@ -31660,7 +31697,8 @@ static void parse_header(parser *p, char c) {
     }
     for (int i = 0; i < 3; i++)
         if (str_ends(held, parse_harmony_ends[i])) {
-            buf_clear(&p->raw);
+            p->raw.n -= parse_harmony_ends[i].n;
+            parse_end_header(p);
             return;
         }
     if (parse_may_be_header(held)) return;
@@ -31808,6 +31846,7 @@ static void parser_feed(parser *p, str bytes) {
  * is complete. */
 static void parse_flush(parser *p) {
     if (parse_is_harmony(p->setup)) {
+        if (p->state == PARSE_HEADER) parse_end_header(p);
         for (size_t i = 0; i < p->tag.n; i++) parse_body_byte(p, p->tag.p[i]);
         parse_end_body(p);
         return;

@@ -210,6 +210,16 @@ static const parse_sample parse_samples[] = {
     {"openai", "openai_gptoss", 0, 0, "<|channel|>analysis<|return|>", ""},
     {"openai", "openai_gptoss", 0, 0, "<|channel|>analysis", ""},
     {"openai", "openai_gptoss", 0, 0, "<|message|>a", "a"},
+    {"openai", "openai_gptoss", 0, 0, "<|channel|>analysis to=python code<|message|>print(1)<|call|>", "<r:print(1)>"},
+    {"openai", "openai_gptoss", 0, 0, "<|channel|>commentary to=python code<|message|>{\"a\": 1}<|call|>", "<r:{\"a\": 1}>"},
+    {"openai", "openai_gptoss", 0, 0, "<|channel|>commentary to=functions.no<|message|>{\"a\": 1}<|call|>", "<no#:{\"a\": 1}>"},
+    {"openai", "openai_gptoss", 0, 0, "Well, <|start|>assistant Now the answer is 5.", "Well, \nNow the answer is 5."},
+    {"openai", "openai_gptoss", 0, 0, "<|start|>assistant to the point: 5.<|end|><|channel|>final<|message|>6", "to the point: 5.\n6"},
+    {NULL, "openai_gptoss", 0, 0, "to=be or not", "to=be or not"},
+    {NULL, "openai_gptoss", 0, 0, "to", "to"},
+    {NULL, "openai_gptoss", 0, 0, "<", "<"},
+    {"openai", "openai_gptoss", 0, 0, "<|start|>assistant to=functions.f<|channel|>commentary <|constrain|>json", ""},
+    {"openai", "openai_gptoss", 0, 0, "to=functions.f", ""},
     {"openai", "openai_gptoss", 0, 0, "<|star<|channel|>final<|message|>a", "<|star\na"},
     {"openai", "openai_gptoss", 0, 0, "<|channel|>commentary to=functions.f<|message|>{\"s\": <|call|>",
      "<|channel|>commentary to=functions.f<|message|>{\"s\": "},
@@ -497,7 +507,8 @@ static void test_parse_harmony_suite(void) {
         str answer = str_sub(text, (size_t)at + (rows[i].after ? strlen(rows[i].after) : 0), text.n);
         const ptrdiff_t end = str_find(answer, STR("<|start|>user"), 0);
         if (end >= 0) answer.n = (size_t)end;
-        const parse_setup setup = {.format = parse_find_format("openai", STR(""))};
+        const parse_tool browser = {.name = STR("browser.search")};
+        const parse_setup setup = {.format = parse_find_format("openai", STR("")), .tools = &browser, .n_tools = 1};
         buf whole = {0}, cut = {0};
         parse_in_pieces(&setup, answer, answer.n, 1, &whole);
         CHECK_MSG(str_find(buf_view(&whole), str_c(rows[i].want), 0) >= 0 && !strstr(whole.p, "<|"), "%s: %s", rows[i].file, whole.p);
