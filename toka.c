@@ -30908,7 +30908,8 @@ typedef struct parser { /* the state of one answer */
     buf events;         /* the events so far; see parse_emit */
     size_t last_event;  /* offset of the last event; valid if events is not empty */
     enum parse_state state;
-    buf tag;            /* bytes that may become one of the texts that are searched for */
+    buf tag;            /* bytes that may become one of the texts that are searched for; %y: a comma
+                         * in a list, and the white space after it */
     buf space;          /* white space that is dropped if a call follows */
     buf raw;            /* the bytes of the call, or of the beginning of a list, as written */
     bool has_thought;   /* there is reasoning; white space after it is dropped */
@@ -30922,11 +30923,14 @@ typedef struct parser { /* the state of one answer */
     bool delivered;     /* its events are delivered as they come */
     bool has_name, has_args;
     buf name, id, args, key, value;
+    buf ids;            /* those of the calls so far, each followed by a blank */
     unsigned types;     /* types of the parameter, as in parse_param */
     enum parse_part part; /* %c: what the current bytes belong to */
     int depth;          /* brackets that are open, in JSON or in Python */
     char quote;         /* the quotation mark of the string that is open; 0: none */
     bool escaped;       /* the next byte of the string is escaped */
+    int n_hex;          /* %y: hexadecimal digits of \\U that are still to come, into `code` */
+    uint32_t code;
     bool in_value;      /* %c: after a colon; %y: after an equals sign; %v: after the first byte */
     bool line_feed;     /* %v: a line feed is held, which is dropped at the end */
     /* harmony */
@@ -30956,7 +30960,8 @@ static void parser_init(parser *p, const parse_setup *setup) {
 
 static void parser_free(parser *p) {
     buf *const all[] = {&p->events, &p->tag,  &p->space, &p->raw,   &p->name,
-                        &p->id,     &p->args, &p->key,   &p->value, &p->certain};
+                        &p->id,     &p->args, &p->key,   &p->value, &p->certain,
+                        &p->ids};
     for (int i = 0; i < COUNT(all); i++) buf_free(all[i]);
     stop_free(&p->stop);
 }
@@ -31105,12 +31110,21 @@ static void parse_think(parser *p, char c) {
 
 /* ---- The arguments of a call ---- */
 
+/* Empties the id of a call if an earlier call of the answer has it: ids must differ. */
+static void parse_drop_known_id(parser *p) {
+    str known = buf_view(&p->ids), id;
+    while (p->id.n && str_split_next(&known, ' ', &id))
+        if (str_eq(id, buf_view(&p->id))) buf_clear(&p->id);
+    buf_str(&p->ids, buf_view(&p->id)), buf_char(&p->ids, ' ');
+}
+
 /* Delivers the begin of the call. */
 static void parse_deliver(parser *p) {
     p->delivered = true;
     p->n_calls++;
     p->n_in_list++;
     buf_clear(&p->space), buf_clear(&p->raw);
+    parse_drop_known_id(p);
     parse_emit(p, PARSE_CALL, buf_view(&p->id), buf_view(&p->name));
     parse_emit(p, PARSE_ARGUMENTS, STR(""), buf_view(&p->args));
     buf_clear(&p->args);
@@ -31274,19 +31288,33 @@ static void parse_put_word(parser *p) {
     buf_clear(&p->value);
 }
 
+/* Takes a digit of \\U in a Python string. */
+static enum parse_step parse_python_digit(parser *p, char c) {
+    char bytes[4];
+    if (hex_digit(c) < 0) return PARSE_MALFORMED;
+    p->code = p->code << 4 | (uint32_t)hex_digit(c);
+    if (--p->n_hex) return PARSE_MORE;
+    if (p->code > 0x10FFFF || (p->code >= 0xD800 && p->code < 0xE000)) return PARSE_MALFORMED;
+    const int n = utf8_put(bytes, p->code);
+    for (int i = 0; i < n; i++) parse_put_escaped(p, bytes[i]);
+    return PARSE_MORE;
+}
+
 /* Takes a byte inside a Python string. */
-static void parse_python_string(parser *p, char c) {
+static enum parse_step parse_python_string(parser *p, char c) {
     static const char same[] = "\"\\ntrbf";
+    if (p->n_hex) return parse_python_digit(p, c);
     if (!p->escaped && c == '\\') {
         p->escaped = true;
-        return;
+        return PARSE_MORE;
     }
     if (!p->escaped && c == p->quote) {
         parse_put_args(p, STR("\""));
         p->quote = 0;
-        return;
+        return PARSE_MORE;
     }
     if (!p->escaped || c == '\'') parse_put_escaped(p, c);
+    else if (c == 'U') p->n_hex = 8, p->code = 0;
     else if (c == 'u') parse_put_args(p, STR("\\u"));
     else if (c == 'x') parse_put_args(p, STR("\\u00"));
     else if (c && strchr(same, c)) parse_put_args(p, (str){(char[]){'\\', c}, 2});
@@ -31295,18 +31323,25 @@ static void parse_python_string(parser *p, char c) {
         parse_put_escaped(p, c);
     }
     p->escaped = false;
+    return PARSE_MORE;
 }
 
 /* Takes a byte of a Python value, outside of strings. */
 static enum parse_step parse_python_value(parser *p, char c) {
     static const char open[] = "[({", close[] = "])}";
+    const bool ends = c && strchr(close, c);
+    if (p->tag.n && !parse_is_space(c)) { /* a comma, which JSON does not have before the end */
+        if (!ends) parse_put_args(p, buf_view(&p->tag));
+        buf_clear(&p->tag);
+    }
     if (isalnum((unsigned char)c) || c == '_' || c == '.' || c == '+' || c == '-') {
         buf_char(&p->value, c);
         return PARSE_MORE;
     }
     parse_put_word(p);
     if (parse_is_space(c)) {
-        parse_put_args(p, (str){&c, 1});
+        if (p->tag.n) buf_char(&p->tag, c);
+        else parse_put_args(p, (str){&c, 1});
     } else if (c == '\'' || c == '"') {
         p->quote = c;
         parse_put_args(p, STR("\""));
@@ -31317,11 +31352,13 @@ static enum parse_step parse_python_value(parser *p, char c) {
         p->in_value = false;
         buf_clear(&p->key);
         return c == ')' ? PARSE_DONE : PARSE_MORE;
-    } else if (p->depth && c && strchr(close, c)) {
+    } else if (p->depth && ends) {
         p->depth--;
         parse_put_args(p, c == '}' ? STR("}") : STR("]"));
-    } else if (p->depth && (c == ',' || c == ':')) {
-        parse_put_args(p, (str){&c, 1});
+    } else if (p->depth && c == ',') {
+        buf_char(&p->tag, ',');
+    } else if (p->depth && c == ':') {
+        parse_put_args(p, STR(":"));
     } else {
         return PARSE_MALFORMED;
     }
@@ -31330,7 +31367,7 @@ static enum parse_step parse_python_value(parser *p, char c) {
 
 /* %y: keyword arguments, up to the closing parenthesis. */
 static enum parse_step parse_python_args(parser *p, char c) {
-    if (p->quote) return parse_python_string(p, c), PARSE_MORE;
+    if (p->quote) return parse_python_string(p, c);
     if (p->in_value) return parse_python_value(p, c);
     if (parse_is_space(c)) return PARSE_MORE;
     if (c == ')' && !p->key.n) return PARSE_DONE;
@@ -31486,6 +31523,7 @@ static void parse_begin_call(parser *p, const char *at) {
     p->at = at;
     p->resume = NULL;
     p->delivered = p->has_name = p->has_args = p->in_value = p->line_feed = p->escaped = false;
+    p->n_hex = 0;
     p->part = PARSE_NO_PART;
     p->depth = 0;
     p->quote = 0;
@@ -31538,13 +31576,29 @@ static enum parse_step parse_pattern_byte(parser *p, char c) {
     }
 }
 
-/* The call is malformed at its last byte. What was held becomes content; this byte is read again,
- * because it may begin another call. */
+/* Returns how many of the last bytes are the begin of a text that begins calls. */
+static size_t parse_begun(const parse_format *format, str held) {
+    const str tags[] = {parse_literal(format->call), format->open ? str_c(format->open) : STR("")};
+    size_t most = 0;
+    for (int i = 0; i < COUNT(tags); i++)
+        for (size_t n = 1; n < tags[i].n && n < held.n; n++)
+            if (str_ends(held, str_sub(tags[i], 0, n))) most = MAX(most, n);
+    return most;
+}
+
+/* The call is malformed at its last byte. What was held becomes content, but for the bytes at its
+ * end that may begin another call: they are read again. */
 static void parse_give_up(parser *p, char c) {
-    if (p->raw.n) p->raw.n--;
+    char again[64] = {c};
+    size_t n_again = p->raw.n > 1 ? parse_begun(p->setup->format, buf_view(&p->raw)) : 1;
+    n_again = MIN(MAX(n_again, (size_t)1), sizeof again);
+    if (p->raw.n >= n_again) {
+        p->raw.n -= n_again;
+        memcpy(again, p->raw.p + p->raw.n, n_again);
+    }
     parse_release(p);
     p->delivered = false;
-    parse_byte(p, c);
+    for (size_t i = 0; i < n_again; i++) parse_byte(p, again[i]);
 }
 
 /* Moves to the next element of the pattern. Returns false if the call is complete. */

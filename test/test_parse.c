@@ -137,6 +137,9 @@ static const parse_sample parse_samples[] = {
     {"kimi_k2", NULL, 0, 0, "ok<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{\"i\": 1}<|tool_call_end|>"
      "<|tool_call_begin|>functions.g2:12<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
      "ok<f#functions.f:0:{\"i\": 1}><g2#functions.g2:12:{}>"},
+    {"kimi_k2", NULL, 0, 0, "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{\"i\": 1}<|tool_call_end|>"
+     "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_call_begin|>functions.f:00<|tool_call_argument_begin|>{}<|tool_call_end|>"
+     "<|tool_calls_section_end|>", "<f#functions.f:0:{\"i\": 1}><f#:{}><f#functions.f:00:{}>"},
     /* Mistral, before and from tokenizer v11 */
     {"mistral", NULL, 0, 0, "[TOOL_CALLS]f[ARGS]{\"i\": 1}[TOOL_CALLS]g[CALL_ID]abcdefgh1[ARGS]{}", "<f#:{\"i\": 1}><g#abcdefgh1:{}>"},
     {"granite", NULL, 0, 0, "<|tool_call|> [\n {\"name\": \"f\", \"arguments\": {\"s\": \"]\"}},\n {\"arguments\": {}, \"name\": \"g\"}\n]",
@@ -157,6 +160,10 @@ static const parse_sample parse_samples[] = {
      "<f#:{\"s\": \"it's \\\"x\\\"\\n\", \"i\": -1.5e3, \"b\": true, \"o\": {\"a\": null, \"b\": [1, 2]}, \"l\": []}><g#:{}>"},
     {"llama4_pythonic", NULL, 0, 0, "<|python_start|>[f(s=\"a)\\d\\u00e9\\x41\")]<|python_end|>", "<f#:{\"s\": \"a)\\\\d\\u00e9\\u0041\"}>"},
     {"pythonic", NULL, 0, 0, "[1, 2] are", "[1, 2] are"},
+    {"pythonic", NULL, 0, 0, "[f(l=[1,2, ], o={'a': (1,),}, s='\\U0001F600\\U0000000a')]", "<f#:{\"l\": [1,2], \"o\": {\"a\": [1]}, \"s\": \"😀\\n\"}>"},
+    {"pythonic", NULL, 0, 0, "[f(l=[1,,2])]", "[f(l=[1,,2])]"},
+    {"pythonic", NULL, 0, 0, "[f(s='\\U0001F60')]", "[f(s='\\U0001F60')]"},
+    {"pythonic", NULL, 0, 0, "[f(s='\\U00110000')]", "[f(s='\\U00110000')]"},
     {"pythonic", NULL, 0, 0, "[2fa(a=1), 3()]", "<2fa#:{\"a\": 1}><3#:{}>"},
     {"pythonic", NULL, 0, 0, "[1.5, 2e3", "[1.5, 2e3"},
     {"pythonic", NULL, 0, 0, "print(a=1) [f()]", "print(a=1) [f()]"},
@@ -174,6 +181,13 @@ static const parse_sample parse_samples[] = {
     {"hermes", NULL, 0, 0, "<tool_call>{\"name\": ]}{\"name\"</tool_call>", "<tool_call>{\"name\": ]}{\"name\"</tool_call>"},
     {"hermes", NULL, 0, 0, "the tag <tool_call> and <tool_call><tool_call>{\"name\":\"f\"}</tool_call>", "the tag <tool_call> and <tool_call><f#:{}>"},
     {"hermes", NULL, 0, 0, "  plain < text <tool_cal\n", "  plain < text <tool_cal\n"},
+    /* what comes after it is read */
+    {"hermes", NULL, 0, 0, "<tool_call>{\"name\":\"f\"}\n<tool_call>{\"name\":\"g\"}</tool_call>", "<tool_call>{\"name\":\"f\"}<g#:{}>"},
+    {"hermes", NULL, 0, 0, "<tool_call>{\"name\":\"f\"}<tool_x", "<tool_call>{\"name\":\"f\"}<tool_x"},
+    {"qwen3_coder", NULL, 0, 0, "<tool_call><function=f><parameter=s>1</parameter>\n<tool_call><function=g></function></tool_call>",
+     "<tool_call><function=f><parameter=s>1</parameter><g#:{}>"},
+    {"glm45", NULL, 0, 0, "<tool_call>f<arg_key>s</arg_key><arg_value>1</arg_value>\n<tool_call>g</tool_call>",
+     "<tool_call>f<arg_key>s</arg_key><arg_value>1</arg_value><g#:{}>"},
     {"deepseek_v31", NULL, 0, 0, DS_CALLS "\n" DS_CALL DS_SEP "{}", DS_CALLS "\n" DS_CALL DS_SEP "{}"},
     {"kimi_k2", NULL, 0, 0, "<|tool_calls_section_begin|> no <|tool_calls_section_end|>", "<|tool_calls_section_begin|> no <|tool_calls_section_end|>"},
     {"qwen3_coder", NULL, 0, 0, "<tool_call><function=f><parameter=s>x</parameter></tool_call>",
