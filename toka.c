@@ -31402,22 +31402,22 @@ static enum parse_step parse_key(parser *p, char c) {
     return PARSE_DONE_BEFORE;
 }
 
-/* Takes a byte of a value. If it can only be a string, the byte is delivered at once. One line feed
- * at the begin and one at the end are dropped. */
+/* Takes a byte of a value. If it can only be a string, the byte is delivered at once. If the form
+ * has values on lines of their own, one line feed at the begin and one at the end are dropped. */
 static void parse_value_byte(parser *p, char c) {
-    const bool first = !p->in_value;
+    const bool first = !p->in_value, lines = p->setup->format->flags & PARSE_LINES;
     if (first) {
         parse_put_key(p);
         p->in_value = true;
         if (p->types == 1u << JSON_STRING) parse_put_args(p, STR("\""));
-        if (c == '\n') return;
+        if (c == '\n' && lines) return;
     }
     if (p->types != 1u << JSON_STRING) {
         buf_char(&p->value, c);
         return;
     }
     if (p->line_feed) parse_put_escaped(p, '\n');
-    p->line_feed = c == '\n';
+    p->line_feed = c == '\n' && lines;
     if (!p->line_feed) parse_put_escaped(p, c);
 }
 
@@ -31428,11 +31428,15 @@ static void parse_put_typed(parser *p) {
     buf text = {0};
     toka_err unused;
     str source = buf_view(&p->value), word;
-    if (str_ends(source, STR("\n"))) source = str_sub(source, 0, source.n - 1);
-    word = str_is(source, "True")    ? STR("true")
-           : str_is(source, "False") ? STR("false")
-           : str_is(source, "None")  ? STR("null")
-                                     : source;
+    const bool lines = p->setup->format->flags & PARSE_LINES;
+    if (lines && str_ends(source, STR("\n"))) source = str_sub(source, 0, source.n - 1);
+    word = source;
+    while (word.n && parse_is_space(word.p[0])) word = str_sub(word, 1, word.n);
+    while (word.n && parse_is_space(word.p[word.n - 1])) word.n--;
+    word = str_is(word, "True")    ? STR("true")
+           : str_is(word, "False") ? STR("false")
+           : str_is(word, "None")  ? STR("null")
+                                   : word;
     const json_limits limits = {64, word.n * sizeof(json)};
     const json *value = json_parse(&memory, word, limits, &unused);
     const unsigned types = p->types ? p->types : ~(1u << JSON_STRING);

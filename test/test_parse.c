@@ -122,6 +122,9 @@ static const parse_sample parse_samples[] = {
      "<f#:{\"s\": \"x y\", \"i\": 3}>"},
     {"glm47", NULL, 0, 0, "<tool_call>f<arg_key>l</arg_key><arg_value>[1,\"é\"]</arg_value></tool_call><tool_call>g</tool_call>",
      "<f#:{\"l\": [1,\"é\"]}><g#:{}>"},
+    {"glm47", NULL, 0, 0, "<tool_call>f<arg_key>s</arg_key><arg_value>\nx\n\ny\n</arg_value><arg_key>n</arg_key><arg_value>\nx\n</arg_value><arg_key>i</arg_key>"
+     "<arg_value>\n5\n</arg_value><arg_key>b</arg_key><arg_value> True\n</arg_value></tool_call>",
+     "<f#:{\"s\": \"\\nx\\n\\ny\\n\", \"n\": \"\\nx\\n\", \"i\": 5, \"b\": true}>"},
     {"minimax_m2", NULL, 0, 0, "a\n<minimax:tool_call>\n<invoke name=\"f\">\n<parameter name=\"s\">x</parameter>\n<parameter name=\"i\">1</parameter>\n"
      "</invoke>\n<invoke name=\"g\">\n</invoke>\n</minimax:tool_call>", "a<f#:{\"s\": \"x\", \"i\": 1}><g#:{}>"},
     /* DeepSeek */
