@@ -30656,6 +30656,7 @@ enum {
     PARSE_BARE = 1,      /* an answer may begin with the list, without `open` */
     PARSE_SHORT_IDS = 2, /* the template wants ids of nine letters and digits */
     PARSE_HARMONY = 4,   /* the format of GPT-OSS, which has no pattern */
+    PARSE_SYSTEM_TOOLS = 32, /* the template shows the tools as a text of the system message */
     /* of structures: */
     PARSE_LINES = 8,      /* %v stands on lines of its own */
     PARSE_PARAMETERS = 16 /* %c has "parameters" */
@@ -30697,8 +30698,7 @@ static const parse_format parse_formats[] = {
     {"mistral ", {"[TOOL_CALLS]", "[ARGS]"}, NULL, NULL, "", "[TOOL_CALLS] %n%p[ARGS] %a",
      "[CALL_ID]%i", PARSE_SHORT_IDS},
     {"mistral ", {"[TOOL_CALLS]"}, "[TOOL_CALLS]", NULL, "[,]", "%c", NULL, PARSE_SHORT_IDS},
-    {"granite phi4_mini ", {"<|tool_call|>"}, "<|tool_call|>", "<|/tool_call|>", "[,]", "%c", NULL,
-     0},
+    {"granite ", {"<|tool_call|>"}, "<|tool_call|>", "<|/tool_call|>", "[,]", "%c", NULL, 0},
     {"phi4_mini_json ", {"functools["}, "functools", NULL, "[,]", "%c", NULL, 0},
     {"nemotron_json ", {"<TOOLCALL>"}, "<TOOLCALL>", "</TOOLCALL>", "[,]", "%c", NULL, 0},
     {"lfm2 ", {"<|tool_list_start|>"}, "<|tool_call_start|>", "<|tool_call_end|>", "[,]", "%n(%y",
@@ -30709,6 +30709,8 @@ static const parse_format parse_formats[] = {
      "<|python_end|>", "[,]", "%n(%y", NULL, PARSE_BARE},
     {"llama3_json llama4_json ", {"\"parameters\": dictionary"}, "<|python_tag|>", NULL, ";", "%c",
      NULL, PARSE_BARE | PARSE_PARAMETERS},
+    {"phi4_mini ", {"<|tool|>", "<|/tool|>"}, "<|tool_call|>", "<|/tool_call|>", "[,]", "%c", NULL,
+     PARSE_SYSTEM_TOOLS},
 };
 
 typedef struct parse_family { /* how a family of models marks its reasoning */
@@ -33680,6 +33682,41 @@ static void api_put_tool(const json *tool, bool describe, buf *out) {
     buf_c(out, "}}");
 }
 
+/* Writes the messages. tools: their functions are also a text of the first message, which is that
+ * of the system; NULL: they are not. */
+static int api_put_messages(api_request *request, const api_body *body, const json *tools,
+                            const api_tool_choice *choice, buf *out, toka_err *e) {
+    const tmpl *chat = lib_chat_template(request->config->toka, api_tools(request, body));
+    const json *messages = body->messages, *first = json_at(messages, 0);
+    const json *last = body->continues ? json_at(messages, messages->n - 1) : NULL;
+    const bool has_system = str_is(json_str(json_get(first, "role")), "system");
+    buf text = {0};
+    int code = 0;
+    if (tools) {
+        json_put_open(&text, '[');
+        JSON_EACH(tool, tools)
+            if (api_allows_tool(choice->allowed, tool))
+                json_put_value(&text, json_get(tool, "function"));
+        json_put_close(&text, ']');
+    }
+    if (tools && !has_system) {
+        json_put_open(out, '{');
+        json_put_member_or_null(out, "role", "system");
+        json_put_member_or_null(out, "content", "You are a helpful assistant with some tools.");
+        json_put_key(out, "tools"), json_put_str(out, buf_view(&text)), json_put_close(out, '}');
+    }
+    JSON_EACH(it, messages) {
+        const json *message = it == last ? api_mark_final_message(request, it) : it;
+        if (!code)
+            code = api_put_message(request, message, chat && chat->loops_over_content, out, e);
+        if (code || it != first || !tools || !has_system) continue;
+        out->n--; /* the brace at its end */
+        json_put_key(out, "tools"), json_put_str(out, buf_view(&text)), json_put_close(out, '}');
+    }
+    buf_free(&text);
+    return code;
+}
+
 /* Writes the context of the chat template, a JSON object. */
 static int api_put_chat_context(api_request *request, const api_body *body, buf *out, toka_err *e) {
     const json *messages = body->messages, *tools = api_tools(request, body);
@@ -33692,23 +33729,19 @@ static int api_put_chat_context(api_request *request, const api_body *body, buf 
     json_put_open(out, '{');
     json_put_key(out, "messages"), json_put_open(out, '[');
     const tmpl *chat = lib_chat_template(request->config->toka, tools);
-    const json *last = body->continues ? json_at(messages, messages->n - 1) : NULL;
-    JSON_EACH(it, messages) {
-        const json *message = it == last ? api_mark_final_message(request, it) : it;
-        if ((code = api_put_message(request, message, chat && chat->loops_over_content, out, e)))
-            return code;
-    }
+    const parse_format *format = parse_find_format(NULL, chat ? chat->source : STR(""));
+    const bool in_system = tools && tools->n && format && format->flags & PARSE_SYSTEM_TOOLS;
+    if (tools) JSON_EACH(tool, tools) if (api_check_tool(request, tool, e)) return e->code;
+    code = api_put_messages(request, body, in_system ? tools : NULL, &choice, out, e);
+    if (code) return code;
     json_put_close(out, ']');
     const bool generates = body->generate < 0 ? !body->continues : body->generate;
     json_put_key(out, "add_generation_prompt"), json_put_bool(out, generates);
     if (tools) {
         json_put_key(out, "tools"), json_put_open(out, '[');
-        const parse_format *format = parse_find_format(NULL, chat ? chat->source : STR(""));
         const bool describe = format && format->flags & PARSE_HARMONY;
-        JSON_EACH(tool, tools) {
-            if (api_check_tool(request, tool, e)) return e->code;
+        JSON_EACH(tool, tools)
             if (api_allows_tool(choice.allowed, tool)) api_put_tool(tool, describe, out);
-        }
         json_put_close(out, ']');
     }
     if (body->documents) json_put_key(out, "documents"), json_put_value(out, body->documents);

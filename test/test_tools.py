@@ -414,6 +414,24 @@ def test_special_tokens_and_flags(tmp_path):
         assert "tool_calls" not in answer["choices"][0]["message"]
 
 
+def test_phi4_mini(tmp_path):
+    """Its template shows tools that are a text of the system message; calls are marked with special tokens."""
+    text = '<|tool_call|>[{"name": "get_time", "arguments": {"zone": "UTC"}}]<|/tool_call|>'
+    write_model(str(tmp_path), {"calls": text}, "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}"
+                "{% if m['role'] == 'system' and 'tools' in m and m['tools'] is not none %}{{ '<|tool|>' + m['tools'] + '<|/tool|>' }}{% endif %}{{ '<|end|>' }}{% endfor %}",
+                special=("<|tool_call|>", "<|/tool_call|>"))
+    with Server("-m", str(tmp_path), "--served-model-name", "m") as s:
+        api, user = client(s), {"role": "user", "content": "calls"}
+        assert both(api, "calls", tools=TOOLS) == (None, "", [("get_time", '{"zone": "UTC"}')], "tool_calls")
+        assert [valid(c) for c in both(api, "calls", tools=PICK, tool_choice=NAMED)[2]] == ["pick"]
+        shown = '<|tool|>[{"name":"get_time"}]<|/tool|><|end|><|user|>calls<|end|><go:calls>'
+        for messages, head in (([{"role": "system", "content": "S"}, user], "<|system|>S"), ([user], "<|system|>You are a helpful assistant with some tools.")):
+            tokens = s.post("/tokenize", {"messages": messages, "tools": TOOLS[1:]}).json()["tokens"]
+            assert s.post("/detokenize", {"tokens": tokens}).json()["prompt"] == head + shown
+        tokens = s.post("/tokenize", {"messages": [user]}).json()["tokens"]
+        assert s.post("/detokenize", {"tokens": tokens}).json()["prompt"] == "<|user|>calls<|end|><go:calls>"
+
+
 def test_harmony(tmp_path):
     write_model(str(tmp_path), HARMONY, "{# <|channel|> <|message|> #}{% for m in messages %}{{ m.thinking }}{% endfor %}<|start|>assistant")
     with Server("-m", str(tmp_path), "--served-model-name", "m") as s:
