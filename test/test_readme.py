@@ -168,9 +168,14 @@ def test_manual_pages(hub, tmp_path, page):
     if page == "rollouts":
         assert out.splitlines() == ["0 8 default", "1 8 step-0", "2 8 step-1"]
     if page == "tools":
-        choice = json.loads(out)["choices"][0]
-        arguments = json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"])
-        assert choice["finish_reason"] == "stop" and type(arguments["a"]) is int and arguments["to"] in ("apples", "pens")
+        answers = []  # of a chat, of /v1/messages and of /v1/responses
+        while out.strip():
+            answer, n = json.JSONDecoder().raw_decode(out.lstrip())
+            answers, out = [*answers, answer], out.lstrip()[n:]
+        choice, block = answers[0]["choices"][0], answers[1]["content"][0]
+        for arguments in (json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]), block["input"]):
+            assert type(arguments["a"]) is int and arguments["to"] in ("apples", "pens")
+        assert choice["finish_reason"] == "stop" and answers[1]["stop_reason"] == "tool_use" and answers[2]["output"][0]["type"] == "message"
 
 
 def test_the_pages_are_found(hub, tmp_path):
