@@ -22797,16 +22797,23 @@ CPU_AVX512 CPU_INLINE __m256 cpu_add_halves_avx512(__m512 v) {
 }
 
 /* Adds up the lanes of the sums of a tile of m x n and writes the results. */
-CPU_AVX512 CPU_INLINE void cpu_tile_store_avx512(const cpu_tile *tile, const int m, const int n,
-                                                 __m512 acc[6][8]) {
-    CPU_UNROLL for (int i = 0; i < m; i++)
-        CPU_UNROLL for (int j = 0; j < n; j += 4) {
-            __m128 sum = cpu_sum4_avx2(cpu_add_halves_avx512(acc[i][j]),
-                                       cpu_add_halves_avx512(acc[i][j + 1]),
-                                       cpu_add_halves_avx512(acc[i][j + 2]),
-                                       cpu_add_halves_avx512(acc[i][j + 3]));
+CPU_SMALL
+CPU_AVX512 static void cpu_tile_sums_avx512(const cpu_tile *tile, int m, int n, __m512 *acc) {
+    for (int i = 0; i < m; i++)
+        for (int j = 0; j < n; j += 4, acc += 4) {
+            __m128 sum = cpu_sum4_avx2(cpu_add_halves_avx512(acc[0]), cpu_add_halves_avx512(acc[1]),
+                                       cpu_add_halves_avx512(acc[2]),
+                                       cpu_add_halves_avx512(acc[3]));
             cpu_store4_avx2(tile->y + (size_t)i * tile->ldy + j, sum, tile->n - j, tile->add);
         }
+}
+/* The same; acc itself stays in registers. */
+CPU_AVX512 CPU_INLINE void cpu_tile_store_avx512(const cpu_tile *tile, const int m, const int n,
+                                                 __m512 acc[6][8]) {
+    __m512 sums[6 * 8];
+    CPU_UNROLL for (int i = 0; i < m; i++)
+        CPU_UNROLL for (int j = 0; j < n; j++) sums[i * n + j] = acc[i][j];
+    cpu_tile_sums_avx512(tile, m, n, sums);
 }
 
 /* The micro-kernel: see cpu_tile_body_c. */
