@@ -22163,15 +22163,17 @@ typedef struct cpu_tile {
 typedef struct cpu_quant_tile {
     const unsigned char *w; /* codes of row 0 from this block on; rows w_row_bytes apart */
     size_t w_row_bytes;
-    bool fp8;
+    bool fp8, exact_line; /* exact_line: INT4 whose scales, below 2^120, have at most 16 significant
+                           * bits: their products with numbers of 8 bits are exact */
     const float *codes; /* [16] what the 4-bit codes stand for before the zero point; FP8: unused */
     int codes_at;       /* the same in cpu_code_bytes: where code 0 is */
-    const float *scale, *zero; /* [n][ld_groups] scales times cpu_scale_unit; zero points or NULL */
+    const float *scale, *zero; /* [n][ld_groups] scales (FP8: times CPU_FP8_UNIT); zero points or
+                                * NULL */
     size_t ld_groups;
     int group_cols; /* columns of a group, a multiple of 32 or all */
     int k0, k;      /* the block has k columns from k0 on, which counts from group 0 */
     int n;
-    const float *x; /* [k], with 4-bit codes in pair order */
+    const float *x; /* [k], for some formats in pair order */
     float *y;       /* [n] */
     bool add;       /* y += instead of y = */
 } cpu_quant_tile;
@@ -22210,11 +22212,12 @@ typedef struct cpu_kernels {
     void (*pack)(void *to, const void *from, toka_dtype type, int n);
     void (*small_gemm)(const cpu_small_gemm_args *args);
     /* Quantized weights: the micro-kernel, and row 0 of a tile as float32. pair_order: the order in
-     * which both take 32 columns of 4-bit codes; NULL: rising. quant_tile NULL: quantized
-     * weights go through a panel */
+     * which both take 32 columns of 4-bit codes, and of FP8 if fp8_pairs; NULL: rising. quant_tile
+     * NULL: quantized weights go through a panel */
     void (*quant_tile)(const cpu_quant_tile *tile);
     void (*quant_unpack)(float *to, const cpu_quant_tile *tile);
     const uint8_t *pair_order;
+    bool fp8_pairs;
     int quant_rows; /* rows of quant_tile */
     /* cpu_online_softmax and cpu_unpack_kv, compiled for this instruction set */
     void (*online_softmax)(cpu_softmax *softmax, float *scores, int n, int from, int to, int d_pad);
@@ -22246,11 +22249,11 @@ static float cpu_element(const void *p, toka_dtype type, size_t i) {
 }
 
 /* What the 4-bit codes stand for: INT4 before the zero point is subtracted, INT4 with the zero
- * point 8, and MXFP4 times 2. */
+ * point 8, and MXFP4. */
 static const float cpu_code_numbers[3][16] = {
     {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
     {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7},
-    {0, 1, 2, 3, 4, 6, 8, 12, -0.0f, -1, -2, -3, -4, -6, -8, -12}
+    {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6}
 };
 /* The same as bf16 numbers, which have all of them exactly: the high bytes, then the low bytes of
  * -16 .. 15 and of what the MXFP4 codes stand for. */
@@ -22258,18 +22261,16 @@ enum { CPU_ZERO_AT = 16, CPU_MXFP4_AT = 32 };
 static const uint8_t cpu_code_bytes[2][48] = {
     {0xC1, 0xC1, 0xC1, 0xC1, 0xC1, 0xC1, 0xC1, 0xC1, 0xC1, 0xC0, 0xC0, 0xC0,
      0xC0, 0xC0, 0xC0, 0xBF, 0x00, 0x3F, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40,
-     0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x00, 0x3F, 0x40, 0x40,
-     0x40, 0x40, 0x41, 0x41, 0x80, 0xBF, 0xC0, 0xC0, 0xC0, 0xC0, 0xC1, 0xC1},
+     0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x00, 0x3F, 0x3F, 0x3F,
+     0x40, 0x40, 0x40, 0x40, 0x80, 0xBF, 0xBF, 0xBF, 0xC0, 0xC0, 0xC0, 0xC0},
     {0x80, 0x70, 0x60, 0x50, 0x40, 0x30, 0x20, 0x10, 0x00, 0xE0, 0xC0, 0xA0,
      0x80, 0x40, 0x00, 0x80, 0x00, 0x80, 0x00, 0x40, 0x80, 0xA0, 0xC0, 0xE0,
-     0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70, 0x00, 0x80, 0x00, 0x40,
-     0x80, 0xC0, 0x00, 0x40, 0x00, 0x80, 0x00, 0x40, 0x80, 0xC0, 0x00, 0x40}
+     0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70, 0x00, 0x00, 0x80, 0xC0,
+     0x00, 0x40, 0x80, 0xC0, 0x00, 0x00, 0x80, 0xC0, 0x00, 0x40, 0x80, 0xC0}
 };
-/* The factor on scales that makes up for it. The bits of an e4m3 number, moved to those of a
- * float32, are 2^-120 times as large. */
-static float cpu_scale_unit(toka_dtype type) {
-    return type == TOKA_INT4 ? 1 : type == TOKA_MXFP4 ? 0.5f : 0x1p120f;
-}
+/* The bits of an e4m3 number, moved to those of a float32, are 2^-120 times as large: scales of FP8
+ * get this factor. */
+#define CPU_FP8_UNIT 0x1p120f
 
 /* Returns the group of column k of a tile, and sets *end to the first column behind the group. */
 static int cpu_tile_group(const cpu_quant_tile *tile, int k, int *end) {
@@ -22680,6 +22681,14 @@ CPU_AVX2 CPU_INLINE __m256i cpu_max_fp8(__m256i max, const unsigned char *w) {
     return _mm256_max_epu8(max, _mm256_and_si256(bytes, _mm256_set1_epi8(0x7F)));
 }
 
+/* How cpu_decode_avx2 makes numbers of codes. */
+typedef enum cpu_codes {
+    CPU_CODES_FP8,
+    CPU_CODES_TABLE, /* one table for all groups */
+    CPU_CODES_ZEROS, /* a table for each zero point */
+    CPU_CODES_LINE   /* a multiply-add */
+} cpu_codes;
+
 /* What the 4-bit codes of a group stand for: the high bytes, and the low bytes, in both halves. */
 typedef struct cpu_table_avx2 {
     __m256i high, low;
@@ -22696,23 +22705,26 @@ CPU_AVX2 CPU_INLINE cpu_table_avx2 cpu_table_of_avx2(const cpu_quant_tile *tile,
  *   FP8    Sign, exponent and mantissa move to their places in a float32. That number may be
  *          subnormal; the product with the scale is not.
  *   4 bit  The even columns go to the lower half of a vector, the odd ones to the upper half. Two
- *          lookups give the bytes of bf16 numbers, two to a lane of 32 bits. */
-CPU_AVX2 CPU_INLINE void cpu_decode_avx2(__m256 to[4], const unsigned char *w, bool fp8,
-                                         cpu_table_avx2 table, __m256 scale) {
-    if (fp8)
+ *          lookups give the bytes of bf16 numbers, two to a lane of 32 bits.
+ *   line   4-bit codes of a tile with exact_line: the high byte 0x43 makes a code the bf16 number
+ *          128 + code. One multiply-add takes (128 + zero) * scale from its product with the
+ *          scale: that is exact. offset: -(128 + zero) * scale. */
+CPU_AVX2 CPU_INLINE void cpu_decode_avx2(__m256 to[4], const unsigned char *w, cpu_codes codes_are,
+                                         cpu_table_avx2 table, __m256 scale, __m256 offset) {
+    if (codes_are == CPU_CODES_FP8) {
+        const __m256i mask = _mm256_set1_epi32((int)0x87F00000);
         CPU_UNROLL for (int i = 0; i < 4; i++) {
             __m256i code = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)(w + 8 * i)));
-            code = _mm256_slli_epi32(code, 20);
-            to[i] = _mm256_castsi256_ps(
-                _mm256_and_si256(code, _mm256_set1_epi32((int)0x87F00000)));
+            to[i] = _mm256_castsi256_ps(_mm256_and_si256(_mm256_slli_epi32(code, 20), mask));
         }
-    else {
+    } else {
         const __m256i odd = _mm256_set1_epi32((int)0xFFFF0000);
         __m256i codes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)w));
         codes = _mm256_srlv_epi64(codes, _mm256_setr_epi64x(0, 0, 4, 4));
         codes = _mm256_and_si256(codes, _mm256_set1_epi8(15));
-        const __m256i high = _mm256_shuffle_epi8(table.high, codes);
-        const __m256i low = _mm256_shuffle_epi8(table.low, codes);
+        const bool line = codes_are == CPU_CODES_LINE;
+        const __m256i high = line ? _mm256_set1_epi8(0x43) : _mm256_shuffle_epi8(table.high, codes);
+        const __m256i low = line ? codes : _mm256_shuffle_epi8(table.low, codes);
         const __m256i first = _mm256_unpacklo_epi8(low, high);
         const __m256i second = _mm256_unpackhi_epi8(low, high);
         to[0] = _mm256_castsi256_ps(_mm256_slli_epi32(first, 16));
@@ -22720,15 +22732,18 @@ CPU_AVX2 CPU_INLINE void cpu_decode_avx2(__m256 to[4], const unsigned char *w, b
         to[2] = _mm256_castsi256_ps(_mm256_slli_epi32(second, 16));
         to[3] = _mm256_castsi256_ps(_mm256_and_si256(second, odd));
     }
-    CPU_UNROLL for (int i = 0; i < 4; i++) to[i] = _mm256_mul_ps(to[i], scale);
+    CPU_UNROLL for (int i = 0; i < 4; i++)
+        to[i] = codes_are == CPU_CODES_LINE ? _mm256_fmadd_ps(to[i], scale, offset)
+                                            : _mm256_mul_ps(to[i], scale);
 }
 
-CPU_AVX2 CPU_INLINE void cpu_quant_rows_avx2(const cpu_quant_tile *tile, const bool fp8,
-                                             const bool has_zeros) {
+CPU_AVX2 CPU_INLINE void cpu_quant_rows_avx2(const cpu_quant_tile *tile,
+                                             const cpu_codes codes_are) {
+    const bool fp8 = codes_are == CPU_CODES_FP8;
     const size_t row_bytes = tile->w_row_bytes, ld = tile->ld_groups;
     const unsigned char *w = tile->w;
     const float *x = tile->x;
-    __m256 acc[4], scale[4], b[4];
+    __m256 acc[4], scale[4], offset[4], b[4];
     __m256i max = _mm256_setzero_si256();
     cpu_table_avx2 table[4];
     const cpu_table_avx2 same = cpu_table_of_avx2(tile, 0);
@@ -22739,15 +22754,20 @@ CPU_AVX2 CPU_INLINE void cpu_quant_rows_avx2(const cpu_quant_tile *tile, const b
         CPU_UNROLL for (int j = 0; j < 4; j++) {
             const size_t at = (size_t)j * ld + group;
             scale[j] = _mm256_set1_ps(tile->scale[at]);
-            table[j] = has_zeros ? cpu_table_of_avx2(tile, at) : same;
+            if (codes_are == CPU_CODES_LINE)
+                offset[j] = _mm256_set1_ps(-(tile->zero ? 128 + tile->zero[at] : 136) *
+                                           tile->scale[at]);
+            table[j] = codes_are == CPU_CODES_ZEROS ? cpu_table_of_avx2(tile, at) : same;
         }
         for (; k < end; k += 32, x += 32, w += fp8 ? 32 : 16)
             CPU_UNROLL for (int j = 0; j < 4; j++) {
                 const unsigned char *from = w + (size_t)j * row_bytes;
-                __asm__("" ::: "memory"); /* or x is kept in registers, and acc is not */
+                /* acc stays in registers, x and offset in memory */
+                __asm__("" : "+x"(acc[0]), "+x"(acc[1]), "+x"(acc[2]), "+x"(acc[3])
+                        : "r"(offset) : "memory");
                 if (k % (fp8 ? 64 : 128) == 0) __builtin_prefetch(from + 8 * row_bytes, 0, 2);
                 if (fp8) max = cpu_max_fp8(max, from);
-                cpu_decode_avx2(b, from, fp8, table[j], scale[j]);
+                cpu_decode_avx2(b, from, codes_are, table[j], scale[j], offset[j]);
                 CPU_UNROLL for (int i = 0; i < 4; i++)
                     acc[j] = _mm256_fmadd_ps(_mm256_loadu_ps(x + 8 * i), b[i], acc[j]);
             }
@@ -22756,9 +22776,10 @@ CPU_AVX2 CPU_INLINE void cpu_quant_rows_avx2(const cpu_quant_tile *tile, const b
     if (fp8) cpu_quant_nan_avx2(tile, max);
 }
 CPU_AVX2 static void cpu_quant_tile_avx2(const cpu_quant_tile *tile) {
-    if (tile->fp8) cpu_quant_rows_avx2(tile, true, false);
-    else if (tile->zero) cpu_quant_rows_avx2(tile, false, true);
-    else cpu_quant_rows_avx2(tile, false, false);
+    if (tile->fp8) cpu_quant_rows_avx2(tile, CPU_CODES_FP8);
+    else if (tile->exact_line) cpu_quant_rows_avx2(tile, CPU_CODES_LINE);
+    else if (tile->zero) cpu_quant_rows_avx2(tile, CPU_CODES_ZEROS);
+    else cpu_quant_rows_avx2(tile, CPU_CODES_TABLE);
 }
 
 CPU_SMALL CPU_AVX2
@@ -22769,7 +22790,8 @@ static void cpu_quant_unpack_avx2(float *to, const cpu_quant_tile *tile) {
         const __m256 scale = _mm256_set1_ps(tile->scale[group]);
         const cpu_table_avx2 table = cpu_table_of_avx2(tile, (size_t)group);
         for (; k < end; k += 32) {
-            cpu_decode_avx2(b, tile->w + (tile->fp8 ? k : k / 2), tile->fp8, table, scale);
+            cpu_decode_avx2(b, tile->w + (tile->fp8 ? k : k / 2),
+                            tile->fp8 ? CPU_CODES_FP8 : CPU_CODES_TABLE, table, scale, scale);
             CPU_UNROLL for (int i = 0; i < 4; i++) _mm256_storeu_ps(to + k + 8 * i, b[i]);
             for (int i = k; tile->fp8 && i < k + 32; i++)
                 if ((tile->w[i] & 0x7F) == 0x7F) to[i] = NAN;
@@ -22916,18 +22938,18 @@ CPU_AVX512 static void cpu_small_gemm_avx512(const cpu_small_gemm_args *args) {
     if (j < args->n) cpu_small_gemm_rows_avx512(args, false, j);
 }
 
-/* As cpu_decode_avx2, in two vectors; 4-bit codes in this kernel set's pair order. table: what each
- * code stands for, times the scale; FP8: the scale. */
+/* As cpu_decode_avx2, in two vectors: the even columns, then the odd ones, of FP8, too. table: what
+ * each 4-bit code stands for, times the scale; FP8: the scale. */
 CPU_AVX512 CPU_INLINE void cpu_decode_avx512(__m512 to[2], const unsigned char *w, bool fp8,
                                              __m512 table) {
-    if (fp8)
-        CPU_UNROLL for (int i = 0; i < 2; i++) {
-            __m512i code = _mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)(w + 16 * i)));
-            code = _mm512_slli_epi32(code, 20);
-            code = _mm512_and_si512(code, _mm512_set1_epi32((int)0x87F00000));
-            to[i] = _mm512_mul_ps(_mm512_castsi512_ps(code), table);
-        }
-    else {
+    if (fp8) {
+        const __m512i mask = _mm512_set1_epi32((int)0x87F00000);
+        __m512i codes = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)w));
+        __m512i even = _mm512_and_si512(_mm512_slli_epi32(codes, 20), mask);
+        __m512i odd = _mm512_and_si512(_mm512_slli_epi32(codes, 4), mask);
+        to[0] = _mm512_mul_ps(_mm512_castsi512_ps(even), table);
+        to[1] = _mm512_mul_ps(_mm512_castsi512_ps(odd), table);
+    } else {
         __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)w));
         to[0] = _mm512_permutexvar_ps(codes, table); /* takes the low 4 bits of each lane */
         to[1] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), table);
@@ -23066,24 +23088,24 @@ static const uint8_t cpu_order_avx512[32] = {0,  2,  4,  6,  8,  10, 12, 14, 16,
 static const cpu_kernels cpu_kernel_sets[] = { /* from slowest to fastest */
     {"portable C", 2, 512, TOKA_F32, {8, 4, INT_MAX},
      {cpu_tile_bf16_c, cpu_tile_f16_c, cpu_tile_f32_c},
-     cpu_convert_c, cpu_convert_c, cpu_small_gemm_c, NULL, cpu_quant_unpack_c, NULL, 0,
+     cpu_convert_c, cpu_convert_c, cpu_small_gemm_c, NULL, cpu_quant_unpack_c, NULL, false, 0,
      cpu_online_softmax_c, cpu_unpack_kv_c},
 #ifdef __x86_64__
     {"AVX2", 3, 512, TOKA_F32, {128, INT_MAX, INT_MAX},
      {cpu_tile_bf16_avx2, cpu_tile_f16_avx2, cpu_tile_f32_avx2},
      cpu_convert_avx2, cpu_convert_avx2, cpu_small_gemm_avx2, cpu_quant_tile_avx2,
-     cpu_quant_unpack_avx2, cpu_order_avx2, 4, cpu_online_softmax_avx2,
+     cpu_quant_unpack_avx2, cpu_order_avx2, false, 4, cpu_online_softmax_avx2,
      cpu_unpack_kv_avx2},
     {"AVX-512", 6, 1024, TOKA_F32, {INT_MAX, INT_MAX, INT_MAX},
      {cpu_tile_bf16_avx512, cpu_tile_f16_avx512, cpu_tile_f32_avx512},
      cpu_convert_avx512, cpu_convert_avx512, cpu_small_gemm_avx512, cpu_quant_tile_avx512,
-     cpu_quant_unpack_avx512, cpu_order_avx512, 8, cpu_online_softmax_avx512,
+     cpu_quant_unpack_avx512, cpu_order_avx512, true, 8, cpu_online_softmax_avx512,
      cpu_unpack_kv_avx512},
     /* only on request (cpu_bf16_kernels) */
     {"AVX512_BF16", 6, 2048, TOKA_BF16, {INT_MAX, 0, 0},
      {cpu_tile_avx512_bf16, NULL, NULL},
      cpu_convert_avx512, cpu_pack_avx512_bf16, cpu_small_gemm_avx512, NULL, cpu_quant_unpack_c,
-     NULL, 0, cpu_online_softmax_avx512, cpu_unpack_kv_avx512},
+     NULL, false, 0, cpu_online_softmax_avx512, cpu_unpack_kv_avx512},
 #endif
 };
 
@@ -23313,9 +23335,10 @@ static int cpu_align_k(const cpu_kernels *kernels, int k) {
  * rows of whole bytes, whole groups of 32 columns. Other weights go through a panel that is filled
  * as weight_row does it, element by element.
  *
- * Pair order. A byte has the 4-bit codes of two neighbour columns. SIMD decodes even and odd
- * columns to different lanes. So x is reordered in the same way once (cpu_pair_row), and a panel
- * has this order, too: the lanes add the same terms in the same order, with and without a panel. */
+ * Pair order. A byte has the 4-bit codes of two neighbour columns, and AVX-512 decodes two FP8
+ * codes as the two halves of a lane. So SIMD decodes even and odd columns to different lanes. x is
+ * reordered in the same way once (cpu_pair_row), and a panel has this order, too: the lanes add the
+ * same terms in the same order, with and without a panel. */
 
 enum {
     CPU_QUANT_DIRECT_ROWS = 4 /* from this many rows of x on, quantized weights take a panel */
@@ -23331,8 +23354,8 @@ static bool cpu_is_regular(const toka_tensor *weight) {
 /* Does the kernel set read this weight in pair order? */
 CPU_SMALL
 static bool cpu_is_paired(const cpu_kernels *kernels, const toka_tensor *weight) {
-    return kernels->pair_order && weight->quant && weight->dtype != TOKA_FP8 &&
-           cpu_is_regular(weight);
+    return kernels->pair_order && weight->quant && cpu_is_regular(weight) &&
+           (weight->dtype != TOKA_FP8 || kernels->fp8_pairs);
 }
 
 /* Copies n elements of x in pair order; n is a multiple of 32. */
@@ -23349,7 +23372,7 @@ static int cpu_n_groups(const toka_tensor *weight) {
 }
 
 /* Writes the zero points of n groups of a row of the whole matrix, from group `first` on. */
-CPU_SMALL
+__attribute__((noinline))
 static void cpu_quant_zeros(float *to, const toka_quant *quant, int row, int first, int n) {
     const int row_groups = (quant->cols + quant->block_cols - 1) / quant->block_cols;
     const char *words = (const char *)quant->zero +
@@ -23368,27 +23391,30 @@ static void cpu_quant_zeros(float *to, const toka_quant *quant, int row, int fir
 
 /* Fills scales and zero points, as cpu_quant_tile wants them, of the rows n0 .. n1-1 of a regular
  * weight: [rows][n_groups]. */
-CPU_SMALL
+__attribute__((noinline))
 static void cpu_quant_scales(const cpu_kernels *kernels, const toka_tensor *weight, int n0, int n1,
                              float *scale, float *zero) {
     const toka_quant *quant = weight->quant;
     const int n = cpu_n_groups(weight), first = weight->col0 / quant->block_cols;
     const int step = quant->scale_col_step;
     const size_t bytes = toka_number_bytes(quant->scale_dtype);
-    const float unit = cpu_scale_unit(weight->dtype);
+    int block = -1; /* of the row before */
     for (int row = n0; row < n1; row++, scale += n, zero += n) {
         const int whole = weight->row0 + row * weight->row_step;
         const char *from = (const char *)quant->scale +
                            bytes * ((size_t)(whole / quant->block_rows) *
                                         (size_t)quant->scale_row_step +
                                     (size_t)first * (size_t)step);
+        if (quant->zero) cpu_quant_zeros(zero, quant, whole, first, n);
+        if (whole / quant->block_rows == block) {
+            for (int i = 0; i < n; i++) scale[i] = scale[i - n];
+            continue;
+        }
+        block = whole / quant->block_rows;
         for (int i = 0; step != 1 && i < n; i++, from += bytes * (size_t)step)
             scale[i] = cpu_element(from, quant->scale_dtype, 0);
         if (step == 1) kernels->convert(scale, from, quant->scale_dtype, n);
-        int i = 0;
-        for (; i + 4 <= n; i += 4) cpu_store4(scale + i, unit * cpu_load4(scale + i));
-        for (; i < n; i++) scale[i] *= unit;
-        if (quant->zero) cpu_quant_zeros(zero, quant, whole, first, n);
+        for (int i = 0; weight->dtype == TOKA_FP8 && i < n; i++) scale[i] *= CPU_FP8_UNIT;
     }
 }
 
@@ -23403,6 +23429,7 @@ static cpu_quant_tile cpu_quant_tile_of(const toka_tensor *weight, const float *
     return (cpu_quant_tile){
         .w = (const unsigned char *)weight->data + (size_t)weight->row0 * row_bytes + col0,
         .w_row_bytes = row_bytes * (size_t)weight->row_step, .fp8 = weight->dtype == TOKA_FP8,
+        .exact_line = weight->dtype == TOKA_INT4 && quant->scale_dtype < TOKA_F32,
         .codes = cpu_code_numbers[codes],
         .codes_at = codes == 2 ? CPU_MXFP4_AT : codes ? CPU_ZERO_AT - 8 : CPU_ZERO_AT,
         .scale = scale, .zero = quant->zero ? zero : NULL,
@@ -24060,7 +24087,7 @@ enum {
     CPU_SCRATCH_SAMPLES = 64,      /* most scratch samples */
     CPU_SCRATCH_BYTES = 128 << 20, /* most scratch for token rows; for rows of logits: half of it */
     CPU_MAX_HEAD_SIZE = 576,       /* largest D and Dv: of the cache of DeepSeek's MLA */
-    CPU_MAX_FP8_SCALE = 128,       /* cpu_scale_unit times a larger one would overflow */
+    CPU_MAX_FP8_SCALE = 128,       /* CPU_FP8_UNIT times a larger one would overflow */
     CPU_QUERY_ROWS = 32,           /* query rows that share one pass over K and V */
     CPU_N_VECTORS = 7,             /* vectors of an op; the last one is a norm's for all_reduce */
     CPU_MAX_THREADS = 1024         /* most threads of all devices together */

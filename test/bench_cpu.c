@@ -9,10 +9,10 @@
  * 1000-token prefix, read once for all rows, against once for each row. The model has the layer
  * shapes of Llama-3.2-1B, random weights and fewer layers. With `rows`, only: microseconds a row of
  * an MLP with 1 to 256 rows. A `!` marks a row that costs 3 % more than one of a smaller step. With
- * `formats`, only: the time of the layers' decode of one token in each format, in turns, and how
- * many times as fast as bf16 it is. fp8 has blocks of 128 x 128, int4 groups of 128 and zero
- * points. With `linear`, only: a linear mixer of Qwen3.5's shape, its rule in chunks and in the
- * recurrent form, in turns. */
+ * `formats`, only: the time of the layers' decode of one token in each format, in turns, how many
+ * times as fast as bf16 it is, and the share of a loop that only reads the bytes; medians of the
+ * rounds. fp8 has blocks of 128 x 128, int4 groups of 128 and zero points. With `linear`, only: a
+ * linear mixer of Qwen3.5's shape, its rule in chunks and in the recurrent form, in turns. */
 #include "../toka.c"
 #include "linear.h"
 
@@ -40,7 +40,7 @@ typedef struct bench { /* one open model */
     toka_quant quants[BENCH_LAYERS * 7 + 1];
     int n_quants;
     char *bytes; /* all weights in one block */
-    size_t n_bytes, used;
+    size_t n_bytes, n_layer_bytes, used;
     toka_dev_ptr x, q, o;
 } bench;
 
@@ -90,6 +90,7 @@ static void bench_place(bench *b, toka_dtype type) {
         y->mlp.down = bench_tensor(b, s->E, s->F, type);
         y->attn_norm = bench_tensor(b, 1, s->E, type), y->mlp_norm = bench_tensor(b, 1, s->E, type);
     }
+    b->n_layer_bytes = b->used;
     b->w = (toka_weights){.embed = bench_tensor(b, s->V, s->E, type), .norm = bench_tensor(b, 1, s->E, type),
                           .layers = b->layers};
     b->w.lm_head = b->w.embed;
@@ -317,16 +318,32 @@ static double bench_layers(bench *b) {
     }
     return bench_now() - t0;
 }
+/* Sorts n times; returns the middle one. */
+static double bench_median(double *times, int n) {
+    for (int i = 1; i < n; i++)
+        for (int j = i; j > 0 && times[j] < times[j - 1]; j--) {
+            const double swap = times[j];
+            times[j] = times[j - 1], times[j - 1] = swap;
+        }
+    return times[n / 2];
+}
 static void bench_formats(int threads, int set) {
+    enum { ROUNDS = 41 };
     static const toka_dtype types[] = {TOKA_BF16, TOKA_FP8, TOKA_INT4, TOKA_MXFP4};
     static bench b[COUNT(types)];
-    double best[COUNT(types)];
-    for (int i = 0; i < COUNT(types); i++) bench_open(&b[i], types[i], threads, &cpu_kernel_sets[set]), best[i] = 1e9;
-    for (int round = 0; round < 30; round++)
-        for (int i = 0; i < COUNT(types); i++) best[i] = MIN(best[i], bench_layers(&b[i]));
+    static double times[COUNT(types)][ROUNDS], ratios[COUNT(types)][ROUNDS], reads[COUNT(types)][ROUNDS];
+    for (int i = 0; i < COUNT(types); i++) bench_open(&b[i], types[i], threads, &cpu_kernel_sets[set]);
+    for (int round = 0; round < ROUNDS; round++)
+        for (int i = 0; i < COUNT(types); i++) {
+            times[i][round] = bench_layers(&b[i]);
+            reads[i][round] = bench_read(&b[i]);
+            ratios[i][round] = times[0][round] / times[i][round];
+        }
     printf("%-10s %d threads, layers of one token:", cpu_kernel_sets[set].name, b[0].d->pool.n_threads);
     for (int i = 0; i < COUNT(types); i++) {
-        printf(" %s %.2f ms (%.2fx)", bench_types[types[i]], 1e3 * best[i], best[0] / best[i]);
+        const double time = bench_median(times[i], ROUNDS), layers = (double)b[i].n_layer_bytes;
+        printf(" %s %.2f ms (%.2fx, %.0f %% of read)", bench_types[types[i]], 1e3 * time, bench_median(ratios[i], ROUNDS),
+               100 * bench_median(reads[i], ROUNDS) * layers / (double)b[i].n_bytes / time);
         bench_close(&b[i]);
     }
     puts("");
