@@ -75,7 +75,9 @@
  * WHO OWNS WHAT.
  *   model   mf_model, tok, tmpl: immutable after toka_open, read by any thread.
  *   engine  scheduler, pages, plans: allocated at open. Only the driver, the thread in eng_drive,
- *           touches them. Other threads reach the engine through an inbox under one lock.
+ *           touches them. Other threads reach the engine through an inbox under one lock. Workers
+ *           read the tokens of samples with a constraint, and make its masks; they change only the
+ *           constraint and the fields of a reader that are theirs.
  *   device  activations, KV cache, scratch: allocated at open by the backend. Each rank (31) has
  *           one thread, and only this thread calls the device's ops. Helper threads of the backend
  *           have finished when an op returns.
@@ -102,6 +104,7 @@
  *                           of each replica)
  *   TOKA_DEBUG_PATIENCE=S   the watchdog waits S seconds, not 30, for progress of any rank
  *   TOKA_DEBUG_SHARE_GPU=N  the ranks share the first N GPUs, rank i uses GPU i mod N
+ *   TOKA_DEBUG_WORKERS=N    N threads read the tokens of samples with constraints (32)
  *   TOKA_DEBUG_DRAFTS=1     each match gets drafts (20), whatever they cost
  *   TOKA_DEBUG_NO_PEER=1    no GPU accesses the memory of another rank: stages send through the
  *                           host, and tensor ranks are refused
@@ -148,6 +151,7 @@
  *   backlog         the tokens still to prefill                                                  19
  *   preempted       of a sequence: lost its pages, keeps its tokens, is computed again later     19
  *   constraint      a grammar that the output must match                                         23
+ *   reader          of a sample: how far its constraint has read the output                      32
  *   mask            a bit for each token: may it come next?                                      23
  *   generation      a count that changes when an index is reused, so that stale results          19
  *                   are recognized
@@ -13624,6 +13628,8 @@ static void heap_remove(heap_node *nodes, int *top, int node) {
  * in flight, such a sequence has a row in every second step only. Two halves of such sequences that
  * took turns would need twice as many steps as all together. So as long as no more of them are
  * ready than in flight, the plan gathers them: none gets a row, and one commit later all are ready.
+ * After a step, a constraint first reads its tokens (32). The engine may let the plan gather until
+ * they are read (awaits_reading). Those that take longer have no part in the count (n_reading).
  *
  * Drafts (20). A draft is a guess of a later token, made before a step is planned. A sequence in
  * decode whose tokens are all committed may have n_drafts of them, at most B: they lie in its token
@@ -13804,6 +13810,9 @@ typedef struct scheduler {
                           * order in which they got them. A sequence that skips pages which are
                           * computed in this same step is after the one that computes them */
     bool gathers;        /* no sequence with no_run_ahead gets a row in decode in this step */
+    int n_reading;       /* the engine's: sequences with no_run_ahead whose step is done, but whose
+                          * token is not committed yet, as a constraint reads it */
+    bool awaits_reading; /* the engine's: the others of them wait for these */
     int64_t backlog;     /* tokens still to prefill */
     int64_t max_growth;  /* sum of sched_max_growth over running sequences */
     heap_node *seq_nodes;    /* [max_seqs] a heap of preempted sequences, earliest in the queue on
@@ -14340,7 +14349,7 @@ static int sched_prepare_step(scheduler *sched) {
         if (sched_must_wait(sched, sequence)) n_in_flight++;
         else n_ready++;
     }
-    sched->gathers = n_ready <= n_in_flight;
+    sched->gathers = sched->awaits_reading || n_ready <= n_in_flight - sched->n_reading;
     return n_needed - (sched->gathers ? n_needed_ready : 0);
 }
 
@@ -15081,7 +15090,9 @@ typedef struct batch_cost { /* of a backend's attention; unit: tokens of K and V
 typedef struct batch_sample { /* a sample row and its sequence, as sched_commit needs them */
     int row, seq;
     uint32_t generation; /* of the sequence; sched_commit refuses a sample with a stale one */
-    int rejected;        /* once the step is done: not 0 if a draft before the row was wrong */
+    bool rejected;       /* once the step is done: a draft before the row was wrong */
+    bool is_read;        /* once the step is done: it is committed when a constraint has read its
+                          * token (32) */
 } batch_sample;
 
 enum {
@@ -15282,7 +15293,7 @@ static void batch_add_rows(batch_step *built, const scheduler *sched, const batc
                                                                        : -1 - chunk->seq;
         if (sequence->n_drafts)
             built->samples[built->n_samples++] =
-                (batch_sample){row, chunk->seq, sequence->generation, 0};
+                (batch_sample){row, chunk->seq, sequence->generation, false, false};
         built->pos[row] = pos;
         built->kv_slot[row] = page * B + offset;
         if (built->windowed_slot)
@@ -15291,7 +15302,7 @@ static void batch_add_rows(batch_step *built, const scheduler *sched, const batc
     built->step.T = row;
     if (sequence->is_sampled && !sequence->n_drafts && end == sequence->from + sequence->n_rows)
         built->samples[built->n_samples++] =
-            (batch_sample){row - 1, chunk->seq, sequence->generation, 0};
+            (batch_sample){row - 1, chunk->seq, sequence->generation, false, false};
 }
 
 /* ---- Assigning sequences to microbatches ---- */
@@ -17262,7 +17273,7 @@ static void stop_free(stop_scanner *scanner) {
  *   - a mask has exactly those tokens all of whose bytes the machine accepts from the node;
  *   - work is bounded: by items of a node, depth of frames, nodes and bytes of a machine. At a
  *     limit `failed` is set and the node is CON_DEAD.
- * A machine is changed by reading: one thread at a time.
+ * A machine is changed by reading: one thread at a time. Whole masks outlive it (con_bits.refs).
  * =========================================================================== */
 
 enum con_kind { CON_NOTHING, CON_EMPTY, CON_BYTES, CON_CALL, CON_TEXT_BEGIN, CON_TEXT_END };
@@ -17328,9 +17339,15 @@ typedef struct con_escape { /* a place where tokens leave the local rule */
     int list, token, depth; /* the first token (by order of bytes); bytes of it before the place */
 } con_escape;
 
+enum { CON_ENDS = 4 };
+
+/* The tokens that may follow a node. They do not change once they are made. */
 typedef struct con_bits {
+    atomic_int refs; /* held by the node, and by users of a whole mask; 0: the machine's memory */
     con_escape *escapes;    /* of a local node, by the byte after the place: */
     int *escapes_of;        /* [257] those before byte b: escapes_of[b] .. escapes_of[b + 1] - 1 */
+    int n_ends;             /* of con_node.ended: the end ids that are in the mask */
+    int32_t ends[CON_ENDS];
     uint32_t mask[]; /* [words]. Of a local node: the tokens that stay in the rule */
 } con_bits;
 
@@ -17344,9 +17361,7 @@ typedef struct con_node {
     int near;        /* con_near; 0: not known */
     int *next;       /* [n_classes] node after a byte of the class, -1: not known; NULL: none is */
     con_bits *bits[CON_PARTS + 1]; /* of each part, of all; NULL: not made */
-    int64_t step;       /* the engine's: the last step that has a copy of the mask, ... */
-    const void *owner;  /* ... for this request, whose end ids are in it if the text may end, ... */
-    int slot;           /* ... as its mask number `slot` */
+    con_bits *ended; /* of all, with the end ids that were asked for last; NULL: none were */
 } con_node;
 
 /* The tokens of a model that can be text, for all its constraints, sorted by bytes. They are in
@@ -17479,12 +17494,32 @@ static uint32_t con_hash(const int *words, size_t n) {
     return (uint32_t)hash_bytes(words, n * sizeof *words) % CON_HEADS;
 }
 
+static con_bits *con_bits_hold(con_bits *bits) {
+    atomic_fetch_add(&bits->refs, 1);
+    return bits;
+}
+/* Drops one reference; the last one frees. NULL is allowed. Thread: any. */
+static void con_bits_drop(con_bits *bits) {
+    if (bits && atomic_fetch_sub(&bits->refs, 1) == 1) free(bits);
+}
+
+/* Drops all masks and the memory of the nodes. */
+static void con_drop_nodes(con_machine *machine) {
+    for (int i = 0; i < machine->n_nodes; i++) {
+        con_bits *all = machine->nodes[i].bits[CON_PARTS];
+        if (all && atomic_load(&all->refs)) con_bits_drop(all);
+        con_bits_drop(machine->nodes[i].ended);
+    }
+    arena_free(&machine->memory);
+    machine->n_nodes = 0;
+}
+
 /* Forgets all nodes and frames. */
 static void con_reset(con_machine *machine) {
-    arena_free(&machine->memory);
+    con_drop_nodes(machine);
     memset(machine->frame_heads, 0xFF, sizeof machine->frame_heads);
     memset(machine->node_heads, 0xFF, sizeof machine->node_heads);
-    machine->n_frames = machine->n_nodes = 0;
+    machine->n_frames = 0;
     machine->bytes = 0;
     machine->epoch++;
     for (int i = 0; i <= CON_LOCAL; i++) { /* their depth: below all others */
@@ -17512,7 +17547,7 @@ static void con_machine_init(con_machine *machine, const con_grammar *grammar, b
     con_reset(machine);
 }
 static void con_machine_free(con_machine *machine) {
-    arena_free(&machine->memory);
+    con_drop_nodes(machine);
     free(machine->frames);
     free(machine->nodes);
     free(machine->work);
@@ -18169,9 +18204,23 @@ static void con_walk_tokens(con_walk *walk, int token, int depth) {
     }
 }
 
-static con_bits *con_bits_new(con_machine *machine, const con_vocab *vocab) {
-    const size_t bytes = sizeof(con_bits) + (size_t)vocab->words * sizeof(uint32_t);
-    return memset(con_alloc(machine, bytes), 0, bytes);
+static size_t con_bits_bytes(const con_vocab *vocab) {
+    return sizeof(con_bits) + (size_t)vocab->words * sizeof(uint32_t);
+}
+/* is_whole: the bits of all parts, that users may hold, with one reference. */
+static con_bits *con_bits_new(con_machine *machine, const con_vocab *vocab, bool is_whole) {
+    const size_t bytes = con_bits_bytes(vocab);
+    if (!is_whole) return memset(con_alloc(machine, bytes), 0, bytes);
+    con_bits *bits = mem_zalloc(bytes);
+    atomic_init(&bits->refs, 1);
+    return bits;
+}
+/* Keeps a whole mask in a field of a node, which gets the reference. */
+static con_bits *con_keep_bits(con_machine *machine, const con_vocab *vocab, con_bits **field,
+                               con_bits *bits) {
+    if (*field) con_bits_drop(*field);
+    else machine->bytes += con_bits_bytes(vocab);
+    return *field = bits;
 }
 static void con_add_bits(uint32_t *mask, const uint32_t *more, int words) {
     for (int i = 0; i < words; i++) mask[i] |= more[i];
@@ -18204,7 +18253,7 @@ static void con_keep_escapes(con_machine *machine, const con_vocab *vocab, con_b
  * rule. */
 static con_bits *con_walk_parts(con_machine *machine, const con_vocab *vocab, int parts, int node,
                                 bool is_local) {
-    con_bits *bits = con_bits_new(machine, vocab);
+    con_bits *bits = con_bits_new(machine, vocab, parts == CON_PARTS && !is_local);
     buf escapes = {0};
     con_walk walk = {.machine = machine, .vocab = vocab, .mask = bits->mask,
                      .escapes = is_local ? &escapes : NULL};
@@ -18269,13 +18318,13 @@ static bool con_has_counters(const con_machine *machine, const con_node *node) {
 
 /* Returns the bits of a node for one part of the vocabulary or for all (CON_PARTS), made from those
  * of its local node. */
-static const con_bits *con_part_bits(con_machine *machine, const con_vocab *vocab, int parts,
-                                     int node) {
+static con_bits *con_part_bits(con_machine *machine, const con_vocab *vocab, int parts, int node) {
     if (machine->nodes[node].bits[parts]) return machine->nodes[node].bits[parts];
     const int common = con_common_frame(machine, &machine->nodes[node]);
     if (common == CON_BOTTOM) {
         con_bits *bits = con_walk_parts(machine, vocab, parts, node, false);
-        return machine->nodes[node].bits[parts] = bits;
+        con_bits **field = &machine->nodes[node].bits[parts];
+        return parts < CON_PARTS ? (*field = bits) : con_keep_bits(machine, vocab, field, bits);
     }
     const int local = con_node_change(machine, node, common, CON_LOCAL, CON_FAR);
     if (!machine->nodes[local].bits[parts]) {
@@ -18285,7 +18334,7 @@ static const con_bits *con_part_bits(con_machine *machine, const con_vocab *voca
     con_return(machine, common);
     const int after = con_node_of(machine);
     const con_bits *inside = machine->nodes[local].bits[parts];
-    con_bits *bits = con_bits_new(machine, vocab);
+    con_bits *bits = con_bits_new(machine, vocab, parts == CON_PARTS);
     con_walk walk = {.machine = machine, .vocab = vocab, .mask = bits->mask};
     memcpy(bits->mask, inside->mask, (size_t)vocab->words * sizeof *bits->mask);
     for (int byte = 0; byte < 256; byte++) {
@@ -18298,7 +18347,8 @@ static const con_bits *con_part_bits(con_machine *machine, const con_vocab *voca
             con_walk_tokens(&walk, escape.token, escape.depth + 1);
         }
     }
-    return machine->nodes[node].bits[parts] = bits;
+    con_bits **field = &machine->nodes[node].bits[parts];
+    return parts < CON_PARTS ? (*field = bits) : con_keep_bits(machine, vocab, field, bits);
 }
 
 /* Returns the node with its counters cut to what a token can reach: it has the same mask. */
@@ -18312,36 +18362,68 @@ static int con_near(con_machine *machine, int node) {
     return machine->failed ? node : (machine->nodes[node].near = near);
 }
 
-/* Writes the mask of a node with counters: the union of its parts. The mask is kept, as long as the
- * machine has room. */
-static void con_join_parts(con_machine *machine, const con_vocab *vocab, int node, uint32_t *mask) {
+/* Returns the mask of a node with counters, the union of its parts, with one reference. It is kept,
+ * as long as the machine has room. */
+static con_bits *con_join_parts(con_machine *machine, const con_vocab *vocab, int node) {
     const uint32_t *parts[CON_PARTS];
     for (int p = 0; p < CON_PARTS; p++) {
         const int near = con_node_change(machine, node, -1, -1, con_part_far[p]);
         parts[p] = con_part_bits(machine, vocab, p, near)->mask;
     }
+    con_bits *bits = con_bits_new(machine, vocab, true);
     for (int i = 0; i < vocab->words; i++)
-        mask[i] = parts[0][i] | parts[1][i] | parts[2][i] | parts[3][i];
-    if (machine->failed || machine->bytes > CON_MAX_BYTES / 2) return;
-    con_bits *bits = con_bits_new(machine, vocab);
-    memcpy(bits->mask, mask, (size_t)vocab->words * sizeof *mask);
-    machine->nodes[node].bits[CON_PARTS] = bits;
+        bits->mask[i] = parts[0][i] | parts[1][i] | parts[2][i] | parts[3][i];
+    if (machine->failed || machine->bytes > CON_MAX_BYTES / 2) return bits;
+    return con_bits_hold(
+        con_keep_bits(machine, vocab, &machine->nodes[node].bits[CON_PARTS], bits));
+}
+
+/* Returns the mask of a node, with one reference. NULL: a limit was reached, and the machine was
+ * reset. */
+static con_bits *con_mask_bits(con_machine *machine, const con_vocab *vocab, int node) {
+    const int near = con_near(machine, node);
+    con_bits *bits = machine->nodes[near].bits[CON_PARTS];
+    if (!bits && !con_has_counters(machine, &machine->nodes[near]))
+        bits = con_part_bits(machine, vocab, CON_PARTS, near);
+    if (bits) con_bits_hold(bits);
+    else if (!machine->failed) bits = con_join_parts(machine, vocab, near);
+    if (!machine->failed) return bits;
+    con_bits_drop(bits);
+    con_reset(machine); /* its last node may be incomplete */
+    return NULL;
+}
+
+/* As con_mask_bits, with the end ids in it if the text may end. Masks with few end ids are kept. */
+static con_bits *con_mask_with_ends(con_machine *machine, const con_vocab *vocab, int node,
+                                    const ids *ends) {
+    const int near = con_near(machine, node), n = (int)ends->n;
+    con_bits *bits = con_mask_bits(machine, vocab, node);
+    if (!bits || !n || !con_accepts(machine, node)) return bits;
+    con_bits **ended = &machine->nodes[near].ended;
+    if (*ended && (*ended)->n_ends == n && !memcmp((*ended)->ends, ends->p, (size_t)n * 4)) {
+        con_bits_drop(bits);
+        return con_bits_hold(*ended);
+    }
+    con_bits *more = con_bits_new(machine, vocab, true);
+    memcpy(more->mask, bits->mask, (size_t)vocab->words * sizeof *more->mask);
+    con_bits_drop(bits);
+    for (int i = 0; i < n; i++)
+        if (ends->p[i] < 32 * vocab->words) more->mask[ends->p[i] / 32] |= 1u << ends->p[i] % 32;
+    if (n > CON_ENDS) return more;
+    more->n_ends = n;
+    memcpy(more->ends, ends->p, (size_t)n * sizeof *more->ends);
+    return con_bits_hold(con_keep_bits(machine, vocab, ended, more));
 }
 
 /* Writes the mask of a node, [words] of the vocabulary. Returns false if a limit was reached: the
  * mask is empty then, and the machine was reset. */
 static bool con_mask(con_machine *machine, const con_vocab *vocab, int node, uint32_t *mask) {
     const size_t bytes = (size_t)vocab->words * sizeof *mask;
-    const int near = con_near(machine, node);
-    const con_bits *bits = machine->nodes[near].bits[CON_PARTS];
-    if (!bits && !con_has_counters(machine, &machine->nodes[near]))
-        bits = con_part_bits(machine, vocab, CON_PARTS, near);
+    con_bits *bits = con_mask_bits(machine, vocab, node);
     if (bits) memcpy(mask, bits->mask, bytes);
-    else if (!machine->failed) con_join_parts(machine, vocab, near, mask);
-    if (!machine->failed) return true;
-    memset(mask, 0, bytes);
-    con_reset(machine); /* its last node may be incomplete */
-    return false;
+    else memset(mask, 0, bytes);
+    con_bits_drop(bits);
+    return bits != NULL;
 }
 
 /* ===========================================================================
@@ -21029,8 +21111,12 @@ struct toka_constraint {
     const tok *tokenizer;   /* borrowed from the model, as is vocab; con_del reads neither */
     const con_vocab *vocab;
     con_grammar grammar;
-    /* The driver's: other threads read it only before the constraint is given to a request. */
-    con_machine machine;
+    con_machine machine;    /* of the thread that makes the constraint, then of the one that takes
+                             * it */
+    /* The engine's (32), under eng_workers.lock: */
+    bool taken, queued;     /* a thread uses the machine; it is in eng_workers.first */
+    struct toka_constraint *next;                 /* there */
+    struct eng_reader *readers, **readers_end;    /* they wait for it to read their token */
 };
 
 /* Reads a source of JSON. */
@@ -27081,6 +27167,20 @@ static double model_busy_s(model_grid *model) {
  * from the prefix cache, so it uses the cache as others do. MEAN and CLS read tokens that the cache
  * may have, but it has no hidden states, so they compute the whole prompt (eng_n_unshared).
  *
+ * Constraints. A token of a sample with a constraint is not committed at once: the constraint reads
+ * it first, and makes the mask of the next row. That may take as long as a step, so workers do it:
+ *
+ *     driver     eng_commit, eng_post_readings       eng_commit_all_read, sched_commit, the event
+ *                          |                                   ^
+ *     worker               +--> eng_read: read the token, -----+
+ *                               is the text complete? its mask
+ *
+ * Until it is committed, the scheduler has the token in flight, so only its sequence waits. Others
+ * with a constraint are gathered with it (19) for a sixteenth of a step, not longer. A machine is
+ * changed by reading: a worker takes a constraint together with all its readers. The mask before
+ * the first token is made by the thread that submits. No token depends on when a mask is ready, as
+ * none depends on the step that computes it.
+ *
  * Orders. Other threads pause the engine and change its weights by an order (eng_give_order), which
  * the driver carries out between steps (eng_follow_order). For most orders it first plans no more
  * steps and commits those in flight. New weights are in mapped files: pointers to tensors change,
@@ -27089,21 +27189,25 @@ static double model_busy_s(model_grid *model) {
  * What always holds:
  *   - eng.lock guards `inbox`, `cancels`, `waiters`, `has_driver`, `stopping`, `order`, `paused`,
  *     `error`, `last_id`, `n_samples` and `published`, the copy of the statistics. notifier.lock
- *     guards `has_new_work`. Everything else belongs to the driver;
+ *     guards `has_new_work`. workers.lock guards the queue of constraints. A machine belongs to the
+ *     thread that has taken its constraint. Everything else belongs to the driver;
  *   - weights change only while no step of any replica is in flight. So a step has one version of
  *     them, and an event tells it;
  *   - every sample of an accepted request ends in exactly one event that is not TOKA_RUNNING;
  *   - a request is freed after its last event, when no in-flight step has a row of it. If a rank
  *     hangs, requests with rows in the steps that are still in flight are never freed (`leaked`);
- *   - apart from new requests and cancels, a step allocates memory only to open the detokenizer of
- *     a sequence, at its first token, to enlarge buffers that are reused (the text of events,
- *     row_ids, masks), and for nodes and masks of constraints that are reached for the first time.
+ *   - apart from new requests and cancels, a step allocates memory only to open the detokenizer and
+ *     the reader of a sequence, at its first token, to enlarge buffers that are reused (the text of
+ *     events, row_ids, the output of a reader), and for nodes and masks of constraints that are
+ *     reached for the first time.
  * =========================================================================== */
 
 #define ENG_MAX_N (1 << 20)       /* samples of one request */
 #define ENG_MAX_SAMPLES (1 << 28) /* of all requests that are not released */
 #define ENG_MAX_IN_FLIGHT 4       /* in-flight steps of a replica */
 #define ENG_MAX_PARALLEL 64       /* replicas, stages, tensor ranks */
+#define ENG_GATHER_SHARE 16       /* rows with a constraint wait for those that are being read, at
+                                   * most so a part of a step */
 #define ENG_FIRST_MEAN 192.0      /* output tokens expected before any sample has ended */
 
 typedef struct eng_waiter { /* a thread in eng_generate */
@@ -27121,6 +27225,11 @@ typedef struct eng_submission {  /* what eng_submit copies into an eng_request *
     eng_waiter *waiter;          /* the thread that waits and frees; NULL: the driver frees */
 } eng_submission;
 
+typedef struct eng_mask { /* the tokens that may come next */
+    con_bits *bits; /* with a reference; NULL: none */
+    bool accepts;   /* the text may end there */
+} eng_mask;
+
 typedef struct eng_request { /* from eng_submit until it is freed */
     int64_t id;
     struct eng_replica *replica; /* NULL: still in the inbox */
@@ -27137,6 +27246,7 @@ typedef struct eng_request { /* from eng_submit until it is freed */
     bool leaked;     /* a hung rank may still read it: it is never freed */
     uint8_t *ended;  /* [n_samples] bits */
     toka_sampling sampling;
+    eng_mask first_mask;  /* of a constraint: before the output */
     toka_sampling prompt_sampling; /* for rows that score prompt tokens; only .logprobs is used */
     bool prompt_logprobs; /* log-probabilities of the prompt's tokens are wanted: sample 0 computes
                            * all positions and has them */
@@ -27167,13 +27277,47 @@ typedef struct eng_detokenizer { /* of a running sequence: turns its ids into te
     tok_stream stream;
 } eng_detokenizer;
 
-typedef struct eng_reader { /* of a running sequence: how far its constraint has read its output */
-    const toka_constraint *constraint;
-    uint32_t generation; /* of the sequence */
-    int epoch;           /* of the machine, whose node this is: */
-    int node, n_read;    /* n_read: tokens, the prompt's included */
-    int n_thought;       /* tokens of the thinking */
+typedef struct eng_place { /* how far a constraint has read an output */
+    int epoch;     /* of the machine, whose node this is: */
+    int node;
+    int n_read;    /* output tokens */
+    int n_thought; /* those of the thinking */
+} eng_place;
+
+/* A running sample with a constraint. While it is busy, a worker reads a token that was drawn, and
+ * changes the fields of the outcome only. The driver has all the others. */
+typedef struct eng_reader {
+    struct eng_reader *next; /* in toka_constraint.readers or eng_workers.done */
+    struct eng_replica *replica;
+    eng_request *request; /* kept while busy */
+    int seq;
+    uint32_t generation;  /* of the sequence, when its row was planned */
+    bool busy, closed;    /* closed: the sample has ended; it is freed when it is not busy */
+    ids output;           /* the committed tokens */
+    eng_place place;      /* in the output */
+    eng_mask mask;        /* after the output */
+    toka_sample_row row;  /* of the token that is read, and what came of it */
+    toka_sample_result result;
+    eng_place next_place; /* the outcome: after the token */
+    eng_mask next_mask;
+    bool complete;        /* the text is complete, and nothing can follow */
+    bool made;            /* the mask was not kept */
 } eng_reader;
+
+enum { ENG_MAX_WORKERS = 8 };
+
+typedef struct eng_workers { /* threads that read the tokens of samples with constraints */
+    pthread_mutex_t lock;      /* guards the fields down to `seconds` */
+    pthread_cond_t wake;       /* a constraint was queued, or closing is set */
+    pthread_cond_t released;   /* a constraint is not taken any more */
+    toka_constraint *first, **end; /* queue of constraints with readers */
+    bool closing;
+    int n_threads;
+    pthread_t threads[ENG_MAX_WORKERS];
+    double seconds;            /* that the threads have worked */
+    _Atomic(eng_reader *) done; /* readers whose token was read, the last one first */
+    int n_readings;            /* driver only: busy readers */
+} eng_workers;
 
 typedef struct eng_prompt_row { /* a sample row that scores prompt token number token_index */
     int seq, token_index;
@@ -27195,8 +27339,8 @@ typedef struct eng_inflight {
     toka_pool_rows *pools;        /* [max_chunks] */
     eng_request **pool_requests;  /* [max_chunks] the request of each of them */
     ids row_ids; /* the pages of rows with penalties or bad words */
-    ids masks;      /* [n][words of a vocabulary] the masks of this step */
-    ids mask_slots; /* for each row with a constraint, which of them is its mask */
+    con_bits **masks; /* [n_masks] of its rows, with a reference each */
+    int n_masks;
     int64_t first_number, last_number; /* model_post's, of the first and the last microbatch */
     double plan_began, plan_s; /* os_now() when its plan began; how long this took */
 } eng_inflight;
@@ -27221,7 +27365,9 @@ typedef struct eng_replica {
     eng_inflight inflight[ENG_MAX_IN_FLIGHT];
     int max_in_flight, oldest, n_in_flight;
     eng_detokenizer *detokenizers; /* [max_seqs] */
-    eng_reader *readers;           /* [max_seqs] */
+    eng_reader **readers;          /* [max_seqs] NULL: none yet */
+    double gather_until; /* rows with a constraint wait until then for others of their kind, whose
+                          * token is being read; 0: they do not wait */
     eng_request **requests;        /* [cap_requests] by the scheduler's request number */
     int64_t *request_ids;          /* [cap_requests] their ids, 0: none. An array of its own, as
                                     * each cancel searches all of it */
@@ -27265,7 +27411,7 @@ typedef struct eng { /* pools are sized at open and never grow */
                         * eng_drain_inbox; an idle replica may get it */
     buf token_text, new_text; /* text of one token; text that became certain */
     float *vector;            /* [E] of the embedding whose event is delivered */
-    int64_t mask_step;        /* counts calls of eng_make_sample_rows, for con_node.step */
+    eng_workers workers;
     toka_stats stats;         /* the driver's */
     /* Called after each step by the driver; or NULL. Set before there are requests. */
     eng_step_fn *on_step;
@@ -27388,6 +27534,7 @@ static int eng_inflight_init(eng_inflight *inflight, const scheduler *s, bool st
     const size_t max_chunks = (size_t)batch_max_chunks(s);
     inflight->pools = mem_alloc(max_chunks * sizeof *inflight->pools);
     inflight->pool_requests = mem_alloc(max_chunks * sizeof *inflight->pool_requests);
+    inflight->masks = mem_alloc(max_rows * sizeof *inflight->masks);
     return 0;
 }
 
@@ -27397,8 +27544,7 @@ static void eng_replica_free(eng_replica *replica) {
         batch_step_free(&inflight->batch);
         batch_micros_free(&inflight->micros);
         ids_free(&inflight->row_ids);
-        ids_free(&inflight->masks);
-        ids_free(&inflight->mask_slots);
+        free(inflight->masks);
         free(inflight->sample_rows);
         free(inflight->results);
         free(inflight->row_requests);
@@ -27457,7 +27603,20 @@ static bool eng_close_ranks(eng *engine) {
     return all_closed;
 }
 
+/* Ends the workers. No reader is busy. */
+static void eng_close_workers(eng_workers *workers) {
+    pthread_mutex_lock(&workers->lock);
+    workers->closing = true;
+    pthread_cond_broadcast(&workers->wake);
+    pthread_mutex_unlock(&workers->lock);
+    for (int i = 0; i < workers->n_threads; i++) pthread_join(workers->threads[i], NULL);
+    pthread_mutex_destroy(&workers->lock);
+    pthread_cond_destroy(&workers->wake);
+    pthread_cond_destroy(&workers->released);
+}
+
 static void eng_free(eng *engine) { /* its ranks are closed */
+    eng_close_workers(&engine->workers);
     for (int i = 0; i < engine->n_replicas; i++) eng_replica_free(&engine->replicas[i]);
     free(engine->replicas);
     free(engine->cancels);
@@ -27539,6 +27698,10 @@ static eng *eng_new(const toka_backend *backend, const mf_model *files, const to
     pthread_mutex_init(&engine->update_lock, NULL);
     pthread_mutex_init(&engine->notifier.lock, NULL);
     os_cond_init(&engine->notifier.changed);
+    pthread_mutex_init(&engine->workers.lock, NULL);
+    pthread_cond_init(&engine->workers.wake, NULL);
+    pthread_cond_init(&engine->workers.released, NULL);
+    engine->workers.end = &engine->workers.first;
     engine->notifier.hang_budget_s = MODEL_HANG_TIMEOUT_S;
     engine->startup.progress = options->progress;
     engine->startup.user = options->progress_user;
@@ -27720,12 +27883,244 @@ static int eng_open(eng **out, const toka_backend *backend, const mf_model *file
     return 0;
 }
 
+/* ---- Constraints: readers and workers ---- */
+
+/* Reads a token; id -1: none. If the thinking has used up its tokens then, it must end. text:
+ * scratch. */
+static void eng_read_id(const toka_sampling *sampling, eng_place *place, int32_t id, buf *text) {
+    con_machine *machine = &sampling->constraint->machine;
+    const bool limited = sampling->max_thinking != 0;
+    if (id >= 0) {
+        place->n_thought += limited && con_cut(machine, place->node) != CON_DEAD;
+        place->node = con_advance_id(machine, sampling->constraint->tokenizer, place->node, id,
+                                     text);
+        place->n_read++;
+    }
+    const int cut = limited && place->n_thought >= sampling->max_thinking
+                        ? con_cut(machine, place->node) : CON_DEAD;
+    if (cut != CON_DEAD) place->node = cut;
+}
+
+/* Moves a place to the end of the output. A place of another epoch begins again. */
+static void eng_read_output(const toka_sampling *sampling, eng_place *place, const ids *output,
+                            buf *text) {
+    con_machine *machine = &sampling->constraint->machine;
+    if (con_is_full(machine)) con_reset(machine);
+    if (place->epoch != machine->epoch) {
+        const int start = con_begin(machine, sampling->constraint->grammar.root);
+        *place = (eng_place){machine->epoch, start, 0, 0};
+        eng_read_id(sampling, place, -1, text);
+    }
+    while (place->n_read < (int)output->n)
+        eng_read_id(sampling, place, output->p[place->n_read], text);
+}
+
+/* Returns the mask of a node. If the machine reaches a limit, the mask is empty, and the sample
+ * ends (eng_deliver). */
+static eng_mask eng_make_mask(const eng_request *request, int node) {
+    toka_constraint *constraint = request->sampling.constraint;
+    con_machine *machine = &constraint->machine;
+    const bool accepts = con_accepts(machine, node);
+    con_bits *bits = con_mask_with_ends(machine, constraint->vocab, node, &request->end_ids);
+    return (eng_mask){bits ? bits : con_bits_new(machine, constraint->vocab, true), accepts};
+}
+
+/* Reads the token of a busy reader, and makes the mask after it. On the thread that has taken the
+ * constraint. */
+static void eng_read(eng_reader *reader, buf *text) {
+    const toka_sampling *sampling = &reader->request->sampling;
+    con_machine *machine = &sampling->constraint->machine;
+    reader->next_place = reader->place;
+    eng_read_output(sampling, &reader->next_place, &reader->output, text);
+    eng_read_id(sampling, &reader->next_place, reader->result.id, text);
+    const int node = reader->next_place.node;
+    reader->complete = con_accepts(machine, node) && !machine->nodes[node].n;
+    reader->next_mask = (eng_mask){0};
+    reader->made = false;
+    if (reader->complete) return;
+    reader->made = !machine->nodes[con_near(machine, node)].bits[CON_PARTS];
+    reader->next_mask = eng_make_mask(reader->request, node);
+}
+
+/* Puts a constraint into the queue, if it has readers and no thread has taken it. Called with the
+ * lock held. */
+static void eng_queue_constraint(eng_workers *workers, toka_constraint *constraint) {
+    if (!constraint->readers || constraint->taken || constraint->queued) return;
+    constraint->queued = true;
+    constraint->next = NULL;
+    *workers->end = constraint;
+    workers->end = &constraint->next;
+    pthread_cond_signal(&workers->wake);
+}
+
+/* Takes the first constraint of the queue. Returns its readers, or NULL. Called with the lock
+ * held. */
+static eng_reader *eng_take_readers(eng_workers *workers, toka_constraint **out) {
+    toka_constraint *constraint = workers->first;
+    workers->first = constraint->next;
+    if (!workers->first) workers->end = &workers->first;
+    constraint->queued = false;
+    if (constraint->taken) return NULL; /* it comes again when it is released */
+    eng_reader *readers = constraint->readers;
+    constraint->readers = NULL;
+    constraint->taken = true;
+    atomic_fetch_add(&constraint->refs, 1); /* the request may be freed before the release */
+    *out = constraint;
+    return readers;
+}
+
+/* Called with the lock held. */
+static void eng_release_constraint(eng_workers *workers, toka_constraint *constraint) {
+    constraint->taken = false;
+    eng_queue_constraint(workers, constraint);
+    pthread_cond_broadcast(&workers->released);
+}
+
+/* A reader is done. The first one since the driver looked wakes the driver. */
+static void eng_push_done(eng *engine, eng_reader *reader) {
+    eng_reader *head = atomic_load(&engine->workers.done);
+    do reader->next = head;
+    while (!atomic_compare_exchange_weak(&engine->workers.done, &head, reader));
+    if (head) return;
+    pthread_mutex_lock(&engine->notifier.lock);
+    pthread_cond_broadcast(&engine->notifier.changed);
+    pthread_mutex_unlock(&engine->notifier.lock);
+}
+
+/* A worker. It takes a constraint with all its readers, because a machine is changed by
+ * reading. */
+static void *eng_worker(void *arg) {
+    eng *engine = arg;
+    eng_workers *workers = &engine->workers;
+    toka_constraint *constraint;
+    buf text = {0};
+    pthread_mutex_lock(&workers->lock);
+    for (;;) {
+        while (!workers->first && !workers->closing)
+            pthread_cond_wait(&workers->wake, &workers->lock);
+        if (!workers->first) break;
+        eng_reader *reader = eng_take_readers(workers, &constraint);
+        if (!reader) continue;
+        pthread_mutex_unlock(&workers->lock);
+        const double began = os_now();
+        for (eng_reader *next; reader; reader = next) {
+            next = reader->next;
+            eng_read(reader, &text);
+            eng_push_done(engine, reader);
+        }
+        const double seconds = os_now() - began;
+        pthread_mutex_lock(&workers->lock);
+        workers->seconds += seconds;
+        eng_release_constraint(workers, constraint);
+        pthread_mutex_unlock(&workers->lock);
+        con_del(constraint);
+        pthread_mutex_lock(&workers->lock);
+    }
+    pthread_mutex_unlock(&workers->lock);
+    buf_free(&text);
+    return NULL;
+}
+
+/* Gives a list of readers to the workers. */
+static void eng_queue_readers(eng_workers *workers, eng_reader *reader) {
+    pthread_mutex_lock(&workers->lock);
+    for (eng_reader *next; reader; reader = next) {
+        toka_constraint *constraint = reader->request->sampling.constraint;
+        next = reader->next;
+        reader->next = NULL;
+        if (!constraint->readers) constraint->readers_end = &constraint->readers;
+        *constraint->readers_end = reader;
+        constraint->readers_end = &reader->next;
+        eng_queue_constraint(workers, constraint);
+    }
+    pthread_mutex_unlock(&workers->lock);
+}
+
+/* Starts the workers, at the first request with a constraint: one for four cores. Returns 0 or an
+ * error. */
+COLD
+static int eng_start_workers(eng *engine, toka_err *e) {
+    eng_workers *workers = &engine->workers;
+    const char *asked = getenv("TOKA_DEBUG_WORKERS");
+    const int n = MAX(1, MIN(asked ? atoi(asked) : os_n_cores() / 4, ENG_MAX_WORKERS));
+    int code = 0;
+    pthread_mutex_lock(&workers->lock);
+    while (workers->n_threads < n && !code) {
+        code = os_thread_start(&workers->threads[workers->n_threads], eng_worker, engine, e);
+        workers->n_threads += !code;
+    }
+    if (workers->n_threads) code = 0;
+    pthread_mutex_unlock(&workers->lock);
+    return code;
+}
+
+/* Makes the mask before the output, on the thread that submits the request. Returns 0 or an
+ * error. */
+COLD
+static int eng_make_first_mask(eng *engine, eng_request *request, toka_err *e) {
+    toka_constraint *constraint = request->sampling.constraint;
+    eng_workers *workers = &engine->workers;
+    eng_place place = {0};
+    buf text = {0};
+    if (!constraint || request->score_only) return 0;
+    if (eng_start_workers(engine, e)) return e->code;
+    pthread_mutex_lock(&workers->lock);
+    while (constraint->taken) pthread_cond_wait(&workers->released, &workers->lock);
+    constraint->taken = true;
+    pthread_mutex_unlock(&workers->lock);
+    eng_read_output(&request->sampling, &place, &(ids){0}, &text);
+    request->first_mask = eng_make_mask(request, place.node);
+    pthread_mutex_lock(&workers->lock);
+    eng_release_constraint(workers, constraint);
+    pthread_mutex_unlock(&workers->lock);
+    buf_free(&text);
+    return 0;
+}
+
+static void eng_reader_free(eng_reader *reader) {
+    con_bits_drop(reader->mask.bits);
+    ids_free(&reader->output);
+    free(reader);
+}
+
+/* The sample has ended, or the reader was replaced. */
+static void eng_reader_close(eng_replica *replica, int seq) {
+    eng_reader *reader = replica->readers[seq];
+    replica->readers[seq] = NULL;
+    if (reader && reader->busy) reader->closed = true;
+    else if (reader) eng_reader_free(reader);
+}
+
+/* Returns the reader of a running sample, a new one if it has none. */
+static eng_reader *eng_reader_of(eng_replica *replica, const eng_request *request, int seq) {
+    if (replica->readers[seq]) return replica->readers[seq];
+    eng_reader *reader = mem_zalloc(sizeof *reader);
+    reader->mask = request->first_mask;
+    con_bits_hold(reader->mask.bits);
+    return replica->readers[seq] = reader;
+}
+
+/* The reader of a sequence is busy with a token that does not count, as the sequence was preempted
+ * since: returns a copy that takes its place. */
+COLD
+static eng_reader *eng_replace_reader(eng_replica *replica, int seq) {
+    const eng_reader *old = replica->readers[seq];
+    eng_reader *reader = mem_zalloc(sizeof *reader);
+    reader->place = old->place;
+    reader->mask = old->mask;
+    con_bits_hold(reader->mask.bits);
+    for (size_t i = 0; i < old->output.n; i++) ids_push(&reader->output, old->output.p[i]);
+    eng_reader_close(replica, seq);
+    return replica->readers[seq] = reader;
+}
+
 /* ---- Submit and cancel: any thread ---- */
 
 static void eng_request_free(eng_request *request) {
     if (request->leaked) return;
     ids_free(&request->end_ids);
     samp_words_del(request->sampling.bad_words);
+    con_bits_drop(request->first_mask.bits);
     con_del(request->sampling.constraint);
     arena memory = request->memory;
     arena_free(&memory);
@@ -27890,6 +28285,7 @@ static int eng_submit(eng *engine, const eng_submission *submission, eng_request
         code = fail(e, TOKA_E_USE, "device %s has no embeddings", engine->backend->name);
     if (code) return code;
     eng_request *request = eng_request_new(engine, submission);
+    if (eng_make_first_mask(engine, request, e)) return eng_request_free(request), e->code;
     pthread_mutex_lock(&engine->lock);
     if ((code = engine->error.code)) *e = engine->error;
     else if (engine->n_samples + request->n_samples > ENG_MAX_SAMPLES)
@@ -27976,7 +28372,7 @@ static void eng_abort_request(eng *engine, eng_request *request, toka_finish rea
     eng_replica *replica = request->replica;
     for (int seq = replica->sched.requests[request->sched_id].first_seq; seq >= 0;
          seq = replica->sched.seqs[seq].sibling_next)
-        eng_detokenizer_close(replica, seq);
+        eng_detokenizer_close(replica, seq), eng_reader_close(replica, seq);
     sched_cancel(&replica->sched, request->sched_id);
     int n_left = request->n_unfinished;
     toka_event event = {.id = -1,
@@ -28145,91 +28541,11 @@ static bool eng_drain_inbox(eng *engine) {
 
 /* ---- One step ---- */
 
-/* Reads a token. If the thinking has used up its tokens then, it must end. */
-static void eng_read_id(eng_replica *replica, const toka_sampling *sampling, eng_reader *reader,
-                        int32_t id) {
-    con_machine *machine = &sampling->constraint->machine;
-    const bool limited = sampling->max_thinking != 0;
-    if (id >= 0) {
-        reader->n_thought += limited && con_cut(machine, reader->node) != CON_DEAD;
-        reader->node = con_advance_id(machine, sampling->constraint->tokenizer, reader->node, id,
-                                      &replica->engine->token_text);
-        reader->n_read++;
-    }
-    const int cut = limited && reader->n_thought >= sampling->max_thinking
-                        ? con_cut(machine, reader->node) : CON_DEAD;
-    if (cut != CON_DEAD) reader->node = cut;
-}
-
-/* Returns the reader of a sequence, after all known tokens. One of another epoch reads them
- * again. */
-static eng_reader *eng_read_output(eng_replica *replica, const toka_sampling *sampling, int seq) {
-    const sched_seq *sequence = &replica->sched.seqs[seq];
-    toka_constraint *constraint = sampling->constraint;
-    con_machine *machine = &constraint->machine;
-    eng_reader *reader = &replica->readers[seq];
-    if (con_is_full(machine)) con_reset(machine);
-    if (reader->constraint != constraint || reader->generation != sequence->generation ||
-        reader->epoch != machine->epoch) {
-        *reader = (eng_reader){constraint, sequence->generation, machine->epoch,
-                               con_begin(machine, constraint->grammar.root), sequence->n_prompt, 0};
-        eng_read_id(replica, sampling, reader, -1);
-    }
-    while (reader->n_read < sequence->n_known)
-        eng_read_id(replica, sampling, reader, sequence->tokens[reader->n_read]);
-    return reader;
-}
-
-static bool eng_is_complete(eng_replica *replica, const toka_sampling *sampling, int seq) {
-    const int node = eng_read_output(replica, sampling, seq)->node;
-    return con_accepts(&sampling->constraint->machine, node);
-}
-
-/* Reads a sampled token that is not in the sequence yet. Returns true if the text is complete and
- * nothing can follow it. */
-static bool eng_read_token(eng_replica *replica, const toka_sampling *sampling, int seq,
-                           int32_t id) {
-    const con_machine *machine = &sampling->constraint->machine;
-    eng_reader *reader = eng_read_output(replica, sampling, seq);
-    eng_read_id(replica, sampling, reader, id);
-    return con_accepts(machine, reader->node) && !machine->nodes[reader->node].n;
-}
-
-/* Appends the mask of a row with a constraint to the masks of the step, unless it is there. If the
- * machine reached a limit, the mask is empty, and the sample ends (eng_deliver). */
-static void eng_add_mask(eng_replica *replica, eng_inflight *inflight, const eng_request *request,
-                         int seq) {
-    toka_constraint *constraint = request->sampling.constraint;
-    con_machine *machine = &constraint->machine;
-    const int words = constraint->vocab->words;
-    const int node = con_near(machine, eng_read_output(replica, &request->sampling, seq)->node);
-    con_node *at = &machine->nodes[node];
-    const bool accepts = con_accepts(machine, node);
-    if (at->step == replica->engine->mask_step && (at->owner == request || !accepts)) {
-        ids_push(&inflight->mask_slots, at->slot);
-        return;
-    }
-    const int slot = (int)(inflight->masks.n / (size_t)words);
-    ids_push(&inflight->mask_slots, slot);
-    ids_reserve(&inflight->masks, (size_t)words);
-    uint32_t *mask = (uint32_t *)inflight->masks.p + inflight->masks.n;
-    inflight->masks.n += (size_t)words;
-    replica->engine->stats.masks_made += !at->bits[CON_PARTS];
-    if (!con_mask(machine, constraint->vocab, node, mask)) return;
-    for (size_t i = 0; i < request->end_ids.n && accepts; i++)
-        if (request->end_ids.p[i] < 32 * words)
-            mask[request->end_ids.p[i] / 32] |= 1u << request->end_ids.p[i] % 32;
-    at = &machine->nodes[node]; /* con_mask may have moved it */
-    at->step = replica->engine->mask_step;
-    at->owner = request;
-    at->slot = slot;
-}
-
 /* Adds what a sample row needs beside its logits: end ids that may not be drawn before min_tokens,
  * and the mask of a constraint, and, for penalties and bad words, the pages of the sequence: the
- * device keeps the id of each token beside its K and V, so the pages give it the history. Pages and
- * masks are appended to row_ids and masks of inflight, whose memory may move: eng_set_row_ids sets
- * the row's pointers to them at the end. */
+ * device keeps the id of each token beside its K and V, so the pages give it the history. Pages are
+ * appended to row_ids of inflight, whose memory may move: eng_set_row_ids sets the row's pointers
+ * to them at the end. */
 static void eng_add_row_ids(eng_replica *replica, eng_inflight *inflight,
                             const eng_request *request, int seq, toka_sample_row *row) {
     const int n_before = (int)row->position; /* tokens before the one to draw */
@@ -28240,9 +28556,9 @@ static void eng_add_row_ids(eng_replica *replica, eng_inflight *inflight,
     row->words = sampling->bad_words ? &sampling->bad_words->table : NULL;
     row->keep_special = request->keep_special;
     if (sampling->constraint) {
-        const double began = os_now();
-        eng_add_mask(replica, inflight, request, seq);
-        replica->engine->stats.mask_s += os_now() - began;
+        con_bits *bits = eng_reader_of(replica, request, seq)->mask.bits;
+        inflight->masks[inflight->n_masks++] = con_bits_hold(bits);
+        row->mask = bits->mask;
         replica->engine->stats.masks++;
     }
     if (!samp_needs_history(sampling)) return;
@@ -28252,15 +28568,11 @@ static void eng_add_row_ids(eng_replica *replica, eng_inflight *inflight,
     for (int i = 0; i < n_pages; i++) ids_push(&inflight->row_ids, pages[i]);
 }
 
-/* Sets the rows' pointers into row_ids and masks, in the order in which eng_add_row_ids
- * appended. */
+/* Sets the rows' pointers into row_ids, in the order in which eng_add_row_ids appended. */
 static void eng_set_row_ids(const eng_replica *replica, eng_inflight *inflight) {
-    const int32_t *next = inflight->row_ids.p, *next_slot = inflight->mask_slots.p;
-    const size_t words = ((size_t)replica->engine->files->shape.V + 31) / 32;
+    const int32_t *next = inflight->row_ids.p;
     for (int i = 0; i < inflight->n_sampled; i++) {
         toka_sample_row *row = &inflight->sample_rows[i];
-        if (row->scored_id < 0 && row->sampling->constraint)
-            row->mask = (const uint32_t *)inflight->masks.p + (size_t)*next_slot++ * words;
         if (!row->n_history) continue;
         row->pages = next;
         next += kv_pages_for(&replica->sched.kv, row->n_history);
@@ -28335,8 +28647,8 @@ static void eng_split_samples(const eng_replica *replica, eng_inflight *inflight
 
 /* Fills the step's sample rows: those of batch.samples, then those of scored prompt tokens. */
 static void eng_make_sample_rows(eng_replica *replica, eng_inflight *inflight) {
-    inflight->row_ids.n = inflight->masks.n = inflight->mask_slots.n = 0;
-    replica->engine->mask_step++;
+    inflight->row_ids.n = 0;
+    inflight->n_masks = 0;
     eng_split_samples(replica, inflight);
     eng_add_pools(replica, inflight);
     for (int i = 0; i < inflight->n_sampled; i++) {
@@ -28418,10 +28730,10 @@ static bool eng_deliver_prompt(eng_request *request, int token_index,
     return !request->callback || !request->callback(request->user, &event);
 }
 
-/* Does the result of this sample count? Its sequence has not ended, and the drafts before its row
- * were right. */
+/* Does the result of this sample count now? Its sequence has not ended, the drafts before its row
+ * were right, and no constraint reads it first. */
 static bool eng_counts(const eng_replica *replica, const batch_sample *sample) {
-    return !sample->rejected &&
+    return !sample->rejected && !sample->is_read &&
            replica->sched.seqs[sample->seq].generation == sample->generation;
 }
 
@@ -28451,6 +28763,7 @@ static void eng_end_sample(eng_replica *replica, eng_request *request, int seq) 
     replica->engine->n_ended++;
     replica->engine->ended_tokens += sequence->n_known - sequence->n_prompt + 1;
     eng_detokenizer_close(replica, seq);
+    eng_reader_close(replica, seq);
 }
 
 /* Delivers the event of a sampled token, which may end its sample, as the callback may. *ended as
@@ -28476,29 +28789,47 @@ static bool eng_is_forbidden(const toka_sample_row *row, const toka_sample_resul
             samp_is_bad(row, output, n_output, result->id));
 }
 
-/* Delivers the event of a sampled token. If all allowed ids were forbidden, result->id is a
- * forbidden id (toka_fallback_id): it is not delivered, and the sample ends. It also ends if its
- * constraint lets nothing follow. *ended: the token, a stop string or the callback ended the sample
- * (not the length limit). more: event.more if the sequence goes on, and if it ends. Returns false
- * if the callback wants no more of this request. */
-static bool eng_deliver(eng_replica *replica, eng_request *request, int seq,
-                        const toka_sample_row *sample_row, const toka_sample_result *result,
-                        const bool more[2], bool *ended) {
+/* A token that was drawn for a sequence. */
+typedef struct eng_draw {
+    int seq;
+    uint32_t generation; /* of the sequence, when its row was planned */
+    const toka_sample_row *row;
+    const toka_sample_result *result;
+    bool none_left;      /* nothing could be drawn */
+    bool is_end;         /* it is an end id */
+    bool complete;       /* the text of the constraint is complete then, and nothing can follow */
+    bool more[2];        /* event.more if the sequence goes on, and if it ends */
+} eng_draw;
+
+/* Sets none_left and is_end. If all allowed ids were forbidden, result->id is a forbidden id, or
+ * one that is not in the mask (toka_fallback_id). */
+static void eng_judge(const eng_replica *replica, const eng_request *request, eng_draw *draw) {
+    const sched_seq *sequence = &replica->sched.seqs[draw->seq];
+    const int n_before = sequence->n_known - sequence->n_prompt;
+    const uint32_t *mask = draw->row->mask;
+    const int32_t id = draw->result->id;
+    draw->none_left = eng_is_forbidden(draw->row, draw->result,
+                                       sequence->tokens + sequence->n_prompt, n_before) ||
+                      (mask && !(mask[id / 32] >> id % 32 & 1));
+    draw->is_end = !draw->none_left && n_before >= request->sampling.min_tokens &&
+                   samp_is_listed(request->end_ids.p, (int)request->end_ids.n, id);
+}
+
+/* Delivers the event of a sampled token. If none was left to draw, it has no token, and the sample
+ * ends. It also ends if its constraint lets nothing follow. *ended: the token, a stop string or the
+ * callback ended the sample (not the length limit). Returns false if the callback wants no more of
+ * this request. */
+static bool eng_deliver(eng_replica *replica, eng_request *request, const eng_draw *draw,
+                        bool *ended) {
     eng *engine = replica->engine;
+    const int seq = draw->seq;
+    const toka_sample_result *result = draw->result;
     const sched_seq *sequence = &replica->sched.seqs[seq];
     const toka_sampling *sampling = &request->sampling;
-    int n_before = sequence->n_known - sequence->n_prompt;
-    bool may_stop = n_before >= sampling->min_tokens; /* end ids and stop strings count */
+    bool may_stop = sequence->n_known - sequence->n_prompt >= sampling->min_tokens;
     bool at_limit = sequence->n_known + 1 == sequence->limit;
-    const uint32_t *mask = sample_row->mask;
-    bool none_left = eng_is_forbidden(sample_row, result, sequence->tokens + sequence->n_prompt,
-                                      n_before) ||
-                     (mask && !(mask[result->id / 32] >> result->id % 32 & 1));
-    bool is_end = !none_left && may_stop &&
-                  samp_is_listed(request->end_ids.p, (int)request->end_ids.n, result->id);
-    bool complete = mask && !none_left && !is_end &&
-                    eng_read_token(replica, sampling, seq, result->id);
-    bool cut = mask && none_left && !eng_is_complete(replica, sampling, seq);
+    const bool none_left = draw->none_left, is_end = draw->is_end, complete = draw->complete;
+    bool cut = draw->row->mask && none_left && !replica->readers[seq]->mask.accepts;
     bool stopped = eng_detokenize(replica, seq, request, none_left ? -1 : result->id, is_end,
                                   may_stop, at_limit || none_left || complete);
     *ended = is_end || stopped || none_left || complete;
@@ -28521,7 +28852,7 @@ static bool eng_deliver(eng_replica *replica, eng_request *request, int seq,
         .stop_text = stopped ? replica->detokenizers[seq].stop.matched_index : -1,
         .n_cached = sequence->n_prefix_hits,
         .version = eng_version(request)};
-    event.more = more[event.finish != TOKA_RUNNING];
+    event.more = draw->more[event.finish != TOKA_RUNNING];
     request->usage.output_tokens += !none_left;
     return eng_deliver_event(replica, request, seq, &event, ended);
 }
@@ -28626,39 +28957,149 @@ static void eng_accept_draft(eng_replica *replica, int seq) {
     pthread_mutex_unlock(&engine->lock);
 }
 
+/* A row of a retired step does not refer to the request any more. */
+static void eng_drop_row(eng_replica *replica, eng_request *request) {
+    request->leaked |= replica->model.hung;
+    if (!--request->n_in_flight && request->finished) eng_release(replica->engine, request);
+}
+
+/* Delivers the event of a draw that counts, and gives its token to the scheduler. */
+static void eng_commit_draw(eng_replica *replica, eng_request *request, const eng_draw *draw) {
+    bool ended = true, wants_more = true;
+    /* a prompt of one token has no prompt row, so its event is delivered here */
+    if (request->prompt_logprobs && !request->score_only && !request->n_scored &&
+        !replica->sched.seqs[draw->seq].sample &&
+        !eng_deliver_prompt(request, 0, NULL, true, TOKA_RUNNING)) {
+        eng_abort_request(replica->engine, request, TOKA_CANCELLED);
+        return;
+    }
+    if (!request->score_only) wants_more = eng_deliver(replica, request, draw, &ended);
+    else {
+        bit_set(request->ended, 0);
+        eng_count_sample_end(replica, request);
+        eng_deliver_prompt(request, request->n_prompt - 1, draw->result, false, TOKA_LENGTH);
+    }
+    sched_commit(&replica->sched, draw->seq, draw->generation, draw->result->id, ended);
+    if (!request->n_unfinished) eng_finish_request(replica->engine, request);
+    else if (!wants_more) eng_abort_request(replica->engine, request, TOKA_CANCELLED);
+}
+
+/* Returns the draw of the step's sample i. */
+static eng_draw eng_draw_of(const eng_replica *replica, const eng_inflight *inflight, int i) {
+    const batch_sample *sample = &inflight->batch.samples[i];
+    const eng_request *request = inflight->row_requests[i];
+    eng_draw draw = {.seq = sample->seq,
+                     .generation = sample->generation,
+                     .row = &inflight->sample_rows[i],
+                     .result = eng_result(inflight, i)};
+    if (!request->score_only) eng_judge(replica, request, &draw);
+    return draw;
+}
+
+/* Gives the step's draws that constraints must read to the workers. They are committed by
+ * eng_commit_read. */
+static void eng_post_readings(eng_replica *replica, eng_inflight *inflight) {
+    eng_workers *workers = &replica->engine->workers;
+    eng_reader *readers = NULL, **end = &readers;
+    for (int i = 0; i < inflight->n_sampled && inflight->n_masks; i++) {
+        batch_sample *sample = &inflight->batch.samples[i];
+        if (!inflight->sample_rows[i].mask || !eng_counts(replica, sample)) continue;
+        const eng_draw draw = eng_draw_of(replica, inflight, i);
+        if (draw.none_left || draw.is_end) continue;
+        eng_reader *reader = replica->readers[sample->seq];
+        if (reader->busy) reader = eng_replace_reader(replica, sample->seq);
+        sample->is_read = true;
+        reader->replica = replica;
+        reader->request = inflight->row_requests[i];
+        reader->request->n_in_flight++;
+        reader->seq = draw.seq;
+        reader->generation = draw.generation;
+        reader->row = *draw.row;
+        reader->result = *draw.result;
+        reader->busy = true;
+        *end = reader;
+        end = &reader->next;
+        replica->sched.n_reading++;
+        replica->engine->n_active++;
+        workers->n_readings++;
+    }
+    *end = NULL;
+    if (!readers) return;
+    const double now = os_now();
+    replica->gather_until = now + (now - inflight->plan_began) / ENG_GATHER_SHARE;
+    eng_queue_readers(workers, readers);
+}
+
 /* Delivers the events of a step that is done, and gives its tokens to the scheduler. */
-static void eng_commit(eng_replica *replica, const eng_inflight *inflight) {
+static void eng_commit(eng_replica *replica, eng_inflight *inflight) {
     eng_commit_prompt_rows(replica, inflight);
     eng_commit_vectors(replica, inflight);
+    eng_post_readings(replica, inflight);
     for (int i = 0; i < inflight->n_sampled; i++) {
         const batch_sample sample = inflight->batch.samples[i];
         if (!eng_counts(replica, &sample)) continue;
         if (eng_is_behind_draft(inflight, i)) eng_accept_draft(replica, sample.seq);
         eng_request *request = inflight->row_requests[i];
-        bool ended = true, wants_more = true;
-        /* a prompt of one token has no prompt row, so its event is delivered here */
-        if (request->prompt_logprobs && !request->score_only && !request->n_scored &&
-            !replica->sched.seqs[sample.seq].sample &&
-            !eng_deliver_prompt(request, 0, NULL, true, TOKA_RUNNING)) {
-            eng_abort_request(replica->engine, request, TOKA_CANCELLED);
-            continue;
-        }
-        if (!request->score_only) {
-            const bool more[2] = {eng_has_more(replica, inflight, request, i, false),
-                                  eng_has_more(replica, inflight, request, i, true)};
-            wants_more = eng_deliver(replica, request, sample.seq, &inflight->sample_rows[i],
-                                     eng_result(inflight, i), more, &ended);
-        } else {
-            bit_set(request->ended, 0);
-            eng_count_sample_end(replica, request);
-            eng_deliver_prompt(request, request->n_prompt - 1, eng_result(inflight, i), false,
-                               TOKA_LENGTH);
-        }
-        sched_commit(&replica->sched, sample.seq, sample.generation, eng_result(inflight, i)->id,
-                     ended);
-        if (!request->n_unfinished) eng_finish_request(replica->engine, request);
-        else if (!wants_more) eng_abort_request(replica->engine, request, TOKA_CANCELLED);
+        eng_draw draw = eng_draw_of(replica, inflight, i);
+        draw.more[0] = eng_has_more(replica, inflight, request, i, false);
+        draw.more[1] = eng_has_more(replica, inflight, request, i, true);
+        eng_commit_draw(replica, request, &draw);
     }
+}
+
+/* Is the token that the reader has read still wanted? Else its sample has ended, or was
+ * preempted. */
+static bool eng_is_wanted(const eng_reader *reader) {
+    return !reader->closed &&
+           reader->replica->sched.seqs[reader->seq].generation == reader->generation;
+}
+
+/* Commits the token of a reader that is done, if it is wanted. */
+static void eng_commit_read(eng_reader *reader) {
+    eng_replica *replica = reader->replica;
+    eng_request *request = reader->request;
+    eng *engine = replica->engine;
+    eng_draw draw = {.seq = reader->seq,
+                     .generation = reader->generation,
+                     .row = &reader->row,
+                     .result = &reader->result,
+                     .complete = reader->complete};
+    engine->workers.n_readings--;
+    engine->n_active--;
+    replica->sched.n_reading--;
+    engine->stats.masks_made += reader->made;
+    if (eng_is_wanted(reader)) {
+        const eng_reader *next = reader->next;
+        draw.more[0] = draw.more[1] = next && next->request == request && eng_is_wanted(next);
+        eng_commit_draw(replica, request, &draw);
+        con_bits_drop(reader->mask.bits);
+        reader->mask = reader->next_mask;
+        reader->place = reader->next_place;
+        ids_push(&reader->output, reader->result.id);
+    } else con_bits_drop(reader->next_mask.bits);
+    reader->busy = false;
+    if (reader->closed) eng_reader_free(reader);
+    eng_drop_row(replica, request);
+}
+
+/* Commits the tokens that workers have read. */
+static void eng_commit_all_read(eng *engine) {
+    eng_reader *newest = atomic_exchange(&engine->workers.done, NULL), *reader = NULL;
+    if (!newest) return;
+    const double began = os_now();
+    for (eng_reader *next; newest; newest = next) { /* the first one first */
+        next = newest->next;
+        newest->next = reader;
+        reader = newest;
+    }
+    for (eng_reader *next; reader; reader = next) {
+        next = reader->next;
+        eng_commit_read(reader);
+    }
+    pthread_mutex_lock(&engine->workers.lock);
+    engine->stats.mask_s = engine->workers.seconds;
+    pthread_mutex_unlock(&engine->workers.lock);
+    engine->stats.commit_s += os_now() - began;
 }
 
 /* Counts the (row, position) pairs that a step's attention computes: all of them, and those in
@@ -28735,12 +29176,6 @@ static void eng_publish_stats(eng *engine) {
     pthread_mutex_unlock(&engine->lock);
 }
 
-/* A row of a retired step does not refer to the request any more. */
-static void eng_drop_row(eng_replica *replica, eng_request *request) {
-    request->leaked |= replica->model.hung;
-    if (!--request->n_in_flight && request->finished) eng_release(replica->engine, request);
-}
-
 /* Retires the oldest in-flight step: drops its references to requests. */
 static void eng_retire_oldest(eng_replica *replica) {
     eng_inflight *inflight = &replica->inflight[replica->oldest];
@@ -28748,6 +29183,8 @@ static void eng_retire_oldest(eng_replica *replica) {
         eng_drop_row(replica, inflight->row_requests[i]);
     for (int i = 0; i < inflight->batch.step.n_pools; i++)
         eng_drop_row(replica, inflight->pool_requests[i]);
+    for (int i = 0; i < inflight->n_masks && !replica->model.hung; i++)
+        con_bits_drop(inflight->masks[i]);
     replica->oldest = (replica->oldest + 1) % replica->max_in_flight;
     replica->n_in_flight--;
     replica->engine->n_active--;
@@ -28763,6 +29200,11 @@ static void eng_abort_all_requests(eng *engine, toka_finish reason) {
             model_wait(&replica->model, replica->inflight[replica->oldest].last_number, &e);
         for (int j = 0; j < replica->cap_requests; j++)
             if (replica->requests[j]) eng_abort_request(engine, replica->requests[j], reason);
+    }
+    for (; engine->workers.n_readings; eng_commit_all_read(engine)) {
+        pthread_mutex_lock(&engine->notifier.lock);
+        if (!atomic_load(&engine->workers.done)) model_poll(&engine->notifier);
+        pthread_mutex_unlock(&engine->notifier.lock);
     }
 }
 
@@ -28817,6 +29259,8 @@ static bool eng_plan_step(eng_replica *replica) {
     if (replica->drafts.config.method && draft_plan(&replica->drafts, &replica->sched) &&
         replica->n_in_flight && replica->model.pp == 1)
         return false;
+    replica->sched.awaits_reading = replica->sched.n_reading && began < replica->gather_until;
+    if (!replica->sched.awaits_reading) replica->gather_until = 0; /* do not look again for it */
     int n_rows = sched_plan(&replica->sched);
     if (n_rows) {
         batch_build(&replica->builder, &inflight->batch, &replica->sched);
@@ -28896,16 +29340,34 @@ static void eng_commit_oldest(eng_replica *replica) {
     eng_publish_stats(engine);
 }
 
+/* Returns in how many seconds the driver must go on, if nothing wakes it. 0: now, as tokens were
+ * read, or as rows have waited long enough for those that are being read. */
+static double eng_seconds_to_wait(eng *engine) {
+    double seconds = MODEL_POLL_S;
+    if (!engine->workers.n_readings) return seconds;
+    if (atomic_load(&engine->workers.done)) return 0;
+    for (int i = 0; i < engine->n_replicas; i++) {
+        eng_replica *replica = &engine->replicas[i];
+        if (!replica->gather_until || replica->n_in_flight == replica->max_in_flight) continue;
+        seconds = MIN(seconds, replica->gather_until - os_now());
+        if (seconds > 0) continue;
+        replica->gather_until = 0;
+        return 0;
+    }
+    return seconds;
+}
+
 /* Waits until the oldest in-flight step of some replica is done or has failed, and returns this
- * replica. Returns NULL if no step is in flight, or if new work came while a replica is idle.
- * Replicas are checked round robin, so that a fast one does not hold up the others. */
+ * replica. Returns NULL if no step is in flight and no token is being read, if new work came while
+ * a replica is idle, or if rows with constraints may be planned now. Replicas are checked round
+ * robin, so that a fast one does not hold up the others. */
 static eng_replica *eng_wait_done_step(eng *engine) {
     eng_replica *found = NULL;
     bool any_in_flight = true;
     pthread_mutex_lock(&engine->notifier.lock);
     while (!found && any_in_flight) {
         bool any_idle = false;
-        any_in_flight = false;
+        any_in_flight = engine->workers.n_readings > 0;
         for (int i = 0; i < engine->n_replicas && !found; i++) {
             eng_replica *replica =
                 &engine->replicas[(engine->next_replica + i) % engine->n_replicas];
@@ -28918,8 +29380,10 @@ static eng_replica *eng_wait_done_step(eng *engine) {
             if (model_is_done(&replica->model, number) || replica->model.error.code)
                 found = replica;
         }
-        if (!found && any_idle && engine->has_new_work) break;
-        if (!found && any_in_flight) model_poll(&engine->notifier);
+        const double seconds = found ? 0 : eng_seconds_to_wait(engine);
+        if (!found && ((any_idle && engine->has_new_work) || !seconds)) break;
+        if (!found && any_in_flight)
+            os_cond_wait(&engine->notifier.changed, &engine->notifier.lock, seconds);
     }
     pthread_mutex_unlock(&engine->notifier.lock);
     if (found) engine->next_replica = (int)(found - engine->replicas + 1) % engine->n_replicas;
@@ -28947,12 +29411,12 @@ static int eng_swap_weights(eng *engine, const eng_order *order) {
     return 0;
 }
 
-/* Does no replica have a step in flight, or, with `requests`, a request? */
+/* Does no replica have a step in flight or a token to read, or, with `requests`, a request? */
 static bool eng_is_quiet(const eng *engine, bool requests) {
     for (int i = 0; i < engine->n_replicas; i++)
         if (engine->replicas[i].n_in_flight || (requests && engine->replicas[i].n_requests))
             return false;
-    return true;
+    return !engine->workers.n_readings;
 }
 
 /* Carries the order out, if the engine is as quiet as it needs. Returns whether it did. */
@@ -28993,7 +29457,9 @@ static bool eng_follow_order(eng *engine) {
  * then commits one step. If no step is in flight, a replica with requests can always plan one:
  * sched_admit asserts it. So eng_drive does not spin. */
 static void eng_step(eng *engine) {
-    const bool plans = !eng_drain_inbox(engine) || eng_follow_order(engine);
+    const bool ordered = eng_drain_inbox(engine);
+    eng_commit_all_read(engine); /* after the cancels: they discard tokens */
+    const bool plans = !ordered || eng_follow_order(engine);
     for (int i = 0; i < engine->n_replicas && plans; i++)
         for (eng_replica *replica = &engine->replicas[i];
              replica->n_requests && replica->n_in_flight < replica->max_in_flight &&

@@ -1,10 +1,10 @@
-/* bench_con.c - what the masks of a step cost the driver, without a model.
+/* bench_con.c - what the masks of a step cost one worker, without a model.
  *   cc -O3 -o /tmp/bench_con test/bench_con.c -lm -lpthread
  *   /tmp/bench_con TOKENIZER.json DATASET [STEPS]        DATASET: make_dataset.py json
  * 64, 1,024 and 4,096 rows share the schemas of the dataset. Each row writes valid texts of its schema,
- * one after the other, from a text of its own on; each step makes all their masks as the engine does:
- * equal places of a schema share one. In microseconds of CPU time a step: the reading of the tokens,
- * the masks; and what share of the masks was kept. */
+ * one after the other, from a text of its own on; each step makes all their masks as the engine does.
+ * In microseconds of CPU time a step: the reading of the tokens, the masks; and what share of the
+ * masks was kept. */
 #include "../toka.c"
 
 enum { BENCH_SCHEMAS = 16, BENCH_ROWS = 4096, BENCH_TEXTS = 64 };
@@ -25,7 +25,7 @@ static con_vocab *vocab;
 static bench_schema schemas[BENCH_SCHEMAS];
 static int n_schemas;
 static bench_row rows[BENCH_ROWS];
-static int64_t n_masks, n_kept, n_shared, mask_step;
+static int64_t n_masks, n_kept;
 static double read_s, mask_s;
 static buf token_text;
 
@@ -72,18 +72,13 @@ static void bench_read_again(bench_row *row) {
     for (size_t i = 0; i < row->past.n; i++) row->node = bench_advance(machine, row->node, row->past.p[i]);
 }
 
-static void bench_mask(bench_row *row, int slot, uint32_t *masks) {
+static void bench_mask(const bench_row *row) {
     con_machine *machine = &schemas[row->schema].constraint->machine;
-    const int near = con_near(machine, row->node);
-    const con_node *node = &machine->nodes[near];
     n_masks++;
-    if (node->step == mask_step) {
-        n_shared++;
-        return;
-    }
-    n_kept += node->bits[CON_PARTS] != NULL;
-    if (!con_mask(machine, vocab, near, masks + (size_t)slot * (size_t)vocab->words)) abort();
-    machine->nodes[near].step = mask_step;
+    n_kept += machine->nodes[con_near(machine, row->node)].bits[CON_PARTS] != NULL;
+    con_bits *bits = con_mask_with_ends(machine, vocab, row->node, &(ids){0});
+    if (!bits) abort();
+    con_bits_drop(bits);
 }
 
 /* The row writes the next token of its text; after the last one comes another text. */
@@ -98,9 +93,8 @@ static void bench_token(bench_row *row) {
     row->text = (row->text + 1) % schema->n_texts, row->at = 0;
 }
 
-static void bench_step(int n_rows, uint32_t *masks) {
+static void bench_step(int n_rows) {
     double t0 = bench_now();
-    mask_step++;
     for (int i = 0; i < n_rows; i++) {
         con_machine *machine = &schemas[rows[i].schema].constraint->machine;
         if (!con_is_full(machine)) continue;
@@ -109,15 +103,15 @@ static void bench_step(int n_rows, uint32_t *masks) {
             if (rows[k].schema == rows[i].schema) bench_read_again(&rows[k]);
     }
     double t1 = bench_now();
-    for (int i = 0; i < n_rows; i++) bench_mask(&rows[i], i, masks);
+    for (int i = 0; i < n_rows; i++) bench_mask(&rows[i]);
     double t2 = bench_now();
     for (int i = 0; i < n_rows; i++) bench_token(&rows[i]);
     read_s += t1 - t0 + bench_now() - t2;
     mask_s += t2 - t1;
 }
 
-static void bench_rows(int n_rows, int n_steps, uint32_t *masks) {
-    n_masks = n_kept = n_shared = 0;
+static void bench_rows(int n_rows, int n_steps) {
+    n_masks = n_kept = 0;
     read_s = mask_s = 0;
     for (int i = 0; i < n_rows; i++) {
         rows[i].schema = i % n_schemas;
@@ -127,10 +121,10 @@ static void bench_rows(int n_rows, int n_steps, uint32_t *masks) {
         /* so that rows are at different places of a text */
         for (int k = i / n_schemas % 97; k > 0; k--) bench_token(&rows[i]);
     }
-    for (int i = 0; i < n_steps; i++) bench_step(n_rows, masks);
-    printf("%5d rows: %.0f us a step to read tokens, %.0f us for masks (%.2f us a row); %.1f %% shared in the step, %.1f %% kept, %.1f %% made\n", n_rows,
-           1e6 * read_s / n_steps, 1e6 * mask_s / n_steps, 1e6 * (mask_s + read_s) / n_steps / n_rows, 100.0 * (double)n_shared / (double)n_masks,
-           100.0 * (double)n_kept / (double)n_masks, 100.0 * (double)(n_masks - n_shared - n_kept) / (double)n_masks);
+    for (int i = 0; i < n_steps; i++) bench_step(n_rows);
+    printf("%5d rows: %.0f us a step to read tokens, %.0f us for masks (%.2f us a row); %.1f %% kept, %.1f %% made\n", n_rows,
+           1e6 * read_s / n_steps, 1e6 * mask_s / n_steps, 1e6 * (mask_s + read_s) / n_steps / n_rows, 100.0 * (double)n_kept / (double)n_masks,
+           100.0 * (double)(n_masks - n_kept) / (double)n_masks);
 }
 
 int main(int argc, char **argv) {
@@ -147,8 +141,7 @@ int main(int argc, char **argv) {
         const json *root = json_parse(&memory, line, json_trusted, &e);
         if (root) bench_add_schema(root);
     }
-    uint32_t *masks = mem_alloc(BENCH_ROWS * (size_t)vocab->words * sizeof *masks);
     printf("%d schemas, %d ids\n", n_schemas, V);
-    for (int i = 0; i < 3; i++) bench_rows(sizes[i], argc > 3 ? atoi(argv[3]) : 200, masks);
+    for (int i = 0; i < 3; i++) bench_rows(sizes[i], argc > 3 ? atoi(argv[3]) : 200);
     return 0;
 }

@@ -153,7 +153,8 @@ static struct {
     toka_options o;
     bool exact, has_tok, two_drivers, forever;
     toka *t;
-    toka_words *words; /* shared by some requests */
+    toka_words *words; /* shared by some requests, as are: */
+    toka_constraint *constraints[3];
     toka_info info;
     vec docs[DOCS];       /* int32_t, max_len each */
     pthread_mutex_t lock; /* guards the fields below; toka is never called under it */
@@ -326,7 +327,18 @@ static void keep_some_token(job *j, rng *r) {
 static void make_words(void) {
     static const char *const words[] = {"the", "is", "e", "3 + 4", "\n"};
     toka_err e = {0};
+    static const char *const sources[] = {"{\"type\":\"array\",\"items\":{\"type\":\"string\",\"maxLength\":30}}", "[a-f0-9 ]+(\\.|!)", "[\"one\",\"one more\",\"two\"]"};
+    static const int kinds[] = {TOKA_GRAMMAR_JSON_SCHEMA, TOKA_GRAMMAR_REGEX, TOKA_GRAMMAR_CHOICE};
     if (S.has_tok && toka_words_new(&S.words, S.t, words, 5, &e)) die(&e);
+    for (int i = 0; i < 3 && S.has_tok; i++) {
+        const toka_grammar g = {.kind = kinds[i], .text = sources[i], .text_bytes = strlen(sources[i])};
+        if (toka_constraint_new(&S.constraints[i], S.t, &g, &e)) die(&e);
+    }
+}
+
+static void drop_words(void) {
+    toka_words_del(S.words);
+    for (int i = 0; i < 3; i++) toka_constraint_del(S.constraints[i]);
 }
 
 static void make_sampling(job *j, rng *r) {
@@ -346,6 +358,7 @@ static void make_sampling(job *j, rng *r) {
     if (chance(r, 50)) make_stops(j, r);
     make_masks(j, r), keep_some_token(j, r);
     if (S.has_tok && !s->n_allowed && chance(r, 10)) s->bad_words = S.words;
+    if (S.has_tok && !s->n_allowed && !s->n_bad && !s->bad_words && chance(r, 15)) s->constraint = S.constraints[below(r, 3)];
     int kind = below(r, 100);
     j->r.n = kind < 50 ? 1 : kind < 86 ? between(r, 2, 8) : kind < 99 || chance(r, 60) ? between(r, 9, 60) : BIG;
     if (j->r.n == BIG && chance(r, 40)) s->max_tokens = 1, s->min_tokens = 0;
@@ -441,7 +454,7 @@ static int sample_limit(const slot *x) {
 /* Whether greedy sampling must take the best logit. */
 static bool is_plain_greedy(const toka_sampling *s) {
     return s->temperature == 0 && s->repetition_penalty == 1 && s->presence_penalty == 0 && s->frequency_penalty == 0 &&
-           !s->n_bias && !s->n_allowed && !s->n_bad && !s->bad_words && !s->min_tokens;
+           !s->n_bias && !s->n_allowed && !s->n_bad && !s->bad_words && !s->min_tokens && !s->constraint;
 }
 
 /* asked: the number of top log-probabilities, or TOKA_NO_LOGPROBS. */
@@ -487,7 +500,7 @@ static void check_finish(const slot *x, const toka_event *ev, int n) {
     else if (ev->finish == TOKA_LENGTH)
         EXPECT(n == limit && !eos && !stop_id, "request %lld: sample %d ends at %d tokens of %d", no, ev->sample, n, limit);
     else
-        EXPECT(ev->finish == TOKA_STOP && (ev->stop_id >= 0 || ev->stop_text >= 0), "request %lld: finish %d with a token", no,
+        EXPECT(ev->finish == TOKA_STOP && (ev->stop_id >= 0 || ev->stop_text >= 0 || s->constraint), "request %lld: finish %d with a token", no,
                ev->finish);
     if (ev->stop_id >= 0 && !s->n_allowed)
         EXPECT(n > s->min_tokens, "request %lld: id %d ends sample %d at %d tokens, at least %d", no, ev->id, ev->sample, n,
@@ -559,7 +572,8 @@ static bool check_event(slot *x, const toka_event *ev) {
         wrong("request %lld: an event of sample %d after its last", no, ev->sample);
     if (ev->id < 0) {
         /* no token was allowed */
-        const bool none = ev->finish == TOKA_STOP && j->r.sampling.n_bad && j->r.sampling.n_allowed;
+        const toka_sampling *s = &j->r.sampling;
+        const bool none = (ev->finish == TOKA_STOP && s->n_bad && s->n_allowed) || (ev->finish != TOKA_CANCELLED && s->constraint);
         EXPECT(none || ev->finish == TOKA_CANCELLED, "request %lld: finish %d without a token", no, ev->finish);
         if (!of_prompt && i < KEEP) x->o.samples[i].finish = ev->finish;
         x->n_cancelled += !none;
@@ -954,7 +968,7 @@ static void run_all_again(int *n_same, int *n_rerun) {
     }
     while (n) request_result_free(&S.records[--n]);
     free(x.j.prompt);
-    toka_close(t), toka_words_del(S.words);
+    toka_close(t), drop_words();
 }
 
 /* ---- The run ---- */
@@ -1043,7 +1057,7 @@ static void close_while_active(pthread_t *drivers, int n_drivers) {
     toka_stop(S.t);
     if (S.forever)
         for (int i = 0; i < n_drivers; i++) pthread_join(drivers[i], NULL);
-    toka_close(S.t), toka_words_del(S.words);
+    toka_close(S.t), drop_words();
     for (int i = 0; i < SLOTS; i++)
         EXPECT(!S.slots[i].taken, "request %lld: %d samples have not ended after toka_close", (long long)S.slots[i].number,
                S.slots[i].n_live);

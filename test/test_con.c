@@ -511,6 +511,142 @@ static void test_con_none_left(void) {
     toka_constraint_del(NULL);
 }
 
+/* ---- Workers ---- */
+
+enum { WORK_REQUESTS = 9, WORK_SAMPLES = ENG_SLOW ? 4 : 7 };
+
+typedef struct work_holder { /* a thread that takes one constraint after the other for a moment, as a slow mask would */
+    eng *engine;
+    toka_constraint *constraints[WORK_REQUESTS];
+    atomic_bool stop;
+} work_holder;
+
+static void work_take(eng_workers *w, toka_constraint *c) {
+    pthread_mutex_lock(&w->lock);
+    while (c->taken) pthread_cond_wait(&w->released, &w->lock);
+    c->taken = true;
+    pthread_mutex_unlock(&w->lock);
+}
+static void work_release(eng_workers *w, toka_constraint *c) {
+    pthread_mutex_lock(&w->lock);
+    eng_release_constraint(w, c);
+    pthread_mutex_unlock(&w->lock);
+}
+static void *work_hold(void *arg) {
+    work_holder *h = arg;
+    for (int i = 0; !atomic_load(&h->stop); i++) {
+        toka_constraint *c = h->constraints[i % WORK_REQUESTS];
+        if (!c) continue;
+        work_take(&h->engine->workers, c);
+        usleep(200 + 300 * (unsigned)(i % 5));
+        work_release(&h->engine->workers, c);
+        usleep(200);
+    }
+    return NULL;
+}
+
+/* Requests with constraints of all kinds, two of them with the same one, and some without. Every fourth is cancelled on the way. */
+static void work_ask(toka *t, eng_collected **got, bool slow) {
+    work_holder holder = {.engine = t->engine};
+    pthread_t thread;
+    toka_err e;
+    int64_t id;
+    for (int i = 0; i < WORK_REQUESTS; i++) {
+        toka_request r = toka_request_default();
+        const char *text = i < 5 ? con_walks[i] : i == 5 ? "[\"one\",\"one more\",\"two\"]" : con_walks[0];
+        const toka_grammar g = {.kind = i == 5 ? CH : JS, .text = text, .text_bytes = strlen(text)};
+        r.text = eng_problem, r.text_bytes = strlen(eng_problem), r.n = WORK_SAMPLES;
+        r.sampling.max_tokens = ENG_SLOW ? 20 : 40, r.sampling.temperature = 1.5f, r.sampling.seed = (uint64_t)i, r.sampling.logprobs = 1;
+        if (i != 7) CHECK_MSG(!toka_constraint_new(&r.sampling.constraint, t, &g, &e), "%s", e.msg);
+        holder.constraints[i] = r.sampling.constraint;
+        got[i] = mem_zalloc(sizeof **got);
+        got[i]->cancel_after = i % 4 == 3 ? WORK_SAMPLES * 4 * i / 3 : 0;
+        CHECK(!toka_submit(t, &r, eng_collect, got[i], &id, &e));
+    }
+    if (slow) CHECK(!os_thread_start(&thread, work_hold, &holder, &e));
+    CHECK_MSG(!toka_run(t, 0, &e), "%s", e.msg);
+    atomic_store(&holder.stop, true);
+    if (slow) pthread_join(thread, NULL);
+    for (int i = 0; i < WORK_REQUESTS; i++) toka_constraint_del(holder.constraints[i]);
+}
+
+/* Neither the number of workers, nor slow masks, nor preemption, nor steps in flight change a token. */
+static void test_con_workers(void) {
+    static const struct { const char *workers; int n_ahead, dp, kv_tokens; bool late, slow; } cases[] = {
+        {"1", 1, 1, 0, false, false}, {"1", 2, 1, 192, true, false}, {"2", 2, 1, 320, false, true}, {"8", 2, 1, 0, true, true},
+        {"3", 1, 2, 192, false, true}, {"8", 3, 1, 192, true, true}};
+    eng_collected *want[WORK_REQUESTS] = {0}, *got[WORK_REQUESTS];
+    int64_t preempted = 0;
+    for (int k = 0; k < COUNT(cases); k++) {
+        toka_options o = toka_options_default();
+        if (ENG_SLOW && k % 2 && k + 1 < COUNT(cases)) continue;
+        o.model = eng_model, o.n_threads = 1, o.max_num_seqs = 40, o.max_num_batched_tokens = 60, o.max_model_len = 160;
+        o.data_parallel_size = cases[k].dp, o.kv_tokens = cases[k].kv_tokens;
+        setenv("TOKA_DEBUG_WORKERS", cases[k].workers, 1);
+        toka *t = eng_open_ahead(o, cases[k].n_ahead, cases[k].late);
+        for (int i = 0; i < t->engine->n_replicas && o.kv_tokens; i++) t->engine->replicas[i].sched.config.reserve_steps = 0;
+        work_ask(t, k ? got : want, cases[k].slow);
+        CHECK(t->engine->workers.n_threads == atoi(cases[k].workers) && !t->engine->workers.n_readings && !t->engine->n_active);
+        for (int i = 0; i < WORK_REQUESTS && k; i++) {
+            CHECK_MSG(got[i]->n_ended == WORK_SAMPLES, "case %d, request %d", k, i);
+            for (int j = 0; j < WORK_SAMPLES; j++) {
+                const ids a = want[i]->id[j], b = got[i]->id[j];
+                const size_t n = MIN(a.n, b.n);
+                CHECK_MSG((want[i]->cancel_after || a.n == b.n) && (!n || !memcmp(a.p, b.p, n * sizeof *a.p)), "case %d, request %d, sample %d", k, i, j);
+                CHECK(!n || !memcmp(want[i]->logprob[j], got[i]->logprob[j], n * sizeof(float)));
+                CHECK(want[i]->cancel_after || want[i]->finish[j] == got[i]->finish[j]);
+            }
+            eng_collected_free(got[i]);
+        }
+        const toka_stats stats = toka_get_stats(t);
+        preempted += stats.preemptions;
+        CHECK(stats.masks > 200 && stats.masks_made > 10 && stats.masks_made < stats.masks && stats.mask_s > 0 && !stats.kv_pages_used);
+        for (int i = 0; i < t->engine->n_replicas; i++) CHECK(!sched_check(&t->engine->replicas[i].sched) && !t->engine->replicas[i].sched.n_reading);
+        toka_close(t);
+    }
+    for (int i = 0; i < WORK_REQUESTS; i++) eng_collected_free(want[i]);
+    unsetenv("TOKA_DEBUG_WORKERS");
+    CHECK_MSG(preempted > 10, "%d preempted", (int)preempted);
+}
+
+static void *work_drive(void *arg) {
+    toka_err e;
+    return toka_run(arg, 0, &e) ? arg : NULL;
+}
+
+/* A row whose mask is not ready waits. No other row does, and it can be cancelled. */
+static void test_con_slow_mask(void) {
+    toka *t = eng_must_open(eng_model, 8, 64, 1);
+    static const char *const texts[] = {"a{30}", "b{30}", NULL};
+    eng_collected *got[3];
+    toka_constraint *constraints[3] = {0};
+    toka_err e;
+    int64_t id[3];
+    pthread_t thread;
+    void *failed;
+    setenv("TOKA_DEBUG_WORKERS", "1", 1);
+    for (int i = 2; i >= 0; i--) {
+        toka_request r = toka_request_default();
+        const toka_grammar g = {.kind = RE, .text = texts[i], .text_bytes = 5};
+        r.text = eng_problem, r.text_bytes = strlen(eng_problem), r.n = 2, r.sampling.max_tokens = 12, r.sampling.ignore_eos = 1;
+        if (g.text) CHECK_MSG(!toka_constraint_new(&constraints[i], t, &g, &e), "%s", e.msg);
+        r.sampling.constraint = constraints[i];
+        got[i] = mem_zalloc(sizeof **got);
+        CHECK(!toka_submit(t, &r, eng_collect, got[i], &id[i], &e));
+    }
+    work_take(&t->engine->workers, constraints[0]);
+    CHECK(!os_thread_start(&thread, work_drive, t, &e));
+    while (toka_get_stats(t).requests_done < 2) usleep(1000);
+    CHECK(!got[0]->n_events);
+    toka_cancel(t, id[0]);
+    work_release(&t->engine->workers, constraints[0]);
+    pthread_join(thread, &failed);
+    CHECK(!failed && got[1]->n_ended == 2 && got[2]->n_ended == 2 && got[0]->n_ended == 2 && got[1]->id[0].n && got[2]->id[1].n == 12);
+    for (int i = 0; i < 3; i++) eng_collected_free(got[i]), toka_constraint_del(constraints[i]);
+    unsetenv("TOKA_DEBUG_WORKERS");
+    toka_close(t);
+}
+
 static const struct test con_tests[] = {
     {"constraints: texts", test_con_texts},
     {"constraints: options of JSON", test_con_options},
@@ -522,4 +658,6 @@ static const struct test con_tests[] = {
     {"constraints: the end of thinking", test_con_thinking},
     {"constraints: requests", test_con_requests},
     {"constraints: no token is left", test_con_none_left},
+    {"constraints: workers change no token", test_con_workers},
+    {"constraints: only the row of a slow mask waits", test_con_slow_mask},
     {NULL, NULL}};
