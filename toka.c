@@ -31146,7 +31146,8 @@ static void http_put_last_chunk(buf *out) { buf_c(out, "0\r\n\r\n"); }
  *   - the end of JSON is found by its structure, so a string may contain any text;
  *   - nothing in the reasoning is a call, nor in content that a response_format describes;
  *   - a stop string counts in the content only: neither in the reasoning nor in a call;
- *   - white space around calls and reasoning is dropped. Without both the content is unchanged;
+ *   - white space around calls and reasoning is dropped. Without both the content is unchanged,
+ *     except that texts which a family writes around it are dropped, with the white space inside;
  *   - memory is bounded by the length of the answer. There is no recursion over the answer.
  * =========================================================================== */
 
@@ -31217,19 +31218,23 @@ typedef struct parse_family { /* how a family of models marks its reasoning */
     const char *names;        /* values of --reasoning-parser, each followed by a blank */
     const char *open, *close; /* a template with both texts is of this family */
     bool harmony; /* the format of GPT-OSS; the texts are only marks of its template */
+    /* around the content, which may be without them; NULL: none. The template has the first, too */
+    const char *answer[2];
 } parse_family;
 
 static const parse_family parse_families[] = {
-    {"openai_gptoss gpt_oss ", "<|channel|>", "<|message|>", true},
-    {"mistral ", "[THINK]", "[/THINK]", false},
-    {"seed_oss ", "<seed:think>", "</seed:think>", false},
-    {"cohere_command3 cohere ", "<|START_THINKING|>", "<|END_THINKING|>", false},
-    {"gemma4 ", "<|channel>thought", "<channel|>", false},
-    {"apertus ", "<|inner_prefix|>", "<|inner_suffix|>", false},
-    {"granite ", "Here is my thought process:", "Here is my response:", false},
+    {"openai_gptoss gpt_oss ", "<|channel|>", "<|message|>", true, {0}},
+    {"mistral ", "[THINK]", "[/THINK]", false, {0}},
+    {"seed_oss ", "<seed:think>", "</seed:think>", false, {0}},
+    {"cohere_command3 cohere ", "<|START_THINKING|>", "<|END_THINKING|>", false, {0}},
+    {"gemma4 ", "<|channel>thought", "<channel|>", false, {0}},
+    {"apertus ", "<|inner_prefix|>", "<|inner_suffix|>", false, {0}},
+    {"granite ", "Here is my thought process:", "Here is my response:", false, {0}},
+    {"hunyuan_a13b ", "<think>", "</think>", false, {"<answer>", "</answer>"}},
+    {"ernie45 ", "<think>", "</think>", false, {"<response>", "</response>"}},
     {"deepseek_r1 deepseek_v3 deepseek_v4 qwen3 glm45 glm47 kimi_k2 minimax_m2 nemotron_v3 olmo3 "
-     "ernie45 hunyuan_a13b step3 mimo ",
-     "<think>", "</think>", false},
+     "step3 mimo ",
+     "<think>", "</think>", false, {0}},
 };
 
 /* Is this name in a list where a blank follows each name? */
@@ -31266,7 +31271,8 @@ static const parse_family *parse_find_family(const char *name, str chat_template
         const parse_family *family = &parse_families[i];
         if (name ? parse_is_listed(family->names, name)
                  : parse_has(chat_template, family->open) &&
-                       parse_has(chat_template, family->close))
+                       parse_has(chat_template, family->close) &&
+                       parse_has(chat_template, family->answer[0]))
             return family;
     }
     return NULL;
@@ -31416,6 +31422,7 @@ typedef struct parser { /* the state of one answer */
     buf raw;            /* the bytes of the call, or of the beginning of a list, as written */
     bool has_thought;   /* there is reasoning; white space after it is dropped */
     bool has_text;      /* content, or reasoning, has begun */
+    int n_answer_tags;  /* of the texts around the content: 1: answer[0] was dropped; 2: both */
     bool has_open;      /* the list began with `open` */
     int n_calls;        /* calls delivered or begun; with one_call, only the first has events */
     int n_in_list;      /* calls in this list */
@@ -32298,14 +32305,31 @@ static int parse_search(parser *p, const str *tags, int n_tags, enum parse_kind 
     return -1;
 }
 
-/* Content: searches for the begin of a call or of a list of calls. */
+/* Returns the next text around the content, if it may come here. */
+static str parse_answer_tag(const parser *p) {
+    const bool may_come = p->n_answer_tags == 1 || (!p->n_answer_tags && !p->has_text);
+    const parse_family *family = p->setup->family;
+    return family && family->answer[0] && may_come ? str_c(family->answer[p->n_answer_tags])
+                                                   : STR("");
+}
+
+/* Content: searches for the begin of a call or of a list of calls. The texts around the content are
+ * dropped, with the white space inside of them. */
 static void parse_text(parser *p, char c) {
     const parse_format *format = p->setup->format;
-    const str tags[] = {format ? parse_literal(format->call) : STR(""),
-                        format && format->open ? str_c(format->open) : STR("")};
-    const bool no_calls = p->setup->calls_or_content && p->has_text;
-    const int found = parse_search(p, tags, no_calls ? 0 : COUNT(tags), PARSE_CONTENT, c);
+    const bool no_calls = p->setup->calls_or_content && (p->has_text || p->n_answer_tags);
+    const str tags[] = {format && !no_calls ? parse_literal(format->call) : STR(""),
+                        format && !no_calls && format->open ? str_c(format->open) : STR(""),
+                        parse_answer_tag(p)};
+    const int found = parse_search(p, tags, COUNT(tags), PARSE_CONTENT, c);
     if (found < 0) return;
+    if (found == 2) {
+        p->n_answer_tags++;
+        p->has_thought = true;
+        p->has_text = false;
+        buf_clear(&p->space);
+        return;
+    }
     buf_clear(&p->raw), buf_str(&p->raw, tags[found]);
     p->n_in_list = 0;
     p->has_open = found == 1;
@@ -32369,8 +32393,9 @@ static void parse_byte(parser *p, char c) {
 static size_t parse_plain_bytes(const parser *p, str bytes) {
     const parse_format *format = p->setup->format;
     const bool in_body = p->state == PARSE_BODY && p->body != PARSE_ARGUMENTS && p->wrote_now;
-    const char *first = p->state == PARSE_THINKING ? p->setup->family->close : "<";
-    const char *second = first;
+    const parse_family *family = p->setup->family;
+    const char *first = p->state == PARSE_THINKING ? family->close : "<";
+    const char *second = first, *third = family && family->answer[0] ? "<" : first;
     size_t n_plain = 0;
     if (p->tag.n || (p->state != PARSE_TEXT && p->state != PARSE_THINKING && !in_body)) return 0;
     if (p->state == PARSE_TEXT && format) {
@@ -32378,7 +32403,8 @@ static size_t parse_plain_bytes(const parser *p, str bytes) {
         second = format->call;
     }
     if (!bytes.n || parse_is_space(bytes.p[0])) return 0;
-    while (n_plain < bytes.n && bytes.p[n_plain] != *first && bytes.p[n_plain] != *second)
+    while (n_plain < bytes.n && bytes.p[n_plain] != *first && bytes.p[n_plain] != *second &&
+           bytes.p[n_plain] != *third)
         n_plain++;
     while (n_plain && parse_is_space(bytes.p[n_plain - 1])) n_plain--;
     return n_plain;
@@ -32460,7 +32486,9 @@ static bool parse_needs_token(const parse_setup *setup, str text) {
     const char *const texts[] = {format ? format->open : NULL,  format ? format->close : NULL,
                                  format ? format->call : NULL,  format ? format->param : NULL,
                                  setup->family ? setup->family->open : NULL,
-                                 setup->family ? setup->family->close : NULL};
+                                 setup->family ? setup->family->close : NULL,
+                                 setup->family ? setup->family->answer[0] : NULL,
+                                 setup->family ? setup->family->answer[1] : NULL};
     for (int i = 0; i < COUNT(texts); i++)
         if (texts[i] && text.n && str_find(str_c(texts[i]), text, 0) >= 0) return true;
     for (int i = 0; i < COUNT(parse_harmony_ends) && parse_is_harmony(setup); i++)

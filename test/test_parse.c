@@ -203,6 +203,15 @@ static const parse_sample parse_samples[] = {
     {NULL, "qwen3", 1, 0, "I add </thi", "<r:I add </thi>"},
     {NULL, "qwen3", 1, 0, "</think>3", "3"},
     {NULL, "mistral", 0, 0, "[THINK]a[/THINK]b", "<r:a>b"},
+    /* texts around the content */
+    {NULL, "hunyuan_a13b", 0, 0, "<think>\nHm.\n</think>\n<answer>\nIt is <answer> 3.\n</answer>\n", "<r:Hm.>It is <answer> 3."},
+    {NULL, "hunyuan_a13b", 1, 0, "x</think>\n3 <answer>4</answer> \n", "<r:x>3 <answer>4</answer> \n"},
+    {NULL, "hunyuan_a13b", 0, 0, "\n<answer> 3</answ</answer> or </answer>", "3</answor </answer>"},
+    {NULL, "hunyuan_a13b", 0, 0, "<answer>3</ans", "3</ans"},
+    {"mistral", "hunyuan_a13b", 1, 0, "x</think><answer>\na [TOOL_CALLS]g[ARGS]{}\n</answer>", "<r:x>a<g#:{}>"},
+    {"hermes", "hunyuan_a13b", 1, 0, "x</think><answer><tool_call>{\"name\":\"g\"}</tool_call></answer>", "<r:x><g#:{}>"},
+    {NULL, "ernie45", 1, 0, "a\n</think>\n\n<response>\nb\n</response>\n", "<r:a>b"},
+    {NULL, "ernie45", 1, 0, "a\n</think>\nb", "<r:a>b"},
     {NULL, "granite", 0, 0, "Here is my thought process: a\nHere is my response: b", "<r:a>b"},
     {NULL, "gemma4", 0, 0, "<|channel>thought\na<channel|>b", "<r:a>b"},
     {"hermes", "qwen3", 0, 0, "<think>I call <tool_call>{\"name\":\"f\"}</tool_call></think>\n<tool_call>{\"name\":\"g\"}</tool_call>",
@@ -308,6 +317,7 @@ static void test_parse_names(void) {
     CHECK(!parse_find_format("mistra", STR("")) && !parse_find_format("istral", STR("")) && !parse_find_format("", STR("")));
     CHECK(!parse_find_format("hermes qwen", STR("")) == !parse_is_listed("hermes qwen granite4 ", "hermes qwen"));
     CHECK(!parse_find_format(NULL, STR("")) && !parse_find_family(NULL, STR("<think>")));
+    CHECK(!parse_find_family(NULL, STR("<think></think>"))->answer[0] && parse_find_family(NULL, STR("<think></think>'<answer>'"))->answer[0][1] == 'a');
     arena memory = {0};
     const parse_setup setup = {.format = old};
     buf out = {0};
@@ -415,14 +425,14 @@ static void test_parse_random(void) {
     static const char *const pieces[] = {"<tool_call>", "</tool_call>", "{\"name\": \"f\"", ", \"arguments\": {", "}", "{", "[", "]", "\"", "\\", " ", "\n",
                                          "<think>", "</think>", "x", "<function=", "f>", "<parameter=s>", "</parameter>", "</function>", "(", ")", "a=",
                                          "'", ",", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>",
-                                         ";", DS_CALLS, DS_CALL, DS_SEP, DS_END, DS_CALLS_END, "```json", "```", "\xC3\xA9", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "analysis", " to=f", "functions.f:0", "1"};
+                                         ";", DS_CALLS, DS_CALL, DS_SEP, DS_END, DS_CALLS_END, "```json", "```", "\xC3\xA9", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "analysis", " to=f", "functions.f:0", "1", "<answer>", "</answer>"};
     uint64_t rng = 1;
     for (int round = 0; round < 4000; round++) {
         buf text = {0}, whole = {0}, cut = {0};
         const int n = (int)(rnd(&rng) % 20);
         for (int i = 0; i < n; i++) buf_c(&text, pieces[rnd(&rng) % COUNT(pieces)]);
         parse_setup setup = {.format = &parse_formats[rnd(&rng) % COUNT(parse_formats)]};
-        if (round % 3) setup.family = &parse_families[COUNT(parse_families) - 1];
+        if (round % 3) setup.family = &parse_families[COUNT(parse_families) - (round % 5 ? 1 : 3)];
         setup.thinking = round % 3 == 2;
         static const char *const stop[] = {"}\n", "ff", "x"};
         if (round % 7 == 6) setup.stop = stop, setup.n_stop = 3;
@@ -445,6 +455,8 @@ static void test_parse_prompts(void) {
     CHECK(parse_needs_token(&setup, STR("<think>")) && parse_needs_token(&setup, STR(DS_SEP)) && !parse_needs_token(&setup, STR("<|im_end|>")));
     CHECK(!parse_needs_token(&setup, STR("")));
     const parse_setup harmony = {.family = parse_find_family("openai_gptoss", STR(""))};
+    const parse_setup answer = {.family = parse_find_family("hunyuan_a13b", STR(""))};
+    CHECK(parse_needs_token(&answer, STR("</answer>")) && !parse_needs_token(&setup, STR("<answer>")));
     CHECK(parse_needs_token(&harmony, STR("<|start|>")) && parse_needs_token(&harmony, STR("<|message|>")) && !parse_needs_token(&harmony, STR("<|endoftext|>")));
     CHECK(!parse_prompt_thinks(harmony.family, STR("<|channel|>")));
 }
@@ -462,7 +474,7 @@ static void test_parse_templates(void) {
         {"deepseek-ai-DeepSeek-V3.1.jinja", "deepseek_v31", "deepseek_v3"}, {"deepseek-ai-DeepSeek-V3.2.jinja", "deepseek_v32", "deepseek_v3"},
         {"llama-cpp-deepseek-r1.jinja", "deepseek_v3", "deepseek_r1"}, {"meta-llama-Llama-3.1-8B-Instruct.jinja", "llama3_json", NULL},
         {"meta-llama-Llama-3.2-3B-Instruct.jinja", "llama3_json", NULL}, {"meta-llama-Llama-3.3-70B-Instruct.jinja", "llama3_json", NULL},
-        {"ibm-granite-granite-3.3-2B-Instruct.jinja", "granite", "qwen3"}, {"mistralai-Ministral-3-14B-Reasoning-2512.jinja", "mistral", "mistral"},
+        {"ibm-granite-granite-3.3-2B-Instruct.jinja", "granite", "ernie45"}, {"mistralai-Ministral-3-14B-Reasoning-2512.jinja", "mistral", "mistral"},
         {"mistralai-Mistral-Nemo-Instruct-2407.jinja", "mistral", NULL}, {"unsloth-mistral-Devstral-Small-2507.jinja", "mistral", NULL},
         {"openai-gpt-oss-120b.jinja", "openai", "openai_gptoss"}, {"gemma-2-9b-it.json", NULL, NULL}, {"microsoft-Phi-3.5-mini-instruct.jinja", NULL, NULL}, {"fireworks-ai-llama-3-firefunction-v2.jinja", "phi4_mini_json", NULL},
         {"CohereForAI-c4ai-command-r7b-12-2024-tool_use.jinja", NULL, "cohere"}};
@@ -618,7 +630,7 @@ static void test_parse_structures(void) {
     const int n_tools = parse_tools_init(&memory, json_parse(&memory, buf_view(&wrapped), json_trusted, &e), &list);
     for (int i = 0; i < COUNT(parse_formats) * 6; i++) {
         const parse_format *format = &parse_formats[i / 6];
-        const parse_setup setup = {.format = format, .tools = list, .n_tools = n_tools, .one_call = i % 2, .family = i % 6 == 4 ? &parse_families[7] : NULL,
+        const parse_setup setup = {.format = format, .tools = list, .n_tools = n_tools, .one_call = i % 2, .family = i % 6 == 4 ? &parse_families[COUNT(parse_families) - 1] : NULL,
                                    .calls_or_content = i % 6 == 3};
         const parse_demand demand = {.setup = &setup, .functions = functions, .n_functions = 2, .may_call = true, .must_call = i % 6 < 2 || i % 6 == 4,
                                      .content = i % 6 == 3 ? STR("{\"type\":\"json_schema\",\"json_schema\":{\"type\":\"array\"}}") : STR("")};
