@@ -32999,6 +32999,7 @@ typedef struct api_request {
     void *user;         /* for the caller */
     atomic_bool aborted; /* set by the caller: cancelled choices are answers, cut with "abort" */
     bool counts_only;   /* set by the caller: only n_prompt_tokens is wanted */
+    int n_dropped;      /* oldest turns of the chat that are not shown; see api_drop_oldest */
 
     const api_config *config;
     enum api_route route;
@@ -33122,7 +33123,7 @@ typedef struct api_body { /* the fields of a body: their values or the defaults 
     int skip_special, continues, return_token_ids, return_packed, names_are_ids, return_strs;
     int parallel_calls, include_reasoning;
     int thinks;                      /* -1: not given */
-    str model, effort, instructions; /* effort .n 0: not given */
+    str model, effort, instructions, truncation; /* .n 0: not given */
     str encoding, prompt_name, instruction; /* .n 0: not given */
     int64_t dimensions, top_n;              /* -1: not given */
     int normalize, return_documents;        /* -1: not given */
@@ -33236,7 +33237,7 @@ static const api_field api_fields[] = {
     API_FIELD("text", API_ON_RESPONSES, API_OBJECT, text),
     API_FIELD("include", API_ON_RESPONSES, API_LIST, include),
     API_IGNORE("stream_options", API_ON_RESPONSES, API_OBJECT),
-    API_REFUSE("truncation", API_ON_RESPONSES, "\"disabled\"", "\"auto\""),
+    API_FIELD("truncation", API_ON_RESPONSES, API_TEXT, truncation),
     API_REFUSE("top_logprobs", API_ON_RESPONSES, "0"),
     API_REFUSE("previous_response_id", API_ON_RESPONSES, 0),
     API_REFUSE("conversation", API_ON_RESPONSES, 0),
@@ -34210,6 +34211,15 @@ static void api_put_tool(const json *tool, bool describe, buf *out) {
     buf_c(out, "}}");
 }
 
+/* Does this message belong to a turn that is dropped? A turn is a message of the user and what
+ * follows it, *number is its number. The system's messages before all others stay: number -1. */
+static bool api_is_dropped(const api_request *request, const json *message, int *number) {
+    const str role = json_str(json_get(message, "role"));
+    if (*number < 0 && str_is(role, "system")) return false;
+    *number = MAX(*number, 0) + str_is(role, "user");
+    return request->n_dropped && *number <= request->n_dropped;
+}
+
 /* Writes the messages. tools: their functions are also a text of the first message, which is that
  * of the system; NULL: they are not. */
 static int api_put_messages(api_request *request, const api_body *body, const json *tools,
@@ -34219,7 +34229,7 @@ static int api_put_messages(api_request *request, const api_body *body, const js
     const json *last = body->continues ? json_at(messages, messages->n - 1) : NULL;
     const bool has_system = str_is(json_str(json_get(first, "role")), "system");
     buf text = {0};
-    int code = 0;
+    int code = 0, number = -1;
     if (tools) {
         json_put_open(&text, '[');
         JSON_EACH(tool, tools)
@@ -34234,6 +34244,7 @@ static int api_put_messages(api_request *request, const api_body *body, const js
         json_put_key(out, "tools"), json_put_str(out, buf_view(&text)), json_put_close(out, '}');
     }
     JSON_EACH(it, messages) {
+        if (api_is_dropped(request, it, &number)) continue;
         const json *message = it == last ? api_mark_final_message(request, it) : it;
         if (!code)
             code = api_put_message(request, message, chat && chat->loops_over_content, out, e);
@@ -34444,6 +34455,28 @@ static int api_encode_prompt(api_request *request, const api_body *body, const j
     return code;
 }
 
+/* Does a prompt leave room for the max_tokens of the body, or for one token? */
+static bool api_leaves_room(const api_request *request, const api_body *body, size_t n_prompt) {
+    const size_t wanted = body->has_max_tokens ? (size_t)body->max_tokens : 1;
+    return n_prompt + wanted <= (size_t)request->config->max_len;
+}
+
+/* truncation "auto": drops the oldest turns of a chat that is too long, as few as possible. The
+ * last one stays. */
+static int api_drop_oldest(api_request *request, const api_body *body, ids *out, toka_err *e) {
+    int least = 1, most = -1, code = 0;
+    JSON_EACH(it, body->messages) most += str_is(json_str(json_get(it, "role")), "user");
+    while (!code && least <= most) {
+        request->n_dropped = (least + most) / 2;
+        out->n = 0;
+        code = api_encode_prompt(request, body, NULL, out, NULL, e);
+        if (least == most) break;
+        if (api_leaves_room(request, body, out->n)) most = request->n_dropped;
+        else least = request->n_dropped + 1;
+    }
+    return code;
+}
+
 static const char *api_max_tokens_name(const api_request *request, const api_body *body) {
     if (request->route == API_RESPONSES) return "max_output_tokens";
     return body->max_completion_tokens >= 0 ? "max_completion_tokens" : "max_tokens";
@@ -34453,9 +34486,7 @@ static const char *api_max_tokens_name(const api_request *request, const api_bod
  * do. A default that is too large is no error: the engine reduces it. */
 static int api_check_max_tokens(api_request *request, const api_body *body, size_t n_prompt,
                                 toka_err *e) {
-    if (!body->has_max_tokens ||
-        n_prompt + (size_t)body->max_tokens <= (size_t)request->config->max_len)
-        return 0;
+    if (!body->has_max_tokens || api_leaves_room(request, body, n_prompt)) return 0;
     request->code = "context_length_exceeded";
     return API_INVALID("%s: %lld after a prompt of %zu tokens, expected at most %zu "
                        "(max_model_len %d)",
@@ -34492,6 +34523,9 @@ static int api_prompt_init(api_request *request, const api_body *body,
             api_derive_seed(engine_request->sampling.seed,
                             (uint64_t[]){request->serial[0], (uint64_t)index});
     int code = api_encode_prompt(request, body, value, &prompt->ids, &prompt->text, e);
+    if (!code && str_is(body->truncation, "auto") &&
+        !api_leaves_room(request, body, prompt->ids.n))
+        code = api_drop_oldest(request, body, &prompt->ids, e);
     if (!code) code = api_check_prompt(request, prompt, e);
     if (!code) code = api_check_max_tokens(request, body, prompt->ids.n, e);
     if (!code && request->echo && json_is(value, JSON_ARRAY) && request->config->toka->tokenizer) {
@@ -36038,6 +36072,9 @@ static int resp_translate_choice(api_request *request, api_body *body, toka_err 
  * ignored: clients ask for it in every body. */
 static int resp_check(api_request *request, const api_body *body, toka_err *e) {
     const json *verbosity = json_get(body->text, "verbosity");
+    const str cut = body->truncation;
+    if (cut.n && !str_is(cut, "auto") && !str_is(cut, "disabled"))
+        return API_INVALID("truncation: expected auto or disabled");
     if (json_is(verbosity, JSON_STRING) && !str_is(json_str(verbosity), "medium"))
         return API_UNSUPPORTED(request, "text: verbosity is not supported");
     if (body->include)

@@ -634,6 +634,33 @@ def test_a_response_repeats_the_request(server, api):
     assert parsed.text.format.name == "x" and parsed.tools[0].name == "get_weather" and parsed.tool_choice == "none" and parsed.reasoning.effort == "low"
 
 
+def test_truncation(server):
+    """auto drops the oldest turns, as few as possible; the instructions and the last turn stay. Else a long input is a 400."""
+    def shown(kept, **more):
+        items = [{"role": "developer", "content": "D"}, {"role": "assistant", "content": "hello"}]
+        for i in range(30, 50):
+            items += [{"role": "user", "content": f"{i} " + "ab " * 100}, {"type": "function_call", "call_id": f"c{i}", "name": "get_time", "arguments": "{}"},
+                      {"type": "function_call_output", "call_id": f"c{i}", "output": f"r{i}"}]
+        return server.post("/v1/responses", {"instructions": "I", "input": items[:2] * (kept == 20) + items[:1] * (kept < 20) + items[2 + 3 * (20 - kept):], "tools": FLAT,
+                                             "max_output_tokens": 1, **more})
+
+    sizes = [None, *(shown(kept).json()["usage"]["input_tokens"] for kept in range(1, 6))]
+    limit = server.get("/v1/models").json()["data"][0]["max_model_len"]
+    whole = shown(20)
+    assert whole.status == 400 and whole.error()["code"] == "context_length_exceeded" and shown(20, truncation="disabled").status == 400
+    answer = shown(20, truncation="auto").json()
+    n_turn = sizes[5] - sizes[4]
+    want = (limit - 1 - sizes[1]) // n_turn + 1
+    assert answer["truncation"] == "auto" and answer["usage"]["input_tokens"] == sizes[1] + (want - 1) * n_turn, (answer["usage"], sizes, limit)
+    # max_output_tokens have room, too
+    assert shown(20, truncation="auto", max_output_tokens=limit - sizes[2] - 1).json()["usage"]["input_tokens"] == sizes[2]
+    assert shown(2, truncation="auto", max_output_tokens=limit - sizes[2]).json()["usage"]["input_tokens"] == sizes[2]
+    last = shown(20, truncation="auto", max_output_tokens=limit - sizes[1] + 1)
+    assert last.status == 400 and last.error()["code"] == "context_length_exceeded"
+    bad = server.post("/v1/responses", {"input": "one", "truncation": "some"})
+    assert bad.status == 400 and bad.error()["param"] == "truncation"
+
+
 FLAT_PICK = [{"type": "function", "name": t["function"]["name"], "parameters": t["function"].get("parameters")} for t in PICK]
 
 
