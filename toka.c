@@ -50341,13 +50341,14 @@ static const help_page help_pages[] = {
      "  server, with the arguments of Tokasaurus that have a meaning here.\n",
      "ping"},
     {"embeddings", "vectors of texts, scores of pairs, reranking",
+     "    toka serve -m test/model --score-tokens The,You & U=127.0.0.1:10210/v1\n"
      "    echo Tom has 3 apples. | toka embed -m test/model -q --dimensions 4\n"
      "    echo '{\"id\": \"1\", \"input\": [\"Tom\", \"Ann\"], \"dimensions\": 4}' > in.jsonl\n"
      "    toka batch -m test/model -i in.jsonl -o vectors.jsonl -q\n"
-     "    toka serve -m test/model &\n"
-     "    curl -sf --retry 30 --retry-all-errors 127.0.0.1:10210/v1/models\n"
-     "    curl -s 127.0.0.1:10210/v1/embeddings \\\n"
+     "    curl -sf --retry 30 --retry-all-errors $U/embeddings \\\n"
      "         --json '{\"input\": \"Tom\", \"dimensions\": 4}'\n"
+     "    curl -sf $U/score --json '{\"text_1\": \"Tom\", \"text_2\": [\"Ann\", \"Tom\"]}'\n"
+     "    curl -sf $U/rerank --json '{\"query\": \"Tom\", \"documents\": [\"Ann\", \"Tom\"]}'\n"
      "    kill $!; wait\n"
      "\n"
      "- A vector is the hidden state after the final norm of the last token, the mean\n"
@@ -50613,20 +50614,15 @@ static const help_page help_pages[] = {
      "  (/v1/batches) are frozen by any pause and go on.\n",
      NULL},
     {"tools", "calls of functions, reasoning, answers of a given form",
-     "    toka serve -m test/model --tool-call-parser hermes &\n"
-     "    S='{\"type\": \"object\", \"properties\": {\"to\": {\"enum\": "
-     "[\"apples\", \"pens\"]}, \"a\":\n"
-     "      {\"type\": \"integer\", \"maximum\": 99}}, \"required\": [\"a\", \"to\"],\n"
-     "      \"additionalProperties\": false}' U=127.0.0.1:10210/v1\n"
-     "    M='\"max_tokens\": 300, \"messages\": [{\"role\": \"user\", "
-     "\"content\": \"7 apples\"}]'\n"
+     "    toka serve -m test/model --tool-call-parser hermes & U=127.0.0.1:10210/v1\n"
+     "    T='\"type\": \"function\"' N='\"name\": \"add\"' S='{\"properties\": {\"to\": {\"enum\":\n"
+     "      [\"apples\", \"pens\"]}}, \"required\": [\"to\"], \"additionalProperties\": false}'\n"
+     "    M='\"max_tokens\": 99, \"messages\": [{\"role\": \"user\", \"content\": \"7 pens\"}]'\n"
      "    curl -sf --retry 30 --retry-all-errors $U/chat/completions --json \"{$M,\n"
-     "      \\\"tools\\\": [{\\\"type\\\": \\\"function\\\", \\\"function\\\":\n"
-     "      {\\\"name\\\": \\\"add\\\", \\\"parameters\\\": $S}}], \\\"tool_choice\\\":\n"
-     "      {\\\"type\\\": \\\"function\\\", \\\"function\\\": {\\\"name\\\": \\\"add\\\"}}}\"\n"
-     "    curl -sf $U/messages --json \"{$M, \\\"tool_choice\\\": {\\\"type\\\": \\\"tool\\\",\n"
-     "      \\\"name\\\": \\\"add\\\"}, \\\"tools\\\": [{\\\"name\\\": \\\"add\\\", "
-     "\\\"input_schema\\\": $S}]}\"\n"
+     "      \\\"tools\\\": [{$T, \\\"function\\\": {$N, \\\"parameters\\\": $S}}],\n"
+     "      \\\"tool_choice\\\": {$T, \\\"function\\\": {$N}}}\"\n"
+     "    curl -sf $U/messages --json \"{$M, \\\"tools\\\": [{$N, \\\"input_schema\\\": $S}],\n"
+     "      \\\"tool_choice\\\": {\\\"type\\\": \\\"tool\\\", $N}}\"\n"
      "    curl -sf $U/responses --json '{\"input\": \"Tom has\", \"max_output_tokens\": 9}'\n"
      "    kill $!; wait\n"
      "\n"
@@ -50645,6 +50641,8 @@ static const help_page help_pages[] = {
      "- Reasoning comes first and is free; the constraint begins behind it.\n"
      "  thinking_token_budget (budget_tokens in /v1/messages) ends it.\n"
      "- Stop strings count in the content only: not in the reasoning, not in calls.\n"
+     "- /v1/responses with truncation auto drops the oldest messages of a chat that is\n"
+     "  too long, up to one of the user; the instructions stay.\n"
      "- A schema with what is not supported is a 400 that says where.\n",
      NULL},
     {"files", "batches that a server runs",

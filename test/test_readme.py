@@ -167,14 +167,23 @@ def test_manual_pages(hub, tmp_path, page):
     assert status == 0 and out, err
     if page == "rollouts":
         assert out.splitlines() == ["0 8 default", "1 8 step-0", "2 8 step-1"]
-    if page == "tools":
-        answers = []  # of a chat, of /v1/messages and of /v1/responses
+    if page in ("tools", "embeddings"):
+        assert len(commands) <= 11  # what it is for in some ten lines
+        answers = []
         while out.strip():
             answer, n = json.JSONDecoder().raw_decode(out.lstrip())
             answers, out = [*answers, answer], out.lstrip()[n:]
+    if page == "embeddings":
+        vector, route, scores, ranks = answers
+        assert len(vector) == 4 == len(route["data"][0]["embedding"]) and route["object"] == "list"
+        pairs = [(d["index"], d["score"]) for d in scores["data"]]
+        assert all(0 < score < 1 for _, score in pairs) and pairs[0][0] == 0
+        assert [(r["index"], r["relevance_score"]) for r in ranks["results"]] == sorted(pairs, key=lambda p: -p[1])
+        assert len(json.loads((tmp_path / "vectors.jsonl").read_text())["response"]["body"]["data"]) == 2
+    if page == "tools":  # answers of a chat, of /v1/messages and of /v1/responses
         choice, block = answers[0]["choices"][0], answers[1]["content"][0]
         for arguments in (json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]), block["input"]):
-            assert type(arguments["a"]) is int and arguments["to"] in ("apples", "pens")
+            assert list(arguments) == ["to"] and arguments["to"] in ("apples", "pens")
         assert choice["finish_reason"] == "stop" and answers[1]["stop_reason"] == "tool_use" and answers[2]["output"][0]["type"] == "message"
 
 
