@@ -502,8 +502,9 @@ static int check_range(const char *name, double v, double low, double high, bool
                        toka_err *e) {
     /* NaN fails the first comparison */
     if (v >= low && v <= high && !(open_low && v == low)) return 0;
-    if (v < low && high == FLT_MAX)
-        return fail(e, TOKA_E_USE, "%s: %g, expected %g or more", name, v, low);
+    if (v <= low && high == FLT_MAX)
+        return fail(e, TOKA_E_USE, open_low ? "%s: %g, expected more than %g"
+                                            : "%s: %g, expected %g or more", name, v, low);
     return fail(e, TOKA_E_USE, "%s: %g, expected %s%g to %g", name, v,
                 open_low ? "more than " : "", low, high);
 }
@@ -47122,11 +47123,14 @@ static int benchclient_resolve(benchclient *client, toka_err *e) {
         snprintf(client->prefix, sizeof client->prefix, "%.*s", (int)n_tail, rest);
     }
     if (port_number < 1 || port_number > 65535)
-        return fail(e, TOKA_E_USE, "port %ld: expected 1 to 65535", port_number);
+        return fail(e, TOKA_E_USE, "--%s: port %ld, expected 1 to 65535", url ? "base-url" : "port",
+                    port_number);
     snprintf(port, sizeof port, "%d", client->port = (int)port_number);
     struct addrinfo hints = {.ai_socktype = SOCK_STREAM};
     code = getaddrinfo(client->host, port, &hints, &client->addresses);
-    if (code) return fail(e, TOKA_E_USE, "%s: %s", client->host, gai_strerror(code));
+    if (code)
+        return fail(e, TOKA_E_USE, "--%s %s: %s", url ? "base-url" : "host", client->host,
+                    gai_strerror(code));
     client->address = client->addresses;
     return 0;
 }
@@ -47309,12 +47313,6 @@ static void benchclient_add_random(benchclient *client, int64_t n_input, int max
 static int benchclient_make_prompts(benchclient *client, toka_err *e) {
     const benchclient_options *options = client->options;
     const double ratio = options->range_ratio;
-    if (options->input_len < 1 || options->output_len < 1 || options->prefix_len < 0 ||
-        !(ratio >= 0 && ratio < 1))
-        return fail(e, TOKA_E_USE,
-                    "--random-input-len %d, --random-output-len %d, --random-prefix-len %d, "
-                    "--random-range-ratio %g: expected at least 1, 1, 0, and a ratio below 1",
-                    options->input_len, options->output_len, options->prefix_len, ratio);
     if (!benchclient_is_chat(client)) benchclient_fetch_vocabulary(client);
     bool is_text = !client->vocabulary.n;
     const int64_t n_prompts = options->num_prompts ? options->num_prompts : 1000;
@@ -47325,8 +47323,8 @@ static int benchclient_make_prompts(benchclient *client, toka_err *e) {
                          (sizeof(benchclient_request) + tokens * (is_text ? 9 : sizeof(int32_t)));
     if (bytes > ram)
         return fail(e, TOKA_E_USE,
-                    "%lld prompts of up to %.0f tokens take %.0f GB of memory, there are %.0f",
-                    (long long)n_prompts, tokens, 1e-9 * bytes, 1e-9 * ram);
+                    "--num-prompts %lld, --random-input-len %d: they take %.0f GB of memory, there "
+                    "are %.0f", (long long)n_prompts, options->input_len, 1e-9 * bytes, 1e-9 * ram);
     /* The prefix is drawn for the first prompt. The other prompts copy it. */
     size_t prefix_at = is_text ? client->texts.n : client->tokens.n, prefix_n = 0;
     for (int64_t i = 0; i < n_prompts; i++) {
@@ -48276,11 +48274,23 @@ static int benchclient_check_options(const benchclient_options *options, toka_er
                     options->request_rate);
     if (!(options->burstiness > 0))
         return fail(e, TOKA_E_USE, "--burstiness: %g, expected more than 0", options->burstiness);
-    if (options->max_concurrency < 0 || options->num_prompts < 0 || options->num_warmups < 0 ||
-        options->ready_s < 0)
-        return fail(e, TOKA_E_USE,
-                    "--max-concurrency, --num-prompts, --num-warmups, --ready-check-timeout-sec: "
-                    "expected 0 or more");
+    const struct {
+        const char *name;
+        int64_t value;
+        int low;
+    } numbers[] = {{"--max-concurrency", options->max_concurrency, 0},
+                   {"--num-prompts", options->num_prompts, 0},
+                   {"--num-warmups", options->num_warmups, 0},
+                   {"--ready-check-timeout-sec", options->ready_s, 0},
+                   {"--random-input-len", options->input_len, 1},
+                   {"--random-output-len", options->output_len, 1},
+                   {"--random-prefix-len", options->prefix_len, 0}};
+    for (int i = 0; i < COUNT(numbers); i++)
+        if (check_int(numbers[i].name, numbers[i].value, numbers[i].low, INT_MAX, e))
+            return e->code;
+    if (!(options->range_ratio >= 0 && options->range_ratio < 1))
+        return fail(e, TOKA_E_USE, "--random-range-ratio: %g, expected 0 or more and less than 1",
+                    options->range_ratio);
     if (*options->endpoint != '/')
         return fail(e, TOKA_E_USE, "--endpoint: '%s', expected a path, as /v1/completions",
                     options->endpoint);
@@ -48351,7 +48361,8 @@ static int benchclient_prepare(benchclient *client, toka_err *e) {
     const int64_t n_all = client->n_requests + client->options->num_warmups;
     if (!code && (n_all > INT_MAX / 2 ||
                   2.0 * (double)n_all * sizeof(benchclient_request) > (double)os_ram_bytes()))
-        code = fail(e, TOKA_E_USE, "%lld requests, expected fewer", (long long)n_all);
+        code = fail(e, TOKA_E_USE, "--num-prompts and --num-warmups: %lld requests, expected fewer",
+                    (long long)n_all);
     if (!code) benchclient_draw_times(client);
     return code;
 }
@@ -48845,6 +48856,7 @@ typedef struct hub_file {
 typedef struct hub_repo {
     hub_access access;
     const char *id, *revision; /* as in access */
+    const char *nearest;       /* as in hub_options */
     const char *commit;        /* 40 hex digits */
     char *cache, *folder;      /* CACHE and CACHE/models--OWNER--NAME */
     char *locks;               /* CACHE/.locks/models--OWNER--NAME */
@@ -48923,10 +48935,12 @@ static int hub_fail_status(const hub_repo *repo, const hub_stream *stream, toka_
         return fail(e, TOKA_E_INPUT, "%s does not accept the token that was sent: set HF_TOKEN to a "
                     "valid one, or to none", access->endpoint);
     if (str_is(why, "RepoNotFound") || is_access || stream->status == 404)
-        return fail(e, TOKA_E_INPUT, "%s is not on %s, or it is private%s", repo->id,
+        return fail(e, TOKA_E_INPUT, "%s is not on %s, or it is private%s%s%s%s", repo->id,
                     access->endpoint,
                     access->token ? " and the token that was sent may not read it"
-                                  : "; for a private model set HF_TOKEN to a token of yours");
+                                  : "; for a private model set HF_TOKEN to a token of yours",
+                    repo->nearest ? "; did you mean " : "", repo->nearest ? repo->nearest : "",
+                    repo->nearest ? "?" : "");
     return fail(e, stream->status / 100 == 4 && stream->status != 429 ? TOKA_E_INPUT : TOKA_E_IO,
                 "%s: status %d%s%.*s", access->endpoint, stream->status, text.n ? ": " : "",
                 STRF(text));
@@ -49423,6 +49437,7 @@ static bool hub_has_weights(const char *folder) {
 
 typedef struct hub_options {
     const char *id, *revision;     /* revision NULL: main */
+    const char *nearest;           /* a known id that is almost this one; NULL: none */
     bool text_only;                /* without the weights */
     bool confirm;                  /* print a question on the terminal before the download */
     bool quiet;
@@ -49472,6 +49487,7 @@ static int hub_open_repo(hub_repo *repo, const hub_options *options, toka_err *e
     while (url.n && url.p[url.n - 1] == '/') url.n--;
     *repo = (hub_repo){.id = options->id,
                        .revision = options->revision ? options->revision : "main",
+                       .nearest = options->nearest,
                        .quiet = options->quiet,
                        .access = {.interrupted = options->interrupted}};
     repo->access.id = repo->id;
@@ -50812,6 +50828,7 @@ typedef struct cli { /* the values of all flags; the fields are named like the f
     toka_options open;
     const char *config;
     arena *memory;        /* of texts that --config gives and of names that are put together */
+    const char *called;   /* the command as it is called, such as "toka plan" */
     const char *typed[CLI_MAX_FLAGS]; /* how each of cli_flags was given: -n, TOKA_SEED; NULL: no */
     const char *hf_repo, *revision, *download_dir;
     bool download;
@@ -50906,7 +50923,7 @@ static const cli_flag cli_flags[] = {
     {"revision", "", "REV", CLI_TEXT, AT(revision), FOR_HUB | FOR_PULL,
      "branch, tag or commit of a model of the hub (default: main)"},
     {"download-dir", "", "DIR", CLI_TEXT, AT(download_dir),
-     FOR_HUB | FOR_PULL | FOR_RM | FOR_LIST,
+     FOR_HUB | FOR_PULL | FOR_RM | FOR_LIST | FOR_MODELS,
      "the hub cache (default: HF_HUB_CACHE, HF_HOME/hub or ~/.cache/huggingface/hub)"},
     {"download", "", "", CLI_BOOL, AT(download), FOR_HUB,
      "if --model is a hub id or a name of models.txt that is not in the cache: download it"},
@@ -51210,7 +51227,7 @@ enum { CLI_MANY_FLAGS = 16 };
 static const char *const cli_common_flags[] = {
     "model", "hf-repo", "prompt", "file", "chat", "max-tokens", "temp", "input-file", "output-file", "dataset",
     "num-prompts", "base-url", "request-rate", "max-concurrency", "host", "port", "api-key",
-    "json"};
+    "gpus", "gpu", "goodput", "batch-size", "json"};
 
 static cli cli_default(void) {
     return (cli){.open = toka_options_default(),
@@ -51313,15 +51330,15 @@ static int cli_write(str text, toka_err *e) {
 static const char cli_commands[] =
     "Commands\n"
     "  toka [FLAGS]            complete a prompt, text streams to standard output\n"
-    "  toka run MODEL [PROMPT] the same for this model; without a prompt a conversation\n"
+    "  toka run MODEL [PROMPT] completes a prompt with this model; without one a conversation\n"
     "  toka chat [MODEL]       a conversation; /help in it lists its commands\n"
     "  toka ping [NAME=VALUE]  a prompt for a running server; also with flags, as toka -p --base-url URL\n"
-    "  toka tokenize [FLAGS]   text on standard input to ids, or back with --decode\n"
-    "  toka template [FLAGS]   JSON object with messages, tools ... on standard input to the rendered prompt\n"
-    "  toka score [FLAGS]      log-probability of every token of a text\n"
-    "  toka grammar [FLAGS]    does a JSON schema, regular expression or grammar accept the text on standard input?\n"
-    "  toka embed [FLAGS]      the vector of each line, as a line of JSON\n"
-    "  toka serve [FLAGS]      OpenAI-compatible server; SIGTERM or SIGHUP: ends after its answers\n"
+    "  toka tokenize [MODEL]   text on standard input to ids, or back with --decode\n"
+    "  toka template [MODEL]   JSON object with messages, tools ... on standard input to the rendered prompt\n"
+    "  toka score [MODEL]      log-probability of every token of a text\n"
+    "  toka grammar [MODEL]    does a JSON schema, regular expression or grammar accept the text on standard input?\n"
+    "  toka embed [MODEL]      the vector of each line, as a line of JSON\n"
+    "  toka serve [MODEL]      OpenAI-compatible server; SIGTERM or SIGHUP: ends after its answers\n"
     "  toka models             the models of models.txt, and what the hub cache has besides\n"
     "  toka pull MODEL ...     download models of the Hugging Face hub, or what is new there; prints their folders\n"
     "  toka list               the models of the hub cache and of models.txt: size, format, do they fit this machine\n"
@@ -51330,12 +51347,12 @@ static const char cli_commands[] =
     "  toka version            version and build\n"
     "  toka completion SHELL   completion of commands and flags: eval \"$(toka completion bash)\"; also zsh, fish\n"
     "  toka batch -i IN -o OUT answers a file of requests; after a stop the same command continues\n"
-    "  toka plan [FLAGS]       which splits of a model fit on which GPUs, and an upper bound of their speed; needs no GPU\n"
+    "  toka plan [MODEL]       which splits of a model fit on which GPUs, and an upper bound of their speed; needs no GPU\n"
     "  toka bench throughput   time a dataset, each sample forced to its length; prints what vllm bench throughput prints\n"
     "  toka bench serve        measure a server: request rate, concurrency, latencies; prints what vllm bench serve prints\n"
     "  toka bench plan         time the scheduler in a step of 8,192 sequences, without a model (toka plan is another command)\n"
     "  toka bench ops          time every kernel of the GPU at the shapes of known models\n"
-    "  MODEL may come without its flag: toka MODEL -p TEXT; also serve, batch, score, tokenize, template, plan\n"
+    "  MODEL may come without its flag, also in toka MODEL -p TEXT\n"
     "  toka COMMAND --help     how that command is used; --help-all: all its flags, and no others\n";
 
 /* Returns the line of cli_commands for the command with these words. */
@@ -51577,6 +51594,7 @@ static int cli_set_from_env(cli *flags, const cli_flag *flag, unsigned command, 
 static const struct {
     const char *other, *name;
 } cli_aliases[] = {{"temperature", "temp"},
+                   {"hf", "hf-repo"},
                    {"n-predict", "max-tokens"},
                    {"max-new-tokens", "max-tokens"},
                    {"c", "max-model-len"},
@@ -51594,49 +51612,89 @@ static const struct {
                    {"dataset-path", "dataset"},
                    {"V", "version"}};
 
-/* Returns the bytes of a name with which the message begins, as the library writes it: top_p, or
- * "tensor parallel size". 0: it does not begin so. */
+/* Returns the bytes of a name with which the message begins, as the library writes it: top_p,
+ * "tensor parallel size" or "JSON schema". 0: it does not begin so. */
 static size_t cli_match_name(const char *message, const char *name) {
     size_t i = 0;
     for (; name[i]; i++)
-        if ((message[i] == '_' || message[i] == ' ' ? '-' : message[i]) != name[i]) return 0;
+        if (message[i] == ' ' ? name[i] != '-' : suggest_fold_char(message[i]) != name[i]) return 0;
     return message[i] == ':' || message[i] == ' ' || message[i] == '[' ? i : 0;
 }
 
+/* Inserts a text into the message of an error, at this place in it. */
+static void cli_put_before(const char *text, char *at, toka_err *e) {
+    buf rest = {0};
+    buf_printf(&rest, "%s%s", text, at);
+    snprintf(at, (size_t)(e->msg + sizeof e->msg - at), "%s", rest.p);
+    buf_free(&rest);
+}
+
 /* If an error begins with the library's name of this flag, replaces it: "top_p: 2, expected .."
- * becomes "--top-p: 2, expected ..", "--tensor-parallel-size: 0" becomes "--tp: 0". Returns whether
- * it does. */
+ * becomes "--top-p: 2, expected ..", "--tensor-parallel-size: 0" becomes "--tp: 0". A server's error
+ * begins behind its status. Returns whether it does. */
 static bool cli_name_first(const cli_flag *flag, const char *typed, toka_err *e) {
-    const char *message = strncmp(e->msg, "--", 2) ? e->msg : e->msg + 2;
+    static const char status[] = "status 400: ";
+    char *start = strstr(e->msg, status);
+    start = start ? start + strlen(status) : e->msg;
+    const char *message = strncmp(start, "--", 2) ? start : start + 2;
     size_t n = cli_match_name(message, flag->name);
     for (int k = 0; k < COUNT(cli_aliases) && !n; k++)
         if (!strcmp(cli_aliases[k].name, flag->name))
             n = cli_match_name(message, cli_aliases[k].other);
     if (!n) return false;
-    buf text = {0};
-    buf_printf(&text, "%s%s", typed, message + n);
-    snprintf(e->msg, sizeof e->msg, "%s", text.p);
-    buf_free(&text);
+    memmove(start, message + n, strlen(message + n) + 1);
+    cli_put_before(typed, start, e);
     return true;
+}
+
+/* If an error begins with the value of this flag, puts the flag before it: "-o /x: No such file",
+ * "-m DIR: DIR/config.json: ..". */
+static void cli_name_value(const cli *flags, int i, toka_err *e) {
+    const cli_flag *flag = &cli_flags[i];
+    const str kind = str_c(flag->value_name);
+    const char *value;
+    buf head = {0};
+    if (!str_starts(kind, STR("FILE")) && !str_is(kind, "DIR") && !str_is(kind, "MODEL") &&
+        !str_is(kind, "ID"))
+        return;
+    memcpy(&value, (const char *)flags + flag->offset, sizeof value);
+    const size_t n = value ? strlen(value) : 0;
+    if (!n || strncmp(e->msg, value, n) || !strchr(": /", e->msg[n])) return;
+    buf_printf(&head, "%s ", flags->typed[i]);
+    if (e->msg[n] == '/') buf_printf(&head, "%s: ", value);
+    cli_put_before(head.p, e->msg, e);
+    buf_free(&head);
 }
 
 static bool cli_is_name_char(char c) { return isalnum((unsigned char)c) || c == '-' || c == '_'; }
 
-/* Replaces each --NAME of an error by what the user typed, but not in the hint after a ';'. */
-static void cli_name_others(const char *name, const char *typed, toka_err *e) {
-    buf wanted = {0}, text = {0};
-    buf_printf(&wanted, "--%s", name);
-    const char *at = e->msg, *hint = strchr(e->msg, ';');
-    for (const char *found; (found = strstr(at, wanted.p)) && (!hint || found < hint);) {
-        const char *end = found + wanted.n;
+/* Replaces a word of an error by what the user typed. A flag is not replaced in a hint, which is
+ * after a ';'. */
+static void cli_replace_word(const char *word, const char *typed, toka_err *e) {
+    buf text = {0};
+    const char *at = e->msg, *hint = *word == '-' ? strchr(e->msg, ';') : NULL;
+    for (const char *found; (found = strstr(at, word)) && (!hint || found < hint);) {
+        const char *end = found + strlen(word);
         const bool whole = !cli_is_name_char(*end) &&
                            (found == e->msg || !cli_is_name_char(found[-1]));
-        buf_printf(&text, "%.*s%s", (int)(found - at), at, whole ? typed : wanted.p);
+        buf_printf(&text, "%.*s%s", (int)(found - at), at, whole ? typed : word);
         at = end;
     }
     buf_c(&text, at);
     snprintf(e->msg, sizeof e->msg, "%s", text.p);
-    buf_free(&wanted), buf_free(&text);
+    buf_free(&text);
+}
+
+/* Replaces each --NAME of an error, and the library's max_model_len of --max-model-len, by what the
+ * user typed. */
+static void cli_name_others(const char *name, const char *typed, toka_err *e) {
+    buf word = {0};
+    buf_printf(&word, "--%s", name);
+    cli_replace_word(word.p, typed, e);
+    for (char *c = word.p; *c; c++)
+        if (*c == '-') *c = '_';
+    if (strchr(name, '-')) cli_replace_word(word.p + 2, typed, e);
+    buf_free(&word);
 }
 
 /* Writes the flags in an error as the user gave them: -p for --prompt, TOKA_SEED for --seed. */
@@ -51644,6 +51702,8 @@ static void cli_name_flags(const cli *flags, toka_err *e) {
     bool is_named = false;
     for (int i = 0; i < COUNT(cli_flags) && !is_named && e->code != TOKA_E_IO; i++)
         if (flags->typed[i]) is_named = cli_name_first(&cli_flags[i], flags->typed[i], e);
+    for (int i = 0; i < COUNT(cli_flags) && !is_named; i++)
+        if (flags->typed[i]) cli_name_value(flags, i, e);
     for (int i = 0; i < COUNT(cli_flags); i++)
         if (flags->typed[i]) cli_name_others(cli_flags[i].name, flags->typed[i], e);
 }
@@ -51675,15 +51735,18 @@ static const cli_flag *cli_find_flag(const char *arg, size_t n) {
 
 /* Returns the error for an unknown flag, with the most similar flag of the command. file: the
  * --config with this key; NULL: it is an argument. */
-static int cli_fail_unknown_flag(str arg, const char *file, unsigned command, toka_err *e) {
+static int cli_fail_unknown_flag(const cli *flags, str arg, const char *file, unsigned command,
+                                 toka_err *e) {
     suggestion nearest = {.typed = arg};
     while (nearest.typed.n && *nearest.typed.p == '-')
         nearest.typed = str_sub(nearest.typed, 1, nearest.typed.n);
     for (int i = 0; i < COUNT(cli_flags); i++)
         if (cli_flags[i].name && (cli_flags[i].commands & command))
             suggest_try(&nearest, cli_flags[i].name);
-    fail(e, TOKA_E_USE, "%.200s%s%.*s: unknown flag%s", file ? file : "", file ? ": " : "",
-         STRF(arg), nearest.best ? "" : "; see toka --help-all");
+    const char *const more[] = {"; see ", flags->called, " --help-all"};
+    const bool has = nearest.best != NULL;
+    fail(e, TOKA_E_USE, "%.200s%s%.*s: unknown flag%s%s%s", file ? file : "", file ? ": " : "",
+         STRF(arg), has ? "" : more[0], has ? "" : more[1], has ? "" : more[2]);
     return suggest_fail(&nearest, file ? "" : "--", e);
 }
 
@@ -51753,7 +51816,8 @@ static int cli_check_unused(enum cli_type type, str name, const char *value, tok
 
 /* Prints what a flag of another engine means here. Returns an error if it is none of them. value:
  * behind its '=', else the next argument, else NULL. Adds 1 to *at if it takes that argument. */
-static int cli_take_foreign(str typed, unsigned command, const char *value, int *at, toka_err *e) {
+static int cli_take_foreign(const cli *flags, str typed, unsigned command, const char *value,
+                            int *at, toka_err *e) {
     const bool has_equals = typed.p[typed.n] == '=';
     for (int i = 0; i < COUNT(cli_foreign_flags); i++) {
         const char *name = cli_foreign_flags[i].name;
@@ -51769,21 +51833,21 @@ static int cli_take_foreign(str typed, unsigned command, const char *value, int 
         *at += type != CLI_BOOL && !has_equals;
         return 0;
     }
-    return cli_fail_unknown_flag(typed, NULL, command, e);
+    return cli_fail_unknown_flag(flags, typed, NULL, command, e);
 }
 
 /* Takes an argument that is no flag. */
 static int cli_take_word(cli *flags, const cli *env, const char *arg, toka_err *e) {
     if (!flags->max_words)
-        return fail(e, TOKA_E_USE, "%s: unknown argument; this command takes none, see toka --help",
-                    arg);
+        return fail(e, TOKA_E_USE, "%s: unknown argument; this command takes none, see %s --help",
+                    arg, flags->called);
     if (flags->max_words < 0)
         return fail(e, TOKA_E_USE,
                     "%s: unknown argument; a command comes before its flags, see toka --help", arg);
     if (flags->words.n_values == flags->max_words)
-        return fail(e, TOKA_E_USE, "%s: %s", arg,
-                    flags->max_words == 1 ? "a second model; see toka --help"
-                                          : "one argument too many; see toka --help");
+        return fail(e, TOKA_E_USE, "%s: %s; see %s --help", arg,
+                    flags->max_words == 1 ? "a second model" : "one argument too many",
+                    flags->called);
     if (flags->open.model == env->open.model) flags->open.model = NULL;
     if (flags->hf_repo == env->hf_repo) flags->hf_repo = NULL;
     flags->words.values[flags->words.n_values++] = arg;
@@ -51857,12 +51921,7 @@ static int cli_read_config(cli *flags, unsigned command, int argc, char **argv, 
     const char *given = cli_find_value("--config", argc, argv);
     if (given) flags->config = given;
     if (!flags->config) return 0;
-    if (os_map(flags->config, &text, e)) {
-        buf why = {0};
-        buf_printf(&why, "--config %s", e->msg);
-        fail(e, e->code, "%s", why.p);
-        return buf_free(&why), e->code;
-    }
+    if (os_map(flags->config, &text, e)) return cli_put_before("--config ", e->msg, e), e->code;
     const json *root = json_parse(&memory, text, json_trusted, e);
     int code = json_is(root, JSON_OBJECT) ? 0
                : fail(e, TOKA_E_INPUT, "--config %s: not a JSON object", flags->config);
@@ -51871,7 +51930,7 @@ static int cli_read_config(cli *flags, unsigned command, int argc, char **argv, 
         buf_printf(&name, "--%.*s", STRF(json_str(key)));
         const cli_flag *flag = cli_find_flag(name.p, name.n);
         snprintf(where, sizeof where, "%.150s: %.100s", flags->config, name.p + 2);
-        if (!flag) code = cli_fail_unknown_flag(json_str(key), flags->config, command, e);
+        if (!flag) code = cli_fail_unknown_flag(flags, json_str(key), flags->config, command, e);
         else if (flag->offset == AT(config))
             code = fail(e, TOKA_E_USE, "%s: such a file cannot name another one", where);
         else if (!(flag->commands & command))
@@ -51888,10 +51947,11 @@ static int cli_read_config(cli *flags, unsigned command, int argc, char **argv, 
 
 /* Checks that the command takes the flag, and that a switch has no value and any other flag has
  * one. name: as typed. */
-static int cli_check_flag(const cli_flag *flag, unsigned command, str name, const char *value,
-                          toka_err *e) {
+static int cli_check_flag(const cli *flags, const cli_flag *flag, unsigned command, str name,
+                          const char *value, toka_err *e) {
     if (!(flag->commands & command))
-        return fail(e, TOKA_E_USE, "%.*s is not for this command; see toka --help-all", STRF(name));
+        return fail(e, TOKA_E_USE, "%.*s is not for this command; see %s --help-all", STRF(name),
+                    flags->called);
     if (flag->type == CLI_BOOL && value)
         return fail(e, TOKA_E_USE, "%.*s takes no value", STRF(name));
     if (flag->type != CLI_BOOL && !value)
@@ -51918,12 +51978,12 @@ static int cli_parse(cli *flags, unsigned command, int argc, char **argv, toka_e
             continue;
         }
         if (!flag) {
-            if (cli_take_foreign(name, command, next, &i, e)) return e->code;
+            if (cli_take_foreign(flags, name, command, next, &i, e)) return e->code;
             continue;
         }
         const bool is_next = flag->type != CLI_BOOL && !equals; /* the value */
         const char *value = equals || is_next ? next : NULL;
-        if (cli_check_flag(flag, command, name, value, e)) return e->code;
+        if (cli_check_flag(flags, flag, command, name, value, e)) return e->code;
         i += is_next;
         cli_override_env(flags, &env, flag);
         code = cli_set_flag(flags, flag, value, arena_cstr(flags->memory, name), e);
@@ -53036,6 +53096,9 @@ static int cli_template(const cli *flags, toka_err *e) {
     if (!code)
         code = lib_render(source, source->files, buf_view(&input), json_trusted, flags->now, &out,
                           e);
+    if (code && !strncmp(e->msg, "JSON: ", 6))
+        cli_put_before(flags->file ? "--file: " : flags->prompt ? "--prompt: " : "standard input: ",
+                       e->msg, e);
     if (!code) code = cli_write(buf_view(&out), e);
     buf_free(&input), buf_free(&out);
     arena_free(&names.memory);
@@ -53344,7 +53407,7 @@ static int cli_find_hub_id(const cli *flags, const char *name, arena *memory, co
     int n_known;
     const char *tag = strchr(name, ':');
     suggestion nearest = {.typed = str_c(name)};
-    if (tag)
+    if (tag && strchr(name, '/'))
         return fail(e, TOKA_E_USE, "%s: the tag %s names a file of another format (GGUF); toka "
                     "reads safetensors: leave it out", name, tag);
     *id = name;
@@ -53392,20 +53455,31 @@ static int cli_name_model(cli *flags, toka_err *e) {
     return 0;
 }
 
-static int cli_fail_not_here(const cli *flags, const char *id, const char *revision, toka_err *e) {
+/* Returns the id of the cache, and unless in_cache of models.txt, that is almost this one. NULL:
+ * there is none, or it is this one. */
+static const char *cli_nearest_id(const cli *flags, const char *id, bool in_cache) {
     buf cache = {0};
     mf_known_model *known;
-    char **in_cache;
+    char **cached;
     suggestion nearest = {.typed = str_c(id)};
-    int n_known;
-    if (mf_read_models_file(flags->open.models_file, flags->memory, &known, &n_known, e))
-        return e->code;
+    toka_err unused;
+    int n_known = 0;
+    if (in_cache || mf_read_models_file(flags->open.models_file, flags->memory, &known, &n_known,
+                                        &unused))
+        n_known = 0;
     mf_put_hub_cache_path(&cache);
-    const int n_cached = cli_list_cache(cache.p, flags->memory, &in_cache);
+    const int n_cached = cli_list_cache(cache.p, flags->memory, &cached);
     for (int i = 0; i < n_known; i++) suggest_try(&nearest, known[i].hub_id);
-    for (int i = 0; i < n_cached; i++) suggest_try(&nearest, in_cache[i]);
-    if (nearest.distance > 2) nearest.best = NULL; /* the hub has many similar names */
-    free(in_cache);
+    for (int i = 0; i < n_cached; i++) suggest_try(&nearest, cached[i]);
+    free(cached), buf_free(&cache);
+    /* the hub has many similar names */
+    return nearest.best && nearest.distance <= 2 && strcmp(nearest.best, id) ? nearest.best : NULL;
+}
+
+static int cli_fail_not_here(const cli *flags, const char *id, const char *revision, toka_err *e) {
+    buf cache = {0};
+    const suggestion nearest = {.best = cli_nearest_id(flags, id, false)};
+    mf_put_hub_cache_path(&cache);
     fail(e, TOKA_E_INPUT, "%s is not in the hub cache %s; add --download, or run: toka pull %s%s%s",
          id, cache.p, id, revision ? " --revision " : "", revision ? revision : "");
     buf_free(&cache);
@@ -53423,14 +53497,17 @@ static int cli_get_model(cli *flags, bool text_only, toka_err *e) {
     char *id = found.hub_id ? arena_cstr(flags->memory, str_c(found.hub_id)) : NULL;
     const bool here = !code && (text_only || !id || hub_has_weights(found.folder));
     arena_free(&found.memory);
+    const str tagged = {flags->open.model, strcspn(flags->open.model, ":")};
+    if (code && flags->open.model[tagged.n] && mf_is_hub_id(tagged)) /* ID:TAG */
+        return cli_find_hub_id(flags, flags->open.model, flags->memory, (const char **)&id, e);
     if (here || !id || code == TOKA_E_USE) return 0; /* opening says what else is wrong */
     const bool allowed = flags->hf_repo || flags->download;
     const bool confirm = !allowed && isatty(0) && isatty(2) && !flags->quiet && !hub_is_offline();
     const char *revision = cli_cut_revision(id);
     if (!allowed && !confirm) return code ? cli_fail_not_here(flags, id, revision, e) : 0;
     hub_options options = {.id = id, .revision = revision, .text_only = text_only,
-                           .confirm = confirm, .quiet = flags->quiet,
-                           .interrupted = &cli_interrupted};
+                           .nearest = cli_nearest_id(flags, id, false), .confirm = confirm,
+                           .quiet = flags->quiet, .interrupted = &cli_interrupted};
     buf folder = {0};
     code = hub_pull(&options, &folder, e);
     buf_free(&folder);
@@ -53455,6 +53532,7 @@ static int cli_pull(const cli *flags, toka_err *e) {
                         flags->words.values[i]);
         if (!options.revision) options.revision = flags->revision;
         if (!code) code = cli_find_hub_id(flags, given, &memory, &options.id, e);
+        if (!code) options.nearest = cli_nearest_id(flags, options.id, false);
         if (!code) code = hub_pull(&options, &folder, e);
         if (!code) buf_char(&folder, '\n');
         if (!code) code = cli_write(buf_view(&folder), e);
@@ -53472,7 +53550,8 @@ static int cli_rm(const cli *flags, toka_err *e) {
         int64_t n_bytes = 0;
         buf line = {0};
         code = cli_find_hub_id(flags, flags->words.values[i], &memory, &id, e);
-        if (!code) code = hub_remove(id, &n_bytes, e);
+        const suggestion nearest = {.best = code ? NULL : cli_nearest_id(flags, id, true)};
+        if (!code && hub_remove(id, &n_bytes, e)) code = suggest_fail(&nearest, "", e);
         if (!code) {
             buf_printf(&line, "%s: deleted, ", id);
             hub_put_size(&line, (double)n_bytes);
@@ -53486,12 +53565,11 @@ static int cli_rm(const cli *flags, toka_err *e) {
 }
 
 /* Appends a row of toka list. n_bytes: on the disk, or of the weights if the model is not here. */
-static void cli_put_model_row(buf *out, const char *name, double n_bytes, bool here,
+static void cli_put_model_row(buf *out, const char *name, double n_bytes, const char *here,
                               const char *format, const char *fits) {
     buf size = {0};
     hub_put_size(&size, n_bytes);
-    buf_printf(out, "%-51s %8s  %-4s  %-14s  %s\n", name, size.p, here ? "yes" : "no", format,
-               fits);
+    buf_printf(out, "%-51s %8s  %-4s  %-14s  %s\n", name, size.p, here, format, fits);
     buf_free(&size);
 }
 
@@ -53508,23 +53586,28 @@ static double cli_measure_weights(const mf_config *config, buf *formats) {
     return n_bytes;
 }
 
-/* Appends the row of a model in the hub cache. */
-static void cli_put_cached_row(buf *out, const char *id, double n_bytes) {
+/* Appends the row of a model in the hub cache. folder: CACHE/models--OWNER--NAME. */
+static void cli_put_cached_row(buf *out, const char *id, const char *folder) {
     static const char *const formats[] = {[TOKA_BF16] = "bf16", [TOKA_F16] = "f16",
                                           [TOKA_F32] = "f32"};
     mf_model *model;
     toka_err why;
     buf text = {0};
+    const double n_bytes = (double)hub_count_bytes(folder);
     const int code = mf_open(&model, id, NULL, NULL, &why);
+    buf_printf(&text, "%s/snapshots", folder);
+    const bool complete = os_is_dir(text.p); /* it is made after the download */
+    buf_clear(&text);
     if (code) {
-        buf_printf(&text, "does not run: %s", why.msg);
-        cli_put_model_row(out, id, n_bytes, true, "-", text.p);
+        if (complete) buf_printf(&text, "does not run: %s", why.msg);
+        else buf_printf(&text, "to complete it: toka pull %s", id);
+        cli_put_model_row(out, id, n_bytes, complete ? "yes" : "part", "-", text.p);
     } else {
         const unsigned dtype = (unsigned)model->weights.embed.dtype;
         const bool fits = (double)model->weight_bytes < lib_weight_memory(&model->config);
         if (!model->config.quantization && dtype < COUNT(formats)) buf_c(&text, formats[dtype]);
         else cli_measure_weights(&model->config, &text);
-        cli_put_model_row(out, id, n_bytes, true, text.p, fits ? "fits" : "too large");
+        cli_put_model_row(out, id, n_bytes, "yes", text.p, fits ? "fits" : "too large");
     }
     mf_close(code ? NULL : model);
     buf_free(&text);
@@ -53545,7 +53628,7 @@ static int cli_list_models(const cli *flags, toka_err *e) {
         buf_clear(&path);
         buf_printf(&path, "%s/models--", cache.p);
         mf_put_repo_name(&path, str_c(in_cache[i]));
-        cli_put_cached_row(&out, in_cache[i], (double)hub_count_bytes(path.p));
+        cli_put_cached_row(&out, in_cache[i], path.p);
     }
     for (int i = 0; i < n_known && !code; i++) {
         bool here = false;
@@ -53553,7 +53636,7 @@ static int cli_list_models(const cli *flags, toka_err *e) {
         if (here) continue;
         buf_clear(&path);
         const double n_bytes = cli_measure_weights(&known[i].config, &path);
-        cli_put_model_row(&out, known[i].name, n_bytes, false, path.p,
+        cli_put_model_row(&out, known[i].name, n_bytes, "no", path.p,
                           n_bytes < lib_weight_memory(&known[i].config) ? "fits" : "too large");
     }
     if (!code) code = cli_write(buf_view(&out), e);
@@ -53872,11 +53955,11 @@ static int cli_check_serve(const cli *flags, const srv_options *options, toka_er
     if (check_int("--max-answer-bytes", options->max_answer_bytes, 1, INT64_MAX, e)) return e->code;
     if (check_int("--max-upload-bytes", options->max_upload_bytes, 1, INT64_MAX, e)) return e->code;
     if (check_int("--server-threads", options->n_workers, 0, 64, e)) return e->code;
-    if (options->read_timeout <= 0 || options->write_timeout <= 0 || options->keep_alive <= 0 ||
-        options->step_timeout <= 0)
-        return fail(e, TOKA_E_USE,
-                    "--read-timeout, --write-timeout, --keep-alive, --step-timeout: expected more "
-                    "than 0 seconds");
+    if (check_range("--read-timeout", options->read_timeout, 0, FLT_MAX, true, e) ||
+        check_range("--write-timeout", options->write_timeout, 0, FLT_MAX, true, e) ||
+        check_range("--keep-alive", options->keep_alive, 0, FLT_MAX, true, e) ||
+        check_range("--step-timeout", options->step_timeout, 0, FLT_MAX, true, e))
+        return e->code;
     if (options->hosts && srv_check_hosts(options->hosts, e)) return e->code;
     if (options->files_dir && !*options->files_dir)
         return fail(e, TOKA_E_USE, "--files-dir: it is empty; expected a folder, or off");
@@ -54139,7 +54222,8 @@ static int cli_completion(const cli *flags, toka_err *e) {
     if (!strcmp(shell, "zsh")) buf_c(&out, "autoload -U +X bashcompinit && bashcompinit\n");
     if (!strcmp(shell, "bash") || !strcmp(shell, "zsh")) cli_put_bash(&out);
     else if (!strcmp(shell, "fish")) cli_put_fish(&out);
-    else return fail(e, TOKA_E_USE, "expected: toka completion bash, zsh or fish");
+    else return fail(e, TOKA_E_USE, "%s%sexpected toka completion bash, zsh or fish", shell,
+                     *shell ? ": " : "");
     const int code = cli_write(buf_view(&out), e);
     buf_free(&out);
     return code;
@@ -54185,13 +54269,13 @@ static int cli_fail_unknown_command(const char *first, const char *second, bool 
     suggestion nearest = {.typed = str_c(is_bench ? second : first)};
     if (!is_bench && model) nearest = *model;
     if (!is_bench) suggest_try(&nearest, "help");
-    for (int i = 0; i < COUNT(help_pages) && is_help; i++)
-        suggest_try(&nearest, help_pages[i].name);
     for (int i = 0; i < COUNT(cli_command_table); i++) {
         const cli_command *command = &cli_command_table[i];
         if (!is_bench || command->second_name)
             suggest_try(&nearest, is_bench ? command->second_name : command->name);
     }
+    for (int i = 0; i < COUNT(help_pages) && !is_bench; i++)
+        suggest_try(&nearest, help_pages[i].name);
     if (is_bench) fail(e, TOKA_E_USE, "toka bench: expected throughput, serve, plan or ops");
     else fail(e, TOKA_E_USE, "%s: no such command%s; see toka --help", first,
               is_help ? ", and no page of the manual"
@@ -54218,7 +54302,7 @@ static int cli_help_for(bool all, int n_words, char **words, toka_err *e) {
 static int cli_fix_dtype(cli *flags, toka_err *e) {
     const char *dtype = flags->open.dtype;
     if (!dtype) return 0;
-    if (!strcmp(dtype, "half") || !strcmp(dtype, "float16"))
+    if (!strcmp(dtype, "half") || !strcmp(dtype, "float16") || !strcmp(dtype, "fp16"))
         return fail(e, TOKA_E_USE, "--dtype %s: toka computes in float32 or bfloat16; models whose "
                     "weights are float16 run with --dtype auto", dtype);
     if (!strcmp(dtype, "float")) flags->open.dtype = "float32";
@@ -54251,6 +54335,15 @@ static int cli_run_parsed(cli *flags, const cli_command *command, toka_err *e) {
     return code ? code : command ? command->main(flags, e) : cli_run_command(flags, e);
 }
 
+static const char *cli_join_words(arena *memory, const cli_command *command) {
+    const char *second = command->second_name;
+    buf text = {0};
+    buf_printf(&text, "toka %s%s%s", command->name, second ? " " : "", second ? second : "");
+    const char *joined = arena_cstr(memory, buf_view(&text));
+    buf_free(&text);
+    return joined;
+}
+
 /* Reads the flags after the command's words and runs the command. command NULL: toka without a
  * command word. */
 static int cli_run_args(const cli_command *command, int n_words, int argc, char **argv,
@@ -54259,6 +54352,7 @@ static int cli_run_args(const cli_command *command, int n_words, int argc, char 
     cli flags = cli_default();
     const unsigned bit = command ? command->for_bit : FOR_RUN;
     flags.memory = &memory;
+    flags.called = !command ? "toka" : cli_join_words(&memory, command);
     flags.max_words = cli_max_words(command);
     int code = cli_parse(&flags, bit, argc - 1 - n_words, argv + 1 + n_words, e);
     if (!code && (flags.help || flags.help_all))

@@ -260,7 +260,7 @@ def test_dataset(tmp_path):
                      '"output_lengths": [1.5]', '"output_lengths": [9999999999]', '"output_tokens": -1', '"output_tokens": "9"'):
             d.write_text('{"prompt": "x"}\n{"prompt": "x", %s}\n' % line)
             assert "line 2: expected output_lengths" in bench(fake, "--dataset", d, status=1)[1]
-        assert "line 1: expected" in bench(fake, "--dataset", d, "--random-output-len", 0, status=1)[1] and not fake.requests
+        assert "--random-output-len: 0, expected 1" in bench(fake, "--dataset", d, "--random-output-len", 0, status=1)[1] and not fake.requests
 
 
 def test_datasets_by_their_names(tmp_path):
@@ -392,4 +392,5 @@ def test_prefix_needs_random_prompts(tmp_path):
 def test_refused(args):
     with FakeServer() as fake:
         r = subprocess.run([TOKA, "bench", "serve", "--port", str(fake.port), *args], env=ENV, cwd=ROOT, capture_output=True)
-        assert r.returncode == 1 and len(r.stderr.decode().strip().splitlines()) == 1
+        flag = [word for word in args if word.startswith("--")][-1]
+        assert r.returncode == 1 and len(r.stderr.decode().strip().splitlines()) == 1 and r.stderr.startswith(b"toka: --") and flag in r.stderr.decode()

@@ -673,6 +673,19 @@ def test_text_needs_no_config(tmp_path, config):
     (["tell me a joke"], "tell me a joke: no such command or model; a prompt comes after -p"), (["list", "x"], "x: unknown argument; this command takes none"),
     (["help", "nope"], "nope: no such command, and no page of the manual"), (["-p", "a", "--tempp", "1"], "did you mean --temp?"),
     (["servee"], "did you mean toka serve?"), (["-m", "test/fixtures/qwen2", "-p", "a"], "tokenizer"),
+    (["-m", "no-such", "-p", "a"], "-m no-such: no such folder"), (["-m", "test", "-p", "a"], "-m test: test/config.json: No such file"),
+    (["-p", "a", "-hf", "a/b/c"], "-hf a/b/c: not a hub id, which is OWNER/NAME"), (["--hf", "a/b:Q4", "-p", "a"], "--hf a/b:Q4: the tag :Q4 names"),
+    (["-m", "a/b:Q4", "-p", "a"], "-m a/b:Q4: the tag :Q4 names a file of another format (GGUF)"),
+    (["run", "llama3.2:1b", "hi"], "llama3.2:1b: not a hub id, which is OWNER/NAME, and no name of models.txt; did you mean llama-3.2-1b?"),
+    (["batch", "-i", "README.md", "-o", "/none/x"], "-o /none/x: No such file"), (["batch", "-i", "toka.h", "-o", "toka.h"], "-i toka.h is the input and"),
+    (["bench", "throughput", "--dataset", "README.md"], "--dataset README.md: line 1: JSON"),
+    (["-p", "a", "--json-schema", "README.md"], "--json-schema: JSON: value expected"), (["-p", "a b c", "-c", "5"], "tokens; at most 4 fit (-c 5)"),
+    (["template", "-p", "{"], "toka: -p: JSON: text ends"), (["serve", "--read-timeout", "0"], "--read-timeout: 0, expected more than 0\n"),
+    (["serve", "--keep-alive", "-1"], "--keep-alive: -1, expected more than 0\n"), (["completion", "bsh"], "bsh: expected toka completion bash, zsh"),
+    (["plan", "--tp", "8"], "--tp is not for this command; see toka plan --help-all"), (["bench", "serve", "--zz"], "see toka bench serve --help-all"),
+    (["list", "x"], "see toka list --help\n"), (["qwen3-0.6b", "-p", "a"], "or run: toka pull Qwen/Qwen3-0.6B\n"),
+    (["-p", "a", "--dtype", "fp16"], "--dtype fp16: toka computes in"), (["formts"], "did you mean toka help formats?"),
+    (["news"], "did you mean toka help news?"), (["--config", "README.md"], "--config README.md: not a JSON object"),
 ])
 def test_wrong_arguments_give_one_sentence(args, words):
     r = toka(*args)
@@ -693,7 +706,7 @@ def test_a_directory_in_place_of_a_file(tmp_path):
     (tmp_path / "folder").mkdir()
     for command in READS + WRITES:
         r = toka(*command.format("folder").split(), cwd=tmp_path)
-        message = rb"toka: (--?[a-z-]+: )?folder is a directory, expected a file\n"
+        message = rb"toka: (--?[a-z-]+:? )?folder is a directory, expected a file\n"
         assert r.returncode == 1 and re.fullmatch(message, r.stderr), (command, r.stderr)
     for command in READS:
         if "bench serve" not in command:  # it waits for a server before it opens the file

@@ -355,6 +355,9 @@ def test_gated_private_and_missing(hub):
         fails(r, 1, "tiny/refused is gated: accept its terms at " + hub.url + "/tiny/refused", "HF_TOKEN" if not env else "no access yet")
         fails(toka(hub, "-hf", "tiny/none", "-p", "x", **env), 1, "tiny/none is not on " + hub.url + ", or it is private")
     fails(toka(hub, "-hf", "tiny/gated", "-p", "x"), 1, "is gated", "set HF_TOKEN")
+    for args in (["-p", "x", "-hf"], ["-p", "x", "--download", "-m"], ["pull"]):  # almost an id of models.txt, and two letters more
+        fails(toka(hub, *args, "Qwen/Qwen3-06B"), 1, "Qwen/Qwen3-06B is not on ", "did you mean Qwen/Qwen3-0.6B?")
+        assert b"did you mean" not in toka(hub, *args, "Qwen/Qwen3-0.6B").stderr + toka(hub, *args, "Qwen/Qwen3-0.6B-New").stderr
     assert toka(hub, "-q", "-hf", "tiny/gated", "-p", "x", HF_TOKEN="hf_right").returncode == 0
     fails(toka(hub, "-hf", "tiny/private", "-p", "x"), 1, "or it is private", "HF_TOKEN")
     assert toka(hub, "-q", "-hf", "tiny/private", "-p", "x", HF_TOKEN="hf_right").returncode == 0
@@ -512,11 +515,15 @@ def test_list_and_rm(hub):
     assert toka(hub, "pull", ID, "tiny/sharded").returncode == 0
     os.makedirs(hub.cache + "/models--tiny--broken/blobs")
     os.makedirs(hub.cache + "/datasets--a--b/blobs")
+    os.makedirs(hub.cache + "/models--tiny--part/blobs")  # as a download that was stopped leaves it
+    os.makedirs(hub.cache + "/models--tiny--broken/snapshots")
     rows = toka(hub, "list").stdout.decode().splitlines()
     assert rows[0].split() == ["model", "size", "here", "format", "this", "machine"]
-    here = [r.split() for r in rows if " yes " in r]
-    assert [r[0] for r in here] == [ID, "tiny/broken", "tiny/sharded"]
+    here = [r.split() for r in rows if " yes " in r or " part " in r]
+    assert [r[0] for r in here] == [ID, "tiny/broken", "tiny/part", "tiny/sharded"]
     assert here[0][1:] == ["7.1", "MB", "yes", "bf16", "fits"] and here[1][5:8] == ["does", "not", "run:"]
+    assert here[2][1:] == "0 bytes part - to complete it: toka pull tiny/part".split()
+    os.rmdir(hub.cache + "/models--tiny--part/blobs"), os.rmdir(hub.cache + "/models--tiny--part")
     known = {r.split()[0]: r.split() for r in rows if " no " in r}
     assert "qwen3-0.6b" in known and len(known) > 30
     assert known["llama-3.1-8b-instruct-fp8"][1:7] == ["9.1", "GB", "no", "FP8", "and", "bf16"]
@@ -530,6 +537,8 @@ def test_list_and_rm(hub):
     assert sorted(os.listdir(hub.cache)) == [".locks", "datasets--a--b", "models--tiny--sharded"]
     assert os.listdir(hub.cache + "/.locks") == ["models--tiny--sharded"]
     fails(toka(hub, "rm", ID), 1, "tiny/apples is not in the hub cache")
+    fails(toka(hub, "rm", "tiny/shraded"), 1, "did you mean tiny/sharded?")
+    assert b"did you mean" not in toka(hub, "rm", "Qwen/Qwen3-06B").stderr  # Qwen3-0.6B is not here either
     fails(toka(hub, "rm"), 1, "expected: toka rm OWNER/NAME")
     fails(toka(hub, "rm", "../x/y"), 1, "not a hub id")
 
