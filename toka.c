@@ -46889,6 +46889,7 @@ typedef struct benchclient_request {
     double sent_time, first_time, last_time;
     buf chunk_gaps;      /* float [chunks - 1], seconds between chunks */
     int64_t n_in, n_out; /* tokens of the prompt and the answer; 0: not known */
+    int64_t n_chars;     /* characters of the answer's text */
     char *error;         /* owned; NULL: no error */
 } benchclient_request;
 
@@ -47733,6 +47734,21 @@ static void benchclient_start_request(benchclient *client, int64_t index, bool n
     }
 }
 
+/* Returns the characters of the text in a chunk's choices. */
+static int64_t benchclient_count_chars(const json *choices) {
+    static const char *const names[] = {"content", "reasoning"};
+    int64_t n_chars = 0;
+    JSON_EACH(choice, choices) {
+        const json *delta = json_get(choice, "delta");
+        n_chars += utf8_count(json_str(json_get(choice, "text")));
+        for (int i = 0; i < COUNT(names); i++)
+            n_chars += utf8_count(json_str(json_get(delta, names[i])));
+        if (!json_get(delta, "reasoning")) /* its name in older servers */
+            n_chars += utf8_count(json_str(json_get(delta, "reasoning_content")));
+    }
+    return n_chars;
+}
+
 /* Records the time of a chunk. */
 static void benchclient_on_chunk(benchclient_request *request, double now) {
     float gap = (float)(now - request->last_time);
@@ -47760,7 +47776,10 @@ static void benchclient_on_event_line(benchclient *client, benchclient_conn *con
     const json *root = json_parse(&memory, line, run_limits, &e);
     const json *choices = json_get(root, "choices"), *usage = json_get(root, "usage");
     const json *error = json_get(root, "error");
-    if (json_is(choices, JSON_ARRAY) && choices->n) benchclient_on_chunk(request, now);
+    if (json_is(choices, JSON_ARRAY) && choices->n) {
+        benchclient_on_chunk(request, now);
+        request->n_chars += benchclient_count_chars(choices);
+    }
     if (json_is(usage, JSON_OBJECT)) {
         request->n_in = json_int(json_get(usage, "prompt_tokens"), request->n_in);
         request->n_out = json_int(json_get(usage, "completion_tokens"), request->n_out);
@@ -47958,6 +47977,7 @@ typedef struct benchclient_result {
     int64_t n_completed, n_failed; /* requests */
     int64_t n_good;                /* completed requests within all limits of --goodput */
     int64_t n_in, n_out;           /* tokens of the completed requests */
+    int64_t n_chars;               /* characters of their answers */
     double peak_rate;              /* most chunks in one second */
     int64_t peak_concurrent;       /* most requests in flight at one time */
     benchclient_series series[BENCHCLIENT_N_METRICS];
@@ -48111,6 +48131,7 @@ static void benchclient_measure(const benchclient *client, const benchclient_sel
         result->n_good += good;
         result->n_in += request->n_in;
         result->n_out += n_out;
+        result->n_chars += request->n_chars;
     }
     benchclient_find_peaks(client, result);
     for (int j = 0; j < BENCHCLIENT_N_METRICS; j++) benchclient_finish_series(&result->series[j]);
@@ -48148,6 +48169,7 @@ static void benchclient_print_text(const benchclient_options *options,
     printf(float_row, "Peak concurrent requests:", (double)result->peak_concurrent);
     printf(float_row, "Total token throughput (tok/s):",
            (double)(result->n_in + result->n_out) / seconds);
+    printf(float_row, "Output character throughput (char/s):", (double)result->n_chars / seconds);
     for (int metric = 0; metric < BENCHCLIENT_N_METRICS; metric++) {
         char name[64];
         if (!selection->metrics[metric]) continue;
@@ -48229,6 +48251,7 @@ static void benchclient_print_json(const benchclient *client,
                   {"failed", result->n_failed},
                   {"total_input_tokens", result->n_in},
                   {"total_output_tokens", result->n_out},
+                  {"total_output_characters", result->n_chars},
                   {"max_concurrent_requests", result->peak_concurrent}};
     for (int i = 0; i < COUNT(counts); i++)
         json_put_key(&out, counts[i].name), json_put_int(&out, counts[i].value);
@@ -48241,6 +48264,8 @@ static void benchclient_print_json(const benchclient *client,
     benchclient_put_number(&out, "output_throughput", (double)result->n_out / result->duration);
     benchclient_put_number(&out, "total_token_throughput",
                            (double)(result->n_in + result->n_out) / result->duration);
+    benchclient_put_number(&out, "output_characters_per_second",
+                           (double)result->n_chars / result->duration);
     benchclient_put_number(&out, "max_output_tokens_per_s", result->peak_rate);
     for (int metric = 0; metric < BENCHCLIENT_N_METRICS; metric++) {
         char name[64];
@@ -52767,7 +52792,7 @@ static const struct {
     {"clear", "", "begin a new conversation", cli_talk_clear},
     {"system", " TEXT", "set the system message; without a text there is none", cli_talk_system},
     {"regen", "", "answer the last turn again, with the next seed", cli_talk_regen},
-    {"set", " NAME VALUE", "change how is sampled: /set temperature 0.7", cli_talk_set},
+    {"set", " NAME VALUE", "change how tokens are sampled: /set temperature 0.7", cli_talk_set},
     {"save", " FILE", "write the conversation as {\"messages\": [...]}", cli_talk_save},
     {"load", " FILE", "go on with such a file; it may have \"tools\"", cli_talk_load},
     {"stats", "", "tokens and speed of the last answer", cli_talk_stats},

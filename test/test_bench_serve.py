@@ -108,7 +108,8 @@ class FakeServer:
         n = body["max_tokens"]
         for k in range(n):
             await asyncio.sleep(self.gap if k else self.first)
-            choice = {"index": 0, "delta": {"content": "x"}} if "messages" in body else {"index": 0, "text": "x"}
+            delta = {"content": "xä"} if k else {"reasoning": "xä", "reasoning_content": "xä"}
+            choice = {"index": 0, "delta": delta} if "messages" in body else {"index": 0, "text": "xä"}
             await send("data: " + json.dumps({"choices": [choice]}) + "\n\n")
             if self.broken and k == 1:
                 self.running -= 1
@@ -145,7 +146,7 @@ def test_output_has_the_lines_of_vllm():
     names = ["Successful requests:", "Failed requests:", "Maximum request concurrency:", "Request rate configured (RPS):",
              "Benchmark duration (s):", "Total input tokens:", "Total generated tokens:", "Request throughput (req/s):",
              "Request goodput (req/s):", "Output token throughput (tok/s):", "Peak output token throughput (tok/s):",
-             "Peak concurrent requests:", "Total token throughput (tok/s):"]
+             "Peak concurrent requests:", "Total token throughput (tok/s):", "Output character throughput (char/s):"]
     for title, short in BLOCKS:
         names += ["{s:{c}^50}".format(s=title, c="-"), f"Mean {short} (ms):", f"Median {short} (ms):", f"P50 {short} (ms):",
                   f"P99 {short} (ms):", f"P99.9 {short} (ms):"]
@@ -157,6 +158,7 @@ def test_output_has_the_lines_of_vllm():
     assert values["Successful requests:"] == 20 and values["Failed requests:"] == 0
     assert values["Total input tokens:"] == 600 and values["Total generated tokens:"] == 80
     assert values["Request goodput (req/s):"] == values["Request throughput (req/s):"]
+    assert abs(values["Output character throughput (char/s):"] - 2 * values["Output token throughput (tok/s):"]) < 0.1  # "xä" a token
 
 
 def test_times_match_the_server():
@@ -230,6 +232,9 @@ def test_requests_that_are_sent():
         out, _ = bench(fake, "--endpoint", "/v1/chat/completions", "--model", "other", "--num-prompts", 3, "--random-input-len", 4)
         assert [len(r["messages"][0]["content"].split()) for r in fake.requests] == [4] * 3 and fake.requests[0]["model"] == "other"
         assert "Total input tokens:                      21" in out  # the number that the server reports
+        v = results(fake, "--endpoint", "/v1/chat/completions", "--num-prompts", 3, "--random-input-len", 4)
+        assert v["total_output_characters"] == 2 * v["total_output_tokens"] > 6  # reasoning, too, under either of its names
+        assert v["output_characters_per_second"] == pytest.approx(v["total_output_characters"] / v["duration"], rel=1e-6)
 
 
 def test_server_without_tokenize():

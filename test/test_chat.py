@@ -83,8 +83,9 @@ def test_a_conversation(tmp_path):
     t.type(PROBLEM + "\r").wait(r"19\.\s*$").wait(READY)
     assert "prompt" not in "\n".join(t.lines()).replace(PROBLEM, "")  # statistics on request
     t.type("/stats\r").wait(r"prompt \d+ tokens, generated \d+ tokens")
+    t.type("1\x1b\r2\n3\\\r4").wait("> 1\n  2\n  3\n  4$").type("\x03").wait(READY)  # Alt-Enter, Ctrl-J and a backslash: more lines
     t.type("\x04")
-    assert t.end() == 0
+    assert t.end() == 0 and t.raw.endswith(b"\r\n") and t.lines()[t.screen.cursor.y] == ""  # the shell's prompt has its own line
 
 
 def test_editing_is_what_the_screen_shows(tmp_path):
@@ -130,6 +131,8 @@ def test_ctrl_c_ends_the_answer_only(tmp_path):
         t.wait(READY).type("Tom\r")
         time.sleep(0.15)
         t.type("\x03").wait(READY)
+    t.type("/stats\r").wait("generated")
+    assert int(re.search(r"generated (\d+) tokens", "\n".join(t.lines()))[1]) < 1000
     t.type("/exit\r")
     assert t.end() == 0
 
