@@ -8,10 +8,12 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 
 import pytest
 
 from hub import FakeHub, Repo
+from test_page import CHROMIUM, Browser
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TOKA = os.path.join(ROOT, "toka")
@@ -35,17 +37,20 @@ def free_port():
         return s.getsockname()[1]
 
 
-def run(hub, folder, command, stdin=""):
-    """Runs a block in a folder that has what a clone has; `toka` is in the path."""
+def begin(hub, folder, command, port):
+    """Starts a block in a folder that has what a clone has; `toka` is in the path. Servers use the port."""
     for name in ("toka", "README.md", "models.txt", "test"):
         if not os.path.lexists(folder / name):
             os.symlink(os.path.join(ROOT, name), folder / name)
-    port = str(free_port())
-    command = command.replace("10210", port).replace("toka serve", f"toka serve --port {port}")
+    command = command.replace("10210", str(port)).replace("toka serve", f"toka serve --port {port}")
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("TOKA_", "HF_", "XDG_"))}
     env = {**clean, "HOME": str(folder / "home"), "HF_ENDPOINT": hub.url, "TOKA_DEVICE": "cpu", "PATH": f"{folder}:{clean['PATH']}"}
-    p = subprocess.Popen(["bash", "-ec", command], cwd=folder, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                         stderr=subprocess.PIPE, text=True, start_new_session=True)
+    return subprocess.Popen(["bash", "-ec", command], cwd=folder, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def run(hub, folder, command, stdin=""):
+    p = begin(hub, folder, command, free_port())
     try:
         out, err = p.communicate(stdin, timeout=120)
     finally:
@@ -98,6 +103,39 @@ def test_first_page(hub, tmp_path):
     assert re.match(r"prompt 34 tokens, generated 33 tokens, ", err)
     status, out, err = run(hub, tmp_path, chat, "Tom has 12 apples and buys 7 more. How many apples does he have?\n")
     assert status == 0 and "19" in out and "ready after" in err
+
+
+@pytest.mark.slow
+def test_two_screens(hub, tmp_path):
+    """What the first 120 lines of the README say leads to a chat with a model of the hub, to a loop in Python and to the page."""
+    pytest.importorskip("openai")
+    screens = "\n".join(readme().splitlines()[:120])
+    blocks = [(kind, text.replace("\\\n", "")) for kind, text in re.findall(r"```(sh|python)\n(.*?)```", screens, re.S)]
+    build, chat = blocks[0][1].splitlines()
+    assert build.startswith("./build.sh && ./toka -p ") and chat.startswith("./toka chat -hf ")
+    status, out, err = run(hub, tmp_path, chat, "Tom has 12 apples and buys 7 more. How many apples does he have?\n")
+    assert status == 0 and "19" in out and "ready after" in err
+    serve, = [text for _, text in blocks if "toka serve" in text]
+    loop = next(text for kind, text in blocks if kind == "python")
+    page, = re.findall(r"(http://127\.0\.0\.1:10210/) is\sa chat", screens)
+    port = free_port()
+    server, browser = begin(hub, tmp_path, serve, port), None
+    try:
+        while (line := server.stderr.readline()) != "toka: ready\n":
+            assert line
+        r = subprocess.run([sys.executable, "-c", loop.replace("10210", str(port))], capture_output=True, text=True, timeout=100)
+        assert r.returncode == 0 and "The answer is 12." in r.stdout and re.search(r"\d apples as JSON", r.stdout), r.stderr
+        if CHROMIUM:
+            browser = Browser(tmp_path / "profile")
+            browser.call("Page.navigate", url=page.replace("10210", str(port)))
+            browser.wait("document.getElementById('state')?.textContent == 'ready'")
+            browser.js("document.forms[0].requestSubmit()")
+            browser.wait("document.querySelector('.assistant')?.textContent.includes('The answer is 12.')")
+    finally:
+        if browser:
+            browser.close()
+        os.killpg(server.pid, signal.SIGTERM)
+        server.communicate()
 
 
 def test_your_model(hub, tmp_path):
