@@ -155,6 +155,8 @@ def test_page(tmp_path, browser):
         browser.call("Emulation.setDeviceMetricsOverride", width=360, height=700, deviceScaleFactor=1, mobile=True)
         assert browser.js("document.documentElement.scrollWidth <= innerWidth")  # nor on a phone
         load.join()
+        assert browser.js("[...document.querySelectorAll('#tiles b')].every(b => { b.textContent = '12.5 ms / 384 ms'; return b.scrollWidth <= b.clientWidth && "
+                          "b.clientHeight < 40 })")  # a value has one row
         assert browser.errors() == []
 
 
