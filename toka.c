@@ -19165,7 +19165,8 @@ COLD static void con_gbnf(con_grammar *grammar, str text) {
  *   - the properties in the order of `properties`, then required names that are not listed, then
  *     others, if they are allowed. Additional properties are allowed unless the schema forbids them
  *     (no_additional: unless it allows them). A name may occur twice among the others
- *   - integers without fraction and exponent; numbers with a limit or multipleOf without exponent
+ *   - integers without fraction and exponent; numbers with a limit or multipleOf without exponent,
+ *     others with at most two digits in it, because one like 1E999 is not finite
  *   - a string with `pattern` or a known `format`, names of properties, const and enum: characters
  *     literally, if JSON does not demand an escape. In other strings any escape may be used
  *   - with a style, which a call of a tool has (26): the members of the outer object in another
@@ -20796,17 +20797,20 @@ COLD static int con_put_value(con_schema *schema, int from, const json *value) {
     return con_literal(grammar, from, is_object ? STR("}") : STR("]"));
 }
 
+/* A value without quotes cannot have the text that ends it. */
 COLD static void con_make_values(con_schema *schema, const con_all *all, const json *values,
                                  con_rule out) {
     const unsigned types = con_all_types(schema, all);
     const bool raw = con_is_marked(all, CON_RAW);
-    CON_EACH_VALUE(it, values)
-        if (con_value_holds(schema, all, types, it))
-            con_empty(schema->grammar,
-                      raw ? con_end_value(schema, con_text(schema->grammar, out.start, json_str(it),
-                                                           false))
-                          : con_put_value(schema, out.start, it),
-                      out.end);
+    CON_EACH_VALUE(it, values) {
+        const str text = json_str(it);
+        if (!con_value_holds(schema, all, types, it) ||
+            (raw && str_find(text, con_style_end(schema), 0) >= 0))
+            continue;
+        const int from = raw ? con_text(schema->grammar, out.start, text, false)
+                             : con_put_value(schema, out.start, it);
+        con_empty(schema->grammar, raw ? con_end_value(schema, from) : from, out.end);
+    }
 }
 
 /* Adds to a branch of oneOf the opposites of the other branches, unless they cannot hold together
@@ -20903,7 +20907,7 @@ COLD static void con_schema_basics(con_schema *schema) {
     schema->name_rule = con_regex(grammar, "name", STR(""), true);
     schema->integer_rule = con_regex(grammar, "integer", STR("-?(0|[1-9][0-9]*)"), false);
     schema->number_rule = con_regex(
-        grammar, "number", STR("-?(0|[1-9][0-9]*)(\\.[0-9]+)?([eE][+-]?[0-9]+)?"), false);
+        grammar, "number", STR("-?(0|[1-9][0-9]*)(\\.[0-9]+)?([eE][+-]?[0-9]{1,2})?"), false);
     buf_free(&text);
 }
 
@@ -31144,7 +31148,8 @@ static void http_put_last_chunk(buf *out) { buf_c(out, "0\r\n\r\n"); }
  *     is delivered while it is written; if max_tokens cuts it, it stays a call;
  *   - the arguments of a call that was not cut are a JSON object. JSON that the model wrote is
  *     passed on byte by byte, except that control characters inside strings are escaped;
- *   - the end of JSON is found by its structure, so a string may contain any text;
+ *   - the end of JSON is found by its structure, so a string may contain any text. A value of a
+ *     parameter (%v) may only if a constraint makes it valid: else it ends at the first end text;
  *   - nothing in the reasoning is a call, nor in content that a response_format describes;
  *   - a stop string counts in the content only: neither in the reasoning nor in a call;
  *   - white space around calls and reasoning is dropped. Without both the content is unchanged,
@@ -31957,9 +31962,24 @@ static void parse_put_typed(parser *p) {
     arena_free(&memory);
 }
 
-/* %v: a value, up to the text that follows in the pattern. */
+/* Does a constraint make the call valid? It does not know a call without the text that begins a
+ * list of them. */
+static bool parse_is_valid(const parser *p) {
+    const parse_format *format = p->setup->format;
+    return p->setup->valid_calls &&
+           (!format->open || p->has_open || format->flags & PARSE_BARE);
+}
+
+/* %v: a value, up to the text that follows in the pattern. Inside of valid JSON that text is a part
+ * of a string. */
 static enum parse_step parse_value(parser *p, char c) {
     const str end = parse_literal(p->at + 2);
+    const bool is_json = p->types && !(p->types >> JSON_STRING & 1) && parse_is_valid(p);
+    if (is_json && !p->tag.n && (p->depth || c == '{' || c == '[')) {
+        parse_json_byte(p, c);
+        parse_value_byte(p, c);
+        return PARSE_MORE;
+    }
     if (parse_search(p, &end, 1, PARSE_ARGUMENTS, c) < 0) return PARSE_MORE;
     if (!p->in_value) {
         parse_put_key(p);
@@ -31981,7 +32001,8 @@ static enum parse_step parse_word(parser *p, char c) {
     buf *word = which == 'n' ? &p->name : which == 'i' ? &p->id : &p->value;
     if (parse_is_name(c)) return buf_char(word, c), PARSE_MORE;
     if (!word->n) return PARSE_MALFORMED;
-    if (which == 't') p->types = str_is(buf_view(word), "true") ? 1u << JSON_STRING : 0;
+    if (which == 't') p->types = 1u << JSON_STRING;
+    if (which == 't' && !str_is(buf_view(word), "true")) p->types = ~p->types;
     if (which == 'i' && !p->name.n) {
         str name = buf_view(word);
         if (str_starts(name, STR("functions."))) name = str_sub(name, 10, name.n);
@@ -32125,13 +32146,10 @@ static bool parse_advance(parser *p) {
     return *p->at != 0;
 }
 
-/* Must the call be delivered before it is complete? The constraint does not know a call without the
- * text that begins a list of them. */
+/* Must the call be delivered before it is complete? */
 static bool parse_is_long(const parser *p) {
-    const parse_format *format = p->setup->format;
-    const bool known = !format->open || p->has_open || format->flags & PARSE_BARE;
-    return p->setup->valid_calls && known && !p->delivered && p->raw.n > PARSE_HELD_BYTES &&
-           p->has_name && p->args.n && p->args.p[0] == '{';
+    return parse_is_valid(p) && !p->delivered && p->raw.n > PARSE_HELD_BYTES && p->has_name &&
+           p->args.n && p->args.p[0] == '{';
 }
 
 static void parse_call(parser *p, char c) {

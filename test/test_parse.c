@@ -552,10 +552,10 @@ static void test_parse_harmony_suite(void) {
 /* ---- Structures ---- */
 
 static const char parse_made_tools[] =
-    "[{\"name\":\"f\",\"strict\":true,\"parameters\":{\"type\":\"object\",\"properties\":{\"s\":{\"type\":\"string\"},\"i\":{\"type\":\"integer\"},\"e\":{\"enum\":[\"x\",\"y<z\"]},"
+    "[{\"name\":\"f\",\"strict\":true,\"parameters\":{\"type\":\"object\",\"properties\":{\"s\":{\"type\":\"string\"},\"i\":{\"type\":\"integer\"},\"e\":{\"enum\":[\"x\",\"y<z\",\"</parameter>\",\"a</arg_value>\",\"</｜DSML｜parameter>\"]},"
     "\"o\":{\"$ref\":\"#/$defs/o\"},\"l\":{\"type\":\"array\",\"items\":{\"type\":\"number\"},\"maxItems\":3},\"m\":{\"type\":[\"string\",\"null\"],\"minLength\":2},"
     "\"b\":{\"type\":\"boolean\"}},\"required\":[\"s\",\"e\"],\"additionalProperties\":false,"
-    "\"$defs\":{\"o\":{\"type\":\"object\",\"properties\":{\"b\":{\"type\":\"boolean\"},\"n\":{\"type\":\"null\"}},\"additionalProperties\":false}}}},{\"name\":\"g\"}]";
+    "\"$defs\":{\"o\":{\"type\":\"object\",\"properties\":{\"b\":{\"type\":\"boolean\"},\"t\":{\"enum\":[\"</parameter>\",\"</arg_value>\",\"[\\\"</｜DSML｜parameter>\"]},\"n\":{\"type\":\"null\"}},\"additionalProperties\":false}}}},{\"name\":\"g\"}]";
 
 /* Appends the texts of a pattern that a walk may write at once. */
 static void parse_add_pieces(const char *pattern, str *pieces, int *n) {
@@ -578,12 +578,12 @@ static bool parse_walk(toka_constraint *c, const parse_format *format, uint64_t 
     int node = con_begin(m, c->grammar.root);
     for (int step = 0; step < 20000 && m->nodes[node].n; step++) {
         if (con_accepts(m, node) && rnd(seed) % 8 == 0) return true;
-        char any = (char)(32 + rnd(seed) % 95);
+        char any = 0;
         const uint64_t kind = rnd(seed) % 4;
         str piece = kind == 0 ? pieces[rnd(seed) % (unsigned)n] : kind == 1 ? (str){&any, 1} : (str){&letters[rnd(seed) % (sizeof letters - 1)], 1};
         int n_next = 0;
-        for (int byte = 0; byte < 256; byte++)
-            if (con_step(m, node, byte) != CON_DEAD) n_next++, any = (char)byte;
+        for (int byte = 0; byte < 256; byte++) /* any one that is allowed; where all are, no part of a character */
+            if (con_step(m, node, byte) != CON_DEAD && (byte < 128 || n_next < 20) && rnd(seed) % (unsigned)++n_next == 0) any = (char)byte;
         if (n_next == 1) piece = (str){&any, 1};
         const int next = con_advance(m, node, piece);
         if (next == CON_DEAD) continue;
@@ -591,6 +591,18 @@ static bool parse_walk(toka_constraint *c, const parse_format *format, uint64_t 
         node = next;
     }
     return con_accepts(m, node);
+}
+
+/* Is this JSON that the schema allows, with any white space? */
+static bool parse_reads(toka_constraint *schema, str text) {
+    arena memory = {0};
+    buf bare = {0};
+    toka_err e;
+    const json *value = json_parse(&memory, text, json_trusted, &e);
+    if (value) json_put_value(&bare, value);
+    const bool reads = value && con_reads(schema, buf_view(&bare));
+    buf_free(&bare), arena_free(&memory);
+    return reads;
 }
 
 /* What a structure allows is read as calls with valid arguments. */
@@ -606,7 +618,7 @@ static void parse_check_walk(const parse_demand *demand, toka_constraint *schema
         n_calls += event.kind == PARSE_CALL;
         if (event.kind == PARSE_CALL) which = str_is(event.text, "g");
         if (event.kind == PARSE_ARGUMENTS && (demand->must_call || !which))
-            CHECK_MSG(con_reads(schemas[which], event.text), "%s: '%.*s': '%.*s'", demand->setup->format->names, STRF(text), STRF(event.text));
+            CHECK_MSG(parse_reads(schemas[which], event.text), "%s: '%.*s': '%.*s'", demand->setup->format->names, STRF(text), STRF(event.text));
     }
     if (demand->setup->calls_or_content) CHECK_MSG(!n_calls != !n_content, "%s: '%.*s'", demand->setup->format->names, STRF(text));
     if (demand->must_call)
@@ -631,7 +643,7 @@ static void test_parse_structures(void) {
     for (int i = 0; i < COUNT(parse_formats) * 6; i++) {
         const parse_format *format = &parse_formats[i / 6];
         const parse_setup setup = {.format = format, .tools = list, .n_tools = n_tools, .one_call = i % 2, .family = i % 6 == 4 ? &parse_families[COUNT(parse_families) - 1] : NULL,
-                                   .calls_or_content = i % 6 == 3};
+                                   .calls_or_content = i % 6 == 3, .valid_calls = true};
         const parse_demand demand = {.setup = &setup, .functions = functions, .n_functions = 2, .may_call = true, .must_call = i % 6 < 2 || i % 6 == 4,
                                      .content = i % 6 == 3 ? STR("{\"type\":\"json_schema\",\"json_schema\":{\"type\":\"array\"}}") : STR("")};
         buf_clear(&text);
@@ -639,7 +651,7 @@ static void test_parse_structures(void) {
         toka_constraint *c = con_make(TOKA_GRAMMAR_STRUCTURE, text.p, NULL, &con_no_tokens, &e);
         CHECK_MSG(c, "%s: %s: %s", format->names, e.msg, text.p);
         int n_ended = 0;
-        for (int walk = 0; c && walk < 40; walk++) {
+        for (int walk = 0; c && walk < 16; walk++) {
             if (!parse_walk(c, format, &seed, &text)) continue;
             parse_check_walk(&demand, schemas, buf_view(&text));
             n_ended++;
