@@ -46325,9 +46325,9 @@ static int plan_fail_to_hold(const plan_options *options, const plan_query *quer
         in_time = MAX(in_time, offers[i].service.in_time);
     }
     plan_put_limits(query, &limits);
-    if (capacity <= query->rate)
-        buf_printf(&most, "which compute at most %s a second",
-                   plan_format_3_digits(capacity, rate));
+    if (capacity < 100) snprintf(rate, sizeof rate, "%.3g", capacity);
+    else plan_format_3_digits(capacity, rate);
+    if (capacity <= query->rate) buf_printf(&most, "which compute at most %s a second", rate);
     else buf_printf(&most, "where %.3g %% are in time at best", 100 * in_time);
     fail(e, TOKA_E_USE, "%s: %g requests a second%s are too many for %d x %s, %s",
          options->per_day > 0 ? "--requests-per-day" : "--request-rate", query->rate,
@@ -51698,7 +51698,7 @@ static void cli_name_value(const cli *flags, int i, toka_err *e) {
     const char *value;
     buf head = {0};
     if (!str_starts(kind, STR("FILE")) && !str_is(kind, "DIR") && !str_is(kind, "MODEL") &&
-        !str_is(kind, "ID"))
+        !str_is(kind, "ID") && !str_is(kind, "REV"))
         return;
     memcpy(&value, (const char *)flags + flag->offset, sizeof value);
     const size_t n = value ? strlen(value) : 0;
@@ -51743,6 +51743,8 @@ static void cli_name_others(const char *name, const char *typed, toka_err *e) {
 /* Writes the flags in an error as the user gave them: -p for --prompt, TOKA_SEED for --seed. */
 static void cli_name_flags(const cli *flags, toka_err *e) {
     bool is_named = false;
+    if (e->code == TOKA_E_MEMORY && flags->open.kv_tokens)
+        cli_put_before("--kv-tokens: ", e->msg, e);
     for (int i = 0; i < COUNT(cli_flags) && !is_named && e->code != TOKA_E_IO; i++)
         if (flags->typed[i]) is_named = cli_name_first(&cli_flags[i], flags->typed[i], e);
     for (int i = 0; i < COUNT(cli_flags) && !is_named; i++)
@@ -54004,6 +54006,8 @@ static int cli_check_serve(const cli *flags, const srv_options *options, toka_er
         check_range("--step-timeout", options->step_timeout, 0, FLT_MAX, true, e))
         return e->code;
     if (options->hosts && srv_check_hosts(options->hosts, e)) return e->code;
+    if (options->admin_key && !*options->admin_key)
+        return fail(e, TOKA_E_USE, "--admin-key: it is empty; expected a key, or none");
     if (options->files_dir && !*options->files_dir)
         return fail(e, TOKA_E_USE, "--files-dir: it is empty; expected a folder, or off");
     const char *key = getenv("TOKA_API_KEY");

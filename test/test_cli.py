@@ -685,6 +685,8 @@ def test_text_needs_no_config(tmp_path, config):
     (["plan", "--tp", "8"], "--tp is not for this command; see toka plan --help-all"), (["bench", "serve", "--zz"], "see toka bench serve --help-all"),
     (["list", "x"], "see toka list --help\n"), (["qwen3-0.6b", "-p", "a"], "or run: toka pull Qwen/Qwen3-0.6B\n"),
     (["-p", "a", "--dtype", "fp16"], "--dtype fp16: toka computes in"), (["formts"], "did you mean toka help formats?"),
+    (["-p", "a", "--kv-tokens", "99999999999999"], "--kv-tokens: CPU backend: no memory"), (["serve", "--admin-key", ""], "--admin-key: it is empty"),
+    (["pull", "a/b", "--revision", "c d"], "--revision c d is no name of a revision"),
     (["news"], "did you mean toka help news?"), (["--config", "README.md"], "--config README.md: not a JSON object"),
 ])
 def test_wrong_arguments_give_one_sentence(args, words):

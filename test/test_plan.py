@@ -207,6 +207,7 @@ def test_more_gpus_than_a_host_has():
     (["--request-rate", "1", "--goodput", "ttft:1", "itl:50"], "--goodput: ttft:1: a request that is alone takes "),
     (["--requests-per-day", "1e6", "--goodput", "itl:0.1"], "--goodput: itl:0.1: a request that is alone takes "),
     (["--request-rate", "1", "--goodput", "e2el:20"], "--goodput: e2el:20: a request that is alone takes "),
+    (["-m", "llama-3.1-405b", "--gpu", "L4", "--request-rate", "1"], "--request-rate: 1 requests a second are too many for 64 x L4, which compute at most 0."),
     (["--request-rate", "1e5"], "--request-rate: 100000 requests a second are too many for 64 x H100, which compute at most "),
     (["--requests_per_day=1e10"], "--requests_per_day: 115741 requests a second are too many for 64 x H100, which compute at most "),
     (["--request-rate", "30", "--goodput", "ttft:30", "--gpus", "1", "-m", "llama-3.1-8b"], "30 ms are too many for 1 x H100, where "),
