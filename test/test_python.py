@@ -191,6 +191,10 @@ def test_wrong_arguments(py, llm):
                              (lambda: llm.generate("x", P(structured_outputs={})), ValueError, "nothing given, expected one of json, regex"),
                              (lambda: llm.generate("x", P(structured_outputs={"regex": "a", "choice": ["b"]})), ValueError, "regex and choice given"),
                              (lambda: llm.generate("x", P(structured_outputs={"choice": "ab"})), ValueError, "expected a list of texts"),
+                             (lambda: P(temprature=1), TypeError, "SamplingParams() has no argument 'temprature'; did you mean temperature?"),
+                             (lambda: py.LLM(tensor_paralel_size=1), TypeError, "LLM() has no argument 'tensor_paralel_size'; did you mean tensor_parallel_size?"),
+                             (lambda: P(zzz=1), TypeError, "it has allowed_token_ids, bad_words"), (lambda: llm.generate(5), TypeError, "prompts: 5, expected a text"),
+                             (lambda: llm.generate({"promt": "x"}), ValueError, "a prompt with 'promt', expected 'prompt' or"),
                              (lambda: P(structured_outputs={"structural_tag": "x"}), TypeError, "structural_tag")):
         with pytest.raises(kind, match=re.escape(text)) as error:
             call()

@@ -14,6 +14,7 @@ KeyboardInterrupt.
 """
 import array
 import ctypes as C
+import difflib
 import json
 import math
 import os
@@ -213,6 +214,11 @@ class StructuredOutputsParams:
         return _Owned(_lib.toka_constraint_new, _lib.toka_constraint_del, model, C.byref(grammar))
 
 
+def _no_argument(called, name, known):
+    near = difflib.get_close_matches(name, known, 1)
+    return TypeError(f"{called}() has no argument {name!r}; " + (f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(known))}"))
+
+
 @dataclass
 class SamplingParams:
     n: int = 1
@@ -239,6 +245,11 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | dict | None = None
     detokenize: bool = True            # False: outputs have token_ids and no text
     best_of: int | None = None         # only n: all samples are returned
+
+    def __new__(cls, *_, **given):
+        for name in given.keys() - cls.__dataclass_fields__.keys():
+            raise _no_argument(cls.__name__, name, set(cls.__dataclass_fields__))
+        return super().__new__(cls)
 
     def __post_init__(self):
         if self.best_of not in (None, self.n):
@@ -382,7 +393,7 @@ class LLM:
                 if not any(value is x or type(value) is type(x) and value == x for x in allowed):
                     raise ValueError(f"{name}: {value!r}, expected {' or '.join(map(repr, allowed))}: {why}")
             elif name not in known:
-                raise TypeError(f"LLM() has no argument {name!r}; it has {', '.join(sorted(known | set(_UNUSED)))}")
+                raise _no_argument("LLM", name, known | set(_UNUSED))
             else:
                 _set(o, name, "float32" if name == "dtype" and value == "float" else value)
         self._t = C.c_void_p()
@@ -457,6 +468,8 @@ class LLM:
         prompt_token_ids, or a list of ids."""
         r = _lib.toka_request_default()
         if isinstance(prompt, dict):
+            if not {"prompt", "prompt_token_ids"} & prompt.keys():
+                raise ValueError(f"a prompt with {', '.join(map(repr, prompt))}, expected 'prompt' or 'prompt_token_ids'")
             prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
         ids = self.encode(prompt, not parse_only) if isinstance(prompt, str) else np.asarray(prompt, np.int32)
         held = [ids]
@@ -520,6 +533,8 @@ class LLM:
     @staticmethod
     def _list(prompts):
         """One prompt, or a list of them, as a list."""
+        if not isinstance(prompts, (str, dict)) and not hasattr(prompts, "__len__"):
+            raise TypeError(f"prompts: {prompts!r}, expected a text, a list of ids, or a list of such prompts")
         is_one = isinstance(prompts, (str, dict)) or (len(prompts) and isinstance(prompts[0], (int, np.integer)))
         return [prompts] if is_one else list(prompts)
 
