@@ -22264,7 +22264,7 @@ typedef struct cpu_quant_tile {
     int group_cols; /* columns of a group, a multiple of 32 or all */
     int k0, k;      /* the block has k columns from k0 on, which counts from group 0 */
     int n;
-    const float *x; /* [k], for some formats in pair order */
+    const float *x; /* [k] in the order of cpu_order */
     float *y;       /* [n] */
     bool add;       /* y += instead of y = */
 } cpu_quant_tile;
@@ -22287,6 +22287,14 @@ typedef struct cpu_softmax {
     float sum;  /* of the probabilities; before the first page that of the sink, or 0 */
 } cpu_softmax;
 
+/* The order in which a kernel set decodes the columns of a quantized weight: see "Order of columns".
+ * It takes `columns` columns at a time; all of a weight's groups begin at multiples of them. */
+typedef struct cpu_order {
+    int columns;
+    unsigned formats;    /* sum of 1 << toka_dtype */
+    const uint8_t *from; /* [columns] the columns in this order; NULL: rising */
+} cpu_order;
+
 /* The kernels of one instruction set. */
 typedef struct cpu_kernels {
     const char *name;
@@ -22302,14 +22310,14 @@ typedef struct cpu_kernels {
     void (*convert)(void *to, const void *from, toka_dtype type, int n);
     void (*pack)(void *to, const void *from, toka_dtype type, int n);
     void (*small_gemm)(const cpu_small_gemm_args *args);
-    /* Quantized weights: the micro-kernel, and row 0 of a tile as float32. pair_order: the order in
-     * which both take 32 columns of 4-bit codes, and of FP8 if fp8_pairs; NULL: rising. quant_tile
-     * NULL: quantized weights go through a panel */
+    /* Quantized weights: the micro-kernel, and row 0 of a tile as float32. quant_tile NULL:
+     * quantized weights go through a panel */
     void (*quant_tile)(const cpu_quant_tile *tile);
     void (*quant_unpack)(float *to, const cpu_quant_tile *tile);
-    const uint8_t *pair_order;
-    bool fp8_pairs;
-    int quant_rows; /* rows of quant_tile */
+    /* The zero points of n groups: word i has that of group i from bit `shift` on. */
+    void (*zeros)(float *to, const char *words, int shift, int add, int n);
+    cpu_order orders[2]; /* of both; a weight takes the one that fits */
+    int quant_rows;      /* rows of quant_tile */
     /* cpu_online_softmax and cpu_unpack_kv, compiled for this instruction set */
     void (*online_softmax)(cpu_softmax *softmax, float *scores, int n, int from, int to, int d_pad);
     void (*unpack_kv)(float *to, const unsigned char *from, const float *scale, int rows, int n);
@@ -22598,6 +22606,18 @@ static void cpu_online_softmax_c(cpu_softmax *softmax, float *scores, int n, int
                                  int d_pad) {
     cpu_online_softmax(softmax, scores, n, from, to, d_pad);
 }
+__attribute__((noinline))
+static void cpu_zeros_c(float *to, const char *words, int shift, int add, int n) {
+    for (int i = 0; i < n; i += 4) {
+        cpu_u32x4 word = {0};
+        if (n - i >= 4) memcpy(&word, words + 4 * i, sizeof word);
+        else memcpy(&word, words + 4 * i, 4 * (size_t)(n - i));
+        word = (word >> (uint32_t)shift & 15) + (uint32_t)add;
+        cpu_f32x4 zeros = __builtin_convertvector((cpu_i32x4)word, cpu_f32x4);
+        if (n - i >= 4) cpu_store4(to + i, zeros);
+        else memcpy(to + i, &zeros, 4 * (size_t)(n - i));
+    }
+}
 static void cpu_unpack_kv_c(float *to, const unsigned char *from,
                             const float *scale, int rows, int n) {
     cpu_unpack_kv(to, from, scale, rows, n);
@@ -22792,7 +22812,7 @@ CPU_AVX2 CPU_INLINE cpu_table_avx2 cpu_table_of_avx2(const cpu_quant_tile *tile,
                             _mm256_broadcastsi128_si256(_mm_loadu_si128(low))};
 }
 
-/* The 32 columns at w in a row of a quantized tile, in four vectors; 4-bit codes in pair order.
+/* The 32 columns at w in a row of a quantized tile, in four vectors; 4-bit codes in cpu_order_avx2.
  *   FP8    Sign, exponent and mantissa move to their places in a float32. That number may be
  *          subnormal; the product with the scale is not.
  *   4 bit  The even columns go to the lower half of a vector, the odd ones to the upper half. Two
@@ -22896,9 +22916,13 @@ static void cpu_quant_unpack_avx2(float *to, const cpu_quant_tile *tile) {
 
 CPU_AVX512 CPU_INLINE __m512 cpu_load_avx512(const void *p, toka_dtype type, int k) {
     if (type == TOKA_F32) return _mm512_loadu_ps((const void *)((const char *)p + 4 * (size_t)k));
-    if (type == TOKA_E8M0)
-        return _mm512_insertf32x8(_mm512_castps256_ps512(cpu_load_avx2(p, type, k)),
-                                  cpu_load_avx2(p, type, k + 8), 1);
+    if (type == TOKA_E8M0) { /* see cpu_load_avx2 */
+        const __m512i half = _mm512_set1_epi32(0x400000), one = _mm512_set1_epi32(1);
+        __m512i e = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)((const char *)p + k)));
+        __mmask16 ends = _mm512_cmpge_epu32_mask(_mm512_sub_epi32(e, one), _mm512_set1_epi32(254));
+        e = _mm512_slli_epi32(e, 23);
+        return _mm512_castsi512_ps(_mm512_mask_or_epi32(e, ends, e, half));
+    }
     __m256i h = _mm256_loadu_si256((const void *)((const char *)p + 2 * (size_t)k));
     if (type == TOKA_F16) return _mm512_cvtph_ps(h);
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
@@ -23018,6 +23042,16 @@ CPU_AVX512 static void cpu_online_softmax_avx512(cpu_softmax *softmax, float *sc
                                                  int from, int to, int d_pad) {
     cpu_online_softmax(softmax, scores, n, from, to, d_pad);
 }
+CPU_AVX512 static void cpu_zeros_avx512(float *to, const char *words, int shift, int add, int n) {
+    for (int i = 0; i < n; i += 16) {
+        const __mmask16 mask = (__mmask16)(n - i < 16 ? (1 << (n - i)) - 1 : 0xFFFF);
+        __m512i word = _mm512_maskz_loadu_epi32(mask, words + 4 * i);
+        word = _mm512_and_si512(_mm512_srl_epi32(word, _mm_cvtsi32_si128(shift)),
+                                _mm512_set1_epi32(15));
+        word = _mm512_add_epi32(word, _mm512_set1_epi32(add));
+        _mm512_mask_storeu_ps(to + i, mask, _mm512_cvtepi32_ps(word));
+    }
+}
 CPU_AVX512 static void cpu_unpack_kv_avx512(float *to, const unsigned char *from,
                                             const float *scale, int rows, int n) {
     cpu_unpack_kv(to, from, scale, rows, n);
@@ -23029,17 +23063,21 @@ CPU_AVX512 static void cpu_small_gemm_avx512(const cpu_small_gemm_args *args) {
     if (j < args->n) cpu_small_gemm_rows_avx512(args, false, j);
 }
 
-/* As cpu_decode_avx2, in two vectors: the even columns, then the odd ones, of FP8, too. table: what
- * each 4-bit code stands for, times the scale; FP8: the scale. */
-CPU_AVX512 CPU_INLINE void cpu_decode_avx512(__m512 to[2], const unsigned char *w, bool fp8,
+/* As cpu_decode_avx2: 64 columns of FP8, in vectors of those that leave 0, 1, 2 and 3 when divided
+ * by 4; or 32 columns of 4-bit codes, first the even ones, then the odd ones. table: what each
+ * 4-bit code stands for, times the scale; FP8: the scale. */
+CPU_AVX512 CPU_INLINE void cpu_decode_avx512(__m512 to[4], const unsigned char *w, bool fp8,
                                              __m512 table) {
     if (fp8) {
         const __m512i mask = _mm512_set1_epi32((int)0x87F00000);
-        __m512i codes = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)w));
-        __m512i even = _mm512_and_si512(_mm512_slli_epi32(codes, 20), mask);
-        __m512i odd = _mm512_and_si512(_mm512_slli_epi32(codes, 4), mask);
-        to[0] = _mm512_mul_ps(_mm512_castsi512_ps(even), table);
-        to[1] = _mm512_mul_ps(_mm512_castsi512_ps(odd), table);
+        const __m512i codes = _mm512_loadu_si512((const void *)w);
+        const __m512i odd = _mm512_srai_epi16(codes, 4);
+        const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(codes, 8), 4);
+        to[0] = _mm512_castsi512_ps(_mm512_and_si512(_mm512_slli_epi32(even, 16), mask));
+        to[1] = _mm512_castsi512_ps(_mm512_and_si512(_mm512_slli_epi32(odd, 16), mask));
+        to[2] = _mm512_castsi512_ps(_mm512_and_si512(even, mask));
+        to[3] = _mm512_castsi512_ps(_mm512_and_si512(odd, mask));
+        CPU_UNROLL for (int i = 0; i < 4; i++) to[i] = _mm512_mul_ps(to[i], table);
     } else {
         __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)w));
         to[0] = _mm512_permutexvar_ps(codes, table); /* takes the low 4 bits of each lane */
@@ -23047,40 +23085,54 @@ CPU_AVX512 CPU_INLINE void cpu_decode_avx512(__m512 to[2], const unsigned char *
     }
 }
 
-CPU_AVX512 CPU_INLINE void cpu_quant_rows_avx512(const cpu_quant_tile *tile, const bool fp8) {
-    const size_t row_bytes = tile->w_row_bytes, ld = tile->ld_groups;
+/* Sets table[j] for a group of row j of a tile, as cpu_decode_avx512 wants it. */
+CPU_AVX512 CPU_INLINE void cpu_tables_avx512(__m512 table[8], const cpu_quant_tile *tile,
+                                             bool fp8, size_t group) {
     const __m512 codes = fp8 ? _mm512_set1_ps(1) : _mm512_loadu_ps(tile->codes);
+    CPU_UNROLL for (int j = 0; j < 8; j++) table[j] = codes;
+    if (!fp8 && tile->zero)
+        CPU_UNROLL for (int j = 0; j < 8; j++) {
+            const float zero = tile->zero[(size_t)j * tile->ld_groups + group];
+            table[j] = _mm512_sub_ps(codes, _mm512_set1_ps(zero));
+        }
+    CPU_UNROLL for (int j = 0; j < 8; j++) {
+        const float scale = tile->scale[(size_t)j * tile->ld_groups + group];
+        table[j] = _mm512_mul_ps(table[j], _mm512_set1_ps(scale));
+    }
+}
+
+CPU_AVX512 CPU_INLINE void cpu_quant_rows_avx512(const cpu_quant_tile *tile, const bool fp8) {
+    const size_t row_bytes = tile->w_row_bytes;
+    const int step = fp8 ? 64 : 32, n = step / 16;
     const unsigned char *w = tile->w;
     const float *x = tile->x;
-    __m512 acc[6][8], table[8], b[2];
-    __m256i max = _mm256_setzero_si256();
+    __m512 acc[6][8], table[8], a[4], b[4];
+    __m512i max = _mm512_setzero_si512(), magnitude = _mm512_set1_epi8(0x7F);
     int k = 0, end;
     size_t group = (size_t)cpu_tile_group(tile, 0, &end);
     CPU_UNROLL for (int j = 0; j < 8; j++) acc[0][j] = _mm512_setzero_ps();
     for (; k < tile->k; group++, end = MIN(end + tile->group_cols, tile->k)) {
-        CPU_UNROLL for (int j = 0; j < 8; j++) table[j] = codes;
-        if (!fp8 && tile->zero)
-            CPU_UNROLL for (int j = 0; j < 8; j++)
-                table[j] = _mm512_sub_ps(codes, _mm512_set1_ps(tile->zero[(size_t)j * ld + group]));
-        CPU_UNROLL for (int j = 0; j < 8; j++)
-            table[j] = _mm512_mul_ps(table[j],
-                                     _mm512_set1_ps(tile->scale[(size_t)j * ld + group]));
-        for (; k < end; k += 32, x += 32, w += fp8 ? 32 : 16) {
-            const __m512 x0 = _mm512_loadu_ps(x), x1 = _mm512_loadu_ps(x + 16);
+        cpu_tables_avx512(table, tile, fp8, group);
+        for (; k < end; k += step, x += step, w += fp8 ? 64 : 16) {
+            CPU_UNROLL for (int i = 0; i < n; i++) a[i] = _mm512_loadu_ps(x + 16 * i);
             for (int j = 0; k % (fp8 ? 64 : 128) == 0 && j < 8; j++)
                 __builtin_prefetch(w + (size_t)(j + 8) * row_bytes, 0, 2);
             CPU_UNROLL for (int j = 0; j < 8; j++) {
                 const unsigned char *from = w + (size_t)j * row_bytes;
-                if (fp8) max = cpu_max_fp8(max, from);
+                if (fp8)
+                    max = _mm512_max_epu8(
+                        max, _mm512_and_si512(_mm512_loadu_si512((const void *)from), magnitude));
                 cpu_decode_avx512(b, from, fp8, table[j]);
-                acc[0][j] = _mm512_fmadd_ps(x0, b[0], acc[0][j]);
-                acc[0][j] = _mm512_fmadd_ps(x1, b[1], acc[0][j]);
+                CPU_UNROLL for (int i = 0; i < n; i++)
+                    acc[0][j] = _mm512_fmadd_ps(a[i], b[i], acc[0][j]);
             }
         }
     }
     const cpu_tile out = {.y = tile->y, .n = tile->n, .add = tile->add};
     cpu_tile_store_avx512(&out, 1, 8, acc);
-    if (fp8) cpu_quant_nan_avx2(tile, max);
+    if (fp8)
+        cpu_quant_nan_avx2(tile, _mm256_max_epu8(_mm512_castsi512_si256(max),
+                                                 _mm512_extracti64x4_epi64(max, 1)));
 }
 CPU_AVX512 static void cpu_quant_tile_avx512(const cpu_quant_tile *tile) {
     if (tile->fp8) cpu_quant_rows_avx512(tile, true);
@@ -23088,19 +23140,21 @@ CPU_AVX512 static void cpu_quant_tile_avx512(const cpu_quant_tile *tile) {
 }
 CPU_SMALL CPU_AVX512
 static void cpu_quant_unpack_avx512(float *to, const cpu_quant_tile *tile) {
-    __m512 b[2];
+    const int step = tile->fp8 ? 64 : 32;
+    __m512 b[4];
     for (int k = 0, end; k < tile->k;) {
         const int group = cpu_tile_group(tile, k, &end);
         const __m512 scale = _mm512_set1_ps(tile->scale[group]);
         const __m512 zero = _mm512_set1_ps(tile->zero ? tile->zero[group] : 0);
         __m512 table = _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(tile->codes), zero), scale);
         if (tile->fp8) table = scale;
-        for (; k < end; k += 32) {
-            cpu_decode_avx512(b, tile->w + (tile->fp8 ? k : k / 2), tile->fp8, table);
-            _mm512_storeu_ps(to + k, b[0]);
-            _mm512_storeu_ps(to + k + 16, b[1]);
-            for (int i = k; tile->fp8 && i < k + 32; i++)
-                if ((tile->w[i] & 0x7F) == 0x7F) to[i] = NAN;
+        for (; k < end; k += step) {
+            const unsigned char *from = tile->w + (tile->fp8 ? k : k / 2);
+            cpu_decode_avx512(b, from, tile->fp8, table);
+            for (int i = 0; i < step / 16; i++) _mm512_storeu_ps(to + k + 16 * i, b[i]);
+            /* at any of the step's places a NaN makes the sum NaN */
+            for (int i = 0; tile->fp8 && i < step; i++)
+                if ((from[i] & 0x7F) == 0x7F) to[k + i] = NAN;
         }
     }
 }
@@ -23171,32 +23225,43 @@ CPU_AVX512_BF16 static void cpu_pack_avx512_bf16(void *to, const void *from, tok
 static const uint8_t cpu_order_avx2[32] = {0,  4,  8,  12, 1,  5,  9,  13, 2,  6,  10,
                                            14, 3,  7,  11, 15, 16, 20, 24, 28, 17, 21,
                                            25, 29, 18, 22, 26, 30, 19, 23, 27, 31};
-static const uint8_t cpu_order_avx512[32] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20,
-                                             22, 24, 26, 28, 30, 1,  3,  5,  7,  9,  11,
-                                             13, 15, 17, 19, 21, 23, 25, 27, 29, 31};
+static const uint8_t cpu_order_pairs[32] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20,
+                                            22, 24, 26, 28, 30, 1,  3,  5,  7,  9,  11,
+                                            13, 15, 17, 19, 21, 23, 25, 27, 29, 31};
+static const uint8_t cpu_order_fours[64] = {
+    0, 4, 8,  12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60,
+    1, 5, 9,  13, 17, 21, 25, 29, 33, 37, 41, 45, 49, 53, 57, 61,
+    2, 6, 10, 14, 18, 22, 26, 30, 34, 38, 42, 46, 50, 54, 58, 62,
+    3, 7, 11, 15, 19, 23, 27, 31, 35, 39, 43, 47, 51, 55, 59, 63};
 #endif
+
+enum { CPU_FP8 = 1u << TOKA_FP8, CPU_4BIT = 1u << TOKA_INT4 | 1u << TOKA_MXFP4 };
 
 static const cpu_kernels cpu_kernel_sets[] = { /* from slowest to fastest */
     {"portable C", 2, 512, TOKA_F32, {8, 4, INT_MAX},
      {cpu_tile_bf16_c, cpu_tile_f16_c, cpu_tile_f32_c},
-     cpu_convert_c, cpu_convert_c, cpu_small_gemm_c, NULL, cpu_quant_unpack_c, NULL, false, 0,
+     cpu_convert_c, cpu_convert_c, cpu_small_gemm_c, NULL, cpu_quant_unpack_c, cpu_zeros_c,
+     {{32, CPU_FP8 | CPU_4BIT, NULL}}, 0,
      cpu_online_softmax_c, cpu_unpack_kv_c},
 #ifdef __x86_64__
     {"AVX2", 3, 512, TOKA_F32, {128, INT_MAX, INT_MAX},
      {cpu_tile_bf16_avx2, cpu_tile_f16_avx2, cpu_tile_f32_avx2},
      cpu_convert_avx2, cpu_convert_avx2, cpu_small_gemm_avx2, cpu_quant_tile_avx2,
-     cpu_quant_unpack_avx2, cpu_order_avx2, false, 4, cpu_online_softmax_avx2,
+     cpu_quant_unpack_avx2, cpu_zeros_c,
+     {{32, CPU_FP8, NULL}, {32, CPU_4BIT, cpu_order_avx2}}, 4, cpu_online_softmax_avx2,
      cpu_unpack_kv_avx2},
     {"AVX-512", 6, 1024, TOKA_F32, {INT_MAX, INT_MAX, INT_MAX},
      {cpu_tile_bf16_avx512, cpu_tile_f16_avx512, cpu_tile_f32_avx512},
      cpu_convert_avx512, cpu_convert_avx512, cpu_small_gemm_avx512, cpu_quant_tile_avx512,
-     cpu_quant_unpack_avx512, cpu_order_avx512, true, 8, cpu_online_softmax_avx512,
-     cpu_unpack_kv_avx512},
+     cpu_quant_unpack_avx512, cpu_zeros_avx512,
+     {{64, CPU_FP8, cpu_order_fours}, {32, CPU_4BIT, cpu_order_pairs}}, 8,
+     cpu_online_softmax_avx512, cpu_unpack_kv_avx512},
     /* only on request (cpu_bf16_kernels) */
     {"AVX512_BF16", 6, 2048, TOKA_BF16, {INT_MAX, 0, 0},
      {cpu_tile_avx512_bf16, NULL, NULL},
      cpu_convert_avx512, cpu_pack_avx512_bf16, cpu_small_gemm_avx512, NULL, cpu_quant_unpack_c,
-     NULL, false, 0, cpu_online_softmax_avx512, cpu_unpack_kv_avx512},
+     cpu_zeros_avx512, {{32, CPU_FP8 | CPU_4BIT, NULL}}, 0, cpu_online_softmax_avx512,
+     cpu_unpack_kv_avx512},
 #endif
 };
 
@@ -23403,7 +23468,8 @@ typedef struct cpu_gemm_args {
     const void *x; /* [T][ldx] in kernels.x_type, each row followed by zeros up to a multiple of
                     * 16; of 32 if it is bf16 */
     size_t ldx;    /* elements from row to row */
-    const float *x_pairs; /* x in pair order; only if one of the weights needs it */
+    const cpu_order *order; /* the order of x_pairs; NULL: no weight needs it */
+    const float *x_pairs;   /* x in that order */
     size_t ld_pairs;
     int T, n_weights;
     const toka_tensor *weights[3]; /* weights[j]: [rows][cols], n < rows, k < cols; cols is equal in
@@ -23422,62 +23488,45 @@ static int cpu_align_k(const cpu_kernels *kernels, int k) {
 
 /* ---- Quantized weights in the GEMM ----
  * Few rows of x: the micro-kernel decodes in registers. More rows, or no micro-kernel: through a
- * panel, whose numbers are exactly those of weight_row. A weight is regular if the two can read it:
- * rows of whole bytes, whole groups of 32 columns. Other weights go through a panel that is filled
- * as weight_row does it, element by element.
+ * panel, whose numbers are exactly those of weight_row. Both need a regular weight: rows of whole
+ * bytes, whole groups of 32 or 64 columns. Other weights go through a panel that is filled as
+ * weight_row does it, element by element.
  *
- * Pair order. A byte has the 4-bit codes of two neighbour columns, and AVX-512 decodes two FP8
- * codes as the two halves of a lane. So SIMD decodes even and odd columns to different lanes. x is
- * reordered in the same way once (cpu_pair_row), and a panel has this order, too: the lanes add the
- * same terms in the same order, with and without a panel. */
+ * Order of columns. A lane of 32 bits gets the codes of 2 or 4 neighbour columns at once, so SIMD
+ * decodes these columns to different vectors. x is reordered in the same way once (cpu_pair_row),
+ * and a panel has this order, too: the lanes add the same terms in the same order, with and without
+ * a panel. */
 
 enum {
     CPU_QUANT_DIRECT_ROWS = 4 /* from this many rows of x on, quantized weights take a panel */
 };
 
+/* Returns the order in which the kernel set decodes a quantized weight. NULL: it cannot. */
 CPU_SMALL
-static bool cpu_is_regular(const toka_tensor *weight) {
+static const cpu_order *cpu_order_of(const cpu_kernels *kernels, const toka_tensor *weight) {
     const toka_quant *quant = weight->quant;
-    return quant->packing == TOKA_PACK_ROWS && !quant->group && quant->cols % 32 == 0 &&
-           weight->cols % 32 == 0 && weight->col0 % 32 == 0 &&
-           (quant->block_cols % 32 == 0 || quant->block_cols >= quant->cols);
-}
-/* Does the kernel set read this weight in pair order? */
-CPU_SMALL
-static bool cpu_is_paired(const cpu_kernels *kernels, const toka_tensor *weight) {
-    return kernels->pair_order && weight->quant && cpu_is_regular(weight) &&
-           (weight->dtype != TOKA_FP8 || kernels->fp8_pairs);
+    if (quant->packing != TOKA_PACK_ROWS || quant->group || quant->cols % 32) return NULL;
+    for (int i = 0; i < COUNT(kernels->orders); i++) {
+        const cpu_order *order = &kernels->orders[i];
+        if (order->formats >> weight->dtype & 1 && weight->cols % order->columns == 0 &&
+            weight->col0 % order->columns == 0 &&
+            (quant->block_cols % order->columns == 0 || quant->block_cols >= quant->cols))
+            return order;
+    }
+    return NULL;
 }
 
-/* Copies n elements of x in pair order; n is a multiple of 32. */
+/* Copies n elements of x in the order; n is a multiple of its columns. */
 CPU_SMALL
-static void cpu_pair_row(float *to, const float *from, int n, const uint8_t *order) {
-    for (int k = 0; k < n; k += 32)
-        for (int i = 0; i < 32; i++) to[k + i] = from[k + order[i]];
+static void cpu_pair_row(float *to, const float *from, int n, const cpu_order *order) {
+    for (int k = 0; k < n; k += order->columns)
+        for (int i = 0; i < order->columns; i++) to[k + i] = from[k + order->from[i]];
 }
 
 /* Returns how many groups the columns of a weight touch. */
 static int cpu_n_groups(const toka_tensor *weight) {
     const int first = weight->col0 / weight->quant->block_cols;
     return (weight->col0 + weight->cols - 1) / weight->quant->block_cols - first + 1;
-}
-
-/* Writes the zero points of n groups of a row of the whole matrix, from group `first` on. */
-__attribute__((noinline))
-static void cpu_quant_zeros(float *to, const toka_quant *quant, int row, int first, int n) {
-    const int row_groups = (quant->cols + quant->block_cols - 1) / quant->block_cols;
-    const char *words = (const char *)quant->zero +
-                        4 * ((size_t)(row / 8) * (size_t)row_groups + (size_t)first);
-    for (int i = 0; i < n; i += 4) {
-        cpu_u32x4 word = {0};
-        const int count = MIN(4, n - i);
-        if (count == 4) memcpy(&word, words + 4 * i, sizeof word);
-        else memcpy(&word, words + 4 * i, 4 * (size_t)count);
-        word = (word >> (uint32_t)(row % 8 * 4) & 15) + (uint32_t)quant->zero_add;
-        cpu_f32x4 zeros = __builtin_convertvector((cpu_i32x4)word, cpu_f32x4);
-        if (count == 4) cpu_store4(to + i, zeros);
-        else memcpy(to + i, &zeros, 4 * (size_t)count);
-    }
 }
 
 /* Fills scales and zero points, as cpu_quant_tile wants them, of the rows n0 .. n1-1 of a regular
@@ -23487,25 +23536,24 @@ static void cpu_quant_scales(const cpu_kernels *kernels, const toka_tensor *weig
                              float *scale, float *zero) {
     const toka_quant *quant = weight->quant;
     const int n = cpu_n_groups(weight), first = weight->col0 / quant->block_cols;
+    const int row_groups = (quant->cols + quant->block_cols - 1) / quant->block_cols;
     const int step = quant->scale_col_step;
     const size_t bytes = toka_number_bytes(quant->scale_dtype);
-    int block = -1; /* of the row before */
     for (int row = n0; row < n1; row++, scale += n, zero += n) {
         const int whole = weight->row0 + row * weight->row_step;
         const char *from = (const char *)quant->scale +
                            bytes * ((size_t)(whole / quant->block_rows) *
                                         (size_t)quant->scale_row_step +
                                     (size_t)first * (size_t)step);
-        if (quant->zero) cpu_quant_zeros(zero, quant, whole, first, n);
-        if (whole / quant->block_rows == block) {
-            for (int i = 0; i < n; i++) scale[i] = scale[i - n];
-            continue;
-        }
-        block = whole / quant->block_rows;
+        __builtin_prefetch(from + bytes * (size_t)(n1 - n0) * (size_t)quant->scale_row_step);
         for (int i = 0; step != 1 && i < n; i++, from += bytes * (size_t)step)
             scale[i] = cpu_element(from, quant->scale_dtype, 0);
         if (step == 1) kernels->convert(scale, from, quant->scale_dtype, n);
         for (int i = 0; weight->dtype == TOKA_FP8 && i < n; i++) scale[i] *= CPU_FP8_UNIT;
+        if (quant->zero)
+            kernels->zeros(zero, (const char *)quant->zero +
+                                     4 * ((size_t)(whole / 8) * (size_t)row_groups + (size_t)first),
+                           whole % 8 * 4, quant->zero_add, n);
     }
 }
 
@@ -23666,16 +23714,22 @@ static void cpu_gemm_quant_item(const cpu_gemm_args *args, int index, int n0, in
     float *scale = scratch + CPU_PANEL_FLOATS;
     float *zero = scale + (size_t)CPU_PANEL_ROWS * (size_t)cpu_n_groups(weight);
     cpu_gemm_args own = *args;
-    if (!cpu_is_regular(weight)) {
+    const cpu_order *order = cpu_order_of(kernels, weight);
+    if (!order || (order->from && order != args->order)) {
         cpu_gemm_panel(args, index, n0, n1, (char *)scratch, NULL);
         return;
     }
-    if (cpu_is_paired(kernels, weight)) {
+    if (order->from) {
         own.x = args->x_pairs;
         own.ldx = args->ld_pairs;
     }
-    cpu_quant_scales(kernels, weight, n0, n1, scale, zero);
+    /* rows of one block of 2 dimensions have the same scales */
+    const int first = weight->row0 + n0 * weight->row_step, block = weight->quant->block_rows;
+    const int last = weight->row0 + (n1 - 1) * weight->row_step;
+    const bool same = !weight->quant->zero && first / block == last / block;
+    cpu_quant_scales(kernels, weight, n0, same ? n0 + 1 : n1, scale, zero);
     cpu_quant_tile rows = cpu_quant_tile_of(weight, scale, zero);
+    if (same) rows.ld_groups = 0;
     rows.w += (size_t)n0 * rows.w_row_bytes;
     if (kernels->quant_tile && args->T < CPU_QUANT_DIRECT_ROWS)
         cpu_gemm_quant(&own, index, n0, n1, &rows);
@@ -24245,7 +24299,7 @@ struct toka_device {
                                * rounded to bf16, rows padded with zeros; NULL in float32 */
     size_t ld_bf16;           /* elements from row to row of x_bf16 */
     float *x_pairs;           /* [max(scratch_rows, scratch_samples)][ld_pairs] the input of a GEMM
-                               * in pair order; NULL: no weight needs it */
+                               * in the order of a weight; NULL: no weight needs it */
     int ld_pairs;
     float *k, *v;             /* [scratch_rows][K*D], [scratch_rows][K*Dv]; with squares
                                * [max_tokens] rows */
@@ -24617,11 +24671,12 @@ static void cpu_round_item(void *arg, int thread, int row) {
            2 * (size_t)(cpu_round_up32(job->width) - job->width));
 }
 
-typedef struct cpu_pair_job { /* copies the input of a GEMM to dev->x_pairs, in pair order */
+typedef struct cpu_pair_job { /* copies the input of a GEMM to dev->x_pairs, in the order */
     toka_device *dev;
     const float *from; /* [rows][width], rows ld_from floats apart */
     size_t ld_from;
     int width;
+    const cpu_order *order;
 } cpu_pair_job;
 
 CPU_SMALL
@@ -24629,8 +24684,7 @@ static void cpu_pair_item(void *arg, int thread, int row) {
     const cpu_pair_job *job = arg;
     (void)thread;
     cpu_pair_row(job->dev->x_pairs + (size_t)row * (size_t)job->dev->ld_pairs,
-                 job->from + (size_t)row * job->ld_from, job->width,
-                 job->dev->kernels->pair_order);
+                 job->from + (size_t)row * job->ld_from, job->width, job->order);
 }
 
 /* Gives a GEMM this device's kernels, threads and scratch, which the caller leaves unset. x is in
@@ -24641,11 +24695,13 @@ static void cpu_gemm_prepare(toka_device *dev, cpu_gemm_args *args, int width) {
     args->pool = &dev->pool;
     args->panels = dev->scratch;
     args->panel_floats = dev->scratch_floats;
-    bool paired = false;
-    for (int i = 0; i < args->n_weights; i++)
-        paired = paired || cpu_is_paired(dev->kernels, args->weights[i]);
-    if (paired) {
-        cpu_pair_job job = {dev, args->x, args->ldx, width};
+    for (int i = 0; i < args->n_weights && !args->order; i++) {
+        const toka_tensor *weight = args->weights[i];
+        const cpu_order *order = weight->quant ? cpu_order_of(dev->kernels, weight) : NULL;
+        if (order && order->from) args->order = order;
+    }
+    if (args->order) {
+        cpu_pair_job job = {dev, args->x, args->ldx, width, args->order};
         cpu_parallel_for(&dev->pool, cpu_pair_item, &job, args->T, (int64_t)args->T * width);
         args->x_pairs = dev->x_pairs;
         args->ld_pairs = (size_t)dev->ld_pairs;

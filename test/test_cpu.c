@@ -914,9 +914,10 @@ static void check_format(int format, int set, int rows, int cols) {
     if (cpu_pool_open(&pool, 2, &e)) abort();
     const toka_tensor whole = make_tensor(&c, rows, cols, TOKA_BF16, 0, 1);
     toka_tensor w = whole; /* all but the first rows, every second one, without the first columns */
-    w.row0 = 2, w.row_step = 2, w.rows = (rows - 2) / 2, w.col0 = cols > 64 ? 32 : 0, w.cols = cols - w.col0;
+    w.row0 = 2, w.row_step = 2, w.rows = (rows - 2) / 2, w.col0 = cols > 128 ? 64 : cols > 64 ? 32 : 0, w.cols = cols - w.col0;
     const size_t ldx = (size_t)cpu_round_up32(cols);
     const cpu_kernels *k = &cpu_kernel_sets[set];
+    const cpu_order *order = cpu_order_of(k, &w);
     const size_t panel = CPU_PANEL_FLOATS + 2 * CPU_PANEL_ROWS * (size_t)cols;
     float *x = mem_zalloc(8 * ldx * 4), *pairs = mem_zalloc(8 * ldx * 4), *y = mem_alloc(8 * (size_t)rows * 4), *panels = mem_alloc(2 * panel * 4);
     float *row = mem_alloc((size_t)cols * 4);
@@ -930,9 +931,8 @@ static void check_format(int format, int set, int rows, int cols) {
         for (int j = 0; j < w.cols; j++) {
             memset(x, 0, 8 * ldx * 4);
             for (int t = 0; t < T; t++) x[(size_t)t * ldx + (size_t)j] = 1;
-            for (int t = 0; t < T && k->pair_order; t++)
-                cpu_pair_row(pairs + (size_t)t * ldx, x + (size_t)t * ldx, (int)ldx / 32 * 32, k->pair_order);
-            cpu_gemm_args args = {.kernels = k, .pool = &pool, .panels = panels, .panel_floats = panel, .x = x, .ldx = ldx, .x_pairs = pairs,
+            for (int t = 0; t < T && order && order->from; t++) cpu_pair_row(pairs + (size_t)t * ldx, x + (size_t)t * ldx, w.cols, order);
+            cpu_gemm_args args = {.kernels = k, .pool = &pool, .panels = panels, .panel_floats = panel, .x = x, .ldx = ldx, .order = order, .x_pairs = pairs,
                                   .ld_pairs = ldx, .T = T, .n_weights = 1, .weights = {&w}, .y = {y}, .ldy = {(size_t)rows}};
             cpu_gemm_run(&args);
             for (int t = 0; t < T; t++)
@@ -947,7 +947,7 @@ static void check_format(int format, int set, int rows, int cols) {
 static void test_cpu_formats(void) {
     for (int set = 0; set < cpu_n_kernel_sets(); set++)
         for (int format = 1; format < FMT_COUNT; format++)
-            check_format(format, set, 40, 96), check_format(format, set, 27, format == FMT_MXFP4 ? 64 : 40);
+            check_format(format, set, 40, 192), check_format(format, set, 40, 96), check_format(format, set, 27, format == FMT_MXFP4 ? 64 : 40);
     /* whole models, and experts and MLA in each format */
     uint64_t seed = 3;
     for (int set = 0; set < cpu_n_kernel_sets(); set++)
