@@ -27237,7 +27237,7 @@ static double model_busy_s(model_grid *model) {
  *                               is the text complete? its mask
  *
  * Until it is committed, the scheduler has the token in flight, so only its sequence waits. Others
- * with a constraint are gathered with it (19) for a sixteenth of a step, not longer. A machine is
+ * with a constraint are gathered with it (19), for a part of a step (eng_gather_s). A machine is
  * changed by reading: a worker takes a constraint together with all its readers. The mask before
  * the first token is made by the thread that submits. No token depends on when a mask is ready, as
  * none depends on the step that computes it.
@@ -27267,8 +27267,8 @@ static double model_busy_s(model_grid *model) {
 #define ENG_MAX_SAMPLES (1 << 28) /* of all requests that are not released */
 #define ENG_MAX_IN_FLIGHT 4       /* in-flight steps of a replica */
 #define ENG_MAX_PARALLEL 64       /* replicas, stages, tensor ranks */
-#define ENG_GATHER_SHARE 16       /* rows with a constraint wait for those that are being read, at
-                                   * most so a part of a step */
+#define ENG_GATHER_SHARE 0.25     /* of a step: rows with a constraint wait for tokens that are
+                                   * being read, not longer */
 #define ENG_FIRST_MEAN 192.0      /* output tokens expected before any sample has ended */
 
 typedef struct eng_waiter { /* a thread in eng_generate */
@@ -27427,8 +27427,10 @@ typedef struct eng_replica {
     int max_in_flight, oldest, n_in_flight;
     eng_detokenizer *detokenizers; /* [max_seqs] */
     eng_reader **readers;          /* [max_seqs] NULL: none yet */
-    double gather_until; /* rows with a constraint wait until then for others of their kind, whose
+    double gather_since; /* since then rows with a constraint wait for others of their kind, whose
                           * token is being read; 0: they do not wait */
+    double gather_step_s; /* seconds of the step that drew these tokens */
+    int n_gathered;       /* and their number */
     eng_request **requests;        /* [cap_requests] by the scheduler's request number */
     int64_t *request_ids;          /* [cap_requests] their ids, 0: none. An array of its own, as
                                     * each cancel searches all of it */
@@ -29086,8 +29088,9 @@ static void eng_post_readings(eng_replica *replica, eng_inflight *inflight) {
     }
     *end = NULL;
     if (!readers) return;
-    const double now = os_now();
-    replica->gather_until = now + (now - inflight->plan_began) / ENG_GATHER_SHARE;
+    replica->gather_since = os_now();
+    replica->gather_step_s = replica->gather_since - inflight->plan_began;
+    replica->n_gathered = replica->sched.n_reading;
     eng_queue_readers(workers, readers);
 }
 
@@ -29310,6 +29313,14 @@ static void eng_post_step(eng_replica *replica, eng_inflight *inflight) {
     }
 }
 
+/* Returns how many seconds longer rows wait for those whose token is being read. To wait costs the
+ * time of the rows that are ready; not to wait costs the others a step. */
+static double eng_gather_s(const eng_replica *replica, double now) {
+    const double n_reading = replica->sched.n_reading;
+    const double share = 0.5 * n_reading / MAX(replica->n_gathered - n_reading, 1);
+    return replica->gather_since + replica->gather_step_s * MIN(share, ENG_GATHER_SHARE) - now;
+}
+
 /* Plans a step and posts it. Returns false if no row can run before an in-flight step is committed,
  * for example because every sequence waits for its last token. */
 static bool eng_plan_step(eng_replica *replica) {
@@ -29320,8 +29331,9 @@ static bool eng_plan_step(eng_replica *replica) {
     if (replica->drafts.config.method && draft_plan(&replica->drafts, &replica->sched) &&
         replica->n_in_flight && replica->model.pp == 1)
         return false;
-    replica->sched.awaits_reading = replica->sched.n_reading && began < replica->gather_until;
-    if (!replica->sched.awaits_reading) replica->gather_until = 0; /* do not look again for it */
+    replica->sched.awaits_reading =
+        replica->sched.n_reading && replica->gather_since && eng_gather_s(replica, began) > 0;
+    if (!replica->sched.awaits_reading) replica->gather_since = 0;
     int n_rows = sched_plan(&replica->sched);
     if (n_rows) {
         batch_build(&replica->builder, &inflight->batch, &replica->sched);
@@ -29409,10 +29421,10 @@ static double eng_seconds_to_wait(eng *engine) {
     if (atomic_load(&engine->workers.done)) return 0;
     for (int i = 0; i < engine->n_replicas; i++) {
         eng_replica *replica = &engine->replicas[i];
-        if (!replica->gather_until || replica->n_in_flight == replica->max_in_flight) continue;
-        seconds = MIN(seconds, replica->gather_until - os_now());
+        if (!replica->gather_since || replica->n_in_flight == replica->max_in_flight) continue;
+        seconds = MIN(seconds, eng_gather_s(replica, os_now()));
         if (seconds > 0) continue;
-        replica->gather_until = 0;
+        replica->gather_since = 0;
         return 0;
     }
     return seconds;

@@ -647,6 +647,35 @@ static void test_con_slow_mask(void) {
     toka_close(t);
 }
 
+/* A sequence is preempted while its token is read, and draws it again before it was read. */
+static void test_con_preempted_reader(void) {
+    toka *t = eng_must_open(eng_model, 4, 64, 1);
+    const toka_grammar g = {.kind = RE, .text = "([ab]{3} )*", .text_bytes = 11};
+    toka_request r = toka_request_default();
+    eng_workers *w = &t->engine->workers;
+    scheduler *sched = &t->engine->replicas[0].sched;
+    eng_collected *got = mem_zalloc(sizeof *got);
+    toka_err e;
+    int64_t id;
+    int code;
+    CHECK_MSG(!toka_constraint_new(&r.sampling.constraint, t, &g, &e), "%s", e.msg);
+    r.text = eng_problem, r.text_bytes = strlen(eng_problem), r.sampling.max_tokens = 30, r.sampling.ignore_eos = 1, r.sampling.temperature = 2;
+    eng_collected *want = eng_ask(t, eng_problem, NULL, 0, 1, &r.sampling, &code, &e);
+    CHECK(!toka_submit(t, &r, eng_collect, got, &id, &e));
+    for (int i = 0; i < 5; i++) eng_step(t->engine);
+    for (; w->n_readings; eng_commit_all_read(t->engine)) usleep(100);
+    work_take(w, r.sampling.constraint);
+    for (int i = 0; i < 5 && w->n_readings < 1; i++) eng_step(t->engine);
+    sched_preempt(sched);
+    for (int i = 0; i < 9 && w->n_readings < 2; i++) eng_step(t->engine);
+    CHECK(w->n_readings == 2 && sched->n_reading == 2 && !sched_check(sched));
+    work_release(w, r.sampling.constraint);
+    CHECK(!toka_run(t, 0, &e) && got->n_ended == 1);
+    CHECK(got->id[0].n == want->id[0].n && !memcmp(got->id[0].p, want->id[0].p, got->id[0].n * sizeof(int32_t)));
+    eng_collected_free(want), eng_collected_free(got), toka_constraint_del(r.sampling.constraint);
+    toka_close(t);
+}
+
 static const struct test con_tests[] = {
     {"constraints: texts", test_con_texts},
     {"constraints: options of JSON", test_con_options},
@@ -660,4 +689,5 @@ static const struct test con_tests[] = {
     {"constraints: no token is left", test_con_none_left},
     {"constraints: workers change no token", test_con_workers},
     {"constraints: only the row of a slow mask waits", test_con_slow_mask},
+    {"constraints: preempted while a token is read", test_con_preempted_reader},
     {NULL, NULL}};
