@@ -488,6 +488,8 @@ typedef struct toka_stats { /* since toka_open, as of the last step. An event is
     int64_t masks;   /* masks of constraints: one for each row whose sample has a constraint */
     int64_t masks_made; /* of these, for places of a grammar where no row had been before; the
                            others were kept */
+    int64_t forced_tokens; /* output tokens that took no step of their own, as their mask has one
+                              id */
     double mask_s;   /* seconds that workers spent on masks and on reading the tokens before them */
     /* 0 if the model has no such layers */
     int windowed_pages;      /* pages of layers with a window, which keep only their window */

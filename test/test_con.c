@@ -676,6 +676,62 @@ static void test_con_preempted_reader(void) {
     toka_close(t);
 }
 
+/* Tokens that a mask forces take no step of their own, and change nothing. */
+static void test_con_forced(void) {
+    static const char *const stop[] = {"!~! "};
+    static const int32_t bad[] = {4}, one[] = {1};
+    enum { KINDS = 6, N = 5 };
+    eng_collected *want[KINDS];
+    int64_t n_steps = 0, n_forced = 0;
+    for (int k = 0; k < 4; k++) {
+        toka_options o = toka_options_default();
+        o.model = eng_model, o.n_threads = 1, o.max_num_seqs = 24, o.max_num_batched_tokens = 40, o.max_model_len = 160, o.kv_tokens = k > 1 ? 192 : 0;
+        toka *t = eng_open_ahead(o, k == 3 ? 2 : 1, k == 3);
+        ((toka_backend *)t->engine->backend)->has_drafts = k;
+        if (o.kv_tokens) t->engine->replicas[0].sched.config.reserve_steps = 0;
+        eng_collected *got[KINDS];
+        toka_constraint *constraint;
+        toka_err e;
+        int64_t id;
+        const toka_grammar g = {.kind = RE, .text = "([abc]~!~!~!~!~!~!~! )*", .text_bytes = 23};
+        CHECK_MSG(!toka_constraint_new(&constraint, t, &g, &e), "%s", e.msg);
+        for (int i = 0; i < KINDS; i++) {
+            toka_request r = toka_request_default();
+            toka_sampling *s = &r.sampling;
+            r.text = eng_problem, r.text_bytes = strlen(eng_problem), r.n = N;
+            s->max_tokens = 40 + i, s->temperature = 1.5f, s->seed = (uint64_t)i, s->logprobs = 2, s->constraint = constraint;
+            if (i == 1) s->stop = stop, s->n_stop = 1, s->min_tokens = 12;
+            if (i == 2) s->repetition_penalty = 1.5f, s->frequency_penalty = 1, s->min_tokens = 30;
+            if (i == 3) s->bad_ids = bad, s->bad_lengths = one, s->n_bad = 1, s->ignore_eos = 1;
+            if (i == 4) s->constraint = NULL;
+            if (i == 5) s->max_tokens = 6, s->ignore_eos = 1;
+            got[i] = mem_zalloc(sizeof **got);
+            CHECK(!toka_submit(t, &r, eng_collect, got[i], &id, &e));
+        }
+        CHECK_MSG(!toka_run(t, 0, &e), "%s", e.msg);
+        for (int i = 0; i < KINDS; i++)
+            for (int j = 0; j < N && k; j++) {
+                const ids a = want[i]->id[j], b = got[i]->id[j];
+                CHECK_MSG(a.n == b.n && (!a.n || !memcmp(a.p, b.p, a.n * sizeof *a.p)), "case %d, request %d, sample %d: %zu and %zu", k, i, j, a.n, b.n);
+                CHECK(!a.n || (!memcmp(want[i]->logprob[j], got[i]->logprob[j], a.n * sizeof(float)) && !memcmp(want[i]->sampled[j], got[i]->sampled[j], a.n * sizeof(float))));
+                CHECK(want[i]->finish[j] == got[i]->finish[j] && str_eq(buf_view(&want[i]->text[j]), buf_view(&got[i]->text[j])));
+            }
+        const toka_stats stats = toka_get_stats(t);
+        if (!k) n_steps = stats.steps;
+        CHECK(k || (!stats.forced_tokens && !stats.preemptions));
+        if (k == 1) CHECK_MSG(stats.forced_tokens > 100 && stats.steps < n_steps, "%d forced, %d steps, without %d", (int)stats.forced_tokens, (int)stats.steps, (int)n_steps);
+        if (k > 1) CHECK(stats.preemptions > 0 && stats.forced_tokens > 20);
+        n_forced += stats.forced_tokens;
+        CHECK(!stats.drafts && !stats.kv_pages_used && !sched_check(&t->engine->replicas[0].sched));
+        toka_constraint_del(constraint), toka_close(t);
+        for (int i = 0; i < KINDS; i++)
+            if (k) eng_collected_free(got[i]);
+            else want[i] = got[i];
+    }
+    CHECK(n_forced > 300);
+    for (int i = 0; i < KINDS; i++) eng_collected_free(want[i]);
+}
+
 static const struct test con_tests[] = {
     {"constraints: texts", test_con_texts},
     {"constraints: options of JSON", test_con_options},
@@ -689,5 +745,6 @@ static const struct test con_tests[] = {
     {"constraints: no token is left", test_con_none_left},
     {"constraints: workers change no token", test_con_workers},
     {"constraints: only the row of a slow mask waits", test_con_slow_mask},
+    {"constraints: forced tokens take no step", test_con_forced},
     {"constraints: preempted while a token is read", test_con_preempted_reader},
     {NULL, NULL}};
