@@ -36514,7 +36514,8 @@ static void msg_put_block(api_request *request, const api_item *item, buf *out) 
         api_put_call_id(request, 0, request->choices[0].n_calls++, item->call.id, out);
         json_put_key(out, "name"), json_put_str(out, item->call.text);
         json_put_key(out, "input");
-        if (json_is(input, JSON_OBJECT)) buf_str(out, buf_view(&item->text));
+        /* without the model's line feeds: an answer is one line of a batch */
+        if (json_is(input, JSON_OBJECT)) json_put_value(out, input);
         else buf_c(out, "{}");
     } else {
         const char *type = item->kind == PARSE_REASONING ? "thinking" : "text";

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import subprocess
+import time
 
 import numpy as np
 import pytest
@@ -157,6 +158,7 @@ def test_scores(servers):
     tokens = [send(server, "/tokenize", {"prompt": text, "add_special_tokens": False})[1]["tokens"] for text in spec["rendered"]]
     assert answer["usage"]["total_tokens"] == sum(map(len, tokens))
     first = ask(server, "score", queries=queries[0], documents=list(documents[:2]))["data"]
+    assert send(server, "/score", {"text_1": queries[0], "text_2": list(documents[:2])})[1]["data"] == first
     assert [d["score"] for d in first] == [d["score"] for d in answer["data"][:2]] and first[1]["index"] == 1
     unit = rows(SPECS["last"], "query")[:1] @ rows(SPECS["last"], "document").T
     texts = SPECS["last"]["texts"]
@@ -243,6 +245,25 @@ def test_batch(folders, servers, tmp_path):
                                 for q, d in pairs] + [{"id": "r", "query": "How many eggs?", "documents": ["x", "y"]}])
     np.testing.assert_allclose([out[q + d]["response"]["body"]["data"][0]["score"] for q, d in pairs], SPECS["reranker"]["scores"], atol=1e-4)
     assert len(out["r"]["response"]["body"]["results"]) == 2 and r.returncode == 0, r.stderr
+
+
+def test_batches_of_scores(folders, servers, tmp_path):
+    """/v1/batches with the endpoints of a reranker."""
+    openai = pytest.importorskip("openai")
+    bodies = {"/v1/score": {"text_1": "How many eggs?", "text_2": ["x", "y"]}, "/v1/rerank": {"query": "How many eggs?", "documents": ["x", "y"], "top_n": 1}}
+    with Server("-m", str(folders / "reranker"), "--served-model-name", "reranker", "--files-dir", str(tmp_path)) as server:
+        api = openai.OpenAI(base_url=f"http://127.0.0.1:{server.address[1]}/v1", api_key="-", max_retries=0)
+        for route, body in bodies.items():
+            line = json.dumps({"custom_id": "a", "method": "POST", "url": route, "body": body})
+            file = api.files.create(file=("in.jsonl", line.encode()), purpose="batch")
+            batch = api.batches.create(input_file_id=file.id, endpoint=route, completion_window="24h")
+            for _ in range(200):
+                if batch.status in ("completed", "failed"):
+                    break
+                time.sleep(0.05)
+                batch = api.batches.retrieve(batch.id)
+            answer, want = json.loads(api.files.content(batch.output_file_id).text)["response"]["body"], send(server, route, body)[1]
+            assert batch.status == "completed" and {**answer, "id": 0, "created": 0} == {**want, "id": 0, "created": 0}
 
 
 def test_scores_are_probabilities(servers):

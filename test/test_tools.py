@@ -143,6 +143,10 @@ def test_reasoning(api):
     assert both(api, "both", tools=TOOLS) == (None, "Look it up: yes.", [("get_time", '{"zone": "CET 1"}')], "tool_calls")
     usage = ask(api, "think").usage
     assert 3 < usage.completion_tokens_details.reasoning_tokens < usage.completion_tokens
+    chunks = list(ask(api, "think", stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].usage.completion_tokens_details == usage.completion_tokens_details and chunks[-1].usage.completion_tokens == usage.completion_tokens
+    message = ask(api, "think").choices[0].message
+    assert message.reasoning == message.reasoning_content == "He wants a <tool_call>{...}."
     assert both(api, "think", extra_body={"include_reasoning": False})[:2] == ("It is <b>noon</b>.", "")
     cut = ask(api, "think", max_tokens=5).choices[0]
     assert cut.message.content is None and cut.finish_reason == "length" and cut.message.reasoning.startswith("He")
@@ -412,6 +416,26 @@ def test_special_tokens_and_flags(tmp_path):
     with Server("-m", folder, "--tool-call-parser", "hermes") as s:
         answer = s.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "calls"}], "tools": TOOLS}).json()
         assert "tool_calls" not in answer["choices"][0]["message"]
+
+
+def test_ids_of_calls(tmp_path):
+    """The templates of Mistral want nine letters and digits. Kimi K2 writes the ids itself, and reads them in its next prompt."""
+    kimi = "".join(f'<|tool_call_begin|>functions.get_time:{i}<|tool_call_argument_begin|>{{"zone": "{z}"}}<|tool_call_end|>' for i, z in enumerate(("UTC", "CET")))
+    write_model(str(tmp_path / "m"), {"calls": '[TOOL_CALLS]get_time[ARGS]{"zone": "UTC"}[TOOL_CALLS]get_weather[ARGS]{"city": "Ulm"}',
+                                      "kimi": f"<|tool_calls_section_begin|>{kimi}<|tool_calls_section_end|>"}, "{# [TOOL_CALLS] [ARGS] #}")
+    other = tmp_path / "kimi.jinja"
+    other.write_text("{# <|tool_call_argument_begin|> #}{% for m in messages %}{{ m.tool_call_id }}{% for c in m.tool_calls %}{{ c.id }}{% endfor %}{% endfor %}"
+                     "<go:{{ messages[-1].content }}>")
+    for flags, name, form in (((), "calls", "[0-9A-Za-z]{9}"), (("--chat-template", str(other)), "kimi", "functions.get_time:[01]")):
+        with Server("-m", str(tmp_path / "m"), "--served-model-name", "m", *flags) as s:
+            api = client(s)
+            for calls in (whole(ask(api, name, tools=TOOLS))[2], join(ask(api, name, tools=TOOLS, stream=True))[2]):
+                assert len({i for i, _, _ in calls}) == 2 and all(re.fullmatch(form, i) for i, _, _ in calls), calls
+            if flags:
+                back = [{"role": "user", "content": name}, ask(api, name, tools=TOOLS).choices[0].message.model_dump(exclude_none=True),
+                        {"role": "tool", "tool_call_id": "functions.get_time:0", "content": "kimi"}]
+                tokens = s.post("/tokenize", {"messages": back}).json()["tokens"]
+                assert s.post("/detokenize", {"tokens": tokens}).json()["prompt"] == "functions.get_time:0functions.get_time:1functions.get_time:0<go:kimi>"
 
 
 def test_phi4_mini(tmp_path):
@@ -773,6 +797,14 @@ def test_batches_of_other_routes(tmp_path):
             call = answer["output"][1] if "output" in answer else answer["content"][1]
             assert batch.status == "completed" and call["type"] in ("function_call", "tool_use")
             assert valid((call["name"], call["arguments"] if "output" in answer else json.dumps(call["input"]))) == "pick"
+    lines, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines.write_text("".join(json.dumps({"custom_id": route, "method": "POST", "url": route, "body": body}) + "\n" for route, body in bodies.items()))
+    subprocess.run([TOKA, "batch", "-m", folder, "-i", str(lines), "-o", str(out)], check=True, capture_output=True, env={**os.environ, "TOKA_DEVICE": "cpu"})
+    answers = {x["custom_id"]: x["response"]["body"] for x in map(json.loads, out.read_text().splitlines())}
+    assert len(answers) == len(out.read_text().split("\n")) - 1 == 2  # the model's line feeds are none of the file
+    (thought, call), message = answers["/v1/responses"]["output"], answers["/v1/messages"]
+    assert thought["type"] == "reasoning" and valid((call["name"], call["arguments"])) == "pick" and answers["/v1/responses"]["usage"]["output_tokens_details"]["reasoning_tokens"] > 3
+    assert message["content"][0]["type"] == "thinking" and valid(("pick", json.dumps(message["content"][1]["input"]))) and message["stop_reason"] == "tool_use"
 
 
 def test_a_conversation_of_messages(server, messages_client):
