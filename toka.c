@@ -33356,7 +33356,8 @@ static const api_field api_fields[] = {
     API_FIELD("parallel_tool_calls", API_ON_CHAT | API_ON_RESPONSES, API_BOOL, parallel_calls),
     API_FIELD("reasoning_effort", API_ON_CHAT | API_ON_TOKENIZE, API_TEXT, effort),
     API_FIELD("include_reasoning", API_ON_CHAT, API_BOOL, include_reasoning),
-    API_INT_FIELD("thinking_token_budget", API_ON_CHAT, thinking_budget, -1, INT_MAX),
+    API_INT_FIELD("thinking_token_budget", API_ON_CHAT | API_ON_RESPONSES, thinking_budget, -1,
+                  INT_MAX),
     API_REFUSE("thinking_token_budget", API_ON_COMPLETIONS, "-1"),
     API_FIELD("documents", API_ON_CHAT, API_LIST, documents),
     API_FIELD("chat_template_kwargs", API_ON_CHAT | API_ON_TOKENIZE | API_ON_STYLES, API_OBJECT,
@@ -34344,8 +34345,10 @@ static int api_put_kwargs(const api_request *request, const api_body *body, buf 
     bool known = !body->effort.n;
     for (int i = 0; i < COUNT(efforts); i++) known |= str_is(body->effort, efforts[i]);
     if (!known)
-        return API_INVALID("reasoning_effort: expected none, minimal, low, medium, high, xhigh or "
-                           "max");
+        return API_INVALID("%s: expected none, minimal, low, medium, high, xhigh or max",
+                           request->route == API_RESPONSES  ? "reasoning: effort"
+                           : request->route == API_MESSAGES ? "output_config: effort"
+                                                            : "reasoning_effort");
     for (int i = 0; i < 2; i++) {
         if (i && body->effort.n) {
             json_put_key(out, "reasoning_effort"), json_put_str(out, body->effort);
@@ -36312,7 +36315,8 @@ static int resp_translate(api_request *request, api_body *body, toka_err *e) {
     if (code) return code;
     if (json_is(effort, JSON_STRING)) body->effort = json_str(effort);
     body->format = json_get(body->text, "format");
-    if (!json_is(body->input, JSON_STRING) && !json_is(body->input, JSON_ARRAY))
+    const bool is_list = json_is(body->input, JSON_ARRAY) && body->input->n;
+    if (!json_is(body->input, JSON_STRING) && !is_list)
         return API_INVALID("input: expected a text or a list of items");
     json_put_open(&chat.out, '[');
     if (body->instructions.n) chat_add_text(&chat, STR("system"), body->instructions);
@@ -36422,6 +36426,8 @@ static int msg_translate(api_request *request, api_body *body, toka_err *e) {
         code = chat_add_content(request, &chat, "system", body->system, "system", STR(""), e);
     JSON_EACH(message, body->messages)
         if (!code) code = msg_add_message(request, &chat, message, e);
+    /* a last text of the assistant is continued */
+    body->continues = chat.is_open && chat.content.n && !chat.calls.n;
     return chat_end(request, &chat, body, code, e);
 }
 
@@ -50873,6 +50879,7 @@ static const help_page help_pages[] = {
      "- Reasoning comes first and is free; the constraint begins behind it.\n"
      "  thinking_token_budget (budget_tokens in /v1/messages) ends it.\n"
      "- Stop strings count in the content only: not in the reasoning, not in calls.\n"
+     "- /v1/messages continues a last message of the assistant.\n"
      "- /v1/responses with truncation auto drops the oldest messages of a chat that is\n"
      "  too long, up to one of the user; the instructions stay.\n"
      "- A schema with what is not supported is a 400 that says where.\n",

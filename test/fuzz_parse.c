@@ -1,5 +1,6 @@
 /* fuzz_parse.c - libFuzzer entry: the text of an answer is parsed in the same way whole and in
- * pieces. Header: the form of calls, the family of reasoning (from COUNT on: none; its highest bit:
+ * pieces. Header: the form of calls (its highest bit: as if a constraint made calls valid, so what is
+ * delivered early may be no JSON), the family of reasoning (from COUNT on: none; its highest bit:
  * stop strings), flags and the size of the pieces. Arguments of a call that was held are a JSON
  * object; content has no stop string. With the highest bit of the third byte the rest is a schema: the
  * structure of its calls compiles or says why not. */
@@ -40,13 +41,13 @@ static void fuzz_parse_in_pieces(const parse_setup *setup, str text, size_t n_by
 }
 
 static int fuzz_parse(const uint8_t *data, size_t size) {
-    static const char tools[] = "[{\"function\":{\"name\":\"f\",\"parameters\":{\"properties\":{\"s\":{\"type\":\"string\"},\"i\":{\"type\":\"integer\"},\"u\":{}}}}}]";
+    static const char tools[] = "[{\"function\":{\"name\":\"f\",\"parameters\":{\"properties\":{\"s\":{\"type\":\"string\"},\"i\":{\"type\":\"integer\"},\"o\":{\"type\":\"object\"},\"u\":{}}}}}]";
     if (size < 3) return 0;
     arena memory = {0};
     toka_err e;
     parse_tool *list;
     const uint8_t flags = data[2], family = data[1] & 127;
-    parse_setup setup = {.format = &parse_formats[data[0] % COUNT(parse_formats)], .thinking = flags & 1, .one_call = flags & 2, .thought = flags & 4};
+    parse_setup setup = {.format = &parse_formats[data[0] % COUNT(parse_formats)], .valid_calls = data[0] & 128, .thinking = flags & 1, .one_call = flags & 2, .thought = flags & 4};
     if (family < COUNT(parse_families)) setup.family = &parse_families[family];
     setup.thinking &= setup.family != NULL;
     if (data[1] & 128) setup.stop = fuzz_parse_stops, setup.n_stop = COUNT(fuzz_parse_stops);
@@ -65,7 +66,7 @@ static int fuzz_parse(const uint8_t *data, size_t size) {
     parse_event event;
     if (whole.stop.ended != cut.stop.ended) abort();
     for (str events = buf_view(&whole.events); parse_next_event(&events, &event);) {
-        const bool valid = event.kind != PARSE_ARGUMENTS || json_is(json_parse(&memory, event.text, json_trusted, &e), JSON_OBJECT);
+        const bool valid = setup.valid_calls || event.kind != PARSE_ARGUMENTS || json_is(json_parse(&memory, event.text, json_trusted, &e), JSON_OBJECT);
         if (!valid && e.code != TOKA_E_MEMORY) abort();
         if (event.kind == PARSE_CALL && !event.text.n) abort();
         for (int i = 0; i < setup.n_stop && event.kind == PARSE_CONTENT; i++)

@@ -694,6 +694,8 @@ def test_constraints_of_responses(api, plain):
         answer = respond(api, "think", text=text)
         (kind, thought), (_, content) = items(answer)
         assert kind == "reasoning" and thought == "He wants a <tool_call>{...}." and (check(json.loads(content)) if check else content == "It is <b>noon</b>.")
+    cut = respond(api, "think", extra_body={"thinking_token_budget": 3})
+    assert 0 < len(items(cut)[0][1]) < 20 and cut.usage.output_tokens_details.reasoning_tokens < 16
     for choice in ("required", {"type": "function", "name": "pick"}, {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "pick"}]}):
         assert {valid(c) for c in items(respond(plain, "text", tools=FLAT_PICK, tool_choice=choice, parallel_tool_calls=False))} <= {"pick", "stop"}
 
@@ -708,7 +710,7 @@ def test_a_conversation_of_responses(server, api):
 
 @pytest.mark.parametrize("field", [{"previous_response_id": "r"}, {"background": True}, {"text": {"format": {"type": "json_schema"}}},
                                    {"text": {"verbosity": "low"}}, {"include": ["message.output_text.logprobs"]},
-                                   {"tools": [{"type": "web_search"}]}, {"tool_choice": "required"}, {"input": 5},
+                                   {"tools": [{"type": "web_search"}]}, {"tool_choice": "required"}, {"input": 5}, {"input": []}, {"reasoning": {"effort": "some"}},
                                    {"input": [{"type": "item_reference", "id": "x"}]}, {"input": [{"role": "robot", "content": "x"}]}])
 def test_responses_refuse(server, field):
     answer = server.post("/v1/responses", {"model": "m", "input": "one", **field})
@@ -815,13 +817,16 @@ def test_a_conversation_of_messages(server, messages_client):
                 {"role": "user", "content": "text"}]
     answer = messages_client.messages.create(model="m", max_tokens=200, tools=ANTHROPIC, messages=messages)
     assert blocks(answer) == [("text", SCRIPTS["text"])]
+    begun = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "Half a"}]  # is continued
+    shown = server.post("/tokenize", {"messages": begun, "continue_final_message": True}).json()["count"]
+    assert messages_client.messages.count_tokens(model="m", messages=begun).input_tokens == shown < server.post("/tokenize", {"messages": begun}).json()["count"]
     counted = messages_client.messages.count_tokens(model="m", tools=ANTHROPIC, messages=messages)
     assert counted.input_tokens == answer.usage.input_tokens + answer.usage.cache_read_input_tokens
 
 
 @pytest.mark.parametrize("field", [{"max_tokens": None}, {"tool_choice": {"type": "any"}}, {"tool_choice": {"type": "some"}}, {"thinking": {"type": "enabled", "budget_tokens": -1}}, {"thinking": {"type": "bogus"}}, {"thinking": {}}, {"tools": [{"type": "web_search_20250305", "name": "w"}]},
                                    {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, {"messages": [7]},
-                                   {"output_config": {"format": {"type": "json_schema"}}}, {"system": 3}])
+                                   {"output_config": {"format": {"type": "json_schema"}}}, {"output_config": {"effort": "some"}}, {"system": 3}])
 def test_messages_refuse(server, field):
     body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "one"}], **field}
     answer = server.post("/v1/messages", body)
