@@ -33186,6 +33186,7 @@ typedef struct api_request {
     void *user;         /* for the caller */
     atomic_bool aborted; /* set by the caller: cancelled choices are answers, cut with "abort" */
     bool counts_only;   /* set by the caller: only n_prompt_tokens is wanted */
+    bool full_tools;    /* the template fails without what api_put_full_tool adds */
     int n_dropped;      /* oldest turns of the chat that are not shown; see api_drop_oldest */
 
     const api_config *config;
@@ -34382,23 +34383,46 @@ static int api_check_tool(api_request *request, const json *tool, toka_err *e) {
     return 0;
 }
 
-/* Writes a tool. The template of GPT-OSS fails without a description (describe). */
-static void api_put_tool(const json *tool, bool describe, buf *out) {
-    const json *function = json_get(tool, "function");
-    const bool complete = json_is(json_get(function, "description"), JSON_STRING);
-    if (!describe || complete || !json_is(function, JSON_OBJECT)) {
-        json_put_value(out, tool);
-        return;
+/* Writes an object without its last brace and without the member `skip`. It gets an empty
+ * description if it has none. */
+static void api_open_described(const json *object, const char *skip, buf *out) {
+    const bool has_one = json_is(json_get(object, "description"), JSON_STRING);
+    json_put_open(out, '{');
+    JSON_MEMBERS(key, object) {
+        const str name = json_str(key);
+        if (str_is(name, skip) || (!has_one && str_is(name, "description"))) continue;
+        json_put_str(out, name), buf_char(out, ':'), json_put_value(out, key + 1);
     }
+    if (!has_one) json_put_member_or_null(out, "description", "");
+}
+
+/* Writes a tool with all that templates ask for: descriptions of the function and of its
+ * parameters, and the parameters, which may be none. */
+static void api_put_full_tool(const json *tool, buf *out) {
+    const json *function = json_get(tool, "function");
+    const json *parameters = json_get(function, "parameters");
+    const json *properties = json_get(parameters, "properties");
     json_put_open(out, '{');
     json_put_member_or_null(out, "type", "function");
-    json_put_key(out, "function"), json_put_open(out, '{');
-    JSON_MEMBERS(key, function) {
-        if (str_is(json_str(key), "description")) continue;
+    json_put_key(out, "function");
+    api_open_described(function, "parameters", out);
+    json_put_key(out, "parameters"), json_put_open(out, '{');
+    if (!json_get(parameters, "type")) json_put_member_or_null(out, "type", "object");
+    if (json_is(parameters, JSON_OBJECT)) JSON_MEMBERS(key, parameters) {
+        if (str_is(json_str(key), "properties")) continue;
         json_put_str(out, json_str(key)), buf_char(out, ':'), json_put_value(out, key + 1);
     }
-    json_put_member_or_null(out, "description", "");
-    buf_c(out, "}}");
+    json_put_key(out, "properties"), json_put_open(out, '{');
+    if (json_is(properties, JSON_OBJECT)) JSON_MEMBERS(key, properties) {
+        json_put_str(out, json_str(key)), buf_char(out, ':');
+        if (json_is(key + 1, JSON_OBJECT)) {
+            api_open_described(key + 1, "", out);
+            json_put_close(out, '}');
+        } else {
+            json_put_value(out, key + 1);
+        }
+    }
+    buf_c(out, "}}}}");
 }
 
 /* Does this message belong to a turn that is dropped? A turn is a message of the user and what
@@ -34468,9 +34492,11 @@ static int api_put_chat_context(api_request *request, const api_body *body, buf 
     json_put_key(out, "add_generation_prompt"), json_put_bool(out, generates);
     if (tools) {
         json_put_key(out, "tools"), json_put_open(out, '[');
-        const bool describe = format && format->flags & PARSE_HARMONY;
-        JSON_EACH(tool, tools)
-            if (api_allows_tool(choice.allowed, tool)) api_put_tool(tool, describe, out);
+        JSON_EACH(tool, tools) {
+            if (!api_allows_tool(choice.allowed, tool)) continue;
+            if (request->full_tools) api_put_full_tool(tool, out);
+            else json_put_value(out, tool);
+        }
         json_put_close(out, ']');
     }
     if (body->documents) json_put_key(out, "documents"), json_put_value(out, body->documents);
@@ -34611,25 +34637,39 @@ static int api_cut_final_message(api_request *request, const api_body *body, buf
     return 0;
 }
 
+/* Renders the chat. */
+static int api_render_chat(api_request *request, const api_body *body, buf *rendered, toka_err *e) {
+    const toka *t = request->config->toka;
+    /* The context may be deeper and larger than the body: the arguments of tool calls were
+     * texts and are JSON values now. */
+    const json_limits limits = {json_trusted.max_depth, 2 * request->config->limits.max_bytes};
+    buf context = {0};
+    int code = api_put_chat_context(request, body, &context, e);
+    if (!code) code = lib_require_template(t, e);
+    buf_clear(rendered);
+    if (!code)
+        code = lib_render(t, t->files, buf_view(&context), limits, request->config->now, rendered,
+                          e);
+    buf_free(&context);
+    return code;
+}
+
 /* Encodes one prompt (NULL: the chat) into ids. If the request echoes it, *text gets its text, in
  * the arena of the request. */
 static int api_encode_prompt(api_request *request, const api_body *body, const json *prompt,
                              ids *out, str *text, toka_err *e) {
-    buf context = {0}, rendered = {0};
+    buf rendered = {0};
     int code = 0, special = body->special >= 0 ? body->special : prompt != NULL;
     if (json_is(prompt, JSON_ARRAY))
         return api_read_id_list(request->config, prompt, "prompt", out, e);
     if (lib_require_tokenizer(request->config->toka, e)) return e->code;
     if (!prompt) {
-        code = api_put_chat_context(request, body, &context, e);
-        if (!code) code = lib_require_template(request->config->toka, e);
-        /* The context may be deeper and larger than the body: the arguments of tool calls were
-         * texts and are JSON values now. */
-        const json_limits limits = {json_trusted.max_depth, 2 * request->config->limits.max_bytes};
-        const str context_text = buf_view(&context);
-        if (!code)
-            code = lib_render(request->config->toka, request->config->toka->files, context_text,
-                              limits, request->config->now, &rendered, e);
+        toka_err other;
+        code = api_render_chat(request, body, &rendered, e);
+        if (code && api_tools(request, body) && !request->full_tools) {
+            request->full_tools = true;
+            if (!api_render_chat(request, body, &rendered, &other)) code = 0;
+        }
         request->parse.thinking = parse_prompt_thinks(request->parse.family, buf_view(&rendered));
         request->parse.thought = parse_prompt_thought(request->parse.family, buf_view(&rendered));
         if (!code && body->continues) code = api_cut_final_message(request, body, &rendered, e);
@@ -34641,7 +34681,7 @@ static int api_encode_prompt(api_request *request, const api_body *body, const j
         code = tok_encode(request->config->toka->tokenizer, source,
                           TOKA_PARSE_SPECIAL | (special ? TOKA_ADD_SPECIAL : 0), out, e);
     if (!code && request->echo) *text = arena_str(&request->memory, source);
-    buf_free(&context), buf_free(&rendered);
+    buf_free(&rendered);
     return code;
 }
 

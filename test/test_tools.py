@@ -438,6 +438,23 @@ def test_ids_of_calls(tmp_path):
                 assert s.post("/detokenize", {"tokens": tokens}).json()["prompt"] == "functions.get_time:0functions.get_time:1functions.get_time:0<go:kimi>"
 
 
+def test_templates_that_ask_for_descriptions(tmp_path):
+    """Those of Hermes and Command R fail without descriptions, or without parameters: a tool gets empty ones, but only then."""
+    write_model(str(tmp_path), {"calls": "Answer."}, "{% for t in tools %}{% set f = t.function %}{{ f.name + '(' + f.description + ')' }}{% for k, v in f.parameters.properties | items %}"
+                "{{ k + ':' + v.type + '(' + v.description + ')' }}{% endfor %}{{ f.parameters | tojson | length }} {% endfor %}")
+    user = [{"role": "user", "content": "calls"}]
+    described = [{"type": "function", "function": {"name": "f", "description": "D", "parameters": {"properties": {"a": {"type": "string", "description": "A"}}}}}]
+    with Server("-m", str(tmp_path)) as s:
+        full = {**TOOLS[0]["function"]["parameters"], "properties": {"city": {"type": "string", "description": ""}, "days": {"type": "integer", "description": ""}}}
+        n_full, n_given = len(json.dumps(full)), len(json.dumps(described[0]["function"]["parameters"]))
+        for tools, want in ((TOOLS, f"get_weather(d)city:string()days:integer(){n_full} get_time()36 "), (described, f"f(D)a:string(A){n_given} ")):
+            answer = s.post("/tokenize", {"messages": user, "tools": tools})
+            assert answer.status == 200, answer.body
+            assert s.post("/detokenize", {"tokens": answer.json()["tokens"]}).json()["prompt"] == want + "<go:calls>"
+        bad = s.post("/tokenize", {"messages": user, "tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {}}}}}]})
+        assert bad.status == 400 and "description" in bad.error()["message"]  # the first failure is told
+
+
 def test_phi4_mini(tmp_path):
     """Its template shows tools that are a text of the system message; calls are marked with special tokens."""
     text = '<|tool_call|>[{"name": "get_time", "arguments": {"zone": "UTC"}}]<|/tool_call|>'
