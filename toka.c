@@ -51636,20 +51636,20 @@ static str cli_find_summary(int n_words, char **words) {
 }
 
 static const char cli_short_commands[] =
-    "  toka -p TEXT                       complete a prompt, text streams to standard output\n"
-    "  toka chat                          a conversation\n"
-    "  toka serve                         OpenAI-compatible server\n"
-    "  toka batch -i IN -o OUT            a file of requests to a file of results\n"
-    "  toka tokenize, template, score     ids of a text, a chat as a prompt, log-probabilities\n"
-    "  toka pull, list, rm                models of the Hugging Face hub\n"
-    "  toka models, devices, plan         models known by name, devices, what fits on which GPUs\n"
-    "  toka ping                          a prompt for a running server; -p and chat: --base-url URL\n"
-    "  toka bench throughput, serve       measure the engine or a server; also bench plan, ops\n"
+    "  toka -p TEXT                    complete a prompt, print the text as it comes\n"
+    "  toka chat                       a conversation\n"
+    "  toka serve                      OpenAI-compatible server\n"
+    "  toka batch -i IN -o OUT         a file of requests to a file of results\n"
+    "  toka tokenize, template, score  ids, a chat as a prompt, log-probabilities\n"
+    "  toka pull, list, rm             models of the Hugging Face hub\n"
+    "  toka models, devices, plan      known models, devices, what fits on which GPUs\n"
+    "  toka ping                       a prompt for a server (-p, chat: --base-url)\n"
+    "  toka bench throughput, serve    measure the engine or a server; also plan, ops\n"
     "\nExamples\n"
     "  toka -p \"Tom has 3 boxes with 4 apples each. How many apples does he have?\"\n"
     "  toka chat -hf Qwen/Qwen3-0.6B\n"
     "  toka serve -m llama-3.1-8b-instruct --port 8000\n"
-    "\nThe flags used most: -m MODEL, -hf OWNER/NAME, -p TEXT, -f FILE, -n TOKENS, --temp T, --json\n";
+    "Flags used most: -m MODEL, -hf OWNER/NAME, -p TEXT, -n TOKENS, --temp T, --json\n";
 
 static const struct {
     unsigned command;
@@ -51743,12 +51743,18 @@ static void cli_put_notes(buf *out, unsigned command) {
  * there is none. */
 static bool cli_put_pages(buf *out, int n_words, char **words) {
     const size_t before = out->n;
+    size_t line = out->n; /* the beginning of the line */
     for (int i = 0; i < COUNT(help_pages); i++) {
         const char *command = help_pages[i].command;
         if (n_words && !(command && n_words == 1 && !strcmp(command, words[0]))) continue;
         if (out->n == before)
             buf_c(out, n_words ? "Manual page: toka help " : "Manual pages: toka help ");
         else buf_c(out, ", ");
+        if (out->n - line + strlen(help_pages[i].name) > 78) {
+            out->n--;
+            buf_c(out, "\n  ");
+            line = out->n - 2;
+        }
         buf_c(out, help_pages[i].name);
     }
     if (out->n > before) buf_char(out, '\n');

@@ -232,7 +232,7 @@ def test_completion():
     assert complete("toka", "list", "--api") == [] and complete("toka", "-p", "x", "--temp") == ["--temp"]
     assert {"bench", "pull", "chat", "help"} <= set(complete("toka", ""))
     assert complete("toka", "completion", "") == ["bash", "zsh", "fish"] and complete("toka", "completion", "f") == ["fish"]
-    pages = re.search(r"^Manual pages: toka help (.*)$", toka("--help-all").stdout.decode(), re.M)[1].split(", ")
+    pages = re.findall(r"\w+", re.search(r"^Manual pages: toka help (.*(?:\n  .*)*)", toka("--help-all").stdout.decode(), re.M)[1])
     topics = complete("toka", "help", "")
     assert set(pages) | {"serve", "bench"} <= set(topics) and len(topics) == len(set(topics)) and complete("toka", "help", "cons") == ["constraints"]
     for words in (["serve", "-m"], ["serve", "--model-path"], ["-m"], ["-p", "x", "-c"], ["batch", "-i"], ["serve", "--model", "="]):
@@ -382,7 +382,7 @@ def test_help_is_short():
     """--help fits on one screen: it has examples and names --help-all."""
     r = toka("--help")
     text = r.stdout.decode()
-    assert r.returncode == 0 and 15 < text.count("\n") <= 20 and "Examples\n  toka -p" in text and "toka --help-all" in text
+    assert r.returncode == 0 and 15 < text.count("\n") <= 20 and max(map(len, text.splitlines())) <= 80 and "Examples\n  toka -p" in text and "toka --help-all" in text
     for command in ("serve", "batch", "bench serve", "bench throughput", "score", "plan", "tokenize", "template"):
         words = command.split()
         short, every = (toka(*words, flag).stdout.decode() for flag in ("--help", "--help-all"))

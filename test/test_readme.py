@@ -193,7 +193,7 @@ def test_vendoring(hub, tmp_path):
     assert status == 0 and out, err
 
 
-PAGES = re.findall(r"[a-z]+", re.search(r"\nManual pages: toka help(.*)\n", subprocess.run([TOKA, "help"], capture_output=True, text=True).stdout)[1])
+PAGES = re.findall(r"[a-z]+", re.search(r"\nManual pages: toka help(.*(?:\n  .*)*)\n", subprocess.run([TOKA, "help"], capture_output=True, text=True).stdout)[1])
 
 
 @pytest.mark.parametrize("page", PAGES)
