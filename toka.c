@@ -53042,7 +53042,7 @@ static const struct {
     {"save", " FILE", "write the conversation as {\"messages\": [...]}", cli_talk_save},
     {"load", " FILE", "go on with such a file; it may have \"tools\"", cli_talk_load},
     {"stats", "", "tokens and speed of the last answer", cli_talk_stats},
-    {"exit", "", "end; Ctrl-D does it, too", cli_talk_exit}};
+    {"exit", "", "end; so do /bye, /quit and Ctrl-D", cli_talk_exit}};
 
 static int cli_talk_help(cli_talk *talk, const char *rest, toka_err *e) {
     (void)talk, (void)rest, (void)e;
@@ -53061,6 +53061,8 @@ static int cli_talk_command(cli_talk *talk, const char *text, toka_err *e) {
     const char *rest = text + 1 + n_name;
     suggestion nearest = {.typed = {text + 1, n_name}};
     while (isspace((unsigned char)*rest)) rest++;
+    if (str_is(nearest.typed, "bye") || str_is(nearest.typed, "quit"))
+        return cli_talk_exit(talk, rest, e);
     for (int i = 0; i < COUNT(cli_talk_commands); i++) {
         const char *name = cli_talk_commands[i].name;
         if (str_is(nearest.typed, name)) return cli_talk_commands[i].run(talk, rest, e);

@@ -133,7 +133,7 @@ def test_ctrl_c_ends_the_answer_only(tmp_path):
         t.type("\x03").wait(READY)
     t.type("/stats\r").wait("generated")
     assert int(re.search(r"generated (\d+) tokens", "\n".join(t.lines()))[1]) < 1000
-    t.type("/exit\r")
+    t.type("/bye\r")
     assert t.end() == 0
 
 
