@@ -53621,6 +53621,19 @@ static int cli_list_cache(const char *cache, arena *memory, char ***list) {
     return n_ids;
 }
 
+/* Appends why a model of the hub cache does not run. Returns whether its download was completed:
+ * the folder of snapshots is made at the end. */
+static bool cli_put_why_not(buf *out, const char *id, const toka_err *why) {
+    buf path = {0};
+    mf_put_hub_cache_path(&path);
+    buf_c(&path, "/models--"), mf_put_repo_name(&path, str_c(id)), buf_c(&path, "/snapshots");
+    const bool complete = os_is_dir(path.p);
+    if (complete) buf_printf(out, "does not run: %s", why->msg);
+    else buf_printf(out, "to complete it: toka pull %s", id);
+    buf_free(&path);
+    return complete;
+}
+
 /* Appends the rows of the models that the hub cache has beyond models.txt; -m takes their ids. */
 static int cli_put_cached_models(char **in_cache, int n_ids, const mf_known_model *known,
                                  int n_known, buf *out, toka_err *e) {
@@ -53633,7 +53646,9 @@ static int cli_put_cached_models(char **in_cache, int n_ids, const mf_known_mode
             listed = listed || !strcmp(in_cache[i], known[k].hub_id);
         if (listed) continue;
         if (mf_open_text(&model, in_cache[i], NULL, NULL, true, &why)) {
-            buf_printf(out, "%-33s %-51s does not run: %s\n", "-", in_cache[i], why.msg);
+            buf_printf(out, "%-33s %-51s ", "-", in_cache[i]);
+            cli_put_why_not(out, in_cache[i], &why);
+            buf_char(out, '\n');
             continue;
         }
         const mf_known_model row = {.name = "-", .hub_id = in_cache[i],
@@ -53868,13 +53883,9 @@ static void cli_put_cached_row(buf *out, const char *id, const char *folder) {
     buf text = {0};
     const double n_bytes = (double)hub_count_bytes(folder);
     const int code = mf_open(&model, id, NULL, NULL, &why);
-    buf_printf(&text, "%s/snapshots", folder);
-    const bool complete = os_is_dir(text.p); /* it is made after the download */
-    buf_clear(&text);
     if (code) {
-        if (complete) buf_printf(&text, "does not run: %s", why.msg);
-        else buf_printf(&text, "to complete it: toka pull %s", id);
-        cli_put_model_row(out, id, n_bytes, complete ? "yes" : "part", "-", text.p);
+        const char *here = cli_put_why_not(&text, id, &why) ? "yes" : "part";
+        cli_put_model_row(out, id, n_bytes, here, "-", text.p);
     } else {
         const unsigned dtype = (unsigned)model->weights.embed.dtype;
         const bool fits = (double)model->weight_bytes < lib_weight_memory(&model->config);

@@ -523,6 +523,7 @@ def test_list_and_rm(hub):
     assert [r[0] for r in here] == [ID, "tiny/broken", "tiny/part", "tiny/sharded"]
     assert here[0][1:] == ["7.1", "MB", "yes", "bf16", "fits"] and here[1][5:8] == ["does", "not", "run:"]
     assert here[2][1:] == "0 bytes part - to complete it: toka pull tiny/part".split()
+    assert re.search(r"^- +tiny/part +to complete it: toka pull tiny/part$", toka(hub, "models").stdout.decode(), re.M)
     os.rmdir(hub.cache + "/models--tiny--part/blobs"), os.rmdir(hub.cache + "/models--tiny--part")
     known = {r.split()[0]: r.split() for r in rows if " no " in r}
     assert "qwen3-0.6b" in known and len(known) > 30
@@ -548,6 +549,7 @@ def test_download_dir(hub, tmp_path):
     assert toka(hub, "-hf", ID, "-q", "-p", PROBLEM, *flags).stdout.decode().rstrip().endswith("19.")
     assert not os.path.exists(hub.cache) and len(tree(str(tmp_path / "models"))) == 11
     assert toka(hub, "-m", ID, "-q", "-p", PROBLEM, TOKA_DOWNLOAD_DIR=flags[1]).returncode == 0
+    assert b"- " in toka(hub, "models", *flags).stdout and ID.encode() in toka(hub, "models", *flags).stdout
     assert b" yes " in toka(hub, "list", *flags).stdout and toka(hub, "rm", ID, *flags).returncode == 0
 
 
