@@ -54175,6 +54175,10 @@ static int cli_plan(const cli *flags, toka_err *e) {
     if (!code && !options.batch && flags->typed[cli_find_flag_named("batch-size") - cli_flags])
         code = fail(e, TOKA_E_USE, "--batch-size: 0, expected more than 0");
     if (!code) code = plan_answer(&options, &out, e);
+    if (code == TOKA_E_INPUT && open->model && !os_is_dir(open->model)) { /* not in the cache */
+        const suggestion nearest = {.best = cli_nearest_id(flags, open->model, false)};
+        suggest_fail(&nearest, "", e);
+    }
     if (!code) code = cli_write(buf_view(&out), e);
     buf_free(&out);
     return code;

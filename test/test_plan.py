@@ -207,6 +207,7 @@ def test_more_gpus_than_a_host_has():
     (["--request-rate", "1", "--goodput", "ttft:1", "itl:50"], "--goodput: ttft:1: a request that is alone takes "),
     (["--requests-per-day", "1e6", "--goodput", "itl:0.1"], "--goodput: itl:0.1: a request that is alone takes "),
     (["--request-rate", "1", "--goodput", "e2el:20"], "--goodput: e2el:20: a request that is alone takes "),
+    (["-m", "Qwen/Qwen3-06B"], "; did you mean Qwen/Qwen3-0.6B?"), (["-m", "qwen3-06b"], "; did you mean qwen3-0.6b?"),
     (["-m", "llama-3.1-405b", "--gpu", "L4", "--request-rate", "1"], "--request-rate: 1 requests a second are too many for 64 x L4, which compute at most 0."),
     (["--request-rate", "1e5"], "--request-rate: 100000 requests a second are too many for 64 x H100, which compute at most "),
     (["--requests_per_day=1e10"], "--requests_per_day: 115741 requests a second are too many for 64 x H100, which compute at most "),
