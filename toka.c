@@ -23480,8 +23480,9 @@ typedef struct cpu_gemm_args {
     const void *x; /* [T][ldx] in kernels.x_type, each row followed by zeros up to a multiple of
                     * 16; of 32 if it is bf16 */
     size_t ldx;    /* elements from row to row */
-    const cpu_order *order; /* the order of x_pairs; NULL: no weight needs it */
-    const float *x_pairs;   /* x in that order */
+    const cpu_order *order;   /* the order of x_pairs; NULL: no weight needs it */
+    const int32_t *columns;   /* its columns before that: toka_quant.columns */
+    const float *x_pairs;     /* x in that order */
     size_t ld_pairs;
     int T, n_weights;
     const toka_tensor *weights[3]; /* weights[j]: [rows][cols], n < rows, k < cols; cols is equal in
@@ -23528,11 +23529,16 @@ static const cpu_order *cpu_order_of(const cpu_kernels *kernels, const toka_tens
     return NULL;
 }
 
-/* Copies n elements of x in the order; n is a multiple of its columns. */
+/* Copies n elements of x in the order, and before that in the order of `columns` if it is not NULL.
+ * n is a multiple of the order's columns. */
 CPU_SMALL
-static void cpu_pair_row(float *to, const float *from, int n, const cpu_order *order) {
+static void cpu_pair_row(float *to, const float *from, int n, const cpu_order *order,
+                         const int32_t *columns) {
     for (int k = 0; k < n; k += order->columns)
-        for (int i = 0; i < order->columns; i++) to[k + i] = from[k + order->from[i]];
+        for (int i = 0; i < order->columns; i++) {
+            const int col = k + (order->from ? order->from[i] : i);
+            to[k + i] = from[columns ? columns[col] : col];
+        }
 }
 
 /* Returns how many groups the columns of a weight touch. */
@@ -23727,11 +23733,14 @@ static void cpu_gemm_quant_item(const cpu_gemm_args *args, int index, int n0, in
     float *zero = scale + (size_t)CPU_PANEL_ROWS * (size_t)cpu_n_groups(weight);
     cpu_gemm_args own = *args;
     const cpu_order *order = cpu_order_of(kernels, weight);
-    if (!order || (order->from && order != args->order)) {
+    const int32_t *columns = weight->quant->columns;
+    const bool moved = order && (order->from || columns);
+    if (!order || (moved && (order != args->order || columns != args->columns))) {
+        assert(!columns);
         cpu_gemm_panel(args, index, n0, n1, (char *)scratch, NULL);
         return;
     }
-    if (order->from) {
+    if (moved) {
         own.x = args->x_pairs;
         own.ldx = args->ld_pairs;
     }
@@ -24689,6 +24698,7 @@ typedef struct cpu_pair_job { /* copies the input of a GEMM to dev->x_pairs, in 
     size_t ld_from;
     int width;
     const cpu_order *order;
+    const int32_t *columns;
 } cpu_pair_job;
 
 CPU_SMALL
@@ -24696,7 +24706,7 @@ static void cpu_pair_item(void *arg, int thread, int row) {
     const cpu_pair_job *job = arg;
     (void)thread;
     cpu_pair_row(job->dev->x_pairs + (size_t)row * (size_t)job->dev->ld_pairs,
-                 job->from + (size_t)row * job->ld_from, job->width, job->order);
+                 job->from + (size_t)row * job->ld_from, job->width, job->order, job->columns);
 }
 
 /* Gives a GEMM this device's kernels, threads and scratch, which the caller leaves unset. x is in
@@ -24710,10 +24720,12 @@ static void cpu_gemm_prepare(toka_device *dev, cpu_gemm_args *args, int width) {
     for (int i = 0; i < args->n_weights && !args->order; i++) {
         const toka_tensor *weight = args->weights[i];
         const cpu_order *order = weight->quant ? cpu_order_of(dev->kernels, weight) : NULL;
-        if (order && order->from) args->order = order;
+        if (!order || (!order->from && !weight->quant->columns)) continue;
+        args->order = order;
+        args->columns = weight->quant->columns;
     }
     if (args->order) {
-        cpu_pair_job job = {dev, args->x, args->ldx, width, args->order};
+        cpu_pair_job job = {dev, args->x, args->ldx, width, args->order, args->columns};
         cpu_parallel_for(&dev->pool, cpu_pair_item, &job, args->T, (int64_t)args->T * width);
         args->x_pairs = dev->x_pairs;
         args->ld_pairs = (size_t)dev->ld_pairs;
@@ -26217,10 +26229,13 @@ static int cpu_check_options(const toka_device_options *options, const toka_shap
 
 /* ---- Repacked weights ----
  * AWQ and GPTQ pack codes by columns: a row's codes lie far from each other. At open they are
- * packed by rows, once, with their scales and zero points, in memory of the device. */
+ * packed by rows, once, with their scales and zero points, in memory of the device. The columns of
+ * a weight with act-order (quant->group) are sorted by group, and each GEMM sorts x in the same way
+ * (toka_quant.columns). All weights of a GEMM that are sorted have the same list. */
 
 typedef struct cpu_repack_job { /* rows of `from`, 8 an item */
     const toka_tensor *from;
+    const int32_t *columns;  /* NULL: in order */
     uint32_t *words, *zeros; /* [rows][cols/8], [rows/8][n_groups] */
     char *scales;            /* [rows][n_groups] */
     int n_groups;
@@ -26233,8 +26248,10 @@ static void cpu_repack_row(const cpu_repack_job *job, int row) {
     const int whole = from->row0 + row * from->row_step, first = from->col0 / quant->block_cols;
     const size_t bytes = toka_number_bytes(quant->scale_dtype);
     uint32_t *words = job->words + (size_t)row * (size_t)(from->cols / 8);
-    for (int col = 0; col < from->cols; col++)
-        words[col / 8] |= weight_int4(from->data, quant, whole, from->col0 + col) << col % 8 * 4;
+    for (int i = 0; i < from->cols; i++) {
+        const int col = job->columns ? job->columns[i] : from->col0 + i;
+        words[i / 8] |= weight_int4(from->data, quant, whole, col) << i % 8 * 4;
+    }
     for (int i = 0; i < job->n_groups; i++) {
         const size_t at = (size_t)whole * (size_t)quant->scale_row_step +
                           (size_t)(first + i) * (size_t)quant->scale_col_step;
@@ -26253,14 +26270,41 @@ static void cpu_repack_item(void *arg, int thread, int item) {
         cpu_repack_row(job, row);
 }
 
-/* Replaces a weight that is packed by columns. With act-order (quant->group) it stays. */
+/* Returns the columns of a weight with act-order, sorted by group. first: the first weight of its
+ * GEMM, already repacked. NULL: the weight stays as it is, since its columns are cut, a group has
+ * not block_cols columns, the kernel set could not read it, or `first` has another list. */
 COLD
-static void cpu_repack(toka_device *dev, toka_tensor *weight) {
+static const int32_t *cpu_sort_columns(toka_device *dev, const toka_tensor *weight,
+                                       const toka_tensor *first) {
+    toka_quant sorted = *weight->quant;
+    const toka_tensor probe = {.dtype = TOKA_INT4, .cols = weight->cols, .quant = &sorted};
+    sorted.packing = TOKA_PACK_ROWS;
+    sorted.group = NULL;
+    if (!first || weight->cols != sorted.cols || dev->kernels->x_type != TOKA_F32 ||
+        !cpu_order_of(dev->kernels, &probe))
+        return NULL;
+    const size_t bytes = (size_t)weight->cols * sizeof(int32_t);
+    int32_t *columns = arena_alloc(&dev->own_lists, bytes);
+    for (int group = 0, n = 0; n < weight->cols; group++) {
+        for (int col = 0; col < weight->cols; col++)
+            if (weight_group(weight->quant, col) == group && n < weight->cols) columns[n++] = col;
+        if (n != MIN(weight->cols, (group + 1) * sorted.block_cols)) return NULL;
+    }
+    if (first == weight) return columns;
+    const int32_t *list = first->quant ? first->quant->columns : NULL;
+    return list && !memcmp(list, columns, bytes) ? list : NULL;
+}
+
+/* Replaces a weight that is packed by columns, or has act-order. first: see cpu_sort_columns; NULL:
+ * a weight with act-order stays. */
+COLD
+static void cpu_repack(toka_device *dev, toka_tensor *weight, const toka_tensor *first) {
     const toka_quant *quant = weight->quant;
-    if (!weight->rows || !quant || quant->packing == TOKA_PACK_ROWS || quant->group ||
-        weight->cols % 8 || weight->col0 % quant->block_cols)
+    if (!weight->rows || !quant || (quant->packing == TOKA_PACK_ROWS && !quant->group) ||
+        weight->cols % 8 || (!quant->group && weight->col0 % quant->block_cols))
         return;
     cpu_repack_job job = {.from = weight, .n_groups = cpu_n_groups(weight)};
+    if (quant->group && !(job.columns = cpu_sort_columns(dev, weight, first))) return;
     const size_t rows = ((size_t)weight->rows + 7) / 8 * 8, groups = (size_t)job.n_groups;
     const size_t word_bytes = rows * (size_t)weight->cols / 2, zero_bytes = rows / 2 * groups;
     const size_t scale_bytes = rows * groups * toka_number_bytes(quant->scale_dtype);
@@ -26274,6 +26318,8 @@ static void cpu_repack(toka_device *dev, toka_tensor *weight) {
     cpu_parallel_for(&dev->pool, cpu_repack_item, &job, (int)(rows / 8), INT64_MAX);
     *own = *quant;
     own->packing = TOKA_PACK_ROWS;
+    own->group = NULL;
+    own->columns = job.columns;
     own->rows = weight->rows;
     own->cols = weight->cols;
     own->scale = job.scales;
@@ -26285,9 +26331,9 @@ static void cpu_repack(toka_device *dev, toka_tensor *weight) {
 }
 COLD
 static void cpu_repack_mlp(toka_device *dev, toka_mlp *mlp) {
-    cpu_repack(dev, &mlp->gate);
-    cpu_repack(dev, &mlp->up);
-    cpu_repack(dev, &mlp->down);
+    cpu_repack(dev, &mlp->gate, &mlp->gate);
+    cpu_repack(dev, &mlp->up, &mlp->gate);
+    cpu_repack(dev, &mlp->down, &mlp->down);
 }
 
 COLD
@@ -26296,20 +26342,21 @@ static void *cpu_own_copy(toka_device *dev, const void *from, size_t bytes) {
 }
 COLD
 static void cpu_repack_layer(toka_device *dev, toka_layer *layer) {
-    toka_tensor *const matrices[] = {&layer->q, &layer->k, &layer->v, &layer->o};
-    for (int i = 0; i < COUNT(matrices); i++) cpu_repack(dev, matrices[i]);
+    toka_tensor *const inputs[] = {&layer->q, &layer->k, &layer->v};
+    for (int i = 0; i < COUNT(inputs); i++) cpu_repack(dev, inputs[i], &layer->q);
+    cpu_repack(dev, &layer->o, &layer->o);
     cpu_repack_mlp(dev, &layer->mlp);
     if (layer->mla) {
         toka_mla *mla = cpu_own_copy(dev, layer->mla, sizeof *mla);
         toka_tensor *const latents[] = {&mla->q_a, &mla->q_b, &mla->kv_a, &mla->kv_b};
-        for (int i = 0; i < COUNT(latents); i++) cpu_repack(dev, latents[i]);
+        for (int i = 0; i < COUNT(latents); i++) cpu_repack(dev, latents[i], NULL);
         layer->mla = mla;
     }
     if (layer->linear) {
         toka_linear *linear = cpu_own_copy(dev, layer->linear, sizeof *linear);
         toka_tensor *const all[] = {&linear->qkvz, &linear->ba, &linear->q, &linear->k, &linear->v,
                                     &linear->z,    &linear->b,  &linear->a, &linear->o};
-        for (int i = 0; i < COUNT(all); i++) cpu_repack(dev, all[i]);
+        for (int i = 0; i < COUNT(all); i++) cpu_repack(dev, all[i], NULL);
         layer->linear = linear;
     }
     if (layer->moe) {
@@ -26330,7 +26377,7 @@ static void cpu_repack_weights(toka_device *dev) {
     dev->own_weights = *dev->weights;
     dev->own_weights.layers = cpu_own_copy(dev, dev->weights->layers, bytes);
     for (int i = 0; i < dev->shape->L; i++) cpu_repack_layer(dev, &dev->own_weights.layers[i]);
-    cpu_repack(dev, &dev->own_weights.lm_head);
+    cpu_repack(dev, &dev->own_weights.lm_head, NULL);
     dev->weights = &dev->own_weights;
 }
 

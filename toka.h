@@ -714,6 +714,8 @@ typedef struct toka_quant {
     int zero_add;      /* is added to each packed zero point: 1 in files of GPTQ version 1 */
     const void *group; /* INT4: int32 [cols], the group of each column (GPTQ's g_idx); NULL: column
                           col is in group col / block_cols */
+    const int32_t *columns; /* only in a backend's own copy: column i of data belongs to element
+                               columns[i] of x; NULL: to element i */
     float input_scale; /* static scale of the activations before an FP8 product; 0: none */
 } toka_quant;
 

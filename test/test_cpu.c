@@ -931,7 +931,7 @@ static void check_format(int format, int set, int rows, int cols) {
         for (int j = 0; j < w.cols; j++) {
             memset(x, 0, 8 * ldx * 4);
             for (int t = 0; t < T; t++) x[(size_t)t * ldx + (size_t)j] = 1;
-            for (int t = 0; t < T && order && order->from; t++) cpu_pair_row(pairs + (size_t)t * ldx, x + (size_t)t * ldx, w.cols, order);
+            for (int t = 0; t < T && order && order->from; t++) cpu_pair_row(pairs + (size_t)t * ldx, x + (size_t)t * ldx, w.cols, order, NULL);
             cpu_gemm_args args = {.kernels = k, .pool = &pool, .panels = panels, .panel_floats = panel, .x = x, .ldx = ldx, .order = order, .x_pairs = pairs,
                                   .ld_pairs = ldx, .T = T, .n_weights = 1, .weights = {&w}, .y = {y}, .ldy = {(size_t)rows}};
             cpu_gemm_run(&args);
@@ -944,7 +944,48 @@ static void check_format(int format, int set, int rows, int cols) {
     free(x), free(pairs), free(y), free(panels), free(row);
     case_close(&c);
 }
+/* Weights with act-order: their columns are sorted by group at open, if their GEMM's other weights have the same list; a product with
+ * unit vectors, with and without a panel, still gives the numbers of the definition. */
+static void check_sorted(int set) {
+    enum { ROWS = 40, COLS = 96 };
+    cpu_case c = {.seed = 11, .format = FMT_GPTQ_ORDER};
+    ref_case = &c;
+    toka_device *d = mem_zalloc(sizeof *d);
+    toka_err e;
+    d->kernels = &cpu_kernel_sets[set];
+    if (cpu_pool_open(&d->pool, 2, &e)) abort();
+    const toka_tensor whole = make_tensor(&c, ROWS, COLS, TOKA_BF16, 0, 1);
+    toka_tensor q = whole, k = make_tensor(&c, 16, COLS, TOKA_BF16, 0, 1), other = k, cut = whole;
+    int32_t list[COLS];
+    memcpy(list, k.quant->group, sizeof list);
+    const int32_t group = list[0];
+    list[0] = list[1], list[1] = group;
+    toka_quant swapped = *k.quant;
+    swapped.group = list;
+    other.quant = &swapped, cut.cols = 64;
+    cpu_repack(d, &q, &q), cpu_repack(d, &k, &q), cpu_repack(d, &other, &q), cpu_repack(d, &cut, &cut);
+    CHECK(q.quant->columns && !q.quant->group && q.quant->packing == TOKA_PACK_ROWS && k.quant->columns == q.quant->columns);
+    CHECK(group != list[0] && other.quant == &swapped && cut.quant == whole.quant);
+    const cpu_order *order = cpu_order_of(d->kernels, &q);
+    float *x = mem_zalloc(8 * COLS * 4), *pairs = mem_zalloc(8 * COLS * 4), *y = mem_alloc(8 * ROWS * 4), *panels = mem_alloc(2 * (CPU_PANEL_FLOATS + 2 * CPU_PANEL_ROWS * COLS) * 4);
+    int wrong = 0;
+    for (int T = 1; T <= 8 && order && q.quant->columns; T += 7)
+        for (int j = 0; j < COLS; j++) {
+            memset(x, 0, 8 * COLS * 4);
+            for (int t = 0; t < T; t++) x[t * COLS + j] = 1, cpu_pair_row(pairs + t * COLS, x + t * COLS, COLS, order, q.quant->columns);
+            cpu_gemm_args args = {.kernels = d->kernels, .pool = &d->pool, .panels = panels, .panel_floats = CPU_PANEL_FLOATS + 2 * CPU_PANEL_ROWS * COLS,
+                                  .x = x, .ldx = COLS, .order = order, .columns = q.quant->columns, .x_pairs = pairs, .ld_pairs = COLS, .T = T,
+                                  .n_weights = 1, .weights = {&q}, .y = {y}, .ldy = {ROWS}};
+            cpu_gemm_run(&args);
+            for (int i = 0; i < T * ROWS; i++) wrong += y[i] != ref_element(&whole, (size_t)(i % ROWS * COLS + j));
+        }
+    CHECK_MSG(!wrong && order, "%s: %d numbers differ", d->kernels->name, wrong);
+    free(x), free(pairs), free(y), free(panels);
+    cpu_close(d);
+    case_close(&c);
+}
 static void test_cpu_formats(void) {
+    for (int set = 0; set < cpu_n_kernel_sets(); set++) check_sorted(set);
     for (int set = 0; set < cpu_n_kernel_sets(); set++)
         for (int format = 1; format < FMT_COUNT; format++)
             check_format(format, set, 40, 192), check_format(format, set, 40, 96), check_format(format, set, 27, format == FMT_MXFP4 ? 64 : 40);
