@@ -32326,12 +32326,24 @@ static enum parse_step parse_pattern_byte(parser *p, char c) {
     }
 }
 
-/* Returns how many of the last bytes are the begin of a text that begins calls. */
-static size_t parse_begun(const parse_format *format, str held) {
-    const str tags[] = {parse_literal(format->call), format->open ? str_c(format->open) : STR("")};
-    size_t most = 0;
+/* Returns the next text around the content, if it may come here. */
+static str parse_answer_tag(const parser *p) {
+    const bool may_come = p->n_answer_tags == 1 || (!p->n_answer_tags && !p->has_text);
+    const parse_family *family = p->setup->family;
+    return family && family->answer[0] && may_come ? str_c(family->answer[p->n_answer_tags])
+                                                   : STR("");
+}
+
+/* Returns how many of the last bytes of a call that is none are to be read again: the begin of a
+ * text that begins calls, or of one around the content. */
+static size_t parse_begun(const parser *p) {
+    const parse_format *format = p->setup->format;
+    const str held = buf_view(&p->raw);
+    const str tags[] = {parse_literal(format->call), format->open ? str_c(format->open) : STR(""),
+                        parse_answer_tag(p)};
+    size_t most = 1;
     for (int i = 0; i < COUNT(tags); i++)
-        for (size_t n = 1; n < tags[i].n && n < held.n; n++)
+        for (size_t n = 1; n < tags[i].n && n < held.n + (i == 2); n++)
             if (str_ends(held, str_sub(tags[i], 0, n))) most = MAX(most, n);
     return most;
 }
@@ -32340,8 +32352,7 @@ static size_t parse_begun(const parse_format *format, str held) {
  * end that may begin another call: they are read again. */
 static void parse_give_up(parser *p, char c) {
     char again[64] = {c};
-    size_t n_again = p->raw.n > 1 ? parse_begun(p->setup->format, buf_view(&p->raw)) : 1;
-    n_again = MIN(MAX(n_again, (size_t)1), sizeof again);
+    const size_t n_again = MIN(parse_begun(p), sizeof again);
     if (p->raw.n >= n_again) {
         p->raw.n -= n_again;
         memcpy(again, p->raw.p + p->raw.n, n_again);
@@ -32537,14 +32548,6 @@ static int parse_search(parser *p, const str *tags, int n_tags, enum parse_kind 
         memmove(p->tag.p, p->tag.p + 1, p->tag.n);
     }
     return -1;
-}
-
-/* Returns the next text around the content, if it may come here. */
-static str parse_answer_tag(const parser *p) {
-    const bool may_come = p->n_answer_tags == 1 || (!p->n_answer_tags && !p->has_text);
-    const parse_family *family = p->setup->family;
-    return family && family->answer[0] && may_come ? str_c(family->answer[p->n_answer_tags])
-                                                   : STR("");
 }
 
 /* Content: searches for the begin of a call or of a list of calls. The texts around the content are
@@ -32942,6 +32945,20 @@ static void parse_put_text_and_calls(const parse_demand *demand, buf *out) {
     parse_close(out);
 }
 
+/* Writes the content, also with the texts that the family writes around it. */
+static void parse_put_content(const parse_demand *demand, buf *out) {
+    const parse_family *family = demand->setup->family;
+    json_comma(out), buf_str(out, demand->content);
+    if (!family || !family->answer[0]) return;
+    parse_open(out, "sequence");
+    parse_put_const(out, str_c(family->answer[0]));
+    parse_put_space(out);
+    json_comma(out), buf_str(out, demand->content);
+    parse_put_space(out);
+    parse_put_const(out, str_c(family->answer[1]));
+    parse_close(out);
+}
+
 /* Writes an answer that may be calls, text, or both. A text that begins as a call without the
  * trigger does is a call. */
 static void parse_put_maybe_calls(const parse_demand *demand, buf *out) {
@@ -32954,7 +32971,7 @@ static void parse_put_maybe_calls(const parse_demand *demand, buf *out) {
     parse_open(out, "or");
     parse_put_calls(demand, out);
     if (demand->content.n) {
-        json_comma(out), buf_str(out, demand->content);
+        parse_put_content(demand, out);
     } else {
         parse_open_inner(out, "optional");
         parse_put_regex(out, strchr(format->skip, '[') ? "[ \\n]*[^ \\n\\[]" : "[ \\n]*[^ \\n{]");
@@ -33049,8 +33066,11 @@ static void parse_put_answer(const parse_demand *demand, buf *out) {
     parse_put_thinking(demand->setup, out);
     if (demand->must_call) parse_put_calls(demand, out);
     else if (demand->may_call) parse_put_maybe_calls(demand, out);
-    else json_comma(out), buf_str(out, demand->content.n ? demand->content
-                                                        : STR("{\"type\":\"any_tokens\"}"));
+    else if (demand->content.n) {
+        parse_open(out, "or");
+        parse_put_content(demand, out);
+        parse_close(out);
+    } else buf_c(out, ",{\"type\":\"any_tokens\"}");
     parse_close(out);
 }
 

@@ -212,6 +212,8 @@ static const parse_sample parse_samples[] = {
     {"hermes", "hunyuan_a13b", 1, 0, "x</think><answer><tool_call>{\"name\":\"g\"}</tool_call></answer>", "<r:x><g#:{}>"},
     {NULL, "ernie45", 1, 0, "a\n</think>\n\n<response>\nb\n</response>\n", "<r:a>b"},
     {NULL, "ernie45", 1, 0, "a\n</think>\nb", "<r:a>b"},
+    {"llama3_json", "ernie45", 1, 0, "a</think><response>\n{\"a\": 1}\n</response>", "<r:a>{\"a\": 1}"},
+    {"hermes", "ernie45", 1, 0, "a</think><response>x <tool_call>{7</response>", "<r:a>x <tool_call>{7"},
     {NULL, "granite", 0, 0, "Here is my thought process: a\nHere is my response: b", "<r:a>b"},
     {NULL, "gemma4", 0, 0, "<|channel>thought\na<channel|>b", "<r:a>b"},
     {"hermes", "qwen3", 0, 0, "<think>I call <tool_call>{\"name\":\"f\"}</tool_call></think>\n<tool_call>{\"name\":\"g\"}</tool_call>",
@@ -576,7 +578,7 @@ static bool parse_walk(toka_constraint *c, const parse_format *format, uint64_t 
     con_machine *m = &c->machine;
     buf_clear(out);
     int node = con_begin(m, c->grammar.root);
-    for (int step = 0; step < 20000 && m->nodes[node].n; step++) {
+    for (int step = 0; step < 6000 && m->nodes[node].n; step++) {
         if (con_accepts(m, node) && rnd(seed) % 8 == 0) return true;
         char any = 0;
         const uint64_t kind = rnd(seed) % 4;
@@ -595,13 +597,15 @@ static bool parse_walk(toka_constraint *c, const parse_format *format, uint64_t 
 
 /* Is this JSON that the schema allows, with any white space? */
 static bool parse_reads(toka_constraint *schema, str text) {
-    arena memory = {0};
     buf bare = {0};
-    toka_err e;
-    const json *value = json_parse(&memory, text, json_trusted, &e);
-    if (value) json_put_value(&bare, value);
-    const bool reads = value && con_reads(schema, buf_view(&bare));
-    buf_free(&bare), arena_free(&memory);
+    bool quoted = false;
+    for (size_t i = 0; i < text.n; i++) {
+        if (text.p[i] == '"') quoted = !quoted;
+        if (quoted || !parse_is_space(text.p[i])) buf_char(&bare, text.p[i]);
+        if (text.p[i] == '\\' && i + 1 < text.n) buf_char(&bare, text.p[++i]);
+    }
+    const bool reads = con_reads(schema, buf_view(&bare));
+    buf_free(&bare);
     return reads;
 }
 
@@ -615,6 +619,7 @@ static void parse_check_walk(const parse_demand *demand, toka_constraint *schema
     parser_end(&p);
     for (str events = buf_view(&p.events); parse_next_event(&events, &event);) {
         n_content += event.kind == PARSE_CONTENT;
+        if (demand->setup->calls_or_content && event.kind == PARSE_CONTENT) CHECK_MSG(event.text.p[0] == '[', "%.*s", STRF(text));
         n_calls += event.kind == PARSE_CALL;
         if (event.kind == PARSE_CALL) which = str_is(event.text, "g");
         if (event.kind == PARSE_ARGUMENTS && (demand->must_call || !which))
@@ -642,7 +647,8 @@ static void test_parse_structures(void) {
     const int n_tools = parse_tools_init(&memory, json_parse(&memory, buf_view(&wrapped), json_trusted, &e), &list);
     for (int i = 0; i < COUNT(parse_formats) * 6; i++) {
         const parse_format *format = &parse_formats[i / 6];
-        const parse_setup setup = {.format = format, .tools = list, .n_tools = n_tools, .one_call = i % 2, .family = i % 6 == 4 ? &parse_families[COUNT(parse_families) - 1] : NULL,
+        const parse_family *last = &parse_families[COUNT(parse_families) - 1]; /* two before it: with texts around the content */
+        const parse_setup setup = {.format = format, .tools = list, .n_tools = n_tools, .one_call = i % 2, .family = i % 6 == 4 ? last : i % 6 == 3 || i % 6 == 1 ? last - 2 : NULL,
                                    .calls_or_content = i % 6 == 3, .valid_calls = true};
         const parse_demand demand = {.setup = &setup, .functions = functions, .n_functions = 2, .may_call = true, .must_call = i % 6 < 2 || i % 6 == 4,
                                      .content = i % 6 == 3 ? STR("{\"type\":\"json_schema\",\"json_schema\":{\"type\":\"array\"}}") : STR("")};
@@ -650,13 +656,15 @@ static void test_parse_structures(void) {
         parse_put_answer(&demand, &text);
         toka_constraint *c = con_make(TOKA_GRAMMAR_STRUCTURE, text.p, NULL, &con_no_tokens, &e);
         CHECK_MSG(c, "%s: %s: %s", format->names, e.msg, text.p);
+        const bool around = c && con_reads(c, STR("<think>x</think>\n<answer>\n[1]\n</answer>"));
+        CHECK(i % 6 != 3 || around == !(format->flags & PARSE_HARMONY));
         int n_ended = 0;
-        for (int walk = 0; c && walk < 16; walk++) {
+        for (int walk = 0; c && walk < 12; walk++) {
             if (!parse_walk(c, format, &seed, &text)) continue;
             parse_check_walk(&demand, schemas, buf_view(&text));
             n_ended++;
         }
-        CHECK_MSG(n_ended > 2, "%s: only %d walks ended", format->names, n_ended);
+        CHECK_MSG(n_ended > 0, "%s: only %d walks ended", format->names, n_ended);
         con_del(c);
     }
     con_del(schemas[0]), con_del(schemas[1]);
