@@ -955,6 +955,12 @@ __device__ static inline uint64_t wgmma_desc(uint32_t at) {
            (uint64_t)1 << 62;
 }
 
+/* Matrix descriptor of 8 rows at `at` without a swizzle: their first 16 bytes, one row behind the
+ * other, then `step` bytes further their next 16 bytes ... */
+__device__ static inline uint64_t wgmma_desc_8_rows(uint32_t at, int step) {
+    return (uint64_t)((at & 0x3FFFF) >> 4) | (uint64_t)(step >> 4) << 16 | (uint64_t)1 << 32;
+}
+
 /* ---- wgmma: d[64][N] (+)= a[64][16] b[N][16]^T by one warpgroup ----
  *
  * Accumulators: warp w of the warpgroup holds the rows 16w .. 16w+15. Block j of columns is 8
@@ -2323,6 +2329,8 @@ typedef struct gemm_args {
     bool norm_ready;
     const struct qkv_params *qkv; /* only for EPI_QKV */
     bool x_quantized; /* x is e4m3 already, with dev->x_scale; rows of 2 ldx bytes */
+    /* Weights of the RMSNorm of x that the GEMM applies itself, or NULL. Only if gemm_is_few_fp8. */
+    const float *norm;
 } gemm_args;
 
 /* ---- Fused norm, input side: 1 / rms of a row from its sums of squares ---- */
@@ -3506,21 +3514,27 @@ __device__ static inline void gemm_mainloop_staggered(float (&acc)[BN / 2], cons
 
 /* ---- The main loop of FP8 (gemm_fp8) ---- */
 
-/* Issues the wgmma of one K block for PART columns of the tile, from col0 on. */
-template <class FMT, int BN, int PART>
-__device__ static inline void gemm_fp8_issue(float (&part)[PART / 2], const gemm_cta &cta, int buf,
-                                             int consumer, int col0) {
-    const uint32_t buf_at = cta.ring + buf * ((FMT::rows + BN) * 128);
-    const uint64_t a_desc = wgmma_desc(buf_at + consumer * 64 * 128),
-                   b_desc = wgmma_desc(buf_at + (FMT::rows + col0) * 128);
+/* Issues the wgmma of one K block; part becomes its product. b_step: from one 32 columns of b to the
+ * next, in units of 16 bytes. */
+template <int PART>
+__device__ static inline void fp8_issue(float (&part)[PART / 2], uint64_t a_desc, uint64_t b_desc,
+                                        int b_step = 2) {
     constexpr bool zero_part = NVCC_VERSION < 1209; /* see gemm_mainloop */
 #pragma unroll
     for (int i = 0; zero_part && i < PART / 2; i++) part[i] = 0;
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        wgmma_ss_fp8<PART>(part, a_desc + 2 * i, b_desc + 2 * i, zero_part || i > 0);
+        wgmma_ss_fp8<PART>(part, a_desc + 2 * i, b_desc + b_step * i, zero_part || i > 0);
     wgmma_commit();
+}
+/* The same for PART columns of the tile, from col0 on. */
+template <class FMT, int BN, int PART>
+__device__ static inline void gemm_fp8_issue(float (&part)[PART / 2], const gemm_cta &cta, int buf,
+                                             int consumer, int col0) {
+    const uint32_t buf_at = cta.ring + buf * ((FMT::rows + BN) * 128);
+    fp8_issue<PART>(part, wgmma_desc(buf_at + consumer * 64 * 128),
+                    wgmma_desc(buf_at + (FMT::rows + col0) * 128));
 }
 /* Returns the scales of the K block for the columns from col0 on, at most 128: of their even and of
  * their odd groups of 8 columns. */
@@ -3614,8 +3628,11 @@ __device__ static inline void gemm_apply_scales(float (&acc)[COLS / 2], const ge
         float2 w = {1, 1};
         if (!FMT::blocked && col < tile.N)
             w = *(const float2 *)(problem.w_scale + col + 2 * (tile.lane & 3));
-        acc[4 * j] *= low * w.x, acc[4 * j + 1] *= low * w.y;
-        acc[4 * j + 2] *= high * w.x, acc[4 * j + 3] *= high * w.y;
+        /* rounded before a bias or a residual is added, as in gemm_few_fp8 */
+        acc[4 * j] = __fmul_rn(acc[4 * j], low * w.x);
+        acc[4 * j + 1] = __fmul_rn(acc[4 * j + 1], low * w.y);
+        acc[4 * j + 2] = __fmul_rn(acc[4 * j + 2], high * w.x);
+        acc[4 * j + 3] = __fmul_rn(acc[4 * j + 3], high * w.y);
     }
 }
 
@@ -5153,9 +5170,290 @@ static void gemm_fp8_quantize(toka_device *dev, const gemm_args *args) {
                      {dim3((unsigned)args->M), 256}, (bf16 *)args->x, args->ldx, args->w->K,
                      args->w->x_scale, dev->x_scale);
 }
+/* ---- gemm_few_fp8: an e4m3 W and few rows of x, which the kernel norms and quantizes itself ----
+ *
+ * y^T = W x^T, with the epilogues EPI_STORE, EPI_RESIDUAL and EPI_SWIGLU
+ *
+ *   x, y     bf16 [M][ldx], [M][ldy]; M <= 8 and M K <= FEW_X_BYTES
+ *   W        e4m3 [N][K], with scales as in struct weight
+ *   norm     NULL, or [K]: x is normed first (RMSNorm)
+ *
+ * With few rows the time goes by launches. This kernel replaces two: rmsnorm_kernel or
+ * quantize_rows_kernel, and gemm_wgmma_kernel. It gives the same bits as they.
+ *
+ * Grid: at most one CTA per SM, persistent. A tile is tile_rows rows of W (16 .. 64, as even for
+ * all CTAs as possible) and all of K. Block: the consumer warpgroup and a producer warp.
+ *
+ * The producer fills the ring with W before grid_wait(), while the kernel before still runs. When
+ * that has ended, every CTA norms and quantizes all rows of x for itself: they are a few KB. They
+ * stay in shared memory, as wgmma's b without a swizzle: [K / 16][M] pieces of 16 bytes. b has 8
+ * rows; those from M on are pieces of the next columns, and their sums are not stored. a has 64
+ * rows; those from tile_rows on are what lies behind in the ring, and not stored, too.
+ *
+ * Shared memory: half of an SM's, so that the ring of the next kernel fills early. */
+enum {
+    FEW_ROWS = 8,
+    FEW_X_BYTES = 32 << 10,
+    FEW_RING_BYTES = 80 << 10, FEW_MAX_BUFS = FEW_RING_BYTES / (16 * 128),
+    FEW_VECS = 16, /* pieces of 8 numbers of x that a thread holds: K <= 16,384 */
+    FEW_NORM_VECS = 4, /* pieces of norm weights that it loads before grid_wait() */
+    FEW_THREADS = 160
+};
+typedef struct few_args {
+    const bf16 *x;
+    bf16 *y;
+    const float *norm, *bias, *w_scale;
+    int M, N, K, ldx, ldy;
+    int tile_rows, n_bufs; /* n_bufs: buffers of the ring, each [tile_rows][128] of W */
+    float inv_E, eps, static_scale;
+    enum epilogue epi;
+} few_args;
+
+#if HOPPER
+/* Returns the sum or the maximum over the 128 consumer threads; the sum in the order of
+ * block_sum_128. */
+__device__ static inline float few_sum(float v, float *warp_values) {
+    for (int s = 16; s; s >>= 1) v += __shfl_xor_sync(~0u, v, s);
+    if (threadIdx.x % 32 == 0) warp_values[threadIdx.x / 32] = v;
+    bar_sync(1, 128);
+    return (warp_values[0] + warp_values[1]) + (warp_values[2] + warp_values[3]);
+}
+__device__ static inline float few_max(float v, float *warp_values) {
+    for (int s = 16; s; s >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, s));
+    if (threadIdx.x % 32 == 0) warp_values[threadIdx.x / 32] = v;
+    bar_sync(1, 128);
+    return fmaxf(fmaxf(warp_values[0], warp_values[1]), fmaxf(warp_values[2], warp_values[3]));
+}
+/* Norms row m of x, quantizes it to codes and sets scales[m]. norm_cached: this thread's first
+ * pieces of norm weights. warp_values: [2][4], for the sum and for the maximum. */
+__device__ static inline void few_load_row(const few_args &args, int m,
+                                           const float4 (&norm_cached)[FEW_NORM_VECS][2],
+                                           char *codes, float *scales, float *warp_values) {
+    const int thread = (int)threadIdx.x, n_vecs = args.K / 8,
+              n_padded = (args.K + 127) / 128 * 16; /* the last K block is filled with zeros */
+    const uint4 *from = (const uint4 *)(args.x + (size_t)m * args.ldx);
+    const float4 *norm = (const float4 *)args.norm;
+    uint4 x[FEW_VECS];
+    float sum = 0, largest = 0;
+#pragma unroll
+    for (int i = 0; i < FEW_VECS; i++)
+        x[i] = thread + 128 * i < n_vecs ? from[thread + 128 * i] : uint4{};
+    if (norm) {
+#pragma unroll
+        for (int i = 0; i < FEW_VECS; i++) sum = norm_add_squares(x[i], sum);
+        const float scale = rsqrtf(few_sum(sum, warp_values) * args.inv_E + args.eps);
+#pragma unroll
+        for (int i = 0; i < FEW_VECS; i++)
+            if (i < FEW_NORM_VECS)
+                x[i] = norm_scale_8(x[i], scale, norm_cached[i][0], norm_cached[i][1]);
+            else if (thread + 128 * i < n_vecs)
+                x[i] = norm_scale_8(x[i], scale, norm[2 * (thread + 128 * i)],
+                                    norm[2 * (thread + 128 * i) + 1]);
+    }
+#pragma unroll
+    for (int i = 0; i < FEW_VECS; i++) largest = fp8_largest_8(x[i], largest);
+    const float scale = fp8_scale(args.static_scale, few_max(largest, warp_values + 4)),
+                inverse = 1 / scale;
+    if (thread == 0) scales[m] = scale;
+#pragma unroll
+    for (int i = 0; i < FEW_VECS; i++) {
+        const int vec = thread + 128 * i;
+        if (vec < n_padded)
+            *(uint2 *)(codes + (vec / 2 * args.M + m) * 16 + vec % 2 * 8) =
+                fp8_quantize_8(x[i], inverse);
+    }
+}
+__device__ static inline void few_produce(const few_args &args, const CUtensorMap *map_w,
+                                          uint32_t ring, uint32_t bars, int n_tiles) {
+    const int n_k = (args.K + 127) / 128;
+    int buf = 0, parity = 1;
+    for (int tile = (int)blockIdx.x; tile < n_tiles; tile += (int)gridDim.x)
+        for (int k = 0; k < n_k; k++) {
+            const uint32_t full = bars + 8 * buf;
+            mbar_wait(full + 8 * FEW_MAX_BUFS, parity);
+            mbar_expect_tx(full, args.tile_rows * 128);
+            tma_load_2d(ring + buf * args.tile_rows * 128, map_w, full, 128 * k,
+                        tile * args.tile_rows);
+            if (++buf == args.n_bufs) buf = 0, parity ^= 1;
+        }
+}
+/* The consumer's place in the ring, and what it multiplies. */
+struct few_ring {
+    uint32_t ring, bars;
+    int n_bufs, buf_bytes;
+    uint64_t x_desc; /* of the first K block of x */
+    int x_step;      /* from 32 columns of x to the next, in units of 16 bytes */
+    int buf, parity;
+};
+/* Issues K block k, and returns its buffer. */
+__device__ static inline int few_issue(few_ring &ring, float (&part)[4], int k) {
+    const int buf = ring.buf;
+    mbar_wait(ring.bars + 8 * buf, ring.parity);
+    fp8_issue<8>(part, wgmma_desc(ring.ring + buf * ring.buf_bytes),
+                 ring.x_desc + (uint64_t)(4 * ring.x_step * k), ring.x_step);
+    if (++ring.buf == ring.n_bufs) ring.buf = 0, ring.parity ^= 1;
+    return buf;
+}
+/* Adds a finished K block. scales: of its blocks of W. */
+template <bool BLOCKED>
+__device__ static inline void few_promote(const few_ring &ring, float (&acc)[4], float (&part)[4],
+                                          int buf, float2 scales) {
+    wgmma_fence_operand(part);
+    if (threadIdx.x == 0) mbar_arrive(ring.bars + 8 * FEW_MAX_BUFS + 8 * buf);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if constexpr (BLOCKED) acc[i] += part[i] * (i / 2 ? scales.y : scales.x);
+        else acc[i] += part[i];
+}
+/* Adds up a tile. An iteration of the loop has four K blocks, as in gemm_mainloop_fp8. */
+template <bool BLOCKED>
+__device__ static inline void few_multiply(const few_args &args, few_ring &ring, int n0,
+                                           float (&acc)[4]) {
+    const int n_k = (args.K + 127) / 128, blocks_n = (args.N + 127) / 128;
+    const int block = min((n0 + (int)threadIdx.x / 32 * 16) / 128, blocks_n - 1);
+    auto scale_of = [&](int k) {
+        return BLOCKED ? __ldg((const float2 *)args.w_scale + (size_t)k * blocks_n + block)
+                       : float2{1, 1};
+    };
+    float part[2][4];
+    int k = 0;
+    for (; k + 4 <= n_k; k += 4) {
+        float2 scales[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) scales[i] = scale_of(k + i);
+        int buf = few_issue(ring, part[0], k);
+#pragma unroll
+        for (int i = 1; i < 4; i++) {
+            const int next = few_issue(ring, part[i % 2], k + i);
+            wgmma_wait<1>();
+            few_promote<BLOCKED>(ring, acc, part[(i - 1) % 2], buf, scales[i - 1]);
+            buf = next;
+        }
+        wgmma_wait<0>();
+        few_promote<BLOCKED>(ring, acc, part[1], buf, scales[3]);
+    }
+    for (; k < n_k; k++) {
+        const float2 scales = scale_of(k);
+        const int buf = few_issue(ring, part[0], k);
+        wgmma_wait<0>();
+        few_promote<BLOCKED>(ring, acc, part[0], buf, scales);
+    }
+}
+/* Stores the sums of a tile. A thread has rows n and n + 8 of W, and rows 2q and 2q + 1 of x. */
+template <bool BLOCKED>
+__device__ static inline void few_store(const few_args &args, int n0, const float (&acc)[4],
+                                        const float *x_scales) {
+    const int lane = (int)threadIdx.x % 32, row = (int)threadIdx.x / 32 * 16 + lane / 4;
+    const int n = n0 + row;
+    if (row >= args.tile_rows || n >= args.N) return;
+    const bool has_upper = n + 8 < args.N;
+    float w[2] = {1, 1};
+    if (!BLOCKED) w[0] = args.w_scale[n], w[1] = has_upper ? args.w_scale[n + 8] : 0;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int m = lane % 4 * 2 + i;
+        if (m >= args.M) break;
+        float low = __fmul_rn(acc[i], x_scales[m] * w[0]),
+              high = __fmul_rn(acc[i + 2], x_scales[m] * w[1]);
+        if (args.bias) low += args.bias[n], high += has_upper ? args.bias[n + 8] : 0;
+        bf16 *y = args.y + (size_t)m * args.ldy;
+        if (args.epi == EPI_SWIGLU) {
+            y[n0 / 2 + (row - lane / 4) / 2 + lane / 4] = __float2bfloat16(swiglu(low, high));
+            continue;
+        }
+        if (args.epi == EPI_RESIDUAL) {
+            low += __bfloat162float(y[n]);
+            if (has_upper) high += __bfloat162float(y[n + 8]);
+        }
+        y[n] = __float2bfloat16(low);
+        if (has_upper) y[n + 8] = __float2bfloat16(high);
+    }
+}
+#endif
+template <bool BLOCKED>
+__global__ static void __launch_bounds__(FEW_THREADS)
+    gemm_few_fp8_kernel(const __grid_constant__ CUtensorMap map_w, const few_args args) {
+#if HOPPER
+    extern __shared__ __align__(1024) char few_smem[];
+    __shared__ float x_scales[FEW_ROWS], warp_values[FEW_ROWS][2 * 4];
+    __shared__ uint64_t barriers[2 * FEW_MAX_BUFS];
+    const uint32_t ring = smem_addr(few_smem), bars = smem_addr(barriers);
+    const int n_tiles = (args.N + args.tile_rows - 1) / args.tile_rows;
+    char *codes = few_smem + FEW_RING_BYTES;
+    for (int i = (int)threadIdx.x; i < 2 * FEW_MAX_BUFS; i += FEW_THREADS)
+        mbar_init(bars + 8 * i, 1);
+    mbar_init_fence();
+    __syncthreads();
+    grid_launch_dependents();
+    if (threadIdx.x >= 128) {
+        if (elect_one()) few_produce(args, &map_w, ring, bars, n_tiles);
+        return;
+    }
+    float4 norm[FEW_NORM_VECS][2] = {};
+#pragma unroll
+    for (int i = 0; i < FEW_NORM_VECS; i++)
+        if (args.norm && threadIdx.x + 128 * i < args.K / 8)
+            norm[i][0] = ((const float4 *)args.norm)[2 * (threadIdx.x + 128 * i)],
+            norm[i][1] = ((const float4 *)args.norm)[2 * (threadIdx.x + 128 * i) + 1];
+    grid_wait();
+    for (int m = 0; m < args.M; m++)
+        few_load_row(args, m, norm, codes, x_scales, warp_values[m]);
+    fence_async_smem();
+    bar_sync(1, 128);
+    few_ring place = {ring, bars, args.n_bufs, args.tile_rows * 128,
+                      wgmma_desc_8_rows(smem_addr(codes), 16 * args.M), 2 * args.M, 0, 0};
+    for (int tile = (int)blockIdx.x; tile < n_tiles; tile += (int)gridDim.x) {
+        float acc[4] = {};
+        few_multiply<BLOCKED>(args, place, tile * args.tile_rows, acc);
+        few_store<BLOCKED>(args, tile * args.tile_rows, acc, x_scales);
+    }
+#else
+    __trap();
+#endif
+}
+
+/* Returns whether gemm_few_fp8 runs M rows and this W. */
+static bool gemm_is_few_fp8(const toka_device *dev, int M, const weight *w) {
+    return dev->hopper && w->scale && M <= FEW_ROWS && w->K <= FEW_VECS * 1024 &&
+           M * ((w->K + 127) / 128 * 128) <= FEW_X_BYTES;
+}
+/* Returns the rows of a tile: a multiple of 16, so that the busiest CTA has the fewest rows. */
+static int few_tile_rows(int N, int n_ctas) {
+    int best = 64, fewest = INT_MAX;
+    for (int rows = 64; rows >= 16; rows -= 16) {
+        const int most = ceil_div(ceil_div(N, rows), n_ctas) * rows;
+        if (most < fewest) best = rows, fewest = most;
+    }
+    return best;
+}
+static void gemm_few_fp8(toka_device *dev, const gemm_args *args) {
+    const weight *w = args->w;
+    const int tile_rows = few_tile_rows(w->N, dev->n_sms), n_tiles = ceil_div(w->N, tile_rows);
+    const few_args kernel_args = {args->x, args->y, args->norm, w->bias, w->scale,
+                                  args->M, w->N, w->K, args->ldx, args->ldy, tile_rows,
+                                  FEW_RING_BYTES / (tile_rows * 128),
+                                  args->norm ? 1.0f / dev->shape->E : 0,
+                                  args->norm ? dev->shape->eps : 0, w->x_scale, args->epi};
+    assert(args->epi == EPI_STORE || args->epi == EPI_RESIDUAL || args->epi == EPI_SWIGLU);
+    const CUtensorMap map_w = gemm_fp8_map(dev, w->data, w->N, w->K, (size_t)fp8_row_bytes(w->K),
+                                           tile_rows);
+    if (dev->error.code) return;
+    /* 128 bytes more: b's last rows without data */
+    launch_dependent(dev, "GEMM (few rows, FP8)",
+                     w->is_blocked ? gemm_few_fp8_kernel<true> : gemm_few_fp8_kernel<false>,
+                     {dim3((unsigned)min(n_tiles, dev->n_sms)), FEW_THREADS,
+                      FEW_RING_BYTES + FEW_X_BYTES + 128},
+                     map_w, kernel_args);
+}
+
 /* y = epilogue(x W^T) with an e4m3 W, for EPI_STORE, EPI_RESIDUAL and EPI_SWIGLU. */
 static void gemm_fp8_run(toka_device *dev, const gemm_args *args) {
     assert(!args->norm_ready && !args->next_norm);
+    if (!args->x_quantized && gemm_is_few_fp8(dev, args->M, args->w)) {
+        gemm_few_fp8(dev, args);
+        return;
+    }
+    assert(!args->norm);
     gemm_fp8_quantize(dev, args);
     gemm_wgmma_with(dev, args, gemm_fp8_choose(dev, args->epi, args->M, args->w, false));
 }
@@ -14094,16 +14392,28 @@ enum normed {
     NORMED,           /* norm(x), bf16 */
     NORMED_FUSED,     /* the op's first GEMM is the input side of the fused norm */
     NORMED_QUANTIZED, /* norm(x), e4m3 with dev->x_scale */
+    NORMED_BY_GEMM    /* nothing: the GEMM takes x, and norms it */
 };
-/* Prepares dev->xn for the op that begins with this norm and then multiplies by w. */
-static enum normed hidden_norm(toka_device *dev, toka_hidden *x, const float *norm,
-                               const weight *w) {
+/* Prepares dev->xn for the op that begins with this norm and then multiplies by w. may_be_few: the
+ * op does that by gemm(), with hidden_gemm_args. */
+static enum normed hidden_norm(toka_device *dev, toka_hidden *x, const float *norm, const weight *w,
+                               bool may_be_few) {
     if (fuse_norm_consume(x, norm)) return NORMED_FUSED;
     if (reduce_norm(dev, x, norm)) return NORMED;
     const bf16 *rows = dev_bf16(toka_hidden_read(x));
     const weight *next = w->scale ? w : NULL;
+    if (may_be_few && gemm_is_few_fp8(dev, dev->step->T, w)) return NORMED_BY_GEMM;
     if (!graph_is_replay(dev)) rmsnorm(dev, rows, NULL, norm, dev->xn, dev->step->T, next);
     return next ? NORMED_QUANTIZED : NORMED;
+}
+/* Returns the arguments of the op's first GEMM; the caller adds y, ldy and epi. normed: what
+ * hidden_norm has returned. */
+static gemm_args hidden_gemm_args(const toka_device *dev, const toka_hidden *x, enum normed normed,
+                                  const float *norm, const weight *w) {
+    const bool by_gemm = normed == NORMED_BY_GEMM;
+    return gemm_args{.M = dev->step->T, .x = by_gemm ? dev_bf16(x->data) : dev->xn, .ldx = dev->E,
+                     .w = w, .norm_ready = normed == NORMED_FUSED,
+                     .x_quantized = normed == NORMED_QUANTIZED, .norm = by_gemm ? norm : NULL};
 }
 
 /* In a model with one stage the kernel of embed has kept the ids. In the last of several stages the
@@ -14165,9 +14475,7 @@ static bool fuse_norm_for_head(const toka_device *dev, const toka_step *step) {
     return all;
 }
 
-/* q = RoPE(xn W_q), and the stores of K and V. normed: hidden_norm's result. */
-static void qkv_rope_kv(toka_device *dev, int layer, enum normed normed, bf16 *q) {
-    const int n_rows = dev->step->T;
+static qkv_params qkv_params_of(const toka_device *dev, int layer, bf16 *q) {
     const toka_shape *shape = dev->shape;
     const layer_weights *weights = &dev->layers[layer];
     const step_rows *rows = &dev->rows;
@@ -14177,11 +14485,23 @@ static void qkv_rope_kv(toka_device *dev, int layer, enum normed normed, bf16 *q
         weights->qkv.bias, weights->q_norm, weights->k_norm, shape->eps, shape->H, shape->K,
         shape->B,          rows->pos,       rows->kv_slot,   dev->rope,  q,        kv,
         shape->D};
-    const bool fp8 = weights->qkv.scale != NULL;
-    const bool fuses = !kv_fp8 && qkv_is_interleaved(dev, shape->D); /* it stores bf16 K and V */
-    if (fp8 && fuses && gemm_fp8_fuses_qkv(n_rows, &params)) {
-        const gemm_args args = {.M = n_rows, .x = dev->xn, .ldx = dev->E, .w = &weights->qkv,
-                                .x_quantized = normed == NORMED_QUANTIZED};
+}
+/* Returns whether a GEMM may have the QKV epilogue: that stores bf16 K and V. */
+static bool qkv_may_fuse(const toka_device *dev, int layer) {
+    return !kv_is_fp8(dev->kv_fp8, layer) && qkv_is_interleaved(dev, dev->shape->D);
+}
+/* Returns whether the step's GEMM is gemm_fp8_qkv. */
+static bool qkv_is_fused_fp8(const toka_device *dev, int layer, const qkv_params *params) {
+    return dev->layers[layer].qkv.scale && qkv_may_fuse(dev, layer) &&
+           gemm_fp8_fuses_qkv(dev->step->T, params);
+}
+/* q = RoPE(xn W_q), and the stores of K and V. args: of the GEMM. */
+static void qkv_rope_kv(toka_device *dev, int layer, gemm_args args, const qkv_params &params) {
+    const int n_rows = dev->step->T;
+    const toka_shape *shape = dev->shape;
+    const layer_weights *weights = &dev->layers[layer];
+    const bool fp8 = weights->qkv.scale != NULL, fuses = qkv_may_fuse(dev, layer);
+    if (qkv_is_fused_fp8(dev, layer, &params)) {
         gemm_fp8_qkv(dev, &args, &params);
         return;
     }
@@ -14206,9 +14526,12 @@ static void cuda_norm_qkv_rope_kv(toka_device *dev, const toka_step *, int layer
                                   toka_dev_ptr q) {
     if (!op_begin(dev, "norm_qkv_rope_kv")) return;
     const layer_weights *weights = &dev->layers[layer];
-    const enum normed normed = hidden_norm(dev, x, weights->attn_norm, &weights->qkv);
+    const qkv_params params = qkv_params_of(dev, layer, dev_bf16(q));
+    const enum normed normed = hidden_norm(dev, x, weights->attn_norm, &weights->qkv,
+                                           !qkv_is_fused_fp8(dev, layer, &params));
     if (graph_is_replay(dev)) return;
-    qkv_rope_kv(dev, layer, normed, dev_bf16(q));
+    qkv_rope_kv(dev, layer,
+                hidden_gemm_args(dev, x, normed, weights->attn_norm, &weights->qkv), params);
     clock_record_op(dev, TOKA_OP_QKV);
 }
 

@@ -303,6 +303,42 @@ static void test_rows(toka_device *d, int N, int K, bool blocked, int repeats) {
     GPU_OK(cudaStreamSynchronize(d->stream));
     gpu_check(!found.host()[0].bad, "rows N=%d K=%d%s: %u numbers depend on M %s", N, K, blocked ? " blocks" : "", found.host()[0].bad, d->error.msg);
 }
+/* gemm_few_fp8 gives the same bits as the norm or the quantization, and then gemm_wgmma. */
+static void test_few(toka_device *d, int M, int N, int K, bool blocked, bool norm, float static_scale) {
+    const int ldx = norm ? K : K + 8, ldy = N + 8; /* rmsnorm has rows of E */
+    toka_shape shape = {};
+    problem p(M, N, K, blocked, false);
+    gpu_buf<bf16> x((size_t)M * ldx), xn((size_t)M * ldx, (size_t)GEMM_PAD_ROWS * ldx), y0((size_t)M * ldy), y((size_t)M * ldy), want((size_t)M * ldy);
+    gpu_buf<float> norm_w((size_t)K);
+    gpu_buf<finding> found(3);
+    gpu_random(x, gpu_seed + 9, 1), gpu_random(y0, gpu_seed + 10, 1), gpu_random(norm_w, gpu_seed + 11, 1);
+    GPU_OK(cudaMemset(found.p(), 0, found.n * sizeof(finding)));
+    shape.E = norm ? K - 1 : K, shape.eps = 1e-5f, d->shape = &shape, d->E = ldx, d->x_scale = p.x_scale.p();
+    p.W.x_scale = static_scale;
+    GPU_OK(cudaDeviceSynchronize());
+    int n = 0;
+    for (enum epilogue epi : {EPI_STORE, EPI_RESIDUAL, EPI_SWIGLU}) {
+        if (epi == EPI_SWIGLU && N % 16) continue;
+        p.W.bias = M % 2 && epi != EPI_SWIGLU ? p.bias.p() : NULL;
+        for (bf16 *to : {y.p(), want.p()}) GPU_OK(cudaMemcpyAsync(to, y0.p(), y.n * 2, cudaMemcpyDeviceToDevice, d->stream));
+        gemm_args a = {.M = M, .x = x.p(), .ldx = ldx, .w = &p.W, .y = y.p(), .ldy = ldy, .epi = epi, .norm = norm ? norm_w.p() : NULL};
+        gemm_few_fp8(d, &a);
+        GPU_OK(cudaMemcpyAsync(xn.p(), x.p(), x.n * 2, cudaMemcpyDeviceToDevice, d->stream));
+        if (norm) rmsnorm(d, x.p(), NULL, norm_w.p(), xn.p(), M, &p.W);
+        a.norm = NULL, a.x = xn.p(), a.y = want.p(), a.x_quantized = norm;
+        gemm_fp8_quantize(d, &a);
+        a.x_quantized = true;
+        gemm_wgmma_with(d, &a, gemm_fp8_choose(d, epi, M, &p.W, false));
+        differ<<<132, 256, 0, d->stream>>>((uint16_t *)y.p(), (uint16_t *)want.p(), y.n, found.p() + n++);
+    }
+    GPU_OK(cudaStreamSynchronize(d->stream));
+    d->shape = NULL;
+    const std::vector<finding> f = found.host();
+    for (int i = 0; i < n; i++)
+        gpu_check(!f[(size_t)i].bad && !d->error.code, "few M=%d N=%d K=%d%s%s static %g %s: %u numbers differ %s", M, N, K, blocked ? " blocks" : "",
+                  norm ? " norm" : "", static_scale, i == 0 ? "store" : i == 1 ? "residual" : "swiglu", f[(size_t)i].bad, d->error.msg);
+    gpu_check(y.guards_hold(), "few M=%d N=%d K=%d: guard bands", M, N, K);
+}
 /* q, K and V by the epilogue against rope_kernel after EPI_STORE: they differ by one rounding. */
 static void test_qkv(toka_device *d, int E, int H, int K, int D, int M, bool blocked, bool norm) {
     const int N = (H + 2 * K) * D, B = 16, slots = 512, positions = 64;
@@ -457,6 +493,11 @@ int main(int argc, char **argv) {
             if (!quick || nk.first == 136) test_shape(d, nk.first, nk.second, blocked, false, quick ? few : all);
         if (!small) test_shape(d, 64, 16384, blocked, true, few);
         if (!quick) test_shape(d, 4096, 4096, blocked, false, few), test_shape(d, 2048, 14336, blocked, false, few);
+        for (int M : {1, 2, 3, 7, 8})
+            for (auto nk : {std::pair<int, int>{8, 8}, {136, 1000}, {208, 72}, {48, 4096}, {1536, 2048}, {4096, 4096}, {2064, 14336}})
+                for (int norm = 0; norm < 2 && M * (nk.second + 127) / 128 * 128 <= FEW_X_BYTES - 1024; norm++)
+                    if (!small || (M < 4 && nk.first < 256))
+                        test_few(d, M, nk.first, nk.second, blocked, norm, 0), test_few(d, M, nk.first, nk.second, blocked, norm, 0.02f);
         test_rows(d, small ? 160 : 1536, small ? 136 : 2048, blocked, small ? 1 : quick ? 10 : 100);
         for (int M : {1, 33, 64, 150})
             if (!small || M == 33)

@@ -91,7 +91,7 @@ MUTANTS = [
            ("the largest number before the norm", "largest = fp8_largest_8(`x_cached[k]`, largest)", "from[thread]"),
            ("the scale of row 0", "x_scale[`blockIdx.x`] = row_scale;", "0")),
     *group("gemm_wgmma_kernel", "fp8 small", "N=136 K=1000",
-           ("a partial sum goes on", "wgmma_ss_fp8<PART>(part, a_desc + 2 * i, b_desc + 2 * i, `zero_part || i > 0`);", "1"),
+           ("a partial sum goes on", "wgmma_ss_fp8<PART>(part, a_desc + 2 * i, b_desc + b_step * i, `zero_part || i > 0`);", "1"),
            ("a partial sum is lost", "if constexpr (FMT::blocked) acc[i] += `part[i]` * (i / 4 % 2", "(i == 5 ? 0.0f : part[i])", "N=136 K=1000 blocks"),
            ("the scale of gate for up", "(`i / 4 % 2` ? scales.y : scales.x)", "0", "N=136 K=1000 blocks"),
            ("the scale of the K block before", "(const float2 *)cta.problem.w_scale + (size_t)`k` * blocks_n + block", "max(k - 1, 0)", "N=136 K=1000 blocks"),
@@ -387,7 +387,7 @@ MUTANTS = [
     *group("samp_fill_filters", "model only qwen2", "graphs",
            ("plain rows among filtered ones are filtered", "row_filters[n_filled] = samp_filter{.min_p_drop = `-INFINITY`,", "-1")),
     *group("cuda_norm_mlp_residual", "model only qwen2", "qwen2 .*logits",
-           ("the other norm of the layer", "hidden_norm(dev, x, `weights->mlp_norm`, &weights->gate_up);", "weights->attn_norm")),
+           ("the other norm of the layer", "hidden_norm(dev, x, `weights->mlp_norm`, &weights->gate_up, true);", "weights->attn_norm")),
 ]
 
 # kernels without a result that a test could check; and kernels of several ranks, which none of these tests launches (gpu_ranks.c does)
