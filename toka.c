@@ -13,10 +13,10 @@
  * WHAT IT IS NOT. It does not train or convert. It runs decoder-only
  * transformers, the rows of mf_archs (11): dense ones, mixtures of experts, and models with latent
  * attention or with linear mixers (Gated DeltaNet); their weights are bf16, f16, f32, FP8, int4 or
- * MXFP4 (mf_methods). The GPU backend has the dense Llama family in bf16, f16, f32 and FP8 only. No
- * images. Speculative decoding takes its drafts from texts (20), and is not on the GPU. If toka
- * would compute a model differently from the code of the model's authors, it refuses the model and
- * says why (mf_refuse_unsupported).
+ * MXFP4 (mf_methods). The GPU backend has the dense Llama family, and on Hopper its mixtures of
+ * experts, in bf16, f16, f32 and FP8 only. No images. Speculative decoding takes its drafts from
+ * texts (20), and is not on the GPU. If toka would compute a model differently from the code of the
+ * model's authors, it refuses the model and says why (mf_refuse_unsupported).
  *
  * HOW DATA FLOWS (the numbers are chapters):
  *
@@ -9527,11 +9527,17 @@ static void mf_read_moe(mf_reader *reader, mf_config *config) {
         mf_field_error(reader, "moe_layer_freq", mf_field(reader, "moe_layer_freq"), "1");
 }
 
-/* Sets the width of the widest MLP: of layers without experts, of an expert, of the shared one. */
+/* Sets the width of the widest MLP: of layers without experts, of an expert, of the shared one. And
+ * the numbers that the experts of a token leave. */
 static void mf_set_widest(mf_config *config) {
     const int L = config->shape.L, M = config->letter['M' - 'A'], S = config->letter['S' - 'A'];
     bool has_dense = false;
-    for (int i = 0; i < L; i++) has_dense |= !(config->kind[i] & MF_LAYER_MOE);
+    for (int i = 0; i < L; i++) {
+        has_dense |= !(config->kind[i] & MF_LAYER_MOE);
+        if (config->kind[i] & MF_LAYER_MOE)
+            config->shape.expert_cols = config->moe.top_k * (int64_t)(M + config->shape.E) +
+                                        config->shape.E;
+    }
     config->shape.F = MAX(MAX(M, S), has_dense ? config->shape.F : 0);
 }
 

@@ -884,6 +884,8 @@ typedef struct toka_linear_shape { /* of the layers with a linear mixer, in one 
 
 typedef struct toka_shape { /* of one rank. A field that says 0 is off at 0 */
     int L, H, K, D, E, F, V; /* F: the widest MLP */
+    int64_t expert_cols;    /* numbers of a token between its experts' matrices and the sum of
+                               their outputs; 0: there are no experts */
     int64_t layer_work;     /* multiply-adds of one token in the matrices of a layer, the mean of
                                the whole model's layers; 0: those of attention and an MLP */
     int v0, V_all;          /* the rank has the ids v0 .. v0+V-1 of the V_all ids. v0 is a multiple
@@ -1613,7 +1615,8 @@ static inline size_t toka_gpu_layer_bytes(const toka_layer *l) {
  * and libraries. */
 static inline size_t toka_gpu_scratch_bytes(const toka_shape *shape, int max_tokens) {
     size_t heads = (size_t)(shape->H + 2 * shape->K) * shape->D;
-    size_t row = 2 * (size_t)shape->E + 2 * (size_t)shape->H * shape->D + heads + shape->F;
+    size_t row = 2 * (size_t)shape->E + 2 * (size_t)shape->H * shape->D + heads + shape->F +
+                 (size_t)shape->expert_cols;
     /* partial results of earlier spans, for one row, float32 */
     size_t attention = (size_t)shape->H * (shape->D + 1) * 4;
     return (size_t)max_tokens * (row * 2 + attention) +

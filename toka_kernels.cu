@@ -215,6 +215,7 @@
  *   5. GEMM on mma.sync [kernel]
  *   6. GEMM on wgmma [kernel]
  *   7. GEMM for small M, and choosing a GEMM [kernel]
+ *   7b. Experts [kernel]
  *   8. Attention: the work list [host]
  *   9. Attention: the kernels [kernel]
  *  10. Ranks: groups and transfers [kernel]
@@ -300,8 +301,25 @@ typedef struct weight { /* a matrix on the device; N and K are multiples of 8 */
     float x_scale;      /* e4m3: the static scale of x; 0: each row of x has its own */
 } weight;
 
+typedef struct expert_router { /* how a token's experts are chosen (toka_moe) */
+    int n_experts, top_k;
+    toka_router_kind kind;
+    int n_groups, top_groups; /* n_groups 1: no groups */
+    bool renormalize, groups_by_top2;
+    float scale;
+    const float *bias, *choice_bias; /* [n_experts] or NULL */
+} expert_router;
+typedef struct layer_experts { /* the feed-forward of a layer with experts (chapter 7b) */
+    expert_router router;
+    weight logits;              /* [n_experts][E], and one more row if there is a shared gate */
+    weight gate_up, down;       /* of all experts, one below the other; N: rows of one */
+    weight shared_gate_up, shared_down; /* data NULL: there is no shared expert */
+    bool has_shared_gate;
+} layer_experts;
+
 typedef struct layer_weights {
     weight qkv, o, gate_up, down;
+    layer_experts *experts;            /* NULL: gate_up and down are the layer's MLP */
     const float *attn_norm, *mlp_norm; /* [E] */
     const float *q_norm, *k_norm;      /* [D] or NULL */
     int window;                        /* positions of the sliding window; 0: all positions */
@@ -404,6 +422,7 @@ typedef struct step_graphs {
     step_graph all[GRAPH_N_SIZES * GRAPH_N_KINDS]; /* [size][kind] */
 } step_graphs;
 
+struct expert_scratch; /* chapter 7b */
 struct attn_plan;  /* chapter 8 */
 struct samp_plan;  /* chapter 11 */
 struct cuda_group; /* chapter 10 */
@@ -460,6 +479,7 @@ struct toka_device {
     bf16 *xn, *qkv, *act;        /* scratch: [T][E] normed rows, [T][(H+2K)*D], [T][F] */
     float *row_sumsq;            /* scratch: [FUSE_NORM_MAX_ROWS][ceil(E / 16)] */
     float *x_scale;              /* scratch: [T] scales of the rows of x of an FP8 GEMM */
+    expert_scratch *experts;     /* NULL: the model has no experts */
     upload_buffer upload;
     step_rows rows;
     int *last_tokens;            /* [n_seqs] the last sampled token of each seq */
@@ -1053,7 +1073,9 @@ __device__ static inline void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b
  * (test/results/trials-fp8-promotion.md). */
 template <int N>
 __device__ static inline void wgmma_ss_fp8(float (&d)[N / 2], uint64_t a, uint64_t b, int scale_d) {
-    static_assert(N == 32 || N == 64 || N == 128);
+    static_assert(N == 8 || N == 16 || N == 32 || N == 64 || N == 128);
+    WG_SS_FP8(8, 4, 4, 5, 6);
+    WG_SS_FP8(16, 8, 8, 9, 10);
     WG_SS_FP8(32, 16, 16, 17, 18);
     WG_SS_FP8(64, 32, 32, 33, 34);
     WG_SS_FP8(128, 64, 64, 65, 66);
@@ -1586,14 +1608,15 @@ static size_t weight_bytes(const weight_parts *parts, bool fp8) {
     return rows * fp8_row_bytes(cols) + n_scales * sizeof(float);
 }
 
-/* Sets the scales of an e4m3 matrix (struct weight), and the static scale of x: the largest of the
- * parts, because they share x. */
-static void weight_set_scales(toka_device *dev, weight *to, const weight_parts *parts) {
-    const int blocks_n = ceil_div(to->N, 128), blocks_k = ceil_div(to->K, 128);
-    to->is_blocked = !weight_has_row_scales(parts);
-    const size_t n = to->is_blocked ? (size_t)blocks_k * blocks_n * 2 : (size_t)to->N;
-    float *scales = (float *)calloc(n, sizeof *scales), *memory = NULL;
-    if (!scales) abort();
+/* Returns the number of scales of an e4m3 matrix (struct weight). */
+static size_t weight_n_scales(const weight *w) {
+    const size_t blocks = (size_t)ceil_div(w->K, 128) * ceil_div(w->N, 128);
+    return w->is_blocked ? blocks * 2 : (size_t)w->N;
+}
+/* Writes the scales of an e4m3 matrix, and the static scale of x: the largest of the parts, because
+ * they share x. */
+static void weight_put_scales(weight *to, const weight_parts *parts, float *scales) {
+    const int blocks_n = ceil_div(to->N, 128);
     for (int i = 0; i < parts->n_parts; i++) {
         const toka_tensor *part = parts->part[i];
         for (int row = 0; row < part->rows; row++) {
@@ -1606,10 +1629,17 @@ static void weight_set_scales(toka_device *dev, weight *to, const weight_parts *
         }
         to->x_scale = fmaxf(to->x_scale, part->quant->input_scale);
     }
-    memory = (float *)dev_alloc(dev, n * sizeof *scales, "weights");
+}
+/* Sets the scales of n matrices of equal sizes, one below the other. */
+static void weight_set_scales(toka_device *dev, weight *to, const weight_parts *parts, int n = 1) {
+    to->is_blocked = !weight_has_row_scales(parts);
+    const size_t each = weight_n_scales(to), bytes = (size_t)n * each * sizeof(float);
+    float *scales = (float *)calloc((size_t)n * each, sizeof *scales);
+    if (!scales) abort();
+    for (int i = 0; i < n; i++) weight_put_scales(to, &parts[i], scales + (size_t)i * each);
+    float *memory = (float *)dev_alloc(dev, bytes, "weights");
     if (memory)
-        latch_error(dev, cudaMemcpy(memory, scales, n * sizeof *scales, cudaMemcpyHostToDevice),
-                    "weights");
+        latch_error(dev, cudaMemcpy(memory, scales, bytes, cudaMemcpyHostToDevice), "weights");
     to->scale = memory;
     free(scales);
 }
@@ -1675,6 +1705,73 @@ static weight weight_load_gate_up(toka_device *dev, weight_loader *loader, const
     return weight_load_parts(dev, loader, &parts);
 }
 
+static weight_parts weight_expert_parts(const toka_mlp *mlp, bool gate_up) {
+    return gate_up ? weight_parts{{&mlp->gate, &mlp->up}, 2, true}
+                   : weight_parts{{&mlp->down}, 1, false};
+}
+/* Returns whether the experts' matrices of one kind stay e4m3 on a Hopper GPU: all of them can, and
+ * have scales of the same kind. Else they become bf16. */
+static bool weight_experts_stay_fp8(const toka_moe *moe, bool gate_up) {
+    const weight_parts first = weight_expert_parts(&moe->experts[0], gate_up);
+    for (int i = 0; i < moe->n_experts; i++) {
+        const weight_parts parts = weight_expert_parts(&moe->experts[i], gate_up);
+        if (!weight_stays_fp8(&parts) ||
+            weight_has_row_scales(&parts) != weight_has_row_scales(&first))
+            return false;
+    }
+    return true;
+}
+/* Allocates one matrix for the experts, one below the other, and adds the jobs that load it. */
+static weight weight_load_experts(toka_device *dev, weight_loader *loader, const toka_moe *moe,
+                                  bool gate_up) {
+    const int X = moe->n_experts;
+    weight_parts *parts = (weight_parts *)malloc((size_t)X * sizeof *parts);
+    if (!parts) abort();
+    for (int i = 0; i < X; i++) parts[i] = weight_expert_parts(&moe->experts[i], gate_up);
+    const bool fp8 = weight_experts_stay_fp8(moe, gate_up);
+    const int cols = parts->part[0]->cols;
+    weight to = {NULL, NULL, weight_rows(parts), round_up_8(cols)};
+    const int stride = fp8 ? fp8_row_bytes(cols) : to.K;
+    const size_t bytes = (size_t)X * to.N * stride * (fp8 ? 1 : sizeof(bf16));
+    to.data = (bf16 *)dev_alloc(dev, bytes, "weights");
+    dev->weight_bytes += (int64_t)bytes;
+    if (to.data) latch_error(dev, cudaMemset(to.data, 0, bytes), "weights");
+    if (fp8) weight_set_scales(dev, &to, parts, X), dev->has_fp8 = true;
+    for (int i = 0; i < X; i++)
+        for (int part = 0; part < parts[i].n_parts; part++)
+            load_add_job(loader, parts[i].part[part], to.data, stride, false,
+                         i * to.N + weight_row_at(&parts[i], part, 0), gate_up, fp8);
+    dev->unpacks_fp8 |= !fp8 && parts->part[0]->dtype == TOKA_FP8;
+    free(parts);
+    return to;
+}
+static layer_experts *weight_load_moe(toka_device *dev, weight_loader *loader,
+                                      const toka_layer *layer) {
+    const toka_moe *moe = layer->moe;
+    layer_experts *to = (layer_experts *)calloc(1, sizeof *to);
+    if (!to) abort();
+    to->router = expert_router{moe->n_experts, moe->top_k, moe->kind,
+                               moe->n_groups > 1 ? moe->n_groups : 1, moe->top_groups,
+                               moe->renormalize, moe->groups_by_top2,
+                               moe->scale != 0 ? moe->scale : 1,
+                               weight_load_vector(dev, loader, &moe->router_bias),
+                               weight_load_vector(dev, loader, &moe->choice_bias)};
+    to->has_shared_gate = moe->shared_gate.rows > 0;
+    const weight_parts logits = {{&moe->router, &moe->shared_gate}, to->has_shared_gate ? 2 : 1,
+                                 false};
+    to->logits = weight_load_parts(dev, loader, &logits);
+    to->gate_up = weight_load_experts(dev, loader, moe, true);
+    to->down = weight_load_experts(dev, loader, moe, false);
+    if (!moe->shared.gate.rows) return to;
+    const weight_parts gate_up = {{&moe->shared.gate, &moe->shared.up}, 2, true};
+    to->shared_gate_up = weight_load_parts(dev, loader, &gate_up);
+    to->shared_down = weight_load_matrix(dev, loader, &moe->shared.down, NULL);
+    /* xn is quantized once, for the experts and the shared expert */
+    if (to->gate_up.x_scale != 0 && to->shared_gate_up.x_scale != 0)
+        to->gate_up.x_scale = fmaxf(to->gate_up.x_scale, to->shared_gate_up.x_scale);
+    return to;
+}
+
 /* Loads all weights to the device. A tied LM head uses the memory of the embedding. Only tensor
  * rank 0 loads the bias of o, because the all-reduce adds up the results of all ranks. */
 static void weights_load(toka_device *dev) {
@@ -1695,11 +1792,12 @@ static void weights_load(toka_device *dev) {
         to->mlp_norm = weight_load_vector(dev, &loader, &from->mlp_norm);
         to->q_norm = weight_load_vector(dev, &loader, &from->q_norm),
         to->k_norm = weight_load_vector(dev, &loader, &from->k_norm);
-        to->qkv = weight_load_qkv(dev, &loader, from),
-        to->gate_up = weight_load_gate_up(dev, &loader, from);
+        to->qkv = weight_load_qkv(dev, &loader, from);
+        if (from->moe) to->experts = weight_load_moe(dev, &loader, from);
+        else to->gate_up = weight_load_gate_up(dev, &loader, from);
         to->o = weight_load_matrix(dev, &loader, &from->o,
                                    dev->options.tp_rank ? NULL : &from->o_bias);
-        to->down = weight_load_matrix(dev, &loader, &from->mlp.down, NULL);
+        if (!from->moe) to->down = weight_load_matrix(dev, &loader, &from->mlp.down, NULL);
         to->window = from->window;
     }
     if (dev->has_fp8 || dev->unpacks_fp8) {
@@ -5558,6 +5656,924 @@ static void gemm(toka_device *dev, const gemm_args *args) {
     else if (family == BY_SMALLM) gemm_smallm(dev, args);
     else if (family == BY_MMA) gemm_mma(dev, args);
     else gemm_wgmma(dev, args);
+}
+
+/* ===========================================================================
+ * MARK: 7b. Experts [kernel]
+ *
+ * The feed-forward of a mixture of experts (toka_moe), on Hopper:
+ *
+ *     router_gemm_kernel    logits = xn W_router^T, float32; one more column for the gate of the
+ *                           shared expert, if there is one
+ *     route_kernel          logits -> the experts of each token, their weights, and for each expert
+ *                           a bit for each token
+ *     pair_kernel           bits -> the pairs (token, expert) sorted by expert, then by token
+ *     expert_gemm_kernel    act[pair] = silu(gate) * up of the pair's row of xn: the rows of an
+ *                           expert are gathered
+ *     expert_gemm_kernel    out[pair] = W_down act[pair]
+ *     expert_sum_kernel     x[token] += sum over its experts, in rising order, of weight *
+ *                           out[pair], then the shared expert
+ *
+ * The host does not know how many rows an expert gets. The grids depend on T only, and the kernels
+ * read the counts on the device. So the launches can be captured into a graph.
+ *
+ * Every order is fixed: the pairs of an expert are in the order of the tokens, all sums over K have
+ * the same order in tiles of any width, and a token's experts are added in rising order. So a
+ * token's result does not depend on the other tokens of the step, and equal steps give equal bits.
+ * =========================================================================== */
+
+enum {
+    EXPERTS_MAX = 512,  /* most experts of a layer */
+    EXPERTS_MAX_K = 16, /* most experts of a token */
+    ROUTE_TOKENS = 32,  /* tokens of a CTA of route_kernel: one bit of a word each */
+    ROUTE_WARPS = 16
+};
+
+/* The lists of a step's pairs, in device memory. X experts, k of them a token. A pair's index is
+ * its place in the sorted list. */
+typedef struct expert_lists {
+    float *weights;   /* [T][k] of the token's experts, in rising order of the experts */
+    short *chosen;    /* [T][k] these experts */
+    int *pairs;       /* [T][k] and the indices of their pairs */
+    uint32_t *tokens; /* [X][n_words] a bit for each token: it has chosen the expert */
+    int *counts;      /* [X] pairs of each expert; zero between two layers */
+    int *first;       /* [X+1] index of an expert's first pair */
+    int *first_tile;  /* [X+1] number of tiles of all experts before */
+    int *rows;        /* [T*k] the token of each pair */
+    int n_words;      /* ceil(T / 32) */
+} expert_lists;
+
+/* ---- router_gemm_kernel: the logits ----
+ *
+ * logits[t][n] = sum over k of x[t][k] W[n][k], on mma.sync
+ *
+ *   x        bf16 [T][ldx], K columns, a multiple of 8
+ *   W        bf16 [N][K]
+ *   logits   float32 [T][N]
+ *
+ * Grid: tiles of 16 MT rows of W x tiles of 8 NT rows of x. Block 256. Warp w adds up every eighth
+ * 32 columns, from 32 w on; then the sums of the warps are added in their order. So the order of the
+ * sum over K does not depend on the tile, as it does in the GEMMs of chapter 7.
+ *
+ * A quad of lanes loads 64 bytes of a row, 16 a lane. These 8 columns are columns 2q, 2q+1, 2q+8
+ * and 2q+9 of two MMAs: a sum may take its columns in any order, if x and W take the same. A warp
+ * loads UNROLL blocks of 32 columns before it multiplies: the time goes by latency. */
+enum { ROUTER_WARPS = 8 };
+struct router_gemm_args {
+    const bf16 *x, *w;
+    float *logits;
+    int T, N, K, ldx;
+};
+/* Returns 8 columns of a row of n_rows, from col on; 0 beyond the matrix. */
+__device__ static inline uint4 router_load(const bf16 *from, int row, int n_rows, int ld, int col,
+                                           int K) {
+    return row < n_rows && col < K ? *(const uint4 *)(from + (size_t)row * ld + col) : uint4{};
+}
+template <int MT, int NT>
+__device__ static inline void router_multiply(float (&acc)[MT][NT][4], const uint4 (&w)[MT][2],
+                                              const uint4 (&x)[NT]) {
+#pragma unroll
+    for (int i = 0; i < MT; i++)
+#pragma unroll
+        for (int j = 0; j < NT; j++) {
+            const uint32_t a[2][4] = {{w[i][0].x, w[i][1].x, w[i][0].y, w[i][1].y},
+                                      {w[i][0].z, w[i][1].z, w[i][0].w, w[i][1].w}},
+                           b[2][2] = {{x[j].x, x[j].y}, {x[j].z, x[j].w}};
+            mma_16816(acc[i][j], a[0], b[0]);
+            mma_16816(acc[i][j], a[1], b[1]);
+        }
+}
+template <int MT, int NT>
+__global__ static void __launch_bounds__(32 * ROUTER_WARPS)
+    router_gemm_kernel(const router_gemm_args args) {
+    constexpr int UNROLL = MT * NT == 1 ? 8 : MT == 1 ? 4 : 2;
+    __shared__ float4 parts[ROUTER_WARPS][MT * NT][32];
+    const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, quad = lane % 4;
+    const int n0 = (int)blockIdx.x * 16 * MT, t0 = (int)blockIdx.y * 8 * NT;
+    float acc[MT][NT][4] = {};
+    grid_launch_dependents();
+    for (int row = warp; blockIdx.y == 0 && row < 16 * MT && n0 + row < args.N; row += ROUTER_WARPS)
+        for (int col = 64 * lane; col < args.K; col += 64 * 32)
+            l2_prefetch(args.w + (size_t)(n0 + row) * args.K + col);
+    grid_wait();
+    for (int col0 = 32 * warp; col0 < args.K; col0 += 32 * ROUTER_WARPS * UNROLL) {
+        uint4 w[UNROLL][MT][2], x[UNROLL][NT];
+#pragma unroll
+        for (int k = 0; k < UNROLL; k++) {
+            const int col = col0 + 32 * ROUTER_WARPS * k + 8 * quad;
+#pragma unroll
+            for (int i = 0; i < 2 * MT; i++)
+                w[k][i / 2][i % 2] = router_load(args.w, n0 + lane / 4 + 8 * i, args.N, args.K, col,
+                                                 args.K);
+#pragma unroll
+            for (int j = 0; j < NT; j++)
+                x[k][j] = router_load(args.x, t0 + 8 * j + lane / 4, args.T, args.ldx, col, args.K);
+        }
+#pragma unroll
+        for (int k = 0; k < UNROLL; k++)
+            if (col0 + 32 * ROUTER_WARPS * k < args.K) router_multiply(acc, w[k], x[k]);
+    }
+#pragma unroll
+    for (int i = 0; i < MT * NT; i++) parts[warp][i][lane] = *(const float4 *)acc[i / NT][i % NT];
+    __syncthreads();
+    for (int i = warp; i < MT * NT; i += ROUTER_WARPS) {
+        float4 sum = parts[0][i][lane];
+#pragma unroll
+        for (int k = 1; k < ROUTER_WARPS; k++) {
+            const float4 part = parts[k][i][lane];
+            sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+        }
+        const float sums[4] = {sum.x, sum.y, sum.z, sum.w};
+        const int n = n0 + 16 * (i / NT) + lane / 4, t = t0 + 8 * (i % NT) + 2 * quad;
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            if (t + k % 2 < args.T && n + k / 2 * 8 < args.N)
+                args.logits[(size_t)(t + k % 2) * args.N + n + k / 2 * 8] = sums[k];
+    }
+}
+template <int MT, int NT>
+static void router_gemm_with(toka_device *dev, const router_gemm_args &args) {
+    const dim3 grid((unsigned)ceil_div(args.N, 16 * MT), (unsigned)ceil_div(args.T, 8 * NT));
+    launch_dependent(dev, "router's GEMM", router_gemm_kernel<MT, NT>, {grid, 32 * ROUTER_WARPS},
+                     args);
+}
+static void router_gemm(toka_device *dev, const router_gemm_args &args) {
+    assert(args.K % 8 == 0 && args.ldx % 8 == 0);
+    if (args.T <= 8) router_gemm_with<1, 1>(dev, args);
+    else if (args.T <= 256) router_gemm_with<1, 4>(dev, args);
+    else router_gemm_with<2, 4>(dev, args);
+}
+
+/* ---- route_kernel: which experts a token uses ----
+ *
+ * In    logits [T][ld] float32 (columns 0 .. X-1), biases [X] or NULL
+ * Out   weights, chosen, tokens and counts of expert_lists; of up to 32 tokens weights, chosen, and
+ *       what pair_kernel writes, which then does not run
+ * Grid ceil(T / 32), block 512: a warp takes two tokens. Lane l holds the scores of the experts l,
+ * l + 32 ... Work: k passes over the scores; bytes 4TX. */
+
+/* Returns the largest score of the warp and its expert; of equal scores the lowest expert. */
+__device__ static inline void route_best(float &score, int &expert) {
+#pragma unroll
+    for (int step = 16; step; step >>= 1) {
+        const float other = __shfl_xor_sync(~0u, score, step);
+        const int other_expert = __shfl_xor_sync(~0u, expert, step);
+        if (other > score || (other == score && other_expert < expert))
+            score = other, expert = other_expert;
+    }
+}
+/* Marks the k best of the n scores that the warp holds: bit i of a lane is its score i. */
+template <int PER_LANE>
+__device__ static inline uint32_t route_mark(const float (&scores)[PER_LANE], int n, int k,
+                                             int lane) {
+    uint32_t marked = 0;
+    for (; k > 0; k--) {
+        float best = -INFINITY;
+        int expert = INT_MAX;
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++)
+            if (lane + 32 * i < n && !(marked >> i & 1) &&
+                (expert == INT_MAX || scores[i] > best))
+                best = scores[i], expert = lane + 32 * i;
+        route_best(best, expert);
+        if (expert % 32 == lane) marked |= 1u << expert / 32;
+    }
+    return marked;
+}
+/* Replaces the marked scores by their softmax. */
+template <int PER_LANE>
+__device__ static inline void route_softmax(float (&scores)[PER_LANE], uint32_t marked) {
+    float largest = -INFINITY, sum = 0;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++)
+        if (marked >> i & 1) largest = fmaxf(largest, scores[i]);
+    for (int step = 16; step; step >>= 1)
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++)
+        if (marked >> i & 1) sum += scores[i] = expf(scores[i] - largest);
+    for (int step = 16; step; step >>= 1) sum += __shfl_xor_sync(~0u, sum, step);
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) scores[i] /= sum;
+}
+/* Sets the scores of the experts outside the best groups to -infinity. Lane g finds the score of
+ * group g in `all`, the warp's scores in shared memory. */
+template <int PER_LANE>
+__device__ static inline void route_drop_groups(float (&scores)[PER_LANE], float *all,
+                                                const expert_router &router, int lane) {
+    const int size = router.n_experts / router.n_groups;
+    float first = -INFINITY, second = -INFINITY, group[1];
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++)
+        if (lane + 32 * i < router.n_experts) all[lane + 32 * i] = scores[i];
+    __syncwarp();
+    for (int i = lane * size; lane < router.n_groups && i < (lane + 1) * size; i++)
+        second = fmaxf(second, fminf(first, all[i])), first = fmaxf(first, all[i]);
+    group[0] = router.groups_by_top2 && size > 1 ? first + second : first;
+    const uint32_t kept = __ballot_sync(~0u, route_mark(group, router.n_groups, router.top_groups,
+                                                        lane));
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++)
+        if (lane + 32 * i < router.n_experts && !(kept >> (lane + 32 * i) / size & 1))
+            scores[i] = -INFINITY;
+    __syncwarp();
+}
+
+/* Writes the marked experts of a token in rising order, and their weights. */
+template <int PER_LANE>
+__device__ static inline void route_store(const float (&scores)[PER_LANE], uint32_t marked,
+                                          float factor, int token, int lane, int k,
+                                          const expert_lists &lists, uint32_t *bits) {
+    int n = 0;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) {
+        const uint32_t lanes = __ballot_sync(~0u, marked >> i & 1);
+        if (marked >> i & 1) {
+            const size_t at = (size_t)token * k + n + __popc(lanes & ((1u << lane) - 1));
+            lists.chosen[at] = (short)(lane + 32 * i);
+            lists.weights[at] = scores[i] * factor;
+            atomicOr(&bits[lane + 32 * i], 1u << token % ROUTE_TOKENS);
+        }
+        n += __popc(lanes);
+    }
+}
+template <int PER_LANE>
+__device__ static void route_token(const float *logits, const expert_router &router, int token,
+                                   const expert_lists &lists, float *all, uint32_t *bits) {
+    const int lane = (int)threadIdx.x % 32, X = router.n_experts;
+    uint32_t valid = 0;
+    float scores[PER_LANE], choice[PER_LANE], sum = 0;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) {
+        const int expert = lane + 32 * i;
+        scores[i] = -INFINITY;
+        if (expert >= X) continue;
+        valid |= 1u << i;
+        scores[i] = logits[expert] + (router.bias ? router.bias[expert] : 0);
+    }
+    if (router.kind == TOKA_ROUTER_SOFTMAX) route_softmax(scores, valid);
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) {
+        if (router.kind == TOKA_ROUTER_SIGMOID) scores[i] = 1 / (1 + expf(-scores[i]));
+        choice[i] = scores[i];
+        if (router.choice_bias && valid >> i & 1) choice[i] += router.choice_bias[lane + 32 * i];
+        if (isnan(choice[i])) choice[i] = -INFINITY; /* so that k experts are chosen in any case */
+    }
+    if (router.n_groups > 1) route_drop_groups(choice, all, router, lane);
+    const uint32_t marked = route_mark(choice, X, router.top_k, lane);
+    if (router.kind == TOKA_ROUTER_TOPK) route_softmax(scores, marked);
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) sum += marked >> i & 1 ? scores[i] : 0;
+    for (int step = 16; step; step >>= 1) sum += __shfl_xor_sync(~0u, sum, step);
+    /* 1e-20: if all chosen scores are 0, so are the weights */
+    const float factor = router.scale / (router.renormalize ? sum + 1e-20f : 1);
+    route_store(scores, marked, factor, token, lane, router.top_k, lists, bits);
+}
+/* Returns the sum of `value` over the threads before this one in the block. *total: over all
+ * threads. */
+template <int THREADS> __device__ static inline int block_scan(int value, int *total) {
+    __shared__ int warp_sums[THREADS / 32];
+    const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32;
+    int sum = value, before = 0;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(~0u, sum, step);
+        if (lane >= step) sum += other;
+    }
+    __syncthreads();
+    if (lane == 31) warp_sums[warp] = sum;
+    __syncthreads();
+    *total = 0;
+#pragma unroll
+    for (int i = 0; i < THREADS / 32; i++) {
+        before += i < warp ? warp_sums[i] : 0;
+        *total += warp_sums[i];
+    }
+    return before + sum - value;
+}
+/* Writes the pair of a token with this expert. */
+__device__ static inline void pair_store(const expert_lists &lists, int token, int expert, int k,
+                                         int pair) {
+    lists.rows[pair] = token;
+    for (int i = 0; i < k; i++)
+        if (lists.chosen[(size_t)token * k + i] == expert)
+            lists.pairs[(size_t)token * k + i] = pair;
+}
+/* Sorts the pairs of at most 32 tokens, as pair_kernel does. bits: of the tokens of each expert. */
+__device__ static inline void route_sort(const expert_lists &lists, const uint32_t *bits, int X,
+                                         int k, int tile_rows) {
+    const int expert = (int)threadIdx.x;
+    uint32_t mine = expert < X ? bits[expert] : 0;
+    const int count = __popc(mine), n_tiles = (count + tile_rows - 1) / tile_rows;
+    int n_pairs, all_tiles;
+    int pair = block_scan<32 * ROUTE_WARPS>(count, &n_pairs);
+    const int first_tile = block_scan<32 * ROUTE_WARPS>(n_tiles, &all_tiles);
+    if (expert < X) lists.first[expert] = pair, lists.first_tile[expert] = first_tile;
+    if (expert == 0) lists.first[X] = n_pairs, lists.first_tile[X] = all_tiles;
+    for (; mine; mine &= mine - 1, pair++) pair_store(lists, __ffs((int)mine) - 1, expert, k, pair);
+}
+template <int PER_LANE>
+__global__ static void __launch_bounds__(32 * ROUTE_WARPS, 1)
+    route_kernel(const float *logits, int ld, int T, expert_router router, expert_lists lists,
+                 int tile_rows) {
+    extern __shared__ float smem_scores[]; /* [ROUTE_WARPS][X], only with groups */
+    __shared__ uint32_t bits[EXPERTS_MAX];
+    const int X = router.n_experts, warp = (int)threadIdx.x / 32,
+              token0 = (int)blockIdx.x * ROUTE_TOKENS;
+    for (int i = (int)threadIdx.x; i < X; i += (int)blockDim.x) bits[i] = 0;
+    grid_launch_dependents();
+    grid_wait();
+    __syncthreads();
+    for (int token = token0 + warp; token < min(T, token0 + ROUTE_TOKENS); token += ROUTE_WARPS)
+        route_token<PER_LANE>(logits + (size_t)token * ld, router, token, lists,
+                              smem_scores + warp * X, bits);
+    __syncthreads();
+    if (gridDim.x == 1) {
+        route_sort(lists, bits, X, router.top_k, tile_rows);
+        return;
+    }
+    for (int i = (int)threadIdx.x; i < X; i += (int)blockDim.x) {
+        lists.tokens[(size_t)i * lists.n_words + blockIdx.x] = bits[i];
+        if (bits[i]) atomicAdd(&lists.counts[i], __popc(bits[i]));
+    }
+}
+
+/* ---- pair_kernel: sorts the pairs by expert ----
+ *
+ * In    tokens, counts, chosen. Out: first, first_tile, rows, pairs. tile_rows: rows of x in a tile
+ * Grid X, block 256: CTA e writes the pairs of expert e. Each thread takes a word of 32 tokens. */
+
+__global__ static void __launch_bounds__(256)
+    pair_kernel(expert_lists lists, int X, int k, int tile_rows) {
+    const int expert = (int)blockIdx.x, tid = (int)threadIdx.x;
+    int n_before = 0, tiles_before = 0, first, first_tile, total;
+    grid_launch_dependents();
+    grid_wait();
+    for (int i = tid; i < expert; i += 256) {
+        const int count = lists.counts[i];
+        n_before += count, tiles_before += (count + tile_rows - 1) / tile_rows;
+    }
+    block_scan<256>(n_before, &first);
+    block_scan<256>(tiles_before, &first_tile);
+    if (tid == 0) {
+        lists.first[expert] = first, lists.first_tile[expert] = first_tile;
+        if (expert == X - 1) {
+            const int count = lists.counts[expert];
+            lists.first[X] = first + count;
+            lists.first_tile[X] = first_tile + (count + tile_rows - 1) / tile_rows;
+        }
+    }
+    const uint32_t *words = lists.tokens + (size_t)expert * lists.n_words;
+    for (int word0 = 0; word0 < lists.n_words; word0 += 256, first += total) {
+        uint32_t bits = word0 + tid < lists.n_words ? words[word0 + tid] : 0;
+        int pair = first + block_scan<256>(__popc(bits), &total);
+        for (; bits; bits &= bits - 1, pair++)
+            pair_store(lists, 32 * (word0 + tid) + __ffs((int)bits) - 1, expert, k, pair);
+    }
+}
+
+/* ---- expert_gemm_kernel: the products of all experts in one launch ----
+ *
+ * In      x bf16 [.][ldx], of which an expert's rows are gathered (rows of expert_lists; NULL: row
+ *         `pair` itself); W bf16 [X*N][K]: the experts' matrices one below the other
+ * Out     y bf16 [pair][ldy]: W x of the pair's expert; with SWIGLU silu(gate) * up, where the rows
+ *         of W are gate and up in turns of 8
+ * Sizes   K a multiple of 8, N of 64 (of 128 with SWIGLU)
+ * Grid    one CTA per SM, persistent. A tile is 128 rows of W by at most BN pairs of one expert;
+ *         wide tiles with fewer pairs are only as wide as they need (expert_width). Block 384.
+ *
+ * y^T = W x^T, so the rows of W are the A operand and the pairs the B operand: few pairs waste
+ * nothing. A tile's pairs are anywhere in x, and TMA loads only neighbouring rows. So the 128
+ * producer threads copy them by cp.async, 16 bytes each, and thread 0 loads W by TMA. cp.async
+ * writes through the generic proxy and wgmma reads through the async proxy, so each consumer thread
+ * runs fence_async_smem after it has waited for a buffer. On an H100 this is as fast as dense boxes
+ * (test/results/trials-gathered-rows.md).
+ *
+ * Each buffer of the ring: [128 rows of W][64], then [BN pairs][64], 128-byte swizzle. full[buf]
+ * completes after the copies of 128 threads and the TMA box of W; empty[buf] after both consumers.
+ * The epilogue turns D^T into rows of pairs by stmatrix.trans, 64 pairs at a time. */
+
+struct expert_firsts { /* copies of the lists in shared memory */
+    int pair[EXPERTS_MAX + 4];
+    uint16_t tile[EXPERTS_MAX + 8];
+};
+/* FMT: gemm_bf16, or gemm_fp8 for e4m3 operands. */
+template <int BN, bool SWIGLU> struct expert_smem {
+    static constexpr int round = BN < 64 ? BN : 64; /* pairs that are staged at a time */
+    static constexpr int out_cols = SWIGLU ? 32 : 64; /* columns of y of a consumer */
+    static constexpr int buf_bytes = (128 + BN) * 128, staging_bytes = round * out_cols * 2;
+    static constexpr int list_bytes = sizeof(expert_firsts);
+    static constexpr int fixed_bytes = 1024 + 4 * staging_bytes + 256 + list_bytes;
+    static constexpr int fit = (HOPPER_CTA_SMEM - fixed_bytes) / buf_bytes,
+                         n_bufs = fit < 12 ? fit : 12;
+    static constexpr int staging_at = n_bufs * buf_bytes,
+                         bars_at = staging_at + 4 * staging_bytes, list_at = bars_at + 256,
+                         bytes = fixed_bytes + n_bufs * buf_bytes;
+};
+struct expert_gemm_args {
+    const bf16 *x;
+    bf16 *y;
+    const int *rows;               /* [pairs] row of x of each pair, or NULL: row `pair` */
+    const int *first, *first_tile; /* [X+1] of expert_lists */
+    int X, N, K, ldx, ldy;
+    /* FP8: a scale for each row of x; those of struct weight, one expert behind the other */
+    const float *x_scale, *w_scale;
+};
+/* A tile: pairs `pair0 ..` of the expert, of which n_pairs exist; rows n0 .. of its W. */
+struct expert_tile {
+    int expert, pair0, n_pairs, n0;
+};
+/* Returns how many pairs of a tile are loaded and multiplied: quarters of BN if BN is large, but
+ * not 96. */
+template <int BN> __device__ static inline int expert_width(int n_pairs) {
+    constexpr int STEP = BN >= 128 ? BN / 4 : BN;
+    return BN == 128 && n_pairs > 64 ? 128 : (n_pairs + STEP - 1) / STEP * STEP;
+}
+#if HOPPER
+__device__ static inline void cp_async_arrive(uint32_t bar) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+}
+/* Stores an 8 x 8 matrix transposed: lane l < 8 has the address of column l. */
+__device__ static inline void stmatrix_trans(uint32_t at, uint32_t values) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(at),
+                 "r"(values)
+                 : "memory");
+}
+template <int BN>
+__device__ static inline expert_tile expert_tile_at(const expert_gemm_args &args,
+                                                    const expert_firsts *first, int tiles_n,
+                                                    int unit) {
+    const int tile = unit / tiles_n;
+    int low = 0, high = args.X; /* first->tile[low] <= tile < first->tile[high] */
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (first->tile[middle] <= tile) low = middle;
+        else high = middle;
+    }
+    const int pair0 = first->pair[low] + (tile - first->tile[low]) * BN;
+    return {low, pair0, min(BN, first->pair[low + 1] - pair0), (unit - tile * tiles_n) * 128};
+}
+
+template <class FMT, int BN, bool SWIGLU>
+__device__ static inline void expert_produce(const expert_gemm_args &args, const CUtensorMap *map_w,
+                                             const expert_firsts *first, int n_units, uint32_t ring,
+                                             uint32_t bars) {
+    typedef expert_smem<BN, SWIGLU> smem;
+    constexpr int PER_THREAD = (BN + 15) / 16;
+    const int tid = (int)threadIdx.x, chunk = tid % 8, tiles_n = (args.N + 127) / 128,
+              n_k = (args.K + FMT::k_cols - 1) / FMT::k_cols;
+    const uint32_t to = 128 * 128 + tid / 8 * 128 + ((chunk ^ (tid / 8 & 7)) << 4);
+    int buf = 0, parity = 1;
+    for (int unit = (int)blockIdx.x; unit < n_units; unit += (int)gridDim.x) {
+        const expert_tile tile = expert_tile_at<BN>(args, first, tiles_n, unit);
+        const int width = expert_width<BN>(tile.n_pairs);
+        uint32_t from[PER_THREAD]; /* in units of 8 elements, from the column `chunk` on */
+#pragma unroll
+        for (int i = 0; i < PER_THREAD; i++) {
+            /* rows that do not exist are copies of the last one; their sums are not stored */
+            const int pair = tile.pair0 + min(tid / 8 + 16 * i, tile.n_pairs - 1);
+            from[i] = (uint32_t)(args.rows ? args.rows[pair] : pair) * (uint32_t)(args.ldx / 8) +
+                      (uint32_t)chunk;
+        }
+        for (int k = 0; k < n_k; k++) {
+            const uint32_t at = ring + buf * smem::buf_bytes, full = bars + 8 * buf;
+            /* bytes of the chunk before the end of K; the rest becomes zero */
+            const int left = FMT::is_fp8 ? args.K - 128 * k - 16 * chunk
+                                         : 2 * (args.K - 64 * k - 8 * chunk),
+                      n_bytes = max(0, min(16, left));
+            mbar_wait(bars + 128 + 8 * buf, parity);
+            if (tid == 0) {
+                mbar_expect_tx(full, 128 * 128);
+                tma_load_2d(at, map_w, full, FMT::k_cols * k, tile.expert * args.N + tile.n0);
+            }
+#pragma unroll
+            for (int i = 0; i < PER_THREAD; i++)
+                if (tid / 8 + 16 * i < width)
+                    cp_async_16(at + to + i * 2048,
+                                (const uint4 *)args.x + (n_bytes ? from[i] + 8 * k : 0), n_bytes);
+            cp_async_arrive(full);
+            if (++buf == smem::n_bufs) buf = 0, parity ^= 1;
+        }
+    }
+}
+
+/* Stages `round` pairs of D^T from `acc` and stores them. staging: this consumer's two buffers. */
+template <int BN, bool SWIGLU>
+__device__ static inline void expert_store(const float (&acc)[BN / 2], const expert_gemm_args &args,
+                                           const expert_tile &tile, int consumer,
+                                           uint32_t staging) {
+    typedef expert_smem<BN, SWIGLU> smem;
+    constexpr int ROW = smem::out_cols * 2, CHUNKS = ROW / 16, ROWS_A_PASS = 128 / CHUNKS;
+    const int tid = (int)threadIdx.x % 128, warp = tid / 32, lane = tid % 32;
+    const int n_out = SWIGLU ? args.N / 2 : args.N,
+              col0 = (SWIGLU ? tile.n0 / 2 : tile.n0) + consumer * smem::out_cols;
+    auto place = [](int row, int chunk) {
+        return row * ROW + ((chunk ^ (SWIGLU ? row / 2 & 3 : row & 7)) << 4);
+    };
+#pragma unroll
+    for (int round = 0; round < BN / smem::round; round++) {
+        const uint32_t at = staging + round % 2 * smem::staging_bytes;
+#pragma unroll
+        for (int j = 0; j < smem::round / 8; j++) {
+            const float *v = acc + round * (smem::round / 2) + 4 * j;
+            const int row = 8 * j + (lane & 7);
+            if constexpr (SWIGLU)
+                stmatrix_trans(at + place(row, warp),
+                               pack_bf16(swiglu(v[0], v[2]), swiglu(v[1], v[3])));
+            else {
+                stmatrix_trans(at + place(row, 2 * warp), pack_bf16(v[0], v[1]));
+                stmatrix_trans(at + place(row, 2 * warp + 1), pack_bf16(v[2], v[3]));
+            }
+        }
+        bar_sync(1 + consumer, 128);
+        for (int row = tid / CHUNKS; row < smem::round; row += ROWS_A_PASS) {
+            const int chunk = tid % CHUNKS, pair = round * smem::round + row,
+                      col = col0 + 8 * chunk;
+            const uint4 values = smem_load_16(at + place(row, chunk));
+            if (pair < tile.n_pairs && col < n_out)
+                *(uint4 *)(args.y + (size_t)(tile.pair0 + pair) * args.ldy + col) = values;
+        }
+    }
+    /* the next tile begins with the buffer that an odd number of rounds ends with */
+    if (BN / smem::round % 2) bar_sync(1 + consumer, 128);
+}
+
+/* The scales of a tile that a thread needs: of rows of W, and of the first pairs. They are loaded
+ * before the main loop. */
+template <class FMT, int BN> struct expert_scales {
+    static constexpr int N_EARLY = BN < 32 ? BN / 4 : 8;
+    float w[2], early[N_EARLY];
+};
+/* The scale of pair i of a thread. */
+__device__ static inline float expert_pair_scale(const expert_gemm_args &args,
+                                                 const expert_tile &tile, int i) {
+    const int pair = tile.pair0 + min(8 * (i / 2) + 2 * ((int)threadIdx.x & 3) + i % 2,
+                                      tile.n_pairs - 1);
+    return args.x_scale[args.rows ? args.rows[pair] : pair];
+}
+template <class FMT, int BN>
+__device__ static inline expert_scales<FMT, BN> expert_load_scales(const expert_gemm_args &args,
+                                                                   const expert_tile &tile,
+                                                                   int consumer) {
+    const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x % 128 / 32,
+              n = tile.n0 + 64 * consumer + 16 * warp + lane / 4;
+    expert_scales<FMT, BN> to = {{1, 1}};
+    if constexpr (!FMT::blocked) {
+        const float *scales = args.w_scale + (size_t)tile.expert * args.N;
+        to.w[0] = scales[min(n, args.N - 1)], to.w[1] = scales[min(n + 8, args.N - 1)];
+    }
+#pragma unroll
+    for (int i = 0; i < to.N_EARLY; i++) to.early[i] = expert_pair_scale(args, tile, i);
+    return to;
+}
+/* FP8: multiplies the sums by the scales of the rows of x, and of W if it has them. */
+template <class FMT, int BN>
+__device__ static inline void expert_scale(float (&acc)[BN / 2], const expert_gemm_args &args,
+                                           const expert_tile &tile,
+                                           const expert_scales<FMT, BN> &scales) {
+#pragma unroll
+    for (int i = 0; i < BN / 4; i++) {
+        const float x_scale = i < scales.N_EARLY ? scales.early[min(i, scales.N_EARLY - 1)]
+                                                 : expert_pair_scale(args, tile, i);
+        const int at = i / 2 * 4 + i % 2;
+        acc[at] *= scales.w[0] * x_scale, acc[at + 2] *= scales.w[1] * x_scale;
+    }
+}
+
+/* The place of a consumer in the ring. */
+struct expert_ring {
+    uint32_t ring, bars;
+    int buf, parity;
+};
+/* Adds up the first WIDTH pairs of a tile. */
+template <class FMT, int BN, int WIDTH, bool SWIGLU>
+__device__ static inline void expert_multiply(float (&acc)[BN / 2], const expert_gemm_args &args,
+                                              const expert_tile &tile, int consumer,
+                                              expert_ring &at) {
+    typedef expert_smem<BN, SWIGLU> smem;
+    const int tiles_n = (args.N + 127) / 128, n_k = (args.K + FMT::k_cols - 1) / FMT::k_cols;
+    float (&sums)[WIDTH / 2] = reinterpret_cast<float (&)[WIDTH / 2]>(acc);
+    int last = 0;
+    float2 lane_scales = {1, 1}; /* of one of 32 K blocks */
+    for (int k = 0; k < n_k; k++) {
+        if constexpr (FMT::is_fp8 && FMT::blocked)
+            if (k % 32 == 0)
+                lane_scales = __ldg((const float2 *)args.w_scale + tile.n0 / 128 +
+                                    ((size_t)tile.expert * n_k +
+                                     min(k + (int)threadIdx.x % 32, n_k - 1)) * tiles_n);
+        mbar_wait(at.bars + 8 * at.buf, at.parity);
+        fence_async_smem();
+        const uint32_t buf_at = at.ring + at.buf * smem::buf_bytes;
+        const uint64_t a_desc = wgmma_desc(buf_at + consumer * 64 * 128),
+                       b_desc = wgmma_desc(buf_at + 128 * 128);
+        if constexpr (FMT::is_fp8) {
+            float part[WIDTH / 2];
+            fp8_issue<WIDTH>(part, a_desc, b_desc);
+            const float2 scales = {__shfl_sync(~0u, lane_scales.x, k % 32),
+                                   __shfl_sync(~0u, lane_scales.y, k % 32)};
+            wgmma_wait<0>();
+            wgmma_fence_operand(part);
+            if (threadIdx.x % 128 == 0) mbar_arrive(at.bars + 128 + 8 * at.buf);
+#pragma unroll
+            for (int i = 0; i < WIDTH / 2; i++)
+                sums[i] += part[i] * (i / 2 % 2 ? scales.y : scales.x);
+        } else {
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                wgmma_ss<WIDTH>(sums, a_desc + 2 * i, b_desc + 2 * i, 1);
+            wgmma_commit();
+            if (k) {
+                wgmma_wait<1>();
+                if (threadIdx.x % 128 == 0) mbar_arrive(at.bars + 128 + 8 * last);
+            }
+            last = at.buf;
+        }
+        if (++at.buf == smem::n_bufs) at.buf = 0, at.parity ^= 1;
+    }
+    if constexpr (!FMT::is_fp8) {
+        wgmma_wait<0>();
+        wgmma_fence_operand(sums);
+        if (threadIdx.x % 128 == 0) mbar_arrive(at.bars + 128 + 8 * last);
+    }
+}
+template <class FMT, int BN, bool SWIGLU>
+__device__ static inline void expert_consume(const expert_gemm_args &args,
+                                             const expert_firsts *first, int n_units, uint32_t ring,
+                                             uint32_t bars) {
+    typedef expert_smem<BN, SWIGLU> smem;
+    const int consumer = (int)threadIdx.x / 128 - 1, tiles_n = (args.N + 127) / 128;
+    const uint32_t staging = ring + smem::staging_at + consumer * 2 * smem::staging_bytes;
+    expert_ring at = {ring, bars, 0, 0};
+    for (int unit = (int)blockIdx.x; unit < n_units; unit += (int)gridDim.x) {
+        const expert_tile tile = expert_tile_at<BN>(args, first, tiles_n, unit);
+        const int width = expert_width<BN>(tile.n_pairs);
+        float acc[BN / 2];
+        expert_scales<FMT, BN> scales;
+        if constexpr (FMT::is_fp8) scales = expert_load_scales<FMT, BN>(args, tile, consumer);
+#pragma unroll
+        for (int i = 0; i < BN / 2; i++) acc[i] = 0;
+        if constexpr (BN >= 128) {
+            if (width == BN / 4)
+                expert_multiply<FMT, BN, BN / 4, SWIGLU>(acc, args, tile, consumer, at);
+            else if (width == BN / 2)
+                expert_multiply<FMT, BN, BN / 2, SWIGLU>(acc, args, tile, consumer, at);
+            else if (BN > 128 && width == BN * 3 / 4)
+                expert_multiply<FMT, BN, BN == 128 ? BN : BN * 3 / 4, SWIGLU>(acc, args, tile,
+                                                                              consumer, at);
+            else expert_multiply<FMT, BN, BN, SWIGLU>(acc, args, tile, consumer, at);
+        } else expert_multiply<FMT, BN, BN, SWIGLU>(acc, args, tile, consumer, at);
+        if constexpr (FMT::is_fp8) expert_scale<FMT, BN>(acc, args, tile, scales);
+        expert_store<BN, SWIGLU>(acc, args, tile, consumer, staging);
+    }
+}
+#endif
+
+template <class FMT, int BN, bool SWIGLU>
+__global__ static void __launch_bounds__(384, 1)
+    expert_gemm_kernel(const __grid_constant__ CUtensorMap map_w, const expert_gemm_args args) {
+#if HOPPER
+    typedef expert_smem<BN, SWIGLU> smem;
+    extern __shared__ __align__(128) char smem_base[];
+    const uint32_t base = smem_addr(smem_base), ring = (base + 1023) & ~1023u,
+                   bars = ring + smem::bars_at;
+    expert_firsts *first = (expert_firsts *)(smem_base + (ring - base) + smem::list_at);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < smem::n_bufs; i++) {
+            mbar_init(bars + 8 * i, 129);
+            mbar_init(bars + 128 + 8 * i, 2);
+        }
+        mbar_init_fence();
+    }
+    grid_launch_dependents();
+    grid_wait();
+    for (int i = (int)threadIdx.x; i <= args.X; i += 384)
+        first->pair[i] = args.first[i], first->tile[i] = (uint16_t)args.first_tile[i];
+    __syncthreads();
+    const int n_units = first->tile[args.X] * ((args.N + 127) / 128);
+    if (threadIdx.x < 128) {
+        if constexpr (BN > 64) setmaxnreg_dec<56>();
+        expert_produce<FMT, BN, SWIGLU>(args, &map_w, first, n_units, ring, bars);
+    } else {
+        if constexpr (BN > 64) setmaxnreg_inc<224>();
+        expert_consume<FMT, BN, SWIGLU>(args, first, n_units, ring, bars);
+    }
+#else
+    __trap();
+#endif
+}
+
+/* ---- expert_sum_kernel: adds the outputs of a token's experts ----
+ *
+ * x[t][.] (+)= sum of weights[t][i] * out[pairs[t][i]], in rising order of the experts, then the
+ * shared expert's row times the sigmoid of its gate (NULL: times 1). adds: x is added to; else it
+ * is overwritten. E is a multiple of 8. Grid T, block 128. Sets the counts to zero for the next
+ * layer. */
+typedef struct expert_sum_args {
+    bf16 *x;
+    const bf16 *out, *shared; /* [pairs][E]; [T][E] or NULL */
+    const float *gate;        /* gate of token t: gate[t * ld_gate]; or NULL */
+    int ld_gate, E, k, X;
+    bool adds;
+} expert_sum_args;
+__device__ static inline void add_weighted_8(float (&sum)[8], const bf16 *from, float weight) {
+    const uint4 v = *(const uint4 *)from;
+    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        sum[2 * i] += weight * bf16_low(words[i]), sum[2 * i + 1] += weight * bf16_high(words[i]);
+}
+__global__ static void __launch_bounds__(128)
+    expert_sum_kernel(const expert_sum_args args, expert_lists lists) {
+    const int token = (int)blockIdx.x, k = args.k;
+    __shared__ float weights[EXPERTS_MAX_K];
+    __shared__ int pairs[EXPERTS_MAX_K];
+    grid_launch_dependents();
+    grid_wait();
+    if ((int)threadIdx.x < k) {
+        weights[threadIdx.x] = lists.weights[(size_t)token * k + threadIdx.x];
+        pairs[threadIdx.x] = lists.pairs[(size_t)token * k + threadIdx.x];
+    }
+    for (int i = (int)threadIdx.x; token == 0 && i < args.X; i += 128) lists.counts[i] = 0;
+    __syncthreads();
+    const float gate =
+        args.gate ? 1 / (1 + expf(-args.gate[(size_t)token * args.ld_gate])) : 1;
+    for (int col = 8 * (int)threadIdx.x; col < args.E; col += 8 * 128) {
+        bf16 *x = args.x + (size_t)token * args.E + col;
+        float sum[8] = {};
+        for (int i = 0; i < k; i++)
+            add_weighted_8(sum, args.out + (size_t)pairs[i] * args.E + col, weights[i]);
+        if (args.shared) add_weighted_8(sum, args.shared + (size_t)token * args.E + col, gate);
+        if (args.adds) add_weighted_8(sum, x, 1);
+        *(uint4 *)x = uint4{pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]),
+                            pack_bf16(sum[4], sum[5]), pack_bf16(sum[6], sum[7])};
+    }
+}
+
+/* ---- Host: the launches ---- */
+
+/* Returns the pairs of a tile: the width that wastes little if the experts are equally busy. */
+static int expert_tile_rows(int T, int k, int X, bool fp8) {
+    const int mean = ceil_div(T * k, X), most = T; /* most: an expert has each token once */
+    int rows = 8;
+    while (rows < (fp8 ? 128 : 256) && rows < most && rows < mean + mean / 4) rows *= 2;
+    return rows;
+}
+template <class FMT, int BN, bool SWIGLU>
+static void expert_gemm_with(toka_device *dev, const weight *w, const expert_gemm_args &args) {
+    const int rows = args.X * args.N;
+    const CUtensorMap map_w =
+        FMT::is_fp8 ? gemm_fp8_map(dev, w->data, rows, args.K, (size_t)fp8_row_bytes(args.K), 128)
+                    : gemm_tensor_map(dev, w->data, rows, args.K, args.K, 128, 64);
+    if (dev->error.code) return;
+    launch_dependent(dev, "GEMM of experts", expert_gemm_kernel<FMT, BN, SWIGLU>,
+                     {dim3((unsigned)dev->n_sms), 384, expert_smem<BN, SWIGLU>::bytes}, map_w,
+                     args);
+}
+template <class FMT, bool SWIGLU>
+static void expert_gemm_of(toka_device *dev, const weight *w, int tile_rows,
+                           const expert_gemm_args &args) {
+    switch (tile_rows) {
+    case 8: return expert_gemm_with<FMT, 8, SWIGLU>(dev, w, args);
+    case 16: return expert_gemm_with<FMT, 16, SWIGLU>(dev, w, args);
+    case 32: return expert_gemm_with<FMT, 32, SWIGLU>(dev, w, args);
+    case 64: return expert_gemm_with<FMT, 64, SWIGLU>(dev, w, args);
+    case 128: return expert_gemm_with<FMT, 128, SWIGLU>(dev, w, args);
+    default: return expert_gemm_with<FMT, FMT::is_fp8 ? 128 : 256, SWIGLU>(dev, w, args);
+    }
+}
+/* tile_rows: pairs of a tile, 8 .. 256 (FP8: 128). */
+template <bool SWIGLU>
+static void expert_gemm(toka_device *dev, const weight *w, int tile_rows,
+                        const expert_gemm_args &args) {
+    assert(args.K % 8 == 0 && args.N % (SWIGLU ? 16 : 8) == 0 && args.X <= EXPERTS_MAX &&
+           (!w->scale || tile_rows <= 128));
+    if (!w->scale) expert_gemm_of<gemm_bf16, SWIGLU>(dev, w, tile_rows, args);
+    else if (w->is_blocked) expert_gemm_of<gemm_fp8<128, true>, SWIGLU>(dev, w, tile_rows, args);
+    else expert_gemm_of<gemm_fp8<128, false>, SWIGLU>(dev, w, tile_rows, args);
+}
+static void expert_route(toka_device *dev, const float *logits, int ld, int T,
+                         const expert_router &router, const expert_lists &lists, int tile_rows) {
+    const int X = router.n_experts;
+    const launch_shape shape = {dim3((unsigned)lists.n_words), 32 * ROUTE_WARPS,
+                                router.n_groups > 1 ? ROUTE_WARPS * X * sizeof(float) : 0};
+    assert(X <= EXPERTS_MAX && router.top_k <= EXPERTS_MAX_K && router.top_k <= X &&
+           router.n_groups <= 32 && T / tile_rows * router.top_k + X < 1 << 16);
+    launch_dependent(dev, "router",
+                     X <= 32    ? route_kernel<1>
+                     : X <= 128 ? route_kernel<4>
+                                : route_kernel<16>,
+                     shape, logits, ld, T, router, lists, tile_rows);
+    if (T > ROUTE_TOKENS)
+        launch_dependent(dev, "pairs of experts", pair_kernel, {dim3((unsigned)X), 256}, lists, X,
+                         router.top_k, tile_rows);
+}
+
+/* ---- The op ---- */
+
+typedef struct expert_scratch {
+    expert_lists lists; /* for max_tokens tokens */
+    float *logits;      /* [T][X and the shared gate, rounded up to 8] */
+    bf16 *act, *out;    /* [pairs][F], [pairs][E] */
+    bf16 *shared;       /* [T][E] */
+    float *act_scale;   /* [pairs] scales of the rows of act, for FP8 */
+} expert_scratch;
+
+/* Returns the bytes of a layer's router, experts and shared expert on the device. */
+static size_t experts_weight_bytes(const toka_moe *moe, bool hopper) {
+    size_t n = (size_t)round_up_8(moe->n_experts + 1) * round_up_8(moe->router.cols) * sizeof(bf16);
+    for (int gate_up = 0; gate_up < 2; gate_up++) {
+        const bool fp8 = hopper && weight_experts_stay_fp8(moe, gate_up);
+        const weight_parts parts = weight_expert_parts(moe->experts, gate_up),
+                           shared = weight_expert_parts(&moe->shared, gate_up);
+        n += (size_t)moe->n_experts * weight_bytes(&parts, fp8);
+        if (moe->shared.gate.rows)
+            n += weight_bytes(&shared, hopper && weight_stays_fp8(&shared));
+    }
+    return n;
+}
+
+/* Allocates the scratch memory for the largest of all layers, if the model has experts. */
+static void experts_open(toka_device *dev) {
+    size_t X = 0, k = 0, F = 0, n_logits = 0;
+    const size_t T = (size_t)dev->options.max_tokens, E = (size_t)dev->E;
+    for (int i = 0; i < dev->shape->L; i++) {
+        const layer_experts *experts = dev->layers[i].experts;
+        if (!experts) continue;
+        X = std::max(X, (size_t)experts->router.n_experts);
+        k = std::max(k, (size_t)experts->router.top_k);
+        F = std::max(F, (size_t)experts->down.K);
+        n_logits = std::max(n_logits, (size_t)experts->logits.N);
+    }
+    if (!X) return;
+    expert_scratch *to = dev->experts = (expert_scratch *)calloc(1, sizeof *to);
+    if (!to) abort();
+    to->lists.n_words = ceil_div((int)T, ROUTE_TOKENS);
+    const size_t n_words = (size_t)to->lists.n_words;
+    auto ints = [&](size_t n) { return (int *)dev_alloc(dev, n * sizeof(int), "activations"); };
+    to->lists.weights = (float *)ints(T * k);
+    to->lists.chosen = (short *)ints(T * k);
+    to->lists.pairs = ints(T * k), to->lists.rows = ints(T * k);
+    to->lists.tokens = (uint32_t *)ints(X * n_words);
+    to->lists.counts = ints(X);
+    to->lists.first = ints(X + 1), to->lists.first_tile = ints(X + 1);
+    to->logits = (float *)ints((T + GEMM_PAD_ROWS) * n_logits);
+    to->act_scale = (float *)ints(T * k);
+    to->act = (bf16 *)dev_alloc(dev, T * k * F * sizeof(bf16), "activations");
+    to->out = (bf16 *)dev_alloc(dev, T * k * E * sizeof(bf16), "activations");
+    to->shared = (bf16 *)dev_alloc(dev, T * E * sizeof(bf16), "activations");
+    if (!dev->error.code)
+        latch_error(dev, cudaMemsetAsync(to->lists.counts, 0, X * sizeof(int), dev->stream),
+                    "activations");
+}
+
+/* Runs the shared expert on dev->xn. x_quantized: xn is e4m3. */
+static void experts_run_shared(toka_device *dev, const layer_experts *layer, bool x_quantized) {
+    const int T = dev->step->T;
+    const gemm_args first = {.M = T, .x = dev->xn, .ldx = dev->E, .w = &layer->shared_gate_up,
+                             .y = dev->act, .ldy = dev->F, .epi = EPI_SWIGLU,
+                             .x_quantized = x_quantized};
+    const gemm_args second = {.M = T, .x = dev->act, .ldx = dev->F, .w = &layer->shared_down,
+                              .y = dev->experts->shared, .ldy = dev->E, .epi = EPI_STORE};
+    gemm(dev, &first);
+    gemm(dev, &second);
+}
+
+/* x += experts of dev->xn, for the T rows of the step. The experts come before the shared expert:
+ * that may quantize xn in place, by a scale of its own. */
+static void experts_run(toka_device *dev, const layer_experts *layer, bf16 *x) {
+    const expert_scratch *scratch = dev->experts;
+    const expert_router *router = &layer->router;
+    const weight *up = &layer->gate_up, *down = &layer->down;
+    const int T = dev->step->T, X = router->n_experts, k = router->top_k,
+              tile_rows = expert_tile_rows(T, k, X, up->scale || down->scale);
+    expert_lists lists = scratch->lists;
+    lists.n_words = ceil_div(T, ROUTE_TOKENS);
+    router_gemm(dev, {dev->xn, (const bf16 *)layer->logits.data, scratch->logits, T,
+                      layer->logits.N, layer->logits.K, dev->E});
+    expert_route(dev, scratch->logits, layer->logits.N, T, *router, lists, tile_rows);
+    if (layer->shared_down.data && !layer->shared_gate_up.scale)
+        experts_run_shared(dev, layer, false);
+    if (up->scale)
+        launch_dependent(dev, "quantization of x", quantize_rows_kernel, {dim3((unsigned)T), 256},
+                         dev->xn, dev->E, up->K, up->x_scale, dev->x_scale);
+    expert_gemm<true>(dev, up, tile_rows,
+                      {dev->xn, scratch->act, lists.rows, lists.first, lists.first_tile, X, up->N,
+                       up->K, dev->E, down->K, dev->x_scale, up->scale});
+    if (down->scale)
+        launch_dependent(dev, "quantization of x", quantize_rows_kernel,
+                         {dim3((unsigned)(T * k)), 256}, scratch->act, down->K, down->K,
+                         down->x_scale, scratch->act_scale);
+    expert_gemm<false>(dev, down, tile_rows,
+                       {scratch->act, scratch->out, NULL, lists.first, lists.first_tile, X,
+                        down->N, down->K, down->K, dev->E, scratch->act_scale, down->scale});
+    if (layer->shared_down.data && layer->shared_gate_up.scale)
+        experts_run_shared(dev, layer, up->scale != NULL);
+    const expert_sum_args sum = {x, scratch->out, layer->shared_down.data ? scratch->shared : NULL,
+                                 layer->has_shared_gate ? scratch->logits + X : NULL,
+                                 layer->logits.N, dev->E, k, X, true};
+    launch_dependent(dev, "sum of experts", expert_sum_kernel, {dim3((unsigned)T), 128}, sum,
+                     lists);
 }
 
 /* ===========================================================================
@@ -13212,6 +14228,7 @@ static size_t weights_bytes(const toka_shape *shape, const toka_weights *weights
                                          {{&layer->mlp.down}, 1, false}};
         for (const weight_parts &parts : matrices)
             n += weight_bytes(&parts, hopper && weight_stays_fp8(&parts));
+        if (layer->moe) n += experts_weight_bytes(layer->moe, hopper);
     }
     return n;
 }
@@ -13403,14 +14420,18 @@ static const char *missing_of_shape(const toka_shape *shape) {
 /* The same of a layer. rope: the RoPE table of the model's first layer. */
 static const char *missing_of_layer(const toka_shape *shape, const toka_layer *layer,
                                     const toka_rope *rope) {
-    const toka_mlp *mlp = &layer->mlp;
+    const toka_mlp *mlp = &layer->mlp, *expert = layer->moe ? layer->moe->experts : mlp;
     const struct {
         bool used;
         const char *name;
     } features[] = {
         {layer->mla != NULL, "multi-head latent attention (MLA)"},
         {layer->q_gate, "attention with an output gate"},
-        {layer->moe != NULL, "experts"},
+        {layer->moe && layer->moe->n_experts > EXPERTS_MAX, "more than 512 experts"},
+        {layer->moe && layer->moe->top_k > EXPERTS_MAX_K, "more than 16 experts a token"},
+        {layer->moe && layer->moe->n_groups > 32, "more than 32 groups of experts"},
+        {layer->moe && expert->gate_bias.rows, "biases in the experts"},
+        {layer->moe && expert->gate.rows % 8, "experts whose width is no multiple of 8"},
         {layer->sinks.rows > 0, "attention sinks"},
         {layer->kv_fp8 && ((shape->D != 64 && shape->D != 128) || shape->L > 256),
          "FP8 K and V with heads of another size than 64 and 128"},
@@ -13428,7 +14449,8 @@ static const char *missing_of_layer(const toka_shape *shape, const toka_layer *l
     for (const auto &feature : features)
         if (feature.used) return feature.name;
     const toka_tensor *matrices[] = {&layer->q, &layer->k,  &layer->v,   &layer->o,
-                                     &mlp->gate, &mlp->up, &mlp->down};
+                                     &mlp->gate, &mlp->up,    &mlp->down, &expert->gate,
+                                     &expert->up, &expert->down};
     for (const toka_tensor *matrix : matrices) {
         if (matrix->dtype == TOKA_INT4) return "4-bit weights (int4)";
         if (matrix->dtype == TOKA_MXFP4) return "MXFP4 weights";
@@ -13479,7 +14501,9 @@ static void cuda_close(toka_device *dev) {
     attn_close(dev);
     samp_close(dev);
     if (dev->stream) cudaStreamDestroy(dev->stream);
+    for (int i = 0; dev->layers && i < dev->shape->L; i++) free(dev->layers[i].experts);
     free(dev->layers);
+    free(dev->experts);
     free(dev->allocations);
     free(dev);
 }
@@ -13494,6 +14518,7 @@ static void cuda_alloc_buffers(toka_device *dev) {
     dev->qkv = (bf16 *)dev_alloc(dev, T * qkv_width * sizeof(bf16), "activations");
     dev->act = (bf16 *)dev_alloc(dev, gemm_rows * dev->F * sizeof(bf16), "activations");
     dev->x_scale = (float *)dev_alloc(dev, T * sizeof(float), "activations");
+    experts_open(dev);
     dev->row_sumsq = (float *)dev_alloc(
         dev, FUSE_NORM_MAX_ROWS * (size_t)ceil_div(dev->E, FUSE_NORM_COLS) * sizeof(float),
         "activations");
@@ -13546,6 +14571,13 @@ static int cuda_open(toka_device **out, const toka_device_options *options, cons
             dev->error.code = TOKA_E_INPUT;
             snprintf(dev->error.msg, sizeof dev->error.msg,
                      "FP8 K and V need a GPU of compute capability 9.0");
+        }
+    for (int i = 0; i < shape->L && !dev->error.code; i++)
+        if (weights->layers[i].moe && (!dev->hopper || options->tp_size > 1)) {
+            dev->error.code = TOKA_E_INPUT;
+            snprintf(dev->error.msg, sizeof dev->error.msg,
+                     dev->hopper ? "the GPU does not have experts over several tensor ranks"
+                                 : "experts need a GPU of compute capability 9.0");
         }
     if (!dev->error.code) gemm_open(dev);
     if (!dev->error.code) weights_load(dev);
@@ -14479,9 +15511,8 @@ static qkv_params qkv_params_of(const toka_device *dev, int layer, bf16 *q) {
     const toka_shape *shape = dev->shape;
     const layer_weights *weights = &dev->layers[layer];
     const step_rows *rows = &dev->rows;
-    const bool kv_fp8 = kv_is_fp8(dev->kv_fp8, layer);
     bf16 *kv = (bf16 *)kv_layer_at(kv_layout_of(dev), layer);
-    qkv_params params = {
+    return qkv_params{
         weights->qkv.bias, weights->q_norm, weights->k_norm, shape->eps, shape->H, shape->K,
         shape->B,          rows->pos,       rows->kv_slot,   dev->rope,  q,        kv,
         shape->D};
@@ -14511,15 +15542,14 @@ static void qkv_rope_kv(toka_device *dev, int layer, gemm_args args, const qkv_p
         gemm_wgmma_qkv(dev, n_rows, dev->xn, dev->E, &weights->qkv, &params);
         return;
     }
-    gemm_args args = {n_rows,         dev->xn,   dev->E, &weights->qkv, dev->qkv,
-                      weights->qkv.N, EPI_STORE, NULL,   normed == NORMED_FUSED};
-    args.x_quantized = normed == NORMED_QUANTIZED;
+    args.y = dev->qkv, args.ldy = weights->qkv.N, args.epi = EPI_STORE;
     if (fuses && gemm_fuses_qkv(dev, n_rows, &weights->qkv, &params))
         args.epi = EPI_QKV, args.qkv = &params;
     gemm(dev, &args);
     if (args.epi == EPI_QKV) return;
     rope_args rope = {params, dev->qkv, n_rows, qkv_is_interleaved(dev, shape->D)};
-    launch_dependent(dev, "RoPE", kv_fp8 ? rope_kernel<true> : rope_kernel<false>,
+    launch_dependent(dev, "RoPE",
+                     kv_is_fp8(dev->kv_fp8, layer) ? rope_kernel<true> : rope_kernel<false>,
                      {dim3(ceil_div(n_rows * (shape->H + 2 * shape->K), 8)), 256}, rope);
 }
 static void cuda_norm_qkv_rope_kv(toka_device *dev, const toka_step *, int layer, toka_hidden *x,
@@ -14550,7 +15580,7 @@ static void cuda_out_residual(toka_device *dev, const toka_step *, int layer, to
                               toka_hidden *x) {
     if (!op_begin(dev, "out_residual")) return;
     const layer_weights *weights = &dev->layers[layer];
-    hidden_add(dev, x, dev_bf16(o), &weights->o, weights->mlp_norm);
+    hidden_add(dev, x, dev_bf16(o), &weights->o, weights->experts ? NULL : weights->mlp_norm);
     clock_record_op(dev, TOKA_OP_OUT);
 }
 

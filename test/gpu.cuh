@@ -61,6 +61,21 @@ __global__ static void gpu_fill_f32(float *p, size_t n, uint64_t seed, float sca
         p[i] = scale * gpu_normal(seed, i);
 }
 
+/* ---- FP8 (e4m3) ---- */
+
+__device__ static double gpu_fp8_value(uint8_t code) {
+    const int exponent = code >> 3 & 15, mantissa = code & 7;
+    const double size = exponent ? ldexp(8.0 + mantissa, exponent - 10) : ldexp((double)mantissa, -9);
+    return code & 0x80 ? -size : size;
+}
+/* Numbers between -448 and 448 whose sizes spread over some powers of two; one_sign: all positive. */
+__global__ static void gpu_fill_fp8(uint8_t *p, size_t n, uint64_t seed, bool one_sign) {
+    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) {
+        const uint64_t r = gpu_mix(seed * 0x100000001B3ull + i);
+        p[i] = (uint8_t)(0x20 + r % 0x28 + (one_sign ? 0 : r >> 32 & 0x80));
+    }
+}
+
 /* ---- Device buffers with guard bands ---- */
 
 /* Bytes before and after the buffer; 0xFF like all memory that was not written: NaN in every

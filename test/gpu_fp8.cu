@@ -26,18 +26,6 @@ static int fp8_nearest(float value) {
     }
     return best | (signbit(value) ? 0x80 : 0);
 }
-__device__ static double ref_fp8(uint8_t code) {
-    const int exponent = code >> 3 & 15, mantissa = code & 7;
-    const double size = exponent ? ldexp(8.0 + mantissa, exponent - 10) : ldexp((double)mantissa, -9);
-    return code & 0x80 ? -size : size;
-}
-/* Numbers between -448 and 448 whose sizes spread over some powers of two; one_sign: all positive. */
-__global__ static void fill_fp8(uint8_t *p, size_t n, uint64_t seed, bool one_sign) {
-    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) {
-        const uint64_t r = gpu_mix(seed * 0x100000001B3ull + i);
-        p[i] = (uint8_t)(0x20 + r % 0x28 + (one_sign ? 0 : r >> 32 & 0x80));
-    }
-}
 /* acc[m][n] = sum of x w with all scales, size: of absolute values. One thread a number. */
 __global__ static void reference(const uint8_t *x, size_t x_row_bytes, const float *x_scale, weight w, int M, double *acc, double *size) {
     const int n = (int)(blockIdx.x * blockDim.x + threadIdx.x), m = (int)blockIdx.y, blocks_n = (w.N + 127) / 128;
@@ -45,7 +33,7 @@ __global__ static void reference(const uint8_t *x, size_t x_row_bytes, const flo
     double a = 0, s = 0;
     for (int k = 0; k < w.K; k++) {
         const double scale = w.is_blocked ? w.scale[((size_t)(k / 128) * blocks_n + n / 128) * 2 + n / 8 % 2] : w.scale[n];
-        const double p = ref_fp8(x[m * x_row_bytes + k]) * ref_fp8(((const uint8_t *)w.data)[(size_t)n * ((w.K + 15) / 16 * 16) + k]) * scale * x_scale[m];
+        const double p = gpu_fp8_value(x[m * x_row_bytes + k]) * gpu_fp8_value(((const uint8_t *)w.data)[(size_t)n * ((w.K + 15) / 16 * 16) + k]) * scale * x_scale[m];
         a += p, s += fabs(p);
     }
     acc[(size_t)m * w.N + n] = a, size[(size_t)m * w.N + n] = s;
@@ -223,8 +211,8 @@ struct problem { /* random operands of a GEMM */
         for (size_t i = 0; i < scales.size(); i++) scales[i] = ldexpf(1 + gpu_uniform(gpu_seed + 5, i), (int)(i * 7 % 5) - 14);
         for (size_t i = 0; i < x_scales.size(); i++) x_scales[i] = ldexpf(1 + gpu_uniform(gpu_seed + 6, i), (int)(i % 3) - 8) / sqrtf((float)K);
         scale.set(scales), x_scale.set(x_scales);
-        fill_fp8<<<1056, 256>>>((uint8_t *)x.p(), (size_t)rows * 2 * ldx, gpu_seed + 1, one_sign);
-        fill_fp8<<<1056, 256>>>(w.p(), w.n, gpu_seed + 2, one_sign);
+        gpu_fill_fp8<<<1056, 256>>>((uint8_t *)x.p(), (size_t)rows * 2 * ldx, gpu_seed + 1, one_sign);
+        gpu_fill_fp8<<<1056, 256>>>(w.p(), w.n, gpu_seed + 2, one_sign);
         gpu_random(bias, gpu_seed + 3, 0.5f);
         W = weight{(bf16 *)w.p(), NULL, N, K, scale.p(), blocked};
         GPU_OK(cudaDeviceSynchronize());

@@ -24,7 +24,7 @@ from collections import namedtuple
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 KERNELS = os.path.join(ROOT, "toka_kernels.cu")
-PROGRAMS = ["gpu_attn", "gpu_fp8", "gpu_gemm", "gpu_rows", "gpu_samp", "gpu_smallm"]
+PROGRAMS = ["gpu_attn", "gpu_experts", "gpu_fp8", "gpu_gemm", "gpu_rows", "gpu_samp", "gpu_smallm"]
 
 # name: the bug. old: text that occurs in the file once, whatever its line breaks; the part between backticks (all of it if there are none) is
 # replaced by new. A part that ends with a semicolon is a statement, any other an expression. test: program and arguments. line: an
@@ -100,6 +100,39 @@ MUTANTS = [
            ("the scale of another row of x", "high = problem.x_scale[`min(row + 8, last_row)`];", "min(row, last_row)")),
     *group("gemm_fp8_box_rows", "fp8 small", "N=136 K=1000",
            ("the last row of x is not loaded", "rows > 8 && `rows / 2 >= M`", "rows / 2 + 1 >= M")),
+
+    *group("gemm_few_fp8_kernel", "fp8 small", "few ",
+           ("a row of zeros behind K is not written", "`vec < n_padded`) *(uint2 *)(codes", "vec < n_vecs", "few .*K=(72|1000)"),
+           ("the codes of row 0 for all", "(codes + (vec / 2 * args.M + `m`) * 16 + vec % 2 * 8)", "0", "few M=[23]"),
+           ("the norm's weights of the piece before", "x[i] = norm_scale_8(x[i], scale, norm_cached[i][0], `norm_cached[i][1]`);", "norm_cached[i][0]", "few .*norm"),
+           ("the scale of row 0", "high = __fmul_rn(acc[i + 2], `x_scales[m]` * w[1]);", "x_scales[0]", "few M=[23]"),
+           ("the next 32 columns are the same", "`ring.x_step`); if (++ring.buf == ring.n_bufs)", "0"),
+           ("the scale of the K block before", "(const float2 *)args.w_scale + (size_t)`k` * blocks_n + block)", "max(k - 1, 0)", "few .*blocks")),
+
+    # ---- experts ----
+    *group("router_gemm_kernel", "experts small", "router's GEMM",
+           ("the last columns are missing", "return row < n_rows && `col < K` ? *(const uint4 *)", "col + 8 < K"),
+           ("one row too many is written", "if (`t + k % 2 < args.T` && n + k / 2 * 8", "t + k % 2 <= args.T"),
+           ("the sum of a warp is missing", "for (int k = 1; k < `ROUTER_WARPS`; k++) { const float4 part", "ROUTER_WARPS - 1", "router's GEMM .*K=[1-9][0-9][0-9]")),
+    *group("route_kernel", "experts small", "route ",
+           ("of equal scores the highest expert", "(other == score && `other_expert < expert`)", "other_expert > expert"),
+           ("a token of the second half is left out", "token < min(T, `token0 + ROUTE_TOKENS`); token += ROUTE_WARPS", "token0 + ROUTE_WARPS"),
+           ("the weights are not divided by their sum", "router.scale / (`router.renormalize` ? sum + 1e-20f : 1)", "false"),
+           ("the choice's bias is in the weight", "choice[i] = `scores[i]`; if (router.choice_bias", "scores[i] += router.choice_bias ? 0.25f : 0"),
+           ("groups by their best expert only", "group[0] = `router.groups_by_top2` && size > 1", "false")),
+    *group("pair_kernel", "experts small", "route ",
+           ("a tile too few", "n_before += count, tiles_before += (count + `tile_rows - 1`) / tile_rows;", "0"),
+           ("the pairs of a token are those of another choice", "if (lists.chosen[(size_t)token * k + i] == expert) lists.pairs[(size_t)token * k + `i`] = pair;", "0")),
+    *group("expert_gemm_kernel", "experts small", "experts .*pairs=",
+           ("the rows are not gathered", "from[i] = (uint32_t)(`args.rows ? args.rows[pair] : pair`) * (uint32_t)(args.ldx / 8)", "pair"),
+           ("the first expert's W for all", "tma_load_2d(at, map_w, full, FMT::k_cols * k, `tile.expert * args.N` + tile.n0);", "0"),
+           ("a pair too few is stored", "if (`pair < tile.n_pairs` && col < n_out)", "pair + 1 < tile.n_pairs"),
+           ("the scale of another row of x", "return args.x_scale[`args.rows ? args.rows[pair] : pair`];", "0"),
+           ("gate and up are exchanged", "pack_bf16(`swiglu(v[0], v[2])`, swiglu(v[1], v[3]))", "swiglu(v[2], v[0])")),
+    *group("expert_sum_kernel", "experts small", "sum ",
+           ("the last expert is missing", "for (int i = 0; i < `k`; i++) add_weighted_8(sum, args.out", "k - 1"),
+           ("the gate of the shared expert is left out", "add_weighted_8(sum, args.shared + (size_t)token * args.E + col, `gate`);", "1.0f"),
+           ("the counts are kept", "`token == 0` && i < args.X; i += 128) lists.counts[i] = 0;", "false")),
 
     # ---- GEMM ----
     *group("gemm_mma_kernel", "smallm small", "mma (64|128)x",
