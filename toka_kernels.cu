@@ -14284,6 +14284,38 @@ static void clock_close(toka_device *dev) {
     free(clk->op_ends), free(clk->op_kind);
 }
 
+/* Bytes of a matrix; of a matrix of experts those of one. */
+static double clock_weight_bytes(const weight *w) {
+    return (double)w->N * w->K * (w->scale ? 1 : sizeof(bf16));
+}
+/* Experts that T tokens are expected to choose, if all are equally likely. */
+static double clock_touched(const expert_router *router, double T) {
+    return router->n_experts * (1 - pow(1 - (double)router->top_k / router->n_experts, T));
+}
+/* FLOPs and bytes of the feed-forward of all layers. Of the experts only those that are chosen are
+ * read. */
+static toka_op_times clock_mlp_work(const toka_device *dev, double T) {
+    const double E = dev->shape->E;
+    toka_op_times work = {};
+    double touched = 0;
+    int X = 0, k = 0; /* of which touched holds */
+    for (int i = 0; i < dev->shape->L; i++) {
+        const layer_experts *experts = dev->layers[i].experts;
+        const weight *up = experts ? &experts->shared_gate_up : &dev->layers[i].gate_up,
+                     *down = experts ? &experts->shared_down : &dev->layers[i].down;
+        work.flop += 2 * T * ((double)up->N * up->K + (double)down->N * down->K);
+        work.bytes += clock_weight_bytes(up) + clock_weight_bytes(down) + 4 * T * (E + down->K);
+        if (!experts) continue;
+        if (experts->router.n_experts != X || experts->router.top_k != k)
+            touched = clock_touched(&experts->router, T);
+        X = experts->router.n_experts, k = experts->router.top_k;
+        up = &experts->gate_up, down = &experts->down;
+        work.flop += 2 * T * k * ((double)up->N * up->K + (double)down->N * down->K);
+        work.bytes += touched * (clock_weight_bytes(up) + clock_weight_bytes(down)) +
+                      4 * T * k * (E + down->K);
+    }
+    return work;
+}
 /* Adds the FLOPs and bytes of the step's ops to the sums. Bytes are the least that an op must
  * move. */
 static void clock_add_work(toka_device *dev, const toka_step *step) {
@@ -14300,15 +14332,19 @@ static void clock_add_work(toka_device *dev, const toka_step *step) {
         for (int row = span->row0; row < span->row0 + span->n_rows; row++)
             pairs += max(0, min(span->n_kv, step->pos[row] + 1 - span->kv0));
     }
-    double kv_bytes = 0; /* of a position, in all layers */
-    for (int i = 0; i < shape->L; i++)
+    /* kv_bytes: of a position, in all layers; the others: of the matrices of all layers */
+    double kv_bytes = 0, qkv_bytes = 0, out_bytes = 0;
+    for (int i = 0; i < shape->L; i++) {
         kv_bytes += (double)toka_kv_row_bytes(shape, kv_is_fp8(dev->kv_fp8, i), sizeof(bf16));
+        qkv_bytes += clock_weight_bytes(&dev->layers[i].qkv);
+        out_bytes += clock_weight_bytes(&dev->layers[i].o);
+    }
     const toka_op_times work[TOKA_N_OPS] = {
         {0, 0, 4 * T * E}, /* rows in the order of TOKA_OP_EMBED, TOKA_OP_QKV ... */
-        {0, 2 * T * E * (HD + 2 * KD) * L, 2 * (E * (HD + 2 * KD) + T * (E + HD + 2 * KD)) * L},
+        {0, 2 * T * E * (HD + 2 * KD) * L, qkv_bytes + 2 * T * (E + HD + 2 * KD) * L},
         {0, 4 * HD * pairs * L, kv_bytes * kv_tok + 4 * T * HD * L},
-        {0, 2 * T * E * HD * L, 2 * (E * HD + T * (HD + 2 * E)) * L},
-        {0, 6 * T * E * shape->F * L, 2 * (3 * E * shape->F + T * (2 * E + 2.0 * shape->F)) * L},
+        {0, 2 * T * E * HD * L, out_bytes + 2 * T * (HD + 2 * E) * L},
+        clock_mlp_work(dev, T),
         {0, 2.0 * step->n_samples * E * shape->V,
          2 * (step->n_samples ? E * shape->V + step->n_samples * E : 0)},
         {0, 0, 4 * T * E * (1 - 1.0 / tp_size(dev)) * (n_reduces + is_first_stage(dev))},
@@ -15587,11 +15623,17 @@ static void cuda_out_residual(toka_device *dev, const toka_step *, int layer, to
 static void cuda_norm_mlp_residual(toka_device *dev, const toka_step *, int layer, toka_hidden *x) {
     if (!op_begin(dev, "norm_mlp_residual")) return;
     const layer_weights *weights = &dev->layers[layer];
-    const enum normed normed = hidden_norm(dev, x, weights->mlp_norm, &weights->gate_up);
-    const gemm_args gate_up = {.M = dev->step->T, .x = dev->xn, .ldx = dev->E,
-                               .w = &weights->gate_up, .y = dev->act, .ldy = dev->F,
-                               .epi = EPI_SWIGLU, .norm_ready = normed == NORMED_FUSED,
-                               .x_quantized = normed == NORMED_QUANTIZED};
+    if (weights->experts) {
+        if (hidden_norm(dev, x, weights->mlp_norm, &weights->experts->logits, false) != NORMED)
+            assert(!"the router reads bf16");
+        hidden_set_sum(dev, x, NULL);
+        if (!graph_is_replay(dev)) experts_run(dev, weights->experts, dev_bf16(x->data));
+        clock_record_op(dev, TOKA_OP_MLP);
+        return;
+    }
+    const enum normed normed = hidden_norm(dev, x, weights->mlp_norm, &weights->gate_up, true);
+    gemm_args gate_up = hidden_gemm_args(dev, x, normed, weights->mlp_norm, &weights->gate_up);
+    gate_up.y = dev->act, gate_up.ldy = dev->F, gate_up.epi = EPI_SWIGLU;
     if (!graph_is_replay(dev)) gemm(dev, &gate_up);
     hidden_add(dev, x, dev->act, &weights->down,
                layer + 1 < dev->shape->L            ? dev->layers[layer + 1].attn_norm
