@@ -6651,6 +6651,7 @@ enum {
     ATTN_TILE_Q = 64,     /* queries of a tile on mma.sync */
     ATTN_SMALL_Q = 16,    /* maximum queries of a small item, and of a split buffer */
     ATTN_MIN_SPLIT = 128, /* minimum KV positions of a split of a small item */
+    ATTN_LONG_SPLIT = 2048, /* splits of small items that are longer are made shorter */
     /* If the small items of a level have fewer positions than this on average, attn_small uses two
      * ring buffers instead of three at D > 64 (attn_level.short_items). */
     ATTN_SHORT_KV = 128,
@@ -7070,9 +7071,11 @@ static bool attn_plan_pages(toka_device *dev, const toka_step *step) {
 }
 
 /* KV positions of a split of small items: the KV work of all small items of the level (positions
- * times kv heads) divided by the warps that are in flight, at least ATTN_MIN_SPLIT. */
+ * times kv heads) divided by the warps that are in flight, at least ATTN_MIN_SPLIT. If that is much
+ * work, 3/5 of it: the merge costs less than the warps that are idle at the end. */
 static int attn_small_split_len(const toka_device *dev, int64_t kv_positions) {
     int64_t len = kv_positions * dev->attn->K / (dev->attn->n_sms * ATTN_SM_WARPS);
+    if (len > ATTN_LONG_SPLIT) len = len * 3 / 5;
     return len < ATTN_MIN_SPLIT ? ATTN_MIN_SPLIT : len < INT_MAX / 2 ? (int)len : INT_MAX / 2;
 }
 /* KV positions of a split of tiles. Tiles run one per SM, in waves. The function finds the number
@@ -9765,7 +9768,9 @@ static void attn_launch_items(toka_device *dev, int layer, attn_args args, const
     args.items = plan->dev_items + (small ? level->small0 : level->tile0);
     if (small && kv_is_fp8(dev->kv_fp8, layer)) /* else they read unpacked pages */
         args.D <= 64 ? attn_small_launch<64, ATTN_FP8_TOK, 4, true>(dev, args, n_items, map)
-                     : attn_small_launch<128, ATTN_FP8_TOK, 2, true>(dev, args, n_items, map);
+        : level->short_items
+            ? attn_small_launch<128, ATTN_FP8_TOK, 2, true>(dev, args, n_items, map)
+            : attn_small_launch<128, ATTN_FP8_TOK, 3, true>(dev, args, n_items, map);
     else if (map && small && args.D <= 64) attn_small_launch<64, 32, 2>(dev, args, n_items, map);
     else if (map && small)
         level->short_items ? attn_small_launch<128, 16, 2>(dev, args, n_items, map)
