@@ -2427,7 +2427,8 @@ typedef struct gemm_args {
     bool norm_ready;
     const struct qkv_params *qkv; /* only for EPI_QKV */
     bool x_quantized; /* x is e4m3 already, with dev->x_scale; rows of 2 ldx bytes */
-    /* Weights of the RMSNorm of x that the GEMM applies itself, or NULL. Only if gemm_is_few_fp8. */
+    /* Weights of the RMSNorm of x that the GEMM applies itself, or NULL. Only if gemm_is_smallm_fp8
+     * says so. */
     const float *norm;
 } gemm_args;
 
@@ -3612,8 +3613,8 @@ __device__ static inline void gemm_mainloop_staggered(float (&acc)[BN / 2], cons
 
 /* ---- The main loop of FP8 (gemm_fp8) ---- */
 
-/* Issues the wgmma of one K block; part becomes its product. b_step: from one 32 columns of b to the
- * next, in units of 16 bytes. */
+/* Issues the wgmma of one K block; part becomes its product. b_step: from one 32 columns of b to
+ * the next, in units of 16 bytes. */
 template <int PART>
 __device__ static inline void fp8_issue(float (&part)[PART / 2], uint64_t a_desc, uint64_t b_desc,
                                         int b_step = 2) {
@@ -3726,7 +3727,7 @@ __device__ static inline void gemm_apply_scales(float (&acc)[COLS / 2], const ge
         float2 w = {1, 1};
         if (!FMT::blocked && col < tile.N)
             w = *(const float2 *)(problem.w_scale + col + 2 * (tile.lane & 3));
-        /* rounded before a bias or a residual is added, as in gemm_few_fp8 */
+        /* rounded before a bias or a residual is added, as in gemm_smallm_fp8 */
         acc[4 * j] = __fmul_rn(acc[4 * j], low * w.x);
         acc[4 * j + 1] = __fmul_rn(acc[4 * j + 1], low * w.y);
         acc[4 * j + 2] = __fmul_rn(acc[4 * j + 2], high * w.x);
@@ -5268,11 +5269,11 @@ static void gemm_fp8_quantize(toka_device *dev, const gemm_args *args) {
                      {dim3((unsigned)args->M), 256}, (bf16 *)args->x, args->ldx, args->w->K,
                      args->w->x_scale, dev->x_scale);
 }
-/* ---- gemm_few_fp8: an e4m3 W and few rows of x, which the kernel norms and quantizes itself ----
+/* ---- gemm_smallm_fp8: an e4m3 W; the kernel norms and quantizes the few rows of x itself ----
  *
  * y^T = W x^T, with the epilogues EPI_STORE, EPI_RESIDUAL and EPI_SWIGLU
  *
- *   x, y     bf16 [M][ldx], [M][ldy]; M <= 8 and M K <= FEW_X_BYTES
+ *   x, y     bf16 [M][ldx], [M][ldy]; M <= 8 and M K <= SMALLM8_X_BYTES
  *   W        e4m3 [N][K], with scales as in struct weight
  *   norm     NULL, or [K]: x is normed first (RMSNorm)
  *
@@ -5290,14 +5291,14 @@ static void gemm_fp8_quantize(toka_device *dev, const gemm_args *args) {
  *
  * Shared memory: half of an SM's, so that the ring of the next kernel fills early. */
 enum {
-    FEW_ROWS = 8,
-    FEW_X_BYTES = 32 << 10,
-    FEW_RING_BYTES = 80 << 10, FEW_MAX_BUFS = FEW_RING_BYTES / (16 * 128),
-    FEW_VECS = 16, /* pieces of 8 numbers of x that a thread holds: K <= 16,384 */
-    FEW_NORM_VECS = 4, /* pieces of norm weights that it loads before grid_wait() */
-    FEW_THREADS = 160
+    SMALLM8_ROWS = 8,
+    SMALLM8_X_BYTES = 32 << 10,
+    SMALLM8_RING_BYTES = 80 << 10, SMALLM8_MAX_BUFS = SMALLM8_RING_BYTES / (16 * 128),
+    SMALLM8_VECS = 16, /* pieces of 8 numbers of x that a thread holds: K <= 16,384 */
+    SMALLM8_NORM_VECS = 4, /* pieces of norm weights that it loads before grid_wait() */
+    SMALLM8_THREADS = 160
 };
-typedef struct few_args {
+typedef struct smallm8_args {
     const bf16 *x;
     bf16 *y;
     const float *norm, *bias, *w_scale;
@@ -5305,18 +5306,18 @@ typedef struct few_args {
     int tile_rows, n_bufs; /* n_bufs: buffers of the ring, each [tile_rows][128] of W */
     float inv_E, eps, static_scale;
     enum epilogue epi;
-} few_args;
+} smallm8_args;
 
 #if HOPPER
 /* Returns the sum or the maximum over the 128 consumer threads; the sum in the order of
  * block_sum_128. */
-__device__ static inline float few_sum(float v, float *warp_values) {
+__device__ static inline float smallm8_sum(float v, float *warp_values) {
     for (int s = 16; s; s >>= 1) v += __shfl_xor_sync(~0u, v, s);
     if (threadIdx.x % 32 == 0) warp_values[threadIdx.x / 32] = v;
     bar_sync(1, 128);
     return (warp_values[0] + warp_values[1]) + (warp_values[2] + warp_values[3]);
 }
-__device__ static inline float few_max(float v, float *warp_values) {
+__device__ static inline float smallm8_max(float v, float *warp_values) {
     for (int s = 16; s; s >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, s));
     if (threadIdx.x % 32 == 0) warp_values[threadIdx.x / 32] = v;
     bar_sync(1, 128);
@@ -5324,51 +5325,51 @@ __device__ static inline float few_max(float v, float *warp_values) {
 }
 /* Norms row m of x, quantizes it to codes and sets scales[m]. norm_cached: this thread's first
  * pieces of norm weights. warp_values: [2][4], for the sum and for the maximum. */
-__device__ static inline void few_load_row(const few_args &args, int m,
-                                           const float4 (&norm_cached)[FEW_NORM_VECS][2],
-                                           char *codes, float *scales, float *warp_values) {
+__device__ static inline void smallm8_load_row(const smallm8_args &args, int m,
+                                               const float4 (&norm_cached)[SMALLM8_NORM_VECS][2],
+                                               char *codes, float *scales, float *warp_values) {
     const int thread = (int)threadIdx.x, n_vecs = args.K / 8,
               n_padded = (args.K + 127) / 128 * 16; /* the last K block is filled with zeros */
     const uint4 *from = (const uint4 *)(args.x + (size_t)m * args.ldx);
     const float4 *norm = (const float4 *)args.norm;
-    uint4 x[FEW_VECS];
+    uint4 x[SMALLM8_VECS];
     float sum = 0, largest = 0;
 #pragma unroll
-    for (int i = 0; i < FEW_VECS; i++)
+    for (int i = 0; i < SMALLM8_VECS; i++)
         x[i] = thread + 128 * i < n_vecs ? from[thread + 128 * i] : uint4{};
     if (norm) {
 #pragma unroll
-        for (int i = 0; i < FEW_VECS; i++) sum = norm_add_squares(x[i], sum);
-        const float scale = rsqrtf(few_sum(sum, warp_values) * args.inv_E + args.eps);
+        for (int i = 0; i < SMALLM8_VECS; i++) sum = norm_add_squares(x[i], sum);
+        const float scale = rsqrtf(smallm8_sum(sum, warp_values) * args.inv_E + args.eps);
 #pragma unroll
-        for (int i = 0; i < FEW_VECS; i++)
-            if (i < FEW_NORM_VECS)
+        for (int i = 0; i < SMALLM8_VECS; i++)
+            if (i < SMALLM8_NORM_VECS)
                 x[i] = norm_scale_8(x[i], scale, norm_cached[i][0], norm_cached[i][1]);
             else if (thread + 128 * i < n_vecs)
                 x[i] = norm_scale_8(x[i], scale, norm[2 * (thread + 128 * i)],
                                     norm[2 * (thread + 128 * i) + 1]);
     }
 #pragma unroll
-    for (int i = 0; i < FEW_VECS; i++) largest = fp8_largest_8(x[i], largest);
-    const float scale = fp8_scale(args.static_scale, few_max(largest, warp_values + 4)),
+    for (int i = 0; i < SMALLM8_VECS; i++) largest = fp8_largest_8(x[i], largest);
+    const float scale = fp8_scale(args.static_scale, smallm8_max(largest, warp_values + 4)),
                 inverse = 1 / scale;
     if (thread == 0) scales[m] = scale;
 #pragma unroll
-    for (int i = 0; i < FEW_VECS; i++) {
+    for (int i = 0; i < SMALLM8_VECS; i++) {
         const int vec = thread + 128 * i;
         if (vec < n_padded)
             *(uint2 *)(codes + (vec / 2 * args.M + m) * 16 + vec % 2 * 8) =
                 fp8_quantize_8(x[i], inverse);
     }
 }
-__device__ static inline void few_produce(const few_args &args, const CUtensorMap *map_w,
-                                          uint32_t ring, uint32_t bars, int n_tiles) {
+__device__ static inline void smallm8_produce(const smallm8_args &args, const CUtensorMap *map_w,
+                                              uint32_t ring, uint32_t bars, int n_tiles) {
     const int n_k = (args.K + 127) / 128;
     int buf = 0, parity = 1;
     for (int tile = (int)blockIdx.x; tile < n_tiles; tile += (int)gridDim.x)
         for (int k = 0; k < n_k; k++) {
             const uint32_t full = bars + 8 * buf;
-            mbar_wait(full + 8 * FEW_MAX_BUFS, parity);
+            mbar_wait(full + 8 * SMALLM8_MAX_BUFS, parity);
             mbar_expect_tx(full, args.tile_rows * 128);
             tma_load_2d(ring + buf * args.tile_rows * 128, map_w, full, 128 * k,
                         tile * args.tile_rows);
@@ -5376,7 +5377,7 @@ __device__ static inline void few_produce(const few_args &args, const CUtensorMa
         }
 }
 /* The consumer's place in the ring, and what it multiplies. */
-struct few_ring {
+struct smallm8_ring {
     uint32_t ring, bars;
     int n_bufs, buf_bytes;
     uint64_t x_desc; /* of the first K block of x */
@@ -5384,7 +5385,7 @@ struct few_ring {
     int buf, parity;
 };
 /* Issues K block k, and returns its buffer. */
-__device__ static inline int few_issue(few_ring &ring, float (&part)[4], int k) {
+__device__ static inline int smallm8_issue(smallm8_ring &ring, float (&part)[4], int k) {
     const int buf = ring.buf;
     mbar_wait(ring.bars + 8 * buf, ring.parity);
     fp8_issue<8>(part, wgmma_desc(ring.ring + buf * ring.buf_bytes),
@@ -5394,10 +5395,10 @@ __device__ static inline int few_issue(few_ring &ring, float (&part)[4], int k) 
 }
 /* Adds a finished K block. scales: of its blocks of W. */
 template <bool BLOCKED>
-__device__ static inline void few_promote(const few_ring &ring, float (&acc)[4], float (&part)[4],
-                                          int buf, float2 scales) {
+__device__ static inline void smallm8_promote(const smallm8_ring &ring, float (&acc)[4],
+                                              float (&part)[4], int buf, float2 scales) {
     wgmma_fence_operand(part);
-    if (threadIdx.x == 0) mbar_arrive(ring.bars + 8 * FEW_MAX_BUFS + 8 * buf);
+    if (threadIdx.x == 0) mbar_arrive(ring.bars + 8 * SMALLM8_MAX_BUFS + 8 * buf);
 #pragma unroll
     for (int i = 0; i < 4; i++)
         if constexpr (BLOCKED) acc[i] += part[i] * (i / 2 ? scales.y : scales.x);
@@ -5405,8 +5406,8 @@ __device__ static inline void few_promote(const few_ring &ring, float (&acc)[4],
 }
 /* Adds up a tile. An iteration of the loop has four K blocks, as in gemm_mainloop_fp8. */
 template <bool BLOCKED>
-__device__ static inline void few_multiply(const few_args &args, few_ring &ring, int n0,
-                                           float (&acc)[4]) {
+__device__ static inline void smallm8_multiply(const smallm8_args &args, smallm8_ring &ring, int n0,
+                                               float (&acc)[4]) {
     const int n_k = (args.K + 127) / 128, blocks_n = (args.N + 127) / 128;
     const int block = min((n0 + (int)threadIdx.x / 32 * 16) / 128, blocks_n - 1);
     auto scale_of = [&](int k) {
@@ -5419,28 +5420,28 @@ __device__ static inline void few_multiply(const few_args &args, few_ring &ring,
         float2 scales[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) scales[i] = scale_of(k + i);
-        int buf = few_issue(ring, part[0], k);
+        int buf = smallm8_issue(ring, part[0], k);
 #pragma unroll
         for (int i = 1; i < 4; i++) {
-            const int next = few_issue(ring, part[i % 2], k + i);
+            const int next = smallm8_issue(ring, part[i % 2], k + i);
             wgmma_wait<1>();
-            few_promote<BLOCKED>(ring, acc, part[(i - 1) % 2], buf, scales[i - 1]);
+            smallm8_promote<BLOCKED>(ring, acc, part[(i - 1) % 2], buf, scales[i - 1]);
             buf = next;
         }
         wgmma_wait<0>();
-        few_promote<BLOCKED>(ring, acc, part[1], buf, scales[3]);
+        smallm8_promote<BLOCKED>(ring, acc, part[1], buf, scales[3]);
     }
     for (; k < n_k; k++) {
         const float2 scales = scale_of(k);
-        const int buf = few_issue(ring, part[0], k);
+        const int buf = smallm8_issue(ring, part[0], k);
         wgmma_wait<0>();
-        few_promote<BLOCKED>(ring, acc, part[0], buf, scales);
+        smallm8_promote<BLOCKED>(ring, acc, part[0], buf, scales);
     }
 }
 /* Stores the sums of a tile. A thread has rows n and n + 8 of W, and rows 2q and 2q + 1 of x. */
 template <bool BLOCKED>
-__device__ static inline void few_store(const few_args &args, int n0, const float (&acc)[4],
-                                        const float *x_scales) {
+__device__ static inline void smallm8_store(const smallm8_args &args, int n0, const float (&acc)[4],
+                                            const float *x_scales) {
     const int lane = (int)threadIdx.x % 32, row = (int)threadIdx.x / 32 * 16 + lane / 4;
     const int n = n0 + row;
     if (row >= args.tile_rows || n >= args.N) return;
@@ -5469,54 +5470,54 @@ __device__ static inline void few_store(const few_args &args, int n0, const floa
 }
 #endif
 template <bool BLOCKED>
-__global__ static void __launch_bounds__(FEW_THREADS)
-    gemm_few_fp8_kernel(const __grid_constant__ CUtensorMap map_w, const few_args args) {
+__global__ static void __launch_bounds__(SMALLM8_THREADS)
+    gemm_smallm_fp8_kernel(const __grid_constant__ CUtensorMap map_w, const smallm8_args args) {
 #if HOPPER
-    extern __shared__ __align__(1024) char few_smem[];
-    __shared__ float x_scales[FEW_ROWS], warp_values[FEW_ROWS][2 * 4];
-    __shared__ uint64_t barriers[2 * FEW_MAX_BUFS];
-    const uint32_t ring = smem_addr(few_smem), bars = smem_addr(barriers);
+    extern __shared__ __align__(1024) char smallm8_smem[];
+    __shared__ float x_scales[SMALLM8_ROWS], warp_values[SMALLM8_ROWS][2 * 4];
+    __shared__ uint64_t barriers[2 * SMALLM8_MAX_BUFS];
+    const uint32_t ring = smem_addr(smallm8_smem), bars = smem_addr(barriers);
     const int n_tiles = (args.N + args.tile_rows - 1) / args.tile_rows;
-    char *codes = few_smem + FEW_RING_BYTES;
-    for (int i = (int)threadIdx.x; i < 2 * FEW_MAX_BUFS; i += FEW_THREADS)
+    char *codes = smallm8_smem + SMALLM8_RING_BYTES;
+    for (int i = (int)threadIdx.x; i < 2 * SMALLM8_MAX_BUFS; i += SMALLM8_THREADS)
         mbar_init(bars + 8 * i, 1);
     mbar_init_fence();
     __syncthreads();
     grid_launch_dependents();
     if (threadIdx.x >= 128) {
-        if (elect_one()) few_produce(args, &map_w, ring, bars, n_tiles);
+        if (elect_one()) smallm8_produce(args, &map_w, ring, bars, n_tiles);
         return;
     }
-    float4 norm[FEW_NORM_VECS][2] = {};
+    float4 norm[SMALLM8_NORM_VECS][2] = {};
 #pragma unroll
-    for (int i = 0; i < FEW_NORM_VECS; i++)
+    for (int i = 0; i < SMALLM8_NORM_VECS; i++)
         if (args.norm && threadIdx.x + 128 * i < args.K / 8)
             norm[i][0] = ((const float4 *)args.norm)[2 * (threadIdx.x + 128 * i)],
             norm[i][1] = ((const float4 *)args.norm)[2 * (threadIdx.x + 128 * i) + 1];
     grid_wait();
     for (int m = 0; m < args.M; m++)
-        few_load_row(args, m, norm, codes, x_scales, warp_values[m]);
+        smallm8_load_row(args, m, norm, codes, x_scales, warp_values[m]);
     fence_async_smem();
     bar_sync(1, 128);
-    few_ring place = {ring, bars, args.n_bufs, args.tile_rows * 128,
+    smallm8_ring place = {ring, bars, args.n_bufs, args.tile_rows * 128,
                       wgmma_desc_8_rows(smem_addr(codes), 16 * args.M), 2 * args.M, 0, 0};
     for (int tile = (int)blockIdx.x; tile < n_tiles; tile += (int)gridDim.x) {
         float acc[4] = {};
-        few_multiply<BLOCKED>(args, place, tile * args.tile_rows, acc);
-        few_store<BLOCKED>(args, tile * args.tile_rows, acc, x_scales);
+        smallm8_multiply<BLOCKED>(args, place, tile * args.tile_rows, acc);
+        smallm8_store<BLOCKED>(args, tile * args.tile_rows, acc, x_scales);
     }
 #else
     __trap();
 #endif
 }
 
-/* Returns whether gemm_few_fp8 runs M rows and this W. */
-static bool gemm_is_few_fp8(const toka_device *dev, int M, const weight *w) {
-    return dev->hopper && w->scale && M <= FEW_ROWS && w->K <= FEW_VECS * 1024 &&
-           M * ((w->K + 127) / 128 * 128) <= FEW_X_BYTES;
+/* Returns whether gemm_smallm_fp8 runs M rows and this W. */
+static bool gemm_is_smallm_fp8(const toka_device *dev, int M, const weight *w) {
+    return dev->hopper && w->scale && M <= SMALLM8_ROWS && w->K <= SMALLM8_VECS * 1024 &&
+           M * ((w->K + 127) / 128 * 128) <= SMALLM8_X_BYTES;
 }
 /* Returns the rows of a tile: a multiple of 16, so that the busiest CTA has the fewest rows. */
-static int few_tile_rows(int N, int n_ctas) {
+static int smallm8_tile_rows(int N, int n_ctas) {
     int best = 64, fewest = INT_MAX;
     for (int rows = 64; rows >= 16; rows -= 16) {
         const int most = ceil_div(ceil_div(N, rows), n_ctas) * rows;
@@ -5524,31 +5525,31 @@ static int few_tile_rows(int N, int n_ctas) {
     }
     return best;
 }
-static void gemm_few_fp8(toka_device *dev, const gemm_args *args) {
+static void gemm_smallm_fp8(toka_device *dev, const gemm_args *args) {
     const weight *w = args->w;
-    const int tile_rows = few_tile_rows(w->N, dev->n_sms), n_tiles = ceil_div(w->N, tile_rows);
-    const few_args kernel_args = {args->x, args->y, args->norm, w->bias, w->scale,
-                                  args->M, w->N, w->K, args->ldx, args->ldy, tile_rows,
-                                  FEW_RING_BYTES / (tile_rows * 128),
-                                  args->norm ? 1.0f / dev->shape->E : 0,
-                                  args->norm ? dev->shape->eps : 0, w->x_scale, args->epi};
+    const int tile_rows = smallm8_tile_rows(w->N, dev->n_sms), n_tiles = ceil_div(w->N, tile_rows);
+    const smallm8_args kernel_args = {args->x, args->y, args->norm, w->bias, w->scale,
+                                      args->M, w->N, w->K, args->ldx, args->ldy, tile_rows,
+                                      SMALLM8_RING_BYTES / (tile_rows * 128),
+                                      args->norm ? 1.0f / dev->shape->E : 0,
+                                      args->norm ? dev->shape->eps : 0, w->x_scale, args->epi};
     assert(args->epi == EPI_STORE || args->epi == EPI_RESIDUAL || args->epi == EPI_SWIGLU);
     const CUtensorMap map_w = gemm_fp8_map(dev, w->data, w->N, w->K, (size_t)fp8_row_bytes(w->K),
                                            tile_rows);
     if (dev->error.code) return;
     /* 128 bytes more: b's last rows without data */
     launch_dependent(dev, "GEMM (few rows, FP8)",
-                     w->is_blocked ? gemm_few_fp8_kernel<true> : gemm_few_fp8_kernel<false>,
-                     {dim3((unsigned)min(n_tiles, dev->n_sms)), FEW_THREADS,
-                      FEW_RING_BYTES + FEW_X_BYTES + 128},
+                     w->is_blocked ? gemm_smallm_fp8_kernel<true> : gemm_smallm_fp8_kernel<false>,
+                     {dim3((unsigned)min(n_tiles, dev->n_sms)), SMALLM8_THREADS,
+                      SMALLM8_RING_BYTES + SMALLM8_X_BYTES + 128},
                      map_w, kernel_args);
 }
 
 /* y = epilogue(x W^T) with an e4m3 W, for EPI_STORE, EPI_RESIDUAL and EPI_SWIGLU. */
 static void gemm_fp8_run(toka_device *dev, const gemm_args *args) {
     assert(!args->norm_ready && !args->next_norm);
-    if (!args->x_quantized && gemm_is_few_fp8(dev, args->M, args->w)) {
-        gemm_few_fp8(dev, args);
+    if (!args->x_quantized && gemm_is_smallm_fp8(dev, args->M, args->w)) {
+        gemm_smallm_fp8(dev, args);
         return;
     }
     assert(!args->norm);
@@ -5712,8 +5713,8 @@ typedef struct expert_lists {
  *   logits   float32 [T][N]
  *
  * Grid: tiles of 16 MT rows of W x tiles of 8 NT rows of x. Block 256. Warp w adds up every eighth
- * 32 columns, from 32 w on; then the sums of the warps are added in their order. So the order of the
- * sum over K does not depend on the tile, as it does in the GEMMs of chapter 7.
+ * 32 columns, from 32 w on; then the sums of the warps are added in their order. So the order of
+ * the sum over K does not depend on the tile, as it does in the GEMMs of chapter 7.
  *
  * A quad of lanes loads 64 bytes of a row, 16 a lane. These 8 columns are columns 2q, 2q+1, 2q+8
  * and 2q+9 of two MMAs: a sum may take its columns in any order, if x and W take the same. A warp
@@ -6201,8 +6202,8 @@ __device__ static inline void expert_store(const float (&acc)[BN / 2], const exp
 /* The scales of a tile that a thread needs: of rows of W, and of the first pairs. They are loaded
  * before the main loop. */
 template <class FMT, int BN> struct expert_scales {
-    static constexpr int N_EARLY = BN < 32 ? BN / 4 : 8;
-    float w[2], early[N_EARLY];
+    static constexpr int N_FIRST = BN < 32 ? BN / 4 : 8;
+    float w[2], first[N_FIRST];
 };
 /* The scale of pair i of a thread. */
 __device__ static inline float expert_pair_scale(const expert_gemm_args &args,
@@ -6223,7 +6224,7 @@ __device__ static inline expert_scales<FMT, BN> expert_load_scales(const expert_
         to.w[0] = scales[min(n, args.N - 1)], to.w[1] = scales[min(n + 8, args.N - 1)];
     }
 #pragma unroll
-    for (int i = 0; i < to.N_EARLY; i++) to.early[i] = expert_pair_scale(args, tile, i);
+    for (int i = 0; i < to.N_FIRST; i++) to.first[i] = expert_pair_scale(args, tile, i);
     return to;
 }
 /* FP8: multiplies the sums by the scales of the rows of x, and of W if it has them. */
@@ -6233,7 +6234,7 @@ __device__ static inline void expert_scale(float (&acc)[BN / 2], const expert_ge
                                            const expert_scales<FMT, BN> &scales) {
 #pragma unroll
     for (int i = 0; i < BN / 4; i++) {
-        const float x_scale = i < scales.N_EARLY ? scales.early[min(i, scales.N_EARLY - 1)]
+        const float x_scale = i < scales.N_FIRST ? scales.first[min(i, scales.N_FIRST - 1)]
                                                  : expert_pair_scale(args, tile, i);
         const int at = i / 2 * 4 + i % 2;
         acc[at] *= scales.w[0] * x_scale, acc[at + 2] *= scales.w[1] * x_scale;
@@ -15467,15 +15468,15 @@ enum normed {
     NORMED_QUANTIZED, /* norm(x), e4m3 with dev->x_scale */
     NORMED_BY_GEMM    /* nothing: the GEMM takes x, and norms it */
 };
-/* Prepares dev->xn for the op that begins with this norm and then multiplies by w. may_be_few: the
- * op does that by gemm(), with hidden_gemm_args. */
+/* Prepares dev->xn for the op that begins with this norm and then multiplies by w. may_be_smallm:
+ * the op does that by gemm(), with hidden_gemm_args. */
 static enum normed hidden_norm(toka_device *dev, toka_hidden *x, const float *norm, const weight *w,
-                               bool may_be_few) {
+                               bool may_be_smallm) {
     if (fuse_norm_consume(x, norm)) return NORMED_FUSED;
     if (reduce_norm(dev, x, norm)) return NORMED;
     const bf16 *rows = dev_bf16(toka_hidden_read(x));
     const weight *next = w->scale ? w : NULL;
-    if (may_be_few && gemm_is_few_fp8(dev, dev->step->T, w)) return NORMED_BY_GEMM;
+    if (may_be_smallm && gemm_is_smallm_fp8(dev, dev->step->T, w)) return NORMED_BY_GEMM;
     if (!graph_is_replay(dev)) rmsnorm(dev, rows, NULL, norm, dev->xn, dev->step->T, next);
     return next ? NORMED_QUANTIZED : NORMED;
 }

@@ -291,7 +291,7 @@ static void test_rows(toka_device *d, int N, int K, bool blocked, int repeats) {
     GPU_OK(cudaStreamSynchronize(d->stream));
     gpu_check(!found.host()[0].bad, "rows N=%d K=%d%s: %u numbers depend on M %s", N, K, blocked ? " blocks" : "", found.host()[0].bad, d->error.msg);
 }
-/* gemm_few_fp8 gives the same bits as the norm or the quantization, and then gemm_wgmma. */
+/* gemm_smallm_fp8 gives the same bits as the norm or the quantization, and then gemm_wgmma. */
 static void test_few(toka_device *d, int M, int N, int K, bool blocked, bool norm, float static_scale) {
     const int ldx = norm ? K : K + 8, ldy = N + 8; /* rmsnorm has rows of E */
     toka_shape shape = {};
@@ -310,7 +310,7 @@ static void test_few(toka_device *d, int M, int N, int K, bool blocked, bool nor
         p.W.bias = M % 2 && epi != EPI_SWIGLU ? p.bias.p() : NULL;
         for (bf16 *to : {y.p(), want.p()}) GPU_OK(cudaMemcpyAsync(to, y0.p(), y.n * 2, cudaMemcpyDeviceToDevice, d->stream));
         gemm_args a = {.M = M, .x = x.p(), .ldx = ldx, .w = &p.W, .y = y.p(), .ldy = ldy, .epi = epi, .norm = norm ? norm_w.p() : NULL};
-        gemm_few_fp8(d, &a);
+        gemm_smallm_fp8(d, &a);
         GPU_OK(cudaMemcpyAsync(xn.p(), x.p(), x.n * 2, cudaMemcpyDeviceToDevice, d->stream));
         if (norm) rmsnorm(d, x.p(), NULL, norm_w.p(), xn.p(), M, &p.W);
         a.norm = NULL, a.x = xn.p(), a.y = want.p(), a.x_quantized = norm;
@@ -483,7 +483,7 @@ int main(int argc, char **argv) {
         if (!quick) test_shape(d, 4096, 4096, blocked, false, few), test_shape(d, 2048, 14336, blocked, false, few);
         for (int M : {1, 2, 3, 7, 8})
             for (auto nk : {std::pair<int, int>{8, 8}, {136, 1000}, {208, 72}, {48, 4096}, {1536, 2048}, {4096, 4096}, {2064, 14336}})
-                for (int norm = 0; norm < 2 && M * (nk.second + 127) / 128 * 128 <= FEW_X_BYTES - 1024; norm++)
+                for (int norm = 0; norm < 2 && M * (nk.second + 127) / 128 * 128 <= SMALLM8_X_BYTES - 1024; norm++)
                     if (!small || (M < 4 && nk.first < 256))
                         test_few(d, M, nk.first, nk.second, blocked, norm, 0), test_few(d, M, nk.first, nk.second, blocked, norm, 0.02f);
         test_rows(d, small ? 160 : 1536, small ? 136 : 2048, blocked, small ? 1 : quick ? 10 : 100);

@@ -101,7 +101,7 @@ MUTANTS = [
     *group("gemm_fp8_box_rows", "fp8 small", "N=136 K=1000",
            ("the last row of x is not loaded", "rows > 8 && `rows / 2 >= M`", "rows / 2 + 1 >= M")),
 
-    *group("gemm_few_fp8_kernel", "fp8 small", "few ",
+    *group("gemm_smallm_fp8_kernel", "fp8 small", "few ",
            ("a row of zeros behind K is not written", "`vec < n_padded`) *(uint2 *)(codes", "vec < n_vecs", "few .*K=(72|1000)"),
            ("the codes of row 0 for all", "(codes + (vec / 2 * args.M + `m`) * 16 + vec % 2 * 8)", "0", "few M=[23]"),
            ("the norm's weights of the piece before", "x[i] = norm_scale_8(x[i], scale, norm_cached[i][0], `norm_cached[i][1]`);", "norm_cached[i][0]", "few .*norm"),
