@@ -18380,7 +18380,7 @@ static con_bits *con_join_parts(con_machine *machine, const con_vocab *vocab, in
     con_bits *bits = con_bits_new(machine, vocab, true);
     for (int i = 0; i < vocab->words; i++)
         bits->mask[i] = parts[0][i] | parts[1][i] | parts[2][i] | parts[3][i];
-    if (machine->failed || machine->bytes > CON_MAX_BYTES / 2) return bits;
+    if (machine->failed || con_is_full(machine)) return bits;
     return con_bits_hold(
         con_keep_bits(machine, vocab, &machine->nodes[node].bits[CON_PARTS], bits));
 }

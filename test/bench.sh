@@ -42,7 +42,7 @@ for what, a, b in (("256 x (1,000 + 65) tokens", on[1], off[1]), ("prompts and f
 EOF
         ;;
     json) unit json_tokenizers ;;
-    masks) # CPU time of the driver for the masks of a step; then the whole engine with a schema for each row, and without
+    masks) # CPU time of a worker for the masks of a step; then the whole engine with a schema for each row, and without
         $CC $FLAGS -o $B/bench_con test/bench_con.c -lm -lpthread
         python3 test/make_dataset.py json $B/json.jsonl --length 256
         python3 test/make_dataset.py json $B/plain.jsonl --length 256 --plain

@@ -253,7 +253,7 @@ unit() { # NAME FLAGS... [TESTS...]
 part_unit() { unit fast -O2; }
 part_san() { unit san $SAN; }
 part_tsan() {
-    unit tsan -g -O1 -fsanitize=thread -Wno-tsan engine: cpu_pool ranks_shapes ranks_lost ranks_abort "tokenizer: threads" "constraints: workers" "constraints: only"
+    unit tsan -g -O1 -fsanitize=thread -Wno-tsan engine: cpu_pool ranks_shapes ranks_lost ranks_abort "tokenizer: threads" "constraints: workers" "constraints: only" "constraints: forced"
 }
 
 # ---- Python: tests of the whole program, with the clients and libraries that users have ----
