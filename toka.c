@@ -7880,7 +7880,8 @@ enum {
     MF_PARALLEL = 1 << 19,    /* the feed-forward reads what the mixer reads */
     MF_WINDOW_LOWER = 1 << 20, /* only layers before max_window_layers have a window; without it,
                                 * only layers from there on */
-    MF_Q_GATE = 1 << 22       /* attention's output has a gate, whose rows are in q */
+    MF_Q_GATE = 1 << 22,      /* attention's output has a gate, whose rows are in q */
+    MF_QK_NORM_HEADS = 1 << 23 /* as MF_QK_NORM, each head has its own weights */
 };
 
 /* What a layer is, a set of these. */
@@ -8203,7 +8204,8 @@ enum {
     MF_T_EMBED, MF_T_NORM, MF_T_LM_HEAD,
     MF_T_ATTN_NORM, MF_T_ATTN_POST_NORM, MF_T_MLP_NORM, MF_T_MLP_POST_NORM,
     MF_T_Q, MF_T_K, MF_T_V, MF_T_Q_BIAS, MF_T_K_BIAS, MF_T_V_BIAS,
-    MF_T_Q_NORM, MF_T_K_NORM, MF_T_Q_NORM_ALL, MF_T_K_NORM_ALL, MF_T_SINKS, MF_T_O, MF_T_O_BIAS,
+    MF_T_Q_NORM, MF_T_K_NORM, MF_T_Q_NORM_ALL, MF_T_K_NORM_ALL,
+    MF_T_Q_NORM_HEADS, MF_T_K_NORM_HEADS, MF_T_SINKS, MF_T_O, MF_T_O_BIAS,
     MF_T_Q_A, MF_T_Q_A_NORM, MF_T_Q_B, MF_T_KV_A, MF_T_KV_A_NORM, MF_T_KV_B,
     MF_T_LIN_QKVZ, MF_T_LIN_BA, MF_T_LIN_Q, MF_T_LIN_K, MF_T_LIN_V, MF_T_LIN_Z, MF_T_LIN_B,
     MF_T_LIN_A, MF_T_CONV_Q, MF_T_CONV_K, MF_T_CONV_V, MF_T_A_LOG, MF_T_DT_BIAS, MF_T_LIN_NORM,
@@ -8233,6 +8235,8 @@ static const mf_slot mf_slots[MF_N_SLOTS] = {
     [MF_T_K_NORM] = {MF_OF_LAYER, "", "D", offsetof(toka_layer, k_norm)},
     [MF_T_Q_NORM_ALL] = {MF_OF_LAYER, "", "DH", offsetof(toka_layer, q_norm)},
     [MF_T_K_NORM_ALL] = {MF_OF_LAYER, "", "DK", offsetof(toka_layer, k_norm)},
+    [MF_T_Q_NORM_HEADS] = {MF_OF_LAYER, "H", "D", offsetof(toka_layer, q_norm)},
+    [MF_T_K_NORM_HEADS] = {MF_OF_LAYER, "K", "D", offsetof(toka_layer, k_norm)},
     [MF_T_SINKS] = {MF_OF_LAYER, "", "H", offsetof(toka_layer, sinks)},
     [MF_T_O] = {MF_OF_LAYER, "E", "HW", offsetof(toka_layer, o)},
     [MF_T_O_BIAS] = {MF_OF_LAYER, "", "E", offsetof(toka_layer, o_bias)},
@@ -8370,6 +8374,8 @@ static const mf_binding mf_attention[] = {
     {"self_attn.k_norm.weight", MF_T_K_NORM, 0, MF_QK_NORM},
     {"self_attn.q_norm.weight", MF_T_Q_NORM_ALL, 0, MF_QK_NORM_ALL},
     {"self_attn.k_norm.weight", MF_T_K_NORM_ALL, 0, MF_QK_NORM_ALL},
+    {"self_attn.q_norm.weight", MF_T_Q_NORM_HEADS, 0, MF_QK_NORM_HEADS},
+    {"self_attn.k_norm.weight", MF_T_K_NORM_HEADS, 0, MF_QK_NORM_HEADS},
     {"self_attn.o_proj.weight", MF_T_O, 0, 0},
     {"self_attn.o_proj.bias", MF_T_O_BIAS, 0, MF_O_BIAS},
     {"self_attn.sinks", MF_T_SINKS, 0, MF_SINKS},
@@ -8646,6 +8652,13 @@ static const mf_arch mf_archs[] = {
       "num_experts": 256,
       "num_experts_per_tok": 8, "moe_intermediate_size": 512, "norm_topk_prob": true,
       "shared_expert_intermediate_size": 512})},
+    {.name = "CohereForCausalLM", .model_type = "cohere", .norms = mf_norm_shared,
+     .mixer = mf_attention, .mlp = mf_mlp,
+     .features = MF_LAYER_NORM | MF_PARALLEL | MF_NEIGHBOURS,
+     .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .defaults = MF_JSON(
+     {"L": 40, "E": 8192, "H": 64, "F": 22528, "V": 256000, "max_len": 8192,
+      "layer_norm_eps": 1e-5, "logit_scale": 0.0625, "use_qk_norm": false,
+      "tie_word_embeddings": true, "bos_token_id": 5, "eos_token_id": 255001})},
     {.name = "Cohere2ForCausalLM", .model_type = "cohere2", .norms = mf_norm_shared,
      .mixer = mf_attention, .mlp = mf_mlp,
      .features = MF_LAYER_NORM | MF_PARALLEL | MF_NEIGHBOURS | MF_ROPE_WINDOWED,
@@ -9452,12 +9465,14 @@ static void mf_read_factors(mf_reader *reader, mf_config *config) {
 }
 
 static void mf_read_features(mf_reader *reader, mf_config *config) {
+    config->features = config->arch->features;
     const struct {
         const char *field;
         unsigned features;
     } switches[] = {{"attention_bias", config->arch->attention_bias}, {"mlp_bias", MF_MLP_BIAS},
-                    {"qkv_bias", MF_QKV_BIAS}, {"use_qk_norm", MF_QK_NORM}};
-    config->features = config->arch->features;
+                    {"qkv_bias", MF_QKV_BIAS},
+                    {"use_qk_norm", config->features & MF_LAYER_NORM ? MF_QK_NORM_HEADS
+                                                                     : MF_QK_NORM}};
     for (int i = 0; i < COUNT(switches); i++)
         if ((!i || mf_is_named(reader, switches[i].field)) && switches[i].features &&
             mf_bool(reader, switches[i].field, false))
@@ -11602,7 +11617,7 @@ static const uint32_t mf_no_data;
  * toka reads. */
 static bool mf_slot_has_format(const mf_slot *slot) {
     return slot->owner != MF_OF_MODEL && *slot->rows && !strchr("X1", *slot->rows) &&
-           *slot->cols != 'T';
+           !strchr("TD", *slot->cols);
 }
 
 /* Sets the size and the format of a tensor; it has no data. A tensor of the file that has several
@@ -11904,6 +11919,7 @@ static int mf_slice_layer(const toka_shape *full, const mf_tp_ranges *heads, con
     layer->linear = linear;
     layer->moe = moe;
     if (moe) moe->experts = experts;
+    const bool heads_differ = layer->q_norm.rows > 1; /* H > 1, for tensor ranks cut it */
     mf_set_units(&ranges, layer, rank->tp_size);
     if (rank->tp_size > 1) {
         layer->q_norm_all = mf_slice_norm(full, ranges.H, &layer->q_norm);
@@ -11911,6 +11927,7 @@ static int mf_slice_layer(const toka_shape *full, const mf_tp_ranges *heads, con
     }
     for (int i = 0; i < MF_N_SLOTS; i++) {
         const int n = mf_slots[i].owner == MF_OF_EXPERT ? n_experts : 1;
+        if ((i == MF_T_Q_NORM_HEADS || i == MF_T_K_NORM_HEADS) && !heads_differ) continue;
         for (int copy = 0; copy < n && owners.of[mf_slots[i].owner]; copy++)
             if (mf_slice_tensor(full, &ranges, rank, &mf_slots[i], mf_tensor(&owners, i, copy), e))
                 return e->code;
@@ -12703,8 +12720,8 @@ static int mf_match_tensors(const mf_owners *x, const mf_owners *y, int layer, b
         return fail(e, TOKA_E_INPUT, "layer %d has other experts than in the open model", layer);
     for (int slot = 0; slot < MF_N_SLOTS; slot++) {
         const int owner = mf_slots[slot].owner;
-        /* these two are in the places of MF_T_Q_NORM and MF_T_K_NORM */
-        if (slot == MF_T_Q_NORM_ALL || slot == MF_T_K_NORM_ALL) continue;
+        /* these four are in the places of MF_T_Q_NORM and MF_T_K_NORM */
+        if (slot >= MF_T_Q_NORM_ALL && slot <= MF_T_K_NORM_HEADS) continue;
         if (!x->of[owner] != !y->of[owner])
             return fail(e, TOKA_E_INPUT, "layer %d is of another kind than in the open model",
                         layer);
@@ -21489,6 +21506,15 @@ static void plain_clip(float *x, size_t n, float limit) {
     for (size_t i = 0; limit && i < n; i++) x[i] = MAX(-limit, MIN(x[i], limit));
 }
 
+/* Norms x in place with row i of the weights, counted in circles. */
+static void plain_head_norm(plain_device *dev, const toka_tensor *norm, int i, float *x) {
+    toka_tensor row = *norm;
+    row.data = (const char *)norm->data + plain_at(i % norm->rows, norm->cols) *
+                                              toka_number_bytes(norm->dtype);
+    row.rows = 1;
+    plain_norm(dev, &row, x, 1, x);
+}
+
 /* q, k and v of plain attention: product, bias, norm of each head or of all heads, clip, RoPE. */
 static void plain_heads(plain_device *dev, const toka_step *step, const toka_layer *layer,
                         const float *in, float *q, float *k, float *v) {
@@ -21501,9 +21527,10 @@ static void plain_heads(plain_device *dev, const toka_step *step, const toka_lay
     const int q_step = toka_q_width(shape, layer) / H;
     for (int i = 0; i < T * q_norms; i++) {
         float *head = q + (q_norms == H ? plain_at(i, q_step) : plain_at(i, H * D));
-        plain_norm(dev, &layer->q_norm, head, 1, head);
+        plain_head_norm(dev, &layer->q_norm, i, head);
     }
-    if (layer->k_norm.rows) plain_norm(dev, &layer->k_norm, k, T * (K * D / layer->k_norm.cols), k);
+    for (int i = 0; layer->k_norm.rows && i < T * (K * D / layer->k_norm.cols); i++)
+        plain_head_norm(dev, &layer->k_norm, i, k + plain_at(i, layer->k_norm.cols));
     plain_clip(q, plain_at(T, H * q_step), shape->qkv_limit);
     plain_clip(k, plain_at(T, K * D), shape->qkv_limit);
     plain_clip(v, plain_at(T, layer->v.rows), shape->qkv_limit);
@@ -24634,8 +24661,10 @@ static const float *cpu_vector_f32(toka_device *dev, int index, const toka_tenso
 /* The same for the weights of a norm. */
 CPU_SMALL
 static const float *cpu_norm_f32(toka_device *dev, int index, const toka_tensor *tensor) {
-    const float *weight = cpu_vector_f32(dev, index, tensor);
-    for (int i = 0; weight && dev->shape->norm_offset && i < tensor->cols; i++)
+    toka_tensor all = *tensor; /* a row for each head */
+    all.cols *= all.rows;
+    const float *weight = cpu_vector_f32(dev, index, &all);
+    for (int i = 0; weight && dev->shape->norm_offset && i < all.cols; i++)
         dev->vectors[(size_t)index * dev->vector_floats + (size_t)i] += dev->shape->norm_offset;
     return weight;
 }
@@ -24916,6 +24945,7 @@ typedef struct cpu_heads { /* q (part 0) or k (part 1) of one token */
     const float *norm; /* NULL: absent */
     int norm_width;    /* elements of norm: of a head, or of all heads together */
     int n_all;         /* elements of all ranks, if the norm is over them; else 0 */
+    int n_norms;       /* rows of norm: 1, or one for each head */
 } cpu_heads;
 
 /* Applies the norm, to each head or to all of them together, clips, then rotates. */
@@ -24930,7 +24960,9 @@ static void cpu_rope_heads(const cpu_rope_job *job, int t, const cpu_heads *head
         cpu_norm_of_ranks(job->dev, t, heads->part, x, heads->norm, n, heads->n_all);
     else
         for (int i = 0; heads->norm && i < n; i += norm_step)
-            cpu_norm(shape, x + i, x + i, heads->norm, heads->norm_width, false);
+            cpu_norm(shape, x + i, x + i,
+                     heads->norm + i / norm_step % heads->n_norms * heads->norm_width,
+                     heads->norm_width, false);
     plain_clip(x, (size_t)n, shape->qkv_limit);
     for (int i = 0; i < n; i += heads->step) cpu_rotate(x + i, job->weights->rope, angles);
 }
@@ -24972,9 +25004,9 @@ static void cpu_rope_item(void *arg, int thread, int i) { /* all heads of token 
     const int q_width = toka_q_width(shape, weights);
     const cpu_heads q_heads = {0, job->q + (size_t)i * (size_t)q_width, shape->H,
                                q_width / shape->H, job->q_norm, weights->q_norm.cols,
-                               weights->q_norm_all};
+                               weights->q_norm_all, weights->q_norm.rows};
     const cpu_heads k_heads = {1, k, shape->K, shape->D, job->k_norm, weights->k_norm.cols,
-                               weights->k_norm_all};
+                               weights->k_norm_all, weights->k_norm.rows};
     if (!cpu_has_norm_of_ranks(weights)) cpu_add_biases(job, i);
     cpu_set_angles(&angles, weights->rope, job->step->pos[t]);
     cpu_rope_heads(job, t, &q_heads, &angles);
@@ -50641,8 +50673,8 @@ static const help_page help_pages[] = {
      "- A model is a folder of safetensors with config.json, as published on the\n"
      "  Hugging Face hub. `architectures` in config.json must be one of toka:\n"
      "  Llama Mistral Ministral Qwen2 Qwen3 Phi3 Gemma2 Gemma3 Olmo2 Olmo3 SmolLM3\n"
-     "  Granite Glm4 Cohere2, with experts Qwen2Moe Qwen3Moe Mixtral Olmoe GptOss\n"
-     "  Glm4Moe, with MLA DeepseekV2 DeepseekV3, with Gated DeltaNet Qwen3Next\n"
+     "  Granite Glm4 Cohere Cohere2, with experts Qwen2Moe Qwen3Moe Mixtral Olmoe\n"
+     "  GptOss Glm4Moe, with MLA DeepseekV2 DeepseekV3, with Gated DeltaNet Qwen3Next\n"
      "  Qwen3_5 Qwen3_5Moe, each with ForCausalLM behind the name. Distilled models\n"
      "  have the architecture of the smaller model.\n"
      "- Of a multi-modal folder (...ForConditionalGeneration) whose text_config is one\n"

@@ -842,7 +842,8 @@ typedef struct toka_layer {
                                            a gate; attention's output of the head is multiplied by
                                            the sigmoid of the gate. Dv is D */
     toka_tensor q_bias, k_bias, v_bias; /* [1][rows of q], [1][K*D], [1][K*Dv], or absent */
-    toka_tensor q_norm, k_norm;         /* [1][D]: a norm of each head; [1][H*D] and [1][K*D]: one
+    toka_tensor q_norm, k_norm;         /* [1][D]: a norm of each head; [H][D] and [K][D]: the same,
+                                           with weights for each head; [1][H*D] and [1][K*D]: one
                                            norm of all heads together; or absent */
     int q_norm_all, k_norm_all;         /* the norm is of the heads of all tensor ranks together:
                                            how many elements they have; 0: of this rank's heads */

@@ -156,7 +156,7 @@ FAMILIES = [  # architecture, other fields of config.json
     ("Phi3ForCausalLM", {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}),
     ("Gemma2ForCausalLM", {"quantization_config": FP8}), ("Gemma3ForCausalLM", {}), ("Olmo2ForCausalLM", {}), ("Olmo3ForCausalLM", {}),
     ("SmolLM3ForCausalLM", {}), ("GraniteForCausalLM", {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 64}}),
-    ("Glm4ForCausalLM", {}), ("Cohere2ForCausalLM", {}),
+    ("Glm4ForCausalLM", {}), ("CohereForCausalLM", {}), ("Cohere2ForCausalLM", {}),
     ("Glm4MoeForCausalLM", {**MLA, "head_dim": 32}), ("DeepseekV2ForCausalLM", {**MLA, "q_lora_rank": None}),
     ("DeepseekV3ForCausalLM", {**MLA, "q_lora_rank": 128, "n_group": 4, "topk_group": 2, "quantization_config": FP8}),
     ("MixtralForCausalLM", {"num_local_experts": 8}), ("Qwen2MoeForCausalLM", {"shared_expert_intermediate_size": 256}),

@@ -31,7 +31,7 @@ MIXTURES = {
     "awq-mixtral", "deepseek2", "deepseek2-groups", "deepseek3", "deepseek3-plain", "fp8-block-deepseek3", "fp8-block-qwen3moe",
     "fp8-mixtral", "glm4moe", "glm4moe-groups", "gptoss", "gptoss-mxfp4", "gptq-qwen3moe", "mixtral", "olmoe", "olmoe-clip",
     "packed-qwen3moe", "qwen2moe", "qwen2moe-mixed", "qwen3moe", "qwen3moe-mixed", "qwen3moe-ties"}
-NOT_YET = {"cpu": {"cohere"}, "plain": {"cohere"}}
+NOT_YET = {"cpu": set(), "plain": set()}
 
 
 @pytest.fixture(scope="session")
