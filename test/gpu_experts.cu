@@ -126,7 +126,7 @@ static void test_route(toka_device *d, int T, expert_router r, bool has_bias, bo
         wrong += n != k;
     }
     for (int i = 0, n = 0, tiles = 0; i < X; i++) {
-        misplaced += first[(size_t)i] != n || first_tile[(size_t)i] != tiles || counts[(size_t)i] != (int)of[(size_t)i].size();
+        misplaced += first[(size_t)i] != n || first_tile[(size_t)i] != tiles || counts[(size_t)i] != (T > ROUTE_TOKENS ? (int)of[(size_t)i].size() : 0);
         for (int t : of[(size_t)i]) {
             misplaced += rows[(size_t)n] != t;
             int found = 0;

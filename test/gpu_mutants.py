@@ -45,7 +45,7 @@ MUTANTS = [
            ("interleaved rows of gate and up are off by one", "`row / 8 * 16 + row % 8` : row)) * job.stride + col", "row / 8 * 16 + row % 7", "load .* by turns")),
     *group("copy_pages_kernel", "rows small", "copies of pages",
            ("the page of the wrong layer", "char *pages = kv_layer_at(kv, `(int)blockIdx.y`);", "0"),
-           ("an FP8 layer as large as one of bf16", "at += kv.layer_bytes[`kv_is_fp8(kv.fp8, i)`];", "0", "copies of pages.* in d"),
+           ("a layer of bf16 as small as one of FP8", "at += kv.layer_bytes[`kv_is_fp8(kv.fp8, i)`];", "1", "copies of pages.* in d"),
            ("the last 16 bytes are missing", "i < `bytes / 16`; i += 256) to[i] = from[i];", "bytes / 16 - 1"),
            ("the ids of the page are not copied", "kv_ids[copy.to * B + (int)threadIdx.x] = kv_ids[`copy.from` * B + (int)threadIdx.x];", "copy.to")),
     *group("embed_kernel", "rows small", "embed ",
@@ -102,7 +102,7 @@ MUTANTS = [
            ("the last row of x is not loaded", "rows > 8 && `rows / 2 >= M`", "rows / 2 + 1 >= M")),
 
     *group("gemm_smallm_fp8_kernel", "fp8 small", "few ",
-           ("a row of zeros behind K is not written", "`vec < n_padded`) *(uint2 *)(codes", "vec < n_vecs", "few .*K=(72|1000)"),
+           ("the last 8 columns are missing", "x[i] = `thread + 128 * i < n_vecs` ? from[thread + 128 * i] : uint4{};", "thread + 128 * i < n_vecs - 1"),
            ("the codes of row 0 for all", "(codes + (vec / 2 * args.M + `m`) * 16 + vec % 2 * 8)", "0", "few M=[23]"),
            ("the norm's weights of the piece before", "x[i] = norm_scale_8(x[i], scale, norm_cached[i][0], `norm_cached[i][1]`);", "norm_cached[i][0]", "few .*norm"),
            ("the scale of row 0", "high = __fmul_rn(acc[i + 2], `x_scales[m]` * w[1]);", "x_scales[0]", "few M=[23]"),

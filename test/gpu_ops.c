@@ -281,11 +281,16 @@ static void op_run(both *b, int T) {
 
 /* ---- Models that the GPU does not have ---- */
 
+enum { MOE_REFUSALS = 35 }; /* from this feature on, the layer has experts */
 /* Changes feature number `feature` of a model that the GPU has. Returns a word that the refusal must have; NULL: there are no more. */
 static const char *refusal_set(int feature, toka_shape *shape, toka_layer *layer, toka_weights *weights) {
     static toka_rope rope;
-    static const toka_moe moe;
+    static toka_mlp expert;
+    static toka_moe moe;
     static const toka_mla mla;
+    expert = (toka_mlp){.gate.rows = 64};
+    moe = (toka_moe){.n_experts = 8, .top_k = 2, .n_groups = 1, .experts = &expert};
+    if (feature >= MOE_REFUSALS) layer->moe = &moe;
     rope = *layer->rope;
     layer->rope = &rope;
     switch (feature) {
@@ -301,7 +306,7 @@ static const char *refusal_set(int feature, toka_shape *shape, toka_layer *layer
     case 9: return shape->logit_scale = 0.5f, "scaled logits";
     case 10: return shape->logit_cap = 30, "capped logits";
     case 11: return layer->mla = &mla, "MLA";
-    case 12: return layer->moe = &moe, "experts";
+    case 12: return layer->mlp.up_bias.rows = 1, "biases";
     case 13: return layer->sinks.rows = 1, "sinks";
     case 14: return layer->parallel = true, "beside";
     case 15: return layer->attn_post_norm.rows = 1, "behind";
@@ -313,7 +318,7 @@ static const char *refusal_set(int feature, toka_shape *shape, toka_layer *layer
     case 21: return rope.neighbours = true, "neighbour";
     case 22: return rope.dims = shape->D / 2, "part";
     case 23: return layer->activation = TOKA_GELU_TANH, "activations";
-    case 24: return layer->mlp.up_bias.rows = 1, "biases";
+    case 24: return layer->q.dtype = TOKA_MXFP4, "MXFP4";
     case 25: return layer->mlp.gate_bias.rows = 1, "biases";
     case 26: return layer->mlp.down_bias.rows = 1, "biases";
     case 27: return layer->o.dtype = TOKA_INT4, "int4";
@@ -324,6 +329,13 @@ static const char *refusal_set(int feature, toka_shape *shape, toka_layer *layer
     case 32: return shape->linear.n_layers = 1, "state";
     case 33: return layer->q_gate = true, "gate";
     case 34: return shape->qkv_limit = 8, "clipped q, k and v";
+    case MOE_REFUSALS: return expert.gate.rows = 63, "width";
+    case MOE_REFUSALS + 1: return moe.n_experts = 513, "512 experts";
+    case MOE_REFUSALS + 2: return moe.top_k = 17, "16 experts";
+    case MOE_REFUSALS + 3: return moe.n_groups = 33, "32 groups";
+    case MOE_REFUSALS + 4: return expert.gate_bias.rows = 1, "biases in the experts";
+    case MOE_REFUSALS + 5: return expert.down.dtype = TOKA_MXFP4, "MXFP4";
+    case MOE_REFUSALS + 6: return expert.up.dtype = TOKA_INT4, "int4";
     default: return NULL;
     }
 }
