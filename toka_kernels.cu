@@ -6246,57 +6246,98 @@ struct expert_ring {
     uint32_t ring, bars;
     int buf, parity;
 };
+/* Waits for the next K block and moves on. Returns its buffer. */
+template <int N_BUFS> __device__ static inline int expert_next(expert_ring &at) {
+    const int buf = at.buf;
+    mbar_wait(at.bars + 8 * buf, at.parity);
+    fence_async_smem();
+    if (++at.buf == N_BUFS) at.buf = 0, at.parity ^= 1;
+    return buf;
+}
+__device__ static inline void expert_release(const expert_ring &at, int buf) {
+    if (threadIdx.x % 128 == 0) mbar_arrive(at.bars + 128 + 8 * buf);
+}
 /* Adds up the first WIDTH pairs of a tile. */
+template <int BN, int WIDTH, bool SWIGLU>
+__device__ static inline void expert_multiply_bf16(float (&sums)[WIDTH / 2], int n_k, int consumer,
+                                                   expert_ring &at) {
+    typedef expert_smem<BN, SWIGLU> smem;
+    int last = 0;
+    for (int k = 0; k < n_k; k++) {
+        const int buf = expert_next<smem::n_bufs>(at);
+        const uint32_t buf_at = at.ring + buf * smem::buf_bytes;
+        const uint64_t a_desc = wgmma_desc(buf_at + consumer * 64 * 128),
+                       b_desc = wgmma_desc(buf_at + 128 * 128);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < 4; i++) wgmma_ss<WIDTH>(sums, a_desc + 2 * i, b_desc + 2 * i, 1);
+        wgmma_commit();
+        if (k) {
+            wgmma_wait<1>();
+            expert_release(at, last);
+        }
+        last = buf;
+    }
+    wgmma_wait<0>();
+    wgmma_fence_operand(sums);
+    expert_release(at, last);
+}
+/* The same in FP8. scales: those of K blocks 0, 1 ... of this tile of W, `step` apart; NULL: none.
+ * Narrow tiles have two sets of partial sums, as gemm_mainloop_fp8 has. */
+template <int BN, int WIDTH, bool SWIGLU>
+__device__ static inline void expert_multiply_fp8(float (&sums)[WIDTH / 2], int n_k, int consumer,
+                                                  const float2 *scales, int step, expert_ring &at) {
+    typedef expert_smem<BN, SWIGLU> smem;
+    constexpr int SETS = WIDTH <= 32 ? 2 : 1;
+    const int lane = (int)threadIdx.x % 32;
+    float2 lane_scales = {1, 1}; /* of one of 32 K blocks */
+    float part[SETS][WIDTH / 2];
+    int buf[SETS];
+    auto issue = [&](int set) {
+        buf[set] = expert_next<smem::n_bufs>(at);
+        const uint32_t buf_at = at.ring + buf[set] * smem::buf_bytes;
+        fp8_issue<WIDTH>(part[set], wgmma_desc(buf_at + consumer * 64 * 128),
+                         wgmma_desc(buf_at + 128 * 128));
+    };
+    auto promote = [&](int set, int k) {
+        const float even = __shfl_sync(~0u, lane_scales.x, k % 32),
+                    odd = __shfl_sync(~0u, lane_scales.y, k % 32);
+        wgmma_fence_operand(part[set]);
+        expert_release(at, buf[set]);
+#pragma unroll
+        for (int i = 0; i < WIDTH / 2; i++) sums[i] += part[set][i] * (i / 2 % 2 ? odd : even);
+    };
+    int k = 0;
+    for (; k < n_k; k += SETS) {
+        if (k % 32 == 0 && scales) lane_scales = __ldg(scales + min(k + lane, n_k - 1) * step);
+        if (k + SETS > n_k) break;
+        issue(0);
+        if constexpr (SETS == 2) {
+            issue(1);
+            wgmma_wait<1>();
+            promote(0, k);
+        }
+        wgmma_wait<0>();
+        promote(SETS - 1, k + SETS - 1);
+    }
+    if (k < n_k) {
+        issue(0);
+        wgmma_wait<0>();
+        promote(0, k);
+    }
+}
 template <class FMT, int BN, int WIDTH, bool SWIGLU>
 __device__ static inline void expert_multiply(float (&acc)[BN / 2], const expert_gemm_args &args,
                                               const expert_tile &tile, int consumer,
                                               expert_ring &at) {
-    typedef expert_smem<BN, SWIGLU> smem;
     const int tiles_n = (args.N + 127) / 128, n_k = (args.K + FMT::k_cols - 1) / FMT::k_cols;
     float (&sums)[WIDTH / 2] = reinterpret_cast<float (&)[WIDTH / 2]>(acc);
-    int last = 0;
-    float2 lane_scales = {1, 1}; /* of one of 32 K blocks */
-    for (int k = 0; k < n_k; k++) {
-        if constexpr (FMT::is_fp8 && FMT::blocked)
-            if (k % 32 == 0)
-                lane_scales = __ldg((const float2 *)args.w_scale + tile.n0 / 128 +
-                                    ((size_t)tile.expert * n_k +
-                                     min(k + (int)threadIdx.x % 32, n_k - 1)) * tiles_n);
-        mbar_wait(at.bars + 8 * at.buf, at.parity);
-        fence_async_smem();
-        const uint32_t buf_at = at.ring + at.buf * smem::buf_bytes;
-        const uint64_t a_desc = wgmma_desc(buf_at + consumer * 64 * 128),
-                       b_desc = wgmma_desc(buf_at + 128 * 128);
-        if constexpr (FMT::is_fp8) {
-            float part[WIDTH / 2];
-            fp8_issue<WIDTH>(part, a_desc, b_desc);
-            const float2 scales = {__shfl_sync(~0u, lane_scales.x, k % 32),
-                                   __shfl_sync(~0u, lane_scales.y, k % 32)};
-            wgmma_wait<0>();
-            wgmma_fence_operand(part);
-            if (threadIdx.x % 128 == 0) mbar_arrive(at.bars + 128 + 8 * at.buf);
-#pragma unroll
-            for (int i = 0; i < WIDTH / 2; i++)
-                sums[i] += part[i] * (i / 2 % 2 ? scales.y : scales.x);
-        } else {
-            wgmma_fence();
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                wgmma_ss<WIDTH>(sums, a_desc + 2 * i, b_desc + 2 * i, 1);
-            wgmma_commit();
-            if (k) {
-                wgmma_wait<1>();
-                if (threadIdx.x % 128 == 0) mbar_arrive(at.bars + 128 + 8 * last);
-            }
-            last = at.buf;
-        }
-        if (++at.buf == smem::n_bufs) at.buf = 0, at.parity ^= 1;
-    }
-    if constexpr (!FMT::is_fp8) {
-        wgmma_wait<0>();
-        wgmma_fence_operand(sums);
-        if (threadIdx.x % 128 == 0) mbar_arrive(at.bars + 128 + 8 * last);
-    }
+    const float2 *scales = (const float2 *)args.w_scale + (size_t)tile.expert * n_k * tiles_n +
+                           tile.n0 / 128;
+    if constexpr (FMT::is_fp8)
+        expert_multiply_fp8<BN, WIDTH, SWIGLU>(sums, n_k, consumer, FMT::blocked ? scales : NULL,
+                                               tiles_n, at);
+    else expert_multiply_bf16<BN, WIDTH, SWIGLU>(sums, n_k, consumer, at);
 }
 template <class FMT, int BN, bool SWIGLU>
 __device__ static inline void expert_consume(const expert_gemm_args &args,
