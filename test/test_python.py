@@ -215,6 +215,18 @@ def test_errors(py, llm, tmp_path):
     assert llm.generate("Tom has", py.SamplingParams(max_tokens=2))[0].finished  # it goes on
 
 
+def test_a_closed_model(py):
+    with py.LLM(f"{ROOT}/test/model", device="cpu") as model:
+        tokenizer = model.get_tokenizer()
+    messages = [{"role": "user", "content": "x"}]
+    for call in (lambda: model.generate("x"), lambda: model.generate([]), lambda: next(model.stream("x")), lambda: model.stream([400]).send(None), lambda: model.embed([[400]]),
+                 lambda: model.chat(messages), lambda: model.score([400]), lambda: tokenizer.encode("x"), lambda: tokenizer.decode([400]),
+                 lambda: tokenizer.apply_chat_template(messages)):
+        with pytest.raises(ValueError, match="this LLM is closed"):
+            call()
+    model.close()  # a second time
+
+
 def test_streams_and_threads(py, llm):
     params = py.SamplingParams(n=2, seed=3, max_tokens=20)
     want = [o.text for o in llm.generate("Tom has", params)[0].outputs]

@@ -396,15 +396,21 @@ class LLM:
                 raise _no_argument("LLM", name, known | set(_UNUSED))
             else:
                 _set(o, name, "float32" if name == "dtype" and value == "float" else value)
-        self._t = C.c_void_p()
-        _check(_lib.toka_open(C.byref(self._t), C.byref(o), C.byref(err)), err)
+        self._open = C.c_void_p()
+        _check(_lib.toka_open(C.byref(self._open), C.byref(o), C.byref(err)), err)
         info = _lib.toka_get_info(self._t)
         self.info = {name: v.decode() if isinstance(v := getattr(info, name), bytes) else v for name, _ in _Info._fields_}
 
+    @property
+    def _t(self):
+        if not self._open:
+            raise ValueError("this LLM is closed")
+        return self._open
+
     def close(self):
-        if getattr(self, "_t", None):
-            _lib.toka_close(self._t)
-            self._t = C.c_void_p()
+        if getattr(self, "_open", None):
+            _lib.toka_close(self._open)
+            self._open = None
 
     __del__ = close
 
@@ -512,11 +518,11 @@ class LLM:
 
     def _drive(self, numbers):
         """Runs the engine on another thread, so that Ctrl-C reaches this one; then the requests are cancelled."""
-        err, code = _Err(), []
+        model, err, code = self._t, _Err(), []
         ended = threading.Event()  # not join: if Ctrl-C interrupts that, Python may call a running thread ended
 
         def run():
-            code.append(_lib.toka_run(self._t, 0, C.byref(err)))
+            code.append(_lib.toka_run(model, 0, C.byref(err)))
             ended.set()
 
         threading.Thread(target=run, daemon=True).start()
@@ -617,7 +623,7 @@ class LLM:
 
     def stream(self, prompt, sampling_params=None, *, _parse_only=False):
         """Yields a StreamOutput for each token of one prompt, as it comes. Leaving the loop ends the request."""
-        events, err = queue.Queue(), _Err()
+        model, events, err = self._t, queue.Queue(), _Err()
         r, held, _, _ = self._request(prompt, sampling_params, _parse_only)
 
         def on_event(_, event):
@@ -631,7 +637,7 @@ class LLM:
         number = self._submit(r, held, callback)
 
         def run():
-            events.put(_lib.toka_run(self._t, 0, C.byref(err)))
+            events.put(_lib.toka_run(model, 0, C.byref(err)))
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
@@ -640,7 +646,8 @@ class LLM:
                 yield event
             _check(event, err)
         finally:
-            _lib.toka_cancel(self._t, number)
+            if self._open:
+                _lib.toka_cancel(model, number)
             thread.join()
 
     def chat_stream(self, messages, sampling_params=None, **arguments):
