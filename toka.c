@@ -48934,6 +48934,7 @@ typedef struct hub_access {
     const char *endpoint;          /* such as "https://huggingface.co", without a slash at its end */
     const char *token;             /* NULL: none */
     const char *id, *revision;     /* such as "Qwen/Qwen3-0.6B" and "main"; of a client NULL */
+    const char *download_dir;      /* the cache that a flag names; NULL: the usual one */
     const atomic_int *interrupted; /* not 0: the user wants to end */
     atomic_int failed;             /* not 0: a download failed, so that the others end, too */
 } hub_access;
@@ -48976,12 +48977,14 @@ static int hub_spawn(hub_stream *stream, int *in_fd, int *body_fd, toka_err *e) 
     }
     if (err) {
         stream->pid = 0;
-        if (!stream->access->id)
+        const hub_access *at = stream->access;
+        if (!at->id)
             return fail(e, TOKA_E_IO, "cannot start curl, which sends requests: %s; install it",
                         strerror(err));
         return fail(e, TOKA_E_IO, "cannot start curl, which downloads models: %s; install it, or "
-                    "get the model with: hf download %s --revision %s", strerror(err),
-                    stream->access->id, stream->access->revision);
+                    "get the model with: hf download %s --revision %s%s%s", strerror(err), at->id,
+                    at->revision, at->download_dir ? " --cache-dir " : "",
+                    at->download_dir ? at->download_dir : "");
     }
     *in_fd = pipes[0][1];
     *body_fd = pipes[3][1];
@@ -49805,6 +49808,7 @@ static bool hub_has_weights(const char *folder) {
 typedef struct hub_options {
     const char *id, *revision;     /* revision NULL: main */
     const char *nearest;           /* a known id that is almost this one; NULL: none */
+    const char *download_dir;      /* see hub_access */
     bool text_only;                /* without the weights */
     bool confirm;                  /* print a question on the terminal before the download */
     bool quiet;
@@ -49859,6 +49863,7 @@ static int hub_open_repo(hub_repo *repo, const hub_options *options, toka_err *e
                        .access = {.interrupted = options->interrupted}};
     repo->access.id = repo->id;
     repo->access.revision = repo->revision;
+    repo->access.download_dir = options->download_dir;
     if (!mf_is_hub_id(str_c(repo->revision)) || strchr(repo->revision, '/'))
         return fail(e, TOKA_E_USE, "%s is no name of a revision", repo->revision);
     if (hub_is_offline())
@@ -53873,8 +53878,10 @@ static int cli_fail_not_here(const cli *flags, const char *id, const char *revis
     buf cache = {0};
     const suggestion nearest = {.best = cli_nearest_id(flags, id, false)};
     mf_put_hub_cache_path(&cache);
-    fail(e, TOKA_E_INPUT, "%s is not in the hub cache %s; add --download, or run: toka pull %s%s%s",
-         id, cache.p, id, revision ? " --revision " : "", revision ? revision : "");
+    fail(e, TOKA_E_INPUT, "%s is not in the hub cache %s; add --download, or run: toka pull %s%s%s"
+         "%s%s", id, cache.p, id, revision ? " --revision " : "", revision ? revision : "",
+         flags->download_dir ? " --download-dir " : "",
+         flags->download_dir ? flags->download_dir : "");
     buf_free(&cache);
     return suggest_fail(&nearest, "", e);
 }
@@ -53900,7 +53907,8 @@ static int cli_get_model(cli *flags, bool text_only, toka_err *e) {
     if (!allowed && !confirm) return code ? cli_fail_not_here(flags, id, revision, e) : 0;
     hub_options options = {.id = id, .revision = revision, .text_only = text_only,
                            .nearest = cli_nearest_id(flags, id, false), .confirm = confirm,
-                           .quiet = flags->quiet, .interrupted = &cli_interrupted};
+                           .download_dir = flags->download_dir, .quiet = flags->quiet,
+                           .interrupted = &cli_interrupted};
     buf folder = {0};
     code = hub_pull(&options, &folder, e);
     buf_free(&folder);
@@ -53916,7 +53924,8 @@ static int cli_pull(const cli *flags, toka_err *e) {
     arena memory = {0};
     int code = cli_need_words(flags, "pull OWNER/NAME ...", e);
     for (int i = 0; i < flags->words.n_values && !code; i++) {
-        hub_options options = {.quiet = flags->quiet, .interrupted = &cli_interrupted};
+        hub_options options = {.download_dir = flags->download_dir, .quiet = flags->quiet,
+                               .interrupted = &cli_interrupted};
         char *given = arena_cstr(&memory, str_c(flags->words.values[i]));
         buf folder = {0};
         options.revision = cli_cut_revision(given);

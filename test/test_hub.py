@@ -548,6 +548,9 @@ def test_download_dir(hub, tmp_path):
     flags = ["--download-dir", str(tmp_path / "models")]
     assert toka(hub, "-hf", ID, "-q", "-p", PROBLEM, *flags).stdout.decode().rstrip().endswith("19.")
     assert not os.path.exists(hub.cache) and len(tree(str(tmp_path / "models"))) == 11
+    other = ["--download-dir", str(tmp_path / "other")]  # the commands that messages advise keep it
+    fails(toka(hub, "-m", ID, "-p", "x", *other), 1, f"run: toka pull {ID} {' '.join(other)}\n")
+    fails(toka(hub, "pull", ID, *other, PATH=str(tmp_path)), 2, f"hf download {ID} --revision main --cache-dir {other[1]}\n")
     assert toka(hub, "-m", ID, "-q", "-p", PROBLEM, TOKA_DOWNLOAD_DIR=flags[1]).returncode == 0
     assert b"- " in toka(hub, "models", *flags).stdout and ID.encode() in toka(hub, "models", *flags).stdout
     assert b" yes " in toka(hub, "list", *flags).stdout and toka(hub, "rm", ID, *flags).returncode == 0
