@@ -49866,9 +49866,6 @@ static int hub_open_repo(hub_repo *repo, const hub_options *options, toka_err *e
     repo->access.download_dir = options->download_dir;
     if (!mf_is_hub_id(str_c(repo->revision)) || strchr(repo->revision, '/'))
         return fail(e, TOKA_E_USE, "%s is no name of a revision", repo->revision);
-    if (hub_is_offline())
-        return fail(e, TOKA_E_INPUT, "%s is not in the hub cache, and HF_HUB_OFFLINE forbids to "
-                    "download it", repo->id);
     if (!str_starts(url, STR("https://")) && !str_starts(url, STR("http://")))
         return fail(e, TOKA_E_USE, "HF_ENDPOINT: '%.*s', expected https://HOST", STRF(url));
     repo->access.endpoint = arena_cstr(&repo->memory, url);
@@ -49919,11 +49916,33 @@ static int hub_fill_snapshot(hub_repo *repo, bool text_only, toka_err *e) {
     return code ? code : hub_write_ref(repo, e);
 }
 
-/* Downloads the commit that the revision is on the hub now; what the cache has of it stays. Appends
- * the path of the snapshot to *folder. Returns 0 or an error code. */
+/* Appends the path of the snapshot that the cache has. Returns 0 or an error code. */
+static COLD int hub_find_offline(const hub_options *options, buf *folder, toka_err *e) {
+    arena memory = {0};
+    toka_err unused;
+    buf name = {0};
+    char *found;
+    buf_printf(&name, "%s@%s", options->id, options->revision ? options->revision : "main");
+    const bool here = !mf_find_in_hub_cache(name.p, NULL, &found, &memory, &unused) &&
+                      (options->text_only || hub_has_weights(found));
+    if (here) buf_c(folder, found);
+    else fail(e, TOKA_E_INPUT, "%s is not in the hub cache, and HF_HUB_OFFLINE forbids to "
+              "download it", options->id);
+    if (here && !options->quiet)
+        fprintf(stderr, "%s: it is in the hub cache; HF_HUB_OFFLINE forbids to ask the hub for a "
+                "newer commit\n", options->id);
+    buf_free(&name);
+    arena_free(&memory);
+    return here ? 0 : e->code;
+}
+
+/* Downloads the commit that the revision is on the hub now; what the cache has of it stays. Without
+ * connections, it is the commit of the cache. Appends the path of the snapshot to *folder. Returns
+ * 0 or an error code. */
 static int hub_pull(const hub_options *options, buf *folder, toka_err *e) {
     hub_repo repo;
     const double begin = os_now();
+    if (hub_is_offline()) return hub_find_offline(options, folder, e);
     int code = hub_open_repo(&repo, options, e);
     if (!code) code = hub_list_files(&repo, e);
     if (!code) code = hub_choose_small_files(&repo, e);

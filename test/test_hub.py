@@ -379,7 +379,12 @@ def test_offline(hub):
         fails(toka(hub, "-hf", ID, "-p", "x", **{name: "1"}), 1, "tiny/apples is not in the hub cache, and HF_HUB_OFFLINE")
     fails(toka(hub, "pull", ID, HF_HUB_OFFLINE="true"), 1, "HF_HUB_OFFLINE")
     assert not hub.requests and not os.path.exists(hub.cache)
-    assert toka(hub, "pull", ID, HF_HUB_OFFLINE="0").returncode == 0
+    pulled = toka(hub, "pull", ID, HF_HUB_OFFLINE="0")
+    assert pulled.returncode == 0
+    hub.requests.clear()
+    r = toka(hub, "pull", ID, HF_HUB_OFFLINE="1")
+    assert r.returncode == 0 and r.stdout == pulled.stdout and b"it is in the hub cache; HF_HUB_OFFLINE" in r.stderr and not hub.requests
+    fails(toka(hub, "pull", ID, "--revision", "other", HF_HUB_OFFLINE="1"), 1, "is not in the hub cache, and HF_HUB_OFFLINE")
     assert toka(hub, "-q", "-hf", ID, "-p", PROBLEM, HF_HUB_OFFLINE="1").returncode == 0
 
 
