@@ -51195,6 +51195,7 @@ static const help_page help_pages[] = {
      NULL}};
 
 static const help_page *help_find_page(const char *name) {
+    if (!strcmp(name, "machines")) name = "batches"; /* which tells how to use several */
     for (int i = 0; i < COUNT(help_pages); i++)
         if (!strcmp(name, help_pages[i].name)) return &help_pages[i];
     return NULL;

@@ -229,6 +229,7 @@ def test_the_pages_are_found(hub, tmp_path):
     for command, page in (("pull", "hub"), ("models", "formats"), ("batch", "batches"), ("serve", "serving"), ("plan", "plan"), ("score", "numbers"),
                           ("grammar", "constraints"), ("embed", "embeddings")):
         assert f"\nManual page: toka help {page}\n" in run(hub, tmp_path, f"toka {command} --help")[1]
+    assert run(hub, tmp_path, "toka help machines")[1] == run(hub, tmp_path, "toka help batches")[1] != ""
     assert "did you mean toka help serving?" in run(hub, tmp_path, "toka help servin")[2]
     text = readme()
     assert set(re.findall(r"`toka help ([a-z]+)`", text)) == set(PAGES)
