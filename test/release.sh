@@ -11,6 +11,8 @@ trap 'rm -rf "$tmp"' EXIT
 when=$(git log -1 --format=%ct) # no clock: the time of the commit
 git archive --prefix="$name/" HEAD toka.c toka.h toka_kernels.cu build.sh models.txt README.md LICENSE test/model test/toka.py test/example.c |
     tar -x -C "$tmp"
+# no clone is there: build.sh gets the commit from here
+sed -i "s/^commit=.*/commit=$(git rev-parse --short=8 HEAD)/" "$tmp/$name/build.sh"
 # -static needs no libc of the machine; the paths of this machine do not enter the program
 (cd "$tmp/$name" && NVCC='' SOURCE_DATE_EPOCH=$when CFLAGS="${CFLAGS:-} -ffile-prefix-map=$tmp=." LDFLAGS="-static -Wl,--build-id=none" ./build.sh >&2)
 tar --sort=name --mode="u=rwX,go=rX" --mtime="@$when" --owner=0 --group=0 --numeric-owner --format=gnu -C "$tmp" -cf - "$name" |

@@ -318,4 +318,6 @@ def test_release(tmp_path):
     empty.mkdir()
     r = subprocess.run([str(folder / "toka"), "-q", "-p", "Tom has 12 apples.", "-n", "5"], cwd=empty, env={}, capture_output=True)
     assert r.returncode == 0 and r.stdout, r.stderr
+    commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True).stdout.strip()
+    assert f"(commit {commit}, " in subprocess.run([str(folder / "toka"), "--version"], env={}, capture_output=True, text=True).stdout
     assert b"NEEDED" not in subprocess.run(["readelf", "-d", str(folder / "toka")], capture_output=True).stdout
