@@ -53825,6 +53825,12 @@ static int cli_find_hub_id(const cli *flags, const char *name, arena *memory, co
     int n_known;
     const char *tag = strchr(name, ':');
     suggestion nearest = {.typed = str_c(name)};
+    if (tag && !strncmp(tag, "://", 3)) {
+        const char *path = strchr(tag + 3, '/');
+        if (path && mf_is_hub_id(str_c(path + 1))) nearest.best = path + 1;
+        fail(e, TOKA_E_USE, "%.300s: an address, expected OWNER/NAME", name);
+        return suggest_fail(&nearest, "", e);
+    }
     if (tag && strchr(name, '/'))
         return fail(e, TOKA_E_USE, "%s: the tag %s names a file of another format (GGUF); toka "
                     "reads safetensors: leave it out", name, tag);

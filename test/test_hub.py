@@ -451,6 +451,9 @@ def test_models_that_toka_does_not_run(hub):
     assert not any("safetensors" in path for _, _, path, _, _ in hub.requests)  # found out before the weights
     fails(toka(hub, "-hf", ID + ":Q4_K_M", "-p", "x"), 1, "the tag :Q4_K_M", "safetensors")
     fails(toka(hub, "-hf", "../x", "-p", "x"), 1, "not a hub id, which is OWNER/NAME")
+    for args in (["pull"], ["-p", "x", "-hf"], ["-p", "x", "-m"]):
+        fails(toka(hub, *args, "https://huggingface.co/tiny/apples"), 1, "https://huggingface.co/tiny/apples: an address, expected OWNER/NAME; did you mean tiny/apples?")
+    fails(toka(hub, "pull", "https://huggingface.co"), 1, "an address, expected OWNER/NAME")
     fails(toka(hub, "-hf", ID, "-m", ID, "-p", "x"), 1, "-hf and -m exclude each other")
 
 
