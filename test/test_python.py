@@ -195,6 +195,8 @@ def test_wrong_arguments(py, llm):
                              (lambda: py.LLM(tensor_paralel_size=1), TypeError, "LLM() has no argument 'tensor_paralel_size'; did you mean tensor_parallel_size?"),
                              (lambda: P(zzz=1), TypeError, "it has allowed_token_ids, bad_words"), (lambda: llm.generate(5), TypeError, "prompts: 5, expected a text"),
                              (lambda: llm.generate({"promt": "x"}), ValueError, "a prompt with 'promt', expected 'prompt' or"),
+                             (lambda: llm.generate("x", {"temperature": 1}), TypeError, "sampling_params: {'temperature': 1}, expected SamplingParams"),
+                             (lambda: py.LLM(swap_space="x"), ValueError, "swap_space: 'x', expected a number of 0 or more: preempted"),
                              (lambda: P(structured_outputs={"structural_tag": "x"}), TypeError, "structural_tag")):
         with pytest.raises(kind, match=re.escape(text)) as error:
             call()
@@ -213,6 +215,24 @@ def test_errors(py, llm, tmp_path):
             call()
         assert kind is TypeError or "prompts" in text or isinstance(error.value, py.TokaError) and error.value.code < 0
     assert llm.generate("Tom has", py.SamplingParams(max_tokens=2))[0].finished  # it goes on
+
+
+def test_arguments_of_the_command_line(py, tmp_path, monkeypatch):
+    """download_dir and swap_space are taken; an error names the argument, not the flag."""
+    monkeypatch.setenv("HF_HUB_CACHE", "/none")
+    repo = tmp_path / "models--tiny--apples"
+    (repo / "snapshots").mkdir(parents=True), (repo / "refs").mkdir()
+    (repo / "refs/main").write_text("c0ffee")
+    os.symlink(f"{ROOT}/test/model", repo / "snapshots/c0ffee")
+    with py.LLM("tiny/apples", download_dir=tmp_path, swap_space=4, device="cpu") as model:
+        assert model.info["model_name"] == "tiny/apples"
+    assert os.environ["HF_HUB_CACHE"] == "/none"
+    with pytest.raises(ValueError, match="not in the hub cache /none"):
+        py.LLM("tiny/apples")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"[^-]\bmodels_file\b") as error:
+        py.LLM("lama-3.1-8b")
+    assert "--" not in str(error.value)
 
 
 def test_a_closed_model(py):

@@ -13,6 +13,7 @@ KeyboardInterrupt.
         print(piece.text, end="", flush=True)
 """
 import array
+import contextlib
 import ctypes as C
 import difflib
 import json
@@ -20,6 +21,7 @@ import math
 import os
 import queue
 import random
+import re
 import sys
 import threading
 from dataclasses import dataclass, field
@@ -147,7 +149,8 @@ class TokaMemoryError(TokaError, MemoryError):
 def _check(code, err):
     if code:
         kind = {-1: TokaValueError, -2: TokaValueError, -3: TokaOSError, -4: TokaDeviceError, -5: TokaMemoryError}.get(code, TokaError)
-        error = kind(err.msg.decode(errors="replace"))
+        names = {"--" + name.replace("_", "-"): name for name, _ in _Options._fields_}  # a flag's name in a message
+        error = kind(re.sub(r"--[a-z-]+", lambda flag: names.get(flag[0], flag[0]), err.msg.decode(errors="replace")))
         error.code = code
         raise error
 
@@ -369,14 +372,38 @@ _UNUSED = {  # arguments of vLLM's LLM that ask for what is always so: the value
     "enable_chunked_prefill": ((None, True), "long prompts are always computed in parts"),
     "disable_log_stats": ((False, True), "nothing is logged"),
     "cpu_offload_gb": ((0,), "weights stay on the device"),
+    "swap_space": ((), "preempted sequences are computed again, not swapped"),
 }
+
+
+def _is_allowed(value, allowed):
+    """Is it one of these values? None given: is it a number of 0 or more?"""
+    if not allowed:
+        return isinstance(value, (int, float)) and 0 <= value < math.inf
+    return any(value is x or type(value) is type(x) and value == x for x in allowed)
+
+
+@contextlib.contextmanager
+def _hub_cache(folder):
+    """Makes the library look for models in this folder, as --download-dir; None: in the usual one."""
+    before = os.environ.get("HF_HUB_CACHE")
+    if folder is not None:
+        os.environ["HF_HUB_CACHE"] = os.fspath(folder)
+    try:
+        yield
+    finally:
+        if folder is not None:
+            os.environ.pop("HF_HUB_CACHE")
+            if before is not None:
+                os.environ["HF_HUB_CACHE"] = before
 
 
 class LLM:
     """An open model. The arguments are those of the command line, with vLLM's names; model None is the embedded one. seed: from it
-    come the seeds of requests that have none, in their order; None: they are random."""
+    come the seeds of requests that have none, in their order; None: they are random. download_dir: the hub cache."""
 
-    def __init__(self, model=None, *, enable_prefix_caching=True, num_threads=0, seed=None, revision=None, **options):
+    def __init__(self, model=None, *, enable_prefix_caching=True, num_threads=0, seed=None, revision=None, download_dir=None,
+                 **options):
         o, err = _lib.toka_options_default(), _Err()
         if seed is not None and (isinstance(seed, bool) or not hasattr(seed, "__index__")):
             raise ValueError(f"seed: {seed!r}, expected a whole number")
@@ -390,14 +417,15 @@ class LLM:
         for name, value in options.items():
             if name in _UNUSED:
                 allowed, why = _UNUSED[name]
-                if not any(value is x or type(value) is type(x) and value == x for x in allowed):
-                    raise ValueError(f"{name}: {value!r}, expected {' or '.join(map(repr, allowed))}: {why}")
+                if not _is_allowed(value, allowed):
+                    raise ValueError(f"{name}: {value!r}, expected {' or '.join(map(repr, allowed)) or 'a number of 0 or more'}: {why}")
             elif name not in known:
                 raise _no_argument("LLM", name, known | set(_UNUSED))
             else:
                 _set(o, name, "float32" if name == "dtype" and value == "float" else value)
         self._open = C.c_void_p()
-        _check(_lib.toka_open(C.byref(self._open), C.byref(o), C.byref(err)), err)
+        with _hub_cache(download_dir):
+            _check(_lib.toka_open(C.byref(self._open), C.byref(o), C.byref(err)), err)
         info = _lib.toka_get_info(self._t)
         self.info = {name: v.decode() if isinstance(v := getattr(info, name), bytes) else v for name, _ in _Info._fields_}
 
@@ -483,6 +511,8 @@ class LLM:
         if params is None:
             _lib.toka_request_model_defaults(self._t, C.byref(r))
             return r, held, ids, [r.sampling.stop[i].decode() for i in range(r.sampling.n_stop)]
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params: {params!r}, expected SamplingParams or None")
         s, seed = r.sampling, params.seed
         _set(r, "n", params.n)
         r.keep_special, r.prompt_logprobs = not params.skip_special_tokens, bool(params.prompt_logprobs)
