@@ -47277,7 +47277,7 @@ typedef struct benchclient { /* the state of the benchmark */
     struct addrinfo *address;                /* the address in use */
     char host[256], prefix[256], model[256]; /* prefix: the path of --base-url */
     int port;
-    const char *api_key;           /* OPENAI_API_KEY; NULL: none */
+    const char *api_key;           /* see benchclient_find_key; NULL: none */
     str extra_members;             /* the text between the braces of --extra-body */
     ids tokens;                    /* prompts of token ids, one after another */
     ids vocabulary;                /* token ids from which random prompts are drawn; may be empty */
@@ -47553,8 +47553,8 @@ static int benchclient_wait_ready(benchclient *client, toka_err *e) {
         }
         client->address = code < 0 ? client->addresses : client->address;
         if (code > 0)
-            fail(e, TOKA_E_IO, "%s/v1/models: HTTP status %d: %.*s", client->host, code,
-                 STRF(buf_view(&answer)));
+            fail(e, TOKA_E_IO, "%s:%d/v1/models: HTTP status %d: %.*s", client->host, client->port,
+                 code, STRF(buf_view(&answer)));
         if (os_now() > deadline || *client->options->interrupted || (code > 0 && code != 503))
             break;
         if (!warned++ && !client->options->quiet)
@@ -48704,6 +48704,14 @@ static int benchclient_warm_up(benchclient *client, toka_err *e) {
     return code;
 }
 
+/* Returns the key for a server: TOKA_API_KEY, else OPENAI_API_KEY. NULL: none that a header can
+ * have. */
+static const char *benchclient_find_key(void) {
+    const char *key = getenv("TOKA_API_KEY");
+    if (!key || !*key) key = getenv("OPENAI_API_KEY");
+    return key && *key && !strpbrk(key, "\r\n") ? key : NULL;
+}
+
 /* Does all work before the first request: checks the options, waits until the server is ready,
  * makes or reads the prompts and draws the times. Returns 0 or an error code. */
 static int benchclient_prepare(benchclient *client, toka_err *e) {
@@ -48713,9 +48721,7 @@ static int benchclient_prepare(benchclient *client, toka_err *e) {
         fd_limit.rlim_cur = fd_limit.rlim_max;
         setrlimit(RLIMIT_NOFILE, &fd_limit);
     }
-    client->api_key = getenv("OPENAI_API_KEY");
-    if (client->api_key && (!*client->api_key || strpbrk(client->api_key, "\r\n")))
-        client->api_key = NULL;
+    client->api_key = benchclient_find_key();
     client->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
     if (client->epoll_fd < 0) return fail(e, TOKA_E_IO, "epoll_create1: %s", strerror(errno));
     int code = benchclient_check_options(client->options, e);
@@ -51445,7 +51451,7 @@ static const cli_flag cli_flags[] = {
      "only the first N lines"},
     {"dummy-weights", "", "", CLI_BOOL, AT(dummy_weights), FOR_THROUGHPUT,
      "random weights in the shapes and formats of -m NAME, a name of models.txt"},
-    {NULL, "requests", NULL, 0, 0, 0, "Bench serve (a key for the server is taken from OPENAI_API_KEY)"},
+    {NULL, "requests", NULL, 0, 0, 0, "Bench serve (the server's key is TOKA_API_KEY, else OPENAI_API_KEY)"},
     {"dataset-name", "", "NAME", CLI_TEXT, AT(bench.dataset_name), FOR_BENCH_SERVE,
      "form of --dataset FILE: custom (default), sharegpt, burstgpt or sonnet, as in vLLM; random has no file"},
     {"endpoint", "", "PATH", CLI_TEXT, AT(bench.endpoint), FOR_BENCH_SERVE,
@@ -53331,10 +53337,8 @@ static int cli_run_remote(const cli *flags, client *server, const char *model, t
 
 /* Has the prompt, or the chat, answered by the server at --base-url. */
 static int cli_run_client(const cli *flags, toka_err *e) {
-    const char *key = getenv("TOKA_API_KEY"), *model = flags->open.model;
+    const char *key = benchclient_find_key(), *model = flags->open.model;
     client server;
-    if (!key || !*key) key = getenv("OPENAI_API_KEY");
-    if (key && (!*key || strpbrk(key, "\r\n"))) key = NULL;
     if (flags->not_remote)
         return fail(e, TOKA_E_USE, "--%s goes without --base-url: the server has its own",
                     flags->not_remote);

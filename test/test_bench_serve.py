@@ -228,6 +228,9 @@ def test_requests_that_are_sent():
         bench(fake, "--num-prompts", 30, "--random-input-len", 100, "--random-output-len", 50, "--random-range-ratio", 0.5,
               "--random-prefix-len", 20, "--ignore-eos", "--temp", 0.5, "--extra-body", '{"top_p":0.9,"x":[1]}', "--seed", 3)
         assert sorted(map(str, fake.requests)) == before  # the same seed, the same requests
+        fake.requests.clear(), fake.headers.clear()
+        bench(fake, "--num-prompts", 1, "--random-input-len", 4, env={**env, "TOKA_API_KEY": "k1"})
+        assert fake.headers and all("Authorization: Bearer k1\r\n" in h for h in fake.headers)
         fake.requests.clear()
         out, _ = bench(fake, "--endpoint", "/v1/chat/completions", "--model", "other", "--num-prompts", 3, "--random-input-len", 4)
         assert [len(r["messages"][0]["content"].split()) for r in fake.requests] == [4] * 3 and fake.requests[0]["model"] == "other"
@@ -343,7 +346,7 @@ def test_waits_for_the_server():
     with FakeServer() as fake:
         fake.not_ready = 3
         out, err = bench(fake, "--num-prompts", 2, "--random-input-len", 5, "--random-output-len", 2, "--num-warmups", 3)
-        assert "waiting for the server" in err and "loading" in err and len(fake.requests) == 5
+        assert f"waiting for the server: 127.0.0.1:{fake.port}/v1/models: HTTP status 503" in err and "loading" in err and len(fake.requests) == 5
         assert "Successful requests:                     2 " in out
         bench(fake, "--base-url", f"http://localhost:{fake.port}/prefix/", "--num-prompts", 1, "--random-input-len", 5)
     started = time.monotonic()
