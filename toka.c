@@ -30317,6 +30317,8 @@ static int lib_fail_no_device(const char *device, toka_err *e) {
     for (int i = 0; i < COUNT(names); i++) suggest_try(&near, names[i]);
     fail(e, TOKA_E_USE, "device %s: this build has auto, %s", device, lib_device_names);
     if (!near.distance) return e->code; /* no similar name, or right but not in this build */
+    const char *real = strcmp(near.best, "gpu") ? near.best : "cuda";
+    if (strcmp(real, "auto") && !strstr(lib_device_names, real)) return e->code;
     return suggest_fail(&near, "", e);
 }
 
@@ -52150,6 +52152,9 @@ static int cli_fail_unknown_flag(const cli *flags, str arg, const char *file, un
     for (int i = 0; i < COUNT(cli_flags); i++)
         if (cli_flags[i].name && (cli_flags[i].commands & command))
             suggest_try(&nearest, cli_flags[i].name);
+    for (int i = 0; i < COUNT(cli_aliases); i++)
+        if (cli_find_flag_named(cli_aliases[i].name)->commands & command && cli_aliases[i].other[1])
+            suggest_try(&nearest, cli_aliases[i].other);
     const char *const more[] = {"; see ", flags->called, " --help-all"};
     const bool has = nearest.best != NULL;
     fail(e, TOKA_E_USE, "%.200s%s%.*s: unknown flag%s%s%s", file ? file : "", file ? ": " : "",
@@ -53099,7 +53104,8 @@ static int cli_talk_load(cli_talk *talk, const char *rest, toka_err *e) {
     if (!*rest) return fail(e, TOKA_E_USE, "/load needs a file");
     if (os_map(cli_talk_path(rest, path, sizeof path), &text, e)) return e->code;
     const json *root = json_parse(&memory, text, json_trusted, e);
-    const int code = root ? cli_talk_take(talk, root, path, e) : e->code;
+    const int code = root ? cli_talk_take(talk, root, path, e)
+                          : fail(e, TOKA_E_INPUT, "%s: not a conversation, as /save writes it", path);
     if (!code) fprintf(stderr, "%d messages\n", (int)json_get(root, "messages")->n);
     arena_free(&memory);
     os_unmap(text);
@@ -53124,7 +53130,7 @@ static int cli_talk_set(cli_talk *talk, const char *rest, toka_err *e) {
     cli before = talk->flags;
     toka_request request = toka_request_default();
     suggestion nearest;
-    const bool given = sscanf(rest, "%39s %79s", typed, value) == 2;
+    const bool given = sscanf(rest, "%39[^= \t\n]%*[= \t\n]%79s", typed, value) == 2;
     strcpy(shown, typed);
     for (char *c = typed; *c; c++) *c = *c == '_' ? '-' : *c;
     if (!strcmp(typed, "temperature")) strcpy(typed, "temp");
@@ -53136,7 +53142,7 @@ static int cli_talk_set(cli_talk *talk, const char *rest, toka_err *e) {
     }
     if (!given || !known) {
         fail(e, TOKA_E_USE, "/set NAME VALUE, as --temp and the other flags for sampling");
-        return suggest_fail(&nearest, "/set ", e);
+        return known ? e->code : suggest_fail(&nearest, "/set ", e);
     }
     snprintf(name, sizeof name, "--%s", typed);
     const cli_flag *flag = cli_find_flag(name, strlen(name));

@@ -153,6 +153,8 @@ def test_commands(tmp_path):
     t.type("/hlp\r").wait("did you mean /help")
     t.type("/set temprature 1\r").wait("did you mean /set temp")
     t.type("/set temperature x\r").wait("temperature: 'x' is not a number").type("/set temperature -1\r").wait("toka: .*temperature")
+    t.type("/set temperature\r").wait(r"sampling\s*\n").type("/load README.md\r").wait("README.md: not a conversation")
+    t.type("/set temperature=0.5\r").wait("temperature is 0.5")
     t.type("/regen\r").wait("no turn to answer again").type("/load /none\r").wait("/none: No such file")
     t.type("/set temperature 2\r").wait("temperature is 2").type("Tom has 3 apples.\r").wait(READY)
     t.type("/save talk.json\r".replace("talk", str(tmp_path / "talk"))).wait("saved in")

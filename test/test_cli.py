@@ -770,12 +770,12 @@ def test_closed_pipe_and_full_disk(command):
 
 @pytest.mark.parametrize("args, suggestion", [
     ("--promt x", "--prompt"), ("--Prompt x", "--prompt"), ("-prompt x", "--prompt"), ("--max_tokenz 3", "--max-tokens"),
-    ("--max-token=3", "--max-tokens"), ("--tmep 1", "--temp"), ("--temprature 1", "--temp"), ("--modell x", "--model"),
+    ("--max-token=3", "--max-tokens"), ("--tmep 1", "--temp"), ("--temprature 1", "--temperature"), ("--modell x", "--model"), ("-tp 3", "--tp"), ("--contextlength 3", "--context-length"),
     ("serve --prot 1", "--port"), ("batch --inputfile x", "--input-file"), ("plan --gpuss 2", "--gpus"), ("--hepl", "--help"),
     ("serv", "toka serve"), ("tokenise", "toka tokenize"), ("bacth", "toka batch"), ("model", "toka models"), ("hlep", "toka help"),
     ("sevre", "toka serve"), ("bnech", "toka bench"), ("bench serv", "toka bench serve"), ("bench thruput", "toka bench throughput"),
     ("help serv", "toka serve"),
-    ("help bench sreve", "toka bench serve"), ("--device cud -p x", "cuda"), ("--device cpuu -p x", "cpu"), ("--device plian -p x", "plain"), ("serve --device aut", "auto"),
+    ("help bench sreve", "toka bench serve"), ("--device cpuu -p x", "cpu"), ("--device plian -p x", "plain"), ("serve --device aut", "auto"),
     ("-m llama-3.2-1 -p x", "llama-3.2-1b"), ("tokenize -m qwen3_8b", "qwen3-8b"), ("plan -m smolm2-135m", "smollm2-135m"),
     ("bench throughput --dummy-weights --dataset README.md -m Lama-3.1-8b", "llama-3.1-8b"),
 ])
@@ -790,6 +790,12 @@ def test_suggestions_for_misspelled_names(args, suggestion):
 def test_no_suggestion_without_a_similar_name(args):
     r = toka(*args.split())
     assert r.returncode == 1 and b"did you mean" not in r.stderr and r.stderr.count(b"\n") == 1, r.stderr
+
+
+def test_a_device_of_another_build():
+    has_cuda = b"has auto, cuda" in toka("--device", "x", "-p", "x").stderr
+    for name, near in (("cudaa", b"cuda"), ("cud", b"cuda"), ("gpuu", b"gpu")):
+        assert (b"did you mean " + near + b"?" in toka("--device", name, "-p", "x").stderr) == has_cuda
 
 
 def test_ctrl_c_ends_cleanly():
