@@ -49242,6 +49242,7 @@ typedef struct hub_repo {
     int n_all;
     hub_file *chosen;          /* [n_chosen] those that toka needs, the weights last */
     int n_chosen;
+    bool has_weights;          /* chosen has them: nothing speaks against this model */
     bool quiet;
     arena memory;
 } hub_repo;
@@ -49916,6 +49917,7 @@ static int hub_fill_snapshot(hub_repo *repo, bool text_only, toka_err *e) {
     if (!code && !text_only) {
         const int n_small = repo->n_chosen;
         code = hub_choose_weights(repo, e);
+        repo->has_weights = !code;
         if (!code)
             code = hub_download_files(repo, repo->chosen + n_small, repo->n_chosen - n_small, e);
     }
@@ -49924,8 +49926,17 @@ static int hub_fill_snapshot(hub_repo *repo, bool text_only, toka_err *e) {
     return code ? code : hub_write_ref(repo, e);
 }
 
+static int hub_remove(const char *id, int64_t *n_bytes, toka_err *e);
+
+/* Deletes what a refused model left in the cache, so that it is not listed as one to complete. */
+COLD static void hub_forget(const hub_repo *repo) {
+    int64_t n_bytes;
+    toka_err unused;
+    hub_remove(repo->id, &n_bytes, &unused);
+}
+
 /* Appends the path of the snapshot that the cache has. Returns 0 or an error code. */
-static COLD int hub_find_offline(const hub_options *options, buf *folder, toka_err *e) {
+COLD static int hub_find_offline(const hub_options *options, buf *folder, toka_err *e) {
     arena memory = {0};
     toka_err unused;
     buf name = {0};
@@ -49952,11 +49963,13 @@ static int hub_pull(const hub_options *options, buf *folder, toka_err *e) {
     const double begin = os_now();
     if (hub_is_offline()) return hub_find_offline(options, folder, e);
     int code = hub_open_repo(&repo, options, e);
+    const bool was_here = code || os_is_dir(repo.folder);
     if (!code) code = hub_list_files(&repo, e);
     if (!code) code = hub_choose_small_files(&repo, e);
     if (!code && options->confirm && !hub_confirm(&repo))
         code = fail(e, TOKA_E_USE, "%s is not in the hub cache, and was not downloaded", repo.id);
     if (!code) code = hub_fill_snapshot(&repo, options->text_only, e);
+    if (code == TOKA_E_INPUT && !was_here && !repo.has_weights) hub_forget(&repo);
     if (code == TOKA_E_CANCELLED && !options->quiet)
         fputs("toka: interrupted; the same command continues the download\n", stderr);
     if (!code) {

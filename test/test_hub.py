@@ -1,5 +1,6 @@
 """Tests of toka -hf, --download, pull, list and rm against a hub on loopback (hub.py), and of the cache against huggingface_hub,
 which must read it as its own. Run through test/run.sh."""
+import glob
 import json
 import os
 import pty
@@ -449,6 +450,8 @@ def test_models_that_toka_does_not_run(hub):
         hub.repos[name] = Repo({k: v for k, v in {**files, **change}.items() if v is not None})
         fails(toka(hub, "pull", name), 1, name, text)
     assert not any("safetensors" in path for _, _, path, _, _ in hub.requests)  # found out before the weights
+    fails(toka(hub, "pull", "tiny/refused"), 1, "is gated")
+    assert b" part " not in toka(hub, "list").stdout and not glob.glob(hub.cache + "/models--*")  # no pull could complete them
     fails(toka(hub, "-hf", ID + ":Q4_K_M", "-p", "x"), 1, "the tag :Q4_K_M", "safetensors")
     fails(toka(hub, "-hf", "../x", "-p", "x"), 1, "not a hub id, which is OWNER/NAME")
     for args in (["pull"], ["-p", "x", "-hf"], ["-p", "x", "-m"]):
