@@ -293,10 +293,20 @@ def test_systemd_unit(tmp_path):
 def test_dockerfile():
     lines = open(f"{DEPLOY}/Dockerfile").read().splitlines()
     words = {line.split()[0] for line in lines if line and not line.startswith("#")}
-    assert words == {"FROM", "COPY", "RUN", "ENV", "EXPOSE", "ENTRYPOINT"}
-    entry = [word for line in lines if line.startswith("ENTRYPOINT") for word in json.loads(line.removeprefix("ENTRYPOINT"))]
+    assert words == {"FROM", "COPY", "RUN", "ENV", "EXPOSE", "ENTRYPOINT", "CMD"}
+    of = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines[1:]}
     given = re.search(r"docker run .* toka (.*)$", lines[0])[1].split()
-    assert entry[0] == "toka" and subprocess.run([TOKA, *entry[1:], *given, "--help"], capture_output=True).returncode == 0
+    env = {**os.environ, **dict(pair.split("=", 1) for pair in of["ENV"].split())}
+    # clouds run `IMAGE serve` and ask for /ping and /invocations on 8080
+    assert json.loads(of["ENTRYPOINT"]) == ["toka"] and json.loads(of["CMD"]) == ["serve"] == given[:1] and "-p 10210:8080 " in lines[0]
+    assert env["TOKA_PORT"] == of["EXPOSE"] == "8080"
+    assert subprocess.run([TOKA, *given, "--help"], env=env, capture_output=True).returncode == 0
+    with subprocess.Popen([TOKA, "serve"], env={**env, "TOKA_PORT": "0", "TOKA_DEVICE": "cpu"}, stderr=subprocess.PIPE, text=True) as server:
+        text = ""
+        while "http://" not in text:
+            text += server.stderr.readline() or pytest.fail(text)
+        server.terminate()
+    assert re.search(r"http://0\.0\.0\.0:\d+", text), text
 
 
 @pytest.mark.slow
