@@ -52169,6 +52169,9 @@ static int cli_fail_unknown_flag(const cli *flags, str arg, const char *file, un
     for (int i = 0; i < COUNT(cli_aliases); i++)
         if (cli_find_flag_named(cli_aliases[i].name)->commands & command && cli_aliases[i].other[1])
             suggest_try(&nearest, cli_aliases[i].other);
+    const size_t n_best = nearest.best ? strlen(nearest.best) : 0;
+    if (nearest.typed.n > n_best + 1 && nearest.typed.p[n_best] == '-')
+        nearest.best = NULL; /* --stop-token-ids is more than a misspelled --stop */
     const char *const more[] = {"; see ", flags->called, " --help-all"};
     const bool has = nearest.best != NULL;
     fail(e, TOKA_E_USE, "%.200s%s%.*s: unknown flag%s%s%s", file ? file : "", file ? ": " : "",
@@ -53924,9 +53927,33 @@ static const char *cli_nearest_id(const cli *flags, const char *id, bool in_cach
     return nearest.best && nearest.distance <= 2 && strcmp(nearest.best, id) ? nearest.best : NULL;
 }
 
+/* Returns the path of a model's folder whose last part is almost that of this path. NULL: none. */
+static const char *cli_nearest_folder(const cli *flags, const char *path) {
+    const char *slash = strrchr(path, '/');
+    if (!slash) return NULL;
+    const int n_parent = (int)(slash + 1 - path);
+    suggestion nearest = {.typed = str_c(slash + 1)};
+    buf full = {0};
+    buf_printf(&full, "%.*s", n_parent, path);
+    DIR *dir = opendir(full.p);
+    for (struct dirent *entry; dir && (entry = readdir(dir));) {
+        const str name = str_c(entry->d_name);
+        buf_clear(&full);
+        buf_printf(&full, "%.*s%s/config.json", n_parent, path, name.p);
+        if (os_is_file(full.p)) suggest_try(&nearest, arena_cstr(flags->memory, name));
+    }
+    buf_clear(&full);
+    if (nearest.best) buf_printf(&full, "%.*s%s", n_parent, path, nearest.best);
+    const char *found = nearest.best ? arena_cstr(flags->memory, buf_view(&full)) : NULL;
+    if (dir) closedir(dir);
+    buf_free(&full);
+    return found;
+}
+
 static int cli_fail_not_here(const cli *flags, const char *id, const char *revision, toka_err *e) {
     buf cache = {0};
-    const suggestion nearest = {.best = cli_nearest_id(flags, id, false)};
+    suggestion nearest = {.best = cli_nearest_id(flags, id, false)};
+    if (!nearest.best) nearest.best = cli_nearest_folder(flags, flags->open.model);
     mf_put_hub_cache_path(&cache);
     fail(e, TOKA_E_INPUT, "%s is not in the hub cache %s; add --download, or run: toka pull %s%s%s"
          "%s%s", id, cache.p, id, revision ? " --revision " : "", revision ? revision : "",

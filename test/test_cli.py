@@ -775,7 +775,7 @@ def test_closed_pipe_and_full_disk(command):
     ("serv", "toka serve"), ("tokenise", "toka tokenize"), ("bacth", "toka batch"), ("model", "toka models"), ("hlep", "toka help"),
     ("sevre", "toka serve"), ("bnech", "toka bench"), ("bench serv", "toka bench serve"), ("bench thruput", "toka bench throughput"),
     ("help serv", "toka serve"),
-    ("help bench sreve", "toka bench serve"), ("--device cpuu -p x", "cpu"), ("--device plian -p x", "plain"), ("serve --device aut", "auto"),
+    ("help bench sreve", "toka bench serve"), ("-m test/modle -p x", "test/model"), ("--device cpuu -p x", "cpu"), ("--device plian -p x", "plain"), ("serve --device aut", "auto"),
     ("-m llama-3.2-1 -p x", "llama-3.2-1b"), ("tokenize -m qwen3_8b", "qwen3-8b"), ("plan -m smolm2-135m", "smollm2-135m"),
     ("bench throughput --dummy-weights --dataset README.md -m Lama-3.1-8b", "llama-3.1-8b"),
 ])
@@ -786,7 +786,7 @@ def test_suggestions_for_misspelled_names(args, suggestion):
 
 @pytest.mark.parametrize("args", ["--nonsense", "--x", "-x", "--", "frobnicate", "bench", "bench frobnicate", "--device rocm -p x",
                                   "--device CUDA2000000000000000000000000000000000000000000000000000000000000000000000 -p x", "-m zzz -p x",
-                                  "serve --samples 2", "--" + "prompt" * 40, "tokenize --input-file x"])
+                                  "serve --samples 2", "--stop-token-ids 3", "--" + "prompt" * 40, "tokenize --input-file x"])
 def test_no_suggestion_without_a_similar_name(args):
     r = toka(*args.split())
     assert r.returncode == 1 and b"did you mean" not in r.stderr and r.stderr.count(b"\n") == 1, r.stderr
