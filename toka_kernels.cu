@@ -967,6 +967,17 @@ template <int N> __device__ static inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
+/* Arrives at a barrier when this thread's copies by cp.async so far have completed. */
+__device__ static inline void cp_async_arrive(uint32_t bar) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+}
+/* Stores an 8 x 8 matrix transposed: lane l < 8 has the address of column l. */
+__device__ static inline void stmatrix_trans(uint32_t at, uint32_t values) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(at),
+                 "r"(values)
+                 : "memory");
+}
+
 /* Matrix descriptor of a K-major tile at `at`: rows of 128 bytes, 128-byte swizzle, base aligned to
  * 1,024 bytes. Each group of 8 rows takes 1,024 bytes. The next 16 columns start 32 bytes later.
  * Their descriptor is this one + 2, because it counts in units of 16 bytes. */
@@ -6091,15 +6102,6 @@ template <int BN> __device__ static inline int expert_width(int n_pairs) {
     return BN == 128 && n_pairs > 64 ? 128 : (n_pairs + STEP - 1) / STEP * STEP;
 }
 #if HOPPER
-__device__ static inline void cp_async_arrive(uint32_t bar) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
-}
-/* Stores an 8 x 8 matrix transposed: lane l < 8 has the address of column l. */
-__device__ static inline void stmatrix_trans(uint32_t at, uint32_t values) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(at),
-                 "r"(values)
-                 : "memory");
-}
 template <int BN>
 __device__ static inline expert_tile expert_tile_at(const expert_gemm_args &args,
                                                     const expert_firsts *first, int tiles_n,
