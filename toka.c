@@ -37601,10 +37601,11 @@ static const api_endpoint api_endpoints[] = {
     {"/v1/completions", API_COMPLETIONS}, {"/v1/chat/completions", API_CHAT},
     {"/v1/responses", API_RESPONSES},     {"/v1/messages", API_MESSAGES},
     {"/v1/embeddings", API_EMBEDDINGS},   {"/v1/score", API_SCORE},
-    {"/v1/rerank", API_RERANK}};
+    {"/score", API_SCORE},                {"/v1/rerank", API_RERANK},
+    {"/rerank", API_RERANK}};
 #define API_ENDPOINTS \
     "/v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /v1/embeddings, " \
-    "/v1/score or /v1/rerank"
+    "/v1/score, /score, /v1/rerank or /rerank"
 
 static const api_endpoint *api_find_endpoint(str path) {
     for (int i = 0; i < COUNT(api_endpoints); i++)

@@ -242,8 +242,12 @@ def test_batch(folders, servers, tmp_path):
     np.testing.assert_allclose([d["score"] for d in out["c"]["response"]["body"]["data"]], [d["score"] for d in want], atol=1e-6)
     assert "is empty" in out["d"]["error"]["message"]
     r, out = batch("reranker", [{"custom_id": "a", "method": "POST", "url": "/v1/score", "body": {"text_1": q, "text_2": d}} | {"custom_id": q + d}
-                                for q, d in pairs] + [{"id": "r", "query": "How many eggs?", "documents": ["x", "y"]}])
+                                for q, d in pairs] + [{"id": "r", "query": "How many eggs?", "documents": ["x", "y"]}]
+                   + [{"custom_id": url, "method": "POST", "url": url, "body": {"query": "How many eggs?", "documents": ["x", "y"]}} for url in ("/rerank", "/v1/rerank")]
+                   + [{"custom_id": "/score", "method": "POST", "url": "/score", "body": {"text_1": pairs[0][0], "text_2": pairs[0][1]}}])
     np.testing.assert_allclose([out[q + d]["response"]["body"]["data"][0]["score"] for q, d in pairs], SPECS["reranker"]["scores"], atol=1e-4)
+    assert out["/rerank"]["response"]["body"]["results"] == out["/v1/rerank"]["response"]["body"]["results"]
+    np.testing.assert_allclose(out["/score"]["response"]["body"]["data"][0]["score"], SPECS["reranker"]["scores"][0], atol=1e-4)
     assert len(out["r"]["response"]["body"]["results"]) == 2 and r.returncode == 0, r.stderr
 
 
@@ -253,7 +257,7 @@ def test_batches_of_scores(folders, servers, tmp_path):
     bodies = {"/v1/score": {"text_1": "How many eggs?", "text_2": ["x", "y"]}, "/v1/rerank": {"query": "How many eggs?", "documents": ["x", "y"], "top_n": 1}}
     with Server("-m", str(folders / "reranker"), "--served-model-name", "reranker", "--files-dir", str(tmp_path)) as server:
         api = openai.OpenAI(base_url=f"http://127.0.0.1:{server.address[1]}/v1", api_key="-", max_retries=0)
-        for route, body in bodies.items():
+        for route, body in (*bodies.items(), *((r.removeprefix("/v1"), b) for r, b in bodies.items())):
             line = json.dumps({"custom_id": "a", "method": "POST", "url": route, "body": body})
             file = api.files.create(file=("in.jsonl", line.encode()), purpose="batch")
             batch = api.batches.create(input_file_id=file.id, endpoint=route, completion_window="24h")
