@@ -33422,7 +33422,7 @@ typedef struct api_body { /* the fields of a body: their values or the defaults 
     str encoding, prompt_name, instruction; /* .n 0: not given */
     int64_t dimensions, top_n;              /* -1: not given */
     int normalize, return_documents;        /* -1: not given */
-    const json *text_1, *text_2;            /* or query, documents; NULL: not given */
+    const json *text_1, *text_2, *queries;  /* of pairs; queries: or query; NULL: not given */
     /* NULL: not given */
     const json *prompt, *messages, *tools, *tool_choice, *documents, *kwargs, *stop, *stop_ids,
         *allowed, *bias, *bad_words, *stream_options, *tokens, *input, *text, *reasoning, *system,
@@ -33547,10 +33547,10 @@ static const api_field api_fields[] = {
     API_FIELD("normalize", API_ON_EMBEDDINGS, API_BOOL, normalize),
     API_FIELD("add_special_tokens", API_ON_TEXTS, API_BOOL, special),
     API_FIELD("text_1", API_ON_SCORE, API_ANY, text_1),
-    API_FIELD("queries", API_ON_SCORE, API_ANY, text_1),
+    API_FIELD("queries", API_ON_SCORE, API_ANY, queries),
     API_FIELD("text_2", API_ON_SCORE, API_ANY, text_2),
-    API_FIELD("documents", API_ON_PAIRS, API_ANY, text_2),
-    API_FIELD("query", API_ON_RERANK, API_ANY, text_1),
+    API_FIELD("documents", API_ON_PAIRS, API_ANY, documents),
+    API_FIELD("query", API_ON_RERANK, API_ANY, queries),
     API_FIELD("instruction", API_ON_PAIRS, API_TEXT, instruction),
     API_INT_FIELD("top_n", API_ON_RERANK, top_n, 0, INT_MAX),
     API_FIELD("return_documents", API_ON_RERANK, API_BOOL, return_documents),
@@ -34475,6 +34475,7 @@ static int api_put_kwargs(const api_request *request, const api_body *body, buf 
 static int api_check_tool(api_request *request, const json *tool, toka_err *e) {
     const json *type = json_get(tool, "type"), *function = json_get(tool, "function");
     const json *parameters = json_get(function, "parameters");
+    const json *strict = json_get(function, "strict");
     if (type && type->type == JSON_STRING && !str_is(json_str(type), "function"))
         return API_UNSUPPORTED(request, "tools: only functions are supported, not '%.*s'",
                                STRF(json_str(type)));
@@ -34484,6 +34485,8 @@ static int api_check_tool(api_request *request, const json *tool, toka_err *e) {
         if (!parse_is_name(name.p[i]))
             return API_INVALID("tools: '%.*s': a name has only letters, digits and _-.:/$@",
                                STRF(name));
+    if (strict && strict->type > JSON_TRUE)
+        return API_INVALID("tools: '%.*s': strict: expected true or false", STRF(name));
     if (parameters && parameters->type != JSON_OBJECT && parameters->type != JSON_NULL)
         return API_INVALID("tools: '%.*s': parameters: expected an object",
                            STRF(name));
@@ -35025,7 +35028,8 @@ static void api_set_fault(api_request *request, enum api_route route, const toka
     request->param = field ? field->name : NULL;
     if (!field && (request->code || request->n_prompts) && request->status == 400)
         request->param = route == API_RESPONSES || route == API_EMBEDDINGS ? "input"
-                         : route == API_SCORE || route == API_RERANK       ? "documents"
+                         : route == API_SCORE                              ? "text_2"
+                         : route == API_RERANK                             ? "documents"
                          : request->chat                                   ? "messages"
                                                                            : "prompt";
 }
@@ -37197,7 +37201,9 @@ static int emb_add_prompt(api_request *request, const api_body *body, const toka
         code = tok_encode(t->tokenizer, text,
                           TOKA_PARSE_SPECIAL | (body->special ? TOKA_ADD_SPECIAL : 0),
                           &prompt->ids, e);
-    return code ? code : api_check_prompt(request, prompt, e);
+    if (!code) code = api_check_prompt(request, prompt, e);
+    if (code == TOKA_E_USE) request->param = name;
+    return code;
 }
 
 /* Finds the folder's prompt text with this name; name.n 0: its default one, or an empty one.
@@ -37321,11 +37327,13 @@ static int emb_read_texts(api_request *request, const json *value, const char *n
 static int emb_read_pairs(api_request *request, const api_body *body, emb_pairs *pairs,
                           toka_err *e) {
     const bool rerank = request->route == API_RERANK;
-    pairs->query_name = rerank ? "query" : "text_1";
-    pairs->document_name = rerank ? "documents" : "text_2";
-    if (emb_read_texts(request, body->text_1, pairs->query_name, &pairs->queries,
-                       &pairs->n_queries, e) ||
-        emb_read_texts(request, body->text_2, pairs->document_name, &pairs->documents,
+    const json *queries = body->queries ? body->queries : body->text_1;
+    const json *documents = body->documents ? body->documents : body->text_2;
+    pairs->query_name = rerank ? "query" : body->queries ? "queries" : "text_1";
+    pairs->document_name = rerank || body->documents ? "documents" : "text_2";
+    if (emb_read_texts(request, queries, pairs->query_name, &pairs->queries, &pairs->n_queries,
+                       e) ||
+        emb_read_texts(request, documents, pairs->document_name, &pairs->documents,
                        &pairs->n_documents, e))
         return e->code;
     if (rerank && pairs->n_queries != 1) return API_INVALID("query: expected one text");

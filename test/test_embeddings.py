@@ -143,10 +143,15 @@ def test_bad_requests(servers):
     assert status == 400 and "is a reranker" in answer["error"]["message"] and answer["error"]["code"] == "unsupported_parameter"
     for body, message in [({"text_1": "a"}, "text_2: missing"), ({"text_2": "a"}, "text_1: missing"), ({"text_1": [], "text_2": "a"}, "text_1: 0"),
                           ({"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "one or as many"), ({"text_1": 1, "text_2": "a"}, "text_1: expected"),
-                          ({"queries": "a", "documents": [["b"]]}, "text_2: expected"), ({"text_1": "a", "text_2": ["b"] * 2049}, "1 to 2048")]:
+                          ({"queries": "a", "documents": [["b"]]}, "documents: expected"), ({"documents": "a", "queries": 1}, "queries: expected"), ({"text_1": "a", "text_2": ["b"] * 2049}, "1 to 2048")]:
         for name in ("last", "reranker"):
             status, answer = send(servers(name), PATHS["score"], body)
-            assert status == 400 and message in answer["error"]["message"], (body, answer)
+            assert status == 400 and message in answer["error"]["message"] and answer["error"]["param"] in body | {"text_1": 0, "text_2": 0}, (body, answer)
+    long = "a " * 3000  # the error names the field that the request has
+    for body, param in [({"text_1": "a", "text_2": long}, "text_2"), ({"queries": "a", "documents": [long]}, "documents"), ({"text_1": long, "text_2": "a"}, "text_1"),
+                        ({"queries": [long], "documents": "a"}, "queries")]:
+        assert send(servers("last"), PATHS["score"], body)[1]["error"]["param"] == param
+    assert send(servers("reranker"), PATHS["score"], {"text_1": "a", "text_2": long})[1]["error"]["param"] == "text_2"
 
 
 def test_scores(servers):

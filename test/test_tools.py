@@ -387,7 +387,7 @@ def test_refusals(api):
 @pytest.mark.parametrize("tools", [[7], [{}], [{"type": "function", "function": {"name": ""}}], [{"type": "function", "function": {"name": 5}}],
                                    [{"function": {"name": "get it"}}], [{"function": {"name": "zahl\u00fc"}}], [{"function": {"name": "a[b"}}], [{"function": {"name": "a\n"}}],
                                    [{"type": "retrieval", "function": {"name": "f"}}], [TOOLS[0], {"type": "custom", "custom": {"name": "f"}}],
-                                   [{"type": "function", "function": {"name": "f", "parameters": "x"}}], {"type": "function"}, "f"])
+                                   [{"type": "function", "function": {"name": "f", "parameters": "x"}}], [{"type": "function", "function": {"name": "f", "strict": "x"}}], {"type": "function"}, "f"])
 def test_tools_that_are_none(server, tools):
     for path in ("/v1/chat/completions", "/tokenize"):
         answer = server.post(path, {"messages": [{"role": "user", "content": "one"}], "tools": tools})
