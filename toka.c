@@ -31548,9 +31548,11 @@ typedef struct parse_param {
 
 typedef struct parse_tool {
     str name;
-    parse_param *params; /* [n_params] */
-    int n_params;
+    parse_param *params; /* [n_params], room for cap_params; a name may come again */
+    int n_params, cap_params;
 } parse_tool;
+
+static const char *const parse_joins[] = {"anyOf", "oneOf", "allOf"};
 
 static unsigned parse_type_bit(str name) {
     static const struct {
@@ -31575,7 +31577,6 @@ static unsigned parse_value_types(const json *values) {
 /* Returns the types that a part of a JSON schema allows, ~0u if it may be any. Keywords hold
  * together, one of the branches of anyOf and oneOf does. depth: levels that are still read. */
 static unsigned parse_schema_types(con_schema *schema, const json *part, int depth) {
-    static const char *const lists[] = {"anyOf", "oneOf", "allOf"};
     const json *type = json_get(part, "type"), *value = json_get(part, "const");
     const json *ref = json_get(part, "$ref");
     unsigned types = ~0u, named = parse_type_bit(json_str(type));
@@ -31587,8 +31588,8 @@ static unsigned parse_schema_types(con_schema *schema, const json *part, int dep
         types &= parse_value_types(json_get(part, "enum"));
     if (json_is(ref, JSON_STRING) && (ref = con_resolve(schema, ref)) != NULL)
         types &= parse_schema_types(schema, ref, depth - 1);
-    for (int i = 0; i < COUNT(lists); i++) {
-        const json *list = json_get(part, lists[i]);
+    for (int i = 0; i < COUNT(parse_joins); i++) {
+        const json *list = json_get(part, parse_joins[i]);
         const bool all = i == 2;
         unsigned joined = all ? ~0u : 0;
         if (!json_is(list, JSON_ARRAY) || !list->n) continue;
@@ -31602,21 +31603,40 @@ static unsigned parse_schema_types(con_schema *schema, const json *part, int dep
     return types;
 }
 
-/* Copies the names and the types of the parameters of a function into the arena. */
-static void parse_tool_init(arena *memory, const json *function, con_schema *schema,
-                            parse_tool *tool) {
-    enum { MOST_LEVELS = 8 };
-    const json *parameters = schema->root, *ref = parameters;
-    for (int i = 0; i < MOST_LEVELS && json_is(ref = json_get(ref, "$ref"), JSON_STRING); i++)
-        ref = parameters = con_resolve(schema, ref);
-    const json *properties = json_get(parameters, "properties");
-    tool->name = arena_str(memory, json_str(json_get(function, "name")));
-    if (!json_is(properties, JSON_OBJECT)) return;
-    tool->params = arena_zalloc(memory, ((size_t)properties->n + 1) * sizeof *tool->params);
+enum { PARSE_LEVELS = 8 }; /* of a schema that are read for its types */
+
+/* Copies the names and the types of properties into the arena. */
+static void parse_add_properties(arena *memory, con_schema *schema, const json *properties,
+                                 parse_tool *tool) {
+    const int n_params = tool->n_params + (int)properties->n;
+    if (n_params > tool->cap_params) {
+        parse_param *old = tool->params;
+        tool->cap_params = 2 * n_params;
+        tool->params = arena_alloc(memory, (size_t)tool->cap_params * sizeof *tool->params);
+        if (old) memcpy(tool->params, old, (size_t)tool->n_params * sizeof *old);
+    }
     JSON_MEMBERS(key, properties) {
-        const unsigned types = parse_schema_types(schema, key + 1, MOST_LEVELS);
+        const unsigned types = parse_schema_types(schema, key + 1, PARSE_LEVELS);
         tool->params[tool->n_params++] =
             (parse_param){arena_str(memory, json_str(key)), types == ~0u ? 0 : types};
+    }
+}
+
+/* Adds the parameters that a part of the schema of a function has: its own, those of the schema
+ * that it refers to, and those of what it joins. depth: levels that are still read. */
+static void parse_add_params(arena *memory, con_schema *schema, const json *part, int depth,
+                             parse_tool *tool) {
+    enum { WORK = 8 }; /* for each name, so that few fill the memory */
+    const json *properties = json_get(part, "properties"), *ref = json_get(part, "$ref");
+    if (!depth || !con_spend(schema, 1)) return;
+    if (json_is(properties, JSON_OBJECT) && con_spend(schema, WORK * (size_t)properties->n))
+        parse_add_properties(memory, schema, properties, tool);
+    if (json_is(ref, JSON_STRING) && (ref = con_resolve(schema, ref)) != NULL)
+        parse_add_params(memory, schema, ref, depth - 1, tool);
+    for (int i = 0; i < COUNT(parse_joins); i++) {
+        const json *list = json_get(part, parse_joins[i]);
+        if (json_is(list, JSON_ARRAY))
+            JSON_EACH(it, list) parse_add_params(memory, schema, it, depth - 1, tool);
     }
 }
 
@@ -31634,7 +31654,9 @@ static int parse_tools_init(arena *memory, const json *tools, parse_tool **out) 
         const json *function = json_get(it, "function");
         schema.grammar = &grammar;
         schema.root = json_get(function, "parameters");
-        parse_tool_init(memory, function, &schema, &(*out)[n_tools++]);
+        parse_tool *tool = &(*out)[n_tools++];
+        tool->name = arena_str(memory, json_str(json_get(function, "name")));
+        parse_add_params(memory, &schema, schema.root, PARSE_LEVELS, tool);
     }
     arena_free(&schema.memory);
     return n_tools;
@@ -32153,14 +32175,20 @@ static enum parse_step parse_python_args(parser *p, char c) {
 
 /* ---- Parameters with a name and a value each ---- */
 
-/* Sets parser.types to the types of parameter `key` of function `name`. */
+/* Sets parser.types to the types of parameter `key` of function `name`: all that are known of it. A
+ * parameter that the schema does not name is a string. */
 static void parse_find_types(parser *p) {
-    p->types = 1u << JSON_STRING;
+    bool found = false;
+    p->types = 0;
     for (int i = 0; i < p->setup->n_tools; i++) {
         const parse_tool *tool = &p->setup->tools[i];
-        for (int j = 0; j < tool->n_params && str_eq(tool->name, buf_view(&p->name)); j++)
-            if (str_eq(tool->params[j].name, buf_view(&p->key))) p->types = tool->params[j].types;
+        for (int j = 0; j < tool->n_params && str_eq(tool->name, buf_view(&p->name)); j++) {
+            if (!str_eq(tool->params[j].name, buf_view(&p->key))) continue;
+            found = true;
+            p->types |= tool->params[j].types;
+        }
     }
+    if (!found) p->types = 1u << JSON_STRING;
 }
 
 /* %k: the key ends before one of <, > and ". */

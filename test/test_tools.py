@@ -313,6 +313,23 @@ def test_types_that_a_schema_refers_to(xml):
             assert call["room"] == {"beds": 2} and call["code"] in ("5", "6") and call["side"] == "7", call
 
 
+def test_types_under_a_root_that_joins_schemas(xml):
+    """The parameters of anyOf, oneOf, allOf and $ref at the root keep their types."""
+    xml = client(xml)
+    one = pick(w={"const": 8}, l={"const": [1, 2]}, b={"const": True}, s={"const": "7"})
+    seven = {"type": "object", "properties": {"s": {"type": "string"}}}
+    defs = {"$defs": {"B": one, "C": {"allOf": [{"$ref": "#/$defs/B"}]}, "D": {"const": [1, 2]}}}
+    for root in ({"type": "object", "anyOf": [one]}, {"oneOf": [one, {"type": "null"}]}, {"type": "object", "allOf": [one, {"properties": {"s": {"minLength": 1}}}]},
+                 {"allOf": [{"$ref": "#/$defs/B"}], **defs}, {"$ref": "#/$defs/C", **defs}, {**seven, "anyOf": [{"$ref": "#/$defs/B"}], **defs},
+                 {**pick(w={"const": 8}, l={"$ref": "#/$defs/D"}, b={"const": True}, s={"const": "7"}), **defs}):
+        tools = [{"type": "function", "function": {"name": "f", "parameters": root}}]
+        call, = both(xml, "torn", tools=tools, tool_choice="required", parallel_tool_calls=False)[2]
+        assert json.loads(call[1]) == {"w": 8, "l": [1, 2], "b": True, "s": "7"}, (root, call)
+    loop = {"anyOf": [{"$ref": "#"}] * 40, **pick(room={"type": "object"})}  # it ends
+    answer = both(xml, "model", tools=[{"type": "function", "function": {"name": "book", "parameters": loop}}])
+    assert json.loads(answer[2][0][1])["room"] == {"beds": 2}
+
+
 def test_thinking_budgets(api):
     for budget in (0, 1, 4):
         content, reasoning, _, _ = both(api, "think", extra_body={"thinking_token_budget": budget})
