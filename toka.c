@@ -31550,6 +31550,7 @@ typedef struct parse_tool {
     str name;
     parse_param *params; /* [n_params], room for cap_params; a name may come again */
     int n_params, cap_params;
+    bool no_object; /* the schema of the parameters allows no object */
 } parse_tool;
 
 static const char *const parse_joins[] = {"anyOf", "oneOf", "allOf"};
@@ -31657,6 +31658,8 @@ static int parse_tools_init(arena *memory, const json *tools, parse_tool **out) 
         parse_tool *tool = &(*out)[n_tools++];
         tool->name = arena_str(memory, json_str(json_get(function, "name")));
         parse_add_params(memory, &schema, schema.root, PARSE_LEVELS, tool);
+        tool->no_object =
+            !(parse_schema_types(&schema, schema.root, PARSE_LEVELS) >> JSON_OBJECT & 1);
     }
     arena_free(&schema.memory);
     return n_tools;
@@ -32850,8 +32853,9 @@ static void parse_put_texts_element(buf *out, const char *type, const char *key,
     buf_c(out, "]}");
 }
 
-/* Writes the arguments of a function. Without a style they are JSON; then a function that is not
- * strict may have any object, if the answer need not be a call. */
+/* Writes the arguments of a function, which are an object even if the schema allows other types,
+ * too. Without a style they are JSON; then a function that is not strict may have any object, if
+ * the answer need not be a call. */
 static void parse_put_schema(const parse_demand *demand, const json *function, const char *member,
                              buf *out) {
     const json *schema = json_get(function, "parameters");
@@ -32866,10 +32870,12 @@ static void parse_put_schema(const parse_demand *demand, const json *function, c
         json_put_close(out, '}');
     }
     json_put_key(out, "json_schema"), json_put_open(out, '{');
-    if (any || !json_get(schema, "type")) json_put_member_or_null(out, "type", "object");
+    json_put_member_or_null(out, "type", "object");
     if (json_is(schema, JSON_OBJECT) && !any)
-        JSON_MEMBERS(key, schema)
+        JSON_MEMBERS(key, schema) {
+            if (str_is(json_str(key), "type")) continue;
             json_put_str(out, json_str(key)), buf_char(out, ':'), json_put_value(out, key + 1);
+        }
     else if (!any) buf_c(out, ",\"additionalProperties\":false");
     buf_c(out, "}}");
 }
@@ -34682,6 +34688,23 @@ static bool api_find_functions(api_request *request, const json *tools,
     return strict;
 }
 
+/* Refuses a function whose calls are constrained, but whose schema allows no object. */
+static int api_check_functions(const parse_demand *demand, const json *tools, toka_err *e) {
+    const parse_tool *parsed = demand->setup->tools;
+    int n_checked = 0, index = 0;
+    JSON_EACH(tool, tools) {
+        if (n_checked == demand->n_functions) break;
+        const bool used = json_get(tool, "function") == demand->functions[n_checked];
+        if (used && parsed[index].no_object)
+            return API_INVALID("tools[%d].function.parameters: '%.*s': arguments are an object, "
+                               "and this schema allows none",
+                               index, STRF(parsed[index].name));
+        n_checked += used;
+        index++;
+    }
+    return 0;
+}
+
 /* Says what the answers of a chat must be. Returns false if they may be anything that `grammar`
  * allows, or anything. */
 static int api_read_demand(api_request *request, const api_body *body, const api_grammar *grammar,
@@ -34700,6 +34723,7 @@ static int api_read_demand(api_request *request, const api_body *body, const api
     demand->must_call = choice.must;
     demand->may_call = parse->format && demand->n_functions &&
                        (choice.must || choice.allowed || strict || grammar->grammar.kind);
+    if (demand->may_call && api_check_functions(demand, tools, e)) return e->code;
     if (grammar->grammar.kind && api_put_grammar(request, grammar, content, e)) return e->code;
     demand->content = choice.must ? STR("") : buf_view(content);
     parse->calls_or_content = demand->content.n > 0;

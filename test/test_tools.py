@@ -330,6 +330,24 @@ def test_types_under_a_root_that_joins_schemas(xml):
     assert json.loads(answer[2][0][1])["room"] == {"beds": 2}
 
 
+def test_parameters_that_may_be_no_object(server, xml):
+    """Arguments are an object: a schema that allows other types, too, gives one; one that allows none is refused where calls are constrained."""
+    def body(parameters, **more):
+        tools = [TOOLS[1], {"type": "function", "function": {"name": "f", "parameters": parameters}}]
+        return {"messages": [{"role": "user", "content": "text"}], "tools": tools, "tool_choice": {"type": "function", "function": {"name": "f"}}, "temperature": 0, "thinking_token_budget": 0, **more}
+
+    for s in (server, xml):  # server: its model thinks
+        for types in (["object", "null"], ["null", "array", "object"], "object"):
+            answer = s.post("/v1/chat/completions", body({**pick(a={"const": 1}), "type": types}, parallel_tool_calls=False, max_tokens=400)).json()
+            call, = answer["choices"][0]["message"]["tool_calls"]
+            assert json.loads(call["function"]["arguments"]) == {"a": 1}
+        for none in ({"type": "array"}, {"type": ["string", "null"]}, {"enum": [1, "a"]}, {"const": None}, {"$ref": "#/$defs/A", "$defs": {"A": {"type": "string"}}}):
+            answer = s.post("/v1/chat/completions", body(none))
+            assert answer.status == 400 and answer.error()["param"] == "tools" and "tools[1].function.parameters: 'f'" in answer.error()["message"], answer.body
+            for choice in ("auto", {"type": "function", "function": {"name": "get_time"}}):
+                assert s.post("/v1/chat/completions", body(none, tool_choice=choice)).status == 200
+
+
 def test_thinking_budgets(api):
     for budget in (0, 1, 4):
         content, reasoning, _, _ = both(api, "think", extra_body={"thinking_token_budget": budget})
