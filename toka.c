@@ -11612,12 +11612,14 @@ static int mf_bind(mf_binder *binder, arena *memory, toka_err *e) {
 /* The data of a tensor that has none. Only its address is used. */
 static const uint32_t mf_no_data;
 
+/* Is the tensor a matrix? The others are vectors; a norm of q or k may have one for each head. */
+static bool mf_slot_is_matrix(const mf_slot *slot) { return *slot->rows && *slot->cols != 'D'; }
 /* Is the tensor a quantized matrix where its module has a format? Routers, the gate of a shared
  * expert, convolutions, the embedding and the LM head are plain numbers in every checkpoint that
  * toka reads. */
 static bool mf_slot_has_format(const mf_slot *slot) {
-    return slot->owner != MF_OF_MODEL && *slot->rows && !strchr("X1", *slot->rows) &&
-           !strchr("TD", *slot->cols);
+    return slot->owner != MF_OF_MODEL && mf_slot_is_matrix(slot) && !strchr("X1", *slot->rows) &&
+           *slot->cols != 'T';
 }
 
 /* Sets the size and the format of a tensor; it has no data. A tensor of the file that has several
@@ -45386,7 +45388,7 @@ static plan_costs plan_layer_costs(toka_layer *layer, bool stays_fp8) {
     const mf_owners owners = mf_owners_of(layer);
     for (int slot = 0; slot < MF_N_SLOTS; slot++) {
         const bool is_expert = mf_slots[slot].owner == MF_OF_EXPERT;
-        if (!owners.of[mf_slots[slot].owner] || !*mf_slots[slot].rows) continue;
+        if (!owners.of[mf_slots[slot].owner] || !mf_slot_is_matrix(&mf_slots[slot])) continue;
         for (int i = 0; i < (is_expert ? layer->moe->n_experts : 1); i++) {
             const toka_tensor *matrix = mf_tensor(&owners, slot, i);
             const toka_tensor unpacked = {.rows = matrix->rows, .cols = matrix->cols};

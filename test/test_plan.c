@@ -30,7 +30,7 @@ static int64_t plan_vectors(const mf_config *c) {
     int64_t n = 0;
     for (int layer = 0; layer < c->shape.L; layer++)
         for (mf_cursor at = {c, layer, 0, NULL}; mf_next(&at);)
-            if (!*mf_slots[at.binding->slot].rows) n += mf_binding_size(at.binding, c);
+            if (!mf_slot_is_matrix(&mf_slots[at.binding->slot])) n += mf_binding_size(at.binding, c);
     return n + c->shape.E;
 }
 
