@@ -268,8 +268,10 @@ def test_streams_and_threads(py, llm):
 
 def test_ctrl_c(py):
     code = """
+import signal
 import time
 from toka import LLM, SamplingParams
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started the tests with it ignored
 llm = LLM(device="cpu")
 llm.generate("x", SamplingParams(max_tokens=1))
 print("ready", flush=True)
@@ -285,7 +287,10 @@ print(llm.generate("Tom has", SamplingParams(max_tokens=4))[0].outputs[0].finish
     assert p.stdout.readline() == b"ready\n"
     time.sleep(1)
     p.send_signal(signal.SIGINT)
-    out, err = p.communicate(timeout=60)
+    try:
+        out, err = p.communicate(timeout=60)
+    finally:
+        p.kill()
     assert (out, err) == (b"interrupted\nlength\n", b"")
 
 
