@@ -349,4 +349,4 @@ def test_weights_written_while_read(tmp_path):
                 break
     finally:
         done.set(), thread.join()
-    assert r.returncode == 1 and r.stderr == f"toka: {model}/model.safetensors: it was written to while it was read\n"
+    assert r.returncode == 1 and r.stderr == f"toka: -m {model}: {model}/model.safetensors: it was written to while it was read\n"
