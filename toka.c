@@ -32539,7 +32539,7 @@ static void parse_end_body(parser *p) {
     p->body = PARSE_CONTENT;
 }
 
-/* Returns the text in a header that has no body: what is none of its parts. */
+/* Returns the text of a header without a body that is in none of its parts. */
 static str parse_header_text(str header) {
     static const char *const marks[] = {"<|start|>", "<|channel|>", "<|constrain|>", "to="};
     static const char *const types[] = {"json", "code"};
