@@ -32421,8 +32421,8 @@ static size_t parse_begun(const parser *p) {
     return most;
 }
 
-/* The call is malformed at its last byte. What was held becomes content, but for the bytes at its
- * end that may begin another call: they are read again. */
+/* The call is malformed at its last byte. Its held bytes become content, but for those at the end
+ * that may begin another call: they are read again. */
 static void parse_give_up(parser *p, char c) {
     char again[64] = {c};
     const size_t n_again = MIN(parse_begun(p), sizeof again);

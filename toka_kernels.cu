@@ -5679,7 +5679,8 @@ static void gemm(toka_device *dev, const gemm_args *args) {
  *                           shared expert, if there is one
  *     route_kernel          logits -> the experts of each token, their weights, and for each expert
  *                           a bit for each token
- *     pair_kernel           bits -> the pairs (token, expert) sorted by expert, then by token
+ *     pair_kernel           bits -> the pairs (token, expert) sorted by expert, then by token; for
+ *                           up to 32 tokens route_kernel does that
  *     expert_gemm_kernel    act[pair] = silu(gate) * up of the pair's row of xn: the rows of an
  *                           expert are gathered
  *     expert_gemm_kernel    out[pair] = W_down act[pair]
