@@ -322,6 +322,7 @@ typedef struct layer_weights {
     layer_experts *experts;            /* NULL: gate_up and down are the layer's MLP */
     const float *attn_norm, *mlp_norm; /* [E] */
     const float *q_norm, *k_norm;      /* [D] or NULL */
+    const float *sinks;                /* [H] or NULL: attention sinks (chapter 9) */
     int window;                        /* positions of the sliding window; 0: all positions */
 } layer_weights;
 
@@ -1803,6 +1804,7 @@ static void weights_load(toka_device *dev) {
         to->mlp_norm = weight_load_vector(dev, &loader, &from->mlp_norm);
         to->q_norm = weight_load_vector(dev, &loader, &from->q_norm),
         to->k_norm = weight_load_vector(dev, &loader, &from->k_norm);
+        to->sinks = weight_load_vector(dev, &loader, &from->sinks);
         to->qkv = weight_load_qkv(dev, &loader, from);
         if (from->moe) to->experts = weight_load_moe(dev, &loader, from);
         else to->gate_up = weight_load_gate_up(dev, &loader, from);
@@ -7583,6 +7585,11 @@ static void attn_plan_step(toka_device *dev, const toka_step *step) {
  *      m = max(LSE1, LSE2), w1 = 2^(LSE1 - m), w2 = 2^(LSE2 - m)
  *      O = (w1 O1 + w2 O2) / (w1 + w2),   LSE = m + log2(w1 + w2)
  *
+ * Sinks. A layer can have a sink, a number for each query head. It joins the softmax like the score
+ * of one more key without a value: p[t] is multiplied by 2^LSE / (2^LSE + 2^(log2(e) sink)). This
+ * happens exactly once for a query, when its o is written: the LSE is then that of all positions.
+ * States, split buffers and exchange buffers know nothing of sinks.
+ *
  * Each kernel computes the (O, LSE) of its item from zero. Its epilogue merges the stored state
  * of the query if the item has the flag ATTN_MERGE_STATE. It then writes o (flag ATTN_TO_O), the
  * state (ATTN_TO_STATE), or a split buffer (neither flag; attn_merge_splits follows).
@@ -7629,6 +7636,7 @@ typedef struct attn_args {
     int K, G, D, log2_B, window; /* window: length of the sliding window; 0: none */
     uint32_t inv_G; /* 2^31 / G, rounded up */
     float scale;    /* log2(e) / sqrt(D) */
+    const float *sinks; /* [H]; NULL: the layer has none */
     bool prefetch;  /* attn_can_prefetch: load K and V before grid_wait() */
 } attn_args;
 
@@ -7737,6 +7745,10 @@ __device__ static inline size_t attn_head_at(const attn_args &args, int q, int k
     const int row = attn_row(args, q);
     return (size_t)row * (args.K * args.G) + kv_head * args.G + q - row * args.G;
 }
+/* The query head of query q of kv head kv_head. */
+__device__ static inline int attn_head(const attn_args &args, int q, int kv_head) {
+    return kv_head * args.G + q - attn_row(args, q) * args.G;
+}
 /* Index of the item's query in split_lse, and of its row of D in split_o. buf: first split buffer
  * of the item. */
 __device__ static inline size_t attn_split_at(const attn_args &args, int buf, int query,
@@ -7787,6 +7799,11 @@ __device__ static inline attn_output attn_merge_lse(float row_max, float row_sum
     out.lse = max_lse + log2f(sum);
     return out;
 }
+/* Merges the sink of the query's head. If lse is -inf, all weights are 0 and stay 0. */
+__device__ static inline void attn_merge_sink(attn_output &out, float sink) {
+    const float weight = __fdividef(1, 1 + ex2(sink * (float)M_LOG2E - out.lse));
+    out.new_weight *= weight, out.state_weight *= weight;
+}
 /* Finishes one query of the item. Returns destination and weights of O. If writes_lse is set, LSE
  * is written to the state or split buffer; the caller sets it in one of the threads that hold the
  * query. */
@@ -7807,6 +7824,7 @@ __device__ static inline attn_output attn_finish_query(const attn_args &args, co
     if (sums.state_lse > -INFINITY) out.state = args.state_o + head_index * args.D;
     if (item.flags & ATTN_TO_O) {
         out.o = args.o + head_index * args.D;
+        if (args.sinks) attn_merge_sink(out, args.sinks[attn_head(args, item.q0 + query, kv_head)]);
         return out;
     }
     out.o_f32 = args.state_o + head_index * args.D;
@@ -9154,7 +9172,9 @@ __device__ static inline void attn_exchange_put(const attn_args &args, const att
 }
 
 typedef struct attn_own_row { /* a row that an own warp has taken */
-    int round, query; /* round of its prefix item in this CTA; the row's first query in that item */
+    int round; /* of its prefix item in this CTA */
+    /* query: the row's first query in that item. head: its first query head. */
+    unsigned short query, head;
     int q_offset;     /* of its queries in q and in o, in elements */
     unsigned short kv_from, kv_to; /* its positions, counted from the first one of its first page */
 } attn_own_row;
@@ -9226,9 +9246,13 @@ template <int DP> struct attn_own_producer {
             next_kv = item.skip, end_kv = item.kv1 - item.kv0;
             page_ids = args.pages[item.page0 + min(lane, (end_kv - 1) >> args.log2_B)];
             if (lane == 0)
-                taken[n_taken % 4] = attn_own_row{item_round, row * args.G,
-                                                  (item.q0 * args.K + kv_head * args.G) * DP,
-                                                  (unsigned short)next_kv, (unsigned short)end_kv};
+                taken[n_taken % 4] = attn_own_row{
+                    item_round,
+                    (unsigned short)(row * args.G),
+                    (unsigned short)(kv_head * args.G),
+                    (item.q0 * args.K + kv_head * args.G) * DP,
+                    (unsigned short)next_kv,
+                    (unsigned short)end_kv};
             __syncwarp();
             n_taken++;
             return true;
@@ -9387,15 +9411,19 @@ __device__ static inline void attn_own_merge_state(const attn_args &args, const 
     }
 }
 
-/* Normalizes O of the row and stores it to o. */
+/* Normalizes O of the row, with the sinks of its heads, and stores it to o. */
 template <int DP>
 __device__ static inline void attn_own_store(const attn_args &args, const attn_own_row &row,
-                                             const float (&acc)[DP / 4], float (&row_sum)[2]) {
+                                             const float (&acc)[DP / 4], const float (&row_max)[2],
+                                             float (&row_sum)[2]) {
     const int head = threadIdx.x % 32 / 4;
 #pragma unroll
     for (int col = 0; col < 2; col++) {
 #pragma unroll
         for (int k = 4; k < 32; k *= 2) row_sum[col] += __shfl_xor_sync(~0u, row_sum[col], k);
+        const int sum_head = threadIdx.x % 4 * 2 + col;
+        if (args.sinks && sum_head < args.G)
+            row_sum[col] += ex2(args.sinks[row.head + sum_head] * (float)M_LOG2E - row_max[col]);
         row_sum[col] = __fdividef(1, row_sum[col]);
     }
     bf16 *o = args.o + row.q_offset + head * DP + threadIdx.x % 4 * 2;
@@ -9456,7 +9484,7 @@ __device__ static inline void attn_own_process_rows(attn_own_producer<DP> &produ
         attn_exchange_release(exchange, n_released, row.round);
         mbar_wait(exchange.full + 8 * (row.round & 1), row.round >> 1 & 1);
         attn_own_merge_state<DP>(args, row, acc, row_max, row_sum, exchange);
-        attn_own_store<DP>(args, row, acc, row_sum);
+        attn_own_store<DP>(args, row, acc, row_max, row_sum);
         if (row_index + 1 == producer.n_taken ||
             producer.taken[(row_index + 1) % 4].round > row.round)
             attn_exchange_release(exchange, n_released, row.round + 1);
@@ -9944,6 +9972,7 @@ static void attention(toka_device *dev, int layer, const bf16 *q, bf16 *o) {
                       .window = dev->layers[layer].window,
                       .inv_G = (uint32_t)(((1ll << 31) - 1) / G + 1),
                       .scale = (float)(M_LOG2E / sqrt((double)shape->D)),
+                      .sinks = dev->layers[layer].sinks,
                       .prefetch = plan->prefetch};
     if (dev->error.code) return;
     const bool by_span = attn_unpacks_spans(plan);
@@ -14518,7 +14547,6 @@ static const char *missing_of_layer(const toka_shape *shape, const toka_layer *l
         {layer->moe && layer->moe->n_groups > 32, "more than 32 groups of experts"},
         {layer->moe && expert->gate_bias.rows, "biases in the experts"},
         {layer->moe && expert->gate.rows % 8, "experts whose width is no multiple of 8"},
-        {layer->sinks.rows > 0, "attention sinks"},
         {layer->kv_fp8 && ((shape->D != 64 && shape->D != 128) || shape->L > 256),
          "FP8 K and V with heads of another size than 64 and 128"},
         {layer->parallel, "an MLP beside attention"},

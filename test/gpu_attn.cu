@@ -9,11 +9,13 @@
  *   groups               only few samples (prefix groups)
  *   lists                only the work list; needs no GPU
  *   fp8 [small]          FP8 K and V, D = 64 and 128
+ *   sinks [small]        attention sinks
  *   bench [decode|tiles|samples|groups|running] [fp8] [--json]   timings */
 #include "../toka_kernels.cu"
 #include "gpu.cuh"
 
-static bool test_fp8; /* scenes have FP8 K and V */
+static bool test_fp8;   /* scenes have FP8 K and V */
+static bool test_sinks; /* scenes have a sink for each head */
 
 typedef struct shape_case { int D, K, G, B, window; } shape_case;
 
@@ -144,9 +146,9 @@ __global__ static void round_late(bf16 *kv, unsigned char *fp8, const int2 *slot
     round_slots(kv, fp8, slots, n, K, D, log2_B);
 }
 
-/* Attention in float64: one CTA per row and head. tables: [row][table_len] pages. */
+/* Attention in float64: one CTA per row and head. tables: [row][table_len] pages. sinks: [K G] or NULL. */
 __global__ static void reference(const bf16 *q, const bf16 *kv, const int *tables, int table_len, const int *pos, double *o, int K,
-                                 int G, int D, int log2_B, int window) {
+                                 int G, int D, int log2_B, int window, const float *sinks) {
     int row = blockIdx.x / (K * G), head = blockIdx.x % (K * G), p = pos[row], from = window && p >= window ? p - window + 1 : 0;
     __shared__ double acc[256], total, row_max;
     __shared__ double scores[128];
@@ -186,7 +188,18 @@ __global__ static void reference(const bf16 *q, const bf16 *kv, const int *table
         }
     }
     __syncthreads();
-    for (int j = threadIdx.x; j < D; j += blockDim.x) o[(size_t)blockIdx.x * D + j] = acc[j] / total;
+    const double sink = sinks ? exp((double)sinks[head] - row_max) : 0;
+    for (int j = threadIdx.x; j < D; j += blockDim.x) o[(size_t)blockIdx.x * D + j] = acc[j] / (total + sink);
+}
+
+/* Sinks around the LSE of some hundred keys, so that each has a weight of its own. One head has all its mass in the sink, another one
+ * none. */
+static std::vector<float> sinks_of(int H, uint64_t seed) {
+    std::vector<float> sinks((size_t)H);
+    for (int h = 0; h < H; h++) sinks[h] = 5 + 3 * (float)gpu_normal(seed + 17, (uint64_t)h);
+    if (H > 1) sinks[1] = 90;
+    if (H > 2) sinks[2] = -300;
+    return sinks;
 }
 
 /* A scene on the device, ready to run attention. */
@@ -196,9 +209,11 @@ struct device_scene : host_step {
     layer_weights layer = {};
     gpu_buf<bf16> kv, q, o;
     gpu_buf<unsigned char> fp8; /* with test_fp8: the pages; kv has their values */
+    gpu_buf<float> sinks;       /* [H] */
     device_scene(scene &s, bool share, float q_scale, int seed)
         : host_step(s, share, seed), sc(s), kv((size_t)(s.n_pages + 1) * s.c.K * 2 * s.c.B * s.c.D),
-          q((size_t)s.T * s.c.K * s.c.G * s.c.D), o(q.n), fp8(test_fp8 ? kv.n / s.c.D * (s.c.D + 1) : 16) {
+          q((size_t)s.T * s.c.K * s.c.G * s.c.D), o(q.n), fp8(test_fp8 ? kv.n / s.c.D * (s.c.D + 1) : 16),
+          sinks((size_t)s.c.K * s.c.G) {
         std::vector<int2> slots;
         for (seq &x : s.seqs)
             for (int i = 0; i < x.len; i++) {
@@ -211,6 +226,7 @@ struct device_scene : host_step {
         fill_slots<<<1024, 128>>>(kv.p(), dev_slots.p(), (int)slots.size(), s.c.K, s.c.D, __builtin_ctz(s.c.B), seed, 1);
         gpu_random(q, seed + 1, q_scale);
         layer.window = s.c.window;
+        if (test_sinks) sinks.set(sinks_of(s.c.K * s.c.G, (uint64_t)seed)), layer.sinks = sinks.p();
         d->shape = &shape, d->layers = &layer, d->kv_pool = kv.p(), d->kv_layer_elems = kv.n;
         if (test_fp8) { /* each slot once: pages of a shared prefix are in many sequences */
             auto less = [](int2 a, int2 b) { return a.x < b.x; };
@@ -272,7 +288,7 @@ struct device_scene : host_step {
         gpu_buf<double> r(q.n);
         tables.set(t);
         reference<<<sc.T * sc.c.K * sc.c.G, 128>>>(q.p(), kv.p(), tables.p(), (int)table_len, d->rows.pos, r.p(), sc.c.K, sc.c.G,
-                                                   sc.c.D, __builtin_ctz(sc.c.B), sc.c.window);
+                                                   sc.c.D, __builtin_ctz(sc.c.B), sc.c.window, layer.sinks);
         GPU_OK(cudaDeviceSynchronize());
         return r.host();
     }
@@ -306,8 +322,8 @@ static void check(scene &s, const char *name, float q_scale = 1.5f, bool late = 
                 if (!p->prefix_groups || !p->mixed_groups) continue;
             }
             if (mode == LEVELS) p->group_max_work = 0, st.plan();
-            snprintf(what, sizeof what, "%s D=%d K=%d G=%d B=%d window=%d%s%s%s", name, s.c.D, s.c.K, s.c.G, s.c.B, s.c.window,
-                     test_fp8 ? " fp8" : "", s.shared.empty() ? "" : share ? " shared" : " unshared",
+            snprintf(what, sizeof what, "%s D=%d K=%d G=%d B=%d window=%d%s%s%s%s", name, s.c.D, s.c.K, s.c.G, s.c.B, s.c.window,
+                     test_sinks ? " sinks" : "", test_fp8 ? " fp8" : "", s.shared.empty() ? "" : share ? " shared" : " unshared",
                          mode == LEVELS ? " by levels" : mode == MIXED ? " mixed" : p->prefix_groups ? " by groups" : "");
             st.o.poison();
             late ? st.run_late() : st.run();
@@ -904,9 +920,47 @@ static void test_fp8_all(bool small) {
     test_fp8 = false;
 }
 
+/* Every kernel that writes o: attn_mma, attn_small, splits of all kinds and their merges, attn_wgmma, attn_fused. */
+static void test_sinks_of(int D, int G, bool small) {
+    shape_case c = {D, 2, G, 64, 0}, window = {D, 2, G, 64, 128};
+    for (const shape_case &each : {c, window})
+        test_decode(each), test_prefill(each), test_tails(each), test_prefix_groups(each), test_tree(each, 2, 3, 1, 6), test_tree(each, 1, 3, 70, 6);
+    test_late(c);
+    test_samples(D, G, small ? 290 : 300 + G);
+    scene splits(c), prefix(c);
+    for (int n : {5000, 3000, 900, 17}) splits.add(n, 1);
+    splits.add(4000, 50);
+    check(splits, "splits");
+    check(splits, "splits, one key rules", 60);
+    grow(prefix, 1, 40, {}, 1, 30), grow(prefix, 1, 1, {}, 1, 300);
+    check(prefix, "long prefix");
+}
+static void test_sinks_all(bool small) {
+    test_sinks = true;
+    for (bool fp8 : {false, true}) {
+        test_fp8 = fp8;
+        for (int D : {64, 128})
+            for (int G : {1, 3, 4, 8})
+                if (G == 8 || !small) test_sinks_of(D, G, small);
+    }
+    test_fp8 = false;
+    for (int D : {24, 80, 256}) { /* attn_mma, and head sizes that are not whole panels */
+        shape_case c = {D, 2, 5, D == 24 ? 16 : 64, 0}, one = {D, 3, 1, 32, 70};
+        for (const shape_case &each : {c, one}) test_decode(each), test_prefill(each), test_tails(each), test_tree(each, 2, 3, 1, 6);
+    }
+    few_sms([] {
+        scene s({64, 2, 8, 64, 0});
+        for (int i = 0; i < 22; i++) s.add(1 + 23 * i, 1);
+        check(s, "decode on few multiprocessors");
+    });
+    if (!small) test_long({128, 2, 4, 64, 0}), test_long({128, 2, 3, 64, 700}), test_repeat({64, 2, 8, 64, 0}), test_samples_repeat(64);
+    test_sinks = false;
+}
+
 static void test_all(bool small) {
     if (!small) test_lists(), test_graphs();
     test_fp8_all(small);
+    test_sinks_all(small);
     const int Ds[] = {8, 16, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256}, Gs[] = {1, 2, 3, 4, 5, 7, 8, 12};
     int n = 0;
     for (int D : Ds) {
@@ -1220,11 +1274,12 @@ static void bench_all(bool decode, bool tiles) {
 }
 
 int main(int argc, char **argv) {
-    bool small = false, timings = false, only_tiles = false, only_decode = false, samples = false, few_samples = false, running = false;
+    bool small = false, timings = false, only_tiles = false, only_decode = false, samples = false, few_samples = false, running = false,
+         sinks = false;
     for (int i = 1; i < argc; i++) {
         small |= !strcmp(argv[i], "small"), timings |= !strcmp(argv[i], "bench"), json |= !strcmp(argv[i], "--json");
         only_tiles |= !strcmp(argv[i], "tiles"), only_decode |= !strcmp(argv[i], "decode");
-        test_fp8 |= !strcmp(argv[i], "fp8");
+        test_fp8 |= !strcmp(argv[i], "fp8"), sinks |= !strcmp(argv[i], "sinks");
         samples |= !strcmp(argv[i], "samples"), few_samples |= !strcmp(argv[i], "groups"), running |= !strcmp(argv[i], "running");
     }
     if (argc > 1 && !strcmp(argv[1], "lists")) return test_lists(), test_graphs(), gpu_report();
@@ -1233,6 +1288,7 @@ int main(int argc, char **argv) {
     else if (timings && few_samples) bench_prefix_groups_all();
     else if (timings && samples) bench_samples_all();
     else if (timings) bench_all(!only_tiles, !only_decode);
+    else if (sinks) test_sinks_all(small);
     else if (test_fp8) test_fp8_all(small);
     else if (argc > 1 && !strcmp(argv[1], "tiny")) test_tiny();
     else if (few_samples) {

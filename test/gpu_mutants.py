@@ -37,6 +37,9 @@ def group(kernel, test, line, *mutants):
     return [Mutant(m[0], kernel, m[1], m[2], test, m[3] if len(m) > 3 else line) for m in mutants]
 
 
+# the LSE of a split or of a state, as if the sink belonged to it
+WITH_SINK = ("args.sinks ? out.lse + log2f(1 + ex2(args.sinks[attn_head(args, item.q0 + query, kv_head)] * (float)M_LOG2E - out.lse))"
+             " : out.lse")
 MUTANTS = [
     # ---- rows: weights, embedding, norms, RoPE ----
     *group("load_convert_kernel", "rows small", "load ",
@@ -278,6 +281,15 @@ MUTANTS = [
     *group("attn_finish_query", "attn small", "tree .* shared",
            ("wrong weight when the state of a shared prefix is merged", "out.new_weight *= new_weight / sum; out.state_weight = `state_weight / sum`;", "state_weight / (1 + state_weight)"),
            ("the LSE of a state lacks the new part", "out.lse = `max_lse + log2f(sum)`;", "state_weight")),
+    *group("attn_finish_query", "attn sinks small", " sinks",
+           ("the sink of the first head of a group", "args.sinks[`attn_head(args, item.q0 + query, kv_head)`]);", "kv_head * args.G"),
+           ("a merged state keeps its weight", "out.new_weight *= weight, out.state_weight *= `weight`;", "1", "(tree|tails|prefix) .*sinks.* shared"),
+           ("the sink in base e", "1 + ex2(`sink * (float)M_LOG2E` - out.lse)", "sink"),
+           ("each split has the sink", "if (writes_lse) args.split_lse[split_index] = `out.lse`;", WITH_SINK, "splits .*sinks"),
+           ("each state has the sink", "if (writes_lse) args.state_lse[head_index] = `out.lse`;", WITH_SINK, "(tree|tails|prefix) .*sinks.* shared")),
+    *group("attn_fused", "attn sinks small", "samples.* sinks",
+           ("the sinks of the first kv head", "args.sinks[`row.head + sum_head`] * (float)M_LOG2E", "sum_head"),
+           ("the sink does not know the maximum", "(float)M_LOG2E - `row_max[col]`);", "0")),
     *group("attn_merge_query", "attn groups", "by groups",
            ("the last split is missing", "if (`j >= merge.n_splits`) break;\n            if (split[j]", "j >= max(merge.n_splits - 1, 1)"),
            ("the second warp's maximum for all", "split[j].x = ex2(`split[j].x` - base)", "max_sum(min(1, merge.n_splits - 1)).x")),

@@ -28,7 +28,8 @@ static float normal(void) { /* the sum of four uniform numbers: near enough to n
 typedef struct op_case {
     const char *name;
     int H, K, D, E, F, V;
-    bool bias, qk_norm, kv_fp8;
+    bool bias, qk_norm, kv_fp8, sinks;
+    int window;
 } op_case;
 
 static toka_tensor weight_new(int rows, int cols, float scale, float offset) {
@@ -44,13 +45,14 @@ static toka_layer layer_new(const op_case *c) {
                     .o = weight_new(c->E, q, 1 / sqrtf((float)q), 0), .mlp.gate = weight_new(c->F, c->E, e, 0), .mlp.up = weight_new(c->F, c->E, e, 0),
                     .mlp.down = weight_new(c->E, c->F, 1 / sqrtf((float)c->F), 0)};
     if (c->bias) l.q_bias = weight_new(1, q, 0.5f, 0), l.k_bias = weight_new(1, kv, 0.5f, 0), l.v_bias = weight_new(1, kv, 0.5f, 0);
-    l.kv_fp8 = c->kv_fp8;
+    if (c->sinks) l.sinks = weight_new(1, c->H, 2, 3); /* about the LSE of the first keys */
+    l.kv_fp8 = c->kv_fp8, l.window = c->window;
     if (c->qk_norm) l.q_norm = weight_new(1, c->D, 0.2f, 1), l.k_norm = weight_new(1, c->D, 0.2f, 1);
     return l;
 }
 static void layer_free(toka_layer *l) {
     toka_tensor *t[] = {&l->attn_norm, &l->mlp_norm, &l->q, &l->k, &l->v, &l->q_bias, &l->k_bias, &l->v_bias, &l->q_norm, &l->k_norm,
-                        &l->o, &l->mlp.gate, &l->mlp.up, &l->mlp.down};
+                        &l->o, &l->mlp.gate, &l->mlp.up, &l->mlp.down, &l->sinks};
     for (size_t i = 0; i < sizeof t / sizeof *t; i++) free((void *)t[i]->data);
 }
 
@@ -281,7 +283,7 @@ static void op_run(both *b, int T) {
 
 /* ---- Models that the GPU does not have ---- */
 
-enum { MOE_REFUSALS = 35 }; /* from this feature on, the layer has experts */
+enum { MOE_REFUSALS = 34 }; /* from this feature on, the layer has experts */
 /* Changes feature number `feature` of a model that the GPU has. Returns a word that the refusal must have; NULL: there are no more. */
 static const char *refusal_set(int feature, toka_shape *shape, toka_layer *layer, toka_weights *weights) {
     static toka_rope rope;
@@ -307,7 +309,7 @@ static const char *refusal_set(int feature, toka_shape *shape, toka_layer *layer
     case 10: return shape->logit_cap = 30, "capped logits";
     case 11: return layer->mla = &mla, "MLA";
     case 12: return layer->mlp.up_bias.rows = 1, "biases";
-    case 13: return layer->sinks.rows = 1, "sinks";
+    case 13: return shape->qkv_limit = 8, "clipped q, k and v";
     case 14: return layer->parallel = true, "beside";
     case 15: return layer->attn_post_norm.rows = 1, "behind";
     case 16: return layer->mlp_post_norm.rows = 1, "behind";
@@ -328,7 +330,6 @@ static const char *refusal_set(int feature, toka_shape *shape, toka_layer *layer
     case 31: return weights->embed.dtype = TOKA_FP8, "embedding";
     case 32: return shape->linear.n_layers = 1, "state";
     case 33: return layer->q_gate = true, "gate";
-    case 34: return shape->qkv_limit = 8, "clipped q, k and v";
     case MOE_REFUSALS: return expert.gate.rows = 63, "width";
     case MOE_REFUSALS + 1: return moe.n_experts = 513, "512 experts";
     case MOE_REFUSALS + 2: return moe.top_k = 17, "16 experts";
@@ -375,9 +376,11 @@ int main(int argc, char **argv) {
     static const op_case cases[] = {
         {"Llama-3.2-1B", 32, 8, 64, 2048, 8192, 1000, false, false}, {"Llama-3.1-8B, half as wide", 16, 4, 128, 2048, 7168, 520, false, false},
         {"Qwen2.5-0.5B", 14, 2, 64, 896, 4864, 777, true, false},    {"Qwen3-0.6B", 16, 8, 128, 1024, 3072, 300, false, true},
-        {"head size 80", 6, 2, 80, 480, 1000, 259, true, true},      {"odd", 9, 1, 24, 51, 67, 259, true, false},
+        {"head size 80", 6, 2, 80, 480, 1000, 259, true, true},      {"odd, with sinks", 9, 1, 24, 51, 67, 259, true, false, false, true},
         {"1B, FP8 K and V", 32, 8, 64, 2048, 8192, 1000, false, false, true},
-        {"Qwen3-0.6B, FP8 K and V", 16, 8, 128, 1024, 3072, 300, true, true, true}};
+        {"Qwen3-0.6B, FP8 K and V", 16, 8, 128, 1024, 3072, 300, true, true, true},
+        {"attention of gpt-oss-20b", 64, 8, 64, 2880, 2880, 300, true, false, false, true},
+        {"attention of gpt-oss-20b with a window", 64, 8, 64, 2880, 2880, 300, true, false, false, true, 128}};
     static const int rows[] = {1, 2, 5, 8, 9, 17, 64, 65, 130, 333, 1000, 2048};
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
@@ -389,7 +392,7 @@ int main(int argc, char **argv) {
     static both b;
     refusals_run(&cases[0]);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        if (small && i != 4 && i != 5 && i != 7) continue;
+        if (small && i != 4 && i != 5 && i != 7 && i != 9) continue;
         both_open(&b, &cases[i]);
         for (size_t k = 0; k < sizeof rows / sizeof *rows; k++)
             if (!(small || quick) || rows[k] <= 130) op_run(&b, rows[k]);
