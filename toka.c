@@ -31543,15 +31543,23 @@ static const parse_family *parse_find_family(const char *name, str chat_template
 
 /* ---- The types of parameters ---- */
 
-typedef struct parse_param {
-    str name;
+enum parse_param_kind {
+    PARSE_NAMED, PARSE_PATTERN,
+    PARSE_OTHERS,         /* additionalProperties: for a name for which nothing before it holds */
+    PARSE_ALL, PARSE_ANY, /* groups: all that is in one holds; a part of it does */
+};
+
+typedef struct parse_param { /* what a schema says of a parameter, or of some */
+    enum parse_param_kind kind;
+    str name;       /* PARSE_PATTERN: a regular expression */
     unsigned types; /* bits 1 << JSON_..: types that the schema allows; 0: not known */
+    int end;        /* of a group: the index of the first entry behind it */
 } parse_param;
 
 typedef struct parse_tool {
     str name;
-    parse_param *params; /* [n_params], room for cap_params; a name may come again */
-    int n_params, cap_params;
+    parse_param *params; /* [n_params], room for cap_params; a group, PARSE_ALL */
+    int n_params, cap_params, n_patterns;
     bool no_object; /* the schema of the parameters allows no object */
 } parse_tool;
 
@@ -31608,38 +31616,88 @@ static unsigned parse_schema_types(con_schema *schema, const json *part, int dep
 
 enum { PARSE_LEVELS = 8 }; /* of a schema that are read for its types */
 
-/* Copies the names and the types of properties into the arena. */
-static void parse_add_properties(arena *memory, con_schema *schema, const json *properties,
-                                 parse_tool *tool) {
-    const int n_params = tool->n_params + (int)properties->n;
-    if (n_params > tool->cap_params) {
+/* Does a pattern of patternProperties match a name? Returns 1: yes, 0: no, -1: the pattern cannot
+ * be used. *n_edges: the size of its grammar. */
+static int parse_matches(str pattern, str name, int *n_edges) {
+    toka_err e = {0};
+    con_grammar grammar = {.e = &e};
+    buf text = {0};
+    json_put_str(&text, name);
+    const int rule = con_regex(&grammar, "pattern", pattern, true);
+    const int matches =
+        e.code ? -1 : con_matches(&grammar, rule, str_sub(buf_view(&text), 1, text.n - 1));
+    *n_edges = grammar.n_edges;
+    con_grammar_free(&grammar);
+    buf_free(&text);
+    return matches;
+}
+
+/* Adds an entry. The name is copied into the arena. Returns its index. */
+static int parse_add_param(arena *memory, enum parse_param_kind kind, str name, unsigned types,
+                           parse_tool *tool) {
+    if (tool->n_params == tool->cap_params) {
         parse_param *old = tool->params;
-        tool->cap_params = 2 * n_params;
+        tool->cap_params = 2 * tool->cap_params + 4;
         tool->params = arena_alloc(memory, (size_t)tool->cap_params * sizeof *tool->params);
         if (old) memcpy(tool->params, old, (size_t)tool->n_params * sizeof *old);
     }
-    JSON_MEMBERS(key, properties) {
-        const unsigned types = parse_schema_types(schema, key + 1, PARSE_LEVELS);
-        tool->params[tool->n_params++] =
-            (parse_param){arena_str(memory, json_str(key)), types == ~0u ? 0 : types};
-    }
+    tool->params[tool->n_params] =
+        (parse_param){kind, arena_str(memory, name), types == ~0u ? 0 : types, 0};
+    return tool->n_params++;
 }
 
-/* Adds the parameters that a part of the schema of a function has: its own, those of the schema
- * that it refers to, and those of what it joins. depth: levels that are still read. */
+/* Adds what a part of a schema itself says of parameters. */
+static void parse_add_own(arena *memory, con_schema *schema, const json *part, parse_tool *tool) {
+    /* WORK: for each name, so that few fill the memory; MOST_..: of the patterns of a function, and
+     * of one of them: they are matched while an answer is read */
+    enum { WORK = 8, MOST_PATTERNS = 16, MOST_EDGES = 1024 };
+    const json *properties = json_get(part, "properties");
+    const json *patterns = json_get(part, "patternProperties");
+    const json *others = json_get(part, "additionalProperties");
+    int n_edges;
+    if (json_is(properties, JSON_OBJECT) && con_spend(schema, WORK * (size_t)properties->n))
+        JSON_MEMBERS(key, properties)
+            parse_add_param(memory, PARSE_NAMED, json_str(key),
+                            parse_schema_types(schema, key + 1, PARSE_LEVELS), tool);
+    if (json_is(patterns, JSON_OBJECT))
+        JSON_MEMBERS(key, patterns) {
+            if (tool->n_patterns == MOST_PATTERNS || !con_spend(schema, WORK)) break;
+            const bool usable = parse_matches(json_str(key), STR(""), &n_edges) >= 0;
+            if (!con_spend(schema, (size_t)n_edges) || !usable || n_edges > MOST_EDGES) continue;
+            tool->n_patterns++;
+            parse_add_param(memory, PARSE_PATTERN, json_str(key),
+                            parse_schema_types(schema, key + 1, PARSE_LEVELS), tool);
+        }
+    if ((json_is(others, JSON_OBJECT) || json_is_true(others)) && con_spend(schema, WORK))
+        parse_add_param(memory, PARSE_OTHERS, STR(""),
+                        parse_schema_types(schema, others, PARSE_LEVELS), tool);
+}
+
+/* Adds what a part of the schema of a function says of parameters: itself, by the schema that it
+ * refers to, and by what it joins. depth: levels that are still read. */
 static void parse_add_params(arena *memory, con_schema *schema, const json *part, int depth,
                              parse_tool *tool) {
-    enum { WORK = 8 }; /* for each name, so that few fill the memory */
-    const json *properties = json_get(part, "properties"), *ref = json_get(part, "$ref");
+    enum { WORK = 8 };
+    const json *ref = json_get(part, "$ref");
     if (!depth || !con_spend(schema, 1)) return;
-    if (json_is(properties, JSON_OBJECT) && con_spend(schema, WORK * (size_t)properties->n))
-        parse_add_properties(memory, schema, properties, tool);
-    if (json_is(ref, JSON_STRING) && (ref = con_resolve(schema, ref)) != NULL)
+    parse_add_own(memory, schema, part, tool);
+    if (json_is(ref, JSON_STRING) && (ref = con_resolve(schema, ref)) != NULL &&
+        con_spend(schema, WORK)) {
+        const int group = parse_add_param(memory, PARSE_ALL, STR(""), 0, tool);
         parse_add_params(memory, schema, ref, depth - 1, tool);
+        tool->params[group].end = tool->n_params;
+    }
     for (int i = 0; i < COUNT(parse_joins); i++) {
         const json *list = json_get(part, parse_joins[i]);
-        if (json_is(list, JSON_ARRAY))
-            JSON_EACH(it, list) parse_add_params(memory, schema, it, depth - 1, tool);
+        if (!json_is(list, JSON_ARRAY) || !con_spend(schema, WORK)) continue;
+        const int join = parse_add_param(memory, i == 2 ? PARSE_ALL : PARSE_ANY, STR(""), 0, tool);
+        JSON_EACH(it, list) {
+            if (!con_spend(schema, WORK)) break;
+            const int group = parse_add_param(memory, PARSE_ALL, STR(""), 0, tool);
+            parse_add_params(memory, schema, it, depth - 1, tool);
+            tool->params[group].end = tool->n_params;
+        }
+        tool->params[join].end = tool->n_params;
     }
 }
 
@@ -32180,27 +32238,69 @@ static enum parse_step parse_python_args(parser *p, char c) {
 
 /* ---- Parameters with a name and a value each ---- */
 
-/* Sets parser.types to the types of parameter `key` of function `name`: all that are known of it. A
- * parameter that the schema does not name is a string. */
-static void parse_find_types(parser *p) {
-    bool found = false;
-    p->types = 0;
-    for (int i = 0; i < p->setup->n_tools; i++) {
-        const parse_tool *tool = &p->setup->tools[i];
-        for (int j = 0; j < tool->n_params && str_eq(tool->name, buf_view(&p->name)); j++) {
-            if (!str_eq(tool->params[j].name, buf_view(&p->key))) continue;
-            found = true;
-            p->types |= tool->params[j].types;
-        }
-    }
-    if (!found) p->types = 1u << JSON_STRING;
+/* Returns the function that the call names, or NULL. */
+static const parse_tool *parse_called_tool(const parser *p) {
+    for (int i = 0; i < p->setup->n_tools; i++)
+        if (str_eq(p->setup->tools[i].name, buf_view(&p->name))) return &p->setup->tools[i];
+    return NULL;
 }
 
-/* %k: the key ends before one of <, > and ". */
+/* Returns the types that entries `at` to `end` of a function allow for parameter `key`, ~0u if they
+ * may be any. *found: do they say something of it? Recursion: PARSE_LEVELS deep, twice. */
+static unsigned parse_key_types(const parser *p, const parse_tool *tool, int at, int end, bool any,
+                                bool *found) {
+    const str key = buf_view(&p->key);
+    unsigned types = any ? 0 : ~0u;
+    int unused;
+    *found = false;
+    for (; at < end; at++) {
+        const parse_param *param = &tool->params[at];
+        const enum parse_param_kind kind = param->kind;
+        bool holds = kind == PARSE_NAMED     ? str_eq(param->name, key)
+                     : kind == PARSE_PATTERN ? parse_matches(param->name, key, &unused) > 0
+                                             : !*found;
+        unsigned allowed = param->types ? param->types : ~0u;
+        if (kind >= PARSE_ALL) {
+            allowed = parse_key_types(p, tool, at + 1, param->end, kind == PARSE_ANY, &holds);
+            at = param->end - 1;
+        }
+        if (holds) types = any ? types | allowed : types & allowed;
+        *found |= holds;
+    }
+    return types;
+}
+
+/* Sets parser.types to the types of parameter `key` of function `name`. A parameter of which the
+ * schema says nothing is a string. */
+static void parse_find_types(parser *p) {
+    const parse_tool *tool = parse_called_tool(p);
+    bool found = false;
+    const unsigned types = tool ? parse_key_types(p, tool, 0, tool->n_params, false, &found) : 0;
+    p->types = !found ? 1u << JSON_STRING : ~types ? types : 0;
+}
+
+/* Does the schema name a parameter `key`? next: one that begins with it and this byte. */
+static bool parse_has_property(const parser *p, char next) {
+    const parse_tool *tool = parse_called_tool(p);
+    const str key = buf_view(&p->key);
+    for (int i = 0; tool && i < tool->n_params; i++) {
+        const str name = tool->params[i].name;
+        if (tool->params[i].kind == PARSE_NAMED && str_starts(name, key) &&
+            (next ? name.n > key.n && name.p[key.n] == next : name.n == key.n))
+            return true;
+    }
+    return false;
+}
+
+/* %k: the key ends before one of <, > and ", unless this byte is a part of a name. White space at
+ * its end is dropped, unless it is a part of the name. */
 static enum parse_step parse_key(parser *p, char c) {
-    if (c != '<' && c != '>' && c != '"') return buf_char(&p->key, c), PARSE_MORE;
-    while (p->key.n && parse_is_space(p->key.p[p->key.n - 1])) p->key.n--;
-    if (!p->key.n) return PARSE_MALFORMED;
+    const bool may_end = c == '<' || c == '>' || c == '"';
+    const bool is_name = may_end && parse_has_property(p, 0);
+    if (!may_end || (!(is_name && c == p->at[2]) && parse_has_property(p, c)))
+        return buf_char(&p->key, c), PARSE_MORE;
+    while (!is_name && p->key.n && parse_is_space(p->key.p[p->key.n - 1])) p->key.n--;
+    if (!p->key.n && !is_name) return PARSE_MALFORMED;
     parse_find_types(p);
     return PARSE_DONE_BEFORE;
 }

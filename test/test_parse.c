@@ -12,6 +12,13 @@ static const char parse_test_tools[] =
     "\"u\":{\"anyOf\":[{\"type\":\"string\"},{}]},\"m\":{\"type\":[\"string\",\"integer\"],\"enum\":[\"1\"]},\"x\":{\"$ref\":\"#/no\"},\"y\":{\"$ref\":\"#/$defs/Y\"}},"
     "\"$defs\":{\"O\":{\"type\":\"object\"},\"E\":{\"enum\":[\"1\",\"2\"]},\"S\":{\"$anchor\":\"S\",\"type\":\"string\"},\"Y\":{\"$ref\":\"#/$defs/Y\"}}}}},"
     "{\"function\":{\"name\":\"q\",\"parameters\":{\"$ref\":\"#/$defs/Q\",\"$defs\":{\"Q\":{\"properties\":{\"s\":{\"type\":\"string\"}}}}}}},"
+    "{\"function\":{\"name\":\"k\",\"parameters\":{\"properties\":{\"\":{\"type\":\"integer\"},\" k \":{\"type\":\"integer\"},\"p\":{\"type\":\"string\"},\"a\\\"b>c\":{\"type\":\"integer\"},"
+    "\"a\":{\"type\":\"integer\"}},\"patternProperties\":{\"^n_\":{\"type\":\"integer\"},\"_s$\":{\"type\":\"string\"},\"s_s\":{\"type\":[\"string\",\"integer\"]},\"(\":{\"type\":\"null\"}},\"additionalProperties\":{\"type\":\"boolean\"}}}},"
+    "{\"function\":{\"name\":\"any\",\"parameters\":{\"additionalProperties\":true}}},"
+    "{\"function\":{\"name\":\"two\",\"parameters\":{\"properties\":{\"a\":{\"type\":\"string\"}},\"additionalProperties\":{\"type\":\"integer\"},\"allOf\":[{\"properties\":{\"b\":{\"type\":\"string\"}}}]}}},"
+    "{\"function\":{\"name\":\"all\",\"parameters\":{\"allOf\":[{\"properties\":{\"a\":{\"type\":[\"string\",\"integer\"]},\"b\":{\"type\":[\"string\",\"null\"]}}},"
+    "{\"$ref\":\"#/$defs/A\"}],\"anyOf\":[{\"properties\":{\"b\":{\"type\":\"null\"}}},{\"properties\":{\"c\":{\"type\":\"string\"}}},{\"properties\":{\"c\":{}}}],"
+    "\"$defs\":{\"A\":{\"properties\":{\"a\":{\"type\":\"string\"},\"b\":{}}}}}}},"
     "{\"type\":\"function\",\"function\":{\"name\":\"g\"}},7,{\"function\":{\"name\":\"h\",\"parameters\":3}}]";
 
 typedef struct parse_sample {
@@ -116,6 +123,20 @@ static const parse_sample parse_samples[] = {
      "<arg_key>m</arg_key><arg_value>1</arg_value><arg_key>x</arg_key><arg_value>1</arg_value><arg_key>y</arg_key><arg_value>1</arg_value></tool_call>"
      "<tool_call>q<arg_key>s</arg_key><arg_value>1</arg_value></tool_call>",
      "<r#:{\"o\": {\"n\": 1}, \"c\": \"5\", \"d\": 5, \"e\": \"1\", \"a\": \"7\", \"u\": 7, \"m\": \"1\", \"x\": 1, \"y\": 1}><q#:{\"s\": \"1\"}>"},
+    /* names that are empty, or have spaces or the bytes that end them; those that only a pattern or additionalProperties allow */
+    {"qwen3_coder", NULL, 0, 0, "<tool_call><function=k><parameter=>1</parameter><parameter= k >2</parameter><parameter=p >3</parameter><parameter=a\"b>c>4</parameter>"
+     "<parameter=a>5</parameter><parameter=n_x>6</parameter><parameter=x_s>7</parameter><parameter=s_s>8</parameter><parameter=z>true</parameter></function></tool_call>",
+     "<k#:{\"\": 1, \" k \": 2, \"p\": \"3\", \"a\\\"b>c\": 4, \"a\": 5, \"n_x\": 6, \"x_s\": \"7\", \"s_s\": \"8\", \"z\": true}>"},
+    {"glm45", NULL, 0, 0, "<tool_call>k\n<arg_key></arg_key><arg_value>1</arg_value><arg_key> k </arg_key><arg_value>2</arg_value><arg_key>n_x\n</arg_key><arg_value>6</arg_value></tool_call>",
+     "<k#:{\"\": 1, \" k \": 2, \"n_x\": 6}>"},
+    {"minimax_m2", NULL, 0, 0, "<minimax:tool_call><invoke name=\"k\"><parameter name=\"\">1</parameter><parameter name=\" k \">2</parameter><parameter name=\"q\">no</parameter></invoke></minimax:tool_call>",
+     "<k#:{\"\": 1, \" k \": 2, \"q\": \"no\"}>"},
+    {"glm45", NULL, 0, 0, "<tool_call>any<arg_key>x</arg_key><arg_value>[1]</arg_value></tool_call><tool_call>g<arg_key>x</arg_key><arg_value>[1]</arg_value></tool_call>"
+     "<tool_call>two<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>b</arg_key><arg_value>x</arg_value><arg_key>c</arg_key><arg_value>3</arg_value></tool_call>",
+     "<any#:{\"x\": [1]}><g#:{\"x\": \"[1]\"}><two#:{\"a\": \"1\", \"b\": \"x\", \"c\": 3}>"},
+    {"glm45", NULL, 0, 0, "<tool_call>all<arg_key>a</arg_key><arg_value>5</arg_value><arg_key>b</arg_key><arg_value>null</arg_value><arg_key>c</arg_key><arg_value>5</arg_value>"
+     "<arg_key>d</arg_key><arg_value>5</arg_value></tool_call>", "<all#:{\"a\": \"5\", \"b\": null, \"c\": 5, \"d\": \"5\"}>"},
+    {"glm45", NULL, 0, 0, "<tool_call>g<arg_key></arg_key><arg_value>1</arg_value></tool_call>", "<tool_call>g<arg_key></arg_key><arg_value>1</arg_value></tool_call>"},
     {"seed_oss", NULL, 0, 0, "<seed:tool_call>\n<function=f>\n<parameter=s>x</parameter>\n</function>\n</seed:tool_call>", "<f#:{\"s\": \"x\"}>"},
     /* GLM 4.5, 4.6 with line feeds, 4.7 without */
     {"glm45", NULL, 0, 0, "\n<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>x y</arg_value>\n<arg_key>i</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
@@ -309,7 +330,20 @@ static void test_parse_hostile_types(void) {
     const double begin = os_now();
     CHECK(parse_tools_init(&memory, tools, &list) == 1 && list[0].n_params == 2 && !list[0].params[0].types);
     CHECK_MSG(os_now() - begin < 3, "%.1f s", os_now() - begin);
-    buf_free(&text), arena_free(&memory);
+    /* patterns: few are read, none that is large */
+    buf_clear(&text);
+    buf_c(&text, "[{\"function\":{\"name\":\"f\",\"parameters\":{\"patternProperties\":{\"(a{1,9999}){1,9999}\":{\"type\":\"null\"}");
+    for (int i = 0; i < 3000; i++) buf_printf(&text, ",\"x{1,9}%d\":{\"type\":\"integer\"}", i);
+    buf_c(&text, "}}}}]");
+    const double begin_patterns = os_now();
+    CHECK(parse_tools_init(&memory, json_parse(&memory, buf_view(&text), json_trusted, &e), &list) == 1 && list[0].n_params <= 16);
+    const parse_setup setup = {.format = parse_find_format("glm45", STR("")), .tools = list, .n_tools = 1};
+    buf_clear(&text), buf_c(&text, "<tool_call>f");
+    for (int i = 0; i < 200; i++) buf_c(&text, "<arg_key>y</arg_key><arg_value>1</arg_value>");
+    buf out = {0};
+    parse_in_pieces(&setup, buf_view(&text), text.n, 1, &out);
+    CHECK_MSG(os_now() - begin_patterns < 3, "%.1f s", os_now() - begin_patterns);
+    buf_free(&text), buf_free(&out), arena_free(&memory);
 }
 
 /* Mistral's older form: its name is also that of the newer one, so the template decides. */
