@@ -31421,6 +31421,7 @@ enum {
     PARSE_SHORT_IDS = 2, /* the template wants ids of nine letters and digits */
     PARSE_HARMONY = 4,   /* the format of GPT-OSS, which has no pattern */
     PARSE_SYSTEM_TOOLS = 32, /* the template shows the tools as a text of the system message */
+    PARSE_COUNTED_IDS = 64,  /* ids are functions.NAME:NUMBER; numbers rise through the chat */
     /* of structures: */
     PARSE_LINES = 8,      /* %v stands on lines of its own */
     PARSE_PARAMETERS = 16 /* %c has "parameters" */
@@ -31458,7 +31459,8 @@ static const parse_format parse_formats[] = {
      "<｜tool▁call▁begin｜>%n<｜tool▁sep｜> %a <｜tool▁call▁end｜>", NULL, 0},
     {"kimi_k2 ", {"<|tool_call_argument_begin|>"}, "<|tool_calls_section_begin|>",
      "<|tool_calls_section_end|>", "",
-     "<|tool_call_begin|> %i <|tool_call_argument_begin|> %a <|tool_call_end|>", NULL, 0},
+     "<|tool_call_begin|> %i <|tool_call_argument_begin|> %a <|tool_call_end|>", NULL,
+     PARSE_COUNTED_IDS},
     {"mistral ", {"[TOOL_CALLS]", "[ARGS]"}, NULL, NULL, "", "[TOOL_CALLS] %n%p[ARGS] %a",
      "[CALL_ID]%i", PARSE_SHORT_IDS},
     {"mistral ", {"[TOOL_CALLS]"}, "[TOOL_CALLS]", NULL, "[,]", "%c", NULL, PARSE_SHORT_IDS},
@@ -31748,6 +31750,7 @@ typedef struct parse_setup { /* what all answers of a request have in common */
     const char *const *stop;    /* [n_stop] stop strings: they end the answer in its content only */
     int n_stop;
     bool include_stop;          /* they stay in the content */
+    int64_t next_id;            /* PARSE_COUNTED_IDS: greater than the numbers of the history */
 } parse_setup;
 
 enum parse_state {
@@ -31779,6 +31782,7 @@ typedef struct parser { /* the state of one answer */
     bool has_name, has_args;
     buf name, id, args, key, value;
     buf ids;            /* those of the calls so far, each followed by a blank */
+    int64_t next_id;    /* as in the setup: greater than the numbers so far */
     unsigned types;     /* types of the parameter, as in parse_param */
     enum parse_part part; /* %c: what the current bytes belong to */
     int depth;          /* brackets that are open, in JSON or in Python */
@@ -31809,6 +31813,7 @@ static void parser_init(parser *p, const parse_setup *setup) {
                            : setup->format && setup->format->flags & PARSE_BARE ? PARSE_BETWEEN
                                                                   : PARSE_TEXT};
     p->has_thought = setup->thinking;
+    p->next_id = setup->next_id;
     p->may_stop = true;
     if (setup->n_stop) stop_init(&p->stop, setup->stop, setup->n_stop, setup->include_stop);
 }
@@ -31973,13 +31978,35 @@ static void parse_drop_known_id(parser *p) {
     buf_str(&p->ids, buf_view(&p->id)), buf_char(&p->ids, ' ');
 }
 
+/* Returns the number at the end of an id functions.NAME:NUMBER; -1: it has none. */
+static int64_t parse_id_number(str id) {
+    int64_t number = 0;
+    size_t n = 0;
+    while (n < id.n && n < 10 && isdigit((unsigned char)id.p[id.n - 1 - n])) n++;
+    if (!n || n == 10 || n == id.n || id.p[id.n - 1 - n] != ':') return -1;
+    for (size_t i = id.n - n; i < id.n; i++) number = 10 * number + (id.p[i] - '0');
+    return number;
+}
+
+/* Gives the call the next number if its id has none, or one that an earlier call may have. */
+static void parse_count_id(parser *p) {
+    const int64_t number = parse_id_number(buf_view(&p->id));
+    if (number < p->next_id) {
+        buf_clear(&p->id);
+        buf_c(&p->id, "functions."), buf_str(&p->id, buf_view(&p->name));
+        buf_printf(&p->id, ":%lld", (long long)p->next_id);
+    }
+    p->next_id = MAX(number, p->next_id) + 1;
+}
+
 /* Delivers the begin of the call. */
 static void parse_deliver(parser *p) {
     p->delivered = true;
     p->n_calls++;
     p->n_in_list++;
     buf_clear(&p->space), buf_clear(&p->raw);
-    parse_drop_known_id(p);
+    if (p->setup->format->flags & PARSE_COUNTED_IDS) parse_count_id(p);
+    else parse_drop_known_id(p);
     parse_emit(p, PARSE_CALL, buf_view(&p->id), buf_view(&p->name));
     parse_emit(p, PARSE_ARGUMENTS, STR(""), buf_view(&p->args));
     buf_clear(&p->args);
@@ -34751,6 +34778,20 @@ static int api_put_chat_context(api_request *request, const api_body *body, buf 
     return code;
 }
 
+/* Returns the number of the next call of a chat, for ids with a number. */
+static int64_t api_next_id(const json *messages) {
+    int64_t n_calls = 0, next = 0;
+    if (!messages) return 0;
+    JSON_EACH(message, messages) {
+        const json *calls = json_get(message, "tool_calls");
+        if (!json_is(calls, JSON_ARRAY)) continue;
+        JSON_EACH(call, calls)
+            next = MAX(next, parse_id_number(json_str(json_get(call, "id"))) + 1);
+        n_calls += calls->n;
+    }
+    return MAX(n_calls, next);
+}
+
 /* Decides how the answers of a chat are parsed. */
 static void api_set_parse(api_request *request, const api_body *body) {
     const api_config *config = request->config;
@@ -34768,6 +34809,7 @@ static void api_set_parse(api_request *request, const api_body *body) {
     if (parse->format) parse->n_tools = parse_tools_init(&request->memory, tools, &list);
     parse->tools = list;
     parse->one_call = !body->parallel_calls;
+    parse->next_id = api_next_id(body->messages);
     request->parses = parse->format || parse->family || request->style;
     request->hides_reasoning = !body->include_reasoning;
 }

@@ -163,7 +163,7 @@ static const parse_sample parse_samples[] = {
      "ok<f#functions.f:0:{\"i\": 1}><g2#functions.g2:12:{}>"},
     {"kimi_k2", NULL, 0, 0, "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{\"i\": 1}<|tool_call_end|>"
      "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_call_begin|>functions.f:00<|tool_call_argument_begin|>{}<|tool_call_end|>"
-     "<|tool_calls_section_end|>", "<f#functions.f:0:{\"i\": 1}><f#:{}><f#functions.f:00:{}>"},
+     "<|tool_calls_section_end|>", "<f#functions.f:0:{\"i\": 1}><f#functions.f:1:{}><f#functions.f:2:{}>"},
     /* Mistral, before and from tokenizer v11 */
     {"mistral", NULL, 0, 0, "[TOOL_CALLS]f[ARGS]{\"i\": 1}[TOOL_CALLS]g[CALL_ID]abcdefgh1[ARGS]{}", "<f#:{\"i\": 1}><g#abcdefgh1:{}>"},
     {"granite", NULL, 0, 0, "<|tool_call|> [\n {\"name\": \"f\", \"arguments\": {\"s\": \"]\"}},\n {\"arguments\": {}, \"name\": \"g\"}\n]",

@@ -466,7 +466,13 @@ def test_ids_of_calls(tmp_path):
             api = client(s)
             for calls in (whole(ask(api, name, tools=TOOLS))[2], join(ask(api, name, tools=TOOLS, stream=True))[2]):
                 assert len({i for i, _, _ in calls}) == 2 and all(re.fullmatch(form, i) for i, _, _ in calls), calls
-            if flags:
+            if flags:  # numbers go on behind those of the history
+                for n in (1, 2):
+                    old = [{"id": f"functions.get_time:{i}", "type": "function", "function": {"name": "get_time", "arguments": "{}"}} for i in range(n)]
+                    body = {"messages": [{"role": "user", "content": name}, {"role": "assistant", "tool_calls": old}, {"role": "tool", "content": "12"}, {"role": "user", "content": name}], "tools": TOOLS}
+                    for stream in (False, True):
+                        ids = re.findall("functions.get_time:([0-9])", s.post("/v1/chat/completions", {**body, "stream": stream}).body.decode())
+                        assert ids == [str(n), str(n + 1)]
                 back = [{"role": "user", "content": name}, ask(api, name, tools=TOOLS).choices[0].message.model_dump(exclude_none=True),
                         {"role": "tool", "tool_call_id": "functions.get_time:0", "content": "kimi"}]
                 tokens = s.post("/tokenize", {"messages": back}).json()["tokens"]
