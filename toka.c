@@ -35995,7 +35995,18 @@ static bool api_skips_token(const api_request *request, const api_prompt *prompt
            !parse_needs_token(&request->parse, tokenizer->text[id]);
 }
 
-/* Appends the text that a token of a sample adds. stop_id, finish: as in toka_event. */
+/* Drops the beginning of an unfinished character at the end of the held bytes. */
+static void api_drop_cut(tok_stream *stream) {
+    const char *at = stream->held.p, *end = at + stream->held.n;
+    for (bool cut = false; at < end;) {
+        const int len = utf8_len(at, end), bad = len ? 0 : uni_bad_len(at, end, &cut);
+        if (cut) stream->held.n = (size_t)(at - stream->held.p);
+        at += len + bad;
+    }
+}
+
+/* Appends the text that a token of a sample adds. stop_id, finish: as in toka_event. At the end an
+ * unfinished character is U+FFFD, but with a parser it is left out: it may be a part of a tag. */
 static void api_put_token_text(const api_prompt *prompt, tok_stream *stream, int32_t id,
                                int32_t stop_id, int finish, buf *text) {
     const api_request *request = prompt->request;
@@ -36003,6 +36014,7 @@ static void api_put_token_text(const api_prompt *prompt, tok_stream *stream, int
     const bool shown = stop_id < 0 || prompt->engine_request.sampling.include_stop;
     if (id >= 0 && shown && !api_skips_token(request, prompt, id))
         tok_stream_put(stream, id, text);
+    if (finish != TOKA_RUNNING && request->parses) api_drop_cut(stream);
     if (finish != TOKA_RUNNING) tok_stream_end(stream, text);
 }
 

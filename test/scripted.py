@@ -19,23 +19,29 @@ def byte_letters():
     return [chr(b) if b in shown else chr(next(rest)) for b in range(256)]
 
 
+def raw(text):
+    """The bytes of a text in which U+DC80 .. U+DCFF are bytes, as Python's surrogateescape has them."""
+    return text.encode("utf-8", "surrogateescape")
+
+
 def cut(text, tokens, taken):
-    """Cuts a text into pieces that are not taken: texts of `tokens`, which are whole, and else as few characters as possible."""
+    """Cuts a text into pieces that are not taken: texts of `tokens`, which are whole, and else as few characters as possible. A byte 0 is
+    no part of the text: there a piece ends, so text with it is none of `tokens`."""
     pieces = []
     while text:
         whole = next((t for t in tokens if text.startswith(t)), None)
-        most = min((text.index(t) for t in tokens if t in text), default=len(text))
+        most = min((text.index(t) for t in (*tokens, "\0") if t in text), default=len(text))
         n = len(whole) if whole else min(3, most)
-        while not whole and (text[:n] in taken or len(text[:n].encode()) == 1) and n < most:
+        while not whole and (text[:n] in taken or len(raw(text[:n])) == 1) and n < most:
             n += 1
         piece = text[:n]
-        while (piece in taken or len(piece.encode()) == 1) and pieces:  # the end of the text
+        while (piece in taken or len(raw(piece)) == 1) and pieces:  # the end of the text
             taken.remove(pieces[-1])
             piece = pieces.pop() + piece
         assert piece not in taken, f"the piece {piece!r} occurs twice"
         taken.add(piece)
         pieces.append(piece)
-        text = text[n:]
+        text = text[n:].removeprefix("\0")
     return pieces
 
 
@@ -62,8 +68,8 @@ def write_model(folder, scripts, template, special=()):
     vocab = {t: i for i, t in enumerate(texts)}
     vocab.update({c: len(texts) + i for i, c in enumerate(letters)})
     for p in pieces:
-        vocab["".join(letters[b] for b in p.encode())] = len(vocab)
-    ids = {p: vocab[p] if p in special else vocab["".join(letters[b] for b in p.encode())] for p in taken}
+        vocab["".join(letters[b] for b in raw(p))] = len(vocab)
+    ids = {p: vocab[p] if p in special else vocab["".join(letters[b] for b in raw(p))] for p in taken}
     n = len(vocab)
     head = np.zeros((n, n), dtype=np.float32)
     following = np.zeros(n, dtype=int)  # <eos> after everything else

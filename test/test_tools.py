@@ -453,6 +453,24 @@ def test_special_tokens_and_flags(tmp_path):
         assert "tool_calls" not in answer["choices"][0]["message"]
 
 
+def test_answers_cut_inside_a_character(tmp_path):
+    """max_tokens may cut the answer inside a character: its first bytes are no text, and the tags around a call stay tags."""
+    text = "Oké ｜ " + DS[0] + DS[1] + "function" + DS[2] + 'get_time\n```json\n{"zone": "Zürich"}\n```' + DS[3] + DS[4]
+    pieces = "".join(c if c < "\x80" else c.encode().decode("ascii", "surrogateescape") for c in text)
+    write_model(str(tmp_path), {"calls": pieces}, "{# <｜tool▁sep｜> ```json #}")
+    with Server("-m", str(tmp_path), "--served-model-name", "m") as s:
+        api = client(s)
+        n_all = ask(api, "calls", tools=TOOLS).usage.completion_tokens
+        n_cut_after = 0
+        for n in range(1, n_all + 1):
+            content, _, calls, finish = both(api, "calls", tools=TOOLS, max_tokens=n)
+            assert "\ufffd" not in (content or "") and text.startswith(content or "") and (finish == "length" or n == n_all)
+            if calls:
+                assert (content, calls) == ("Oké ｜", [("get_time", '{"zone": "Zürich"}')])
+                n_cut_after += finish == "length"
+        assert n_cut_after > 5
+
+
 def test_ids_of_calls(tmp_path):
     """The templates of Mistral want nine letters and digits. Kimi K2 writes the ids itself, and reads them in its next prompt."""
     kimi = "".join(f'<|tool_call_begin|>functions.get_time:{i}<|tool_call_argument_begin|>{{"zone": "{z}"}}<|tool_call_end|>' for i, z in enumerate(("UTC", "CET")))
