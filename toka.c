@@ -31397,6 +31397,9 @@ static void http_put_last_chunk(buf *out) { buf_c(out, "0\r\n\r\n"); }
  * reasoning (channel analysis), else content. Two more states, HEADER and BODY, read this form.
  * They are lenient: text without a header is content, and so is text in a header without a body. A
  * recipient that is no function is a tool of the model's own (python): its body is reasoning.
+ * GPT-OSS has a token for each of the marks <|..|>. Then only the token is the mark, and text that
+ * spells it is text. A model without these tokens cannot make the difference: then the text is a
+ * mark, except in a string of the arguments.
  *
  * What always holds:
  *   - the events, joined, do not depend on how the bytes were divided into calls of parser_feed;
@@ -31751,6 +31754,7 @@ typedef struct parse_setup { /* what all answers of a request have in common */
     int n_stop;
     bool include_stop;          /* they stay in the content */
     int64_t next_id;            /* PARSE_COUNTED_IDS: greater than the numbers of the history */
+    bool has_mark_tokens;       /* harmony: marks are tokens; text that spells one is text */
 } parse_setup;
 
 enum parse_state {
@@ -31794,6 +31798,7 @@ typedef struct parser { /* the state of one answer */
     bool line_feed;     /* %v: a line feed is held, which is dropped at the end */
     /* harmony */
     enum parse_kind body;     /* what the body of the message is */
+    bool in_mark;             /* the byte is of a special token; see parser_feed_token */
     bool wrote[2], wrote_now; /* there was content, or reasoning; in this message */
     stop_scanner stop;        /* if the setup has stop strings; .ended: one is complete */
     bool may_stop;            /* false: they are ordinary text (min_tokens); set by the caller */
@@ -31804,6 +31809,9 @@ static bool parse_is_harmony(const parse_setup *setup) {
     return (setup->format && setup->format->flags & PARSE_HARMONY) ||
            (setup->family && setup->family->harmony);
 }
+
+/* Harmony: may the current byte be a part of a mark? */
+static bool parse_may_mark(const parser *p) { return !p->setup->has_mark_tokens || p->in_mark; }
 
 static void parser_init(parser *p, const parse_setup *setup) {
     *p = (parser){.setup = setup,
@@ -32649,7 +32657,8 @@ static void parse_begin_body(parser *p) {
 static void parse_body_byte(parser *p, char c) {
     if (p->body == PARSE_ARGUMENTS) {
         if (!p->delivered) buf_char(&p->raw, c);
-        parse_put_args(p, (str){&c, 1});
+        p->part = PARSE_SOME_ARGS;
+        parse_json_byte(p, c);
         if (parse_is_long(p)) parse_deliver(p);
         return;
     }
@@ -32701,19 +32710,20 @@ static void parse_end_header(parser *p) {
 }
 
 static void parse_header(parser *p, char c) {
+    const bool may_mark = parse_may_mark(p);
     buf_char(&p->raw, c);
     const str held = buf_view(&p->raw);
-    if (str_ends(held, str_c(parse_harmony_begins))) {
+    if (may_mark && str_ends(held, str_c(parse_harmony_begins))) {
         parse_begin_body(p);
         return;
     }
-    for (int i = 0; i < 3; i++)
+    for (int i = 0; i < 3 && may_mark; i++)
         if (str_ends(held, parse_harmony_ends[i])) {
             p->raw.n -= parse_harmony_ends[i].n;
             parse_end_header(p);
             return;
         }
-    if (parse_may_be_header(held)) return;
+    if (parse_may_be_header(held) && (may_mark || c != '<')) return;
     buf text = p->raw;
     p->raw = (buf){0};
     parse_begin_body(p);
@@ -32724,6 +32734,11 @@ static void parse_header(parser *p, char c) {
 }
 
 static void parse_body(parser *p, char c) {
+    const bool in_string = p->body == PARSE_ARGUMENTS && p->quote;
+    if (!parse_may_mark(p) || (in_string && !p->in_mark)) {
+        parse_body_byte(p, c);
+        return;
+    }
     const int found = parse_search(p, parse_harmony_ends, COUNT(parse_harmony_ends), p->body, c);
     if (found < 0) return;
     parse_end_body(p);
@@ -32865,6 +32880,16 @@ static void parser_feed(parser *p, str bytes) {
     }
 }
 
+/* Takes the text that one token adds. special: the token's own text if it is a special one, and
+ * then the text ends with it; else empty. */
+static void parser_feed_token(parser *p, str text, str special) {
+    const size_t n = str_ends(text, special) ? text.n - special.n : text.n;
+    parser_feed(p, str_sub(text, 0, n));
+    p->in_mark = true;
+    parser_feed(p, str_sub(text, n, text.n));
+    p->in_mark = false;
+}
+
 /* Delivers the held text at the end of the answer. A call that lacks only texts after its arguments
  * is complete. */
 static void parse_flush(parser *p) {
@@ -32914,6 +32939,27 @@ static bool parse_prompt_thinks(const parse_family *family, str prompt) {
 static bool parse_prompt_thought(const parse_family *family, str prompt) {
     while (prompt.n && parse_is_space(prompt.p[prompt.n - 1])) prompt.n--;
     return family && !family->harmony && str_ends(prompt, str_c(family->close));
+}
+
+/* Returns the length of the special token that the text begins with; 0: it begins with none. */
+static size_t parse_special_bytes(const tok *tokenizer, str text) {
+    const struct tok_text *found = tok_longest_match(&tokenizer->raw_matcher, text);
+    return found && tokenizer->added[found->added_index].special ? found->text.n : 0;
+}
+
+/* Has the tokenizer a special token for each mark of harmony that begins or ends something? */
+static bool parse_has_mark_tokens(const tok *tokenizer) {
+    bool has = tokenizer && parse_special_bytes(tokenizer, str_c(parse_harmony_begins));
+    for (int i = 0; i < COUNT(parse_harmony_ends) && has; i++)
+        has = parse_special_bytes(tokenizer, parse_harmony_ends[i]) == parse_harmony_ends[i].n;
+    return has;
+}
+
+/* Returns the text of a token if it is a special one, else an empty text. */
+static str parse_special_text(const tok *tokenizer, int32_t id) {
+    const bool special = tokenizer && id >= 0 && id < tokenizer->n_ids &&
+                         tokenizer->flag[id] & (TOK_SPECIAL | TOK_SKIPPED);
+    return special ? tokenizer->text[id] : STR("");
 }
 
 /* Must a special token with this text be kept although special tokens are skipped? It must if it
@@ -34810,6 +34856,8 @@ static void api_set_parse(api_request *request, const api_body *body) {
     parse->tools = list;
     parse->one_call = !body->parallel_calls;
     parse->next_id = api_next_id(body->messages);
+    parse->has_mark_tokens = parse_is_harmony(parse) &&
+                             parse_has_mark_tokens(config->toka->tokenizer);
     request->parses = parse->format || parse->family || request->style;
     request->hides_reasoning = !body->include_reasoning;
 }
@@ -36018,11 +36066,11 @@ static void api_put_token_text(const api_prompt *prompt, tok_stream *stream, int
     if (finish != TOKA_RUNNING) tok_stream_end(stream, text);
 }
 
-/* Gives the text of a token to a parser. n_before: tokens before this one. */
-static void api_feed_parser(const api_prompt *prompt, parser *p, int64_t n_before, int finish,
-                            str text) {
+/* Gives the text of a token to a parser. id: -1: there is no token. n_before: tokens before it. */
+static void api_feed_parser(const api_prompt *prompt, parser *p, int32_t id, int64_t n_before,
+                            int finish, str text) {
     p->may_stop = n_before >= prompt->engine_request.sampling.min_tokens;
-    parser_feed(p, text);
+    parser_feed_token(p, text, parse_special_text(prompt->request->config->toka->tokenizer, id));
     if (finish != TOKA_RUNNING) parser_end(p);
 }
 
@@ -36042,7 +36090,8 @@ static int api_watch_event(api_prompt *prompt, toka_event *event) {
         parser_init(&watch->parser, &request->parse);
     }
     api_put_token_text(prompt, &watch->stream, event->id, event->stop_id, event->finish, &text);
-    api_feed_parser(prompt, &watch->parser, watch->n_tokens, event->finish, buf_view(&text));
+    api_feed_parser(prompt, &watch->parser, event->id, watch->n_tokens, event->finish,
+                    buf_view(&text));
     watch->n_tokens += event->id >= 0;
     buf_clear(&watch->parser.events);
     buf_free(&text);
@@ -36090,8 +36139,8 @@ static void api_feed_sample(api_request *request, api_prompt *prompt, const api_
     request->n_output_chars += utf8_count(str_sub(buf_view(text), n_text, text->n));
     if (choice->parser) {
         const bool thinking = parser_is_thinking(choice->parser);
-        api_feed_parser(prompt, choice->parser, choice->n_tokens - (record->id >= 0),
-                        record->finish, buf_view(text));
+        api_feed_parser(prompt, choice->parser, record->id,
+                        choice->n_tokens - (record->id >= 0), record->finish, buf_view(text));
         if (record->id >= 0 && (thinking || parser_is_thinking(choice->parser)))
             request->n_reasoning_tokens++;
         buf_clear(text);
@@ -52785,13 +52834,13 @@ static void cli_write_events(cli_generation *run) {
     buf_clear(&run->parser.events);
 }
 
-/* Writes a piece of the only sample, as it comes. */
-static void cli_stream(cli_generation *run, str text, bool ends) {
+/* Writes a piece of the only sample, as it comes. special: as in parser_feed_token. */
+static void cli_stream(cli_generation *run, str text, str special, bool ends) {
     if (!run->parses) {
         cli_write_answer(run, text);
         return;
     }
-    parser_feed(&run->parser, text);
+    parser_feed_token(&run->parser, text, special);
     if (ends) parser_end(&run->parser);
     cli_write_events(run);
     if (ends) cli_close_event(run);
@@ -52810,7 +52859,9 @@ static int cli_on_event(void *user, const toka_event *ev) {
     sample->finish = ev->finish;
     sample->stop_id = ev->stop_id;
     if (stream)
-        cli_stream(run, (str){ev->text, ev->text_bytes}, ev->finish != TOKA_RUNNING);
+        cli_stream(run, (str){ev->text, ev->text_bytes},
+                   parse_special_text(run->toka ? run->toka->tokenizer : NULL, ev->id),
+                   ev->finish != TOKA_RUNNING);
     else if (!run->flags->json) cli_print_ended(run);
     return cli_interrupted || run->error.code;
 }
@@ -53003,6 +53054,9 @@ static void cli_begin_answer(cli_generation *run, const cli_job *job) {
     setup->family = parse_find_family(NULL, chat->source);
     if (job->tools || parse_is_harmony(setup))
         setup->format = parse_find_format(NULL, chat->source);
+    /* a stop string may delay the text of a token: then marks are found by their text */
+    setup->has_mark_tokens = parse_is_harmony(setup) && !job->flags->stop.n_values &&
+                             parse_has_mark_tokens(job->toka->tokenizer);
     setup->thinking = parse_prompt_thinks(setup->family, job->prompt);
     setup->thought = parse_prompt_thought(setup->family, job->prompt);
     run->parses = (flags->chat || parse_is_harmony(setup)) && (setup->family || setup->format);

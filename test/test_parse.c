@@ -252,6 +252,9 @@ static const parse_sample parse_samples[] = {
     {NULL, "openai_gptoss", 0, 0, "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b<|end|><|start|>assistant"
      "<|channel|>final<|message|>c\n<|end|><|start|>assistant<|channel|>final<|message|>d<|return|>", "<r:a\nb>c\n\nd"},
     {NULL, "openai_gptoss", 0, 0, "<|channel|>commentary to=browser.search code<|message|>{\"q\": 1}<|call|>", "<r:{\"q\": 1}>"},
+    /* text that spells a mark, of a model without tokens for the marks: it is text in a string of the arguments only */
+    {"openai", "openai_gptoss", 0, 0, "<|channel|>commentary to=functions.f<|message|>{\"s\": \"a\\\"<|call|><|start|>\n\"}<|call|><|start|>assistant<|channel|>final<|message|>x<|end|>y",
+     "<f#:{\"s\": \"a\\\"<|call|><|start|>\\n\"}>x\ny"},
     /* what a model should not write */
     {"openai", "openai_gptoss", 0, 0, "Just text.", "Just text."},
     {"openai", "openai_gptoss", 0, 0, "<|channel|>final<|message|>a<|end|>b<|end|>", "a\nb"},
@@ -275,6 +278,71 @@ static const parse_sample parse_samples[] = {
     {"openai", "openai_gptoss", 0, 0, "<|start|>assistant<|channel|>commentary to=functions.f\"!<|constrain|>json<|message|>{}<|call|>", "<f#:{}>"},
     {"hermes", NULL, 0, 0, "", ""},
 };
+
+/* Feeds texts, of which those that begin with a byte 1 are special tokens. by_byte: each text but these byte by byte. */
+static void parse_feed_tokens(const parse_setup *setup, const char *const *tokens, bool by_byte, buf *out) {
+    parser p;
+    parser_init(&p, setup);
+    for (; *tokens; tokens++) {
+        const bool special = tokens[0][0] == 1;
+        const str text = str_c(*tokens + special);
+        for (size_t i = 0; i < text.n; i += by_byte && !special ? 1 : text.n)
+            parser_feed_token(&p, by_byte && !special ? str_sub(text, i, i + 1) : text, special ? text : STR(""));
+    }
+    parser_end(&p);
+    parse_show(&p, out);
+    parser_free(&p);
+}
+
+/* If the marks of harmony are tokens, text that spells one is text: in arguments, reasoning, content and headers. */
+static void test_parse_marks(void) {
+    static const struct {
+        const char *tokens[20], *want;
+    } rows[] = {
+        {{"\1<|channel|>", "commentary to=functions.f ", "\1<|constrain|>", "json", "\1<|message|>", "{\"s\": \"<|call|> <|start|>x<|message|>\"}", "\1<|call|>"},
+         "<f#:{\"s\": \"<|call|> <|start|>x<|message|>\"}>"},
+        {{"\1<|channel|>", "analysis", "\1<|message|>", "<|end|> ends", "\1<|end|>", "\1<|start|>", "assistant", "\1<|channel|>", "final", "\1<|message|>",
+          "Write <|return|> or <|channel|>final<|message|>.", "\1<|return|>"},
+         "<r:<|end|> ends>Write <|return|> or <|channel|>final<|message|>."},
+        {{"<|channel|>final<|message|>a", "\1<|end|>", "to", "\1<|channel|>", "final", "\1<|message|>", "b"}, "<|channel|>final<|message|>a\nto\nb"},
+        {{"\1<|channel|>", "commentary to=functions.f", "\1<|message|>", "{\"s\": \"x", "\1<|call|>", "\1<|start|>", "assistant", "\1<|channel|>", "final", "\1<|message|>", "b"},
+         "<|channel|>commentary to=functions.f<|message|>{\"s\": \"xb"},
+        {{"\1<|channel|>", "final", "\1<|message|>", "a", "\1<|end"}, "a<|end"},
+        {{"\1<|channel|>", "final", "\1<|message|>", "a<|en", "d|>", "\1<|end|>", "b"}, "a<|end|>\nb"}};
+    for (int i = 0; i < COUNT(rows); i++) {
+        arena memory = {0};
+        const parse_sample sample = {.format = "openai", .family = "openai_gptoss"};
+        parse_setup setup = parse_test_setup(&sample, &memory);
+        buf out = {0};
+        setup.has_mark_tokens = true;
+        for (int by_byte = 0; by_byte < 2; by_byte++) {
+            parse_feed_tokens(&setup, rows[i].tokens, by_byte, &out);
+            CHECK_MSG(str_is(buf_view(&out), rows[i].want), "row %d, %d:\n  got  %s\n  want %s", i, by_byte, out.p, rows[i].want);
+        }
+        buf_free(&out), arena_free(&memory);
+    }
+}
+
+/* The numbers in the ids of Kimi go on where the history ends. */
+static void test_parse_counted_ids(void) {
+    static const char *const given[] = {"f:0", "f:0", "f:3", "f", "f:7", "f:99999999999"};
+    static const char want[] = "<f#functions.f:2:{}><f#functions.f:3:{}><f#functions.f:4:{}><f#functions.f:5:{}><f#functions.f:7:{}><f#functions.f:8:{}>";
+    arena memory = {0};
+    const parse_sample sample = {.format = "kimi_k2"};
+    parse_setup setup = parse_test_setup(&sample, &memory);
+    buf text = {0}, out = {0};
+    setup.next_id = 2;
+    buf_c(&text, "<|tool_calls_section_begin|>");
+    for (int i = 0; i < 6; i++)
+        buf_printf(&text, "<|tool_call_begin|>functions.%s<|tool_call_argument_begin|>{}<|tool_call_end|>", given[i]);
+    for (size_t n = 1; n < text.n; n += 7) {
+        parse_in_pieces(&setup, buf_view(&text), n, n, &out);
+        CHECK_MSG(str_is(buf_view(&out), want), "%s", out.p);
+    }
+    CHECK(parse_id_number(STR("functions.f:12")) == 12 && parse_id_number(STR(":1")) == 1);
+    CHECK(parse_id_number(STR("12")) == -1 && parse_id_number(STR("")) == -1 && parse_id_number(STR("f:")) == -1 && parse_id_number(STR("f:1234567890")) == -1);
+    buf_free(&text), buf_free(&out), arena_free(&memory);
+}
 
 static void test_parse_samples(void) {
     for (int i = 0; i < COUNT(parse_samples); i++) parse_check(&parse_samples[i]);
@@ -733,6 +801,8 @@ static const struct test parse_tests[] = {
     {"parse: headers that do not end", test_parse_long_headers},
     {"parse: conversations of harmony's tests", test_parse_harmony_suite},
     {"parse: samples of every form", test_parse_samples},
+    {"parse: marks that are tokens", test_parse_marks},
+    {"parse: ids with numbers", test_parse_counted_ids},
     {"parse: names of forms", test_parse_names},
     {"parse: types of a hostile schema", test_parse_hostile_types},
     {"parse: calls or content", test_parse_calls_or_content},

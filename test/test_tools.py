@@ -549,6 +549,27 @@ def test_harmony(tmp_path):
         assert 0 < len(reasoning) < len("I know: 2.")
 
 
+MARKS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>")
+
+
+@pytest.mark.parametrize("special", [(), MARKS])
+def test_harmony_marks_as_text(tmp_path, special):
+    """An argument may spell a mark. Content may, too, if the model has tokens for the marks: then only these are marks."""
+    spelled = '{"zone": "<\0|call|> \\"<\0|end|>"}', "Write <\0|end|> or <\0|message|>."
+    texts = [text.replace("\0", "") for text in spelled]
+    answers = (None, "", [("get_time", texts[0])], "tool_calls"), (texts[1] if special else "Write \n or <|message|>.", "", [], "stop")
+    for head, text, want in zip(("commentary to=functions.get_time <|constrain|>json", "final"), spelled, answers):
+        write_model(str(tmp_path), {"a": f"<|channel|>{head}<|message|>{text}"}, "{# <|channel|> <|message|> #}", special=special)
+        with Server("-m", str(tmp_path), "--served-model-name", "m") as s:
+            for more in ({}, {"stop": ["never"]}):
+                assert both(client(s), "a", tools=TOOLS, **more) == want
+            assert items(respond(client(s), "a", tools=FLAT))[0] == (("get_time", texts[0]) if want[2] else ("text", want[0]))
+        if want[2]:
+            continue
+        shown = subprocess.run([TOKA, "-m", str(tmp_path), "-p", "a"], capture_output=True, text=True, check=True, env={**os.environ, "TOKA_DEVICE": "cpu"}).stdout
+        assert shown == want[0] + "\n"
+
+
 DATA = os.environ.get("TOKA_TEST_DATA", os.path.join(ROOT, "../shared/data"))
 SUITE = os.path.join(DATA, "suites/harmony")
 
