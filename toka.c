@@ -33503,6 +33503,7 @@ typedef struct api_request {
     atomic_bool aborted; /* set by the caller: cancelled choices are answers, cut with "abort" */
     bool counts_only;   /* set by the caller: only n_prompt_tokens is wanted */
     bool full_tools;    /* the template fails without what api_put_full_tool adds */
+    bool harmony;       /* the chat template is that of GPT-OSS */
     int n_dropped;      /* oldest turns of the chat that are not shown; see api_drop_oldest */
 
     const api_config *config;
@@ -34414,19 +34415,25 @@ static bool api_content_part_text(const json *part, str *text) {
     return json_is(value, JSON_STRING) || json_is(value, JSON_NULL);
 }
 
+/* Appends the texts of a list of parts, each on lines of its own. Returns false if one of them is
+ * not text. */
+static bool api_join_parts(const json *parts, buf *out) {
+    JSON_EACH(part, parts) {
+        str text;
+        if (!api_content_part_text(part, &text)) return false;
+        if (out->n && text.n) buf_char(out, '\n');
+        buf_str(out, text);
+    }
+    return true;
+}
+
 /* Writes a content that is a list of text parts. as_list: the template loops over the parts, so it
  * gets the list as it is; other templates get one text, each part on lines of its own. */
 static int api_put_content_parts(api_request *request, const json *parts, bool as_list, buf *out,
                                  toka_err *e) {
     buf text = {0};
-    bool all_text = true;
-    JSON_EACH(part, parts) {
-        str part_text;
-        all_text &= api_content_part_text(part, &part_text);
-        as_list &= api_is_text_part(part);
-        if (text.n && part_text.n) buf_char(&text, '\n');
-        buf_str(&text, part_text);
-    }
+    const bool all_text = api_join_parts(parts, &text);
+    JSON_EACH(part, parts) as_list &= api_is_text_part(part);
     if (all_text && as_list && parts->n > 1) json_put_value(out, parts);
     else if (all_text) json_put_str(out, buf_view(&text));
     buf_free(&text);
@@ -34458,17 +34465,25 @@ static void api_put_tool_call(api_request *request, const json *call, buf *out) 
     json_put_close(out, '}');
 }
 
+/* The names of the reasoning of a message. */
+static const char *const api_reasonings[] = {"reasoning", "reasoning_content", "thinking"};
+
+/* Returns the reasoning of a message, or NULL. */
+static const json *api_reasoning(const json *message) {
+    const json *found = NULL;
+    for (int i = 0; i < COUNT(api_reasonings); i++)
+        if (json_is(json_get(message, api_reasonings[i]), JSON_STRING))
+            found = json_get(message, api_reasonings[i]);
+    return found;
+}
+
 /* Writes the reasoning of a message also under the names of it that the message does not have:
- * templates differ in the name. That of GPT-OSS refuses `thinking` beside a content and calls. */
+ * templates differ in the name. */
 static void api_put_other_reasoning(const json *message, buf *out) {
-    static const char *const names[] = {"reasoning", "reasoning_content", "thinking"};
-    const bool only_two = json_get(message, "tool_calls") && json_str(json_get(message, "content")).n;
-    const json *value = NULL;
-    for (int i = 0; i < COUNT(names); i++)
-        if (json_is(json_get(message, names[i]), JSON_STRING)) value = json_get(message, names[i]);
-    for (int i = 0; i < COUNT(names) - only_two && value; i++)
-        if (!json_is(json_get(message, names[i]), JSON_STRING))
-            json_put_key(out, names[i]), json_put_value(out, value);
+    const json *value = api_reasoning(message);
+    for (int i = 0; i < COUNT(api_reasonings) && value; i++)
+        if (!json_is(json_get(message, api_reasonings[i]), JSON_STRING))
+            json_put_key(out, api_reasonings[i]), json_put_value(out, value);
 }
 
 /* Writes one message. A content that is null or missing becomes an empty text, as in vLLM:
@@ -34514,6 +34529,146 @@ static int api_put_message(api_request *request, const json *message, bool as_li
     json_put_close(out, '}');
     return 0;
 }
+
+/* ---- The history of GPT-OSS ----
+ * Its chat template shows one call of a message, with either a reasoning or a text before it. So a
+ * message with calls is written as several: one for each call, followed by the result of this call.
+ * The text before the calls, the preamble, stands behind the reasoning, after API_PREAMBLE.
+ * api_place_preambles then makes a message of the channel commentary of it, which it was when the
+ * model wrote it. To the model only a special token is a mark of harmony. So texts of the body that
+ * spell one stand between two API_SHIELD, and api_encode_chat encodes them as text, as
+ * openai/harmony does. Both are noncharacters of Unicode; those of a body become U+FFFD. */
+#define API_SHIELD "\xEF\xB7\x90"
+#define API_PREAMBLE "\xEF\xB7\x91"
+
+/* Appends JSON or another text with its special tokens between shields. A byte 1, which JSON does
+ * not contain, becomes API_PREAMBLE. */
+static void api_shield(const tok *tokenizer, str text, buf *out) {
+    for (size_t i = 0, n; i < text.n; i += n) {
+        const str rest = str_sub(text, i, text.n);
+        const bool taken = str_starts(rest, STR(API_SHIELD)) || str_starts(rest, STR(API_PREAMBLE));
+        n = parse_special_bytes(tokenizer, rest);
+        if (n) buf_c(out, API_SHIELD), buf_str(out, str_sub(rest, 0, n)), buf_c(out, API_SHIELD);
+        else if (taken) buf_c(out, "\xEF\xBF\xBD"), n = 3;
+        else if (rest.p[0] == 1) buf_c(out, API_PREAMBLE), n = 1;
+        else buf_char(out, rest.p[0]), n = 1;
+    }
+}
+
+/* Puts a message of its own in the place of each preamble of a rendered chat. */
+static void api_place_preambles(buf *chat) {
+    static const char head[] = "analysis<|message|>";
+    const str text = buf_view(chat), mark = STR(API_PREAMBLE);
+    size_t done = 0;
+    buf out = {0};
+    for (ptrdiff_t at; (at = str_find(text, mark, done)) >= 0; done = (size_t)at + mark.n) {
+        buf_str(&out, str_sub(text, done, (size_t)at));
+        const bool alone = str_ends(buf_view(&out), str_c(head));
+        if (alone) out.n -= strlen(head);
+        buf_c(&out, alone ? "commentary<|message|>"
+                          : "<|end|><|start|>assistant<|channel|>commentary<|message|>");
+    }
+    buf_str(&out, str_sub(text, done, text.n));
+    buf_free(chat);
+    *chat = out;
+}
+
+/* Encodes a rendered chat. Text between two shields that is a special token is plain text. special:
+ * with the tokens that the tokenizer puts around a text. */
+static int api_encode_chat(const tok *tokenizer, str chat, bool special, ids *out, toka_err *e) {
+    const str mark = STR(API_SHIELD);
+    int code = 0;
+    for (size_t i = 0; special && i < tokenizer->outer_before.n; i++)
+        ids_push(out, tokenizer->outer_before.p[i]);
+    for (ptrdiff_t from; !code && (from = str_find(chat, mark, 0)) >= 0;) {
+        const str inner = str_sub(chat, (size_t)from + mark.n, chat.n);
+        const size_t n = parse_special_bytes(tokenizer, inner);
+        code = tok_encode(tokenizer, str_sub(chat, 0, (size_t)from), TOKA_PARSE_SPECIAL, out, e);
+        if (!code) code = tok_encode(tokenizer, str_sub(inner, 0, n), 0, out, e);
+        chat = str_sub(inner, MIN(n + mark.n, inner.n), inner.n);
+    }
+    if (!code) code = tok_encode(tokenizer, chat, TOKA_PARSE_SPECIAL, out, e);
+    for (size_t i = 0; special && i < tokenizer->outer_after.n; i++)
+        ids_push(out, tokenizer->outer_after.p[i]);
+    return code;
+}
+
+/* Returns the calls of a message if the template of GPT-OSS gets one at a time, else NULL. */
+static const json *api_single_calls(const api_request *request, const json *message) {
+    const json *calls = json_get(message, "tool_calls"), *content = json_get(message, "content");
+    const bool known = !content || content->type == JSON_NULL || content->type == JSON_STRING ||
+                       content->type == JSON_ARRAY;
+    return request->harmony && known && json_is(calls, JSON_ARRAY) && calls->n &&
+                   str_is(json_str(json_get(message, "role")), "assistant")
+               ? calls
+               : NULL;
+}
+
+/* Writes the message of one call. thought: the reasoning as JSON, empty: none. preamble: text. */
+static void api_put_single_call(api_request *request, const json *call, str thought, str preamble,
+                                buf *out) {
+    buf text = {0};
+    json_put_str(&text, preamble);
+    json_put_open(out, '{');
+    json_put_member_or_null(out, "role", "assistant");
+    json_put_member_or_null(out, "content", "");
+    for (int i = 0; i < COUNT(api_reasonings) && (thought.n || preamble.n); i++) {
+        json_put_key(out, api_reasonings[i]);
+        buf_str(out, thought.n ? str_sub(thought, 0, thought.n - 1) : STR("\""));
+        if (preamble.n) buf_char(out, 1), buf_str(out, str_sub(buf_view(&text), 1, text.n));
+        else buf_char(out, '"');
+    }
+    json_put_key(out, "tool_calls"), json_put_open(out, '[');
+    if (call->type == JSON_OBJECT) api_put_tool_call(request, call, out);
+    else json_put_value(out, call);
+    buf_c(out, "]}");
+    buf_free(&text);
+}
+
+/* Returns the number of the call that a message of a tool answers: by its id, else by its place. */
+static size_t api_call_of(const json *calls, const json *result, size_t i_result) {
+    const str id = json_str(json_get(result, "tool_call_id"));
+    size_t i_call = 0;
+    JSON_EACH(call, calls) {
+        if (id.n && str_eq(json_str(json_get(call, "id")), id)) return i_call;
+        i_call++;
+    }
+    return MIN(i_result, calls->n - 1);
+}
+
+/* Writes a message with calls as one message for each call, with its results. end: the end of the
+ * list of messages. *next: receives the first message behind the results. */
+static int api_put_single_calls(api_request *request, const json *message, const json *end,
+                                const json **next, buf *out, toka_err *e) {
+    enum { MOST_BY_CALL = 128 }; /* of more calls all results come behind the last call */
+    const json *calls = json_get(message, "tool_calls"), *content = json_get(message, "content");
+    const json *first = json_next(message), *thought = api_reasoning(message);
+    const bool by_call = calls->n <= MOST_BY_CALL;
+    buf preamble = {0}, reasoning = {0};
+    size_t i_call = 0;
+    int code = 0;
+    if (thought && json_str(thought).n) json_put_value(&reasoning, thought);
+    buf_str(&preamble, json_str(content));
+    if (json_is(content, JSON_ARRAY) && !api_join_parts(content, &preamble))
+        code = API_UNSUPPORTED(request, "messages: content other than text is not supported");
+    JSON_EACH(call, calls) {
+        size_t i_result = 0;
+        if (code) break;
+        api_put_single_call(request, call, i_call ? STR("") : buf_view(&reasoning),
+                            i_call ? STR("") : buf_view(&preamble), out);
+        i_call++;
+        if (!by_call && i_call < calls->n) continue;
+        for (*next = first; *next < end && !code; *next = json_next(*next), i_result++) {
+            if (!str_is(json_str(json_get(*next, "role")), "tool")) break;
+            const size_t of = by_call ? api_call_of(calls, *next, i_result) : calls->n - 1;
+            if (of == i_call - 1) code = api_put_message(request, *next, false, out, e);
+        }
+    }
+    buf_free(&preamble), buf_free(&reasoning);
+    return code;
+}
+
+/* ---- Continuing the last message ---- */
 
 /* continue_final_message: this mark ends the text of the last message while the chat is rendered.
  * It is that of transformers, which some templates know. */
@@ -34776,10 +34931,13 @@ static int api_put_messages(api_request *request, const api_body *body, const js
         json_put_member_or_null(out, "content", "You are a helpful assistant with some tools.");
         json_put_key(out, "tools"), json_put_str(out, buf_view(&text)), json_put_close(out, '}');
     }
+    const json *next = first;
     JSON_EACH(it, messages) {
-        if (api_is_dropped(request, it, &number)) continue;
+        if (api_is_dropped(request, it, &number) || it < next) continue;
         const json *message = it == last ? api_mark_final_message(request, it) : it;
-        if (!code)
+        if (!code && it != last && api_single_calls(request, it))
+            code = api_put_single_calls(request, it, json_next(messages), &next, out, e);
+        else if (!code)
             code = api_put_message(request, message, chat && chat->loops_over_content, out, e);
         if (code || it != first || !tools || !has_system) continue;
         out->n--; /* the brace at its end */
@@ -34802,6 +34960,7 @@ static int api_put_chat_context(api_request *request, const api_body *body, buf 
     json_put_key(out, "messages"), json_put_open(out, '[');
     const tmpl *chat = lib_chat_template(request->config->toka, tools);
     const parse_format *format = parse_find_format(NULL, chat ? chat->source : STR(""));
+    request->harmony = format && format->flags & PARSE_HARMONY;
     const bool in_system = tools && tools->n && format && format->flags & PARSE_SYSTEM_TOOLS;
     if (tools) JSON_EACH(tool, tools) if (api_check_tool(request, tool, e)) return e->code;
     code = api_put_messages(request, body, in_system ? tools : NULL, &choice, out, e);
@@ -34975,7 +35134,11 @@ static int api_cut_final_message(api_request *request, const api_body *body, buf
     const json *content = json_get(last, "content");
     str text = json_str(content), mark = str_c(api_final_mark);
     api_last_text(content, &text);
-    str bare = text, chat = buf_view(rendered);
+    buf shielded = {0};
+    if (request->harmony) api_shield(request->config->toka->tokenizer, text, &shielded);
+    str bare = request->harmony ? arena_str(&request->memory, buf_view(&shielded)) : text;
+    str chat = buf_view(rendered);
+    buf_free(&shielded);
     while (bare.n && parse_is_space(bare.p[0])) bare = str_sub(bare, 1, bare.n);
     while (bare.n && parse_is_space(bare.p[bare.n - 1])) bare.n--;
     ptrdiff_t found = -1;
@@ -35000,10 +35163,17 @@ static int api_render_chat(api_request *request, const api_body *body, buf *rend
     buf context = {0};
     int code = api_put_chat_context(request, body, &context, e);
     if (!code) code = lib_require_template(t, e);
+    if (!code && request->harmony) {
+        buf bare = context;
+        context = (buf){0};
+        api_shield(t->tokenizer, buf_view(&bare), &context);
+        buf_free(&bare);
+    }
     buf_clear(rendered);
     if (!code)
         code = lib_render(t, t->files, buf_view(&context), limits, request->config->now, rendered,
                           e);
+    if (!code && request->harmony) api_place_preambles(rendered);
     buf_free(&context);
     return code;
 }
@@ -35031,7 +35201,9 @@ static int api_encode_prompt(api_request *request, const api_body *body, const j
         code = API_INVALID("prompt: expected a text, token ids, or a list of either");
     }
     str source = prompt ? json_str(prompt) : buf_view(&rendered);
-    if (!code)
+    if (!code && !prompt && request->harmony)
+        code = api_encode_chat(request->config->toka->tokenizer, source, special, out, e);
+    else if (!code)
         code = tok_encode(request->config->toka->tokenizer, source,
                           TOKA_PARSE_SPECIAL | (special ? TOKA_ADD_SPECIAL : 0), out, e);
     if (!code && request->echo) *text = arena_str(&request->memory, source);
@@ -36523,14 +36695,8 @@ static int chat_join_text(api_request *request, const char *field, const json *c
     if (!content || content->type == JSON_NULL) return 0;
     if (content->type == JSON_STRING) return buf_str(out, json_str(content)), 0;
     if (content->type != JSON_ARRAY) return API_INVALID("%s: a content is a text or a list", field);
-    JSON_EACH(part, content) {
-        str text;
-        if (!api_content_part_text(part, &text))
-            return API_UNSUPPORTED(request, "%s: content other than text is not supported", field);
-        if (out->n && text.n) buf_char(out, '\n');
-        buf_str(out, text);
-    }
-    return 0;
+    if (api_join_parts(content, out)) return 0;
+    return API_UNSUPPORTED(request, "%s: content other than text is not supported", field);
 }
 
 /* Adds a message or a result (role: NULL, id: of the call) whose content is a text or a list. */
