@@ -787,7 +787,7 @@ static void test_parse_corpus(void) {
         FILE *f = fopen(path, "rb");
         if (entry->d_name[0] != '.' && f && fread(head, 1, 3, f) == 3) {
             (head[2] & 128 ? structures : texts)[head[0] % COUNT(parse_formats)]++;
-            if ((head[1] & 127) < COUNT(parse_families)) families[head[1] & 127]++;
+            if ((head[1] & 63) < COUNT(parse_families)) families[head[1] & 63]++;
         }
         if (f) fclose(f);
     }
