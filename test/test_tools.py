@@ -5,6 +5,7 @@ import re
 import subprocess
 import time
 
+import jsonschema
 import openai
 import pytest
 import tokenizers
@@ -328,6 +329,18 @@ def test_types_under_a_root_that_joins_schemas(xml):
     loop = {"anyOf": [{"$ref": "#"}] * 40, **pick(room={"type": "object"})}  # it ends
     answer = both(xml, "model", tools=[{"type": "function", "function": {"name": "book", "parameters": loop}}])
     assert json.loads(answer[2][0][1])["room"] == {"beds": 2}
+
+
+def test_types_of_names_that_are_not_listed(xml):
+    """Required names that only patternProperties or additionalProperties describe: a constraint writes their values by the same schemas."""
+    xml = client(xml)
+    schema = {"type": "object", "properties": {"": {"const": 1}, " k ": {"const": 2}}, "required": ["", " k ", "n_x", "s_x", "both_s", "z"], "patternProperties": {
+        "^n_": {"const": 7}, "_x$": {"type": ["integer", "string"], "maxLength": 1}, "_s$": {"const": "5"}}, "additionalProperties": {"const": True}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    call, = both(xml, "torn", tools=tools, tool_choice="required", parallel_tool_calls=False, max_tokens=600)[2]
+    arguments = json.loads(call[1])
+    jsonschema.validate(arguments, schema)
+    assert arguments[""] == 1 and arguments[" k "] == 2 and arguments["both_s"] == "5" and arguments["z"] is True
 
 
 def test_parameters_that_may_be_no_object(server, xml):
