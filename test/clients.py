@@ -174,12 +174,12 @@ CLIENTS = [("openai", use_openai), ("anthropic", use_anthropic), ("litellm", use
            ("instructor", use_instructor), ("pydantic-ai-slim", use_pydantic_ai), ("outlines", use_outlines), ("lm_eval", use_lm_eval)]
 
 
-def record(sent):
-    """Appends what every library sends to a list: they use httpx or httpx2, the harness requests."""
+def record(sent, current):
+    """Appends what every library sends to a list, with the library's name, current[-1]: they use httpx or httpx2, the harness requests."""
     import importlib
 
     def keep(path, content):
-        sent.append({"path": path, "body": json.loads(content)})
+        sent.append({"client": current[-1], "path": path, "body": json.loads(content)})
 
     for name in ("httpx", "httpx2"):
         module = importlib.import_module(name)
@@ -201,9 +201,9 @@ def record(sent):
 
 def main():
     os.environ.update(LITELLM_LOCAL_MODEL_COST_MAP="True", HF_DATASETS_OFFLINE="1")
-    folder, failed, sent = tempfile.mkdtemp(), 0, []
+    folder, failed, sent, current = tempfile.mkdtemp(), 0, [], []
     if len(sys.argv) > 1:
-        record(sent)
+        record(sent, current)
     write_model(folder, SCRIPTS, TEMPLATE)
     model = os.path.join(ROOT, "test", "model")
     print("| library | version | result |\n|---|---|---|")
@@ -214,6 +214,7 @@ def main():
             except importlib.metadata.PackageNotFoundError:
                 print(f"| {name} | | not installed |")
                 continue
+            current.append(name)
             try:
                 result = "passed" if use(f"http://127.0.0.1:{(tiny if name == 'lm_eval' else s).address[1]}") else "wrong answer"
             except Exception as e:  # any failure of a library is a row

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from clients import LEFT, RIGHT, SCRIPTS, TEMPLATE, Pick
+from clients import CLIENTS, LEFT, RIGHT, SCRIPTS, TEMPLATE, Pick
 from scripted import write_model
 from server import ROOT, Server
 
@@ -49,7 +49,11 @@ def check_scores(body, answer):
     assert len(scores) == len(body["prompt"][0]) + 1 and scores[0] is None and all(s < 0 for s in scores[1:]) and len(choice["logprobs"]["top_logprobs"]) == len(scores)
 
 
-@pytest.mark.parametrize("path, body", [(r["path"], r["body"]) for r in REQUESTS], ids=range(len(REQUESTS)))
+def test_every_library_has_requests():
+    assert [name for i, name in enumerate(r["client"] for r in REQUESTS) if not i or REQUESTS[i - 1]["client"] != name] == [name for name, _ in CLIENTS]
+
+
+@pytest.mark.parametrize("path, body", [(r["path"], r["body"]) for r in REQUESTS], ids=[f"{i}-{r['client']}" for i, r in enumerate(REQUESTS)])
 def test_recorded_requests(servers, path, body):
     answer = send(servers[body["model"]], path, body)
     if body["model"] == "tiny":
