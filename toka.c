@@ -32943,7 +32943,9 @@ static bool parse_prompt_thought(const parse_family *family, str prompt) {
 
 /* Returns the length of the special token that the text begins with; 0: it begins with none. */
 static size_t parse_special_bytes(const tok *tokenizer, str text) {
-    const struct tok_text *found = tok_longest_match(&tokenizer->raw_matcher, text);
+    const tok_matcher *matcher = &tokenizer->raw_matcher;
+    const bool may = text.n && matcher->starts[(unsigned char)text.p[0]];
+    const struct tok_text *found = may ? tok_longest_match(matcher, text) : NULL;
     return found && tokenizer->added[found->added_index].special ? found->text.n : 0;
 }
 
@@ -34427,6 +34429,16 @@ static bool api_join_parts(const json *parts, buf *out) {
     return true;
 }
 
+/* Appends the text of a content: a text, or a list of text parts, each on lines of its own. */
+static int api_join_text(api_request *request, const char *field, const json *content, buf *out,
+                         toka_err *e) {
+    if (!content || content->type == JSON_NULL) return 0;
+    if (content->type == JSON_STRING) return buf_str(out, json_str(content)), 0;
+    if (content->type != JSON_ARRAY) return API_INVALID("%s: a content is a text or a list", field);
+    if (api_join_parts(content, out)) return 0;
+    return API_UNSUPPORTED(request, "%s: content other than text is not supported", field);
+}
+
 /* Writes a content that is a list of text parts. as_list: the template loops over the parts, so it
  * gets the list as it is; other templates get one text, each part on lines of its own. */
 static int api_put_content_parts(api_request *request, const json *parts, bool as_list, buf *out,
@@ -34531,42 +34543,47 @@ static int api_put_message(api_request *request, const json *message, bool as_li
 }
 
 /* ---- The history of GPT-OSS ----
- * Its chat template shows one call of a message, with either a reasoning or a text before it. So a
- * message with calls is written as several: one for each call, followed by the result of this call.
- * The text before the calls, the preamble, stands behind the reasoning, after API_PREAMBLE.
- * api_place_preambles then makes a message of the channel commentary of it, which it was when the
- * model wrote it. To the model only a special token is a mark of harmony. So texts of the body that
- * spell one stand between two API_SHIELD, and api_encode_chat encodes them as text, as
- * openai/harmony does. Both are noncharacters of Unicode; those of a body become U+FFFD. */
+ * Its chat template shows one call of a message, with either a reasoning or a text before it, and
+ * of the messages of the system and the developer only the first. So a message with calls is
+ * written as several: one for each call, followed by the result of this call. The text before the
+ * calls, the preamble, stands behind the reasoning, after API_OTHER; later instructions stand in a
+ * message of the user, after API_OTHER. api_place_others then makes messages of their own kind of
+ * both: the channel commentary, which the preamble had when the model wrote it, and the developer.
+ * To the model only a special token is a mark of harmony. So texts of the body that spell one stand
+ * between two API_SHIELD, and api_encode_chat encodes them as text, as openai/harmony does. Both
+ * are noncharacters of Unicode; those of a body become U+FFFD. */
 #define API_SHIELD "\xEF\xB7\x90"
-#define API_PREAMBLE "\xEF\xB7\x91"
+#define API_OTHER "\xEF\xB7\x91"
 
 /* Appends JSON or another text with its special tokens between shields. A byte 1, which JSON does
- * not contain, becomes API_PREAMBLE. */
+ * not contain, becomes API_OTHER. */
 static void api_shield(const tok *tokenizer, str text, buf *out) {
     for (size_t i = 0, n; i < text.n; i += n) {
         const str rest = str_sub(text, i, text.n);
-        const bool taken = str_starts(rest, STR(API_SHIELD)) || str_starts(rest, STR(API_PREAMBLE));
+        const bool taken = str_starts(rest, STR(API_SHIELD)) || str_starts(rest, STR(API_OTHER));
         n = parse_special_bytes(tokenizer, rest);
         if (n) buf_c(out, API_SHIELD), buf_str(out, str_sub(rest, 0, n)), buf_c(out, API_SHIELD);
         else if (taken) buf_c(out, "\xEF\xBF\xBD"), n = 3;
-        else if (rest.p[0] == 1) buf_c(out, API_PREAMBLE), n = 1;
+        else if (rest.p[0] == 1) buf_c(out, API_OTHER), n = 1;
         else buf_char(out, rest.p[0]), n = 1;
     }
 }
 
-/* Puts a message of its own in the place of each preamble of a rendered chat. */
-static void api_place_preambles(buf *chat) {
-    static const char head[] = "analysis<|message|>";
-    const str text = buf_view(chat), mark = STR(API_PREAMBLE);
+/* Makes a message of its own kind of each text behind API_OTHER in a rendered chat. */
+static void api_place_others(buf *chat) {
+    static const char *const heads[][2] = {
+        {"analysis<|message|>", "commentary<|message|>"},
+        {"user<|message|>", "developer<|message|># Instructions\n\n"},
+        {"", "<|end|><|start|>assistant<|channel|>commentary<|message|>"}};
+    const str text = buf_view(chat), mark = STR(API_OTHER);
     size_t done = 0;
     buf out = {0};
     for (ptrdiff_t at; (at = str_find(text, mark, done)) >= 0; done = (size_t)at + mark.n) {
+        int i = 0;
         buf_str(&out, str_sub(text, done, (size_t)at));
-        const bool alone = str_ends(buf_view(&out), str_c(head));
-        if (alone) out.n -= strlen(head);
-        buf_c(&out, alone ? "commentary<|message|>"
-                          : "<|end|><|start|>assistant<|channel|>commentary<|message|>");
+        while (!str_ends(buf_view(&out), str_c(heads[i][0]))) i++;
+        out.n -= strlen(heads[i][0]);
+        buf_c(&out, heads[i][1]);
     }
     buf_str(&out, str_sub(text, done, text.n));
     buf_free(chat);
@@ -34593,15 +34610,29 @@ static int api_encode_chat(const tok *tokenizer, str chat, bool special, ids *ou
     return code;
 }
 
-/* Returns the calls of a message if the template of GPT-OSS gets one at a time, else NULL. */
-static const json *api_single_calls(const api_request *request, const json *message) {
-    const json *calls = json_get(message, "tool_calls"), *content = json_get(message, "content");
-    const bool known = !content || content->type == JSON_NULL || content->type == JSON_STRING ||
-                       content->type == JSON_ARRAY;
-    return request->harmony && known && json_is(calls, JSON_ARRAY) && calls->n &&
-                   str_is(json_str(json_get(message, "role")), "assistant")
-               ? calls
-               : NULL;
+/* Has a message of the assistant calls? */
+static bool api_has_calls(const json *message) {
+    const json *calls = json_get(message, "tool_calls");
+    return json_is(calls, JSON_ARRAY) && calls->n &&
+           str_is(json_str(json_get(message, "role")), "assistant");
+}
+
+static bool api_is_instructions(const json *message) {
+    const str role = json_str(json_get(message, "role"));
+    return str_is(role, "system") || str_is(role, "developer");
+}
+
+/* Writes a message of the system or the developer that is not the first of the chat. */
+static int api_put_instructions(api_request *request, const json *message, buf *out, toka_err *e) {
+    buf text = {0}, quoted = {0};
+    const int code = api_join_text(request, "messages", json_get(message, "content"), &text, e);
+    json_put_str(&quoted, buf_view(&text));
+    json_put_open(out, '{');
+    json_put_member_or_null(out, "role", "user");
+    json_put_key(out, "content");
+    buf_c(out, "\"\1"), buf_str(out, str_sub(buf_view(&quoted), 1, quoted.n)), buf_c(out, "}");
+    buf_free(&text), buf_free(&quoted);
+    return code;
 }
 
 /* Writes the message of one call. thought: the reasoning as JSON, empty: none. preamble: text. */
@@ -34641,16 +34672,13 @@ static size_t api_call_of(const json *calls, const json *result, size_t i_result
 static int api_put_single_calls(api_request *request, const json *message, const json *end,
                                 const json **next, buf *out, toka_err *e) {
     enum { MOST_BY_CALL = 128 }; /* of more calls all results come behind the last call */
-    const json *calls = json_get(message, "tool_calls"), *content = json_get(message, "content");
-    const json *first = json_next(message), *thought = api_reasoning(message);
+    const json *calls = json_get(message, "tool_calls"), *first = json_next(message);
+    const json *thought = api_reasoning(message);
     const bool by_call = calls->n <= MOST_BY_CALL;
     buf preamble = {0}, reasoning = {0};
     size_t i_call = 0;
-    int code = 0;
     if (thought && json_str(thought).n) json_put_value(&reasoning, thought);
-    buf_str(&preamble, json_str(content));
-    if (json_is(content, JSON_ARRAY) && !api_join_parts(content, &preamble))
-        code = API_UNSUPPORTED(request, "messages: content other than text is not supported");
+    int code = api_join_text(request, "messages", json_get(message, "content"), &preamble, e);
     JSON_EACH(call, calls) {
         size_t i_result = 0;
         if (code) break;
@@ -34935,8 +34963,10 @@ static int api_put_messages(api_request *request, const api_body *body, const js
     JSON_EACH(it, messages) {
         if (api_is_dropped(request, it, &number) || it < next) continue;
         const json *message = it == last ? api_mark_final_message(request, it) : it;
-        if (!code && it != last && api_single_calls(request, it))
+        if (!code && it != last && request->harmony && api_has_calls(it))
             code = api_put_single_calls(request, it, json_next(messages), &next, out, e);
+        else if (!code && it != first && request->harmony && api_is_instructions(it))
+            code = api_put_instructions(request, it, out, e);
         else if (!code)
             code = api_put_message(request, message, chat && chat->loops_over_content, out, e);
         if (code || it != first || !tools || !has_system) continue;
@@ -35173,7 +35203,7 @@ static int api_render_chat(api_request *request, const api_body *body, buf *rend
     if (!code)
         code = lib_render(t, t->files, buf_view(&context), limits, request->config->now, rendered,
                           e);
-    if (!code && request->harmony) api_place_preambles(rendered);
+    if (!code && request->harmony) api_place_others(rendered);
     buf_free(&context);
     return code;
 }
@@ -36689,21 +36719,11 @@ static void chat_add_result(chat_builder *chat, str id, str text) {
     json_put_close(&chat->out, '}');
 }
 
-/* Appends the text of a content: a text, or a list of text parts, each on lines of its own. */
-static int chat_join_text(api_request *request, const char *field, const json *content, buf *out,
-                          toka_err *e) {
-    if (!content || content->type == JSON_NULL) return 0;
-    if (content->type == JSON_STRING) return buf_str(out, json_str(content)), 0;
-    if (content->type != JSON_ARRAY) return API_INVALID("%s: a content is a text or a list", field);
-    if (api_join_parts(content, out)) return 0;
-    return API_UNSUPPORTED(request, "%s: content other than text is not supported", field);
-}
-
 /* Adds a message or a result (role: NULL, id: of the call) whose content is a text or a list. */
 static int chat_add_content(api_request *request, chat_builder *chat, const char *field,
                             const json *content, const char *role, str id, toka_err *e) {
     buf text = {0};
-    const int code = chat_join_text(request, field, content, &text, e);
+    const int code = api_join_text(request, field, content, &text, e);
     if (!code && role) chat_add_text(chat, str_c(role), buf_view(&text));
     if (!code && !role) chat_add_result(chat, id, buf_view(&text));
     buf_free(&text);

@@ -711,6 +711,26 @@ def test_harmony_history(gpt_oss):
     assert gpt_oss.post("/v1/messages/count_tokens", {"messages": [user, {"role": "assistant", "content": blocks}, {"role": "user", "content": answers}]}).json()["input_tokens"] == n
 
 
+def test_harmony_instructions(gpt_oss):
+    """All messages of the system and the developer are shown, where they stand; the chat template shows only the first."""
+    user = {"role": "user", "content": "u"}
+    messages = [{"role": "system", "content": "S"}, {"role": "developer", "content": [{"type": "text", "text": "D"}, {"type": "text", "text": "\"D2\""}]}, user,
+                {"role": "system", "content": "E"}, user]
+    tokens = gpt_oss.post("/tokenize", {"messages": messages}).json()["tokens"]
+    prompt = gpt_oss.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+    told = lambda text: "<|start|>developer<|message|># Instructions\n\n" + text + "<|end|>"
+    said = "<|start|>user<|message|>u<|end|>"
+    assert prompt[prompt.index("<|start|>developer"):] == told("S\n\n") + told('D\n"D2"') + said + told("E") + said + "<|start|>assistant<go:u>"
+    flat = [{"role": "developer", "content": [{"type": "input_text", "text": "D"}, {"type": "input_text", "text": "\"D2\""}]}, user, {"role": "system", "content": "E"}, user]
+    assert gpt_oss.post("/v1/responses", {"instructions": "S", "input": flat, "max_output_tokens": 1}).json()["usage"]["input_tokens"] == len(tokens)
+    bad = gpt_oss.post("/v1/chat/completions", {"messages": [*messages, {"role": "developer", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]})
+    assert bad.status == 400 and bad.error()["param"] == "messages"
+    for content in ([{"type": "image_url", "image_url": {"url": "x"}}], 5):
+        call = {"role": "assistant", "content": content, "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}
+        bad = gpt_oss.post("/v1/chat/completions", {"messages": [user, call]})
+        assert bad.status == 400 and bad.error()["param"] == "messages"
+
+
 @pytest.fixture(scope="module")
 def gpt_oss_tokens(tmp_path_factory):
     """The template and the marks of GPT-OSS, which are special tokens here."""
