@@ -34672,27 +34672,31 @@ static size_t api_call_of(const json *calls, const json *result, size_t i_result
 static int api_put_single_calls(api_request *request, const json *message, const json *end,
                                 const json **next, buf *out, toka_err *e) {
     enum { MOST_BY_CALL = 128 }; /* of more calls all results come behind the last call */
-    const json *calls = json_get(message, "tool_calls"), *first = json_next(message);
+    const json *calls = json_get(message, "tool_calls"), *first = json_next(message), *it = first;
     const json *thought = api_reasoning(message);
-    const bool by_call = calls->n <= MOST_BY_CALL;
+    const size_t last = calls->n - 1;
     buf preamble = {0}, reasoning = {0};
+    ids answered = {0}; /* for each result, the number of its call */
     size_t i_call = 0;
     if (thought && json_str(thought).n) json_put_value(&reasoning, thought);
     int code = api_join_text(request, "messages", json_get(message, "content"), &preamble, e);
+    for (; it < end && str_is(json_str(json_get(it, "role")), "tool"); it = json_next(it))
+        ids_push(&answered, (int32_t)(last < MOST_BY_CALL ? api_call_of(calls, it, answered.n)
+                                                          : last));
+    *next = it;
     JSON_EACH(call, calls) {
-        size_t i_result = 0;
         if (code) break;
         api_put_single_call(request, call, i_call ? STR("") : buf_view(&reasoning),
                             i_call ? STR("") : buf_view(&preamble), out);
+        it = first;
+        for (size_t i = 0; i < answered.n && (last < MOST_BY_CALL || i_call == last) && !code;
+             i++, it = json_next(it))
+            if ((size_t)answered.p[i] == i_call)
+                code = api_put_message(request, it, false, out, e);
         i_call++;
-        if (!by_call && i_call < calls->n) continue;
-        for (*next = first; *next < end && !code; *next = json_next(*next), i_result++) {
-            if (!str_is(json_str(json_get(*next, "role")), "tool")) break;
-            const size_t of = by_call ? api_call_of(calls, *next, i_result) : calls->n - 1;
-            if (of == i_call - 1) code = api_put_message(request, *next, false, out, e);
-        }
     }
     buf_free(&preamble), buf_free(&reasoning);
+    ids_free(&answered);
     return code;
 }
 
