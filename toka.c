@@ -51526,6 +51526,8 @@ static const help_page help_pages[] = {
      "- Reasoning comes first and is free; the constraint begins behind it.\n"
      "  thinking_token_budget (budget_tokens in /v1/messages) ends it.\n"
      "- Stop strings count in the content only: not in the reasoning, not in calls.\n"
+     "- GPT-OSS: only the tokens <|call|>, <|end|> and so on are marks. Text that\n"
+     "  spells one is text, in answers and in prompts.\n"
      "- /v1/messages continues a last message of the assistant.\n"
      "- /v1/responses with truncation auto drops the oldest messages of a chat that is\n"
      "  too long, up to one of the user; the instructions stay.\n"
