@@ -1,6 +1,6 @@
 #!/bin/sh
 # build.sh - builds ./toka or ./libtoka.so, and nothing else in the tree.
-#   ./build.sh          CPU, and with nvcc and toka_kernels.cu the GPU too
+#   ./build.sh          CPU, and with nvcc and toka_kernels.cu the GPU too; ./toka-ping is a link to ./toka: toka ping
 #   ./build.sh lib      ./libtoka.so, the engine for test/toka.py and other programs; CPU, and with nvcc the GPU too
 #   ./build.sh check    only the mechanical checks of toka.c
 # From the environment: CC, CFLAGS and LDFLAGS (the linker gets both), NVCC (empty: no GPU), ARCHS.
@@ -148,6 +148,7 @@ compile() {
     stage "linking ./$out" "a second"
 }
 built() {
+    [ "$out" != toka ] || ln -sf toka toka-ping # the name that users of Tokasaurus know
     echo "built ./$out, $(($(wc -c <"$out") / 1024)) KB${1:-}"
 }
 cpu_half() {

@@ -51220,9 +51220,9 @@ static const help_page help_pages[] = {
      "- --raw completes the text as it is; else it is a chat of one message.\n"
      "- Ctrl-C ends the answer, and with it the server's work for it.\n"
      "- `toka ping` takes Tokasaurus' arguments: prompt, chat, max_tokens (100), n,\n"
-     "  temperature (0), model, host, port. A link to toka with the name toka-ping is\n"
-     "  the same. `toka model=M pp_size=8 kv_cache_num_tokens='(512 * 1024)'` starts a\n"
-     "  server, with the arguments of Tokasaurus that have a meaning here.\n",
+     "  temperature (0), model, host, port. `toka-ping`, a link to toka that build.sh\n"
+     "  makes, is the same. `toka model=M pp_size=8 kv_cache_num_tokens='(512 * 1024)'`\n"
+     "  starts a server, with the arguments of Tokasaurus that have a meaning here.\n",
      "ping"},
     {"embeddings", "vectors of texts, scores of pairs, reranking",
      "    toka serve -m test/model --score-tokens The,You & U=127.0.0.1:10210/v1\n"

@@ -143,11 +143,11 @@ copy_tree() { # copies tracked files, and untracked files that git does not igno
     copy=$B/copy_$PART
     rm -rf $copy && mkdir -p $copy && git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents -t $copy
 }
-only_the_binary() { # in a copy of the tree, build.sh creates ./toka and no other file; it is the ./toka of all tests
+only_the_binary() { # in a copy of the tree, build.sh creates ./toka, the link ./toka-ping and no other file; it is the ./toka of all tests
     copy_tree || return 1
-    (cd $copy && find . -type f | sort >../before && ./build.sh && find . -type f | sort >../after) && mv $copy/toka . || return 1
+    (cd $copy && find . ! -type d | sort >../before && ./build.sh && find . ! -type d | sort >../after) && mv $copy/toka $copy/toka-ping . || return 1
     rm -rf $copy
-    [ "$(comm -13 $B/before $B/after)" = ./toka ] && [ -z "$(comm -23 $B/before $B/after)" ]
+    [ "$(comm -13 $B/before $B/after | xargs)" = "./toka ./toka-ping" ] && [ -z "$(comm -23 $B/before $B/after)" ]
 }
 links_with_sanitizer() { # build.sh passes CFLAGS and LDFLAGS to the link, and prints each stage before it runs
     copy_tree || return 1
@@ -200,7 +200,7 @@ scripts_are_executable() { # each file that begins with #!
 }
 part_program() {
     if fast; then export ARCHS="${ARCHS:-90a}"; fi # the kernels are compiled once
-    step "build.sh builds ./toka without a warning, and creates no other file" only_the_binary
+    step "build.sh builds ./toka and its link without a warning, and creates no other file" only_the_binary
     step "./toka needs no shared library but libc's" only_libc
 }
 library() { # $B/toka.o, unless it is new

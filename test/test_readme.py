@@ -326,6 +326,8 @@ def test_release(tmp_path):
     assert {"toka", "toka.c", "toka.h", "toka_kernels.cu", "README.md", "models.txt", "LICENSE"} <= set(os.listdir(folder))
     empty = tmp_path / "empty"
     empty.mkdir()
+    r = subprocess.run([str(folder / "toka-ping"), "--help"], env={}, capture_output=True, text=True)
+    assert r.returncode == 0 and "a prompt for a running server" in r.stdout
     r = subprocess.run([str(folder / "toka"), "-q", "-p", "Tom has 12 apples.", "-n", "5"], cwd=empty, env={}, capture_output=True)
     assert r.returncode == 0 and r.stdout, r.stderr
     commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True).stdout.strip()
