@@ -12119,6 +12119,32 @@ static void mf_put_hub_cache_path(buf *out) {
     if (!mf_put_env_path(sources, COUNT(sources), out)) buf_c(out, ".cache/huggingface/hub");
 }
 
+/* Appends a text as one word of a shell: in single quotes, unless it has only plain characters. */
+static void mf_put_shell_word(buf *out, const char *text) {
+    static const char plain[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_./:@+=,";
+    if (*text && !text[strspn(text, plain)]) {
+        buf_c(out, text);
+        return;
+    }
+    buf_char(out, '\'');
+    for (; *text; text++)
+        if (*text == '\'') buf_c(out, "'\\''");
+        else buf_char(out, *text);
+    buf_char(out, '\'');
+}
+
+/* Appends the command of huggingface_hub that downloads a model to the hub cache of this process.
+ * id: OWNER/NAME or OWNER/NAME@REVISION. */
+static void mf_put_download_command(buf *out, const char *id) {
+    const char *at_sign = strchr(id, '@');
+    buf cache = {0};
+    mf_put_hub_cache_path(&cache);
+    buf_printf(out, "hf download %.*s%s%s --cache-dir ", at_sign ? (int)(at_sign - id) : INT_MAX, id,
+               at_sign ? " --revision " : "", at_sign ? at_sign + 1 : "");
+    mf_put_shell_word(out, cache.p);
+    buf_free(&cache);
+}
+
 /* Appends a hub id as the hub cache writes it: "org--name". */
 static void mf_put_repo_name(buf *out, str id) {
     for (size_t i = 0; i < id.n; i++)
@@ -12167,11 +12193,11 @@ static int mf_find_in_hub_cache(const char *id, const char *given_name, char **f
     buf_printf(&path, "/snapshots/%.*s", (int)commit.n, commit.p);
     os_unmap(text);
     *folder = os_is_dir(path.p) ? arena_cstr(memory, buf_view(&path)) : NULL;
+    buf_clear(&path);
+    mf_put_download_command(&path, id);
     if (!*folder)
-        fail(e, TOKA_E_INPUT,
-             "%s%s%s is not in the hub cache %s; get it with: hf download %.*s%s%s",
-             given_name ? given_name : "", given_name ? ": " : "", id, cache.p, (int)repo.n, repo.p,
-             at_sign ? " --revision " : "", at_sign ? at_sign + 1 : "");
+        fail(e, TOKA_E_INPUT, "%s%s%s is not in the hub cache %s; get it with: %s",
+             given_name ? given_name : "", given_name ? ": " : "", id, cache.p, path.p);
     buf_free(&path);
     buf_free(&cache);
     return *folder ? 0 : e->code;
@@ -12498,13 +12524,16 @@ static int mf_open_shards(mf_model *files, st_set *set, st_alias_list **aliases,
     str text, *shards = NULL;
     int n_shards;
     if (mf_has_file(files, single)) return mf_open_shard(files, single, set, aliases, tmp, e);
-    if (!mf_has_file(files, index))
-        return fail(e, TOKA_E_INPUT, "%s: there is no %s and no %s%s%s%s",
-                    files->folder ? files->folder : "embedded", single, index,
-                    mf_has_file(files, "pytorch_model.bin") ? "; pytorch_model.bin is not read"
-                                                            : "",
-                    files->hub_id ? "; get them with: hf download " : "",
-                    files->hub_id ? files->hub_id : "");
+    if (!mf_has_file(files, index)) {
+        buf hint = {0};
+        if (mf_has_file(files, "pytorch_model.bin")) buf_c(&hint, "; pytorch_model.bin is not read");
+        if (files->hub_id) buf_c(&hint, "; get them with: ");
+        if (files->hub_id) mf_put_download_command(&hint, files->hub_id);
+        fail(e, TOKA_E_INPUT, "%s: there is no %s and no %s%.*s",
+             files->folder ? files->folder : "embedded", single, index, STRF(buf_view(&hint)));
+        buf_free(&hint);
+        return e->code;
+    }
     if (mf_map_file(files, index, true, where, &text, e)) return e->code;
     if (st_index_parse(text, where, tmp, &shards, &n_shards, aliases, e)) return e->code;
     for (int i = 0; i < n_shards; i++)
@@ -49398,7 +49427,6 @@ typedef struct hub_access {
     const char *endpoint;          /* such as "https://huggingface.co", without a slash at its end */
     const char *token;             /* NULL: none */
     const char *id, *revision;     /* such as "Qwen/Qwen3-0.6B" and "main"; of a client NULL */
-    const char *download_dir;      /* the cache that a flag names; NULL: the usual one */
     const atomic_int *interrupted; /* not 0: the user wants to end */
     atomic_int failed;             /* not 0: a download failed, so that the others end, too */
 } hub_access;
@@ -49415,6 +49443,20 @@ typedef struct hub_stream { /* a response while it is read */
 
 static bool hub_is_stopped(const hub_access *access) {
     return *access->interrupted || access->failed;
+}
+
+/* Returns the error for curl that cannot be started. err: errno. */
+COLD static int hub_fail_no_curl(const hub_access *access, int err, toka_err *e) {
+    buf id = {0}, command = {0};
+    if (!access->id)
+        return fail(e, TOKA_E_IO, "cannot start curl, which sends requests: %s; install it",
+                    strerror(err));
+    buf_printf(&id, "%s@%s", access->id, access->revision);
+    mf_put_download_command(&command, id.p);
+    fail(e, TOKA_E_IO, "cannot start curl, which downloads models: %s; install it, or get the model "
+         "with: %s", strerror(err), command.p);
+    buf_free(&id), buf_free(&command);
+    return e->code;
 }
 
 /* Starts curl with pipes at its standard input, output and error, and at descriptor 3, from where
@@ -49441,14 +49483,7 @@ static int hub_spawn(hub_stream *stream, int *in_fd, int *body_fd, toka_err *e) 
     }
     if (err) {
         stream->pid = 0;
-        const hub_access *at = stream->access;
-        if (!at->id)
-            return fail(e, TOKA_E_IO, "cannot start curl, which sends requests: %s; install it",
-                        strerror(err));
-        return fail(e, TOKA_E_IO, "cannot start curl, which downloads models: %s; install it, or "
-                    "get the model with: hf download %s --revision %s%s%s", strerror(err), at->id,
-                    at->revision, at->download_dir ? " --cache-dir " : "",
-                    at->download_dir ? at->download_dir : "");
+        return hub_fail_no_curl(stream->access, err, e);
     }
     *in_fd = pipes[0][1];
     *body_fd = pipes[3][1];
@@ -50273,7 +50308,6 @@ static bool hub_has_weights(const char *folder) {
 typedef struct hub_options {
     const char *id, *revision;     /* revision NULL: main */
     const char *nearest;           /* a known id that is almost this one; NULL: none */
-    const char *download_dir;      /* see hub_access */
     bool text_only;                /* without the weights */
     bool confirm;                  /* print a question on the terminal before the download */
     bool quiet;
@@ -50328,7 +50362,6 @@ static int hub_open_repo(hub_repo *repo, const hub_options *options, toka_err *e
                        .access = {.interrupted = options->interrupted}};
     repo->access.id = repo->id;
     repo->access.revision = repo->revision;
-    repo->access.download_dir = options->download_dir;
     if (!mf_is_hub_id(str_c(repo->revision)) || strchr(repo->revision, '/'))
         return fail(e, TOKA_E_USE, "%s is no name of a revision", repo->revision);
     if (!str_starts(url, STR("https://")) && !str_starts(url, STR("http://")))
@@ -54241,22 +54274,52 @@ static int cli_list_cache(const char *cache, arena *memory, char ***list) {
     return n_ids;
 }
 
-/* Appends why a model of the hub cache does not run. Returns whether its download was completed:
- * the folder of snapshots is made at the end. */
-static bool cli_put_why_not(buf *out, const char *id, const toka_err *why) {
+/* Appends the command that downloads a model to the cache that this command uses. */
+static void cli_put_pull_command(buf *out, const cli *flags, const char *id,
+                                 const char *revision) {
+    buf_printf(out, "toka pull %s%s%s", id, revision ? " --revision " : "",
+               revision ? revision : "");
+    if (!flags->download_dir) return;
+    buf_c(out, " --download-dir ");
+    mf_put_shell_word(out, flags->download_dir);
+}
+
+/* Was the download of this model completed? The folder of snapshots is made at its end, without the
+ * weights by commands that need none. */
+static bool cli_is_complete(const char *id) {
+    arena memory = {0};
+    toka_err unused;
     buf path = {0};
+    char *folder;
     mf_put_hub_cache_path(&path);
     buf_c(&path, "/models--"), mf_put_repo_name(&path, str_c(id)), buf_c(&path, "/snapshots");
-    const bool complete = os_is_dir(path.p);
-    if (complete) buf_printf(out, "does not run: %s", why->msg);
-    else buf_printf(out, "to complete it: toka pull %s", id);
+    bool complete = os_is_dir(path.p);
+    if (complete && !mf_find_in_hub_cache(id, NULL, &folder, &memory, &unused)) {
+        buf_clear(&path);
+        buf_printf(&path, "%s/pytorch_model.bin", folder); /* another form, which toka pull leaves */
+        complete = hub_has_weights(folder) || os_is_file(path.p);
+    }
     buf_free(&path);
+    arena_free(&memory);
+    return complete;
+}
+
+/* Appends why a model of the hub cache does not run. Returns whether its download was completed. */
+static bool cli_put_why_not(buf *out, const cli *flags, const char *id, const toka_err *why) {
+    const bool complete = cli_is_complete(id);
+    if (complete) {
+        buf_printf(out, "does not run: %s", why->msg);
+    } else {
+        buf_c(out, "to complete it: ");
+        cli_put_pull_command(out, flags, id, NULL);
+    }
     return complete;
 }
 
 /* Appends the rows of the models that the hub cache has beyond models.txt; -m takes their ids. */
-static int cli_put_cached_models(char **in_cache, int n_ids, const mf_known_model *known,
-                                 int n_known, buf *out, toka_err *e) {
+static int cli_put_cached_models(const cli *flags, char **in_cache, int n_ids,
+                                 const mf_known_model *known, int n_known, buf *out,
+                                 toka_err *e) {
     int code = 0;
     for (int i = 0; i < n_ids && !code; i++) {
         mf_model *model = NULL;
@@ -54267,7 +54330,7 @@ static int cli_put_cached_models(char **in_cache, int n_ids, const mf_known_mode
         if (listed) continue;
         if (mf_open_text(&model, in_cache[i], NULL, NULL, true, &why)) {
             buf_printf(out, "%-33s %-51s ", "-", in_cache[i]);
-            cli_put_why_not(out, in_cache[i], &why);
+            cli_put_why_not(out, flags, in_cache[i], &why);
             buf_char(out, '\n');
             continue;
         }
@@ -54299,7 +54362,7 @@ static int cli_models(const cli *flags, toka_err *e) {
         for (int k = 0; k < n_ids; k++) here = here || !strcmp(in_cache[k], known[i].hub_id);
         code = cli_put_known_model(&known[i], here ? "in the hub cache" : "", &out, e);
     }
-    if (!code) code = cli_put_cached_models(in_cache, n_ids, known, n_known, &out, e);
+    if (!code) code = cli_put_cached_models(flags, in_cache, n_ids, known, n_known, &out, e);
     if (!code) code = cli_write(buf_view(&out), e);
     free(in_cache);
     arena_free(&memory), buf_free(&out), buf_free(&cache);
@@ -54413,16 +54476,20 @@ static const char *cli_nearest_folder(const cli *flags, const char *path) {
     return found;
 }
 
-static int cli_fail_not_here(const cli *flags, const char *id, const char *revision, toka_err *e) {
-    buf cache = {0};
-    suggestion nearest = {.best = cli_nearest_id(flags, id, false)};
-    if (!nearest.best) nearest.best = cli_nearest_folder(flags, flags->open.model);
+/* Returns the error for a model of the hub that is not in the cache. is_text_here: only its weights
+ * are not. */
+static int cli_fail_not_here(const cli *flags, const char *id, const char *revision,
+                             bool is_text_here, toka_err *e) {
+    buf cache = {0}, command = {0};
+    suggestion nearest = {.best = is_text_here ? NULL : cli_nearest_id(flags, id, false)};
+    if (!is_text_here && !nearest.best)
+        nearest.best = cli_nearest_folder(flags, flags->open.model);
     mf_put_hub_cache_path(&cache);
-    fail(e, TOKA_E_INPUT, "%s is not in the hub cache %s; add --download, or run: toka pull %s%s%s"
-         "%s%s", id, cache.p, id, revision ? " --revision " : "", revision ? revision : "",
-         flags->download_dir ? " --download-dir " : "",
-         flags->download_dir ? flags->download_dir : "");
-    buf_free(&cache);
+    cli_put_pull_command(&command, flags, id, revision);
+    fail(e, TOKA_E_INPUT, "%s is %s the hub cache %s%s; add --download, or run: %s", id,
+         is_text_here ? "in" : "not in", cache.p, is_text_here ? " without its weights" : "",
+         command.p);
+    buf_free(&cache), buf_free(&command);
     return suggest_fail(&nearest, "", e);
 }
 
@@ -54444,11 +54511,10 @@ static int cli_get_model(cli *flags, bool text_only, toka_err *e) {
     const bool allowed = flags->hf_repo || flags->download;
     const bool confirm = !allowed && isatty(0) && isatty(2) && !flags->quiet && !hub_is_offline();
     const char *revision = cli_cut_revision(id);
-    if (!allowed && !confirm) return code ? cli_fail_not_here(flags, id, revision, e) : 0;
+    if (!allowed && !confirm) return cli_fail_not_here(flags, id, revision, !code, e);
     hub_options options = {.id = id, .revision = revision, .text_only = text_only,
                            .nearest = cli_nearest_id(flags, id, false), .confirm = confirm,
-                           .download_dir = flags->download_dir, .quiet = flags->quiet,
-                           .interrupted = &cli_interrupted};
+                           .quiet = flags->quiet, .interrupted = &cli_interrupted};
     buf folder = {0};
     code = hub_pull(&options, &folder, e);
     buf_free(&folder);
@@ -54464,8 +54530,7 @@ static int cli_pull(const cli *flags, toka_err *e) {
     arena memory = {0};
     int code = cli_need_words(flags, "pull OWNER/NAME ...", e);
     for (int i = 0; i < flags->words.n_values && !code; i++) {
-        hub_options options = {.download_dir = flags->download_dir, .quiet = flags->quiet,
-                               .interrupted = &cli_interrupted};
+        hub_options options = {.quiet = flags->quiet, .interrupted = &cli_interrupted};
         char *given = arena_cstr(&memory, str_c(flags->words.values[i]));
         buf folder = {0};
         options.revision = cli_cut_revision(given);
@@ -54529,7 +54594,7 @@ static double cli_measure_weights(const mf_config *config, buf *formats) {
 }
 
 /* Appends the row of a model in the hub cache. folder: CACHE/models--OWNER--NAME. */
-static void cli_put_cached_row(buf *out, const char *id, const char *folder) {
+static void cli_put_cached_row(buf *out, const cli *flags, const char *id, const char *folder) {
     static const char *const formats[] = {[TOKA_BF16] = "bf16", [TOKA_F16] = "f16",
                                           [TOKA_F32] = "f32"};
     mf_model *model;
@@ -54538,7 +54603,7 @@ static void cli_put_cached_row(buf *out, const char *id, const char *folder) {
     const double n_bytes = (double)hub_count_bytes(folder);
     const int code = mf_open(&model, id, NULL, NULL, &why);
     if (code) {
-        const char *here = cli_put_why_not(&text, id, &why) ? "yes" : "part";
+        const char *here = cli_put_why_not(&text, flags, id, &why) ? "yes" : "part";
         cli_put_model_row(out, id, n_bytes, here, "-", text.p);
     } else {
         const unsigned dtype = (unsigned)model->weights.embed.dtype;
@@ -54566,7 +54631,7 @@ static int cli_list_models(const cli *flags, toka_err *e) {
         buf_clear(&path);
         buf_printf(&path, "%s/models--", cache.p);
         mf_put_repo_name(&path, str_c(in_cache[i]));
-        cli_put_cached_row(&out, in_cache[i], path.p);
+        cli_put_cached_row(&out, flags, in_cache[i], path.p);
     }
     for (int i = 0; i < n_known && !code; i++) {
         bool here = false;

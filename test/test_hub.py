@@ -559,12 +559,48 @@ def test_download_dir(hub, tmp_path):
     flags = ["--download-dir", str(tmp_path / "models")]
     assert toka(hub, "-hf", ID, "-q", "-p", PROBLEM, *flags).stdout.decode().rstrip().endswith("19.")
     assert not os.path.exists(hub.cache) and len(tree(str(tmp_path / "models"))) == 11
-    other = ["--download-dir", str(tmp_path / "other")]  # the commands that messages advise keep it
-    fails(toka(hub, "-m", ID, "-p", "x", *other), 1, f"run: toka pull {ID} {' '.join(other)}\n")
-    fails(toka(hub, "pull", ID, *other, PATH=str(tmp_path)), 2, f"hf download {ID} --revision main --cache-dir {other[1]}\n")
     assert toka(hub, "-m", ID, "-q", "-p", PROBLEM, TOKA_DOWNLOAD_DIR=flags[1]).returncode == 0
     assert b"- " in toka(hub, "models", *flags).stdout and ID.encode() in toka(hub, "models", *flags).stdout
     assert b" yes " in toka(hub, "list", *flags).stdout and toka(hub, "rm", ID, *flags).returncode == 0
+
+
+def advised(r, status=1):
+    """The command that a message ends with, as `sh` runs it."""
+    fails(r, status)
+    return re.search(r"(?:run|with|complete it): ((?:toka|hf) .*)$", r.stderr.decode())[1]
+
+
+def follow(hub, command, **env):
+    """Runs such a command. `toka` and `hf` are in the path."""
+    path = f"{os.path.dirname(TOKA)}:{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    r = subprocess.run(["sh", "-c", command], capture_output=True, env=environment(hub, PATH=path, **env), timeout=120)
+    assert r.returncode == 0, (command, r.stderr)
+
+
+@pytest.mark.parametrize("name", ["other", "it's a new $(folder)"])
+def test_the_advice_works_as_printed(hub, tmp_path, name):
+    """With a cache that a flag names, also if the cache has the model without its weights."""
+    other = ["--download-dir", str(tmp_path / name)]
+    answers = ["-q", "-m", ID, "-p", PROBLEM, *other]
+    follow(hub, advised(toka(hub, *answers)))
+    want = toka(hub, *answers).stdout
+    assert want.rstrip().endswith(b"19.") and not os.path.exists(hub.cache)
+    shutil.rmtree(other[1])
+    r = subprocess.run([TOKA, "tokenize", "-hf", ID, *other], input=b"Tom has", capture_output=True, env=environment(hub), cwd=ROOT)
+    assert r.returncode == 0  # takes no weights
+    r = toka(hub, *answers)
+    fails(r, 1, f"{ID} is in the hub cache {other[1]} without its weights; add --download, or run: toka pull ")
+    row = next(line for line in toka(hub, "list", *other).stdout.decode().splitlines() if line.startswith(ID))
+    assert " part " in row and row.endswith("to complete it: " + advised(r))
+    follow(hub, advised(r))
+    assert toka(hub, *answers).stdout == want
+    shutil.rmtree(other[1])
+    # without curl: huggingface_hub
+    command = advised(toka(hub, "pull", ID, *other, PATH=str(tmp_path)), 2)
+    assert command.startswith(f"hf download {ID} --revision main --cache-dir ")
+    if huggingface_hub:
+        follow(hub, command)
+        assert toka(hub, *answers).stdout == want
 
 
 def test_list_without_a_cache(hub):

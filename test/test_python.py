@@ -12,6 +12,8 @@ import time
 import numpy as np
 import pytest
 
+from hub import FakeHub, Repo, read_folder
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TOKA = os.path.join(ROOT, "toka")
 LIBRARY = os.path.join(ROOT, "libtoka.so")
@@ -233,6 +235,27 @@ def test_arguments_of_the_command_line(py, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"[^-]\bmodels_file\b") as error:
         py.LLM("lama-3.1-8b")
     assert "--" not in str(error.value)
+
+
+def test_the_advice_works_as_printed(py, tmp_path):
+    """A model of the hub that is not here, or only without its weights: the command that the message names gets it."""
+    pytest.importorskip("huggingface_hub")
+    files = read_folder(f"{ROOT}/test/model")
+    hub, cache = FakeHub(), tmp_path / "a cache"
+    hub.repos["tiny/apples"] = Repo({name: files[name] for name in ("config.json", "tokenizer.json", "tokenizer_config.json")})
+    hub.repos["tiny/apples"].commit(files, "v2")
+    env = {**ENV, "HF_ENDPOINT": hub.url, "PATH": f"{os.path.dirname(sys.executable)}:{ENV['PATH']}"}
+    try:
+        for text in ("tiny/apples@v2 is not in the hub cache", "there is no model.safetensors"):
+            with pytest.raises(ValueError, match=text) as error:
+                py.LLM("tiny/apples", revision="v2", download_dir=cache, device="cpu")
+            command = re.search("with: (hf download .*)$", str(error.value))[1]
+            subprocess.run(command, shell=True, check=True, env=env, cwd="/", capture_output=True)
+            py.LLM("tiny/apples", revision="v2", download_dir=cache, device="cpu").close()
+            for path in cache.glob("*/snapshots/*/model.safetensors"):
+                path.unlink()
+    finally:
+        hub.close()
 
 
 def test_a_closed_model(py):
