@@ -68,6 +68,11 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
+        if path in hub.together:
+            try:
+                hub.together[path].wait()
+            except threading.BrokenBarrierError:
+                pass  # the test sees that the barrier is broken
         cut = hub.cut_after.get(path)
         if cut and hub.cuts_left > 0:
             hub.cuts_left -= 1
@@ -170,6 +175,7 @@ class FakeHub:
         """Nothing goes wrong from now on."""
         self.corrupt, self.cut_after, self.cuts_left, self.hold_after, self.sent = set(), {}, 10**9, None, 0
         self.no_ranges, self.busy_left, self.claimed_size, self.extra_names = False, 0, {}, []
+        self.together = {}  # {path: barrier}: a file is sent when as many were asked for as the barrier has parties
         self.requests.clear()
 
     def close(self):

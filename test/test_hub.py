@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -313,6 +314,17 @@ def test_wrong_bytes_of_an_earlier_download(hub):
         r = toka(hub, "pull", ID)
         assert r.returncode == 0 and read_folder(folder)[blob] == data, r.stderr
         assert not os.path.exists(f"{folder}/{blob}.incomplete")
+
+
+def test_several_files_at_once(hub):
+    """No file is sent before the others were asked for: four small files, then the three files of the weights."""
+    name = "tiny/three"
+    hub.repos[name] = Repo({**hub.repos["tiny/sharded"].commits[hub.repos["tiny/sharded"].refs["main"]], **{n: model_files()[n] for n in USED[1:4]}})
+    small, weights = threading.Barrier(4, timeout=10), threading.Barrier(3, timeout=10)
+    hub.together = {**{n: small for n in USED[:4]}, **{f"model-0000{i}-of-00003.safetensors": weights for i in (1, 2, 3)}}
+    r = toka(hub, "pull", name, timeout=120)
+    assert r.returncode == 0, r.stderr
+    assert not small.broken and not weights.broken
 
 
 def test_two_at_once_load_each_file_once(hub):
