@@ -26664,8 +26664,10 @@ static int cpu_open(toka_device **out, const toka_device_options *options, const
     cpu_size_scratch(dev, &sizes);
     cpu_alloc_buffers(dev, &sizes);
     cpu_alloc_experts(dev, &sizes);
-    snprintf(dev->description, sizeof dev->description, "CPU, %s, %d thread%s", dev->kernels->name,
-             dev->pool.n_threads, dev->pool.n_threads > 1 ? "s" : "");
+    char count[16] = ""; /* of devices; the threads are those of each */
+    if (options->n_devices > 1) snprintf(count, sizeof count, "%d x ", options->n_devices);
+    snprintf(dev->description, sizeof dev->description, "%sCPU, %s, %d thread%s", count,
+             dev->kernels->name, dev->pool.n_threads, dev->pool.n_threads > 1 ? "s" : "");
     if (!dev->error.code && dev->group) cpu_group_join(dev, &dev->error);
     if (dev->error.code) {
         *e = dev->error;

@@ -9,6 +9,7 @@ import urllib.request
 
 import pytest
 
+import model_weights
 from server import Server
 
 TOKA = os.path.join(os.path.dirname(__file__), "..", "toka")
@@ -112,33 +113,53 @@ def free_port():
         return s.getsockname()[1]
 
 
-MODEL = os.path.join(os.path.dirname(TOKA), "test/model")
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A folder of a model with random weights that eight ranks can share: 8 layers, 8 heads."""
+    width, ffn, words = 64, 64, 1024
+    matrices = {"self_attn.q_proj": (width, width), "self_attn.k_proj": (width, width), "self_attn.v_proj": (width, width),
+                "self_attn.o_proj": (width, width), "mlp.gate_proj": (ffn, width), "mlp.up_proj": (ffn, width), "mlp.down_proj": (width, ffn)}
+    layers = [f"model.layers.{i}." for i in range(8)]
+    tensors = [["BF16", [words, width], 0.0, 0.9, ["model.embed_tokens.weight"]],
+               ["BF16", [width], 1.0, 0.1, [f"{at}{norm}_layernorm.weight" for at in layers for norm in ("input", "post_attention")] + ["model.norm.weight"]],
+               *(["BF16", list(shape), 0.0, 0.2, [f"{at}{name}.weight" for at in layers]] for name, shape in matrices.items())]
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": width, "num_attention_heads": 8, "num_key_value_heads": 8,
+              "intermediate_size": ffn, "num_hidden_layers": 8, "vocab_size": words, "max_position_embeddings": 4096, "hidden_act": "silu",
+              "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 1}
+    folder = tmp_path_factory.mktemp("eight")
+    model_weights.write_whole(folder, {"seed": 8, "config": config, "tensors": tensors})
+    return str(folder)
 
 
-@pytest.mark.parametrize("args, said", [
-    (["model=" + MODEL, "pp_size=2", "kv_cache_num_tokens=(4 * 1024)", "use_hydragen=T", "port=PORT", "max_seqs_per_forward=7"],
+@pytest.mark.parametrize("command, said", [
+    ("toka model=MODEL pp_size=8 kv_cache_num_tokens='(4 * 1024)' use_hydragen=T max_seqs_per_forward=7",
      ["use_hydragen=T: shared prefixes are always found", "KV cache 4096 tokens"]),
-    (["serve", MODEL, "--tensor-parallel-size", "2", "--max-model-len", "512", "--swap-space", "16", "--disable-log-requests",
-      "--gpu-memory-utilization", "0.8", "--download-dir", "HERE", "--enable-prefix-caching", "--port", "PORT"],
-     ["--swap-space: ", "--disable-log-requests: ", "--enable-prefix-caching: ", "sequences of 512 tokens"]),
-    (["serve", MODEL, "--host", "0.0.0.0", "--port", "8080"], ["http://0.0.0.0:8080"]),  # a container, as clouds start it
-    (["serve", "--tp", "2", "--model-path", MODEL, "--mem-fraction-static", "0.8", "--context-length", "512", "--host", "127.0.0.1", "--port", "PORT"],
-     ["sequences of 512 tokens"])])
-def test_serves_as_other_engines_are_told_to(tmp_path, args, said):
-    """The commands of Tokasaurus, vLLM and SGLang."""
-    port = 8080 if "8080" in args else free_port()
+    ("toka model=MODEL pp_size=8 kv_cache_num_tokens=8192", ["KV cache 8192 tokens"]),
+    ("toka serve MODEL --tensor-parallel-size 8 --max-model-len 4096 --swap-space 16 --disable-log-requests --gpu-memory-utilization 0.8"
+     " --download-dir HERE --enable-prefix-caching",
+     ["--swap-space: ", "--disable-log-requests: ", "--enable-prefix-caching: ", "sequences of 4096 tokens"]),
+    ("toka serve MODEL --host 0.0.0.0 --port 8080", ["http://0.0.0.0:8080"]),  # a container, as clouds start it
+    ("toka serve --tp 8 --model MODEL", ["sequences of 4096 tokens"]),
+    ("toka serve --model-path MODEL --tp 8 --mem-fraction-static 0.8 --context-length 512 --host 127.0.0.1", ["sequences of 512 tokens"])])
+def test_serves_as_other_engines_are_told_to(tmp_path, model, command, said):
+    """The commands of Tokasaurus, vLLM and SGLang, with eight ranks. Their answer is that of one rank."""
+    port = 8080 if "8080" in command else free_port()
     with socket.socket() as s:
         if s.connect_ex(("127.0.0.1", port)) == 0:
             pytest.skip(f"another program listens on port {port}")
-    args = [arg.replace("PORT", str(port)).replace("HERE", str(tmp_path)) for arg in args]
-    p = subprocess.Popen([TOKA, *args, "--device", "cpu", "--files-dir", "off"], stderr=subprocess.PIPE, text=True)
+    env = {**os.environ, "PATH": f"{os.path.dirname(TOKA)}:{os.environ['PATH']}", "TOKA_DEVICE": "cpu", "TOKA_FILES_DIR": "off", "TOKA_PORT": str(port)}
+    p = subprocess.Popen(["sh", "-c", "exec " + command.replace("MODEL", model).replace("HERE", str(tmp_path))], stderr=subprocess.PIPE, text=True, env=env)
     try:
         head = ""
         while "toka: ready" not in head:
             head += (line := p.stderr.readline())
             assert line, head
         assert not [x for x in said if x not in head], head
-        assert "generated 3 tokens" in toka("ping", f"port={port}", "max_tokens=3", "prompt=Tom has").stderr
+        if "8080" not in command:
+            assert " on 8 x CPU, " in head, head
+        answer = toka("ping", f"port={port}", "max_tokens=3", "prompt=Tom has")
+        assert answer.stdout == toka("-m", model, "--raw", "-p", "Tom has", "-n", "3", "--temp", "0", "--device", "cpu").stdout != ""
+        assert "generated 3 tokens" in answer.stderr
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/ping", timeout=30) as health:
             assert health.status == 200
     finally:
