@@ -270,6 +270,95 @@ def test_a_closed_model(py):
     model.close()  # a second time
 
 
+LONG = dict(max_tokens=900, ignore_eos=True, seed=1)
+
+
+def is_mapped(path):
+    with open("/proc/self/maps") as f:
+        return path in f.read()
+
+
+def test_close_ends_a_stream(py, tmp_path):
+    """Also one that nobody reads, and several; the tokens that are there come before the exception. Nothing stays behind."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        (folder / name).write_bytes(open(f"{ROOT}/test/model/{name}", "rb").read())
+    n_threads, want = threading.active_count(), None
+    for _ in range(3):
+        model = py.LLM(folder, device="cpu")
+        want = want or [p.token_id for p in model.stream("Tom has", py.SamplingParams(**LONG))]
+        assert is_mapped(f"{folder}/model.safetensors")
+        stream, other, unread = (model.stream("Tom has", py.SamplingParams(n=20, **LONG)) for _ in range(3))
+        got = [next(x) for x in (other, unread, stream)][2:]
+        model.close()
+        assert not is_mapped(str(folder)) and threading.active_count() == n_threads
+        with pytest.raises(ValueError, match="this LLM is closed"):
+            for piece in stream:
+                got.append(piece)
+        first = [piece.token_id for piece in got if piece.index == 0]
+        assert first == want[:len(first)] and len(got) < 20 * len(want) and list(stream) == []
+        other.close()
+        del unread
+    # one that has ended is whole
+    with py.LLM(folder, device="cpu") as model:
+        short = model.stream("Tom has", py.SamplingParams(**{**LONG, "max_tokens": 3}))
+        next(short)
+        time.sleep(0.3)
+    assert [p.token_id for p in short] == want[1:3]
+
+
+def test_close_ends_calls_of_other_threads(py):
+    """generate(), embed(), and a thread that waits for the next token of a stream raise ValueError; close() waits for a score()."""
+    model, errors, begun = py.LLM(f"{ROOT}/test/model", device="cpu"), {}, threading.Barrier(5)
+
+    def catch(name, call):
+        begun.wait()
+        try:
+            call()
+        except Exception as error:
+            errors[name] = (type(error), str(error))
+
+    calls = {"generate": lambda: model.generate(["Tom has"] * 50, py.SamplingParams(n=50, **LONG)),
+             "embed": lambda: model.embed(["Tom has " * 200] * 2000),
+             "stream": lambda: list(model.stream("Tom has", py.SamplingParams(**LONG))),
+             "score": lambda: errors.update(score=model.score(model.encode("Tom has " * 250)).shape[0] > 500)}
+    threads = [threading.Thread(target=catch, args=item) for item in calls.items()]
+    for thread in threads:
+        thread.start()
+    begun.wait()
+    time.sleep(0.5)
+    model.close()
+    for thread in threads:
+        thread.join(20)
+    closed = (ValueError, "this LLM is closed")
+    assert errors == {"generate": closed, "embed": closed, "stream": closed, "score": True}
+
+
+@pytest.mark.parametrize("code, printed", [
+    ("model.generate(['Tom has'] * 500, LONG)", "closed\n"), ("list(model.stream('Tom has', LONG))", "closed\n"),
+    ("while True: model.score(model.encode('Tom has ' * 250))", "closed\n"),
+    ("stream = model.stream('Tom has', LONG); next(stream); stop()", "closed\n"),
+    ("stream = model.stream('Tom has', LONG); next(stream); sys.exit()", ""),  # the stream is alive when Python ends
+    ("threading.Thread(target=model.generate, args=(['Tom has'] * 500, LONG), daemon=True).start(); sys.stderr = open(os.devnull, 'w')", "")])
+def test_close_in_a_signal_handler_and_at_the_end(py, code, printed):
+    program = f"""
+import os, signal, sys, threading, time
+from toka import LLM, SamplingParams
+model, LONG = LLM(device="cpu"), SamplingParams(**{LONG}, n=20)
+def stop(*_):
+    model.close()
+    print("closed", flush=True)
+    sys.exit()
+signal.signal(signal.SIGALRM, stop)
+model.generate("x", SamplingParams(max_tokens=1))
+signal.setitimer(signal.ITIMER_REAL, 0.6)
+{code}
+"""
+    r = subprocess.run([sys.executable, "-c", program], env={**ENV, "PYTHONPATH": f"{ROOT}/test"}, capture_output=True, text=True, timeout=30)
+    assert (r.returncode, r.stdout, r.stderr) == (0, printed, "")
+
+
 def test_streams_and_threads(py, llm):
     params = py.SamplingParams(n=2, seed=3, max_tokens=20)
     want = [o.text for o in llm.generate("Tom has", params)[0].outputs]

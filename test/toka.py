@@ -3,7 +3,7 @@
 
 Copy this file and libtoka.so (`./build.sh lib`) into one folder; only numpy is needed. All prompts of a call run together, with
 shared prefixes. Token ids and log-probabilities are numpy arrays. Errors are exceptions; Ctrl-C ends the requests and raises
-KeyboardInterrupt.
+KeyboardInterrupt. close() ends requests that run: then their streams and calls raise ValueError.
 
     from toka import LLM, SamplingParams
     llm = LLM("Qwen/Qwen3-0.6B")                     # a folder, or a model in the hub cache: toka pull Qwen/Qwen3-0.6B
@@ -13,6 +13,7 @@ KeyboardInterrupt.
         print(piece.text, end="", flush=True)
 """
 import array
+import atexit
 import contextlib
 import ctypes as C
 import difflib
@@ -24,6 +25,7 @@ import random
 import re
 import sys
 import threading
+import weakref
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -88,6 +90,8 @@ _EVENT_FN = C.CFUNCTYPE(C.c_int, C.c_void_p, C.POINTER(_Event))
 _ADD_SPECIAL, _PARSE_SPECIAL, _SKIP_SPECIAL = 1, 2, 4
 _JSON_SCHEMA, _JSON_OBJECT, _CHOICE, _REGEX, _GBNF = 1, 2, 3, 4, 5
 _FINISH = [None, "stop", "length", "abort", "error"]
+_ABORT = _FINISH.index("abort")
+_CLOSED = "this LLM is closed"
 
 
 def _load():
@@ -404,6 +408,8 @@ class LLM:
 
     def __init__(self, model=None, *, enable_prefix_caching=True, num_threads=0, seed=None, revision=None, download_dir=None,
                  **options):
+        # _changed guards these: the threads that are in a call of the library, and the callback of each request that runs
+        self._changed, self._users, self._running, self._closed = threading.Condition(), [], {}, False
         o, err = _lib.toka_options_default(), _Err()
         if seed is not None and (isinstance(seed, bool) or not hasattr(seed, "__index__")):
             raise ValueError(f"seed: {seed!r}, expected a whole number")
@@ -426,21 +432,45 @@ class LLM:
         self._open = C.c_void_p()
         with _hub_cache(download_dir):
             _check(_lib.toka_open(C.byref(self._open), C.byref(o), C.byref(err)), err)
-        info = _lib.toka_get_info(self._t)
+        _open_models.add(self)
+        info = _lib.toka_get_info(self._open)
         self.info = {name: v.decode() if isinstance(v := getattr(info, name), bytes) else v for name, _ in _Info._fields_}
 
-    @property
-    def _t(self):
-        if not self._open:
-            raise ValueError("this LLM is closed")
-        return self._open
+    @contextlib.contextmanager
+    def _use(self):
+        """The handle, for a call of the library. Once the LLM is closed, the last call that ends frees the model."""
+        with self._changed:
+            if self._closed:
+                raise ValueError(_CLOSED)
+            self._users.append(threading.get_ident())
+        try:
+            yield self._open
+        finally:
+            with self._changed:
+                self._users.remove(threading.get_ident())
+                self._free_if_unused()
+
+    def _free_if_unused(self):
+        if self._closed and self._open and not self._users:
+            _lib.toka_close(self._open)
+            self._open = C.c_void_p()
+            self._running.clear()
+            self._changed.notify_all()
 
     def close(self):
-        if getattr(self, "_open", None):
-            _lib.toka_close(self._open)
-            self._open = None
+        """Frees the model, and cancels the requests that run: after the tokens that are there, their streams raise ValueError, as
+        generate() does on another thread. Waits until other threads have left the library; a score() goes on to its end."""
+        with self._changed:
+            self._closed = True
+            self._cancel(self._running)
+            self._free_if_unused()
+            # in a signal handler this thread may be in a call itself, which then frees the model
+            while self._open and threading.get_ident() not in self._users:
+                self._changed.wait()
 
-    __del__ = close
+    def __del__(self):
+        if getattr(self, "_open", None):
+            self.close()
 
     def __enter__(self):
         return self
@@ -453,23 +483,24 @@ class LLM:
     def encode(self, text, add_special_tokens=True):
         data, out, n, err = text.encode(), _IDS(), C.c_size_t(), _Err()
         flags = _PARSE_SPECIAL | (_ADD_SPECIAL if add_special_tokens else 0)
-        _check(_lib.toka_encode(self._t, data, len(data), flags, C.byref(out), C.byref(n), C.byref(err)), err)
+        with self._use() as model:
+            _check(_lib.toka_encode(model, data, len(data), flags, C.byref(out), C.byref(n), C.byref(err)), err)
         ids = np.ctypeslib.as_array(out, (n.value,)).copy() if n.value else np.empty(0, np.int32)
         _free(out)
         return ids
 
     def decode(self, token_ids, skip_special_tokens=False):
-        ids, err = _ids([int(i) for i in token_ids]), _Err()
-        return self._text(lambda out, n: _lib.toka_decode(self._t, ids, len(ids), _SKIP_SPECIAL if skip_special_tokens else 0, out, n, C.byref(err)), err)
+        ids, flags = _ids([int(i) for i in token_ids]), _SKIP_SPECIAL if skip_special_tokens else 0
+        return self._text(_lib.toka_decode, ids, len(ids), flags)
 
     def apply_chat_template(self, messages, add_generation_prompt=True, **arguments):
         context = json.dumps({"messages": messages, "add_generation_prompt": add_generation_prompt, **arguments}).encode()
-        err = _Err()
-        return self._text(lambda out, n: _lib.toka_apply_chat_template(self._t, context, len(context), None, out, n, C.byref(err)), err)
+        return self._text(_lib.toka_apply_chat_template, context, len(context), None)
 
-    def _text(self, call, err):
-        out, n = C.c_void_p(), C.c_size_t()
-        _check(call(C.byref(out), C.byref(n)), err)
+    def _text(self, function, *arguments):
+        out, n, err = C.c_void_p(), C.c_size_t(), _Err()
+        with self._use() as model:
+            _check(function(model, *arguments, C.byref(out), C.byref(n), C.byref(err)), err)
         text = C.string_at(out, n.value).decode(errors="replace")
         _free(out)
         return text
@@ -483,7 +514,8 @@ class LLM:
         token_ids = data_1
         ids, err = _ids([int(i) for i in token_ids]), _Err()
         logprobs = np.empty(len(ids), np.float32)
-        _check(_lib.toka_score(self._t, ids, len(ids), logprobs.ctypes.data_as(_FLOATS), C.byref(err)), err)
+        with self._use() as model:
+            _check(_lib.toka_score(model, ids, len(ids), logprobs.ctypes.data_as(_FLOATS), C.byref(err)), err)
         return logprobs
 
     def _score_pairs(self, queries, documents):
@@ -509,7 +541,8 @@ class LLM:
         held = [ids]
         r.ids, r.n_ids = np.ascontiguousarray(ids).ctypes.data_as(_IDS), len(ids)
         if params is None:
-            _lib.toka_request_model_defaults(self._t, C.byref(r))
+            with self._use() as model:
+                _lib.toka_request_model_defaults(model, C.byref(r))
             return r, held, ids, [r.sampling.stop[i].decode() for i in range(r.sampling.n_stop)]
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params: {params!r}, expected SamplingParams or None")
@@ -532,39 +565,66 @@ class LLM:
         s.bias_ids, s.bias_values, s.n_bias = _ids([int(i) for i in bias]), (C.c_float * len(bias))(*bias.values()), len(bias)
         if params.bad_words:
             texts = (_TEXT * len(params.bad_words))(*(word.encode() for word in params.bad_words))
-            held.append(_Owned(_lib.toka_words_new, _lib.toka_words_del, self._t, texts, len(texts)))
+            with self._use() as model:
+                held.append(_Owned(_lib.toka_words_new, _lib.toka_words_del, model, texts, len(texts)))
             s.bad_words = held[-1].pointer
         if params.structured_outputs is not None:
-            held.append(params.structured_outputs._compile(self._t))
+            with self._use() as model:
+                held.append(params.structured_outputs._compile(model))
             s.constraint = held[-1].pointer
         return r, held, ids, stops
 
     def _submit(self, r, held, callback):
         number, err = C.c_int64(), _Err()
-        code = _lib.toka_submit(self._t, C.byref(r), callback, None, C.byref(number), C.byref(err))
+        with self._changed, self._use() as model:
+            code = _lib.toka_submit(model, C.byref(r), callback, None, C.byref(number), C.byref(err))
+            if not code:
+                self._running[number.value] = callback
         held.clear()
         _check(code, err)
         return number.value
 
-    def _drive(self, numbers):
-        """Runs the engine on another thread, so that Ctrl-C reaches this one; then the requests are cancelled."""
-        model, err, code = self._t, _Err(), []
-        ended = threading.Event()  # not join: if Ctrl-C interrupts that, Python may call a running thread ended
+    def _cancel(self, numbers):
+        with self._changed:
+            for number in numbers if self._open else ():
+                _lib.toka_cancel(self._open, number)
 
+    def _forget(self, numbers):
+        """The requests have ended. If the LLM was closed before, they may not have: then freeing the model ends them."""
+        with self._changed:
+            for number in () if self._closed else numbers:
+                del self._running[number]
+
+    def _run(self, then):
+        """Runs the engine on another thread until all requests have ended; there calls then(None), or then(exception)."""
         def run():
-            code.append(_lib.toka_run(model, 0, C.byref(err)))
-            ended.set()
+            err = _Err()
+            try:
+                with self._use() as model:
+                    code = _lib.toka_run(model, 0, C.byref(err))
+                _check(code, err)
+            except Exception as error:
+                return then(error)
+            then(None)
 
-        threading.Thread(target=run, daemon=True).start()
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        return thread
+
+    def _drive(self, numbers):
+        """Runs the engine so that Ctrl-C reaches this thread; then the requests are cancelled."""
+        ended, errors = threading.Event(), []  # not join: if Ctrl-C interrupts that, Python may call a running thread ended
+        self._run(lambda error: (errors.append(error), ended.set()))
         try:
             while not ended.wait(0.05):
                 pass
         finally:
             if not ended.is_set():
-                for number in numbers:
-                    _lib.toka_cancel(self._t, number)
+                self._cancel(numbers)
             ended.wait()
-        _check(code[0], err)
+            self._forget(numbers)
+        if errors[0]:
+            raise errors[0]
 
     @staticmethod
     def _list(prompts):
@@ -577,12 +637,14 @@ class LLM:
     def _run_all(self, requests, begin):
         """Runs requests of _request together; if one is refused, none runs. begin(request, stops) returns what becomes the
         result, and the function that takes an event; _run_all returns these with the prompts' ids."""
-        numbers, jobs = [], []
+        numbers, jobs, aborted = [], [], False
         try:
             for r, held, ids, stops in requests:
                 result, take = begin(r, stops)
 
                 def on_event(_, event, take=take):
+                    nonlocal aborted
+                    aborted |= event.contents.finish == _ABORT
                     take(event.contents)
                     return 0
 
@@ -590,11 +652,12 @@ class LLM:
                 jobs.append((ids, result, callback))
                 numbers.append(self._submit(r, held, callback))
         except BaseException:
-            for number in numbers:
-                _lib.toka_cancel(self._t, number)
+            self._cancel(numbers)
             self._drive(numbers)
             raise
         self._drive(numbers)
+        if aborted:
+            raise ValueError(_CLOSED)
         return [job[:2] for job in jobs]
 
     def generate(self, prompts, sampling_params=None, use_tqdm=False, *, _parse_only=False):
@@ -632,7 +695,8 @@ class LLM:
         prompts, err = self._list(prompts), _Err()
 
         def begin(r, stops):
-            _check(_lib.toka_request_embedding(self._t, C.byref(r), C.byref(err)), err)
+            with self._use() as model:
+                _check(_lib.toka_request_embedding(model, C.byref(r), C.byref(err)), err)
             r.dimensions = r.dimensions if dimensions is None else dimensions
             vectors = []
 
@@ -653,35 +717,42 @@ class LLM:
 
     def stream(self, prompt, sampling_params=None, *, _parse_only=False):
         """Yields a StreamOutput for each token of one prompt, as it comes. Leaving the loop ends the request."""
-        model, events, err = self._t, queue.Queue(), _Err()
+        events = queue.Queue()  # tokens; an exception; None at the end
         r, held, _, _ = self._request(prompt, sampling_params, _parse_only)
 
         def on_event(_, event):
             e = event.contents
-            if e.sample >= 0:
+            if e.finish == _ABORT:
+                events.put(ValueError(_CLOSED))
+            elif e.sample >= 0:
                 text = C.string_at(e.text, e.text_bytes).decode(errors="replace") if e.text_bytes else ""
                 events.put(StreamOutput(e.sample, text, e.id, e.logprob, _FINISH[e.finish]))
             return 0
 
-        callback = _EVENT_FN(on_event)
-        number = self._submit(r, held, callback)
-
-        def run():
-            events.put(_lib.toka_run(model, 0, C.byref(err)))
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
+        number = self._submit(r, held, _EVENT_FN(on_event))
+        thread = self._run(events.put)
         try:
-            while not isinstance(event := events.get(), int):
+            while (event := events.get()) is not None:
+                if isinstance(event, Exception):
+                    raise event
                 yield event
-            _check(event, err)
         finally:
-            if self._open:
-                _lib.toka_cancel(model, number)
+            self._cancel([number])
             thread.join()
+            self._forget([number])
 
     def chat_stream(self, messages, sampling_params=None, **arguments):
         return self.stream(self.apply_chat_template(messages, **arguments), sampling_params, _parse_only=True)
 
     def get_tokenizer(self):
         return self  # it has encode, decode and apply_chat_template
+
+
+_open_models = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all():
+    """Before Python ends, since a thread in the library could not return to it later."""
+    for model in list(_open_models):
+        model.close()
