@@ -26291,7 +26291,7 @@ static int cpu_check_options(const toka_device_options *options, const toka_shap
                     tp_size);
     if (options->bf16 && !cpu_bf16_kernels())
         return fail(e, TOKA_E_DEVICE,
-                    "CPU backend: dtype bfloat16 needs a CPU with AVX512_BF16, this one has %s",
+                    "dtype: bfloat16 needs a CPU with AVX512_BF16, this one has %s",
                     cpu_kernel_sets[cpu_n_kernel_sets() - 1].name);
     return 0;
 }
@@ -50364,6 +50364,7 @@ static int hub_open_repo(hub_repo *repo, const hub_options *options, toka_err *e
                        .access = {.interrupted = options->interrupted}};
     repo->access.id = repo->id;
     repo->access.revision = repo->revision;
+    if (!*repo->revision) return fail(e, TOKA_E_USE, "%s@: the revision is empty", repo->id);
     if (!mf_is_hub_id(str_c(repo->revision)) || strchr(repo->revision, '/'))
         return fail(e, TOKA_E_USE, "%s is no name of a revision", repo->revision);
     if (!str_starts(url, STR("https://")) && !str_starts(url, STR("http://")))
@@ -50576,8 +50577,9 @@ static int client_fail_status(hub_stream *stream, toka_err *e) {
     const json *root = json_parse(&memory, buf_view(&text), run_limits, &unused);
     const str message = json_str(json_get(json_get(root, "error"), "message"));
     const bool is_request = stream->status / 100 == 4 && stream->status != 429;
-    fail(e, is_request ? TOKA_E_USE : TOKA_E_IO, "%s: status %d%s%.*s", stream->access->endpoint,
-         stream->status, message.n ? ": " : "", STRF(message));
+    fail(e, is_request ? TOKA_E_USE : TOKA_E_IO, "%s: status %d%s%.*s%s", stream->access->endpoint,
+         stream->status, message.n ? ": " : "", STRF(message),
+         stream->status == 401 ? "; the key that is sent is TOKA_API_KEY, else OPENAI_API_KEY" : "");
     arena_free(&memory);
     buf_free(&text);
     return e->code;
@@ -52264,7 +52266,7 @@ static const char cli_commands[] =
     "  toka COMMAND --help     how that command is used; --help-all: all its flags, and no others\n";
 
 /* Returns the line of cli_commands for the command with these words. */
-static str cli_find_summary(int n_words, char **words) {
+static str cli_find_summary(int n_words, const char *const *words) {
     str all = str_c(cli_commands), line;
     buf prefix = {0};
     buf_c(&prefix, "  toka");
@@ -52386,7 +52388,7 @@ static void cli_put_notes(buf *out, unsigned command) {
 
 /* Appends the names of the manual pages; for a command only that of its own page. Returns false if
  * there is none. */
-static bool cli_put_pages(buf *out, int n_words, char **words) {
+static bool cli_put_pages(buf *out, int n_words, const char *const *words) {
     const size_t before = out->n;
     size_t line = out->n; /* the beginning of the line */
     for (int i = 0; i < COUNT(help_pages); i++) {
@@ -52408,7 +52410,8 @@ static bool cli_put_pages(buf *out, int n_words, char **words) {
 
 /* Prints the help of a command, or of the program if n_words is 0. all: with every flag; else with
  * those used most. */
-static int cli_help(bool all, unsigned command, int n_words, char **words, toka_err *e) {
+static int cli_help(bool all, unsigned command, int n_words, const char *const *words,
+                    toka_err *e) {
     buf out = {0};
     buf_printf(&out, "toka %s - a high-throughput LLM inference engine in one C file\n\n",
                TOKA_VERSION);
@@ -52435,6 +52438,13 @@ static int cli_help(bool all, unsigned command, int n_words, char **words, toka_
 
 /* ---- Reading flags ---- */
 
+/* Is the flag's value the name of a file, a folder or a model? */
+static bool cli_takes_name(const cli_flag *flag) {
+    const str kind = str_c(flag->value_name);
+    return str_starts(kind, STR("FILE")) || str_is(kind, "DIR") || str_is(kind, "MODEL") ||
+           str_is(kind, "ID") || str_is(kind, "REV");
+}
+
 /* Parses a flag's value and sets its field. name: the name of the flag in error messages. */
 static int cli_set_flag(cli *flags, const cli_flag *flag, const char *value, const char *name,
                         toka_err *e) {
@@ -52443,7 +52453,11 @@ static int cli_set_flag(cli *flags, const cli_flag *flag, const char *value, con
     flags->typed[flag - cli_flags] = arena_cstr(flags->memory, str_c(name));
     switch (flag->type) {
     case CLI_BOOL: *(bool *)(void *)field = true; return 0;
-    case CLI_TEXT: memcpy(field, &value, sizeof value); return 0;
+    case CLI_TEXT:
+        if (!*value && cli_takes_name(flag))
+            return fail(e, TOKA_E_USE, "%s: the value is empty", name);
+        memcpy(field, &value, sizeof value);
+        return 0;
     case CLI_LIST: {
         cli_list *list = (cli_list *)(void *)field;
         if (list->n_values == CLI_MAX_LIST)
@@ -52565,12 +52579,9 @@ static bool cli_name_first(const cli_flag *flag, const char *typed, toka_err *e)
  * "-m DIR: DIR/config.json: ..". */
 static void cli_name_value(const cli *flags, int i, toka_err *e) {
     const cli_flag *flag = &cli_flags[i];
-    const str kind = str_c(flag->value_name);
     const char *value;
     buf head = {0};
-    if (!str_starts(kind, STR("FILE")) && !str_is(kind, "DIR") && !str_is(kind, "MODEL") &&
-        !str_is(kind, "ID") && !str_is(kind, "REV"))
-        return;
+    if (!cli_takes_name(flag)) return;
     memcpy(&value, (const char *)flags + flag->offset, sizeof value);
     const size_t n = value ? strlen(value) : 0;
     if (!n || strncmp(e->msg, value, n) || !strchr(": /", e->msg[n])) return;
@@ -52791,6 +52802,7 @@ static int cli_take_model_word(cli *flags, toka_err *e) {
         return fail(e, TOKA_E_USE, "%s: a second model, after that of --model or --hf-repo",
                     flags->words.values[0]);
     flags->open.model = flags->words.values[0];
+    if (!*flags->open.model) return fail(e, TOKA_E_USE, "the name of the model is empty");
     if (flags->words.n_values < 2) return 0;
     if (flags->prompt || flags->file)
         return fail(e, TOKA_E_USE, "%s: a second prompt, after that of --prompt or --file",
@@ -53135,6 +53147,14 @@ static void cli_set_sampling(const cli *flags, const toka *t, toka_request *requ
     if (flags->stop.n_values)
         sampling->stop = flags->stop.values, sampling->n_stop = flags->stop.n_values;
     request->n = flags->samples;
+}
+
+/* Checks the sampling flags before the first request. t NULL: a server checks them. */
+static int cli_check_sampling(const cli *flags, const toka *t, toka_err *e) {
+    toka_request request = toka_request_default();
+    if (!t) return 0;
+    cli_set_sampling(flags, t, &request);
+    return samp_check(&request.sampling, t->shape.V, e);
 }
 
 /* Renders the chat template. messages: the elements of the JSON array, without its brackets. tools:
@@ -53643,27 +53663,29 @@ static int cli_talk_set(cli_talk *talk, const char *rest, toka_err *e) {
                                         "max-tokens", "min-tokens"};
     char typed[40] = "", value[80] = "", shown[40], name[48];
     cli before = talk->flags;
-    toka_request request = toka_request_default();
     suggestion nearest;
     const bool given = sscanf(rest, "%39[^= \t\n]%*[= \t\n]%79s", typed, value) == 2;
     strcpy(shown, typed);
     for (char *c = typed; *c; c++) *c = *c == '_' ? '-' : *c;
     if (!strcmp(typed, "temperature")) strcpy(typed, "temp");
     nearest = (suggestion){.typed = str_c(typed)};
+    suggest_try(&nearest, "temperature");
     bool known = false;
     for (int i = 0; i < COUNT(names); i++) {
         known = known || !strcmp(typed, names[i]);
         suggest_try(&nearest, names[i]);
     }
-    if (!given || !known) {
-        fail(e, TOKA_E_USE, "/set NAME VALUE, as --temp and the other flags for sampling");
-        return known ? e->code : suggest_fail(&nearest, "/set ", e);
+    if (*typed && !known) {
+        fail(e, TOKA_E_USE, "/set %s: no name of a flag for sampling", shown);
+        return suggest_fail(&nearest, "/set ", e);
     }
+    if (!given)
+        return fail(e, TOKA_E_USE, "/set %s VALUE, as --temp and the other flags for sampling",
+                    *shown ? shown : "NAME");
     snprintf(name, sizeof name, "--%s", typed);
     const cli_flag *flag = cli_find_flag(name, strlen(name));
     if (cli_set_flag(&talk->flags, flag, value, shown, e)) return e->code;
-    if (talk->toka) cli_set_sampling(&talk->flags, talk->toka, &request);
-    const int code = talk->toka ? samp_check(&request.sampling, talk->toka->shape.V, e) : 0;
+    const int code = cli_check_sampling(&talk->flags, talk->toka, e);
     if (code) {
         cli_name_flags(&talk->flags, e);
         talk->flags = before;
@@ -53786,7 +53808,7 @@ static int cli_chat(const cli *flags, toka *t, client *server, const char *model
     cli_talk talk = {.flags = *flags, .toka = t, .server = server, .model = model};
     int refused = 0, code = 0;
     /* now, not after the user has typed a line */
-    if (t && lib_require_template(t, e)) return e->code;
+    if ((t && lib_require_template(t, e)) || cli_check_sampling(flags, t, e)) return e->code;
     if (flags->system) api_put_text_message(&talk.system, "system", str_c(flags->system));
     if (terminal) talk.flags.quiet = flags->quiet || !flags->verbose;
     if (terminal) cli_load_history(&talk.editor);
@@ -54518,6 +54540,8 @@ static int cli_get_model(cli *flags, bool text_only, toka_err *e) {
                            .nearest = cli_nearest_id(flags, id, false), .confirm = confirm,
                            .quiet = flags->quiet, .interrupted = &cli_interrupted};
     buf folder = {0};
+    if (!options.nearest && !flags->hf_repo)
+        options.nearest = cli_nearest_folder(flags, flags->open.model);
     code = hub_pull(&options, &folder, e);
     buf_free(&folder);
     return code;
@@ -55295,18 +55319,24 @@ static int cli_fail_unknown_command(const char *first, const char *second, bool 
     return suggest_fail(&nearest, is_bench ? "toka bench " : is_page ? "toka help " : "toka ", e);
 }
 
+/* Prints the help of a command; NULL: of toka. */
+static int cli_help_command(bool all, const cli_command *command, toka_err *e) {
+    if (!command) return cli_help(all, FOR_ANY, 0, NULL, e);
+    const char *const words[] = {command->name, command->second_name};
+    return cli_help(all, command->for_bit, words[1] ? 2 : 1, words, e);
+}
+
 /* Runs toka help, toka help COMMAND, toka help PAGE and toka bench --help. words: the n_words words
  * after "help". */
 static int cli_help_for(bool all, int n_words, char **words, toka_err *e) {
-    if (!n_words || words[0][0] == '-') return cli_help(all, FOR_ANY, 0, NULL, e);
+    if (!n_words || words[0][0] == '-') return cli_help_command(all, NULL, e);
     const help_page *page = n_words == 1 ? help_find_page(words[0]) : NULL;
     if (page) return cli_write(str_c(page->text), e);
     const char *second = n_words > 1 ? words[1] : "";
     const cli_command *command = cli_find_command(words[0], second);
     const bool is_bench = !strcmp(words[0], "bench") && !*second;
-    if (is_bench) return cli_help(all, FOR_ANY, 0, NULL, e);
-    if (!command) return cli_fail_unknown_command(words[0], second, true, NULL, e);
-    return cli_help(all, command->for_bit, command->second_name ? 2 : 1, words, e);
+    if (!command && !is_bench) return cli_fail_unknown_command(words[0], second, true, NULL, e);
+    return cli_help_command(all, command, e);
 }
 
 /* Takes vLLM's and llama.cpp's names of types, too. */
@@ -55367,7 +55397,7 @@ static int cli_run_args(const cli_command *command, int n_words, int argc, char 
     flags.max_words = cli_max_words(command);
     int code = cli_parse(&flags, bit, argc - 1 - n_words, argv + 1 + n_words, e);
     if (!code && (flags.help || flags.help_all))
-        code = cli_help(flags.help_all, command ? bit : FOR_ANY, n_words, argv + 1, e);
+        code = cli_help_command(flags.help_all, command, e);
     else if (!code)
         code = flags.version ? cli_version(e) : cli_run_parsed(&flags, command, e);
     if (code) cli_name_flags(&flags, e);

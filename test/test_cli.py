@@ -433,6 +433,8 @@ def test_help_of_a_command():
     page = toka("help", "plan").stdout.decode()
     assert "--gpu-price" in toka(*re.search(r"- All flags: toka (.*)\.$", page, re.M)[1].split()).stdout.decode()
     assert toka("help").stdout == toka("--help").stdout
+    ping = subprocess.run([os.path.join(ROOT, "toka-ping"), "--help"], capture_output=True).stdout
+    assert toka("ping", "--help").stdout == ping != b"" and toka("test/model", "--help").stdout == toka("run", "--help").stdout != toka("--help").stdout
 
 
 def test_devices():
@@ -687,6 +689,8 @@ def test_text_needs_no_config(tmp_path, config):
     (["-p", "a", "--dtype", "fp16"], "--dtype fp16: toka computes in"), (["formts"], "did you mean toka help formats?"),
     (["-p", "a", "--kv-tokens", "99999999999999"], "--kv-tokens: CPU backend: no memory"), (["serve", "--admin-key", ""], "--admin-key: it is empty"),
     (["pull", "a/b", "--revision", "c d"], "--revision c d is no name of a revision"),
+    (["pull", "a/b@"], "toka: a/b@: the revision is empty"), (["-m", "", "-p", "x"], "-m: the value is empty"), (["model="], "model: the value is empty"),
+    (["serve", ""], "the name of the model is empty"), (["chat", "--temp", "-1"], "--temp: -1, expected 0 or more"),
     (["news"], "did you mean toka help news?"), (["--config", "README.md"], "--config README.md: not a JSON object"),
 ])
 def test_wrong_arguments_give_one_sentence(args, words):

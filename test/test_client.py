@@ -236,6 +236,9 @@ def test_bad_addresses_and_flags(fake):
     assert toka("-p", "x", "--base-url", "http://127.0.0.1:1").returncode == 2
     r = toka("-p", "x", "--base-url", fake.url, "--max-num-seqs", "3")
     assert r.returncode == 1 and "--max-num-seqs goes without --base-url" in r.stderr
+    fake.answer = 401, b'{"error": {"message": "no key"}}'
+    assert "status 401: no key; the key that is sent is TOKA_API_KEY, else OPENAI_API_KEY" in toka("-p", "x", "-m", "m", "--base-url", fake.url).stderr
+    fake.seen.clear()
     r = toka("-p", "x", "--base-url", fake.url, PATH="/nowhere")
     assert r.returncode == 2 and "cannot start curl" in r.stderr and "hf download" not in r.stderr
     assert fake.seen == []

@@ -477,6 +477,8 @@ def test_models_that_toka_does_not_run(hub):
 def test_model_flag_asks_first(hub):
     fails(toka(hub, "-m", ID, "-p", "x"), 1, f"tiny/apples is not in the hub cache {hub.cache}; add --download, or run: toka pull tiny/apples")
     assert not hub.requests
+    for args in (["-m", "test/modle", "--download", "-p", "x"], ["model=test/modle"]):  # almost a folder
+        fails(toka(hub, *args), 1, "test/modle is not on ", "did you mean test/model?")
     r = toka(hub, "-m", ID, "--download", "-q", "-p", PROBLEM)
     assert r.stdout.decode().rstrip().endswith("19.")
     assert toka(hub, "-q", "-m", ID, "-p", PROBLEM).stdout == r.stdout
