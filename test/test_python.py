@@ -199,7 +199,18 @@ def test_wrong_arguments(py, llm):
                              (lambda: llm.generate({"promt": "x"}), ValueError, "a prompt with 'promt', expected 'prompt' or"),
                              (lambda: llm.generate("x", {"temperature": 1}), TypeError, "sampling_params: {'temperature': 1}, expected SamplingParams"),
                              (lambda: py.LLM(swap_space="x"), ValueError, "swap_space: 'x', expected a number of 0 or more: preempted"),
-                             (lambda: P(structured_outputs={"structural_tag": "x"}), TypeError, "structural_tag")):
+                             (lambda: P(structured_outputs={"structural_tag": "x"}), TypeError, "structural_tag"),
+                             (lambda: P(max_tokens=0), ValueError, "max_tokens: 0, expected 1 or more"), (lambda: llm.generate("x", P(allowed_token_ids=[])), ValueError, "allowed_token_ids: no ids"),
+                             *((lambda given=given: llm.generate("x", P(**given)), ValueError, text) for given, text in (
+                                 ({"stop": 5}, "stop: 5, expected a text or a list of texts"), ({"stop": ["a", 5]}, "stop: ['a', 5], expected"),
+                                 ({"bad_words": [3]}, "bad_words: [3], expected a text or"), ({"seed": "a"}, "seed: 'a', expected a whole number"),
+                                 ({"seed": 1.5}, "seed: 1.5, expected"), ({"stop_token_ids": ["a"]}, "stop_token_ids: ['a'], expected a list of token ids"),
+                                 ({"allowed_token_ids": 7}, "allowed_token_ids: 7, expected"), ({"logit_bias": {"a": 1}}, "logit_bias: {'a': 1}, expected {token id"),
+                                 ({"logit_bias": [3]}, "logit_bias: [3], expected"), ({"logit_bias": {2**40: 1}}, "logit_bias: [1099511627776], expected"))),
+                             (lambda: llm.generate(["x", 5]), ValueError, "prompts: 5, expected a list of token ids"), (lambda: llm.generate([None]), ValueError, "prompts: None, expected"),
+                             (lambda: llm.generate([[5, "a"]]), ValueError, "prompts: [5, 'a'], expected"), (lambda: llm.generate([[5, 2**31]]), ValueError, "prompts: [5, 2147483648]"),
+                             (lambda: llm.generate([[5, [6]]]), ValueError, "prompts: [5, [6]], expected"), (lambda: llm.encode(5), TypeError, "text: 5, expected a text"),
+                             (lambda: llm.decode("abc"), ValueError, "token_ids: 'abc', expected a list of token ids"), (lambda: llm.score("abc"), ValueError, "data_1: 'abc', expected")):
         with pytest.raises(kind, match=re.escape(text)) as error:
             call()
         assert not isinstance(error.value, py.TokaError)

@@ -261,6 +261,8 @@ class SamplingParams:
     def __post_init__(self):
         if self.best_of not in (None, self.n):
             raise ValueError(f"best_of: {self.best_of}, expected n or None: sample n={self.best_of} and take the best by cumulative_logprob")
+        if self.max_tokens == 0:
+            raise ValueError("max_tokens: 0, expected 1 or more, or None: as many as the model's length leaves")
         if not self.detokenize and self.stop:
             raise ValueError("detokenize: False, but stop needs the text")
         if isinstance(self.structured_outputs, dict):
@@ -365,8 +367,28 @@ class _Sample:  # while it grows
                                 view(self.top_logprobs, np.float32).reshape(shape) if self.top_ids else None, self.finish, self.stop)
 
 
-def _ids(values):
-    return (C.c_int32 * len(values))(*values)
+def _id_array(values, name):
+    try:
+        ids = np.asarray(values)
+        fits = ids.ndim == 1 and (not len(ids) or ids.dtype.kind in "iu" and -2**31 <= ids.min() and ids.max() < 2**31)
+    except ValueError:  # lists of different lengths
+        fits = False
+    if not fits:
+        raise ValueError(f"{name}: {repr(values):.200}, expected a list of token ids")
+    return np.ascontiguousarray(ids, np.int32)
+
+
+def _ids(values, name):
+    ids = _id_array(values, name)
+    return (C.c_int32 * len(ids)).from_buffer_copy(ids)
+
+
+def _texts(values, name):
+    """One text or a list of them, None for none, as an array of C strings."""
+    texts = [] if values is None else [values] if isinstance(values, str) else values
+    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{name}: {values!r}, expected a text or a list of texts")
+    return (_TEXT * len(texts))(*(text.encode() for text in texts))
 
 
 _UNUSED = {  # arguments of vLLM's LLM that ask for what is always so: the values that mean it, and why
@@ -481,6 +503,8 @@ class LLM:
     # ---- Text and tokens ----
 
     def encode(self, text, add_special_tokens=True):
+        if not isinstance(text, str):
+            raise TypeError(f"text: {text!r}, expected a text")
         data, out, n, err = text.encode(), _IDS(), C.c_size_t(), _Err()
         flags = _PARSE_SPECIAL | (_ADD_SPECIAL if add_special_tokens else 0)
         with self._use() as model:
@@ -490,7 +514,7 @@ class LLM:
         return ids
 
     def decode(self, token_ids, skip_special_tokens=False):
-        ids, flags = _ids([int(i) for i in token_ids]), _SKIP_SPECIAL if skip_special_tokens else 0
+        ids, flags = _ids(token_ids, "token_ids"), _SKIP_SPECIAL if skip_special_tokens else 0
         return self._text(_lib.toka_decode, ids, len(ids), flags)
 
     def apply_chat_template(self, messages, add_generation_prompt=True, **arguments):
@@ -511,8 +535,7 @@ class LLM:
         The texts are taken as they are: without the prompts that the folder has for queries and documents."""
         if data_2 is not None:
             return self._score_pairs(*([x] if isinstance(x, str) else list(x) for x in (data_1, data_2)))
-        token_ids = data_1
-        ids, err = _ids([int(i) for i in token_ids]), _Err()
+        ids, err = _ids(data_1, "data_1"), _Err()
         logprobs = np.empty(len(ids), np.float32)
         with self._use() as model:
             _check(_lib.toka_score(model, ids, len(ids), logprobs.ctypes.data_as(_FLOATS), C.byref(err)), err)
@@ -537,34 +560,44 @@ class LLM:
             if not {"prompt", "prompt_token_ids"} & prompt.keys():
                 raise ValueError(f"a prompt with {', '.join(map(repr, prompt))}, expected 'prompt' or 'prompt_token_ids'")
             prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
-        ids = self.encode(prompt, not parse_only) if isinstance(prompt, str) else np.asarray(prompt, np.int32)
+        ids = self.encode(prompt, not parse_only) if isinstance(prompt, str) else _id_array(prompt, "prompts")
         held = [ids]
-        r.ids, r.n_ids = np.ascontiguousarray(ids).ctypes.data_as(_IDS), len(ids)
+        r.ids, r.n_ids = ids.ctypes.data_as(_IDS), len(ids)
         if params is None:
             with self._use() as model:
                 _lib.toka_request_model_defaults(model, C.byref(r))
             return r, held, ids, [r.sampling.stop[i].decode() for i in range(r.sampling.n_stop)]
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params: {params!r}, expected SamplingParams or None")
-        s, seed = r.sampling, params.seed
+        s = r.sampling
         _set(r, "n", params.n)
         r.keep_special, r.prompt_logprobs = not params.skip_special_tokens, bool(params.prompt_logprobs)
         for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
                      "min_tokens", "ignore_eos"):
             _set(s, name, getattr(params, name))
-        s.seed = self._random.getrandbits(64) if seed is None else seed % 2**64
+        if params.seed is not None and not hasattr(params.seed, "__index__"):
+            raise ValueError(f"seed: {params.seed!r}, expected a whole number")
+        s.seed = self._random.getrandbits(64) if params.seed is None else params.seed % 2**64
         r.ids_only = not params.detokenize
         _set(s, "max_tokens", params.max_tokens or 0)
         s.include_stop = params.include_stop_str_in_output
         _set(s, "logprobs", params.logprobs or 0)
+        s.stop = _texts(params.stop, "stop")
         stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or [])
-        s.stop, s.n_stop = (_TEXT * len(stops))(*(text.encode() for text in stops)), len(stops)
-        s.stop_ids, s.n_stop_ids = _ids(params.stop_token_ids or []), len(params.stop_token_ids or [])
-        s.allowed_ids, s.n_allowed = _ids(params.allowed_token_ids or []), len(params.allowed_token_ids or [])
-        bias = params.logit_bias or {}
-        s.bias_ids, s.bias_values, s.n_bias = _ids([int(i) for i in bias]), (C.c_float * len(bias))(*bias.values()), len(bias)
+        s.n_stop = len(stops)
+        for name, ids_field, count_field in (("stop_token_ids", "stop_ids", "n_stop_ids"), ("allowed_token_ids", "allowed_ids", "n_allowed")):
+            given = getattr(params, name)
+            values = _ids([] if given is None else given, name)
+            setattr(s, ids_field, values), setattr(s, count_field, len(values))
+        if params.allowed_token_ids is not None and not s.n_allowed:
+            raise ValueError("allowed_token_ids: no ids, expected some, or None: all are allowed")
+        try:
+            bias = {int(i): float(value) for i, value in (params.logit_bias or {}).items()}
+        except (AttributeError, TypeError, ValueError):
+            raise ValueError(f"logit_bias: {params.logit_bias!r}, expected {{token id: number}}") from None
+        s.bias_ids, s.bias_values, s.n_bias = _ids(list(bias), "logit_bias"), (C.c_float * len(bias))(*bias.values()), len(bias)
         if params.bad_words:
-            texts = (_TEXT * len(params.bad_words))(*(word.encode() for word in params.bad_words))
+            texts = _texts(params.bad_words, "bad_words")
             with self._use() as model:
                 held.append(_Owned(_lib.toka_words_new, _lib.toka_words_del, model, texts, len(texts)))
             s.bad_words = held[-1].pointer
