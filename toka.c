@@ -51816,7 +51816,7 @@ enum {
     FOR_HUB = FOR_OPENS | FOR_TEXT,
     FOR_WORDS = FOR_PULL | FOR_RM | FOR_COMPLETION | FOR_PING, /* take names */
     FOR_MODEL_WORD = FOR_CHAT | FOR_SCORE | FOR_BATCH | FOR_THROUGHPUT | FOR_SERVE | FOR_TEXT |
-                     FOR_PLAN | FOR_EMBED /* take a model without --model, too */
+                     FOR_PLAN | FOR_EMBED | FOR_BENCH_SERVE /* take a model without --model, too */
 };
 
 #define AT(field) offsetof(cli, field)

@@ -235,6 +235,9 @@ def test_requests_that_are_sent():
         out, _ = bench(fake, "--endpoint", "/v1/chat/completions", "--model", "other", "--num-prompts", 3, "--random-input-len", 4)
         assert [len(r["messages"][0]["content"].split()) for r in fake.requests] == [4] * 3 and fake.requests[0]["model"] == "other"
         assert "Total input tokens:                      21" in out  # the number that the server reports
+        fake.requests.clear()
+        bench(fake, "another", "--num-prompts", 1, "--random-input-len", 4)
+        assert {r["model"] for r in fake.requests} == {"another"}
         v = results(fake, "--endpoint", "/v1/chat/completions", "--num-prompts", 3, "--random-input-len", 4)
         assert v["total_output_characters"] == 2 * v["total_output_tokens"] > 6  # reasoning, too, under either of its names
         assert v["output_characters_per_second"] == pytest.approx(v["total_output_characters"] / v["duration"], rel=1e-6)
