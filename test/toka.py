@@ -430,6 +430,7 @@ class LLM:
 
     def __init__(self, model=None, *, enable_prefix_caching=True, num_threads=0, seed=None, revision=None, download_dir=None,
                  **options):
+        self._pid = os.getpid()
         # _changed guards these: the threads that are in a call of the library, and the callback of each request that runs
         self._changed, self._users, self._running, self._closed = threading.Condition(), [], {}, False
         o, err = _lib.toka_options_default(), _Err()
@@ -461,6 +462,8 @@ class LLM:
     @contextlib.contextmanager
     def _use(self):
         """The handle, for a call of the library. Once the LLM is closed, the last call that ends frees the model."""
+        if os.getpid() != self._pid:
+            raise RuntimeError("this LLM was made before a fork, and its threads are not in this process: make it here, or start processes with spawn")
         with self._changed:
             if self._closed:
                 raise ValueError(_CLOSED)
@@ -482,6 +485,8 @@ class LLM:
     def close(self):
         """Frees the model, and cancels the requests that run: after the tokens that are there, their streams raise ValueError, as
         generate() does on another thread. Waits until other threads have left the library; a score() goes on to its end."""
+        if os.getpid() != self._pid:
+            return  # after a fork it is the other process's
         with self._changed:
             self._closed = True
             self._cancel(self._running)
@@ -686,7 +691,8 @@ class LLM:
                 numbers.append(self._submit(r, held, callback))
         except BaseException:
             self._cancel(numbers)
-            self._drive(numbers)
+            with contextlib.suppress(Exception):  # the first exception is the one that matters
+                self._drive(numbers)
             raise
         self._drive(numbers)
         if aborted:
