@@ -12121,7 +12121,8 @@ static void mf_put_hub_cache_path(buf *out) {
 
 /* Appends a text as one word of a shell: in single quotes, unless it has only plain characters. */
 static void mf_put_shell_word(buf *out, const char *text) {
-    static const char plain[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_./:@+=,";
+    static const char plain[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+                                "-_./:@+=,";
     if (*text && !text[strspn(text, plain)]) {
         buf_c(out, text);
         return;
@@ -12139,7 +12140,7 @@ static void mf_put_download_command(buf *out, const char *id) {
     const char *at_sign = strchr(id, '@');
     buf cache = {0};
     mf_put_hub_cache_path(&cache);
-    buf_printf(out, "hf download %.*s%s%s --cache-dir ", at_sign ? (int)(at_sign - id) : INT_MAX, id,
+    buf_printf(out, "hf download %.*s%s%s --cache-dir ", (int)strcspn(id, "@"), id,
                at_sign ? " --revision " : "", at_sign ? at_sign + 1 : "");
     mf_put_shell_word(out, cache.p);
     buf_free(&cache);
@@ -12526,7 +12527,8 @@ static int mf_open_shards(mf_model *files, st_set *set, st_alias_list **aliases,
     if (mf_has_file(files, single)) return mf_open_shard(files, single, set, aliases, tmp, e);
     if (!mf_has_file(files, index)) {
         buf hint = {0};
-        if (mf_has_file(files, "pytorch_model.bin")) buf_c(&hint, "; pytorch_model.bin is not read");
+        if (mf_has_file(files, "pytorch_model.bin"))
+            buf_c(&hint, "; pytorch_model.bin is not read");
         if (files->hub_id) buf_c(&hint, "; get them with: ");
         if (files->hub_id) mf_put_download_command(&hint, files->hub_id);
         fail(e, TOKA_E_INPUT, "%s: there is no %s and no %s%.*s",
@@ -49455,8 +49457,8 @@ COLD static int hub_fail_no_curl(const hub_access *access, int err, toka_err *e)
                     strerror(err));
     buf_printf(&id, "%s@%s", access->id, access->revision);
     mf_put_download_command(&command, id.p);
-    fail(e, TOKA_E_IO, "cannot start curl, which downloads models: %s; install it, or get the model "
-         "with: %s", strerror(err), command.p);
+    fail(e, TOKA_E_IO, "cannot start curl, which downloads models: %s; install it, or get the "
+         "model with: %s", strerror(err), command.p);
     buf_free(&id), buf_free(&command);
     return e->code;
 }
@@ -50579,7 +50581,8 @@ static int client_fail_status(hub_stream *stream, toka_err *e) {
     const bool is_request = stream->status / 100 == 4 && stream->status != 429;
     fail(e, is_request ? TOKA_E_USE : TOKA_E_IO, "%s: status %d%s%.*s%s", stream->access->endpoint,
          stream->status, message.n ? ": " : "", STRF(message),
-         stream->status == 401 ? "; the key that is sent is TOKA_API_KEY, else OPENAI_API_KEY" : "");
+         stream->status == 401 ? "; the key that is sent is TOKA_API_KEY, else OPENAI_API_KEY"
+                               : "");
     arena_free(&memory);
     buf_free(&text);
     return e->code;
@@ -54320,7 +54323,8 @@ static bool cli_is_complete(const char *id) {
     bool complete = os_is_dir(path.p);
     if (complete && !mf_find_in_hub_cache(id, NULL, &folder, &memory, &unused)) {
         buf_clear(&path);
-        buf_printf(&path, "%s/pytorch_model.bin", folder); /* another form, which toka pull leaves */
+        /* another form of the weights, which toka pull does not take */
+        buf_printf(&path, "%s/pytorch_model.bin", folder);
         complete = hub_has_weights(folder) || os_is_file(path.p);
     }
     buf_free(&path);
