@@ -13,10 +13,11 @@
  * WHAT IT IS NOT. It does not train or convert. It runs decoder-only
  * transformers, the rows of mf_archs (11): dense ones, mixtures of experts, and models with latent
  * attention or with linear mixers (Gated DeltaNet); their weights are bf16, f16, f32, FP8, int4 or
- * MXFP4 (mf_methods). The GPU backend has the dense Llama family, and on Hopper its mixtures of
- * experts, in bf16, f16, f32 and FP8 only. No images. Speculative decoding takes its drafts from
- * texts (20), and is not on the GPU. If toka would compute a model differently from the code of the
- * model's authors, it refuses the model and says why (mf_refuse_unsupported).
+ * MXFP4 (mf_methods). The GPU backend has the dense Llama family in bf16, f16, f32 and FP8, and on
+ * Hopper its mixtures of experts and GPT-OSS, whose experts may be MXFP4. No images. Speculative
+ * decoding takes its drafts from texts (20), and is not on the GPU. If toka would compute a model
+ * differently from the code of the model's authors, it refuses the model and says why
+ * (mf_refuse_unsupported).
  *
  * HOW DATA FLOWS (the numbers are chapters):
  *
@@ -51234,8 +51235,9 @@ static const help_page help_pages[] = {
      "- Modules that a checkpoint leaves out (ignore, modules_to_not_convert) stay as\n"
      "  they are. `toka help numbers` says what is rounded where.\n"
      "- A GPU has Llama, Mistral, Ministral, Qwen2 and Qwen3 in bf16, f16, f32 and\n"
-     "  FP8; FP8 becomes bf16 before compute capability 9.0. --device auto says why a\n"
-     "  model does not run there, and takes the CPU.\n"
+     "  FP8; FP8 becomes bf16 before compute capability 9.0. A Hopper GPU also has\n"
+     "  Qwen2Moe, Qwen3Moe and Mixtral in these, and GptOss, whose experts may be\n"
+     "  MXFP4. --device auto says why a model does not run there, and takes the CPU.\n"
      "- Refused before a weight is read, in a sentence that names the field, what it\n"
      "  is and what is expected: another architecture, code of the folder's own\n"
      "  (trust_remote_code is never needed), another quant_method (bitsandbytes, hqq,\n"

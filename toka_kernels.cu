@@ -299,6 +299,7 @@ typedef struct weight { /* a matrix on the device; N and K are multiples of 8 */
     const float *scale;
     bool is_blocked;
     float x_scale;      /* e4m3: the static scale of x; 0: each row of x has its own */
+    bool is_mxfp4;      /* data: blocks of 128 rows x 64 columns (chapter 7b); only of experts */
 } weight;
 
 typedef struct expert_router { /* how a token's experts are chosen (toka_moe) */
@@ -315,6 +316,7 @@ typedef struct layer_experts { /* the feed-forward of a layer with experts (chap
     weight gate_up, down;       /* of all experts, one below the other; N: rows of one */
     weight shared_gate_up, shared_down; /* data NULL: there is no shared expert */
     bool has_shared_gate;
+    float limit;                /* of TOKA_SWIGLU_CLAMPED; 0: the activation is TOKA_SILU */
 } layer_experts;
 
 typedef struct layer_weights {
@@ -459,6 +461,7 @@ struct toka_device {
     int max_clusters_of_4; /* Hopper: clusters of four GEMM CTAs that can be resident at once */
     bool hopper;           /* the wgmma and TMA kernels are used */
     bool has_fp8;          /* some matrices are e4m3 */
+    bool has_mxfp4;        /* the experts are MXFP4 */
     bool unpacks_fp8;      /* some FP8 matrices of the files are bf16 here */
     cudaStream_t stream;
     /* cuTensorMapEncodeTiled of the driver */
@@ -1093,11 +1096,14 @@ __device__ static inline void wgmma_ss_fp8(float (&d)[N / 2], uint64_t a, uint64
     WG_SS_FP8(128, 64, 64, 65, 66);
 }
 /* wgmma_ss with a in registers. */
-template <int N, int TRANS_B>
+template <int N, int TRANS_B = 0>
 __device__ static inline void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b,
                                        int scale_d) {
-    static_assert(N == 64 || N == 80 || N == 96 || N == 128 || N == 160 || N == 192 || N == 224 ||
-                  N == 256);
+    static_assert(N == 8 || N == 16 || N == 32 || N == 64 || N == 80 || N == 96 || N == 128 ||
+                  N == 160 || N == 192 || N == 224 || N == 256);
+    WG_RS(8, 4, 4, 5, 6, 7, 8, 9, 10);
+    WG_RS(16, 8, 8, 9, 10, 11, 12, 13, 14);
+    WG_RS(32, 16, 16, 17, 18, 19, 20, 21, 22);
     WG_RS(64, 32, 32, 33, 34, 35, 36, 37, 38);
     WG_RS(80, 40, 40, 41, 42, 43, 44, 45, 46);
     WG_RS(96, 48, 48, 49, 50, 51, 52, 53, 54);
@@ -1302,6 +1308,7 @@ typedef struct load_job { /* a tensor, or a slice of a tensor, and its target */
     int row0;         /* first row in the target */
     bool interleaved; /* row r goes to row0 + r/8*16 + r%8: 8 rows of gate, then 8 rows of up */
     bool fp8;         /* the target is e4m3: the bytes of the file, stride bytes a row */
+    bool mxfp4;       /* the target is MXFP4 in blocks (load_mxfp4_kernel), stride columns wide */
     /* e4m3 to bf16: device memory [rows][n_groups], a scale for each group_cols columns; the tensor
      * begins at column first_col of a group */
     float *scales;
@@ -1321,18 +1328,43 @@ typedef struct weight_loader {
     pthread_mutex_t lock;
 } weight_loader;
 
+/* The loader counts in elements of the file. An element of MXFP4 is a byte, which holds two
+ * columns. */
+static bool load_is_mxfp4(const toka_tensor *tensor) { return tensor->dtype == TOKA_MXFP4; }
 /* Returns the bytes of an element in the file. */
 static size_t load_elem_bytes(const toka_tensor *tensor) {
-    return tensor->dtype == TOKA_F32 ? 4 : tensor->dtype == TOKA_FP8 ? 1 : 2;
+    return tensor->dtype == TOKA_F32                              ? 4
+           : tensor->dtype == TOKA_FP8 || load_is_mxfp4(tensor) ? 1
+                                                                  : 2;
+}
+/* Returns the elements of `cols` columns. */
+static size_t load_elems(const toka_tensor *tensor, int cols) {
+    return (size_t)cols / (load_is_mxfp4(tensor) ? 2 : 1);
+}
+/* Returns the elements of all rows. */
+static size_t load_all_elems(const toka_tensor *tensor) {
+    return (size_t)tensor->rows * load_elems(tensor, tensor->cols);
 }
 /* Returns the elements from one row of a tensor to the next, and the bytes of row 0. */
 static size_t load_row_stride(const toka_tensor *tensor) {
-    return tensor->quant ? (size_t)tensor->quant->cols * tensor->row_step : (size_t)tensor->stride;
+    return tensor->quant ? load_elems(tensor, tensor->quant->cols) * tensor->row_step
+                         : (size_t)tensor->stride;
 }
 static const char *load_first_row(const toka_tensor *tensor) {
-    const size_t first = tensor->quant ? (size_t)tensor->row0 * tensor->quant->cols + tensor->col0
+    const size_t first = tensor->quant ? tensor->row0 * load_elems(tensor, tensor->quant->cols) +
+                                             load_elems(tensor, tensor->col0)
                                        : 0;
     return (const char *)tensor->data + first * load_elem_bytes(tensor);
+}
+/* Returns number i of an array in the file. type: F32, F16 or BF16. */
+static float load_number(const void *array, size_t i, toka_dtype type) {
+    const char *at = (const char *)array + i * (type == TOKA_F32 ? 4 : 2);
+    float value;
+    bf16 value_bf16;
+    __half value_f16;
+    if (type == TOKA_F32) return memcpy(&value, at, 4), value;
+    if (type == TOKA_F16) return memcpy(&value_f16, at, 2), __half2float(value_f16);
+    return memcpy(&value_bf16, at, 2), __bfloat162float(value_bf16);
 }
 /* Returns the scale of row `row` and group `group` of an e4m3 tensor. The groups are those of the
  * whole matrix: group_cols columns each. */
@@ -1340,13 +1372,7 @@ static float load_scale(const toka_tensor *tensor, int row, int group) {
     const toka_quant *quant = tensor->quant;
     const size_t block_row = (size_t)(tensor->row0 + row * tensor->row_step) / quant->block_rows,
                  i = block_row * quant->scale_row_step + (size_t)group * quant->scale_col_step;
-    const char *at = (const char *)quant->scale + i * (quant->scale_dtype == TOKA_F32 ? 4 : 2);
-    float value;
-    bf16 value_bf16;
-    __half value_f16;
-    if (quant->scale_dtype == TOKA_F32) return memcpy(&value, at, 4), value;
-    if (quant->scale_dtype == TOKA_F16) return memcpy(&value_f16, at, 2), __half2float(value_f16);
-    return memcpy(&value_bf16, at, 2), __bfloat162float(value_bf16);
+    return load_number(quant->scale, i, quant->scale_dtype);
 }
 /* Uploads the scales with which an e4m3 tensor becomes bf16. */
 static void load_upload_scales(toka_device *dev, load_job *job) {
@@ -1368,9 +1394,10 @@ static void load_upload_scales(toka_device *dev, load_job *job) {
     free(scales);
 }
 
-static void load_add_job(weight_loader *loader, const toka_tensor *from, void *to, int stride,
-                         bool f32, int row0, bool interleaved, bool fp8 = false) {
-    if (!from->rows) return;
+/* Adds a job and returns it, until the next call; NULL: the tensor is absent. */
+static load_job *load_add_job(weight_loader *loader, const toka_tensor *from, void *to, int stride,
+                              bool f32, int row0, bool interleaved, bool fp8 = false) {
+    if (!from->rows) return NULL;
     if (loader->n_jobs == loader->cap_jobs) {
         loader->cap_jobs = loader->cap_jobs ? 2 * loader->cap_jobs : 256;
         loader->jobs = (load_job *)realloc(loader->jobs,
@@ -1380,7 +1407,8 @@ static void load_add_job(weight_loader *loader, const toka_tensor *from, void *t
     load_job *job = &loader->jobs[loader->n_jobs++];
     *job = load_job{from, to, stride, f32, row0, interleaved, fp8};
     if (from->dtype == TOKA_FP8 && !fp8) load_upload_scales(loader->dev, job);
-    loader->total_bytes += (size_t)from->rows * from->cols * load_elem_bytes(from);
+    loader->total_bytes += load_all_elems(from) * load_elem_bytes(from);
+    return job;
 }
 
 /* Returns the value of an e4m3 number: its bits are those of a half with another bias. */
@@ -1418,6 +1446,51 @@ __global__ static void __launch_bounds__(256)
     else ((bf16 *)job.to)[to] = __float2bfloat16(value);
 }
 
+/* A block of MXFP4 on the device: 128 rows x 64 columns. First come 16 bytes for each of the 256
+ * threads that unpack it (mxfp4_unpack), then the scales: those of rows r and r + 8 side by side.
+ *
+ *   bytes of thread t     rows 16 (t/32) + t/4%8 (words 0, 1) and the row + 8 (words 2, 3); a word
+ *                         has 8 of 32 columns: 2q, 2q+1, 2q+8, 2q+9 and these + 16, q = t%4. These
+ *                         are the A operands of two wgmmas
+ *   a word                4 pairs of columns. The even column of each is in the low half. In a half
+ *                         the sizes of pairs 0 .. 3 have their lowest bits at 6, 3, 0, 9, and the
+ *                         signs are bits 15, 12, 13, 14 */
+enum { MXFP4_ROWS = 128, MXFP4_COLS = 64, MXFP4_SCALES_AT = 4096, MXFP4_BLOCK_BYTES = 4096 + 256 };
+/* Largest E8M0 scale that mxfp4_unpack can apply: 2. */
+enum { MXFP4_MAX_SCALE = 128 };
+
+/* Returns a pair of codes, a byte of the file, at its place in a word. */
+__device__ static inline uint32_t mxfp4_place_pair(uint32_t codes, int pair) {
+    const int size_at = 15 - 9 * (pair == 3 ? 0 : 1) - 3 * (pair == 3 ? 2 : pair),
+              sign_at = pair == 0 ? 15 : 11 + pair;
+    const uint32_t low = (codes & 7) << size_at | (codes >> 3 & 1) << sign_at,
+                   high = (codes >> 4 & 7) << size_at | (codes >> 7 & 1) << sign_at;
+    return low | high << 16;
+}
+/* Stores n blocks of 32 columns of an MXFP4 tensor, from the first_block-th on. codes: 16 bytes
+ * each, as in the file. Block 256: a block of columns per thread. */
+__global__ static void __launch_bounds__(256)
+    load_mxfp4_kernel(const uint4 *codes, const uint8_t *scales, size_t first_block, size_t n,
+                      int cols, load_job job) {
+    const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    const int row = (int)((first_block + i) / (cols / 32)),
+              block = (int)((first_block + i) % (cols / 32)),
+              to_row = job.row0 + (job.interleaved ? row / 8 * 16 + row % 8 : row),
+              r = to_row % MXFP4_ROWS, word = r / 8 % 2 * 2 + block % 2;
+    char *to = (char *)job.to + ((size_t)(to_row / MXFP4_ROWS) * (job.stride / MXFP4_COLS) +
+                                 block / 2) * MXFP4_BLOCK_BYTES;
+    const uint4 from = codes[i];
+    const uint32_t words[4] = {from.x, from.y, from.z, from.w};
+    for (int q = 0; q < 4; q++) {
+        uint32_t packed = 0;
+        for (int pair = 0; pair < 4; pair++)
+            packed |= mxfp4_place_pair(words[pair] >> 8 * q & 0xFF, pair);
+        ((uint32_t *)to)[(r / 16 * 32 + r % 8 * 4 + q) * 4 + word] = packed;
+    }
+    ((uint8_t *)to)[MXFP4_SCALES_AT + (r / 16 * 8 + r % 8) * 4 + word] = scales[i];
+}
+
 /* Takes the next piece from the queue: n_elems elements of the job's tensor, from first_elem on. If
  * the tensor is a slice of the columns of a wider one, a piece is a whole number of rows. Returns
  * false if no piece is left or if a thread failed. */
@@ -1428,11 +1501,12 @@ static bool load_next(weight_loader *loader, load_job *job, size_t *first_elem, 
         *job = loader->jobs[loader->next_job], *first_elem = loader->next_elem;
         const toka_tensor *tensor = job->from;
         size_t elem_bytes = load_elem_bytes(tensor),
-               total = (size_t)tensor->rows * tensor->cols,
-               max_elems = LOAD_PIECE_BYTES / elem_bytes;
-        const bool is_slice = tensor->rows > 1 && load_row_stride(tensor) != (size_t)tensor->cols;
-        assert(!is_slice || max_elems >= (size_t)tensor->cols);
-        if (is_slice) max_elems -= max_elems % tensor->cols;
+               total = load_all_elems(tensor), row = load_elems(tensor, tensor->cols),
+               max_elems = load_is_mxfp4(tensor) ? LOAD_PIECE_BYTES / 17 * 16 /* and scales */
+                                                 : LOAD_PIECE_BYTES / elem_bytes;
+        const bool is_slice = tensor->rows > 1 && load_row_stride(tensor) != row;
+        assert(!is_slice || max_elems >= row);
+        if (is_slice) max_elems -= max_elems % row;
         *n_elems = total - *first_elem < max_elems ? total - *first_elem : max_elems;
         loader->next_elem += *n_elems, loader->done_bytes += *n_elems * elem_bytes;
         if (loader->next_elem == total) loader->next_job++, loader->next_elem = 0;
@@ -1447,7 +1521,7 @@ static bool load_next(weight_loader *loader, load_job *job, size_t *first_elem, 
 /* Copies the elements first_elem .. first_elem+n_elems-1 of a tensor from the mapped file to `to`,
  * without the gaps between the rows of a slice. */
 static void load_read(const toka_tensor *tensor, size_t first_elem, size_t n_elems, char *to) {
-    size_t elem_bytes = load_elem_bytes(tensor), cols = (size_t)tensor->cols;
+    size_t elem_bytes = load_elem_bytes(tensor), cols = load_elems(tensor, tensor->cols);
     const char *data = load_first_row(tensor);
     if (tensor->rows == 1 || load_row_stride(tensor) == cols)
         memcpy(to, data + first_elem * elem_bytes, n_elems * elem_bytes);
@@ -1456,6 +1530,37 @@ static void load_read(const toka_tensor *tensor, size_t first_elem, size_t n_ele
             memcpy(to + i * elem_bytes,
                    data + (first_elem + i) / cols * load_row_stride(tensor) * elem_bytes,
                    cols * elem_bytes);
+}
+
+/* Copies the scales of n blocks of an MXFP4 tensor, from the first-th on. Returns whether a scale
+ * is too large. */
+static bool load_read_scales(const toka_tensor *tensor, size_t first, size_t n, uint8_t *to) {
+    const toka_quant *quant = tensor->quant;
+    const size_t blocks = (size_t)tensor->cols / 32;
+    bool too_large = false;
+    for (size_t i = 0; i < n; i++) {
+        const size_t row = tensor->row0 + (first + i) / blocks * tensor->row_step,
+                     block = tensor->col0 / 32 + (first + i) % blocks;
+        to[i] = ((const uint8_t *)quant->scale)[row * quant->scale_row_step +
+                                                block * quant->scale_col_step];
+        too_large |= to[i] > MXFP4_MAX_SCALE;
+    }
+    return too_large;
+}
+/* Loads one piece of an MXFP4 tensor: codes, then their scales. */
+static cudaError_t load_mxfp4_piece(const load_job *job, size_t first_elem, size_t n_elems,
+                                    char *host_buf, char *dev_buf, cudaStream_t stream,
+                                    bool *too_large) {
+    const size_t first = first_elem / 16, n = n_elems / 16;
+    load_read(job->from, first_elem, n_elems, host_buf);
+    *too_large |= load_read_scales(job->from, first, n, (uint8_t *)host_buf + n_elems);
+    cudaError_t code = cudaMemcpyAsync(dev_buf, host_buf, n_elems + n, cudaMemcpyHostToDevice,
+                                       stream);
+    if (code) return code;
+    load_mxfp4_kernel<<<(unsigned)((n + 255) / 256), 256, 0, stream>>>(
+        (const uint4 *)dev_buf, (const uint8_t *)dev_buf + n_elems, first, n, job->from->cols,
+        *job);
+    return cudaGetLastError();
 }
 
 /* Loads one piece. host_buf is pinned. If the elements need no conversion, padding or interleaving,
@@ -1478,6 +1583,16 @@ static cudaError_t load_piece(const load_job *job, size_t first_elem, size_t n_e
     return cudaGetLastError();
 }
 
+/* Keeps the error if it is the first. */
+static void load_fail(weight_loader *loader, int code, const char *what) {
+    pthread_mutex_lock(&loader->lock);
+    if (!loader->error.code) {
+        loader->error.code = code;
+        snprintf(loader->error.msg, sizeof loader->error.msg, "GPU: loading weights: %s", what);
+    }
+    pthread_mutex_unlock(&loader->lock);
+}
+
 /* A thread of the loader: loads pieces until none is left. Event reusable[i] is recorded after the
  * copy and the kernel that use buffer i. */
 static void *load_thread(void *arg) {
@@ -1487,6 +1602,7 @@ static void *load_thread(void *arg) {
     char *host_buf = NULL, *dev_buf = NULL;
     load_job job;
     size_t first_elem, n_elems;
+    bool too_large = false;
     cudaError_t code = cudaSetDevice(loader->dev->ordinal);
     if (!code) code = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
     for (int i = 0; i < 2 && !code; i++)
@@ -1495,21 +1611,18 @@ static void *load_thread(void *arg) {
     if (!code) code = cudaMalloc((void **)&dev_buf, 2 * LOAD_PIECE_BYTES);
     for (int i = 0; !code && load_next(loader, &job, &first_elem, &n_elems); i ^= 1) {
         code = cudaEventSynchronize(reusable[i]);
+        char *host = host_buf + i * LOAD_PIECE_BYTES, *device = dev_buf + i * LOAD_PIECE_BYTES;
         if (!code)
-            code = load_piece(&job, first_elem, n_elems, host_buf + i * LOAD_PIECE_BYTES,
-                              dev_buf + i * LOAD_PIECE_BYTES, stream);
+            code = job.mxfp4 ? load_mxfp4_piece(&job, first_elem, n_elems, host, device, stream,
+                                                &too_large)
+                             : load_piece(&job, first_elem, n_elems, host, device, stream);
         if (!code) code = cudaEventRecord(reusable[i], stream);
     }
     if (!code) code = cudaStreamSynchronize(stream);
-    if (code) {
-        pthread_mutex_lock(&loader->lock);
-        if (!loader->error.code) {
-            loader->error.code = code == cudaErrorMemoryAllocation ? TOKA_E_MEMORY : TOKA_E_DEVICE;
-            snprintf(loader->error.msg, sizeof loader->error.msg, "GPU: loading weights: %s",
-                     cudaGetErrorString(code));
-        }
-        pthread_mutex_unlock(&loader->lock);
-    }
+    if (code)
+        load_fail(loader, code == cudaErrorMemoryAllocation ? TOKA_E_MEMORY : TOKA_E_DEVICE,
+                  cudaGetErrorString(code));
+    else if (too_large) load_fail(loader, TOKA_E_INPUT, "an MXFP4 scale above 2");
     cudaFree(dev_buf), cudaFreeHost(host_buf);
     for (cudaEvent_t event : reusable)
         if (event) cudaEventDestroy(event);
@@ -1721,17 +1834,53 @@ static weight_parts weight_expert_parts(const toka_mlp *mlp, bool gate_up) {
     return gate_up ? weight_parts{{&mlp->gate, &mlp->up}, 2, true}
                    : weight_parts{{&mlp->down}, 1, false};
 }
-/* Returns whether the experts' matrices of one kind stay e4m3 on a Hopper GPU: all of them can, and
- * have scales of the same kind. Else they become bf16. */
-static bool weight_experts_stay_fp8(const toka_moe *moe, bool gate_up) {
+/* Returns the format of the experts' matrices of one kind on a Hopper GPU: that of the file if all
+ * experts have it, and FP8 scales are of the same kind; else bf16. */
+static toka_dtype weight_experts_format(const toka_moe *moe, bool gate_up) {
     const weight_parts first = weight_expert_parts(&moe->experts[0], gate_up);
+    const toka_dtype format = first.part[0]->dtype;
     for (int i = 0; i < moe->n_experts; i++) {
         const weight_parts parts = weight_expert_parts(&moe->experts[i], gate_up);
-        if (!weight_stays_fp8(&parts) ||
-            weight_has_row_scales(&parts) != weight_has_row_scales(&first))
-            return false;
+        for (int k = 0; k < parts.n_parts; k++)
+            if (parts.part[k]->dtype != format) return TOKA_BF16;
+        if (format == TOKA_FP8 &&
+            (!weight_stays_fp8(&parts) ||
+             weight_has_row_scales(&parts) != weight_has_row_scales(&first)))
+            return TOKA_BF16;
     }
-    return true;
+    return format == TOKA_FP8 || format == TOKA_MXFP4 ? format : TOKA_BF16;
+}
+/* Returns the bytes of one expert's numbers on the device; e4m3 without the scales. */
+static size_t weight_expert_bytes(const weight_parts *parts, toka_dtype format) {
+    const size_t rows = (size_t)weight_rows(parts);
+    const int cols = parts->part[0]->cols;
+    if (format == TOKA_FP8) return rows * fp8_row_bytes(cols);
+    if (format == TOKA_BF16) return rows * round_up_8(cols) * sizeof(bf16);
+    return (size_t)ceil_div((int)rows, MXFP4_ROWS) * ceil_div(cols, MXFP4_COLS) *
+           MXFP4_BLOCK_BYTES;
+}
+/* Loads the biases of the experts, in the order of their rows. n_rows: of an expert's matrix. */
+static const float *weight_load_expert_bias(toka_device *dev, const toka_moe *moe, bool gate_up,
+                                            int n_rows) {
+    const toka_mlp *experts = moe->experts;
+    if (!(gate_up ? experts->gate_bias : experts->down_bias).rows) return NULL;
+    const size_t n = (size_t)moe->n_experts * n_rows;
+    float *host = (float *)calloc(n, sizeof *host), *bias = vector_alloc(dev, (int)n);
+    if (!host) abort();
+    for (int i = 0; i < moe->n_experts; i++) {
+        const toka_tensor *biases[2] = {gate_up ? &experts[i].gate_bias : &experts[i].down_bias,
+                                        &experts[i].up_bias};
+        const weight_parts parts = weight_expert_parts(&experts[i], gate_up);
+        for (int k = 0; k < parts.n_parts; k++)
+            for (int row = 0; row < parts.part[k]->rows; row++)
+                host[(size_t)i * n_rows + weight_row_at(&parts, k, row)] =
+                    load_number(biases[k]->data, (size_t)row, biases[k]->dtype);
+    }
+    if (bias)
+        latch_error(dev, cudaMemcpy(bias, host, n * sizeof *host, cudaMemcpyHostToDevice),
+                    "weights");
+    free(host);
+    return bias;
 }
 /* Allocates one matrix for the experts, one below the other, and adds the jobs that load it. */
 static weight weight_load_experts(toka_device *dev, weight_loader *loader, const toka_moe *moe,
@@ -1740,19 +1889,26 @@ static weight weight_load_experts(toka_device *dev, weight_loader *loader, const
     weight_parts *parts = (weight_parts *)malloc((size_t)X * sizeof *parts);
     if (!parts) abort();
     for (int i = 0; i < X; i++) parts[i] = weight_expert_parts(&moe->experts[i], gate_up);
-    const bool fp8 = weight_experts_stay_fp8(moe, gate_up);
+    const toka_dtype format = weight_experts_format(moe, gate_up);
+    const bool fp8 = format == TOKA_FP8, mxfp4 = format == TOKA_MXFP4;
     const int cols = parts->part[0]->cols;
     weight to = {NULL, NULL, weight_rows(parts), round_up_8(cols)};
-    const int stride = fp8 ? fp8_row_bytes(cols) : to.K;
-    const size_t bytes = (size_t)X * to.N * stride * (fp8 ? 1 : sizeof(bf16));
+    const int stride = fp8     ? fp8_row_bytes(cols)
+                       : mxfp4 ? ceil_div(cols, MXFP4_COLS) * MXFP4_COLS
+                               : to.K;
+    const size_t each = weight_expert_bytes(parts, format), bytes = (size_t)X * each;
     to.data = (bf16 *)dev_alloc(dev, bytes, "weights");
+    to.is_mxfp4 = mxfp4;
     dev->weight_bytes += (int64_t)bytes;
     if (to.data) latch_error(dev, cudaMemset(to.data, 0, bytes), "weights");
     if (fp8) weight_set_scales(dev, &to, parts, X), dev->has_fp8 = true;
     for (int i = 0; i < X; i++)
         for (int part = 0; part < parts[i].n_parts; part++)
-            load_add_job(loader, parts[i].part[part], to.data, stride, false,
-                         i * to.N + weight_row_at(&parts[i], part, 0), gate_up, fp8);
+            load_add_job(loader, parts[i].part[part], (char *)to.data + (size_t)i * each, stride,
+                         false, weight_row_at(&parts[i], part, 0), gate_up, fp8)
+                ->mxfp4 = mxfp4;
+    to.bias = weight_load_expert_bias(dev, moe, gate_up, to.N);
+    dev->has_mxfp4 |= mxfp4;
     dev->unpacks_fp8 |= !fp8 && parts->part[0]->dtype == TOKA_FP8;
     free(parts);
     return to;
@@ -1768,6 +1924,7 @@ static layer_experts *weight_load_moe(toka_device *dev, weight_loader *loader,
                                moe->scale != 0 ? moe->scale : 1,
                                weight_load_vector(dev, loader, &moe->router_bias),
                                weight_load_vector(dev, loader, &moe->choice_bias)};
+    to->limit = layer->activation == TOKA_SWIGLU_CLAMPED ? dev->shape->swiglu_limit : 0;
     to->has_shared_gate = moe->shared_gate.rows > 0;
     const weight_parts logits = {{&moe->router, &moe->shared_gate}, to->has_shared_gate ? 2 : 1,
                                  false};
@@ -1812,6 +1969,10 @@ static void weights_load(toka_device *dev) {
                                    dev->options.tp_rank ? NULL : &from->o_bias);
         if (!from->moe) to->down = weight_load_matrix(dev, &loader, &from->mlp.down, NULL);
         to->window = from->window;
+    }
+    if (dev->has_mxfp4) {
+        const size_t length = strlen(dev->description);
+        snprintf(dev->description + length, sizeof dev->description - length, ", MXFP4 experts");
     }
     if (dev->has_fp8 || dev->unpacks_fp8) {
         const size_t length = strlen(dev->description);
@@ -2850,11 +3011,11 @@ template <int BN, int SPLIT, int OUT_COLS, int ROWS = 128> struct gemm_smem {
  * ROWS 64: for M <= 64. One consumer warpgroup; two CTAs fit on an SM. TMA loads only x_rows rows
  * of x. The others of the 64 hold old bytes, whose sums are not stored. */
 struct gemm_bf16 {
-    static constexpr bool is_fp8 = false, blocked = false;
+    static constexpr bool is_bf16 = true, is_fp8 = false, blocked = false, is_mxfp4 = false;
     static constexpr int rows = 128, k_cols = 64;
 };
 template <int ROWS, bool BLOCKED> struct gemm_fp8 {
-    static constexpr bool is_fp8 = true, blocked = BLOCKED;
+    static constexpr bool is_bf16 = false, is_fp8 = true, blocked = BLOCKED, is_mxfp4 = false;
     static constexpr int rows = ROWS, k_cols = 128;
 };
 
@@ -5683,8 +5844,8 @@ static void gemm(toka_device *dev, const gemm_args *args) {
  *                           a bit for each token
  *     pair_kernel           bits -> the pairs (token, expert) sorted by expert, then by token; for
  *                           up to 32 tokens route_kernel does that
- *     expert_gemm_kernel    act[pair] = silu(gate) * up of the pair's row of xn: the rows of an
- *                           expert are gathered
+ *     expert_gemm_kernel    act[pair] = activation of gate and up of the pair's row of xn: the rows
+ *                           of an expert are gathered
  *     expert_gemm_kernel    out[pair] = W_down act[pair]
  *     expert_sum_kernel     x[token] += sum over its experts, in rising order, of weight *
  *                           out[pair], then the shared expert
@@ -6050,37 +6211,56 @@ __global__ static void __launch_bounds__(256)
 /* ---- expert_gemm_kernel: the products of all experts in one launch ----
  *
  * In      x bf16 [.][ldx], of which an expert's rows are gathered (rows of expert_lists; NULL: row
- *         `pair` itself); W bf16 [X*N][K]: the experts' matrices one below the other
- * Out     y bf16 [pair][ldy]: W x of the pair's expert; with SWIGLU silu(gate) * up, where the rows
- *         of W are gate and up in turns of 8
+ *         `pair` itself); W bf16 [X*N][K]: the experts' matrices one below the other; or e4m3, or
+ *         MXFP4 in blocks (MXFP4_BLOCK_BYTES); a bias [X][N] or none
+ * Out     y bf16 [pair][ldy]: W x + bias of the pair's expert; with SWIGLU the activation of gate
+ *         and up, which are rows of W in turns of 8
  * Sizes   K a multiple of 8, N of 64 (of 128 with SWIGLU)
- * Grid    one CTA per SM, persistent. A tile is 128 rows of W by at most BN pairs of one expert;
- *         wide tiles with fewer pairs are only as wide as they need (expert_width). Block 384.
+ * Grid    one CTA per SM, persistent (MXFP4 with narrow tiles: two). A tile is 128 rows of W, with
+ *         MXFP4 256, by at most BN pairs of one expert; wide tiles with fewer pairs are only as
+ *         wide as they need (expert_width). Block 384.
  *
  * y^T = W x^T, so the rows of W are the A operand and the pairs the B operand: few pairs waste
- * nothing. A tile's pairs are anywhere in x, and TMA loads only neighbouring rows. So the 128
- * producer threads copy them by cp.async, 16 bytes each, and thread 0 loads W by TMA. cp.async
+ * nothing. A tile's pairs are anywhere in x, and TMA loads only neighbouring rows. So the producer
+ * threads copy them by cp.async, 16 bytes each, and thread 0 loads W by TMA. cp.async
  * writes through the generic proxy and wgmma reads through the async proxy, so each consumer thread
  * runs fence_async_smem after it has waited for a buffer. On an H100 this is as fast as dense boxes
  * (test/results/trials-gathered-rows.md).
  *
- * Each buffer of the ring: [128 rows of W][64], then [BN pairs][64], 128-byte swizzle. full[buf]
- * completes after the copies of 128 threads and the TMA box of W; empty[buf] after both consumers.
+ * MXFP4 stays 4 bits in shared memory. Each consumer thread unpacks what it needs of an A operand
+ * in registers; a bf16 holds such a number exactly. For few pairs these instructions are what
+ * limits: 2.5 TB/s of W on an H200 instead of 3.7 without them.
+ *
+ * Each buffer of the ring: [128 rows of W][64] or two blocks of MXFP4, then [BN pairs][64]; bf16
+ * and e4m3 with the 128-byte swizzle. full[buf] completes after the copies of the producer threads
+ * and of TMA; empty[buf] after both consumers.
  * The epilogue turns D^T into rows of pairs by stmatrix.trans, 64 pairs at a time. */
 
 struct expert_firsts { /* copies of the lists in shared memory */
     int pair[EXPERTS_MAX + 4];
     uint16_t tile[EXPERTS_MAX + 8];
 };
-/* FMT: gemm_bf16, or gemm_fp8 for e4m3 operands. */
-template <int BN, bool SWIGLU> struct expert_smem {
+/* The format of W: this, gemm_bf16, or gemm_fp8 for e4m3 operands. */
+struct gemm_mxfp4 {
+    static constexpr bool is_bf16 = false, is_fp8 = false, blocked = false, is_mxfp4 = true;
+    static constexpr int k_cols = MXFP4_COLS;
+};
+template <class FMT, int BN, bool SWIGLU> struct expert_smem {
+    /* m_tiles: blocks of 64 rows of W of a consumer. With two of MXFP4 the rows of x are read half
+     * as often: the bandwidth of L2 is what limits. */
+    static constexpr int m_tiles = FMT::is_mxfp4 ? 2 : 1, tile_n = 128 * m_tiles;
+    static constexpr int w_bytes = FMT::is_mxfp4 ? 2 * MXFP4_BLOCK_BYTES : 128 * 128,
+                         x_at = (w_bytes + 1023) / 1024 * 1024;
     static constexpr int round = BN < 64 ? BN : 64; /* pairs that are staged at a time */
     static constexpr int out_cols = SWIGLU ? 32 : 64; /* columns of y of a consumer */
-    static constexpr int buf_bytes = (128 + BN) * 128, staging_bytes = round * out_cols * 2;
+    static constexpr int buf_bytes = x_at + BN * 128, staging_bytes = round * out_cols * 2;
     static constexpr int list_bytes = sizeof(expert_firsts);
     static constexpr int fixed_bytes = 1024 + 4 * staging_bytes + 256 + list_bytes;
-    static constexpr int fit = (HOPPER_CTA_SMEM - fixed_bytes) / buf_bytes,
-                         n_bufs = fit < 12 ? fit : 12;
+    static constexpr int n_producers = BN <= 16 ? 32 : 128;
+    static constexpr int ctas = FMT::is_mxfp4 && BN <= 16 ? 2 : 1; /* per SM */
+    static constexpr int smem = HOPPER_CTA_SMEM / ctas - 1024 * (ctas - 1),
+                         fit = (smem - fixed_bytes) / buf_bytes,
+                         most = FMT::is_mxfp4 ? 16 : 12, n_bufs = fit < most ? fit : most;
     static constexpr int staging_at = n_bufs * buf_bytes,
                          bars_at = staging_at + 4 * staging_bytes, list_at = bars_at + 256,
                          bytes = fixed_bytes + n_bufs * buf_bytes;
@@ -6093,19 +6273,23 @@ struct expert_gemm_args {
     int X, N, K, ldx, ldy;
     /* FP8: a scale for each row of x; those of struct weight, one expert behind the other */
     const float *x_scale, *w_scale;
+    const void *w;     /* MXFP4: the blocks of all experts */
+    const float *bias; /* [X][N] or NULL */
+    float limit;       /* of TOKA_SWIGLU_CLAMPED; 0: the activation is TOKA_SILU */
+    int n_pairs;       /* of all experts */
 };
 /* A tile: pairs `pair0 ..` of the expert, of which n_pairs exist; rows n0 .. of its W. */
 struct expert_tile {
     int expert, pair0, n_pairs, n0;
 };
 /* Returns how many pairs of a tile are loaded and multiplied: quarters of BN if BN is large, but
- * not 96. */
-template <int BN> __device__ static inline int expert_width(int n_pairs) {
+ * 96 only with MXFP4. */
+template <class FMT, int BN> __device__ static inline int expert_width(int n_pairs) {
     constexpr int STEP = BN >= 128 ? BN / 4 : BN;
-    return BN == 128 && n_pairs > 64 ? 128 : (n_pairs + STEP - 1) / STEP * STEP;
+    return BN == 128 && !FMT::is_mxfp4 && n_pairs > 64 ? 128 : (n_pairs + STEP - 1) / STEP * STEP;
 }
 #if HOPPER
-template <int BN>
+template <int BN, int TILE_N>
 __device__ static inline expert_tile expert_tile_at(const expert_gemm_args &args,
                                                     const expert_firsts *first, int tiles_n,
                                                     int unit) {
@@ -6117,27 +6301,46 @@ __device__ static inline expert_tile expert_tile_at(const expert_gemm_args &args
         else high = middle;
     }
     const int pair0 = first->pair[low] + (tile - first->tile[low]) * BN;
-    return {low, pair0, min(BN, first->pair[low + 1] - pair0), (unit - tile * tiles_n) * 128};
+    return {low, pair0, min(BN, first->pair[low + 1] - pair0), (unit - tile * tiles_n) * TILE_N};
+}
+
+/* Loads the blocks of MXFP4 of a tile at K block k of n_k: one for each consumer that has rows. */
+__device__ static inline void mxfp4_load_blocks(const expert_gemm_args &args,
+                                                const expert_tile &tile, int k, int n_k,
+                                                uint32_t at, uint32_t full) {
+    const int per_expert = (args.N + MXFP4_ROWS - 1) / MXFP4_ROWS, first = tile.n0 / MXFP4_ROWS,
+              n = min(2, per_expert - first);
+    mbar_expect_tx(full, n * MXFP4_BLOCK_BYTES);
+    for (int i = 0; i < n; i++) {
+        const size_t block = ((size_t)tile.expert * per_expert + first + i) * n_k + k;
+        bulk_load(at + i * MXFP4_BLOCK_BYTES, (const char *)args.w + block * MXFP4_BLOCK_BYTES,
+                  MXFP4_BLOCK_BYTES, full);
+    }
 }
 
 template <class FMT, int BN, bool SWIGLU>
 __device__ static inline void expert_produce(const expert_gemm_args &args, const CUtensorMap *map_w,
-                                             const expert_firsts *first, int n_units, uint32_t ring,
+                                             const expert_firsts *first, uint32_t ring,
                                              uint32_t bars) {
-    typedef expert_smem<BN, SWIGLU> smem;
-    constexpr int PER_THREAD = (BN + 15) / 16;
-    const int tid = (int)threadIdx.x, chunk = tid % 8, tiles_n = (args.N + 127) / 128,
+    typedef expert_smem<FMT, BN, SWIGLU> smem;
+    constexpr int ROWS = smem::n_producers / 8, PER_THREAD = (BN + ROWS - 1) / ROWS;
+    const int tid = (int)threadIdx.x, chunk = tid % 8,
+              tiles_n = (args.N + smem::tile_n - 1) / smem::tile_n,
               n_k = (args.K + FMT::k_cols - 1) / FMT::k_cols;
-    const uint32_t to = 128 * 128 + tid / 8 * 128 + ((chunk ^ (tid / 8 & 7)) << 4);
+    if (tid >= smem::n_producers) return;
+    const uint32_t to = smem::x_at + tid / 8 * 128 + ((chunk ^ (tid / 8 & 7)) << 4);
+    /* the swizzle of rows 4 below, modulo 8 */
+    const uint32_t to_odd = smem::x_at + tid / 8 * 128 + ((chunk ^ ((tid / 8 + 4) & 7)) << 4);
     int buf = 0, parity = 1;
-    for (int unit = (int)blockIdx.x; unit < n_units; unit += (int)gridDim.x) {
-        const expert_tile tile = expert_tile_at<BN>(args, first, tiles_n, unit);
-        const int width = expert_width<BN>(tile.n_pairs);
+    for (int unit = (int)blockIdx.x; unit < first->tile[args.X] * tiles_n;
+         unit += (int)gridDim.x) {
+        const expert_tile tile = expert_tile_at<BN, smem::tile_n>(args, first, tiles_n, unit);
+        const int width = expert_width<FMT, BN>(tile.n_pairs);
         uint32_t from[PER_THREAD]; /* in units of 8 elements, from the column `chunk` on */
 #pragma unroll
         for (int i = 0; i < PER_THREAD; i++) {
             /* rows that do not exist are copies of the last one; their sums are not stored */
-            const int pair = tile.pair0 + min(tid / 8 + 16 * i, tile.n_pairs - 1);
+            const int pair = tile.pair0 + min(tid / 8 + ROWS * i, tile.n_pairs - 1);
             from[i] = (uint32_t)(args.rows ? args.rows[pair] : pair) * (uint32_t)(args.ldx / 8) +
                       (uint32_t)chunk;
         }
@@ -6149,13 +6352,16 @@ __device__ static inline void expert_produce(const expert_gemm_args &args, const
                       n_bytes = max(0, min(16, left));
             mbar_wait(bars + 128 + 8 * buf, parity);
             if (tid == 0) {
-                mbar_expect_tx(full, 128 * 128);
-                tma_load_2d(at, map_w, full, FMT::k_cols * k, tile.expert * args.N + tile.n0);
+                if constexpr (FMT::is_mxfp4) mxfp4_load_blocks(args, tile, k, n_k, at, full);
+                else {
+                    mbar_expect_tx(full, smem::w_bytes);
+                    tma_load_2d(at, map_w, full, FMT::k_cols * k, tile.expert * args.N + tile.n0);
+                }
             }
 #pragma unroll
             for (int i = 0; i < PER_THREAD; i++)
-                if (tid / 8 + 16 * i < width)
-                    cp_async_16(at + to + i * 2048,
+                if (tid / 8 + ROWS * i < width)
+                    cp_async_16(at + (ROWS == 4 && i % 2 ? to_odd : to) + i * ROWS * 128,
                                 (const uint4 *)args.x + (n_bytes ? from[i] + 8 * k : 0), n_bytes);
             cp_async_arrive(full);
             if (++buf == smem::n_bufs) buf = 0, parity ^= 1;
@@ -6163,16 +6369,44 @@ __device__ static inline void expert_produce(const expert_gemm_args &args, const
     }
 }
 
-/* Stages `round` pairs of D^T from `acc` and stores them. staging: this consumer's two buffers. */
-template <int BN, bool SWIGLU>
+/* TOKA_SWIGLU_CLAMPED */
+__device__ static inline float swiglu_clamped(float gate, float up, float limit) {
+    gate = fminf(gate, limit), up = fminf(fmaxf(up, -limit), limit);
+    return __fdividef(gate * (up + 1), 1 + ex2(-1.702f * 1.4426950408889634f * gate));
+}
+/* Replaces each gate by the activation of gate and up. */
+template <int BN>
+__device__ static inline void expert_activate(float (&acc)[BN / 2], float limit) {
+#pragma unroll
+    for (int i = 0; i < BN / 2; i++)
+        if (limit == 0 && i / 2 % 2 == 0) acc[i] = swiglu(acc[i], acc[i + 2]);
+#pragma unroll
+    for (int i = 0; i < BN / 2; i++)
+        if (limit != 0 && i / 2 % 2 == 0) acc[i] = swiglu_clamped(acc[i], acc[i + 2], limit);
+}
+/* Adds the biases to the sums of 64 rows of W, from n0 on. */
+template <int BN>
+__device__ static inline void expert_add_bias(float (&acc)[BN / 2], const expert_gemm_args &args,
+                                              const expert_tile &tile, int n0) {
+    const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x % 128 / 32,
+              n = n0 + 16 * warp + lane / 4;
+    const float *bias = args.bias + (size_t)tile.expert * args.N,
+                lower = __ldg(bias + min(n, args.N - 1)),
+                upper = __ldg(bias + min(n + 8, args.N - 1));
+#pragma unroll
+    for (int i = 0; i < BN / 2; i++) acc[i] += i / 2 % 2 ? upper : lower;
+}
+/* Stages `round` pairs of D^T from `acc` and stores them. n0: the first of their 64 rows of W. */
+template <class FMT, int BN, bool SWIGLU>
 __device__ static inline void expert_store(const float (&acc)[BN / 2], const expert_gemm_args &args,
-                                           const expert_tile &tile, int consumer,
-                                           uint32_t staging) {
-    typedef expert_smem<BN, SWIGLU> smem;
+                                           const expert_tile &tile, int n0, int consumer,
+                                           uint32_t ring) {
+    typedef expert_smem<FMT, BN, SWIGLU> smem;
+    const uint32_t staging = ring + smem::staging_at + consumer * 2 * smem::staging_bytes;
     constexpr int ROW = smem::out_cols * 2, CHUNKS = ROW / 16, ROWS_A_PASS = 128 / CHUNKS;
     const int tid = (int)threadIdx.x % 128, warp = tid / 32, lane = tid % 32;
     const int n_out = SWIGLU ? args.N / 2 : args.N,
-              col0 = (SWIGLU ? tile.n0 / 2 : tile.n0) + consumer * smem::out_cols;
+              col0 = SWIGLU ? n0 / 2 : n0;
     auto place = [](int row, int chunk) {
         return row * ROW + ((chunk ^ (SWIGLU ? row / 2 & 3 : row & 7)) << 4);
     };
@@ -6184,8 +6418,7 @@ __device__ static inline void expert_store(const float (&acc)[BN / 2], const exp
             const float *v = acc + round * (smem::round / 2) + 4 * j;
             const int row = 8 * j + (lane & 7);
             if constexpr (SWIGLU)
-                stmatrix_trans(at + place(row, warp),
-                               pack_bf16(swiglu(v[0], v[2]), swiglu(v[1], v[3])));
+                stmatrix_trans(at + place(row, warp), pack_bf16(v[0], v[1]));
             else {
                 stmatrix_trans(at + place(row, 2 * warp), pack_bf16(v[0], v[1]));
                 stmatrix_trans(at + place(row, 2 * warp + 1), pack_bf16(v[2], v[3]));
@@ -6248,67 +6481,138 @@ __device__ static inline void expert_scale(float (&acc)[BN / 2], const expert_ge
 
 /* The place of a consumer in the ring. */
 struct expert_ring {
-    uint32_t ring, bars;
+    uint32_t ring;
     int buf, parity;
 };
 /* Waits for the next K block and moves on. Returns its buffer. */
-template <int N_BUFS> __device__ static inline int expert_next(expert_ring &at) {
+template <class SMEM> __device__ static inline int expert_next(expert_ring &at) {
     const int buf = at.buf;
-    mbar_wait(at.bars + 8 * buf, at.parity);
+    mbar_wait(at.ring + SMEM::bars_at + 8 * buf, at.parity);
     fence_async_smem();
-    if (++at.buf == N_BUFS) at.buf = 0, at.parity ^= 1;
+    if (++at.buf == SMEM::n_bufs) at.buf = 0, at.parity ^= 1;
     return buf;
 }
+template <class SMEM>
 __device__ static inline void expert_release(const expert_ring &at, int buf) {
-    if (threadIdx.x % 128 == 0) mbar_arrive(at.bars + 128 + 8 * buf);
+    if (threadIdx.x % 128 == 0) mbar_arrive(at.ring + SMEM::bars_at + 128 + 8 * buf);
 }
 /* Adds up the first WIDTH pairs of a tile. */
-template <int BN, int WIDTH, bool SWIGLU>
+template <class FMT, int BN, int WIDTH, bool SWIGLU>
 __device__ static inline void expert_multiply_bf16(float (&sums)[WIDTH / 2], int n_k, int consumer,
                                                    expert_ring &at) {
-    typedef expert_smem<BN, SWIGLU> smem;
+    typedef expert_smem<FMT, BN, SWIGLU> smem;
     int last = 0;
     for (int k = 0; k < n_k; k++) {
-        const int buf = expert_next<smem::n_bufs>(at);
+        const int buf = expert_next<smem>(at);
         const uint32_t buf_at = at.ring + buf * smem::buf_bytes;
         const uint64_t a_desc = wgmma_desc(buf_at + consumer * 64 * 128),
-                       b_desc = wgmma_desc(buf_at + 128 * 128);
+                       b_desc = wgmma_desc(buf_at + smem::x_at);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < 4; i++) wgmma_ss<WIDTH>(sums, a_desc + 2 * i, b_desc + 2 * i, 1);
         wgmma_commit();
         if (k) {
             wgmma_wait<1>();
-            expert_release(at, last);
+            expert_release<smem>(at, last);
         }
         last = buf;
     }
     wgmma_wait<0>();
     wgmma_fence_operand(sums);
-    expert_release(at, last);
+    expert_release<smem>(at, last);
+}
+/* A thread's share of 64 rows of a block of MXFP4: word i has 32 columns, half i % 2 of the block,
+ * of the lower (i < 2) or upper of its two rows. Byte i of scales is the scale of word i. */
+struct mxfp4_words {
+    uint32_t word[4], scales;
+};
+/* rows 0: the first 64 rows of the block; 1: the others. */
+__device__ static inline mxfp4_words mxfp4_load(uint32_t block_at, int rows) {
+    const int thread = 128 * rows + (int)threadIdx.x % 128;
+    const uint4 v = smem_load_16(block_at + 16 * thread);
+    return {{v.x, v.y, v.z, v.w},
+            __float_as_uint(smem_load_float(block_at + MXFP4_SCALES_AT + thread / 4 * 4))};
+}
+/* Multiplies two bf16. volatile: ptxas then keeps it out of the wgmmas that run. */
+__device__ static inline uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
+    uint32_t product;
+    asm volatile("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+/* Unpacks columns 16 step .. as the A operand of a wgmma. The bits of a code stand for its value
+ * times 2^-126 if they are the sign, the lowest bits of the exponent and the highest bit of the
+ * mantissa of a bf16. So the codes of MXFP4_BLOCK_BYTES are moved there, and multiplied by 2^126
+ * times the scale. */
+__device__ static inline void mxfp4_unpack(const mxfp4_words &from, int step, uint32_t (&a)[4]) {
+    constexpr uint32_t SIZES = 0x01C001C0, SIGNS = 0x80008000;
+#pragma unroll
+    for (int row = 0; row < 2; row++) {
+        const int i = step / 2 + 2 * row;
+        const uint32_t word = from.word[i],
+                       scale = (from.scales >> 8 * i & 0xFF) * 0x00800080 + 0x3F003F00;
+        const bool even = step % 2 == 0; /* pairs 0 and 1; else 2 and 3 */
+        a[row] = mul_bf16x2(even ? word & (SIZES | SIGNS)
+                                 : (word << 6 & SIZES) | (word << 2 & SIGNS), scale);
+        a[2 + row] = mul_bf16x2(even ? word << 3 & (SIZES | SIGNS)
+                                     : (word >> 3 & SIZES) | (word << 1 & SIGNS), scale);
+    }
+}
+/* The same with W in MXFP4, which becomes bf16 in registers. A consumer has the 128 rows of a
+ * block. The columns of the next wgmmas are unpacked while those of the last ones run. */
+template <int BN, int WIDTH, bool SWIGLU>
+__device__ static inline void expert_multiply_mxfp4(float (&sums)[2][WIDTH / 2], int n_k,
+                                                    int consumer, expert_ring &at) {
+    typedef expert_smem<gemm_mxfp4, BN, SWIGLU> smem;
+    constexpr int STEPS = WIDTH < 96 ? 2 : 1; /* of 16 columns that are unpacked at a time */
+    auto previous = [](int buf) { return (buf ? buf : smem::n_bufs) - 1; };
+    uint32_t a[2][2 * STEPS][4]; /* [set][m_tile and step] */
+    for (int k = 0; k < n_k; k++) {
+        const int buf = expert_next<smem>(at);
+        const uint32_t buf_at = at.ring + buf * smem::buf_bytes,
+                       block_at = buf_at + consumer * MXFP4_BLOCK_BYTES;
+        const uint64_t b_desc = wgmma_desc(buf_at + smem::x_at);
+        const mxfp4_words words[2] = {mxfp4_load(block_at, 0), mxfp4_load(block_at, 1)};
+#pragma unroll
+        for (int step = 0; step < 4; step += STEPS) {
+            const int set = step / STEPS % 2;
+#pragma unroll
+            for (int i = 0; i < 2 * STEPS; i++)
+                mxfp4_unpack(words[i / STEPS], step + i % STEPS, a[set][i]);
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < 2 * STEPS; i++)
+                wgmma_rs<WIDTH>(sums[i / STEPS], a[set][i], b_desc + 2 * (step + i % STEPS), 1);
+            wgmma_commit();
+            wgmma_wait<1>();
+            if (!step && k) expert_release<smem>(at, previous(buf));
+        }
+    }
+    wgmma_wait<0>();
+    wgmma_fence_operand(sums[0]), wgmma_fence_operand(sums[1]);
+    expert_release<smem>(at, previous(at.buf));
 }
 /* The same in FP8. scales: those of K blocks 0, 1 ... of this tile of W, `step` apart; NULL: none.
  * Narrow tiles have two sets of partial sums, as gemm_mainloop_fp8 has. */
-template <int BN, int WIDTH, bool SWIGLU>
+template <class FMT, int BN, int WIDTH, bool SWIGLU>
 __device__ static inline void expert_multiply_fp8(float (&sums)[WIDTH / 2], int n_k, int consumer,
                                                   const float2 *scales, int step, expert_ring &at) {
-    typedef expert_smem<BN, SWIGLU> smem;
+    typedef expert_smem<FMT, BN, SWIGLU> smem;
     constexpr int SETS = WIDTH <= 32 ? 2 : 1;
     const int lane = (int)threadIdx.x % 32;
     float2 lane_scales = {1, 1}; /* of one of 32 K blocks */
     float part[SETS][WIDTH / 2];
     int buf[SETS];
     auto issue = [&](int set) {
-        buf[set] = expert_next<smem::n_bufs>(at);
+        buf[set] = expert_next<smem>(at);
         const uint32_t buf_at = at.ring + buf[set] * smem::buf_bytes;
         fp8_issue<WIDTH>(part[set], wgmma_desc(buf_at + consumer * 64 * 128),
-                         wgmma_desc(buf_at + 128 * 128));
+                         wgmma_desc(buf_at + smem::x_at));
     };
     auto promote = [&](int set, int k) {
         const float even = __shfl_sync(~0u, lane_scales.x, k % 32),
                     odd = __shfl_sync(~0u, lane_scales.y, k % 32);
         wgmma_fence_operand(part[set]);
-        expert_release(at, buf[set]);
+        expert_release<smem>(at, buf[set]);
 #pragma unroll
         for (int i = 0; i < WIDTH / 2; i++) sums[i] += part[set][i] * (i / 2 % 2 ? odd : even);
     };
@@ -6331,63 +6635,90 @@ __device__ static inline void expert_multiply_fp8(float (&sums)[WIDTH / 2], int 
         promote(0, k);
     }
 }
-template <class FMT, int BN, int WIDTH, bool SWIGLU>
-__device__ static inline void expert_multiply(float (&acc)[BN / 2], const expert_gemm_args &args,
+template <class FMT, int BN, int WIDTH, bool SWIGLU, int M_TILES>
+__device__ static inline void expert_multiply(float (&acc)[M_TILES][BN / 2],
+                                              const expert_gemm_args &args,
                                               const expert_tile &tile, int consumer,
                                               expert_ring &at) {
     const int tiles_n = (args.N + 127) / 128, n_k = (args.K + FMT::k_cols - 1) / FMT::k_cols;
+    if constexpr (FMT::is_mxfp4) {
+        float sums[M_TILES][WIDTH / 2] = {};
+        expert_multiply_mxfp4<BN, WIDTH, SWIGLU>(sums, n_k, consumer, at);
+#pragma unroll
+        for (int i = 0; i < M_TILES * WIDTH / 2; i++)
+            acc[i / (WIDTH / 2)][i % (WIDTH / 2)] = sums[i / (WIDTH / 2)][i % (WIDTH / 2)];
+        return;
+    }
     float (&sums)[WIDTH / 2] = reinterpret_cast<float (&)[WIDTH / 2]>(acc);
     const float2 *scales = (const float2 *)args.w_scale + (size_t)tile.expert * n_k * tiles_n +
                            tile.n0 / 128;
     if constexpr (FMT::is_fp8)
-        expert_multiply_fp8<BN, WIDTH, SWIGLU>(sums, n_k, consumer, FMT::blocked ? scales : NULL,
-                                               tiles_n, at);
-    else expert_multiply_bf16<BN, WIDTH, SWIGLU>(sums, n_k, consumer, at);
+        expert_multiply_fp8<FMT, BN, WIDTH, SWIGLU>(sums, n_k, consumer,
+                                                    FMT::blocked ? scales : NULL, tiles_n, at);
+    else if constexpr (!FMT::is_mxfp4)
+        expert_multiply_bf16<FMT, BN, WIDTH, SWIGLU>(sums, n_k, consumer, at);
 }
 template <class FMT, int BN, bool SWIGLU>
 __device__ static inline void expert_consume(const expert_gemm_args &args,
-                                             const expert_firsts *first, int n_units, uint32_t ring,
-                                             uint32_t bars) {
-    typedef expert_smem<BN, SWIGLU> smem;
-    const int consumer = (int)threadIdx.x / 128 - 1, tiles_n = (args.N + 127) / 128;
-    const uint32_t staging = ring + smem::staging_at + consumer * 2 * smem::staging_bytes;
-    expert_ring at = {ring, bars, 0, 0};
-    for (int unit = (int)blockIdx.x; unit < n_units; unit += (int)gridDim.x) {
-        const expert_tile tile = expert_tile_at<BN>(args, first, tiles_n, unit);
-        const int width = expert_width<BN>(tile.n_pairs);
-        float acc[BN / 2];
+                                             const expert_firsts *first, uint32_t ring) {
+    typedef expert_smem<FMT, BN, SWIGLU> smem;
+    /* MOST: the largest width of expert_width below BN */
+    constexpr int M_TILES = smem::m_tiles,
+                  MOST = BN == 128 && !FMT::is_mxfp4 ? BN : BN * 3 / 4;
+    const int consumer = (int)threadIdx.x / 128 - 1,
+              tiles_n = (args.N + smem::tile_n - 1) / smem::tile_n,
+              n_k = (args.K + FMT::k_cols - 1) / FMT::k_cols;
+    expert_ring at = {ring, 0, 0};
+    for (int unit = (int)blockIdx.x; unit < first->tile[args.X] * tiles_n;
+         unit += (int)gridDim.x) {
+        const expert_tile tile = expert_tile_at<BN, smem::tile_n>(args, first, tiles_n, unit);
+        const int width = expert_width<FMT, BN>(tile.n_pairs);
+        if (tile.n0 + 64 * M_TILES * consumer >= args.N) { /* there are no such rows */
+            for (int k = 0; k < n_k; k++) {
+                const int buf = expert_next<smem>(at);
+                bar_sync(1 + consumer, 128); /* no warp may miss a phase of the barrier */
+                expert_release<smem>(at, buf);
+            }
+            continue;
+        }
+        float acc[M_TILES][BN / 2];
         expert_scales<FMT, BN> scales;
         if constexpr (FMT::is_fp8) scales = expert_load_scales<FMT, BN>(args, tile, consumer);
 #pragma unroll
-        for (int i = 0; i < BN / 2; i++) acc[i] = 0;
+        for (int i = 0; i < M_TILES * BN / 2; i++) acc[i / (BN / 2)][i % (BN / 2)] = 0;
         if constexpr (BN >= 128) {
             if (width == BN / 4)
                 expert_multiply<FMT, BN, BN / 4, SWIGLU>(acc, args, tile, consumer, at);
             else if (width == BN / 2)
                 expert_multiply<FMT, BN, BN / 2, SWIGLU>(acc, args, tile, consumer, at);
-            else if (BN > 128 && width == BN * 3 / 4)
-                expert_multiply<FMT, BN, BN == 128 ? BN : BN * 3 / 4, SWIGLU>(acc, args, tile,
-                                                                              consumer, at);
+            else if (MOST != BN && width == MOST)
+                expert_multiply<FMT, BN, MOST, SWIGLU>(acc, args, tile, consumer, at);
             else expert_multiply<FMT, BN, BN, SWIGLU>(acc, args, tile, consumer, at);
         } else expert_multiply<FMT, BN, BN, SWIGLU>(acc, args, tile, consumer, at);
-        if constexpr (FMT::is_fp8) expert_scale<FMT, BN>(acc, args, tile, scales);
-        expert_store<BN, SWIGLU>(acc, args, tile, consumer, staging);
+        if constexpr (FMT::is_fp8) expert_scale<FMT, BN>(acc[0], args, tile, scales);
+#pragma unroll
+        for (int i = 0; i < M_TILES; i++) {
+            const int n0 = tile.n0 + 64 * (M_TILES * consumer + i);
+            if (args.bias) expert_add_bias<BN>(acc[i], args, tile, n0);
+            if constexpr (SWIGLU) expert_activate<BN>(acc[i], args.limit);
+            expert_store<FMT, BN, SWIGLU>(acc[i], args, tile, n0, consumer, ring);
+        }
     }
 }
 #endif
 
 template <class FMT, int BN, bool SWIGLU>
-__global__ static void __launch_bounds__(384, 1)
+__global__ static void __launch_bounds__(384, (expert_smem<FMT, BN, SWIGLU>::ctas))
     expert_gemm_kernel(const __grid_constant__ CUtensorMap map_w, const expert_gemm_args args) {
 #if HOPPER
-    typedef expert_smem<BN, SWIGLU> smem;
+    typedef expert_smem<FMT, BN, SWIGLU> smem;
     extern __shared__ __align__(128) char smem_base[];
     const uint32_t base = smem_addr(smem_base), ring = (base + 1023) & ~1023u,
                    bars = ring + smem::bars_at;
     expert_firsts *first = (expert_firsts *)(smem_base + (ring - base) + smem::list_at);
     if (threadIdx.x == 0) {
         for (int i = 0; i < smem::n_bufs; i++) {
-            mbar_init(bars + 8 * i, 129);
+            mbar_init(bars + 8 * i, smem::n_producers + 1);
             mbar_init(bars + 128 + 8 * i, 2);
         }
         mbar_init_fence();
@@ -6397,13 +6728,14 @@ __global__ static void __launch_bounds__(384, 1)
     for (int i = (int)threadIdx.x; i <= args.X; i += 384)
         first->pair[i] = args.first[i], first->tile[i] = (uint16_t)args.first_tile[i];
     __syncthreads();
-    const int n_units = first->tile[args.X] * ((args.N + 127) / 128);
     if (threadIdx.x < 128) {
-        if constexpr (BN > 64) setmaxnreg_dec<56>();
-        expert_produce<FMT, BN, SWIGLU>(args, &map_w, first, n_units, ring, bars);
+        if constexpr (BN > 64) setmaxnreg_dec<FMT::is_mxfp4 ? 40 : 56>();
+        if constexpr (smem::ctas == 2) setmaxnreg_dec<40>();
+        expert_produce<FMT, BN, SWIGLU>(args, &map_w, first, ring, bars);
     } else {
-        if constexpr (BN > 64) setmaxnreg_inc<224>();
-        expert_consume<FMT, BN, SWIGLU>(args, first, n_units, ring, bars);
+        if constexpr (BN > 64) setmaxnreg_inc<FMT::is_mxfp4 ? 232 : 224>();
+        if constexpr (smem::ctas == 2) setmaxnreg_inc<96>();
+        expert_consume<FMT, BN, SWIGLU>(args, first, ring);
     }
 #else
     __trap();
@@ -6459,23 +6791,31 @@ __global__ static void __launch_bounds__(128)
 
 /* ---- Host: the launches ---- */
 
+static bool weight_is_bf16(const weight *w) { return !w->scale && !w->is_mxfp4; }
 /* Returns the pairs of a tile: the width that wastes little if the experts are equally busy. */
-static int expert_tile_rows(int T, int k, int X, bool fp8) {
+static int expert_tile_rows(int T, int k, int X, bool is_bf16) {
     const int mean = ceil_div(T * k, X), most = T; /* most: an expert has each token once */
     int rows = 8;
-    while (rows < (fp8 ? 128 : 256) && rows < most && rows < mean + mean / 4) rows *= 2;
+    while (rows < (is_bf16 ? 256 : 128) && rows < most && rows < mean + mean / 4) rows *= 2;
     return rows;
 }
 template <class FMT, int BN, bool SWIGLU>
 static void expert_gemm_with(toka_device *dev, const weight *w, const expert_gemm_args &args) {
     const int rows = args.X * args.N;
     const CUtensorMap map_w =
-        FMT::is_fp8 ? gemm_fp8_map(dev, w->data, rows, args.K, (size_t)fp8_row_bytes(args.K), 128)
-                    : gemm_tensor_map(dev, w->data, rows, args.K, args.K, 128, 64);
+        FMT::is_mxfp4 ? CUtensorMap{}
+        : FMT::is_fp8
+            ? gemm_fp8_map(dev, w->data, rows, args.K, (size_t)fp8_row_bytes(args.K), 128)
+            : gemm_tensor_map(dev, w->data, rows, args.K, args.K, 128, 64);
+    typedef expert_smem<FMT, BN, SWIGLU> smem;
+    /* Where each SM has a tile at most, a second CTA must not take it: a CTA that comes while the
+     * kernel before runs goes where that has none, and two would share an SM while others idle. */
+    const int most_tiles = std::min(args.n_pairs, args.X) * ceil_div(args.N, smem::tile_n),
+              ctas = most_tiles > dev->n_sms ? smem::ctas : 1;
+    const size_t bytes = ctas == smem::ctas ? smem::bytes : HOPPER_CTA_SMEM;
     if (dev->error.code) return;
     launch_dependent(dev, "GEMM of experts", expert_gemm_kernel<FMT, BN, SWIGLU>,
-                     {dim3((unsigned)dev->n_sms), 384, expert_smem<BN, SWIGLU>::bytes}, map_w,
-                     args);
+                     {dim3((unsigned)(dev->n_sms * ctas)), 384, bytes}, map_w, args);
 }
 template <class FMT, bool SWIGLU>
 static void expert_gemm_of(toka_device *dev, const weight *w, int tile_rows,
@@ -6486,16 +6826,17 @@ static void expert_gemm_of(toka_device *dev, const weight *w, int tile_rows,
     case 32: return expert_gemm_with<FMT, 32, SWIGLU>(dev, w, args);
     case 64: return expert_gemm_with<FMT, 64, SWIGLU>(dev, w, args);
     case 128: return expert_gemm_with<FMT, 128, SWIGLU>(dev, w, args);
-    default: return expert_gemm_with<FMT, FMT::is_fp8 ? 128 : 256, SWIGLU>(dev, w, args);
+    default: return expert_gemm_with<FMT, FMT::is_bf16 ? 256 : 128, SWIGLU>(dev, w, args);
     }
 }
-/* tile_rows: pairs of a tile, 8 .. 256 (FP8: 128). */
+/* tile_rows: pairs of a tile, 8 .. 256 (FP8 and MXFP4: 128). */
 template <bool SWIGLU>
 static void expert_gemm(toka_device *dev, const weight *w, int tile_rows,
                         const expert_gemm_args &args) {
     assert(args.K % 8 == 0 && args.N % (SWIGLU ? 16 : 8) == 0 && args.X <= EXPERTS_MAX &&
-           (!w->scale || tile_rows <= 128));
-    if (!w->scale) expert_gemm_of<gemm_bf16, SWIGLU>(dev, w, tile_rows, args);
+           (tile_rows <= 128 || !(w->scale || w->is_mxfp4)));
+    if (w->is_mxfp4) expert_gemm_of<gemm_mxfp4, SWIGLU>(dev, w, tile_rows, args);
+    else if (!w->scale) expert_gemm_of<gemm_bf16, SWIGLU>(dev, w, tile_rows, args);
     else if (w->is_blocked) expert_gemm_of<gemm_fp8<128, true>, SWIGLU>(dev, w, tile_rows, args);
     else expert_gemm_of<gemm_fp8<128, false>, SWIGLU>(dev, w, tile_rows, args);
 }
@@ -6530,10 +6871,13 @@ typedef struct expert_scratch {
 static size_t experts_weight_bytes(const toka_moe *moe, bool hopper) {
     size_t n = (size_t)round_up_8(moe->n_experts + 1) * round_up_8(moe->router.cols) * sizeof(bf16);
     for (int gate_up = 0; gate_up < 2; gate_up++) {
-        const bool fp8 = hopper && weight_experts_stay_fp8(moe, gate_up);
+        const toka_dtype format = hopper ? weight_experts_format(moe, gate_up) : TOKA_BF16;
         const weight_parts parts = weight_expert_parts(moe->experts, gate_up),
                            shared = weight_expert_parts(&moe->shared, gate_up);
-        n += (size_t)moe->n_experts * weight_bytes(&parts, fp8);
+        const size_t each = format == TOKA_MXFP4 ? weight_expert_bytes(&parts, format)
+                                                 : weight_bytes(&parts, format == TOKA_FP8),
+                     bias = moe->experts->down_bias.rows ? weight_rows(&parts) * sizeof(float) : 0;
+        n += (size_t)moe->n_experts * (each + bias);
         if (moe->shared.gate.rows)
             n += weight_bytes(&shared, hopper && weight_stays_fp8(&shared));
     }
@@ -6586,6 +6930,20 @@ static void experts_run_shared(toka_device *dev, const layer_experts *layer, boo
     gemm(dev, &second);
 }
 
+static expert_gemm_args experts_up_args(const toka_device *dev, const layer_experts *layer) {
+    const expert_lists *lists = &dev->experts->lists;
+    const weight *up = &layer->gate_up;
+    return {dev->xn, dev->experts->act, lists->rows, lists->first, lists->first_tile,
+            layer->router.n_experts, up->N, up->K, dev->E, layer->down.K, dev->x_scale, up->scale,
+            up->data, up->bias, layer->limit, dev->step->T * layer->router.top_k};
+}
+static expert_gemm_args experts_down_args(const toka_device *dev, const layer_experts *layer) {
+    const expert_scratch *scratch = dev->experts;
+    const weight *down = &layer->down;
+    return {scratch->act, scratch->out, NULL, scratch->lists.first, scratch->lists.first_tile,
+            layer->router.n_experts, down->N, down->K, down->K, dev->E, scratch->act_scale,
+            down->scale, down->data, down->bias, 0, dev->step->T * layer->router.top_k};
+}
 /* x += experts of dev->xn, for the T rows of the step. The experts come before the shared expert:
  * that may quantize xn in place, by a scale of its own. */
 static void experts_run(toka_device *dev, const layer_experts *layer, bf16 *x) {
@@ -6593,7 +6951,7 @@ static void experts_run(toka_device *dev, const layer_experts *layer, bf16 *x) {
     const expert_router *router = &layer->router;
     const weight *up = &layer->gate_up, *down = &layer->down;
     const int T = dev->step->T, X = router->n_experts, k = router->top_k,
-              tile_rows = expert_tile_rows(T, k, X, up->scale || down->scale);
+              tile_rows = expert_tile_rows(T, k, X, weight_is_bf16(up) && weight_is_bf16(down));
     expert_lists lists = scratch->lists;
     lists.n_words = ceil_div(T, ROUTE_TOKENS);
     router_gemm(dev, {dev->xn, (const bf16 *)layer->logits.data, scratch->logits, T,
@@ -6604,16 +6962,12 @@ static void experts_run(toka_device *dev, const layer_experts *layer, bf16 *x) {
     if (up->scale)
         launch_dependent(dev, "quantization of x", quantize_rows_kernel, {dim3((unsigned)T), 256},
                          dev->xn, dev->E, up->K, up->x_scale, dev->x_scale);
-    expert_gemm<true>(dev, up, tile_rows,
-                      {dev->xn, scratch->act, lists.rows, lists.first, lists.first_tile, X, up->N,
-                       up->K, dev->E, down->K, dev->x_scale, up->scale});
+    expert_gemm<true>(dev, up, tile_rows, experts_up_args(dev, layer));
     if (down->scale)
         launch_dependent(dev, "quantization of x", quantize_rows_kernel,
                          {dim3((unsigned)(T * k)), 256}, scratch->act, down->K, down->K,
                          down->x_scale, scratch->act_scale);
-    expert_gemm<false>(dev, down, tile_rows,
-                       {scratch->act, scratch->out, NULL, lists.first, lists.first_tile, X,
-                        down->N, down->K, down->K, dev->E, scratch->act_scale, down->scale});
+    expert_gemm<false>(dev, down, tile_rows, experts_down_args(dev, layer));
     if (layer->shared_down.data && layer->shared_gate_up.scale)
         experts_run_shared(dev, layer, up->scale != NULL);
     const expert_sum_args sum = {x, scratch->out, layer->shared_down.data ? scratch->shared : NULL,
@@ -7659,8 +8013,8 @@ __device__ static inline void fp8_to_bf16(uint32_t word, uint32_t factors, uint3
                                           uint32_t &odd) {
     const uint32_t even_bits = (word << 8 & 0x80008000u) | (word << 4 & 0x07F007F0u);
     const uint32_t odd_bits = (word & 0x80008000u) | (word >> 4 & 0x07F007F0u);
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(even) : "r"(even_bits), "r"(factors));
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(odd) : "r"(odd_bits), "r"(factors));
+    asm volatile("mul.rn.bf16x2 %0, %1, %2;" : "=r"(even) : "r"(even_bits), "r"(factors));
+    asm volatile("mul.rn.bf16x2 %0, %1, %2;" : "=r"(odd) : "r"(odd_bits), "r"(factors));
 }
 #endif
 /* Where piece `piece`, 16 bytes, of a row of D bytes is in shared memory: TMA's swizzle of 128
@@ -14365,7 +14719,7 @@ static void clock_close(toka_device *dev) {
 
 /* Bytes of a matrix; of a matrix of experts those of one. */
 static double clock_weight_bytes(const weight *w) {
-    return (double)w->N * w->K * (w->scale ? 1 : sizeof(bf16));
+    return (double)w->N * w->K * (w->is_mxfp4 ? 17.0 / 32 : w->scale ? 1 : sizeof(bf16));
 }
 /* Experts that T tokens are expected to choose, if all are equally likely. */
 static double clock_touched(const expert_router *router, double T) {
@@ -14532,6 +14886,27 @@ static const char *missing_of_shape(const toka_shape *shape) {
     return NULL;
 }
 
+/* The same of the formats of a layer's experts. */
+static const char *missing_of_experts(const toka_moe *moe) {
+    for (int gate_up = 0; gate_up < 2; gate_up++) {
+        const bool all_mxfp4 = weight_experts_format(moe, gate_up) == TOKA_MXFP4;
+        for (int i = -1; i < moe->n_experts; i++) {
+            const bool is_shared = i < 0;
+            const weight_parts parts =
+                weight_expert_parts(is_shared ? &moe->shared : &moe->experts[i], gate_up);
+            for (int k = 0; k < parts.n_parts; k++) {
+                const toka_dtype dtype = parts.part[k]->dtype;
+                if (dtype == TOKA_INT4) return "4-bit weights (int4)";
+                if (dtype == TOKA_MXFP4 && (is_shared || !all_mxfp4))
+                    return "MXFP4 in only some of the matrices of the experts";
+            }
+        }
+    }
+    return NULL;
+}
+static int n_biases(const toka_mlp *mlp) {
+    return !!mlp->gate_bias.rows + !!mlp->up_bias.rows + !!mlp->down_bias.rows;
+}
 /* The same of a layer. rope: the RoPE table of the model's first layer. */
 static const char *missing_of_layer(const toka_shape *shape, const toka_layer *layer,
                                     const toka_rope *rope) {
@@ -14545,8 +14920,8 @@ static const char *missing_of_layer(const toka_shape *shape, const toka_layer *l
         {layer->moe && layer->moe->n_experts > EXPERTS_MAX, "more than 512 experts"},
         {layer->moe && layer->moe->top_k > EXPERTS_MAX_K, "more than 16 experts a token"},
         {layer->moe && layer->moe->n_groups > 32, "more than 32 groups of experts"},
-        {layer->moe && expert->gate_bias.rows, "biases in the experts"},
-        {layer->moe && expert->gate.rows % 8, "experts whose width is no multiple of 8"},
+        {layer->moe && n_biases(expert) % 3, "biases in only some of the matrices of the experts"},
+        {layer->moe && n_biases(&layer->moe->shared), "biases in the shared expert"},
         {layer->kv_fp8 && ((shape->D != 64 && shape->D != 128) || shape->L > 256),
          "FP8 K and V with heads of another size than 64 and 128"},
         {layer->parallel, "an MLP beside attention"},
@@ -14557,19 +14932,20 @@ static const char *missing_of_layer(const toka_shape *shape, const toka_layer *l
         {layer->rope && layer->rope->neighbours, "RoPE on neighbouring elements"},
         {layer->rope && layer->rope->dims != shape->D, "RoPE on a part of the head"},
         {layer->rope != rope, "several RoPE tables"},
-        {layer->activation != TOKA_SILU, "other activations than SiLU"},
-        {mlp->gate_bias.rows || mlp->up_bias.rows || mlp->down_bias.rows, "biases in the MLP"},
+        {layer->activation != TOKA_SILU && !(layer->activation == TOKA_SWIGLU_CLAMPED &&
+                                             layer->moe && !layer->moe->shared.gate.rows),
+         "other activations than SiLU"},
+        {n_biases(mlp), "biases in the MLP"},
     };
     for (const auto &feature : features)
         if (feature.used) return feature.name;
-    const toka_tensor *matrices[] = {&layer->q, &layer->k,  &layer->v,   &layer->o,
-                                     &mlp->gate, &mlp->up,    &mlp->down, &expert->gate,
-                                     &expert->up, &expert->down};
+    const toka_tensor *matrices[] = {&layer->q,  &layer->k, &layer->v, &layer->o,
+                                     &mlp->gate, &mlp->up,  &mlp->down};
     for (const toka_tensor *matrix : matrices) {
         if (matrix->dtype == TOKA_INT4) return "4-bit weights (int4)";
-        if (matrix->dtype == TOKA_MXFP4) return "MXFP4 weights";
+        if (matrix->dtype == TOKA_MXFP4) return "MXFP4 weights but of experts";
     }
-    return NULL;
+    return layer->moe ? missing_of_experts(layer->moe) : NULL;
 }
 
 static int cuda_supports(const toka_shape *shape, const toka_weights *weights, toka_err *e) {

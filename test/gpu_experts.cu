@@ -6,6 +6,8 @@
  *   gpu_experts bench        times of whole layers: Qwen3-30B-A3B and Mixtral-8x7B */
 #include "../toka_kernels.cu"
 
+#include <memory>
+
 #include "gpu.cuh"
 
 /* ---- The lists of a step, with guard bands ---- */
@@ -180,14 +182,49 @@ __global__ static void ref_experts(expert_gemm_args a, const void *w, bool block
             } else p = (double)__bfloat162float(a.x[(size_t)row_x * a.ldx + k]) * (double)__bfloat162float(((const bf16 *)w)[at * a.K + k]);
             sum[part] += p, abs_sum[part] += fabs(p);
         }
+        if (a.bias) sum[part] += a.bias[at], abs_sum[part] += fabs(a.bias[at]);
     }
-    const double s = sum[0] / (1 + exp(-sum[0]));
-    value[(size_t)pair * n_out + n] = swiglu_rows ? s * sum[1] : sum[0];
-    size[(size_t)pair * n_out + n] = swiglu_rows ? 1.1 * abs_sum[0] * fabs(sum[1]) + fabs(s) * abs_sum[1] : abs_sum[0];
+    double gate = sum[0], up = sum[1], slope = 1;
+    if (a.limit != 0) gate = fmin(gate, (double)a.limit), up = fmax(-(double)a.limit, fmin(up, (double)a.limit)) + 1, slope = 1.702;
+    const double s = gate / (1 + exp(-slope * gate));
+    value[(size_t)pair * n_out + n] = swiglu_rows ? s * up : sum[0];
+    size[(size_t)pair * n_out + n] = swiglu_rows ? 1.1 * abs_sum[0] * fabs(up) + fabs(s) * abs_sum[1] : abs_sum[0];
 }
-enum weights_kind { W_BF16, W_ROWS, W_BLOCKS };
+/* Codes 8 .. 15 of e2m1 are the negative ones. */
+__device__ static const float e2m1[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+/* Random codes, and scales between 2^-14 and 2; the values that they stand for, which bf16 holds exactly. One thread a block of 32 columns. */
+__global__ static void fill_mxfp4(uint8_t *codes, uint8_t *scales, bf16 *values, size_t n, uint64_t seed) {
+    const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    scales[i] = (uint8_t)(113 + gpu_mix(seed + i) % 16);
+    for (size_t k = 0; k < 16; k++) {
+        const uint8_t pair = codes[16 * i + k] = (uint8_t)gpu_mix(seed + 77 + 16 * i + k);
+        for (int half = 0; half < 2; half++) {
+            const int code = pair >> 4 * half & 15;
+            values[32 * i + 2 * k + (size_t)half] = __float2bfloat16(ldexpf(code & 8 ? -e2m1[code & 7] : e2m1[code & 7], scales[i] - 127));
+        }
+    }
+}
+static size_t mxfp4_bytes(int N, int K) { return (size_t)ceil_div(N, MXFP4_ROWS) * ceil_div(K, MXFP4_COLS) * MXFP4_BLOCK_BYTES; }
+/* Writes X random matrices [N][K] as the loader stores them to `to`, and their values. */
+static void make_mxfp4(int X, int N, int K, uint8_t *to, bf16 *values) {
+    const size_t each = (size_t)N * K / 32;
+    gpu_buf<uint8_t> codes(16 * each), scales(each);
+    GPU_OK(cudaMemset(to, 0, X * mxfp4_bytes(N, K)));
+    for (int i = 0; i < X; i++) {
+        load_job job = {};
+        job.to = to + (size_t)i * mxfp4_bytes(N, K), job.stride = ceil_div(K, MXFP4_COLS) * MXFP4_COLS;
+        fill_mxfp4<<<(unsigned)((each + 255) / 256), 256>>>(codes.p(), scales.p(), values + 32 * each * (size_t)i, each, gpu_seed + 100 * (uint64_t)i);
+        load_mxfp4_kernel<<<(unsigned)((each + 255) / 256), 256>>>((const uint4 *)codes.p(), scales.p(), 0, each, K, job);
+    }
+    GPU_OK(cudaDeviceSynchronize());
+}
+enum weights_kind { W_BF16, W_ROWS, W_BLOCKS, W_MXFP4 };
+static const char *const kind_names[] = {"bf16", "FP8 rows", "FP8 blocks", "MXFP4"};
 /* counts[e]: rows of expert e. gathered: the rows are scattered over x. */
-static void test_gemm(toka_device *d, const std::vector<int> &counts, int N, int K, bool swiglu_rows, bool gathered, weights_kind kind) {
+static void test_gemm(toka_device *d, const std::vector<int> &counts, int N, int K, bool swiglu_rows, bool gathered, weights_kind kind, bool biased) {
+    if (kind == W_MXFP4) K = K / 32 * 32; /* a scale for each 32 columns */
+    const bool fp8 = kind == W_ROWS || kind == W_BLOCKS;
     const int X = (int)counts.size(), n_out = swiglu_rows ? N / 2 : N, ldx = K + 8, ldy = n_out + 8;
     std::vector<int> first(1), rows;
     for (int c : counts) first.push_back(first.back() + c);
@@ -196,13 +233,16 @@ static void test_gemm(toka_device *d, const std::vector<int> &counts, int N, int
         for (int i = 0; i < counts[(size_t)e]; i++) rows.push_back((i * 7 + e * 3) % T);
     const size_t each = kind == W_BLOCKS ? (size_t)ceil_div(K, 128) * ceil_div(N, 128) * 2 : (size_t)N;
     gpu_buf<float> w_scale((size_t)X * each), x_scale((size_t)T);
-    gpu_buf<uint8_t> codes(kind ? (size_t)X * N * fp8_row_bytes(K) : 1);
+    gpu_buf<uint8_t> codes(fp8 ? (size_t)X * N * fp8_row_bytes(K) : kind == W_MXFP4 ? X * mxfp4_bytes(N, K) : 1);
+    gpu_buf<float> bias((size_t)X * N);
     gpu_buf<bf16> x((size_t)T * ldx), w((size_t)X * N * K), y((size_t)std::max(1, n_pairs) * ldy);
     gpu_buf<int> dfirst(first.size()), dtile(first.size()), drows(std::max<size_t>(1, rows.size()));
     gpu_buf<double> value((size_t)std::max(1, n_pairs) * n_out), size(value.n);
     gpu_random(x, gpu_seed, 1), gpu_random(w, gpu_seed + 1, 1 / sqrtf((float)K));
     dfirst.set(first), drows.set(rows);
-    if (kind) {
+    gpu_random(bias, gpu_seed + 8, 1);
+    if (kind == W_MXFP4) make_mxfp4(X, N, K, codes.p(), w.p());
+    if (fp8) {
         std::vector<float> ws(w_scale.n), xs(x_scale.n);
         for (size_t i = 0; i < ws.size(); i++) ws[i] = ldexpf(1 + gpu_uniform(gpu_seed + 5, i), (int)(i * 7 % 5) - 12);
         for (size_t i = 0; i < xs.size(); i++) xs[i] = ldexpf(1 + gpu_uniform(gpu_seed + 6, i), (int)(i % 3) - 8) / sqrtf((float)K);
@@ -210,15 +250,17 @@ static void test_gemm(toka_device *d, const std::vector<int> &counts, int N, int
         gpu_fill_fp8<<<1056, 256>>>((uint8_t *)x.p(), x.n * 2, gpu_seed + 1, false);
         gpu_fill_fp8<<<1056, 256>>>(codes.p(), codes.n, gpu_seed + 2, false);
     }
-    weight W = {kind ? (bf16 *)codes.p() : w.p(), NULL, N, K, kind ? w_scale.p() : NULL, kind == W_BLOCKS};
-    expert_gemm_args a = {x.p(), y.p(), gathered ? drows.p() : NULL, dfirst.p(), dtile.p(), X, N, K, ldx, ldy, x_scale.p(), W.scale};
-    ref_experts<<<dim3((unsigned)ceil_div(n_out, 128), (unsigned)std::max(1, n_pairs)), 128>>>(a, W.data, kind == W_BLOCKS, swiglu_rows, n_pairs, value.p(),
+    weight W = {kind ? (bf16 *)codes.p() : w.p(), NULL, N, K, fp8 ? w_scale.p() : NULL, kind == W_BLOCKS};
+    W.is_mxfp4 = kind == W_MXFP4;
+    expert_gemm_args a = {x.p(), y.p(), gathered ? drows.p() : NULL, dfirst.p(), dtile.p(), X, N, K, ldx, ldy, x_scale.p(), W.scale, W.data,
+                          biased ? bias.p() : NULL, biased && swiglu_rows ? 1.5f : 0, n_pairs};
+    ref_experts<<<dim3((unsigned)ceil_div(n_out, 128), (unsigned)std::max(1, n_pairs)), 128>>>(a, fp8 ? (void *)W.data : w.p(), kind == W_BLOCKS, swiglu_rows, n_pairs, value.p(),
                                                                                                size.p());
     GPU_OK(cudaDeviceSynchronize());
     const std::vector<double> want = value.host(), bound = size.host();
     std::vector<bf16> before;
     /* FP8: what the tensor cores cut of a sum (test/results/trials-fp8-promotion.md) */
-    const double sum_error = kind ? 1e-3 / sqrt(std::max(1.0, K / 128.0)) : 4e-6;
+    const double sum_error = fp8 ? 1e-3 / sqrt(std::max(1.0, K / 128.0)) : 4e-6;
     for (int tile_rows = 8; tile_rows <= (kind ? 128 : 256); tile_rows *= 2) {
         std::vector<int> tiles(1);
         for (int c : counts) tiles.push_back(tiles.back() + ceil_div(c, tile_rows));
@@ -238,8 +280,9 @@ static void test_gemm(toka_device *d, const std::vector<int> &counts, int N, int
             for (int n = n_out; n < ldy; n++) wrong += *(const uint16_t *)&got[(size_t)p * ldy + n] != 0xFFFF;
         if (!before.empty()) unlike = memcmp(before.data(), got.data(), got.size() * 2) != 0;
         before = got;
-        gpu_check(!wrong && !unlike && y.guards_hold(), "experts %s X=%d pairs=%d N=%d K=%d %s%s, tiles of %d: %d wrong, %d unlike %s",
-                  kind == W_BF16 ? "bf16" : kind == W_ROWS ? "FP8 rows" : "FP8 blocks", X, n_pairs, N, K, swiglu_rows ? "swiglu" : "store", gathered ? " gathered" : "", tile_rows, wrong, unlike, d->error.msg);
+        gpu_check(!wrong && !unlike && y.guards_hold(), "experts %s X=%d pairs=%d N=%d K=%d %s%s%s, tiles of %d: %d wrong, %d unlike %s",
+                  kind_names[kind], X, n_pairs, N, K, swiglu_rows ? "swiglu" : "store", gathered ? " gathered" : "", biased ? " biased" : "", tile_rows, wrong,
+                  unlike, d->error.msg);
     }
 }
 
@@ -280,9 +323,10 @@ static void test_sum(toka_device *d, int T, int E, int k, bool shared, bool gate
 
 struct layer_memory {
     gpu_buf<bf16> router, gate_up, down, xn, x;
+    std::unique_ptr<gpu_buf<uint8_t>> up_codes, down_codes; /* MXFP4 */
     layer_experts layer = {};
     int T, E;
-    layer_memory(toka_device *d, int T_, int E_, int F, int X, int k)
+    layer_memory(toka_device *d, int T_, int E_, int F, int X, int k, bool mxfp4 = false)
         : router((size_t)X * E_), gate_up((size_t)X * 2 * F * E_), down((size_t)X * E_ * F), xn((size_t)T_ * E_, (size_t)GEMM_PAD_ROWS * E_),
           x((size_t)T_ * E_), T(T_), E(E_) {
         gpu_random(router, gpu_seed, 4 / sqrtf((float)E)), gpu_random(gate_up, gpu_seed + 1, 1 / sqrtf((float)E));
@@ -290,6 +334,12 @@ struct layer_memory {
         layer.router = expert_router{X, k, TOKA_ROUTER_SOFTMAX, 1, 1, true, false, 1, NULL, NULL};
         layer.logits = weight{router.p(), NULL, X, E};
         layer.gate_up = weight{gate_up.p(), NULL, 2 * F, E}, layer.down = weight{down.p(), NULL, E, F};
+        if (mxfp4) {
+            up_codes = std::make_unique<gpu_buf<uint8_t>>(X * mxfp4_bytes(2 * F, E)), down_codes = std::make_unique<gpu_buf<uint8_t>>(X * mxfp4_bytes(E, F));
+            make_mxfp4(X, 2 * F, E, up_codes->p(), gate_up.p()), make_mxfp4(X, E, F, down_codes->p(), down.p());
+            layer.gate_up.data = (bf16 *)up_codes->p(), layer.down.data = (bf16 *)down_codes->p();
+            layer.gate_up.is_mxfp4 = layer.down.is_mxfp4 = true;
+        }
         d->E = E, d->xn = xn.p(), d->options.max_tokens = T;
         GPU_OK(cudaDeviceSynchronize());
     }
@@ -306,11 +356,11 @@ static void run_layer(toka_device *d, layer_memory &m, int T, toka_shape *shape,
     d->layers = NULL;
 }
 /* A row's result does not depend on its neighbours: it has the same bits in steps of all sizes. */
-static void test_layer(toka_device *d, int E, int F, int X, int k, const std::vector<int> &sizes) {
+static void test_layer(toka_device *d, int E, int F, int X, int k, const std::vector<int> &sizes, bool mxfp4 = false) {
     toka_shape shape;
     toka_step step;
     const int most = *std::max_element(sizes.begin(), sizes.end());
-    layer_memory m(d, most, E, F, X, k);
+    layer_memory m(d, most, E, F, X, k, mxfp4);
     const std::vector<bf16> x0 = m.x.host();
     std::vector<bf16> all;
     for (int T : sizes) {
@@ -333,15 +383,18 @@ static void test_layer(toka_device *d, int E, int F, int X, int k, const std::ve
     free(d->experts), d->experts = NULL;
 }
 
-static void bench_layer(toka_device *d, const char *name, int E, int F, int X, int k) {
-    printf("%s: E %d F %d X %d k %d\n      T  us a layer  TFLOP/s  TB/s of weights that are touched\n", name, E, F, X, k);
+static void bench_layer(toka_device *d, const char *name, int E, int F, int X, int k, bool mxfp4 = false) {
+    printf("%s%s: E %d F %d X %d k %d\n      T  us a layer     gate/up        down  TFLOP/s  TB/s of weights that are touched\n", name, mxfp4 ? " in MXFP4" : "", E, F, X, k);
     for (int T : {1, 8, 64, 512, 4096, 8192}) {
         toka_shape shape;
         toka_step step;
-        layer_memory m(d, T, E, F, X, k);
+        layer_memory m(d, T, E, F, X, k, mxfp4);
         const double us = gpu_time_us(d->stream, 8, 9, [&](int) { run_layer(d, m, T, &shape, &step); });
-        const double touched = X * (1 - pow(1 - (double)k / X, T)), bytes = touched * 6.0 * E * F, flop = 6.0 * T * k * (double)E * F;
-        printf("%7d  %10.1f  %7.0f  %.2f\n", T, us, flop / us * 1e-6, bytes / us * 1e-6);
+        const int tile_rows = expert_tile_rows(T, k, X, !mxfp4);
+        const double up_us = gpu_time_us(d->stream, 8, 9, [&](int) { expert_gemm<true>(d, &m.layer.gate_up, tile_rows, experts_up_args(d, &m.layer)); }),
+                     down_us = gpu_time_us(d->stream, 8, 9, [&](int) { expert_gemm<false>(d, &m.layer.down, tile_rows, experts_down_args(d, &m.layer)); });
+        const double touched = X * (1 - pow(1 - (double)k / X, T)), bytes = touched * (mxfp4 ? 3.0 * 17 / 32 : 6.0) * E * F, flop = 6.0 * T * k * (double)E * F;
+        printf("%7d  %10.1f  %10.1f  %10.1f  %7.0f  %.2f\n", T, us, up_us, down_us, flop / (up_us + down_us) * 1e-6, bytes / (up_us + down_us) * 1e-6);
         while (d->n_allocations) cudaFree(d->allocations[--d->n_allocations]);
         free(d->experts), d->experts = NULL;
     }
@@ -352,8 +405,11 @@ int main(int argc, char **argv) {
     const bool small = argc > 1 && !strcmp(argv[1], "small"), quick = small || (argc > 1 && !strcmp(argv[1], "quick"));
     if (!d->hopper) return printf("0 passed, 0 failed, 1 skipped: experts need a Hopper GPU\n"), 0;
     if (argc > 1 && !strcmp(argv[1], "bench")) {
+        setlinebuf(stdout);
         bench_layer(d, "Qwen3-30B-A3B", 2048, 768, 128, 8);
         bench_layer(d, "Mixtral-8x7B", 4096, 14336, 8, 2);
+        bench_layer(d, "GPT-OSS-20B", 2880, 2880, 32, 4, true);
+        bench_layer(d, "GPT-OSS-120B", 2880, 2880, 128, 4, true);
         return 0;
     }
     for (int T : small ? std::vector<int>{9, 530} : std::vector<int>{1, 8, 9, 33, 512, 513, 1100})
@@ -369,20 +425,23 @@ int main(int argc, char **argv) {
         test_route(d, T, expert_router{5, 5, TOKA_ROUTER_SIGMOID, 1, 1, false, false, 1, NULL, NULL}, true, true, "all");
     }
     test_route_nan(d);
-    for (weights_kind kind : {W_BF16, W_ROWS, W_BLOCKS})
-        for (int form = 0; form < 4; form++) {
-            const bool swiglu_rows = form & 1, gathered = form & 2;
-            test_gemm(d, {3, 0, 1, 9}, 128, 128, swiglu_rows, gathered, kind);
+    for (weights_kind kind : {W_BF16, W_ROWS, W_BLOCKS, W_MXFP4})
+        for (int form = 0; form < 8; form++) {
+            const bool swiglu_rows = form & 1, gathered = form & 2, biased = form & 4;
+            if (biased && (kind == W_ROWS || kind == W_BLOCKS) && form != 7) continue;
+            test_gemm(d, {3, 0, 1, 9}, 128, 128, swiglu_rows, gathered, kind, biased);
             if (small) continue;
-            test_gemm(d, {0, 0, 0, 0, 0}, 128, 64, swiglu_rows, gathered, kind);
-            test_gemm(d, {0, 0, 65, 0}, 256, 72, swiglu_rows, gathered, kind);
-            test_gemm(d, {8, 9, 16, 17, 31, 64, 65, 0, 128, 129, 1, 0}, 208, 520, swiglu_rows, gathered, kind);
+            test_gemm(d, {0, 0, 0, 0, 0}, 128, 64, swiglu_rows, gathered, kind, biased);
+            test_gemm(d, {0, 0, 65, 0}, 256, 72, swiglu_rows, gathered, kind, biased);
+            test_gemm(d, {8, 9, 16, 17, 31, 64, 65, 0, 128, 129, 1, 0}, 208, 520, swiglu_rows, gathered, kind, biased);
             if (quick) continue;
-            test_gemm(d, {256, 257, 300, 0, 7, 1}, 1536, 2048, swiglu_rows, gathered, kind);
-            test_gemm(d, {1000}, 400, 768, swiglu_rows, gathered, kind);
+            test_gemm(d, {256, 257, 300, 0, 7, 1}, 1536, 2048, swiglu_rows, gathered, kind, biased);
+            test_gemm(d, {1000}, 400, 768, swiglu_rows, gathered, kind, biased);
         }
     for (int i = 0; i < 8; i++) test_sum(d, 1 + 9 * i, i % 2 ? 1032 : 64, 1 + i, i & 1, i & 2, i & 4);
     test_layer(d, 256, 128, 16, 4, small ? std::vector<int>{5} : std::vector<int>{64, 1, 7, 63});
+    if (!small) test_layer(d, 320, 192, 8, 4, {200, 64, 1, 7, 63}, true);
+    if (!quick) test_layer(d, 2880, 2880, 32, 4, {1030, 64, 1, 8, 33, 513}, true);
     if (!quick) test_layer(d, 2048, 768, 128, 8, {1030, 64, 1, 8, 9, 33, 65, 512, 513});
     return gpu_report();
 }

@@ -287,11 +287,11 @@ enum { MOE_REFUSALS = 34 }; /* from this feature on, the layer has experts */
 /* Changes feature number `feature` of a model that the GPU has. Returns a word that the refusal must have; NULL: there are no more. */
 static const char *refusal_set(int feature, toka_shape *shape, toka_layer *layer, toka_weights *weights) {
     static toka_rope rope;
-    static toka_mlp expert;
+    static toka_mlp experts[8];
     static toka_moe moe;
     static const toka_mla mla;
-    expert = (toka_mlp){.gate.rows = 64};
-    moe = (toka_moe){.n_experts = 8, .top_k = 2, .n_groups = 1, .experts = &expert};
+    for (int i = 0; i < 8; i++) experts[i] = (toka_mlp){.gate.rows = 64};
+    moe = (toka_moe){.n_experts = 8, .top_k = 2, .n_groups = 1, .experts = experts};
     if (feature >= MOE_REFUSALS) layer->moe = &moe;
     rope = *layer->rope;
     layer->rope = &rope;
@@ -330,13 +330,16 @@ static const char *refusal_set(int feature, toka_shape *shape, toka_layer *layer
     case 31: return weights->embed.dtype = TOKA_FP8, "embedding";
     case 32: return shape->linear.n_layers = 1, "state";
     case 33: return layer->q_gate = true, "gate";
-    case MOE_REFUSALS: return expert.gate.rows = 63, "width";
+    case MOE_REFUSALS: return moe.shared.down.dtype = TOKA_MXFP4, "MXFP4";
     case MOE_REFUSALS + 1: return moe.n_experts = 513, "512 experts";
     case MOE_REFUSALS + 2: return moe.top_k = 17, "16 experts";
     case MOE_REFUSALS + 3: return moe.n_groups = 33, "32 groups";
-    case MOE_REFUSALS + 4: return expert.gate_bias.rows = 1, "biases in the experts";
-    case MOE_REFUSALS + 5: return expert.down.dtype = TOKA_MXFP4, "MXFP4";
-    case MOE_REFUSALS + 6: return expert.up.dtype = TOKA_INT4, "int4";
+    case MOE_REFUSALS + 4: return experts->gate_bias.rows = 1, "biases in only some";
+    case MOE_REFUSALS + 5: return experts[3].down.dtype = TOKA_MXFP4, "MXFP4";
+    case MOE_REFUSALS + 6: return experts[7].up.dtype = TOKA_INT4, "int4";
+    case MOE_REFUSALS + 7: return moe.shared.gate.rows = 64, layer->activation = TOKA_SWIGLU_CLAMPED, "activations";
+    case MOE_REFUSALS + 8: return moe.shared.up_bias.rows = 1, "shared";
+    case MOE_REFUSALS + 9: return experts->gate_bias.rows = experts->up_bias.rows = 1, "biases in only some";
     default: return NULL;
     }
 }

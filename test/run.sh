@@ -593,7 +593,7 @@ gpu_shared() { # all tests that may share the GPU with other programs, the longe
     python3 -c 'import torch, transformers' 2>/dev/null || gpu_missing="no torch and transformers"
     gpu_job counts "comparison with transformers" 600 python3 test/gpu_hf.py $B/gpu_model
     gpu_missing=
-    gpu_job counts "FP8 models" 300 python3 test/gpu_fp8.py $B/gpu_model
+    gpu_job counts "models of test/models" 300 python3 test/gpu_models.py $B/gpu_model
     gpu_soak test/model 1
     gpu_soak test/model 2 --kv-tokens 40000 --max-model-len 1024 --max-num-seqs 512
     gpu_soak test/fixtures/llama-tied 3
