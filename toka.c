@@ -17306,6 +17306,12 @@ static void stop_free(stop_scanner *scanner) {
  *   frame A), which expects a third "[", and (state before "]", frame A), where A is {call of root,
  *   below: CON_BOTTOM, must 0, may 2}.
  *
+ * Lexemes: Lark reads a text in two steps, first its lexemes (numbers, names), then rules of them. A
+ * lexeme is as long as possible, and between two of them text may be ignored. So con_step has two
+ * rules for the states of such a grammar (enum con_lexeme): if a lexeme can go on with the byte, no
+ * other begins with it; and ignored text begins only where a lexeme may begin, too. llguidance
+ * reads Lark in the same way.
+ *
  * A counted repetition is a number in a frame, not a copy of its rule. A call whose next state is
  * the end of its own rule needs no frame (tail call), so a list by right recursion needs no stack.
  *
@@ -17354,6 +17360,13 @@ enum {
     CON_ESCAPES = 2             /* con_node.flags: the local rule may end here */
 };
 
+enum con_lexeme {
+    CON_FREE,   /* the state belongs to no lexeme */
+    CON_BEGINS, /* a lexeme begins here */
+    CON_SKIPS,  /* ignored text begins here */
+    CON_INSIDE  /* at least one byte of a lexeme, or of ignored text, was consumed */
+};
+
 typedef struct con_edge {
     uint8_t kind;      /* enum con_kind */
     int from, to;      /* states */
@@ -17366,6 +17379,7 @@ typedef struct con_state {
     int first;         /* its first edge, -1: none */
     bool is_end;       /* the last state of a rule; it has no edges */
     bool has_bytes;    /* it has a CON_BYTES edge */
+    uint8_t lexeme;    /* enum con_lexeme */
 } con_state;
 
 typedef struct con_rule {
@@ -17378,6 +17392,7 @@ typedef struct con_grammar {
     con_rule *rules;
     int n_states, cap_states, n_edges, cap_edges, n_rules, cap_rules;
     int root;       /* rule */
+    bool lexes;     /* it has lexemes */
     toka_err *e;    /* while it is made: gets the first error; e->code 0: none yet */
 } con_grammar;
 
@@ -17748,6 +17763,41 @@ static int con_begin(con_machine *machine, int rule) {
     return con_node_of(machine);
 }
 
+/* Visits what a byte leads to from the states of some kinds (bits), unless `visits` is false.
+ * Returns whether it leads anywhere. Cuts `range` to the bytes with the same edges. */
+static bool con_follow(con_machine *machine, const con_node *node, int byte, unsigned kinds,
+                       bool visits, int range[2]) {
+    bool found = false;
+    for (int i = 0; i < node->n; i++) {
+        const con_item item = node->items[i];
+        const con_state *state = &machine->grammar->states[item.state];
+        if (!(kinds >> state->lexeme & 1)) continue;
+        for (int k = state->first; k >= 0; k = machine->grammar->edges[k].next) {
+            const con_edge *edge = &machine->grammar->edges[k];
+            if (edge->kind != CON_BYTES) continue;
+            if (byte < edge->low) range[1] = MIN(range[1], edge->low - 1);
+            else if (byte > edge->high) range[0] = MAX(range[0], edge->high + 1);
+            else {
+                range[0] = MAX(range[0], edge->low);
+                range[1] = MIN(range[1], edge->high);
+                if (visits) con_visit(machine, edge->to, item.frame);
+                found = true;
+            }
+        }
+    }
+    return found;
+}
+
+/* As con_follow, by the two rules of lexemes. */
+static void con_follow_lexemes(con_machine *machine, const con_node *node, int byte, int range[2]) {
+    bool may_skip = false;
+    for (int i = 0; i < node->n; i++)
+        may_skip |= machine->grammar->states[node->items[i].state].lexeme == CON_BEGINS;
+    const bool goes_on = con_follow(machine, node, byte, 1 << CON_INSIDE, true, range);
+    con_follow(machine, node, byte, 1 << CON_BEGINS | may_skip << CON_SKIPS, !goes_on, range);
+    con_follow(machine, node, byte, 1 << CON_FREE, true, range);
+}
+
 /* Returns the node after one more byte; CON_DEAD: no text of the grammar goes on so. */
 static int con_step(con_machine *machine, int node_index, int byte) {
     con_node *node = &machine->nodes[node_index];
@@ -17758,24 +17808,12 @@ static int con_step(con_machine *machine, int node_index, int byte) {
         node->next = memset(con_alloc(machine, bytes), 0xFF, bytes);
     }
     if (node->next[class] >= 0) return node->next[class];
-    int low = 0, high = 255; /* bytes with the same edges */
-    for (int i = 0; i < node->n; i++) {
-        const con_item item = node->items[i];
-        for (int k = machine->grammar->states[item.state].first; k >= 0;
-             k = machine->grammar->edges[k].next) {
-            const con_edge *edge = &machine->grammar->edges[k];
-            if (edge->kind != CON_BYTES) continue;
-            if (byte < edge->low) high = MIN(high, edge->low - 1);
-            else if (byte > edge->high) low = MAX(low, edge->high + 1);
-            else {
-                low = MAX(low, edge->low);
-                high = MIN(high, edge->high);
-                con_visit(machine, edge->to, item.frame);
-            }
-        }
-    }
+    int range[2] = {0, 255};
+    if (machine->grammar->lexes) con_follow_lexemes(machine, node, byte, range);
+    else con_follow(machine, node, byte, 1 << CON_FREE, true, range);
     const int next = con_node_of(machine);
-    for (int c = machine->class_of[low]; c <= machine->class_of[high] && !machine->failed; c++)
+    for (int c = machine->class_of[range[0]]; c <= machine->class_of[range[1]] && !machine->failed;
+         c++)
         machine->nodes[node_index].next[c] = next;
     return next;
 }
@@ -18007,28 +18045,130 @@ COLD static void con_left_calls(const con_grammar *grammar, const bool *nullable
     free(todo), free(seen);
 }
 
-/* Left recursion: a rule that calls itself before it consumes a byte would make frames without end.
- * Rules that nothing calls so are taken away, until none is left; what stays is in a circle. */
-COLD static void con_check_left_recursion(con_grammar *grammar) {
+/* Finds the rules that call themselves before they consume a byte, directly or through others, and
+ * the rules between two such circles. Rules that no other calls so are taken away, until none is
+ * left; then those that call no other so. Returns how many stay. */
+COLD static int con_find_circles(const con_grammar *grammar, bool *in_circle) {
     const size_t n_rules = (size_t)grammar->n_rules;
     bool *nullable = mem_alloc((size_t)grammar->n_states);
     int *n_calls = mem_zalloc(n_rules * sizeof *n_calls), *todo = mem_alloc(n_rules * sizeof *todo);
     size_t *first = mem_alloc((n_rules + 1) * sizeof *first);
-    int n_todo = 0, n_done = 0;
+    int n_todo = 0, n_left = grammar->n_rules;
     ids calls = {0};
     con_find_productive(grammar, false, nullable);
     con_left_calls(grammar, nullable, n_calls, &calls, first);
+    memset(in_circle, true, n_rules);
     for (int r = 0; r < grammar->n_rules; r++)
         if (!n_calls[r]) todo[n_todo++] = r;
-    for (; n_todo; n_done++) {
+    for (; n_todo; n_left--) {
         const int r = todo[--n_todo];
+        in_circle[r] = false;
         for (size_t i = first[r]; i < first[r + 1]; i++)
             if (!--n_calls[calls.p[i]]) todo[n_todo++] = calls.p[i];
     }
-    if (n_done < grammar->n_rules)
-        con_fail(grammar, "a rule calls itself before it matches any text (left recursion)");
+    for (bool changed = n_left > 0; changed;) {
+        changed = false;
+        for (int r = 0; r < grammar->n_rules; r++) {
+            bool stays = false;
+            for (size_t i = first[r]; i < first[r + 1]; i++) stays |= in_circle[calls.p[i]];
+            if (!in_circle[r] || stays) continue;
+            in_circle[r] = false;
+            changed = true;
+            n_left--;
+        }
+    }
     ids_free(&calls);
     free(nullable), free(n_calls), free(todo), free(first);
+    return n_left;
+}
+
+typedef struct con_corner { /* while a rule is made anew */
+    con_grammar *grammar;
+    const bool *in_circle; /* [n_rules] */
+    int *copies;           /* [n_states] of the old states; -1: none */
+    ids todo;              /* old states whose edges are not copied yet */
+    bool *seen;            /* [n_states] */
+} con_corner;
+
+COLD static int con_copy_of(con_corner *corner, int state) {
+    if (corner->copies[state] >= 0) return corner->copies[state];
+    ids_push(&corner->todo, state);
+    return corner->copies[state] = con_state_new(corner->grammar);
+}
+
+/* Adds the edges with which a text may begin in an old rule of the circle. */
+COLD static void con_corner_begin(con_corner *corner, int start, int rule) {
+    con_grammar *grammar = corner->grammar;
+    ids closure = {0};
+    ids_push(&closure, grammar->rules[rule].start);
+    for (size_t i = 0; i < closure.n; i++) {
+        const int state = closure.p[i];
+        if (grammar->states[state].is_end) con_empty(grammar, start, con_copy_of(corner, state));
+        for (int k = grammar->states[state].first; k >= 0; k = grammar->edges[k].next) {
+            con_edge edge = grammar->edges[k];
+            if (edge.kind == CON_EMPTY) {
+                if (!corner->seen[edge.to]) ids_push(&closure, edge.to);
+                corner->seen[edge.to] = true;
+            } else if (edge.kind == CON_CALL && corner->in_circle[edge.rule] && edge.high == 1) {
+                const int end = con_copy_of(corner, grammar->rules[edge.rule].end);
+                con_empty(grammar, end, con_copy_of(corner, edge.to));
+            } else if (edge.kind != CON_NOTHING) {
+                edge.from = start;
+                edge.to = con_copy_of(corner, edge.to);
+                con_edge_add(grammar, edge);
+            }
+        }
+    }
+    ids_free(&closure);
+}
+
+/* Returns a rule without left recursion with the texts of one in a circle. It begins where a text
+ * of any rule of the circle begins. Where that rule ends, it goes on behind the calls of the rule
+ * in the circle. It ends where the rule itself does (left corners: Rosenkrantz and Lewis, 1970). */
+COLD static con_rule con_corner_rule(con_corner *corner, int rule, size_t n_states) {
+    con_grammar *grammar = corner->grammar;
+    const con_rule out = {con_state_new(grammar), con_state_new(grammar)};
+    memset(corner->copies, 0xFF, n_states * sizeof *corner->copies);
+    memset(corner->seen, 0, n_states);
+    for (int r = 0; r < grammar->n_rules; r++)
+        if (corner->in_circle[r]) con_corner_begin(corner, out.start, r);
+    con_empty(grammar, con_copy_of(corner, grammar->rules[rule].end), out.end);
+    while (corner->todo.n) {
+        const int state = corner->todo.p[--corner->todo.n];
+        for (int k = grammar->states[state].first; k >= 0; k = grammar->edges[k].next) {
+            con_edge edge = grammar->edges[k];
+            edge.from = corner->copies[state];
+            edge.to = con_copy_of(corner, edge.to);
+            con_edge_add(grammar, edge);
+        }
+    }
+    grammar->states[out.end].is_end = true;
+    return out;
+}
+
+/* Left recursion would make frames without end. Rules that have it are made anew; a rule that may
+ * first match nothing, and then calls itself, still has it. */
+COLD static void con_remove_left_recursion(con_grammar *grammar) {
+    enum { MOST = 128 }; /* rules: the new ones are as large as all old ones together */
+    const size_t n_rules = (size_t)grammar->n_rules, n_states = (size_t)grammar->n_states;
+    bool *in_circle = mem_alloc(n_rules);
+    int n = con_find_circles(grammar, in_circle);
+    if (n && n <= MOST) {
+        con_corner corner = {grammar, in_circle, mem_alloc(n_states * sizeof *corner.copies), {0},
+                             mem_alloc(n_states)};
+        con_rule *rules = mem_alloc(n_rules * sizeof *rules);
+        for (int r = 0; r < grammar->n_rules; r++)
+            rules[r] = in_circle[r] ? con_corner_rule(&corner, r, n_states) : grammar->rules[r];
+        memcpy(grammar->rules, rules, n_rules * sizeof *rules);
+        ids_free(&corner.todo);
+        free(rules), free(corner.copies), free(corner.seen);
+        con_prune(grammar);
+        n = con_find_circles(grammar, in_circle);
+    }
+    if (n)
+        con_fail(grammar, "a rule calls itself before it matches any text (left recursion), %s",
+                 n > MOST ? "as too many others do" : "or behind what may match nothing");
+    free(in_circle);
 }
 
 /* ---- Vocabulary ---- */
@@ -18356,10 +18496,11 @@ static int con_node_change(con_machine *machine, int node, int old, int new, int
 }
 
 /* Returns the highest frame of a call without a counter that is below all items of the node;
- * CON_BOTTOM: none. */
+ * CON_BOTTOM: none, or there are lexemes: a part of the items does not say what may begin. */
 static int con_common_frame(const con_machine *machine, const con_node *node) {
     const con_frame *frames = machine->frames;
-    int common = node->flags || !node->n ? CON_BOTTOM : node->items[0].frame;
+    const bool alone = node->flags || !node->n || machine->grammar->lexes;
+    int common = alone ? CON_BOTTOM : node->items[0].frame;
     for (int i = 1; i < node->n; i++)
         for (int frame = node->items[i].frame; frame != common;)
             if (frames[frame].depth > frames[common].depth) frame = frames[frame].below;
@@ -18498,9 +18639,9 @@ static bool con_mask(con_machine *machine, const con_vocab *vocab, int node, uin
 
 /* ===========================================================================
  * MARK: 24. Constraints: regular expressions and grammars [pure]
- * In: a regular expression, a grammar in GBNF, or a list of texts. Out: rules of a con_grammar, or
- * an error with the byte where the source is wrong. JSON Schema (25) uses the expressions for
- * `pattern` and `format`.
+ * In: a regular expression, a grammar in GBNF or in Lark, or a list of texts. Out: rules of a
+ * con_grammar, or an error with the place where the source is wrong. JSON Schema (25) uses the
+ * expressions for `pattern` and `format`.
  *
  * Regular expressions: the common part of Python's and JavaScript's, over code points; a match
  * covers the whole text. \d and \w are those of ASCII, \s is ASCII's white space. Lazy quantifiers
@@ -18509,8 +18650,14 @@ static bool con_mask(con_machine *machine, const con_vocab *vocab, int node, uin
  *
  * GBNF (llama.cpp; the EBNF of xgrammar): rules `name ::= alternatives`, of "literals", [classes],
  * names, ( groups ), `.`, and the quantifiers * + ? {m} {m,} {m,n}; # begins a comment. The first
- * rule is `root`. Rules may call each other and themselves, but not before they match a byte (left
- * recursion).
+ * rule is `root`. Rules may call each other and themselves.
+ *
+ * Lark: rules `name: alternatives`, of "literals", "a".."z", /expressions/, names, ( groups ),
+ * [ options ] and the quantifiers * + ? ~n ~n..m and GBNF's; // and # begin a comment. The first
+ * rule is `start`. A name in capitals is a terminal; a terminal uses terminals only. Also %ignore
+ * and %import common.NAME. Terminals, and what stands between quotes or slashes in a rule, are
+ * lexemes (23), each as a deterministic automaton. What shapes trees has no effect: ?rule, !rule,
+ * _rule, -> alias, the priority of a rule. A text is Lark if its first rule has `:`, not `::=`.
  *
  * JSON strings: con_chars with in_json makes edges for the characters as they stand in a JSON
  * string: escaped where JSON demands it, otherwise literal. So a `pattern` is matched against the
@@ -18765,22 +18912,36 @@ COLD static void con_until(con_grammar *grammar, int from, const str *texts, int
 
 /* ---- Reading a source ---- */
 
-typedef struct con_reader { /* of a regular expression, or of GBNF */
+typedef struct con_reader { /* of a regular expression, or of a grammar */
     con_grammar *grammar;
     const char *start, *at, *end;
     const char *name; /* begins errors */
-    bool in_json, fold, dot_all, is_gbnf;
+    bool in_json, fold, dot_all;
+    bool in_rule;     /* at the place of a rule, not of an expression */
     int nesting;      /* open groups */
     int n_anchors;    /* ^ and $ read so far */
-    int *rules;       /* GBNF: [n_names] rule of each name */
+    int *rules;       /* of a grammar: [n_names] rule of each name */
     str *names;
     bool *defined;
     int n_names, cap_names, cap_rules, cap_defined;
+    bool is_lark;
+    int terminal;     /* Lark: the name that is being defined; -1: a rule */
+    int ignored;      /* Lark: the rule of what is ignored; -1: nothing is */
+    ids lexemes;      /* Lark: pairs: the rule of a terminal, the rule of its lexeme */
+    ids uses;         /* Lark: pairs of names: a terminal, one that it uses */
 } con_reader;
 
 COLD static void con_bad(con_reader *reader, const char *what) {
-    con_fail(reader->grammar, "%s: %s at byte %zu", reader->name, what,
-             (size_t)(reader->at - reader->start));
+    int line = 1, column = 1;
+    for (const char *p = reader->start; p < reader->at; p++) {
+        column = *p == '\n' ? 1 : column + ((*p & 0xC0) != 0x80);
+        line += *p == '\n';
+    }
+    if (reader->rules)
+        con_fail(reader->grammar, "%s: %s at line %d, column %d", reader->name, what, line, column);
+    else
+        con_fail(reader->grammar, "%s: %s at byte %zu", reader->name, what,
+                 (size_t)(reader->at - reader->start));
     reader->at = reader->end; /* nothing more is read */
 }
 COLD static bool con_next_is(const con_reader *reader, char c) {
@@ -18819,6 +18980,18 @@ COLD static int con_read_int(con_reader *reader) { /* -1: no digits */
         if (value > CON_MAX_REPEAT) return con_bad(reader, "too many repetitions"), -1;
     }
     return (int)value;
+}
+
+/* Skips white space and comments in a grammar; lines: line ends, too. */
+COLD static void con_skip_space(con_reader *reader, bool lines) {
+    for (; reader->at < reader->end; reader->at++) {
+        const bool slashes = reader->is_lark && *reader->at == '/' && reader->end - reader->at > 1;
+        if (*reader->at == '#' || (slashes && reader->at[1] == '/'))
+            while (reader->at + 1 < reader->end && reader->at[1] != '\n') reader->at++;
+        else if (*reader->at != ' ' && *reader->at != '\t' && *reader->at != '\r' &&
+                 !(lines && *reader->at == '\n'))
+            return;
+    }
 }
 
 /* Adds the characters of \d, \w, \s to the set; upper case: all others. Returns false for any other
@@ -18862,7 +19035,7 @@ COLD static int32_t con_read_escape(con_reader *reader, buf *set) {
 /* Reads one end of a range in a class. Returns -1 for an escape that is itself a class. */
 COLD static int32_t con_read_class_char(con_reader *reader, buf *set) {
     if (!con_skip(reader, "\\")) return (int32_t)con_read_char(reader);
-    if (!reader->is_gbnf && con_skip(reader, "b")) return 8;
+    if (!reader->in_rule && con_skip(reader, "b")) return 8;
     return con_read_escape(reader, set);
 }
 
@@ -18913,6 +19086,13 @@ COLD static bool con_read_quantifier(con_reader *reader, int *low, int *high) {
     if (con_skip(reader, "*")) return true;
     if (con_skip(reader, "+")) return *low = 1, true;
     if (con_skip(reader, "?")) return *high = 1, true;
+    if (reader->in_rule && reader->is_lark && con_skip(reader, "~")) {
+        con_skip_space(reader, false);
+        *high = *low = con_read_int(reader);
+        if (con_skip(reader, "..")) *high = con_read_int(reader);
+        if (*low < 0 || *high < *low) con_bad(reader, "expected ~n or ~n..m");
+        return true;
+    }
     if (!con_skip(reader, "{")) return false;
     *low = con_read_int(reader);
     *high = *low;
@@ -18925,7 +19105,7 @@ COLD static bool con_read_quantifier(con_reader *reader, int *low, int *high) {
         if (*high < *low) con_bad(reader, "{m,n} with m above n");
         return true;
     }
-    if (reader->is_gbnf) con_bad(reader, "expected {m}, {m,} or {m,n}");
+    if (reader->in_rule) con_bad(reader, "expected {m}, {m,} or {m,n}");
     else if (reader->at < reader->end) reader->at = start; /* a literal brace */
     return false;
 }
@@ -18936,7 +19116,9 @@ COLD static int con_read_repeat(con_reader *reader, int from, con_rule part, int
     if (!con_read_quantifier(reader, &low, &high))
         return con_repeat(reader->grammar, from, part, 1, 1);
     if (reader->n_anchors != n_anchors) con_bad(reader, "^ or $ in a repeated part");
-    if (!reader->is_gbnf && !con_skip(reader, "?") && con_next_is(reader, '+'))
+    if (!reader->in_rule && reader->is_lark && con_next_is(reader, '?'))
+        con_bad(reader, "lazy quantifiers are not supported, as a lexeme is as long as possible,");
+    if (!reader->in_rule && !con_skip(reader, "?") && con_next_is(reader, '+'))
         con_bad(reader, "possessive quantifiers are not supported");
     const int out = con_repeat(reader->grammar, from, part, low, high);
     const char *before = reader->at;
@@ -19051,6 +19233,15 @@ COLD static void con_place_anchors(con_grammar *grammar, int first, con_rule par
     free(marked);
 }
 
+COLD static void con_read_expression(con_reader *reader, con_rule part) {
+    while (con_skip(reader, "(?i)") || con_skip(reader, "(?s)")) {
+        reader->fold |= reader->at[-2] == 'i';
+        reader->dot_all |= reader->at[-2] == 's';
+    }
+    con_read_choices(reader, part);
+    if (reader->at < reader->end) con_bad(reader, ") without (");
+}
+
 /* Returns a rule for a regular expression. in_json: it matches the inside of a JSON string, and it
  * may match any part of the text, unless ^ and $ say otherwise. */
 COLD static int con_regex(con_grammar *grammar, const char *name, str text, bool in_json) {
@@ -19058,12 +19249,7 @@ COLD static int con_regex(con_grammar *grammar, const char *name, str text, bool
                          .end = text.p + text.n, .in_json = in_json};
     const con_rule whole = {con_state_new(grammar), con_state_new(grammar)};
     const con_rule part = {con_state_new(grammar), con_state_new(grammar)};
-    while (con_skip(&reader, "(?i)") || con_skip(&reader, "(?s)")) {
-        reader.fold |= reader.at[-2] == 'i';
-        reader.dot_all |= reader.at[-2] == 's';
-    }
-    con_read_choices(&reader, part);
-    if (reader.at < reader.end) con_bad(&reader, ") without (");
+    con_read_expression(&reader, part);
     if (reader.n_anchors && !grammar->e->code) con_place_anchors(grammar, part.start, part, whole);
     con_empty(grammar, whole.start, part.start);
     con_empty(grammar, part.end, whole.end);
@@ -19078,23 +19264,12 @@ COLD static int con_regex(con_grammar *grammar, const char *name, str text, bool
     return con_rule_of(grammar, whole.start, whole.end);
 }
 
-/* ---- GBNF ---- */
-
-/* Skips white space and comments; lines: line ends, too. */
-COLD static void con_skip_space(con_reader *reader, bool lines) {
-    for (; reader->at < reader->end; reader->at++) {
-        if (*reader->at == '#')
-            while (reader->at + 1 < reader->end && reader->at[1] != '\n') reader->at++;
-        else if (*reader->at != ' ' && *reader->at != '\t' &&
-                 !(lines && (*reader->at == '\n' || *reader->at == '\r')))
-            return;
-    }
-}
+/* ---- Grammars: what GBNF and Lark share ---- */
 
 COLD static str con_read_name(con_reader *reader) {
-    const char *start = reader->at;
+    const char *start = reader->at, *others = reader->is_lark ? "_" : "-_.";
     while (reader->at < reader->end &&
-           (isalnum((unsigned char)*reader->at) || strchr("-_.", *reader->at)) && *reader->at)
+           (isalnum((unsigned char)*reader->at) || strchr(others, *reader->at)) && *reader->at)
         reader->at++;
     return (str){start, (size_t)(reader->at - start)};
 }
@@ -19114,33 +19289,97 @@ COLD static int con_name_index(con_reader *reader, str name) {
     return n;
 }
 
+/* Returns the index of a name that is being defined. */
+COLD static int con_define(con_reader *reader, str name) {
+    const int i = con_name_index(reader, name);
+    if (reader->defined[i]) con_bad(reader, "this rule is defined twice");
+    reader->defined[i] = true;
+    return i;
+}
+
+/* Reads one character of a literal. */
+COLD static uint32_t con_literal_char(con_reader *reader) {
+    buf set = {0};
+    const int32_t c = con_skip(reader, "\\") ? con_read_escape(reader, &set)
+                                             : (int32_t)con_read_char(reader);
+    if (c < 0) con_bad(reader, "a class inside a literal");
+    buf_free(&set);
+    return (uint32_t)MAX(c, 0);
+}
+
 /* Reads a literal after its first quote. */
-COLD static void con_gbnf_literal(con_reader *reader, con_rule part) {
-    con_grammar *grammar = reader->grammar;
+COLD static void con_read_literal(con_reader *reader, con_rule part) {
     int state = part.start;
     while (reader->at < reader->end && *reader->at != '"') {
         buf set = {0};
-        const int32_t c = con_skip(reader, "\\") ? con_read_escape(reader, &set)
-                                                 : (int32_t)con_read_char(reader);
-        if (c < 0) con_bad(reader, "a class inside a literal");
-        const int to = con_state_new(grammar);
-        con_char_range(grammar, state, to, (uint32_t)MAX(c, 0), (uint32_t)MAX(c, 0), false);
+        const int to = con_state_new(reader->grammar);
+        const uint32_t c = con_literal_char(reader);
+        con_set_add(&set, c, c);
+        con_put_set(reader, (con_rule){state, to}, &set);
         state = to;
-        buf_free(&set);
     }
     if (!con_skip(reader, "\"")) con_bad(reader, "a literal without its second quote");
-    con_empty(grammar, state, part.end);
+    con_empty(reader->grammar, state, part.end);
 }
 
-COLD static void con_gbnf_choices(con_reader *reader, con_rule part, bool nested);
+COLD static void con_lark_part(con_reader *reader, con_rule part);
+COLD static void con_gbnf_part(con_reader *reader, con_rule part);
+
+/* Is the line end that comes next the end of the rule? It is not before a "|". */
+COLD static bool con_rule_ends(con_reader *reader, bool nested) {
+    const char *here = reader->at;
+    con_skip_space(reader, true);
+    if (!nested && !con_next_is(reader, '|') && reader->at < reader->end &&
+        memchr(here, '\n', (size_t)(reader->at - here)))
+        return true;
+    return reader->at == reader->end || strchr(reader->is_lark ? "|)]-" : "|)", *reader->at);
+}
+
+/* Reads alternatives. A group may go over several lines. */
+COLD static void con_rule_choices(con_reader *reader, con_rule part, bool nested) {
+    con_grammar *grammar = reader->grammar;
+    if (++reader->nesting > CON_MAX_NESTING) con_bad(reader, "groups nested too deep");
+    do {
+        int state = con_state_new(grammar);
+        con_empty(grammar, part.start, state);
+        con_skip_space(reader, nested || !reader->is_lark);
+        while (!con_rule_ends(reader, nested)) {
+            const con_rule inner = {con_state_new(grammar), con_state_new(grammar)};
+            if (reader->is_lark) con_lark_part(reader, inner);
+            else con_gbnf_part(reader, inner);
+            con_skip_space(reader, false);
+            state = con_read_repeat(reader, state, inner, 0);
+        }
+        if (reader->is_lark && con_skip(reader, "->")) {
+            con_skip_space(reader, false);
+            if (!con_read_name(reader).n) con_bad(reader, "expected a name after ->");
+            con_rule_ends(reader, nested);
+        }
+        con_empty(grammar, state, part.end);
+    } while (con_skip(reader, "|"));
+    reader->nesting--;
+}
+
+/* Reads what follows an opening bracket, and the other bracket. */
+COLD static void con_read_brackets(con_reader *reader, con_rule part, const char *second) {
+    con_rule_choices(reader, part, true);
+    if (!con_skip(reader, second)) con_bad(reader, "a bracket without its second one");
+}
+
+/* Reads the alternatives of a rule that is being defined. */
+COLD static void con_read_rule(con_reader *reader, int rule) {
+    con_rule_choices(reader, reader->grammar->rules[rule], false);
+    if (con_next_is(reader, ')') || con_next_is(reader, ']'))
+        con_bad(reader, "a bracket without its first one");
+}
+
+/* ---- GBNF ---- */
 
 COLD static void con_gbnf_part(con_reader *reader, con_rule part) {
     buf set = {0};
-    if (con_skip(reader, "\"")) con_gbnf_literal(reader, part);
-    else if (con_skip(reader, "(")) {
-        con_gbnf_choices(reader, part, true);
-        if (!con_skip(reader, ")")) con_bad(reader, "( without )");
-    } else if (con_skip(reader, "[")) {
+    if (con_skip(reader, "\"")) con_read_literal(reader, part);
+    else if (con_skip(reader, "(")) con_read_brackets(reader, part, ")");
+    else if (con_skip(reader, "[")) {
         con_read_class(reader, &set);
         con_put_set(reader, part, &set);
     } else if (con_skip(reader, ".")) {
@@ -19150,67 +19389,360 @@ COLD static void con_gbnf_part(con_reader *reader, con_rule part) {
         con_bad(reader, "tokens such as <think> are not supported");
     else {
         const str name = con_read_name(reader);
+        const int index = con_name_index(reader, name);
         if (!name.n) con_bad(reader, "expected a literal, a class, a group or the name of a rule");
-        else
-            con_call(reader->grammar, part.start, part.end,
-                     reader->rules[con_name_index(reader, name)], 1, 1);
+        con_call(reader->grammar, part.start, part.end, reader->rules[index], 1, 1);
     }
 }
 
-/* Is the line end that comes next the end of the rule? It is not before a "|". */
-COLD static bool con_gbnf_ends(con_reader *reader, bool nested) {
-    const char *here = reader->at;
-    con_skip_space(reader, true);
-    if (!nested && !con_next_is(reader, '|') && reader->at < reader->end &&
-        memchr(here, '\n', (size_t)(reader->at - here)))
-        return true;
-    return reader->at == reader->end || *reader->at == '|' || *reader->at == ')';
+COLD static void con_gbnf_statement(con_reader *reader) {
+    const str name = con_read_name(reader);
+    con_skip_space(reader, false);
+    if (!name.n || !con_skip(reader, "::=")) con_bad(reader, "expected name ::= ...");
+    const int index = con_define(reader, name);
+    con_read_rule(reader, reader->rules[index]);
 }
 
-/* Reads alternatives. A group may go over several lines. */
-COLD static void con_gbnf_choices(con_reader *reader, con_rule part, bool nested) {
+/* ---- Lark ---- */
+
+/* The terminals of Lark's grammar `common`. */
+static const struct con_common {
+    const char *name, *pattern;
+} con_commons[] = {
+#define CON_REAL "([0-9]+[eE][+-]?[0-9]+|([0-9]+\\.[0-9]*|\\.[0-9]+)([eE][+-]?[0-9]+)?)"
+    {"DIGIT", "[0-9]"},
+    {"HEXDIGIT", "[0-9A-Fa-f]"},
+    {"INT", "[0-9]+"},
+    {"SIGNED_INT", "[+-]?[0-9]+"},
+    {"DECIMAL", "[0-9]+\\.[0-9]*|\\.[0-9]+"},
+    {"_EXP", "[eE][+-]?[0-9]+"},
+    {"FLOAT", CON_REAL},
+    {"SIGNED_FLOAT", "[+-]?" CON_REAL},
+    {"NUMBER", "[0-9]+|" CON_REAL},
+    {"SIGNED_NUMBER", "[+-]?([0-9]+|" CON_REAL ")"},
+    {"ESCAPED_STRING", "\"([^\"\\\\\\n]|\\\\.)*\""},
+    {"LCASE_LETTER", "[a-z]"},
+    {"UCASE_LETTER", "[A-Z]"},
+    {"LETTER", "[A-Za-z]"},
+    {"WORD", "[A-Za-z]+"},
+    {"CNAME", "[A-Za-z_][A-Za-z0-9_]*"},
+    {"WS_INLINE", "[ \\t]+"},
+    {"WS", "[ \\t\\f\\r\\n]+"},
+    {"CR", "\\r"},
+    {"LF", "\\n"},
+    {"NEWLINE", "(\\r?\\n)+"},
+    {"SH_COMMENT", "#[^\\n]*"},
+    {"CPP_COMMENT", "//[^\\n]*"},
+    {"C_COMMENT", "/\\*([^*]|\\*+[^*/])*\\*+/"},
+    {"SQL_COMMENT", "--[^\\n]*"},
+#undef CON_REAL
+};
+
+/* Returns the rule of the lexeme of a terminal. It gets its edges when all terminals are known. */
+COLD static int con_lexeme_of(con_reader *reader, int rule) {
+    for (size_t i = 0; i < reader->lexemes.n; i += 2)
+        if (reader->lexemes.p[i] == rule) return reader->lexemes.p[i + 1];
+    const int lexeme = con_rule_new(reader->grammar);
+    ids_push(&reader->lexemes, rule);
+    ids_push(&reader->lexemes, lexeme);
+    return lexeme;
+}
+
+/* Returns whether a name is in capitals. */
+COLD static bool con_is_terminal(con_reader *reader, str name) {
+    bool lower = false, upper = false;
+    for (size_t i = 0; i < name.n; i++) {
+        lower |= islower((unsigned char)name.p[i]) != 0;
+        upper |= isupper((unsigned char)name.p[i]) != 0;
+    }
+    if (lower == upper) con_bad(reader, "expected a name in capitals, or one without them,");
+    return upper;
+}
+
+COLD static void con_lark_name(con_reader *reader, con_rule part) {
+    const str name = con_read_name(reader);
+    const int index = con_name_index(reader, name);
+    int rule = reader->rules[index];
+    const bool is_terminal = con_is_terminal(reader, name);
+    if (con_next_is(reader, '{')) {
+        const char *at = reader->at + 1; /* a digit or a comma: it is a quantifier */
+        if (at < reader->end && !isdigit((unsigned char)*at) && *at != ',')
+            con_bad(reader, "templates are not supported");
+    }
+    if (reader->terminal < 0) {
+        if (is_terminal) rule = con_lexeme_of(reader, rule);
+    } else {
+        if (!is_terminal) con_bad(reader, "a terminal uses a rule");
+        ids_push(&reader->uses, reader->terminal);
+        ids_push(&reader->uses, index);
+    }
+    con_call(reader->grammar, part.start, part.end, rule, 1, 1);
+}
+
+/* Reads "a".."z" after its first quote. Returns false, with nothing read, if it is none. */
+COLD static bool con_lark_range(con_reader *reader, con_rule part) {
+    const char *start = reader->at;
+    buf set = {0};
+    const uint32_t low = con_next_is(reader, '"') ? 0 : con_literal_char(reader);
+    const bool is_one = low && con_skip(reader, "\"");
+    if (is_one) con_skip_space(reader, false);
+    if (!is_one || !con_skip(reader, "..")) return reader->at = start, false;
+    con_skip_space(reader, false);
+    const uint32_t high = con_skip(reader, "\"") ? con_literal_char(reader) : 0;
+    if (high < low || !con_skip(reader, "\"")) con_bad(reader, "expected \"a\"..\"z\"");
+    con_set_add(&set, low, MAX(low, high));
+    con_put_set(reader, part, &set);
+    return true;
+}
+
+/* Reads flags. Of m and u there is nothing to do: anchors are refused, and text is Unicode. */
+COLD static void con_lark_flags(con_reader *reader, const char *flags) {
+    for (; reader->at < reader->end && islower((unsigned char)*reader->at); reader->at++) {
+        if (!strchr(flags, *reader->at)) con_bad(reader, "this flag is not supported");
+        if (reader->at == reader->end) return;
+        reader->fold |= *reader->at == 'i';
+        reader->dot_all |= *reader->at == 's';
+    }
+}
+
+/* Reads a literal after its first quote, with its flag. */
+COLD static void con_lark_literal(con_reader *reader, con_rule part) {
+    const char *start = reader->at, *end = start;
+    while (end < reader->end && *end != '"') end += *end == '\\' && reader->end - end > 1 ? 2 : 1;
+    reader->at = MIN(end + 1, reader->end);
+    con_lark_flags(reader, "i");
+    const char *after = reader->at;
+    reader->at = start;
+    con_read_literal(reader, part);
+    if (reader->at == end + 1) reader->at = after;
+    reader->fold = false;
+}
+
+/* Reads an expression after its first slash, with its flags. */
+COLD static void con_lark_expression(con_reader *reader, con_rule part) {
+    const char *start = reader->at, *end = start, *stop = reader->end;
+    while (end < stop && *end != '/' && *end != '\n') end += *end == '\\' && stop - end > 1 ? 2 : 1;
+    if (end == stop || *end == '\n') {
+        con_bad(reader, "an expression without its second /");
+        return;
+    }
+    reader->at = end + 1;
+    con_lark_flags(reader, "imsu");
+    const char *after = reader->at;
+    reader->at = start;
+    reader->end = end;
+    reader->in_rule = false;
+    con_read_expression(reader, part);
+    if (reader->n_anchors) con_bad(reader, "^ and $ are not supported in Lark,");
+    reader->at = reader->grammar->e->code ? stop : after;
+    reader->end = stop;
+    reader->in_rule = true;
+    reader->fold = reader->dot_all = false;
+}
+
+/* Reads a text between quotes, or slashes. In a rule it is a lexeme of its own. */
+COLD static void con_lark_text(con_reader *reader, con_rule part) {
     con_grammar *grammar = reader->grammar;
-    if (++reader->nesting > CON_MAX_NESTING) con_bad(reader, "groups nested too deep");
-    do {
-        int state = con_state_new(grammar);
-        con_empty(grammar, part.start, state);
-        con_skip_space(reader, true);
-        while (!con_gbnf_ends(reader, nested)) {
-            const con_rule inner = {con_state_new(grammar), con_state_new(grammar)};
-            con_gbnf_part(reader, inner);
-            con_skip_space(reader, false);
-            state = con_read_repeat(reader, state, inner, 0);
-        }
-        con_empty(grammar, state, part.end);
-    } while (con_skip(reader, "|"));
-    reader->nesting--;
+    const con_rule text = {con_state_new(grammar), con_state_new(grammar)};
+    if (con_skip(reader, "/")) con_lark_expression(reader, text);
+    else if (con_skip(reader, "\"") && !con_lark_range(reader, text))
+        con_lark_literal(reader, text);
+    int rule = con_rule_of(grammar, text.start, text.end);
+    if (reader->terminal < 0) rule = con_lexeme_of(reader, rule);
+    con_call(grammar, part.start, part.end, rule, 1, 1);
 }
 
-COLD static void con_gbnf(con_grammar *grammar, str text) {
-    con_reader reader = {.grammar = grammar, .name = "grammar", .start = text.p, .at = text.p,
-                         .end = text.p + text.n, .is_gbnf = true};
-    const int root = con_name_index(&reader, STR("root"));
-    if (str_find(text, STR("::="), 0) < 0)
-        con_bad(&reader, "expected rules in GBNF, name ::= ... (Lark is not supported)");
-    con_skip_space(&reader, true);
-    while (reader.at < reader.end) {
-        const str name = con_read_name(&reader);
-        con_skip_space(&reader, false);
-        if (!name.n || !con_skip(&reader, "::=")) {
-            con_bad(&reader, "expected name ::= ...");
+COLD static void con_lark_part(con_reader *reader, con_rule part) {
+    const char c = *reader->at;
+    if (c == '"' || c == '/') con_lark_text(reader, part);
+    else if (con_skip(reader, "(")) con_read_brackets(reader, part, ")");
+    else if (con_skip(reader, "[")) {
+        con_read_brackets(reader, part, "]");
+        con_empty(reader->grammar, part.start, part.end);
+    } else if (isalpha((unsigned char)c) || c == '_') con_lark_name(reader, part);
+    else if (c == '<') con_bad(reader, "tokens such as <think> are not supported");
+    else if (c == '%') con_bad(reader, "grammars inside a rule, such as %json, are not supported");
+    else con_bad(reader, "expected a literal, an expression, a group or a name");
+}
+
+/* Defines a terminal of `common`. */
+COLD static void con_import(con_reader *reader, str name, str as) {
+    con_grammar *grammar = reader->grammar;
+    for (int i = 0; i < COUNT(con_commons); i++) {
+        if (!str_is(name, con_commons[i].name)) continue;
+        const int index = con_define(reader, as);
+        const con_rule part = grammar->rules[reader->rules[index]];
+        const int rule = con_regex(grammar, "%import", str_c(con_commons[i].pattern), false);
+        con_call(grammar, part.start, part.end, rule, 1, 1);
+        return;
+    }
+    con_bad(reader, "common has no such terminal");
+}
+
+/* Reads what follows %import: common.NAME, common.NAME -> OTHER, or common (NAME, NAME). */
+COLD static void con_lark_import(con_reader *reader) {
+    con_skip_space(reader, false);
+    if (!con_skip(reader, "common")) con_bad(reader, "%import is supported from common only,");
+    con_skip_space(reader, false);
+    if (con_skip(reader, "(")) {
+        do {
+            con_skip_space(reader, true);
+            const str name = con_read_name(reader);
+            con_import(reader, name, name);
+            con_skip_space(reader, true);
+        } while (con_skip(reader, ","));
+        if (!con_skip(reader, ")")) con_bad(reader, "( without )");
+        return;
+    }
+    if (!con_skip(reader, ".")) con_bad(reader, "expected common.NAME");
+    const str name = con_read_name(reader);
+    str as = name;
+    con_skip_space(reader, false);
+    if (con_skip(reader, "->")) {
+        con_skip_space(reader, false);
+        as = con_read_name(reader);
+        if (!con_is_terminal(reader, as)) con_bad(reader, "expected a name in capitals");
+    }
+    con_import(reader, name, as);
+}
+
+/* Reads name: ..., with what may stand before and behind the name. */
+COLD static void con_lark_definition(con_reader *reader) {
+    while (con_skip(reader, "?") || con_skip(reader, "!")) continue;
+    const str name = con_read_name(reader);
+    if (!name.n) {
+        con_bad(reader, "expected name: ...");
+        return;
+    }
+    const bool is_terminal = con_is_terminal(reader, name);
+    if (con_next_is(reader, '{')) con_bad(reader, "templates are not supported");
+    if (con_skip(reader, ".")) {
+        if (is_terminal) con_bad(reader, "priorities of terminals are not supported");
+        con_skip(reader, "-");
+        if (con_read_int(reader) < 0) con_bad(reader, "expected a number");
+    }
+    con_skip_space(reader, false);
+    if (!con_skip(reader, ":")) con_bad(reader, "expected a colon");
+    const int index = con_define(reader, name);
+    reader->terminal = is_terminal ? index : -1;
+    con_read_rule(reader, reader->rules[index]);
+}
+
+COLD static void con_lark_statement(con_reader *reader) {
+    if (con_skip(reader, "%import")) con_lark_import(reader);
+    else if (con_skip(reader, "%ignore")) {
+        if (reader->ignored < 0) reader->ignored = con_rule_new(reader->grammar);
+        reader->terminal = con_name_index(reader, STR("%ignore"));
+        reader->defined[reader->terminal] = true;
+        con_skip_space(reader, false);
+        con_read_rule(reader, reader->ignored);
+    } else if (con_skip(reader, "%llguidance")) {
+        con_skip_space(reader, false);
+        if (!con_skip(reader, "{}")) con_bad(reader, "settings of llguidance are not supported");
+    } else if (con_next_is(reader, '%'))
+        con_bad(reader, "%declare, %override and %extend are not supported");
+    else con_lark_definition(reader);
+}
+
+/* No terminal may use itself: it would have no end, or count brackets. Each pass makes the terminals
+ * deeper that use others; a depth above their number is a circle. */
+COLD static void con_check_terminals(con_reader *reader) {
+    int *depth = mem_zalloc((size_t)reader->n_names * sizeof *depth);
+    for (bool changed = true; changed && !reader->grammar->e->code;) {
+        changed = false;
+        for (size_t i = 0; i < reader->uses.n; i += 2) {
+            const int user = reader->uses.p[i], used = reader->uses.p[i + 1];
+            if (depth[user] > depth[used]) continue;
+            depth[user] = depth[used] + 1;
+            changed = true;
+            if (depth[user] <= reader->n_names) continue;
+            con_fail(reader->grammar, "grammar: the terminal %.*s uses itself",
+                     STRF(reader->names[user]));
             break;
         }
-        const int i = con_name_index(&reader, name);
-        if (reader.defined[i]) con_bad(&reader, "this rule is defined twice");
-        reader.defined[i] = true;
-        con_gbnf_choices(&reader, grammar->rules[reader.rules[i]], false);
-        if (con_next_is(&reader, ')')) con_bad(&reader, ") without (");
     }
-    for (int i = 0; i < reader.n_names; i++)
-        if (!reader.defined[i])
-            con_fail(grammar, "grammar: the rule %.*s is not defined", STRF(reader.names[i]));
+    free(depth);
+}
+
+/* Fills the rule of a lexeme: its first byte from a state of kind `begins`, then the states of its
+ * automaton, then the call of `after` (-1: none). */
+COLD static void con_fill_lexeme(con_grammar *grammar, int terminal, con_rule out,
+                                 enum con_lexeme begins, int after) {
+    const int first = grammar->n_states;
+    const int automaton = con_product_of(grammar, &terminal, 1, 0);
+    const con_rule part = grammar->rules[automaton];
+    for (int i = first; i < grammar->n_states; i++) grammar->states[i].lexeme = CON_INSIDE;
+    const int start = con_state_new(grammar);
+    grammar->states[start].lexeme = begins;
+    con_empty(grammar, out.start, start);
+    for (int k = grammar->states[part.start].first; k >= 0; k = grammar->edges[k].next) {
+        con_edge edge = grammar->edges[k];
+        edge.from = edge.kind == CON_BYTES ? start : out.start;
+        edge.to = edge.kind == CON_BYTES ? edge.to : out.end; /* it matches nothing, too */
+        con_edge_add(grammar, edge);
+    }
+    grammar->states[part.end].is_end = false;
+    if (after < 0) con_empty(grammar, part.end, out.end);
+    else con_call(grammar, part.end, out.end, after, 1, 1);
+}
+
+/* Makes the lexemes, when all terminals are known. */
+COLD static void con_finish_lark(con_reader *reader) {
+    con_grammar *grammar = reader->grammar;
+    int skips = -1;
+    if (grammar->lexes) con_fail(grammar, "grammar: a structure has one grammar in Lark at most");
+    grammar->lexes = true;
+    con_check_terminals(reader);
+    if (reader->ignored >= 0 && !grammar->e->code) {
+        skips = con_rule_new(grammar);
+        con_empty(grammar, grammar->rules[skips].start, grammar->rules[skips].end);
+        con_fill_lexeme(grammar, reader->ignored, grammar->rules[skips], CON_SKIPS, skips);
+    }
+    for (size_t i = 0; i < reader->lexemes.n && !grammar->e->code; i += 2)
+        con_fill_lexeme(grammar, reader->lexemes.p[i], grammar->rules[reader->lexemes.p[i + 1]],
+                        CON_BEGINS, skips);
+}
+
+/* ---- Reading a grammar ---- */
+
+/* Is a text Lark? It is if its first rule has a colon without =, or if a % begins it. */
+COLD static bool con_is_lark(con_reader reader) {
+    reader.is_lark = true;
+    con_skip_space(&reader, true);
+    const bool begins = con_next_is(&reader, '%');
+    while (con_skip(&reader, "?") || con_skip(&reader, "!")) continue;
+    reader.is_lark = false;
+    con_read_name(&reader);
+    con_skip_space(&reader, false);
+    return begins || con_next_is(&reader, '{') ||
+           (con_next_is(&reader, ':') && !con_skip(&reader, "::="));
+}
+
+COLD static void con_grammar_text(con_grammar *grammar, str text) {
+    con_reader reader = {.grammar = grammar, .name = "grammar", .start = text.p, .at = text.p,
+                         .end = text.p + text.n, .in_rule = true, .terminal = -1, .ignored = -1};
+    reader.is_lark = con_is_lark(reader);
+    const int root = con_name_index(&reader, reader.is_lark ? STR("start") : STR("root"));
+    con_skip_space(&reader, true);
+    if (!reader.is_lark && str_find(text, STR("::="), 0) < 0)
+        con_bad(&reader, "expected rules in GBNF (name ::= ...) or in Lark (name: ...)");
+    while (reader.at < reader.end) {
+        if (reader.is_lark) con_lark_statement(&reader);
+        else con_gbnf_statement(&reader);
+        con_skip_space(&reader, true);
+    }
+    for (int i = 0; i < reader.n_names; i++) {
+        char what[200];
+        if (reader.defined[i]) continue;
+        snprintf(what, sizeof what, "the rule %.*s is not defined,",
+                 (int)MIN(reader.names[i].n, (size_t)100), reader.names[i].p);
+        reader.at = i == root ? reader.end : reader.names[i].p;
+        con_bad(&reader, what);
+    }
+    if (reader.is_lark) con_finish_lark(&reader);
     grammar->root = reader.rules[root];
     free(reader.names), free(reader.rules), free(reader.defined);
+    ids_free(&reader.lexemes), ids_free(&reader.uses);
 }
 
 /* ===========================================================================
@@ -21087,7 +21619,7 @@ COLD static int con_sourced(con_tree *tree, int from, const json *element, str t
     const json *schema = json_get(element, "json_schema");
     const int to = con_state_new(grammar);
     if (str_is(type, "regex")) grammar->root = con_regex(grammar, "regex", pattern, false);
-    else if (str_is(type, "grammar")) con_gbnf(grammar, json_str(json_get(element, "grammar")));
+    else if (str_is(type, "grammar")) con_grammar_text(grammar, json_str(json_get(element, "grammar")));
     else if (schema) con_json_schema(grammar, tree->source, schema, json_get(element, "style"));
     else con_fail(grammar, "structure: json_schema is missing");
     con_call(grammar, from, to, grammar->root, 1, 1);
@@ -21229,13 +21761,13 @@ COLD static int con_compile(con_grammar *grammar, const toka_grammar *source, co
     e->code = 0;
     *grammar = (con_grammar){.e = e};
     if (source->kind == TOKA_GRAMMAR_REGEX) grammar->root = con_regex(grammar, "regex", text, false);
-    else if (source->kind == TOKA_GRAMMAR_GBNF) con_gbnf(grammar, text);
+    else if (source->kind == TOKA_GRAMMAR_GBNF) con_grammar_text(grammar, text);
     else if ((source->kind >= TOKA_GRAMMAR_JSON_SCHEMA && source->kind <= TOKA_GRAMMAR_CHOICE) ||
              source->kind == TOKA_GRAMMAR_STRUCTURE)
         con_from_json(grammar, source, tokenizer);
     else con_fail(grammar, "unknown kind of grammar: %d", source->kind);
     if (!e->code) con_prune(grammar);
-    if (!e->code) con_check_left_recursion(grammar);
+    if (!e->code) con_remove_left_recursion(grammar);
     grammar->e = NULL;
     return e->code;
 }

@@ -40,6 +40,35 @@ static const struct con_case {
     {BN, "root ::= e\ne ::= t ((\"+\"\n| \"-\") t)* # sum\nt ::= [0-9]+ | \"(\" e \")\"\n", "1+2|(1-2)+3|((2))", "1+|(1|()"},
     {BN, "root ::=\n  \"a\" b?\n  | \"c\"\nb ::= \"\\x41\\n\\\"\" [^\\n\\]]", "a|aA\n\"x|c", "aA|aA\n\"]|b"},
     {BN, "root ::= \"a\" root | \"b\"", "b|ab|aaaaaaaaaab", "a|ba"},
+    /* left recursion: of one rule, of two, of a rule that may match nothing, behind an option, and beside calls that are not on the left */
+    {BN, "root ::= root \"a\" | \"b\"", "b|ba|baaa", "|a|ab|bb"},
+    {BN, "root ::= x \"1\" | \"2\"\nx ::= root \"3\" | x \"4\" | \"5\"", "2|51|231|5441|23441|51341", "|1|21|5|24|2351"},
+    {BN, "root ::= root \"a\" | ", "|a|aa", "b|ab"},
+    {BN, "root ::= a\na ::= \"x\"? root \"z\" | \"y\"", "y|yz|xyz|xxyzz|xyzz|yzz", "|x|xy|z|xxyz"},
+    {BN, "root ::= root \"+\" root | \"(\" root \")\" | [0-9]", "1|1+2|1+(2+3)+4|((1))", "+1|1+|(1|1+)"},
+    {BN, "root ::= a | b\na ::= a \"x\" | b \"y\"\nb ::= b \"z\" | \"k\" a \";\"\n  | \"m\"", "m|mz|my|mzyx|mzyxx|kmy;y|kmzyx;zy", "x|y|mx|mzx|myz|km;y"},
+    /* Lark: trees have no effect; a name and a text beside each other; priorities, aliases, comments */
+    {BN, "// a comment\nstart: _a b?  # another\n ?b: \"b\" -> x\n  | C -> y\n!_a.2: \"a\"\nC: \"c\"i", "a|ab|ac|aC", "b|aa|aB|abc"},
+    {BN, "start: \"a\"~2 \"b\"~1..2 (\"c\" | [\"d\"])+ /e{2}/ \"f\"{0,1}", "aabee|aabbcdceef|aabdee", "abee|aabbbee|aabef|aabeeff"},
+    {BN, "start: \"k\"..\"m\" \"\\x41\\n\\\"\"i R\nR: \"0\" .. \"3\" | \"x\"", "kA\n\"0|la\n\"x", "jA\n\"0|KA\n\"0|kA\n\"4"},
+    {BN, "?start: sum\n?sum: product | sum \"+\" product -> add\n?product: atom | product \"*\" atom -> mul\n?atom: NUMBER -> number | \"-\" atom -> neg | \"(\" sum \")\"\n"
+         "%import common.NUMBER\n%import common.WS_INLINE -> SPACE\n%ignore SPACE", "1|1 + 2.5e3*-( 3 )|1+ 2|1 * 2", "+|1+|(1|1 2|1+\n2| 1|1 ()"},
+    /* a lexeme is as long as possible, though then the rule does not go on */
+    {BN, "start: A \"b\"\nA: /[ab]+/ | \"c\"", "cb", "ab|abb|c"},
+    {BN, "start: N \"FROM\" N\nN: /[a-zA-Z]+/\n%ignore \" \"", "x FROM t|x FROMt|x  FROM  t", "xFROM t|x FROM t | x FROM t"},
+    {BN, "start: \"if\" N \";\" | N \".\"\nN: /[a-z]+/\n%ignore / +/", "if x;|ifx.|if .|x.", "ifx;|if x.|if;"},
+    /* ignored text stands between lexemes, and at the end only if another may follow */
+    {BN, "start: \"a\"+\n%ignore \" \"\n%ignore /#[^;]*;/", "a|aa|a a|a |a #x y; # ; a", " a|#;a|a#"},
+    {BN, "start: \"a\" \"b\"\n%ignore \" \"", "ab|a  b", "ab | ab|a bb"},
+    {BN, "start: \"x\" N? \"y\"\nN: /a*/\n%ignore \" \"", "xy|x y|xaay|x a y", "xa ay|x"},
+    {BN, "start: a | \nA: \"x\"\na: A a", "", "x|xx"},
+    {BN, "start: A B\nA: B (\"c\" | B)~2\nB: \"b\" | D\nD: \"d\"", "bccb|bbdd|dddd", "bcb|cccb|bccc"},
+    {BN, "%llguidance {}\n%import common (INT, CNAME, WORD, LETTER, DIGIT, HEXDIGIT)\n%import common.NEWLINE\nstart: (CNAME \"=\" INT NEWLINE)+ LETTER \"-\" DIGIT \"-\" HEXDIGIT \"-\" WORD", "a_1=23\nb=4\r\nx-1-f-ab", "1a=2\n|a=2\nx-1-f-a1|a=2\nx-12-f-a"},
+    {BN, "start: X\n%import common.ESCAPED_STRING -> X", "\"\"|\"a\\\"b\\\\\"|\"\xC3\xA9\"", "\"|\"a\n\"|\"a\"b\"|\"\\\""},
+    {BN, "start: (SIGNED_NUMBER | FLOAT \"f\" | SIGNED_INT \"i\" | DECIMAL \"d\") \";\" C_COMMENT? SH_COMMENT? SQL_COMMENT?\n%import common (SIGNED_NUMBER, FLOAT, SIGNED_INT, DECIMAL, C_COMMENT, SH_COMMENT)\n%import common.SQL_COMMENT",
+     "-1.5e+3;|7;|1e5f;|-3i;|.5d;/* * **/|1.;#x|+1;/**/#/*|1;--", ";|e5;|1f;|-.5d;|1;/*/|.;"},
+    {ST, "{\"type\":\"sequence\",\"elements\":[{\"type\":\"const_string\",\"value\":\"<\"},{\"type\":\"grammar\",\"grammar\":\"start: A \\\"b\\\"\\nA: /a+/\\n%ignore \\\" \\\"\"},"
+         "{\"type\":\"const_string\",\"value\":\" >\"}]}", "<aab >|<a b >", "< ab >|<ab>|<ab  >"},
     {CH, "[\"yes\",\"no\",\"n\\u00f6\"]", "yes|no|n\xC3\xB6", "n|ye|noo|n\xC3"},
     {JO, "", "{}|{\"a\": 1}|{\"a\":[1,{\"b\":null}],\n  \"c\":\"\\u00e9\\n\"}", "[1]|{\"a\":1,}|{a:1}| {}|{} |{\"a\":\"\\ud800\"}|{\"a\":01}|{  }"},
     {JS, "true", "1|-0.5e+3|\"\"|[]|{}|null|true", "|nul|+1|.5|1.|[1|'a'"},
@@ -197,10 +226,23 @@ static void test_con_errors(void) {
         {RE, "(?=a)", "this kind of group is not supported at byte 1"}, {RE, "(?<!a)", "this kind of group"}, {RE, "(a)\\1", "this escape is not supported at byte 4"},
         {RE, "\\bx", "this escape"}, {RE, "a++", "possessive"}, {RE, "(^a){2}", "^ or $ in a repeated part"}, {RE, "\\", "it ends too early"},
         {RE, "a{999999}", "too many repetitions"}, {RE, "\xFF", "not UTF-8"}, {RE, "a$b", "there is no text that it allows"},
-        {BN, "root ::= a", "the rule a is not defined"}, {BN, "a ::= \"b\"", "the rule root is not defined"}, {BN, "start: \"a\"", "Lark is not supported"},
-        {BN, "root ::= root \"a\" | \"b\"", "left recursion"}, {BN, "root ::= a\na ::= \"x\"? root | \"y\"", "left recursion"}, {BN, "root ::= \"a", "without its second quote"},
-        {BN, "root ::= <think>", "tokens such as <think>"}, {BN, "root ::= (\"a\"", "( without )"}, {BN, "root ::= \"a\"\nroot ::= \"b\"", "defined twice"},
+        {BN, "root ::= a", "the rule a is not defined"}, {BN, "a ::= \"b\"", "the rule root is not defined"}, {BN, "start", "expected rules in GBNF (name ::= ...) or in Lark (name: ...)"},
+        {BN, "root ::= n root \"a\" | \"b\"\nn ::= \"x\"?", "left recursion"}, {BN, "root ::= root", "there is no text"}, {BN, "root ::= \"a", "without its second quote at line 1, column 12"},
+        {BN, "root ::= <think>", "tokens such as <think>"}, {BN, "root ::= (\"a\"", "a bracket without its second one"}, {BN, "root ::= \"a\"\nroot ::= \"b\"", "defined twice"},
         {BN, "root ::= \"a\" root", "there is no text that it allows"}, {BN, "root ::= \"a\"{x}", "expected {m}"},
+        {BN, "root ::= \"a\"\nb ::= \"\xC3\xA9\" [", "[ without ] at line 2, column 12"}, {BN, "root ::= b\n  c\nb ::= \"x\"", "expected name ::= ... at line 2, column 4"},
+        {BN, "start: a\nb: \"x\"", "the rule a is not defined, at line 1, column 8"}, {BN, "a: \"x\"", "the rule start is not defined"}, {BN, "start: A\nA: A2\nA2: \"x\" A", "uses itself"},
+        {BN, "start: \"a\"\nstart: \"b\"", "defined twice at line 2, column 7"}, {BN, "start: A\nA.2: \"a\"", "priorities of terminals are not supported at line 2"},
+        {BN, "start: x{\"a\"}\nx{t}: t", "templates are not supported at line 1"}, {BN, "x{t}: t\nstart: \"a\"", "templates are not supported at line 1"},
+        {BN, "%declare A\nstart: A", "%declare, %override and %extend"}, {BN, "start: \"a\"\n%extend A: \"b\"", "%declare, %override and %extend are not supported at line 2, column 1"},
+        {BN, "start: A\nA: b\nb: \"x\"", "a terminal uses a rule at line 2"}, {BN, "start: Ab", "expected a name in capitals"}, {BN, "%import common.NOPE\nstart: \"a\"", "common has no such terminal"},
+        {BN, "%import python.NAME\nstart: NAME", "from common only"}, {BN, "start: /a+?/", "lazy quantifiers are not supported"}, {BN, "start: /^a/", "^ and $ are not supported in Lark"},
+        {BN, "start: /a(?=b)/", "this kind of group is not supported at line 1, column 11"}, {BN, "start: /a", "an expression without its second /"}, {BN, "start: /a/x", "this flag is not supported"},
+        {BN, "start: \"a\"s", "this flag is not supported"}, {BN, "start: \"ab\"..\"c\"", "expected a literal"}, {BN, "start: \"c\"..\"a\"", "expected \"a\"..\"z\""}, {BN, "start: \"a\"~", "expected ~n or ~n..m"},
+        {BN, "start: \"a\"~3..2", "expected ~n or ~n..m"}, {BN, "start: (\"a\"", "a bracket without its second one"}, {BN, "start: \"a\" ]", "a bracket without its first one"}, {BN, "start: \"a\" ->", "expected a name after ->"},
+        {BN, "start: <think>", "tokens such as <think>"}, {BN, "start: %json {}", "grammars inside a rule"}, {BN, "%llguidance {\"a\":1}", "settings of llguidance"}, {BN, "start \"a\"", "expected rules in GBNF"},
+        {BN, "?start \"a\" : b", "expected rules in GBNF"}, {BN, "start: \"a\"\nb", "expected a colon at line 2, column 2"}, {BN, "start.x: \"a\"", "expected a number"}, {BN, "start: A\nA: /(a|b)*a(a|b){20}/", "too many states"},
+        {ST, "{\"type\":\"or\",\"elements\":[{\"type\":\"grammar\",\"grammar\":\"start: \\\"a\\\"\"},{\"type\":\"grammar\",\"grammar\":\"start: \\\"b\\\"\"}]}", "one grammar in Lark at most"},
         {CH, "[]", "expected a list of texts"}, {CH, "[1]", "expected a list of texts"}, {CH, "x", "JSON"},
         {JS, "{\"properties\":{\"a/b\":{\"uniqueItems\":true}}}", "/properties/a/b/uniqueItems: supported only with a maxItems of 1"},
         {JS, "{\"not\":{}}", "there is no text"}, {JS, "{\"not\":{\"items\":{}}}", "/not: the opposite of this schema is not supported"}, {JS, "{\"items\":[{},{\"unevaluatedItems\":{\"const\":1}}]}", "/items/1/unevaluatedItems: this keyword"},
@@ -303,8 +345,10 @@ static void test_con_masks(void) {
     CHECK(!lib_open_text(&t, &o, false, &e));
     con_vocab *vocab = con_vocab_new(t->tokenizer, t->shape.V);
     uint64_t seed = 7;
-    for (int i = 0; i < COUNT(con_walks) + 2; i++) {
+    static const char lark[] = "start: list\nlist: \"[\" [items] \"]\"\nitems: items \",\" item | item\nitem: list | WORD WORD? | STRING | NUMBER\nSTRING: /\"[^\"\\n]{0,40}\"/\n%ignore / +/\n%import common (WORD, NUMBER)\n";
+    for (int i = 0; i < COUNT(con_walks) + 3; i++) {
         toka_constraint *c = i < COUNT(con_walks)    ? con_make(JS, con_walks[i], t->tokenizer, vocab, &e)
+                             : i > COUNT(con_walks) + 1 ? con_make(BN, lark, t->tokenizer, vocab, &e)
                              : i == COUNT(con_walks) ? con_make(BN, "root ::= \"x\" root{1,3} y | [a-z ]{0,300} \".\"\ny ::= [0-9]*", t->tokenizer, vocab, &e)
                                                      : con_make(RE, "(\\w+ ){3}\\d{1,4}", t->tokenizer, vocab, &e);
         CHECK_MSG(c, "%s", e.msg);

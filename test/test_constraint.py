@@ -377,7 +377,7 @@ def test_every_streamed_text_is_a_beginning(server, driver):
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs: the request has structured_outputs, too"),
     ({"guided_regex": "a", "guided_json": {}}, "the request has guided_json, too"),
     ({"guided_regex": "(a"}, "guided_regex: regex: ( without ) at byte 2"), ({"guided_choice": "a"}, "guided_choice: expected a list"),
-    ({"guided_grammar": "start: x"}, "guided_grammar: grammar: expected rules in GBNF"), ({"regex": 5}, "regex: expected a text")])
+    ({"guided_grammar": "start: x"}, "guided_grammar: grammar: the rule x is not defined, at line 1, column 8"), ({"regex": 5}, "regex: expected a text")])
 def test_errors(server, fields, message):
     a = server.post("/v1/completions", {"prompt": "x", **fields})
     assert a.status == 400 and message in a.error()["message"] and a.error()["param"] in fields
