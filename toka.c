@@ -106,6 +106,7 @@
  *   TOKA_DEBUG_PATIENCE=S   the watchdog waits S seconds, not 30, for progress of any rank
  *   TOKA_DEBUG_SHARE_GPU=N  the ranks share the first N GPUs, rank i uses GPU i mod N
  *   TOKA_DEBUG_WORKERS=N    N threads read the tokens of samples with constraints (32)
+ *   TOKA_DEBUG_NO_MASKS=1   no mask of a constraint is kept (23)
  *   TOKA_DEBUG_DRAFTS=1     each match gets drafts (20), whatever they cost
  *   TOKA_DEBUG_NO_PEER=1    no GPU accesses the memory of another rank: stages send through the
  *                           host, and tensor ranks are refused
@@ -17306,11 +17307,11 @@ static void stop_free(stop_scanner *scanner) {
  *   frame A), which expects a third "[", and (state before "]", frame A), where A is {call of root,
  *   below: CON_BOTTOM, must 0, may 2}.
  *
- * Lexemes: Lark reads a text in two steps, first its lexemes (numbers, names), then rules of them. A
- * lexeme is as long as possible, and between two of them text may be ignored. So con_step has two
+ * Lexemes: Lark reads a text in two steps, first its lexemes (numbers, names), then rules of them.
+ * A lexeme is as long as possible, and between two of them text may be ignored. So con_step has two
  * rules for the states of such a grammar (enum con_lexeme): if a lexeme can go on with the byte, no
  * other begins with it; and ignored text begins only where a lexeme may begin, too. llguidance
- * reads Lark in the same way.
+ * reads Lark in the same way. If several lexemes end at the same byte, all of them count.
  *
  * A counted repetition is a number in a frame, not a copy of its rule. A call whose next state is
  * the end of its own rule needs no frame (tail call), so a list by right recursion needs no stack.
@@ -17474,6 +17475,7 @@ typedef struct con_machine {
     int accepts;      /* flags of the node that is being made */
     int64_t budget;   /* items that may still be made */
     bool failed;      /* a limit was reached */
+    bool forgets;     /* masks are made anew each time, for measurements */
     int epoch;        /* counts con_reset: nodes of an earlier epoch are gone */
 } con_machine;
 
@@ -18582,6 +18584,11 @@ static con_bits *con_join_parts(con_machine *machine, const con_vocab *vocab, in
 static con_bits *con_mask_bits(con_machine *machine, const con_vocab *vocab, int node) {
     const int near = con_near(machine, node);
     con_bits *bits = machine->nodes[near].bits[CON_PARTS];
+    if (bits && machine->forgets) {
+        con_bits_drop(bits);
+        machine->bytes -= con_bits_bytes(vocab);
+        bits = machine->nodes[near].bits[CON_PARTS] = NULL;
+    }
     if (!bits && !con_has_counters(machine, &machine->nodes[near]))
         bits = con_part_bits(machine, vocab, CON_PARTS, near);
     if (bits) con_bits_hold(bits);
@@ -19644,8 +19651,8 @@ COLD static void con_lark_statement(con_reader *reader) {
     else con_lark_definition(reader);
 }
 
-/* No terminal may use itself: it would have no end, or count brackets. Each pass makes the terminals
- * deeper that use others; a depth above their number is a circle. */
+/* No terminal may use itself: it would have no end, or count brackets. Each pass makes the
+ * terminals deeper that use others; a depth above their number is a circle. */
 COLD static void con_check_terminals(con_reader *reader) {
     int *depth = mem_zalloc((size_t)reader->n_names * sizeof *depth);
     for (bool changed = true; changed && !reader->grammar->e->code;) {
@@ -28674,7 +28681,8 @@ static void eng_look_ahead(eng_reader *reader, eng_place place, buf *text) {
     const int words = sampling->constraint->vocab->words;
     eng_ahead *ahead = &reader->next_ahead;
     for (;;) {
-        reader->n_made += !machine->nodes[con_near(machine, place.node)].bits[CON_PARTS];
+        reader->n_made += machine->forgets ||
+                          !machine->nodes[con_near(machine, place.node)].bits[CON_PARTS];
         ahead->masks[ahead->n_forced] = eng_make_mask(reader->request, place.node);
         const con_bits *bits = ahead->masks[ahead->n_forced].bits;
         const int32_t id = ahead->n_forced < ENG_MAX_FORCED ? con_only_id(bits, words) : -1;
@@ -28828,6 +28836,7 @@ static int eng_make_first_mask(eng *engine, eng_request *request, toka_err *e) {
     while (constraint->taken) pthread_cond_wait(&workers->released, &workers->lock);
     constraint->taken = true;
     pthread_mutex_unlock(&workers->lock);
+    constraint->machine.forgets = getenv("TOKA_DEBUG_NO_MASKS") != NULL;
     eng_read_output(&request->sampling, &place, &(ids){0}, &text);
     request->first_mask = eng_make_mask(request, place.node);
     pthread_mutex_lock(&workers->lock);
@@ -45595,9 +45604,20 @@ static int run_dummy_unknown(const toka_options *options, arena *a, toka_err *e)
 static mf_rule run_dummy_fp8 = {.format = {.method = &mf_methods[0], .block_rows = 1}};
 static const mf_quantization run_dummy_quantization = {.rules = &run_dummy_fp8, .n_rules = 1};
 
-/* Opens a toka without model files: shapes from models.txt, random weights, no tokenizer. The
- * caller closes *out. If it fails, *out is NULL or unchanged. */
-static int run_dummy_open(toka **out, const toka_options *options, toka_err *e) {
+/* Loads the tokenizer.json of a folder. Returns 0 or an error. */
+static int run_dummy_tokenizer(toka *t, const char *folder, toka_err *e) {
+    char where[256];
+    mf_model *model = t->files;
+    model->folder = arena_cstr(&model->memory, str_c(folder));
+    const int code = mf_map_file(model, "tokenizer.json", true, where, &model->tokenizer_json, e);
+    return code ? code : lib_open_tokenizer(t, e);
+}
+
+/* Opens a toka without model files: shapes from models.txt, random weights; tokenizer: a folder
+ * with a tokenizer.json, or NULL. The caller closes *out. If it fails, *out is NULL or
+ * unchanged. */
+static int run_dummy_open(toka **out, const toka_options *options, const char *tokenizer,
+                          toka_err *e) {
     const mf_known_model *found = NULL;
     int n_known, code = lib_check_options(options, e);
     if (code) return code;
@@ -45623,8 +45643,10 @@ static int run_dummy_open(toka **out, const toka_options *options, toka_err *e) 
         mf_set_max_len(&model->config, options->max_model_len ? options->max_model_len
                                                               : t->shape.max_len);
     if (!code) code = mf_choose_kv(model, options, e);
+    if (!code && tokenizer) code = run_dummy_tokenizer(t, tokenizer, e);
     if (!code) code = lib_check_backend(t, options->device, &backend, e);
-    if (!code) code = eng_open(&t->engine, backend, model, &t->shape, NULL, options, e);
+    if (!code)
+        code = eng_open(&t->engine, backend, model, &t->shape, t->tokenizer, options, e);
     if (code) {
         toka_close(t);
         t = NULL;
@@ -52297,6 +52319,7 @@ typedef struct cli { /* the values of all flags; the fields are named like the f
     const char *input, *output, *report, *shard, *dataset, *timeline;
     int num_prompts;
     bool dummy_weights;
+    const char *tokenizer; /* with dummy_weights */
     const char *host, *request_rate;
     int port;
     benchclient_options bench; /* flags of bench serve only; cli_bench_serve sets the others */
@@ -52499,6 +52522,8 @@ static const cli_flag cli_flags[] = {
      "only the first N lines"},
     {"dummy-weights", "", "", CLI_BOOL, AT(dummy_weights), FOR_THROUGHPUT,
      "random weights in the shapes and formats of -m NAME, a name of models.txt"},
+    {"tokenizer", "", "FOLDER", CLI_TEXT, AT(tokenizer), FOR_THROUGHPUT,
+     "with --dummy-weights: the tokenizer.json there, for a dataset with a json_schema"},
     {NULL, "requests", NULL, 0, 0, 0, "Bench serve (the server's key is TOKA_API_KEY, else OPENAI_API_KEY)"},
     {"dataset-name", "", "NAME", CLI_TEXT, AT(bench.dataset_name), FOR_BENCH_SERVE,
      "form of --dataset FILE: custom (default), sharegpt, burstgpt or sonnet, as in vLLM; random has no file"},
@@ -54382,7 +54407,7 @@ static void cli_warn_unused(const cli *flags, const toka *t) {
 static int cli_open(const cli *flags, toka **t, toka_err *e) {
     buf startup = {0};
     const double t0 = os_now();
-    int code = flags->dummy_weights ? run_dummy_open(t, &flags->open, e)
+    int code = flags->dummy_weights ? run_dummy_open(t, &flags->open, flags->tokenizer, e)
                                     : toka_open(t, &flags->open, e);
     if (code) return code;
     cli_print_no_gpu(flags, *t);
@@ -55322,6 +55347,8 @@ static int cli_batch(const cli *flags, toka_err *e) {
 static int cli_bench_throughput(const cli *flags, toka_err *e) {
     toka *t;
     if (!flags->dataset) return fail(e, TOKA_E_USE, "toka bench throughput needs --dataset FILE");
+    if (flags->tokenizer && !flags->dummy_weights)
+        return fail(e, TOKA_E_USE, "--tokenizer is for --dummy-weights: a model has its own");
     if (check_int("--num-prompts", flags->num_prompts, 0, INT_MAX, e)) return e->code;
     const double t0 = os_now();
     int code = cli_open(flags, &t, e);

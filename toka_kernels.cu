@@ -11597,6 +11597,12 @@ typedef struct samp_host_results { /* results of one step on the host, until it 
     toka_sample_result *caller_results; /* the caller's array; NULL: the step has no results */
 } samp_host_results;
 
+typedef struct samp_mask { /* a mask that a list of filters uploads, once for all its rows */
+    const uint32_t *host, *device;
+    int fallback_id;  /* of a row without other lists of ids; -1: not computed yet */
+    unsigned list;    /* number of the list of filters; of another list: the place is free */
+} samp_mask;
+
 struct samp_plan {
     int n_blocks, ld_logits; /* ceil(V_all / 256); row stride of logits */
     /* most rows that fit in memory: chunk_rows with logits, partial_rows with partials */
@@ -11617,6 +11623,9 @@ struct samp_plan {
     samp_top *tops;           /* device, [max_samples] */
     /* For a step that is launched kernel by kernel: as many filters as fit with their lists. */
     upload_buffer list_upload;
+    samp_mask *masks;         /* host, [n_mask_places] hash table by `host`, at most half full */
+    int n_mask_places;        /* a power of 2 */
+    unsigned mask_list;       /* number of the current list of filters */
     samp_host_results host_results[STEP_RING_SIZE];
     /* The fields below are of the current step. The memory of penalized_index and presence is that
      * of the plan. */
@@ -13921,7 +13930,10 @@ static void samp_open(toka_device *dev) {
                                                     sizeof(samp_presence),
                                                 "presence bits");
     plan->penalized_index = (int *)malloc(max_samples * sizeof(int));
-    if (!plan->penalized_index) abort();
+    for (plan->n_mask_places = 2; (size_t)plan->n_mask_places < 2 * max_samples;)
+        plan->n_mask_places *= 2;
+    plan->masks = (samp_mask *)calloc((size_t)plan->n_mask_places, sizeof *plan->masks);
+    if (!plan->penalized_index || !plan->masks) abort();
     for (samp_host_results &host : plan->host_results) {
         host.results = (samp_result *)samp_alloc_pinned(dev, max_samples * sizeof(samp_result),
                                                         "pinned sampling results");
@@ -13954,6 +13966,7 @@ static void samp_close(toka_device *dev) {
     }
     upload_close(&plan->list_upload);
     free(plan->penalized_index);
+    free(plan->masks);
     free(plan);
     dev->samp = NULL;
 }
@@ -14005,9 +14018,27 @@ static int samp_n_bad_ids(const toka_sampling *sampling) {
 
 static size_t samp_mask_bytes(int V) { return 4 * (size_t)ceil_div(V, 32); }
 
-/* Returns the most bytes of an upload buffer that the ten lists of a row need. prev_row: the
- * filtered row before it, with which it may share lists (samp_fill_filter), or NULL. V: V_all. */
-static size_t samp_list_bytes(const toka_sample_row *row, const toka_sample_row *prev_row, int V) {
+/* Returns the place of a mask in the hash table. If the current list of filters does not have the
+ * mask yet, the place is free. */
+static samp_mask *samp_find_mask(samp_plan *plan, const uint32_t *mask) {
+    const size_t last = (size_t)plan->n_mask_places - 1;
+    size_t at = (size_t)((uint64_t)(uintptr_t)mask * 0x9E3779B97F4A7C15u >> 32) & last;
+    while (plan->masks[at].list == plan->mask_list && plan->masks[at].host != mask)
+        at = (at + 1) & last;
+    return &plan->masks[at];
+}
+/* Returns the bytes of an upload buffer that the mask of a row needs: 0 if another row of the
+ * current list of filters has it. */
+static size_t samp_row_mask_bytes(samp_plan *plan, const toka_sample_row *row, int V) {
+    return row->mask && samp_find_mask(plan, row->mask)->list != plan->mask_list
+               ? samp_mask_bytes(V) + 16
+               : 0;
+}
+
+/* Returns the most bytes of an upload buffer that the lists of a row need, without its mask.
+ * prev_row: the filtered row before it, with which it may share lists (samp_fill_filter), or NULL.
+ * V: V_all. */
+static size_t samp_list_bytes(const toka_sample_row *row, const toka_sample_row *prev_row) {
     const toka_sampling *sampling = row->sampling;
     size_t n = (size_t)ceil_div(samp_n_history(row), TOKA_GPU_PAGE_TOK) + (size_t)row->n_forbidden;
     if (!prev_row || prev_row->sampling != sampling)
@@ -14016,8 +14047,7 @@ static size_t samp_list_bytes(const toka_sample_row *row, const toka_sample_row 
     if (row->words && (!prev_row || prev_row->words != row->words))
         n += ((size_t)row->words->n_steps + (size_t)row->words->n_ends) *
              (sizeof(toka_word_rule) / 4);
-    if (row->mask && (!prev_row || prev_row->mask != row->mask)) n += (size_t)ceil_div(V, 32);
-    return 4 * n + 10 * 16;
+    return 4 * n + 9 * 16;
 }
 
 /* Returns whether any row of the step is filtered or penalized. */
@@ -14032,14 +14062,19 @@ static bool samp_any_filtered(const toka_device *dev, const toka_step *step) {
  * upload buffer. With tensor ranks it cannot: the ranks would have to exchange the logits of plain
  * rows, too. */
 static bool samp_fits_one_pass(const toka_device *dev, const toka_step *step, int n_rows) {
-    const samp_plan *plan = dev->samp;
+    samp_plan *plan = dev->samp;
     size_t bytes = (size_t)n_rows * sizeof(samp_filter) + 16;
     const int V = dev->shape->V_all;
     const toka_sample_row *prev_row = NULL;
+    plan->mask_list++;
     for (int i = 0; i < step->n_samples; i++) {
         const toka_sample_row *row = &step->samples[i];
         const bool filtered = samp_is_filtered(row, V);
-        bytes += filtered ? samp_list_bytes(row, prev_row, V) : 0;
+        if (filtered) {
+            bytes += samp_list_bytes(row, prev_row) + samp_row_mask_bytes(plan, row, V);
+            if (row->mask)
+                *samp_find_mask(plan, row->mask) = samp_mask{row->mask, NULL, -1, plan->mask_list};
+        }
         prev_row = filtered ? row : NULL;
     }
     return tp_size(dev) == 1 && n_rows <= plan->chunk_rows && bytes <= SAMP_GRAPH_LIST_BYTES;
@@ -14185,6 +14220,24 @@ static void samp_put_words(upload_buffer *upload, const toka_sample_row *row,
         upload, table->ends, (size_t)table->n_ends * sizeof *table->ends);
 }
 
+/* Uploads the mask of a row, if it has one and no row before it has the same. Sets the filter's
+ * fallback id, too, unless other lists of ids than the mask take part in it. */
+static void samp_put_mask(toka_device *dev, upload_buffer *upload, const toka_sample_row *row,
+                          samp_filter *filter) {
+    samp_plan *plan = dev->samp;
+    const int V = dev->shape->V_all;
+    if (!row->mask) return;
+    samp_mask *mask = samp_find_mask(plan, row->mask);
+    if (mask->list != plan->mask_list)
+        *mask = samp_mask{row->mask,
+                          (const uint32_t *)upload_put(upload, row->mask, samp_mask_bytes(V)), -1,
+                          plan->mask_list};
+    filter->mask = mask->device;
+    if (row->scored_id >= 0 || row->sampling->n_allowed || row->n_forbidden) return;
+    if (mask->fallback_id < 0) mask->fallback_id = toka_fallback_id(row, V);
+    filter->fallback_id = mask->fallback_id;
+}
+
 /* Fills in the filter of one row. If the previous row belongs to the same request, both use the
  * same uploaded lists of bias, allowed ids and bad words. */
 static void samp_fill_filter(toka_device *dev, upload_buffer *upload, const toka_sample_row *row,
@@ -14218,17 +14271,16 @@ static void samp_fill_filter(toka_device *dev, upload_buffer *upload, const toka
                                                        (size_t)sampling->n_allowed * 4);
     filter->forbidden = (const int *)upload_put(upload, row->forbidden,
                                                 (size_t)row->n_forbidden * 4);
-    if (row->mask) /* rows with equal masks are neighbours, as samples of one request are */
-        filter->mask = prev_row && prev_row->mask == row->mask
-                           ? prev_filter->mask
-                           : (const uint32_t *)upload_put(upload, row->mask, samp_mask_bytes(V));
     filter->n_bias = sampling->n_bias, filter->n_allowed = sampling->n_allowed,
     filter->n_forbidden = row->n_forbidden;
     const bool same_ids = same_request && prev_row->mask == row->mask && prev_row->scored_id < 0 &&
                           !prev_row->n_forbidden && !row->n_forbidden;
-    filter->fallback_id = row->scored_id >= 0 ? 0
-                          : same_ids          ? prev_filter->fallback_id
-                                              : toka_fallback_id(row, V);
+    filter->fallback_id = -1;
+    samp_put_mask(dev, upload, row, filter);
+    if (filter->fallback_id < 0)
+        filter->fallback_id = row->scored_id >= 0 ? 0
+                              : same_ids          ? prev_filter->fallback_id
+                                                  : toka_fallback_id(row, V);
     filter->temperature = sampling->temperature, filter->top_p = sampling->top_p,
     filter->top_k = sampling->top_k < V ? sampling->top_k : 0;
     filter->min_p_drop = sampling->min_p > 0 ? sampling->temperature * log((double)sampling->min_p)
@@ -14245,18 +14297,22 @@ static int samp_fill_filters(toka_device *dev, const toka_step *step, upload_buf
                              int first, int max_rows, samp_filter **filters) {
     const int *order = dev->samp->host_results[dev->last_begun].order;
     samp_filter *row_filters;
+    const int V = dev->shape->V_all;
     int n_filled = 0;
+    dev->samp->mask_list++;
     *filters = (samp_filter *)upload_alloc(upload, (size_t)max_rows * sizeof *row_filters,
                                            (void **)&row_filters);
     for (const toka_sample_row *prev_row = NULL; n_filled < max_rows; n_filled++) {
         const toka_sample_row *row = &step->samples[order[first + n_filled]];
-        if (!samp_is_filtered(row, dev->shape->V_all)) {
+        if (!samp_is_filtered(row, V)) {
             row_filters[n_filled] = samp_filter{
                 .min_p_drop = -INFINITY, .temperature = 1, .top_p = 1, .repetition = 1};
             prev_row = NULL;
             continue;
         }
-        if (upload->used + samp_list_bytes(row, prev_row, dev->shape->V_all) > upload->cap) break;
+        const size_t bytes = samp_list_bytes(row, prev_row) +
+                             samp_row_mask_bytes(dev->samp, row, V);
+        if (upload->used + bytes > upload->cap) break;
         samp_fill_filter(dev, upload, row, prev_row, row_filters + n_filled - 1,
                          row_filters + n_filled);
         prev_row = row;
@@ -14286,8 +14342,8 @@ static int samp_upload_filters(toka_device *dev, const toka_step *step, int firs
         snprintf(dev->error.msg, sizeof dev->error.msg,
                  "GPU: one row's sampling lists take %zu bytes, expected at most %zu",
                  samp_list_bytes(
-                     &step->samples[dev->samp->host_results[dev->last_begun].order[first]], NULL,
-                     dev->shape->V_all),
+                     &step->samples[dev->samp->host_results[dev->last_begun].order[first]], NULL) +
+                     samp_mask_bytes(dev->shape->V_all),
                  upload->cap - upload->used);
     }
     upload_send(dev, upload);

@@ -369,7 +369,7 @@ MUTANTS = [
            ("ids that were gathered of a range are taken for all that are kept", "samp_has_gathered(dist, samp_logit_to_key(dist.min_logit), `samp_logit_to_key(dist.max)`);", "dist.gathered_high"),
            ("the mask of the next id", "if (!(mask[id / 32] >> `id % 32` & 1)) logits[id] = -INFINITY;", "(id + 1) % 32", "wide \\d+, sampling \\d+"),
            ("blocks whose logits only the mask has changed keep their maximum", "touched[block] = filter.n_allowed > 0 || `(filter.mask != NULL)`;", "false", "wide \\d+, sampling \\d+"),
-           ("each row has the mask of the one before", "filter->mask = prev_row && `prev_row->mask == row->mask`", "prev_row->mask != NULL", "parts \\d"),
+           ("masks with the same place in the table are one", "while (plan->masks[at].list == plan->mask_list && `plan->masks[at].host != mask`)", "false", "parts \\d"),
            ("a block's bound comes from the wrong random number", "samp_log2_exponential(`min(min(counter[0], counter[1]), min(counter[2], counter[3]))`)",
             "max(max(counter[0], counter[1]), max(counter[2], counter[3]))"),
            ("eight blocks are enough", "return `!(dist.block_sums[block] < min_bound)`; });", "false", "(cut row|wide) \\d+, sampling \\d+"),

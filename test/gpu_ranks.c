@@ -64,7 +64,7 @@ static toka *open_split(const char *model, split at, toka_err *e) {
     if (made_up(model)) o.models_file = models_file;
     o.model = model, o.device = "cuda", o.max_num_seqs = 64, o.max_num_batched_tokens = MAX_ROWS, o.kv_tokens = 64 * 256;
     o.tensor_parallel_size = at.tp, o.pipeline_parallel_size = at.pp, o.data_parallel_size = at.dp;
-    if (made_up(model) ? run_dummy_open(&t, &o, e) : toka_open(&t, &o, e)) return NULL;
+    if (made_up(model) ? run_dummy_open(&t, &o, NULL, e) : toka_open(&t, &o, e)) return NULL;
     return t;
 }
 

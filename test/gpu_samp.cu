@@ -826,6 +826,7 @@ static void test_parts() {
         if (i % 3 == 2) rows.back().mask = masks[(size_t)i].data();
         if (i % 9 == 3 && i > 3) ids[(size_t)i] = ids[(size_t)i - 1], rows.back().mask = rows[rows.size() - 2].mask; /* shared */
         if (i % 9 == 6) rows.back().mask = masks[(size_t)i].data(); /* another one than the row before */
+        if (i % 9 == 8) ids[(size_t)i] = ids[(size_t)i - 3], rows.back().mask = rows[rows.size() - 4].mask; /* shared, not with the row before */
     }
     samp_plan *p = d->samp;
     const int chunk = p->chunk_rows;
@@ -833,7 +834,7 @@ static void test_parts() {
     toka_step s = step_of(rows);
     std::vector<toka_sample_result> samples(rows.size()), whole;
     for (int round = 0; round < 3; round++) {
-        const size_t list_bytes = std::max(samp_list_bytes(&rows[1], NULL, V), samp_list_bytes(&rows[2], NULL, V));
+        const size_t list_bytes = std::max(samp_list_bytes(&rows[1], NULL), samp_list_bytes(&rows[2], NULL) + samp_mask_bytes(V) + 16);
         p->chunk_rows = round ? 40 : chunk, p->list_upload.cap = round == 2 ? n * sizeof(samp_filter) + 31 * list_bytes : cap;
         run_op(d, &s, x.p(), samples.data());
         if (!round) whole = samples;
