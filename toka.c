@@ -52009,8 +52009,8 @@ static const help_page help_pages[] = {
      "  finish_reason length means that it is cut. A 400 says where a schema has\n"
      "  what is not supported: uniqueItems of more than one element, and a not, if,\n"
      "  oneOf or contains that needs the opposite of a schema with items or\n"
-     "  additionalProperties; likewise look-around in patterns, structural_tag and\n"
-     "  Lark. An unknown format is no constraint.\n"
+     "  additionalProperties; likewise look-around in patterns, and structural_tag.\n"
+     "  An unknown format is no constraint.\n"
      "- bad_words: no token may complete one, with or without a space before it; a\n"
      "  longer word that contains one is allowed as one token. Constraints that\n"
      "  leave no token are a 400, or end the text if that shows only later. A stop\n"
@@ -52158,6 +52158,10 @@ static const help_page help_pages[] = {
      "    echo -n '{\"name\": \"Tom\", \"age\": 12}' > tom.json\n"
      "    toka grammar --json-schema person.json --stats < tom.json\n"
      "    toka grammar --regex '[0-9]{4}(-[0-9]{2}){2}' -p 2026-01-31\n"
+     "    echo 'start: INT (\"+\" INT)*\n"
+     "    %ignore \" \"\n"
+     "    %import common.INT' > sum.lark\n"
+     "    toka grammar --grammar sum.lark -p '1 + 22'\n"
      "\n"
      "- In a request: response_format (json_schema, json_object), or one of\n"
      "  structured_outputs {json, regex, choice, grammar, json_object}; guided_json\n"
@@ -52168,6 +52172,12 @@ static const help_page help_pages[] = {
      "- Members come in the order of `properties`, then required names that are not\n"
      "  listed, then others. White space: none, one blank, or a line end and up to 40\n"
      "  blanks or tabs; none before and after the text.\n"
+     "- Grammars are GBNF (name ::= ..., from root) or Lark (name: ..., from start).\n"
+     "  Of Lark: all operators, strings, ranges and expressions, their flags i and s,\n"
+     "  %ignore, %import from common; what shapes trees has no effect. A terminal is\n"
+     "  as long as possible. Ignored text stands between terminals. Not supported:\n"
+     "  templates, priorities of terminals, %declare, %override, %extend, lazy\n"
+     "  quantifiers, anchors, look-around, %json.\n"
      "- `toka grammar` needs a tokenizer and no weights. Status 0: accepted; 1:\n"
      "  refused, with the byte and what was expected there, or a bad schema (on\n"
      "  standard error). It reads the text in its usual tokens, each of which must be\n"
@@ -52255,7 +52265,7 @@ static const help_page help_pages[] = {
      "  their own. Weights in FP8, int4 (AWQ, GPTQ, compressed-tensors) and MXFP4.\n"
      "- On Hopper GPUs FP8 weights (also --quantization fp8), and on all devices FP8\n"
      "  K and V (--kv-cache-dtype fp8).\n"
-     "- Constraints: JSON schema, regular expressions, grammars, choices.\n"
+     "- Constraints: JSON schema, regular expressions, grammars (GBNF, Lark), choices.\n"
      "- Chats: tool calls, also forced, and reasoning with budgets, in OpenAI's\n"
      "  forms; /v1/responses and /v1/messages; embeddings, scores and reranking.\n"
      "  toka chat shows reasoning and calls dim.\n"
@@ -52488,7 +52498,7 @@ static const cli_flag cli_flags[] = {
     {"json-schema", "", "FILE", CLI_TEXT, AT(json_schema), FOR_REQUEST | FOR_GRAMMAR,
      "the output is JSON that is valid for the JSON Schema in this file"},
     {"grammar", "", "FILE", CLI_TEXT, AT(grammar), FOR_REQUEST | FOR_GRAMMAR,
-     "the output matches the grammar (GBNF) in this file"},
+     "the output matches the grammar (GBNF or Lark) in this file"},
     {"regex", "", "R", CLI_TEXT, AT(regex), FOR_REQUEST | FOR_GRAMMAR,
      "the output matches this regular expression, from its beginning to its end"},
     {"choice", "", "TEXT", CLI_LIST, AT(choices), FOR_REQUEST | FOR_GRAMMAR,

@@ -230,7 +230,8 @@ enum { /* toka_grammar.kind */
     TOKA_GRAMMAR_JSON_OBJECT,     /* any JSON object; text is not read */
     TOKA_GRAMMAR_CHOICE,          /* text: a JSON array of strings; an output is one of them */
     TOKA_GRAMMAR_REGEX,           /* text: a regular expression that matches the whole output */
-    TOKA_GRAMMAR_GBNF,            /* text: rules `name ::= ...`, as llama.cpp's and xgrammar's */
+    TOKA_GRAMMAR_GBNF,            /* text: rules `name ::= ...`, as llama.cpp's and xgrammar's,
+                                     or Lark's: `name: ...` */
     TOKA_GRAMMAR_STRUCTURE        /* text: a tree of elements as JSON, such as fixed texts, schemas
                                      and reasoning; chapter 26 of toka.c lists them */
 };

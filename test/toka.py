@@ -195,7 +195,7 @@ def _set(struct, name, value):
 
 @dataclass
 class StructuredOutputsParams:
-    """The texts that an output may be: one of json (a schema as dict or as text), regex, choice, grammar (GBNF) and json_object."""
+    """The texts that an output may be: one of json (a schema as dict or as text), regex, choice, grammar (GBNF or Lark) and json_object."""
     json: str | dict | None = None
     regex: str | None = None
     choice: list[str] | None = None
