@@ -18108,17 +18108,21 @@ COLD static void con_corner_begin(con_corner *corner, int start, int rule) {
         if (grammar->states[state].is_end) con_empty(grammar, start, con_copy_of(corner, state));
         for (int k = grammar->states[state].first; k >= 0; k = grammar->edges[k].next) {
             con_edge edge = grammar->edges[k];
-            if (edge.kind == CON_EMPTY) {
+            const bool is_call = edge.kind == CON_CALL;
+            if (edge.kind == CON_EMPTY || (is_call && !edge.low)) {
                 if (!corner->seen[edge.to]) ids_push(&closure, edge.to);
                 corner->seen[edge.to] = true;
-            } else if (edge.kind == CON_CALL && corner->in_circle[edge.rule] && edge.high == 1) {
-                const int end = con_copy_of(corner, grammar->rules[edge.rule].end);
-                con_empty(grammar, end, con_copy_of(corner, edge.to));
-            } else if (edge.kind != CON_NOTHING) {
-                edge.from = start;
-                edge.to = con_copy_of(corner, edge.to);
-                con_edge_add(grammar, edge);
             }
+            if (edge.kind == CON_EMPTY || edge.kind == CON_NOTHING) continue;
+            edge.from = start;
+            edge.to = con_copy_of(corner, edge.to);
+            edge.low = is_call ? MAX(edge.low, 1) : edge.low;
+            if (is_call && corner->in_circle[edge.rule]) { /* the first of its matches is read */
+                edge.from = con_copy_of(corner, grammar->rules[edge.rule].end);
+                if (--edge.low + edge.high == 1) edge.kind = CON_EMPTY;
+                edge.high -= edge.high != CON_FOREVER;
+            }
+            con_edge_add(grammar, edge);
         }
     }
     ids_free(&closure);

@@ -47,6 +47,7 @@ static const struct con_case {
     {BN, "root ::= a\na ::= \"x\"? root \"z\" | \"y\"", "y|yz|xyz|xxyzz|xyzz|yzz", "|x|xy|z|xxyz"},
     {BN, "root ::= root \"+\" root | \"(\" root \")\" | [0-9]", "1|1+2|1+(2+3)+4|((1))", "+1|1+|(1|1+)"},
     {BN, "root ::= a | b\na ::= a \"x\" | b \"y\"\nb ::= b \"z\" | \"k\" a \";\"\n  | \"m\"", "m|mz|my|mzyx|mzyxx|kmy;y|kmzyx;zy", "x|y|mx|mzx|myz|km;y"},
+    {BN, "root ::= root{2} \"a\" | [xy]{0,2} root \"z\" | \"b\"", "b|bba|bbaba|bbbaa|bbabaz|xybz|yxbzz", "ba|bbba|xyb|bb"},
     /* Lark: trees have no effect; a name and a text beside each other; priorities, aliases, comments */
     {BN, "// a comment\nstart: _a b?  # another\n ?b: \"b\" -> x\n  | C -> y\n!_a.2: \"a\"\nC: \"c\"i", "a|ab|ac|aC", "b|aa|aB|abc"},
     {BN, "start: \"a\"~2 \"b\"~1..2 (\"c\" | [\"d\"])+ /e{2}/ \"f\"{0,1}", "aabee|aabbcdceef|aabdee", "abee|aabbbee|aabef|aabeeff"},

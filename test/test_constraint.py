@@ -9,6 +9,7 @@ import subprocess
 
 import pytest
 
+import make_lark
 from server import ROOT, Server
 from test_batch import SMALL, body, completion, run
 from test_cli import PROBLEM, toka
@@ -90,6 +91,38 @@ def test_random_patterns_equal_search(driver):
         assert [a == -1 for a in got["accepted"]] == want, (line, got)
         accepted += sum(want)
     assert accepted > 2000
+
+
+# ---- Lark ----
+
+def compare_lark(driver, cases):
+    """cases: grammars, texts, and what llguidance says of each. Returns how many texts are accepted. A grammar with rules that no text can
+    complete is refused by toka as soon as it goes on so, by llguidance at the end of the text."""
+    accepted = n_left = 0
+    answers = ask(driver, [{"kind": GBNF, "grammar": c["grammar"], "texts": c["texts"]} for c in cases])
+    for line, got in zip(cases, answers):
+        if "error" in got:
+            n_left += "left recursion" in got["error"]
+            assert "left recursion" in got["error"] or ("there is no text" in got["error"] and -1 not in line["accepted"]), (line, got)
+            continue
+        for text, mine, other in zip(line["texts"], got["accepted"], line["accepted"]):
+            assert mine == other or -1 < mine < other, (line["grammar"], text, mine, other)
+            accepted += mine == -1
+    assert n_left < len(cases) / 6 and all("error" not in got for got in answers[:len(make_lark.CORPUS)])
+    return accepted
+
+
+def test_lark_is_read_as_llguidance_reads_it(driver):
+    cases = json.load(open(HERE + "/lark.json", encoding="utf-8"))
+    assert len(cases) > 150 and compare_lark(driver, cases) > 180
+
+
+def test_random_lark_grammars_equal_llguidance(driver):
+    pytest.importorskip("llguidance")
+    read, seed = make_lark.judge(), random.randrange(1 << 30)
+    cases = [{"grammar": g, "texts": t, "accepted": [read(g, x) for x in t]} for g, t in make_lark.cases(seed)]
+    print("seed", seed)
+    compare_lark(driver, [c for c in cases if None not in c["accepted"]])
 
 
 # ---- Schemas ----
