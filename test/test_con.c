@@ -531,6 +531,27 @@ static void test_con_requests(void) {
     toka_close(t);
 }
 
+/* Ranks: several shares of the weights, or of the layers, or copies of the model. */
+static void test_con_ranks(void) {
+    static const int splits[][3] = {{2, 1, 1}, {1, 2, 1}, {2, 1, 2}};
+    static const char lark[] = "start: list\nlist: \"[\" [list (\",\" list)*] \"]\" | WORD\n%import common.WORD\n%ignore \" \"";
+    for (int i = 0; i < COUNT(splits); i++) {
+        toka_options o = toka_options_default();
+        toka_sampling s = toka_request_default().sampling;
+        toka *t;
+        toka_err e;
+        o.model = eng_model, o.device = "cpu", o.max_num_seqs = 8, o.max_num_batched_tokens = 64, o.kv_tokens = i ? 0 : 320;
+        o.tensor_parallel_size = splits[i][0], o.pipeline_parallel_size = splits[i][1], o.data_parallel_size = splits[i][2];
+        const int code = toka_open(&t, &o, &e);
+        CHECK_MSG(!code, "%s", e.msg);
+        if (code) continue;
+        s.temperature = 2, s.max_tokens = 20, s.seed = (uint64_t)i, s.logprobs = 1, s.frequency_penalty = 0.5f;
+        con_check_request(t, JS, con_walks[i], s, 4, false);
+        con_check_request(t, BN, lark, s, 4, false);
+        toka_close(t);
+    }
+}
+
 /* No token is left: the sample ends without a token, as cut. */
 static void test_con_none_left(void) {
     toka *t = eng_must_open(eng_model, 8, 64, 1);
@@ -787,6 +808,7 @@ static const struct test con_tests[] = {
     {"constraints: added tokens", test_con_added_tokens},
     {"constraints: the end of thinking", test_con_thinking},
     {"constraints: requests", test_con_requests},
+    {"constraints: ranks", test_con_ranks},
     {"constraints: no token is left", test_con_none_left},
     {"constraints: workers change no token", test_con_workers},
     {"constraints: only the row of a slow mask waits", test_con_slow_mask},

@@ -332,7 +332,9 @@ REQUESTS = [("response_format", FORMAT, PERSON), ("response_format", {"type": "j
             ("structured_outputs", {"json": PERSON, "disable_any_whitespace": True, "regex": None}, PERSON),
             ("structured_outputs", {"regex": "[a-z]{3}-[0-9]+x"}, "[a-z]{3}-[0-9]+x"), ("guided_regex", "a|bc", "a|bc"), ("regex", "a|bc", "a|bc"),
             ("structured_outputs", {"choice": ["yes", "no"]}, "yes|no"), ("guided_choice", ["yes"], "yes"),
-            ("structured_outputs", {"grammar": 'root ::= "x" y\ny ::= [0-9]{2}'}, "x[0-9]{2}"), ("guided_grammar", 'root ::= "ab"', "ab"), ("ebnf", 'root ::= "ab"', "ab")]
+            ("structured_outputs", {"grammar": 'root ::= "x" y\ny ::= [0-9]{2}'}, "x[0-9]{2}"), ("guided_grammar", 'root ::= "ab"', "ab"), ("ebnf", 'root ::= "ab"', "ab"),
+            ("structured_outputs", {"grammar": '?start: sum ";"\nsum: sum "+" N | N\nN: "0".."9"~1..2\n%import common.WS_INLINE\n%ignore WS_INLINE'}, r"\d{1,2}(\s*\+\s*\d{1,2})*\s*;"),
+            ("guided_grammar", 'start: ("a" | B)~2..3\nB: "b"i "!"', "(a|[bB]!){2,3}")]
 
 
 def check_text(text, want):
@@ -432,6 +434,8 @@ def test_command_line(tmp_path):
     say = lambda *flags: toka("-p", PROBLEM, "--temp", "1", "--max-tokens", "150", *flags)  # noqa: E731
     check_text(say("--json-schema", str(tmp_path / "s.json")).stdout.decode().rstrip("\n"), PERSON)
     check_text(say("--grammar", str(tmp_path / "g.gbnf")).stdout.decode().rstrip("\n"), r"\[[0-9]{1,3}(,[0-9]{1,3}){1,2}\]")
+    (tmp_path / "g.lark").write_text('// a list\nstart: "[" N ("," N)~1..2 "]"\nN: "0".."9"~1..3\n')
+    check_text(say("--grammar", str(tmp_path / "g.lark")).stdout.decode().rstrip("\n"), r"\[[0-9]{1,3}(,[0-9]{1,3}){1,2}\]")
     check_text(say("--regex", "[a-z]{3}-[0-9]{2}").stdout.decode().rstrip("\n"), "[a-z]{3}-[0-9]{2}")
     check_text(say("--choice", "yes", "--choice", "no").stdout.decode().rstrip("\n"), "yes|no")
     for flags, message in ((["--regex", "(a"], b"regex: ( without )"), (["--regex", "a", "--choice", "b"], b"exclude each other"),
@@ -456,17 +460,21 @@ def test_white_space(tmp_path):
 
 def test_grammar_command(tmp_path):
     date, schema, bench = ["--regex", "[0-9]{4}(-[0-9]{2}){2}"], tmp_path / "s.json", tmp_path / "bench.jsonl"
+    lark = ["--grammar", str(tmp_path / "g.lark")]
+    (tmp_path / "g.lark").write_text('start: start "+" A | A\nA: /[ab]+/\n%ignore " "\n')
     schema.write_text(json.dumps(PERSON))
     for flags, text, want in ((date, "2026-01-31", "accepted"), (date, "2026-01-3x", "refused at byte 9: expected 0 to 9"),
                               (date, "2026-01-310", "refused at byte 10: expected the end"), (date, "", "refused at byte 0: expected 0 to 9"),
                               (["--json-schema", str(schema)], '{"name": "A", "age": 121}', "refused at byte 23: expected \\x0A, \\x0D, \\x20, 0, }"),
+                              (lark, "ab + b+a", "accepted"), (lark, "ab c", "refused at byte 3: expected the end, \\x20, +"), (lark, "a+", "refused at byte 2: expected \\x20, a to b"),
                               (["--choice", "yes", "--choice", "né"], "né", "accepted"),
                               (["--choice", "a", "--choice", "ab"], "ac", "refused at byte 1: expected the end, b")):
         r = toka("grammar", *flags, stdin=text)
         assert r.stdout.decode() == want + "\n" and r.returncode == (want != "accepted"), r
     out = toka("grammar", *date, "--stats", stdin="2026-01-31").stdout.decode().splitlines()
     assert out[0] == "accepted" and out[1].startswith("compile, us: n 1,") and out[2].startswith("mask, us: n ")
-    for flags, message in (([], b"needs --json-schema"), (["--regex", "("], b"( without )"), (["--maskbench", str(tmp_path / "none")], b"No such file")):
+    (tmp_path / "bad.lark").write_text('start: a\na: "x" (')
+    for flags, message in (([], b"needs --json-schema"), (["--grammar", str(tmp_path / "bad.lark")], b"grammar: a bracket without its second one at line 2, column 9"), (["--regex", "("], b"( without )"), (["--maskbench", str(tmp_path / "none")], b"No such file")):
         r = toka("grammar", *flags)
         assert r.returncode == 1 and message in r.stderr and not r.stdout
     # "order" is valid, but for the order of its members, also inside; a is a wrong acceptance, b a wrong rejection
