@@ -19128,7 +19128,7 @@ COLD static int con_read_repeat(con_reader *reader, int from, con_rule part, int
         return con_repeat(reader->grammar, from, part, 1, 1);
     if (reader->n_anchors != n_anchors) con_bad(reader, "^ or $ in a repeated part");
     if (!reader->in_rule && reader->is_lark && con_next_is(reader, '?'))
-        con_bad(reader, "lazy quantifiers are not supported, as a lexeme is as long as possible,");
+        con_bad(reader, "lazy quantifiers are not supported in Lark,");
     if (!reader->in_rule && !con_skip(reader, "?") && con_next_is(reader, '+'))
         con_bad(reader, "possessive quantifiers are not supported");
     const int out = con_repeat(reader->grammar, from, part, low, high);
@@ -19466,7 +19466,7 @@ COLD static bool con_is_terminal(con_reader *reader, str name) {
         lower |= islower((unsigned char)name.p[i]) != 0;
         upper |= isupper((unsigned char)name.p[i]) != 0;
     }
-    if (lower == upper) con_bad(reader, "expected a name in capitals, or one without them,");
+    if (lower == upper) con_bad(reader, "expected a name in capitals, or without any,");
     return upper;
 }
 
@@ -19572,7 +19572,7 @@ COLD static void con_lark_part(con_reader *reader, con_rule part) {
         con_empty(reader->grammar, part.start, part.end);
     } else if (isalpha((unsigned char)c) || c == '_') con_lark_name(reader, part);
     else if (c == '<') con_bad(reader, "tokens such as <think> are not supported");
-    else if (c == '%') con_bad(reader, "grammars inside a rule, such as %json, are not supported");
+    else if (c == '%') con_bad(reader, "%json in a rule is not supported");
     else con_bad(reader, "expected a literal, an expression, a group or a name");
 }
 
@@ -19675,10 +19675,10 @@ COLD static void con_check_terminals(con_reader *reader) {
     free(depth);
 }
 
-/* Fills the rule of a lexeme: its first byte from a state of kind `begins`, then the states of its
- * automaton, then the call of `after` (-1: none). */
-COLD static void con_fill_lexeme(con_grammar *grammar, int terminal, con_rule out,
-                                 enum con_lexeme begins, int after) {
+/* Fills the rule of a lexeme: its first byte from a state of kind `begins` (enum con_lexeme), then
+ * the states of its automaton, then the call of `after` (-1: none). */
+COLD static void con_fill_lexeme(con_grammar *grammar, int terminal, con_rule out, uint8_t begins,
+                                 int after) {
     const int first = grammar->n_states;
     const int automaton = con_product_of(grammar, &terminal, 1, 0);
     const con_rule part = grammar->rules[automaton];

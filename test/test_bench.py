@@ -16,8 +16,8 @@ TOKA = os.environ.get("TOKA_BINARY", os.path.join(ROOT, "toka"))
 ENV = {**{k: v for k, v in os.environ.items() if not k.startswith("TOKA_")}, "TOKA_DEVICE": "cpu"}
 
 
-def bench(*args, status=0):
-    r = subprocess.run([TOKA, "bench", *args], env=ENV, cwd=ROOT, capture_output=True, timeout=150)
+def bench(*args, status=0, env={}):
+    r = subprocess.run([TOKA, "bench", *args], env={**ENV, **env}, cwd=ROOT, capture_output=True, timeout=150)
     assert r.returncode == status, r.stderr.decode()
     return r.stdout.decode(), r.stderr.decode()
 
@@ -143,6 +143,19 @@ def test_dummy_weights(tmp_path):
     assert "tokenizer" in err
     _, err = bench("throughput", "-m", "nothing", "--dummy-weights", "--dataset", d, status=1)
     assert "models.txt" in err
+    # a constraint needs a tokenizer
+    models.write_text(models.read_text().replace('"vocab_size": 500', '"vocab_size": 1024'))
+    d = dataset(tmp_path, [{"prompt_token_ids": [1, 2, 3], "output_lengths": [20, 20], "json_schema": {"type": "array", "items": {"type": "integer"}, "minItems": 99}}])
+    _, err = bench(*args, d, status=1)
+    assert "tokenizer" in err
+    v = json.loads(bench(*args, d, "--tokenizer", "test/model", "--json", env={"TOKA_DEBUG_NO_MASKS": "1"})[0])
+    assert v["total_output_tokens"] == 40 and v["masks"] >= 40 and v["masks_made"] >= 36
+    v = json.loads(bench(*args, d, "--tokenizer", "test/model", "--json")[0])
+    assert v["masks"] >= 40 and v["masks_made"] < 36
+    _, err = bench(*args, d, "--tokenizer", str(tmp_path), status=1)
+    assert f"{tmp_path}/tokenizer.json: No such file" in err
+    _, err = bench("throughput", "-m", "test/model", "--dataset", d, "--tokenizer", "test/model", status=1)
+    assert "--tokenizer is for --dummy-weights" in err
 
 
 CONFIG = {"num_hidden_layers": 3, "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,

@@ -241,7 +241,7 @@ static void test_con_errors(void) {
         {BN, "start: /a(?=b)/", "this kind of group is not supported at line 1, column 11"}, {BN, "start: /a", "an expression without its second /"}, {BN, "start: /a/x", "this flag is not supported"},
         {BN, "start: \"a\"s", "this flag is not supported"}, {BN, "start: \"ab\"..\"c\"", "expected a literal"}, {BN, "start: \"c\"..\"a\"", "expected \"a\"..\"z\""}, {BN, "start: \"a\"~", "expected ~n or ~n..m"},
         {BN, "start: \"a\"~3..2", "expected ~n or ~n..m"}, {BN, "start: (\"a\"", "a bracket without its second one"}, {BN, "start: \"a\" ]", "a bracket without its first one"}, {BN, "start: \"a\" ->", "expected a name after ->"},
-        {BN, "start: <think>", "tokens such as <think>"}, {BN, "start: %json {}", "grammars inside a rule"}, {BN, "%llguidance {\"a\":1}", "settings of llguidance"}, {BN, "start \"a\"", "expected rules in GBNF"},
+        {BN, "start: <think>", "tokens such as <think>"}, {BN, "start: %json {}", "%json in a rule is not supported"}, {BN, "%llguidance {\"a\":1}", "settings of llguidance"}, {BN, "start \"a\"", "expected rules in GBNF"},
         {BN, "?start \"a\" : b", "expected rules in GBNF"}, {BN, "start: \"a\"\nb", "expected a colon at line 2, column 2"}, {BN, "start.x: \"a\"", "expected a number"}, {BN, "start: A\nA: /(a|b)*a(a|b){20}/", "too many states"},
         {ST, "{\"type\":\"or\",\"elements\":[{\"type\":\"grammar\",\"grammar\":\"start: \\\"a\\\"\"},{\"type\":\"grammar\",\"grammar\":\"start: \\\"b\\\"\"}]}", "one grammar in Lark at most"},
         {CH, "[]", "expected a list of texts"}, {CH, "[1]", "expected a list of texts"}, {CH, "x", "JSON"},
