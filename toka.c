@@ -53323,26 +53323,30 @@ static int cli_check_unused(enum cli_type type, str name, const char *value, tok
     return *value ? 0 : fail(e, TOKA_E_USE, "%.*s: the value is empty", STRF(name));
 }
 
+/* Returns the index of a flag of another engine that a command takes; -1: it is none. */
+static int cli_find_foreign(str typed, unsigned command) {
+    for (int i = 0; i < COUNT(cli_foreign_flags); i++)
+        if (command & cli_foreign_flags[i].commands && typed.n > 2 &&
+            cli_is_name(str_sub(typed, 2, typed.n), cli_foreign_flags[i].name))
+            return i;
+    return -1;
+}
+
 /* Prints what a flag of another engine means here. Returns an error if it is none of them. value:
  * behind its '=', else the next argument, else NULL. Adds 1 to *at if it takes that argument. */
 static int cli_take_foreign(const cli *flags, str typed, unsigned command, const char *value,
                             int *at, toka_err *e) {
     const bool has_equals = typed.p[typed.n] == '=';
-    for (int i = 0; i < COUNT(cli_foreign_flags); i++) {
-        const char *name = cli_foreign_flags[i].name;
-        const enum cli_type type = cli_foreign_flags[i].type;
-        if (!(command & cli_foreign_flags[i].commands)) continue;
-        if (typed.n < 3 || !cli_is_name(str_sub(typed, 2, typed.n), name)) continue;
-        if (type == CLI_BOOL && has_equals)
-            return fail(e, TOKA_E_USE, "%.*s takes no value", STRF(typed));
-        if (type != CLI_BOOL && !value)
-            return fail(e, TOKA_E_USE, "%.*s needs a value", STRF(typed));
-        if (type != CLI_BOOL && cli_check_unused(type, typed, value, e)) return e->code;
-        fprintf(stderr, "toka: --%s: %s\n", name, cli_foreign_flags[i].meaning);
-        *at += type != CLI_BOOL && !has_equals;
-        return 0;
-    }
-    return cli_fail_unknown_flag(flags, typed, NULL, command, e);
+    const int i = cli_find_foreign(typed, command);
+    if (i < 0) return cli_fail_unknown_flag(flags, typed, NULL, command, e);
+    const enum cli_type type = cli_foreign_flags[i].type;
+    if (type == CLI_BOOL && has_equals)
+        return fail(e, TOKA_E_USE, "%.*s takes no value", STRF(typed));
+    if (type != CLI_BOOL && !value) return fail(e, TOKA_E_USE, "%.*s needs a value", STRF(typed));
+    if (type != CLI_BOOL && cli_check_unused(type, typed, value, e)) return e->code;
+    fprintf(stderr, "toka: --%s: %s\n", cli_foreign_flags[i].name, cli_foreign_flags[i].meaning);
+    *at += type != CLI_BOOL && !has_equals;
+    return 0;
 }
 
 /* Takes an argument that is no flag. */
@@ -53483,6 +53487,8 @@ static int cli_parse(cli *flags, unsigned command, int argc, char **argv, toka_e
         const char *next = equals ? equals + 1 : i + 1 < argc ? argv[i + 1] : NULL;
         const str name = {arg, equals ? (size_t)(equals - arg) : strlen(arg)};
         const cli_flag *flag = name.n > 1 ? cli_find_flag(arg, name.n) : NULL;
+        if (flag && !(flag->commands & command) && cli_find_foreign(name, command) >= 0)
+            flag = NULL; /* here it has another engine's meaning */
         if (arg[0] != '-') {
             if (cli_take_word(flags, &env, arg, e)) return e->code;
             continue;
