@@ -1,5 +1,5 @@
 /* fuzz_constraint.c - libFuzzer entry: byte 0 is the kind of grammar and flags, then comes the grammar up
- * to a NUL, then a text. For any grammar that compiles, each byte of the text is read within the
+ * to a NUL (kind 5: GBNF or Lark), then a text. For any grammar that compiles, each byte of the text is read within the
  * limits, and the mask of every node on the way is what the tokens say one by one. */
 
 static const char *const fuzz_tokens[] = {
@@ -43,7 +43,7 @@ static int fuzz_constraint(const uint8_t *data, size_t size) {
     if (code) return 0;
     con_machine *m = &c->machine;
     int node = con_begin(m, c->grammar.root);
-    for (size_t i = n_grammar + 2; i < size && node != CON_DEAD && i < n_grammar + 200; i++) {
+    for (size_t i = n_grammar + 2; i < size && node != CON_DEAD && i < n_grammar + 100; i++) {
         if (con_is_full(m)) break;
         fuzz_check_mask(c, node);
         if (!m->nodes[node].n && node != CON_DEAD && !con_accepts(m, node)) abort();
