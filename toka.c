@@ -15097,7 +15097,8 @@ static void draft_time(drafter *drafts, int n_rows, int n_tokens, double seconds
  * With windowed pages (17), the step lists for each page also the windowed page beside it, -1 where
  * no row reads one. So spans, rows and copies are the same for both kinds of layers. A shared tail
  * is in the page of one sample, which may let its windowed page go before the others. So a backend
- * with windowed pages must have span_align_tok 0.
+ * with windowed pages must have span_align_tok 0, or read the tail from each sample's own page in
+ * the layers with a window, as the CUDA backend does (attn_clip_step).
  *
  * A batch_step does not point into the scheduler. It has copies of the pages that its spans read:
  * those of the shared spans once, then those of each own span. So any number of steps can be in

@@ -38,7 +38,8 @@
  *   x           [T][E] bf16; the columns from the model's E to the padded E are zero
  *   q, o        [T][H][D] bf16
  *   K and V     pool[layer][page][kv head][K, V][B tokens][D] bf16; or FP8 numbers, and behind
- *               those of a page their scales (kv_layout)
+ *               those of a page their scales (kv_layout). Layers with a window can have fewer pages
+ *               than the others: windowed pages, which toka.c frees when no row will see them
  *   kv_ids      [page][B tokens] int32: the id of each token, in the last stage. Penalties and bad
  *               words read the tokens of a sequence there
  *   norms       float32
@@ -141,6 +142,7 @@
  *                       own positions in one kernel                                  prefix
  *   attn_merge_splits   merge of split-KV            128              merges x K     1
  *   attn_unpack         FP8 pages to bf16            256              pages x K      none
+ *   attn_no_work        none: fills a graph's node   32               1              none
  *
  *   kernel              loads of K and V by          products         merge by, and where
  *   attn_mma            all threads, cp.async        mma.sync         epilogue: with the state
@@ -157,16 +159,17 @@
  *                                                                     with own positions
  *   attn_merge_splits   reads no K or V              none             one CTA a query, fixed order
  *
- *   How a step chooses (attn_plan_step), on Hopper with B >= 64 and 64 <= D <= 128; all other steps
- *   use attn_mma and attn_merge_splits:
+ *   How a step chooses (attn_plan_lists), on Hopper with B >= 64 and 64 <= D <= 128; all other
+ *   steps use attn_mma and attn_merge_splits:
  *   1. Prefix groups, if the step has at least two levels and little work: one launch of
  *      attn_cta_split for all levels (attn_choose_prefix_groups).
  *   2. Else attn_fused for the shared prefixes after which each row has only its own positions. It
- *      needs rows enough for every SM, and no layer may have a sliding window (attn_plan_fused).
+ *      needs rows enough for every SM, and is for layers without a window (attn_plan_fused).
  *   3. Everything else level by level: attn_wgmma for tiles, attn_small or attn_cta_split for small
  *      items, then attn_merge_splits if a range was split.
  *   4. attn_cluster_split replaces attn_cta_split if it is the only kernel of the step and its
  *      clusters of four CTAs all fit on the GPU at once (attn_uses_cluster).
+ *   Layers with a window have lists of their own, in which spans begin with the window.
  *   FP8 K and V: attn_small, attn_cta_split and attn_cluster_split read the FP8 pages, attn_wgmma
  *   reads copies that attn_unpack makes. attn_fused and attn_mma cannot read them.
  *
@@ -332,6 +335,9 @@ typedef struct step_rows { /* rows of the current step; device pointers into the
     int T;
     const int *ids, *pos, *kv_slot; /* [T] token ids, positions, cache positions */
     const toka_copy *copies;        /* pages to copy before the step stores any K or V */
+    /* the same in the layers with a window; without windowed pages equal to kv_slot and copies */
+    const int *windowed_slot;
+    const toka_copy *windowed_copies;
 } step_rows;
 
 /* Events of the steps in flight, in rings. cuda_finish waits for `done` with blocking sync: the
@@ -353,7 +359,9 @@ typedef struct step_clock {
 
 /* Decode steps run as CUDA graphs, captured at open (chapter 15). There is one graph for each graph
  * size and graph kind. A graph size is a number of rows: a smaller step is padded to it with
- * padding rows. The graph kind is the number of attention launches per layer, except for kind 0.
+ * padding rows. The graph kind is the number of attention launches per layer, except for kind 0. If
+ * layers with and without a window need different numbers, it is the larger one; the others have
+ * nodes without work (attn_no_work).
  *
  * Kind 0 has one launch of attn_cluster_split per layer; only small sizes have this kind. It is a
  * kind of its own because a kernel node keeps its cluster size when it gets another kernel. A
@@ -421,6 +429,7 @@ typedef struct step_graphs {
     int n_kernels;         /* entries written so far to `kernels`, which is a ring */
     toka_step padded_step; /* the current step, padded to a graph size; its arrays follow */
     int ids[GRAPH_MAX_ROWS], pos[GRAPH_MAX_ROWS], kv_slot[GRAPH_MAX_ROWS];
+    int windowed_slot[GRAPH_MAX_ROWS];
     toka_sample_row samples[GRAPH_MAX_ROWS];
     step_graph all[GRAPH_N_SIZES * GRAPH_N_KINDS]; /* [size][kind] */
 } step_graphs;
@@ -477,7 +486,9 @@ struct toka_device {
     bf16 *kv_pool;               /* [L][page][kv head][K, V][B][D]; of layers with FP8 K and V
                                     pages of kv_page_bytes */
     size_t kv_layer_elems;       /* elements of one layer of kv_pool without FP8 */
+    size_t kv_windowed_elems;    /* of one with windowed pages */
     uint32_t kv_fp8[8];          /* a bit for each layer: it has FP8 K and V */
+    uint32_t kv_windowed[8];     /* the same: its pages are windowed pages (toka.h) */
     int *kv_ids;                 /* [page][B] id of the token of each kv_slot; NULL before the last
                                     stage */
     bf16 *xn, *qkv, *act;        /* scratch: [T][E] normed rows, [T][(H+2K)*D], [T][F] */
@@ -491,7 +502,8 @@ struct toka_device {
     step_graphs graphs;
     const toka_step *step;       /* the current step; for a graph, padded to the graph size */
     int last_begun, last_finished; /* ring indices of the step begun last, and finished last */
-    attn_plan *attn;
+    attn_plan *attn;             /* of the layers without a window; of all layers if all have one */
+    attn_plan *attn_windowed;    /* of the layers with a window, if there are others; else NULL */
     samp_plan *samp;
     size_t free_at_open;         /* bytes of GPU memory that were free when the device was opened */
     int64_t weight_bytes;        /* bytes of GPU memory that the weights take */
@@ -562,6 +574,11 @@ static void launch_prepare(toka_device *dev, const char *what, const void *kerne
  * stages, and its last op launches the graph. */
 static bool graph_is_replay(const toka_device *dev) {
     return dev->graphs.current && !dev->graphs.capturing;
+}
+
+/* Returns the attention launches per layer of the current graph (graph kinds: enum above). */
+static int graph_n_attention(const toka_device *dev) {
+    return max(1, (int)(dev->graphs.current - dev->graphs.all) % GRAPH_N_KINDS);
 }
 
 /* Launches the graph of the current step, if the step has one. Called in the last op. */
@@ -1996,34 +2013,45 @@ static void weights_load(toka_device *dev) {
  * A layer's pages are bf16, or FP8 with a scale for each token and head (toka.h):
  *
  *     bf16   [kv head][K, V][B][D]
- *     FP8    [kv head][K, V][B][D] e4m3, then [kv head][B][K, V] E8M0 */
+ *     FP8    [kv head][K, V][B][D] e4m3, then [kv head][B][K, V] E8M0
+ *
+ * A layer has as many pages as the pool, or as many as there are windowed pages. */
 typedef struct kv_layout {
     char *pool;
-    size_t layer_bytes[2]; /* of a layer with bf16, with FP8 */
-    int page_bytes[2];     /* multiples of 16 */
-    uint32_t fp8[8];       /* a bit for each layer */
+    size_t layer_bytes[2][2];     /* of a layer, by [has windowed pages][is FP8] */
+    int page_bytes[2];            /* of bf16, of FP8; multiples of 16 */
+    uint32_t fp8[8], windowed[8]; /* a bit for each layer */
 } kv_layout;
 
+/* Returns the layer's bit of toka_device.kv_windowed or kv_fp8. */
+__host__ __device__ static inline bool kv_layer_bit(const uint32_t bits[8], int layer) {
+    return bits[layer / 32] >> layer % 32 & 1;
+}
 __host__ __device__ static inline bool kv_is_fp8(const uint32_t fp8[8], int layer) {
-    return fp8[layer / 32] >> layer % 32 & 1;
+    return kv_layer_bit(fp8, layer);
+}
+__host__ __device__ static inline size_t kv_layer_bytes(const kv_layout &kv, int layer) {
+    return kv.layer_bytes[kv_layer_bit(kv.windowed, layer)][kv_is_fp8(kv.fp8, layer)];
 }
 __host__ __device__ static inline char *kv_layer_at(const kv_layout &kv, int layer) {
     size_t at = 0;
-    for (int i = 0; i < layer; i++) at += kv.layer_bytes[kv_is_fp8(kv.fp8, i)];
+    for (int i = 0; i < layer; i++) at += kv_layer_bytes(kv, i);
     return kv.pool + at;
 }
 /* Bytes of the numbers of an FP8 page; the scales follow. */
 __host__ __device__ static inline int kv_fp8_scales_at(int K, int B, int D) {
     return 2 * K * B * D;
 }
-/* dev->kv_pool, kv_layer_elems and shape must be set. */
+/* The fields of dev that begin with kv_, and shape, must be set. */
 static kv_layout kv_layout_of(const toka_device *dev) {
     const toka_shape *shape = dev->shape;
     const int n = kv_fp8_scales_at(shape->K, shape->B, shape->D);
-    const size_t n_pages = dev->kv_layer_elems / n;
+    const size_t n_pages[2] = {dev->kv_layer_elems / n, dev->kv_windowed_elems / n};
     kv_layout kv = {(char *)dev->kv_pool, {}, {2 * n, n + 2 * shape->K * shape->B}};
     memcpy(kv.fp8, dev->kv_fp8, sizeof kv.fp8);
-    for (int i = 0; i < 2; i++) kv.layer_bytes[i] = n_pages * (size_t)kv.page_bytes[i];
+    memcpy(kv.windowed, dev->kv_windowed, sizeof kv.windowed);
+    for (int i = 0; i < 4; i++)
+        kv.layer_bytes[i / 2][i % 2] = n_pages[i / 2] * (size_t)kv.page_bytes[i % 2];
     return kv;
 }
 static bool kv_any_fp8(const toka_device *dev) {
@@ -2036,23 +2064,26 @@ static bool kv_any_fp8(const toka_device *dev) {
  *
  * kv[layer][copy.to] = kv[layer][copy.from], for each copy and layer, and the same for kv_ids.
  *
- *   copies   [n_copies] pairs of page numbers
+ *   copies   [n_copies] pairs of page numbers; windowed_copies: the same pairs of windowed pages
  *   kv_ids   [page][B] ids of the tokens, B <= 256; NULL: this stage has none
  *
  * Grid (n_copies, L), block 256, 16 bytes per thread and iteration. Moves twice the bytes of a page
  * per copy and layer: bound by copy bandwidth. */
 __global__ static void __launch_bounds__(256)
-    copy_pages_kernel(const toka_copy *copies, const kv_layout kv, int *kv_ids, int B) {
+    copy_pages_kernel(const toka_copy *copies, const toka_copy *windowed_copies,
+                      const kv_layout kv, int *kv_ids, int B) {
     grid_launch_dependents();
     grid_wait();
-    toka_copy copy = copies[blockIdx.x];
+    const bool is_windowed = kv_layer_bit(kv.windowed, (int)blockIdx.y);
+    const toka_copy copy = (is_windowed ? windowed_copies : copies)[blockIdx.x];
     char *pages = kv_layer_at(kv, (int)blockIdx.y);
     const int bytes = kv.page_bytes[kv_is_fp8(kv.fp8, (int)blockIdx.y)];
     const uint4 *from = (const uint4 *)(pages + (size_t)copy.from * bytes);
     uint4 *to = (uint4 *)(pages + (size_t)copy.to * bytes);
     for (int i = threadIdx.x; i < bytes / 16; i += 256) to[i] = from[i];
-    if (kv_ids && blockIdx.y == 0 && (int)threadIdx.x < B)
-        kv_ids[copy.to * B + (int)threadIdx.x] = kv_ids[copy.from * B + (int)threadIdx.x];
+    if (!kv_ids || blockIdx.y || (int)threadIdx.x >= B) return;
+    const toka_copy ids = copies[blockIdx.x];
+    kv_ids[ids.to * B + (int)threadIdx.x] = kv_ids[ids.from * B + (int)threadIdx.x];
 }
 
 __device__ static inline void unpack_8(uint4 v, float f[8]) {
@@ -6981,7 +7012,7 @@ static void experts_run(toka_device *dev, const layer_experts *layer, bf16 *x) {
  * MARK: 8. Attention: the work list [host]
  *
  * Turns the spans of a step into lists of work items for the kernels of chapter 9. The lists are
- * arrays of integers. They are made once per step, on the host, and all layers use them.
+ * arrays of integers. They are made once per step and kind of layers, on the host.
  *
  * Words:
  *   span         consecutive rows that all read one run of KV positions (toka_span). A row can lie
@@ -7032,11 +7063,18 @@ static void experts_run(toka_device *dev, const layer_experts *layer, bf16 *x) {
  * there is space for, each span is unpacked before its tiles (attn_launch_spans). No step runs
  * attn_fused.
  *
- * CHOICE (attn_plan_step).
+ * WINDOWS. Layers with a window have a plan of their own (attn_plan), if there are others. In it
+ * each span begins where the window of its rows begins, so that no item is made for positions that
+ * nobody sees, and splits have equal work (attn_clip_step). A shared span of which little is left
+ * becomes a part of the spans below it. So a row of a short window has one span, which reads the
+ * window and at most one page more. The pages of these spans are windowed pages (toka.h) if the
+ * layers have these. Both plans use the same buffers, because layers run one after another.
+ *
+ * CHOICE (attn_plan_lists).
  *   1. Prefix groups do the whole step if it has two or more levels, the last span of each row is
  *      an own span, the KV work is at most group_max_work, and each group fits in one CTA.
- *   2. Else attn_fused does prefixes and the own spans of their rows, if no layer has a sliding
- *      window and there are enough rows (fused_min_row_heads).
+ *   2. Else attn_fused does prefixes and the own spans of their rows, if the layers have no window
+ *      and there are enough rows (fused_min_row_heads).
  *   3. All other spans are done level by level: tiles, small items or CTA splits, merges.
  * On the stream attn_fused comes after all levels. Where the Hopper kernels cannot run (other GPUs,
  * B < 64, D < 64 or D > 128), there are only levels, with attn_mma and attn_merge_splits.
@@ -7044,8 +7082,8 @@ static void experts_run(toka_device *dev, const layer_experts *layer, bf16 *x) {
  * What toka.c guarantees: the spans of a row come in rising kv0. Of two spans that share a row, the
  * earlier one has all rows of the later one (a tree of intervals).
  *
- * Cost: O(levels * (spans + rows) + pages in use); for 8,192 sequences with a shared prefix 0.15 to
- * 0.3 ms.
+ * Cost of a plan: O(levels * (spans + rows) + pages in use); for 8,192 sequences with a shared
+ * prefix 0.15 to 0.3 ms.
  * =========================================================================== */
 
 enum {
@@ -7155,12 +7193,21 @@ typedef struct attn_span_plan { /* one toka_span, while planning */
     int n_pages;        /* entries of dev_pages */
 } attn_span_plan;
 
+/* A span of a step, for layers with a window (attn_clip_step). */
+typedef struct attn_clip {
+    int from; /* its first position: kv0, or that of its parent if the parent is no span any more */
+    bool kept;
+} attn_clip;
+
 /* While planning attn_fused: the load of CTA `id` so far, or the negated cost of job `id`. */
 typedef struct attn_cta_load {
     int load, id;
 } attn_cta_load;
 
 struct attn_plan {
+    toka_device *dev;
+    int B, D;     /* as in toka_shape */
+    int window;   /* the widest window of the layers of this plan; 0: they have none */
     int K, n_sms; /* kv heads and SMs for which the work is split: see attn_agree */
     /* G: query heads of a kv head. small_rows: maximum rows of a small item. tile_q: queries of a
      * tile. */
@@ -7210,6 +7257,13 @@ struct attn_plan {
     const attn_merge *dev_merges; /* the same merges on the device */
     const int *dev_pages;         /* page table entries of all spans, on the device */
     bool prefetch;                /* result of attn_can_prefetch */
+    bool is_alone;                /* no other plan of the step has more than one launch */
+    /* With a window, the step as the layers see it (attn_clip_step): its spans [max_spans], its
+     * pages [max_pages], and by span of the original step what became of it [max_spans]. */
+    toka_step clipped_step;
+    toka_span *clipped_spans;
+    int *clipped_pages;
+    attn_clip *clips;
 };
 
 /* Sets the capacities, the limits and the properties of the shape. */
@@ -7222,16 +7276,20 @@ static void attn_plan_sizes(const toka_device *dev, attn_plan *plan) {
     int64_t pages = (int64_t)T * (seq_pages + 1);
     plan->hopper = dev->hopper && shape->B >= 64 && shape->D >= 64 && shape->D <= 128 &&
                    dev->kv_layer_elems / shape->D < INT_MAX;
+    plan->B = shape->B, plan->D = shape->D;
     plan->any_fp8 = kv_any_fp8(dev);
     plan->max_unpacked = (int)(toka_gpu_unpacked_bytes(shape) /
                                (4 * (size_t)shape->K * shape->B * shape->D));
-    plan->has_fused = plan->hopper && !plan->any_fp8 && G <= 8 &&
+    plan->has_fused = plan->hopper && !plan->any_fp8 && !plan->window && G <= 8 &&
                       (shape->D == 64 || shape->D == ATTN_FUSED_D);
     plan->G = G, plan->small_rows = ATTN_SMALL_Q / G;
     plan->tile_q = !plan->hopper ? ATTN_TILE_Q : shape->D == 64 ? 192 : 128;
     plan->max_spans = 2 * T + 64;
     plan->max_levels = seq_pages + 1;
     plan->max_pages = (size_t)(pages < 1 << 24 ? pages : 1 << 24);
+    if (plan->window)
+        plan->max_pages = min(plan->max_pages, (size_t)plan->max_spans *
+                                                   (size_t)(plan->window / shape->B + 3));
     /* 1.5 times the number of split buffers that attn_small_split_len and attn_tile_split_len aim
      * at, plus 64. If no split buffer is left, ranges are not split. */
     plan->max_split_bufs = plan->n_sms * (ATTN_SM_WARPS + plan->tile_q / ATTN_SMALL_Q) * 3 / 2 /
@@ -7243,7 +7301,7 @@ static void attn_plan_sizes(const toka_device *dev, attn_plan *plan) {
     plan->group_max_work_fused = n_sms *
                                  (shape->D <= 64 ? ATTN_GROUP_WORK_64 : ATTN_GROUP_WORK_FUSED);
     plan->fused_min_row_heads = plan->n_sms * ATTN_FUSED_ROW_HEADS;
-    plan->allow_clusters = plan->allow_mixed = true;
+    plan->allow_clusters = plan == dev->attn, plan->allow_mixed = true;
     /* `levels` bounds the number of shared spans per row, on average over all rows:
      * 1. Chapter 21 of toka.c shares a span of R rows only if this saves reading more than
      *    merge_tok * R positions.
@@ -7256,27 +7314,46 @@ static void attn_plan_sizes(const toka_device *dev, attn_plan *plan) {
                       max_shared_spans * ceil_div(T * G, plan->tile_q);
 }
 
-/* Allocates dev->attn and its host memory. The caller has set shape, options, n_sms, hopper and
- * kv_layer_elems. */
-static void attn_plan_open(toka_device *dev) {
-    const toka_shape *shape = dev->shape;
+/* Allocates a plan and its host memory. window: of its layers. */
+static attn_plan *attn_plan_new(toka_device *dev, int window) {
     attn_plan *plan = (attn_plan *)calloc(1, sizeof *plan);
     if (!plan) abort();
-    assert(shape->D % 8 == 0 && shape->D <= 256 && shape->H % shape->K == 0 && shape->B >= 16 &&
-           (shape->B & (shape->B - 1)) == 0);
-    dev->attn = plan;
-    plan->K = shape->K, plan->n_sms = dev->n_sms;
+    if (!dev->attn) dev->attn = plan;
+    plan->dev = dev, plan->window = window;
+    plan->K = dev->shape->K, plan->n_sms = dev->n_sms;
     attn_plan_sizes(dev, plan);
-    plan->spans = (attn_span_plan *)malloc((size_t)plan->max_spans * sizeof *plan->spans);
+    const size_t T = (size_t)dev->options.max_tokens, n_spans = (size_t)plan->max_spans;
+    plan->spans = (attn_span_plan *)malloc(n_spans * sizeof *plan->spans);
     plan->levels = (attn_level *)malloc((size_t)plan->max_levels * sizeof *plan->levels);
     plan->merges = (attn_merge *)malloc((size_t)plan->max_merges * sizeof *plan->merges);
-    plan->row_level = (uint16_t *)malloc((size_t)dev->options.max_tokens * sizeof *plan->row_level);
-    plan->row_span = (int *)malloc((size_t)dev->options.max_tokens * sizeof *plan->row_span);
+    plan->row_level = (uint16_t *)malloc(T * sizeof *plan->row_level);
+    plan->row_span = (int *)malloc(T * sizeof *plan->row_span);
     plan->ctas = (attn_cta_load *)malloc((size_t)dev->n_sms * sizeof *plan->ctas);
     plan->round_jobs = (attn_cta_load *)malloc((size_t)dev->n_sms * sizeof *plan->round_jobs);
     if (!plan->spans || !plan->levels || !plan->merges || !plan->row_level || !plan->row_span ||
         !plan->ctas || !plan->round_jobs)
         abort();
+    if (!window) return plan;
+    plan->clipped_spans = (toka_span *)malloc(n_spans * sizeof *plan->clipped_spans);
+    plan->clipped_pages = (int *)malloc(plan->max_pages * sizeof *plan->clipped_pages);
+    plan->clips = (attn_clip *)malloc(n_spans * sizeof *plan->clips);
+    if (!plan->clipped_spans || !plan->clipped_pages || !plan->clips) abort();
+    return plan;
+}
+
+/* Makes the plans of the device: one, or two if some layers have a window and others have none. The
+ * caller has set shape, options, n_sms, hopper, kv_layer_elems, and layers or NULL (no windows). */
+static void attn_plan_open(toka_device *dev) {
+    const toka_shape *shape = dev->shape;
+    assert(shape->D % 8 == 0 && shape->D <= 256 && shape->H % shape->K == 0 && shape->B >= 16 &&
+           (shape->B & (shape->B - 1)) == 0);
+    int widest = 0, n_windowed = 0;
+    for (int i = 0; i < shape->L && dev->layers; i++)
+        n_windowed += dev->layers[i].window > 0, widest = max(widest, dev->layers[i].window);
+    const bool both = n_windowed && n_windowed < shape->L;
+    dev->attn = NULL;
+    attn_plan_new(dev, both ? 0 : widest);
+    dev->attn_windowed = both ? attn_plan_new(dev, widest) : NULL;
 }
 
 /* Makes all tensor ranks plan alike. K: the largest number of kv heads of a rank; n_sms: the
@@ -7285,38 +7362,45 @@ static void attn_plan_open(toka_device *dev) {
  * The buffers of this rank were sized for at most K heads and at least n_sms SMs, so they are large
  * enough. */
 static void attn_agree(toka_device *dev, int K, int n_sms) {
-    attn_plan *plan = dev->attn;
-    assert(K >= plan->K && n_sms <= plan->n_sms);
-    plan->K = K, plan->n_sms = n_sms;
-    attn_plan_sizes(dev, plan);
+    for (attn_plan *plan : {dev->attn, dev->attn_windowed}) {
+        if (!plan) continue;
+        assert(K >= plan->K && n_sms <= plan->n_sms);
+        plan->K = K, plan->n_sms = n_sms;
+        attn_plan_sizes(dev, plan);
+    }
 }
 
 /* Frees the host memory. The device memory is freed with all other allocations. */
 static void attn_close(toka_device *dev) {
-    if (!dev->attn) return;
-    free(dev->attn->spans), free(dev->attn->levels), free(dev->attn->merges), free(dev->attn->maps);
-    free(dev->attn->row_level), free(dev->attn->row_span), free(dev->attn->ctas),
-        free(dev->attn->round_jobs);
-    free(dev->attn);
-    dev->attn = NULL;
+    if (dev->attn) free(dev->attn->maps);
+    for (attn_plan *plan : {dev->attn, dev->attn_windowed}) {
+        if (!plan) continue;
+        free(plan->spans), free(plan->levels), free(plan->merges), free(plan->row_level);
+        free(plan->row_span), free(plan->ctas), free(plan->round_jobs);
+        free(plan->clipped_spans), free(plan->clipped_pages), free(plan->clips);
+        free(plan);
+    }
+    dev->attn = dev->attn_windowed = NULL;
 }
 
 /* Maximum bytes of dev->upload that attn_plan_step takes. */
 static size_t attn_upload_bytes(const toka_device *dev) {
-    const attn_plan *plan = dev->attn;
-    size_t lists = (size_t)plan->max_items * sizeof(attn_item) +
-                   (size_t)plan->max_merges * sizeof(attn_merge);
-    /* the jobs of attn_fused, in the worst case one item per row */
-    if (plan->has_fused)
-        lists += ((size_t)dev->options.max_tokens * dev->shape->K + (size_t)dev->n_sms) *
-                 sizeof(int);
-    return lists + plan->max_pages * sizeof(int) + 64;
+    size_t bytes = 0;
+    for (const attn_plan *plan : {dev->attn, dev->attn_windowed}) {
+        if (!plan) continue;
+        bytes += (size_t)plan->max_items * sizeof(attn_item) +
+                 (size_t)plan->max_merges * sizeof(attn_merge) + plan->max_pages * sizeof(int) + 64;
+        /* the jobs of attn_fused, in the worst case one item per row */
+        if (plan->has_fused)
+            bytes += ((size_t)dev->options.max_tokens * dev->shape->K + (size_t)dev->n_sms) *
+                     sizeof(int);
+    }
+    return bytes;
 }
 
 /* Finds the level of each span, and whether it is the last span of its rows. All small spans that
  * are the last of their rows move to the last level, so that one launch does them. */
-static void attn_plan_levels(toka_device *dev, const toka_step *step) {
-    attn_plan *plan = dev->attn;
+static void attn_plan_levels(attn_plan *plan, const toka_step *step) {
     memset(plan->row_level, 0, (size_t)step->T * sizeof *plan->row_level);
     plan->n_levels = 0;
     for (int i = 0; i < step->n_spans; i++) {
@@ -7352,8 +7436,7 @@ static int attn_fused_log2_rows(const attn_plan *plan) {
 /* Can attn_fused do this span as a prefix, together with the own spans of its rows? After it each
  * row must have exactly one more span, an own span of at most ATTN_FUSED_OWN positions. All rows
  * must see the whole prefix. */
-static bool attn_fits_fused(const toka_device *dev, const toka_step *step, int span_id) {
-    const attn_plan *plan = dev->attn;
+static bool attn_fits_fused(const attn_plan *plan, const toka_step *step, int span_id) {
     const toka_span *span = &step->spans[span_id];
     if (plan->spans[span_id].flags & ATTN_TO_O || !span->n_kv) return false;
     for (int row = span->row0; row < span->row0 + span->n_rows; row++) {
@@ -7367,26 +7450,22 @@ static bool attn_fits_fused(const toka_device *dev, const toka_step *step, int s
 }
 /* Is this the only span of its only row, and short enough for one warp? Then attn_fused can do it
  * as an own span without a prefix (a single row). */
-static bool attn_single_row(const toka_device *dev, const toka_step *step, int span_id) {
+static bool attn_single_row(const attn_plan *plan, const toka_step *step, int span_id) {
     return step->spans[span_id].n_rows == 1 &&
-           dev->attn->row_level[step->spans[span_id].row0] == 1 &&
+           plan->row_level[step->spans[span_id].row0] == 1 &&
            step->spans[span_id].n_kv <= ATTN_FUSED_OWN;
 }
 
-/* Chooses the spans that attn_fused does: all that it can, if they have enough rows to fill the SMs
- * and no layer has a sliding window. Small prefix spans and single rows are included only if they
- * have at most a quarter as many items as the other spans. Otherwise they are done level by level,
- * in one to four more launches. */
-static void attn_plan_fused(toka_device *dev, const toka_step *step) {
-    attn_plan *plan = dev->attn;
+/* Chooses the spans that attn_fused does: all that it can, if they have enough rows to fill the
+ * SMs. Small prefix spans and single rows are included only if they have at most a quarter as many
+ * items as the other spans. Otherwise they are done level by level, in one to four more
+ * launches. */
+static void attn_plan_fused(attn_plan *plan, const toka_step *step) {
     int n_large = 0, n_small = 0, rows = 0; /* items of large and small spans; rows of large ones */
-    bool possible = plan->has_fused;
-    for (int i = 0; i < dev->shape->L && dev->layers; i++)
-        possible = possible && !dev->layers[i].window;
     for (int i = 0; i < step->n_spans; i++) {
         attn_span_plan *span_plan = &plan->spans[i];
-        span_plan->fused = possible &&
-                           (attn_fits_fused(dev, step, i) || attn_single_row(dev, step, i));
+        span_plan->fused = plan->has_fused &&
+                           (attn_fits_fused(plan, step, i) || attn_single_row(plan, step, i));
         span_plan->n_items = span_plan->fused
                                  ? ceil_div(step->spans[i].n_rows, 1 << attn_fused_log2_rows(plan))
                                  : 0;
@@ -7419,12 +7498,11 @@ static bool attn_is_fused_prefix(const attn_plan *plan, int span_id) {
 /* Divides the rows of prefix spans into more items, until every SM also has a job in the last
  * round, or until every item has only one row. Each pass gives one more item to the span with the
  * most rows per item. A job is an item and a kv head (attn_plan_jobs). */
-static void attn_plan_rounds(toka_device *dev, const toka_step *step) {
-    attn_plan *plan = dev->attn;
+static void attn_plan_rounds(attn_plan *plan, const toka_step *step) {
     auto rows_per_item = [&](int i) {
         return (float)step->spans[i].n_rows / (float)plan->spans[i].n_items;
     };
-    while (plan->n_fused * dev->shape->K % dev->n_sms) {
+    while (plan->n_fused * plan->dev->shape->K % plan->dev->n_sms) {
         int largest = -1;
         for (int i = 0; i < step->n_spans; i++)
             if (!plan->spans[i].small && attn_is_fused_prefix(plan, i) &&
@@ -7437,11 +7515,10 @@ static void attn_plan_rounds(toka_device *dev, const toka_step *step) {
 
 /* Uploads the page table entries of all spans, one span after the other. Returns false, with
  * dev->error set, if there are too many. */
-static bool attn_plan_pages(toka_device *dev, const toka_step *step) {
-    attn_plan *plan = dev->attn;
+static bool attn_plan_pages(attn_plan *plan, const toka_step *step) {
     int64_t n_pages = 0;
     void *host;
-    int B = dev->shape->B, log2_B = __builtin_ctz(B);
+    int B = plan->B, log2_B = __builtin_ctz(B);
     auto span_pages = [&](const toka_span *span) {
         return ((span->kv0 & (B - 1)) + span->n_kv + B - 1) >> log2_B;
     };
@@ -7456,13 +7533,14 @@ static bool attn_plan_pages(toka_device *dev, const toka_step *step) {
         if (!small) plan->n_tile_pages = plan->prefix_groups ? 0 : (int)n_pages;
     }
     if (n_pages > (int64_t)plan->max_pages) {
-        dev->error.code = TOKA_E_DEVICE;
-        snprintf(dev->error.msg, sizeof dev->error.msg,
+        plan->dev->error.code = TOKA_E_DEVICE;
+        snprintf(plan->dev->error.msg, sizeof plan->dev->error.msg,
                  "GPU: attention: the step names %lld pages, there is room for %zu",
                  (long long)n_pages, plan->max_pages);
         return false;
     }
-    plan->dev_pages = (const int *)upload_alloc(&dev->upload, (size_t)n_pages * sizeof(int), &host);
+    plan->dev_pages = (const int *)upload_alloc(&plan->dev->upload, (size_t)n_pages * sizeof(int),
+                                                &host);
     for (int i = 0; i < step->n_spans; i++) {
         if (i + 8 < step->n_spans) __builtin_prefetch(step->pages + step->spans[i + 8].page0);
         memcpy((int *)host + plan->spans[i].page0, step->pages + step->spans[i].page0,
@@ -7474,8 +7552,8 @@ static bool attn_plan_pages(toka_device *dev, const toka_step *step) {
 /* KV positions of a split of small items: the KV work of all small items of the level (positions
  * times kv heads) divided by the warps that are in flight, at least ATTN_MIN_SPLIT. If that is much
  * work, 3/5 of it: the merge costs less than the warps that are idle at the end. */
-static int attn_small_split_len(const toka_device *dev, int64_t kv_positions) {
-    int64_t len = kv_positions * dev->attn->K / (dev->attn->n_sms * ATTN_SM_WARPS);
+static int attn_small_split_len(const attn_plan *plan, int64_t kv_positions) {
+    int64_t len = kv_positions * plan->K / (plan->n_sms * ATTN_SM_WARPS);
     if (len > ATTN_LONG_SPLIT) len = len * 3 / 5;
     return len < ATTN_MIN_SPLIT ? ATTN_MIN_SPLIT : len < INT_MAX / 2 ? (int)len : INT_MAX / 2;
 }
@@ -7490,8 +7568,7 @@ static int attn_small_split_len(const toka_device *dev, int64_t kv_positions) {
  * A split has at least 2 * ATTN_MIN_SPLIT positions. More than two waves of tiles are not split.
  * Returns INT_MAX / 2 if the tiles are not split. The merge cost is fitted to measurements
  * (test/results/kernel-choices.md). */
-static int attn_tile_split_len(const toka_device *dev, int64_t kv_positions, int n_tiles) {
-    const attn_plan *plan = dev->attn;
+static int attn_tile_split_len(const attn_plan *plan, int64_t kv_positions, int n_tiles) {
     int64_t items = (int64_t)n_tiles * plan->K, len = kv_positions / max(n_tiles, 1),
             best_splits = 1;
     int64_t queries = items * plan->tile_q,
@@ -7507,7 +7584,7 @@ static int attn_tile_split_len(const toka_device *dev, int64_t kv_positions, int
     return best_splits == 1 ? INT_MAX / 2 : (int)((len + best_splits - 1) / best_splits);
 }
 
-/* Appends an item. If the list is full, the item is only counted; attn_plan_step reports the
+/* Appends an item. If the list is full, the item is only counted; attn_plan_lists reports the
  * error. */
 static void attn_add_item(attn_plan *plan, const attn_item *item) {
     if (plan->n_items < plan->max_items) plan->items[plan->n_items] = *item;
@@ -7530,24 +7607,23 @@ static void attn_emit_splits(attn_plan *plan, attn_level *level, const attn_item
     }
 }
 
-static bool attn_has_cta_split(const toka_device *dev) {
-    return dev->shape->D <= ATTN_FP8_CTA_SPLIT_D || !dev->attn->any_fp8;
+static bool attn_has_cta_split(const attn_plan *plan) {
+    return plan->D <= ATTN_FP8_CTA_SPLIT_D || !plan->any_fp8;
 }
 /* KV positions of a CTA split of a level. The level has n_items small items with kv_positions in
  * total; the longest item has max_len. Returns 0 if the level has no CTA splits. A CTA split has at
  * most 128 positions. One warp takes too long for more: splits over all SMs and attn_merge_splits
  * are then faster (test/results/kernel-choices.md). */
-static int attn_cta_split_len(const toka_device *dev, int64_t kv_positions, int n_items,
+static int attn_cta_split_len(const attn_plan *plan, int64_t kv_positions, int n_items,
                               int max_len) {
-    const attn_plan *plan = dev->attn;
     const int max_split = 128, multiple = ATTN_CTA_SPLIT_STEP,
-              max_warps = attn_cta_split_max(dev->shape->D);
+              max_warps = attn_cta_split_max(plan->D);
     int split_len = (int)(kv_positions * plan->K / (plan->n_sms * ATTN_SM_WARPS));
     split_len = max((int)ATTN_CTA_SPLIT_MIN,
                     ceil_div(min(split_len, max_split), multiple) * multiple);
     if (n_items * plan->K <= plan->n_sms)
         split_len = max(split_len, ceil_div(ceil_div(max_len, max_warps), multiple) * multiple);
-    bool fits = plan->hopper && attn_has_cta_split(dev) && split_len <= max_split &&
+    bool fits = plan->hopper && attn_has_cta_split(plan) && split_len <= max_split &&
                 max_len > split_len &&
                 max_len <= split_len * max_warps && n_items <= plan->max_merges - plan->n_merges;
     return fits && n_items * ceil_div(max_len, split_len) <=
@@ -7557,16 +7633,15 @@ static int attn_cta_split_len(const toka_device *dev, int64_t kv_positions, int 
 }
 /* Emits the CTA splits of one item. kv0 of a split is the start of a page, as for every item. If
  * the split begins within a page, `skip` covers the positions before it. */
-static void attn_emit_cta_splits(const toka_device *dev, const attn_item *item, int split_len) {
-    attn_plan *plan = dev->attn;
+static void attn_emit_cta_splits(attn_plan *plan, const attn_item *item, int split_len) {
     for (int i = 0, n_splits = max(1, ceil_div(item->kv1 - item->kv0, split_len)); i < n_splits;
          i++) {
         attn_item *split = &plan->items[plan->n_items++];
         *split = *item;
-        const int offset = i * split_len, page = offset / dev->shape->B;
-        split->kv0 = item->kv0 + page * dev->shape->B,
+        const int offset = i * split_len, page = offset / plan->B;
+        split->kv0 = item->kv0 + page * plan->B,
         split->kv1 = min(item->kv0 + offset + split_len, item->kv1);
-        split->skip = (short)(i ? offset % dev->shape->B : item->skip),
+        split->skip = (short)(i ? offset % plan->B : item->skip),
         split->page0 = item->page0 + page;
     }
 }
@@ -7581,21 +7656,20 @@ static void attn_emit_cta_merge(attn_plan *plan, attn_level *level, int first_it
 
 /* Emits one item: as CTA splits if the level has them, else whole or in splits of about target_len
  * positions. */
-static void attn_emit_item(toka_device *dev, attn_level *level, const attn_item *item,
+static void attn_emit_item(attn_plan *plan, attn_level *level, const attn_item *item,
                            int target_len) {
-    attn_plan *plan = dev->attn;
     int len = item->kv1 - item->kv0;
     plan->n_unsplit--;
     if (level->cta_split_len) {
         const int first_item = plan->n_items;
-        attn_emit_cta_splits(dev, item, level->cta_split_len);
+        attn_emit_cta_splits(plan, item, level->cta_split_len);
         attn_emit_cta_merge(plan, level, first_item, item->q0, item->nq, item->flags);
         return;
     }
     if (len >= target_len + target_len / 2) {
         int split_pages = ceil_div(ceil_div(len, (len + target_len / 2) / target_len),
-                                   dev->shape->B),
-            split_len = split_pages * dev->shape->B;
+                                   plan->B),
+            split_len = split_pages * plan->B;
         int n_splits = ceil_div(len, split_len),
             n_bufs = plan->n_split_bufs + n_splits * ceil_div(item->nq, ATTN_SMALL_Q);
         bool fits = n_bufs <= plan->max_split_bufs &&
@@ -7611,16 +7685,12 @@ static void attn_emit_item(toka_device *dev, attn_level *level, const attn_item 
 
 /* The item of nq queries of a span, from q0 on, before splitting. first_row .. last_row are the
  * rows of the queries. */
-static attn_item attn_item_of(const toka_device *dev, const toka_step *step, int span_id, int q0,
+static attn_item attn_item_of(const attn_plan *plan, const toka_step *step, int span_id, int q0,
                               int nq, int first_row, int last_row) {
     const toka_span *span = &step->spans[span_id];
-    const attn_span_plan *span_plan = &dev->attn->spans[span_id];
-    int skip = span->kv0 & (dev->shape->B - 1);
+    const attn_span_plan *span_plan = &plan->spans[span_id];
     attn_item item = {.q0 = q0,
                       .nq = (short)nq,
-                      .skip = (short)skip,
-                      .kv0 = span->kv0 - skip,
-                      .page0 = span_plan->page0,
                       .pos_lo = INT_MAX,
                       .pos_hi = -1,
                       .flags = span_plan->flags};
@@ -7629,7 +7699,16 @@ static attn_item attn_item_of(const toka_device *dev, const toka_step *step, int
         item.pos_hi = max(item.pos_hi, step->pos[row]);
     }
     item.kv1 = max(span->kv0, min(span->kv0 + span->n_kv, item.pos_hi + 1));
+    int from = span->kv0; /* a tile may begin behind its span: only its own rows' window counts */
+    if (plan->window) from = min(max(from, item.pos_lo - plan->window + 1), item.kv1);
+    item.skip = (short)(from & (plan->B - 1)), item.kv0 = from - item.skip;
+    item.page0 = span_plan->page0 + item.kv0 / plan->B - span->kv0 / plan->B;
     return item;
+}
+/* The most KV positions of an item of the span, before splitting. */
+static int attn_item_len(const attn_plan *plan, const toka_step *step, int span_id) {
+    const int n_kv = step->spans[span_id].n_kv, tile_rows = ceil_div(plan->tile_q, plan->G) + 1;
+    return plan->window && !plan->spans[span_id].small ? min(n_kv, plan->window + tile_rows) : n_kv;
 }
 
 /* Number of items of a span before splitting. */
@@ -7641,42 +7720,43 @@ static int attn_span_items(const attn_plan *plan, const toka_step *step, int spa
 
 /* Emits the items of one span. The last rows come first: with a causal mask they see the most
  * positions and take longest. */
-static void attn_emit_span(toka_device *dev, const toka_step *step, int span_id, attn_level *level,
+static void attn_emit_span(attn_plan *plan, const toka_step *step, int span_id, attn_level *level,
                            int target_len) {
     const toka_span *span = &step->spans[span_id];
-    bool small = dev->attn->spans[span_id].small;
-    int G = dev->attn->G, q_end = (span->row0 + span->n_rows) * G;
-    int tile_q = small ? ATTN_SMALL_Q : dev->attn->tile_q;
-    for (int tile = attn_span_items(dev->attn, step, span_id) - 1; tile >= 0; tile--) {
+    bool small = plan->spans[span_id].small;
+    int G = plan->G, q_end = (span->row0 + span->n_rows) * G;
+    int tile_q = small ? ATTN_SMALL_Q : plan->tile_q;
+    for (int tile = attn_span_items(plan, step, span_id) - 1; tile >= 0; tile--) {
         int q0 = span->row0 * G + tile * tile_q, nq = min(tile_q, q_end - q0);
         int first_row = small ? span->row0 : q0 / G; /* saves a division for each small span */
         int last_row = small ? span->row0 + span->n_rows - 1 : (q0 + nq - 1) / G;
-        attn_item item = attn_item_of(dev, step, span_id, q0, nq, first_row, last_row);
-        attn_emit_item(dev, level, &item, target_len);
+        attn_item item = attn_item_of(plan, step, span_id, q0, nq, first_row, last_row);
+        attn_emit_item(plan, level, &item, target_len);
     }
 }
 
 /* Emits all items of one kind, small items or tiles, of a level. */
-static void attn_plan_kind(toka_device *dev, const toka_step *step, int level, bool small) {
-    attn_plan *plan = dev->attn;
+static void attn_plan_kind(attn_plan *plan, const toka_step *step, int level, bool small) {
     int64_t work = 0;
     int n_items = 0, max_len = 0, target_len;
     for (int i = 0; i < step->n_spans; i++) {
         if (plan->spans[i].level != level || plan->spans[i].small != small || plan->spans[i].fused)
             continue;
         int span_items = attn_span_items(plan, step, i);
-        work += (int64_t)step->spans[i].n_kv * span_items, n_items += span_items;
-        max_len = max(max_len, step->spans[i].n_kv + (step->spans[i].kv0 & (dev->shape->B - 1)));
+        work += (int64_t)attn_item_len(plan, step, i) * span_items, n_items += span_items;
+        max_len = max(max_len, step->spans[i].n_kv + (step->spans[i].kv0 & (plan->B - 1)));
     }
-    plan->levels[level].cta_split_len = small ? attn_cta_split_len(dev, work, n_items, max_len) : 0;
-    target_len = small ? attn_small_split_len(dev, work) : attn_tile_split_len(dev, work, n_items);
+    plan->levels[level].cta_split_len =
+        small ? attn_cta_split_len(plan, work, n_items, max_len) : 0;
+    target_len = small ? attn_small_split_len(plan, work)
+                       : attn_tile_split_len(plan, work, n_items);
     if (small) plan->levels[level].short_items = work < (int64_t)n_items * ATTN_SHORT_KV;
     else plan->levels[level].long_tiles = work >= (int64_t)n_items * ATTN_LONG_KV;
     for (int i = 0; work && i < step->n_spans; i++) {
         attn_span_plan *span_plan = &plan->spans[i];
         if (span_plan->level != level || span_plan->small != small || span_plan->fused) continue;
         span_plan->tile0 = plan->n_items;
-        attn_emit_span(dev, step, i, &plan->levels[level], target_len);
+        attn_emit_span(plan, step, i, &plan->levels[level], target_len);
         span_plan->n_tiles = plan->n_items - span_plan->tile0;
     }
 }
@@ -7708,11 +7788,10 @@ static void attn_prefix_group_spans(const attn_plan *plan, const toka_step *step
 }
 /* KV positions of a split of the prefix group of n_rows rows from `row` on: the smallest length,
  * from min_len on, for which the warps of one CTA are enough. 0: more than max_len. */
-static int attn_prefix_group_split(const toka_device *dev, const toka_step *step, int row,
+static int attn_prefix_group_split(const attn_plan *plan, const toka_step *step, int row,
                                    int n_rows, int min_len) {
-    if (!attn_has_cta_split(dev)) return 0;
-    const attn_plan *plan = dev->attn;
-    const int B = dev->shape->B, max_len = 256, multiple = ATTN_CTA_SPLIT_STEP;
+    if (!attn_has_cta_split(plan)) return 0;
+    const int B = plan->B, max_len = 256, multiple = ATTN_CTA_SPLIT_STEP;
     for (int split_len = ceil_div(min_len, multiple) * multiple; split_len <= max_len;
          split_len += multiple) {
         int n_splits = 0;
@@ -7721,15 +7800,14 @@ static int attn_prefix_group_split(const toka_device *dev, const toka_step *step
                                             step->spans[span_id].n_kv,
                                         split_len));
         });
-        if (n_splits <= attn_cta_split_max(dev->shape->D)) return split_len;
+        if (n_splits <= attn_cta_split_max(plan->D)) return split_len;
     }
     return 0;
 }
 
 /* Can prefix groups do the step? The last span of each row must be an own span, the KV work must
  * not exceed a limit, and each group must fit in one CTA. Sets mixed_groups and group_min_split. */
-static bool attn_prefix_groups_fit(toka_device *dev, const toka_step *step, bool mixed) {
-    attn_plan *plan = dev->attn;
+static bool attn_prefix_groups_fit(attn_plan *plan, const toka_step *step, bool mixed) {
     const int64_t max_work = plan->has_fused && step->T * plan->K >= plan->fused_min_row_heads
                                  ? min(plan->group_max_work, plan->group_max_work_fused)
                                  : plan->group_max_work;
@@ -7745,13 +7823,13 @@ static bool attn_prefix_groups_fit(toka_device *dev, const toka_step *step, bool
         if (work * plan->K > max_work) return false;
     }
     if (n_groups > plan->max_merges ||
-        n_groups * attn_cta_split_max(dev->shape->D) > plan->max_items)
+        n_groups * attn_cta_split_max(plan->D) > plan->max_items)
         return false;
     plan->group_min_split = max((int)ATTN_CTA_SPLIT_MIN,
                                 (int)(work * plan->K / (plan->n_sms * ATTN_SM_WARPS)));
     for (int row = 0, n_rows; row < step->T; row += n_rows) {
         n_rows = attn_prefix_group_rows(plan, step, row, mixed);
-        if (!attn_prefix_group_split(dev, step, row, n_rows, plan->group_min_split)) return false;
+        if (!attn_prefix_group_split(plan, step, row, n_rows, plan->group_min_split)) return false;
     }
     return true;
 }
@@ -7759,33 +7837,31 @@ static bool attn_prefix_groups_fit(toka_device *dev, const toka_step *step, bool
  * prompt need more CTAs than SMs and mixed groups do not. They need fewer: the last group of each
  * prompt is often not full, but mixed groups are. Returns false if the step is not done by prefix
  * groups. */
-static bool attn_choose_prefix_groups(toka_device *dev, const toka_step *step) {
-    const attn_plan *plan = dev->attn;
+static bool attn_choose_prefix_groups(attn_plan *plan, const toka_step *step) {
     const int max_rows = min(plan->small_rows, (int)ATTN_PREFIX_GROUP);
     if (!plan->hopper || plan->n_levels < 2 || !max_rows) return false;
     int n_groups = 0;
     const bool may_mix = plan->allow_mixed && ceil_div(step->T, max_rows) * plan->K <= plan->n_sms;
     for (int row = 0; may_mix && row < step->T; n_groups++)
         row += attn_prefix_group_rows(plan, step, row, false);
-    return (n_groups * plan->K > plan->n_sms && attn_prefix_groups_fit(dev, step, true)) ||
-           attn_prefix_groups_fit(dev, step, false);
+    return (n_groups * plan->K > plan->n_sms && attn_prefix_groups_fit(plan, step, true)) ||
+           attn_prefix_groups_fit(plan, step, false);
 }
 
 /* Plans the whole step as prefix groups, in one level. */
-static void attn_plan_prefix_groups(toka_device *dev, const toka_step *step) {
-    attn_plan *plan = dev->attn;
+static void attn_plan_prefix_groups(attn_plan *plan, const toka_step *step) {
     const int G = plan->G;
     attn_level *level = plan->levels;
     plan->n_levels = 1, *level = attn_level{};
     for (int row = 0, n_rows; row < step->T; row += n_rows) {
         n_rows = attn_prefix_group_rows(plan, step, row, plan->mixed_groups);
         const int first_item = plan->n_items,
-                  split_len = attn_prefix_group_split(dev, step, row, n_rows,
+                  split_len = attn_prefix_group_split(plan, step, row, n_rows,
                                                       plan->group_min_split);
         attn_prefix_group_spans(plan, step, row, n_rows, [&](int span_id, int first_row, int rows) {
-            const attn_item item = attn_item_of(dev, step, span_id, first_row * G, rows * G,
+            const attn_item item = attn_item_of(plan, step, span_id, first_row * G, rows * G,
                                                 first_row, first_row + rows - 1);
-            attn_emit_cta_splits(dev, &item, split_len);
+            attn_emit_cta_splits(plan, &item, split_len);
         });
         attn_emit_cta_merge(plan, level, first_item, row * G, n_rows * G, ATTN_TO_O);
     }
@@ -7794,8 +7870,7 @@ static void attn_plan_prefix_groups(toka_device *dev, const toka_step *step) {
 /* Emits the items of attn_fused, then the own items of their rows, in the same order. The loops go
  * from the last span to the first, so single rows come first: they stand after the shared spans and
  * take longest. The prefix of a single row's item is empty. */
-static void attn_plan_fused_items(toka_device *dev, const toka_step *step) {
-    attn_plan *plan = dev->attn;
+static void attn_plan_fused_items(attn_plan *plan, const toka_step *step) {
     int G = plan->G, own_item = plan->n_fused;
     plan->fused0 = plan->n_items;
     for (int i = step->n_spans - 1; i >= 0 && plan->n_fused; i--) {
@@ -7804,7 +7879,8 @@ static void attn_plan_fused_items(toka_device *dev, const toka_step *step) {
         for (int row = span->row0, n_items = plan->spans[i].n_items, j = 0, n_rows; j < n_items;
              row += n_rows, own_item += n_rows, j++) {
             n_rows = span->row0 + (j + 1) * span->n_rows / n_items - row;
-            attn_item item = attn_item_of(dev, step, i, row * G, n_rows * G, row, row + n_rows - 1);
+            attn_item item = attn_item_of(plan, step, i, row * G, n_rows * G, row,
+                                          row + n_rows - 1);
             item.flags |= own_item << ATTN_INDEX_SHIFT;
             if (item.flags & ATTN_TO_O) item.kv1 = item.kv0, item.skip = 0;
             attn_add_item(plan, &item);
@@ -7814,7 +7890,7 @@ static void attn_plan_fused_items(toka_device *dev, const toka_step *step) {
         const toka_span *span = &step->spans[i];
         if (!attn_is_fused_prefix(plan, i)) continue;
         for (int row = span->row0; row < span->row0 + span->n_rows; row++) {
-            attn_item item = attn_item_of(dev, step, plan->row_span[row], row * G, G, row, row);
+            attn_item item = attn_item_of(plan, step, plan->row_span[row], row * G, G, row, row);
             attn_add_item(plan, &item);
         }
     }
@@ -7829,13 +7905,12 @@ static int attn_compare_load(const void *a, const void *b) {
  * CTAs has 1 % more work than the mean; without balancing it had 10 % more. The cost of a job is
  * the number of own positions, plus ATTN_OWN_COST per row. The rounds take the jobs in the order of
  * the items, so that the items of a span run together while its K and V are in the L2 cache. */
-static void attn_plan_jobs(toka_device *dev) {
-    attn_plan *plan = dev->attn;
+static void attn_plan_jobs(attn_plan *plan) {
     const attn_item *items = plan->items + plan->fused0;
-    int K = dev->shape->K, n_jobs = plan->n_fused * K, *jobs;
-    plan->grid = min(dev->n_sms, n_jobs),
+    int K = plan->dev->shape->K, n_jobs = plan->n_fused * K, *jobs;
+    plan->grid = min(plan->dev->n_sms, n_jobs),
     plan->n_rounds = n_jobs ? ceil_div(n_jobs, plan->grid) : 0;
-    plan->dev_jobs = (const int *)upload_alloc(&dev->upload,
+    plan->dev_jobs = (const int *)upload_alloc(&plan->dev->upload,
                                                (size_t)plan->grid * plan->n_rounds * sizeof(int),
                                                (void **)&jobs);
     for (int i = 0; i < plan->grid; i++) plan->ctas[i] = attn_cta_load{0, i};
@@ -7864,8 +7939,8 @@ static void attn_plan_jobs(toka_device *dev) {
  * and V that a row reads are stored before the first kernel of the step starts, except the row's
  * own position. It is so if the step copies no pages and no row stores into a page that another row
  * reads. Only steps of up to ATTN_PREFETCH_ROWS rows are checked. */
-static bool attn_can_prefetch(const toka_device *dev, const toka_step *step) {
-    const int B = dev->shape->B;
+static bool attn_can_prefetch(const attn_plan *plan, const toka_step *step) {
+    const int B = plan->B;
     if (step->T > ATTN_PREFETCH_ROWS || step->n_copies || !step->kv_slot) return false;
     for (int i = 0; i < step->n_spans; i++) {
         const toka_span *span = &step->spans[i];
@@ -7878,16 +7953,99 @@ static bool attn_can_prefetch(const toka_device *dev, const toka_step *step) {
     return true;
 }
 
-/* Makes the work lists of this step and puts them into dev->upload. Runs before upload_send. */
-static void attn_plan_step(toka_device *dev, const toka_step *step) {
-    attn_plan *plan = dev->attn;
-    plan->prefetch = attn_can_prefetch(dev, step);
-    plan->n_spans = step->n_spans;
+/* Appends a span of the clipped step: positions from .. end-1 for the rows of span span_id. A page
+ * is taken from that span, or from the first span above it that lists the page. Returns false, and
+ * appends nothing, if a page is not there. */
+static bool attn_clip_add(attn_plan *plan, const toka_step *step, const int *pages, int span_id,
+                          int from, int end, int *n_pages) {
+    const int first_page = from / plan->B, last_page = (end - 1) / plan->B;
+    const toka_span *span = &step->spans[span_id], *source = span;
+    if (*n_pages + last_page - first_page >= (int)plan->max_pages) return false;
+    for (int page = last_page; page >= first_page; page--) {
+        for (; page < source->kv0 / plan->B; source = &step->spans[span_id])
+            span_id = plan->spans[span_id].parent;
+        const int id = pages[source->page0 + page - source->kv0 / plan->B];
+        if (id < 0) return false;
+        plan->clipped_pages[*n_pages + page - first_page] = id;
+    }
+    plan->clipped_spans[plan->clipped_step.n_spans++] =
+        toka_span{span->row0, span->n_rows, *n_pages, from, end - from};
+    *n_pages += last_page - first_page + 1;
+    return true;
+}
+/* Is it worth while that the rows of a shared span read positions from .. end-1 together, although
+ * the window hides some of them from some rows? By the costs of chapter 21 of toka.c. */
+static bool attn_clip_pays(const attn_plan *plan, const toka_step *step, const toka_span *span,
+                           int from, int end) {
+    int64_t visible = 0; /* (row, position) pairs */
+    for (int row = span->row0; row < span->row0 + span->n_rows; row++)
+        visible += max(0, end - max(from, step->pos[row] - plan->window + 1));
+    return visible - (int64_t)ceil_div(span->n_rows, toka_cuda.rows_per_read) * (end - from) >
+           (int64_t)toka_cuda.merge_cost * span->n_rows + toka_cuda.span_cost;
+}
+
+/* Returns the step as layers with a window see it. Its spans begin where the window of their rows
+ * begins. Shared spans of which too little is left are no spans any more: the spans below them have
+ * their positions. The page table is that of the layers with a window. In it, a page that no row
+ * sees may be -1, and so may the page of a shared prompt tail, because it belongs to one of the
+ * rows. Then each row reads the tail from its own page. Sets dev->error if there are too many
+ * pages. */
+static const toka_step *attn_clip_step(attn_plan *plan, const toka_step *step) {
+    const int *pages = step->windowed_pages ? step->windowed_pages : step->pages;
+    toka_step *to = &plan->clipped_step;
+    int n_pages = 0;
+    attn_plan_levels(plan, step);
+    *to = *step;
+    to->spans = plan->clipped_spans, to->n_spans = 0, to->pages = plan->clipped_pages;
+    if (step->windowed_slot) to->kv_slot = step->windowed_slot;
+    for (int i = 0; i < step->n_spans; i++) {
+        const toka_span *span = &step->spans[i];
+        const int parent = plan->spans[i].parent, end = span->kv0 + span->n_kv;
+        attn_clip *clip = &plan->clips[i];
+        clip->from = parent < 0 || plan->clips[parent].kept ? span->kv0 : plan->clips[parent].from;
+        int lowest = INT_MAX;
+        for (int row = span->row0; row < span->row0 + span->n_rows; row++)
+            lowest = min(lowest, step->pos[row]);
+        const int from = min(max(clip->from, lowest - plan->window + 1), end);
+        const bool is_last = plan->spans[i].flags & ATTN_TO_O;
+        clip->kept = (is_last || attn_clip_pays(plan, step, span, from, end)) &&
+                     attn_clip_add(plan, step, pages, i, from, end, &n_pages);
+        if (clip->kept || !is_last) continue;
+        plan->dev->error.code = TOKA_E_DEVICE;
+        snprintf(plan->dev->error.msg, sizeof plan->dev->error.msg,
+                 "GPU: attention: the step names more than the %zu pages of windows that there is "
+                 "room for", plan->max_pages);
+        break;
+    }
+    return to;
+}
+
+/* Emits the items of all levels. */
+static void attn_emit_levels(attn_plan *plan, const toka_step *step) {
+    for (int i = 0; i < plan->n_levels; i++) {
+        attn_level *level = &plan->levels[i];
+        *level = attn_level{.tile0 = plan->n_items, .merge0 = plan->n_merges};
+        plan->n_split_bufs = 0;
+        attn_plan_kind(plan, step, i, false);
+        level->n_tiles = plan->n_items - level->tile0, level->small0 = plan->n_items,
+        level->cta_merge0 = plan->n_merges;
+        attn_plan_kind(plan, step, i, true);
+        level->n_small = level->n_cta_merges ? 0 : plan->n_items - level->small0,
+        level->n_merges = plan->n_merges - level->merge0 - level->n_cta_merges;
+    }
+}
+
+/* Makes the work lists of one plan and puts them into dev->upload. */
+static void attn_plan_lists(attn_plan *plan, const toka_step *step) {
+    toka_device *dev = plan->dev;
     assert(step->n_spans <= plan->max_spans && step->T <= dev->options.max_tokens);
-    attn_plan_levels(dev, step);
-    plan->prefix_groups = attn_choose_prefix_groups(dev, step), plan->n_fused = 0;
-    if (!plan->prefix_groups) attn_plan_fused(dev, step), attn_plan_rounds(dev, step);
-    if (!attn_plan_pages(dev, step)) return;
+    if (plan->window) step = attn_clip_step(plan, step);
+    plan->prefetch = attn_can_prefetch(plan, step), plan->is_alone = true;
+    plan->n_spans = step->n_spans;
+    attn_plan_levels(plan, step);
+    plan->prefix_groups = attn_choose_prefix_groups(plan, step), plan->n_fused = 0;
+    if (!plan->prefix_groups) attn_plan_fused(plan, step), attn_plan_rounds(plan, step);
+    if (dev->error.code || !attn_plan_pages(plan, step)) return;
     plan->dev_items = (const attn_item *)upload_alloc(&dev->upload,
                                                       (size_t)plan->max_items * sizeof *plan->items,
                                                       (void **)&plan->items);
@@ -7896,32 +8054,31 @@ static void attn_plan_step(toka_device *dev, const toka_step *step) {
         plan->n_unsplit += attn_is_fused_prefix(plan, i) ? step->spans[i].n_rows
                            : plan->spans[i].fused        ? 0
                                                          : attn_span_items(plan, step, i);
-    if (plan->prefix_groups) attn_plan_prefix_groups(dev, step);
-    for (int i = 0; i < plan->n_levels && !plan->prefix_groups; i++) {
-        attn_level *level = &plan->levels[i];
-        *level = attn_level{.tile0 = plan->n_items, .merge0 = plan->n_merges};
-        plan->n_split_bufs = 0;
-        attn_plan_kind(dev, step, i, false);
-        level->n_tiles = plan->n_items - level->tile0, level->small0 = plan->n_items,
-        level->cta_merge0 = plan->n_merges;
-        attn_plan_kind(dev, step, i, true);
-        level->n_small = level->n_cta_merges ? 0 : plan->n_items - level->small0,
-        level->n_merges = plan->n_merges - level->merge0 - level->n_cta_merges;
-    }
-    attn_plan_fused_items(dev, step);
+    if (plan->prefix_groups) attn_plan_prefix_groups(plan, step);
+    else attn_emit_levels(plan, step);
+    attn_plan_fused_items(plan, step);
     /* gives back the space of the items that were not emitted */
     dev->upload.used -= (size_t)(plan->max_items - min(plan->n_items, plan->max_items)) *
                         sizeof *plan->items;
     plan->dev_merges = (const attn_merge *)upload_put(
         &dev->upload, plan->merges, (size_t)plan->n_merges * sizeof *plan->merges);
     if (plan->n_items <= plan->max_items) {
-        attn_plan_jobs(dev);
+        attn_plan_jobs(plan);
         return;
     }
     dev->error.code = TOKA_E_DEVICE;
     snprintf(dev->error.msg, sizeof dev->error.msg,
              "GPU: attention: the step has %d items of work, there is room for %d", plan->n_items,
              plan->max_items);
+}
+
+static int attn_launches(const attn_plan *plan);
+/* Makes the work lists of this step, for each kind of layers. Runs before upload_send. */
+static void attn_plan_step(toka_device *dev, const toka_step *step) {
+    attn_plan_lists(dev->attn, step);
+    if (!dev->attn_windowed) return;
+    attn_plan_lists(dev->attn_windowed, step);
+    dev->attn->is_alone = attn_launches(dev->attn_windowed) == 1;
 }
 
 /* ===========================================================================
@@ -7959,6 +8116,7 @@ static void attn_plan_step(toka_device *dev, const toka_step *step) {
  *   attn_fused          cascade (Hydragen), persistent        512                 128 per item
  *   attn_merge_splits   split-KV merge                        128                 1
  *   attn_unpack         FP8 pages to bf16, for attn_wgmma     256                 none
+ *   attn_no_work        none: a node of a graph               32                  none
  *
  * Order on the stream: for each level the tiles, then the small items or the CTA splits, then
  * attn_merge_splits; attn_fused comes last. If attn_plan.hopper is false, attn_mma and
@@ -9947,10 +10105,10 @@ __global__ void __launch_bounds__(attn_fused_shape<DP>::THREADS, 1)
 }
 
 template <int DP>
-static void attn_fused_launch(toka_device *dev, const attn_args &args, const CUtensorMap *map) {
-    const attn_plan *plan = dev->attn;
+static void attn_fused_launch(const attn_plan *plan, const attn_args &args,
+                              const CUtensorMap *map) {
     typedef attn_fused_shape<DP> room;
-    launch_dependent(dev, "attention", attn_fused<DP>,
+    launch_dependent(plan->dev, "attention", attn_fused<DP>,
                      {dim3((unsigned)plan->grid), room::THREADS, room::BYTES}, args,
                      attn_jobs{plan->dev_jobs, plan->n_rounds}, attn_fused_log2_rows(plan),
                      plan->exchange, map[ATTN_MAP_64], map[ATTN_MAP_PAIR]);
@@ -9974,24 +10132,24 @@ static void attn_small_launch(toka_device *dev, const attn_args &args, int n_ite
                      attn_tile_map<DP, TOK>(args, map), map[ATTN_MAP_8]);
 }
 template <int DP, int TOK, int BUFS, bool FP8 = false>
-static void attn_cta_split_launch(toka_device *dev, const attn_args &args, const attn_level *level,
-                                  const CUtensorMap *map) {
-    launch_dependent(dev, "attention", attn_cta_split<DP, TOK, BUFS, FP8>,
+static void attn_cta_split_launch(const attn_plan *plan, const attn_args &args,
+                                  const attn_level *level, const CUtensorMap *map) {
+    launch_dependent(plan->dev, "attention", attn_cta_split<DP, TOK, BUFS, FP8>,
                      {dim3((unsigned)(level->n_cta_merges * args.K)), 32 * level->cta_split_warps,
                       (size_t)level->cta_split_warps * BUFS * attn_small_tile<DP, TOK, FP8>},
                      args, attn_tile_map<DP, TOK>(args, map), map[ATTN_MAP_8],
-                     dev->attn->dev_merges + level->cta_merge0);
+                     plan->dev_merges + level->cta_merge0);
 }
 template <int DP, int TOK, int BUFS, bool FP8 = false>
-static void attn_cluster_split_launch(toka_device *dev, const attn_args &args,
+static void attn_cluster_split_launch(const attn_plan *plan, const attn_args &args,
                                       const attn_level *level, const CUtensorMap *map) {
     const int warps = ceil_div(level->cta_split_warps, ATTN_CLUSTER);
-    launch_dependent(dev, "attention", attn_cluster_split<DP, TOK, BUFS, FP8>,
+    launch_dependent(plan->dev, "attention", attn_cluster_split<DP, TOK, BUFS, FP8>,
                      {dim3((unsigned)(level->n_cta_merges * args.K * ATTN_CLUSTER)), 32 * warps,
                       (size_t)warps *
                           (BUFS * attn_small_tile<DP, TOK, FP8> + ATTN_SMALL_Q * DP * 4)},
                      args, attn_tile_map<DP, TOK>(args, map), map[ATTN_MAP_8],
-                     dev->attn->dev_merges + level->cta_merge0);
+                     plan->dev_merges + level->cta_merge0);
 }
 template <int DP, int WGS, int N, int BUFS>
 static void attn_wgmma_launch(toka_device *dev, const attn_args &args, int n_items,
@@ -10085,9 +10243,10 @@ static void attn_open_map(toka_device *dev, CUtensorMap *map, const bf16 *kv, in
  * and writes zeros to shared memory. So the n positions are the last n rows of the box, and the
  * first of them lies at coordinate 0 of dimension 1. Dimension 3 steps by one panel, dimension 4
  * from K to V (within the page). */
-static void attn_open_pair_map(toka_device *dev, CUtensorMap *map, const bf16 *kv) {
+static void attn_open_pair_map(toka_device *dev, CUtensorMap *map, const bf16 *kv,
+                               cuuint64_t n_rows) {
     const cuuint64_t D = (cuuint64_t)dev->shape->D, row = D * sizeof(bf16),
-                     size[5] = {64, 2048 / D, dev->kv_layer_elems / D, D / 64, 2};
+                     size[5] = {64, 2048 / D, n_rows, D / 64, 2};
     const cuuint64_t strides[4] = {row, row, 128, row * (cuuint64_t)dev->shape->B};
     const cuuint32_t box[5] = {64, 2048 / (cuuint32_t)D, 1, (cuuint32_t)D / 64, 2};
     attn_open_map(dev, map, kv, 5, size, strides, box);
@@ -10096,11 +10255,12 @@ static void attn_open_pair_map(toka_device *dev, CUtensorMap *map, const bf16 *k
 /* The maps of a layer with FP8 K and V, D = 64 or 128: ATTN_MAP_PAIR, of a full tile of K and V,
  * and ATTN_MAP_8. Their coordinates are (0, row, V, page, 0). row: the first position, as a row of
  * K in its page. V: 0 begins with K, 1 with V. ATTN_MAP_64 is that of the unpacked pages. */
-static void attn_open_fp8_maps(toka_device *dev, CUtensorMap *maps, const char *kv,
-                               const kv_layout &layout) {
+static void attn_open_fp8_maps(toka_device *dev, CUtensorMap *maps, const kv_layout &layout,
+                               int layer) {
+    const char *kv = kv_layer_at(layout, layer);
     const cuuint64_t D = (cuuint64_t)dev->shape->D, B = (cuuint64_t)dev->shape->B;
     const cuuint64_t page = (cuuint64_t)layout.page_bytes[1];
-    const cuuint64_t n_pages = layout.layer_bytes[1] / page;
+    const cuuint64_t n_pages = kv_layer_bytes(layout, layer) / page;
     const cuuint64_t size[5] = {D, (2 * dev->shape->K - 1) * B, 2, n_pages, 1};
     const cuuint64_t strides[4] = {D, D * B, page, page};
     const cuuint32_t elem_strides[5] = {1, 1, 1, 1, 1};
@@ -10133,18 +10293,19 @@ static void attn_open_maps(toka_device *dev) {
     if (!plan->maps) abort();
     const kv_layout layout = kv_layout_of(dev);
     for (int i = 0; i < shape->L * ATTN_MAPS; i++) {
-        const bf16 *kv = (const bf16 *)kv_layer_at(layout, i / ATTN_MAPS);
-        if (kv_is_fp8(dev->kv_fp8, i / ATTN_MAPS)) {
-            if (i % ATTN_MAPS == 0)
-                attn_open_fp8_maps(dev, plan->maps + i, (const char *)kv, layout);
+        const int layer = i / ATTN_MAPS;
+        const bf16 *kv = (const bf16 *)kv_layer_at(layout, layer);
+        if (kv_is_fp8(dev->kv_fp8, layer)) {
+            if (i % ATTN_MAPS == 0) attn_open_fp8_maps(dev, plan->maps + i, layout, layer);
             continue;
         }
-        const cuuint64_t size[2] = {(cuuint64_t)shape->D, dev->kv_layer_elems / shape->D},
-                         stride = (cuuint64_t)shape->D * sizeof(bf16);
+        const cuuint64_t stride = (cuuint64_t)shape->D * sizeof(bf16),
+                         size[2] = {(cuuint64_t)shape->D, kv_layer_bytes(layout, layer) / stride};
         const cuuint32_t box[2] = {64, 8u << i % ATTN_MAPS};
         if (i % ATTN_MAPS != ATTN_MAP_PAIR)
             attn_open_map(dev, plan->maps + i, kv, 2, size, &stride, box);
-        else if (shape->D == 64 || shape->D == 128) attn_open_pair_map(dev, plan->maps + i, kv);
+        else if (shape->D == 64 || shape->D == 128)
+            attn_open_pair_map(dev, plan->maps + i, kv, size[1]);
     }
 }
 
@@ -10182,13 +10343,20 @@ static void attn_open(toka_device *dev) {
                                             "attention exchange");
     if (plan->any_fp8) attn_open_unpacked(dev);
     attn_open_maps(dev);
+    attn_plan *other = dev->attn_windowed;
+    if (!other) return;
+    /* a layer is done before the next one begins, so both plans use the same buffers */
+    other->state_o = plan->state_o, other->state_lse = plan->state_lse;
+    other->split_o = plan->split_o, other->split_lse = plan->split_lse;
+    other->unpacked = plan->unpacked, other->unpacked_pages = plan->unpacked_pages;
+    other->maps = plan->maps;
 }
 
 /* Launches the tiles or the small items of a level. Kernel and tile shape depend on the GPU, on D
  * and on the length of the items. */
-static void attn_launch_items(toka_device *dev, int layer, attn_args args, const attn_level *level,
-                              bool small) {
-    const attn_plan *plan = dev->attn;
+static void attn_launch_items(const attn_plan *plan, int layer, attn_args args,
+                              const attn_level *level, bool small) {
+    toka_device *dev = plan->dev;
     const CUtensorMap *map = plan->maps ? plan->maps + ATTN_MAPS * layer : NULL;
     const int n_items = small ? level->n_small : level->n_tiles;
     if (!n_items) return;
@@ -10218,35 +10386,35 @@ static void attn_launch_items(toka_device *dev, int layer, attn_args args, const
               : attn_mma_launch<256, 4>(dev, args, n_items);
 }
 
-/* Does the step use attn_cluster_split? Yes if it has only CTA splits and all their clusters are
- * resident at once. All tensor ranks have the same plan->K and plan->n_sms (attn_agree), so all
- * decide alike. */
+/* Does the plan use attn_cluster_split? Yes if it has only CTA splits, all their clusters are
+ * resident at once, and layers with another plan have one launch, as in graphs of kind 0. All
+ * tensor ranks have the same plan->K and plan->n_sms (attn_agree), so all decide alike. */
 static bool attn_uses_cluster(const attn_plan *plan) {
     const attn_level *level = plan->levels;
-    bool only_splits = plan->allow_clusters && plan->n_levels == 1 && level->n_cta_merges &&
-                       !level->n_tiles && !level->n_merges && !plan->n_fused;
+    bool only_splits = plan->allow_clusters && plan->is_alone && plan->n_levels == 1 &&
+                       level->n_cta_merges && !level->n_tiles && !level->n_merges && !plan->n_fused;
     return only_splits && level->n_cta_merges * plan->K * ATTN_CLUSTER <= plan->n_sms;
 }
 
 /* Launches the CTA splits of a level, spread over clusters if attn_uses_cluster says so. */
-static void attn_launch_cta_splits(toka_device *dev, int layer, attn_args args,
+static void attn_launch_cta_splits(const attn_plan *plan, int layer, attn_args args,
                                    const attn_level *level) {
-    const attn_plan *plan = dev->attn;
     const CUtensorMap *map = plan->maps + ATTN_MAPS * layer;
     args.items = plan->dev_items + level->small0;
-    if (kv_is_fp8(dev->kv_fp8, layer) && attn_uses_cluster(plan))
-        args.D <= 64 ? attn_cluster_split_launch<64, ATTN_FP8_TOK, 4, true>(dev, args, level, map)
-                     : attn_cluster_split_launch<128, ATTN_FP8_TOK, 2, true>(dev, args, level, map);
-    else if (kv_is_fp8(dev->kv_fp8, layer))
-        args.D <= 64 ? attn_cta_split_launch<64, ATTN_FP8_TOK, 3, true>(dev, args, level, map)
+    if (kv_is_fp8(plan->dev->kv_fp8, layer) && attn_uses_cluster(plan))
+        args.D <= 64
+            ? attn_cluster_split_launch<64, ATTN_FP8_TOK, 4, true>(plan, args, level, map)
+            : attn_cluster_split_launch<128, ATTN_FP8_TOK, 2, true>(plan, args, level, map);
+    else if (kv_is_fp8(plan->dev->kv_fp8, layer))
+        args.D <= 64 ? attn_cta_split_launch<64, ATTN_FP8_TOK, 3, true>(plan, args, level, map)
                      : attn_cta_split_launch<ATTN_FP8_CTA_SPLIT_D, ATTN_FP8_TOK, ATTN_FP8_BUFS,
-                                             true>(dev, args, level, map);
+                                             true>(plan, args, level, map);
     else if (attn_uses_cluster(plan))
-        args.D <= 64 ? attn_cluster_split_launch<64, 32, 2>(dev, args, level, map)
-                     : attn_cluster_split_launch<128, 16, 2>(dev, args, level, map);
+        args.D <= 64 ? attn_cluster_split_launch<64, 32, 2>(plan, args, level, map)
+                     : attn_cluster_split_launch<128, 16, 2>(plan, args, level, map);
     else
-        args.D <= 64 ? attn_cta_split_launch<64, 32, 2>(dev, args, level, map)
-                     : attn_cta_split_launch<128, 16, 2>(dev, args, level, map);
+        args.D <= 64 ? attn_cta_split_launch<64, 32, 2>(plan, args, level, map)
+                     : attn_cta_split_launch<128, 16, 2>(plan, args, level, map);
 }
 
 /* Is a graph with attn_cluster_split worth capturing for T rows? Yes if the fewest clusters that T
@@ -10264,12 +10432,12 @@ static bool attn_unpacks_spans(const attn_plan *plan) {
 
 /* Unpacks n entries of the page table, from page0 on. Returns the arguments for tiles that read
  * them. In a layer without FP8 the kernel does nothing: all layers launch the same kernels. */
-static attn_args attn_unpack_pages(toka_device *dev, int layer, attn_args args, int page0, int n) {
-    const attn_plan *plan = dev->attn;
-    const bool kv_fp8 = kv_is_fp8(dev->kv_fp8, layer);
+static attn_args attn_unpack_pages(const attn_plan *plan, int layer, attn_args args, int page0,
+                                   int n) {
+    const bool kv_fp8 = kv_is_fp8(plan->dev->kv_fp8, layer);
     if (!plan->any_fp8 || !n) return args;
     args.pages += page0;
-    launch_dependent(dev, "attention, FP8 pages", attn_unpack,
+    launch_dependent(plan->dev, "attention, FP8 pages", attn_unpack,
                      {dim3((unsigned)((kv_fp8 ? n : 1) * args.K)), 256}, args, kv_fp8 ? n : 0,
                      plan->unpacked);
     args.pages -= page0;
@@ -10278,15 +10446,14 @@ static attn_args attn_unpack_pages(toka_device *dev, int layer, attn_args args, 
 }
 
 /* Launches the tiles of a level, span by span. */
-static void attn_launch_spans(toka_device *dev, int layer, const attn_args &args, int level) {
-    const attn_plan *plan = dev->attn;
+static void attn_launch_spans(const attn_plan *plan, int layer, const attn_args &args, int level) {
     for (int i = 0; i < plan->n_spans; i++) {
         const attn_span_plan *span = &plan->spans[i];
         if (span->level != level || span->small || !span->n_tiles) continue;
         attn_level part = plan->levels[level];
         part.tile0 = span->tile0, part.n_tiles = span->n_tiles;
         const int n_pages = span->n_pages;
-        attn_launch_items(dev, layer, attn_unpack_pages(dev, layer, args, span->page0, n_pages),
+        attn_launch_items(plan, layer, attn_unpack_pages(plan, layer, args, span->page0, n_pages),
                           &part, false);
     }
 }
@@ -10304,11 +10471,37 @@ static int attn_launches(const attn_plan *plan) {
     return n_kernels;
 }
 
+/* Launches the levels of a plan, in their order. */
+static void attn_launch_levels(const attn_plan *plan, int layer, const attn_args &args) {
+    const bool by_span = attn_unpacks_spans(plan);
+    const attn_args tile_args =
+        by_span ? args : attn_unpack_pages(plan, layer, args, 0, plan->n_tile_pages);
+    for (int i = 0; i < plan->n_levels; i++) {
+        const attn_level *level = &plan->levels[i];
+        if (by_span) attn_launch_spans(plan, layer, args, i);
+        else attn_launch_items(plan, layer, tile_args, level, false);
+        attn_launch_items(plan, layer, args, level, true);
+        if (level->n_cta_merges) attn_launch_cta_splits(plan, layer, args, level);
+        if (!level->n_merges) continue;
+        launch_dependent(plan->dev, "attention, merge", attn_merge_splits,
+                         {dim3((unsigned)(level->n_merges * args.K), (unsigned)level->merge_nq),
+                          128},
+                         args, plan->dev_merges + level->merge0);
+    }
+}
+
+/* Stands for a launch that the plan of a layer does not have, but the step's graph has. */
+__global__ static void attn_no_work(const __grid_constant__ attn_args) {
+    grid_launch_dependents();
+    grid_wait();
+}
+
 /* Attention of one layer. q, o: [T][H][D] on the device, not the same buffer. Pages and work lists
  * are those of attn_plan_step. */
 static void attention(toka_device *dev, int layer, const bf16 *q, bf16 *o) {
     const toka_shape *shape = dev->shape;
-    const attn_plan *plan = dev->attn;
+    const attn_plan *plan = dev->layers[layer].window && dev->attn_windowed ? dev->attn_windowed
+                                                                            : dev->attn;
     const int G = shape->H / shape->K;
     attn_args args = {.q = q,
                       .o = o,
@@ -10329,26 +10522,16 @@ static void attention(toka_device *dev, int layer, const bf16 *q, bf16 *o) {
                       .sinks = dev->layers[layer].sinks,
                       .prefetch = plan->prefetch};
     if (dev->error.code) return;
-    const bool by_span = attn_unpacks_spans(plan);
-    const attn_args tile_args =
-        by_span ? args : attn_unpack_pages(dev, layer, args, 0, plan->n_tile_pages);
-    for (int i = 0; i < plan->n_levels; i++) {
-        const attn_level *level = &plan->levels[i];
-        if (by_span) attn_launch_spans(dev, layer, args, i);
-        else attn_launch_items(dev, layer, tile_args, level, false);
-        attn_launch_items(dev, layer, args, level, true);
-        if (level->n_cta_merges) attn_launch_cta_splits(dev, layer, args, level);
-        if (!level->n_merges) continue;
-        launch_dependent(dev, "attention, merge", attn_merge_splits,
-                         {dim3((unsigned)(level->n_merges * args.K), (unsigned)level->merge_nq),
-                          128},
-                         args, plan->dev_merges + level->merge0);
+    attn_launch_levels(plan, layer, args);
+    if (plan->n_fused) {
+        const CUtensorMap *map = plan->maps + ATTN_MAPS * layer;
+        args.items = plan->dev_items + plan->fused0;
+        args.D == 64 ? attn_fused_launch<64>(plan, args, map)
+                     : attn_fused_launch<ATTN_FUSED_D>(plan, args, map);
     }
-    if (!plan->n_fused) return;
-    const CUtensorMap *map = plan->maps + ATTN_MAPS * layer;
-    args.items = plan->dev_items + plan->fused0;
-    args.D == 64 ? attn_fused_launch<64>(dev, args, map)
-                 : attn_fused_launch<ATTN_FUSED_D>(dev, args, map);
+    const int n_nodes = dev->attn_windowed && graph_is_replay(dev) ? graph_n_attention(dev) : 0;
+    for (int i = attn_launches(plan); i < n_nodes; i++)
+        launch_dependent(dev, "attention", attn_no_work, {dim3(1), 32}, args);
 }
 
 /* ===========================================================================
@@ -14978,6 +15161,7 @@ static const char *missing_of_layer(const toka_shape *shape, const toka_layer *l
         {layer->moe && layer->moe->n_groups > 32, "more than 32 groups of experts"},
         {layer->moe && n_biases(expert) % 3, "biases in only some of the matrices of the experts"},
         {layer->moe && n_biases(&layer->moe->shared), "biases in the shared expert"},
+        {layer->window && shape->L > 256, "windows in a model of more than 256 layers"},
         {layer->kv_fp8 && ((shape->D != 64 && shape->D != 128) || shape->L > 256),
          "FP8 K and V with heads of another size than 64 and 128"},
         {layer->parallel, "an MLP beside attention"},
@@ -15070,8 +15254,13 @@ static void cuda_alloc_buffers(toka_device *dev) {
         "activations");
     /* the last page is the dummy page: padding rows store their K and V there */
     dev->kv_layer_elems = (size_t)(dev->options.n_pages + 1) * shape->K * 2 * shape->B * shape->D;
-    for (int i = 0; i < shape->L; i++)
-        dev->kv_fp8[i / 32] |= (uint32_t)dev->weights->layers[i].kv_fp8 << i % 32;
+    dev->kv_windowed_elems = (size_t)(dev->options.n_windowed + 1) * shape->K * 2 * shape->B *
+                             shape->D;
+    for (int i = 0; i < shape->L; i++) {
+        const toka_layer *layer = &dev->weights->layers[i];
+        if (layer->kv_fp8) dev->kv_fp8[i / 32] |= 1u << i % 32;
+        if (layer->window && dev->options.n_windowed) dev->kv_windowed[i / 32] |= 1u << i % 32;
+    }
     const kv_layout kv = kv_layout_of(dev);
     const size_t kv_bytes = (size_t)(kv_layer_at(kv, shape->L) - kv.pool);
     dev->kv_pool = (bf16 *)dev_alloc(dev, kv_bytes, "KV cache");
@@ -15089,7 +15278,7 @@ static void cuda_alloc_buffers(toka_device *dev) {
                     "KV cache");
     if (!dev->error.code) attn_open(dev);
     if (!dev->error.code && is_last_stage(dev)) samp_open(dev);
-    const size_t row_bytes = T * (3 * sizeof(int) + sizeof(toka_copy));
+    const size_t row_bytes = T * (4 * sizeof(int) + 2 * sizeof(toka_copy));
     if (!dev->error.code)
         upload_open(dev, &dev->upload,
                     row_bytes + attn_upload_bytes(dev) + samp_upload_bytes(dev) + 4096, true);
@@ -15587,11 +15776,11 @@ static void cuda_inject_fault(toka_device *dev) {
  * runs no kernel; it uses a placeholder plan of attention (graph_capture_begin).
  *
  * Attention nodes: a graph has a fixed number of attention launches per layer, at most
- * GRAPH_MAX_ATTENTION. Before each replay the host gives every attention node the kernel and the
- * grid of the step's work list. So one graph serves all lengths, groups and levels of shared
- * prefixes that need its number of launches. The GPU does not wait for these updates. The
- * alternative is kernels that read the amount of work from device memory, but these would always
- * need the largest grid.
+ * GRAPH_MAX_ATTENTION, the same for layers with and without a window. Before each replay the host
+ * gives every attention node the kernel and the grid of the step's work list. So one graph serves
+ * all lengths, groups and levels of shared prefixes that need its number of launches. The GPU does
+ * not wait for these updates. The alternative is kernels that read the amount of work from device
+ * memory, but these would always need the largest grid.
  *
  * Sampling nodes: the last nodes of a graph are updated, too. If a row of the step is filtered, all
  * rows are handled as filtered rows; a plain row gets a filter that does nothing. Then the LM head
@@ -15623,12 +15812,14 @@ static void graph_pad_step(toka_device *dev, int row0, int T) {
     for (int i = row0; i < T; i++) {
         graphs->ids[i] = graphs->pos[i] = 0,
         graphs->kv_slot[i] = dev->options.n_pages * dev->shape->B;
+        graphs->windowed_slot[i] = dev->options.n_windowed * dev->shape->B;
         graphs->samples[i] = toka_sample_row{
             .row = i, .seq = -1, .scored_id = -1, .sampling = &padding};
     }
     graphs->padded_step.T = graphs->padded_step.n_samples = T;
     graphs->padded_step.ids = graphs->ids, graphs->padded_step.pos = graphs->pos,
     graphs->padded_step.kv_slot = graphs->kv_slot, graphs->padded_step.samples = graphs->samples;
+    graphs->padded_step.windowed_slot = dev->options.n_windowed ? graphs->windowed_slot : NULL;
 }
 
 /* Returns the index in graph_sizes of the size to which the step is padded if it runs as a graph;
@@ -15656,6 +15847,9 @@ static const toka_step *graph_padded_step(toka_device *dev, const toka_step *ste
     memcpy(graphs->ids, step->ids, (size_t)step->T * sizeof *graphs->ids);
     memcpy(graphs->pos, step->pos, (size_t)step->T * sizeof *graphs->pos);
     memcpy(graphs->kv_slot, step->kv_slot, (size_t)step->T * sizeof *graphs->kv_slot);
+    if (dev->options.n_windowed)
+        memcpy(graphs->windowed_slot, step->windowed_slot ? step->windowed_slot : step->kv_slot,
+               (size_t)step->T * sizeof *graphs->windowed_slot);
     memcpy(graphs->samples, step->samples, (size_t)step->n_samples * sizeof *graphs->samples);
     graph_pad_step(dev, step->T, T);
     return &graphs->padded_step;
@@ -15664,7 +15858,8 @@ static const toka_step *graph_padded_step(toka_device *dev, const toka_step *ste
 /* Returns the graph of this size for the step's number of attention launches; NULL: there is
  * none. */
 static step_graph *graph_find(toka_device *dev, int size_index) {
-    const int n_launches = attn_launches(dev->attn);
+    int n_launches = attn_launches(dev->attn);
+    if (dev->attn_windowed) n_launches = max(n_launches, attn_launches(dev->attn_windowed));
     if (n_launches < 1 || n_launches > GRAPH_MAX_ATTENTION) return NULL;
     step_graph *graph = &dev->graphs.all[size_index * GRAPH_N_KINDS +
                                          (attn_uses_cluster(dev->attn) ? 0 : n_launches)];
@@ -15727,7 +15922,8 @@ static size_t step_rows_bytes(const toka_device *dev, int T, int n_samples) {
     size_t sample_bytes = dev->samp ? round_up((size_t)n_samples * sizeof(samp_params)) +
                                           round_up((size_t)n_samples * sizeof(int))
                                     : 0;
-    return 3 * round_up((size_t)T * sizeof(int)) + sample_bytes;
+    const size_t n_lists = dev->options.n_windowed ? 4 : 3;
+    return n_lists * round_up((size_t)T * sizeof(int)) + sample_bytes;
 }
 
 /* Writes all inputs of the step to the upload buffer, and decides whether the step runs as a graph.
@@ -15740,8 +15936,12 @@ static void step_write_upload(toka_device *dev, const toka_step *step, int size)
     const int T = size < 0 ? step->T : graph_sizes[size];
     dev->upload.used = step_rows_bytes(dev, T, size < 0 ? step->n_samples : T);
     attn_plan_step(dev, step);
-    dev->rows.copies = (const toka_copy *)upload_put(&dev->upload, step->copies,
-                                                     (size_t)step->n_copies * sizeof *step->copies);
+    const size_t copies_bytes = (size_t)step->n_copies * sizeof *step->copies;
+    dev->rows.copies = (const toka_copy *)upload_put(&dev->upload, step->copies, copies_bytes);
+    dev->rows.windowed_copies =
+        step->windowed_copies
+            ? (const toka_copy *)upload_put(&dev->upload, step->windowed_copies, copies_bytes)
+            : dev->rows.copies;
     dev->graphs.current = size < 0 ? NULL : graph_find(dev, size);
     if (dev->graphs.current) step = graph_padded_step(dev, step, T);
     const size_t end_offset = dev->upload.used;
@@ -15750,6 +15950,10 @@ static void step_write_upload(toka_device *dev, const toka_step *step, int size)
     dev->rows.pos = (const int *)upload_put(&dev->upload, step->pos, (size_t)step->T * sizeof(int));
     dev->rows.kv_slot = (const int *)upload_put(&dev->upload, step->kv_slot,
                                                 (size_t)step->T * sizeof(int));
+    dev->rows.windowed_slot = step->windowed_slot
+                                  ? (const int *)upload_put(&dev->upload, step->windowed_slot,
+                                                            (size_t)step->T * sizeof(int))
+                                  : dev->rows.kv_slot;
     if (dev->samp) samp_plan_step(dev, step);
     assert(dev->upload.used <= step_rows_bytes(dev, step->T, step->n_samples));
     dev->upload.used = end_offset;
@@ -15757,28 +15961,34 @@ static void step_write_upload(toka_device *dev, const toka_step *step, int size)
     else if (dev->samp) samp_plan_penalized(dev, step);
 }
 
-/* Begins to capture a step. The attention kernels of later steps are not known yet. So the plan of
- * attention gets n_launches placeholders, three per level; for kind 0 it gets one launch of cluster
- * split-KV. */
-static void graph_capture_begin(toka_device *dev, const toka_step *step) {
-    step_graph *graph = dev->graphs.current;
-    attn_plan *plan = dev->attn;
-    const int n_launches = (int)(graph - dev->graphs.all) % GRAPH_N_KINDS;
-    dev->upload.current = 0;
-    step_write_upload(dev, step, -1);
-    dev->graphs.current = graph;
+/* Gives a plan of attention n_launches placeholders, three per level. */
+static void graph_plan_placeholders(attn_plan *plan, int n_launches) {
+    plan->n_fused = plan->n_tile_pages = 0;
     plan->n_levels = ceil_div(n_launches, 3);
     for (int i = 0; i < plan->n_levels; i++)
         plan->levels[i] = attn_level{.n_tiles = n_launches > 3 * i,
                                      .n_small = n_launches > 3 * i + 1,
                                      .n_merges = n_launches > 3 * i + 2,
                                      .merge_nq = 1};
-    if (!n_launches)
-        plan->n_levels = 1, plan->n_fused = 0,
-        *plan->levels = attn_level{.n_cta_merges = 1, .cta_split_warps = 1};
-    assert(n_launches || attn_uses_cluster(plan));
+}
+/* Begins to capture a step. The attention kernels of later steps are not known yet. So the plans of
+ * attention get placeholders; for kind 0 that of the layers without a window gets one launch of
+ * cluster split-KV. */
+static void graph_capture_begin(toka_device *dev, const toka_step *step) {
+    step_graph *graph = dev->graphs.current;
+    const int kind = (int)(graph - dev->graphs.all) % GRAPH_N_KINDS;
+    dev->upload.current = 0;
+    step_write_upload(dev, step, -1);
+    dev->graphs.current = graph;
+    graph_plan_placeholders(dev->attn, max(kind, 1));
+    if (dev->attn_windowed) graph_plan_placeholders(dev->attn_windowed, max(kind, 1));
+    if (!kind) {
+        *dev->attn->levels = attn_level{.n_cta_merges = 1, .cta_split_warps = 1};
+        dev->attn->is_alone = true;
+        assert(attn_uses_cluster(dev->attn));
+    }
     graph->variable_nodes = (cudaGraphNode_t *)malloc(
-        ((size_t)dev->shape->L * (size_t)max(n_launches, 1) + GRAPH_SAMPLE_NODES) *
+        ((size_t)dev->shape->L * (size_t)max(kind, 1) + GRAPH_SAMPLE_NODES) *
         sizeof *graph->variable_nodes);
     if (!graph->variable_nodes) abort();
     latch_error(dev, cudaStreamBeginCapture(dev->stream, cudaStreamCaptureModeRelaxed), "capture");
@@ -15955,7 +16165,7 @@ static void cuda_copy_pages(toka_device *dev, const toka_step *step) {
     if (!op_begin(dev, NULL)) return;
     launch_dependent(dev, "copies of pages", copy_pages_kernel,
                      {dim3((unsigned)step->n_copies, (unsigned)shape->L), 256}, dev->rows.copies,
-                     kv_layout_of(dev), dev->kv_ids, shape->B);
+                     dev->rows.windowed_copies, kv_layout_of(dev), dev->kv_ids, shape->B);
 }
 
 /* Sets the state after an op that has written x. next_norm: the fused norm of which the op was the
@@ -16058,9 +16268,10 @@ static qkv_params qkv_params_of(const toka_device *dev, int layer, bf16 *q) {
     const layer_weights *weights = &dev->layers[layer];
     const step_rows *rows = &dev->rows;
     bf16 *kv = (bf16 *)kv_layer_at(kv_layout_of(dev), layer);
+    const int *kv_slot = weights->window ? rows->windowed_slot : rows->kv_slot;
     return qkv_params{
         weights->qkv.bias, weights->q_norm, weights->k_norm, shape->eps, shape->H, shape->K,
-        shape->B,          rows->pos,       rows->kv_slot,   dev->rope,  q,        kv,
+        shape->B,          rows->pos,       kv_slot,         dev->rope,  q,        kv,
         shape->D};
 }
 /* Returns whether a GEMM may have the QKV epilogue: that stores bf16 K and V. */
@@ -16208,6 +16419,7 @@ extern "C" const toka_backend toka_cuda = {
     .bench = cuda_bench,
     .activation_bytes = sizeof(bf16),
     .page_tok = TOKA_GPU_PAGE_TOK,
+    .has_windowed = true,
     .warm_up = true,
     .default_tokens = TOKA_GPU_DEFAULT_TOKENS,
     .default_seqs = TOKA_GPU_DEFAULT_SEQS,

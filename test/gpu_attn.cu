@@ -10,6 +10,7 @@
  *   lists                only the work list; needs no GPU
  *   fp8 [small]          FP8 K and V, D = 64 and 128
  *   sinks [small]        attention sinks
+ *   kinds [small]        layers with a window, which have pages of their own, beside layers without one
  *   bench [decode|tiles|samples|groups|running] [fp8] [--json]   timings */
 #include "../toka_kernels.cu"
 #include "gpu.cuh"
@@ -66,6 +67,9 @@ struct scene {
  * full of NaN; each block table ends with it. */
 struct host_step {
     std::vector<int> order, pos, kv_slot, pages;
+    /* windowed pages: page i of the scene is windowed_order[i], or -1 if no row sees it; there are n_windowed */
+    std::vector<int> windowed_order, windowed_slot, windowed_pages;
+    int n_windowed = 0;
     std::vector<toka_span> spans;
     toka_shape shape = {};
     toka_step step = {};
@@ -91,9 +95,25 @@ struct host_step {
             spans.push_back({s.seqs[i].row0, s.seqs[i].rows, first[i] + prefix_len[i] / s.c.B, prefix_len[i],
                 s.seqs[i].len - prefix_len[i]});
         shape.H = s.c.K * s.c.G, shape.K = s.c.K, shape.D = s.c.D, shape.B = s.c.B, shape.L = 1;
+        find_windowed(s, seed);
         step.T = s.T, step.pos = pos.data(), step.kv_slot = kv_slot.data(), step.pages = pages.data(),
             step.spans = spans.data(), step.n_spans = (int)spans.size();
     }
+    void find_windowed(scene &s, uint64_t seed) {
+        std::vector<int> at((size_t)s.n_pages + 1, -1); /* by page of the pool */
+        windowed_order.assign((size_t)s.n_pages, -1);
+        for (seq &x : s.seqs)
+            for (size_t i = 0; i < x.pages.size(); i++) {
+                const bool seen = (int)(i + 1) * s.c.B > x.len - x.rows - s.c.window + 1;
+                if (s.c.window && seen && windowed_order[x.pages[i]] < 0) windowed_order[x.pages[i]] = n_windowed++;
+            }
+        for (int &id : windowed_order)
+            if (id >= 0) id = (int)((id + seed) % n_windowed);
+        for (int i = 0; i < s.n_pages; i++) at[order[i]] = windowed_order[i];
+        for (int page : pages) windowed_pages.push_back(at[page]);
+        for (int slot : kv_slot) windowed_slot.push_back(at[slot / s.c.B] * s.c.B + slot % s.c.B);
+    }
+    void use_windowed() { step.windowed_pages = windowed_pages.data(), step.windowed_slot = windowed_slot.data(); }
 };
 
 /* Fills kv_slot .x with the random values of kv_slot .y. */
@@ -202,49 +222,63 @@ static std::vector<float> sinks_of(int H, uint64_t seed) {
     return sinks;
 }
 
-/* A scene on the device, ready to run attention. */
+/* A scene on the device, ready to run attention. kinds: layer 0 has the window and windowed pages, layer 1 has neither. Else there is
+ * one layer. */
 struct device_scene : host_step {
     scene &sc;
     toka_device *d = gpu_device();
-    layer_weights layer = {};
-    gpu_buf<bf16> kv, q, o;
+    layer_weights layers[2] = {};
+    const bool kinds;
+    const size_t page, windowed_elems; /* elements of a page; of layer 0 with kinds, else 0 */
+    gpu_buf<bf16> kv, q, o;     /* kv: layer after layer */
     gpu_buf<unsigned char> fp8; /* with test_fp8: the pages; kv has their values */
     gpu_buf<float> sinks;       /* [H] */
-    device_scene(scene &s, bool share, float q_scale, int seed)
-        : host_step(s, share, seed), sc(s), kv((size_t)(s.n_pages + 1) * s.c.K * 2 * s.c.B * s.c.D),
+    device_scene(scene &s, bool share, float q_scale, int seed, bool kinds_ = false)
+        : host_step(s, share, seed), sc(s), kinds(kinds_), page((size_t)s.c.K * 2 * s.c.B * s.c.D),
+          windowed_elems(kinds ? (size_t)n_windowed * page : 0), kv(windowed_elems + (size_t)(s.n_pages + 1) * page),
           q((size_t)s.T * s.c.K * s.c.G * s.c.D), o(q.n), fp8(test_fp8 ? kv.n / s.c.D * (s.c.D + 1) : 16),
           sinks((size_t)s.c.K * s.c.G) {
-        std::vector<int2> slots;
-        for (seq &x : s.seqs)
-            for (int i = 0; i < x.len; i++) {
-                const seq &like = i >= x.from && i < x.upto ? s.seqs[x.like] : x;
-                auto kv_slot = [&](const seq &y) { return order[y.pages[i / s.c.B]] * s.c.B + i % s.c.B; };
-                slots.push_back({kv_slot(x), kv_slot(like)});
-            }
-        gpu_buf<int2> dev_slots(slots.size());
-        dev_slots.set(slots);
-        fill_slots<<<1024, 128>>>(kv.p(), dev_slots.p(), (int)slots.size(), s.c.K, s.c.D, __builtin_ctz(s.c.B), seed, 1);
+        layers[0].window = s.c.window;
+        if (test_sinks) sinks.set(sinks_of(s.c.K * s.c.G, (uint64_t)seed)), layers[0].sinks = layers[1].sinks = sinks.p();
+        d->shape = &shape, d->layers = layers, d->kv_pool = test_fp8 ? (bf16 *)fp8.p() : kv.p();
+        d->kv_layer_elems = (size_t)(s.n_pages + 1) * page;
+        d->kv_fp8[0] = test_fp8 ? 3 : 0;
+        if (kinds) shape.L = 2, d->kv_windowed[0] = 1, d->kv_windowed_elems = windowed_elems, use_windowed();
+        if (test_fp8) GPU_OK(cudaMemset(fp8.p(), 0xFF, fp8.n));
+        for (int layer = 0; layer < shape.L; layer++) fill(layer, seed);
         gpu_random(q, seed + 1, q_scale);
-        layer.window = s.c.window;
-        if (test_sinks) sinks.set(sinks_of(s.c.K * s.c.G, (uint64_t)seed)), layer.sinks = sinks.p();
-        d->shape = &shape, d->layers = &layer, d->kv_pool = kv.p(), d->kv_layer_elems = kv.n;
-        if (test_fp8) { /* each slot once: pages of a shared prefix are in many sequences */
-            auto less = [](int2 a, int2 b) { return a.x < b.x; };
-            auto equal = [](int2 a, int2 b) { return a.x == b.x; };
-            std::sort(slots.begin(), slots.end(), less);
-            slots.erase(std::unique(slots.begin(), slots.end(), equal), slots.end());
-            GPU_OK(cudaDeviceSynchronize());
-            dev_slots.set(slots);
-            GPU_OK(cudaMemset(fp8.p(), 0xFF, fp8.n));
-            round_all<<<ceil_div((int)slots.size() * 2 * s.c.K, 128), 128>>>(kv.p(), fp8.p(), dev_slots.p(), (int)slots.size(), s.c.K, s.c.D,
-                                                                            __builtin_ctz(s.c.B));
-            GPU_OK(cudaDeviceSynchronize());
-            d->kv_pool = (bf16 *)fp8.p(), d->kv_fp8[0] = 1;
-        }
         d->options.max_tokens = s.T, d->options.n_pages = s.n_pages + 1;
         attn_open(d);
         upload_open(d, &d->upload, attn_upload_bytes(d) + (size_t)s.T * sizeof(int) + 64, false);
         plan();
+    }
+    bf16 *kv_of(int layer) { return kv.p() + (kinds && layer ? windowed_elems : 0); }
+    unsigned char *fp8_of(int layer) { return fp8.p() + (kinds && layer ? windowed_elems / sc.c.D * (sc.c.D + 1) : 0); }
+    /* K and V of all positions. Both layers have the same numbers. */
+    void fill(int layer, int seed) {
+        const scene &s = sc;
+        const bool windowed = kinds && !layer;
+        std::vector<int2> slots; /* a slot, and the slot whose random numbers it has */
+        for (const seq &x : s.seqs)
+            for (int i = 0; i < x.len; i++) {
+                const seq &like = i >= x.from && i < x.upto ? s.seqs[x.like] : x;
+                const int at = windowed ? windowed_order[x.pages[i / s.c.B]] : order[x.pages[i / s.c.B]];
+                if (at >= 0) slots.push_back({at * s.c.B + i % s.c.B, order[like.pages[i / s.c.B]] * s.c.B + i % s.c.B});
+            }
+        gpu_buf<int2> dev_slots(slots.size());
+        dev_slots.set(slots);
+        fill_slots<<<1024, 128>>>(kv_of(layer), dev_slots.p(), (int)slots.size(), s.c.K, s.c.D, __builtin_ctz(s.c.B), seed, 1);
+        GPU_OK(cudaDeviceSynchronize());
+        if (!test_fp8) return;
+        /* each slot once: pages of a shared prefix are in many sequences */
+        auto less = [](int2 a, int2 b) { return a.x < b.x; };
+        auto equal = [](int2 a, int2 b) { return a.x == b.x; };
+        std::sort(slots.begin(), slots.end(), less);
+        slots.erase(std::unique(slots.begin(), slots.end(), equal), slots.end());
+        dev_slots.set(slots);
+        round_all<<<ceil_div((int)slots.size() * 2 * s.c.K, 128), 128>>>(kv_of(layer), fp8_of(layer), dev_slots.p(), (int)slots.size(), s.c.K,
+                                                                        s.c.D, __builtin_ctz(s.c.B));
+        GPU_OK(cudaDeviceSynchronize());
     }
     void plan() {
         d->upload.used = 0;
@@ -253,7 +287,7 @@ struct device_scene : host_step {
         upload_send(d, &d->upload);
         GPU_OK(cudaStreamSynchronize(d->stream));
     }
-    void run() { attention(d, 0, q.p(), o.p()); }
+    void run(int layer = 0) { attention(d, layer, q.p(), o.p()); }
     /* K and V of the step's rows are NaN until the previous kernel stores them, and attention may
      * start before. */
     void run_late() {
@@ -277,18 +311,18 @@ struct device_scene : host_step {
         GPU_OK(cudaStreamSynchronize(d->stream));
         return gpu_check(!d->error.code, "%s: %s", what, d->error.msg);
     }
-    std::vector<double> wanted() {
+    std::vector<double> wanted(int layer = 0) {
         size_t table_len = 0, row = 0;
         for (seq &x : sc.seqs) table_len = std::max(table_len, x.pages.size());
         std::vector<int> t((size_t)sc.T * table_len, 0);
         for (size_t i = 0, at = 0; i < sc.seqs.size(); at += sc.seqs[i].pages.size() + 3, i++)
             for (int r = 0; r < sc.seqs[i].rows; r++, row++)
-                for (size_t j = 0; j < sc.seqs[i].pages.size(); j++) t[row * table_len + j] = pages[at + j];
+                for (size_t j = 0; j < sc.seqs[i].pages.size(); j++) t[row * table_len + j] = (kinds && !layer ? windowed_pages : pages)[at + j];
         gpu_buf<int> tables(t.size());
         gpu_buf<double> r(q.n);
         tables.set(t);
-        reference<<<sc.T * sc.c.K * sc.c.G, 128>>>(q.p(), kv.p(), tables.p(), (int)table_len, d->rows.pos, r.p(), sc.c.K, sc.c.G,
-                                                   sc.c.D, __builtin_ctz(sc.c.B), sc.c.window, layer.sinks);
+        reference<<<sc.T * sc.c.K * sc.c.G, 128>>>(q.p(), kv_of(layer), tables.p(), (int)table_len, d->rows.pos, r.p(), sc.c.K, sc.c.G,
+                                                   sc.c.D, __builtin_ctz(sc.c.B), layers[layer].window, layers[layer].sinks);
         GPU_OK(cudaDeviceSynchronize());
         return r.host();
     }
@@ -296,7 +330,7 @@ struct device_scene : host_step {
         attn_close(d);
         for (int i = 0; i < d->n_allocations; i++) cudaFree(d->allocations[i]);
         upload_close(&d->upload);
-        d->n_allocations = 0, d->error.code = 0, d->kv_fp8[0] = 0;
+        d->n_allocations = 0, d->error.code = 0, d->kv_fp8[0] = d->kv_windowed[0] = 0;
     }
 };
 
@@ -305,6 +339,20 @@ struct device_scene : host_step {
 static void set_few_sms_for_groups(attn_plan *p, int T) {
     p->n_sms = ceil_div(T, std::min(p->small_rows, (int)ATTN_PREFIX_GROUP)) * p->K;
     p->group_max_work = p->group_max_work_fused = INT64_MAX / 2;
+}
+
+static void check_o(device_scene &st, const std::vector<bf16> &got, const std::vector<double> &want, const char *what) {
+    const int D = st.sc.c.D, HD = st.sc.c.K * st.sc.c.G * D;
+    double err = 0, ref = 0, worst = 0;
+    size_t worst_at = 0;
+    for (size_t i = 0; i < want.size(); i++) {
+        double e = (double)__bfloat162float(got[i]) - want[i];
+        err += e * e, ref += want[i] * want[i];
+        if (!(fabs(e) <= worst)) worst = fabs(e), worst_at = i;
+    }
+    gpu_check(sqrt(err / ref) < 5e-3 && worst < 0.05 && st.o.guards_hold() && st.q.guards_hold(),
+              "%s: relative error %.2e, largest %.3g (row %d head %d column %d: %.5g, expected %.5g)", what, sqrt(err / ref), worst,
+              (int)(worst_at / HD), (int)(worst_at % HD / D), (int)(worst_at % D), (double)__bfloat162float(got[worst_at]), want[worst_at]);
 }
 
 static void check(scene &s, const char *name, float q_scale = 1.5f, bool late = false) {
@@ -330,15 +378,7 @@ static void check(scene &s, const char *name, float q_scale = 1.5f, bool late = 
             if (!st.ok(what)) continue;
             /* after attention has run: only now are the late rows stored */
             if (!mode) want = st.wanted();
-            std::vector<bf16> got = st.o.host();
-            double err = 0, ref = 0, worst = 0;
-            size_t worst_at = 0;
-            for (size_t i = 0; i < want.size(); i++) {
-                double e = (double)__bfloat162float(got[i]) - want[i];
-                err += e * e, ref += want[i] * want[i];
-                if (!(fabs(e) <= worst)) worst = fabs(e), worst_at = i;
-            }
-            int HD = s.c.K * s.c.G * s.c.D;
+            const std::vector<bf16> got = st.o.host();
             if (attn_uses_cluster(st.d->attn)) {
                 st.d->attn->allow_clusters = false;
                 st.o.poison();
@@ -360,11 +400,27 @@ static void check(scene &s, const char *name, float q_scale = 1.5f, bool late = 
                           "%s: pages unpacked span by span give another result", what);
                 p->max_unpacked = max_unpacked;
             }
-            gpu_check(sqrt(err / ref) < 5e-3 && worst < 0.05 && st.o.guards_hold() && st.q.guards_hold(),
-                      "%s: relative error %.2e, largest %.3g (row %d head %d column %d: %.5g, expected %.5g)", what, sqrt(err / ref),
-                      worst, (int)(worst_at / HD), (int)(worst_at % HD / s.c.D), (int)(worst_at % s.c.D),
-                      (double)__bfloat162float(got[worst_at]), want[worst_at]);
+            check_o(st, got, want, what);
         }
+    }
+}
+
+/* The same for the layers of a model with windows in some layers. Of a shared prefix of which the window leaves too little, the layer
+ * with the window has no shared span. n_levels: of its plan; 0: any. */
+static void check_kinds(scene &s, const char *name, int n_levels = 0) {
+    char what[200];
+    for (int share = s.shared.empty() ? 0 : 1; share >= 0; share--) {
+        device_scene st(s, share, 1.5f, (int)(gpu_mix(gpu_seed + s.T * 37 + s.c.D) >> 33), true);
+        for (int layer = 0; layer < 2; layer++) {
+            snprintf(what, sizeof what, "kinds, %s D=%d K=%d G=%d B=%d window=%d%s%s%s, layer %d", name, s.c.D, s.c.K, s.c.G, s.c.B, s.c.window,
+                     test_sinks ? " sinks" : "", test_fp8 ? " fp8" : "", s.shared.empty() ? "" : share ? " shared" : " unshared", layer);
+            st.o.poison();
+            st.run(layer);
+            if (!st.ok(what)) continue;
+            check_o(st, st.o.host(), st.wanted(layer), what);
+        }
+        const int levels = st.d->attn_windowed->n_levels;
+        gpu_check(!share || !n_levels || levels == n_levels, "%s: the plan of the layer with the window has %d levels, expected %d", what, levels, n_levels);
     }
 }
 
@@ -403,6 +459,14 @@ static void add_samples(scene &s, int n, int pages, int tail, int max_own) {
     for (int i = 0; i < n; i++) s.add(pages * s.c.B + tail + 1 + (int)(gpu_mix(i) % (uint64_t)max_own), 1, prefix);
     s.share(first, n, 0, pages);
     if (tail) s.share_tail(first, n, tail);
+}
+/* Samples of a prompt that ends within a page. The first one is so far ahead that a short window does not reach the prompt any more: its
+ * page with the prompt's tail is gone, which the others still read. */
+static void add_ahead(scene &s, int n) {
+    const std::vector<int> prefix = s.take_pages(2);
+    const int prompt = 2 * s.c.B + s.c.B / 2 - 2, first = (int)s.seqs.size();
+    for (int i = 0; i < n; i++) s.add(prompt + 1 + (i ? i % 20 : 400), 1, prefix);
+    s.share(first, n, 0, 2), s.share_tail(first, n, s.c.B / 2 - 2);
 }
 /* The case for attn_fused: enough samples that it is chosen. */
 static void test_samples(int D, int G, int rows) {
@@ -554,6 +618,12 @@ struct list_check {
     /* the last level that computed the query: items of one level run concurrently */
     std::vector<int> when;
     int bad = 0, splits = 0, now = 0;
+    int window = 0;         /* of the plan: positions before it count for nothing */
+    /* Is position t of the row on this page? A shared tail may be read from the row's own page if there is a window. */
+    bool is_on(int page, int row, int t) const {
+        const std::vector<int> &ids = window ? h.windowed_pages : h.pages;
+        return (t < tail[row] && page == ids[like_table[row] + t / h.shape.B]) || ((t >= tail[row] || window) && page == ids[table[row] + t / h.shape.B]);
+    }
     void finish_queries(int q0, int nq, int where) {
         for (int q = q0; q < q0 + nq; q++) {
             bad += state[q] != (where & ATTN_MERGE_STATE ? 1 : 0) || when[q] == now;
@@ -566,12 +636,16 @@ struct list_check {
             int row = q / G, end = std::min(it.kv1, h.pos[row] + 1);
             lo = std::min(lo, h.pos[row]), hi = std::max(hi, h.pos[row]);
             for (int t = it.kv0 + it.skip; t < end; t++) {
-                bad += seen[q][t]++ != 0;
-                bad += pages[it.page0 + (t - it.kv0) / h.shape.B] != h.pages[(t < tail[row] ? like_table : table)[row] + t / h.shape.B];
+                const int page = pages[it.page0 + (t - it.kv0) / h.shape.B];
+                bad += seen[q][t]++ != 0 || page < 0 || (first_seen(row) <= t && !is_on(page, row, t));
             }
         }
         bad += lo != it.pos_lo || hi != it.pos_hi || it.kv0 % h.shape.B || it.kv1 > hi + 1;
+        /* what is read: the window and a page, and the rows between the first and the last one */
+        bad += window && it.kv1 > it.kv0 && it.kv1 - it.kv0 > window + hi - lo + h.shape.B;
     }
+    int first_seen(int row) const { return window ? std::max(0, h.pos[row] - window + 1) : 0; }
+    int left(int q, int G) const { return state[q] != 2 || std::count(seen[q].begin() + first_seen(q / G), seen[q].end(), 0) != 0; }
     void level(const attn_level &l) {
         std::vector<char> slots((size_t)p->max_split_bufs, 0);
         for (int m = l.merge0; m < l.merge0 + l.n_merges; m++) {
@@ -643,20 +717,13 @@ struct list_check {
     }
 };
 enum list_mode { ANY, FUSED, GROUPS, MIXED };
-static void check_list(scene &s, bool share, bool hopper, bool want_splits, const char *name, list_mode mode = ANY,
-                       int n_sms = 132) {
-    host_step h(s, share, 99);
-    toka_device d = {};
-    d.shape = &h.shape, d.n_sms = n_sms, d.hopper = hopper, d.options.max_tokens = s.T, d.kv_layer_elems = 1 << 20;
-    attn_plan_open(&d);
-    std::vector<char> up(attn_upload_bytes(&d) + 64);
-    d.upload.host[0] = d.upload.device[0] = (char *)(((uintptr_t)up.data() + 15) & ~(uintptr_t)15), d.upload.cap = up.size() - 16;
-    if (mode == MIXED) set_few_sms_for_groups(d.attn, s.T);
-    attn_plan_step(&d, &h.step);
-    list_check c = {h, d.attn, d.attn->dev_pages};
-    int G = s.c.G, at = 0, left = 0;
-    if (d.error.code) d.attn->n_levels = d.attn->n_fused = 0; /* the list is not complete */
-    for (seq &x : s.seqs) {
+/* Follows the lists of one plan. */
+static void check_plan(const scene &s, host_step &h, const attn_plan *plan, bool share, bool want_splits, const char *name, const toka_err &error) {
+    list_check c = {h, plan, plan->dev_pages};
+    const int G = s.c.G;
+    int at = 0, left = 0;
+    c.window = plan->window;
+    for (const seq &x : s.seqs) {
         c.table.insert(c.table.end(), (size_t)x.rows, at);
         c.tail.insert(c.tail.end(), (size_t)x.rows, share ? x.upto : 0);
         c.like_table.insert(c.like_table.end(), (size_t)x.rows, x.upto ? c.table[s.seqs[x.like].row0] : at);
@@ -664,17 +731,35 @@ static void check_list(scene &s, bool share, bool hopper, bool want_splits, cons
     }
     for (int q = 0; q < s.T * G; q++) c.seen.emplace_back((size_t)h.pos[q / G] + 1, 0);
     c.state.resize((size_t)s.T * G, 0), c.when.resize((size_t)s.T * G, -1);
-    for (int i = 0; i < d.attn->n_levels; i++) c.level(d.attn->levels[i]);
+    for (int i = 0; i < plan->n_levels; i++) c.level(plan->levels[i]);
     c.fused_items();
+    for (int q = 0; q < s.T * G; q++) left += c.left(q, G);
+    gpu_check(!c.bad && !left && !error.code && (!want_splits || c.splits),
+              "work list of %s G=%d D=%d window=%d: %d wrong, %d queries left, %d splits%s", name, G, s.c.D, plan->window, c.bad, left, c.splits,
+              error.code ? error.msg : "");
+}
+/* With a window in the scene, there are two layers, one of them with that window and windowed pages. */
+static void check_list(scene &s, bool share, bool hopper, bool want_splits, const char *name, list_mode mode = ANY,
+                       int n_sms = 132) {
+    host_step h(s, share, 99);
+    toka_device d = {};
+    layer_weights layers[2] = {};
+    layers[1].window = s.c.window;
+    d.shape = &h.shape, d.n_sms = n_sms, d.hopper = hopper, d.options.max_tokens = s.T, d.kv_layer_elems = 1 << 20;
+    if (s.c.window) d.layers = layers, h.shape.L = 2, h.use_windowed();
+    attn_plan_open(&d);
+    std::vector<char> up(attn_upload_bytes(&d) + 64);
+    d.upload.host[0] = d.upload.device[0] = (char *)(((uintptr_t)up.data() + 15) & ~(uintptr_t)15), d.upload.cap = up.size() - 16;
+    if (mode == MIXED) set_few_sms_for_groups(d.attn, s.T);
+    attn_plan_step(&d, &h.step);
+    if (d.error.code) d.attn->n_levels = d.attn->n_fused = 0; /* the list is not complete */
     gpu_check(mode != FUSED || d.attn->n_fused || s.c.D > ATTN_FUSED_D,
-        "work list of %s G=%d D=%d: no item for attn_fused", name, G, s.c.D);
+        "work list of %s G=%d D=%d: no item for attn_fused", name, s.c.G, s.c.D);
     gpu_check((mode != GROUPS && mode != MIXED) || (d.attn->prefix_groups && d.attn->mixed_groups == (mode == MIXED)),
-        "work list of %s G=%d D=%d: not by %s", name, G, s.c.D,
+        "work list of %s G=%d D=%d: not by %s", name, s.c.G, s.c.D,
               mode == MIXED ? "mixed groups" : "groups");
-    for (int q = 0; q < s.T * G; q++) left += c.state[q] != 2 || std::count(c.seen[q].begin(), c.seen[q].end(), 0) != 0;
-    gpu_check(!c.bad && !left && !d.error.code && (!want_splits || c.splits),
-              "work list of %s G=%d D=%d: %d wrong, %d queries left, %d splits%s", name, G, s.c.D, c.bad, left, c.splits,
-              d.error.code ? d.error.msg : "");
+    check_plan(s, h, d.attn, share, want_splits, name, d.error);
+    if (d.attn_windowed) check_plan(s, h, d.attn_windowed, share, false, name, d.error);
     attn_close(&d);
 }
 /* A chain of `turns` prefixes, each `pages` pages longer than the one before. `each` rows continue
@@ -688,39 +773,46 @@ static void add_chain(scene &s, int turns, int pages, int each, int own) {
     }
     for (int i = 0; i < turns; i++) s.share(i * each, (turns - i) * each, i * pages, pages);
 }
+static void test_lists_of(int D, int G, bool hopper, int window) {
+    const shape_case two = {D, 2, G, 64, window}, eight = {D, 8, G, 64, window};
+    scene few(two), many(two), tree(two), chunk(two), tails(two), samples(eight);
+    add_tails(tails, 1), add_tails(tails, 5);
+    scene ahead(eight);
+    add_ahead(ahead, 200);
+    check_list(ahead, true, hopper, false, "samples, one of them ahead");
+    for (int i = 0; i < 5; i++) add_samples(samples, 300 + i, i, 9 * i + 1, 1 + i * 30);
+    check_list(samples, true, hopper, false, "samples", hopper && D >= 64 && G <= 8 ? FUSED : ANY);
+    for (int rows : {1, 2, 9, 26}) { /* prefix groups */
+        scene few_samples(eight);
+        for (int i = 0; i < 3; i++) add_samples(few_samples, rows, 1 + 4 * i, 9 * i + 1, 1 + i * 60);
+        few_samples.add(130, 1);
+        check_list(few_samples, true, hopper, false, "samples in few rows", hopper && D >= 64 && G <= 8 ? GROUPS : ANY);
+        if (rows > 8 && hopper && D >= 64 && G <= 8) check_list(few_samples, true, hopper, false,
+            "samples in mixed groups", MIXED);
+    }
+    scene turns(two), far(two);
+    add_chain(turns, 100, 1, 2, 5), add_chain(far, 8, 128, 1, 2001);
+    check_list(turns, true, hopper, false, "many levels");
+    check_list(far, true, hopper, true, "many levels, split", ANY, 8);
+    check_list(tails, true, hopper, false, "prompts that end within a page");
+    for (int n : {5000, 3000, 900, 17}) few.add(n, 1);
+    few.add(4000, 50);
+    for (int i = 0; i < 700; i++) many.add(41 + i * 37 % 400, 1 + i % 90 / 88 * 40);
+    grow(tree, 3, 5, {}, 1, 12), grow(tree, 1, 70, {}, 2, 30), tree.add(300, 300);
+    chunk.add(9000, 512);
+    check_list(few, false, hopper, true, "few long sequences");
+    check_list(many, false, hopper, false, "many sequences");
+    check_list(tree, true, hopper, false, "a tree");
+    check_list(tree, false, hopper, false, "a tree, unshared");
+    check_list(chunk, false, hopper, false, "a chunk");
+}
 static void test_lists() {
     for (int G : {1, 4, 24})
         for (int D : {40, 64, 128})
             for (bool hopper : {false, true}) {
-                scene few({D, 2, G, 64, 0}), many({D, 2, G, 64, 0}), tree({D, 2, G, 64, 0}), chunk({D, 2, G, 64, 0});
-                scene tails({D, 2, G, 64, 0});
-                add_tails(tails, 1), add_tails(tails, 5);
-                scene samples({D, 8, G, 64, 0});
-                for (int i = 0; i < 5; i++) add_samples(samples, 300 + i, i, 9 * i + 1, 1 + i * 30);
-                check_list(samples, true, hopper, false, "samples", hopper && D >= 64 && G <= 8 ? FUSED : ANY);
-                for (int rows : {1, 2, 9, 26}) { /* prefix groups */
-                    scene few_samples({D, 8, G, 64, 0});
-                    for (int i = 0; i < 3; i++) add_samples(few_samples, rows, 1 + 4 * i, 9 * i + 1, 1 + i * 60);
-                    few_samples.add(130, 1);
-                    check_list(few_samples, true, hopper, false, "samples in few rows", hopper && D >= 64 && G <= 8 ? GROUPS : ANY);
-                    if (rows > 8 && hopper && D >= 64 && G <= 8) check_list(few_samples, true, hopper, false,
-                        "samples in mixed groups", MIXED);
-                }
-                scene turns({D, 2, G, 64, 0}), far({D, 2, G, 64, 0});
-                add_chain(turns, 100, 1, 2, 5), add_chain(far, 8, 128, 1, 2001);
-                check_list(turns, true, hopper, false, "many levels");
-                check_list(far, true, hopper, true, "many levels, split", ANY, 8);
-                check_list(tails, true, hopper, false, "prompts that end within a page");
-                for (int n : {5000, 3000, 900, 17}) few.add(n, 1);
-                few.add(4000, 50);
-                for (int i = 0; i < 700; i++) many.add(41 + i * 37 % 400, 1 + i % 90 / 88 * 40);
-                grow(tree, 3, 5, {}, 1, 12), grow(tree, 1, 70, {}, 2, 30), tree.add(300, 300);
-                chunk.add(9000, 512);
-                check_list(few, false, hopper, true, "few long sequences");
-                check_list(many, false, hopper, false, "many sequences");
-                check_list(tree, true, hopper, false, "a tree");
-                check_list(tree, false, hopper, false, "a tree, unshared");
-                check_list(chunk, false, hopper, false, "a chunk");
+                test_lists_of(D, G, hopper, 0);
+                if (D != 64 || G != 4) continue;
+                for (int window : {1, 70, 128, 1500}) test_lists_of(D, G, hopper, window);
             }
 }
 
@@ -957,8 +1049,44 @@ static void test_sinks_all(bool small) {
     test_sinks = false;
 }
 
+static void test_kinds_of(shape_case c, bool small) {
+    scene decode(c), prefill(c), tails(c), samples({c.D, 8, c.G, c.B, c.window}), few({c.D, 2, c.G, c.B, c.window}), tree(c);
+    for (int n : lengths) decode.add(n, 1), prefill.add(n, n);
+    for (int n : {1500, 2900}) decode.add(n, 1);
+    check_kinds(decode, "decode");
+    prefill.add(300, 1), prefill.add(700, 37), prefill.add(901, 200), prefill.add(2000, 300);
+    check_kinds(prefill, "prefill");
+    tails.add(100, 1);
+    add_tails(tails, 1), add_tails(tails, 3);
+    check_kinds(tails, "tails");
+    scene ahead({c.D, 8, c.G, c.B, c.window});
+    add_ahead(ahead, 100);
+    check_kinds(ahead, "samples, one of them ahead");
+    for (int i = 0; i < 4; i++) add_samples(few, 1 + 4 * i, 2 * i, 9 * i + 1, 1 + i * 150);
+    check_kinds(few, "samples, few");
+    grow(tree, 3, 3, {}, 1, 6), tree.add(130, 5), grow(tree, 1, 5, {}, 70, 5);
+    check_kinds(tree, "tree");
+    for (int pages : {1, 4, 11}) add_samples(samples, small ? 100 : 300 + pages, pages, pages == 4 ? 0 : pages * 5, pages * 33);
+    samples.add(700, 1);
+    check_kinds(samples, "samples", c.window == 1 ? 1 : c.window == 1000 ? 2 : 0);
+}
+static void test_kinds_all(bool small) {
+    for (int window : {1, 64, 128, 1000}) {
+        for (int D : {64, 128})
+            for (int G : {4, 8})
+                if (!small || G == 8) test_kinds_of({D, 2, G, 64, window}, small);
+        if (!small || window == 128) test_kinds_of({80, 2, 3, 64, window}, small), test_kinds_of({40, 1, 7, 16, window}, small);
+    }
+    test_fp8 = true;
+    for (int D : {64, 128}) test_kinds_of({D, 2, 8, 64, 128}, small);
+    test_fp8 = false, test_sinks = true;
+    test_kinds_of({64, 2, 8, 64, 128}, small); /* GPT-OSS */
+    test_sinks = false;
+}
+
 static void test_all(bool small) {
     if (!small) test_lists(), test_graphs();
+    test_kinds_all(small);
     test_fp8_all(small);
     test_sinks_all(small);
     const int Ds[] = {8, 16, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256}, Gs[] = {1, 2, 3, 4, 5, 7, 8, 12};
@@ -969,7 +1097,7 @@ static void test_all(bool small) {
         if (small && D != 64 && D != 80 && D != 128 && D != 256) continue;
         test_decode(c);
         test_prefill(c);
-        if (n % 3 == 1 || D == 64 || D == 128) test_late({D, 2, c.G, 64, 0});
+        if (n % 3 == 1 || D == 64 || D == 128) test_late({D, 2, c.G, 64, 0}), test_late({D, 2, c.G, 64, 100});
         test_tree(c, 1 + n % 3, 3, 1, 6);
         test_tails(c);
         c.window = 70;
@@ -1275,11 +1403,12 @@ static void bench_all(bool decode, bool tiles) {
 
 int main(int argc, char **argv) {
     bool small = false, timings = false, only_tiles = false, only_decode = false, samples = false, few_samples = false, running = false,
-         sinks = false;
+         sinks = false, kinds = false;
     for (int i = 1; i < argc; i++) {
         small |= !strcmp(argv[i], "small"), timings |= !strcmp(argv[i], "bench"), json |= !strcmp(argv[i], "--json");
         only_tiles |= !strcmp(argv[i], "tiles"), only_decode |= !strcmp(argv[i], "decode");
         test_fp8 |= !strcmp(argv[i], "fp8"), sinks |= !strcmp(argv[i], "sinks");
+        kinds |= !strcmp(argv[i], "kinds");
         samples |= !strcmp(argv[i], "samples"), few_samples |= !strcmp(argv[i], "groups"), running |= !strcmp(argv[i], "running");
     }
     if (argc > 1 && !strcmp(argv[1], "lists")) return test_lists(), test_graphs(), gpu_report();
@@ -1289,6 +1418,7 @@ int main(int argc, char **argv) {
     else if (timings && samples) bench_samples_all();
     else if (timings) bench_all(!only_tiles, !only_decode);
     else if (sinks) test_sinks_all(small);
+    else if (kinds) test_kinds_all(small);
     else if (test_fp8) test_fp8_all(small);
     else if (argc > 1 && !strcmp(argv[1], "tiny")) test_tiny();
     else if (few_samples) {

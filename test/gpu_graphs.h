@@ -2,17 +2,18 @@
  * once with graphs and once without; results must be equal. Sequences share one page with 48 and
  * one with 12 sequences, and have own pages. In each step other sequences are decoded together.
  * They use their last sampled token, end and start again. Their pages are zeros at first, in both
- * runs. Include after ../toka.c and gpu_host.h. */
+ * runs. Layers with windowed pages have for each sequence the two that its window reaches. Include after ../toka.c and gpu_host.h. */
 
 enum { G_SEQS = 288, G_FAMILY = 48, G_GROUP = 12, G_STEPS = 104, G_OWN = 4, G_LEN = 360 };
 enum { G_SHARED = G_SEQS / G_FAMILY + G_SEQS / G_GROUP };
 
 typedef struct g_step {
-    int32_t id[G_SEQS], pos[G_SEQS], kv_slot[G_SEQS], pages[7 * G_SEQS];
+    int32_t id[G_SEQS], pos[G_SEQS], kv_slot[G_SEQS], pages[7 * G_SEQS], windowed_slot[G_SEQS], windowed_pages[7 * G_SEQS];
+    int window; /* of the layers with windowed pages, at most a page; 0: there are none */
     toka_span spans[3 * G_SEQS];
     int32_t tables[G_SEQS][G_OWN + 2]; /* the block table of each row's sequence */
     toka_sample_row samples[G_SEQS];
-    toka_copy copy;
+    toka_copy copy, windowed_copy;
     toka_sample_result results[G_SEQS];
     int n_pages;
     toka_step s;
@@ -26,9 +27,17 @@ typedef struct g_seq { /* the next position; whether a token was sampled */
 static int g_page(int seq, int p) {
     return p > 1 ? G_SHARED + seq * G_OWN + p - 2 : p ? G_SEQS / G_FAMILY + seq / G_GROUP : seq / G_FAMILY;
 }
+/* The windowed page of page p > 0 of a sequence. */
+static int g_windowed_page(int seq, int p) {
+    return p > 1 ? seq * 2 + p % 2 : G_SEQS * 2 + seq / G_GROUP;
+}
 static void g_add_span(g_step *g, int row0, int n_rows, int kv0, int n_kv, int seq, int B) {
     g->spans[g->s.n_spans++] = (toka_span){row0, n_rows, g->n_pages, kv0, n_kv};
-    for (int p = kv0 / B; p * B < kv0 + n_kv; p++) g->pages[g->n_pages++] = g_page(seq, p);
+    for (int p = kv0 / B; p * B < kv0 + n_kv; p++) {
+        const bool seen = p && (p + 1) * B > kv0 + n_kv - g->window; /* page 0 never: sequences begin with two pages */
+        g->windowed_pages[g->n_pages] = seen ? g_windowed_page(seq, p) : -1;
+        g->pages[g->n_pages++] = g_page(seq, p);
+    }
 }
 /* Adds spans of page p for the rows that share it, if there are at least `above` + 1 of them. */
 static void g_add_shared_spans(g_step *g, int from, int to, int p, int each, int above, int B) {
@@ -71,6 +80,7 @@ static toka_sample_row g_sample_row(int row, int q, int len, bool one, bool mixe
 static void g_make_step(g_step *g, g_seq *seqs, int from, int to, int mode, int B) {
     const int shared = mode % 4, above = shared == 2 ? 2 : 1;
     g->s = (toka_step){.ids = g->id, .pos = g->pos, .kv_slot = g->kv_slot, .pages = g->pages, .spans = g->spans, .samples = g->samples};
+    if (g->window) g->s.windowed_slot = g->windowed_slot, g->s.windowed_pages = g->windowed_pages, g->s.windowed_copies = &g->windowed_copy;
     if (shared == 3) g_add_shared_spans(g, from, to, 0, G_FAMILY, 0, B), g_add_shared_spans(g, from, to, 1, G_GROUP, 0, B);
     for (int i = from, end; i < to; i = end) {
         for (end = i; end < to && end / G_GROUP == i / G_GROUP;) end++;
@@ -81,6 +91,7 @@ static void g_make_step(g_step *g, g_seq *seqs, int from, int to, int mode, int 
             g_add_span(g, row, 1, at, len + 1 - at, q, B);
             g->id[row] = seqs[q].has_sampled ? -1 - q : 5 + q % 200, g->pos[row] = len;
             g->kv_slot[row] = g_page(q, len / B) * B + len % B;
+            g->windowed_slot[row] = g_windowed_page(q, len / B) * B + len % B;
             g->samples[row] = g_sample_row(row, q, len, mode / 4 == 1, mode / 4 == 3);
             for (int p = 0; p * B <= len; p++) g->tables[row][p] = g_page(q, p);
             g->samples[row].pages = g->tables[row];
@@ -89,6 +100,7 @@ static void g_make_step(g_step *g, g_seq *seqs, int from, int to, int mode, int 
         }
     }
     g->s.T = g->s.n_samples = to - from;
+    g->windowed_copy = (toka_copy){g_windowed_page(from, 2), G_SEQS * 2 + G_SEQS / G_GROUP};
     if (mode / 4 == 2) g->copy = (toka_copy){G_SHARED + from * G_OWN, G_SHARED + G_SEQS * G_OWN}, g->s.copies = &g->copy, g->s.n_copies = 1;
 }
 
@@ -111,9 +123,12 @@ static int64_t g_run(const toka_options *o, g_step *steps, char *about, toka_err
     uint64_t rng = 1;
     for (int i = 0; i < G_SEQS; i++) seqs[i] = (g_seq){.len = 2 * t->shape.B + i * 37 % 100};
     int64_t first = 0, number = 1;
+    const kv_cache *kv = &t->engine->replicas[0].sched.kv;
+    if (kv->window && (kv->window > t->shape.B || kv->n_windowed <= G_SEQS * 2 + G_SEQS / G_GROUP)) number = 0;
     for (int i = 0; i < G_STEPS && number > 0; i++) {
         rng = rng * 6364136223846793005u + 1442695040888963407u;
         int n = sizes[i / 2 % COUNT(sizes)], from = (int)((rng >> 33) % (uint64_t)(G_SEQS - n + 1));
+        steps[i].window = kv->window;
         g_make_step(&steps[i], seqs, from, from + n, i % 4 + (i % 7 == 3 ? 4 : i % 11 == 5 ? 8 : i % 5 == 1 ? 12 : 0), t->shape.B);
         /* step 1 was the warm-up */
         steps[i].s.number = i + 2, steps[i].s.needs_step = i ? i + 1 : 0;

@@ -38,7 +38,7 @@ static int int_array(const json *array, int32_t *out, int cap) {
 enum { ROWS = 2048, CASES = 32 };
 
 typedef struct mix {
-    int32_t id[ROWS], pos[ROWS], kv_slot[ROWS], pages[ROWS];
+    int32_t id[ROWS], pos[ROWS], kv_slot[ROWS], pages[ROWS], windowed_slot[ROWS], windowed_pages[ROWS];
     toka_span spans[CASES];
     toka_sample_row out[8 * CASES];
     int n_pages;
@@ -48,8 +48,8 @@ typedef struct mix {
 static mix *mix_new(void) {
     mix *m = mem_zalloc(sizeof *m);
     m->s = (toka_step){.ids = m->id, .pos = m->pos, .kv_slot = m->kv_slot, .pages = m->pages, .spans = m->spans, .samples = m->out};
-    /* scattered over the pool: 7 and 251 are coprime */
-    for (int i = 0; i < ROWS; i++) m->pages[i] = (int32_t)((i * 7 + 3) % 251);
+    /* scattered over the pool: 7 and 251 are coprime, and so are 5 and 113 */
+    for (int i = 0; i < ROWS; i++) m->pages[i] = (int32_t)((i * 7 + 3) % 251), m->windowed_pages[i] = (int32_t)((i * 5 + 2) % 113);
     return m;
 }
 static void mix_add(mix *m, const int32_t *ids, int n, const int32_t *at, int n_at, int B) {
@@ -57,7 +57,8 @@ static void mix_add(mix *m, const int32_t *ids, int n, const int32_t *at, int n_
     for (int i = 0; i < n_at; i++) m->out[s->n_samples++] = (toka_sample_row){.row = s->T + at[i], .scored_id = 0};
     m->spans[s->n_spans++] = (toka_span){s->T, n, m->n_pages, 0, n};
     for (int p = 0; p < n; p++, s->T++)
-        m->id[s->T] = ids[p], m->pos[s->T] = p, m->kv_slot[s->T] = m->pages[m->n_pages + p / B] * B + p % B;
+        m->id[s->T] = ids[p], m->pos[s->T] = p, m->kv_slot[s->T] = m->pages[m->n_pages + p / B] * B + p % B,
+        m->windowed_slot[s->T] = m->windowed_pages[m->n_pages + p / B] * B + p % B;
     m->n_pages += (n + B - 1) / B;
 }
 
@@ -87,7 +88,9 @@ static void fixture(const char *name) {
     float *got = mem_alloc((size_t)m->s.n_samples * V * sizeof(float)), *want = mem_alloc((size_t)m->s.n_samples * V * sizeof(float));
     memset(got, 0xFF, (size_t)m->s.n_samples * V * sizeof(float));
     m->s.logits = got;
-    bool ran = g->replicas[0].sched.config.n_pages >= 251 && model_run_step(&g->replicas[0].model, &m->s, g->replicas[0].inflight[0].results, &e) == 0;
+    const kv_cache *kv = &g->replicas[0].sched.kv;
+    if (kv->window) m->s.windowed_slot = m->windowed_slot, m->s.windowed_pages = m->windowed_pages;
+    bool ran = g->replicas[0].sched.config.n_pages >= 251 && (!kv->window || (kv->n_windowed >= 113 && m->n_pages <= 113)) && model_run_step(&g->replicas[0].model, &m->s, g->replicas[0].inflight[0].results, &e) == 0;
     JSON_EACH(it, cases) {
         int n_at = int_array(json_get(it, "logit_positions"), at, 8);
         memcpy(want + (size_t)n_rows * V, bin.p + json_int(json_get(it, "logits_offset"), 0), (size_t)n_at * V * 4);
@@ -106,6 +109,22 @@ static void graphs(const char *name) {
     toka_options o = g_options(path);
     snprintf(path, sizeof path, "test/fixtures/%s", name);
     g_compare(name, &o);
+}
+
+/* A made-up model whose layers have windows of a page or none, on the kernels for Hopper. */
+static void graphs_of_kinds(void) {
+    char path[] = "/tmp/gpu_model_XXXXXX", folder[300];
+    FILE *f = fdopen(mkstemp(path), "w");
+    if (!f) abort();
+    fputs("kinds made-up/kinds - {\"model_type\": \"ministral\", \"num_hidden_layers\": 4, \"hidden_size\": 512, \"num_attention_heads\": 16, "
+          "\"num_key_value_heads\": 2, \"head_dim\": 64, \"intermediate_size\": 1024, \"vocab_size\": 2100, \"rms_norm_eps\": 1e-5, "
+          "\"max_position_embeddings\": 4096, \"sliding_window\": 64, \"layer_types\": [\"sliding_attention\", \"full_attention\", "
+          "\"sliding_attention\", \"full_attention\"]}\n", f);
+    fclose(f);
+    toka_options o = g_options(folder);
+    o.model = "made-up/kinds", o.models_file = path;
+    g_compare("windows in some layers", &o);
+    unlink(path);
 }
 
 /* ---- logits DIR IDS OUT ---- */
@@ -140,7 +159,7 @@ int main(int argc, char **argv) {
     bool only = argc > 2 && !strcmp(argv[1], "only");
     for (int i = 2; i < argc && only; i++) fixture(argv[i]), graphs(argv[i]);
     toka_options o = g_options("test/model");
-    if (!only) g_failing("test/model", &o, "3");
+    if (!only) g_failing("test/model", &o, "3"), graphs_of_kinds();
     DIR *d = only ? NULL : opendir("test/fixtures");
     for (struct dirent *it; d && (it = readdir(d));)
         if (it->d_name[0] != '.') fixture(it->d_name), graphs(it->d_name);

@@ -48,9 +48,11 @@ MUTANTS = [
            ("interleaved rows of gate and up are off by one", "`row / 8 * 16 + row % 8` : row)) * job.stride + col", "row / 8 * 16 + row % 7", "load .* by turns")),
     *group("copy_pages_kernel", "rows small", "copies of pages",
            ("the page of the wrong layer", "char *pages = kv_layer_at(kv, `(int)blockIdx.y`);", "0"),
-           ("a layer of bf16 as small as one of FP8", "at += kv.layer_bytes[`kv_is_fp8(kv.fp8, i)`];", "1", "copies of pages.* in d"),
+           ("a layer of bf16 as small as one of FP8", "kv.layer_bytes[kv_layer_bit(kv.windowed, layer)][`kv_is_fp8(kv.fp8, layer)`];", "1", "copies of pages.* in d"),
+           ("windowed pages are as many as the others", "kv.layer_bytes[`kv_layer_bit(kv.windowed, layer)`][", "0", "copies of pages.*windowed 15"),
+           ("the same pages with and without a window", "const toka_copy copy = (`is_windowed` ? windowed_copies : copies)", "false", "copies of pages.*windowed 15"),
            ("the last 16 bytes are missing", "i < `bytes / 16`; i += 256) to[i] = from[i];", "bytes / 16 - 1"),
-           ("the ids of the page are not copied", "kv_ids[copy.to * B + (int)threadIdx.x] = kv_ids[`copy.from` * B + (int)threadIdx.x];", "copy.to")),
+           ("the ids of the page are not copied", "kv_ids[ids.to * B + (int)threadIdx.x] = kv_ids[`ids.from` * B + (int)threadIdx.x];", "ids.to")),
     *group("embed_kernel", "rows small", "embed ",
            ("the last 16 bytes of a row are missing", "const uint4 vec = `table_row >= 0` && table_row < table.V", "table_row >= 0 && i + 1 < E / 8"),
            ("the last token of the previous seq", "id = id < 0 ? last_tokens[`-1 - id`] : id; if (kept.kv_ids", "max(-2 - id, 0)"),
@@ -318,10 +320,10 @@ MUTANTS = [
            ("rows of two prompts in one prefix group", "(mixed || (parent >= 0 && `plan->spans[plan->row_span[row + n_rows]].parent == parent`))) n_rows++;", "true"),
            ("a span that ends after the group counts rows of the next group", "visit(span_id, row, `min(first_row + n_rows, span->row0 + span->n_rows)` - row);", "span->row0 + span->n_rows"),
            ("a span that began before the group is left out", "if (row == `max(first_row, span->row0)`) visit(span_id, row,", "span->row0"),
-           ("groups are never mixed", "return (`n_groups * plan->K > plan->n_sms` && attn_prefix_groups_fit(dev, step, true))", "false")),
+           ("groups are never mixed", "return (`n_groups * plan->K > plan->n_sms` && attn_prefix_groups_fit(plan, step, true))", "false")),
     *group("attn_emit_cta_splits", "attn lists", "work list of (few|prompts|samples)",
-           ("splits lie one page apart", "item->kv1);\n        split->skip = (short)(i ? offset % dev->shape->B : item->skip), split->page0 = item->page0 + `page`;", "i"),
-           ("splits begin at a page boundary", "split->skip = (short)(i ? `offset % dev->shape->B` : item->skip)", "0")),
+           ("splits lie one page apart", "item->kv1);\n        split->skip = (short)(i ? offset % plan->B : item->skip), split->page0 = item->page0 + `page`;", "i"),
+           ("splits begin at a page boundary", "split->skip = (short)(i ? `offset % plan->B` : item->skip)", "0")),
     *group("attn_merge_splits", "attn splits", "(parts|long prefix|logits of 50|one key rules) ",
            ("weight of the wrong group", "row_sum += weight_sums[`j * row_threads`]; acc.x", "j"),
            ("the last split is missing", "for (int j = group; `j < merge.n_splits`; j += groups) {", "j + 1 < merge.n_splits"),
@@ -338,6 +340,15 @@ MUTANTS = [
            ("a merge without its last split", "attn_merge{item->q0, item->nq, plan->n_split_bufs, `n_splits`, item->flags}", "n_splits - 1"),
            ("the page ranges of splits overlap", "split->page0 = item->page0 + `i * split_pages`", "i * (split_pages - 1)"),
            ("the last page of a span is missing", "return `((span->kv0 & (B - 1)) + span->n_kv + B - 1) >> log2_B`;", "(span->n_kv + B - 1) >> log2_B")),
+
+    *group("attn_clip_step", "attn lists", "work list of .* window=[1-9]",
+           ("the window begins one position late", "const int from = min(max(clip->from, `lowest - plan->window + 1`), end);", "lowest - plan->window + 2"),
+           ("nobody reads what a shared span has left", "span->kv0 : `plan->clips[parent].from`;", "span->kv0"),
+           ("a page that is not there", "if (`id < 0`) return false;", "false", "work list of (samples|prompts that end).* window=[1-9]"),
+           ("a page of the layers without a window", "const int *pages = `step->windowed_pages ? step->windowed_pages : step->pages`;", "step->pages"),
+           ("the window of a tile is that of its span", "if (`plan->window`) from = min(max(from,", "false")),
+    *group("attention", "attn kinds small", "kinds, .* layer [01]",
+           ("the work list of the other layers", "const attn_plan *plan = `dev->layers[layer].window && dev->attn_windowed` ? dev->attn_windowed", "dev->attn_windowed && !dev->layers[layer].window")),
 
     # ---- Sampling ----
     *group("samp_filter_kernel", "samp small", "V \\d+, case \\d+",
@@ -425,6 +436,12 @@ MUTANTS = [
            ("biases of k and v in q's place", "load_add_job(loader, biases[i], `bias + weight_row_at(&parts, i, 0)`, biases[i]->cols", "bias", "qwen2 "),
            ("no window", "to->window = `from->window`;", "0", "mistral-short-window "),
            ("q's norm for k", "to->k_norm = `weight_load_vector(dev, &loader, &from->k_norm)`;", "to->q_norm", "qwen3 ")),
+    *group("attention", "model only ministral", "ministral .*graphs",
+           ("a launch that a plan does not have is that of an earlier step", "for (int i = attn_launches(plan); `i < n_nodes`; i++)", "false")),
+    *group("qkv_params_of", "model only ministral", "ministral .*logits",
+           ("K and V of layers with a window at the slots of the others", "const int *kv_slot = `weights->window` ? rows->windowed_slot", "false")),
+    *group("graph_pad_step", "model only ministral", "ministral .*graphs",
+           ("padding rows write to windowed page 0", "graphs->windowed_slot[i] = `dev->options.n_windowed * dev->shape->B`;", "0")),
     *group("graph_pad_step", "model only qwen2", "graphs",
            ("padding rows write to page 0", "graphs->kv_slot[i] = `dev->options.n_pages * dev->shape->B`;", "0")),
     *group("graph_padded_step", "model only qwen2", "graphs",
@@ -446,7 +463,7 @@ MUTANTS = [
 ]
 
 # kernels without a result that a test could check; and kernels of several ranks, which none of these tests launches (gpu_ranks.c does)
-NO_RESULT = {"bench_fill_kernel", "bench_read_kernel", "fault_kernel", "stall_kernel",
+NO_RESULT = {"attn_no_work", "bench_fill_kernel", "bench_read_kernel", "fault_kernel", "stall_kernel",
              "one_shot_kernel", "two_shot_kernel", "reduce_norm_kernel", "samp_merge_ranks_kernel", "samp_gather_logits_kernel"}
 
 

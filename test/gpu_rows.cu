@@ -102,37 +102,43 @@ static void test_embed(toka_device *d, int T, int E, int v0, int n) {
     gpu_check(same_bits(x.host(), want) && x.guards_hold(), "embed T=%d E=%d, ids %d to %d", T, E, v0, v0 + n - 1);
 }
 
-/* ---- Copies of KV pages: the listed pages in every layer, and no others. page, fp8_page: bytes; fp8: the layers with FP8 ---- */
+/* ---- Copies of KV pages: the listed pages in every layer, and no others. page, fp8_page: bytes; fp8, windowed: the layers with FP8, and
+ * with windowed pages, which are fewer by 2 ---- */
 
-static void test_copies(toka_device *d, int L, int n_pages, int page, int fp8_page, uint32_t fp8) {
-    kv_layout layout = {NULL, {(size_t)n_pages * page, (size_t)n_pages * fp8_page}, {page, fp8_page}, {fp8}};
+static void test_copies(toka_device *d, int L, int n_pages, int page, int fp8_page, uint32_t fp8, uint32_t windowed = 0) {
+    const int n_windowed = n_pages - 2;
+    kv_layout layout = {NULL, {}, {page, fp8_page}, {fp8}, {windowed}};
+    for (int i = 0; i < 4; i++) layout.layer_bytes[i / 2][i % 2] = (size_t)(i / 2 ? n_windowed : n_pages) * (i % 2 ? fp8_page : page);
+    auto has = [](uint32_t bits, int l) { return l < 32 && bits >> l & 1; };
+    auto bytes_of = [=](int l) { return has(fp8, l) ? fp8_page : page; };
     size_t all = 0; /* counted here, since kv_layer_at is what is tested */
-    for (int l = 0; l < L; l++) all += (size_t)n_pages * (l < 32 && fp8 >> l & 1 ? fp8_page : page);
+    for (int l = 0; l < L; l++) all += (size_t)(has(windowed, l) ? n_windowed : n_pages) * bytes_of(l);
     std::vector<char> want(all);
     gpu_buf<char> kv(want.size());
-    gpu_buf<toka_copy> copies(2);
+    gpu_buf<toka_copy> copies(2), windowed_copies(2);
     const int B = 64;
     gpu_buf<int> kv_ids((size_t)(n_pages * B));
     std::vector<int> want_ids;
     for (int i = 0; i < n_pages * B; i++) want_ids.push_back(i);
     kv_ids.set(want_ids);
-    std::vector<toka_copy> c = {{0, n_pages - 1}, {2, 1}};
+    const std::vector<toka_copy> c = {{0, n_pages - 1}, {2, 1}}, c_windowed = {{1, 0}, {n_windowed - 1, 2}};
     for (size_t i = 0; i < want.size(); i++) want[i] = (char)gpu_mix(gpu_seed + i);
-    kv.set(want), copies.set(c);
+    kv.set(want), copies.set(c), windowed_copies.set(c_windowed);
     layout.pool = kv.p();
     GPU_OK(cudaDeviceSynchronize());
     ptrdiff_t at = 0;
     for (int l = 0; l < L; l++) {
-        const int bytes = l < 32 && fp8 >> l & 1 ? fp8_page : page;
-        for (toka_copy k : c)
+        const int bytes = bytes_of(l);
+        for (toka_copy k : has(windowed, l) ? c_windowed : c)
             std::copy_n(want.begin() + at + k.from * (ptrdiff_t)bytes, bytes, want.begin() + at + k.to * (ptrdiff_t)bytes);
-        at += n_pages * (ptrdiff_t)bytes;
+        at += (has(windowed, l) ? n_windowed : n_pages) * (ptrdiff_t)bytes;
     }
     for (toka_copy k : c) std::copy_n(want_ids.begin() + k.from * B, B, want_ids.begin() + k.to * B);
-    launch_dependent(d, "copies", copy_pages_kernel, {dim3(2, (unsigned)L), 256}, copies.p(), layout, kv_ids.p(), B);
+    launch_dependent(d, "copies", copy_pages_kernel, {dim3(2, (unsigned)L), 256}, copies.p(), windowed_copies.p(), layout,
+                     kv_ids.p(), B);
     done(d, "copies of pages");
     gpu_check(kv_ids.host() == want_ids && kv_ids.guards_hold(), "copies of pages: kept ids");
-    gpu_check(kv.host() == want && kv.guards_hold(), "copies of pages, %d layers, %d of %d bytes, FP8 %d bytes in %x", L, n_pages, page, fp8_page, fp8);
+    gpu_check(kv.host() == want && kv.guards_hold(), "copies of pages, %d layers, %d of %d bytes, FP8 %d bytes in %x, windowed %x", L, n_pages, page, fp8_page, fp8, windowed);
 }
 
 /* ---- RMSNorm ---- Of rows of x, in order or selected by row_index. E is the model's own width;
@@ -279,6 +285,7 @@ int main(int argc, char **argv) {
     test_loads(d);
     test_copies(d, 1, 4, 16 * 4 * 64, 0, 0), test_copies(d, 5, 9, 2 * 4 * 64 * 80, 0, 0);
     test_copies(d, 5, 9, 2 * 4 * 64 * 64, 2 * 2 * 64 * 65, 0xD), test_copies(d, 40, 5, 4 * 64 * 64, 2 * 64 * 65, 0xFFFFFFFF);
+    test_copies(d, 5, 9, 2 * 4 * 64 * 64, 2 * 2 * 64 * 65, 0xD, 0x15), test_copies(d, 40, 6, 4 * 64 * 64, 2 * 64 * 65, 0xFF00FF00, 0xFFFF);
     for (int E : {8, 56, 1024, 1032, 2048, 8200})
         for (int T : {1, 3, 70}) test_embed(d, T, E, 0, 300), test_embed(d, T, E, 100, 130);
     for (int E : {1, 51, 64, 1023, 1032, 2048, 8200})
