@@ -28229,13 +28229,13 @@ static eng_token_bytes eng_count_token_bytes(const toka_shape *shape, const toka
  * length. With windowed pages (config->window), the layers with a window take what they take at
  * most, and the others have the rest. */
 static int64_t eng_kv_tokens(eng_token_bytes bytes, int max_len, const sched_config *config,
-                             const toka_backend *backend, int64_t free_bytes) {
-    const int64_t full = eng_full_tokens(config->max_seqs, max_len, backend->page_tok);
+                             int64_t free_bytes) {
+    const int64_t full = eng_full_tokens(config->max_seqs, max_len, config->B);
     if (!bytes.all) return full;
     int64_t n_tokens = MAX(free_bytes, 0) / bytes.all;
     if (!bytes.windowed || !config->window) return MIN(full, n_tokens);
-    const int64_t max_windowed = sched_max_windowed(config) * backend->page_tok;
-    if (n_tokens / backend->page_tok <= sched_max_windowed(config)) return MIN(full, n_tokens);
+    const int64_t max_windowed = sched_max_windowed(config) * config->B;
+    if (n_tokens / config->B <= sched_max_windowed(config)) return MIN(full, n_tokens);
     if (bytes.windowed == bytes.all) return full;
     return MIN(full, (free_bytes - max_windowed * bytes.windowed) / (bytes.all - bytes.windowed));
 }
@@ -28412,7 +28412,7 @@ static int64_t eng_kv_capacity(const eng *engine, toka_device_options options, i
                                                             model->backend->activation_bytes);
         const int64_t free_bytes = model->backend->kv_bytes(&shape, &rank->weights, &options);
         const int64_t state_bytes = eng_state_bytes(&shape, model->backend->state_chunk);
-        int64_t n_tokens = eng_kv_tokens(bytes, max_len, config, model->backend,
+        int64_t n_tokens = eng_kv_tokens(bytes, max_len, config,
                                          free_bytes - state_bytes * options.n_states);
         capacity = MIN(capacity, n_tokens);
         if (state_bytes) *n_states = (int)MIN(*n_states, free_bytes / 2 / state_bytes);
@@ -46452,11 +46452,25 @@ static int64_t plan_kv_row_bytes(const mf_config *config, const toka_shape *shap
     return toka_kv_row_bytes(shape, config->kv_fp8 && config->kv_fp8[i], 2);
 }
 /* Returns the bytes of K and V of one token on a rank with the layers from first_layer on. */
-static int64_t plan_token_bytes(const mf_config *config, const toka_shape *shape, int first_layer) {
-    int64_t bytes = 0;
-    for (int i = first_layer; i < first_layer + shape->L; i++)
-        bytes += plan_kv_row_bytes(config, shape, i);
+static eng_token_bytes plan_token_bytes(const mf_config *config, const toka_shape *shape,
+                                        int first_layer) {
+    eng_token_bytes bytes = {0, 0};
+    for (int i = first_layer; i < first_layer + shape->L; i++) {
+        const int64_t of_layer = plan_kv_row_bytes(config, shape, i);
+        bytes.all += of_layer;
+        if (config->window[i]) bytes.windowed += of_layer;
+    }
     return bytes;
+}
+/* Returns the number of layers with a window. widest: gets the size of the widest window. */
+static int plan_n_windowed(const mf_config *config, int *widest) {
+    int n = 0;
+    *widest = 0;
+    for (int i = 0; i < config->shape.L; i++) {
+        n += config->window[i] > 0;
+        *widest = MAX(*widest, config->window[i]);
+    }
+    return n;
 }
 
 /* Returns rank tp_rank of tp in stage `stage` of pp. The layout must have passed
@@ -46493,12 +46507,17 @@ static plan_rank plan_make_rank(const plan_query *query, int tp, int pp, int sta
     rank.scratch_bytes = (query->model->kv_fp8 ? (int64_t)toka_gpu_unpacked_bytes(shape) : 0) +
                          (int64_t)toka_gpu_scratch_bytes(shape, query->max_tokens) +
                          (int64_t)toka_gpu_group_bytes(shape, query->max_tokens, tp, pp);
-    rank.token_bytes = plan_token_bytes(query->model, shape, rank.first_layer);
+    const eng_token_bytes token_bytes = plan_token_bytes(query->model, shape, rank.first_layer);
+    rank.token_bytes = token_bytes.all;
     int64_t kv_bytes = (int64_t)(query->utilization * (query->gpu->memory - PLAN_CONTEXT_BYTES)) -
                        rank.weight_bytes - rank.scratch_bytes;
     kv_bytes -= query->max_seqs * eng_state_bytes(shape, 0);
-    rank.kv_tokens = MIN(eng_full_tokens(query->max_seqs, query->max_len, TOKA_GPU_PAGE_TOK),
-                         kv_bytes / MAX(rank.token_bytes, 1)); /* 0: no layer has K and V */
+    sched_config config = {.B = TOKA_GPU_PAGE_TOK,
+                           .max_seqs = query->max_seqs,
+                           .max_tokens = query->max_tokens};
+    plan_n_windowed(query->model, &config.window);
+    if (kv_bytes > 0)
+        rank.kv_tokens = eng_kv_tokens(token_bytes, query->max_len, &config, kv_bytes);
     return rank;
 }
 
@@ -47293,8 +47312,8 @@ static void plan_put_head(const plan_query *query, const char *name, buf *out) {
     char text1[32], text2[32];
     const run_gpu *gpu = query->gpu;
     const mf_config *config = query->model;
-    int n_windowed = 0;
-    for (int i = 0; i < config->shape.L; i++) n_windowed += config->window[i] > 0;
+    int window;
+    const int n_windowed = plan_n_windowed(config, &window);
     buf_printf(out, "%s: %.3g B parameters", name, 1e-9 * (double)mf_n_parameters(config));
     if (config->moe.n_experts)
         buf_printf(out, ", %.3g B of them for each token",
@@ -47307,7 +47326,8 @@ static void plan_put_head(const plan_query *query, const char *name, buf *out) {
     buf_printf(out, "; %s bytes of K and V a token",
                plan_format_int(plan_kv_bytes(query), text1));
     if (n_windowed)
-        buf_printf(out, ", to the end also in the %d layers with a window", n_windowed);
+        buf_printf(out, ", in %d layers only of the last %d tokens where that takes less memory",
+                   n_windowed, window);
     if (config->shape.linear.n_layers)
         buf_printf(out, "; %s bytes of state a sequence, in %d of %d layers",
                    plan_format_int(eng_state_bytes(&config->shape, 0), text2),

@@ -262,13 +262,24 @@ static void plan_test_properties(void) {
 /* The engine sizes its cache by the same rule. */
 static void plan_test_engine(void) {
     plan_fixture f = plan_fixture_open("llama-3.2-1b", "H100");
-    const toka_backend be = {.activation_bytes = 2, .page_tok = TOKA_GPU_PAGE_TOK};
     toka_shape whole = f.query.model->shape;
     for (int seqs = 1; seqs < 5000; seqs *= 4) {
         f.query.max_seqs = seqs;
         plan_rank p = plan_make_rank(&f.query, 1, 1, 0, 0);
         int64_t free_bytes = (int64_t)(0.9 * (f.query.gpu->memory - PLAN_CONTEXT_BYTES)) - p.weight_bytes - p.scratch_bytes;
-        CHECK(p.kv_tokens == eng_kv_tokens((eng_token_bytes){p.token_bytes, 0}, whole.max_len, &(sched_config){.B = be.page_tok, .max_seqs = seqs}, &be, free_bytes));
+        CHECK(p.kv_tokens == eng_kv_tokens((eng_token_bytes){p.token_bytes, 0}, whole.max_len, &(sched_config){.B = TOKA_GPU_PAGE_TOK, .max_seqs = seqs}, free_bytes));
+    }
+    plan_fixture_close(&f);
+    /* windows of 128 in 12 of 24 layers: 256 sequences hold at most 4 pages each there, and a step of 8,448 rows 132 more. With
+     * many sequences, all layers have the same pages. */
+    f = plan_fixture_open("gpt-oss-20b", "H200");
+    for (int seqs = 256; seqs <= 65536; seqs *= 256) {
+        f.query.max_seqs = seqs;
+        const plan_rank p = plan_make_rank(&f.query, 1, 1, 0, 0);
+        const int64_t free_bytes = (int64_t)(0.9 * (f.query.gpu->memory - PLAN_CONTEXT_BYTES)) - p.weight_bytes - p.scratch_bytes;
+        const int64_t windowed = (256 * 4 + 132) * TOKA_GPU_PAGE_TOK, half = p.token_bytes / 2;
+        CHECK_MSG(p.kv_tokens == (seqs == 256 ? MIN(256 * (int64_t)f.query.max_len, (free_bytes - windowed * half) / half) : free_bytes / p.token_bytes),
+                  "%d sequences: %lld", seqs, (long long)p.kv_tokens);
     }
     plan_fixture_close(&f);
 }

@@ -543,17 +543,16 @@ static void sim_window_gpt_oss(void) {
     sched_free(&s);
     free(prompt);
     /* in one pool for all layers: 24 * 2,048 pages of one layer; now 12 * 2,048 + 12 * 9 */
-    const toka_backend be = {.activation_bytes = 4, .page_tok = 16};
     const int64_t bytes = (int64_t)16 << 30, layer_bytes = 2 * 8 * 64 * 4, windowed = (16 * 10 + 32) * 16;
     sched_config sized = c;
-    CHECK(eng_kv_tokens((eng_token_bytes){24 * layer_bytes, 12 * layer_bytes}, 131072, &sized, &be, bytes) == (bytes - windowed * 12 * layer_bytes) / (12 * layer_bytes));
+    CHECK(eng_kv_tokens((eng_token_bytes){24 * layer_bytes, 12 * layer_bytes}, 131072, &sized, bytes) == (bytes - windowed * 12 * layer_bytes) / (12 * layer_bytes));
     sized.window = 0;
-    CHECK(eng_kv_tokens((eng_token_bytes){24 * layer_bytes, 12 * layer_bytes}, 131072, &sized, &be, bytes) == bytes / (24 * layer_bytes));
+    CHECK(eng_kv_tokens((eng_token_bytes){24 * layer_bytes, 12 * layer_bytes}, 131072, &sized, bytes) == bytes / (24 * layer_bytes));
     /* too little memory for windowed pages to pay: one pool */
     sized.window = 128;
-    CHECK(eng_kv_tokens((eng_token_bytes){24 * layer_bytes, 12 * layer_bytes}, 131072, &sized, &be, windowed * 24 * layer_bytes) == windowed);
+    CHECK(eng_kv_tokens((eng_token_bytes){24 * layer_bytes, 12 * layer_bytes}, 131072, &sized, windowed * 24 * layer_bytes) == windowed);
     /* all layers have a window: as many pages as sequences can need */
-    CHECK(eng_kv_tokens((eng_token_bytes){24 * layer_bytes, 24 * layer_bytes}, 131072, &sized, &be, bytes) == 16 * 131072);
+    CHECK(eng_kv_tokens((eng_token_bytes){24 * layer_bytes, 24 * layer_bytes}, 131072, &sized, bytes) == 16 * 131072);
 }
 
 /* no token is lost or changed: sim_commit_due compares each one */
