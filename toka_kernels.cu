@@ -8013,8 +8013,8 @@ static const toka_step *attn_clip_step(attn_plan *plan, const toka_step *step) {
         if (clip->kept || !is_last) continue;
         plan->dev->error.code = TOKA_E_DEVICE;
         snprintf(plan->dev->error.msg, sizeof plan->dev->error.msg,
-                 "GPU: attention: the step names more than the %zu pages of windows that there is "
-                 "room for", plan->max_pages);
+                 "GPU: attention: a page that a window needs is not there, or the step names more "
+                 "than %zu", plan->max_pages);
         break;
     }
     return to;

@@ -115,7 +115,7 @@ static toka_options g_options(const char *model) {
 static int64_t g_run(const toka_options *o, g_step *steps, char *about, toka_err *e) {
     static const int sizes[] = {1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 96, 128, 129, 200, 256, 257, 288};
     toka *t = NULL;
-    if (o->models_file ? run_dummy_open(&t, o, e) : toka_open(&t, o, e)) return -1;
+    if (o->models_file ? run_dummy_open(&t, o, NULL, e) : toka_open(&t, o, e)) return -1;
     if (about) snprintf(about, 200, "%s", toka_get_info(t).device);
     model_grid *m = &t->engine->replicas[0].model;
     g_seq seqs[G_SEQS];
