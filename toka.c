@@ -34085,6 +34085,7 @@ typedef struct api_request {
     atomic_bool aborted; /* set by the caller: cancelled choices are answers, cut with "abort" */
     bool counts_only;   /* set by the caller: only n_prompt_tokens is wanted */
     bool full_tools;    /* the template fails without what api_put_full_tool adds */
+    bool single_calls;  /* the template fails at a message with several calls */
     bool harmony;       /* the chat template is that of GPT-OSS */
     int n_dropped;      /* oldest turns of the chat that are not shown; see api_drop_oldest */
 
@@ -35219,10 +35220,11 @@ static int api_put_instructions(api_request *request, const json *message, buf *
 static void api_put_single_call(api_request *request, const json *call, str thought, str preamble,
                                 buf *out) {
     buf text = {0};
-    json_put_str(&text, preamble);
     json_put_open(out, '{');
     json_put_member_or_null(out, "role", "assistant");
-    json_put_member_or_null(out, "content", "");
+    json_put_key(out, "content"), json_put_str(out, request->harmony ? STR("") : preamble);
+    if (!request->harmony) preamble = STR("");
+    json_put_str(&text, preamble);
     for (int i = 0; i < COUNT(api_reasonings) && (thought.n || preamble.n); i++) {
         json_put_key(out, api_reasonings[i]);
         buf_str(out, thought.n ? str_sub(thought, 0, thought.n - 1) : STR("\""));
@@ -35547,7 +35549,8 @@ static int api_put_messages(api_request *request, const api_body *body, const js
     JSON_EACH(it, messages) {
         if (api_is_dropped(request, it, &number) || it < next) continue;
         const json *message = it == last ? api_mark_final_message(request, it) : it;
-        if (!code && it != last && request->harmony && api_has_calls(it))
+        if (!code && it != last && (request->harmony || request->single_calls) &&
+            api_has_calls(it))
             code = api_put_single_calls(request, it, json_next(messages), &next, out, e);
         else if (!code && it != first && request->harmony && api_is_instructions(it))
             code = api_put_instructions(request, it, out, e);
@@ -35792,6 +35795,27 @@ static int api_render_chat(api_request *request, const api_body *body, buf *rend
     return code;
 }
 
+/* Renders the chat. Some chat templates fail at a message with several calls (those of Llama 3),
+ * some at a tool without a description: then the calls become a message each, the tools get empty
+ * descriptions, or both. If all fails, the error is that of the chat as it is. */
+static int api_render_any(api_request *request, const api_body *body, buf *rendered, toka_err *e) {
+    enum { SINGLE_CALLS = 1, FULL_TOOLS = 2 };
+    const int tried = request->single_calls * SINGLE_CALLS | request->full_tools * FULL_TOOLS;
+    int useful = api_tools(request, body) ? FULL_TOOLS : 0;
+    toka_err other;
+    int code = api_render_chat(request, body, rendered, e);
+    if (code && body->messages) JSON_EACH(message, body->messages)
+        if (api_has_calls(message) && json_get(message, "tool_calls")->n > 1)
+            useful |= SINGLE_CALLS;
+    for (int i = 0; code && i <= (SINGLE_CALLS | FULL_TOOLS); i++) {
+        if (i == tried || i & ~useful) continue;
+        request->single_calls = i & SINGLE_CALLS;
+        request->full_tools = i & FULL_TOOLS;
+        if (!api_render_chat(request, body, rendered, &other)) code = 0;
+    }
+    return code;
+}
+
 /* Encodes one prompt (NULL: the chat) into ids. If the request echoes it, *text gets its text, in
  * the arena of the request. */
 static int api_encode_prompt(api_request *request, const api_body *body, const json *prompt,
@@ -35802,12 +35826,7 @@ static int api_encode_prompt(api_request *request, const api_body *body, const j
         return api_read_id_list(request->config, prompt, "prompt", out, e);
     if (lib_require_tokenizer(request->config->toka, e)) return e->code;
     if (!prompt) {
-        toka_err other;
-        code = api_render_chat(request, body, &rendered, e);
-        if (code && api_tools(request, body) && !request->full_tools) {
-            request->full_tools = true;
-            if (!api_render_chat(request, body, &rendered, &other)) code = 0;
-        }
+        code = api_render_any(request, body, &rendered, e);
         request->parse.thinking = parse_prompt_thinks(request->parse.family, buf_view(&rendered));
         request->parse.thought = parse_prompt_thought(request->parse.family, buf_view(&rendered));
         if (!code && body->continues) code = api_cut_final_message(request, body, &rendered, e);

@@ -527,6 +527,30 @@ def test_templates_that_ask_for_descriptions(tmp_path):
         assert bad.status == 400 and "description" in bad.error()["message"]  # the first failure is told
 
 
+def test_templates_that_show_one_call_a_message(tmp_path):
+    """Those of Llama 3 fail at a message with several calls, which the model may write: each call becomes a message of its own."""
+    form = "{% for m in messages %}[{{ m.role }}]{% if m.tool_calls %}{% if m.tool_calls | length > 1 %}{{ raise_exception('one call only') }}{% endif %}" \
+           "{{ m.tool_calls[0].function.name }}{% endif %}{{ m.content }}{% endfor %}"
+    strict = "{% for t in tools %}{{ t.function.name + t.function.description }}{% endfor %}"
+    calls = [{"id": f"c{i}", "type": "function", "function": {"name": f"f{i}", "arguments": "{}"}} for i in range(3)]
+    results = [{"role": "tool", "tool_call_id": f"c{i}", "content": f"r{i}"} for i in (1, 0, 2)]
+    user = {"role": "user", "content": "u"}
+    messages = [user, {"role": "assistant", "content": "Look.", "tool_calls": calls}, *results, {"role": "assistant", "content": "So."}, user]
+    tools = [{"type": "function", "function": {"name": "f0", "parameters": {"type": "object", "properties": {}}}}]
+    for name, template, head in (("a", form, ""), ("b", strict + form, "f0")):
+        write_model(str(tmp_path / name), {"u": "Answer."}, template)
+        with Server("-m", str(tmp_path / name)) as s:
+            tokens = s.post("/tokenize", {"messages": messages, "tools": tools}).json()["tokens"]
+            assert s.post("/detokenize", {"tokens": tokens}).json()["prompt"] == \
+                head + "[user]u[assistant]f0Look.[tool]r0[assistant]f1[tool]r1[assistant]f2[tool]r2[assistant]So.[user]u<go:u>"
+            assert s.post("/v1/chat/completions", {"messages": messages, "tools": tools}).json()["choices"][0]["message"]["content"] == "Answer."
+            blocks = [{"type": "text", "text": "Look."}, *({"type": "tool_use", "id": c["id"], "name": c["function"]["name"], "input": {}} for c in calls)]
+            answers = [{"type": "tool_result", "tool_use_id": r["tool_call_id"], "content": r["content"]} for r in results]
+            chat = [user, {"role": "assistant", "content": blocks}, {"role": "user", "content": answers}, *messages[-2:]]
+            flat = [{"name": "f0", "input_schema": {"type": "object", "properties": {}}}]
+            assert s.post("/v1/messages/count_tokens", {"messages": chat, "tools": flat}).json()["input_tokens"] == len(tokens)
+
+
 def test_phi4_mini(tmp_path):
     """Its template shows tools that are a text of the system message; calls are marked with special tokens."""
     text = '<|tool_call|>[{"name": "get_time", "arguments": {"zone": "UTC"}}]<|/tool_call|>'
