@@ -34119,7 +34119,7 @@ typedef struct api_request {
                                            * "token_id:N" */
     bool include_usage, continuous_usage; /* usage in the last chunk; in every chunk */
     bool parses;                          /* a chat whose answers have parsers */
-    bool hides_reasoning;                 /* include_reasoning: false */
+    bool hides_reasoning;                 /* include_reasoning: false; display: omitted */
     bool named_call;                      /* tool_choice names a function */
     parse_setup parse;
     int n_samples;                        /* samples of each prompt */
@@ -34359,6 +34359,7 @@ static const api_field api_fields[] = {
     API_FIELD("stop_sequences", API_ON_MESSAGES, API_ANY, stop),
     API_FIELD("thinking", API_ON_MESSAGES, API_OBJECT, thinking),
     API_FIELD("output_config", API_ON_MESSAGES, API_OBJECT, output_config),
+    API_REFUSE("output_format", API_ON_MESSAGES, 0), /* an older name of output_config.format */
     API_IGNORE("context_management", API_ON_MESSAGES, API_OBJECT),
     API_IGNORE("cache_control", API_ON_MESSAGES, API_OBJECT),
     API_REFUSE("mcp_servers", API_ON_MESSAGES, "[]"),
@@ -37587,14 +37588,20 @@ static int msg_translate_choice(api_request *request, api_body *body, toka_err *
     return API_INVALID("tool_choice: expected auto, any, none or a tool");
 }
 
-/* Reads `thinking`: whether the model thinks (adaptive: as it likes), and with how many tokens. */
+/* Reads `thinking`: whether the model thinks (adaptive: as it likes), with how many tokens, and
+ * whether the answer shows it. */
 static int msg_translate_thinking(api_body *body, toka_err *e) {
     const json *budget = json_get(body->thinking, "budget_tokens");
+    const json *display = json_get(body->thinking, "display");
     const str type = json_str(json_get(body->thinking, "type"));
     if (!body->thinking) return 0;
     body->thinks = str_is(type, "enabled") || str_is(type, "adaptive");
     if (!body->thinks && !str_is(type, "disabled"))
         return API_INVALID("thinking: type: expected enabled, disabled or adaptive");
+    body->include_reasoning = !str_is(json_str(display), "omitted");
+    if (display && display->type != JSON_NULL && body->include_reasoning &&
+        !str_is(json_str(display), "summarized"))
+        return API_INVALID("thinking: display: expected summarized or omitted");
     if (!body->thinks || !budget || budget->type == JSON_NULL) return 0;
     if (!json_whole(budget, &body->thinking_budget) || body->thinking_budget < 0 ||
         body->thinking_budget > INT_MAX)
@@ -37723,7 +37730,8 @@ static void msg_put_block(api_request *request, const api_item *item, buf *out) 
     } else {
         const char *type = item->kind == PARSE_REASONING ? "thinking" : "text";
         json_put_member_or_null(out, "type", type);
-        json_put_key(out, type), json_put_str(out, buf_view(&item->text));
+        const bool hidden = item->kind == PARSE_REASONING && request->hides_reasoning;
+        json_put_key(out, type), json_put_str(out, hidden ? STR("") : buf_view(&item->text));
         if (item->kind == PARSE_REASONING) json_put_member_or_null(out, "signature", "");
     }
     json_put_close(out, '}');
@@ -37795,7 +37803,8 @@ static void msg_put_events(api_request *request, buf *out) {
                                                     (event.kind == request->item_kind &&
                                                      event.kind != PARSE_CALL));
         if (!goes_on) msg_open_block(request, &event, out);
-        if (event.kind != PARSE_CALL) msg_put_delta(request, &event, out);
+        const bool hidden = event.kind == PARSE_REASONING && request->hides_reasoning;
+        if (event.kind != PARSE_CALL && !hidden) msg_put_delta(request, &event, out);
     }
     if (choice->finish == TOKA_RUNNING) return;
     msg_close_block(request, out);

@@ -1013,6 +1013,20 @@ def test_constraints_of_messages(server, messages_client):
     assert content[0]["thinking"] == "He wants a <tool_call>{...}." and json.loads(content[1]["text"])["side"] in ("left", "right")
 
 
+def test_thinking_that_is_not_shown(server, messages_client):
+    """display omitted: the block is there, and is empty; the tokens count."""
+    for kind in ({"type": "adaptive"}, {"type": "enabled", "budget_tokens": 1024}):
+        shown = converse(messages_client, "both", tools=ANTHROPIC, thinking={**kind, "display": "summarized"})
+        hidden = converse(messages_client, "both", tools=ANTHROPIC, thinking={**kind, "display": "omitted"})
+        assert shown.content[0].thinking == "Look it up: yes." and [b.type for b in hidden.content] == ["thinking", "tool_use"]
+        assert hidden.content[0].thinking == "" and hidden.content[1].input == shown.content[1].input and hidden.usage.output_tokens == shown.usage.output_tokens
+    body = {"max_tokens": 900, "messages": [{"role": "user", "content": "think"}], "thinking": {"type": "adaptive", "display": "omitted"}}
+    assert "He wants" not in server.post("/v1/messages", {**body, "stream": True}).body.decode()
+    for more in ({"thinking": {"type": "adaptive", "display": "some"}}, {"thinking": {"type": "adaptive", "display": 5}}, {"output_format": {"type": "json_schema", "schema": {}}}):
+        answer = server.post("/v1/messages", {**body, **more})
+        assert answer.status == 400 and answer.json()["error"]["message"].startswith(next(iter(more))), answer.body
+
+
 def test_batches_of_other_routes(tmp_path):
     """A batch over HTTP and a batch file have the lines of /v1/responses and /v1/messages, too."""
     folder = str(tmp_path / "m")
