@@ -54229,12 +54229,18 @@ static const char *cli_talk_path(const char *typed, char *path, size_t bytes) {
 static int cli_talk_save(cli_talk *talk, const char *rest, toka_err *e) {
     char path[512];
     if (!*rest) return fail(e, TOKA_E_USE, "/save needs a file");
+    buf text = {0};
+    buf_c(&text, "{\"messages\":[");
+    buf_str(&text, buf_view(&talk->system));
+    if (talk->system.n && talk->turns.n) buf_char(&text, ',');
+    buf_str(&text, buf_view(&talk->turns));
+    buf_char(&text, ']');
+    if (talk->tools.n) buf_c(&text, ",\"tools\":");
+    buf_str(&text, buf_view(&talk->tools));
+    buf_c(&text, "}\n");
     FILE *file = fopen(cli_talk_path(rest, path, sizeof path), "we");
-    bool ok = file && fprintf(file, "{\"messages\":[%s%s%s]%s%s}\n", buf_view(&talk->system).p,
-                              talk->system.n && talk->turns.n ? "," : "",
-                              talk->turns.n ? talk->turns.p : "",
-                              talk->tools.n ? ",\"tools\":" : "",
-                              buf_view(&talk->tools).p) > 0;
+    bool ok = file && fwrite(text.p, 1, text.n, file) == text.n;
+    buf_free(&text);
     if (file && fclose(file)) ok = false;
     if (!ok) return fail(e, TOKA_E_INPUT, "%s: %s", path, strerror(errno));
     fprintf(stderr, "saved in %s\n", path);

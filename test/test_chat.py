@@ -167,6 +167,8 @@ def test_commands(tmp_path):
     t.type("/system\r").wait("no system message").type("/clear\r").wait("begins again")
     t.type(f"/load {tmp_path}/talk.json\r").wait("3 messages").type(f"/save {tmp_path}/third.json\r").wait("third.json")
     assert json.loads((tmp_path / "third.json").read_text())["messages"] == first
+    t.type("/system\r").wait(r"talk\.json[\s\S]*no system message").type(f"/save {tmp_path}/fourth.json\r").wait("fourth.json")
+    assert json.loads((tmp_path / "fourth.json").read_text())["messages"] == first[1:]
     t.type(" /etc is a folder\r").wait(READY).type("/exit\r")
     assert t.end() == 0
 
