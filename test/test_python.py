@@ -222,6 +222,7 @@ def test_errors(py, llm, tmp_path):
                              (lambda: py.LLM("/none"), ValueError, "/none: no such folder"), (lambda: py.LLM(str(tmp_path)), ValueError, "config.json"),
                              (lambda: py.LLM(device="tpu"), ValueError, "tpu"), (lambda: py.LLM(max_len=3), TypeError, "max_model_len"),
                              (lambda: llm.generate("x", py.SamplingParams(temperature=-1)), ValueError, "temperature"),
+                             (lambda: llm.generate("x", py.SamplingParams(n=10**9)), ValueError, "n is 1000000000, expected 1 to"),
                              (lambda: llm.generate(["x", "y " * 3000]), ValueError, "at most"), (lambda: llm.decode([5000]), ValueError, "5000"),
                              (lambda: llm.generate(["x"], [py.SamplingParams()] * 2), ValueError, "1 prompts, but 2")):
         with pytest.raises(kind, match=re.escape(text)) as error:

@@ -13,6 +13,7 @@ KeyboardInterrupt. close() ends requests that run: then their streams and calls 
         print(piece.text, end="", flush=True)
 """
 import array
+import collections
 import atexit
 import contextlib
 import ctypes as C
@@ -709,7 +710,7 @@ class LLM:
             raise ValueError(f"{len(prompts)} prompts, but {len(params)} sampling_params")
 
         def begin(r, stops):
-            samples, scores = [_Sample() for _ in range(r.n)], array.array("f")
+            samples, scores = collections.defaultdict(_Sample), array.array("f")  # an n that is refused makes no samples
 
             def take(event):
                 nonlocal n_done
@@ -724,7 +725,7 @@ class LLM:
             return (samples, scores), take
 
         done = self._run_all((self._request(p, s, _parse_only) for p, s in zip(prompts, params)), begin)
-        return [RequestOutput(p if isinstance(p, str) else None, ids, [s.output(k) for k, s in enumerate(samples)],
+        return [RequestOutput(p if isinstance(p, str) else None, ids, [samples[k].output(k) for k in range(len(samples))],
                               np.frombuffer(scores, np.float32) if scores else None, samples[0].n_cached, True, str(i))
                 for i, (p, (ids, (samples, scores))) in enumerate(zip(prompts, done))]
 
