@@ -50953,6 +50953,7 @@ static const char *hub_find_token(arena *memory) {
         if (getenv(names[i])) token = str_c(getenv(names[i]));
     if (!token.n && mf_put_env_path(files, COUNT(files), &path) && !os_map(path.p, &text, &unused))
         token = text;
+    while (token.n && isspace((unsigned char)*token.p)) token = str_sub(token, 1, token.n);
     while (token.n && isspace((unsigned char)token.p[token.n - 1])) token.n--;
     for (size_t i = 0; i < token.n; i++)
         if ((unsigned char)token.p[i] <= ' ') token = STR(""); /* it would end the header */

@@ -355,7 +355,7 @@ def test_where_the_token_comes_from(hub, tmp_path):
     open(path, "w").write("hf_right\n")
     (tmp_path / "token").write_text("hf_other")
     hub.tokens.append("hf_other")
-    for env, want in (({}, "hf_right"), ({"HF_TOKEN": "hf_other"}, "hf_other"), ({"HF_TOKEN_PATH": str(tmp_path / "token")}, "hf_other"),
+    for env, want in (({}, "hf_right"), ({"HF_TOKEN": "hf_other"}, "hf_other"), ({"HF_TOKEN": " hf_other\r\n"}, "hf_other"), ({"HF_TOKEN_PATH": str(tmp_path / "token")}, "hf_other"),
                       ({"HF_TOKEN": "hf_right\r\nX: y", "HF_TOKEN_PATH": "/none"}, None)):
         hub.requests.clear()
         toka(hub, "pull", ID, **env)
