@@ -53493,6 +53493,7 @@ static int cli_read_config(cli *flags, unsigned command, int argc, char **argv, 
         buf name = {0};
         buf_printf(&name, "--%.*s", STRF(json_str(key)));
         const cli_flag *flag = cli_find_flag(name.p, name.n);
+        if (!flag) flag = cli_find_flag(name.p + 1, name.n - 1); /* a short name: "n" */
         snprintf(where, sizeof where, "%.150s: %.100s", flags->config, name.p + 2);
         if (!flag) code = cli_fail_unknown_flag(flags, json_str(key), flags->config, command, e);
         else if (flag->offset == AT(config))

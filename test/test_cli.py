@@ -205,6 +205,8 @@ def test_config_file(tmp_path):
     values = {"prompt": PROBLEM, "temperature": 2, "seed": 3, "max_tokens": "9", "raw": True, "chat": False, "stop": ["§", "$"]}
     assert run(values).stdout == want
     assert toka(f"--config={config}", "-q").stdout == want
+    short = {"p": PROBLEM, "n": 9}
+    assert run({**{k: v for k, v in values.items() if k not in ("prompt", "max_tokens")}, **short}).stdout == want
     assert run({**values, "seed": 4}, "--seed", "3").stdout == want  # the command line goes first
     assert run({**values, "seed": 3}, TOKA_SEED="5").stdout == want  # then the file, then the environment
     assert run(values, TOKA_SEED="x").stdout == want
