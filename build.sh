@@ -139,9 +139,10 @@ flags=
 commit=$(git rev-parse --short=8 HEAD 2>/dev/null || true)
 [ -z "$commit" ] || flags="$flags -DTOKA_COMMIT=\"$commit\""
 
-# Compiles toka.c. FLAGS: those of the half that it belongs to.
+# Compiles toka.c. TIME FLAGS...: how long it takes; the flags of the half that it belongs to.
 compile() {
-    stage "compiling toka.c with $CC" "half a minute"
+    stage "compiling toka.c with $CC" "$1"
+    shift
     # shellcheck disable=SC2086,SC2090
     $CC -std=c11 -O3 -fno-trapping-math $WARN ${CFLAGS:-} $main $pic $flags "$@" -c toka.c -o "$tmp/toka.o"
     exports "$tmp/toka.o"
@@ -151,24 +152,24 @@ built() {
     [ "$out" != toka ] || ln -sf toka toka-ping # the name that users of Tokasaurus know
     echo "built ./$out, $(($(wc -c <"$out") / 1024)) KB${1:-}"
 }
-cpu_half() {
-    compile
+cpu_half() { # TIME FLAGS...
+    compile "$@"
     # shellcheck disable=SC2086 # CFLAGS and LDFLAGS are words
     $CC ${CFLAGS:-} ${LDFLAGS:-} ${pic:+-shared} "$tmp/toka.o" -o "$out" -lm -lpthread
 }
 
 if [ -z "$NVCC" ] || [ ! -f toka_kernels.cu ]; then
-    cpu_half
+    cpu_half "about a minute"
     built
     exit 0
 fi
-if [ ! -e /dev/nvidiactl ]; then # no GPU here: what can run here comes first
-    cpu_half
+if [ ! -e /dev/nvidiactl ]; then # no GPU here: what can run here comes first, and soon
+    cpu_half "half a minute" -O1
     built " (for the CPU: it runs; the GPU half follows)"
 fi
 stage "compiling toka_kernels.cu with $NVCC for $ARCHS" "$(cuda_time)"
 cuda
 cuda_version=$("$NVCC" --version | sed -n 's/.*release \([0-9.]*\),.*/\1/p')
-compile -DTOKA_WITH_CUDA -DTOKA_CUDA_BUILT="\", CUDA $cuda_version for $ARCHS\""
+compile "about a minute" -DTOKA_WITH_CUDA -DTOKA_CUDA_BUILT="\", CUDA $cuda_version for $ARCHS\""
 nvcc_link
 built

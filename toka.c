@@ -49420,7 +49420,7 @@ typedef struct benchclient_result {
     int64_t n_in, n_out;           /* tokens of the completed requests */
     int64_t n_chars;               /* characters of their answers */
     double peak_rate;              /* most chunks in one second */
-    int64_t peak_concurrent;       /* most requests in flight at one time */
+    int64_t peak_concurrent;       /* most requests that ran in one second */
     benchclient_series series[BENCHCLIENT_N_METRICS];
 } benchclient_result;
 
@@ -49504,13 +49504,14 @@ static double benchclient_percentile(const benchclient_series *series, double pe
            (position - (double)below) * (series->values[above] - series->values[below]);
 }
 
-/* Sets peak_rate and peak_concurrent, as vLLM does: a request runs from its start up to, but not
- * at, its end. (Older versions of vLLM count all requests of a second, also those that have ended.)
- * Seconds are counted from the start of the first request. Failed requests do not count. */
+/* Sets peak_rate and peak_concurrent, as vLLM does: the chunks of a second, and the requests that
+ * ran at any time in it. So more can count than ever ran at the same time. Seconds are counted from
+ * the start of the first request. Failed requests do not count. */
 static void benchclient_find_peaks(const benchclient *client, benchclient_result *result) {
-    benchclient_series starts = {0}, ends = {0};
-    size_t seconds = (size_t)(client->end - client->begin) + 2;
-    int64_t *per_second = mem_zalloc(seconds * sizeof *per_second), max_chunks = 0;
+    const int64_t n_seconds = (int64_t)(client->end - client->begin) + 2;
+    int64_t *chunks = mem_zalloc((size_t)n_seconds * sizeof *chunks);
+    int64_t *running = mem_zalloc((size_t)n_seconds * sizeof *running);
+    int64_t max_chunks = 0;
     double t0 = INFINITY;
     for (int64_t i = 0; i < client->n_requests; i++)
         if (!client->requests[i].error) t0 = MIN(t0, client->requests[i].sent_time);
@@ -49520,23 +49521,18 @@ static void benchclient_find_peaks(const benchclient *client, benchclient_result
         if (request->error) continue;
         double time_s = request->first_time - t0;
         for (size_t j = 0;; time_s += gap[j++]) {
-            per_second[(size_t)MAX(0.0, MIN(time_s, (double)(seconds - 1)))]++;
+            chunks[MAX(0, MIN((int64_t)time_s, n_seconds - 1))]++;
             if (j == request->chunk_gaps.n / sizeof *gap) break;
         }
-        benchclient_add_value(&starts, request->sent_time);
-        benchclient_add_value(&ends, request->last_time);
+        const int64_t last = MIN((int64_t)(request->last_time - t0), n_seconds - 1);
+        for (int64_t k = (int64_t)(request->sent_time - t0); k <= last; k++) running[k]++;
     }
-    for (size_t second = 0; second < seconds; second++)
-        max_chunks = MAX(max_chunks, per_second[second]);
-    benchclient_finish_series(&starts), benchclient_finish_series(&ends);
-    /* When request i starts, j requests have ended. At equal times the end comes before the
-     * start. */
-    for (size_t i = 0, j = 0; i < starts.n_values; i++) {
-        while (ends.values[j] <= starts.values[i]) j++;
-        result->peak_concurrent = MAX(result->peak_concurrent, (int64_t)(i + 1 - j));
+    for (int64_t k = 0; k < n_seconds; k++) {
+        max_chunks = MAX(max_chunks, chunks[k]);
+        result->peak_concurrent = MAX(result->peak_concurrent, running[k]);
     }
     result->peak_rate = (double)max_chunks;
-    free(per_second), free(starts.values), free(ends.values);
+    free(chunks), free(running);
 }
 
 /* Computes the result of the run. The caller frees the series' values. If the server reported no

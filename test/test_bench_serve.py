@@ -195,7 +195,8 @@ def test_goodput_counts_requests_within_the_limits():
 def test_closed_loop_keeps_its_concurrency():
     with FakeServer(first=0.01, gap=0.001) as fake:
         v = results(fake, "--num-prompts", 60, "--random-input-len", 5, "--random-output-len", 3, "--max-concurrency", 7)
-        assert fake.max_running == v["max_concurrent_requests"] == 7 and v["completed"] == 60 and v["max_concurrency"] == 7
+        assert fake.max_running == 7 and v["completed"] == 60 and v["max_concurrency"] == 7
+        assert 7 < v["max_concurrent_requests"] <= 60  # all that ran in one second, as vLLM counts
         assert fake.connections <= 7 + 2  # connections are kept alive; two calls come before the run
 
 
