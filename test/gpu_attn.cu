@@ -553,7 +553,7 @@ static void test_prefill(shape_case c) {
 }
 /* Tiles of spans with ATTN_LONG_KV positions or more, which a short window makes shorter. Under few_sms no item is split. */
 static void check_long(scene &s, const char *name) {
-    const bool want = !s.c.window || s.c.window > ATTN_LONG_KV;
+    const bool want = !s.c.window || s.c.window >= ATTN_LONG_KV;
     gpu_check(device_scene(s, false, 1, 5).d->attn->levels[0].long_tiles == want, "%s: long tiles: want %d", name, want);
     check(s, name);
 }
