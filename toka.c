@@ -18938,7 +18938,7 @@ typedef struct con_reader { /* of a regular expression, or of a grammar */
     int n_names, cap_names, cap_rules, cap_defined;
     bool is_lark;
     int terminal;     /* Lark: the name that is being defined; -1: a rule */
-    int ignored;      /* Lark: the rule of what is ignored; -1: nothing is */
+    int ignored;      /* Lark: the rule of ignored text; -1: there is none */
     ids lexemes;      /* Lark: pairs: the rule of a terminal, the rule of its lexeme */
     ids uses;         /* Lark: pairs of names: a terminal, one that it uses */
 } con_reader;
@@ -52313,8 +52313,8 @@ static const help_page help_pages[] = {
      "- Models: 25 architectures instead of 5, among them mixtures of experts, MLA,\n"
      "  windows, Gated DeltaNet (Qwen3-Next, Qwen3.5), and norms, caps and scales of\n"
      "  their own. Weights in FP8, int4 (AWQ, GPTQ, compressed-tensors) and MXFP4.\n"
-     "- On Hopper GPUs FP8 weights (also --quantization fp8), and on all devices FP8\n"
-     "  K and V (--kv-cache-dtype fp8).\n"
+     "- On Hopper GPUs FP8 weights (also --quantization fp8), mixtures of experts and\n"
+     "  GPT-OSS; on all devices FP8 K and V (--kv-cache-dtype fp8).\n"
      "- Constraints: JSON schema, regular expressions, grammars (GBNF, Lark), choices.\n"
      "- Chats: tool calls, also forced, and reasoning with budgets, in OpenAI's\n"
      "  forms; /v1/responses and /v1/messages; embeddings, scores and reranking.\n"

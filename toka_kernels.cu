@@ -7065,7 +7065,7 @@ static void experts_run(toka_device *dev, const layer_experts *layer, bf16 *x) {
  *
  * WINDOWS. Layers with a window have a plan of their own (attn_plan), if there are others. In it
  * each span begins where the window of its rows begins, so that no item is made for positions that
- * nobody sees, and splits have equal work (attn_clip_step). A shared span of which little is left
+ * no row sees, and splits have equal work (attn_clip_step). A shared span of which little is left
  * becomes a part of the spans below it. So a row of a short window has one span, which reads the
  * window and at most one page more. The pages of these spans are windowed pages (toka.h) if the
  * layers have these. Both plans use the same buffers, because layers run one after another.
