@@ -164,7 +164,7 @@ if [ -z "$NVCC" ] || [ ! -f toka_kernels.cu ]; then
     exit 0
 fi
 if [ ! -e /dev/nvidiactl ]; then # no GPU here: what can run here comes first, and soon
-    cpu_half "half a minute" -O1
+    cpu_half "20 seconds" -Og
     built " (for the CPU: it runs; the GPU half follows)"
 fi
 stage "compiling toka_kernels.cu with $NVCC for $ARCHS" "$(cuda_time)"
