@@ -1478,8 +1478,7 @@ enum { MXFP4_MAX_SCALE = 128 };
 
 /* Returns a pair of codes, a byte of the file, at its place in a word. */
 __device__ static inline uint32_t mxfp4_place_pair(uint32_t codes, int pair) {
-    const int size_at = 15 - 9 * (pair == 3 ? 0 : 1) - 3 * (pair == 3 ? 2 : pair),
-              sign_at = pair == 0 ? 15 : 11 + pair;
+    const int size_at = pair == 3 ? 9 : 6 - 3 * pair, sign_at = pair == 0 ? 15 : 11 + pair;
     const uint32_t low = (codes & 7) << size_at | (codes >> 3 & 1) << sign_at,
                    high = (codes >> 4 & 7) << size_at | (codes >> 7 & 1) << sign_at;
     return low | high << 16;
@@ -6588,8 +6587,9 @@ __device__ static inline void mxfp4_unpack(const mxfp4_words &from, int step, ui
                                      : (word >> 3 & SIZES) | (word << 1 & SIGNS), scale);
     }
 }
-/* The same with W in MXFP4, which becomes bf16 in registers. A consumer has the 128 rows of a
- * block. The columns of the next wgmmas are unpacked while those of the last ones run. */
+/* Adds up the first WIDTH pairs of a tile with W in MXFP4, which becomes bf16 in registers. A
+ * consumer has the 128 rows of a block. The columns of the next wgmmas are unpacked while those of
+ * the last ones run. */
 template <int BN, int WIDTH, bool SWIGLU>
 __device__ static inline void expert_multiply_mxfp4(float (&sums)[2][WIDTH / 2], int n_k,
                                                     int consumer, expert_ring &at) {
@@ -6622,8 +6622,9 @@ __device__ static inline void expert_multiply_mxfp4(float (&sums)[2][WIDTH / 2],
     wgmma_fence_operand(sums[0]), wgmma_fence_operand(sums[1]);
     expert_release<smem>(at, previous(at.buf));
 }
-/* The same in FP8. scales: those of K blocks 0, 1 ... of this tile of W, `step` apart; NULL: none.
- * Narrow tiles have two sets of partial sums, as gemm_mainloop_fp8 has. */
+/* Adds up the first WIDTH pairs of a tile in FP8. scales: those of K blocks 0, 1 ... of this tile
+ * of W, `step` apart; NULL: none. Narrow tiles have two sets of partial sums, as
+ * gemm_mainloop_fp8 has. */
 template <class FMT, int BN, int WIDTH, bool SWIGLU>
 __device__ static inline void expert_multiply_fp8(float (&sums)[WIDTH / 2], int n_k, int consumer,
                                                   const float2 *scales, int step, expert_ring &at) {
@@ -8171,8 +8172,8 @@ __device__ static inline void fp8_to_bf16(uint32_t word, uint32_t factors, uint3
                                           uint32_t &odd) {
     const uint32_t even_bits = (word << 8 & 0x80008000u) | (word << 4 & 0x07F007F0u);
     const uint32_t odd_bits = (word & 0x80008000u) | (word >> 4 & 0x07F007F0u);
-    asm volatile("mul.rn.bf16x2 %0, %1, %2;" : "=r"(even) : "r"(even_bits), "r"(factors));
-    asm volatile("mul.rn.bf16x2 %0, %1, %2;" : "=r"(odd) : "r"(odd_bits), "r"(factors));
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(even) : "r"(even_bits), "r"(factors));
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(odd) : "r"(odd_bits), "r"(factors));
 }
 #endif
 /* Where piece `piece`, 16 bytes, of a row of D bytes is in shared memory: TMA's swizzle of 128
