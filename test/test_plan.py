@@ -27,9 +27,9 @@ def test_readme():
 def test_readme_share_of_the_measured_rate():
     with open(os.path.join(ROOT, "README.md")) as f:
         text = f.read()
-    rate, share, flags = re.search(r"the ([\d,]+)\s+tok/s of the table above are (\d+) % of what it says\s+for\s+`(.*?)`", text).groups()
+    rate, share, flags = re.search(r"the ([\d,]+)\s+tok/s of the first lines are (\d+) % of what it says\s+for\s+`(.*?)`", text).groups()
     best = json.loads(plan(*flags.split(), "--json")[0])["recommended"]
-    assert f"| {rate} |" in text
+    assert f"it samples {rate} tokens a second in the shape of Llama-3.2-1B" in " ".join(text.split()[:60])
     assert round(100 * int(rate.replace(",", "")) / best["workload"]["output_tokens_per_second"]) == int(share)
 
 
