@@ -12870,8 +12870,8 @@ static void mf_set_source(mf_model *files, mf_model *next) {
  * A prefix hit needs only what its layers still read. A sequence with these tokens may begin behind
  * P0 (W5 has all that is read there) or behind P4 (W0, W1), but not behind P1 or P2.
  * kv_first_readable finds the last such place in the prefix. The pages after it are computed again:
- * this writes their K and V once more, the same as before, and fills new windowed pages. The pool
- * has room for all running sequences at once (19), so there is always a windowed page to take.
+ * this writes their K and V once more, the same as before, and fills new windowed pages. Admission
+ * sees to it that there is always a windowed page to take (19).
  * Models without a window, and backends that keep all pages, have none (window 0).
  *
  * MODELS WITH STATES (19) need, to begin behind a page, the state that a sequence has there: a
@@ -13723,10 +13723,10 @@ static void heap_remove(heap_node *nodes, int *top, int node) {
  * with the same prompt_group have the same prompt. An unshared sample uses neither the prefix tree
  * nor a copy: it computes all its positions.
  *
- * Windowed pages (17). There are as many as all sequences that run at once can hold in one step
- * (sched_max_windowed). So neither admission nor preemption counts them: whoever has pages has
- * windowed pages. A sequence lets them go at the beginning of the plan after the step that read
- * them last. Pages without a holder are cached, so prefixes are found.
+ * Windowed pages (17). Admission counts for each sequence the most that it can ever hold, and
+ * leaves max_tokens / B for the prefill rows of a step. So a running sequence always finds one,
+ * and preemption need not count them. A sequence lets them go at the beginning of the plan after
+ * the step that read them last. Pages without a holder are cached, so prefixes are found.
  *
  * States. In models with linear mixers a sequence also has a state (toka_state_span): that of seq
  * has the number seq, so an admitted sequence always has one. A state holds all tokens of its
@@ -13778,8 +13778,10 @@ typedef struct sched_config {
     int max_len;    /* tokens of a sequence */
     int reserve_steps; /* admission leaves free what running sequences append in so many steps;
                         * SCHED_RESERVE_STEPS, but for tests */
-    int window;     /* tokens of the widest window; 0: all layers keep all K and V */
+    int window;     /* tokens of the widest window; 0: no layer has one */
     sched_states states;
+    int n_windowed; /* windowed pages, at least sched_least_windowed; 0: all layers keep all K and
+                     * V, in the n_pages pages */
 } sched_config;
 
 typedef struct sched_job { /* what a request asks of the scheduler */
@@ -13874,6 +13876,7 @@ typedef struct scheduler {
     bool awaits_reading; /* the engine's: the others of them wait for these */
     int64_t backlog;     /* tokens still to prefill */
     int64_t max_growth;  /* sum of sched_max_growth over running sequences */
+    int64_t max_windowed; /* sum of sched_seq_windowed over running sequences */
     heap_node *seq_nodes;    /* [max_seqs] a heap of preempted sequences, earliest in the queue on
                               * top, and one of running sequences, latest in the queue on top */
     int next_to_resume, next_to_preempt; /* the tops of these two heaps */
@@ -13953,21 +13956,19 @@ static int sched_n_preempted(const scheduler *sched) {
     return sched->config.max_seqs - sched->n_seqs_free - sched->n_running;
 }
 
-/* Returns the most windowed pages that running sequences hold at the same time. In a step, a
- * sequence with n rows reads and writes window - 1 + n positions in a row, which lie in at most
- * ceil((window - 1) / B) + 1 + ceil((n - 1) / B) pages. All the n together are max_tokens. */
-static int64_t sched_max_windowed(const sched_config *config) {
-    const int64_t of_seq = (config->window + config->B - 2) / config->B + 2;
-    return config->max_seqs * of_seq + config->max_tokens / config->B;
+/* Returns the most windowed pages that a sequence holds in a step with one row. With n rows it
+ * reads and writes window - 1 + n positions in a row, which lie in at most ceil((n - 1) / B) pages
+ * more. All the n of a step together are max_tokens. */
+static int sched_window_pages(const sched_config *config) {
+    return (config->window + config->B - 2) / config->B + 2;
 }
-
-/* Returns the number of windowed pages: as many as can be held at the same time, so no sequence
- * ever waits for one. 0: there are none, because no layer has a window, or because they would not
- * be fewer than the pages. */
-static int sched_n_windowed(const sched_config *config) {
-    return config->window && sched_max_windowed(config) < config->n_pages
-               ? (int)sched_max_windowed(config)
-               : 0;
+/* Returns the most windowed pages that max_seqs sequences hold at the same time. */
+static int64_t sched_most_windowed(const sched_config *config) {
+    return (int64_t)config->max_seqs * sched_window_pages(config) + config->max_tokens / config->B;
+}
+/* Returns the windowed pages with which any sequence can run alone. */
+static int sched_least_windowed(const sched_config *config) {
+    return sched_window_pages(config) + config->max_tokens / config->B;
 }
 
 /* Returns the most marks of a step: prefill rows leave one every `distance` tokens and one at their
@@ -13995,9 +13996,10 @@ static int sched_init(scheduler *sched, const sched_config *config, toka_err *e)
                          .next_to_preempt = -1,
                          .free_request = -1,
                          .first_queued = -1};
-    const int n_windowed = sched_n_windowed(config);
+    assert(!config->n_windowed || config->n_windowed >= sched_least_windowed(config));
     if (!kv_init(&sched->kv, config->B, config->n_pages, config->max_seqs, config->max_len) ||
-        (n_windowed && !kv_init_windowed(&sched->kv, config->window, n_windowed)) ||
+        (config->n_windowed &&
+         !kv_init_windowed(&sched->kv, config->window, config->n_windowed)) ||
         (config->states.used && !kv_init_snapshots(&sched->kv, config->states.n_snapshots))) {
         kv_free(&sched->kv);
         *sched = (scheduler){0};
@@ -14098,6 +14100,13 @@ static int sched_max_growth(const scheduler *sched, int seq) {
     return kv_pages_for(&sched->kv, sched->seqs[seq].limit - 1) - sched->kv.seqs[seq].n_pages;
 }
 
+/* Returns the most windowed pages that the sequence ever holds in a step with one row. */
+static int sched_seq_windowed(const scheduler *sched, int seq) {
+    return sched->kv.window ? MIN(sched_window_pages(&sched->config),
+                                  kv_pages_for(&sched->kv, sched->seqs[seq].limit - 1))
+                            : 0;
+}
+
 static void sched_prefill_remove(scheduler *sched, int seq) {
     sched_seq *sequence = &sched->seqs[seq];
     sched->seqs[sequence->prefill_prev].prefill_next = sequence->prefill_next;
@@ -14121,6 +14130,7 @@ static void sched_stop_running(scheduler *sched, int seq) {
     sequence->tail_bucket = -1;
     heap_remove(sched->seq_nodes, &sched->next_to_preempt, seq);
     sched->max_growth -= sched_max_growth(sched, seq);
+    sched->max_windowed -= sched_seq_windowed(sched, seq);
     kv_free_seq(&sched->kv, seq);
     sequence->n_computed = sequence->n_rows = sequence->n_drafts = 0;
     sequence->n_planned = sequence->n_known;
@@ -14190,11 +14200,16 @@ static int sched_reserve(const scheduler *sched) {
     return (int)MIN((n_tokens + sched->config.B - 1) / sched->config.B, sched->max_growth);
 }
 
-/* Are there pages for seq beside the running sequences and their reserve? The first n_matched pages
- * of its block table were found in the prefix tree. */
+/* Are there pages for seq beside the running sequences and their reserve, and windowed pages for
+ * all of them as long as they run? The first n_matched pages of its block table were found in the
+ * prefix tree. */
 static bool sched_has_pages(const scheduler *sched, int seq, int n_tokens, int n_matched) {
     const int *table = kv_block_table(&sched->kv, seq);
     int n_held = n_matched; /* the first pages of the block table that other sequences hold */
+    if (sched->kv.window &&
+        sched->max_windowed + sched_seq_windowed(sched, seq) >
+            sched->kv.n_windowed - sched->config.max_tokens / sched->config.B)
+        return false;
     while (n_held && sched->kv.pages[table[n_held - 1]].ref == 0) n_held--;
     return kv_pages_for(&sched->kv, n_tokens) - n_held + sched_reserve(sched) <=
            kv_n_available(&sched->kv);
@@ -14266,6 +14281,7 @@ static void sched_start(scheduler *sched, int seq, int n_tokens, int n_matched) 
     if (n_usable && sched->kv.pages[kv_block_table(&sched->kv, seq)[n_usable - 1]].computed)
         kv_hold_window(&sched->kv, seq, n_usable * sched->config.B, n_usable);
     sched->max_growth += sched_max_growth(sched, seq);
+    sched->max_windowed += sched_seq_windowed(sched, seq);
     sequence->state = SCHED_PREFILL;
     sequence->tail_bucket = sequence->next_tail_source = -1;
     sequence->prompt_group = 0;
@@ -28208,6 +28224,8 @@ static int64_t eng_full_tokens(int max_seqs, int max_len, int page_tok) {
     return (int64_t)max_seqs * (((int64_t)max_len + page_tok - 1) / page_tok * page_tok);
 }
 
+enum { ENG_WINDOWED_LENGTH = 4 }; /* eng_choose_windowed */
+
 typedef struct eng_token_bytes { /* of K and V of one token, on one rank */
     int64_t all, windowed; /* in all layers; in those with a window */
 } eng_token_bytes;
@@ -28225,19 +28243,30 @@ static eng_token_bytes eng_count_token_bytes(const toka_shape *shape, const toka
     return bytes;
 }
 
+/* Returns the windowed pages of a KV cache that would have n_tokens tokens if all layers kept all
+ * of them: as many as all sequences can hold at once, but not more than those have that are
+ * ENG_WINDOWED_LENGTH times as long as what a window takes, or max_len long, when all memory is in
+ * use. 0: they would save nothing, or be fewer than a sequence needs. bytes: of the whole model. */
+static int eng_choose_windowed(eng_token_bytes bytes, int max_len, const sched_config *config,
+                               int64_t n_tokens) {
+    if (!config->window || !bytes.windowed) return 0;
+    const int window_tok = sched_window_pages(config) * config->B;
+    const double length = MIN(ENG_WINDOWED_LENGTH, (double)max_len / window_tok);
+    const double most = (double)n_tokens / config->B * (double)bytes.all /
+                        ((double)bytes.windowed + length * (double)(bytes.all - bytes.windowed));
+    const double n = MIN(most, (double)sched_most_windowed(config));
+    return length <= 1 || n < sched_least_windowed(config) ? 0 : (int)MIN(n, INT_MAX / config->B);
+}
+
 /* Tokens of the KV cache of a rank: as many as free_bytes hold, but at most every sequence at full
- * length. With windowed pages (config->window), the layers with a window take what they take at
- * most, and the others have the rest. */
+ * length. With windowed pages, the layers with a window have these, and the others the rest. */
 static int64_t eng_kv_tokens(eng_token_bytes bytes, int max_len, const sched_config *config,
                              int64_t free_bytes) {
     const int64_t full = eng_full_tokens(config->max_seqs, max_len, config->B);
-    if (!bytes.all) return full;
-    int64_t n_tokens = MAX(free_bytes, 0) / bytes.all;
-    if (!bytes.windowed || !config->window) return MIN(full, n_tokens);
-    const int64_t max_windowed = sched_max_windowed(config) * config->B;
-    if (n_tokens / config->B <= sched_max_windowed(config)) return MIN(full, n_tokens);
-    if (bytes.windowed == bytes.all) return full;
-    return MIN(full, (free_bytes - max_windowed * bytes.windowed) / (bytes.all - bytes.windowed));
+    if (!config->n_windowed) bytes.windowed = 0;
+    const int64_t rest = free_bytes - (int64_t)config->n_windowed * config->B * bytes.windowed;
+    if (rest < 0) return 0;
+    return bytes.windowed == bytes.all ? full : MIN(full, rest / (bytes.all - bytes.windowed));
 }
 
 /* Returns the number of layers with a window. widest: NULL, or gets the size of the widest window;
@@ -28437,6 +28466,24 @@ static void eng_size_states(const eng *engine, toka_device_options *device, int 
     device->n_states = config->max_seqs + config->states.n_snapshots;
 }
 
+/* Of a model with windows: chooses the windowed pages. If the caller chose the tokens, as many as
+ * all sequences can hold at once, where these are fewer than the pages. */
+COLD
+static void eng_size_windows(const eng *engine, const toka_device_options *device, int max_len,
+                             const toka_options *options, sched_config *config) {
+    const mf_model *files = engine->files;
+    const eng_token_bytes bytes = eng_count_token_bytes(&files->shape, files->weights.layers,
+                                                        engine->backend->activation_bytes);
+    const int64_t most = sched_most_windowed(config), chosen = options->kv_tokens;
+    config->n_windowed =
+        most < chosen / config->B
+            ? (int)most
+            : eng_choose_windowed(
+                  bytes, max_len, config,
+                  chosen ? chosen
+                         : eng_kv_capacity(engine, *device, max_len, config, &(int){0}));
+}
+
 static eng *eng_new(const toka_backend *backend, const mf_model *files, const tok *tokenizer,
                     const toka_options *options) {
     eng *engine = mem_zalloc(sizeof *engine);
@@ -28470,7 +28517,7 @@ static int eng_warm_up(eng_replica *replica, const toka_shape *shape, const sche
                        toka_err *e) {
     const int T = config->max_tokens, B = shape->B;
     const int seq_len = MIN(T, shape->max_len), n_seqs = (T + seq_len - 1) / seq_len;
-    const int seq_pages = (seq_len + B - 1) / B, n_windowed = sched_n_windowed(config);
+    const int seq_pages = (seq_len + B - 1) / B, n_windowed = config->n_windowed;
     toka_step *dummy = mem_zalloc(sizeof *dummy);
     int32_t *token_ids = mem_zalloc((size_t)T * 3 * sizeof *token_ids);
     int32_t *pos = token_ids + T, *kv_slots = pos + T;
@@ -28551,6 +28598,7 @@ static int eng_open_replicas(eng *engine, toka_shape *shape, const toka_options 
         eng_n_windowed(&engine->files->weights, shape->L, &config->window);
     const int max_len = options->max_model_len ? options->max_model_len : shape->max_len;
     if (shape->linear.n_layers) eng_size_states(engine, &device, max_len, options, config);
+    if (config->window) eng_size_windows(engine, &device, max_len, options, config);
     int64_t capacity =
         options->kv_tokens
             ? 0
@@ -28559,7 +28607,8 @@ static int eng_open_replicas(eng *engine, toka_shape *shape, const toka_options 
                             &config->n_pages, e)))
         return code;
     device.n_pages = config->n_pages;
-    device.n_windowed = sched_n_windowed(config);
+    if (config->n_windowed >= config->n_pages) config->n_windowed = 0;
+    device.n_windowed = config->n_windowed;
     config->max_len = shape->max_len;
     for (int i = 0; i < engine->n_replicas && !code; i++) {
         eng_replica *replica = &engine->replicas[i];
@@ -28628,7 +28677,7 @@ static int eng_open(eng **out, const toka_backend *backend, const mf_model *file
     engine->max_len = shape->max_len;
     engine->max_seqs = engine->n_replicas * config.max_seqs;
     engine->stats.kv_pages = engine->n_replicas * config.n_pages;
-    engine->stats.windowed_pages = engine->n_replicas * sched_n_windowed(&config);
+    engine->stats.windowed_pages = engine->n_replicas * config.n_windowed;
     engine->stats.states = config.states.used ? engine->n_replicas * config.max_seqs : 0;
     engine->stats.snapshots = engine->n_replicas * config.states.n_snapshots;
     engine->published = engine->stats;
@@ -46326,9 +46375,9 @@ typedef struct plan_rank { /* one GPU of a replica */
     bool is_last_stage;                  /* it is in the last stage and has the LM head */
     int64_t weight_bytes, scratch_bytes; /* as the GPU backend calculates them (toka.h) */
     plan_costs costs;                    /* of its layers */
-    int64_t token_bytes;                 /* bytes of K and V of one token */
-    int64_t kv_tokens;                   /* capacity of its KV cache; less than 1: no room for
-                                          * any */
+    eng_token_bytes bytes;               /* of K and V */
+    int64_t kv_bytes;                    /* memory for K and V; less than 1: no room for any */
+    int64_t kv_tokens;                   /* capacity of its KV cache (plan_size_kv) */
 } plan_rank;
 
 typedef struct plan_load { /* one step of one microbatch; means, so they need not be whole */
@@ -46357,6 +46406,7 @@ typedef struct plan_layout {
     int64_t weight_bytes, scratch_bytes, token_bytes; /* bytes; each the maximum over the ranks */
     int64_t kv_tokens;                                /* of all replicas; 0 if the model does not
                                                        * fit */
+    int n_windowed;                                   /* windowed pages of a replica */
     /* sequences of max_len tokens that fit in kv_tokens */
     double n_max_len_seqs;
     plan_rate decode, workload; /* decode steps alone; the workload, prompts included */
@@ -46501,6 +46551,31 @@ static int plan_n_windowed(const mf_config *config, int *widest) {
     return n;
 }
 
+static sched_config plan_sched_config(const plan_query *query, int n_windowed) {
+    sched_config config = {.B = TOKA_GPU_PAGE_TOK,
+                           .max_seqs = query->max_seqs,
+                           .max_tokens = query->max_tokens,
+                           .n_windowed = n_windowed};
+    plan_n_windowed(query->model, &config.window);
+    return config;
+}
+
+/* Sets kv_tokens of all ranks of a replica, as eng_open does. Returns the windowed pages. */
+static int plan_size_kv(const plan_query *query, plan_rank *ranks, int n_ranks) {
+    sched_config config = plan_sched_config(query, 0);
+    int64_t n_tokens = INT64_MAX;
+    for (int i = 0; i < n_ranks; i++)
+        n_tokens = MIN(n_tokens, eng_kv_tokens(ranks[i].bytes, query->max_len, &config,
+                                               ranks[i].kv_bytes));
+    config.n_windowed =
+        eng_choose_windowed(plan_token_bytes(query->model, &query->model->shape, 0),
+                            query->max_len, &config, n_tokens);
+    for (int i = 0; i < n_ranks; i++)
+        ranks[i].kv_tokens =
+            eng_kv_tokens(ranks[i].bytes, query->max_len, &config, ranks[i].kv_bytes);
+    return config.n_windowed;
+}
+
 /* Returns rank tp_rank of tp in stage `stage` of pp. The layout must have passed
  * plan_check_layout. */
 static plan_rank plan_make_rank(const plan_query *query, int tp, int pp, int stage, int tp_rank) {
@@ -46535,17 +46610,11 @@ static plan_rank plan_make_rank(const plan_query *query, int tp, int pp, int sta
     rank.scratch_bytes = (query->model->kv_fp8 ? (int64_t)toka_gpu_unpacked_bytes(shape) : 0) +
                          (int64_t)toka_gpu_scratch_bytes(shape, query->max_tokens) +
                          (int64_t)toka_gpu_group_bytes(shape, query->max_tokens, tp, pp);
-    const eng_token_bytes token_bytes = plan_token_bytes(query->model, shape, rank.first_layer);
-    rank.token_bytes = token_bytes.all;
-    int64_t kv_bytes = (int64_t)(query->utilization * (query->gpu->memory - PLAN_CONTEXT_BYTES)) -
-                       rank.weight_bytes - rank.scratch_bytes;
-    kv_bytes -= query->max_seqs * eng_state_bytes(shape, 0);
-    sched_config config = {.B = TOKA_GPU_PAGE_TOK,
-                           .max_seqs = query->max_seqs,
-                           .max_tokens = query->max_tokens};
-    plan_n_windowed(query->model, &config.window);
-    if (kv_bytes > 0)
-        rank.kv_tokens = eng_kv_tokens(token_bytes, query->max_len, &config, kv_bytes);
+    rank.bytes = plan_token_bytes(query->model, shape, rank.first_layer);
+    rank.kv_bytes = (int64_t)(query->utilization * (query->gpu->memory - PLAN_CONTEXT_BYTES)) -
+                    rank.weight_bytes - rank.scratch_bytes -
+                    query->max_seqs * eng_state_bytes(shape, 0);
+    plan_size_kv(query, &rank, 1);
     return rank;
 }
 
@@ -46658,17 +46727,27 @@ static const char *plan_bound(const plan_time *times, bool kv_full) {
     return times->kv == longest ? "HBM, KV" : kv_full ? "KV capacity" : "HBM, weights";
 }
 
+/* Returns the sequences of a replica that its windowed pages hold at once. */
+static int64_t plan_by_windows(const plan_query *query, int n_windowed) {
+    const sched_config config = plan_sched_config(query, n_windowed);
+    const int page = config.B, own = (query->input_len + query->output_len + page - 2) / page;
+    if (!n_windowed) return INT64_MAX;
+    return (n_windowed - config.max_tokens / page) / MIN(sched_window_pages(&config), MAX(own, 1));
+}
+
 /* Returns the number of sequences that a replica keeps running. Limits are the KV cache, max_seqs
  * and the rows of a step. In the KV cache, the samples of a prompt share its full pages, and a
  * sequence has on average half of its answer. rows: mean rows of a step for each sequence, prompt
  * rows included. *kv_full: the KV cache is the lowest limit. */
-static int64_t plan_n_running(const plan_query *query, int pp, int64_t kv_tokens, double rows,
+static int64_t plan_n_running(const plan_query *query, const plan_layout *layout, double rows,
                               bool *kv_full) {
     double shared = query->input_len / TOKA_GPU_PAGE_TOK * TOKA_GPU_PAGE_TOK;
     double tokens_per_seq = shared / query->n_samples + (query->input_len - shared) +
                             query->output_len / 2.0 + TOKA_GPU_PAGE_TOK / 2.0;
-    double max_running = MIN((double)query->max_seqs, (double)query->max_tokens * pp / rows);
-    double fit_in_kv = (double)kv_tokens / tokens_per_seq;
+    double max_running = MIN((double)query->max_seqs,
+                             (double)query->max_tokens * layout->pp / rows);
+    double fit_in_kv = MIN((double)layout->kv_tokens / layout->dp / tokens_per_seq,
+                           (double)plan_by_windows(query, layout->n_windowed));
     *kv_full = fit_in_kv < max_running;
     return (int64_t)MAX(MIN(max_running, fit_in_kv), 1.0);
 }
@@ -46681,8 +46760,7 @@ static plan_rate plan_make_rate(const plan_query *query, const plan_rank *ranks,
     /* Prompt rows for each row that samples. */
     double prompt_rows =
         prompts ? (query->input_len - 1.0) / ((double)query->n_samples * query->output_len) : 0;
-    int64_t n_running = plan_n_running(query, layout->pp, layout->kv_tokens / layout->dp,
-                                       1 + prompt_rows, &kv_full);
+    int64_t n_running = plan_n_running(query, layout, 1 + prompt_rows, &kv_full);
     /* sequences of a microbatch */
     double per_micro = (double)n_running / (double)MIN(n_running, (int64_t)layout->pp);
     plan_load load = {per_micro * (1 + prompt_rows), per_micro,
@@ -46714,9 +46792,10 @@ static plan_layout plan_make_layout(const plan_query *query, int tp, int pp, int
         ranks[i] = plan_make_rank(query, tp, pp, i / tp, i % tp);
         layout.weight_bytes = MAX(layout.weight_bytes, rank->weight_bytes);
         layout.scratch_bytes = MAX(layout.scratch_bytes, rank->scratch_bytes);
-        layout.token_bytes = MAX(layout.token_bytes, rank->token_bytes);
-        layout.kv_tokens = MIN(layout.kv_tokens, rank->kv_tokens);
+        layout.token_bytes = MAX(layout.token_bytes, rank->bytes.all);
     }
+    layout.n_windowed = plan_size_kv(query, ranks, tp * pp);
+    for (int i = 0; i < tp * pp; i++) layout.kv_tokens = MIN(layout.kv_tokens, ranks[i].kv_tokens);
     layout.fits = layout.kv_tokens >= must_hold;
     layout.kv_tokens = layout.fits ? layout.kv_tokens * dp : 0;
     layout.n_max_len_seqs = (double)layout.kv_tokens / query->max_len;
@@ -46869,7 +46948,8 @@ static int plan_max_in_flight(const plan_query *query, const plan_layout *layout
     const int64_t shared = query->input_len / page * page;
     const int64_t own = (query->input_len - shared + query->output_len + page - 1) / page * page;
     const int64_t by_kv = layout->kv_tokens / layout->dp / (shared + own * n);
-    return (int)MIN(by_kv, (int64_t)query->max_seqs / n);
+    const int64_t most = MIN(query->max_seqs, plan_by_windows(query, layout->n_windowed));
+    return (int)MIN(by_kv, most / n);
 }
 
 /* Returns the requests a second that a layout computes if it always has enough of them. */
@@ -47223,7 +47303,7 @@ static int64_t plan_weight_bytes(const plan_query *query) {
 }
 /* Returns the bytes of K and V of one token. */
 static int64_t plan_kv_bytes(const plan_query *query) {
-    return plan_make_rank(query, 1, 1, 0, 0).token_bytes;
+    return plan_make_rank(query, 1, 1, 0, 0).bytes.all;
 }
 /* Returns the parameters that one token uses. */
 static int64_t plan_active_parameters(const plan_query *query) {

@@ -194,7 +194,7 @@ static const char *sched_check_heaps(const scheduler *s) {
 /* To be called between two plans. */
 static const char *sched_check(const scheduler *s) {
     int n_state[4] = {0};
-    int64_t backlog = 0, max_growth = 0;
+    int64_t backlog = 0, max_growth = 0, max_windowed = 0;
     bool *open = mem_zalloc((size_t)s->config.max_seqs * sizeof *open);
     const char *bad = NULL;
     for (int q = 0; q < s->config.max_seqs; q++) {
@@ -203,12 +203,15 @@ static const char *sched_check(const scheduler *s) {
         if (x->state == SCHED_FREE) continue;
         if (!bad) bad = sched_check_seq(s, q);
         open[q] = x->state != SCHED_PREEMPTED;
+        if (open[q]) max_windowed += sched_seq_windowed(s, q);
         if (open[q]) max_growth += (x->limit - 1 + s->config.B - 1) / s->config.B - s->kv.seqs[q].n_pages;
     }
     if (!bad) bad = sched_check_heaps(s);
     if (!bad) bad = kv_check(&s->kv, open);
     bool counts = n_state[SCHED_FREE] == s->n_seqs_free && n_state[SCHED_DECODE] == s->n_decode && backlog == s->backlog &&
-                  n_state[SCHED_DECODE] + n_state[SCHED_PREFILL] == s->n_running && max_growth == s->max_growth;
+                  n_state[SCHED_DECODE] + n_state[SCHED_PREFILL] == s->n_running && max_growth == s->max_growth &&
+                  max_windowed == s->max_windowed &&
+                  (!s->kv.window || max_windowed <= s->kv.n_windowed - s->config.max_tokens / s->config.B);
     if (!bad && !counts) bad = "counts do not agree";
     free(open);
     return bad;

@@ -177,7 +177,7 @@ static int kvt_random(int B, int n_pages, int n_seqs, int max_len, uint64_t seed
     m->rng = seed ^ 1;
     CHECK(kv_init(&m->k, B, n_pages, n_seqs, max_len) && n_snapshots <= COUNT(m->snapshots));
     if (n_snapshots >= 0) CHECK(kv_init_snapshots(&m->k, n_snapshots));
-    if (window) CHECK(kv_init_windowed(&m->k, window, sched_n_windowed(&c)) && m->k.n_windowed * B <= COUNT(m->windowed));
+    if (window) CHECK(kv_init_windowed(&m->k, window, (int)sched_most_windowed(&c)) && m->k.n_windowed * B <= COUNT(m->windowed));
     for (int op = 0; op < n_ops && !check_failed; op++) {
         int q = (int)(rnd(&rng) % (uint64_t)n_seqs), what = (int)(rnd(&rng) % 8);
         /* admit a new sequence, or again a preempted one: some of the old tokens, cut at a random

@@ -42,8 +42,11 @@ typedef struct sched_sim {
     char *windowed_written; /* [n_windowed * B] the same */
     int64_t n_tokens, n_done, n_copies, n_rows;
     uint64_t refused_count; /* scheduler.refused_change_count after the last plan; pages that the */
+    int n_window_waits;     /* steps in which the head waited for windowed pages */
     int refused_pages;      /* refused head would have taken when it was tried */
 } sched_sim;
+
+static int64_t sim_window_wait_count; /* of n_window_waits, over runs of sim_random_drafts */
 
 static uint64_t sim_hash(const int32_t *t, int n) { return hash_bytes(t, (size_t)n * sizeof *t); }
 
@@ -56,8 +59,17 @@ static int32_t sim_next_token(const sched_sim *m, const int32_t *t, int n, int s
     return (int32_t)((h >> 20) % (uint64_t)m->vocab);
 }
 
+/* Sets the windowed pages: by `choice` the fewest that are allowed, as many as sequences can hold, or a number between them. None
+ * if these would not be fewer than the pages. */
+static void sim_set_windowed(sched_config *c, uint64_t choice) {
+    const int least = sched_least_windowed(c), most = (int)sched_most_windowed(c);
+    const int n = least + (most - least) * (int)(choice % 3) / 2;
+    c->n_windowed = c->window && n < c->n_pages ? n : 0;
+}
+
 static void sim_open(sched_sim *m, sched_config c, int vocab, int end_one_in, int lag) {
     toka_err e;
+    if (!c.n_windowed) sim_set_windowed(&c, 2);
     *m = (sched_sim){.vocab = vocab, .end_one_in = end_one_in, .lag = lag};
     CHECK(!sched_init(&m->s, &c, &e));
     size_t n_slots = (size_t)c.n_pages * (size_t)c.B;
@@ -259,12 +271,17 @@ static void sim_check_admission(sched_sim *m, uint32_t admissions_before) {
     int n_free = kv_n_available(&s->kv);
     if (s->n_admissions != admissions_before && s->n_running > 1) CHECK(n_free >= sim_least_reserve(s));
     if (s->change_count != s->refused_change_count) return;
-    int q = s->next_to_resume, id = s->first_queued, n;
+    int q = s->next_to_resume, id = s->first_queued, n, limit;
     if (q >= 0 && (id < 0 || !s->n_seqs_free || s->requests[s->seqs[q].request].queue_key <= s->requests[id].queue_key))
-        n = sim_pages_to_take(s, s->seqs[q].tokens, s->seqs[q].n_known, s->seqs[q].sample < s->requests[s->seqs[q].request].n_unshared);
+        n = sim_pages_to_take(s, s->seqs[q].tokens, s->seqs[q].n_known, s->seqs[q].sample < s->requests[s->seqs[q].request].n_unshared), limit = s->seqs[q].limit;
     else if (id >= 0 && s->n_seqs_free)
-        n = sim_pages_to_take(s, s->requests[id].prompt, s->requests[id].n_prompt, s->requests[id].n_started < s->requests[id].n_unshared);
+        n = sim_pages_to_take(s, s->requests[id].prompt, s->requests[id].n_prompt, s->requests[id].n_started < s->requests[id].n_unshared), limit = s->requests[id].n_prompt + s->requests[id].max_tokens;
     else return;
+    const int most = MIN(kv_pages_for(&s->kv, limit - 1), sched_window_pages(&s->config));
+    if (s->kv.window && s->max_windowed + most > s->kv.n_windowed - s->config.max_tokens / s->config.B) {
+        m->n_window_waits++; /* it waits for windowed pages */
+        return;
+    }
     if (m->refused_count != s->refused_change_count) m->refused_pages = n;
     m->refused_count = s->refused_change_count;
     CHECK(n <= m->refused_pages && n_free < m->refused_pages + sched_reserve(s));
@@ -323,6 +340,7 @@ static int64_t sim_random_drafts(sched_config c, int lag, uint64_t seed, int n_s
     int64_t n = m.s.n_preempted;
     *n_accepted += m.n_accepted, *n_rejected += m.n_rejected;
     if (check_failed) printf("seed %llu\n", (unsigned long long)seed);
+    sim_window_wait_count += m.n_window_waits;
     sim_close(&m);
     return n;
 }
@@ -339,7 +357,8 @@ static void sim_random_with_drafts(void) {
         if (seed % 4 == 1) c = (sched_config){2, 30, 8, 12, 40, (int)(seed % 8), 0, {0}};
         if (seed % 4 == 2) c = (sched_config){4, 64, 8, 40, 60, 0, 1 + (int)(seed % 11), {0}};
         if (seed % 4 == 3) c = (sched_config){2, 40, 3, 12, 40, (int)(seed % 8), 1 + (int)(seed % 7), {0}};
-        n_windowed += c.window && sched_n_windowed(&c) > 0;
+        sim_set_windowed(&c, seed / 4);
+        n_windowed += c.n_windowed > 0;
         n += sim_random_drafts(c, (int)(seed % 3), seed, 90, 1 + (int)(seed % 5), &n_accepted, &n_rejected);
     }
     CHECK_MSG(n > 50 && n_accepted > 2000 && n_rejected > 2000 && n_windowed > 50, "%d %d %d %d", (int)n, (int)n_accepted, (int)n_rejected, (int)n_windowed);
@@ -363,13 +382,15 @@ static void sim_random_small(void) {
 /* The same with windows, smaller and larger than a page, and as few windowed pages as can be. */
 static void sim_random_windows(void) {
     int64_t n = 0, n_windowed = 0;
-    for (uint64_t seed = 1; seed <= 240 && !check_failed; seed++) {
+    sim_window_wait_count = 0;
+    for (uint64_t seed = 1; seed <= 720 && !check_failed; seed++) {
         sched_config c = {2, 40, 3, 6, 40, (int)(seed % 8), 1 + (int)(seed % 7), {0}};
         if (seed % 3 == 0) c = (sched_config){4, 64, 8, 12, 60, 0, 1 + (int)(seed % 11), {0}};
-        n_windowed += sched_n_windowed(&c) > 0;
+        sim_set_windowed(&c, seed / 3);
+        n_windowed += c.n_windowed > 0;
         n += sim_random(c, (int)(seed % 3), seed, 90);
     }
-    CHECK_MSG(n > 50 && n_windowed > 200, "%d preemptions, %d with windowed pages", (int)n, (int)n_windowed);
+    CHECK_MSG(n > 50 && n_windowed > 600 && sim_window_wait_count > 1000, "%d preemptions, %d with windowed pages, %d waits for them", (int)n, (int)n_windowed, (int)sim_window_wait_count);
 }
 
 /* Runs n samples of a prompt of so many tokens to their ends. Returns the rows that they took. */
@@ -527,7 +548,8 @@ static void sim_window_gpt_oss(void) {
     scheduler s;
     toka_err e;
     int32_t *prompt = mem_zalloc(N * sizeof *prompt);
-    const sched_config c = {.B = 16, .n_pages = 3000, .max_seqs = 16, .max_tokens = 512, .max_len = N, .window = 128};
+    sched_config c = {.B = 16, .n_pages = 3000, .max_seqs = 16, .max_tokens = 512, .max_len = N, .window = 128};
+    sim_set_windowed(&c, 2);
     CHECK(!sched_init(&s, &c, &e) && s.kv.n_windowed == 16 * (9 + 1) + 512 / 16);
     CHECK(sched_submit(&s, &(sched_job){.prompt = prompt, .n_prompt = N - 100, .n = 1, .max_tokens = 100}, &e) >= 0);
     int most_prefill = 0, most_decode = 0;
@@ -544,15 +566,25 @@ static void sim_window_gpt_oss(void) {
     free(prompt);
     /* in one pool for all layers: 24 * 2,048 pages of one layer; now 12 * 2,048 + 12 * 9 */
     const int64_t bytes = (int64_t)16 << 30, layer_bytes = 2 * 8 * 64 * 4, windowed = (16 * 10 + 32) * 16;
-    sched_config sized = c;
-    CHECK(eng_kv_tokens((eng_token_bytes){24 * layer_bytes, 12 * layer_bytes}, 131072, &sized, bytes) == (bytes - windowed * 12 * layer_bytes) / (12 * layer_bytes));
-    sized.window = 0;
-    CHECK(eng_kv_tokens((eng_token_bytes){24 * layer_bytes, 12 * layer_bytes}, 131072, &sized, bytes) == bytes / (24 * layer_bytes));
-    /* too little memory for windowed pages to pay: one pool */
-    sized.window = 128;
-    CHECK(eng_kv_tokens((eng_token_bytes){24 * layer_bytes, 12 * layer_bytes}, 131072, &sized, windowed * 24 * layer_bytes) == windowed);
+    const eng_token_bytes half = {24 * layer_bytes, 12 * layer_bytes}, all = {24 * layer_bytes, 24 * layer_bytes};
+    CHECK(eng_choose_windowed(half, N, &c, bytes / half.all) * 16 == windowed);
+    CHECK(eng_kv_tokens(half, 131072, &c, bytes) == (bytes - windowed * 12 * layer_bytes) / (12 * layer_bytes));
+    /* many sequences: when memory is full, those that are four times as long as what a window takes hold all windowed pages */
+    c.max_seqs = 8192;
+    const int64_t one_pool = bytes / half.all;
+    CHECK((c.n_windowed = eng_choose_windowed(half, N, &c, one_pool)) == (int)((double)one_pool * 2 / 5 / 16));
+    const int64_t n_tokens = eng_kv_tokens(half, 131072, &c, bytes);
+    CHECK_MSG(llabs(n_tokens - c.n_windowed * 16 * 4) < 16 * 8, "%lld tokens, %d windowed pages", (long long)n_tokens, c.n_windowed);
+    /* too little memory for a window: one pool */
+    CHECK(eng_choose_windowed(half, N, &c, (10 + 32) * 16 * 2) == 0 && eng_choose_windowed(half, N, &c, (10 + 32) * 16 * 3) == (10 + 32) * 3 * 2 / 5);
+    /* sequences that are not longer than what a window takes: one pool; twice as long: those have all windowed pages */
+    CHECK(eng_choose_windowed(half, 160, &c, one_pool) == 0 && eng_choose_windowed(half, 320, &c, one_pool) == (int)((double)one_pool * 2 / 3 / 16));
+    c.n_windowed = 0;
+    CHECK(eng_kv_tokens(half, 131072, &c, bytes) == bytes / (24 * layer_bytes));
     /* all layers have a window: as many pages as sequences can need */
-    CHECK(eng_kv_tokens((eng_token_bytes){24 * layer_bytes, 24 * layer_bytes}, 131072, &sized, bytes) == 16 * 131072);
+    c.max_seqs = 16;
+    CHECK((c.n_windowed = eng_choose_windowed(all, N, &c, bytes / all.all)) * 16 == windowed && eng_kv_tokens(all, 131072, &c, bytes) == 16 * 131072);
+    CHECK(eng_kv_tokens(half, 131072, &c, windowed * 12 * layer_bytes - 1) == 0 && eng_kv_tokens(half, 131072, &c, -1) == 0);
 }
 
 /* no token is lost or changed: sim_commit_due compares each one */
