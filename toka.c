@@ -13,8 +13,8 @@
  * WHAT IT IS NOT. It does not train or convert. It runs decoder-only
  * transformers, the rows of mf_archs (11): dense ones, mixtures of experts, and models with latent
  * attention or with linear mixers (Gated DeltaNet); their weights are bf16, f16, f32, FP8, int4 or
- * MXFP4 (mf_methods). The GPU backend has the dense Llama family in bf16, f16, f32 and FP8, and on
- * Hopper its mixtures of experts and GPT-OSS, whose experts may be MXFP4. No images. Speculative
+ * MXFP4 (mf_methods). The GPU backend has most dense ones in bf16, f16, f32 and FP8, and on Hopper
+ * their mixtures of experts and GPT-OSS, whose experts may be MXFP4. No images. Speculative
  * decoding takes its drafts from texts (20), and is not on the GPU. If toka would compute a model
  * differently from the code of the model's authors, it refuses the model and says why
  * (mf_refuse_unsupported).
@@ -46609,6 +46609,9 @@ static plan_rank plan_make_rank(const plan_query *query, int tp, int pp, int sta
     /* For the model's own maximal length (shape->max_len, not query->max_len), as in eng_open. */
     rank.scratch_bytes = (query->model->kv_fp8 ? (int64_t)toka_gpu_unpacked_bytes(shape) : 0) +
                          (int64_t)toka_gpu_scratch_bytes(shape, query->max_tokens) +
+                         (int64_t)toka_gpu_kinds_bytes(
+                             shape, query->shapes->weights.layers + rank.first_layer,
+                             query->max_tokens) +
                          (int64_t)toka_gpu_group_bytes(shape, query->max_tokens, tp, pp);
     rank.bytes = plan_token_bytes(query->model, shape, rank.first_layer);
     rank.kv_bytes = (int64_t)(query->utilization * (query->gpu->memory - PLAN_CONTEXT_BYTES)) -
@@ -51918,10 +51921,12 @@ static const help_page help_pages[] = {
      "- MXFP4: GPT-OSS.\n"
      "- Modules that a checkpoint leaves out (ignore, modules_to_not_convert) stay as\n"
      "  they are. `toka help numbers` says what is rounded where.\n"
-     "- A GPU has Llama, Mistral, Ministral, Qwen2 and Qwen3 in bf16, f16, f32 and\n"
-     "  FP8; FP8 becomes bf16 before compute capability 9.0. A Hopper GPU also has\n"
-     "  Qwen2Moe, Qwen3Moe and Mixtral in these, and GptOss, whose experts may be\n"
-     "  MXFP4. --device auto says why a model does not run there, and takes the CPU.\n"
+     "- A GPU has the dense ones but Gemma2, Cohere and Cohere2, in bf16, f16, f32\n"
+     "  and FP8 (not Glm4 and Phi-4-mini); FP8 becomes bf16 before compute capability\n"
+     "  9.0. A Hopper GPU also has Qwen2Moe, Qwen3Moe, Mixtral and Olmoe in these,\n"
+     "  Glm4Moe without FP8, and GptOss, whose experts may be MXFP4. Tensor ranks have\n"
+     "  no experts, and not Gemma3, Olmo2, Olmo3 and Glm4. --device auto says why a\n"
+     "  model does not run there, and takes the CPU.\n"
      "- Refused before a weight is read, in a sentence that names the field, what it\n"
      "  is and what is expected: another architecture, code of the folder's own\n"
      "  (trust_remote_code is never needed), another quant_method (bitsandbytes, hqq,\n"
@@ -52393,8 +52398,9 @@ static const help_page help_pages[] = {
      "- Models: 25 architectures instead of 5, among them mixtures of experts, MLA,\n"
      "  windows, Gated DeltaNet (Qwen3-Next, Qwen3.5), and norms, caps and scales of\n"
      "  their own. Weights in FP8, int4 (AWQ, GPTQ, compressed-tensors) and MXFP4.\n"
-     "- On Hopper GPUs FP8 weights (also --quantization fp8), mixtures of experts and\n"
-     "  GPT-OSS; on all devices FP8 K and V (--kv-cache-dtype fp8).\n"
+     "- On GPUs also Phi-4-mini, Gemma 3, OLMo 2 and 3, SmolLM3, Granite and GLM-4;\n"
+     "  on Hopper FP8 weights (also --quantization fp8), mixtures of experts, GPT-OSS;\n"
+     "  on all devices FP8 K and V (--kv-cache-dtype fp8).\n"
      "- Constraints: JSON schema, regular expressions, grammars (GBNF, Lark), choices.\n"
      "- Chats: tool calls, also forced, and reasoning with budgets, in OpenAI's\n"
      "  forms; /v1/responses and /v1/messages; embeddings, scores and reranking.\n"

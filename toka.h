@@ -1624,6 +1624,23 @@ static inline size_t toka_gpu_scratch_bytes(const toka_shape *shape, int max_tok
     return (size_t)max_tokens * (row * 2 + attention) +
            (size_t)shape->max_len * shape->D / 2 * 8 + ((size_t)1536 << 20);
 }
+static inline bool toka_gpu_has_gelu(const toka_layer *layer) {
+    return !layer->moe && layer->activation == TOKA_GELU_TANH;
+}
+/* Returns the bytes that depend on the kinds of the layers: RoPE tables of all kinds of RoPE but
+ * the first, and gate and up of layers with GELU. */
+static inline size_t toka_gpu_kinds_bytes(const toka_shape *shape, const toka_layer *layers,
+                                          int max_tokens) {
+    size_t n_ropes = 0, mlp_cols = 0;
+    for (int i = 0; i < shape->L; i++) {
+        int same = 0;
+        while (layers[same].rope != layers[i].rope) same++;
+        n_ropes += i > 0 && same == i;
+        if (toka_gpu_has_gelu(&layers[i])) mlp_cols = 2 * (size_t)shape->F;
+    }
+    return n_ropes * (size_t)shape->max_len * (size_t)shape->D / 2 * 8 +
+           (size_t)max_tokens * mlp_cols * 2;
+}
 /* Returns the bytes of the bf16 copies of FP8 pages for the attention of prompts and shared
  * prefixes: a sequence of max_len tokens, and at least 65,536 tokens. */
 static inline size_t toka_gpu_unpacked_bytes(const toka_shape *shape) {

@@ -325,8 +325,12 @@ typedef struct layer_experts { /* the feed-forward of a layer with experts (chap
 typedef struct layer_weights {
     weight qkv, o, gate_up, down;
     layer_experts *experts;            /* NULL: gate_up and down are the layer's MLP */
-    const float *attn_norm, *mlp_norm; /* [E] */
+    const float *attn_norm, *mlp_norm; /* [E] or NULL: the op reads x itself */
+    const float *attn_post_norm, *mlp_post_norm; /* [E] or NULL: norms of what is added to x */
     const float *q_norm, *k_norm;      /* [D] or NULL */
+    const float *q_norm_all, *k_norm_all; /* [H*D], [K*D]: one norm of all heads; or NULL */
+    const float2 *rope;                /* its RoPE table (chapter 4) */
+    bool is_gelu;                      /* its MLP has GELU in place of SiLU */
     const float *sinks;                /* [H] or NULL: attention sinks (chapter 9) */
     int window;                        /* positions of the sliding window; 0: all positions */
 } layer_weights;
@@ -482,7 +486,6 @@ struct toka_device {
     bf16 *embed;                 /* [V][E] */
     const float *norm;           /* [E] */
     weight lm_head;              /* [V][E] */
-    float2 *rope;                /* [max_len][D/2] cosine and sine, multiplied by toka_rope.scale */
     bf16 *kv_pool;               /* [L][page][kv head][K, V][B][D]; of layers with FP8 K and V
                                     pages of kv_page_bytes */
     size_t kv_layer_elems;       /* elements of one layer of kv_pool without FP8 */
@@ -492,6 +495,7 @@ struct toka_device {
     int *kv_ids;                 /* [page][B] id of the token of each kv_slot; NULL before the last
                                     stage */
     bf16 *xn, *qkv, *act;        /* scratch: [T][E] normed rows, [T][(H+2K)*D], [T][F] */
+    bf16 *gate_up;               /* scratch [T][2F] of layers with GELU; NULL: there are none */
     float *row_sumsq;            /* scratch: [FUSE_NORM_MAX_ROWS][ceil(E / 16)] */
     float *x_scale;              /* scratch: [T] scales of the rows of x of an FP8 GEMM */
     expert_scratch *experts;     /* NULL: the model has no experts */
@@ -1317,6 +1321,31 @@ static void upload_send(toka_device *dev, upload_buffer *upload) {
 
 enum { LOAD_THREADS = 8, LOAD_PIECE_BYTES = 2 << 20 };
 
+/* The order in which the elements of a head of q and k are on the device: those of pair p of RoPE
+ * are at p and p + D/2. The elements that do not rotate have the places that are left, in their
+ * order. So the kernels know one kind of RoPE. A score is the same in any order. */
+typedef struct head_order {
+    int D;           /* 0: the model's order */
+    int dims;        /* elements that rotate */
+    bool neighbours; /* as in toka_rope */
+} head_order;
+static head_order head_order_of(const toka_rope *rope, int D) {
+    const bool same = !rope || (rope->dims == D && !rope->neighbours);
+    return same ? head_order{} : head_order{D, rope->dims, rope->neighbours};
+}
+/* Returns the place on the device of row `row` of q or k: element row % D of a head. */
+__host__ __device__ static inline int head_place(const head_order &order, int row) {
+    if (!order.D) return row;
+    const int half = order.D / 2, pairs = order.dims / 2, i = row % order.D, head0 = row - i;
+    if (i >= order.dims) {
+        const int rest = i - order.dims, low = half - pairs;
+        return head0 + (rest < low ? pairs + rest : half + pairs + rest - low);
+    }
+    const int pair = order.neighbours ? i / 2 : i % pairs,
+              is_high = order.neighbours ? i % 2 : i / pairs;
+    return head0 + pair + is_high * half;
+}
+
 typedef struct load_job { /* a tensor, or a slice of a tensor, and its target */
     const toka_tensor *from;
     void *to;         /* the target: a matrix bf16 [.][stride], or a vector float32 */
@@ -1330,6 +1359,8 @@ typedef struct load_job { /* a tensor, or a slice of a tensor, and its target */
      * begins at column first_col of a group */
     float *scales;
     int n_groups, group_cols, first_col;
+    head_order heads; /* of q and k: their rows are moved; of their vectors, the columns */
+    float add, factor; /* f32: a number v becomes (v + add) * factor; factor 0: 1 */
 } load_job;
 
 typedef struct weight_loader {
@@ -1444,8 +1475,10 @@ __global__ static void __launch_bounds__(256)
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n_elems) return;
     int row = (int)((first_elem + i) / cols), col = (int)((first_elem + i) % cols);
-    size_t to =
-        (size_t)(job.row0 + (job.interleaved ? row / 8 * 16 + row % 8 : row)) * job.stride + col;
+    const int to_row = job.interleaved ? row / 8 * 16 + row % 8
+                                       : head_place(job.f32 ? head_order{} : job.heads, row);
+    const size_t to = (size_t)(job.row0 + to_row) * job.stride +
+                      head_place(job.f32 ? job.heads : head_order{}, col);
     if (job.fp8) {
         ((uint8_t *)job.to)[to] = ((const uint8_t *)raw)[i];
         return;
@@ -1459,7 +1492,7 @@ __global__ static void __launch_bounds__(256)
     float value = dtype == TOKA_F32   ? ((const float *)raw)[i]
                   : dtype == TOKA_F16 ? __half2float(((const __half *)raw)[i])
                                       : __bfloat162float(((const bf16 *)raw)[i]);
-    if (job.f32) ((float *)job.to)[to] = value;
+    if (job.f32) ((float *)job.to)[to] = (value + job.add) * (job.factor != 0 ? job.factor : 1);
     else ((bf16 *)job.to)[to] = __float2bfloat16(value);
 }
 
@@ -1587,7 +1620,7 @@ static cudaError_t load_piece(const load_job *job, size_t first_elem, size_t n_e
     size_t elem_bytes = load_elem_bytes(job->from);
     load_read(job->from, first_elem, n_elems, host_buf);
     if ((job->from->dtype == TOKA_BF16 || job->fp8) && !job->f32 && !job->interleaved &&
-        job->stride == job->from->cols)
+        !job->heads.D && job->stride == job->from->cols)
         return cudaMemcpyAsync(
             (char *)job->to + ((size_t)job->row0 * job->stride + first_elem) * elem_bytes, host_buf,
             n_elems * elem_bytes, cudaMemcpyHostToDevice, stream);
@@ -1684,6 +1717,15 @@ static float *weight_load_vector(toka_device *dev, weight_loader *loader,
     load_add_job(loader, tensor, vector, tensor->cols, true, 0, false);
     return vector;
 }
+/* The same of a norm, with shape.norm_offset, times factor. heads: of a norm of q or k. */
+static float *weight_load_norm(toka_device *dev, weight_loader *loader, const toka_tensor *tensor,
+                               float factor = 1, head_order heads = {}) {
+    float *vector = weight_load_vector(dev, loader, tensor);
+    if (!vector) return NULL;
+    load_job *job = &loader->jobs[loader->n_jobs - 1];
+    job->add = dev->shape->norm_offset, job->factor = factor, job->heads = heads;
+    return vector;
+}
 
 /* The matrices of the model that one matrix on the device holds, one below the other or with their
  * rows in turns of 8 (gate and up). */
@@ -1691,11 +1733,17 @@ typedef struct weight_parts {
     const toka_tensor *part[3];
     int n_parts;
     bool interleaved;
+    head_order heads; /* of parts 0 and 1, q and k */
 } weight_parts;
+/* Returns the order of the rows of part i. */
+static head_order weight_part_heads(const weight_parts *parts, int i) {
+    return i < 2 ? parts->heads : head_order{};
+}
 
 /* Returns the row on the device of row `row` of part i. */
 static int weight_row_at(const weight_parts *parts, int i, int row) {
     if (parts->interleaved) return row / 8 * 16 + 8 * i + row % 8;
+    row = head_place(weight_part_heads(parts, i), row);
     while (i--) row += parts->part[i]->rows;
     return row;
 }
@@ -1763,7 +1811,7 @@ static void weight_put_scales(weight *to, const weight_parts *parts, float *scal
         for (int row = 0; row < part->rows; row++) {
             const int at = weight_row_at(parts, i, row);
             if (!to->is_blocked) scales[at] = load_scale(part, row, 0);
-            else if (row % 8 == 0)
+            else if (row % 8 == 0 || parts->heads.D)
                 for (int k = 0; k < ceil_div(part->cols, 128); k++)
                     scales[((size_t)k * blocks_n + at / 128) * 2 + at / 8 % 2] =
                         load_scale(part, row, part->col0 / 128 + k);
@@ -1807,7 +1855,8 @@ static weight weight_load_parts(toka_device *dev, weight_loader *loader,
         dev->unpacks_fp8 |= parts->part[i]->dtype == TOKA_FP8;
     for (int i = 0; i < parts->n_parts; i++)
         load_add_job(loader, parts->part[i], to.data, stride, false, weight_row_at(parts, i, 0),
-                     parts->interleaved, fp8);
+                     parts->interleaved, fp8)
+            ->heads = weight_part_heads(parts, i);
     return to;
 }
 /* Loads a matrix. bias: NULL, or a tensor that the model may not have. */
@@ -1819,44 +1868,39 @@ static weight weight_load_matrix(toka_device *dev, weight_loader *loader, const 
     return to;
 }
 
-static weight_parts weight_qkv_parts(const toka_layer *layer) {
-    return weight_parts{{&layer->q, &layer->k, &layer->v}, 3, false};
-}
-static weight_parts weight_gate_up_parts(const toka_layer *layer) {
-    return weight_parts{{&layer->mlp.gate, &layer->mlp.up}, 2, true};
+static weight_parts weight_qkv_parts(const toka_shape *shape, const toka_layer *layer) {
+    return weight_parts{{&layer->q, &layer->k, &layer->v}, 3, false,
+                        head_order_of(layer->rope, shape->D)};
 }
 /* Loads q, k and v into one matrix, one below the other, and their biases into one vector. If only
  * some of the three have a bias, the bias of the others is zero. */
 static weight weight_load_qkv(toka_device *dev, weight_loader *loader, const toka_layer *from) {
-    const weight_parts parts = weight_qkv_parts(from);
+    const weight_parts parts = weight_qkv_parts(dev->shape, from);
     const toka_tensor *biases[3] = {&from->q_bias, &from->k_bias, &from->v_bias};
     weight to = weight_load_parts(dev, loader, &parts);
     float *bias =
         biases[0]->rows || biases[1]->rows || biases[2]->rows ? vector_alloc(dev, to.N) : NULL;
-    for (int i = 0; i < 3 && bias; i++)
-        load_add_job(loader, biases[i], bias + weight_row_at(&parts, i, 0), biases[i]->cols, true,
-                     0, false);
+    for (int i = 0; i < 3 && bias; i++) {
+        load_job *job = load_add_job(loader, biases[i], bias + weight_row_at(&parts, i, 0),
+                                     biases[i]->cols, true, 0, false);
+        if (job) job->heads = weight_part_heads(&parts, i);
+    }
     to.bias = bias;
     return to;
 }
-/* Loads gate and up into one matrix, interleaved in groups of 8 rows. If F was rounded up, the last
- * group of either is padded with zero rows. */
-static weight weight_load_gate_up(toka_device *dev, weight_loader *loader, const toka_layer *from) {
-    const weight_parts parts = weight_gate_up_parts(from);
-    return weight_load_parts(dev, loader, &parts);
-}
-
-static weight_parts weight_expert_parts(const toka_mlp *mlp, bool gate_up) {
+/* The matrices of an MLP or expert: gate and up, interleaved in groups of 8 rows, or down. If F was
+ * rounded up, the last group of either is padded with zero rows. */
+static weight_parts weight_mlp_parts(const toka_mlp *mlp, bool gate_up) {
     return gate_up ? weight_parts{{&mlp->gate, &mlp->up}, 2, true}
                    : weight_parts{{&mlp->down}, 1, false};
 }
 /* Returns the format of the experts' matrices of one kind on a Hopper GPU: that of the file if all
  * experts have it, and FP8 scales are of the same kind; else bf16. */
 static toka_dtype weight_experts_format(const toka_moe *moe, bool gate_up) {
-    const weight_parts first = weight_expert_parts(&moe->experts[0], gate_up);
+    const weight_parts first = weight_mlp_parts(&moe->experts[0], gate_up);
     const toka_dtype format = first.part[0]->dtype;
     for (int i = 0; i < moe->n_experts; i++) {
-        const weight_parts parts = weight_expert_parts(&moe->experts[i], gate_up);
+        const weight_parts parts = weight_mlp_parts(&moe->experts[i], gate_up);
         for (int k = 0; k < parts.n_parts; k++)
             if (parts.part[k]->dtype != format) return TOKA_BF16;
         if (format == TOKA_FP8 &&
@@ -1886,7 +1930,7 @@ static const float *weight_load_expert_bias(toka_device *dev, const toka_moe *mo
     for (int i = 0; i < moe->n_experts; i++) {
         const toka_tensor *biases[2] = {gate_up ? &experts[i].gate_bias : &experts[i].down_bias,
                                         &experts[i].up_bias};
-        const weight_parts parts = weight_expert_parts(&experts[i], gate_up);
+        const weight_parts parts = weight_mlp_parts(&experts[i], gate_up);
         for (int k = 0; k < parts.n_parts; k++)
             for (int row = 0; row < parts.part[k]->rows; row++)
                 host[(size_t)i * n_rows + weight_row_at(&parts, k, row)] =
@@ -1904,7 +1948,7 @@ static weight weight_load_experts(toka_device *dev, weight_loader *loader, const
     const int X = moe->n_experts;
     weight_parts *parts = (weight_parts *)malloc((size_t)X * sizeof *parts);
     if (!parts) abort();
-    for (int i = 0; i < X; i++) parts[i] = weight_expert_parts(&moe->experts[i], gate_up);
+    for (int i = 0; i < X; i++) parts[i] = weight_mlp_parts(&moe->experts[i], gate_up);
     const toka_dtype format = weight_experts_format(moe, gate_up);
     const bool fp8 = format == TOKA_FP8, mxfp4 = format == TOKA_MXFP4;
     const int cols = parts->part[0]->cols;
@@ -1966,21 +2010,31 @@ static void weights_load(toka_device *dev) {
     dev->layers = (layer_weights *)calloc((size_t)dev->shape->L, sizeof *dev->layers);
     if (!dev->layers) abort();
     dev->embed = weight_load_matrix(dev, &loader, &weights->embed, NULL).data;
-    dev->norm = weight_load_vector(dev, &loader, &weights->norm);
+    dev->norm = weight_load_norm(dev, &loader, &weights->norm,
+                                 dev->shape->logit_scale != 0 ? dev->shape->logit_scale : 1);
     bool tied = weights->lm_head.data == weights->embed.data;
     dev->lm_head = tied ? weight{dev->embed, NULL, dev->V, dev->E}
                         : weight_load_matrix(dev, &loader, &weights->lm_head, NULL);
     for (int i = 0; i < dev->shape->L && !dev->error.code; i++) {
         const toka_layer *from = &weights->layers[i];
         layer_weights *to = &dev->layers[i];
-        to->attn_norm = weight_load_vector(dev, &loader, &from->attn_norm),
-        to->mlp_norm = weight_load_vector(dev, &loader, &from->mlp_norm);
-        to->q_norm = weight_load_vector(dev, &loader, &from->q_norm),
-        to->k_norm = weight_load_vector(dev, &loader, &from->k_norm);
+        const head_order heads = head_order_of(from->rope, dev->shape->D);
+        to->attn_norm = weight_load_norm(dev, &loader, &from->attn_norm),
+        to->mlp_norm = weight_load_norm(dev, &loader, &from->mlp_norm);
+        to->attn_post_norm = weight_load_norm(dev, &loader, &from->attn_post_norm),
+        to->mlp_post_norm = weight_load_norm(dev, &loader, &from->mlp_post_norm);
+        (from->q_norm.cols == dev->shape->D ? to->q_norm : to->q_norm_all) =
+            weight_load_norm(dev, &loader, &from->q_norm, 1, heads);
+        (from->k_norm.cols == dev->shape->D ? to->k_norm : to->k_norm_all) =
+            weight_load_norm(dev, &loader, &from->k_norm, 1, heads);
         to->sinks = weight_load_vector(dev, &loader, &from->sinks);
         to->qkv = weight_load_qkv(dev, &loader, from);
         if (from->moe) to->experts = weight_load_moe(dev, &loader, from);
-        else to->gate_up = weight_load_gate_up(dev, &loader, from);
+        else {
+            const weight_parts gate_up = weight_mlp_parts(&from->mlp, true);
+            to->gate_up = weight_load_parts(dev, &loader, &gate_up);
+            to->is_gelu = from->activation == TOKA_GELU_TANH;
+        }
         to->o = weight_load_matrix(dev, &loader, &from->o,
                                    dev->options.tp_rank ? NULL : &from->o_bias);
         if (!from->moe) to->down = weight_load_matrix(dev, &loader, &from->mlp.down, NULL);
@@ -2094,6 +2148,14 @@ __device__ static inline uint4 pack_8(const float f[8]) {
     return make_uint4(pack_bf16(f[0], f[1]), pack_bf16(f[2], f[3]), pack_bf16(f[4], f[5]),
                       pack_bf16(f[6], f[7]));
 }
+/* Returns 8 bf16, times scale. */
+__device__ static inline uint4 scale_8(uint4 v, float scale) {
+    float f[8];
+    unpack_8(v, f);
+#pragma unroll
+    for (int i = 0; i < 8; i++) f[i] *= scale;
+    return pack_8(f);
+}
 /* ---- Rows of x as e4m3, for FP8 GEMMs ----
  *
  *   scale      the static scale of W, if it has one; else max |x[t]| / 448, or 1 for a row of zeros
@@ -2138,6 +2200,20 @@ __device__ static inline uint2 fp8_quantize_8(uint4 vec, float inverse) {
                       pack_fp8(values[4], values[5]) | pack_fp8(values[6], values[7]) << 16);
 }
 #endif
+
+/* ---- residual_scale ----
+ *
+ * x is kept divided by residual_scale. Then what a layer adds to x needs no factor. A norm does not
+ * change with the scale of x, but for its eps. Returns that of the norms of x. */
+static float hidden_eps(const toka_shape *shape) {
+    const float scale = shape->residual_scale != 0 ? shape->residual_scale : 1;
+    return shape->eps / (scale * scale);
+}
+/* Returns the factor on the embedding; 0: 1. */
+static float hidden_embed_scale(const toka_shape *shape) {
+    const float scale = shape->embed_scale != 0 ? shape->embed_scale : 1;
+    return shape->residual_scale != 0 ? scale / shape->residual_scale : shape->embed_scale;
+}
 
 /* ---- RMSNorm ----
  *
@@ -2248,8 +2324,72 @@ static void rmsnorm(toka_device *dev, const bf16 *x, const int *row_index, const
                     int n_rows, const weight *next = NULL) {
     const float inv_E = 1.0f / dev->shape->E;
     launch_dependent(dev, "RMSNorm", next ? rmsnorm_kernel<true> : rmsnorm_kernel<false>,
-                     {dim3(n_rows), 128}, x, row_index, w, y, dev->E, inv_E, dev->shape->eps,
+                     {dim3(n_rows), 128}, x, row_index, w, y, dev->E, inv_E, hidden_eps(dev->shape),
                      next ? next->x_scale : 0, dev->x_scale);
+}
+
+/* ---- Norms behind attention and MLP, and layers without a norm before them ----
+ *
+ * x[t] += norm(y[t]) * w: y is what attention or an MLP returns. x is rounded once.
+ *
+ *   x, y     bf16 [T][E]
+ *   w        float32 [E]
+ *
+ * Grid T, block 128. Reads y twice, the second time from cache. Moves 6*T*E bytes: bound by copy
+ * bandwidth. Order of the sums: as in rmsnorm_kernel. */
+__global__ static void __launch_bounds__(128)
+    add_norm_kernel(bf16 *x, const bf16 *y, const float *w, int E, float inv_E, float eps) {
+    const uint4 *from = (const uint4 *)(y + (size_t)blockIdx.x * E);
+    uint4 *to = (uint4 *)(x + (size_t)blockIdx.x * E);
+    float sum = 0;
+    grid_launch_dependents();
+    grid_wait();
+    for (int i = threadIdx.x; i < E / 8; i += 128) sum = norm_add_squares(from[i], sum);
+    const float scale = rsqrtf(block_sum_128(sum) * inv_E + eps);
+    for (int i = threadIdx.x; i < E / 8; i += 128) {
+        float f[8], old[8];
+        unpack_8(from[i], f);
+        unpack_8(to[i], old);
+#pragma unroll
+        for (int j = 0; j < 8; j++) old[j] += f[j] * scale * w[8 * i + j];
+        to[i] = pack_8(old);
+    }
+}
+/* to = from, n vectors of 16 bytes. Grid ceil(n / 256), block 256. */
+__global__ static void __launch_bounds__(256)
+    copy_rows_kernel(const uint4 *from, uint4 *to, size_t n) {
+    const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x;
+    grid_launch_dependents();
+    grid_wait();
+    if (i < n) to[i] = from[i];
+}
+
+/* ---- gelu_kernel: GELU after a GEMM of gate and up ----
+ *
+ * y[t][i] = gelu(gate[t][i]) * up[t][i], gelu by its tanh approximation, in float32.
+ *
+ *   gate_up   bf16 [T][2F]: 8 columns of gate, then their 8 of up, and so on
+ *   y         bf16 [T][ldy]
+ *
+ * Grid (ceil(F / 2048), T), block 256: 8 columns of y per thread. Moves 6*T*F bytes: bound by copy
+ * bandwidth. SiLU is in the epilogues of the GEMMs (EPI_SWIGLU). */
+__global__ static void __launch_bounds__(256)
+    gelu_kernel(const bf16 *gate_up, bf16 *y, int F, int ldy) {
+    const int i = (int)(blockIdx.x * 256 + threadIdx.x);
+    grid_launch_dependents();
+    grid_wait();
+    if (8 * i >= F) return;
+    const uint4 *from = (const uint4 *)(gate_up + (size_t)blockIdx.y * 2 * F) + 2 * i;
+    float gate[8], up[8];
+    unpack_8(from[0], gate);
+    unpack_8(from[1], up);
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        const float g = gate[j];
+        /* (1 + tanh z) / 2 is the sigmoid of 2 z */
+        up[j] *= g / (1 + expf(-1.59576912f * (g + 0.044715f * g * g * g)));
+    }
+    *(uint4 *)(y + (size_t)blockIdx.y * ldy + 8 * i) = pack_8(up);
 }
 
 /* ---- RMSNorm fused into GEMMs, for up to 8 rows ----
@@ -2289,7 +2429,7 @@ static fused_norm fuse_norm_args(const toka_device *dev, const float *norm_w, bo
                       reads_sumsq ? dev->row_sumsq : NULL,
                       ceil_div(dev->E, FUSE_NORM_COLS),
                       1.0f / dev->shape->E,
-                      dev->shape->eps};
+                      hidden_eps(dev->shape)};
 }
 /* Returns whether the op that left x was the output side of this norm (state NORMED). If so, the
  * caller is the input side, and x is WHOLE from now on. */
@@ -2301,11 +2441,11 @@ static bool fuse_norm_consume(toka_hidden *x, const float *norm_w) {
 
 /* ---- embed ----
  *
- * x[t][:] = table.rows[ids[t] - table.v0][:]. An id -1 - i stands for the last sampled token of
- * sequence i. The row of x is zero if the table of this rank does not have the id. If fused.w is
- * not NULL, the kernel is the output side of a fused norm and writes fused.xw and fused.row_sumsq,
- * too. If kept.kv_ids is not NULL, it stores the id of token t in kept.kv_ids[kept.kv_slot[t]]:
- * this is the op keep_ids of a model with one stage.
+ * x[t][:] = table.rows[ids[t] - table.v0][:] * table.scale. An id -1 - i stands for the last
+ * sampled token of sequence i. The row of x is zero if the table of this rank does not have the
+ * id. If fused.w is not NULL, the kernel is the output side of a fused norm and writes fused.xw
+ * and fused.row_sumsq, too. If kept.kv_ids is not NULL, it stores the id of token t in
+ * kept.kv_ids[kept.kv_slot[t]]: this is the op keep_ids of a model with one stage.
  *
  *   ids           [T]
  *   last_tokens   [n_seqs]
@@ -2316,6 +2456,7 @@ static bool fuse_norm_consume(toka_hidden *x, const float *norm_w) {
 typedef struct embed_table {
     const bf16 *rows; /* [V][E]: the ids v0 .. v0+V-1, those of this rank */
     int v0, V;
+    float scale;      /* 0: 1 */
 } embed_table;
 typedef struct kept_ids { /* where keep_ids stores the id of each token */
     const int *kv_slot;   /* [T] */
@@ -2339,8 +2480,8 @@ __global__ static void __launch_bounds__(128)
 #pragma unroll
         for (int i = 2 * k; i < 2 * k + 2; i++) {
             if (i == E / 8) break;
-            const uint4 vec = table_row >= 0 && table_row < table.V ? from[i]
-                                                                    : make_uint4(0, 0, 0, 0);
+            uint4 vec = table_row >= 0 && table_row < table.V ? from[i] : make_uint4(0, 0, 0, 0);
+            if (table.scale != 0) vec = scale_8(vec, table.scale);
             ((uint4 *)x)[to + i] = vec;
             sum = norm_add_squares(vec, sum);
             if (norm_w)
@@ -2367,33 +2508,49 @@ __global__ static void __launch_bounds__(256)
 
 /* ---- RoPE ---- */
 
-/* table[p][i] = (cos, sin)(p * freq[i]) * scale for p < max_len, i < half; half = D/2 and
- * n = max_len * half. The angle is rounded to float32, as Hugging Face and the CPU backend do. Any
- * grid. */
+/* A table [max_len][half] of cosine and sine; half = D/2 and n = max_len * half:
+ *
+ *     table[p][i] = (cos, sin)(p * freq[i]) * scale for i < pairs, else (1, 0): no rotation
+ *
+ * The angle is rounded to float32, as Hugging Face and the CPU backend do. Any grid. */
 __global__ static void rope_table_kernel(float2 *table, const float *freq, float scale, int half,
-                                         size_t n) {
+                                         int pairs, size_t n) {
     for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < n;
          i += (size_t)gridDim.x * blockDim.x) {
-        double s, c, angle = (float)(i / half) * freq[i % half];
-        sincos(angle, &s, &c);
-        table[i] = make_float2((float)c * scale, (float)s * scale);
+        const int pair = (int)(i % half);
+        double s = 0, c = 1;
+        if (pair < pairs) sincos((float)(i / half) * freq[pair], &s, &c);
+        const float factor = pair < pairs ? scale : 1;
+        table[i] = make_float2((float)c * factor, (float)s * factor);
     }
 }
-static void rope_open(toka_device *dev, const toka_rope *rope) {
+/* Returns the table of a kind of RoPE; NULL: of layers without one. */
+static const float2 *rope_open(toka_device *dev, const toka_rope *rope) {
+    static const toka_rope none = {NULL, 0, 1, false};
     int half = dev->shape->D / 2;
     size_t n = (size_t)dev->shape->max_len * half;
+    if (!rope) rope = &none;
     float *freq = (float *)dev_alloc(dev, (size_t)half * sizeof(float), "RoPE");
-    dev->rope = (float2 *)dev_alloc(dev, n * sizeof *dev->rope, "RoPE table");
-    if (dev->error.code) return;
+    float2 *table = (float2 *)dev_alloc(dev, n * sizeof *table, "RoPE table");
+    if (dev->error.code) return NULL;
     /* This copy runs on the stream of the kernel that reads freq. cudaMemcpy from pageable memory
      * may return before its copy on the default stream has ended. */
     latch_error(dev,
-                cudaMemcpyAsync(freq, rope->freq, (size_t)half * sizeof *freq,
+                cudaMemcpyAsync(freq, rope->freq, (size_t)rope->dims / 2 * sizeof *freq,
                                 cudaMemcpyHostToDevice, dev->stream),
                 "RoPE");
-    rope_table_kernel<<<1024, 256, 0, dev->stream>>>(dev->rope, freq, rope->scale, half,
-                                                     n);
+    rope_table_kernel<<<1024, 256, 0, dev->stream>>>(table, freq, rope->scale, half,
+                                                     rope->dims / 2, n);
     CHECK_LAUNCH(dev, "RoPE table");
+    return table;
+}
+/* Opens the tables of all layers: one for each kind of RoPE. */
+static void ropes_open(toka_device *dev, const toka_layer *layers) {
+    for (int i = 0; i < dev->shape->L; i++) {
+        int same = 0;
+        while (layers[same].rope != layers[i].rope) same++;
+        dev->layers[i].rope = same < i ? dev->layers[same].rope : rope_open(dev, layers[i].rope);
+    }
 }
 
 /* ---- What is done with q, k and v after their GEMM ----
@@ -2471,6 +2628,34 @@ __device__ static inline bf16 *qkv_head_at(const qkv_params &qkv, int m, int kv_
     return (is_q ? qkv.q : qkv.kv) + (size_t)row * qkv.D;
 }
 static_assert((TOKA_GPU_PAGE_TOK & (TOKA_GPU_PAGE_TOK - 1)) == 0, "B is a power of two");
+
+/* ---- heads_norm_kernel: one norm of all heads of q, and one of all heads of k, before RoPE ----
+ *
+ * from[t][i] = from[t][i] * w[i] / sqrt(mean(from[t]^2) + eps), over the heads of q or k.
+ *
+ *   qkv             bf16 [T][(H+2K)*D], as rope_kernel reads it
+ *   q_norm, k_norm  float32 [H*D], [K*D]; NULL: no norm
+ *
+ * Grid (T, 2): q and k; block 128. Moves 4*T*(H+K)*D bytes: bound by copy bandwidth. */
+__global__ static void __launch_bounds__(128)
+    heads_norm_kernel(bf16 *qkv, const float *q_norm, const float *k_norm, int H, int K, int D,
+                      float eps, bool interleaved) {
+    const float *w = blockIdx.y ? k_norm : q_norm;
+    const int n = (blockIdx.y ? K : H) * D;
+    uint4 *row = (uint4 *)(qkv + (size_t)blockIdx.x * (H + 2 * K) * D + (blockIdx.y ? H * D : 0));
+    float sum = 0;
+    grid_launch_dependents();
+    grid_wait();
+    if (!w) return;
+    for (int i = threadIdx.x; i < n / 8; i += 128) sum = norm_add_squares(row[i], sum);
+    const float scale = rsqrtf(block_sum_128(sum) / n + eps);
+    for (int i = threadIdx.x; i < n / 8; i += 128) {
+        const int head0 = 8 * i / D * D, element = 8 * i % D;
+        const int at = head0 + (interleaved ? qkv_interleave(element, D / 2) : element);
+        const float4 *weights = (const float4 *)(w + 8 * i);
+        row[at / 8] = norm_scale_8(row[at / 8], scale, weights[0], weights[1]);
+    }
+}
 
 /* ---- rope_kernel: QK-norm, RoPE, and the stores of K and V, after a GEMM without them ----
  *
@@ -5736,7 +5921,8 @@ static void gemm_smallm_fp8(toka_device *dev, const gemm_args *args) {
                                       args->M, w->N, w->K, args->ldx, args->ldy, tile_rows,
                                       SMALLM8_RING_BYTES / (tile_rows * 128),
                                       args->norm ? 1.0f / dev->shape->E : 0,
-                                      args->norm ? dev->shape->eps : 0, w->x_scale, args->epi};
+                                      args->norm ? hidden_eps(dev->shape) : 0, w->x_scale,
+                                      args->epi};
     assert(args->epi == EPI_STORE || args->epi == EPI_RESIDUAL || args->epi == EPI_SWIGLU);
     const CUtensorMap map_w = gemm_fp8_map(dev, w->data, w->N, w->K, (size_t)fp8_row_bytes(w->K),
                                            tile_rows);
@@ -6904,8 +7090,8 @@ static size_t experts_weight_bytes(const toka_moe *moe, bool hopper) {
     size_t n = (size_t)round_up_8(moe->n_experts + 1) * round_up_8(moe->router.cols) * sizeof(bf16);
     for (int gate_up = 0; gate_up < 2; gate_up++) {
         const toka_dtype format = hopper ? weight_experts_format(moe, gate_up) : TOKA_BF16;
-        const weight_parts parts = weight_expert_parts(moe->experts, gate_up),
-                           shared = weight_expert_parts(&moe->shared, gate_up);
+        const weight_parts parts = weight_mlp_parts(moe->experts, gate_up),
+                           shared = weight_mlp_parts(&moe->shared, gate_up);
         const size_t each = format == TOKA_MXFP4 ? weight_expert_bytes(&parts, format)
                                                  : weight_bytes(&parts, format == TOKA_FP8),
                      bias = moe->experts->down_bias.rows ? weight_rows(&parts) * sizeof(float) : 0;
@@ -10497,6 +10683,9 @@ __global__ static void attn_no_work(const __grid_constant__ attn_args) {
     grid_wait();
 }
 
+static double attn_score_scale(const toka_shape *shape) {
+    return shape->attn_scale != 0 ? shape->attn_scale : 1 / sqrt((double)shape->D);
+}
 /* Attention of one layer. q, o: [T][H][D] on the device, not the same buffer. Pages and work lists
  * are those of attn_plan_step. */
 static void attention(toka_device *dev, int layer, const bf16 *q, bf16 *o) {
@@ -10519,7 +10708,7 @@ static void attention(toka_device *dev, int layer, const bf16 *q, bf16 *o) {
                       .log2_B = __builtin_ctz(shape->B),
                       .window = dev->layers[layer].window,
                       .inv_G = (uint32_t)(((1ll << 31) - 1) / G + 1),
-                      .scale = (float)(M_LOG2E / sqrt((double)shape->D)),
+                      .scale = (float)(M_LOG2E * attn_score_scale(shape)),
                       .sinks = dev->layers[layer].sinks,
                       .prefetch = plan->prefetch};
     if (dev->error.code) return;
@@ -11460,7 +11649,7 @@ static bool reduce_norm(toka_device *dev, toka_hidden *x, const float *norm_weig
         norm_weight,
         dev->E,
         1.0f / dev->shape->E,
-        dev->shape->eps};
+        hidden_eps(dev->shape)};
     launch_barrier_kernel(dev, "sum", 2, reduce_norm_kernel, args);
     /* the running op is the first one after these barriers */
     if (!dev->graphs.capturing)
@@ -14896,8 +15085,8 @@ static size_t weights_bytes(const toka_shape *shape, const toka_weights *weights
                (weights->lm_head.data != weights->embed.data ? 2 : 1);
     for (int i = 0; i < shape->L; i++) {
         const toka_layer *layer = &weights->layers[i];
-        const weight_parts matrices[] = {weight_qkv_parts(layer), {{&layer->o}, 1, false},
-                                         weight_gate_up_parts(layer),
+        const weight_parts matrices[] = {weight_qkv_parts(shape, layer), {{&layer->o}, 1, false},
+                                         weight_mlp_parts(&layer->mlp, true),
                                          {{&layer->mlp.down}, 1, false}};
         for (const weight_parts &parts : matrices)
             n += weight_bytes(&parts, hopper && weight_stays_fp8(&parts));
@@ -14922,6 +15111,7 @@ static int64_t cuda_kv_bytes(const toka_shape *shape, const toka_weights *weight
     bool any_fp8 = false;
     for (int i = 0; i < shape->L; i++) any_fp8 |= weights->layers[i].kv_fp8;
     const size_t scratch = toka_gpu_scratch_bytes(shape, options->max_tokens) +
+                           toka_gpu_kinds_bytes(shape, weights->layers, options->max_tokens) +
                            (any_fp8 ? toka_gpu_unpacked_bytes(shape) : 0);
     const size_t group = toka_gpu_group_bytes(shape, options->max_tokens, options->tp_size,
                                               options->pp_size);
@@ -15112,13 +15302,8 @@ static const char *missing_of_shape(const toka_shape *shape) {
         {shape->D % 8 || shape->D > 256, "heads whose size is above 256 or no multiple of 8"},
         {shape->Dv && shape->Dv != shape->D, "values of another head size than keys"},
         {shape->layer_norm, "LayerNorm"},
-        {shape->norm_offset != 0, "norms with weights 1 + w"},
-        {shape->attn_scale != 0, "another scale of attention scores than 1/sqrt(head size)"},
         {shape->qkv_limit != 0, "clipped q, k and v"},
         {shape->attn_cap != 0, "soft-capped attention scores"},
-        {shape->embed_scale != 0, "a scaled embedding"},
-        {shape->residual_scale != 0, "a scaled residual"},
-        {shape->logit_scale != 0, "scaled logits"},
         {shape->logit_cap != 0, "soft-capped logits"},
     };
     for (const auto &feature : features)
@@ -15133,7 +15318,7 @@ static const char *missing_of_experts(const toka_moe *moe) {
         for (int i = -1; i < moe->n_experts; i++) {
             const bool is_shared = i < 0;
             const weight_parts parts =
-                weight_expert_parts(is_shared ? &moe->shared : &moe->experts[i], gate_up);
+                weight_mlp_parts(is_shared ? &moe->shared : &moe->experts[i], gate_up);
             for (int k = 0; k < parts.n_parts; k++) {
                 const toka_dtype dtype = parts.part[k]->dtype;
                 if (dtype == TOKA_INT4) return "4-bit weights (int4)";
@@ -15147,9 +15332,8 @@ static const char *missing_of_experts(const toka_moe *moe) {
 static int n_biases(const toka_mlp *mlp) {
     return !!mlp->gate_bias.rows + !!mlp->up_bias.rows + !!mlp->down_bias.rows;
 }
-/* The same of a layer. rope: the RoPE table of the model's first layer. */
-static const char *missing_of_layer(const toka_shape *shape, const toka_layer *layer,
-                                    const toka_rope *rope) {
+/* The same of a layer. */
+static const char *missing_of_layer(const toka_shape *shape, const toka_layer *layer) {
     const toka_mlp *mlp = &layer->mlp, *expert = layer->moe ? layer->moe->experts : mlp;
     const struct {
         bool used;
@@ -15166,17 +15350,18 @@ static const char *missing_of_layer(const toka_shape *shape, const toka_layer *l
         {layer->kv_fp8 && ((shape->D != 64 && shape->D != 128) || shape->L > 256),
          "FP8 K and V with heads of another size than 64 and 128"},
         {layer->parallel, "an MLP beside attention"},
-        {layer->attn_post_norm.rows || layer->mlp_post_norm.rows, "norms behind attention and MLP"},
-        {!layer->attn_norm.rows || !layer->mlp_norm.rows, "layers without a norm before them"},
-        {layer->q_norm.rows && layer->q_norm.cols != shape->D, "one norm of all heads"},
-        {!layer->rope, "layers without RoPE"},
-        {layer->rope && layer->rope->neighbours, "RoPE on neighbouring elements"},
-        {layer->rope && layer->rope->dims != shape->D, "RoPE on a part of the head"},
-        {layer->rope != rope, "several RoPE tables"},
-        {layer->activation != TOKA_SILU && !(layer->activation == TOKA_SWIGLU_CLAMPED &&
-                                             layer->moe && !layer->moe->shared.gate.rows),
-         "other activations than SiLU"},
-        {n_biases(mlp), "biases in the MLP"},
+        {layer->moe && layer->mlp_post_norm.rows, "a norm behind experts"},
+        {(!layer->attn_norm.rows || !layer->mlp_norm.rows) && shape->residual_scale != 0,
+         "a scaled residual without norms before attention and MLP"},
+        {layer->q_norm.rows > 1 || layer->k_norm.rows > 1, "a norm with weights for each head"},
+        {head_order_of(layer->rope, shape->D).D &&
+             (layer->q.dtype == TOKA_FP8 || layer->k.dtype == TOKA_FP8),
+         "FP8 weights with RoPE on a part of the head or on neighbours"},
+        {layer->activation == TOKA_SWIGLU_CLAMPED &&
+             !(layer->moe && !layer->moe->shared.gate.rows),
+         "the activation of GPT-OSS in an MLP"},
+        {layer->activation == TOKA_GELU_TANH && layer->moe, "experts with GELU"},
+        {n_biases(mlp) > 0, "biases in the MLP"},
     };
     for (const auto &feature : features)
         if (feature.used) return feature.name;
@@ -15189,6 +15374,17 @@ static const char *missing_of_layer(const toka_shape *shape, const toka_layer *l
     return layer->moe ? missing_of_experts(layer->moe) : NULL;
 }
 
+/* The same of a layer that several tensor ranks compute. */
+static const char *missing_of_ranks(const toka_shape *shape, const toka_layer *layer) {
+    return layer->attn_post_norm.rows || layer->mlp_post_norm.rows
+               ? "norms behind attention and MLP"
+           : !layer->attn_norm.rows || !layer->mlp_norm.rows ? "layers without a norm before them"
+           : (layer->q_norm.rows && layer->q_norm.cols != shape->D) ||
+                   (layer->k_norm.rows && layer->k_norm.cols != shape->D)
+               ? "one norm of all heads"
+               : NULL;
+}
+
 static int cuda_supports(const toka_shape *shape, const toka_weights *weights, toka_err *e) {
     const char *missing = missing_of_shape(shape);
     e->code = 0;
@@ -15197,7 +15393,7 @@ static int cuda_supports(const toka_shape *shape, const toka_weights *weights, t
         return e->code = TOKA_E_INPUT;
     }
     for (int i = 0; i < shape->L; i++) {
-        missing = missing_of_layer(shape, &weights->layers[i], weights->layers[0].rope);
+        missing = missing_of_layer(shape, &weights->layers[i]);
         if (!missing) continue;
         snprintf(e->msg, sizeof e->msg, "layer %d: the GPU does not have %s", i, missing);
         return e->code = TOKA_E_INPUT;
@@ -15248,6 +15444,9 @@ static void cuda_alloc_buffers(toka_device *dev) {
     dev->xn = (bf16 *)dev_alloc(dev, gemm_rows * dev->E * sizeof(bf16), "activations");
     dev->qkv = (bf16 *)dev_alloc(dev, T * qkv_width * sizeof(bf16), "activations");
     dev->act = (bf16 *)dev_alloc(dev, gemm_rows * dev->F * sizeof(bf16), "activations");
+    for (int i = 0; i < shape->L && !dev->gate_up; i++)
+        if (toka_gpu_has_gelu(&dev->weights->layers[i]))
+            dev->gate_up = (bf16 *)dev_alloc(dev, T * 2 * dev->F * sizeof(bf16), "activations");
     dev->x_scale = (float *)dev_alloc(dev, T * sizeof(float), "activations");
     experts_open(dev);
     dev->row_sumsq = (float *)dev_alloc(
@@ -15308,6 +15507,13 @@ static int cuda_open(toka_device **out, const toka_device_options *options, cons
             snprintf(dev->error.msg, sizeof dev->error.msg,
                      "FP8 K and V need a GPU of compute capability 9.0");
         }
+    for (int i = 0; i < shape->L && !dev->error.code && options->tp_size > 1; i++)
+        if (missing_of_ranks(shape, &weights->layers[i])) {
+            dev->error.code = TOKA_E_INPUT;
+            snprintf(dev->error.msg, sizeof dev->error.msg,
+                     "the GPU does not have %s over several tensor ranks",
+                     missing_of_ranks(shape, &weights->layers[i]));
+        }
     for (int i = 0; i < shape->L && !dev->error.code; i++)
         if (weights->layers[i].moe && (!dev->hopper || options->tp_size > 1)) {
             dev->error.code = TOKA_E_INPUT;
@@ -15319,7 +15525,7 @@ static int cuda_open(toka_device **out, const toka_device_options *options, cons
     if (!dev->error.code) weights_load(dev);
     for (int i = 0; i < shape->L && qkv_is_interleaved(dev, shape->D) && !dev->error.code; i++)
         qkv_reorder(dev, &dev->layers[i].qkv, shape->D);
-    if (!dev->error.code) rope_open(dev, weights->layers[0].rope);
+    if (!dev->error.code) ropes_open(dev, weights->layers);
     if (!dev->error.code) cuda_alloc_buffers(dev);
     if (!dev->error.code) latch_error(dev, cudaStreamSynchronize(dev->stream), "opening the model");
     if (!dev->error.code && dev->group) group_join(dev);
@@ -16178,18 +16384,26 @@ static void hidden_set_sum(const toka_device *dev, toka_hidden *x, const float *
 
 /* What hidden_norm leaves in dev->xn. */
 enum normed {
-    NORMED,           /* norm(x), bf16 */
+    NORMED,           /* norm(x), bf16; of a layer without a norm before the op x itself */
     NORMED_FUSED,     /* the op's first GEMM is the input side of the fused norm */
     NORMED_QUANTIZED, /* norm(x), e4m3 with dev->x_scale */
     NORMED_BY_GEMM    /* nothing: the GEMM takes x, and norms it */
 };
-/* Prepares dev->xn for the op that begins with this norm and then multiplies by w. may_be_smallm:
- * the op does that by gemm(), with hidden_gemm_args. */
+/* Prepares dev->xn for the op that begins with this norm, or NULL, and then multiplies by w.
+ * may_be_smallm: the op does that by gemm(), with hidden_gemm_args. */
 static enum normed hidden_norm(toka_device *dev, toka_hidden *x, const float *norm, const weight *w,
                                bool may_be_smallm) {
-    if (fuse_norm_consume(x, norm)) return NORMED_FUSED;
-    if (reduce_norm(dev, x, norm)) return NORMED;
+    if (norm && fuse_norm_consume(x, norm)) return NORMED_FUSED;
+    if (norm && reduce_norm(dev, x, norm)) return NORMED;
     const bf16 *rows = dev_bf16(toka_hidden_read(x));
+    if (!norm) {
+        const size_t n = (size_t)dev->step->T * dev->E / 8;
+        if (!graph_is_replay(dev))
+            launch_dependent(dev, "copy of x", copy_rows_kernel,
+                             {dim3((unsigned)((n + 255) / 256)), 256}, (const uint4 *)rows,
+                             (uint4 *)dev->xn, n);
+        return NORMED;
+    }
     const weight *next = w->scale ? w : NULL;
     if (may_be_smallm && gemm_is_smallm_fp8(dev, dev->step->T, w)) return NORMED_BY_GEMM;
     if (!graph_is_replay(dev)) rmsnorm(dev, rows, NULL, norm, dev->xn, dev->step->T, next);
@@ -16240,6 +16454,20 @@ static void hidden_add(toka_device *dev, toka_hidden *x, const bf16 *in, const w
     else gemm(dev, &args);
 }
 
+/* x += norm(in W^T (+ bias)). dev->xn is free: the op's first GEMM has read it. */
+static void hidden_add_norm(toka_device *dev, toka_hidden *x, const bf16 *in, const weight *w,
+                            const float *norm) {
+    const gemm_args args = {.M = dev->step->T, .x = in, .ldx = w->K, .w = w, .y = dev->xn,
+                            .ldy = dev->E, .epi = EPI_STORE};
+    assert(toka_hidden_is_whole(x) && tp_size(dev) == 1);
+    hidden_set_sum(dev, x, NULL);
+    if (graph_is_replay(dev)) return;
+    gemm(dev, &args);
+    launch_dependent(dev, "norm of what is added", add_norm_kernel, {dim3(dev->step->T), 128},
+                     dev_bf16(x->data), dev->xn, norm, dev->E, 1.0f / dev->shape->E,
+                     dev->shape->eps);
+}
+
 static void cuda_embed(toka_device *dev, const toka_step *step, toka_hidden *x) {
     if (!op_begin(dev, "embed") || !group_wait_sampled(dev, step)) return;
     step = dev->step;
@@ -16247,7 +16475,8 @@ static void cuda_embed(toka_device *dev, const toka_step *step, toka_hidden *x) 
     hidden_set_sum(dev, x, fuses ? dev->layers->attn_norm : NULL);
     if (graph_is_replay(dev)) return;
     launch_dependent(dev, "embedding", embed_kernel, {dim3(step->T), 128}, dev->rows.ids,
-                     dev->last_tokens, embed_table{dev->embed, dev->shape->v0, dev->shape->V},
+                     dev->last_tokens, embed_table{dev->embed, dev->shape->v0, dev->shape->V,
+                                                   hidden_embed_scale(dev->shape)},
                      dev_bf16(x->data), dev->E,
                      fuse_norm_args(dev, fuses ? dev->layers->attn_norm : NULL, false),
                      kept_ids{dev->rows.kv_slot, dev->kv_ids});
@@ -16272,12 +16501,14 @@ static qkv_params qkv_params_of(const toka_device *dev, int layer, bf16 *q) {
     const int *kv_slot = weights->window ? rows->windowed_slot : rows->kv_slot;
     return qkv_params{
         weights->qkv.bias, weights->q_norm, weights->k_norm, shape->eps, shape->H, shape->K,
-        shape->B,          rows->pos,       kv_slot,         dev->rope,  q,        kv,
+        shape->B,          rows->pos,       kv_slot,         weights->rope, q,     kv,
         shape->D};
 }
-/* Returns whether a GEMM may have the QKV epilogue: that stores bf16 K and V. */
+/* Returns whether a GEMM may have the QKV epilogue: it stores bf16 K and V, and norms one head. */
 static bool qkv_may_fuse(const toka_device *dev, int layer) {
-    return !kv_is_fp8(dev->kv_fp8, layer) && qkv_is_interleaved(dev, dev->shape->D);
+    const layer_weights *weights = &dev->layers[layer];
+    return !kv_is_fp8(dev->kv_fp8, layer) && qkv_is_interleaved(dev, dev->shape->D) &&
+           !weights->q_norm_all && !weights->k_norm_all;
 }
 /* Returns whether the step's GEMM is gemm_fp8_qkv. */
 static bool qkv_is_fused_fp8(const toka_device *dev, int layer, const qkv_params *params) {
@@ -16305,6 +16536,10 @@ static void qkv_rope_kv(toka_device *dev, int layer, gemm_args args, const qkv_p
         args.epi = EPI_QKV, args.qkv = &params;
     gemm(dev, &args);
     if (args.epi == EPI_QKV) return;
+    if (weights->q_norm_all || weights->k_norm_all)
+        launch_dependent(dev, "norm of all heads", heads_norm_kernel, {dim3(n_rows, 2), 128},
+                         dev->qkv, weights->q_norm_all, weights->k_norm_all, shape->H, shape->K,
+                         shape->D, shape->eps, qkv_is_interleaved(dev, shape->D));
     rope_args rope = {params, dev->qkv, n_rows, qkv_is_interleaved(dev, shape->D)};
     launch_dependent(dev, "RoPE",
                      kv_is_fp8(dev->kv_fp8, layer) ? rope_kernel<true> : rope_kernel<false>,
@@ -16338,10 +16573,25 @@ static void cuda_out_residual(toka_device *dev, const toka_step *, int layer, to
                               toka_hidden *x) {
     if (!op_begin(dev, "out_residual")) return;
     const layer_weights *weights = &dev->layers[layer];
-    hidden_add(dev, x, dev_bf16(o), &weights->o, weights->experts ? NULL : weights->mlp_norm);
+    if (weights->attn_post_norm)
+        hidden_add_norm(dev, x, dev_bf16(o), &weights->o, weights->attn_post_norm);
+    else
+        hidden_add(dev, x, dev_bf16(o), &weights->o, weights->experts ? NULL : weights->mlp_norm);
     clock_record_op(dev, TOKA_OP_OUT);
 }
 
+/* act = activation(gate) * up. args: of the GEMM that computes gate and up. */
+static void mlp_gate_up(toka_device *dev, const layer_weights *weights, gemm_args args) {
+    const int F = weights->gate_up.N / 2;
+    args.y = weights->is_gelu ? dev->gate_up : dev->act;
+    args.ldy = weights->is_gelu ? 2 * F : dev->F;
+    args.epi = weights->is_gelu ? EPI_STORE : EPI_SWIGLU;
+    gemm(dev, &args);
+    if (weights->is_gelu)
+        launch_dependent(dev, "GELU", gelu_kernel,
+                         {dim3((unsigned)ceil_div(F, 2048), (unsigned)args.M), 256},
+                         dev->gate_up, dev->act, F, dev->F);
+}
 static void cuda_norm_mlp_residual(toka_device *dev, const toka_step *, int layer, toka_hidden *x) {
     if (!op_begin(dev, "norm_mlp_residual")) return;
     const layer_weights *weights = &dev->layers[layer];
@@ -16355,12 +16605,14 @@ static void cuda_norm_mlp_residual(toka_device *dev, const toka_step *, int laye
     }
     const enum normed normed = hidden_norm(dev, x, weights->mlp_norm, &weights->gate_up, true);
     gemm_args gate_up = hidden_gemm_args(dev, x, normed, weights->mlp_norm, &weights->gate_up);
-    gate_up.y = dev->act, gate_up.ldy = dev->F, gate_up.epi = EPI_SWIGLU;
-    if (!graph_is_replay(dev)) gemm(dev, &gate_up);
-    hidden_add(dev, x, dev->act, &weights->down,
-               layer + 1 < dev->shape->L            ? dev->layers[layer + 1].attn_norm
-               : fuse_norm_for_head(dev, dev->step) ? dev->norm
-                                                    : NULL);
+    if (!graph_is_replay(dev)) mlp_gate_up(dev, weights, gate_up);
+    if (weights->mlp_post_norm)
+        hidden_add_norm(dev, x, dev->act, &weights->down, weights->mlp_post_norm);
+    else
+        hidden_add(dev, x, dev->act, &weights->down,
+                   layer + 1 < dev->shape->L            ? dev->layers[layer + 1].attn_norm
+                   : fuse_norm_for_head(dev, dev->step) ? dev->norm
+                                                        : NULL);
     clock_record_op(dev, TOKA_OP_MLP);
 }
 

@@ -27,12 +27,20 @@ import model_weights as mw
 # relative L2 distance of all logits that plain code with the same rounding of activations has (a row scale found from the row, or the
 # static scale); of models without FP8 the distance that was measured. Where that is large, rounding x changes which experts a token uses.
 ROUNDING = {"gptoss": 3.4e-2, "gptoss-mxfp4": 1.0e-2, "llama": 9.0e-3, "mistral": 9.1e-3, "mixtral": 1.3e-2, "qwen3": 8.0e-3,
+            "glm4": 9.9e-3, "glm4moe": 8.0e-3, "glm4moe-groups": 7.5e-3, "granite": 9.8e-3, "gemma3": 1.5e-2, "gemma3-image": 1.6e-2,
+            "gemma3-types": 1.5e-2, "olmo2": 8.9e-3, "olmo3": 1.4e-2, "olmoe": 1.1e-2, "phi3-partial": 8.4e-3, "phi3-longrope-long": 1.2e-2,
+            "smollm3": 1.3e-2, "fp8-block-phi3": 5.6e-2, "fp8-phi3": 6.1e-2, "ct-fp8-phi3": 4.7e-2, "ct-fp8-gemma3-image": 1.2e-1,
             "qwen3moe": 6.0e-2, "qwen3moe-mixed": 2.1e-2, "qwen3moe-ties": 1.1e-2, "fp8-block-qwen3moe": 4.0e-2, "fp8-mixtral": 6.7e-2,
             "fp8-block": 8.4e-2, "fp8-block-edge": 4.8e-2, "fp8-dynamic": 4.6e-2, "fp8-static": 7.7e-2, "ct-fp8-block": 8.1e-2,
             "ct-fp8-channel": 5.2e-2, "ct-fp8-static": 4.1e-2, "fbgemm-fp8": 4.8e-2, "modelopt-fp8": 7.1e-2, "modelopt-fp8-file": 3.4e-2}
 # trained models: largest mean |difference of log-probabilities|, largest mean KL, smallest share of equal top tokens. Measured: 0.032,
 # 0.0018, 0.990; 0.031, 0.0019, 0.988; 0.050, 0.0104, 0.982.
 TRAINED = {"fp8-block": (0.042, 0.0025, 0.985), "fp8-channel": (0.042, 0.0025, 0.983), "moe-fp8": (0.065, 0.014, 0.975)}
+# fixtures with heads of another size, so that the kernels for 64, 128 and 256 run: the size, what the configuration says then, and the
+# distance from the CPU that was measured
+WIDE = {"glm4": (128, {}, 9.1e-3), "glm4moe": (64, {}, 8.6e-2), "granite": (64, {"attention_multiplier": 0.125}, 1.0e-2),
+        "gemma3": (256, {"query_pre_attn_scalar": 256}, 2.0e-2), "olmo2": (128, {}, 9.1e-3), "olmo3": (64, {}, 1.5e-2),
+        "phi3-partial": (128, {}, 6.6e-3), "smollm3": (128, {}, 8.5e-3)}
 MAX_ERROR, MAX_ROW_ERROR = 1.4, 3                        # times that: of all logits, and of those of one position
 MAX_REROUTED_ERROR = 6                                   # of one position, where rounding x changes its experts
 REROUTED = {"gptoss", "qwen3moe", "qwen3moe-mixed"}
@@ -65,6 +73,36 @@ def compare(program, name, tmp):
     ok = bool(error <= MAX_ERROR * ROUNDING[name] and worst <= max_row * ROUNDING[name])
     print(f"{'ok    ' if ok else 'FAILED'} {name:20} relative L2 {error:.2e}, worst of {len(got)} positions {worst:.2e}, same argmax "
           f"{100 * agree:.0f} %", flush=True)
+    return ok
+
+
+def widen(spec, size):
+    """The fixture with heads of `size` elements."""
+    config = spec["config"]
+    before = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    tensors = []
+    for dtype, shape, centre, width, names, *rest in spec["tensors"]:
+        for part, axis in ((".self_attn.o_proj.weight", 1), (".self_attn.", 0), ("", None)):
+            mine = [n for n in names if part in n]
+            names = [n for n in names if part not in n]
+            wide = [d * size // before if i == axis else d for i, d in enumerate(shape)]
+            tensors += [[dtype, wide, centre, width, mine, *rest]] * bool(mine)
+    spec["tensors"] = tensors
+    config["head_dim"] = size
+    return spec
+
+
+def compare_wide(program, name, tmp):
+    size, changed, rounding = WIDE[name]
+    spec, folder = widen(mw.load(name), size), os.path.join(tmp, name + "-wide")
+    spec["config"].update(changed)
+    mw.write(folder, spec)
+    prompts = [case["prompt"] for case in spec["cases"]]
+    want, got = (np.concatenate([logits(program, folder, ids, device) for ids in prompts]) for device in ("cpu", "cuda"))
+    error, worst = distance(got, want), max(distance(a, b) for a, b in zip(got, want))
+    ok = bool(error <= MAX_ERROR * rounding)
+    print(f"{'ok    ' if ok else 'FAILED'} {name + ', heads of ' + str(size):24} beside the CPU: relative L2 {error:.2e}, worst of {len(got)} "
+          f"positions {worst:.2e}", flush=True)
     return ok
 
 
@@ -118,6 +156,7 @@ def main():
     with tempfile.TemporaryDirectory() as tmp:
         results = [compare(program, name, tmp) for name in names]
         if not sys.argv[2:]:
+            results += [compare_wide(program, name, tmp) for name in WIDE]
             ids = held_out_ids(40)
             results += [compare_trained(program, name, ids, tmp) for name in TRAINED]
     print(f"{sum(results)} passed, {len(results) - sum(results)} failed, 0 skipped")

@@ -59,7 +59,48 @@ static void test_load(toka_device *d, toka_dtype type, int rows, int cols, int s
     gpu_check(same_bits(got, want) && to.guards_hold(), "load %s %dx%d, rows of %d %s%s from row %d", type_name(type), rows, cols,
               stride, f32 ? "f32" : "bf16", by_turns ? " by turns" : "", row0);
 }
+/* Rows of q, or a vector of all its heads, of which the kernels take the pairs of RoPE D/2 apart: to_place is where each element of a head must be. */
+static void test_load_heads(toka_device *d, int D, int dims, bool neighbours, bool vector) {
+    const int heads = 3, rows = heads * D, cols = vector ? 1 : 24;
+    const toka_rope rope = {NULL, dims, 1, neighbours};
+    const head_order order = head_order_of(&rope, D);
+    std::vector<int> to_place((size_t)D, -1);
+    std::vector<bool> taken((size_t)D);
+    for (int pair = 0; pair < dims / 2; pair++) {
+        const int low = neighbours ? 2 * pair : pair, high = neighbours ? 2 * pair + 1 : pair + dims / 2;
+        to_place[(size_t)low] = pair, to_place[(size_t)high] = pair + D / 2;
+        taken[(size_t)pair] = taken[(size_t)(pair + D / 2)] = true;
+    }
+    for (int i = dims, at = 0; i < D; i++, at++) {
+        while (taken[(size_t)at]) at++;
+        to_place[(size_t)i] = at;
+    }
+    std::vector<float> v = normals((size_t)rows * cols, gpu_seed + D, 1), want_f(v.size());
+    std::vector<bf16> h(v.size()), want(v.size());
+    for (size_t i = 0; i < v.size(); i++) h[i] = __float2bfloat16(v[i]);
+    for (int row = 0; row < rows; row++)
+        for (int col = 0; col < cols; col++) {
+            const size_t to = (size_t)(row / D * D + to_place[(size_t)(row % D)]) * cols + col;
+            want[to] = h[(size_t)row * cols + col], want_f[to] = (__bfloat162float(want[to]) + 1) * 0.5f;
+        }
+    gpu_buf<bf16> to(v.size());
+    gpu_buf<float> to_f(v.size());
+    gpu_buf<char> room(v.size() * 2);
+    std::vector<char> host(v.size() * 2);
+    toka_tensor t = {h.data(), TOKA_BF16, vector ? 1 : rows, vector ? rows : cols, vector ? rows : cols};
+    load_job j = {&t, vector ? (void *)to_f.p() : to.p(), vector ? rows : cols, vector, 0, false};
+    j.heads = order, j.add = vector ? 1 : 0, j.factor = vector ? 0.5f : 0;
+    GPU_OK(load_piece(&j, 0, v.size(), host.data(), room.p(), d->stream));
+    GPU_OK(cudaStreamSynchronize(d->stream));
+    gpu_check((vector ? same_bits(to_f.host(), want_f) : same_bits(to.host(), want)) && to.guards_hold() && to_f.guards_hold(),
+              "load heads of %d, %d rotate%s%s", D, dims, neighbours ? ", neighbours" : "", vector ? ", a vector" : "");
+}
+
 static void test_loads(toka_device *d) {
+    for (bool vector : {false, true})
+        for (bool neighbours : {false, true})
+            for (int D : {24, 64, 128})
+                for (int dims : {D, D / 2, D - 8, 2}) test_load_heads(d, D, dims, neighbours, vector);
     for (toka_dtype type : {TOKA_BF16, TOKA_F16, TOKA_F32}) {
         test_load(d, type, 1, 513, 513, true, false, 0); /* a norm or bias */
         test_load(d, type, 40, 136, 136, false, false, 24);
@@ -72,7 +113,7 @@ static void test_loads(toka_device *d) {
 /* ---- Embedding ---- Of ids, and of the last token of a seq. The table has n ids from v0 on; other
  * ids give zeros. Each id is kept at its kv_slot. */
 
-static void test_embed(toka_device *d, int T, int E, int v0, int n) {
+static void test_embed(toka_device *d, int T, int E, int v0, int n, float scale = 0) {
     const int V = 300, n_slots = 40;
     gpu_buf<bf16> table((size_t)V * E), x((size_t)T * E);
     gpu_buf<int> ids((size_t)T), last(n_slots), slots((size_t)T), kv_ids(2 * (size_t)T);
@@ -84,7 +125,7 @@ static void test_embed(toka_device *d, int T, int E, int v0, int n) {
     for (int i = 0; i < T; i++) slot.push_back(2 * (T - 1 - i) + i % 2), want_ids[(size_t)slot.back()] = id[(size_t)i] < 0 ? kept[(size_t)(-1 - id[(size_t)i])] : id[(size_t)i];
     ids.set(id), last.set(kept), slots.set(slot);
     GPU_OK(cudaDeviceSynchronize());
-    launch_dependent(d, "embedding", embed_kernel, {dim3((unsigned)T), 128}, ids.p(), last.p(), embed_table{table.p() + (size_t)v0 * E, v0, n}, x.p(), E,
+    launch_dependent(d, "embedding", embed_kernel, {dim3((unsigned)T), 128}, ids.p(), last.p(), embed_table{table.p() + (size_t)v0 * E, v0, n, scale}, x.p(), E,
                      fused_norm{}, kept_ids{slots.p(), kv_ids.p()});
     done(d, "embed");
     gpu_check(kv_ids.host() == want_ids && kv_ids.guards_hold(), "embed T=%d E=%d: kept ids", T, E);
@@ -99,7 +140,8 @@ static void test_embed(toka_device *d, int T, int E, int v0, int n) {
         if (at < v0 || at >= v0 + n) want.insert(want.end(), (size_t)E, __float2bfloat16(0));
         else want.insert(want.end(), rows.begin() + at * E, rows.begin() + (at + 1) * E);
     }
-    gpu_check(same_bits(x.host(), want) && x.guards_hold(), "embed T=%d E=%d, ids %d to %d", T, E, v0, v0 + n - 1);
+    for (size_t i = 0; scale != 0 && i < want.size(); i++) want[i] = __float2bfloat16(__bfloat162float(want[i]) * scale);
+    gpu_check(same_bits(x.host(), want) && x.guards_hold(), "embed T=%d E=%d, ids %d to %d, times %g", T, E, v0, v0 + n - 1, scale);
 }
 
 /* ---- Copies of KV pages: the listed pages in every layer, and no others. page, fp8_page: bytes; fp8, windowed: the layers with FP8, and
@@ -178,24 +220,119 @@ static void test_norm(toka_device *d, int T, int E, bool chosen, float scale) {
               scale, max_error);
 }
 
+/* ---- What is added to x behind attention and MLP, and the copy of x of layers without a norm before them ---- */
+
+static void test_add_norm(toka_device *d, int T, int E) {
+    const size_t Ep = (size_t)round_up_8(E), n = (size_t)T * Ep;
+    const float eps = 1e-5f;
+    std::vector<float> v = normals(n, gpu_seed + 15, 1), before = normals(n, gpu_seed + 16, 3), g = normals(Ep, gpu_seed + 17, 1);
+    std::vector<bf16> hy(n), hx(n);
+    for (size_t i = 0; i < n; i++) {
+        hy[i] = __float2bfloat16(i % Ep < (size_t)E ? v[i] : 0), hx[i] = __float2bfloat16(i % Ep < (size_t)E ? before[i] : 0);
+        v[i] = __bfloat162float(hy[i]), before[i] = __bfloat162float(hx[i]);
+    }
+    gpu_buf<bf16> x(n), y(n), copy(n);
+    gpu_buf<float> w(Ep);
+    x.set(hx), y.set(hy), w.set(g);
+    GPU_OK(cudaDeviceSynchronize());
+    launch_dependent(d, "copy", copy_rows_kernel, {dim3((unsigned)((n / 8 + 255) / 256)), 256}, (const uint4 *)x.p(), (uint4 *)copy.p(), n / 8);
+    launch_dependent(d, "norm behind", add_norm_kernel, {dim3((unsigned)T), 128}, x.p(), y.p(), w.p(), (int)Ep, 1.0f / E, eps);
+    done(d, "norm behind");
+    gpu_check(same_bits(copy.host(), hx) && copy.guards_hold(), "copy of rows T=%d E=%d", T, E);
+    const std::vector<bf16> got = x.host();
+    double max_error = 0;
+    for (size_t t = 0; t < (size_t)T; t++) {
+        double sum = 0;
+        for (int e = 0; e < E; e++) sum += (double)v[t * Ep + e] * v[t * Ep + e];
+        for (size_t e = 0; e < Ep; e++) {
+            const double added = v[t * Ep + e] / sqrt(sum / E + eps) * g[e], want = before[t * Ep + e] + added;
+            max_error = std::max(max_error, fabs(__bfloat162float(got[t * Ep + e]) - want) / (fabs(want) * 0x1.02p-8 + 1e-6 * fabs(added) + 1e-30));
+        }
+    }
+    gpu_check(max_error <= 1 && x.guards_hold() && same_bits(y.host(), hy), "norm behind T=%d E=%d: worst %.3g of what is allowed", T, E, max_error);
+}
+
+/* ---- One norm of all heads of q, and of k ---- */
+
+static void test_heads_norm(toka_device *d, int T, int H, int K, int D, bool has_k, bool interleaved) {
+    const int width = (H + 2 * K) * D;
+    const float eps = 1e-5f;
+    std::vector<float> v = normals((size_t)T * width, gpu_seed + 21, 1), qn = normals((size_t)H * D, gpu_seed + 22, 1), kn = normals((size_t)K * D, gpu_seed + 23, 1);
+    std::vector<bf16> h(v.size());
+    for (size_t i = 0; i < v.size(); i++) h[i] = __float2bfloat16(v[i]), v[i] = __bfloat162float(h[i]);
+    gpu_buf<bf16> qkv(v.size());
+    gpu_buf<float> q_norm(qn.size()), k_norm(kn.size());
+    qkv.set(h), q_norm.set(qn), k_norm.set(kn);
+    GPU_OK(cudaDeviceSynchronize());
+    launch_dependent(d, "norm of heads", heads_norm_kernel, {dim3((unsigned)T, 2), 128}, qkv.p(), q_norm.p(), has_k ? k_norm.p() : NULL, H, K, D, eps, interleaved);
+    done(d, "norm of all heads");
+    const std::vector<bf16> got = qkv.host();
+    double max_error = 0;
+    for (int t = 0; t < T; t++)
+        for (int part = 0; part < 3; part++) { /* q, k, v */
+            const int n = (part ? K : H) * D;
+            const size_t first = (size_t)t * width + (part == 0 ? 0 : part == 1 ? H : H + K) * D;
+            double sum = 0;
+            for (int i = 0; i < n; i++) sum += (double)v[first + i] * v[first + i];
+            for (int i = 0; i < n; i++) {
+                const size_t at = first + (interleaved ? i / D * D + qkv_interleave(i % D, D / 2) : i);
+                const bool normed = part == 0 || (part == 1 && has_k);
+                const double want = normed ? v[at] / sqrt(sum / n + eps) * (part ? kn : qn)[(size_t)i] : v[at];
+                max_error = std::max(max_error, fabs(__bfloat162float(got[at]) - want) / (fabs(want) * (normed ? 0x1.02p-8 : 0) + 1e-30));
+            }
+        }
+    gpu_check(max_error <= 1 && qkv.guards_hold(), "norm of all heads T=%d H=%d K=%d D=%d%s%s: worst %.3g of what is allowed", T, H, K, D, has_k ? "" : ", q alone",
+              interleaved ? " by turns" : "", max_error);
+}
+
+/* ---- GELU ---- */
+
+static void test_gelu(toka_device *d, int T, int F, int ldy) {
+    std::vector<float> v = normals((size_t)T * 2 * F, gpu_seed + 31, 2);
+    std::vector<bf16> h(v.size());
+    for (size_t i = 0; i < v.size(); i++) h[i] = __float2bfloat16(v[i]), v[i] = __bfloat162float(h[i]);
+    gpu_buf<bf16> from(v.size()), y((size_t)T * ldy);
+    from.set(h);
+    GPU_OK(cudaDeviceSynchronize());
+    launch_dependent(d, "GELU", gelu_kernel, {dim3((unsigned)ceil_div(F, 2048), (unsigned)T), 256}, from.p(), y.p(), F, ldy);
+    done(d, "GELU");
+    const std::vector<bf16> got = y.host();
+    double max_error = 0;
+    size_t n_outside = 0;
+    for (int t = 0; t < T; t++)
+        for (int i = 0; i < ldy; i++) {
+            uint16_t bits;
+            memcpy(&bits, &got[(size_t)t * ldy + i], 2);
+            if (i >= F) {
+                n_outside += bits != 0xFFFF; /* still poisoned */
+                continue;
+            }
+            const float *pair = &v[(size_t)t * 2 * F + i / 8 * 16 + i % 8];
+            const double g = pair[0], want = g * 0.5 * (1 + tanh(sqrt(2 / M_PI) * (g + 0.044715 * g * g * g))) * pair[8];
+            max_error = std::max(max_error, fabs(__bfloat162float(got[(size_t)t * ldy + i]) - want) / (fabs(want) * 0x1.08p-8 + 1e-6 * fabs(g * pair[8]) + 1e-30));
+        }
+    gpu_check(max_error <= 1 && !n_outside && y.guards_hold(), "GELU T=%d F=%d, rows of %d: worst %.3g of what is allowed, %zu outside", T, F, ldy, max_error, n_outside);
+}
+
 /* ---- RoPE ---- */
 
-static void test_table(toka_device *d, int D, int max_len, float scale) {
+static void test_table(toka_device *d, int D, int dims, int max_len, float scale) {
     toka_shape sh = {};
     std::vector<float> freq((size_t)D / 2);
     for (int i = 0; i < D / 2; i++) freq[(size_t)i] = (float)pow(10000, -2.0 * i / D);
-    toka_rope rope = {freq.data(), D, scale, false};
+    toka_rope rope = {freq.data(), dims, scale, false};
     sh.D = D, sh.max_len = max_len, d->shape = &sh;
-    rope_open(d, &rope);
+    const float2 *table = rope_open(d, dims ? &rope : NULL);
     done(d, "RoPE table");
     std::vector<float2> got((size_t)max_len * D / 2);
-    GPU_OK(cudaMemcpy(got.data(), d->rope, got.size() * sizeof(float2), cudaMemcpyDeviceToHost));
+    GPU_OK(cudaMemcpy(got.data(), table, got.size() * sizeof(float2), cudaMemcpyDeviceToHost));
     double max_error = 0;
     for (size_t i = 0; i < got.size(); i++) {
-        double a = (float)(i / ((size_t)D / 2)) * freq[i % ((size_t)D / 2)];
-        max_error = std::max(max_error, std::max(fabs(got[i].x - cos(a) * scale), fabs(got[i].y - sin(a) * scale)));
+        double a = (float)(i / ((size_t)D / 2)) * freq[i % ((size_t)D / 2)], factor = scale;
+        if ((int)(i % ((size_t)D / 2)) >= dims / 2) a = 0, factor = 1;
+        max_error = std::max(max_error, std::max(fabs(got[i].x - cos(a) * factor), fabs(got[i].y - sin(a) * factor)));
     }
-    gpu_check(max_error < 3e-7 * scale, "RoPE table D=%d, %d positions, scale %g: off by %.2g", D, max_len, scale, max_error);
+    gpu_check(max_error < 3e-7 * scale, "RoPE table D=%d, %d of them rotate, %d positions, scale %g: off by %.2g", D, dims, max_len, scale, max_error);
     while (d->n_allocations) cudaFree(d->allocations[--d->n_allocations]);
 }
 
@@ -287,11 +424,16 @@ int main(int argc, char **argv) {
     test_copies(d, 5, 9, 2 * 4 * 64 * 64, 2 * 2 * 64 * 65, 0xD), test_copies(d, 40, 5, 4 * 64 * 64, 2 * 64 * 65, 0xFFFFFFFF);
     test_copies(d, 5, 9, 2 * 4 * 64 * 64, 2 * 2 * 64 * 65, 0xD, 0x15), test_copies(d, 40, 6, 4 * 64 * 64, 2 * 64 * 65, 0xFF00FF00, 0xFFFF);
     for (int E : {8, 56, 1024, 1032, 2048, 8200})
-        for (int T : {1, 3, 70}) test_embed(d, T, E, 0, 300), test_embed(d, T, E, 100, 130);
+        for (int T : {1, 3, 70}) test_embed(d, T, E, 0, 300), test_embed(d, T, E, 100, 130, 12.3f);
     for (int E : {1, 51, 64, 1023, 1032, 2048, 8200})
         for (float scale : {1.0f, 1e-3f}) test_norm(d, 1, E, false, scale), test_norm(d, 37, E, true, scale);
-    test_table(d, 64, quick ? 100 : 40000, 1);
-    test_table(d, 24, 700, 1.37f);
+    for (int E : {1, 51, 64, 1032, 8200})
+        for (int T : {1, 37}) test_add_norm(d, T, E);
+    for (int D : {24, 40, 64, 128})
+        for (bool has_k : {false, true}) test_heads_norm(d, 19, 5, 2, D, has_k, false), test_heads_norm(d, 3, 4, 1, D, has_k, D == 64 || D == 128);
+    for (int F : {8, 104, 2048, 2056, 7168}) test_gelu(d, 1, F, F), test_gelu(d, 37, F, F + 16);
+    test_table(d, 64, 64, quick ? 100 : 40000, 1);
+    test_table(d, 24, 24, 700, 1.37f), test_table(d, 24, 10, 300, 1.37f), test_table(d, 64, 0, 100, 1);
     const int Ds[] = {8, 24, 40, 64, 80, 128, 192, 256};
     for (int D : Ds)
         for (int norm = 0; norm < 2; norm++) {
