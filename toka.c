@@ -51018,8 +51018,21 @@ static bool hub_is_offline(void) {
     return hub_is_true(value && *value ? value : getenv("TRANSFORMERS_OFFLINE"));
 }
 
-/* Reads the token: HF_TOKEN, else the file that `hf auth login` writes. NULL: none. */
-static const char *hub_find_token(arena *memory) {
+/* Takes the blanks and line ends around a token away. Returns an error if it has one inside, which
+ * would end the header. source: the variable or file that it is from. */
+static int hub_clean_token(str *token, const char *source, toka_err *e) {
+    while (token->n && isspace((unsigned char)*token->p)) *token = str_sub(*token, 1, token->n);
+    while (token->n && isspace((unsigned char)token->p[token->n - 1])) token->n--;
+    for (size_t i = 0; i < token->n; i++)
+        if ((unsigned char)token->p[i] <= ' ')
+            return fail(e, TOKA_E_USE, "%s: a blank or a line end is inside; expected one token "
+                        "such as hf_...", source);
+    return 0;
+}
+
+/* Reads the token: HF_TOKEN, else the file that `hf auth login` writes. *out is NULL if there is
+ * none. */
+static int hub_find_token(arena *memory, const char **out, toka_err *e) {
     static const char *const names[] = {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"};
     static const char *const files[][2] = {{"HF_TOKEN_PATH", ""},
                                            {"HF_HOME", "/token"},
@@ -51028,18 +51041,20 @@ static const char *hub_find_token(arena *memory) {
     buf path = {0};
     str text = STR(""), token = STR("");
     toka_err unused;
-    for (int i = 0; i < COUNT(names) && !token.n; i++)
+    int code = 0;
+    for (int i = 0; i < COUNT(names) && !token.n && !code; i++) {
         if (getenv(names[i])) token = str_c(getenv(names[i]));
-    if (!token.n && mf_put_env_path(files, COUNT(files), &path) && !os_map(path.p, &text, &unused))
+        code = hub_clean_token(&token, names[i], e);
+    }
+    if (!token.n && mf_put_env_path(files, COUNT(files), &path) &&
+        !os_map(path.p, &text, &unused)) {
         token = text;
-    while (token.n && isspace((unsigned char)*token.p)) token = str_sub(token, 1, token.n);
-    while (token.n && isspace((unsigned char)token.p[token.n - 1])) token.n--;
-    for (size_t i = 0; i < token.n; i++)
-        if ((unsigned char)token.p[i] <= ' ') token = STR(""); /* it would end the header */
-    const char *copy = token.n ? arena_cstr(memory, token) : NULL;
+        code = hub_clean_token(&token, path.p, e);
+    }
+    *out = token.n ? arena_cstr(memory, token) : NULL;
     os_unmap(text);
     buf_free(&path);
-    return copy;
+    return code;
 }
 
 static int hub_open_repo(hub_repo *repo, const hub_options *options, toka_err *e) {
@@ -51060,7 +51075,7 @@ static int hub_open_repo(hub_repo *repo, const hub_options *options, toka_err *e
     if (!str_starts(url, STR("https://")) && !str_starts(url, STR("http://")))
         return fail(e, TOKA_E_USE, "HF_ENDPOINT: '%.*s', expected https://HOST", STRF(url));
     repo->access.endpoint = arena_cstr(&repo->memory, url);
-    repo->access.token = hub_find_token(&repo->memory);
+    if (hub_find_token(&repo->memory, &repo->access.token, e)) return e->code;
     mf_put_hub_cache_path(&path);
     repo->cache = arena_cstr(&repo->memory, buf_view(&path));
     const char *const below[] = {"/models--", "/.locks/models--"};

@@ -356,7 +356,7 @@ def test_where_the_token_comes_from(hub, tmp_path):
     (tmp_path / "token").write_text("hf_other")
     hub.tokens.append("hf_other")
     for env, want in (({}, "hf_right"), ({"HF_TOKEN": "hf_other"}, "hf_other"), ({"HF_TOKEN": " hf_other\r\n"}, "hf_other"), ({"HF_TOKEN_PATH": str(tmp_path / "token")}, "hf_other"),
-                      ({"HF_TOKEN": "hf_right\r\nX: y", "HF_TOKEN_PATH": "/none"}, None)):
+                      ({"HF_TOKEN": " \n", "HUGGING_FACE_HUB_TOKEN": "\thf_other"}, "hf_other"), ({"HF_TOKEN": "", "HF_TOKEN_PATH": "/none"}, None)):
         hub.requests.clear()
         toka(hub, "pull", ID, **env)
         assert hub.requests[0][3] == (want and "Bearer " + want), env
@@ -384,6 +384,13 @@ def test_redirects_on_the_hub_keep_the_token(hub):
     assert {token for cdn, _, _, token, _ in hub.requests if not cdn} == {"Bearer hf_right"}
     assert {token for cdn, _, _, token, _ in hub.requests if cdn} == {None}
 
+    hub.requests.clear()
+    open(path, "w").write("hf_right\nhf_other\n")
+    for env, name in (({"HF_TOKEN": "hf_right\r\nX: y"}, "HF_TOKEN"), ({"HF_TOKEN": "hf right"}, "HF_TOKEN"),
+                      ({"HUGGING_FACE_HUB_TOKEN": "a\tb"}, "HUGGING_FACE_HUB_TOKEN"), ({}, path)):
+        r = toka(hub, "pull", ID, **env)
+        fails(r, 1, f"{name}: a blank or a line end is inside; expected one token")
+        assert b"X: y" not in r.stderr and not hub.requests
 
 # ---- No hub, no disk, no curl ----
 
