@@ -50433,7 +50433,8 @@ typedef struct hub_repo {
 static const char *const hub_small_files[] = {
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
-    "additional_chat_templates/*.jinja", "model.safetensors.index.json"};
+    "additional_chat_templates/*.jinja", "model.safetensors.index.json", "hf_quant_config.json",
+    "modules.json", "[0-9]*_*/config.json", "config_sentence_transformers.json"};
 
 /* Is this text `n` lower case hex digits? */
 static bool hub_is_hex(str text, size_t n) {

@@ -122,6 +122,28 @@ def test_only_the_files_that_are_needed(hub):
 
 def test_pull_prints_the_folder(hub):
     r = toka(hub, "pull", ID, "tiny/sharded", "-q")
+def test_all_small_files_that_are_read(hub):
+    """What the loader reads from a folder comes with a download, also of an embedding model: its pooling and its prompts."""
+    source = open(f"{ROOT}/toka.c").read()
+    read = set(re.findall(r'mf_map_file\(\w+, "([^"]+)"', source))
+    assert "modules.json" in read and "tokenizer.json" in read
+    small = {name: b"{}" for name in read - set(USED)}
+    hub.repos["tiny/vectors"] = Repo({**model_files(), **small, "additional_chat_templates/rag.jinja": b"x", "1_Pooling/config.json": json.dumps(
+        {"word_embedding_dimension": 256, "pooling_mode_mean_tokens": True}).encode(), "onnx/config.json": b"{}", "hf_quant_config.json": b"{}",
+        "chat_template.jinja": b"x", "config_sentence_transformers.json": b'{"prompts": {"query": "find: "}}', "modules.json": json.dumps(
+        [{"idx": i, "name": str(i), "path": path, "type": "sentence_transformers.models." + kind}
+         for i, (path, kind) in enumerate((("", "Transformer"), ("1_Pooling", "Pooling")))]).encode()})
+    assert toka(hub, "pull", "tiny/vectors").returncode == 0
+    names = {k.split("/", 2)[2] for k in tree(hub.cache, "tiny/vectors") if k.startswith("snapshots/")}
+    assert names == read | set(USED) | {"additional_chat_templates/rag.jinja", "1_Pooling/config.json"}
+    hub.repos["tiny/mean"] = Repo({k: v for k, v in hub.repos["tiny/vectors"].commits[hub.repos["tiny/vectors"].find("main")].items()
+                                   if k not in ("hf_quant_config.json", "chat_template.json", "chat_template.jinja", *small) or "modules" in k or "sentence" in k})
+    r = toka(hub, "embed", "-hf", "tiny/mean", "-p", PROBLEM, "--prompt-name", "query")
+    assert r.returncode == 0, r.stderr
+    mean, last = (json.loads(toka(hub, "embed", "-m", m, "-p", PROBLEM).stdout) for m in ("tiny/mean", "test/model"))
+    assert mean != last  # the mean of all tokens; without these files the last token's vector
+
+
     folders = r.stdout.decode().splitlines()
     assert r.returncode == 0 and r.stderr == b"" and len(folders) == 2
     assert read_folder(folders[0])["config.json"] == model_files()["config.json"]
