@@ -52857,11 +52857,22 @@ static void cli_put_help(buf *out, const cli_flag *flag, unsigned command) {
 
 /* If a command has more than CLI_MANY_FLAGS flags, its --help shows only those in
  * cli_common_flags. */
-enum { CLI_MANY_FLAGS = 16 };
-static const char *const cli_common_flags[] = {
-    "model", "hf-repo", "prompt", "file", "chat", "max-tokens", "temp", "input-file", "output-file", "dataset",
-    "num-prompts", "base-url", "request-rate", "max-concurrency", "host", "port", "api-key",
-    "gpus", "gpu", "goodput", "batch-size", "json"};
+enum { CLI_MANY_FLAGS = 10 };
+static const struct {
+    const char *name;
+    unsigned commands; /* FOR_ bits of those where it is one of the flags used most */
+} cli_common_flags[] = {
+    {"model", FOR_ANY},       {"hf-repo", FOR_ANY},         {"prompt", FOR_ANY},
+    {"file", FOR_ANY},        {"chat", FOR_ANY},            {"max-tokens", FOR_ANY},
+    {"temp", FOR_ANY},        {"input-file", FOR_ANY},      {"output-file", FOR_ANY},
+    {"dataset", FOR_ANY},     {"num-prompts", FOR_ANY},     {"base-url", FOR_ANY},
+    {"host", FOR_ANY},        {"port", FOR_ANY},            {"api-key", FOR_ANY},
+    {"gpus", FOR_ANY},        {"gpu", FOR_ANY},             {"goodput", FOR_ANY},
+    {"json", FOR_ANY},        {"batch-size", FOR_ANY},      {"request-rate", FOR_ANY},
+    {"decode", FOR_ANY},      {"max-concurrency", FOR_ANY}, {"no-special", FOR_TEXT},
+    {"regex", FOR_GRAMMAR},   {"json-schema", FOR_GRAMMAR}, {"grammar", FOR_GRAMMAR},
+    {"choice", FOR_GRAMMAR},  {"chat-template", FOR_TEXT},  {"dimensions", FOR_ANY},
+    {"prompt-name", FOR_ANY}};
 
 static cli cli_default(void) {
     return (cli){.open = toka_options_default(),
@@ -53026,27 +53037,59 @@ static const struct {
     unsigned command;
     const char *text;
 } cli_examples[] = {
+    {FOR_RUN, "  toka run qwen3-8b \"Why is the sky blue?\"\n"
+              "  toka -m qwen3-8b -f question.txt -n 64 --temp 0.8 --samples 4\n"
+              "  toka -hf Qwen/Qwen3-0.6B -p \"Why is the sky blue?\" --json\n"},
+    {FOR_CHAT, "  toka chat qwen3-8b\n"
+               "  toka chat -hf Qwen/Qwen3-0.6B --system \"Answer in one word.\" --temp 0.7\n"
+               "  toka chat --base-url http://127.0.0.1:8000\n"},
+    {FOR_PING, "  toka ping prompt='tell me a joke' max_tokens=256 chat=True\n"
+               "  toka ping -p \"Why is the sky blue?\" -n 64 --temp 0\n"
+               "  toka ping --base-url http://127.0.0.1:8000 --raw -p \"Tom has\"\n"},
     {FOR_SERVE,
-     "  toka serve -m llama-3.1-8b-instruct --port 8000\n"
+     "  toka serve llama-3.1-8b-instruct --port 8000\n"
+     "  toka serve -hf Qwen/Qwen3-0.6B --served-model-name qwen --max-model-len 4096\n"
      "  curl localhost:8000/v1/completions --json '{\"prompt\":\"Tom\",\"max_tokens\":9}'\n"},
-    {FOR_BATCH, "  toka batch -m llama-3.1-8b-instruct -i questions.jsonl -o answers.jsonl\n"
-                "  a line of IN: {\"custom_id\":\"1\",\"prompt\":\"Tom has\",\"max_tokens\":9}\n"},
-    {FOR_TOKENIZE, "  echo Tom has 3 apples | toka tokenize -m qwen3-8b\n"},
+    {FOR_BATCH, "  toka batch -m qwen3-8b -i questions.jsonl -o answers.jsonl\n"
+                "  toka batch -m qwen3-8b -i questions.jsonl -o part0.jsonl --shard 0/2\n"
+                "  echo '{\"custom_id\":\"1\",\"prompt\":\"Tom\"}' | toka batch -m qwen3-8b -i - -o -\n"},
+    {FOR_TOKENIZE, "  echo Tom has 3 apples | toka tokenize -m qwen3-8b\n"
+                   "  echo 17 42 5 | toka tokenize -m qwen3-8b --decode\n"
+                   "  toka tokenize -hf Qwen/Qwen3-0.6B -f text.txt\n"},
     {FOR_TEMPLATE, "  echo '{\"messages\":[{\"role\":\"user\",\"content\":\"Hello\"}]}' |\n"
-                   "      toka template -m qwen3-8b\n"},
-    {FOR_SCORE, "  toka score -m qwen3-8b -f text.txt\n"},
-    {FOR_GRAMMAR, "  echo -n 2026-01-31 | toka grammar -m qwen3-8b --regex '[0-9]{4}(-[0-9]{2}){2}'\n"},
-    {FOR_EMBED, "  toka embed -m Qwen/Qwen3-Embedding-0.6B -f texts.txt --prompt-name query\n"},
-    {FOR_PULL, "  toka pull Qwen/Qwen3-0.6B\n  toka -m Qwen/Qwen3-0.6B -p \"Why is the sky blue?\"\n"},
-    {FOR_RM, "  toka rm Qwen/Qwen3-0.6B\n"},
-    {FOR_PLAN, "  toka plan -m llama-3.1-70b --gpus 4 --gpu H200\n"},
+                   "      toka template -m qwen3-8b\n"
+                   "  toka template qwen3-8b -f chat.json\n"
+                   "  toka template qwen3-8b -f chat.json --chat-template own.jinja\n"},
+    {FOR_SCORE, "  toka score -m qwen3-8b -f text.txt\n"
+                "  toka score -m qwen3-8b -p \"Tom has 3 apples.\" --json\n"
+                "  echo Tom has 3 apples | toka score qwen3-8b\n"},
+    {FOR_GRAMMAR, "  echo -n 2026-01-31 | toka grammar -m qwen3-8b --regex '[0-9]{4}(-[0-9]{2}){2}'\n"
+                  "  toka grammar -m qwen3-8b --json-schema schema.json -f answer.json\n"
+                  "  echo -n yes | toka grammar -m qwen3-8b --choice yes --choice no --stats\n"},
+    {FOR_EMBED, "  toka embed -hf Qwen/Qwen3-Embedding-0.6B -f texts.txt --prompt-name query\n"
+                "  toka embed -m Qwen/Qwen3-Embedding-0.6B -p Tom --dimensions 8\n"
+                "  echo Tom has 3 apples | toka embed Qwen/Qwen3-Embedding-0.6B\n"},
+    {FOR_PULL, "  toka pull Qwen/Qwen3-0.6B\n"
+               "  toka pull qwen3-8b llama-3.2-1b --download-dir models\n"
+               "  toka pull Qwen/Qwen3-0.6B --revision main\n"},
+    {FOR_RM, "  toka rm Qwen/Qwen3-0.6B\n"
+             "  toka rm qwen3-8b llama-3.1-8b-instruct\n"
+             "  toka rm qwen3-8b --download-dir models\n"},
+    {FOR_PLAN, "  toka plan llama-3.1-70b --gpus 4 --gpu H200\n"
+               "  toka plan llama-3.1-70b --request-rate 8 --goodput ttft:500 --gpu-price 3.0\n"
+               "  toka plan llama-3.1-8b --batch-size 64 --max-model-len 4096\n"},
     {FOR_THROUGHPUT,
-     "  toka bench throughput -m llama-3.1-8b --dummy-weights --dataset lengths.jsonl\n"},
-    {FOR_BENCH_SERVE, "  toka bench serve --port 8000 --num-prompts 500 --request-rate 20\n"}};
+     "  toka bench throughput -m llama-3.1-8b --dummy-weights --dataset lengths.jsonl\n"
+     "  toka bench throughput -m qwen3-8b --dataset lengths.jsonl --num-prompts 100\n"
+     "  toka bench throughput -m qwen3-8b --dataset lengths.jsonl --temp 0.6 --json\n"},
+    {FOR_BENCH_SERVE, "  toka bench serve --port 8000 --num-prompts 500 --request-rate 20\n"
+                      "  toka bench serve --random-input-len 2048 --random-output-len 300\n"
+                      "  toka bench serve --max-concurrency 32 --goodput ttft:500 tpot:50\n"}};
 
-static bool cli_is_common(const cli_flag *flag) {
+static bool cli_is_common(const cli_flag *flag, unsigned command) {
     for (int i = 0; i < COUNT(cli_common_flags); i++)
-        if (!strcmp(flag->name, cli_common_flags[i])) return true;
+        if (!strcmp(flag->name, cli_common_flags[i].name))
+            return (cli_common_flags[i].commands & command) != 0;
     return false;
 }
 
@@ -53059,7 +53102,8 @@ static void cli_put_flags(buf *out, unsigned command, bool all) {
         const cli_flag *flag = &cli_flags[i];
         char usage[64];
         if (!flag->name) group = flag;
-        if (!flag->name || !(flag->commands & command) || !(all || cli_is_common(flag))) continue;
+        if (!flag->name || !(flag->commands & command) || !(all || cli_is_common(flag, command)))
+            continue;
         if (group && all) {
             buf_char(out, '\n'), cli_put_help(out, group, command), buf_char(out, '\n');
             group = NULL;
@@ -53144,7 +53188,7 @@ static int cli_help(bool all, unsigned command, int n_words, const char *const *
     else buf_c(&out, all ? cli_commands : cli_short_commands);
     for (int i = 0; i < COUNT(cli_examples) && n_words; i++)
         if (cli_examples[i].command == command)
-            buf_printf(&out, "\nExample\n%s", cli_examples[i].text);
+            buf_printf(&out, "\nExamples\n%s", cli_examples[i].text);
     if (n_words || all) cli_put_flags(&out, command, all || show_all);
     const bool has_pages = cli_put_pages(&out, n_words, words);
     if (all) {

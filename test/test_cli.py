@@ -385,11 +385,11 @@ def test_help_is_short():
     r = toka("--help")
     text = r.stdout.decode()
     assert r.returncode == 0 and 15 < text.count("\n") <= 20 and max(map(len, text.splitlines())) <= 80 and "Examples\n  toka -p" in text and "toka --help-all" in text
-    for command in ("serve", "batch", "bench serve", "bench throughput", "score", "plan", "tokenize", "template"):
+    for command in ("serve", "batch", "bench serve", "bench throughput", "score", "plan", "tokenize", "template", "run", "chat", "ping", "grammar", "embed", "pull", "rm"):
         words = command.split()
         short, every = (toka(*words, flag).stdout.decode() for flag in ("--help", "--help-all"))
-        assert short.count("\n") < 32 and "Example\n" in short, command
-        assert f"toka {command} --help-all" in short or set(re.findall("--[a-z-]+", every)) <= set(re.findall("--[a-z-]+", short + every))
+        assert short.count("\n") < 24 and 2 < len(re.findall("^  toka |^  (?:echo|curl) ", short.split("\nExamples\n")[1].split("\n\n")[0], re.M)) < 5, command
+        assert f"toka {command} --help-all" in short or set(re.findall("--[a-z-]+", every)) <= set(re.findall("--[a-z-]+", short)), command
         assert toka(*words, "-h").stdout.decode() == short
         if command != "plan":  # a manual page has this name
             assert toka("help", *words).stdout.decode() == short
@@ -416,7 +416,7 @@ def test_help_of_a_command():
     for words in (["serve"], ["batch"], ["tokenize"], ["plan"], ["bench", "serve"], ["bench", "throughput"], ["models"]):
         r = toka(*words, "--help-all")
         text = r.stdout.decode()
-        assert r.returncode == 0 and text.split("\nExample\n")[0].count("  toka ") == 1
+        assert r.returncode == 0 and text.split("\nExamples\n")[0].count("  toka ") == 1
         assert f"  toka {' '.join(words)}" in text and "\n\n\n" not in text
         listed = re.findall(r"^  (?:-[a-z], |    )--([a-z-]+)", text, re.M)
         assert 1 < len(listed) < len(flags) and "help" in listed
@@ -426,7 +426,7 @@ def test_help_of_a_command():
                 assert accepted == (name in listed), (words, name)
         # nothing about other commands, but that of the summary and the example
         others = {"bench serve", "bench throughput", "serve", "batch", "plan", "tokenize", "score", "grammar", "embed", "ping", "chat"} - {" ".join(words)}
-        about = re.findall(r"(?:[ (])(%s)(?:[:,)]|$)" % "|".join(others), text.split("\nExample\n")[-1].split("\n\n", 1)[-1], re.M | re.I)
+        about = re.findall(r"(?:[ (])(%s)(?:[:,)]|$)" % "|".join(others), text.split("\nExamples\n")[-1].split("\n\n", 1)[-1], re.M | re.I)
         assert not about and "toka batch" not in text.split("\n\n", 2)[-1].replace("toka batch -m", ""), (words, about)
         for name in re.findall(r"--([a-z-]+)", text.split("\n0 is the default of")[-1].split(".\n")[0] if "\n0 is" in text else ""):
             assert name in listed, (words, name)
