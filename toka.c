@@ -34021,6 +34021,8 @@ typedef struct api_config {
     const char *const *names; /* [n_names] served names; the first is the default. n_names 0: the
                                * "model" of a body is not checked */
     int n_names;
+    const char *alias;        /* one more served name, which /v1/models does not list, or NULL */
+    const char *root;         /* the model as the user named it; NULL: its own name */
     const char *name;         /* the "model" of all answers if n_names is 0 */
     const char *fingerprint;  /* system_fingerprint of live answers; NULL: none */
     /* fields that the caller handles: NULL-terminated names, or NULL */
@@ -35008,6 +35010,14 @@ static int api_read_stream_options(api_request *request, const api_body *body, t
     return 0;
 }
 
+/* Is this the name of a model that is served here? */
+static bool api_is_served(const api_config *config, str name) {
+    bool is_served = config->alias && str_is(name, config->alias);
+    for (int i = 0; i < config->n_names && !is_served; i++)
+        is_served = str_is(name, config->names[i]);
+    return is_served;
+}
+
 /* Sets request->model. Returns an error (HTTP status 404) if the model of a body is not served
  * here. */
 static int api_check_model(api_request *request, str model, toka_err *e) {
@@ -35015,9 +35025,7 @@ static int api_check_model(api_request *request, str model, toka_err *e) {
     request->model = arena_str(&request->memory, !config->n_names ? str_c(config->name)
                                                  : model.n        ? model
                                                                   : str_c(config->names[0]));
-    if (!model.n || !config->n_names) return 0;
-    for (int i = 0; i < config->n_names; i++)
-        if (str_is(model, config->names[i])) return 0;
+    if (!model.n || !config->n_names || api_is_served(config, model)) return 0;
     request->status = 404;
     request->type = "not_found_error";
     request->param = "model";
@@ -37154,13 +37162,14 @@ static int api_finish(api_request *request, buf *out) {
 
 /* ---- Models, tokenize, detokenize ---- */
 
-static void api_put_model(const api_config *config, const char *name, int64_t created, buf *out) {
+static void api_put_model(const api_config *config, str name, int64_t created, buf *out) {
     json_put_open(out, '{');
-    json_put_key(out, "id"), json_put_str(out, str_c(name));
+    json_put_key(out, "id"), json_put_str(out, name);
     json_put_key(out, "object"), json_put_str(out, STR("model"));
     json_put_key(out, "created"), json_put_int(out, created);
     json_put_key(out, "owned_by"), json_put_str(out, STR("toka"));
-    json_put_key(out, "root"), json_put_str(out, str_c(config->toka->files->name));
+    json_put_key(out, "root"),
+        json_put_str(out, str_c(config->root ? config->root : config->toka->files->name));
     json_put_key(out, "parent"), json_put_null(out);
     json_put_key(out, "max_model_len"), json_put_int(out, config->max_len);
     json_put_close(out, '}');
@@ -37169,14 +37178,16 @@ static void api_put_model(const api_config *config, const char *name, int64_t cr
 /* Writes the answer of /v1/models, or of /v1/models/ID if id is not empty. Returns false if there
  * is no such model. */
 static bool api_put_models(const api_config *config, str id, int64_t created, buf *out) {
-    for (int i = 0; i < config->n_names && id.n; i++)
-        if (str_is(id, config->names[i]))
-            return api_put_model(config, config->names[i], created, out), true;
-    if (id.n) return false;
+    if (id.n) {
+        const bool is_served = api_is_served(config, id);
+        if (is_served) api_put_model(config, id, created, out);
+        return is_served;
+    }
     json_put_open(out, '{');
     json_put_key(out, "object"), json_put_str(out, STR("list"));
     json_put_key(out, "data"), json_put_open(out, '[');
-    for (int i = 0; i < config->n_names; i++) api_put_model(config, config->names[i], created, out);
+    for (int i = 0; i < config->n_names; i++)
+        api_put_model(config, str_c(config->names[i]), created, out);
     buf_c(out, "]}");
     return true;
 }
@@ -38820,6 +38831,7 @@ typedef struct run_options { /* what toka batch was asked to do */
     const char *report;    /* path of the closing report (JSON); "-": standard output; NULL: none */
     const char *now;       /* the chat template's clock; NULL: local time */
     const char *name;      /* model name in results; NULL: the model's own name */
+    const char *given;     /* the model as the user named it; NULL: the embedded one */
     toka_request defaults; /* defaults for what a line does not set */
     api_parsing parsing;
     /* to parse OpenAI's batch lines; only a server sets it; NULL: made from `defaults` */
@@ -39179,7 +39191,7 @@ static void run_warn_unknown(void *user, str name) {
 static void run_warn_model(run_state *run, const json *body) {
     const str model = json_str(json_get(body, "model"));
     if (run->warned_model || !model.n || run->options->api_config ||
-        str_is(model, run->configs[0].name))
+        str_is(model, run->configs[0].name) || api_is_served(&run->configs[0], model))
         return;
     buf shown = {0};
     api_put_printable(&shown, model);
@@ -39259,6 +39271,7 @@ static void run_init_configs(run_state *run) {
     run->configs[0] = (api_config){.toka = run->toka,
                                    .name = run->options->name ? run->options->name
                                                               : run->toka->files->name,
+                                   .alias = run->options->given,
                                    .caller_fields = caller_fields,
                                    .defaults = run->options->defaults,
                                    .max_len = run->toka->shape.max_len,
@@ -41650,11 +41663,8 @@ static void files_step_run(files_store *store, files_batch *batch) {
     pthread_mutex_unlock(&store->lock);
 }
 
-/* Is the batch's model served here? */
 static bool files_is_served(const files_store *store, const files_batch *batch) {
-    for (int i = 0; i < store->options.model->n_names; i++)
-        if (!strcmp(batch->model, store->options.model->names[i])) return true;
-    return false;
+    return api_is_served(store->options.model, str_c(batch->model));
 }
 
 /* Returns the oldest batch that can do a step: its model is served here, or it only has to end, or
@@ -42678,8 +42688,9 @@ typedef struct srv_options { /* the options of toka serve; the caller owns the s
     int port;                 /* 0: any free one; it is printed on standard error */
     const char *const *keys;  /* [n_keys] API keys; with none, no client needs a key */
     int n_keys;
-    const char *const *names; /* [n_names] served model names; none: the model's own name */
+    const char *const *names; /* [n_names] served model names; none: `given` and its own name */
     int n_names;
+    const char *given;        /* the model as the user named it; NULL: the embedded one */
     const char *origins;      /* origins allowed by CORS, separated by commas, or "*"; NULL: none */
     const char *hosts;        /* more host names of this server, separated by commas; NULL: none */
     const char *files_dir, *now;
@@ -45296,7 +45307,9 @@ static void srv_print_defaults(const srv *server) {
 static void srv_init_model(srv *server) {
     const srv_options *options = server->options;
     server->info = toka_get_info(server->toka);
-    server->name = options->n_names ? options->names[0] : server->info.model_name;
+    server->name = options->n_names ? options->names[0]
+                   : options->given ? options->given
+                                    : server->info.model_name;
     snprintf(server->fingerprint, sizeof server->fingerprint, "toka-%s-%s", TOKA_VERSION,
              eng_device_name(server->toka->engine));
     toka_request base = toka_request_default();
@@ -45304,6 +45317,8 @@ static void srv_init_model(srv *server) {
     server->model = (api_config){.toka = server->toka,
                                  .names = options->n_names ? options->names : &server->name,
                                  .n_names = MAX(1, options->n_names),
+                                 .alias = options->n_names ? NULL : server->info.model_name,
+                                 .root = options->given,
                                  .name = server->name,
                                  .fingerprint = server->fingerprint,
                                  .versions = server->versions,
@@ -52100,6 +52115,8 @@ static const help_page help_pages[] = {
      "    kill $!; wait\n"
      "\n"
      "- A line on standard error says every 5 seconds what /metrics has.\n"
+     "- The model is called as the command names it: `toka serve ./llama` serves\n"
+     "  ./llama, and llama is accepted. --served-model-name gives other names.\n"
      "- Layers with a window keep the last window of a running sequence, others all\n"
      "  of it. Linear mixers (Qwen3-Next, Qwen3.5) keep no K and V but a state of\n"
      "  fixed size. States have up to half of the memory, a quarter of it for\n"
@@ -52462,6 +52479,7 @@ typedef struct cli { /* the values of all flags; the fields are named like the f
     const char *called;   /* the command as it is called, such as "toka plan" */
     const char *typed[CLI_MAX_FLAGS]; /* how each of cli_flags was given: -n, TOKA_SEED; NULL: no */
     const char *hf_repo, *revision, *download_dir;
+    const char *given; /* the model as the user named it; NULL: the embedded one */
     bool download;
     cli_list words; /* the arguments that are no flags: names of models, a prompt */
     int max_words;
@@ -52835,6 +52853,8 @@ static const struct {
      "only the first N lines; without a dataset: so many requests (default: 1000)"},
     {"request-rate", FOR_PLAN, "plan", "requests a second: find the fewest GPUs that hold them"},
     {"goodput", FOR_PLAN, "plan", "limits that the GPUs must keep: 'ttft:500 itl:50', in ms; tpot is itl"},
+    {"served-model-name", FOR_SERVE, "serve",
+     "what clients call the model (default: as --model names it, or its folder's name); up to 16 times, answers name the first"},
     {"host", FOR_SERVE, "serve", "address to listen on (default: 127.0.0.1)"},
     {"port", FOR_SERVE, "serve", "port to listen on; 0 is any free one (default: 10210)"},
     {"verbose", FOR_GRAMMAR, "grammar",
@@ -55219,7 +55239,9 @@ static const char *cli_cut_revision(char *id) {
 static int cli_name_model(cli *flags, toka_err *e) {
     arena *memory = flags->memory;
     const char *id = flags->hf_repo, *model = flags->open.model;
-    buf name = {0};
+    buf name = {0}, valid = {0};
+    if (id || model) flags->given = arena_cstr(memory, uni_repair(str_c(id ? id : model), &valid));
+    buf_free(&valid);
     if (id && model) return fail(e, TOKA_E_USE, "--hf-repo and --model exclude each other");
     if (flags->revision && !id && !model)
         return fail(e, TOKA_E_USE, "--revision needs a model of the hub: -hf OWNER/NAME");
@@ -55548,6 +55570,7 @@ static int cli_batch(const cli *flags, toka_err *e) {
         .defaults = toka_request_default(),
         .parsing = parsing,
         .name = flags->served_names.n_values ? flags->served_names.values[0] : NULL,
+        .given = flags->given,
         .quiet = flags->quiet,
         .max_answer_bytes = flags->serve.max_answer_bytes,
         .interrupted = &cli_interrupted
@@ -55817,6 +55840,7 @@ static int cli_serve(const cli *flags, toka_err *e) {
     options.quiet = flags->quiet;
     options.names = flags->served_names.values;
     options.n_names = flags->served_names.n_values;
+    options.given = flags->given;
     options.model_defaults = !strcmp(flags->generation_config, "auto");
     if (!options.n_workers) options.n_workers = MIN(8, MAX(2, os_n_cores() / 4));
     options.interrupted = &cli_interrupted;

@@ -8,6 +8,7 @@ import re
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import time
 import pytest
 
 from hub import FakeHub, Repo, read_folder
+from server import Server
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TOKA = os.environ.get("TOKA_BINARY") or os.path.join(ROOT, "toka")
@@ -120,8 +122,6 @@ def test_only_the_files_that_are_needed(hub):
     assert len([n for n in names if n.endswith(".safetensors")]) == 3
 
 
-def test_pull_prints_the_folder(hub):
-    r = toka(hub, "pull", ID, "tiny/sharded", "-q")
 def test_all_small_files_that_are_read(hub):
     """What the loader reads from a folder comes with a download, also of an embedding model: its pooling and its prompts."""
     source = open(f"{ROOT}/toka.c").read()
@@ -144,6 +144,8 @@ def test_all_small_files_that_are_read(hub):
     assert mean != last  # the mean of all tokens; without these files the last token's vector
 
 
+def test_pull_prints_the_folder(hub):
+    r = toka(hub, "pull", ID, "tiny/sharded", "-q")
     folders = r.stdout.decode().splitlines()
     assert r.returncode == 0 and r.stderr == b"" and len(folders) == 2
     assert read_folder(folders[0])["config.json"] == model_files()["config.json"]
@@ -382,6 +384,13 @@ def test_where_the_token_comes_from(hub, tmp_path):
         hub.requests.clear()
         toka(hub, "pull", ID, **env)
         assert hub.requests[0][3] == (want and "Bearer " + want), env
+    hub.requests.clear()
+    open(path, "w").write("hf_right\nhf_other\n")
+    for env, name in (({"HF_TOKEN": "hf_right\r\nX: y"}, "HF_TOKEN"), ({"HF_TOKEN": "hf right"}, "HF_TOKEN"),
+                      ({"HUGGING_FACE_HUB_TOKEN": "a\tb"}, "HUGGING_FACE_HUB_TOKEN"), ({}, path)):
+        r = toka(hub, "pull", ID, **env)
+        fails(r, 1, f"{name}: a blank or a line end is inside; expected one token")
+        assert b"X: y" not in r.stderr and not hub.requests
 
 
 def test_gated_private_and_missing(hub):
@@ -406,13 +415,6 @@ def test_redirects_on_the_hub_keep_the_token(hub):
     assert {token for cdn, _, _, token, _ in hub.requests if not cdn} == {"Bearer hf_right"}
     assert {token for cdn, _, _, token, _ in hub.requests if cdn} == {None}
 
-    hub.requests.clear()
-    open(path, "w").write("hf_right\nhf_other\n")
-    for env, name in (({"HF_TOKEN": "hf_right\r\nX: y"}, "HF_TOKEN"), ({"HF_TOKEN": "hf right"}, "HF_TOKEN"),
-                      ({"HUGGING_FACE_HUB_TOKEN": "a\tb"}, "HUGGING_FACE_HUB_TOKEN"), ({}, path)):
-        r = toka(hub, "pull", ID, **env)
-        fails(r, 1, f"{name}: a blank or a line end is inside; expected one token")
-        assert b"X: y" not in r.stderr and not hub.requests
 
 # ---- No hub, no disk, no curl ----
 
@@ -649,3 +651,87 @@ def test_the_advice_works_as_printed(hub, tmp_path, name):
 def test_list_without_a_cache(hub):
     r = toka(hub, "list")
     assert r.returncode == 0 and b" yes " not in r.stdout and b"qwen3-0.6b" in r.stdout
+
+
+@pytest.mark.parametrize("flags, name, alias", [(["-hf", ID], ID, ID), (["-m", ID], ID, ID), ([ID + "@main"], ID + "@main", ID + "@main"),
+                                               (["-hf", "apple"], "apple", ID), (["APPLE"], "APPLE", "apple")])
+def test_a_model_is_served_as_typed(hub, tmp_path, flags, name, alias):
+    assert toka(hub, "pull", ID).returncode == 0
+    (tmp_path / "known.txt").write_text(f"apple {ID} - " + json.dumps(json.load(open(f"{ROOT}/test/model/config.json"))))
+    with Server(*flags, env={"HOME": hub.home, "HF_ENDPOINT": hub.url, "TOKA_MODELS_FILE": str(tmp_path / "known.txt"), "TOKA_MAX_NUM_SEQS": "8"}) as s:
+        assert [m["id"] for m in s.get("/v1/models").json()["data"]] == [name]
+        for model in (name, alias):
+            assert s.post("/v1/completions", {"model": model, "prompt": "Tom", "max_tokens": 1}).json()["model"] == model
+        assert s.post("/v1/completions", {"model": "tiny", "prompt": "Tom"}).status == 404
+
+
+# ---- The examples of --help ----
+
+def examples():
+    """[(command, its examples as lines of a shell)]"""
+    found = []
+    for command in ("run", "chat", "ping", "serve", "batch", "tokenize", "template", "score", "grammar", "embed", "plan", "bench throughput",
+                    "bench serve", "pull", "rm"):
+        text = subprocess.run([TOKA, *command.split(), "--help"], capture_output=True, check=True).stdout.decode()
+        lines = re.sub(r"\|\n +", "| ", text.split("\nExamples\n")[1].split("\n\n")[0]).splitlines()
+        assert len(lines) >= 3, command
+        found.append((command, lines))
+    return found
+
+
+@pytest.mark.slow
+def test_the_examples_of_help_run(hub, tmp_path):
+    """Each example runs as printed, in a folder with the files that it names; only the loads of bench serve are made small."""
+    known = {line.split()[0]: line.split()[1] for line in open(f"{ROOT}/models.txt") if line[0] not in "#\n"}
+    found = examples()
+    all_text = "\n".join(line for _, lines in found for line in lines)
+    config = {**json.load(open(f"{ROOT}/test/model/config.json")), "max_position_embeddings": 4096}
+    files = {**model_files(), "config.json": json.dumps(config).encode(), "config_sentence_transformers.json": b'{"prompts": {"query": "find: "}}'}
+    for hub_id in {*re.findall(r"\b[A-Z]\w+/[\w.-]+", all_text), *(known[name] for name in known if re.search(rf"\b{re.escape(name)}\b(?![.-]\w)", all_text))}:
+        hub.repos[hub_id] = Repo(files)
+    (tmp_path / "tiny.txt").write_text("".join(f"{name} {known[name]} - {json.dumps(config)}\n" for name in ("llama-3.1-8b", "llama-3.2-1b", "qwen3-8b")))
+    for name, text in (("question.txt", PROBLEM), ("text.txt", PROBLEM), ("texts.txt", "Tom\nAnn\n"), ("chat.json", '{"messages": [{"role": "user", "content": "Tom"}]}'),
+                       ("own.jinja", "{{ messages[0].content }}"), ("schema.json", '{"type": "object"}'), ("answer.json", "{}"),
+                       ("questions.jsonl", '{"custom_id": "1", "prompt": "Tom", "max_tokens": 3}\n'),
+                       ("lengths.jsonl", '{"prompt_token_ids": [5, 6, 7], "output_lengths": [3, 4]}\n')):
+        (tmp_path / name).write_text(text)
+    os.mkdir(tmp_path / "bin")
+    os.symlink(TOKA, tmp_path / "bin/toka")
+    env = environment(hub, PATH=f"{tmp_path}/bin:{os.environ['PATH']}", TOKA_MAX_TOKENS="8", TOKA_MAX_NUM_SEQS="8")
+    for model in (*known, "Qwen/Qwen3-Embedding-0.6B"):  # the examples name models that are here
+        if known.get(model, model) in hub.repos:
+            assert toka(hub, "pull", known.get(model, model)).returncode == 0
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    env["TOKA_PORT"] = port
+
+    def run(line, **more):
+        line = line.replace("--port 8000", f"--port {port}").replace(":8000", f":{port}")
+        if line.startswith("toka bench serve"):
+            line += " --num-prompts 3 --request-rate inf --random-input-len 20 --random-output-len 4"
+        if "--dummy-weights" in line:
+            more["TOKA_MODELS_FILE"] = str(tmp_path / "tiny.txt")
+        return subprocess.Popen(["bash", "-c", line], cwd=tmp_path, env={**env, **more}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    for line in (line for command, lines in found if command == "serve" for line in lines if "curl" not in line):
+        server = run("exec " + line.strip())
+        try:
+            while subprocess.run(["curl", "-sf", f"127.0.0.1:{port}/health"], capture_output=True).returncode:
+                assert server.poll() is None, server.stderr.read().decode()
+                time.sleep(0.1)
+            for command, lines in found:
+                for line in lines:
+                    if (command in ("ping", "bench serve") or "curl" in line or "--base-url" in line) and "llama" in server.args[2]:
+                        p = run(line.strip().replace("curl ", "curl -sf "))
+                        out, err = p.communicate(timeout=120)
+                        assert p.returncode == 0 and (out or command == "chat"), (line, err.decode())
+        finally:
+            server.terminate()
+            assert server.wait(60) == 0, server.stderr.read().decode()
+    for command, lines in found:
+        for line in lines:
+            if command not in ("serve", "ping", "bench serve") and "--base-url" not in line:
+                p = run(line.strip())
+                out, err = p.communicate(b"" if command == "chat" else None, timeout=120)
+                assert p.returncode == 0, (line, err.decode())

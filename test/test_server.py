@@ -9,6 +9,7 @@ import socket
 import subprocess
 import threading
 import time
+import urllib.parse
 
 import pytest
 
@@ -1257,6 +1258,38 @@ def test_served_names():
         assert s.get("/v1/models/org%2Ftwo").status == s.get("/v1/models/org/two").status == 200
         assert s.post("/v1/completions", small(model="org/two")).status == 200
         assert s.post("/v1/completions", small(model="embedded")).status == 404
+
+
+@pytest.mark.parametrize("typed", ["./test/model", "test/model/", f"{ROOT}/test/model", None])
+def test_a_folder_is_served_as_typed(tmp_path, typed):
+    """As with vLLM, clients may call the model as the command did: toka serve FOLDER, then bench serve --model FOLDER."""
+    if not typed:  # bytes that are no UTF-8
+        typed = os.path.join(os.fsencode(tmp_path), b"mod\xffel")
+        os.symlink(f"{ROOT}/test/model", typed)
+    shown = os.fsencode(typed).decode(errors="replace")
+    name = shown.rstrip("/").split("/")[-1]
+    with Server(typed, prefix=["env", "-C", ROOT], env={"TOKA_MAX_NUM_SEQS": "16"}) as s:
+        models = s.get("/v1/models").json()["data"]
+        assert [(m["id"], m["root"]) for m in models] == [(shown, shown)]
+        for model in ([shown, name] if name == "model" else [shown]):
+            assert s.get("/v1/models/" + urllib.parse.quote(model)).json()["id"] == s.get("/v1/models/" + urllib.parse.quote(model, safe="")).json()["id"] == model
+            assert s.post("/v1/completions", small(model=model)).json()["model"] == model
+        assert s.post("/v1/completions", small()).json()["model"] == shown
+        a = s.post("/v1/completions", small(model="model/test"))
+        assert a.status == 404 and a.error()["message"] == f"model: 'model/test' is not served here, '{shown}' is"
+        assert "model_name=\"" + shown in s.get("/metrics").body.decode()
+        r = subprocess.run([TOKA, "bench", "serve", "--port", str(s.address[1]), "--model", typed if name == "model" else shown, "--num-prompts", "2",
+                            "--random-input-len", "5", "--random-output-len", "3"], capture_output=True, cwd=ROOT)
+        assert r.returncode == 0 and b"Successful requests:                     2" in r.stdout, r.stderr
+
+
+def test_names_that_are_given_replace_the_own_ones():
+    with Server("-m", f"{ROOT}/test/model", "--served-model-name", "x") as s:
+        assert [(m["id"], m["root"]) for m in s.get("/v1/models").json()["data"]] == [("x", f"{ROOT}/test/model")]
+        for name in ("model", f"{ROOT}/test/model"):
+            assert s.post("/v1/completions", small(model=name)).status == s.get(f"/v1/models/{name}").status == 404
+    with Server() as s:
+        assert [(m["id"], m["root"]) for m in s.get("/v1/models").json()["data"]] == [("embedded", "embedded")]
 
 
 # ---- Metrics and log ----
