@@ -56062,7 +56062,9 @@ static void cli_put_fish(buf *out) {
 static int cli_completion(const cli *flags, toka_err *e) {
     const char *shell = flags->words.n_values == 1 ? flags->words.values[0] : "";
     buf out = {0};
-    if (!strcmp(shell, "zsh")) buf_c(&out, "autoload -U +X bashcompinit && bashcompinit\n");
+    if (!strcmp(shell, "zsh"))
+        buf_c(&out, "(( $+functions[compdef] )) || { autoload -U +X compinit && compinit }\n"
+                    "autoload -U +X bashcompinit && bashcompinit\n");
     if (!strcmp(shell, "bash") || !strcmp(shell, "zsh")) cli_put_bash(&out);
     else if (!strcmp(shell, "fish")) cli_put_fish(&out);
     else return fail(e, TOKA_E_USE, "%s%sexpected toka completion bash, zsh or fish", shell,

@@ -220,7 +220,7 @@ def test_config_file(tmp_path):
     assert b"/none: No such file" in toka("--config", "/none", "-p", "x").stderr
 
 
-def test_completion():
+def test_completion(tmp_path):
     script = toka("completion", "bash").stdout.decode()
 
     def complete(*words):
@@ -242,7 +242,11 @@ def test_completion():
     assert "--raw" in complete("toka", "-p", "x", "--raw", "") and "--port" in complete("toka", "serve", "-m", "x", "")
     flags = set(re.findall(r"^  (?:-\w+, |    )--([a-z-]+)", toka("serve", "--help-all").stdout.decode(), re.M))
     assert {f"--{f}" for f in flags} == set(complete("toka", "serve", "--"))
-    assert toka("completion", "zsh").stdout.decode() == "autoload -U +X bashcompinit && bashcompinit\n" + script
+    zsh = toka("completion", "zsh").stdout.decode()
+    assert zsh.endswith("\nautoload -U +X bashcompinit && bashcompinit\n" + script)
+    if shutil.which("zsh"):  # also in a shell without .zshrc, where nothing has run compinit
+        r = subprocess.run(["zsh", "-f", "-c", zsh + 'print $_comps[toka]'], capture_output=True, env={**os.environ, "HOME": str(tmp_path)})
+        assert r.returncode == 0 and r.stdout.strip() and not r.stderr, r
     fish = toka("completion", "fish").stdout.decode()
     assert "complete -c toka -n '__fish_seen_subcommand_from serve' -l port -r -d " in fish
     assert "from completion' -f -a 'bash zsh fish'" in fish and re.search(r"from help' -f -a '.* constraints.*'", fish)
