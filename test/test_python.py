@@ -484,6 +484,13 @@ def recipe(name, *args):
     return r.stdout
 
 
+@pytest.mark.parametrize("name", ["pass_at_k.py", "reject.py", "scan.py", "synthetic.py"])
+def test_recipes_say_their_arguments(py, name):
+    for args in ([], ["--help"], ["x"] * 9):
+        r = subprocess.run([sys.executable, f"{ROOT}/test/recipes/{name}", *args], env=ENV, capture_output=True, text=True)
+        assert r.returncode == 1 and f"    {name} MODEL " in r.stderr and "Traceback" not in r.stderr, r.stderr
+
+
 @pytest.fixture
 def problems(tmp_path):
     path = tmp_path / "problems.jsonl"

@@ -42,4 +42,6 @@ def main(model, path, n=16):
     print(f"{n_tokens / seconds:.0f} tokens/s, {n_chars / seconds:.0f} characters/s")
 
 
+if not 3 <= len(sys.argv) <= 4:
+    sys.exit(__doc__)
 main(*sys.argv[1:])

@@ -41,4 +41,6 @@ def main(model, path, out, want=4, rounds=4):
                 file.write(json.dumps({"messages": messages}) + "\n")
 
 
+if not 4 <= len(sys.argv) <= 6:
+    sys.exit(__doc__)
 main(*sys.argv[1:])

@@ -49,4 +49,6 @@ def main(model, folder, pattern, out, question, schema_file=None):
     print(f"{len(files)} files")
 
 
+if not 6 <= len(sys.argv) <= 7:
+    sys.exit(__doc__)
 main(*sys.argv[1:])

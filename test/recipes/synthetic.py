@@ -35,4 +35,6 @@ def main(model, path, out, n=8):
     print(f"{len(seen)} of {n_samples} texts are kept")
 
 
+if not 4 <= len(sys.argv) <= 5:
+    sys.exit(__doc__)
 main(*sys.argv[1:])
