@@ -55314,9 +55314,10 @@ static int cli_fail_not_here(const cli *flags, const char *id, const char *revis
         nearest.best = cli_nearest_folder(flags, flags->open.model);
     mf_put_hub_cache_path(&cache);
     cli_put_pull_command(&command, flags, id, revision);
-    fail(e, TOKA_E_INPUT, "%s is %s the hub cache %s%s; add --download, or run: %s", id,
-         is_text_here ? "in" : "not in", cache.p, is_text_here ? " without its weights" : "",
-         command.p);
+    const bool is_id = !strncmp(flags->given, id, strlen(id)); /* not a name of models.txt */
+    fail(e, TOKA_E_INPUT, "%s%s%s is %s the hub cache %s%s; add --download, or run: %s",
+         flags->given, is_id ? "" : ": ", is_id ? "" : id, is_text_here ? "in" : "not in", cache.p,
+         is_text_here ? " without its weights" : "", command.p);
     buf_free(&cache), buf_free(&command);
     return suggest_fail(&nearest, "", e);
 }

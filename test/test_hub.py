@@ -507,6 +507,8 @@ def test_models_that_toka_does_not_run(hub):
 
 def test_model_flag_asks_first(hub):
     fails(toka(hub, "-m", ID, "-p", "x"), 1, f"tiny/apples is not in the hub cache {hub.cache}; add --download, or run: toka pull tiny/apples")
+    for typed, shown, command in (("LLAMA-3.2-1b", "LLAMA-3.2-1b: meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B"), (ID + "@v1", ID + "@v1", ID + " --revision v1")):
+        fails(toka(hub, "-m", typed, "-p", "x"), 1, f"-m {shown} is not in the hub cache {hub.cache}; add --download, or run: toka pull {command}\n")
     assert not hub.requests
     for args in (["-m", "test/modle", "--download", "-p", "x"], ["model=test/modle"]):  # almost a folder
         fails(toka(hub, *args), 1, "test/modle is not on ", "did you mean test/model?")
