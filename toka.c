@@ -41980,7 +41980,9 @@ static void files_create_batch(files_store *store, str body, http_reply *reply) 
         batch->id = files_new_id(store, "batch_");
         batch->output = files_new_id(store, "file-");
         batch->errors_file = files_new_id(store, "file-");
-        batch->model = mem_check(strdup(store->options.model->names[0]));
+        /* not as the command names it: the next one may call the same folder ./x or /y/x */
+        const api_config *model = store->options.model;
+        batch->model = mem_check(strdup(model->alias ? model->alias : model->names[0]));
         batch->metadata = files_json_text(json_get(root, "metadata"));
         const int error = files_save_batch(store, batch);
         if (!error) {

@@ -293,9 +293,9 @@ def test_expired_batch(tmp_path):
         assert out and err and {(r["response"], r["error"]["code"]) for r in err} == {(None, "batch_expired")}
 
 
-def interrupted_batch(folder, text, n_answered=1, n_failed=0):
+def interrupted_batch(folder, text, n_answered=1, n_failed=0, flags=("--served-model-name", "one")):
     """A batch of a server with model "one" that was killed before the batch ended. It has at least this many results and errors."""
-    with serve(folder, "--served-model-name", "one", env={"TOKA_DEBUG_STALL": "40"}) as s:
+    with serve(folder, *flags, env={"TOKA_DEBUG_STALL": "40"}) as s:
         api = client(s)
         b = wait(api, start(api, text), lambda b: b.request_counts.completed >= n_answered and b.request_counts.failed >= n_failed)
         s.p.kill()
@@ -312,6 +312,14 @@ def test_another_model(tmp_path):
         assert s.read_log().count("its model one is not served here") == 1
     with serve(tmp_path, "--served-model-name", "two", "--served-model-name", "one") as s:  # the second name is enough
         assert counts(wait(client(s), b)) == (1500, 1500, 0)
+
+
+@pytest.mark.slow
+def test_the_same_model_by_another_path(tmp_path):
+    b = interrupted_batch(tmp_path, lines(300, 20), flags=(f"{ROOT}/test/model",))
+    assert b.model == "model"
+    with serve(tmp_path, os.path.relpath(f"{ROOT}/test/model") + "/") as s:
+        assert counts(wait(client(s), b)) == (300, 300, 0)
 
 
 def damaged(lines):
