@@ -53297,6 +53297,17 @@ static int cli_join_limits(cli *flags, int n_words, char **words) {
     return n;
 }
 
+/* --served-model-name may be followed by several names, as in vLLM, if the model is given before.
+ * Returns the number of names after the first. */
+static int cli_join_names(cli *flags, int n_words, char **words) {
+    cli_list *names = &flags->served_names;
+    int n = 0;
+    while (flags->words.n_values && n < n_words && *words[n] != '-' &&
+           names->n_values < CLI_MAX_LIST)
+        names->values[names->n_values++] = words[n++];
+    return n;
+}
+
 /* Sets a flag from the environment: --max-tokens from TOKA_MAX_TOKENS. Switches and flags of other
  * commands are not read from the environment. */
 static int cli_set_from_env(cli *flags, const cli_flag *flag, unsigned command, toka_err *e) {
@@ -53722,6 +53733,8 @@ static int cli_parse(cli *flags, unsigned command, int argc, char **argv, toka_e
         if (!(flag->commands & FOR_PING)) flags->not_remote = flag->name;
         if (flag->offset == AT(bench.goodput) && !code)
             i += cli_join_limits(flags, argc - i - 1, argv + i + 1);
+        if (flag->offset == AT(served_names) && !code)
+            i += cli_join_names(flags, argc - i - 1, argv + i + 1);
         if (flag->offset == AT(host) || flag->offset == AT(port)) address = flag;
     }
     /* these work even if the environment has a bad value */

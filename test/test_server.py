@@ -1284,6 +1284,10 @@ def test_a_folder_is_served_as_typed(tmp_path, typed):
 
 
 def test_names_that_are_given_replace_the_own_ones():
+    with Server("test/model", "--served-model-name", "a", "b", "--max-num-seqs", "4", prefix=["env", "-C", ROOT]) as s:  # as vLLM takes them
+        assert [m["id"] for m in s.get("/v1/models").json()["data"]] == ["a", "b"]
+    r = subprocess.run([TOKA, "serve", "--served-model-name", "a", "test/model", "b"], capture_output=True)
+    assert r.returncode == 1 and b"b: a second model" in r.stderr
     with Server("-m", f"{ROOT}/test/model", "--served-model-name", "x") as s:
         assert [(m["id"], m["root"]) for m in s.get("/v1/models").json()["data"]] == [("x", f"{ROOT}/test/model")]
         for name in ("model", f"{ROOT}/test/model"):
