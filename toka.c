@@ -15,9 +15,9 @@
  * attention or with linear mixers (Gated DeltaNet); their weights are bf16, f16, f32, FP8, int4 or
  * MXFP4 (mf_methods). The GPU backend has most dense ones in bf16, f16, f32 and FP8, and on Hopper
  * their mixtures of experts and GPT-OSS, whose experts may be MXFP4. No images. Speculative
- * decoding takes its drafts from texts (20), and is not on the GPU. If toka would compute a model
- * differently from the code of the model's authors, it refuses the model and says why
- * (mf_refuse_unsupported).
+ * decoding takes its drafts from texts or from a smaller model (20), and is not on the GPU. If toka
+ * would compute a model differently from the code of the model's authors, it refuses the model and
+ * says why (mf_refuse_unsupported).
  *
  * HOW DATA FLOWS (the numbers are chapters):
  *
@@ -207,7 +207,8 @@
  *   data parallelism: replicas behind one queue                      32 eng_route
  *   CUDA graphs of decode steps                      CUDA C++ guide  cu 15 cuda_capture
  *   speculative decoding: drafts from the prompt,    2211.17192      20 draft_plan
- *     the output, other samples, the prefix tree                     32 eng_verify_drafts
+ *     the output, other samples, the prefix tree;                    32 eng_verify_drafts,
+ *     or of a smaller model                                             eng_draw_drafts
  *   Gated DeltaNet: a state in place of K and V      2412.06464      27 plain_linear_token
  *                                                                    30 cpu_linear_item
  *   sampling: Gumbel-max over groups of ids          1411.0030       22 samp_draw
@@ -12903,6 +12904,7 @@ typedef struct kv_page {
     int last_child;     /* the page that was inserted last behind it, if that still has it as its
                          * parent; the root's is 0 at first */
     bool computed;      /* a step that computes it has been planned */
+    uint8_t n_drafted;  /* its first positions of which the draft model (32) has K and V */
 } kv_page;
 
 typedef struct kv_windowed { /* a windowed page */
@@ -13326,6 +13328,7 @@ static int kv_alloc_page(kv_cache *cache) {
     }
     cache->pages[page].ref = 1;
     cache->pages[page].computed = false;
+    cache->pages[page].n_drafted = 0;
     return page;
 }
 
@@ -14453,6 +14456,19 @@ static void sched_plan_drafts(scheduler *sched, int seq, int *n_rows_left, int *
                    kv_pages_for(&sched->kv, sequence->from + sequence->n_rows));
 }
 
+/* Before a plan: allocates pages for the sequence's next row and n drafts behind it, as far as
+ * there are pages that no sequence in decode may need in that step. Returns how many drafts have
+ * room. */
+COLD
+static int sched_hold_drafts(scheduler *sched, int seq, int n) {
+    const sched_seq *sequence = &sched->seqs[seq];
+    const kv_seq *held = &sched->kv.seqs[seq];
+    const int n_wanted = kv_pages_for(&sched->kv, sequence->n_computed + 1 + n);
+    while (held->n_pages < n_wanted && kv_n_available(&sched->kv) > sched->n_decode)
+        sched_append_page(sched, seq);
+    return MAX(0, MIN(n, held->n_pages * sched->config.B - sequence->n_computed - 1));
+}
+
 /* Gives one row to each sequence in decode, and rows to drafts. n_pages_left: pages that no
  * sequence needs in this step. Returns the number of rows. */
 static int sched_plan_decode(scheduler *sched, int n_pages_left) {
@@ -14696,10 +14712,11 @@ static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t genera
 
 /* ===========================================================================
  * MARK: 20. Drafts [pure]
- * Speculative decoding without a model for the drafts. In: the scheduler before sched_plan; after a
- * step, the drawn tokens and its time. Out: sched_seq.n_drafts guesses of the next tokens of
- * a sequence, behind its known tokens. Chapter 19 says what a draft is, and how the scheduler
- * counts its row.
+ * Speculative decoding: which sequences get how many drafts, and those that come from texts. In:
+ * the scheduler before sched_plan; after a step, the drawn tokens and its time. Out:
+ * sched_seq.n_drafts guesses of the next tokens of a sequence, behind its known tokens. Chapter 19
+ * says what a draft is, and how the scheduler counts its row. The engine (32) draws the drafts of a
+ * model.
  *
  * A DRAFT CHANGES NOTHING BUT THE TIME. Each row is sampled as it would be without drafts: a draw
  * is a function of logits, parameters, history, seed, sample and position, and for a row behind
@@ -14719,6 +14736,8 @@ static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t genera
  *            page that was inserted last there, if this begins with the sequence's further tokens.
  *            So a sample drafts from the samples of its prompt that have ended, and an answer that
  *            was given before is one long draft
+ *   draft_model  a smaller model of the same vocabulary draws them, with the same random numbers.
+ *            It needs no match: each sequence in decode can have drafts
  * Example (ngram, k = 4): the output ends "for i in", and the prompt has "for i in range(n): x":
  * the drafts are `range`, `(`, `n` and `)`.
  *
@@ -14755,13 +14774,14 @@ enum {
 #define DRAFT_FIRST_SHARE 0.25
 #define DRAFT_MARGIN 1.15 /* a draft must pay so many times, as both sides are only measured */
 
-enum draft_method { DRAFT_NONE, DRAFT_NGRAM, DRAFT_SUFFIX };
+enum draft_method { DRAFT_NONE, DRAFT_NGRAM, DRAFT_SUFFIX, DRAFT_MODEL };
 
 typedef struct draft_config {
     enum draft_method method;
     int n_tokens;             /* num_speculative_tokens: most drafts of a sequence in a step */
     int min_match, max_match; /* tokens of the tail that must, and that may, match */
     bool always;              /* tests: each match gets n_tokens drafts, whatever they cost */
+    char model[1024];         /* DRAFT_MODEL: as toka_options.model */
 } draft_config;
 
 typedef struct draft_rate { /* acceptance; older drafts count less */
@@ -14803,64 +14823,110 @@ static int draft_read_int(const json *options, const char *name, int low, int hi
     return 0;
 }
 
+/* The options of vLLM's JSON object. */
+static const char *const draft_options[] = {"method", "num_speculative_tokens", "prompt_lookup_max",
+                                            "prompt_lookup_min", "model"};
+
+typedef struct draft_kind {
+    const char *name;
+    draft_config defaults;
+    unsigned options; /* a bit for each of draft_options that it has */
+} draft_kind;
+
+static const draft_kind draft_kinds[] = {{"ngram", {DRAFT_NGRAM, 4, 2, 4, false, ""}, 15},
+                                         {"suffix", {DRAFT_SUFFIX, 8, 2, 24, false, ""}, 3},
+                                         {"draft_model", {DRAFT_MODEL, 4, 0, 0, false, ""}, 19}};
+
+/* Finds the method; name NULL: a draft model if one is named, else there is none. Returns 0 or an
+ * error. */
 COLD
-static int draft_read_method(const json *options, draft_config *out, toka_err *e) {
-    const json *value = json_get(options, "method");
-    const str method = json_str(value);
-    if (str_is(method, "suffix")) {
-        *out = (draft_config){DRAFT_SUFFIX, 8, 2, 24, false};
-        return 0;
+static int draft_find_kind(const json *name, bool has_model, const draft_kind **out, toka_err *e) {
+    const str method = name || !has_model ? json_str(name) : STR("draft_model");
+    for (int i = 0; i < COUNT(draft_kinds); i++)
+        if (str_is(method, draft_kinds[i].name)) {
+            *out = &draft_kinds[i];
+            return 0;
+        }
+    if (!name) return fail(e, TOKA_E_USE, "speculative_config: method is missing, expected ngram, "
+                                          "suffix or draft_model");
+    return fail(e, TOKA_E_USE, "speculative_config: method \"%.*s\", expected ngram, suffix or "
+                "draft_model: drafts of trained heads (eagle, eagle3, medusa) are not there",
+                (int)MIN(method.n, 40), method.p);
+}
+
+/* Returns 0, or an error if a member of the object is not an option of this method. */
+COLD
+static int draft_check_names(const json *options, const draft_kind *kind, toka_err *e) {
+    JSON_MEMBERS(name, options) {
+        int i = 0;
+        while (i < COUNT(draft_options) && !str_is(json_str(name), draft_options[i])) i++;
+        if (i == COUNT(draft_options) || !(kind->options >> i & 1))
+            return fail(e, TOKA_E_USE, "speculative_config: \"%.*s\" is not an option of this "
+                        "method", (int)MIN(json_str(name).n, 60), json_str(name).p);
     }
-    *out = (draft_config){DRAFT_NGRAM, 4, 2, 4, false};
-    if (str_is(method, "ngram")) return 0;
-    if (!value) return fail(e, TOKA_E_USE, "speculative_config: method is missing, expected ngram "
-                                           "or suffix");
-    return fail(e, TOKA_E_USE, "speculative_config: method \"%.*s\", expected ngram or suffix: "
-                "drafts of a model or of trained heads (draft_model, eagle, eagle3, medusa) are not "
-                "there", (int)MIN(method.n, 40), method.p);
+    return 0;
+}
+
+/* Sets the draft model to the one that the JSON object or the option beside it names. Returns 0 or
+ * an error. */
+COLD
+static int draft_set_model(str in_object, const char *flag, draft_config *out, toka_err *e) {
+    const str name = in_object.n ? in_object : str_c(flag ? flag : "");
+    if (out->method != DRAFT_MODEL)
+        return !flag ? 0 : fail(e, TOKA_E_USE, "draft_model is %.300s, but speculative_config has "
+                                  "another method", flag);
+    if (flag && !str_is(name, flag))
+        return fail(e, TOKA_E_USE, "draft_model is %.200s, but speculative_config says %.*s",
+                    flag, (int)MIN(name.n, 200), name.p);
+    if (!name.n || name.n >= sizeof out->model)
+        return fail(e, TOKA_E_USE, "speculative_config: model is %s, expected the folder or name of "
+                    "a draft model", name.n ? "too long" : "missing");
+    memcpy(out->model, name.p, name.n);
+    return 0;
 }
 
 /* Reads vLLM's JSON object of options. */
 COLD
-static int draft_read_object(const json *options, draft_config *out, toka_err *e) {
-    static const char *const names[] = {"method", "num_speculative_tokens", "prompt_lookup_max",
-                                        "prompt_lookup_min"};
+static int draft_read_object(const json *options, const char *model, draft_config *out,
+                             toka_err *e) {
+    const draft_kind *kind = NULL;
     if (!json_is(options, JSON_OBJECT))
         return fail(e, TOKA_E_USE, "speculative_config: expected a JSON object");
-    if (draft_read_method(options, out, e)) return e->code;
-    const int n_known = out->method == DRAFT_NGRAM ? COUNT(names) : 2;
-    JSON_MEMBERS(name, options) {
-        int i = 0;
-        while (i < n_known && !str_is(json_str(name), names[i])) i++;
-        if (i == n_known)
-            return fail(e, TOKA_E_USE, "speculative_config: \"%.*s\" is not an option of this "
-                        "method", (int)MIN(json_str(name).n, 60), json_str(name).p);
-    }
-    if (draft_read_int(options, names[1], 1, DRAFT_MAX_TOKENS, &out->n_tokens, e) ||
-        draft_read_int(options, names[2], 1, 64, &out->max_match, e))
+    const str own_model = json_str(json_get(options, "model"));
+    if (draft_find_kind(json_get(options, "method"), own_model.n || model, &kind, e) ||
+        draft_check_names(options, kind, e))
+        return e->code;
+    *out = kind->defaults;
+    if (draft_read_int(options, draft_options[1], 1, DRAFT_MAX_TOKENS, &out->n_tokens, e) ||
+        draft_read_int(options, draft_options[2], 1, 64, &out->max_match, e))
         return e->code;
     out->min_match = MIN(out->min_match, out->max_match);
-    if (draft_read_int(options, names[3], 1, 64, &out->min_match, e)) return e->code;
+    if (draft_read_int(options, draft_options[3], 1, 64, &out->min_match, e)) return e->code;
     if (out->min_match > out->max_match)
         return fail(e, TOKA_E_USE, "speculative_config: prompt_lookup_min is %d, expected at most "
                     "prompt_lookup_max, %d", out->min_match, out->max_match);
-    return 0;
+    return draft_set_model(own_model, model, out, e);
 }
 
-/* Reads the options: text is a JSON object, or NULL; n_tokens is num_speculative_tokens beside it,
- * or 0. Without both there are no drafts. n_tokens alone means ngram. */
+/* Reads toka_options.speculative_config, and flag it num_speculative_tokens and draft_model.
+ * Without all of them there are no drafts; a number alone means ngram. Returns 0 or an error. */
 COLD
-static int draft_read_config(const char *text, int n_tokens, draft_config *out, toka_err *e) {
+static int draft_read_config(const toka_options *from, draft_config *out, toka_err *e) {
+    const int n_tokens = from->num_speculative_tokens;
     arena memory = {0};
-    *out = (draft_config){0};
-    if (check_int("num_speculative_tokens", n_tokens, 0, DRAFT_MAX_TOKENS, e)) return e->code;
-    if (!text && n_tokens) *out = (draft_config){DRAFT_NGRAM, n_tokens, 2, 4, false};
-    if (!text) return 0;
     toka_err why;
-    const json *options = json_parse(&memory, str_c(text), json_trusted, &why);
-    int code = options ? draft_read_object(options, out, e)
+    memset(out, 0, sizeof *out);
+    if (check_int("num_speculative_tokens", n_tokens, 0, DRAFT_MAX_TOKENS, e)) return e->code;
+    if (!from->speculative_config) {
+        if (!n_tokens && !from->draft_model) return 0;
+        *out = draft_kinds[from->draft_model ? 2 : 0].defaults;
+        if (n_tokens) out->n_tokens = n_tokens;
+        return draft_set_model(STR(""), from->draft_model, out, e);
+    }
+    const json *options = json_parse(&memory, str_c(from->speculative_config), json_trusted, &why);
+    int code = options ? draft_read_object(options, from->draft_model, out, e)
                        : fail(e, TOKA_E_USE, "speculative_config: %.400s", why.msg);
-    const bool has_number = !code && json_get(options, "num_speculative_tokens");
+    const bool has_number = !code && json_get(options, draft_options[1]);
     if (has_number && n_tokens && n_tokens != out->n_tokens)
         code = fail(e, TOKA_E_USE, "num_speculative_tokens is %d, but speculative_config says %d",
                     n_tokens, out->n_tokens);
@@ -14980,11 +15046,15 @@ static int draft_choose(drafter *drafts, const sched_seq *sequence, int seq, int
     return MIN(most, 1);
 }
 
-/* Gives drafts to the sequences in decode: called before sched_plan. Returns true if a sequence
- * has a match but waits for its last token. */
+/* Gives drafts to the sequences in decode, at most as many as the step has rows left: called before
+ * sched_plan. Those of a model are drawn later. Returns true if a sequence can have drafts but
+ * waits for its last token. */
 COLD
 static bool draft_plan(drafter *drafts, scheduler *sched) {
+    const bool by_model = drafts->config.method == DRAFT_MODEL;
     bool waits = false;
+    int n_rows_left = sched->config.max_tokens - sched->n_decode -
+                      (int)MIN(sched->backlog, sched->config.max_tokens);
     for (int seq = 0; seq < sched->config.max_seqs; seq++) {
         sched_seq *sequence = &sched->seqs[seq];
         const bool in_flight = sequence->n_known < sequence->n_planned;
@@ -14994,18 +15064,21 @@ static bool draft_plan(drafter *drafts, scheduler *sched) {
         if (in_flight && sequence->n_drafts) continue;
         sequence->awaits_draft = false;
         if (room < 1 + in_flight) continue;
-        const draft_match match = draft_match_tail(&drafts->config, sched, seq);
+        const draft_match match = by_model ? (draft_match){NULL, drafts->config.n_tokens, 0}
+                                           : draft_match_tail(&drafts->config, sched, seq);
         if (!match.n_next) continue;
-        const bool is_own = match.next > sequence->tokens &&
+        const bool is_own = !by_model && match.next > sequence->tokens &&
                             match.next < sequence->tokens + sequence->n_known;
         /* a match in its own text may go on into its own drafts, as in a text that repeats */
         const int most = MIN(MIN(drafts->config.n_tokens, room), is_own ? room : match.n_next);
         const int chosen = draft_choose(drafts, sequence, seq, most);
-        const int n = MAX(chosen, has_waited);
+        const int n = MIN(MAX(chosen, has_waited), MAX(n_rows_left, 0));
+        n_rows_left -= n;
         sequence->awaits_draft = in_flight && n;
         waits |= in_flight && n;
         if (in_flight) continue;
-        for (int i = 0; i < n; i++) sequence->tokens[sequence->n_known + i] = match.next[i];
+        for (int i = 0; i < n && !by_model; i++)
+            sequence->tokens[sequence->n_known + i] = match.next[i];
         sequence->n_drafts = (uint8_t)n;
     }
     return waits;
@@ -28120,12 +28193,19 @@ typedef struct eng_timing { /* of a committed step */
 } eng_timing;
 typedef void eng_step_fn(void *user, const eng_timing *step);
 
+typedef struct eng_draft_model { /* of a replica */
+    model_grid model;
+    eng_inflight step; /* the one that it runs, and its results */
+    int *seqs, n_seqs; /* [max_seqs] the sequences that get drafts */
+} eng_draft_model;
+
 typedef struct eng_replica {
     struct eng *engine;
     model_grid model;
     scheduler sched;
     batch_builder builder;
     drafter drafts;
+    eng_draft_model draft; /* unused without DRAFT_MODEL */
     double last_end_s, last_commit_s; /* os_now() when the last step was found done; how long its
                                        * commit took */
     /* a ring of max_in_flight; n_in_flight from `oldest` on */
@@ -28169,6 +28249,8 @@ typedef struct eng { /* pools are sized at open and never grow */
     int64_t n_ended, ended_tokens; /* samples that got their last token; their output tokens */
     bool no_prefix_sharing; /* every sample has unshared pages and spans */
     draft_config drafts;
+    mf_model *draft_files;  /* of the draft model, owned; NULL: none */
+    toka_shape draft_shape; /* and its shape, with B and max_len */
     bool hung;              /* opening failed and a rank hangs: the engine cannot be freed */
     eng_startup startup;
     eng_replica *replicas;
@@ -28320,20 +28402,23 @@ static int eng_inflight_init(eng_inflight *inflight, const scheduler *s, bool st
     return 0;
 }
 
+static void eng_inflight_free(eng_inflight *inflight) {
+    batch_step_free(&inflight->batch);
+    batch_micros_free(&inflight->micros);
+    ids_free(&inflight->row_ids);
+    free(inflight->masks);
+    free(inflight->sample_rows);
+    free(inflight->results);
+    free(inflight->row_requests);
+    free(inflight->prompt_rows);
+    free(inflight->pools);
+    free(inflight->pool_requests);
+}
+
 static void eng_replica_free(eng_replica *replica) {
-    for (int i = 0; i < replica->max_in_flight; i++) {
-        eng_inflight *inflight = &replica->inflight[i];
-        batch_step_free(&inflight->batch);
-        batch_micros_free(&inflight->micros);
-        ids_free(&inflight->row_ids);
-        free(inflight->masks);
-        free(inflight->sample_rows);
-        free(inflight->results);
-        free(inflight->row_requests);
-        free(inflight->prompt_rows);
-        free(inflight->pools);
-        free(inflight->pool_requests);
-    }
+    for (int i = 0; i < replica->max_in_flight; i++) eng_inflight_free(&replica->inflight[i]);
+    eng_inflight_free(&replica->draft.step);
+    free(replica->draft.seqs);
     batch_free(&replica->builder);
     draft_free(&replica->drafts);
     sched_free(&replica->sched);
@@ -28380,8 +28465,10 @@ static int eng_replica_init(eng_replica *replica, const sched_config *config, to
  * memory that it may read must not be freed. */
 static bool eng_close_ranks(eng *engine) {
     bool all_closed = true;
-    for (int i = 0; i < engine->n_replicas; i++)
+    for (int i = 0; i < engine->n_replicas; i++) {
         all_closed &= model_close(&engine->replicas[i].model);
+        all_closed &= model_close(&engine->replicas[i].draft.model);
+    }
     return all_closed;
 }
 
@@ -28400,6 +28487,7 @@ static void eng_close_workers(eng_workers *workers) {
 static void eng_free(eng *engine) { /* its ranks are closed */
     eng_close_workers(&engine->workers);
     for (int i = 0; i < engine->n_replicas; i++) eng_replica_free(&engine->replicas[i]);
+    mf_close(engine->draft_files);
     free(engine->replicas);
     free(engine->cancels);
     free(engine->vector);
@@ -28420,9 +28508,16 @@ static int64_t eng_state_bytes(const toka_shape *shape, int chunk) {
            (int64_t)sizeof(float);
 }
 
+/* Returns the bytes of K and V that the draft model keeps of a token; 0: there is none. */
+static int64_t eng_draft_token_bytes(const eng *engine) {
+    if (!engine->draft_files) return 0;
+    return eng_count_token_bytes(&engine->draft_shape, engine->draft_files->weights.layers,
+                                 engine->backend->activation_bytes).all;
+}
+
 /* Returns the tokens of KV cache for which every rank of every replica has memory beside the
- * states. *n_states: the states that fit in half of that memory, if it has less; unchanged if the
- * model has none. */
+ * states, with K and V of the draft model, which the ranks of a replica bear together. *n_states:
+ * the states that fit in half of that memory, if it has less; unchanged if the model has none. */
 COLD
 static int64_t eng_kv_capacity(const eng *engine, toka_device_options options, int max_len,
                                const sched_config *config, int *n_states) {
@@ -28437,8 +28532,9 @@ static int64_t eng_kv_capacity(const eng *engine, toka_device_options options, i
         options.pp_size = model->pp;
         options.tp_rank = rank->options.tp_rank;
         options.pp_rank = rank->options.pp_rank;
-        const eng_token_bytes bytes = eng_count_token_bytes(&shape, rank->weights.layers,
-                                                            model->backend->activation_bytes);
+        eng_token_bytes bytes = eng_count_token_bytes(&shape, rank->weights.layers,
+                                                      model->backend->activation_bytes);
+        bytes.all += (eng_draft_token_bytes(engine) + model->n_ranks - 1) / model->n_ranks;
         const int64_t free_bytes = model->backend->kv_bytes(&shape, &rank->weights, &options);
         const int64_t state_bytes = eng_state_bytes(&shape, model->backend->state_chunk);
         int64_t n_tokens = eng_kv_tokens(bytes, max_len, config,
@@ -28564,6 +28660,77 @@ static int eng_warm_up(eng_replica *replica, const toka_shape *shape, const sche
     return code;
 }
 
+/* Returns 0 if the draft model has the tokens of the model, each with the same id. */
+COLD
+static int eng_check_vocabulary(const eng *engine, toka_err *e) {
+    const mf_model *files = engine->draft_files;
+    const str own = engine->files->tokenizer_json;
+    tok *other = NULL;
+    if (files->shape.V != engine->files->shape.V)
+        return fail(e, TOKA_E_USE, "draft_model %.200s: its vocabulary has %d ids, that of %.200s %d",
+                    files->name, files->shape.V, engine->files->name, engine->files->shape.V);
+    if (!engine->tokenizer || !files->tokenizer_json.n || str_eq(files->tokenizer_json, own))
+        return 0;
+    if (tok_load(&other, files->tokenizer_json, files->token_config, e)) return e->code;
+    int id = 0;
+    while (id < other->n_ids && id < engine->tokenizer->n_ids &&
+           str_eq(other->text[id], engine->tokenizer->text[id]))
+        id++;
+    const bool same = id == other->n_ids && id == engine->tokenizer->n_ids;
+    tok_del(other);
+    return same ? 0 : fail(e, TOKA_E_USE, "draft_model %.200s: its tokenizer is not that of %.200s: "
+                           "token %d differs", files->name, engine->files->name, id);
+}
+
+/* Opens the files of the draft model and checks that it can draft. max_len: of the model. */
+COLD
+static int eng_open_draft_files(eng *engine, const toka_options *options, int max_len,
+                                toka_err *e) {
+    const toka_backend *backend = engine->backend;
+    toka_err why;
+    if (options->pipeline_parallel_size > 1)
+        return fail(e, TOKA_E_USE, "draft_model: not with pipeline_parallel_size %d, as the stages "
+                    "would wait for the drafts", options->pipeline_parallel_size);
+    if (mf_open(&engine->draft_files, engine->drafts.model, options->models_file, NULL, &why))
+        return fail(e, why.code, "draft_model: %.450s", why.msg);
+    mf_model *files = engine->draft_files;
+    if (files->shape.linear.n_layers)
+        return fail(e, TOKA_E_USE, "draft_model %.200s: its layers have a state, which cannot go "
+                    "back where a draft is wrong", files->name);
+    if (backend->supports && backend->supports(&files->shape, &files->weights, &why))
+        return fail(e, why.code, "draft_model %.200s: %.250s", files->name, why.msg);
+    engine->draft_shape = files->shape;
+    engine->draft_shape.B = backend->page_tok;
+    engine->draft_shape.max_len = MIN(files->shape.max_len, max_len);
+    mf_set_max_len(&files->config, engine->draft_shape.max_len);
+    return eng_check_vocabulary(engine, e);
+}
+
+/* Opens the draft model of each replica. It is one rank, and has all threads of the replica, as the
+ * two models run in turns. */
+COLD
+static int eng_open_draft_models(eng *engine, toka_device_options device,
+                                 const sched_config *config, toka_err *e) {
+    int code = 0;
+    device.n_devices = engine->n_replicas;
+    device.max_samples = config->max_seqs;
+    device.n_seqs = device.n_windowed = device.n_states = 0;
+    device.progress = NULL;
+    for (int i = 0; i < engine->n_replicas && !code; i++) {
+        eng_draft_model *draft = &engine->replicas[i].draft;
+        device.index = i;
+        draft->seqs = mem_alloc((size_t)config->max_seqs * sizeof *draft->seqs);
+        code = model_shard(&draft->model, engine->backend, &engine->draft_shape,
+                           &engine->draft_files->weights, 1, 1, e);
+        if (!code)
+            code = model_start(&draft->model, &engine->notifier, &device,
+                               engine->draft_shape.max_len, e);
+        if (!code) code = model_wait_open(&draft->model, e);
+        if (!code) code = eng_inflight_init(&draft->step, &engine->replicas[i].sched, false, e);
+    }
+    return code;
+}
+
 /* Shards the model, sizes the KV cache, opens all devices. */
 static int eng_open_replicas(eng *engine, toka_shape *shape, const toka_options *options,
                              sched_config *config, toka_err *e) {
@@ -28625,6 +28792,7 @@ static int eng_open_replicas(eng *engine, toka_shape *shape, const toka_options 
         code = eng_replica_init(&engine->replicas[i], config, e);
     for (int i = 0; i < engine->n_replicas && !code; i++)
         code = model_wait_open(&engine->replicas[i].model, e);
+    if (!code && engine->draft_files) code = eng_open_draft_models(engine, device, config, e);
     if (!code && engine->backend->warm_up)
         eng_on_progress(&engine->startup, "the largest step", 0);
     for (int i = 0; i < engine->n_replicas && !code && engine->backend->warm_up; i++)
@@ -28649,8 +28817,7 @@ static int eng_open(eng **out, const toka_backend *backend, const mf_model *file
                     "max_num_batched_tokens: %d, expected at least max_num_seqs, %d", max_tokens,
                     max_seqs);
     draft_config drafts;
-    if (draft_read_config(options->speculative_config, options->num_speculative_tokens, &drafts, e))
-        return e->code;
+    if (draft_read_config(options, &drafts, e)) return e->code;
     if (drafts.method && !backend->has_drafts)
         return fail(e, TOKA_E_USE, "speculative_config: device %s has no speculative decoding",
                     backend->name);
@@ -28661,7 +28828,11 @@ static int eng_open(eng **out, const toka_backend *backend, const mf_model *file
     eng *engine = eng_new(backend, files, tokenizer, options);
     drafts.always = getenv("TOKA_DEBUG_DRAFTS") != NULL;
     engine->drafts = drafts;
-    int code = eng_open_replicas(engine, shape, options, &config, e);
+    const int max_len = options->max_model_len ? options->max_model_len : shape->max_len;
+    int code = drafts.method == DRAFT_MODEL && !shape->linear.n_layers
+                   ? eng_open_draft_files(engine, options, max_len, e)
+                   : 0;
+    if (!code) code = eng_open_replicas(engine, shape, options, &config, e);
     const bool hung = code && !eng_close_ranks(engine); /* after it no rank reports a phase */
     if (engine->startup.n_phases && !hung)
         eng_on_progress(&engine->startup, engine->startup.phases[engine->startup.n_phases - 1], 1);
@@ -29749,6 +29920,16 @@ static bool eng_is_behind_draft(const eng_inflight *inflight, int i) {
     return i && inflight->batch.samples[i - 1].seq == inflight->batch.samples[i].seq;
 }
 
+/* The next n tokens of the sequence will be what was drafted, so the K and V that the draft model
+ * has of them count. The last draft is not among them, as it was drawn, but is not computed yet. */
+COLD
+static void eng_keep_drafted(const scheduler *sched, int seq, int n) {
+    const int *table = kv_block_table(&sched->kv, seq), B = sched->config.B;
+    const int from = sched->seqs[seq].n_known;
+    for (int pos = from; pos < from + n; pos++)
+        sched->kv.pages[table[pos / B]].n_drafted = (uint8_t)(pos % B + 1);
+}
+
 /* Decides which rows of drafts count: those whose draft is the token that was drawn there, and all
  * drafts before it, too. Returns the number of rows that count, those of drafts and others. */
 COLD
@@ -29771,6 +29952,8 @@ static int eng_verify_drafts(eng_replica *replica, eng_inflight *inflight) {
             continue;
         }
         draft_learn(&replica->drafts, samples[i].seq, end - i - 1, n_right);
+        if (replica->engine->draft_files)
+            eng_keep_drafted(&replica->sched, samples[i].seq, MIN(n_right, end - i - 2));
         stats->drafts++;
         stats->draft_tokens += end - i - 1;
         stats->draft_tokens_accepted += n_right;
@@ -30135,9 +30318,135 @@ static double eng_gather_s(const eng_replica *replica, double now) {
     return replica->gather_since + replica->gather_step_s * MIN(share, ENG_GATHER_SHARE) - now;
 }
 
+/* ---- Draft model ----
+ * A smaller model draws the drafts (20) in steps of its own, one token for each sequence in a step.
+ * It runs while no step of the model is in flight: both would need the same cores. Its draws have
+ * the parameters, the history and the random numbers that the model's will have, so the two agree
+ * as often as their logits let them.
+ *
+ * Page i of its pool has K and V of the tokens in page i of the model's pool. So block tables,
+ * prefixes that are shared and preemption need nothing of their own. kv_page.n_drafted counts the
+ * positions that it has computed. What is missing of a sequence, such as its prompt, it computes in
+ * the first of its steps, at most max_tokens rows for all. With pages of 4 tokens, 10 known tokens
+ * and drafts a, b and c:
+ *
+ *     position        0 1 2 3   4 5 6 7   8 9 10 11    n_drafted
+ *     first step                x x x x   x x          4 4 2, and draws a
+ *     second step                             a        4 4 2, and draws b
+ *     third step                                b      4 4 2, and draws c
+ *     a and b are right, x is drawn for c: eng_keep_drafted makes it 4 4 4 */
+
+/* Returns the first position of the sequence that the draft model must compute. */
+COLD
+static int eng_first_undrafted(const scheduler *sched, int seq) {
+    const int *table = kv_block_table(&sched->kv, seq), B = sched->config.B;
+    const int n_known = sched->seqs[seq].n_known;
+    int i = 0;
+    while ((i + 1) * B < n_known && sched->kv.pages[table[i]].n_drafted == B) i++;
+    return MIN(i * B + sched->kv.pages[table[i]].n_drafted, n_known - 1);
+}
+
+/* Adds the rows from .. end-1 of a sequence to the step of the draft model. */
+COLD
+static void eng_add_draft_rows(eng_replica *replica, int seq, int from, int end) {
+    batch_step *built = &replica->draft.step.batch;
+    const scheduler *sched = &replica->sched;
+    const int *table = kv_block_table(&sched->kv, seq), B = sched->config.B;
+    built->spans[built->step.n_spans++] =
+        (toka_span){built->step.T, end - from, built->n_pages, 0, end};
+    for (int i = 0; i * B < end; i++) built->pages[built->n_pages++] = table[i];
+    for (int pos = from; pos < end; pos++) {
+        const int row = built->step.T++;
+        built->ids[row] = sched->seqs[seq].tokens[pos];
+        built->pos[row] = pos;
+        built->kv_slot[row] = table[pos / B] * B + pos % B;
+        if (pos < sched->seqs[seq].n_known)
+            sched->kv.pages[table[pos / B]].n_drafted = (uint8_t)(pos % B + 1);
+    }
+}
+
+/* Makes the step that draws draft number n_drawn of each sequence that gets so many. A sequence
+ * whose missing rows do not fit into the step gets no drafts now. */
+COLD
+static void eng_build_draft_step(eng_replica *replica, int n_drawn) {
+    eng_inflight *inflight = &replica->draft.step;
+    toka_step *step = &inflight->batch.step;
+    *step = (toka_step){.ids = inflight->batch.ids, .pos = inflight->batch.pos,
+                        .kv_slot = inflight->batch.kv_slot, .pages = inflight->batch.pages,
+                        .spans = inflight->batch.spans, .samples = inflight->sample_rows};
+    inflight->batch.n_pages = inflight->n_sampled = 0;
+    inflight->row_ids.n = 0;
+    for (int i = 0; i < replica->draft.n_seqs; i++) {
+        const int seq = replica->draft.seqs[i];
+        sched_seq *sequence = &replica->sched.seqs[seq];
+        if (sequence->n_drafts <= n_drawn) continue;
+        const int end = sequence->n_known + n_drawn;
+        const int from = n_drawn ? end - 1 : eng_first_undrafted(&replica->sched, seq);
+        const int n = MIN(end - from, replica->sched.config.max_tokens - step->T);
+        if (n) eng_add_draft_rows(replica, seq, from, from + n);
+        if (from + n < end) sequence->n_drafts = 0;
+        if (from + n < end) continue;
+        eng_request *request = replica->requests[sequence->request];
+        toka_sample_row *row = &inflight->sample_rows[inflight->n_sampled];
+        inflight->batch.samples[inflight->n_sampled++].seq = seq;
+        *row = (toka_sample_row){.row = step->T - 1,
+                                 .seq = -1,
+                                 .scored_id = -1,
+                                 .sample = (uint32_t)sequence->sample,
+                                 .position = (uint32_t)end,
+                                 .sampling = &request->sampling,
+                                 .n_prompt = sequence->n_prompt};
+        eng_add_row_ids(replica, inflight, request, seq, row);
+    }
+    eng_set_row_ids(replica, inflight);
+    step->n_samples = inflight->n_sampled;
+}
+
+/* Lists the sequences that get drafts, and allocates pages for them. */
+COLD
+static void eng_list_drafting(eng_replica *replica) {
+    scheduler *sched = &replica->sched;
+    replica->draft.n_seqs = 0;
+    for (int seq = 0; seq < sched->config.max_seqs; seq++) {
+        sched_seq *sequence = &sched->seqs[seq];
+        if (sequence->state != SCHED_DECODE || sequence->no_run_ahead || !sequence->n_drafts ||
+            sequence->n_known < sequence->n_planned)
+            continue;
+        replica->draft.seqs[replica->draft.n_seqs++] = seq;
+        if (replica->n_in_flight) continue; /* eng_draw_drafts is called again */
+        const int n_left = replica->engine->draft_shape.max_len - sequence->n_known;
+        sequence->n_drafts = (uint8_t)sched_hold_drafts(
+            sched, seq, MAX(0, MIN(sequence->n_drafts, n_left)));
+    }
+}
+
+/* Draws the drafts that draft_plan chose. Returns false if the in-flight steps must be committed
+ * first, or if the draft model failed. */
+COLD
+static bool eng_draw_drafts(eng_replica *replica) {
+    eng_inflight *inflight = &replica->draft.step;
+    toka_err e;
+    eng_list_drafting(replica);
+    if (replica->draft.n_seqs && replica->n_in_flight) return false;
+    for (int n_drawn = 0; n_drawn < DRAFT_MAX_TOKENS && replica->draft.n_seqs; n_drawn++) {
+        eng_build_draft_step(replica, n_drawn);
+        if (!inflight->batch.step.T) break;
+        if (model_run_step(&replica->draft.model, &inflight->batch.step, inflight->results, &e)) {
+            eng_fail(replica->engine, &e);
+            return false;
+        }
+        for (int i = 0; i < inflight->n_sampled; i++) {
+            sched_seq *sequence = &replica->sched.seqs[inflight->batch.samples[i].seq];
+            sequence->tokens[sequence->n_known + n_drawn] = inflight->results[i].id;
+        }
+    }
+    return true;
+}
+
 /* Plans a step and posts it. Returns false if no row can run before an in-flight step is committed,
  * for example because every sequence waits for its last token. */
 static bool eng_plan_step(eng_replica *replica) {
+    eng *engine = replica->engine;
     eng_inflight *inflight =
         &replica->inflight[(replica->oldest + replica->n_in_flight) % replica->max_in_flight];
     double began = os_now();
@@ -30145,6 +30454,8 @@ static bool eng_plan_step(eng_replica *replica) {
     if (replica->drafts.config.method && draft_plan(&replica->drafts, &replica->sched) &&
         replica->n_in_flight && replica->model.pp == 1)
         return false;
+    if (engine->draft_files && !eng_draw_drafts(replica)) return false;
+    const double draft_s = os_now() - began;
     replica->sched.awaits_reading =
         replica->sched.n_reading && replica->gather_since && eng_gather_s(replica, began) > 0;
     if (!replica->sched.awaits_reading) replica->gather_since = 0;
@@ -30154,12 +30465,13 @@ static bool eng_plan_step(eng_replica *replica) {
         eng_make_sample_rows(replica, inflight);
         eng_post_step(replica, inflight);
         replica->n_in_flight++;
-        replica->engine->n_active++;
-        eng_count_attended(replica->engine, &inflight->batch);
+        engine->n_active++;
+        eng_count_attended(engine, &inflight->batch);
     }
     inflight->plan_began = began;
-    inflight->plan_s = os_now() - began;
-    replica->engine->stats.plan_s += inflight->plan_s;
+    inflight->plan_s = os_now() - began - draft_s;
+    engine->stats.draft_s += draft_s;
+    engine->stats.plan_s += inflight->plan_s;
     return n_rows > 0;
 }
 
@@ -30577,6 +30889,12 @@ static const char *eng_no_drafts(const eng *engine) {
                : NULL;
 }
 
+/* Returns the name of the draft model, or NULL; *token_bytes: of its K and V of one token. */
+SERVER_ONLY static const char *eng_draft_model_name(const eng *engine, int64_t *token_bytes) {
+    *token_bytes = eng_draft_token_bytes(engine);
+    return engine->draft_files ? engine->draft_files->name : NULL;
+}
+
 /* Describes the device of the first rank in one line. */
 static const char *eng_describe_device(const eng *engine) {
     return engine->backend->describe(engine->replicas[0].model.ranks[0].device);
@@ -30974,8 +31292,7 @@ static int lib_check_options(const toka_options *options, toka_err *e) {
         return fail(e, TOKA_E_DEVICE, "device %s: %s", options->device, line);
     if (lib_check_dtype(options->dtype, backend, e)) return e->code;
     draft_config drafts;
-    if (draft_read_config(options->speculative_config, options->num_speculative_tokens, &drafts, e))
-        return e->code;
+    if (draft_read_config(options, &drafts, e)) return e->code;
     if (options->quantization && strcmp(options->quantization, "fp8") != 0)
         return fail(e, TOKA_E_USE, "quantization: \"%s\", expected \"fp8\"; the format of a model's "
                     "files is found without it", options->quantization);
@@ -40191,6 +40508,15 @@ static void run_print_states(const toka *t) {
             eng_n_snapshots(t->engine));
 }
 
+/* Reports the draft model and its share of the KV cache. */
+static void run_print_draft_model(const toka *t) {
+    int64_t bytes;
+    const char *name = eng_draft_model_name(t->engine, &bytes);
+    if (name)
+        fprintf(stderr, "; drafts of %s, %.1f kB of the KV cache a token", name,
+                1e-3 * (double)bytes);
+}
+
 /* Reports the model, its device, and the size of the KV cache. Call it only while no step runs. */
 static void run_print_start(const toka *t, const char *name, double load_s) {
     const toka_info info = toka_get_info(t);
@@ -40208,6 +40534,7 @@ static void run_print_start(const toka *t, const char *name, double load_s) {
             (double)kv_tokens / info.max_model_len, info.max_model_len);
     run_print_windows(t);
     run_print_states(t);
+    run_print_draft_model(t);
     if (used.weights && eng_reads_files(t->engine))
         fprintf(stderr, "; weights packed again beside the files: %.1f MB",
                 1e-6 * (double)used.weights);
@@ -52055,8 +52382,8 @@ static const help_page help_pages[] = {
      "  fast; log-probabilities change by 0.01 on average (measured). The default is\n"
      "  float32.\n"
      "- Speculative decoding, on the CPU only: tokens are guessed from text that is\n"
-     "  there, and several guesses are checked in one step. Texts,\n"
-     "  log-probabilities and seeds are those without guesses, to the byte.\n"
+     "  there or by a smaller model, and several guesses are checked in one step.\n"
+     "  Texts, log-probabilities and seeds are those without guesses, to the byte.\n"
      "  --speculative-config takes vLLM's JSON, such as\n"
      "  {\"method\":\"ngram\",\"num_speculative_tokens\":4}. --num-speculative-tokens is\n"
      "  1 to 16 (default: ngram 4, suffix 8), the most for a sample in a step.\n"
@@ -52065,10 +52392,14 @@ static const help_page help_pages[] = {
      "  prompt_lookup_max say how many must and may match (default: 2 and 4).\n"
      "- suffix looks there, in other samples of the same request, and in the prefix\n"
      "  cache: an answer that was given before is guessed from there.\n"
+     "- draft_model: --draft-model FOLDER, or \"model\" in the JSON, names a smaller\n"
+     "  model whose tokenizer is the same. It takes a part of the KV cache, which the\n"
+     "  start states, and draws its guesses with the seeds of the samples. It has no\n"
+     "  pipeline stages beside it, and itself one rank a replica.\n"
      "- How many guesses are made is measured: where they are rarely right, or where\n"
      "  a row costs as much as it brings, there are none. Samples with a constraint\n"
-     "  and models with linear mixers get none. Draft models, EAGLE and Medusa heads\n"
-     "  are not there. The closing report of batch, its --report and /metrics\n"
+     "  and models with linear mixers get none. EAGLE and Medusa heads are not there.\n"
+     "  The closing report of batch, its --report and /metrics\n"
      "  (spec_decode_num_drafts_total and its neighbors, as vLLM's) count them.\n",
      "score"},
     {"batches", "files of requests",
@@ -52625,9 +52956,11 @@ static const cli_flag cli_flags[] = {
     {"max-num-batched-tokens", "", "N", CLI_INT, AT(open.max_num_batched_tokens),
      FOR_OPENS | FOR_PLAN, "most tokens in one step (default: 512, on a GPU 8448)"},
     {"speculative-config", "", "JSON", CLI_TEXT, AT(open.speculative_config), FOR_OPENS,
-     "drafts from texts, on the CPU: {\"method\": \"ngram\" or \"suffix\", \"num_speculative_tokens\": N}; see toka help numbers"},
+     "drafts, on the CPU: {\"method\": \"ngram\", \"suffix\" or \"draft_model\", \"num_speculative_tokens\": N}; see toka help numbers"},
     {"num-speculative-tokens", "", "N", CLI_INT, AT(open.num_speculative_tokens), FOR_OPENS,
      "the same number beside --speculative-config; alone it means method ngram (default: 0, off)"},
+    {"draft-model", "", "FOLDER", CLI_TEXT, AT(open.draft_model), FOR_OPENS,
+     "a smaller model with the same tokenizer makes the drafts, on the CPU; a folder or name as for --model"},
     {"enforce-eager", "", "", CLI_BOOL, AT(open.enforce_eager), FOR_OPENS,
      "on a GPU: no step is captured as a CUDA graph; to measure what they gain"},
     {"no-enable-prefix-caching", "", "", CLI_BOOL, AT(open.no_prefix_caching), FOR_OPENS,

@@ -116,6 +116,9 @@ typedef struct toka_options {
                                    log-probability changes. Not on a GPU. NULL: none */
     int num_speculative_tokens;  /* 1 to 16: most drafts of a sequence in a step. 0: what
                                    speculative_config says. Alone it means method ngram */
+    const char *draft_model;  /* a smaller model with the same tokenizer makes the drafts, as with
+                                   {"method":"draft_model","model":"..."}; a folder or name, as
+                                   `model`. NULL: what speculative_config says */
     /* Called while toka_open works, on any thread, one call at a time; may be NULL. what: the
      * phase; done: 0 to 1. */
     void (*progress)(void *user, const char *what, double done);
@@ -481,6 +484,7 @@ typedef struct toka_stats { /* since toka_open, as of the last step. An event is
     int64_t drafts;          /* drafts of one or more tokens that were verified (vLLM's counts) */
     int64_t draft_tokens, draft_tokens_accepted;
     int64_t draft_accepted_at[16]; /* of these, by their place in the draft */
+    double draft_s;  /* seconds in which drafts were looked up or drawn */
     double plan_s;   /* seconds spent planning steps. With run-ahead, plan_s and commit_s overlap
                         with run_s */
     double run_s;    /* seconds in which the first rank of a replica had a step, its waits for other

@@ -954,7 +954,7 @@ static void run_all_again(int *n_same, int *n_rerun) {
     toka *t;
     slot x = {.j.prompt = need(calloc((size_t)S.info.max_model_len + 1, sizeof(int32_t)))};
     o.kv_tokens = 0, o.max_num_seqs = 16, o.max_num_batched_tokens = 512, o.n_threads = 2, o.data_parallel_size = 1,
-    o.no_prefix_caching = true, o.speculative_config = NULL; /* without drafts */
+    o.no_prefix_caching = true, o.speculative_config = o.draft_model = NULL; /* without drafts */
     if (toka_open(&t, &o, &e)) die(&e);
     S.t = t; /* stop strings are made with it */
     make_words();
@@ -991,6 +991,7 @@ static void choose_settings(bool given_kv) {
     o->no_prefix_caching |= chance(&r, 12);
     if (S.exact && chance(&r, 50)) { /* never a GPU */
         o->speculative_config = chance(&r, 50) ? "{\"method\":\"ngram\",\"prompt_lookup_min\":1}" : "{\"method\":\"suffix\"}";
+        if (chance(&r, 40)) o->speculative_config = NULL, o->draft_model = o->model ? o->model : "test/model";
         if (chance(&r, 70)) setenv("TOKA_DEBUG_DRAFTS", "1", 1);
     }
     S.forever = chance(&r, 60), S.two_drivers = chance(&r, 40);

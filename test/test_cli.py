@@ -29,7 +29,10 @@ def last_number(text):
 # ---- Drafts ----
 
 @pytest.mark.parametrize("args, words", [
-    (["--speculative-config", '{"method":"eagle3","model":"x"}'], 'method "eagle3", expected ngram or suffix'),
+    (["--speculative-config", '{"method":"eagle3","model":"x"}'], 'method "eagle3", expected ngram, suffix or draft_model'),
+    (["--draft-model", "/nowhere"], "--draft-model: /nowhere"),
+    (["--draft-model", "x", "--speculative-config", '{"method":"draft_model","model":"y"}'], "--draft-model is x, but"),
+    (["--speculative-config", '{"method":"draft_model"}'], "model is missing"),
     (["--speculative-config", '{"method":"ngram","num_speculative_tokens":3}', "--num-speculative-tokens", "4"], "--num-speculative-tokens is 4"),
     (["--num-speculative-tokens", "99"], "--num-speculative-tokens: 99, expected 0 to 16")])
 def test_drafts_that_are_not_there(args, words):

@@ -942,6 +942,41 @@ static bool eng_close_to(const float *a, const float *b, size_t n, float max_err
     return true;
 }
 
+/* Makes a folder with the files of the embedded model; in its config.json `from` is replaced by `to`. folder: "/tmp/..._XXXXXX". */
+static const char *const eng_links[] = {"model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"};
+static void eng_derive(char *folder, const char *from, const char *to) {
+    char path[128], target[PATH_MAX + 64], config[4096], cwd[PATH_MAX];
+    CHECK(mkdtemp(folder) != NULL && getcwd(cwd, sizeof cwd) != NULL);
+    FILE *in = fopen("test/model/config.json", "r");
+    size_t n = in ? fread(config, 1, sizeof config - 1, in) : 0;
+    CHECK(n > 100 && n < sizeof config - 1);
+    if (in) fclose(in);
+    config[n] = 0;
+    char *place = strstr(config, from);
+    snprintf(path, sizeof path, "%s/config.json", folder);
+    FILE *out = fopen(path, "w");
+    CHECK(place && out);
+    if (!place || !out) return;
+    fprintf(out, "%.*s%s%s", (int)(place - config), config, to, place + strlen(from));
+    fclose(out);
+    for (int i = 0; i < COUNT(eng_links); i++) {
+        snprintf(path, sizeof path, "%s/%s", folder, eng_links[i]), snprintf(target, sizeof target, "%s/test/model/%s", cwd, eng_links[i]);
+        CHECK(!symlink(target, path));
+    }
+}
+static void eng_remove(const char *folder) {
+    char path[128];
+    for (int i = 0; i < COUNT(eng_links); i++) snprintf(path, sizeof path, "%s/%s", folder, eng_links[i]), unlink(path);
+    snprintf(path, sizeof path, "%s/config.json", folder), unlink(path), rmdir(folder);
+}
+
+/* The first two of the embedded model's six layers: a draft model that is right now and then. */
+static char eng_small_model[] = "/tmp/toka_small_XXXXXX";
+static void eng_make_small(void) {
+    strcpy(eng_small_model + strlen(eng_small_model) - 6, "XXXXXX");
+    eng_derive(eng_small_model, "\"num_hidden_layers\": 6", "\"num_hidden_layers\": 2");
+}
+
 /* The number of steps in flight, replicas and ranks must not change any token or text.
  * Log-probabilities are equal, too, but tensor ranks sum in another order. windowed: the model has
  * windows, and all but the first engine give their pages back. */
@@ -958,7 +993,10 @@ static void ahead_compare(const char *model, bool windowed, const char *kv_dtype
                  {2, 3, 192, 1, 1, true}, {1, 1, 0, 1, 1, true},    {2, 1, 192, 2, 2, false}, {2, 2, 192, 2, 2, false},
                  /* with drafts, of either kind in turn: */
                  {2, 1, 0, 1, 1, false}, {1, 1, 192, 1, 1, false},  {2, 2, 192, 1, 2, false}, {2, 1, 192, 1, 1, true},
-                 {2, 3, 0, 1, 1, false}, {2, 1, 0, 2, 1, false},    {2, 1, 192, 1, 1, false}, {2, 1, 0, 1, 3, false}};
+                 {2, 3, 0, 1, 1, false}, {2, 1, 0, 2, 1, false},    {2, 1, 192, 1, 1, false}, {2, 1, 0, 1, 3, false},
+                 /* with a draft model: */
+                 {1, 1, 0, 1, 1, false}, {2, 1, 192, 1, 1, false},  {2, 2, 192, 2, 1, false}, {4, 3, 0, 1, 1, false},
+                 {2, 1, 192, 1, 1, true}, {1, 2, 192, 1, 1, false}};
     eng_collected *want[AHEAD_REQUESTS] = {0}, *got[AHEAD_REQUESTS];
     float want_scores[512], scores[512];
     int64_t preempted = 0, accepted = 0, rejected = 0;
@@ -971,7 +1009,8 @@ static void ahead_compare(const char *model, bool windowed, const char *kv_dtype
         /* what tensor ranks sum in another order may be rounded to another FP8 number */
         if (kv_dtype && (cases[k].tp > 1 || (!windowed && k % 2 != 0))) continue;
         o.kv_cache_dtype = kv_dtype;
-        o.speculative_config = k < 20 ? NULL : k % 2 ? suffix : ngram;
+        o.speculative_config = k < 20 ? NULL : k >= 28 ? "{\"num_speculative_tokens\":5}" : k % 2 ? suffix : ngram;
+        o.draft_model = k >= 28 ? eng_small_model : NULL;
         o.data_parallel_size = cases[k].dp, o.kv_tokens = windowed && cases[k].kv_tokens ? 39 * 16 : cases[k].kv_tokens;
         o.tensor_parallel_size = cases[k].tp, o.pipeline_parallel_size = cases[k].pp;
         const float max_error = cases[k].tp > 1 ? 1e-3f : 0;
@@ -1016,38 +1055,29 @@ static void ahead_compare(const char *model, bool windowed, const char *kv_dtype
     CHECK_MSG(accepted > 20 && rejected > 20, "%d drafts accepted, %d rejected", (int)accepted, (int)rejected);
     for (int i = 0; i < AHEAD_REQUESTS; i++) eng_collected_free(want[i]);
 }
-static void test_ahead(void) { ahead_compare(eng_model, false, NULL); }
-static void test_ahead_fp8(void) { ahead_compare(eng_model, false, "fp8"); }
+static void test_ahead(void) {
+    eng_make_small();
+    ahead_compare(eng_model, false, NULL);
+    eng_remove(eng_small_model);
+}
+static void test_ahead_fp8(void) {
+    eng_make_small();
+    ahead_compare(eng_model, false, "fp8");
+    eng_remove(eng_small_model);
+}
 
 /* The same with a model that has windows of 12 tokens in every second layer. */
 static void test_ahead_windows(void) {
-    static const char *const links[] = {"model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"};
-    char folder[] = "/tmp/toka_windows_XXXXXX", path[128], target[PATH_MAX + 64], config[4096], cwd[PATH_MAX];
-    CHECK(mkdtemp(folder) != NULL && getcwd(cwd, sizeof cwd) != NULL);
-    FILE *in = fopen("test/model/config.json", "r");
-    size_t n = in ? fread(config, 1, sizeof config - 1, in) : 0;
-    CHECK(n > 100 && n < sizeof config - 1);
-    if (in) fclose(in);
-    config[n] = 0;
-    char *body = strstr(config, "\"attention_bias\"");
-    snprintf(path, sizeof path, "%s/config.json", folder);
-    FILE *out = fopen(path, "w");
-    CHECK(body && out);
-    if (!body || !out) return;
-    fprintf(out, "{\"architectures\":[\"MistralForCausalLM\"],\"model_type\":\"mistral\",\"sliding_window\":12,\"layer_types\":[");
-    for (int i = 0; i < 6; i++) fprintf(out, "%s\"%s_attention\"", i ? "," : "", i % 2 ? "sliding" : "full");
-    fprintf(out, "],%s", body);
-    fclose(out);
-    for (int i = 0; i < COUNT(links); i++) {
-        snprintf(path, sizeof path, "%s/%s", folder, links[i]), snprintf(target, sizeof target, "%s/test/model/%s", cwd, links[i]);
-        CHECK(!symlink(target, path));
-    }
+    char folder[] = "/tmp/toka_windows_XXXXXX", head[1024] = "\"architectures\":[\"MistralForCausalLM\"],\"model_type\":\"mistral\",\"sliding_window\":12,\"layer_types\":[";
+    for (int i = 0; i < 6; i++) snprintf(head + strlen(head), sizeof head - strlen(head), "%s\"%s_attention\"", i ? "," : "", i % 2 ? "sliding" : "full");
+    strcat(head, "],");
+    eng_make_small();
+    eng_derive(folder, "\"architectures\": [\n    \"LlamaForCausalLM\"\n  ],\n  \"model_type\": \"llama\",", head);
     eng_long_answers = true;
     ahead_compare(folder, true, NULL);
     ahead_compare(folder, true, "fp8_e4m3");
     eng_long_answers = false;
-    for (int i = 0; i < COUNT(links); i++) snprintf(path, sizeof path, "%s/%s", folder, links[i]), unlink(path);
-    snprintf(path, sizeof path, "%s/config.json", folder), unlink(path), rmdir(folder);
+    eng_remove(folder), eng_remove(eng_small_model);
 }
 
 /* ---- Drafts (20) ---- */
@@ -1057,6 +1087,7 @@ static void test_draft_options(void) {
     static const struct {
         const char *text, *error; /* error: a part of it, or NULL */
         int n, method, n_tokens, min_match, max_match;
+        const char *flag, *model; /* toka_options.draft_model; the model that is found */
     } cases[] = {
         {NULL, NULL, 0, DRAFT_NONE, 0, 0, 0},
         {NULL, NULL, 3, DRAFT_NGRAM, 3, 2, 4},
@@ -1067,7 +1098,16 @@ static void test_draft_options(void) {
         {"{\"method\":\"suffix\"}", NULL, 0, DRAFT_SUFFIX, 8, 2, 24},
         {"{\"method\":\"ngram\",\"num_speculative_tokens\":7}", "num_speculative_tokens is 6, but speculative_config says 7", 6, 0, 0, 0, 0},
         {"{\"method\":\"ngram\",\"prompt_lookup_max\":3,\"prompt_lookup_min\":4}", "prompt_lookup_min is 4, expected at most prompt_lookup_max, 3", 0, 0, 0, 0, 0},
-        {"{\"method\":\"eagle3\",\"model\":\"x\"}", "method \"eagle3\", expected ngram or suffix", 0, 0, 0, 0, 0},
+        {"{\"method\":\"eagle3\",\"model\":\"x\"}", "method \"eagle3\", expected ngram, suffix or draft_model", 0, 0, 0, 0, 0},
+        {"{\"method\":\"draft_model\",\"model\":\"x\"}", NULL, 0, DRAFT_MODEL, 4, 0, 0, NULL, "x"},
+        {"{\"model\":\"x\",\"num_speculative_tokens\":7}", NULL, 7, DRAFT_MODEL, 7, 0, 0, "x", "x"},
+        {NULL, NULL, 0, DRAFT_MODEL, 4, 0, 0, "y", "y"},
+        {NULL, NULL, 2, DRAFT_MODEL, 2, 0, 0, "y", "y"},
+        {"{\"num_speculative_tokens\":5}", NULL, 0, DRAFT_MODEL, 5, 0, 0, "y", "y"},
+        {"{\"model\":\"x\"}", "draft_model is y, but speculative_config says x", 0, 0, 0, 0, 0, "y"},
+        {"{\"method\":\"ngram\"}", "draft_model is y, but speculative_config has another method", 0, 0, 0, 0, 0, "y"},
+        {"{\"method\":\"draft_model\"}", "speculative_config: model is missing", 0, 0, 0, 0, 0},
+        {"{\"method\":\"suffix\",\"model\":\"x\"}", "\"model\" is not an option of this method", 0, 0, 0, 0, 0},
         {"{\"num_speculative_tokens\":4}", "method is missing", 0, 0, 0, 0, 0},
         {"{\"method\":\"suffix\",\"prompt_lookup_max\":4}", "\"prompt_lookup_max\" is not an option of this method", 0, 0, 0, 0, 0},
         {"{\"method\":\"ngram\",\"num_speculative_tokens\":0}", "num_speculative_tokens: 0, expected 1 to 16", 0, 0, 0, 0, 0},
@@ -1077,18 +1117,23 @@ static void test_draft_options(void) {
     for (int i = 0; i < COUNT(cases); i++) {
         draft_config c;
         toka_err e = {0};
-        const int code = draft_read_config(cases[i].text, cases[i].n, &c, &e);
+        const toka_options from = {.speculative_config = cases[i].text, .num_speculative_tokens = cases[i].n, .draft_model = cases[i].flag};
+        const int code = draft_read_config(&from, &c, &e);
         if (cases[i].error) CHECK_MSG(code == TOKA_E_USE && strstr(e.msg, cases[i].error), "case %d: %d %s", i, code, e.msg);
         else CHECK_MSG(!code && (int)c.method == cases[i].method && c.n_tokens == cases[i].n_tokens && c.min_match == cases[i].min_match &&
-                       c.max_match == cases[i].max_match, "case %d: %s", i, e.msg);
+                       c.max_match == cases[i].max_match && !strcmp(c.model, cases[i].model ? cases[i].model : ""), "case %d: %s", i, e.msg);
     }
     toka_options o = toka_options_default();
     toka_backend gpu = toka_cpu;
     toka_err e = {0};
     eng *engine = NULL;
     toka_shape shape = {0};
-    gpu.has_drafts = false, gpu.name = "cuda", o.num_speculative_tokens = 4;
-    CHECK(eng_open(&engine, &gpu, NULL, &shape, NULL, &o, &e) == TOKA_E_USE && !strcmp(e.msg, "speculative_config: device cuda has no speculative decoding"));
+    gpu.has_drafts = false, gpu.name = "cuda";
+    for (int i = 0; i < 2; i++) {
+        if (i) o.draft_model = eng_model;
+        else o.num_speculative_tokens = 4;
+        CHECK(eng_open(&engine, &gpu, NULL, &shape, NULL, &o, &e) == TOKA_E_USE && !strcmp(e.msg, "speculative_config: device cuda has no speculative decoding"));
+    }
 }
 
 /* How many drafts: all where rows are free, none where each row takes its share of the step, and in
@@ -1100,7 +1145,7 @@ static void test_draft_choice(void) {
         sched_seq sequence = {.generation = 1};
         int n_drafts = 0, n_steps = 400, chosen = 0;
         uint64_t rng = 1;
-        draft_init(&d, &(draft_config){DRAFT_NGRAM, 8, 2, 4, false}, 1);
+        draft_init(&d, &(draft_config){DRAFT_NGRAM, 8, 2, 4, false, ""}, 1);
         for (int step = 0; step < n_steps; step++) {
             chosen = draft_choose(&d, &sequence, 0, 8);
             n_drafts += chosen;
@@ -1180,6 +1225,125 @@ static void test_draft_ends(void) {
         free(problem);
         toka_close(t[0]), toka_close(t[1]);
     }
+}
+
+/* How often drafts of the draft model are right: text, log-probabilities and all else are those without drafts, whatever the
+ * parameters. Where the draft model is the model itself, each draft is right, as it is drawn like the token. */
+static void test_draft_model(void) {
+    static const char *const stop[] = {"apples"};
+    static const int32_t bad[] = {300, 7};
+    static const int lengths[] = {1, 1};
+    const float bias = 2;
+    eng_make_small();
+    for (int run = 0; run < 3; run++) {
+        const char *drafter = run == 1 ? eng_small_model : eng_model;
+        toka_options o = toka_options_default();
+        toka_err e = {0};
+        toka *t[2];
+        size_t n_problem;
+        o.model = eng_model, o.device = run == 2 ? "plain" : "cpu", o.n_threads = 2, o.max_num_seqs = 6, o.max_num_batched_tokens = 64, o.max_model_len = 256;
+        o.kv_tokens = 160, o.max_model_len = 160;
+        CHECK_MSG(!toka_open(&t[0], &o, &e), "%s", e.msg);
+        o.draft_model = drafter, o.num_speculative_tokens = 5 + 11 * (run == 0);
+        CHECK_MSG(!toka_open(&t[1], &o, &e), "%s", e.msg);
+        t[1]->engine->replicas[0].drafts.config.always = true;
+        t[1]->engine->replicas[0].sched.config.reserve_steps = 0;
+        int32_t *problem = eng_problem_ids(t[0], str_c(eng_problem), &n_problem);
+        int64_t steps[2] = {0};
+        for (int i = 0; i < (run == 2 ? 3 : ENG_SLOW ? 8 : 20); i++) {
+            toka_sampling s = eng_greedy(1 + (29 + i * 7) % 40);
+            toka_stats before[2] = {toka_get_stats(t[0]), toka_get_stats(t[1])};
+            int code;
+            s.seed = (uint64_t)i;
+            s.ignore_eos = i % 4 == 3; /* long answers */
+            if (i % 3) s.temperature = 0.9f * (float)(i % 3);
+            if (s.ignore_eos) s.temperature = 3; /* other texts, so no pages are shared */
+            if (i % 4 == 1) s.top_p = 0.9f, s.top_k = 20;
+            if (i % 5 == 1) s.stop = stop, s.n_stop = 1;
+            if (i % 5 == 2) s.min_tokens = s.max_tokens, s.logprobs = 3;
+            if (i % 5 == 3) s.repetition_penalty = 1.3f, s.presence_penalty = 0.5f;
+            if (i % 5 == 4) s.bad_ids = bad, s.bad_lengths = lengths, s.n_bad = 2, s.bias_ids = bad + 1, s.bias_values = &bias, s.n_bias = 1, s.min_p = 0.05f;
+            /* up to 12 samples, 6 at once, share a prompt, and preempt each other */
+            eng_collected *want = eng_ask(t[0], NULL, problem, n_problem, 1 + i % 12, &s, &code, &e);
+            CHECK_MSG(!code, "%s", e.msg);
+            eng_collected *got = eng_ask(t[1], NULL, problem, n_problem, 1 + i % 12, &s, &code, &e);
+            CHECK_MSG(!code, "%s", e.msg);
+            for (int j = 0; j < 1 + i % 12; j++) {
+                const size_t n = want->id[j].n;
+                CHECK_MSG(got->id[j].n == n && !memcmp(want->id[j].p, got->id[j].p, n * 4) && !memcmp(want->logprob[j], got->logprob[j], n * 4) &&
+                          !memcmp(want->sampled[j], got->sampled[j], n * 4), "run %d, request %d, sample %d", run, i, j);
+                CHECK(want->finish[j] == got->finish[j] && want->stop_id[j] == got->stop_id[j] && str_eq(buf_view(&want->text[j]), buf_view(&got->text[j])));
+            }
+            CHECK(!sched_check(&t[1]->engine->replicas[0].sched) && got->n_ended == 1 + i % 12);
+            for (int j = 0; j < 2; j++) steps[j] += toka_get_stats(t[j]).steps - before[j].steps;
+            eng_collected_free(want), eng_collected_free(got);
+        }
+        const toka_stats stats = toka_get_stats(t[1]);
+        const double rate = (double)stats.draft_tokens_accepted / (double)stats.draft_tokens;
+        CHECK(stats.draft_tokens > 30 && stats.draft_s > 0 && stats.draft_s < 60);
+        if (drafter == eng_model) CHECK_MSG(stats.draft_tokens_accepted == stats.draft_tokens, "%d: %.3f of the drafts are right", run, rate);
+        else CHECK_MSG(rate > 0.05 && rate < 0.9, "%.3f of the drafts are right", rate);
+        CHECK_MSG(steps[1] < steps[0], "%d steps, %d without drafts", (int)steps[1], (int)steps[0]);
+        if (run < 2 && !ENG_SLOW) CHECK(stats.preemptions > 0 && stats.prompt_tokens_shared > 0);
+        if (getenv("VERBOSE")) printf("drafter %s: %.3f right, %d steps for %d, %d preempted, %d shared\n", drafter, rate, (int)steps[1], (int)steps[0], (int)stats.preemptions, (int)stats.prompt_tokens_shared);
+        free(problem);
+        toka_close(t[0]), toka_close(t[1]);
+    }
+    eng_remove(eng_small_model);
+}
+
+/* Draft models that cannot be used, and the memory that one takes. */
+static void test_draft_model_open(void) {
+    char other[] = "/tmp/toka_other_XXXXXX", path[128];
+    toka_options o = toka_options_default();
+    toka_err e = {0};
+    toka *t;
+    o.model = eng_model, o.device = "cpu", o.n_threads = 1, o.draft_model = other;
+    CHECK(toka_open(&t, &o, &e) && strstr(e.msg, "draft_model: ") == e.msg);
+    eng_derive(other, "\"vocab_size\": 1024", "\"vocab_size\": 1000");
+    CHECK(toka_open(&t, &o, &e)); /* its weights have 1024 */
+    eng_remove(other), strcpy(other + strlen(other) - 6, "XXXXXX");
+    eng_make_small();
+    o.draft_model = eng_small_model, o.pipeline_parallel_size = 2;
+    CHECK(toka_open(&t, &o, &e) == TOKA_E_USE && strstr(e.msg, "draft_model: not with pipeline_parallel_size 2") == e.msg);
+    o.pipeline_parallel_size = 1;
+    /* the same ids with other texts */
+    snprintf(path, sizeof path, "%s/tokenizer.json", eng_small_model);
+    buf text = {0};
+    const int fd = open("test/model/tokenizer.json", O_RDONLY);
+    CHECK(fd >= 0 && !os_read_all(fd, "tokenizer.json", 1 << 24, &text, &e) && !close(fd));
+    buf_char(&text, 0);
+    char *words[] = {strstr(text.p, "\"!\": 4,"), strstr(text.p, "\"#\": 6,")};
+    CHECK(words[0] && words[1]);
+    if (words[0] && words[1]) {
+        words[0][5] = '6', words[1][5] = '4';
+        unlink(path);
+        FILE *out = fopen(path, "w");
+        CHECK(out && fwrite(text.p, 1, text.n - 1, out) == text.n - 1 && !fclose(out));
+        CHECK_MSG(toka_open(&t, &o, &e), "opened with another tokenizer");
+        CHECK_MSG(strstr(e.msg, "draft_model ") == e.msg && strstr(e.msg, ": its tokenizer is not that of "), "%s", e.msg);
+    }
+    buf_free(&text);
+    eng_remove(eng_small_model);
+    /* a third of the layers takes a third of the bytes: a quarter of the tokens goes */
+    eng_make_small();
+    int64_t tokens[2];
+    o.max_num_seqs = 65536, o.max_num_batched_tokens = 65536;
+    for (int i = 0; i < 2; i++) {
+        o.draft_model = i ? eng_small_model : NULL;
+        toka_device_options device = {.n_devices = 1};
+        eng engine = {.backend = &toka_cpu, .n_replicas = 1};
+        mf_model *files, *small;
+        CHECK(!mf_open(&files, eng_model, NULL, NULL, &e) && !mf_open(&small, eng_small_model, NULL, NULL, &e));
+        engine.replicas = mem_zalloc(sizeof *engine.replicas);
+        engine.draft_files = i ? small : NULL, engine.draft_shape = small->shape;
+        CHECK(!model_shard(&engine.replicas[0].model, &toka_cpu, &files->shape, &files->weights, 1, 1, &e));
+        const sched_config config = {.B = 16, .max_seqs = 1 << 30, .max_tokens = 64};
+        tokens[i] = eng_kv_capacity(&engine, device, 1024, &config, &(int){0});
+        model_close(&engine.replicas[0].model), free(engine.replicas), mf_close(files), mf_close(small);
+    }
+    CHECK_MSG(fabs((double)tokens[1] / (double)tokens[0] - 0.75) < 0.001, "%lld and %lld tokens", (long long)tokens[0], (long long)tokens[1]);
+    eng_remove(eng_small_model);
 }
 
 /* An asynchronous device fails while later steps are in flight. All requests get the device's
@@ -2392,6 +2556,8 @@ static const struct test eng_tests[] = {
     {"drafts: options", test_draft_options},
     {"drafts: how many", test_draft_choice},
     {"drafts: ends inside of accepted drafts", test_draft_ends},
+    {"drafts: of a model", test_draft_model},
+    {"drafts: models that do not fit", test_draft_model_open},
     {"engine: windows that give pages back change nothing", test_ahead_windows},
     {"engine: a device fails, with steps in flight", test_ahead_fault},
     {"engine: requests find a replica", test_replicas},

@@ -47,7 +47,7 @@ class _Options(C.Structure):
                 ("kv_tokens", C.c_int64), ("no_prefix_caching", C.c_bool), ("enforce_eager", C.c_bool),
                 ("gpu_memory_utilization", C.c_double), ("dtype", _TEXT), ("quantization", _TEXT), ("score_tokens", _TEXT),
                 ("kv_cache_dtype", _TEXT), ("kv_cache_dtype_skip_layers", _TEXT),
-                ("speculative_config", _TEXT), ("num_speculative_tokens", C.c_int),
+                ("speculative_config", _TEXT), ("num_speculative_tokens", C.c_int), ("draft_model", _TEXT),
                 ("progress", C.c_void_p), ("progress_user", C.c_void_p)]
 
 
