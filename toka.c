@@ -12960,6 +12960,7 @@ typedef struct kv_cache { /* owns its arrays */
     kv_snapshot *snapshots;  /* [n_snapshots + 1]; the last one is both ends of the list */
 } kv_cache;
 
+COLD
 static void kv_free(kv_cache *cache) {
     free(cache->pages);
     free(cache->tokens);
@@ -12978,6 +12979,7 @@ static void kv_free(kv_cache *cache) {
 /* max_len: most tokens of one sequence. Returns false if an allocation fails; nothing is allocated
  * then. (Only mem_try_ functions return NULL. If mem_alloc, mem_zalloc, mem_realloc or mem_check
  * finds no memory, the program ends, see chapter 2.) */
+COLD
 static bool kv_init(kv_cache *cache, int B, int n_pages, int n_seqs, int max_len) {
     *cache = (kv_cache){.B = B,
                         .n_pages = n_pages,
@@ -13015,6 +13017,7 @@ static bool kv_init(kv_cache *cache, int B, int n_pages, int n_seqs, int max_len
 
 /* Adds n_windowed windowed pages to a new cache, for layers whose windows have at most so many
  * tokens. Returns false if an allocation fails; kv_free frees the cache in both cases. */
+COLD
 static bool kv_init_windowed(kv_cache *cache, int window, int n_windowed) {
     size_t n = (size_t)n_windowed;
     cache->window = window;
@@ -13935,6 +13938,7 @@ static void sched_buffer_reserve(scheduler *sched, int size_class, int n) {
 
 /* ---- Open and close ---- */
 
+COLD
 static void sched_free(scheduler *sched) {
     for (int seq = 0; seq < sched->config.max_seqs; seq++) free(sched->seqs[seq].tokens);
     for (int id = 0; id < sched->n_requests; id++) free(sched->requests[id].prompt);
@@ -13991,6 +13995,7 @@ static void sched_init_states(scheduler *sched) {
 
 /* Returns an error if the allocation fails for so many pages and sequences of such a length;
  * nothing is allocated then. */
+COLD
 static int sched_init(scheduler *sched, const sched_config *config, toka_err *e) {
     assert(config->max_tokens >= config->max_seqs && config->max_len > 1);
     size_t n_seqs = (size_t)config->max_seqs;
@@ -14829,24 +14834,34 @@ static const char *const draft_options[] = {"method", "num_speculative_tokens", 
 
 typedef struct draft_kind {
     const char *name;
-    draft_config defaults;
+    int n_tokens, min_match, max_match; /* defaults, as in draft_config */
     unsigned options; /* a bit for each of draft_options that it has */
 } draft_kind;
 
-static const draft_kind draft_kinds[] = {{"ngram", {DRAFT_NGRAM, 4, 2, 4, false, ""}, 15},
-                                         {"suffix", {DRAFT_SUFFIX, 8, 2, 24, false, ""}, 3},
-                                         {"draft_model", {DRAFT_MODEL, 4, 0, 0, false, ""}, 19}};
+static const draft_kind draft_kinds[] = {[DRAFT_NGRAM] = {"ngram", 4, 2, 4, 15},
+                                         [DRAFT_SUFFIX] = {"suffix", 8, 2, 24, 3},
+                                         [DRAFT_MODEL] = {"draft_model", 4, 0, 0, 19}};
+
+/* Sets the method and its defaults. */
+static void draft_set_method(enum draft_method method, draft_config *out) {
+    const draft_kind *kind = &draft_kinds[method];
+    memset(out, 0, sizeof *out);
+    out->method = method;
+    out->n_tokens = kind->n_tokens;
+    out->min_match = kind->min_match;
+    out->max_match = kind->max_match;
+}
 
 /* Finds the method; name NULL: a draft model if one is named, else there is none. Returns 0 or an
  * error. */
 COLD
-static int draft_find_kind(const json *name, bool has_model, const draft_kind **out, toka_err *e) {
+static int draft_find_method(const json *name, bool has_model, draft_config *out, toka_err *e) {
     const str method = name || !has_model ? json_str(name) : STR("draft_model");
-    for (int i = 0; i < COUNT(draft_kinds); i++)
-        if (str_is(method, draft_kinds[i].name)) {
-            *out = &draft_kinds[i];
-            return 0;
-        }
+    for (int i = DRAFT_NONE + 1; i < COUNT(draft_kinds); i++) {
+        if (!str_is(method, draft_kinds[i].name)) continue;
+        draft_set_method((enum draft_method)i, out);
+        return 0;
+    }
     if (!name) return fail(e, TOKA_E_USE, "speculative_config: method is missing, expected ngram, "
                                           "suffix or draft_model");
     return fail(e, TOKA_E_USE, "speculative_config: method \"%.*s\", expected ngram, suffix or "
@@ -14856,11 +14871,12 @@ static int draft_find_kind(const json *name, bool has_model, const draft_kind **
 
 /* Returns 0, or an error if a member of the object is not an option of this method. */
 COLD
-static int draft_check_names(const json *options, const draft_kind *kind, toka_err *e) {
+static int draft_check_names(const json *options, enum draft_method method, toka_err *e) {
+    const unsigned allowed = draft_kinds[method].options;
     JSON_MEMBERS(name, options) {
         int i = 0;
         while (i < COUNT(draft_options) && !str_is(json_str(name), draft_options[i])) i++;
-        if (i == COUNT(draft_options) || !(kind->options >> i & 1))
+        if (i == COUNT(draft_options) || !(allowed >> i & 1))
             return fail(e, TOKA_E_USE, "speculative_config: \"%.*s\" is not an option of this "
                         "method", (int)MIN(json_str(name).n, 60), json_str(name).p);
     }
@@ -14889,14 +14905,12 @@ static int draft_set_model(str in_object, const char *flag, draft_config *out, t
 COLD
 static int draft_read_object(const json *options, const char *model, draft_config *out,
                              toka_err *e) {
-    const draft_kind *kind = NULL;
     if (!json_is(options, JSON_OBJECT))
         return fail(e, TOKA_E_USE, "speculative_config: expected a JSON object");
     const str own_model = json_str(json_get(options, "model"));
-    if (draft_find_kind(json_get(options, "method"), own_model.n || model, &kind, e) ||
-        draft_check_names(options, kind, e))
+    if (draft_find_method(json_get(options, "method"), own_model.n || model, out, e) ||
+        draft_check_names(options, out->method, e))
         return e->code;
-    *out = kind->defaults;
     if (draft_read_int(options, draft_options[1], 1, DRAFT_MAX_TOKENS, &out->n_tokens, e) ||
         draft_read_int(options, draft_options[2], 1, 64, &out->max_match, e))
         return e->code;
@@ -14919,7 +14933,7 @@ static int draft_read_config(const toka_options *from, draft_config *out, toka_e
     if (check_int("num_speculative_tokens", n_tokens, 0, DRAFT_MAX_TOKENS, e)) return e->code;
     if (!from->speculative_config) {
         if (!n_tokens && !from->draft_model) return 0;
-        *out = draft_kinds[from->draft_model ? 2 : 0].defaults;
+        draft_set_method(from->draft_model ? DRAFT_MODEL : DRAFT_NGRAM, out);
         if (n_tokens) out->n_tokens = n_tokens;
         return draft_set_model(STR(""), from->draft_model, out, e);
     }
@@ -15346,6 +15360,7 @@ typedef struct batch_builder { /* builds the steps of one scheduler, one after t
     int64_t *sampled_in; /* [max_seqs] number of the microbatch that sampled its last token */
 } batch_builder;
 
+COLD
 static void batch_step_free(batch_step *built) {
     free(built->ids), free(built->pos), free(built->kv_slot);
     free(built->pages), free(built->spans), free(built->samples);
@@ -15368,6 +15383,7 @@ static size_t batch_max_states(const scheduler *sched) {
     return (size_t)batch_max_chunks(sched) + 2 * sched_max_marks(&sched->config);
 }
 
+COLD
 static int batch_step_init(batch_step *built, const scheduler *sched, toka_err *e) {
     size_t max_chunks = (size_t)batch_max_chunks(sched);
     size_t max_tokens = (size_t)sched->config.max_tokens;
@@ -15398,6 +15414,7 @@ static int batch_step_init(batch_step *built, const scheduler *sched, toka_err *
     return 0;
 }
 
+COLD
 static void batch_free(batch_builder *builder) {
     free(builder->chunk_node), free(builder->nodes), free(builder->stack), free(builder->closed);
     free(builder->sampled_in), free(builder->seq_micro);
@@ -15405,6 +15422,7 @@ static void batch_free(batch_builder *builder) {
     *builder = (batch_builder){0};
 }
 
+COLD
 static void batch_init(batch_builder *builder, const scheduler *sched, batch_cost cost) {
     size_t max_seqs = (size_t)sched->config.max_seqs;
     size_t max_chunks = (size_t)batch_max_chunks(sched);
@@ -27573,6 +27591,7 @@ static void rank_step(model_rank *rank, const toka_step *step, toka_sample_resul
 
 /* Opens the device, allocates the activations, and passes each step that the device wants to
  * capture through rank_step. On the rank's thread. Returns 0 or the device's error. */
+COLD
 static int rank_open(model_rank *rank, toka_err *e) {
     const toka_backend *backend = rank->model->backend;
     const toka_shape *shape = &rank->shape;
@@ -27693,6 +27712,7 @@ static void *rank_thread(void *arg) {
 
 /* Waits until the ranks have run all posted steps, ends their threads, and frees the model. Returns
  * false if a rank is hung: then nothing is freed, and the threads are left alone. */
+COLD
 static bool model_close(model_grid *model) {
     if (model->n_started) {
         /* the ranks that were started must not wait for those that were not */
@@ -27717,6 +27737,7 @@ static bool model_close(model_grid *model) {
 
 /* Shards a model: gives each rank its slice of the weights. No thread is started yet. Returns 0, or
  * an error if the model cannot be divided by tp or pp. model_close frees it in both cases. */
+COLD
 static int model_shard(model_grid *model, const toka_backend *backend, const toka_shape *shape,
                        const toka_weights *weights, int tp, int pp, toka_err *e) {
     *model = (model_grid){.backend = backend,
@@ -27773,6 +27794,7 @@ static void model_commit(model_grid *model, bool use) {
  * them. options: those of every rank; the group and the ranks' places in it are set here. Rank i
  * gets the index options->index + i; only the device with index 0 reports progress. Returns 0, or
  * an error of group_open or of the first thread that could not be started. */
+COLD
 static int model_start(model_grid *model, model_notifier *notifier,
                        const toka_device_options *options, int max_len, toka_err *e) {
     model->notifier = notifier;
@@ -27800,6 +27822,7 @@ static int model_start(model_grid *model, model_notifier *notifier,
 
 /* Waits until every started rank has opened its device, or failed to. Returns 0 or the first error.
  * There is no timeout: to open a device may take minutes, and if it hangs there, toka_open does. */
+COLD
 static int model_wait_open(model_grid *model, toka_err *e) {
     pthread_mutex_lock(&model->notifier->lock);
     while (model->n_open < model->n_started)
@@ -28366,6 +28389,7 @@ static int eng_n_windowed(const toka_weights *weights, int L, int *widest) {
 /* Sets shape->max_len and *n_pages. asked_len and asked_kv are the requested max_model_len and
  * kv_tokens, 0: as memory allows. capacity: tokens for which the devices have memory. Returns an
  * error if the requested length does not fit. */
+COLD
 static int eng_size_kv(toka_shape *shape, int asked_len, int64_t asked_kv, int64_t capacity,
                        int *n_pages, toka_err *e) {
     if (asked_len > shape->max_len || asked_len == 1)
@@ -28386,6 +28410,7 @@ static int eng_size_kv(toka_shape *shape, int asked_len, int64_t asked_kv, int64
     return 0;
 }
 
+COLD
 static int eng_inflight_init(eng_inflight *inflight, const scheduler *s, bool stages, toka_err *e) {
     size_t max_rows = (size_t)s->config.max_tokens;
     int code = batch_step_init(&inflight->batch, s, e);
@@ -28402,6 +28427,7 @@ static int eng_inflight_init(eng_inflight *inflight, const scheduler *s, bool st
     return 0;
 }
 
+COLD
 static void eng_inflight_free(eng_inflight *inflight) {
     batch_step_free(&inflight->batch);
     batch_micros_free(&inflight->micros);
@@ -28415,6 +28441,7 @@ static void eng_inflight_free(eng_inflight *inflight) {
     free(inflight->pool_requests);
 }
 
+COLD
 static void eng_replica_free(eng_replica *replica) {
     for (int i = 0; i < replica->max_in_flight; i++) eng_inflight_free(&replica->inflight[i]);
     eng_inflight_free(&replica->draft.step);
@@ -28438,6 +28465,7 @@ static batch_work eng_batch_work(const toka_shape *shape, const toka_layer *laye
 }
 
 /* Initializes everything of a replica but its devices, which are still being opened. */
+COLD
 static int eng_replica_init(eng_replica *replica, const sched_config *config, toka_err *e) {
     const toka_backend *backend = replica->engine->backend;
     draft_init(&replica->drafts, &replica->engine->drafts, config->max_seqs);
@@ -28463,6 +28491,7 @@ static int eng_replica_init(eng_replica *replica, const sched_config *config, to
 
 /* Closes all ranks, also of an engine that was opened only in part. Returns false if a rank hangs:
  * memory that it may read must not be freed. */
+COLD
 static bool eng_close_ranks(eng *engine) {
     bool all_closed = true;
     for (int i = 0; i < engine->n_replicas; i++) {
@@ -28473,6 +28502,7 @@ static bool eng_close_ranks(eng *engine) {
 }
 
 /* Ends the workers. No reader is busy. */
+COLD
 static void eng_close_workers(eng_workers *workers) {
     pthread_mutex_lock(&workers->lock);
     workers->closing = true;
@@ -28484,6 +28514,7 @@ static void eng_close_workers(eng_workers *workers) {
     pthread_cond_destroy(&workers->released);
 }
 
+COLD
 static void eng_free(eng *engine) { /* its ranks are closed */
     eng_close_workers(&engine->workers);
     for (int i = 0; i < engine->n_replicas; i++) eng_replica_free(&engine->replicas[i]);
@@ -28580,6 +28611,7 @@ static void eng_size_windows(const eng *engine, const toka_device_options *devic
                          : eng_kv_capacity(engine, *device, max_len, config, &(int){0}));
 }
 
+COLD
 static eng *eng_new(const toka_backend *backend, const mf_model *files, const tok *tokenizer,
                     const toka_options *options) {
     eng *engine = mem_zalloc(sizeof *engine);
@@ -28609,6 +28641,7 @@ static eng *eng_new(const toka_backend *backend, const mf_model *files, const to
 /* Warm-up: runs the largest possible step once, on dummy tokens. This proves that the step fits in
  * memory and that every op runs before the first request comes, and it loads the code. No sequence
  * uses the pages that it writes. */
+COLD
 static int eng_warm_up(eng_replica *replica, const toka_shape *shape, const sched_config *config,
                        toka_err *e) {
     const int T = config->max_tokens, B = shape->B;
@@ -28732,6 +28765,7 @@ static int eng_open_draft_models(eng *engine, toka_device_options device,
 }
 
 /* Shards the model, sizes the KV cache, opens all devices. */
+COLD
 static int eng_open_replicas(eng *engine, toka_shape *shape, const toka_options *options,
                              sched_config *config, toka_err *e) {
     const int tp = MAX(options->tensor_parallel_size, 1);
@@ -28804,6 +28838,7 @@ static int eng_open_replicas(eng *engine, toka_shape *shape, const toka_options 
  * outlive the engine. After an error *out is unchanged. Exception: if a rank hangs, *out is an
  * engine with `hung` set. It stays in memory, because the rank may read it: eng_close returns false
  * for it and frees nothing. */
+COLD
 static int eng_open(eng **out, const toka_backend *backend, const mf_model *files,
                     toka_shape *shape, const tok *tokenizer, const toka_options *options,
                     toka_err *e) {
@@ -31148,6 +31183,7 @@ static int lib_set_score_tokens(toka *t, const char *names, toka_err *e) {
 /* Opens the components that work on text: model files, tokenizer, chat template. It also maps the
  * weights if `weights` is set. No device and no engine. Returns 0 or an error; on error *out is not
  * changed. */
+COLD
 static int lib_open_text(toka **out, const toka_options *options, bool weights, toka_err *e) {
     toka *t = mem_zalloc(sizeof *t);
     const mf_embedded *embedded = options->model ? NULL : embedded_model;
@@ -31282,6 +31318,7 @@ static int lib_check_dtype(const char *dtype, const toka_backend *backend, toka_
 }
 
 /* Checks the options that need no model, and that the device can be used. Returns 0 or an error. */
+COLD
 static int lib_check_options(const toka_options *options, toka_err *e) {
     if (!options->model && !embedded_model)
         return fail(e, TOKA_E_USE, "no model given, and none is embedded in this build");
