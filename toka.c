@@ -14743,6 +14743,8 @@ static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t genera
  *            was given before is one long draft
  *   draft_model  a smaller model of the same vocabulary draws them, with the same random numbers.
  *            It needs no match: each sequence in decode can have drafts
+ *   synthetic  for measurements: the tokens of the request's output_ids, a given share of them
+ *            right. They cost nothing, so the time is that of the verification alone
  * Example (ngram, k = 4): the output ends "for i in", and the prompt has "for i in range(n): x":
  * the drafts are `range`, `(`, `n` and `)`.
  *
@@ -14779,7 +14781,7 @@ enum {
 #define DRAFT_FIRST_SHARE 0.25
 #define DRAFT_MARGIN 1.15 /* a draft must pay so many times, as both sides are only measured */
 
-enum draft_method { DRAFT_NONE, DRAFT_NGRAM, DRAFT_SUFFIX, DRAFT_MODEL };
+enum draft_method { DRAFT_NONE, DRAFT_NGRAM, DRAFT_SUFFIX, DRAFT_MODEL, DRAFT_SYNTHETIC };
 
 typedef struct draft_config {
     enum draft_method method;
@@ -14787,6 +14789,7 @@ typedef struct draft_config {
     int min_match, max_match; /* tokens of the tail that must, and that may, match */
     bool always;              /* tests: each match gets n_tokens drafts, whatever they cost */
     char model[1024];         /* DRAFT_MODEL: as toka_options.model */
+    double rate;              /* DRAFT_SYNTHETIC: the share of the drafts that are right */
 } draft_config;
 
 typedef struct draft_rate { /* acceptance; older drafts count less */
@@ -14830,7 +14833,8 @@ static int draft_read_int(const json *options, const char *name, int low, int hi
 
 /* The options of vLLM's JSON object. */
 static const char *const draft_options[] = {"method", "num_speculative_tokens", "prompt_lookup_max",
-                                            "prompt_lookup_min", "model"};
+                                            "prompt_lookup_min", "model",
+                                            "synthetic_acceptance_rate"};
 
 typedef struct draft_kind {
     const char *name;
@@ -14840,7 +14844,8 @@ typedef struct draft_kind {
 
 static const draft_kind draft_kinds[] = {[DRAFT_NGRAM] = {"ngram", 4, 2, 4, 15},
                                          [DRAFT_SUFFIX] = {"suffix", 8, 2, 24, 3},
-                                         [DRAFT_MODEL] = {"draft_model", 4, 0, 0, 19}};
+                                         [DRAFT_MODEL] = {"draft_model", 4, 0, 0, 19},
+                                         [DRAFT_SYNTHETIC] = {"synthetic", 4, 0, 0, 35}};
 
 /* Sets the method and its defaults. */
 static void draft_set_method(enum draft_method method, draft_config *out) {
@@ -14919,6 +14924,9 @@ static int draft_read_object(const json *options, const char *model, draft_confi
     if (out->min_match > out->max_match)
         return fail(e, TOKA_E_USE, "speculative_config: prompt_lookup_min is %d, expected at most "
                     "prompt_lookup_max, %d", out->min_match, out->max_match);
+    out->rate = json_num(json_get(options, draft_options[5]), 0.7);
+    if (check_range("speculative_config: synthetic_acceptance_rate", out->rate, 0, 1, false, e))
+        return e->code;
     return draft_set_model(own_model, model, out, e);
 }
 
@@ -15061,11 +15069,12 @@ static int draft_choose(drafter *drafts, const sched_seq *sequence, int seq, int
 }
 
 /* Gives drafts to the sequences in decode, at most as many as the step has rows left: called before
- * sched_plan. Those of a model are drawn later. Returns true if a sequence can have drafts but
+ * sched_plan. Their tokens are there, but those of DRAFT_MODEL and DRAFT_SYNTHETIC come later (32).
+ * Returns true if a sequence can have drafts but
  * waits for its last token. */
 COLD
 static bool draft_plan(drafter *drafts, scheduler *sched) {
-    const bool by_model = drafts->config.method == DRAFT_MODEL;
+    const bool by_engine = drafts->config.method >= DRAFT_MODEL;
     bool waits = false;
     int n_rows_left = sched->config.max_tokens - sched->n_decode -
                       (int)MIN(sched->backlog, sched->config.max_tokens);
@@ -15078,10 +15087,10 @@ static bool draft_plan(drafter *drafts, scheduler *sched) {
         if (in_flight && sequence->n_drafts) continue;
         sequence->awaits_draft = false;
         if (room < 1 + in_flight) continue;
-        const draft_match match = by_model ? (draft_match){NULL, drafts->config.n_tokens, 0}
-                                           : draft_match_tail(&drafts->config, sched, seq);
+        const draft_match match = by_engine ? (draft_match){NULL, drafts->config.n_tokens, 0}
+                                            : draft_match_tail(&drafts->config, sched, seq);
         if (!match.n_next) continue;
-        const bool is_own = !by_model && match.next > sequence->tokens &&
+        const bool is_own = !by_engine && match.next > sequence->tokens &&
                             match.next < sequence->tokens + sequence->n_known;
         /* a match in its own text may go on into its own drafts, as in a text that repeats */
         const int most = MIN(MIN(drafts->config.n_tokens, room), is_own ? room : match.n_next);
@@ -15091,7 +15100,7 @@ static bool draft_plan(drafter *drafts, scheduler *sched) {
         sequence->awaits_draft = in_flight && n;
         waits |= in_flight && n;
         if (in_flight) continue;
-        for (int i = 0; i < n && !by_model; i++)
+        for (int i = 0; i < n && !by_engine; i++)
             sequence->tokens[sequence->n_known + i] = match.next[i];
         sequence->n_drafts = (uint8_t)n;
     }
@@ -28107,6 +28116,7 @@ typedef struct eng_request { /* from eng_submit until it is freed */
     bool finished;   /* its last event was delivered */
     bool leaked;     /* a hung rank may still read it: it is never freed */
     uint8_t *ended;  /* [n_samples] bits */
+    const int32_t *output_ids; /* [sampling.max_tokens] these replace the draws; NULL: none */
     toka_sampling sampling;
     eng_mask first_mask;  /* of a constraint: before the output */
     toka_sampling prompt_sampling; /* for rows that score prompt tokens; only .logprobs is used */
@@ -28204,6 +28214,7 @@ typedef struct eng_inflight {
     con_bits **masks; /* [n_masks] of its rows, with a reference each */
     int n_masks;
     bool has_forced; /* it has rows of forced tokens */
+    bool has_texts;  /* it has samples whose draws are replaced */
     int64_t first_number, last_number; /* model_post's, of the first and the last microbatch */
     double plan_began, plan_s; /* os_now() when its plan began; how long this took */
 } eng_inflight;
@@ -29225,6 +29236,11 @@ static eng_request *eng_request_new(const eng *engine, const eng_submission *sub
         sampling->max_tokens = 1;
         sampling->n_stop = 0;
     }
+    if (params->output_ids) {
+        sampling->max_tokens = MIN(sampling->max_tokens, params->n_output_ids);
+        request->output_ids = arena_copy(memory, params->output_ids,
+                                         (size_t)sampling->max_tokens * sizeof(int32_t));
+    }
     if (sampling->bad_words) atomic_fetch_add(&sampling->bad_words->refs, 1);
     if (sampling->constraint) atomic_fetch_add(&sampling->constraint->refs, 1);
     eng_add_end_ids(engine->files, sampling, &request->end_ids);
@@ -29286,6 +29302,11 @@ static int eng_check(const mf_model *files, const tok *tokenizer, int max_len,
     if (params->n < min_n || params->n > ENG_MAX_N)
         return fail(e, TOKA_E_USE, "n is %d, expected %d to %d", params->n, min_n, ENG_MAX_N);
     if (check_int("prompt_logprobs", params->prompt_top, 0, TOKA_MAX_LOGPROBS, e)) return e->code;
+    for (int i = 0; params->output_ids && i < params->n_output_ids; i++)
+        if (check_int("output_ids", params->output_ids[i], 0, V - 1, e)) return e->code;
+    if (params->output_ids && (params->n_output_ids < 1 || sampling->constraint || !params->n))
+        return fail(e, TOKA_E_USE, "output_ids: expected at least one id, a sample, and no "
+                                   "constraint");
     if (sampling->bad_words && sampling->bad_words->tokenizer != tokenizer)
         return fail(e, TOKA_E_USE, "bad_words were made for another model");
     if (sampling->constraint && sampling->constraint->tokenizer != tokenizer)
@@ -29680,11 +29701,33 @@ static void eng_split_samples(const eng_replica *replica, eng_inflight *inflight
     }
 }
 
+/* The draws of this row's sample are replaced. The row reads the token before it from the text, as
+ * the device has the one that was drawn. */
+COLD
+static void eng_use_text(eng_inflight *inflight, const eng_request *request,
+                         const toka_sample_row *row) {
+    const int place = (int)row->position - row->n_prompt; /* of the token to draw */
+    inflight->has_texts = true;
+    if (place && inflight->batch.ids[row->row] < 0)
+        inflight->batch.ids[row->row] = request->output_ids[place - 1];
+}
+
+/* Replaces the draws of a step that is done. */
+COLD
+static void eng_replace_draws(eng_inflight *inflight) {
+    for (int i = 0; i < inflight->n_sampled; i++) {
+        const toka_sample_row *row = &inflight->sample_rows[i];
+        const int32_t *text = inflight->row_requests[i]->output_ids;
+        const int at = inflight->micros.n ? inflight->micros.sample_at[i] : i;
+        if (text) inflight->results[at].id = text[(int)row->position - row->n_prompt];
+    }
+}
+
 /* Fills the step's sample rows: those of batch.samples, then those of scored prompt tokens. */
 static void eng_make_sample_rows(eng_replica *replica, eng_inflight *inflight) {
     inflight->row_ids.n = 0;
     inflight->n_masks = 0;
-    inflight->has_forced = false;
+    inflight->has_forced = inflight->has_texts = false;
     eng_split_samples(replica, inflight);
     eng_add_pools(replica, inflight);
     for (int i = 0; i < inflight->n_sampled; i++) {
@@ -29702,6 +29745,7 @@ static void eng_make_sample_rows(eng_replica *replica, eng_inflight *inflight) {
             .n_prompt = sequence->n_prompt};
         inflight->row_requests[i] = request;
         request->n_in_flight++;
+        if (request->output_ids) eng_use_text(inflight, request, &inflight->sample_rows[i]);
         if (!request->score_only)
             eng_add_row_ids(replica, inflight, request, sample->seq, &inflight->sample_rows[i]);
     }
@@ -30455,6 +30499,27 @@ static void eng_list_drafting(eng_replica *replica) {
     }
 }
 
+/* Takes drafts from the output_ids of requests. A given share of them is right. */
+COLD
+static void eng_make_synthetic(const eng_replica *replica) {
+    const double rate = replica->drafts.config.rate;
+    for (int seq = 0; seq < replica->sched.config.max_seqs; seq++) {
+        sched_seq *sequence = &replica->sched.seqs[seq];
+        if (sequence->state != SCHED_DECODE || sequence->no_run_ahead ||
+            sequence->n_known < sequence->n_planned)
+            continue;
+        const eng_request *request = replica->requests[sequence->request];
+        if (!request->output_ids) sequence->n_drafts = 0;
+        for (int i = 0; i < sequence->n_drafts; i++) {
+            const int pos = sequence->n_known + i;
+            const uint64_t random = hash_mix(request->sampling.seed + ((uint64_t)pos << 32) +
+                                             (uint64_t)sequence->sample);
+            const int32_t id = request->output_ids[pos - sequence->n_prompt];
+            sequence->tokens[pos] = (double)(random >> 11) * 0x1p-53 < rate ? id : !id;
+        }
+    }
+}
+
 /* Draws the drafts that draft_plan chose. Returns false if the in-flight steps must be committed
  * first, or if the draft model failed. */
 COLD
@@ -30490,6 +30555,7 @@ static bool eng_plan_step(eng_replica *replica) {
         replica->n_in_flight && replica->model.pp == 1)
         return false;
     if (engine->draft_files && !eng_draw_drafts(replica)) return false;
+    if (engine->drafts.method == DRAFT_SYNTHETIC) eng_make_synthetic(replica);
     const double draft_s = os_now() - began;
     replica->sched.awaits_reading =
         replica->sched.n_reading && replica->gather_since && eng_gather_s(replica, began) > 0;
@@ -30562,6 +30628,7 @@ static void eng_commit_oldest(eng_replica *replica) {
     engine->stats.steps++;
     engine->stats.rows += inflight->batch.step.T;
     const bool has_drafts = replica->drafts.config.method != DRAFT_NONE;
+    if (inflight->has_texts) eng_replace_draws(inflight);
     const int n_verified =
         has_drafts || inflight->has_forced ? eng_verify_drafts(replica, inflight) : 0;
     if (has_drafts) eng_time_drafts(replica, inflight, n_verified);
@@ -46123,7 +46190,8 @@ static int run_dummy_open(toka **out, const toka_options *options, const char *t
 typedef struct run_bench_options {
     /* Path of the file. Its lines are
      * {"prompt_token_ids": [..] or "prompt": "..", "output_lengths": [l1, ..]}, with or without
-     * "json_schema": {..}, which the outputs must begin to match. */
+     * "json_schema": {..}, which the outputs must begin to match. In place of output_lengths, or
+     * beside it, "output_token_ids": [[..], ..] has the ids that replace the draws. */
     const char *dataset;
     const char *timeline;    /* path of the file that gets a line for each step; NULL: none */
     int num_prompts;         /* lines of the dataset to use; 0: all */
@@ -46138,6 +46206,7 @@ typedef struct run_bench_options {
 typedef struct run_bench_sample {
     int prompt; /* index of its prompt */
     int length; /* output tokens */
+    size_t text_at; /* its output_token_ids begin there in run_bench_state.texts; SIZE_MAX: none */
     int64_t id; /* request id of the engine; 0 before it is submitted */
 } run_bench_sample;
 
@@ -46149,6 +46218,7 @@ typedef struct run_bench_state {
     const run_bench_options *options;
     toka *toka;
     ids tokens;                /* the tokens of all prompts, one after another */
+    ids texts;                 /* output_token_ids of all samples that have them */
     size_t *prompt_at;         /* [n_prompts + 1] where each prompt begins in `tokens` */
     toka_constraint **constraints; /* [n_prompts] owned; NULL: none */
     run_bench_sample *samples; /* [n_samples] in the order of the file */
@@ -46210,12 +46280,61 @@ static int run_bench_constraint(run_bench_state *bench, const json *schema, int6
                             (long long)number, why.msg);
 }
 
+/* Adds a sample. text: its ids in place of the draws, or NULL. Returns 0 or TOKA_E_INPUT. */
+static int run_bench_sample_add(run_bench_state *bench, int64_t n_prompt, int64_t length,
+                                const json *text, int64_t number, toka_err *e) {
+    const size_t text_at = text ? bench->texts.n : SIZE_MAX;
+    if (length < 1 || length > bench->toka->shape.max_len - n_prompt)
+        return fail(e, TOKA_E_INPUT,
+                    "%s: line %lld: a prompt of %lld tokens and an output of %lld, expected at "
+                    "least 1 and at most %d in all",
+                    bench->options->dataset, (long long)number, (long long)n_prompt,
+                    (long long)length, bench->toka->shape.max_len);
+    if (text)
+        JSON_EACH(item, text)
+            ids_push(&bench->texts, (int32_t)MAX(-1, MIN(json_int(item, -1), INT32_MAX)));
+    if (bench->n_samples == bench->cap_samples) {
+        bench->cap_samples = MAX(1024, 2 * bench->cap_samples);
+        bench->samples = mem_realloc(bench->samples,
+                                     (size_t)bench->cap_samples * sizeof *bench->samples);
+    }
+    bench->samples[bench->n_samples++] =
+        (run_bench_sample){(int)bench->n_prompts, (int)length, text_at, 0};
+    return 0;
+}
+
+/* Adds the samples of a line: one for each of output_lengths, or of output_token_ids. */
+static int run_bench_samples(run_bench_state *bench, const json *root, int64_t n_prompt,
+                             int64_t number, toka_err *e) {
+    const json *lengths = json_get(root, "output_lengths");
+    const json *texts = json_get(root, "output_token_ids");
+    const json *text = json_is(texts, JSON_ARRAY) && texts->n ? texts + 1 : NULL;
+    int64_t length;
+    if (texts && (!text || (lengths && lengths->n != texts->n)))
+        return fail(e, TOKA_E_INPUT, "%s: line %lld: output_token_ids: expected a list of ids for "
+                    "each sample", bench->options->dataset, (long long)number);
+    JSON_EACH(item, lengths ? lengths : texts) {
+        if (texts && !json_is(text, JSON_ARRAY))
+            return fail(e, TOKA_E_INPUT, "%s: line %lld: output_token_ids: expected lists of ids",
+                        bench->options->dataset, (long long)number);
+        if (!lengths) length = (int64_t)text->n;
+        else if (!json_whole(item, &length) || (text && length != (int64_t)text->n))
+            return fail(e, TOKA_E_INPUT, "%s: line %lld: output_lengths: expected whole numbers%s",
+                        bench->options->dataset, (long long)number,
+                        text ? ", those of output_token_ids" : "");
+        if (run_bench_sample_add(bench, n_prompt, length, text, number, e)) return e->code;
+        if (text) text = json_next(text);
+    }
+    return 0;
+}
+
 /* run_line_fn: adds a line's prompt and samples to the state. Returns TOKA_E_INPUT if the line has
  * no prompt or no output_lengths, or if a sequence is longer than the model allows. */
 static int run_bench_line(void *user, const json *root, int64_t number, toka_err *e) {
     run_bench_state *bench = user;
     const json *prompt = json_get(root, "prompt_token_ids"), *text = json_get(root, "prompt");
     const json *lengths = json_get(root, "output_lengths");
+    if (!lengths) lengths = json_get(root, "output_token_ids");
     if (bench->n_prompts + 1 >= bench->cap_prompts) {
         bench->cap_prompts = MAX(1024, 2 * bench->cap_prompts);
         bench->prompt_at = mem_realloc(bench->prompt_at,
@@ -46239,25 +46358,7 @@ static int run_bench_line(void *user, const json *root, int64_t number, toka_err
         return fail(e, TOKA_E_INPUT,
                     "%s: line %lld: expected prompt_token_ids or prompt, and output_lengths",
                     bench->options->dataset, (long long)number);
-    JSON_EACH(item, lengths) {
-        int64_t length;
-        if (!json_whole(item, &length))
-            return fail(e, TOKA_E_INPUT, "%s: line %lld: output_lengths: expected whole numbers",
-                        bench->options->dataset, (long long)number);
-        if (length < 1 || length > bench->toka->shape.max_len - n_prompt)
-            return fail(e, TOKA_E_INPUT,
-                        "%s: line %lld: a prompt of %lld tokens and an output of %lld, expected at "
-                        "least 1 and at most %d in all",
-                        bench->options->dataset, (long long)number, (long long)n_prompt,
-                        (long long)length, bench->toka->shape.max_len);
-        if (bench->n_samples == bench->cap_samples) {
-            bench->cap_samples = MAX(1024, 2 * bench->cap_samples);
-            bench->samples = mem_realloc(bench->samples,
-                                         (size_t)bench->cap_samples * sizeof *bench->samples);
-        }
-        bench->samples[bench->n_samples++] =
-            (run_bench_sample){(int)bench->n_prompts, (int)length, 0};
-    }
+    if (run_bench_samples(bench, root, n_prompt, number, e)) return e->code;
     toka_constraint **constraint = &bench->constraints[bench->n_prompts];
     bench->prompt_at[++bench->n_prompts] = bench->tokens.n;
     return run_bench_constraint(bench, json_get(root, "json_schema"), number, constraint, e);
@@ -46276,6 +46377,8 @@ static void run_bench_submit(run_bench_state *bench) {
                                             (uint64_t[]){0, (uint64_t)bench->next++});
     request.sampling.max_tokens = sample->length;
     request.sampling.ignore_eos = true;
+    if (sample->text_at != SIZE_MAX) request.output_ids = bench->texts.p + sample->text_at;
+    request.n_output_ids = sample->length;
     request.sampling.constraint = bench->constraints[sample->prompt];
     toka_submit(bench->toka, &request, run_bench_event, bench, &sample->id, &bench->error);
 }
@@ -46413,7 +46516,7 @@ static int run_bench_throughput(toka *t, const run_bench_options *options, toka_
             *e = close_error, code = close_error.code;
     }
     for (int64_t i = 0; i < bench.n_prompts; i++) toka_constraint_del(bench.constraints[i]);
-    ids_free(&bench.tokens);
+    ids_free(&bench.tokens), ids_free(&bench.texts);
     free(bench.prompt_at);
     free(bench.constraints);
     free(bench.samples);
@@ -52433,6 +52536,9 @@ static const help_page help_pages[] = {
      "  model whose tokenizer is the same. It takes a part of the KV cache, which the\n"
      "  start states, and draws its guesses with the seeds of the samples. It has no\n"
      "  pipeline stages beside it, and itself one rank a replica.\n"
+     "- synthetic is for measurements: toka bench throughput, with a dataset whose\n"
+     "  lines have output_token_ids, takes guesses from these; a share of them,\n"
+     "  synthetic_acceptance_rate (default: 0.7), is right. They cost no time.\n"
      "- How many guesses are made is measured: where they are rarely right, or where\n"
      "  a row costs as much as it brings, there are none. Samples with a constraint\n"
      "  and models with linear mixers get none. EAGLE and Medusa heads are not there.\n"
@@ -53067,7 +53173,7 @@ static const cli_flag cli_flags[] = {
     {NULL, NULL, NULL, 0, 0, 0, "Bench"},
     {"dataset", "", "FILE", CLI_TEXT, AT(dataset), FOR_THROUGHPUT | FOR_BENCH_SERVE,
      "lines with prompt_token_ids or prompt, and output_lengths: a sample for each; with a "
-     "json_schema its outputs match it"},
+     "json_schema its outputs match it; bench throughput: output_token_ids replace the draws"},
     {"timeline", "", "FILE", CLI_TEXT, AT(timeline), FOR_THROUGHPUT,
      "a line for each step, as CSV: when the device ran it, by its own clock"},
     {"num-prompts", "", "N", CLI_INT, AT(num_prompts), FOR_THROUGHPUT | FOR_BENCH_SERVE,

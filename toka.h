@@ -343,6 +343,11 @@ typedef struct toka_request { /* all pointers are borrowed during the call only 
                               (Matryoshka); 0: all */
     int normalize;         /* with pooling: 1: the vector, after dimensions, is divided by its L2
                               norm */
+    const int32_t *output_ids; /* [n_output_ids] for measurements: each draw is made, and then
+                              replaced by the id at its place, in each sample; max_tokens is at most
+                              n_output_ids. Log-probabilities are those of the draws. Not with a
+                              constraint. NULL: none */
+    int n_output_ids;
 } toka_request;
 
 /* How an embedding is made of the hidden states of a prompt's tokens, after the final norm. MEAN

@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Writes workloads for `toka bench throughput --dataset FILE`. Each line is one request:
-{"prompt_token_ids": [...], "output_lengths": [...]}: one sample for each length, forced to this length. A line may have a json_schema.
+{"prompt_token_ids": [...], "output_lengths": [...]}: one sample for each length, forced to this length. A line may have a json_schema, or
+output_token_ids, which replace the draws.
 
   make_dataset.py monkeys OUT [--problems 128] [--samples 1024]   GSM8K, 4-shot: all prompts share four examples and have about 715
                                                                   tokens; output lengths of about 150 tokens
   make_dataset.py chat OUT [--requests 2000]                      prompt and output lengths of a public conversation trace; random ids
                                                                   without shared prefixes
   make_dataset.py latency OUT                                     one sequence, 128 tokens in, 512 out
+  make_dataset.py edit OUT [--requests 64] [--length 512]         prompts of --length random ids, and outputs that are the prompt with one
+                                                                  id in 20 changed: output_token_ids, for drafts from the prompt
   make_dataset.py json OUT [--rows 64] [--length 256] [--plain]   16 schemas of MaskBench, each the items of an endless array; --rows samples
                                                                   of them in all, each of --length tokens. --plain: the same without schemas
 
@@ -67,6 +70,13 @@ def latency(a, rng):
     yield {"prompt_token_ids": [rng.randrange(1000, 100000) for _ in range(128)], "output_lengths": [512]}
 
 
+def edit(a, rng):
+    for _ in range(a.requests):
+        prompt = [rng.randrange(300, 900) for _ in range(a.length)]
+        text = [rng.randrange(300, 900) if rng.random() < 0.05 else i for i in prompt]
+        yield {"prompt_token_ids": prompt, "output_lengths": [a.length], "output_token_ids": [text]}
+
+
 def endless(schema):
     """An array of so many items of the schema that no output reaches its end. None: the schema has a $ref that would not be found."""
     refs = re.findall(r'"\$ref": "([^"]*)"', json.dumps(schema))
@@ -97,7 +107,7 @@ def json_schemas(a, rng):
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("workload", choices=["monkeys", "chat", "latency", "json"])
+    p.add_argument("workload", choices=["monkeys", "chat", "latency", "edit", "json"])
     p.add_argument("out")
     p.add_argument("--problems", type=int, default=128)
     p.add_argument("--samples", type=int, default=1024)
@@ -109,7 +119,7 @@ def main():
     p.add_argument("--seed", type=int, default=0)
     a = p.parse_args()
     n_in = n_out = n = 0
-    lines = {"monkeys": monkeys, "chat": chat, "latency": latency, "json": json_schemas}[a.workload](a, random.Random(a.seed))
+    lines = {"monkeys": monkeys, "chat": chat, "latency": latency, "edit": edit, "json": json_schemas}[a.workload](a, random.Random(a.seed))
     try:
         first = next(lines)
     except (FileNotFoundError, ModuleNotFoundError) as e:

@@ -52,6 +52,34 @@ def test_throughput_has_the_lines_of_vllm(tmp_path):
     assert abs(v["tokens_per_second"] * v["elapsed_time"] - 330) < 1 and abs(v["requests_per_second"] * v["elapsed_time"] - 2) < 0.01
 
 
+def test_outputs_are_those_of_the_dataset(tmp_path):
+    """output_token_ids replace the draws. Drafts are right where they equal the text: those from it as often as asked for, those of n-grams
+    in a text that repeats, and so there are fewer steps."""
+    text = [[(i * 37 + i // 9 + j) % 1000 for i in range(120)] for j in range(3)]
+    lines = [{"prompt_token_ids": ids(20), "output_token_ids": text}]
+    env = {"TOKA_DEBUG_DRAFTS": "1"}
+    found = {}
+    for rate in (None, 0, 0.7, 1):
+        config = [] if rate is None else ["--speculative-config", json.dumps({"method": "synthetic", "synthetic_acceptance_rate": rate, "num_speculative_tokens": 4})]
+        out, _ = bench("throughput", "-m", "test/model", "--dataset", dataset(tmp_path, lines), "--device", "cpu", "--json", *config, env=env)
+        v = found[rate] = json.loads(out)
+        assert v["total_output_tokens"] == 360
+    assert found[None]["draft_tokens"] == 0 and found[0]["draft_tokens_accepted"] == 0 and found[0]["draft_tokens"] > 1000
+    assert found[1]["draft_tokens_accepted"] == found[1]["draft_tokens"] and found[1]["steps"] < 30 < 118 < found[None]["steps"]
+    # of four drafts at 0.7, on average 0.7 + 0.49 + 0.343 + 0.2401 = 1.77 count
+    assert 0.36 < found[0.7]["draft_tokens_accepted"] / found[0.7]["draft_tokens"] < 0.53
+    lines = [{"prompt_token_ids": ids(20), "output_token_ids": [[5, 6, 7, 8, 9] * 20], "output_lengths": [100]}]
+    out, _ = bench("throughput", "-m", "test/model", "--dataset", dataset(tmp_path, lines), "--device", "cpu", "--json", "--num-speculative-tokens", "8", env=env)
+    v = json.loads(out)
+    assert v["draft_tokens_accepted"] > 80 and v["steps"] < 25 and v["total_output_tokens"] == 100
+    for bad, words in (({"output_token_ids": 5, "output_lengths": [2]}, "output_token_ids: expected a list of ids for each sample"),
+                       ({"output_token_ids": [[1, 2]], "output_lengths": [3]}, "expected whole numbers, those of output_token_ids"),
+                       ({"output_token_ids": [[1], 2]}, "output_token_ids: expected lists of ids"),
+                       ({"output_token_ids": [[1, 99999]]}, "output_ids: 99999, expected 0 to 1023")):
+        _, err = bench("throughput", "-m", "test/model", "--dataset", dataset(tmp_path, [{"prompt_token_ids": ids(20)} | bad]), "--device", "cpu", status=1)
+        assert words in err
+
+
 def test_outputs_match_a_schema(tmp_path):
     """Samples end early if their text is complete; masks of places where a row was before are kept."""
     lines = [{"prompt_token_ids": ids(9), "output_lengths": [40] * 8, "json_schema": {"enum": ["Tom has 3"]}},

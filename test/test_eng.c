@@ -1292,6 +1292,53 @@ static void test_draft_model(void) {
     eng_remove(eng_small_model);
 }
 
+/* The draws of a request with output_ids are replaced, whatever runs ahead; each next row reads the text. */
+static void test_output_ids(void) {
+    static const struct { int n_ahead, pp; bool late; const char *draft; } cases[] = {
+        {1, 1, false, NULL}, {4, 1, true, NULL}, {4, 2, false, NULL}, {2, 1, false, "{\"method\":\"synthetic\",\"synthetic_acceptance_rate\":0.6}"}};
+    enum { N = 40 };
+    float want[N];
+    for (int k = 0; k < COUNT(cases); k++) {
+        toka_options o = toka_options_default();
+        toka_err e = {0};
+        o.model = eng_model, o.n_threads = 1, o.max_num_seqs = 4, o.max_num_batched_tokens = 64, o.max_model_len = 160;
+        o.pipeline_parallel_size = cases[k].pp, o.speculative_config = cases[k].draft;
+        toka *t = eng_open_ahead(o, cases[k].n_ahead, cases[k].late);
+        int32_t text[N + 64], *problem;
+        size_t n_problem;
+        problem = eng_problem_ids(t, str_c(eng_problem), &n_problem);
+        memcpy(text, problem, n_problem * 4);
+        for (int i = 0; i < N; i++) text[n_problem + (size_t)i] = 10 + i * 29 % 900;
+        toka_request r = toka_request_default();
+        r.ids = problem, r.n_ids = n_problem, r.n = 6, r.sampling.temperature = 0, r.sampling.max_tokens = 100, r.sampling.logprobs = 1;
+        r.sampling.repetition_penalty = 1.2f, r.output_ids = text + n_problem, r.n_output_ids = N;
+        eng_collected *g = mem_zalloc(sizeof *g);
+        CHECK_MSG(!toka_generate(t, &r, eng_collect, g, NULL, &e), "%s", e.msg);
+        for (int j = 0; j < r.n; j++) {
+            CHECK(g->id[j].n == N && !memcmp(g->id[j].p, text + n_problem, N * 4) && g->finish[j] == TOKA_LENGTH);
+            if (!k && !j) memcpy(want, g->logprob[0], sizeof want);
+            CHECK_MSG(!memcmp(g->logprob[j], want, sizeof want), "case %d, sample %d", k, j);
+        }
+        eng_collected_free(g);
+        for (int i = 0; i < N && !k; i += 13) { /* the draw behind the text up to here */
+            int code;
+            toka_sampling s = r.sampling;
+            s.max_tokens = 1, s.repetition_penalty = 1;
+            g = eng_ask(t, NULL, text, n_problem + (size_t)i, 1, &s, &code, &e);
+            CHECK_MSG(!code && (g->logprob[0][0] == want[i] || (want[i] < g->logprob[0][0] && i)), "token %d: %g, %g", i, (double)want[i], (double)g->logprob[0][0]);
+            eng_collected_free(g);
+        }
+        r.n_output_ids = 0;
+        CHECK(toka_generate(t, &r, eng_collect, NULL, NULL, &e) == TOKA_E_USE && strstr(e.msg, "output_ids: expected at least one id"));
+        if (cases[k].draft) {
+            const toka_stats stats = toka_get_stats(t);
+            CHECK_MSG(stats.draft_accepted_at[0] * 10 > stats.drafts * 4 && stats.draft_accepted_at[0] * 10 < stats.drafts * 8, "%d of %d", (int)stats.draft_accepted_at[0], (int)stats.drafts);
+        }
+        free(problem);
+        toka_close(t);
+    }
+}
+
 /* Draft models that cannot be used, and the memory that one takes. */
 static void test_draft_model_open(void) {
     char other[] = "/tmp/toka_other_XXXXXX", path[128];
@@ -2558,6 +2605,7 @@ static const struct test eng_tests[] = {
     {"drafts: ends inside of accepted drafts", test_draft_ends},
     {"drafts: of a model", test_draft_model},
     {"drafts: models that do not fit", test_draft_model_open},
+    {"drafts: ids that replace the draws", test_output_ids},
     {"engine: windows that give pages back change nothing", test_ahead_windows},
     {"engine: a device fails, with steps in flight", test_ahead_fault},
     {"engine: requests find a replica", test_replicas},

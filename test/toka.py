@@ -77,7 +77,7 @@ class _Request(C.Structure):
     _fields_ = [("text", _TEXT), ("text_bytes", C.c_size_t), ("text_flags", C.c_int), ("ids", _IDS), ("n_ids", C.c_size_t), ("n", C.c_int),
                 ("sampling", _Sampling), ("prompt_logprobs", C.c_int), ("prompt_top", C.c_int), ("prompt_ranks", C.c_int),
                 ("keep_special", C.c_int), ("ids_only", C.c_int), ("priority", C.c_int), ("length_class", C.c_uint64), ("pooling", C.c_int),
-                ("dimensions", C.c_int), ("normalize", C.c_int)]
+                ("dimensions", C.c_int), ("normalize", C.c_int), ("output_ids", _IDS), ("n_output_ids", C.c_int)]
 
 
 class _Event(C.Structure):
