@@ -46849,6 +46849,9 @@ typedef struct plan_query { /* what `toka plan` was asked; plan_check checks all
     bool any_gpus;             /* the number of GPUs is to be found */
     double ttft_s, itl_s, e2e_s; /* limits of --goodput, seconds; INFINITY: none */
     double price;              /* of a GPU for an hour; 0: not given */
+    draft_config drafts;       /* speculative decoding */
+    double acceptance;         /* the share of the drafts that are right, if those before are */
+    const struct plan_query *draft_model; /* NULL: drafts take no time and no memory */
 } plan_query;
 
 typedef struct plan_rank { /* one GPU of a replica */
@@ -46868,6 +46871,7 @@ typedef struct plan_load { /* one step of one microbatch; means, so they need no
     double n_rows;    /* through the layers */
     double n_sampled; /* rows that sample a token */
     double n_prompts; /* prompts that are computed */
+    double n_drafts;  /* of each sequence: its rows read K and V together */
 } plan_load;
 
 /* Seconds of one rank in one step, by what limits the op: reading weights; reading the KV cache;
@@ -46988,6 +46992,9 @@ static int plan_check_split(const plan_query *query, int tp, int pp, toka_err *e
                     "tensor parallel size %d: tensor ranks need peer access (NVLink), which %s "
                     "mostly lack; stages and replicas do not need it",
                     tp, query->gpu->name);
+    if (pp > 1 && query->draft_model)
+        return fail(e, TOKA_E_USE, "pipeline parallel size %d: a draft model has no stages beside "
+                    "it", pp);
     if (plan_check_layout(&query->model->shape, tp, pp, e)) return e->code;
     for (int i = 0; i < tp; i++)
         if (!plan_rank_costs(query, tp, i, e)) return e->code;
@@ -47098,6 +47105,12 @@ static plan_rank plan_make_rank(const plan_query *query, int tp, int pp, int sta
                              query->max_tokens) +
                          (int64_t)toka_gpu_group_bytes(shape, query->max_tokens, tp, pp);
     rank.bytes = plan_token_bytes(query->model, shape, rank.first_layer);
+    if (query->draft_model && !stage && !tp_rank) { /* it is one rank of each replica */
+        const plan_rank other = plan_make_rank(query->draft_model, 1, 1, 0, 0);
+        rank.weight_bytes += other.weight_bytes;
+        rank.scratch_bytes += other.scratch_bytes;
+        rank.bytes.all += other.bytes.all;
+    }
     rank.kv_bytes = (int64_t)(query->utilization * (query->gpu->memory - PLAN_CONTEXT_BYTES)) -
                     rank.weight_bytes - rank.scratch_bytes -
                     query->max_seqs * eng_state_bytes(shape, 0);
@@ -47131,15 +47144,16 @@ static void plan_add_attention(const plan_query *query, const plan_rank *rank,
     const double window = query->model->window[i];
     double prompt = query->input_len, own_rows = query->output_len / 2.0,
            pairs = prompt * prompt / 2;
-    double running = ceil(load->n_sampled / query->n_samples);
+    const double n_seqs = load->n_sampled / (1 + load->n_drafts);
+    double running = ceil(n_seqs / query->n_samples);
     if (window > 0) {
         if (window < prompt) pairs = window * prompt - window * window / 2;
         own_rows = MIN(own_rows, window), prompt = MIN(prompt, window - own_rows);
     }
     double flop = 2.0 * rank->shape.H * (rank->shape.D + toka_value_size(&rank->shape));
     double bytes = (double)plan_kv_row_bytes(query->model, &rank->shape, i);
-    plan_add_op(query->gpu, flop * load->n_sampled * own_rows, bytes * load->n_sampled * own_rows,
-                times, &times->kv);
+    plan_add_op(query->gpu, flop * load->n_sampled * own_rows, bytes * n_seqs * own_rows, times,
+                &times->kv);
     plan_add_op(query->gpu, flop * load->n_sampled * prompt, bytes * running * prompt, times,
                 &times->kv);
     plan_add_op(query->gpu, flop * load->n_prompts * pairs,
@@ -47251,7 +47265,7 @@ static plan_rate plan_make_rate(const plan_query *query, const plan_rank *ranks,
     /* sequences of a microbatch */
     double per_micro = (double)n_running / (double)MIN(n_running, (int64_t)layout->pp);
     plan_load load = {per_micro * (1 + prompt_rows), per_micro,
-                      prompts ? per_micro / ((double)query->n_samples * query->output_len) : 0};
+                      prompts ? per_micro / ((double)query->n_samples * query->output_len) : 0, 0};
     plan_time slowest = {0};
     for (int i = 0; i < layout->tp * layout->pp; i++) {
         plan_time times = plan_rank_time(query, &ranks[i], layout->tp, &load);
@@ -47355,7 +47369,7 @@ static double plan_step_of(const plan_query *query, const plan_rank *ranks,
                            const plan_layout *layout, double n_sequences, double n_rows) {
     const double parts = MAX(1.0, MIN(n_sequences + n_rows, (double)layout->pp));
     const double prompts = n_rows / query->input_len / parts, sampled = n_sequences / parts;
-    const plan_load load = {sampled + n_rows / parts, sampled + prompts, prompts};
+    const plan_load load = {sampled + n_rows / parts, sampled + prompts, prompts, 0};
     double slowest = 0;
     for (int i = 0; i < layout->tp * layout->pp; i++) {
         const plan_time times = plan_rank_time(query, &ranks[i], layout->tp, &load);
@@ -47620,6 +47634,9 @@ typedef struct plan_options { /* of the command line; 0 or NULL: not given */
     const char *goodput;
     double price;         /* of a GPU for an hour */
     int batch;            /* sequences of the memory table */
+    const char *speculative_config, *draft_model; /* as in toka_options, as is the next one */
+    int num_speculative_tokens;
+    double acceptance;
     bool json;
 } plan_options;
 
@@ -47680,6 +47697,7 @@ static int plan_check_service(const plan_options *options, plan_query *query, to
     } numbers[] = {{"--request-rate", options->rate, 1e6},
                    {"--requests-per-day", options->per_day, 1e11},
                    {"--gpu-price", options->price, 1e6},
+                   {"--acceptance", options->acceptance, 1},
                    {"--batch-size", options->batch, 65536}}; /* 0: not given */
     for (int i = 0; i < COUNT(numbers); i++)
         if (!(numbers[i].value >= 0 && numbers[i].value <= numbers[i].max))
@@ -47696,6 +47714,24 @@ static int plan_check_service(const plan_options *options, plan_query *query, to
         return fail(e, TOKA_E_USE, "%s needs --request-rate or --requests-per-day",
                     options->goodput ? "--goodput" : "--gpu-price");
     return plan_read_goodput(options->goodput, query, e);
+}
+
+/* Checks the options of speculative decoding. */
+static int plan_check_drafts(const plan_options *options, plan_query *query, toka_err *e) {
+    const toka_options from = {.speculative_config = options->speculative_config,
+                               .num_speculative_tokens = options->num_speculative_tokens,
+                               .draft_model = options->draft_model};
+    if (draft_read_config(&from, &query->drafts, e)) return e->code;
+    query->acceptance = options->acceptance > 0 ? options->acceptance : 0.7;
+    if (!query->drafts.method)
+        return options->acceptance > 0 ? fail(e, TOKA_E_USE, "--acceptance: of which drafts? expected "
+                                              "--speculative-config or --draft-model beside it")
+                                       : 0;
+    if (query->rate > 0 || options->batch)
+        return fail(e, TOKA_E_USE, "speculative decoding: its speed-up is calculated for --gpus, not "
+                    "beside %s", options->batch ? "--batch-size" : "a rate of requests");
+    return !query->model->shape.linear.n_layers
+               ? 0 : fail(e, TOKA_E_USE, "speculative decoding: layers with a state take no drafts");
 }
 
 /* Checks the numbers that have fixed limits. */
@@ -47760,7 +47796,8 @@ static int plan_check(const plan_options *options, plan_query *query, int *must_
                     "sequence",
                     query->input_len, query->output_len, query->max_len);
     *must_hold = options->max_len ? query->max_len : query->input_len + query->output_len;
-    return plan_check_service(options, query, e);
+    if (plan_check_service(options, query, e)) return e->code;
+    return plan_check_drafts(options, query, e);
 }
 
 /* Finds the model. A name or hub id of models.txt needs no model files. A folder, or a hub id in
@@ -47997,6 +48034,94 @@ static void plan_put_experts(const plan_query *query, const plan_layout *layout,
     buf_char(out, '\n');
 }
 
+/* ---- The speed-up by drafts ----
+ * A step with k drafts of each sequence has 1 + k rows of it, which read K and V together, and
+ * brings 1 + a + a^2 + .. + a^k tokens, where a is the acceptance. A draft model takes k steps of
+ * its own before it, of one row a sequence. */
+
+enum { PLAN_DRAFT_SEQS = 7, PLAN_DRAFT_COUNTS = 6 };
+static const int plan_draft_seqs[PLAN_DRAFT_SEQS] = {1, 4, 16, 64, 128, 256, 1024};
+static const int plan_draft_counts[PLAN_DRAFT_COUNTS] = {1, 2, 3, 4, 5, 8};
+
+/* Returns the tokens that a step with k drafts brings for each sequence. */
+static double plan_draft_tokens(double acceptance, int k) {
+    double sum = 1, share = 1;
+    for (int i = 0; i < k; i++) sum += share *= acceptance;
+    return sum;
+}
+
+/* Returns the seconds of a decode step of n_seqs sequences of a replica, with k drafts each. */
+static double plan_drafting_s(const plan_query *query, int tp, int pp, double n_seqs, int k) {
+    const double per_micro = MAX(n_seqs / pp, 1);
+    const plan_load load = {per_micro * (1 + k), per_micro * (1 + k), 0, k};
+    double slowest = 0;
+    for (int i = 0; i < tp * pp; i++) {
+        const plan_rank rank = plan_make_rank(query, tp, pp, i / tp, i % tp);
+        const plan_time times = plan_rank_time(query, &rank, tp, &load);
+        slowest = MAX(slowest, plan_step_s(&times));
+    }
+    const double own = k && query->draft_model
+                           ? k * plan_drafting_s(query->draft_model, 1, 1, n_seqs, 0) : 0;
+    return slowest * MIN(n_seqs, pp) + own;
+}
+
+/* Returns how many times as many tokens a second k drafts bring. */
+static double plan_speed_up(const plan_query *query, const plan_layout *layout, int n_seqs, int k) {
+    return plan_draft_tokens(query->acceptance, k) *
+           plan_drafting_s(query, layout->tp, layout->pp, n_seqs, 0) /
+           plan_drafting_s(query, layout->tp, layout->pp, n_seqs, k);
+}
+
+/* Returns the k of 1 to 16 with the highest speed-up; 0: none is over 1. */
+static int plan_best_drafts(const plan_query *query, const plan_layout *layout, int n_seqs) {
+    double best = 1;
+    int found = 0;
+    for (int k = 1; k <= DRAFT_MAX_TOKENS; k++) {
+        const double speed_up = plan_speed_up(query, layout, n_seqs, k);
+        if (speed_up > best) best = speed_up, found = k;
+    }
+    return found;
+}
+
+static void plan_put_drafts(const plan_query *query, const plan_layout *layout, buf *out) {
+    if (!query->drafts.method) return;
+    buf_printf(out, "\nspeed-up of decode by drafts: %s, %g of them right%s\n",
+               draft_kinds[query->drafts.method].name, query->acceptance,
+               query->draft_model ? "; with the time of the draft model" : "");
+    buf_printf(out, "%-24s%12s", "sequences of a replica", "tokens/step");
+    for (int i = 0; i < PLAN_DRAFT_SEQS; i++) buf_printf(out, "%8d", plan_draft_seqs[i]);
+    for (int i = 0; i < PLAN_DRAFT_COUNTS; i++) {
+        const int k = plan_draft_counts[i];
+        buf_printf(out, "\n%d draft%-17s%12.2f", k, k > 1 ? "s" : "",
+                   plan_draft_tokens(query->acceptance, k));
+        for (int j = 0; j < PLAN_DRAFT_SEQS; j++)
+            buf_printf(out, "%8.2f", plan_speed_up(query, layout, plan_draft_seqs[j], k));
+    }
+    buf_printf(out, "\n%-36s", "best number of drafts");
+    for (int i = 0; i < PLAN_DRAFT_SEQS; i++)
+        buf_printf(out, "%8d", plan_best_drafts(query, layout, plan_draft_seqs[i]));
+    buf_printf(out, "\n");
+}
+
+static void plan_put_json_drafts(const plan_query *query, const plan_layout *layout, buf *out) {
+    json_put_key(out, "drafts"), json_put_open(out, '[');
+    for (int i = 0; i < PLAN_DRAFT_SEQS && query->drafts.method; i++) {
+        const int n_seqs = plan_draft_seqs[i];
+        json_put_open(out, '{');
+        json_put_key(out, "sequences"), json_put_int(out, n_seqs);
+        json_put_key(out, "best"), json_put_int(out, plan_best_drafts(query, layout, n_seqs));
+        json_put_key(out, "speed_up"), json_put_open(out, '{');
+        for (int j = 0; j < PLAN_DRAFT_COUNTS; j++) {
+            char key[16];
+            snprintf(key, sizeof key, "%d", plan_draft_counts[j]);
+            json_put_key(out, key);
+            json_put_num(out, plan_speed_up(query, layout, n_seqs, plan_draft_counts[j]), true);
+        }
+        json_put_close(out, '}'), json_put_close(out, '}');
+    }
+    json_put_close(out, ']');
+}
+
 /* Appends the answer as text. layouts: [n_layouts], of which at least one fits. */
 static void plan_put_text(const plan_options *options, const plan_query *query, const char *name,
                           const plan_layout *layouts, int n_layouts, buf *out) {
@@ -48012,6 +48137,7 @@ static void plan_put_text(const plan_options *options, const plan_query *query, 
     for (int i = 0; i < n_layouts; i++) plan_put_table_row(&layouts[i], out);
     plan_put_not_possible(query, false, out);
     plan_put_experts(query, plan_best_layout(layouts, n_layouts), out);
+    plan_put_drafts(query, plan_best_layout(layouts, n_layouts), out);
     plan_put_flags(options, plan_best_layout(layouts, n_layouts), &flags);
     buf_printf(out, "\nrecommended: %s\n", flags.n ? flags.p : "no flags, the defaults do");
     plan_put_support(query, plan_best_layout(layouts, n_layouts), out);
@@ -48122,6 +48248,7 @@ static void plan_put_json(const plan_options *options, const plan_query *query, 
     plan_put_not_possible(query, true, out);
     json_put_close(out, ']');
     plan_put_json_experts(query, plan_best_layout(layouts, n_layouts), out);
+    plan_put_json_drafts(query, plan_best_layout(layouts, n_layouts), out);
     json_put_key(out, "recommended"),
         plan_put_json_layout(options, plan_best_layout(layouts, n_layouts), out);
     json_put_key(out, "note"), json_put_str(out, buf_view(&support));
@@ -48444,12 +48571,42 @@ static int plan_answer_gpus(const plan_options *options, const plan_query *query
     return 0;
 }
 
+typedef struct plan_draft { /* the draft model of a query */
+    plan_query query;
+    mf_model *model;
+    arena lines;
+} plan_draft;
+
+/* Finds the draft model, if the query has one. plan_draft_close frees it, also after an error. */
+static int plan_draft_open(const plan_options *options, plan_query *query, plan_draft *draft,
+                           toka_err *e) {
+    const mf_config *config;
+    const char *name;
+    plan_options of_draft = {.model = query->drafts.model, .models_file = options->models_file};
+    if (query->drafts.method != DRAFT_MODEL) return 0;
+    draft->query = *query;
+    draft->query.shapes = NULL;
+    if (plan_find_model(&of_draft, &draft->model, &draft->lines, &config, &name, e) ||
+        plan_open_model(&draft->query, config, e))
+        return e->code;
+    if (config->shape.V != query->model->shape.V)
+        return fail(e, TOKA_E_USE, "draft_model %.200s: its vocabulary has %d ids, that of the model "
+                    "%d", name, config->shape.V, query->model->shape.V);
+    query->draft_model = &draft->query;
+    return 0;
+}
+static void plan_draft_close(plan_draft *draft) {
+    plan_close_model(&draft->query);
+    mf_close(draft->model), arena_free(&draft->lines);
+}
+
 /* Appends the answer to *out, as a table or as one JSON object. If the model does not fit, returns
  * TOKA_E_USE with a message that says on how many GPUs it does. */
 static int plan_answer(const plan_options *options, buf *out, toka_err *e) {
     arena lines = {0};
     mf_model *model = NULL;
     plan_query query = {0};
+    plan_draft draft = {0};
     mf_config config;
     const char *name = NULL;
     int must_hold = 0, code = plan_find_model(options, &model, &lines, &query.model, &name, e);
@@ -48457,11 +48614,13 @@ static int plan_answer(const plan_options *options, buf *out, toka_err *e) {
     if (!code) code = mf_set_kv_dtype(&config, &lines, options->kv_dtype, options->kv_skip, e);
     if (!code) code = plan_open_model(&query, query.model, e);
     if (!code) code = plan_check(options, &query, &must_hold, e);
+    if (!code) code = plan_draft_open(options, &query, &draft, e);
     if (!code && options->batch) plan_answer_memory(options, &query, name, must_hold, out);
     else if (!code && query.rate > 0)
         code = plan_answer_rate(options, &query, must_hold, name, out, e);
     else if (!code) code = plan_answer_gpus(options, &query, must_hold, name, out, e);
     plan_close_model(&query);
+    plan_draft_close(&draft);
     mf_close(model), arena_free(&lines);
     return code;
 }
@@ -52897,6 +53056,10 @@ static const help_page help_pages[] = {
      "  (Qwen2.5-0.5B, 48 sequences). Experts and quantized formats are not measured.\n"
      "- Not in it: the network, tokenizers, the threads of a server (at 160,000 tokens\n"
      "  a second they are the limit), cached prefixes, and lengths that vary.\n"
+     "- --speculative-config or --draft-model, with --acceptance A: the speed-up of\n"
+     "  decode by the number of drafts and of sequences, before there is a machine; a\n"
+     "  draft model counts in time and memory. (Steps with drafts run on the CPU\n"
+     "  only.)\n"
      "- --batch-size: the memory of so many sequences of --max-model-len tokens, all\n"
      "  layers on one GPU, and the formulas.\n"
      "- All flags: toka plan --help-all.\n",
@@ -53098,11 +53261,11 @@ static const cli_flag cli_flags[] = {
      "size of the KV cache in tokens (default: as memory allows)"},
     {"max-num-batched-tokens", "", "N", CLI_INT, AT(open.max_num_batched_tokens),
      FOR_OPENS | FOR_PLAN, "most tokens in one step (default: 512, on a GPU 8448)"},
-    {"speculative-config", "", "JSON", CLI_TEXT, AT(open.speculative_config), FOR_OPENS,
+    {"speculative-config", "", "JSON", CLI_TEXT, AT(open.speculative_config), FOR_OPENS | FOR_PLAN,
      "drafts, on the CPU: {\"method\": \"ngram\", \"suffix\" or \"draft_model\", \"num_speculative_tokens\": N}; see toka help numbers"},
-    {"num-speculative-tokens", "", "N", CLI_INT, AT(open.num_speculative_tokens), FOR_OPENS,
+    {"num-speculative-tokens", "", "N", CLI_INT, AT(open.num_speculative_tokens), FOR_OPENS | FOR_PLAN,
      "the same number beside --speculative-config; alone it means method ngram (default: 0, off)"},
-    {"draft-model", "", "FOLDER", CLI_TEXT, AT(open.draft_model), FOR_OPENS,
+    {"draft-model", "", "FOLDER", CLI_TEXT, AT(open.draft_model), FOR_OPENS | FOR_PLAN,
      "a smaller model with the same tokenizer makes the drafts, on the CPU; a folder or name as for --model"},
     {"enforce-eager", "", "", CLI_BOOL, AT(open.enforce_eager), FOR_OPENS,
      "on a GPU: no step is captured as a CUDA graph; to measure what they gain"},
@@ -53274,6 +53437,8 @@ static const cli_flag cli_flags[] = {
      "of a GPU for an hour, in any currency: for the cost of a day and of a million tokens"},
     {"batch-size", "", "N", CLI_INT, AT(plan.batch), FOR_PLAN,
      "print the memory of N sequences of --max-model-len tokens (or --input-len and --output-len), with formulas"},
+    {"acceptance", "", "A", CLI_FLOAT, AT(plan.acceptance), FOR_PLAN,
+     "with --speculative-config or --draft-model: the share of the drafts that are right (default: 0.7)"},
     {NULL, NULL, NULL, 0, 0, 0, "Output"},
     {"logprobs", "", "K", CLI_INT, AT(logprobs), FOR_RUN,
      "log-probability of each token, and of the K best; without --json lines of JSON on standard error"},
@@ -53396,7 +53561,7 @@ static cli cli_default(void) {
                            .percentiles = "99"},
                  .generation_config = "auto",
                  .plan = {.gpu = "H100", .n_gpus = PLAN_ANY_GPUS, .per_day = CLI_NONE,
-                          .price = CLI_NONE},
+                          .price = CLI_NONE, .acceptance = CLI_NONE},
                  .serve = {.max_queue = 65536,
                            .max_body_bytes = 64 << 20,
                            .max_answer_bytes = (int64_t)4 << 30,
@@ -56204,12 +56369,15 @@ static int cli_plan(const cli *flags, toka_err *e) {
     options.n_samples = flags->samples;
     options.json = flags->json;
     options.goodput = flags->bench.goodput;
+    options.speculative_config = open->speculative_config;
+    options.num_speculative_tokens = open->num_speculative_tokens;
+    options.draft_model = open->draft_model;
     options.rate = CLI_NONE;
     const struct {
         const char *name;
         double *value;
     } numbers[] = {{"request-rate", &options.rate}, {"requests-per-day", &options.per_day},
-                   {"gpu-price", &options.price}};
+                   {"gpu-price", &options.price}, {"acceptance", &options.acceptance}};
     int code = cli_read_rate(flags, &options.rate, e);
     for (int i = 0; i < COUNT(numbers) && !code; i++) { /* for plan_answer 0 is: not given */
         if (*numbers[i].value == 0)

@@ -244,3 +244,52 @@ def test_plan_check(tmp_path):
         r = subprocess.run(["python3", script, f"llama-3.1-8b:tp=2,pp=1:{log}"], env={**ENV, "TOKA_BINARY": TOKA}, cwd=ROOT,
                            capture_output=True)
         assert r.returncode == status, r.stdout.decode() + r.stderr.decode()
+
+
+# ---- Drafts ----
+
+def planned(*args):
+    return json.loads(plan(*args, "--json")[0])
+
+
+def drafts(*args):
+    v = planned("-m", "llama-3.1-8b", "--gpu", "H200", "--input-len", "128", *args)
+    return v, {row["sequences"]: row for row in v["drafts"]}
+
+
+def test_speed_up_by_drafts():
+    """As long as reading the weights takes longer than the rows' arithmetic, drafts cost nothing; beyond it they cost their rows."""
+    ngram = ["--speculative-config", '{"method":"ngram"}']
+    v, rows = drafts(*ngram, "--acceptance", "0.7")
+    for k, up in rows[1]["speed_up"].items():
+        assert abs(up - sum(0.7 ** i for i in range(int(k) + 1))) < 0.02
+    assert rows[1]["best"] == 16 and rows[1024]["best"] == 0 and rows[64]["best"] in (2, 3)
+    # 1,024 sequences: twice the rows take twice as long, but K and V are read once
+    assert 1.7 / 2 < rows[1024]["speed_up"]["1"] < 1.7 / 2 * 1.2
+    assert abs(drafts(*ngram, "--acceptance", "1")[1][1]["speed_up"]["4"] - 5) < 0.05
+    assert v["recommended"]["weight_bytes"] == planned("-m", "llama-3.1-8b", "--gpu", "H200")["recommended"]["weight_bytes"]
+    assert planned("-m", "llama-3.1-8b")["drafts"] == []
+
+
+def test_draft_model_counts_in_time_and_memory():
+    v, rows = drafts("--draft-model", "llama-3.2-1b", "--gpus", "2")
+    alone, _ = drafts("--gpus", "2")
+    small = planned("-m", "llama-3.2-1b", "--gpu", "H200", "--input-len", "128")["recommended"]
+    for split in v["splits"]:
+        same = [s for s in alone["splits"] if s["tensor_parallel_size"] == split["tensor_parallel_size"] and s["pipeline_parallel_size"] == 1][0]
+        assert split["pipeline_parallel_size"] == 1
+        assert abs(split["weight_bytes"] / (same["weight_bytes"] + small["weight_bytes"]) - 1) < 1e-3  # beside rank 0, not the largest
+        assert split["kv_bytes_per_token"] == same["kv_bytes_per_token"] + small["kv_bytes_per_token"]
+    assert any("a draft model has no stages beside it" in text for text in v["not_possible"])
+    v, rows = drafts("--draft-model", "llama-3.2-1b")
+    # one sequence: the times are those of reading the weights, without the embedding, which is not read where it is not tied
+    whole, part = 2 * (8.03e9 - 128256 * 4096), small["weight_bytes"]
+    assert abs(rows[1]["speed_up"]["3"] - (1 + 0.7 + 0.49 + 0.343) / (1 + 3 * part / whole)) < 0.05
+
+
+@pytest.mark.parametrize("args, words", [
+    (["--acceptance", "0.5"], "--acceptance: of which drafts?"), (["--draft-model", "qwen3-0.6b"], "its vocabulary has 151936 ids"),
+    (["--num-speculative-tokens", "4", "--acceptance", "1.5"], "--acceptance: 1.5, expected more than 0 and at most 1"),
+    (["--num-speculative-tokens", "4", "--request-rate", "3"], "not beside a rate of requests")])
+def test_plan_refuses_drafts(args, words):
+    assert words in plan("-m", "llama-3.1-8b", *args, status=1)[1]
