@@ -53336,7 +53336,7 @@ static const cli_flag cli_flags[] = {
     {NULL, NULL, NULL, 0, 0, 0, "Bench"},
     {"dataset", "", "FILE", CLI_TEXT, AT(dataset), FOR_THROUGHPUT | FOR_BENCH_SERVE,
      "lines with prompt_token_ids or prompt, and output_lengths: a sample for each; with a "
-     "json_schema its outputs match it; bench throughput: output_token_ids replace the draws"},
+     "json_schema its outputs match it"},
     {"timeline", "", "FILE", CLI_TEXT, AT(timeline), FOR_THROUGHPUT,
      "a line for each step, as CSV: when the device ran it, by its own clock"},
     {"num-prompts", "", "N", CLI_INT, AT(num_prompts), FOR_THROUGHPUT | FOR_BENCH_SERVE,
@@ -53491,6 +53491,9 @@ static const struct {
     {"temp", FOR_BENCH_SERVE, "bench serve", "temperature (default: 0, greedy)"},
     {"seed", FOR_BENCH_SERVE, "bench serve",
      "same seed: the same random prompts, lengths and times (default: 0)"},
+    {"dataset", FOR_THROUGHPUT, "bench throughput",
+     "lines with prompt_token_ids or prompt, and output_lengths: a sample for each; with a "
+     "json_schema its outputs match it; output_token_ids, a list for each sample, replace the draws"},
     {"requests", FOR_PLAN, "plan", "Requests"},
     {"num-prompts", FOR_BENCH_SERVE, "bench serve",
      "only the first N lines; without a dataset: so many requests (default: 1000)"},
