@@ -10717,6 +10717,8 @@ static void weight_row(const toka_tensor *tensor, int row, float *to) {
  *   binding        mf_bind: every tensor to its field, by the tables of the architecture (11);
  *                  mf_bind_matrix: the tensors of a quantized matrix, by the format of its module.
  *                  Checks every shape
+ *   adapters       mf_read_adapter: the two files of an adapter (LoRA) to low-rank parts of the
+ *                  matrices, which mf_number_matrices numbers
  *   ranks          mf_stage_layers, mf_shard: one rank's share of a model that is spread over
  *                  devices, as slices of the bound weights
  *
@@ -11695,6 +11697,210 @@ static mf_owners mf_owners_of(toka_layer *layer) {
                         [MF_OF_EXPERT] = experts}};
 }
 
+/* ---- Adapters (LoRA), as PEFT writes them ----
+ * Adapters may change the matrices of attention, MLA, linear mixers and dense MLPs. Each matrix of
+ * the files has a number; tensors that are parts of it (qkv_proj) share the number. W_kv_b of MLA
+ * has none, because it is absorbed into the query. */
+
+enum { MF_LAYER_MATRICES = 16 }; /* more than any layer has */
+
+typedef struct mf_matrices { /* goes over a layer's matrices, as mf_cursor over its tensors */
+    mf_cursor at;
+    int number; /* of the matrix: toka_tensor.matrix */
+} mf_matrices;
+
+static mf_matrices mf_begin_matrices(const mf_config *config, int layer) {
+    return (mf_matrices){{config, layer, 0, NULL}, layer * MF_LAYER_MATRICES};
+}
+COLD
+static bool mf_next_matrix(mf_matrices *it) {
+    const mf_slot *slot;
+    if (it->at.binding) it->at.binding += mf_count_parts(it->at.binding) - 1;
+    do {
+        if (!mf_next(&it->at)) return false;
+        slot = &mf_slots[it->at.binding->slot];
+    } while (slot->owner == MF_OF_MOE || slot->owner == MF_OF_EXPERT ||
+             it->at.binding->slot == MF_T_KV_B || !mf_slot_has_format(slot));
+    it->number++;
+    return true;
+}
+
+/* Numbers the matrices of a model that was bound. */
+COLD
+static void mf_number_matrices(const mf_config *config, toka_weights *weights) {
+    for (int layer = 0; layer < config->shape.L; layer++) {
+        const mf_owners owners = mf_owners_of(&weights->layers[layer]);
+        for (mf_matrices it = mf_begin_matrices(config, layer); mf_next_matrix(&it);)
+            for (int i = 0, row = 0; i < mf_count_parts(it.at.binding); i++) {
+                toka_tensor *tensor = mf_tensor(&owners, it.at.binding[i].slot, 0);
+                tensor->matrix = it.number;
+                tensor->matrix_row = row;
+                row += tensor->rows;
+            }
+    }
+}
+
+typedef struct mf_adapter { /* the low-rank parts of an adapter; owned by the arena */
+    arena memory;
+    toka_low_rank *parts; /* [L * MF_LAYER_MATRICES + 1] by number */
+} mf_adapter;
+
+typedef struct mf_adapter_reader { /* one call of mf_read_adapter */
+    const mf_config *config;
+    mf_reader fields; /* of adapter_config.json */
+    int max_rank;
+    double rank, alpha;
+    bool use_rslora;
+    mf_adapter *adapter; /* out */
+} mf_adapter_reader;
+
+/* Does this field of adapter_config.json ask for something? */
+COLD
+static bool mf_asks(const json *value) {
+    if (value->type == JSON_NUMBER) return json_num(value, 1) != 0;
+    return value->type == JSON_TRUE || (value->n && !str_is(json_str(value), "none"));
+}
+
+/* Reads what the config says of all matrices. Returns 0 or an error code. */
+COLD
+static int mf_read_adapter_config(mf_adapter_reader *reader) {
+    static const char refused[][24] = {
+        "use_dora", "bias", "lora_bias", "modules_to_save", "fan_in_fan_out", "layer_replication",
+        "target_parameters", "trainable_token_indices", "alora_invocation_tokens", "use_qalora"};
+    mf_reader *fields = &reader->fields;
+    const json *type = mf_field(fields, "peft_type");
+    const json *targets = mf_field(fields, "target_modules");
+    const json *start = mf_field(fields, "init_lora_weights");
+    if (!str_is(json_str(type), "LORA")) mf_field_error(fields, "peft_type", type, "\"LORA\"");
+    for (int i = 0; i < COUNT(refused); i++) {
+        const json *value = mf_field(fields, refused[i]);
+        if (value && mf_asks(value))
+            mf_field_error(fields, refused[i], value, "none, as it is not supported");
+    }
+    static const char changed[][6] = {"pissa", "olora", "corda", "loftq"};
+    for (int i = 0; i < COUNT(changed); i++)
+        if (str_starts(json_str(start), str_c(changed[i])))
+            mf_field_error(fields, "init_lora_weights", start, "a start that leaves W as it is");
+    if (!json_is(targets, JSON_STRING) && !json_is(targets, JSON_ARRAY))
+        mf_field_error(fields, "target_modules", targets, "names of modules");
+    reader->rank = mf_num(fields, "r", 8, 1, 1 << 20);
+    reader->alpha = mf_num(fields, "lora_alpha", 8, -1e6, 1e6);
+    reader->use_rslora = mf_bool(fields, "use_rslora", false);
+    return fields->err->code;
+}
+
+/* Returns the value that rank_pattern or alpha_pattern has for a module: that of the first key that
+ * is its name or, after a dot, the name's end. A key that begins with ^ is the whole name. */
+COLD
+static double mf_pattern_value(mf_adapter_reader *reader, const char *field, str module,
+                               double otherwise) {
+    const json *object = mf_field(&reader->fields, field);
+    if (!json_is(object, JSON_OBJECT)) return otherwise;
+    JSON_MEMBERS(member, object) {
+        str key = json_str(member);
+        const bool whole = str_starts(key, STR("^"));
+        key = str_sub(key, whole, key.n);
+        for (size_t i = 0; i < key.n; i++)
+            if (strchr("\\*+?()[]{}|$", key.p[i]))
+                mf_field_error(&reader->fields, field, member, "a module's name");
+        if (str_ends(module, key) &&
+            (module.n == key.n || (!whole && module.p[module.n - key.n - 1] == '.')))
+            return json_num(member + 1, NAN);
+    }
+    return otherwise;
+}
+
+/* Finds the matrix of a module: "model.layers.7.self_attn.q_proj". Returns its number, 0: there is
+ * none. *rows, *cols: of W. */
+COLD
+static int mf_find_matrix(const mf_config *config, str module, int *rows, int *cols) {
+    const ptrdiff_t at = str_find(module, STR("layers."), 0);
+    char name[128];
+    if (at < 0) return 0;
+    const str rest = str_sub(module, (size_t)at, module.n);
+    const int layer = rest.n > 7 && rest.p[7] >= '0' && rest.p[7] <= '9' ? atoi(rest.p + 7) : -1;
+    if (layer < 0 || layer >= config->shape.L) return 0;
+    for (mf_matrices it = mf_begin_matrices(config, layer); mf_next_matrix(&it);) {
+        const mf_binding *binding = it.at.binding;
+        mf_put_name(name, "", layer, binding->suffix, 0);
+        if (!str_eq(str_sub(str_c(name), 0, strlen(name) - strlen(".weight")), rest)) continue;
+        *cols = mf_dim_product(config, mf_slots[binding->slot].cols);
+        *rows = 0;
+        for (int i = 0; i < mf_count_parts(binding); i++)
+            *rows += mf_dim_product(config, mf_slots[binding[i].slot].rows);
+        return it.number;
+    }
+    return 0;
+}
+
+/* Copies one tensor of an adapter, "base_model.model." module ".lora_A.weight". Returns 0 or an
+ * error code. */
+COLD
+static int mf_read_low_rank(mf_adapter_reader *reader, const st_tensor *tensor, toka_err *e) {
+    str name = tensor->name;
+    char shown[200];
+    int rows = 0, cols = 0;
+    snprintf(shown, sizeof shown, "%s: %.*s", reader->fields.where, (int)MIN(name.n, 120), name.p);
+    if (str_starts(name, STR("base_model."))) name = str_sub(name, 11, name.n);
+    if (str_starts(name, STR("model.model."))) name = str_sub(name, 6, name.n);
+    const ptrdiff_t a_at = str_find(name, STR(".lora_A."), 0);
+    const ptrdiff_t end = a_at >= 0 ? a_at : str_find(name, STR(".lora_B."), 0);
+    const str module = str_sub(name, 0, end < 0 ? 0 : (size_t)end);
+    const int number = mf_find_matrix(reader->config, module, &rows, &cols);
+    toka_low_rank *part = &reader->adapter->parts[number];
+    toka_tensor *out = a_at >= 0 ? &part->a : &part->b;
+    const double rank = mf_pattern_value(reader, "rank_pattern", module, reader->rank);
+    const double alpha = mf_pattern_value(reader, "alpha_pattern", module, reader->alpha);
+    if (reader->fields.err->code) return e->code;
+    const char *problem = !number || !str_ends(name, STR(".weight"))
+                              ? "the model has no such matrix that adapters may change"
+                          : out->rows ? "its matrix has two such tensors"
+                          : tensor->dtype->toka_dtype < 0 ? "expected BF16, F16 or F32"
+                          : !(rank >= 1 && rank <= reader->max_rank && rank == floor(rank))
+                              ? "its rank is not a whole number up to --max-lora-rank"
+                              : NULL;
+    if (!problem) {
+        const int64_t dims[] = {a_at >= 0 ? (int)rank : rows, a_at >= 0 ? cols : (int)rank};
+        if (mf_check_dims(tensor, shown, dims, 2, e)) return e->code;
+        *out = (toka_tensor){.dtype = (toka_dtype)tensor->dtype->toka_dtype, .rows = (int)dims[0],
+                             .cols = (int)dims[1], .stride = (int)dims[1]};
+        out->data = arena_copy(&reader->adapter->memory, tensor->data, tensor->end - tensor->begin);
+        part->scale = (float)(alpha / (reader->use_rslora ? sqrt(rank) : rank));
+        if (mf_find_infinite(out->data, out->dtype, dims[0] * dims[1]) >= 0 ||
+            !isfinite(part->scale))
+            problem = "a number is infinite or NaN";
+    }
+    return problem ? fail(e, TOKA_E_INPUT, "%s: %s", shown, problem) : 0;
+}
+
+/* Reads an adapter from the bytes of its two files. *adapter is zeroed; after an error its arena
+ * still has memory. Returns 0 or an error code. */
+COLD
+static int mf_read_adapter(const mf_config *config, const char *where, str settings, str weights,
+                           int max_rank, mf_adapter *adapter, toka_err *e) {
+    const size_t n_parts = (size_t)config->shape.L * MF_LAYER_MATRICES + 1;
+    arena tmp = {0};
+    st_tensor *tensors;
+    st_alias_list *unused = NULL;
+    int n_tensors, n = 0;
+    *e = (toka_err){0};
+    mf_adapter_reader reader = {.config = config, .max_rank = max_rank, .adapter = adapter,
+                                .fields = {.where = where, .prefix = "adapter_config.json: ",
+                                           .err = e}};
+    adapter->parts = arena_zalloc(&adapter->memory, n_parts * sizeof *adapter->parts);
+    reader.fields.object = mf_parse_json(settings, where, &tmp, mf_json_limits, e);
+    int code = reader.fields.object ? mf_read_adapter_config(&reader) : e->code;
+    if (!code) code = st_parse(weights, where, &tmp, &tensors, &n_tensors, &unused, e);
+    for (; !code && n < n_tensors; n++) code = mf_read_low_rank(&reader, &tensors[n], e);
+    for (size_t i = 0; !code && i < n_parts; i++)
+        if (!adapter->parts[i].a.rows != !adapter->parts[i].b.rows)
+            code = fail(e, TOKA_E_INPUT, "%s: layer %zu has only one of lora_A and lora_B", where,
+                        (i - 1) / MF_LAYER_MATRICES);
+    if (!code && !n) code = fail(e, TOKA_E_INPUT, "%s: the adapter has no tensors", where);
+    arena_free(&tmp);
+    return code;
+}
+
 /* ---- Ranks: which share of the model each rank has ---- */
 
 typedef struct mf_rank { /* a position in the grid of pipeline stages and tensor ranks */
@@ -11893,6 +12099,8 @@ static int mf_slice_tensor(const toka_shape *full, const mf_tp_ranges *ranges, c
     }
     tensor->rows = rows.count;
     tensor->cols = cols.count;
+    tensor->matrix_row += rows.first;
+    tensor->matrix_col += cols.first;
     return 0;
 }
 
@@ -12562,6 +12770,7 @@ static int mf_open_weights(mf_model *files, toka_err *e) {
     if (!code) code = mf_unstack_experts(&files->config, &set, &tmp, e);
     files->has_mtp = st_set_get(&set, "mtp.norm.weight");
     if (!code) code = mf_bind(&binder, &files->memory, e);
+    if (!code) mf_number_matrices(&files->config, &files->weights);
     files->no_lm_head = binder.no_lm_head;
     files->n_parameters = binder.n_parameters;
     files->weight_bytes = binder.weight_bytes;
@@ -12625,7 +12834,8 @@ static size_t mf_quantize_matrix(mf_quantizer *all, toka_tensor *tensor, char *a
                           .block_cols = tensor->cols, .scale = scale, .scale_dtype = TOKA_F32,
                           .scale_row_step = 1, .scale_col_step = 1};
     *tensor = (toka_tensor){.data = at + codes_at, .dtype = TOKA_FP8, .rows = tensor->rows,
-                            .cols = tensor->cols, .quant = quant, .row_step = 1};
+                            .cols = tensor->cols, .quant = quant, .row_step = 1,
+                            .matrix = tensor->matrix, .matrix_row = tensor->matrix_row};
     return (codes_at + rows * cols + 63) / 64 * 64;
 }
 
@@ -12733,6 +12943,28 @@ static int mf_open(mf_model **out, const char *model, const char *models_file,
     return code;
 }
 
+/* Opens the adapter in a folder. Returns 0 or an error code; then *adapter owns nothing. */
+COLD
+static int mf_open_adapter(const mf_config *config, const char *folder, int max_rank,
+                           mf_adapter *adapter, toka_err *e) {
+    static const char *const names[] = {"adapter_config.json", "adapter_model.safetensors"};
+    str texts[2] = {{0}};
+    int code = 0;
+    *adapter = (mf_adapter){0};
+    for (int i = 0; i < 2 && !code; i++) {
+        buf path = {0};
+        buf_printf(&path, "%s/%s", folder, names[i]);
+        code = os_map(path.p, &texts[i], e);
+        buf_free(&path);
+    }
+    if (!code)
+        code = mf_read_adapter(config, folder, texts[0], texts[1], max_rank, adapter, e);
+    for (int i = 0; i < 2; i++)
+        if (texts[i].n) os_unmap(texts[i]);
+    if (code) arena_free(&adapter->memory);
+    return code;
+}
+
 /* ---- Replacing the weights of an open model ----
  * Only tensors are replaced: all numbers of config.json stay those of the open model. */
 
@@ -12827,6 +13059,9 @@ static void mf_set_source(mf_model *files, mf_model *next) {
  *                   a sequence and of the one before it in prefix order. Chapter 21 finds groups of
  *                   sequences with a shared prefix by it.
  *   unshared        does not use the prefix cache: reads no pages from it and inserts none
+ *   adapter         (LoRA) changes K and V, so sequences with different ones share no page: each
+ *                   load of an adapter has a key of its own, which is part of the hash of a first
+ *                   page (kv_root_hash)
  *
  * The first n_tree_pages pages of a block table are in the tree and may be shared. The pages after
  * them belong to this sequence only. Example with B = 4, a word for a token; behind each page its
@@ -12932,6 +13167,7 @@ typedef struct kv_seq {
     int n_given_pages;  /* in its block table when it was opened; an answer fills the later ones */
     int window_first, window_end; /* it holds the windowed pages of the entries window_first ..
                                    * window_end-1 of its block table */
+    uint64_t root_hash; /* kv_root_hash of when it was opened */
 } kv_seq;
 
 typedef struct kv_cache { /* owns its arrays */
@@ -13244,6 +13480,13 @@ static uint64_t kv_hash(const kv_cache *cache, uint64_t parent_hash, const int32
     return hash ^ hash >> 32;
 }
 
+/* Returns what stands for the root in the hashes of first pages. It differs from adapter to adapter
+ * (key, below 2^31), and changes with the weights (kv_forget). So pages of one token text that have
+ * other K and V are never found: for equal tokens kv_hash is one to one. */
+static uint64_t kv_root_hash(const kv_cache *cache, uint64_t key) {
+    return cache->pages[cache->root].hash + (key << 32);
+}
+
 /* Returns the child of `parent` with these B tokens, or -1. Tokens are compared, not only
  * hashes. */
 static int kv_find_child(const kv_cache *cache, int parent, uint64_t hash, const int32_t *tokens) {
@@ -13380,10 +13623,11 @@ static void kv_order_remove(kv_cache *cache, int seq) {
 /* Returns the number of leading pages of `tokens` that the tree has, computed or not. The page with
  * the last token never counts: the model must run on that token, because its logits give the next
  * token. Writes the pages to `table`, unless it is NULL; it is the block table of a sequence that
- * is not open. Adds no holder. */
-static int kv_match_prefix(const kv_cache *cache, int *table, const int32_t *tokens, int n_tokens) {
+ * is not open. Adds no holder. key: of the sequence's adapter. */
+static int kv_match_prefix(const kv_cache *cache, uint64_t key, int *table, const int32_t *tokens,
+                           int n_tokens) {
     int n_matched = 0, page = cache->root;
-    uint64_t hash = cache->pages[page].hash;
+    uint64_t hash = kv_root_hash(cache, key);
     for (; (n_matched + 1) * cache->B < n_tokens; n_matched++) {
         hash = kv_hash(cache, hash, tokens + (size_t)n_matched * (size_t)cache->B);
         page = kv_find_child(cache, page, hash, tokens + (size_t)n_matched * (size_t)cache->B);
@@ -13393,23 +13637,28 @@ static int kv_match_prefix(const kv_cache *cache, int *table, const int32_t *tok
     return n_matched;
 }
 
+/* Returns the hash of what is before entry i of a sequence's block table. */
+static uint64_t kv_parent_hash(const kv_cache *cache, int seq, int i) {
+    return i ? cache->pages[kv_block_table(cache, seq)[i - 1]].hash : cache->seqs[seq].root_hash;
+}
+
 /* Opens a sequence with n_tokens tokens. kv_match_prefix has written the first n_matched entries of
  * its block table; the other ceil(n_tokens / B) - n_matched pages are allocated here. All full
  * pages before the last token are inserted into the tree. unshared: no page is inserted, now or
  * later, and n_matched must be 0. kv_n_available must be at least the number of pages to allocate
- * plus the number of matched pages that are cached. */
-static void kv_alloc_seq(kv_cache *cache, int seq, const int32_t *tokens, int n_tokens,
-                         int n_matched, bool unshared) {
+ * plus the number of matched pages that are cached. key: that of kv_match_prefix. */
+static void kv_alloc_seq(kv_cache *cache, int seq, uint64_t key, const int32_t *tokens,
+                         int n_tokens, int n_matched, bool unshared) {
     int *table = kv_block_table(cache, seq), n_pages = kv_pages_for(cache, n_tokens);
     int n_tree_pages = unshared ? 0 : (n_tokens - 1) / cache->B;
     /* Hold the matched pages first: then kv_alloc_page cannot evict them. */
     for (int i = 0; i < n_matched; i++) kv_ref(cache, table[i]);
     for (int i = n_matched; i < n_pages; i++) table[i] = kv_alloc_page(cache);
+    cache->seqs[seq].root_hash = kv_root_hash(cache, key);
     for (int i = n_matched; i < n_tree_pages; i++) {
         const int32_t *page_tokens = tokens + (size_t)i * (size_t)cache->B;
-        int parent = i ? table[i - 1] : cache->root;
-        kv_tree_insert(cache, table[i], parent,
-                       kv_hash(cache, cache->pages[parent].hash, page_tokens), page_tokens);
+        kv_tree_insert(cache, table[i], i ? table[i - 1] : cache->root,
+                       kv_hash(cache, kv_parent_hash(cache, seq, i), page_tokens), page_tokens);
     }
     cache->seqs[seq].n_pages = cache->seqs[seq].n_given_pages = n_pages;
     cache->seqs[seq].n_tree_pages = n_tree_pages;
@@ -13509,7 +13758,7 @@ static enum kv_insert_result kv_insert_full_page(kv_cache *cache, int seq, const
     int *table = kv_block_table(cache, seq), i = sequence->n_tree_pages;
     int parent = i ? table[i - 1] : cache->root;
     const int32_t *page_tokens = tokens + (size_t)i * (size_t)cache->B;
-    uint64_t hash = kv_hash(cache, cache->pages[parent].hash, page_tokens);
+    uint64_t hash = kv_hash(cache, kv_parent_hash(cache, seq, i), page_tokens);
     int duplicate = kv_find_child(cache, parent, hash, page_tokens);
     const bool holds_window = cache->window && kv_holds_window(cache, seq, i);
     assert(i < sequence->n_pages && !sequence->no_more_inserts);
@@ -13800,12 +14049,16 @@ typedef struct sched_job { /* what a request asks of the scheduler */
     int priority;          /* higher goes earlier */
     int n_unshared;        /* samples 0 .. n_unshared-1 do not use the prefix cache: they compute
                             * all positions */
+    uint8_t adapter;       /* toka_step.adapters of its rows */
+    uint64_t prefix_key;   /* kv_root_hash */
 } sched_job;
 
 typedef struct sched_request {
     int32_t *prompt;       /* [n_prompt] owned; NULL: this id is free */
-    int n_prompt, n, max_tokens; /* as in sched_job, as are the next two lines */
+    int n_prompt, n, max_tokens; /* as in sched_job, as are the next four lines */
     bool no_run_ahead;
+    uint8_t adapter;
+    uint64_t prefix_key;
     int n_unshared;
     int n_started, n_live; /* samples that ever started; those of them that have not ended */
     int first_seq;         /* list of its live sequences, linked by sibling_next */
@@ -13824,6 +14077,7 @@ typedef struct sched_seq {
     bool no_run_ahead : 1; /* as in sched_job */
     bool awaits_draft : 1; /* gets no row before its tokens are committed, as drafts may follow */
     uint8_t n_drafts;      /* tokens behind the n_known that are drafts; 0 after a commit */
+    uint8_t adapter;       /* as in sched_job */
     int from, n_rows;      /* this step: positions from .. from+n_rows-1 */
     int n_computed;        /* positions whose K and V are computed, or will be by in-flight steps */
     int n_planned;         /* n_known and the tokens that in-flight steps will bring */
@@ -14086,6 +14340,8 @@ static int sched_submit(scheduler *sched, const sched_job *job, toka_err *e) {
                                .n = job->n,
                                .max_tokens = job->max_tokens,
                                .no_run_ahead = job->no_run_ahead,
+                               .adapter = job->adapter,
+                               .prefix_key = job->prefix_key,
                                .n_unshared = job->n_unshared,
                                .first_seq = -1};
     memcpy(request->prompt, job->prompt, (size_t)job->n_prompt * sizeof(int32_t));
@@ -14284,8 +14540,8 @@ static void sched_prefill_snapshots(scheduler *sched, int seq) {
 static void sched_start(scheduler *sched, int seq, int n_tokens, int n_matched) {
     sched_seq *sequence = &sched->seqs[seq];
     const int n_usable = kv_n_usable(&sched->kv, kv_block_table(&sched->kv, seq), n_matched);
-    kv_alloc_seq(&sched->kv, seq, sequence->tokens, n_tokens, n_matched,
-                 sched_is_unshared(sched, sequence));
+    kv_alloc_seq(&sched->kv, seq, sched->requests[sequence->request].prefix_key, sequence->tokens,
+                 n_tokens, n_matched, sched_is_unshared(sched, sequence));
     if (n_usable && sched->kv.pages[kv_block_table(&sched->kv, seq)[n_usable - 1]].computed)
         kv_hold_window(&sched->kv, seq, n_usable * sched->config.B, n_usable);
     sched->max_growth += sched_max_growth(sched, seq);
@@ -14319,8 +14575,9 @@ static bool sched_admit_preempted(scheduler *sched, int seq) {
     int n_tokens = sequence->n_known;
     int n_matched = sched_is_unshared(sched, sequence)
                         ? 0
-                        : kv_match_prefix(&sched->kv, kv_block_table(&sched->kv, seq),
-                                          sequence->tokens, n_tokens);
+                        : kv_match_prefix(&sched->kv, sched->requests[sequence->request].prefix_key,
+                                          kv_block_table(&sched->kv, seq), sequence->tokens,
+                                          n_tokens);
     if (!sched_has_pages(sched, seq, n_tokens, n_matched)) return false;
     heap_remove(sched->seq_nodes, &sched->next_to_resume, seq);
     sched_start(sched, seq, n_tokens, n_matched);
@@ -14335,12 +14592,14 @@ static bool sched_admit_new(scheduler *sched, int id) {
     int seq = sched->free_seqs[sched->n_seqs_free - 1], n_tokens = request->n_prompt;
     int n_matched = request->n_started < request->n_unshared
                         ? 0
-                        : kv_match_prefix(&sched->kv, kv_block_table(&sched->kv, seq),
-                                          request->prompt, n_tokens);
+                        : kv_match_prefix(&sched->kv, request->prefix_key,
+                                          kv_block_table(&sched->kv, seq), request->prompt,
+                                          n_tokens);
     sched_seq *sequence = &sched->seqs[seq];
     *sequence = (sched_seq){.request = id,
                             .sample = request->n_started,
                             .no_run_ahead = request->no_run_ahead,
+                            .adapter = request->adapter,
                             .n_prompt = n_tokens,
                             .n_known = n_tokens,
                             .limit = n_tokens + request->max_tokens,
@@ -14514,8 +14773,7 @@ static int sched_plan_decode(scheduler *sched, int n_pages_left) {
 static int sched_tail_bucket(const scheduler *sched, int seq, int n_tree_pages) {
     const sched_seq *sequence = &sched->seqs[seq];
     size_t first_tok = (size_t)n_tree_pages * (size_t)sched->config.B;
-    int parent = n_tree_pages ? kv_block_table(&sched->kv, seq)[n_tree_pages - 1] : sched->kv.root;
-    uint64_t hash = sched->kv.pages[parent].hash ^
+    uint64_t hash = kv_parent_hash(&sched->kv, seq, n_tree_pages) ^
                     hash_bytes(sequence->tokens + first_tok,
                                ((size_t)sequence->n_known - first_tok) * sizeof *sequence->tokens);
     return (int)((hash * 0x9E3779B97F4A7C15u) >> 32 & (uint64_t)(sched->n_tail_buckets - 1)) *
@@ -14529,6 +14787,7 @@ static bool sched_has_same_tail(const scheduler *sched, const sched_seq *sequenc
     const sched_seq *other = &sched->seqs[source];
     if ((other->state != SCHED_PREFILL && other->state != SCHED_DECODE) ||
         other->n_known < sequence->n_known || other->n_computed < sequence->n_known - 1 ||
+        sched->kv.seqs[source].root_hash != sched->kv.seqs[seq].root_hash ||
         !kv_holds_window(&sched->kv, source, n_tree_pages) ||
         /* in prefill it may still let its windowed page go in this plan */
         (sched->kv.window && other->state != SCHED_DECODE))
@@ -15290,6 +15549,7 @@ typedef struct batch_step {
     int32_t *ids, *pos, *kv_slot; /* [max_tokens] */
     toka_state_span *states; /* [batch_max_states], microbatch after microbatch; NULL without */
     int micro_state0[BATCH_MAX_MICROS + 1]; /* [n_micros + 1] its first state span */
+    uint8_t *adapters; /* [max_tokens] toka_step.adapters, if any row has one */
     int32_t *windowed_slot; /* [max_tokens]; NULL without windowed pages, as the next two arrays */
     int32_t *windowed_pages;    /* as pages */
     toka_copy *windowed_copies; /* [max_chunks] */
@@ -15374,7 +15634,7 @@ static void batch_step_free(batch_step *built) {
     free(built->ids), free(built->pos), free(built->kv_slot);
     free(built->pages), free(built->spans), free(built->samples);
     free(built->chunk_seq), free(built->chunk_row0);
-    free(built->copies);
+    free(built->copies), free(built->adapters);
     free(built->windowed_slot), free(built->windowed_pages), free(built->windowed_copies);
     free(built->states);
     *built = (batch_step){0};
@@ -15409,6 +15669,7 @@ static int batch_step_init(batch_step *built, const scheduler *sched, toka_err *
     built->ids = mem_alloc(max_tokens * sizeof *built->ids);
     built->pos = mem_alloc(max_tokens * sizeof *built->pos);
     built->kv_slot = mem_alloc(max_tokens * sizeof *built->kv_slot);
+    built->adapters = mem_alloc(max_tokens);
     built->spans = mem_alloc(2 * max_chunks * sizeof *built->spans);
     built->samples = mem_alloc(max_tokens * sizeof *built->samples);
     built->chunk_seq = mem_alloc(max_chunks * sizeof *built->chunk_seq);
@@ -15451,6 +15712,13 @@ static void batch_init(batch_builder *builder, const scheduler *sched, batch_cos
 
 /* ---- Rows ---- */
 
+/* The rows of the step from T to row_end-1 have this adapter. */
+COLD __attribute__((noinline))
+static void batch_set_adapter(batch_step *built, int row_end, uint8_t adapter) {
+    memset(built->adapters + built->step.T, adapter, (size_t)(row_end - built->step.T));
+    if (adapter) built->step.adapters = built->adapters;
+}
+
 /* Appends the rows of a chunk to the step. A token that no commit has brought yet gets the id
  * -1 - seq: the device has it. In each step this id means the token that was sampled last before
  * that step, as steps run in order. So two steps in flight may have it for different tokens. */
@@ -15475,6 +15743,7 @@ static void batch_add_rows(batch_step *built, const scheduler *sched, const batc
         if (built->windowed_slot)
             built->windowed_slot[row] = sched->kv.windowed_of[page] * B + offset;
     }
+    batch_set_adapter(built, row, sequence->adapter);
     built->step.T = row;
     if (sequence->is_sampled && !sequence->n_drafts && end == sequence->from + sequence->n_rows)
         built->samples[built->n_samples++] =
@@ -15937,6 +16206,7 @@ static batch_micro batch_make_micro(const batch_step *built, toka_span *spans, i
                              .spans = spans,
                              .windowed_pages = step->windowed_pages};
     if (step->windowed_slot) micro.step.windowed_slot = step->windowed_slot + row0;
+    if (step->adapters) micro.step.adapters = step->adapters + row0;
     for (const toka_span *span = step->spans; span < own_spans; span++)
         if (span->row0 >= row0 && span->row0 < row_end) spans[micro.step.n_spans++] = *span;
     memcpy(spans + micro.step.n_spans, own_spans + chunk,
@@ -21990,6 +22260,7 @@ typedef struct plain_device {
     int32_t *kv_ids;          /* [n_pages * B] id of the token of each slot */
     int32_t *last_tokens;     /* [n_seqs] last sampled token of each seq */
     int32_t *positions;       /* [max_len] slots, or ids, of one sequence's positions */
+    const uint8_t *adapters;  /* of the step that runs: toka_step.adapters */
     float *scratch;           /* [scratch_floats] memory of the op that runs (plain_take) */
     size_t scratch_floats, used;
     void *owned[16]; /* all memory, for plain_close */
@@ -22056,8 +22327,31 @@ static const float *plain_vector(plain_device *dev, const toka_tensor *tensor) {
     return vector;
 }
 
+/* The low-rank parts of a matrix: y += scale * B (A x), for the rows that have an adapter. */
+COLD __attribute__((noinline))
+static void plain_low_rank(plain_device *dev, const toka_tensor *weight, const float *x, int n_rows,
+                           float *y) {
+    for (int t = 0; t < n_rows; t++, x += weight->cols, y += weight->rows) {
+        const toka_low_rank *parts = dev->weights->adapters->of[dev->adapters[t]];
+        const toka_low_rank *part = parts ? &parts[weight->matrix] : NULL;
+        if (!part || !part->a.rows) continue;
+        const size_t used = dev->used;
+        const int r = part->a.rows;
+        float *low = plain_take(dev, 1, r), *row = plain_take(dev, 1, MAX(part->a.cols, r));
+        for (int i = 0; i < r; i++) {
+            weight_row(&part->a, i, row);
+            low[i] = part->scale * plain_dot(row + weight->matrix_col, x, weight->cols);
+        }
+        for (int i = 0; i < weight->rows; i++) {
+            weight_row(&part->b, weight->matrix_row + i, row);
+            y[i] += plain_dot(row, low, r);
+        }
+        dev->used = used;
+    }
+}
+
 /* y = W x + bias, for n_rows rows. Each row of W is converted once for all of them. bias: NULL or
- * absent: none. */
+ * absent: none. A matrix that adapters may change has a row for each row of the step. */
 static void plain_linear(plain_device *dev, const toka_tensor *weight, const toka_tensor *bias,
                          const float *x, int n_rows, float *y) {
     const size_t used = dev->used, rows = (size_t)weight->rows, cols = (size_t)weight->cols;
@@ -22069,6 +22363,7 @@ static void plain_linear(plain_device *dev, const toka_tensor *weight, const tok
             y[t * rows + i] = plain_dot(row, x + t * cols, weight->cols) + (offset ? offset[i] : 0);
     }
     dev->used = used;
+    if (dev->adapters && weight->matrix) plain_low_rank(dev, weight, x, n_rows, y);
 }
 
 /* y = (x - mean) / sqrt(mean square + eps) * (weight + offset), for n_rows rows as long as the
@@ -22135,8 +22430,9 @@ static int32_t plain_token_id(const plain_device *dev, int32_t id) {
 }
 
 COLD static void plain_embed(toka_device *device, const toka_step *step, toka_hidden *x) {
-    const plain_device *dev = plain_of(device);
+    plain_device *dev = plain_of(device);
     const int E = dev->shape->E;
+    dev->adapters = step->adapters;
     const float scale = plain_or(dev->shape->embed_scale, 1);
     float *to = plain_ptr(x->data);
     toka_hidden_set_sum(x, 1);
@@ -22751,6 +23047,7 @@ static void plain_alloc_buffers(plain_device *dev) {
      * the logits */
     dev->scratch_floats = (n_rows + 4) * row_floats + (size_t)shape->max_len + 1 +
                           plain_at(options->max_samples, shape->V);
+    if (dev->weights->adapters) dev->scratch_floats += 2 * (size_t)dev->weights->adapters->max_rank;
     dev->scratch = plain_zalloc(dev, dev->scratch_floats, sizeof(float));
     dev->first_slot = plain_zalloc(dev, (size_t)shape->L + 1, sizeof *dev->first_slot);
     for (int layer = 0; dev->first_slot && layer < shape->L; layer++)
@@ -22878,6 +23175,7 @@ const toka_backend toka_plain = {
     .rows_per_read = 1,
     .max_in_flight = 2,
     .has_drafts = true,
+    .has_adapters = true,
 };
 
 /* ===========================================================================
@@ -25004,6 +25302,7 @@ typedef struct cpu_extents {
     int n_experts, top_k; /* 0: no experts */
     bool delta, residual; /* are these buffers of the device needed? */
     bool kv_fp8;          /* does any layer have FP8 K and V? */
+    int adapted;          /* rows of a matrix that adapters may change */
 } cpu_extents;
 
 /* Scratch of layers with experts, and the plan of one pass: which rows each expert computes. */
@@ -25018,6 +25317,13 @@ typedef struct cpu_experts {
     float *x, *y;    /* [scratch_rows][ldx], [scratch_rows][E] input and output of one expert */
     float *gates;    /* [scratch_rows] of the shared expert */
 } cpu_experts;
+
+/* Scratch of the rows of one adapter: their x, their a x, and their b (a x). */
+typedef struct cpu_low_rank {
+    float *x, *low, *y; /* [scratch_rows][ld ...] */
+    int ld_x, ld_low, ld_y;
+    int *rows;          /* [scratch_rows] the numbers of these rows in the pass */
+} cpu_low_rank;
 
 /* One CPU device, which is one rank. Driven by one thread; the threads of its pool help. */
 struct toka_device {
@@ -25062,6 +25368,8 @@ struct toka_device {
                                * returned, each head padded; NULL: no layer has MLA */
     int ld_wide;
     cpu_experts experts;      /* scratch of the experts */
+    const uint8_t *adapters;  /* toka_step.adapters of the pass that runs: [n_rows], or NULL */
+    cpu_low_rank low_rank;    /* scratch of adapters */
     float *logits;            /* [scratch_samples][V_all]; NULL before the last stage. With tp_size
                                * > 1 the tp group's: each rank writes its V columns */
     int32_t *last_tokens;     /* [n_seqs] last sampled token of each seq; with stages the group's */
@@ -25467,10 +25775,121 @@ static void cpu_gemm_prepare(toka_device *dev, cpu_gemm_args *args, int width) {
     }
 }
 
+/* ---- Adapters ----
+ * The rows of a GEMM that have one adapter are gathered. Their products with a and with b are GEMMs
+ * in float32, whose result is added to their rows of y. So the work grows with the rows that have
+ * adapters, and the bytes of a row do not depend on the others. */
+
+typedef struct cpu_low_rank_job {
+    toka_device *dev;
+    const float *x; /* of the GEMM */
+    size_t ldx;
+    float *y;
+    size_t ldy;
+    int width; /* of x, low or y */
+    float scale;
+} cpu_low_rank_job;
+
+CPU_SMALL
+static void cpu_low_rank_in(void *arg, int thread, int i) {
+    const cpu_low_rank_job *job = arg;
+    const cpu_low_rank *own = &job->dev->low_rank;
+    float *to = own->x + (size_t)i * (size_t)own->ld_x;
+    (void)thread;
+    memcpy(to, job->x + (size_t)own->rows[i] * job->ldx, (size_t)job->width * sizeof *to);
+    memset(to + job->width, 0, (size_t)(cpu_round_up16(job->width) - job->width) * sizeof *to);
+}
+CPU_SMALL
+static void cpu_low_rank_scale(void *arg, int thread, int i) {
+    const cpu_low_rank_job *job = arg;
+    float *low = job->dev->low_rank.low + (size_t)i * (size_t)job->dev->low_rank.ld_low;
+    (void)thread;
+    for (int j = 0; j < cpu_round_up16(job->width); j++)
+        low[j] = j < job->width ? low[j] * job->scale : 0;
+}
+CPU_SMALL
+static void cpu_low_rank_out(void *arg, int thread, int i) {
+    const cpu_low_rank_job *job = arg;
+    const cpu_low_rank *own = &job->dev->low_rank;
+    const float *from = own->y + (size_t)i * (size_t)own->ld_y;
+    float *to = job->y + (size_t)own->rows[i] * job->ldy;
+    (void)thread;
+    for (int j = 0; j < job->width; j++) to[j] += from[j];
+}
+
+/* y += scale * b (a x) for one matrix and the n gathered rows. */
+CPU_SMALL
+static void cpu_add_part(cpu_low_rank_job *job, const toka_tensor *weight,
+                         const toka_low_rank *part, int n) {
+    toka_device *dev = job->dev;
+    const cpu_low_rank *own = &dev->low_rank;
+    toka_tensor a = part->a, b = cpu_weight_rows(part->b, weight->matrix_row, weight->rows);
+    a.data = (const char *)a.data +
+             toka_number_bytes(a.dtype) * (size_t)weight->matrix_col;
+    a.cols = weight->cols;
+    cpu_gemm_args args = {.kernels = dev->x_bf16 ? &cpu_kernel_sets[cpu_n_kernel_sets() - 1]
+                                                 : dev->kernels,
+                          .pool = &dev->pool, .panels = dev->scratch,
+                          .panel_floats = dev->scratch_floats, .T = n, .n_weights = 1};
+    const toka_tensor *const weights[] = {&a, &b};
+    float *const data[] = {own->x, own->low, own->y};
+    const int ld[] = {own->ld_x, own->ld_low, own->ld_y};
+    job->scale = part->scale;
+    for (int i = 0; i < 2; i++) {
+        args.x = data[i];
+        args.ldx = (size_t)ld[i];
+        args.weights[0] = weights[i];
+        args.y[0] = data[i + 1];
+        args.ldy[0] = (size_t)ld[i + 1];
+        cpu_gemm_run(&args);
+        job->width = weights[i]->rows;
+        cpu_parallel_for(&dev->pool, i ? cpu_low_rank_out : cpu_low_rank_scale, job, n,
+                         (int64_t)n * job->width);
+    }
+}
+
+/* Adds the low-rank parts of one adapter to the matrices of a GEMM. */
+CPU_SMALL
+static void cpu_add_adapter(toka_device *dev, const cpu_gemm_args *gemm, int adapter, int first) {
+    const toka_low_rank *parts = dev->weights->adapters->of[adapter];
+    cpu_low_rank_job job = {.dev = dev, .x = gemm->x, .ldx = gemm->ldx};
+    int n = 0;
+    for (int j = 0; j < gemm->n_weights; j++) {
+        const toka_low_rank *part = &parts[gemm->weights[j]->matrix];
+        if (!part->a.rows) continue;
+        if (!n) {
+            for (int t = first; t < gemm->T; t++)
+                if (dev->adapters[t] == adapter) dev->low_rank.rows[n++] = t;
+            job.width = gemm->weights[j]->cols;
+            cpu_parallel_for(&dev->pool, cpu_low_rank_in, &job, n, (int64_t)n * job.width);
+        }
+        job.y = gemm->y[j];
+        job.ldy = gemm->ldy[j];
+        cpu_add_part(&job, gemm->weights[j], part, n);
+    }
+}
+CPU_SMALL
+static void cpu_add_adapters(toka_device *dev, const cpu_gemm_args *gemm) {
+    bool done[TOKA_MAX_ADAPTERS + 1] = {true}; /* 0: none */
+    for (int t = 0; t < gemm->T; t++) {
+        const int adapter = dev->adapters[t];
+        if (!done[adapter]) cpu_add_adapter(dev, gemm, adapter, t);
+        done[adapter] = true;
+    }
+}
+
+/* Begins a pass over the rows from t0 on of a step. */
+static void cpu_begin_pass(toka_device *dev, const toka_step *step, int t0) {
+    dev->adapters = step->adapters ? step->adapters + t0 : NULL;
+}
+
+/* A GEMM of a pass. Matrices that adapters may change have a row of y for each row of the pass. */
 CPU_SMALL
 static void cpu_gemm(toka_device *dev, cpu_gemm_args args) {
+    const cpu_gemm_args given = args;
     cpu_gemm_prepare(dev, &args, args.weights[0]->cols);
     cpu_gemm_run(&args);
+    if (dev->adapters && given.weights[0]->matrix) cpu_add_adapters(dev, &given);
 }
 
 /* ---- Op: copy_pages ---- */
@@ -25865,6 +26284,7 @@ static void cpu_norm_qkv_rope_kv(toka_device *dev, const toka_step *step, int la
     const bool of_ranks = cpu_has_norm_of_ranks(weights); /* then k and v have all rows */
     for (int t0 = 0; t0 < step->T; t0 += dev->scratch_rows) {
         int n_rows = MIN(dev->scratch_rows, step->T - t0);
+        cpu_begin_pass(dev, step, t0);
         rope.t0 = t0;
         rope.q = cpu_ptr(q) + (size_t)t0 * q_width;
         rope.k = dev->k + (of_ranks ? (size_t)t0 * KD : 0);
@@ -26500,6 +26920,7 @@ static void cpu_out_residual(toka_device *dev, const toka_step *step, int layer,
     const float *bias = cpu_is_first_rank(dev) ? cpu_vector_f32(dev, 0, &weights->o_bias) : NULL;
     for (int t0 = 0; t0 < step->T; t0 += dev->scratch_rows) {
         int n_rows = MIN(dev->scratch_rows, step->T - t0);
+        cpu_begin_pass(dev, step, t0);
         const float *from = cpu_ptr(o) + (size_t)t0 * (size_t)width;
         float *y = sum + (size_t)t0 * (size_t)E, *to = cpu_sum_target(dev, norm != NULL, y);
         if (weights->mla) cpu_mla_values(dev, weights->mla, from, n_rows);
@@ -26759,6 +27180,7 @@ static void cpu_norm_mlp_residual(toka_device *dev, const toka_step *step, int l
         int n_rows = MIN(dev->scratch_rows, step->T - t0);
         float *y = sum + (size_t)t0 * (size_t)dev->shape->E;
         float *to = cpu_sum_target(dev, post_norm || weights->moe, y);
+        cpu_begin_pass(dev, step, t0);
         cpu_norm_x(dev, y, norm, n_rows);
         if (weights->moe) cpu_moe(dev, weights, n_rows);
         else cpu_mlp(&mlp, dev->x, to, n_rows, to == y && cpu_is_first_rank(dev));
@@ -27059,7 +27481,9 @@ static void cpu_repack(toka_device *dev, toka_tensor *weight, const toka_tensor 
     own->scale_col_step = 1;
     own->zero = quant->zero ? job.zeros : NULL;
     *weight = (toka_tensor){.data = memory, .dtype = TOKA_INT4, .rows = weight->rows,
-                            .cols = weight->cols, .quant = own, .row_step = 1};
+                            .cols = weight->cols, .quant = own, .row_step = 1,
+                            .matrix = weight->matrix, .matrix_row = weight->matrix_row,
+                            .matrix_col = weight->matrix_col};
 }
 COLD
 static void cpu_repack_mlp(toka_device *dev, toka_mlp *mlp) {
@@ -27117,6 +27541,7 @@ COLD
 static void cpu_measure_weights(cpu_extents *sizes, const toka_tensor *const *weights, int n) {
     for (int i = 0; i < n; i++) {
         const toka_quant *quant = weights[i]->quant;
+        if (weights[i]->matrix) sizes->adapted = MAX(sizes->adapted, weights[i]->rows);
         if (!weights[i]->rows || !quant) continue;
         sizes->groups = MAX(sizes->groups, cpu_n_groups(weights[i]));
         const int rows = weights[i]->dtype == TOKA_FP8 ? quant->rows : 0;
@@ -27241,7 +27666,23 @@ static void cpu_size_scratch(toka_device *dev, const cpu_extents *sizes) {
     dev->scratch_floats = (MAX(panel_floats, query_floats) + 15) & ~(size_t)15;
 }
 
-/* Allocates all buffers of this device but those for experts. A failure is kept in dev->error. */
+/* Allocates the scratch of adapters. */
+COLD
+static void cpu_alloc_low_rank(toka_device *dev, const cpu_extents *sizes) {
+    const size_t rows = (size_t)dev->scratch_rows;
+    cpu_low_rank *own = &dev->low_rank;
+    if (!dev->weights->adapters) return;
+    own->ld_x = MAX(dev->ldx, dev->ld_mlp);
+    own->ld_low = cpu_round_up16(dev->weights->adapters->max_rank);
+    own->ld_y = sizes->adapted;
+    own->x = cpu_zalloc(dev, rows, (size_t)own->ld_x * sizeof(float));
+    own->low = cpu_zalloc(dev, rows, (size_t)own->ld_low * sizeof(float));
+    own->y = cpu_zalloc(dev, rows, (size_t)own->ld_y * sizeof(float));
+    own->rows = cpu_zalloc(dev, rows, sizeof *own->rows);
+}
+
+/* Allocates all buffers of this device but those for experts and adapters. A failure is kept in
+ * dev->error. */
 COLD
 static void cpu_alloc_buffers(toka_device *dev, const cpu_extents *sizes) {
     const toka_shape *shape = dev->shape;
@@ -27327,6 +27768,7 @@ static int cpu_open(toka_device **out, const toka_device_options *options, const
     cpu_size_scratch(dev, &sizes);
     cpu_alloc_buffers(dev, &sizes);
     cpu_alloc_experts(dev, &sizes);
+    cpu_alloc_low_rank(dev, &sizes);
     char count[16] = ""; /* of devices; the threads are those of each */
     if (options->n_devices > 1) snprintf(count, sizeof count, "%d x ", options->n_devices);
     snprintf(dev->description, sizeof dev->description, "%sCPU, %s, %d thread%s", count,
@@ -27438,6 +27880,7 @@ const toka_backend toka_cpu = {
     .state_chunk = CPU_STATE_CHUNK,
     .max_in_flight = 2,
     .has_drafts = true,
+    .has_adapters = true,
 };
 
 /* ===========================================================================
@@ -28049,11 +28492,15 @@ static double model_busy_s(model_grid *model) {
  * steps and commits those in flight. New weights are in mapped files: pointers to tensors change,
  * nothing is copied.
  *
+ * Adapters (LoRA). Any thread loads one, into an entry that no request uses, so steps go on. A
+ * request counts as a user of its adapter from eng_submit to eng_release. A name that is loaded
+ * again, or unloaded, leaves the old entry to its requests; the last of them frees it.
+ *
  * What always holds:
  *   - eng.lock guards `inbox`, `cancels`, `waiters`, `has_driver`, `stopping`, `order`, `paused`,
- *     `error`, `last_id`, `n_samples` and `published`, the copy of the statistics. notifier.lock
- *     guards `has_new_work`. workers.lock guards the queue of constraints. A machine belongs to the
- *     thread that has taken its constraint. Everything else belongs to the driver;
+ *     `adapters`, `error`, `last_id`, `n_samples` and `published`, the copy of the statistics.
+ *     notifier.lock guards `has_new_work`. workers.lock guards the queue of constraints. A machine
+ *     belongs to the thread that has taken its constraint. Everything else belongs to the driver;
  *   - weights change only while no step of any replica is in flight. So a step has one version of
  *     them, and an event tells it;
  *   - every sample of an accepted request ends in exactly one event that is not TOKA_RUNNING;
@@ -28105,6 +28552,8 @@ typedef struct eng_request { /* from eng_submit until it is freed */
     int64_t id;
     struct eng_replica *replica; /* NULL: still in the inbox */
     int sched_id;                /* the request's number in the replica's scheduler */
+    uint8_t adapter;             /* its number; 0: none */
+    uint64_t prefix_key;         /* of the adapter */
     /* estimated tokens, for routing; ended samples do not count */
     double work_tokens, work_per_sample;
     arena memory;                 /* all that the fields below point to, except end_ids */
@@ -28275,6 +28724,14 @@ typedef struct eng_order { /* what another thread wants of the driver */
     toka_err *e;            /* code not 0: it failed */
 } eng_order;
 
+/* An adapter. Its number is its index + 1. */
+typedef struct eng_adapter {
+    mf_adapter files;  /* parts NULL: this entry is free */
+    char *name, *path; /* heap; NULL: the name was taken away, but requests still run with it */
+    uint64_t key;      /* of the prefix cache */
+    int n_requests;    /* that are not released */
+} eng_adapter;
+
 typedef struct eng { /* pools are sized at open and never grow */
     const toka_backend *backend;
     const mf_model *files;
@@ -28285,6 +28742,7 @@ typedef struct eng { /* pools are sized at open and never grow */
     draft_config drafts;
     mf_model *draft_files;  /* of the draft model, owned; NULL: none */
     toka_shape draft_shape; /* and its shape, with B and max_len */
+    int max_adapters;       /* that may have a name; 0: the model has no adapters */
     bool hung;              /* opening failed and a rank hangs: the engine cannot be freed */
     eng_startup startup;
     eng_replica *replicas;
@@ -28313,11 +28771,101 @@ typedef struct eng { /* pools are sized at open and never grow */
     bool has_driver, stopping;
     eng_order *order;     /* not carried out yet; NULL: none */
     bool paused;          /* the driver plans no steps, and none is in flight; it writes this */
+    toka_adapters *adapter_parts; /* in files->weights, what the devices read */
+    eng_adapter *adapters;        /* [TOKA_MAX_ADAPTERS]; NULL: max_adapters is 0 */
+    uint64_t n_loaded;            /* since open */
     pthread_mutex_t update_lock; /* held during toka_update_weights; before `lock` */
     toka_err error;       /* code not 0: submit fails with it, as a device failed or the engine is
                            * being closed */
     toka_stats published; /* copy of stats for other threads, made after each step */
 } eng;
+
+/* ---- Adapters: any thread ---- */
+
+/* Returns the entry of this name, or -1. Called with the lock held, as the next two. */
+COLD
+static int eng_find_adapter(const eng *engine, const char *name) {
+    for (int i = 0; engine->adapters && i < TOKA_MAX_ADAPTERS; i++)
+        if (engine->adapters[i].name && !strcmp(engine->adapters[i].name, name)) return i;
+    return -1;
+}
+/* Takes the name of an entry, or a request (by 1) away, and frees an adapter without either. */
+COLD
+static void eng_drop_adapter(eng *engine, int i, bool drop_name, int by) {
+    eng_adapter *adapter = &engine->adapters[i];
+    adapter->n_requests -= by;
+    if (drop_name) {
+        free(adapter->name), free(adapter->path);
+        adapter->name = adapter->path = NULL;
+    }
+    if (adapter->name || adapter->n_requests) return;
+    engine->adapter_parts->of[i + 1] = NULL;
+    arena_free(&adapter->files.memory);
+    *adapter = (eng_adapter){0};
+}
+/* Puts an adapter into a free entry. Returns 0 or an error. */
+COLD
+static int eng_add_adapter(eng *engine, const mf_adapter *files, const char *name,
+                           const char *folder, bool replace, toka_err *e) {
+    const int old = eng_find_adapter(engine, name);
+    int n_named = 0, free_entry = -1;
+    for (int i = TOKA_MAX_ADAPTERS; i--;) {
+        n_named += engine->adapters[i].name != NULL;
+        if (!engine->adapters[i].files.parts) free_entry = i;
+    }
+    if (old >= 0 && !replace)
+        return fail(e, TOKA_E_USE, "adapter %s is loaded already; load_inplace replaces it", name);
+    if (old < 0 && n_named == engine->max_adapters)
+        return fail(e, TOKA_E_USE, "adapter %s: %d are loaded, as many as may be (--max-loras)",
+                    name, n_named);
+    if (free_entry < 0)
+        return fail(e, TOKA_E_USE, "adapter %s: requests still run with %d older ones", name,
+                    TOKA_MAX_ADAPTERS - n_named);
+    engine->adapters[free_entry] = (eng_adapter){
+        .files = *files, .name = mem_check(strdup(name)), .path = mem_check(strdup(folder)),
+        .key = ++engine->n_loaded};
+    engine->adapter_parts->of[free_entry + 1] = files->parts;
+    if (old >= 0) eng_drop_adapter(engine, old, true, 0);
+    return 0;
+}
+
+COLD
+static int eng_load_adapter(eng *engine, const char *name, const char *folder, bool replace,
+                            toka_err *e) {
+    mf_adapter files;
+    if (!engine->max_adapters)
+        return fail(e, TOKA_E_USE, "adapter %s: adapters are off (--enable-lora, --lora-modules)",
+                    name);
+    if (!*name) return fail(e, TOKA_E_USE, "an adapter has an empty name");
+    if (mf_open_adapter(&engine->files->config, folder, engine->adapter_parts->max_rank, &files, e))
+        return e->code;
+    pthread_mutex_lock(&engine->lock);
+    const int code = eng_add_adapter(engine, &files, name, folder, replace, e);
+    pthread_mutex_unlock(&engine->lock);
+    if (code) arena_free(&files.memory);
+    return code;
+}
+
+COLD
+static int eng_unload_adapter(eng *engine, const char *name, toka_err *e) {
+    pthread_mutex_lock(&engine->lock);
+    const int i = eng_find_adapter(engine, name);
+    if (i >= 0) eng_drop_adapter(engine, i, true, 0);
+    pthread_mutex_unlock(&engine->lock);
+    return i >= 0 ? 0 : fail(e, TOKA_E_USE, "adapter %s is not loaded", name);
+}
+
+/* The request that is submitted runs with the adapter of this name. Returns 0 or an error. Called
+ * with the lock held. */
+COLD __attribute__((noinline))
+static int eng_use_adapter(eng *engine, eng_request *request, const char *name, toka_err *e) {
+    const int i = eng_find_adapter(engine, name);
+    if (i < 0) return fail(e, TOKA_E_USE, "adapter %s is not loaded", name);
+    engine->adapters[i].n_requests++;
+    request->adapter = (uint8_t)(i + 1);
+    request->prefix_key = engine->adapters[i].key;
+    return 0;
+}
 
 /* ---- Open and close ---- */
 
@@ -28530,6 +29078,9 @@ static void eng_free(eng *engine) { /* its ranks are closed */
     eng_close_workers(&engine->workers);
     for (int i = 0; i < engine->n_replicas; i++) eng_replica_free(&engine->replicas[i]);
     mf_close(engine->draft_files);
+    for (int i = 0; engine->adapters && i < TOKA_MAX_ADAPTERS; i++)
+        eng_drop_adapter(engine, i, true, engine->adapters[i].n_requests);
+    free(engine->adapters);
     free(engine->replicas);
     free(engine->cancels);
     free(engine->vector);
@@ -28644,6 +29195,10 @@ static eng *eng_new(const toka_backend *backend, const mf_model *files, const to
     engine->notifier.hang_budget_s = MODEL_HANG_TIMEOUT_S;
     engine->startup.progress = options->progress;
     engine->startup.user = options->progress_user;
+    engine->max_adapters = options->max_loras;
+    engine->adapter_parts = (toka_adapters *)(uintptr_t)files->weights.adapters;
+    if (options->max_loras)
+        engine->adapters = mem_zalloc(TOKA_MAX_ADAPTERS * sizeof *engine->adapters);
     engine->n_replicas = MAX(options->data_parallel_size, 1);
     engine->replicas = mem_zalloc((size_t)engine->n_replicas * sizeof *engine->replicas);
     return engine;
@@ -28864,6 +29419,10 @@ static int eng_open(eng **out, const toka_backend *backend, const mf_model *file
                     max_seqs);
     draft_config drafts;
     if (draft_read_config(options, &drafts, e)) return e->code;
+    if (options->max_loras && !backend->has_adapters)
+        return fail(e, TOKA_E_USE,
+                    "--enable-lora, --lora-modules: device %s has no adapters (LoRA), device cpu "
+                    "has them", backend->name);
     if (drafts.method && !backend->has_drafts)
         return fail(e, TOKA_E_USE, "speculative_config: device %s has no speculative decoding",
                     backend->name);
@@ -29345,7 +29904,9 @@ static int eng_submit(eng *engine, const eng_submission *submission, eng_request
     else if (engine->n_samples + request->n_samples > ENG_MAX_SAMPLES)
         code = fail(e, TOKA_E_USE, "%lld samples are waiting or running, at most %d may be",
                     (long long)engine->n_samples, ENG_MAX_SAMPLES);
-    else {
+    else if (submission->params->adapter)
+        code = eng_use_adapter(engine, request, submission->params->adapter, e);
+    if (!code) {
         request->id = *id = ++engine->last_id;
         engine->n_samples += request->n_samples;
         *engine->inbox_end = request;
@@ -29391,10 +29952,12 @@ static void eng_detokenizer_close(eng_replica *replica, int seq) {
 
 /* The request is finished and no in-flight step points to it. Wakes the thread that waits for it,
  * or frees it. */
+__attribute__((noinline))
 static void eng_release(eng *engine, eng_request *request) {
     eng_waiter *waiter = request->waiter; /* its thread may free the request after the unlock */
     pthread_mutex_lock(&engine->lock);
     engine->n_samples -= request->n_samples;
+    if (request->adapter) eng_drop_adapter(engine, request->adapter - 1, false, 1);
     engine->published.requests_done = engine->stats.requests_done;
     if (waiter) {
         waiter->released = true;
@@ -29469,8 +30032,8 @@ static void eng_route(eng *engine, eng_request *request) {
     for (int i = 0; i < engine->n_replicas; i++) {
         eng_replica *replica = &engine->replicas[i];
         int n_hits = engine->n_replicas > 1 && n_unshared < request->n_samples
-                         ? kv_match_prefix(&replica->sched.kv, NULL, request->prompt,
-                                           request->n_prompt) *
+                         ? kv_match_prefix(&replica->sched.kv, request->prefix_key, NULL,
+                                           request->prompt, request->n_prompt) *
                                replica->sched.config.B
                          : 0;
         double prompt_work = n_unshared * (double)request->n_prompt +
@@ -29505,7 +30068,9 @@ static void eng_add_request(eng *engine, eng_request *request) {
                      .max_tokens = sampling->max_tokens,
                      .no_run_ahead = sampling->constraint != NULL,
                      .n_unshared = eng_n_unshared(engine, request),
-                     .priority = request->priority},
+                     .priority = request->priority,
+                     .adapter = request->adapter,
+                     .prefix_key = request->prefix_key},
         &e);
     /* eng_check and ENG_MAX_SAMPLES are at least as strict; max_len tokens fit in the KV cache
      * (eng_size_kv) */
@@ -30979,6 +31544,29 @@ SERVER_ONLY static int eng_max_seqs(const eng *engine) { return engine->max_seqs
 
 /* Returns the name of the backend. */
 static const char *eng_device_name(const eng *engine) { return engine->backend->name; }
+/* Returns the most adapters that may be loaded; 0: the model has none. */
+SERVER_ONLY static int eng_max_adapters(const eng *engine) { return engine->max_adapters; }
+
+typedef struct eng_adapter_name {
+    const char *name, *path;
+} eng_adapter_name;
+
+/* Lists the loaded adapters, in the arena. Returns their number. */
+SERVER_ONLY static int eng_list_adapters(eng *engine, arena *memory, eng_adapter_name **list) {
+    int n = 0;
+    *list = engine->adapters
+                ? arena_alloc(memory, (size_t)engine->max_adapters * sizeof **list) : NULL;
+    pthread_mutex_lock(&engine->lock);
+    for (int i = 0; engine->adapters && i < TOKA_MAX_ADAPTERS; i++) {
+        const eng_adapter *adapter = &engine->adapters[i];
+        if (!adapter->name) continue;
+        (*list)[n++] = (eng_adapter_name){arena_cstr(memory, str_c(adapter->name)),
+                                          arena_cstr(memory, str_c(adapter->path))};
+    }
+    pthread_mutex_unlock(&engine->lock);
+    return n;
+}
+
 SERVER_ONLY static bool eng_can_update(const eng *engine) {
     return engine->backend->rebind != NULL;
 }
@@ -31384,6 +31972,14 @@ static int lib_check_dtype(const char *dtype, const toka_backend *backend, toka_
                              backend->name);
 }
 
+/* Makes room for adapters in the weights, if there may be any. */
+static void lib_open_adapters(mf_model *files, const toka_options *options) {
+    if (!options->max_loras) return;
+    toka_adapters *adapters = arena_zalloc(&files->memory, sizeof *adapters);
+    adapters->max_rank = options->max_lora_rank ? options->max_lora_rank : TOKA_MAX_LORA_RANK;
+    files->weights.adapters = adapters;
+}
+
 /* Checks the options that need no model, and that the device can be used. Returns 0 or an error. */
 COLD
 static int lib_check_options(const toka_options *options, toka_err *e) {
@@ -31401,6 +31997,9 @@ static int lib_check_options(const toka_options *options, toka_err *e) {
         return fail(e, TOKA_E_USE, "quantization: \"%s\", expected \"fp8\"; the format of a model's "
                     "files is found without it", options->quantization);
     if (check_int("threads", options->n_threads, 0, 1024, e)) return e->code;
+    if (check_int("max_loras", options->max_loras, 0, TOKA_MAX_ADAPTERS / 2, e)) return e->code;
+    if (check_int("max_lora_rank", options->max_lora_rank, 0, TOKA_MAX_LORA_RANK, e))
+        return e->code;
     if (check_int("max_model_len", options->max_model_len, 0, INT_MAX, e)) return e->code;
     if (check_int("max_num_seqs", options->max_num_seqs, 0, 65536, e)) return e->code;
     if (check_int("max_num_batched_tokens", options->max_num_batched_tokens, 0, 65536, e))
@@ -31455,6 +32054,7 @@ COLD int toka_open(toka **out, const toka_options *options, toka_err *e) {
     const toka_backend *backend = lib_find_backend(options->device);
     t->files_s = os_now() - found;
     t->fp8 = options->quantization != NULL;
+    lib_open_adapters(t->files, options);
     mf_set_max_len(&t->files->config, options->max_model_len ? options->max_model_len
                                                              : t->shape.max_len);
     if ((code = mf_choose_kv(t->files, options, e)) ||
@@ -31846,6 +32446,15 @@ COLD int toka_update_weights(toka *t, const char *model, toka_err *e) {
     if (code) mf_close(next);
     pthread_mutex_unlock(&t->engine->update_lock);
     return code;
+}
+
+COLD int toka_load_adapter(toka *t, const char *name, const char *folder, int replace,
+                           toka_err *e) {
+    return eng_load_adapter(t->engine, name, folder, replace != 0, e);
+}
+
+COLD int toka_unload_adapter(toka *t, const char *name, toka_err *e) {
+    return eng_unload_adapter(t->engine, name, e);
 }
 
 int toka_score(toka *t, const int32_t *in, size_t n_ids, float *logprobs, toka_err *e) {
@@ -34572,6 +35181,7 @@ typedef struct api_request {
     buf item_log;
     size_t item_at;
     str repeated; /* of Responses: members of the answer that repeat the body; in the arena */
+    const char *adapter; /* that "model" names; NULL: the model as it is */
     bool is_batch;     /* /generate: the prompt is a list, so the answer is one, too */
     str rid;           /* /generate: the id that the body gives; .n 0: none; in the arena */
     int logprobs_from; /* /generate: first token of the prompt that gets a logprob */
@@ -34842,6 +35452,7 @@ static const api_field api_fields[] = {
     API_FIELD("rid", API_ON_SGLANG, API_ANY, rid),
     API_FIELD("stream", API_ON_SGLANG, API_BOOL, stream),
     API_FIELD("model", API_ON_SGLANG, API_TEXT, model),
+    API_FIELD("lora_path", API_ON_SGLANG, API_TEXT, model),
     API_INT_FIELD("priority", API_ON_SGLANG, priority, -INT_MAX, INT_MAX),
     API_FIELD("return_logprob", API_ON_SGLANG, API_BOOL, chat_logprobs),
     API_INT_FIELD("logprob_start_len", API_ON_SGLANG, logprobs_from, -1, INT_MAX),
@@ -34851,7 +35462,6 @@ static const api_field api_fields[] = {
     API_REFUSE("token_ids_logprob", API_ON_SGLANG, "[]"),
     API_REFUSE("input_embeds", API_ON_SGLANG, 0),
     API_REFUSE("image_data", API_ON_SGLANG, "[]"),
-    API_REFUSE("lora_path", API_ON_SGLANG, 0),
     API_REFUSE("session_params", API_ON_SGLANG, 0),
     API_REFUSE("custom_logit_processor", API_ON_SGLANG, 0),
     API_REFUSE("return_hidden_states", API_ON_SGLANG, 0),
@@ -35431,28 +36041,37 @@ static int api_read_stream_options(api_request *request, const api_body *body, t
     return 0;
 }
 
-/* Is this the name of a model that is served here? */
+/* Is this the name of the model itself? */
 static bool api_is_served(const api_config *config, str name) {
     bool is_served = config->alias && str_is(name, config->alias);
     for (int i = 0; i < config->n_names && !is_served; i++)
         is_served = str_is(name, config->names[i]);
-    return is_served;
+    return is_served || (!config->n_names && str_is(name, config->name));
 }
 
-/* Sets request->model. Returns an error (HTTP status 404) if the model of a body is not served
- * here. */
+/* Sets request->model and, if it is an adapter, request->adapter. Returns an error (HTTP status
+ * 404) if the model of a body is not served here. */
 static int api_check_model(api_request *request, str model, toka_err *e) {
     const api_config *config = request->config;
+    eng *engine = config->toka->engine;
+    const bool has_adapters = engine && eng_max_adapters(engine);
+    eng_adapter_name *adapters = NULL;
     request->model = arena_str(&request->memory, !config->n_names ? str_c(config->name)
                                                  : model.n        ? model
                                                                   : str_c(config->names[0]));
-    if (!model.n || !config->n_names || api_is_served(config, model)) return 0;
+    if (!model.n || (!config->n_names && !has_adapters) || api_is_served(config, model)) return 0;
+    for (int i = has_adapters ? eng_list_adapters(engine, &request->memory, &adapters) : 0; i--;)
+        if (str_is(model, adapters[i].name)) {
+            request->adapter = adapters[i].name;
+            request->model = str_c(request->adapter);
+            return 0;
+        }
     request->status = 404;
     request->type = "not_found_error";
     request->param = "model";
     request->code = "model_not_found";
     return fail(e, TOKA_E_USE, "model: '%.*s' is not served here, '%s' is", STRF(model),
-                config->names[0]);
+                config->n_names ? config->names[0] : config->name);
 }
 
 /* ---- Prompts ---- */
@@ -36520,6 +37139,7 @@ static int api_parse_fields(api_request *request, enum api_route route, const js
         request->n_samples = 1;
         engine_request.priority = (int)body.priority;
         code = api_check_model(request, body.model, e);
+        engine_request.adapter = request->adapter;
         return code ? code : request->style->make_prompts(request, &body, &engine_request, e);
     }
     if (!code && request->style) code = request->style->translate(request, &body, e);
@@ -36532,6 +37152,7 @@ static int api_parse_fields(api_request *request, enum api_route route, const js
     if ((code = api_check_model(request, body.model, e)) ||
         (code = api_read_stream_options(request, &body, e)))
         return code;
+    engine_request.adapter = request->adapter;
     if (request->chat) api_set_parse(request, &body);
     if (!(code = api_read_sampling(request, &body, &engine_request, e)) &&
         !(code = api_prompts_init(request, &body, &engine_request, e)) &&
@@ -37583,15 +38204,17 @@ static int api_finish(api_request *request, buf *out) {
 
 /* ---- Models, tokenize, detokenize ---- */
 
-static void api_put_model(const api_config *config, str name, int64_t created, buf *out) {
+/* root, parent: of an adapter, its folder and the model's name; else NULL. */
+static void api_put_model(const api_config *config, str name, const char *root,
+                          const char *parent, int64_t created, buf *out) {
     json_put_open(out, '{');
     json_put_key(out, "id"), json_put_str(out, name);
     json_put_key(out, "object"), json_put_str(out, STR("model"));
     json_put_key(out, "created"), json_put_int(out, created);
     json_put_key(out, "owned_by"), json_put_str(out, STR("toka"));
-    json_put_key(out, "root"),
-        json_put_str(out, str_c(config->root ? config->root : config->toka->files->name));
-    json_put_key(out, "parent"), json_put_null(out);
+    if (!root) root = config->root ? config->root : config->toka->files->name;
+    json_put_member_or_null(out, "root", root);
+    json_put_member_or_null(out, "parent", parent);
     json_put_key(out, "max_model_len"), json_put_int(out, config->max_len);
     json_put_close(out, '}');
 }
@@ -37599,18 +38222,30 @@ static void api_put_model(const api_config *config, str name, int64_t created, b
 /* Writes the answer of /v1/models, or of /v1/models/ID if id is not empty. Returns false if there
  * is no such model. */
 static bool api_put_models(const api_config *config, str id, int64_t created, buf *out) {
-    if (id.n) {
-        const bool is_served = api_is_served(config, id);
-        if (is_served) api_put_model(config, id, created, out);
-        return is_served;
+    arena memory = {0};
+    eng_adapter_name *adapters;
+    const int n_adapters = eng_list_adapters(config->toka->engine, &memory, &adapters);
+    bool found = !id.n;
+    if (id.n && api_is_served(config, id)) {
+        api_put_model(config, id, NULL, NULL, created, out);
+        found = true;
     }
-    json_put_open(out, '{');
-    json_put_key(out, "object"), json_put_str(out, STR("list"));
-    json_put_key(out, "data"), json_put_open(out, '[');
-    for (int i = 0; i < config->n_names; i++)
-        api_put_model(config, str_c(config->names[i]), created, out);
-    buf_c(out, "]}");
-    return true;
+    if (!id.n) {
+        json_put_open(out, '{');
+        json_put_key(out, "object"), json_put_str(out, STR("list"));
+        json_put_key(out, "data"), json_put_open(out, '[');
+        for (int i = 0; i < config->n_names; i++)
+            api_put_model(config, str_c(config->names[i]), NULL, NULL, created, out);
+    }
+    for (int i = 0; i < n_adapters; i++) {
+        if (id.n && (found || !str_is(id, adapters[i].name))) continue;
+        api_put_model(config, str_c(adapters[i].name), adapters[i].path, config->names[0], created,
+                      out);
+        found = true;
+    }
+    if (!id.n) buf_c(out, "]}");
+    arena_free(&memory);
+    return found;
 }
 
 /* Writes {"count","max_model_len","tokens","token_strs"} of a prompt or of messages. */
@@ -39612,7 +40247,8 @@ static void run_warn_unknown(void *user, str name) {
 static void run_warn_model(run_state *run, const json *body) {
     const str model = json_str(json_get(body, "model"));
     if (run->warned_model || !model.n || run->options->api_config ||
-        str_is(model, run->configs[0].name) || api_is_served(&run->configs[0], model))
+        str_is(model, run->configs[0].name) || eng_max_adapters(run->toka->engine) ||
+        api_is_served(&run->configs[0], model))
         return;
     buf shown = {0};
     api_put_printable(&shown, model);
@@ -39710,6 +40346,30 @@ static void run_init_configs(run_state *run) {
     run->configs[1].limits = run_limits;
     run->configs[1].on_unknown_field = run_warn_unknown;
     run->configs[1].user = run;
+}
+
+/* Loads the adapters of --lora-modules: NAME=FOLDER, or {"name", "path", "base_model_name"}. */
+static int run_load_adapters(toka *t, const char *const *modules, int n_modules, toka_err *e) {
+    arena memory = {0};
+    int code = 0;
+    for (int i = 0; i < n_modules && !code; i++) {
+        const char *equals = strchr(modules[i], '='), *name = NULL, *path = equals + 1;
+        if (*modules[i] == '{') {
+            const json *root = json_parse(&memory, str_c(modules[i]), json_trusted, e);
+            const str texts[] = {json_str(json_get(root, "name")), json_str(json_get(root, "path"))};
+            name = texts[0].n ? arena_cstr(&memory, texts[0]) : NULL;
+            path = texts[1].n ? arena_cstr(&memory, texts[1]) : NULL;
+        } else if (equals) {
+            name = arena_cstr(&memory, str_sub(str_c(modules[i]), 0,
+                                               (size_t)(equals - modules[i])));
+        }
+        if (!name || !path)
+            code = fail(e, TOKA_E_USE, "--lora-modules: '%s', expected NAME=FOLDER or {\"name\": .., "
+                        "\"path\": ..}", modules[i]);
+        else code = toka_load_adapter(t, name, path, false, e);
+    }
+    arena_free(&memory);
+    return code;
 }
 
 /* ---- Reader ---- */
@@ -40203,7 +40863,7 @@ static bool run_read_result(run_state *run, const run_input *input, str line, ar
             ? (str){0}
             : json_str(json_get(json_get(json_get(root, "response"), "body"), "model"));
     if (model.n && !run->other_model.n && !run->options->api_config &&
-        !str_is(model, run->configs[0].name))
+        !eng_max_adapters(run->toka->engine) && !str_is(model, run->configs[0].name))
         api_put_printable(&run->other_model, model);
     return true;
 }
@@ -43140,6 +43800,8 @@ typedef struct srv_options { /* the options of toka serve; the caller owns the s
     bool model_defaults;      /* sampling defaults come from generation_config.json */
     const char *admin_key;    /* for the routes of trainers; NULL: only this machine may use them;
                                * "none": all clients may */
+    const char *const *adapters; /* [n_adapters] values of --lora-modules */
+    int n_adapters;
     bool strict, quiet;
     atomic_int *interrupted;  /* signals so far; 1: drain and return; at the 2nd the program ends */
 } srv_options;
@@ -44223,7 +44885,7 @@ static void *srv_worker_thread(void *arg) {
  * members that one of their clients reads. */
 
 enum srv_admin_kind { SRV_PAUSE, SRV_RESUME, SRV_UPDATE, SRV_RENAME, SRV_ABORT, SRV_FLUSH,
-                      SRV_STATE, SRV_NOT_HERE };
+                      SRV_STATE, SRV_NOT_HERE, SRV_LOAD_ADAPTER, SRV_UNLOAD_ADAPTER };
 
 typedef struct srv_admin { /* a body, and its answer */
     const json *root;      /* NULL: none */
@@ -44310,6 +44972,44 @@ static void srv_admin_abort(srv *server, srv_admin *admin) {
     admin->word = "aborted";
 }
 
+/* Loads or unloads an adapter. vLLM's route, below /v1, replaces one only if the body says so. */
+static void srv_admin_adapter(srv *server, const srv_request *request, srv_admin *admin,
+                              bool load) {
+    const str name = srv_admin_text(admin, (const char *[4]){"lora_name"});
+    const str path = srv_admin_text(admin, (const char *[4]){"lora_path"});
+    const bool replace = json_is_true(json_get(admin->root, "load_inplace")) ||
+                         !str_starts(request->http->path, STR("/v1/"));
+    arena memory = {0};
+    const char *given = arena_cstr(&memory, name);
+    if (!name.n || (load && !path.n)) {
+        srv_admin_refuse(admin, 400, load ? "expected lora_name and lora_path"
+                                          : "expected lora_name");
+    } else if (api_is_own_name(&server->model, name)) {
+        srv_admin_refuse(admin, 400, "lora_name: it is the name of the model itself");
+    } else if (load) {
+        if (toka_load_adapter(server->toka, given, arena_cstr(&memory, path), replace, &admin->e))
+            admin->status = 400;
+    } else if (toka_unload_adapter(server->toka, given, &admin->e)) {
+        admin->status = 404;
+    }
+    if (!admin->e.code)
+        fprintf(stderr, "toka: adapter %s %s\n", given, load ? "loaded" : "unloaded");
+    admin->word = load ? "added" : "removed";
+    arena_free(&memory);
+}
+
+/* Writes the answer of vLLM's two routes of adapters. */
+static void srv_put_adapter(const srv_admin *admin, srv_request *request) {
+    const str name = srv_admin_text(admin, (const char *[4]){"lora_name"});
+    if (admin->e.code) {
+        api_put_error(&request->reply.body, admin->status, admin->e.msg, NULL, NULL, NULL);
+        return;
+    }
+    request->reply.type = "text/plain; charset=utf-8";
+    buf_printf(&request->reply.body, "Success: LoRA adapter '%.*s' %s successfully.", STRF(name),
+               admin->word);
+}
+
 static void srv_put_admin(srv *server, const srv_admin *admin, buf *out) {
     const toka_stats stats = toka_get_stats(server->toka);
     const char *version = server->versions[stats.weight_updates];
@@ -44356,6 +45056,10 @@ static void srv_admin_run(srv *server, srv_request *request, srv_admin *admin) {
     case SRV_ABORT: srv_admin_abort(server, admin); break;
     case SRV_FLUSH: toka_reset_prefix_cache(server->toka, &admin->e); break;
     case SRV_STATE: break;
+    case SRV_LOAD_ADAPTER:
+    case SRV_UNLOAD_ADAPTER:
+        srv_admin_adapter(server, request, admin, kind == SRV_LOAD_ADAPTER);
+        break;
     case SRV_NOT_HERE:
         srv_admin_refuse(admin, 501, "weights come from a folder (/update_weights, "
                                      "/update_weights_from_disk); not over NCCL or CUDA IPC");
@@ -44372,7 +45076,8 @@ static void srv_admin_handler(srv *server, srv_request *request) {
     else srv_admin_run(server, request, &admin);
     if (admin.e.code && admin.status == 200) admin.status = 500;
     request->reply.status = admin.status;
-    srv_put_admin(server, &admin, &request->reply.body);
+    if (str_starts(request->http->path, STR("/v1/"))) srv_put_adapter(&admin, request);
+    else srv_put_admin(server, &admin, &request->reply.body);
     arena_free(&memory);
     srv_free_body(request);
     srv_publish_reply(request);
@@ -44483,6 +45188,10 @@ static const srv_route srv_routes[] = {
     SRV_ADMIN_ROUTE("/reset_prefix_cache", SRV_POST, SRV_FLUSH),
     SRV_ADMIN_ROUTE("/reset_prefix_cache/", SRV_POST, SRV_FLUSH),
     SRV_ADMIN_ROUTE("/flush_cache", SRV_GET | SRV_POST, SRV_FLUSH),
+    SRV_ADMIN_ROUTE("/v1/load_lora_adapter", SRV_POST, SRV_LOAD_ADAPTER),
+    SRV_ADMIN_ROUTE("/v1/unload_lora_adapter", SRV_POST, SRV_UNLOAD_ADAPTER),
+    SRV_ADMIN_ROUTE("/load_lora_adapter", SRV_POST, SRV_LOAD_ADAPTER),
+    SRV_ADMIN_ROUTE("/unload_lora_adapter", SRV_POST, SRV_UNLOAD_ADAPTER),
     SRV_ADMIN_ROUTE("/init_weight_transfer_engine", SRV_POST, SRV_NOT_HERE),
     SRV_ADMIN_ROUTE("/init_broadcaster", SRV_POST, SRV_NOT_HERE),
     SRV_ADMIN_ROUTE("/init_communicator/", SRV_POST, SRV_NOT_HERE),
@@ -45774,6 +46483,9 @@ static int srv_load_model(srv *server, toka_err *e) {
     double t0 = os_now();
     int code = toka_open(&server->toka, &server->options->open, e);
     if (code) return code;
+    if ((code = run_load_adapters(server->toka, server->options->adapters,
+                                  server->options->n_adapters, e)))
+        return code;
     srv_init_model(server);
     server->memory_limit = MAX(os_available_bytes() / 2, (int64_t)SRV_MIN_MEMORY_LIMIT);
     run_print_start(server->toka, server->name, os_now() - t0);
@@ -52897,6 +53609,59 @@ static const help_page help_pages[] = {
      "  GPU. Not replaced: int4 weights packed by columns (AWQ, GPTQ). Batches\n"
      "  (/v1/batches) are frozen by any pause and go on.\n",
      NULL},
+    {"adapters", "LoRA: one model, many adapters",
+     "    python3 - <<'END'\n"
+     "    import json, os, random, struct\n"
+     "    os.makedirs(\"sql\", exist_ok=True)   # in place of save_pretrained of PEFT\n"
+     "    name = \"base_model.model.model.layers.5.self_attn.v_proj.lora_\"\n"
+     "    sizes = {name + \"A.weight\": (8, 256), name + \"B.weight\": (128, 8)}\n"
+     "    header, data = {}, b\"\"\n"
+     "    for key, (rows, cols) in sizes.items():\n"
+     "        numbers = [random.gauss(0, 0.1) for _ in range(rows * cols)]\n"
+     "        new = struct.pack(f\"<{rows * cols}f\", *numbers)\n"
+     "        header[key] = {\"dtype\": \"F32\", \"shape\": [rows, cols],\n"
+     "                       \"data_offsets\": [len(data), len(data) + len(new)]}\n"
+     "        data += new\n"
+     "    text = json.dumps(header).encode()\n"
+     "    open(\"sql/adapter_model.safetensors\", \"wb\").write(\n"
+     "        struct.pack(\"<Q\", len(text)) + text + data)\n"
+     "    json.dump({\"peft_type\": \"LORA\", \"r\": 8, \"lora_alpha\": 16,\n"
+     "               \"target_modules\": [\"v_proj\"]},\n"
+     "              open(\"sql/adapter_config.json\", \"w\"))\n"
+     "    END\n"
+     "    toka serve -m test/model --served-model-name tiny --lora-modules sql=sql &\n"
+     "    curl -sf --retry 30 --retry-all-errors 127.0.0.1:10210/v1/models; echo\n"
+     "    curl -s 127.0.0.1:10210/v1/completions \\\n"
+     "        --json '{\"model\": \"sql\", \"prompt\": \"Tom has\", \"max_tokens\": 8}'; echo\n"
+     "    curl -s 127.0.0.1:10210/v1/load_lora_adapter \\\n"
+     "      --json '{\"lora_name\": \"sql\", \"lora_path\": \"sql\", \"load_inplace\": true}'; echo\n"
+     "    kill $!; wait\n"
+     "    echo '{\"model\": \"sql\", \"prompt\": \"Tom has 3 apples.\"}' > lora.jsonl\n"
+     "    toka batch -m test/model --lora-modules sql=sql -i lora.jsonl -o lora.out\n"
+     "\n"
+     "- An adapter (LoRA) is a folder of PEFT: adapter_config.json and\n"
+     "  adapter_model.safetensors. It changes the matrices of attention, MLA, linear\n"
+     "  mixers and dense MLPs; its numbers are those of the merged model, up to\n"
+     "  rounding. r, lora_alpha, use_rslora, rank_pattern and alpha_pattern (by names\n"
+     "  of modules, without regular expressions) count.\n"
+     "- Refused by name: dora, bias, modules_to_save, target_parameters and other\n"
+     "  fields that change more; PiSSA, OLoRA, CorDA and LoftQ, whose adapters belong to\n"
+     "  another W; embedding, LM head, experts, routers and kv_b_proj.\n"
+     "- Requests name an adapter as their model: completions, chats, responses,\n"
+     "  messages, embeddings, lines of batches; in /generate also as lora_path. One step\n"
+     "  computes rows of many adapters, and a row's bytes do not depend on the others.\n"
+     "- --lora-modules NAME=FOLDER, also {\"name\": .., \"path\": ..}, several in a row.\n"
+     "  --enable-lora if all are loaded later. --max-loras N (64) are loaded at once,\n"
+     "  of rank --max-lora-rank (512) at most. Adapters are copied to memory.\n"
+     "- /v1/load_lora_adapter {lora_name, lora_path, load_inplace} and\n"
+     "  /v1/unload_lora_adapter {lora_name}, as in vLLM; /load_lora_adapter replaces,\n"
+     "  as prime-rl expects. They need the key of --admin-key, as in `toka help\n"
+     "  rollouts`.\n"
+     "- A request keeps the adapter with which it began, when that is replaced or\n"
+     "  unloaded, too. Adapters share no prefixes, nor do two loads of one name.\n"
+     "- On the CPU (and --device plain), with all kinds of ranks. A GPU refuses\n"
+     "  --enable-lora and --lora-modules.\n",
+     NULL},
     {"tools", "calls of functions, reasoning, answers of a given form",
      "    toka serve -m test/model --tool-call-parser hermes & U=127.0.0.1:10210/v1\n"
      "    T='\"type\": \"function\"' N='\"name\": \"add\"' S='{\"properties\": {\"to\": {\"enum\":\n"
@@ -53082,7 +53847,8 @@ static const help_page help_pages[] = {
      "- Commands of vLLM, SGLang and Tokasaurus work as they are written.\n"
      "- --base-url and toka ping: a running server answers. toka grammar: does a\n"
      "  constraint accept a text? toka plan backwards: GPUs for a rate of requests.\n"
-     "- libtoka.so and test/toka.py: the engine in Python.\n"
+     "- LoRA adapters on the CPU: toka help adapters. libtoka.so and test/toka.py: the\n"
+     "  engine in Python.\n"
      "- bad_words are texts as in vLLM; penalties cost nothing; CPU and GPU draw the\n"
      "  same tokens from equal logits.\n"
      "- toka --version names the commit and the compilers.\n",
@@ -53103,7 +53869,7 @@ static const help_page *help_find_page(const char *name) {
  * standard output, everything else to standard error.
  * =========================================================================== */
 
-enum { CLI_MAX_LIST = 16, CLI_MAX_INPUT = 1 << 30, CLI_MAX_FLAGS = 192 };
+enum { CLI_MAX_LIST = 64, CLI_MAX_INPUT = 1 << 30, CLI_MAX_FLAGS = 192 };
 #define CLI_NONE -1e300 /* a number that is not given */
 
 typedef struct cli_list { /* the values of a flag that may be given several times */
@@ -53143,7 +53909,8 @@ typedef struct cli { /* the values of all flags; the fields are named like the f
     int port;
     benchclient_options bench; /* flags of bench serve only; cli_bench_serve sets the others */
     srv_options serve;         /* flags of serve only; cli_serve sets the others */
-    cli_list api_keys, served_names;
+    cli_list api_keys, served_names, adapters;
+    bool enable_adapters;
     const char *api_key_file, *generation_config;
     const char *tool_parser, *reasoning_parser, *template_kwargs;
     bool auto_tool_choice;     /* has no effect: tool_choice auto is always on */
@@ -53267,6 +54034,14 @@ static const cli_flag cli_flags[] = {
      "the same number beside --speculative-config; alone it means method ngram (default: 0, off)"},
     {"draft-model", "", "FOLDER", CLI_TEXT, AT(open.draft_model), FOR_OPENS | FOR_PLAN,
      "a smaller model with the same tokenizer makes the drafts, on the CPU; a folder or name as for --model"},
+    {"lora-modules", "", "NAME=DIR", CLI_LIST, AT(adapters), FOR_SERVE | FOR_BATCH,
+     "adapters (LoRA, folders of PEFT), which requests name as their model; on the CPU; see toka help adapters"},
+    {"enable-lora", "", "", CLI_BOOL, AT(enable_adapters), FOR_SERVE | FOR_BATCH,
+     "adapters may be loaded while the server runs; --lora-modules implies it"},
+    {"max-loras", "", "N", CLI_INT, AT(open.max_loras), FOR_SERVE | FOR_BATCH,
+     "most adapters that are loaded at once, 1 to 64 (default: 64 with --enable-lora)"},
+    {"max-lora-rank", "", "N", CLI_INT, AT(open.max_lora_rank), FOR_SERVE | FOR_BATCH,
+     "highest rank of an adapter (default: 512)"},
     {"enforce-eager", "", "", CLI_BOOL, AT(open.enforce_eager), FOR_OPENS,
      "on a GPU: no step is captured as a CUDA graph; to measure what they gain"},
     {"no-enable-prefix-caching", "", "", CLI_BOOL, AT(open.no_prefix_caching), FOR_OPENS,
@@ -53305,7 +54080,7 @@ static const cli_flag cli_flags[] = {
     {"seed", "", "N", CLI_INT64, AT(seed), FOR_SAMPLES | FOR_BENCH_SERVE,
      "same seed, same text (default: 0)"},
     {"stop", "", "TEXT", CLI_LIST, AT(stop), FOR_REQUEST | FOR_CHAT | FOR_BATCH,
-     "end before this text; can be given up to 16 times"},
+     "end before this text; can be given up to 64 times"},
     {"json-schema", "", "FILE", CLI_TEXT, AT(json_schema), FOR_REQUEST | FOR_GRAMMAR,
      "the output is JSON that is valid for the JSON Schema in this file"},
     {"grammar", "", "FILE", CLI_TEXT, AT(grammar), FOR_REQUEST | FOR_GRAMMAR,
@@ -53385,13 +54160,13 @@ static const cli_flag cli_flags[] = {
      "its port (default: 10210)"},
     {"uds", "", "PATH", CLI_TEXT, AT(serve.uds), FOR_SERVE, "listen on a unix socket instead"},
     {"api-key", "", "KEY", CLI_LIST, AT(api_keys), FOR_SERVE,
-     "clients must send one of these keys; up to 16 times (other users can read a command line; TOKA_API_KEY or a file is safer)"},
+     "clients must send one of these keys; up to 64 times (other users can read a command line; TOKA_API_KEY or a file is safer)"},
     {"api-key-file", "", "FILE", CLI_TEXT, AT(api_key_file), FOR_SERVE,
      "more keys, one a line; lines that begin with # are comments"},
     {"admin-key", "", "KEY", CLI_TEXT, AT(serve.admin_key), FOR_SERVE,
      "key of the routes that pause and that change weights; none: without a key (default: this machine only)"},
     {"served-model-name", "", "NAME", CLI_LIST, AT(served_names), FOR_SERVE | FOR_BATCH,
-     "what clients and results call the model (default: its own name); up to 16 times, answers name the first"},
+     "what clients and results call the model (default: its own name); up to 64 times, answers name the first"},
     {"allowed-origins", "", "LIST", CLI_TEXT, AT(serve.origins), FOR_SERVE,
      "web origins that browsers may come from, with commas, or * (default: none)"},
     {"allowed-hosts", "", "LIST", CLI_TEXT, AT(serve.hosts), FOR_SERVE,
@@ -54175,6 +54950,7 @@ static const struct {
     {"trust-remote-code", FOR_OPENS | FOR_BENCH_SERVE, CLI_BOOL, "no code of a model is ever run"},
     {"distributed-executor-backend", FOR_OPENS, CLI_TEXT, "ranks are threads of one process"},
     {"block-size", FOR_OPENS, CLI_INT, "a page has 16 tokens on a CPU, 64 on a GPU"},
+    {"max-cpu-loras", FOR_SERVE | FOR_BATCH, CLI_INT, "--max-loras says how many are loaded"},
     {"backend", FOR_BENCH_SERVE, CLI_TEXT,
      "any server of OpenAI's API; --endpoint says which route"},
     {"tokenizer", FOR_BENCH_SERVE, CLI_TEXT, "the server counts the tokens"},
@@ -54379,6 +55155,10 @@ static int cli_parse(cli *flags, unsigned command, int argc, char **argv, toka_e
             i += cli_join_limits(flags, argc - i - 1, argv + i + 1);
         if (flag->offset == AT(served_names) && !code)
             i += cli_join_names(flags, argc - i - 1, argv + i + 1);
+        /* as in vLLM, --lora-modules may be followed by several: a=DIR b=DIR */
+        for (; flag->offset == AT(adapters) && !code && i + 1 < argc && argv[i + 1][0] != '-' &&
+               (argv[i + 1][0] == '{' || strchr(argv[i + 1], '=')); i++)
+            code = cli_set_flag(flags, flag, argv[i + 1], "--lora-modules", e);
         if (flag->offset == AT(host) || flag->offset == AT(port)) address = flag;
     }
     /* these work even if the environment has a bad value */
@@ -54388,6 +55168,8 @@ static int cli_parse(cli *flags, unsigned command, int argc, char **argv, toka_e
         code = fail(e, TOKA_E_USE, "--uds goes without --%s", address->name);
     for (int i = 0; i < COUNT(cli_flags) && !code; i++)
         if (bad_env[i]) code = cli_set_from_env(flags, &cli_flags[i], command, e);
+    if ((flags->enable_adapters || flags->adapters.n_values) && !flags->open.max_loras)
+        flags->open.max_loras = TOKA_MAX_ADAPTERS / 2;
     return code;
 }
 
@@ -56240,6 +57022,8 @@ static int cli_batch(const cli *flags, toka_err *e) {
     options.defaults.sampling.logprobs = 0;
     /* Bad flags fail here. Otherwise each line would become an error record, which is final. */
     code = samp_check(&options.defaults.sampling, t->shape.V, e);
+    if (!code)
+        code = run_load_adapters(t, flags->adapters.values, flags->adapters.n_values, e);
     if (!code) code = run_batch(t, &options, e);
     toka_close(t);
     arena_free(&memory);
@@ -56504,6 +57288,8 @@ static int cli_serve(const cli *flags, toka_err *e) {
     options.names = flags->served_names.values;
     options.n_names = flags->served_names.n_values;
     options.given = flags->given;
+    options.adapters = flags->adapters.values;
+    options.n_adapters = flags->adapters.n_values;
     options.model_defaults = !strcmp(flags->generation_config, "auto");
     if (!options.n_workers) options.n_workers = MIN(8, MAX(2, os_n_cores() / 4));
     options.interrupted = &cli_interrupted;

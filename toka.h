@@ -119,6 +119,9 @@ typedef struct toka_options {
     const char *draft_model;  /* a smaller model with the same tokenizer makes the drafts, as with
                                    {"method":"draft_model","model":"..."}; a folder or name, as
                                    `model`. NULL: what speculative_config says */
+    int max_loras;     /* most adapters (LoRA) that may be loaded at once, at most 64; not on a GPU.
+                          0: none */
+    int max_lora_rank; /* highest rank of an adapter, at most 512; 0: 512 */
     /* Called while toka_open works, on any thread, one call at a time; may be NULL. what: the
      * phase; done: 0 to 1. */
     void (*progress)(void *user, const char *what, double done);
@@ -348,6 +351,8 @@ typedef struct toka_request { /* all pointers are borrowed during the call only 
                               n_output_ids. Log-probabilities are those of the draws. Not with a
                               constraint. NULL: none */
     int n_output_ids;
+    const char *adapter;   /* name of a loaded adapter (toka_load_adapter) that the model is run
+                              with; NULL: the model as it is */
 } toka_request;
 
 /* How an embedding is made of the hidden states of a prompt's tokens, after the final norm. MEAN
@@ -540,6 +545,19 @@ int toka_reset_prefix_cache(toka *t, toka_err *e);
  * After an error the old weights stay. Returns TOKA_E_USE if the device cannot do it (cuda),
  * TOKA_E_INPUT if the folder does not fit, TOKA_E_IO, TOKA_E_MEMORY, TOKA_E_DEVICE. */
 int toka_update_weights(toka *t, const char *model, toka_err *e);
+
+/* Loads an adapter (LoRA) from a folder that PEFT has written: adapter_config.json and
+ * adapter_model.safetensors. Requests that name it (toka_request.adapter) run with it; the engine
+ * goes on meanwhile. The files are copied. replace 1: if the name is in use, the new adapter takes
+ * it. Requests that have begun keep the adapter that they began with, here as in
+ * toka_unload_adapter; its memory is freed after the last of them.
+ * Returns TOKA_E_USE if toka_options.max_loras is 0, so many adapters are loaded, or the name is in
+ * use; TOKA_E_INPUT if the adapter does not fit the model or has what toka does not compute (the
+ * message names it); TOKA_E_IO. Nothing has changed then. Thread: any, also in callbacks. */
+int toka_load_adapter(toka *t, const char *name, const char *folder, int replace, toka_err *e);
+
+/* Takes an adapter's name away. Returns TOKA_E_USE if there is no such adapter. Thread: any. */
+int toka_unload_adapter(toka *t, const char *name, toka_err *e);
 
 /* Scores a text: logprobs[i] is the log-probability of ids[i] given ids[0 .. i-1]; logprobs[0] is
  * 0. ids: [n_ids], n_ids is 1 to max_model_len. logprobs: [n_ids], the caller's. It is a request
@@ -739,6 +757,10 @@ typedef struct toka_tensor { /* a weight, or a slice of one, in the mapped file;
     const toka_quant *quant; /* NULL: plain elements. Else row i is row row0 + i * row_step of the
                                 whole matrix, from column col0 on */
     int row0, row_step, col0;
+    int matrix;                 /* number of the matrix of the files that it is a part of, as
+                                   adapters count them (toka_adapters); 0: adapters leave it as it
+                                   is */
+    int matrix_row, matrix_col; /* where it begins in that matrix */
 } toka_tensor;
 
 /* Returns the bytes of one number of a type of scales. */
@@ -875,7 +897,26 @@ typedef struct toka_layer {
     toka_tensor mlp_post_norm;          /* [1][E]: a norm of the feed-forward's output; or absent */
 } toka_layer;
 
+/* What an adapter (LoRA, arXiv 2106.09685) adds to a matrix W of the files: y = W x becomes
+ * y = W x + scale * b (a x). A tensor that is a slice of W takes its rows of b and its columns of
+ * a. */
+typedef struct toka_low_rank {
+    toka_tensor a, b; /* [r][inputs of W], [outputs of W][r]; BF16, F16 or F32. a.rows 0: nothing */
+    float scale;
+} toka_low_rank;
+
+enum { TOKA_MAX_ADAPTERS = 128, TOKA_MAX_LORA_RANK = 512 };
+
+/* The adapters of a model. All its devices read it. An entry changes only while no request runs
+ * with it. */
+typedef struct toka_adapters {
+    int max_rank;
+    /* [1 .. TOKA_MAX_ADAPTERS] its low-rank parts, by toka_tensor.matrix; NULL: there is none */
+    const toka_low_rank *of[TOKA_MAX_ADAPTERS + 1];
+} toka_adapters;
+
 typedef struct toka_weights {
+    const toka_adapters *adapters; /* NULL: the model has none and will have none */
     toka_tensor embed;   /* [V][E], in the first stage */
     toka_tensor norm;    /* [1][E], in the last stage */
     toka_tensor lm_head; /* [V][E], in the last stage; the embedding again if tied */
@@ -1211,6 +1252,8 @@ typedef struct toka_step { /* one forward step as integers; host memory, unchang
     /* With linear layers: every row is in one span; the spans are done in this order. */
     int n_states;
     const toka_state_span *states; /* [n_states] */
+    const uint8_t *adapters; /* NULL, or [T] number of each row's adapter (toka_adapters.of); 0:
+                                none */
 } toka_step;
 
 /* Return what of the step is for this layer: kv_slot, pages, copies. */
@@ -1421,6 +1464,7 @@ typedef struct toka_backend {
     int max_in_flight; /* most steps that may be posted and not committed, and most that may be
                           begun and not finished; 1: the host waits for each step */
     bool has_drafts;   /* several rows of a sequence may be sampled in a step, as drafts need */
+    bool has_adapters; /* ops apply toka_step.adapters */
     /* Costs of attention, in units of the time that one row takes to read K and V of one token.
      * Chapter 21 chooses the shared spans by them. */
     int merge_cost;     /* cost: to merge one more partial result into a row */

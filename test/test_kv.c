@@ -10,10 +10,10 @@
 /* Allocates sequence q for n tokens if there are pages for it. Returns the number of pages found in
  * the tree, or -1. */
 static int kvt_alloc_seq(kv_cache *k, bool *open, int q, const int32_t *tokens, int n) {
-    int m = kv_match_prefix(k, kv_block_table(k, q), tokens, n), need = kv_pages_for(k, n) - m;
+    int m = kv_match_prefix(k, 0, kv_block_table(k, q), tokens, n), need = kv_pages_for(k, n) - m;
     for (int i = 0; i < m; i++) need += !k->pages[kv_block_table(k, q)[i]].ref;
     if (need > kv_n_available(k)) return -1;
-    kv_alloc_seq(k, q, tokens, n, m, false);
+    kv_alloc_seq(k, q, 0, tokens, n, m, false);
     open[q] = true;
     return m;
 }
@@ -70,7 +70,7 @@ static void kvt_evict_in_order(void) {
     CHECK(k.n_cached == 3);
     /* takes the two free pages and the oldest leaf: 2 2 */
     CHECK(kvt_alloc_seq(&k, open, 0, c, 5) == 0);
-    CHECK(k.n_cached == 2 && kv_match_prefix(&k, kv_block_table(&k, 1), a, 5) == 1 && kv_match_prefix(&k, NULL, b, 5) == 2);
+    CHECK(k.n_cached == 2 && kv_match_prefix(&k, 0, kv_block_table(&k, 1), a, 5) == 1 && kv_match_prefix(&k, 0, NULL, b, 5) == 2);
     KV_OK(&k, open);
     kv_free_seq(&k, 0), open[0] = false;
     /* c was never computed: none of its pages was kept */

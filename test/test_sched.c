@@ -244,7 +244,7 @@ static void sim_check(sched_sim *m) {
 /* Pages that seq q with these tokens would take from the pool: all but those that others hold. */
 static int sim_pages_to_take(const scheduler *s, const int32_t *tokens, int n_tokens, bool unshared) {
     int *table = mem_alloc((size_t)s->kv.max_pages * sizeof *table), n_pages = kv_pages_for(&s->kv, n_tokens);
-    int n = unshared ? 0 : kv_match_prefix(&s->kv, table, tokens, n_tokens), n_held = 0;
+    int n = unshared ? 0 : kv_match_prefix(&s->kv, 0, table, tokens, n_tokens), n_held = 0;
     for (int i = 0; i < n; i++) n_held += s->kv.pages[table[i]].ref > 0;
     free(table);
     return n_pages - n_held;
@@ -445,7 +445,7 @@ static void sim_states(void) {
     for (int i = 0; i < 60; i++) prompt[i] = i, other[i] = 1000 + i;
     sim_open(&m, (sched_config){4, 100, 8, 64, 60, 0, 0, {true, 5, 8}}, 50, 1 << 30, 0);
     CHECK(sim_run_one(&m, prompt, N, 1) == N && m.s.n_prompt_hits == 0);
-    int table[15], n = kv_match_prefix(&m.s.kv, table, prompt, N), has = 0;
+    int table[15], n = kv_match_prefix(&m.s.kv, 0, table, prompt, N), has = 0;
     for (int i = 0; i < n; i++) has |= (m.s.kv.snapshot_of[table[i]] >= 0) << i;
     CHECK_MSG(n == 5 && has == (1 << 1 | 1 << 3 | 1 << 4), "%d pages, snapshots %x", n, has);
     /* again: from the last full page on; cut: from the nearest one */
@@ -494,7 +494,7 @@ static void sim_window_hits(void) {
     CHECK(sim_run_one(&m, prompt, N + 1, 1) == N + 1);
     /* a prefix whose last page has lost its windowed page, but not the pages before it */
     const int last = m.s.kv.windowed[m.s.kv.n_windowed].older; /* that of page 49, released last or first */
-    int table[N / 4 + 1], n = kv_match_prefix(&m.s.kv, table, prompt, N + 1);
+    int table[N / 4 + 1], n = kv_match_prefix(&m.s.kv, 0, table, prompt, N + 1);
     CHECK(n == N / 4 && m.s.kv.windowed_of[table[n - 1]] >= 0 && m.s.kv.windowed[last].computed);
     kv_windowed_drop(&m.s.kv, table[n - 1]);
     sim_check(&m);

@@ -48,6 +48,7 @@ class _Options(C.Structure):
                 ("gpu_memory_utilization", C.c_double), ("dtype", _TEXT), ("quantization", _TEXT), ("score_tokens", _TEXT),
                 ("kv_cache_dtype", _TEXT), ("kv_cache_dtype_skip_layers", _TEXT),
                 ("speculative_config", _TEXT), ("num_speculative_tokens", C.c_int), ("draft_model", _TEXT),
+                ("max_loras", C.c_int), ("max_lora_rank", C.c_int),
                 ("progress", C.c_void_p), ("progress_user", C.c_void_p)]
 
 
@@ -77,7 +78,7 @@ class _Request(C.Structure):
     _fields_ = [("text", _TEXT), ("text_bytes", C.c_size_t), ("text_flags", C.c_int), ("ids", _IDS), ("n_ids", C.c_size_t), ("n", C.c_int),
                 ("sampling", _Sampling), ("prompt_logprobs", C.c_int), ("prompt_top", C.c_int), ("prompt_ranks", C.c_int),
                 ("keep_special", C.c_int), ("ids_only", C.c_int), ("priority", C.c_int), ("length_class", C.c_uint64), ("pooling", C.c_int),
-                ("dimensions", C.c_int), ("normalize", C.c_int), ("output_ids", _IDS), ("n_output_ids", C.c_int)]
+                ("dimensions", C.c_int), ("normalize", C.c_int), ("output_ids", _IDS), ("n_output_ids", C.c_int), ("adapter", _TEXT)]
 
 
 class _Event(C.Structure):
