@@ -44885,7 +44885,7 @@ static void *srv_worker_thread(void *arg) {
  * members that one of their clients reads. */
 
 enum srv_admin_kind { SRV_PAUSE, SRV_RESUME, SRV_UPDATE, SRV_RENAME, SRV_ABORT, SRV_FLUSH,
-                      SRV_STATE, SRV_NOT_HERE, SRV_LOAD_ADAPTER, SRV_UNLOAD_ADAPTER };
+                      SRV_STATE, SRV_NOT_HERE, SRV_UNKNOWN, SRV_LOAD_ADAPTER, SRV_UNLOAD_ADAPTER };
 
 typedef struct srv_admin { /* a body, and its answer */
     const json *root;      /* NULL: none */
@@ -45063,6 +45063,11 @@ static void srv_admin_run(srv *server, srv_request *request, srv_admin *admin) {
     case SRV_NOT_HERE:
         srv_admin_refuse(admin, 501, "weights come from a folder (/update_weights, "
                                      "/update_weights_from_disk); not over NCCL or CUDA IPC");
+        break;
+    case SRV_UNKNOWN:
+        admin->status = 501;
+        fail(&admin->e, TOKA_E_USE, "%s is not supported; see toka help rollouts",
+             request->route->path);
     }
 }
 
@@ -45141,6 +45146,9 @@ static const srv_route srv_routes[] = {
     /* path         is_prefix, methods, is_public, before_ready, on_loop, on_worker, api_route */
     {"/",                    false, SRV_GET,  true,  true,  srv_page_reply,    NULL, 0},
     {"/health",              false, SRV_GET,  true,  true,  srv_health,        NULL, 0},
+    {"/health/",             false, SRV_GET,  true,  true,  srv_health,        NULL, 0},
+    {"/health_generate",     false, SRV_GET,  true,  true,  srv_health,        NULL, 0},
+    {"/liveness",            false, SRV_GET,  true,  true,  srv_health,        NULL, 0},
     {"/ping",                false, SRV_GET,  true,  true,  srv_health,        NULL, 0},
     {"/version",             false, SRV_GET,  true,  true,  srv_version,       NULL, 0},
     {"/metrics",             false, SRV_GET,  false, false, srv_metrics_reply, NULL, 0},
@@ -45199,6 +45207,16 @@ static const srv_route srv_routes[] = {
     SRV_ADMIN_ROUTE("/init_weights_update_group", SRV_POST, SRV_NOT_HERE),
     SRV_ADMIN_ROUTE("/update_weights_from_distributed", SRV_POST, SRV_NOT_HERE),
     SRV_ADMIN_ROUTE("/update_weights_from_tensor", SRV_POST, SRV_NOT_HERE),
+    SRV_ADMIN_ROUTE("/generate/", SRV_POST, SRV_UNKNOWN),
+    SRV_ADMIN_ROUTE("/chat/", SRV_POST, SRV_UNKNOWN),
+    SRV_ADMIN_ROUTE("/get_sequence_logprobs/", SRV_POST, SRV_UNKNOWN),
+    SRV_ADMIN_ROUTE("/close_communicator/", SRV_POST, SRV_UNKNOWN),
+    SRV_ADMIN_ROUTE("/inference/v1/generate", SRV_POST, SRV_UNKNOWN),
+    SRV_ADMIN_ROUTE("/pull_weights", SRV_POST, SRV_UNKNOWN),
+    SRV_ADMIN_ROUTE("/release_memory_occupation", SRV_POST, SRV_UNKNOWN),
+    SRV_ADMIN_ROUTE("/resume_memory_occupation", SRV_POST, SRV_UNKNOWN),
+    SRV_ADMIN_ROUTE("/sleep", SRV_POST, SRV_UNKNOWN),
+    SRV_ADMIN_ROUTE("/wake_up", SRV_POST, SRV_UNKNOWN),
 };
 static const srv_route srv_upload_route = {
     "/v1/files", false, SRV_POST, false, false, NULL, srv_upload, 0};
@@ -53634,7 +53652,7 @@ static const help_page help_pages[] = {
      "    curl -s 127.0.0.1:10210/v1/completions \\\n"
      "        --json '{\"model\": \"sql\", \"prompt\": \"Tom has\", \"max_tokens\": 8}'; echo\n"
      "    curl -s 127.0.0.1:10210/v1/load_lora_adapter \\\n"
-     "      --json '{\"lora_name\": \"sql\", \"lora_path\": \"sql\", \"load_inplace\": true}'; echo\n"
+     "      --json '{\"lora_name\": \"sql\", \"lora_path\": \"sql\", \"load_inplace\": true}'\n"
      "    kill $!; wait\n"
      "    echo '{\"model\": \"sql\", \"prompt\": \"Tom has 3 apples.\"}' > lora.jsonl\n"
      "    toka batch -m test/model --lora-modules sql=sql -i lora.jsonl -o lora.out\n"

@@ -119,7 +119,7 @@ def test_generate_constraints(server):
     ({"text": "a", "sampling_params": {"max_new_tokens": 1 << 20}}, "after a prompt of"),
     ({"text": "a", "sampling_params": {"temperature": "hot"}}, "temperature: expected a number"),
     ({"text": "a", "sampling_params": {"structural_tag": "{}"}}, "structural_tag is not supported"),
-    ({"text": "a", "lora_path": "x"}, "lora_path is not supported"), ({"text": "a", "return_routed_experts": True}, "is not supported"),
+    ({"text": "a", "return_routed_experts": True}, "is not supported"),
     ({"text": "a", "stream": True, "return_logprob": True, "logprob_start_len": 0}, "with stream is not supported"),
     ({"text": "a", "sampling_params": {"regex": "a", "ebnf": "b"}}, "expected one constraint")])
 def test_generate_refuses(server, body, words):
@@ -501,3 +501,91 @@ def test_weights_that_are_quantized_at_the_start(folders, tmp_path):
         assert answers(s, 2) != want
         update(s, folders[1])
         assert answers(s, 2) == want
+
+
+def test_a_short_prompt_takes_nothing_of_old_weights(folders):
+    """Its K and V lie in a page that is not in the prefix tree. A running sequence that has the same prompt, computed with the old
+    weights, does not lend it."""
+    ask = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "logprobs": 1}
+    short = lambda s: s.post("/v1/completions", ask).json()["choices"][0]["logprobs"]["token_logprobs"]
+    with Server("-m", folders[0]) as s:
+        old = short(s)
+        update(s, folders[1])
+        want = short(s)
+        assert want != old
+        update(s, folders[0])
+        first = threading.Thread(target=lambda: s.post("/v1/completions", {**ask, "max_tokens": 900, "ignore_eos": True}))
+        first.start()
+        while not s.metric("num_requests_running"):
+            time.sleep(0.001)
+        update(s, folders[1])
+        assert s.metric("num_requests_running") == 1 and short(s) == want
+        first.join()
+
+
+# ---- The calls of trainers, one after the other ----
+
+def calls(s, *requests):
+    """Sends (method, path, body) and returns the JSON of the answers, which all have status 200."""
+    out = []
+    for method, path, content in requests:
+        a = s.get(path) if method == "GET" else s.post(path, content)
+        assert a.status == 200, (path, a.body)
+        out.append(a.json() if a.body[:1] == b"{" else a.body)
+    return out
+
+
+def test_replay_prime_rl(folders, alone):
+    """Its orchestrator with the file system: chats with a salt per version, a pause that keeps, a folder, resume; a LoRA in place."""
+    chat = {"messages": [{"role": "user", "content": PROBLEM}], "max_tokens": 8, "temperature": 1, "logprobs": True, "return_token_ids": True,
+            "cache_salt": "0", "model": "m"}
+    with Server("-m", folders[0], "--served-model-name", "m", "--enable-lora") as s:
+        health, live, answer, *_ = calls(s, ("GET", "/health", None), ("GET", "/liveness", None), ("POST", "/v1/chat/completions", chat))
+        choice = answer["choices"][0]
+        assert len(choice["logprobs"]["content"]) == len(choice["token_ids"]) and answer["prompt_token_ids"]
+        calls(s, ("POST", "/pause?mode=keep&clear_cache=false", {}), ("POST", "/update_weights", {"weight_dir": folders[1]}),
+              ("POST", "/resume", {}), ("POST", "/v1/chat/completions", {**chat, "cache_salt": "1"}))
+        assert answers(s) == alone[1]
+        assert s.post("/init_broadcaster", {"host": "h", "port": 1}).status == 501
+        assert "adapter_config.json" in s.post("/load_lora_adapter", {"lora_name": "r", "lora_path": "/none"}).json()["message"]
+
+
+def test_replay_slime(folders, alone):
+    """Its rollout and its update from disk, through SGLang's routes."""
+    ask = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 6, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "stop": None,
+                                                       "skip_special_tokens": False}, "return_logprob": True}
+    with Server("-m", folders[0]) as s:
+        _, answer, _ = calls(s, ("GET", "/health_generate", None), ("POST", "/generate", ask), ("GET", "/get_model_info", None))
+        meta = answer["meta_info"]
+        assert len(meta["output_token_logprobs"]) == meta["completion_tokens"] and meta["finish_reason"]["type"] == "length"
+        *_, version = calls(s, ("POST", "/abort_request", {"abort_all": True}), ("POST", "/pause_generation", {"mode": "abort"}), ("GET", "/flush_cache", None),
+                            ("POST", "/update_weights_from_disk", {"model_path": folders[1], "weight_version": "7"}),
+                            ("POST", "/continue_generation", {}), ("GET", "/get_weight_version", None))
+        assert version["weight_version"] == "7" and answers(s) == alone[1]
+        for path in ("/init_weights_update_group", "/update_weights_from_distributed", "/update_weights_from_tensor", "/pull_weights",
+                     "/release_memory_occupation", "/resume_memory_occupation"):
+            assert s.post(path, {}).status == 501, path
+
+
+def test_replay_areal(folders, alone):
+    """Ids in, tokens named by their ids out, log-probabilities; pauses of its own, a folder."""
+    ask = {"prompt": [5, 6, 7], "max_tokens": 6, "logprobs": 0, "return_tokens_as_token_ids": True, "stream": False}
+    with Server("-m", folders[0]) as s:
+        answer, *_ = calls(s, ("POST", "/v1/completions", ask), ("POST", "/areal_pause_generation", {}),
+                           ("POST", "/update_weights_from_disk", {"model_path": folders[1], "abort_all_requests": True}),
+                           ("POST", "/areal_continue_generation", {}))
+        logprobs = answer["choices"][0]["logprobs"]
+        assert all(x.startswith("token_id:") for x in logprobs["tokens"]) and len(logprobs["token_logprobs"]) == 6
+        assert answers(s) == alone[1]
+
+
+def test_replay_trl(server):
+    """Its client of trl vllm-serve asks for health and the world's size, then wants NCCL: one clear error, as on each of its routes."""
+    _, size = calls(server, ("GET", "/health/", None), ("GET", "/get_world_size/", None))
+    assert size["world_size"] == 1
+    a = server.post("/init_communicator/", {"host": "0.0.0.0", "port": 51216, "world_size": 2})
+    assert a.status == 501 and "come from a folder" in a.error()["message"]
+    for path in ("/generate/", "/chat/", "/get_sequence_logprobs/", "/close_communicator/"):
+        a = server.post(path, {"prompts": ["Tom"]})
+        assert a.status == 501 and a.error()["message"].startswith(f"{path} is not supported"), a.body
+    calls(server, ("POST", "/reset_prefix_cache/", {}))
