@@ -916,11 +916,11 @@ typedef struct toka_adapters {
 } toka_adapters;
 
 typedef struct toka_weights {
-    const toka_adapters *adapters; /* NULL: the model has none and will have none */
     toka_tensor embed;   /* [V][E], in the first stage */
     toka_tensor norm;    /* [1][E], in the last stage */
     toka_tensor lm_head; /* [V][E], in the last stage; the embedding again if tied */
     toka_layer *layers;  /* [L] */
+    const toka_adapters *adapters; /* NULL: the model has none and will have none */
 } toka_weights;
 
 enum { TOKA_ID_BLOCK = 256 }; /* ids of an id block, to which the random words of a draw belong
