@@ -43800,6 +43800,7 @@ typedef struct srv_options { /* the options of toka serve; the caller owns the s
     bool model_defaults;      /* sampling defaults come from generation_config.json */
     const char *admin_key;    /* for the routes of trainers; NULL: only this machine may use them;
                                * "none": all clients may */
+    const char *metrics_prefix; /* of the names in /metrics; NULL: toka: */
     const char *const *adapters; /* [n_adapters] values of --lora-modules */
     int n_adapters;
     bool strict, quiet;
@@ -45127,6 +45128,25 @@ static void srv_tokenizer_info(srv *server, srv_request *request) {
     api_put_tokenizer_info(&server->model, &request->reply.body);
 }
 
+/* Replaces the prefix "toka:" of all names of metrics. */
+static void srv_set_prefix(buf *text, const char *prefix) {
+    static const char *const heads[] = {"# HELP toka:", "# TYPE toka:", "toka:"};
+    buf out = {0};
+    str rest = buf_view(text), line;
+    while (str_split_next(&rest, '\n', &line)) {
+        for (int i = 0; i < COUNT(heads); i++) {
+            if (!str_starts(line, str_c(heads[i]))) continue;
+            buf_put(&out, heads[i], strlen(heads[i]) - strlen("toka:"));
+            buf_c(&out, prefix);
+            line = str_sub(line, strlen(heads[i]), line.n);
+            break;
+        }
+        buf_str(&out, line), buf_char(&out, '\n');
+    }
+    buf_free(text);
+    *text = out;
+}
+
 static void srv_metrics_reply(srv *server, srv_request *request) {
     toka_stats t = toka_get_stats(server->toka);
     request->reply.type = "text/plain; version=0.0.4; charset=utf-8";
@@ -45136,6 +45156,8 @@ static void srv_metrics_reply(srv *server, srv_request *request) {
     pthread_mutex_unlock(&server->lock);
     srv_put_metrics(&request->reply.body, &metrics, &t, str_c(server->name), n_waiting,
                     server->n_connections);
+    if (server->options->metrics_prefix)
+        srv_set_prefix(&request->reply.body, server->options->metrics_prefix);
 }
 
 /* ---- Routes ---- */
@@ -54181,6 +54203,8 @@ static const cli_flag cli_flags[] = {
      "clients must send one of these keys; up to 64 times (other users can read a command line; TOKA_API_KEY or a file is safer)"},
     {"api-key-file", "", "FILE", CLI_TEXT, AT(api_key_file), FOR_SERVE,
      "more keys, one a line; lines that begin with # are comments"},
+    {"metrics-prefix", "", "TEXT", CLI_TEXT, AT(serve.metrics_prefix), FOR_SERVE,
+     "what the names in /metrics begin with, such as vllm: for gateways that know vLLM's (default: toka:)"},
     {"admin-key", "", "KEY", CLI_TEXT, AT(serve.admin_key), FOR_SERVE,
      "key of the routes that pause and that change weights; none: without a key (default: this machine only)"},
     {"served-model-name", "", "NAME", CLI_LIST, AT(served_names), FOR_SERVE | FOR_BATCH,
@@ -57268,6 +57292,10 @@ static int cli_check_serve(const cli *flags, const srv_options *options, toka_er
     if (options->hosts && srv_check_hosts(options->hosts, e)) return e->code;
     if (options->admin_key && !*options->admin_key)
         return fail(e, TOKA_E_USE, "--admin-key: it is empty; expected a key, or none");
+    const char *prefix = options->metrics_prefix;
+    if (prefix && (!*prefix || strspn(prefix, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_:") !=
+                                   strlen(prefix)))
+        return fail(e, TOKA_E_USE, "--metrics-prefix: '%s', expected letters, _ and :", prefix);
     if (options->files_dir && !*options->files_dir)
         return fail(e, TOKA_E_USE, "--files-dir: it is empty; expected a folder, or off");
     const char *key = getenv("TOKA_API_KEY");

@@ -4,12 +4,13 @@ import json
 import os
 import shutil
 import struct
+import subprocess
 import threading
 import time
 
 import pytest
 
-from server import ROOT, Server
+from server import ROOT, TOKA, Server
 
 PROBLEM = "Tom has 12 apples. He buys 7 more apples. How many apples does Tom have now?"
 
@@ -589,3 +590,21 @@ def test_replay_trl(server):
         a = server.post(path, {"prompts": ["Tom"]})
         assert a.status == 501 and a.error()["message"].startswith(f"{path} is not supported"), a.body
     calls(server, ("POST", "/reset_prefix_cache/", {}))
+
+
+# ---- Gateways ----
+
+def test_metrics_prefix():
+    """The series that gateways scrape, by vLLM's names; only the names change, not a label that looks like one."""
+    with Server("--metrics-prefix", "vllm:", "--served-model-name", "toka:x") as s:
+        text = s.get("/metrics").body.decode()
+    names = {line.split("{")[0] for line in text.splitlines() if line[0] != "#"}
+    assert {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"} <= names
+    assert all(n.startswith("vllm:") for n in names) and "# TYPE vllm:num_requests_running gauge" in text and 'model_name="toka:x"' in text
+    assert "# HELP toka:" not in text and "# TYPE toka:" not in text
+
+
+@pytest.mark.parametrize("prefix", ["", "a b", "x{"])
+def test_metrics_prefix_that_is_wrong(prefix):
+    p = subprocess.run([TOKA, "serve", "--port", "0", "--metrics-prefix", prefix], capture_output=True, text=True, timeout=60)
+    assert p.returncode == 1 and "--metrics-prefix: " in p.stderr
