@@ -31551,13 +31551,14 @@ typedef struct eng_adapter_name {
     const char *name, *path;
 } eng_adapter_name;
 
-/* Lists the loaded adapters, in the arena. Returns their number. */
+/* Lists the loaded adapters, in the arena. Returns their number. engine NULL: only text is open. */
 SERVER_ONLY static int eng_list_adapters(eng *engine, arena *memory, eng_adapter_name **list) {
     int n = 0;
-    *list = engine->adapters
-                ? arena_alloc(memory, (size_t)engine->max_adapters * sizeof **list) : NULL;
+    *list = NULL;
+    if (!engine || !engine->adapters) return 0;
+    *list = arena_alloc(memory, (size_t)engine->max_adapters * sizeof **list);
     pthread_mutex_lock(&engine->lock);
-    for (int i = 0; engine->adapters && i < TOKA_MAX_ADAPTERS; i++) {
+    for (int i = 0; i < TOKA_MAX_ADAPTERS; i++) {
         const eng_adapter *adapter = &engine->adapters[i];
         if (!adapter->name) continue;
         (*list)[n++] = (eng_adapter_name){arena_cstr(memory, str_c(adapter->name)),
