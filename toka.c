@@ -3742,6 +3742,7 @@ static bool tok_count_growth(tok *tokenizer, str from, str to) {
 }
 
 /* Loads one normalizer. */
+COLD
 static int tok_load_normalizer(tok *tokenizer, const json *config, toka_err *e) {
     str type = tok_type_of(config);
     if (tokenizer->n_normalizers == TOK_MAX_CHAIN)
@@ -3951,6 +3952,7 @@ static void tok_load_byte_fallback(tok *tokenizer) {
 
 /* Loads one decoder. ByteLevel and Metaspace must be alone; the others form a chain in the order
  * Replace, ByteFallback, Fuse, Strip. */
+COLD
 static int tok_load_decoder(tok *tokenizer, const json *config, toka_err *e) {
     str type = tok_type_of(config);
     bool chain = tokenizer->decoder == TOK_CHAIN;
@@ -4126,6 +4128,7 @@ static void tok_del(tok *tokenizer) {
  * special_tokens, and the flags split_special_tokens, add_prefix_space and dummy_prefix (see
  * tok_load_prefix), fix_mistral_regex, and names_own (tok.own_may_be_named). The caller frees *out
  * by tok_del; it is NULL after an error. Returns 0 or an error code. */
+COLD
 static int tok_load(tok **out, str tokenizer_json, str more, toka_err *e) {
     arena memory = {0};
     toka_err error;
@@ -5156,6 +5159,7 @@ static tmpl_node *tmpl_parse_call_block(tmpl_parser *parser, int line) {
     return tmpl_parse_macro_body(parser, node->b, "endcall") ? node : NULL;
 }
 
+COLD
 static tmpl_node *tmpl_parse_statement(tmpl_parser *parser) { /* called after "{%" */
     int line = parser->token->line;
     if (parser->token->type != TT_NAME) return tmpl_expected(parser, "statement");
@@ -5237,6 +5241,7 @@ static str tmpl_clean_source(arena *memory, str text) {
 
 /* Parses a template. Returns 0 and a new template, which the caller frees with tmpl_del, or a
  * negative code, *out NULL and *e filled in. */
+COLD
 static int tmpl_parse(tmpl **out, str source, toka_err *e) {
     *out = NULL;
     if (source.n > TMPL_MAX_SOURCE)
@@ -7016,6 +7021,7 @@ static bool tmpl_put_time(buf *out, const tmpl_time *now, char letter, bool pad)
 }
 
 /* strftime_now(format): formats the time that the caller of tmpl_render gave. */
+COLD
 static bool tmpl_g_strftime(tmpl_run *run, tmpl_args *args, tval *out) {
     if (args->param[0].type != TV_STR) return tmpl_bad_type(run, "strftime_now", args->param[0]);
     str text = tv_text(args->param[0]);
@@ -9291,6 +9297,7 @@ static void mf_read_dynamic(mf_reader *reader, arena *memory, mf_quantization *o
 }
 
 /* Reads the one rule of all other methods. */
+COLD
 static void mf_read_method(mf_reader *reader, const mf_method *method, arena *memory,
                            mf_quantization *out) {
     mf_format *format = &(out->rules = arena_zalloc(memory, sizeof *out->rules))->format;
@@ -9662,6 +9669,7 @@ static void mf_read_rope_scaling(mf_reader *config_reader, mf_reader *reader,
 
 /* Reads one RoPE object into *rope, and sets *table but for its frequencies. theta_field: the field
  * of config.json that has theta if the object has none. */
+COLD
 static void mf_read_one_rope(mf_reader *config_reader, mf_reader *reader, mf_config *config,
                              const char *theta_field, arena *memory, mf_rope *rope,
                              toka_rope *table) {
@@ -9742,6 +9750,7 @@ static void mf_extend_len(mf_config *config) {
 }
 
 /* Computes the frequencies of the RoPE tables. */
+COLD
 static void mf_set_rope_tables(mf_config *config) {
     const struct {
         const mf_rope *rope;
@@ -9980,6 +9989,7 @@ static void mf_read_config(mf_reader *reader, mf_config *config, arena *memory) 
 
 /* Parses config.json into *config, whose pointers are into the arena. Returns 0 or an error
  * code. */
+COLD
 static int mf_config_parse(str text, const char *where, arena *memory, mf_config *config,
                            toka_err *e) {
     toka_err bug;
@@ -10293,6 +10303,7 @@ static void mf_put_special_fields(mf_reader *reader, arena *memory, mf_model *fi
 
 /* Reads the special tokens of this file into *files. A field of the file replaces the earlier
  * value, even by null. If the file does not have the field, the earlier value stays. */
+COLD
 static void mf_read_special_tokens(mf_reader *reader, arena *memory, mf_model *files) {
     for (int i = 0; i < 4; i++)
         if (json_get(reader->object, mf_special_names[i]))
@@ -10522,6 +10533,7 @@ static void mf_read_templates(mf_reader *reader, mf_model *files) {
 }
 
 /* Parses tokenizer_config.json into *files; strings go to the arena. Returns 0 or an error code. */
+COLD
 static int mf_tokenizer_config_parse(str text, const char *where, arena *memory, mf_model *files,
                                      toka_err *e) {
     *e = (toka_err){0};
@@ -10869,6 +10881,7 @@ static int st_place_tensors(st_tensor *tensors, int n_tensors, str data, const c
 /* Parses a file into the list of its tensors, sorted by offset. The list is in the arena; the names
  * are in the arena or in the file's bytes. Adds __metadata__ to *aliases. Returns 0 or an error
  * code. */
+COLD
 static int st_parse(str text, const char *file, arena *memory, st_tensor **out, int *n_tensors,
                     st_alias_list **aliases, toka_err *e) {
     uint64_t header_bytes = 0;
@@ -11450,6 +11463,7 @@ static int mf_bind_matrix(mf_binder *binder, const mf_target *target, const mf_f
 
 /* Binds the tensor of one row, or of several rows that are parts of it. expert: its number, else
  * 0. Returns 0 or an error code. */
+COLD
 static int mf_bind_one(mf_binder *binder, const mf_binding *binding, const char *name,
                        const mf_owners *owners, int expert, toka_err *e) {
     const mf_slot *slot = &mf_slots[binding->slot];
@@ -12282,6 +12296,7 @@ static const char mf_no_models_file[] =
 /* Reads models.txt: the given file or, if none is given (NULL), the one beside the program, else
  * the one in the current folder. If there is none, the list is empty. Returns 0 or an error
  * code. */
+COLD
 static int mf_read_models_file(const char *models_file, arena *memory, mf_known_model **list,
                                int *n_models, toka_err *e) {
     char path[PATH_MAX + 16];
@@ -12382,6 +12397,7 @@ static bool mf_is_hub_id(str id) {
  * models--org--name/snapshots/COMMIT; the file models--org--name/refs/REVISION has the commit's
  * name. Without such a file, the revision itself is the commit's name. given_name: the name from
  * models.txt that the user gave; NULL: the user gave the id. Returns 0 or an error code. */
+COLD
 static int mf_find_in_hub_cache(const char *id, const char *given_name, char **folder,
                                 arena *memory, toka_err *e) {
     const char *at_sign = strchr(id, '@');
@@ -12632,6 +12648,7 @@ static void mf_open_embedding(mf_model *files) {
 
 /* Reads all files except the weights. Without needs_shape, an error in config.json or
  * generation_config.json is ignored. Returns 0 or an error code. */
+COLD
 static int mf_open_configs(mf_model *files, bool needs_shape, toka_err *e) {
     char where[256];
     str text;
@@ -12840,6 +12857,7 @@ static size_t mf_quantize_matrix(mf_quantizer *all, toka_tensor *tensor, char *a
 }
 
 /* Quantizes a layer, or counts its bytes. Returns them. */
+COLD
 static size_t mf_quantize_layer(mf_quantizer *all, int i) {
     toka_layer *layer = &all->files->weights.layers[i];
     const mf_owners owners = mf_owners_of(layer);
@@ -12909,6 +12927,7 @@ static void mf_close(mf_model *files) { /* NULL is allowed */
 /* Like mf_open, but does not open the weights, which may be missing. Without needs_shape,
  * config.json may also be missing or describe a model that toka does not run: tokenizer and
  * templates do not need it. */
+COLD
 static int mf_open_text(mf_model **out, const char *model, const char *models_file,
                         const mf_embedded *embedded, bool needs_shape, toka_err *e) {
     mf_model *files = *out = mem_zalloc(sizeof *files);
@@ -31759,6 +31778,7 @@ static int lib_parse_template_file(toka *t, const char *file, mf_model *files, t
 /* Opens the chat template: the user's file, the model's template that the user names, or the
  * model's own (wanted NULL); the chapter's head has the rules. Returns 0 or an error. With wanted
  * NULL it always returns 0: if the model's own template cannot be parsed, only chats fail. */
+COLD
 static int lib_open_template(toka *t, const char *wanted, toka_err *e) {
     mf_model files = {0}; /* of the user's file; its special tokens are not used, the model's are */
     const str own =
@@ -44986,7 +45006,7 @@ static void srv_admin_adapter(srv *server, const srv_request *request, srv_admin
     if (!name.n || (load && !path.n)) {
         srv_admin_refuse(admin, 400, load ? "expected lora_name and lora_path"
                                           : "expected lora_name");
-    } else if (api_is_own_name(&server->model, name)) {
+    } else if (api_is_served(&server->model, name)) {
         srv_admin_refuse(admin, 400, "lora_name: it is the name of the model itself");
     } else if (load) {
         if (toka_load_adapter(server->toka, given, arena_cstr(&memory, path), replace, &admin->e))
