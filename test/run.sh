@@ -237,7 +237,7 @@ unit() { # NAME FLAGS... [TESTS...]
     local name=$1 flags=()
     shift
     while [ $# -gt 0 ] && [ "${1#-}" != "$1" ]; do flags+=("$1") && shift; done
-    step "unit tests compile ($name)" $CC $WARN -Wno-alloc-size-larger-than -Wno-maybe-uninitialized "${flags[@]}" \
+    step "unit tests compile ($name)" $CC $WARN -Wno-alloc-size-larger-than -Wno-maybe-uninitialized -Wno-missing-field-initializers "${flags[@]}" \
         -o $B/unit_$name test/unit.c -lm -lpthread || return
     [ -x $B/unit_$name ] || return
     $B/unit_$name "$@" | tee $LOG

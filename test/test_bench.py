@@ -126,9 +126,12 @@ def test_the_start_says_what_windows_keep(tmp_path):
     # 4 sequences of 8 pages and one more, and 64 rows, in pages of 16 tokens; all of 1,024 tokens fit in the other layers
     out, err = bench(*run)
     assert "KV cache 4096 tokens, 4.0 sequences of 1024 tokens; 3 of 6 layers read the last 100 tokens of a sequence and keep 640 tokens\n" in err
-    # as many pages as windowed pages: one pool serves all layers
+    # fewer pages than all windowed pages: 2/5 of them, which sequences of 4 windows use as well as the others
     _, err = bench(*run, "--kv-tokens", "640")
-    assert "KV cache 640 tokens" in err and "read the last 100 tokens of a sequence and keep all, too\n" in err
+    assert "KV cache 640 tokens" in err and "read the last 100 tokens of a sequence and keep 256 tokens\n" in err
+    # too few for a sequence and a step: one pool serves all layers
+    _, err = bench(*run, "--kv-tokens", "500")
+    assert "KV cache 512 tokens" in err and "read the last 100 tokens of a sequence and keep all, too\n" in err
     _, err = bench(*run, "--kv-tokens", "641")
     assert "KV cache 656 tokens" in err and "keep 640 tokens\n" in err
 

@@ -1236,7 +1236,7 @@ static void test_draft_model(void) {
     const float bias = 2;
     eng_make_small();
     for (int run = 0; run < 3; run++) {
-        const char *drafter = run == 1 ? eng_small_model : eng_model;
+        const char *smaller = run == 1 ? eng_small_model : eng_model;
         toka_options o = toka_options_default();
         toka_err e = {0};
         toka *t[2];
@@ -1244,7 +1244,7 @@ static void test_draft_model(void) {
         o.model = eng_model, o.device = run == 2 ? "plain" : "cpu", o.n_threads = 2, o.max_num_seqs = 6, o.max_num_batched_tokens = 64, o.max_model_len = 256;
         o.kv_tokens = 160, o.max_model_len = 160;
         CHECK_MSG(!toka_open(&t[0], &o, &e), "%s", e.msg);
-        o.draft_model = drafter, o.num_speculative_tokens = 5 + 11 * (run == 0);
+        o.draft_model = smaller, o.num_speculative_tokens = 5 + 11 * (run == 0);
         CHECK_MSG(!toka_open(&t[1], &o, &e), "%s", e.msg);
         t[1]->engine->replicas[0].drafts.config.always = true;
         t[1]->engine->replicas[0].sched.config.reserve_steps = 0;
@@ -1281,11 +1281,11 @@ static void test_draft_model(void) {
         const toka_stats stats = toka_get_stats(t[1]);
         const double rate = (double)stats.draft_tokens_accepted / (double)stats.draft_tokens;
         CHECK(stats.draft_tokens > 30 && stats.draft_s > 0 && stats.draft_s < 60);
-        if (drafter == eng_model) CHECK_MSG(stats.draft_tokens_accepted == stats.draft_tokens, "%d: %.3f of the drafts are right", run, rate);
+        if (smaller == eng_model) CHECK_MSG(stats.draft_tokens_accepted == stats.draft_tokens, "%d: %.3f of the drafts are right", run, rate);
         else CHECK_MSG(rate > 0.05 && rate < 0.9, "%.3f of the drafts are right", rate);
         CHECK_MSG(steps[1] < steps[0], "%d steps, %d without drafts", (int)steps[1], (int)steps[0]);
         if (run < 2 && !ENG_SLOW) CHECK(stats.preemptions > 0 && stats.prompt_tokens_shared > 0);
-        if (getenv("VERBOSE")) printf("drafter %s: %.3f right, %d steps for %d, %d preempted, %d shared\n", drafter, rate, (int)steps[1], (int)steps[0], (int)stats.preemptions, (int)stats.prompt_tokens_shared);
+        if (getenv("VERBOSE")) printf("drafter %s: %.3f right, %d steps for %d, %d preempted, %d shared\n", smaller, rate, (int)steps[1], (int)steps[0], (int)stats.preemptions, (int)stats.prompt_tokens_shared);
         free(problem);
         toka_close(t[0]), toka_close(t[1]);
     }
