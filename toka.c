@@ -29184,7 +29184,7 @@ static void eng_size_windows(const eng *engine, const toka_device_options *devic
                                                         engine->backend->activation_bytes);
     const int64_t most = sched_most_windowed(config), chosen = options->kv_tokens;
     config->n_windowed =
-        most < chosen / config->B
+        most < (chosen + config->B - 1) / config->B
             ? (int)most
             : eng_choose_windowed(
                   bytes, max_len, config,
