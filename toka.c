@@ -12527,6 +12527,7 @@ static int mf_map_file(mf_model *files, const char *name, bool required, char wh
 }
 
 /* Reads the shape, the end ids and the sampling defaults. Returns 0 or an error code. */
+COLD
 static int mf_open_shape(mf_model *files, toka_err *e) {
     char where[256];
     str text;
@@ -12571,6 +12572,7 @@ static char **mf_list_jinja(mf_model *files, const char *folder, int *n_names) {
  * replace all templates of tokenizer_config.json. additional_chat_templates/default.jinja takes
  * precedence over chat_template.jinja. chat_template.json counts only if there is no other
  * template. Returns 0 or an error code. */
+COLD
 static int mf_open_templates(mf_model *files, toka_err *e) {
     char where[256];
     str text;
@@ -12593,6 +12595,7 @@ static int mf_open_templates(mf_model *files, toka_err *e) {
 
 /* Reads modules.json and the configs of its modules, which are in folders of the model's folder.
  * Returns 0 or an error code. */
+COLD
 static int mf_open_modules(mf_model *files, toka_err *e) {
     char where[256];
     str text;
@@ -12953,6 +12956,7 @@ static int mf_open_text(mf_model **out, const char *model, const char *models_fi
  * the embedded model. models_file: the path of models.txt; NULL: look beside the program, then in
  * the current folder. The caller closes *out with mf_close; *out is NULL after an error. Returns 0
  * or an error code. */
+COLD
 static int mf_open(mf_model **out, const char *model, const char *models_file,
                    const mf_embedded *embedded, toka_err *e) {
     int code = mf_open_text(out, model, models_file, embedded, true, e);
@@ -15039,6 +15043,12 @@ static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t genera
  * notice when that changes. Before there is a measurement, drafts with a^j above DRAFT_FIRST_SHARE
  * are made.
  *
+ * A DRAFT MODEL also costs what does not grow with the drafts: its own steps, and prompts. So steps
+ * with and without its drafts are timed, for each power of two of sequences, and the faster kind is
+ * used. The other kind is tried again now and then, more and more seldom (draft_switch). The time
+ * in which it computes prompts is kept apart: it computes the prompt of a sequence only if the
+ * tokens that are still to come are expected to gain more than that takes (draft_is_worth).
+ *
  * WHO GETS NONE. Sequences with a constraint: their drafts are the tokens that it forces, if there
  * are any (32), and no guesses. Models with states (19). Requests without output.
  *
@@ -15080,6 +15090,12 @@ typedef struct draft_match { /* the place whose next tokens are the drafts */
     int n_next, n_equal; /* tokens from there on; tokens before it that match the tail */
 } draft_match;
 
+typedef struct draft_speed { /* of steps with some number of sequences; [1]: with drafts */
+    float seconds[2], tokens[2]; /* sums; older ones count less */
+    int n_tried, n_waited, retry; /* steps left of a trial; steps since it; those until the next */
+    bool pays;                    /* what the last trial showed */
+} draft_speed;
+
 typedef struct drafter { /* of one scheduler */
     draft_config config;
     draft_rate *seqs; /* [max_seqs] */
@@ -15090,6 +15106,11 @@ typedef struct drafter { /* of one scheduler */
     double row_s;     /* seconds of one more row of a step; negative: not known yet */
     int n_held_back;  /* matches since the last draft, held back because a draft would not pay */
     int retry;        /* after so many of them one draft is tried */
+    /* of a draft model: */
+    bool on;              /* the next steps have drafts */
+    draft_speed speeds[18], *speed; /* [log2 of the sequences]; that of the last step */
+    double catch_s, catch_rows; /* seconds in which it computed rows that were missing; their
+                                 * number */
 } drafter;
 
 /* ---- Options ---- */
@@ -15352,6 +15373,7 @@ static int draft_choose(drafter *drafts, const sched_seq *sequence, int seq, int
  * waits for its last token. */
 COLD
 static bool draft_plan(drafter *drafts, scheduler *sched) {
+    const bool by_model = drafts->config.method == DRAFT_MODEL;
     const bool by_engine = drafts->config.method >= DRAFT_MODEL;
     bool waits = false;
     int n_rows_left = sched->config.max_tokens - sched->n_decode -
@@ -15368,6 +15390,10 @@ static bool draft_plan(drafter *drafts, scheduler *sched) {
         const draft_match match = by_engine ? (draft_match){NULL, drafts->config.n_tokens, 0}
                                             : draft_match_tail(&drafts->config, sched, seq);
         if (!match.n_next) continue;
+        if (by_model && !drafts->on && !drafts->config.always) {
+            if (!in_flight) sequence->n_drafts = 0;
+            continue;
+        }
         const bool is_own = !by_engine && match.next > sequence->tokens &&
                             match.next < sequence->tokens + sequence->n_known;
         /* a match in its own text may go on into its own drafts, as in a text that repeats */
@@ -15419,6 +15445,43 @@ static void draft_time(drafter *drafts, int n_rows, int n_tokens, double seconds
     const double covariance = drafts->rows_seconds / drafts->weight - mean_rows * mean_s;
     if (drafts->weight < 4 || variance < 0.2) return;
     drafts->row_s = MAX(0, MIN(covariance / variance, mean_s / mean_rows));
+}
+
+/* Returns the seconds that a token gains by drafts of a model; before that is known, a guess. */
+static double draft_gain(const draft_speed *speed) {
+    if (!speed || speed->tokens[0] <= 0) return 1;
+    const double without = speed->seconds[0] / speed->tokens[0];
+    return speed->tokens[1] <= 0 ? 0.3 * without : without - speed->seconds[1] / speed->tokens[1];
+}
+
+/* Is it worth that a draft model computes n_rows that it misses of a sequence, of which about
+ * n_left tokens are still to come? */
+COLD
+static bool draft_is_worth(const drafter *drafts, int n_rows, double n_left) {
+    if (n_rows < 16 || drafts->config.always || drafts->catch_rows <= 0) return true;
+    return n_rows * drafts->catch_s / drafts->catch_rows < n_left * draft_gain(drafts->speed);
+}
+
+/* A step without prefill had n_seqs sequences, brought n_tokens tokens, with drafts of a model or
+ * without, and took so many seconds. Chooses whether the next ones have drafts. */
+COLD
+static void draft_switch(drafter *drafts, int n_seqs, int n_tokens, bool with, double seconds) {
+    enum { FIRST = 64, LAST = 4096, TRIAL = 3 };
+    int i = 0;
+    while (n_seqs >> (i + 1) && i + 1 < COUNT(drafts->speeds)) i++;
+    draft_speed *speed = drafts->speed = &drafts->speeds[i];
+    speed->seconds[with] = 0.97f * speed->seconds[with] + (float)seconds;
+    speed->tokens[with] = 0.97f * speed->tokens[with] + (float)n_tokens;
+    if (speed->n_tried && --speed->n_tried) return;
+    const bool known = speed->tokens[0] > 0 && speed->tokens[1] > 0;
+    const bool pays = speed->tokens[0] > 0 && draft_gain(speed) > 0;
+    if (!speed->retry || pays != speed->pays) speed->retry = FIRST;
+    drafts->on = speed->pays = pays;
+    if (known && ++speed->n_waited < speed->retry) return;
+    speed->n_waited = 0;
+    speed->retry = MIN(2 * speed->retry, LAST);
+    speed->n_tried = TRIAL;
+    drafts->on = known ? !pays : speed->tokens[0] > 0;
 }
 
 /* ===========================================================================
@@ -25484,6 +25547,7 @@ static void cpu_group_close(toka_group *ranks) {
     free(group);
 }
 
+COLD
 static int cpu_group_open(toka_group **out, int tp_size, int pp_size, toka_err *e) {
     cpu_group *group = mem_zalloc(sizeof *group);
     if (toka_group_init(&group->ranks, &cpu_group_kind, tp_size, pp_size, e)) {
@@ -28699,6 +28763,7 @@ typedef struct eng_draft_model { /* of a replica */
     model_grid model;
     eng_inflight step; /* the one that it runs, and its results */
     int *seqs, n_seqs; /* [max_seqs] the sequences that get drafts */
+    double catch_s;    /* for this step: seconds for rows that were missing */
 } eng_draft_model;
 
 typedef struct eng_replica {
@@ -28943,6 +29008,7 @@ static int eng_choose_windowed(eng_token_bytes bytes, int max_len, const sched_c
 
 /* Tokens of the KV cache of a rank: as many as free_bytes hold, but at most every sequence at full
  * length. With windowed pages, the layers with a window have these, and the others the rest. */
+COLD
 static int64_t eng_kv_tokens(eng_token_bytes bytes, int max_len, const sched_config *config,
                              int64_t free_bytes) {
     const int64_t full = eng_full_tokens(config->max_seqs, max_len, config->B);
@@ -31045,11 +31111,17 @@ static void eng_build_draft_step(eng_replica *replica, int n_drawn) {
         if (sequence->n_drafts <= n_drawn) continue;
         const int end = sequence->n_known + n_drawn;
         const int from = n_drawn ? end - 1 : eng_first_undrafted(&replica->sched, seq);
+        eng_request *request = replica->requests[sequence->request];
+        const double n_left = eng_expected_tokens(replica->engine, request) -
+                              (sequence->n_known - sequence->n_prompt);
+        if (!draft_is_worth(&replica->drafts, end - 1 - from, MAX(n_left, 1))) {
+            sequence->n_drafts = 0;
+            continue;
+        }
         const int n = MIN(end - from, replica->sched.config.max_tokens - step->T);
         if (n) eng_add_draft_rows(replica, seq, from, from + n);
         if (from + n < end) sequence->n_drafts = 0;
         if (from + n < end) continue;
-        eng_request *request = replica->requests[sequence->request];
         toka_sample_row *row = &inflight->sample_rows[inflight->n_sampled];
         inflight->batch.samples[inflight->n_sampled++].seq = seq;
         *row = (toka_sample_row){.row = step->T - 1,
@@ -31083,6 +31155,17 @@ static void eng_list_drafting(eng_replica *replica) {
     }
 }
 
+/* The first step of the draft model took so many seconds: a part of them was for missing rows. */
+COLD
+static void eng_time_catch_up(eng_replica *replica, double seconds) {
+    const int n_rows = replica->draft.step.batch.step.T;
+    const int n_missing = n_rows - replica->draft.step.n_sampled;
+    replica->draft.catch_s = seconds * n_missing / n_rows;
+    if (n_missing < 16) return;
+    replica->drafts.catch_s = 0.9 * replica->drafts.catch_s + replica->draft.catch_s;
+    replica->drafts.catch_rows = 0.9 * replica->drafts.catch_rows + n_missing;
+}
+
 /* Takes drafts from the output_ids of requests. A given share of them is right. */
 COLD
 static void eng_make_synthetic(const eng_replica *replica) {
@@ -31112,13 +31195,16 @@ static bool eng_draw_drafts(eng_replica *replica) {
     toka_err e;
     eng_list_drafting(replica);
     if (replica->draft.n_seqs && replica->n_in_flight) return false;
+    replica->draft.catch_s = 0;
     for (int n_drawn = 0; n_drawn < DRAFT_MAX_TOKENS && replica->draft.n_seqs; n_drawn++) {
         eng_build_draft_step(replica, n_drawn);
         if (!inflight->batch.step.T) break;
+        const double began = os_now();
         if (model_run_step(&replica->draft.model, &inflight->batch.step, inflight->results, &e)) {
             eng_fail(replica->engine, &e);
             return false;
         }
+        if (!n_drawn) eng_time_catch_up(replica, os_now() - began);
         for (int i = 0; i < inflight->n_sampled; i++) {
             sched_seq *sequence = &replica->sched.seqs[inflight->batch.samples[i].seq];
             sequence->tokens[sequence->n_known + n_drawn] = inflight->results[i].id;
@@ -31177,8 +31263,15 @@ static void eng_time_drafts(eng_replica *replica, const eng_inflight *inflight, 
     const double now = os_now();
     const double from =
         MAX(replica->last_end_s, inflight->plan_began - 2 * replica->last_commit_s);
-    if (inflight->batch.step.T == inflight->n_sampled)
-        draft_time(&replica->drafts, inflight->n_sampled, n_tokens, now - from);
+    int n_seqs = 0;
+    for (int i = 0; i < inflight->n_sampled; i++) n_seqs += !eng_is_behind_draft(inflight, i);
+    const bool with = n_seqs < inflight->n_sampled;
+    const double seconds = MAX(0, now - from - (with ? replica->draft.catch_s : 0));
+    if (inflight->batch.step.T == inflight->n_sampled && n_seqs) {
+        draft_time(&replica->drafts, inflight->n_sampled, n_tokens, seconds);
+        if (replica->engine->draft_files)
+            draft_switch(&replica->drafts, n_seqs, n_tokens, with, seconds);
+    }
     replica->last_end_s = now;
 }
 
@@ -31733,6 +31826,7 @@ enum { LIB_TEMPLATE_BYTES = 16 << 20 }; /* largest template file */
 
 /* Parses the templates of `files`: "default" for chats, "tool_use" for chats with tools. Errors are
  * kept in t->chat_error and t->tool_error, because only chats need a template. */
+COLD
 static void lib_parse_templates(toka *t, const mf_model *files) {
     const str chat_template = mf_template_named(files, "default");
     const str tool_template = mf_template_named(files, "tool_use");
@@ -31814,6 +31908,7 @@ static int lib_require_template(const toka *t, toka_err *e) {
 /* Loads the tokenizer, if the model has one, and applies tokenizer_config.json: begin and end
  * tokens added around a text, and eos_token as one more end id of answers besides those of the
  * other files (as in vLLM). Returns 0 or an error. */
+COLD
 static int lib_open_tokenizer(toka *t, toka_err *e) {
     mf_model *files = t->files;
     mf_config *config = &files->config;
@@ -31972,6 +32067,7 @@ SERVER_ONLY static int lib_bench_ops(void (*begin)(void *user, const char *gpu),
 }
 
 /* Returns the error of an unknown device name, with a suggestion if the name is a misspelling. */
+COLD
 static int lib_fail_no_device(const char *device, toka_err *e) {
     static const char *const names[] = {"gpu", "auto", "cpu", "cuda", "plain"};
     suggestion near = {.typed = str_c(device)};

@@ -42,15 +42,15 @@ def workloads(rng):
     def ids(n):
         return [rng.randrange(4, 1000) for _ in range(n)]
     edit = []
-    for _ in range(16):
+    for _ in range(64):
         prompt = ids(200)
         edit.append({"prompt_token_ids": prompt, "output_token_ids": [[rng.randrange(4, 1000) if rng.random() < 0.05 else i for i in prompt]]})
-    problems = [{"prompt": PROBLEM.format(i % 50 + 3, i % 7 + 2), "output_lengths": [40 + i % 30]} for i in range(16)]
+    problems = [{"prompt": PROBLEM.format(i % 50 + 3, i % 7 + 2), "output_lengths": [300 + 10 * (i % 30)]} for i in range(16)]
     return {
-        "chat": ([{"prompt_token_ids": ids(rng.randrange(20, 300)), "output_lengths": [rng.randrange(20, 150)]} for _ in range(24)], ["--temp", "1"]),
-        "samples": ([{"prompt": PROBLEM.format(12, 7), "output_lengths": [rng.randrange(40, 120) for _ in range(24)]}], ["--temp", "0.8"]),
+        "chat": ([{"prompt_token_ids": ids(rng.randrange(20, 300)), "output_lengths": [rng.randrange(20, 150)]} for _ in range(150)], ["--temp", "1"]),
+        "samples": ([{"prompt": PROBLEM.format(12, 7), "output_lengths": [rng.randrange(150, 400) for _ in range(24)]}], ["--temp", "0.8"]),
         "greedy": (problems, ["--temp", "0"]),
-        "single": (problems[:12], ["--temp", "0", "--max-num-seqs", "1"]),
+        "single": (problems[:6], ["--temp", "0", "--max-num-seqs", "1"]),
         "edit": (edit, ["--temp", "0"])}
 
 

@@ -1161,6 +1161,29 @@ static void test_draft_choice(void) {
     }
 }
 
+/* A draft model is used where its steps bring a token in less time, and tried now and then where they do not. */
+static void test_draft_switch(void) {
+    static const double seconds_with[] = {1.5, 2.6, 4}; /* of a step that brings 2 or 3 tokens a sequence; without drafts: 1 second, 1 token */
+    for (int i = 0; i < COUNT(seconds_with); i++)
+        for (int n_seqs = 1; n_seqs < 300; n_seqs *= 17) {
+            drafter d;
+            int n_with = 0;
+            draft_init(&d, &(draft_config){.method = DRAFT_MODEL, .n_tokens = 4}, 1);
+            for (int step = 0; step < 2000; step++) {
+                const bool with = d.on;
+                n_with += with;
+                draft_switch(&d, n_seqs, with ? n_seqs * (2 + step % 2) : n_seqs, with, with ? seconds_with[i] : 1);
+            }
+            if (i == 0) CHECK_MSG(n_with > 1900, "%d of 2000 steps have drafts that pay", n_with);
+            else CHECK_MSG(n_with >= 6 && n_with < (i == 1 ? 100 : 30), "%d of 2000 steps have drafts that do not pay", n_with);
+            /* 100 rows that are missing take 100 times 0.1 seconds; a token gains 0.4 seconds for all sequences together, or none */
+            CHECK(draft_is_worth(&d, 100, 1));
+            d.catch_s = 5, d.catch_rows = 50;
+            CHECK(draft_is_worth(&d, 100, 10000) == !i && !draft_is_worth(&d, 100, 10) && draft_is_worth(&d, 15, 1));
+            draft_free(&d);
+        }
+}
+
 /* Runs one request on t. Returns what came, and in *steps the steps that it took. */
 static eng_collected *eng_draft_ask(toka *t, const int32_t *problem, size_t n_problem, const toka_sampling *s, int64_t *steps) {
     toka_err e = {0};
@@ -2602,6 +2625,7 @@ static const struct test eng_tests[] = {
     {"engine: the same with FP8 K and V", test_ahead_fp8},
     {"drafts: options", test_draft_options},
     {"drafts: how many", test_draft_choice},
+    {"drafts: when a model makes them", test_draft_switch},
     {"drafts: ends inside of accepted drafts", test_draft_ends},
     {"drafts: of a model", test_draft_model},
     {"drafts: models that do not fit", test_draft_model_open},
