@@ -4959,6 +4959,7 @@ static tmpl_node *tmpl_parse_not(tmpl_parser *parser);
 
 /* Parses the operators of one level, from left to right, and their operands. Comparisons form a
  * chain (TN_BINARY), so that a < b < c evaluates b once. */
+COLD
 static tmpl_node *tmpl_parse_level(tmpl_parser *parser, int level) {
     int line = parser->token->line, op;
     if (level == TL_OPERAND) return tmpl_parse_operand(parser);
@@ -16624,6 +16625,7 @@ SERVER_ONLY static void samp_fix_min_max(toka_sampling *sampling, bool max_is_de
 
 /* Checks all sampling parameters. Returns 0 or TOKA_E_USE; the message names the field, its value
  * and what is allowed. */
+COLD
 static int samp_check(const toka_sampling *sampling, int V, toka_err *e) {
     for (int i = 0; i < COUNT(samp_ranges); i++) {
         const float *value =
@@ -30070,6 +30072,7 @@ static int eng_version(const eng_request *request) {
 }
 
 /* Ends every sample that has not ended: cancelled, or failed with the device. */
+COLD
 static void eng_abort_request(eng *engine, eng_request *request, toka_finish reason) {
     eng_replica *replica = request->replica;
     for (int seq = replica->sched.requests[request->sched_id].first_seq; seq >= 0;
@@ -30981,6 +30984,7 @@ static void eng_retire_oldest(eng_replica *replica) {
 }
 
 /* Ends all requests. Results of in-flight steps are discarded. */
+COLD
 static void eng_abort_all_requests(eng *engine, toka_finish reason) {
     toka_err e;
     eng_drain_inbox(engine);
@@ -32374,6 +32378,7 @@ static int lib_render(const toka *t, const mf_model *files, str context, json_li
     return code;
 }
 
+COLD
 int toka_apply_chat_template(const toka *t, const char *context, size_t context_bytes,
                              const char *now, char **text, size_t *text_bytes, toka_err *e) {
     buf b = {0};
