@@ -31661,7 +31661,9 @@ SERVER_ONLY static int eng_max_seqs(const eng *engine) { return engine->max_seqs
 /* Returns the name of the backend. */
 static const char *eng_device_name(const eng *engine) { return engine->backend->name; }
 /* Returns the most adapters that may be loaded; 0: the model has none. */
-SERVER_ONLY static int eng_max_adapters(const eng *engine) { return engine->max_adapters; }
+SERVER_ONLY static int eng_max_adapters(const eng *engine) {
+    return engine ? engine->max_adapters : 0; /* toka grammar and the like open no engine */
+}
 
 typedef struct eng_adapter_name {
     const char *name, *path;
@@ -36176,7 +36178,7 @@ static bool api_is_served(const api_config *config, str name) {
 static int api_check_model(api_request *request, str model, toka_err *e) {
     const api_config *config = request->config;
     eng *engine = config->toka->engine;
-    const bool has_adapters = engine && eng_max_adapters(engine);
+    const bool has_adapters = eng_max_adapters(engine);
     eng_adapter_name *adapters = NULL;
     request->model = arena_str(&request->memory, !config->n_names ? str_c(config->name)
                                                  : model.n        ? model
