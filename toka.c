@@ -13661,7 +13661,7 @@ static int kv_match_prefix(const kv_cache *cache, uint64_t key, int *table, cons
     return n_matched;
 }
 
-/* Returns the hash of what is before entry i of a sequence's block table. */
+/* Returns the hash of the pages before entry i of a sequence's block table. */
 static uint64_t kv_parent_hash(const kv_cache *cache, int seq, int i) {
     return i ? cache->pages[kv_block_table(cache, seq)[i - 1]].hash : cache->seqs[seq].root_hash;
 }
@@ -30652,8 +30652,8 @@ static bool eng_is_behind_draft(const eng_inflight *inflight, int i) {
     return i && inflight->batch.samples[i - 1].seq == inflight->batch.samples[i].seq;
 }
 
-/* The next n tokens of the sequence will be what was drafted, so the K and V that the draft model
- * has of them count. The last draft is not among them, as it was drawn, but is not computed yet. */
+/* The next n tokens of the sequence will be its drafts, so the K and V that the draft model has of
+ * them count. The last draft is not among them, as it was drawn, but is not computed yet. */
 COLD
 static void eng_keep_drafted(const scheduler *sched, int seq, int n) {
     const int *table = kv_block_table(&sched->kv, seq), B = sched->config.B;
@@ -31059,8 +31059,8 @@ static double eng_gather_s(const eng_replica *replica, double now) {
  *
  * Page i of its pool has K and V of the tokens in page i of the model's pool. So block tables,
  * prefixes that are shared and preemption need nothing of their own. kv_page.n_drafted counts the
- * positions that it has computed. What is missing of a sequence, such as its prompt, it computes in
- * the first of its steps, at most max_tokens rows for all. With pages of 4 tokens, 10 known tokens
+ * positions that it has computed. It computes missing ones, such as those of a prompt, in the first
+ * of its steps, at most max_tokens rows for all. With pages of 4 tokens, 10 known tokens
  * and drafts a, b and c:
  *
  *     position        0 1 2 3   4 5 6 7   8 9 10 11    n_drafted

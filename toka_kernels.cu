@@ -326,7 +326,7 @@ typedef struct layer_weights {
     weight qkv, o, gate_up, down;
     layer_experts *experts;            /* NULL: gate_up and down are the layer's MLP */
     const float *attn_norm, *mlp_norm; /* [E] or NULL: the op reads x itself */
-    const float *attn_post_norm, *mlp_post_norm; /* [E] or NULL: norms of what is added to x */
+    const float *attn_post_norm, *mlp_post_norm; /* [E] or NULL: of their outputs */
     const float *q_norm, *k_norm;      /* [D] or NULL */
     const float *q_norm_all, *k_norm_all; /* [H*D], [K*D]: one norm of all heads; or NULL */
     const float2 *rope;                /* its RoPE table (chapter 4) */
