@@ -98,11 +98,14 @@ static void test_load(toka_device *d, enum form form, bool gate_up, bool reorder
     }
     for (int hopper = 0; hopper < 2; hopper++) {
         weight_loader loader = {};
-        loader.dev = d, d->hopper = hopper, d->shape = NULL;
-        weight w = gate_up ? weight_load_gate_up(d, &loader, &layer) : weight_load_qkv(d, &loader, &layer);
+        toka_shape shape = {};
+        shape.D = 64;
+        loader.dev = d, d->hopper = hopper, d->shape = &shape;
+        const weight_parts mlp = weight_mlp_parts(&layer.mlp, true);
+        weight w = gate_up ? weight_load_parts(d, &loader, &mlp) : weight_load_qkv(d, &loader, &layer);
         GPU_OK(cudaStreamSynchronize(cudaStreamLegacy));
         load_run(&loader);
-        d->hopper = true;
+        d->hopper = true, d->shape = NULL;
         if (reorder && !d->error.code) qkv_reorder(d, &w, 64);
         GPU_OK(cudaStreamSynchronize(d->stream));
         const int pitch = w.scale ? fp8_row_bytes(w.K) : 2 * w.K, blocks_n = ceil_div(w.N, 128);

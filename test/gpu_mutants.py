@@ -3,6 +3,7 @@
 """Tests the GPU tests: deliberate mutations of toka_kernels.cu, each of which a test must catch.
 
     python3 test/gpu_mutants.py check            checks that every mutation still fits the file and that every kernel has one; needs no GPU, no nvcc
+    python3 test/gpu_mutants.py parse            checks that the CUDA tests and all mutants are well formed; needs nvcc and a minute, no GPU
     GPU_ARCH=90a python3 test/gpu_mutants.py build [FOLDER]     makes one program that holds all mutants; needs nvcc, no GPU
     python3 test/gpu_mutants.py run [FOLDER] [--jobs 6] [--only EXPRESSION]     runs them on a GPU; without a GPU: those that a CPU can run
     (FOLDER: test/.build/mutants; `run` needs only the file `mutants` in it)
@@ -155,7 +156,7 @@ MUTANTS = [
            ("the sign of the third pair is lost", "(word << 6 & SIZES) | (`word << 2 & SIGNS`)", "0u", "MXFP4"),
            ("the first expert's blocks for all", "block = ((size_t)`tile.expert` * per_expert + first + i) * n_k + k;", "0", "MXFP4")),
     *group("load_mxfp4_kernel", "experts small", "experts MXFP4",
-           ("the codes of the even and the odd column are exchanged", "(codes & 7) << size_at | (codes >> 3 & 1) << sign_at,", "(codes >> 4 & 7) << size_at | (codes >> 7 & 1) << sign_at"),
+           ("the codes of the even and the odd column are exchanged", "low = `(codes & 7) << size_at | (codes >> 3 & 1) << sign_at`,", "(codes >> 4 & 7) << size_at | (codes >> 7 & 1) << sign_at"),
            ("the second half of the columns is stored as the first", "word = r / 8 % 2 * 2 + `block % 2`;", "0"),
            ("a scale is stored at the row below", "((uint8_t *)to)[MXFP4_SCALES_AT + (r / 16 * 8 + `r % 8`) * 4 + word] = scales[i];", "(r + 1) % 8")),
     *group("expert_sum_kernel", "experts small", "sum ",
@@ -527,6 +528,8 @@ def place(text, m):
     if code.count(context) != 1:
         return f"its text occurs in the file {code.count(context)} times"
     head, part = parts[:2] if len(parts) == 3 else ("", context)
+    if len(parts) == 1 and part.endswith(","):
+        return "it ends with a comma"
     if not part.endswith(";") and re.match(r"(if|for|return)\b", m.new):
         return "an expression becomes a statement"
     first = code.index(context) + len(head)
@@ -592,11 +595,10 @@ def run_tool(*command):
         sys.exit(p.stdout[-4000:] + f"gpu_mutants.py: {command[0]} ended with status {p.returncode}")
 
 
-def build(folder):
+def write_sources(folder):
     os.makedirs(folder, exist_ok=True)
-    arch, cc = os.environ.get("GPU_ARCH", "90a"), os.environ.get("CC", "cc")
     tests = os.path.join(ROOT, "test")
-    source, c_source, program = (os.path.join(folder, n) for n in ("mutants.cu", "mutants.c", "mutants"))
+    source, c_source = (os.path.join(folder, n) for n in ("mutants.cu", "mutants.c"))
     text = mutated(open(KERNELS).read()).replace('#include "toka.h"', f'#include "{ROOT}/toka.h"')
     text += f'\n#include "{tests}/gpu.cuh"\n#include <memory>\n'
     for name in PROGRAMS:
@@ -606,9 +608,24 @@ def build(folder):
     open(source, "w").write(text)
     model = re.sub(r'^#include .*$', "", open(os.path.join(tests, "gpu_model.c")).read(), flags=re.M)
     open(c_source, "w").write(f'#include "{tests}/gpu_samp.c"\n#include "{tests}/gpu_host.h"\n#include "{tests}/gpu_graphs.h"\n' + re.sub(r"^int main[(]", "int model_main(int, char **);\nint model_main(", model, flags=re.M))
-    run_tool(cc, "-std=c11", "-O2", "-w", "-DTOKA_SERVER", "-DTOKA_WITH_CUDA", '-DTOKA_EMBED="test/model"', "-c", c_source, "-o", program + ".o")
-    run_tool("nvcc", "-std=c++20", "-O3", "-w", "-Xcompiler", "-fno-exceptions", "-gencode", f"arch=compute_{arch},code=sm_{arch}", "-o", program,
-             source, program + ".o", "-lm", "-lpthread")
+    return source, c_source
+
+
+NVCC = "nvcc", "-std=c++20", "-O3", "-w", "-Xcompiler", "-fno-exceptions"
+
+
+def build(folder):
+    source, c_source = write_sources(folder)
+    arch, program = os.environ.get("GPU_ARCH", "90a"), os.path.join(folder, "mutants")
+    run_tool(os.environ.get("CC", "cc"), "-std=c11", "-O2", "-w", "-DTOKA_SERVER", "-DTOKA_WITH_CUDA", '-DTOKA_EMBED="test/model"', "-c", c_source,
+             "-o", program + ".o")
+    run_tool(*NVCC, "-gencode", f"arch=compute_{arch},code=sm_{arch}", "-o", program, source, program + ".o", "-lm", "-lpthread")
+
+
+def parse(folder):
+    """Only the front end, which takes seconds: the kernels, all mutants and the CUDA tests are well formed."""
+    source, _ = write_sources(folder)
+    run_tool(*NVCC, "-fdevice-syntax-only", "-gencode", "arch=compute_90a,code=sm_90a", "-c", "-o", os.path.join(folder, "parsed.o"), source)
 
 
 # ---- Running them ----
@@ -671,7 +688,7 @@ def run(folder, jobs, only, timeout):
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("mode", choices=["check", "build", "run"])
+    p.add_argument("mode", choices=["check", "parse", "build", "run"])
     p.add_argument("folder", nargs="?", default=os.path.join(ROOT, "test/.build/mutants"))
     p.add_argument("--jobs", type=int, default=6, help="tests at a time")
     p.add_argument("--only", default="", help="mutants whose 'kernel: name [test]' matches this expression")
@@ -680,8 +697,8 @@ def main():
     folder = os.path.abspath(a.folder)
     if a.mode == "check":
         sys.exit(check())
-    if a.mode == "build":
-        sys.exit(build(folder))
+    if a.mode in ("parse", "build"):
+        sys.exit((parse if a.mode == "parse" else build)(folder))
     sys.exit(run(folder, a.jobs, a.only, a.timeout))
 
 

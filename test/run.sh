@@ -296,6 +296,11 @@ part_nvcc() {
     local py status
     find_python 1 || return
     if ! command -v nvcc >/dev/null; then skip 1 "no nvcc"; return; fi
+    if nvcc --help | grep -q -e --fdevice-syntax-only; then
+        step "the CUDA tests and all mutants of the kernels are well formed" python3 test/gpu_mutants.py parse
+    else
+        skip 1 "this nvcc has no --fdevice-syntax-only"
+    fi
     $py test/nvcc_versions.py 12.4 2>&1
     status=$?
     if [ $status = 3 ]; then skip 1 "no ptxas 12.4 in the package index"; else
@@ -598,7 +603,7 @@ gpu_shared() { # all tests that may share the GPU with other programs, the longe
     gpu_soak test/model 2 --kv-tokens 40000 --max-model-len 1024 --max-num-seqs 512
     gpu_soak test/fixtures/llama-tied 3
     mkdir -p $B/gptoss && python3 test/model_weights.py gptoss $B/gptoss >/dev/null 2>&1 || gpu_missing="no numpy"
-    gpu_soak $B/gptoss 4 --max-num-seqs 5 --max-num-batched-tokens 24 --kv-tokens 2000 --max-model-len 1333 # its windows give pages back
+    gpu_soak $B/gptoss 4 --max-num-seqs 5 --max-num-batched-tokens 24 --kv-tokens 2000 --max-model-len 512 # its windows give pages back
     gpu_missing=
     for source in test/gpu_*.cu test/gpu_attn_1204.cu test/gpu_ops.c test/gpu_model.c; do
         [ "$source" != test/gpu_samp.c ] || continue
