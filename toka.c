@@ -10703,8 +10703,7 @@ static float weight_quantized(const void *data, toka_dtype dtype, const toka_qua
            scale;
 }
 
-/* Writes row `row` of a tensor as float32: to [cols]. */
-static void weight_row(const toka_tensor *tensor, int row, float *to) {
+void toka_weight_row(const toka_tensor *tensor, int row, float *to) {
     const toka_quant *quant = tensor->quant;
     const size_t first = (size_t)row * (size_t)tensor->stride;
     if (!quant && tensor->dtype == TOKA_BF16) { /* as below; the loop can be vectorized */
@@ -12844,7 +12843,7 @@ static size_t mf_quantize_matrix(mf_quantizer *all, toka_tensor *tensor, char *a
     float *scale = (float *)(void *)(at + sizeof *quant), *row = mem_alloc(cols * sizeof *row);
     unsigned char *code = (unsigned char *)at + codes_at;
     for (size_t i = 0; i < rows; i++, code += cols) {
-        weight_row(tensor, (int)i, row);
+        toka_weight_row(tensor, (int)i, row);
         const float largest = mf_largest(row, cols), factor = largest > 0 ? largest / 448 : 1;
         if (!isfinite(largest)) all->found_infinite = true;
         scale[i] = factor;
@@ -22407,7 +22406,7 @@ static void plain_softmax(float *x, int n) {
 static const float *plain_vector(plain_device *dev, const toka_tensor *tensor) {
     if (!tensor || !tensor->rows) return NULL;
     float *vector = plain_take(dev, 1, tensor->cols);
-    weight_row(tensor, 0, vector);
+    toka_weight_row(tensor, 0, vector);
     return vector;
 }
 
@@ -22423,11 +22422,11 @@ static void plain_low_rank(plain_device *dev, const toka_tensor *weight, const f
         const int r = part->a.rows;
         float *low = plain_take(dev, 1, r), *row = plain_take(dev, 1, MAX(part->a.cols, r));
         for (int i = 0; i < r; i++) {
-            weight_row(&part->a, i, row);
+            toka_weight_row(&part->a, i, row);
             low[i] = part->scale * plain_dot(row + weight->matrix_col, x, weight->cols);
         }
         for (int i = 0; i < weight->rows; i++) {
-            weight_row(&part->b, weight->matrix_row + i, row);
+            toka_weight_row(&part->b, weight->matrix_row + i, row);
             y[i] += plain_dot(row, low, r);
         }
         dev->used = used;
@@ -22442,7 +22441,7 @@ static void plain_linear(plain_device *dev, const toka_tensor *weight, const tok
     const float *offset = plain_vector(dev, bias);
     float *row = plain_take(dev, 1, weight->cols);
     for (size_t i = 0; i < rows; i++) {
-        weight_row(weight, (int)i, row);
+        toka_weight_row(weight, (int)i, row);
         for (size_t t = 0; t < (size_t)n_rows; t++)
             y[t * rows + i] = plain_dot(row, x + t * cols, weight->cols) + (offset ? offset[i] : 0);
     }
@@ -22521,7 +22520,7 @@ COLD static void plain_embed(toka_device *device, const toka_step *step, toka_hi
     float *to = plain_ptr(x->data);
     toka_hidden_set_sum(x, 1);
     for (int t = 0; t < step->T; t++, to += E) {
-        weight_row(&dev->weights->embed, plain_token_id(dev, step->ids[t]), to);
+        toka_weight_row(&dev->weights->embed, plain_token_id(dev, step->ids[t]), to);
         for (int i = 0; i < E; i++) to[i] *= scale;
     }
 }
@@ -22550,7 +22549,7 @@ static void plain_mla_query(plain_device *dev, const toka_step *step, const toka
     memset(q, 0, plain_at(T, H * D) * sizeof *q);
     for (int h = 0; h < H; h++)
         for (int i = 0; i < mla->nope; i++) {
-            weight_row(&mla->kv_b, h * (mla->nope + mla->v) + i, row);
+            toka_weight_row(&mla->kv_b, h * (mla->nope + mla->v) + i, row);
             for (int t = 0; t < T; t++)
                 plain_add(q + plain_at(t * H + h, D), heads[plain_at(t * H + h, size) + (size_t)i],
                           row, (size_t)mla->latent);
@@ -22733,7 +22732,7 @@ static void plain_convolve(plain_device *dev, const toka_tensor *weight, int siz
     float *factors = plain_take(dev, 1, weight->cols);
     for (int i = 0; i < weight->rows; i++, history += n) {
         float *x = row + i / size * step + i % size;
-        weight_row(weight, i, factors);
+        toka_weight_row(weight, i, factors);
         const float input = *x, sum = plain_dot(factors, history, n) + factors[n] * input;
         memmove(history, history + 1, (size_t)(n - 1) * sizeof *history);
         history[n - 1] = input;
@@ -22888,7 +22887,7 @@ static const float *plain_mla_values(plain_device *dev, const toka_mla *mla, con
     float *values = plain_take(dev, T, H * v), *row = plain_take(dev, 1, latent);
     for (int i = 0; i < H * v; i++) {
         const int head = i / v;
-        weight_row(&mla->kv_b, head * (mla->nope + v) + mla->nope + i % v, row);
+        toka_weight_row(&mla->kv_b, head * (mla->nope + v) + mla->nope + i % v, row);
         for (int t = 0; t < T; t++)
             values[plain_at(t, H * v) + (size_t)i] =
                 plain_dot(row, o + plain_at(t * H + head, latent), latent);
@@ -24563,7 +24562,7 @@ static int cpu_pool_open(cpu_pool *pool, int n_threads, toka_err *e) {
 CPU_SMALL
 static void cpu_weight_f32(const cpu_kernels *kernels, const toka_tensor *weight, int row,
                            float *to) {
-    if (weight->quant) weight_row(weight, row, to);
+    if (weight->quant) toka_weight_row(weight, row, to);
     else
         kernels->convert(to, (const char *)weight->data + toka_number_bytes(weight->dtype) *
                                  (size_t)row * (size_t)weight->stride,
@@ -47664,8 +47663,8 @@ static bool run_next_word(const char **list, str *word) {
  *
  *     matrix products  2 FLOP per row and parameter; the rank's parameters are read once a step,
  *                      in their format. FP8 matrices are multiplied at twice the rate of bf16 on
- *                      GPUs that can (compute capability 8.9 and later); int4 and MXFP4 at that of
- *                      bf16
+ *                      GPUs that can (compute capability 8.9 and later); MXFP4 at that of bf16, and
+ *                      int4, which is bf16 there
  *     experts          a row uses k of X. T rows use X (1 - (1 - k/X)^T) of them, if the choices
  *                      are independent and uniform, and only these are read
  *     attention        2 H (D + Dv) FLOP per row and position that it attends to (with MLA in its
@@ -48724,6 +48723,27 @@ static bool plan_has_format(const plan_query *query, unsigned dtype) {
     return false;
 }
 
+/* Returns the bytes of all weights in the files, which have int4 matrices in 4 bits. */
+static int64_t plan_file_bytes(const plan_query *query) {
+    int64_t bytes = plan_weight_bytes(query);
+    for (int i = 0; i < query->model->shape.L; i++) {
+        const mf_owners owners = mf_owners_of(&query->shapes->weights.layers[i]);
+        for (int slot = 0; slot < MF_N_SLOTS; slot++) {
+            const mf_owner owner = mf_slots[slot].owner;
+            const toka_tensor *tensor = owners.of[owner] ? mf_tensor(&owners, slot, 0) : NULL;
+            if (!tensor || tensor->dtype != TOKA_INT4) continue;
+            const toka_quant *quant = tensor->quant;
+            const int64_t n = owner == MF_OF_EXPERT ? query->model->moe.n_experts : 1,
+                          rows = tensor->rows,
+                          groups = (tensor->cols - 1) / quant->block_cols + 1;
+            const int64_t packed = rows * tensor->cols / 2 +
+                                   rows * groups * (quant->zero ? 5 : 4) / 2;
+            bytes -= n * ((int64_t)toka_gpu_matrix_bytes(tensor) - packed);
+        }
+    }
+    return bytes;
+}
+
 /* Appends the formats of the layers' matrices: "FP8 and bf16". */
 static void plan_put_formats(const plan_query *query, buf *out) {
     static const char *const names[] = {[TOKA_FP8] = "FP8", [TOKA_INT4] = "int4",
@@ -48831,6 +48851,7 @@ static void plan_put_head(const plan_query *query, const char *name, buf *out) {
     if (query->gpu->arch < PLAN_FP8_ARCH && plan_has_format(query, TOKA_FP8))
         buf_printf(out, " (%s: FP8 becomes bf16, as before compute capability 9.0)",
                    query->gpu->name);
+    if (plan_has_format(query, TOKA_INT4)) buf_c(out, " (int4 becomes bf16 on a GPU)");
     buf_printf(out, "; %s bytes of K and V a token",
                plan_format_int(plan_kv_bytes(query), text1));
     if (n_windowed)
@@ -49368,8 +49389,9 @@ static void plan_make_memory(const plan_query *query, int64_t batch, int64_t len
         {"tables, driver", tables, ""}};
     buf formats = {0};
     plan_put_formats(query, &formats);
-    snprintf(all[0].formula, sizeof all[0].formula, "%lld parameters as %s",
-             (long long)mf_n_parameters(query->model), buf_view(&formats).p);
+    snprintf(all[0].formula, sizeof all[0].formula, "%lld parameters as %s%s",
+             (long long)mf_n_parameters(query->model), buf_view(&formats).p,
+             plan_has_format(query, TOKA_INT4) ? "; int4 becomes bf16" : "");
     snprintf(all[1].formula, sizeof all[1].formula,
              "%lld sequences * %lld tokens * %d layers * %lld kv heads * (%lld + %lld) * 2 bytes",
              (long long)batch, (long long)length, shape->L, (long long)K, (long long)D,
@@ -53456,12 +53478,12 @@ static const help_page help_pages[] = {
      "- MXFP4: GPT-OSS.\n"
      "- Modules that a checkpoint leaves out (ignore, modules_to_not_convert) stay as\n"
      "  they are. `toka help numbers` says what is rounded where.\n"
-     "- A GPU has the dense ones but Gemma2, Cohere and Cohere2, in bf16, f16, f32\n"
-     "  and FP8 (not Glm4 and Phi-4-mini); FP8 becomes bf16 before compute capability\n"
-     "  9.0. A Hopper GPU also has Qwen2Moe, Qwen3Moe, Mixtral and Olmoe in these,\n"
-     "  Glm4Moe without FP8, and GptOss, whose experts may be MXFP4. Tensor ranks have\n"
-     "  no experts, and not Gemma3, Olmo2, Olmo3 and Glm4. --device auto says why a\n"
-     "  model does not run there, and takes the CPU.\n"
+     "- A GPU has the dense ones but Cohere and Cohere2, in bf16, f16, f32, FP8 (not\n"
+     "  Glm4 and Phi-4-mini) and int4. There int4 becomes bf16, and FP8 too before\n"
+     "  compute capability 9.0. A Hopper GPU also has Qwen2Moe, Qwen3Moe, Mixtral and\n"
+     "  Olmoe in these, Glm4Moe without FP8, and GptOss, whose experts may be MXFP4.\n"
+     "  Tensor ranks have no experts, and not Gemma2, Gemma3, Olmo2, Olmo3 and Glm4.\n"
+     "  --device auto says why a model does not run there, and takes the CPU.\n"
      "- Refused before a weight is read, in a sentence that names the field, what it\n"
      "  is and what is expected: another architecture, code of the folder's own\n"
      "  (trust_remote_code is never needed), another quant_method (bitsandbytes, hqq,\n"
@@ -53999,9 +54021,9 @@ static const help_page help_pages[] = {
      "- Models: 25 architectures instead of 5, among them mixtures of experts, MLA,\n"
      "  windows, Gated DeltaNet (Qwen3-Next, Qwen3.5), and norms, caps and scales of\n"
      "  their own. Weights in FP8, int4 (AWQ, GPTQ, compressed-tensors) and MXFP4.\n"
-     "- On GPUs also Phi-4-mini, Gemma 3, OLMo 2 and 3, SmolLM3, Granite and GLM-4;\n"
-     "  on Hopper FP8 weights (also --quantization fp8), mixtures of experts, GPT-OSS;\n"
-     "  on all devices FP8 K and V (--kv-cache-dtype fp8).\n"
+     "- On GPUs also Phi-4-mini, Gemma 2 and 3, OLMo 2 and 3, SmolLM3, Granite, GLM-4;\n"
+     "  int4 weights as bf16; on Hopper FP8 weights (also --quantization fp8), experts,\n"
+     "  GPT-OSS; on all devices FP8 K and V (--kv-cache-dtype fp8).\n"
      "- Constraints: JSON schema, regular expressions, grammars (GBNF, Lark), choices.\n"
      "- Chats: tool calls, also forced, and reasoning with budgets, in OpenAI's\n"
      "  forms; /v1/responses and /v1/messages; embeddings, scores and reranking.\n"
@@ -56664,8 +56686,8 @@ static int cli_grammar(const cli *flags, toka_err *e) {
     return code;
 }
 
-/* Appends a model's row: parameters, bytes and formats of its weights, and bytes of K and V a
- * token, on a GPU. */
+/* Appends a model's row: parameters, bytes and formats of its weights in the files, and bytes of K
+ * and V a token on a GPU. */
 static int cli_put_known_model(const mf_known_model *known, const char *where, buf *out,
                                toka_err *e) {
     plan_query query = {.gpu = run_gpus};
@@ -56675,7 +56697,7 @@ static int cli_put_known_model(const mf_known_model *known, const char *where, b
         plan_put_formats(&query, &formats);
         buf_printf(out, "%-33s %-51s %7.2f B  %8.2f  %-15s %8lld  %-11s %s\n", known->name,
                    known->hub_id, 1e-9 * (double)mf_n_parameters(&known->config),
-                   1e-9 * (double)plan_weight_bytes(&query), buf_view(&formats).p,
+                   1e-9 * (double)plan_file_bytes(&query), buf_view(&formats).p,
                    (long long)plan_kv_bytes(&query), known->family, where);
     }
     buf_free(&formats);
@@ -57025,7 +57047,7 @@ static double cli_measure_weights(const mf_config *config, buf *formats) {
     double n_bytes = NAN;
     if (!plan_open_model(&query, config, &e)) {
         plan_put_formats(&query, formats);
-        n_bytes = (double)plan_weight_bytes(&query);
+        n_bytes = (double)plan_file_bytes(&query);
     }
     plan_close_model(&query);
     return n_bytes;

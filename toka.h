@@ -769,6 +769,8 @@ static inline size_t toka_number_bytes(toka_dtype dtype) {
 }
 /* Returns whether a device that knows only BF16, F16 and F32 can read the tensor. */
 static inline bool toka_is_plain(const toka_tensor *t) { return t->dtype <= TOKA_F32; }
+/* Writes row `row` of a tensor as float32: to [cols]. */
+void toka_weight_row(const toka_tensor *tensor, int row, float *to);
 
 /* ---- Layers: each is a mixer (attention, MLA or a linear mixer) and a feed-forward (an MLP or
  * experts) ---- */
@@ -1631,16 +1633,13 @@ enum {
 };
 
 /* Returns the bytes of a matrix on the device, rows and columns rounded up to 8: bf16; FP8 with a
- * scale a row, and columns rounded up to 16; or 4-bit numbers packed by rows, with their scales and
- * zero points. An absent matrix has 0. */
+ * scale a row, and columns rounded up to 16; or MXFP4 with its scales. int4 becomes bf16 there. An
+ * absent matrix has 0. */
 static inline size_t toka_gpu_matrix_bytes(const toka_tensor *t) {
     const size_t rows = ((size_t)t->rows + 7) / 8 * 8, cols = ((size_t)t->cols + 7) / 8 * 8;
-    const toka_quant *quant = t->quant;
     if (t->dtype == TOKA_FP8) return rows * (((size_t)t->cols + 15) / 16 * 16 + 4);
-    if (!quant || !rows) return rows * cols * 2;
-    const size_t groups = ((size_t)t->cols - 1) / (size_t)quant->block_cols + 1;
-    const size_t group_bits = 8 * toka_number_bytes(quant->scale_dtype) + (quant->zero ? 4 : 0);
-    return rows * cols / 2 + rows * groups * group_bits / 8;
+    if (t->dtype != TOKA_MXFP4 || !rows) return rows * cols * 2;
+    return rows * (cols / 2 + ((size_t)t->cols - 1) / 32 + 1);
 }
 static inline size_t toka_gpu_mlp_bytes(const toka_mlp *m) {
     return toka_gpu_matrix_bytes(&m->gate) + toka_gpu_matrix_bytes(&m->up) +

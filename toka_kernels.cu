@@ -159,12 +159,13 @@
  *                                                                     with own positions
  *   attn_merge_splits   reads no K or V              none             one CTA a query, fixed order
  *
- *   How a step chooses (attn_plan_lists), on Hopper with B >= 64 and 64 <= D <= 128; all other
+ *   How a step chooses (attn_plan_lists), on Hopper with B >= 64 and 64 <= D <= 256; all other
  *   steps use attn_mma and attn_merge_splits:
  *   1. Prefix groups, if the step has at least two levels and little work: one launch of
  *      attn_cta_split for all levels (attn_choose_prefix_groups).
  *   2. Else attn_fused for the shared prefixes after which each row has only its own positions. It
- *      needs rows enough for every SM, and is for layers without a window (attn_plan_fused).
+ *      needs rows enough for every SM, and is for layers without a window and without a soft cap
+ *      (attn_plan_fused).
  *   3. Everything else level by level: attn_wgmma for tiles, attn_small or attn_cta_split for small
  *      items, then attn_merge_splits if a range was split.
  *   4. attn_cluster_split replaces attn_cta_split if it is the only kernel of the step and its
@@ -476,6 +477,7 @@ struct toka_device {
     bool has_fp8;          /* some matrices are e4m3 */
     bool has_mxfp4;        /* the experts are MXFP4 */
     bool unpacks_fp8;      /* some FP8 matrices of the files are bf16 here */
+    bool unpacks_int4;     /* the same of int4 */
     cudaStream_t stream;
     /* cuTensorMapEncodeTiled of the driver */
     CUresult (*encode_map)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
@@ -720,6 +722,10 @@ __device__ static inline float ex2(float x) { /* 2^x, relative error 2^-22, 0 fo
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+/* tanh, absolute error 2^-21: 1 - 2 / (1 + e^2x). */
+__device__ static inline float tanh_of(float x) {
+    return 1 - __fdividef(2, 1 + ex2(2 * (float)M_LOG2E * x));
 }
 __device__ static inline float lg2(float x) { /* base-2 logarithm, absolute error 2^-22 near 1 */
     float y;
@@ -1377,8 +1383,9 @@ typedef struct weight_loader {
 } weight_loader;
 
 /* The loader counts in elements of the file. An element of MXFP4 is a byte, which holds two
- * columns. */
+ * columns. int4 becomes bf16 when a thread of the loader reads it, so its elements are bf16. */
 static bool load_is_mxfp4(const toka_tensor *tensor) { return tensor->dtype == TOKA_MXFP4; }
+static bool load_is_int4(const toka_tensor *tensor) { return tensor->dtype == TOKA_INT4; }
 /* Returns the bytes of an element in the file. */
 static size_t load_elem_bytes(const toka_tensor *tensor) {
     return tensor->dtype == TOKA_F32                              ? 4
@@ -1541,8 +1548,8 @@ __global__ static void __launch_bounds__(256)
 }
 
 /* Takes the next piece from the queue: n_elems elements of the job's tensor, from first_elem on. If
- * the tensor is a slice of the columns of a wider one, a piece is a whole number of rows. Returns
- * false if no piece is left or if a thread failed. */
+ * the tensor is int4 or a slice of the columns of a wider one, a piece is a whole number of rows.
+ * Returns false if no piece is left or if a thread failed. */
 static bool load_next(weight_loader *loader, load_job *job, size_t *first_elem, size_t *n_elems) {
     pthread_mutex_lock(&loader->lock);
     bool more = loader->next_job < loader->n_jobs && !loader->error.code;
@@ -1553,9 +1560,10 @@ static bool load_next(weight_loader *loader, load_job *job, size_t *first_elem, 
                total = load_all_elems(tensor), row = load_elems(tensor, tensor->cols),
                max_elems = load_is_mxfp4(tensor) ? LOAD_PIECE_BYTES / 17 * 16 /* and scales */
                                                  : LOAD_PIECE_BYTES / elem_bytes;
-        const bool is_slice = tensor->rows > 1 && load_row_stride(tensor) != row;
-        assert(!is_slice || max_elems >= row);
-        if (is_slice) max_elems -= max_elems % row;
+        const bool is_slice = tensor->rows > 1 && load_row_stride(tensor) != row,
+                   by_rows = is_slice || load_is_int4(tensor);
+        assert(!by_rows || max_elems >= row);
+        if (by_rows) max_elems -= max_elems % row;
         *n_elems = total - *first_elem < max_elems ? total - *first_elem : max_elems;
         loader->next_elem += *n_elems, loader->done_bytes += *n_elems * elem_bytes;
         if (loader->next_elem == total) loader->next_job++, loader->next_elem = 0;
@@ -1567,12 +1575,23 @@ static bool load_next(weight_loader *loader, load_job *job, size_t *first_elem, 
     return more;
 }
 
+/* Unpacks n rows of an int4 tensor to bf16, from the first-th on. */
+static void load_read_int4(const toka_tensor *tensor, size_t first, size_t n, bf16 *to) {
+    float *row = (float *)malloc((size_t)tensor->cols * sizeof *row);
+    if (!row) abort();
+    for (size_t i = 0; i < n; i++) {
+        toka_weight_row(tensor, (int)(first + i), row);
+        for (int col = 0; col < tensor->cols; col++) *to++ = __float2bfloat16(row[col]);
+    }
+    free(row);
+}
 /* Copies the elements first_elem .. first_elem+n_elems-1 of a tensor from the mapped file to `to`,
  * without the gaps between the rows of a slice. */
 static void load_read(const toka_tensor *tensor, size_t first_elem, size_t n_elems, char *to) {
     size_t elem_bytes = load_elem_bytes(tensor), cols = load_elems(tensor, tensor->cols);
     const char *data = load_first_row(tensor);
-    if (tensor->rows == 1 || load_row_stride(tensor) == cols)
+    if (load_is_int4(tensor)) load_read_int4(tensor, first_elem / cols, n_elems / cols, (bf16 *)to);
+    else if (tensor->rows == 1 || load_row_stride(tensor) == cols)
         memcpy(to, data + first_elem * elem_bytes, n_elems * elem_bytes);
     else
         for (size_t i = 0; i < n_elems; i += cols)
@@ -1618,8 +1637,9 @@ static cudaError_t load_mxfp4_piece(const load_job *job, size_t first_elem, size
 static cudaError_t load_piece(const load_job *job, size_t first_elem, size_t n_elems,
                               char *host_buf, char *dev_buf, cudaStream_t stream) {
     size_t elem_bytes = load_elem_bytes(job->from);
+    const toka_dtype dtype = load_is_int4(job->from) ? TOKA_BF16 : job->from->dtype;
     load_read(job->from, first_elem, n_elems, host_buf);
-    if ((job->from->dtype == TOKA_BF16 || job->fp8) && !job->f32 && !job->interleaved &&
+    if ((dtype == TOKA_BF16 || job->fp8) && !job->f32 && !job->interleaved &&
         !job->heads.D && job->stride == job->from->cols)
         return cudaMemcpyAsync(
             (char *)job->to + ((size_t)job->row0 * job->stride + first_elem) * elem_bytes, host_buf,
@@ -1628,7 +1648,7 @@ static cudaError_t load_piece(const load_job *job, size_t first_elem, size_t n_e
                                        cudaMemcpyHostToDevice, stream);
     if (code) return code;
     load_convert_kernel<<<(unsigned)((n_elems + 255) / 256), 256, 0, stream>>>(
-        dev_buf, first_elem, n_elems, job->from->cols, job->from->dtype, *job);
+        dev_buf, first_elem, n_elems, job->from->cols, dtype, *job);
     return cudaGetLastError();
 }
 
@@ -1851,8 +1871,9 @@ static weight weight_load_parts(toka_device *dev, weight_loader *loader,
     }
     if (to.data && is_padded) latch_error(dev, cudaMemset(to.data, 0, bytes), "weights");
     if (fp8) weight_set_scales(dev, &to, parts), dev->has_fp8 = true;
-    for (int i = 0; i < parts->n_parts && !fp8; i++)
-        dev->unpacks_fp8 |= parts->part[i]->dtype == TOKA_FP8;
+    for (int i = 0; i < parts->n_parts; i++)
+        dev->unpacks_fp8 |= !fp8 && parts->part[i]->dtype == TOKA_FP8,
+            dev->unpacks_int4 |= load_is_int4(parts->part[i]);
     for (int i = 0; i < parts->n_parts; i++)
         load_add_job(loader, parts->part[i], to.data, stride, false, weight_row_at(parts, i, 0),
                      parts->interleaved, fp8)
@@ -1970,6 +1991,7 @@ static weight weight_load_experts(toka_device *dev, weight_loader *loader, const
     to.bias = weight_load_expert_bias(dev, moe, gate_up, to.N);
     dev->has_mxfp4 |= mxfp4;
     dev->unpacks_fp8 |= !fp8 && parts->part[0]->dtype == TOKA_FP8;
+    dev->unpacks_int4 |= load_is_int4(parts->part[0]);
     free(parts);
     return to;
 }
@@ -1999,6 +2021,25 @@ static layer_experts *weight_load_moe(toka_device *dev, weight_loader *loader,
     if (to->gate_up.x_scale != 0 && to->shared_gate_up.x_scale != 0)
         to->gate_up.x_scale = fmaxf(to->gate_up.x_scale, to->shared_gate_up.x_scale);
     return to;
+}
+
+/* Adds the formats of the weights to the device's description. */
+static void weights_describe(toka_device *dev) {
+    const struct {
+        bool used;
+        const char *text;
+    } formats[] = {
+        {dev->has_mxfp4, "MXFP4 experts"},
+        {dev->has_fp8, "FP8 weights"},
+        {dev->unpacks_fp8, dev->has_fp8 ? "some unpacked to bf16" : "FP8 weights unpacked to bf16"},
+        {dev->unpacks_int4, "int4 weights unpacked to bf16"},
+    };
+    for (const auto &format : formats) {
+        const size_t length = strlen(dev->description);
+        if (format.used)
+            snprintf(dev->description + length, sizeof dev->description - length, ", %s",
+                     format.text);
+    }
 }
 
 /* Loads all weights to the device. A tied LM head uses the memory of the embedding. Only tensor
@@ -2040,16 +2081,7 @@ static void weights_load(toka_device *dev) {
         if (!from->moe) to->down = weight_load_matrix(dev, &loader, &from->mlp.down, NULL);
         to->window = from->window;
     }
-    if (dev->has_mxfp4) {
-        const size_t length = strlen(dev->description);
-        snprintf(dev->description + length, sizeof dev->description - length, ", MXFP4 experts");
-    }
-    if (dev->has_fp8 || dev->unpacks_fp8) {
-        const size_t length = strlen(dev->description);
-        snprintf(dev->description + length, sizeof dev->description - length, ", %s%s",
-                 dev->has_fp8 ? "FP8 weights" : "FP8 weights unpacked to bf16",
-                 dev->has_fp8 && dev->unpacks_fp8 ? ", some unpacked to bf16" : "");
-    }
+    weights_describe(dev);
     /* Wait for the memsets: the streams of the loader do not. */
     latch_error(dev, cudaStreamSynchronize(cudaStreamLegacy), "weights");
     if (dev->error.code) free(loader.jobs);
@@ -7264,7 +7296,8 @@ static void experts_run(toka_device *dev, const layer_experts *layer, bf16 *x) {
  *      and there are enough rows (fused_min_row_heads).
  *   3. All other spans are done level by level: tiles, small items or CTA splits, merges.
  * On the stream attn_fused comes after all levels. Where the Hopper kernels cannot run (other GPUs,
- * B < 64, D < 64 or D > 128), there are only levels, with attn_mma and attn_merge_splits.
+ * B < 64, D < 64 or D > 256), there are only levels, with attn_mma and attn_merge_splits. For
+ * D > 128 there are levels without CTA splits.
  *
  * What toka.c guarantees: the spans of a row come in rising kv0. Of two spans that share a row, the
  * earlier one has all rows of the later one (a tree of intervals).
@@ -7461,13 +7494,14 @@ static void attn_plan_sizes(const toka_device *dev, attn_plan *plan) {
     /* one more page per row: a shared span and an own span can both list the page in which the
      * shared prefix ends */
     int64_t pages = (int64_t)T * (seq_pages + 1);
-    plan->hopper = dev->hopper && shape->B >= 64 && shape->D >= 64 && shape->D <= 128 &&
+    plan->hopper = dev->hopper && shape->B >= 64 && shape->D >= 64 && shape->D <= 256 &&
                    dev->kv_layer_elems / shape->D < INT_MAX;
     plan->B = shape->B, plan->D = shape->D;
     plan->any_fp8 = kv_any_fp8(dev);
     plan->max_unpacked = (int)(toka_gpu_unpacked_bytes(shape) /
                                (4 * (size_t)shape->K * shape->B * shape->D));
     plan->has_fused = plan->hopper && !plan->any_fp8 && !plan->window && G <= 8 &&
+                      shape->attn_cap == 0 &&
                       (shape->D == 64 || shape->D == ATTN_FUSED_D);
     plan->G = G, plan->small_rows = ATTN_SMALL_Q / G;
     plan->tile_q = !plan->hopper ? ATTN_TILE_Q : shape->D == 64 ? 192 : 128;
@@ -7794,8 +7828,9 @@ static void attn_emit_splits(attn_plan *plan, attn_level *level, const attn_item
     }
 }
 
+/* For D > 128 the ring of a warp is so large that a CTA would have room for few of them. */
 static bool attn_has_cta_split(const attn_plan *plan) {
-    return plan->D <= ATTN_FP8_CTA_SPLIT_D || !plan->any_fp8;
+    return plan->D <= (plan->any_fp8 ? (int)ATTN_FP8_CTA_SPLIT_D : 128);
 }
 /* KV positions of a CTA split of a level. The level has n_items small items with kv_positions in
  * total; the longest item has max_len. Returns 0 if the level has no CTA splits. A CTA split has at
@@ -8125,10 +8160,12 @@ static void attn_plan_jobs(attn_plan *plan) {
 /* Returns true if the step may load K and V before grid_wait() (attn_small). This needs that all K
  * and V that a row reads are stored before the first kernel of the step starts, except the row's
  * own position. It is so if the step copies no pages and no row stores into a page that another row
- * reads. Only steps of up to ATTN_PREFETCH_ROWS rows are checked. */
+ * reads. Only steps of up to ATTN_PREFETCH_ROWS rows are checked. For D > 128 a warp cannot load
+ * that position again at once. */
 static bool attn_can_prefetch(const attn_plan *plan, const toka_step *step) {
     const int B = plan->B;
-    if (step->T > ATTN_PREFETCH_ROWS || step->n_copies || !step->kv_slot) return false;
+    if (plan->D > 128 || step->T > ATTN_PREFETCH_ROWS || step->n_copies || !step->kv_slot)
+        return false;
     for (int i = 0; i < step->n_spans; i++) {
         const toka_span *span = &step->spans[i];
         for (int row = 0; row < step->T; row++)
@@ -8334,7 +8371,8 @@ typedef struct attn_args {
     float *state_o, *state_lse, *split_o, *split_lse; /* shapes: see attn_plan */
     int K, G, D, log2_B, window; /* window: length of the sliding window; 0: none */
     uint32_t inv_G; /* 2^31 / G, rounded up */
-    float scale;    /* log2(e) / sqrt(D) */
+    float scale;     /* of scores, times log2(e): 1/sqrt(D); with a soft cap, the cap */
+    float cap_scale; /* 1 / (sqrt(D) cap), see attn_cap_scores; 0: no soft cap */
     const float *sinks; /* [H]; NULL: the layer has none */
     bool prefetch;  /* attn_can_prefetch: load K and V before grid_wait() */
 } attn_args;
@@ -8652,11 +8690,22 @@ __device__ static inline void attn_pv(float (&acc)[DP / 2], const float (&scores
 __device__ static inline int attn_pos(const attn_args &args, const attn_item &item, int query) {
     return query < item.nq ? args.pos[attn_row(args, item.q0 + query)] : -1;
 }
-/* Sets the scores of positions that a query does not see to -inf. q_pos: positions of the
- * thread's two queries; kv: position of column 0 of the tile. */
+/* Soft cap: replaces the scores s by tanh(s cap_scale). Must come before the mask, because the tanh
+ * of -inf is finite. */
 template <int N>
+__device__ static inline void attn_cap_scores(float (&scores)[N], float cap_scale) {
+    if (cap_scale == 0) return;
+#pragma unroll
+    for (int i = 0; i < N; i++) scores[i] = tanh_of(scores[i] * cap_scale);
+}
+
+/* Applies a soft cap, and sets the scores of positions that a query does not see to -inf. q_pos:
+ * positions of the thread's two queries; kv: position of column 0 of the tile. FUSED: for
+ * attn_fused, which no model with a soft cap uses. */
+template <bool FUSED = false, int N>
 __device__ static inline void attn_mask(const attn_args &args, const attn_item &item,
                                         float (&scores)[N], int2 q_pos, int kv) {
+    if (!FUSED) attn_cap_scores(scores, args.cap_scale);
     const int pos[2] = {q_pos.x, q_pos.y};
     int from[2], to[2]; /* query r sees the positions from[r] .. to[r]-1 */
     kv += threadIdx.x % 4 * 2;
@@ -8741,10 +8790,12 @@ __device__ static inline int attn_first_kv(const attn_args &args, const attn_ite
     int first = max((int)item.skip, args.window ? item.pos_lo - args.window + 1 - item.kv0 : 0);
     return item.kv0 + first / tile * tile;
 }
-/* Returns (x, y): the tiles x .. y-1, counted from first_kv, need no mask, because all rows of the
- * item see all positions of these tiles. */
+/* Returns (x, y): the tiles x .. y-1, counted from first_kv, need no attn_mask, because all rows of
+ * the item see all positions of these tiles. With a soft cap, which attn_mask applies, all tiles
+ * need it. */
 __device__ static inline int2 attn_unmasked_tiles(const attn_args &args, const attn_item &item,
                                                   int first_kv, int tile) {
+    if (args.cap_scale != 0) return make_int2(INT_MAX, INT_MAX);
     /* The last position, counted from first_kv, that some row does not see, because the position
      * belongs to another span or lies before the row's window. */
     int last_hidden = max(item.kv0 + item.skip - 1, args.window ? item.pos_hi - args.window : -1) -
@@ -9602,10 +9653,10 @@ __device__ static inline void attn_wgmma_mainloop(const attn_args &args, const a
     bool must_rescale = true;
     auto softmax_update = [&](int j) {
         if (j < unmasked.x || j >= unmasked.y)
-            attn_mask(args, item, scores,
-                      FUSED ? make_int2(item.kv1, item.kv1)
-                            : make_int2(smem.pos[stats.query], smem.pos[stats.query + 8]),
-                      first_kv + j * N);
+            attn_mask<FUSED>(args, item, scores,
+                             FUSED ? make_int2(item.kv1, item.kv1)
+                                   : make_int2(smem.pos[stats.query], smem.pos[stats.query + 8]),
+                             first_kv + j * N);
         if (FUSED) attn_softmax_update(scores, stats.row_max, stats.row_sum, rescale, args.scale);
         else
             must_rescale = attn_softmax_update_lazy(scores, stats.row_max, stats.row_sum, rescale,
@@ -10422,8 +10473,8 @@ static void attn_open_map(toka_device *dev, CUtensorMap *map, const bf16 *kv, in
                                     CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     latch_error(dev, code ? cudaErrorInvalidValue : cudaSuccess, "tensor map of the KV cache");
 }
-/* Tensor map that loads n <= TOK = 2048 / D positions of K and V, from any position of a page on,
- * in one copy. D is 64 or 128.
+/* Tensor map that loads n <= TOK positions of K and V, from any position of a page on, in one copy.
+ * TOK is 32 for D = 64, and 16 for D = 128 and 256.
  * Coordinates: (0, n - TOK, row, 0, 0). row: the first of the n positions, as a row of K in the
  * layer's pool. Dimensions 1 and 2 both step by one row. If n < TOK, the start n - TOK in dimension
  * 1 is negative and puts the first TOK - n rows of the box out of bounds: TMA does not read them
@@ -10433,9 +10484,9 @@ static void attn_open_map(toka_device *dev, CUtensorMap *map, const bf16 *kv, in
 static void attn_open_pair_map(toka_device *dev, CUtensorMap *map, const bf16 *kv,
                                cuuint64_t n_rows) {
     const cuuint64_t D = (cuuint64_t)dev->shape->D, row = D * sizeof(bf16),
-                     size[5] = {64, 2048 / D, n_rows, D / 64, 2};
+                     n_pos = D == 64 ? 32 : 16, size[5] = {64, n_pos, n_rows, D / 64, 2};
     const cuuint64_t strides[4] = {row, row, 128, row * (cuuint64_t)dev->shape->B};
-    const cuuint32_t box[5] = {64, 2048 / (cuuint32_t)D, 1, (cuuint32_t)D / 64, 2};
+    const cuuint32_t box[5] = {64, (cuuint32_t)n_pos, 1, (cuuint32_t)D / 64, 2};
     attn_open_map(dev, map, kv, 5, size, strides, box);
 }
 
@@ -10491,7 +10542,7 @@ static void attn_open_maps(toka_device *dev) {
         const cuuint32_t box[2] = {64, 8u << i % ATTN_MAPS};
         if (i % ATTN_MAPS != ATTN_MAP_PAIR)
             attn_open_map(dev, plan->maps + i, kv, 2, size, &stride, box);
-        else if (shape->D == 64 || shape->D == 128)
+        else if (shape->D == 64 || shape->D == 128 || shape->D == 256)
             attn_open_pair_map(dev, plan->maps + i, kv, size[1]);
     }
 }
@@ -10554,11 +10605,13 @@ static void attn_launch_items(const attn_plan *plan, int layer, attn_args args,
             ? attn_small_launch<128, ATTN_FP8_TOK, 2, true>(dev, args, n_items, map)
             : attn_small_launch<128, ATTN_FP8_TOK, 3, true>(dev, args, n_items, map);
     else if (map && small && args.D <= 64) attn_small_launch<64, 32, 2>(dev, args, n_items, map);
+    else if (map && small && args.D > 128) attn_small_launch<256, 16, 2>(dev, args, n_items, map);
     else if (map && small)
         level->short_items ? attn_small_launch<128, 16, 2>(dev, args, n_items, map)
                            : attn_small_launch<128, 16, 3>(dev, args, n_items, map);
     else if (map && args.D <= 64) attn_wgmma_launch<64, 3, 128, 3>(dev, args, n_items, map);
     else if (map && args.D <= 96) attn_wgmma_launch<96, 2, 128, 3>(dev, args, n_items, map);
+    else if (map && args.D > 128) attn_wgmma_launch<256, 2, 64, 2>(dev, args, n_items, map);
     else if (map && level->long_tiles && !(args.window && args.window < ATTN_LONG_KV))
         attn_wgmma_launch<128, 2, 192, 2>(dev, args, n_items, map);
     else if (map) attn_wgmma_launch<128, 2, 128, 3>(dev, args, n_items, map);
@@ -10693,6 +10746,7 @@ static void attention(toka_device *dev, int layer, const bf16 *q, bf16 *o) {
     const attn_plan *plan = dev->layers[layer].window && dev->attn_windowed ? dev->attn_windowed
                                                                             : dev->attn;
     const int G = shape->H / shape->K;
+    const double scale = attn_score_scale(shape), cap = shape->attn_cap;
     attn_args args = {.q = q,
                       .o = o,
                       .kv = (const bf16 *)kv_layer_at(kv_layout_of(dev), layer),
@@ -10708,7 +10762,8 @@ static void attention(toka_device *dev, int layer, const bf16 *q, bf16 *o) {
                       .log2_B = __builtin_ctz(shape->B),
                       .window = dev->layers[layer].window,
                       .inv_G = (uint32_t)(((1ll << 31) - 1) / G + 1),
-                      .scale = (float)(M_LOG2E * attn_score_scale(shape)),
+                      .scale = (float)(M_LOG2E * (cap != 0 ? cap : scale)),
+                      .cap_scale = (float)(cap != 0 ? scale / cap : 0),
                       .sinks = dev->layers[layer].sinks,
                       .prefetch = plan->prefetch};
     if (dev->error.code) return;
@@ -12137,6 +12192,11 @@ __device__ static inline void samp_penalize_group(const samp_group_penalty &pena
     }
 }
 
+/* Soft cap of a logit: the same bits in the epilogue of the LM head and in samp_cap_kernel. */
+__device__ static inline float samp_cap(float logit, float cap) {
+    return __fmul_rn(cap, tanh_of(__fdividef(logit, cap)));
+}
+
 /* Inverse CDF, as samp_inverse_cdf of toka.c: returns the index of the weight in which *target
  * lies. *target is measured from the end where the sums begin (samp_target). So numbers close to 0
  * and close to 1 both keep the precision of their 32 bits. On return *target is the distance from
@@ -12582,6 +12642,7 @@ typedef struct samp_fused {
     float *logits;             /* [M - first_stored][ld_logits] of the rows from first_stored on */
     /* The columns are the ids v0 .. v0+V-1. first_stored: first row whose logits are stored. */
     int ld_partials, ld_logits, v0, V, first_stored;
+    float logit_cap; /* as in toka_shape */
     samp_penalties penalties;
 } samp_fused;
 
@@ -12683,6 +12744,10 @@ struct epi_sample {
         static_assert(COLS == SAMP_BLOCK, "a tile's columns are one block");
         if (tile.row0 >= tile.M || tile.col0 >= epi_args.V) return; /* the warp has no row or id */
         int group = tile.lane % 4, row0 = tile.row0 + tile.lane / 4;
+        if (epi_args.logit_cap != 0)
+#pragma unroll
+            for (int i = 0; i < SAMP_BLOCK / 2; i++)
+                acc[i] = samp_cap(acc[i], epi_args.logit_cap);
         if (tile.col0 + SAMP_BLOCK > epi_args.V) {
 #pragma unroll
             for (int i = 0; i < SAMP_BLOCK / 2; i++)
@@ -14831,6 +14896,32 @@ static void samp_gather_logits(toka_device *dev, int first_row, int n_rows) {
     launch_barrier_kernel(dev, "logits of all ranks", 2, samp_gather_logits_kernel, args);
 }
 
+/* ---- samp_cap_kernel: soft caps of stored logits ----
+ *
+ *   logits   float32 [n][ld], of V ids; replaced by cap * tanh(logits / cap)
+ *
+ * Grid (ceil(V / 1024), n), block 256: 4 ids per thread. Moves 8*n*V bytes: bound by copy
+ * bandwidth. Where the LM head makes partials, its epilogue applies the cap. */
+__global__ static void __launch_bounds__(256)
+    samp_cap_kernel(float *logits, int ld, int V, float cap) {
+    float *row = logits + (size_t)blockIdx.y * (size_t)ld;
+    grid_launch_dependents();
+    grid_wait();
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        const int id = (int)(blockIdx.x * 1024 + 256 * k + threadIdx.x);
+        if (id < V) row[id] = samp_cap(row[id], cap);
+    }
+}
+/* Caps the logits of n_rows rows, of this rank's ids, if the model has soft-capped logits. */
+static void samp_cap_logits(toka_device *dev, int n_rows) {
+    const float cap = dev->shape->logit_cap;
+    if (cap == 0) return;
+    launch_dependent(dev, "soft cap", samp_cap_kernel,
+                     {dim3((unsigned)ceil_div(dev->V, 1024), (unsigned)n_rows), 256},
+                     dev->samp->own_logits, dev->samp->ld_own, dev->V, cap);
+}
+
 /* The LM head on wgmma, for rows first .. first + n_rows - 1 of the plan. It makes the partials of
  * all these rows, and stores the logits of rows first + first_stored and later ones. */
 static void samp_lm_head(toka_device *dev, int first, int n_rows, int first_stored) {
@@ -14839,7 +14930,7 @@ static void samp_lm_head(toka_device *dev, int first, int n_rows, int first_stor
         .M = n_rows, .x = dev->xn + (size_t)first * dev->E, .ldx = dev->E, .w = &dev->lm_head};
     samp_fused fused = {plan->params + first, plan->partials, plan->best_keys, plan->own_logits,
                         plan->partial_rows, plan->ld_own, dev->shape->v0, dev->shape->V,
-                        first_stored, {}};
+                        first_stored, dev->shape->logit_cap, {}};
     /* Else a tile is not a block, and the partials come from gathered logits. */
     if (plan->ranks_own_blocks) fused.penalties = plan->penalties;
     gemm_plan head_plan = {&samp_lm_head_variant, n_rows > 128 ? 2 : 1, 8};
@@ -14884,7 +14975,7 @@ static void samp_launch_rows(toka_device *dev, const toka_step *step, int first,
     assert(!norm_ready || (!first && !fused));
     samp_launch_presence(dev, first, n_plain);
     if (fused) samp_lm_head(dev, first, n_rows, first_stored);
-    else gemm(dev, &args);
+    else gemm(dev, &args), samp_cap_logits(dev, n_rows);
     if (n_exchanged) samp_merge_ranks(dev, first, n_exchanged, fused);
     if (n_exchanged == n_rows && has_ranks) return;
     if (has_ranks) samp_gather_logits(dev, n_exchanged - first_stored, n_rows - n_exchanged);
@@ -15303,8 +15394,6 @@ static const char *missing_of_shape(const toka_shape *shape) {
         {shape->Dv && shape->Dv != shape->D, "values of another head size than keys"},
         {shape->layer_norm, "LayerNorm"},
         {shape->qkv_limit != 0, "clipped q, k and v"},
-        {shape->attn_cap != 0, "soft-capped attention scores"},
-        {shape->logit_cap != 0, "soft-capped logits"},
     };
     for (const auto &feature : features)
         if (feature.used) return feature.name;
@@ -15320,9 +15409,7 @@ static const char *missing_of_experts(const toka_moe *moe) {
             const weight_parts parts =
                 weight_mlp_parts(is_shared ? &moe->shared : &moe->experts[i], gate_up);
             for (int k = 0; k < parts.n_parts; k++) {
-                const toka_dtype dtype = parts.part[k]->dtype;
-                if (dtype == TOKA_INT4) return "4-bit weights (int4)";
-                if (dtype == TOKA_MXFP4 && (is_shared || !all_mxfp4))
+                if (parts.part[k]->dtype == TOKA_MXFP4 && (is_shared || !all_mxfp4))
                     return "MXFP4 in only some of the matrices of the experts";
             }
         }
@@ -15367,10 +15454,8 @@ static const char *missing_of_layer(const toka_shape *shape, const toka_layer *l
         if (feature.used) return feature.name;
     const toka_tensor *matrices[] = {&layer->q,  &layer->k, &layer->v, &layer->o,
                                      &mlp->gate, &mlp->up,  &mlp->down};
-    for (const toka_tensor *matrix : matrices) {
-        if (matrix->dtype == TOKA_INT4) return "4-bit weights (int4)";
+    for (const toka_tensor *matrix : matrices)
         if (matrix->dtype == TOKA_MXFP4) return "MXFP4 weights but of experts";
-    }
     return layer->moe ? missing_of_experts(layer->moe) : NULL;
 }
 

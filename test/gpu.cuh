@@ -21,6 +21,8 @@ static uint64_t gpu_seed = 1; /* seed of the run; it is printed, and TOKA_TEST_S
     } while (0)
 
 /* Counts one comparison. Prints it if it failed, or always with TOKA_TEST_VERBOSE. */
+/* The larger of two errors; NaN if one of them is NaN (std::max and fmax may lose it). */
+static inline double gpu_worse(double a, double b) { return isnan(a) || b <= a ? a : b; }
 static bool gpu_check(bool ok, const char *fmt, ...) {
     static const bool verbose = getenv("TOKA_TEST_VERBOSE");
     va_list ap;

@@ -10,6 +10,7 @@
  *   lists                only the work list; needs no GPU
  *   fp8 [small]          FP8 K and V, D = 64 and 128
  *   sinks [small]        attention sinks
+ *   caps                 soft-capped scores
  *   kinds [small]        layers with a window, which have pages of their own, beside layers without one
  *   bench [decode|tiles|samples|groups|running] [fp8] [--json]   timings */
 #include "../toka_kernels.cu"
@@ -17,6 +18,7 @@
 
 static bool test_fp8;   /* scenes have FP8 K and V */
 static bool test_sinks; /* scenes have a sink for each head */
+static float test_cap;  /* soft cap of the scores of scenes; 0: none */
 
 typedef struct shape_case { int D, K, G, B, window; } shape_case;
 
@@ -168,7 +170,7 @@ __global__ static void round_late(bf16 *kv, unsigned char *fp8, const int2 *slot
 
 /* Attention in float64: one CTA per row and head. tables: [row][table_len] pages. sinks: [K G] or NULL. */
 __global__ static void reference(const bf16 *q, const bf16 *kv, const int *tables, int table_len, const int *pos, double *o, int K,
-                                 int G, int D, int log2_B, int window, const float *sinks) {
+                                 int G, int D, int log2_B, int window, const float *sinks, double cap) {
     int row = blockIdx.x / (K * G), head = blockIdx.x % (K * G), p = pos[row], from = window && p >= window ? p - window + 1 : 0;
     __shared__ double acc[256], total, row_max;
     __shared__ double scores[128];
@@ -184,7 +186,8 @@ __global__ static void reference(const bf16 *q, const bf16 *kv, const int *table
             at = ((((size_t)tables[(size_t)row * table_len + (t >> log2_B)] * K + head / G) * 2 << log2_B) +
                   (t & ((1 << log2_B) - 1))) * D;
             for (int j = 0; j < D; j++) s += (double)__bfloat162float(qr[j]) * (double)__bfloat162float(kv[at + j]);
-            scores[threadIdx.x] = s / sqrt((double)D);
+            s /= sqrt((double)D);
+            scores[threadIdx.x] = cap != 0 ? cap * tanh(s / cap) : s;
         }
         __syncthreads();
         double m = row_max;
@@ -238,7 +241,7 @@ struct device_scene : host_step {
           windowed_elems(kinds ? (size_t)n_windowed * page : 0), kv(windowed_elems + (size_t)(s.n_pages + 1) * page),
           q((size_t)s.T * s.c.K * s.c.G * s.c.D), o(q.n), fp8(test_fp8 ? kv.n / s.c.D * (s.c.D + 1) : 16),
           sinks((size_t)s.c.K * s.c.G) {
-        layers[0].window = s.c.window;
+        layers[0].window = s.c.window, shape.attn_cap = test_cap;
         if (test_sinks) sinks.set(sinks_of(s.c.K * s.c.G, (uint64_t)seed)), layers[0].sinks = layers[1].sinks = sinks.p();
         d->shape = &shape, d->layers = layers, d->kv_pool = test_fp8 ? (bf16 *)fp8.p() : kv.p();
         d->kv_layer_elems = (size_t)(s.n_pages + 1) * page;
@@ -322,7 +325,7 @@ struct device_scene : host_step {
         gpu_buf<double> r(q.n);
         tables.set(t);
         reference<<<sc.T * sc.c.K * sc.c.G, 128>>>(q.p(), kv_of(layer), tables.p(), (int)table_len, d->rows.pos, r.p(), sc.c.K, sc.c.G,
-                                                   sc.c.D, __builtin_ctz(sc.c.B), layers[layer].window, layers[layer].sinks);
+                                                   sc.c.D, __builtin_ctz(sc.c.B), layers[layer].window, layers[layer].sinks, (double)test_cap);
         GPU_OK(cudaDeviceSynchronize());
         return r.host();
     }
@@ -371,7 +374,7 @@ static void check(scene &s, const char *name, float q_scale = 1.5f, bool late = 
             }
             if (mode == LEVELS) p->group_max_work = 0, st.plan();
             snprintf(what, sizeof what, "%s D=%d K=%d G=%d B=%d window=%d%s%s%s%s", name, s.c.D, s.c.K, s.c.G, s.c.B, s.c.window,
-                     test_sinks ? " sinks" : "", test_fp8 ? " fp8" : "", s.shared.empty() ? "" : share ? " shared" : " unshared",
+                     test_cap != 0 ? " cap" : test_sinks ? " sinks" : "", test_fp8 ? " fp8" : "", s.shared.empty() ? "" : share ? " shared" : " unshared",
                          mode == LEVELS ? " by levels" : mode == MIXED ? " mixed" : p->prefix_groups ? " by groups" : "");
             st.o.poison();
             late ? st.run_late() : st.run();
@@ -413,7 +416,7 @@ static void check_kinds(scene &s, const char *name, int n_levels = 0) {
         device_scene st(s, share, 1.5f, (int)(gpu_mix(gpu_seed + s.T * 37 + s.c.D) >> 33), true);
         for (int layer = 0; layer < 2; layer++) {
             snprintf(what, sizeof what, "kinds, %s D=%d K=%d G=%d B=%d window=%d%s%s%s, layer %d", name, s.c.D, s.c.K, s.c.G, s.c.B, s.c.window,
-                     test_sinks ? " sinks" : "", test_fp8 ? " fp8" : "", s.shared.empty() ? "" : share ? " shared" : " unshared", layer);
+                     test_cap != 0 ? " cap" : test_sinks ? " sinks" : "", test_fp8 ? " fp8" : "", s.shared.empty() ? "" : share ? " shared" : " unshared", layer);
             st.o.poison();
             st.run(layer);
             if (!st.ok(what)) continue;
@@ -1086,11 +1089,30 @@ static void test_kinds_all(bool small) {
     test_sinks = false;
 }
 
+/* The kernels of test_sinks_of and those of Gemma 2, whose heads have 256 and 128 numbers. The scores are some times as large as the cap. */
+static void test_caps_all(bool small) {
+    test_cap = 2;
+    for (bool fp8 : {false, true}) {
+        test_fp8 = fp8;
+        for (int D : {64, 128}) test_sinks_of(D, D == 64 ? 8 : 3, small);
+    }
+    test_fp8 = false;
+    for (int D : {80, 256})
+        for (int window : {0, 70}) {
+            shape_case c = {D, 2, 2, 64, window};
+            test_decode(c), test_prefill(c), test_tails(c), test_tree(c, 2, 3, 1, 6);
+        }
+    test_kinds_of({256, 2, 2, 64, 128}, small);
+    test_sinks = true, test_sinks_of(64, 4, small), test_sinks = false;
+    test_cap = 0;
+}
+
 static void test_all(bool small) {
     if (!small) test_lists(), test_graphs();
     test_kinds_all(small);
     test_fp8_all(small);
     test_sinks_all(small);
+    test_caps_all(small);
     const int Ds[] = {8, 16, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256}, Gs[] = {1, 2, 3, 4, 5, 7, 8, 12};
     int n = 0;
     for (int D : Ds) {
@@ -1385,7 +1407,7 @@ static void bench_all(bool decode, bool tiles) {
     double ceiling = read_ceiling();
     printf(json ? "{\"op\":\"read\",\"gb_s\":%.1f}\n" : "reading 2 GiB: %.0f GB/s\n", ceiling);
     bench_make_step();
-    for (int D : {64, 128}) {
+    for (int D : {64, 128, 256}) {
         if (!decode) break;
         bench_decode("decode, 4096 sequences of 150..900", D, 4096, 150, 900, ceiling);
         bench_decode("decode, 4096 sequences of 10..300", D, 4096, 10, 300, ceiling);
@@ -1393,7 +1415,7 @@ static void bench_all(bool decode, bool tiles) {
         bench_decode("decode, 1 sequence of 8192", D, 1, 8192, 8192, ceiling);
         bench_decode("decode, 1 sequence of 640", D, 1, 640, 640, ceiling);
     }
-    for (int D : {64, 96, 128}) {
+    for (int D : {64, 96, 128, 256}) {
         if (!tiles) break;
         for (int n : {8448, 4096, 1024, 64}) bench_prefix(D, n, 11, ceiling);
         bench_prefix(D, 64, 256, ceiling);
@@ -1405,12 +1427,12 @@ static void bench_all(bool decode, bool tiles) {
 
 int main(int argc, char **argv) {
     bool small = false, timings = false, only_tiles = false, only_decode = false, samples = false, few_samples = false, running = false,
-         sinks = false, kinds = false;
+         sinks = false, kinds = false, caps = false;
     for (int i = 1; i < argc; i++) {
         small |= !strcmp(argv[i], "small"), timings |= !strcmp(argv[i], "bench"), json |= !strcmp(argv[i], "--json");
         only_tiles |= !strcmp(argv[i], "tiles"), only_decode |= !strcmp(argv[i], "decode");
         test_fp8 |= !strcmp(argv[i], "fp8"), sinks |= !strcmp(argv[i], "sinks");
-        kinds |= !strcmp(argv[i], "kinds");
+        kinds |= !strcmp(argv[i], "kinds"), caps |= !strcmp(argv[i], "caps");
         samples |= !strcmp(argv[i], "samples"), few_samples |= !strcmp(argv[i], "groups"), running |= !strcmp(argv[i], "running");
     }
     if (argc > 1 && !strcmp(argv[1], "lists")) return test_lists(), test_graphs(), gpu_report();
@@ -1421,6 +1443,7 @@ int main(int argc, char **argv) {
     else if (timings) bench_all(!only_tiles, !only_decode);
     else if (sinks) test_sinks_all(small);
     else if (kinds) test_kinds_all(small);
+    else if (caps) test_caps_all(small);
     else if (test_fp8) test_fp8_all(small);
     else if (argc > 1 && !strcmp(argv[1], "tiny")) test_tiny();
     else if (few_samples) {

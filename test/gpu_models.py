@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Compares whole models on a GPU with the references of test/models/, which transformers computed in float32 with the same weights and
-without quantizing activations: FP8, mixtures of experts, GPT-OSS.
+without quantizing activations: the families, FP8, int4, mixtures of experts, GPT-OSS.
 
 Run:  python3 test/gpu_models.py GPU_MODEL [NAME ...]     on a machine with a GPU, from the repository root
       GPU_MODEL is the program made of test/gpu_model.c (test/run.sh builds it as test/.build/gpu_model).
@@ -27,9 +27,15 @@ import model_weights as mw
 # relative L2 distance of all logits that plain code with the same rounding of activations has (a row scale found from the row, or the
 # static scale); of models without FP8 the distance that was measured. Where that is large, rounding x changes which experts a token uses.
 ROUNDING = {"gptoss": 3.4e-2, "gptoss-mxfp4": 1.0e-2, "llama": 9.0e-3, "mistral": 9.1e-3, "mixtral": 1.3e-2, "qwen3": 8.0e-3,
-            "glm4": 9.9e-3, "glm4moe": 8.0e-3, "glm4moe-groups": 7.5e-3, "granite": 9.8e-3, "gemma3": 1.5e-2, "gemma3-image": 1.6e-2,
+            "glm4": 9.9e-3, "glm4moe": 8.0e-3, "glm4moe-groups": 7.5e-3, "granite": 9.8e-3, "gemma2": 1.2e-2, "gemma2-defaults": 1.2e-2, "gemma2-types": 1.1e-2,
+            "gemma3": 1.5e-2, "gemma3-image": 1.6e-2,
             "gemma3-types": 1.5e-2, "olmo2": 8.9e-3, "olmo3": 1.4e-2, "olmoe": 1.1e-2, "phi3-partial": 8.4e-3, "phi3-longrope-long": 1.2e-2,
             "smollm3": 1.3e-2, "fp8-block-phi3": 5.6e-2, "fp8-phi3": 6.1e-2, "ct-fp8-phi3": 4.7e-2, "ct-fp8-gemma3-image": 1.2e-1,
+            # int4, unpacked to bf16
+            "awq-128": 1.2e-2, "awq-32": 1.4e-2, "awq-mixtral": 8.8e-2, "awq-phi3": 7.3e-3, "gptq-128": 1.5e-2, "gptq-32": 1.4e-2,
+            "gptq-64-v2": 1.2e-2, "gptq-order": 1.3e-2, "gptq-phi3": 9.0e-3, "gptq-qwen3moe": 2.4e-2, "gptq-whole": 9.8e-3, "packed-128": 1.1e-2,
+            "packed-32-zero": 1.4e-2, "packed-64": 1.2e-2, "packed-channel": 7.4e-3, "packed-channel-zero": 1.3e-2, "packed-order": 1.1e-2,
+            "packed-phi3": 9.8e-3, "packed-qwen3moe": 1.8e-2,
             "qwen3moe": 6.0e-2, "qwen3moe-mixed": 2.1e-2, "qwen3moe-ties": 1.1e-2, "fp8-block-qwen3moe": 4.0e-2, "fp8-mixtral": 6.7e-2,
             "fp8-block": 8.4e-2, "fp8-block-edge": 4.8e-2, "fp8-dynamic": 4.6e-2, "fp8-static": 7.7e-2, "ct-fp8-block": 8.1e-2,
             "ct-fp8-channel": 5.2e-2, "ct-fp8-static": 4.1e-2, "fbgemm-fp8": 4.8e-2, "modelopt-fp8": 7.1e-2, "modelopt-fp8-file": 3.4e-2}
@@ -39,11 +45,12 @@ TRAINED = {"fp8-block": (0.042, 0.0025, 0.985), "fp8-channel": (0.042, 0.0025, 0
 # fixtures with heads of another size, so that the kernels for 64, 128 and 256 run: the size, what the configuration says then, and the
 # distance from the CPU that was measured
 WIDE = {"glm4": (128, {}, 9.1e-3), "glm4moe": (64, {}, 8.6e-2), "granite": (64, {"attention_multiplier": 0.125}, 1.0e-2),
-        "gemma3": (256, {"query_pre_attn_scalar": 256}, 2.0e-2), "olmo2": (128, {}, 9.1e-3), "olmo3": (64, {}, 1.5e-2),
+        "gemma2": (256, {"query_pre_attn_scalar": 256}, 9.6e-3),
+        "gemma3": (256, {"query_pre_attn_scalar": 256}, 1.6e-2), "olmo2": (128, {}, 9.1e-3), "olmo3": (64, {}, 1.5e-2),
         "phi3-partial": (128, {}, 6.6e-3), "smollm3": (128, {}, 8.5e-3)}
 MAX_ERROR, MAX_ROW_ERROR = 1.4, 3                        # times that: of all logits, and of those of one position
 MAX_REROUTED_ERROR = 6                                   # of one position, where rounding x changes its experts
-REROUTED = {"gptoss", "qwen3moe", "qwen3moe-mixed"}
+REROUTED = {"awq-mixtral", "gptoss", "qwen3moe", "qwen3moe-mixed"}
 
 
 def logits(program, folder, ids, device):

@@ -283,7 +283,7 @@ static void op_run(both *b, int T) {
 
 /* ---- Models that the GPU does not have ---- */
 
-enum { MOE_REFUSALS = 27 }; /* from this feature on, the layer has experts */
+enum { MOE_REFUSALS = 23 }; /* from this feature on, the layer has experts */
 /* Changes feature number `feature` of a model that the GPU has. Returns a word that the refusal must have; NULL: there are no more. */
 static const char *refusal_set(int feature, toka_shape *shape, toka_layer *layer, toka_weights *weights) {
     static toka_rope rope;
@@ -300,41 +300,36 @@ static const char *refusal_set(int feature, toka_shape *shape, toka_layer *layer
     case 1: return shape->D = rope.dims = 264, "heads";
     case 2: return shape->Dv = 72, "values";
     case 3: return shape->layer_norm = true, "LayerNorm";
-    case 4: return shape->attn_cap = 50, "scores";
-    case 5: return shape->logit_cap = 30, "capped logits";
-    case 6: return layer->mla = &mla, "MLA";
-    case 7: return layer->mlp.up_bias.rows = 1, "biases";
-    case 8: return shape->qkv_limit = 8, "clipped q, k and v";
-    case 9: return layer->parallel = true, "beside";
-    case 10: return layer->q.dtype = TOKA_MXFP4, "MXFP4";
-    case 11: return layer->mlp.gate_bias.rows = 1, "biases";
-    case 12: return layer->mlp.down_bias.rows = 1, "biases";
-    case 13: return layer->o.dtype = TOKA_INT4, "int4";
-    case 14: return layer->q.dtype = TOKA_INT4, "int4";
-    case 15: return layer->mlp.gate.dtype = TOKA_MXFP4, "MXFP4";
-    case 16: return weights->lm_head.dtype = TOKA_FP8, "LM head";
-    case 17: return weights->embed.dtype = TOKA_FP8, "embedding";
-    case 18: return shape->linear.n_layers = 1, "state";
-    case 19: return layer->q_gate = true, "gate";
-    case 20: return layer->attn_norm.rows = 0, shape->residual_scale = 0.5f, "without norms";
-    case 21: return layer->mlp_norm.rows = 0, shape->residual_scale = 0.5f, "without norms";
-    case 22: return layer->q_norm.rows = shape->H, layer->q_norm.cols = shape->D, "each head";
-    case 23: return layer->k_norm.rows = shape->K, layer->k_norm.cols = shape->D, "each head";
-    case 24: return rope.neighbours = true, layer->q.dtype = TOKA_FP8, "neighbours";
-    case 25: return rope.dims = shape->D / 2, layer->k.dtype = TOKA_FP8, "part";
-    case 26: return layer->activation = TOKA_SWIGLU_CLAMPED, "activation";
+    case 4: return layer->mla = &mla, "MLA";
+    case 5: return layer->mlp.up_bias.rows = 1, "biases";
+    case 6: return shape->qkv_limit = 8, "clipped q, k and v";
+    case 7: return layer->parallel = true, "beside";
+    case 8: return layer->q.dtype = TOKA_MXFP4, "MXFP4";
+    case 9: return layer->mlp.gate_bias.rows = 1, "biases";
+    case 10: return layer->mlp.down_bias.rows = 1, "biases";
+    case 11: return layer->mlp.gate.dtype = TOKA_MXFP4, "MXFP4";
+    case 12: return weights->lm_head.dtype = TOKA_FP8, "LM head";
+    case 13: return weights->embed.dtype = TOKA_FP8, "embedding";
+    case 14: return shape->linear.n_layers = 1, "state";
+    case 15: return layer->q_gate = true, "gate";
+    case 16: return layer->attn_norm.rows = 0, shape->residual_scale = 0.5f, "without norms";
+    case 17: return layer->mlp_norm.rows = 0, shape->residual_scale = 0.5f, "without norms";
+    case 18: return layer->q_norm.rows = shape->H, layer->q_norm.cols = shape->D, "each head";
+    case 19: return layer->k_norm.rows = shape->K, layer->k_norm.cols = shape->D, "each head";
+    case 20: return rope.neighbours = true, layer->q.dtype = TOKA_FP8, "neighbours";
+    case 21: return rope.dims = shape->D / 2, layer->k.dtype = TOKA_FP8, "part";
+    case 22: return layer->activation = TOKA_SWIGLU_CLAMPED, "activation";
     case MOE_REFUSALS: return moe.shared.down.dtype = TOKA_MXFP4, "MXFP4";
     case MOE_REFUSALS + 1: return moe.n_experts = 513, "512 experts";
     case MOE_REFUSALS + 2: return moe.top_k = 17, "16 experts";
     case MOE_REFUSALS + 3: return moe.n_groups = 33, "32 groups";
     case MOE_REFUSALS + 4: return experts->gate_bias.rows = 1, "biases in only some";
     case MOE_REFUSALS + 5: return experts[3].down.dtype = TOKA_MXFP4, "MXFP4";
-    case MOE_REFUSALS + 6: return experts[7].up.dtype = TOKA_INT4, "int4";
-    case MOE_REFUSALS + 7: return moe.shared.gate.rows = 64, layer->activation = TOKA_SWIGLU_CLAMPED, "activation";
-    case MOE_REFUSALS + 8: return moe.shared.up_bias.rows = 1, "shared";
-    case MOE_REFUSALS + 9: return experts->gate_bias.rows = experts->up_bias.rows = 1, "biases in only some";
-    case MOE_REFUSALS + 10: return layer->activation = TOKA_GELU_TANH, "GELU";
-    case MOE_REFUSALS + 11: return layer->mlp_post_norm.rows = 1, "behind experts";
+    case MOE_REFUSALS + 6: return moe.shared.gate.rows = 64, layer->activation = TOKA_SWIGLU_CLAMPED, "activation";
+    case MOE_REFUSALS + 7: return moe.shared.up_bias.rows = 1, "shared";
+    case MOE_REFUSALS + 8: return experts->gate_bias.rows = experts->up_bias.rows = 1, "biases in only some";
+    case MOE_REFUSALS + 9: return layer->activation = TOKA_GELU_TANH, "GELU";
+    case MOE_REFUSALS + 10: return layer->mlp_post_norm.rows = 1, "behind experts";
     default: return NULL;
     }
 }

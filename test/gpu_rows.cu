@@ -246,7 +246,7 @@ static void test_add_norm(toka_device *d, int T, int E) {
         for (int e = 0; e < E; e++) sum += (double)v[t * Ep + e] * v[t * Ep + e];
         for (size_t e = 0; e < Ep; e++) {
             const double added = v[t * Ep + e] / sqrt(sum / E + eps) * g[e], want = before[t * Ep + e] + added;
-            max_error = std::max(max_error, fabs(__bfloat162float(got[t * Ep + e]) - want) / (fabs(want) * 0x1.02p-8 + 1e-6 * fabs(added) + 1e-30));
+            max_error = gpu_worse(max_error, fabs(__bfloat162float(got[t * Ep + e]) - want) / (fabs(want) * 0x1.02p-8 + 1e-6 * fabs(added) + 1e-30));
         }
     }
     gpu_check(max_error <= 1 && x.guards_hold() && same_bits(y.host(), hy), "norm behind T=%d E=%d: worst %.3g of what is allowed", T, E, max_error);
@@ -278,7 +278,7 @@ static void test_heads_norm(toka_device *d, int T, int H, int K, int D, bool has
                 const size_t at = first + (interleaved ? i / D * D + qkv_interleave(i % D, D / 2) : i);
                 const bool normed = part == 0 || (part == 1 && has_k);
                 const double want = normed ? v[at] / sqrt(sum / n + eps) * (part ? kn : qn)[(size_t)i] : v[at];
-                max_error = std::max(max_error, fabs(__bfloat162float(got[at]) - want) / (fabs(want) * (normed ? 0x1.02p-8 : 0) + 1e-30));
+                max_error = gpu_worse(max_error, fabs(__bfloat162float(got[at]) - want) / (fabs(want) * (normed ? 0x1.02p-8 : 0) + 1e-30));
             }
         }
     gpu_check(max_error <= 1 && qkv.guards_hold(), "norm of all heads T=%d H=%d K=%d D=%d%s%s: worst %.3g of what is allowed", T, H, K, D, has_k ? "" : ", q alone",
@@ -309,7 +309,7 @@ static void test_gelu(toka_device *d, int T, int F, int ldy) {
             }
             const float *pair = &v[(size_t)t * 2 * F + i / 8 * 16 + i % 8];
             const double g = pair[0], want = g * 0.5 * (1 + tanh(sqrt(2 / M_PI) * (g + 0.044715 * g * g * g))) * pair[8];
-            max_error = std::max(max_error, fabs(__bfloat162float(got[(size_t)t * ldy + i]) - want) / (fabs(want) * 0x1.08p-8 + 1e-6 * fabs(g * pair[8]) + 1e-30));
+            max_error = gpu_worse(max_error, fabs(__bfloat162float(got[(size_t)t * ldy + i]) - want) / (fabs(want) * 0x1.08p-8 + 1e-6 * fabs(g * pair[8]) + 1e-30));
         }
     gpu_check(max_error <= 1 && !n_outside && y.guards_hold(), "GELU T=%d F=%d, rows of %d: worst %.3g of what is allowed, %zu outside", T, F, ldy, max_error, n_outside);
 }
@@ -330,7 +330,7 @@ static void test_table(toka_device *d, int D, int dims, int max_len, float scale
     for (size_t i = 0; i < got.size(); i++) {
         double a = (float)(i / ((size_t)D / 2)) * freq[i % ((size_t)D / 2)], factor = scale;
         if ((int)(i % ((size_t)D / 2)) >= dims / 2) a = 0, factor = 1;
-        max_error = std::max(max_error, std::max(fabs(got[i].x - cos(a) * factor), fabs(got[i].y - sin(a) * factor)));
+        max_error = gpu_worse(max_error, gpu_worse(fabs(got[i].x - cos(a) * factor), fabs(got[i].y - sin(a) * factor)));
     }
     gpu_check(max_error < 3e-7 * scale, "RoPE table D=%d, %d of them rotate, %d positions, scale %g: off by %.2g", D, dims, max_len, scale, max_error);
     while (d->n_allocations) cudaFree(d->allocations[--d->n_allocations]);

@@ -728,8 +728,9 @@ static void run_op(toka_device *d, const toka_step *s, const bf16 *x, toka_sampl
     samp_collect(d, s, &d->samp->host_results[d->last_begun]);
 }
 
-static void test_op(int V, int E, int T, int n_out, bool all_logits) {
+static void test_op(int V, int E, int T, int n_out, bool all_logits, float cap = 0) {
     toka_device *d = samp_device(V, E, std::max(T, n_out));
+    shape.logit_cap = cap;
     size_t Ep = (size_t)d->E, Vp = (size_t)d->V;
     gpu_buf<bf16> x((size_t)T * Ep), w(Vp * Ep);
     gpu_buf<float> norm(Ep);
@@ -772,8 +773,9 @@ static void test_op(int V, int E, int T, int n_out, bool all_logits) {
             xn[e] = __bfloat162float(__float2bfloat16((float)(from[e] / sqrt(square / E + d->shape->eps) * hn[e])));
         for (int v = 0; v < V; v++) {
             double sum = dot64(hw, (size_t)v, xn, 0, (int)Ep);
+            if (cap != 0) sum = cap * tanh(sum / cap);
             z[(size_t)v] = (float)sum;
-            if (all_logits) worst = std::max(worst, fabs(sum - logits[(size_t)i * (size_t)V + (size_t)v]));
+            if (all_logits) worst = gpu_worse(worst, fabs(sum - logits[(size_t)i * (size_t)V + (size_t)v]));
             if (sum > best) second = best, best = sum;
             else if (sum > second) second = sum;
         }
@@ -1145,6 +1147,7 @@ int main(int argc, char **argv) {
     test_op(520, 64, 70, 65, true);
     test_op(520, 392, 70, 65, true); /* more K blocks than ring buffers */
     test_op(3000, 896, 300, 300, false);
+    test_op(1000, 256, 40, 33, true, 4), test_op(520, 64, 70, 65, true, 4), test_op(1000, 256, 300, 300, false, 4);
     if (!quick) test_op(32000, 512, 20, 12, true);
     test_waves(64), test_waves(384);
     test_penalized(1000, 64, 40), test_penalized(3001, 64, 300), test_penalized(quick ? 9000 : 70000, 128, 140);
