@@ -28979,13 +28979,14 @@ typedef struct eng_token_bytes { /* of K and V of one token, on one rank */
     int64_t all, windowed; /* in all layers; in those with a window */
 } eng_token_bytes;
 
-/* element_bytes: of an element of K and V that is not FP8. */
+/* element_bytes: of an element of K and V that is not FP8. v_in_k: see toka_backend. */
 static eng_token_bytes eng_count_token_bytes(const toka_shape *shape, const toka_layer *layers,
-                                             size_t element_bytes) {
+                                             size_t element_bytes, bool v_in_k) {
     eng_token_bytes bytes = {0, 0};
     for (int i = 0; i < shape->L; i++) {
         if (layers[i].linear) continue;
-        const int64_t of_layer = toka_kv_row_bytes(shape, layers[i].kv_fp8, element_bytes);
+        const int64_t of_layer = toka_kv_row_bytes(shape, layers[i].kv_fp8, element_bytes,
+                                                   v_in_k);
         bytes.all += of_layer;
         if (layers[i].window) bytes.windowed += of_layer;
     }
@@ -29106,7 +29107,7 @@ static void eng_replica_free(eng_replica *replica) {
 static batch_work eng_batch_work(const toka_shape *shape, const toka_layer *layers) {
     return (batch_work){.row = toka_layer_work(shape),
                         .pair = 2 * (int64_t)shape->H * shape->D,
-                        .read = 100 * eng_count_token_bytes(shape, layers, 2).all / shape->L};
+                        .read = 100 * eng_count_token_bytes(shape, layers, 2, true).all / shape->L};
 }
 
 /* Initializes everything of a replica but its devices, which are still being opened. */
@@ -29191,7 +29192,7 @@ static int64_t eng_state_bytes(const toka_shape *shape, int chunk) {
 static int64_t eng_draft_token_bytes(const eng *engine) {
     if (!engine->draft_files) return 0;
     return eng_count_token_bytes(&engine->draft_shape, engine->draft_files->weights.layers,
-                                 engine->backend->activation_bytes).all;
+                                 engine->backend->activation_bytes, engine->backend->v_in_k).all;
 }
 
 /* Returns the tokens of KV cache for which every rank of every replica has memory beside the
@@ -29212,7 +29213,8 @@ static int64_t eng_kv_capacity(const eng *engine, toka_device_options options, i
         options.tp_rank = rank->options.tp_rank;
         options.pp_rank = rank->options.pp_rank;
         eng_token_bytes bytes = eng_count_token_bytes(&shape, rank->weights.layers,
-                                                      model->backend->activation_bytes);
+                                                      model->backend->activation_bytes,
+                                                      model->backend->v_in_k);
         bytes.all += (eng_draft_token_bytes(engine) + model->n_ranks - 1) / model->n_ranks;
         const int64_t free_bytes = model->backend->kv_bytes(&shape, &rank->weights, &options);
         const int64_t state_bytes = eng_state_bytes(&shape, model->backend->state_chunk);
@@ -29248,7 +29250,8 @@ static void eng_size_windows(const eng *engine, const toka_device_options *devic
                              const toka_options *options, sched_config *config) {
     const mf_model *files = engine->files;
     const eng_token_bytes bytes = eng_count_token_bytes(&files->shape, files->weights.layers,
-                                                        engine->backend->activation_bytes);
+                                                        engine->backend->activation_bytes,
+                                                        engine->backend->v_in_k);
     const int64_t most = sched_most_windowed(config), chosen = options->kv_tokens;
     config->n_windowed =
         most < (chosen + config->B - 1) / config->B
@@ -47893,7 +47896,7 @@ static void plan_set_linear(const plan_query *query, mf_range layers, const mf_t
 /* Returns the bytes of K and V of one token in layer i of a rank of this shape. */
 static int64_t plan_kv_row_bytes(const mf_config *config, const toka_shape *shape, int i) {
     if (config->kind[i] & MF_LAYER_LINEAR) return 0;
-    return toka_kv_row_bytes(shape, config->kv_fp8 && config->kv_fp8[i], 2);
+    return toka_kv_row_bytes(shape, config->kv_fp8 && config->kv_fp8[i], 2, true);
 }
 /* Returns the bytes of K and V of one token on a rank with the layers from first_layer on. */
 static eng_token_bytes plan_token_bytes(const mf_config *config, const toka_shape *shape,

@@ -1053,10 +1053,17 @@ static inline int toka_o_width(const toka_shape *shape, const toka_layer *layer)
  *     page of a layer: the e4m3 numbers of all heads, as bf16 or float32 elements would lie there,
  *                      then the scales, a byte each (E8M0): [kv head][B][K, V] */
 
+/* Returns the elements of K and V of one token in one layer. v_in_k: with MLA V is a part of K
+ * (toka_backend.v_in_k). */
+static inline int64_t toka_kv_row_elements(const toka_shape *shape, bool v_in_k) {
+    const int Dv = toka_value_size(shape);
+    return (int64_t)shape->K * (shape->D + (v_in_k && Dv != shape->D ? 0 : Dv));
+}
 /* Returns the bytes of K and V of one token in one layer. element_bytes: of an element that is not
  * FP8. */
-static inline int64_t toka_kv_row_bytes(const toka_shape *shape, bool fp8, size_t element_bytes) {
-    const int64_t n = (int64_t)shape->K * (shape->D + toka_value_size(shape));
+static inline int64_t toka_kv_row_bytes(const toka_shape *shape, bool fp8, size_t element_bytes,
+                                        bool v_in_k) {
+    const int64_t n = toka_kv_row_elements(shape, v_in_k);
     return fp8 ? n + 2 * (int64_t)shape->K : n * (int64_t)element_bytes;
 }
 /* Returns the place of a token's scale of K among the scales of its page; that of V follows. */
@@ -1459,6 +1466,7 @@ typedef struct toka_backend {
                                 FP8 */
     int page_tok;            /* tokens of a KV page: toka_shape.B */
     bool has_windowed;       /* layers with a window may have a pool of their own (n_windowed) */
+    bool v_in_k;             /* with MLA the pages have the latent vectors once: V is a part of K */
     bool reads_files;        /* ops read the weights in the mapped files; else open copies them */
     bool warm_up;            /* run the largest step once at open: proves that memory suffices, and
                                 loads the code */

@@ -39,7 +39,8 @@
  *   q, o        [T][H][D] bf16
  *   K and V     pool[layer][page][kv head][K, V][B tokens][D] bf16; or FP8 numbers, and behind
  *               those of a page their scales (kv_layout). Layers with a window can have fewer pages
- *               than the others: windowed pages, which toka.c frees when no row will see them
+ *               than the others: windowed pages, which toka.c frees when no row will see them.
+ *               With MLA pool[layer][page][B tokens][D]: K alone, whose first Dv elements are V
  *   kv_ids      [page][B tokens] int32: the id of each token, in the last stage. Penalties and bad
  *               words read the tokens of a sequence there
  *   norms       float32
@@ -142,6 +143,7 @@
  *                       own positions in one kernel                                  prefix
  *   attn_merge_splits   merge of split-KV            128              merges x K     1
  *   attn_unpack         FP8 pages to bf16            256              pages x K      none
+ *   attn_latent         MLA with absorbed weights    288              items          64
  *   attn_no_work        none: fills a graph's node   32               1              none
  *
  *   kernel              loads of K and V by          products         merge by, and where
@@ -158,6 +160,7 @@
  *     own positions     7 warps, TMA, evict-first    mma.sync         the warp of the row: prefix
  *                                                                     with own positions
  *   attn_merge_splits   reads no K or V              none             one CTA a query, fixed order
+ *   attn_latent         a producer warp, TMA         wgmma            epilogue: with the state
  *
  *   How a step chooses (attn_plan_lists), on Hopper with B >= 64 and 64 <= D <= 256; all other
  *   steps use attn_mma and attn_merge_splits:
@@ -222,6 +225,7 @@
  *   7b. Experts [kernel]
  *   8. Attention: the work list [host]
  *   9. Attention: the kernels [kernel]
+ *   9b. Multi-head latent attention [kernel]
  *  10. Ranks: groups and transfers [kernel]
  *  11. LM head, and sampling of plain rows [kernel]
  *  12. Sampling of filtered rows, and the op [kernel]
@@ -323,8 +327,19 @@ typedef struct layer_experts { /* the feed-forward of a layer with experts (chap
     float limit;                /* of TOKA_SWIGLU_CLAMPED; 0: the activation is TOKA_SILU */
 } layer_experts;
 
+typedef struct latent_weights { /* of a layer with MLA (chapter 9b) */
+    const toka_mla *sizes;     /* its sizes and eps; NULL: the layer has plain attention */
+    weight q_b;                /* [H*(nope+rope)][q_rank]; data NULL: q has no latent vector */
+    const float *q_norm;       /* [q_rank] or NULL */
+    const float *kv_norm;      /* [latent] */
+    /* [H] a block for each head: W_uk^T [latent][nope], then W_uv [v][latent] */
+    bf16 *up;
+} latent_weights;
+
 typedef struct layer_weights {
+    /* With MLA qkv is q_a and kv_a, or q_b and kv_a; else q, k and v. */
     weight qkv, o, gate_up, down;
+    latent_weights mla;
     layer_experts *experts;            /* NULL: gate_up and down are the layer's MLP */
     const float *attn_norm, *mlp_norm; /* [E] or NULL: the op reads x itself */
     const float *attn_post_norm, *mlp_post_norm; /* [E] or NULL: of their outputs */
@@ -498,6 +513,9 @@ struct toka_device {
                                     stage */
     bf16 *xn, *qkv, *act;        /* scratch: [T][E] normed rows, [T][(H+2K)*D], [T][F] */
     bf16 *gate_up;               /* scratch [T][2F] of layers with GELU; NULL: there are none */
+    /* Scratch of layers with MLA, or NULL: [T][q_rank] q's normed latent vectors, [T][H*(nope+rope)]
+     * q, [T][H*v] values. Their rows are as long as the GEMMs that read them need. */
+    bf16 *mla_low, *mla_q, *mla_values;
     float *row_sumsq;            /* scratch: [FUSE_NORM_MAX_ROWS][ceil(E / 16)] */
     float *x_scale;              /* scratch: [T] scales of the rows of x of an FP8 GEMM */
     expert_scratch *experts;     /* NULL: the model has no experts */
@@ -1352,6 +1370,21 @@ __host__ __device__ static inline int head_place(const head_order &order, int ro
     return head0 + pair + is_high * half;
 }
 
+/* How kv_b of MLA lies on the device: latent_weights.up. nope 0: the matrix is not a kv_b. */
+typedef struct up_blocks {
+    int nope, v, latent;
+} up_blocks;
+/* Returns the elements of a head's block. */
+__host__ __device__ static inline size_t up_block_size(const up_blocks &up) {
+    return (size_t)(up.nope + up.v) * up.latent;
+}
+/* Returns the place of element (row, col) of kv_b. */
+__host__ __device__ static inline size_t up_place(const up_blocks &up, int row, int col) {
+    const int head = row / (up.nope + up.v), i = row % (up.nope + up.v);
+    return head * up_block_size(up) + (i < up.nope ? (size_t)col * up.nope + i
+                                                   : (size_t)i * up.latent + col);
+}
+
 typedef struct load_job { /* a tensor, or a slice of a tensor, and its target */
     const toka_tensor *from;
     void *to;         /* the target: a matrix bf16 [.][stride], or a vector float32 */
@@ -1366,6 +1399,7 @@ typedef struct load_job { /* a tensor, or a slice of a tensor, and its target */
     float *scales;
     int n_groups, group_cols, first_col;
     head_order heads; /* of q and k: their rows are moved; of their vectors, the columns */
+    up_blocks up;     /* of kv_b */
     float add, factor; /* f32: a number v becomes (v + add) * factor; factor 0: 1 */
 } load_job;
 
@@ -1484,8 +1518,9 @@ __global__ static void __launch_bounds__(256)
     int row = (int)((first_elem + i) / cols), col = (int)((first_elem + i) % cols);
     const int to_row = job.interleaved ? row / 8 * 16 + row % 8
                                        : head_place(job.f32 ? head_order{} : job.heads, row);
-    const size_t to = (size_t)(job.row0 + to_row) * job.stride +
-                      head_place(job.f32 ? job.heads : head_order{}, col);
+    const size_t to = job.up.nope ? up_place(job.up, row, col)
+                                  : (size_t)(job.row0 + to_row) * job.stride +
+                                        head_place(job.f32 ? job.heads : head_order{}, col);
     if (job.fp8) {
         ((uint8_t *)job.to)[to] = ((const uint8_t *)raw)[i];
         return;
@@ -1640,7 +1675,7 @@ static cudaError_t load_piece(const load_job *job, size_t first_elem, size_t n_e
     const toka_dtype dtype = load_is_int4(job->from) ? TOKA_BF16 : job->from->dtype;
     load_read(job->from, first_elem, n_elems, host_buf);
     if ((dtype == TOKA_BF16 || job->fp8) && !job->f32 && !job->interleaved &&
-        !job->heads.D && job->stride == job->from->cols)
+        !job->heads.D && !job->up.nope && job->stride == job->from->cols)
         return cudaMemcpyAsync(
             (char *)job->to + ((size_t)job->row0 * job->stride + first_elem) * elem_bytes, host_buf,
             n_elems * elem_bytes, cudaMemcpyHostToDevice, stream);
@@ -1890,6 +1925,8 @@ static weight weight_load_matrix(toka_device *dev, weight_loader *loader, const 
 }
 
 static weight_parts weight_qkv_parts(const toka_shape *shape, const toka_layer *layer) {
+    const toka_mla *mla = layer->mla;
+    if (mla) return weight_parts{{mla->q_a.rows ? &mla->q_a : &mla->q_b, &mla->kv_a}, 2, false};
     return weight_parts{{&layer->q, &layer->k, &layer->v}, 3, false,
                         head_order_of(layer->rope, shape->D)};
 }
@@ -1907,6 +1944,21 @@ static weight weight_load_qkv(toka_device *dev, weight_loader *loader, const tok
         if (job) job->heads = weight_part_heads(&parts, i);
     }
     to.bias = bias;
+    return to;
+}
+/* Loads the rest of the matrices and norms of MLA. */
+static latent_weights weight_load_mla(toka_device *dev, weight_loader *loader,
+                                      const toka_mla *mla) {
+    latent_weights to = {.sizes = mla};
+    if (mla->q_a.rows) to.q_b = weight_load_matrix(dev, loader, &mla->q_b, NULL);
+    to.q_norm = weight_load_norm(dev, loader, &mla->q_a_norm);
+    to.kv_norm = weight_load_norm(dev, loader, &mla->kv_a_norm);
+    const size_t bytes = (size_t)mla->kv_b.rows * mla->kv_b.cols * sizeof(bf16);
+    to.up = (bf16 *)dev_alloc(dev, bytes, "weights");
+    dev->weight_bytes += (int64_t)bytes;
+    dev->unpacks_fp8 |= mla->kv_b.dtype == TOKA_FP8;
+    load_add_job(loader, &mla->kv_b, to.up, mla->latent, false, 0, false)->up =
+        up_blocks{mla->nope, mla->v, mla->latent};
     return to;
 }
 /* The matrices of an MLP or expert: gate and up, interleaved in groups of 8 rows, or down. If F was
@@ -2070,6 +2122,7 @@ static void weights_load(toka_device *dev) {
             weight_load_norm(dev, &loader, &from->k_norm, 1, heads);
         to->sinks = weight_load_vector(dev, &loader, &from->sinks);
         to->qkv = weight_load_qkv(dev, &loader, from);
+        if (from->mla) to->mla = weight_load_mla(dev, &loader, from->mla);
         if (from->moe) to->experts = weight_load_moe(dev, &loader, from);
         else {
             const weight_parts gate_up = weight_mlp_parts(&from->mlp, true);
@@ -2099,6 +2152,7 @@ static void weights_load(toka_device *dev) {
  *
  *     bf16   [kv head][K, V][B][D]
  *     FP8    [kv head][K, V][B][D] e4m3, then [kv head][B][K, V] E8M0
+ *     MLA    [B][D] bf16: a latent vector of Dv elements, which is V, and a rotated key
  *
  * A layer has as many pages as the pool, or as many as there are windowed pages. */
 typedef struct kv_layout {
@@ -2127,10 +2181,16 @@ __host__ __device__ static inline char *kv_layer_at(const kv_layout &kv, int lay
 __host__ __device__ static inline int kv_fp8_scales_at(int K, int B, int D) {
     return 2 * K * B * D;
 }
+/* Is V a part of K? So it is with MLA, the only kind of layer whose values have another size. */
+static bool kv_is_latent(const toka_shape *shape) { return toka_value_size(shape) != shape->D; }
+/* Returns the elements of a page of a layer. */
+static int kv_page_elems(const toka_shape *shape) {
+    return (kv_is_latent(shape) ? 1 : 2) * shape->K * shape->B * shape->D;
+}
 /* The fields of dev that begin with kv_, and shape, must be set. */
 static kv_layout kv_layout_of(const toka_device *dev) {
     const toka_shape *shape = dev->shape;
-    const int n = kv_fp8_scales_at(shape->K, shape->B, shape->D);
+    const int n = kv_page_elems(shape);
     const size_t n_pages[2] = {dev->kv_layer_elems / n, dev->kv_windowed_elems / n};
     kv_layout kv = {(char *)dev->kv_pool, {}, {2 * n, n + 2 * shape->K * shape->B}};
     memcpy(kv.fp8, dev->kv_fp8, sizeof kv.fp8);
@@ -2559,7 +2619,8 @@ __global__ static void rope_table_kernel(float2 *table, const float *freq, float
 /* Returns the table of a kind of RoPE; NULL: of layers without one. */
 static const float2 *rope_open(toka_device *dev, const toka_rope *rope) {
     static const toka_rope none = {NULL, 0, 1, false};
-    int half = dev->shape->D / 2;
+    const toka_shape *shape = dev->shape;
+    const int half = (kv_is_latent(shape) ? shape->D - toka_value_size(shape) : shape->D) / 2;
     size_t n = (size_t)dev->shape->max_len * half;
     if (!rope) rope = &none;
     float *freq = (float *)dev_alloc(dev, (size_t)half * sizeof(float), "RoPE");
@@ -3040,9 +3101,9 @@ __device__ static inline void mma_epilogue(const gemm_kernel_args &args,
     }
 }
 
+/* Computes tile number blockIdx.x of y. */
 template <int BM, int BN, int WM, int WN>
-__global__ static void __launch_bounds__(BM / WM * (BN / WN) * 32)
-    gemm_mma_kernel(const gemm_kernel_args args) {
+__device__ static inline void mma_tile(const gemm_kernel_args &args) {
     constexpr int THREADS = BM / WM * (BN / WN) * 32, BUF_BYTES = (BM + BN) * MMA_K * 2;
     extern __shared__ __align__(128) char smem[];
     int tiles_m = (args.M + BM - 1) / BM, tiles_n = (args.N + BN - 1) / BN,
@@ -3081,6 +3142,11 @@ __global__ static void __launch_bounds__(BM / WM * (BN / WN) * 32)
         mma_multiply<WM, WN>(acc, buf_at + warp_m * 64, buf_at + (BM + warp_n) * 64, lane);
     }
     mma_epilogue<WM, WN>(args, acc, m0 + warp_m, n0 + warp_n, lane);
+}
+template <int BM, int BN, int WM, int WN>
+__global__ static void __launch_bounds__(BM / WM * (BN / WN) * 32)
+    gemm_mma_kernel(const gemm_kernel_args args) {
+    mma_tile<BM, BN, WM, WN>(args);
 }
 
 template <int BM, int BN, int WM, int WN>
@@ -7426,7 +7492,8 @@ typedef struct attn_cta_load {
 
 struct attn_plan {
     toka_device *dev;
-    int B, D;     /* as in toka_shape */
+    int B, D;     /* as in toka_shape; D is the size of a value */
+    bool is_latent; /* MLA: attn_latent does all items, as tiles */
     int window;   /* the widest window of the layers of this plan; 0: they have none */
     int K, n_sms; /* kv heads and SMs for which the work is split: see attn_agree */
     /* G: query heads of a kv head. small_rows: maximum rows of a small item. tile_q: queries of a
@@ -7494,16 +7561,17 @@ static void attn_plan_sizes(const toka_device *dev, attn_plan *plan) {
     /* one more page per row: a shared span and an own span can both list the page in which the
      * shared prefix ends */
     int64_t pages = (int64_t)T * (seq_pages + 1);
+    plan->is_latent = kv_is_latent(shape);
     plan->hopper = dev->hopper && shape->B >= 64 && shape->D >= 64 && shape->D <= 256 &&
-                   dev->kv_layer_elems / shape->D < INT_MAX;
-    plan->B = shape->B, plan->D = shape->D;
+                   dev->kv_layer_elems / shape->D < INT_MAX && !plan->is_latent;
+    plan->B = shape->B, plan->D = toka_value_size(shape);
     plan->any_fp8 = kv_any_fp8(dev);
     plan->max_unpacked = (int)(toka_gpu_unpacked_bytes(shape) /
                                (4 * (size_t)shape->K * shape->B * shape->D));
     plan->has_fused = plan->hopper && !plan->any_fp8 && !plan->window && G <= 8 &&
                       shape->attn_cap == 0 &&
                       (shape->D == 64 || shape->D == ATTN_FUSED_D);
-    plan->G = G, plan->small_rows = ATTN_SMALL_Q / G;
+    plan->G = G, plan->small_rows = plan->is_latent ? 0 : ATTN_SMALL_Q / G;
     plan->tile_q = !plan->hopper ? ATTN_TILE_Q : shape->D == 64 ? 192 : 128;
     plan->max_spans = 2 * T + 64;
     plan->max_levels = seq_pages + 1;
@@ -7566,8 +7634,8 @@ static attn_plan *attn_plan_new(toka_device *dev, int window) {
  * caller has set shape, options, n_sms, hopper, kv_layer_elems, and layers or NULL (no windows). */
 static void attn_plan_open(toka_device *dev) {
     const toka_shape *shape = dev->shape;
-    assert(shape->D % 8 == 0 && shape->D <= 256 && shape->H % shape->K == 0 && shape->B >= 16 &&
-           (shape->B & (shape->B - 1)) == 0);
+    assert(shape->D % 8 == 0 && (kv_is_latent(shape) || shape->D <= 256) &&
+           shape->H % shape->K == 0 && shape->B >= 16 && (shape->B & (shape->B - 1)) == 0);
     int widest = 0, n_windowed = 0;
     for (int i = 0; i < shape->L && dev->layers; i++)
         n_windowed += dev->layers[i].window > 0, widest = max(widest, dev->layers[i].window);
@@ -8370,6 +8438,7 @@ typedef struct attn_args {
     const attn_item *items; /* items of this launch */
     float *state_o, *state_lse, *split_o, *split_lse; /* shapes: see attn_plan */
     int K, G, D, log2_B, window; /* window: length of the sliding window; 0: none */
+    int key_size; /* attn_latent: elements of a query and of a key; D is the size of a value */
     uint32_t inv_G; /* 2^31 / G, rounded up */
     float scale;     /* of scores, times log2(e): 1/sqrt(D); with a soft cap, the cap */
     float cap_scale; /* 1 / (sqrt(D) cap), see attn_cap_scores; 0: no soft cap */
@@ -10521,11 +10590,12 @@ static void attn_open_fp8_maps(toka_device *dev, CUtensorMap *maps, const kv_lay
 }
 
 /* Makes the tensor maps of all layers, if the Hopper kernels can run: four maps with boxes of 64
- * columns and 8, 16, 32 or 64 rows, and the map of attn_open_pair_map. */
+ * columns and 8, 16, 32 or 64 rows, and the map of attn_open_pair_map. attn_latent uses that of 64
+ * rows. */
 static void attn_open_maps(toka_device *dev) {
     const toka_shape *shape = dev->shape;
     attn_plan *plan = dev->attn;
-    if (!plan->hopper || dev->error.code) return;
+    if (!(plan->hopper || plan->is_latent) || dev->error.code) return;
     plan->maps = (CUtensorMap *)aligned_alloc(64,
                                               (size_t)shape->L * ATTN_MAPS * sizeof *plan->maps);
     if (!plan->maps) abort();
@@ -10542,7 +10612,7 @@ static void attn_open_maps(toka_device *dev) {
         const cuuint32_t box[2] = {64, 8u << i % ATTN_MAPS};
         if (i % ATTN_MAPS != ATTN_MAP_PAIR)
             attn_open_map(dev, plan->maps + i, kv, 2, size, &stride, box);
-        else if (shape->D == 64 || shape->D == 128 || shape->D == 256)
+        else if (plan->hopper && (shape->D == 64 || shape->D == 128 || shape->D == 256))
             attn_open_pair_map(dev, plan->maps + i, kv, size[1]);
     }
 }
@@ -10569,9 +10639,9 @@ static void attn_open(toka_device *dev) {
     attn_plan *plan = dev->attn;
     size_t rows = (size_t)dev->options.max_tokens * shape->H,
            split_rows = (size_t)plan->max_split_bufs * shape->K * ATTN_SMALL_Q;
-    plan->state_o = (float *)dev_alloc(dev, rows * shape->D * sizeof(float), "attention state");
+    plan->state_o = (float *)dev_alloc(dev, rows * plan->D * sizeof(float), "attention state");
     plan->state_lse = (float *)dev_alloc(dev, rows * sizeof(float), "attention state");
-    plan->split_o = (float *)dev_alloc(dev, split_rows * shape->D * sizeof(float),
+    plan->split_o = (float *)dev_alloc(dev, split_rows * plan->D * sizeof(float),
                                        "attention splits");
     plan->split_lse = (float *)dev_alloc(dev, split_rows * sizeof(float), "attention splits");
     if (plan->has_fused && shape->D == 128) /* at D = 64 they are in shared memory */
@@ -10590,6 +10660,8 @@ static void attn_open(toka_device *dev) {
     other->maps = plan->maps;
 }
 
+static void attn_latent_launch(toka_device *dev, const attn_args &args, int n_items,
+                               const CUtensorMap *map); /* chapter 9b */
 /* Launches the tiles or the small items of a level. Kernel and tile shape depend on the GPU, on D
  * and on the length of the items. */
 static void attn_launch_items(const attn_plan *plan, int layer, attn_args args,
@@ -10599,7 +10671,8 @@ static void attn_launch_items(const attn_plan *plan, int layer, attn_args args,
     const int n_items = small ? level->n_small : level->n_tiles;
     if (!n_items) return;
     args.items = plan->dev_items + (small ? level->small0 : level->tile0);
-    if (small && kv_is_fp8(dev->kv_fp8, layer)) /* else they read unpacked pages */
+    if (plan->is_latent) attn_latent_launch(dev, args, n_items, map);
+    else if (small && kv_is_fp8(dev->kv_fp8, layer)) /* else they read unpacked pages */
         args.D <= 64 ? attn_small_launch<64, ATTN_FP8_TOK, 4, true>(dev, args, n_items, map)
         : level->short_items
             ? attn_small_launch<128, ATTN_FP8_TOK, 2, true>(dev, args, n_items, map)
@@ -10739,7 +10812,7 @@ __global__ static void attn_no_work(const __grid_constant__ attn_args) {
 static double attn_score_scale(const toka_shape *shape) {
     return shape->attn_scale != 0 ? shape->attn_scale : 1 / sqrt((double)shape->D);
 }
-/* Attention of one layer. q, o: [T][H][D] on the device, not the same buffer. Pages and work lists
+/* Attention of one layer. q [T][H][D], o [T][H][Dv], on the device, not the same buffer. Pages and work lists
  * are those of attn_plan_step. */
 static void attention(toka_device *dev, int layer, const bf16 *q, bf16 *o) {
     const toka_shape *shape = dev->shape;
@@ -10758,9 +10831,10 @@ static void attention(toka_device *dev, int layer, const bf16 *q, bf16 *o) {
                       .split_lse = plan->split_lse,
                       .K = shape->K,
                       .G = G,
-                      .D = shape->D,
+                      .D = plan->D,
                       .log2_B = __builtin_ctz(shape->B),
                       .window = dev->layers[layer].window,
+                      .key_size = shape->D,
                       .inv_G = (uint32_t)(((1ll << 31) - 1) / G + 1),
                       .scale = (float)(M_LOG2E * (cap != 0 ? cap : scale)),
                       .cap_scale = (float)(cap != 0 ? scale / cap : 0),
@@ -10777,6 +10851,484 @@ static void attention(toka_device *dev, int layer, const bf16 *q, bf16 *o) {
     const int n_nodes = dev->attn_windowed && graph_is_replay(dev) ? graph_n_attention(dev) : 0;
     for (int i = attn_launches(plan); i < n_nodes; i++)
         launch_dependent(dev, "attention", attn_no_work, {dim3(1), 32}, args);
+}
+
+/* ===========================================================================
+ * MARK: 9b. Multi-head latent attention [kernel]
+ *
+ * MLA (DeepSeek-V2, arXiv 2405.04434). The cache has one latent vector c and one rotated key r for
+ * a token; all heads share them. A head's key is (W_uk c, r), its value W_uv c. The weights are
+ * absorbed: W_uk is applied to the query instead of all keys, W_uv to the result of attention
+ * instead of all values. So attention has H queries, one key head and one value head:
+ *
+ *     q_h = (W_uk^T q_nope, RoPE(q_rope))     key = (c, r)     value = c     output = W_uv o_h
+ *
+ *   letters        D = latent + rope, Dv = latent; 512 + 64 in all models of DeepSeek
+ *   norm_qkv_rope_kv
+ *     gemm                 q_a and kv_a of norm(x); without q_a: q_b and kv_a
+ *     latent_rows_kernel   norm(c) and RoPE(r) to the page of the token; norm of q's latent vector
+ *     gemm                 q_b, if there is a q_a
+ *     latent_rope_kernel   RoPE(q_rope) to q
+ *     gemm_heads_kernel    W_uk^T q_nope of each head to q
+ *   attention              attn_latent, by the work list of chapter 8; attn_merge_splits
+ *   out_residual           gemm_heads_kernel: W_uv o of each head; then the GEMM of W_o
+ *
+ * Absorbed weights make decoding cheap in bytes: 2 (latent + rope) bytes a position for all heads.
+ * They need 3.4 times as many products as plain attention with heads of 192 and 128 elements, so
+ * long prompts are slower than they could be.
+ * =========================================================================== */
+
+/* ---- Products of each head ---- */
+
+/* From one head to the next, in elements. */
+typedef struct head_strides {
+    size_t x, w, y;
+} head_strides;
+/* y_h[M][N] = x_h[M][K] W_h[N][K]^T for each head h = blockIdx.y, with the tiles of gemm_mma. N is
+ * even. In: x, w and y of head 0. Grid: tiles of y_h x heads. Work: 2 H M N K FLOP. For few rows it
+ * is bound by reading W: 2 H N K bytes. */
+template <int BM, int BN, int WM, int WN>
+__global__ static void __launch_bounds__(BM / WM * (BN / WN) * 32)
+    gemm_heads_kernel(gemm_kernel_args args, const head_strides strides) {
+    const size_t head = blockIdx.y;
+    args.x += head * strides.x, args.w += head * strides.w, args.y += head * strides.y;
+    mma_tile<BM, BN, WM, WN>(args);
+}
+template <int BM, int BN, int WM, int WN>
+static void gemm_heads_tile(toka_device *dev, const gemm_kernel_args &args,
+                            const head_strides &strides, int n_heads) {
+    launch_dependent(dev, "GEMM of heads", gemm_heads_kernel<BM, BN, WM, WN>,
+                     {dim3((unsigned)(ceil_div(args.M, BM) * ceil_div(args.N, BN)),
+                           (unsigned)n_heads),
+                      BM / WM * (BN / WN) * 32, MMA_BUFS * (BM + BN) * MMA_K * 2},
+                     args, strides);
+}
+static void gemm_heads(toka_device *dev, const gemm_kernel_args &args, const head_strides &strides,
+                       int n_heads) {
+    assert(args.N % 2 == 0 && args.K % 8 == 0 && args.ldx % 8 == 0 && strides.x % 8 == 0 &&
+           strides.w % 8 == 0 && strides.y % 2 == 0);
+    if (ceil_div(args.M, 128) * ceil_div(args.N, 128) * n_heads >= dev->n_sms)
+        gemm_heads_tile<128, 128, 64, 32>(dev, args, strides, n_heads);
+    else gemm_heads_tile<64, 64, 32, 32>(dev, args, strides, n_heads);
+}
+
+/* ---- latent_rows_kernel: what a token stores, and the norm of q's latent vector ----
+ *
+ *   from   bf16 [T][ld]: with a q_rank q's latent vector, at column c_at c [latent], then r [rope]
+ *   kv     bf16 [page][B][latent + rope]: norm(c), RoPE(r) of each row, at its kv_slot
+ *   low    bf16 [T][ld_low]: norm of q's latent vector, then zeros
+ *
+ * Grid (T, 2 with a q_rank, else 1), block 128. Bound by latency: a row has some KB. */
+typedef struct latent_rows_args {
+    const bf16 *from;
+    int ld, c_at, latent, rope, q_rank;
+    bool neighbours; /* pairs of RoPE are neighbours (toka_rope) */
+    const float *q_norm, *kv_norm;
+    float eps;
+    const float2 *table; /* [max_len][rope / 2] cosine and sine */
+    const int *pos, *kv_slot;
+    bf16 *kv, *low;
+    int ld_low;
+} latent_rows_args;
+
+/* to = from * w / rms(from), for n elements. All 128 threads call it. */
+__device__ static inline void latent_norm(const bf16 *from, const float *w, int n, float eps,
+                                          bf16 *to) {
+    float sum = 0;
+    for (int i = threadIdx.x; i < n; i += 128) {
+        const float value = __bfloat162float(from[i]);
+        sum += value * value;
+    }
+    const float scale = rsqrtf(block_sum_128(sum) / n + eps);
+    for (int i = threadIdx.x; i < n; i += 128)
+        to[i] = __float2bfloat16(__bfloat162float(from[i]) * scale * w[i]);
+}
+/* Rotates pair number `pair` of `from`. The first elements of all pairs come first in `to`. */
+__device__ static inline void latent_rotate(const bf16 *from, bool neighbours, int half, int pair,
+                                            float2 cos_sin, bf16 *to) {
+    float low = __bfloat162float(from[neighbours ? 2 * pair : pair]),
+          high = __bfloat162float(from[neighbours ? 2 * pair + 1 : pair + half]);
+    rope_rotate(low, high, cos_sin.x, cos_sin.y);
+    to[pair] = __float2bfloat16(low), to[pair + half] = __float2bfloat16(high);
+}
+__global__ static void __launch_bounds__(128) latent_rows_kernel(const latent_rows_args args) {
+    const int row = blockIdx.x, half = args.rope / 2;
+    const bf16 *from = args.from + (size_t)row * args.ld;
+    grid_launch_dependents();
+    grid_wait();
+    if (blockIdx.y) {
+        bf16 *low = args.low + (size_t)row * args.ld_low;
+        latent_norm(from, args.q_norm, args.q_rank, args.eps, low);
+        for (int i = args.q_rank + threadIdx.x; i < args.ld_low; i += 128)
+            low[i] = __float2bfloat16(0);
+        return;
+    }
+    bf16 *key = args.kv + (size_t)args.kv_slot[row] * (args.latent + args.rope);
+    const float2 *table = args.table + (size_t)args.pos[row] * half;
+    from += args.c_at;
+    latent_norm(from, args.kv_norm, args.latent, args.eps, key);
+    for (int pair = threadIdx.x; pair < half; pair += 128)
+        latent_rotate(from + args.latent, args.neighbours, half, pair, table[pair],
+                      key + args.latent);
+}
+
+/* ---- latent_rope_kernel: RoPE of the queries ----
+ *
+ *   from   bf16 [T][ld]: for each head q_nope [nope], q_rope [rope]
+ *   q      bf16 [T][H][latent + rope]: RoPE(q_rope) to the last rope elements of each head
+ *
+ * Grid ceil(T*H / 8), block 256: a warp for each head. Moves 4*T*H*rope bytes. */
+typedef struct latent_rope_args {
+    const bf16 *from;
+    int ld, T, H, nope, rope, latent;
+    bool neighbours;
+    const float2 *table;
+    const int *pos;
+    bf16 *q;
+} latent_rope_args;
+__global__ static void __launch_bounds__(256) latent_rope_kernel(const latent_rope_args args) {
+    const int i = blockIdx.x * 8 + threadIdx.x / 32, row = i / args.H, head = i % args.H;
+    const int half = args.rope / 2;
+    grid_launch_dependents();
+    grid_wait();
+    if (row >= args.T) return;
+    const bf16 *from = args.from + (size_t)row * args.ld + head * (args.nope + args.rope) +
+                       args.nope;
+    bf16 *to = args.q + (size_t)i * (args.latent + args.rope) + args.latent;
+    const float2 *table = args.table + (size_t)args.pos[row] * half;
+    for (int pair = threadIdx.x % 32; pair < half; pair += 32)
+        latent_rotate(from, args.neighbours, half, pair, table[pair], to);
+}
+
+/* ---- The ops around attention ---- */
+
+/* Allocates the scratch memory of layers with MLA, if the model has any. */
+static void latent_open(toka_device *dev) {
+    const size_t rows = (size_t)dev->options.max_tokens + GEMM_PAD_ROWS;
+    size_t low = 0, q = 0, values = 0;
+    for (int i = 0; i < dev->shape->L; i++) {
+        const layer_weights *layer = &dev->layers[i];
+        if (!layer->mla.sizes) continue;
+        low = std::max(low, (size_t)layer->mla.q_b.K);
+        q = std::max(q, (size_t)layer->mla.q_b.N);
+        values = std::max(values, (size_t)layer->o.K);
+    }
+    if (!values) return;
+    const size_t bytes = rows * values * sizeof(bf16);
+    dev->mla_low = (bf16 *)dev_alloc(dev, rows * low * sizeof(bf16), "activations");
+    dev->mla_q = (bf16 *)dev_alloc(dev, rows * q * sizeof(bf16), "activations");
+    dev->mla_values = (bf16 *)dev_alloc(dev, bytes, "activations");
+    /* the columns behind the last head stay zero */
+    if (!dev->error.code)
+        latch_error(dev, cudaMemsetAsync(dev->mla_values, 0, bytes, dev->stream), "activations");
+}
+
+/* Stores the latent vectors and rotated keys of the step's rows; norms q's latent vectors. */
+static void latent_store_rows(toka_device *dev, int layer, bf16 *kv, const int *kv_slot) {
+    const layer_weights *weights = &dev->layers[layer];
+    const latent_weights *mla = &weights->mla;
+    const toka_mla *sizes = mla->sizes;
+    const bool has_low = mla->q_b.data != NULL;
+    latent_rows_args args = {.from = dev->qkv, .ld = weights->qkv.N, .latent = sizes->latent,
+                             .rope = sizes->rope, .q_norm = mla->q_norm, .kv_norm = mla->kv_norm,
+                             .eps = sizes->eps, .table = weights->rope, .pos = dev->rows.pos,
+                             .kv_slot = kv_slot, .kv = kv};
+    args.c_at = has_low ? sizes->q_a.rows : sizes->q_b.rows;
+    args.q_rank = has_low ? sizes->q_a.rows : 0;
+    args.neighbours = dev->weights->layers[layer].rope->neighbours;
+    args.low = dev->mla_low, args.ld_low = mla->q_b.K;
+    launch_dependent(dev, "latent vectors", latent_rows_kernel,
+                     {dim3((unsigned)dev->step->T, has_low ? 2 : 1), 128}, args);
+}
+/* q of all heads: (W_uk^T q_nope, RoPE(q_rope)). from: rows of ld elements, for each head q_nope
+ * and q_rope. */
+static void latent_absorb(toka_device *dev, int layer, const bf16 *from, int ld, bf16 *q) {
+    const layer_weights *weights = &dev->layers[layer];
+    const toka_mla *sizes = weights->mla.sizes;
+    const int T = dev->step->T, H = dev->shape->H, D = dev->shape->D;
+    const up_blocks blocks = {sizes->nope, sizes->v, sizes->latent};
+    latent_rope_args rope = {.from = from, .ld = ld, .T = T, .H = H, .nope = sizes->nope,
+                             .rope = sizes->rope, .latent = sizes->latent,
+                             .table = weights->rope, .pos = dev->rows.pos, .q = q};
+    rope.neighbours = dev->weights->layers[layer].rope->neighbours;
+    launch_dependent(dev, "RoPE", latent_rope_kernel, {dim3((unsigned)ceil_div(T * H, 8)), 256},
+                     rope);
+    const gemm_kernel_args args = {.x = from, .w = weights->mla.up, .y = q, .M = T,
+                                   .N = sizes->latent, .K = sizes->nope, .ldx = ld, .ldy = H * D,
+                                   .epi = EPI_STORE};
+    gemm_heads(dev, args,
+               {(size_t)(sizes->nope + sizes->rope), up_block_size(blocks), (size_t)D}, H);
+}
+/* The op norm_qkv_rope_kv of a layer with MLA, from its first GEMM on. args: of that GEMM. */
+static void latent_qkv(toka_device *dev, int layer, gemm_args args, const qkv_params &params) {
+    const layer_weights *weights = &dev->layers[layer];
+    const weight *q_b = &weights->mla.q_b;
+    const bf16 *heads = dev->qkv;
+    int ld = weights->qkv.N;
+    args.y = dev->qkv, args.ldy = ld, args.epi = EPI_STORE;
+    gemm(dev, &args);
+    latent_store_rows(dev, layer, params.kv, params.kv_slot);
+    if (q_b->data) {
+        const gemm_args second = {.M = args.M, .x = dev->mla_low, .ldx = q_b->K, .w = q_b,
+                                  .y = dev->mla_q, .ldy = q_b->N, .epi = EPI_STORE};
+        gemm(dev, &second);
+        heads = dev->mla_q, ld = q_b->N;
+    }
+    latent_absorb(dev, layer, heads, ld, params.q);
+}
+/* Returns W_uv o of all heads: [T][K of W_o]. Launches nothing in a replay. */
+static const bf16 *latent_values(toka_device *dev, int layer, const bf16 *o) {
+    const layer_weights *weights = &dev->layers[layer];
+    const toka_mla *sizes = weights->mla.sizes;
+    const up_blocks blocks = {sizes->nope, sizes->v, sizes->latent};
+    const int H = dev->shape->H, latent = sizes->latent;
+    const gemm_kernel_args args = {.x = o, .w = weights->mla.up + (size_t)latent * sizes->nope,
+                                   .y = dev->mla_values, .M = dev->step->T, .N = sizes->v,
+                                   .K = latent, .ldx = H * latent, .ldy = weights->o.K,
+                                   .epi = EPI_STORE};
+    if (!graph_is_replay(dev))
+        gemm_heads(dev, args, {(size_t)latent, up_block_size(blocks), (size_t)sizes->v}, H);
+    return dev->mla_values;
+}
+
+/* ---- attn_latent: attention over latent vectors, on wgmma ----
+ *
+ * In and out as attn_mma (chapter 9): items of up to 64 queries, which are heads of one or several
+ * rows. A query and a key have key_size elements, at most 576; a value is the first D elements of
+ * the key, at most 512. Shorter ones are padded with zeros: by TMA in K, by latent_load_q in Q.
+ * Grid: items; CTA: two consumer warpgroups and a producer warp, 288 threads.
+ * Shared memory: Q and two tiles of K, each 9 panels [64][64]: 3 * 72 KB.
+ * Bytes: K once per item: 2 * 576 a position. FLOPs: 2 * 64 * (576 + 512) a position.
+ *
+ * Why this shape:
+ * - V is K: a tile is read once and multiplied twice, by Q as rows, and by P as columns.
+ * - O has 64 x 512 float32, twice what the registers of one warpgroup hold. So each warpgroup has
+ *   half of its columns. Both need all of P. So each computes the scores of half of the tile's
+ *   positions, and stores its half of P in shared memory.
+ * - P lies in the tile's last panel. It holds the rotated keys, which the values do not have: after
+ *   the scores nobody reads it. There would be no other space for P.
+ *
+ *   one tile            warpgroup 0                     warpgroup 1
+ *     scores            positions 0 .. 31               positions 32 .. 63
+ *     barrier: largest score of each query in both halves
+ *     P to panel 8      columns 0 .. 31                 columns 32 .. 63
+ *     barrier: P is there
+ *     O += P V          columns 0 .. 255: panels 0-3    columns 256 .. 511: panels 4-7
+ *
+ * The products of the scores do not overlap the exponentials. The loads of the next tile overlap
+ * both. */
+enum {
+    LATENT_KEY = 576, LATENT_VALUE = 512, /* largest sizes */
+    LATENT_Q = 64, LATENT_TOK = 64,       /* queries of an item, positions of a tile */
+    LATENT_BUFS = 2,
+    LATENT_PANEL = LATENT_TOK * 128,      /* bytes of a panel of 64 columns, of a tile, of all */
+    LATENT_TILE = LATENT_KEY / 64 * LATENT_PANEL,
+    LATENT_BYTES = (1 + LATENT_BUFS) * LATENT_TILE,
+    LATENT_CONSUMERS = 256, LATENT_THREADS = LATENT_CONSUMERS + 32,
+};
+#if HOPPER
+typedef struct latent_smem {
+    char *base;               /* Q, then the ring of tiles */
+    uint32_t at, full, empty; /* shared addresses: of base, of the mbarriers [LATENT_BUFS] */
+    float (*exchange)[LATENT_Q]; /* [2] a number of each query from each warpgroup */
+} latent_smem;
+
+/* The producer: loads the tiles of the item. One thread calls it. */
+__device__ static inline void latent_produce(const attn_args &args, const CUtensorMap *map,
+                                             const attn_item &item, const attn_tiles &tiles,
+                                             const latent_smem &smem) {
+    const int log2_B = args.log2_B;
+    for (int i = 0; i < tiles.n_tiles; i++) {
+        const int offset = tiles.first_kv - item.kv0 + i * LATENT_TOK, buf = i % LATENT_BUFS;
+        const int page = args.pages[item.page0 + (offset >> log2_B)];
+        const int row = (page << log2_B) + (offset & ((1 << log2_B) - 1));
+        const uint32_t to = smem.at + (1 + buf) * LATENT_TILE, full = smem.full + 8 * buf;
+        mbar_wait(smem.empty + 8 * buf, (i / LATENT_BUFS & 1) ^ 1);
+        mbar_expect_tx(full, LATENT_TILE);
+        for (int panel = 0; panel < LATENT_KEY / 64; panel++)
+            tma_load_2d(to + panel * LATENT_PANEL, map, full, 64 * panel, row);
+    }
+}
+
+/* Copies Q to shared memory, swizzled. Missing queries and columns become 0. */
+__device__ static inline void latent_load_q(const attn_args &args, const attn_item &item,
+                                            bf16 *to) {
+    constexpr int PIECES = LATENT_KEY / 8;
+#pragma unroll 6
+    for (int i = threadIdx.x; i < LATENT_Q * PIECES; i += LATENT_CONSUMERS) {
+        const int query = i / PIECES, piece = i % PIECES;
+        uint4 x = {};
+        if (query < item.nq && piece * 8 < args.key_size)
+            x = *(const uint4 *)(args.q + attn_head_at(args, item.q0 + query, 0) * args.key_size +
+                                 piece * 8);
+        *(uint4 *)(to + attn_piece_at(LATENT_Q, query, piece)) = x;
+    }
+    fence_async_smem();
+    bar_sync(1, LATENT_CONSUMERS);
+}
+
+/* scores = Q K^T of 64 queries and of 32 positions, the rows of the tile from k on. */
+__device__ static inline void latent_scores(float (&scores)[LATENT_TOK / 4], uint32_t q,
+                                            uint32_t k) {
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < LATENT_KEY / 16; c++)
+        wgmma_ss<LATENT_TOK / 2>(scores, wgmma_desc(q + c / 4 * LATENT_PANEL) + c % 4 * 2,
+                                 wgmma_desc(k + c / 4 * LATENT_PANEL) + c % 4 * 2, c > 0);
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_fence_operand(scores);
+}
+
+/* Turns the scores into P. Both warpgroups have the same row_max, so that they can add up O of all
+ * positions. row_max changes only if the tile's maximum exceeds it by more than 8, as in
+ * attn_softmax_update_lazy. Returns whether the warp must rescale O. */
+__device__ static inline bool latent_softmax(const attn_args &args, const latent_smem &smem, int wg,
+                                             float (&scores)[LATENT_TOK / 4], attn_row_stats &stats,
+                                             float (&rescale)[2]) {
+    const float own_max[2] = {attn_row_max(scores, 0), attn_row_max(scores, 1)};
+    bool must_rescale = false;
+    if (threadIdx.x % 4 == 0)
+        for (int r = 0; r < 2; r++) smem.exchange[wg][stats.query + 8 * r] = own_max[r];
+    bar_sync(1, LATENT_CONSUMERS);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const float other_max = smem.exchange[1 - wg][stats.query + 8 * r],
+                    new_max = fmaxf(own_max[r], other_max) * args.scale;
+        const bool exceeds = new_max > stats.row_max[r] + 8;
+        rescale[r] = exceeds ? ex2(stats.row_max[r] - new_max) : 1;
+        stats.row_max[r] = exceeds ? new_max : stats.row_max[r];
+        must_rescale = must_rescale || exceeds;
+        stats.row_sum[r] = stats.row_sum[r] * rescale[r] +
+                           attn_exp_sum(scores, r, stats.row_max[r], args.scale);
+    }
+    return __any_sync(~0u, must_rescale);
+}
+
+/* Stores the warpgroup's half of P: columns 32 wg .. 32 wg + 31. */
+__device__ static inline void latent_store_p(const float (&scores)[LATENT_TOK / 4], int query,
+                                             int wg, bf16 *to) {
+#pragma unroll
+    for (int c = 0; c < LATENT_TOK / 16; c++)
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+            *((uint32_t *)(to + attn_piece_at(LATENT_Q, query + 8 * r, wg * 4 + c)) +
+              threadIdx.x % 4) = pack_bf16(scores[4 * c + 2 * r], scores[4 * c + 2 * r + 1]);
+}
+/* Zeroes rows n_kv .. 63 of the warpgroup's columns of V: P is 0 there, but 0 * NaN is NaN. */
+__device__ static inline void latent_zero_tail(bf16 *tile, int n_kv, int wg) {
+    for (int i = n_kv * 32 + threadIdx.x % 128; i < LATENT_TOK * 32; i += 128)
+        *(uint4 *)(tile + attn_piece_at(LATENT_TOK, i / 32, wg * 32 + i % 32)) = uint4{};
+}
+/* acc += P V for the warpgroup's 256 columns. p, v: shared addresses. */
+__device__ static inline void latent_pv(float (&acc)[LATENT_VALUE / 4], uint32_t p, uint32_t v) {
+    wgmma_fence();
+#pragma unroll
+    for (int n = 0; n < LATENT_TOK / 16; n++)
+        wgmma_ss<LATENT_VALUE / 2, 1>(acc, wgmma_desc(p) + n * 2,
+                                      wgmma_desc_trans(v, LATENT_PANEL) + n * 128, 1);
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_fence_operand(acc);
+}
+
+/* Epilogue of a warpgroup: merges the state and stores its columns of O. Warpgroup 0 writes LSE. */
+__device__ static inline void latent_store(const attn_args &args, const attn_item &item,
+                                           const latent_smem &smem, int wg,
+                                           const attn_row_stats &stats,
+                                           const float (&acc)[LATENT_VALUE / 4]) {
+    const int quad = threadIdx.x % 4;
+    float state_lse[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int query = stats.query + 8 * r;
+        const float sum = quad_sum(stats.row_sum[r]);
+        if (quad == 0) smem.exchange[wg][query] = sum;
+        if (query < item.nq) state_lse[r] = attn_state_lse(args, item, query, 0);
+    }
+    bar_sync(1, LATENT_CONSUMERS); /* also: all have read the old LSE */
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int query = stats.query + 8 * r;
+        if (query >= item.nq) continue;
+        const float sum = smem.exchange[0][query] + smem.exchange[1][query];
+        const attn_output out = attn_finish_query(args, item, query, 0,
+                                                  {stats.row_max[r], sum, state_lse[r]},
+                                                  quad == 0 && wg == 0);
+#pragma unroll
+        for (int c = 0; c < LATENT_VALUE / 16; c++) {
+            const int col = wg * (LATENT_VALUE / 2) + c * 8;
+            if (col < args.D)
+                attn_store_pair(out, col + quad * 2, acc[4 * c + 2 * r], acc[4 * c + 2 * r + 1]);
+        }
+    }
+}
+
+/* The consumers. */
+__device__ static inline void latent_consume(const attn_args &args, const attn_item &item,
+                                             const attn_tiles &tiles, const latent_smem &smem) {
+    const int wg = threadIdx.x / 128, lane = threadIdx.x % 32;
+    attn_row_stats stats = {(int)threadIdx.x % 128 / 32 * 16 + lane / 4, {-INFINITY, -INFINITY}};
+    float acc[LATENT_VALUE / 4] = {}, scores[LATENT_TOK / 4], rescale[2];
+    const int2 pos = make_int2(attn_pos(args, item, stats.query),
+                               attn_pos(args, item, stats.query + 8)),
+               unmasked = attn_unmasked_tiles(args, item, tiles.first_kv, LATENT_TOK);
+    latent_load_q(args, item, (bf16 *)smem.base);
+    for (int i = 0; i < tiles.n_tiles; i++) {
+        const int buf = i % LATENT_BUFS, kv = tiles.first_kv + i * LATENT_TOK;
+        const uint32_t tile = smem.at + (1 + buf) * LATENT_TILE;
+        bf16 *rows = (bf16 *)(smem.base + (1 + buf) * LATENT_TILE),
+             *probs = rows + 8 * LATENT_PANEL / 2;
+        mbar_wait(smem.full + 8 * buf, i / LATENT_BUFS & 1);
+        latent_scores(scores, smem.at, tile + wg * (LATENT_PANEL / 2));
+        if (i < unmasked.x || i >= unmasked.y)
+            attn_mask(args, item, scores, pos, kv + wg * (LATENT_TOK / 2));
+        const bool must_rescale = latent_softmax(args, smem, wg, scores, stats, rescale);
+        /* both warpgroups have their scores: the last panel of the tile is free */
+        latent_store_p(scores, stats.query, wg, probs);
+        if (item.kv1 - kv < LATENT_TOK) latent_zero_tail(rows, item.kv1 - kv, wg);
+        fence_async_smem();
+        if (must_rescale) attn_rescale(acc, rescale);
+        bar_sync(1, LATENT_CONSUMERS);
+        latent_pv(acc, tile + 8 * LATENT_PANEL, tile + wg * 4 * LATENT_PANEL);
+        if (lane == 0) mbar_arrive(smem.empty + 8 * buf);
+    }
+    latent_store(args, item, smem, wg, stats, acc);
+}
+#endif
+
+__global__ static void __launch_bounds__(LATENT_THREADS, 1)
+    attn_latent(const __grid_constant__ attn_args args, const __grid_constant__ CUtensorMap map) {
+#if HOPPER
+    extern __shared__ __align__(1024) char attn_smem[];
+    __shared__ uint64_t bars[2 * LATENT_BUFS];
+    __shared__ float exchange[2][LATENT_Q];
+    const latent_smem smem = {attn_smem, smem_addr(attn_smem), smem_addr(bars),
+                              smem_addr(bars + LATENT_BUFS), exchange};
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < LATENT_BUFS; i++)
+            mbar_init(smem.full + 8 * i, 1), mbar_init(smem.empty + 8 * i, LATENT_CONSUMERS / 32);
+        mbar_init_fence();
+    }
+    __syncthreads();
+    grid_launch_dependents();
+    grid_wait();
+    const attn_item item = args.items[blockIdx.x];
+    const int first_kv = attn_first_kv(args, item, LATENT_TOK);
+    const attn_tiles tiles = {first_kv, (item.kv1 - first_kv + LATENT_TOK - 1) / LATENT_TOK, 0};
+    if (threadIdx.x < LATENT_CONSUMERS) latent_consume(args, item, tiles, smem);
+    else if (elect_one()) latent_produce(args, &map, item, tiles, smem);
+#else
+    __trap();
+#endif
+}
+static void attn_latent_launch(toka_device *dev, const attn_args &args, int n_items,
+                               const CUtensorMap *map) {
+    assert(args.K == 1 && args.key_size <= LATENT_KEY && args.D <= LATENT_VALUE &&
+           1 << args.log2_B >= LATENT_TOK);
+    launch_dependent(dev, "attention (MLA)", attn_latent,
+                     {dim3((unsigned)n_items), LATENT_THREADS, LATENT_BYTES}, args,
+                     map[ATTN_MAP_64]);
 }
 
 /* ===========================================================================
@@ -15182,6 +15734,10 @@ static size_t weights_bytes(const toka_shape *shape, const toka_weights *weights
         for (const weight_parts &parts : matrices)
             n += weight_bytes(&parts, hopper && weight_stays_fp8(&parts));
         if (layer->moe) n += experts_weight_bytes(layer->moe, hopper);
+        if (!layer->mla) continue;
+        const weight_parts q_b = {{&layer->mla->q_b}, 1, false}, up = {{&layer->mla->kv_b}, 1, false};
+        n += weight_bytes(&up, false);
+        if (layer->mla->q_a.rows) n += weight_bytes(&q_b, hopper && weight_stays_fp8(&q_b));
     }
     return n;
 }
@@ -15276,7 +15832,8 @@ static void clock_add_work(toka_device *dev, const toka_step *step) {
     const toka_shape *shape = dev->shape;
     /* pairs: (row, KV position) pairs with a score; kv_tok: KV positions of all spans */
     double T = step->T, E = shape->E, HD = (double)shape->H * shape->D,
-           KD = (double)shape->K * shape->D, L = shape->L, pairs = 0, kv_tok = 0;
+           HDv = (double)shape->H * toka_value_size(shape), KD = (double)shape->K * shape->D,
+           L = shape->L, pairs = 0, kv_tok = 0;
     /* n_reduces: all-reduces of the layers, two each. If GEMMs do the reduce-scatter, they send
      * half of the bytes, and only the other half counts here. */
     double n_reduces = reduce_scatter_pays(dev, step->T) ? L : 2 * L;
@@ -15287,17 +15844,25 @@ static void clock_add_work(toka_device *dev, const toka_step *step) {
             pairs += max(0, min(span->n_kv, step->pos[row] + 1 - span->kv0));
     }
     /* kv_bytes: of a position, in all layers; the others: of the matrices of all layers */
-    double kv_bytes = 0, qkv_bytes = 0, out_bytes = 0;
+    double kv_bytes = 0, qkv_bytes = 0, out_bytes = 0, mla_q_flop = 0, mla_out_flop = 0;
     for (int i = 0; i < shape->L; i++) {
-        kv_bytes += (double)toka_kv_row_bytes(shape, kv_is_fp8(dev->kv_fp8, i), sizeof(bf16));
-        qkv_bytes += clock_weight_bytes(&dev->layers[i].qkv);
+        const latent_weights *mla = &dev->layers[i].mla;
+        kv_bytes += (double)toka_kv_row_bytes(shape, kv_is_fp8(dev->kv_fp8, i), sizeof(bf16), true);
+        qkv_bytes += clock_weight_bytes(&dev->layers[i].qkv) + clock_weight_bytes(&mla->q_b);
         out_bytes += clock_weight_bytes(&dev->layers[i].o);
+        if (!mla->sizes) continue;
+        const double up = 2.0 * shape->H * mla->sizes->latent;
+        qkv_bytes += up * mla->sizes->nope, out_bytes += up * mla->sizes->v;
+        mla_q_flop += 2 * T * (double)mla->q_b.N * mla->q_b.K + T * up * mla->sizes->nope +
+                      2 * T * ((double)dev->layers[i].qkv.N - HD - 2 * KD) * E;
+        mla_out_flop += T * up * mla->sizes->v +
+                        2 * T * E * ((double)dev->layers[i].o.K - HD);
     }
     const toka_op_times work[TOKA_N_OPS] = {
         {0, 0, 4 * T * E}, /* rows in the order of TOKA_OP_EMBED, TOKA_OP_QKV ... */
-        {0, 2 * T * E * (HD + 2 * KD) * L, qkv_bytes + 2 * T * (E + HD + 2 * KD) * L},
-        {0, 4 * HD * pairs * L, kv_bytes * kv_tok + 4 * T * HD * L},
-        {0, 2 * T * E * HD * L, out_bytes + 2 * T * (HD + 2 * E) * L},
+        {0, 2 * T * E * (HD + 2 * KD) * L + mla_q_flop, qkv_bytes + 2 * T * (E + HD + 2 * KD) * L},
+        {0, 2 * (HD + HDv) * pairs * L, kv_bytes * kv_tok + 2 * T * (HD + HDv) * L},
+        {0, 2 * T * E * HD * L + mla_out_flop, out_bytes + 2 * T * (HDv + 2 * E) * L},
         clock_mlp_work(dev, T),
         {0, 2.0 * step->n_samples * E * shape->V,
          2 * (step->n_samples ? E * shape->V + step->n_samples * E : 0)},
@@ -15390,8 +15955,8 @@ static const char *missing_of_shape(const toka_shape *shape) {
         const char *name;
     } features[] = {
         {shape->linear.n_layers > 0, "layers with a state (Gated DeltaNet)"},
-        {shape->D % 8 || shape->D > 256, "heads whose size is above 256 or no multiple of 8"},
-        {shape->Dv && shape->Dv != shape->D, "values of another head size than keys"},
+        {!kv_is_latent(shape) && (shape->D % 8 || shape->D > 256),
+         "heads whose size is above 256 or no multiple of 8"},
         {shape->layer_norm, "LayerNorm"},
         {shape->qkv_limit != 0, "clipped q, k and v"},
     };
@@ -15419,6 +15984,13 @@ static const char *missing_of_experts(const toka_moe *moe) {
 static int n_biases(const toka_mlp *mlp) {
     return !!mlp->gate_bias.rows + !!mlp->up_bias.rows + !!mlp->down_bias.rows;
 }
+/* Do the kernels of chapter 9b have these sizes? */
+static bool latent_has_sizes(const toka_shape *shape, const toka_mla *mla) {
+    return shape->K == 1 && shape->D == mla->latent + mla->rope &&
+           toka_value_size(shape) == mla->latent && shape->D <= LATENT_KEY &&
+           mla->latent <= LATENT_VALUE && mla->latent % 8 == 0 && mla->rope % 8 == 0 &&
+           mla->rope > 0 && mla->nope % 8 == 0 && mla->v % 2 == 0;
+}
 /* The same of a layer. */
 static const char *missing_of_layer(const toka_shape *shape, const toka_layer *layer) {
     const toka_mlp *mlp = &layer->mlp, *expert = layer->moe ? layer->moe->experts : mlp;
@@ -15426,7 +15998,9 @@ static const char *missing_of_layer(const toka_shape *shape, const toka_layer *l
         bool used;
         const char *name;
     } features[] = {
-        {layer->mla != NULL, "multi-head latent attention (MLA)"},
+        {layer->mla && !latent_has_sizes(shape, layer->mla),
+         "multi-head latent attention (MLA) of these sizes"},
+        {!layer->mla && kv_is_latent(shape), "values of another head size than keys"},
         {layer->q_gate, "attention with an output gate"},
         {layer->moe && layer->moe->n_experts > EXPERTS_MAX, "more than 512 experts"},
         {layer->moe && layer->moe->top_k > EXPERTS_MAX_K, "more than 16 experts a token"},
@@ -15452,8 +16026,11 @@ static const char *missing_of_layer(const toka_shape *shape, const toka_layer *l
     };
     for (const auto &feature : features)
         if (feature.used) return feature.name;
+    static const toka_mla none = {};
+    const toka_mla *mla = layer->mla ? layer->mla : &none;
     const toka_tensor *matrices[] = {&layer->q,  &layer->k, &layer->v, &layer->o,
-                                     &mlp->gate, &mlp->up,  &mlp->down};
+                                     &mlp->gate, &mlp->up,  &mlp->down, &mla->q_a,
+                                     &mla->q_b,  &mla->kv_a, &mla->kv_b};
     for (const toka_tensor *matrix : matrices)
         if (matrix->dtype == TOKA_MXFP4) return "MXFP4 weights but of experts";
     return layer->moe ? missing_of_experts(layer->moe) : NULL;
@@ -15461,7 +16038,8 @@ static const char *missing_of_layer(const toka_shape *shape, const toka_layer *l
 
 /* The same of a layer that several tensor ranks compute. */
 static const char *missing_of_ranks(const toka_shape *shape, const toka_layer *layer) {
-    return layer->attn_post_norm.rows || layer->mlp_post_norm.rows
+    return layer->mla ? "multi-head latent attention (MLA)"
+           : layer->attn_post_norm.rows || layer->mlp_post_norm.rows
                ? "norms behind attention and MLP"
            : !layer->attn_norm.rows || !layer->mlp_norm.rows ? "layers without a norm before them"
            : (layer->q_norm.rows && layer->q_norm.cols != shape->D) ||
@@ -15522,9 +16100,10 @@ static void cuda_close(toka_device *dev) {
 
 static void cuda_alloc_buffers(toka_device *dev) {
     const toka_shape *shape = dev->shape;
-    /* gemm_rows: rows of a GEMM input, padding included; HD: width of the qkv rows */
-    size_t T = (size_t)dev->options.max_tokens,
-           qkv_width = (size_t)(shape->H + 2 * shape->K) * shape->D, gemm_rows = T + GEMM_PAD_ROWS;
+    /* gemm_rows: rows of a GEMM input, padding included */
+    size_t T = (size_t)dev->options.max_tokens, qkv_width = 0, gemm_rows = T + GEMM_PAD_ROWS;
+    for (int i = 0; i < shape->L; i++)
+        qkv_width = std::max(qkv_width, (size_t)dev->layers[i].qkv.N);
     if (dev->options.progress) dev->options.progress(dev->options.user, "allocating memory", 0);
     dev->xn = (bf16 *)dev_alloc(dev, gemm_rows * dev->E * sizeof(bf16), "activations");
     dev->qkv = (bf16 *)dev_alloc(dev, T * qkv_width * sizeof(bf16), "activations");
@@ -15534,13 +16113,13 @@ static void cuda_alloc_buffers(toka_device *dev) {
             dev->gate_up = (bf16 *)dev_alloc(dev, T * 2 * dev->F * sizeof(bf16), "activations");
     dev->x_scale = (float *)dev_alloc(dev, T * sizeof(float), "activations");
     experts_open(dev);
+    latent_open(dev);
     dev->row_sumsq = (float *)dev_alloc(
         dev, FUSE_NORM_MAX_ROWS * (size_t)ceil_div(dev->E, FUSE_NORM_COLS) * sizeof(float),
         "activations");
     /* the last page is the dummy page: padding rows store their K and V there */
-    dev->kv_layer_elems = (size_t)(dev->options.n_pages + 1) * shape->K * 2 * shape->B * shape->D;
-    dev->kv_windowed_elems = (size_t)(dev->options.n_windowed + 1) * shape->K * 2 * shape->B *
-                             shape->D;
+    dev->kv_layer_elems = (size_t)(dev->options.n_pages + 1) * kv_page_elems(shape);
+    dev->kv_windowed_elems = (size_t)(dev->options.n_windowed + 1) * kv_page_elems(shape);
     for (int i = 0; i < shape->L; i++) {
         const toka_layer *layer = &dev->weights->layers[i];
         if (layer->kv_fp8) dev->kv_fp8[i / 32] |= 1u << i % 32;
@@ -15606,9 +16185,15 @@ static int cuda_open(toka_device **out, const toka_device_options *options, cons
                      dev->hopper ? "the GPU does not have experts over several tensor ranks"
                                  : "experts need a GPU of compute capability 9.0");
         }
+    if (!dev->error.code && !dev->hopper && kv_is_latent(shape)) {
+        dev->error.code = TOKA_E_INPUT;
+        snprintf(dev->error.msg, sizeof dev->error.msg,
+                 "multi-head latent attention (MLA) needs a GPU of compute capability 9.0");
+    }
     if (!dev->error.code) gemm_open(dev);
     if (!dev->error.code) weights_load(dev);
-    for (int i = 0; i < shape->L && qkv_is_interleaved(dev, shape->D) && !dev->error.code; i++)
+    const bool interleaved = qkv_is_interleaved(dev, shape->D) && !kv_is_latent(shape);
+    for (int i = 0; i < shape->L && interleaved && !dev->error.code; i++)
         qkv_reorder(dev, &dev->layers[i].qkv, shape->D);
     if (!dev->error.code) ropes_open(dev, weights->layers);
     if (!dev->error.code) cuda_alloc_buffers(dev);
@@ -16635,11 +17220,12 @@ static void cuda_norm_qkv_rope_kv(toka_device *dev, const toka_step *, int layer
     if (!op_begin(dev, "norm_qkv_rope_kv")) return;
     const layer_weights *weights = &dev->layers[layer];
     const qkv_params params = qkv_params_of(dev, layer, dev_bf16(q));
+    const bool is_latent = weights->mla.sizes != NULL;
     const enum normed normed = hidden_norm(dev, x, weights->attn_norm, &weights->qkv,
-                                           !qkv_is_fused_fp8(dev, layer, &params));
+                                           is_latent || !qkv_is_fused_fp8(dev, layer, &params));
     if (graph_is_replay(dev)) return;
-    qkv_rope_kv(dev, layer,
-                hidden_gemm_args(dev, x, normed, weights->attn_norm, &weights->qkv), params);
+    (is_latent ? latent_qkv : qkv_rope_kv)(
+        dev, layer, hidden_gemm_args(dev, x, normed, weights->attn_norm, &weights->qkv), params);
     clock_record_op(dev, TOKA_OP_QKV);
 }
 
@@ -16658,10 +17244,10 @@ static void cuda_out_residual(toka_device *dev, const toka_step *, int layer, to
                               toka_hidden *x) {
     if (!op_begin(dev, "out_residual")) return;
     const layer_weights *weights = &dev->layers[layer];
+    const bf16 *in = weights->mla.sizes ? latent_values(dev, layer, dev_bf16(o)) : dev_bf16(o);
     if (weights->attn_post_norm)
-        hidden_add_norm(dev, x, dev_bf16(o), &weights->o, weights->attn_post_norm);
-    else
-        hidden_add(dev, x, dev_bf16(o), &weights->o, weights->experts ? NULL : weights->mlp_norm);
+        hidden_add_norm(dev, x, in, &weights->o, weights->attn_post_norm);
+    else hidden_add(dev, x, in, &weights->o, weights->experts ? NULL : weights->mlp_norm);
     clock_record_op(dev, TOKA_OP_OUT);
 }
 
@@ -16758,6 +17344,7 @@ extern "C" const toka_backend toka_cuda = {
     .activation_bytes = sizeof(bf16),
     .page_tok = TOKA_GPU_PAGE_TOK,
     .has_windowed = true,
+    .v_in_k = true,
     .warm_up = true,
     .default_tokens = TOKA_GPU_DEFAULT_TOKENS,
     .default_seqs = TOKA_GPU_DEFAULT_SEQS,
