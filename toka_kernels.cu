@@ -143,7 +143,7 @@
  *                       own positions in one kernel                                  prefix
  *   attn_merge_splits   merge of split-KV            128              merges x K     1
  *   attn_unpack         FP8 pages to bf16            256              pages x K      none
- *   attn_latent         MLA with absorbed weights    288              items          64
+ *   attn_latent         MLA with absorbed weights    384              items          64
  *   attn_no_work        none: fills a graph's node   32               1              none
  *
  *   kernel              loads of K and V by          products         merge by, and where
@@ -11096,7 +11096,7 @@ static const bf16 *latent_values(toka_device *dev, int layer, const bf16 *o) {
  * In and out as attn_mma (chapter 9): items of up to 64 queries, which are heads of one or several
  * rows. A query and a key have key_size elements, at most 576; a value is the first D elements of
  * the key, at most 512. Shorter ones are padded with zeros: by TMA in K, by latent_load_q in Q.
- * Grid: items; CTA: two consumer warpgroups and a producer warp, 288 threads.
+ * Grid: items; CTA: two consumer warpgroups and a producer warpgroup, of which one thread works.
  * Shared memory: Q and two tiles of K, each 9 panels [64][64]: 3 * 72 KB.
  * Bytes: K once per item: 2 * 576 a position. FLOPs: 2 * 64 * (576 + 512) a position.
  *
@@ -11124,7 +11124,8 @@ enum {
     LATENT_PANEL = LATENT_TOK * 128,      /* bytes of a panel of 64 columns, of a tile, of all */
     LATENT_TILE = LATENT_KEY / 64 * LATENT_PANEL,
     LATENT_BYTES = (1 + LATENT_BUFS) * LATENT_TILE,
-    LATENT_CONSUMERS = 256, LATENT_THREADS = LATENT_CONSUMERS + 32,
+    LATENT_CONSUMERS = 256, LATENT_THREADS = LATENT_CONSUMERS + 128,
+    LATENT_REGS = 240, LATENT_PRODUCER_REGS = 24 /* registers of a thread */
 };
 #if HOPPER
 typedef struct latent_smem {
@@ -11316,8 +11317,14 @@ __global__ static void __launch_bounds__(LATENT_THREADS, 1)
     const attn_item item = args.items[blockIdx.x];
     const int first_kv = attn_first_kv(args, item, LATENT_TOK);
     const attn_tiles tiles = {first_kv, (item.kv1 - first_kv + LATENT_TOK - 1) / LATENT_TOK, 0};
-    if (threadIdx.x < LATENT_CONSUMERS) latent_consume(args, item, tiles, smem);
-    else if (elect_one()) latent_produce(args, &map, item, tiles, smem);
+    if (threadIdx.x < LATENT_CONSUMERS) {
+        setmaxnreg_inc<LATENT_REGS>();
+        latent_consume(args, item, tiles, smem);
+    } else {
+        setmaxnreg_dec<LATENT_PRODUCER_REGS>();
+        if (threadIdx.x / 32 == LATENT_CONSUMERS / 32 && elect_one())
+            latent_produce(args, &map, item, tiles, smem);
+    }
 #else
     __trap();
 #endif
