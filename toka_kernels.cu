@@ -513,8 +513,8 @@ struct toka_device {
                                     stage */
     bf16 *xn, *qkv, *act;        /* scratch: [T][E] normed rows, [T][(H+2K)*D], [T][F] */
     bf16 *gate_up;               /* scratch [T][2F] of layers with GELU; NULL: there are none */
-    /* Scratch of layers with MLA, or NULL: [T][q_rank] q's normed latent vectors, [T][H*(nope+rope)]
-     * q, [T][H*v] values. Their rows are as long as the GEMMs that read them need. */
+    /* Scratch of layers with MLA, or NULL: [T][q_rank] q's normed latent vectors,
+     * [T][H*(nope+rope)] q, [T][H*v] values. Rows are as long as the next GEMM needs. */
     bf16 *mla_low, *mla_q, *mla_values;
     float *row_sumsq;            /* scratch: [FUSE_NORM_MAX_ROWS][ceil(E / 16)] */
     float *x_scale;              /* scratch: [T] scales of the rows of x of an FP8 GEMM */
@@ -10812,8 +10812,8 @@ __global__ static void attn_no_work(const __grid_constant__ attn_args) {
 static double attn_score_scale(const toka_shape *shape) {
     return shape->attn_scale != 0 ? shape->attn_scale : 1 / sqrt((double)shape->D);
 }
-/* Attention of one layer. q [T][H][D], o [T][H][Dv], on the device, not the same buffer. Pages and work lists
- * are those of attn_plan_step. */
+/* Attention of one layer. q [T][H][D], o [T][H][Dv], on the device, not the same buffer. Pages and
+ * work lists are those of attn_plan_step. */
 static void attention(toka_device *dev, int layer, const bf16 *q, bf16 *o) {
     const toka_shape *shape = dev->shape;
     const attn_plan *plan = dev->layers[layer].window && dev->attn_windowed ? dev->attn_windowed
@@ -10931,16 +10931,16 @@ typedef struct latent_rows_args {
     int ld_low;
 } latent_rows_args;
 
-/* to = from * w / rms(from), for n elements. All 128 threads call it. */
-__device__ static inline void latent_norm(const bf16 *from, const float *w, int n, float eps,
+/* to = from * w / rms(from), for `size` elements. All 128 threads call it. */
+__device__ static inline void latent_norm(const bf16 *from, const float *w, int size, float eps,
                                           bf16 *to) {
     float sum = 0;
-    for (int i = threadIdx.x; i < n; i += 128) {
+    for (int i = threadIdx.x; i < size; i += 128) {
         const float value = __bfloat162float(from[i]);
         sum += value * value;
     }
-    const float scale = rsqrtf(block_sum_128(sum) / n + eps);
-    for (int i = threadIdx.x; i < n; i += 128)
+    const float scale = rsqrtf(block_sum_128(sum) / size + eps);
+    for (int i = threadIdx.x; i < size; i += 128)
         to[i] = __float2bfloat16(__bfloat162float(from[i]) * scale * w[i]);
 }
 /* Rotates pair number `pair` of `from`. The first elements of all pairs come first in `to`. */
@@ -11284,12 +11284,12 @@ __device__ static inline void latent_consume(const attn_args &args, const attn_i
         latent_scores(scores, smem.at, tile + wg * (LATENT_PANEL / 2));
         if (i < unmasked.x || i >= unmasked.y)
             attn_mask(args, item, scores, pos, kv + wg * (LATENT_TOK / 2));
-        const bool must_rescale = latent_softmax(args, smem, wg, scores, stats, rescale);
+        const bool max_grew = latent_softmax(args, smem, wg, scores, stats, rescale);
         /* both warpgroups have their scores: the last panel of the tile is free */
         latent_store_p(scores, stats.query, wg, probs);
         if (item.kv1 - kv < LATENT_TOK) latent_zero_tail(rows, item.kv1 - kv, wg);
         fence_async_smem();
-        if (must_rescale) attn_rescale(acc, rescale);
+        if (max_grew) attn_rescale(acc, rescale);
         bar_sync(1, LATENT_CONSUMERS);
         latent_pv(acc, tile + 8 * LATENT_PANEL, tile + wg * 4 * LATENT_PANEL);
         if (lane == 0) mbar_arrive(smem.empty + 8 * buf);
@@ -15742,7 +15742,8 @@ static size_t weights_bytes(const toka_shape *shape, const toka_weights *weights
             n += weight_bytes(&parts, hopper && weight_stays_fp8(&parts));
         if (layer->moe) n += experts_weight_bytes(layer->moe, hopper);
         if (!layer->mla) continue;
-        const weight_parts q_b = {{&layer->mla->q_b}, 1, false}, up = {{&layer->mla->kv_b}, 1, false};
+        const weight_parts q_b = {{&layer->mla->q_b}, 1, false},
+                           up = {{&layer->mla->kv_b}, 1, false};
         n += weight_bytes(&up, false);
         if (layer->mla->q_a.rows) n += weight_bytes(&q_b, hopper && weight_stays_fp8(&q_b));
     }

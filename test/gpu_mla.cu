@@ -204,6 +204,36 @@ static void test_attention_all(bool small) {
     }
 }
 
+/* ---- kv_b on the device ---- */
+
+/* Loaded in two pieces: for each head W_uk transposed, then W_uv. */
+static void test_load(int H, int nope, int v, int latent) {
+    toka_device *d = gpu_device();
+    const int rows = H * (nope + v);
+    std::vector<bf16> from((size_t)rows * latent), want(from.size());
+    for (size_t i = 0; i < from.size(); i++) from[i] = __float2bfloat16(gpu_normal(gpu_seed, i));
+    bf16 *at = want.data();
+    for (int h = 0; h < H; h++) {
+        const bf16 *head = &from[(size_t)h * (nope + v) * latent];
+        for (int c = 0; c < latent; c++)
+            for (int i = 0; i < nope; i++) *at++ = head[(size_t)i * latent + c];
+        for (int i = 0; i < v * latent; i++) *at++ = head[(size_t)nope * latent + i];
+    }
+    gpu_buf<bf16> to(from.size());
+    gpu_buf<char> room(from.size() * 2);
+    std::vector<char> host(from.size() * 2);
+    const toka_tensor tensor = {from.data(), TOKA_BF16, rows, latent, latent};
+    load_job job = {&tensor, to.p(), latent, false, 0, false};
+    job.up = up_blocks{nope, v, latent};
+    const size_t half = from.size() / 2 + 5;
+    GPU_OK(load_piece(&job, 0, half, host.data(), room.p(), d->stream));
+    GPU_OK(cudaStreamSynchronize(d->stream));
+    GPU_OK(load_piece(&job, half, from.size() - half, host.data(), room.p(), d->stream));
+    GPU_OK(cudaStreamSynchronize(d->stream));
+    const std::vector<bf16> got = to.host();
+    gpu_check(!memcmp(got.data(), want.data(), got.size() * sizeof(bf16)) && to.guards_hold(), "load kv_b H=%d nope=%d v=%d latent=%d", H, nope, v, latent);
+}
+
 /* ---- Products of each head ---- */
 
 static double dot(const bf16 *x, const bf16 *w, int n) {
@@ -349,6 +379,7 @@ int main(int argc, char **argv) {
         if (tiny) continue;
         test_rows(512, 64, 0, 16, 128, neighbours), test_rows(512, 64, 1536, 3, 128, neighbours);
     }
+    test_load(3, 24, 20, 40), test_load(2, 128, 128, 512);
     test_heads(65, 20, 40, 3);
     if (tiny) {
         test_attention("of mixed rows", {3, 40, 16}, {{65, 1}, {70, 3}});

@@ -1,8 +1,9 @@
 /* gpu_model.c - tests whole models on the GPU. Includes toka.c; is linked with the object of
  * toka_kernels.cu. Run it from the repository root.
  *
- *   gpu_model [only NAME ...]   all fixtures, or some: logits against the float64 reference, graphs
- *                               against single launches
+ *   gpu_model [only NAME ... [made-up]]
+ *                               all fixtures, or some: logits against the float64 reference, graphs
+ *                               against single launches; made-up: graphs of the made-up models
  *   gpu_model logits DIR IDS OUT [cpu]
  *                               runs the prompt IDS (text with blanks between ids) through a model
  *                               folder in one prefill step and writes raw float32 logits of every
@@ -104,6 +105,15 @@ static void fixture(const char *name) {
     arena_free(&a);
 }
 
+/* The sizes of DeepSeek-V2's attention. */
+#define MLA_CONFIG(q_rank)                                                                                                     \
+    "{\"model_type\": \"deepseek_v2\", \"num_hidden_layers\": 3, \"hidden_size\": 512, \"num_attention_heads\": 16, "                   \
+    "\"num_key_value_heads\": 16, \"intermediate_size\": 1024, \"vocab_size\": 2100, \"rms_norm_eps\": 1e-6, "                       \
+    "\"max_position_embeddings\": 4096, \"q_lora_rank\": " q_rank ", \"kv_lora_rank\": 512, \"qk_nope_head_dim\": 128, "             \
+    "\"qk_rope_head_dim\": 64, \"v_head_dim\": 128, \"moe_intermediate_size\": 256, \"n_routed_experts\": 8, "                      \
+    "\"n_shared_experts\": 1, \"num_experts_per_tok\": 2, \"first_k_dense_replace\": 1, \"topk_method\": \"greedy\", "              \
+    "\"scoring_func\": \"softmax\", \"norm_topk_prob\": false, \"routed_scaling_factor\": 1.0, \"rope_theta\": 10000}"
+
 static void graphs(const char *name) {
     char path[300];
     toka_options o = g_options(path);
@@ -111,20 +121,27 @@ static void graphs(const char *name) {
     g_compare(name, &o);
 }
 
-/* A made-up model whose layers have windows of a page or none, on the kernels for Hopper. */
-static void graphs_of_kinds(void) {
+/* A made-up model with random weights. */
+static void graphs_of(const char *what, const char *config) {
     char path[] = "/tmp/gpu_model_XXXXXX", folder[300];
     FILE *f = fdopen(mkstemp(path), "w");
     if (!f) abort();
-    fputs("kinds made-up/kinds - {\"model_type\": \"ministral\", \"num_hidden_layers\": 4, \"hidden_size\": 512, \"num_attention_heads\": 16, "
-          "\"num_key_value_heads\": 2, \"head_dim\": 64, \"intermediate_size\": 1024, \"vocab_size\": 2100, \"rms_norm_eps\": 1e-5, "
-          "\"max_position_embeddings\": 4096, \"sliding_window\": 64, \"layer_types\": [\"sliding_attention\", \"full_attention\", "
-          "\"sliding_attention\", \"full_attention\"]}\n", f);
+    fprintf(f, "made-up made-up/model - %s\n", config);
     fclose(f);
     toka_options o = g_options(folder);
-    o.model = "made-up/kinds", o.models_file = path;
-    g_compare("windows in some layers", &o);
+    o.model = "made-up/model", o.models_file = path;
+    g_compare(what, &o);
     unlink(path);
+}
+/* Layers with windows of a page or none, on the kernels for Hopper; and MLA with experts. */
+static void graphs_of_kinds(void) {
+    graphs_of("windows in some layers",
+              "{\"model_type\": \"ministral\", \"num_hidden_layers\": 4, \"hidden_size\": 512, \"num_attention_heads\": 16, "
+              "\"num_key_value_heads\": 2, \"head_dim\": 64, \"intermediate_size\": 1024, \"vocab_size\": 2100, \"rms_norm_eps\": 1e-5, "
+              "\"max_position_embeddings\": 4096, \"sliding_window\": 64, \"layer_types\": [\"sliding_attention\", \"full_attention\", "
+              "\"sliding_attention\", \"full_attention\"]}");
+    for (int q_rank = 0; q_rank < 2; q_rank++)
+        graphs_of(q_rank ? "MLA with a latent vector of q" : "MLA", q_rank ? MLA_CONFIG("192") : MLA_CONFIG("null"));
 }
 
 /* ---- logits DIR IDS OUT ---- */
@@ -157,9 +174,10 @@ int main(int argc, char **argv) {
     setvbuf(stdout, NULL, _IOLBF, 0);
     if (argc > 4 && !strcmp(argv[1], "logits")) return logits_main(argc, argv);
     bool only = argc > 2 && !strcmp(argv[1], "only");
-    for (int i = 2; i < argc && only; i++) fixture(argv[i]), graphs(argv[i]);
+    for (int i = 2; i < argc && only && strcmp(argv[i], "made-up"); i++) fixture(argv[i]), graphs(argv[i]);
     toka_options o = g_options("test/model");
-    if (!only) g_failing("test/model", &o, "3"), graphs_of_kinds();
+    if (!only) g_failing("test/model", &o, "3");
+    if (!only || !strcmp(argv[argc - 1], "made-up")) graphs_of_kinds();
     DIR *d = only ? NULL : opendir("test/fixtures");
     for (struct dirent *it; d && (it = readdir(d));)
         if (it->d_name[0] != '.') fixture(it->d_name), graphs(it->d_name);

@@ -25,7 +25,7 @@ from collections import namedtuple
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 KERNELS = os.path.join(ROOT, "toka_kernels.cu")
-PROGRAMS = ["gpu_attn", "gpu_experts", "gpu_fp8", "gpu_gemm", "gpu_rows", "gpu_samp", "gpu_smallm"]
+PROGRAMS = ["gpu_attn", "gpu_experts", "gpu_fp8", "gpu_gemm", "gpu_mla", "gpu_rows", "gpu_samp", "gpu_smallm"]
 
 # name: the bug. old: text that occurs in the file once, whatever its line breaks; the part between backticks (all of it if there are none) is
 # replaced by new. A part that ends with a semicolon is a statement, any other an expression. test: program and arguments. line: an
@@ -273,6 +273,36 @@ MUTANTS = [
            ("the scale of K for V", "fp8_factor(scales[offset * 2 + `is_v`]) * 0x10001;", "0"),
            ("the last page is not unpacked", "if (`at >= n_pages`) return;", "at + 1 >= n_pages"),
            ("pairs in the wrong order", "__byte_perm(even, odd, `0x5410`);\n            out[2 * k + 1]", "0x1054")),
+    # ---- MLA ----
+    *group("load_convert_kernel", "mla small", "load kv_b",
+           ("W_uk is not transposed", "(`i < up.nope` ? (size_t)col * up.nope + i", "false"),
+           ("the first head's place for all", "return `head * up_block_size(up)` + (i < up.nope", "0")),
+    *group("gemm_heads_kernel", "mla small", "products of heads",
+           ("the first head's W for all", "args.w += head * `strides.w`, args.y += head * strides.y;", "0")),
+    *group("latent_rows_kernel", "mla small", "rows latent",
+           ("the norm of the key's rotated part, too", "latent_norm(from, args.kv_norm, `args.latent`, args.eps, key);", "args.latent + 8"),
+           ("without epsilon", "const float scale = rsqrtf(`block_sum_128(sum) / size + eps`)", "block_sum_128(sum) / size"),
+           ("the padding of q's vector stays", "for (int i = `args.q_rank + threadIdx.x`; i < args.ld_low; i += 128)", "args.ld_low", "rows latent.*q_rank=36"),
+           ("pairs are halves", "high = __bfloat162float(from[`neighbours` ? 2 * pair + 1 : pair + half]);", "false", "rows latent.*neighbours"),
+           ("the position of the row before", "const float2 *table = args.table + (size_t)args.pos[`row`] * half; from += args.c_at;", "max(row - 1, 0)")),
+    *group("latent_rope_kernel", "mla small", "rows latent",
+           ("the last head stays", "if (`row >= args.T`) return; const bf16 *from = args.from + (size_t)row * args.ld", "row >= args.T || head == args.H - 1"),
+           ("the head before", "(size_t)row * args.ld + `head` * (args.nope + args.rope) + args.nope;", "max(head - 1, 0)")),
+    *group("attn_latent", "mla small", "attention of mixed rows",
+           ("a last tile of one position is skipped", "attn_tiles tiles = {first_kv, `(item.kv1 - first_kv + LATENT_TOK - 1) / LATENT_TOK`, 0};",
+            "(item.kv1 - first_kv + LATENT_TOK - 2) / LATENT_TOK"),
+           ("always the first page", "const int page = args.pages[item.page0 + `(offset >> log2_B)`];", "0"),
+           ("the second half of the positions has the mask of the first", "attn_mask(args, item, scores, pos, kv + `wg * (LATENT_TOK / 2)`);", "0"),
+           ("the tile on the diagonal has no mask", "if (i < unmasked.x || `i >= unmasked.y`) attn_mask(args, item, scores, pos", "i > unmasked.y"),
+           ("the other half's maximum is not known", "new_max = fmaxf(own_max[r], `other_max`) * args.scale;", "own_max[r]"),
+           ("O is not rescaled", "if (`max_grew`) attn_rescale(acc, rescale);", "false"),
+           ("P of the other half of the positions", "attn_piece_at(LATENT_Q, query + 8 * r, `wg * 4 + c`)) + threadIdx.x % 4)", "(1 - wg) * 4 + c"),
+           ("positions behind the last one may be NaN", "if (`item.kv1 - kv < LATENT_TOK`) latent_zero_tail", "false"),
+           ("the sum of one half", "const float sum = smem.exchange[0][query] + `smem.exchange[1][query]`;", "0.0f"),
+           ("both warpgroups multiply the first columns", "latent_pv(acc, tile + 8 * LATENT_PANEL, tile + `wg * 4` * LATENT_PANEL);", "0"),
+           ("the rotated key is left out", "for (int c = 0; c < `LATENT_KEY / 16`; c++) wgmma_ss<LATENT_TOK / 2>", "LATENT_VALUE / 16")),
+    *group("attn_latent", "mla small", "attention below a prefix .* shared",
+           ("the state is not merged", "if (`query < item.nq`) state_lse[r] = attn_state_lse(args, item, query, 0);", "false")),
     *group("attn_can_prefetch", "attn small", "late rows of others",
            ("a position that another row of the step stores is prefetched", "&& (`row != span->row0 || span->n_rows > 1`)) return false;", "false")),
     *group("attn_small", "attn splits", "many long ",
