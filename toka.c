@@ -49380,7 +49380,8 @@ static void plan_make_memory(const plan_query *query, int64_t batch, int64_t len
                              plan_memory_row rows[PLAN_MEMORY_ROWS]) {
     const toka_shape *shape = &query->model->shape;
     const int64_t T = query->max_tokens, H = shape->H, K = shape->K, D = shape->D, E = shape->E;
-    const int64_t Dv = toka_value_size(shape), row = 2 * E + 2 * H * D + (H + 2 * K) * D + shape->F;
+    const int64_t Dv = toka_kv_row_elements(shape, true) / K - D; /* 0: V is a part of K */
+    const int64_t row = 2 * E + 2 * H * D + (H + 2 * K) * D + shape->F;
     const int64_t activations = T * (2 * row + 4 * H * (D + 1));
     const int64_t tables = (int64_t)toka_gpu_scratch_bytes(shape, 0);
     /* of a row: id, position, slot; of a sequence: id and log-probabilities */

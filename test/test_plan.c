@@ -97,7 +97,7 @@ static void plan_test_known(void) {
         /* AWQ: 4 bits a number, 2 bytes of scale and half a byte of zero point for each 128 */
         {"qwen3-8b-awq", 147456, 36LL * (2LL * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 12288 * 4096) / 256 * 133 + 4LL * 151936 * 4096, 0},
         {"qwen3-30b-a3b", 98304, 0, 30532122624 - 48LL * 120 * 3 * 2048 * 768},
-        {"mixtral-8x7b", 131072, 0, 12879925248}, {"deepseek-v3", 132736, 0, 0}};
+        {"mixtral-8x7b", 131072, 0, 12879925248}, {"deepseek-v3", 70272, 0, 0}};
     toka_err e = {0};
     for (int i = 0; i < COUNT(cases); i++) {
         plan_fixture f = plan_fixture_open(cases[i].name, "H100");

@@ -110,7 +110,7 @@ def test_batch_memory():
 
 
 def test_support_is_said():
-    said = plan("-m", "qwen3-next-80b-a3b-instruct", "--gpus", "2")[0]
+    said = plan("-m", "command-r7b-12-2024", "--gpus", "2")[0]
     assert "if the GPU half, which this build is without, has its formats and layers" in said or "runs this model on the CPU only" in said
 
 
