@@ -32,7 +32,7 @@
  *      |   batch_build (21) ---------> a toka_step: T token rows as integers, with shared
  *      |                               prefixes as spans of their own
  *      |   batch_make_micros (21) ---> its microbatches, if the model has pipeline stages
- *      |   model_post (31) ----------> every rank, on its own thread, runs rank_step: embed, then
+ *      |   model_post (31) ----------> every rank, on its own thread, runs rank_body: embed, then
  *      |       over toka_backend       L times {norm_qkv_rope_kv, attention, out_residual,
  *      |       (27 is the plain        norm_mlp_residual}, then norm_logits_sample, which samples
  *      |       one, the CPU's is 30)   each row of logits (on the CPU by samp_row, 22). Meanwhile
@@ -203,7 +203,7 @@
  *     of a GEMM sends its tiles to the rank that     (Flux)          cu 10 reduce_norm_kernel
  *     adds them up
  *   pipeline parallelism with microbatches           2104.04473      21 batch_make_micros
- *                                                    (Megatron-LM)   31 rank_step
+ *                                                    (Megatron-LM)   31 rank_body
  *   data parallelism: replicas behind one queue                      32 eng_route
  *   CUDA graphs of decode steps                      CUDA C++ guide  cu 15 cuda_capture
  *   speculative decoding: drafts from the prompt,    2211.17192      20 draft_plan
@@ -13959,14 +13959,13 @@ static void heap_remove(heap_node *nodes, int *top, int node) {
  *     sched_commit, step 7      11         12
  *
  * Each sequence has a generation. It changes when the sequence ends or is preempted. A result with
- * another generation is stale: sched_commit ignores it. A request with no_run_ahead (one with a
- * constraint) needs all earlier tokens on the host for sampling. Its sequences get no rows in a
- * step that is planned before their last token is committed. So if other sequences keep two steps
- * in flight, such a sequence has a row in every second step only. Two halves of such sequences that
- * took turns would need twice as many steps as all together. So as long as no more of them are
- * ready than in flight, the plan gathers them: none gets a row, and one commit later all are ready.
- * After a step, a constraint first reads its tokens (32). The engine may let the plan gather until
- * they are read (awaits_reading). Those that take longer have no part in the count (n_reading).
+ * another generation is stale: sched_commit ignores it.
+ *
+ * A request with one_ahead (one with a constraint) needs its mask before it samples: all earlier
+ * tokens must be committed before the LM head of the step, not before its plan (32). So its
+ * sequences are planned ahead like others, but by one token at most. If the mask comes too late,
+ * the row was computed in vain, and sched_rewind takes it back: the sequence gets its row again in
+ * a step after the commit of its last token (awaits_commit).
  *
  * Drafts (20). A draft is a guess of a later token, made before a step is planned. A sequence in
  * decode whose tokens are all committed may have n_drafts of them, at most B: they lie in its token
@@ -14068,7 +14067,7 @@ typedef struct sched_job { /* what a request asks of the scheduler */
     int n_prompt;
     int n;                 /* samples */
     int max_tokens;        /* output tokens, at least 1 */
-    bool no_run_ahead;     /* a token is sampled only when all earlier tokens are committed */
+    bool one_ahead;        /* when a row is planned, at most one token is not committed */
     int priority;          /* higher goes earlier */
     int n_unshared;        /* samples 0 .. n_unshared-1 do not use the prefix cache: they compute
                             * all positions */
@@ -14079,7 +14078,7 @@ typedef struct sched_job { /* what a request asks of the scheduler */
 typedef struct sched_request {
     int32_t *prompt;       /* [n_prompt] owned; NULL: this id is free */
     int n_prompt, n, max_tokens; /* as in sched_job, as are the next four lines */
-    bool no_run_ahead;
+    bool one_ahead;
     uint8_t adapter;
     uint64_t prefix_key;
     int n_unshared;
@@ -14097,8 +14096,9 @@ typedef struct sched_seq {
     _Alignas(64) uint8_t state;
     bool is_sampled : 1;   /* this step: its last row is sampled; with drafts all its rows */
     bool is_prefill : 1;   /* this step: its rows are prefill, not its newest token */
-    bool no_run_ahead : 1; /* as in sched_job */
-    bool awaits_draft : 1; /* gets no row before its tokens are committed, as drafts may follow */
+    bool one_ahead : 1;     /* as in sched_job */
+    bool awaits_commit : 1; /* gets no row before its tokens are committed, as drafts may follow,
+                             * or as its mask came too late */
     uint8_t n_drafts;      /* tokens behind the n_known that are drafts; 0 after a commit */
     uint8_t adapter;       /* as in sched_job */
     int from, n_rows;      /* this step: positions from .. from+n_rows-1 */
@@ -14153,10 +14153,6 @@ typedef struct scheduler {
     int *prefill_seqs;   /* [max_seqs] sequences with prefill rows in the step planned last, in the
                           * order in which they got them. A sequence that skips pages which are
                           * computed in this same step is after the one that computes them */
-    bool gathers;        /* no sequence with no_run_ahead gets a row in decode in this step */
-    int n_reading;       /* the engine's: sequences with no_run_ahead whose step is done, but whose
-                          * token is not committed yet, as a constraint reads it */
-    bool awaits_reading; /* the engine's: the others of them wait for these */
     int64_t backlog;     /* tokens still to prefill */
     int64_t max_growth;  /* sum of sched_max_growth over running sequences */
     int64_t max_windowed; /* sum of sched_seq_windowed over running sequences */
@@ -14362,7 +14358,7 @@ static int sched_submit(scheduler *sched, const sched_job *job, toka_err *e) {
                                .n_prompt = job->n_prompt,
                                .n = job->n,
                                .max_tokens = job->max_tokens,
-                               .no_run_ahead = job->no_run_ahead,
+                               .one_ahead = job->one_ahead,
                                .adapter = job->adapter,
                                .prefix_key = job->prefix_key,
                                .n_unshared = job->n_unshared,
@@ -14621,7 +14617,7 @@ static bool sched_admit_new(scheduler *sched, int id) {
     sched_seq *sequence = &sched->seqs[seq];
     *sequence = (sched_seq){.request = id,
                             .sample = request->n_started,
-                            .no_run_ahead = request->no_run_ahead,
+                            .one_ahead = request->one_ahead,
                             .adapter = request->adapter,
                             .n_prompt = n_tokens,
                             .n_known = n_tokens,
@@ -14681,41 +14677,34 @@ static void sched_preempt(scheduler *sched) {
 
 /* ---- One step ---- */
 
-/* Must the sequence wait until its last token is committed, or for others of its kind? */
-static bool sched_must_wait(const scheduler *sched, const sched_seq *sequence) {
-    if (sequence->no_run_ahead && sched->gathers) return true;
-    return (sequence->no_run_ahead || sequence->awaits_draft || sequence->n_drafts) &&
-           sequence->n_known < sequence->n_planned;
+/* Must the sequence wait until a token of it is committed? */
+static bool sched_must_wait(const sched_seq *sequence) {
+    const int n_in_flight = sequence->n_planned - sequence->n_known;
+    return (n_in_flight > 0 && (sequence->awaits_commit || sequence->n_drafts)) ||
+           (n_in_flight > 1 && sequence->one_ahead);
 }
 
 /* Does the sequence need another page for its row in this step? */
 static bool sched_needs_page(const scheduler *sched, int seq) {
     const sched_seq *sequence = &sched->seqs[seq];
     return sequence->state == SCHED_DECODE && sequence->n_planned < sequence->limit &&
-           sequence->n_computed % sched->config.B == 0 && !sched_must_wait(sched, sequence) &&
+           sequence->n_computed % sched->config.B == 0 && !sched_must_wait(sequence) &&
            sched->kv.seqs[seq].n_pages * sched->config.B == sequence->n_computed;
 }
 
-/* Clears the rows of the last step, and lets the windowed pages go that no row reads any more. Sets
- * gathers. Returns the number of pages that sequences in decode need for this step. */
+/* Clears the rows of the last step, and lets the windowed pages go that no row reads any more.
+ * Returns the number of pages that sequences in decode need for this step. */
 static int sched_prepare_step(scheduler *sched) {
-    int n_needed = 0, n_needed_ready = 0, n_ready = 0, n_in_flight = 0;
-    sched->gathers = false;
+    int n_needed = 0;
     for (int seq = 0; seq < sched->config.max_seqs; seq++) {
         sched_seq *sequence = &sched->seqs[seq];
         if (sequence->state != SCHED_PREFILL && sequence->state != SCHED_DECODE) continue;
         sequence->n_rows = 0;
         sequence->is_sampled = false;
         if (sched->kv.window) kv_hold_window(&sched->kv, seq, sequence->n_computed, 0);
-        const bool needs_page = sched_needs_page(sched, seq);
-        n_needed += needs_page;
-        if (!sequence->no_run_ahead || sequence->state != SCHED_DECODE) continue;
-        n_needed_ready += needs_page;
-        if (sched_must_wait(sched, sequence)) n_in_flight++;
-        else n_ready++;
+        n_needed += sched_needs_page(sched, seq);
     }
-    sched->gathers = sched->awaits_reading || n_ready <= n_in_flight - sched->n_reading;
-    return n_needed - (sched->gathers ? n_needed_ready : 0);
+    return n_needed;
 }
 
 static void sched_append_page(scheduler *sched, int seq) {
@@ -14765,7 +14754,7 @@ static int sched_plan_decode(scheduler *sched, int n_pages_left) {
     for (int seq = 0; seq < sched->config.max_seqs; seq++) {
         sched_seq *sequence = &sched->seqs[seq];
         if (sequence->state != SCHED_DECODE || sequence->n_planned >= sequence->limit) continue;
-        if (sched_must_wait(sched, sequence)) continue;
+        if (sched_must_wait(sequence)) continue;
         if (sequence->n_computed % sched->config.B == 0) {
             if (sched_needs_page(sched, seq)) sched_append_page(sched, seq);
             sequence->last_page =
@@ -14973,6 +14962,22 @@ static void sched_accept_draft(scheduler *sched, int seq) {
     const int page = sequence->n_computed++ / sched->config.B;
     sequence->last_page = kv_block_table(&sched->kv, seq)[page];
     sequence->n_planned++;
+}
+
+/* Takes back the row of a sequence with one_ahead in the step that was planned last, as its mask
+ * came too late: its results are stale. The token before that is still in flight and counts, with
+ * the new generation. The sequence gets its row again when that token is committed. */
+COLD
+static void sched_rewind(scheduler *sched, int seq) {
+    sched_seq *sequence = &sched->seqs[seq];
+    assert(sequence->state == SCHED_DECODE && sequence->n_planned == sequence->n_known + 2 &&
+           !sequence->n_drafts && !sched->config.states.used);
+    sequence->generation++;
+    sequence->n_planned--;
+    sequence->n_computed--;
+    const int page = (sequence->n_computed - 1) / sched->config.B;
+    sequence->last_page = kv_block_table(&sched->kv, seq)[page];
+    sequence->awaits_commit = true;
 }
 
 /* SCHED_STALE: seq ended or was preempted since that step was planned; the token is ignored.
@@ -15381,11 +15386,11 @@ static bool draft_plan(drafter *drafts, scheduler *sched) {
     for (int seq = 0; seq < sched->config.max_seqs; seq++) {
         sched_seq *sequence = &sched->seqs[seq];
         const bool in_flight = sequence->n_known < sequence->n_planned;
-        const bool has_waited = sequence->awaits_draft;
+        const bool has_waited = sequence->awaits_commit;
         const int room = sequence->limit - sequence->n_known - 1;
-        if (sequence->state != SCHED_DECODE || sequence->no_run_ahead) continue;
+        if (sequence->state != SCHED_DECODE || sequence->one_ahead) continue;
         if (in_flight && sequence->n_drafts) continue;
-        sequence->awaits_draft = false;
+        sequence->awaits_commit = false;
         if (room < 1 + in_flight) continue;
         const draft_match match = by_engine ? (draft_match){NULL, drafts->config.n_tokens, 0}
                                             : draft_match_tail(&drafts->config, sched, seq);
@@ -15401,7 +15406,7 @@ static bool draft_plan(drafter *drafts, scheduler *sched) {
         const int chosen = draft_choose(drafts, sequence, seq, most);
         const int n = MIN(MAX(chosen, has_waited), MAX(n_rows_left, 0));
         n_rows_left -= n;
-        sequence->awaits_draft = in_flight && n;
+        sequence->awaits_commit = in_flight && n;
         waits |= in_flight && n;
         if (in_flight) continue;
         for (int i = 0; i < n && !by_engine; i++)
@@ -27969,10 +27974,10 @@ const toka_backend toka_cpu = {
 
 /* ===========================================================================
  * MARK: 31. Model: the layer loop [os]
- * Runs steps on devices. rank_step is the transformer: it calls the backend's table of functions,
- * so the CPU and the GPU share this code. One step computes T tokens of any number of sequences,
- * some in prefill, some in decode. The plan (toka_step) says which is which; the loop treats all
- * tokens alike.
+ * Runs steps on devices. rank_body and rank_head are the transformer: they call the backend's table
+ * of functions, so the CPU and the GPU share this code. One step computes T tokens of any number of
+ * sequences, some in prefill, some in decode. The plan (toka_step) says which is which; the loop
+ * treats all tokens alike.
  *
  * A rank is one device, its slice of the weights, and one thread. The thread opens the device,
  * runs the posted steps in order, and closes the device. A model is a grid of ranks (model_grid):
@@ -27988,7 +27993,7 @@ const toka_backend toka_cpu = {
  *                      ring of jobs                                   n_done of each rank
  *                           |                                               ^
  *                           v                                               |
- *     thread of a rank  rank_launch: begin, ops, end (rank_step) ---> rank_finish: finish
+ *     thread of a rank  rank_launch: begin, ops, end ---------------> rank_finish: finish
  *
  * Each rank counts steps. Here steps 4 and 5 are in flight, 6 and 7 wait in the ring:
  *
@@ -28003,9 +28008,16 @@ const toka_backend toka_cpu = {
  * flight, or if the model is being closed. Until then it sleeps on work_ready, so it launches a
  * newly posted step at once.
  *
+ * Held steps. A step has a body, all ops up to the LM head, and a head: the LM head and the draws.
+ * The driver may post a step before it has the masks of the sample rows (awaits_mask). Such a step
+ * is held: the ranks launch its body, those of the last stage launch its head when the driver has
+ * set the masks and released the step (model_release). Meanwhile the device runs the body, or the
+ * step before. A rank with a body without a head launches no other step, but it finishes those
+ * before. After an error, or if the model is being closed, it launches the head without masks.
+ *
  * What always holds:
  *   - a posted step, and all memory it points to, does not change until model_wait has returned for
- *     it;
+ *     it, but for the masks of a held step until it is released;
  *   - the first error of any rank is kept. All ranks skip the steps that they launch after it: a
  *     skipped step is launched and done, but never begun. model_wait returns the error;
  *   - the driver is also the watchdog while it waits: if the ranks of a group make no progress,
@@ -28053,6 +28065,8 @@ typedef struct model_rank {
     pthread_t thread;
     int64_t n_launched; /* steps taken from the ring, skipped ones included */
     int64_t n_begun;    /* steps that were run; steps after an error are skipped */
+    bool has_body;      /* of step n_launched + 1 only the body was launched */
+    toka_hidden hidden; /* x of the step whose body was launched last */
     double busy_since;  /* start of the time that is not yet added to busy_s */
     int64_t n_done;     /* notifier.lock: steps finished or skipped */
     double busy_s;      /* notifier.lock: seconds with a step launched and not finished */
@@ -28072,6 +28086,7 @@ typedef struct model_grid {
     pthread_cond_t work_ready; /* the ranks' threads wait for it */
     model_job ring[MODEL_RING_STEPS]; /* step n is in ring[(n - 1) % MODEL_RING_STEPS] */
     int64_t n_posted;
+    int64_t n_released;  /* the steps after these are held */
     int64_t wanted_step; /* the driver waits for the steps up to this number */
     bool closing;        /* threads end when they have run all posted steps */
     /* These four are used by the driver only, so they need no lock: */
@@ -28092,10 +28107,13 @@ static void rank_feed_forward(model_rank *rank, const toka_step *step, int layer
     rank_all_reduce(rank, x, step->T);
 }
 
-/* Runs one step on this rank: its layers, and the ends of the model that its stage has. x carries
- * the state in which each op leaves the residual stream (toka_hidden). results: [n_samples] on the
- * last stage; the tensor ranks other than 0 write to `discarded` instead. */
-static void rank_step(model_rank *rank, const toka_step *step, toka_sample_result *results) {
+static bool rank_is_last_stage(const model_rank *rank) {
+    return rank->options.pp_rank == rank->model->pp - 1;
+}
+
+/* Runs the body of a step on this rank: its layers, and the embedding if its stage has that. x
+ * carries the state in which each op leaves the residual stream (toka_hidden). */
+static void rank_body(model_rank *rank, const toka_step *step) {
     const toka_backend *backend = rank->model->backend;
     toka_hidden x = {.data = rank->x};
     if (backend->begin) backend->begin(rank->device, step);
@@ -28106,7 +28124,7 @@ static void rank_step(model_rank *rank, const toka_step *step, toka_sample_resul
     } else {
         backend->receive(rank->device, &x, step->T);
     }
-    if (rank->options.pp_rank == rank->model->pp - 1) backend->keep_ids(rank->device, step);
+    if (rank_is_last_stage(rank)) backend->keep_ids(rank->device, step);
     for (int layer = 0; layer < rank->shape.L; layer++) {
         const bool mlp_first = rank->weights.layers[layer].parallel;
         backend->norm_qkv_rope_kv(rank->device, step, layer, &x, rank->q);
@@ -28116,17 +28134,31 @@ static void rank_step(model_rank *rank, const toka_step *step, toka_sample_resul
         rank_all_reduce(rank, &x, step->T);
         if (!mlp_first) rank_feed_forward(rank, step, layer, &x);
     }
-    const bool is_last = rank->options.pp_rank == rank->model->pp - 1;
-    if (!is_last) backend->send(rank->device, &x, step->T);
-    if (is_last && step->n_pools) backend->norm_pool(rank->device, step, &x);
+    rank->hidden = x;
+}
+
+/* Runs the rest of the step. results: [n_samples] on the last stage; the tensor ranks other than 0
+ * write to `discarded` instead. */
+static void rank_head(model_rank *rank, const toka_step *step, toka_sample_result *results) {
+    const toka_backend *backend = rank->model->backend;
+    const bool is_last = rank_is_last_stage(rank);
+    toka_hidden *x = &rank->hidden;
+    if (!is_last) backend->send(rank->device, x, step->T);
+    if (is_last && step->n_pools) backend->norm_pool(rank->device, step, x);
     if (is_last && step->n_samples)
-        backend->norm_logits_sample(rank->device, step, &x,
+        backend->norm_logits_sample(rank->device, step, x,
                                     rank->options.tp_rank ? rank->discarded : results);
-    if (backend->end) backend->end(rank->device, step, &x);
+    if (backend->end) backend->end(rank->device, step, x);
+}
+
+/* Runs one step on this rank. */
+static void rank_step(model_rank *rank, const toka_step *step, toka_sample_result *results) {
+    rank_body(rank, step);
+    rank_head(rank, step, results);
 }
 
 /* Opens the device, allocates the activations, and passes each step that the device wants to
- * capture through rank_step. On the rank's thread. Returns 0 or the device's error. */
+ * capture through its ops. On the rank's thread. Returns 0 or the device's error. */
 COLD
 static int rank_open(model_rank *rank, toka_err *e) {
     const toka_backend *backend = rank->model->backend;
@@ -28164,28 +28196,40 @@ static void rank_notify(model_rank *rank, int code, const toka_err *e) {
     pthread_cond_broadcast(&model->notifier->changed);
 }
 
-/* Launches the next posted step, or skips it if there was an error. Called with notifier.lock held;
- * unlocks it while the device works. */
+/* May the head of the next step be launched? Called with notifier.lock held. */
+static bool rank_may_end(const model_rank *rank) {
+    const model_grid *model = rank->model;
+    return model->n_released > rank->n_launched || !rank_is_last_stage(rank) ||
+           model->error.code || model->closing;
+}
+
+/* Launches the next posted step, or skips it if there was an error. Of a held step it launches the
+ * body only, and the head in a later call. Called with notifier.lock held; unlocks it while the
+ * device works. */
 static void rank_launch(model_rank *rank) {
     model_grid *model = rank->model;
-    const model_job job = model->ring[rank->n_launched % MODEL_RING_STEPS];
-    const bool skipped = model->error.code != 0;
+    const int index = (int)(rank->n_launched % MODEL_RING_STEPS);
+    const model_job job = model->ring[index];
+    const bool begins = !rank->has_body, ends = rank_may_end(rank);
+    const bool skipped = begins && model->error.code;
     const double now = os_now();
     toka_err e;
     pthread_mutex_unlock(&model->notifier->lock);
-    if (rank->n_launched == rank->n_done) rank->busy_since = now;
-    if (!skipped) {
-        rank_step(rank, job.step, job.results);
+    if (begins && rank->n_launched == rank->n_done) rank->busy_since = now;
+    if (begins && !skipped) {
+        rank_body(rank, job.step);
         rank->n_begun++;
     }
+    if (ends && !skipped) rank_head(rank, job.step, job.results);
     const int code = skipped ? 0 : model->backend->status(rank->device, &e);
     const double launch_s = os_now() - now;
     pthread_mutex_lock(&model->notifier->lock);
     if (rank == model->ranks) {
-        model->ring[rank->n_launched % MODEL_RING_STEPS].begin_s = now;
-        model->ring[rank->n_launched % MODEL_RING_STEPS].launch_s = launch_s;
+        if (begins) model->ring[index].begin_s = now;
+        model->ring[index].launch_s += launch_s;
     }
-    rank->n_launched++;
+    rank->has_body = !ends;
+    rank->n_launched += ends;
     if (code) rank_notify(rank, code, &e);
 }
 
@@ -28217,9 +28261,10 @@ static void rank_finish(model_rank *rank) {
 }
 
 /* The thread of a rank. It launches a step if one is posted and fewer than max_in_flight are in
- * flight. Else it finishes the oldest one, if max_in_flight steps are in flight, if the driver
- * waits for it, or if the model is being closed. Else it sleeps. On a backend without `finish`
- * it runs one step at a time: steps that the driver posts ahead wait in the ring. */
+ * flight, but first the head of a step whose body was launched, once it may. Else it finishes the
+ * oldest one, if max_in_flight steps are in flight, if the driver waits for it, or if the model is
+ * being closed. Else it sleeps. On a backend without `finish` it runs one step at a time: steps
+ * that the driver posts ahead wait in the ring. */
 static void *rank_thread(void *arg) {
     model_rank *rank = arg;
     model_grid *model = rank->model;
@@ -28231,7 +28276,10 @@ static void *rank_thread(void *arg) {
     for (;;) {
         const int64_t n_in_flight = rank->n_launched - rank->n_done;
         const int64_t max_in_flight = model->backend->finish ? model->backend->max_in_flight : 1;
-        if (rank->n_launched < model->n_posted && n_in_flight < max_in_flight)
+        const bool may_launch =
+            rank->has_body ? rank_may_end(rank)
+                           : rank->n_launched < model->n_posted && n_in_flight < max_in_flight;
+        if (may_launch)
             rank_launch(rank);
         else if (n_in_flight && (n_in_flight == max_in_flight ||
                                  model->wanted_step > rank->n_done || model->closing))
@@ -28369,18 +28417,30 @@ static int model_wait_open(model_grid *model, toka_err *e) {
     return code;
 }
 
-/* Queues a step for all ranks. results: [step->n_samples], filled when model_wait returns 0.
- * Returns the number of the step: 1, 2, 3 ... */
-static int64_t model_post(model_grid *model, const toka_step *step, toka_sample_result *results) {
+/* Queues a step for all ranks. results: [step->n_samples], filled when model_wait returns 0. held:
+ * until model_release; then no step may be posted before that but of the same batch. Returns the
+ * number of the step: 1, 2, 3 ... */
+static int64_t model_post(model_grid *model, const toka_step *step, toka_sample_result *results,
+                          bool held) {
     pthread_mutex_lock(&model->notifier->lock);
     for (int i = 0; i < model->n_ranks; i++)
         assert(model->n_posted - model->ranks[i].n_done < MODEL_RING_STEPS);
     model->ring[model->n_posted % MODEL_RING_STEPS] =
         (model_job){.step = step, .results = results};
     int64_t number = ++model->n_posted;
+    if (!held) model->n_released = number;
     pthread_cond_broadcast(&model->work_ready);
     pthread_mutex_unlock(&model->notifier->lock);
     return number;
+}
+
+/* Releases all posted steps: the masks of their rows are set. A row that has none then draws any
+ * id, and its result must not be used. */
+static void model_release(model_grid *model) {
+    pthread_mutex_lock(&model->notifier->lock);
+    model->n_released = model->n_posted;
+    pthread_cond_broadcast(&model->work_ready);
+    pthread_mutex_unlock(&model->notifier->lock);
 }
 
 /* The driver waits for step `number`: ranks finish it as soon as they can. Called with
@@ -28435,7 +28495,7 @@ static void model_poll(model_notifier *notifier) {
 
 /* Waits until step `number` is done. Returns 0, or the model's first error. After an error it still
  * waits for the ranks, until hang_budget_s is used up; then the model is hung. (A second model that
- * fails has what the first one left of it.) */
+ * fails has what the first one left of it.) A held step must be released before. */
 static int model_wait(model_grid *model, int64_t number, toka_err *e) {
     model_notifier *notifier = model->notifier;
     pthread_mutex_lock(&notifier->lock);
@@ -28458,7 +28518,7 @@ static int model_wait(model_grid *model, int64_t number, toka_err *e) {
 /* Posts one step and waits for it. Returns as model_wait does. */
 static int model_run_step(model_grid *model, const toka_step *step, toka_sample_result *results,
                           toka_err *e) {
-    return model_wait(model, model_post(model, step, results), e);
+    return model_wait(model, model_post(model, step, results, false), e);
 }
 
 /* The time that the steps `first` to `last` took on the first rank: begin and end as in model_job,
@@ -28556,20 +28616,33 @@ static double model_busy_s(model_grid *model) {
  * Constraints. A token of a sample with a constraint is not committed at once: the constraint reads
  * it first, and makes the mask of the next row. That may take as long as a step, so workers do it:
  *
- *     driver     eng_commit, eng_post_readings       eng_commit_all_read, sched_commit, the event
+ *     driver     eng_commit, eng_post_reading        eng_commit_all_read, sched_commit, the event
  *                          |                                   ^
  *     worker               +--> eng_read: read the token, -----+
  *                               is the text complete? its mask
  *
- * Until it is committed, the scheduler has the token in flight, so only its sequence waits. Others
- * with a constraint are gathered with it (19), for a part of a step (eng_gather_s). A machine is
- * changed by reading: a worker takes a constraint together with all its readers. The mask before
- * the first token is made by the thread that submits. No token depends on when a mask is ready, as
- * none depends on the step that computes it.
+ * Meanwhile the device runs the next step, in which the sample has a row, too. Its mask is needed
+ * only at the LM head. So that step is held (31): the device runs its body, and the driver releases
+ * its head when all tokens are read and committed. One row with a constraint, with two steps in
+ * flight:
+ *
+ *     host       commit N, post reading | eng_release_step N+1, plan N+2 | wait for N+1
+ *     worker                        read N                               |
+ *     device     body of N+1 =================== | head of N+1 == | body of N+2 ===========
+ *
+ * A held step waits for slow masks, but not for long (eng_hold_s). Then it runs without them, and
+ * the rows that have none are taken back (sched_rewind): each comes again when its token is
+ * committed. No row without a constraint waits for longer. A machine is changed by reading: a
+ * worker takes a constraint together with all its readers. The mask before the first token is made
+ * by the thread that submits. No token depends on when a mask is ready, as none depends on the step
+ * that computes it.
  *
  * Forced tokens. If a mask has one id only, the next token is certain. Then the worker also makes
- * the mask after it, for up to ENG_MAX_FORCED tokens. They are drafts (19, 20) that are always
- * right: each has a row with its own mask in the next step, and is drawn there like any other.
+ * the mask after it, for up to ENG_MAX_FORCED tokens. No worker reads these tokens again, and no
+ * step waits for their masks. Where the device takes drafts (19, 20), several of them are drafts
+ * that are always right: each has a row with its own mask in one step, and is drawn there like any
+ * other. The sequence waits for that, as a step with drafts is planned only behind committed
+ * tokens.
  *
  * Orders. Other threads pause the engine and change its weights by an order (eng_give_order), which
  * the driver carries out between steps (eng_follow_order). For most orders it first plans no more
@@ -28600,8 +28673,9 @@ static double model_busy_s(model_grid *model) {
 #define ENG_MAX_SAMPLES (1 << 28) /* of all requests that are not released */
 #define ENG_MAX_IN_FLIGHT 4       /* in-flight steps of a replica */
 #define ENG_MAX_PARALLEL 64       /* replicas, stages, tensor ranks */
-#define ENG_GATHER_SHARE 0.25     /* of a step: rows with a constraint wait for tokens that are
-                                   * being read, not longer */
+/* Of a step: so long a held step waits for masks at least, and if all of its rows wait for them. */
+#define ENG_HOLD_SHARE 0.5
+#define ENG_HOLD_ALONE 4
 #define ENG_FIRST_MEAN 192.0      /* output tokens expected before any sample has ended */
 
 typedef struct eng_waiter { /* a thread in eng_generate */
@@ -28624,7 +28698,10 @@ typedef struct eng_mask { /* the tokens that may come next */
     bool accepts;   /* the text may end there */
 } eng_mask;
 
-enum { ENG_MAX_FORCED = 8 };
+enum {
+    ENG_MAX_FORCED = 8,
+    ENG_WAIT_FORCED = 2 /* more forced tokens are worth the step in which their sequence waits */
+};
 
 typedef struct eng_ahead { /* what may follow an output */
     int n_forced;      /* the next so many tokens are certain, as their masks have one id each */
@@ -28698,6 +28775,7 @@ typedef struct eng_reader {
     int seq;
     uint32_t generation;  /* of the sequence, when its row was planned */
     bool busy, closed;    /* closed: the sample has ended; it is freed when it is not busy */
+    unsigned round;       /* the replica's, when it became busy */
     ids output;           /* the committed tokens */
     eng_place place;      /* in the output */
     eng_ahead ahead;      /* after the output */
@@ -28748,6 +28826,7 @@ typedef struct eng_inflight {
     int n_masks;
     bool has_forced; /* it has rows of forced tokens */
     bool has_texts;  /* it has samples whose draws are replaced */
+    bool is_held;    /* it is posted, and some masks are not known yet (eng_release_step) */
     int64_t first_number, last_number; /* model_post's, of the first and the last microbatch */
     double plan_began, plan_s; /* os_now() when its plan began; how long this took */
 } eng_inflight;
@@ -28781,10 +28860,9 @@ typedef struct eng_replica {
     int max_in_flight, oldest, n_in_flight;
     eng_detokenizer *detokenizers; /* [max_seqs] */
     eng_reader **readers;          /* [max_seqs] NULL: none yet */
-    double gather_since; /* since then rows with a constraint wait for others of their kind, whose
-                          * token is being read; 0: they do not wait */
-    double gather_step_s; /* seconds of the step that drew these tokens */
-    int n_gathered;       /* and their number */
+    int n_reading;       /* busy readers for which a held step waits: those of this round */
+    unsigned round;      /* how often a held step did not wait for a reader any more */
+    double done_s, step_s; /* os_now() when the last step was done; seconds since the one before */
     eng_request **requests;        /* [cap_requests] by the scheduler's request number */
     int64_t *request_ids;          /* [cap_requests] their ids, 0: none. An array of its own, as
                                     * each cancel searches all of it */
@@ -30156,7 +30234,7 @@ static void eng_add_request(eng *engine, eng_request *request) {
                      .n_prompt = n_prefill,
                      .n = request->n_samples,
                      .max_tokens = sampling->max_tokens,
-                     .no_run_ahead = sampling->constraint != NULL,
+                     .one_ahead = sampling->constraint != NULL,
                      .n_unshared = eng_n_unshared(engine, request),
                      .priority = request->priority,
                      .adapter = request->adapter,
@@ -30250,13 +30328,37 @@ static bool eng_drain_inbox(eng *engine) {
 
 /* ---- One step ---- */
 
+/* Gives a sample row its mask. */
+static void eng_set_mask(eng_replica *replica, eng_inflight *inflight, int i, con_bits *bits) {
+    inflight->masks[inflight->n_masks++] = con_bits_hold(bits);
+    inflight->sample_rows[i].mask = bits->mask;
+    replica->engine->stats.masks++;
+}
+
+/* Gives sample row i, whose sequence has a constraint, its mask, if that is known yet: if all
+ * tokens before the row are committed, but for some that are forced. Else the step is held. */
+static void eng_add_mask(eng_replica *replica, eng_inflight *inflight, int i) {
+    const int seq = inflight->batch.samples[i].seq;
+    const sched_seq *sequence = &replica->sched.seqs[seq];
+    const eng_reader *reader = eng_reader_of(replica, inflight->row_requests[i], seq);
+    const int n_ahead = (int)inflight->sample_rows[i].position - sequence->n_known;
+    inflight->has_forced |= sequence->n_drafts > 0;
+    if (n_ahead <= reader->ahead.n_forced) {
+        eng_set_mask(replica, inflight, i, reader->ahead.masks[n_ahead].bits);
+        return;
+    }
+    inflight->sample_rows[i].awaits_mask = true;
+    inflight->is_held = true;
+}
+
 /* Adds what a sample row needs beside its logits: end ids that may not be drawn before min_tokens,
  * and the mask of a constraint, and, for penalties and bad words, the pages of the sequence: the
  * device keeps the id of each token beside its K and V, so the pages give it the history. Pages are
  * appended to row_ids of inflight, whose memory may move: eng_set_row_ids sets the row's pointers
  * to them at the end. */
-static void eng_add_row_ids(eng_replica *replica, eng_inflight *inflight,
-                            const eng_request *request, int seq, toka_sample_row *row) {
+static void eng_add_row_ids(eng_replica *replica, eng_inflight *inflight, int i) {
+    const eng_request *request = inflight->row_requests[i];
+    toka_sample_row *row = &inflight->sample_rows[i];
     const int n_before = (int)row->position; /* tokens before the one to draw */
     const toka_sampling *sampling = &request->sampling;
     bool before_min = n_before - row->n_prompt < sampling->min_tokens;
@@ -30264,19 +30366,12 @@ static void eng_add_row_ids(eng_replica *replica, eng_inflight *inflight,
     row->n_forbidden = before_min ? (int)request->end_ids.n : 0;
     row->words = sampling->bad_words ? &sampling->bad_words->table : NULL;
     row->keep_special = request->keep_special;
-    if (sampling->constraint) {
-        const int n_forced = n_before - replica->sched.seqs[seq].n_known;
-        con_bits *bits = eng_reader_of(replica, request, seq)->ahead.masks[n_forced].bits;
-        inflight->has_forced |= n_forced > 0;
-        inflight->masks[inflight->n_masks++] = con_bits_hold(bits);
-        row->mask = bits->mask;
-        replica->engine->stats.masks++;
-    }
+    if (sampling->constraint) eng_add_mask(replica, inflight, i);
     if (!samp_needs_history(sampling)) return;
     row->n_history = n_before;
-    const int *pages = kv_block_table(&replica->sched.kv, seq);
+    const int *pages = kv_block_table(&replica->sched.kv, inflight->batch.samples[i].seq);
     const int n_pages = kv_pages_for(&replica->sched.kv, row->n_history);
-    for (int i = 0; i < n_pages; i++) ids_push(&inflight->row_ids, pages[i]);
+    for (int k = 0; k < n_pages; k++) ids_push(&inflight->row_ids, pages[k]);
 }
 
 /* Sets the rows' pointers into row_ids, in the order in which eng_add_row_ids appended. */
@@ -30378,11 +30473,24 @@ static void eng_replace_draws(eng_inflight *inflight) {
     }
 }
 
+/* Is the row of sample i that of a draft? A sequence without drafts has one sample in a step. */
+static bool eng_is_behind_draft(const eng_inflight *inflight, int i) {
+    return i && inflight->batch.samples[i - 1].seq == inflight->batch.samples[i].seq;
+}
+
+/* Must the device keep the id that sample row i draws, as the next plan may come before its commit?
+ * Not with drafts; but tokens that a constraint forces are right, so the last row's id is kept. */
+static bool eng_keeps_id(const eng_inflight *inflight, const sched_seq *sequence, int i) {
+    const bool is_last =
+        i + 1 == inflight->n_sampled || !eng_is_behind_draft(inflight, i + 1);
+    return !sequence->n_drafts || (sequence->one_ahead && is_last);
+}
+
 /* Fills the step's sample rows: those of batch.samples, then those of scored prompt tokens. */
 static void eng_make_sample_rows(eng_replica *replica, eng_inflight *inflight) {
     inflight->row_ids.n = 0;
     inflight->n_masks = 0;
-    inflight->has_forced = inflight->has_texts = false;
+    inflight->has_forced = inflight->has_texts = inflight->is_held = false;
     eng_split_samples(replica, inflight);
     eng_add_pools(replica, inflight);
     for (int i = 0; i < inflight->n_sampled; i++) {
@@ -30391,7 +30499,7 @@ static void eng_make_sample_rows(eng_replica *replica, eng_inflight *inflight) {
         eng_request *request = replica->requests[sequence->request];
         inflight->sample_rows[i] = (toka_sample_row){
             .row = sample->row,
-            .seq = sequence->n_drafts ? -1 : sample->seq, /* the host has it before the next plan */
+            .seq = eng_keeps_id(inflight, sequence, i) ? sample->seq : -1,
             .scored_id = request->score_only ? request->prompt[request->n_prompt - 1] : -1,
             .wants_rank = request->score_only && request->prompt_ranks,
             .sample = (uint32_t)sequence->sample,
@@ -30401,8 +30509,7 @@ static void eng_make_sample_rows(eng_replica *replica, eng_inflight *inflight) {
         inflight->row_requests[i] = request;
         request->n_in_flight++;
         if (request->output_ids) eng_use_text(inflight, request, &inflight->sample_rows[i]);
-        if (!request->score_only)
-            eng_add_row_ids(replica, inflight, request, sample->seq, &inflight->sample_rows[i]);
+        if (!request->score_only) eng_add_row_ids(replica, inflight, i);
     }
     eng_set_row_ids(replica, inflight);
     inflight->batch.step.samples = inflight->sample_rows;
@@ -30649,11 +30756,6 @@ static void eng_commit_vectors(eng_replica *replica, const eng_inflight *infligh
     }
 }
 
-/* Is the row of sample i that of a draft? A sequence without drafts has one sample in a step. */
-static bool eng_is_behind_draft(const eng_inflight *inflight, int i) {
-    return i && inflight->batch.samples[i - 1].seq == inflight->batch.samples[i].seq;
-}
-
 /* The next n tokens of the sequence will be its drafts, so the K and V that the draft model has of
  * them count. The last draft is not among them, as it was drawn, but is not computed yet. */
 COLD
@@ -30747,15 +30849,15 @@ static eng_draw eng_draw_of(const eng_replica *replica, const eng_inflight *infl
     return draw;
 }
 
-/* Marks the samples whose token a constraint must read before it is committed: of each sequence
- * the last row that counts. The tokens before it are forced, so they were read. */
+/* Marks the samples whose token a constraint must read before it is committed. Forced tokens were
+ * read. */
 static void eng_mark_readings(const eng_replica *replica, eng_inflight *inflight) {
     for (int i = 0; i < inflight->n_sampled && inflight->n_masks; i++) {
         batch_sample *sample = &inflight->batch.samples[i];
-        const bool goes_on = i + 1 < inflight->n_sampled && eng_is_behind_draft(inflight, i + 1) &&
-                             !sample[1].rejected;
-        if (inflight->sample_rows[i].mask && !goes_on && eng_counts(replica, sample))
-            sample->is_read = true;
+        const toka_sample_row *row = &inflight->sample_rows[i];
+        if (!row->mask || !eng_counts(replica, sample)) continue;
+        const int n_ahead = (int)row->position - replica->sched.seqs[sample->seq].n_known;
+        sample->is_read = n_ahead == replica->readers[sample->seq]->ahead.n_forced;
     }
 }
 
@@ -30771,8 +30873,9 @@ static eng_reader *eng_post_reading(eng_replica *replica, eng_request *request,
     reader->row = *draw->row;
     reader->result = *draw->result;
     reader->busy = true;
+    reader->round = replica->round;
     request->n_in_flight++;
-    replica->sched.n_reading++;
+    replica->n_reading++;
     replica->engine->n_active++;
     replica->engine->workers.n_readings++;
     return reader;
@@ -30787,6 +30890,24 @@ static void eng_pass_forced(eng_reader *reader, int32_t id) {
     ahead->n_forced--;
     for (int i = 0; i <= ahead->n_forced; i++) ahead->masks[i] = ahead->masks[i + 1];
     for (int i = 0; i < ahead->n_forced; i++) ahead->forced[i] = ahead->forced[i + 1];
+}
+
+/* Gives the forced tokens of a sequence to it as drafts (20), if the model takes any: their rows
+ * are in the sequence's next step, and each is drawn. So text, log-probabilities and limits are
+ * those of a step for each token. If a token is in flight, it is the first forced one, and the
+ * sequence waits for its commit, if the others are worth it. */
+static void eng_draft_forced(eng_replica *replica, int seq) {
+    const eng_reader *reader = replica->readers[seq];
+    sched_seq *sequence = &replica->sched.seqs[seq];
+    const bool in_flight = sequence->n_known < sequence->n_planned;
+    if (!reader || !replica->engine->backend->has_drafts || replica->sched.config.states.used)
+        return;
+    sequence->awaits_commit = in_flight && reader->ahead.n_forced > ENG_WAIT_FORCED;
+    if (in_flight) return;
+    const int room = sequence->limit - sequence->n_known - 1;
+    sequence->n_drafts = (uint8_t)MIN(reader->ahead.n_forced, room);
+    memcpy(sequence->tokens + sequence->n_known, reader->ahead.forced,
+           sequence->n_drafts * sizeof *sequence->tokens);
 }
 
 /* Commits the step's samples with a mask, or those without. A token that a constraint must read is
@@ -30811,13 +30932,11 @@ static void eng_commit_samples(eng_replica *replica, const eng_inflight *infligh
         if (masked && !draw.none_left)
             eng_pass_forced(replica->readers[sample.seq], draw.result->id);
         eng_commit_draw(replica, request, &draw);
+        const bool goes_on = i + 1 < inflight->n_sampled && eng_is_behind_draft(inflight, i + 1);
+        if (masked && !goes_on) eng_draft_forced(replica, sample.seq);
     }
     *end = NULL;
-    if (!readers) return;
-    replica->gather_since = os_now();
-    replica->gather_step_s = replica->gather_since - inflight->plan_began;
-    replica->n_gathered = replica->sched.n_reading;
-    eng_queue_readers(&replica->engine->workers, readers);
+    if (readers) eng_queue_readers(&replica->engine->workers, readers);
 }
 
 /* Delivers the events of a step that is done, and gives its tokens to the scheduler. */
@@ -30827,18 +30946,6 @@ static void eng_commit(eng_replica *replica, eng_inflight *inflight) {
     eng_mark_readings(replica, inflight);
     if (inflight->n_masks) eng_commit_samples(replica, inflight, true);
     eng_commit_samples(replica, inflight, false);
-}
-
-/* Gives the forced tokens of a reader to its sequence as drafts (20), if the model takes any: their
- * rows are in the sequence's next step, and each is drawn. So text, log-probabilities and limits
- * are those of a step for each token. */
-static void eng_draft_forced(eng_replica *replica, const eng_reader *reader) {
-    sched_seq *sequence = &replica->sched.seqs[reader->seq];
-    const int room = sequence->limit - sequence->n_known - 1;
-    if (!replica->engine->backend->has_drafts || replica->sched.config.states.used) return;
-    sequence->n_drafts = (uint8_t)MIN(reader->ahead.n_forced, room);
-    memcpy(sequence->tokens + sequence->n_known, reader->ahead.forced,
-           sequence->n_drafts * sizeof *sequence->tokens);
 }
 
 /* Is the token that the reader has read still wanted? Else its sample has ended, or was
@@ -30860,7 +30967,7 @@ static void eng_commit_read(eng_reader *reader) {
                      .complete = reader->complete};
     engine->workers.n_readings--;
     engine->n_active--;
-    replica->sched.n_reading--;
+    replica->n_reading -= reader->round == replica->round;
     engine->stats.masks_made += reader->n_made;
     if (eng_is_wanted(reader)) {
         const eng_reader *next = reader->next;
@@ -30870,7 +30977,8 @@ static void eng_commit_read(eng_reader *reader) {
         reader->ahead = reader->next_ahead;
         reader->place = reader->next_place;
         ids_push(&reader->output, reader->result.id);
-        if (!reader->closed) eng_draft_forced(replica, reader);
+        replica->sched.seqs[reader->seq].awaits_commit = false;
+        eng_draft_forced(replica, reader->seq);
     } else eng_drop_ahead(&reader->next_ahead);
     reader->busy = false;
     if (reader->closed) eng_reader_free(reader);
@@ -30992,6 +31100,7 @@ static void eng_abort_all_requests(eng *engine, toka_finish reason) {
     eng_drain_inbox(engine);
     for (int i = 0; i < engine->n_replicas; i++) {
         eng_replica *replica = &engine->replicas[i];
+        model_release(&replica->model);
         for (; replica->n_in_flight; eng_retire_oldest(replica))
             model_wait(&replica->model, replica->inflight[replica->oldest].last_number, &e);
         for (int j = 0; j < replica->cap_requests; j++)
@@ -31033,24 +31142,70 @@ static bool eng_close(eng *engine) {
 static void eng_post_step(eng_replica *replica, eng_inflight *inflight) {
     if (replica->model.pp == 1) {
         inflight->first_number = inflight->last_number =
-            model_post(&replica->model, &inflight->batch.step, inflight->results);
+            model_post(&replica->model, &inflight->batch.step, inflight->results,
+                       inflight->is_held);
         return;
     }
     batch_make_micros(&replica->builder, &inflight->micros, &inflight->batch);
     for (int i = 0; i < inflight->micros.n; i++) {
         const batch_micro *micro = &inflight->micros.micro[i];
         inflight->last_number =
-            model_post(&replica->model, &micro->step, inflight->results + micro->sample0);
+            model_post(&replica->model, &micro->step, inflight->results + micro->sample0,
+                       inflight->is_held);
         if (!i) inflight->first_number = inflight->last_number;
     }
 }
 
-/* Returns how many seconds longer rows wait for those whose token is being read. To wait costs the
- * time of the rows that are ready; not to wait costs the others a step. */
-static double eng_gather_s(const eng_replica *replica, double now) {
-    const double n_reading = replica->sched.n_reading;
-    const double share = 0.5 * n_reading / MAX(replica->n_gathered - n_reading, 1);
-    return replica->gather_since + replica->gather_step_s * MIN(share, ENG_GATHER_SHARE) - now;
+/* Returns the oldest in-flight step if it is held, else NULL. Only the newest one can be held. */
+static eng_inflight *eng_held_step(eng_replica *replica) {
+    eng_inflight *oldest = &replica->inflight[replica->oldest];
+    return replica->n_in_flight && oldest->is_held ? oldest : NULL;
+}
+
+/* Returns how many seconds longer a held step waits for tokens that are being read: at least for
+ * half a step, as its body runs so long. To wait longer costs the time of its other rows, and of
+ * new requests; not to wait costs the rows of these tokens a step. A state cannot be taken back. */
+static double eng_hold_s(const eng_replica *replica, const eng_inflight *held) {
+    const int n_others = held->batch.step.T - replica->n_reading;
+    if (!replica->n_reading) return 0;
+    if (replica->sched.config.states.used) return MODEL_POLL_S;
+    const double share =
+        n_others > 0 ? MIN((double)replica->n_reading / n_others, 1) : ENG_HOLD_ALONE;
+    return replica->done_s + replica->step_s * MAX(share, ENG_HOLD_SHARE) - os_now();
+}
+
+/* Gives row i of a held step its mask. If its last token is still being read, takes the row back:
+ * the sequence gets it again when the token is committed. A sequence that has ended needs none. */
+static void eng_bring_mask(eng_replica *replica, eng_inflight *inflight, int i) {
+    const batch_sample *sample = &inflight->batch.samples[i];
+    const sched_seq *sequence = &replica->sched.seqs[sample->seq];
+    if (sequence->generation != sample->generation) return;
+    eng_reader *reader = replica->readers[sample->seq];
+    if (!reader->busy) {
+        assert((int)inflight->sample_rows[i].position == sequence->n_known);
+        eng_set_mask(replica, inflight, i, reader->ahead.masks[0].bits);
+        return;
+    }
+    sched_rewind(&replica->sched, sample->seq);
+    reader->generation = sequence->generation;
+    replica->engine->stats.masks_late++;
+}
+
+/* Brings the masks of the oldest step, if it is held, and releases it: when all tokens of the steps
+ * before are read, or it has waited long enough. */
+static void eng_release_step(eng_replica *replica) {
+    eng_inflight *held = eng_held_step(replica);
+    if (!held || eng_hold_s(replica, held) > 0) return;
+    for (int i = 0; i < held->n_sampled; i++) {
+        if (!held->sample_rows[i].awaits_mask) continue;
+        eng_bring_mask(replica, held, i);
+        if (held->micros.n)
+            held->micros.sample_rows[held->micros.sample_at[i]].mask = held->sample_rows[i].mask;
+    }
+    held->is_held = false;
+    replica->round += replica->n_reading > 0;
+    replica->n_reading = 0;
+    model_release(&replica->model);
 }
 
 /* ---- Draft model ----
@@ -31128,16 +31283,17 @@ static void eng_build_draft_step(eng_replica *replica, int n_drawn) {
         if (n) eng_add_draft_rows(replica, seq, from, from + n);
         if (from + n < end) sequence->n_drafts = 0;
         if (from + n < end) continue;
-        toka_sample_row *row = &inflight->sample_rows[inflight->n_sampled];
-        inflight->batch.samples[inflight->n_sampled++].seq = seq;
-        *row = (toka_sample_row){.row = step->T - 1,
-                                 .seq = -1,
-                                 .scored_id = -1,
-                                 .sample = (uint32_t)sequence->sample,
-                                 .position = (uint32_t)end,
-                                 .sampling = &request->sampling,
-                                 .n_prompt = sequence->n_prompt};
-        eng_add_row_ids(replica, inflight, request, seq, row);
+        inflight->batch.samples[inflight->n_sampled].seq = seq;
+        inflight->row_requests[inflight->n_sampled] = request;
+        inflight->sample_rows[inflight->n_sampled] =
+            (toka_sample_row){.row = step->T - 1,
+                              .seq = -1,
+                              .scored_id = -1,
+                              .sample = (uint32_t)sequence->sample,
+                              .position = (uint32_t)end,
+                              .sampling = &request->sampling,
+                              .n_prompt = sequence->n_prompt};
+        eng_add_row_ids(replica, inflight, inflight->n_sampled++);
     }
     eng_set_row_ids(replica, inflight);
     step->n_samples = inflight->n_sampled;
@@ -31150,7 +31306,7 @@ static void eng_list_drafting(eng_replica *replica) {
     replica->draft.n_seqs = 0;
     for (int seq = 0; seq < sched->config.max_seqs; seq++) {
         sched_seq *sequence = &sched->seqs[seq];
-        if (sequence->state != SCHED_DECODE || sequence->no_run_ahead || !sequence->n_drafts ||
+        if (sequence->state != SCHED_DECODE || sequence->one_ahead || !sequence->n_drafts ||
             sequence->n_known < sequence->n_planned)
             continue;
         replica->draft.seqs[replica->draft.n_seqs++] = seq;
@@ -31178,7 +31334,7 @@ static void eng_make_synthetic(const eng_replica *replica) {
     const double rate = replica->drafts.config.rate;
     for (int seq = 0; seq < replica->sched.config.max_seqs; seq++) {
         sched_seq *sequence = &replica->sched.seqs[seq];
-        if (sequence->state != SCHED_DECODE || sequence->no_run_ahead ||
+        if (sequence->state != SCHED_DECODE || sequence->one_ahead ||
             sequence->n_known < sequence->n_planned)
             continue;
         const eng_request *request = replica->requests[sequence->request];
@@ -31220,12 +31376,16 @@ static bool eng_draw_drafts(eng_replica *replica) {
 }
 
 /* Plans a step and posts it. Returns false if no row can run before an in-flight step is committed,
- * for example because every sequence waits for its last token. */
+ * for example because every sequence waits for its last token, or before a held step is released:
+ * rows with constraints are planned ahead by one token only. */
 static bool eng_plan_step(eng_replica *replica) {
     eng *engine = replica->engine;
     eng_inflight *inflight =
         &replica->inflight[(replica->oldest + replica->n_in_flight) % replica->max_in_flight];
+    const int newest = replica->oldest + replica->n_in_flight - 1;
     double began = os_now();
+    if (replica->n_in_flight && replica->inflight[newest % replica->max_in_flight].is_held)
+        return false;
     /* with stages the others go on, because an empty pipeline costs more than a step */
     if (replica->drafts.config.method && draft_plan(&replica->drafts, &replica->sched) &&
         replica->n_in_flight && replica->model.pp == 1)
@@ -31233,9 +31393,6 @@ static bool eng_plan_step(eng_replica *replica) {
     if (engine->draft_files && !eng_draw_drafts(replica)) return false;
     if (engine->drafts.method == DRAFT_SYNTHETIC) eng_make_synthetic(replica);
     const double draft_s = os_now() - began;
-    replica->sched.awaits_reading =
-        replica->sched.n_reading && replica->gather_since && eng_gather_s(replica, began) > 0;
-    if (!replica->sched.awaits_reading) replica->gather_since = 0;
     int n_rows = sched_plan(&replica->sched);
     if (n_rows) {
         batch_build(&replica->builder, &inflight->batch, &replica->sched);
@@ -31308,6 +31465,8 @@ static void eng_commit_oldest(eng_replica *replica) {
         return;
     }
     double began = os_now();
+    replica->step_s = began - MAX(replica->done_s, inflight->plan_began);
+    replica->done_s = began;
     engine->stats.steps++;
     engine->stats.rows += inflight->batch.step.T;
     const bool has_drafts = replica->drafts.config.method != DRAFT_NONE;
@@ -31327,25 +31486,21 @@ static void eng_commit_oldest(eng_replica *replica) {
 }
 
 /* Returns in how many seconds the driver must go on, if nothing wakes it. 0: now, as tokens were
- * read, or as rows have waited long enough for those that are being read. */
+ * read, or as a held step has waited long enough for those that are being read. */
 static double eng_seconds_to_wait(eng *engine) {
     double seconds = MODEL_POLL_S;
     if (!engine->workers.n_readings) return seconds;
     if (atomic_load(&engine->workers.done)) return 0;
     for (int i = 0; i < engine->n_replicas; i++) {
-        eng_replica *replica = &engine->replicas[i];
-        if (!replica->gather_since || replica->n_in_flight == replica->max_in_flight) continue;
-        seconds = MIN(seconds, eng_gather_s(replica, os_now()));
-        if (seconds > 0) continue;
-        replica->gather_since = 0;
-        return 0;
+        const eng_inflight *held = eng_held_step(&engine->replicas[i]);
+        if (held) seconds = MIN(seconds, eng_hold_s(&engine->replicas[i], held));
     }
-    return seconds;
+    return MAX(seconds, 0);
 }
 
 /* Waits until the oldest in-flight step of some replica is done or has failed, and returns this
  * replica. Returns NULL if no step is in flight and no token is being read, if new work came while
- * a replica is idle, or if rows with constraints may be planned now. Replicas are checked round
+ * a replica is idle, or if a held step may be released now. Replicas are checked round
  * robin, so that a fast one does not hold up the others. */
 static eng_replica *eng_wait_done_step(eng *engine) {
     eng_replica *found = NULL;
@@ -31361,7 +31516,8 @@ static eng_replica *eng_wait_done_step(eng *engine) {
             if (!replica->n_in_flight) continue;
             const int64_t number = replica->inflight[replica->oldest].last_number;
             any_in_flight = true;
-            model_set_wanted(&replica->model, number);
+            /* a rank that waited for it would not launch the step that is planned next */
+            if (!eng_held_step(replica)) model_set_wanted(&replica->model, number);
             model_watchdog(&replica->model, number);
             if (model_is_done(&replica->model, number) || replica->model.error.code)
                 found = replica;
@@ -31439,12 +31595,13 @@ static bool eng_follow_order(eng *engine) {
     return !engine->paused;
 }
 
-/* Plans steps until every replica has max_in_flight of them in flight or has nothing more to run,
- * then commits one step. If no step is in flight, a replica with requests can always plan one:
- * sched_admit asserts it. So eng_drive does not spin. */
+/* Releases held steps, plans steps until every replica has max_in_flight of them in flight or has
+ * nothing more to run, then commits one step. If no step is in flight, a replica with requests can
+ * always plan one: sched_admit asserts it. So eng_drive does not spin. */
 static void eng_step(eng *engine) {
     const bool ordered = eng_drain_inbox(engine);
     eng_commit_all_read(engine); /* after the cancels: they discard tokens */
+    for (int i = 0; i < engine->n_replicas; i++) eng_release_step(&engine->replicas[i]);
     const bool plans = !ordered || eng_follow_order(engine);
     for (int i = 0; i < engine->n_replicas && plans; i++)
         for (eng_replica *replica = &engine->replicas[i];
@@ -47317,6 +47474,7 @@ static void run_bench_print(const run_bench_state *bench, const run_report *repo
                   {"preemptions", report->stats.preemptions},
                   {"masks", report->stats.masks},
                   {"masks_made", report->stats.masks_made},
+                  {"masks_late", report->stats.masks_late},
                   {"forced_tokens", report->stats.forced_tokens},
                   {"draft_tokens", report->stats.draft_tokens},
                   {"draft_tokens_accepted", report->stats.draft_tokens_accepted}};

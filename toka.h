@@ -505,6 +505,7 @@ typedef struct toka_stats { /* since toka_open, as of the last step. An event is
                            others were kept */
     int64_t forced_tokens; /* output tokens that took no step of their own, as their mask has one
                               id */
+    int64_t masks_late; /* rows that ran in a later step, as their mask came too late */
     double mask_s;   /* seconds that workers spent on masks and on reading the tokens before them */
     /* 0 if the model has no such layers */
     int windowed_pages;      /* pages of layers with a window, which keep only their window */
@@ -1168,7 +1169,15 @@ typedef struct toka_sample_row {
     const uint32_t *mask;          /* NULL, or a bit for each of the V_all ids, bit id % 32 of word
                                       id / 32: only ids with a 1 may be drawn now (constraint). Rows
                                       with equal masks may share one */
+    bool awaits_mask;              /* the mask is NULL before norm_logits_sample. It may be NULL
+                                      there, too: then the row draws any id, and its result is not
+                                      used */
 } toka_sample_row;
+
+/* Returns true if the row has a mask, or will have one. */
+static inline bool toka_has_mask(const toka_sample_row *row) {
+    return row->mask || row->awaits_mask;
+}
 
 /* Returns true if the result of this row must have a logprob; else its logprob is NAN. A scored id
  * always has one. */
@@ -1235,7 +1244,7 @@ typedef struct toka_copy { /* copies a whole KV page, in all layers of its pool 
 } toka_copy;
 
 typedef struct toka_step { /* one forward step as integers; host memory, unchanged until the step is
-                              done */
+                              done, but for the masks of rows with awaits_mask */
     int T, n_spans, n_samples;
     const int32_t *ids;      /* [T] token ids. -1 - seq: the last token of sequence seq, which an
                                 earlier step sampled and the device keeps */
@@ -1400,7 +1409,10 @@ typedef struct toka_backend {
      * change or move from begin until finish returns. At most max_in_flight steps are begun and not
      * finished. finish is called for every step that was begun, also after an error, and also on
      * ranks without results. begin, end and finish are NULL if each op has done its work when it
-     * returns. end completes x if no op has (SCATTERED). */
+     * returns. end completes x if no op has (SCATTERED).
+     * If a row of the step awaits its mask, the step is held: before its norm_logits_sample (or the
+     * norm_pool before that) finish may be called for earlier steps. So the device must be able to
+     * run the ops before it, although it does not know the masks yet. */
     void (*begin)(toka_device *d, const toka_step *s);
     void (*end)(toka_device *d, const toka_step *s, toka_hidden *x);
     void (*finish)(toka_device *d, const toka_step *s);

@@ -14978,7 +14978,7 @@ static bool samp_has_filter(const toka_sample_row *row, int V) {
     if (sampling->logprobs > 0 || row->wants_rank) return true;
     if (row->scored_id >= 0) return false;
     if (sampling->n_bias || sampling->n_allowed || row->n_forbidden || sampling->n_bad ||
-        row->words || row->mask)
+        row->words || toka_has_mask(row))
         return true;
     return sampling->temperature > 0 && ((sampling->top_k > 0 && sampling->top_k < V) ||
                                          sampling->top_p < 1 || sampling->min_p > 0);
@@ -15024,12 +15024,12 @@ static samp_mask *samp_find_mask(samp_plan *plan, const uint32_t *mask) {
         at = (at + 1) & last;
     return &plan->masks[at];
 }
-/* Returns the bytes of an upload buffer that the mask of a row needs: 0 if another row of the
- * current list of filters has it. */
+/* Returns the most bytes of an upload buffer that the mask of a row needs: 0 if another row of the
+ * current list of filters has it. A row that awaits its mask may need one of its own. */
 static size_t samp_row_mask_bytes(samp_plan *plan, const toka_sample_row *row, int V) {
-    return row->mask && samp_find_mask(plan, row->mask)->list != plan->mask_list
-               ? samp_mask_bytes(V) + 16
-               : 0;
+    const bool is_new = row->mask ? samp_find_mask(plan, row->mask)->list != plan->mask_list
+                                  : row->awaits_mask;
+    return is_new ? samp_mask_bytes(V) + 16 : 0;
 }
 
 /* Returns the most bytes of an upload buffer that the lists of a row need, without its mask.
@@ -16673,7 +16673,8 @@ static void cuda_inject_fault(toka_device *dev) {
  * bitwise the same result. Filters and lists are uploaded with the rest of the step. A step with a
  * filtered row is launched kernel by kernel in two cases: if its logits or lists do not fit at once
  * (V 128,256: more than 512 rows), or if there are tensor ranks, which would have to exchange the
- * logits of all rows.
+ * logits of all rows. A held step (toka.h) is launched kernel by kernel, too: a graph cannot be
+ * launched before its masks are known.
  *
  * Tensor ranks: rank barriers use counts in GPU memory, so all-reduces are part of the graphs. All
  * ranks of a stage make the same choice between a graph and launches, because it depends only on
@@ -16716,7 +16717,7 @@ static int graph_find_size(const toka_device *dev, const toka_step *step) {
         return -1;
     if (dev->group && __atomic_load_n(&dev->group->no_graphs, __ATOMIC_ACQUIRE)) return -1;
     for (int i = 0; i < step->n_samples; i++)
-        if (step->samples[i].row != i) return -1;
+        if (step->samples[i].row != i || step->samples[i].awaits_mask) return -1;
     while (graph_sizes[size] < step->T) size++;
     if (dev->samp && samp_any_filtered(dev, step) &&
         !samp_fits_one_pass(dev, step, graph_sizes[size]))

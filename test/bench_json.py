@@ -51,13 +51,13 @@ def line(size, what, r, best):
     kept = f"{100 * (masks - min(r['masks_made'], masks)) / masks:6.1f} %" if masks else "      - "
     cost = f"{1e6 * r['mask_s'] / masks:7.2f}" if masks else "      -"
     print(f"{size:>9}  {what:<22} {r['output_tokens_per_second']:>10.0f} {1e3 * r['elapsed_time'] / r['steps']:>9.2f} {r['steps']:>6} {kept} {cost}"
-          f" {r['output_tokens_per_second'] / best if best else 1:>7.3f} {r['seconds']:>6.1f}", flush=True)
+          f" {r['output_tokens_per_second'] / best if best else 1:>7.3f} {r['seconds']:>6.1f} {r['masks_late']:>6}", flush=True)
 
 
 def run(a):
     workers = max(1, min(8, (os.cpu_count() or 4) // 2))
     print(f"{a.model}, {a.device}, {os.cpu_count()} cores, {platform.processor() or platform.machine()}, {time.strftime('%Y-%m-%d')}")
-    print(f"{'rows:len':>9}  {'':<22} {'tok/s':>10} {'ms/step':>9} {'steps':>6} {'kept':>8} {'us/mask':>7} {'ratio':>7} {'wall s':>6}")
+    print(f"{'rows:len':>9}  {'':<22} {'tok/s':>10} {'ms/step':>9} {'steps':>6} {'kept':>8} {'us/mask':>7} {'ratio':>7} {'wall s':>6} {'late':>6}")
     ratios = []
     for i, size in enumerate(a.sizes):
         plain, schemas = names(a.dir, size)

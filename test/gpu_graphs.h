@@ -132,7 +132,7 @@ static int64_t g_run(const toka_options *o, g_step *steps, char *about, toka_err
         g_make_step(&steps[i], seqs, from, from + n, i % 4 + (i % 7 == 3 ? 4 : i % 11 == 5 ? 8 : i % 5 == 1 ? 12 : 0), t->shape.B);
         /* step 1 was the warm-up */
         steps[i].s.number = i + 2, steps[i].s.needs_step = i ? i + 1 : 0;
-        number = model_post(m, &steps[i].s, steps[i].results);
+        number = model_post(m, &steps[i].s, steps[i].results, false);
         if (!i) first = number;
         if (number > first + 1 && model_wait(m, number - 2, e)) number = 0;
     }

@@ -642,7 +642,7 @@ static void test_con_workers(void) {
         {"1", 1, 1, 0, false, false}, {"1", 2, 1, 192, true, false}, {"2", 2, 1, 320, false, true}, {"8", 2, 1, 0, true, true},
         {"3", 1, 2, 192, false, true}, {"8", 3, 1, 192, true, true}};
     eng_collected *want[WORK_REQUESTS] = {0}, *got[WORK_REQUESTS];
-    int64_t preempted = 0;
+    int64_t preempted = 0, late = 0;
     for (int k = 0; k < COUNT(cases); k++) {
         toka_options o = toka_options_default();
         if (ENG_SLOW && k % 2 && k + 1 < COUNT(cases)) continue;
@@ -665,14 +665,14 @@ static void test_con_workers(void) {
             eng_collected_free(got[i]);
         }
         const toka_stats stats = toka_get_stats(t);
-        preempted += stats.preemptions;
+        preempted += stats.preemptions, late += stats.masks_late;
         CHECK(stats.masks > 200 && stats.masks_made > 10 && stats.masks_made < stats.masks && stats.mask_s > 0 && !stats.kv_pages_used);
-        for (int i = 0; i < t->engine->n_replicas; i++) CHECK(!sched_check(&t->engine->replicas[i].sched) && !t->engine->replicas[i].sched.n_reading);
+        for (int i = 0; i < t->engine->n_replicas; i++) CHECK(!sched_check(&t->engine->replicas[i].sched) && !t->engine->replicas[i].n_reading);
         toka_close(t);
     }
     for (int i = 0; i < WORK_REQUESTS; i++) eng_collected_free(want[i]);
     unsetenv("TOKA_DEBUG_WORKERS");
-    CHECK_MSG(preempted > 10, "%d preempted", (int)preempted);
+    CHECK_MSG(preempted > 10 && (ENG_SLOW || late > 0), "%d preempted, %d late", (int)preempted, (int)late);
 }
 
 static void *work_drive(void *arg) {
@@ -703,7 +703,7 @@ static void test_con_slow_mask(void) {
     work_take(&t->engine->workers, constraints[0]);
     CHECK(!os_thread_start(&thread, work_drive, t, &e));
     while (toka_get_stats(t).requests_done < 2) usleep(1000);
-    CHECK(!got[0]->n_events);
+    CHECK(!got[0]->n_events && toka_get_stats(t).masks_late == 2);
     toka_cancel(t, id[0]);
     work_release(&t->engine->workers, constraints[0]);
     pthread_join(thread, &failed);
@@ -734,12 +734,112 @@ static void test_con_preempted_reader(void) {
     for (int i = 0; i < 5 && w->n_readings < 1; i++) eng_step(t->engine);
     sched_preempt(sched);
     for (int i = 0; i < 9 && w->n_readings < 2; i++) eng_step(t->engine);
-    CHECK(w->n_readings == 2 && sched->n_reading == 2 && !sched_check(sched));
+    CHECK(w->n_readings == 2 && !sched_check(sched));
     work_release(w, r.sampling.constraint);
     CHECK(!toka_run(t, 0, &e) && got->n_ended == 1);
     CHECK(got->id[0].n == want->id[0].n && !memcmp(got->id[0].p, want->id[0].p, got->id[0].n * sizeof(int32_t)));
     eng_collected_free(want), eng_collected_free(got), toka_constraint_del(r.sampling.constraint);
     toka_close(t);
+}
+
+static const toka_grammar work_letters = {.kind = RE, .text = "[^x]*", .text_bytes = 5};
+
+/* Runs n_plain requests without a constraint and n_masked with one, each of 3 samples of 30 tokens. Returns the steps. */
+static int64_t work_count_steps(int n_ahead, bool late, int n_plain, int n_masked, int64_t *n_late) {
+    toka_options o = toka_options_default();
+    o.model = eng_model, o.n_threads = 1, o.max_num_seqs = 24, o.max_num_batched_tokens = 100, o.max_model_len = 160;
+    toka *t = eng_open_ahead(o, n_ahead, late);
+    toka_constraint *constraint;
+    eng_collected *got[4];
+    toka_err e;
+    int64_t id;
+    CHECK_MSG(!toka_constraint_new(&constraint, t, &work_letters, &e), "%s", e.msg);
+    for (int i = 0; i < n_plain + n_masked; i++) {
+        toka_request r = toka_request_default();
+        r.text = eng_problem, r.text_bytes = strlen(eng_problem), r.n = 3;
+        r.sampling.max_tokens = 30, r.sampling.ignore_eos = 1, r.sampling.seed = (uint64_t)i;
+        if (i >= n_plain) r.sampling.constraint = constraint;
+        got[i] = mem_zalloc(sizeof **got);
+        CHECK(!toka_submit(t, &r, eng_collect, got[i], &id, &e));
+    }
+    CHECK_MSG(!toka_run(t, 0, &e), "%s", e.msg);
+    const toka_stats stats = toka_get_stats(t);
+    for (int i = 0; i < n_plain + n_masked; i++) {
+        for (int j = 0; j < 3; j++) CHECK(got[i]->id[j].n == 30);
+        eng_collected_free(got[i]);
+    }
+    *n_late = stats.masks_late;
+    toka_constraint_del(constraint), toka_close(t);
+    return stats.steps;
+}
+
+/* Rows with a constraint are planned ahead: they take as many steps as others, alone and beside them. Only a late mask costs one. */
+static void test_con_steps(void) {
+    static const struct { int n_ahead, n_plain, n_masked; bool late; } cases[] = {{1, 0, 3, false}, {2, 0, 3, false}, {2, 2, 2, false}, {2, 0, 3, true}, {2, 1, 3, true}};
+    for (int k = 0; k < COUNT(cases); k++) {
+        int64_t n_late = 1, n_steps = 0;
+        const int n = cases[k].n_plain + cases[k].n_masked;
+        const int64_t want = work_count_steps(cases[k].n_ahead, cases[k].late, n, 0, &n_late);
+        CHECK(!n_late);
+        n_late = 1;
+        for (int i = 0; i < 20 && n_late; i++) { /* a busy machine may be late */
+            n_steps = work_count_steps(cases[k].n_ahead, cases[k].late, cases[k].n_plain, cases[k].n_masked, &n_late);
+            CHECK_MSG(n_steps >= want && (n_late || n_steps == want), "case %d: %d steps, expected %d", k, (int)n_steps, (int)want);
+        }
+        CHECK_MSG(!n_late, "case %d: %d masks are always late", k, (int)n_late);
+    }
+}
+
+/* Is a step held, of which the device runs the body? */
+static bool work_is_held(toka *t) {
+    eng_replica *replica = &t->engine->replicas[0];
+    for (int i = 0; i < replica->n_in_flight; i++)
+        if (replica->inflight[(replica->oldest + i) % replica->max_in_flight].is_held) return true;
+    return false;
+}
+
+/* While a step is held, its requests are cancelled, the engine is closed, or the device fails: each sample ends once. */
+static void test_con_held(void) {
+    enum { CANCEL, CLOSE, FAULT, ENDS };
+    int n_held = 0;
+    for (int k = 0; k < 20 * ENDS; k++) {
+        const int how = k % ENDS, n_steps = k / ENDS / 2, late = k / ENDS % 2;
+        toka_options o = toka_options_default();
+        o.model = eng_model, o.n_threads = 1, o.max_num_seqs = 8, o.max_num_batched_tokens = 40, o.max_model_len = 160;
+        toka *t = eng_open_ahead(o, 2, late);
+        toka_backend failing;
+        toka_constraint *constraint;
+        eng_collected *got[2];
+        int64_t id[2];
+        toka_err e = {0};
+        CHECK_MSG(!toka_constraint_new(&constraint, t, &work_letters, &e), "%s", e.msg);
+        for (int i = 0; i < 2; i++) {
+            toka_request r = toka_request_default();
+            r.text = eng_problem, r.text_bytes = strlen(eng_problem), r.n = 2, r.sampling.max_tokens = 30, r.sampling.ignore_eos = 1;
+            if (!i) r.sampling.constraint = constraint;
+            got[i] = mem_zalloc(sizeof **got);
+            CHECK(!toka_submit(t, &r, eng_collect, got[i], &id[i], &e));
+        }
+        if (how == FAULT && !late) { /* before a step that runs on this thread's engine */
+            failing = toka_cpu, failing.status = eng_faulty_status, eng_steps_left = 2 * n_steps + k % 2;
+            t->engine->replicas[0].model.backend = &failing;
+        }
+        for (int i = 0; i < n_steps; i++) eng_step(t->engine);
+        n_held += work_is_held(t);
+        if (how == CANCEL) {
+            toka_cancel(t, id[0]);
+            CHECK_MSG(!toka_run(t, 0, &e), "%s", e.msg);
+            CHECK(got[0]->n_ended == 2 && got[1]->n_ended == 2 && got[1]->id[1].n == 30);
+        } else if (how == FAULT && !late) {
+            const int code = toka_run(t, 0, &e);
+            CHECK_MSG(code == TOKA_E_DEVICE && strstr(e.msg, "injected"), "%d: %s", code, e.msg);
+        }
+        toka_close(t);
+        CHECK(got[0]->n_ended == 2 && got[1]->n_ended == 2);
+        for (int i = 0; i < 2; i++) eng_collected_free(got[i]);
+        toka_constraint_del(constraint);
+    }
+    CHECK_MSG(n_held > 20, "%d", n_held);
 }
 
 /* Tokens that a mask forces take no step of their own, and change nothing. */
@@ -814,4 +914,6 @@ static const struct test con_tests[] = {
     {"constraints: only the row of a slow mask waits", test_con_slow_mask},
     {"constraints: forced tokens take no step", test_con_forced},
     {"constraints: preempted while a token is read", test_con_preempted_reader},
+    {"constraints: rows with masks are planned ahead", test_con_steps},
+    {"constraints: the end of a held step", test_con_held},
     {NULL, NULL}};

@@ -36,7 +36,8 @@ typedef struct sched_sim {
     sim_pending *pending; /* results not yet committed, oldest first */
     int n_pending, step;
     int max_drafts; /* of a sequence in a step; 0: none */
-    uint64_t draft_rng;
+    uint64_t draft_rng, rewind_rng; /* rewind_rng 0: no mask comes too late */
+    int64_t n_rewound;
     int64_t n_accepted, n_rejected; /* rows of drafts */
     char *written; /* [n_pages * B] written in this step: 2: it had this content before; 1: else */
     char *windowed_written; /* [n_windowed * B] the same */
@@ -174,7 +175,8 @@ static void sim_run(sched_sim *m, int n_rows) {
             CHECK(at && *at == sim_hash(t, p + 1));
         }
         if (!x->is_sampled) continue;
-        CHECK(!(x->no_run_ahead || x->awaits_draft || x->n_drafts) || x->n_known == n - x->n_drafts);
+        CHECK(!(x->awaits_commit || x->n_drafts) || x->n_known == n - x->n_drafts);
+        CHECK(!x->one_ahead || x->n_known >= n - 1);
         CHECK(x->n_rows == 1 + x->n_drafts || x->is_prefill);
         bool end;
         for (int p = n - 1 - x->n_drafts; p < n; p++) {
@@ -191,13 +193,13 @@ static void sim_make_drafts(sched_sim *m) {
     scheduler *s = &m->s;
     for (int q = 0; q < s->config.max_seqs && m->max_drafts; q++) {
         sched_seq *x = &s->seqs[q];
-        if (x->state != SCHED_DECODE || x->no_run_ahead) continue;
+        if (x->state != SCHED_DECODE || x->one_ahead) continue;
         if (x->n_known < x->n_planned) {
-            if (!x->n_drafts) x->awaits_draft = rnd(&m->draft_rng) % 2;
+            if (!x->n_drafts) x->awaits_commit = rnd(&m->draft_rng) % 2;
             continue;
         }
         bool end;
-        x->awaits_draft = false;
+        x->awaits_commit = false;
         const int most = MIN(m->max_drafts, x->limit - x->n_known - 1);
         const int n = (int)(rnd(&m->draft_rng) % (uint64_t)(most + 1));
         for (int i = x->n_known; i < x->n_known + n; i++) {
@@ -205,6 +207,21 @@ static void sim_make_drafts(sched_sim *m) {
             if (rnd(&m->draft_rng) % 4 == 0) x->tokens[i] = (int32_t)(rnd(&m->draft_rng) % (uint64_t)m->vocab);
         }
         x->n_drafts = (uint8_t)n;
+    }
+}
+
+/* Masks of some rows come too late: their rows of the step that has just run are taken back. */
+static void sim_rewind(sched_sim *m) {
+    for (int q = 0; q < m->s.config.max_seqs && !m->s.config.states.used; q++) {
+        const sched_seq *x = &m->s.seqs[q];
+        if (x->state != SCHED_DECODE || !x->one_ahead || x->n_planned != x->n_known + 2 || !x->n_rows) continue;
+        if (rnd(&m->rewind_rng) % 3) continue;
+        int oldest = 0;
+        while (m->pending[oldest].q != q || m->pending[oldest].generation != x->generation) oldest++;
+        CHECK(m->pending[oldest].pos + 1 == x->n_known);
+        sched_rewind(&m->s, q);
+        m->pending[oldest].generation = x->generation;
+        m->n_rewound++;
     }
 }
 
@@ -230,7 +247,9 @@ static void sim_commit_due(sched_sim *m) {
             CHECK(want == r.token);
             m->n_tokens++;
         }
-        m->n_done += sched_commit(s, r.q, r.generation, r.token, end) == SCHED_DONE;
+        const int result = sched_commit(s, r.q, r.generation, r.token, end);
+        if (result == SCHED_CONTINUES && x->one_ahead) x->awaits_commit = false;
+        m->n_done += result == SCHED_DONE;
     }
     m->n_pending -= n;
     memmove(m->pending, m->pending + n, (size_t)m->n_pending * sizeof *m->pending);
@@ -294,6 +313,8 @@ static int sim_step(sched_sim *m, bool check) {
     m->step++;
     if (check) sim_check(m), sim_check_admission(m, admissions);
     sim_run(m, n);
+    if (m->rewind_rng) sim_rewind(m);
+    if (check) sim_check(m);
     sim_commit_due(m);
     if (check) sim_check(m);
     return n;
@@ -305,18 +326,20 @@ static int sim_submit(sched_sim *m, uint64_t *rng, int n_prompt, int n, int max_
     for (int i = 0; i < n_prompt; i++) prompt[i] = rnd(rng) % 6 ? 1 : 2;
     sched_job job = {.prompt = prompt, .n_prompt = n_prompt, .n = n, .max_tokens = max_tokens, .priority = priority};
     uint64_t dice = rnd(rng) % 16;
-    job.n_unshared = dice == 0 ? n : dice == 1, job.no_run_ahead = dice % 4 == 3;
+    job.n_unshared = dice == 0 ? n : dice == 1, job.one_ahead = dice % 4 == 3;
     int id = sched_submit(&m->s, &job, &e);
     CHECK_MSG(id >= 0, "%s", e.msg);
     return id;
 }
+
+static int64_t sim_n_rewound; /* of all random simulations */
 
 /* Random requests, early and late ends, preemptions and cancels, in pools that are too small. */
 static int64_t sim_random_drafts(sched_config c, int lag, uint64_t seed, int n_steps, int max_drafts, int64_t *n_accepted, int64_t *n_rejected) {
     sched_sim m;
     uint64_t rng = seed;
     sim_open(&m, c, 3, 2 + (int)(seed % 3) * 12, lag);
-    m.max_drafts = max_drafts, m.draft_rng = seed + 1;
+    m.max_drafts = max_drafts, m.draft_rng = seed + 1, m.rewind_rng = seed + 2;
     int alive[64], n_alive = 0;
     int longest = MIN(c.max_len, c.n_pages * c.B + 1);
     for (int i = 0; i < n_steps && !check_failed; i++) {
@@ -339,6 +362,7 @@ static int64_t sim_random_drafts(sched_config c, int lag, uint64_t seed, int n_s
     CHECK(kv_n_available(&m.s.kv) == c.n_pages);
     int64_t n = m.s.n_preempted;
     *n_accepted += m.n_accepted, *n_rejected += m.n_rejected;
+    sim_n_rewound += m.n_rewound;
     if (check_failed) printf("seed %llu\n", (unsigned long long)seed);
     sim_window_wait_count += m.n_window_waits;
     sim_close(&m);
@@ -401,25 +425,32 @@ static int64_t sim_run_samples(sched_sim *m, const int32_t *prompt, int n_prompt
     while (m->n_done < done + n && !check_failed) sim_step(m, m->n_done % 16 == 0);
     return m->n_rows - rows;
 }
-/* Samples with no_run_ahead have their rows in the same steps, though the first of them begins one
- * step before the others and two steps are in flight; alone, and beside one that runs ahead. */
-static void sim_gathers(void) {
+/* Samples with one_ahead take as many steps as others: with one step in flight while the next one is
+ * planned, they have a row in each. With more in flight they wait. Rows that are taken back come
+ * again, once the token before them is committed. */
+static void sim_one_ahead(void) {
     enum { N = 8, MOST = 40 };
-    for (int others = 0; others < 2 && !check_failed; others++) {
-        sched_sim m;
-        toka_err e;
-        int n_steps = 0;
-        int32_t prompt[3] = {1, 2, 3};
-        sim_open(&m, (sched_config){4, 400, 2 * N, 32, 100, 0, 0, {0}}, 50, 1 << 30, 1);
-        sched_job job = {.prompt = prompt, .n_prompt = 3, .n = N, .max_tokens = MOST, .no_run_ahead = true};
-        CHECK(sched_submit(&m.s, &job, &e) >= 0);
-        prompt[0] = 7, job.no_run_ahead = false, job.n = 1, job.max_tokens = 90;
-        if (others) CHECK(sched_submit(&m.s, &job, &e) >= 0);
-        while (m.n_done < N + others && m.step < 1000) n_steps += sim_step(&m, true) > others;
-        CHECK_MSG(n_steps <= MOST + 1, "%d steps", n_steps);
-        CHECK_MSG(!others || m.step <= 92, "%d steps", m.step); /* it has a row in every one */
-        sim_close(&m);
-    }
+    for (int lag = 0; lag < 3 && !check_failed; lag++)
+        for (int rewinds = 0; rewinds < 2 && !check_failed; rewinds++) {
+            sched_sim m;
+            toka_err e;
+            int32_t prompt[3] = {1, 2, 3};
+            sim_open(&m, (sched_config){4, 400, 2 * N, 32, 100, 0, 0, {0}}, 50, 1 << 30, lag);
+            m.rewind_rng = rewinds ? 7 : 0;
+            sched_job job = {.prompt = prompt, .n_prompt = 3, .n = N, .max_tokens = MOST, .one_ahead = true};
+            CHECK(sched_submit(&m.s, &job, &e) >= 0);
+            prompt[0] = 7, job.one_ahead = false, job.n = 1, job.max_tokens = 90;
+            CHECK(sched_submit(&m.s, &job, &e) >= 0);
+            while (m.n_done < N && m.step < 1000) sim_step(&m, true);
+            const int want = MOST + 1 + lag;
+            CHECK_MSG(lag < 2 && !rewinds ? m.step <= want : m.step < 3 * want, "lag %d: %d steps", lag, m.step);
+            CHECK(lag < 2 || m.step > want);
+            CHECK(rewinds && lag ? m.n_rewound > 20 : !m.n_rewound);
+            while (m.n_done < N + 1 && m.step < 1000) sim_step(&m, true);
+            CHECK_MSG(m.step <= 93, "%d steps", m.step); /* the other one has a row in every step */
+            sim_close(&m);
+        }
+    CHECK_MSG(!sim_n_rewound || sim_n_rewound > 300, "%d", (int)sim_n_rewound);
 }
 
 static int64_t sim_run_one(sched_sim *m, const int32_t *prompt, int n, int max_tokens) { return sim_run_samples(m, prompt, n, 1, max_tokens); }
@@ -816,7 +847,7 @@ static const struct test sched_tests[] = {{"sched: snapshots of states", sim_sta
                                           {"sched: windows and prompt tails", sim_window_tails},
                                           {"sched: windows of GPT-OSS at 32 k", sim_window_gpt_oss},
                                           {"sched: preemptions keep every token", sim_many_preemptions},
-                                          {"sched: who may not run ahead is gathered", sim_gathers},
+                                          {"sched: who needs a mask runs one token ahead", sim_one_ahead},
     {"sched: admission leaves a reserve", sim_reserve},
                                           {"sched: order, priority, no starvation", sim_order},
                                           {"sched: cancel in any state", sim_cancel_states},
