@@ -378,10 +378,11 @@ typedef struct step_clock {
 } step_clock;
 
 /* Decode steps run as CUDA graphs, captured at open (chapter 15). There is one graph for each graph
- * size and graph kind. A graph size is a number of rows: a smaller step is padded to it with
- * padding rows. The graph kind is the number of attention launches per layer, except for kind 0. If
- * layers with and without a window need different numbers, it is the larger one; the others have
- * nodes without work (attn_no_work).
+ * size and graph kind, and without tensor ranks one more that has only the body of the step, for
+ * held steps (toka.h): their LM head is launched kernel by kernel, once it may. A graph size is a
+ * number of rows: a smaller step is padded to it with padding rows. The graph kind is the number of
+ * attention launches per layer, except for kind 0. If layers with and without a window need
+ * different numbers, it is the larger one; the others have nodes without work (attn_no_work).
  *
  * Kind 0 has one launch of attn_cluster_split per layer; only small sizes have this kind. It is a
  * kind of its own because a kernel node keeps its cluster size when it gets another kernel. A
@@ -399,6 +400,7 @@ enum {
     GRAPH_N_SIZES = 15,
     GRAPH_MAX_ATTENTION = 6,
     GRAPH_N_KINDS = GRAPH_MAX_ATTENTION + 1,
+    GRAPH_N_WHOLE = GRAPH_N_SIZES * GRAPH_N_KINDS, /* graphs of whole steps; then those of bodies */
     GRAPH_SAMPLE_NODES = 2
 };
 /* What launch_by_role does with a kernel:
@@ -451,7 +453,7 @@ typedef struct step_graphs {
     int ids[GRAPH_MAX_ROWS], pos[GRAPH_MAX_ROWS], kv_slot[GRAPH_MAX_ROWS];
     int windowed_slot[GRAPH_MAX_ROWS];
     toka_sample_row samples[GRAPH_MAX_ROWS];
-    step_graph all[GRAPH_N_SIZES * GRAPH_N_KINDS]; /* [size][kind] */
+    step_graph all[2 * GRAPH_N_WHOLE]; /* [whole, body][size][kind] */
 } step_graphs;
 
 struct expert_scratch; /* chapter 7b */
@@ -598,6 +600,16 @@ static void launch_prepare(toka_device *dev, const char *what, const void *kerne
  * stages, and its last op launches the graph. */
 static bool graph_is_replay(const toka_device *dev) {
     return dev->graphs.current && !dev->graphs.capturing;
+}
+
+/* Is the current graph one of the body of a step? */
+static bool graph_is_body(const toka_device *dev) {
+    return dev->graphs.current && dev->graphs.current - dev->graphs.all >= GRAPH_N_WHOLE;
+}
+
+/* True if the current step runs as a graph, its LM head, too. */
+static bool graph_has_head(const toka_device *dev) {
+    return graph_is_replay(dev) && !graph_is_body(dev);
 }
 
 /* Returns the attention launches per layer of the current graph (graph kinds: enum above). */
@@ -15147,9 +15159,9 @@ static void samp_plan_step(toka_device *dev, const toka_step *step) {
     assert(step->n_samples <= dev->options.max_samples);
     const bool one_pass = step->n_samples <= FUSE_NORM_MAX_ROWS &&
                           samp_fits_one_pass(dev, step, step->n_samples),
-               any_filtered = samp_choose_penalized(dev, step, !graph_is_replay(dev) && !one_pass);
+               any_filtered = samp_choose_penalized(dev, step, !graph_has_head(dev) && !one_pass);
     int n_plain = 0, end = step->n_samples;
-    plan->in_order = !any_filtered || graph_is_replay(dev) || one_pass;
+    plan->in_order = !any_filtered || graph_has_head(dev) || one_pass;
     for (int i = 0; i < step->n_samples && !plan->in_order; i++)
         host->order[plan->penalized_index[i] < 0 &&
                             samp_is_filtered(&step->samples[i], dev->shape->V_all)
@@ -16673,8 +16685,8 @@ static void cuda_inject_fault(toka_device *dev) {
  * bitwise the same result. Filters and lists are uploaded with the rest of the step. A step with a
  * filtered row is launched kernel by kernel in two cases: if its logits or lists do not fit at once
  * (V 128,256: more than 512 rows), or if there are tensor ranks, which would have to exchange the
- * logits of all rows. A held step (toka.h) is launched kernel by kernel, too: a graph cannot be
- * launched before its masks are known.
+ * logits of all rows. Of a held step (toka.h) only the body runs as a graph: the op of the last
+ * layer launches it. With tensor ranks a held step is launched kernel by kernel.
  *
  * Tensor ranks: rank barriers use counts in GPU memory, so all-reduces are part of the graphs. All
  * ranks of a stage make the same choice between a graph and launches, because it depends only on
@@ -16708,6 +16720,18 @@ static void graph_pad_step(toka_device *dev, int row0, int T) {
     graphs->padded_step.windowed_slot = dev->options.n_windowed ? graphs->windowed_slot : NULL;
 }
 
+/* Returns whether the step is held on this rank: some of its rows get their masks after begin. */
+static bool step_is_held(const toka_device *dev, const toka_step *step) {
+    for (int i = 0; i < step->n_samples && dev->samp; i++)
+        if (step->samples[i].awaits_mask) return true;
+    return false;
+}
+
+static step_graph *graph_at(const toka_device *dev, bool is_body, int size, int kind) {
+    const int index = is_body * GRAPH_N_WHOLE + size * GRAPH_N_KINDS + kind;
+    return (step_graph *)&dev->graphs.all[index];
+}
+
 /* Returns the index in graph_sizes of the size to which the step is padded if it runs as a graph;
  * -1: it cannot run as a graph. */
 static int graph_find_size(const toka_device *dev, const toka_step *step) {
@@ -16717,13 +16741,15 @@ static int graph_find_size(const toka_device *dev, const toka_step *step) {
         return -1;
     if (dev->group && __atomic_load_n(&dev->group->no_graphs, __ATOMIC_ACQUIRE)) return -1;
     for (int i = 0; i < step->n_samples; i++)
-        if (step->samples[i].row != i || step->samples[i].awaits_mask) return -1;
+        if (step->samples[i].row != i) return -1;
     while (graph_sizes[size] < step->T) size++;
-    if (dev->samp && samp_any_filtered(dev, step) &&
-        !samp_fits_one_pass(dev, step, graph_sizes[size]))
+    const bool is_held = step_is_held(dev, step);
+    /* in the body of a small step, the last GEMM is fused with the norm before the LM head */
+    if (dev->samp && (!is_held || graph_sizes[size] <= FUSE_NORM_MAX_ROWS) &&
+        samp_any_filtered(dev, step) && !samp_fits_one_pass(dev, step, graph_sizes[size]))
         return -1;
     /* If a size was captured, it has a graph with one attention launch. */
-    return dev->graphs.all[size * GRAPH_N_KINDS + 1].exec ? size : -1;
+    return graph_at(dev, is_held, size, 1)->exec ? size : -1;
 }
 
 /* Returns the step, padded to T rows. */
@@ -16741,14 +16767,14 @@ static const toka_step *graph_padded_step(toka_device *dev, const toka_step *ste
     return &graphs->padded_step;
 }
 
-/* Returns the graph of this size for the step's number of attention launches; NULL: there is
- * none. */
-static step_graph *graph_find(toka_device *dev, int size_index) {
+/* Returns the graph of this size for the step's number of attention launches, that of its body if
+ * it is held; NULL: there is none. */
+static step_graph *graph_find(toka_device *dev, int size_index, bool is_held) {
     int n_launches = attn_launches(dev->attn);
     if (dev->attn_windowed) n_launches = max(n_launches, attn_launches(dev->attn_windowed));
     if (n_launches < 1 || n_launches > GRAPH_MAX_ATTENTION) return NULL;
-    step_graph *graph = &dev->graphs.all[size_index * GRAPH_N_KINDS +
-                                         (attn_uses_cluster(dev->attn) ? 0 : n_launches)];
+    const int kind = attn_uses_cluster(dev->attn) ? 0 : n_launches;
+    step_graph *graph = graph_at(dev, is_held, size_index, kind);
     return graph->exec ? graph : NULL;
 }
 
@@ -16776,15 +16802,15 @@ static void graph_add_description(toka_device *dev, const char *fmt, ...) {
  * n_seqs rows are padded. Size 1 has at most two attention launches: a kernel and its merge. */
 static const toka_step *cuda_capture(toka_device *dev) {
     step_graphs *graphs = &dev->graphs;
-    const int max_rows = min(dev->options.max_tokens, dev->options.max_samples);
+    const int max_rows = min(dev->options.max_tokens, dev->options.max_samples),
+              end = dev->samp && tp_size(dev) == 1 ? 2 * GRAPH_N_WHOLE : GRAPH_N_WHOLE;
     if (!graphs->next_capture) graphs->free_bytes_before = graph_free_bytes();
-    for (; !dev->options.eager && !dev->error.code &&
-           graphs->next_capture < GRAPH_N_SIZES * GRAPH_N_KINDS;
+    for (; !dev->options.eager && !dev->error.code && graphs->next_capture < end;
          graphs->next_capture++) {
-        const int size = graphs->next_capture / GRAPH_N_KINDS,
+        const int size = graphs->next_capture / GRAPH_N_KINDS % GRAPH_N_SIZES,
                   kind = graphs->next_capture % GRAPH_N_KINDS, T = graph_sizes[size];
-        if (T > max_rows || (size && graph_sizes[size - 1] >= dev->options.n_seqs)) break;
-        if ((T == 1 && kind > 2) ||
+        if (T > max_rows || (size && graph_sizes[size - 1] >= dev->options.n_seqs) ||
+            (T == 1 && kind > 2) ||
             (!kind && !attn_may_use_cluster(dev->attn, size ? graph_sizes[size - 1] + 1 : 1)))
             continue;
         graphs->current = &graphs->all[graphs->next_capture++], graphs->capturing = true;
@@ -16820,6 +16846,7 @@ static size_t step_rows_bytes(const toka_device *dev, int T, int n_samples) {
  * -1: the step is launched kernel by kernel. */
 static void step_write_upload(toka_device *dev, const toka_step *step, int size) {
     const int T = size < 0 ? step->T : graph_sizes[size];
+    const toka_step *given = step;
     dev->upload.used = step_rows_bytes(dev, T, size < 0 ? step->n_samples : T);
     attn_plan_step(dev, step);
     const size_t copies_bytes = (size_t)step->n_copies * sizeof *step->copies;
@@ -16828,7 +16855,7 @@ static void step_write_upload(toka_device *dev, const toka_step *step, int size)
         step->windowed_copies
             ? (const toka_copy *)upload_put(&dev->upload, step->windowed_copies, copies_bytes)
             : dev->rows.copies;
-    dev->graphs.current = size < 0 ? NULL : graph_find(dev, size);
+    dev->graphs.current = size < 0 ? NULL : graph_find(dev, size, step_is_held(dev, step));
     if (dev->graphs.current) step = graph_padded_step(dev, step, T);
     const size_t end_offset = dev->upload.used;
     dev->upload.used = 0, dev->step = step, dev->rows.T = step->T;
@@ -16840,11 +16867,13 @@ static void step_write_upload(toka_device *dev, const toka_step *step, int size)
                                   ? (const int *)upload_put(&dev->upload, step->windowed_slot,
                                                             (size_t)step->T * sizeof(int))
                                   : dev->rows.kv_slot;
-    if (dev->samp) samp_plan_step(dev, step);
+    /* a head that is launched kernel by kernel needs no padding */
+    const toka_step *sampled = graph_is_body(dev) ? given : step;
+    if (dev->samp) samp_plan_step(dev, sampled);
     assert(dev->upload.used <= step_rows_bytes(dev, step->T, step->n_samples));
     dev->upload.used = end_offset;
-    if (dev->samp && dev->graphs.current) samp_plan_filters(dev, step);
-    else if (dev->samp) samp_plan_penalized(dev, step);
+    if (dev->samp && graph_has_head(dev)) samp_plan_filters(dev, sampled);
+    else if (dev->samp) samp_plan_penalized(dev, sampled);
 }
 
 /* Gives a plan of attention n_launches placeholders, three per level. */
@@ -16888,7 +16917,7 @@ static void graph_capture_begin(toka_device *dev, const toka_step *step) {
 static void graphs_disable(toka_device *dev) {
     const toka_err error = dev->error;
     graphs_close(dev);
-    dev->graphs.n_captured = 0, dev->graphs.next_capture = GRAPH_N_SIZES * GRAPH_N_KINDS;
+    dev->graphs.n_captured = 0, dev->graphs.next_capture = 2 * GRAPH_N_WHOLE;
     cudaGetLastError();
     dev->error.code = 0;
     latch_error(dev, cudaStreamSynchronize(dev->stream), "capture");
@@ -17272,6 +17301,15 @@ static void mlp_gate_up(toka_device *dev, const layer_weights *weights, gemm_arg
                          {dim3((unsigned)ceil_div(F, 2048), (unsigned)args.M), 256},
                          dev->gate_up, dev->act, F, dev->F);
 }
+
+/* Launches the graph of a body after the op of the last layer. The head is launched kernel by
+ * kernel. */
+static void graph_end_body(toka_device *dev, int layer) {
+    if (layer + 1 < dev->shape->L || !graph_is_replay(dev) || !graph_is_body(dev)) return;
+    graph_launch(dev);
+    dev->graphs.current = NULL;
+}
+
 static void cuda_norm_mlp_residual(toka_device *dev, const toka_step *, int layer, toka_hidden *x) {
     if (!op_begin(dev, "norm_mlp_residual")) return;
     const layer_weights *weights = &dev->layers[layer];
@@ -17281,6 +17319,7 @@ static void cuda_norm_mlp_residual(toka_device *dev, const toka_step *, int laye
         hidden_set_sum(dev, x, NULL);
         if (!graph_is_replay(dev)) experts_run(dev, weights->experts, dev_bf16(x->data));
         clock_record_op(dev, TOKA_OP_MLP);
+        graph_end_body(dev, layer);
         return;
     }
     const enum normed normed = hidden_norm(dev, x, weights->mlp_norm, &weights->gate_up, true);
@@ -17294,18 +17333,20 @@ static void cuda_norm_mlp_residual(toka_device *dev, const toka_step *, int laye
                    : fuse_norm_for_head(dev, dev->step) ? dev->norm
                                                         : NULL);
     clock_record_op(dev, TOKA_OP_MLP);
+    graph_end_body(dev, layer);
 }
 
 static void cuda_norm_logits_sample(toka_device *dev, const toka_step *step, toka_hidden *x,
                                     toka_sample_result *results) {
-    if (!op_begin(dev, "norm_logits_sample")) return;
+    if (!op_begin(dev, "norm_logits_sample") || (dev->graphs.capturing && graph_is_body(dev)))
+        return;
     const bool fused = fuse_norm_consume(x, dev->norm);
     reduce_norm(dev, x, NULL);
     const bf16 *rows = dev_bf16(toka_hidden_read(x));
     /* In a replay, cuda_all_reduce counts the barriers of reduce_norm. */
     if (dev->graphs.capturing) dev->graphs.current->n_barriers = 0;
     if (graph_is_replay(dev)) samp_update_graph(dev, dev->step);
-    else samp_launch(dev, dev->step, fused ? NULL : rows);
+    else samp_launch(dev, step, fused ? NULL : rows);
     if (dev->graphs.capturing) return;
     graph_launch(dev);
     if (graph_is_replay(dev) && dev->group)
