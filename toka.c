@@ -28436,6 +28436,7 @@ static int64_t model_post(model_grid *model, const toka_step *step, toka_sample_
 
 /* Releases all posted steps: the masks of their rows are set. A row that has none then draws any
  * id, and its result must not be used. */
+COLD
 static void model_release(model_grid *model) {
     pthread_mutex_lock(&model->notifier->lock);
     model->n_released = model->n_posted;
@@ -29862,6 +29863,7 @@ static void eng_reader_close(eng_replica *replica, int seq) {
 }
 
 /* Returns the reader of a running sample, a new one if it has none. */
+COLD
 static eng_reader *eng_reader_of(eng_replica *replica, const eng_request *request, int seq) {
     if (replica->readers[seq]) return replica->readers[seq];
     eng_reader *reader = mem_zalloc(sizeof *reader);
@@ -30329,6 +30331,7 @@ static bool eng_drain_inbox(eng *engine) {
 /* ---- One step ---- */
 
 /* Gives a sample row its mask. */
+COLD
 static void eng_set_mask(eng_replica *replica, eng_inflight *inflight, int i, con_bits *bits) {
     inflight->masks[inflight->n_masks++] = con_bits_hold(bits);
     inflight->sample_rows[i].mask = bits->mask;
@@ -30337,6 +30340,7 @@ static void eng_set_mask(eng_replica *replica, eng_inflight *inflight, int i, co
 
 /* Gives sample row i, whose sequence has a constraint, its mask, if that is known yet: if all
  * tokens before the row are committed, but for some that are forced. Else the step is held. */
+COLD
 static void eng_add_mask(eng_replica *replica, eng_inflight *inflight, int i) {
     const int seq = inflight->batch.samples[i].seq;
     const sched_seq *sequence = &replica->sched.seqs[seq];
@@ -30851,6 +30855,7 @@ static eng_draw eng_draw_of(const eng_replica *replica, const eng_inflight *infl
 
 /* Marks the samples whose token a constraint must read before it is committed. Forced tokens were
  * read. */
+COLD
 static void eng_mark_readings(const eng_replica *replica, eng_inflight *inflight) {
     for (int i = 0; i < inflight->n_sampled && inflight->n_masks; i++) {
         batch_sample *sample = &inflight->batch.samples[i];
@@ -30862,6 +30867,7 @@ static void eng_mark_readings(const eng_replica *replica, eng_inflight *inflight
 }
 
 /* Makes the reader of a sequence busy with a draw. Returns it. */
+COLD
 static eng_reader *eng_post_reading(eng_replica *replica, eng_request *request,
                                     const eng_draw *draw) {
     eng_reader *reader = replica->readers[draw->seq];
@@ -30882,6 +30888,7 @@ static eng_reader *eng_post_reading(eng_replica *replica, eng_request *request,
 }
 
 /* The first forced token is committed. */
+COLD
 static void eng_pass_forced(eng_reader *reader, int32_t id) {
     eng_ahead *ahead = &reader->ahead;
     if (!ahead->n_forced) return; /* the sample ends with this token */
@@ -30896,6 +30903,7 @@ static void eng_pass_forced(eng_reader *reader, int32_t id) {
  * are in the sequence's next step, and each is drawn. So text, log-probabilities and limits are
  * those of a step for each token. If a token is in flight, it is the first forced one, and the
  * sequence waits for its commit, if the others are worth it. */
+COLD
 static void eng_draft_forced(eng_replica *replica, int seq) {
     const eng_reader *reader = replica->readers[seq];
     sched_seq *sequence = &replica->sched.seqs[seq];
@@ -30956,6 +30964,7 @@ static bool eng_is_wanted(const eng_reader *reader) {
 }
 
 /* Commits the token of a reader that is done, if it is wanted. */
+COLD
 static void eng_commit_read(eng_reader *reader) {
     eng_replica *replica = reader->replica;
     eng_request *request = reader->request;
@@ -31176,6 +31185,7 @@ static double eng_hold_s(const eng_replica *replica, const eng_inflight *held) {
 
 /* Gives row i of a held step its mask. If its last token is still being read, takes the row back:
  * the sequence gets it again when the token is committed. A sequence that has ended needs none. */
+COLD
 static void eng_bring_mask(eng_replica *replica, eng_inflight *inflight, int i) {
     const batch_sample *sample = &inflight->batch.samples[i];
     const sched_seq *sequence = &replica->sched.seqs[sample->seq];
@@ -31193,6 +31203,7 @@ static void eng_bring_mask(eng_replica *replica, eng_inflight *inflight, int i) 
 
 /* Brings the masks of the oldest step, if it is held, and releases it: when all tokens of the steps
  * before are read, or it has waited long enough. */
+COLD
 static void eng_release_step(eng_replica *replica) {
     eng_inflight *held = eng_held_step(replica);
     if (!held || eng_hold_s(replica, held) > 0) return;
