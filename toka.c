@@ -12022,6 +12022,18 @@ static int mf_split_tp(const toka_shape *shape, int tp_rank, int tp_size, mf_tp_
     return 0;
 }
 
+/* Computes the ranges of a rank. Returns 0, or TOKA_E_USE if the model cannot be split this way. */
+COLD
+static int mf_split(const toka_shape *full, const mf_rank *rank, mf_tp_ranges *ranges,
+                    toka_err *e) {
+    if (rank->pp_size > full->L)
+        return fail(e, TOKA_E_USE,
+                    "pipeline parallel size %d: the model has %d layers, expected at least one a "
+                    "stage",
+                    rank->pp_size, full->L);
+    return mf_split_tp(full, rank->tp_rank, rank->tp_size, ranges, e);
+}
+
 /* Returns the unit of an MLP's shares. A quantized down matrix is cut between groups, or else
  * between 32 columns, which fast kernels read at a time, as long as no rank gets more than 9/8 of
  * an even share. Else the cut is as fine as words and blocks of codes allow. */
@@ -12178,12 +12190,7 @@ static int mf_shard(const toka_shape *full, const toka_weights *full_weights, co
     mf_tp_ranges ranges = {0};
     assert(rank->tp_rank >= 0 && rank->tp_rank < rank->tp_size && rank->pp_rank >= 0 &&
            rank->pp_rank < rank->pp_size && full->V == full->V_all);
-    if (rank->pp_size > full->L)
-        return fail(e, TOKA_E_USE,
-                    "pipeline parallel size %d: the model has %d layers, expected at least one a "
-                    "stage",
-                    rank->pp_size, full->L);
-    if (mf_split_tp(full, rank->tp_rank, rank->tp_size, &ranges, e)) return e->code;
+    if (mf_split(full, rank, &ranges, e)) return e->code;
     const mf_range layers = mf_stage_layers(full, rank->pp_rank, rank->pp_size);
     *shape = *full;
     shape->L = layers.count;
@@ -29112,20 +29119,17 @@ static int eng_n_windowed(const toka_weights *weights, int L, int *widest) {
 }
 
 /* Sets shape->max_len and *n_pages. asked_len and asked_kv are the requested max_model_len and
- * kv_tokens, 0: as memory allows. capacity: tokens for which the devices have memory. Returns an
- * error if the requested length does not fit. */
+ * kv_tokens, 0: as memory allows; eng_check_options has accepted them. capacity: tokens for which
+ * the devices have memory. Returns an error if the requested length does not fit. */
 COLD
 static int eng_size_kv(toka_shape *shape, int asked_len, int64_t asked_kv, int64_t capacity,
                        int *n_pages, toka_err *e) {
-    if (asked_len > shape->max_len || asked_len == 1)
-        return fail(e, TOKA_E_USE, "max_model_len: %d, expected 2 to %d, the model's own limit",
-                    asked_len, shape->max_len);
     if (asked_len) shape->max_len = asked_len;
     int64_t n_kv = asked_kv ? asked_kv : capacity;
-    if (asked_len && n_kv < asked_len)
-        return fail(e, asked_kv ? TOKA_E_USE : TOKA_E_MEMORY,
-                    "--max-model-len %d: %s %lld tokens of this model's KV cache", asked_len,
-                    asked_kv ? "--kv-tokens asks for" : "memory holds", (long long)n_kv);
+    if (n_kv < asked_len)
+        return fail(e, TOKA_E_MEMORY,
+                    "--max-model-len %d: memory holds %lld tokens of this model's KV cache",
+                    asked_len, (long long)n_kv);
     shape->max_len = (int)MIN(n_kv, (int64_t)shape->max_len);
     if (shape->max_len < 2 && asked_kv)
         return check_int("kv_tokens", asked_kv, 2, INT64_MAX, e);
@@ -29516,12 +29520,6 @@ static int eng_open_replicas(eng *engine, toka_shape *shape, const toka_options 
                                   .progress = options->progress,
                                   .user = options->progress_user};
     int code = 0;
-    if (engine->backend->count && n_devices > engine->backend->count())
-        return fail(e, TOKA_E_DEVICE,
-                    "%d replica%s of %d stage%s of %d tensor rank%s: %d GPUs are needed, "
-                    "this process sees %d",
-                    engine->n_replicas, engine->n_replicas > 1 ? "s" : "", pp, pp > 1 ? "s" : "",
-                    tp, tp > 1 ? "s" : "", n_devices, engine->backend->count());
     for (int i = 0; i < engine->n_replicas && !code; i++)
         code = model_shard(&engine->replicas[i].model, engine->backend, shape,
                            &engine->files->weights, tp, pp, e);
@@ -29568,6 +29566,50 @@ static int eng_open_replicas(eng *engine, toka_shape *shape, const toka_options 
     return code;
 }
 
+/* Checks the options that depend on the model's shape or on the device, but not on the weights.
+ * Sets the size of a step in *config, and *drafts. Returns 0 or an error. */
+COLD
+static int eng_check_options(const toka_backend *backend, const toka_shape *shape,
+                             const toka_options *options, sched_config *config,
+                             draft_config *drafts, toka_err *e) {
+    const mf_rank first = {.tp_size = MAX(options->tensor_parallel_size, 1),
+                           .pp_size = MAX(options->pipeline_parallel_size, 1)};
+    const int dp = MAX(options->data_parallel_size, 1), pp = first.pp_size, tp = first.tp_size;
+    const int max_len = options->max_model_len;
+    config->max_tokens = options->max_num_batched_tokens
+                             ? options->max_num_batched_tokens
+                             : MAX(backend->default_tokens, options->max_num_seqs);
+    config->max_seqs = options->max_num_seqs ? options->max_num_seqs
+                                             : MIN(backend->default_seqs, config->max_tokens);
+    if (config->max_seqs > config->max_tokens) /* every running sample may need a row of the step */
+        return fail(e, TOKA_E_USE,
+                    "max_num_batched_tokens: %d, expected at least max_num_seqs, %d",
+                    config->max_tokens, config->max_seqs);
+    if (draft_read_config(options, drafts, e)) return e->code;
+    if (options->max_loras && !backend->has_adapters)
+        return fail(e, TOKA_E_USE,
+                    "--enable-lora, --lora-modules: device %s has no adapters (LoRA), device cpu "
+                    "has them", backend->name);
+    if (drafts->method && !backend->has_drafts)
+        return fail(e, TOKA_E_USE, "speculative_config: device %s has no speculative decoding",
+                    backend->name);
+    if (max_len > shape->max_len || max_len == 1)
+        return fail(e, TOKA_E_USE, "max_model_len: %d, expected 2 to %d, the model's own limit",
+                    max_len, shape->max_len);
+    if (options->kv_tokens && options->kv_tokens < max_len)
+        return fail(e, TOKA_E_USE,
+                    "--max-model-len %d: --kv-tokens asks for %lld tokens of this model's KV cache",
+                    max_len, (long long)options->kv_tokens);
+    if (backend->count && tp * pp * dp > backend->count())
+        return fail(e, TOKA_E_DEVICE,
+                    "%d replica%s of %d stage%s of %d tensor rank%s: %d GPUs are needed, "
+                    "this process sees %d",
+                    dp, dp > 1 ? "s" : "", pp, pp > 1 ? "s" : "", tp, tp > 1 ? "s" : "",
+                    tp * pp * dp, backend->count());
+    mf_tp_ranges ranges = {0};
+    return mf_split(shape, &first, &ranges, e);
+}
+
 /* shape: the model's; sets its B and max_len, and keeps no pointer to it. files and tokenizer must
  * outlive the engine. After an error *out is unchanged. Exception: if a rank hangs, *out is an
  * engine with `hung` set. It stays in memory, because the rank may read it: eng_close returns false
@@ -29576,28 +29618,10 @@ COLD
 static int eng_open(eng **out, const toka_backend *backend, const mf_model *files,
                     toka_shape *shape, const tok *tokenizer, const toka_options *options,
                     toka_err *e) {
-    int max_tokens = options->max_num_batched_tokens
-                         ? options->max_num_batched_tokens
-                         : MAX(backend->default_tokens, options->max_num_seqs);
-    int max_seqs = options->max_num_seqs ? options->max_num_seqs
-                                         : MIN(backend->default_seqs, max_tokens);
-    if (max_seqs > max_tokens) /* every running sample may need a row of the step */
-        return fail(e, TOKA_E_USE,
-                    "max_num_batched_tokens: %d, expected at least max_num_seqs, %d", max_tokens,
-                    max_seqs);
     draft_config drafts;
-    if (draft_read_config(options, &drafts, e)) return e->code;
-    if (options->max_loras && !backend->has_adapters)
-        return fail(e, TOKA_E_USE,
-                    "--enable-lora, --lora-modules: device %s has no adapters (LoRA), device cpu "
-                    "has them", backend->name);
-    if (drafts.method && !backend->has_drafts)
-        return fail(e, TOKA_E_USE, "speculative_config: device %s has no speculative decoding",
-                    backend->name);
-    shape->B = backend->page_tok;
-    sched_config config = {
-        .B = shape->B, .max_seqs = max_seqs, .max_tokens = max_tokens,
-        .reserve_steps = SCHED_RESERVE_STEPS};
+    sched_config config = {.B = backend->page_tok, .reserve_steps = SCHED_RESERVE_STEPS};
+    if (eng_check_options(backend, shape, options, &config, &drafts, e)) return e->code;
+    shape->B = config.B;
     eng *engine = eng_new(backend, files, tokenizer, options);
     drafts.always = getenv("TOKA_DEBUG_DRAFTS") != NULL;
     engine->drafts = drafts;
@@ -32306,6 +32330,26 @@ static int lib_check_options(const toka_options *options, toka_err *e) {
                   e))
         return e->code;
     return check_range("gpu_memory_utilization", options->gpu_memory_utilization, 0, 1, false, e);
+}
+
+/* Returns the error of toka_open if config.json alone shows that it will fail; reads no weights. A
+ * GPU that was not named may be replaced by the CPU, so then both must refuse. */
+SERVER_ONLY static int lib_check_model(const toka_options *options, toka_err *e) {
+    mf_model *files;
+    draft_config drafts;
+    sched_config config;
+    int code = lib_check_options(options, e);
+    if (!code)
+        code = mf_open_text(&files, options->model, options->models_file,
+                            options->model ? NULL : embedded_model, true, e);
+    if (code) return code;
+    code = eng_check_options(lib_find_backend(options->device), &files->shape, options, &config,
+                             &drafts, e);
+    if (code && lib_is_auto(options->device) &&
+        !eng_check_options(&toka_cpu, &files->shape, options, &config, &drafts, &(toka_err){0}))
+        code = 0;
+    mf_close(files);
+    return code;
 }
 
 /* Checks the sampling parameters of generation_config.json by the limits of chapter 22. Returns 0
@@ -51949,7 +51993,20 @@ static int hub_start(hub_stream *stream, const hub_request *request, toka_err *e
     return 0;
 }
 
-/* Waits until curl has ended. Returns 0, or TOKA_E_IO with its message if it failed. */
+/* Returns the error for curl that has failed. exit_status: 6: the host name has no address; 7: no
+ * connection. text: what curl printed. */
+COLD static int hub_fail_curl(const hub_access *access, int exit_status, const char *text,
+                              toka_err *e) {
+    const bool is_client = !access->id;
+    if (is_client && exit_status == 6)
+        return fail(e, TOKA_E_IO, "%s: no host has this name", access->endpoint);
+    if (is_client && exit_status == 7)
+        return fail(e, TOKA_E_IO, "%s: no server answers there; toka serve starts one, --base-url "
+                    "URL names another", access->endpoint);
+    return fail(e, TOKA_E_IO, "%s: %s", access->endpoint, *text ? text : "curl ended early");
+}
+
+/* Waits until curl has ended. Returns 0, or TOKA_E_IO if it failed. */
 static int hub_wait(hub_stream *stream, toka_err *e) {
     char text[300];
     int status = 0;
@@ -51959,9 +52016,9 @@ static int hub_wait(hub_stream *stream, toka_err *e) {
     while (waitpid(stream->pid, &status, 0) < 0 && errno == EINTR) {}
     stream->pid = 0;
     if (hub_is_stopped(stream->access)) return fail(e, TOKA_E_CANCELLED, "interrupted");
-    if (!status) return 0;
-    return fail(e, TOKA_E_IO, "%s: %s", stream->access->endpoint,
-                *text ? text : "curl ended early");
+    return status ? hub_fail_curl(stream->access, WIFEXITED(status) ? WEXITSTATUS(status) : 0, text,
+                                  e)
+                  : 0;
 }
 
 /* Reads bytes of curl's output. Returns their number, 0 at the end, or an error code. */
@@ -57638,7 +57695,7 @@ static int cli_serve(const cli *flags, toka_err *e) {
     srv_options options = flags->serve;
     arena memory = {0};
     int code = cli_check_serve(flags, &options, e);
-    if (!code) code = lib_check_options(&flags->open, e);
+    if (!code) code = lib_check_model(&flags->open, e);
     const char **keys = arena_alloc(&memory, CLI_MAX_KEYS * sizeof *keys);
     if (!code) code = cli_read_parsing(flags, &memory, &options.parsing, e);
     if (!code) code = cli_add_keys(flags, &memory, keys, &options.n_keys, e);
@@ -57920,6 +57977,15 @@ static bool cli_is_model(const char *word, int argc, char **argv, arena *memory,
     return false;
 }
 
+/* Appends to the error in e which pages the manual has. */
+static void cli_name_pages(toka_err *e) {
+    for (int i = 0; i < COUNT(help_pages); i++) {
+        const size_t n = strlen(e->msg);
+        snprintf(e->msg + n, sizeof e->msg - n, "%s%s", i ? ", " : "; the pages are ",
+                 help_pages[i].name);
+    }
+}
+
 /* Returns the error for an unknown command, or page of the help, with the most similar one. model:
  * the most similar name of a model. */
 static int cli_fail_unknown_command(const char *first, const char *second, bool is_help,
@@ -57940,6 +58006,7 @@ static int cli_fail_unknown_command(const char *first, const char *second, bool 
               is_help ? ", and no page of the manual"
               : strchr(first, ' ') ? " or model; a prompt comes after -p" : " or model");
     const bool is_page = nearest.best && help_find_page(nearest.best);
+    if (is_help && !nearest.best) cli_name_pages(e);
     return suggest_fail(&nearest, is_bench ? "toka bench " : is_page ? "toka help " : "toka ", e);
 }
 

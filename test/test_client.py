@@ -233,7 +233,12 @@ def test_bad_addresses_and_flags(fake):
     for url in ("ftp://host", "host:80", "http://", "http://a b"):
         r = toka("-p", "x", "--base-url", url)
         assert r.returncode == 1 and "expected http://HOST" in r.stderr, url
-    assert toka("-p", "x", "--base-url", "http://127.0.0.1:1").returncode == 2
+    for args in (("ping", "port=1"), ("chat", "-p", "x", "--base-url", "http://127.0.0.1:1"), ("-p", "x", "--base-url", "http://127.0.0.1:1")):
+        r = toka(*args)
+        assert (r.returncode, r.stderr) == (2, "toka: http://127.0.0.1:1/v1: no server answers there; toka serve starts one, "
+                                               "--base-url URL names another\n")
+    r = toka("ping", "host=no.host.invalid")
+    assert (r.returncode, r.stderr) == (2, "toka: http://no.host.invalid:10210/v1: no host has this name\n")
     r = toka("-p", "x", "--base-url", fake.url, "--max-num-seqs", "3")
     assert r.returncode == 1 and "--max-num-seqs goes without --base-url" in r.stderr
     fake.answer = 401, b'{"error": {"message": "no key"}}'

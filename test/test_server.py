@@ -1168,7 +1168,12 @@ def test_failures_at_start(tmp_path, server):
         r = subprocess.run([TOKA, "serve", *flags], capture_output=True, timeout=60)
         return r.returncode, r.stderr.decode()
 
-    assert run("--port", "0", "-m", str(tmp_path))[0] == 1
+    for flags, words in ((["-m", str(tmp_path)], "config.json: No such file"), (["--max-model-len", "9999"], "--max-model-len: 9999, expected 2 to 1024"),
+                         (["-c", "1"], "-c: 1, expected 2 to 1024"), (["--pipeline-parallel-size", "7"], "--pipeline-parallel-size 7: the model has 6 layers"),
+                         (["--max-model-len", "200", "--kv-tokens", "100"], "--max-model-len 200: --kv-tokens asks for 100 tokens"),
+                         (["--max-num-seqs", "9", "--max-num-batched-tokens", "8"], "--max-num-batched-tokens: 8, expected at least --max-num-seqs, 9")):
+        code, log = run("--port", "0", *flags)
+        assert code == 1 and words in log and log.count("\n") == 1, log  # before it listens
     code, log = run("--port", str(server.address[1]))
     assert code == 2 and "Address already in use; another port: --port N, any free one: --port 0" in log
     for flags, word in ((["--port", "70000"], "--port"), (["--generation-config", "x"], "auto or vllm"),
