@@ -25085,6 +25085,7 @@ static bool group_is_in_barrier(toka_group *group, int rank) {
 
 /* Returns the rank for which the device or the thread of `rank` waits; `rank` itself if they wait
  * for no particular one. */
+COLD
 static int group_blocker(toka_group *group, int rank) {
     const toka_rank *state = &group->ranks[rank];
     const int tp_size = group->tp_size, first_rank = rank / tp_size * tp_size;
@@ -32418,7 +32419,7 @@ static void lib_constraints_del(lib_constraints *constraints) {
     free(constraints);
 }
 
-void toka_close(toka *t) {
+COLD void toka_close(toka *t) {
     if (!t) return;
     bool done = eng_close(t->engine); /* false: a rank is hung, it may still read the weights */
     tmpl_del(t->chat_template);
