@@ -30036,6 +30036,14 @@ static int eng_check_pooling(const toka_request *params, int E, toka_err *e) {
     return check_int("dimensions", params->dimensions, 0, E, e);
 }
 
+/* Checks the number of samples. */
+COLD
+static int eng_check_n(const toka_request *params, toka_err *e) {
+    const int min_n = params->prompt_logprobs || params->pooling ? 0 : 1;
+    if (params->n >= min_n && params->n <= ENG_MAX_N) return 0;
+    return fail(e, TOKA_E_USE, "n is %d, expected %d to %d", params->n, min_n, ENG_MAX_N);
+}
+
 /* Checks everything that can be wrong with a request itself, for sequences of max_len tokens.
  * tokenizer: the model's, or NULL. files->shape is that of the whole model, so its V is the whole
  * vocabulary. */
@@ -30051,9 +30059,7 @@ static int eng_check(const mf_model *files, const tok *tokenizer, int max_len,
     if (eng_check_pooling(params, files->shape.E, e)) return e->code;
     if (!params->pooling && files->no_lm_head)
         return fail(e, TOKA_E_USE, "%s has no LM head: it only makes embeddings", files->name);
-    const int min_n = params->prompt_logprobs || params->pooling ? 0 : 1;
-    if (params->n < min_n || params->n > ENG_MAX_N)
-        return fail(e, TOKA_E_USE, "n is %d, expected %d to %d", params->n, min_n, ENG_MAX_N);
+    if (eng_check_n(params, e)) return e->code;
     if (check_int("prompt_logprobs", params->prompt_top, 0, TOKA_MAX_LOGPROBS, e)) return e->code;
     for (int i = 0; params->output_ids && i < params->n_output_ids; i++)
         if (check_int("output_ids", params->output_ids[i], 0, V - 1, e)) return e->code;
@@ -32710,6 +32716,10 @@ int toka_generate(toka *t, const toka_request *r, toka_event_fn *fn, void *user,
     if (!code) code = eng_generate(t->engine, submission, usage ? usage : &unused, e);
     free(encoded);
     return code;
+}
+
+COLD int toka_check_request(const toka_request *r, toka_err *e) {
+    return samp_check(&r->sampling, INT_MAX, e) ? e->code : eng_check_n(r, e);
 }
 
 int toka_submit(toka *t, const toka_request *r, toka_event_fn *fn, void *user, int64_t *id,

@@ -457,6 +457,10 @@ typedef struct toka_usage {
 int toka_generate(toka *t, const toka_request *request, toka_event_fn *fn, void *user,
                   toka_usage *usage, toka_err *e);
 
+/* Checks what needs no model: the number of samples and the sampling parameters, but not bad_words
+ * and constraint. Returns 0, or TOKA_E_USE as toka_submit would. Thread: any. */
+int toka_check_request(const toka_request *request, toka_err *e);
+
 /* Queues a request; everything it points to is copied. Its events come while some thread drives the
  * engine. *id is the argument for toka_cancel; id may be NULL. After an error *id is unchanged.
  * Returns TOKA_E_USE and TOKA_E_INPUT as toka_generate does, TOKA_E_DEVICE if the device has

@@ -200,6 +200,15 @@ def test_wrong_arguments(py, llm):
                              (lambda: llm.generate("x", {"temperature": 1}), TypeError, "sampling_params: {'temperature': 1}, expected SamplingParams"),
                              (lambda: py.LLM(swap_space="x"), ValueError, "swap_space: 'x', expected a number of 0 or more: preempted"),
                              (lambda: P(structured_outputs={"structural_tag": "x"}), TypeError, "structural_tag"),
+                             (lambda: P(structured_outputs={"regx": "x"}), TypeError, "StructuredOutputsParams() has no argument 'regx'; did you mean regex?"),
+                             (lambda: py.StructuredOutputsParams(grammer="x"), TypeError, "did you mean grammar?"),
+                             *((lambda given=given, call=call: call(given), ValueError, text) for call in (llm.chat, llm.chat_stream, llm.apply_chat_template)
+                               for given, text in (
+                                 ("hi", "messages: 'hi', expected a list, as [{'role': 'user', 'content': 'Hello'}]"), ([], "messages: [], expected a list"),
+                                 (["hi"], "messages: ['hi'], expected a list, as"), ({"role": "user", "content": "hi"}, "messages: {'role': 'user', 'content': 'hi'}, expected"),
+                                 ([{"rol": "user", "content": "hi"}], "messages[0] has no 'role', but 'rol'; did you mean role?"),
+                                 ([{"role": "user", "content": "hi"}, {"role": "user", "contents": "x"}], "messages[1] has no 'content', but 'contents'; did you mean content?"),
+                                 ([{"role": "user"}], "messages[0] has no 'content': {'role': 'user'}"), ([{"role": "user", "content": 5}], "messages[0]: {'role': 'user', 'content': 5}"))),
                              (lambda: P(max_tokens=0), ValueError, "max_tokens: 0, expected 1 or more"), (lambda: llm.generate("x", P(allowed_token_ids=[])), ValueError, "allowed_token_ids: no ids"),
                              *((lambda given=given: llm.generate("x", P(**given)), ValueError, text) for given, text in (
                                  ({"stop": 5}, "stop: 5, expected a text or a list of texts"), ({"stop": ["a", 5]}, "stop: ['a', 5], expected"),
@@ -221,8 +230,11 @@ def test_errors(py, llm, tmp_path):
     for call, kind, text in ((lambda: llm.generate("x", py.SamplingParams(structured_outputs={"regex": "("})), ValueError, "( without )"),
                              (lambda: py.LLM("/none"), ValueError, "/none: no such folder"), (lambda: py.LLM(str(tmp_path)), ValueError, "config.json"),
                              (lambda: py.LLM(device="tpu"), ValueError, "tpu"), (lambda: py.LLM(max_len=3), TypeError, "max_model_len"),
-                             (lambda: llm.generate("x", py.SamplingParams(temperature=-1)), ValueError, "temperature"),
-                             (lambda: llm.generate("x", py.SamplingParams(n=10**9)), ValueError, "n is 1000000000, expected 1 to"),
+                             *((lambda given=given: py.SamplingParams(**given), ValueError, text) for given, text in (  # before a model sees it, as vLLM
+                                 ({"temperature": -1}, "temperature: -1, expected"), ({"n": 10**9}, "n is 1000000000, expected 1 to"), ({"n": 0}, "n is 0, expected 1 to"),
+                                 ({"top_p": 0}, "top_p: 0, expected"), ({"top_k": -2}, "top_k: -2, expected"), ({"min_tokens": 20}, "min_tokens: 20, expected 0 to 16"),
+                                 ({"presence_penalty": 3}, "presence_penalty: 3, expected"), ({"logprobs": 10**6}, "logprobs: 1000000, expected"),
+                                 ({"stop_token_ids": [-1]}, "stop_token_ids"), ({"logit_bias": {3: 1000}}, "logit_bias: 1000, expected"))),
                              (lambda: llm.generate(["x", "y " * 3000]), ValueError, "at most"), (lambda: llm.decode([5000]), ValueError, "5000"),
                              (lambda: llm.generate(["x"], [py.SamplingParams()] * 2), ValueError, "1 prompts, but 2")):
         with pytest.raises(kind, match=re.escape(text)) as error:

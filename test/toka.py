@@ -112,7 +112,7 @@ def _load():
             ("toka_decode", C.c_int, model, _IDS, C.c_size_t, C.c_int, text, size, err),
             ("toka_apply_chat_template", C.c_int, model, _TEXT, C.c_size_t, _TEXT, text, size, err),
             ("toka_submit", C.c_int, model, C.POINTER(_Request), _EVENT_FN, C.c_void_p, C.POINTER(C.c_int64), err),
-            ("toka_cancel", None, model, C.c_int64), ("toka_run", C.c_int, model, C.c_int, err),
+            ("toka_check_request", C.c_int, C.POINTER(_Request), err), ("toka_cancel", None, model, C.c_int64), ("toka_run", C.c_int, model, C.c_int, err),
             ("toka_score", C.c_int, model, _IDS, C.c_size_t, _FLOATS, err),
             ("toka_request_embedding", C.c_int, model, C.POINTER(_Request), err),
             ("toka_words_new", C.c_int, text, model, C.POINTER(_TEXT), C.c_int, err), ("toka_words_del", None, C.c_void_p),
@@ -195,8 +195,20 @@ def _set(struct, name, value):
 
 # ---- Parameters and results, with vLLM's names ----
 
+def _no_argument(called, name, known):
+    near = difflib.get_close_matches(name, known, 1)
+    return TypeError(f"{called}() has no argument {name!r}; " + (f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(known))}"))
+
+
+class _Params:
+    def __new__(cls, *_, **given):
+        for name in given.keys() - cls.__dataclass_fields__.keys():
+            raise _no_argument(cls.__name__, name, set(cls.__dataclass_fields__))
+        return super().__new__(cls)
+
+
 @dataclass
-class StructuredOutputsParams:
+class StructuredOutputsParams(_Params):
     """The texts that an output may be: one of json (a schema as dict or as text), regex, choice, grammar (GBNF or Lark) and json_object."""
     json: str | dict | None = None
     regex: str | None = None
@@ -223,13 +235,8 @@ class StructuredOutputsParams:
         return _Owned(_lib.toka_constraint_new, _lib.toka_constraint_del, model, C.byref(grammar))
 
 
-def _no_argument(called, name, known):
-    near = difflib.get_close_matches(name, known, 1)
-    return TypeError(f"{called}() has no argument {name!r}; " + (f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(known))}"))
-
-
 @dataclass
-class SamplingParams:
+class SamplingParams(_Params):
     n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
@@ -255,11 +262,6 @@ class SamplingParams:
     detokenize: bool = True            # False: outputs have token_ids and no text
     best_of: int | None = None         # only n: all samples are returned
 
-    def __new__(cls, *_, **given):
-        for name in given.keys() - cls.__dataclass_fields__.keys():
-            raise _no_argument(cls.__name__, name, set(cls.__dataclass_fields__))
-        return super().__new__(cls)
-
     def __post_init__(self):
         if self.best_of not in (None, self.n):
             raise ValueError(f"best_of: {self.best_of}, expected n or None: sample n={self.best_of} and take the best by cumulative_logprob")
@@ -269,6 +271,36 @@ class SamplingParams:
             raise ValueError("detokenize: False, but stop needs the text")
         if isinstance(self.structured_outputs, dict):
             self.structured_outputs = StructuredOutputsParams(**self.structured_outputs)
+        request, err = _lib.toka_request_default(), _Err()
+        self._fill(request)
+        _check(_lib.toka_check_request(C.byref(request), C.byref(err)), err)
+
+    def _fill(self, r):
+        """Sets what needs no model in a C request, but its seed."""
+        s = r.sampling
+        _set(r, "n", self.n)
+        r.keep_special, r.prompt_logprobs, r.ids_only = not self.skip_special_tokens, bool(self.prompt_logprobs), not self.detokenize
+        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+                     "min_tokens", "ignore_eos"):
+            _set(s, name, getattr(self, name))
+        if self.seed is not None and not hasattr(self.seed, "__index__"):
+            raise ValueError(f"seed: {self.seed!r}, expected a whole number")
+        _set(s, "max_tokens", self.max_tokens or 0)
+        s.include_stop = self.include_stop_str_in_output
+        _set(s, "logprobs", self.logprobs or 0)
+        s.stop = _texts(self.stop, "stop")
+        s.n_stop = 1 if isinstance(self.stop, str) else len(self.stop or [])
+        for name, ids_field, count_field in (("stop_token_ids", "stop_ids", "n_stop_ids"), ("allowed_token_ids", "allowed_ids", "n_allowed")):
+            given = getattr(self, name)
+            values = _ids([] if given is None else given, name)
+            setattr(s, ids_field, values), setattr(s, count_field, len(values))
+        if self.allowed_token_ids is not None and not s.n_allowed:
+            raise ValueError("allowed_token_ids: no ids, expected some, or None: all are allowed")
+        try:
+            bias = {int(i): float(value) for i, value in (self.logit_bias or {}).items()}
+        except (AttributeError, TypeError, ValueError):
+            raise ValueError(f"logit_bias: {self.logit_bias!r}, expected {{token id: number}}") from None
+        s.bias_ids, s.bias_values, s.n_bias = _ids(list(bias), "logit_bias"), (C.c_float * len(bias))(*bias.values()), len(bias)
 
 
 @dataclass
@@ -383,6 +415,19 @@ def _id_array(values, name):
 def _ids(values, name):
     ids = _id_array(values, name)
     return (C.c_int32 * len(ids)).from_buffer_copy(ids)
+
+
+def _check_messages(messages):
+    """Refuses what no chat template reads: not a list of dicts, or one without role or content. An answer with tool calls needs no content."""
+    if not isinstance(messages, (list, tuple)) or not messages or not all(isinstance(message, dict) for message in messages):
+        raise ValueError(f"messages: {repr(messages):.200}, expected a list, as [{{'role': 'user', 'content': 'Hello'}}]")
+    for i, message in enumerate(messages):
+        for name in ("role", "content"):
+            if name not in message and not (name == "content" and message["role"] == "assistant"):
+                near = difflib.get_close_matches(name, map(str, message), 1)
+                raise ValueError(f"messages[{i}] has no {name!r}" + (f", but {near[0]!r}; did you mean {name}?" if near else f": {repr(message):.200}"))
+        if not isinstance(message["role"], str) or not isinstance(message.get("content"), (str, list, type(None))):
+            raise ValueError(f"messages[{i}]: {repr(message):.200}, expected texts")
 
 
 def _texts(values, name):
@@ -525,6 +570,7 @@ class LLM:
         return self._text(_lib.toka_decode, ids, len(ids), flags)
 
     def apply_chat_template(self, messages, add_generation_prompt=True, **arguments):
+        _check_messages(messages)
         context = json.dumps({"messages": messages, "add_generation_prompt": add_generation_prompt, **arguments}).encode()
         return self._text(_lib.toka_apply_chat_template, context, len(context), None)
 
@@ -576,33 +622,9 @@ class LLM:
             return r, held, ids, [r.sampling.stop[i].decode() for i in range(r.sampling.n_stop)]
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params: {params!r}, expected SamplingParams or None")
-        s = r.sampling
-        _set(r, "n", params.n)
-        r.keep_special, r.prompt_logprobs = not params.skip_special_tokens, bool(params.prompt_logprobs)
-        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-                     "min_tokens", "ignore_eos"):
-            _set(s, name, getattr(params, name))
-        if params.seed is not None and not hasattr(params.seed, "__index__"):
-            raise ValueError(f"seed: {params.seed!r}, expected a whole number")
+        params._fill(r)
+        s, stops = r.sampling, [params.stop] if isinstance(params.stop, str) else list(params.stop or [])
         s.seed = self._random.getrandbits(64) if params.seed is None else params.seed % 2**64
-        r.ids_only = not params.detokenize
-        _set(s, "max_tokens", params.max_tokens or 0)
-        s.include_stop = params.include_stop_str_in_output
-        _set(s, "logprobs", params.logprobs or 0)
-        s.stop = _texts(params.stop, "stop")
-        stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or [])
-        s.n_stop = len(stops)
-        for name, ids_field, count_field in (("stop_token_ids", "stop_ids", "n_stop_ids"), ("allowed_token_ids", "allowed_ids", "n_allowed")):
-            given = getattr(params, name)
-            values = _ids([] if given is None else given, name)
-            setattr(s, ids_field, values), setattr(s, count_field, len(values))
-        if params.allowed_token_ids is not None and not s.n_allowed:
-            raise ValueError("allowed_token_ids: no ids, expected some, or None: all are allowed")
-        try:
-            bias = {int(i): float(value) for i, value in (params.logit_bias or {}).items()}
-        except (AttributeError, TypeError, ValueError):
-            raise ValueError(f"logit_bias: {params.logit_bias!r}, expected {{token id: number}}") from None
-        s.bias_ids, s.bias_values, s.n_bias = _ids(list(bias), "logit_bias"), (C.c_float * len(bias))(*bias.values()), len(bias)
         if params.bad_words:
             texts = _texts(params.bad_words, "bad_words")
             with self._use() as model:
@@ -753,7 +775,7 @@ class LLM:
 
     def chat(self, messages, sampling_params=None, **arguments):
         """generate() through the chat template. messages: one conversation or a list of them; arguments: of the template."""
-        many = messages if messages and isinstance(messages[0], list) else [messages]
+        many = messages if isinstance(messages, (list, tuple)) and messages and isinstance(messages[0], list) else [messages]
         return self.generate([self.apply_chat_template(m, **arguments) for m in many], sampling_params, _parse_only=True)
 
     def stream(self, prompt, sampling_params=None, *, _parse_only=False):
