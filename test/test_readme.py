@@ -92,6 +92,18 @@ def test_form():
             assert any(re.search(rf"\b{function}(\(| {{)", chapters[place]) for place in places.split(", ")), (function, places)
 
 
+def test_what_the_commands_make_is_ignored():
+    """git status of a clone stays empty after the README's commands."""
+    if not os.path.exists(os.path.join(ROOT, ".git")):
+        pytest.skip("not a clone")
+    blocks = "".join(re.findall(r"```sh\n(.*?)```", readme(), re.S))
+    made = {"toka", "toka-ping", "libtoka.so", "toka.o", *re.findall(r"(?:> | -o |make_dataset.py \w+ )([\w.]+)", blocks)}
+    made |= {os.path.basename(path) for path in re.findall(r"cp (\S+) \.(?:\s|$)", blocks)}
+    assert {"toka.py", "in.jsonl", "out.jsonl", "m.jsonl", "example"} <= made
+    shown = subprocess.run(["git", "-C", ROOT, "check-ignore", "--no-index", *made], capture_output=True, text=True).stdout.split()
+    assert set(shown) == made
+
+
 def test_first_page(hub, tmp_path):
     first, = re.findall(r"```sh\n(.*?)```", readme().split("\n## ")[0], re.S)
     build, chat = first.replace("\\\n", "").splitlines()
