@@ -55479,8 +55479,11 @@ static int cli_set_from_json(cli *flags, const cli_flag *flag, const json *value
             return fail(e, TOKA_E_USE, "%s: expected true or false", where);
         return json_is_true(value) ? cli_set_flag(flags, flag, NULL, where, e) : 0;
     }
-    if (!json_is(value, JSON_STRING) && !json_is(value, JSON_NUMBER))
-        return fail(e, TOKA_E_USE, "%s: expected a text or a number", where);
+    const bool takes_object = !strcmp(flag->value_name, "JSON");
+    if (!json_is(value, JSON_STRING) && !json_is(value, JSON_NUMBER) &&
+        !(takes_object && json_is(value, JSON_OBJECT)))
+        return fail(e, TOKA_E_USE, "%s: expected %sa text or a number", where,
+                    takes_object ? "an object, " : "");
     if (json_is(value, JSON_STRING)) buf_str(&text, json_str(value));
     else json_put_value(&text, value);
     const char *copy = arena_cstr(flags->memory, buf_view(&text));
@@ -55512,10 +55515,13 @@ static int cli_read_config(cli *flags, unsigned command, int argc, char **argv, 
     if (os_map(flags->config, &text, e)) return cli_put_before("--config ", e->msg, e), e->code;
     const json *root = json_parse(&memory, text, json_trusted, e);
     int code = json_is(root, JSON_OBJECT) ? 0
-               : fail(e, TOKA_E_INPUT, "--config %s: not a JSON object", flags->config);
+               : fail(e, TOKA_E_INPUT, "--config %s: not a JSON object, as {\"port\": 8000}",
+                      flags->config);
     if (!code) JSON_MEMBERS(key, root) {
         buf name = {0};
-        buf_printf(&name, "--%.*s", STRF(json_str(key)));
+        str typed = json_str(key);
+        while (typed.n > 1 && typed.p[0] == '-') typed = str_sub(typed, 1, typed.n);
+        buf_printf(&name, "--%.*s", STRF(typed));
         const cli_flag *flag = cli_find_flag(name.p, name.n);
         if (!flag) flag = cli_find_flag(name.p + 1, name.n - 1); /* a short name: "n" */
         snprintf(where, sizeof where, "%.150s: %.100s", flags->config, name.p + 2);

@@ -214,7 +214,10 @@ def test_config_file(tmp_path):
     assert run({**values, "seed": 3}, TOKA_SEED="5").stdout == want  # then the file, then the environment
     assert run(values, TOKA_SEED="x").stdout == want
     assert run({"prompt": "no"}, "-p", PROBLEM).stdout == toka("-q", "-p", PROBLEM).stdout
-    for text, message in (("[]", "not a JSON object"), ("{", "JSON"), ({"tmep": 1}, "config.json: tmep: unknown flag; did you mean temp?"),
+    assert run({f"--{k}": v for k, v in values.items()}).stdout == want  # names as they are typed
+    assert run({"-p": PROBLEM, "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}).stdout == toka("-q", "-p", PROBLEM).stdout
+    for text, message in (("[]", "not a JSON object"), ("{", "JSON"), ("port: 80\n", 'not a JSON object, as {"port": 8000}'),
+                          ({"speculative_config": {"method": "none"}}, "config.json: speculative_config"), ({"speculative_config": []}, "expected an object, a text or"), ({"tmep": 1}, "config.json: tmep: unknown flag; did you mean temp?"),
                           ({"port": 1}, "config.json: port is not for this command"), ({"raw": 1}, "config.json: raw: expected true or false"),
                           ({"temp": [1]}, "config.json: temp: expected a text or a number"), ({"temp": "hot"}, "config.json: temp: 'hot' is not a number"), ({"top_p": 7}, "config.json: top_p: 7, expected"),
                           ({"config": "x"}, "config.json: config: such a file cannot name another one"), ({"": 1}, "unknown flag"), ({"seed": 1.5}, "not a whole number")):
