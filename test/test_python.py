@@ -208,7 +208,9 @@ def test_wrong_arguments(py, llm):
                                  (["hi"], "messages: ['hi'], expected a list, as"), ({"role": "user", "content": "hi"}, "messages: {'role': 'user', 'content': 'hi'}, expected"),
                                  ([{"rol": "user", "content": "hi"}], "messages[0] has no 'role', but 'rol'; did you mean role?"),
                                  ([{"role": "user", "content": "hi"}, {"role": "user", "contents": "x"}], "messages[1] has no 'content', but 'contents'; did you mean content?"),
-                                 ([{"role": "user"}], "messages[0] has no 'content': {'role': 'user'}"), ([{"role": "user", "content": 5}], "messages[0]: {'role': 'user', 'content': 5}"))),
+                                 ([{"role": "user"}], "messages[0] has no 'content': {'role': 'user'}"), ([{"role": "user", "content": 5}], "messages[0]: content: 5, expected a text or"),
+                                 ([{"role": 5, "content": "x"}], "messages[0]: role: 5, expected a text"),
+                                 ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "expected a text or a list of text parts"))),
                              (lambda: P(max_tokens=0), ValueError, "max_tokens: 0, expected 1 or more"), (lambda: llm.generate("x", P(allowed_token_ids=[])), ValueError, "allowed_token_ids: no ids"),
                              *((lambda given=given: llm.generate("x", P(**given)), ValueError, text) for given, text in (
                                  ({"stop": 5}, "stop: 5, expected a text or a list of texts"), ({"stop": ["a", 5]}, "stop: ['a', 5], expected"),
@@ -223,6 +225,8 @@ def test_wrong_arguments(py, llm):
         with pytest.raises(kind, match=re.escape(text)) as error:
             call()
         assert not isinstance(error.value, py.TokaError)
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Tom has"}, {"type": "text", "text": "3 apples."}]}]
+    assert llm.apply_chat_template(parts) == llm.apply_chat_template([{"role": "user", "content": "Tom has\n3 apples."}])
     assert llm.generate("Tom has", P(max_tokens=2))[0].finished
 
 

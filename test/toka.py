@@ -417,8 +417,19 @@ def _ids(values, name):
     return (C.c_int32 * len(ids)).from_buffer_copy(ids)
 
 
-def _check_messages(messages):
-    """Refuses what no chat template reads: not a list of dicts, or one without role or content. An answer with tool calls needs no content."""
+def _content(value, where):
+    """The content of a message: a text, or a list of text parts, each on lines of its own."""
+    if value is None or isinstance(value, str):
+        return value
+    parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part for part in value] if isinstance(value, list) else [value]
+    if not all(isinstance(part, str) for part in parts):
+        raise ValueError(f"{where}: {repr(value):.200}, expected a text or a list of text parts")
+    return "\n".join(parts)
+
+
+def _messages(messages):
+    """The messages as chat templates read them. Refuses what is no list of dicts, and a dict without role or content. An answer with tool
+    calls needs no content."""
     if not isinstance(messages, (list, tuple)) or not messages or not all(isinstance(message, dict) for message in messages):
         raise ValueError(f"messages: {repr(messages):.200}, expected a list, as [{{'role': 'user', 'content': 'Hello'}}]")
     for i, message in enumerate(messages):
@@ -426,8 +437,10 @@ def _check_messages(messages):
             if name not in message and not (name == "content" and message["role"] == "assistant"):
                 near = difflib.get_close_matches(name, map(str, message), 1)
                 raise ValueError(f"messages[{i}] has no {name!r}" + (f", but {near[0]!r}; did you mean {name}?" if near else f": {repr(message):.200}"))
-        if not isinstance(message["role"], str) or not isinstance(message.get("content"), (str, list, type(None))):
-            raise ValueError(f"messages[{i}]: {repr(message):.200}, expected texts")
+        if not isinstance(message["role"], str):
+            raise ValueError(f"messages[{i}]: role: {message['role']!r}, expected a text")
+    return [{**message, "content": _content(message["content"], f"messages[{i}]: content")} if "content" in message else message
+            for i, message in enumerate(messages)]
 
 
 def _texts(values, name):
@@ -570,8 +583,7 @@ class LLM:
         return self._text(_lib.toka_decode, ids, len(ids), flags)
 
     def apply_chat_template(self, messages, add_generation_prompt=True, **arguments):
-        _check_messages(messages)
-        context = json.dumps({"messages": messages, "add_generation_prompt": add_generation_prompt, **arguments}).encode()
+        context = json.dumps({"messages": _messages(messages), "add_generation_prompt": add_generation_prompt, **arguments}).encode()
         return self._text(_lib.toka_apply_chat_template, context, len(context), None)
 
     def _text(self, function, *arguments):
