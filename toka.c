@@ -4691,6 +4691,7 @@ static int tmpl_name_id(tmpl_parser *parser, str s) {
 }
 
 /* Parses a variable name. Returns a node of this kind with the name and its number. */
+COLD
 static tmpl_node *tmpl_parse_name(tmpl_parser *parser, int kind) {
     if (parser->token->type != TT_NAME) return tmpl_expected(parser, "name");
     tmpl_node *node = tmpl_take_node(parser, kind);
@@ -4700,6 +4701,7 @@ static tmpl_node *tmpl_parse_name(tmpl_parser *parser, int kind) {
 
 /* Parses items separated by commas. Returns a TN_TUPLE, or the item itself if there is only one and
  * no comma follows it. The tuple may be empty only in parentheses. */
+COLD
 static tmpl_node *tmpl_parse_tuple(tmpl_parser *parser, tmpl_node *(*item)(tmpl_parser *),
                                    bool parentheses) {
     tmpl_node *tuple = tmpl_new_node(parser, TN_TUPLE, parser->token->line), **tail = &tuple->b;
@@ -4721,6 +4723,7 @@ static tmpl_node *tmpl_parse_tuple(tmpl_parser *parser, tmpl_node *(*item)(tmpl_
 
 /* Parses arguments after '(' up to and including ')': positional arguments, then name=value and at
  * most one *list in any order, then at most one **dict. */
+COLD
 static bool tmpl_parse_arguments(tmpl_parser *parser, tmpl_node **args) {
     static const char *const names[] = {"positional", "keyword", "*", "**"};
     static const int kinds[] = {0, TN_KEYWORD, TN_SPREAD, TN_SPREAD_DICT};
@@ -4813,6 +4816,7 @@ static tmpl_node *tmpl_parse_word(tmpl_parser *parser) {
 }
 
 /* Parses a name, constant, literal, list, dict or an expression in parentheses. */
+COLD
 static tmpl_node *tmpl_parse_primary(tmpl_parser *parser) {
     tmpl_node *node;
     switch (parser->token->type) {
@@ -4849,6 +4853,7 @@ static tmpl_node *tmpl_parse_subscript(tmpl_parser *parser, tmpl_node *of) {
 
 /* Parses the suffixes of a node, any number of them: node[...], node(...), node.name, node.0. The
  * node may be NULL. */
+COLD
 static tmpl_node *tmpl_parse_postfix(tmpl_parser *parser, tmpl_node *node) {
     while (node) {
         tmpl_node *of = node;
@@ -5011,6 +5016,7 @@ static tmpl_node *tmpl_parse_target(tmpl_parser *parser) {
 }
 
 /* Parses a target of an assignment: name, namespace.name or (targets). */
+COLD
 static tmpl_node *tmpl_parse_one_target(tmpl_parser *parser) {
     bool value;
     if (tmpl_take_op(parser, '(')) {
@@ -5955,6 +5961,7 @@ static bool tmpl_concat(tmpl_run *run, str left, str right, tval *out) {
 
 /* Replaces &, <, >, ' and " by HTML entities. The result is marked as safe; a safe text is returned
  * unchanged, so that nothing is escaped twice. */
+COLD
 static bool tmpl_escape_html(tmpl_run *run, tval value, tval *out) {
     static const char *const entities[] = {"&amp;", "&lt;", "&gt;", "&#39;", "&#34;"};
     static const char plain[] = "&<>'\"";
@@ -6152,6 +6159,7 @@ static enum uni_case tmpl_case_of(int op, bool first) {
  *   CASE_TITLE         (the filter) a word begins after white space or one of "-([{<". For the rule
  *                      of the Greek final sigma, the word begins after its first letter
  *   CASE_TITLE_METHOD  a word begins after a character without case */
+COLD
 static bool tmpl_f_case(tmpl_run *run, tmpl_args *args, tval *out) {
     tval value;
     buf result = {0};
@@ -6370,6 +6378,7 @@ static bool tmpl_f_find(tmpl_run *run, tmpl_args *args, tval *out) {
 }
 
 /* Parameter: sep. op 0: partition, FIND_LAST: rpartition. */
+COLD
 static bool tmpl_f_partition(tmpl_run *run, tmpl_args *args, tval *out) {
     str text = tv_text(args->self), sep = tv_text(args->param[0]);
     ptrdiff_t at;
@@ -6400,6 +6409,7 @@ static size_t tmpl_line_break(str s, size_t i) {
 }
 /* *line: the next line from byte *at on, with its line break if `keep`. *at moves past the line
  * break. Returns false after the last line. */
+COLD
 static bool tmpl_next_line(str s, bool keep, size_t *at, str *line) {
     size_t from = *at, to = from, n = 0;
     if (from >= s.n) return false;
@@ -6407,6 +6417,7 @@ static bool tmpl_next_line(str s, bool keep, size_t *at, str *line) {
     *at = to + n;
     return *line = str_sub(s, from, keep ? *at : to), true;
 }
+COLD
 static bool tmpl_f_splitlines(tmpl_run *run, tmpl_args *args, tval *out) { /* parameter: keepends */
     str text = tv_text(args->self), line;
     size_t n_lines = 0, at = 0;
@@ -6446,6 +6457,7 @@ static bool tmpl_f_escape(tmpl_run *run, tmpl_args *args, tval *out) {
 }
 
 /* Parameters: width first blank. first: indent the first line, too; blank: empty lines, too. */
+COLD
 static bool tmpl_f_indent(tmpl_run *run, tmpl_args *args, tval *out) {
     buf result = {0};
     str line, line_feed = STR("\n");
@@ -6540,6 +6552,7 @@ static bool tmpl_f_abs(tmpl_run *run, tmpl_args *args, tval *out) {
 }
 
 /* Parameters: precision method. */
+COLD
 static bool tmpl_f_round(tmpl_run *run, tmpl_args *args, tval *out) {
     static const char methods[] = "common ceil floor";
     enum { MOST = 22 }; /* maximum precision in digits: 1e22 is the largest exact power of ten */
@@ -6748,6 +6761,7 @@ static bool tmpl_f_sort(tmpl_run *run, tmpl_args *args, tval *out) {
 
 /* dictsort(case_sensitive, by, reverse): the pairs of a dict, sorted by key, or by value if `by` is
  * "value". */
+COLD
 static bool tmpl_f_dictsort(tmpl_run *run, tmpl_args *args, tval *out) {
     tmpl_items *list, *keys, *pairs;
     if (args->self.type != TV_DICT) return tmpl_bad_type(run, "dictsort", args->self);
@@ -6762,6 +6776,7 @@ static bool tmpl_f_dictsort(tmpl_run *run, tmpl_args *args, tval *out) {
 
 /* op -1: min(case_sensitive, attribute); op 1: max(case_sensitive, attribute). Of several equal
  * elements, the result is the first. */
+COLD
 static bool tmpl_f_min_max(tmpl_run *run, tmpl_args *args, tval *out) {
     tmpl_items *list, *keys;
     size_t best = 0;
@@ -6778,6 +6793,7 @@ static bool tmpl_f_min_max(tmpl_run *run, tmpl_args *args, tval *out) {
 }
 
 /* sum(attribute, start) */
+COLD
 static bool tmpl_f_sum(tmpl_run *run, tmpl_args *args, tval *out) {
     tmpl_items *list;
     tval value;
@@ -6792,6 +6808,7 @@ static bool tmpl_f_sum(tmpl_run *run, tmpl_args *args, tval *out) {
 }
 
 /* unique(case_sensitive, attribute) */
+COLD
 static bool tmpl_f_unique(tmpl_run *run, tmpl_args *args, tval *out) {
     tmpl_items *list, *keys;
     /* elements kept so far; they and their keys move to the front of both lists */
@@ -6919,6 +6936,7 @@ static bool tmpl_has_type(tval value, int test) {
 
 /* Applies the test `self is name(pos)`. There are four kinds: tests of the type, comparisons,
  * divisibility, and letter case. Comparisons and divisibleby take one argument, the others none. */
+COLD
 static bool tmpl_apply_test(tmpl_run *run, str name, const tmpl_args *args, tval *out) {
     static const char types[] = "defined undefined none boolean true false integer float number "
                                 "string mapping iterable sequence callable";
@@ -8010,6 +8028,7 @@ typedef struct mf_model {
                                   * NULL: these files */
     mf_file_state *weight_files; /* [n_weight_files] heap; none if embedded */
     int n_weight_files;
+    bool dropped;         /* the weights are not mapped any more (mf_drop_weights) */
 } mf_model;
 
 /* ---- RoPE: every kind is a table of frequencies and one factor ----
@@ -12822,8 +12841,8 @@ static int mf_choose_kv(mf_model *files, const toka_options *options, toka_err *
 
 typedef struct mf_quantizer { /* what the threads share */
     mf_model *files;
-    char *memory;             /* where the numbers, scales and toka_quant of all layers go; NULL:
-                               * only count the bytes */
+    char *memory;             /* where the numbers and scales of all layers go; NULL: only count the
+                               * bytes, and allocate each toka_quant */
     size_t *offsets;          /* [L+1] of each layer in memory */
     _Atomic int next;         /* layer that the next thread takes */
     _Atomic bool found_infinite; /* a weight is infinite or NaN */
@@ -12844,10 +12863,14 @@ static float mf_largest(const float *row, size_t n) {
 /* Quantizes a matrix into `at`, if that is not NULL. Returns the bytes that it takes. */
 static size_t mf_quantize_matrix(mf_quantizer *all, toka_tensor *tensor, char *at) {
     const size_t rows = (size_t)tensor->rows, cols = (size_t)tensor->cols;
-    const size_t codes_at = sizeof(toka_quant) + 4 * rows;
-    if (!at) return (codes_at + rows * cols + 63) / 64 * 64;
-    toka_quant *quant = (toka_quant *)(void *)at;
-    float *scale = (float *)(void *)(at + sizeof *quant), *row = mem_alloc(cols * sizeof *row);
+    const size_t codes_at = 4 * rows;
+    if (!at) {
+        tensor->quant = arena_zalloc(&all->files->memory, sizeof *tensor->quant);
+        return (codes_at + rows * cols + 63) / 64 * 64;
+    }
+    toka_quant *quant = (toka_quant *)tensor->quant;
+    tensor->quant = NULL; /* it is still a matrix of plain numbers */
+    float *scale = (float *)(void *)at, *row = mem_alloc(cols * sizeof *row);
     unsigned char *code = (unsigned char *)at + codes_at;
     for (size_t i = 0; i < rows; i++, code += cols) {
         toka_weight_row(tensor, (int)i, row);
@@ -13063,6 +13086,47 @@ static void mf_set_source(mf_model *files, mf_model *next) {
     while (files->n_maps > files->n_text_maps) os_unmap(files->maps[--files->n_maps]);
     mf_close(files->source);
     files->source = next;
+    files->dropped = false;
+}
+
+/* Returns the files that have the weights. */
+COLD
+static mf_model *mf_weight_source(mf_model *files) { return files->source ? files->source : files; }
+
+/* Unmaps the weights. Nothing may read them until others have replaced them. */
+COLD
+static void mf_drop_weights(mf_model *files) {
+    mf_model *source = mf_weight_source(files);
+    while (source->n_maps > source->n_text_maps) os_unmap(source->maps[--source->n_maps]);
+    files->dropped = true;
+}
+
+/* Returns an error if mf_reopen could not bring the weights back once they are dropped. */
+COLD
+static int mf_check_drop(mf_model *files, toka_err *e) {
+    if (!mf_weight_source(files)->folder)
+        return fail(e, TOKA_E_USE, "%s: the weights of an embedded model cannot be dropped",
+                    files->name);
+    return mf_match_weights(files, files, false, e);
+}
+
+/* Opens the files of weights that were dropped. Returns an error if they are other files now. */
+COLD
+static int mf_reopen(mf_model **out, mf_model *files, toka_err *e) {
+    const mf_model *old = mf_weight_source(files);
+    if (mf_open(out, old->folder, NULL, NULL, e)) return e->code;
+    bool same = (*out)->n_weight_files == old->n_weight_files;
+    for (int i = 0; i < old->n_weight_files && same; i++) {
+        const struct stat *a = &old->weight_files[i].info, *b = &(*out)->weight_files[i].info;
+        same = a->st_dev == b->st_dev && a->st_ino == b->st_ino && a->st_size == b->st_size &&
+               a->st_mtim.tv_sec == b->st_mtim.tv_sec && a->st_mtim.tv_nsec == b->st_mtim.tv_nsec;
+    }
+    if (same) return 0;
+    mf_close(*out);
+    *out = NULL;
+    return fail(e, TOKA_E_INPUT,
+                "%.400s: its weights have changed since they were dropped; update the weights",
+                old->folder);
 }
 
 /* ===========================================================================
@@ -14939,6 +15003,13 @@ COLD
 static void sched_forget(scheduler *sched) {
     kv_forget(&sched->kv);
     sched->change_count++;
+}
+
+/* K and V of all pages are lost. No step is in flight. */
+COLD
+static void sched_lose_pages(scheduler *sched) {
+    while (sched->next_to_preempt >= 0) sched_preempt(sched);
+    sched_forget(sched);
 }
 
 /* ---- Commit ---- */
@@ -22266,6 +22337,7 @@ COLD static int con_compile(con_grammar *grammar, const toka_grammar *source, co
 }
 
 /* Drops one reference; the last one frees. NULL is allowed. Thread: any. */
+COLD
 static void con_del(toka_constraint *constraint) {
     if (!constraint || atomic_fetch_sub(&constraint->refs, 1) > 1) return;
     con_machine_free(&constraint->machine);
@@ -25002,6 +25074,7 @@ static void cpu_norm(const toka_shape *shape, float *y, const float *x, const fl
 
 #define GROUP_WATCHDOG_S 30.0 /* watchdog timeout: seconds without progress of any rank */
 
+COLD
 int toka_group_init(toka_group *group, const toka_group_kind *kind, int tp, int pp, toka_err *e) {
     const char *timeout = getenv("TOKA_DEBUG_PATIENCE");
     if (tp < 1 || pp < 1 || tp > kind->max_tp || tp > TOKA_MAX_RANKS / pp)
@@ -25050,7 +25123,7 @@ void toka_rank_name(const toka_group *group, int rank, char name[64]) {
              rank % group->tp_size);
 }
 
-void toka_group_error(toka_group *group, int rank, toka_err *e) {
+COLD void toka_group_error(toka_group *group, int rank, toka_err *e) {
     const char *op = atomic_load(&group->ranks[rank].op);
     char name[64];
     toka_rank_name(group, rank, name);
@@ -25218,7 +25291,7 @@ static void group_advance(toka_group *group, _Atomic int64_t *counter, int64_t b
 
 /* ---- Rank runtime: joining and leaving ---- */
 
-int toka_group_join(toka_group *group, int rank, toka_err *e) {
+COLD int toka_group_join(toka_group *group, int rank, toka_err *e) {
     char name[64];
     toka_rank_name(group, rank, name);
     if (atomic_exchange(&group->ranks[rank].joined, true))
@@ -25235,7 +25308,7 @@ bool toka_group_wait_joined(toka_group *group, int rank) {
 
 /* A rank may need 4 s in a broken group until its device is idle (group_leave in
  * toka_kernels.cu). The others wait 6 s for it, and 10 s in a group that is not broken. */
-bool toka_group_leave(toka_group *group, int rank, bool idle) {
+COLD bool toka_group_leave(toka_group *group, int rank, bool idle) {
     const bool joined = atomic_load(&group->ranks[rank].joined);
     double waited_s = 0;
     pthread_mutex_lock(&group->lock);
@@ -27892,6 +27965,24 @@ static int cpu_rebind(toka_device *dev, const toka_weights *weights, bool commit
     return 0;
 }
 
+/* The kernel takes the pages of K and V away, and gives new ones when they are used. The weights
+ * are in mapped files, which are not the device's. */
+COLD
+static int cpu_sleep(toka_device *dev, int parts, bool drop_weights, toka_err *e) {
+    (void)drop_weights, (void)e;
+    for (int i = 0; i < dev->n_mappings && parts & TOKA_PART_KV; i++) {
+        const void *memory = dev->mappings[i].memory;
+        if (memory == dev->kv_cache || memory == dev->states || memory == dev->kv_ids)
+            madvise(dev->mappings[i].memory, dev->mappings[i].bytes, MADV_DONTNEED);
+    }
+    return 0;
+}
+COLD
+static int cpu_wake(toka_device *dev, int parts, toka_err *e) {
+    (void)dev, (void)parts, (void)e;
+    return 0;
+}
+
 static int cpu_probe(int i, char *line, size_t bytes) {
     int n = os_n_cores();
     snprintf(line, bytes, "%s kernels, %d core%s, %.0f GB",
@@ -27946,6 +28037,8 @@ const toka_backend toka_cpu = {
     .open = cpu_open,
     .close = cpu_close,
     .rebind = cpu_rebind,
+    .sleep = cpu_sleep,
+    .wake = cpu_wake,
     .describe = cpu_describe,
     .memory = cpu_memory,
     .status = cpu_status,
@@ -28380,6 +28473,22 @@ static void model_commit(model_grid *model, bool use) {
     if (use) model->memory = model->next_memory;
     model->next_memory = (arena){0};
     arena_free(&old);
+}
+
+/* Gives memory of all ranks back (toka_backend.sleep). Driver, while no step is posted. */
+COLD
+static int model_sleep(model_grid *model, int parts, bool drop_weights, toka_err *e) {
+    int code = 0;
+    for (int i = 0; i < model->n_ranks && !code; i++)
+        code = model->backend->sleep(model->ranks[i].device, parts, drop_weights, e);
+    return code;
+}
+COLD
+static int model_wake(model_grid *model, int parts, toka_err *e) {
+    int code = 0;
+    for (int i = 0; i < model->n_ranks && !code; i++)
+        code = model->backend->wake(model->ranks[i].device, parts, e);
+    return code;
 }
 
 /* Starts the threads of all ranks, which open their devices in parallel; model_wait_open waits for
@@ -28890,8 +28999,11 @@ typedef struct eng_startup {
 } eng_startup;
 
 typedef struct eng_order { /* what another thread wants of the driver */
-    enum { ENG_KEEP, ENG_WAIT, ENG_RESUME, ENG_FORGET, ENG_UPDATE } kind;
+    enum { ENG_KEEP, ENG_WAIT, ENG_RESUME, ENG_FORGET, ENG_UPDATE, ENG_SLEEP, ENG_WAKE } kind;
     mf_model *files, *next; /* ENG_UPDATE: the open model, and the files with the new weights */
+    bool same;              /* ENG_UPDATE: they are those that were dropped */
+    int parts;              /* ENG_SLEEP, ENG_WAKE: TOKA_PART_* */
+    bool drops;             /* ENG_SLEEP: drop_weights */
     bool done;
     toka_err *e;            /* code not 0: it failed */
 } eng_order;
@@ -28915,6 +29027,7 @@ typedef struct eng { /* pools are sized at open and never grow */
     mf_model *draft_files;  /* of the draft model, owned; NULL: none */
     toka_shape draft_shape; /* and its shape, with B and max_len */
     int max_adapters;       /* that may have a name; 0: the model has no adapters */
+    bool can_sleep;         /* toka_options.enable_sleep_mode */
     bool hung;              /* opening failed and a rank hangs: the engine cannot be freed */
     eng_startup startup;
     eng_replica *replicas;
@@ -29369,6 +29482,7 @@ static eng *eng_new(const toka_backend *backend, const mf_model *files, const to
     engine->startup.progress = options->progress;
     engine->startup.user = options->progress_user;
     engine->max_adapters = options->max_loras;
+    engine->can_sleep = options->enable_sleep_mode;
     engine->adapter_parts = (toka_adapters *)(uintptr_t)files->weights.adapters;
     if (options->max_loras)
         engine->adapters = mem_zalloc(TOKA_MAX_ADAPTERS * sizeof *engine->adapters);
@@ -29517,6 +29631,7 @@ static int eng_open_replicas(eng *engine, toka_shape *shape, const toka_options 
                                   .n_devices = n_devices,
                                   .memory_utilization = options->gpu_memory_utilization,
                                   .eager = options->enforce_eager,
+                                  .can_sleep = options->enable_sleep_mode,
                                   .bf16 = options->dtype && !strcmp(options->dtype, "bfloat16"),
                                   .progress = options->progress,
                                   .user = options->progress_user};
@@ -31576,22 +31691,71 @@ static eng_replica *eng_wait_done_step(eng *engine) {
 
 /* ---- Orders ---- */
 
-/* Gives all ranks the weights of order->next. No step is in flight. After an error all is as
- * before. */
+/* Wakes parts of all models. Called again after an error, it goes on with what still sleeps. */
+COLD
+static int eng_wake_parts(eng *engine, int parts, toka_err *e) {
+    int code = 0;
+    for (int i = 0; i < engine->n_replicas && !code; i++) {
+        eng_replica *replica = &engine->replicas[i];
+        code = model_wake(&replica->model, parts, e);
+        if (!code && engine->draft_files) code = model_wake(&replica->draft.model, parts, e);
+    }
+    return code;
+}
+
+/* Carries out ENG_SLEEP. A draft model keeps a copy of its weights, as no update replaces them. */
+COLD
+static int eng_sleep_parts(eng *engine, const eng_order *order) {
+    const int parts = order->parts;
+    int code = 0;
+    for (int i = 0; i < engine->n_replicas && parts & TOKA_PART_KV; i++)
+        sched_lose_pages(&engine->replicas[i].sched);
+    for (int i = 0; i < engine->n_replicas && !code; i++) {
+        eng_replica *replica = &engine->replicas[i];
+        code = model_sleep(&replica->model, parts, order->drops, order->e);
+        if (!code && engine->draft_files)
+            code = model_sleep(&replica->draft.model, parts, false, order->e);
+    }
+    if (code) {
+        eng_wake_parts(engine, parts & ~engine->stats.sleeping, &(toka_err){0});
+        return code;
+    }
+    if (order->drops) mf_drop_weights(order->files);
+    engine->stats.sleeping |= parts;
+    engine->stats.paused = 1;
+    return 0;
+}
+
+/* Carries out ENG_WAKE. */
+COLD
+static void eng_wake(eng *engine, const eng_order *order) {
+    if (eng_wake_parts(engine, order->parts, order->e)) return;
+    engine->stats.sleeping &= ~order->parts;
+    if (!engine->stats.sleeping) engine->stats.paused = 0;
+}
+
+/* Gives all ranks the weights of order->next, and wakes those that sleep. No step is in flight.
+ * After an error all is as before. */
 COLD
 static int eng_swap_weights(eng *engine, const eng_order *order) {
     mf_model *files = order->files;
+    const bool sleeps = engine->stats.sleeping & TOKA_PART_WEIGHTS;
+    if (sleeps && eng_wake_parts(engine, TOKA_PART_WEIGHTS, order->e)) return order->e->code;
     int code = mf_match_weights(files, order->next, true, order->e);
     for (int i = 0; i < engine->n_replicas && !code; i++)
         code = model_stage(&engine->replicas[i].model, &files->shape, &files->weights, order->e);
     if (code) mf_match_weights(files, order->next, true, &(toka_err){0});
     for (int i = 0; i < engine->n_replicas; i++)
         model_commit(&engine->replicas[i].model, !code);
+    for (int i = 0; i < engine->n_replicas && code && sleeps; i++)
+        model_sleep(&engine->replicas[i].model, TOKA_PART_WEIGHTS, files->dropped, &(toka_err){0});
     if (code) return code;
     pthread_mutex_lock(&engine->lock); /* other threads read the files' names (33) */
     mf_set_source(files, order->next);
     pthread_mutex_unlock(&engine->lock);
-    engine->stats.weight_updates++;
+    engine->stats.weight_updates += !order->same;
+    engine->stats.sleeping &= ~TOKA_PART_WEIGHTS;
+    if (sleeps && !engine->stats.sleeping) engine->stats.paused = 0;
     return 0;
 }
 
@@ -31611,6 +31775,10 @@ static bool eng_carry_out(eng *engine, const eng_order *order) {
         return false;
     if (engine->error.code) *order->e = engine->error;
     else if (order->kind == ENG_UPDATE) eng_swap_weights(engine, order);
+    else if (order->kind == ENG_SLEEP) eng_sleep_parts(engine, order);
+    else if (order->kind == ENG_WAKE) eng_wake(engine, order);
+    else if (order->kind == ENG_RESUME && engine->stats.sleeping)
+        fail(order->e, TOKA_E_USE, "the engine sleeps: wake it up");
     const bool forgets = order->kind == ENG_FORGET || order->kind == ENG_UPDATE;
     for (int i = 0; i < engine->n_replicas && forgets && !order->e->code; i++)
         sched_forget(&engine->replicas[i].sched);
@@ -31626,7 +31794,8 @@ static bool eng_follow_order(eng *engine) {
     pthread_mutex_unlock(&engine->lock);
     if (!order) return !engine->paused; /* only this thread changes it */
     if (!eng_carry_out(engine, order)) return order->kind == ENG_WAIT;
-    if (order->kind <= ENG_RESUME) engine->stats.paused = order->kind != ENG_RESUME;
+    if (order->kind <= ENG_RESUME && !order->e->code)
+        engine->stats.paused = order->kind != ENG_RESUME;
     eng_publish_stats(engine);
     pthread_mutex_lock(&engine->lock);
     engine->paused = engine->stats.paused;
@@ -31796,6 +31965,7 @@ static int eng_on_score(void *user, const toka_event *event) {
 }
 
 /* Fills logprobs[n_tokens]: the log-probability of each token given those before it; [0] is 0. */
+COLD
 static int eng_score(eng *engine, const int32_t *tokens, size_t n_tokens, float *logprobs,
                      toka_err *e) {
     toka_request params = {.n = 0,
@@ -31887,8 +32057,13 @@ SERVER_ONLY static int eng_list_adapters(eng *engine, arena *memory, eng_adapter
     return n;
 }
 
-SERVER_ONLY static bool eng_can_update(const eng *engine) {
-    return engine->backend->rebind != NULL;
+/* Can the device exchange its weights and give memory back? One that copies weights, if it was
+ * opened for it. */
+static bool eng_can_update(const eng *engine) {
+    return engine->backend->rebind && (engine->backend->reads_files || engine->can_sleep);
+}
+static bool eng_can_sleep(const eng *engine) {
+    return engine->backend->sleep && (engine->backend->reads_files || engine->can_sleep);
 }
 SERVER_ONLY static bool eng_reads_files(const eng *engine) { return engine->backend->reads_files; }
 
@@ -32436,7 +32611,7 @@ COLD void toka_close(toka *t) {
     free(t);
 }
 
-toka_info toka_get_info(const toka *t) {
+COLD toka_info toka_get_info(const toka *t) {
     const toka_shape *shape = &t->shape;
     const mf_config *config = &t->files->config;
     return (toka_info){.model_name = t->files->name,
@@ -32675,7 +32850,7 @@ toka_request toka_request_default(void) {
                           .sampling = samp_default};
 }
 
-void toka_request_model_defaults(const toka *t, toka_request *r) {
+COLD void toka_request_model_defaults(const toka *t, toka_request *r) {
     if (!t) return;
     const mf_defaults *defaults = &t->files->defaults;
     if (defaults->has_temperature) r->sampling.temperature = defaults->temperature;
@@ -32779,20 +32954,70 @@ static int lib_match_tokenizer(const toka *t, const mf_model *next, toka_err *e)
                            next->name);
 }
 
-COLD int toka_update_weights(toka *t, const char *model, toka_err *e) {
-    mf_model *next = NULL;
-    if (!t->engine->backend->rebind)
-        return fail(e, TOKA_E_USE, "device %s cannot replace the weights of an open model",
-                    eng_device_name(t->engine));
-    pthread_mutex_lock(&t->engine->update_lock);
-    int code = mf_open(&next, model, NULL, NULL, e);
+/* Checks the weights in *order->next, which mf_open has opened, and replaces those of t by them.
+ * Closes the files after an error, also after that of mf_open (code). Called with the
+ * update_lock. */
+COLD
+static int lib_replace_weights(toka *t, eng_order *order, int code) {
+    mf_model *next = order->next;
+    toka_err *e = order->e;
     if (!code && t->fp8) code = mf_quantize(next, e);
     if (!code) code = lib_match_tokenizer(t, next, e);
     if (!code) code = mf_match_weights(t->files, next, false, e);
     const char *path = code ? NULL : mf_find_overwritten(next);
     if (path) code = fail(e, TOKA_E_INPUT, "%.400s: it was written to while it was read", path);
-    if (!code) code = lib_give_order(t, ENG_UPDATE, next, e);
+    if (!code) code = eng_give_order(t->engine, order);
     if (code) mf_close(next);
+    return code;
+}
+
+/* What may be missing for toka_sleep and toka_update_weights. */
+COLD
+static const char *lib_sleep_hint(const toka *t) {
+    return t->engine->backend->sleep ? " (--enable-sleep-mode)" : "";
+}
+
+COLD int toka_update_weights(toka *t, const char *model, toka_err *e) {
+    eng_order order = {.kind = ENG_UPDATE, .files = t->files, .e = e};
+    *e = (toka_err){0};
+    if (!eng_can_update(t->engine))
+        return fail(e, TOKA_E_USE, "device %s cannot replace the weights of an open model%s",
+                    eng_device_name(t->engine), lib_sleep_hint(t));
+    pthread_mutex_lock(&t->engine->update_lock);
+    const int opened = mf_open(&order.next, model, NULL, NULL, e);
+    const int code = lib_replace_weights(t, &order, opened);
+    pthread_mutex_unlock(&t->engine->update_lock);
+    return code;
+}
+
+COLD int toka_sleep(toka *t, int parts, int drop_weights, toka_err *e) {
+    const bool drops = drop_weights && parts & TOKA_PART_WEIGHTS;
+    eng_order order = {.kind = ENG_SLEEP, .files = t->files, .e = e, .parts = parts};
+    *e = (toka_err){0};
+    if (parts & ~TOKA_PART_ALL || !parts)
+        return fail(e, TOKA_E_USE, "parts: %d, expected TOKA_PART_KV or TOKA_PART_WEIGHTS", parts);
+    if (!eng_can_sleep(t->engine))
+        return fail(e, TOKA_E_USE, "device %s cannot give its memory back%s",
+                    eng_device_name(t->engine), lib_sleep_hint(t));
+    pthread_mutex_lock(&t->engine->update_lock);
+    order.drops = drops && !t->files->dropped;
+    int code = order.drops ? mf_check_drop(t->files, e) : 0;
+    if (!code) code = eng_give_order(t->engine, &order);
+    pthread_mutex_unlock(&t->engine->update_lock);
+    return code;
+}
+
+COLD int toka_wake_up(toka *t, int parts, toka_err *e) {
+    eng_order order = {.kind = ENG_WAKE, .files = t->files, .e = e, .parts = parts};
+    int code = 0;
+    *e = (toka_err){0};
+    pthread_mutex_lock(&t->engine->update_lock);
+    if (t->files->dropped && !(toka_get_stats(t).sleeping & ~parts)) {
+        eng_order update = {.kind = ENG_UPDATE, .files = t->files, .e = e, .same = true};
+        const int opened = mf_reopen(&update.next, t->files, e);
+        code = lib_replace_weights(t, &update, opened);
+    }
+    if (!code && toka_get_stats(t).sleeping) code = eng_give_order(t->engine, &order);
     pthread_mutex_unlock(&t->engine->update_lock);
     return code;
 }
@@ -32810,7 +33035,7 @@ int toka_score(toka *t, const int32_t *in, size_t n_ids, float *logprobs, toka_e
     return eng_score(t->engine, in, n_ids, logprobs, e);
 }
 
-int toka_request_embedding(const toka *t, toka_request *r, toka_err *e) {
+COLD int toka_request_embedding(const toka *t, toka_request *r, toka_err *e) {
     const mf_embedding *embedding = &t->files->embedding;
     if (embedding->refused.code) {
         *e = embedding->refused;
@@ -32825,7 +33050,7 @@ int toka_request_embedding(const toka *t, toka_request *r, toka_err *e) {
     return 0;
 }
 
-int toka_embed(toka *t, const int32_t *in, size_t n_ids, int dimensions, float *vector,
+COLD int toka_embed(toka *t, const int32_t *in, size_t n_ids, int dimensions, float *vector,
                int *n_vector, toka_err *e) {
     toka_request params = toka_request_default();
     int unused;
@@ -44220,7 +44445,9 @@ typedef struct srv {
     buf reported_fields;
     toka_err error;           /* why the phase is SRV_FAILED */
 
-    pthread_mutex_t admin_lock; /* one change of the weights or of their name at a time */
+    pthread_mutex_t admin_lock; /* one change of the weights or of their name at a time, or of what
+                                 * sleeps */
+    atomic_bool asleep;         /* memory is given back: requests are refused */
     /* [SRV_MAX_VERSIONS] names of the weights, by version; NULL: none */
     _Atomic(const char *) *versions;
     arena version_names;        /* admin_lock */
@@ -45235,7 +45462,8 @@ static void *srv_worker_thread(void *arg) {
  * members that one of their clients reads. */
 
 enum srv_admin_kind { SRV_PAUSE, SRV_RESUME, SRV_UPDATE, SRV_RENAME, SRV_ABORT, SRV_FLUSH,
-                      SRV_STATE, SRV_NOT_HERE, SRV_UNKNOWN, SRV_LOAD_ADAPTER, SRV_UNLOAD_ADAPTER };
+                      SRV_SLEEP, SRV_RELEASE, SRV_WAKE, SRV_STATE, SRV_NOT_HERE, SRV_UNKNOWN,
+                      SRV_LOAD_ADAPTER, SRV_UNLOAD_ADAPTER };
 
 typedef struct srv_admin { /* a body, and its answer */
     const json *root;      /* NULL: none */
@@ -45276,6 +45504,87 @@ static void srv_admin_pause(srv *server, const srv_request *request, srv_admin *
     buf_free(&query), buf_free(&clear);
 }
 
+/* Adds the part of a tag to *parts. vLLM's scheduling and SGLang's cuda_graph have no memory. */
+COLD
+static bool srv_add_tag(str tag, int *parts) {
+    static const struct { const char *name; int part; } tags[] = {
+        {"weights", TOKA_PART_WEIGHTS}, {"kv_cache", TOKA_PART_KV}, {"scheduling", 0},
+        {"cuda_graph", 0}};
+    for (int i = 0; i < COUNT(tags); i++) {
+        if (!str_is(tag, tags[i].name)) continue;
+        *parts |= tags[i].part;
+        return true;
+    }
+    return false;
+}
+
+/* Returns the parts that the tags of the body or of the query name; all parts if there are no tags,
+ * -1 if there are others. */
+COLD
+static int srv_admin_parts(const srv_request *request, const srv_admin *admin) {
+    const json *list = json_get(admin->root, "tags");
+    int parts = 0;
+    bool good = true, any = false;
+    if (list && !json_is(list, JSON_ARRAY)) return json_is(list, JSON_NULL) ? TOKA_PART_ALL : -1;
+    if (list) {
+        any = true;
+        JSON_EACH(it, list) good = good && srv_add_tag(json_str(it), &parts);
+    }
+    for (str rest = request->http->query, field; str_split_next(&rest, '&', &field);) {
+        if (!str_starts(field, STR("tags="))) continue;
+        any = true;
+        good = good && srv_add_tag(str_sub(field, 5, field.n), &parts);
+    }
+    return !good ? -1 : any ? parts : TOKA_PART_ALL;
+}
+
+/* Gives memory back or takes it again. From before the first memory is lost, new requests are
+ * refused. */
+COLD
+static void srv_admin_move(srv *server, const srv_request *request, srv_admin *admin,
+                           enum srv_admin_kind kind, int level) {
+    const int parts = kind == SRV_SLEEP ? TOKA_PART_ALL : srv_admin_parts(request, admin);
+    if (parts < 0) {
+        srv_admin_refuse(admin, 400, "tags: expected weights or kv_cache");
+        return;
+    }
+    pthread_mutex_lock(&server->admin_lock);
+    if (kind == SRV_WAKE) {
+        if (parts) toka_wake_up(server->toka, parts, &admin->e);
+        if (!admin->e.code && !toka_get_stats(server->toka).sleeping)
+            toka_resume(server->toka, &admin->e);
+    } else if (parts) {
+        server->asleep = true;
+        toka_sleep(server->toka, parts, level == 2, &admin->e);
+    }
+    if (admin->e.code == TOKA_E_USE && kind != SRV_WAKE) admin->status = 501;
+    const int sleeping = toka_get_stats(server->toka).sleeping;
+    server->asleep = sleeping != 0;
+    pthread_mutex_unlock(&server->admin_lock);
+    admin->word = kind == SRV_WAKE && !sleeping ? "awake" : "sleeping";
+    if (!admin->e.code)
+        fprintf(stderr, "toka: %s\n",
+                sleeping ? "memory is given back; POST /wake_up takes it again" : "awake");
+}
+
+/* level: 0 pauses, 1 (the default) gives the memory of K, V and weights back, 2 keeps no copy of
+ * the weights; in the body or the query. mode: of srv_admin_pause. */
+COLD
+static void srv_admin_sleep(srv *server, const srv_request *request, srv_admin *admin) {
+    buf query = {0};
+    const json *member = json_get(admin->root, "level");
+    const bool is_query = http_query_field(request->http, "level", &query);
+    if (!is_query && member) json_put_value(&query, member);
+    const str text = is_query || member ? buf_view(&query) : STR("1");
+    const int level = text.n == 1 ? text.p[0] - '0' : -1;
+    const bool was_paused = toka_get_stats(server->toka).paused;
+    if (level < 0 || level > 2) srv_admin_refuse(admin, 400, "level: expected 0, 1 or 2");
+    else srv_admin_pause(server, request, admin);
+    if (level > 0 && !admin->e.code) srv_admin_move(server, request, admin, SRV_SLEEP, level);
+    if (admin->e.code && level > 0 && !was_paused) toka_resume(server->toka, &(toka_err){0});
+    buf_free(&query);
+}
+
 /* Sets the name of a version of the weights; none given: its number. */
 static void srv_name_version(srv *server, int version, str name) {
     char number[16];
@@ -45295,7 +45604,8 @@ static void srv_admin_update(srv *server, srv_admin *admin) {
         srv_admin_refuse(admin, 501, "weights come from a folder: weight_dir or model_path; not "
                                      "over NCCL or CUDA IPC");
     } else if (!eng_can_update(server->toka->engine)) {
-        srv_admin_refuse(admin, 501, "on a GPU the weights of an open model cannot be replaced");
+        srv_admin_refuse(admin, 501, "on a GPU the weights of an open model can be replaced only "
+                                     "with --enable-sleep-mode");
     } else if (stats.weight_updates + 1 >= SRV_MAX_VERSIONS) {
         srv_admin_refuse(admin, 503, "the weights have changed a million times: start again");
     } else {
@@ -45307,6 +45617,7 @@ static void srv_admin_update(srv *server, srv_admin *admin) {
         if (toka_update_weights(server->toka, path.p, &admin->e)) admin->status = 400;
         else fprintf(stderr, "toka: weights %s of %s\n",
                      server->versions[stats.weight_updates + 1], path.p);
+        server->asleep = toka_get_stats(server->toka).sleeping != 0;
         buf_free(&path);
     }
 }
@@ -45369,6 +45680,7 @@ static void srv_put_admin(srv *server, const srv_admin *admin, buf *out) {
     json_put_member_or_null(out, "status", good ? admin->word : "error");
     json_put_member_or_null(out, "message", good ? admin->word : admin->e.msg);
     json_put_key(out, "is_paused"), json_put_bool(out, stats.paused);
+    json_put_key(out, "is_sleeping"), json_put_bool(out, stats.paused);
     json_put_key(out, "aborted"), json_put_int(out, admin->n_requests);
     json_put_key(out, "num_paused_requests");
     json_put_int(out, stats.paused ? stats.running + stats.waiting : 0);
@@ -45392,7 +45704,7 @@ static void srv_admin_run(srv *server, srv_request *request, srv_admin *admin) {
     case SRV_PAUSE: srv_admin_pause(server, request, admin); break;
     case SRV_RESUME:
         admin->word = "resumed";
-        toka_resume(server->toka, &admin->e);
+        if (toka_resume(server->toka, &admin->e) == TOKA_E_USE) admin->status = 409;
         break;
     case SRV_UPDATE:
     case SRV_RENAME:
@@ -45405,6 +45717,9 @@ static void srv_admin_run(srv *server, srv_request *request, srv_admin *admin) {
         break;
     case SRV_ABORT: srv_admin_abort(server, admin); break;
     case SRV_FLUSH: toka_reset_prefix_cache(server->toka, &admin->e); break;
+    case SRV_SLEEP: srv_admin_sleep(server, request, admin); break;
+    case SRV_RELEASE:
+    case SRV_WAKE: srv_admin_move(server, request, admin, kind, 2); break;
     case SRV_STATE: break;
     case SRV_LOAD_ADAPTER:
     case SRV_UNLOAD_ADAPTER:
@@ -45552,6 +45867,11 @@ static const srv_route srv_routes[] = {
     SRV_ADMIN_ROUTE("/continue_generation", SRV_POST, SRV_RESUME),
     SRV_ADMIN_ROUTE("/areal_continue_generation", SRV_POST, SRV_RESUME),
     SRV_ADMIN_ROUTE("/is_paused", SRV_GET, SRV_STATE),
+    SRV_ADMIN_ROUTE("/sleep", SRV_POST, SRV_SLEEP),
+    SRV_ADMIN_ROUTE("/wake_up", SRV_POST, SRV_WAKE),
+    SRV_ADMIN_ROUTE("/is_sleeping", SRV_GET, SRV_STATE),
+    SRV_ADMIN_ROUTE("/release_memory_occupation", SRV_POST, SRV_RELEASE),
+    SRV_ADMIN_ROUTE("/resume_memory_occupation", SRV_POST, SRV_WAKE),
     SRV_ADMIN_ROUTE("/weight_info", SRV_GET, SRV_STATE),
     SRV_ADMIN_ROUTE("/get_weight_version", SRV_GET, SRV_STATE),
     SRV_ADMIN_ROUTE("/weight_version", SRV_GET, SRV_STATE),
@@ -45584,10 +45904,6 @@ static const srv_route srv_routes[] = {
     SRV_ADMIN_ROUTE("/close_communicator/", SRV_POST, SRV_UNKNOWN),
     SRV_ADMIN_ROUTE("/inference/v1/generate", SRV_POST, SRV_UNKNOWN),
     SRV_ADMIN_ROUTE("/pull_weights", SRV_POST, SRV_UNKNOWN),
-    SRV_ADMIN_ROUTE("/release_memory_occupation", SRV_POST, SRV_UNKNOWN),
-    SRV_ADMIN_ROUTE("/resume_memory_occupation", SRV_POST, SRV_UNKNOWN),
-    SRV_ADMIN_ROUTE("/sleep", SRV_POST, SRV_UNKNOWN),
-    SRV_ADMIN_ROUTE("/wake_up", SRV_POST, SRV_UNKNOWN),
 };
 static const srv_route srv_upload_route = {
     "/v1/files", false, SRV_POST, false, false, NULL, srv_upload, 0};
@@ -45854,6 +46170,8 @@ static bool srv_check_head(srv *server, srv_request *request) {
         return srv_error(request, 503, "the model is loading"), true;
     if (!request->route->before_ready && server->phase == SRV_FAILED)
         return srv_error(request, 503, "the engine has failed"), true;
+    if (server->asleep && request->route->on_worker == srv_begin_api)
+        return srv_error(request, 503, "the engine sleeps; POST /wake_up wakes it up"), true;
     return false;
 }
 
@@ -54025,6 +54343,15 @@ static const help_page help_pages[] = {
      "- /pause?mode=abort (the default): answers end at once, with what there is and\n"
      "  finish_reason abort; keep: they are frozen; wait: they end first. New requests\n"
      "  wait until /resume. An update does not need a pause.\n"
+     "- /sleep gives the memory of K, V and weights to the trainer: answers end as at a\n"
+     "  pause (mode), what is frozen is computed again, new requests get a 503.\n"
+     "  level=1 (the default) keeps a copy of the weights outside of the device, level=2\n"
+     "  keeps none, level=0 only pauses. On the CPU the weights are mapped files, which\n"
+     "  level 2 unmaps; on a GPU it needs --enable-sleep-mode.\n"
+     "- /wake_up (?tags=weights, ?tags=kv_cache: one after the other) takes it again,\n"
+     "  with the old weights: after level 2 the files are read again, if no\n"
+     "  /update_weights came before. /is_sleeping. SGLang's names are\n"
+     "  /release_memory_occupation {tags}, as level 2, and /resume_memory_occupation.\n"
      "- Other names: vLLM's /is_paused, /abort_requests, /weight_info,\n"
      "  /update_weight_version, /reset_prefix_cache, /get_world_size; SGLang's\n"
      "  /update_weights_from_disk {model_path}, /pause_generation (abort, in_place),\n"
@@ -54032,8 +54359,8 @@ static const help_page help_pages[] = {
      "  /get_model_info; AReaL's /areal_pause_generation, /areal_continue_generation.\n"
      "- These routes need the key of --admin-key. Without one they answer only this\n"
      "  machine; --admin-key none: everybody.\n"
-     "- Not there, each a 501: weights over NCCL or CUDA IPC, weights of a model on a\n"
-     "  GPU. Not replaced: int4 weights packed by columns (AWQ, GPTQ). Batches\n"
+     "- Not there, each a 501: weights over NCCL or CUDA IPC; on a GPU without\n"
+     "  --enable-sleep-mode other weights and sleep. Not replaced: int4 weights packed by columns (AWQ, GPTQ). Batches\n"
      "  (/v1/batches) are frozen by any pause and go on.\n",
      NULL},
     {"adapters", "LoRA: one model, many adapters",
@@ -54471,6 +54798,8 @@ static const cli_flag cli_flags[] = {
      "highest rank of an adapter (default: 512)"},
     {"enforce-eager", "", "", CLI_BOOL, AT(open.enforce_eager), FOR_OPENS,
      "on a GPU: no step is captured as a CUDA graph; to measure what they gain"},
+    {"enable-sleep-mode", "", "", CLI_BOOL, AT(open.enable_sleep_mode), FOR_SERVE,
+     "on a GPU: POST /sleep can give memory back (on the CPU it always can); see toka help rollouts"},
     {"no-enable-prefix-caching", "", "", CLI_BOOL, AT(open.no_prefix_caching), FOR_OPENS,
      "no prefix cache: each sample computes and keeps its whole prompt; to measure what sharing saves"},
     {NULL, NULL, NULL, 0, 0, 0, "Prompt"},

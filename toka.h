@@ -94,6 +94,8 @@ typedef struct toka_options {
                                    sample computes its whole prompt. Results do not change; use it
                                    to measure what sharing saves */
     bool enforce_eager;         /* GPU: launches every step kernel by kernel, without CUDA graphs */
+    bool enable_sleep_mode;     /* GPU: toka_sleep and toka_update_weights work; on the CPU they
+                                   always do */
     double gpu_memory_utilization; /* share of the GPU's free memory that may be allocated, in
                                       (0,1]; 0: 0.9 */
     const char *dtype; /* arithmetic of matrix products: "float32" (CPU only), "bfloat16" or "auto"
@@ -520,7 +522,8 @@ typedef struct toka_stats { /* since toka_open, as of the last step. An event is
     int snapshots, snapshots_used; /* copies of states that are kept; that belong to a prefix */
     int64_t snapshot_hits;   /* how often a sample began with one */
     int weight_updates; /* successful toka_update_weights: the version of the weights */
-    int paused;         /* 1: toka_pause, until toka_resume */
+    int paused;         /* 1: toka_pause, until toka_resume; also while memory is given back */
+    int sleeping;       /* toka_sleep: the parts whose memory is given back, TOKA_PART_* */
 } toka_stats;
 
 /* Thread: any, also in callbacks. */
@@ -536,7 +539,8 @@ toka_stats toka_get_stats(toka *t);
  * Returns TOKA_E_DEVICE if the device has failed. */
 int toka_pause(toka *t, int wait, toka_err *e);
 
-/* Goes on after toka_pause; else does nothing. Errors are those of toka_pause. */
+/* Goes on after toka_pause; else does nothing. Errors are those of toka_pause, and TOKA_E_USE while
+ * the engine sleeps. */
 int toka_resume(toka *t, toka_err *e);
 
 /* No request that starts from now on reads what the prefix cache has. Errors as above. */
@@ -547,9 +551,27 @@ int toka_reset_prefix_cache(toka *t, toka_err *e);
  * tensors are taken from it. The files are mapped, not copied: they must not change until the next
  * update or toka_close. Running samples go on with their K and V; later ones do not read the prefix
  * cache of the old weights. An engine that is paused stays paused.
- * After an error the old weights stay. Returns TOKA_E_USE if the device cannot do it (cuda),
+ * After an error the old weights stay. Returns TOKA_E_USE if the device cannot do it (cuda without
+ * enable_sleep_mode; then and after toka_sleep weights are copied to the GPU),
  * TOKA_E_INPUT if the folder does not fit, TOKA_E_IO, TOKA_E_MEMORY, TOKA_E_DEVICE. */
 int toka_update_weights(toka *t, const char *model, toka_err *e);
+
+/* Gives the memory of these parts of the device back, until toka_wake_up. Samples that run lose
+ * their K and V with TOKA_PART_KV: they keep their tokens, and compute K and V again later. The
+ * prefix cache is empty then. drop_weights 0: a copy of the weights stays outside of the device (on
+ * the CPU: the mapped files). 1: there is none, the files are not mapped any more; toka_wake_up
+ * reads them again if toka_update_weights has not brought others. The engine is paused while
+ * something sleeps. Later requests are taken, and wait. Parts that sleep may be named again.
+ * After an error everything is awake. Returns TOKA_E_USE if the device cannot do it (plain, cuda
+ * without enable_sleep_mode), or if the weights to drop could not be read again: those of an
+ * embedded model, int4 packed by columns, and a delta. TOKA_E_MEMORY, TOKA_E_DEVICE. */
+enum { TOKA_PART_KV = 1, TOKA_PART_WEIGHTS = 2, TOKA_PART_ALL = 3 };
+int toka_sleep(toka *t, int parts, int drop_weights, toka_err *e);
+
+/* Allocates the memory of these parts again. If all parts are awake then, the engine goes on.
+ * Returns TOKA_E_MEMORY if the memory is not there; TOKA_E_INPUT or TOKA_E_IO if weights that were
+ * dropped cannot be read again or have changed; TOKA_E_DEVICE. The engine sleeps on then. */
+int toka_wake_up(toka *t, int parts, toka_err *e);
 
 /* Loads an adapter (LoRA) from a folder that PEFT has written: adapter_config.json and
  * adapter_model.safetensors. Requests that name it (toka_request.adapter) run with it; the engine
@@ -1309,6 +1331,7 @@ typedef struct toka_device_options {
     double memory_utilization; /* CUDA: share of the free memory that may be allocated; 0: 0.9 */
     bool eager;                /* CUDA: no CUDA graphs, all steps are launched kernel by kernel */
     bool bf16;                 /* CPU: the inputs of matrix products are rounded to bf16 */
+    bool can_sleep;            /* CUDA: `sleep` can be called */
     /* NULL, or reports progress. what: the phase; done: the part of it that is done, 0 to 1. Called
      * on any thread, one call at a time. */
     void (*progress)(void *user, const char *what, double done);
@@ -1378,6 +1401,14 @@ typedef struct toka_backend {
      * commit it only checks that it can; with commit it succeeds. Thread: the driver, while no step
      * is posted. NULL: the device cannot. */
     int (*rebind)(toka_device *d, const toka_weights *weights, bool commit, toka_err *e);
+    /* Gives the memory of these parts (TOKA_PART_*) back. drop_weights false: the device keeps a
+     * copy of the weights elsewhere. What sleeps may be named again, to drop the copy. Thread: the
+     * driver, while no step is posted. After an error `wake` restores everything. NULL: the device
+     * cannot. */
+    int (*sleep)(toka_device *d, int parts, bool drop_weights, toka_err *e);
+    /* Allocates the memory again, at its old addresses, with the weights if there is a copy; else
+     * rebind brings them. What is awake may be named. After an error it may be called again. */
+    int (*wake)(toka_device *d, int parts, toka_err *e);
     const char *(*describe)(const toka_device *d); /* one line; owned by the device */
     /* Thread: any, while no step is in flight. NULL: memory is not known. */
     void (*memory)(const toka_device *d, toka_memory *m);

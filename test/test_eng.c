@@ -2568,6 +2568,94 @@ static void test_update_refused(void) {
     toka_close(t);
 }
 
+/* Threads generate, and drive by turns, while parts of the memory are given back and taken again: running samples lose their K
+ * and V, the prefix cache is empty, files are unmapped. No answer changes. */
+static void test_sleep(void) {
+    static const struct { int parts, drops, wake[2]; } cases[] = {
+        {TOKA_PART_ALL, 0, {TOKA_PART_ALL}}, {TOKA_PART_ALL, 1, {TOKA_PART_ALL}}, {TOKA_PART_KV, 0, {TOKA_PART_KV}},
+        {TOKA_PART_WEIGHTS, 1, {TOKA_PART_WEIGHTS}}, {TOKA_PART_ALL, 1, {TOKA_PART_WEIGHTS, TOKA_PART_KV}},
+        {TOKA_PART_ALL, 1, {TOKA_PART_KV, TOKA_PART_WEIGHTS}}};
+    toka *t = eng_must_open("test/model", 4, 16, 1);
+    toka_err e = {0};
+    int code;
+    atomic_int stop = 0;
+    toka_sampling s = eng_greedy(12);
+    eng_collected *want = eng_ask(t, "Tom has 12 apples. He buys 7 more apples. How many?", NULL, 0, 2, &s, &code, &e);
+    eng_user users[3];
+    pthread_t threads[3];
+    CHECK(!code);
+    for (int i = 0; i < 3; i++) {
+        users[i] = (eng_user){t, &stop, want, 0, 0};
+        pthread_create(&threads[i], NULL, eng_use, &users[i]);
+    }
+    for (int i = 0; i < (ENG_SLOW ? 6 : 24); i++) {
+        const int which = i % COUNT(cases), parts = cases[which].parts;
+        usleep(3000);
+        CHECK_MSG(!toka_sleep(t, parts, cases[which].drops, &e), "%s", e.msg);
+        const toka_stats before = toka_get_stats(t);
+        CHECK(before.sleeping == parts && before.paused && t->files->dropped == cases[which].drops);
+        CHECK(!(parts & TOKA_PART_KV) || (!before.running && !t->engine->replicas[0].sched.n_running));
+        CHECK(toka_resume(t, &e) == TOKA_E_USE && strstr(e.msg, "sleeps"));
+        CHECK(!toka_sleep(t, TOKA_PART_KV, 0, &e) && !toka_wake_up(t, TOKA_PART_KV & ~parts, &e));
+        CHECK(toka_sleep(t, 4, 0, &e) == TOKA_E_USE && toka_get_stats(t).steps == before.steps);
+        if (i % 5 == 1) CHECK_MSG(!toka_update_weights(t, "test/model", &e), "%s", e.msg);
+        CHECK(!sched_check(&t->engine->replicas[0].sched));
+        for (int k = 0; k < 2; k++)
+            if (cases[which].wake[k]) CHECK_MSG(!toka_wake_up(t, cases[which].wake[k], &e), "%s", e.msg);
+        CHECK(!toka_wake_up(t, TOKA_PART_ALL, &e) && !toka_get_stats(t).sleeping && !toka_get_stats(t).paused && !t->files->dropped);
+    }
+    stop = 1;
+    for (int i = 0; i < 3; i++) {
+        pthread_join(threads[i], NULL);
+        CHECK_MSG(users[i].n_same > 0 && !users[i].n_other, "%d same, %d other", users[i].n_same, users[i].n_other);
+    }
+    eng_collected_free(want);
+    toka_close(t);
+}
+
+static int eng_refuse_sleep(toka_device *d, int parts, bool drops, toka_err *e) {
+    return eng_steps_left-- > 0 ? toka_cpu.sleep(d, parts, drops, e) : fail(e, TOKA_E_MEMORY, "injected refusal");
+}
+static int eng_refuse_wake(toka_device *d, int parts, toka_err *e) {
+    return eng_steps_left-- > 0 ? toka_cpu.wake(d, parts, e) : fail(e, TOKA_E_MEMORY, "injected refusal");
+}
+
+/* A rank that cannot give its memory back: all ranks go on. One that gets none: the engine sleeps until it does. */
+static void test_sleep_refused(void) {
+    toka_options o = toka_options_default();
+    toka_err e = {0};
+    toka *t;
+    int code;
+    o.model = "test/model", o.tensor_parallel_size = 2, o.data_parallel_size = 2, o.max_num_seqs = 4, o.n_threads = 2;
+    CHECK(!toka_open(&t, &o, &e));
+    toka_backend faulty = toka_cpu;
+    faulty.sleep = eng_refuse_sleep, faulty.wake = eng_refuse_wake;
+    toka_sampling s = eng_greedy(20);
+    eng_collected *want = eng_ask(t, "Tom has 12 apples.", NULL, 0, 1, &s, &code, &e);
+    t->engine->backend = &faulty;
+    for (int i = 0; i < 2; i++) t->engine->replicas[i].model.backend = &faulty;
+    for (int n = 0; n < 5; n++) { /* four ranks are asked */
+        eng_steps_left = n < 4 ? n : 100;
+        code = toka_sleep(t, TOKA_PART_ALL, 1, &e);
+        CHECK(code == (n < 4 ? TOKA_E_MEMORY : 0) && toka_get_stats(t).sleeping == (n < 4 ? 0 : TOKA_PART_ALL));
+        if (n == 4) {
+            eng_steps_left = 3;
+            CHECK(toka_wake_up(t, TOKA_PART_ALL, &e) == TOKA_E_MEMORY && t->files->dropped && toka_get_stats(t).sleeping == TOKA_PART_ALL);
+            eng_steps_left = 5; /* the weights come back, K and V do not */
+            CHECK(toka_wake_up(t, TOKA_PART_ALL, &e) == TOKA_E_MEMORY && !t->files->dropped && toka_get_stats(t).sleeping == TOKA_PART_KV);
+            eng_steps_left = 4;
+            CHECK(!toka_wake_up(t, TOKA_PART_ALL, &e));
+        }
+        eng_collected *got = eng_ask(t, "Tom has 12 apples.", NULL, 0, 1, &s, &code, &e);
+        CHECK(!code && got->id[0].n == want->id[0].n && !memcmp(got->logprob[0], want->logprob[0], got->id[0].n * sizeof(float)));
+        eng_collected_free(got);
+    }
+    eng_collected_free(want);
+    faulty.sleep = NULL;
+    CHECK(toka_sleep(t, TOKA_PART_ALL, 0, &e) == TOKA_E_USE && strstr(e.msg, "cannot give its memory back"));
+    toka_close(t);
+}
+
 /* Closing a paused model ends its requests; a device that failed gives its error to an order. */
 static void test_pause_ends(void) {
     toka *t = eng_must_open("test/model", 4, 16, 1);
@@ -2618,6 +2706,8 @@ static const struct test eng_tests[] = {
     {"engine: weights that change", test_updates},
     {"engine: a pause that waits", test_pause_waits},
     {"engine: weights that a rank refuses", test_update_refused},
+    {"engine: memory that is given back", test_sleep},
+    {"engine: memory that a rank does not give or get", test_sleep_refused},
     {"engine: paused or failed at the end", test_pause_ends},
     {"engine: text continues after the prompt", test_text_continues},
     {"engine: page pressure changes nothing", test_page_pressure},

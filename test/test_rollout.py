@@ -249,9 +249,9 @@ def loaded_server(folders):
 
 @pytest.fixture
 def loaded(loaded_server):
-    """The server; a test that fails while it is paused does not leave it so."""
+    """The server; a test that fails while it is paused or sleeps does not leave it so."""
     yield loaded_server
-    loaded_server.post("/resume", {})
+    loaded_server.post("/wake_up", {})
 
 
 def until(condition, seconds=60):
@@ -415,6 +415,138 @@ def test_stream_of_an_aborted_request(loaded):
         assert events[-2] == "data: [DONE]" and json.loads(events[-3].removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
 
 
+# ---- Memory that is given back ----
+
+def sleep(s, query="", status=200):
+    a = s.post(f"/sleep{query}", {})
+    assert a.status == status, a.body
+    return a.json()
+
+
+def wake(s, query="", status=200):
+    a = s.post(f"/wake_up{query}", {})
+    assert a.status == status, a.body
+    return a.json()
+
+
+def sleeping(s):
+    return s.get("/is_sleeping").json()["is_sleeping"]
+
+
+def memory(s):
+    """Bytes of the process that are not of files, and whether it maps weights."""
+    with open(f"/proc/{s.p.pid}/smaps_rollup") as f:
+        anonymous = int(next(line for line in f if line.startswith("Anonymous:")).split()[1]) << 10
+    with open(f"/proc/{s.p.pid}/maps") as f:
+        return anonymous, "model.safetensors" in f.read()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep(loaded, folders, alone, level):
+    """K and V go back to the system, with level 2 the weights, too; the answers after it are those before it."""
+    update(loaded, folders[1], weight_version="s")
+    Load(loaded, 300).join()
+    before, mapped = memory(loaded)
+    assert mapped and not sleeping(loaded)
+    assert sleep(loaded, f"?level={level}")["status"] == "sleeping" and sleeping(loaded)
+    after, mapped = memory(loaded)
+    assert before - after > 20 << 20 and mapped == (level == 1), (before, after)
+    a = loaded.post("/v1/completions", ASKS[0])
+    assert a.status == 503 and "/wake_up" in a.error()["message"]
+    assert loaded.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}).status == 503
+    assert loaded.get("/health").status == loaded.get("/v1/models").status == 200 and loaded.post("/tokenize", {"prompt": "a"}).status == 200
+    assert loaded.post("/resume", {}).status == 409 and sleeping(loaded)
+    assert wake(loaded)["status"] == "awake" and not sleeping(loaded) and memory(loaded)[1]
+    assert answers(loaded) == alone[1] and current(loaded) == "s"
+    wake(loaded)
+    update(loaded, folders[0])
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_sleep_ends_or_keeps_requests(loaded, folders, mode):
+    wanted = {i: c["token_ids"] for i, c in enumerate(Load(loaded, 200).join())}
+    load = Load(loaded, 200)
+    sleep(loaded, f"?mode={mode}")
+    assert loaded.metric("num_requests_running") == 0 and (mode != "keep" or loaded.get("/is_paused").json()["num_paused_requests"] > 0)
+    wake(loaded)
+    choices = load.join()
+    cut = [c for c in choices if c["finish_reason"] == "abort"]
+    assert (len(cut) > 15) == (mode == "abort") and all(len(c["token_ids"]) < 200 for c in cut)
+    for i, c in enumerate(choices):
+        assert c["token_ids"] == wanted[i][:len(c["token_ids"])]
+
+
+def test_weights_come_while_it_sleeps(loaded, folders, alone, tmp_path):
+    """As verl does: the parts wake one after the other, with new weights in between. The old files may vanish."""
+    folder = write_folder(tmp_path / "old", turned)
+    update(loaded, folder)
+    sleep(loaded, "?level=2")
+    shutil.rmtree(folder)
+    got = wake(loaded, status=500)
+    assert "no such folder" in got["message"] and sleeping(loaded)
+    wake(loaded, "?tags=weights")
+    assert loaded.post("/v1/completions", ASKS[0]).status == 503
+    update(loaded, folders[1], weight_version="v9")
+    assert loaded.post("/v1/completions", ASKS[0]).status == 503 and sleeping(loaded)
+    wake(loaded, "?tags=kv_cache")
+    assert answers(loaded) == alone[1] and current(loaded) == "v9"
+    update(loaded, folders[0])
+
+
+def test_files_that_change_while_it_sleeps(loaded, folders, alone, tmp_path):
+    folder = write_folder(tmp_path / "a")
+    update(loaded, folder)
+    sleep(loaded, "?level=2")
+    write_folder(folder, turned)
+    assert "have changed" in wake(loaded, status=500)["message"] and sleeping(loaded)
+    update(loaded, folder)
+    wake(loaded)
+    assert answers(loaded) == alone[1]
+    update(loaded, folders[0])
+
+
+@pytest.mark.parametrize("query, words", [("?level=3", "level: expected"), ("?level=", "level: expected"), ("?level=-1", "level: expected"),
+                                          ("?mode=no", "mode: expected")])
+def test_sleep_refuses(loaded, query, words):
+    assert words in sleep(loaded, query, 400)["message"] and not sleeping(loaded)
+    assert "tags: expected" in wake(loaded, "?tags=all", 400)["message"]
+    assert loaded.post("/release_memory_occupation", {"tags": "kv_cache"}).status == 400
+
+
+def test_sleep_level_0_pauses(loaded):
+    sleep(loaded, "?level=0&mode=keep")
+    assert sleeping(loaded) and memory(loaded)[1] and loaded.get("/is_paused").json()["is_paused"]
+    wake(loaded, "?tags=scheduling")
+    assert not sleeping(loaded)
+
+
+@pytest.mark.parametrize("flags, level, words", [(["--device", "plain"], 1, "cannot give its memory back"), ([], 2, "embedded")])
+def test_devices_that_cannot_sleep(flags, level, words):
+    with Server(*flags) as s:
+        assert words in sleep(s, f"?level={level}", 501)["message"]
+        assert not sleeping(s) and s.post("/v1/completions", {"prompt": "Tom", "max_tokens": 2}).status == 200
+
+
+@pytest.mark.parametrize("flags", [["--tensor-parallel-size", "2"], ["--data-parallel-size", "2", "--quantization", "fp8"],
+                                   ["--num-speculative-tokens", "3", "--draft-model", f"{ROOT}/test/model"], ["--enable-sleep-mode", "--kv-cache-dtype", "fp8"]])
+def test_sleep_of_other_engines(folders, flags):
+    with Server("-m", folders[0], *flags) as s:
+        want = answers(s)
+        for query in ("?level=1", "?level=2"):
+            sleep(s, query)
+            wake(s)
+            assert answers(s) == want, query
+
+
+def test_stopped_while_it_sleeps(folders):
+    """SIGTERM: requests that wait end with what they have."""
+    with Server("-m", folders[0], "--served-model-name", "m") as s:
+        load = Load(s, 800)
+        sleep(s, "?mode=keep&level=2")
+        assert s.stop() == 0
+        assert {c["finish_reason"] for c in load.join()} <= {"abort", "length"}
+
+
 def test_hostile_folders(loaded, folders, alone, tmp_path):
     """Each is refused before anything changes, in the middle of requests."""
     wide = lambda name, shape, piece: ([shape[0] // 2, *shape[1:]], piece[:len(piece) // 2]) if name.endswith("0.mlp.up_proj.weight") else piece
@@ -482,7 +614,7 @@ def test_a_proxy_is_not_this_machine(loaded):
 
 def test_admin_key(folders):
     with Server("-m", folders[0], "--admin-key", "secret", "--api-key", "user") as s:
-        for path in ("/pause", "/update_weights", "/resume", "/abort_requests", "/flush_cache", "/update_weight_version"):
+        for path in ("/pause", "/update_weights", "/resume", "/abort_requests", "/flush_cache", "/update_weight_version", "/sleep", "/wake_up"):
             for headers in ({}, {"Authorization": "Bearer user"}, {"Authorization": "Bearer secre"}):
                 assert s.post(path, {}, **headers).status == 401
         assert s.get("/is_paused").status == 401
@@ -563,9 +695,12 @@ def test_replay_slime(folders, alone):
                             ("POST", "/update_weights_from_disk", {"model_path": folders[1], "weight_version": "7"}),
                             ("POST", "/continue_generation", {}), ("GET", "/get_weight_version", None))
         assert version["weight_version"] == "7" and answers(s) == alone[1]
-        for path in ("/init_weights_update_group", "/update_weights_from_distributed", "/update_weights_from_tensor", "/pull_weights",
-                     "/release_memory_occupation", "/resume_memory_occupation"):
+        for path in ("/init_weights_update_group", "/update_weights_from_distributed", "/update_weights_from_tensor", "/pull_weights"):
             assert s.post(path, {}).status == 501, path
+        _, state, *_ = calls(s, ("POST", "/release_memory_occupation", {}), ("GET", "/is_sleeping", None),  # --colocate
+                             ("POST", "/resume_memory_occupation", {"tags": ["weights"]}), ("POST", "/update_weights_from_disk", {"model_path": folders[0]}),
+                             ("POST", "/resume_memory_occupation", {"tags": ["cuda_graph"]}), ("POST", "/resume_memory_occupation", {"tags": ["kv_cache"]}))
+        assert state["is_sleeping"] and answers(s) == alone[0]
 
 
 def test_replay_areal(folders, alone):

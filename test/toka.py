@@ -45,6 +45,7 @@ class _Options(C.Structure):
                 ("max_model_len", C.c_int), ("max_num_batched_tokens", C.c_int), ("max_num_seqs", C.c_int),
                 ("tensor_parallel_size", C.c_int), ("pipeline_parallel_size", C.c_int), ("data_parallel_size", C.c_int),
                 ("kv_tokens", C.c_int64), ("no_prefix_caching", C.c_bool), ("enforce_eager", C.c_bool),
+                ("enable_sleep_mode", C.c_bool),
                 ("gpu_memory_utilization", C.c_double), ("dtype", _TEXT), ("quantization", _TEXT), ("score_tokens", _TEXT),
                 ("kv_cache_dtype", _TEXT), ("kv_cache_dtype_skip_layers", _TEXT),
                 ("speculative_config", _TEXT), ("num_speculative_tokens", C.c_int), ("draft_model", _TEXT),
