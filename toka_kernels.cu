@@ -479,6 +479,34 @@ typedef struct rank_barrier {
     char *recv_buffers[BARRIER_MAX_RANKS]; /* [rank] group_recv_bytes() bytes in its memory */
 } rank_barrier;
 
+/* Memory that can be given back (--enable-sleep-mode): addresses that stay, so that CUDA graphs and
+ * tensor maps stay valid, and blocks of GPU memory behind them (chapter 3). */
+typedef struct sleep_block {
+    size_t at, bytes; /* from the pool's base */
+    CUmemGenericAllocationHandle memory;
+} sleep_block;
+typedef struct sleep_pool {
+    const char *what;        /* for messages */
+    char *base;              /* NULL: nothing was allocated */
+    size_t reserved;         /* bytes of addresses */
+    size_t mapped, used;     /* bytes that have blocks; that are allocated */
+    sleep_block *blocks;     /* [n_blocks] */
+    int n_blocks, n_present; /* the first n_present blocks have memory */
+    bool keeps;              /* a copy is kept while the pool sleeps */
+    char *copy;              /* [mapped] pinned host memory; it is kept for the next time */
+    bool is_copied;          /* copy has what the pool had */
+} sleep_pool;
+typedef struct sleep_driver { /* functions of libcuda, which is not linked */
+    CUresult (*reserve)(CUdeviceptr *, size_t, size_t, CUdeviceptr, unsigned long long);
+    CUresult (*free)(CUdeviceptr, size_t);
+    CUresult (*create)(CUmemGenericAllocationHandle *, size_t, const CUmemAllocationProp *,
+                       unsigned long long);
+    CUresult (*release)(CUmemGenericAllocationHandle);
+    CUresult (*map)(CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle, unsigned long long);
+    CUresult (*unmap)(CUdeviceptr, size_t);
+    CUresult (*set_access)(CUdeviceptr, size_t, const CUmemAccessDesc *, size_t);
+} sleep_driver;
+
 struct toka_device {
     toka_device_options options;
     const toka_shape *shape;
@@ -535,6 +563,9 @@ struct toka_device {
     int64_t weight_bytes;        /* bytes of GPU memory that the weights take */
     void **allocations;          /* [n_allocations] pointers from cudaMalloc */
     int n_allocations;
+    sleep_pool sleep_pools[2];   /* of the weights, of K and V; only with options.can_sleep */
+    sleep_pool *pool;            /* dev_alloc allocates from it; NULL: from cudaMalloc */
+    sleep_driver driver;
     /* Debugging. Steps until a kernel traps (fault) or does not end (stall); 0: never. */
     int steps_to_fault, steps_to_stall;
     int captures_to_fault;       /* debugging: captures until one fails; 0: never */
@@ -1242,11 +1273,201 @@ __device__ static inline void stmatrix_x4(uint32_t at, uint32_t r0, uint32_t r1,
  * Allocation of GPU memory, the upload of a step's inputs, and the loading of the weights.
  * =========================================================================== */
 
+/* Stores in *function a function of libcuda, which is not linked. */
+static void driver_find(toka_device *dev, const char *name, void **function) {
+    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
+    latch_error(dev,
+                cudaGetDriverEntryPointByVersion(name, function, 12000, cudaEnableDefault, &found),
+                name);
+#else
+    latch_error(dev, cudaGetDriverEntryPoint(name, function, cudaEnableDefault, &found), name);
+#endif
+    if (found != cudaDriverEntryPointSuccess) latch_error(dev, cudaErrorNotSupported, name);
+}
+
+/* ---- Memory that can be given back ----
+ *
+ * A sleep_pool reserves as many addresses as the GPU has memory, and maps blocks of memory to them
+ * as it grows. To sleep unmaps and releases the blocks; to wake creates blocks of the same sizes
+ * and maps them to the same addresses. Allocations are never freed one by one. */
+
+enum { SLEEP_BLOCK_BYTES = 64 << 20, SLEEP_ALIGN = 512 };
+
+static void sleep_open(toka_device *dev, size_t gpu_bytes) {
+    sleep_driver *driver = &dev->driver;
+    const struct {
+        const char *name;
+        void **function;
+    } functions[] = {{"cuMemAddressReserve", (void **)&driver->reserve},
+                     {"cuMemAddressFree", (void **)&driver->free},
+                     {"cuMemCreate", (void **)&driver->create},
+                     {"cuMemRelease", (void **)&driver->release},
+                     {"cuMemMap", (void **)&driver->map},
+                     {"cuMemUnmap", (void **)&driver->unmap},
+                     {"cuMemSetAccess", (void **)&driver->set_access}};
+    for (const auto &function : functions)
+        if (!dev->error.code) driver_find(dev, function.name, function.function);
+    for (sleep_pool &pool : dev->sleep_pools)
+        pool.reserved = (gpu_bytes + SLEEP_BLOCK_BYTES) / SLEEP_BLOCK_BYTES * SLEEP_BLOCK_BYTES;
+    dev->sleep_pools[0].what = "weights", dev->sleep_pools[0].keeps = true;
+    dev->sleep_pools[1].what = "KV cache";
+}
+
+/* Creates the memory of a block and maps it. */
+static CUresult sleep_map(toka_device *dev, sleep_pool *pool, sleep_block *block) {
+    const CUdeviceptr at = (CUdeviceptr)(pool->base + block->at);
+    CUmemAllocationProp properties = {};
+    CUmemAccessDesc access = {};
+    properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    properties.location.type = access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    properties.location.id = access.location.id = dev->ordinal;
+    access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    CUresult code = dev->driver.create(&block->memory, block->bytes, &properties, 0);
+    if (code) return code;
+    code = dev->driver.map(at, block->bytes, 0, block->memory, 0);
+    const bool is_mapped = !code;
+    if (!code) code = dev->driver.set_access(at, block->bytes, &access, 1);
+    if (!code) return code;
+    if (is_mapped) dev->driver.unmap(at, block->bytes);
+    dev->driver.release(block->memory);
+    return code;
+}
+
+/* Unmaps and releases all blocks of the pool. */
+static void sleep_unmap(toka_device *dev, sleep_pool *pool) {
+    while (pool->n_present) {
+        const sleep_block *block = &pool->blocks[--pool->n_present];
+        dev->driver.unmap((CUdeviceptr)(pool->base + block->at), block->bytes);
+        dev->driver.release(block->memory);
+    }
+}
+
+/* Maps the blocks that have no memory. After an error the pool has none. */
+static CUresult sleep_map_all(toka_device *dev, sleep_pool *pool) {
+    CUresult code = CUDA_SUCCESS;
+    for (; pool->n_present < pool->n_blocks && !code; pool->n_present += !code)
+        code = sleep_map(dev, pool, &pool->blocks[pool->n_present]);
+    if (code) sleep_unmap(dev, pool);
+    return code;
+}
+
+/* Adds a block of at least `bytes`. */
+static CUresult sleep_grow(toka_device *dev, sleep_pool *pool, size_t bytes) {
+    CUdeviceptr base = (CUdeviceptr)pool->base;
+    CUresult code = base ? CUDA_SUCCESS
+                         : dev->driver.reserve(&base, pool->reserved, SLEEP_BLOCK_BYTES, 0, 0);
+    if (code) return code;
+    pool->base = (char *)base;
+    bytes = (bytes + SLEEP_BLOCK_BYTES - 1) / SLEEP_BLOCK_BYTES * SLEEP_BLOCK_BYTES;
+    if (bytes > pool->reserved - pool->mapped) return CUDA_ERROR_OUT_OF_MEMORY;
+    pool->blocks = (sleep_block *)realloc(pool->blocks,
+                                          (size_t)(pool->n_blocks + 1) * sizeof *pool->blocks);
+    if (!pool->blocks) abort();
+    pool->blocks[pool->n_blocks] = sleep_block{pool->mapped, bytes, 0};
+    code = sleep_map(dev, pool, &pool->blocks[pool->n_blocks]);
+    if (!code) pool->n_blocks++, pool->n_present++, pool->mapped += bytes;
+    return code;
+}
+
+/* Allocates from the pool. The same allocations after `used` was set to 0 have the same
+ * addresses. */
+static cudaError_t sleep_alloc(toka_device *dev, sleep_pool *pool, void **out, size_t bytes) {
+    bytes = (bytes + SLEEP_ALIGN - 1) / SLEEP_ALIGN * SLEEP_ALIGN;
+    if (bytes > pool->mapped - pool->used) {
+        const CUresult code = sleep_grow(dev, pool, pool->used + bytes - pool->mapped);
+        if (code)
+            return code == CUDA_ERROR_OUT_OF_MEMORY ? cudaErrorMemoryAllocation : cudaErrorUnknown;
+    }
+    *out = pool->base + pool->used;
+    pool->used += bytes;
+    return cudaSuccess;
+}
+
+static void sleep_close(toka_device *dev) {
+    for (sleep_pool &pool : dev->sleep_pools) {
+        if (pool.base) sleep_unmap(dev, &pool);
+        if (pool.base) dev->driver.free((CUdeviceptr)pool.base, pool.reserved);
+        if (pool.copy) cudaFreeHost(pool.copy);
+        free(pool.blocks);
+    }
+}
+
+/* Fills an error without latching it: the device stays as it is. */
+static int sleep_fail(const toka_device *dev, const sleep_pool *pool, bool no_memory,
+                      const char *doing, toka_err *e) {
+    size_t free_bytes = 0, total = 0;
+    cudaGetLastError();
+    cudaMemGetInfo(&free_bytes, &total);
+    e->code = no_memory ? TOKA_E_MEMORY : TOKA_E_DEVICE;
+    snprintf(e->msg, sizeof e->msg,
+             "GPU: %s%s: cannot %s: %.2f GB, and %.2f of %.2f GB of the GPU are free",
+             dev->rank_prefix, pool->what, doing, pool->mapped / 1e9, free_bytes / 1e9,
+             total / 1e9);
+    return e->code;
+}
+
+/* Copies the pool to pinned host memory. */
+static int sleep_copy(toka_device *dev, sleep_pool *pool, toka_err *e) {
+    if (!pool->copy && cudaHostAlloc((void **)&pool->copy, pool->mapped, cudaHostAllocDefault)) {
+        pool->copy = NULL;
+        return sleep_fail(dev, pool, true, "allocate pinned memory of the host for a copy", e);
+    }
+    if (cudaMemcpy(pool->copy, pool->base, pool->used, cudaMemcpyDeviceToHost))
+        return sleep_fail(dev, pool, false, "copy them to the host", e);
+    pool->is_copied = true;
+    return 0;
+}
+
+/* Returns the pool if `parts` has it and it is used, else NULL. */
+static sleep_pool *sleep_pool_of(toka_device *dev, int parts, int i) {
+    sleep_pool *pool = &dev->sleep_pools[i];
+    return parts & (i ? TOKA_PART_KV : TOKA_PART_WEIGHTS) && pool->base ? pool : NULL;
+}
+
+static int cuda_sleep(toka_device *dev, int parts, bool drop_weights, toka_err *e) {
+    if (cudaSetDevice(dev->ordinal) || cudaStreamSynchronize(dev->stream))
+        return sleep_fail(dev, &dev->sleep_pools[0], false, "wait for the GPU", e);
+    for (int i = 0; i < 2; i++) {
+        sleep_pool *pool = sleep_pool_of(dev, parts, i);
+        if (!pool) continue;
+        if (pool->n_present && pool->keeps && !drop_weights && sleep_copy(dev, pool, e))
+            return e->code;
+        sleep_unmap(dev, pool);
+        if (!drop_weights || !pool->keeps) continue;
+        if (pool->copy) cudaFreeHost(pool->copy);
+        pool->copy = NULL, pool->is_copied = false;
+    }
+    return 0;
+}
+
+static int cuda_wake(toka_device *dev, int parts, toka_err *e) {
+    if (cudaSetDevice(dev->ordinal))
+        return sleep_fail(dev, &dev->sleep_pools[0], false, "reach the GPU", e);
+    for (int i = 0; i < 2; i++) {
+        sleep_pool *pool = sleep_pool_of(dev, parts, i);
+        if (!pool || pool->n_present) continue;
+        const CUresult code = sleep_map_all(dev, pool);
+        if (code)
+            return sleep_fail(dev, pool, code == CUDA_ERROR_OUT_OF_MEMORY, "take the memory again",
+                              e);
+        if (pool->keeps ? pool->is_copied && cudaMemcpy(pool->base, pool->copy, pool->used,
+                                                        cudaMemcpyHostToDevice)
+                        : cudaMemset(pool->base, 0, pool->used)) {
+            sleep_unmap(dev, pool);
+            return sleep_fail(dev, pool, false, "fill the memory", e);
+        }
+        pool->is_copied = false;
+    }
+    return cudaDeviceSynchronize() ? sleep_fail(dev, &dev->sleep_pools[0], false, "wake up", e) : 0;
+}
+
 /* Allocates GPU memory. cuda_close frees it. On failure stores the error and returns NULL. */
 static void *dev_alloc(toka_device *dev, size_t bytes, const char *what) {
     void *memory = NULL;
     if (dev->error.code) return NULL;
-    cudaError_t code = cudaMalloc(&memory, bytes ? bytes : 1);
+    cudaError_t code = dev->pool ? sleep_alloc(dev, dev->pool, &memory, bytes ? bytes : 1)
+                                 : cudaMalloc(&memory, bytes ? bytes : 1);
     if (code == cudaErrorMemoryAllocation) {
         size_t free_bytes = 0, total = 0;
         cudaGetLastError();
@@ -1259,6 +1480,7 @@ static void *dev_alloc(toka_device *dev, size_t bytes, const char *what) {
     }
     latch_error(dev, code, what);
     if (code) return NULL;
+    if (dev->pool) return memory;
     void **allocations = (void **)realloc(dev->allocations,
                                           (size_t)(dev->n_allocations + 1) * sizeof *allocations);
     if (!allocations) abort();
@@ -2146,7 +2368,6 @@ static void weights_load(toka_device *dev) {
         if (!from->moe) to->down = weight_load_matrix(dev, &loader, &from->mlp.down, NULL);
         to->window = from->window;
     }
-    weights_describe(dev);
     /* Wait for the memsets: the streams of the loader do not. */
     latch_error(dev, cudaStreamSynchronize(cudaStreamLegacy), "weights");
     if (dev->error.code) free(loader.jobs);
@@ -15721,22 +15942,9 @@ static void gpu_open(toka_device *dev) {
                 "cudaStreamCreate");
     /* the second result is not used */
     latch_error(dev, cudaMemGetInfo(&dev->free_at_open, &props.totalGlobalMem), "cudaMemGetInfo");
+    if (dev->options.can_sleep) sleep_open(dev, props.totalGlobalMem);
     if (!dev->hopper) return;
-    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-#if CUDART_VERSION >= 12050
-    latch_error(dev,
-                cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled",
-                                                 (void **)&dev->encode_map, 12000,
-                                                 cudaEnableDefault, &found),
-                "cuTensorMapEncodeTiled");
-#else
-    latch_error(dev,
-                cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", (void **)&dev->encode_map,
-                                        cudaEnableDefault, &found),
-                "cuTensorMapEncodeTiled");
-#endif
-    if (found != cudaDriverEntryPointSuccess)
-        latch_error(dev, cudaErrorNotSupported, "cuTensorMapEncodeTiled");
+    driver_find(dev, "cuTensorMapEncodeTiled", (void **)&dev->encode_map);
 }
 
 /* ---- Memory, computed before it is allocated ---- */
@@ -16105,6 +16313,7 @@ static void cuda_close(toka_device *dev) {
     if (dev->group && !group_leave(dev)) return;
     if (dev->stream) cudaStreamSynchronize(dev->stream);
     for (int i = 0; i < dev->n_allocations; i++) cudaFree(dev->allocations[i]);
+    sleep_close(dev);
     upload_close(&dev->upload);
     graphs_close(dev);
     clock_close(dev);
@@ -16147,12 +16356,14 @@ static void cuda_alloc_buffers(toka_device *dev) {
     }
     const kv_layout kv = kv_layout_of(dev);
     const size_t kv_bytes = (size_t)(kv_layer_at(kv, shape->L) - kv.pool);
+    dev->pool = dev->options.can_sleep ? &dev->sleep_pools[1] : NULL;
     dev->kv_pool = (bf16 *)dev_alloc(dev, kv_bytes, "KV cache");
     if (!dev->error.code)
         latch_error(dev, cudaMemsetAsync(dev->kv_pool, 0, kv_bytes, dev->stream), "KV cache");
     if (is_last_stage(dev))
         dev->kv_ids = (int *)dev_alloc(
             dev, (size_t)(dev->options.n_pages + 1) * (size_t)shape->B * sizeof(int), "KV cache");
+    dev->pool = NULL;
     if (!dev->error.code && dev->kv_ids)
         latch_error(dev,
                     cudaMemsetAsync(dev->kv_ids, 0,
@@ -16170,6 +16381,58 @@ static void cuda_alloc_buffers(toka_device *dev) {
                                         "last tokens");
     if (!dev->error.code) clock_open(dev);
     if (!dev->error.code && dev->group) group_alloc(dev);
+}
+
+/* Loads the weights, and brings the rows of q, k and v into the order of the GEMMs. */
+static void weights_put(toka_device *dev) {
+    const int D = dev->shape->D;
+    dev->pool = dev->options.can_sleep ? &dev->sleep_pools[0] : NULL;
+    weights_load(dev);
+    dev->pool = NULL;
+    const bool interleaved = qkv_is_interleaved(dev, D) && !kv_is_latent(dev->shape);
+    for (int i = 0; i < dev->shape->L && interleaved && !dev->error.code; i++)
+        qkv_reorder(dev, &dev->layers[i].qkv, D);
+}
+
+/* Does the layer have a static scale of x? CUDA graphs have its value. */
+static bool has_static_scale(const layer_weights *layer) {
+    const weight *const all[] = {&layer->qkv, &layer->mla.q_b, &layer->o, &layer->gate_up,
+                                 &layer->down};
+    bool found = false;
+    for (const weight *one : all) found |= one->x_scale != 0;
+    if (!layer->experts) return found;
+    const layer_experts *experts = layer->experts;
+    return found || experts->gate_up.x_scale != 0 || experts->down.x_scale != 0 ||
+           experts->shared_gate_up.x_scale != 0 || experts->shared_down.x_scale != 0;
+}
+
+/* The new weights go to the addresses of the old ones, as the same functions allocate them in the
+ * same order. So CUDA graphs and tensor maps stay valid. A failure of the GPU is latched. */
+static int cuda_rebind(toka_device *dev, const toka_weights *weights, bool commit, toka_err *e) {
+    sleep_pool *pool = &dev->sleep_pools[0];
+    const size_t used = pool->used;
+    layer_weights *old = dev->layers;
+    if (!commit) {
+        bool is_static = false;
+        for (int i = 0; i < dev->shape->L; i++) is_static |= has_static_scale(&old[i]);
+        if (!is_static && !dev->has_mxfp4) return 0;
+        snprintf(e->msg, sizeof e->msg, "GPU: %s cannot be replaced",
+                 is_static ? "FP8 weights with static scales of their inputs" : "MXFP4 weights");
+        return e->code = TOKA_E_USE;
+    }
+    latch_error(dev, cudaSetDevice(dev->ordinal), "cudaSetDevice");
+    dev->options.progress = NULL; /* of cuda_open */
+    dev->weights = weights, dev->weight_bytes = 0;
+    pool->used = 0, pool->is_copied = false;
+    weights_put(dev);
+    assert(dev->error.code || pool->used == used);
+    for (int i = 0; i < dev->shape->L; i++) {
+        dev->layers[i].rope = old[i].rope;
+        free(old[i].experts);
+    }
+    free(old);
+    latch_error(dev, cudaStreamSynchronize(dev->stream), "weights");
+    return 0;
 }
 
 static int cuda_open(toka_device **out, const toka_device_options *options, const toka_shape *shape,
@@ -16211,10 +16474,8 @@ static int cuda_open(toka_device **out, const toka_device_options *options, cons
                  "multi-head latent attention (MLA) needs a GPU of compute capability 9.0");
     }
     if (!dev->error.code) gemm_open(dev);
-    if (!dev->error.code) weights_load(dev);
-    const bool interleaved = qkv_is_interleaved(dev, shape->D) && !kv_is_latent(shape);
-    for (int i = 0; i < shape->L && interleaved && !dev->error.code; i++)
-        qkv_reorder(dev, &dev->layers[i].qkv, shape->D);
+    if (!dev->error.code) weights_put(dev);
+    if (!dev->error.code) weights_describe(dev);
     if (!dev->error.code) ropes_open(dev, weights->layers);
     if (!dev->error.code) cuda_alloc_buffers(dev);
     if (!dev->error.code) latch_error(dev, cudaStreamSynchronize(dev->stream), "opening the model");
@@ -17366,6 +17627,9 @@ extern "C" const toka_backend toka_cuda = {
     .kv_bytes = cuda_kv_bytes,
     .open = cuda_open,
     .close = cuda_close,
+    .rebind = cuda_rebind,
+    .sleep = cuda_sleep,
+    .wake = cuda_wake,
     .describe = cuda_describe,
     .memory = cuda_memory,
     .status = cuda_status,
