@@ -585,6 +585,72 @@ static uint64_t hash_bytes(const void *data, size_t n_bytes) {
     return hash ^ hash >> 32;
 }
 
+/* ---- SHA-256 (FIPS 180-4) ---- */
+
+static const uint32_t hash_sha256_table[64] = {
+    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
+    0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
+    0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
+    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
+    0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
+    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
+    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
+    0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
+
+static uint32_t hash_rotate(uint32_t word, int n) { return word >> n | word << (32 - n); }
+static uint32_t hash_rotate3(uint32_t word, int i, int j, int k) {
+    return hash_rotate(word, i) ^ hash_rotate(word, j) ^ hash_rotate(word, k);
+}
+static uint32_t hash_load_word(const unsigned char *p) {
+    return (uint32_t)p[0] << 24 | (uint32_t)p[1] << 16 | (uint32_t)p[2] << 8 | p[3];
+}
+
+/* The eight working variables a to h of the standard are the last four values of a and of e: b is
+ * the a of one round earlier, and so on. So the rounds write two arrays, and nothing is moved. The
+ * entries 0 to 3 are the values before round 0. */
+static void hash_sha256_block(uint32_t state[8], const unsigned char *block) {
+    uint32_t word[64], va[68], ve[68];
+    for (int i = 0; i < 16; i++) word[i] = hash_load_word(block + 4 * i);
+    for (int i = 16; i < 64; i++) {
+        const uint32_t near = word[i - 2], far = word[i - 15];
+        word[i] = word[i - 16] + word[i - 7] +
+                  (hash_rotate(far, 7) ^ hash_rotate(far, 18) ^ far >> 3) +
+                  (hash_rotate(near, 17) ^ hash_rotate(near, 19) ^ near >> 10);
+    }
+    for (int i = 0; i < 4; i++) va[i] = state[3 - i], ve[i] = state[7 - i];
+    for (int i = 0; i < 64; i++) {
+        const uint32_t *a = va + i, *e = ve + i;
+        const uint32_t choice = (e[3] & e[2]) ^ (~e[3] & e[1]);
+        const uint32_t majority = (a[3] & a[2]) ^ (a[3] & a[1]) ^ (a[2] & a[1]);
+        const uint32_t sum = e[0] + hash_rotate3(e[3], 6, 11, 25) + choice + hash_sha256_table[i] +
+                             word[i];
+        ve[i + 4] = a[0] + sum;
+        va[i + 4] = sum + hash_rotate3(a[3], 2, 13, 22) + majority;
+    }
+    for (int i = 0; i < 4; i++) state[i] += va[67 - i], state[i + 4] += ve[67 - i];
+}
+
+static const uint32_t hash_sha256_start[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
+                                              0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+
+/* Writes the SHA-256 of the bytes as 64 lower case hex digits. */
+COLD
+static void hash_sha256(const char *bytes, size_t n_bytes, char hex[65]) {
+    const size_t n_blocks = n_bytes / 64, n_rest = n_bytes % 64;
+    const int n_last = n_rest < 56 ? 1 : 2;
+    unsigned char last[128] = {0};
+    uint32_t state[8];
+    memcpy(state, hash_sha256_start, sizeof state);
+    for (size_t i = 0; i < n_blocks; i++)
+        hash_sha256_block(state, (const unsigned char *)bytes + 64 * i);
+    if (n_rest) memcpy(last, bytes + 64 * n_blocks, n_rest);
+    last[n_rest] = 0x80;
+    for (int i = 0; i < 8; i++)
+        last[64 * n_last - 1 - i] = (unsigned char)((uint64_t)n_bytes * 8 >> 8 * i);
+    for (int i = 0; i < n_last; i++) hash_sha256_block(state, last + 64 * i);
+    for (int i = 0; i < 8; i++) snprintf(hex + 8 * i, 9, "%08x", state[i]);
+}
+
 /* ---- "Did you mean ...": suggestions for a mistyped name ---- */
 
 enum { SUGGEST_MAX_BYTES = 64 }; /* longest name that is compared by edit distance */
@@ -4752,6 +4818,7 @@ static bool tmpl_parse_arguments(tmpl_parser *parser, tmpl_node **args) {
 }
 
 /* Parses a decimal integer of at most 64 bits. Leading zeros are an error, as in Python. */
+COLD
 static tmpl_node *tmpl_parse_int(tmpl_parser *parser) {
     tmpl_node *node = tmpl_take_node(parser, TN_INT);
     bool ok = node->text.n == 1 || node->text.p[0] != '0';
@@ -5597,6 +5664,7 @@ static str tmpl_int_text(tval v, char digits[24]) {
 /* If both values are numbers and at least one is a TV_BIG_INT, sets *order (-1, 0 or 1) and returns
  * true. With a float, both are compared as floats. Two integers are compared by sign, then by
  * number of digits, then by digits. */
+COLD
 static bool tmpl_compare_big(tval left, tval right, int *order) {
     char digits[2][24];
     if (left.type != TV_BIG_INT && right.type != TV_BIG_INT) return false;
@@ -5679,6 +5747,7 @@ static bool tmpl_compare(tmpl_run *run, tval left, tval right, int *order) {
 /* Sorts `values` by `keys`, both in place. The sort is stable, also with `reverse`. It is an
  * insertion sort: lists in templates are short, and the limit of steps bounds the time of long
  * ones. */
+COLD
 static bool tmpl_sort(tmpl_run *run, tmpl_items *keys, tmpl_items *values, bool reverse) {
     for (size_t i = 1; i < keys->n; i++) {
         tval key = keys->values[i], value = values->values[i];
@@ -6055,6 +6124,7 @@ static bool tmpl_float_op(tmpl_run *run, int op, double left, double right, tval
 }
 
 /* left op right for + - * / // %: numbers, text + text, list + list, and text or list * integer. */
+COLD
 static bool tmpl_arithmetic(tmpl_run *run, int op, tval left, tval right, tval *out) {
     const char sign[3] = {(char)op, (char)(op >> 8), 0};
     if (tv_is_integer(left) && tv_is_integer(right))
@@ -6223,6 +6293,7 @@ static bool tmpl_f_strip(tmpl_run *run, tmpl_args *args, tval *out) {
 }
 
 /* Parameters: old new count. */
+COLD
 static bool tmpl_f_replace(tmpl_run *run, tmpl_args *args, tval *out) {
     tval texts[3];
     if (!tmpl_to_text(run, args->self, &texts[0]) ||
@@ -6305,6 +6376,7 @@ static bool tmpl_f_split(tmpl_run *run, tmpl_args *args, tval *out) {
 enum { AFFIX_STARTS, AFFIX_ENDS, AFFIX_REMOVE_PREFIX, AFFIX_REMOVE_SUFFIX };
 
 /* startswith, endswith, removeprefix, removesuffix (op: AFFIX_*). Parameter: the affix. */
+COLD
 static bool tmpl_f_affix(tmpl_run *run, tmpl_args *args, tval *out) {
     /* a tuple of affixes: true if one of them matches */
     if (args->op <= AFFIX_ENDS && args->param[0].type == TV_TUPLE) {
@@ -6357,6 +6429,7 @@ static bool tmpl_find(tmpl_run *run, str s, str part, size_t from, bool last, pt
 }
 
 /* find, rfind, index, rindex (op: FIND_*). Parameters: sub start end. */
+COLD
 static bool tmpl_f_find(tmpl_run *run, tmpl_args *args, tval *out) {
     str text = tv_text(args->self);
     int64_t length = utf8_count(text), from, to;
@@ -6433,6 +6506,7 @@ static bool tmpl_f_splitlines(tmpl_run *run, tmpl_args *args, tval *out) { /* pa
 
 /* The method count of texts and lists: occurrences of a substring in a text, or of an element in a
  * list. */
+COLD
 static bool tmpl_f_count(tmpl_run *run, tmpl_args *args, tval *out) {
     int64_t count = 0;
     ptrdiff_t found;
@@ -6501,6 +6575,7 @@ static bool tmpl_f_tojson(tmpl_run *run, tmpl_args *args, tval *out) {
 /* Parses a text that Python's int() or float() accepts, except nan and infinities, into a TV_INT or
  * TV_FLOAT. *out is unchanged if the text is not a number. Forms that JSON does not allow (+1, 007,
  * 1_000, .5, 5.) are first rewritten as JSON numbers, which the JSON parser then reads. */
+COLD
 static bool tmpl_text_to_number(tmpl_run *run, str text, tval *out) {
     toka_err error;
     arena memory = {0};
@@ -6530,6 +6605,7 @@ static bool tmpl_text_to_number(tmpl_run *run, str text, tval *out) {
 
 /* The filters int and float (op: TV_INT, TV_FLOAT). Parameter: default, the result if self is not a
  * number. */
+COLD
 static bool tmpl_f_number(tmpl_run *run, tmpl_args *args, tval *out) {
     tval value = args->self;
     if (value.type == TV_UNDEFINED) return tmpl_bad_type(run, "int", value);
@@ -6733,6 +6809,7 @@ static bool tmpl_f_list(tmpl_run *run, tmpl_args *args, tval *out) {
 /* Makes two lists from the elements of a value: *list is a copy of them, *keys holds the values by
  * which they are compared. A key is the element, or its attribute if one is given. Keys that are
  * texts are in lower case unless case_sensitive is true. */
+COLD
 static bool tmpl_sort_keys(tmpl_run *run, tval value, tval attribute, tval case_sensitive,
                            tmpl_items **list, tmpl_items **keys) {
     tmpl_items *from;
@@ -6752,6 +6829,7 @@ static bool tmpl_sort_keys(tmpl_run *run, tval value, tval attribute, tval case_
 }
 
 /* sort(reverse, case_sensitive, attribute) */
+COLD
 static bool tmpl_f_sort(tmpl_run *run, tmpl_args *args, tval *out) {
     tmpl_items *list, *keys;
     if (!tmpl_sort_keys(run, args->self, args->param[2], args->param[1], &list, &keys))
@@ -6855,6 +6933,7 @@ static bool tmpl_apply_arg(tmpl_run *run, bool test, const tmpl_args *args, int 
 }
 
 /* map(attribute=, default=), or map(name of a filter, its arguments) */
+COLD
 static bool tmpl_f_map(tmpl_run *run, tmpl_args *args, tval *out) {
     tmpl_items *list, *results;
     tval path = tmpl_named_arg(args, STR("attribute"));
@@ -6875,6 +6954,7 @@ enum { SELECT_ATTR = 1, SELECT_NOT = 2 };
 /* select(test, its arguments) keeps the elements that pass the test; reject keeps the others.
  * selectattr and rejectattr(attribute, test, its arguments) test an attribute of each element.
  * Without a test, true values pass. */
+COLD
 static bool tmpl_f_select(tmpl_run *run, tmpl_args *args, tval *out) {
     tmpl_items *list, *kept;
     int attr = args->op & SELECT_ATTR;
@@ -6966,6 +7046,7 @@ static bool tmpl_apply_test(tmpl_run *run, str name, const tmpl_args *args, tval
 /* ---- Global functions ---- */
 
 /* range([start,] stop[, step]): at most 100,000 numbers, the limit of Jinja's sandbox. */
+COLD
 static bool tmpl_g_range(tmpl_run *run, tmpl_args *args, tval *out) {
     for (int i = 0; i < 3; i++)
         if (args->param[i].type && !tv_is_integer(args->param[i]))
@@ -7986,6 +8067,7 @@ typedef struct mf_embedding {
 typedef struct mf_file_state { /* the state of a weight file just before it was mapped */
     char *path;
     struct stat info;
+    const char *map; /* where it is mapped */
 } mf_file_state;
 
 /* A model's files. Immutable after mf_open, except that lib_open_tokenizer may add an end id. */
@@ -8029,6 +8111,9 @@ typedef struct mf_model {
     mf_file_state *weight_files; /* [n_weight_files] heap; none if embedded */
     int n_weight_files;
     bool dropped;         /* the weights are not mapped any more (mf_drop_weights) */
+    bool is_delta;        /* some tensors are those of the weights that were there before */
+    struct st_tensor *tensors; /* [n_tensors] all of the files, from which a delta is bound */
+    int n_tensors;
 } mf_model;
 
 /* ---- RoPE: every kind is a table of frequencies and one factor ----
@@ -12711,18 +12796,20 @@ static int mf_open_configs(mf_model *files, bool needs_shape, toka_err *e) {
     return mf_open_templates(files, e);
 }
 
+static void mf_add_file_state(mf_model *files, mf_file_state state) {
+    const size_t n = (size_t)files->n_weight_files++;
+    state.path = arena_cstr(&files->memory, str_c(state.path));
+    files->weight_files = mem_realloc(files->weight_files, (n + 1) * sizeof *files->weight_files);
+    files->weight_files[n] = state;
+}
+
 /* Records the state of a weight file. Must be called before the file is mapped. */
 static void mf_record_file_state(mf_model *files, const char *name) {
     mf_file_state state = {0};
     buf path = {0};
     buf_printf(&path, "%s/%s", files->folder ? files->folder : "", name);
-    if (files->folder && stat(path.p, &state.info) == 0) {
-        state.path = arena_cstr(&files->memory, buf_view(&path));
-        files->weight_files =
-            mem_realloc(files->weight_files,
-                        (size_t)(files->n_weight_files + 1) * sizeof *files->weight_files);
-        files->weight_files[files->n_weight_files++] = state;
-    }
+    state.path = path.p;
+    if (files->folder && stat(path.p, &state.info) == 0) mf_add_file_state(files, state);
     buf_free(&path);
 }
 
@@ -12754,6 +12841,7 @@ static int mf_open_shard(mf_model *files, const char *name, st_set *set, st_alia
     int n_tensors;
     mf_record_file_state(files, name);
     if (mf_map_file(files, name, true, where, &text, e)) return e->code;
+    if (files->n_weight_files) files->weight_files[files->n_weight_files - 1].map = text.p;
     if (st_parse(text, arena_cstr(tmp, str_c(where)), tmp, &tensors, &n_tensors, aliases, e))
         return e->code;
     for (int i = 0; i < n_tensors; i++)
@@ -12800,26 +12888,41 @@ static int mf_open_shards(mf_model *files, st_set *set, st_alias_list **aliases,
     return 0;
 }
 
+/* Keeps the tensors of the set, and binds files->weights to them. Returns 0 or an error code. */
+COLD
+static int mf_bind_tensors(mf_model *files, st_set *set, arena *tmp, toka_err *e) {
+    mf_binder binder = {.config = &files->config,
+                        .set = set,
+                        .where = files->folder ? files->folder : "the embedded model",
+                        .weights = &files->weights};
+    files->tensors = arena_alloc(&files->memory, set->n_tensors * sizeof *files->tensors);
+    for (size_t i = 0; i < set->cap; i++) {
+        if (!set->entries[i]) continue;
+        st_tensor *kept = &files->tensors[files->n_tensors++];
+        *kept = *set->entries[i];
+        kept->name = arena_str(&files->memory, kept->name);
+        kept->file = files->name;
+    }
+    int code = mf_unstack_experts(&files->config, set, tmp, e);
+    files->has_mtp = st_set_get(set, "mtp.norm.weight");
+    if (!code) code = mf_bind(&binder, &files->memory, e);
+    if (!code) mf_number_matrices(&files->config, &files->weights);
+    files->no_lm_head = binder.no_lm_head;
+    files->n_parameters = binder.n_parameters;
+    files->weight_bytes = binder.weight_bytes;
+    return code;
+}
+
 /* Maps all weight files and binds files->weights. Returns 0 or an error code. */
 COLD
 static int mf_open_weights(mf_model *files, toka_err *e) {
     arena tmp = {0};
     st_set set = {0};
     st_alias_list *aliases = NULL;
-    mf_binder binder = {.config = &files->config,
-                        .set = &set,
-                        .where = files->folder ? files->folder : "the embedded model",
-                        .weights = &files->weights};
     files->n_text_maps = files->n_maps;
     int code = mf_open_shards(files, &set, &aliases, &tmp, e);
     if (!code) mf_add_aliases(&files->config, &set, aliases, &tmp);
-    if (!code) code = mf_unstack_experts(&files->config, &set, &tmp, e);
-    files->has_mtp = st_set_get(&set, "mtp.norm.weight");
-    if (!code) code = mf_bind(&binder, &files->memory, e);
-    if (!code) mf_number_matrices(&files->config, &files->weights);
-    files->no_lm_head = binder.no_lm_head;
-    files->n_parameters = binder.n_parameters;
-    files->weight_bytes = binder.weight_bytes;
+    if (!code) code = mf_bind_tensors(files, &set, &tmp, e);
     st_set_free(&set);
     arena_free(&tmp);
     return code;
@@ -13080,9 +13183,31 @@ static int mf_match_weights(mf_model *files, mf_model *next, bool exchange, toka
     return code;
 }
 
+/* Moves the mapped files of `old` in which `next` has tensors to `next`, and their states. */
+COLD
+static void mf_take_maps(mf_model *next, mf_model *old) {
+    int n_left = old->n_text_maps;
+    for (int i = n_left; i < old->n_maps; i++) {
+        const str map = old->maps[i];
+        bool used = false;
+        for (int k = 0; k < next->n_tensors && !used; k++)
+            used = next->tensors[k].data >= map.p && next->tensors[k].data < map.p + map.n;
+        if (!used) {
+            old->maps[n_left++] = map;
+            continue;
+        }
+        next->maps = mem_realloc(next->maps, (size_t)(next->n_maps + 1) * sizeof *next->maps);
+        next->maps[next->n_maps++] = map;
+        for (int k = 0; k < old->n_weight_files; k++)
+            if (old->weight_files[k].map == map.p) mf_add_file_state(next, old->weight_files[k]);
+    }
+    old->n_maps = n_left;
+}
+
 /* `next` has become the source of the weights of `files`: unmaps the files that had them. */
 COLD
 static void mf_set_source(mf_model *files, mf_model *next) {
+    if (next->is_delta) mf_take_maps(next, files->source ? files->source : files);
     while (files->n_maps > files->n_text_maps) os_unmap(files->maps[--files->n_maps]);
     mf_close(files->source);
     files->source = next;
@@ -13092,6 +13217,115 @@ static void mf_set_source(mf_model *files, mf_model *next) {
 /* Returns the files that have the weights. */
 COLD
 static mf_model *mf_weight_source(mf_model *files) { return files->source ? files->source : files; }
+
+/* Returns an error if the tensor of a delta does not fit the one in its place. */
+COLD
+static int mf_match_delta(const st_tensor *delta, const st_tensor *old, const char *where,
+                          toka_err *e) {
+    char name[160];
+    snprintf(name, sizeof name, "%.*s", (int)MIN(delta->name.n, sizeof name - 1), delta->name.p);
+    if (!old) return fail(e, TOKA_E_INPUT, "%s: %s: the open model has no such tensor", where, name);
+    if (delta->dtype != old->dtype)
+        return fail(e, TOKA_E_INPUT, "%s: %s: %s, expected %s as in the open model", where, name,
+                    delta->dtype->name, old->dtype->name);
+    return mf_check_dims(delta, name, old->dims, old->n_dims, e);
+}
+
+/* Compares the tensors of a delta with their SHA-256: a JSON object, hex digits by name. */
+COLD
+static int mf_check_hashes(const st_set *delta, const char *sha256, const char *where, arena *tmp,
+                           toka_err *e) {
+    const json *hashes = json_parse(tmp, str_c(sha256), json_trusted, e);
+    if (!hashes) return e->code;
+    for (size_t i = 0; i < delta->cap; i++) {
+        const st_tensor *tensor = delta->entries[i];
+        char hex[65];
+        if (!tensor) continue;
+        const str given = json_str(json_get(hashes, arena_cstr(tmp, tensor->name)));
+        if (given.n) hash_sha256(tensor->data, tensor->end - tensor->begin, hex);
+        if (!given.n || !str_is(given, hex))
+            return fail(e, TOKA_E_INPUT, "%s: %.160s: %s", where, arena_cstr(tmp, tensor->name),
+                        given.n ? "its bytes have another SHA-256 than the one given"
+                                : "no SHA-256 is given for it");
+    }
+    JSON_MEMBERS(member, hashes)
+        if (!*st_set_entry(delta, json_str(member)))
+            return fail(e, TOKA_E_INPUT, "%s: %.*s has a SHA-256 but is not in the delta", where,
+                        STRF(json_str(member)));
+    return 0;
+}
+
+/* Puts the tensors of the delta into `all`, a set of copies of those of the open model. Other names
+ * of a replaced tensor follow it. Returns 0 or an error code. */
+COLD
+static int mf_merge_delta(const st_set *delta, const st_set *all, st_tensor *copies, int n_copies,
+                          const char *where, toka_err *e) {
+    bool has_aliases = false;
+    for (int i = 0; i < n_copies; i++) has_aliases |= copies[i].is_alias;
+    for (size_t i = 0; i < delta->cap; i++) {
+        const st_tensor *tensor = delta->entries[i];
+        if (!tensor) continue;
+        const st_tensor *old = *st_set_entry(all, tensor->name);
+        if (mf_match_delta(tensor, old, where, e)) return e->code;
+        const char *old_data = old->data;
+        const int at = (int)(old - copies);
+        for (int k = has_aliases ? 0 : at; k < (has_aliases ? n_copies : at + 1); k++) {
+            if (copies[k].data != old_data) continue;
+            copies[k].data = tensor->data;
+            copies[k].begin = tensor->begin, copies[k].end = tensor->end;
+        }
+    }
+    return 0;
+}
+
+/* Maps the files of a delta: those of a folder, or one file. */
+COLD
+static int mf_map_delta(mf_model *next, const char *path, st_set *delta, arena *tmp, toka_err *e) {
+    st_alias_list *unused = NULL;
+    struct stat info;
+    if (stat(path, &info)) return fail(e, TOKA_E_IO, "%.400s: %s", path, strerror(errno));
+    const char *slash = strrchr(path, '/');
+    const bool is_file = !S_ISDIR(info.st_mode);
+    next->name = arena_cstr(&next->memory, str_c(path));
+    next->folder = !is_file ? next->name
+                   : slash  ? arena_cstr(&next->memory, (str){path, (size_t)(slash - path)})
+                            : next->name;
+    if (is_file && !slash) next->folder = arena_cstr(&next->memory, STR("."));
+    return is_file ? mf_open_shard(next, slash ? slash + 1 : path, delta, &unused, tmp, e)
+                   : mf_open_shards(next, delta, &unused, tmp, e);
+}
+
+/* Opens files that have some of the tensors: *out has all weights, the others those of the open
+ * model. mf_set_source gives it the files of these. sha256: of mf_check_hashes; NULL: unchecked.
+ * Returns 0 or an error code. */
+COLD
+static int mf_open_delta(mf_model **out, const mf_model *files, const char *path,
+                         const char *sha256, toka_err *e) {
+    const mf_model *old = files->source ? files->source : files;
+    arena tmp = {0};
+    st_set delta = {0}, all = {0};
+    if (files->dropped)
+        return fail(e, TOKA_E_USE, "%.400s: a delta needs the other weights, which were dropped",
+                    path);
+    mf_model *next = *out = mem_zalloc(sizeof *next);
+    next->is_delta = true;
+    next->config = files->config;
+    next->shape = files->shape;
+    int code = mf_map_delta(next, path, &delta, &tmp, e);
+    if (!code && !delta.n_tensors) code = fail(e, TOKA_E_INPUT, "%.400s: no tensors", path);
+    if (!code && sha256) code = mf_check_hashes(&delta, sha256, path, &tmp, e);
+    const size_t bytes = (size_t)old->n_tensors * sizeof *old->tensors;
+    st_tensor *copies = memcpy(arena_alloc(&tmp, bytes), old->tensors, bytes);
+    for (int i = 0; i < old->n_tensors && !code; i++) code = st_set_add(&all, &copies[i], e);
+    if (!code) code = mf_merge_delta(&delta, &all, copies, old->n_tensors, path, e);
+    if (!code) code = mf_bind_tensors(next, &all, &tmp, e);
+    st_set_free(&delta), st_set_free(&all);
+    arena_free(&tmp);
+    if (!code) return 0;
+    mf_close(next);
+    *out = NULL;
+    return code;
+}
 
 /* Unmaps the weights. Nothing may read them until others have replaced them. */
 COLD
@@ -13107,6 +13341,9 @@ static int mf_check_drop(mf_model *files, toka_err *e) {
     if (!mf_weight_source(files)->folder)
         return fail(e, TOKA_E_USE, "%s: the weights of an embedded model cannot be dropped",
                     files->name);
+    if (mf_weight_source(files)->is_delta)
+        return fail(e, TOKA_E_USE, "%.400s: weights that came as a delta cannot be dropped",
+                    mf_weight_source(files)->name);
     return mf_match_weights(files, files, false, e);
 }
 
@@ -28582,6 +28819,7 @@ static bool model_is_done(const model_grid *model, int64_t number) {
  * up the others, even when the others have finished. A single device may take any time: a long step
  * looks like a hang. But once the program was asked to stop (SIGINT, SIGTERM), it has
  * os_stop_timeout_s seconds. Called with notifier.lock held. */
+COLD
 static void model_watchdog(model_grid *model, int64_t number) {
     const double now = os_now();
     /* a process that was suspended (SIGSTOP) does not advance the watchdog's time */
@@ -29155,6 +29393,7 @@ static int eng_use_adapter(eng *engine, eng_request *request, const char *name, 
 /* ---- Open and close ---- */
 
 /* A toka_device_options' progress. A call with a new phase name ends the phase before. */
+COLD
 static void eng_on_progress(void *user, const char *phase, double done) {
     eng_startup *startup = user;
     const double now = os_now();
@@ -32977,17 +33216,28 @@ static const char *lib_sleep_hint(const toka *t) {
     return t->engine->backend->sleep ? " (--enable-sleep-mode)" : "";
 }
 
-COLD int toka_update_weights(toka *t, const char *model, toka_err *e) {
+COLD
+static int lib_update_weights(toka *t, const char *path, bool is_delta, const char *sha256,
+                              toka_err *e) {
     eng_order order = {.kind = ENG_UPDATE, .files = t->files, .e = e};
     *e = (toka_err){0};
     if (!eng_can_update(t->engine))
         return fail(e, TOKA_E_USE, "device %s cannot replace the weights of an open model%s",
                     eng_device_name(t->engine), lib_sleep_hint(t));
     pthread_mutex_lock(&t->engine->update_lock);
-    const int opened = mf_open(&order.next, model, NULL, NULL, e);
+    const int opened = is_delta ? mf_open_delta(&order.next, t->files, path, sha256, e)
+                                : mf_open(&order.next, path, NULL, NULL, e);
     const int code = lib_replace_weights(t, &order, opened);
     pthread_mutex_unlock(&t->engine->update_lock);
     return code;
+}
+
+COLD int toka_update_weights(toka *t, const char *model, toka_err *e) {
+    return lib_update_weights(t, model, false, NULL, e);
+}
+
+COLD int toka_patch_weights(toka *t, const char *path, const char *sha256, toka_err *e) {
+    return lib_update_weights(t, path, true, sha256, e);
 }
 
 COLD int toka_sleep(toka *t, int parts, int drop_weights, toka_err *e) {
@@ -45593,13 +45843,32 @@ static void srv_name_version(srv *server, int version, str name) {
     server->versions[version] = arena_cstr(&server->version_names, name.n ? name : str_c(number));
 }
 
+COLD
+static int srv_change_weights(srv *server, const char *path, bool is_delta, const json *hashes,
+                              toka_err *e) {
+    buf text = {0};
+    if (hashes) json_put_value(&text, hashes);
+    const int code = is_delta ? toka_patch_weights(server->toka, path, hashes ? text.p : NULL, e)
+                              : toka_update_weights(server->toka, path, e);
+    buf_free(&text);
+    return code;
+}
+
 static void srv_admin_update(srv *server, srv_admin *admin) {
     const str folder = srv_admin_text(admin, (const char *[4]){"weight_dir", "model_path", "path"});
     const str format = srv_admin_text(admin, (const char *[4]){"load_format"});
     const str name = srv_admin_text(admin, (const char *[4]){"weight_version"});
+    const str base = srv_admin_text(admin, (const char *[4]){"base_weight_version"});
     const toka_stats stats = toka_get_stats(server->toka);
-    if (format.n && !str_is(format, "auto") && !str_is(format, "safetensors")) {
-        srv_admin_refuse(admin, 400, "load_format: expected auto or safetensors");
+    const char *current = server->versions[stats.weight_updates];
+    const bool is_delta = str_is(format, "delta");
+    const json *hashes = json_get(admin->root, "sha256");
+    if (format.n && !is_delta && !str_is(format, "auto") && !str_is(format, "safetensors")) {
+        srv_admin_refuse(admin, 400, "load_format: expected auto, safetensors or delta");
+    } else if (hashes && (!is_delta || !json_is(hashes, JSON_OBJECT))) {
+        srv_admin_refuse(admin, 400, "sha256: expected an object beside load_format delta");
+    } else if (base.n && !str_is(base, current ? current : "default")) {
+        srv_admin_refuse(admin, 409, "base_weight_version: it is not the version of the weights");
     } else if (!folder.n) {
         srv_admin_refuse(admin, 501, "weights come from a folder: weight_dir or model_path; not "
                                      "over NCCL or CUDA IPC");
@@ -45614,7 +45883,7 @@ static void srv_admin_update(srv *server, srv_admin *admin) {
         srv_name_version(server, stats.weight_updates + 1, name);
         if (json_is_true(json_get(admin->root, "abort_all_requests")))
             admin->n_requests = srv_abort_running(server, (str){0});
-        if (toka_update_weights(server->toka, path.p, &admin->e)) admin->status = 400;
+        if (srv_change_weights(server, path.p, is_delta, hashes, &admin->e)) admin->status = 400;
         else fprintf(stderr, "toka: weights %s of %s\n",
                      server->versions[stats.weight_updates + 1], path.p);
         server->asleep = toka_get_stats(server->toka).sleeping != 0;
@@ -52092,74 +52361,30 @@ typedef struct hub_hash {
     bool is_sha1;
 } hub_hash;
 
-static const uint32_t hub_sha256_table[64] = {
-    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
-    0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
-    0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
-    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
-    0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
-    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
-    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
-    0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
-
-static uint32_t hub_rotate(uint32_t word, int n) { return word >> n | word << (32 - n); }
-static uint32_t hub_rotate3(uint32_t word, int i, int j, int k) {
-    return hub_rotate(word, i) ^ hub_rotate(word, j) ^ hub_rotate(word, k);
-}
-static uint32_t hub_load_word(const unsigned char *p) {
-    return (uint32_t)p[0] << 24 | (uint32_t)p[1] << 16 | (uint32_t)p[2] << 8 | p[3];
-}
-
-/* The eight working variables a to h of the standard are the last four values of a and of e: b is
- * the a of one round earlier, and so on. So the rounds write two arrays, and nothing is moved. The
- * entries 0 to 3 are the values before round 0. */
-static void hub_sha256_block(uint32_t state[8], const unsigned char *block) {
-    uint32_t word[64], va[68], ve[68];
-    for (int i = 0; i < 16; i++) word[i] = hub_load_word(block + 4 * i);
-    for (int i = 16; i < 64; i++) {
-        const uint32_t near = word[i - 2], far = word[i - 15];
-        word[i] = word[i - 16] + word[i - 7] +
-                  (hub_rotate(far, 7) ^ hub_rotate(far, 18) ^ far >> 3) +
-                  (hub_rotate(near, 17) ^ hub_rotate(near, 19) ^ near >> 10);
-    }
-    for (int i = 0; i < 4; i++) va[i] = state[3 - i], ve[i] = state[7 - i];
-    for (int i = 0; i < 64; i++) {
-        const uint32_t *a = va + i, *e = ve + i;
-        const uint32_t choice = (e[3] & e[2]) ^ (~e[3] & e[1]);
-        const uint32_t majority = (a[3] & a[2]) ^ (a[3] & a[1]) ^ (a[2] & a[1]);
-        const uint32_t sum = e[0] + hub_rotate3(e[3], 6, 11, 25) + choice + hub_sha256_table[i] +
-                             word[i];
-        ve[i + 4] = a[0] + sum;
-        va[i + 4] = sum + hub_rotate3(a[3], 2, 13, 22) + majority;
-    }
-    for (int i = 0; i < 4; i++) state[i] += va[67 - i], state[i + 4] += ve[67 - i];
-}
-
-/* As above: b to e are earlier values of a, the last three rotated. */
+/* As in hash_sha256_block, b to e are earlier values of a, the last three rotated. */
 static void hub_sha1_block(uint32_t state[8], const unsigned char *block) {
     static const uint32_t constants[4] = {0x5a827999, 0x6ed9eba1, 0x8f1bbcdc, 0xca62c1d6};
     uint32_t word[80], va[85];
-    for (int i = 0; i < 16; i++) word[i] = hub_load_word(block + 4 * i);
+    for (int i = 0; i < 16; i++) word[i] = hash_load_word(block + 4 * i);
     for (int i = 16; i < 80; i++)
-        word[i] = hub_rotate(word[i - 3] ^ word[i - 8] ^ word[i - 14] ^ word[i - 16], 31);
-    for (int i = 0; i < 5; i++) va[i] = i < 3 ? hub_rotate(state[4 - i], 30) : state[4 - i];
+        word[i] = hash_rotate(word[i - 3] ^ word[i - 8] ^ word[i - 14] ^ word[i - 16], 31);
+    for (int i = 0; i < 5; i++) va[i] = i < 3 ? hash_rotate(state[4 - i], 30) : state[4 - i];
     for (int i = 0; i < 80; i++) {
-        const uint32_t *a = va + i, b = a[3], c = hub_rotate(a[2], 2), d = hub_rotate(a[1], 2);
+        const uint32_t *a = va + i, b = a[3], c = hash_rotate(a[2], 2), d = hash_rotate(a[1], 2);
         const uint32_t mixed = i < 20              ? (b & c) | (~b & d)
                                : i < 40 || i >= 60 ? b ^ c ^ d
                                                    : (b & c) | (d & (b | c));
-        va[i + 5] = hub_rotate(a[4], 27) + mixed + hub_rotate(a[0], 2) + constants[i / 20] +
+        va[i + 5] = hash_rotate(a[4], 27) + mixed + hash_rotate(a[0], 2) + constants[i / 20] +
                     word[i];
     }
-    for (int i = 0; i < 5; i++) state[i] += i < 2 ? va[84 - i] : hub_rotate(va[84 - i], 2);
+    for (int i = 0; i < 5; i++) state[i] += i < 2 ? va[84 - i] : hash_rotate(va[84 - i], 2);
 }
 
 static hub_hash hub_hash_start(bool is_sha1) {
-    return is_sha1 ? (hub_hash){.is_sha1 = true,
-                                .state = {0x67452301, 0xefcdab89, 0x98badcfe, 0x10325476,
-                                          0xc3d2e1f0}}
-                   : (hub_hash){.state = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
-                                          0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19}};
+    hub_hash hash = {.is_sha1 = is_sha1,
+                     .state = {0x67452301, 0xefcdab89, 0x98badcfe, 0x10325476, 0xc3d2e1f0}};
+    if (!is_sha1) memcpy(hash.state, hash_sha256_start, sizeof hash.state);
+    return hash;
 }
 
 static void hub_hash_put(hub_hash *hash, const void *data, size_t n_bytes) {
@@ -52169,7 +52394,7 @@ static void hub_hash_put(hub_hash *hash, const void *data, size_t n_bytes) {
         const bool is_whole = n_taken == 64;
         if (!is_whole) memcpy(hash->block + n_held, bytes, n_taken);
         if (n_held + n_taken == 64)
-            (hash->is_sha1 ? hub_sha1_block : hub_sha256_block)(hash->state,
+            (hash->is_sha1 ? hub_sha1_block : hash_sha256_block)(hash->state,
                                                                 is_whole ? bytes : hash->block);
         hash->n_bytes += n_taken;
         bytes += n_taken;
@@ -54336,6 +54561,10 @@ static const help_page help_pages[] = {
      "  tensors are used. All is checked first: after an error, or a kill -9 and a\n"
      "  new start, the old weights are there. They change between two steps, without\n"
      "  a copy. Write a new folder each time, and rename it when it is whole.\n"
+     "- A delta has some of the tensors: \"load_format\": \"delta\", and weight_dir is a\n"
+     "  folder or one file of safetensors. Each must have the name, shape and format of\n"
+     "  one in the model's files. Optional checks: \"sha256\": {NAME: HEX} of all of its\n"
+     "  tensors; \"base_weight_version\": NAME, the version to which it belongs (else 409).\n"
      "- Requests that run go on, with their K and V. Later ones do not read the prefix\n"
      "  cache of the old weights. Each answer has weight_version (the number of the\n"
      "  update, if it has no name), and weight_versions, [[first token, name], ..], if\n"
@@ -54346,7 +54575,7 @@ static const help_page help_pages[] = {
      "- /sleep gives the memory of K, V and weights to the trainer: answers end as at a\n"
      "  pause (mode), what is frozen is computed again, new requests get a 503.\n"
      "  level=1 (the default) keeps a copy of the weights outside of the device, level=2\n"
-     "  keeps none, level=0 only pauses. On the CPU the weights are mapped files, which\n"
+     "  keeps none (not of a delta), level=0 only pauses. On the CPU the weights are mapped files, which\n"
      "  level 2 unmaps; on a GPU it needs --enable-sleep-mode.\n"
      "- /wake_up (?tags=weights, ?tags=kv_cache: one after the other) takes it again,\n"
      "  with the old weights: after level 2 the files are read again, if no\n"

@@ -556,6 +556,13 @@ int toka_reset_prefix_cache(toka *t, toka_err *e);
  * TOKA_E_INPUT if the folder does not fit, TOKA_E_IO, TOKA_E_MEMORY, TOKA_E_DEVICE. */
 int toka_update_weights(toka *t, const char *model, toka_err *e);
 
+/* The same with a delta: a folder, or one file, of safetensors with some tensors of the model,
+ * under their names in its files. The other tensors stay. Each must have the shape and the format
+ * of the one that it replaces. sha256: a JSON object with the SHA-256 of each tensor of the delta,
+ * hex digits by name, which are compared first; NULL: no hashes. Returns TOKA_E_USE, too, if the
+ * weights were dropped (toka_sleep). */
+int toka_patch_weights(toka *t, const char *path, const char *sha256, toka_err *e);
+
 /* Gives the memory of these parts of the device back, until toka_wake_up. Samples that run lose
  * their K and V with TOKA_PART_KV: they keep their tokens, and compute K and V again later. The
  * prefix cache is empty then. drop_weights 0: a copy of the weights stays outside of the device (on

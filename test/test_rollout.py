@@ -1,5 +1,6 @@
 """Tests of what trainers use: token ids in and out through SGLang's /generate, weights that change while requests run. Run through
 test/run.sh."""
+import hashlib
 import json
 import os
 import shutil
@@ -413,6 +414,112 @@ def test_stream_of_an_aborted_request(loaded):
         assert loaded.post("/abort_requests", {"request_ids": [name]}).json()["aborted"] == 1
         events = b"".join(chunks).decode().split("\n\n")
         assert events[-2] == "data: [DONE]" and json.loads(events[-3].removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
+
+
+# ---- Deltas: some of the tensors ----
+
+DOWN = "model.layers.0.mlp.down_proj.weight"
+
+
+def write_delta(path, names=(DOWN,), change=turned, dtype=None, cut=0):
+    """A file with some tensors of test/model, changed; returns the SHA-256 of each."""
+    head, data = read_tensors(f"{ROOT}/test/model/model.safetensors")
+    new, blob, hashes = {}, b"", {}
+    for name in names:
+        t = head.get(name, head[DOWN])
+        piece = change(DOWN if name not in head else name, t["shape"], data[slice(*t["data_offsets"])])
+        shape, piece = piece if isinstance(piece, tuple) else (t["shape"], piece)
+        new[name] = {"dtype": dtype or t["dtype"], "shape": shape, "data_offsets": [len(blob), len(blob) + len(piece)]}
+        hashes[name], blob = hashlib.sha256(piece).hexdigest(), blob + piece
+    text = json.dumps(new).encode()
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "wb") as f:
+        f.write(struct.pack("<Q", len(text)) + text + blob[:len(blob) - cut])
+    return hashes
+
+
+def same_bytes(name, shape, piece):
+    return piece
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_delta(trained, folders, alone, tmp_path, as_file):
+    """One tensor makes the other folder's model; the version before, the hashes, and a chain of deltas whose files vanish."""
+    n = 1 if trained.slow else 4
+    update(trained, folders[0], weight_version="base")
+    path = str(tmp_path / "d" / "model.safetensors")
+    hashes = write_delta(path)
+    where = path if as_file else os.path.dirname(path)
+    a = trained.post("/update_weights", {"weight_dir": where, "load_format": "delta", "base_weight_version": "other"})
+    assert a.status == 409 and "base_weight_version" in a.error()["message"] and current(trained) == "base"
+    update(trained, where, load_format="delta", base_weight_version="base", sha256=hashes, weight_version="d1")
+    assert same(answers(trained, n), alone[1], trained.exact) and current(trained) == "d1"
+    for i in range(2):  # there and back
+        shutil.rmtree(tmp_path / "d")
+        write_delta(path, change=turned if i else same_bytes)
+        update(trained, where, load_format="delta")
+        assert same(answers(trained, n), alone[i], trained.exact)
+    with open(f"/proc/{trained.p.pid}/maps") as f:
+        maps = f.read()
+    assert maps.count(path + "\n") >= 1 and maps.count("(deleted)") == 0  # replaced deltas are unmapped, the folder is not
+    assert f"{folders[0]}/model.safetensors" in maps
+    update(trained, folders[0])
+    assert same(answers(trained, n), alone[0], trained.exact)
+
+
+def test_delta_of_weights_that_are_quantized(folders, tmp_path):
+    path = str(tmp_path / "d.safetensors")
+    write_delta(path)
+    with Server("-m", write_folder(tmp_path / "b", turned), "--quantization", "fp8") as s:
+        want = answers(s, 2)
+    with Server("-m", folders[0], "--quantization", "fp8") as s:
+        assert answers(s, 2) != want
+        update(s, path, load_format="delta")
+        assert answers(s, 2) == want
+
+
+def test_delta_of_the_embedding(folders, tmp_path):
+    """The embedding is the LM head, too, if the model ties them: a delta changes both."""
+    name = "model.embed_tokens.weight"
+    half = lambda which, shape, piece: b"".join(struct.pack("<H", x ^ 0x8000) for x in struct.unpack(f"<{len(piece) // 2}H", piece)) if which == name else piece
+    path = str(tmp_path / "d.safetensors")
+    write_delta(path, [name], half)
+    with Server("-m", write_folder(tmp_path / "b", half)) as s:
+        want = answers(s, 2)
+    with Server("-m", folders[0]) as s:
+        assert answers(s, 2) != want
+        update(s, path, load_format="delta")
+        assert answers(s, 2) == want
+
+
+def test_hostile_deltas(loaded, folders, alone, tmp_path):
+    """Each is refused before anything changes."""
+    update(loaded, folders[0], weight_version="h")
+    wide = lambda name, shape, piece: ([shape[0] // 2, *shape[1:]], piece[:len(piece) // 2])
+    path = lambda name: str(tmp_path / f"{name}.safetensors")
+    good = write_delta(path("good"))
+    write_delta(path("shape"), change=wide), write_delta(path("name"), [DOWN, "model.layers.99.x.weight"]), write_delta(path("cut"), cut=2)
+    write_delta(path("dtype"), change=lambda name, shape, piece: piece + piece, dtype="F32"), write_delta(path("none"), [])
+    (tmp_path / "empty").mkdir()
+    cases = [("shape", {}, "expected ["), ("name", {}, "model.layers.99.x.weight: the open model has no such tensor"), ("cut", {}, "safetensors"),
+             ("dtype", {}, "F32, expected BF16"), ("none", {}, "no tensors"), ("missing", {}, "No such file"),
+             ("good", {"sha256": {DOWN: "0" * 64}}, "another SHA-256"), ("good", {"sha256": {}}, "no SHA-256 is given"),
+             ("good", {"sha256": {**good, "x": "00"}}, "x has a SHA-256 but"), ("good", {"sha256": [1]}, "sha256: expected an object")]
+    for name, more, words in cases:
+        got = update(loaded, path(name), 400, load_format="delta", **more)
+        assert words in got["message"] and current(loaded) == "h", (name, got)
+    assert "there is no model.safetensors" in update(loaded, str(tmp_path / "empty"), 400, load_format="delta")["message"]
+    assert "sha256" in update(loaded, folders[1], 400, sha256=good)["message"]
+    assert answers(loaded) == alone[0]
+    update(loaded, path("good"), load_format="delta")
+    assert "cannot be dropped" in sleep(loaded, "?level=2", 501)["message"] and answers(loaded) == alone[1]
+    sleep(loaded, "?level=1"), wake(loaded)
+    assert answers(loaded) == alone[1]
+    update(loaded, folders[0])
+    sleep(loaded, "?level=2")
+    assert "were dropped" in update(loaded, path("good"), 400, load_format="delta")["message"]
+    wake(loaded)
+    assert answers(loaded) == alone[0]
 
 
 # ---- Memory that is given back ----
