@@ -11,6 +11,7 @@
 #include "fuzz_api.c"
 #include "fuzz_batch.c"
 #include "fuzz_bind.c"
+#include "fuzz_adapter.c" /* has the models of fuzz_bind.c */
 #include "fuzz_config.c"
 #include "fuzz_constraint.c"
 #include "fuzz_form.c"
@@ -25,8 +26,8 @@
 static const struct {
     const char *name;
     int (*run)(const uint8_t *data, size_t size);
-} fuzzers[] = {{"api", fuzz_api}, {"batch", fuzz_batch}, {"bind", fuzz_bind}, {"config", fuzz_config}, {"constraint", fuzz_constraint},
-               {"form", fuzz_form}, {"http", fuzz_http}, {"hub", fuzz_hub}, {"json", fuzz_json}, {"parse", fuzz_parse},
+} fuzzers[] = {{"adapter", fuzz_adapter}, {"api", fuzz_api}, {"batch", fuzz_batch}, {"bind", fuzz_bind},
+               {"config", fuzz_config}, {"constraint", fuzz_constraint}, {"form", fuzz_form}, {"http", fuzz_http}, {"hub", fuzz_hub}, {"json", fuzz_json}, {"parse", fuzz_parse},
                {"safetensors", fuzz_safetensors}, {"template", fuzz_template}, {"tokenizer", fuzz_tokenizer}};
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);

@@ -2656,6 +2656,29 @@ static void test_sleep_refused(void) {
     toka_close(t);
 }
 
+/* What a GPU refuses: adapters always; to give memory back and to take other weights, if it was not opened for that. */
+static void test_gpu_refuses(void) {
+    const toka_backend *const cpu = &toka_cpu;
+    toka_backend gpu = *cpu; /* with the properties of toka_cuda */
+    gpu.name = "cuda", gpu.reads_files = gpu.has_adapters = gpu.has_drafts = false;
+    toka *t = eng_must_open("test/model", 4, 16, 1);
+    toka_options o = toka_options_default();
+    toka_shape shape = t->files->shape;
+    toka_err e = {0};
+    eng *none = NULL;
+    o.max_loras = 2;
+    CHECK(eng_open(&none, &gpu, t->files, &shape, t->tokenizer, &o, &e) == TOKA_E_USE && !none);
+    CHECK(strstr(e.msg, "--enable-lora, --lora-modules: device cuda has no adapters"));
+    t->engine->backend = &gpu;
+    CHECK(toka_sleep(t, TOKA_PART_ALL, 0, &e) == TOKA_E_USE && strstr(e.msg, "device cuda cannot give its memory back (--enable-sleep-mode)"));
+    CHECK(toka_update_weights(t, "test/model", &e) == TOKA_E_USE && strstr(e.msg, "open model (--enable-sleep-mode)"));
+    CHECK(toka_patch_weights(t, "test/model", NULL, &e) == TOKA_E_USE && !toka_get_stats(t).sleeping);
+    t->engine->can_sleep = true;
+    CHECK(!toka_sleep(t, TOKA_PART_ALL, 0, &e) && !toka_wake_up(t, TOKA_PART_ALL, &e) && !toka_update_weights(t, "test/model", &e));
+    t->engine->backend = cpu;
+    toka_close(t);
+}
+
 /* Closing a paused model ends its requests; a device that failed gives its error to an order. */
 static void test_pause_ends(void) {
     toka *t = eng_must_open("test/model", 4, 16, 1);
@@ -2708,6 +2731,7 @@ static const struct test eng_tests[] = {
     {"engine: weights that a rank refuses", test_update_refused},
     {"engine: memory that is given back", test_sleep},
     {"engine: memory that a rank does not give or get", test_sleep_refused},
+    {"engine: what a GPU refuses", test_gpu_refuses},
     {"engine: paused or failed at the end", test_pause_ends},
     {"engine: text continues after the prompt", test_text_continues},
     {"engine: page pressure changes nothing", test_page_pressure},
