@@ -227,7 +227,12 @@ def test_page_chats(tmp_path, browser):
         assert [m["content"] for m in browser.js("sent.at(-1)[1].messages")][::2] == ["Tom has 3 apples.", "And 4 more.", "And 5 more."]
 
         browser.js("document.getElementById('clear').onclick()")
-        assert turns() == []
+        assert turns() == [] and browser.js("document.getElementById('usage').textContent") == "" and browser.js("document.getElementById('command').hidden")
+        # a setting that is out of range is shown, although the settings are folded; nothing is sent
+        n_sent = browser.js("document.querySelector('details').open = false; sent.length")
+        browser.js("document.forms[0].prompt.value = 'x'; document.forms[0].temperature.value = -1; document.forms[0].requestSubmit()")
+        browser.wait("document.querySelector('form details').open")
+        assert browser.js("sent.length") == n_sent and turns() == []
         assert browser.errors() == []
 
 
