@@ -2083,7 +2083,7 @@ static int uni_bad_len(const char *bytes, const char *end, bool *cut) {
 
 /* Returns `text` if it is valid UTF-8, else a copy in *out (its old content is dropped) in which
  * U+FFFD replaces invalid bytes. */
-static str uni_repair(str text, buf *out) {
+COLD static str uni_repair(str text, buf *out) {
     const char *at = text.p, *end = text.p + text.n, *done = text.p;
     bool cut;
     buf_clear(out);
@@ -33025,7 +33025,8 @@ int toka_apply_chat_template(const toka *t, const char *context, size_t context_
     return lib_return_text(&b, code, text, text_bytes);
 }
 
-int toka_words_new(toka_words **out, const toka *t, const char *const *words, int n, toka_err *e) {
+COLD int toka_words_new(toka_words **out, const toka *t, const char *const *words, int n,
+                        toka_err *e) {
     *out = NULL;
     return lib_require_tokenizer(t, e) ? e->code : samp_words_new(out, t->tokenizer, words, n, e);
 }
