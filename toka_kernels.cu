@@ -16957,7 +16957,7 @@ static void cuda_inject_fault(toka_device *dev) {
  *
  * Gain on an H200: kernels start closer to each other, which saves 40 to 50 us a step up to 512
  * rows, and 100 us from 768 rows on; a graph of 8,192 rows would save nothing. The host works 60 to
- * 250 us a step instead of 500 to 800. Capture of all graphs takes less than 0.2 s and about 36 MB.
+ * 250 us a step instead of 500 to 800. Capture of all graphs takes about 0.2 s and 60 MB.
  * Tables: test/results/kernel-choices.md. */
 
 static const int graph_sizes[GRAPH_N_SIZES] = {1,   2,   4,   8,   16,
