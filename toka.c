@@ -14367,6 +14367,8 @@ typedef struct sched_config {
     sched_states states;
     int n_windowed; /* windowed pages, at least sched_least_windowed; 0: all layers keep all K and
                      * V, in the n_pages pages */
+    bool never_holds; /* steps are not held for masks: a sequence with one_ahead waits until all
+                       * its tokens are committed */
 } sched_config;
 
 typedef struct sched_job { /* what a request asks of the scheduler */
@@ -14986,17 +14988,18 @@ static void sched_preempt(scheduler *sched) {
 /* ---- One step ---- */
 
 /* Must the sequence wait until a token of it is committed? */
-static bool sched_must_wait(const sched_seq *sequence) {
+static bool sched_must_wait(const scheduler *sched, const sched_seq *sequence) {
     const int n_in_flight = sequence->n_planned - sequence->n_known;
+    const int max_ahead = sched->config.never_holds ? 0 : 1;
     return (n_in_flight > 0 && (sequence->awaits_commit || sequence->n_drafts)) ||
-           (n_in_flight > 1 && sequence->one_ahead);
+           (n_in_flight > max_ahead && sequence->one_ahead);
 }
 
 /* Does the sequence need another page for its row in this step? */
 static bool sched_needs_page(const scheduler *sched, int seq) {
     const sched_seq *sequence = &sched->seqs[seq];
     return sequence->state == SCHED_DECODE && sequence->n_planned < sequence->limit &&
-           sequence->n_computed % sched->config.B == 0 && !sched_must_wait(sequence) &&
+           sequence->n_computed % sched->config.B == 0 && !sched_must_wait(sched, sequence) &&
            sched->kv.seqs[seq].n_pages * sched->config.B == sequence->n_computed;
 }
 
@@ -15062,7 +15065,7 @@ static int sched_plan_decode(scheduler *sched, int n_pages_left) {
     for (int seq = 0; seq < sched->config.max_seqs; seq++) {
         sched_seq *sequence = &sched->seqs[seq];
         if (sequence->state != SCHED_DECODE || sequence->n_planned >= sequence->limit) continue;
-        if (sched_must_wait(sequence)) continue;
+        if (sched_must_wait(sched, sequence)) continue;
         if (sequence->n_computed % sched->config.B == 0) {
             if (sched_needs_page(sched, seq)) sched_append_page(sched, seq);
             sequence->last_page =
@@ -23549,6 +23552,7 @@ static int plain_group_open(toka_group **out, int tp_size, int pp_size, toka_err
 const toka_backend toka_plain = {
     .name = "plain",
     .has_windowed = true,
+    .holds_ranks = true,
     .probe = plain_probe,
     .kv_bytes = plain_kv_bytes,
     .open = plain_open,
@@ -28269,6 +28273,7 @@ static void cpu_download(toka_device *dev, void *to, toka_dev_ptr from, size_t b
 const toka_backend toka_cpu = {
     .name = "cpu",
     .has_windowed = true,
+    .holds_ranks = true,
     .probe = cpu_probe,
     .kv_bytes = cpu_kv_bytes,
     .open = cpu_open,
@@ -29557,7 +29562,9 @@ static int eng_replica_init(eng_replica *replica, const sched_config *config, to
     assert(replica->max_in_flight <= ENG_MAX_IN_FLIGHT);
     replica->detokenizers = mem_zalloc((size_t)config->max_seqs * sizeof *replica->detokenizers);
     replica->readers = mem_zalloc((size_t)config->max_seqs * sizeof *replica->readers);
-    int code = sched_init(&replica->sched, config, e);
+    sched_config own = *config;
+    own.never_holds = replica->model.n_ranks > 1 && !backend->holds_ranks;
+    int code = sched_init(&replica->sched, &own, e);
     if (!code) {
         batch_init(&replica->builder, &replica->sched,
                    (batch_cost){backend->merge_cost, backend->span_cost, backend->rows_per_read,

@@ -1527,6 +1527,7 @@ typedef struct toka_backend {
     int default_tokens, default_seqs; /* default max_num_batched_tokens and max_num_seqs */
     int max_in_flight; /* most steps that may be posted and not committed, and most that may be
                           begun and not finished; 1: the host waits for each step */
+    bool holds_ranks;  /* steps of several ranks may be held (toka_sample_row.awaits_mask) */
     bool has_drafts;   /* several rows of a sequence may be sampled in a step, as drafts need */
     bool has_adapters; /* ops apply toka_step.adapters */
     /* Costs of attention, in units of the time that one row takes to read K and V of one token.

@@ -52,8 +52,8 @@ static void fuzz_lora_check(const toka_low_rank *part, int rows, int cols) {
     float row[256];
     if (part->a.cols != cols || part->b.rows != rows || part->a.rows != part->b.cols || part->a.rows < 1 || !isfinite(part->scale)) abort();
     if (cols > COUNT(row) || part->b.cols > COUNT(row)) abort();
-    for (int i = 0; i < part->a.rows; i++) weight_row(&part->a, i, row);
-    for (int i = 0; i < part->b.rows; i++) weight_row(&part->b, i, row);
+    for (int i = 0; i < part->a.rows; i++) toka_weight_row(&part->a, i, row);
+    for (int i = 0; i < part->b.rows; i++) toka_weight_row(&part->b, i, row);
 }
 
 static int fuzz_adapter(const uint8_t *data, size_t size) {

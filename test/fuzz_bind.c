@@ -126,7 +126,7 @@ static void fuzz_table_read(const toka_tensor *t) {
     float row[256];
     if (!t->rows) return;
     if (t->cols > COUNT(row)) abort();
-    for (int i = 0; i < t->rows; i++) weight_row(t, i, row);
+    for (int i = 0; i < t->rows; i++) toka_weight_row(t, i, row);
 }
 
 static int fuzz_bind(const uint8_t *data, size_t size) {

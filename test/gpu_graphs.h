@@ -4,7 +4,7 @@
  * They use their last sampled token, end and start again. Their pages are zeros at first, in both
  * runs. Layers with windowed pages have for each sequence the two that its window reaches. Most rows
  * of every third step have a mask. In the run with graphs these steps are held: their masks come when
- * their bodies are launched and the step before is done. Include after ../toka.c and gpu_host.h. */
+ * their bodies are launched and the step before is done; several ranks have no held steps. Include after ../toka.c and gpu_host.h. */
 
 enum { G_SEQS = 288, G_FAMILY = 48, G_GROUP = 12, G_STEPS = 104, G_OWN = 4, G_LEN = 360 };
 enum { G_SHARED = G_SEQS / G_FAMILY + G_SEQS / G_GROUP };
@@ -165,7 +165,7 @@ static int64_t g_run(const toka_options *o, g_step *steps, char *about, toka_err
         g_make_step(&steps[i], seqs, from, from + n, i % 4 + (i % 7 == 3 ? 4 : i % 11 == 5 ? 8 : i % 5 == 1 ? 12 : 0), t->shape.B);
         /* step 1 was the warm-up */
         steps[i].s.number = i + 2, steps[i].s.needs_step = i ? i + 1 : 0;
-        const bool constrained = i % 3 == 1, held = constrained && !o->enforce_eager;
+        const bool constrained = i % 3 == 1, held = constrained && !o->enforce_eager && (m->n_ranks == 1 || m->backend->holds_ranks);
         if (constrained) g_constrain(&steps[i], held);
         number = model_post(m, &steps[i].s, steps[i].results, held);
         if (!i) first = number;

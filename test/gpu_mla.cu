@@ -20,15 +20,14 @@ static const int B = 64;
 /* One CTA of 128 threads for each row and head. slots: [T][ld] the cache positions that a row sees, n of them. */
 __global__ static void reference(const bf16 *q, const bf16 *kv, const int *slots, int ld, const int *n_seen, double *o, int H, int D, int Dv,
                                  double scale) {
-    __shared__ double p[128], acc[512], total, row_max, old_max;
+    __shared__ double p[128], acc[512];
     const int row = blockIdx.x / H, n = n_seen[row];
     const bf16 *query = q + (size_t)blockIdx.x * D;
+    double total = 0, row_max = -1e300; /* the same in all threads */
     for (int j = threadIdx.x; j < Dv; j += 128) acc[j] = 0;
-    if (!threadIdx.x) total = 0, row_max = -1e300;
-    __syncthreads();
     for (int t0 = 0; t0 < n; t0 += 128) {
         const int t = t0 + threadIdx.x, m = min(128, n - t0);
-        double score = -1e300;
+        double score = -1e300, new_max = row_max;
         if (t < n) {
             const bf16 *key = kv + (size_t)slots[(size_t)row * ld + t] * D;
             score = 0;
@@ -37,18 +36,13 @@ __global__ static void reference(const bf16 *q, const bf16 *kv, const int *slots
         }
         p[threadIdx.x] = score;
         __syncthreads();
-        if (!threadIdx.x) {
-            old_max = row_max;
-            for (int i = 0; i < m; i++) row_max = fmax(row_max, p[i]);
-        }
+        for (int i = 0; i < m; i++) new_max = fmax(new_max, p[i]);
         __syncthreads();
-        p[threadIdx.x] = t < n ? exp(score - row_max) : 0;
+        p[threadIdx.x] = t < n ? exp(score - new_max) : 0;
         __syncthreads();
-        const double rescale = exp(old_max - row_max);
-        if (!threadIdx.x) {
-            total *= rescale;
-            for (int i = 0; i < m; i++) total += p[i];
-        }
+        const double rescale = exp(row_max - new_max);
+        row_max = new_max, total *= rescale;
+        for (int i = 0; i < m; i++) total += p[i];
         for (int j = threadIdx.x; j < Dv; j += 128) {
             double x = acc[j] * rescale;
             for (int i = 0; i < m; i++) x += p[i] * (double)__bfloat162float(kv[(size_t)slots[(size_t)row * ld + t0 + i] * D + j]);

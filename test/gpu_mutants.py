@@ -401,7 +401,7 @@ MUTANTS = [
            ("a page of the layers without a window", "const int *pages = `step->windowed_pages ? step->windowed_pages : step->pages`;", "step->pages"),
            ("the window of a tile is that of its span", "if (`plan->window`) from = min(max(from,", "false")),
     *group("attention", "attn kinds small", "kinds, .* layer [01]",
-           ("the work list of the other layers", "const attn_plan *plan = `dev->layers[layer].window && dev->attn_windowed` ? dev->attn_windowed", "false")),
+           ("the window of the layer is forgotten", ".window = `dev->layers[layer].window`, .key_size", "0")),
 
     # ---- Sampling ----
     *group("samp_filter_kernel", "samp small", "V \\d+, case \\d+",

@@ -923,7 +923,7 @@ static void check_format(int format, int set, int rows, int cols) {
     float *row = mem_alloc((size_t)cols * 4);
     int wrong = 0, wrong_row = 0;
     for (int r = 0; r < w.rows; r++) {
-        weight_row(&w, r, row);
+        toka_weight_row(&w, r, row);
         for (int j = 0; j < w.cols; j++) wrong_row += row[j] != ref_element(&whole, (size_t)((2 + 2 * r) * cols + w.col0 + j));
     }
     CHECK_MSG(!wrong_row, "format %d: %d numbers of weight_row differ", format, wrong_row);

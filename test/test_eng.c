@@ -1766,7 +1766,7 @@ static void test_embeddings_mean_what_they_say(void) {
     double sum = 0, best = -1e30;
     for (int id = 0; id < t->shape.V; id++) {
         double logit = 0;
-        weight_row(&t->files->weights.lm_head, id, row);
+        toka_weight_row(&t->files->weights.lm_head, id, row);
         for (int i = 0; i < EMB_E; i++) logit += (double)row[i] * v[i];
         sum += exp(logit), best = MAX(best, logit);
     }

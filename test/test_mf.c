@@ -422,7 +422,7 @@ static void test_mf_quantize(void) {
             CHECK(!y->quant == (!x->rows || !*mf_slots[slot].rows));
             for (int row = 0; row < x->rows && y->quant; row++) {
                 float largest = 0;
-                weight_row(x, row, want), weight_row(y, row, got);
+                toka_weight_row(x, row, want), toka_weight_row(y, row, got);
                 for (int i = 0; i < x->cols; i++) largest = MAX(largest, fabsf(want[i]));
                 for (int i = 0; i < x->cols; i++)
                     if (!(fabsf(got[i] - want[i]) <= fabsf(want[i]) / 16 + largest * 0x1p-18f)) CHECK_MSG(false, "slot %d row %d: %g, not %g", slot, row, got[i], want[i]);
@@ -452,7 +452,7 @@ static void mft_check_slice(const toka_tensor *whole, const toka_tensor *part, i
     float want[64], got[64];
     CHECK_MSG(part->rows == rows && part->cols == cols, "[%d,%d], not [%d,%d]", part->rows, part->cols, rows, cols);
     for (int i = 0; i < rows; i++) {
-        weight_row(whole, row + i, want), weight_row(part, i, got);
+        toka_weight_row(whole, row + i, want), toka_weight_row(part, i, got);
         for (int j = 0; j < cols; j++)
             CHECK_MSG(want[col + j] == got[j] || (isnan(want[col + j]) && isnan(got[j])), "row %d column %d: %g, not %g", i, j, got[j], want[col + j]);
     }

@@ -196,7 +196,7 @@ static void pl_check_rows(const toka_tensor *t, const char *what, uint64_t seed)
     int wrong = 0;
     for (int r = 0; r < t->rows; r++) {
         row[t->cols] = 77;
-        weight_row(t, r, row);
+        toka_weight_row(t, r, row);
         for (int c = 0; c < t->cols; c++) wrong += row[c] != (float)pl_at(t, r, c);
         wrong += row[t->cols] != 77;
     }
@@ -231,22 +231,22 @@ static void test_weight_codes(void) {
     for (int i = 0; i < 8; i++) nibbles[i] = (unsigned char)(2 * i | (2 * i + 1) << 4);
     pl_put(one, TOKA_F32, 0, 1);
     toka_quant q = {.rows = 1, .cols = 256, .block_rows = 1, .block_cols = 256, .scale = one, .scale_dtype = TOKA_F32};
-    weight_row(&(toka_tensor){.data = bytes, .dtype = TOKA_FP8, .rows = 1, .cols = 256, .quant = &q, .row_step = 1}, 0, row);
+    toka_weight_row(&(toka_tensor){.data = bytes, .dtype = TOKA_FP8, .rows = 1, .cols = 256, .quant = &q, .row_step = 1}, 0, row);
     for (unsigned i = 0; i < 256; i++) wrong += (i & 127) == 127 ? !isnan(row[i]) : row[i] != (float)pl_fp8(i) || !!signbit(row[i]) != (i > 127);
     CHECK(!wrong && row[0x7E] == 448 && row[1] == 0x1p-9f);
     q.cols = q.block_cols = 16;
-    weight_row(&(toka_tensor){.data = nibbles, .dtype = TOKA_MXFP4, .rows = 1, .cols = 16, .quant = &q, .row_step = 1}, 0, row);
+    toka_weight_row(&(toka_tensor){.data = nibbles, .dtype = TOKA_MXFP4, .rows = 1, .cols = 16, .quant = &q, .row_step = 1}, 0, row);
     for (unsigned i = 0; i < 16; i++) CHECK(row[i] == (float)pl_e2m1(i));
     for (unsigned i = 0; i < 256; i++) { /* E8M0, as the scale of the number 1 */
         unsigned char scale = (unsigned char)i, number = 2;
         toka_quant e8m0 = {.rows = 1, .cols = 2, .block_rows = 1, .block_cols = 2, .scale = &scale, .scale_dtype = TOKA_E8M0};
-        weight_row(&(toka_tensor){.data = &number, .dtype = TOKA_MXFP4, .rows = 1, .cols = 1, .quant = &e8m0, .row_step = 1}, 0, row);
+        toka_weight_row(&(toka_tensor){.data = &number, .dtype = TOKA_MXFP4, .rows = 1, .cols = 1, .quant = &e8m0, .row_step = 1}, 0, row);
         CHECK(i == 255 ? isnan(row[0]) : row[0] == (float)ldexp(1, (int)i - 127));
     }
     for (int i = 0; i < 65536; i++) halves[i] = (uint16_t)i;
     for (toka_dtype type = TOKA_BF16; type <= TOKA_F16; type++) {
         toka_tensor t = {.data = halves, .dtype = type, .rows = 1, .cols = 65536, .stride = 65536};
-        weight_row(&t, 0, row);
+        toka_weight_row(&t, 0, row);
         for (size_t i = 0, n_wrong = 0; i < 65536; i++) {
             double want = ref_element(&t, i);
             bool same = isnan(want) ? isnan(row[i]) : row[i] == want && !!signbit(row[i]) == !!signbit(want);

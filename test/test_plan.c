@@ -560,7 +560,7 @@ static double plan_gain(const toka_tensor *t) {
     float row[2048];
     double sum = 0;
     for (int i = 0; i < t->rows; i++) {
-        weight_row(t, i, row);
+        toka_weight_row(t, i, row);
         for (int j = 0; j < t->cols; j++) sum += (double)row[j] * row[j];
     }
     return sqrt(sum / t->rows);
