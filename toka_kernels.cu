@@ -2143,10 +2143,11 @@ static weight weight_load_parts(toka_device *dev, weight_loader *loader,
     for (int i = 0; i < parts->n_parts; i++)
         dev->unpacks_fp8 |= !fp8 && parts->part[i]->dtype == TOKA_FP8,
             dev->unpacks_int4 |= load_is_int4(parts->part[i]);
-    for (int i = 0; i < parts->n_parts; i++)
-        load_add_job(loader, parts->part[i], to.data, stride, false, weight_row_at(parts, i, 0),
-                     parts->interleaved, fp8)
-            ->heads = weight_part_heads(parts, i);
+    for (int i = 0; i < parts->n_parts; i++) {
+        load_job *job = load_add_job(loader, parts->part[i], to.data, stride, false,
+                                     weight_row_at(parts, i, 0), parts->interleaved, fp8);
+        if (job) job->heads = weight_part_heads(parts, i); /* a stage may lack the matrix */
+    }
     return to;
 }
 /* Loads a matrix. bias: NULL, or a tensor that the model may not have. */
