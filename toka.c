@@ -21208,7 +21208,12 @@ COLD static bool con_equal(const json *a, const json *b) {
 COLD static bool con_has_value(const json *part, const json *value) {
     const json *values = json_get(part, "enum"), *one = json_get(part, "const");
     bool found = !json_is(values, JSON_ARRAY);
-    if (!found) JSON_EACH(it, values) found |= con_equal(it, value);
+    if (!found)
+        JSON_EACH(it, values)
+            if (con_equal(it, value)) {
+                found = true;
+                break;
+            }
     return found && (!one || con_equal(one, value));
 }
 
@@ -22036,16 +22041,38 @@ COLD static void con_add_name(con_schema *schema, con_object *object, int *cap, 
     }
 }
 
-/* Is a value of enum or const valid for the other keywords? */
-COLD static bool con_value_holds(con_schema *schema, const con_all *all, unsigned types,
-                                 const json *value) {
+typedef struct con_value_rules { /* what all values of a list share */
+    unsigned types;              /* con_all_types */
+    int string, number, integer; /* the rules of their types; -1: not made yet */
+} con_value_rules;
+
+/* Returns the rule of the other keywords for values of a type. It is made once for all values. */
+COLD static int con_value_rule(con_schema *schema, const con_all *all, unsigned type,
+                               con_value_rules *rules) {
+    int *rule = type == CON_STRING    ? &rules->string
+                : type == CON_INTEGER ? &rules->integer
+                                      : &rules->number;
+    if (*rule < 0)
+        *rule = type == CON_STRING ? con_string_rule(schema, all)
+                                   : con_number_rule(schema, all, type == CON_INTEGER);
+    return *rule;
+}
+
+/* Is a value of the enum or const of `own`, a part of `all`, valid for the other keywords? */
+COLD static bool con_value_holds(con_schema *schema, const con_all *all, const json *own,
+                                 const json *value, con_value_rules *rules) {
     static const char *const inner[] = {"properties", "required", "additionalProperties",
                                         "patternProperties", "minProperties", "maxProperties",
                                         "items", "prefixItems", "minItems", "maxItems", "propertyNames",
                                         "contains", "uniqueItems"};
     const unsigned type = con_type_of_value(value);
-    bool holds = (types & type) != 0;
-    for (int i = 0; i < all->n; i++) holds &= con_has_value(all->part[i].schema, value);
+    bool holds = (rules->types & type) != 0;
+    for (int i = 0; i < all->n && holds; i++) {
+        const json *part = all->part[i].schema, *values = json_get(part, "enum");
+        if (part == own && !json_get(part, "const")) continue; /* the value is in this list */
+        holds = con_spend(schema, json_is(values, JSON_ARRAY) ? values->n : 0) &&
+                con_has_value(part, value);
+    }
     if (!holds) return false;
     for (int i = 0; i < all->n && type & (CON_ARRAY | CON_OBJECT); i++)
         for (int k = 0; k < COUNT(inner); k++)
@@ -22053,8 +22080,7 @@ COLD static bool con_value_holds(con_schema *schema, const con_all *all, unsigne
                 con_schema_fail(schema, json_get(all->part[i].schema, inner[k]),
                                 "not supported beside an enum or const of objects or arrays");
     if (!(type & (CON_STRING | CON_NUMBER))) return true;
-    const int rule = type == CON_STRING ? con_string_rule(schema, all)
-                                        : con_number_rule(schema, all, type == CON_INTEGER);
+    const int rule = con_value_rule(schema, all, type, rules);
     buf text = {0};
     json_put_value(&text, value);
     str inside = buf_view(&text);
@@ -22083,8 +22109,9 @@ COLD static int con_names_rule(con_schema *schema, const con_all *all) {
     if (!(types & CON_STRING)) return con_rule_new(schema->grammar);
     if (!values) return con_string_rule(schema, &names);
     const con_rule out = {con_state_new(schema->grammar), con_state_new(schema->grammar)};
+    con_value_rules rules = {types, -1, -1, -1};
     CON_EACH_VALUE(it, values)
-        if (it->type == JSON_STRING && con_value_holds(schema, &names, types, it))
+        if (it->type == JSON_STRING && con_value_holds(schema, &names, values, it, &rules))
             con_empty(schema->grammar, con_text(schema->grammar, out.start, json_str(it), true),
                       out.end);
     return con_rule_of(schema->grammar, out.start, out.end);
@@ -22205,11 +22232,11 @@ COLD static int con_put_value(con_schema *schema, int from, const json *value) {
 /* A value without quotes cannot have the text that ends it. */
 COLD static void con_make_values(con_schema *schema, const con_all *all, const json *values,
                                  con_rule out) {
-    const unsigned types = con_all_types(schema, all);
     const bool raw = con_is_marked(all, CON_RAW);
+    con_value_rules rules = {con_all_types(schema, all), -1, -1, -1};
     CON_EACH_VALUE(it, values) {
         const str text = json_str(it);
-        if (!con_value_holds(schema, all, types, it) ||
+        if (!con_value_holds(schema, all, values, it, &rules) ||
             (raw && str_find(text, con_style_end(schema), 0) >= 0))
             continue;
         const int from = raw ? con_text(schema->grammar, out.start, text, false)
