@@ -904,7 +904,7 @@ static void test_cpu_kv_rounding(void) {
     CHECK(toka_kv_store(codes, 1, odd[3], 3) == 27 && !codes[0] && codes[1] == 0x80);
 }
 
-/* Every format: the rows of weight_row, and those that a GEMM reads with and without a panel, are
+/* Every format: the rows of toka_weight_row, and those that a GEMM reads with and without a panel, are
  * exactly the numbers of the definition. x is a unit vector, so y is a column of the weight. */
 static void check_format(int format, int set, int rows, int cols) {
     cpu_case c = {.seed = 5 + (uint64_t)format, .format = format};
@@ -926,7 +926,7 @@ static void check_format(int format, int set, int rows, int cols) {
         toka_weight_row(&w, r, row);
         for (int j = 0; j < w.cols; j++) wrong_row += row[j] != ref_element(&whole, (size_t)((2 + 2 * r) * cols + w.col0 + j));
     }
-    CHECK_MSG(!wrong_row, "format %d: %d numbers of weight_row differ", format, wrong_row);
+    CHECK_MSG(!wrong_row, "format %d: %d numbers of toka_weight_row differ", format, wrong_row);
     for (int T = 1; T <= 8; T += 7)
         for (int j = 0; j < w.cols; j++) {
             memset(x, 0, 8 * ldx * 4);

@@ -1,6 +1,6 @@
 /* test_plain.c - tests chapter "Weight formats" and the plain backend.
  *
- * Formats: random numbers are packed here, by the layouts that toka.h describes; weight_row must
+ * Formats: random numbers are packed here, by the layouts that toka.h describes; toka_weight_row must
  * return them. Models: random ones, with every kind of layer and weights in every format, run in
  * random chunks over random pages. Their logits are compared with the formulas of toka.h in
  * float64, computed here without pages, chunks or absorbed weights. Last, the embedded model beside
@@ -12,7 +12,7 @@ typedef struct pl_matrix { /* a whole quantized matrix; toka_tensor.quant points
     toka_quant quant;
     void *data;
     toka_dtype dtype;
-    float *values; /* [rows][cols] what weight_row must return */
+    float *values; /* [rows][cols] what toka_weight_row must return */
 } pl_matrix;
 
 typedef struct pl_case {
