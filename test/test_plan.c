@@ -101,7 +101,7 @@ static void plan_test_known(void) {
     toka_err e = {0};
     for (int i = 0; i < COUNT(cases); i++) {
         plan_fixture f = plan_fixture_open(cases[i].name, "H100");
-        const int64_t kv = plan_kv_bytes(&f.query), bytes = plan_weight_bytes(&f.query), active = plan_active_parameters(&f.query);
+        const int64_t kv = plan_kv_bytes(&f.query), bytes = plan_file_bytes(&f.query), active = plan_active_parameters(&f.query);
         CHECK_MSG(kv == cases[i].kv, "%s: %lld", cases[i].name, (long long)kv);
         CHECK_MSG(!cases[i].bytes || llabs(bytes - cases[i].bytes) < bytes / 100000, "%s: %lld of %lld", cases[i].name,
                   (long long)bytes, (long long)cases[i].bytes);
