@@ -14368,7 +14368,7 @@ typedef struct sched_config {
     int n_windowed; /* windowed pages, at least sched_least_windowed; 0: all layers keep all K and
                      * V, in the n_pages pages */
     bool never_holds; /* steps are not held for masks: a sequence with one_ahead waits until all
-                       * its tokens are committed */
+                       * its tokens are committed (gathers) */
 } sched_config;
 
 typedef struct sched_job { /* what a request asks of the scheduler */
@@ -14486,6 +14486,10 @@ typedef struct scheduler {
     int64_t n_prompt_tokens; /* since open: prompt tokens of started sequences, each once */
     int64_t n_prompt_hits;   /* those of them that were not computed: found or copied */
     int64_t n_snapshot_hits; /* since open: sequences that began with a snapshot */
+    bool gathers; /* no sequence with one_ahead gets a row in decode in this step. With never_holds
+                   * and two steps in flight, two halves of them that took turns would need twice as
+                   * many steps as all together. So as long as no more of them are ready than in
+                   * flight, they wait: one commit later all are ready */
 } scheduler;
 
 /* ---- Token buffers ---- */
@@ -14991,6 +14995,7 @@ static void sched_preempt(scheduler *sched) {
 static bool sched_must_wait(const scheduler *sched, const sched_seq *sequence) {
     const int n_in_flight = sequence->n_planned - sequence->n_known;
     const int max_ahead = sched->config.never_holds ? 0 : 1;
+    if (sequence->one_ahead && sched->gathers) return true;
     return (n_in_flight > 0 && (sequence->awaits_commit || sequence->n_drafts)) ||
            (n_in_flight > max_ahead && sequence->one_ahead);
 }
@@ -15003,19 +15008,26 @@ static bool sched_needs_page(const scheduler *sched, int seq) {
            sched->kv.seqs[seq].n_pages * sched->config.B == sequence->n_computed;
 }
 
-/* Clears the rows of the last step, and lets the windowed pages go that no row reads any more.
- * Returns the number of pages that sequences in decode need for this step. */
+/* Clears the rows of the last step, and lets the windowed pages go that no row reads any more. Sets
+ * gathers. Returns the number of pages that sequences in decode need for this step. */
 static int sched_prepare_step(scheduler *sched) {
-    int n_needed = 0;
+    int n_needed = 0, n_needed_ready = 0, n_ready = 0, n_in_flight = 0;
+    sched->gathers = false;
     for (int seq = 0; seq < sched->config.max_seqs; seq++) {
         sched_seq *sequence = &sched->seqs[seq];
         if (sequence->state != SCHED_PREFILL && sequence->state != SCHED_DECODE) continue;
         sequence->n_rows = 0;
         sequence->is_sampled = false;
         if (sched->kv.window) kv_hold_window(&sched->kv, seq, sequence->n_computed, 0);
-        n_needed += sched_needs_page(sched, seq);
+        const bool needs_page = sched_needs_page(sched, seq);
+        n_needed += needs_page;
+        if (!sequence->one_ahead || sequence->state != SCHED_DECODE) continue;
+        n_needed_ready += needs_page;
+        if (sched_must_wait(sched, sequence)) n_in_flight++;
+        else n_ready++;
     }
-    return n_needed;
+    sched->gathers = sched->config.never_holds && n_ready <= n_in_flight;
+    return n_needed - (sched->gathers ? n_needed_ready : 0);
 }
 
 static void sched_append_page(scheduler *sched, int seq) {
@@ -21296,7 +21308,9 @@ COLD static bool con_is_disjoint(con_schema *schema, const json *a, const json *
     const json *in_x = con_values_of(&x), *in_y = con_values_of(&y);
     if (in_x && in_y) {
         bool common = false;
-        CON_EACH_VALUE(it, in_x) common |= con_has_value(in_x, it) && con_has_value(in_y, it);
+        const size_t n = json_is(json_get(in_y, "enum"), JSON_ARRAY) ? json_get(in_y, "enum")->n : 1;
+        CON_EACH_VALUE(it, in_x)
+            common |= con_spend(schema, n) && con_has_value(in_x, it) && con_has_value(in_y, it);
         if (!common) return true;
     }
     if (types != CON_OBJECT) return false;

@@ -2192,6 +2192,7 @@ static latent_weights weight_load_mla(toka_device *dev, weight_loader *loader,
     to.up = (bf16 *)dev_alloc(dev, bytes, "weights");
     dev->weight_bytes += (int64_t)bytes;
     dev->unpacks_fp8 |= mla->kv_b.dtype == TOKA_FP8;
+    dev->unpacks_int4 |= load_is_int4(&mla->kv_b);
     load_add_job(loader, &mla->kv_b, to.up, mla->latent, false, 0, false)->up =
         up_blocks{mla->nope, mla->v, mla->latent};
     return to;
@@ -11339,8 +11340,8 @@ static const bf16 *latent_values(toka_device *dev, int layer, const bf16 *o) {
  * - O has 64 x 512 float32, twice what the registers of one warpgroup hold. So each warpgroup has
  *   half of its columns. Both need all of P. So each computes the scores of half of the tile's
  *   positions, and stores its half of P in shared memory.
- * - P lies in the tile's last panel. It holds the rotated keys, which the values do not have: after
- *   the scores nobody reads it. There would be no other space for P.
+ * - P lies in the tile's last panel. It holds the rotated keys, which the values do not have: only
+ *   the scores need them. There would be no other space for P.
  *
  *   one tile            warpgroup 0                     warpgroup 1
  *     scores            positions 0 .. 31               positions 32 .. 63

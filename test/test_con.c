@@ -306,6 +306,19 @@ static void test_con_limits(void) {
     buf_c(&deep, "]}");
     c = con_make(JS, deep.p, NULL, &con_no_tokens, &e);
     CHECK_MSG(!c && (strstr(e.msg, "takes too long") || strstr(e.msg, "it is too large")), "%s", e.msg);
+    /* a large enum is compiled in the time that it needs; two whose values must be compared are not */
+    for (int n_lists = 1; n_lists <= 2; n_lists++) {
+        buf_clear(&deep);
+        for (int list = 0; list < n_lists; list++) {
+            buf_c(&deep, list ? ",{\"enum\":[" : "{\"allOf\":[{\"enum\":[");
+            for (int i = 0; i < 20000; i++) buf_printf(&deep, "%s\"%c%07d\"", i ? "," : "", "vw"[list], i);
+            buf_c(&deep, "]}");
+        }
+        buf_c(&deep, "]}");
+        c = con_make(JS, deep.p, NULL, &con_no_tokens, &e);
+        CHECK_MSG(n_lists == 1 ? c != NULL : !c && strstr(e.msg, "takes too long"), "%d lists: %s", n_lists, c ? "compiled" : e.msg);
+        con_del(c);
+    }
     buf_free(&deep);
     CHECK(cpu_now() - t0 < 20);
 }

@@ -425,6 +425,26 @@ static int64_t sim_run_samples(sched_sim *m, const int32_t *prompt, int n_prompt
     while (m->n_done < done + n && !check_failed) sim_step(m, m->n_done % 16 == 0);
     return m->n_rows - rows;
 }
+/* Where no step is held, samples with one_ahead have rows in the same steps: two halves that take turns would need twice as many. */
+static void sim_gathers(void) {
+    enum { N = 8, MOST = 40 };
+    for (int others = 0; others < 2 && !check_failed; others++) {
+        sched_sim m;
+        toka_err e;
+        int n_steps = 0;
+        int32_t prompt[3] = {1, 2, 3};
+        sim_open(&m, (sched_config){4, 400, 2 * N, 32, 100, 0, 0, {0}, 0, true}, 50, 1 << 30, 1);
+        sched_job job = {.prompt = prompt, .n_prompt = 3, .n = N, .max_tokens = MOST, .one_ahead = true};
+        CHECK(sched_submit(&m.s, &job, &e) >= 0);
+        prompt[0] = 7, job.one_ahead = false, job.n = 1, job.max_tokens = 90;
+        if (others) CHECK(sched_submit(&m.s, &job, &e) >= 0);
+        while (m.n_done < N + others && m.step < 1000) n_steps += sim_step(&m, true) > others;
+        CHECK_MSG(n_steps <= MOST + 1, "%d steps", n_steps);
+        CHECK_MSG(!others || m.step <= 92, "%d steps", m.step); /* it has a row in every one */
+        sim_close(&m);
+    }
+}
+
 /* Samples with one_ahead take as many steps as others: with one step in flight while the next one is
  * planned, they have a row in each. With more in flight they wait. Rows that are taken back come
  * again, once the token before them is committed. */
@@ -848,6 +868,7 @@ static const struct test sched_tests[] = {{"sched: snapshots of states", sim_sta
                                           {"sched: windows of GPT-OSS at 32 k", sim_window_gpt_oss},
                                           {"sched: preemptions keep every token", sim_many_preemptions},
                                           {"sched: who needs a mask runs one token ahead", sim_one_ahead},
+                                          {"sched: without held steps they are gathered", sim_gathers},
     {"sched: admission leaves a reserve", sim_reserve},
                                           {"sched: order, priority, no starvation", sim_order},
                                           {"sched: cancel in any state", sim_cancel_states},
