@@ -13461,7 +13461,9 @@ static int mf_reopen(mf_model **out, mf_model *files, toka_err *e) {
 typedef struct kv_page {
     uint64_t hash;      /* of all tokens from the root to the end of this page; valid in the tree */
     int64_t unref_tick; /* kv_cache.tick when its last holder released it */
-    int ref;            /* number of block tables that contain it */
+    unsigned ref : 23;  /* number of block tables that contain it */
+    bool computed : 1;  /* a step that computes it has been planned */
+    uint8_t n_drafted;  /* its first positions of which the draft model (32) has K and V */
     int parent;         /* page, kv_cache.root, or KV_NOT_IN_TREE */
     int n_children;     /* in the tree, held or cached */
     int hash_next;      /* next page in the same hash bucket; -1: none */
@@ -13469,8 +13471,6 @@ typedef struct kv_page {
     int last_holder;    /* last seq in prefix order with it; valid while held and in the tree */
     int last_child;     /* the page that was inserted last behind it, if that still has it as its
                          * parent; the root's is 0 at first */
-    bool computed;      /* a step that computes it has been planned */
-    uint8_t n_drafted;  /* its first positions of which the draft model (32) has K and V */
 } kv_page;
 
 typedef struct kv_windowed { /* a windowed page */
@@ -13488,9 +13488,12 @@ typedef struct kv_snapshot { /* of a sequence's state at the end of a page */
     int64_t used_at;  /* the step that wrote or read it last */
 } kv_snapshot;
 
-typedef struct kv_seq {
-    int prev, next;     /* seqs, neighbours in prefix order; kv_cache.n_seqs: the end */
+typedef struct kv_place { /* of a sequence in prefix order */
+    int prev, next;     /* seqs, its neighbours; kv_cache.n_seqs: the end */
     int n_common_pages; /* leading pages that it shares with prev */
+} kv_place;
+
+typedef struct kv_seq {
     int n_pages;        /* in its block table */
     int n_tree_pages;   /* the first ones of these, which are in the tree */
     bool no_more_inserts; /* no further page is inserted into the tree: the sequence is unshared, or
@@ -13512,7 +13515,8 @@ typedef struct kv_cache { /* owns its arrays */
     uint64_t n_buckets; /* a power of two */
     int *free_list;     /* [n_free] stack of free pages; capacity n_pages */
     int n_free, n_cached;
-    kv_seq *seqs;       /* [n_seqs + 1]; the last one is both ends of the prefix order */
+    kv_seq *seqs;       /* [n_seqs] */
+    kv_place *order;    /* [n_seqs + 1]; the last one is both ends of the prefix order */
     int *block_tables;  /* [n_seqs][table_stride] */
     int64_t tick;       /* sequences closed so far: the clock of unref_tick */
     int window;         /* tokens; 0: there are no windowed pages */
@@ -13533,7 +13537,7 @@ static void kv_free(kv_cache *cache) {
     free(cache->tokens);
     free(cache->buckets);
     free(cache->free_list);
-    free(cache->seqs);
+    free(cache->seqs), free(cache->order);
     free(cache->block_tables);
     free(cache->windowed_of);
     free(cache->windowed);
@@ -13548,6 +13552,8 @@ static void kv_free(kv_cache *cache) {
  * finds no memory, the program ends, see chapter 2.) */
 COLD
 static bool kv_init(kv_cache *cache, int B, int n_pages, int n_seqs, int max_len) {
+    static_assert(sizeof(kv_page) == 48, "four pages in three cache lines");
+    assert(n_seqs < 1 << 23); /* kv_page.ref */
     *cache = (kv_cache){.B = B,
                         .n_pages = n_pages,
                         .n_seqs = n_seqs,
@@ -13560,11 +13566,12 @@ static bool kv_init(kv_cache *cache, int B, int n_pages, int n_seqs, int max_len
     cache->tokens = mem_try_zalloc((size_t)n_pages * (size_t)B, sizeof *cache->tokens);
     cache->buckets = mem_try_zalloc(cache->n_buckets, sizeof *cache->buckets);
     cache->free_list = mem_try_zalloc((size_t)n_pages, sizeof *cache->free_list);
-    cache->seqs = mem_try_zalloc((size_t)n_seqs + 1, sizeof *cache->seqs);
+    cache->seqs = mem_try_zalloc((size_t)n_seqs, sizeof *cache->seqs);
+    cache->order = mem_try_zalloc((size_t)n_seqs + 1, sizeof *cache->order);
     cache->block_tables = mem_try_zalloc((size_t)n_seqs * (size_t)cache->table_stride,
                                          sizeof *cache->block_tables);
     if (!cache->pages || !cache->tokens || !cache->buckets || !cache->free_list || !cache->seqs ||
-        !cache->block_tables) {
+        !cache->order || !cache->block_tables) {
         kv_free(cache);
         return false;
     }
@@ -13578,7 +13585,7 @@ static bool kv_init(kv_cache *cache, int B, int n_pages, int n_seqs, int max_len
                                           .older = cache->root,
                                           .newer = cache->root,
                                           .computed = true};
-    cache->seqs[n_seqs].prev = cache->seqs[n_seqs].next = n_seqs;
+    cache->order[n_seqs].prev = cache->order[n_seqs].next = n_seqs;
     return true;
 }
 
@@ -13918,35 +13925,35 @@ static int kv_alloc_page(kv_cache *cache) {
 
 /* The block table and n_tree_pages must be set, and its pages must count this holder in ref. */
 static void kv_order_insert(kv_cache *cache, int seq) {
-    kv_seq *seqs = cache->seqs;
+    kv_place *order = cache->order;
     kv_page *pages = cache->pages;
-    int *table = kv_block_table(cache, seq), n_shared = seqs[seq].n_tree_pages;
+    int *table = kv_block_table(cache, seq), n_shared = cache->seqs[seq].n_tree_pages;
     /* Pages with ref 1 are held by this sequence only. The page before them is P. */
     while (n_shared && pages[table[n_shared - 1]].ref == 1)
         pages[table[--n_shared]].last_holder = seq;
-    int prev = n_shared ? pages[table[n_shared - 1]].last_holder : seqs[cache->n_seqs].prev;
+    int prev = n_shared ? pages[table[n_shared - 1]].last_holder : order[cache->n_seqs].prev;
     /* Runs that ended with prev end with this sequence now. */
     for (int i = n_shared - 1; i >= 0 && pages[table[i]].last_holder == prev; i--)
         pages[table[i]].last_holder = seq;
-    seqs[seq].n_common_pages = n_shared;
-    seqs[seq].prev = prev;
-    seqs[seq].next = seqs[prev].next;
-    seqs[seqs[prev].next].prev = seq;
-    seqs[prev].next = seq;
+    order[seq].n_common_pages = n_shared;
+    order[seq].prev = prev;
+    order[seq].next = order[prev].next;
+    order[order[prev].next].prev = seq;
+    order[prev].next = seq;
 }
 
 /* A run whose last holder was this sequence ends with prev now, or is empty. What prev and next
  * have in common is the smaller of what each had in common with this sequence. If `next` is the end
  * of the list, its n_common_pages is 0 and stays 0. */
 static void kv_order_remove(kv_cache *cache, int seq) {
-    kv_seq *seqs = cache->seqs;
-    int *table = kv_block_table(cache, seq), prev = seqs[seq].prev, next = seqs[seq].next;
-    for (int i = seqs[seq].n_tree_pages - 1;
+    kv_place *order = cache->order;
+    int *table = kv_block_table(cache, seq), prev = order[seq].prev, next = order[seq].next;
+    for (int i = cache->seqs[seq].n_tree_pages - 1;
          i >= 0 && cache->pages[table[i]].last_holder == seq; i--)
-        cache->pages[table[i]].last_holder = i < seqs[seq].n_common_pages ? prev : -1;
-    seqs[next].n_common_pages = MIN(seqs[next].n_common_pages, seqs[seq].n_common_pages);
-    seqs[prev].next = next;
-    seqs[next].prev = prev;
+        cache->pages[table[i]].last_holder = i < order[seq].n_common_pages ? prev : -1;
+    order[next].n_common_pages = MIN(order[next].n_common_pages, order[seq].n_common_pages);
+    order[prev].next = next;
+    order[next].prev = prev;
 }
 
 /* ---- Sequences: a sequence is open from kv_alloc_seq to kv_free_seq ---- */
@@ -14424,10 +14431,10 @@ typedef struct sched_seq {
     int last_page;         /* in decode: the page of position n_computed - 1 */
     int n_prompt;
     uint32_t prompt_group; /* sequences with the same number have the same prompt; 0: not known */
+    int request, sample;   /* id of its request; its number there */
+
     int prefill_prev, prefill_next; /* list of sequences in prefill, first come, first served;
                                      * max_seqs ends it */
-
-    int request, sample;   /* id of its request; its number there */
     int n_prefix_hits;     /* positions found in the prefix tree when it first started */
     bool was_preempted;    /* its prompt is counted in n_prompt_tokens already */
     uint32_t admission_number;    /* number of its last admission, counted over all sequences */
@@ -14604,7 +14611,7 @@ static int sched_init(scheduler *sched, const sched_config *config, toka_err *e)
                     config->n_pages, config->max_seqs, config->max_len);
     }
     if (config->states.used) sched_init_states(sched);
-    static_assert(offsetof(sched_seq, request) == 64, "one cache line");
+    static_assert(offsetof(sched_seq, prefill_prev) == 64, "one cache line");
     sched->seqs = mem_check(aligned_alloc(64, (n_seqs + 1) * sizeof *sched->seqs));
     memset(sched->seqs, 0, (n_seqs + 1) * sizeof *sched->seqs);
     sched->seq_nodes = mem_zalloc(n_seqs * sizeof *sched->seq_nodes);
@@ -15001,10 +15008,10 @@ static bool sched_must_wait(const scheduler *sched, const sched_seq *sequence) {
 }
 
 /* Does the sequence need another page for its row in this step? */
-static bool sched_needs_page(const scheduler *sched, int seq) {
+static inline bool sched_needs_page(const scheduler *sched, int seq) {
     const sched_seq *sequence = &sched->seqs[seq];
-    return sequence->state == SCHED_DECODE && sequence->n_planned < sequence->limit &&
-           sequence->n_computed % sched->config.B == 0 && !sched_must_wait(sched, sequence) &&
+    return sequence->n_computed % sched->config.B == 0 && sequence->state == SCHED_DECODE &&
+           sequence->n_planned < sequence->limit && !sched_must_wait(sched, sequence) &&
            sched->kv.seqs[seq].n_pages * sched->config.B == sequence->n_computed;
 }
 
@@ -15068,6 +15075,18 @@ static int sched_hold_drafts(scheduler *sched, int seq, int n) {
     return MAX(0, MIN(n, held->n_pages * sched->config.B - sequence->n_computed - 1));
 }
 
+/* In models with states: the row of a sequence in decode reads its own state, and leaves a snapshot
+ * at each border of pages at the distance of snapshots. */
+static void sched_plan_state(scheduler *sched, int seq) {
+    sched_seq *sequence = &sched->seqs[seq];
+    sequence->state_from = seq;
+    sequence->mark0 = sched->n_marks;
+    sequence->n_marks = 0;
+    if (sequence->n_computed % sched->config.states.distance == 0 &&
+        !sched->kv.seqs[seq].no_more_inserts)
+        sched_leave_snapshot(sched, seq, sequence->n_computed, sequence->last_page);
+}
+
 /* Gives one row to each sequence in decode, and rows to drafts. n_pages_left: pages that no
  * sequence needs in this step. Returns the number of rows. */
 static int sched_plan_decode(scheduler *sched, int n_pages_left) {
@@ -15086,13 +15105,7 @@ static int sched_plan_decode(scheduler *sched, int n_pages_left) {
                            kv_pages_for(&sched->kv, sequence->n_computed + 1));
         }
         sequence->from = sequence->n_computed++;
-        sequence->state_from = seq;
-        sequence->mark0 = sched->n_marks;
-        sequence->n_marks = 0;
-        if (sched->config.states.used &&
-            sequence->n_computed % sched->config.states.distance == 0 &&
-            !sched->kv.seqs[seq].no_more_inserts)
-            sched_leave_snapshot(sched, seq, sequence->n_computed, sequence->last_page);
+        if (sched->config.states.used) sched_plan_state(sched, seq);
         sequence->n_rows = 1;
         sequence->is_sampled = true;
         sequence->is_prefill = false;
@@ -15991,11 +16004,13 @@ typedef struct batch_node { /* a run of rows and the leading tokens that they sh
     int n_child_reads;     /* times that a shared token is read if each child reads it for itself */
     int parent;
     int covered_tok; /* leading tokens in shared spans, this node's span included */
+    int covered_pages; /* complete pages of these */
     int seq;         /* the first sequence of the run: its block table has the shared pages */
 } batch_node;
 
 typedef struct batch_chunk { /* the rows of a sequence in one microbatch */
     int seq, from, n_rows, micro; /* from: first position */
+    int first_page;               /* the page of `from`, as an index of the block table */
     /* Leading pages that this chunk and the one before it in this microbatch both have, and that
      * lie completely before the first position of each of the two. */
     int n_common_pages;
@@ -16129,42 +16144,56 @@ static void batch_init(batch_builder *builder, const scheduler *sched, batch_cos
 
 /* ---- Rows ---- */
 
-/* The rows of the step from T to row_end-1 have this adapter. */
-COLD __attribute__((noinline))
+/* The rows of the step from T to row_end-1 have this adapter. Call it from the first row with an
+ * adapter on: the rows before that have none. */
 static void batch_set_adapter(batch_step *built, int row_end, uint8_t adapter) {
+    if (!built->step.adapters) memset(built->adapters, 0, (size_t)built->step.T);
     memset(built->adapters + built->step.T, adapter, (size_t)(row_end - built->step.T));
-    if (adapter) built->step.adapters = built->adapters;
+    built->step.adapters = built->adapters;
 }
 
-/* Appends the rows of a chunk to the step. A token that no commit has brought yet gets the id
- * -1 - seq: the device has it. In each step this id means the token that was sampled last before
- * that step, as steps run in order. So two steps in flight may have it for different tokens. */
+/* Writes a row: position pos of a sequence, which is token `offset` of `page`. A token that no
+ * commit has brought yet gets the id -1 - seq: the device has it. In each step this id means the
+ * token that was sampled last before that step, as steps run in order. So two steps in flight may
+ * have it for different tokens. */
+static inline void batch_put_row(batch_step *built, const scheduler *sched, int row, int seq,
+                                 int pos, int page, int offset) {
+    const sched_seq *sequence = &sched->seqs[seq];
+    built->ids[row] = pos < sequence->n_known + sequence->n_drafts ? sequence->tokens[pos]
+                                                                   : -1 - seq;
+    built->pos[row] = pos;
+    built->kv_slot[row] = page * sched->config.B + offset;
+    if (built->windowed_slot)
+        built->windowed_slot[row] = sched->kv.windowed_of[page] * sched->config.B + offset;
+}
+
+static void batch_add_sample(batch_step *built, int row, int seq, uint32_t generation) {
+    built->samples[built->n_samples++] = (batch_sample){row, seq, generation, false, false};
+}
+
+/* Appends the rows of a chunk to the step. */
 static void batch_add_rows(batch_step *built, const scheduler *sched, const batch_chunk *chunk) {
     const sched_seq *sequence = &sched->seqs[chunk->seq];
     const int *table = kv_block_table(&sched->kv, chunk->seq);
-    int B = sched->config.B, row = built->step.T;
-    int page_index = chunk->from / B, offset = chunk->from - page_index * B;
-    int end = chunk->from + chunk->n_rows;
-    for (int pos = chunk->from; pos < end; pos++, row++, offset++) {
-        if (offset == B) offset = 0, page_index++;
-        /* last_page saves a decoding sequence a cache miss on its block table */
-        int page = sequence->is_prefill || sequence->n_drafts ? table[page_index]
-                                                              : sequence->last_page;
-        built->ids[row] = pos < sequence->n_known + sequence->n_drafts ? sequence->tokens[pos]
-                                                                       : -1 - chunk->seq;
-        if (sequence->n_drafts)
-            built->samples[built->n_samples++] =
-                (batch_sample){row, chunk->seq, sequence->generation, false, false};
-        built->pos[row] = pos;
-        built->kv_slot[row] = page * B + offset;
-        if (built->windowed_slot)
-            built->windowed_slot[row] = sched->kv.windowed_of[page] * B + offset;
+    const int B = sched->config.B, end = chunk->from + chunk->n_rows;
+    int row = built->step.T, page_index = chunk->first_page;
+    int offset = chunk->from - page_index * B;
+    if (!sequence->is_prefill && !sequence->n_drafts) {
+        /* one row; last_page saves a cache miss on the block table */
+        batch_put_row(built, sched, row++, chunk->seq, chunk->from, sequence->last_page, offset);
+    } else {
+        for (int pos = chunk->from; pos < end; pos++, row++, offset++) {
+            if (offset == B) offset = 0, page_index++;
+            batch_put_row(built, sched, row, chunk->seq, pos, table[page_index], offset);
+            if (sequence->n_drafts)
+                batch_add_sample(built, row, chunk->seq, sequence->generation);
+        }
     }
-    batch_set_adapter(built, row, sequence->adapter);
+    if (sequence->adapter || built->step.adapters)
+        batch_set_adapter(built, row, sequence->adapter);
     built->step.T = row;
     if (sequence->is_sampled && !sequence->n_drafts && end == sequence->from + sequence->n_rows)
-        built->samples[built->n_samples++] =
-            (batch_sample){row - 1, chunk->seq, sequence->generation, false, false};
+        batch_add_sample(built, row - 1, chunk->seq, sequence->generation);
 }
 
 /* ---- Assigning sequences to microbatches ---- */
@@ -16251,8 +16280,8 @@ static void batch_rebalance_decode(batch_builder *builder, const scheduler *sche
         worth_it[micro] = to_prev[micro] > mean / 8;
         cost[micro] = 0;
     }
-    for (int seq = sched->kv.seqs[sched->config.max_seqs].next; seq != sched->config.max_seqs;
-         seq = sched->kv.seqs[seq].next) {
+    for (int seq = sched->kv.order[sched->config.max_seqs].next; seq != sched->config.max_seqs;
+         seq = sched->kv.order[seq].next) {
         const sched_seq *sequence = &sched->seqs[seq];
         if (!sequence->n_rows || sequence->is_prefill) continue;
         /* the lowest microbatch for which its last token is certainly there: from a lower one there
@@ -16335,7 +16364,7 @@ static void batch_chunks_of_seq(batch_builder *builder, const scheduler *sched, 
         const int first_page = from / sched->config.B;
         if (to == from) continue; /* this microbatch was full */
         builder->chunks[builder->n_chunks++] = (batch_chunk){
-            seq, from, to - from, micro, MIN(common_pages[micro], first_page)};
+            seq, from, to - from, micro, first_page, MIN(common_pages[micro], first_page)};
         common_pages[micro] = first_page;
         from = to;
     }
@@ -16345,7 +16374,7 @@ static void batch_chunks_of_seq(batch_builder *builder, const scheduler *sched, 
  * step before. The order changes little from step to step, so they tell which sequences come next,
  * and these are prefetched. */
 static void batch_collect_chunks(batch_builder *builder, const scheduler *sched) {
-    const kv_seq *order = sched->kv.seqs;
+    const kv_place *order = sched->kv.order;
     const int n_chunks_before = builder->n_chunks;
     int common_pages[BATCH_MAX_MICROS] = {0};
     builder->n_chunks = 0;
@@ -16441,16 +16470,19 @@ static void batch_close_nodes(batch_builder *builder, const batch_step *built, i
 
 /* ---- Spans ---- */
 
-/* Appends a span: n_rows rows from row0 on, and positions from .. to-1 in the pages of seq. */
-static void batch_add_span(batch_step *built, const scheduler *sched, int row0, int n_rows, int seq,
-                           int from, int to) {
-    int first_page = from / sched->config.B, n_pages = kv_pages_for(&sched->kv, to) - first_page;
+/* Appends a span: n_rows rows from row0 on, and the positions in the pages of seq that follow those
+ * covered by `node`, up to to-1. */
+static inline void batch_add_span(batch_step *built, const scheduler *sched, int row0, int n_rows,
+                                  int seq, const batch_node *node, int to) {
+    const int first_page = node->covered_pages;
+    const int n_pages = kv_pages_for(&sched->kv, to) - first_page;
     memcpy(built->pages + built->n_pages, kv_block_table(&sched->kv, seq) + first_page,
            (size_t)n_pages * sizeof *built->pages);
-    for (int i = built->n_pages; built->windowed_pages && i < built->n_pages + n_pages; i++)
-        built->windowed_pages[i] = sched->kv.windowed_of[built->pages[i]];
+    if (built->windowed_pages)
+        for (int i = built->n_pages; i < built->n_pages + n_pages; i++)
+            built->windowed_pages[i] = sched->kv.windowed_of[built->pages[i]];
     built->spans[built->step.n_spans++] =
-        (toka_span){row0, n_rows, built->n_pages, from, to - from};
+        (toka_span){row0, n_rows, built->n_pages, node->covered_tok, to - node->covered_tok};
     built->n_pages += n_pages;
 }
 
@@ -16460,12 +16492,10 @@ static void batch_own_spans(const batch_builder *builder, batch_step *built,
     for (int chunk = 0, ahead = BATCH_PREFETCH; chunk < built->n_chunks; chunk++, ahead++) {
         if (ahead < built->n_chunks)
             __builtin_prefetch(kv_block_table(&sched->kv, built->chunk_seq[ahead]) +
-                               builder->nodes[builder->chunk_node[ahead]].covered_tok /
-                                   sched->config.B);
+                               builder->nodes[builder->chunk_node[ahead]].covered_pages);
         int row0 = built->chunk_row0[chunk], end = built->chunk_row0[chunk + 1];
         batch_add_span(built, sched, row0, end - row0, built->chunk_seq[chunk],
-                       builder->nodes[builder->chunk_node[chunk]].covered_tok,
-                       built->pos[end - 1] + 1);
+                       &builder->nodes[builder->chunk_node[chunk]], built->pos[end - 1] + 1);
     }
 }
 
@@ -16475,12 +16505,14 @@ static void batch_choose_spans(batch_builder *builder, batch_step *built, const 
     for (int i = builder->n_closed - 1; i >= 0; i--) {
         batch_node *node = &builder->nodes[builder->closed[i]];
         node->covered_tok = builder->nodes[node->parent].covered_tok;
+        node->covered_pages = builder->nodes[node->parent].covered_pages;
         int64_t saved = (int64_t)(node->n_child_reads - batch_tile_reads(builder, node->n_rows)) *
                         (node->n_common_tok - node->covered_tok);
         if (saved <= (int64_t)cost->merge_cost * node->n_rows + cost->span_cost) continue;
-        batch_add_span(built, sched, node->row0, node->n_rows, node->seq, node->covered_tok,
-                       node->n_common_tok);
+        batch_add_span(built, sched, node->row0, node->n_rows, node->seq,
+                       &builder->nodes[node->parent], node->n_common_tok);
         node->covered_tok = node->n_common_tok;
+        node->covered_pages = node->n_common_tok / sched->config.B;
     }
     batch_own_spans(builder, built, sched);
 }
@@ -48343,7 +48375,9 @@ static int run_plan_submit(run_plan *bench, int prompt_no, int n, toka_err *e) {
     return MIN(sched_submit(&bench->sched, &job, e), 0);
 }
 
-/* Plans and builds one step, then commits the tokens of the step RUN_PLAN_AHEAD steps before it. */
+/* Plans and builds one step, then commits the tokens of the step RUN_PLAN_AHEAD steps before it.
+ * Not inlined: gcc would take it for set-up, which it compiles for size. */
+__attribute__((noinline))
 static void run_plan_step(run_plan *bench, int step) {
     double t0 = run_cpu_now();
     sched_plan(&bench->sched);

@@ -43,19 +43,20 @@ static const char *kv_check_pages(const kv_cache *k, const int *ref, const int *
 static const char *kv_check_order(const kv_cache *k, const bool *open) {
     int n = 0, n_open = 0, end = k->n_seqs;
     for (int q = 0; q < k->n_seqs; q++) n_open += open[q];
-    for (int q = k->seqs[end].next; q != end; q = k->seqs[q].next, n++) {
-        const kv_seq *s = &k->seqs[q];
-        REQUIRE(n < n_open && open[q] && k->seqs[s->next].prev == q);
+    for (int q = k->order[end].next; q != end; q = k->order[q].next, n++) {
+        const kv_place *s = &k->order[q];
+        const int n_pages = k->seqs[q].n_pages, n_tree_pages = k->seqs[q].n_tree_pages;
+        REQUIRE(n < n_open && open[q] && k->order[s->next].prev == q);
         const int *row = kv_block_table(k, q);
         int m = 0;
         if (s->prev != end)
-            while (m < s->n_pages && m < k->seqs[s->prev].n_pages && row[m] == kv_block_table(k, s->prev)[m]) m++;
-        REQUIRE(s->n_common_pages == m && m <= s->n_tree_pages);
+            while (m < n_pages && m < k->seqs[s->prev].n_pages && row[m] == kv_block_table(k, s->prev)[m]) m++;
+        REQUIRE(s->n_common_pages == m && m <= n_tree_pages);
         /* last_holder is right: no sequence after it in the order has the page */
-        for (int i = 0; i < s->n_tree_pages; i++) {
+        for (int i = 0; i < n_tree_pages; i++) {
             int last = k->pages[row[i]].last_holder, r = q, holders = 1;
             if (i >= s->n_common_pages) { /* q is the first sequence that has it */
-                for (int next = s->next; next != end && k->seqs[next].n_common_pages > i; next = k->seqs[r].next) r = next, holders++;
+                for (int next = s->next; next != end && k->order[next].n_common_pages > i; next = k->order[r].next) r = next, holders++;
                 REQUIRE(r == last && holders == k->pages[row[i]].ref);
             }
         }
