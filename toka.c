@@ -312,6 +312,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/resource.h>
@@ -331,7 +332,6 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/file.h>
-#include <sys/ioctl.h>
 #include <sys/sendfile.h>
 #include <sys/socket.h>
 #include <sys/statvfs.h>
@@ -910,6 +910,12 @@ SERVER_ONLY static int64_t os_available_bytes(void) {
     if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY)
         available = MIN(available, (int64_t)limit.rlim_cur - mapped * page_bytes);
     return MAX(available, (int64_t)0);
+}
+
+/* Returns how many columns the terminal of a descriptor has; 80 if it does not say. */
+SERVER_ONLY static int os_terminal_columns(int fd) {
+    struct winsize size;
+    return !ioctl(fd, TIOCGWINSZ, &size) && size.ws_col > 8 ? size.ws_col : 80;
 }
 
 /* Configures malloc to keep the heap small. Call it before other threads start.
@@ -53256,20 +53262,46 @@ static void hub_put_size(buf *out, double n_bytes) {
     buf_printf(out, n_bytes < 9.95 && unit ? "%.1f %s" : "%.0f %s", n_bytes, units[unit]);
 }
 
-/* Prints a bar, the share that is done, the rate and the time left. rate: bytes a second. */
+/* Appends a model's id in at most n_columns columns. A longer id loses its middle, and fewer than 8
+ * columns show nothing of it. Returns the columns that are taken. */
+static int hub_put_short_id(buf *out, const char *id, int n_columns) {
+    const int n = (int)strlen(id), n_front = (n_columns - 2) / 2;
+    if (n <= n_columns) buf_c(out, id);
+    else if (n_columns < 8) return 0;
+    else buf_printf(out, "%.*s..%s", n_front, id, id + n - (n_columns - 2 - n_front));
+    return MIN(n, n_columns);
+}
+
+/* Appends one row of a terminal: the id, a bar, the share that is done, the rate and the time left.
+ * rate: bytes a second. Rate and time come first; the id and the bar share the columns that are
+ * left. The last column stays empty, because some terminals wrap there. */
+static void hub_put_progress(buf *out, const char *id, int64_t n_received, int64_t n_total,
+                             double rate, int n_columns) {
+    enum { MAX_MARKS = 30 };
+    const double share = n_total ? (double)n_received / (double)n_total : 1;
+    const double seconds = rate > 0 ? ceil((double)(n_total - n_received) / rate) : 0;
+    buf tail = {0};
+    buf_printf(&tail, "%3d %%", (int)(share * 100));
+    if (n_columns >= 60) buf_c(&tail, " of "), hub_put_size(&tail, (double)n_total);
+    buf_c(&tail, ", ");
+    hub_put_size(&tail, rate);
+    buf_c(&tail, "/s");
+    if (rate > 0 && seconds < 1e6) buf_printf(&tail, ", %.0f s left", seconds);
+    const int n_free = n_columns - 1 - (int)tail.n - (int)strlen(" [] ");
+    const int n_id = hub_put_short_id(out, id, MAX(n_free - MAX_MARKS, n_free / 2));
+    const int n_bar = MIN(n_free - n_id, MAX_MARKS), n_marks = (int)(share * n_bar);
+    if (n_id) buf_char(out, ' ');
+    if (n_bar > 0) buf_printf(out, "[%.*s%*s] ", n_marks, "==============================",
+                              n_bar - n_marks, "");
+    buf_printf(out, "%.*s", MAX(n_columns - 1, 0), tail.p);
+    buf_free(&tail);
+}
+
 static void hub_print_progress(const hub_download *download, double rate) {
-    enum { WIDTH = 30 };
-    const int64_t n_received = download->n_received, n_left = download->n_total - n_received;
-    const double share = download->n_total ? (double)n_received / (double)download->n_total : 1;
-    const int n_marks = (int)(share * WIDTH);
     buf line = {0};
-    buf_printf(&line, "\r\033[K%s [%.*s%*s] %3d %% of ", download->repo->id, n_marks,
-               "==============================", WIDTH - n_marks, "", (int)(share * 100));
-    hub_put_size(&line, (double)download->n_total);
-    buf_c(&line, ", ");
-    hub_put_size(&line, rate);
-    buf_c(&line, "/s");
-    if (rate > 0) buf_printf(&line, ", %.0f s left", ceil((double)n_left / rate));
+    buf_c(&line, "\r\033[K");
+    hub_put_progress(&line, download->repo->id, download->n_received, download->n_total, rate,
+                     os_terminal_columns(2));
     fputs(line.p, stderr);
     buf_free(&line);
 }
@@ -54223,10 +54255,8 @@ static void edit_write(const buf *out) {
 }
 
 static void edit_show(edit *ed, const char *prompt) {
-    struct winsize size;
     buf out = {0};
-    const bool known = !ioctl(2, TIOCGWINSZ, &size) && size.ws_col > 8;
-    edit_render(ed, prompt, known ? size.ws_col : 80, &out);
+    edit_render(ed, prompt, os_terminal_columns(2), &out);
     edit_write(&out);
     buf_free(&out);
 }

@@ -143,6 +143,33 @@ static void test_hub_sizes(void) {
     }
 }
 
+/* A row of progress has fewer characters than the terminal has columns. */
+static void test_hub_progress(void) {
+    static const char *const ids[] = {"a/b", "tiny/apples", "meta-llama/Llama-3.2-1B-Instruct"};
+    static const double rates[] = {0, 1e-9, 3, 2.5e6, 9e11};
+    static const struct {
+        int id, n_columns;
+        const char *want;
+    } cases[] = {{1, 80, "tiny/apples [=============              ]  50 % of 15 GB, 2.5 MB/s, 3000 s left"},
+                 {2, 80, "meta-lla..-Instruct [=========          ]  50 % of 15 GB, 2.5 MB/s, 3000 s left"},
+                 {1, 40, "[===    ]  50 %, 2.5 MB/s, 3000 s left"}, {1, 20, " 50 %, 2.5 MB/s, 30"}};
+    buf out = {0};
+    for (int n_columns = 9; n_columns < 200; n_columns++)
+        for (int i = 0; i < COUNT(ids) * COUNT(rates) * 3; i++) {
+            const int64_t n_total = i % 3 ? 15000000000 : 0, n_received = i % 3 == 1 ? 0 : n_total;
+            buf_clear(&out);
+            hub_put_progress(&out, ids[i / 3 % COUNT(ids)], n_received, n_total, rates[i / 3 / COUNT(ids)], n_columns);
+            CHECK_MSG((int)out.n < n_columns && strstr(out.p, n_received == n_total ? "100 %" : "  0 %"), "%d: '%s'", n_columns, out.p);
+        }
+    for (int i = 0; i < COUNT(cases); i++) {
+        buf_clear(&out);
+        hub_put_progress(&out, ids[cases[i].id], 7500000000, 15000000000, 2.5e6, cases[i].n_columns);
+        CHECK_MSG(!strcmp(out.p, cases[i].want), "'%s'", out.p);
+    }
+    buf_free(&out);
+}
+
 static const struct test hub_tests[] = {
     {"hub: hashes", test_hub_hashes}, {"hub: heads", test_hub_heads}, {"hub: redirects", test_hub_redirects},
-    {"hub: paths", test_hub_paths}, {"hub: lists of files", test_hub_lists}, {"hub: sizes", test_hub_sizes}, {NULL, NULL}};
+    {"hub: paths", test_hub_paths}, {"hub: lists of files", test_hub_lists}, {"hub: sizes", test_hub_sizes},
+    {"hub: progress", test_hub_progress}, {NULL, NULL}};

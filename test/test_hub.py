@@ -1,5 +1,6 @@
 """Tests of toka -hf, --download, pull, list and rm against a hub on loopback (hub.py), and of the cache against huggingface_hub,
 which must read it as its own. Run through test/run.sh."""
+import fcntl
 import glob
 import json
 import os
@@ -9,8 +10,10 @@ import select
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 
@@ -24,6 +27,7 @@ TOKA = os.environ.get("TOKA_BINARY") or os.path.join(ROOT, "toka")
 PROBLEM = "Tom has 12 apples. He buys 7 more apples. How many apples does Tom have now?"
 USED = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
 ID = "tiny/apples"
+LONG = "tiny/apples-and-pears-and-plums-in-a-rather-long-name-of-a-model"
 
 try:
     import huggingface_hub
@@ -44,6 +48,7 @@ def model_files():
 def server():
     hub = FakeHub()
     hub.repos[ID] = Repo(model_files())
+    hub.repos[LONG] = Repo(model_files())
     hub.repos["tiny/gated"] = Repo(model_files(), gated=True)
     hub.repos["tiny/refused"] = Repo(model_files(), gated="refused")
     hub.repos["tiny/private"] = Repo(model_files(), private=True)
@@ -548,13 +553,19 @@ def test_a_terminal_is_asked(hub):
     assert not os.path.exists(hub.cache + "/evil")
 
 
-def test_progress_on_a_terminal(hub):
+@pytest.mark.parametrize("columns, model, shown", [
+    (80, ID, r"^tiny/apples \[=+ +\] +\d+ % of 7\.\d MB, [\d.]+ [KM]?B\w*/s, \d+ s left$"),
+    (80, LONG, r"^tiny/app\S*\.\.\S*-model \[=+ +\] +\d+ % of 7\.\d MB, "),
+    (40, ID, r"^\[=+ +\] +\d+ %, [\d.]+ [KM]?B\w*/s, \d+ s left"), (140, LONG, LONG + r" \[=+ +\] +\d+ % of ")])
+def test_progress_on_a_terminal(hub, columns, model, shown):
+    pyte = pytest.importorskip("pyte")
     hub.hold_after = 4_000_000
     pid, fd = pty.fork()
     if not pid:
-        os.execve(TOKA, [TOKA, "pull", ID], environment(hub))
+        fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        os.execve(TOKA, [TOKA, "pull", model], environment(hub))
     text, end = b"", time.time() + 30
-    while not re.search(rb"MB, .* left", text) and time.time() < end:  # the small files, which come before, may be shown, too
+    while not re.search(rb"\d\d %.* left", text) and time.time() < end:  # the small files, which come before, may be shown, too
         text += os.read(fd, 4096)
     hub.hold_after = None
     try:
@@ -564,7 +575,13 @@ def test_progress_on_a_terminal(hub):
         pass
     os.close(fd)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert re.search(rb"tiny/apples \[=+ +\] +\d+ % of 7\.\d MB, [\d.]+ [KM]?B\w*/s, \d+ s left", text), text
+    screen = pyte.Screen(columns, 24)
+    stream, rows = pyte.ByteStream(screen), []
+    for piece in text.split(b"\r\x1b[K")[1:-1]:  # each is one row, which the next one replaces
+        stream.feed(b"\r\x1b[K" + piece)
+        rows.append(screen.display[screen.cursor.y].rstrip())
+        assert screen.cursor.y == 0 and rows[-1] == piece.decode().rstrip() and len(rows[-1]) < columns
+    assert any(re.search(shown, row) for row in rows), rows
 
 
 # ---- list and rm ----
