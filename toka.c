@@ -58686,7 +58686,7 @@ static int cli_fail_unknown_command(const char *first, const char *second, bool 
     const bool is_bench = !strcmp(first, "bench");
     suggestion nearest = {.typed = str_c(is_bench ? second : first)};
     if (!is_bench && model) nearest = *model;
-    if (!is_bench) suggest_try(&nearest, "help");
+    if (!is_bench && !is_help) suggest_try(&nearest, "help");
     for (int i = 0; i < COUNT(cli_command_table); i++) {
         const cli_command *command = &cli_command_table[i];
         if (!is_bench || command->second_name)
@@ -58698,9 +58698,11 @@ static int cli_fail_unknown_command(const char *first, const char *second, bool 
     else fail(e, TOKA_E_USE, "%s: no such command%s; see toka --help", first,
               is_help ? ", and no page of the manual"
               : strchr(first, ' ') ? " or model; a prompt comes after -p" : " or model");
-    const bool is_page = nearest.best && help_find_page(nearest.best);
+    const bool is_page = nearest.best && help_find_page(nearest.best) &&
+                         !cli_find_command(nearest.best, "");
     if (is_help && !nearest.best) cli_name_pages(e);
-    return suggest_fail(&nearest, is_bench ? "toka bench " : is_page ? "toka help " : "toka ", e);
+    return suggest_fail(&nearest, is_help || is_page ? is_bench ? "toka help bench " : "toka help "
+                                  : is_bench         ? "toka bench " : "toka ", e);
 }
 
 /* Prints the help of a command; NULL: of toka. */

@@ -791,8 +791,8 @@ def test_closed_pipe_and_full_disk(command):
     ("serve --prot 1", "--port"), ("batch --inputfile x", "--input-file"), ("plan --gpuss 2", "--gpus"), ("--hepl", "--help"),
     ("serv", "toka serve"), ("tokenise", "toka tokenize"), ("bacth", "toka batch"), ("model", "toka models"), ("hlep", "toka help"),
     ("sevre", "toka serve"), ("bnech", "toka bench"), ("bench serv", "toka bench serve"), ("bench thruput", "toka bench throughput"),
-    ("help serv", "toka serve"),
-    ("help bench sreve", "toka bench serve"), ("-m test/modle -p x", "test/model"), ("--device cpuu -p x", "cpu"), ("--device plian -p x", "plain"), ("serve --device aut", "auto"),
+    ("plam", "toka plan"), ("btach", "toka batch"), ("help serv", "toka help serve"), ("help plam", "toka help plan"), ("help formts", "toka help formats"),
+    ("help bench sreve", "toka help bench serve"), ("-m test/modle -p x", "test/model"), ("--device cpuu -p x", "cpu"), ("--device plian -p x", "plain"), ("serve --device aut", "auto"),
     ("-m llama-3.2-1 -p x", "llama-3.2-1b"), ("tokenize -m qwen3_8b", "qwen3-8b"), ("plan -m smolm2-135m", "smollm2-135m"),
     ("bench throughput --dummy-weights --dataset README.md -m Lama-3.1-8b", "llama-3.1-8b"),
 ])
