@@ -53920,7 +53920,8 @@ static int client_generate(client *server, const char *path, str body, int n_sam
  * edit_feed and edit_render do no I/O, so they are tested without a terminal. The keys are those of
  * most shells: arrows, Home, End, Delete, Ctrl-A E B F K U W L, Alt-B F and Alt-Backspace, Ctrl-P
  * and N. Enter ends the text. A line end inside it comes from Ctrl-J, Alt-Enter, a backslash before
- * Enter, or pasted text (bracketed paste: a terminal marks the bytes of a paste).
+ * Enter, or pasted text (bracketed paste: a terminal marks the bytes of a paste). In a text that
+ * begins with three quotation marks, Enter begins another line until a line ends with three.
  * =========================================================================== */
 
 enum { EDIT_MAX_HISTORY = 1000, EDIT_MAX_BYTES = 1 << 24 };
@@ -54028,10 +54029,27 @@ static void edit_down(edit *ed) {
     while (edit_is_inside(ed, ed->cursor)) ed->cursor--;
 }
 
-/* Enter: ends the text, unless a backslash before it asks for another line. */
+/* Three quotation marks begin and end a text of several lines, as in Ollama. */
+static const str edit_quotes = {"\"\"\"", 3};
+
+/* Has the text no end yet: does it begin with quotes, and no line after them ends with some? */
+static bool edit_is_open(str text) {
+    return str_starts(text, edit_quotes) && !str_ends(str_sub(text, 3, text.n), edit_quotes);
+}
+/* Returns the text without the quotes around it. */
+static str edit_unquote(str text) {
+    const bool is_quoted = str_starts(text, edit_quotes) && !edit_is_open(text);
+    return is_quoted ? str_sub(text, 3, text.n - 3) : text;
+}
+
+/* Enter: ends the text, unless a backslash before it or open quotes ask for another line. */
 static edit_result edit_enter(edit *ed) {
     if (ed->cursor == ed->text.n && ed->cursor && ed->text.p[ed->cursor - 1] == '\\') {
         ed->text.p[ed->cursor - 1] = '\n';
+        return EDIT_GOES_ON;
+    }
+    if (edit_is_open(buf_view(&ed->text))) {
+        edit_insert(ed, '\n');
         return EDIT_GOES_ON;
     }
     ed->cursor = ed->text.n;
@@ -57083,6 +57101,7 @@ static int cli_talk_help(cli_talk *talk, const char *rest, toka_err *e) {
                 17 - (int)strlen(cli_talk_commands[i].name), cli_talk_commands[i].usage,
                 cli_talk_commands[i].help);
     fputs("Ctrl-C ends an answer. A line that ends with \\, Ctrl-J or Alt-Enter begin another line.\n"
+          "Three quotation marks (\"\"\") begin and end a text of several lines.\n"
           "A text that begins with / is sent if a space is before it.\n", stderr);
     return 0;
 }
@@ -57114,13 +57133,14 @@ static int cli_talk_on_terminal(cli_talk *talk, toka_err *e) {
         bool is_blank = true;
         const edit_result result = edit_read(ed, "> ");
         if (result == EDIT_ENDED) break;
-        for (size_t i = 0; i < ed->text.n; i++)
-            is_blank = is_blank && isspace((unsigned char)ed->text.p[i]);
+        const str text = edit_unquote(buf_view(&ed->text));
+        for (size_t i = 0; i < text.n; i++)
+            is_blank = is_blank && isspace((unsigned char)text.p[i]);
         if (result == EDIT_CANCELLED && !ed->text.n) fputs("Ctrl-D or /exit ends.\n", stderr);
         if (result == EDIT_CANCELLED || is_blank) continue;
         edit_history_add(ed, buf_view(&ed->text));
         code = *ed->text.p == '/' ? cli_talk_command(talk, ed->text.p, e)
-                                  : cli_talk_say(talk, buf_view(&ed->text), &refused, e);
+                                  : cli_talk_say(talk, text, &refused, e);
         if (code) fprintf(stderr, "toka: %s\n", e->msg);
         if (code == TOKA_E_USE || code == TOKA_E_INPUT) code = 0;
         if (cli_interrupted && cli_last_signal != SIGINT) break;

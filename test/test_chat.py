@@ -88,6 +88,19 @@ def test_a_conversation(tmp_path):
     assert t.end() == 0 and t.raw.endswith(b"\r\n") and t.lines()[t.screen.cursor.y] == ""  # the shell's prompt has its own line
 
 
+def test_quotes_begin_and_end_several_lines(tmp_path):
+    t = Terminal(tmp_path, "chat", "-q").wait(READY)
+    t.type('"""Tom has\r').wait('> """Tom has\n *$').type('/help apples.\r\r').type('Go"""\r')
+    t.wait(READY).type(f"/save {tmp_path}/a.json\r").wait("saved in").type("/clear\r").wait("begins again")
+    said = json.loads((tmp_path / "a.json").read_text())["messages"]
+    assert [m["role"] for m in said] == ["user", "assistant"] and said[0]["content"] == "Tom has\n/help apples.\n\nGo"
+    t.type('"""one line"""\r').wait(READY).type(f"/save {tmp_path}/b.json\r").wait("b.json")
+    assert json.loads((tmp_path / "b.json").read_text())["messages"][0]["content"] == "one line"
+    t.type('"""\r \r"""\r').wait(READY).type('"""a\r').wait("a$").type("\x03").wait(READY)  # blank: not sent; Ctrl-C drops it
+    t.type(f"/save {tmp_path}/c.json\r").wait("c.json").type("/help\r").wait('Three quotation marks').type("\x04")
+    assert t.end() == 0 and (tmp_path / "c.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+
+
 def test_editing_is_what_the_screen_shows(tmp_path):
     t = Terminal(tmp_path, "chat", "-q", columns=20)
     t.wait(READY).type("hello wörld").wait("> hello wörld")

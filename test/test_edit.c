@@ -43,6 +43,12 @@ static void test_edit_keys(void) {
         {"", "h\303\251\033[DX", "hX|\303\251", EDIT_GOES_ON},
         {"", "h\303\251\360\237\231\202\177\177", "h|", EDIT_GOES_ON},
         {"", "a\012b\033\rc\\\rd\r", "a\nb\nc\nd|", EDIT_DONE},
+        {"", "\"\"\"a\r\rb\r\"\"\"\r", "\"\"\"a\n\nb\n\"\"\"|", EDIT_DONE},
+        {"", "\"\"\"a\"\"\"\r", "\"\"\"a\"\"\"|", EDIT_DONE},
+        {"", "\"\"\"\"\"\r", "\"\"\"\"\"\n|", EDIT_GOES_ON}, /* two of them are no end */
+        {"", "\"\"\"ab\033[D\r", "\"\"\"a\n|b", EDIT_GOES_ON},
+        {"", "\"\"\"a\r\003", "\"\"\"a\n|", EDIT_CANCELLED},
+        {"", "a \"\"\"b\r", "a \"\"\"b|", EDIT_DONE}, /* quotes inside a line are text */
         {"", "a\\\033[D\r", "a\\|", EDIT_DONE}, /* a backslash counts at the end of the text only */
         {"", "\033[200~a\rb\nc\td\003e\033[201~\r", "a\nb\nc\tde|", EDIT_DONE},
         {"", "\033[9;9;9;9;9;9;9;9;9ZA", ";9ZA|", EDIT_GOES_ON}, /* the longest sequence ends, the rest is text */
@@ -60,6 +66,8 @@ static void test_edit_keys(void) {
     }
     edit_result result;
     CHECK(!strcmp(edt_type("", "ab\ncd\033[AX", &result), "abX|\ncd"));
+    CHECK(str_is(edit_unquote(STR("\"\"\"a\nb\"\"\"")), "a\nb") && !edit_unquote(STR("\"\"\"\"\"\"")).n);
+    CHECK(str_is(edit_unquote(STR("\"a\"")), "\"a\"") && str_is(edit_unquote(STR("\"\"\"\"\"")), "\"\"\"\"\""));
     CHECK(!strcmp(edt_type("", "ab\ncde\033[A\033[BX", &result), "ab\ncdX|e"));
     CHECK(!strcmp(edt_type("", "a\n\303\251\303\251\033[A", &result), "a|\n\303\251\303\251"));
 }
