@@ -29748,19 +29748,25 @@ static int64_t eng_kv_capacity(const eng *engine, toka_device_options options, i
     return capacity;
 }
 
+/* Shares n_states states out between the sequences that run at once and snapshots. chosen: the
+ * sequences that the caller chose; 0: *max_seqs becomes as many as get a state. Returns the
+ * snapshots: a quarter of the states, and at most one for each sequence. */
+COLD
+static int eng_share_states(int n_states, int chosen, int *max_seqs) {
+    if (!chosen) *max_seqs = MAX(1, MIN(*max_seqs, n_states - n_states / 4));
+    return MIN(*max_seqs, MAX(n_states - *max_seqs, 0));
+}
+
 /* Of a model with states: chooses the sequences that run at once, if the caller did not, and the
- * snapshots. All states together take at most half of the memory; a quarter of them, and at most
- * one for each sequence, are snapshots. */
+ * snapshots. All states together take at most half of the memory. */
 COLD
 static void eng_size_states(const eng *engine, toka_device_options *device, int max_len,
                             const toka_options *options, sched_config *config) {
     int n_states = 2 * config->max_seqs;
     eng_kv_capacity(engine, *device, max_len, config, &n_states);
-    if (!options->max_num_seqs)
-        config->max_seqs = MAX(1, MIN(config->max_seqs, n_states - n_states / 4));
+    const int n_snapshots = eng_share_states(n_states, options->max_num_seqs, &config->max_seqs);
     config->states = (sched_states){.used = true, .distance = SCHED_SNAPSHOT_TOK};
-    if (!options->no_prefix_caching)
-        config->states.n_snapshots = MIN(config->max_seqs, MAX(n_states - config->max_seqs, 0));
+    if (!options->no_prefix_caching) config->states.n_snapshots = n_snapshots;
     device->n_seqs = config->max_seqs;
     device->n_states = config->max_seqs + config->states.n_snapshots;
 }
@@ -48622,7 +48628,9 @@ typedef struct plan_query { /* what `toka plan` was asked; plan_check checks all
     int n_gpus;                /* number of GPUs */
     double utilization;        /* share of a GPU's memory that may be used, 0 to 1 */
     int max_len;               /* tokens of a sequence */
-    int max_seqs;              /* running sequences of a replica */
+    int max_seqs;              /* running sequences of a replica, at most */
+    int chosen_seqs;           /* the same, if --max-num-seqs is given; 0: it is not */
+    int n_snapshots;           /* states of linear mixers beside those of the sequences */
     int max_tokens;            /* rows of a step */
     int input_len, output_len; /* the workload: tokens of a prompt, and of an answer */
     int n_samples;             /* the workload: answers per prompt */
@@ -48677,6 +48685,7 @@ typedef struct plan_layout {
     int64_t kv_tokens;                                /* of all replicas; 0 if the model does not
                                                        * fit */
     int n_windowed;                                   /* windowed pages of a replica */
+    int max_seqs;                                     /* running sequences of a replica, at most */
     /* sequences of max_len tokens that fit in kv_tokens */
     double n_max_len_seqs;
     plan_rate decode, workload; /* decode steps alone; the workload, prompts included */
@@ -48778,6 +48787,13 @@ static int plan_check_split(const plan_query *query, int tp, int pp, toka_err *e
         return fail(e, TOKA_E_USE, "pipeline parallel size %d: a draft model has no stages beside "
                     "it", pp);
     if (plan_check_layout(&query->model->shape, tp, pp, e)) return e->code;
+    for (int i = 0; i < query->model->shape.L && tp > 1; i++) {
+        const toka_shape *shape = &query->model->shape;
+        const char *missing = toka_gpu_missing_of_ranks(shape, &query->shapes->weights.layers[i]);
+        if (missing)
+            return fail(e, TOKA_E_USE, "tensor parallel size %d: the GPU does not have %s over "
+                        "several tensor ranks", tp, missing);
+    }
     for (int i = 0; i < tp; i++)
         if (!plan_rank_costs(query, tp, i, e)) return e->code;
     return 0;
@@ -48895,7 +48911,7 @@ static plan_rank plan_make_rank(const plan_query *query, int tp, int pp, int sta
     }
     rank.kv_bytes = (int64_t)(query->utilization * (query->gpu->memory - PLAN_CONTEXT_BYTES)) -
                     rank.weight_bytes - rank.scratch_bytes -
-                    query->max_seqs * eng_state_bytes(shape, 0);
+                    (query->max_seqs + query->n_snapshots) * eng_state_bytes(shape, 0);
     plan_size_kv(query, &rank, 1);
     return rank;
 }
@@ -49027,7 +49043,7 @@ static int64_t plan_n_running(const plan_query *query, const plan_layout *layout
     double shared = query->input_len / TOKA_GPU_PAGE_TOK * TOKA_GPU_PAGE_TOK;
     double tokens_per_seq = shared / query->n_samples + (query->input_len - shared) +
                             query->output_len / 2.0 + TOKA_GPU_PAGE_TOK / 2.0;
-    double max_running = MIN((double)query->max_seqs,
+    double max_running = MIN((double)layout->max_seqs,
                              (double)query->max_tokens * layout->pp / rows);
     double fit_in_kv = MIN((double)layout->kv_tokens / layout->dp / tokens_per_seq,
                            (double)plan_by_windows(query, layout->n_windowed));
@@ -49064,12 +49080,29 @@ static plan_rate plan_make_rate(const plan_query *query, const plan_rank *ranks,
     return rate;
 }
 
+/* Sets the sequences and the snapshots of a replica of a model with states, as eng_size_states
+ * does. Other models have no states. */
+static void plan_size_states(plan_query *query, int tp, int pp) {
+    int n_states = 2 * query->max_seqs;
+    if (!query->model->shape.linear.n_layers) return;
+    for (int i = 0; i < tp * pp; i++) {
+        const plan_rank rank = plan_make_rank(query, tp, pp, i / tp, i % tp);
+        const int64_t bytes = eng_state_bytes(&rank.shape, 0);
+        const int64_t free_bytes = rank.kv_bytes + query->max_seqs * bytes;
+        if (bytes) n_states = (int)MIN(n_states, MAX(free_bytes, (int64_t)0) / 2 / bytes);
+    }
+    query->n_snapshots = eng_share_states(n_states, query->chosen_seqs, &query->max_seqs);
+}
+
 /* Returns the layout with all its results. The layout must have passed plan_check_layout. It fits
  * if the KV cache of every rank has room for one sequence of must_hold tokens. */
-static plan_layout plan_make_layout(const plan_query *query, int tp, int pp, int dp,
+static plan_layout plan_make_layout(const plan_query *asked, int tp, int pp, int dp,
                                     int64_t must_hold) {
     plan_layout layout = {.tp = tp, .pp = pp, .dp = dp, .kv_tokens = INT64_MAX};
     plan_rank ranks[PLAN_MAX_GPUS];
+    plan_query of_layout = *asked, *query = &of_layout;
+    plan_size_states(query, tp, pp);
+    layout.max_seqs = query->max_seqs;
     for (int i = 0; i < tp * pp; i++) {
         const plan_rank *rank = &ranks[i];
         ranks[i] = plan_make_rank(query, tp, pp, i / tp, i % tp);
@@ -49231,7 +49264,7 @@ static int plan_max_in_flight(const plan_query *query, const plan_layout *layout
     const int64_t shared = query->input_len / page * page;
     const int64_t own = (query->input_len - shared + query->output_len + page - 1) / page * page;
     const int64_t by_kv = layout->kv_tokens / layout->dp / (shared + own * n);
-    const int64_t most = MIN(query->max_seqs, plan_by_windows(query, layout->n_windowed));
+    const int64_t most = MIN(layout->max_seqs, plan_by_windows(query, layout->n_windowed));
     return (int)MIN(by_kv, most / n);
 }
 
@@ -49554,6 +49587,7 @@ static int plan_check(const plan_options *options, plan_query *query, int *must_
     /* The same defaults as in eng_open. */
     query->max_tokens = options->max_tokens ? options->max_tokens
                                             : MAX(TOKA_GPU_DEFAULT_TOKENS, options->max_seqs);
+    query->chosen_seqs = options->max_seqs;
     query->max_seqs = options->max_seqs ? options->max_seqs
                                         : MIN(TOKA_GPU_DEFAULT_SEQS, query->max_tokens);
     if (query->max_seqs > query->max_tokens)
@@ -49722,8 +49756,14 @@ static void plan_put_support(const plan_query *query, const plan_layout *best, b
     const run_gpu *gpu = query->gpu;
     const toka_backend *cuda = lib_find_backend("cuda");
     toka_err e = {0};
+    const char *needed = NULL;
+    for (int i = 0; i < query->model->shape.L && gpu->arch < 90 && !needed; i++)
+        needed = toka_gpu_needs_hopper(&query->shapes->weights.layers[i]);
     buf_printf(out, "toka %s ", TOKA_VERSION);
-    if (!cuda && plan_is_special(query->model))
+    if (needed)
+        buf_printf(out, "does not run this model on a %s: %s a GPU of compute capability 9.0",
+                   gpu->name, needed);
+    else if (!cuda && plan_is_special(query->model))
         buf_c(out, "runs it on a GPU if the GPU half, which this build is without, has its formats "
                    "and layers");
     else if (cuda && cuda->supports &&
@@ -49776,8 +49816,10 @@ static void plan_put_head(const plan_query *query, const char *name, buf *out) {
                1e-12 * gpu->flops, 1e-12 * gpu->memory_rate, 1e-9 * gpu->link_rate, gpu->source);
     buf_printf(out, "workload: %d tokens in, %d out, %d answer%s a prompt\n", query->input_len,
                query->output_len, query->n_samples, query->n_samples > 1 ? "s" : "");
-    buf_printf(out, "a replica runs at most %s sequences, %s tokens a step\n\n",
-               plan_format_int(query->max_seqs, text1), plan_format_int(query->max_tokens, text2));
+    buf_printf(out, "a replica runs at most %s sequences, %s tokens a step%s\n\n",
+               plan_format_int(query->max_seqs, text1), plan_format_int(query->max_tokens, text2),
+               query->chosen_seqs || !config->shape.linear.n_layers
+                   ? "" : "; states take at most half of its memory");
 }
 
 /* Appends the table's row of a layout. */
@@ -49814,8 +49856,8 @@ enum { PLAN_EXPERT_STEPS = 5 };
 static const int plan_expert_rows[PLAN_EXPERT_STEPS] = {1, 8, 64, 512, 4096};
 
 /* Returns the bytes of experts that a rank of a layout reads in a step of n_rows rows: the mean of
- * its GPUs. It is the same where each tensor rank has a share of every expert, as in toka, and
- * where each rank has some whole experts. */
+ * its GPUs. It is the same where each rank has a share of every expert and where each rank has some
+ * whole experts. */
 static double plan_expert_bytes(const plan_query *query, const plan_layout *layout, int n_rows) {
     return plan_make_rank(query, 1, 1, 0, 0).costs.experts.bytes *
            plan_touched(&query->model->moe, n_rows) / (layout->tp * layout->pp);
@@ -49969,7 +50011,8 @@ static void plan_put_json_layout(const plan_options *options, const plan_layout 
                    {"weight_bytes", layout->weight_bytes},
                    {"scratch_bytes", layout->scratch_bytes},
                    {"kv_bytes_per_token", layout->token_bytes},
-                   {"kv_tokens", layout->kv_tokens}};
+                   {"kv_tokens", layout->kv_tokens},
+                   {"max_num_seqs", layout->max_seqs}};
     buf flags = {0};
     json_put_open(out, '{');
     for (int i = 0; i < COUNT(numbers); i++)
@@ -50063,16 +50106,20 @@ static void plan_put_json(const plan_options *options, const plan_query *query, 
 /* Returns the error for a model that does not fit. */
 static int plan_fail_to_fit(const plan_query *query, const char *name, int must_hold, toka_err *e) {
     const int min_gpus = plan_min_gpus(*query, must_hold);
-    char hint[64];
+    const int64_t state_bytes = query->chosen_seqs * eng_state_bytes(&query->model->shape, 0);
+    char hint[64], states[80] = "";
+    if (state_bytes)
+        snprintf(states, sizeof states, ", %.3g GB for the states of --max-num-seqs %d sequences",
+                 1e-9 * (double)state_bytes, query->chosen_seqs);
     snprintf(hint, sizeof hint, "nor do they on any number of them up to %d", PLAN_MAX_GPUS);
     if (min_gpus)
         snprintf(hint, sizeof hint,
                  min_gpus > query->n_gpus ? "at least %d are needed" : "on %d of them they do",
                  min_gpus);
     return fail(e, TOKA_E_USE,
-                "%s: %.3g GB of weights and a sequence of %d tokens do not fit on %d x %s, "
+                "%s: %.3g GB of weights%s and a sequence of %d tokens do not fit on %d x %s, "
                 "however they are split; %s",
-                name, 1e-9 * (double)plan_weight_bytes(query), must_hold, query->n_gpus,
+                name, 1e-9 * (double)plan_weight_bytes(query), states, must_hold, query->n_gpus,
                 query->gpu->name, hint);
 }
 
@@ -50272,7 +50319,7 @@ static int plan_answer_rate(const plan_options *options, plan_query *query, int 
 
 /* ---- The memory of a batch ---- */
 
-enum { PLAN_MEMORY_ROWS = 5 };
+enum { PLAN_MEMORY_ROWS = 6 };
 typedef struct plan_memory_row {
     const char *name;
     int64_t bytes;
@@ -50290,11 +50337,12 @@ static void plan_make_memory(const plan_query *query, int64_t batch, int64_t len
     const int64_t tables = (int64_t)toka_gpu_scratch_bytes(shape, 0);
     /* of a row: id, position, slot; of a sequence: id and log-probabilities */
     const int64_t in = 12 * T, result = 16;
+    const int64_t state_bytes = eng_state_bytes(shape, 0);
     plan_memory_row all[PLAN_MEMORY_ROWS] = {
         {"weights", plan_weight_bytes(query), ""},
         {"K and V", batch * length * plan_kv_bytes(query), ""},
         {"activations", activations, ""}, {"in- and output", in + batch * result, ""},
-        {"tables, driver", tables, ""}};
+        {"tables, driver", tables, ""}, {"states", batch * state_bytes, ""}};
     buf formats = {0};
     plan_put_formats(query, &formats);
     snprintf(all[0].formula, sizeof all[0].formula, "%lld parameters as %s%s",
@@ -50302,7 +50350,8 @@ static void plan_make_memory(const plan_query *query, int64_t batch, int64_t len
              plan_has_format(query, TOKA_INT4) ? "; int4 becomes bf16" : "");
     snprintf(all[1].formula, sizeof all[1].formula,
              "%lld sequences * %lld tokens * %d layers * %lld kv heads * (%lld + %lld) * 2 bytes",
-             (long long)batch, (long long)length, shape->L, (long long)K, (long long)D,
+             (long long)batch, (long long)length, shape->L - shape->linear.n_layers, (long long)K,
+             (long long)D,
              (long long)Dv);
     snprintf(all[2].formula, sizeof all[2].formula,
              "%lld rows * (2 * (2 E + 2 H D + (H + 2 K) D + F) + 4 H (D + 1)) bytes", (long long)T);
@@ -50310,6 +50359,8 @@ static void plan_make_memory(const plan_query *query, int64_t batch, int64_t len
              (long long)T, (long long)batch, (long long)result);
     snprintf(all[4].formula, sizeof all[4].formula, "%d positions * D / 2 * 8 bytes + 1.5 GiB",
              shape->max_len);
+    snprintf(all[5].formula, sizeof all[5].formula, "%lld sequences * %lld bytes", (long long)batch,
+             (long long)state_bytes);
     memcpy(rows, all, sizeof all);
     buf_free(&formats);
 }
@@ -50319,7 +50370,7 @@ static void plan_put_memory_text(const plan_query *query, const plan_memory_row 
     const toka_shape *shape = &query->model->shape;
     int64_t sum = 0;
     buf_printf(out, "%-16s %10s %10s\n", "", "GB", "GiB");
-    for (int i = 0; i < PLAN_MEMORY_ROWS; i++) {
+    for (int i = 0; i < PLAN_MEMORY_ROWS && rows[i].bytes; i++) {
         buf_printf(out, "%-16s %10.2f %10.2f  %s\n", rows[i].name, 1e-9 * (double)rows[i].bytes,
                    (double)rows[i].bytes / 0x1p30, rows[i].formula);
         sum += rows[i].bytes;
@@ -50340,7 +50391,7 @@ static void plan_put_memory_json(const plan_memory_row *rows, const char *name, 
     json_put_key(out, "model"), json_put_str(out, str_c(name));
     json_put_key(out, "least_gpus"), json_put_int(out, n_gpus);
     json_put_key(out, "memory"), json_put_open(out, '[');
-    for (int i = 0; i < PLAN_MEMORY_ROWS; i++) {
+    for (int i = 0; i < PLAN_MEMORY_ROWS && rows[i].bytes; i++) {
         json_put_open(out, '{');
         json_put_key(out, "name"), json_put_str(out, str_c(rows[i].name));
         json_put_key(out, "bytes"), json_put_int(out, rows[i].bytes);
@@ -50357,6 +50408,8 @@ static void plan_answer_memory(const plan_options *options, const plan_query *qu
     plan_query holds = *query;
     const int64_t must_hold = (int64_t)options->batch * length;
     holds.max_seqs = MAX(holds.max_seqs, options->batch);
+    if (query->model->shape.linear.n_layers && !holds.chosen_seqs) /* each has a state */
+        holds.max_seqs = holds.chosen_seqs = options->batch;
     plan_make_memory(query, options->batch, length, rows);
     const int n_gpus = plan_min_gpus(holds, must_hold);
     if (options->json) plan_put_memory_json(rows, name, n_gpus, out);
@@ -54921,9 +54974,10 @@ static const help_page help_pages[] = {
      "  cache, memory from the formulas of the GPU backend, rates of GPUs from a table.\n"
      "- For a number of GPUs: what fits, and upper bounds of the speed (rooflines) of\n"
      "  each split into tensor ranks, stages and replicas. Of T rows each uses k of X\n"
-     "  experts, so a step reads X (1 - (1 - k/X)^T) of them in each layer. toka cuts\n"
-     "  each expert over the tensor ranks; a rank that had some whole experts would\n"
-     "  read as much on average.\n"
+     "  experts, so a step reads X (1 - (1 - k/X)^T) of them in each layer. Splits that\n"
+     "  the start refuses are left out, and a line says why: GPUs have no experts and\n"
+     "  no MLA over tensor ranks. Sequences with states (Gated DeltaNet) run only as\n"
+     "  far as their states take half of the memory.\n"
      "- For a rate: the fewest GPUs (--gpus: this number) and the split of the lowest\n"
      "  99th percentile of TTFT, if 99 % of the requests meet all limits of --goodput:\n"
      "  ttft, itl (the mean of a request; also called tpot) and e2el, in ms. `most` is\n"

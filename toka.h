@@ -1739,6 +1739,29 @@ static inline size_t toka_gpu_scratch_bytes(const toka_shape *shape, int max_tok
     return (size_t)max_tokens * (row * 2 + attention) +
            (size_t)shape->max_len * shape->D / 2 * 8 + ((size_t)1536 << 20);
 }
+/* Returns what GPUs do not have of a layer that several tensor ranks compute; NULL: they have all
+ * of it. */
+static inline const char *toka_gpu_missing_of_ranks(const toka_shape *shape,
+                                                    const toka_layer *layer) {
+    const bool all_heads = layer->q_norm_all || layer->k_norm_all ||
+                           (layer->q_norm.rows && layer->q_norm.cols != shape->D) ||
+                           (layer->k_norm.rows && layer->k_norm.cols != shape->D);
+    return layer->mla   ? "multi-head latent attention (MLA)"
+           : layer->moe ? "experts"
+           : layer->attn_post_norm.rows || layer->mlp_post_norm.rows
+               ? "norms behind attention and MLP"
+           : !layer->attn_norm.rows || !layer->mlp_norm.rows ? "layers without a norm before them"
+           : all_heads                                       ? "one norm of all heads"
+                                                             : NULL;
+}
+/* Returns what GPUs before compute capability 9.0 do not have of a layer, with its verb; NULL: they
+ * have all of it. */
+static inline const char *toka_gpu_needs_hopper(const toka_layer *layer) {
+    return layer->moe      ? "experts need"
+           : layer->mla    ? "multi-head latent attention (MLA) needs"
+           : layer->kv_fp8 ? "FP8 K and V need"
+                           : NULL;
+}
 static inline bool toka_gpu_has_gelu(const toka_layer *layer) {
     return !layer->moe && layer->activation == TOKA_GELU_TANH;
 }

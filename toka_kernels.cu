@@ -16266,16 +16266,22 @@ static const char *missing_of_layer(const toka_shape *shape, const toka_layer *l
     return layer->moe ? missing_of_experts(layer->moe) : NULL;
 }
 
-/* The same of a layer that several tensor ranks compute. */
-static const char *missing_of_ranks(const toka_shape *shape, const toka_layer *layer) {
-    return layer->mla ? "multi-head latent attention (MLA)"
-           : layer->attn_post_norm.rows || layer->mlp_post_norm.rows
-               ? "norms behind attention and MLP"
-           : !layer->attn_norm.rows || !layer->mlp_norm.rows ? "layers without a norm before them"
-           : (layer->q_norm.rows && layer->q_norm.cols != shape->D) ||
-                   (layer->k_norm.rows && layer->k_norm.cols != shape->D)
-               ? "one norm of all heads"
-               : NULL;
+/* Latches an error if this GPU cannot compute a layer with so many tensor ranks. */
+static void check_layers(toka_device *dev) {
+    for (int i = 0; i < dev->shape->L && !dev->error.code; i++) {
+        const toka_layer *layer = &dev->weights->layers[i];
+        const char *needed = dev->hopper ? NULL : toka_gpu_needs_hopper(layer);
+        const char *missing = dev->options.tp_size > 1
+                                  ? toka_gpu_missing_of_ranks(dev->shape, layer) : NULL;
+        if (!needed && !missing) continue;
+        dev->error.code = TOKA_E_INPUT;
+        if (needed)
+            snprintf(dev->error.msg, sizeof dev->error.msg,
+                     "%s a GPU of compute capability 9.0", needed);
+        else
+            snprintf(dev->error.msg, sizeof dev->error.msg,
+                     "the GPU does not have %s over several tensor ranks", missing);
+    }
 }
 
 static int cuda_supports(const toka_shape *shape, const toka_weights *weights, toka_err *e) {
@@ -16450,31 +16456,7 @@ static int cuda_open(toka_device **out, const toka_device_options *options, cons
     dev->captures_to_fault = toka_debug_option("TOKA_DEBUG_CAPTURE", options);
     if (options->group) group_assign_rank(dev);
     if (!dev->error.code) gpu_open(dev);
-    for (int i = 0; i < shape->L && !dev->error.code && !dev->hopper; i++)
-        if (weights->layers[i].kv_fp8) {
-            dev->error.code = TOKA_E_INPUT;
-            snprintf(dev->error.msg, sizeof dev->error.msg,
-                     "FP8 K and V need a GPU of compute capability 9.0");
-        }
-    for (int i = 0; i < shape->L && !dev->error.code && options->tp_size > 1; i++)
-        if (missing_of_ranks(shape, &weights->layers[i])) {
-            dev->error.code = TOKA_E_INPUT;
-            snprintf(dev->error.msg, sizeof dev->error.msg,
-                     "the GPU does not have %s over several tensor ranks",
-                     missing_of_ranks(shape, &weights->layers[i]));
-        }
-    for (int i = 0; i < shape->L && !dev->error.code; i++)
-        if (weights->layers[i].moe && (!dev->hopper || options->tp_size > 1)) {
-            dev->error.code = TOKA_E_INPUT;
-            snprintf(dev->error.msg, sizeof dev->error.msg,
-                     dev->hopper ? "the GPU does not have experts over several tensor ranks"
-                                 : "experts need a GPU of compute capability 9.0");
-        }
-    if (!dev->error.code && !dev->hopper && kv_is_latent(shape)) {
-        dev->error.code = TOKA_E_INPUT;
-        snprintf(dev->error.msg, sizeof dev->error.msg,
-                 "multi-head latent attention (MLA) needs a GPU of compute capability 9.0");
-    }
+    check_layers(dev);
     if (!dev->error.code) gemm_open(dev);
     if (!dev->error.code) weights_put(dev);
     if (!dev->error.code) weights_describe(dev);

@@ -114,8 +114,7 @@ static void plan_test_known(void) {
     CHECK(fabs((double)plan_weight_bytes(&f.query) - (all - 124 * mlp)) < 1e-3 * all);
     /* tensor ranks cut each expert between blocks of 32 columns: 4 ranks have 22 or 23 of 90 */
     plan_fixture gpt = plan_fixture_open("gpt-oss-120b", "H200");
-    CHECK(!plan_check_split(&gpt.query, 4, 1, &e));
-    CHECK(!plan_check_split(&gpt.query, 2, 1, &e));
+    CHECK(plan_rank_costs(&gpt.query, 4, 3, &e) && plan_rank_costs(&gpt.query, 2, 1, &e));
     const plan_cost whole = plan_make_rank(&gpt.query, 1, 1, 0, 0).costs.experts, half = plan_make_rank(&gpt.query, 2, 1, 0, 1).costs.experts;
     CHECK(half.bytes == whole.bytes / 2 && half.flop == whole.flop / 2 && whole.fp8_flop == 0);
     plan_fixture_close(&f), plan_fixture_close(&gpt);
@@ -188,6 +187,39 @@ static void plan_test_states(void) {
         plan_fixture_close(&f);
     }
 }
+/* As many sequences run as the start of the engine would choose: all states take half of the memory that the weights leave, and a
+ * quarter of them are snapshots. */
+static void plan_test_chosen_states(void) {
+    plan_fixture f = plan_fixture_open("qwen3.5-9b", "H100");
+    plan_query *query = &f.query;
+    query->max_seqs = 8192;
+    plan_layout one = plan_make_layout(query, 1, 1, 1, 865), two = plan_make_layout(query, 2, 1, 1, 865);
+    const plan_rank rank = plan_make_rank(query, 1, 1, 0, 0);
+    const int64_t state_bytes = eng_state_bytes(&query->model->shape, 0);
+    const int64_t half = (rank.kv_bytes + 8192 * state_bytes) / 2, n_states = half / state_bytes;
+    CHECK(one.fits && one.max_seqs == n_states - n_states / 4 && one.max_seqs > 100 && two.max_seqs > 2 * one.max_seqs);
+    CHECK(llabs(one.kv_tokens * rank.bytes.all - half) <= state_bytes + TOKA_GPU_PAGE_TOK * rank.bytes.all);
+    query->max_seqs = query->chosen_seqs = 100; /* then each of them has a snapshot, too */
+    one = plan_make_layout(query, 1, 1, 1, 865);
+    CHECK(one.max_seqs == 100 && llabs(one.kv_tokens * rank.bytes.all - (2 * half - 200 * state_bytes)) <= TOKA_GPU_PAGE_TOK * rank.bytes.all);
+    plan_fixture_close(&f);
+}
+
+/* What the start on a GPU refuses is no split: experts, MLA and norms behind attention over tensor ranks. */
+static void plan_test_refused_ranks(void) {
+    static const struct { const char *model, *missing; } cases[] = {
+        {"qwen3-30b-a3b", "experts"}, {"gpt-oss-20b", "experts"}, {"deepseek-v2-lite", "multi-head latent attention (MLA)"},
+        {"gemma-2-9b", "norms behind attention and MLP"}, {"olmo-2-7b", "norms behind attention and MLP"}, {"llama-3.1-8b", NULL}, {"qwen3-8b", NULL}};
+    for (int i = 0; i < COUNT(cases); i++) {
+        plan_fixture f = plan_fixture_open(cases[i].model, "H100");
+        toka_err e = {0};
+        const int code = plan_check_split(&f.query, 2, 1, &e);
+        CHECK_MSG(!!code == !!cases[i].missing && (!code || strstr(e.msg, cases[i].missing)), "%s: %s", cases[i].model, e.msg);
+        CHECK(!plan_check_split(&f.query, 1, 2, &e));
+        plan_fixture_close(&f);
+    }
+}
+
 static void plan_test_allowed(void) {
     static const struct { int H, K, tp; bool divides; } cases[] = {{14, 2, 1, true}, {14, 2, 2, true}, {14, 2, 3, false}, {14, 2, 4, false},
         {14, 2, 6, false}, {14, 2, 14, true}, {14, 2, 28, false}, {64, 8, 3, true}, {64, 8, 16, true}, {64, 8, 12, false}, {64, 8, 128, false},
@@ -241,12 +273,12 @@ static void plan_test_properties(void) {
         for (int n = 1; n <= 32; n++) {
             for (int pp = 1; pp <= n; pp++)
                 if (n % pp == 0 && !plan_check_split(&f.query, n / pp, pp, &e)) plan_check_complete(&f.query, n / pp, pp, whole);
-            /* more GPUs for a replica, as stages or as tensor ranks, never hold fewer tokens; with windows, the layers
-             * without one may be dealt out less evenly over more stages */
+            /* more GPUs for a replica, as stages or as tensor ranks, never hold fewer tokens; with windows or states, the
+             * layers without them may be dealt out less evenly over more stages */
             for (int pp = 0; pp < 2; pp++) {
                 if (plan_check_split(&f.query, pp ? 1 : n, pp ? n : 1, &e)) continue;
                 plan_layout s = plan_make_layout(&f.query, pp ? 1 : n, pp ? n : 1, 1, 865);
-                const double least = pp && s.n_windowed ? 0.8 : 1, before = (double)(pp ? by_pp : by_tp);
+                const double least = pp && (s.n_windowed || c->shape.linear.n_layers) ? 0.8 : 1, before = (double)(pp ? by_pp : by_tp);
                 CHECK_MSG((double)s.kv_tokens >= least * before, "%s: %d: %g", f.known[m].name, n, (double)s.kv_tokens / before);
                 *(pp ? &by_pp : &by_tp) = s.kv_tokens;
             }
@@ -659,7 +691,8 @@ static void plan_test_dummy_routers(void) {
     }
 }
 
-static const struct test plan_tests[] = {{"plan: memory by hand", plan_test_memory}, {"plan: states", plan_test_states}, {"plan: which splits a model allows", plan_test_allowed},
+static const struct test plan_tests[] = {{"plan: memory by hand", plan_test_memory}, {"plan: states", plan_test_states}, {"plan: chosen states", plan_test_chosen_states},
+    {"plan: splits that the start refuses", plan_test_refused_ranks}, {"plan: which splits a model allows", plan_test_allowed},
                                          {"plan: known figures of models", plan_test_known}, {"plan: experts", plan_test_experts},
                                          {"plan: every model and split", plan_test_properties}, {"plan: KV as the engine sizes it", plan_test_engine},
                                          {"plan: time by hand", plan_test_time}, {"plan: measured figures", plan_test_measured},

@@ -66,6 +66,31 @@ def test_experts_and_formats():
     assert "experts" not in dense and "for each token" not in dense and "16.1 GB as bf16" in dense
 
 
+def test_what_the_start_refuses_is_left_out():
+    for model, missing in (("deepseek-v2-lite", "multi-head latent attention (MLA)"), ("mixtral-8x7b", "experts"), ("olmo-2-7b", "norms behind attention and MLP")):
+        args = ["-m", model, "--gpus", "4", "--gpu", "H200"]
+        text, v = plan(*args)[0], json.loads(plan(*args, "--json")[0])
+        lines = [f"tensor parallel size {size}: the GPU does not have {missing} over several tensor ranks" for size in (2, 4)]
+        assert v["not_possible"] == lines and all(f"not possible: {line}\n" in text for line in lines)
+        assert {(s["tensor_parallel_size"], s["pipeline_parallel_size"]) for s in v["splits"]} == {(1, 1), (1, 2), (1, 4)}
+        assert "--tensor-parallel-size" not in v["recommended"]["flags"]
+    for model, needed in (("mixtral-8x7b", "experts need"), ("deepseek-v2-lite", "multi-head latent attention (MLA) needs")):
+        said = plan("-m", model, "--gpu", "A100-80G", "--gpus", "4")[0]
+        assert f"does not run this model on a A100-80G: {needed} a GPU of compute capability 9.0\n" in said
+
+
+def test_states_take_half_of_the_memory():
+    args = ["-m", "qwen3.5-9b", "--gpu", "H100", "--gpus", "2"]
+    text, v = plan(*args)[0], json.loads(plan(*args, "--json")[0])
+    assert "8,448 tokens a step; states take at most half of its memory\n" in text
+    assert all(s["fits"] and 100 < s["max_num_seqs"] < 8192 for s in v["splits"]) and len(v["splits"]) == 3
+    refused = plan(*args, "--max-num-seqs", "8192", status=1)[1]
+    assert re.search(r"GB of weights, \d+ GB for the states of --max-num-seqs 8192 sequences and a sequence of 865 tokens do not fit on 2 x H100", refused)
+    rows = {r["name"]: r for r in json.loads(plan("-m", "qwen3.5-9b", "--batch-size", "16", "--max-model-len", "4096", "--json")[0])["memory"]}
+    assert rows["states"]["bytes"] == 16 * 24 * (32 * 128 * 128 + 3 * 8192) * 4 and rows["K and V"]["bytes"] == 16 * 4096 * 8 * 4 * 512 * 2
+    assert "4096 tokens * 8 layers" in rows["K and V"]["formula"]
+
+
 def test_rate():
     args = ["-m", "llama-3.1-8b", "--request-rate", "100", "--goodput", "ttft:500", "itl:50", "--gpu-price", "3.0"]
     text, v = plan(*args)[0], json.loads(plan(*args, "--json")[0])
