@@ -41284,6 +41284,9 @@ static int run_load_adapters(toka *t, const char *const *modules, int n_modules,
             code = fail(e, TOKA_E_USE, "--lora-modules: '%s', expected NAME=FOLDER or {\"name\": .., "
                         "\"path\": ..}", modules[i]);
         else code = toka_load_adapter(t, name, path, false, e);
+        const toka_err why = *e;
+        if (name && path && code)
+            fail(e, code, "--lora-modules %.100s: %.380s", modules[i], why.msg);
     }
     arena_free(&memory);
     return code;
@@ -49761,7 +49764,7 @@ static void plan_put_support(const plan_query *query, const plan_layout *best, b
         needed = toka_gpu_needs_hopper(&query->shapes->weights.layers[i]);
     buf_printf(out, "toka %s ", TOKA_VERSION);
     if (needed)
-        buf_printf(out, "does not run this model on a %s: %s a GPU of compute capability 9.0",
+        buf_printf(out, "does not run this model on %s: %s a GPU of compute capability 9.0",
                    gpu->name, needed);
     else if (!cuda && plan_is_special(query->model))
         buf_c(out, "runs it on a GPU if the GPU half, which this build is without, has its formats "
@@ -56250,6 +56253,19 @@ static const char *cli_find_value(const char *flag, int argc, char **argv) {
     return value;
 }
 
+static void cli_put_takers(unsigned commands, buf *out);
+
+/* Returns the error of a flag that only other commands have. name: as typed. */
+static int cli_fail_other_command(const cli *flags, const cli_flag *flag, const char *name,
+                                  toka_err *e) {
+    buf takers = {0};
+    cli_put_takers(flag->commands, &takers);
+    fail(e, TOKA_E_USE, "%s is not for this command, but for %s; see %s --help-all", name,
+         takers.p, flags->called);
+    buf_free(&takers);
+    return e->code;
+}
+
 /* Sets flags from the members of --config FILE, if the arguments have it. bad_env: as in
  * cli_parse. */
 static int cli_read_config(cli *flags, unsigned command, int argc, char **argv, bool *bad_env,
@@ -56277,7 +56293,7 @@ static int cli_read_config(cli *flags, unsigned command, int argc, char **argv, 
         else if (flag->offset == AT(config))
             code = fail(e, TOKA_E_USE, "%s: such a file cannot name another one", where);
         else if (!(flag->commands & command))
-            code = fail(e, TOKA_E_USE, "%s is not for this command", where);
+            code = cli_fail_other_command(flags, flag, where, e);
         else code = cli_set_from_json(flags, flag, key + 1, where, e);
         if (flag) bad_env[flag - cli_flags] = false;
         buf_free(&name);
@@ -56293,8 +56309,7 @@ static int cli_read_config(cli *flags, unsigned command, int argc, char **argv, 
 static int cli_check_flag(const cli *flags, const cli_flag *flag, unsigned command, str name,
                           const char *value, toka_err *e) {
     if (!(flag->commands & command))
-        return fail(e, TOKA_E_USE, "%.*s is not for this command; see %s --help-all", STRF(name),
-                    flags->called);
+        return cli_fail_other_command(flags, flag, arena_cstr(flags->memory, name), e);
     if (flag->type == CLI_BOOL && value)
         return fail(e, TOKA_E_USE, "%.*s takes no value", STRF(name));
     if (flag->type != CLI_BOOL && !value)
@@ -58580,6 +58595,19 @@ static const cli_command cli_command_table[] = {
     {"version",  NULL,         FOR_VERSION,     cli_version_command},
     {"completion", NULL,       FOR_COMPLETION,  cli_completion}
 };
+
+/* Appends the first three commands of these bits, and whether there are more. */
+static void cli_put_takers(unsigned commands, buf *out) {
+    int n = 0;
+    for (int i = 0; i < COUNT(cli_command_table); i++) {
+        const cli_command *command = &cli_command_table[i];
+        if (!(command->for_bit & commands) || ++n > 3) continue;
+        buf_printf(out, "%stoka %s%s%s", n > 1 ? ", " : "", command->name,
+                   command->second_name ? " " : "",
+                   command->second_name ? command->second_name : "");
+    }
+    if (n > 3) buf_c(out, " and others");
+}
 
 /* ---- toka completion: a script for a shell, made from the tables of commands and flags ---- */
 

@@ -406,7 +406,7 @@ def test_missing_files(lora_server, tmp_path):
 
 @pytest.mark.parametrize("flags, message", [
     (["--lora-modules", "a"], "--lora-modules: 'a', expected NAME=FOLDER"), (["--lora-modules", '{"name": "a"}'], "expected NAME=FOLDER"),
-    (["--lora-modules", "a=/nowhere"], "/nowhere/adapter_config.json: No such file"), (["--max-loras", "65"], "--max-loras: 65, expected 0 to 64"),
+    (["--lora-modules", "a=/nowhere"], "--lora-modules a=/nowhere: /nowhere/adapter_config.json: No such file"), (["--max-loras", "65"], "--max-loras: 65, expected 0 to 64"),
     (["--max-lora-rank", "513"], "--max-lora-rank: 513, expected 0 to 512")])
 def test_wrong_flags(flags, message):
     p = subprocess.run([TOKA, "serve", "--port", "0", "--files-dir", "off", *flags], env=ENV, capture_output=True, text=True, timeout=60)

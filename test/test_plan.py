@@ -76,7 +76,7 @@ def test_what_the_start_refuses_is_left_out():
         assert "--tensor-parallel-size" not in v["recommended"]["flags"]
     for model, needed in (("mixtral-8x7b", "experts need"), ("deepseek-v2-lite", "multi-head latent attention (MLA) needs")):
         said = plan("-m", model, "--gpu", "A100-80G", "--gpus", "4")[0]
-        assert f"does not run this model on a A100-80G: {needed} a GPU of compute capability 9.0\n" in said
+        assert f"does not run this model on A100-80G: {needed} a GPU of compute capability 9.0\n" in said
 
 
 def test_states_take_half_of_the_memory():
