@@ -562,7 +562,7 @@ static int hex_digit(char c) {
 
 /* Hashes a 64-bit integer, so that consecutive inputs give unrelated outputs: splitmix64 (Steele,
  * Lea, Flood: Fast splittable pseudorandom number generators, 2014). */
-SERVER_ONLY static uint64_t hash_mix(uint64_t z) {
+static uint64_t hash_mix(uint64_t z) {
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
     z = (z ^ z >> 27) * 0x94D049BB133111EBu;
     return z ^ z >> 31;
@@ -19654,6 +19654,71 @@ COLD static int con_text(con_grammar *grammar, int from, str text, bool in_json)
     return from;
 }
 
+/* ---- Lists of texts ---- */
+
+/* Texts of which one must come, such as the values of an enum. A text is a list of units: bytes,
+ * CON_ESCAPED and a byte that JSON escapes, or CON_GAP, where white space may stand. Texts that
+ * begin alike share states (a trie), so one item (23) reads all of them. */
+enum { CON_TEXT_ENDS = -1, CON_ESCAPED = 256, CON_GAP = 512 };
+
+typedef struct con_texts {
+    ids units; /* of all texts, with CON_TEXT_ENDS behind each */
+} con_texts;
+
+/* Appends UTF-8 to the last text; in_json: as the inside of a JSON string. */
+COLD static void con_add_text(con_grammar *grammar, con_texts *texts, str text, bool in_json) {
+    for (size_t i = 0, n; i < text.n && !grammar->e->code; i += n) {
+        n = (size_t)utf8_len(text.p + i, text.p + text.n);
+        if (!n) con_fail(grammar, "byte %zu of a text is not UTF-8", i);
+        for (size_t k = 0; k < n; k++) {
+            const unsigned char c = (unsigned char)text.p[i + k];
+            const bool escaped = in_json && (c < ' ' || c == '"' || c == '\\');
+            ids_push(&texts->units, escaped ? CON_ESCAPED + c : c);
+        }
+    }
+}
+
+COLD static int con_compare_texts(const void *a, const void *b) {
+    const int32_t *x = *(const int32_t *const *)a, *y = *(const int32_t *const *)b;
+    while (*x == *y && *x != CON_TEXT_ENDS) x++, y++;
+    return *x - *y;
+}
+
+/* Adds an edge for a unit. space: the rule of white space; -1: none. */
+COLD static void con_unit_edge(con_grammar *grammar, int from, int to, int unit, int space) {
+    if (unit < CON_ESCAPED) con_bytes(grammar, from, to, unit, unit);
+    else if (unit < CON_GAP)
+        con_char_range(grammar, from, to, (uint32_t)(unit - CON_ESCAPED),
+                       (uint32_t)(unit - CON_ESCAPED), true);
+    else if (space < 0) con_empty(grammar, from, to);
+    else con_call(grammar, from, to, space, 1, 1);
+}
+
+/* Adds the texts after `from`, and frees them. Returns the state after each of them. */
+COLD static int con_put_texts(con_grammar *grammar, int from, con_texts *texts, int space) {
+    const int to = con_state_new(grammar);
+    const int32_t **sorted = mem_alloc((texts->units.n + 1) * sizeof *sorted), *last = NULL;
+    size_t n = 0;
+    ids states = {0}; /* after the first 0, 1, 2 .. units of the last text */
+    for (size_t i = 0; i < texts->units.n; i++)
+        if (!i || texts->units.p[i - 1] == CON_TEXT_ENDS) sorted[n++] = texts->units.p + i;
+    if (n) qsort(sorted, n, sizeof *sorted, con_compare_texts);
+    ids_push(&states, from);
+    for (size_t i = 0; i < n && !grammar->e->code; last = sorted[i++]) {
+        size_t k = 0;
+        while (last && last[k] == sorted[i][k] && last[k] != CON_TEXT_ENDS) k++;
+        if (last && last[k] == sorted[i][k]) continue; /* the same text again */
+        for (states.n = k + 1; sorted[i][k] != CON_TEXT_ENDS; k++) {
+            ids_push(&states, con_state_new(grammar));
+            con_unit_edge(grammar, states.p[k], states.p[k + 1], sorted[i][k], space);
+        }
+        con_empty(grammar, states.p[k], to);
+    }
+    ids_free(&texts->units), ids_free(&states);
+    free(sorted);
+    return to;
+}
+
 /* Repeats what leads from `start` to `end`, `low` to `high` times, after state `from`. Returns the
  * state after it. */
 COLD static int con_repeat(con_grammar *grammar, int from, con_rule part, int low, int high) {
@@ -20675,6 +20740,11 @@ typedef struct con_made { /* a list of schemas that was made of another schema *
     bool opposite; /* its opposite; else what its keywords stand for */
 } con_made;
 
+typedef struct con_index { /* of a list of values: a hash table */
+    const json *list, **table; /* [mask + 1] NULL: free */
+    uint64_t mask;
+} con_index;
+
 typedef struct con_pattern { /* a rule for a pattern, which may occur often */
     str text;
     int rule;
@@ -20698,6 +20768,8 @@ typedef struct con_schema {
     con_pattern *listed;         /* the names of an object, as JSON strings */
     con_made *made;
     con_strings *strings;
+    con_index *indexes;          /* of long lists of values */
+    int n_indexes, cap_indexes;
     int n_strings, cap_strings, n_listed, cap_listed;
     int n_entries, cap_entries, n_patterns, cap_patterns, n_made, cap_made, heads[CON_HEADS];
     int64_t work;                /* comparisons so far (con_spend) */
@@ -20709,7 +20781,15 @@ typedef struct con_schema {
 
 /* ---- Errors and access ---- */
 
-/* Appends the JSON pointer of a node below `value`. */
+/* Appends a name to a JSON pointer. */
+COLD static void con_put_step(str name, buf *out) {
+    buf_char(out, '/');
+    for (size_t i = 0; i < name.n; i++)
+        if (name.p[i] == '~' || name.p[i] == '/') buf_c(out, name.p[i] == '~' ? "~0" : "~1");
+        else buf_char(out, name.p[i]);
+}
+
+/* Appends the JSON pointer of a node below `value` (RFC 6901). */
 COLD static void con_pointer(const json *value, const json *node, buf *out) {
     while (value != node) {
         const json *child = NULL;
@@ -20717,7 +20797,7 @@ COLD static void con_pointer(const json *value, const json *node, buf *out) {
         if (value->type == JSON_OBJECT) {
             JSON_MEMBERS(key, value)
                 if (key <= node && node < json_next(key + 1)) {
-                    buf_printf(out, "/%.*s", STRF(json_str(key)));
+                    con_put_step(json_str(key), out);
                     child = node == key ? node : key + 1;
                 }
         } else if (value->type == JSON_ARRAY)
@@ -20733,11 +20813,15 @@ COLD static void con_pointer(const json *value, const json *node, buf *out) {
     }
 }
 
-/* Fails because of a part of the schema. */
+/* Fails because of a part of the schema, or of a schema that was made of one. */
 COLD static void con_schema_fail(con_schema *schema, const json *node, const char *what) {
     buf pointer = {0};
+    for (int i = schema->n_made - 1; i >= 0; i--)
+        if (schema->made[i].list <= node && node < json_next(schema->made[i].list))
+            node = schema->made[i].of;
     con_pointer(schema->root, node, &pointer);
-    con_fail(schema->grammar, "JSON schema: %.200s: %s", pointer.n ? pointer.p : "/", what);
+    con_fail(schema->grammar, "JSON schema: %.200s%s%s", pointer.n ? pointer.p : "",
+             pointer.n ? ": " : "", what);
     buf_free(&pointer);
 }
 
@@ -20760,20 +20844,41 @@ COLD static int con_limit(con_schema *schema, const json *part, const char *name
     return (int)MIN(number, (int64_t)CON_FOREVER);
 }
 
-/* Decodes one step of a JSON pointer: ~1, ~0 and %XX. */
-COLD static str con_pointer_step(con_schema *schema, str text) {
+COLD static const json *con_member(const json *object, str name) {
+    const json *found = NULL;
+    if (json_is(object, JSON_OBJECT))
+        JSON_MEMBERS(key, object) if (str_eq(json_str(key), name)) found = key + 1;
+    return found;
+}
+
+/* Decodes %XX. */
+COLD static str con_decode_percent(con_schema *schema, str text) {
     char *out = arena_alloc(&schema->memory, text.n + 1);
     size_t n = 0;
     for (size_t i = 0; i < text.n; i++) {
-        char c = text.p[i];
-        if (c == '%' && i + 2 < text.n && hex_digit(text.p[i + 1]) >= 0 &&
-            hex_digit(text.p[i + 2]) >= 0) {
-            c = (char)(hex_digit(text.p[i + 1]) << 4 | hex_digit(text.p[i + 2]));
-            i += 2;
-        } else if (c == '~' && i + 1 < text.n) c = text.p[++i] == '1' ? '/' : '~';
-        out[n++] = c;
+        const int high = i + 2 < text.n && text.p[i] == '%' ? hex_digit(text.p[i + 1]) : -1;
+        const int low = high < 0 ? -1 : hex_digit(text.p[i + 2]);
+        out[n++] = low < 0 ? text.p[i] : (char)(high << 4 | low);
+        if (low >= 0) i += 2;
     }
     return (str){out, n};
+}
+
+/* Returns what one step of a JSON pointer names, with ~1 for / and ~0 for ~; NULL: nothing. */
+COLD static const json *con_follow_step(con_schema *schema, const json *at, str step) {
+    char *name = arena_alloc(&schema->memory, step.n + 1);
+    size_t n = 0;
+    for (size_t i = 0; i < step.n; i++) {
+        const char next = step.p[i] == '~' && i + 1 < step.n ? step.p[i + 1] : 0;
+        if (step.p[i] == '~' && next != '0' && next != '1') return NULL;
+        name[n++] = !next ? step.p[i] : next == '1' ? '/' : '~';
+        i += next != 0;
+    }
+    name[n] = 0;
+    if (!json_is(at, JSON_ARRAY)) return con_member(at, (str){name, n});
+    const bool is_index = n && n < 10 && strspn(name, "0123456789") == n &&
+                          (name[0] != '0' || n == 1);
+    return is_index ? json_at(at, (size_t)atoi(name)) : NULL;
 }
 
 /* Returns the subschema with this $anchor or $id; NULL: none, or two have this $anchor. */
@@ -20799,20 +20904,16 @@ COLD static const json *con_resolve(con_schema *schema, const json *ref) {
     const str base = str_sub(text, 0, hash < 0 ? text.n : (size_t)hash);
     const json *at = schema->root;
     if (base.n && !str_eq(base, root_id)) at = con_find_anchor(schema, base);
-    str path = hash < 0 ? STR("") : str_sub(text, (size_t)hash + 1, text.n), step;
+    str path = hash < 0 ? STR("") : str_sub(text, (size_t)hash + 1, text.n);
+    path = con_decode_percent(schema, path);
     if (path.n && path.p[0] != '/') {
         at = con_find_anchor(schema, str_sub(text, (size_t)hash, text.n));
         path = STR("");
     }
-    if (path.n) path = str_sub(path, 1, path.n);
-    const bool ends_empty = hash >= 0 && str_ends(text, STR("/")); /* its last name is "" */
-    while (at && str_split_next(&path, '/', &step) && con_spend(schema, at->n)) {
-        const str name = con_pointer_step(schema, step);
-        const char *key = arena_cstr(&schema->memory, name);
-        at = json_is(at, JSON_ARRAY) ? json_at(at, (size_t)strtoul(key, NULL, 10))
-                                     : json_get(at, key);
+    for (size_t i = 0, end; at && i < path.n && con_spend(schema, at->n); i = end) {
+        for (end = i + 1; end < path.n && path.p[end] != '/';) end++;
+        at = con_follow_step(schema, at, str_sub(path, i + 1, end));
     }
-    if (at && ends_empty) at = json_get(at, "");
     if (!at) con_schema_fail(schema, ref, "this $ref does not name one place in the schema");
     return at;
 }
@@ -21254,16 +21355,60 @@ COLD static bool con_equal(const json *a, const json *b) {
     return true;
 }
 
+/* Values that are equal (con_equal) have the same hash. */
+COLD static uint64_t con_value_hash(const json *value) {
+    const str text = json_str(value);
+    const double number = value->type == JSON_NUMBER ? json_num(value, 0) + 0.0 : 0;
+    uint64_t hash = hash_mix((uint64_t)value->type + hash_bytes(text.p, text.n) +
+                             hash_bytes(&number, sizeof number));
+    if (value->type == JSON_ARRAY)
+        JSON_EACH(it, value) hash = hash_mix(hash + con_value_hash(it));
+    if (value->type == JSON_OBJECT) /* in any order */
+        JSON_MEMBERS(key, value)
+            hash += hash_mix(3 * con_value_hash(key) + con_value_hash(key + 1));
+    return hash;
+}
+
+/* Returns the place of a value in a table, or the free one for it; NULL after an error. */
+COLD static const json **con_find_value(con_schema *schema, const con_index *index,
+                                        const json *value) {
+    const json **at = &index->table[con_value_hash(value) & index->mask];
+    while (*at && !con_equal(*at, value)) {
+        if (!con_spend(schema, 1)) return NULL;
+        at = at == &index->table[index->mask] ? index->table : at + 1;
+    }
+    return at;
+}
+
+/* Returns the index of a list of values, a new one if it has none. */
+COLD static con_index con_index_of(con_schema *schema, const json *list) {
+    for (int i = 0; i < schema->n_indexes; i++)
+        if (schema->indexes[i].list == list) return schema->indexes[i];
+    con_index index = {list, NULL, 1};
+    while (index.mask < 2 * list->n) index.mask = 2 * index.mask + 1;
+    index.table = arena_zalloc(&schema->memory, (index.mask + 1) * sizeof *index.table);
+    JSON_EACH(it, list) {
+        const json **at = con_find_value(schema, &index, it);
+        if (!at) break;
+        *at = it;
+    }
+    schema->indexes = con_grow(schema->indexes, schema->n_indexes, &schema->cap_indexes,
+                               sizeof *schema->indexes);
+    return schema->indexes[schema->n_indexes++] = index;
+}
+
 /* Does the list of values of a schema (enum, const) have this value? true: there is no list. */
-COLD static bool con_has_value(const json *part, const json *value) {
+COLD static bool con_has_value(con_schema *schema, const json *part, const json *value) {
+    enum { LONG = 32 };
     const json *values = json_get(part, "enum"), *one = json_get(part, "const");
     bool found = !json_is(values, JSON_ARRAY);
-    if (!found)
-        JSON_EACH(it, values)
-            if (con_equal(it, value)) {
-                found = true;
-                break;
-            }
+    con_spend(schema, found ? 1 : MIN(values->n, (size_t)schema->n_indexes + LONG));
+    if (!found && values->n > LONG) {
+        const con_index index = con_index_of(schema, values);
+        const json **at = con_find_value(schema, &index, value);
+        found = at && *at;
+    } else if (!found)
+        JSON_EACH(it, values) found |= con_equal(it, value);
     return found && (!one || con_equal(one, value));
 }
 
@@ -21288,12 +21433,6 @@ COLD static bool con_requires(const con_all *all, str name) {
             JSON_EACH(it, required) if (str_eq(json_str(it), name)) return true;
     }
     return false;
-}
-COLD static const json *con_member(const json *object, str name) {
-    const json *found = NULL;
-    if (json_is(object, JSON_OBJECT))
-        JSON_MEMBERS(key, object) if (str_eq(json_str(key), name)) found = key + 1;
-    return found;
 }
 
 COLD static unsigned con_all_types(con_schema *schema, const con_all *all) {
@@ -21346,9 +21485,8 @@ COLD static bool con_is_disjoint(con_schema *schema, const json *a, const json *
     const json *in_x = con_values_of(&x), *in_y = con_values_of(&y);
     if (in_x && in_y) {
         bool common = false;
-        const size_t n = json_is(json_get(in_y, "enum"), JSON_ARRAY) ? json_get(in_y, "enum")->n : 1;
         CON_EACH_VALUE(it, in_x)
-            common |= con_spend(schema, n) && con_has_value(in_x, it) && con_has_value(in_y, it);
+            common |= con_has_value(schema, in_x, it) && con_has_value(schema, in_y, it);
         if (!common) return true;
     }
     if (types != CON_OBJECT) return false;
@@ -21375,12 +21513,23 @@ COLD static int con_pattern_rule(con_schema *schema, const json *where, str text
     return rule;
 }
 
-/* Returns a rule for some texts as they stand in a JSON string. */
-COLD static int con_texts_rule(con_grammar *grammar, const json *texts) {
-    const con_rule out = {con_state_new(grammar), con_state_new(grammar)};
-    JSON_EACH(it, texts)
-        con_empty(grammar, con_text(grammar, out.start, json_str(it), true), out.end);
-    return con_rule_of(grammar, out.start, out.end);
+/* Adds a text as it stands in a JSON string. */
+COLD static void con_add_string(con_grammar *grammar, con_texts *texts, str text) {
+    con_add_text(grammar, texts, text, true);
+    ids_push(&texts->units, CON_TEXT_ENDS);
+}
+
+/* Returns a rule for texts, and frees them. */
+COLD static int con_texts_rule(con_grammar *grammar, con_texts *texts) {
+    const int start = con_state_new(grammar);
+    return con_rule_of(grammar, start, con_put_texts(grammar, start, texts, -1));
+}
+
+/* Returns a rule for some strings, without their quotes. */
+COLD static int con_list_rule(con_grammar *grammar, const json *list) {
+    con_texts texts = {0};
+    JSON_EACH(it, list) con_add_string(grammar, &texts, json_str(it));
+    return con_texts_rule(grammar, &texts);
 }
 
 /* Adds the rules that the strings of a schema must match, or (bits of *negated) must not. Returns
@@ -21395,7 +21544,7 @@ COLD static int con_string_rules(con_schema *schema, const con_all *all, int *ru
                    *unlike = json_get(all->part[i].schema, CON_UNLIKE);
         if ((except || unlike) && n < CON_MAX_FACTORS - 2) {
             *negated |= 1u << n;
-            rules[n++] = except ? con_texts_rule(schema->grammar, except)
+            rules[n++] = except ? con_list_rule(schema->grammar, except)
                                 : con_pattern_rule(schema, unlike, json_str(unlike));
         }
         if (json_is(pattern, JSON_STRING))
@@ -21474,14 +21623,12 @@ COLD static bool con_is_python(const con_schema *schema) {
     return str_starts(json_str(json_get(schema->style, "member")), STR("%k="));
 }
 
-/* Adds null, true or false after `from`. Returns the state after it. */
-COLD static int con_put_word(con_schema *schema, int from, str word) {
-    const bool python = con_is_python(schema);
-    return con_literal(schema->grammar, from,
-                       !python               ? word
-                       : str_is(word, "null") ? STR("None")
-                       : str_is(word, "true") ? STR("True")
-                                              : STR("False"));
+/* Returns null, true or false as the style writes it. */
+COLD static str con_word(const con_schema *schema, str word) {
+    return !con_is_python(schema)  ? word
+           : str_is(word, "null") ? STR("None")
+           : str_is(word, "true") ? STR("True")
+                                  : STR("False");
 }
 
 /* The text after %v in the pattern of a member. */
@@ -22039,14 +22186,13 @@ COLD static int con_listed_rule(con_schema *schema, const con_object *object) {
             buf_free(&text);
             return schema->listed[i].rule;
         }
-    const con_rule names = {con_state_new(grammar), con_state_new(grammar)};
-    for (int i = 0; i < object->n_names; i++)
-        con_empty(grammar, con_text(grammar, names.start, object->names[i], true), names.end);
+    con_texts names = {0};
+    for (int i = 0; i < object->n_names; i++) con_add_string(grammar, &names, object->names[i]);
     schema->listed = con_grow(schema->listed, schema->n_listed, &schema->cap_listed,
                               sizeof *schema->listed);
     con_pattern *listed = &schema->listed[schema->n_listed++];
     *listed = (con_pattern){arena_str(&schema->memory, buf_view(&text)),
-                            con_rule_of(grammar, names.start, names.end)};
+                            con_texts_rule(grammar, &names)};
     buf_free(&text);
     return listed->rule;
 }
@@ -22120,10 +22266,9 @@ COLD static bool con_value_holds(con_schema *schema, const con_all *all, const j
     const unsigned type = con_type_of_value(value);
     bool holds = (rules->types & type) != 0;
     for (int i = 0; i < all->n && holds; i++) {
-        const json *part = all->part[i].schema, *values = json_get(part, "enum");
+        const json *part = all->part[i].schema;
         if (part == own && !json_get(part, "const")) continue; /* the value is in this list */
-        holds = con_spend(schema, json_is(values, JSON_ARRAY) ? values->n : 0) &&
-                con_has_value(part, value);
+        holds = con_has_value(schema, part, value);
     }
     if (!holds) return false;
     for (int i = 0; i < all->n && type & (CON_ARRAY | CON_OBJECT); i++)
@@ -22160,13 +22305,12 @@ COLD static int con_names_rule(con_schema *schema, const con_all *all) {
     const json *values = con_values_of(&names);
     if (!(types & CON_STRING)) return con_rule_new(schema->grammar);
     if (!values) return con_string_rule(schema, &names);
-    const con_rule out = {con_state_new(schema->grammar), con_state_new(schema->grammar)};
+    con_texts texts = {0};
     con_value_rules rules = {types, -1, -1, -1};
     CON_EACH_VALUE(it, values)
         if (it->type == JSON_STRING && con_value_holds(schema, &names, values, it, &rules))
-            con_empty(schema->grammar, con_text(schema->grammar, out.start, json_str(it), true),
-                      out.end);
-    return con_rule_of(schema->grammar, out.start, out.end);
+            con_add_string(schema->grammar, &texts, json_str(it));
+    return con_texts_rule(schema->grammar, &texts);
 }
 
 /* Collects names, patterns and limits of the list. */
@@ -22252,33 +22396,38 @@ COLD static void con_make_object(con_schema *schema, const con_all *all, int fro
 
 /* ---- Rules of lists ---- */
 
-/* Adds a value of enum or const after `from`. Returns the state after it. Recursion: as deep as the
- * schema's JSON. */
-COLD static int con_put_value(con_schema *schema, int from, const json *value) {
+COLD static void con_add_token(con_texts *texts, char c) {
+    ids_push(&texts->units, c);
+    ids_push(&texts->units, CON_GAP);
+}
+
+/* Appends a value of enum or const to the last text. Recursion: as deep as the schema's JSON. */
+COLD static void con_add_value(con_schema *schema, con_texts *texts, const json *value) {
     con_grammar *grammar = schema->grammar;
-    const bool is_object = value->type == JSON_OBJECT;
-    if (value->type == JSON_STRING)
-        return con_literal(grammar,
-                           con_text(grammar, con_literal(grammar, from, STR("\"")),
-                                    json_str(value), true), STR("\""));
+    const bool is_object = value->type == JSON_OBJECT, is_string = value->type == JSON_STRING;
     if (value->type < JSON_ARRAY) {
         buf text = {0};
-        json_put_value(&text, value);
-        from = value->type == JSON_NUMBER ? con_literal(grammar, from, buf_view(&text))
-                                          : con_put_word(schema, from, buf_view(&text));
+        if (!is_string) json_put_value(&text, value);
+        str word = buf_view(&text);
+        if (value->type < JSON_NUMBER) word = con_word(schema, word);
+        if (is_string) ids_push(&texts->units, '"');
+        con_add_text(grammar, texts, is_string ? json_str(value) : word, is_string);
+        if (is_string) ids_push(&texts->units, '"');
         buf_free(&text);
-        return from;
+        return;
     }
-    from = con_token(schema, from, is_object ? '{' : '[');
+    con_add_token(texts, is_object ? '{' : '[');
     const json *first = value + 1;
     for (const json *it = first; it < json_next(value); it = json_next(it)) {
-        if (it != first) from = con_token(schema, from, ',');
-        from = con_space(schema, con_put_value(schema, from, it));
+        if (it != first) con_add_token(texts, ',');
+        con_add_value(schema, texts, it);
+        ids_push(&texts->units, CON_GAP);
         if (!is_object) continue;
-        from = con_token(schema, from, ':');
-        from = con_space(schema, con_put_value(schema, from, ++it));
+        con_add_token(texts, ':');
+        con_add_value(schema, texts, ++it);
+        ids_push(&texts->units, CON_GAP);
     }
-    return con_literal(grammar, from, is_object ? STR("}") : STR("]"));
+    ids_push(&texts->units, is_object ? '}' : ']');
 }
 
 /* A value without quotes cannot have the text that ends it. */
@@ -22286,15 +22435,18 @@ COLD static void con_make_values(con_schema *schema, const con_all *all, const j
                                  con_rule out) {
     const bool raw = con_is_marked(all, CON_RAW);
     con_value_rules rules = {con_all_types(schema, all), -1, -1, -1};
+    con_texts texts = {0};
     CON_EACH_VALUE(it, values) {
         const str text = json_str(it);
         if (!con_value_holds(schema, all, values, it, &rules) ||
             (raw && str_find(text, con_style_end(schema), 0) >= 0))
             continue;
-        const int from = raw ? con_text(schema->grammar, out.start, text, false)
-                             : con_put_value(schema, out.start, it);
-        con_empty(schema->grammar, raw ? con_end_value(schema, from) : from, out.end);
+        if (raw) con_add_text(schema->grammar, &texts, text, false);
+        else con_add_value(schema, &texts, it);
+        ids_push(&texts.units, CON_TEXT_ENDS);
     }
+    const int after = con_put_texts(schema->grammar, out.start, &texts, schema->space);
+    con_empty(schema->grammar, raw ? con_end_value(schema, after) : after, out.end);
 }
 
 /* Adds to a branch of oneOf the opposites of the other branches, unless they cannot hold together
@@ -22340,7 +22492,8 @@ COLD static void con_make_types(con_schema *schema, const con_all *all, con_rule
     const unsigned types = con_all_types(schema, all);
     for (int i = 0; i < COUNT(words); i++)
         if (types & words[i].type)
-            con_empty(grammar, con_put_word(schema, out.start, str_c(words[i].text)), out.end);
+            con_empty(grammar, con_literal(grammar, out.start,
+                                           con_word(schema, str_c(words[i].text))), out.end);
     if (types & CON_NUMBER)
         con_call(grammar, out.start, out.end,
                  con_number_rule(schema, all, !(types & CON_FRACTION)), 1, 1);
@@ -22417,6 +22570,7 @@ COLD static void con_json_schema(con_grammar *grammar, const toka_grammar *sourc
     free(schema.patterns);
     free(schema.made);
     free(schema.strings);
+    free(schema.indexes);
     free(schema.listed);
 }
 
@@ -22624,15 +22778,16 @@ COLD static void con_from_json(con_grammar *grammar, const toka_grammar *source,
         con_structure(grammar, source, tokenizer, root);
     else if (source->kind != TOKA_GRAMMAR_CHOICE) con_json_schema(grammar, source, root, NULL);
     else {
-        const con_rule out = {con_state_new(grammar), con_state_new(grammar)};
+        con_texts texts = {0};
         if (!json_is(root, JSON_ARRAY) || !root->n)
             con_fail(grammar, "choice: expected a list of texts");
         else
             JSON_EACH(it, root) {
                 if (!json_is(it, JSON_STRING)) con_fail(grammar, "choice: expected a list of texts");
-                con_empty(grammar, con_text(grammar, out.start, json_str(it), false), out.end);
+                con_add_text(grammar, &texts, json_str(it), false);
+                ids_push(&texts.units, CON_TEXT_ENDS);
             }
-        grammar->root = con_rule_of(grammar, out.start, out.end);
+        grammar->root = con_texts_rule(grammar, &texts);
     }
     arena_free(&memory);
 }
