@@ -18995,14 +18995,63 @@ COLD static con_rule con_corner_rule(con_corner *corner, int rule, size_t n_stat
     return out;
 }
 
-/* Left recursion would make frames without end. Rules that have it are made anew; a rule that may
- * first match nothing, and then calls itself, still has it. */
+/* Takes the empty text away from a rule that has it. A copy of its states is for as long as nothing
+ * was read; the first byte leads from there into the old states. Calls of rules that may match
+ * nothing have `low` 0 (con_remove_empty_texts). */
+COLD static void con_remove_empty_text(con_corner *corner, con_rule *rule) {
+    con_grammar *grammar = corner->grammar;
+    rule->start = con_copy_of(corner, rule->start);
+    while (corner->todo.n && !grammar->e->code) {
+        const int state = corner->todo.p[--corner->todo.n], copy = corner->copies[state];
+        grammar->states[copy].lexeme = grammar->states[state].lexeme;
+        for (int k = grammar->states[state].first; k >= 0; k = grammar->edges[k].next) {
+            con_edge edge = grammar->edges[k];
+            edge.from = copy;
+            if (edge.kind == CON_EMPTY || (edge.kind == CON_CALL && !edge.low))
+                con_empty(grammar, copy, con_copy_of(corner, edge.to));
+            if (edge.kind == CON_CALL) edge.low = MAX(edge.low, 1);
+            if (edge.kind != CON_EMPTY) con_edge_add(grammar, edge);
+        }
+    }
+}
+
+/* Makes the grammar anew so that no rule but the root matches nothing: then a rule calls itself on
+ * the left only where each call before may be left out. */
+COLD static void con_remove_empty_texts(con_grammar *grammar) {
+    const size_t n_states = (size_t)grammar->n_states;
+    bool *nullable = mem_alloc(n_states);
+    con_corner corner = {grammar, NULL, mem_alloc(n_states * sizeof *corner.copies), {0}, NULL};
+    con_find_productive(grammar, false, nullable);
+    memset(corner.copies, 0xFF, n_states * sizeof *corner.copies);
+    const int root = grammar->root, n_rules = grammar->n_rules;
+    if (nullable[grammar->rules[root].start]) {
+        grammar->root = con_rule_new(grammar);
+        const con_rule *rule = &grammar->rules[grammar->root];
+        con_call(grammar, rule->start, rule->end, root, 0, 1);
+    }
+    for (int i = 0; i < grammar->n_edges; i++) {
+        con_edge *edge = &grammar->edges[i];
+        if (edge->kind == CON_CALL && nullable[grammar->rules[edge->rule].start]) edge->low = 0;
+    }
+    for (int r = 0; r < n_rules; r++)
+        if (nullable[grammar->rules[r].start])
+            con_remove_empty_text(&corner, &grammar->rules[r]);
+    ids_free(&corner.todo);
+    free(nullable), free(corner.copies);
+    con_prune(grammar);
+}
+
+/* Left recursion would make frames without end. Rules that have it are made anew. */
 COLD static void con_remove_left_recursion(con_grammar *grammar) {
     enum { MOST = 128 }; /* rules: the new ones are as large as all old ones together */
-    const size_t n_rules = (size_t)grammar->n_rules, n_states = (size_t)grammar->n_states;
-    bool *in_circle = mem_alloc(n_rules);
+    bool *in_circle = mem_alloc((size_t)grammar->n_rules + 1); /* there may be a new root */
     int n = con_find_circles(grammar, in_circle);
     if (n && n <= MOST) {
+        con_remove_empty_texts(grammar);
+        n = con_find_circles(grammar, in_circle);
+    }
+    if (n && n <= MOST) {
+        const size_t n_rules = (size_t)grammar->n_rules, n_states = (size_t)grammar->n_states;
         con_corner corner = {grammar, in_circle, mem_alloc(n_states * sizeof *corner.copies), {0},
                              mem_alloc(n_states)};
         con_rule *rules = mem_alloc(n_rules * sizeof *rules);
@@ -19015,8 +19064,8 @@ COLD static void con_remove_left_recursion(con_grammar *grammar) {
         n = con_find_circles(grammar, in_circle);
     }
     if (n)
-        con_fail(grammar, "a rule calls itself before it matches any text (left recursion), %s",
-                 n > MOST ? "as too many others do" : "or behind what may match nothing");
+        con_fail(grammar, "too many rules (%d) call themselves before they match any text (left "
+                          "recursion), at most %d may", n, MOST);
     free(in_circle);
 }
 

@@ -3,7 +3,7 @@
  *   {"kind":K,"grammar":TEXT,"texts":[...]}  K as in toka_grammar; also "no_whitespace",
  *       "no_additional" and "whitespace_pattern". Answer: {"error":MESSAGE}, or
  *       {"accepted":[...],"compile_us":N}: for each text -1 if it is accepted, else the byte at which it is
- *       refused; its length if it ends too early
+ *       refused; its length if it ends too early; -2 if a limit was reached
  *   con_driver TOKENIZER.json: compiles for this vocabulary, reads the texts token by token, each
  *       of which must be in the mask, and adds "mask_us":[...], one time for each mask */
 #include "../toka.c"
@@ -45,7 +45,7 @@ static int read_tokens(toka_constraint *c, str text, buf *times) {
 static int read_bytes(con_machine *m, int root, str text) {
     int node = con_begin(m, root);
     for (size_t i = 0; i < text.n; i++)
-        if ((node = con_advance(m, node, str_sub(text, i, i + 1))) == CON_DEAD) return (int)i;
+        if ((node = con_advance(m, node, str_sub(text, i, i + 1))) == CON_DEAD) return m->failed ? -2 : (int)i;
     return con_accepts(m, node) ? -1 : (int)text.n;
 }
 

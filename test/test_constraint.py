@@ -93,6 +93,57 @@ def test_random_patterns_equal_search(driver):
     assert accepted > 2000
 
 
+# ---- Grammars ----
+
+def language(rules, longest):
+    """The texts of each rule with at most so many characters: rules grow until nothing is new."""
+    texts = {name: set() for name in rules}
+
+    def join(left, right):
+        return {a + b for a in left for b in right if len(a + b) <= longest}
+
+    def of(symbol, quantifier):
+        one = texts[symbol] if symbol in texts else {symbol}
+        if quantifier == "?":
+            return one | {""}
+        many, last = {""} if quantifier else one, None
+        while quantifier and many != last:
+            last, many = many, many | join(many, one)
+        return many
+    while True:
+        size = sum(map(len, texts.values()))
+        for name, choices in rules.items():
+            for choice in choices:
+                out = {""}
+                for symbol, quantifier in choice:
+                    out = join(out, of(symbol, quantifier))
+                texts[name] |= out
+        if sum(map(len, texts.values())) == size:
+            return texts
+
+
+def test_random_grammars_equal_their_language(driver):
+    """Rules call themselves on the left, also behind others that may match nothing."""
+    rnd = random.Random(2)
+    every = ["".join("ab"[n >> i & 1] for i in range(length)) for length in range(5) for n in range(1 << length)]
+    lines, wanted = [], []
+    for _ in range(500):
+        rules = {name: [[(rnd.choice(["a", "b", "root", "x", "y"]), rnd.choice(["", "", "", "?", "*"])) for _ in range(rnd.choice([0, 1, 2, 2, 3]))]
+                        for _ in range(rnd.randint(1, 3))] for name in ("root", "x", "y")}
+        text = "".join(f"{name} ::= " + " | ".join(" ".join((f'"{x}"' if x in "ab" else x) + q for x, q in choice) or '""' for choice in choices) + "\n"
+                       for name, choices in rules.items())
+        lines.append({"kind": GBNF, "grammar": text, "texts": every})
+        wanted.append(language(rules, 4)["root"])
+    compared = 0
+    for line, want, got in zip(lines, wanted, ask(driver, lines)):
+        if not want:
+            assert "there is no text that it allows" in got["error"], line["grammar"]
+            continue
+        assert all((t in want) == (at == -1) or at == -2 for t, at in zip(every, got["accepted"])), line["grammar"]
+        compared += -2 not in got["accepted"]
+    assert compared > 400, compared
+
+
 # ---- Lark ----
 
 def compare_lark(driver, cases):
