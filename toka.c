@@ -17943,11 +17943,13 @@ static void samp_collect_banned(const toka_sampling *sampling, const int32_t *en
     n_upto[SAMP_BAN_BIAS] = out->n;
 }
 
-/* Returns whether some id is allowed and not in `banned`. */
-static bool samp_any_left(const toka_sampling *sampling, const ids *banned, int V) {
+/* Returns whether some id is allowed, in the mask (NULL: there is none) and not in `banned`. */
+static bool samp_any_left(const toka_sampling *sampling, const ids *banned, const uint32_t *mask,
+                          int V) {
     bool any_left = false;
-    if (!banned->n || (!sampling->n_allowed && banned->n < (size_t)V)) return true;
+    if (!mask && (!banned->n || (!sampling->n_allowed && banned->n < (size_t)V))) return true;
     bool *is_banned = mem_zalloc((size_t)V);
+    for (int i = 0; i < V && mask; i++) is_banned[i] = !(mask[i / 32] >> i % 32 & 1);
     for (size_t i = 0; i < banned->n; i++) /* end ids may lie outside the vocabulary */
         if (banned->p[i] < V) is_banned[banned->p[i]] = true;
     for (int i = 0; i < sampling->n_allowed; i++) any_left |= !is_banned[sampling->allowed_ids[i]];
@@ -17957,24 +17959,29 @@ static bool samp_any_left(const toka_sampling *sampling, const ids *banned, int 
 }
 
 /* Refuses a request that forbids all allowed ids, as far as that is known before the first draw.
- * ends: the ids that end a sample. Returns 0 or TOKA_E_USE. */
-static int samp_check_any_left(const toka_sampling *sampling, const int32_t *ends, int n_ends,
-                               int V, toka_err *e) {
+ * ends: the ids that end a sample. mask: the ids with which a constraint begins; NULL: there is
+ * none. Returns 0 or TOKA_E_USE. */
+COLD static int samp_check_any_left(const toka_sampling *sampling, const int32_t *ends, int n_ends,
+                                    const uint32_t *mask, int V, toka_err *e) {
     static const char *const names[SAMP_N_BANS] = {"min_tokens", "bad_words", "logit_bias"};
     size_t n_upto[SAMP_N_BANS];
     ids banned = {0};
     samp_collect_banned(sampling, ends, n_ends, &banned, n_upto);
-    bool any_left = samp_any_left(sampling, &banned, V);
+    bool any_left = samp_any_left(sampling, &banned, mask, V);
     ids_free(&banned);
     if (any_left) return 0;
     buf reasons = {0};
     int n_reasons = 0;
+    if (mask && sampling->n_allowed) buf_c(&reasons, "allowed_token_ids"), n_reasons++;
     for (int i = 0; i < SAMP_N_BANS; i++)
         if (n_upto[i] > (i ? n_upto[i - 1] : 0))
             buf_printf(&reasons, "%s%s", n_reasons++ ? " and " : "", names[i]);
-    int code = fail(e, TOKA_E_USE, "%s: nothing is left to draw, as %s forbid%s all of these ids",
-                    sampling->n_allowed ? "allowed_token_ids" : reasons.p, reasons.p,
-                    n_reasons > 1 ? "" : "s");
+    const char *s = n_reasons > 1 ? "" : "s";
+    int code = mask ? fail(e, TOKA_E_USE, "constraint: nothing is left to draw, as %s forbid%s all "
+                           "tokens with which it begins", reasons.p, s)
+                    : fail(e, TOKA_E_USE, "%s: nothing is left to draw, as %s forbid%s all of "
+                           "these ids", sampling->n_allowed ? "allowed_token_ids" : reasons.p,
+                           reasons.p, s);
     buf_free(&reasons);
     return code;
 }
@@ -18188,6 +18195,8 @@ enum con_kind { CON_NOTHING, CON_EMPTY, CON_BYTES, CON_CALL, CON_TEXT_BEGIN, CON
 enum {
     CON_FOREVER = INT_MAX,      /* con_edge.high: no upper limit */
     CON_MAX_EDGES = 1 << 20,    /* of a grammar */
+    CON_MAX_COMPILE = 1 << 28,  /* steps of work to make a grammar */
+    CON_STOP_EVERY = 1 << 16,   /* steps, until the caller is asked whether to stop */
     CON_MAX_ITEMS = 1 << 14,    /* that one byte may lead to, states without bytes included */
     CON_MAX_DEPTH = 1 << 10,    /* of frames */
     CON_MAX_NODES = 1 << 16,    /* of a machine; also frames / 4 */
@@ -18238,6 +18247,9 @@ typedef struct con_grammar {
     int root;       /* rule */
     bool lexes;     /* it has lexemes */
     toka_err *e;    /* while it is made: gets the first error; e->code 0: none yet */
+    int64_t work;   /* of making it so far (con_work) */
+    int (*stop)(void *stop_user); /* toka_grammar.stop */
+    void *stop_user;
 } con_grammar;
 
 typedef struct con_frame {
@@ -18341,6 +18353,22 @@ static void con_fail(con_grammar *grammar, const char *fmt, ...) {
     if (!grammar->e->code) fail(grammar->e, TOKA_E_USE, "%s", text);
 }
 
+/* Counts n steps of work; a step is about a comparison. Returns false after an error, if the work
+ * was too much, or if the caller wants no more: a hostile grammar must not take a minute. */
+COLD static bool con_work(con_grammar *grammar, size_t n) {
+    const int64_t before = grammar->work;
+    grammar->work += (int64_t)n;
+    if (grammar->work > CON_MAX_COMPILE) con_fail(grammar, "it takes too long to compile");
+    else if (!grammar->e->code && before / CON_STOP_EVERY != grammar->work / CON_STOP_EVERY &&
+             grammar->stop && grammar->stop(grammar->stop_user))
+        fail(grammar->e, TOKA_E_CANCELLED, "the compilation was stopped");
+    return !grammar->e->code;
+}
+/* Counts the items that a machine has made since its budget was full. */
+COLD static void con_work_items(con_grammar *grammar, const con_machine *machine) {
+    con_work(grammar, 256 + 8 * (size_t)(CON_MAX_WORK - machine->budget));
+}
+
 COLD static int con_state_new(con_grammar *grammar) {
     grammar->states = con_grow(grammar->states, grammar->n_states, &grammar->cap_states,
                                sizeof *grammar->states);
@@ -18352,7 +18380,7 @@ COLD static int con_state_new(con_grammar *grammar) {
 COLD static void con_edge_add(con_grammar *grammar, con_edge edge) {
     if (grammar->n_edges == CON_MAX_EDGES)
         con_fail(grammar, "it is too large: more than %d edges", CON_MAX_EDGES);
-    if (grammar->e->code) return;
+    if (!con_work(grammar, 16)) return;
     grammar->edges = con_grow(grammar->edges, grammar->n_edges, &grammar->cap_edges,
                               sizeof *grammar->edges);
     con_state *from = &grammar->states[edge.from];
@@ -18785,6 +18813,7 @@ COLD static int con_product_of(con_grammar *grammar, const int *rules, int n, un
     for (int i = 0; i < product->n_tuples && !grammar->e->code; i++) {
         product->machine.budget = CON_MAX_WORK;
         con_tuple_edges(product, grammar, i, end);
+        con_work_items(grammar, &product->machine);
         if (product->n_tuples > CON_MAX_PRODUCT || product->machine.failed)
             con_fail(grammar, "patterns and lengths that must hold together need too many states");
     }
@@ -18796,11 +18825,12 @@ COLD static int con_product_of(con_grammar *grammar, const int *rules, int n, un
 }
 
 /* Returns whether a complete rule matches a text. */
-COLD static bool con_matches(const con_grammar *grammar, int rule, str text) {
+COLD static bool con_matches(con_grammar *grammar, int rule, str text) {
     con_machine *machine = mem_alloc(sizeof *machine);
     con_machine_init(machine, grammar, true);
     const bool matches =
         con_accepts(machine, con_step_text(machine, con_begin(machine, rule), text));
+    con_work_items(grammar, machine);
     con_machine_free(machine);
     free(machine);
     return matches;
@@ -18893,7 +18923,7 @@ COLD static void con_left_calls(const con_grammar *grammar, const bool *nullable
 /* Finds the rules that call themselves before they consume a byte, directly or through others, and
  * the rules between two such circles. Rules that no other calls so are taken away, until none is
  * left; then those that call no other so. Returns how many stay. */
-COLD static int con_find_circles(const con_grammar *grammar, bool *in_circle) {
+COLD static int con_find_circles(con_grammar *grammar, bool *in_circle) {
     const size_t n_rules = (size_t)grammar->n_rules;
     bool *nullable = mem_alloc((size_t)grammar->n_states);
     int *n_calls = mem_zalloc(n_rules * sizeof *n_calls), *todo = mem_alloc(n_rules * sizeof *todo);
@@ -18911,7 +18941,7 @@ COLD static int con_find_circles(const con_grammar *grammar, bool *in_circle) {
         for (size_t i = first[r]; i < first[r + 1]; i++)
             if (!--n_calls[calls.p[i]]) todo[n_todo++] = calls.p[i];
     }
-    for (bool changed = n_left > 0; changed;) {
+    for (bool changed = n_left > 0; changed && con_work(grammar, n_rules);) {
         changed = false;
         for (int r = 0; r < grammar->n_rules; r++) {
             bool stays = false;
@@ -20165,7 +20195,7 @@ COLD static void con_mark_anchored(con_grammar *grammar, int first, int start, u
                                    bool *marked) {
     memset(marked, 0, (size_t)(grammar->n_states - first));
     marked[start - first] = true;
-    for (bool changed = true; changed;) {
+    for (bool changed = true; changed && con_work(grammar, (size_t)(grammar->n_states - first));) {
         changed = false;
         for (int s = first; s < grammar->n_states; s++)
             for (int k = grammar->states[s].first; k >= 0; k = grammar->edges[k].next) {
@@ -20244,6 +20274,8 @@ COLD static str con_read_name(con_reader *reader) {
 
 /* Returns the index of a name; a new one gets a rule without edges. */
 COLD static int con_name_index(con_reader *reader, str name) {
+    if (!con_work(reader->grammar, (size_t)reader->n_names) && reader->n_names)
+        return reader->at = reader->end, 0;
     for (int i = 0; i < reader->n_names; i++)
         if (str_eq(reader->names[i], name)) return i;
     if (reader->n_names == 4096) return con_bad(reader, "more than 4096 rules"), 0;
@@ -20616,7 +20648,7 @@ COLD static void con_lark_statement(con_reader *reader) {
  * terminals deeper that use others; a depth above their number is a circle. */
 COLD static void con_check_terminals(con_reader *reader) {
     int *depth = mem_zalloc((size_t)reader->n_names * sizeof *depth);
-    for (bool changed = true; changed && !reader->grammar->e->code;) {
+    for (bool changed = true; changed && con_work(reader->grammar, reader->uses.n);) {
         changed = false;
         for (size_t i = 0; i < reader->uses.n; i += 2) {
             const int user = reader->uses.p[i], used = reader->uses.p[i + 1];
@@ -20751,7 +20783,6 @@ enum {
     CON_MAX_ALL = 64,           /* schemas that hold together */
     CON_MAX_RULES = 50000,      /* of a schema, before products */
     CON_MAX_INDENT = 40,
-    CON_MAX_COMPARED = 1 << 28, /* con_schema.work */
     CON_MAX_PATTERNS = 4,       /* patternProperties that hold together */
     CON_MAX_GRID = 1 << 18      /* states of one object: properties x counts */
 };
@@ -20821,7 +20852,6 @@ typedef struct con_schema {
     int n_indexes, cap_indexes;
     int n_strings, cap_strings, n_listed, cap_listed;
     int n_entries, cap_entries, n_patterns, cap_patterns, n_made, cap_made, heads[CON_HEADS];
-    int64_t work;                /* comparisons so far (con_spend) */
     int space;                   /* rule of white space; -1: none */
     int char_rule, string_rule;  /* a character, a whole string without its quotes; any escapes */
     int name_rule;               /* the same with the escapes that JSON demands */
@@ -20874,14 +20904,7 @@ COLD static void con_schema_fail(con_schema *schema, const json *node, const cha
     buf_free(&pointer);
 }
 
-/* Counts n comparisons of a search. Returns false after an error, or if they were too many: a
- * hostile schema must not take a minute. */
-COLD static bool con_spend(con_schema *schema, size_t n) {
-    schema->work += (int64_t)n;
-    if (schema->work > CON_MAX_COMPARED)
-        con_fail(schema->grammar, "JSON schema: it takes too long to compile");
-    return !schema->grammar->e->code;
-}
+COLD static bool con_spend(con_schema *schema, size_t n) { return con_work(schema->grammar, n); }
 
 /* Reads a limit such as minItems; absent: `otherwise`. */
 COLD static int con_limit(con_schema *schema, const json *part, const char *name, int otherwise) {
@@ -21247,7 +21270,8 @@ COLD static const json *con_keep_made(con_schema *schema, const json *of, bool o
     schema->made[schema->n_made++] = (con_made){of, list, opposite};
     return list;
 }
-COLD static const json *con_find_made(const con_schema *schema, const json *of, bool opposite) {
+COLD static const json *con_find_made(con_schema *schema, const json *of, bool opposite) {
+    con_spend(schema, (size_t)schema->n_made);
     for (int i = schema->n_made - 1; i >= 0; i--)
         if (schema->made[i].of == of && schema->made[i].opposite == opposite)
             return schema->made[i].list;
@@ -21551,7 +21575,7 @@ COLD static int con_pattern_rule(con_schema *schema, const json *where, str text
         if (str_eq(schema->patterns[i].text, text)) return schema->patterns[i].rule;
     toka_err *const e = schema->grammar->e;
     const int rule = con_regex(schema->grammar, "pattern", text, true);
-    if (e->code) { /* again, with its place */
+    if (e->code == TOKA_E_USE) { /* again, with its place */
         toka_err why = *e;
         e->code = 0;
         con_schema_fail(schema, where, why.msg);
@@ -22562,6 +22586,7 @@ COLD static void con_schema_run(con_schema *schema) {
         if (entry.n)
             memcpy(all.part, entry.part + entry.n, (size_t)entry.n * sizeof *entry.part);
         con_all_expand(schema, &all);
+        for (int k = 0; k < all.n; k++) con_spend(schema, 32 * (size_t)all.part[k].schema->n);
         const con_rule out = schema->grammar->rules[entry.rule];
         const json *values = con_values_of(&all);
         if (all.never || con_make_branches(schema, &all, out)) continue;
@@ -22803,6 +22828,8 @@ struct toka_constraint {
     const tok *tokenizer;   /* borrowed from the model, as is vocab; con_del reads neither */
     const con_vocab *vocab;
     con_grammar grammar;
+    uint32_t *first;        /* [vocab->words] the tokens that may come first; NULL: the text may
+                             * be empty */
     con_machine machine;    /* of the thread that makes the constraint, then of the one that takes
                              * it */
     /* The engine's (32), under eng_workers.lock: */
@@ -22846,7 +22873,7 @@ COLD static int con_compile(con_grammar *grammar, const toka_grammar *source, co
                             toka_err *e) {
     const str text = {source->text, source->text_bytes};
     e->code = 0;
-    *grammar = (con_grammar){.e = e};
+    *grammar = (con_grammar){.e = e, .stop = source->stop, .stop_user = source->stop_user};
     if (source->kind == TOKA_GRAMMAR_REGEX) grammar->root = con_regex(grammar, "regex", text, false);
     else if (source->kind == TOKA_GRAMMAR_GBNF) con_grammar_text(grammar, text);
     else if ((source->kind >= TOKA_GRAMMAR_JSON_SCHEMA && source->kind <= TOKA_GRAMMAR_CHOICE) ||
@@ -22865,11 +22892,30 @@ static void con_del(toka_constraint *constraint) {
     if (!constraint || atomic_fetch_sub(&constraint->refs, 1) > 1) return;
     con_machine_free(&constraint->machine);
     con_grammar_free(&constraint->grammar);
+    free(constraint->first);
     free(constraint);
 }
 
-/* Compiles a grammar, and makes its first mask, so that the driver need not. Returns 0 or an
- * error. */
+/* Makes the first mask, so that the driver need not. Returns 0 or an error. */
+COLD static int con_make_first(toka_constraint *constraint, toka_err *e) {
+    con_machine *machine = &constraint->machine;
+    const con_vocab *vocab = constraint->vocab;
+    const int start = con_begin(machine, constraint->grammar.root);
+    bool any = false, has_tokens = false;
+    uint32_t *mask = constraint->first = mem_alloc((size_t)vocab->words * sizeof *mask);
+    if (machine->failed || !con_mask(machine, vocab, start, mask))
+        return fail(e, TOKA_E_USE, "the grammar is too ambiguous");
+    for (int i = 0; i < vocab->words; i++) any |= mask[i] != 0;
+    for (int i = 0; i < COUNT(vocab->lists); i++) has_tokens |= vocab->lists[i].n > 0;
+    if (con_accepts(machine, start)) {
+        free(mask);
+        constraint->first = NULL;
+    } else if (!any && has_tokens)
+        return fail(e, TOKA_E_USE, "the model has no token with which a text of it begins");
+    return 0;
+}
+
+/* Compiles a grammar, and makes its first mask. Returns 0 or an error. */
 COLD static int con_new(toka_constraint **out, const toka_grammar *source, const tok *tokenizer,
                         const con_vocab *vocab, toka_err *e) {
     toka_constraint *constraint = mem_zalloc(sizeof *constraint);
@@ -22878,15 +22924,8 @@ COLD static int con_new(toka_constraint **out, const toka_grammar *source, const
     constraint->tokenizer = tokenizer;
     constraint->vocab = vocab;
     int code = con_compile(&constraint->grammar, source, tokenizer, e);
-    con_machine *machine = &constraint->machine;
-    con_machine_init(machine, &constraint->grammar, false);
-    if (!code) {
-        const int start = con_begin(machine, constraint->grammar.root);
-        uint32_t *mask = mem_alloc((size_t)vocab->words * sizeof *mask);
-        if (machine->failed || !con_mask(machine, vocab, start, mask))
-            code = fail(e, TOKA_E_USE, "the grammar is too ambiguous");
-        free(mask);
-    }
+    con_machine_init(&constraint->machine, &constraint->grammar, false);
+    if (!code) code = con_make_first(constraint, e);
     if (code) con_del(constraint);
     else *out = constraint;
     return code;
@@ -30670,9 +30709,15 @@ static int eng_check_prompt(int V, int max_len, const int32_t *prompt, size_t n_
 /* Returns an error if the request's parameters leave no id that can be drawn. */
 static int eng_check_drawable(const mf_model *files, const toka_request *params, toka_err *e) {
     ids end_ids = {0};
+    const toka_sampling *sampling = &params->sampling;
     if (!params->n) return 0;
-    eng_add_end_ids(files, &params->sampling, &end_ids);
-    int code = samp_check_any_left(&params->sampling, end_ids.p, (int)end_ids.n, files->shape.V, e);
+    eng_add_end_ids(files, sampling, &end_ids);
+    const uint32_t *mask = sampling->constraint && sampling->max_thinking >= 0
+                               ? sampling->constraint->first : NULL;
+    const int V = files->shape.V;
+    int code = samp_check_any_left(sampling, end_ids.p, (int)end_ids.n, NULL, V, e);
+    if (!code && mask)
+        code = samp_check_any_left(sampling, end_ids.p, (int)end_ids.n, mask, V, e);
     ids_free(&end_ids);
     return code;
 }
@@ -30703,6 +30748,8 @@ static int eng_check(const mf_model *files, const tok *tokenizer, int max_len,
     const toka_sampling *sampling = &params->sampling;
     const int V = files->shape.V;
     int code = eng_check_prompt(V, max_len, prompt, n_prompt, params->n != 0, e);
+    if (sampling->constraint && sampling->constraint->tokenizer != tokenizer)
+        return fail(e, TOKA_E_USE, "the constraint was made for another model");
     if (code || (code = samp_check(sampling, V, e)) ||
         (code = eng_check_drawable(files, params, e)))
         return code;
@@ -30718,8 +30765,6 @@ static int eng_check(const mf_model *files, const tok *tokenizer, int max_len,
                                    "constraint");
     if (sampling->bad_words && sampling->bad_words->tokenizer != tokenizer)
         return fail(e, TOKA_E_USE, "bad_words were made for another model");
-    if (sampling->constraint && sampling->constraint->tokenizer != tokenizer)
-        return fail(e, TOKA_E_USE, "the constraint was made for another model");
     if (sampling->n_stop && !tokenizer)
         return fail(e, TOKA_E_USE, "stop strings need a tokenizer, this model has none");
     return 0;
@@ -33354,20 +33399,29 @@ static void lib_keep_constraint(lib_constraints *all, toka_constraint *constrain
     *key = (buf){0};
 }
 
+/* Returns the kept constraint of a grammar, with one more reference; NULL: there is none. *key: what
+ * names it. The model has a tokenizer. */
+COLD static toka_constraint *lib_kept_constraint(const toka *t, const toka_grammar *grammar,
+                                                 buf *key) {
+    lib_constraints *all = t->constraints;
+    buf_printf(key, "%d %d %d %s\n", grammar->kind, grammar->no_whitespace,
+               grammar->no_additional,
+               grammar->whitespace_pattern ? grammar->whitespace_pattern : "\n");
+    buf_put(key, grammar->text, grammar->text_bytes);
+    pthread_mutex_lock(&all->lock);
+    if (!all->vocab) all->vocab = con_vocab_new(t->tokenizer, t->shape.V);
+    toka_constraint *constraint = lib_find_constraint(all, buf_view(key));
+    pthread_mutex_unlock(&all->lock);
+    return constraint;
+}
+
 COLD int toka_constraint_new(toka_constraint **out, const toka *t, const toka_grammar *grammar,
                              toka_err *e) {
     buf key = {0};
     *out = NULL;
     if (lib_require_tokenizer(t, e)) return e->code;
     lib_constraints *all = t->constraints;
-    buf_printf(&key, "%d %d %d %s\n", grammar->kind, grammar->no_whitespace,
-               grammar->no_additional,
-               grammar->whitespace_pattern ? grammar->whitespace_pattern : "\n");
-    buf_put(&key, grammar->text, grammar->text_bytes);
-    pthread_mutex_lock(&all->lock);
-    if (!all->vocab) all->vocab = con_vocab_new(t->tokenizer, t->shape.V);
-    *out = lib_find_constraint(all, buf_view(&key));
-    pthread_mutex_unlock(&all->lock);
+    *out = lib_kept_constraint(t, grammar, &key);
     if (!*out && !con_new(out, grammar, t->tokenizer, all->vocab, e)) {
         pthread_mutex_lock(&all->lock);
         lib_keep_constraint(all, *out, &key);
@@ -34492,11 +34546,12 @@ static void parse_add_params(arena *memory, con_schema *schema, const json *part
 static int parse_tools_init(arena *memory, const json *tools, parse_tool **out) {
     enum { MOST_WORK = 1 << 20 };
     int n_tools = 0;
-    con_schema schema = {.work = CON_MAX_COMPARED - MOST_WORK};
+    int64_t work = CON_MAX_COMPILE - MOST_WORK;
+    con_schema schema = {0};
     *out = arena_zalloc(memory, ((size_t)tools->n + 1) * sizeof **out);
     JSON_EACH(it, tools) {
         toka_err unused = {0};
-        con_grammar grammar = {.e = &unused};
+        con_grammar grammar = {.e = &unused, .work = work};
         const json *function = json_get(it, "function");
         schema.grammar = &grammar;
         schema.root = json_get(function, "parameters");
@@ -34505,6 +34560,7 @@ static int parse_tools_init(arena *memory, const json *tools, parse_tool **out) 
         parse_add_params(memory, &schema, schema.root, PARSE_LEVELS, tool);
         tool->no_object =
             !(parse_schema_types(&schema, schema.root, PARSE_LEVELS) >> JSON_OBJECT & 1);
+        work = grammar.work;
     }
     arena_free(&schema.memory);
     return n_tools;
@@ -36189,6 +36245,7 @@ typedef struct api_config {
     api_parsing parsing;
     json_limits limits;       /* depth and bytes of the JSON of a body */
     bool strict;              /* an unknown field is an error */
+    bool defers_compiling;    /* api_parse does not compile a constraint (api_request.grammar) */
     bool live;                /* answers include stop_reason, system_fingerprint and cached_tokens;
                                * the last two depend on the server and its prefix cache */
     /* live: names of the weights by toka_event.version, NULL: none; or NULL */
@@ -36316,6 +36373,9 @@ typedef struct api_request {
     arena memory;      /* memory that the prompts point to */
     toka_words *words; /* bad words of all prompts; owned, or NULL */
     toka_constraint *constraint; /* of all prompts; owned, or NULL */
+    toka_grammar grammar;        /* to make it from (api_compile); kind 0: it is made, or there is
+                                  * none. Its texts are in the arena */
+    const char *grammar_field;   /* the field of the body that it comes from */
     bool chat, stream;
     bool echo, want_ids, want_logprobs, want_prompt_logprobs, packed;
     bool names_are_ids;                   /* return_tokens_as_token_ids: tokens are named
@@ -37918,13 +37978,49 @@ static int api_read_demand(api_request *request, const api_body *body, const api
     return 0;
 }
 
-/* Compiles what the answers of a body must be, if it asks for something, for all its prompts. In a
+/* Gives the constraint to all prompts. */
+static int api_use_constraint(api_request *request, toka_err *e) {
+    toka_err why;
+    const toka *t = request->config->toka;
+    request->grammar.kind = 0;
+    for (int i = 0; i < request->n_prompts; i++)
+        request->prompts[i].engine_request.sampling.constraint = request->constraint;
+    if (request->n_prompts && eng_check_drawable(t->files, &request->prompts->engine_request, &why))
+        return API_INVALID("%s: %.440s", request->grammar_field, why.msg);
+    return 0;
+}
+
+/* Compiles request->grammar. It may take seconds: grammar.stop ends it. Returns 0 or an error, as
+ * api_parse does. */
+static int api_compile(api_request *request, toka_err *e) {
+    toka_err why;
+    const toka *t = request->config->toka;
+    if (!toka_constraint_new(&request->constraint, t, &request->grammar, &why))
+        return api_use_constraint(request, e);
+    if (why.code == TOKA_E_CANCELLED) request->status = 503;
+    return API_INVALID("%s: %.440s", request->grammar_field, why.msg);
+}
+
+/* Compiles a grammar, or leaves that to api_compile. */
+static int api_set_constraint(api_request *request, const api_grammar *source, toka_err *e) {
+    toka_grammar *grammar = &request->grammar;
+    buf key = {0};
+    *grammar = source->grammar;
+    request->grammar_field = source->name;
+    if (!request->config->defers_compiling) return api_compile(request, e);
+    request->constraint = lib_kept_constraint(request->config->toka, grammar, &key);
+    buf_free(&key);
+    if (request->constraint) return api_use_constraint(request, e);
+    grammar->text = arena_str(&request->memory, (str){grammar->text, grammar->text_bytes}).p;
+    return 0;
+}
+
+/* Makes what the answers of a body must be, if it asks for something, for all its prompts. In a
  * chat the constraint begins behind the reasoning. */
 static int api_make_constraint(api_request *request, const api_body *body, toka_err *e) {
     api_grammar grammar = {.space = STR("")};
     parse_demand demand = {.content = STR("")};
     buf content = {0}, text = {0};
-    toka_err why;
     int code = api_read_grammar(request, body, &grammar, e);
     if (!code && request->chat)
         code = api_read_demand(request, body, &grammar, &demand, &content, e);
@@ -37938,15 +38034,10 @@ static int api_make_constraint(api_request *request, const api_body *body, toka_
         grammar.grammar.text = text.p;
         grammar.grammar.text_bytes = text.n;
     }
-    if (!code && grammar.grammar.kind &&
-        toka_constraint_new(&request->constraint, request->config->toka, &grammar.grammar, &why))
-        code = API_INVALID("%s: %.440s", grammar.name, why.msg);
-    for (int i = 0; i < request->n_prompts && !code; i++) {
-        toka_sampling *sampling = &request->prompts[i].engine_request.sampling;
-        sampling->constraint = request->constraint;
-        if (limited)
-            sampling->max_thinking = body->thinking_budget ? (int)body->thinking_budget : -1;
-    }
+    for (int i = 0; i < request->n_prompts && limited; i++)
+        request->prompts[i].engine_request.sampling.max_thinking =
+            body->thinking_budget ? (int)body->thinking_budget : -1;
+    if (!code && grammar.grammar.kind) code = api_set_constraint(request, &grammar, e);
     buf_free(&content), buf_free(&text);
     return code;
 }
@@ -41461,6 +41552,7 @@ static void run_init_configs(run_state *run) {
                                    .user = run};
     run->configs[1] = run->options->api_config ? *run->options->api_config : run->configs[0];
     run->configs[1].completion_tokens = 16; /* the API's default */
+    run->configs[1].defers_compiling = false;
     run->configs[1].live = false;           /* an output line depends on its input line alone */
     run->configs[1].defaults = run->options->defaults;
     run->configs[1].caller_fields = caller_fields;
@@ -44985,8 +45077,11 @@ typedef struct srv {
     pthread_cond_t has_work;
     /* FIFO of requests that have work for a worker */
     struct srv_request *work_queue, **work_queue_end;
+    /* and of those whose work is to compile a constraint: at most half of the workers do that */
+    struct srv_request *compile_queue, **compile_queue_end;
+    int n_compiling;
     struct srv_request *loop_list; /* LIFO of requests that have something for the loop */
-    int n_queued, n_idle_workers;  /* requests in work_queue; workers that wait */
+    int n_queued, n_idle_workers;  /* requests in both queues; workers that wait */
     bool stopping;                 /* the workers shall end */
     struct srv_request *running;   /* list of requests with engine requests that have not ended */
     bool loop_woken;               /* wake_fd was written since the loop last took loop_list */
@@ -45057,6 +45152,7 @@ typedef struct srv_request { /* one HTTP request and its answer */
     bool paused;                     /* the client reads slowly: no text is made */
     bool output_ended;               /* the whole answer is in output */
     bool wants_piece;                /* the worker needs the next piece of an upload */
+    bool compiles;                   /* its next work is to compile a constraint */
     int n_unended;                   /* engine requests that have not had their last event */
     int n_submitted;                 /* engine requests whose engine_id is set */
     int64_t n_tokens;
@@ -45360,7 +45456,12 @@ static bool srv_needs_worker(const srv_request *request) {
             srv_unfed_bytes(request) > (request->api.stream ? 0 : SRV_MIN_RECORDS));
 }
 
-/* Puts a request into the work queue. Only the first request in an empty queue wakes a worker. A
+/* May a worker compile a constraint now? Others must be left for other work. */
+static bool srv_can_compile(const srv *server) {
+    return server->compile_queue && server->n_compiling < MAX(1, server->options->n_workers / 2);
+}
+
+/* Puts a request into its queue. Only the first request in empty queues wakes a worker. A
  * worker that leaves requests in the queue wakes the next worker. So there is not one wake-up for
  * each token of each stream. */
 static void srv_queue_work(srv_request *request) {
@@ -45368,9 +45469,13 @@ static void srv_queue_work(srv_request *request) {
     request->with_workers = true;
     request->refs++;
     request->next_queued = NULL;
-    *server->work_queue_end = request;
-    server->work_queue_end = &request->next_queued;
-    if (!server->n_queued++ && server->n_idle_workers) pthread_cond_signal(&server->has_work);
+    struct srv_request ***end = request->compiles ? &server->compile_queue_end
+                                                  : &server->work_queue_end;
+    const bool was_empty = !server->work_queue && !srv_can_compile(server);
+    **end = request;
+    *end = &request->next_queued;
+    server->n_queued++;
+    if (was_empty && server->n_idle_workers) pthread_cond_signal(&server->has_work);
 }
 
 /* Tells the loop that the request has something for it, and wakes the loop if nothing else did. */
@@ -45729,7 +45834,32 @@ static bool srv_can_parse(srv_request *request) {
     return srv_publish_reply(request), false;
 }
 
-/* Handler of the completion routes: parses the body and submits its prompts. */
+/* Publishes the error of api_parse or api_compile. */
+static void srv_refuse_api(srv_request *request, const toka_err *e) {
+    request->reply.status = request->api.status;
+    if (request->api.style && request->api.style->put_error)
+        request->api.style->put_error(&request->reply.body, request->api.status, e->msg);
+    else
+        api_put_error(&request->reply.body, request->api.status, e->msg, request->api.type,
+                      request->api.param, request->api.code);
+    if (request->api.status == 503) srv_put_retry_after(request);
+    srv_publish_reply(request);
+}
+
+static void srv_submit_api(srv *server, srv_request *request) {
+    request->prompts = arena_alloc(&request->memory,
+                                   (size_t)request->api.n_prompts * sizeof *request->prompts);
+    srv_submit(server, request);
+}
+
+/* toka_grammar.stop: does nobody wait for the answer any more, or is the server shutting down? */
+static int srv_stops_compiling(void *user) {
+    const srv_request *request = user;
+    return request->disconnected || request->server->draining;
+}
+
+/* Handler of the completion routes: parses the body and submits its prompts. If a constraint must
+ * be compiled for them, that is another job (srv_compile). */
 static void srv_begin_api(srv *server, srv_request *request) {
     toka_err e;
     request->api.serial[0] = srv_new_id(server, 0);
@@ -45741,20 +45871,27 @@ static void srv_begin_api(srv *server, srv_request *request) {
                          buf_view(&request->body), &request->api, &e);
     srv_free_body(request);
     srv_account(server, &request->work_held, 0);
-    if (code) {
-        request->reply.status = request->api.status;
-        if (request->api.style && request->api.style->put_error)
-            request->api.style->put_error(&request->reply.body, request->api.status, e.msg);
-        else
-            api_put_error(&request->reply.body, request->api.status, e.msg, request->api.type,
-                          request->api.param, request->api.code);
-        if (request->api.status == 503) srv_put_retry_after(request);
-        srv_publish_reply(request);
+    request->api.grammar.stop = srv_stops_compiling;
+    request->api.grammar.stop_user = request;
+    if (code) srv_refuse_api(request, &e);
+    else if (!request->api.grammar.kind) srv_submit_api(server, request);
+    else {
+        pthread_mutex_lock(&server->lock);
+        request->compiles = true; /* srv_end_job puts it into the queue */
+        pthread_mutex_unlock(&server->lock);
+    }
+}
+
+/* Compiles the constraint of a request and submits its prompts. */
+static void srv_compile(srv *server, srv_request *request) {
+    toka_err e;
+    if (!api_compile(&request->api, &e)) {
+        srv_submit_api(server, request);
         return;
     }
-    request->prompts = arena_alloc(&request->memory,
-                                   (size_t)request->api.n_prompts * sizeof *request->prompts);
-    srv_submit(server, request);
+    if (request->api.status == 503) fail(&e, TOKA_E_CANCELLED, "the server is shutting down");
+    api_set_fault(&request->api, request->api.route, &e);
+    srv_refuse_api(request, &e);
 }
 
 /* Handler of /v1/messages/count_tokens. */
@@ -45918,6 +46055,7 @@ typedef struct srv_job { /* one turn of a worker with a request */
     enum srv_state state;
     buf records, output;
     size_t fed; /* records are fed up to here */
+    bool compiles; /* it is counted in srv.n_compiling */
     bool last;  /* before the turn: no records come after `records`; after it: no bytes come after
                  * `output` */
     bool freed; /* the last reference was dropped; the worker frees the request */
@@ -45929,7 +46067,9 @@ static void srv_begin_job(srv_job *job, srv_request *request) {
     buf *source = request->unfed.n ? &request->unfed : &request->records;
     enum srv_state state = request->disconnected ? SRV_ENDED : request->state;
     *job = (srv_job){.request = request, .state = state, .records = *source,
-                     .fed = request->unfed_at};
+                     .fed = request->unfed_at, .compiles = request->compiles};
+    request->server->n_compiling += job->compiles;
+    request->compiles = false;
     *source = (buf){0};
     request->unfed_at = 0;
     job->last = !request->n_unended && !request->records.n;
@@ -45942,10 +46082,19 @@ static bool srv_is_light(const srv_request *request) {
            srv_unfed_bytes(request) <= SRV_LIGHT_BYTES;
 }
 
-/* Takes the next jobs of a worker from the work queue: its share of the queue if they are light, or
- * one job that is not light. Returns how many. With the lock held. */
+/* Takes the next jobs of a worker: a constraint to compile, if one may; else from the work queue
+ * its share of the queue if they are light, or one job that is not light. Returns how many. With
+ * the lock held. */
 static int srv_take_jobs(srv *server, srv_job *jobs) {
     int n_jobs = 0, max_jobs = MIN(SRV_MAX_JOBS, 1 + server->n_queued / server->options->n_workers);
+    if (srv_can_compile(server)) {
+        srv_request *request = server->compile_queue;
+        if (!(server->compile_queue = request->next_queued))
+            server->compile_queue_end = &server->compile_queue;
+        server->n_queued--;
+        srv_begin_job(&jobs[0], request);
+        return 1;
+    }
     for (srv_request *request; (request = server->work_queue) && n_jobs < max_jobs;
          server->n_queued--) {
         const bool light = srv_is_light(request);
@@ -45960,7 +46109,8 @@ static int srv_take_jobs(srv *server, srv_job *jobs) {
 
 static void srv_run_job(srv *server, srv_job *job) { /* without the lock */
     str records = str_sub(buf_view(&job->records), job->fed, job->records.n);
-    if (job->state == SRV_NEW) job->request->route->on_worker(server, job->request);
+    if (job->state == SRV_NEW && job->compiles) srv_compile(server, job->request);
+    else if (job->state == SRV_NEW) job->request->route->on_worker(server, job->request);
     if (job->state == SRV_RUNNING)
         job->fed += srv_make_output(job->request, records, &job->last, &job->output);
     if (job->state != SRV_RUNNING || job->fed == job->records.n) {
@@ -45976,6 +46126,7 @@ static void srv_end_job(srv_job *job) {
     if (job->state == SRV_RUNNING && (job->output.n || job->last))
         srv_pass_to_loop(request, &job->output, job->last);
     request->with_workers = false;
+    request->server->n_compiling -= job->compiles;
     request->unfed = job->records;
     request->unfed_at = job->fed;
     request->collected_bytes = request->api.held_bytes;
@@ -45991,11 +46142,13 @@ static void *srv_worker_thread(void *arg) {
     pthread_setname_np(pthread_self(), "toka-worker");
     pthread_mutex_lock(&server->lock);
     for (int n_jobs;;) {
-        for (server->n_idle_workers++; !server->work_queue && !server->stopping;)
+        for (server->n_idle_workers++;
+             !server->work_queue && !srv_can_compile(server) && !server->stopping;)
             pthread_cond_wait(&server->has_work, &server->lock);
         server->n_idle_workers--;
-        if (!(n_jobs = srv_take_jobs(server, jobs))) break;
-        if (server->work_queue && server->n_idle_workers) pthread_cond_signal(&server->has_work);
+        if (!(n_jobs = srv_take_jobs(server, jobs))) break; /* stopping */
+        if ((server->work_queue || srv_can_compile(server)) && server->n_idle_workers)
+            pthread_cond_signal(&server->has_work);
         pthread_mutex_unlock(&server->lock);
         for (int i = 0; i < n_jobs; i++) srv_run_job(server, &jobs[i]);
         pthread_mutex_lock(&server->lock);
@@ -47753,6 +47906,7 @@ static void srv_init_model(srv *server) {
                                  .parsing = options->parsing,
                                  .limits = {128, (size_t)options->max_body_bytes},
                                  .strict = options->strict,
+                                 .defers_compiling = true,
                                  .live = true,
                                  .on_unknown_field = srv_on_unknown_field,
                                  .user = server};
@@ -47836,6 +47990,7 @@ static int srv_run(const srv_options *options, toka_err *e) {
                   .loop = &loop,
                   .start_time = (int64_t)time(NULL),
                   .work_queue_end = &server.work_queue,
+                  .compile_queue_end = &server.compile_queue,
                   .memory_limit = SRV_MIN_MEMORY_LIMIT};
     pthread_t engine, workers[64];
     int n_workers = 0;

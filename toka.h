@@ -255,6 +255,10 @@ typedef struct toka_grammar { /* borrowed during the call only */
                            properties */
     const char *whitespace_pattern; /* NULL, or a regular expression for white space between two
                                        tokens of JSON */
+    int (*stop)(void *stop_user); /* NULL, or is called every millisecond or so, on the thread that
+                                     compiles. Not 0: toka_constraint_new returns
+                                     TOKA_E_CANCELLED */
+    void *stop_user;
 } toka_grammar;
 
 /* Compiles a grammar for the vocabulary of t. It may take some milliseconds, for a large schema
@@ -262,8 +266,8 @@ typedef struct toka_grammar { /* borrowed during the call only */
  * One constraint may serve many requests at once. *out is owned by the caller until
  * toka_constraint_del, which may come after toka_close and after toka_submit, because a request
  * keeps what it needs. *out is NULL after an error. Returns TOKA_E_USE if the grammar is wrong or
- * has what is not supported (the message names it), TOKA_E_INPUT if the model has no
- * tokenizer.json. Thread: any. */
+ * has what is not supported (the message names it), or takes too long to compile (some seconds);
+ * TOKA_E_INPUT if the model has no tokenizer.json, TOKA_E_CANCELLED. Thread: any. */
 int toka_constraint_new(toka_constraint **out, const toka *t, const toka_grammar *grammar,
                         toka_err *e);
 

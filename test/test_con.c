@@ -486,6 +486,8 @@ static void test_con_added_tokens(void) {
         buf_free(&text);
         con_del(c);
     }
+    toka_constraint *none = con_make(RE, "z|b", tokenizer, vocab, &e);
+    CHECK_MSG(!none && strstr(e.msg, "the model has no token with which a text of it begins"), "%s", none ? "compiled" : e.msg);
     con_vocab_del(vocab);
     tok_del(tokenizer);
 }
@@ -584,6 +586,57 @@ static void test_con_ranks(void) {
     }
 }
 
+/* Counts the calls; from the last one that is wanted on, the compilation ends. */
+typedef struct con_stopper {
+    int n_calls, last;
+} con_stopper;
+static int con_count_stop(void *user) {
+    con_stopper *s = user;
+    return ++s->n_calls >= s->last;
+}
+
+/* Hostile grammars, each with another kind of work: the caller is asked whether to stop, and then the compilation ends soon. Without that it ends at a limit. */
+static void test_con_stop(void) {
+    buf texts[7] = {{0}};
+    const int kinds[] = {JS, JS, RE, BN, JS, JS, BN};
+    buf_c(&texts[0], "{\"oneOf\":[{\"type\":\"null\"}"); /* branches that are compared */
+    for (int i = 0; i < 300; i++) buf_printf(&texts[0], ",{\"const\":%d}", i);
+    buf_c(&texts[0], "]}");
+    buf_c(&texts[1], "{\"items\":["); /* products of patterns and lengths */
+    for (int i = 0; i < 400; i++) buf_printf(&texts[1], "%s{\"type\":\"string\",\"minLength\":2,\"pattern\":\"^((a|b)*a(a|b){9}|x%d)$\"}", i ? "," : "", i);
+    buf_c(&texts[1], "]}");
+    for (int i = 0; i < 3000; i++) buf_c(&texts[2], "a?"); /* an anchor behind much that may be left out */
+    buf_c(&texts[2], "$|^b");
+    for (int i = 0; i < 4000; i++) buf_printf(&texts[3], "%s ::= \"x\"\n", i ? (char[]){'a' + i % 26, 'a' + i / 26 % 26, 'a' + i / 676, 0} : "root"); /* names that are searched */
+    for (int i = 0; i < 90000; i++) buf_c(&texts[3], i ? " xxe" : "last ::= xxe");
+    buf_c(&texts[4], "{\"$defs\":{\"big\":{\"type\":\"null\""); /* keywords that nobody knows */
+    for (int i = 0; i < 20000; i++) buf_printf(&texts[4], ",\"x%d\":1", i);
+    buf_c(&texts[4], "}},\"items\":[");
+    for (int i = 0; i < 300; i++) buf_printf(&texts[4], "%s{\"$ref\":\"#/$defs/big\",\"title\":%d}", i ? "," : "", i);
+    buf_c(&texts[4], "]}");
+    buf_c(&texts[5], "{\"items\":["); /* names against patterns */
+    for (int i = 0; i < 9; i++) {
+        buf_printf(&texts[5], "%s{\"type\":\"object\",\"patternProperties\":{\"^p%d\":{}},\"properties\":{", i ? "," : "", i);
+        for (int k = 0; k < 3000; k++) buf_printf(&texts[5], "%s\"%d\":{}", k ? "," : "", k);
+        buf_c(&texts[5], "}}");
+    }
+    buf_c(&texts[5], "]}");
+    buf_c(&texts[6], "root ::= root \"x\" | r0\n"); /* rules behind left recursion */
+    for (int i = 0; i < 4000; i++) buf_printf(&texts[6], "r%d ::= %s%d\n", i, i < 3999 ? "r" : "\"e\" #", i + 1);
+    for (int i = 0; i < COUNT(texts); i++) {
+        toka_constraint *c;
+        toka_err e = {0};
+        con_stopper stopper = {.last = 5};
+        toka_grammar g = {.kind = kinds[i], .text = texts[i].p, .text_bytes = texts[i].n, .stop = con_count_stop, .stop_user = &stopper};
+        const double t0 = cpu_now();
+        CHECK(con_new(&c, &g, NULL, &con_no_tokens, &e) == TOKA_E_CANCELLED && !c);
+        CHECK_MSG(stopper.n_calls == 5 && cpu_now() - t0 < 1, "%d: %s after %d calls and %.2f s", i, e.msg, stopper.n_calls, cpu_now() - t0);
+        g.stop = NULL;
+        if (!i) CHECK(con_new(&c, &g, NULL, &con_no_tokens, &e) == TOKA_E_USE && strstr(e.msg, "takes too long"));
+    }
+    for (int i = 0; i < COUNT(texts); i++) buf_free(&texts[i]);
+}
+
 /* No token is left: the sample ends without a token, as cut. */
 static void test_con_none_left(void) {
     toka *t = eng_must_open(eng_model, 8, 64, 1);
@@ -600,6 +653,36 @@ static void test_con_none_left(void) {
     CHECK_MSG(!code && got->n_cancelled == 1 && got->n_ended == 1 && got->text[0].n == 2 && !memcmp(got->text[0].p, "TT", 2), "'%.*s'",
               (int)got->text[0].n, got->text[0].p);
     eng_collected_free(got);
+    /* at the first token that is known before: an error. Unless the text may be empty */
+    static const struct {
+        const char *regex, *error;
+        int ban; /* 0: allowed_ids without T; 1: T is a bad word; 2: has a bias of -100 */
+    } firsts[] = {{"T+", "constraint: nothing is left to draw, as allowed_token_ids forbids all tokens with which it begins", 0},
+                  {"TTx|TTy", "as bad_words forbids all", 1}, {"T?", NULL, 0}, {"T|x", NULL, 1}, {"T{3}", "as logit_bias forbids all", 2}};
+    for (int i = 0; i < COUNT(firsts); i++) {
+        static const int32_t other_id[] = {56};
+        static const float bias[] = {-100};
+        static int32_t ts[64]; /* the ids of T, TT, TTT .. */
+        static int lengths[64];
+        static float biases[64];
+        const toka_grammar first = {.kind = RE, .text = firsts[i].regex, .text_bytes = strlen(firsts[i].regex)};
+        toka_sampling f = eng_greedy(9);
+        int n = 0;
+        for (int32_t id = 0; id < t->tokenizer->n_ids && n < 64; id++) {
+            buf text = {0};
+            tok_put_bytes(t->tokenizer, id, &text);
+            buf_char(&text, 0);
+            if (text.n > 1 && strspn(text.p, "T") == text.n - 1) lengths[n] = 1, biases[n] = *bias, ts[n++] = id;
+            buf_free(&text);
+        }
+        if (firsts[i].ban == 0) f.allowed_ids = other_id, f.n_allowed = 1;
+        if (firsts[i].ban == 1) f.bad_ids = ts, f.bad_lengths = lengths, f.n_bad = n;
+        if (firsts[i].ban == 2) f.bias_ids = ts, f.bias_values = biases, f.n_bias = n;
+        CHECK_MSG(!toka_constraint_new(&f.constraint, t, &first, &e), "%s", e.msg);
+        got = eng_ask(t, eng_problem, NULL, 0, 1, &f, &code, &e);
+        CHECK_MSG(firsts[i].error ? code == TOKA_E_USE && strstr(e.msg, firsts[i].error) : !code && got->finish[0] == TOKA_STOP, "%s: %d %s", firsts[i].regex, code, e.msg);
+        eng_collected_free(got), toka_constraint_del(f.constraint);
+    }
     toka *other = eng_must_open(eng_model, 2, 64, 1);
     got = eng_ask(other, eng_problem, NULL, 0, 1, &s, &code, &e);
     CHECK(code == TOKA_E_USE && strstr(e.msg, "another model"));
@@ -941,6 +1024,7 @@ static const struct test con_tests[] = {
     {"constraints: the end of thinking", test_con_thinking},
     {"constraints: requests", test_con_requests},
     {"constraints: ranks", test_con_ranks},
+    {"constraints: hostile grammars are stopped", test_con_stop},
     {"constraints: no token is left", test_con_none_left},
     {"constraints: workers change no token", test_con_workers},
     {"constraints: only the row of a slow mask waits", test_con_slow_mask},

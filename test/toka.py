@@ -72,7 +72,7 @@ class _Sampling(C.Structure):
 
 class _Grammar(C.Structure):
     _fields_ = [("kind", C.c_int), ("text", _TEXT), ("text_bytes", C.c_size_t), ("no_whitespace", C.c_int), ("no_additional", C.c_int),
-                ("whitespace_pattern", _TEXT)]
+                ("whitespace_pattern", _TEXT), ("stop", C.c_void_p), ("stop_user", C.c_void_p)]
 
 
 class _Request(C.Structure):
