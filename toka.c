@@ -562,7 +562,7 @@ static int hex_digit(char c) {
 
 /* Hashes a 64-bit integer, so that consecutive inputs give unrelated outputs: splitmix64 (Steele,
  * Lea, Flood: Fast splittable pseudorandom number generators, 2014). */
-static uint64_t hash_mix(uint64_t z) {
+SERVER_ONLY static uint64_t hash_mix(uint64_t z) {
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
     z = (z ^ z >> 27) * 0x94D049BB133111EBu;
     return z ^ z >> 31;
@@ -16998,7 +16998,7 @@ SERVER_ONLY static void samp_fix_min_max(toka_sampling *sampling, bool max_is_de
 /* Checks all sampling parameters. Returns 0 or TOKA_E_USE; the message names the field, its value
  * and what is allowed. */
 COLD
-static int samp_check(const toka_sampling *sampling, int V, toka_err *e) {
+COLD static int samp_check(const toka_sampling *sampling, int V, toka_err *e) {
     for (int i = 0; i < COUNT(samp_ranges); i++) {
         const float *value =
             (const float *)(const void *)((const char *)sampling + samp_ranges[i].offset);
@@ -17928,7 +17928,7 @@ enum { SAMP_BAN_MIN_TOKENS, SAMP_BAN_BAD_WORDS, SAMP_BAN_BIAS, SAMP_N_BANS };
 /* Appends to `out` the ids that may not be drawn as the first token, grouped by the parameter that
  * forbids them. n_upto[ban]: length of `out` after that group. A bias of -100 counts as a ban here,
  * as in OpenAI's API. */
-static void samp_collect_banned(const toka_sampling *sampling, const int32_t *ends, int n_ends,
+COLD static void samp_collect_banned(const toka_sampling *sampling, const int32_t *ends, int n_ends,
                                 ids *out, size_t n_upto[SAMP_N_BANS]) {
     const toka_words *words = sampling->bad_words;
     for (int i = 0; i < n_ends && sampling->min_tokens; i++) ids_push(out, ends[i]);
@@ -17944,7 +17944,7 @@ static void samp_collect_banned(const toka_sampling *sampling, const int32_t *en
 }
 
 /* Returns whether some id is allowed, in the mask (NULL: there is none) and not in `banned`. */
-static bool samp_any_left(const toka_sampling *sampling, const ids *banned, const uint32_t *mask,
+COLD static bool samp_any_left(const toka_sampling *sampling, const ids *banned, const uint32_t *mask,
                           int V) {
     bool any_left = false;
     if (!mask && (!banned->n || (!sampling->n_allowed && banned->n < (size_t)V))) return true;
@@ -21430,15 +21430,13 @@ COLD static bool con_equal(const json *a, const json *b) {
 
 /* Values that are equal (con_equal) have the same hash. */
 COLD static uint64_t con_value_hash(const json *value) {
-    const str text = json_str(value);
-    const double number = value->type == JSON_NUMBER ? json_num(value, 0) + 0.0 : 0;
-    uint64_t hash = hash_mix((uint64_t)value->type + hash_bytes(text.p, text.n) +
-                             hash_bytes(&number, sizeof number));
-    if (value->type == JSON_ARRAY)
-        JSON_EACH(it, value) hash = hash_mix(hash + con_value_hash(it));
+    const double number = json_num(value, 0) + 0.0;
+    str text = json_str(value);
+    if (value->type == JSON_NUMBER) text = (str){(const char *)&number, sizeof number};
+    uint64_t hash = value->type + hash_bytes(text.p, text.n);
+    if (value->type == JSON_ARRAY) JSON_EACH(it, value) hash = 31 * hash + con_value_hash(it);
     if (value->type == JSON_OBJECT) /* in any order */
-        JSON_MEMBERS(key, value)
-            hash += hash_mix(3 * con_value_hash(key) + con_value_hash(key + 1));
+        JSON_MEMBERS(key, value) hash += (con_value_hash(key) | 1) * con_value_hash(key + 1);
     return hash;
 }
 
@@ -30614,7 +30612,7 @@ static void eng_request_free(eng_request *request) {
 }
 
 /* Appends the ids that end a sample. */
-static void eng_add_end_ids(const mf_model *files, const toka_sampling *sampling, ids *out) {
+COLD static void eng_add_end_ids(const mf_model *files, const toka_sampling *sampling, ids *out) {
     const mf_config *config = &files->config;
     for (int i = 0; i < config->n_eos_ids && !sampling->ignore_eos; i++)
         ids_push(out, config->eos_ids[i]);
@@ -30692,7 +30690,7 @@ static eng_request *eng_request_new(const eng *engine, const eng_submission *sub
 }
 
 /* n_reserved: positions of a sequence that the prompt must leave free. */
-static int eng_check_prompt(int V, int max_len, const int32_t *prompt, size_t n_prompt,
+COLD static int eng_check_prompt(int V, int max_len, const int32_t *prompt, size_t n_prompt,
                             int n_reserved, toka_err *e) {
     if (!n_prompt) return fail(e, TOKA_E_USE, "the prompt has no tokens");
     if (n_prompt > (size_t)(max_len - n_reserved))
@@ -30707,7 +30705,7 @@ static int eng_check_prompt(int V, int max_len, const int32_t *prompt, size_t n_
 }
 
 /* Returns an error if the request's parameters leave no id that can be drawn. */
-static int eng_check_drawable(const mf_model *files, const toka_request *params, toka_err *e) {
+COLD static int eng_check_drawable(const mf_model *files, const toka_request *params, toka_err *e) {
     ids end_ids = {0};
     const toka_sampling *sampling = &params->sampling;
     if (!params->n) return 0;
@@ -30723,7 +30721,7 @@ static int eng_check_drawable(const mf_model *files, const toka_request *params,
 }
 
 /* Checks the fields of an embedding. E: the model's width. */
-static int eng_check_pooling(const toka_request *params, int E, toka_err *e) {
+COLD static int eng_check_pooling(const toka_request *params, int E, toka_err *e) {
     if (check_int("pooling", params->pooling, TOKA_POOL_NONE, TOKA_POOL_CLS, e)) return e->code;
     if (!params->pooling) return 0;
     if (params->n || params->prompt_logprobs)
@@ -30742,7 +30740,7 @@ static int eng_check_n(const toka_request *params, toka_err *e) {
 /* Checks everything that can be wrong with a request itself, for sequences of max_len tokens.
  * tokenizer: the model's, or NULL. files->shape is that of the whole model, so its V is the whole
  * vocabulary. */
-static int eng_check(const mf_model *files, const tok *tokenizer, int max_len,
+COLD static int eng_check(const mf_model *files, const tok *tokenizer, int max_len,
                      const toka_request *params, const int32_t *prompt, size_t n_prompt,
                      toka_err *e) {
     const toka_sampling *sampling = &params->sampling;
@@ -33399,8 +33397,8 @@ static void lib_keep_constraint(lib_constraints *all, toka_constraint *constrain
     *key = (buf){0};
 }
 
-/* Returns the kept constraint of a grammar, with one more reference; NULL: there is none. *key: what
- * names it. The model has a tokenizer. */
+/* Returns the kept constraint of a grammar, with one more reference; NULL: there is none. *key gets
+ * what names it. The model has a tokenizer. */
 COLD static toka_constraint *lib_kept_constraint(const toka *t, const toka_grammar *grammar,
                                                  buf *key) {
     lib_constraints *all = t->constraints;

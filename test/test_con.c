@@ -415,6 +415,45 @@ static void test_con_masks(void) {
     toka_close(t);
 }
 
+/* Values of an enum of 20,000, and texts of such a choice, are read to their ends; each token of them is in its mask. */
+static void test_con_large_enums(void) {
+    toka_err e;
+    toka *t;
+    toka_options o = toka_options_default();
+    o.model = eng_model;
+    CHECK(!lib_open_text(&t, &o, false, &e));
+    con_vocab *vocab = con_vocab_new(t->tokenizer, t->shape.V);
+    for (int k = 0; k < 3; k++) { /* a choice; texts; texts and numbers */
+        buf b = {0}, text = {0};
+        buf_c(&b, k ? "{\"enum\":[" : "[");
+        for (int i = 0; i < 20000; i++) buf_printf(&b, k == 2 && i % 2 ? "%s%d" : "%s\"v%u \xE2\x82\xAC\"", i ? "," : "", (unsigned)i * 2654435761u >> 8);
+        buf_c(&b, k ? "]}" : "]");
+        toka_constraint *c = con_make(k ? JS : CH, b.p, t->tokenizer, vocab, &e);
+        CHECK_MSG(c, "%s", e.msg);
+        for (int i = 7; c && i < 20000; i += 3000) {
+            ids tokens = {0};
+            buf_clear(&text);
+            buf_printf(&text, k == 2 && i % 2 ? "%d" : k ? "\"v%u \xE2\x82\xAC\"" : "v%u \xE2\x82\xAC", (unsigned)i * 2654435761u >> 8);
+            CHECK(!tok_encode(t->tokenizer, buf_view(&text), 0, &tokens, &e));
+            int node = con_begin(&c->machine, c->grammar.root);
+            for (size_t n = 0; n < tokens.n; n++) {
+                uint32_t mask[64];
+                buf_clear(&text);
+                CHECK(con_mask(&c->machine, vocab, node, mask) && mask[tokens.p[n] / 32] >> tokens.p[n] % 32 & 1);
+                tok_put_bytes(t->tokenizer, tokens.p[n], &text);
+                node = con_advance(&c->machine, node, buf_view(&text));
+                CHECK_MSG(c->machine.nodes[node].n <= 2, "%d items", c->machine.nodes[node].n);
+            }
+            CHECK(con_accepts(&c->machine, node) && con_advance(&c->machine, node, STR("!")) == CON_DEAD);
+            ids_free(&tokens);
+        }
+        buf_free(&b), buf_free(&text);
+        con_del(c);
+    }
+    con_vocab_del(vocab);
+    toka_close(t);
+}
+
 /* A row with a mask gives what the same row with a list of allowed ids gives; and where nothing is
  * left, an id that the engine refuses. */
 static void test_con_rows(void) {
@@ -1019,6 +1058,7 @@ static const struct test con_tests[] = {
     {"constraints: errors", test_con_errors},
     {"constraints: limits", test_con_limits},
     {"constraints: masks are what each token says", test_con_masks},
+    {"constraints: enums of 20,000 values", test_con_large_enums},
     {"constraints: rows with a mask", test_con_rows},
     {"constraints: added tokens", test_con_added_tokens},
     {"constraints: the end of thinking", test_con_thinking},

@@ -5,7 +5,9 @@ import math
 import os
 import random
 import re
+import socket
 import subprocess
+import time
 
 import pytest
 
@@ -463,11 +465,44 @@ def test_every_streamed_text_is_a_beginning(server, driver):
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs: the request has structured_outputs, too"),
     ({"guided_regex": "a", "guided_json": {}}, "the request has guided_json, too"),
     ({"guided_regex": "(a"}, "guided_regex: regex: ( without ) at byte 2"), ({"guided_choice": "a"}, "guided_choice: expected a list"),
-    ({"guided_grammar": "start: x"}, "guided_grammar: grammar: the rule x is not defined, at line 1, column 8"), ({"regex": 5}, "regex: expected a text")])
+    ({"guided_grammar": "start: x"}, "guided_grammar: grammar: the rule x is not defined, at line 1, column 8"),
+    ({"guided_regex": "T+", "allowed_token_ids": [56]}, "guided_regex: constraint: nothing is left to draw, as allowed_token_ids forbids all tokens with which it"),
+    ({"guided_json": {"properties": {"~a/": {"enum": 3}}}}, "guided_json: JSON schema: /properties/~0a~1/enum: expected a list"), ({"regex": 5}, "regex: expected a text")])
 def test_errors(server, fields, message):
     a = server.post("/v1/completions", {"prompt": "x", **fields})
     assert a.status == 400 and message in a.error()["message"] and a.error()["param"] in fields
     assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status == 200
+
+
+def test_hostile_schemas_leave_the_others_alone():
+    """Two workers: while schemas that take seconds are compiled, other requests are answered, also those with a constraint
+    that is known. A client that leaves, and the end of the server, stop the compilation."""
+    slow = {"type": "array", "items": [{"type": "string", "minLength": 2, "pattern": f"^((a|b)*a(a|b){{9}}|x{i})$"} for i in range(400)]}
+    ask_slow = {"prompt": PROBLEM, "max_tokens": 5, "structured_outputs": {"json": slow}}
+    known = {"prompt": PROBLEM, "max_tokens": 5, "temperature": 0, "structured_outputs": {"choice": ["yes", "no"]}}
+
+    def post(fields):
+        text = json.dumps(fields)
+        return f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode()
+    with Server("--server-threads", "2") as s:
+        want = s.post("/v1/completions", known).json()["choices"][0]["text"]
+        assert want in ("yes", "no")
+        clients = [socket.create_connection(s.address) for _ in range(12)]
+        for client in clients:
+            client.sendall(post({**ask_slow, "seed": 1}))
+        start = time.monotonic()
+        for _ in range(3):
+            assert s.post("/v1/completions", known).json()["choices"][0]["text"] == want
+            assert s.post("/v1/completions", {"prompt": PROBLEM, "max_tokens": 5}).status == 200
+        assert time.monotonic() - start < 5
+        for client in clients[2:]:
+            client.close()
+        s.stop()
+        assert time.monotonic() - start < 20
+        for client in clients[:2]:
+            answer = client.recv(1 << 16)
+            assert answer.startswith((b"HTTP/1.1 503", b"HTTP/1.1 400")), answer
+            client.close()
 
 
 def test_batch_lines(tmp_path):
