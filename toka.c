@@ -36360,6 +36360,8 @@ typedef struct api_request {
     const char *adapter; /* that "model" names; NULL: the model as it is */
     bool is_batch;     /* /generate: the prompt is a list, so the answer is one, too */
     str rid;           /* /generate: the id that the body gives; .n 0: none; in the arena */
+    const char *prompt_field; /* the field that has the prompt; NULL: that of the route */
+    const char *model_field;  /* the field that names the model; NULL: model */
     int logprobs_from; /* /generate: first token of the prompt that gets a logprob */
     bool names_tokens; /* /generate: tokens with logprobs have their text, too */
     /* of embeddings and scores (39) */
@@ -36439,6 +36441,7 @@ enum {
     API_ON_GENERATE = API_ON_COMPLETIONS | API_ON_CHAT,
     API_ON_STYLES = API_ON_RESPONSES | API_ON_MESSAGES,
     API_ON_SAMPLES = API_ON_GENERATE | API_ON_STYLES | API_ON_PARAMS,
+    API_ON_OTHERS = API_ON_STYLES | API_ON_SGLANG | API_ON_PARAMS, /* not OpenAI's first two */
 };
 
 /* Fields of a body, and members of structured_outputs, that are a constraint. */
@@ -36657,7 +36660,17 @@ static const api_field api_fields[] = {
     API_FIELD("ebnf", API_ON_PARAMS, API_ANY, guides[6]),
     API_IGNORE("stream_interval", API_ON_PARAMS, API_INTEGER),
     API_IGNORE("spaces_between_special_tokens", API_ON_PARAMS, API_BOOL),
-    API_REFUSE("structural_tag", API_ON_PARAMS, 0),
+    API_REFUSE("structural_tag", API_ON_SAMPLES | API_ON_SGLANG, 0),
+    API_REFUSE("grammar", API_ON_SAMPLES | API_ON_SGLANG, "\"\""),
+    API_REFUSE("response_format", API_ON_OTHERS, "{\"type\":\"text\"}"),
+    API_REFUSE("structured_outputs", API_ON_OTHERS, 0),
+    API_REFUSE("guided_json", API_ON_OTHERS, 0),
+    API_REFUSE("guided_regex", API_ON_OTHERS, 0),
+    API_REFUSE("guided_choice", API_ON_OTHERS, 0),
+    API_REFUSE("guided_grammar", API_ON_OTHERS, 0),
+    API_REFUSE("json_schema", API_ON_STYLES | API_ON_SGLANG, 0),
+    API_REFUSE("regex", API_ON_STYLES | API_ON_SGLANG, 0),
+    API_REFUSE("ebnf", API_ON_STYLES | API_ON_SGLANG, 0),
     API_REFUSE("stop_regex", API_ON_PARAMS, "[]"),
     API_REFUSE("custom_params", API_ON_PARAMS, 0),
     API_REFUSE("suffix", API_ON_COMPLETIONS, "\"\""),
@@ -36891,16 +36904,17 @@ static int api_read_ids(api_request *request, const json *value, const char *nam
 static int api_read_stops(api_request *request, const json *value, toka_sampling *sampling,
                           toka_err *e) {
     if (!value) return 0;
+    const char *name = request->route == API_MESSAGES ? "stop_sequences" : "stop";
     bool is_text = value->type == JSON_STRING;
     if (!is_text && value->type != JSON_ARRAY)
-        return API_INVALID("stop: expected a text or a list of texts");
+        return API_INVALID("%s: expected a text or a list of texts", name);
     int n_stops = 0;
     const char **stop = arena_alloc(&request->memory,
                                     (is_text ? 1 : (size_t)value->n) * sizeof *stop);
     for (const json *it = is_text ? value : value + 1, *end = json_next(value); it < end;
          it = json_next(it)) {
         if (it->type != JSON_STRING || memchr(it->chars, 0, it->n))
-            return API_INVALID("stop: expected a text or a list of texts");
+            return API_INVALID("%s: expected a text or a list of texts", name);
         stop[n_stops++] = arena_cstr(&request->memory, json_str(it));
     }
     sampling->stop = stop;
@@ -37031,9 +37045,16 @@ static int api_read_structured_member(api_request *request, str name, const json
         if (str_is(name, api_structured[i].name))
             return api_set_grammar(request, out, "structured_outputs", api_structured[i].kind,
                                    value, e);
-    for (int i = 0; i < COUNT(flags); i++)
-        if (str_is(name, flags[i])) return *targets[i] = json_is_true(value), 0;
     if (value->type == JSON_NULL) return 0;
+    for (int i = 0; i < COUNT(flags); i++) {
+        if (!str_is(name, flags[i])) continue;
+        if (value->type != JSON_TRUE && value->type != JSON_FALSE)
+            return API_INVALID("structured_outputs: %s: expected true or false", flags[i]);
+        *targets[i] = json_is_true(value);
+        return 0;
+    }
+    if (str_is(name, "whitespace_pattern") && value->type != JSON_STRING)
+        return API_INVALID("structured_outputs: whitespace_pattern: expected a text");
     if (str_is(name, "whitespace_pattern")) return out->space = json_str(value), 0;
     return API_UNSUPPORTED(request, "structured_outputs: %.*s is not supported", STRF(name));
 }
@@ -37122,6 +37143,29 @@ static uint64_t api_derive_seed(uint64_t seed, const uint64_t serial[2]) {
     return hash_mix(serial[1] ^ (serial[0] + 0x9E3779B97F4A7C15u * (seed + 1)));
 }
 
+/* The name under which the route has max_tokens. */
+static const char *api_max_tokens_name(const api_request *request, const api_body *body) {
+    if (request->route == API_RESPONSES) return "max_output_tokens";
+    if (request->route == API_SGLANG) return "max_new_tokens";
+    return body->max_completion_tokens >= 0 ? "max_completion_tokens" : "max_tokens";
+}
+
+/* Returns an error if a body asks for no token, or for more tokens than it allows. default_max:
+ * max_tokens is a default. */
+static int api_check_min_max(const api_request *request, const api_body *body, bool default_max,
+                             toka_err *e) {
+    const bool is_sglang = request->route == API_SGLANG;
+    const char *min = json_get(body->params, "min_new_tokens") ? "min_new_tokens" : "min_tokens";
+    if (!default_max && body->max_tokens > 0 && body->min_tokens > body->max_tokens)
+        return API_INVALID("%s: %lld, expected 0 to %lld", min, (long long)body->min_tokens,
+                           (long long)body->max_tokens);
+    if (!body->max_tokens && !request->echo && !request->want_prompt_logprobs)
+        return API_INVALID("%s: 0, expected 1 or more without %s",
+                           api_max_tokens_name(request, body),
+                           is_sglang ? "logprob_start_len" : "echo or prompt_logprobs");
+    return 0;
+}
+
 /* Fills the sampling parameters of a request from a body. */
 static int api_read_sampling(api_request *request, const api_body *body,
                              toka_request *engine_request, toka_err *e) {
@@ -37159,15 +37203,11 @@ static int api_read_sampling(api_request *request, const api_body *body,
     if (!code) code = api_read_stops(request, body->stop, sampling, e);
     if (!code) code = api_read_bias(request, body->bias, sampling, e);
     if (!code) code = api_read_bad_words(request, body->bad_words, sampling, e);
+    if (!code) code = api_check_min_max(request, body, default_max, e);
     if (code) return code;
-    if (!default_max && body->max_tokens > 0 && body->min_tokens > body->max_tokens)
-        return API_INVALID("min_tokens: %lld, expected 0 to %lld", (long long)body->min_tokens,
-                           (long long)body->max_tokens);
     if (body->best_of >= 0 && body->best_of != body->n)
         return API_UNSUPPORTED(request, "best_of other than n is not supported");
     if (!body->max_tokens) { /* no token is sampled: only the prompt is computed */
-        if (!request->echo && !request->want_prompt_logprobs)
-            return API_INVALID("max_tokens: 0, expected 1 or more without echo or prompt_logprobs");
         engine_request->n = 0;
         engine_request->prompt_logprobs = 1;
         sampling->n_stop = 0;
@@ -37247,9 +37287,9 @@ static int api_check_model(api_request *request, str model, toka_err *e) {
         }
     request->status = 404;
     request->type = "not_found_error";
-    request->param = "model";
+    request->param = request->model_field ? request->model_field : "model";
     request->code = "model_not_found";
-    return fail(e, TOKA_E_USE, "model: '%.*s' is not served here, '%s' is", STRF(model),
+    return fail(e, TOKA_E_USE, "%s: '%.*s' is not served here, '%s' is", request->param, STRF(model),
                 config->n_names ? config->names[0] : config->name);
 }
 
@@ -38124,14 +38164,25 @@ static int api_render_any(api_request *request, const api_body *body, buf *rende
     return code;
 }
 
+/* The field that has the prompts of a body. */
+static const char *api_prompt_name(const api_request *request, enum api_route route) {
+    if (request->prompt_field) return request->prompt_field;
+    return route == API_RESPONSES || route == API_EMBEDDINGS ? "input"
+           : route == API_SCORE                              ? "text_2"
+           : route == API_RERANK                             ? "documents"
+           : request->chat                                   ? "messages"
+                                                             : "prompt";
+}
+
 /* Encodes one prompt (NULL: the chat) into ids. If the request echoes it, *text gets its text, in
  * the arena of the request. */
 static int api_encode_prompt(api_request *request, const api_body *body, const json *prompt,
                              ids *out, str *text, toka_err *e) {
     buf rendered = {0};
+    const char *name = api_prompt_name(request, request->route);
     int code = 0, special = body->special >= 0 ? body->special : prompt != NULL;
     if (json_is(prompt, JSON_ARRAY))
-        return api_read_id_list(request->config, prompt, "prompt", out, e);
+        return api_read_id_list(request->config, prompt, name, out, e);
     if (lib_require_tokenizer(request->config->toka, e)) return e->code;
     if (!prompt) {
         code = api_render_any(request, body, &rendered, e);
@@ -38139,7 +38190,7 @@ static int api_encode_prompt(api_request *request, const api_body *body, const j
         request->parse.thought = parse_prompt_thought(request->parse.family, buf_view(&rendered));
         if (!code && body->continues) code = api_cut_final_message(request, body, &rendered, e);
     } else if (prompt->type != JSON_STRING) {
-        code = API_INVALID("prompt: expected a text, token ids, or a list of either");
+        code = API_INVALID("%s: expected a text, token ids, or a list of either", name);
     }
     str source = prompt ? json_str(prompt) : buf_view(&rendered);
     if (!code && !prompt && request->harmony)
@@ -38172,11 +38223,6 @@ static int api_drop_oldest(api_request *request, const api_body *body, ids *out,
         else least = request->n_dropped + 1;
     }
     return code;
-}
-
-static const char *api_max_tokens_name(const api_request *request, const api_body *body) {
-    if (request->route == API_RESPONSES) return "max_output_tokens";
-    return body->max_completion_tokens >= 0 ? "max_completion_tokens" : "max_tokens";
 }
 
 /* Returns an error if a prompt leaves no room for the max_tokens of the body, as OpenAI and vLLM
@@ -38280,7 +38326,7 @@ static int api_check_answer_size(const api_request *request, const api_body *bod
     }
     if (!max_bytes || bytes + repeated <= max_bytes) return 0;
     const char *field = request->n_samples > 1   ? "n"
-                        : request->n_prompts > 1 ? "prompt"
+                        : request->n_prompts > 1 ? api_prompt_name(request, request->route)
                                                  : api_max_tokens_name(request, body);
     return API_INVALID(
         "%s: %d choices%s of up to %d tokens (max_tokens) with %d alternatives each (logprobs) may "
@@ -38377,7 +38423,8 @@ static int api_parse_fields(api_request *request, enum api_route route, const js
 static void api_set_fault(api_request *request, enum api_route route, const toka_err *e) {
     size_t name_len = 0;
     while (isalnum((unsigned char)e->msg[name_len]) || e->msg[name_len] == '_') name_len++;
-    const api_field *field = api_find_field((str){e->msg, name_len}, 1 << route);
+    const int fields = 1 << route | (route == API_SGLANG ? API_ON_PARAMS : 0);
+    const api_field *field = api_find_field((str){e->msg, name_len}, fields);
     if (!request->status)
         request->status = e->code == TOKA_E_MEMORY                           ? 503
                           : e->code == TOKA_E_DEVICE || e->code == TOKA_E_IO ? 500
@@ -38386,11 +38433,7 @@ static void api_set_fault(api_request *request, enum api_route route, const toka
     if (request->param) return;
     request->param = field ? field->name : NULL;
     if (!field && (request->code || request->n_prompts) && request->status == 400)
-        request->param = route == API_RESPONSES || route == API_EMBEDDINGS ? "input"
-                         : route == API_SCORE                              ? "text_2"
-                         : route == API_RERANK                             ? "documents"
-                         : request->chat                                   ? "messages"
-                                                                           : "prompt";
+        request->param = api_prompt_name(request, route);
 }
 
 /* Reads a body, parsed as JSON, into a request; the JSON is not needed afterwards. Returns 0, or a
@@ -40393,6 +40436,8 @@ static int sgl_translate(api_request *request, api_body *body, toka_err *e) {
     if (body->tokens && body->prompt) return API_INVALID("input_ids: the request has text, too");
     if (first && first->type != JSON_NUMBER && first->type != JSON_ARRAY)
         return API_INVALID("input_ids: expected a list of token ids, or a list of such lists");
+    request->prompt_field = body->tokens ? "input_ids" : "text";
+    if (json_is(json_get(body->root, "lora_path"), JSON_STRING)) request->model_field = "lora_path";
     if (body->tokens) body->prompt = body->tokens;
     if (!body->prompt) return API_INVALID("text: missing, and so is input_ids");
     if (body->params) JSON_MEMBERS(key, body->params) {
@@ -55044,7 +55089,7 @@ static const help_page help_pages[] = {
      "  what is not supported: uniqueItems of more than one element, and a not, if,\n"
      "  oneOf or contains that needs the opposite of a schema with items or\n"
      "  additionalProperties; likewise look-around in patterns, and structural_tag.\n"
-     "  An unknown format is no constraint.\n"
+     "  An unknown format is no constraint. More: `toka help constraints`.\n"
      "- bad_words: no token may complete one, with or without a space before it; a\n"
      "  longer word that contains one is allowed as one token. Constraints that\n"
      "  leave no token are a 400, or end the text if that shows only later. A stop\n"
@@ -55266,6 +55311,9 @@ static const help_page help_pages[] = {
      "- In a request: response_format (json_schema, json_object), or one of\n"
      "  structured_outputs {json, regex, choice, grammar, json_object}; guided_json\n"
      "  and the like, json_schema, regex and ebnf are other names of the same.\n"
+     "  `strict` changes nothing: the schema holds as it is given, as in vLLM, also\n"
+     "  where OpenAI's rules for strict would refuse it. structural_tag is a 400, and\n"
+     "  so is a name of another route: /generate has its own in sampling_params.\n"
      "- A keyword that toka cannot do is an error with its place in the schema.\n"
      "  Nothing is left out or approximated, but: `format` names that it does not\n"
      "  know and unknown keywords are annotations, as the standard says.\n"

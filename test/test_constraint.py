@@ -462,6 +462,10 @@ def test_every_streamed_text_is_a_beginning(server, driver):
     ({"response_format": {**FORMAT, "json_schema": {"schema": {"properties": {"a": {"uniqueItems": True}}}}}}, "response_format: JSON schema: /properties/a/uniqueItems"),
     ({"structured_outputs": {}}, "structured_outputs: expected json"),
     ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs: structural_tag is not supported"),
+    ({"structured_outputs": {"regex": "a", "structural_tag": "{}"}}, "structured_outputs: structural_tag is not supported"),
+    ({"structured_outputs": {"regex": "a", "disable_any_whitespace": "no"}}, "structured_outputs: disable_any_whitespace: expected true or false"),
+    ({"structured_outputs": {"json": {}, "whitespace_pattern": 5}}, "structured_outputs: whitespace_pattern: expected a text"),
+    ({"structural_tag": "{}"}, "structural_tag is not supported"), ({"grammar": "root ::= x"}, "grammar is not supported"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs: the request has structured_outputs, too"),
     ({"guided_regex": "a", "guided_json": {}}, "the request has guided_json, too"),
     ({"guided_regex": "(a"}, "guided_regex: regex: ( without ) at byte 2"), ({"guided_choice": "a"}, "guided_choice: expected a list"),
@@ -503,6 +507,50 @@ def test_hostile_schemas_leave_the_others_alone():
             answer = client.recv(1 << 16)
             assert answer.startswith((b"HTTP/1.1 503", b"HTTP/1.1 400")), answer
             client.close()
+
+
+TAG = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {}}}
+CONSTRAINTS = {"structural_tag": TAG, "grammar": "root ::= \"x\"", "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"},
+               "guided_json": {}, "guided_regex": "a", "guided_choice": ["a"], "guided_grammar": "root ::= \"x\"", "json_schema": "{}", "regex": "a", "ebnf": "root ::= \"x\""}
+
+
+def test_no_route_leaves_out_a_constraint(server):
+    """A field that is a constraint is done on a route, or it is a 400 whose param is its name: none is ignored as an unknown field."""
+    message = [{"role": "user", "content": "x"}]
+    routes = {"/v1/completions": {"prompt": "x", "max_tokens": 3}, "/v1/chat/completions": {"messages": message, "max_tokens": 3},
+              "/v1/responses": {"input": "x", "max_output_tokens": 3}, "/v1/messages": {"messages": message, "max_tokens": 3},
+              "/generate": {"text": "x", "sampling_params": {"max_new_tokens": 3}}}
+    done = {"/v1/completions": CONSTRAINTS.keys() - {"structural_tag", "grammar"}, "/v1/chat/completions": CONSTRAINTS.keys() - {"structural_tag", "grammar"}}
+    cases = [(path, body, field, done.get(path, ())) for path, body in routes.items() for field in CONSTRAINTS]
+    cases += [("/generate", routes["/generate"]["sampling_params"], field, ("json_schema", "regex", "ebnf")) for field in CONSTRAINTS]
+    for path, body, field, taken in cases:
+        fields = {**body, field: CONSTRAINTS[field]}
+        a = server.post(path, {"text": "x", "sampling_params": fields} if "max_new_tokens" in fields else fields)
+        if field in taken:
+            assert a.status == 200, (path, field, a.body)
+        else:
+            assert a.status == 400 and f"{field} is not supported" in a.error()["message"], (path, field, a.body)
+            assert path == "/v1/messages" or (a.error()["param"], a.error()["code"]) == (field, "unsupported_parameter"), (path, field, a.body)
+    for path, field, body in (("/v1/responses", "text", {"text": {"format": TAG}}), ("/v1/messages", "output_config", {"output_config": {"format": TAG}}),
+                              ("/v1/completions", "response_format", {"response_format": TAG}), ("/v1/chat/completions", "response_format", {"response_format": TAG})):
+        a = server.post(path, {**routes[path], **body})
+        assert a.status == 400 and a.error()["message"] == f"{field}: structural_tag is not supported"
+        assert path == "/v1/messages" or a.error()["param"] == field
+
+
+def test_strict_changes_nothing(server):
+    """The schema holds as it is given, strict or not, also where OpenAI's rules for strict refuse it: a may be absent, c and d may come."""
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"enum": ["x", "y"]}}, "required": ["b"], "minProperties": 3, "maxProperties": 3,
+              "patternProperties": {"^[cd]$": {"type": "null"}}, "additionalProperties": False}
+    for path, prompt in (("/v1/completions", {"prompt": PROBLEM}), ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROBLEM}]})):
+        texts = []
+        for strict in ({"strict": True}, {"strict": False}, {}):
+            fields = {**prompt, "response_format": {"type": "json_schema", "json_schema": {"name": "n", **strict, "schema": schema}}}
+            choices = server.post(path, {**fields, "n": 12, "max_tokens": 120, "temperature": 2, "seed": 7}).json()["choices"]
+            texts.append([c["message"]["content"] if "message" in c else c["text"] for c in choices if c["finish_reason"] == "stop"])
+        values = [json.loads(t) for t in texts[0]]
+        assert texts[0] == texts[1] == texts[2] and len(values) > 5 and all(v["b"] in ("x", "y") for v in values), texts
+        assert any("a" in v for v in values) and any("a" not in v for v in values), texts
 
 
 def test_batch_lines(tmp_path):

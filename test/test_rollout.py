@@ -113,20 +113,39 @@ def test_generate_constraints(server):
     assert len(got["text"]) == 3 and got["text"].isdigit() and got["meta_info"]["finish_reason"]["type"] == "stop"
 
 
-@pytest.mark.parametrize("body, words", [
-    ({}, "text: missing"), ({"text": "a", "input_ids": [1]}, "input_ids: the request has text"), ({"input_ids": ["a"]}, "input_ids: expected"),
-    ({"input_ids": [1 << 40]}, "no token id"), ({"input_ids": [99999999]}, "vocabulary"), ({"text": 7}, "prompt: expected"), ({"input_ids": []}, "no tokens"),
-    ({"text": "a", "sampling_params": [{}]}, "sampling_params: expected an object"),
-    ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens: -1"),
-    ({"text": "a", "sampling_params": {"max_new_tokens": 1 << 20}}, "after a prompt of"),
-    ({"text": "a", "sampling_params": {"temperature": "hot"}}, "temperature: expected a number"),
-    ({"text": "a", "sampling_params": {"structural_tag": "{}"}}, "structural_tag is not supported"),
-    ({"text": "a", "return_routed_experts": True}, "is not supported"),
-    ({"text": "a", "stream": True, "return_logprob": True, "logprob_start_len": 0}, "with stream is not supported"),
-    ({"text": "a", "sampling_params": {"regex": "a", "ebnf": "b"}}, "expected one constraint")])
-def test_generate_refuses(server, body, words):
+@pytest.mark.parametrize("body, words, param", [
+    ({}, "text: missing", "text"), ({"text": "a", "input_ids": [1]}, "input_ids: the request has text", "input_ids"),
+    ({"input_ids": ["a"]}, "input_ids: expected", "input_ids"), ({"input_ids": [1 << 40]}, "input_ids[0]: 1099511627776 is no token id", "input_ids"),
+    ({"input_ids": [99999999]}, "vocabulary", "input_ids"), ({"text": 7}, "text: expected a text", "text"), ({"input_ids": []}, "no tokens", "input_ids"),
+    ({"text": "a", "sampling_params": [{}]}, "sampling_params: expected an object", "sampling_params"),
+    ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens: -1", "max_new_tokens"),
+    ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens: 0, expected 1 or more without logprob_start_len", "max_new_tokens"),
+    ({"text": "a", "sampling_params": {"max_new_tokens": 1 << 20}}, "after a prompt of", "max_new_tokens"),
+    ({"text": "a", "sampling_params": {"min_new_tokens": 5, "max_new_tokens": 2}}, "min_new_tokens: 5, expected 0 to 2", "min_new_tokens"),
+    ({"text": "a", "sampling_params": {"min_tokens": 5, "max_new_tokens": 2}}, "min_tokens: 5, expected 0 to 2", "min_tokens"),
+    ({"text": "Tom has " * 9999, "sampling_params": {"max_new_tokens": 1}}, "the prompt has", "text"),
+    ({"text": "a", "sampling_params": {"temperature": "hot"}}, "temperature: expected a number", "temperature"),
+    ({"text": "a", "sampling_params": {"top_p": 2}}, "top_p: 2", "top_p"), ({"text": "a", "sampling_params": {"stop": 5}}, "stop: expected", "stop"),
+    ({"text": "a", "sampling_params": {"structural_tag": "{}"}}, "structural_tag is not supported", "structural_tag"),
+    ({"text": "a", "structural_tag": "{}"}, "structural_tag is not supported", "structural_tag"),
+    ({"text": "a", "json_schema": "{}"}, "json_schema is not supported", "json_schema"),
+    ({"text": "a", "sampling_params": {"guided_regex": "a"}}, "guided_regex is not supported", "guided_regex"),
+    ({"text": "a", "sampling_params": {"response_format": {"type": "json_object"}}}, "response_format is not supported", "response_format"),
+    ({"text": "a", "return_routed_experts": True}, "is not supported", "return_routed_experts"),
+    ({"text": "a", "stream": True, "return_logprob": True, "logprob_start_len": 0}, "with stream is not supported", "logprob_start_len"),
+    ({"text": "a", "sampling_params": {"regex": "("}}, "regex: regex: ( without )", "regex"),
+    ({"text": "a", "sampling_params": {"regex": "a", "ebnf": "b"}}, "ebnf: the request has regex, too, expected one constraint", "ebnf")])
+def test_generate_refuses(server, body, words, param):
+    """A 400 whose message and param name the field as it was sent."""
     a = server.post("/generate", body)
-    assert a.status == 400 and words in a.error()["message"], a.body
+    assert a.status == 400 and words in a.error()["message"] and a.error()["param"] == param, a.body
+
+
+def test_generate_names_the_model_as_sent():
+    with Server("--served-model-name", "m") as s:
+        for field in ("model", "lora_path"):
+            a = s.post("/generate", {"text": "a", field: "other"})
+            assert a.status == 404 and a.error()["param"] == field and a.error()["message"].startswith(field + ": 'other'"), a.body
 
 
 # ---- Weights that change ----
