@@ -5,6 +5,8 @@ import math
 import os
 import random
 import re
+import select
+import signal
 import socket
 import subprocess
 import time
@@ -12,7 +14,7 @@ import time
 import pytest
 
 import make_lark
-from server import ROOT, Server
+from server import ROOT, Server, texts
 from test_batch import SMALL, body, completion, run
 from test_cli import PROBLEM, toka
 
@@ -551,6 +553,61 @@ def test_strict_changes_nothing(server):
         values = [json.loads(t) for t in texts[0]]
         assert texts[0] == texts[1] == texts[2] and len(values) > 5 and all(v["b"] in ("x", "y") for v in values), texts
         assert any("a" in v for v in values) and any("a" not in v for v in values), texts
+
+
+def large_schema(number, n_properties=4000):
+    """A schema that takes long to compile; no other number has an equal one."""
+    return {"properties": {f"p{number}_{i}": {"type": "string", "maxLength": i} for i in range(n_properties)}}
+
+
+def begin(server, body):
+    c, data = server.connect(), json.dumps(body)
+    return c.send(f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: {len(data)}\r\n\r\n{data}")
+
+
+def timed_stream(server):
+    """The text of a streamed answer, the time to its first chunk, and to its end."""
+    start = time.time()
+    with begin(server, {"prompt": PROBLEM, "max_tokens": 40, "temperature": 0, "ignore_eos": True, "stream": True}) as c:
+        assert c.head()[0] == 200
+        chunks = c.chunks()
+        body, first = next(chunks), time.time() - start
+        return texts(body + b"".join(chunks))[0][0], first, time.time() - start
+
+
+def beside_slow_ones(server, number):
+    """Streams an answer while three constraints compile. Returns that, the connections of the three, and how many are answered."""
+    slow = [begin(server, {"prompt": "x", "max_tokens": 1, "guided_json": large_schema(3 * number + i)}) for i in range(3)]
+    assert server.get("/health").status == 200  # the requests were accepted before it
+    got = timed_stream(server)
+    return got, slow, len(select.select([c.s for c in slow], [], [], 0)[0])
+
+
+def test_slow_constraints_hold_nobody_up():
+    """While three constraints compile, which two threads cannot do at once, another request has its first token and its last before one
+    of the three is answered. One of their clients leaves; the others get their answers."""
+    with Server("--server-threads", "2", "--max-num-seqs", "16") as s:
+        want, *alone = min((timed_stream(s) for _ in range(3)), key=lambda x: x[2])
+        for number in range(5):  # tries: the machine may be busy with others
+            (text, *took), slow, n_answered = beside_slow_ones(s, number)
+            slow[2].close()
+            assert text == want and [c.answer().status for c in slow[:2]] == [200, 200]
+            s.wait_metric("num_requests_running", 0)
+            if not n_answered and all(t < 20 * a + 0.2 for t, a in zip(took, alone)):
+                break
+        assert not n_answered and all(t < 20 * a + 0.2 for t, a in zip(took, alone)), (n_answered, took, alone)
+        assert timed_stream(s)[0] == want
+
+
+def test_sigterm_while_a_constraint_compiles():
+    """The server ends with status 0, and soon: the client has its answer, or the error that the server is shutting down."""
+    with Server("--server-threads", "2") as s:
+        c = begin(s, {"prompt": "x", "max_tokens": 1, "guided_json": large_schema(0, 6000)})
+        assert s.get("/health").status == 200
+        time.sleep(0.05)
+        start = time.time()
+        s.p.send_signal(signal.SIGTERM)
+        assert c.answer().status in (200, 503) and s.p.wait(60) == 0 and time.time() - start < 20
 
 
 def test_batch_lines(tmp_path):
