@@ -32616,6 +32616,7 @@ SERVER_ONLY static int eng_max_adapters(const eng *engine) {
 
 typedef struct eng_adapter_name {
     const char *name, *path;
+    int n_requests; /* that are not released */
 } eng_adapter_name;
 
 /* Lists the loaded adapters, in the arena. Returns their number. engine NULL: only text is open. */
@@ -32629,7 +32630,8 @@ SERVER_ONLY static int eng_list_adapters(eng *engine, arena *memory, eng_adapter
         const eng_adapter *adapter = &engine->adapters[i];
         if (!adapter->name) continue;
         (*list)[n++] = (eng_adapter_name){arena_cstr(memory, str_c(adapter->name)),
-                                          arena_cstr(memory, str_c(adapter->path))};
+                                          arena_cstr(memory, str_c(adapter->path)),
+                                          adapter->n_requests};
     }
     pthread_mutex_unlock(&engine->lock);
     return n;
@@ -36498,13 +36500,15 @@ typedef struct api_field {
     size_t offset;           /* API_USED: offset of the value in api_body. kind gives its type:
                               * float, int64_t, int (API_BOOL), str or const json * */
     int64_t low, high;       /* API_INTEGER: the limits */
-    const char *harmless[2]; /* API_REFUSED: JSON of values that ask for nothing, besides null and
-                              * false */
+    const char *harmless[2]; /* API_REFUSED: JSON of values that ask for nothing, besides null and,
+                              * if the kind is API_ANY, false */
 } api_field;
 
 #define API_OFFSET(member) offsetof(api_body, member)
 #define API_IGNORE(name, where, kind) {name, where, kind, API_NO_EFFECT, 0, 0, 0, {0}}
 #define API_REFUSE(name, where, ...) {name, where, API_ANY, API_REFUSED, 0, 0, 0, {__VA_ARGS__}}
+/* a bool whose default is true, of which false is not supported */
+#define API_ONLY_TRUE(name, where) {name, where, API_BOOL, API_REFUSED, 0, 0, 0, {"true"}}
 #define API_FIELD(name, where, kind, member) \
     {name, where, kind, API_USED, API_OFFSET(member), 0, 0, {0}}
 #define API_INT_FIELD(name, where, member, low, high) \
@@ -36646,7 +36650,11 @@ static const api_field api_fields[] = {
     API_REFUSE("image_data", API_ON_SGLANG, "[]"),
     API_REFUSE("session_params", API_ON_SGLANG, 0),
     API_REFUSE("custom_logit_processor", API_ON_SGLANG, 0),
-    API_REFUSE("return_hidden_states", API_ON_SGLANG, 0),
+    API_IGNORE("no_logs", API_ON_SGLANG, API_BOOL),
+    API_REFUSE("return_hidden_states", API_ON_SGLANG | API_ON_GENERATE, 0),
+    API_REFUSE("return_bytes", API_ON_SGLANG, 0),
+    API_REFUSE("return_entropy", API_ON_SGLANG, 0),
+    API_REFUSE("background", API_ON_SGLANG, 0),
     API_REFUSE("return_routed_experts", API_ON_SGLANG, 0),
     API_REFUSE("bootstrap_host", API_ON_SGLANG, 0),
     API_INT_FIELD("max_new_tokens", API_ON_PARAMS, max_tokens, 0, INT_MAX),
@@ -36687,6 +36695,9 @@ static const api_field api_fields[] = {
     API_REFUSE("prompt_embeds", API_ON_COMPLETIONS, "[]"),
     API_REFUSE("truncate_prompt_tokens", API_ON_GENERATE, 0),
     API_REFUSE("spaces_between_special_tokens", API_ON_GENERATE, "true"),
+    API_REFUSE("no_stop_trim", API_ON_GENERATE, 0), /* SGLang's include_stop_str_in_output */
+    API_ONLY_TRUE("separate_reasoning", API_ON_CHAT),
+    API_ONLY_TRUE("stream_reasoning", API_ON_CHAT),
     API_REFUSE("logits_processors", API_ON_GENERATE, "[]"),
     API_REFUSE("logprob_token_ids", API_ON_GENERATE, 0),
     API_REFUSE("repetition_detection", API_ON_GENERATE, 0),
@@ -36700,7 +36711,8 @@ static const api_field *api_find_field(str name, int where) {
 
 /* Does this value of a refused field ask for nothing? */
 static bool api_is_harmless(const api_field *field, const json *value) {
-    if (value->type == JSON_NULL || value->type == JSON_FALSE) return true;
+    if (value->type == JSON_NULL || (value->type == JSON_FALSE && field->kind == API_ANY))
+        return true;
     buf text = {0};
     bool same = false;
     json_put_value(&text, value);
@@ -45336,10 +45348,41 @@ static void srv_put_states(buf *out, const char *labels, const toka_stats *stats
                    (double)stats->snapshot_hits);
 }
 
+/* Appends what gateways read beside the load: the adapters that requests run with, if there may be
+ * adapters, and the size of the KV cache. The first has the time as its value, as in vLLM: of
+ * several series the newest counts. */
+COLD
+static void srv_put_config(buf *out, const char *labels, const toka *t, const toka_stats *stats) {
+    buf all = {0};
+    arena memory = {0};
+    eng_adapter_name *adapters;
+    const int n = eng_list_adapters(t->engine, &memory, &adapters);
+    int n_running = 0;
+    if (eng_max_adapters(t->engine)) {
+        buf_printf(&all, "%s,max_lora=\"%d\",waiting_lora_adapters=\"\",running_lora_adapters=\"",
+                   labels, eng_max_adapters(t->engine));
+        for (int i = 0; i < n; i++) {
+            if (!adapters[i].n_requests) continue;
+            if (n_running++) buf_char(&all, ',');
+            srv_put_label_value(&all, str_c(adapters[i].name));
+        }
+        buf_char(&all, '"');
+        srv_put_series(out, "lora_requests_info", "gauge", "Adapters that requests run with.",
+                       all.p, (double)time(NULL));
+    }
+    buf_clear(&all);
+    buf_printf(&all, "%s,block_size=\"%d\",num_gpu_blocks=\"%d\"", labels, t->shape.B,
+               stats->kv_pages);
+    srv_put_series(out, "cache_config_info", "gauge", "The KV cache: tokens of a page, pages.",
+                   all.p, 1);
+    buf_free(&all), arena_free(&memory);
+}
+
 /* Appends all metrics in Prometheus' text format 0.0.4. Names after the prefix, units and meanings
  * are vLLM's. Where vLLM counts its engine's requests, toka counts samples. */
-static void srv_put_metrics(buf *out, const srv_metrics *metrics, const toka_stats *stats,
-                            str model, int n_waiting, int n_connections) {
+static void srv_put_metrics(buf *out, const srv_metrics *metrics, const toka *t,
+                            const toka_stats *stats, str model, int n_waiting,
+                            int n_connections) {
     static const char *const reasons[5] = {NULL, "stop", "length", "abort", "error"};
     static const char *const codes[6] = {NULL, NULL, "2xx", NULL, "4xx", "5xx"};
     static const char *const phases[3] = {"plan", "run", "commit"};
@@ -45378,6 +45421,7 @@ static void srv_put_metrics(buf *out, const srv_metrics *metrics, const toka_sta
     srv_put_series(out, "engine_steps_total", "counter", "Forward steps.", labels,
                    (double)stats->steps);
     srv_put_drafts(out, stats, labels);
+    srv_put_config(out, labels, t, stats);
     const double phase_s[] = {stats->plan_s, stats->run_s, stats->commit_s};
     const srv_labeled_counter counters[] = {
         {"engine_seconds_total",
@@ -46455,8 +46499,6 @@ static void srv_put_admin(srv *server, const srv_admin *admin, buf *out) {
     json_put_int(out, stats.paused ? stats.running + stats.waiting : 0);
     json_put_member_or_null(out, "weight_version", version ? version : "default");
     json_put_key(out, "world_size"), json_put_int(out, 1);
-    json_put_member_or_null(out, "model_path", server->toka->files->folder);
-    json_put_key(out, "is_generation"), json_put_bool(out, !server->toka->files->no_lm_head);
     if (!good) {
         json_put_key(out, "error"), json_put_open(out, '{');
         json_put_member_or_null(out, "message", admin->e.msg);
@@ -46587,10 +46629,49 @@ static void srv_metrics_reply(srv *server, srv_request *request) {
     srv_metrics metrics = server->metrics;
     int n_waiting = server->n_waiting;
     pthread_mutex_unlock(&server->lock);
-    srv_put_metrics(&request->reply.body, &metrics, &t, str_c(server->name), n_waiting,
-                    server->n_connections);
+    srv_put_metrics(&request->reply.body, &metrics, server->toka, &t, str_c(server->name),
+                    n_waiting, server->n_connections);
     if (server->options->metrics_prefix)
         srv_set_prefix(&request->reply.body, server->options->metrics_prefix);
+}
+
+/* ---- Routers ----
+ * A router in front of several servers asks each what it serves and how much it has to do, by
+ * SGLang's names. */
+
+/* SGLang's model_info and server_info in one object. */
+COLD
+static void srv_info_reply(srv *server, srv_request *request) {
+    const toka *t = server->toka;
+    const toka_stats stats = toka_get_stats(server->toka);
+    const char *version = server->versions[stats.weight_updates];
+    const mf_arch *arch = t->files->config.arch;
+    buf *out = &request->reply.body;
+    json_put_open(out, '{');
+    json_put_member_or_null(out, "served_model_name", server->name);
+    json_put_member_or_null(out, "model_path", t->files->folder);
+    json_put_member_or_null(out, "tokenizer_path", t->files->folder);
+    json_put_member_or_null(out, "model_type", arch->model_type);
+    json_put_key(out, "architectures"), json_put_open(out, '[');
+    json_put_str(out, str_c(arch->name)), json_put_close(out, ']');
+    json_put_key(out, "is_generation"), json_put_bool(out, !t->files->no_lm_head);
+    json_put_member_or_null(out, "weight_version", version ? version : "default");
+    json_put_member_or_null(out, "version", TOKA_VERSION);
+    json_put_key(out, "max_total_tokens");
+    json_put_int(out, (int64_t)stats.kv_pages * t->shape.B);
+    json_put_key(out, "context_length"), json_put_int(out, server->info.max_model_len);
+    json_put_key(out, "max_running_requests"), json_put_int(out, eng_max_seqs(t->engine));
+    /* a router that knew the replicas would choose among them; toka does that itself */
+    json_put_key(out, "dp_size"), json_put_int(out, 1);
+    json_put_close(out, '}');
+}
+
+static void srv_load_reply(srv *server, srv_request *request) {
+    const toka_stats stats = toka_get_stats(server->toka);
+    buf_printf(&request->reply.body,
+               "[{\"dp_rank\":0,\"num_reqs\":%d,\"num_waiting_reqs\":%d,\"num_tokens\":%lld}]",
+               stats.running + stats.waiting, stats.waiting,
+               (long long)stats.kv_pages_used * server->toka->shape.B);
 }
 
 /* ---- Routes ---- */
@@ -46608,6 +46689,11 @@ static const srv_route srv_routes[] = {
     {"/version",             false, SRV_GET,  true,  true,  srv_version,       NULL, 0},
     {"/metrics",             false, SRV_GET,  false, false, srv_metrics_reply, NULL, 0},
     {"/v1/models",           true,  SRV_GET,  false, false, srv_models,        NULL, 0},
+    {"/get_model_info",      false, SRV_GET,  false, false, srv_info_reply,    NULL, 0},
+    {"/model_info",          false, SRV_GET,  false, false, srv_info_reply,    NULL, 0},
+    {"/get_server_info",     false, SRV_GET,  false, false, srv_info_reply,    NULL, 0},
+    {"/server_info",         false, SRV_GET,  false, false, srv_info_reply,    NULL, 0},
+    {"/get_load",            false, SRV_GET,  false, false, srv_load_reply,    NULL, 0},
     {"/tokenizer_info",      false, SRV_GET,  false, false, srv_tokenizer_info, NULL, 0},
     {"/v1/completions",      false, SRV_POST, false, false, NULL, srv_begin_api, API_COMPLETIONS},
     {"/v1/chat/completions", false, SRV_POST, false, false, NULL, srv_begin_api, API_CHAT},
@@ -46646,8 +46732,6 @@ static const srv_route srv_routes[] = {
     SRV_ADMIN_ROUTE("/weight_version", SRV_GET, SRV_STATE),
     SRV_ADMIN_ROUTE("/get_world_size", SRV_GET, SRV_STATE),
     SRV_ADMIN_ROUTE("/get_world_size/", SRV_GET, SRV_STATE),
-    SRV_ADMIN_ROUTE("/get_model_info", SRV_GET, SRV_STATE),
-    SRV_ADMIN_ROUTE("/model_info", SRV_GET, SRV_STATE),
     SRV_ADMIN_ROUTE("/update_weights", SRV_POST, SRV_UPDATE),
     SRV_ADMIN_ROUTE("/update_weights_from_disk", SRV_POST, SRV_UPDATE),
     SRV_ADMIN_ROUTE("/update_weight_version", SRV_POST, SRV_RENAME),
