@@ -55080,10 +55080,7 @@ static const help_page help_pages[] = {
      "  result's \"id\" has a hash of its line, without white space and order of keys.\n"
      "  Another warning names a changed model. Damaged output lines stay, a warning\n"
      "  counts them, and their requests are done again.\n"
-     "- --shard I/N takes the lines of one of N parts, by a hash of custom_id, the same\n"
-     "  on every machine: N machines, each with its own I (0 to N-1) and output file,\n"
-     "  do a file together, and `cat` of their outputs is the result. To continue,\n"
-     "  keep N. test/deploy has this for an array of Slurm and for Ray.\n"
+     "- --shard I/N takes the lines of one of N parts: `toka help machines`.\n"
      "- A bad line becomes an error record and counts as done; the exit status stays\n"
      "  0. The next run counts these records; to do them again, delete them (`grep\n"
      "  -v '\"response\":null'` keeps the rest).\n"
@@ -55102,6 +55099,37 @@ static const help_page help_pages[] = {
      "  requested, there is `prompt_packed` without sampled_logprobs; if only ids\n"
      "  are, its logprobs are NaN.\n",
      "batch"},
+    {"machines", "batches and servers on several machines",
+     "    for i in $(seq 20); do\n"
+     "        echo '{\"custom_id\": \"'$i'\", \"prompt\": \"Tom has '$i' apples.\"}'\n"
+     "    done > in.jsonl\n"
+     "    toka batch -m test/model --shard 0/2 -i in.jsonl -o part-0.jsonl   # machine 0\n"
+     "    toka batch -m test/model --shard 1/2 -i in.jsonl -o part-1.jsonl   # machine 1\n"
+     "    cat part-*.jsonl | wc -l\n"
+     "\n"
+     "- --shard I/N takes the lines of one of N parts, by a hash of custom_id, the same\n"
+     "  on every machine: N machines, each with its own I (0 to N-1) and output file,\n"
+     "  do a file together, and `cat` of their outputs is the result. To continue,\n"
+     "  keep N. An array of Slurm does it with test/deploy/shards.slurm, Ray with\n"
+     "  test/recipes/ray_map.py.\n"
+     "- One address for several servers: start `toka serve --host 0.0.0.0` with one\n"
+     "  model and one --served-model-name on each machine, and a router before them.\n"
+     "  vLLM's (pip install vllm-router) or SGLang's (pip install sglang-router):\n"
+     "  $ vllm-router --policy cache_aware --worker-urls http://a:10210 http://b:10210 \\\n"
+     "   --host 0.0.0.0 --port 8000 --cb-failure-threshold 2\n"
+     "  $ sglang-router launch --policy cache_aware --host 0.0.0.0 --port 8000 \\\n"
+     "   --worker-urls http://a:10210 http://b:10210 --cb-failure-threshold 2\n"
+     "  Each sends prompts that begin alike to the server whose prefix cache has the\n"
+     "  beginning. It sends a request again to the other server when its own one dies,\n"
+     "  but not a stream that has begun. --api-key is the servers' and the router's.\n"
+     "- nginx: test/deploy/nginx-servers.conf. Requests with the same X-Session-Id go\n"
+     "  to the same server.\n"
+     "- /metrics behind `--metrics-prefix vllm:` has the names that gateways of\n"
+     "  Kubernetes read: num_requests_waiting, num_requests_running,\n"
+     "  kv_cache_usage_perc, lora_requests_info, cache_config_info.\n"
+     "- The routes of trainers and adapters (`toka help rollouts`) are not behind a\n"
+     "  router: call them at each server.\n",
+     NULL},
     {"serving", "the server, its keys and its limits",
      "    toka serve -m test/model --served-model-name tiny &\n"
      "    curl -sf --retry 30 --retry-all-errors 127.0.0.1:10210/v1/models\n"
@@ -55262,8 +55290,8 @@ static const help_page help_pages[] = {
      "- Other names: vLLM's /is_paused, /abort_requests, /weight_info,\n"
      "  /update_weight_version, /reset_prefix_cache, /get_world_size; SGLang's\n"
      "  /update_weights_from_disk {model_path}, /pause_generation (abort, in_place),\n"
-     "  /continue_generation, /abort_request, /flush_cache, /get_weight_version,\n"
-     "  /get_model_info; AReaL's /areal_pause_generation, /areal_continue_generation.\n"
+     "  /continue_generation, /abort_request, /flush_cache, /get_weight_version;\n"
+     "  AReaL's /areal_pause_generation, /areal_continue_generation.\n"
      "- These routes need the key of --admin-key. Without one they answer only this\n"
      "  machine; --admin-key none: everybody.\n"
      "- Not there, each a 501: weights over NCCL or CUDA IPC; on a GPU without\n"
@@ -55520,7 +55548,6 @@ static const help_page help_pages[] = {
      NULL}};
 
 static const help_page *help_find_page(const char *name) {
-    if (!strcmp(name, "machines")) name = "batches"; /* which tells how to use several */
     for (int i = 0; i < COUNT(help_pages); i++)
         if (!strcmp(name, help_pages[i].name)) return &help_pages[i];
     return NULL;

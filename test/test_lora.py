@@ -197,6 +197,14 @@ def test_adapters_share_no_pages(many):
         a = s.post("/v1/completions", {"model": "other", "prompt": IDS})
         assert a.status == 404 and a.error()["code"] == "model_not_found"
         assert ask("l2")["model"] == "l2"
+        info = lambda: re.search(r'^toka:lora_requests_info{.*,max_lora="64",waiting_lora_adapters="",running_lora_adapters="(.*)"} [1-9]',
+                                 s.get("/metrics").body.decode(), re.M)[1]
+        assert info() == ""
+        long = threading.Thread(target=lambda: s.post("/v1/completions", {"model": "l1", "prompt": IDS, "max_tokens": 300, "ignore_eos": True}))
+        long.start()
+        while info() != "l1":
+            assert long.is_alive()
+        long.join()
 
 
 def test_drafts_with_adapters(many):

@@ -217,6 +217,8 @@ def test_manual_pages(hub, tmp_path, page):
     assert status == 0 and out, err
     if page == "rollouts":
         assert out.splitlines() == ["0 8 default", "1 8 step-0", "2 8 step-1"]
+    if page == "machines":
+        assert out.splitlines() == ["20"]
     if page in ("tools", "embeddings"):
         assert len(commands) <= 11  # what it is for in some ten lines
         answers = []
@@ -241,7 +243,6 @@ def test_the_pages_are_found(hub, tmp_path):
     for command, page in (("pull", "hub"), ("models", "formats"), ("batch", "batches"), ("serve", "serving"), ("plan", "plan"), ("score", "numbers"),
                           ("grammar", "constraints"), ("embed", "embeddings")):
         assert f"\nManual page: toka help {page}\n" in run(hub, tmp_path, f"toka {command} --help")[1]
-    assert run(hub, tmp_path, "toka help machines")[1] == run(hub, tmp_path, "toka help batches")[1] != ""
     assert "did you mean toka help serving?" in run(hub, tmp_path, "toka help servin")[2]
     text = readme()
     assert set(re.findall(r"`toka help ([a-z]+)`", text)) == set(PAGES)

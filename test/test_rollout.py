@@ -3,6 +3,7 @@ test/run.sh."""
 import hashlib
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -863,6 +864,48 @@ def test_metrics_prefix():
     assert {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"} <= names
     assert all(n.startswith("vllm:") for n in names) and "# TYPE vllm:num_requests_running gauge" in text and 'model_name="toka:x"' in text
     assert "# HELP toka:" not in text and "# TYPE toka:" not in text
+    assert re.search(r'^vllm:cache_config_info{engine="0",model_name="toka:x",block_size="16",num_gpu_blocks="[1-9][0-9]*"} 1$', text, re.M)
+    assert "lora_requests_info" not in text
+
+
+def test_what_routers_ask():
+    """SGLang's router reads what a server serves and its load; without a key, from a proxy, too."""
+    with Server("--served-model-name", "m", "--max-num-seqs", "7") as s:
+        for path in ("/get_model_info", "/model_info", "/get_server_info", "/server_info"):
+            info = s.get(path, Via="1.1 router").json()
+            assert info["served_model_name"] == "m" and info["architectures"] == ["LlamaForCausalLM"] and info["model_type"] == "llama"
+            assert info["is_generation"] is True and info["max_running_requests"] == 7 and info["max_total_tokens"] >= info["context_length"] == 1024
+        idle = {"dp_rank": 0, "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 0}
+        assert s.get("/get_load").json() == [idle]
+        pause(s, "keep")
+        thread = threading.Thread(target=s.post, args=("/v1/completions", {"prompt": PROBLEM, "n": 3, "max_tokens": 1}))
+        thread.start()
+        until(lambda: s.get("/get_load").json() == [{**idle, "num_reqs": 3, "num_waiting_reqs": 3}])
+        resume(s)
+        thread.join()
+    with Server("--api-key", "k") as s:
+        assert s.get("/server_info").status == s.get("/get_load").status == 401
+        assert s.get("/server_info", Authorization="Bearer k").status == 200
+
+
+def test_what_routers_add():
+    """SGLang's and vLLM's routers write the fields of their own engines into each body; values that ask for something are refused."""
+    added = {"no_stop_trim": False, "ignore_eos": False, "skip_special_tokens": True, "return_hidden_states": False}
+    of_chats = {**added, "continue_final_message": False, "separate_reasoning": True, "stream_reasoning": True, "include_reasoning": True}
+    of_responses = {"store": True, "stream": None, "temperature": 1.0, "top_p": 1.0, "priority": 0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    own = {"model": None, "return_text_in_logprobs": False, "stream": False, "log_metrics": True, "return_hidden_states": False, "background": False,
+           "no_logs": False, "return_bytes": False, "return_entropy": False}
+    chat = {"messages": [{"role": "user", "content": "Tom"}], "max_completion_tokens": 2, "logprobs": False}
+    with Server("--strict") as s:
+        for path, body in (("/v1/completions", {"prompt": "Tom", "max_tokens": 2, "echo": False, **added}), ("/v1/chat/completions", {**chat, **of_chats}),
+                           ("/v1/responses", {"input": "Tom", **of_responses}), ("/generate", {"text": "Tom", "sampling_params": {"max_new_tokens": 2}, **own})):
+            a = s.post(path, body)
+            assert a.status == 200, a.body
+        for path, body, field, value in (("/v1/completions", {"prompt": "Tom"}, "no_stop_trim", True), ("/v1/completions", {"prompt": "Tom"}, "return_hidden_states", True),
+                                         ("/v1/chat/completions", chat, "separate_reasoning", False), ("/v1/chat/completions", chat, "stream_reasoning", False),
+                                         ("/generate", {"text": "Tom"}, "background", True), ("/generate", {"text": "Tom"}, "return_entropy", True)):
+            a = s.post(path, {**body, field: value})
+            assert a.status == 400 and a.error()["message"] == f"{field} is not supported", a.body
 
 
 @pytest.mark.parametrize("prefix", ["", "a b", "x{"])
