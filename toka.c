@@ -11957,6 +11957,22 @@ static int mf_find_matrix(const mf_config *config, str module, int *rows, int *c
     return 0;
 }
 
+/* Returns why an adapter cannot change a matrix that mf_find_matrix did not find. */
+COLD
+static const char *mf_no_matrix(str name) {
+    static const char *const parts[][2] = {
+        {"embed_tokens", "adapters of the embedding are not supported"},
+        {"lm_head", "adapters of the LM head are not supported"},
+        {"experts", "adapters of experts are not supported"},
+        {"conv1d", "adapters of convolutions are not supported"},
+        {"kv_b_proj", "adapters of kv_b_proj are not supported"},
+        {"lora_magnitude_vector", "DoRA is not supported"},
+        {".lora_B.bias", "lora_bias is not supported"}};
+    for (int i = 0; i < COUNT(parts); i++)
+        if (str_find(name, str_c(parts[i][0]), 0) >= 0) return parts[i][1];
+    return "the model has no such matrix that adapters may change";
+}
+
 /* Copies one tensor of an adapter, "base_model.model." module ".lora_A.weight". Returns 0 or an
  * error code. */
 COLD
@@ -11976,8 +11992,7 @@ static int mf_read_low_rank(mf_adapter_reader *reader, const st_tensor *tensor, 
     const double rank = mf_pattern_value(reader, "rank_pattern", module, reader->rank);
     const double alpha = mf_pattern_value(reader, "alpha_pattern", module, reader->alpha);
     if (reader->fields.err->code) return e->code;
-    const char *problem = !number || !str_ends(name, STR(".weight"))
-                              ? "the model has no such matrix that adapters may change"
+    const char *problem = !number || !str_ends(name, STR(".weight")) ? mf_no_matrix(name)
                           : out->rows ? "its matrix has two such tensors"
                           : tensor->dtype->toka_dtype < 0 ? "expected BF16, F16 or F32"
                           : !(rank >= 1 && rank <= reader->max_rank && rank == floor(rank))

@@ -1,5 +1,6 @@
 """Tests of adapters (LoRA): a model with an adapter against the model whose matrices numpy has added the adapter to, several adapters
 in one step, adapters that come, change and go while requests run, and folders that are wrong. Run through test/run.sh."""
+import itertools
 import json
 import os
 import re
@@ -288,6 +289,42 @@ def test_requests_keep_their_adapter(many):
         assert answer(s, "x", **long) == want
 
 
+def test_killed_while_adapters_load(many):
+    """Each answer is that of the old or of the new adapter, until the server is killed; a new start has what its flags say."""
+    base, _, _ = many
+    flags = ["-m", str(base / "m"), "--served-model-name", "base", "--lora-modules", f"x={base / 'l1'}"]
+    got = []
+    with Server(*flags) as s:
+        wanted = [answer(s, "x")["logprobs"]]
+        load(s, "x", base / "l2", load_inplace=True)
+        wanted.append(answer(s, "x")["logprobs"])
+
+        def replace():
+            for i in itertools.count():
+                load(s, "x", base / f"l{1 + i % 2}", load_inplace=True)
+
+        def read():
+            while True:
+                got.append(answer(s, "x")["logprobs"])
+
+        def until_killed(do):
+            with pytest.raises((OSError, EOFError)):
+                do()
+
+        threads = [threading.Thread(target=until_killed, args=(do,)) for do in (replace, read, read)]
+        for t in threads:
+            t.start()
+        end = time.time() + 60
+        while len(got) < 20 and time.time() < end:
+            time.sleep(0.01)
+        s.p.kill()
+        for t in threads:
+            t.join()
+    assert len(got) >= 20 and wanted[0] != wanted[1] and all(x in wanted for x in got) and all(x in got for x in wanted)
+    with Server(*flags) as s:
+        assert answer(s, "x")["logprobs"] == wanted[0]
+
+
 def test_adapters_and_new_weights(many):
     """The base changes below a loaded adapter: the answers are those of the new base with the adapter, and no old page is read."""
     base, spec, _ = many
@@ -363,9 +400,11 @@ WRONG = {
     "rank of A": ({"edit": put(Q + "lora_A.weight", (5, 72))}, "expected [4,"),
     "unknown": ({"edit": put("base_model.model.model.layers.1.self_attn.z_proj.lora_A.weight", (4, 8))}, "no such matrix"),
     "layer": ({"edit": put("base_model.model.model.layers.99.self_attn.q_proj.lora_A.weight", (4, 8))}, "no such matrix"),
-    "embedding": ({"edit": put("base_model.model.model.embed_tokens.lora_embedding_A", (4, 8))}, "no such matrix"),
-    "lm_head": ({"edit": put("base_model.model.lm_head.lora_A.weight", (4, 8))}, "no such matrix"),
-    "magnitude": ({"edit": put(Q + "lora_magnitude_vector", (8,))}, "no such matrix"),
+    "embedding": ({"edit": put("base_model.model.model.embed_tokens.lora_embedding_A", (4, 8))}, "adapters of the embedding are not supported"),
+    "lm_head": ({"edit": put("base_model.model.lm_head.lora_A.weight", (4, 8))}, "adapters of the LM head are not supported"),
+    "magnitude": ({"edit": put(Q + "lora_magnitude_vector", (8,))}, "DoRA is not supported"),
+    "bias tensor": ({"edit": put(Q + "lora_B.bias", (168,))}, "lora_bias is not supported"),
+    "norm": ({"edit": put("base_model.model.model.layers.1.input_layernorm.lora_A.weight", (4, 8))}, "no such matrix"),
     "twice": ({"edit": put("base_model.model.layers.1.self_attn.q_proj.lora_A.weight", (4, 84))}, "two such tensors"),
     "nan": ({"edit": put(Q + "lora_B.weight", (168, 4), np.nan)}, "a number is infinite or NaN"),
     "cut": ({"cut": 100}, "the file"),
@@ -400,6 +439,21 @@ def test_wrong_folders(lora_server, tmp_path, name):
     error = load(s, "x", folder, 400).error()["message"]
     assert message in error and "\n" not in error and folder in error, error
     assert s.post("/v1/completions", body(model="x")).status == 404
+
+
+@pytest.mark.parametrize("model, module, words", [
+    ("qwen3moe", "mlp.experts.3.up_proj", "adapters of experts are not supported"), ("qwen3moe", "mlp.gate", "no such matrix"),
+    ("qwen3next", "linear_attn.conv1d", "adapters of convolutions are not supported"),
+    ("deepseek2", "self_attn.kv_b_proj", "adapters of kv_b_proj are not supported")])
+def test_wrong_modules(tmp_path, model, module, words):
+    """Matrices that other models have, of which toka adds nothing."""
+    spec = mw.load(model)
+    mw.write(tmp_path / "m", spec)
+    name = next(n for n in mw.tensors_of(spec, dense=True) if n.endswith(f".{module}.weight"))
+    write_adapter(tmp_path / "a", shapes_of(spec), edit=put(f"base_model.model.{name.removesuffix('.weight')}.lora_A.weight", (4, 8)))
+    p = subprocess.run([TOKA, "batch", "-m", str(tmp_path / "m"), "-i", "/dev/null", "-o", str(tmp_path / "out"), "--lora-modules", f"a={tmp_path / 'a'}"],
+                       env=ENV, capture_output=True, text=True, timeout=60)
+    assert p.returncode == 1 and words in p.stderr and module in p.stderr, p.stderr
 
 
 def test_missing_files(lora_server, tmp_path):
