@@ -917,6 +917,25 @@ def test_shards_are_parts_of_the_whole(tmp_path):
     assert "0 lines in" in err and f"{len(want)} were done before" in err
 
 
+def test_killed_shards(tmp_path):
+    """Two shards run at once; each is killed several times and goes on. Together they are the whole run."""
+    source, lines = write_lines(tmp_path / "in.jsonl", mixed_lines(24)), []
+    batch("-i", source, "-o", str(tmp_path / "whole"), *SMALL)
+    want = sorted((tmp_path / "whole").read_text().splitlines())
+    outs = [tmp_path / f"out.{i}" for i in range(2)]
+    for n in range(1, 4):
+        running = [start("-i", source, "-o", str(out), *SMALL, "--shard", f"{i}/2") for i, out in enumerate(outs)]
+        for out, p in zip(outs, running):  # when it has n lines, or has ended
+            while p.poll() is None and (not out.exists() or out.read_text().count("\n") < n):
+                time.sleep(0.002)
+            p.kill()
+            p.communicate()
+    for i, out in enumerate(outs):
+        batch("-i", source, "-o", str(out), *SMALL, "--shard", f"{i}/2")
+        lines.append(out.read_text().splitlines())
+    assert sorted(lines[0] + lines[1]) == want and all(len(x) > 3 for x in lines)
+
+
 def test_a_shard_without_lines_and_bad_shards(tmp_path):
     source, out = write_lines(tmp_path / "in.jsonl", [completion("a", "x", max_tokens=1)]), tmp_path / "out.jsonl"
     mine = shard_of("a", 1000)

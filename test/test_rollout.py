@@ -665,6 +665,20 @@ def test_sleep_of_other_engines(folders, flags):
             assert answers(s) == want, query
 
 
+@pytest.mark.parametrize("flags", [["--tensor-parallel-size", "2"], ["--pipeline-parallel-size", "2"], ["--data-parallel-size", "2"]])
+def test_ranks_get_new_weights_while_they_sleep(folders, alone, flags):
+    """All ranks give their memory back in the middle of requests, take other weights and go on."""
+    with Server("-m", folders[0], "--served-model-name", "m", *flags) as s:
+        load = Load(s, 60)
+        sleep(s, "?mode=keep&level=2")
+        assert s.post("/v1/completions", ASKS[0]).status == 503 and not memory(s)[1]
+        update(s, folders[1], weight_version="new")
+        wake(s)
+        choices = load.join()
+        assert all(len(c["token_ids"]) == 60 for c in choices) and "new" in {c.get("weight_version") for c in choices} <= {None, "new"}
+        assert same(answers(s), alone[1], "--tensor-parallel-size" not in flags) and current(s) == "new"
+
+
 def test_stopped_while_it_sleeps(folders):
     """SIGTERM: requests that wait end with what they have."""
     with Server("-m", folders[0], "--served-model-name", "m") as s:
