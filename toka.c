@@ -668,6 +668,7 @@ static char suggest_fold_char(char c) { return c == '_' ? '-' : (char)tolower((u
  * if a name is longer than SUGGEST_MAX_BYTES.
  * In pass j, row[i] is the distance of the first i bytes of a and the first j + 1 bytes of b;
  * last[i] and diagonal[i] are the same for j and j - 1 bytes of b. */
+COLD
 static int suggest_distance(str a, str b) {
     int rows[3][SUGGEST_MAX_BYTES + 1], *diagonal = rows[0], *last = rows[1], *row = rows[2];
     if (a.n > SUGGEST_MAX_BYTES || b.n > SUGGEST_MAX_BYTES) return INT_MAX;
@@ -967,6 +968,7 @@ static bool os_is_resource_error(int err) {
 /* Maps a whole regular file read-only; os_unmap unmaps it. An empty file gives {"", 0}.
  * The path comes from a user or from a file: the error is TOKA_E_INPUT if the path cannot be opened
  * or is not a regular file. It is TOKA_E_IO if the system lacks a resource or cannot read. */
+COLD
 static int os_map(const char *path, str *out, toka_err *e) {
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* do not block on a FIFO */
     struct stat info;
@@ -2184,6 +2186,7 @@ static uint32_t uni_compose(const uni *unicode, uint32_t first, uint32_t second,
 }
 
 /* Appends `code` and its combining class. */
+COLD
 static void uni_add_point(const uni *unicode, uni_points *run, uint32_t code, int version) {
     if (run->n == run->cap)
         run->points = mem_realloc(run->points, (run->cap = MAX(run->cap * 2, (size_t)64)) *
@@ -2302,6 +2305,7 @@ static str uni_nfc(const uni *unicode, str text, int version, buf *out) {
 
 /* ---- Letter case ---- */
 
+COLD
 static void uni_cases_init(uni_cases *cases) {
     static const uint8_t kinds[] = { /* KINDS of test/make_unicode.py */
         UNI_IS_LOWER, UNI_IS_UPPER, UNI_IS_TITLE, UNI_CASE_IGNORABLE,
@@ -3674,6 +3678,7 @@ static int tok_compare_texts(const void *a, const void *b) {
 }
 
 /* Fills the matcher of all added tokens whose field `normalized` has this value. */
+COLD
 static void tok_load_matcher(tok *tokenizer, tok_matcher *matcher, bool normalized) {
     buf buffers[2] = {{0}, {0}};
     matcher->sorted = mem_alloc((size_t)tokenizer->n_added * sizeof *matcher->sorted);
@@ -3782,6 +3787,7 @@ static int tok_unsupported(toka_err *e, const char *where, str what) {
  * array `list`, in order. Does nothing for null. The depth and the number of members are limited,
  * because each member may cost a pass over the vocabulary. Returns 0 or the first error code. */
 typedef int tok_load_fn(tok *t, const json *v, toka_err *e);
+COLD
 static int tok_load_each(tok *tokenizer, const json *config, const char *list, int depth,
                          tok_load_fn *one, toka_err *e) {
     if (!config || json_is(config, JSON_NULL)) return 0;
@@ -7074,6 +7080,7 @@ static bool tmpl_g_range(tmpl_run *run, tmpl_args *args, tval *out) {
 
 /* dict and namespace ([a dict to copy,] name=value, ...). op: type of the result, TV_DICT or
  * TV_NAMESPACE. */
+COLD
 static bool tmpl_g_dict(tmpl_run *run, tmpl_args *args, tval *out) {
     tmpl_dict *dict = tmpl_new_dict(run);
     tmpl_dict *from =
@@ -8229,6 +8236,7 @@ static const char *mf_value_text(const json *value, char text[80]) {
 
 /* Records an error unless there is one already:
  * "config.json: hidden_size is "big", expected a whole number" */
+COLD
 static void mf_field_error(mf_reader *reader, const char *name, const json *value,
                            const char *expected) {
     char found[80];
@@ -9264,6 +9272,7 @@ static bool mf_make_selector(str text, arena *memory, mf_selector *out) {
 }
 
 /* Appends the selectors of a list of texts. */
+COLD
 static void mf_read_selectors(mf_reader *reader, const char *name, arena *memory,
                               mf_selector **list, int *n) {
     const json *value = mf_field(reader, name);
@@ -9729,6 +9738,7 @@ static double mf_read_original_len(mf_reader *config_reader, mf_reader *reader, 
 }
 
 /* Reads short_factor or long_factor: a number for each pair of rotating dimensions. */
+COLD
 static const float *mf_read_rope_factors(mf_reader *reader, const char *name, int n_pairs,
                                          arena *memory) {
     const json *list = mf_field(reader, name);
@@ -10460,6 +10470,7 @@ static int mf_compare_ids(const void *x, const void *y) {
 /* Returns the tokens of added_tokens_decoder, {id: token}, as the text of a JSON array in the order
  * of the ids; empty if there are none. transformers adds these tokens to those of tokenizer.json,
  * where they replace tokens with the same content. */
+COLD
 static str mf_added_tokens(const json *decoder, arena *memory) {
     if (!json_is(decoder, JSON_OBJECT) || !decoder->n) return STR("");
     const json **keys = arena_alloc(memory, decoder->n * sizeof *keys);
@@ -10630,6 +10641,7 @@ static void mf_read_template(mf_reader *reader, const json *name, const json *so
 
 /* Reads the field chat_template: a string (the template "default"), a list of {"name", "template"},
  * or an object {name: template}. */
+COLD
 static void mf_read_templates(mf_reader *reader, mf_model *files) {
     static const json default_name = {.type = JSON_STRING, .n = 7, .chars = "default"};
     const json *value = mf_field(reader, "chat_template");
@@ -11367,6 +11379,7 @@ typedef struct mf_matrix { /* one quantized matrix while it is bound */
 /* Finds a tensor of the matrix, and checks its type and shape. dims: [n_dims]; a number of them at
  * the end may be missing if they are 1 (scales). Returns NULL on an error. *data: its first byte,
  * of the matrix's expert. */
+COLD
 static const st_tensor *mf_find_part(mf_binder *binder, const mf_matrix *matrix, const char *suffix,
                                      const char *dtypes, const int64_t *dims, int n_dims,
                                      const void **data, toka_err *e) {
@@ -12191,6 +12204,7 @@ static void mf_set_units(mf_tp_ranges *ranges, const toka_layer *layer, int n_sh
 
 /* Returns a tensor rank's share of `size` rows or columns. letter: the first letter of the
  * dimension in mf_slot. A share of heads has size / n_heads rows for each head of the rank. */
+COLD
 static mf_range mf_dim_range(const toka_shape *full, const mf_tp_ranges *ranges,
                              const mf_rank *rank, char letter, int size) {
     const struct {
@@ -12494,6 +12508,7 @@ static void mf_put_shell_word(buf *out, const char *text) {
 
 /* Appends the command of huggingface_hub that downloads a model to the hub cache of this process.
  * id: OWNER/NAME or OWNER/NAME@REVISION. */
+COLD
 static void mf_put_download_command(buf *out, const char *id) {
     const char *at_sign = strchr(id, '@');
     buf cache = {0};
@@ -12632,6 +12647,7 @@ static const mf_embedded *mf_embedded_find(const mf_embedded *file, const char *
 /* Maps a file of the model; it stays mapped until mf_close. where: receives the file's path, or its
  * name if the path is long, for messages. If the file is missing and not required, *out is empty.
  * An empty file is an error. Returns 0 or an error code. */
+COLD
 static int mf_map_file(mf_model *files, const char *name, bool required, char where[256], str *out,
                        toka_err *e) {
     *out = STR("");
@@ -12854,6 +12870,7 @@ static const char *mf_find_overwritten(const mf_model *files) {
 
 /* Maps one weight file and adds its tensors to the set. The tensors are in tmp. Returns 0 or an
  * error code. */
+COLD
 static int mf_open_shard(mf_model *files, const char *name, st_set *set, st_alias_list **aliases,
                          arena *tmp, toka_err *e) {
     char where[256];
@@ -12884,6 +12901,7 @@ static bool mf_has_file(const mf_model *files, const char *name) {
 
 /* Adds the tensors of model.safetensors, or else of all files that the index names, to the set.
  * Returns 0 or an error code. */
+COLD
 static int mf_open_shards(mf_model *files, st_set *set, st_alias_list **aliases, arena *tmp,
                           toka_err *e) {
     static const char single[] = "model.safetensors", index[] = "model.safetensors.index.json";
@@ -19494,6 +19512,7 @@ static con_bits *con_part_bits(con_machine *machine, const con_vocab *vocab, int
 }
 
 /* Returns the node with its counters cut to what a token can reach: it has the same mask. */
+COLD
 static int con_near(con_machine *machine, int node) {
     machine->budget = CON_MAX_WORK;
     machine->failed = false;
@@ -25765,6 +25784,7 @@ static const char *group_op(toka_group *group, int rank) {
 /* Called when the watchdog of rank `me` timed out. Follows the chain of waiting ranks from `me` to
  * a rank that waits for none and reports that one in group->error. If the chain has no end, the
  * error says that all ranks wait for each other and names `me`. Breaks the group. */
+COLD
 static void group_diagnose(toka_group *group, int me) {
     const char *backend = group->kind->name;
     int suspect = me, next = group_blocker(group, me);
