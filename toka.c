@@ -17977,7 +17977,8 @@ COLD static void samp_collect_banned(const toka_sampling *sampling, const int32_
 }
 
 /* Returns whether some id is allowed, in the mask (NULL: there is none) and not in `banned`. */
-COLD static bool samp_any_left(const toka_sampling *sampling, const ids *banned, const uint32_t *mask,
+COLD
+static bool samp_any_left(const toka_sampling *sampling, const ids *banned, const uint32_t *mask,
                           int V) {
     bool any_left = false;
     if (!mask && (!banned->n || (!sampling->n_allowed && banned->n < (size_t)V))) return true;
