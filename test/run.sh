@@ -708,6 +708,7 @@ peers_tests() {
     peer "typed answers and forced calls in client libraries" \
         "openai anthropic litellm langchain_openai instructor pydantic_ai outlines lm_eval" $PYTHON test/clients.py
     peer "test/recipes/ray_map.py, two workers, one of them killed" "ray numpy" peers_ray
+    peer "texts, chats and scores through TRL's own client" "trl torch transformers" $PYTHON test/trl_judge.py
     peer "two servers behind routers and nginx, one of them killed" "vllm_router sglang_router" $PYTHON test/router_judge.py
     peer "logits on the GPU and those of transformers" "gpu nvcc torch transformers" peers_logits
     peer "GEMMs and those of PyTorch" "gpu nvcc torch" peers_gemm
