@@ -46671,11 +46671,31 @@ static void srv_metrics_reply(srv *server, srv_request *request) {
         srv_set_prefix(&request->reply.body, server->options->metrics_prefix);
 }
 
-/* ---- Routers ----
+/* ---- Routers and trainers ask ----
  * A router in front of several servers asks each what it serves and how much it has to do, by
- * SGLang's names. */
+ * SGLang's names; a trainer asks what can be changed. */
 
-/* SGLang's model_info and server_info in one object. */
+/* The members of vLLM's configuration that TRL reads: it loads adapters only if there is a
+ * lora_config, and says that weights cannot come over NCCL if weight_transfer_config is null. An
+ * adapter reaches all replicas, so that they are one to a trainer. */
+COLD
+static void srv_put_vllm_config(const srv *server, buf *out) {
+    const toka_options *open = &server->options->open;
+    json_put_open(out, '{');
+    json_put_key(out, "model_config");
+    buf_printf(out, "{\"max_model_len\":%d,\"logprobs_mode\":\"raw_logprobs\"}",
+               server->info.max_model_len);
+    json_put_key(out, "parallel_config"), buf_c(out, "{\"data_parallel_size\":1}");
+    json_put_key(out, "lora_config");
+    if (open->max_loras)
+        buf_printf(out, "{\"max_loras\":%d,\"max_lora_rank\":%d}", open->max_loras,
+                   open->max_lora_rank ? open->max_lora_rank : TOKA_MAX_LORA_RANK);
+    else buf_c(out, "null");
+    json_put_member_or_null(out, "weight_transfer_config", NULL);
+    json_put_close(out, '}');
+}
+
+/* SGLang's model_info and server_info and vLLM's server_info in one object. */
 COLD
 static void srv_info_reply(srv *server, srv_request *request) {
     const toka *t = server->toka;
@@ -46699,6 +46719,7 @@ static void srv_info_reply(srv *server, srv_request *request) {
     json_put_key(out, "max_running_requests"), json_put_int(out, eng_max_seqs(t->engine));
     /* a router that knew the replicas would choose among them; toka does that itself */
     json_put_key(out, "dp_size"), json_put_int(out, 1);
+    json_put_key(out, "vllm_config"), srv_put_vllm_config(server, out);
     json_put_close(out, '}');
 }
 
@@ -46781,6 +46802,8 @@ static const srv_route srv_routes[] = {
     SRV_ADMIN_ROUTE("/load_lora_adapter", SRV_POST, SRV_LOAD_ADAPTER),
     SRV_ADMIN_ROUTE("/unload_lora_adapter", SRV_POST, SRV_UNLOAD_ADAPTER),
     SRV_ADMIN_ROUTE("/init_weight_transfer_engine", SRV_POST, SRV_NOT_HERE),
+    SRV_ADMIN_ROUTE("/start_weight_update", SRV_POST, SRV_NOT_HERE),
+    SRV_ADMIN_ROUTE("/finish_weight_update", SRV_POST, SRV_NOT_HERE),
     SRV_ADMIN_ROUTE("/init_broadcaster", SRV_POST, SRV_NOT_HERE),
     SRV_ADMIN_ROUTE("/init_communicator/", SRV_POST, SRV_NOT_HERE),
     SRV_ADMIN_ROUTE("/update_named_param/", SRV_POST, SRV_NOT_HERE),
@@ -55330,6 +55353,8 @@ static const help_page help_pages[] = {
      "  AReaL's /areal_pause_generation, /areal_continue_generation.\n"
      "- These routes need the key of --admin-key. Without one they answer only this\n"
      "  machine; --admin-key none: everybody.\n"
+     "- TRL: async GRPO of an adapter works with --enable-lora --served-model-name\n"
+     "  (`toka help adapters`); its other trainers need NCCL.\n"
      "- Not there, each a 501: weights over NCCL or CUDA IPC; on a GPU without\n"
      "  --enable-sleep-mode other weights and sleep. Not replaced: int4 weights packed\n"
      "  by columns (AWQ, GPTQ). Batches (/v1/batches) are frozen by any pause and go on.\n",

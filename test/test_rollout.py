@@ -13,6 +13,7 @@ import time
 import pytest
 
 from server import ROOT, TOKA, Server
+from test_lora import write_adapter
 
 PROBLEM = "Tom has 12 apples. He buys 7 more apples. How many apples does Tom have now?"
 
@@ -857,7 +858,58 @@ def test_replay_areal(folders, alone):
 
 
 def test_replay_trl(server):
-    """Its client of trl vllm-serve asks for health and the world's size, then wants NCCL: one clear error, as on each of its routes."""
+    """The client of TRL 1.16: ids and log-probabilities through vLLM's routes; weights over NCCL are one clear error."""
+    *_, info, size = calls(server, ("GET", "/health", None), ("GET", "/v1/models", None), ("GET", "/server_info?config_format=json", None),
+                           ("GET", "/get_world_size", None))
+    assert info["vllm_config"]["weight_transfer_config"] is None is info["vllm_config"]["lora_config"] and size["world_size"] == 1
+    assert info["vllm_config"]["model_config"]["logprobs_mode"] == "raw_logprobs"  # it warns
+    params = {"n": 2, "repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_tokens": 5}
+    flags = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    chat = {"model": "embedded", "messages": [{"role": "user", "content": "Tom"}], **params, **flags, "logprobs": True, "top_logprobs": 0, "tool_choice": "none",
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]}
+    ids, answer, scored, _ = calls(
+        server, ("POST", "/v1/completions", {"model": "embedded", "prompt": [[5, 6, 7], [8, 9]], **params, **flags, "logprobs": 2}),
+        ("POST", "/v1/chat/completions", chat),
+        ("POST", "/v1/completions", {"model": "embedded", "prompt": [[5, 6, 7, 8], [8, 9]], "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 20}),
+        ("POST", "/reset_prefix_cache", None))
+    assert [c["prompt_token_ids"] for c in ids["choices"]] == [[5, 6, 7]] * 2 + [[8, 9]] * 2
+    for choice in ids["choices"]:
+        logprobs = choice["logprobs"]
+        assert logprobs["tokens"] == [f"token_id:{i}" for i in choice["token_ids"]] and len(logprobs["token_logprobs"]) == 5
+        assert all(2 <= len(top) <= 3 and all(name.startswith("token_id:") for name in top) for top in logprobs["top_logprobs"])
+    assert answer["prompt_token_ids"] and len(answer["choices"]) == 2
+    for choice in answer["choices"]:
+        assert [t["token"] for t in choice["logprobs"]["content"]] == [f"token_id:{i}" for i in choice["token_ids"]]
+    top = scored["choices"][0]["prompt_logprobs"]
+    assert top[0] is None and all(len(x) in (20, 21) and all(y["rank"] for y in x.values()) for x in top[1:]) and str(8) in top[3]
+    update_info = {"names": ["model.norm.weight"], "dtype_names": ["bfloat16"], "shapes": [[256]], "packed": True}
+    for path, body in (("/init_weight_transfer_engine", {"init_info": {"master_address": "h", "master_port": 1, "rank_offset": 1, "world_size": 2}}),
+                       ("/start_weight_update", {}), ("/update_weights", {"update_info": update_info}), ("/finish_weight_update", {})):
+        a = server.post(path, body)
+        assert a.status == 501 and "come from a folder" in a.error()["message"] and "not over NCCL" in a.error()["message"], path
+
+
+def test_replay_trl_lora(tmp_path):
+    """Async GRPO of TRL 1.16 with an adapter: each version is loaded under a name of its own, in a pause that keeps requests."""
+    shapes = {f"model.layers.{i}.self_attn.v_proj.weight": (128, 256) for i in range(6)}
+    for version in (1, 2):
+        write_adapter(tmp_path / f"policy-v{version}", shapes, seed=version)
+    with Server("--enable-lora", "--max-loras", "3", "--max-lora-rank", "16", "--served-model-name", "m") as s:
+        config = s.get("/server_info?config_format=json").json()["vllm_config"]
+        assert config["lora_config"] == {"max_loras": 3, "max_lora_rank": 16} and config["parallel_config"] == {"data_parallel_size": 1}
+        texts = []
+        for version in (1, 2):
+            name = f"policy-v{version}"
+            calls(s, ("POST", "/pause?mode=keep", None),
+                  ("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(tmp_path / name), "load_inplace": False}), ("POST", "/resume", None))
+            answer, = calls(s, ("POST", "/v1/completions", {"model": name, "prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "logprobs": 0}))
+            texts.append(answer["choices"][0]["logprobs"]["token_logprobs"])
+        calls(s, ("POST", "/v1/unload_lora_adapter", {"lora_name": "policy-v1"}))
+        assert texts[0] != texts[1] and s.post("/v1/completions", {"model": "policy-v1", "prompt": "Tom"}).status == 404
+
+
+def test_replay_older_trl(server):
+    """The client of trl vllm-serve asks for health and the world's size, then wants NCCL: one clear error, as on each of its routes."""
     _, size = calls(server, ("GET", "/health/", None), ("GET", "/get_world_size/", None))
     assert size["world_size"] == 1
     a = server.post("/init_communicator/", {"host": "0.0.0.0", "port": 51216, "world_size": 2})
