@@ -24047,6 +24047,12 @@ typedef struct cpu_tile {
     bool prefetch; /* w comes from memory, and this tile reads it first: see cpu_tile_prefetch */
 } cpu_tile;
 
+/* The numbers of the MXFP4 codes times 2^(scale - 127), by scale. They are exact in bf16, too. */
+typedef struct cpu_mxfp4 {
+    float numbers[256][16];
+    uint8_t bytes[256][2][16]; /* of bf16: the high bytes, then the low bytes */
+} cpu_mxfp4;
+
 /* Rows of a quantized weight, for one block of k and one row of x: y[n] (+)= sum over k of x[k]
  * w[n][k], where w[n][k] = (code - zero) * scale of the columns' group. The micro-kernel computes
  * quant_rows rows and writes the first n results: with n 1 the distances between rows may be 0.
@@ -24060,6 +24066,9 @@ typedef struct cpu_quant_tile {
     int codes_at;       /* the same in cpu_code_bytes: where code 0 is */
     const float *scale, *zero; /* [n][ld_groups] scales (FP8: times CPU_FP8_UNIT); zero points or
                                 * NULL */
+    const unsigned char *exponents; /* [n][ld_groups] MXFP4 with groups of 32: the scales as e8m0,
+                                     * in place of scale; or NULL */
+    const cpu_mxfp4 *mxfp4;         /* with exponents */
     size_t ld_groups;
     int group_cols; /* columns of a group, a multiple of 32 or all */
     int k0, k;      /* the block has k columns from k0 on, which counts from group 0 */
@@ -24595,26 +24604,58 @@ CPU_AVX2 CPU_INLINE __m256i cpu_max_fp8(__m256i max, const unsigned char *w) {
 /* How cpu_decode_avx2 makes numbers of codes. */
 typedef enum cpu_codes {
     CPU_CODES_FP8,
-    CPU_CODES_TABLE, /* one table for all groups */
-    CPU_CODES_ZEROS, /* a table for each zero point */
-    CPU_CODES_LINE   /* a multiply-add */
+    CPU_CODES_TABLE, /* by the table of the group's zero point, times the scale */
+    CPU_CODES_MXFP4, /* by the table of the group's scale */
+    CPU_CODES_LINE   /* by a multiply-add */
 } cpu_codes;
+
+/* Eight rows at equal distances, in bytes. Two pointers and two distances reach all of them by the
+ * address modes of x86; with an offset for each row, registers would not suffice. */
+typedef struct cpu_rows {
+    const unsigned char *first, *fifth;
+    size_t one, three;
+} cpu_rows;
+
+CPU_INLINE cpu_rows cpu_rows_of(const void *first, size_t distance) {
+    cpu_rows rows = {first, (const unsigned char *)first + 4 * distance, distance, 3 * distance};
+    __asm__("" : "+r"(rows.fifth), "+r"(rows.three)); /* or the compiler would join them again */
+    return rows;
+}
+CPU_INLINE const unsigned char *cpu_row(const cpu_rows *rows, int j) {
+    const unsigned char *from = j < 4 ? rows->first : rows->fifth;
+    return from + (j % 4 == 3 ? rows->three : (size_t)(j % 4) * rows->one);
+}
+CPU_INLINE void cpu_rows_advance(cpu_rows *rows, size_t bytes) {
+    rows->first += bytes;
+    rows->fifth += bytes;
+}
+
+/* The scales of a group in the rows of a tile. */
+CPU_INLINE cpu_rows cpu_scales_of(const cpu_quant_tile *tile, const cpu_codes codes_are,
+                                  size_t group) {
+    if (codes_are == CPU_CODES_MXFP4) return cpu_rows_of(tile->exponents + group, tile->ld_groups);
+    return cpu_rows_of(tile->scale + group, tile->ld_groups * sizeof(float));
+}
 
 /* What the 4-bit codes of a group stand for: the high bytes, and the low bytes, in both halves. */
 typedef struct cpu_table_avx2 {
     __m256i high, low;
 } cpu_table_avx2;
 
-CPU_AVX2 CPU_INLINE cpu_table_avx2 cpu_table_of_avx2(const cpu_quant_tile *tile, size_t group) {
-    const int at = tile->codes_at - (tile->zero ? (int)tile->zero[group] : 0);
-    const void *high = cpu_code_bytes[0] + at, *low = cpu_code_bytes[1] + at;
+CPU_AVX2 CPU_INLINE cpu_table_avx2 cpu_table_avx2_of(const void *high, const void *low) {
     return (cpu_table_avx2){_mm256_broadcastsi128_si256(_mm_loadu_si128(high)),
                             _mm256_broadcastsi128_si256(_mm_loadu_si128(low))};
 }
+CPU_AVX2 CPU_INLINE cpu_table_avx2 cpu_zero_table_avx2(const cpu_quant_tile *tile, size_t group) {
+    const int at = tile->codes_at - (tile->zero ? (int)tile->zero[group] : 0);
+    return cpu_table_avx2_of(cpu_code_bytes[0] + at, cpu_code_bytes[1] + at);
+}
 
-/* The 32 columns at w in a row of a quantized tile, in four vectors; 4-bit codes in cpu_order_avx2.
- *   FP8    Sign, exponent and mantissa move to their places in a float32. That number may be
- *          subnormal; the product with the scale is not.
+/* The 32 columns at w in a row of a quantized tile, in four vectors: FP8 in cpu_order_fours_avx2,
+ * 4-bit codes in cpu_order_avx2.
+ *   FP8    Two products by 16 extend the even and the odd codes to 16 bits. Sign, exponent and
+ *          mantissa move to their places in a float32. That number may be subnormal; the product
+ *          with the scale is not.
  *   4 bit  The even columns go to the lower half of a vector, the odd ones to the upper half. Two
  *          lookups give the bytes of bf16 numbers, two to a lane of 32 bits.
  *   line   4-bit codes of a tile with exact_line: the high byte 0x43 makes a code the bf16 number
@@ -24624,10 +24665,13 @@ CPU_AVX2 CPU_INLINE void cpu_decode_avx2(__m256 to[4], const unsigned char *w, c
                                          cpu_table_avx2 table, __m256 scale, __m256 offset) {
     if (codes_are == CPU_CODES_FP8) {
         const __m256i mask = _mm256_set1_epi32((int)0x87F00000);
-        CPU_UNROLL for (int i = 0; i < 4; i++) {
-            __m256i code = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)(w + 8 * i)));
-            to[i] = _mm256_castsi256_ps(_mm256_and_si256(_mm256_slli_epi32(code, 20), mask));
-        }
+        const __m256i codes = _mm256_loadu_si256((const void *)w);
+        const __m256i even = _mm256_maddubs_epi16(_mm256_set1_epi16(0x0010), codes);
+        const __m256i odd = _mm256_maddubs_epi16(_mm256_set1_epi16(0x1000), codes);
+        to[0] = _mm256_castsi256_ps(_mm256_and_si256(_mm256_slli_epi32(even, 16), mask));
+        to[1] = _mm256_castsi256_ps(_mm256_and_si256(_mm256_slli_epi32(odd, 16), mask));
+        to[2] = _mm256_castsi256_ps(_mm256_and_si256(even, mask));
+        to[3] = _mm256_castsi256_ps(_mm256_and_si256(odd, mask));
     } else {
         const __m256i odd = _mm256_set1_epi32((int)0xFFFF0000);
         __m256i codes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)w));
@@ -24644,44 +24688,71 @@ CPU_AVX2 CPU_INLINE void cpu_decode_avx2(__m256 to[4], const unsigned char *w, c
         to[3] = _mm256_castsi256_ps(_mm256_and_si256(second, odd));
     }
     CPU_UNROLL for (int i = 0; i < 4; i++)
-        to[i] = codes_are == CPU_CODES_LINE ? _mm256_fmadd_ps(to[i], scale, offset)
-                                            : _mm256_mul_ps(to[i], scale);
+        to[i] = codes_are == CPU_CODES_LINE    ? _mm256_fmadd_ps(to[i], scale, offset)
+                : codes_are == CPU_CODES_MXFP4 ? to[i]
+                                               : _mm256_mul_ps(to[i], scale);
+}
+
+/* Sets scale[j] and offset[j], or table[j], for a group of row j of a tile. scales: of the group. */
+CPU_AVX2 CPU_INLINE void cpu_tables_avx2(__m256 scale[4], __m256 offset[4], cpu_table_avx2 table[4],
+                                         const cpu_quant_tile *tile, const cpu_mxfp4 *mxfp4,
+                                         const cpu_codes codes_are, const cpu_rows *scales,
+                                         size_t group) {
+    CPU_UNROLL for (int j = 0; j < 4; j++) {
+        const size_t at = (size_t)j * tile->ld_groups + group;
+        const unsigned char *from = cpu_row(scales, j);
+        float number;
+        if (codes_are == CPU_CODES_MXFP4) {
+            const uint8_t(*bytes)[16] = mxfp4->bytes[*from];
+            table[j] = cpu_table_avx2_of(bytes[0], bytes[1]);
+            continue;
+        }
+        memcpy(&number, from, sizeof number);
+        scale[j] = _mm256_set1_ps(number);
+        if (codes_are == CPU_CODES_LINE)
+            offset[j] = _mm256_set1_ps(-(tile->zero ? 128 + tile->zero[at] : 136) * number);
+        if (codes_are == CPU_CODES_TABLE) table[j] = cpu_zero_table_avx2(tile, at);
+    }
 }
 
 CPU_AVX2 CPU_INLINE void cpu_quant_rows_avx2(const cpu_quant_tile *tile,
                                              const cpu_codes codes_are) {
     const bool fp8 = codes_are == CPU_CODES_FP8;
-    const size_t row_bytes = tile->w_row_bytes, ld = tile->ld_groups;
-    const unsigned char *w = tile->w;
+    const cpu_mxfp4 *mxfp4 = tile->mxfp4;
     const float *x = tile->x;
     __m256 acc[4], scale[4], offset[4], b[4];
     __m256i max = _mm256_setzero_si256();
     cpu_table_avx2 table[4];
-    const cpu_table_avx2 same = cpu_table_of_avx2(tile, 0);
     int k = 0, end;
+    const int n_k = tile->k;
     size_t group = (size_t)cpu_tile_group(tile, 0, &end);
-    CPU_UNROLL for (int j = 0; j < 4; j++) acc[j] = _mm256_setzero_ps();
-    for (; k < tile->k; group++, end = MIN(end + tile->group_cols, tile->k)) {
-        CPU_UNROLL for (int j = 0; j < 4; j++) {
-            const size_t at = (size_t)j * ld + group;
-            scale[j] = _mm256_set1_ps(tile->scale[at]);
-            if (codes_are == CPU_CODES_LINE)
-                offset[j] = _mm256_set1_ps(-(tile->zero ? 128 + tile->zero[at] : 136) *
-                                           tile->scale[at]);
-            table[j] = codes_are == CPU_CODES_ZEROS ? cpu_table_of_avx2(tile, at) : same;
-        }
-        for (; k < end; k += 32, x += 32, w += fp8 ? 32 : 16)
+    cpu_rows w = cpu_rows_of(tile->w, tile->w_row_bytes), scales = cpu_scales_of(tile, codes_are, group);
+    CPU_UNROLL for (int j = 0; j < 4; j++) {
+        acc[j] = scale[j] = offset[j] = _mm256_setzero_ps();
+        table[j] = (cpu_table_avx2){max, max};
+    }
+    for (; k < n_k; group++, end = MIN(end + tile->group_cols, n_k)) {
+        cpu_tables_avx2(scale, offset, table, tile, mxfp4, codes_are, &scales, group);
+        cpu_rows_advance(&scales, codes_are == CPU_CODES_MXFP4 ? 1 : sizeof(float));
+        do { /* once with MXFP4, whose groups have 32 columns */
+            if (k % (fp8 ? 64 : 128) == 0) {
+                const cpu_rows next = {w.fifth + 4 * w.one, NULL, w.one, w.three};
+                CPU_UNROLL for (int j = 0; j < 4; j++) __builtin_prefetch(cpu_row(&next, j), 0, 2);
+            }
             CPU_UNROLL for (int j = 0; j < 4; j++) {
-                const unsigned char *from = w + (size_t)j * row_bytes;
+                const unsigned char *from = cpu_row(&w, j);
                 /* acc stays in registers, x and offset in memory */
                 __asm__("" : "+x"(acc[0]), "+x"(acc[1]), "+x"(acc[2]), "+x"(acc[3])
                         : "r"(offset) : "memory");
-                if (k % (fp8 ? 64 : 128) == 0) __builtin_prefetch(from + 8 * row_bytes, 0, 2);
                 if (fp8) max = cpu_max_fp8(max, from);
                 cpu_decode_avx2(b, from, codes_are, table[j], scale[j], offset[j]);
                 CPU_UNROLL for (int i = 0; i < 4; i++)
                     acc[j] = _mm256_fmadd_ps(_mm256_loadu_ps(x + 8 * i), b[i], acc[j]);
             }
+            k += 32;
+            x += 32;
+            cpu_rows_advance(&w, fp8 ? 32 : 16);
+        } while (codes_are != CPU_CODES_MXFP4 && k < end);
     }
     cpu_store4_avx2(tile->y, cpu_sum4_avx2(acc[0], acc[1], acc[2], acc[3]), tile->n, tile->add);
     if (fp8) cpu_quant_nan_avx2(tile, max);
@@ -24689,7 +24760,7 @@ CPU_AVX2 CPU_INLINE void cpu_quant_rows_avx2(const cpu_quant_tile *tile,
 CPU_AVX2 static void cpu_quant_tile_avx2(const cpu_quant_tile *tile) {
     if (tile->fp8) cpu_quant_rows_avx2(tile, CPU_CODES_FP8);
     else if (tile->exact_line) cpu_quant_rows_avx2(tile, CPU_CODES_LINE);
-    else if (tile->zero) cpu_quant_rows_avx2(tile, CPU_CODES_ZEROS);
+    else if (tile->exponents) cpu_quant_rows_avx2(tile, CPU_CODES_MXFP4);
     else cpu_quant_rows_avx2(tile, CPU_CODES_TABLE);
 }
 
@@ -24699,7 +24770,7 @@ static void cpu_quant_unpack_avx2(float *to, const cpu_quant_tile *tile) {
     for (int k = 0, end; k < tile->k;) {
         const int group = cpu_tile_group(tile, k, &end);
         const __m256 scale = _mm256_set1_ps(tile->scale[group]);
-        const cpu_table_avx2 table = cpu_table_of_avx2(tile, (size_t)group);
+        const cpu_table_avx2 table = cpu_zero_table_avx2(tile, (size_t)group);
         for (; k < end; k += 32) {
             cpu_decode_avx2(b, tile->w + (tile->fp8 ? k : k / 2),
                             tile->fp8 ? CPU_CODES_FP8 : CPU_CODES_TABLE, table, scale, scale);
@@ -24871,8 +24942,8 @@ CPU_AVX512 CPU_INLINE void cpu_decode_avx512(__m512 to[4], const unsigned char *
     if (fp8) {
         const __m512i mask = _mm512_set1_epi32((int)0x87F00000);
         const __m512i codes = _mm512_loadu_si512((const void *)w);
-        const __m512i odd = _mm512_srai_epi16(codes, 4);
-        const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(codes, 8), 4);
+        const __m512i even = _mm512_maddubs_epi16(_mm512_set1_epi16(0x0010), codes);
+        const __m512i odd = _mm512_maddubs_epi16(_mm512_set1_epi16(0x1000), codes);
         to[0] = _mm512_castsi512_ps(_mm512_and_si512(_mm512_slli_epi32(even, 16), mask));
         to[1] = _mm512_castsi512_ps(_mm512_and_si512(_mm512_slli_epi32(odd, 16), mask));
         to[2] = _mm512_castsi512_ps(_mm512_and_si512(even, mask));
@@ -24885,9 +24956,17 @@ CPU_AVX512 CPU_INLINE void cpu_decode_avx512(__m512 to[4], const unsigned char *
     }
 }
 
-/* Sets table[j] for a group of row j of a tile, as cpu_decode_avx512 wants it. */
+/* Sets table[j] for a group of row j of a tile, as cpu_decode_avx512 wants it. scales: of the
+ * group. */
 CPU_AVX512 CPU_INLINE void cpu_tables_avx512(__m512 table[8], const cpu_quant_tile *tile,
-                                             bool fp8, size_t group) {
+                                             const cpu_codes codes_are, const cpu_rows *scales,
+                                             size_t group) {
+    const bool fp8 = codes_are == CPU_CODES_FP8;
+    if (codes_are == CPU_CODES_MXFP4) {
+        CPU_UNROLL for (int j = 0; j < 8; j++)
+            table[j] = _mm512_loadu_ps(tile->mxfp4->numbers[*cpu_row(scales, j)]);
+        return;
+    }
     const __m512 codes = fp8 ? _mm512_set1_ps(1) : _mm512_loadu_ps(tile->codes);
     CPU_UNROLL for (int j = 0; j < 8; j++) table[j] = codes;
     if (!fp8 && tile->zero)
@@ -24896,29 +24975,35 @@ CPU_AVX512 CPU_INLINE void cpu_tables_avx512(__m512 table[8], const cpu_quant_ti
             table[j] = _mm512_sub_ps(codes, _mm512_set1_ps(zero));
         }
     CPU_UNROLL for (int j = 0; j < 8; j++) {
-        const float scale = tile->scale[(size_t)j * tile->ld_groups + group];
+        float scale;
+        memcpy(&scale, cpu_row(scales, j), sizeof scale);
         table[j] = _mm512_mul_ps(table[j], _mm512_set1_ps(scale));
     }
 }
 
-CPU_AVX512 CPU_INLINE void cpu_quant_rows_avx512(const cpu_quant_tile *tile, const bool fp8) {
-    const size_t row_bytes = tile->w_row_bytes;
+CPU_AVX512 CPU_INLINE void cpu_quant_rows_avx512(const cpu_quant_tile *tile,
+                                                 const cpu_codes codes_are) {
+    const bool fp8 = codes_are == CPU_CODES_FP8;
     const int step = fp8 ? 64 : 32, n = step / 16;
-    const unsigned char *w = tile->w;
     const float *x = tile->x;
     __m512 acc[6][8], table[8], a[4], b[4];
     __m512i max = _mm512_setzero_si512(), magnitude = _mm512_set1_epi8(0x7F);
     int k = 0, end;
     size_t group = (size_t)cpu_tile_group(tile, 0, &end);
+    cpu_rows w = cpu_rows_of(tile->w, tile->w_row_bytes);
+    cpu_rows scales = cpu_scales_of(tile, codes_are, group);
     CPU_UNROLL for (int j = 0; j < 8; j++) acc[0][j] = _mm512_setzero_ps();
     for (; k < tile->k; group++, end = MIN(end + tile->group_cols, tile->k)) {
-        cpu_tables_avx512(table, tile, fp8, group);
-        for (; k < end; k += step, x += step, w += fp8 ? 64 : 16) {
+        cpu_tables_avx512(table, tile, codes_are, &scales, group);
+        cpu_rows_advance(&scales, codes_are == CPU_CODES_MXFP4 ? 1 : sizeof(float));
+        do { /* once with MXFP4, whose groups have 32 columns */
             CPU_UNROLL for (int i = 0; i < n; i++) a[i] = _mm512_loadu_ps(x + 16 * i);
-            for (int j = 0; k % (fp8 ? 64 : 128) == 0 && j < 8; j++)
-                __builtin_prefetch(w + (size_t)(j + 8) * row_bytes, 0, 2);
+            if (k % (fp8 ? 64 : 128) == 0) {
+                const cpu_rows next = {w.fifth + 4 * w.one, w.fifth + 8 * w.one, w.one, w.three};
+                CPU_UNROLL for (int j = 0; j < 8; j++) __builtin_prefetch(cpu_row(&next, j), 0, 2);
+            }
             CPU_UNROLL for (int j = 0; j < 8; j++) {
-                const unsigned char *from = w + (size_t)j * row_bytes;
+                const unsigned char *from = cpu_row(&w, j);
                 if (fp8)
                     max = _mm512_max_epu8(
                         max, _mm512_and_si512(_mm512_loadu_si512((const void *)from), magnitude));
@@ -24926,7 +25011,10 @@ CPU_AVX512 CPU_INLINE void cpu_quant_rows_avx512(const cpu_quant_tile *tile, con
                 CPU_UNROLL for (int i = 0; i < n; i++)
                     acc[0][j] = _mm512_fmadd_ps(a[i], b[i], acc[0][j]);
             }
-        }
+            k += step;
+            x += step;
+            cpu_rows_advance(&w, fp8 ? 64 : 16);
+        } while (codes_are != CPU_CODES_MXFP4 && k < end);
     }
     const cpu_tile out = {.y = tile->y, .n = tile->n, .add = tile->add};
     cpu_tile_store_avx512(&out, 1, 8, acc);
@@ -24935,8 +25023,9 @@ CPU_AVX512 CPU_INLINE void cpu_quant_rows_avx512(const cpu_quant_tile *tile, con
                                                  _mm512_extracti64x4_epi64(max, 1)));
 }
 CPU_AVX512 static void cpu_quant_tile_avx512(const cpu_quant_tile *tile) {
-    if (tile->fp8) cpu_quant_rows_avx512(tile, true);
-    else cpu_quant_rows_avx512(tile, false);
+    if (tile->fp8) cpu_quant_rows_avx512(tile, CPU_CODES_FP8);
+    else if (tile->exponents) cpu_quant_rows_avx512(tile, CPU_CODES_MXFP4);
+    else cpu_quant_rows_avx512(tile, CPU_CODES_TABLE);
 }
 CPU_SMALL CPU_AVX512
 static void cpu_quant_unpack_avx512(float *to, const cpu_quant_tile *tile) {
@@ -25028,6 +25117,9 @@ static const uint8_t cpu_order_avx2[32] = {0,  4,  8,  12, 1,  5,  9,  13, 2,  6
 static const uint8_t cpu_order_pairs[32] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20,
                                             22, 24, 26, 28, 30, 1,  3,  5,  7,  9,  11,
                                             13, 15, 17, 19, 21, 23, 25, 27, 29, 31};
+static const uint8_t cpu_order_fours_avx2[32] = {0,  4,  8,  12, 16, 20, 24, 28, 1,  5,  9,
+                                                 13, 17, 21, 25, 29, 2,  6,  10, 14, 18, 22,
+                                                 26, 30, 3,  7,  11, 15, 19, 23, 27, 31};
 static const uint8_t cpu_order_fours[64] = {
     0, 4, 8,  12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60,
     1, 5, 9,  13, 17, 21, 25, 29, 33, 37, 41, 45, 49, 53, 57, 61,
@@ -25048,8 +25140,8 @@ static const cpu_kernels cpu_kernel_sets[] = { /* from slowest to fastest */
      {cpu_tile_bf16_avx2, cpu_tile_f16_avx2, cpu_tile_f32_avx2},
      cpu_convert_avx2, cpu_convert_avx2, cpu_small_gemm_avx2, cpu_quant_tile_avx2,
      cpu_quant_unpack_avx2, cpu_zeros_c,
-     {{32, CPU_FP8, NULL}, {32, CPU_4BIT, cpu_order_avx2}}, 4, cpu_online_softmax_avx2,
-     cpu_unpack_kv_avx2},
+     {{32, CPU_FP8, cpu_order_fours_avx2}, {32, CPU_4BIT, cpu_order_avx2}}, 4,
+     cpu_online_softmax_avx2, cpu_unpack_kv_avx2},
     {"AVX-512", 6, 1024, TOKA_F32, {INT_MAX, INT_MAX, INT_MAX},
      {cpu_tile_bf16_avx512, cpu_tile_f16_avx512, cpu_tile_f32_avx512},
      cpu_convert_avx512, cpu_convert_avx512, cpu_small_gemm_avx512, cpu_quant_tile_avx512,
@@ -25119,6 +25211,7 @@ typedef struct cpu_pool {
     pthread_mutex_t lock; /* guards the wait on `wake` */
     pthread_cond_t wake;
     _Atomic uint64_t *progress; /* borrowed; counts rounds for other ranks' watchdogs; or NULL */
+    cpu_mxfp4 mxfp4;            /* read by items; written once, before the first round */
 } cpu_pool;
 
 typedef struct cpu_worker { /* argument of a new thread, which frees it */
@@ -25215,6 +25308,18 @@ static void cpu_pool_close(cpu_pool *pool) {
     pthread_mutex_destroy(&pool->lock);
 }
 
+COLD
+static void cpu_fill_mxfp4(cpu_mxfp4 *tables) {
+    for (int i = 0; i < 256 * 16; i++) {
+        const float number = cpu_code_numbers[2][i % 16] * weight_e8m0((unsigned)i / 16);
+        uint32_t bits;
+        memcpy(&bits, &number, sizeof bits);
+        tables->numbers[i / 16][i % 16] = number;
+        tables->bytes[i / 16][0][i % 16] = (uint8_t)(bits >> 24);
+        tables->bytes[i / 16][1][i % 16] = (uint8_t)(bits >> 16);
+    }
+}
+
 /* Starts n_threads - 1 threads. Returns 0, or TOKA_E_DEVICE if a thread cannot be started; then
  * nothing is left to close. */
 static int cpu_pool_open(cpu_pool *pool, int n_threads, toka_err *e) {
@@ -25222,6 +25327,7 @@ static int cpu_pool_open(cpu_pool *pool, int n_threads, toka_err *e) {
                        .threads = mem_zalloc((size_t)n_threads * sizeof *pool->threads)};
     pthread_mutex_init(&pool->lock, NULL);
     pthread_cond_init(&pool->wake, NULL);
+    cpu_fill_mxfp4(&pool->mxfp4);
     for (; pool->n_threads < n_threads; pool->n_threads++) {
         cpu_worker *worker = mem_alloc(sizeof *worker);
         *worker = (cpu_worker){pool, pool->n_threads};
@@ -25397,6 +25503,8 @@ static void cpu_gemm_quant(const cpu_gemm_args *args, int index, int n0, int n1,
         tile.ld_groups = tile.n == 1 ? 0 : rows->ld_groups;
         tile.scale = rows->scale + (size_t)(n - n0) * rows->ld_groups;
         if (rows->zero) tile.zero = rows->zero + (size_t)(n - n0) * rows->ld_groups;
+        if (rows->exponents)
+            tile.exponents = rows->exponents + (size_t)(n - n0) * rows->ld_groups;
         for (int k = 0; k < cols; k += k_block)
             for (int m = 0; m < args->T; m++) {
                 tile.w = rows->w + (size_t)(n - n0) * rows->w_row_bytes +
@@ -25516,12 +25624,13 @@ CPU_SMALL
 static void cpu_gemm_quant_item(const cpu_gemm_args *args, int index, int n0, int n1,
                                 float *scratch) {
     const toka_tensor *weight = args->weights[index];
+    const toka_quant *quant = weight->quant;
     const cpu_kernels *kernels = args->kernels;
     float *scale = scratch + CPU_PANEL_FLOATS;
     float *zero = scale + (size_t)CPU_PANEL_ROWS * (size_t)cpu_n_groups(weight);
     cpu_gemm_args own = *args;
     const cpu_order *order = cpu_order_of(kernels, weight);
-    const int32_t *columns = weight->quant->columns;
+    const int32_t *columns = quant->columns;
     const bool moved = order && (order->from || columns);
     if (!order || (moved && (order != args->order || columns != args->columns))) {
         assert(!columns);
@@ -25533,15 +25642,23 @@ static void cpu_gemm_quant_item(const cpu_gemm_args *args, int index, int n0, in
         own.ldx = args->ld_pairs;
     }
     /* rows of one block of 2 dimensions have the same scales */
-    const int first = weight->row0 + n0 * weight->row_step, block = weight->quant->block_rows;
+    const int first = weight->row0 + n0 * weight->row_step, block = quant->block_rows;
     const int last = weight->row0 + (n1 - 1) * weight->row_step;
-    const bool same = !weight->quant->zero && first / block == last / block;
-    cpu_quant_scales(kernels, weight, n0, same ? n0 + 1 : n1, scale, zero);
+    const bool same = !quant->zero && first / block == last / block;
+    const bool direct = kernels->quant_tile && args->T < CPU_QUANT_DIRECT_ROWS;
+    const bool by_scale = direct && weight->dtype == TOKA_MXFP4 && quant->block_cols == 32 &&
+                          quant->block_rows == 1 && quant->scale_col_step == 1;
     cpu_quant_tile rows = cpu_quant_tile_of(weight, scale, zero);
-    if (same) rows.ld_groups = 0;
     rows.w += (size_t)n0 * rows.w_row_bytes;
-    if (kernels->quant_tile && args->T < CPU_QUANT_DIRECT_ROWS)
-        cpu_gemm_quant(&own, index, n0, n1, &rows);
+    if (same) rows.ld_groups = 0;
+    if (by_scale) {
+        rows.ld_groups = (size_t)weight->row_step * (size_t)quant->scale_row_step;
+        rows.exponents = (const unsigned char *)quant->scale +
+                         (size_t)first * (size_t)quant->scale_row_step +
+                         weight->col0 / 32;
+        rows.mxfp4 = &args->pool->mxfp4;
+    } else cpu_quant_scales(kernels, weight, n0, same ? n0 + 1 : n1, scale, zero);
+    if (direct) cpu_gemm_quant(&own, index, n0, n1, &rows);
     else cpu_gemm_panel(&own, index, n0, n1, (char *)scratch, &rows);
 }
 
