@@ -24693,7 +24693,7 @@ CPU_AVX2 CPU_INLINE void cpu_decode_avx2(__m256 to[4], const unsigned char *w, c
                                                : _mm256_mul_ps(to[i], scale);
 }
 
-/* Sets scale[j] and offset[j], or table[j], for a group of row j of a tile. scales: of the group. */
+/* Sets scale[j] and offset[j], or table[j], for a group of row j of a tile. scales: of groups. */
 CPU_AVX2 CPU_INLINE void cpu_tables_avx2(__m256 scale[4], __m256 offset[4], cpu_table_avx2 table[4],
                                          const cpu_quant_tile *tile, const cpu_mxfp4 *mxfp4,
                                          const cpu_codes codes_are, const cpu_rows *scales,
@@ -24726,7 +24726,8 @@ CPU_AVX2 CPU_INLINE void cpu_quant_rows_avx2(const cpu_quant_tile *tile,
     int k = 0, end;
     const int n_k = tile->k;
     size_t group = (size_t)cpu_tile_group(tile, 0, &end);
-    cpu_rows w = cpu_rows_of(tile->w, tile->w_row_bytes), scales = cpu_scales_of(tile, codes_are, group);
+    cpu_rows w = cpu_rows_of(tile->w, tile->w_row_bytes);
+    cpu_rows scales = cpu_scales_of(tile, codes_are, group);
     CPU_UNROLL for (int j = 0; j < 4; j++) {
         acc[j] = scale[j] = offset[j] = _mm256_setzero_ps();
         table[j] = (cpu_table_avx2){max, max};
