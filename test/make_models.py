@@ -235,6 +235,7 @@ MODELS = {
                        partial_rotary_factor=0.5, pad_token_id=0), [5, 70]),
     "cohere2": row(cohere(("Cohere2ForCausalLM", "cohere2"), sliding_window=24, sliding_window_pattern=3), [5, 24, 25, 100]),
     "cohere": row(cohere(("CohereForCausalLM", "cohere"), use_qk_norm=True), [5, 70]),
+    "cohere-plain": row(cohere(("CohereForCausalLM", "cohere"), use_qk_norm=False), [5, 70]),
     # ---- Mixtures of experts ---------------------------------------------------------------------------------------------
     "qwen2moe": row(moe(QWEN2_MOE, 11, 3, 51, D="absent", E=84, shared_expert_intermediate_size=57, norm_topk_prob=False), [5, 70]),
     "qwen2moe-mixed": row(moe(QWEN2_MOE, 6, 2, 51, D="absent", E=84, L=4, shared_expert_intermediate_size=57, norm_topk_prob=True,
