@@ -20965,7 +20965,7 @@ COLD static str con_decode_percent(con_schema *schema, str text) {
     for (size_t i = 0; i < text.n; i++) {
         const int high = i + 2 < text.n && text.p[i] == '%' ? hex_digit(text.p[i + 1]) : -1;
         const int low = high < 0 ? -1 : hex_digit(text.p[i + 2]);
-        out[n++] = low < 0 ? text.p[i] : (char)(high << 4 | low);
+        out[n++] = (char)(low < 0 ? text.p[i] : high << 4 | low);
         if (low >= 0) i += 2;
     }
     return (str){out, n};

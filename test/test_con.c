@@ -646,7 +646,7 @@ static void test_con_stop(void) {
     buf_c(&texts[1], "]}");
     for (int i = 0; i < 3000; i++) buf_c(&texts[2], "a?"); /* an anchor behind much that may be left out */
     buf_c(&texts[2], "$|^b");
-    for (int i = 0; i < 4000; i++) buf_printf(&texts[3], "%s ::= \"x\"\n", i ? (char[]){'a' + i % 26, 'a' + i / 26 % 26, 'a' + i / 676, 0} : "root"); /* names that are searched */
+    for (int i = 0; i < 4000; i++) buf_printf(&texts[3], "%s ::= \"x\"\n", i ? (char[]){(char)('a' + i % 26), (char)('a' + i / 26 % 26), (char)('a' + i / 676), 0} : "root"); /* names that are searched */
     for (int i = 0; i < 90000; i++) buf_c(&texts[3], i ? " xxe" : "last ::= xxe");
     buf_c(&texts[4], "{\"$defs\":{\"big\":{\"type\":\"null\""); /* keywords that nobody knows */
     for (int i = 0; i < 20000; i++) buf_printf(&texts[4], ",\"x%d\":1", i);

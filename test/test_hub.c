@@ -145,7 +145,7 @@ static void test_hub_sizes(void) {
 
 /* A row of progress has fewer characters than the terminal has columns. */
 static void test_hub_progress(void) {
-    static const char *const ids[] = {"a/b", "tiny/apples", "meta-llama/Llama-3.2-1B-Instruct"};
+    static const char *const model_ids[] = {"a/b", "tiny/apples", "meta-llama/Llama-3.2-1B-Instruct"};
     static const double rates[] = {0, 1e-9, 3, 2.5e6, 9e11};
     static const struct {
         int id, n_columns;
@@ -155,15 +155,15 @@ static void test_hub_progress(void) {
                  {1, 40, "[===    ]  50 %, 2.5 MB/s, 3000 s left"}, {1, 20, " 50 %, 2.5 MB/s, 30"}};
     buf out = {0};
     for (int n_columns = 9; n_columns < 200; n_columns++)
-        for (int i = 0; i < COUNT(ids) * COUNT(rates) * 3; i++) {
+        for (int i = 0; i < COUNT(model_ids) * COUNT(rates) * 3; i++) {
             const int64_t n_total = i % 3 ? 15000000000 : 0, n_received = i % 3 == 1 ? 0 : n_total;
             buf_clear(&out);
-            hub_put_progress(&out, ids[i / 3 % COUNT(ids)], n_received, n_total, rates[i / 3 / COUNT(ids)], n_columns);
+            hub_put_progress(&out, model_ids[i / 3 % COUNT(model_ids)], n_received, n_total, rates[i / 3 / COUNT(model_ids)], n_columns);
             CHECK_MSG((int)out.n < n_columns && strstr(out.p, n_received == n_total ? "100 %" : "  0 %"), "%d: '%s'", n_columns, out.p);
         }
     for (int i = 0; i < COUNT(cases); i++) {
         buf_clear(&out);
-        hub_put_progress(&out, ids[cases[i].id], 7500000000, 15000000000, 2.5e6, cases[i].n_columns);
+        hub_put_progress(&out, model_ids[cases[i].id], 7500000000, 15000000000, 2.5e6, cases[i].n_columns);
         CHECK_MSG(!strcmp(out.p, cases[i].want), "'%s'", out.p);
     }
     buf_free(&out);
