@@ -56288,6 +56288,9 @@ static int cli_write(str text, toka_err *e) {
 
 /* ---- Help ---- */
 
+/* The first line of each help. */
+#define CLI_TITLE "toka %s - a high-throughput LLM inference engine in one C file\n\n"
+
 static const char cli_commands[] =
     "Commands\n"
     "  toka [FLAGS]            complete a prompt, text streams to standard output\n"
@@ -56497,8 +56500,7 @@ static bool cli_put_pages(buf *out, int n_words, const char *const *words) {
 static int cli_help(bool all, unsigned command, int n_words, const char *const *words,
                     toka_err *e) {
     buf out = {0};
-    buf_printf(&out, "toka %s - a high-throughput LLM inference engine in one C file\n\n",
-               TOKA_VERSION);
+    buf_printf(&out, CLI_TITLE, TOKA_VERSION);
     const bool show_all = n_words && cli_count_flags(command) <= CLI_MANY_FLAGS;
     if (n_words) buf_printf(&out, "%.*s\n", STRF(cli_find_summary(n_words, words)));
     else buf_c(&out, all ? cli_commands : cli_short_commands);
@@ -59509,6 +59511,24 @@ static int cli_help_command(bool all, const cli_command *command, toka_err *e) {
     return cli_help(all, command->for_bit, words[1] ? 2 : 1, words, e);
 }
 
+/* Prints the help of toka bench without its second word. */
+COLD static int cli_help_bench(toka_err *e) {
+    buf out = {0};
+    buf_printf(&out, CLI_TITLE, TOKA_VERSION);
+    for (int i = 0; i < COUNT(cli_command_table); i++) {
+        const char *const words[] = {cli_command_table[i].name, cli_command_table[i].second_name};
+        if (words[1]) buf_printf(&out, "%.*s\n", STRF(cli_find_summary(2, words)));
+    }
+    buf_c(&out, "\nExamples\n"
+                "  toka bench throughput -m qwen3-8b --dataset lengths.jsonl --num-prompts 100\n"
+                "  toka bench serve --port 8000 --num-prompts 500 --request-rate 20\n"
+                "  toka bench plan --json\n"
+                "\nFlags of each: toka bench serve --help; all: toka bench serve --help-all\n");
+    const int code = cli_write(buf_view(&out), e);
+    buf_free(&out);
+    return code;
+}
+
 /* Runs toka help, toka help COMMAND, toka help PAGE and toka bench --help. words: the n_words words
  * after "help". */
 static int cli_help_for(bool all, int n_words, char **words, toka_err *e) {
@@ -59517,8 +59537,8 @@ static int cli_help_for(bool all, int n_words, char **words, toka_err *e) {
     if (page) return cli_write(str_c(page->text), e);
     const char *second = n_words > 1 ? words[1] : "";
     const cli_command *command = cli_find_command(words[0], second);
-    const bool is_bench = !strcmp(words[0], "bench") && !*second;
-    if (!command && !is_bench) return cli_fail_unknown_command(words[0], second, true, NULL, e);
+    if (!strcmp(words[0], "bench") && (!*second || *second == '-')) return cli_help_bench(e);
+    if (!command) return cli_fail_unknown_command(words[0], second, true, NULL, e);
     return cli_help_command(all, command, e);
 }
 
@@ -59738,7 +59758,7 @@ static int cli_dispatch(int argc, char **argv, toka_err *e) {
     const cli_command *command = cli_find_command(first, second);
     if (command) return cli_run_args(command, command->second_name ? 2 : 1, argc, argv, e);
     const bool wants_help = help_all || !strcmp(next, "--help") || !strcmp(next, "-h");
-    if (wants_help && !strcmp(first, "bench")) return cli_help_for(help_all, 0, NULL, e);
+    if (wants_help && !strcmp(first, "bench")) return cli_help_bench(e);
     return cli_run_model(argc, argv, e);
 }
 

@@ -403,6 +403,10 @@ def test_help_is_short():
         assert toka(*words, "-h").stdout.decode() == short
         if command != "plan":  # a manual page has this name
             assert toka("help", *words).stdout.decode() == short
+    bench = toka("bench", "--help").stdout.decode()
+    kinds = re.findall(r"^  toka bench (\w+)  ", bench.split("\nExamples\n")[0], re.M)
+    assert kinds == ["throughput", "serve", "plan", "ops"] and "  toka bench serve --port" in bench.split("\nExamples\n")[1] and "toka chat" not in bench
+    assert all(toka(*words).stdout.decode() == bench for words in (["bench", "--help-all"], ["bench", "-h"], ["help", "bench"], ["help", "bench", "--help-all"]))
     known = open(os.path.join(ROOT, "models.txt")).read()
     for name in re.findall(r"-m ([a-z0-9.-]+)", text):
         assert f"\n{name} " in known, name
