@@ -49924,14 +49924,17 @@ typedef struct plan_service {      /* of the requests in the middle of a simulat
 enum { PLAN_SIM_REQUESTS = 1000 };
 #define PLAN_IN_TIME 0.99 /* a rate is held if this share of the requests is within the limits */
 
-/* Returns the most requests that a replica of the layout can have admitted. */
-static int plan_max_in_flight(const plan_query *query, const plan_layout *layout) {
-    const int page = TOKA_GPU_PAGE_TOK, n = query->n_samples;
+/* Returns the most requests of n answers each that a replica of the layout can have admitted. */
+static int plan_max_requests(const plan_query *query, const plan_layout *layout, int n) {
+    const int page = TOKA_GPU_PAGE_TOK;
     const int64_t shared = query->input_len / page * page;
     const int64_t own = (query->input_len - shared + query->output_len + page - 1) / page * page;
     const int64_t by_kv = layout->kv_tokens / layout->dp / (shared + own * n);
     const int64_t most = MIN(layout->max_seqs, plan_by_windows(query, layout->n_windowed));
     return (int)MIN(by_kv, most / n);
+}
+static int plan_max_in_flight(const plan_query *query, const plan_layout *layout) {
+    return plan_max_requests(query, layout, query->n_samples);
 }
 
 /* Returns the requests a second that a layout computes if it always has enough of them. */
@@ -50237,6 +50240,21 @@ static int plan_check_numbers(const plan_options *options, toka_err *e) {
     return 0;
 }
 
+/* Returns the error for a prompt and an answer that are longer than the longest sequence. */
+COLD static int plan_fail_length(const plan_options *options, const plan_query *query,
+                                 toka_err *e) {
+    const bool one = !options->input_len || !options->output_len; /* of them is given */
+    if (one)
+        return fail(e, TOKA_E_USE, "--%s-len: %d, expected at most %d: the longest sequence has %d "
+                    "tokens", options->input_len ? "input" : "output",
+                    options->input_len ? options->input_len : options->output_len,
+                    query->max_len - 1, query->max_len);
+    return fail(e, TOKA_E_USE,
+                "--input-len %d and --output-len %d: expected at most %d in all, the longest "
+                "sequence",
+                query->input_len, query->output_len, query->max_len);
+}
+
 /* Checks the options and writes them to *query; the caller has set query->model. *must_hold: the
  * tokens of one sequence for which there must be room. Returns TOKA_E_USE for a bad option. */
 static int plan_check(const plan_options *options, plan_query *query, int *must_hold, toka_err *e) {
@@ -50273,10 +50291,7 @@ static int plan_check(const plan_options *options, plan_query *query, int *must_
                            : MIN(PLAN_INPUT, MAX(1, query->max_len - query->output_len));
     query->utilization = toka_gpu_utilization(options->utilization);
     if (query->input_len > query->max_len - query->output_len)
-        return fail(e, TOKA_E_USE,
-                    "--input-len %d and --output-len %d: expected at most %d in all, the longest "
-                    "sequence",
-                    query->input_len, query->output_len, query->max_len);
+        return plan_fail_length(options, query, e);
     *must_hold = options->max_len ? query->max_len : query->input_len + query->output_len;
     if (plan_check_service(options, query, e)) return e->code;
     return plan_check_drafts(options, query, e);
@@ -50970,13 +50985,29 @@ static int plan_fail_to_hold(const plan_options *options, const plan_query *quer
     return e->code;
 }
 
+/* Returns the error if no layout can admit one request: the model does not fit, or the answers of
+ * one request are more sequences than a replica can run at once. */
+COLD static int plan_fail_to_admit(const plan_query *query, const char *name, int must_hold,
+                                   toka_err *e) {
+    plan_layout layouts[PLAN_MAX_GPUS];
+    const int n_layouts = plan_layouts(query, must_hold, layouts);
+    int most = 0; /* answers of one request */
+    for (int i = 0; i < n_layouts; i++)
+        while (layouts[i].fits && most < query->n_samples &&
+               plan_max_requests(query, &layouts[i], most + 1))
+            most++;
+    if (!most) return plan_fail_to_fit(query, name, must_hold, e);
+    return fail(e, TOKA_E_USE, "--samples: %d, expected at most %d: so many sequences run at once on "
+                "a replica of %d x %s", query->n_samples, most, query->n_gpus, query->gpu->name);
+}
+
 /* Answers a query that has a rate. */
 static int plan_answer_rate(const plan_options *options, plan_query *query, int must_hold,
                             const char *name, buf *out, toka_err *e) {
     plan_offer offers[PLAN_MAX_GPUS];
     int best;
     const int n = plan_find_gpus(query, must_hold, offers, &best);
-    if (!n) return plan_fail_to_fit(query, name, must_hold, e);
+    if (!n) return plan_fail_to_admit(query, name, must_hold, e);
     if (best < 0) return plan_fail_to_hold(options, query, offers, n, e);
     (options->json ? plan_put_service_json
                    : plan_put_service_text)(options, query, name, offers, n, best, out);
@@ -59068,8 +59099,14 @@ static int cli_plan(const cli *flags, toka_err *e) {
             code = fail(e, TOKA_E_USE, "--%s: 0, expected more than 0", numbers[i].name);
         if (*numbers[i].value == CLI_NONE) *numbers[i].value = 0;
     }
-    if (!code && !options.batch && flags->typed[cli_find_flag_named("batch-size") - cli_flags])
-        code = fail(e, TOKA_E_USE, "--batch-size: 0, expected more than 0");
+    const struct {
+        const char *name;
+        int value;
+    } sizes[] = {{"--batch-size", options.batch}, {"--input-len", options.input_len},
+                 {"--output-len", options.output_len}};
+    for (int i = 0; i < COUNT(sizes) && !code; i++)
+        if (flags->typed[cli_find_flag_named(sizes[i].name + 2) - cli_flags])
+            code = check_int(sizes[i].name, sizes[i].value, 1, INT_MAX, e);
     if (!code) code = plan_answer(&options, &out, e);
     if (code == TOKA_E_INPUT && open->model && !os_is_dir(open->model)) { /* not in the cache */
         const suggestion nearest = {.best = cli_nearest_id(flags, open->model, false)};

@@ -181,7 +181,7 @@ def test_error_names_the_number_of_gpus_needed():
 
 def test_default_lengths():
     for args, lengths in (([], (715, 150)), (["--input-len", "900"], (900, 124)), (["--output-len", "1000"], (24, 1000)),
-                          (["--max-model-len", "100"], (50, 50)), (["--input-len", "0", "--output-len", "0"], (715, 150))):
+                          (["--max-model-len", "100"], (50, 50))):
         v = json.loads(plan("-m", "test/model", "--json", *args)[0])  # the model's limit is 1,024 tokens
         assert (v["input_len"], v["output_len"]) == lengths, args
 
@@ -232,12 +232,17 @@ def test_more_gpus_than_a_host_has():
     (["--request-rate", "1", "--goodput", "ttft:1", "itl:50"], "--goodput: ttft:1: a request that is alone takes "),
     (["--requests-per-day", "1e6", "--goodput", "itl:0.1"], "--goodput: itl:0.1: a request that is alone takes "),
     (["--request-rate", "1", "--goodput", "e2el:20"], "--goodput: e2el:20: a request that is alone takes "),
+    (["--input-len", "0"], "--input-len: 0, expected 1 or more"), (["--output-len", "0"], "--output-len: 0, expected 1 or more"),
+    (["--request-rate", "8", "--input-len", "1000000"], "--input-len: 1000000, expected at most 131071: the longest sequence has 131072 tokens"),
+    (["--output-len", "200000"], "toka: --output-len: 200000, expected at most 131071: "), (["--input-len", "131000", "--output-len", "73"], "--input-len 131000 and --output-len 73: expected at most 131072 in all"),
+    (["--request-rate", "8", "--gpus", "2", "--samples", "9000"], "--samples: 9000, expected at most 8192: so many sequences run at once on a replica of 2 x H100"),
+    (["--request-rate", "1", "--gpus", "1", "--samples", "8000", "--output-len", "4000"], "--samples: 8000, expected at most "),
     (["-m", "Qwen/Qwen3-06B"], "; did you mean Qwen/Qwen3-0.6B?"), (["-m", "qwen3-06b"], "; did you mean qwen3-0.6b?"),
     (["-m", "llama-3.1-405b", "--gpu", "L4", "--request-rate", "1"], "--request-rate: 1 requests a second are too many for 64 x L4, which compute at most 0."),
     (["--request-rate", "1e5"], "--request-rate: 100000 requests a second are too many for 64 x H100, which compute at most "),
     (["--requests_per_day=1e10"], "--requests_per_day: 115741 requests a second are too many for 64 x H100, which compute at most "),
     (["--request-rate", "30", "--goodput", "ttft:30", "--gpus", "1", "-m", "llama-3.1-8b"], "30 ms are too many for 1 x H100, where "),
-    (["--batch-size", "0"], "--batch-size: 0, expected more than 0"),
+    (["--batch-size", "0"], "--batch-size: 0, expected 1 or more"),
     (["--request-rate", "1", "--gpu", "L4", "-m", "llama-3.1-405b", "--gpus", "2"], "do not fit on 2 x L4"),
     (["--kv-tokens", "5"], "not for this command"), (["--kv-cache-dtype", "fp4"], "--kv-cache-dtype"), (["--max-num-seqs", "-1"], "--max-num-seqs"),
 ])
