@@ -56369,13 +56369,12 @@ static str cli_find_summary(int n_words, const char *const *words) {
 
 static const char cli_short_commands[] =
     "  toka -p TEXT                    complete a prompt, print the text as it comes\n"
-    "  toka chat                       a conversation\n"
+    "  toka chat, ping                 a conversation, a prompt for a server\n"
     "  toka serve                      OpenAI-compatible server\n"
     "  toka batch -i IN -o OUT         a file of requests to a file of results\n"
     "  toka tokenize, template, score  ids, a chat as a prompt, log-probabilities\n"
     "  toka pull, list, rm             models of the Hugging Face hub\n"
     "  toka models, devices, plan      known models, devices, what fits on which GPUs\n"
-    "  toka ping                       a prompt for a server (-p, chat: --base-url)\n"
     "  toka bench throughput, serve    measure the engine or a server; also plan, ops\n"
     "\nExamples\n"
     "  toka -p \"Tom has 3 boxes with 4 apples each. How many apples does he have?\"\n"
