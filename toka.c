@@ -54338,7 +54338,7 @@ COLD static int hub_find_offline(const hub_options *options, buf *folder, toka_e
                       (options->text_only || hub_has_weights(found));
     if (here) buf_c(folder, found);
     else fail(e, TOKA_E_INPUT, "%s is not in the hub cache, and HF_HUB_OFFLINE forbids to "
-              "download it", options->id);
+              "download it", options->revision ? name.p : options->id);
     if (here && !options->quiet)
         fprintf(stderr, "%s: it is in the hub cache; HF_HUB_OFFLINE forbids to ask the hub for a "
                 "newer commit\n", options->id);
@@ -56710,8 +56710,9 @@ static void cli_name_value(const cli *flags, int i, toka_err *e) {
     buf head = {0};
     if (!cli_takes_name(flag)) return;
     memcpy(&value, (const char *)flags + flag->offset, sizeof value);
+    if (flag->offset == AT(open.model) && flags->revision) value = flags->given; /* without it */
     const size_t n = value ? strlen(value) : 0;
-    if (!n || strncmp(e->msg, value, n) || !strchr(": /", e->msg[n])) return;
+    if (!n || strncmp(e->msg, value, n) || !strchr(": /@", e->msg[n])) return;
     buf_printf(&head, "%s ", flags->typed[i]);
     if (e->msg[n] == '/') buf_printf(&head, "%s: ", value);
     cli_put_before(head.p, e->msg, e);
@@ -56760,6 +56761,8 @@ static void cli_name_flags(const cli *flags, toka_err *e) {
         if (flags->typed[i]) cli_name_value(flags, i, e);
     for (int i = 0; i < COUNT(cli_flags); i++)
         if (flags->typed[i]) cli_name_others(cli_flags[i].name, flags->typed[i], e);
+    if (flags->revision && strstr(e->msg, " has no revision "))
+        cli_put_before("--", strstr(e->msg, "revision"), e);
 }
 
 /* Are these names equal? '_' in the user's name counts as '-'. */
@@ -58676,6 +58679,7 @@ static const char *cli_nearest_folder(const cli *flags, const char *path) {
  * are not. */
 static int cli_fail_not_here(const cli *flags, const char *id, const char *revision,
                              bool is_text_here, toka_err *e) {
+    const bool offline = hub_is_offline();
     buf cache = {0}, command = {0};
     suggestion nearest = {.best = is_text_here ? NULL : cli_nearest_id(flags, id, false)};
     if (!is_text_here && !nearest.best)
@@ -58683,9 +58687,13 @@ static int cli_fail_not_here(const cli *flags, const char *id, const char *revis
     mf_put_hub_cache_path(&cache);
     cli_put_pull_command(&command, flags, id, revision);
     const bool is_id = !strncmp(flags->given, id, strlen(id)); /* not a name of models.txt */
-    fail(e, TOKA_E_INPUT, "%s%s%s is %s the hub cache %s%s; add --download, or run: %s",
-         flags->given, is_id ? "" : ": ", is_id ? "" : id, is_text_here ? "in" : "not in", cache.p,
-         is_text_here ? " without its weights" : "", command.p);
+    const bool names_revision = flags->revision != NULL;
+    fail(e, TOKA_E_INPUT, "%s%s%s%s%s is %s the hub cache %s%s%s%s", flags->given,
+         is_id ? "" : ": ", is_id ? "" : id, names_revision ? " --revision " : "",
+         names_revision ? revision : "", is_text_here ? "in" : "not in", cache.p,
+         is_text_here ? " without its weights" : "",
+         offline ? ", and HF_HUB_OFFLINE forbids to download it" : "; add --download, or run: ",
+         offline ? "" : command.p);
     buf_free(&cache), buf_free(&command);
     return suggest_fail(&nearest, "", e);
 }

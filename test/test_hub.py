@@ -228,7 +228,11 @@ def test_revisions(hub):
         assert toka(hub, "-q", "-m", f"tiny/moves@{revision}", "-p", PROBLEM).returncode == 0
     refs = {k: v.decode() for k, v in tree(hub.cache, "tiny/moves").items() if k.startswith("refs/")}
     assert refs == {"refs/main": second, "refs/v2": second}
-    fails(toka(hub, "-hf", "tiny/moves", "--revision", "v3", "-p", "x"), 1, "tiny/moves has no revision v3")
+    fails(toka(hub, "-hf", "tiny/moves", "--revision", "v3", "-p", "x"), 1, "-hf tiny/moves has no --revision v3\n")
+    fails(toka(hub, "-m", "tiny/moves", "--revision", "v3", "--download", "-p", "x"), 1, "-m tiny/moves has no --revision v3\n")
+    fails(toka(hub, "pull", "tiny/moves", "--revision", "v3"), 1, "tiny/moves has no --revision v3\n")
+    fails(toka(hub, "pull", "tiny/moves@v3"), 1, "tiny/moves has no revision v3\n")
+    fails(toka(hub, "-m", "tiny/moves", "--revision", "v3", "-p", "x"), 1, f"-m tiny/moves --revision v3 is not in the hub cache {hub.cache}; add --download, or run: toka pull tiny/moves --revision v3\n")
     fails(toka(hub, "pull", "tiny/moves@../../x"), 1, "no name of a revision")
     fails(toka(hub, "-m", "test/model", "--revision", "v2", "-p", "x"), 1, "a folder, not a model of the hub")
 
@@ -427,6 +431,8 @@ def test_offline(hub):
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         fails(toka(hub, "-hf", ID, "-p", "x", **{name: "1"}), 1, "tiny/apples is not in the hub cache, and HF_HUB_OFFLINE")
     fails(toka(hub, "pull", ID, HF_HUB_OFFLINE="true"), 1, "HF_HUB_OFFLINE")
+    for args in (["-m", ID, "-p", "x"], ["chat", ID]):
+        fails(toka(hub, *args, HF_HUB_OFFLINE="1"), 1, f"tiny/apples is not in the hub cache {hub.cache}, and HF_HUB_OFFLINE forbids to download it\n")
     assert not hub.requests and not os.path.exists(hub.cache)
     pulled = toka(hub, "pull", ID, HF_HUB_OFFLINE="0")
     assert pulled.returncode == 0
