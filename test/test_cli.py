@@ -546,7 +546,7 @@ def test_command_line_overrides_environment():
         r = toka("serve", "--uds", "/does/not/exist/socket", *flag)
         assert r.returncode == 1 and r.stderr == b"toka: --uds goes without %s\n" % flag[0].encode(), r.stderr
     assert toka("--help", env={"TOKA_THREADS": "abc"}).returncode == 0
-    assert toka("bench", "--help").stdout == toka("--help").stdout != b"" != toka("serve", "--help").stdout
+    assert len({toka(*c, "--help").stdout for c in ([], ["bench"], ["serve"])}) == 3
     assert toka("bench").returncode == 1
 
 
