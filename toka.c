@@ -56478,12 +56478,34 @@ static const cli_flag *cli_find_flag_named(const char *name) {
     return NULL;
 }
 
+/* The variables that are read, beside those of flags. */
+static const char cli_environment[] =
+    "\nEnvironment\n"
+    "  HF_TOKEN                token for gated and private models of the hub\n"
+    "  HUGGING_FACE_HUB_TOKEN  the same, if HF_TOKEN is not set\n"
+    "  HF_TOKEN_PATH           file with the token (default: token in HF_HOME)\n"
+    "  HF_HOME                 folder of the hub's files (default: huggingface in XDG_CACHE_HOME)\n"
+    "  HF_HUB_CACHE            where models are kept (default: hub in HF_HOME); --download-dir has precedence\n"
+    "  HUGGINGFACE_HUB_CACHE   the same, if HF_HUB_CACHE is not set\n"
+    "  HF_ENDPOINT             address of the hub or a mirror (default: https://huggingface.co)\n"
+    "  HF_HUB_OFFLINE          1: no connections to the hub\n"
+    "  TRANSFORMERS_OFFLINE    the same, if HF_HUB_OFFLINE is not set\n"
+    "  TOKA_API_KEY            key that a server asks for, here and of clients\n"
+    "  OPENAI_API_KEY          key of clients, if TOKA_API_KEY is not set\n"
+    "  NO_COLOR                if it is not empty, reasoning and tool calls are not dim\n"
+    "  TERM                    dumb: toka chat has no line editor\n"
+    "  XDG_CACHE_HOME          caches (default: .cache in HOME)\n"
+    "  XDG_DATA_HOME           files of toka serve (default: .local/share in HOME)\n"
+    "  XDG_STATE_HOME          history of toka chat (default: .local/state in HOME)\n"
+    "  HOME                    your folder; a first ~ in paths of the hub and of /save means it\n";
+
 /* Appends what holds for all flags, and the exit status. */
 static void cli_put_notes(buf *out, unsigned command) {
     static const char *const zero[] = {"threads", "server-threads", "max-model-len", "max-num-seqs",
                                        "max-num-batched-tokens", "kv-tokens", "num-prompts"};
     const char *before = "0 is the default of";
-    buf_c(out, "\nEvery flag that takes a value can also come from the environment: TOKA_CONFIG=x.json is "
+    buf_c(out, command == FOR_ANY ? cli_environment : "\n");
+    buf_c(out, "Every flag that takes a value can also come from the environment: TOKA_CONFIG=x.json is "
                "--config x.json.\n");
     for (int i = 0; i < COUNT(zero); i++) {
         if (!(cli_find_flag_named(zero[i])->commands & command)) continue;

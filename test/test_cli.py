@@ -422,6 +422,20 @@ def test_help_names_every_flag():
         assert f"--{f}" in r.stdout.decode()
 
 
+def test_help_names_every_variable():
+    """The block Environment has the variables that the source reads, but those for tests and of flags."""
+    read = set()
+    for name in ("toka.c", "toka_kernels.cu"):
+        for function in re.split(r"^}", open(os.path.join(ROOT, name)).read(), flags=re.M):
+            if re.search(r"\bgetenv\(|\bmf_put_env_path\(", function):
+                read |= set(re.findall(r'"([A-Z]{2,}(?:_[A-Z]+)*)"', function))
+    block = toka("--help-all").stdout.decode().split("\nEnvironment\n")[1].split("\nEvery flag")[0]
+    listed = re.findall(r"^  ([A-Z_]+)  ", block, re.M)
+    assert {"HF_TOKEN", "NO_COLOR", "XDG_STATE_HOME"} <= set(listed) and len(listed) == len(set(listed)) == block.count("\n") + 1
+    assert set(listed) == {name for name in read if not name.startswith("TOKA_DEBUG_")} - {"TOKA_MODELS_FILE"}
+    assert "\nEnvironment\n" not in toka("serve", "--help-all").stdout.decode()
+
+
 def test_help_of_a_command():
     """The help of a command lists exactly the flags that the command accepts."""
     with open(os.path.join(ROOT, "toka.c")) as f:
