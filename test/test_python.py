@@ -185,6 +185,8 @@ def test_wrong_arguments(py, llm):
     for call, kind, text in ((lambda: py.LLM(max_model_len="x"), ValueError, "max_model_len: 'x', expected a whole number"),
                              (lambda: py.LLM(max_num_seqs=2**31), ValueError, "max_num_seqs: 2147483648, expected"), (lambda: py.LLM(5), ValueError, "model: 5, expected a text"),
                              (lambda: py.LLM(gpu_memory_utilization="0.9"), ValueError, "gpu_memory_utilization: '0.9', expected a number"),
+                             *((lambda name=name: py.LLM(**{name: 0}), ValueError, f"{name}: 0, expected 1 to 64")
+                               for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")),
                              (lambda: py.LLM(enforce_eager=2), ValueError, "enforce_eager: 2, expected True or False"), (lambda: py.LLM(seed="x"), ValueError, "seed: 'x'"),
                              (lambda: py.LLM(trust_remote_code="x"), ValueError, "no code of a model is ever run"), (lambda: py.LLM(cpu_offload_gb=4), ValueError, "expected 0: weights stay"),
                              (lambda: P(n=2, best_of=4), ValueError, "best_of: 4, expected n or None"), (lambda: P(detokenize=False, stop="x"), ValueError, "detokenize: False, but stop"),

@@ -513,6 +513,8 @@ class LLM:
                 raise _no_argument("LLM", name, known | set(_UNUSED))
             else:
                 _set(o, name, "float32" if name == "dtype" and value == "float" else value)
+                if name.endswith("_parallel_size") and not value:  # the library takes 0 as the default
+                    raise ValueError(f"{name}: {value!r}, expected 1 to 64")
         self._open = C.c_void_p()
         with _hub_cache(download_dir):
             _check(_lib.toka_open(C.byref(self._open), C.byref(o), C.byref(err)), err)
