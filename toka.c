@@ -56752,7 +56752,9 @@ static void cli_replace_word(const char *word, const char *typed, toka_err *e) {
         const char *end = found + strlen(word);
         const bool whole = !cli_is_name_char(*end) &&
                            (found == e->msg || !cli_is_name_char(found[-1]));
-        buf_printf(&text, "%.*s%s", (int)(found - at), at, whole ? typed : word);
+        const str before = {e->msg, (size_t)(end - e->msg)};
+        const bool is_typed = str_ends(before, str_c(typed)); /* it is replaced already */
+        buf_printf(&text, "%.*s%s", (int)(found - at), at, whole && !is_typed ? typed : word);
         at = end;
     }
     buf_c(&text, at);
@@ -56987,7 +56989,10 @@ static int cli_set_from_json(cli *flags, const cli_flag *flag, const json *value
         !(takes_object && json_is(value, JSON_OBJECT)))
         return fail(e, TOKA_E_USE, "%s: expected %sa text or a number", where,
                     takes_object ? "an object, " : "");
+    const double number = json_num(value, NAN);
     if (json_is(value, JSON_STRING)) buf_str(&text, json_str(value));
+    else if (number == floor(number) && fabs(number) < 1e15) /* 1e3 is 1000 */
+        buf_printf(&text, "%.0f", number);
     else json_put_value(&text, value);
     const char *copy = arena_cstr(flags->memory, buf_view(&text));
     buf_free(&text);
@@ -57040,7 +57045,8 @@ static int cli_read_config(cli *flags, unsigned command, int argc, char **argv, 
         buf_printf(&name, "--%.*s", STRF(typed));
         const cli_flag *flag = cli_find_flag(name.p, name.n);
         if (!flag) flag = cli_find_flag(name.p + 1, name.n - 1); /* a short name: "n" */
-        snprintf(where, sizeof where, "%.150s: %.100s", flags->config, name.p + 2);
+        snprintf(where, sizeof where, "%.150s: %.*s", flags->config,
+                 (int)MIN(json_str(key).n, 100), json_str(key).p);
         if (!flag) code = cli_fail_unknown_flag(flags, json_str(key), flags->config, command, e);
         else if (flag->offset == AT(config))
             code = fail(e, TOKA_E_USE, "%s: such a file cannot name another one", where);
@@ -59559,7 +59565,9 @@ static int cli_fail_unknown_command(const char *first, const char *second, bool 
     }
     for (int i = 0; i < COUNT(help_pages) && !is_bench; i++)
         suggest_try(&nearest, help_pages[i].name);
-    if (is_bench) fail(e, TOKA_E_USE, "toka bench: expected throughput, serve, plan or ops");
+    if (is_bench)
+        fail(e, TOKA_E_USE, "toka bench%s%s: expected throughput, serve, plan or ops",
+             *second ? " " : "", second);
     else fail(e, TOKA_E_USE, "%s: no such command%s; see toka --help", first,
               is_help ? ", and no page of the manual"
               : strchr(first, ' ') ? " or model; a prompt comes after -p" : " or model");

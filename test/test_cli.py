@@ -220,9 +220,12 @@ def test_config_file(tmp_path):
                           ({"speculative_config": {"method": "none"}}, "config.json: speculative_config"), ({"speculative_config": []}, "expected an object, a text or"), ({"tmep": 1}, "config.json: tmep: unknown flag; did you mean temp?"),
                           ({"port": 1}, "config.json: port is not for this command"), ({"raw": 1}, "config.json: raw: expected true or false"),
                           ({"temp": [1]}, "config.json: temp: expected a text or a number"), ({"temp": "hot"}, "config.json: temp: 'hot' is not a number"), ({"top_p": 7}, "config.json: top_p: 7, expected"),
-                          ({"config": "x"}, "config.json: config: such a file cannot name another one"), ({"": 1}, "unknown flag"), ({"seed": 1.5}, "not a whole number")):
+                          ({"config": "x"}, "config.json: config: such a file cannot name another one"), ({"": 1}, "unknown flag"), ({"seed": 1.5}, "not a whole number"),
+                          ({"max_tokens": 2.5}, f"toka: {config}: max_tokens: '2.5' is not a whole number\n"), ({"-m": "/no"}, f"{config}: -m /no: no such folder"),
+                          ({"max-model-len": 1}, f"{config}: max-model-len: 1, expected")):
         r = run(text, "-p", "x")
         assert r.returncode == 1 and message in r.stderr.decode() and r.stderr.count(b"\n") == 1, r.stderr
+    assert run('{"prompt": "Tom has", "n": 1e1}').stdout == toka("-q", "-p", "Tom has", "-n", "10").stdout  # 1e1 is the number 10
     assert b"/none: No such file" in toka("--config", "/none", "-p", "x").stderr
 
 
@@ -686,7 +689,7 @@ def test_text_needs_no_config(tmp_path, config):
     (["--chat", "--raw"], "--raw"), (["--top-k", "-2", "-p", "a"], "--top-k: -2"), (["--logprobs", "-5", "-p", "a"], "logprobs"),
     (["--logprobs", "-1", "-p", "a"], "logprobs"),
     (["--logprobs", "33", "-p", "a"], "logprobs"), (["-f", "/"], "directory"), (["--max-model-len", "100000", "-p", "a"], "1024"),
-    (["--max-num-batched-tokens", "8", "--max-num-seqs", "9", "-p", "a"], "--max-num-batched-tokens: 8"), (["bench"], "throughput"),
+    (["--max-num-batched-tokens", "8", "--max-num-seqs", "9", "-p", "a"], "--max-num-batched-tokens: 8"), (["bench"], "toka bench: expected throughput"), (["bench", "srve"], "toka bench srve: expected throughput, serve, plan or ops; did you mean toka bench serve?\n"),
     (["--stop", "", "-p", "a"], "--stop[0]: 0 bytes"),
     # the flag as it was typed, and the nearest right thing
     (["-p", "a", "-n", "-3"], "-n: -3, expected 0 or more"), (["-p", "a", "--max_tokens", "x"], "--max_tokens: 'x' is not a whole number"),
