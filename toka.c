@@ -17031,7 +17031,7 @@ SERVER_ONLY static void samp_fix_min_max(toka_sampling *sampling, bool max_is_de
 /* Checks all sampling parameters. Returns 0 or TOKA_E_USE; the message names the field, its value
  * and what is allowed. */
 COLD
-COLD static int samp_check(const toka_sampling *sampling, int V, toka_err *e) {
+static int samp_check(const toka_sampling *sampling, int V, toka_err *e) {
     for (int i = 0; i < COUNT(samp_ranges); i++) {
         const float *value =
             (const float *)(const void *)((const char *)sampling + samp_ranges[i].offset);
@@ -20939,8 +20939,6 @@ COLD static void con_schema_fail(con_schema *schema, const json *node, const cha
     buf_free(&pointer);
 }
 
-COLD static bool con_spend(con_schema *schema, size_t n) { return con_work(schema->grammar, n); }
-
 /* Reads a limit such as minItems; absent: `otherwise`. */
 COLD static int con_limit(con_schema *schema, const json *part, const char *name, int otherwise) {
     const json *value = json_get(part, name);
@@ -20991,7 +20989,7 @@ COLD static const json *con_follow_step(con_schema *schema, const json *at, str 
 /* Returns the subschema with this $anchor or $id; NULL: none, or two have this $anchor. */
 COLD static const json *con_find_anchor(con_schema *schema, str name) {
     const json *root = schema->root, *found = NULL;
-    if (!con_spend(schema, 8 * (size_t)(json_next(root) - root))) return NULL;
+    if (!con_work(schema->grammar, 8 * (size_t)(json_next(root) - root))) return NULL;
     for (const json *at = root, *end = json_next(root); at < end; at++) {
         const json *anchor = json_get(at, "$anchor"), *id = json_get(at, "$id");
         if (!id) id = json_get(at, "id");
@@ -21017,7 +21015,7 @@ COLD static const json *con_resolve(con_schema *schema, const json *ref) {
         at = con_find_anchor(schema, str_sub(text, (size_t)hash, text.n));
         path = STR("");
     }
-    for (size_t i = 0, end; at && i < path.n && con_spend(schema, at->n); i = end) {
+    for (size_t i = 0, end; at && i < path.n && con_work(schema->grammar, at->n); i = end) {
         for (end = i + 1; end < path.n && path.p[end] != '/';) end++;
         at = con_follow_step(schema, at, str_sub(path, i + 1, end));
     }
@@ -21297,7 +21295,7 @@ COLD static const json *con_keep_made(con_schema *schema, const json *of, bool o
                                       buf *text) {
     static const json_limits limits = {500, 64 << 20};
     toka_err e;
-    con_spend(schema, (size_t)schema->n_made + text->n);
+    con_work(schema->grammar, (size_t)schema->n_made + text->n);
     const str copy = arena_str(&schema->memory, buf_view(text));
     const json *list = json_parse(&schema->memory, copy, limits, &e);
     if (!list) con_schema_fail(schema, of, "it is too large");
@@ -21306,7 +21304,7 @@ COLD static const json *con_keep_made(con_schema *schema, const json *of, bool o
     return list;
 }
 COLD static const json *con_find_made(con_schema *schema, const json *of, bool opposite) {
-    con_spend(schema, (size_t)schema->n_made);
+    con_work(schema->grammar, (size_t)schema->n_made);
     for (int i = schema->n_made - 1; i >= 0; i--)
         if (schema->made[i].of == of && schema->made[i].opposite == opposite)
             return schema->made[i].list;
@@ -21480,7 +21478,7 @@ COLD static const json **con_find_value(con_schema *schema, const con_index *ind
                                         const json *value) {
     const json **at = &index->table[con_value_hash(value) & index->mask];
     while (*at && !con_equal(*at, value)) {
-        if (!con_spend(schema, 1)) return NULL;
+        if (!con_work(schema->grammar, 1)) return NULL;
         at = at == &index->table[index->mask] ? index->table : at + 1;
     }
     return at;
@@ -21508,7 +21506,7 @@ COLD static bool con_has_value(con_schema *schema, const json *part, const json 
     enum { LONG = 32 };
     const json *values = json_get(part, "enum"), *one = json_get(part, "const");
     bool found = !json_is(values, JSON_ARRAY);
-    con_spend(schema, found ? 1 : MIN(values->n, (size_t)schema->n_indexes + LONG));
+    con_work(schema->grammar, found ? 1 : MIN(values->n, (size_t)schema->n_indexes + LONG));
     if (!found && values->n > LONG) {
         const con_index index = con_index_of(schema, values);
         const json **at = con_find_value(schema, &index, value);
@@ -21557,7 +21555,7 @@ COLD static bool con_property_differs(con_schema *schema, const con_all *a, cons
         const json *properties = json_get(a->part[i].schema, "properties");
         if (!json_is(properties, JSON_OBJECT)) continue;
         JSON_MEMBERS(key, properties) {
-            if (!con_spend(schema, properties->n)) return false;
+            if (!con_work(schema->grammar, properties->n)) return false;
             const bool in_a = con_requires(a, json_str(key)), in_b = con_requires(b, json_str(key));
             for (int k = 0; k < b->n; k++) {
                 const json *other = b->part[k].schema,
@@ -21576,7 +21574,7 @@ COLD static bool con_property_differs(con_schema *schema, const con_all *a, cons
 /* Can no value be valid for both? Returns false if that is not certain. */
 COLD static bool con_is_disjoint(con_schema *schema, const json *a, const json *b, int depth) {
     con_all x = {.n = 0}, y = {.n = 0};
-    if (depth > 4 || !con_spend(schema, 4096)) return false;
+    if (depth > 4 || !con_work(schema->grammar, 4096)) return false;
     con_all_add(schema, &x, a), con_all_expand(schema, &x);
     con_all_add(schema, &y, b), con_all_expand(schema, &y);
     for (int i = 0; i < x.n; i++)
@@ -21694,7 +21692,7 @@ COLD static int *con_kept_string(con_schema *schema, const int *rules, int n, un
     memset(&made, 0xFF, sizeof made);
     memcpy(made.key, rules, (size_t)n * sizeof *rules);
     memcpy(made.key + CON_MAX_FACTORS, (int[]){low, high, (int)negated}, 3 * sizeof(int));
-    con_spend(schema, (size_t)schema->n_strings);
+    con_work(schema->grammar, (size_t)schema->n_strings);
     for (int i = 0; i < schema->n_strings; i++)
         if (!memcmp(schema->strings[i].key, made.key, sizeof made.key))
             return &schema->strings[i].rule;
@@ -22334,7 +22332,7 @@ COLD static int con_others_rule(con_schema *schema, const con_object *object) {
 }
 
 COLD static void con_add_name(con_schema *schema, con_object *object, int *cap, str name) {
-    if (!con_spend(schema, 4 * (size_t)object->n_names)) return;
+    if (!con_work(schema->grammar, 4 * (size_t)object->n_names)) return;
     for (int i = 0; i < object->n_names; i++)
         if (str_eq(object->names[i], name)) return;
     if (object->n_names == 8192)
@@ -22619,7 +22617,8 @@ COLD static void con_schema_run(con_schema *schema) {
         if (entry.n)
             memcpy(all.part, entry.part + entry.n, (size_t)entry.n * sizeof *entry.part);
         con_all_expand(schema, &all);
-        for (int k = 0; k < all.n; k++) con_spend(schema, 32 * (size_t)all.part[k].schema->n);
+        for (int k = 0; k < all.n; k++)
+            con_work(schema->grammar, 32 * (size_t)all.part[k].schema->n);
         const con_rule out = schema->grammar->rules[entry.rule];
         const json *values = con_values_of(&all);
         if (all.never || con_make_branches(schema, &all, out)) continue;
@@ -34584,7 +34583,7 @@ static unsigned parse_schema_types(con_schema *schema, const json *part, int dep
     const json *type = json_get(part, "type"), *value = json_get(part, "const");
     const json *ref = json_get(part, "$ref");
     unsigned types = ~0u, named = parse_type_bit(json_str(type));
-    if (!depth || !con_spend(schema, 1)) return ~0u;
+    if (!depth || !con_work(schema->grammar, 1)) return ~0u;
     if (json_is(type, JSON_ARRAY)) JSON_EACH(it, type) named |= parse_type_bit(json_str(it));
     if (named) types &= named;
     if (value) types &= 1u << value->type;
@@ -34597,7 +34596,7 @@ static unsigned parse_schema_types(con_schema *schema, const json *part, int dep
         const bool all = i == 2;
         unsigned joined = all ? ~0u : 0;
         if (!json_is(list, JSON_ARRAY) || !list->n) continue;
-        if (!con_spend(schema, list->n)) return ~0u;
+        if (!con_work(schema->grammar, list->n)) return ~0u;
         JSON_EACH(it, list) {
             const unsigned one = parse_schema_types(schema, it, depth - 1);
             joined = all ? joined & one : joined | one;
@@ -34648,20 +34647,21 @@ static void parse_add_own(arena *memory, con_schema *schema, const json *part, p
     const json *patterns = json_get(part, "patternProperties");
     const json *others = json_get(part, "additionalProperties");
     int n_edges;
-    if (json_is(properties, JSON_OBJECT) && con_spend(schema, WORK * (size_t)properties->n))
+    if (json_is(properties, JSON_OBJECT) && con_work(schema->grammar, WORK * (size_t)properties->n))
         JSON_MEMBERS(key, properties)
             parse_add_param(memory, PARSE_NAMED, json_str(key),
                             parse_schema_types(schema, key + 1, PARSE_LEVELS), tool);
     if (json_is(patterns, JSON_OBJECT))
         JSON_MEMBERS(key, patterns) {
-            if (tool->n_patterns == MOST_PATTERNS || !con_spend(schema, WORK)) break;
+            if (tool->n_patterns == MOST_PATTERNS || !con_work(schema->grammar, WORK)) break;
             const bool usable = parse_matches(json_str(key), STR(""), &n_edges) >= 0;
-            if (!con_spend(schema, (size_t)n_edges) || !usable || n_edges > MOST_EDGES) continue;
+            if (!con_work(schema->grammar, (size_t)n_edges) || !usable || n_edges > MOST_EDGES)
+                continue;
             tool->n_patterns++;
             parse_add_param(memory, PARSE_PATTERN, json_str(key),
                             parse_schema_types(schema, key + 1, PARSE_LEVELS), tool);
         }
-    if ((json_is(others, JSON_OBJECT) || json_is_true(others)) && con_spend(schema, WORK))
+    if ((json_is(others, JSON_OBJECT) || json_is_true(others)) && con_work(schema->grammar, WORK))
         parse_add_param(memory, PARSE_OTHERS, STR(""),
                         parse_schema_types(schema, others, PARSE_LEVELS), tool);
 }
@@ -34672,20 +34672,20 @@ static void parse_add_params(arena *memory, con_schema *schema, const json *part
                              parse_tool *tool) {
     enum { WORK = 8 };
     const json *ref = json_get(part, "$ref");
-    if (!depth || !con_spend(schema, 1)) return;
+    if (!depth || !con_work(schema->grammar, 1)) return;
     parse_add_own(memory, schema, part, tool);
     if (json_is(ref, JSON_STRING) && (ref = con_resolve(schema, ref)) != NULL &&
-        con_spend(schema, WORK)) {
+        con_work(schema->grammar, WORK)) {
         const int group = parse_add_param(memory, PARSE_ALL, STR(""), 0, tool);
         parse_add_params(memory, schema, ref, depth - 1, tool);
         tool->params[group].end = tool->n_params;
     }
     for (int i = 0; i < COUNT(parse_joins); i++) {
         const json *list = json_get(part, parse_joins[i]);
-        if (!json_is(list, JSON_ARRAY) || !con_spend(schema, WORK)) continue;
+        if (!json_is(list, JSON_ARRAY) || !con_work(schema->grammar, WORK)) continue;
         const int join = parse_add_param(memory, i == 2 ? PARSE_ALL : PARSE_ANY, STR(""), 0, tool);
         JSON_EACH(it, list) {
-            if (!con_spend(schema, WORK)) break;
+            if (!con_work(schema->grammar, WORK)) break;
             const int group = parse_add_param(memory, PARSE_ALL, STR(""), 0, tool);
             parse_add_params(memory, schema, it, depth - 1, tool);
             tool->params[group].end = tool->n_params;
@@ -46093,7 +46093,7 @@ static void srv_submit_api(srv *server, srv_request *request) {
     srv_submit(server, request);
 }
 
-/* toka_grammar.stop: does nobody wait for the answer any more, or is the server shutting down? */
+/* toka_grammar.stop: returns 1 if the client has left or the server is shutting down. */
 static int srv_stops_compiling(void *user) {
     const srv_request *request = user;
     return request->disconnected || request->server->draining;

@@ -265,9 +265,10 @@ typedef struct toka_grammar { /* borrowed during the call only */
  * more. t keeps the last ones, and a second call with the same grammar gets the same constraint.
  * One constraint may serve many requests at once. *out is owned by the caller until
  * toka_constraint_del, which may come after toka_close and after toka_submit, because a request
- * keeps what it needs. *out is NULL after an error. Returns TOKA_E_USE if the grammar is wrong or
- * has what is not supported (the message names it), or takes too long to compile (some seconds);
- * TOKA_E_INPUT if the model has no tokenizer.json, TOKA_E_CANCELLED. Thread: any. */
+ * keeps what it needs. *out is NULL after an error. Returns TOKA_E_USE if the grammar is wrong,
+ * uses a feature that is not supported (the message names it), or takes too long to compile (some
+ * seconds); TOKA_E_INPUT if the model has no tokenizer.json; TOKA_E_CANCELLED if `stop` ended it.
+ * Thread: any. */
 int toka_constraint_new(toka_constraint **out, const toka *t, const toka_grammar *grammar,
                         toka_err *e);
 

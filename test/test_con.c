@@ -368,15 +368,23 @@ static const char *const con_walks[] = {
     "{\"type\":\"array\",\"items\":{\"$ref\":\"#\"},\"maxItems\":2}",
     "{\"type\":\"string\",\"pattern\":\"^(ab?)+ [a-z]{2,30}$\"}", "true"};
 
-/* Random walks over a grammar: each token is drawn from the mask. Every mask is checked, the last
- * text is accepted where the node says so. A small machine forgets its nodes on the way. */
-static void test_con_masks(void) {
+/* Opens the tokenizer of the embedded model; *vocab is its vocabulary. */
+static toka *con_open_text(con_vocab **vocab) {
     toka_err e;
     toka *t;
     toka_options o = toka_options_default();
     o.model = eng_model;
     CHECK(!lib_open_text(&t, &o, false, &e));
-    con_vocab *vocab = con_vocab_new(t->tokenizer, t->shape.V);
+    *vocab = con_vocab_new(t->tokenizer, t->shape.V);
+    return t;
+}
+
+/* Random walks over a grammar: each token is drawn from the mask. Every mask is checked, the last
+ * text is accepted where the node says so. A small machine forgets its nodes on the way. */
+static void test_con_masks(void) {
+    toka_err e;
+    con_vocab *vocab;
+    toka *t = con_open_text(&vocab);
     uint64_t seed = 7;
     static const char lark[] = "start: list\nlist: \"[\" [items] \"]\"\nitems: items \",\" item | item\nitem: list | WORD WORD? | STRING | NUMBER\nSTRING: /\"[^\"\\n]{0,40}\"/\n%ignore / +/\n%import common (WORD, NUMBER)\n";
     for (int i = 0; i < COUNT(con_walks) + 3; i++) {
@@ -418,11 +426,8 @@ static void test_con_masks(void) {
 /* Values of an enum of 20,000, and texts of such a choice, are read to their ends; each token of them is in its mask. */
 static void test_con_large_enums(void) {
     toka_err e;
-    toka *t;
-    toka_options o = toka_options_default();
-    o.model = eng_model;
-    CHECK(!lib_open_text(&t, &o, false, &e));
-    con_vocab *vocab = con_vocab_new(t->tokenizer, t->shape.V);
+    con_vocab *vocab;
+    toka *t = con_open_text(&vocab);
     for (int k = 0; k < 3; k++) { /* a choice; texts; texts and numbers */
         buf b = {0}, text = {0};
         buf_c(&b, k ? "{\"enum\":[" : "[");
