@@ -395,6 +395,23 @@ model.generate("x", SamplingParams(max_tokens=1))
     assert (r.returncode, r.stdout, r.stderr) == (0, printed, "")
 
 
+def test_interrupts_at_any_moment(py):
+    """Ctrl-C while requests are submitted, run and end: it leaves no lock taken, no thread inside, and no request behind."""
+    model, short = py.LLM(f"{ROOT}/test/model", device="cpu"), py.SamplingParams(max_tokens=2, n=2)
+    calls = [lambda: model.generate(["Tom has"] * 5000, short), lambda: list(model.stream("Tom has", short)), lambda: model.generate("Tom has", short)]
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for i in range(90):
+            with pytest.raises(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, 0.001 + i * 0.0003)
+                while True:
+                    calls[i % 3]()
+            assert (model._running, len(model.generate("Tom has", short)), threading.get_ident() in model._users) == ({}, 1, False)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    model.close()
+
+
 def test_a_forked_process(py):
     """It has no threads of the model: a call says so, and neither process hangs at its end."""
     program = """

@@ -492,8 +492,10 @@ class LLM:
     def __init__(self, model=None, *, enable_prefix_caching=True, num_threads=0, seed=None, revision=None, download_dir=None,
                  **options):
         self._pid = os.getpid()
-        # _changed guards these: the threads that are in a call of the library, and the callback of each request that runs
-        self._changed, self._users, self._running, self._closed = threading.Condition(), [], {}, False
+        # _lock guards these: the threads that are in a call of the library, and the callback of each request that runs. An
+        # exception of a signal handler leaves it free, as its `with` is not a Python function (that of a Condition is one).
+        self._lock = threading.RLock()
+        self._changed, self._users, self._running, self._closed = threading.Condition(self._lock), [], {}, False
         o, err = _lib.toka_options_default(), _Err()
         if seed is not None and (isinstance(seed, bool) or not hasattr(seed, "__index__")):
             raise ValueError(f"seed: {seed!r}, expected a whole number")
@@ -527,16 +529,20 @@ class LLM:
         """The handle, for a call of the library. Once the LLM is closed, the last call that ends frees the model."""
         if os.getpid() != self._pid:
             raise RuntimeError("this LLM was made before a fork, and its threads are not in this process: make it here, or start processes with spawn")
-        with self._changed:
-            if self._closed:
-                raise ValueError(_CLOSED)
-            self._users.append(threading.get_ident())
+        # the handler of a signal may raise after any call, so also before the yield
+        thread, entered = threading.get_ident(), False
         try:
+            with self._lock:
+                if self._closed:
+                    raise ValueError(_CLOSED)
+                entered = True
+                self._users.append(thread)
             yield self._open
         finally:
-            with self._changed:
-                self._users.remove(threading.get_ident())
-                self._free_if_unused()
+            if entered:
+                with self._lock:
+                    self._users.remove(thread)
+                    self._free_if_unused()
 
     def _free_if_unused(self):
         if self._closed and self._open and not self._users:
@@ -550,7 +556,7 @@ class LLM:
         generate() does on another thread. Waits until other threads have left the library; a score() goes on to its end."""
         if os.getpid() != self._pid:
             return  # after a fork it is the other process's
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._cancel(self._running)
             self._free_if_unused()
@@ -651,24 +657,42 @@ class LLM:
             s.constraint = held[-1].pointer
         return r, held, ids, stops
 
-    def _submit(self, r, held, callback):
-        number, err = C.c_int64(), _Err()
-        with self._changed, self._use() as model:
-            code = _lib.toka_submit(model, C.byref(r), callback, None, C.byref(number), C.byref(err))
-            if not code:
-                self._running[number.value] = callback
+    def _submit(self, r, held, callback, numbers):
+        """Appends the request's number to numbers even if the handler of a signal raises."""
+        number, err, code = C.c_int64(-1), _Err(), 0
+        with self._lock, self._use() as model:
+            try:
+                code = _lib.toka_submit(model, C.byref(r), callback, None, C.byref(number), C.byref(err))
+            finally:
+                if number.value >= 0:
+                    self._running[number.value] = callback
+                    numbers.append(number.value)
         held.clear()
         _check(code, err)
-        return number.value
+
+    @contextlib.contextmanager
+    def _ending(self, numbers):
+        """Inside, requests are submitted and run; an exception cancels them, and is raised again once they have ended. If the
+        LLM is closed they end with it: a stream may be left when Python ends and starts no more threads."""
+        try:
+            yield
+        except BaseException:
+            self._cancel(numbers)
+            with contextlib.suppress(Exception):  # the first exception is the one that matters
+                if not self._closed:
+                    self._drive()
+            raise
+        finally:
+            self._forget(numbers)
 
     def _cancel(self, numbers):
-        with self._changed:
+        with self._lock:
             for number in numbers if self._open else ():
                 _lib.toka_cancel(self._open, number)
 
     def _forget(self, numbers):
         """The requests have ended. If the LLM was closed before, they may not have: then freeing the model ends them."""
-        with self._changed:
+        with self._lock:
             for number in () if self._closed else numbers:
                 del self._running[number]
 
@@ -684,24 +708,15 @@ class LLM:
                 return then(error)
             then(None)
 
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        return thread
+        threading.Thread(target=run, daemon=True).start()
 
-    def _drive(self, numbers):
-        """Runs the engine so that Ctrl-C reaches this thread; then the requests are cancelled."""
-        ended, errors = threading.Event(), []  # not join: if Ctrl-C interrupts that, Python may call a running thread ended
-        self._run(lambda error: (errors.append(error), ended.set()))
-        try:
-            while not ended.wait(0.05):
-                pass
-        finally:
-            if not ended.is_set():
-                self._cancel(numbers)
-            ended.wait()
-            self._forget(numbers)
-        if errors[0]:
-            raise errors[0]
+    def _drive(self):
+        """Runs the engine until all requests have ended, so that Ctrl-C reaches this thread."""
+        ended = queue.SimpleQueue()  # not an Event: if Ctrl-C interrupts its functions, its lock may stay taken
+        self._run(ended.put)
+        error = ended.get()
+        if error:
+            raise error
 
     @staticmethod
     def _list(prompts):
@@ -715,7 +730,7 @@ class LLM:
         """Runs requests of _request together; if one is refused, none runs. begin(request, stops) returns what becomes the
         result, and the function that takes an event; _run_all returns these with the prompts' ids."""
         numbers, jobs, aborted = [], [], False
-        try:
+        with self._ending(numbers):
             for r, held, ids, stops in requests:
                 result, take = begin(r, stops)
 
@@ -727,13 +742,8 @@ class LLM:
 
                 callback = _EVENT_FN(on_event)
                 jobs.append((ids, result, callback))
-                numbers.append(self._submit(r, held, callback))
-        except BaseException:
-            self._cancel(numbers)
-            with contextlib.suppress(Exception):  # the first exception is the one that matters
-                self._drive(numbers)
-            raise
-        self._drive(numbers)
+                self._submit(r, held, callback, numbers)
+            self._drive()
         if aborted:
             raise ValueError(_CLOSED)
         return [job[:2] for job in jobs]
@@ -795,7 +805,7 @@ class LLM:
 
     def stream(self, prompt, sampling_params=None, *, _parse_only=False):
         """Yields a StreamOutput for each token of one prompt, as it comes. Leaving the loop ends the request."""
-        events = queue.Queue()  # tokens; an exception; None at the end
+        events, numbers = queue.SimpleQueue(), []  # tokens; an exception; None at the end
         r, held, _, _ = self._request(prompt, sampling_params, _parse_only)
 
         def on_event(_, event):
@@ -807,17 +817,13 @@ class LLM:
                 events.put(StreamOutput(e.sample, text, e.id, e.logprob, _FINISH[e.finish]))
             return 0
 
-        number = self._submit(r, held, _EVENT_FN(on_event))
-        thread = self._run(events.put)
-        try:
+        with self._ending(numbers):
+            self._submit(r, held, _EVENT_FN(on_event), numbers)
+            self._run(events.put)
             while (event := events.get()) is not None:
                 if isinstance(event, Exception):
                     raise event
                 yield event
-        finally:
-            self._cancel([number])
-            thread.join()
-            self._forget([number])
 
     def chat_stream(self, messages, sampling_params=None, **arguments):
         return self.stream(self.apply_chat_template(messages, **arguments), sampling_params, _parse_only=True)
