@@ -24365,11 +24365,22 @@ CPU_INLINE cpu_f32x4 cpu_load_c(const void *p, toka_dtype type, int k) {
     return type == TOKA_F16 ? cpu_f16_to_f32_c(u) : (cpu_f32x4)(u << 16);
 }
 
+/* Writes the sums of a tile: m rows of n sums, each in 4 lanes. */
+__attribute__((noinline))
+static void cpu_tile_sums_c(const cpu_tile *tile, int m, int n, const cpu_f32x4 *sums) {
+    for (int i = 0; i < m; i++, sums += n)
+        for (int j = 0; j < tile->n; j++) {
+            float *y = tile->y + (size_t)i * tile->ldy + j;
+            const float sum = (sums[j][0] + sums[j][2]) + (sums[j][1] + sums[j][3]);
+            *y = tile->add ? *y + sum : sum;
+        }
+}
+
 /* The micro-kernel. m, n and type are constants in each caller, so that acc becomes registers. n
  * may exceed tile->n: columns past tile->n are not written. */
 CPU_INLINE void cpu_tile_body_c(const cpu_tile *tile, const int m, const int n,
                                 const toka_dtype type) {
-    cpu_f32x4 acc[2][8] = {0};
+    cpu_f32x4 acc[2][8] = {0}, sums[2 * 8]; /* acc stays in registers */
     const char *w_rows[8];
     CPU_UNROLL for (int j = 0; j < n; j++) w_rows[j] = cpu_tile_weight_row(tile, j);
     for (int k = 0; k < tile->k; k += 4) {
@@ -24382,12 +24393,9 @@ CPU_INLINE void cpu_tile_body_c(const cpu_tile *tile, const int m, const int n,
             CPU_UNROLL for (int i = 0; i < m; i++) acc[i][j] += a[i] * b;
         }
     }
-    for (int i = 0; i < m; i++)
-        for (int j = 0; j < tile->n; j++) {
-            float *y = tile->y + (size_t)i * tile->ldy + j;
-            float sum = (acc[i][j][0] + acc[i][j][2]) + (acc[i][j][1] + acc[i][j][3]);
-            *y = tile->add ? *y + sum : sum;
-        }
+    CPU_UNROLL for (int i = 0; i < m; i++)
+        CPU_UNROLL for (int j = 0; j < n; j++) sums[i * n + j] = acc[i][j];
+    cpu_tile_sums_c(tile, m, n, sums);
 }
 /* Calls the micro-kernel of the tile's shape, with that shape as constants. */
 CPU_INLINE void cpu_tile_c(const cpu_tile *tile, const toka_dtype type) {
