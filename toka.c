@@ -29869,7 +29869,7 @@ static int eng_unload_adapter(eng *engine, const char *name, toka_err *e) {
 COLD __attribute__((noinline))
 static int eng_use_adapter(eng *engine, eng_request *request, const char *name, toka_err *e) {
     const int i = eng_find_adapter(engine, name);
-    if (i < 0) return fail(e, TOKA_E_USE, "adapter %s is not loaded", name);
+    if (i < 0) return fail(e, TOKA_E_INPUT, "adapter %s is not loaded", name);
     engine->adapters[i].n_requests++;
     request->adapter = (uint8_t)(i + 1);
     request->prefix_key = engine->adapters[i].key;
@@ -46181,8 +46181,9 @@ static const char *srv_refusal_message(const srv_request *request) {
 
 /* Writes the error of a refusal into request->reply. */
 static void srv_set_refusal(srv_request *request) {
-    const bool over_limit = !request->submit_error.code;
-    int status = over_limit ? 503 : request->submit_error.code == TOKA_E_USE ? 429 : 500;
+    const int code = request->submit_error.code;
+    int status = !code ? 503 : code == TOKA_E_USE ? 429 : 500;
+    if (code == TOKA_E_INPUT) status = 404; /* its adapter was unloaded after it was read */
     srv_error(request, status, "%s", srv_refusal_message(request));
     if (status == 429) srv_put_retry_after(request);
 }

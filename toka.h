@@ -456,9 +456,9 @@ typedef struct toka_usage {
  * unless the request is refused.
  * Returns TOKA_E_USE if a field is out of range, if the prompt has no tokens or more than
  * max_model_len - 1 (with n 0: max_model_len), or if more than 2^28 samples would be waiting or
- * running; TOKA_E_INPUT if the prompt is text and the model has no tokenizer; TOKA_E_CANCELLED if a
- * callback, toka_cancel or Ctrl-C (toka_main) ended it; TOKA_E_DEVICE if the device failed: after
- * that no request can run on t.
+ * running; TOKA_E_INPUT if the prompt is text and the model has no tokenizer, or if no adapter of
+ * that name is loaded; TOKA_E_CANCELLED if a callback, toka_cancel or Ctrl-C (toka_main) ended it;
+ * TOKA_E_DEVICE if the device failed: after that no request can run on t.
  * Thread: any. Of several threads that wait, one drives the engine for all, so fn may be called on
  * another thread than this one. */
 int toka_generate(toka *t, const toka_request *request, toka_event_fn *fn, void *user,

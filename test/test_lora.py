@@ -289,6 +289,26 @@ def test_requests_keep_their_adapter(many):
         assert answer(s, "x", **long) == want
 
 
+def test_requests_race_with_unloading(many):
+    """An adapter that is unloaded between the parsing of a request and its submission: the model is not found, as before the parsing."""
+    base, _, _ = many
+    with Server("-m", str(base / "m"), "--served-model-name", "base", "--enable-lora") as s:
+        found, stop = set(), []
+        def ask():
+            while not stop:
+                found.add(s.post("/v1/completions", body(model="x", max_tokens=1)).status)
+        threads = [threading.Thread(target=ask) for _ in range(6)]
+        for t in threads:
+            t.start()
+        for _ in range(300):
+            load(s, "x", base / "l1")
+            s.post("/v1/unload_lora_adapter", {"lora_name": "x"})
+        stop.append(True)
+        for t in threads:
+            t.join()
+        assert found == {200, 404}
+
+
 def test_killed_while_adapters_load(many):
     """Each answer is that of the old or of the new adapter, until the server is killed; a new start has what its flags say."""
     base, _, _ = many
