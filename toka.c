@@ -29496,10 +29496,11 @@ static double model_busy_s(model_grid *model) {
  * again, or unloaded, leaves the old entry to its requests; the last of them frees it.
  *
  * What always holds:
- *   - eng.lock guards `inbox`, `cancels`, `waiters`, `has_driver`, `stopping`, `order`, `paused`,
- *     `adapters`, `error`, `last_id`, `n_samples` and `published`, the copy of the statistics.
- *     notifier.lock guards `has_new_work`. workers.lock guards the queue of constraints. A machine
- *     belongs to the thread that has taken its constraint. Everything else belongs to the driver;
+ *   - eng.lock guards `inbox`, `cancels`, `waiters`, `has_driver`, `stopping`, `order`,
+ *     `n_overtaking`, `paused`, `adapters`, `error`, `last_id`, `n_samples` and `published`, the
+ *     copy of the statistics. notifier.lock guards `has_new_work`. workers.lock guards the queue of
+ *     constraints. A machine belongs to the thread that has taken its constraint. Everything else
+ *     belongs to the driver;
  *   - weights change only while no step of any replica is in flight. So a step has one version of
  *     them, and an event tells it;
  *   - every sample of an accepted request ends in exactly one event that is not TOKA_RUNNING;
@@ -29779,6 +29780,7 @@ typedef struct eng { /* pools are sized at open and never grow */
     int64_t last_id, n_samples; /* n_samples: of all requests that are not released */
     bool has_driver, stopping;
     eng_order *order;     /* not carried out yet; NULL: none */
+    int n_overtaking;     /* orders that do not wait behind an ENG_WAIT: they end it */
     bool paused;          /* the driver plans no steps, and none is in flight; it writes this */
     toka_adapters *adapter_parts; /* in files->weights, what the devices read */
     eng_adapter *adapters;        /* [TOKA_MAX_ADAPTERS]; NULL: max_adapters is 0 */
@@ -32530,9 +32532,12 @@ COLD __attribute__((noinline))
 static bool eng_follow_order(eng *engine) {
     pthread_mutex_lock(&engine->lock);
     eng_order *order = engine->order;
+    const bool overtaken = engine->n_overtaking > 0;
     pthread_mutex_unlock(&engine->lock);
     if (!order) return !engine->paused; /* only this thread changes it */
-    if (!eng_carry_out(engine, order)) return order->kind == ENG_WAIT;
+    if (order->kind == ENG_WAIT && overtaken)
+        fail(order->e, TOKA_E_CANCELLED, "another pause, or the end of one, came meanwhile");
+    else if (!eng_carry_out(engine, order)) return order->kind == ENG_WAIT;
     if (order->kind <= ENG_RESUME && !order->e->code)
         engine->stats.paused = order->kind != ENG_RESUME;
     eng_publish_stats(engine);
@@ -32635,8 +32640,11 @@ static int eng_drive(eng *engine, const eng_request *mine, bool forever, toka_er
  * Returns 0 or an error. */
 COLD
 static int eng_give_order(eng *engine, eng_order *order) {
+    const bool overtakes = order->kind == ENG_KEEP || order->kind == ENG_RESUME;
     pthread_mutex_lock(&engine->lock);
+    engine->n_overtaking += overtakes;
     while (engine->order) pthread_cond_wait(&engine->wake, &engine->lock);
+    engine->n_overtaking -= overtakes;
     engine->order = order;
     pthread_mutex_unlock(&engine->lock);
     eng_set_new_work(engine, true);
@@ -45210,6 +45218,7 @@ enum {
     SRV_QUEUE_RATE_S = 10,           /* seconds after which srv_queue_rate starts a new interval */
     SRV_MAX_RETRY_S = 60,            /* largest Retry-After, in seconds */
     SRV_MAX_VERSIONS = 1 << 20,      /* changes of the weights, at most */
+    SRV_MAX_ADMIN = 32,              /* pauses, updates and so on that may wait at once */
 };
 
 typedef struct srv_options { /* the options of toka serve; the caller owns the strings */
@@ -45299,6 +45308,8 @@ typedef struct srv {
     int n_compiling;
     struct srv_request *loop_list; /* LIFO of requests that have something for the loop */
     int n_queued, n_idle_workers;  /* requests in both queues; workers that wait */
+    pthread_t workers[64 + SRV_MAX_ADMIN];
+    int n_workers, n_in_admin;     /* n_in_admin: those that run srv_admin_handler */
     bool stopping;                 /* the workers shall end */
     struct srv_request *running;   /* list of requests with engine requests that have not ended */
     bool loop_woken;               /* wake_fd was written since the loop last took loop_list */
@@ -46456,7 +46467,7 @@ static void srv_admin_pause(srv *server, const srv_request *request, srv_admin *
                           (str_is(buf_view(&clear), "false") || str_is(buf_view(&clear), "False"));
         if (is_abort) admin->n_requests = srv_abort_running(server, (str){0});
         if (!kept) toka_reset_prefix_cache(server->toka, &admin->e);
-    }
+    } else if (admin->e.code == TOKA_E_CANCELLED) admin->status = 409;
     admin->word = "paused";
     buf_free(&query), buf_free(&clear);
 }
@@ -46538,7 +46549,8 @@ static void srv_admin_sleep(srv *server, const srv_request *request, srv_admin *
     if (level < 0 || level > 2) srv_admin_refuse(admin, 400, "level: expected 0, 1 or 2");
     else srv_admin_pause(server, request, admin);
     if (level > 0 && !admin->e.code) srv_admin_move(server, request, admin, SRV_SLEEP, level);
-    if (admin->e.code && level > 0 && !was_paused) toka_resume(server->toka, &(toka_err){0});
+    if (admin->e.code && level > 0 && !was_paused && admin->status != 409)
+        toka_resume(server->toka, &(toka_err){0});
     buf_free(&query);
 }
 
@@ -46710,11 +46722,29 @@ static void srv_admin_run(srv *server, srv_request *request, srv_admin *admin) {
     }
 }
 
+/* An order may wait for the end of all requests, whose answers need workers: another worker takes
+ * the place of this one. Returns false if too many wait already. */
+COLD
+static bool srv_enter_admin(srv *server) {
+    toka_err unused;
+    pthread_mutex_lock(&server->lock);
+    const bool enters = server->n_in_admin < SRV_MAX_ADMIN;
+    server->n_in_admin += enters;
+    if (enters && server->n_workers - server->n_in_admin < server->options->n_workers)
+        server->n_workers += !os_thread_start(&server->workers[server->n_workers],
+                                              srv_worker_thread, server, &unused);
+    pthread_mutex_unlock(&server->lock);
+    return enters;
+}
+
+COLD
 static void srv_admin_handler(srv *server, srv_request *request) {
     arena memory = {0};
     srv_admin admin = {.status = 200, .word = "ok"};
     const str body = buf_view(&request->body);
-    if (body.n && !(admin.root = json_parse(&memory, str_skip_bom(body), server->model.limits,
+    const bool entered = srv_enter_admin(server);
+    if (!entered) srv_admin_refuse(&admin, 503, "too many pauses and updates wait already");
+    else if (body.n && !(admin.root = json_parse(&memory, str_skip_bom(body), server->model.limits,
                                             &admin.e)))
         admin.status = 400;
     else srv_admin_run(server, request, &admin);
@@ -46725,6 +46755,9 @@ static void srv_admin_handler(srv *server, srv_request *request) {
     arena_free(&memory);
     srv_free_body(request);
     srv_publish_reply(request);
+    pthread_mutex_lock(&server->lock);
+    server->n_in_admin -= entered;
+    pthread_mutex_unlock(&server->lock);
 }
 
 /* ---- Handlers of the loop ---- */
@@ -48305,8 +48338,7 @@ static int srv_run(const srv_options *options, toka_err *e) {
                   .work_queue_end = &server.work_queue,
                   .compile_queue_end = &server.compile_queue,
                   .memory_limit = SRV_MIN_MEMORY_LIMIT};
-    pthread_t engine, workers[64];
-    int n_workers = 0;
+    pthread_t engine;
     pthread_mutex_init(&server.lock, NULL), pthread_cond_init(&server.has_work, NULL);
     pthread_mutex_init(&server.admin_lock, NULL);
     server.versions = mem_zalloc(SRV_MAX_VERSIONS * sizeof *server.versions);
@@ -48314,9 +48346,10 @@ static int srv_run(const srv_options *options, toka_err *e) {
     srv_metrics_init(&server.metrics);
     int code = srv_open(&server, &loop, e);
     bool has_engine = !code && !(code = os_thread_start(&engine, srv_engine_thread, &server, e));
-    for (int max_workers = MIN(options->n_workers, COUNT(workers));
-         !code && n_workers < max_workers; n_workers += !code)
-        code = os_thread_start(&workers[n_workers], srv_worker_thread, &server, e);
+    while (!code && server.n_workers < options->n_workers &&
+           !(code = os_thread_start(&server.workers[server.n_workers], srv_worker_thread, &server,
+                                    e)))
+        server.n_workers++;
     if (!code) srv_run_loop(&server);
     /* loading cannot be interrupted, except by a second signal, which ends the program */
     while (has_engine && server.phase == SRV_LOADING) usleep(10000);
@@ -48328,7 +48361,7 @@ static int srv_run(const srv_options *options, toka_err *e) {
     server.stopping = true;
     pthread_cond_broadcast(&server.has_work);
     pthread_mutex_unlock(&server.lock);
-    for (int i = 0; i < n_workers; i++) pthread_join(workers[i], NULL);
+    for (int i = 0; i < server.n_workers; i++) pthread_join(server.workers[i], NULL);
     /* after the workers: one may have had an upload whose client disconnected */
     files_close(server.files);
     /* sends last events to requests that are still open, which frees them */

@@ -541,6 +541,7 @@ toka_stats toka_get_stats(toka *t);
 /* Stops the engine: when it returns, no step is in flight and none will be planned. Samples that
  * run stay as they are, with their K and V. wait 1: requests that were submitted before end first.
  * Later requests are taken, and wait. toka_cancel works. Does nothing if the engine is paused.
+ * A toka_resume, or a toka_pause with wait 0, ends one that waits: this returns TOKA_E_CANCELLED.
  * Returns TOKA_E_DEVICE if the device has failed. */
 int toka_pause(toka *t, int wait, toka_err *e);
 

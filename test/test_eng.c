@@ -2495,7 +2495,40 @@ static int eng_note_version(void *user, const toka_event *ev) {
 
 static void *eng_pause_waits(void *t) {
     toka_err e;
-    return toka_pause(t, 1, &e) ? t : NULL;
+    return toka_pause(t, 1, &e) ? e.code == TOKA_E_CANCELLED ? &toka_cpu : t : NULL;
+}
+
+/* A pause that waits for long requests ends when the engine shall go on, or pause at once. */
+static void test_pause_is_overtaken(void) {
+    toka *t = eng_must_open("test/model", 4, 64, 1);
+    toka_err e = {0};
+    pthread_t driver, pauser;
+    eng_versions seen = {0};
+    int32_t prompt[] = {5, 6, 7};
+    int64_t id;
+    void *result;
+    toka_request r = toka_request_default();
+    r.ids = prompt, r.n_ids = 3, r.n = 1000, r.sampling = eng_greedy(200), r.sampling.ignore_eos = 1;
+    CHECK(!toka_submit(t, &r, eng_note_version, &seen, &id, &e));
+    CHECK(!pthread_create(&driver, NULL, eng_run_forever, t));
+    for (int pauses = 0; pauses < 2; pauses++) {
+        CHECK(!pthread_create(&pauser, NULL, eng_pause_waits, t));
+        for (bool waits = false; !waits; usleep(100)) {
+            pthread_mutex_lock(&t->engine->lock);
+            waits = t->engine->order != NULL;
+            pthread_mutex_unlock(&t->engine->lock);
+        }
+        CHECK(!(pauses ? toka_pause(t, 0, &e) : toka_resume(t, &e)));
+        CHECK(!pthread_join(pauser, &result) && result == &toka_cpu);
+        CHECK(toka_get_stats(t).paused == pauses && !toka_get_stats(t).requests_done);
+    }
+    CHECK(!toka_pause(t, 1, &e)); /* it is paused */
+    toka_cancel(t, id);
+    CHECK(!toka_resume(t, &e) && !toka_pause(t, 1, &e));
+    CHECK(toka_get_stats(t).requests_done == 1 && seen.cancelled > 0);
+    toka_stop(t);
+    CHECK(!pthread_join(driver, NULL));
+    toka_close(t);
 }
 
 /* One thread drives. While it waits for the end of a request, later ones stay in the inbox, and can be cancelled there. */
@@ -2728,6 +2761,7 @@ static const struct test eng_tests[] = {
     {"engine: an open that hangs", test_open_that_hangs},
     {"engine: weights that change", test_updates},
     {"engine: a pause that waits", test_pause_waits},
+    {"engine: a pause that waits is overtaken", test_pause_is_overtaken},
     {"engine: weights that a rank refuses", test_update_refused},
     {"engine: memory that is given back", test_sleep},
     {"engine: memory that a rank does not give or get", test_sleep_refused},

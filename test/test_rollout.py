@@ -372,6 +372,29 @@ def test_wait(loaded, folders):
     update(loaded, folders[0])
 
 
+def test_pauses_that_wait_leave_workers(folders):
+    """More pauses wait than the server has threads: others are answered, and the engine goes on or pauses at once if asked to."""
+    with Server("-m", folders[0], "--max-num-seqs", "4", "--server-threads", "2") as s:
+        done, asked = [], {"prompt": "Tom", "max_tokens": 900, "ignore_eos": True, "n": 200}
+        long = threading.Thread(target=lambda: done.append(s.post("/v1/completions", asked)))
+        long.start()
+        until(lambda: s.metric("num_requests_running"))
+        for path in ("/resume", "/pause?mode=keep"):
+            ends = []
+            waiting = [threading.Thread(target=lambda: ends.append(s.post("/pause?mode=wait", {}))) for _ in range(8)]
+            for t in waiting:
+                t.start()
+            until(lambda: s.metric("http_connections") >= 9)
+            assert s.post("/tokenize", {"prompt": "Tom"}).status == 200 and not ends
+            until(lambda: s.post(path, {}).status == 200 and not any(t.is_alive() for t in waiting))  # one may come after the first
+            assert s.get("/is_paused").json()["is_paused"] == (path != "/resume") and not done
+            assert {a.status for a in ends} <= {409, 200} and ends[0].status == 409 and "came meanwhile" in ends[0].error()["message"]
+        s.post("/resume", {})
+        assert s.post("/abort_request", {"abort_all": True}).json()["aborted"] == 1
+        long.join(60)
+        assert {c["finish_reason"] for c in done[0].json()["choices"]} <= {"abort", "length"} and s.stop() == 0
+
+
 def test_abort(loaded, folders, alone):
     update(loaded, folders[0], weight_version="a0")
     load = Load(loaded, 800)
