@@ -32273,6 +32273,21 @@ static bool eng_draw_drafts(eng_replica *replica) {
     return true;
 }
 
+/* Makes the drafts of the next step. Returns false if the in-flight steps must be committed first,
+ * or if the draft model failed. With stages the others go on, because an empty pipeline costs more
+ * than a step. */
+COLD
+static bool eng_plan_drafts(eng_replica *replica) {
+    eng *engine = replica->engine;
+    const double began = os_now();
+    const bool waits = draft_plan(&replica->drafts, &replica->sched) && replica->n_in_flight &&
+                       replica->model.pp == 1;
+    const bool made = !waits && (!engine->draft_files || eng_draw_drafts(replica));
+    if (made && engine->drafts.method == DRAFT_SYNTHETIC) eng_make_synthetic(replica);
+    engine->stats.draft_s += os_now() - began;
+    return made;
+}
+
 /* Plans a step and posts it. Returns false if no row can run before an in-flight step is committed,
  * for example because every sequence waits for its last token, or before a held step is released:
  * rows with constraints are planned ahead by one token only. */
@@ -32284,12 +32299,7 @@ static bool eng_plan_step(eng_replica *replica) {
     double began = os_now();
     if (replica->n_in_flight && replica->inflight[newest % replica->max_in_flight].is_held)
         return false;
-    /* with stages the others go on, because an empty pipeline costs more than a step */
-    if (replica->drafts.config.method && draft_plan(&replica->drafts, &replica->sched) &&
-        replica->n_in_flight && replica->model.pp == 1)
-        return false;
-    if (engine->draft_files && !eng_draw_drafts(replica)) return false;
-    if (engine->drafts.method == DRAFT_SYNTHETIC) eng_make_synthetic(replica);
+    if (replica->drafts.config.method && !eng_plan_drafts(replica)) return false;
     const double draft_s = os_now() - began;
     int n_rows = sched_plan(&replica->sched);
     if (n_rows) {
@@ -32302,7 +32312,6 @@ static bool eng_plan_step(eng_replica *replica) {
     }
     inflight->plan_began = began;
     inflight->plan_s = os_now() - began - draft_s;
-    engine->stats.draft_s += draft_s;
     engine->stats.plan_s += inflight->plan_s;
     return n_rows > 0;
 }
@@ -42960,10 +42969,11 @@ static void run_report_print(const run_report *report) {
                 (long long)stats->forced_tokens);
     if (stats->drafts)
         fprintf(stderr,
-                "  %lld drafts of %.1f tokens; %.1f %% of the tokens accepted, so %.2f tokens a "
-                "draft with its last draw\n",
+                "  %lld drafts of %.1f tokens, made in %.1f %% of the time; %.1f %% of the tokens "
+                "accepted, so %.2f tokens a draft with its last draw\n",
                 (long long)stats->drafts, run_ratio((double)stats->draft_tokens,
                                                     (double)stats->drafts),
+                100 * stats->draft_s / report->elapsed_s,
                 100 * run_ratio((double)stats->draft_tokens_accepted, (double)stats->draft_tokens),
                 1 + run_ratio((double)stats->draft_tokens_accepted, (double)stats->drafts));
     if (stats->windowed_pages)
@@ -43019,7 +43029,8 @@ static int run_report_write(const run_state *run, const run_report *report, toka
                    {"plan_share", report->plan_share},
                    {"run_share", report->run_share},
                    {"commit_share", report->commit_share},
-                   {"idle_share", report->idle_share}};
+                   {"idle_share", report->idle_share},
+                   {"draft_s", stats->draft_s}};
     buf out = {0};
     json_put_open(&out, '{');
     for (int i = 0; i < COUNT(counts); i++)
@@ -45558,7 +45569,7 @@ static void srv_put_metrics(buf *out, const srv_metrics *metrics, const toka *t,
                             int n_connections) {
     static const char *const reasons[5] = {NULL, "stop", "length", "abort", "error"};
     static const char *const codes[6] = {NULL, NULL, "2xx", NULL, "4xx", "5xx"};
-    static const char *const phases[3] = {"plan", "run", "commit"};
+    static const char *const phases[] = {"plan", "draft", "run", "commit"};
     buf label = {0};
     buf_c(&label, "engine=\"0\",model_name=\"");
     srv_put_label_value(&label, model);
@@ -45595,11 +45606,11 @@ static void srv_put_metrics(buf *out, const srv_metrics *metrics, const toka *t,
                    (double)stats->steps);
     srv_put_drafts(out, stats, labels);
     srv_put_config(out, labels, t, stats);
-    const double phase_s[] = {stats->plan_s, stats->run_s, stats->commit_s};
+    const double phase_s[] = {stats->plan_s, stats->draft_s, stats->run_s, stats->commit_s};
     const srv_labeled_counter counters[] = {
         {"engine_seconds_total",
-         "Where the engine's time went; run: with a step's waits for other ranks; "
-         "commit: with the events.",
+         "Where the engine's time went; draft: to look drafts up, or to draw them; run: with a "
+         "step's waits for other ranks; commit: with the events.",
          "phase", phases, phase_s, COUNT(phases)},
         {"request_success_total", "Samples that ended, by reason.", "finished_reason", reasons,
          metrics->finished, COUNT(reasons)},
@@ -48918,7 +48929,8 @@ static void run_bench_print(const run_bench_state *bench, const run_report *repo
                    {"run_share", report->run_share},
                    {"commit_share", report->commit_share},
                    {"idle_share", report->idle_share},
-                   {"mask_s", report->stats.mask_s}};
+                   {"mask_s", report->stats.mask_s},
+                   {"draft_s", report->stats.draft_s}};
     const struct {
         const char *name;
         int64_t value;
@@ -55312,7 +55324,8 @@ static const help_page help_pages[] = {
      "  a row costs as much as it brings, there are none. Samples with a constraint\n"
      "  and models with linear mixers get none. EAGLE and Medusa heads are not there.\n"
      "  The closing report of batch, its --report and /metrics\n"
-     "  (spec_decode_num_drafts_total and its neighbors, as vLLM's) count them.\n",
+     "  (spec_decode_num_drafts_total and its neighbors, as vLLM's) count them, and\n"
+     "  say how long they took (draft_s; engine_seconds_total with phase draft).\n",
      "score"},
     {"batches", "files of requests",
      "    for i in $(seq 20); do\n"

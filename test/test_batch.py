@@ -549,7 +549,7 @@ def test_same_bytes_for_all_settings(tmp_path):
         want = want or lines
         assert lines == want, args
         counts = json.loads(report.read_text())
-        assert counts["lines"] == 60 and (counts["draft_tokens"] >= counts["draft_tokens_accepted"] > 0) == ("--speculative-config" in args)
+        assert counts["lines"] == 60 and (counts["draft_tokens"] >= counts["draft_tokens_accepted"] > 0) == ("--speculative-config" in args) == (counts["draft_s"] > 0)
 
 
 @pytest.mark.slow

@@ -65,6 +65,7 @@ def test_outputs_are_those_of_the_dataset(tmp_path):
         v = found[rate] = json.loads(out)
         assert v["total_output_tokens"] == 360
     assert found[None]["draft_tokens"] == 0 and found[0]["draft_tokens_accepted"] == 0 and found[0]["draft_tokens"] > 1000
+    assert found[None]["draft_s"] == 0 < found[1]["draft_s"] < found[1]["elapsed_time"]
     assert found[1]["draft_tokens_accepted"] == found[1]["draft_tokens"] and found[1]["steps"] < 30 < 118 < found[None]["steps"]
     # of four drafts at 0.7, on average 0.7 + 0.49 + 0.343 + 0.2401 = 1.77 count
     assert 0.36 < found[0.7]["draft_tokens_accepted"] / found[0.7]["draft_tokens"] < 0.53
