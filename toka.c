@@ -15436,8 +15436,9 @@ static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t genera
  * in which it computes prompts is kept apart: it computes the prompt of a sequence only if the
  * tokens that are still to come are expected to gain more than that takes (draft_is_worth).
  *
- * WHO GETS NONE. Sequences with a constraint: their drafts are the tokens that it forces, if there
- * are any (32), and no guesses. Models with states (19). Requests without output.
+ * WHO GETS NONE. Models with states (19). Requests without output. Sequences with a constraint get
+ * no drafts of a model. Drafts from texts they get with the token before them (draft_guess), as the
+ * rows need masks (32).
  *
  * RUN-AHEAD. Drafts need the last token of the sequence. If a step with a row of the sequence is in
  * flight and its known tokens have a match, it waits for that step, and so does the next plan.
@@ -15738,20 +15739,56 @@ static double draft_least_share(const drafter *drafts) {
     return DRAFT_MARGIN * drafts->row_s * drafts->tokens / drafts->seconds;
 }
 
-/* Returns how many drafts, at most `most`, pay for a sequence that has a match. */
+/* Returns how many drafts, at most `most`, pay for a sequence that has a match. cost: tokens that
+ * the sequence loses by them. */
 COLD
-static int draft_choose(drafter *drafts, const sched_seq *sequence, int seq, int most) {
+static int draft_choose(drafter *drafts, const sched_seq *sequence, int seq, int most,
+                        double cost) {
     const double rate = draft_acceptance(drafts, sequence, seq);
     const double least = draft_least_share(drafts);
-    double share = rate;
+    double share = rate, gain = 0;
     int n = 0;
     if (drafts->config.always) return most;
-    for (; n < most && share > least; n++) share *= rate;
+    for (; n < most && share > least; n++) gain += share, share *= rate;
+    if (gain < cost) n = 0;
     if (n) drafts->retry = DRAFT_FIRST_RETRY;
     if (n || ++drafts->n_held_back < drafts->retry) return n;
     drafts->n_held_back = 0;
     drafts->retry = MIN(2 * drafts->retry, DRAFT_LAST_RETRY);
     return MIN(most, 1);
+}
+
+/* Returns how many tokens of a match can be drafts of a sequence that has room for so many. A match
+ * in its own text may go on into its own drafts, as in a text that repeats. */
+COLD
+static int draft_most(const draft_config *config, const sched_seq *sequence,
+                      const draft_match *match, int room) {
+    const bool is_own = match->next >= sequence->tokens &&
+                        match->next < sequence->tokens + sequence->n_known;
+    return MIN(MIN(config->n_tokens, room), is_own ? room : match->n_next);
+}
+
+/* Writes the drafts from texts that will follow `token`, which a sequence has drawn and not
+ * committed, to *out. Returns how many. They cost the sequence its row in the next step, which
+ * other sequences may get before the masks are there. */
+COLD
+static int draft_guess(drafter *drafts, scheduler *sched, int seq, int32_t token,
+                       int32_t out[DRAFT_MAX_TOKENS]) {
+    sched_seq *sequence = &sched->seqs[seq];
+    const int room = sequence->limit - sequence->n_known - 2;
+    int n = 0;
+    if (drafts->config.method >= DRAFT_MODEL || room < 1) return 0;
+    int32_t *next = sequence->tokens + sequence->n_known;
+    *next++ = token;
+    sequence->n_known++; /* for this search */
+    const draft_match match = draft_match_tail(&drafts->config, sched, seq);
+    if (match.n_next)
+        n = draft_choose(drafts, sequence, seq,
+                         draft_most(&drafts->config, sequence, &match, room),
+                         sched->n_decode > 1 ? DRAFT_MARGIN : 0);
+    sequence->n_known--;
+    for (int i = 0; i < n; i++) out[i] = next[i] = match.next[i];
+    return n;
 }
 
 /* Gives drafts to the sequences in decode, at most as many as the step has rows left: called before
@@ -15781,11 +15818,8 @@ static bool draft_plan(drafter *drafts, scheduler *sched) {
             if (!in_flight) sequence->n_drafts = 0;
             continue;
         }
-        const bool is_own = !by_engine && match.next > sequence->tokens &&
-                            match.next < sequence->tokens + sequence->n_known;
-        /* a match in its own text may go on into its own drafts, as in a text that repeats */
-        const int most = MIN(MIN(drafts->config.n_tokens, room), is_own ? room : match.n_next);
-        const int chosen = draft_choose(drafts, sequence, seq, most);
+        const int most = draft_most(&drafts->config, sequence, &match, room);
+        const int chosen = draft_choose(drafts, sequence, seq, most, 0);
         const int n = MIN(MAX(chosen, has_waited), MAX(n_rows_left, 0));
         n_rows_left -= n;
         sequence->awaits_commit = in_flight && n;
@@ -29484,7 +29518,9 @@ static double model_busy_s(model_grid *model) {
  * step waits for their masks. Where the device takes drafts (19, 20), several of them are drafts
  * that are always right: each has a row with its own mask in one step, and is drawn there like any
  * other. The sequence waits for that, as a step with drafts is planned only behind committed
- * tokens.
+ * tokens. With drafts from texts the worker also gets guesses, and follows them as far as the masks
+ * allow. Their rows have these masks, too; a row whose draw is the guess needs no reading, and the
+ * first other draw is read like a token without drafts.
  *
  * Orders. Other threads pause the engine and change its weights by an order (eng_give_order), which
  * the driver carries out between steps (eng_follow_order). For most orders it first plans no more
@@ -29543,13 +29579,13 @@ typedef struct eng_mask { /* the tokens that may come next */
 
 enum {
     ENG_MAX_FORCED = 8,
-    ENG_WAIT_FORCED = 2 /* more forced tokens are worth the step in which their sequence waits */
+    ENG_WAIT_FORCED = 2 /* more drafts are worth the step in which their sequence waits */
 };
 
-typedef struct eng_ahead { /* what may follow an output */
-    int n_forced;      /* the next so many tokens are certain, as their masks have one id each */
-    int32_t forced[ENG_MAX_FORCED];
-    eng_mask masks[ENG_MAX_FORCED + 1]; /* [n_forced + 1] after the first i forced tokens */
+typedef struct eng_ahead { /* what may follow an output: n tokens */
+    int n, n_forced;       /* the first n_forced are certain, as their masks have one id each */
+    int32_t next[DRAFT_MAX_TOKENS];
+    eng_mask masks[DRAFT_MAX_TOKENS + 1]; /* [n + 1] after the first i of them */
 } eng_ahead;
 
 typedef struct eng_request { /* from eng_submit until it is freed */
@@ -29624,6 +29660,8 @@ typedef struct eng_reader {
     eng_ahead ahead;      /* after the output */
     toka_sample_row row;  /* of the token that is read, and what came of it */
     toka_sample_result result;
+    int32_t guesses[DRAFT_MAX_TOKENS]; /* [n_guesses] what may follow it (20) */
+    int n_guesses;
     eng_place next_place; /* the outcome: after the token */
     eng_ahead next_ahead;
     bool complete;        /* the text is complete, and nothing can follow */
@@ -30546,29 +30584,38 @@ static eng_mask eng_make_mask(const eng_request *request, int node) {
     return (eng_mask){bits ? bits : con_bits_new(machine, constraint->vocab, true), accepts};
 }
 
-/* Makes the masks after a place, up to the first one that has more than one id. The place moves
- * with them. */
+/* Makes the masks after a place, up to the first one that has more than one id and not the next
+ * guess. The place moves with them. No guess fills the machine. */
+COLD
 static void eng_look_ahead(eng_reader *reader, eng_place place, buf *text) {
     const toka_sampling *sampling = &reader->request->sampling;
     con_machine *machine = &sampling->constraint->machine;
     const int words = sampling->constraint->vocab->words;
     eng_ahead *ahead = &reader->next_ahead;
-    for (;;) {
+    for (int n_guesses = reader->n_guesses;;) {
         reader->n_made += machine->forgets ||
                           !machine->nodes[con_near(machine, place.node)].bits[CON_PARTS];
-        ahead->masks[ahead->n_forced] = eng_make_mask(reader->request, place.node);
-        const con_bits *bits = ahead->masks[ahead->n_forced].bits;
-        const int32_t id = ahead->n_forced < ENG_MAX_FORCED ? con_only_id(bits, words) : -1;
+        ahead->masks[ahead->n] = eng_make_mask(reader->request, place.node);
+        const con_bits *bits = ahead->masks[ahead->n].bits;
+        int32_t id = ahead->n < MAX(ENG_MAX_FORCED, n_guesses) ? con_only_id(bits, words) : -1;
+        const bool is_certain = id >= 0 && ahead->n_forced == ahead->n;
+        if (ahead->n < n_guesses && !con_is_full(machine)) {
+            const int32_t guess = reader->guesses[ahead->n];
+            if (id < 0 && bits->mask[guess / 32] >> guess % 32 & 1) id = guess;
+            if (id != guess) n_guesses = 0;
+        } else n_guesses = 0;
         if (id < 0 || place.epoch != machine->epoch) return;
         eng_read_id(sampling, &place, id, text);
         const con_node *node = &machine->nodes[place.node];
         if (!node->n) return; /* the text ends, or a limit was reached: the token is drawn alone */
-        ahead->forced[ahead->n_forced++] = id;
+        ahead->n_forced += is_certain;
+        ahead->next[ahead->n++] = id;
     }
 }
 
 /* Reads the token of a busy reader, and makes the mask after it. On the thread that has taken the
  * constraint. */
+COLD
 static void eng_read(eng_reader *reader, buf *text) {
     const toka_sampling *sampling = &reader->request->sampling;
     con_machine *machine = &sampling->constraint->machine;
@@ -30577,7 +30624,7 @@ static void eng_read(eng_reader *reader, buf *text) {
     eng_read_id(sampling, &reader->next_place, reader->result.id, text);
     const int node = reader->next_place.node;
     reader->complete = con_accepts(machine, node) && !machine->nodes[node].n;
-    reader->next_ahead.n_forced = 0;
+    reader->next_ahead.n = reader->next_ahead.n_forced = 0;
     reader->next_ahead.masks[0] = (eng_mask){0};
     reader->n_made = 0;
     if (!reader->complete) eng_look_ahead(reader, reader->next_place, text);
@@ -30585,6 +30632,7 @@ static void eng_read(eng_reader *reader, buf *text) {
 
 /* Puts a constraint into the queue, if it has readers and no thread has taken it. Called with the
  * lock held. */
+COLD
 static void eng_queue_constraint(eng_workers *workers, toka_constraint *constraint) {
     if (!constraint->readers || constraint->taken || constraint->queued) return;
     constraint->queued = true;
@@ -30596,6 +30644,7 @@ static void eng_queue_constraint(eng_workers *workers, toka_constraint *constrai
 
 /* Takes the first constraint of the queue. Returns its readers, or NULL. Called with the lock
  * held. */
+COLD
 static eng_reader *eng_take_readers(eng_workers *workers, toka_constraint **out) {
     toka_constraint *constraint = workers->first;
     workers->first = constraint->next;
@@ -30611,6 +30660,7 @@ static eng_reader *eng_take_readers(eng_workers *workers, toka_constraint **out)
 }
 
 /* Called with the lock held. */
+COLD
 static void eng_release_constraint(eng_workers *workers, toka_constraint *constraint) {
     constraint->taken = false;
     eng_queue_constraint(workers, constraint);
@@ -30618,6 +30668,7 @@ static void eng_release_constraint(eng_workers *workers, toka_constraint *constr
 }
 
 /* A reader is done. The first one since the driver looked wakes the driver. */
+COLD
 static void eng_push_done(eng *engine, eng_reader *reader) {
     eng_reader *head = atomic_load(&engine->workers.done);
     do reader->next = head;
@@ -30630,6 +30681,7 @@ static void eng_push_done(eng *engine, eng_reader *reader) {
 
 /* A worker. It takes a constraint with all its readers, because a machine is changed by
  * reading. */
+COLD
 static void *eng_worker(void *arg) {
     eng *engine = arg;
     eng_workers *workers = &engine->workers;
@@ -30663,6 +30715,7 @@ static void *eng_worker(void *arg) {
 }
 
 /* Gives a list of readers to the workers. */
+COLD
 static void eng_queue_readers(eng_workers *workers, eng_reader *reader) {
     pthread_mutex_lock(&workers->lock);
     for (eng_reader *next; reader; reader = next) {
@@ -30720,7 +30773,7 @@ static int eng_make_first_mask(eng *engine, eng_request *request, toka_err *e) {
 }
 
 static void eng_drop_ahead(eng_ahead *ahead) {
-    for (int i = 0; i <= ahead->n_forced; i++) con_bits_drop(ahead->masks[i].bits);
+    for (int i = 0; i <= ahead->n; i++) con_bits_drop(ahead->masks[i].bits);
 }
 
 static void eng_reader_free(eng_reader *reader) {
@@ -31226,7 +31279,8 @@ static void eng_set_mask(eng_replica *replica, eng_inflight *inflight, int i, co
 }
 
 /* Gives sample row i, whose sequence has a constraint, its mask, if that is known yet: if all
- * tokens before the row are committed, but for some that are forced. Else the step is held. */
+ * tokens before the row are committed, but for some that are forced, or are the sequence's drafts.
+ * Else the step is held. */
 COLD
 static void eng_add_mask(eng_replica *replica, eng_inflight *inflight, int i) {
     const int seq = inflight->batch.samples[i].seq;
@@ -31234,7 +31288,7 @@ static void eng_add_mask(eng_replica *replica, eng_inflight *inflight, int i) {
     const eng_reader *reader = eng_reader_of(replica, inflight->row_requests[i], seq);
     const int n_ahead = (int)inflight->sample_rows[i].position - sequence->n_known;
     inflight->has_forced |= sequence->n_drafts > 0;
-    if (n_ahead <= reader->ahead.n_forced) {
+    if (n_ahead <= (sequence->n_drafts ? reader->ahead.n : reader->ahead.n_forced)) {
         eng_set_mask(replica, inflight, i, reader->ahead.masks[n_ahead].bits);
         return;
     }
@@ -31370,7 +31424,8 @@ static bool eng_is_behind_draft(const eng_inflight *inflight, int i) {
 }
 
 /* Must the device keep the id that sample row i draws, as the next plan may come before its commit?
- * Not with drafts; but tokens that a constraint forces are right, so the last row's id is kept. */
+ * Not with drafts; but those of a constraint are right, or the sequence waits for the commit of
+ * another token (eng_commit_samples), so the last row's id is kept. */
 static bool eng_keeps_id(const eng_inflight *inflight, const sched_seq *sequence, int i) {
     const bool is_last =
         i + 1 == inflight->n_sampled || !eng_is_behind_draft(inflight, i + 1);
@@ -31674,15 +31729,18 @@ static int eng_verify_drafts(eng_replica *replica, eng_inflight *inflight) {
         }
         n_rows += 1 + n_right;
         if (end == i + 1 || !eng_counts(replica, &samples[i])) continue;
+        int n_drafts = end - i - 1;
         if (inflight->sample_rows[i].mask) {
-            stats->forced_tokens += n_right;
-            continue;
+            const int n_forced = replica->readers[samples[i].seq]->ahead.n_forced;
+            stats->forced_tokens += MIN(n_right, n_forced);
+            n_right -= n_forced, n_drafts -= n_forced;
+            if (n_right < 0 || n_drafts < 1) continue;
         }
-        draft_learn(&replica->drafts, samples[i].seq, end - i - 1, n_right);
+        draft_learn(&replica->drafts, samples[i].seq, n_drafts, n_right);
         if (replica->engine->draft_files)
-            eng_keep_drafted(&replica->sched, samples[i].seq, MIN(n_right, end - i - 2));
+            eng_keep_drafted(&replica->sched, samples[i].seq, MIN(n_right, n_drafts - 1));
         stats->drafts++;
-        stats->draft_tokens += end - i - 1;
+        stats->draft_tokens += n_drafts;
         stats->draft_tokens_accepted += n_right;
         for (int place = 0; place < n_right; place++) stats->draft_accepted_at[place]++;
     }
@@ -31740,8 +31798,8 @@ static eng_draw eng_draw_of(const eng_replica *replica, const eng_inflight *infl
     return draw;
 }
 
-/* Marks the samples whose token a constraint must read before it is committed. Forced tokens were
- * read. */
+/* Marks the samples whose token a constraint must read before it is committed. Forced tokens, and
+ * guesses that are right, were read. */
 COLD
 static void eng_mark_readings(const eng_replica *replica, eng_inflight *inflight) {
     for (int i = 0; i < inflight->n_sampled && inflight->n_masks; i++) {
@@ -31749,7 +31807,9 @@ static void eng_mark_readings(const eng_replica *replica, eng_inflight *inflight
         const toka_sample_row *row = &inflight->sample_rows[i];
         if (!row->mask || !eng_counts(replica, sample)) continue;
         const int n_ahead = (int)row->position - replica->sched.seqs[sample->seq].n_known;
-        sample->is_read = n_ahead == replica->readers[sample->seq]->ahead.n_forced;
+        const eng_ahead *ahead = &replica->readers[sample->seq]->ahead;
+        sample->is_read =
+            n_ahead == ahead->n || eng_result(inflight, i)->id != ahead->next[n_ahead];
     }
 }
 
@@ -31765,6 +31825,13 @@ static eng_reader *eng_post_reading(eng_replica *replica, eng_request *request,
     reader->generation = draw->generation;
     reader->row = *draw->row;
     reader->result = *draw->result;
+    reader->n_guesses = 0;
+    if (replica->drafts.config.method) {
+        const double began = os_now();
+        reader->n_guesses = draft_guess(&replica->drafts, &replica->sched, draw->seq,
+                                        draw->result->id, reader->guesses);
+        replica->engine->stats.draft_s += os_now() - began;
+    }
     reader->busy = true;
     reader->round = replica->round;
     request->n_in_flight++;
@@ -31774,34 +31841,35 @@ static eng_reader *eng_post_reading(eng_replica *replica, eng_request *request,
     return reader;
 }
 
-/* The first forced token is committed. */
+/* The first of the tokens that may follow is committed. */
 COLD
-static void eng_pass_forced(eng_reader *reader, int32_t id) {
+static void eng_pass_next(eng_reader *reader, int32_t id) {
     eng_ahead *ahead = &reader->ahead;
-    if (!ahead->n_forced) return; /* the sample ends with this token */
+    if (!ahead->n) return; /* the sample ends with this token */
     ids_push(&reader->output, id);
     con_bits_drop(ahead->masks[0].bits);
-    ahead->n_forced--;
-    for (int i = 0; i <= ahead->n_forced; i++) ahead->masks[i] = ahead->masks[i + 1];
-    for (int i = 0; i < ahead->n_forced; i++) ahead->forced[i] = ahead->forced[i + 1];
+    ahead->n_forced -= ahead->n_forced > 0;
+    ahead->n--;
+    for (int i = 0; i <= ahead->n; i++) ahead->masks[i] = ahead->masks[i + 1];
+    for (int i = 0; i < ahead->n; i++) ahead->next[i] = ahead->next[i + 1];
 }
 
-/* Gives the forced tokens of a sequence to it as drafts (20), if the model takes any: their rows
- * are in the sequence's next step, and each is drawn. So text, log-probabilities and limits are
- * those of a step for each token. If a token is in flight, it is the first forced one, and the
+/* Gives the tokens that may follow a sequence to it as drafts (20), if the model takes any: their
+ * rows are in the sequence's next step, and each is drawn. So text, log-probabilities and limits
+ * are those of a step for each token. If a token is in flight, it may be the first of them, and the
  * sequence waits for its commit, if the others are worth it. */
 COLD
-static void eng_draft_forced(eng_replica *replica, int seq) {
+static void eng_draft_ahead(eng_replica *replica, int seq) {
     const eng_reader *reader = replica->readers[seq];
     sched_seq *sequence = &replica->sched.seqs[seq];
     const bool in_flight = sequence->n_known < sequence->n_planned;
     if (!reader || !replica->engine->backend->has_drafts || replica->sched.config.states.used)
         return;
-    sequence->awaits_commit = in_flight && reader->ahead.n_forced > ENG_WAIT_FORCED;
+    sequence->awaits_commit = in_flight && reader->ahead.n > ENG_WAIT_FORCED;
     if (in_flight) return;
     const int room = sequence->limit - sequence->n_known - 1;
-    sequence->n_drafts = (uint8_t)MIN(reader->ahead.n_forced, room);
-    memcpy(sequence->tokens + sequence->n_known, reader->ahead.forced,
+    sequence->n_drafts = (uint8_t)MIN(reader->ahead.n, room);
+    memcpy(sequence->tokens + sequence->n_known, reader->ahead.next,
            sequence->n_drafts * sizeof *sequence->tokens);
 }
 
@@ -31817,18 +31885,20 @@ static void eng_commit_samples(eng_replica *replica, const eng_inflight *infligh
         if (eng_is_behind_draft(inflight, i)) eng_accept_draft(replica, sample.seq);
         eng_request *request = inflight->row_requests[i];
         eng_draw draw = eng_draw_of(replica, inflight, i);
+        const bool goes_on = i + 1 < inflight->n_sampled && eng_is_behind_draft(inflight, i + 1);
         if (sample.is_read && !draw.none_left && !draw.is_end) {
             *end = eng_post_reading(replica, request, &draw);
+            /* behind a wrong guess the device has another last token */
+            replica->sched.seqs[sample.seq].awaits_commit |= goes_on || (*end)->n_guesses;
             end = &(*end)->next;
             continue;
         }
         draw.more[0] = eng_has_more(replica, inflight, request, i, false);
         draw.more[1] = eng_has_more(replica, inflight, request, i, true);
         if (masked && !draw.none_left)
-            eng_pass_forced(replica->readers[sample.seq], draw.result->id);
+            eng_pass_next(replica->readers[sample.seq], draw.result->id);
         eng_commit_draw(replica, request, &draw);
-        const bool goes_on = i + 1 < inflight->n_sampled && eng_is_behind_draft(inflight, i + 1);
-        if (masked && !goes_on) eng_draft_forced(replica, sample.seq);
+        if (masked && !goes_on) eng_draft_ahead(replica, sample.seq);
     }
     *end = NULL;
     if (readers) eng_queue_readers(&replica->engine->workers, readers);
@@ -31874,7 +31944,8 @@ static void eng_commit_read(eng_reader *reader) {
         reader->place = reader->next_place;
         ids_push(&reader->output, reader->result.id);
         replica->sched.seqs[reader->seq].awaits_commit = false;
-        eng_draft_forced(replica, reader->seq);
+        if (reader->n_guesses && !reader->ahead.n) draft_learn(&replica->drafts, reader->seq, 1, 0);
+        eng_draft_ahead(replica, reader->seq);
     } else eng_drop_ahead(&reader->next_ahead);
     reader->busy = false;
     if (reader->closed) eng_reader_free(reader);
@@ -55322,7 +55393,8 @@ static const help_page help_pages[] = {
      "  synthetic_acceptance_rate (default: 0.7), is right. They cost no time.\n"
      "- How many guesses are made is measured: where they are rarely right, or where\n"
      "  a row costs as much as it brings, there are none. Samples with a constraint\n"
-     "  and models with linear mixers get none. EAGLE and Medusa heads are not there.\n"
+     "  get those of ngram and suffix that it allows, none of a draft model. Models\n"
+     "  with linear mixers get none. EAGLE and Medusa heads are not there.\n"
      "  The closing report of batch, its --report and /metrics\n"
      "  (spec_decode_num_drafts_total and its neighbors, as vLLM's) count them, and\n"
      "  say how long they took (draft_s; engine_seconds_total with phase draft).\n",

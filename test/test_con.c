@@ -1057,6 +1057,96 @@ static void test_con_forced(void) {
     for (int i = 0; i < KINDS; i++) eng_collected_free(want[i]);
 }
 
+/* Drafts from texts of samples with a constraint: some are right, some are not, some does the mask refuse; none changes anything. */
+static void test_con_guesses(void) {
+    static const char ngram[] = "{\"method\":\"ngram\",\"num_speculative_tokens\":5,\"prompt_lookup_max\":3,\"prompt_lookup_min\":1}";
+    static const char suffix[] = "{\"method\":\"suffix\",\"num_speculative_tokens\":16}";
+    static const struct {
+        const char *config;
+        int n_ahead, dp, pp, kv_tokens;
+        bool late;
+    } cases[] = {{NULL, 1, 1, 1, 0, false}, {ngram, 1, 1, 1, 0, false}, {ngram, 2, 1, 1, 192, true}, {suffix, 2, 1, 1, 0, true}, {suffix, 4, 2, 2, 192, false}};
+    static const char *const stop[] = {"aab"};
+    static const int32_t bad[] = {4}, one[] = {1};
+    enum { KINDS = 6, N = 3 };
+    eng_collected *want[KINDS];
+    int64_t n_right = 0, n_wrong = 0, n_forced = 0, n_preempted = 0;
+    for (int k = 0; k < COUNT(cases); k++) {
+        toka_options o = toka_options_default();
+        o.model = eng_model, o.n_threads = 1, o.max_num_seqs = 24, o.max_num_batched_tokens = 40, o.max_model_len = 160, o.kv_tokens = cases[k].kv_tokens;
+        o.speculative_config = cases[k].config, o.data_parallel_size = cases[k].dp, o.pipeline_parallel_size = cases[k].pp;
+        toka *t = eng_open_ahead(o, cases[k].n_ahead, cases[k].late);
+        for (int i = 0; i < t->engine->n_replicas; i++) {
+            t->engine->replicas[i].drafts.config.always = true;
+            if (o.kv_tokens) t->engine->replicas[i].sched.config.reserve_steps = 0;
+        }
+        eng_collected *got[KINDS];
+        toka_constraint *free_text, *letters;
+        toka_err e;
+        int64_t id;
+        const toka_grammar g = {.kind = RE, .text = "([ab ]{3,30}(~!~!)?[0-9], )*", .text_bytes = 28}, h = {.kind = RE, .text = "[ab]*", .text_bytes = 5};
+        CHECK_MSG(!toka_constraint_new(&free_text, t, &g, &e) && !toka_constraint_new(&letters, t, &h, &e), "%s", e.msg);
+        for (int i = 0; i < KINDS; i++) {
+            toka_request r = toka_request_default();
+            toka_sampling *s = &r.sampling;
+            r.text = eng_problem, r.text_bytes = strlen(eng_problem), r.n = N;
+            s->max_tokens = 32 + i, s->temperature = i % 3 ? 0.7f : 0, s->seed = (uint64_t)i, s->logprobs = 2, s->constraint = i % 2 ? free_text : letters;
+            if (i == 1) s->stop = stop, s->n_stop = 1, s->min_tokens = 12;
+            if (i == 2) s->repetition_penalty = 1.2f, s->frequency_penalty = 0.1f, s->min_tokens = 30;
+            if (i == 3) s->bad_ids = bad, s->bad_lengths = one, s->n_bad = 1, s->ignore_eos = 1;
+            if (i == 4) s->constraint = NULL;
+            if (i == 5) s->top_k = 3, s->ignore_eos = 1;
+            got[i] = mem_zalloc(sizeof **got);
+            CHECK(!toka_submit(t, &r, eng_collect, got[i], &id, &e));
+        }
+        CHECK_MSG(!toka_run(t, 0, &e), "%s", e.msg);
+        for (int i = 0; i < KINDS; i++)
+            for (int j = 0; j < N && k; j++) {
+                const ids a = want[i]->id[j], b = got[i]->id[j];
+                CHECK_MSG(a.n == b.n && (!a.n || !memcmp(a.p, b.p, a.n * sizeof *a.p)), "case %d, request %d, sample %d: %zu and %zu", k, i, j, a.n, b.n);
+                CHECK(!a.n || (!memcmp(want[i]->logprob[j], got[i]->logprob[j], a.n * sizeof(float)) && !memcmp(want[i]->sampled[j], got[i]->sampled[j], a.n * sizeof(float))));
+                CHECK(want[i]->finish[j] == got[i]->finish[j] && str_eq(buf_view(&want[i]->text[j]), buf_view(&got[i]->text[j])));
+            }
+        const toka_stats stats = toka_get_stats(t);
+        CHECK((stats.drafts > 0) == (k > 0));
+        n_right += stats.draft_tokens_accepted, n_wrong += stats.draft_tokens - stats.draft_tokens_accepted;
+        n_forced += stats.forced_tokens, n_preempted += stats.preemptions;
+        CHECK(!stats.kv_pages_used && !t->engine->n_active);
+        for (int i = 0; i < t->engine->n_replicas; i++) CHECK(!sched_check(&t->engine->replicas[i].sched));
+        toka_constraint_del(free_text), toka_constraint_del(letters), toka_close(t);
+        for (int i = 0; i < KINDS; i++)
+            if (k) eng_collected_free(got[i]);
+            else want[i] = got[i];
+    }
+    CHECK_MSG(n_right > 300 && n_wrong > 300 && n_forced > 20 && n_preempted > 0, "%d right, %d wrong, %d forced, %d preempted", (int)n_right, (int)n_wrong, (int)n_forced, (int)n_preempted);
+    for (int i = 0; i < KINDS; i++) eng_collected_free(want[i]);
+}
+
+/* A sample with a constraint that repeats itself takes fewer steps by drafts. */
+static void test_con_guess_steps(void) {
+    int64_t n_steps[2];
+    ids text[2] = {0};
+    for (int k = 0; k < 2; k++) {
+        toka_options o = toka_options_default();
+        o.model = eng_model, o.n_threads = 1, o.max_num_seqs = 1, o.max_model_len = 160, o.num_speculative_tokens = 6 * k;
+        toka *t = eng_open_ahead(o, 2, false);
+        toka_request r = toka_request_default();
+        toka_err e;
+        const toka_grammar g = {.kind = RE, .text = "[ab]*", .text_bytes = 5};
+        eng_collected *got = mem_zalloc(sizeof *got);
+        CHECK(!toka_constraint_new(&r.sampling.constraint, t, &g, &e));
+        r.text = eng_problem, r.text_bytes = strlen(eng_problem), r.sampling.max_tokens = 80, r.sampling.temperature = 0, r.sampling.ignore_eos = 1;
+        t->engine->replicas[0].drafts.config.always = k; /* else times decide */
+        CHECK(!toka_generate(t, &r, eng_collect, got, NULL, &e) && got->n_ended == 1);
+        n_steps[k] = toka_get_stats(t).steps;
+        for (size_t i = 0; i < got->id[0].n; i++) ids_push(&text[k], got->id[0].p[i]);
+        eng_collected_free(got), toka_constraint_del(r.sampling.constraint), toka_close(t);
+    }
+    CHECK(text[0].n == text[1].n && !memcmp(text[0].p, text[1].p, text[0].n * sizeof *text[0].p));
+    CHECK_MSG(n_steps[1] * 2 < n_steps[0], "%d steps, %d without drafts", (int)n_steps[1], (int)n_steps[0]);
+    ids_free(&text[0]), ids_free(&text[1]);
+}
+
 static const struct test con_tests[] = {
     {"constraints: texts", test_con_texts},
     {"constraints: options of JSON", test_con_options},
@@ -1074,6 +1164,8 @@ static const struct test con_tests[] = {
     {"constraints: workers change no token", test_con_workers},
     {"constraints: only the row of a slow mask waits", test_con_slow_mask},
     {"constraints: forced tokens take no step", test_con_forced},
+    {"constraints: guesses change nothing", test_con_guesses},
+    {"constraints: guesses save steps", test_con_guess_steps},
     {"constraints: preempted while a token is read", test_con_preempted_reader},
     {"constraints: rows with masks are planned ahead", test_con_steps},
     {"constraints: the end of a held step", test_con_held},

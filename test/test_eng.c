@@ -1136,10 +1136,11 @@ static void test_draft_options(void) {
     }
 }
 
-/* How many drafts: all where rows are free, none where each row takes its share of the step, and in
- * between as acceptance and the cost of a row say. */
+/* How many drafts: all where rows are free, none where each row takes its share of the step or where
+ * they cost more tokens than they bring, and in between as acceptance and the cost of a row say. */
 static void test_draft_choice(void) {
-    static const double row_shares[] = {0, 0.3, 1};
+    static const double row_shares[] = {0, 0.3, 1, 0, 0}, costs[] = {0, 0, 0, 1.15, 1.15};
+    static const int right_of_10[] = {7, 7, 7, 7, 3};
     for (int i = 0; i < COUNT(row_shares); i++) {
         drafter d;
         sched_seq sequence = {.generation = 1};
@@ -1147,16 +1148,16 @@ static void test_draft_choice(void) {
         uint64_t rng = 1;
         draft_init(&d, &(draft_config){DRAFT_NGRAM, 8, 2, 4, false, ""}, 1);
         for (int step = 0; step < n_steps; step++) {
-            chosen = draft_choose(&d, &sequence, 0, 8);
+            chosen = draft_choose(&d, &sequence, 0, 8, costs[i]);
             n_drafts += chosen;
-            int right = 0; /* 7 of 10 drafts are */
-            while (right < chosen && rnd(&rng) % 10 < 7) right++;
+            int right = 0;
+            while (right < chosen && (int)(rnd(&rng) % 10) < right_of_10[i]) right++;
             if (chosen) draft_learn(&d, 0, chosen, right);
             draft_time(&d, 1 + chosen, 1 + right, 1 - row_shares[i] + row_shares[i] * (1 + chosen));
         }
-        if (i == 0) CHECK_MSG(chosen == 8, "%d of 8 where rows are free", chosen);
+        if (i == 0 || i == 3) CHECK_MSG(chosen == 8, "%d of 8 where rows are free", chosen);
         if (i == 1) CHECK_MSG(chosen >= 1 && chosen <= 6, "%d of 8", chosen);
-        if (i == 2) CHECK_MSG(n_drafts < n_steps / 10, "%d drafts where none pays", n_drafts);
+        if (i == 2 || i == 4) CHECK_MSG(n_drafts < n_steps / 10, "%d drafts where none pays", n_drafts);
         draft_free(&d);
     }
 }
