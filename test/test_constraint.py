@@ -688,3 +688,16 @@ def test_draws_follow_the_renormalized_distribution(server):
     total = sum(p.values())
     g = 2 * sum(k * math.log(k / (n * seeds * p[t] / total)) for t, k in count.items())
     assert set(count) <= set(known) and sum(count.values()) == n * seeds and g < 40, (g, count, p)
+
+
+def test_drafts_of_constraints():
+    """Guesses that a constraint allows: the same answers as without, and /metrics counts them and says how long they took."""
+    ask = {"prompt": "Tom has 12 apples. He buys 7 more apples. How many", "max_tokens": 60, "n": 3, "temperature": 0.5, "seed": 4, "logprobs": 1,
+           "structured_outputs": {"regex": "([a-z]{2,8} ){2,20}[.]"}, "ignore_eos": True}
+    found = []
+    for flags in ([], ["--speculative-config", '{"method":"ngram","num_speculative_tokens":4,"prompt_lookup_min":1}']):
+        with Server(*flags, env={"TOKA_DEBUG_DRAFTS": "1"}) as s:
+            choices = s.post("/v1/completions", ask).json()["choices"]
+            found.append([(c["text"], c["finish_reason"], c["logprobs"]["token_logprobs"]) for c in choices])
+            assert (s.metric("spec_decode_num_draft_tokens_total") > 0) == (s.metric("engine_seconds_total", 'phase="draft"') > 0) == bool(flags)
+    assert found[0] == found[1]
