@@ -55632,6 +55632,9 @@ static const help_page help_pages[] = {
      "  machine; --admin-key none: everybody.\n"
      "- TRL: async GRPO of an adapter works with --enable-lora --served-model-name\n"
      "  (`toka help adapters`); its other trainers need NCCL.\n"
+     "- Not there: vLLM's --max-logprobs and --logprobs-mode. A position has at most\n"
+     "  32 log-probabilities (TRL's distillation asks for 100: top_logprobs=32), and\n"
+     "  they are raw_logprobs; sampled_logprobs are the drawn token's processed ones.\n"
      "- Not there, each a 501: weights over NCCL or CUDA IPC; on a GPU without\n"
      "  --enable-sleep-mode other weights and sleep. Not replaced: int4 weights packed\n"
      "  by columns (AWQ, GPTQ). Batches (/v1/batches) are frozen by any pause and go on.\n",
