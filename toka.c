@@ -8268,6 +8268,12 @@ static double mf_num(mf_reader *reader, const char *name, double otherwise, doub
     snprintf(expected, sizeof expected, "a number from %g to %g", min, max);
     return mf_field_error(reader, name, value, expected), otherwise;
 }
+/* Refuses null in a field that cannot do without a value. */
+COLD
+static void mf_refuse_null(mf_reader *reader, const char *name) {
+    const json *value = json_get(reader->object, name);
+    if (json_is(value, JSON_NULL)) mf_field_error(reader, name, value, "a value, or no such field");
+}
 static bool mf_bool(mf_reader *reader, const char *name, bool otherwise) {
     const json *v = mf_field(reader, name);
     if (!v) return otherwise;
@@ -8832,6 +8838,18 @@ static void mf_unknown_arch(mf_reader *reader, const char *name, const json *val
     else mf_field_error(reader, name, value, known);
 }
 
+/* Multi-modal models that do not use their language model as a row describes it: the prompt's
+ * tokens see later ones, or the outputs are classes. */
+static const char *const mf_other_models[] = {"PaliGemmaForConditionalGeneration",
+                                              "ForSequenceClassification",
+                                              "ForImageClassification"};
+COLD
+static bool mf_is_other_model(str name) {
+    for (int i = 0; i < COUNT(mf_other_models); i++)
+        if (str_ends(name, str_c(mf_other_models[i]))) return true;
+    return false;
+}
+
 /* Finds the row. In a multi-modal model whose language model has a row, makes the reader read
  * text_config. */
 static void mf_read_arch(mf_reader *reader, mf_config *config) {
@@ -8842,7 +8860,7 @@ static void mf_read_arch(mf_reader *reader, mf_config *config) {
     const json *text = mf_field(reader, "text_config");
     const mf_arch *text_arch = mf_arch_by_type(json_str(json_get(text, "model_type")));
     config->arch = first ? mf_arch_by_name(json_str(first)) : mf_arch_by_type(json_str(type));
-    if (!config->arch && text_arch) {
+    if (!config->arch && text_arch && !mf_is_other_model(json_str(first))) {
         config->arch = text_arch;
         config->has_images = true;
         reader->outer = reader->object;
@@ -8864,6 +8882,11 @@ static void mf_read_arch(mf_reader *reader, mf_config *config) {
  * architecture. */
 static bool mf_is_named(const mf_reader *reader, const char *name) {
     return json_get(reader->defaults, name);
+}
+
+/* Reads a number that counts only if the architecture has it. */
+static int64_t mf_named_int(mf_reader *reader, const char *name, int64_t otherwise) {
+    return mf_is_named(reader, name) ? mf_int(reader, name, otherwise) : otherwise;
 }
 
 /* Reads a number of things, 1 to max. */
@@ -8942,6 +8965,8 @@ static void mf_read_dims(mf_reader *reader, mf_config *config) {
         const json *otherwise = json_get(reader->defaults, mf_dims[i].letter);
         dims[i] = mf_int(reader, mf_dims[i].field, is_null ? NONE : json_int(otherwise, NONE));
     }
+    for (int i = 0; i < MF_N_DIMS; i++) /* null in the other two: take H, and E / H */
+        if (i != MF_K && i != MF_D) mf_refuse_null(reader, mf_dims[i].field);
     if (dims[MF_L] == NONE) dims[MF_L] = 32;
     if (dims[MF_H] == NONE) dims[MF_H] = 32;
     if (dims[MF_K] == NONE) dims[MF_K] = dims[MF_H];
@@ -8953,6 +8978,7 @@ static void mf_read_dims(mf_reader *reader, mf_config *config) {
         dims[MF_D] = config->mla.latent + config->mla.rope;
     }
     const char *eps = config->features & MF_LAYER_NORM ? "layer_norm_eps" : "rms_norm_eps";
+    mf_refuse_null(reader, eps);
     config->shape.eps = (float)mf_num(reader, eps, 1e-6, 0, 1);
     if (reader->err->code) return;
     if (dims[MF_D] == NONE && dims[MF_H] > 0)
@@ -9369,7 +9395,9 @@ static void mf_read_compressed_group(mf_reader *reader, const json *top_format, 
     else if (!is_fp8 || (strategy && !str_is(json_str(strategy), "tensor")))
         mf_field_error(&weights, "strategy", strategy,
                        is_fp8 ? "\"tensor\", \"channel\" or \"block\"" : "\"group\" or \"channel\"");
-    rule->format.has_zero = !is_fp8 && !mf_bool(&weights, "symmetric", true);
+    rule->format.has_zero = !mf_bool(&weights, "symmetric", true);
+    if (is_fp8 && rule->format.has_zero)
+        mf_field_error(&weights, "symmetric", mf_field(&weights, "symmetric"), "true");
     rule->format.has_order = str_is(json_str(mf_field(&weights, "actorder")), "group");
     rule->format.has_input_scale = is_fp8 && json_is(json_get(inputs, "dynamic"), JSON_FALSE);
 }
@@ -9384,7 +9412,7 @@ static void mf_read_compressed(mf_reader *reader, arena *memory, mf_quantization
     if (transform && transform->n)
         mf_field_error(reader, "transform_config", transform, "none: transforms are not supported");
     if (!json_is(groups, JSON_OBJECT) || !groups->n) {
-        mf_field_error(reader, "config_groups", groups, "an object of groups");
+        mf_field_error(reader, "config_groups", groups, "an object with one group or more");
         return;
     }
     out->rules = arena_zalloc(memory, groups->n * sizeof *out->rules);
@@ -9403,7 +9431,11 @@ static void mf_read_compressed(mf_reader *reader, arena *memory, mf_quantization
  * quantized. */
 static void mf_read_dynamic(mf_reader *reader, arena *memory, mf_quantization *out) {
     const json *object = mf_field(reader, "dynamic");
-    if (!json_is(object, JSON_OBJECT)) return;
+    if (!object) return;
+    if (object->type != JSON_OBJECT) {
+        mf_field_error(reader, "dynamic", object, "an object");
+        return;
+    }
     out->ignored = arena_zalloc(memory, object->n * sizeof *out->ignored);
     JSON_MEMBERS(key, object) {
         const str text = json_str(key);
@@ -9435,14 +9467,16 @@ static void mf_read_method(mf_reader *reader, const mf_method *method, arena *me
         mf_expect(reader, "quant_algo", "FP8", NULL);
         format->has_input_scale = true;
     } else if (!strcmp(method->name, "awq")) {
-        mf_expect(reader, "version", "gemm", NULL);
+        mf_expect(reader, mf_field(reader, "version") ? "version" : "format", "gemm", NULL);
         mf_expect_int(reader, mf_field(reader, "w_bit") ? "w_bit" : "bits", 4);
         mf_read_group_size(reader, mf_field(reader, "q_group_size") ? "q_group_size" : "group_size",
                            format);
-        format->has_zero = mf_bool(reader, "zero_point", true);
+        format->has_zero = true; /* whatever zero_point says: every file has them */
     } else if (!strcmp(method->name, "gptq")) {
-        const bool is_v2 = str_is(json_str(mf_field(reader, "checkpoint_format")), "gptq_v2");
-        mf_expect(reader, "checkpoint_format", "gptq", "gptq_v2");
+        /* "format" is the newer name of "checkpoint_format"; the older one counts most */
+        const char *name = mf_field(reader, "checkpoint_format") ? "checkpoint_format" : "format";
+        const bool is_v2 = str_is(json_str(mf_field(reader, name)), "gptq_v2");
+        mf_expect(reader, name, "gptq", "gptq_v2");
         mf_expect_int(reader, "bits", 4);
         mf_read_group_size(reader, "group_size", format);
         format->has_zero = true;
@@ -9552,19 +9586,22 @@ static void mf_read_activation(mf_reader *reader, mf_config *config) {
                                                                  : "hidden_act";
     const json *name = mf_field(reader, field);
     bool found = !name;
+    mf_refuse_null(reader, field);
     for (int i = 0; i < COUNT(known); i++)
         if (str_is(json_str(name), known[i].name)) {
             config->activation = known[i].activation;
             found = true;
         }
     if (!found) mf_field_error(reader, field, name, "\"silu\" or \"gelu_pytorch_tanh\"");
+    if (config->arch->linear && config->activation != TOKA_SILU) /* linear mixers use it, too */
+        mf_field_error(reader, field, name, "\"silu\"");
     if (config->features & MF_CLAMPED) config->activation = TOKA_SWIGLU_CLAMPED;
 }
 
-/* Reads the factors and caps of the shape. A field that the architecture does not name, or null,
- * leaves 0: off. */
+/* Reads the factors and limits of the shape. A field that the architecture does not name, or a
+ * limit that is null, leaves 0: off. */
 static void mf_read_factors(mf_reader *reader, mf_config *config) {
-    enum { AS_IS, INVERSE, INVERSE_ROOT };
+    enum { AS_IS, INVERSE, INVERSE_ROOT, LIMIT };
     static const struct {
         const char *field;
         size_t offset;
@@ -9576,14 +9613,16 @@ static void mf_read_factors(mf_reader *reader, mf_config *config) {
         {"residual_multiplier", offsetof(toka_shape, residual_scale), AS_IS},
         {"logits_scaling", offsetof(toka_shape, logit_scale), INVERSE},
         {"logit_scale", offsetof(toka_shape, logit_scale), AS_IS},
-        {"attn_logit_softcapping", offsetof(toka_shape, attn_cap), AS_IS},
-        {"final_logit_softcapping", offsetof(toka_shape, logit_cap), AS_IS},
+        {"attn_logit_softcapping", offsetof(toka_shape, attn_cap), LIMIT},
+        {"final_logit_softcapping", offsetof(toka_shape, logit_cap), LIMIT},
         {"swiglu_limit", offsetof(toka_shape, swiglu_limit), AS_IS},
-        {"clip_qkv", offsetof(toka_shape, qkv_limit), AS_IS},
+        {"clip_qkv", offsetof(toka_shape, qkv_limit), LIMIT},
     };
     toka_shape *shape = &config->shape;
     for (int i = 0; i < COUNT(factors); i++) {
-        if (!mf_is_named(reader, factors[i].field) || !mf_field(reader, factors[i].field)) continue;
+        if (!mf_is_named(reader, factors[i].field)) continue;
+        if (factors[i].how != LIMIT) mf_refuse_null(reader, factors[i].field);
+        if (!mf_field(reader, factors[i].field)) continue;
         const double value = mf_num(reader, factors[i].field, 1, 1e-6, 1e6);
         *(float *)(void *)((char *)shape + factors[i].offset) =
             (float)(factors[i].how == INVERSE ? 1 / value
@@ -9656,7 +9695,11 @@ static void mf_read_moe(mf_reader *reader, mf_config *config) {
     if (moe->renormalize && !mf_is_named(reader, "norm_topk_prob"))
         mf_field_error(reader, "norm_topk_prob", mf_field(reader, "norm_topk_prob"),
                        "false: this architecture does not divide the weights by their sum");
-    moe->scale = (float)mf_num(reader, "routed_scaling_factor", 1, 1e-6, 1e6);
+    moe->scale = 1;
+    if (mf_is_named(reader, "routed_scaling_factor")) {
+        mf_refuse_null(reader, "routed_scaling_factor");
+        moe->scale = (float)mf_num(reader, "routed_scaling_factor", 1, 1e-6, 1e6);
+    }
     mf_read_expert_groups(reader, moe);
     *M = config->shape.F;
     if (mf_is_named(reader, "moe_intermediate_size"))
@@ -9798,6 +9841,7 @@ static void mf_read_one_rope(mf_reader *config_reader, mf_reader *reader, mf_con
     mf_reader *partial = mf_field(reader, "partial_rotary_factor") ? reader : config_reader;
     const double part = mf_num(partial, "partial_rotary_factor", 1, 0, 1);
     rope->kind = mf_read_rope_kind(reader);
+    mf_refuse_null(config_reader, theta_field);
     rope->theta = mf_field(reader, "rope_theta")
                       ? mf_num(reader, "rope_theta", 10000, 1.0001, 1e18)
                       : mf_num(config_reader, theta_field, 10000, 1.0001, 1e18);
@@ -9956,8 +10000,8 @@ static void mf_read_windows(mf_reader *reader, mf_config *config, arena *memory)
     const bool is_lower = config->features & MF_WINDOW_LOWER;
     const bool has_border = mf_is_named(reader, "max_window_layers");
     config->window = arena_zalloc(memory, (size_t)L * sizeof *config->window);
-    const int64_t pattern = mf_int(reader, "sliding_window_pattern", 0);
-    const int64_t border = mf_int(reader, "max_window_layers", 0);
+    const int64_t pattern = mf_named_int(reader, "sliding_window_pattern", 0);
+    const int64_t border = mf_named_int(reader, "max_window_layers", 0);
     for (int i = 0; i < L && window; i++) {
         const bool is_full = (pattern > 0 && (i + 1) % pattern == 0) ||
                              (has_border && (i < border) != is_lower);
@@ -10034,10 +10078,10 @@ static void mf_read_linear(mf_reader *reader, mf_config *config) {
 static void mf_read_layer_kinds(mf_reader *reader, mf_config *config, arena *memory) {
     const int L = config->shape.L;
     const unsigned features = config->features;
-    const int64_t first_moe = mf_int(reader, "first_k_dense_replace", 0);
-    const int64_t moe_step = MAX(mf_int(reader, "decoder_sparse_step", 1), (int64_t)1);
-    const int64_t no_rope_step = mf_is_named(reader, "no_rope_layer_interval")
-                                     ? mf_int(reader, "no_rope_layer_interval", 0) : 0;
+    const int64_t first_moe = mf_named_int(reader, "first_k_dense_replace", 0);
+    const int64_t moe_step = MAX(mf_named_int(reader, "decoder_sparse_step", 1), (int64_t)1);
+    const bool has_list = mf_is_named(reader, "mlp_only_layers");
+    const int64_t no_rope_step = mf_named_int(reader, "no_rope_layer_interval", 0);
     const json *has_ropes = no_rope_step ? mf_field(reader, "no_rope_layers") : NULL;
     if (has_ropes && (has_ropes->type != JSON_ARRAY || has_ropes->n != (uint32_t)L))
         mf_field_error(reader, "no_rope_layers", has_ropes, "a list with one for each layer");
@@ -10049,7 +10093,7 @@ static void mf_read_layer_kinds(mf_reader *reader, mf_config *config, arena *mem
         if (has_rope) config->kind[i] |= MF_LAYER_ROPE;
         if (config->local_table.dims && config->window[i]) config->kind[i] |= MF_LAYER_LOCAL;
         const bool is_dense = i < first_moe || (i + 1) % moe_step ||
-                              mf_list_has(reader, "mlp_only_layers", i);
+                              (has_list && mf_list_has(reader, "mlp_only_layers", i));
         if (config->arch->moe && !(config->arch->mlp && is_dense)) config->kind[i] |= MF_LAYER_MOE;
     }
     if (config->arch->linear && !reader->err->code) mf_read_linear(reader, config);

@@ -318,6 +318,15 @@ def element(name, index, value):
     return change
 
 
+def renamed(*path, to):
+    """Gives a field of the config another name."""
+    def change(config, tensors):
+        for key in path[:-1]:
+            config = config[key]
+        config[to] = config.pop(path[-1])
+    return change
+
+
 def copied(name, to):
     return lambda config, tensors: tensors.update({to: tensors[name]})
 
@@ -371,6 +380,11 @@ EDITS = {
     "modelopt-nvfp4": ("modelopt-fp8", field(QUANT, "quant_algo", value="NVFP4"), "NVFP4"),
     "block-of-zero": ("fp8-block", field(QUANT, "weight_block_size", value=[128, 0]), "weight_block_size"),
     "block-of-one-number": ("fp8-block", field(QUANT, "weight_block_size", value=[128]), "weight_block_size"),
+    "gptq-format": ("gptq-128", lambda config, tensors: config[QUANT].update(format="marlin"), "marlin"),
+    "gptq-dynamic": ("gptq-128", field(QUANT, "dynamic", value=["-:.*"]), "dynamic"),
+    "awq-format": ("awq-128", lambda config, tensors: config[QUANT].update(format="gemv", version=None), "gemv"),
+    "ct-no-groups": ("packed-128", field(QUANT, "config_groups", value={}), "one group or more"),
+    "ct-fp8-zero-points": ("ct-fp8-channel", field(*WEIGHTS, "symmetric", value=False), "symmetric"),
     "block-huge": ("fp8-block", field(QUANT, "weight_block_size", value=[1 << 40, 128]), "weight_block_size"),
     # experts
     "expert-missing": ("qwen3moe", removed(MLP + "experts.13.up_proj.weight"), "experts.13.up_proj.weight"),
@@ -407,8 +421,33 @@ EDITS = {
     "rope-kind": ("glm4", field("rope_parameters", value={"rope_type": "spiral", "rope_theta": 700.0}), "spiral"),
     "bidirectional": ("gemma3", field("use_bidirectional_attention", value=True), "use_bidirectional_attention"),
     "activation": ("gemma2", field("hidden_activation", value="relu6"), "relu6"),
+    "activation-null": ("gemma2", field("hidden_activation", value=None), "hidden_activation is null"),
+    "activation-of-linear": ("qwen3next", field("hidden_act", value="gelu_pytorch_tanh"), "hidden_act"),
+    "size-null": ("llama", field("intermediate_size", value=None), "intermediate_size is null"),
+    "layers-null": ("qwen2", field("num_hidden_layers", value=None), "num_hidden_layers is null"),
+    "eps-null": ("olmo3", field("rms_norm_eps", value=None), "rms_norm_eps is null"),
+    "theta-null": ("llama", field("rope_theta", value=None), "rope_theta is null"),
+    "factor-null": ("granite", field("attention_multiplier", value=None), "attention_multiplier is null"),
+    "scale-null": ("deepseek3", field("routed_scaling_factor", value=None), "routed_scaling_factor is null"),
+    "sees-later-tokens": ("gemma3-image", field("architectures", value=["PaliGemmaForConditionalGeneration"]), "PaliGemma"),
+    "classifier": ("gemma3-image", field("architectures", value=["Gemma3ForSequenceClassification"]), "Gemma3ForSequenceClassification"),
     "code-of-its-own": ("qwen3", lambda config, tensors: config.update(
         architectures=["OwnForCausalLM"], model_type="own", auto_map={"AutoModelForCausalLM": "own.OwnForCausalLM"}), "OwnForCausalLM"),
+}
+
+
+# ---- Edits that change nothing: fields that transformers does not read, or has under two names ----
+
+NO_CHANGES = {
+    "gptq-format": ("gptq-64-v2", renamed(QUANT, "checkpoint_format", to="format")),
+    "awq-zero-point": ("awq-128", field(QUANT, "zero_point", value=False)),
+    "pattern-of-windows": ("mistral", field("sliding_window_pattern", value=2)),
+    "border-of-windows": ("mistral", field("max_window_layers", value=1)),
+    "dense-layers": ("deepseek3", field("mlp_only_layers", value=[1])),
+    "sparse-step": ("deepseek3", field("decoder_sparse_step", value=2)),
+    "first-dense": ("qwen3moe", field("first_k_dense_replace", value=1)),
+    "experts-scale": ("olmoe", field("routed_scaling_factor", value=2.0)),
+    "cap-null": ("gemma2-types", field("final_logit_softcapping", value=None)),
 }
 
 

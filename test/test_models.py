@@ -191,3 +191,15 @@ def test_hostile(driver, tmp_path, edit):
     assert_refused(status, message)
     message = message.replace(str(tmp_path), "")         # the path has the name of the edit
     assert base in NOT_YET[device] or word in message, message
+
+
+@pytest.mark.parametrize("edit", mw.NO_CHANGES)
+def test_edit_that_changes_nothing(driver, tmp_path, edit):
+    """A field that transformers does not read changes no logits."""
+    base, change = mw.NO_CHANGES[edit]
+    spec = mw.load(base)
+    mw.write(tmp_path, spec, edit=change)
+    status, message, results = run(driver, tmp_path, "plain", spec, spec["cases"][-1:])
+    assert status == 0, message
+    worst = errors(results[0][0], rows_of(spec["cases"][-1])).max()
+    assert worst <= MAX_ERROR and results[0][1] == spec["cases"][-1]["greedy"], worst
