@@ -23151,6 +23151,7 @@ static float plain_sigmoid(float x) { return (float)(1 / (1 + exp(-(double)x)));
 static float plain_cap(float x, float cap) { return cap > 0 ? cap * tanhf(x / cap) : x; }
 
 /* x[i] = e^x[i] / sum of e^x[j] */
+COLD
 static void plain_softmax(float *x, int n) {
     double max = -INFINITY, sum = 0;
     for (int i = 0; i < n; i++) max = MAX(max, x[i]);
@@ -23230,6 +23231,7 @@ static const float *plain_norm(plain_device *dev, const toka_tensor *weight, con
 }
 
 /* Rotates each pair (a, b) of a head's first `dims` elements by the angle position * freq. */
+COLD
 static void plain_rope(const toka_rope *rope, int pos, float *head) {
     for (int i = 0; rope && i < rope->dims / 2; i++) {
         const float angle = (float)pos * rope->freq[i];
@@ -23291,6 +23293,7 @@ COLD static void plain_keep_ids(toka_device *device, const toka_step *step) {
 
 /* MLA, in: rows of norm(x). The query of a head has a part that meets the latent vectors,
  * W_uk^T q_nope, and a part that meets the rotated keys, RoPE(q_rope). */
+COLD
 static void plain_mla_query(plain_device *dev, const toka_step *step, const toka_layer *layer,
                             const float *in, float *q) {
     const toka_mla *mla = layer->mla;
@@ -23318,6 +23321,7 @@ static void plain_mla_query(plain_device *dev, const toka_step *step, const toka
 }
 
 /* MLA: a key is norm(c), RoPE(r); its value is norm(c) again. In: rows of norm(x). */
+COLD
 static void plain_mla_kv(plain_device *dev, const toka_step *step, const toka_layer *layer,
                          const float *in, float *k, float *v) {
     const toka_mla *mla = layer->mla;
@@ -23331,11 +23335,13 @@ static void plain_mla_kv(plain_device *dev, const toka_step *step, const toka_la
 }
 
 /* limit 0: none */
+COLD
 static void plain_clip(float *x, size_t n, float limit) {
     for (size_t i = 0; limit && i < n; i++) x[i] = MAX(-limit, MIN(x[i], limit));
 }
 
 /* Norms x in place with row i of the weights, counted in circles. */
+COLD
 static void plain_head_norm(plain_device *dev, const toka_tensor *norm, int i, float *x) {
     toka_tensor row = *norm;
     row.data = (const char *)norm->data + plain_at(i % norm->rows, norm->cols) *
@@ -23345,6 +23351,7 @@ static void plain_head_norm(plain_device *dev, const toka_tensor *norm, int i, f
 }
 
 /* q, k and v of plain attention: product, bias, norm of each head or of all heads, clip, RoPE. */
+COLD
 static void plain_heads(plain_device *dev, const toka_step *step, const toka_layer *layer,
                         const float *in, float *q, float *k, float *v) {
     const toka_shape *shape = dev->shape;
@@ -23388,6 +23395,7 @@ static void plain_linear_in(plain_device *dev, const toka_linear *linear, const 
 /* Stores the K heads of a token, [K][size], in a cache. With FP8 every head is rounded to e4m3
  * numbers times its scale; the bytes of a head lie where its first floats go, which are written
  * last. */
+COLD
 static void plain_store_kv(float *to, const float *from, int K, int size, bool fp8) {
     if (!fp8) memcpy(to, from, plain_at(K, size) * sizeof *to);
     for (int head = 0; fp8 && head < K; head++, to += size, from += size) {
@@ -23637,6 +23645,7 @@ static void plain_attention(toka_device *device, const toka_step *step, int laye
 /* ---- Op: out_residual ---- */
 
 /* MLA: returns the values of all heads, W_uv o: [T][H*v]. */
+COLD
 static const float *plain_mla_values(plain_device *dev, const toka_mla *mla, const float *o,
                                      int T) {
     const int H = dev->shape->H, latent = mla->latent, v = mla->v;
@@ -23652,6 +23661,7 @@ static const float *plain_mla_values(plain_device *dev, const toka_mla *mla, con
 }
 
 /* x += residual_scale * norm(y), where y, [T][E], is what a mixer or a feed-forward returned. */
+COLD
 static void plain_residual(plain_device *dev, const toka_tensor *post_norm, float *y, int T,
                            float *x) {
     plain_add(x, plain_or(dev->shape->residual_scale, 1), plain_norm(dev, post_norm, y, T, y),
@@ -23689,6 +23699,7 @@ static float plain_activate(toka_activation kind, float limit, float gate, float
 }
 
 /* y = W_down activation(W_gate x, W_up x) */
+COLD
 static void plain_mlp(plain_device *dev, const toka_mlp *mlp, toka_activation kind, const float *x,
                       int n_rows, float *y) {
     const size_t used = dev->used, n = plain_at(n_rows, mlp->gate.rows);
@@ -23707,6 +23718,7 @@ static void plain_mlp(plain_device *dev, const toka_mlp *mlp, toka_activation ki
 #define PLAIN_LEAST_SUM 1e-20f
 
 /* Is score[i] among the k highest of n? Of equal scores the lower index is first. */
+COLD
 static bool plain_is_in_top(const float *score, int n, int i, int k) {
     int n_before = 0;
     for (int j = 0; j < n; j++)
@@ -23716,6 +23728,7 @@ static bool plain_is_in_top(const float *score, int n, int i, int k) {
 
 /* Only experts of the best groups can be chosen: the score of all others becomes -inf. group:
  * [n_groups], memory for the scores of the groups. */
+COLD
 static void plain_mask_groups(const toka_moe *moe, float *score, float *group) {
     const int size = moe->n_experts / moe->n_groups;
     for (int i = 0; i < moe->n_groups; i++) {
@@ -23732,6 +23745,7 @@ static void plain_mask_groups(const toka_moe *moe, float *score, float *group) {
 
 /* Turns the router's logits of one token, [X], into the experts' weights, 0 for an expert that is
  * not chosen. choice: [2][X], memory for the scores that decide the choice and for the groups. */
+COLD
 static void plain_route(const toka_moe *moe, const float *choice_bias, float *weight,
                         float *choice) {
     const int n = moe->n_experts;
@@ -23754,6 +23768,7 @@ static void plain_route(const toka_moe *moe, const float *choice_bias, float *we
 
 /* y = sum of the chosen experts' outputs times their weights, in rising order of the experts, then
  * the shared expert's. */
+COLD
 static void plain_moe(plain_device *dev, const toka_layer *layer, const float *x, int T, float *y) {
     const toka_moe *moe = layer->moe;
     const int X = moe->n_experts, E = dev->shape->E;
@@ -23845,6 +23860,7 @@ static void plain_norm_logits_sample(toka_device *device, const toka_step *step,
 /* ---- Open, close, memory ---- */
 
 /* Allocates count * size bytes of zeros. Returns NULL on failure; then dev->error is set. */
+COLD
 static void *plain_zalloc(plain_device *dev, size_t count, size_t size) {
     size_t bytes;
     void *memory = NULL;
@@ -23963,6 +23979,7 @@ static int plain_status(toka_device *device, toka_err *e) {
     if (dev->error.code) *e = dev->error;
     return dev->error.code;
 }
+COLD
 static toka_dev_ptr plain_alloc(toka_device *device, size_t bytes) {
     return (toka_dev_ptr){(uintptr_t)plain_zalloc(plain_of(device), bytes, 1)};
 }
