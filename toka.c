@@ -13589,6 +13589,7 @@ typedef struct kv_seq {
 
 typedef struct kv_cache { /* owns its arrays */
     int B, n_pages, n_seqs;
+    uint64_t inverse_B; /* ceil(2^32 / B), for kv_page_of */
     int max_pages;      /* of one sequence */
     int table_stride;   /* ints from one block table to the next */
     int root;           /* = n_pages; pages[root] is the tree's root and both LRU list ends */
@@ -13630,6 +13631,13 @@ static void kv_free(kv_cache *cache) {
     *cache = (kv_cache){0};
 }
 
+/* Returns kv_cache.inverse_B. With it kv_page_of is right for the positions below max_len + B. */
+COLD
+static uint64_t kv_inverse(int B, int max_len) {
+    assert((B & (B - 1)) == 0 || ((int64_t)max_len + B) * B <= (int64_t)1 << 32);
+    return (((uint64_t)1 << 32) + (uint64_t)B - 1) / (uint64_t)B;
+}
+
 /* max_len: most tokens of one sequence. Returns false if an allocation fails; nothing is allocated
  * then. (Only mem_try_ functions return NULL. If mem_alloc, mem_zalloc, mem_realloc or mem_check
  * finds no memory, the program ends, see chapter 2.) */
@@ -13638,6 +13646,7 @@ static bool kv_init(kv_cache *cache, int B, int n_pages, int n_seqs, int max_len
     static_assert(sizeof(kv_page) == 48, "four pages in three cache lines");
     assert(n_seqs < 1 << 23); /* kv_page.ref */
     *cache = (kv_cache){.B = B,
+                        .inverse_B = kv_inverse(B, max_len),
                         .n_pages = n_pages,
                         .n_seqs = n_seqs,
                         .max_pages = (max_len + B - 1) / B,
@@ -13719,8 +13728,14 @@ static int *kv_block_table(const kv_cache *cache, int seq) {
  * evicted one after the other. */
 static int kv_n_available(const kv_cache *cache) { return cache->n_free + cache->n_cached; }
 
-static int kv_pages_for(const kv_cache *cache, int n_tokens) {
-    return (n_tokens + cache->B - 1) / cache->B;
+/* Returns pos / B: the entry of a position in the block table. pos is below max_len + B. Each step
+ * needs it five times for every sequence, and a product takes a fifth of a division's time. */
+static inline int kv_page_of(const kv_cache *cache, int pos) {
+    return (int)((uint64_t)pos * cache->inverse_B >> 32);
+}
+
+static inline int kv_pages_for(const kv_cache *cache, int n_tokens) {
+    return kv_page_of(cache, n_tokens + cache->B - 1);
 }
 
 /* ---- LRU list: the cached pages without children, which may be evicted ----
@@ -15083,6 +15098,7 @@ static void sched_preempt(scheduler *sched) {
 
 /* Must the sequence wait until a token of it is committed? */
 static bool sched_must_wait(const scheduler *sched, const sched_seq *sequence) {
+    if (!sequence->one_ahead && !sequence->awaits_commit && !sequence->n_drafts) return false;
     const int n_in_flight = sequence->n_planned - sequence->n_known;
     const int max_ahead = sched->config.never_holds ? 0 : 1;
     if (sequence->one_ahead && sched->gathers) return true;
@@ -15093,22 +15109,25 @@ static bool sched_must_wait(const scheduler *sched, const sched_seq *sequence) {
 /* Does the sequence need another page for its row in this step? */
 static inline bool sched_needs_page(const scheduler *sched, int seq) {
     const sched_seq *sequence = &sched->seqs[seq];
-    return sequence->n_computed % sched->config.B == 0 && sequence->state == SCHED_DECODE &&
+    const int page = kv_page_of(&sched->kv, sequence->n_computed);
+    return page * sched->config.B == sequence->n_computed && sequence->state == SCHED_DECODE &&
            sequence->n_planned < sequence->limit && !sched_must_wait(sched, sequence) &&
-           sched->kv.seqs[seq].n_pages * sched->config.B == sequence->n_computed;
+           sched->kv.seqs[seq].n_pages == page;
 }
 
 /* Clears the rows of the last step, and lets the windowed pages go that no row reads any more. Sets
  * gathers. Returns the number of pages that sequences in decode need for this step. */
 static int sched_prepare_step(scheduler *sched) {
     int n_needed = 0, n_needed_ready = 0, n_ready = 0, n_in_flight = 0;
+    const int max_seqs = sched->config.max_seqs;
+    const bool has_window = sched->kv.window > 0;
     sched->gathers = false;
-    for (int seq = 0; seq < sched->config.max_seqs; seq++) {
+    for (int seq = 0; seq < max_seqs; seq++) {
         sched_seq *sequence = &sched->seqs[seq];
         if (sequence->state != SCHED_PREFILL && sequence->state != SCHED_DECODE) continue;
         sequence->n_rows = 0;
         sequence->is_sampled = false;
-        if (sched->kv.window) kv_hold_window(&sched->kv, seq, sequence->n_computed, 0);
+        if (has_window) kv_hold_window(&sched->kv, seq, sequence->n_computed, 0);
         const bool needs_page = sched_needs_page(sched, seq);
         n_needed += needs_page;
         if (!sequence->one_ahead || sequence->state != SCHED_DECODE) continue;
@@ -15176,19 +15195,21 @@ static int sched_plan_decode(scheduler *sched, int n_pages_left) {
     int n_rows = 0;
     int n_rows_left = sched->config.max_tokens - sched->n_decode -
                       (int)MIN(sched->backlog, sched->config.max_tokens);
-    for (int seq = 0; seq < sched->config.max_seqs; seq++) {
+    const int max_seqs = sched->config.max_seqs;
+    const bool has_states = sched->config.states.used;
+    for (int seq = 0; seq < max_seqs; seq++) {
         sched_seq *sequence = &sched->seqs[seq];
         if (sequence->state != SCHED_DECODE || sequence->n_planned >= sequence->limit) continue;
         if (sched_must_wait(sched, sequence)) continue;
-        if (sequence->n_computed % sched->config.B == 0) {
-            if (sched_needs_page(sched, seq)) sched_append_page(sched, seq);
-            sequence->last_page =
-                kv_block_table(&sched->kv, seq)[sequence->n_computed / sched->config.B];
+        const int page = kv_page_of(&sched->kv, sequence->n_computed);
+        if (page * sched->config.B == sequence->n_computed) {
+            if (sched->kv.seqs[seq].n_pages == page) sched_append_page(sched, seq);
+            sequence->last_page = kv_block_table(&sched->kv, seq)[page];
             kv_hold_window(&sched->kv, seq, sequence->n_computed,
                            kv_pages_for(&sched->kv, sequence->n_computed + 1));
         }
         sequence->from = sequence->n_computed++;
-        if (sched->config.states.used) sched_plan_state(sched, seq);
+        if (has_states) sched_plan_state(sched, seq);
         sequence->n_rows = 1;
         sequence->is_sampled = true;
         sequence->is_prefill = false;
@@ -16478,7 +16499,7 @@ static void batch_chunks_of_seq(batch_builder *builder, const scheduler *sched, 
     while (micro > 0 && builder->continued_seq[micro - 1] == seq) micro--;
     for (; from < end; micro++) {
         const int to = builder->continued_seq[micro] == seq ? builder->continued_from[micro] : end;
-        const int first_page = from / sched->config.B;
+        const int first_page = kv_page_of(&sched->kv, from);
         if (to == from) continue; /* this microbatch was full */
         builder->chunks[builder->n_chunks++] = (batch_chunk){
             seq, from, to - from, micro, first_page, MIN(common_pages[micro], first_page)};

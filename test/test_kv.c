@@ -244,6 +244,20 @@ static void kvt_random_states(void) {
     CHECK_MSG(n_jumps > 1000, "%d", n_jumps);
 }
 
+/* kv_page_of divides by a product: pages of any size, up to the greatest positions. */
+static void kvt_page_of(void) {
+    for (int B = 1; B <= 300; B++) {
+        const int max_len = B & (B - 1) ? (int)((((int64_t)1 << 32) - 1) / B - B) : INT_MAX - B;
+        const kv_cache k = {.B = B, .inverse_B = kv_inverse(B, max_len)};
+        uint64_t rng = (uint64_t)B;
+        for (int i = 0; i < 300; i++) {
+            const int page = i < 150 ? i : i == 299 ? (max_len + B - 1) / B : (int)(rnd(&rng) % (uint64_t)(max_len / B + 1));
+            const int pos = page * B; /* the first one of a page, and the one before it */
+            CHECK_MSG(kv_page_of(&k, pos) == page && (!page || kv_page_of(&k, pos - 1) == page - 1), "B %d, page %d", B, page);
+        }
+    }
+}
+
 /* The example of chapter 17: positions of 5 pages of 4 tokens, a window of 6. */
 static void kvt_window(void) {
     kv_cache k;
@@ -296,6 +310,7 @@ static const struct test kv_tests[] = {{"kv: n samples share before it is comput
                                        {"kv: eviction in order", kvt_evict_in_order},
                                        {"kv: duplicate pages become one", kvt_duplicate_pages},
                                        {"kv: windowed pages", kvt_window},
+                                       {"kv: the page of a position", kvt_page_of},
                                        {"kv: random operations, windows", kvt_random_windows},
                                        {"kv: random operations, states", kvt_random_states},
                                        {"kv: random operations, 5 pages", kvt_random_tiny},
