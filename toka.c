@@ -13802,6 +13802,14 @@ static int kv_snapshot_take(kv_cache *cache, int page, int64_t now) {
     return kv_snapshot_use(cache, page, now);
 }
 
+/* Moves a snapshot to a page without one, which ends with the same state or a later one. */
+COLD
+static void kv_snapshot_give(kv_cache *cache, int id, int page) {
+    cache->snapshot_of[cache->snapshots[id].page] = -1;
+    cache->snapshot_of[page] = id;
+    cache->snapshots[id].page = page;
+}
+
 /* ---- Windowed pages ---- */
 
 /* The first entry of the block table in which a row at position pos reads in layers with a
@@ -14212,12 +14220,8 @@ static enum kv_insert_result kv_insert_full_page(kv_cache *cache, int seq, const
         return KV_NOT_INSERTED;
     }
     if (cache->has_states && cache->snapshot_of[table[i]] >= 0 &&
-        cache->snapshot_of[duplicate] < 0) {
-        const int id = cache->snapshot_of[table[i]];
-        cache->snapshot_of[table[i]] = -1;
-        cache->snapshot_of[duplicate] = id;
-        cache->snapshots[id].page = duplicate;
-    }
+        cache->snapshot_of[duplicate] < 0)
+        kv_snapshot_give(cache, cache->snapshot_of[table[i]], duplicate);
     kv_order_remove(cache, seq);
     kv_ref(cache, duplicate);
     kv_unref(cache, table[i]);
@@ -14930,11 +14934,17 @@ static bool sched_is_border(const scheduler *sched, int seq, int i) {
 }
 
 /* The sequence leaves a snapshot when it has computed `pos` positions, the last of which is the end
- * of `page`, if the page has none yet. */
+ * of `page`, if the page has none yet. If the step uses all snapshots, the last one that the
+ * sequence leaves in this step moves here: the end of a prompt is of more use than its middle. */
 COLD
 static void sched_leave_snapshot(scheduler *sched, int seq, int pos, int page) {
     if (sched->kv.snapshot_of[page] >= 0) return;
-    const int id = kv_snapshot_take(&sched->kv, page, sched->now);
+    int id = kv_snapshot_take(&sched->kv, page, sched->now);
+    if (id < 0 && sched->seqs[seq].n_marks) {
+        id = sched->marks[--sched->n_marks].state - sched->config.max_seqs;
+        sched->seqs[seq].n_marks--;
+        kv_snapshot_give(&sched->kv, id, page);
+    }
     if (id < 0) return;
     sched->marks[sched->n_marks++] = (sched_mark){pos, sched->config.max_seqs + id};
     sched->seqs[seq].n_marks++;

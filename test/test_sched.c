@@ -519,6 +519,12 @@ static void sim_states(void) {
     sim_open(&m, (sched_config){4, 100, 8, 64, 60, 0, 0, {true, 0, 8}}, 50, 1 << 30, 0);
     CHECK(sim_run_samples(&m, other, N, 3, 1) == 3 * N && m.s.n_prompt_hits == 0 && m.n_jumps == 0);
     sim_close(&m);
+    /* a step leaves more than there are: the end of the prompt has one */
+    for (int n_snapshots = 1; n_snapshots < 4; n_snapshots++) {
+        sim_open(&m, (sched_config){4, 100, 8, 64, 60, 0, 0, {true, n_snapshots, 8}}, 50, 1 << 30, 0);
+        CHECK(sim_run_one(&m, prompt, 42, 1) == 42 && sim_run_one(&m, prompt, 42, 1) == 2);
+        sim_close(&m);
+    }
 }
 
 /* A prefix hit needs only what is still read: the last window. If that is gone, the sequence begins
