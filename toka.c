@@ -21049,12 +21049,10 @@ COLD static void con_schema_fail(con_schema *schema, const json *node, const cha
 }
 
 /* Reads a limit such as minItems; absent: `otherwise`. */
-COLD static int con_limit(con_schema *schema, const json *part, const char *name, int otherwise) {
+COLD static int con_limit(const json *part, const char *name, int otherwise) {
     const json *value = json_get(part, name);
     int64_t number = 0;
-    if (!value) return otherwise;
-    if (!json_whole(value, &number) || number < 0)
-        con_schema_fail(schema, value, "expected a whole number, 0 or more");
+    if (!value || !json_whole(value, &number)) return otherwise;
     return (int)MIN(number, (int64_t)CON_FOREVER);
 }
 
@@ -21149,7 +21147,82 @@ COLD static void con_all_add(con_schema *schema, con_all *all, const json *part)
 static const char *const con_refused[] = {"unevaluatedProperties", "unevaluatedItems",
                                           "$dynamicRef", "$recursiveRef"};
 
+enum { /* kinds of values of keywords */
+    CON_IS_SCHEMA = 1, CON_IS_LIST = 2, CON_IS_OBJECT = 4, CON_IS_TEXT = 8, CON_IS_NUMBER = 16,
+    CON_IS_ABOVE_0 = 32, CON_IS_COUNT = 64, CON_IS_BOOL = 128,
+    CON_IS_ANY = 256
+};
+/* The kinds of values that a keyword takes (bits), and those of the elements or members of a list
+ * or an object. */
+static const struct con_keyword {
+    const char *name;
+    unsigned takes, inside;
+} con_keywords[] = {
+    {"$ref", CON_IS_TEXT, 0},                     {"$id", CON_IS_TEXT, 0},
+    {"$anchor", CON_IS_TEXT, 0},                  {"pattern", CON_IS_TEXT, 0},
+    {"format", CON_IS_TEXT, 0},                   {"enum", CON_IS_LIST, CON_IS_ANY},
+    {"type", CON_IS_TEXT | CON_IS_LIST, CON_IS_TEXT},
+    {"required", CON_IS_LIST | CON_IS_BOOL, CON_IS_TEXT}, /* a boolean: draft 3 */
+    {"allOf", CON_IS_LIST, CON_IS_SCHEMA},        {"anyOf", CON_IS_LIST, CON_IS_SCHEMA},
+    {"oneOf", CON_IS_LIST, CON_IS_SCHEMA},        {"prefixItems", CON_IS_LIST, CON_IS_SCHEMA},
+    {"items", CON_IS_SCHEMA | CON_IS_LIST, CON_IS_SCHEMA},
+    {"additionalItems", CON_IS_SCHEMA, 0},        {"additionalProperties", CON_IS_SCHEMA, 0},
+    {"contains", CON_IS_SCHEMA, 0},               {"propertyNames", CON_IS_SCHEMA, 0},
+    {"not", CON_IS_SCHEMA, 0},                    {"if", CON_IS_SCHEMA, 0},
+    {"then", CON_IS_SCHEMA, 0},                   {"else", CON_IS_SCHEMA, 0},
+    {"properties", CON_IS_OBJECT, CON_IS_SCHEMA}, {"patternProperties", CON_IS_OBJECT, CON_IS_SCHEMA},
+    {"dependentSchemas", CON_IS_OBJECT, CON_IS_SCHEMA},
+    {"dependentRequired", CON_IS_OBJECT, CON_IS_LIST},
+    {"dependencies", CON_IS_OBJECT, CON_IS_SCHEMA | CON_IS_LIST},
+    {"minimum", CON_IS_NUMBER, 0},                {"maximum", CON_IS_NUMBER, 0},
+    /* until draft 4 these two are booleans */
+    {"exclusiveMinimum", CON_IS_NUMBER | CON_IS_BOOL, 0},
+    {"exclusiveMaximum", CON_IS_NUMBER | CON_IS_BOOL, 0},
+    {"multipleOf", CON_IS_ABOVE_0, 0},            {"uniqueItems", CON_IS_BOOL, 0},
+    {"minLength", CON_IS_COUNT, 0},               {"maxLength", CON_IS_COUNT, 0},
+    {"minItems", CON_IS_COUNT, 0},                {"maxItems", CON_IS_COUNT, 0},
+    {"minContains", CON_IS_COUNT, 0},             {"maxContains", CON_IS_COUNT, 0},
+    {"minProperties", CON_IS_COUNT, 0},           {"maxProperties", CON_IS_COUNT, 0},
+};
+
+/* Checks that a value is of one of these kinds. */
+COLD static void con_check_kind(con_schema *schema, const json *value, unsigned takes) {
+    static const unsigned kinds[] = {0, CON_IS_SCHEMA | CON_IS_BOOL, CON_IS_SCHEMA | CON_IS_BOOL,
+                                     CON_IS_NUMBER, CON_IS_TEXT, CON_IS_LIST,
+                                     CON_IS_SCHEMA | CON_IS_OBJECT};
+    static const char *const names[] = {"a schema", "a list", "an object", "a string", "a number",
+                                        "a number above 0", "a whole number, 0 or more",
+                                        "true or false"};
+    unsigned is = kinds[value->type];
+    int64_t whole = -1;
+    buf what = {0};
+    if (json_num(value, 0) > 0) is |= CON_IS_ABOVE_0;
+    if (json_whole(value, &whole) && whole >= 0) is |= CON_IS_COUNT;
+    if ((is | CON_IS_ANY) & takes) return;
+    for (int i = 0; i < COUNT(names); i++)
+        if (takes >> i & 1) buf_printf(&what, "%s%s", what.n ? " or " : "expected ", names[i]);
+    con_schema_fail(schema, value, what.p);
+    buf_free(&what);
+}
+
+/* Checks the values of all keywords that are read. Their schemas are checked when they are
+ * visited. */
+COLD static void con_check_values(con_schema *schema, const json *part) {
+    JSON_MEMBERS(key, part)
+        for (int i = 0; i < COUNT(con_keywords); i++) {
+            const struct con_keyword *keyword = &con_keywords[i];
+            const json *value = key + 1;
+            if (!str_is(json_str(key), keyword->name)) continue;
+            con_check_kind(schema, value, keyword->takes);
+            if (value->type == JSON_ARRAY)
+                JSON_EACH(it, value) con_check_kind(schema, it, keyword->inside);
+            if (value->type == JSON_OBJECT && keyword->takes & CON_IS_OBJECT)
+                JSON_MEMBERS(name, value) con_check_kind(schema, name + 1, keyword->inside);
+        }
+}
+
 COLD static void con_check_keywords(con_schema *schema, const json *part) {
+    con_check_values(schema, part);
     for (int i = 0; i < COUNT(con_refused); i++) {
         const json *value = json_get(part, con_refused[i]);
         const bool is_nothing =
@@ -21157,8 +21230,6 @@ COLD static void con_check_keywords(con_schema *schema, const json *part) {
         if (value && !is_nothing)
             con_schema_fail(schema, value, "this keyword is not supported");
     }
-    if (json_get(part, "enum") && !json_is(json_get(part, "enum"), JSON_ARRAY))
-        con_schema_fail(schema, json_get(part, "enum"), "expected a list");
 }
 
 /* ---- Schemas made of others: not, if, dependencies ---- */
@@ -21393,6 +21464,7 @@ COLD static bool con_put_not(con_schema *schema, const json *part, int depth, bu
     json_comma(out);
     if (part->type != JSON_OBJECT) return json_put_bool(out, part->type == JSON_FALSE), true;
     if (depth > 12 || out->n > 1 << 20) return false;
+    con_check_keywords(schema, part);
     buf_c(out, "{\"anyOf\":[");
     JSON_MEMBERS(key, part) if (!con_put_not_keyword(schema, key, depth, out)) return false;
     buf_c(out, "]}");
@@ -21639,11 +21711,14 @@ COLD static const json *con_values_of(const con_all *all) {
                     *it##_last = it##_list ? json_next(it##_list) : json_next(it); \
          it < it##_last; it = json_next(it))
 
+/* Does one of the schemas require this name? In draft 3 the schema of the property says so. */
 COLD static bool con_requires(const con_all *all, str name) {
     for (int i = 0; i < all->n; i++) {
-        const json *required = json_get(all->part[i].schema, "required");
+        const json *part = all->part[i].schema, *required = json_get(part, "required"),
+                   *own = con_member(json_get(part, "properties"), name);
         if (json_is(required, JSON_ARRAY))
             JSON_EACH(it, required) if (str_eq(json_str(it), name)) return true;
+        if (own && json_is_true(json_get(own, "required"))) return true;
     }
     return false;
 }
@@ -21816,8 +21891,8 @@ COLD static int con_string_rule(con_schema *schema, const con_all *all) {
     int rules[CON_MAX_FACTORS], low = 0, high = CON_FOREVER;
     unsigned negated = 0;
     for (int i = 0; i < all->n; i++) {
-        low = MAX(low, con_limit(schema, all->part[i].schema, "minLength", 0));
-        high = MIN(high, con_limit(schema, all->part[i].schema, "maxLength", CON_FOREVER));
+        low = MAX(low, con_limit(all->part[i].schema, "minLength", 0));
+        high = MIN(high, con_limit(all->part[i].schema, "maxLength", CON_FOREVER));
     }
     const int n = con_string_rules(schema, all, rules, &negated);
     int *const kept = con_kept_string(schema, rules, n, negated, low, high);
@@ -21881,8 +21956,8 @@ COLD static void con_raw_string(con_schema *schema, const con_all *all, int from
     unsigned negated = 0;
     const str end = con_style_end(schema);
     for (int i = 0; i < all->n; i++) {
-        low = MAX(low, con_limit(schema, all->part[i].schema, "minLength", 0));
-        high = MIN(high, con_limit(schema, all->part[i].schema, "maxLength", CON_FOREVER));
+        low = MAX(low, con_limit(all->part[i].schema, "minLength", 0));
+        high = MIN(high, con_limit(all->part[i].schema, "maxLength", CON_FOREVER));
     }
     if (low > high) return;
     int after = con_state_new(grammar);
@@ -22042,8 +22117,6 @@ COLD static con_limits con_number_limits(con_schema *schema, const con_all *all)
         con_narrow(&limits.low, &limits.low_open, low, true, 1);
         con_narrow(&limits.high, &limits.high_open, high, true, -1);
         if (!multiple) continue;
-        if (!json_is(multiple, JSON_NUMBER) || json_num(multiple, 0) <= 0)
-            con_schema_fail(schema, multiple, "expected a number above 0");
         if (limits.multiple && !con_equal(limits.multiple, multiple))
             con_schema_fail(schema, multiple, "two of them hold together");
         limits.multiple = multiple;
@@ -22182,8 +22255,8 @@ typedef struct con_array { /* while an array is made */
 COLD static void con_read_contains(con_schema *schema, const json *part, con_array *array) {
     const json *contains = json_get(part, "contains");
     if (!contains) return;
-    const int low = con_limit(schema, part, "minContains", 1),
-              high = con_limit(schema, part, "maxContains", CON_FOREVER);
+    const int low = con_limit(part, "minContains", 1),
+              high = con_limit(part, "maxContains", CON_FOREVER);
     if (!low && high == CON_FOREVER) return;
     if (array->contains) con_schema_fail(schema, contains, "two of them hold together");
     array->contains = contains;
@@ -22197,8 +22270,8 @@ COLD static con_array con_array_read(con_schema *schema, const con_all *all) {
     for (int i = 0; i < all->n; i++) {
         const json *part = all->part[i].schema, *items = json_get(part, "items"),
                    *prefix = json_get(part, "prefixItems");
-        array.low = MAX(array.low, con_limit(schema, part, "minItems", 0));
-        array.high = MIN(array.high, con_limit(schema, part, "maxItems", CON_FOREVER));
+        array.low = MAX(array.low, con_limit(part, "minItems", 0));
+        array.high = MIN(array.high, con_limit(part, "maxItems", CON_FOREVER));
         if (json_is(items, JSON_ARRAY)) array.n_prefix = MAX(array.n_prefix, (int)items->n);
         if (json_is(prefix, JSON_ARRAY)) array.n_prefix = MAX(array.n_prefix, (int)prefix->n);
         if (json_is_true(json_get(part, "uniqueItems"))) unique = json_get(part, "uniqueItems");
@@ -22542,8 +22615,8 @@ COLD static void con_object_read(con_schema *schema, con_object *object) {
     for (int i = 0; i < object->all->n; i++) {
         const json *part = object->all->part[i].schema,
                    *patterns = json_get(part, "patternProperties");
-        object->low = MAX(object->low, con_limit(schema, part, "minProperties", 0));
-        object->high = MIN(object->high, con_limit(schema, part, "maxProperties", CON_FOREVER));
+        object->low = MAX(object->low, con_limit(part, "minProperties", 0));
+        object->high = MIN(object->high, con_limit(part, "maxProperties", CON_FOREVER));
         if (!json_is(patterns, JSON_OBJECT)) continue;
         JSON_MEMBERS(key, patterns) {
             if (object->n_patterns == CON_MAX_PATTERNS) {
@@ -22730,7 +22803,7 @@ COLD static void con_schema_run(con_schema *schema) {
             con_work(schema->grammar, 32 * (size_t)all.part[k].schema->n);
         const con_rule out = schema->grammar->rules[entry.rule];
         const json *values = con_values_of(&all);
-        if (all.never || con_make_branches(schema, &all, out)) continue;
+        if (all.never || schema->grammar->e->code || con_make_branches(schema, &all, out)) continue;
         if (values) con_make_values(schema, &all, values, out);
         else con_make_types(schema, &all, out);
     }

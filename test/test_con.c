@@ -169,6 +169,8 @@ static const struct con_case {
          "{\"type\":\"object\",\"properties\":{\"a\":{\"const\":2},\"b\":{}},\"required\":[\"a\"],\"additionalProperties\":{\"const\":2}},"
          "{\"type\":\"object\",\"properties\":{\"a\":{\"const\":3},\"ab\":{}},\"required\":[\"a\"],\"additionalProperties\":{\"const\":3}}]}}",
      "[{\"a\":1,\"c\":1},{\"a\":2,\"c\":2},{\"a\":3,\"b\":3}]|[{\"a\":2,\"b\":1}]|[{\"a\":1,\"ab\":1}]", "[{\"a\":1,\"c\":2}]|[{\"a\":2,\"c\":1}]|[{\"a\":3,\"b\":1}]|[{\"a\":1,\"ab\":2}]"},
+    /* draft 3: the schema of a property says whether it is required */
+    {JS, "{\"type\":\"object\",\"properties\":{\"a\":{\"required\":true},\"b\":{\"required\":false}}}", "{\"a\":1}|{\"a\":1,\"b\":2}", "{}|{\"b\":2}"},
     /* minLength 1 beside a pattern that matches "" and one that does not */
     {JS, "{\"type\":\"string\",\"minLength\":1,\"pattern\":\"^a*$\"}", "\"a\"|\"aa\"", "\"\"|\"b\""},
     {JS, "{\"type\":\"string\",\"minLength\":1,\"maxLength\":2,\"pattern\":\"^a+$\"}", "\"a\"|\"aa\"", "\"\"|\"aaa\""},
@@ -268,6 +270,19 @@ static void test_con_errors(void) {
         {JS, "{\"$defs\":{\"~\":{}},\"$ref\":\"#/$defs/~\"}", "/$ref: this $ref"}, {JS, "{\"$defs\":{\"a~b\":{}},\"$ref\":\"#/$defs/a~2b\"}", "/$ref: this $ref"},
         {JS, "{\"$defs\":[{},{}],\"$ref\":\"#/$defs/01\"}", "/$ref: this $ref"}, {JS, "{\"$defs\":[{},{}],\"$ref\":\"#/$defs/a\"}", "/$ref: this $ref"}, {JS, "{\"$defs\":[{}],\"$ref\":\"#/$defs/\"}", "/$ref: this $ref"}, {JS, "{\"type\":\"text\"}", "/type: unknown type"},
         {JS, "false", "there is no text"},
+        /* values of the wrong kind */
+        {JS, "{\"minimum\":\"18\"}", "/minimum: expected a number"}, {JS, "{\"maximum\":null}", "/maximum: expected a number"},
+        {JS, "{\"exclusiveMinimum\":\"1\"}", "/exclusiveMinimum: expected a number or true or false"}, {JS, "{\"pattern\":5}", "/pattern: expected a string"},
+        {JS, "{\"format\":{}}", "/format: expected a string"}, {JS, "{\"$ref\":5}", "/$ref: expected a string"}, {JS, "{\"properties\":\"x\"}", "/properties: expected an object"},
+        {JS, "{\"properties\":{\"a\":5}}", "/properties/a: expected a schema"}, {JS, "{\"required\":\"a\"}", "/required: expected a list or true or false"},
+        {JS, "{\"required\":1}", "/required: expected a list or true or false"}, {JS, "{\"required\":[\"a\",5]}", "/required/1: expected a string"},
+        {JS, "{\"anyOf\":{}}", "/anyOf: expected a list"}, {JS, "{\"allOf\":{}}", "/allOf: expected a list"}, {JS, "{\"oneOf\":\"x\"}", "/oneOf: expected a list"},
+        {JS, "{\"anyOf\":[{},5]}", "/anyOf/1: expected a schema"}, {JS, "{\"if\":5}", "/if: expected a schema"}, {JS, "{\"else\":5}", "/else: expected a schema"},
+        {JS, "{\"uniqueItems\":\"yes\"}", "/uniqueItems: expected true or false"}, {JS, "{\"prefixItems\":{}}", "/prefixItems: expected a list"},
+        {JS, "{\"items\":5}", "/items: expected a schema or a list"}, {JS, "{\"minContains\":\"2\"}", "/minContains: expected a whole number"},
+        {JS, "{\"dependentRequired\":5}", "/dependentRequired: expected an object"}, {JS, "{\"dependentRequired\":{\"a\":\"b\"}}", "/dependentRequired/a: expected a list"},
+        {JS, "{\"dependencies\":{\"a\":\"b\"}}", "/dependencies/a: expected a schema or a list"}, {JS, "{\"not\":{\"minimum\":\"18\"}}", "/not/minimum: expected a number"},
+        {JS, "{\"properties\":{\"a\":{\"items\":{\"maximum\":[]}}}}", "/properties/a/items/maximum: expected a number"},
         {JS, "{\"type\":\"string\",\"pattern\":\"(?!a)\"}", "/pattern: pattern: this kind of group"}, {JS, "{\"minLength\":-1}", "/minLength: expected a whole number"},
         {JS, "{\"type\":\"string\",\"minLength\":3,\"maxLength\":2}", "there is no text"}, {JS, "{\"enum\":3}", "/enum: expected a list"}, {JS, "3", "JSON schema: expected a schema"},
         {JS, "{\"multipleOf\":0}", "/multipleOf: expected a number above 0"}, {JS, "{\"type\":\"integer\",\"multipleOf\":1000003}", "too many digits"},
