@@ -22292,7 +22292,8 @@ COLD static int con_element_with(con_schema *schema, const con_all *all, int i,
 }
 
 /* An array with contains: states [i][c] after i elements, c of which are valid for it. Above `most`
- * elements and `cap` found ones the numbers do not matter. */
+ * elements and `cap` found ones the numbers do not matter: without a limit, state [most] is also
+ * that of all longer arrays. */
 COLD static void con_make_contains(con_schema *schema, const con_all *all, const con_array *array,
                                    int from, int to) {
     con_grammar *grammar = schema->grammar;
@@ -22307,7 +22308,7 @@ COLD static void con_make_contains(con_schema *schema, const con_all *all, const
     for (int i = 0; i < (most + 1) * width; i++) con_state_new(grammar);
     con_empty(grammar, con_token(schema, from, '['), grid);
     for (int i = 0; i <= most && !grammar->e->code; i++)
-        for (int c = 0; c <= MIN(i, cap); c++) {
+        for (int c = 0; c <= (i == most && array->high == CON_FOREVER ? cap : MIN(i, cap)); c++) {
             const int here = grid + i * width + c, after = grid + MIN(i + 1, most) * width,
                       next = i ? con_token(schema, here, ',') : here;
             if (i >= array->low && c >= array->low_found) con_bytes(grammar, here, to, ']', ']');

@@ -169,6 +169,10 @@ static const struct con_case {
          "{\"type\":\"object\",\"properties\":{\"a\":{\"const\":2},\"b\":{}},\"required\":[\"a\"],\"additionalProperties\":{\"const\":2}},"
          "{\"type\":\"object\",\"properties\":{\"a\":{\"const\":3},\"ab\":{}},\"required\":[\"a\"],\"additionalProperties\":{\"const\":3}}]}}",
      "[{\"a\":1,\"c\":1},{\"a\":2,\"c\":2},{\"a\":3,\"b\":3}]|[{\"a\":2,\"b\":1}]|[{\"a\":1,\"ab\":1}]", "[{\"a\":1,\"c\":2}]|[{\"a\":2,\"c\":1}]|[{\"a\":3,\"b\":1}]|[{\"a\":1,\"ab\":2}]"},
+    /* more elements must be found than other limits count */
+    {JS, "{\"type\":\"array\",\"items\":{\"type\":[\"integer\",\"null\"]},\"contains\":{\"type\":\"null\"},\"minContains\":3}", "[null,null,null]|[1,null,2,null,3,null,4,null]", "[]|[null,null]|[1,null,1,null,1]"},
+    {JS, "{\"type\":\"array\",\"items\":{\"type\":[\"integer\",\"null\"]},\"contains\":{\"type\":\"null\"},\"minContains\":2,\"maxContains\":3,\"minItems\":1}",
+     "[null,null]|[1,null,null,2,null,3]", "[null]|[null,null,null,null]|[1,null,1]"},
     /* draft 3: the schema of a property says whether it is required */
     {JS, "{\"type\":\"object\",\"properties\":{\"a\":{\"required\":true},\"b\":{\"required\":false}}}", "{\"a\":1}|{\"a\":1,\"b\":2}", "{}|{\"b\":2}"},
     /* minLength 1 beside a pattern that matches "" and one that does not */
