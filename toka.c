@@ -18287,7 +18287,8 @@ static void stop_free(stop_scanner *scanner) {
  *   state     of the grammar: a place inside a rule
  *   rule      a part of the grammar that edges can call: its first state, its last state
  *   edge      consumes one byte of a range (CON_BYTES); nothing (CON_EMPTY); or what a rule
- *             matches, `low` to `high` times (CON_CALL)
+ *             matches, `low` to `high` times (CON_CALL), or once with `low` to `high` characters
+ *             (CON_MEASURE, CON_CHAR)
  *   frame     a call that has not returned: its edge, the frame below it, and how often the rule
  *             still must and may match after it began. Equal frames exist once, so a stack is one
  *             integer. Frame CON_BOTTOM is the empty stack: a return from it ends the text
@@ -18306,7 +18307,9 @@ static void stop_free(stop_scanner *scanner) {
  * other begins with it; and ignored text begins only where a lexeme may begin, too. llguidance
  * reads Lark in the same way. If several lexemes end at the same byte, all of them count.
  *
- * A counted repetition is a number in a frame, not a copy of its rule. A call whose next state is
+ * A counted repetition is a number in a frame, not a copy of its rule. So is the length of a text
+ * that a rule matches: a CON_CHAR edge counts a character in the highest frame, and is there only
+ * if some continuation has a length that the frame allows. A call whose next state is
  * the end of its own rule needs no frame (tail call), so a list by right recursion needs no stack.
  *
  * MASKS. The vocabulary is sorted by bytes. A mask is one walk over it: tokens that share their
@@ -18334,7 +18337,8 @@ static void stop_free(stop_scanner *scanner) {
  * A machine is changed by reading: one thread at a time. Whole masks outlive it (con_bits.refs).
  * =========================================================================== */
 
-enum con_kind { CON_NOTHING, CON_EMPTY, CON_BYTES, CON_CALL, CON_TEXT_BEGIN, CON_TEXT_END };
+enum con_kind { CON_NOTHING, CON_EMPTY, CON_BYTES, CON_CALL, CON_MEASURE, CON_CHAR, CON_TEXT_BEGIN,
+                CON_TEXT_END };
 enum {
     CON_FOREVER = INT_MAX,      /* con_edge.high: no upper limit */
     CON_MAX_EDGES = 1 << 20,    /* of a grammar */
@@ -18365,10 +18369,13 @@ enum con_lexeme {
 
 typedef struct con_edge {
     uint8_t kind;      /* enum con_kind */
+    uint16_t limit;    /* CON_MEASURE: the largest finite limit of a CON_CHAR edge of the rule */
     int from, to;      /* states */
     int next;          /* the next edge of `from`; -1: none */
-    int low, high;     /* CON_BYTES: first and last byte; CON_CALL: fewest and most matches */
-    int rule;          /* CON_CALL */
+    int low, high;     /* CON_BYTES: first and last byte; CON_CALL: fewest and most matches;
+                          CON_MEASURE: fewest and most characters that the rule matches, CON_CHAR:
+                          that may follow before it ends, the one that begins included */
+    int rule;          /* CON_CALL, CON_MEASURE; CON_CHAR: 1: a character begins, 0: it goes on */
 } con_edge;
 
 typedef struct con_state {
@@ -18397,7 +18404,8 @@ typedef struct con_grammar {
 
 typedef struct con_frame {
     int edge, below;  /* the call; the frame below */
-    int need, left;   /* matches that must and may come, the current one included */
+    int need, left;   /* matches that must and may come, the current one included; of a
+                         CON_MEASURE edge: characters */
     int depth;
     bool counts;      /* it or a frame below has a counter above 1 */
     int chain;        /* next frame with the same hash; -1: none */
@@ -18707,14 +18715,31 @@ static void con_enter(con_machine *machine, int edge_index, int below, int need,
               is_tail ? below : con_frame_of(machine, edge_index, below, need, left));
 }
 
+static bool con_measures(const con_machine *machine, int frame) {
+    return frame > CON_LOCAL &&
+           machine->grammar->edges[machine->frames[frame].edge].kind == CON_MEASURE;
+}
+
 /* The rule that was called by this frame has ended. */
 static void con_return(con_machine *machine, int frame_index) {
     const con_frame frame = machine->frames[frame_index];
     if (frame_index == CON_BOTTOM) machine->accepts |= CON_ACCEPTS;
     else if (frame_index == CON_LOCAL) machine->accepts |= CON_ESCAPES;
-    else
+    else if (con_measures(machine, frame_index)) {
+        if (!frame.need) con_visit(machine, machine->grammar->edges[frame.edge].to, frame.below);
+    } else
         con_enter(machine, frame.edge, frame.below, MAX(frame.need - 1, 0),
                   frame.left == CON_FOREVER ? CON_FOREVER : frame.left - 1);
+}
+
+/* Follows a CON_CHAR edge. */
+static void con_count_char(con_machine *machine, const con_edge *edge, int frame_index) {
+    const con_frame frame = machine->frames[frame_index];
+    if (edge->low > frame.left || edge->high < frame.need) return;
+    if (edge->rule)
+        frame_index = con_frame_of(machine, frame.edge, frame.below, MAX(frame.need - 1, 0),
+                                   frame.left == CON_FOREVER ? CON_FOREVER : frame.left - 1);
+    con_visit(machine, edge->to, frame_index);
 }
 
 /* Follows all edges that consume nothing. */
@@ -18728,6 +18753,10 @@ static void con_close(con_machine *machine) {
             if (edge->kind == CON_EMPTY) con_visit(machine, edge->to, item.frame);
             if (edge->kind == CON_CALL)
                 con_enter(machine, k, item.frame, edge->low, edge->high);
+            if (edge->kind == CON_MEASURE)
+                con_visit(machine, machine->grammar->rules[edge->rule].start,
+                          con_frame_of(machine, k, item.frame, edge->low, edge->high));
+            if (edge->kind == CON_CHAR) con_count_char(machine, edge, item.frame);
         }
     }
 }
@@ -18994,7 +19023,7 @@ COLD static void con_find_productive(const con_grammar *grammar, bool bytes, boo
         const con_edge *edge = &grammar->edges[i];
         next_to[i] = by_to[edge->to];
         by_to[edge->to] = i;
-        if (edge->kind != CON_CALL) continue;
+        if (edge->kind != CON_CALL && edge->kind != CON_MEASURE) continue;
         next_start[i] = by_start[grammar->rules[edge->rule].start];
         by_start[grammar->rules[edge->rule].start] = i;
     }
@@ -19007,9 +19036,12 @@ COLD static void con_find_productive(const con_grammar *grammar, bool bytes, boo
                  i = pass ? next_start[i] : next_to[i]) {
                 const con_edge *edge = &grammar->edges[i];
                 const bool passes =
-                    edge->kind == CON_EMPTY || (edge->kind == CON_BYTES && bytes) ||
+                    edge->kind == CON_EMPTY || edge->kind == CON_CHAR ||
+                    (edge->kind == CON_BYTES && bytes) ||
                     (edge->kind == CON_CALL &&
-                     (!edge->low || reaches[grammar->rules[edge->rule].start]));
+                     (!edge->low || reaches[grammar->rules[edge->rule].start])) ||
+                    (edge->kind == CON_MEASURE && (bytes || !edge->low) &&
+                     reaches[grammar->rules[edge->rule].start]);
                 if (!passes || !reaches[edge->to] || reaches[edge->from]) continue;
                 reaches[edge->from] = true;
                 todo[n_todo++] = edge->from;
@@ -19541,7 +19573,8 @@ static con_bits *con_walk_parts(con_machine *machine, const con_vocab *vocab, in
 }
 
 /* Returns the frame with all counters cut to `far`, and with `old` replaced by `new`. It goes up
- * from the bottom, so it needs no recursion. */
+ * from the bottom, so it needs no recursion. A length stays above what CON_CHAR edges compare it
+ * with. */
 static int con_frame_change(con_machine *machine, int frame, int old, int new, int far) {
     int stack[CON_MAX_DEPTH + 2], n = 0;
     for (; frame > CON_LOCAL && frame != old; frame = machine->frames[frame].below)
@@ -19549,8 +19582,9 @@ static int con_frame_change(con_machine *machine, int frame, int old, int new, i
     if (frame == old) frame = new;
     while (n) {
         const con_frame above = machine->frames[stack[--n]];
-        frame = con_frame_of(machine, above.edge, frame, MIN(above.need, far),
-                             above.left == CON_FOREVER ? above.left : MIN(above.left, far));
+        const int most = far + machine->grammar->edges[above.edge].limit;
+        frame = con_frame_of(machine, above.edge, frame, MIN(above.need, most),
+                             above.left == CON_FOREVER ? above.left : MIN(above.left, most));
     }
     return frame;
 }
@@ -19576,7 +19610,8 @@ static int con_common_frame(const con_machine *machine, const con_node *node) {
         for (int frame = node->items[i].frame; frame != common;)
             if (frames[frame].depth > frames[common].depth) frame = frames[frame].below;
             else common = frames[common].below;
-    while (common != CON_BOTTOM && frames[common].left > 1) common = frames[common].below;
+    while (common != CON_BOTTOM && (frames[common].left > 1 || con_measures(machine, common)))
+        common = frames[common].below;
     return common;
 }
 
@@ -21782,19 +21817,142 @@ COLD static bool con_is_disjoint(con_schema *schema, const json *a, const json *
            con_property_differs(schema, &y, &x, depth + 1);
 }
 
+/* ---- Lengths of strings ---- */
+
+typedef struct con_length { /* of a state of a string's automaton */
+    int place;     /* 0: between two characters. Inside one, 1 to 3: so many bytes of UTF-8 are
+                      missing; CON_ESCAPE: after a backslash; from CON_HEX on: after its u and 0
+                      to 3 digits */
+    bool ends;     /* the string may end here */
+    int low, high; /* fewest and most characters that follow if it does not; CON_FOREVER and -1:
+                      none does */
+} con_length;
+
+enum { CON_ESCAPE = 4, CON_HEX = 5 };
+
+COLD static int con_next_place(int place, int byte) {
+    if (place == CON_ESCAPE) return byte == 'u' ? CON_HEX : 0;
+    if (place >= CON_HEX) return place < CON_HEX + 3 ? place + 1 : 0;
+    if (place) return place - 1;
+    return byte == '\\' ? CON_ESCAPE : byte < 0x80 ? 0 : byte < 0xE0 ? 1 : byte < 0xF0 ? 2 : 3;
+}
+
+/* Sets place and ends of the n states of an automaton. Each is reached from one before it. */
+COLD static void con_find_places(const con_grammar *grammar, int start, int n,
+                                 con_length *lengths) {
+    for (int i = 0; i < n; i++)
+        for (int k = grammar->states[start + i].first; k >= 0; k = grammar->edges[k].next) {
+            const con_edge *edge = &grammar->edges[k];
+            if (edge->kind != CON_BYTES) lengths[i].ends = true;
+            else lengths[edge->to - start].place = con_next_place(lengths[i].place, edge->low);
+        }
+}
+
+/* Sets low, then high, of all states: from those of the states after them, until nothing changes.
+ * A state from which a loop can be reached keeps CON_FOREVER as its `high`. */
+COLD static void con_find_lengths(con_grammar *grammar, int start, int n, con_length *lengths) {
+    for (int i = 0; i < n; i++) lengths[i].low = lengths[i].high = CON_FOREVER;
+    for (int pass = 0; pass < 2; pass++)
+        for (bool changed = true; changed && con_work(grammar, 16 * (size_t)n);) {
+            changed = false;
+            for (int i = n - 1; i >= 0; i--) {
+                int found = pass ? -1 : CON_FOREVER;
+                for (int k = grammar->states[start + i].first; k >= 0; k = grammar->edges[k].next) {
+                    const con_edge *edge = &grammar->edges[k];
+                    if (edge->kind != CON_BYTES) continue;
+                    const con_length *to = &lengths[edge->to - start];
+                    const int least = to->ends ? 0 : to->low;
+                    const int there = !pass ? least : MAX(to->high, to->ends ? 0 : -1);
+                    const int sum = there == CON_FOREVER ? there : there + !lengths[i].place;
+                    if (pass && least != CON_FOREVER) found = MAX(found, sum);
+                    if (!pass) found = MIN(found, sum);
+                }
+                int *const value = pass ? &lengths[i].high : &lengths[i].low;
+                changed |= *value != found;
+                *value = found;
+            }
+        }
+}
+
+/* Puts a CON_CHAR edge before the bytes of each state. Returns the largest limit in them. */
+COLD static int con_add_lengths(con_grammar *grammar, int start, int n, const con_length *lengths) {
+    int largest = 0;
+    for (int i = 0; i < n && !grammar->e->code; i++) {
+        const int state = start + i, inside = con_state_new(grammar);
+        const con_length *length = &lengths[i];
+        int next, *end = &grammar->states[inside].first, others = -1;
+        for (int k = grammar->states[state].first; k >= 0; k = next) {
+            con_edge *edge = &grammar->edges[k];
+            next = edge->next;
+            edge->next = -1;
+            if (edge->kind != CON_BYTES) {
+                others = k;
+                continue;
+            }
+            edge->from = inside;
+            *end = k;
+            end = &edge->next;
+        }
+        grammar->states[inside].has_bytes = grammar->states[state].has_bytes;
+        grammar->states[state].has_bytes = false;
+        grammar->states[state].first = others;
+        if (length->low == CON_FOREVER) continue;
+        con_edge_add(grammar, (con_edge){.kind = CON_CHAR, .from = state, .to = inside,
+                                         .low = length->low, .high = length->high,
+                                         .rule = !length->place});
+        largest = MAX(largest, length->low);
+        if (length->high != CON_FOREVER) largest = MAX(largest, length->high);
+    }
+    return largest;
+}
+
+/* Returns a rule for the texts of a rule that have low to high characters; one of the limits is
+ * none. The rule was made by con_product_of just before. */
+COLD static int con_measured(con_grammar *grammar, int rule, int low, int high) {
+    const int start = grammar->rules[rule].start, n = grammar->n_states - start;
+    con_length *const lengths = mem_zalloc((size_t)n * sizeof *lengths);
+    con_find_places(grammar, start, n, lengths);
+    con_find_lengths(grammar, start, n, lengths);
+    const int least = lengths->ends ? 0 : lengths->low, most = MAX(lengths->high, 0);
+    if (least > high || most < low) rule = con_rule_new(grammar); /* there is none */
+    else if (least < low || most > high) {
+        const int largest = con_add_lengths(grammar, start, n, lengths);
+        const con_rule out = {con_state_new(grammar), con_state_new(grammar)};
+        con_edge_add(grammar, (con_edge){.kind = CON_MEASURE, .from = out.start, .to = out.end,
+                                         .rule = rule, .low = low, .high = high,
+                                         .limit = (uint16_t)largest});
+        rule = con_rule_of(grammar, out.start, out.end);
+    }
+    free(lengths);
+    return rule;
+}
+
 /* ---- Strings ---- */
+
+/* Adds its place to an error of something that was made for a part of the schema. */
+COLD static void con_place_error(con_schema *schema, const json *where) {
+    toka_err why = *schema->grammar->e;
+    if (why.code != TOKA_E_USE) return;
+    schema->grammar->e->code = 0;
+    con_schema_fail(schema, where, why.msg);
+}
+
+/* As con_product_of, for a part of the schema. */
+COLD static int con_schema_product(con_schema *schema, const json *where, const int *rules, int n,
+                                   unsigned negated) {
+    if (schema->grammar->e->code) return 0;
+    const int rule = con_product_of(schema->grammar, rules, n, negated);
+    con_place_error(schema, where);
+    return rule;
+}
 
 /* Returns the rule of a pattern. */
 COLD static int con_pattern_rule(con_schema *schema, const json *where, str text) {
     for (int i = 0; i < schema->n_patterns; i++)
         if (str_eq(schema->patterns[i].text, text)) return schema->patterns[i].rule;
-    toka_err *const e = schema->grammar->e;
+    if (schema->grammar->e->code) return 0;
     const int rule = con_regex(schema->grammar, "pattern", text, true);
-    if (e->code == TOKA_E_USE) { /* again, with its place */
-        toka_err why = *e;
-        e->code = 0;
-        con_schema_fail(schema, where, why.msg);
-    }
+    con_place_error(schema, where);
     schema->patterns = con_grow(schema->patterns, schema->n_patterns, &schema->cap_patterns,
                                 sizeof *schema->patterns);
     schema->patterns[schema->n_patterns++] = (con_pattern){text, rule};
@@ -21846,26 +22004,35 @@ COLD static int con_string_rules(con_schema *schema, const con_all *all, int *ru
     return n;
 }
 
+/* Returns a rule for low to high characters. */
+COLD static int con_chars_rule(con_grammar *grammar, int char_rule, int low, int high) {
+    const con_rule out = {con_state_new(grammar), con_state_new(grammar)};
+    con_call(grammar, out.start, out.end, char_rule, low, high);
+    return con_rule_of(grammar, out.start, out.end);
+}
+
 /* Returns a rule for strings of low to high characters that match all rules but the negated
  * ones. */
-COLD static int con_make_string(con_schema *schema, int *rules, int n, unsigned negated, int low,
-                                int high) {
+COLD static int con_make_string(con_schema *schema, const json *where, int *rules, int n,
+                                unsigned negated, int low, int high) {
     con_grammar *grammar = schema->grammar;
     if (low > high) return con_rule_new(grammar);
     for (int i = 0; i < n && low == 1; i++) /* what does not match "" has a character */
         low = negated >> i & 1 || con_matches(grammar, rules[i], STR(""));
-    if (low || high != CON_FOREVER) {
-        const con_rule length = {con_state_new(grammar), con_state_new(grammar)};
-        con_rule one = {con_state_new(grammar), con_state_new(grammar)};
+    bool limited = low || high != CON_FOREVER;
+    if (!n) return limited ? con_chars_rule(grammar, schema->char_rule, low, high)
+                           : schema->string_rule;
+    if (low && high != CON_FOREVER) { /* con_measured takes one limit */
+        const con_rule one = {con_state_new(grammar), con_state_new(grammar)};
         con_char_range(grammar, one.start, one.end, 0, 0x10FFFF, true);
-        const int rule = n ? con_rule_of(grammar, one.start, one.end) : schema->char_rule;
-        con_call(grammar, length.start, length.end, rule, low, high);
-        rules[n++] = con_rule_of(grammar, length.start, length.end);
+        rules[n++] = con_chars_rule(grammar, con_rule_of(grammar, one.start, one.end), low,
+                                    CON_FOREVER);
+        low = 0;
     }
     if (negated && negated + 1 == 1u << n) rules[n++] = schema->name_rule; /* all of them */
-    return !n                   ? schema->string_rule
-           : n == 1 && !negated ? rules[0]
-                                : con_product_of(grammar, rules, n, negated);
+    if (n == 1 && !negated && !limited) return rules[0];
+    const int rule = con_schema_product(schema, where, rules, n, negated);
+    return limited && !grammar->e->code ? con_measured(grammar, rule, low, high) : rule;
 }
 
 /* Returns where the rule of con_make_string with these arguments is kept: -1 there is none yet. Its
@@ -21886,18 +22053,26 @@ COLD static int *con_kept_string(con_schema *schema, const int *rules, int n, un
     return &schema->strings[schema->n_strings++].rule;
 }
 
-/* Returns a rule for the inside of the strings that a list allows. */
-COLD static int con_string_rule(con_schema *schema, const con_all *all) {
+/* Returns a rule for the inside of the strings that a list allows, and `more`, if it is no -1. */
+COLD static int con_string_and(con_schema *schema, const con_all *all, int more) {
     int rules[CON_MAX_FACTORS], low = 0, high = CON_FOREVER;
+    const json *where = NULL;
     unsigned negated = 0;
     for (int i = 0; i < all->n; i++) {
-        low = MAX(low, con_limit(all->part[i].schema, "minLength", 0));
-        high = MIN(high, con_limit(all->part[i].schema, "maxLength", CON_FOREVER));
+        const json *part = all->part[i].schema, *pattern = json_get(part, "pattern");
+        low = MAX(low, con_limit(part, "minLength", 0));
+        high = MIN(high, con_limit(part, "maxLength", CON_FOREVER));
+        if (!where || pattern) where = pattern ? pattern : json_get(part, "format");
     }
-    const int n = con_string_rules(schema, all, rules, &negated);
+    int n = con_string_rules(schema, all, rules, &negated);
+    if (more >= 0) rules[n++] = more;
     int *const kept = con_kept_string(schema, rules, n, negated, low, high);
-    if (*kept < 0) *kept = con_make_string(schema, rules, n, negated, low, high);
+    if (*kept < 0) *kept = con_make_string(schema, where ? where : schema->root, rules, n, negated,
+                                           low, high);
     return *kept;
+}
+COLD static int con_string_rule(con_schema *schema, const con_all *all) {
+    return con_string_and(schema, all, -1);
 }
 
 /* ---- Styles ---- */
@@ -21962,9 +22137,8 @@ COLD static void con_raw_string(con_schema *schema, const con_all *all, int from
     if (low > high) return;
     int after = con_state_new(grammar);
     if (con_string_rules(schema, all, rules, &negated)) {
-        rules[0] = con_string_rule(schema, all);
-        rules[1] = con_regex(grammar, "string", STR("[^\"\\\\\\x00-\\x1F<]*"), false);
-        con_call(grammar, from, after, con_product_of(grammar, rules, 2, 0), 1, 1);
+        const int raw = con_regex(grammar, "string", STR("[^\"\\\\\\x00-\\x1F<]*"), false);
+        con_call(grammar, from, after, con_string_and(schema, all, raw), 1, 1);
         con_empty(grammar, con_end_value(schema, after), to);
         return;
     }
@@ -22209,7 +22383,7 @@ COLD static int con_number_rule(con_schema *schema, const con_all *all, bool int
     int rules[2], n = 0;
     if (limits.low || limits.high) rules[n++] = con_range_rule(schema, &limits, integers);
     if (limits.multiple) rules[n++] = con_multiple_rule(schema, limits.multiple, integers);
-    return n == 2 ? con_product_of(schema->grammar, rules, 2, 0)
+    return n == 2 ? con_schema_product(schema, limits.multiple, rules, 2, 0)
            : n    ? rules[0]
            : integers ? schema->integer_rule : schema->number_rule;
 }
@@ -22359,6 +22533,7 @@ typedef struct con_object { /* while an object is made */
     int n_patterns;
     int names_rule;     /* of propertyNames; -1: none */
     int low, high;      /* properties */
+    const json *limit;  /* the keyword of `high`, or else of `low`; NULL: none */
 } con_object;
 
 /* Adds to `value` what the list says of a property: its own schema and those of the patterns that
@@ -22505,7 +22680,9 @@ COLD static int con_others_rule(con_schema *schema, const con_object *object) {
         int name_rule = schema->string_rule;
         if (n_rules > 1) {
             int *const kept = con_kept_string(schema, rules, n_rules, negated, -1, -1);
-            if (*kept < 0) *kept = con_product_of(grammar, rules, n_rules, negated);
+            if (*kept < 0)
+                *kept = con_schema_product(schema, object->all->part[0].schema, rules, n_rules,
+                                           negated);
             name_rule = *kept;
         }
         con_call(grammar, grammar->rules[out].start, grammar->rules[out].end,
@@ -22519,7 +22696,7 @@ COLD static void con_add_name(con_schema *schema, con_object *object, int *cap, 
     for (int i = 0; i < object->n_names; i++)
         if (str_eq(object->names[i], name)) return;
     if (object->n_names == 8192)
-        con_fail(schema->grammar, "JSON schema: more than 8192 properties of an object");
+        con_schema_fail(schema, object->all->part[0].schema, "an object with over 8192 properties");
     else {
         object->names = con_grow(object->names, object->n_names, cap, sizeof *object->names);
         object->names[object->n_names++] = name;
@@ -22616,8 +22793,13 @@ COLD static void con_object_read(con_schema *schema, con_object *object) {
     for (int i = 0; i < object->all->n; i++) {
         const json *part = object->all->part[i].schema,
                    *patterns = json_get(part, "patternProperties");
-        object->low = MAX(object->low, con_limit(part, "minProperties", 0));
-        object->high = MIN(object->high, con_limit(part, "maxProperties", CON_FOREVER));
+        const int low = con_limit(part, "minProperties", 0),
+                  high = con_limit(part, "maxProperties", CON_FOREVER);
+        if (high < object->high) object->limit = json_get(part, "maxProperties");
+        else if (low > object->low && object->high == CON_FOREVER)
+            object->limit = json_get(part, "minProperties");
+        object->low = MAX(object->low, low);
+        object->high = MIN(object->high, high);
         if (!json_is(patterns, JSON_OBJECT)) continue;
         JSON_MEMBERS(key, patterns) {
             if (object->n_patterns == CON_MAX_PATTERNS) {
@@ -22647,7 +22829,8 @@ COLD static void con_make_object(con_schema *schema, const con_all *all, int fro
     for (int i = 0; i < n; i++)
         if (con_requires(all, object.names[i])) last_required = i;
     if ((int64_t)(n + 1) * (cap + 1) * 2 > CON_MAX_GRID)
-        con_fail(grammar, "JSON schema: minProperties or maxProperties is too large");
+        con_schema_fail(schema, object.limit ? object.limit : all->part[0].schema,
+                        "it is too large for an object with so many properties");
     if (grammar->e->code) {
         free(object.names);
         return;

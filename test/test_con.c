@@ -18,6 +18,8 @@ enum { JS = TOKA_GRAMMAR_JSON_SCHEMA, JO = TOKA_GRAMMAR_JSON_OBJECT, CH = TOKA_G
        ST = TOKA_GRAMMAR_STRUCTURE };
 
 /* yes and no: texts with | between them */
+#define CON_A50 "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
+#define CON_A100 CON_A50 CON_A50
 static const struct con_case {
     int kind;
     const char *grammar, *yes, *no;
@@ -169,6 +171,17 @@ static const struct con_case {
          "{\"type\":\"object\",\"properties\":{\"a\":{\"const\":2},\"b\":{}},\"required\":[\"a\"],\"additionalProperties\":{\"const\":2}},"
          "{\"type\":\"object\",\"properties\":{\"a\":{\"const\":3},\"ab\":{}},\"required\":[\"a\"],\"additionalProperties\":{\"const\":3}}]}}",
      "[{\"a\":1,\"c\":1},{\"a\":2,\"c\":2},{\"a\":3,\"b\":3}]|[{\"a\":2,\"b\":1}]|[{\"a\":1,\"ab\":1}]", "[{\"a\":1,\"c\":2}]|[{\"a\":2,\"c\":1}]|[{\"a\":3,\"b\":1}]|[{\"a\":1,\"ab\":2}]"},
+    /* lengths beside a pattern or a format, far more characters than the automaton has states */
+    {JS, "{\"type\":\"string\",\"format\":\"email\",\"maxLength\":320}", "\"a@b.c\"|\"" CON_A100 CON_A100 CON_A100 "xx@bcdefghijklmnop.r\"",
+     "\"\"|\"a@b\"|\"a@b.\"|\"" CON_A100 CON_A100 CON_A100 "xxx@bcdefghijklmnop.r\"|\"" CON_A100 CON_A100 CON_A100 CON_A100 "@b.c\""},
+    {JS, "{\"type\":\"string\",\"format\":\"uri\",\"minLength\":1,\"maxLength\":2083}", "\"https://x.org/?a=%20#b\"|\"h:" CON_A100 CON_A100 CON_A100 CON_A100 CON_A100 CON_A100 "\"", "\"\"|\"http\"|\"h:\""},
+    {JS, "{\"type\":\"string\",\"format\":\"uuid\",\"maxLength\":255}", "\"0123abcd-0123-0123-0123-0123456789ab\"", "\"0123abcd-0123-0123-0123-0123456789a\""},
+    {JS, "{\"type\":\"string\",\"format\":\"uuid\",\"minLength\":30,\"maxLength\":36}", "\"0123abcd-0123-0123-0123-0123456789ab\"", "\"\""},
+    {JS, "{\"type\":\"string\",\"pattern\":\"^(\xC3\xA9|\\n|\\\\x01){2,}$\",\"maxLength\":3}", "\"\xC3\xA9\xC3\xA9\"|\"\xC3\xA9\\n\\u0001\"|\"\\n\\n\\n\"", "\"\"|\"\xC3\xA9\"|\"\xC3\xA9\xC3\xA9\xC3\xA9\xC3\xA9\"|\"\\n\\n\\n\\n\""},
+    /* an end that must come, and one that comes only if there is room for it */
+    {JS, "{\"type\":\"string\",\"pattern\":\"^a*(bcd)*$\",\"minLength\":5}", "\"aaaaa\"|\"aabcd\"|\"bcdbcd\"|\"" CON_A100 "\"|\"bcdbcdbcdbcd\"", "\"abcd\"|\"aaaa\"|\"bcdb\"|\"bcdbc\""},
+    {JS, "{\"type\":\"string\",\"pattern\":\"^a*(bcd)*$\",\"minLength\":4,\"maxLength\":6}", "\"aaaa\"|\"abcd\"|\"bcdbcd\"", "\"bcd\"|\"abcdbcd\"|\"aaabcda\""},
+    {JS, "{\"type\":\"object\",\"propertyNames\":{\"pattern\":\"^[a-z]+$\",\"maxLength\":3},\"additionalProperties\":{\"type\":\"integer\"}}", "{}|{\"abc\":1}", "{\"abcd\":1}|{\"\":1}|{\"A\":1}"},
     /* more elements must be found than other limits count */
     {JS, "{\"type\":\"array\",\"items\":{\"type\":[\"integer\",\"null\"]},\"contains\":{\"type\":\"null\"},\"minContains\":3}", "[null,null,null]|[1,null,2,null,3,null,4,null]", "[]|[null,null]|[1,null,1,null,1]"},
     {JS, "{\"type\":\"array\",\"items\":{\"type\":[\"integer\",\"null\"]},\"contains\":{\"type\":\"null\"},\"minContains\":2,\"maxContains\":3,\"minItems\":1}",
@@ -290,8 +303,10 @@ static void test_con_errors(void) {
         {JS, "{\"type\":\"string\",\"pattern\":\"(?!a)\"}", "/pattern: pattern: this kind of group"}, {JS, "{\"minLength\":-1}", "/minLength: expected a whole number"},
         {JS, "{\"type\":\"string\",\"minLength\":3,\"maxLength\":2}", "there is no text"}, {JS, "{\"enum\":3}", "/enum: expected a list"}, {JS, "3", "JSON schema: expected a schema"},
         {JS, "{\"multipleOf\":0}", "/multipleOf: expected a number above 0"}, {JS, "{\"type\":\"integer\",\"multipleOf\":1000003}", "too many digits"},
-        {JS, "{\"type\":\"string\",\"pattern\":\"(a|b)*a(a|b){20}\",\"minLength\":2}", "need too many states"},
-        {JS, "{\"type\":\"object\",\"minProperties\":1000000}", "minProperties or maxProperties is too large"}, {JS, "{", "JSON"}, {9, "", "unknown kind"},
+        {JS, "{\"type\":\"string\",\"pattern\":\"(a|b)*a(a|b){20}\",\"minLength\":2}", "JSON schema: /pattern: patterns and lengths that must hold together need too many states"},
+        {JS, "{\"properties\":{\"a\":{\"properties\":{\"b\":{\"pattern\":\"(a|b)*a(a|b){20}\",\"maxLength\":90}}}}}", "JSON schema: /properties/a/properties/b/pattern: patterns"},
+        {JS, "{\"patternProperties\":{\"(a|b)*a(a|b){20}\":{}},\"properties\":{\"x\":{}}}", "patterns and lengths"},
+        {JS, "{\"type\":\"object\",\"minProperties\":1000000}", "JSON schema: /minProperties: it is too large for an object with so many properties"}, {JS, "{", "JSON"}, {9, "", "unknown kind"},
     };
     toka_err e;
     for (int i = 0; i < COUNT(cases); i++) {
@@ -385,7 +400,8 @@ static const char *const con_walks[] = {
     "\"tags\":{\"type\":\"array\",\"items\":{\"enum\":[\"a\",\"bb\"]},\"maxItems\":3}},\"required\":[\"name\",\"age\"]}",
     "{\"type\":\"object\",\"additionalProperties\":{\"type\":\"string\",\"minLength\":3,\"maxLength\":400}}",
     "{\"type\":\"array\",\"items\":{\"$ref\":\"#\"},\"maxItems\":2}",
-    "{\"type\":\"string\",\"pattern\":\"^(ab?)+ [a-z]{2,30}$\"}", "true"};
+    "{\"type\":\"string\",\"pattern\":\"^(ab?)+ [a-z]{2,30}$\"}", "true",
+    "{\"type\":\"string\",\"format\":\"email\",\"maxLength\":26}", "{\"type\":\"string\",\"pattern\":\"^([a-z]{7}|\\n)*(!!)?$\",\"minLength\":3,\"maxLength\":300}"};
 
 /* Opens the tokenizer of the embedded model; *vocab is its vocabulary. */
 static toka *con_open_text(con_vocab **vocab) {

@@ -96,6 +96,38 @@ def test_random_patterns_equal_search(driver):
     assert accepted > 2000
 
 
+def test_lengths_beside_a_pattern(driver):
+    """Every text of a and b up to 7 characters is decided by re and its length; each is refused at the first byte with which no valid text
+    begins."""
+    rnd = random.Random(5)
+    every = ["".join("ab"[n >> i & 1] for i in range(length)) for length in range(8) for n in range(1 << length)]
+
+    def expression(depth):
+        kind = rnd.random()
+        if depth == 3 or kind < 0.3:
+            return rnd.choice(["a", "b", "ab", "ba"])
+        if kind < 0.7:
+            return "".join(expression(depth + 1) for _ in range(rnd.randint(1, 3)))
+        return "(" + "|".join(expression(depth + 1) for _ in range(rnd.randint(1, 3))) + ")" + rnd.choice(["*", "+", "?", "{2}", "{1,3}"])
+    lines, wanted = [], []
+    for _ in range(250):
+        schema = {"type": "string", "pattern": f"^({expression(0)})$", "maxLength": rnd.randint(0, 7)}
+        if rnd.random() < 0.6:
+            schema["minLength"] = rnd.randint(0, 5)
+        if rnd.random() < 0.2:
+            schema["not"] = {"pattern": f"^({expression(1)})$"}
+        valid = {json.dumps(t) for t in every if schema.get("minLength", 0) <= len(t) <= schema["maxLength"] and re.search(schema["pattern"], t)
+                 and not ("not" in schema and re.search(schema["not"]["pattern"], t))}
+        begins = {t[:i] for t in valid for i in range(len(t) + 1)}
+        texts = [json.dumps(t) for t in every]
+        lines.append({"kind": SCHEMA, "grammar": json.dumps(schema), "texts": texts})
+        wanted.append(valid and [-1 if t in valid else next(i for i in range(len(t)) if t[:i + 1] not in begins) for t in texts])
+    answers = ask(driver, lines)
+    assert sum(bool(want) for want in wanted) > 120
+    for line, want, got in zip(lines, wanted, answers):
+        assert "no text" in got["error"] if not want else got.get("accepted") == want, (line["grammar"], got)
+
+
 # ---- Grammars ----
 
 def language(rules, longest):
