@@ -20944,7 +20944,9 @@ COLD static void con_grammar_text(con_grammar *grammar, str text) {
  *     whitespace_pattern: what this expression matches
  *   - the properties in the order of `properties`, then required names that are not listed, then
  *     others, if they are allowed. Additional properties are allowed unless the schema forbids them
- *     (no_additional: unless it allows them). A name may occur twice among the others
+ *     (no_additional: unless it allows them). A name may occur twice among the others, so all of
+ *     them count as one for minProperties. If it is above 1, names are listed after those, each
+ *     once, where propertyNames or a pattern allows only a small number of them
  *   - integers without fraction and exponent; numbers with a limit or multipleOf without exponent,
  *     others with at most two digits in it, because one like 1E999 is not finite
  *   - a string with `pattern` or a known `format`, names of properties, const and enum: characters
@@ -22533,6 +22535,7 @@ typedef struct con_object { /* while an object is made */
     int n_patterns;
     int names_rule;     /* of propertyNames; -1: none */
     int low, high;      /* properties */
+    const json *least;  /* the keyword of `low`; NULL: none */
     const json *limit;  /* the keyword of `high`, or else of `low`; NULL: none */
 } con_object;
 
@@ -22777,19 +22780,52 @@ COLD static int con_names_rule(con_schema *schema, const con_all *all) {
     return con_texts_rule(schema->grammar, &texts);
 }
 
+/* Adds all names that a rule matches, if they are not too many. */
+COLD static void con_list_names(con_schema *schema, con_object *object, int *cap, int rule) {
+    enum { MOST = 512 }; /* texts with which these names begin */
+    con_grammar *grammar = schema->grammar;
+    const int start = grammar->rules[con_schema_product(schema, object->least, &rule, 1, 0)].start,
+              n_states = grammar->n_states - start;
+    if (grammar->e->code) return;
+    con_length *const lengths = mem_zalloc((size_t)n_states * sizeof *lengths);
+    con_find_places(grammar, start, n_states, lengths);
+    con_find_lengths(grammar, start, n_states, lengths);
+    int states[MOST] = {0}, n = 1;
+    str texts[MOST] = {STR("\"")};
+    const bool finite = lengths->high != CON_FOREVER;
+    for (int i = 0; i < n && n < MOST && finite; i++)
+        for (int k = grammar->states[start + states[i]].first; k >= 0; k = grammar->edges[k].next) {
+            const con_edge *edge = &grammar->edges[k];
+            const int to = edge->to - start;
+            if (edge->kind != CON_BYTES || (!lengths[to].ends && lengths[to].low == CON_FOREVER))
+                continue;
+            for (int byte = edge->low; byte <= edge->high && n < MOST; byte++, n++) {
+                buf text = {0};
+                buf_str(&text, texts[i]);
+                buf_char(&text, (char)byte);
+                states[n] = to;
+                texts[n] = arena_str(&schema->memory, buf_view(&text));
+                buf_free(&text);
+            }
+        }
+    for (int i = 0; i < n && n < MOST; i++) {
+        buf text = {0};
+        toka_err e;
+        if (!lengths[states[i]].ends) continue;
+        buf_str(&text, texts[i]);
+        buf_c(&text, "\"");
+        const str copy = arena_str(&schema->memory, buf_view(&text));
+        con_add_name(schema, object, cap,
+                     json_str(json_parse(&schema->memory, copy, json_trusted, &e)));
+        buf_free(&text);
+    }
+    free(lengths);
+}
+
 /* Collects names, patterns and limits of the list. */
 COLD static void con_object_read(con_schema *schema, con_object *object) {
     int cap = 0;
     object->names_rule = con_names_rule(schema, object->all);
-    for (int pass = 0; pass < 2; pass++) /* listed names first */
-        for (int i = 0; i < object->all->n; i++) {
-            const json *part = object->all->part[i].schema,
-                       *names = json_get(part, pass ? "required" : "properties");
-            if (!pass && json_is(names, JSON_OBJECT))
-                JSON_MEMBERS(key, names) con_add_name(schema, object, &cap, json_str(key));
-            if (pass && json_is(names, JSON_ARRAY))
-                JSON_EACH(it, names) con_add_name(schema, object, &cap, json_str(it));
-        }
     for (int i = 0; i < object->all->n; i++) {
         const json *part = object->all->part[i].schema,
                    *patterns = json_get(part, "patternProperties");
@@ -22798,6 +22834,7 @@ COLD static void con_object_read(con_schema *schema, con_object *object) {
         if (high < object->high) object->limit = json_get(part, "maxProperties");
         else if (low > object->low && object->high == CON_FOREVER)
             object->limit = json_get(part, "minProperties");
+        if (low > object->low) object->least = json_get(part, "minProperties");
         object->low = MAX(object->low, low);
         object->high = MIN(object->high, high);
         if (!json_is(patterns, JSON_OBJECT)) continue;
@@ -22810,6 +22847,21 @@ COLD static void con_object_read(con_schema *schema, con_object *object) {
             object->patterns[object->n_patterns++] = key;
         }
     }
+    for (int pass = 0; pass < 2; pass++) /* listed names first */
+        for (int i = 0; i < object->all->n; i++) {
+            const json *part = object->all->part[i].schema,
+                       *names = json_get(part, pass ? "required" : "properties");
+            if (!pass && json_is(names, JSON_OBJECT))
+                JSON_MEMBERS(key, names) con_add_name(schema, object, &cap, json_str(key));
+            if (pass && json_is(names, JSON_ARRAY))
+                JSON_EACH(it, names) con_add_name(schema, object, &cap, json_str(it));
+        }
+    if (object->low < 2) return;
+    if (object->names_rule >= 0) con_list_names(schema, object, &cap, object->names_rule);
+    for (int i = 0; i < object->n_patterns; i++)
+        con_list_names(schema, object, &cap,
+                       con_pattern_rule(schema, object->patterns[i],
+                                        json_str(object->patterns[i])));
 }
 
 /* Adds what stands between two members. */
@@ -22847,6 +22899,10 @@ COLD static void con_make_object(con_schema *schema, const con_all *all, int fro
                            : styled ? con_rule_new(grammar)
                                     : con_others_rule(schema, &object);
         const bool optional = i < n && !con_requires(all, object.names[i]);
+        if (i == n && object.low > n + 1 && object.low <= object.high &&
+            grammar->states[grammar->rules[member].start].first >= 0)
+            con_schema_fail(schema, object.least, "supported only up to one above the number of "
+                            "listed names, as others may be repeated");
         for (int c = 0; c <= cap; c++) {
             const bool may_grow = c < object.high;
             if (last_required < i && c >= object.low)
@@ -22855,7 +22911,7 @@ COLD static void con_make_object(con_schema *schema, const con_all *all, int fro
             if (c && may_grow)
                 con_empty(grammar, con_comma(schema, CON_AT(i, c, 0), styled), CON_AT(i, c, 1));
             if (optional) con_empty(grammar, CON_AT(i, c, 1), CON_AT(i + 1, c, 1));
-            if (may_grow)
+            if (may_grow && (i < n || c + 1 >= object.low)) /* other names may be one */
                 con_empty(grammar, con_after_call(schema, CON_AT(i, c, 1), member),
                           CON_AT(MIN(i + 1, n), MIN(c + 1, cap), 0));
         }

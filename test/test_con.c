@@ -90,7 +90,7 @@ static const struct con_case {
     {JS, "{\"type\":\"object\",\"patternProperties\":{\"^x\":{\"type\":\"integer\"},\"y$\":{\"maximum\":5}},\"additionalProperties\":false}",
      "{\"x\":9}|{\"xy\":5}|{\"ay\":\"s\"}", "{\"xy\":6}|{\"xy\":\"s\"}|{\"x\":\"s\"}|{\"a\":1}"},
     {JS, "{\"type\":\"object\",\"minProperties\":2,\"maxProperties\":3,\"properties\":{\"a\":{},\"b\":{}}}",
-     "{\"a\":1,\"b\":2}|{\"b\":1,\"x\":1}|{\"x\":1,\"y\":2,\"z\":3}", "{}|{\"a\":1}|{\"a\":1,\"b\":1,\"c\":1,\"d\":1}"},
+     "{\"a\":1,\"b\":2}|{\"b\":1,\"x\":1}|{\"b\":1,\"x\":1,\"x\":2}", "{}|{\"a\":1}|{\"x\":1,\"x\":2}|{\"a\":1,\"b\":1,\"c\":1,\"d\":1}"},
     {JS, "{\"type\":\"array\",\"items\":{\"type\":\"boolean\"},\"minItems\":1,\"maxItems\":3}", "[true]|[true, false,true]", "[]|[1]|[true,true,true,true]"},
     {JS, "{\"type\":\"array\",\"prefixItems\":[{\"type\":\"null\"},{\"type\":\"string\"}],\"items\":{\"type\":\"integer\"},\"minItems\":1}",
      "[null]|[null,\"\"]|[null,\"\",1,2]", "[]|[1]|[null,1]|[null,\"\",\"\"]"},
@@ -182,6 +182,11 @@ static const struct con_case {
     {JS, "{\"type\":\"string\",\"pattern\":\"^a*(bcd)*$\",\"minLength\":5}", "\"aaaaa\"|\"aabcd\"|\"bcdbcd\"|\"" CON_A100 "\"|\"bcdbcdbcdbcd\"", "\"abcd\"|\"aaaa\"|\"bcdb\"|\"bcdbc\""},
     {JS, "{\"type\":\"string\",\"pattern\":\"^a*(bcd)*$\",\"minLength\":4,\"maxLength\":6}", "\"aaaa\"|\"abcd\"|\"bcdbcd\"", "\"bcd\"|\"abcdbcd\"|\"aaabcda\""},
     {JS, "{\"type\":\"object\",\"propertyNames\":{\"pattern\":\"^[a-z]+$\",\"maxLength\":3},\"additionalProperties\":{\"type\":\"integer\"}}", "{}|{\"abc\":1}", "{\"abcd\":1}|{\"\":1}|{\"A\":1}"},
+    /* a name that is repeated is one */
+    {JS, "{\"type\":\"object\",\"minProperties\":2,\"propertyNames\":{\"enum\":[\"a\",\"b\",\"c\"]},\"additionalProperties\":{\"type\":\"integer\"}}", "{\"a\":1,\"b\":2}|{\"a\":1,\"c\":2}|{\"a\":1,\"b\":2,\"c\":3}",
+     "{}|{\"a\":1}|{\"a\":1,\"a\":2}|{\"a\":1,\"d\":2}|{\"a\":1,\"c\":true}"},
+    {JS, "{\"type\":\"object\",\"minProperties\":3,\"patternProperties\":{\"^([a-c]|x\\\\n)$\":{\"type\":\"integer\"}}}", "{\"a\":1,\"b\":2,\"c\":1}|{\"a\":1,\"x\\n\":2,\"k\":\"\"}|{\"b\":1,\"c\":1,\"d\":[],\"d\":1}", "{}|{\"a\":1,\"b\":2}|{\"a\":1,\"d\":2,\"d\":3}|{\"a\":1,\"c\":true,\"d\":1}"},
+    {JS, "{\"type\":\"object\",\"minProperties\":1,\"propertyNames\":{\"enum\":[\"a\",\"b\",\"c\"]}}", "{\"c\":1,\"a\":2}", "{}|{\"d\":1}"},
     /* more elements must be found than other limits count */
     {JS, "{\"type\":\"array\",\"items\":{\"type\":[\"integer\",\"null\"]},\"contains\":{\"type\":\"null\"},\"minContains\":3}", "[null,null,null]|[1,null,2,null,3,null,4,null]", "[]|[null,null]|[1,null,1,null,1]"},
     {JS, "{\"type\":\"array\",\"items\":{\"type\":[\"integer\",\"null\"]},\"contains\":{\"type\":\"null\"},\"minContains\":2,\"maxContains\":3,\"minItems\":1}",
@@ -306,6 +311,8 @@ static void test_con_errors(void) {
         {JS, "{\"type\":\"string\",\"pattern\":\"(a|b)*a(a|b){20}\",\"minLength\":2}", "JSON schema: /pattern: patterns and lengths that must hold together need too many states"},
         {JS, "{\"properties\":{\"a\":{\"properties\":{\"b\":{\"pattern\":\"(a|b)*a(a|b){20}\",\"maxLength\":90}}}}}", "JSON schema: /properties/a/properties/b/pattern: patterns"},
         {JS, "{\"patternProperties\":{\"(a|b)*a(a|b){20}\":{}},\"properties\":{\"x\":{}}}", "patterns and lengths"},
+        {JS, "{\"items\":{\"type\":\"object\",\"minProperties\":3,\"properties\":{\"a\":{}}}}", "JSON schema: /items/minProperties: supported only up to one above the number of listed names"},
+        {JS, "{\"type\":\"object\",\"minProperties\":3,\"properties\":{\"a\":{}},\"additionalProperties\":false}", "there is no text"},
         {JS, "{\"type\":\"object\",\"minProperties\":1000000}", "JSON schema: /minProperties: it is too large for an object with so many properties"}, {JS, "{", "JSON"}, {9, "", "unknown kind"},
     };
     toka_err e;
