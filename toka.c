@@ -36944,6 +36944,7 @@ typedef struct api_choice {
     int64_t text_offset;    /* completions: characters of the text that "logprobs" has covered */
     toka_finish finish;
     int stop_id, stop_text; /* what stopped it, as in toka_event; -1: none */
+    bool none_left;         /* it ended because no token was left to sample */
     bool begun;             /* streaming: its first chunk has been written */
 } api_choice;
 
@@ -39531,9 +39532,11 @@ static void api_put_version(const api_config *config, const api_choice *choice,
     json_put_close(out, ']');
 }
 
+static const char api_none_left[] = "nothing is left to draw"; /* stop_reason */
+
 /* Writes finish_reason (null if the choice has not ended) and, in live answers, stop_reason: the
  * text of `stop` or the id of stop_token_ids that ended the choice; null if an end id of the model
- * or the length ended it. If it stopped without a text or an id, no token was left to sample. */
+ * or the length ended it. All answers say so if no token was left to sample. */
 static void api_put_finish(const api_request *request, const api_choice *choice,
                            const api_prompt *prompt, bool ended, buf *out) {
     json_put_key(out, "finish_reason");
@@ -39542,8 +39545,8 @@ static void api_put_finish(const api_request *request, const api_choice *choice,
                            : choice->finish != TOKA_STOP                 ? STR("length")
                            : choice->n_calls && !request->named_call ? STR("tool_calls")
                                                        : STR("stop"));
-    if (!request->config->live) return;
-    if (ended) api_put_version(request->config, choice, NULL, out);
+    if (!request->config->live && !choice->none_left) return;
+    if (ended && request->config->live) api_put_version(request->config, choice, NULL, out);
     json_put_key(out, "stop_reason");
     bool asked = ended && choice->stop_id >= 0 &&
                  samp_is_listed(prompt->engine_request.sampling.stop_ids,
@@ -39551,8 +39554,7 @@ static void api_put_finish(const api_request *request, const api_choice *choice,
     if (ended && choice->stop_text >= 0)
         json_put_str(out, str_c(prompt->engine_request.sampling.stop[choice->stop_text]));
     else if (asked) json_put_int(out, choice->stop_id);
-    else if (ended && choice->finish == TOKA_STOP && choice->stop_id < 0)
-        json_put_str(out, STR("nothing is left to draw"));
+    else if (ended && choice->none_left) json_put_str(out, str_c(api_none_left));
     else json_put_null(out);
 }
 
@@ -39851,6 +39853,8 @@ static void api_end_choice(api_request *request, api_choice *choice, const api_r
     choice->finish = record->finish;
     choice->stop_id = record->stop_id;
     choice->stop_text = record->stop_text;
+    choice->none_left = record->id < 0 && record->sample >= 0 &&
+                        (record->finish == TOKA_STOP || record->finish == TOKA_LENGTH);
     request->n_left--;
     /* vectors and scores are whole or not at all */
     const bool is_vector = request->style && request->style->make_prompts;
@@ -41179,6 +41183,7 @@ static void sgl_put_finish(const api_choice *choice, const api_prompt *prompt, b
         json_put_member_or_null(out, "message", "aborted");
     } else if (choice->finish != TOKA_STOP) {
         json_put_key(out, "length"), json_put_int(out, choice->n_tokens);
+        if (choice->none_left) json_put_member_or_null(out, "message", api_none_left);
     } else {
         json_put_key(out, "matched");
         if (choice->stop_text >= 0)
@@ -55944,8 +55949,9 @@ static const help_page help_pages[] = {
      "  An unknown format is no constraint. More: `toka help constraints`.\n"
      "- bad_words: no token may complete one, with or without a space before it; a\n"
      "  longer word that contains one is allowed as one token. Constraints that\n"
-     "  leave no token are a 400, or end the text if that shows only later. A stop\n"
-     "  string does not count in the first min_tokens tokens.\n"
+     "  leave no token are a 400, or end the text if that shows only later, with\n"
+     "  stop_reason \"nothing is left to draw\". A stop string does not count in the\n"
+     "  first min_tokens tokens.\n"
      "- prompt_logprobs, and echo with logprobs, bypass the prefix cache for sample\n"
      "  0. All choices that repeat their prompt, its ids or its log-probabilities\n"
      "  may have 1 GB together.\n"
@@ -57679,6 +57685,7 @@ typedef struct cli_sample { /* one answer while it is generated */
     buf text, tokens; /* tokens: the elements of its JSON "tokens" array, one a line */
     toka_finish finish;
     int stop_id;
+    bool none_left; /* the engine had no token to sample */
 } cli_sample;
 
 typedef struct cli_generation { /* the running request; `user` of the callback points to it */
@@ -57825,6 +57832,8 @@ static int cli_on_event(void *user, const toka_event *ev) {
     }
     sample->finish = ev->finish;
     sample->stop_id = ev->stop_id;
+    sample->none_left = run->toka && ev->id < 0 &&
+                        (ev->finish == TOKA_STOP || ev->finish == TOKA_LENGTH);
     if (stream)
         cli_stream(run, (str){ev->text, ev->text_bytes},
                    parse_special_text(run->toka ? run->toka->tokenizer : NULL, ev->id),
@@ -57923,6 +57932,7 @@ static void cli_put_result(buf *out, const cli_generation *run, const toka_usage
         json_put_key(out, "finish_reason"),
             json_put_str(out, str_c(cli_finish_name(sample->finish)));
         if (sample->stop_id >= 0) json_put_key(out, "stop_id"), json_put_int(out, sample->stop_id);
+        if (sample->none_left) json_put_member_or_null(out, "stop_reason", api_none_left);
         json_put_key(out, "tokens");
         buf_printf(out, "[%s]}", sample->tokens.n ? sample->tokens.p : "");
     }
@@ -58178,8 +58188,11 @@ static int cli_complete(const cli_job *job, cli_answer *answer, toka_err *e) {
         answer->usage = usage;
         answer->interrupted = interrupted;
     }
-    for (int i = 0; i < flags->samples; i++)
+    for (int i = 0; i < flags->samples; i++) {
+        if (run.samples[i].none_left && !flags->json)
+            fprintf(stderr, "toka: sample %d ended because %s\n", i, api_none_left);
         buf_free(&run.samples[i].text), buf_free(&run.samples[i].tokens);
+    }
     if (run.parses) parser_free(&run.parser);
     buf_free(&run.content);
     free(run.samples);

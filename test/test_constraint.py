@@ -515,6 +515,23 @@ def test_errors(server, fields, message):
     assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status == 200
 
 
+NONE_LEFT = {"guided_regex": "TTx", "allowed_token_ids": [55], "temperature": 0, "max_tokens": 9}  # 55 is T
+
+
+def test_no_token_is_left(server, tmp_path):
+    """Bans that leave no token in the middle of a text end it with the reason, in every kind of answer; a text that is complete has none."""
+    for path, prompt in (("/v1/completions", {"prompt": PROBLEM}), ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROBLEM}]})):
+        c = server.post(path, {**prompt, **NONE_LEFT}).json()["choices"][0]
+        assert (c["message"]["content"] if "message" in c else c["text"], c["finish_reason"], c["stop_reason"]) == ("TT", "length", "nothing is left to draw")
+        assert b'"stop_reason":"nothing is left to draw"' in server.post(path, {**prompt, **NONE_LEFT, "stream": True}).body
+        c = server.post(path, {**prompt, **NONE_LEFT, "guided_regex": "TT"}).json()["choices"][0]
+        assert (c["finish_reason"], c["stop_reason"]) == ("stop", None)
+    a = body(run(tmp_path, [completion("a", PROBLEM, **NONE_LEFT), completion("b", PROBLEM, **{**NONE_LEFT, "guided_regex": "TT"})])["a"])
+    assert (a["choices"][0]["finish_reason"], a["choices"][0]["stop_reason"]) == ("length", "nothing is left to draw")
+    a = server.post("/generate", {"text": PROBLEM, "sampling_params": {"regex": "T\u00e9x", "max_new_tokens": 9, "temperature": 0}}).json()
+    assert a["meta_info"]["finish_reason"]["type"] == "stop", a
+
+
 def test_hostile_schemas_leave_the_others_alone():
     """Two workers: while schemas that take seconds are compiled, other requests are answered, also those with a constraint
     that is known. A client that leaves, and the end of the server, stop the compilation."""

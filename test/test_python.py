@@ -134,6 +134,8 @@ def test_parameters(py, llm):
     last = int(whole.token_ids[4])
     ended = llm.generate("Tom has", P(temperature=0, max_tokens=30, stop_token_ids=[last]))[0].outputs[0]
     assert ended.stop_reason == last and len(ended.token_ids) <= 5
+    none = llm.generate("Tom has", P(temperature=0, max_tokens=9, allowed_token_ids=[55], structured_outputs={"regex": "TTx"}))[0].outputs[0]
+    assert (none.text, none.finish_reason, none.stop_reason) == ("TT", "length", "nothing is left to draw")
     assert set(llm.generate("Tom has", P(max_tokens=9, allowed_token_ids=[400, 401]))[0].outputs[0].token_ids.tolist()) <= {400, 401}
     assert set(llm.generate("Tom has", P(max_tokens=9, logit_bias={402: 100}))[0].outputs[0].token_ids.tolist()) == {402}
     word = whole.text.split()[0]

@@ -393,6 +393,8 @@ class _Sample:  # while it grows
             self.top_logprobs.extend(event.top_logprobs[:event.n_top])
         self.finish, self.n_cached = _FINISH[event.finish], event.n_cached
         self.stop = stops[event.stop_text] if event.stop_text >= 0 else event.stop_id if event.stop_id >= 0 else None
+        if event.id < 0 and self.finish in ("stop", "length"):
+            self.stop = "nothing is left to draw"
 
     def output(self, index):
         view = lambda values, kind: np.frombuffer(values, kind) if values else np.empty(0, kind)  # no copy
