@@ -19756,7 +19756,9 @@ static bool con_mask(con_machine *machine, const con_vocab *vocab, int node, uin
  * expressions for `pattern` and `format`.
  *
  * Regular expressions: the common part of Python's and JavaScript's, over code points; a match
- * covers the whole text. \d and \w are those of ASCII, \s is ASCII's white space. Lazy quantifiers
+ * covers the whole text. \d, \w and \s are those of ASCII, as with Python's re.ASCII, and . is all
+ * but \n (xgrammar's \s adds U+00A0 and its . is any character; llguidance and outlines take
+ * Unicode's classes). The patterns of a JSON schema take \s and . from ECMA-262. Lazy quantifiers
  * are read like others, as the set of matches is the same. Look-around, back-references, \b, \p
  * and flags other than (?i) and (?s) at the start are refused.
  *
@@ -20171,15 +20173,23 @@ COLD static void con_skip_space(con_reader *reader, bool lines) {
     }
 }
 
-/* Adds the characters of \d, \w, \s to the set; upper case: all others. Returns false for any other
- * letter. */
-COLD static bool con_class_escape(buf *set, char letter) {
+/* Line ends of ECMA-262, and its other white space beyond ASCII. */
+static const uint32_t con_ecma_spaces[][2] = {{'\n', '\n'}, {'\r', '\r'}, {0x2028, 0x2029},
+    {0xA0, 0xA0}, {0x1680, 0x1680}, {0x2000, 0x200A}, {0x202F, 0x202F}, {0x205F, 0x205F},
+    {0x3000, 0x3000}, {0xFEFF, 0xFEFF}};
+enum { CON_ECMA_LINE_ENDS = 3 };
+
+/* Adds the characters of \d, \w, \s to the set; upper case: all others; ecma: as ECMA-262 says.
+ * Returns false for any other letter. */
+COLD static bool con_class_escape(buf *set, char letter, bool ecma) {
     static const uint32_t ranges[][3] = {{'d', '0', '9'}, {'w', '0', '9'}, {'w', 'A', 'Z'},
                                          {'w', '_', '_'}, {'w', 'a', 'z'}, {'s', 9, 13},
                                          {'s', ' ', ' '}};
     buf own = {0};
     for (int i = 0; i < COUNT(ranges); i++)
         if ((uint32_t)(letter | 32) == ranges[i][0]) con_set_add(&own, ranges[i][1], ranges[i][2]);
+    for (int i = 0; i < COUNT(con_ecma_spaces) && ecma && (letter | 32) == 's'; i++)
+        con_set_add(&own, con_ecma_spaces[i][0], con_ecma_spaces[i][1]);
     const bool found = own.n > 0;
     con_set_finish(&own, found && !(letter & 32));
     if (found) buf_put(set, own.p, own.n);
@@ -20192,7 +20202,8 @@ COLD static bool con_class_escape(buf *set, char letter) {
 COLD static int32_t con_read_escape(con_reader *reader, buf *set) {
     static const char controls[] = "n\nr\rt\tf\fv\v0\0";
     const uint32_t c = con_read_char(reader);
-    if (c < 128 && isalpha((int)c) && con_class_escape(set, (char)c)) return -1;
+    if (c < 128 && isalpha((int)c) && con_class_escape(set, (char)c, reader->in_json))
+        return -1;
     for (int i = 0; i < COUNT(controls) - 1; i += 2)
         if (c == (unsigned char)controls[i]) return controls[i + 1];
     if (c == 'x') return (int32_t)con_read_hex(reader, 2);
@@ -20339,7 +20350,9 @@ COLD static void con_read_part(con_reader *reader, con_rule part) {
     }
     if (con_skip(reader, "[")) con_read_class(reader, &set);
     else if (con_skip(reader, ".")) {
-        if (!reader->dot_all) con_set_add(&set, '\n', '\n');
+        const int n_ends = reader->dot_all ? 0 : reader->in_json ? CON_ECMA_LINE_ENDS : 1;
+        for (int i = 0; i < n_ends; i++)
+            con_set_add(&set, con_ecma_spaces[i][0], con_ecma_spaces[i][1]);
         con_set_finish(&set, true);
     } else if (con_next_is(reader, '*') || con_next_is(reader, '+') || con_next_is(reader, '?'))
         con_bad(reader, "nothing to repeat");
@@ -20419,8 +20432,9 @@ COLD static void con_read_expression(con_reader *reader, con_rule part) {
     if (reader->at < reader->end) con_bad(reader, ") without (");
 }
 
-/* Returns a rule for a regular expression. in_json: it matches the inside of a JSON string, and it
- * may match any part of the text, unless ^ and $ say otherwise. */
+/* Returns a rule for a regular expression. in_json: it is the pattern of a JSON schema: it matches
+ * the inside of a JSON string; \s and . are those of ECMA-262; and it may match any part of the
+ * text, unless ^ and $ say otherwise. */
 COLD static int con_regex(con_grammar *grammar, const char *name, str text, bool in_json) {
     con_reader reader = {.grammar = grammar, .name = name, .start = text.p, .at = text.p,
                          .end = text.p + text.n, .in_json = in_json};

@@ -182,6 +182,11 @@ static const struct con_case {
     {JS, "{\"type\":\"string\",\"pattern\":\"^a*(bcd)*$\",\"minLength\":5}", "\"aaaaa\"|\"aabcd\"|\"bcdbcd\"|\"" CON_A100 "\"|\"bcdbcdbcdbcd\"", "\"abcd\"|\"aaaa\"|\"bcdb\"|\"bcdbc\""},
     {JS, "{\"type\":\"string\",\"pattern\":\"^a*(bcd)*$\",\"minLength\":4,\"maxLength\":6}", "\"aaaa\"|\"abcd\"|\"bcdbcd\"", "\"bcd\"|\"abcdbcd\"|\"aaabcda\""},
     {JS, "{\"type\":\"object\",\"propertyNames\":{\"pattern\":\"^[a-z]+$\",\"maxLength\":3},\"additionalProperties\":{\"type\":\"integer\"}}", "{}|{\"abc\":1}", "{\"abcd\":1}|{\"\":1}|{\"A\":1}"},
+    /* white space and line ends are those of ECMA-262 in a schema, of ASCII in a regular expression */
+    {JS, "{\"type\":\"string\",\"pattern\":\"^\\\\s$\"}", "\" \"|\"\\t\"|\"\\u000b\"|\"\xC2\xA0\"|\"\xE2\x80\xA8\"|\"\xEF\xBB\xBF\"|\"\xE3\x80\x80\"|\"\xE2\x80\x8A\"", "\"x\"|\"\xE2\x80\x8B\"|\"\xC2\x85\"|\"\xE1\xA0\x8E\""},
+    {JS, "{\"type\":\"string\",\"pattern\":\"^\\\\S[\\\\S]$\"}", "\"xy\"|\"\xE2\x80\x8B\xC2\x85\"", "\"x \"|\"x\xC2\xA0\"|\"\xE2\x80\xA9x\"|\"x\\n\""},
+    {JS, "{\"type\":\"string\",\"pattern\":\"^.$\"}", "\"x\"|\"\\t\"|\"\xC2\x85\"|\"\xC2\xA0\"", "\"\\n\"|\"\\r\"|\"\xE2\x80\xA8\"|\"\xE2\x80\xA9\"|\"\""},
+    {RE, "\\s.", " x|\t\r|\n\xE2\x80\xA8", "\xC2\xA0x| \n|xx"}, {RE, "\\S", "x|\xC2\xA0|\xE2\x80\xA8", " |\n"},
     /* a name that is repeated is one */
     {JS, "{\"type\":\"object\",\"minProperties\":2,\"propertyNames\":{\"enum\":[\"a\",\"b\",\"c\"]},\"additionalProperties\":{\"type\":\"integer\"}}", "{\"a\":1,\"b\":2}|{\"a\":1,\"c\":2}|{\"a\":1,\"b\":2,\"c\":3}",
      "{}|{\"a\":1}|{\"a\":1,\"a\":2}|{\"a\":1,\"d\":2}|{\"a\":1,\"c\":true}"},
