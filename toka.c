@@ -1651,7 +1651,7 @@ static void json_put_num(buf *out, double value, bool is_float) {
 
 /* Writes a parsed value with all that it contains. The recursion is at most as deep as json_limits
  * allowed when it was parsed. */
-static void json_put_value(buf *out, const json *value) {
+COLD static void json_put_value(buf *out, const json *value) {
     const size_t start = out->n;
     switch (value->type) {
     case JSON_NULL: json_put_null(out); break;
@@ -18601,7 +18601,7 @@ static void con_bits_drop(con_bits *bits) {
 }
 
 /* Drops all masks and the memory of the nodes. */
-static void con_drop_nodes(con_machine *machine) {
+COLD static void con_drop_nodes(con_machine *machine) {
     for (int i = 0; i < machine->n_nodes; i++) {
         con_bits *all = machine->nodes[i].bits[CON_PARTS];
         if (all && atomic_load(&all->refs)) con_bits_drop(all);
@@ -18612,7 +18612,7 @@ static void con_drop_nodes(con_machine *machine) {
 }
 
 /* Forgets all nodes and frames. */
-static void con_reset(con_machine *machine) {
+COLD static void con_reset(con_machine *machine) {
     con_drop_nodes(machine);
     memset(machine->frame_heads, 0xFF, sizeof machine->frame_heads);
     memset(machine->node_heads, 0xFF, sizeof machine->node_heads);
@@ -18630,7 +18630,7 @@ static void con_reset(con_machine *machine) {
 
 /* Bytes between two borders of edges are one class. A grammar that still grows gets a class for
  * each byte. */
-static void con_machine_init(con_machine *machine, const con_grammar *grammar, bool grows) {
+COLD static void con_machine_init(con_machine *machine, const con_grammar *grammar, bool grows) {
     bool border[257] = {false};
     *machine = (con_machine){.grammar = grammar, .budget = CON_MAX_WORK};
     for (int i = 0; i < grammar->n_edges && !grows; i++)
@@ -18643,7 +18643,7 @@ static void con_machine_init(con_machine *machine, const con_grammar *grammar, b
     machine->n_classes++;
     con_reset(machine);
 }
-static void con_machine_free(con_machine *machine) {
+COLD static void con_machine_free(con_machine *machine) {
     con_drop_nodes(machine);
     free(machine->frames);
     free(machine->nodes);
