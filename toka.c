@@ -54220,9 +54220,12 @@ static int hub_fail_status(const hub_repo *repo, const hub_stream *stream, toka_
                                   : "; for a private model set HF_TOKEN to a token of yours",
                     repo->nearest ? "; did you mean " : "", repo->nearest ? repo->nearest : "",
                     repo->nearest ? "?" : "");
-    return fail(e, stream->status / 100 == 4 && stream->status != 429 ? TOKA_E_INPUT : TOKA_E_IO,
-                "%s: status %d%s%.*s", access->endpoint, stream->status, text.n ? ": " : "",
-                STRF(text));
+    if (stream->status == 429)
+        return fail(e, TOKA_E_IO, "%s: too many requests (status 429): try again in some minutes%s",
+                    access->endpoint,
+                    access->token ? "" : "; it allows more if HF_TOKEN is a token of yours");
+    return fail(e, stream->status / 100 == 4 ? TOKA_E_INPUT : TOKA_E_IO, "%s: status %d%s%.*s",
+                access->endpoint, stream->status, text.n ? ": " : "", STRF(text));
 }
 
 /* Sends the request for the list once. *text: the body. */
@@ -54267,6 +54270,14 @@ static void hub_choose_file(hub_repo *repo, const hub_file *file) {
     repo->chosen[repo->n_chosen++] = *file;
 }
 
+/* Returns the file with weights of a format that toka does not read, or NULL. */
+static const char *hub_find_other_weights(const hub_repo *repo) {
+    for (int i = 0; i < repo->n_all; i++)
+        if (!fnmatch("*.bin", repo->all[i].path, 0) || !fnmatch("*.gguf", repo->all[i].path, 0))
+            return repo->all[i].path;
+    return NULL;
+}
+
 /* Chooses everything but the weights. */
 static int hub_choose_small_files(hub_repo *repo, toka_err *e) {
     repo->chosen = arena_zalloc(&repo->memory, (size_t)(repo->n_all + 1) * sizeof *repo->chosen);
@@ -54275,7 +54286,10 @@ static int hub_choose_small_files(hub_repo *repo, toka_err *e) {
             if (!fnmatch(hub_small_files[i], repo->all[k].path, FNM_PATHNAME))
                 hub_choose_file(repo, &repo->all[k]);
     if (hub_find_file(repo, STR("config.json"))) return 0;
-    return fail(e, TOKA_E_INPUT, "%s: no model that toka reads: there is no config.json", repo->id);
+    const char *other = hub_find_other_weights(repo);
+    return fail(e, TOKA_E_INPUT, "%s: no model that toka reads: there is no config.json%s%s%s",
+                repo->id, other ? ", and toka does not read its " : "", other ? other : "",
+                other ? "; expected a model as safetensors" : "");
 }
 
 static char *hub_blob_path(const hub_repo *repo, const hub_file *file, const char *ending) {
@@ -54326,13 +54340,10 @@ static int hub_choose_weights(hub_repo *repo, toka_err *e) {
     const hub_file *single = hub_find_file(repo, STR("model.safetensors"));
     const hub_file *index = hub_find_file(repo, STR("model.safetensors.index.json"));
     const hub_file *config = hub_find_file(repo, STR("config.json"));
-    const char *other = NULL;
     if (hub_read_blob(repo, config, hub_check_config, e)) return e->code;
     if (single) return hub_choose_file(repo, single), 0;
     if (index) return hub_read_blob(repo, index, hub_choose_shards, e);
-    for (int i = 0; i < repo->n_all && !other; i++)
-        if (!fnmatch("*.bin", repo->all[i].path, 0) || !fnmatch("*.gguf", repo->all[i].path, 0))
-            other = repo->all[i].path;
+    const char *other = hub_find_other_weights(repo);
     return fail(e, TOKA_E_INPUT, "%s has no model.safetensors%s%s", repo->id,
                 other ? "; toka does not read its " : "", other ? other : "");
 }
@@ -54380,8 +54391,9 @@ static int hub_lock_blob(hub_repo *repo, const hub_file *file, int *fd, toka_err
 static int hub_part_fail(hub_part *part, toka_err *e) {
     const int err = errno;
     part->disk_failed = true;
-    return fail(e, TOKA_E_IO, "%s: %s: %s", part->download->repo->folder, part->file->path,
-                strerror(err));
+    return fail(e, TOKA_E_IO, "%s: %s: %s%s", part->download->repo->folder, part->file->path,
+                strerror(err),
+                os_is_disk_full(err) ? "; once there is room, the same command continues" : "");
 }
 
 /* Begins the hash. git hashes a head before the bytes; the zero at its end belongs to it. */
@@ -54643,8 +54655,9 @@ static int hub_check_space(hub_repo *repo, const hub_file *files, int n_files, t
     const double n_free = (double)info.f_bavail * (double)info.f_frsize;
     if ((double)n_missing <= n_free) return 0;
     hub_put_size(&text, (double)n_missing);
-    buf_c(&text, " are missing, the disk has ");
+    buf_c(&text, " are needed, ");
     hub_put_size(&text, n_free);
+    buf_c(&text, " are free");
     fail(e, TOKA_E_IO, "%s does not fit into %s: %s", repo->id, repo->cache, text.p);
     buf_free(&text);
     return e->code;

@@ -143,6 +143,20 @@ static void test_hub_sizes(void) {
     }
 }
 
+/* The error of a full disk says that nothing is lost. */
+static void test_hub_full_disk(void) {
+    hub_repo repo = {.folder = "cache/models--a--b"};
+    hub_download download = {.repo = &repo};
+    const hub_file file = {.path = "model.safetensors", .n_bytes = 9};
+    hub_part part = {.download = &download, .file = &file, .fd = open("/dev/full", O_WRONLY)};
+    toka_err e = {0};
+    CHECK(hub_part_put(&part, "123456789", 9, &e) == TOKA_E_IO && part.disk_failed && !download.n_received);
+    CHECK_MSG(!strcmp(e.msg, "cache/models--a--b: model.safetensors: No space left on device; once there is room, the same command continues"), "%s", e.msg);
+    close(part.fd);
+    part.fd = -1;
+    CHECK(hub_part_put(&part, "1", 1, &e) == TOKA_E_IO && !strchr(e.msg, ';'));
+}
+
 /* A row of progress has fewer characters than the terminal has columns. */
 static void test_hub_progress(void) {
     static const char *const model_ids[] = {"a/b", "tiny/apples", "meta-llama/Llama-3.2-1B-Instruct"};
@@ -172,4 +186,5 @@ static void test_hub_progress(void) {
 static const struct test hub_tests[] = {
     {"hub: hashes", test_hub_hashes}, {"hub: heads", test_hub_heads}, {"hub: redirects", test_hub_redirects},
     {"hub: paths", test_hub_paths}, {"hub: lists of files", test_hub_lists}, {"hub: sizes", test_hub_sizes},
+    {"hub: a full disk", test_hub_full_disk},
     {"hub: progress", test_hub_progress}, {NULL, NULL}};

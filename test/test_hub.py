@@ -459,12 +459,16 @@ def test_no_curl(hub, tmp_path):
 def test_a_busy_hub(hub):
     hub.busy_left = 2
     assert toka(hub, "pull", ID).returncode == 0
+    hub.busy_left = 100
+    busy = f"{hub.url}: too many requests (status 429): try again in some minutes"
+    fails(toka(hub, "pull", ID), 2, busy + "; it allows more if HF_TOKEN is a token of yours\n")
+    fails(toka(hub, "pull", ID, HF_TOKEN="hf_right"), 2, busy + "\n")
 
 
 def test_too_large_for_the_disk(hub):
     hub.claimed_size = {"model.safetensors": 10**17}
     r = toka(hub, "-hf", ID, "-p", "x")
-    fails(r, 2, "tiny/apples does not fit into " + hub.cache, "100000 TB are missing, the disk has ")
+    fails(r, 2, "tiny/apples does not fit into " + hub.cache, "100000 TB are needed, ", " are free\n")
     assert not any(cdn and "model" in path or "safetensors" in path for cdn, _, path, _, _ in hub.requests)
 
 
@@ -499,7 +503,9 @@ def test_hostile_lists(hub):
 def test_models_that_toka_does_not_run(hub):
     files = model_files()
     for name, change, text in (("tiny/other", {"config.json": b'{"model_type": "other", "architectures": ["Other"]}'}, "config.json"),
-                               ("tiny/bare", {"config.json": None}, "there is no config.json"),
+                               ("tiny/bare", {"config.json": None, "pytorch_model.bin": None}, "there is no config.json\n"),
+                               ("tiny/gguf", {"config.json": None, "pytorch_model.bin": None, "apples-Q4_K_M.gguf": b"GGUF"},
+                                "there is no config.json, and toka does not read its apples-Q4_K_M.gguf; expected a model as safetensors\n"),
                                ("tiny/torch", {"model.safetensors": None}, "has no model.safetensors; toka does not read its pytorch_model.bin")):
         hub.repos[name] = Repo({k: v for k, v in {**files, **change}.items() if v is not None})
         fails(toka(hub, "pull", name), 1, name, text)
