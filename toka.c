@@ -919,6 +919,12 @@ SERVER_ONLY static int os_terminal_columns(int fd) {
     return !ioctl(fd, TIOCGWINSZ, &size) && size.ws_col > 8 ? size.ws_col : 80;
 }
 
+/* Is the descriptor a terminal that knows escape sequences? */
+SERVER_ONLY static bool os_is_screen(int fd) {
+    const char *kind = getenv("TERM");
+    return isatty(fd) && !(kind && !strcmp(kind, "dumb"));
+}
+
 /* Configures malloc to keep the heap small. Call it before other threads start.
  * M_ARENA_MAX: by default glibc creates many heaps, up to 8 per core, and spreads the threads over
  * them. A heap keeps the memory of its peak use, and it reserves 64 MiB of address space, which
@@ -42700,7 +42706,7 @@ static void run_line_done(run_state *run, run_line *line) {
  * were cancelled or whose device failed. Returns when all lines that were read have ended. */
 static void run_write_results(run_state *run) {
     buf out = {0}, records = {0};
-    bool terminal = isatty(2), failed = false;
+    bool terminal = os_is_screen(2), failed = false;
     toka_err e;
     pthread_mutex_lock(&run->lock);
     while (!run->reader_done || run->n_inflight_lines) {
@@ -53168,7 +53174,7 @@ static void benchclient_on_socket(benchclient *client, benchclient_conn *conn, c
  * the last output; 0: none yet. */
 static void benchclient_print_progress(const benchclient *client, double *last_shown) {
     double now = os_now();
-    if (client->options->quiet || !isatty(2) || now - *last_shown < 0.25) return;
+    if (client->options->quiet || !os_is_screen(2) || now - *last_shown < 0.25) return;
     *last_shown = now;
     fprintf(stderr, "\r%lld of %lld requests, %lld under way\x1b[K", (long long)client->n_ended,
             (long long)client->n_requests, (long long)client->n_running);
@@ -54619,7 +54625,7 @@ static void hub_print_progress(const hub_download *download, double rate) {
 
 /* Prints the progress until all threads have ended. The rate is that of the last seconds. */
 static void hub_watch_progress(const hub_download *download) {
-    const bool is_shown = isatty(2) && !download->repo->quiet;
+    const bool is_shown = os_is_screen(2) && !download->repo->quiet;
     double last = os_now(), rate = 0;
     int64_t n_last = download->n_received;
     for (int n_ticks = 1; download->n_running; n_ticks++) {
@@ -58059,7 +58065,7 @@ static void cli_begin_answer(cli_generation *run, const cli_job *job) {
     const cli *flags = job->flags;
     const tmpl *chat = job->toka ? lib_chat_template(job->toka, NULL) : NULL;
     const char *no_color = getenv("NO_COLOR");
-    run->dims = isatty(1) && flags->chat && !(no_color && *no_color);
+    run->dims = os_is_screen(1) && flags->chat && !(no_color && *no_color);
     const bool is_many = flags->json || flags->samples > 1;
     if (!job->is_chat || !chat || !job->toka->tokenizer || is_many) return;
     parse_setup *setup = &run->parse;
@@ -58285,6 +58291,7 @@ typedef struct cli_talk {
     bool has_user;        /* there is a user's turn, which /regen can answer again */
     cli_answer answer;    /* the last one */
     buf messages, prompt; /* of the running turn */
+    bool has_editor;      /* the terminal knows escape sequences */
     bool ended;
 } cli_talk;
 
@@ -58498,29 +58505,36 @@ static const struct {
     {"exit", "", "end; so do /bye, /quit and Ctrl-D", cli_talk_exit}};
 
 static int cli_talk_help(cli_talk *talk, const char *rest, toka_err *e) {
-    (void)talk, (void)rest, (void)e;
+    (void)rest, (void)e;
     for (int i = 0; i < COUNT(cli_talk_commands); i++)
         fprintf(stderr, "  /%s%-*s  %s\n", cli_talk_commands[i].name,
                 17 - (int)strlen(cli_talk_commands[i].name), cli_talk_commands[i].usage,
                 cli_talk_commands[i].help);
-    fputs("Ctrl-C ends an answer. A line that ends with \\, Ctrl-J or Alt-Enter begin another line.\n"
-          "Three quotation marks (\"\"\") begin and end a text of several lines.\n"
-          "A text that begins with / is sent if a space is before it.\n", stderr);
+    if (talk->has_editor)
+        fputs("A line that ends with \\, Ctrl-J or Alt-Enter begin another line.\n"
+              "Three quotation marks (\"\"\") begin and end a text of several lines.\n", stderr);
+    fputs("Ctrl-C ends an answer. A text that begins with / is sent if a space is before it.\n",
+          stderr);
     return 0;
 }
 
 /* Runs the command in a text that begins with "/". */
 static int cli_talk_command(cli_talk *talk, const char *text, toka_err *e) {
+    static const char *const others[][2] = {{"bye", "exit"}, {"quit", "exit"}, {"?", "help"}};
     const size_t n_name = strcspn(text + 1, " \t\n");
     const char *rest = text + 1 + n_name;
     suggestion nearest = {.typed = {text + 1, n_name}};
     while (isspace((unsigned char)*rest)) rest++;
-    if (str_is(nearest.typed, "bye") || str_is(nearest.typed, "quit"))
-        return cli_talk_exit(talk, rest, e);
+    for (int i = 0; i < COUNT(others); i++)
+        if (str_is(nearest.typed, others[i][0])) nearest.typed = str_c(others[i][1]);
     for (int i = 0; i < COUNT(cli_talk_commands); i++) {
         const char *name = cli_talk_commands[i].name;
-        if (str_is(nearest.typed, name)) return cli_talk_commands[i].run(talk, rest, e);
+        const bool takes_text = *cli_talk_commands[i].usage || !strcmp(name, "help");
         suggest_try(&nearest, name);
+        if (!str_is(nearest.typed, name)) continue;
+        if (*rest && !takes_text)
+            return fail(e, TOKA_E_USE, "/%s %s: it takes nothing behind its name", name, rest);
+        return cli_talk_commands[i].run(talk, rest, e);
     }
     fail(e, TOKA_E_USE, "/%.*s: no such command; see /help", STRF(nearest.typed));
     return suggest_fail(&nearest, "/", e);
@@ -58528,20 +58542,35 @@ static int cli_talk_command(cli_talk *talk, const char *text, toka_err *e) {
 
 /* ---- The conversation ---- */
 
+/* Reads a line into the editor's text, on a terminal without escape sequences. */
+static edit_result cli_talk_read_line(edit *ed) {
+    bool has_line;
+    toka_err unused;
+    fputs("> ", stderr);
+    const int code = cli_read_line(&ed->text, &has_line, &unused);
+    if (!cli_interrupted) return code || !has_line ? EDIT_ENDED : EDIT_DONE;
+    if (cli_last_signal != SIGINT) return EDIT_ENDED;
+    fputc('\n', stderr);
+    clearerr(stdin); /* the signal ended a read */
+    cli_forget_interrupt();
+    buf_clear(&ed->text);
+    return EDIT_CANCELLED;
+}
+
 /* Runs a conversation on a terminal. */
 static int cli_talk_on_terminal(cli_talk *talk, toka_err *e) {
     edit *ed = &talk->editor;
     int refused, code = 0;
     while (!talk->ended && code != TOKA_E_DEVICE && code != TOKA_E_IO) {
         bool is_blank = true;
-        const edit_result result = edit_read(ed, "> ");
+        const edit_result result = talk->has_editor ? edit_read(ed, "> ") : cli_talk_read_line(ed);
         if (result == EDIT_ENDED) break;
         const str text = edit_unquote(buf_view(&ed->text));
         for (size_t i = 0; i < text.n; i++)
             is_blank = is_blank && isspace((unsigned char)text.p[i]);
         if (result == EDIT_CANCELLED && !ed->text.n) fputs("Ctrl-D or /exit ends.\n", stderr);
         if (result == EDIT_CANCELLED || is_blank) continue;
-        edit_history_add(ed, buf_view(&ed->text));
+        if (talk->has_editor) edit_history_add(ed, buf_view(&ed->text));
         code = *ed->text.p == '/' ? cli_talk_command(talk, ed->text.p, e)
                                   : cli_talk_say(talk, text, &refused, e);
         if (code) fprintf(stderr, "toka: %s\n", e->msg);
@@ -58558,7 +58587,6 @@ static int cli_talk_on_pipe(cli_talk *talk, int *refused, toka_err *e) {
     buf line = {0};
     int code = 0;
     while (!cli_interrupted) {
-        if (isatty(0)) fputs("> ", stderr);
         if ((code = cli_read_line(&line, &has_line, e)) || !has_line) break;
         if (line.n) code = cli_talk_say(talk, buf_view(&line), refused, e);
         if (talk->toka) run_warn_overwritten(talk->toka, &warned);
@@ -58579,15 +58607,15 @@ static void cli_load_history(edit *ed) {
 
 /* t NULL: the server answers, with this model. */
 static int cli_chat(const cli *flags, toka *t, client *server, const char *model, toka_err *e) {
-    const char *kind = getenv("TERM");
-    const bool terminal = isatty(0) && isatty(2) && !(kind && !strcmp(kind, "dumb"));
-    cli_talk talk = {.flags = *flags, .toka = t, .server = server, .model = model};
+    const bool terminal = isatty(0) && isatty(2);
+    cli_talk talk = {.flags = *flags, .toka = t, .server = server, .model = model,
+                     .has_editor = terminal && os_is_screen(2)};
     int refused = 0, code = 0;
     /* now, not after the user has typed a line */
     if ((t && lib_require_template(t, e)) || cli_check_sampling(flags, t, e)) return e->code;
     if (flags->system) api_put_text_message(&talk.system, "system", str_c(flags->system));
     if (terminal) talk.flags.quiet = flags->quiet || !flags->verbose;
-    if (terminal) cli_load_history(&talk.editor);
+    if (talk.has_editor) cli_load_history(&talk.editor);
     if (terminal && !flags->quiet)
         fprintf(stderr, "%s: /help lists the commands, Ctrl-D ends.\n", model);
     if (flags->prompt) code = cli_talk_say(&talk, str_c(flags->prompt), &refused, e);
@@ -60220,7 +60248,7 @@ static int cli_run_parsed(cli *flags, const cli_command *command, toka_err *e) {
     int code = cli_check_parallel(&flags->open, e);
     if (!code) code = lib_parse_now(flags->now, &now, e);
     if (!code) code = cli_check_files(flags, bit, e);
-    if (isatty(2) && !flags->quiet) flags->open.progress = cli_print_progress;
+    if (os_is_screen(2) && !flags->quiet) flags->open.progress = cli_print_progress;
     if (flags->download_dir) setenv("HF_HUB_CACHE", flags->download_dir, 1);
     const bool text_only = bit & FOR_TEXT;
     if (!code) code = cli_fix_dtype(flags, e);

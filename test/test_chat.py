@@ -186,6 +186,16 @@ def test_commands(tmp_path):
     assert t.end() == 0
 
 
+def test_a_terminal_without_escape_sequences(tmp_path):
+    """As TERM=dumb says: commands and Ctrl-C are those of other terminals."""
+    t = Terminal(tmp_path, "chat", TERM="dumb", columns=120).wait(READY)
+    t.type("/help\r").wait("/regen .*seed").wait(READY).type("/stats\r").wait("toka: /stats: there is no answer yet")
+    t.type("Tom \x03").wait("Ctrl-D or /exit ends").type(PROBLEM + "\r").wait(r"19\.\s*$").wait(READY).type("/stats\r").wait(r"generated \d+ tokens")
+    t.type("/exit\r")
+    assert t.end() == 0 and b"\x1b" not in t.raw and b"Alt-Enter" not in t.raw
+    assert not (tmp_path / ".local").exists()
+
+
 # ---- Reasoning and tool calls: models whose answers are scripted ----
 
 TOOLS = [{"type": "function", "function": {"name": "get_time"}}]
