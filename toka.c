@@ -42651,6 +42651,17 @@ static int run_write_all(run_state *run, run_output *output, str text, toka_err 
     return 0;
 }
 
+/* Prints the first error of a line. The batches of a server have a log of their own. */
+static void run_print_first_error(const run_state *run, const run_line *line) {
+    buf id = {0};
+    if (run->n_errors || run->options->api_config) return;
+    api_put_printable(&id, line->custom_id);
+    fprintf(stderr, "%stoka batch: the first line with an error, %s: %s; its record is in %s\n",
+            os_is_screen(2) ? "\r\x1b[K" : "", id.p, line->message ? line->message : line->error,
+            run->results.path);
+    buf_free(&id);
+}
+
 /* Writes the result or error record of a line that has ended, and counts it. out: scratch. */
 static int run_write_line(run_state *run, run_line *line, buf *out, toka_err *e) {
     if (out->cap > RUN_KEPT_RESULT_BYTES) buf_free(out);
@@ -42663,6 +42674,7 @@ static int run_write_line(run_state *run, run_line *line, buf *out, toka_err *e)
     int code = run_write_all(run, line->error && run->errors.fd >= 0 ? &run->errors : &run->results,
                              buf_view(out), e);
     if (code) return code;
+    if (line->error) run_print_first_error(run, line);
     atomic_llong *count = line->error ? run->options->n_failed : run->options->n_completed;
     run->n_written++;
     run->n_errors += line->error != NULL;

@@ -285,8 +285,11 @@ def test_error_records_of_earlier_runs_are_reported(tmp_path):
     out = tmp_path / "out.jsonl"
     _, err = batch("-i", source, "-o", str(out), *SMALL)
     assert "2 lines" in err and "1 of them errors" in err and "stay" not in err
+    assert f'toka batch: the first line with an error, "x": prompt: missing; its record is in {out}\n' in err
     _, err = batch("-i", source, "-o", str(out), *SMALL)
-    assert "0 lines" in err and "2 were done before; of earlier runs 1 error records stay" in err
+    assert "0 lines" in err and "2 were done before; of earlier runs 1 error records stay" in err and "first line" not in err
+    write_lines(tmp_path / "in.jsonl", [{"custom_id": f"{i}", "prompt": i} for i in range(3)])
+    assert batch("-i", source, "-o", f"{out}.3", "-q", *SMALL)[1].count("the first line with an error") == 1
 
 
 def test_harmless_and_unknown_fields(tmp_path):
