@@ -60083,6 +60083,37 @@ static void cli_put_fish_text(buf *out, const char *text) {
     buf_char(out, '\'');
 }
 
+/* Appends when the flags of a command are offered, as fish reads it. NULL: of toka without one. */
+static void cli_put_fish_condition(buf *out, const cli_command *command) {
+    if (!command) {
+        buf_c(out, "'not __fish_seen_subcommand_from help");
+        cli_put_command_names(out);
+        buf_char(out, '\'');
+    } else if (command->second_name) {
+        buf_printf(out, "'__fish_seen_subcommand_from %s; and __fish_seen_subcommand_from %s'",
+                   command->name, command->second_name);
+    } else {
+        buf_printf(out, "'__fish_seen_subcommand_from %s; and not __fish_seen_subcommand_from "
+                   "bench'", command->name);
+    }
+}
+
+static void cli_put_fish_flags(buf *out, const cli_command *command) {
+    const unsigned bit = command ? command->for_bit : FOR_RUN;
+    for (int k = 0; k < COUNT(cli_flags); k++) {
+        const cli_flag *flag = &cli_flags[k];
+        if (!flag->name || !(flag->commands & bit)) continue;
+        buf help = {0};
+        buf_c(out, "complete -c toka -n ");
+        cli_put_fish_condition(out, command);
+        buf_printf(out, " -l %s%s -d ", flag->name, flag->type == CLI_BOOL ? "" : " -r");
+        cli_put_help(&help, flag, bit);
+        cli_put_fish_text(out, help.p);
+        buf_free(&help);
+        buf_char(out, '\n');
+    }
+}
+
 static void cli_put_fish(buf *out) {
     buf_c(out, "complete -c toka -n __fish_use_subcommand -a help\n"
                "complete -c toka -n '__fish_seen_subcommand_from help' -f -a '");
@@ -60095,19 +60126,9 @@ static void cli_put_fish(buf *out) {
         if (command->second_name)
             buf_printf(out, "complete -c toka -n '__fish_seen_subcommand_from %s' -a %s\n",
                        command->name, command->second_name);
-        for (int k = 0; k < COUNT(cli_flags); k++) {
-            const cli_flag *flag = &cli_flags[k];
-            if (!flag->name || !(flag->commands & command->for_bit)) continue;
-            buf_printf(out, "complete -c toka -n '__fish_seen_subcommand_from %s' -l %s%s -d ",
-                       command->second_name ? command->second_name : command->name, flag->name,
-                       flag->type == CLI_BOOL ? "" : " -r");
-            buf help = {0};
-            cli_put_help(&help, flag, command->for_bit);
-            cli_put_fish_text(out, help.p);
-            buf_free(&help);
-            buf_char(out, '\n');
-        }
+        cli_put_fish_flags(out, command);
     }
+    cli_put_fish_flags(out, NULL);
 }
 
 static int cli_completion(const cli *flags, toka_err *e) {

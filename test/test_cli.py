@@ -257,7 +257,12 @@ def test_completion(tmp_path):
         r = subprocess.run(["zsh", "-f", "-c", zsh + 'print $_comps[toka]'], capture_output=True, env={**os.environ, "HOME": str(tmp_path)})
         assert r.returncode == 0 and r.stdout.strip() and not r.stderr, r
     fish = toka("completion", "fish").stdout.decode()
-    assert "complete -c toka -n '__fish_seen_subcommand_from serve' -l port -r -d " in fish
+    assert "complete -c toka -n '__fish_seen_subcommand_from serve; and not __fish_seen_subcommand_from bench' -l port -r -d " in fish
+    if shutil.which("fish"):
+        for words, want in (("toka --samp", ["--samples"]), ("toka -p x --samp", ["--samples"]), ("toka bench serve --num-", ["--num-prompts", "--num-warmups"]),
+                            ("toka serve --ap", ["--api-key", "--api-key-file"]), ("toka bench thr", ["throughput"]), ("toka pul", ["pull"])):
+            r = subprocess.run(["fish", "-c", f"{fish}\ncomplete -C '{words}'"], capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "HOME": str(tmp_path)})
+            assert [line.split("\t")[0] for line in r.stdout.splitlines()] == want and not r.stderr, (words, r)
     assert "from completion' -f -a 'bash zsh fish'" in fish and re.search(r"from help' -f -a '.* constraints.*'", fish)
     assert all(line.count("'") - line.count("\\'") in (0, 2, 4) for line in fish.splitlines())
     assert toka("completion").returncode == toka("completion", "ksh").returncode == 1
