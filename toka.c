@@ -57468,6 +57468,13 @@ static const struct {
     {"enable-chunked-prefill", FOR_OPENS, CLI_BOOL, "it is always on"},
     {"disable-log-requests", FOR_OPENS, CLI_BOOL, "requests are not logged"},
     {"no-enable-log-requests", FOR_OPENS, CLI_BOOL, "requests are not logged"},
+    {"disable-log-stats", FOR_OPENS, CLI_BOOL, "load and speed are in /metrics, not in a log"},
+    {"uvicorn-log-level", FOR_SERVE, CLI_TEXT, "requests are not logged"},
+    {"async-scheduling", FOR_OPENS, CLI_BOOL, "it is always on"},
+    {"load-format", FOR_OPENS, CLI_TEXT, "weights are safetensors"},
+    {"tokenizer-mode", FOR_OPENS, CLI_TEXT, "the tokenizer is that of the model"},
+    {"runner", FOR_OPENS, CLI_TEXT, "every model generates and embeds"},
+    {"task", FOR_OPENS, CLI_TEXT, "every model generates and embeds"},
     {"trust-remote-code", FOR_OPENS | FOR_BENCH_SERVE, CLI_BOOL, "no code of a model is ever run"},
     {"distributed-executor-backend", FOR_OPENS, CLI_TEXT, "ranks are threads of one process"},
     {"block-size", FOR_OPENS, CLI_INT, "a page has 16 tokens on a CPU, 64 on a GPU"},
@@ -57476,6 +57483,13 @@ static const struct {
      "any server of OpenAI's API; --endpoint says which route"},
     {"tokenizer", FOR_BENCH_SERVE, CLI_TEXT, "the server counts the tokens"},
     {"disable-tqdm", FOR_BENCH_SERVE, CLI_BOOL, "there is no progress bar"}};
+
+/* The values of such flags that ask for what toka does. Flags that are not here: all values. */
+static const char *const cli_foreign_values[][2] = {
+    {"load-format", "auto"},   {"load-format", "safetensors"}, {"tokenizer-mode", "auto"},
+    {"tokenizer-mode", "hf"},  {"runner", "auto"},             {"runner", "generate"},
+    {"runner", "pooling"},     {"task", "auto"},               {"task", "generate"},
+    {"task", "embed"}};
 
 /* Checks a value that has no effect: a mistyped one is an error all the same. name: as typed. */
 static int cli_check_unused(enum cli_type type, str name, const char *value, toka_err *e) {
@@ -57498,6 +57512,22 @@ static int cli_find_foreign(str typed, unsigned command) {
     return -1;
 }
 
+/* Returns an error if cli_foreign_flags[index] has values and this is none of them. */
+static int cli_check_foreign_value(int index, str typed, const char *value, toka_err *e) {
+    bool is_known = false;
+    buf known = {0};
+    for (int i = 0; i < COUNT(cli_foreign_values); i++) {
+        if (strcmp(cli_foreign_values[i][0], cli_foreign_flags[index].name)) continue;
+        buf_printf(&known, "%s%s", known.n ? " or " : "", cli_foreign_values[i][1]);
+        is_known |= !strcmp(cli_foreign_values[i][1], value);
+    }
+    const int code = !known.n || is_known ? 0
+        : fail(e, TOKA_E_USE, "%.*s: '%s', expected %s: %s", STRF(typed), value, known.p,
+               cli_foreign_flags[index].meaning);
+    buf_free(&known);
+    return code;
+}
+
 /* Prints what a flag of another engine means here. Returns an error if it is none of them. value:
  * behind its '=', else the next argument, else NULL. Adds 1 to *at if it takes that argument. */
 static int cli_take_foreign(const cli *flags, str typed, unsigned command, const char *value,
@@ -57510,8 +57540,26 @@ static int cli_take_foreign(const cli *flags, str typed, unsigned command, const
         return fail(e, TOKA_E_USE, "%.*s takes no value", STRF(typed));
     if (type != CLI_BOOL && !value) return fail(e, TOKA_E_USE, "%.*s needs a value", STRF(typed));
     if (type != CLI_BOOL && cli_check_unused(type, typed, value, e)) return e->code;
+    if (type == CLI_TEXT && cli_check_foreign_value(i, typed, value, e)) return e->code;
     fprintf(stderr, "toka: --%s: %s\n", cli_foreign_flags[i].name, cli_foreign_flags[i].meaning);
     *at += type != CLI_BOOL && !has_equals;
+    return 0;
+}
+
+/* Returns the error for a file in place of a model. */
+static int cli_fail_file(const char *path, toka_err *e) {
+    return fail(e, TOKA_E_USE, "%s: a file; a model is a folder with config.json and "
+                "model.safetensors, a hub id, or a name that toka models lists", path);
+}
+
+/* Checks an argument that is no flag, if it is to be a model. */
+static int cli_check_model_word(const cli *flags, const char *arg, toka_err *e) {
+    const int n_models = flags->max_words == 1 || flags->max_words == 2;
+    if (flags->words.n_values >= n_models || os_is_dir(arg)) return 0;
+    if (os_is_file(arg)) return cli_fail_file(arg, e);
+    if (strchr(arg, ' ') && !strchr(arg, '/'))
+        return fail(e, TOKA_E_USE, "%s: no such model; a prompt comes after -p%s", arg,
+                    flags->max_words == 2 ? ", or after the model" : "");
     return 0;
 }
 

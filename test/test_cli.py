@@ -196,6 +196,10 @@ def test_flags_of_other_engines():
     share = toka("-q", "-p", PROBLEM, "--mem-fraction-static", "0.5", "--device", "cpu")
     assert share.returncode == 0 and share.stderr == b"toka: --mem-fraction-static: no effect on a CPU; --kv-tokens sets the size of its KV cache\n"
     assert b"unknown flag" in toka("-p", "x", "--swap-spaces", "1").stderr
+    r = toka("-q", "-p", PROBLEM, "--load-format", "auto", "--disable-log-stats", "--task=generate")
+    assert r.returncode == 0 and r.stderr.count(b"\n") == 3
+    r = toka("-p", "x", "--load-format", "dummy")
+    assert r.returncode == 1 and r.stderr == b"toka: --load-format: 'dummy', expected auto or safetensors: weights are safetensors\n"
 
 
 def test_config_file(tmp_path):
