@@ -55742,8 +55742,8 @@ static const help_page help_pages[] = {
      "  the model's authors. GGUF and .bin files are not read.\n",
      "models"},
     {"client", "prompts and chats for a running server",
-     "    toka serve -m test/model --port 8123 &\n"
-     "    sleep 2; export TOKA_BASE_URL=http://127.0.0.1:8123\n"
+     "    toka serve -m test/model & export TOKA_BASE_URL=http://127.0.0.1:10210\n"
+     "    curl -sf --retry 30 --retry-all-errors $TOKA_BASE_URL/ping; echo\n"
      "    toka -p \"Tom has 12 apples.\" -n 9\n"
      "    echo \"Tom has 3 apples.\" | toka chat\n"
      "    toka ping prompt='tell me a joke' max_tokens=9 chat=True\n"
