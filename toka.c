@@ -52387,6 +52387,14 @@ static void benchclient_response_free(benchclient_response *response) {
 
 /* ---- The server's address, and requests to it before the run ---- */
 
+/* Returns the error for an address of another form. */
+static int benchclient_fail_url(const char *url, const char *expected, toka_err *e) {
+    const bool has_scheme = strstr(url, "://") != NULL || !*url;
+    return fail(e, TOKA_E_USE, "--base-url: '%s', expected %s%s%s%s", url, expected,
+                has_scheme ? "" : "; did you mean http://", has_scheme ? "" : url,
+                has_scheme ? "" : "?");
+}
+
 /* Reads --base-url, or --host and --port, and looks up the addresses. Returns 0 or TOKA_E_USE. */
 static int benchclient_resolve(benchclient *client, toka_err *e) {
     const char *url = client->options->base_url, *rest = url;
@@ -52401,16 +52409,14 @@ static int benchclient_resolve(benchclient *client, toka_err *e) {
         const bool is_ipv6 = *rest == '['; /* an IPv6 address is written in brackets */
         size_t n_host = strcspn(rest += is_ipv6, is_ipv6 ? "]" : ":/");
         if (!is_http || !n_host || n_host >= sizeof client->host || (is_ipv6 && !rest[n_host]))
-            return fail(e, TOKA_E_USE, "--base-url: '%s', expected http://HOST[:PORT] (no TLS)",
-                        url);
+            return benchclient_fail_url(url, "http://HOST[:PORT] (no TLS)", e);
         snprintf(client->host, sizeof client->host, "%.*s", (int)n_host, rest);
         rest += n_host + is_ipv6;
         if (*rest == ':') port_number = strtol(rest + 1, (char **)(void *)&rest, 10);
         size_t n_tail = strlen(rest);
         while (n_tail && rest[n_tail - 1] == '/') n_tail--;
         if ((*rest && *rest != '/') || n_tail >= sizeof client->prefix)
-            return fail(e, TOKA_E_USE, "--base-url: '%s', expected http://HOST[:PORT] (no TLS)",
-                        url);
+            return benchclient_fail_url(url, "http://HOST[:PORT] (no TLS)", e);
         snprintf(client->prefix, sizeof client->prefix, "%.*s", (int)n_tail, rest);
     }
     if (port_number < 1 || port_number > 65535)
@@ -55037,7 +55043,7 @@ static int client_open(client *server, const char *url, const char *key,
         if ((unsigned char)base.p[i] <= ' ') base.n = 0;
     *server = (client){0};
     if (!known || !base.n || !origin.n)
-        return fail(e, TOKA_E_USE, "--base-url: '%s', expected http://HOST[:PORT][/v1]", url);
+        return benchclient_fail_url(url, "http://HOST[:PORT][/v1]", e);
     buf endpoint = {0};
     buf_str(&endpoint, base);
     if (origin.n == base.n) buf_c(&endpoint, "/v1");

@@ -233,6 +233,7 @@ def test_bad_addresses_and_flags(fake):
     for url in ("ftp://host", "host:80", "http://", "http://a b"):
         r = toka("-p", "x", "--base-url", url)
         assert r.returncode == 1 and "expected http://HOST" in r.stderr, url
+        assert ("did you mean http://host:80?" in r.stderr) == (url == "host:80")
     for args in (("ping", "port=1"), ("chat", "-p", "x", "--base-url", "http://127.0.0.1:1"), ("-p", "x", "--base-url", "http://127.0.0.1:1")):
         r = toka(*args)
         assert (r.returncode, r.stderr) == (2, "toka: http://127.0.0.1:1/v1: no server answers there; toka serve starts one, "
