@@ -57581,6 +57581,7 @@ static int cli_take_word(cli *flags, const cli *env, const char *arg, toka_err *
         return fail(e, TOKA_E_USE, "%s: %s; see %s --help", arg,
                     flags->max_words == 1 ? "a second model" : "one argument too many",
                     flags->called);
+    if (cli_check_model_word(flags, arg, e)) return e->code;
     if (flags->open.model == env->open.model) flags->open.model = NULL;
     if (flags->hf_repo == env->hf_repo) flags->hf_repo = NULL;
     flags->words.values[flags->words.n_values++] = arg;
@@ -60241,6 +60242,13 @@ static void cli_name_pages(toka_err *e) {
     }
 }
 
+/* Commands of Ollama, vLLM, huggingface_hub and others, and what does the same here. */
+static const char *const cli_other_commands[][2] = {
+    {"ls", "list"},      {"download", "pull"},   {"get", "pull"},
+    {"remove", "rm"},    {"delete", "rm"},       {"complete", "run"},
+    {"generate", "run"}, {"run-batch", "batch"}, {"start", "serve"},
+    {"perplexity", "score"}, {"encode", "tokenize"}, {"collect-env", "version"}};
+
 /* Returns the error for an unknown command, or page of the help, with the most similar one. model:
  * the most similar name of a model. */
 static int cli_fail_unknown_command(const char *first, const char *second, bool is_help,
@@ -60256,6 +60264,9 @@ static int cli_fail_unknown_command(const char *first, const char *second, bool 
     }
     for (int i = 0; i < COUNT(help_pages) && !is_bench; i++)
         suggest_try(&nearest, help_pages[i].name);
+    for (int i = 0; i < COUNT(cli_other_commands); i++)
+        if (!strcmp(first, cli_other_commands[i][0])) nearest.best = cli_other_commands[i][1];
+    if (!is_help && os_is_file(first)) return cli_fail_file(first, e);
     if (is_bench)
         fail(e, TOKA_E_USE, "toka bench%s%s: expected throughput, serve, plan or ops",
              *second ? " " : "", second);

@@ -294,7 +294,10 @@ def test_a_model_without_its_flag():
     assert toka("score", "test/model", "-q", "-p", "Tom has").returncode == 0
     for args, text in ((["tokenize", "a", "b"], "b: a second model"), (["tokenize", "a", "-m", "b"], "a: a second model, after that of -m or --hf-repo"),
                        (["score", "a", "-hf", "b/c"], "a: a second model"), (["-p", "x", "y"], "y: unknown argument"),
-                       (["models", "y"], "y: unknown argument")):
+                       (["models", "y"], "y: unknown argument"), (["README.md", "-p", "x"], "README.md: a file; a model is a folder"),
+                       (["batch", "README.md", "x"], "README.md: a file; a model is a folder"), (["run", "README.md"], "README.md: a file"),
+                       (["run", "Tom has"], "Tom has: no such model; a prompt comes after -p, or after the model"),
+                       (["chat", "Tom has"], "Tom has: no such model; a prompt comes after -p\n")):
         r = toka(*args)
         assert r.returncode == 1 and text in r.stderr.decode(), r.stderr
 
@@ -822,6 +825,7 @@ def test_closed_pipe_and_full_disk(command):
     ("serv", "toka serve"), ("tokenise", "toka tokenize"), ("bacth", "toka batch"), ("model", "toka models"), ("hlep", "toka help"),
     ("sevre", "toka serve"), ("bnech", "toka bench"), ("bench serv", "toka bench serve"), ("bench thruput", "toka bench throughput"),
     ("plam", "toka plan"), ("btach", "toka batch"), ("help serv", "toka help serve"), ("help plam", "toka help plan"), ("help formts", "toka help formats"),
+    ("ls", "toka list"), ("help ls", "toka help list"), ("run-batch -i a -o b", "toka batch"), ("complete", "toka run"),
     ("help bench sreve", "toka help bench serve"), ("-m test/modle -p x", "test/model"), ("--device cpuu -p x", "cpu"), ("--device plian -p x", "plain"), ("serve --device aut", "auto"),
     ("-m llama-3.2-1 -p x", "llama-3.2-1b"), ("tokenize -m qwen3_8b", "qwen3-8b"), ("plan -m smolm2-135m", "smollm2-135m"),
     ("bench throughput --dummy-weights --dataset README.md -m Lama-3.1-8b", "llama-3.1-8b"),
