@@ -57086,7 +57086,7 @@ static const char cli_environment[] =
     "  TOKA_API_KEY            key that a server asks for, here and of clients\n"
     "  OPENAI_API_KEY          key of clients, if TOKA_API_KEY is not set\n"
     "  NO_COLOR                if it is not empty, reasoning and tool calls are not dim\n"
-    "  TERM                    dumb: toka chat has no line editor\n"
+    "  TERM                    dumb: no line editor in toka chat, no progress on one line\n"
     "  XDG_CACHE_HOME          caches (default: .cache in HOME)\n"
     "  XDG_DATA_HOME           files of toka serve (default: .local/share in HOME)\n"
     "  XDG_STATE_HOME          history of toka chat (default: .local/state in HOME)\n"
@@ -58509,10 +58509,11 @@ static int cli_talk_set(cli_talk *talk, const char *rest, toka_err *e) {
     static const char *const names[] = {"temp", "top-p", "top-k", "min-p", "repetition-penalty",
                                         "presence-penalty", "frequency-penalty", "seed",
                                         "max-tokens", "min-tokens"};
-    char typed[40] = "", value[80] = "", shown[40], name[48];
+    char typed[40] = "", value[80] = "", more[80], shown[40], name[48];
     cli before = talk->flags;
     suggestion nearest;
-    const bool given = sscanf(rest, "%39[^= \t\n]%*[= \t\n]%79s", typed, value) == 2;
+    if (!strncmp(rest, "parameter ", 10)) rest += 10; /* Ollama's form */
+    const int n_words = sscanf(rest, "%39[^= \t\n]%*[= \t\n]%79s %79s", typed, value, more);
     strcpy(shown, typed);
     for (char *c = typed; *c; c++) *c = *c == '_' ? '-' : *c;
     if (!strcmp(typed, "temperature")) strcpy(typed, "temp");
@@ -58524,10 +58525,16 @@ static int cli_talk_set(cli_talk *talk, const char *rest, toka_err *e) {
         suggest_try(&nearest, names[i]);
     }
     if (*typed && !known) {
-        fail(e, TOKA_E_USE, "/set %s: no name of a flag for sampling", shown);
+        fail(e, TOKA_E_USE, "/set %s: not a value that /set changes", shown);
+        for (int i = 0; i < COUNT(names) && !nearest.best; i++) {
+            const size_t n = strlen(e->msg);
+            snprintf(e->msg + n, sizeof e->msg - n, "%s%s", i ? ", " : ": ", names[i]);
+        }
         return suggest_fail(&nearest, "/set ", e);
     }
-    if (!given)
+    if (n_words > 2)
+        return fail(e, TOKA_E_USE, "/set %s %s: %s: a second value", shown, value, more);
+    if (n_words < 2)
         return fail(e, TOKA_E_USE, "/set %s VALUE, as --temp and the other flags for sampling",
                     *shown ? shown : "NAME");
     snprintf(name, sizeof name, "--%s", typed);
@@ -58543,7 +58550,9 @@ static int cli_talk_set(cli_talk *talk, const char *rest, toka_err *e) {
 
 static int cli_talk_stats(cli_talk *talk, const char *rest, toka_err *e) {
     cli loud = talk->flags;
-    (void)rest, (void)e;
+    (void)rest;
+    if (!talk->answer.usage.prompt_tokens)
+        return fail(e, TOKA_E_USE, "/stats: there is no answer yet");
     loud.quiet = false;
     cli_print_speed(&loud, &talk->answer.usage);
     return 0;
