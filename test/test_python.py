@@ -92,9 +92,24 @@ def test_chat_and_text(py, llm):
     assert llm.decode(llm.encode(text), skip_special_tokens=True) == text
     scores = json.loads(command("score", "test/model", "--json", "-q", "-p", PROBLEM))["tokens"]
     np.testing.assert_allclose(llm.score(llm.encode(PROBLEM))[1:], [t["logprob"] for t in scores[1:]], atol=1e-5)
+    assert llm.apply_chat_template(messages, tokenize=True).tolist() == one.prompt_token_ids.tolist()
+    assert llm.chat(messages, greedy, chat_template=None, lora_request=None)[0].outputs[0].text == one.outputs[0].text
     # without parameters: those of generation_config.json
+    default = llm.get_default_sampling_params()
+    assert (default.temperature, default.top_p, default.max_tokens) == (0, 1, None) and llm.chat(messages, default)[0].outputs[0].text == one.outputs[0].text
     default, = llm.generate(PROBLEM)
     assert default.outputs[0].finish_reason in ("stop", "length")
+
+
+def test_arguments_of_a_chat(py, tmp_path, capfd):
+    (tmp_path / "own.jinja").write_text("{{ messages[0].content }} {{ kind }}{{ add_generation_prompt }}")
+    with py.LLM("test/model", chat_template=tmp_path / "own.jinja") as model:
+        messages = [{"role": "user", "content": "Tom"}]
+        assert model.apply_chat_template(messages, kind="a") == model.apply_chat_template(messages, chat_template_kwargs={"kind": "a"}) == "Tom aTrue"
+        assert model.chat(messages, kind="b", add_generation_prompt=False)[0].prompt == "Tom bFalse"
+        capfd.readouterr()
+        model.chat([messages, messages], py.SamplingParams(n=2, max_tokens=2), use_tqdm=True)
+        assert capfd.readouterr().err == "".join(f"\r{n} samples done" for n in range(1, 5)) + "\n"
 
 
 def test_embed(py, llm):
@@ -190,6 +205,10 @@ def test_wrong_arguments(py, llm):
                              *((lambda name=name: py.LLM(**{name: 0}), ValueError, f"{name}: 0, expected 1 to 64")
                                for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")),
                              (lambda: py.LLM(enforce_eager=2), ValueError, "enforce_eager: 2, expected True or False"), (lambda: py.LLM(seed="x"), ValueError, "seed: 'x'"),
+                             (lambda: py.LLM(tokenizer="x"), ValueError, "tokenizer: 'x', expected None or the model"),
+                             (lambda: py.LLM(load_format="dummy"), ValueError, "load_format: 'dummy', expected 'auto' or 'safetensors': weights are"),
+                             *((lambda name=name, call=call: call([{"role": "user", "content": "x"}], **{name: "x"}), ValueError, f"{name}: it is not done here, expected None")
+                               for name in ("chat_template", "continue_final_message", "return_tensors") for call in (llm.chat, llm.chat_stream, llm.apply_chat_template)),
                              (lambda: py.LLM(trust_remote_code="x"), ValueError, "no code of a model is ever run"), (lambda: py.LLM(cpu_offload_gb=4), ValueError, "expected 0: weights stay"),
                              (lambda: P(n=2, best_of=4), ValueError, "best_of: 4, expected n or None"), (lambda: P(detokenize=False, stop="x"), ValueError, "detokenize: False, but stop"),
                              (lambda: llm.generate("x", P(temperature="hot")), ValueError, "temperature: 'hot', expected a number"),
@@ -258,7 +277,8 @@ def test_arguments_of_the_command_line(py, tmp_path, monkeypatch):
     (repo / "snapshots").mkdir(parents=True), (repo / "refs").mkdir()
     (repo / "refs/main").write_text("c0ffee")
     os.symlink(f"{ROOT}/test/model", repo / "snapshots/c0ffee")
-    with py.LLM("tiny/apples", download_dir=tmp_path, swap_space=4, device="cpu") as model:
+    with py.LLM("tiny/apples", tokenizer="tiny/apples", download_dir=tmp_path, swap_space=4, device="cpu", task="generate",
+                speculative_config={"method": "ngram", "num_speculative_tokens": 3}) as model:
         assert model.info["model_name"] == "tiny/apples"
     assert os.environ["HF_HUB_CACHE"] == "/none"
     with pytest.raises(ValueError, match="not in the hub cache /none"):

@@ -203,8 +203,9 @@ def _no_argument(called, name, known):
 
 class _Params:
     def __new__(cls, *_, **given):
-        for name in given.keys() - cls.__dataclass_fields__.keys():
-            raise _no_argument(cls.__name__, name, set(cls.__dataclass_fields__))
+        for name in given:  # the first that is wrong
+            if name not in cls.__dataclass_fields__:
+                raise _no_argument(cls.__name__, name, set(cls.__dataclass_fields__))
         return super().__new__(cls)
 
 
@@ -462,7 +463,17 @@ _UNUSED = {  # arguments of vLLM's LLM that ask for what is always so: the value
     "disable_log_stats": ((False, True), "nothing is logged"),
     "cpu_offload_gb": ((0,), "weights stay on the device"),
     "swap_space": ((), "preempted sequences are computed again, not swapped"),
+    "block_size": ((), "a page has 16 tokens on a CPU, 64 on a GPU"),
+    "load_format": (("auto", "safetensors"), "weights are safetensors"),
+    "runner": (("auto", "generate", "pooling"), "every model generates and embeds"),
+    "task": (("auto", "generate", "embed"), "every model generates and embeds"),
+    "distributed_executor_backend": ((None, "mp", "uni"), "ranks are threads of one process"),
+    "async_scheduling": ((None, True), "it is always on"),
 }
+
+# arguments of vLLM's and transformers' functions that are none of a template
+_NOT_OF_TEMPLATES = {"chat_template", "chat_template_content_format", "continue_final_message", "lora_request", "mm_processor_kwargs",
+                     "tokenization_kwargs", "use_tqdm", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
 
 
 def _is_allowed(value, allowed):
@@ -502,6 +513,10 @@ class LLM:
         if seed is not None and (isinstance(seed, bool) or not hasattr(seed, "__index__")):
             raise ValueError(f"seed: {seed!r}, expected a whole number")
         self._random = random.SystemRandom() if seed is None else random.Random(int(seed))
+        if (tokenizer := options.pop("tokenizer", None)) not in (None, model):
+            raise ValueError(f"tokenizer: {tokenizer!r}, expected None or the model: the tokenizer is that of the model")
+        if isinstance(config := options.get("speculative_config"), dict):
+            options["speculative_config"] = json.dumps(config)
         _set(o, "model", model if revision is None else f"{os.fspath(model)}@{revision}")
         if not isinstance(enable_prefix_caching, bool):
             raise ValueError(f"enable_prefix_caching: {enable_prefix_caching!r}, expected True or False")
@@ -593,9 +608,16 @@ class LLM:
         ids, flags = _ids(token_ids, "token_ids"), _SKIP_SPECIAL if skip_special_tokens else 0
         return self._text(_lib.toka_decode, ids, len(ids), flags)
 
-    def apply_chat_template(self, messages, add_generation_prompt=True, **arguments):
+    def apply_chat_template(self, messages, add_generation_prompt=True, tokenize=False, chat_template_kwargs=None, **arguments):
+        """The text of a conversation; with tokenize its ids. arguments: of the template, such as tools and enable_thinking; they may
+        also be in the dict chat_template_kwargs. Another template than the model's: LLM(chat_template=FILE)."""
+        for name in [name for name in arguments if name in _NOT_OF_TEMPLATES]:
+            if arguments.pop(name) not in (None, False, "auto"):
+                raise ValueError(f"{name}: it is not done here, expected None" + ("; LLM(chat_template=FILE) is" if name == "chat_template" else ""))
+        arguments |= chat_template_kwargs or {}
         context = json.dumps({"messages": _messages(messages), "add_generation_prompt": add_generation_prompt, **arguments}).encode()
-        return self._text(_lib.toka_apply_chat_template, context, len(context), None)
+        text = self._text(_lib.toka_apply_chat_template, context, len(context), None)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def _text(self, function, *arguments):
         out, n, err = C.c_void_p(), C.c_size_t(), _Err()
@@ -775,6 +797,8 @@ class LLM:
             return (samples, scores), take
 
         done = self._run_all((self._request(p, s, _parse_only) for p, s in zip(prompts, params)), begin)
+        if n_done:
+            print(file=sys.stderr)
         return [RequestOutput(p if isinstance(p, str) else None, ids, [samples[k].output(k) for k in range(len(samples))],
                               np.frombuffer(scores, np.float32) if scores else None, samples[0].n_cached, True, str(i))
                 for i, (p, (ids, (samples, scores))) in enumerate(zip(prompts, done))]
@@ -800,10 +824,10 @@ class LLM:
         return [EmbeddingRequestOutput(p if isinstance(p, str) else None, ids, EmbeddingOutput(vectors[0]))
                 for p, (ids, vectors) in zip(prompts, done)]
 
-    def chat(self, messages, sampling_params=None, **arguments):
+    def chat(self, messages, sampling_params=None, use_tqdm=False, **arguments):
         """generate() through the chat template. messages: one conversation or a list of them; arguments: of the template."""
         many = messages if isinstance(messages, (list, tuple)) and messages and isinstance(messages[0], list) else [messages]
-        return self.generate([self.apply_chat_template(m, **arguments) for m in many], sampling_params, _parse_only=True)
+        return self.generate([self.apply_chat_template(m, **arguments) for m in many], sampling_params, use_tqdm, _parse_only=True)
 
     def stream(self, prompt, sampling_params=None, *, _parse_only=False):
         """Yields a StreamOutput for each token of one prompt, as it comes. Leaving the loop ends the request."""
@@ -829,6 +853,16 @@ class LLM:
 
     def chat_stream(self, messages, sampling_params=None, **arguments):
         return self.stream(self.apply_chat_template(messages, **arguments), sampling_params, _parse_only=True)
+
+    def get_default_sampling_params(self):
+        """The values of the model's generation_config.json, to change some of them."""
+        r = _lib.toka_request_default()
+        with self._use() as model:
+            _lib.toka_request_model_defaults(model, C.byref(r))
+        s = r.sampling
+        numbers = {name: float(f"{getattr(s, name):.7g}") for name in ("temperature", "top_p", "min_p", "repetition_penalty")}
+        return SamplingParams(n=r.n, top_k=s.top_k, max_tokens=s.max_tokens or None, min_tokens=s.min_tokens,
+                              stop=[s.stop[i].decode() for i in range(s.n_stop)] or None, **numbers)
 
     def get_tokenizer(self):
         return self  # it has encode, decode and apply_chat_template
