@@ -21,11 +21,15 @@ PROBLEM = "Tom has 12 apples. He buys 7 more apples. How many apples does Tom ha
 ENV = {**{k: v for k, v in os.environ.items() if not k.startswith("TOKA_")}, "TOKA_DEVICE": "cpu"}
 
 
-@pytest.fixture(scope="module")
-def py():
+def make_library():
     sources = [os.path.getmtime(os.path.join(ROOT, name)) for name in ("toka.c", "toka.h")]
     if not os.path.exists(LIBRARY) or os.path.getmtime(LIBRARY) < max(sources):
         subprocess.run(["./build.sh", "lib"], cwd=ROOT, check=True, env={**ENV, "NVCC": "", "CFLAGS": "-O1"}, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def py():
+    make_library()
     import toka
     return toka
 
