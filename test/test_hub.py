@@ -533,10 +533,10 @@ def test_model_flag_asks_first(hub):
     assert toka(hub, "-q", "-m", ID, "-p", PROBLEM).stdout == r.stdout
 
 
-def on_terminal(hub, answer, *args):
+def on_terminal(hub, answer, *args, **env):
     pid, fd = pty.fork()
     if not pid:
-        os.execve(TOKA, [TOKA, *args], environment(hub))
+        os.execve(TOKA, [TOKA, *args], environment(hub, **env))
     text, asked, end = b"", False, time.time() + 60
     while time.time() < end:
         if select.select([fd], [], [], 0.1)[0]:
@@ -593,6 +593,16 @@ def test_progress_on_a_terminal(hub, columns, model, shown):
         rows.append(screen.display[screen.cursor.y].rstrip())
         assert screen.cursor.y == 0 and rows[-1] == piece.decode().rstrip() and len(rows[-1]) < columns
     assert any(re.search(shown, row) for row in rows), rows
+
+
+def test_no_progress_without_escape_sequences(hub, tmp_path):
+    for kind in ("xterm", "dumb"):
+        hub.sent, hub.hold_after = 0, 4_000_000
+        timer = threading.Timer(1, hub.reset)
+        timer.start()
+        status, text = on_terminal(hub, b"", "pull", ID, "--download-dir", str(tmp_path / kind), TERM=kind)
+        timer.join()
+        assert status == 0 and "5 files" in text and ("\x1b" in text) == (kind == "xterm"), text
 
 
 # ---- list and rm ----
