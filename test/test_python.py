@@ -1,5 +1,6 @@
 """Tests of toka.py over libtoka.so: its structs, its results against the command line's, Ctrl-C. Run through test/run.sh."""
 import inspect
+import itertools
 import json
 import os
 import re
@@ -161,6 +162,20 @@ def test_parameters(py, llm):
     assert word not in llm.generate("Tom has", P(temperature=0, max_tokens=20, bad_words=[word]))[0].outputs[0].text
     answer, = llm.generate("Tom has", P(max_tokens=1, prompt_logprobs=True))
     np.testing.assert_allclose(answer.prompt_logprobs, llm.score(llm.encode("Tom has")), atol=1e-5)
+    assert answer.prompt_top_ids is None
+    for k in (0, 3):
+        top, = llm.generate("Tom has", P(max_tokens=1, prompt_logprobs=k))
+        np.testing.assert_array_equal(top.prompt_logprobs, answer.prompt_logprobs)
+    assert top.prompt_top_ids.shape == top.prompt_top_logprobs.shape == (len(top.prompt_token_ids), 3)
+    assert (top.prompt_top_ids[0] == -1).all() and np.isnan(top.prompt_top_logprobs[0]).all()
+    best, = llm.generate({"prompt_token_ids": top.prompt_token_ids[:-1]}, P(max_tokens=1, logprobs=3))
+    np.testing.assert_array_equal(top.prompt_top_ids[-1], best.outputs[0].top_ids[0])
+    np.testing.assert_allclose(top.prompt_top_logprobs[-1], best.outputs[0].top_logprobs[0], atol=1e-5)
+    for name, value in itertools.product(("logprobs", "prompt_logprobs"), (-1, 33, "x", 1.5)):
+        with pytest.raises(ValueError, match=f"^{name}: {value!r}, expected 0 to 32$"):
+            P(**{name: value})
+    with open(f"{ROOT}/toka.h") as header:
+        assert f"#define TOKA_MAX_LOGPROBS {py._MAX_LOGPROBS} " in header.read()
     same = [llm.generate("Tom has", P(max_tokens=9, temperature=2))[0].outputs[0].text for _ in range(6)]
     assert len(set(same)) > 1  # a new seed each time
     assert llm.info["vocab_size"] == 1024 and llm.info["has_chat_template"] == 1
@@ -264,7 +279,7 @@ def test_errors(py, llm, tmp_path):
                              *((lambda given=given: py.SamplingParams(**given), ValueError, text) for given, text in (  # before a model sees it, as vLLM
                                  ({"temperature": -1}, "temperature: -1, expected"), ({"n": 10**9}, "n is 1000000000, expected 1 to"), ({"n": 0}, "n is 0, expected 1 to"),
                                  ({"top_p": 0}, "top_p: 0, expected"), ({"top_k": -2}, "top_k: -2, expected"), ({"min_tokens": 20}, "min_tokens: 20, expected 0 to 16"),
-                                 ({"presence_penalty": 3}, "presence_penalty: 3, expected"), ({"logprobs": 10**6}, "logprobs: 1000000, expected"),
+                                 ({"presence_penalty": 3}, "presence_penalty: 3, expected"),
                                  ({"stop_token_ids": [-1]}, "stop_token_ids"), ({"logit_bias": {3: 1000}}, "logit_bias: 1000, expected"))),
                              (lambda: llm.generate(["x", "y " * 3000]), ValueError, "at most"), (lambda: llm.decode([5000]), ValueError, "5000"),
                              (lambda: llm.generate(["x"], [py.SamplingParams()] * 2), ValueError, "1 prompts, but 2")):
@@ -436,6 +451,12 @@ def test_interrupts_at_any_moment(py):
     finally:
         signal.signal(signal.SIGALRM, before)
     model.close()
+
+
+def test_without_numpy():
+    program = "import sys; sys.modules['numpy'] = None; import toka"
+    r = subprocess.run([sys.executable, "-c", program], env={**ENV, "PYTHONPATH": f"{ROOT}/test"}, capture_output=True, text=True, timeout=30)
+    assert r.returncode and r.stderr.splitlines()[-1] == "ImportError: toka.py needs numpy: pip install numpy"
 
 
 def test_a_forked_process(py):

@@ -29,7 +29,10 @@ import threading
 import weakref
 from dataclasses import dataclass, field
 
-import numpy as np
+try:
+    import numpy as np
+except ImportError:
+    raise ImportError("toka.py needs numpy: pip install numpy") from None
 
 # ---- toka.h: the structs, field by field. The test of this file compares them with a C compiler's. ----
 
@@ -95,6 +98,7 @@ _JSON_SCHEMA, _JSON_OBJECT, _CHOICE, _REGEX, _GBNF = 1, 2, 3, 4, 5
 _FINISH = [None, "stop", "length", "abort", "error"]
 _ABORT = _FINISH.index("abort")
 _CLOSED = "this LLM is closed"
+_MAX_LOGPROBS = 32  # TOKA_MAX_LOGPROBS
 
 
 def _load():
@@ -255,8 +259,8 @@ class SamplingParams(_Params):
     bad_words: list[str] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    logprobs: int | None = None        # k: the k best of each token, too
-    prompt_logprobs: bool = False
+    logprobs: int | None = None        # k, at most 32: the k best of each token, too
+    prompt_logprobs: int | bool | None = None  # those of the prompt; k: the k best of each token, too
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     skip_special_tokens: bool = True
@@ -281,7 +285,7 @@ class SamplingParams(_Params):
         """Sets what needs no model in a C request, but its seed."""
         s = r.sampling
         _set(r, "n", self.n)
-        r.keep_special, r.prompt_logprobs, r.ids_only = not self.skip_special_tokens, bool(self.prompt_logprobs), not self.detokenize
+        r.keep_special, r.ids_only = not self.skip_special_tokens, not self.detokenize
         for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
                      "min_tokens", "ignore_eos"):
             _set(s, name, getattr(self, name))
@@ -289,7 +293,12 @@ class SamplingParams(_Params):
             raise ValueError(f"seed: {self.seed!r}, expected a whole number")
         _set(s, "max_tokens", self.max_tokens or 0)
         s.include_stop = self.include_stop_str_in_output
-        _set(s, "logprobs", self.logprobs or 0)
+        for struct, name, field_of in ((s, "logprobs", "logprobs"), (r, "prompt_logprobs", "prompt_top")):
+            k = getattr(self, name) or 0
+            if not hasattr(k, "__index__") or not 0 <= k <= _MAX_LOGPROBS:
+                raise ValueError(f"{name}: {k!r}, expected 0 to {_MAX_LOGPROBS}")
+            setattr(struct, field_of, 0 if k is True else k)
+        r.prompt_logprobs = self.prompt_logprobs is not None and self.prompt_logprobs is not False
         s.stop = _texts(self.stop, "stop")
         s.n_stop = 1 if isinstance(self.stop, str) else len(self.stop or [])
         for name, ids_field, count_field in (("stop_token_ids", "stop_ids", "n_stop_ids"), ("allowed_token_ids", "allowed_ids", "n_allowed")):
@@ -329,7 +338,9 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: np.ndarray
     outputs: list[CompletionOutput]
-    prompt_logprobs: np.ndarray = None
+    prompt_logprobs: np.ndarray = None      # [tokens]; the first is nan
+    prompt_top_ids: np.ndarray = None       # [tokens][k], if prompt_logprobs=k was wanted; the first row is -1
+    prompt_top_logprobs: np.ndarray = None
     num_cached_tokens: int = 0
     finished: bool = True
     request_id: str = None
@@ -782,7 +793,7 @@ class LLM:
             raise ValueError(f"{len(prompts)} prompts, but {len(params)} sampling_params")
 
         def begin(r, stops):
-            samples, scores = collections.defaultdict(_Sample), array.array("f")  # an n that is refused makes no samples
+            samples, scored = collections.defaultdict(_Sample), _Sample()  # an n that is refused makes no samples
 
             def take(event):
                 nonlocal n_done
@@ -792,16 +803,22 @@ class LLM:
                         n_done += 1
                         print(f"\r{n_done} samples done", end="", file=sys.stderr, flush=True)
                 else:
-                    scores.append(event.logprob)
+                    if not scored.ids:  # what could come first is not known
+                        scored.top_ids.extend([-1] * r.prompt_top), scored.top_logprobs.extend([math.nan] * r.prompt_top)
+                    scored.add(event, stops)
 
-            return (samples, scores), take
+            return (samples, scored.output), take
 
         done = self._run_all((self._request(p, s, _parse_only) for p, s in zip(prompts, params)), begin)
         if n_done:
             print(file=sys.stderr)
-        return [RequestOutput(p if isinstance(p, str) else None, ids, [samples[k].output(k) for k in range(len(samples))],
-                              np.frombuffer(scores, np.float32) if scores else None, samples[0].n_cached, True, str(i))
-                for i, (p, (ids, (samples, scores))) in enumerate(zip(prompts, done))]
+        results = []
+        for i, (prompt, (ids, (samples, scored))) in enumerate(zip(prompts, done)):
+            of_prompt = scored(0)
+            results.append(RequestOutput(prompt if isinstance(prompt, str) else None, ids, [samples[k].output(k) for k in range(len(samples))],
+                                         of_prompt.logprobs if len(of_prompt.logprobs) else None, of_prompt.top_ids,
+                                         of_prompt.top_logprobs, samples[0].n_cached, True, str(i)))
+        return results
 
     def embed(self, prompts, dimensions=None):
         """Embeds all texts, or lists of ids, together, as the model's folder defines it; the results are in their order.
