@@ -45521,41 +45521,58 @@ static const char srv_page[] =
     "/* ---- Markdown: a text becomes elements whose contents are text, never markup ---- */\n"
     "\n"
     "const inline = (parent, text) => {\n"
-    "  for (const part of text.split(/(`[^`\\n]+`|\\*\\*[^*\\n]+\\*\\*|\\*[^*\\s][^*\\n]*\\*)/))\n"
+    "  for (const part of text.split(/(`[^`\\n]+`|\\*\\*[^*\\n]+\\*\\*|\\*[^*\\s][^*\\n]*\\*|\\[[^\\]\\n]+\\]\\(https?:\\/\\/[^)\\s]+\\))/)) {\n"
+    "    const link = part.match(/^\\[(.+)\\]\\((http.+)\\)$/);\n"
     "    if (/^`.+`$/.test(part)) element('code', part.slice(1, -1), parent);\n"
     "    else if (/^\\*\\*.+\\*\\*$/.test(part)) element('b', part.slice(2, -2), parent);\n"
     "    else if (/^\\*.+\\*$/.test(part)) element('em', part.slice(1, -1), parent);\n"
+    "    else if (link) Object.assign(element('a', link[1], parent), { href: link[2], target: '_blank', rel: 'noreferrer' });\n"
     "    else parent.append(part);\n"
+    "  }\n"
+    "};\n"
+    "\n"
+    "const copy = (text, shown) => { // over http from another machine there is no clipboard: the text is selected\n"
+    "  if (navigator.clipboard) navigator.clipboard.writeText(text).catch(() => {});\n"
+    "  else getSelection().selectAllChildren(shown);\n"
     "};\n"
     "\n"
     "const code = (parent, text) => {\n"
     "  const box = element('div', '', parent, 'code'), button = element('button', 'Copy', box);\n"
-    "  element('code', text, element('pre', '', box));\n"
-    "  button.type = 'button', button.onclick = () => navigator.clipboard?.writeText(text);\n"
+    "  const shown = element('code', text, element('pre', '', box));\n"
+    "  button.type = 'button', button.onclick = () => copy(text, shown);\n"
     "};\n"
     "\n"
     "const markdown = (parent, text) => {\n"
-    "  let list = null, paragraph = null, fenced = null;\n"
+    "  let lists = [], open = null, fenced = null; // open: the paragraph, quote or table that the next line may continue\n"
+    "  const block = name => open?.localName == name ? open : open = element(name, '', parent);\n"
     "  for (const row of text.split('\\n')) {\n"
-    "    const item = row.match(/^\\s*([-*]|\\d+[.)])\\s+(.*)/), head = row.match(/^#{1,6}\\s+(.*)/);\n"
+    "    const item = row.match(/^(\\s*)([-*]|\\d+[.)])\\s+(.*)/), head = row.match(/^#{1,6}\\s+(.*)/), quote = row.match(/^\\s*>\\s?(.*)/);\n"
     "    if (fenced) {\n"
     "      if (/^\\s*```/.test(row)) code(parent, fenced.join('\\n')), fenced = null;\n"
     "      else fenced.push(row);\n"
     "      continue;\n"
     "    }\n"
-    "    if (!item) list = null;\n"
-    "    if (/^\\s*```/.test(row)) fenced = [], paragraph = null;\n"
-    "    else if (head) inline(element('h3', '', parent), head[1]), paragraph = null;\n"
+    "    const rule = /^\\s*([-*_])(\\s*\\1){2,}\\s*$/.test(row);\n"
+    "    if (rule || !item && row.trim()) lists = [];\n"
+    "    if (/^\\s*```/.test(row)) fenced = [], open = null;\n"
+    "    else if (rule) element('hr', '', parent), open = null;\n"
+    "    else if (head) inline(element('h3', '', parent), head[1]), open = null;\n"
     "    else if (item) {\n"
-    "      const kind = /\\d/.test(item[1]) ? 'ol' : 'ul';\n"
-    "      if (list?.localName != kind) list = element(kind, '', parent);\n"
-    "      const entry = element('li', '', list);\n"
-    "      if (kind == 'ol') entry.value = parseInt(item[1]);\n"
-    "      inline(entry, item[2]), paragraph = null;\n"
-    "    } else if (!row.trim()) paragraph = null;\n"
-    "    else {\n"
-    "      if (paragraph) element('br', '', paragraph);\n"
-    "      inline(paragraph ||= element('p', '', parent), row);\n"
+    "      const kind = /\\d/.test(item[2]) ? 'ol' : 'ul', depth = item[1].length;\n"
+    "      while (lists.length && (lists[0].depth > depth || lists[0].depth == depth && lists[0].list.localName != kind)) lists.shift();\n"
+    "      if (lists[0]?.depth != depth) lists.unshift({ depth, list: element(kind, '', lists[0]?.list.lastChild || parent) });\n"
+    "      const entry = element('li', '', lists[0].list);\n"
+    "      if (kind == 'ol') entry.value = parseInt(item[2]);\n"
+    "      inline(entry, item[3]), open = null;\n"
+    "    } else if (!row.trim()) open = null;\n"
+    "    else if (/^\\s*\\|.*\\|\\s*$/.test(row)) {\n"
+    "      if (/^[\\s|:-]+$/.test(row)) continue; // the line below the head of a table\n"
+    "      const table = block('table'), line = table.insertRow();\n"
+    "      for (const cell of row.trim().slice(1, -1).split('|')) inline(element(line.rowIndex ? 'td' : 'th', '', line), cell.trim());\n"
+    "    } else {\n"
+    "      const body = block(quote ? 'blockquote' : 'p');\n"
+    "      if (body.hasChildNodes()) element('br', '', body);\n"
+    "      inline(body, quote ? quote[1] : row);\n"
     "    }\n"
     "  }\n"
     "  if (fenced) code(parent, fenced.join('\\n'));\n"
@@ -45657,7 +45674,7 @@ static const char srv_page[] =
     "  const key = $('key').value ? ' -H \"Authorization: Bearer $TOKA_API_KEY\"' : '';\n"
     "  const text = `curl ${location.href}${path()} -H 'Content-Type: application/json'${key} -d '${body}'`;\n"
     "  $('command').textContent = text, $('command').hidden = false;\n"
-    "  navigator.clipboard?.writeText(text).catch(() => {});\n"
+    "  copy(text, $('command'));\n"
     "};\n"
     "</script>\n"
     "</html>\n";
@@ -50994,8 +51011,8 @@ static void plan_put_hosts(const plan_layout *layout, buf *out) {
                    "have %d at most", a_replica, PLAN_HOST_GPUS);
     else
         buf_printf(out, "runs on one host: with %d GPUs a host these are %d servers behind a load "
-                   "balancer, each with --data-parallel-size %d or less", PLAN_HOST_GPUS,
-                   (layout->dp + a_host - 1) / a_host, a_host);
+                   "balancer, each with --data-parallel-size %d%s", PLAN_HOST_GPUS,
+                   (layout->dp + a_host - 1) / a_host, a_host, a_host > 1 ? " or less" : "");
 }
 
 /* Appends a sentence: can this build of toka run this model on these GPUs? best: the recommended
@@ -58609,7 +58626,8 @@ static int cli_talk_command(cli_talk *talk, const char *text, toka_err *e) {
         suggest_try(&nearest, name);
         if (!str_is(nearest.typed, name)) continue;
         if (*rest && !takes_text)
-            return fail(e, TOKA_E_USE, "/%s %s: it takes nothing behind its name", name, rest);
+            return fail(e, TOKA_E_USE, "/%.*s %s: it takes nothing behind its name", (int)n_name,
+                        text + 1, rest);
         return cli_talk_commands[i].run(talk, rest, e);
     }
     fail(e, TOKA_E_USE, "/%.*s: no such command; see /help", STRF(nearest.typed));

@@ -170,7 +170,7 @@ def test_commands(tmp_path):
     t.type("/set temperature\r").wait(r"/set temperature VALUE, as --temp").type("/load README.md\r").wait("README.md: not a conversation")
     t.type("/set temperature=0.5\r").wait("temperature is 0.5").type("/set parameter top_k 5\r").wait("top_k is 5")
     t.type("/set stop x\r").wait("toka: /set stop: not a value that /set changes: temp, top-p, ")
-    t.type("/set seed 1 2\r").wait("toka: /set seed 1: 2: a second value").type("/clear x\r").wait("toka: /clear x: it takes nothing behind its name")
+    t.type("/set seed 1 2\r").wait("toka: /set seed 1: 2: a second value").type("/bye x\r").wait("toka: /bye x: it takes nothing behind its name")
     t.type("/stats\r").wait("toka: /stats: there is no answer yet").type("/clear\r").wait("begins again").type("/?\r").wait("/regen .*seed").wait(READY)
     t.type("/regen\r").wait("no turn to answer again").type("/load /none\r").wait("/none: No such file")
     t.type("/set temperature 2\r").wait("temperature is 2").type("Tom has 3 apples.\r").wait(READY)

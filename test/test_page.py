@@ -242,11 +242,18 @@ def test_page_shows_markdown_as_elements_of_text(browser):
         browser.call("Page.navigate", url=url(s))
         browser.wait("document.getElementById('state')?.textContent == 'ready'")
         text = "# Head\nA **bold** `x < y` and *soft* word\nnext line\n\n- one\n- two <img src=x onerror=alert(1)>\n3. three\n" \
-               "```c\nint a; // **not bold**\n```\n<script>alert(1)</script>\n2 * 3 * 4"
+               "```c\nint a; // **not bold**\n```\n<script>alert(1)</script>\n2 * 3 * 4\n***\n> said\n> twice\n\n" \
+               "- a\n  1. b\n  2. c\n- d\n\n| x | y |\n|---|:-:|\n| 1 | **2** |\n[a link](https://a.b/c?d) [no](javascript:alert(1))"
         html = browser.js(f"{{ const box = document.createElement('div'); markdown(box, {json.dumps(text)}); box.innerHTML }}")
         assert html == "<h3>Head</h3><p>A <b>bold</b> <code>x &lt; y</code> and <em>soft</em> word<br>next line</p>" \
                        "<ul><li>one</li><li>two &lt;img src=x onerror=alert(1)&gt;</li></ul><ol><li value=\"3\">three</li></ol>" \
                        "<div class=\"code\"><button type=\"button\">Copy</button><pre><code>int a; // **not bold**</code></pre></div>" \
-                       "<p>&lt;script&gt;alert(1)&lt;/script&gt;<br>2 * 3 * 4</p>"
+                       "<p>&lt;script&gt;alert(1)&lt;/script&gt;<br>2 * 3 * 4</p><hr><blockquote>said<br>twice</blockquote>" \
+                       "<ul><li>a<ol><li value=\"1\">b</li><li value=\"2\">c</li></ol></li><li>d</li></ul>" \
+                       "<table><tbody><tr><th>x</th><th>y</th></tr><tr><td>1</td><td><b>2</b></td></tr></tbody></table>" \
+                       "<p><a href=\"https://a.b/c?d\" target=\"_blank\" rel=\"noreferrer\">a link</a> [no](javascript:alert(1))</p>"
+        copied = browser.js("{ Object.defineProperty(navigator, 'clipboard', { value: undefined }); const box = document.body.appendChild("
+                            "document.createElement('div')); code(box, 'x = 1'); box.querySelector('button').click(); getSelection().toString() }")
+        assert copied == "x = 1"
         unfinished = browser.js("{ const box = document.createElement('div'); markdown(box, '```py\\nx = 1'); box.innerText }")
         assert "x = 1" in unfinished  # a block of code that still streams
