@@ -22010,12 +22010,12 @@ COLD static int con_string_rules(con_schema *schema, const con_all *all, int *ru
                    *format = json_get(all->part[i].schema, "format"),
                    *except = json_get(all->part[i].schema, CON_EXCEPT),
                    *unlike = json_get(all->part[i].schema, CON_UNLIKE);
-        if ((except || unlike) && n < CON_MAX_FACTORS - 2) {
+        if (except || unlike) {
             *negated |= 1u << n;
             rules[n++] = except ? con_list_rule(schema->grammar, except)
                                 : con_pattern_rule(schema, unlike, json_str(unlike));
         }
-        if (json_is(pattern, JSON_STRING))
+        if (json_is(pattern, JSON_STRING) && n < CON_MAX_FACTORS - 1)
             rules[n++] = con_pattern_rule(schema, pattern, json_str(pattern));
         for (int k = 0; k < COUNT(con_formats) && n < CON_MAX_FACTORS - 1; k++)
             if (str_is(json_str(format), con_formats[k].name))
@@ -22038,7 +22038,7 @@ COLD static int con_chars_rule(con_grammar *grammar, int char_rule, int low, int
 COLD static int con_make_string(con_schema *schema, const json *where, int *rules, int n,
                                 unsigned negated, int low, int high) {
     con_grammar *grammar = schema->grammar;
-    if (low > high) return con_rule_new(grammar);
+    if (low > high || grammar->e->code) return con_rule_new(grammar);
     for (int i = 0; i < n && low == 1; i++) /* what does not match "" has a character */
         low = negated >> i & 1 || con_matches(grammar, rules[i], STR(""));
     bool limited = low || high != CON_FOREVER;
@@ -22804,9 +22804,9 @@ COLD static int con_names_rule(con_schema *schema, const con_all *all) {
 COLD static void con_list_names(con_schema *schema, con_object *object, int *cap, int rule) {
     enum { MOST = 512 }; /* texts with which these names begin */
     con_grammar *grammar = schema->grammar;
-    const int start = grammar->rules[con_schema_product(schema, object->least, &rule, 1, 0)].start,
-              n_states = grammar->n_states - start;
+    const int product = con_schema_product(schema, object->least, &rule, 1, 0);
     if (grammar->e->code) return;
+    const int start = grammar->rules[product].start, n_states = grammar->n_states - start;
     con_length *const lengths = mem_zalloc((size_t)n_states * sizeof *lengths);
     con_find_places(grammar, start, n_states, lengths);
     con_find_lengths(grammar, start, n_states, lengths);

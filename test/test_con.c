@@ -312,6 +312,10 @@ static void test_con_errors(void) {
         {JS, "{\"properties\":{\"a\":{\"items\":{\"maximum\":[]}}}}", "/properties/a/items/maximum: expected a number"},
         {JS, "{\"type\":\"string\",\"pattern\":\"(?!a)\"}", "/pattern: pattern: this kind of group"}, {JS, "{\"minLength\":-1}", "/minLength: expected a whole number"},
         {JS, "{\"type\":\"string\",\"minLength\":3,\"maxLength\":2}", "there is no text"}, {JS, "{\"enum\":3}", "/enum: expected a list"}, {JS, "3", "JSON schema: expected a schema"},
+        /* patterns up to the limit, with a length in a raw string; an opposite behind six patterns is not left out */
+        {ST, "{\"type\":\"json_schema\",\"style\":{\"member\":\"<p=%k>%v</p>\"},\"json_schema\":{\"type\":\"object\",\"properties\":{\"s\":{\"type\":\"string\",\"minLength\":2,\"maxLength\":5,"
+             "\"allOf\":[{\"pattern\":\"a{0,1}\"},{\"pattern\":\"a{0,2}\"},{\"pattern\":\"a{0,3}\"},{\"pattern\":\"a{0,4}\"},{\"pattern\":\"a{0,5}\"},{\"pattern\":\"a{0,6}\"},{\"pattern\":\"a{0,7}\"}]}}}}", "/allOf/0: too many patterns"},
+        {JS, "{\"type\":\"string\",\"allOf\":[{\"pattern\":\"a{0,1}\"},{\"pattern\":\"a{0,2}\"},{\"pattern\":\"a{0,3}\"},{\"pattern\":\"a{0,4}\"},{\"pattern\":\"a{0,5}\"},{\"pattern\":\"a{0,6}\"},{\"not\":{\"pattern\":\"b\"}}]}", "too many patterns"},
         {JS, "{\"multipleOf\":0}", "/multipleOf: expected a number above 0"}, {JS, "{\"type\":\"integer\",\"multipleOf\":1000003}", "too many digits"},
         {JS, "{\"type\":\"string\",\"pattern\":\"(a|b)*a(a|b){20}\",\"minLength\":2}", "JSON schema: /pattern: patterns and lengths that must hold together need too many states"},
         {JS, "{\"properties\":{\"a\":{\"properties\":{\"b\":{\"pattern\":\"(a|b)*a(a|b){20}\",\"maxLength\":90}}}}}", "JSON schema: /properties/a/properties/b/pattern: patterns"},
@@ -325,6 +329,22 @@ static void test_con_errors(void) {
         toka_constraint *c = con_make(cases[i].kind, cases[i].grammar, NULL, &con_no_tokens, &e);
         CHECK_MSG(!c && e.code == TOKA_E_USE && strstr(e.msg, cases[i].message), "%s: '%s', expected '%s'", cases[i].grammar, c ? "accepted" : e.msg, cases[i].message);
         con_del(c);
+    }
+}
+
+/* The array of rules may move while names are listed: objects with more and more rules before it. */
+static void test_con_listed_names(void) {
+    for (int n = 0; n < 40; n++) {
+        buf schema = {0};
+        toka_err e;
+        buf_c(&schema, "{\"properties\":{");
+        for (int i = 0; i < n; i++) buf_printf(&schema, "\"x%d\":{\"items\":{\"type\":\"string\",\"maxLength\":%d}},", i, 1000 + i);
+        buf_c(&schema, "\"o\":{\"type\":\"object\",\"patternProperties\":{\"^[ab]$\":{}},\"minProperties\":2,\"additionalProperties\":false}}}");
+        buf_char(&schema, '\0');
+        toka_constraint *c = con_make(JS, schema.p, NULL, &con_no_tokens, &e);
+        CHECK_MSG(c && con_reads(c, STR("{\"o\":{\"a\":1,\"b\":1}}")) && !con_reads(c, STR("{\"o\":{\"a\":1,\"a\":1}}")), "%d: %s", n, c ? "" : e.msg);
+        con_del(c);
+        buf_free(&schema);
     }
 }
 
@@ -1198,6 +1218,7 @@ static const struct test con_tests[] = {
     {"constraints: texts", test_con_texts},
     {"constraints: options of JSON", test_con_options},
     {"constraints: errors", test_con_errors},
+    {"constraints: listed names", test_con_listed_names},
     {"constraints: limits", test_con_limits},
     {"constraints: masks are what each token says", test_con_masks},
     {"constraints: enums of 20,000 values", test_con_large_enums},
