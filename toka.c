@@ -15518,8 +15518,8 @@ static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t genera
  * tokens that are still to come are expected to gain more than that takes (draft_is_worth).
  *
  * WHO GETS NONE. Models with states (19). Requests without output. Sequences with a constraint get
- * no drafts of a model. Drafts from texts they get with the token before them (draft_guess), as the
- * rows need masks (32).
+ * no drafts of a model. They get drafts from texts, but draft_guess makes these as soon as the
+ * token before them is drawn, since their rows need masks (32).
  *
  * RUN-AHEAD. Drafts need the last token of the sequence. If a step with a row of the sequence is in
  * flight and its known tokens have a match, it waits for that step, and so does the next plan.
@@ -15830,7 +15830,10 @@ static int draft_choose(drafter *drafts, const sched_seq *sequence, int seq, int
     double share = rate, gain = 0;
     int n = 0;
     if (drafts->config.always) return most;
-    for (; n < most && share > least; n++) gain += share, share *= rate;
+    for (; n < most && share > least; n++) {
+        gain += share;
+        share *= rate;
+    }
     if (gain < cost) n = 0;
     if (n) drafts->retry = DRAFT_FIRST_RETRY;
     if (n || ++drafts->n_held_back < drafts->retry) return n;
@@ -18314,9 +18317,10 @@ static void stop_free(stop_scanner *scanner) {
  * reads Lark in the same way. If several lexemes end at the same byte, all of them count.
  *
  * A counted repetition is a number in a frame, not a copy of its rule. So is the length of a text
- * that a rule matches: a CON_CHAR edge counts a character in the highest frame, and is there only
- * if some continuation has a length that the frame allows. A call whose next state is
- * the end of its own rule needs no frame (tail call), so a list by right recursion needs no stack.
+ * that a rule matches: a CON_CHAR edge counts a character in the highest frame. con_count_char
+ * follows it only if some continuation has a length that the frame allows. A call whose next state
+ * is the end of its own rule needs no frame (tail call), so a list by right recursion needs no
+ * stack.
  *
  * MASKS. The vocabulary is sorted by bytes. A mask is one walk over it: tokens that share their
  * first bytes share the nodes, and after a byte that the grammar refuses, all tokens with that
@@ -22075,7 +22079,8 @@ COLD static int *con_kept_string(con_schema *schema, const int *rules, int n, un
     return &schema->strings[schema->n_strings++].rule;
 }
 
-/* Returns a rule for the inside of the strings that a list allows, and `more`, if it is no -1. */
+/* Returns a rule for the inside of the strings that a list allows and that also match the rule
+ * `more`; -1: there is none. */
 COLD static int con_string_and(con_schema *schema, const con_all *all, int more) {
     int rules[CON_MAX_FACTORS], low = 0, high = CON_FOREVER;
     const json *where = NULL;
@@ -31009,8 +31014,9 @@ static eng_mask eng_make_mask(const eng_request *request, int node) {
     return (eng_mask){bits ? bits : con_bits_new(machine, constraint->vocab, true), accepts};
 }
 
-/* Makes the masks after a place, up to the first one that has more than one id and not the next
- * guess. The place moves with them. No guess fills the machine. */
+/* Makes the masks after a place. It follows a mask's only id; or else the next guess, as long as
+ * all guesses so far are what it followed, the mask has this one, and the machine has room. It ends
+ * with the first mask after which it follows neither. The place moves with the masks. */
 COLD
 static void eng_look_ahead(eng_reader *reader, eng_place place, buf *text) {
     const toka_sampling *sampling = &reader->request->sampling;
@@ -31849,8 +31855,8 @@ static bool eng_is_behind_draft(const eng_inflight *inflight, int i) {
 }
 
 /* Must the device keep the id that sample row i draws, as the next plan may come before its commit?
- * Not with drafts; but those of a constraint are right, or the sequence waits for the commit of
- * another token (eng_commit_samples), so the last row's id is kept. */
+ * Not with drafts. But behind the drafts of a sequence with a constraint the last row's id is kept:
+ * they are forced and so right, or the sequence waits for a commit (eng_commit_samples). */
 static bool eng_keeps_id(const eng_inflight *inflight, const sched_seq *sequence, int i) {
     const bool is_last =
         i + 1 == inflight->n_sampled || !eng_is_behind_draft(inflight, i + 1);
@@ -32158,7 +32164,8 @@ static int eng_verify_drafts(eng_replica *replica, eng_inflight *inflight) {
         if (inflight->sample_rows[i].mask) {
             const int n_forced = replica->readers[samples[i].seq]->ahead.n_forced;
             stats->forced_tokens += MIN(n_right, n_forced);
-            n_right -= n_forced, n_drafts -= n_forced;
+            n_right -= n_forced;
+            n_drafts -= n_forced;
             if (n_right < 0 || n_drafts < 1) continue;
         }
         draft_learn(&replica->drafts, samples[i].seq, n_drafts, n_right);
@@ -32232,9 +32239,11 @@ static void eng_mark_readings(const eng_replica *replica, eng_inflight *inflight
         const toka_sample_row *row = &inflight->sample_rows[i];
         if (!row->mask || !eng_counts(replica, sample)) continue;
         const int n_ahead = (int)row->position - replica->sched.seqs[sample->seq].n_known;
-        const eng_ahead *ahead = &replica->readers[sample->seq]->ahead;
-        sample->is_read =
-            n_ahead == ahead->n || eng_result(inflight, i)->id != ahead->next[n_ahead];
+        const eng_reader *reader = replica->readers[sample->seq];
+        const eng_ahead *ahead = &reader->ahead;
+        /* busy: a worker reads a draw from before a preemption, so the reader may not change */
+        sample->is_read = reader->busy || n_ahead == ahead->n ||
+                          eng_result(inflight, i)->id != ahead->next[n_ahead];
     }
 }
 
