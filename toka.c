@@ -13637,10 +13637,10 @@ static void kv_free(kv_cache *cache) {
     *cache = (kv_cache){0};
 }
 
-/* Returns kv_cache.inverse_B. With it kv_page_of is right for the positions below max_len + B. */
+/* Returns kv_cache.inverse_B. With it kv_page_of is right for positions below 2^32 / B, and for all
+ * if B is a power of two. */
 COLD
-static uint64_t kv_inverse(int B, int max_len) {
-    assert((B & (B - 1)) == 0 || ((int64_t)max_len + B) * B <= (int64_t)1 << 32);
+static uint64_t kv_inverse(int B) {
     return (((uint64_t)1 << 32) + (uint64_t)B - 1) / (uint64_t)B;
 }
 
@@ -13651,8 +13651,9 @@ COLD
 static bool kv_init(kv_cache *cache, int B, int n_pages, int n_seqs, int max_len) {
     static_assert(sizeof(kv_page) == 48, "four pages in three cache lines");
     assert(n_seqs < 1 << 23); /* kv_page.ref */
+    assert((B & (B - 1)) == 0 || ((int64_t)max_len + B) * B <= (int64_t)1 << 32); /* inverse_B */
     *cache = (kv_cache){.B = B,
-                        .inverse_B = kv_inverse(B, max_len),
+                        .inverse_B = kv_inverse(B),
                         .n_pages = n_pages,
                         .n_seqs = n_seqs,
                         .max_pages = (max_len + B - 1) / B,

@@ -248,7 +248,7 @@ static void kvt_random_states(void) {
 static void kvt_page_of(void) {
     for (int B = 1; B <= 300; B++) {
         const int max_len = B & (B - 1) ? (int)((((int64_t)1 << 32) - 1) / B - B) : INT_MAX - B;
-        const kv_cache k = {.B = B, .inverse_B = kv_inverse(B, max_len)};
+        const kv_cache k = {.B = B, .inverse_B = kv_inverse(B)};
         uint64_t rng = (uint64_t)B;
         for (int i = 0; i < 300; i++) {
             const int page = i < 150 ? i : i == 299 ? (max_len + B - 1) / B : (int)(rnd(&rng) % (uint64_t)(max_len / B + 1));
