@@ -13736,7 +13736,7 @@ static int *kv_block_table(const kv_cache *cache, int seq) {
 static int kv_n_available(const kv_cache *cache) { return cache->n_free + cache->n_cached; }
 
 /* Returns pos / B: the entry of a position in the block table. pos is below max_len + B. Each step
- * needs it five times for every sequence, and a product takes a fifth of a division's time. */
+ * needs it several times for every sequence, and a product is faster than a division. */
 static inline int kv_page_of(const kv_cache *cache, int pos) {
     return (int)((uint64_t)pos * cache->inverse_B >> 32);
 }
@@ -15878,8 +15878,7 @@ static int draft_guess(drafter *drafts, scheduler *sched, int seq, int32_t token
 
 /* Gives drafts to the sequences in decode, at most as many as the step has rows left: called before
  * sched_plan. Their tokens are there, but those of DRAFT_MODEL and DRAFT_SYNTHETIC come later (32).
- * Returns true if a sequence can have drafts but
- * waits for its last token. */
+ * Returns true if a sequence can have drafts but waits for its last token. */
 COLD
 static bool draft_plan(drafter *drafts, scheduler *sched) {
     const bool by_model = drafts->config.method == DRAFT_MODEL;

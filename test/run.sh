@@ -4,7 +4,7 @@
 #
 #   test/run.sh                   tests of every kind, in some 10 minutes on two cores. It leaves out tests that take more than
 #                                 3 s each, TSan, the server under sanitizers, GPU architectures but sm_90a, and other toolkits
-#   TOKA_TESTS=all test/run.sh    everything, in about 30 minutes on two cores
+#   TOKA_TESTS=all test/run.sh    everything, in about 70 minutes on two cores
 #   TOKA_TESTS=peers test/run.sh  comparisons with PyTorch, transformers, vLLM and Jinja2, as far as their packages are installed
 #                                 for python3 (or for $PYTHON); the table is written to test/.build/peers.md
 #   test/run.sh unit              one group of parts: build, unit, san, py, fuzz or gpu
