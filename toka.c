@@ -21275,6 +21275,7 @@ COLD static void con_check_values(con_schema *schema, const json *part) {
             const json *value = key + 1;
             if (!str_is(json_str(key), keyword->name)) continue;
             con_check_kind(schema, value, keyword->takes);
+            if (schema->grammar->e->code) return;
             if (value->type == JSON_ARRAY)
                 JSON_EACH(it, value) con_check_kind(schema, it, keyword->inside);
             if (value->type == JSON_OBJECT && keyword->takes & CON_IS_OBJECT)
