@@ -16056,28 +16056,58 @@ static toka_op_times clock_mlp_work(const toka_device *dev, double T) {
     }
     return work;
 }
+/* What the attention of a step must compute and read: (row, position) pairs with a score, of all
+ * layers, and the bytes of K and V. A position that several rows of a span see is read once. */
+typedef struct {
+    double pairs, bytes;
+} clock_attention;
+/* pairs and positions of a layer with this window (0: none) */
+static void clock_add_spans(const toka_step *step, int window, double *pairs, double *positions) {
+    for (int i = 0; i < step->n_spans; i++) {
+        const toka_span *span = &step->spans[i];
+        const int end = span->kv0 + span->n_kv;
+        int first = end, last = span->kv0; /* of the positions that a row sees */
+        for (int row = span->row0; row < span->row0 + span->n_rows; row++) {
+            const int to = min(end, step->pos[row] + 1),
+                      from = max(span->kv0, window ? step->pos[row] + 1 - window : 0);
+            if (to <= from) continue;
+            *pairs += to - from, first = min(first, from), last = max(last, to);
+        }
+        *positions += max(0, last - first);
+    }
+}
+static clock_attention clock_attention_work(const toka_device *dev, const toka_step *step) {
+    clock_attention work = {};
+    double pairs[2] = {}, positions[2] = {}; /* of a layer, by [it has a window] */
+    int windows[2] = {-1, -1};               /* of which these hold */
+    for (int i = 0; i < dev->shape->L; i++) {
+        const int window = dev->layers[i].window, k = window > 0;
+        if (windows[k] != window) {
+            windows[k] = window, pairs[k] = positions[k] = 0;
+            clock_add_spans(step, window, &pairs[k], &positions[k]);
+        }
+        work.pairs += pairs[k];
+        work.bytes +=
+            positions[k] * (double)toka_kv_row_bytes(dev->shape, kv_is_fp8(dev->kv_fp8, i),
+                                                     sizeof(bf16), true);
+    }
+    return work;
+}
 /* Adds the FLOPs and bytes of the step's ops to the sums. Bytes are the least that an op must
  * move. */
 static void clock_add_work(toka_device *dev, const toka_step *step) {
     const toka_shape *shape = dev->shape;
-    /* pairs: (row, KV position) pairs with a score; kv_tok: KV positions of all spans */
+    const clock_attention attention = clock_attention_work(dev, step);
     double T = step->T, E = shape->E, HD = (double)shape->H * shape->D,
            HDv = (double)shape->H * toka_value_size(shape), KD = (double)shape->K * shape->D,
-           L = shape->L, pairs = 0, kv_tok = 0;
+           L = shape->L;
     /* n_reduces: all-reduces of the layers, two each. If GEMMs do the reduce-scatter, they send
      * half of the bytes, and only the other half counts here. */
     double n_reduces = reduce_scatter_pays(dev, step->T) ? L : 2 * L;
-    for (int i = 0; i < step->n_spans; i++) {
-        const toka_span *span = &step->spans[i];
-        kv_tok += span->n_kv;
-        for (int row = span->row0; row < span->row0 + span->n_rows; row++)
-            pairs += max(0, min(span->n_kv, step->pos[row] + 1 - span->kv0));
-    }
-    /* kv_bytes: of a position, in all layers; the others: of the matrices of all layers */
-    double kv_bytes = 0, qkv_bytes = 0, out_bytes = 0, mla_q_flop = 0, mla_out_flop = 0;
+    /* of the matrices of all layers */
+    double qkv_bytes = 0, out_bytes = 0, mla_q_flop = 0, mla_out_flop = 0;
     for (int i = 0; i < shape->L; i++) {
         const latent_weights *mla = &dev->layers[i].mla;
-        kv_bytes += (double)toka_kv_row_bytes(shape, kv_is_fp8(dev->kv_fp8, i), sizeof(bf16), true);
         qkv_bytes += clock_weight_bytes(&dev->layers[i].qkv) + clock_weight_bytes(&mla->q_b);
         out_bytes += clock_weight_bytes(&dev->layers[i].o);
         if (!mla->sizes) continue;
@@ -16091,7 +16121,7 @@ static void clock_add_work(toka_device *dev, const toka_step *step) {
     const toka_op_times work[TOKA_N_OPS] = {
         {0, 0, 4 * T * E}, /* rows in the order of TOKA_OP_EMBED, TOKA_OP_QKV ... */
         {0, 2 * T * E * (HD + 2 * KD) * L + mla_q_flop, qkv_bytes + 2 * T * (E + HD + 2 * KD) * L},
-        {0, 2 * (HD + HDv) * pairs * L, kv_bytes * kv_tok + 2 * T * (HD + HDv) * L},
+        {0, 2 * (HD + HDv) * attention.pairs, attention.bytes + 2 * T * (HD + HDv) * L},
         {0, 2 * T * E * HD * L + mla_out_flop, out_bytes + 2 * T * (HDv + 2 * E) * L},
         clock_mlp_work(dev, T),
         {0, 2.0 * step->n_samples * E * shape->V,
