@@ -49235,7 +49235,9 @@ typedef struct run_bench_options {
     /* Path of the file. Its lines are
      * {"prompt_token_ids": [..] or "prompt": "..", "output_lengths": [l1, ..]}, with or without
      * "json_schema": {..}, which the outputs must begin to match. In place of output_lengths, or
-     * beside it, "output_token_ids": [[..], ..] has the ids that replace the draws. */
+     * beside it, "output_token_ids": [[..], ..] has the ids that replace the draws. "after": the
+     * number of the line whose outputs must end before this one is submitted, from 1; "arrival_s":
+     * it is not submitted before this time, seconds from the start. */
     const char *dataset;
     const char *timeline;    /* path of the file that gets a line for each step; NULL: none */
     int num_prompts;         /* lines of the dataset to use; 0: all */
@@ -49247,27 +49249,45 @@ typedef struct run_bench_options {
     atomic_int *interrupted; /* not 0 after Ctrl-C */
 } run_bench_options;
 
+typedef struct run_bench_line { /* a line of the dataset */
+    int64_t number;              /* in the file, from 1 */
+    size_t prompt_at, prompt_n;  /* its token ids in run_bench_state.tokens */
+    toka_constraint *constraint; /* owned; NULL: none */
+    int64_t first_sample;        /* its samples are neighbours */
+    int n_samples, n_unended;
+    double arrival_s;
+    int64_t after;      /* index of the line that must end first; -1: none */
+    /* of the lines that wait for this one's end, or for the end of the same line; -1: none */
+    int64_t first_waiting, next_waiting;
+} run_bench_line;
+
 typedef struct run_bench_sample {
-    int prompt; /* index of its prompt */
+    struct run_bench_state *bench;
+    int line;   /* index of its line */
     int length; /* output tokens */
     size_t text_at; /* its output_token_ids begin there in run_bench_state.texts; SIZE_MAX: none */
     int64_t id; /* request id of the engine; 0 before it is submitted */
 } run_bench_sample;
 
 /* Each sample is a request with its own output length, and end-of-sequence tokens are ignored. The
- * samples of one line share their prompt through the prefix cache. When a sample finishes, the next
- * one is submitted. So while samples are left, the engine has twice as many requests as it can run
- * at once. */
+ * samples of one line share their prompt through the prefix cache. A line is ready when it has
+ * arrived and the line that it comes after has ended. When a sample finishes, the next one that is
+ * ready is submitted. So while samples are ready, the engine has twice as many requests as it can
+ * run at once. */
 typedef struct run_bench_state {
     const run_bench_options *options;
     toka *toka;
     ids tokens;                /* the tokens of all prompts, one after another */
     ids texts;                 /* output_token_ids of all samples that have them */
-    size_t *prompt_at;         /* [n_prompts + 1] where each prompt begins in `tokens` */
-    toka_constraint **constraints; /* [n_prompts] owned; NULL: none */
+    run_bench_line *lines;     /* [n_lines] in the order of the file, which is that of arrival */
     run_bench_sample *samples; /* [n_samples] in the order of the file */
-    int64_t n_prompts, n_samples, cap_prompts, cap_samples;
-    int64_t next;     /* index of the sample to submit next; n_samples: none is left */
+    int64_t n_lines, n_samples, cap_lines, cap_samples;
+    int64_t n_arrived;         /* the first lines, whose time has come */
+    int64_t *ready;            /* [n_samples] the samples that are ready, in the order in which */
+    int64_t n_ready;           /* they became so */
+    int64_t next;              /* index in `ready` of the sample to submit next */
+    int64_t n_ended;           /* samples */
+    double start;              /* of all work, by os_now */
     int64_t n_output_chars; /* characters of the outputs; 0: the model has no tokenizer */
     bool cancelled;   /* Ctrl-C: all submitted requests have been cancelled */
     toka_err error;   /* the error of the first toka_submit that failed */
@@ -49343,7 +49363,7 @@ static int run_bench_sample_add(run_bench_state *bench, int64_t n_prompt, int64_
                                      (size_t)bench->cap_samples * sizeof *bench->samples);
     }
     bench->samples[bench->n_samples++] =
-        (run_bench_sample){(int)bench->n_prompts, (int)length, text_at, 0};
+        (run_bench_sample){bench, (int)bench->n_lines, (int)length, text_at, 0};
     return 0;
 }
 
@@ -49372,22 +49392,45 @@ static int run_bench_samples(run_bench_state *bench, const json *root, int64_t n
     return 0;
 }
 
+/* Reads when a line may be submitted. Returns 0 or TOKA_E_INPUT. */
+static int run_bench_order(run_bench_state *bench, run_bench_line *line, const json *root,
+                           toka_err *e) {
+    const json *after = json_get(root, "after"), *arrival = json_get(root, "arrival_s");
+    const double least = bench->n_lines ? line[-1].arrival_s : 0;
+    int64_t number = 0, i = -1;
+    line->arrival_s = arrival ? json_num(arrival, -1) : least;
+    if (!(line->arrival_s >= least) || isinf(line->arrival_s))
+        return fail(e, TOKA_E_INPUT, "%s: line %lld: arrival_s: expected a number of seconds, not "
+                    "less than that of the line before", bench->options->dataset,
+                    (long long)line->number);
+    if (after && json_whole(after, &number)) /* blank lines have numbers, too */
+        for (i = MIN(bench->n_lines, number) - 1; i >= 0 && bench->lines[i].number > number;) i--;
+    if (after && (i < 0 || bench->lines[i].number != number))
+        return fail(e, TOKA_E_INPUT, "%s: line %lld: after: expected the number of an earlier line",
+                    bench->options->dataset, (long long)line->number);
+    line->after = after ? i : -1;
+    if (!after) return 0;
+    line->next_waiting = bench->lines[i].first_waiting;
+    bench->lines[i].first_waiting = bench->n_lines;
+    return 0;
+}
+
 /* run_line_fn: adds a line's prompt and samples to the state. Returns TOKA_E_INPUT if the line has
  * no prompt or no output_lengths, or if a sequence is longer than the model allows. */
-static int run_bench_line(void *user, const json *root, int64_t number, toka_err *e) {
+static int run_bench_read_line(void *user, const json *root, int64_t number, toka_err *e) {
     run_bench_state *bench = user;
     const json *prompt = json_get(root, "prompt_token_ids"), *text = json_get(root, "prompt");
     const json *lengths = json_get(root, "output_lengths");
     if (!lengths) lengths = json_get(root, "output_token_ids");
-    if (bench->n_prompts + 1 >= bench->cap_prompts) {
-        bench->cap_prompts = MAX(1024, 2 * bench->cap_prompts);
-        bench->prompt_at = mem_realloc(bench->prompt_at,
-                                       (size_t)bench->cap_prompts * sizeof *bench->prompt_at);
-        bench->constraints = mem_realloc(bench->constraints, (size_t)bench->cap_prompts *
-                                                                 sizeof *bench->constraints);
-        bench->prompt_at[bench->n_prompts] = bench->tokens.n;
+    if (bench->n_lines == bench->cap_lines) {
+        bench->cap_lines = MAX(1024, 2 * bench->cap_lines);
+        bench->lines = mem_realloc(bench->lines, (size_t)bench->cap_lines * sizeof *bench->lines);
     }
-    size_t first = bench->tokens.n;
+    run_bench_line *line = &bench->lines[bench->n_lines];
+    *line = (run_bench_line){.number = number, .prompt_at = bench->tokens.n,
+                             .first_sample = bench->n_samples, .first_waiting = -1,
+                             .next_waiting = -1};
+    if (run_bench_order(bench, line, root, e)) return e->code;
     if (json_is(prompt, JSON_ARRAY)) {
         JSON_EACH(item, prompt)
             ids_push(&bench->tokens, (int32_t)MAX(-1, MIN(json_int(item, -1), INT32_MAX)));
@@ -49397,50 +49440,95 @@ static int run_bench_line(void *user, const json *root, int64_t number, toka_err
                        TOKA_ADD_SPECIAL | TOKA_PARSE_SPECIAL, &bench->tokens, e))
             return e->code;
     }
-    int64_t n_prompt = (int64_t)(bench->tokens.n - first);
-    if (!n_prompt || !json_is(lengths, JSON_ARRAY) || !lengths->n)
+    line->prompt_n = bench->tokens.n - line->prompt_at;
+    if (!line->prompt_n || !json_is(lengths, JSON_ARRAY) || !lengths->n)
         return fail(e, TOKA_E_INPUT,
                     "%s: line %lld: expected prompt_token_ids or prompt, and output_lengths",
                     bench->options->dataset, (long long)number);
-    if (run_bench_samples(bench, root, n_prompt, number, e)) return e->code;
-    toka_constraint **constraint = &bench->constraints[bench->n_prompts];
-    bench->prompt_at[++bench->n_prompts] = bench->tokens.n;
-    return run_bench_constraint(bench, json_get(root, "json_schema"), number, constraint, e);
+    if (run_bench_samples(bench, root, (int64_t)line->prompt_n, number, e)) return e->code;
+    line->n_samples = line->n_unended = (int)(bench->n_samples - line->first_sample);
+    bench->n_lines++;
+    return run_bench_constraint(bench, json_get(root, "json_schema"), number, &line->constraint, e);
+}
+
+static void run_bench_line_ready(run_bench_state *bench, const run_bench_line *line) {
+    for (int i = 0; i < line->n_samples; i++)
+        bench->ready[bench->n_ready++] = line->first_sample + i;
+}
+
+/* Notes the lines whose time has come. */
+static void run_bench_arrive(run_bench_state *bench) {
+    if (bench->n_arrived == bench->n_lines) return;
+    const double now = os_now() - bench->start;
+    while (bench->n_arrived < bench->n_lines && bench->lines[bench->n_arrived].arrival_s <= now) {
+        const run_bench_line *line = &bench->lines[bench->n_arrived++];
+        if (line->after < 0 || !bench->lines[line->after].n_unended)
+            run_bench_line_ready(bench, line);
+    }
+}
+
+/* Notes the end of a sample. Lines that came after the sample's are ready when all of it ended. */
+static void run_bench_end(run_bench_state *bench, int line) {
+    bench->n_ended++;
+    if (--bench->lines[line].n_unended) return;
+    for (int64_t i = bench->lines[line].first_waiting; i >= 0; i = bench->lines[i].next_waiting)
+        if (i < bench->n_arrived) run_bench_line_ready(bench, &bench->lines[i]);
 }
 
 static int run_bench_event(void *user, const toka_event *ev);
 
-/* Submits the next sample, if one is left and no submit failed. */
+/* Submits the samples that are ready, as many as may wait and run, unless a submit failed. */
 static void run_bench_submit(run_bench_state *bench) {
-    if (bench->next == bench->n_samples || bench->error.code) return;
-    run_bench_sample *sample = &bench->samples[bench->next];
-    toka_request request = bench->options->base;
-    request.ids = bench->tokens.p + bench->prompt_at[sample->prompt];
-    request.n_ids = bench->prompt_at[sample->prompt + 1] - bench->prompt_at[sample->prompt];
-    request.sampling.seed = api_derive_seed(request.sampling.seed,
-                                            (uint64_t[]){0, (uint64_t)bench->next++});
-    request.sampling.max_tokens = sample->length;
-    request.sampling.ignore_eos = true;
-    if (sample->text_at != SIZE_MAX) request.output_ids = bench->texts.p + sample->text_at;
-    request.n_output_ids = sample->length;
-    request.sampling.constraint = bench->constraints[sample->prompt];
-    toka_submit(bench->toka, &request, run_bench_event, bench, &sample->id, &bench->error);
+    run_bench_arrive(bench);
+    while (bench->next < bench->n_ready && !bench->error.code &&
+           bench->next - bench->n_ended < 2 * eng_max_seqs(bench->toka->engine)) {
+        const int64_t i = bench->ready[bench->next++];
+        run_bench_sample *sample = &bench->samples[i];
+        const run_bench_line *line = &bench->lines[sample->line];
+        toka_request request = bench->options->base;
+        request.ids = bench->tokens.p + line->prompt_at, request.n_ids = line->prompt_n;
+        request.sampling.seed = api_derive_seed(request.sampling.seed,
+                                                (uint64_t[]){0, (uint64_t)i});
+        request.sampling.max_tokens = sample->length;
+        request.sampling.ignore_eos = true;
+        if (sample->text_at != SIZE_MAX) request.output_ids = bench->texts.p + sample->text_at;
+        request.n_output_ids = sample->length;
+        request.sampling.constraint = line->constraint;
+        toka_submit(bench->toka, &request, run_bench_event, sample, &sample->id, &bench->error);
+    }
 }
 
-/* Event callback of a request. Submits the next sample when this one has finished. After Ctrl-C it
- * cancels all requests once. Returning 1 cancels this request. */
+/* Event callback of a request. Submits what is ready. After Ctrl-C it cancels all requests once.
+ * Returning 1 cancels this request. */
 static int run_bench_event(void *user, const toka_event *ev) {
-    run_bench_state *bench = user;
+    const run_bench_sample *sample = user;
+    run_bench_state *bench = sample->bench;
     if (*bench->options->interrupted) { /* also cancel the requests that get no event */
         for (int64_t i = 0; i < bench->next && !bench->cancelled; i++)
-            toka_cancel(bench->toka, bench->samples[i].id);
+            toka_cancel(bench->toka, bench->samples[bench->ready[i]].id);
         bench->cancelled = true;
-        bench->next = bench->n_samples;
+        bench->next = bench->n_ready = 0, bench->n_arrived = bench->n_lines;
         return 1;
     }
     if (ev->text_bytes) bench->n_output_chars += utf8_count((str){ev->text, ev->text_bytes});
-    if (ev->finish != TOKA_RUNNING) run_bench_submit(bench);
+    if (ev->finish != TOKA_RUNNING) run_bench_end(bench, sample->line);
+    if (ev->finish != TOKA_RUNNING || bench->n_arrived < bench->n_lines) run_bench_submit(bench);
     return 0;
+}
+
+/* Runs until all samples have ended. Sleeps while none is submitted and the next line has not
+ * arrived. Returns 0, or the first error. */
+static int run_bench_run(run_bench_state *bench, toka_err *e) {
+    int code;
+    while (!(code = toka_run(bench->toka, false, e)) && !bench->error.code &&
+           bench->n_ended < bench->n_samples && !*bench->options->interrupted) {
+        const double wait =
+            bench->lines[bench->n_arrived].arrival_s - (os_now() - bench->start);
+        if (wait > 0) usleep((useconds_t)(1e6 * MIN(wait, 0.1)));
+        run_bench_submit(bench);
+    }
+    if (!code && bench->error.code) *e = bench->error, code = e->code;
+    return code;
 }
 
 /* Prints the result to stdout, with the names and lines of vLLM's `bench throughput`. A request
@@ -49452,14 +49540,14 @@ static void run_bench_print(const run_bench_state *bench, const run_report *repo
     if (!bench->options->json) {
         printf("Throughput: %.2f requests/s, %.2f total tokens/s, %.2f output tokens/s\n"
                "Total num prompt tokens:  %lld\nTotal num output tokens:  %lld\n",
-               (double)bench->n_prompts / seconds, (double)total / seconds,
+               (double)bench->n_lines / seconds, (double)total / seconds,
                (double)output / seconds, (long long)prompt, (long long)output);
         return;
     }
     const struct {
         const char *name;
         double value;
-    } numbers[] = {{"requests_per_second", (double)bench->n_prompts / seconds},
+    } numbers[] = {{"requests_per_second", (double)bench->n_lines / seconds},
                    {"tokens_per_second", (double)total / seconds},
                    {"output_tokens_per_second", (double)output / seconds},
                    {"output_characters_per_second", report->character_rate},
@@ -49474,7 +49562,7 @@ static void run_bench_print(const run_bench_state *bench, const run_report *repo
     const struct {
         const char *name;
         int64_t value;
-    } counts[] = {{"num_requests", bench->n_prompts},
+    } counts[] = {{"num_requests", bench->n_lines},
                   {"num_samples", bench->n_samples},
                   {"total_num_tokens", total},
                   {"total_prompt_tokens", prompt},
@@ -49542,18 +49630,19 @@ static int run_bench_throughput(toka *t, const run_bench_options *options, toka_
     FILE *timeline = NULL;
     int code = run_dataset(options->dataset,
                            options->num_prompts ? options->num_prompts : INT_MAX - 1,
-                           options->interrupted, run_bench_line, &bench, e);
+                           options->interrupted, run_bench_read_line, &bench, e);
     if (!code) code = run_timeline_open(t, options, &timeline, e);
     if (!code) {
-        double t0 = os_now();
-        for (int i = 0; i < 2 * eng_max_seqs(t->engine); i++) run_bench_submit(&bench);
+        bench.ready = mem_alloc((size_t)bench.n_samples * sizeof *bench.ready);
+        bench.start = os_now();
+        run_bench_submit(&bench);
         double print_began = os_now();
         if (!bench.error.code && !options->quiet && !options->start_printed)
             run_print_start(t, toka_get_info(t).model_name, options->load_s);
-        t0 += os_now() - print_began; /* run_print_start queries the devices: leave out its time */
-        code = toka_run(t, false, e);
-        if (!code && bench.error.code) *e = bench.error, code = e->code;
-        run_report report = run_report_make(t, os_now() - t0);
+        /* run_print_start queries the devices: leave out its time */
+        bench.start += os_now() - print_began;
+        code = run_bench_run(&bench, e);
+        run_report report = run_report_make(t, os_now() - bench.start);
         report.character_rate = (double)bench.n_output_chars / report.elapsed_s;
         if (!code && !*options->interrupted) run_bench_print(&bench, &report);
         if (!code && !options->quiet) run_report_print(&report);
@@ -49561,11 +49650,9 @@ static int run_bench_throughput(toka *t, const run_bench_options *options, toka_
         if (run_timeline_close(timeline, options->timeline, &close_error) && !code)
             *e = close_error, code = close_error.code;
     }
-    for (int64_t i = 0; i < bench.n_prompts; i++) toka_constraint_del(bench.constraints[i]);
+    for (int64_t i = 0; i < bench.n_lines; i++) toka_constraint_del(bench.lines[i].constraint);
     ids_free(&bench.tokens), ids_free(&bench.texts);
-    free(bench.prompt_at);
-    free(bench.constraints);
-    free(bench.samples);
+    free(bench.lines), free(bench.samples), free(bench.ready);
     return code;
 }
 
@@ -52710,9 +52797,11 @@ static int benchclient_on_dataset_line(void *user, const json *root, int64_t num
         JSON_EACH(item, list)
             ids_push(&client->tokens, (int32_t)MAX(-1, MIN(json_int(item, -1), INT32_MAX)));
     request.prompt_n = (request.is_text ? client->texts.n : client->tokens.n) - request.prompt_at;
-    if (json_get(root, "json_schema"))
-        return fail(e, TOKA_E_INPUT, "%s: line %lld: a json_schema is for bench throughput only",
-                    client->options->dataset, (long long)number);
+    static const char *const not_here[] = {"json_schema", "after", "arrival_s"};
+    for (int i = 0; i < COUNT(not_here); i++)
+        if (json_get(root, not_here[i]))
+            return fail(e, TOKA_E_INPUT, "%s: line %lld: %s is for bench throughput only",
+                        client->options->dataset, (long long)number, not_here[i]);
     if (!request.prompt_n)
         return fail(e, TOKA_E_INPUT, "%s: line %lld: expected prompt_token_ids or prompt",
                     client->options->dataset, (long long)number);
@@ -56794,7 +56883,8 @@ static const struct {
      "same seed: the same random prompts, lengths and times (default: 0)"},
     {"dataset", FOR_THROUGHPUT, "bench throughput",
      "lines with prompt_token_ids or prompt, and output_lengths: a sample for each; with a "
-     "json_schema its outputs match it; output_token_ids, a list for each sample, replace the draws"},
+     "json_schema its outputs match it; output_token_ids, a list for each sample, replace the draws; "
+     "after: number of the line whose end it waits for; arrival_s: its time from the start"},
     {"requests", FOR_PLAN, "plan", "Requests"},
     {"num-prompts", FOR_BENCH_SERVE, "bench serve",
      "only the first N lines; without a dataset: so many requests (default: 1000)"},

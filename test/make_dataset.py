@@ -2,23 +2,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes workloads for `toka bench throughput --dataset FILE`. Each line is one request:
 {"prompt_token_ids": [...], "output_lengths": [...]}: one sample for each length, forced to this length. A line may have a json_schema, or
-output_token_ids, which replace the draws.
+output_token_ids, which replace the draws; after: the number of the line whose end it waits for; arrival_s: its time, from the start.
 
   make_dataset.py monkeys OUT [--problems 128] [--samples 1024]   GSM8K, 4-shot: all prompts share four examples and have about 715
                                                                   tokens; output lengths of about 150 tokens
   make_dataset.py chat OUT [--requests 2000]                      prompt and output lengths of a public conversation trace; random ids
                                                                   without shared prefixes
   make_dataset.py latency OUT                                     one sequence, 128 tokens in, 512 out
-  make_dataset.py edit OUT [--requests 64] [--length 512]         prompts of --length random ids, and outputs that are the prompt with one
+  make_dataset.py long OUT [--requests 96]                        8,192 random ids in, 1,024 out
+  make_dataset.py agent OUT [--requests 200] [--plain]            a public trace of conversations at its times: equal blocks of 512 ids where
+                                                                  the trace has equal hashes; a prompt that goes on where an earlier one
+                                                                  ended waits for that one's answer, which it contains. --plain: without
+                                                                  after, arrival_s and output_token_ids
+  make_dataset.py edit OUT [--requests 64] [--length 256]         prompts of --length random ids, and outputs that are the prompt with one
                                                                   id in 20 changed: output_token_ids, for drafts from the prompt
   make_dataset.py json OUT [--rows 64] [--length 256] [--plain]   16 schemas of MaskBench, each the items of an endless array; --rows samples
                                                                   of them in all, each of --length tokens. --plain: the same without schemas
 
-The same seed gives the same file. Monkeys and chat need public data in the folder TOKA_TEST_DATA (default ../shared/data):
+The same seed gives the same file. Monkeys, chat and agent need public data in the folder TOKA_TEST_DATA (default ../shared/data):
   datasets/gsm8k_train.jsonl, datasets/gsm8k_test.jsonl   GSM8K as published: a line is {"question": "...", "answer": "..."}
   tokenizers/llama-3.1/tokenizer.json                     tokenizer of any Llama 3 (--tokenizer names another folder); needs the Python
                                                           package tokenizers
   traces/AzureLLMInferenceTrace_conv.csv                  from Azure's public dataset: columns ContextTokens, GeneratedTokens
+  traces/mooncake_conversation.jsonl                      from Mooncake's: {"timestamp": ms, "input_length", "output_length", "hash_ids"}
 Json needs suites/maskbench/maskbench.jsonl.zst and the program zstd."""
 import argparse
 import csv
@@ -60,7 +66,7 @@ def monkeys(a, rng):
 
 def chat(a, rng):
     rows = list(csv.DictReader(open(os.path.join(DATA, "traces", "AzureLLMInferenceTrace_conv.csv"))))
-    for row in rows[: a.requests]:
+    for row in rows[: a.requests or 2000]:
         n_in, n_out = int(row["ContextTokens"]), int(row["GeneratedTokens"])
         if n_in and n_out:
             yield {"prompt_token_ids": [rng.randrange(1000, 100000) for _ in range(n_in)], "output_lengths": [n_out]}
@@ -70,8 +76,42 @@ def latency(a, rng):
     yield {"prompt_token_ids": [rng.randrange(1000, 100000) for _ in range(128)], "output_lengths": [512]}
 
 
+def long(a, rng):
+    for _ in range(a.requests or 96):
+        yield {"prompt_token_ids": [rng.randrange(1000, 100000) for _ in range(8192)], "output_lengths": [1024]}
+
+
+def turn_before(requests, i, block):
+    """Index of the request whose prompt and answer request i goes on from: of those that have two or more whole blocks, all of them the
+    first of request i, the one with most; the last of these. None: there is none."""
+    def whole(k):
+        return requests[k]["hash_ids"][: requests[k]["input_length"] // block]
+    before = [k for k in range(i) if len(whole(k)) >= 2 and requests[i]["hash_ids"][: len(whole(k))] == whole(k)
+              and requests[i]["input_length"] > requests[k]["input_length"] + requests[k]["output_length"]]
+    return max(before, key=lambda k: (len(whole(k)), k), default=None)
+
+
+def agent(a, rng, block=512):
+    with open(os.path.join(DATA, "traces", "mooncake_conversation.jsonl")) as f:
+        requests = [json.loads(line) for line in itertools.islice(f, a.requests or 200)]
+    blocks, lines = {}, []
+    for i, r in enumerate(requests):
+        before = turn_before(requests, i, block)
+        text = lines[before]["prompt_token_ids"] + lines[before]["output_token_ids"][0] if before is not None else []
+        for at, name in zip(range(0, r["input_length"], block), r["hash_ids"]):
+            known = text[at : at + block]
+            blocks.setdefault(name, known + [rng.randrange(1000, 100000) for _ in range(block - len(known))])
+        prompt = [n for name in r["hash_ids"] for n in blocks[name]][: r["input_length"]]
+        lines.append({"prompt_token_ids": prompt, "output_lengths": [r["output_length"]], "arrival_s": r["timestamp"] / 1000,
+                      "output_token_ids": [[rng.randrange(1000, 100000) for _ in range(r["output_length"])]]})
+        if before is not None:
+            lines[i]["after"] = before + 1
+    for line in lines:
+        yield {k: v for k, v in line.items() if not a.plain or k in ("prompt_token_ids", "output_lengths")}
+
+
 def edit(a, rng):
-    for _ in range(a.requests):
+    for _ in range(a.requests or 64):
         prompt = [rng.randrange(300, 900) for _ in range(a.length)]
         text = [rng.randrange(300, 900) if rng.random() < 0.05 else i for i in prompt]
         yield {"prompt_token_ids": prompt, "output_lengths": [a.length], "output_token_ids": [text]}
@@ -107,11 +147,11 @@ def json_schemas(a, rng):
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("workload", choices=["monkeys", "chat", "latency", "edit", "json"])
+    p.add_argument("workload", choices=["monkeys", "chat", "latency", "long", "agent", "edit", "json"])
     p.add_argument("out")
     p.add_argument("--problems", type=int, default=128)
     p.add_argument("--samples", type=int, default=1024)
-    p.add_argument("--requests", type=int, default=2000)
+    p.add_argument("--requests", type=int)
     p.add_argument("--rows", type=int, default=64)
     p.add_argument("--length", type=int, default=256)
     p.add_argument("--plain", action="store_true")
@@ -119,7 +159,7 @@ def main():
     p.add_argument("--seed", type=int, default=0)
     a = p.parse_args()
     n_in = n_out = n = 0
-    lines = {"monkeys": monkeys, "chat": chat, "latency": latency, "edit": edit, "json": json_schemas}[a.workload](a, random.Random(a.seed))
+    lines = {"monkeys": monkeys, "chat": chat, "latency": latency, "long": long, "agent": agent, "edit": edit, "json": json_schemas}[a.workload](a, random.Random(a.seed))
     try:
         first = next(lines)
     except (FileNotFoundError, ModuleNotFoundError) as e:

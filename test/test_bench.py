@@ -1,12 +1,15 @@
 """Tests of toka bench: its output, the length of each sample, and dummy weights, which need no file. Run through test/run.sh."""
+import argparse
 import csv
 import json
 import os
+import random
 import re
 import signal
 import subprocess
 import time
 
+import make_dataset
 import model_weights
 import pytest
 from server import wait_handlers
@@ -79,6 +82,48 @@ def test_outputs_are_those_of_the_dataset(tmp_path):
                        ({"output_token_ids": [[1, 99999]]}, "output_ids: 99999, expected 0 to 1023")):
         _, err = bench("throughput", "-m", "test/model", "--dataset", dataset(tmp_path, [{"prompt_token_ids": ids(20)} | bad]), "--device", "cpu", status=1)
         assert words in err
+
+
+def test_lines_that_wait(tmp_path):
+    """A line with "after" is submitted when that line has ended, so its prompt finds what it shares; one with arrival_s not before then."""
+    answer = [(i * 37 + 5) % 1000 for i in range(60)]
+    lines = [{"prompt_token_ids": ids(20), "output_token_ids": [answer, answer]}, {"prompt_token_ids": ids(7), "output_lengths": [3]},
+             {"prompt_token_ids": ids(20) + answer + [9] * 10, "output_lengths": [5], "after": 1}]
+    run = lambda lines, **k: bench("throughput", "-m", "test/model", "--dataset", dataset(tmp_path, lines), "--device", "cpu", "--json", **k)
+    v = json.loads(run(lines)[0])
+    assert v["total_output_tokens"] == 128 and v["steps"] >= 65 and v["prefix_hit_share"] > 0.5  # 64 of 117, or more
+    v = json.loads(run([{k: line[k] for k in line if k != "after"} for line in lines])[0])
+    assert v["total_output_tokens"] == 128 and v["steps"] < 63 and v["prefix_hit_share"] < 0.3
+    lines[1]["arrival_s"], lines[2]["arrival_s"] = 0.25, 0.5
+    v = json.loads(run(lines)[0])
+    assert v["total_output_tokens"] == 128 and v["elapsed_time"] > 0.5 and v["prefix_hit_share"] > 0.5
+    for bad, words in (({"after": 2}, "line 2: after: expected the number of an earlier line"), ({"after": 0}, "line 2: after: expected"),
+                       ({"after": "1"}, "line 2: after: expected"), ({"arrival_s": -1}, "line 2: arrival_s: expected a number of seconds"),
+                       ({"arrival_s": 0.2}, "line 2: arrival_s: expected")):
+        _, err = run([{"arrival_s": 0.3, **lines[0]}, {"prompt_token_ids": ids(7), "output_lengths": [3]} | bad], status=1)
+        assert words in err, err
+    with open(dataset(tmp_path, lines[:1]), "a") as f:  # blank lines count
+        f.write("\n" + json.dumps(lines[2] | {"after": 2}) + "\n")
+    _, err = bench("throughput", "-m", "test/model", "--dataset", f.name, "--device", "cpu", status=1)
+    assert "line 3: after: expected the number of an earlier line" in err
+
+
+def test_agent_dataset(tmp_path):
+    """Prompts that go on begin with the prompt and the answer of the line that they wait for; equal hashes have equal ids."""
+    trace = os.path.join(make_dataset.DATA, "traces", "mooncake_conversation.jsonl")
+    if not os.path.exists(trace):
+        pytest.skip("no public test data")
+    args = argparse.Namespace(requests=70, plain=False)
+    lines = list(make_dataset.agent(args, random.Random(0)))
+    waiting = [(line, lines[line["after"] - 1]) for line in lines if "after" in line]
+    assert len(lines) == 70 and lines == list(make_dataset.agent(args, random.Random(0)))
+    for line, before in waiting:
+        text = before["prompt_token_ids"] + before["output_token_ids"][0]
+        assert line["prompt_token_ids"][: len(text)] == text and line["arrival_s"] >= before["arrival_s"]
+    first = lines[0]["prompt_token_ids"]
+    assert all(line["prompt_token_ids"][:512] == first[:512] for line in lines if len(line["prompt_token_ids"]) >= 512)
+    args.plain = True
+    assert all(set(line) == {"prompt_token_ids", "output_lengths"} for line in make_dataset.agent(args, random.Random(0)))
 
 
 def test_outputs_match_a_schema(tmp_path):
