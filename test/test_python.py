@@ -382,7 +382,7 @@ def test_close_ends_a_stream(py, tmp_path):
 
 
 def test_close_ends_calls_of_other_threads(py):
-    """generate(), embed(), and a thread that waits for the next token of a stream raise ValueError; close() waits for a score()."""
+    """generate(), embed(), score(), and a thread that waits for the next token of a stream raise ValueError."""
     model, errors, begun = py.LLM(f"{ROOT}/test/model", device="cpu"), {}, threading.Barrier(5)
 
     def catch(name, call):
@@ -439,18 +439,42 @@ model.generate("x", SamplingParams(max_tokens=1))
 def test_interrupts_at_any_moment(py):
     """Ctrl-C while requests are submitted, run and end: it leaves no lock taken, no thread inside, and no request behind."""
     model, short = py.LLM(f"{ROOT}/test/model", device="cpu"), py.SamplingParams(max_tokens=2, n=2)
-    calls = [lambda: model.generate(["Tom has"] * 5000, short), lambda: list(model.stream("Tom has", short)), lambda: model.generate("Tom has", short)]
+    calls = [lambda: model.generate(["Tom has"] * 5000, short), lambda: list(model.stream("Tom has", short)), lambda: model.generate("Tom has", short),
+             lambda: model.score([400] * 40)]
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         for i in range(90):
             with pytest.raises(KeyboardInterrupt):
                 signal.setitimer(signal.ITIMER_REAL, 0.001 + i * 0.0003)
                 while True:
-                    calls[i % 3]()
+                    calls[i % len(calls)]()
             assert (model._running, len(model.generate("Tom has", short)), threading.get_ident() in model._users) == ({}, 1, False)
     finally:
         signal.signal(signal.SIGALRM, before)
     model.close()
+
+
+def test_an_interrupted_score_does_not_go_on_to_its_end(py, monkeypatch):
+    """The signal comes with the fifth token; each token takes 5 ms."""
+    n_tokens, add = 0, py._Sample.add
+
+    def slow_add(*args):
+        nonlocal n_tokens
+        n_tokens += 1
+        if n_tokens == 5:
+            os.kill(os.getpid(), signal.SIGALRM)
+        time.sleep(0.005)
+        add(*args)
+
+    monkeypatch.setattr(py._Sample, "add", slow_add)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        with py.LLM(f"{ROOT}/test/model", device="cpu", max_num_batched_tokens=16, max_num_seqs=8) as model:
+            with pytest.raises(KeyboardInterrupt):
+                model.score([400] * 1000)
+            assert (model._running, model._users) == ({}, []) and 5 <= n_tokens < 900
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_without_numpy():

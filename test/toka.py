@@ -118,7 +118,6 @@ def _load():
             ("toka_apply_chat_template", C.c_int, model, _TEXT, C.c_size_t, _TEXT, text, size, err),
             ("toka_submit", C.c_int, model, C.POINTER(_Request), _EVENT_FN, C.c_void_p, C.POINTER(C.c_int64), err),
             ("toka_check_request", C.c_int, C.POINTER(_Request), err), ("toka_cancel", None, model, C.c_int64), ("toka_run", C.c_int, model, C.c_int, err),
-            ("toka_score", C.c_int, model, _IDS, C.c_size_t, _FLOATS, err),
             ("toka_request_embedding", C.c_int, model, C.POINTER(_Request), err),
             ("toka_words_new", C.c_int, text, model, C.POINTER(_TEXT), C.c_int, err), ("toka_words_del", None, C.c_void_p),
             ("toka_constraint_new", C.c_int, text, model, C.POINTER(_Grammar), err), ("toka_constraint_del", None, C.c_void_p)):
@@ -338,7 +337,7 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: np.ndarray
     outputs: list[CompletionOutput]
-    prompt_logprobs: np.ndarray = None      # [tokens]; the first is nan
+    prompt_logprobs: np.ndarray = None      # [tokens]; the first is 0
     prompt_top_ids: np.ndarray = None       # [tokens][k], if prompt_logprobs=k was wanted; the first row is -1
     prompt_top_logprobs: np.ndarray = None
     num_cached_tokens: int = 0
@@ -581,7 +580,7 @@ class LLM:
 
     def close(self):
         """Frees the model, and cancels the requests that run: after the tokens that are there, their streams raise ValueError, as
-        generate() does on another thread. Waits until other threads have left the library; a score() goes on to its end."""
+        generate() does on another thread. Waits until other threads have left the library."""
         if os.getpid() != self._pid:
             return  # after a fork it is the other process's
         with self._lock:
@@ -644,11 +643,14 @@ class LLM:
         The texts are taken as they are: without the prompts that the folder has for queries and documents."""
         if data_2 is not None:
             return self._score_pairs(*([x] if isinstance(x, str) else list(x) for x in (data_1, data_2)))
-        ids, err = _ids(data_1, "data_1"), _Err()
-        logprobs = np.empty(len(ids), np.float32)
-        with self._use() as model:
-            _check(_lib.toka_score(model, ids, len(ids), logprobs.ctypes.data_as(_FLOATS), C.byref(err)), err)
-        return logprobs
+        request = self._request({"prompt_token_ids": _id_array(data_1, "data_1")}, SamplingParams(prompt_logprobs=True))
+
+        def begin(r, stops):
+            r.n, scored = 0, _Sample()
+            return scored, lambda event: scored.add(event, stops)
+
+        (_, scored), = self._run_all([request], begin)
+        return scored.output(0).logprobs
 
     def _score_pairs(self, queries, documents):
         if len(queries) not in (1, len(documents)) or not documents:
