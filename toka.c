@@ -55227,6 +55227,7 @@ static void client_give(client_answer *answer, int sample, str text, toka_finish
                               .finish = finish,
                               .stop_id = -1,
                               .stop_text = -1};
+    if (text.n && !answer->usage->prefill_s) answer->usage->prefill_s = os_now() - answer->begun;
     if (answer->callback(answer->user, &event)) answer->cancelled = true;
 }
 
@@ -55304,8 +55305,6 @@ static int client_take_line(client *server, client_answer *answer, str line, int
     if (json_is(error, JSON_OBJECT))
         code = fail(e, TOKA_E_IO, "%s: %.*s", server->access.endpoint,
                     STRF(json_str(json_get(error, "message"))));
-    if (!code && json_is(choices, JSON_ARRAY) && choices->n && !answer->usage->prefill_s)
-        answer->usage->prefill_s = os_now() - answer->begun;
     if (!code && json_is(choices, JSON_ARRAY))
         JSON_EACH(choice, choices) client_take_choice(answer, choice, n_samples);
     if (json_is(usage, JSON_OBJECT)) {
@@ -55353,7 +55352,9 @@ static int client_generate(client *server, const char *path, str body, int n_sam
     int code = client_send(server, &stream, path, body, e);
     if (!code) code = client_read_events(server, &stream, answer, n_samples, e);
     hub_close(&stream);
-    answer->usage->decode_s = os_now() - answer->begun - answer->usage->prefill_s;
+    const double seconds = os_now() - answer->begun;
+    if (!answer->usage->prefill_s) answer->usage->prefill_s = seconds; /* there was no text */
+    answer->usage->decode_s = seconds - answer->usage->prefill_s;
     if (!code && answer->cancelled) code = fail(e, TOKA_E_CANCELLED, "interrupted");
     if (!code && answer->n_running > 0)
         code = fail(e, TOKA_E_IO, "%s: the answer ended early", server->access.endpoint);
@@ -58126,14 +58127,21 @@ static int cli_render(const cli *flags, const toka *t, const buf *messages, str 
     return code;
 }
 
-/* Prints token counts and speed on standard error, unless --quiet. */
+/* Prints token counts, speed and times on standard error, unless --quiet. The tokens of a server
+ * (--base-url) may come in bursts, so their rate is that of the whole request. No rate is printed
+ * for a single token, or for less than a millisecond. */
 static void cli_print_speed(const cli *flags, const toka_usage *usage) {
+    const bool is_remote = flags->bench.base_url != NULL;
+    const long long n_in = usage->prompt_tokens, n_out = usage->output_tokens;
+    const double seconds = usage->decode_s + (is_remote ? usage->prefill_s : 0);
     if (flags->quiet) return;
-    double rate =
-        usage->decode_s > 0 ? (double)MAX(usage->output_tokens - 1, 0) / usage->decode_s : 0;
-    fprintf(stderr, "prompt %lld tokens, generated %lld tokens, %.1f tok/s, %s after %.0f ms\n",
-            (long long)usage->prompt_tokens, (long long)usage->output_tokens, rate,
-            usage->output_tokens ? "first token" : "ended", 1e3 * usage->prefill_s);
+    if (is_remote && !n_in) fprintf(stderr, "the server gave no token counts, ");
+    else fprintf(stderr, "prompt %lld tokens, generated %lld tokens, ", n_in, n_out);
+    if (n_out > 1 && seconds >= 1e-3)
+        fprintf(stderr, is_remote ? "%.1f tok/s of the whole request, " : "%.1f tok/s, ",
+                (double)(n_out - !is_remote) / seconds);
+    fprintf(stderr, "%s after %.0f ms\n", usage->decode_s > 0 ? "first token" : "ended",
+            1e3 * usage->prefill_s);
 }
 
 /* Appends the output of --json. */
@@ -58668,7 +58676,7 @@ static int cli_talk_set(cli_talk *talk, const char *rest, toka_err *e) {
 static int cli_talk_stats(cli_talk *talk, const char *rest, toka_err *e) {
     cli loud = talk->flags;
     (void)rest;
-    if (!talk->answer.usage.prompt_tokens)
+    if (talk->answer.usage.prefill_s <= 0)
         return fail(e, TOKA_E_USE, "/stats: there is no answer yet");
     loud.quiet = false;
     cli_print_speed(&loud, &talk->answer.usage);

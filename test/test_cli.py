@@ -46,6 +46,7 @@ def test_embedded_model_answers():
     r = toka("-p", PROBLEM)
     assert r.returncode == 0 and last_number(r.stdout.decode()) == "19"
     assert re.search(r"prompt \d+ tokens, generated \d+ tokens, [\d.]+ tok/s, first token after \d+ ms\n$", r.stderr.decode())
+    assert re.search(r"generated 1 tokens, first token after \d+ ms\n$", toka("-p", PROBLEM, "-n", "1").stderr.decode())
 
 
 def test_answers_from_another_folder(tmp_path):

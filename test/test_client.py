@@ -2,9 +2,11 @@
 import http.server
 import json
 import os
+import re
 import socket
 import subprocess
 import threading
+import time
 import urllib.request
 
 import pytest
@@ -214,6 +216,22 @@ def test_a_tool_call_stands_between_its_tags(fake):
     answer = toka("-p", "x", "-q", "--base-url", fake.url)
     assert answer.stdout == 'Look:\n<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>\n' \
                             '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n\n'
+
+
+def test_the_speed_of_a_burst(fake):
+    """All tokens come at once: the rate is that of the whole request. Without the server's counts there is none."""
+    words, usage = [delta(content="a ")] * 500, {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 500}}
+    fake.answer = 200, events(delta(role="assistant"), *words, delta("stop"), usage, b"[DONE]")
+    begin = time.monotonic()
+    said = toka("-p", "x", "--base-url", fake.url).stderr
+    seconds = time.monotonic() - begin
+    rate, first = re.fullmatch(r"prompt 3 tokens, generated 500 tokens, ([\d.]+) tok/s of the whole request, first token after (\d+) ms\n", said).groups()
+    assert 500 / seconds < float(rate) < 500 / max(0.9e-3 * int(first), 1e-3)
+    fake.answer = 200, events(delta(content="a"), delta("stop"), {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 1}}, b"[DONE]")
+    assert re.fullmatch(r"prompt 3 tokens, generated 1 tokens, first token after \d+ ms\n", toka("-p", "x", "--base-url", fake.url).stderr)
+    for said, answer in (("first token", [delta(content="a"), delta("stop")]), ("ended", [delta("stop")])):
+        fake.answer = 200, events(*answer, b"[DONE]")
+        assert re.fullmatch(rf"the server gave no token counts, {said} after \d+ ms\n", toka("-p", "x", "--base-url", fake.url).stderr)
 
 
 @pytest.mark.parametrize("answer, message, status", [
