@@ -60229,8 +60229,8 @@ static void cli_put_value_flags(buf *out) {
 
 static const char cli_shells[] = "bash zsh fish";
 
-/* For bash, and for zsh, which can run scripts for bash. After a flag that takes a value there are
- * no names: then bash completes files. */
+/* The function _toka for bash, and for zsh, which can run functions for bash. After a flag that
+ * takes a value there are no names: then the shell completes files. */
 static void cli_put_bash(buf *out) {
     buf_c(out, "_toka() {\n"
                "    local word=${COMP_WORDS[COMP_CWORD]} command=${COMP_WORDS[1]} names\n"
@@ -60259,8 +60259,22 @@ static void cli_put_bash(buf *out) {
     cli_put_value_flags(out);
     buf_c(out, ") names= ;; esac\n"
                "    COMPREPLY=($(compgen -W \"$names\" -- \"$word\"))\n"
+               "}\n");
+}
+
+/* For zsh, by eval or as a file _toka in its fpath, which zsh runs as the function _toka when that
+ * is first needed. After --NAME= it completes files. */
+static void cli_put_zsh(buf *out) {
+    buf_c(out, "#compdef toka\n"
+               "(( $+functions[compdef] )) || { autoload -U +X compinit && compinit }\n"
+               "autoload -U +X bashcompinit && bashcompinit\n");
+    cli_put_bash(out);
+    buf_c(out, "_toka_zsh() {\n"
+               "    if compset -P 1 '--*='; then _files; else"
+               " _bash_complete -o default -F _toka; fi\n"
                "}\n"
-               "complete -o default -F _toka toka ./toka\n");
+               "compdef _toka_zsh toka\n"
+               "[ \"$funcstack[1]\" != _toka ] || _toka_zsh\n");
 }
 
 /* Appends text in single quotes, as fish reads it. */
@@ -60324,10 +60338,9 @@ static void cli_put_fish(buf *out) {
 static int cli_completion(const cli *flags, toka_err *e) {
     const char *shell = flags->words.n_values == 1 ? flags->words.values[0] : "";
     buf out = {0};
-    if (!strcmp(shell, "zsh"))
-        buf_c(&out, "(( $+functions[compdef] )) || { autoload -U +X compinit && compinit }\n"
-                    "autoload -U +X bashcompinit && bashcompinit\n");
-    if (!strcmp(shell, "bash") || !strcmp(shell, "zsh")) cli_put_bash(&out);
+    if (!strcmp(shell, "zsh")) cli_put_zsh(&out);
+    else if (!strcmp(shell, "bash"))
+        cli_put_bash(&out), buf_c(&out, "complete -o default -F _toka toka ./toka\n");
     else if (!strcmp(shell, "fish")) cli_put_fish(&out);
     else return fail(e, TOKA_E_USE, "%s%sexpected toka completion bash, zsh or fish", shell,
                      *shell ? ": " : "");

@@ -1,7 +1,9 @@
 """Tests of the command line: ./toka, its flags, exit status and messages. Run through test/run.sh."""
 import json
 import os
+import pty
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -257,10 +259,7 @@ def test_completion(tmp_path):
     flags = set(re.findall(r"^  (?:-\w+, |    )--([a-z-]+)", toka("serve", "--help-all").stdout.decode(), re.M))
     assert {f"--{f}" for f in flags} == set(complete("toka", "serve", "--"))
     zsh = toka("completion", "zsh").stdout.decode()
-    assert zsh.endswith("\nautoload -U +X bashcompinit && bashcompinit\n" + script)
-    if shutil.which("zsh"):  # also in a shell without .zshrc, where nothing has run compinit
-        r = subprocess.run(["zsh", "-f", "-c", zsh + 'print $_comps[toka]'], capture_output=True, env={**os.environ, "HOME": str(tmp_path)})
-        assert r.returncode == 0 and r.stdout.strip() and not r.stderr, r
+    assert zsh.startswith("#compdef toka\n") and script.split("\ncomplete ")[0] in zsh
     fish = toka("completion", "fish").stdout.decode()
     assert "complete -c toka -n '__fish_seen_subcommand_from serve; and not __fish_seen_subcommand_from bench' -l port -r -d " in fish
     if shutil.which("fish"):
@@ -271,6 +270,37 @@ def test_completion(tmp_path):
     assert "from completion' -f -a 'bash zsh fish'" in fish and re.search(r"from help' -f -a '.* constraints.*'", fish)
     assert all(line.count("'") - line.count("\\'") in (0, 2, 4) for line in fish.splitlines())
     assert toka("completion").returncode == toka("completion", "ksh").returncode == 1
+
+
+@pytest.mark.skipif(not shutil.which("zsh"), reason="no zsh is installed")
+@pytest.mark.parametrize("zshrc", ['eval "$(toka completion zsh)"', "fpath=(~ $fpath); autoload -Uz compinit && compinit"])
+def test_completion_in_zsh(tmp_path, zshrc):
+    """On a terminal, by eval and as a file of fpath. Tab completes the line, appends it to the file `lines`, and empties it."""
+    (tmp_path / ".zshrc").write_text(zshrc + "\ntab() { zle expand-or-complete; print -r -- $BUFFER >>lines; BUFFER= }; zle -N tab; bindkey '^I' tab\n")
+    (tmp_path / "_toka").write_bytes(toka("completion", "zsh").stdout)
+    (tmp_path / "my folder").mkdir()
+    (tmp_path / "lines").touch()
+    cases = {"pul": "pull ", "./toka ser": "./toka serve ", "serve --ap": "serve --api-key", "bench serve --num-": "bench serve --num-", "-p x --samp": "-p x --samples ",
+             "list --api": "list --api", "help cons": "help constraints ", "completion f": "completion fish ", "-m my": "-m my\\ folder/",
+             "serve --model=my": "serve --model=my\\ folder/"}
+    want = [new if new.startswith("./") else f"toka {new}" for new in cases.values()]
+    lines = lambda: (tmp_path / "lines").read_text().splitlines()
+    env = {**os.environ, "HOME": str(tmp_path), "ZDOTDIR": str(tmp_path), "TERM": "xterm", "PATH": f"{ROOT}:{os.environ['PATH']}"}
+    pid, fd = pty.fork()
+    if not pid:
+        os.chdir(tmp_path)
+        os.execvpe("zsh", ["zsh", "-i"], env)
+    end, screen = time.time() + 60, b""
+    for i, text in enumerate(cases):
+        while len(lines()) < i or b"\x1b[?2004h" not in screen:  # the shell reads a line
+            assert time.time() < end, screen.decode()
+            screen += os.read(fd, 65536) if select.select([fd], [], [], 0.02)[0] else b""
+        os.write(fd, f"{text}\t".encode() if text.startswith("./") else f"toka {text}\t".encode())
+    while len(lines()) < len(cases) and time.time() < end:
+        screen += os.read(fd, 65536) if select.select([fd], [], [], 0.02)[0] else b""
+    os.close(fd)
+    os.waitpid(pid, 0)
+    assert lines() == want, screen.decode()
 
 
 def test_run_a_model():
