@@ -693,15 +693,19 @@ static int suggest_distance(str a, str b) {
 /* Stores the candidate in suggest->best if it is more similar than the best so far. A candidate is
  * similar if its distance is at most a third of the typed name's length, rounded up. It is also
  * similar if the shorter name is a prefix of the longer one and has at least 3 bytes and a quarter
- * of its length. A typed name of one byte has no similar name. */
+ * of its length, or if the distance to its first words, of at least 5 bytes, is 1. A typed name of
+ * one byte has no similar name. */
+COLD
 static void suggest_try(suggestion *suggest, const char *candidate) {
     const str typed = suggest->typed, name = str_c(candidate);
     const size_t shorter = MIN(typed.n, name.n);
     const int max_distance = (int)(typed.n + 2) / 3;
     int distance = suggest_distance(typed, name);
     const bool is_prefix = shorter >= 3 && !strncasecmp(typed.p, candidate, shorter);
-    if (distance > max_distance && is_prefix && MAX(typed.n, name.n) <= 4 * shorter)
-        distance = max_distance;
+    bool is_start = is_prefix && MAX(typed.n, name.n) <= 4 * shorter;
+    for (size_t i = 5; i < name.n && !is_start; i++)
+        is_start = name.p[i] == '-' && suggest_distance(typed, str_sub(name, 0, i)) == 1;
+    if (distance > max_distance && is_start) distance = max_distance;
     if (typed.n < 2 || distance > max_distance || (suggest->best && distance >= suggest->distance))
         return;
     suggest->best = candidate;
@@ -710,6 +714,7 @@ static void suggest_try(suggestion *suggest, const char *candidate) {
 
 /* Appends "; did you mean HEAD+NAME?" to the error in e if there is a similar name. Returns the
  * code of e. */
+COLD
 static int suggest_fail(const suggestion *suggest, const char *head, toka_err *e) {
     const size_t n = strlen(e->msg);
     if (suggest->best)
@@ -52509,6 +52514,11 @@ static int benchclient_fail_url(const char *url, const char *expected, toka_err 
                 has_scheme ? "" : "?");
 }
 
+static int benchclient_fail_port(const char *flag, long port, toka_err *e) {
+    return fail(e, TOKA_E_USE, "--%s: %s%ld, expected 1 to 65535", flag,
+                strcmp(flag, "port") ? "port " : "", port);
+}
+
 /* Reads --base-url, or --host and --port, and looks up the addresses. Returns 0 or TOKA_E_USE. */
 static int benchclient_resolve(benchclient *client, toka_err *e) {
     const char *url = client->options->base_url, *rest = url;
@@ -52534,8 +52544,7 @@ static int benchclient_resolve(benchclient *client, toka_err *e) {
         snprintf(client->prefix, sizeof client->prefix, "%.*s", (int)n_tail, rest);
     }
     if (port_number < 1 || port_number > 65535)
-        return fail(e, TOKA_E_USE, "--%s: port %ld, expected 1 to 65535", url ? "base-url" : "port",
-                    port_number);
+        return benchclient_fail_port(url ? "base-url" : "port", port_number, e);
     snprintf(port, sizeof port, "%d", client->port = (int)port_number);
     struct addrinfo hints = {.ai_socktype = SOCK_STREAM};
     code = getaddrinfo(client->host, port, &hints, &client->addresses);
@@ -55147,6 +55156,14 @@ typedef struct client_answer { /* answers while they arrive */
     bool cancelled;
 } client_answer;
 
+/* Checks the port of http://HOST[:PORT]. */
+static int client_check_port(str origin, toka_err *e) {
+    size_t at = origin.n;
+    while (at && isdigit((unsigned char)origin.p[at - 1])) at--;
+    const long port = at && origin.p[at - 1] == ':' ? strtol(origin.p + at, NULL, 10) : 80;
+    return port < 1 || port > 65535 ? benchclient_fail_port("base-url", port, e) : 0;
+}
+
 /* Prepares requests. url: http://HOST[:PORT][/PATH]; without a path it is /v1. key: NULL or what
  * the server asks for. Returns 0 or TOKA_E_USE. The caller frees client->memory. */
 static int client_open(client *server, const char *url, const char *key,
@@ -55160,6 +55177,7 @@ static int client_open(client *server, const char *url, const char *key,
     *server = (client){0};
     if (!known || !base.n || !origin.n)
         return benchclient_fail_url(url, "http://HOST[:PORT][/v1]", e);
+    if (client_check_port(origin, e)) return e->code;
     buf endpoint = {0};
     buf_str(&endpoint, base);
     if (origin.n == base.n) buf_c(&endpoint, "/v1");
@@ -57213,7 +57231,8 @@ static const char cli_environment[] =
 /* Appends what holds for all flags, and the exit status. */
 static void cli_put_notes(buf *out, unsigned command) {
     static const char *const zero[] = {"threads", "server-threads", "max-model-len", "max-num-seqs",
-                                       "max-num-batched-tokens", "kv-tokens", "num-prompts"};
+                                       "max-num-batched-tokens", "kv-tokens", "num-prompts",
+                                       "max-concurrency"};
     const char *before = "0 is the default of";
     buf_c(out, command == FOR_ANY ? cli_environment : "\n");
     buf_c(out, "Every flag that takes a value can also come from the environment: TOKA_CONFIG=x.json is "
@@ -58977,8 +58996,10 @@ static int cli_ping(const cli *flags, toka_err *e) {
     sent.raw = !chat;
     if (!sent.prompt && !sent.file) sent.prompt = "tell me a joke";
     buf_printf(&url, "http://%s:%d", sent.host, sent.port);
+    const bool wrong = !sent.bench.base_url && (sent.port < 1 || sent.port > 65535);
     if (!sent.bench.base_url) sent.bench.base_url = url.p;
-    const int code = cli_run_client(&sent, e);
+    const int code = wrong ? benchclient_fail_port("port", sent.port, e)
+                           : cli_run_client(&sent, e);
     if (code) cli_name_flags(&sent, e);
     buf_free(&url);
     return code;

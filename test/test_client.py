@@ -256,6 +256,9 @@ def test_bad_addresses_and_flags(fake):
         r = toka(*args)
         assert (r.returncode, r.stderr) == (2, "toka: http://127.0.0.1:1/v1: no server answers there; toka serve starts one, "
                                                "--base-url URL names another\n")
+    for args, port in ((("ping", "port=99999"), 99999), (("-p", "x", "--base-url", "http://127.0.0.1:0"), 0), (("chat", "--base-url", "http://[::1]:65536/v1"), 65536)):
+        r = toka(*args)
+        assert (r.returncode, r.stderr) == (1, f"toka: --base-url: port {port}, expected 1 to 65535\n".replace("--base-url: port 9", "port: 9"))
     r = toka("ping", "host=no.host.invalid")
     assert (r.returncode, r.stderr) == (2, "toka: http://no.host.invalid:10210/v1: no host has this name\n")
     r = toka("-p", "x", "--base-url", fake.url, "--max-num-seqs", "3")
