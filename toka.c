@@ -57544,19 +57544,26 @@ static const cli_flag *cli_find_flag(const char *arg, size_t n) {
     return NULL;
 }
 
-/* Returns the error for an unknown flag, with the most similar flag of the command. file: the
- * --config with this key; NULL: it is an argument. */
+/* Compares a name with those of the flags of these commands. */
+static void cli_suggest_flags(suggestion *nearest, unsigned commands) {
+    for (int i = 0; i < COUNT(cli_flags); i++)
+        if (cli_flags[i].name && (cli_flags[i].commands & commands))
+            suggest_try(nearest, cli_flags[i].name);
+    for (int i = 0; i < COUNT(cli_aliases); i++)
+        if (cli_find_flag_named(cli_aliases[i].name)->commands & commands &&
+            cli_aliases[i].other[1])
+            suggest_try(nearest, cli_aliases[i].other);
+}
+
+/* Returns the error for an unknown flag, with the most similar flag of the command, else of any.
+ * file: the --config with this key; NULL: it is an argument. */
 static int cli_fail_unknown_flag(const cli *flags, str arg, const char *file, unsigned command,
                                  toka_err *e) {
     suggestion nearest = {.typed = arg};
     while (nearest.typed.n && *nearest.typed.p == '-')
         nearest.typed = str_sub(nearest.typed, 1, nearest.typed.n);
-    for (int i = 0; i < COUNT(cli_flags); i++)
-        if (cli_flags[i].name && (cli_flags[i].commands & command))
-            suggest_try(&nearest, cli_flags[i].name);
-    for (int i = 0; i < COUNT(cli_aliases); i++)
-        if (cli_find_flag_named(cli_aliases[i].name)->commands & command && cli_aliases[i].other[1])
-            suggest_try(&nearest, cli_aliases[i].other);
+    cli_suggest_flags(&nearest, command);
+    if (!nearest.best) cli_suggest_flags(&nearest, FOR_ANY);
     const size_t n_best = nearest.best ? strlen(nearest.best) : 0;
     if (nearest.typed.n > n_best + 1 && nearest.typed.p[n_best] == '-')
         nearest.best = NULL; /* --stop-token-ids is more than a misspelled --stop */

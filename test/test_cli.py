@@ -852,7 +852,7 @@ def test_closed_pipe_and_full_disk(command):
 @pytest.mark.parametrize("args, suggestion", [
     ("--promt x", "--prompt"), ("--Prompt x", "--prompt"), ("-prompt x", "--prompt"), ("--max_tokenz 3", "--max-tokens"),
     ("--max-token=3", "--max-tokens"), ("--tmep 1", "--temp"), ("--temprature 1", "--temperature"), ("--modell x", "--model"), ("-tp 3", "--tp"), ("--contextlength 3", "--context-length"),
-    ("serve --prot 1", "--port"), ("batch --inputfile x", "--input-file"), ("plan --gpuss 2", "--gpus"), ("--hepl", "--help"),
+    ("serve --prot 1", "--port"), ("--apikey x", "--api-key"), ("list --maxconcurrency 3", "--max-concurrency"), ("batch --inputfile x", "--input-file"), ("plan --gpuss 2", "--gpus"), ("--hepl", "--help"),
     ("serv", "toka serve"), ("tokenise", "toka tokenize"), ("bacth", "toka batch"), ("model", "toka models"), ("hlep", "toka help"),
     ("sevre", "toka serve"), ("bnech", "toka bench"), ("bench serv", "toka bench serve"), ("bench thruput", "toka bench throughput"),
     ("plam", "toka plan"), ("btach", "toka batch"), ("help serv", "toka help serve"), ("help plam", "toka help plan"), ("help formts", "toka help formats"),
