@@ -20971,11 +20971,13 @@ COLD static void con_grammar_text(con_grammar *grammar, str text) {
  *   - white space between tokens: nothing, one blank, or a line end and at most CON_MAX_INDENT
  *     blanks or tabs; none before and after the whole text. no_whitespace: nothing at all.
  *     whitespace_pattern: what this expression matches
- *   - the properties in the order of `properties`, then required names that are not listed, then
- *     others, if they are allowed. Additional properties are allowed unless the schema forbids them
- *     (no_additional: unless it allows them). A name may occur twice among the others, so all of
- *     them count as one for minProperties. If it is above 1, names are listed after those, each
- *     once, where propertyNames or a pattern allows only a small number of them
+ *   - the properties in the order in which the schema mentions them: those of $ref, allOf, anyOf
+ *     and oneOf before those of `properties` if the keyword stands before it, else behind them
+ *     (con_properties_place). Then required names that are not listed, then others, if they are
+ *     allowed. Additional properties are allowed unless the schema forbids them (no_additional:
+ *     unless it allows them). A name may occur twice among the others, so all of them count as one
+ *     for minProperties. If it is above 1, names are listed after those, each once, where
+ *     propertyNames or a pattern allows only a small number of them
  *   - integers without fraction and exponent; numbers with a limit or multipleOf without exponent,
  *     others with at most two digits in it, because one like 1E999 is not finite
  *   - a string with `pattern` or a known `format`, names of properties, const and enum: characters
@@ -21625,13 +21627,37 @@ COLD static void con_add_made(con_schema *schema, con_all *all, const json *part
     buf_free(&text);
 }
 
-/* Adds what $ref and allOf name, each before the schema that names it, and at the end what other
- * keywords stand for: properties are generated in this order. */
+/* Returns the keyword whose place in a schema is that of its own properties; NULL: none. */
+COLD static const json *con_properties_place(const json *part) {
+    const json *properties = json_get(part, "properties"),
+               *others = json_get(part, "additionalProperties");
+    const json *first = properties && others ? MIN(properties, others)
+                        : properties         ? properties
+                                             : others;
+    return first ? first : json_get(part, "required");
+}
+
+/* Moves the schemas from `from` on, which a keyword of `own` has added to the list, to `own`:
+ * behind it if it has the keyword behind its properties, else before it. */
+COLD static void con_all_place(con_all *all, const json *own, const char *keyword, int from) {
+    const json *properties = con_properties_place(own);
+    const size_t n = (size_t)(all->n - from);
+    con_part added[CON_MAX_ALL];
+    int to = 0;
+    while (to < from && all->part[to].schema != own) to++;
+    if (to < from && properties && json_get(own, keyword) > properties) to++;
+    memcpy(added, all->part + from, n * sizeof *added);
+    memmove(all->part + to + n, all->part + to, (size_t)(from - to) * sizeof *added);
+    memcpy(all->part + to, added, n * sizeof *added);
+}
+
+/* Adds what $ref and allOf name beside the schema that names it (con_all_place), and at the end what
+ * other keywords stand for. Properties are generated in this order. */
 COLD static void con_all_expand(con_schema *schema, con_all *all) {
     for (int i = 0; i < all->n && !schema->grammar->e->code;) {
-        con_part part = all->part[i], added[CON_MAX_ALL];
-        const int n = all->n;
+        const con_part part = all->part[i];
         const json *ref = json_get(part.schema, "$ref"), *all_of = json_get(part.schema, "allOf");
+        int n = all->n;
         if (part.done & CON_DONE_REF) {
             i++;
             continue;
@@ -21639,11 +21665,10 @@ COLD static void con_all_expand(con_schema *schema, con_all *all) {
         con_check_keywords(schema, part.schema);
         all->part[i].done |= CON_DONE_REF;
         if (json_is(ref, JSON_STRING)) con_all_add(schema, all, con_resolve(schema, ref));
+        con_all_place(all, part.schema, "$ref", n);
+        n = all->n;
         if (json_is(all_of, JSON_ARRAY)) JSON_EACH(it, all_of) con_all_add(schema, all, it);
-        const size_t n_added = (size_t)(all->n - n);
-        memcpy(added, all->part + n, n_added * sizeof *added);
-        memmove(all->part + i + n_added, all->part + i, (size_t)(n - i) * sizeof *added);
-        memcpy(all->part + i, added, n_added * sizeof *added);
+        con_all_place(all, part.schema, "allOf", n);
         con_add_made(schema, all, part.schema);
     }
 }
@@ -23024,12 +23049,14 @@ COLD static bool con_make_branches(con_schema *schema, const con_all *all, con_r
     for (int i = 0; i < all->n; i++)
         for (int pass = 0; pass < 2; pass++) {
             const uint64_t bit = pass ? CON_DONE_ONE_OF : CON_DONE_ANY_OF;
-            const json *list = json_get(all->part[i].schema, pass ? "oneOf" : "anyOf");
+            const char *keyword = pass ? "oneOf" : "anyOf";
+            const json *own = all->part[i].schema, *list = json_get(own, keyword);
             if (!json_is(list, JSON_ARRAY) || all->part[i].done & bit) continue;
             JSON_EACH(it, list) {
                 con_all branch = *all;
                 branch.part[i].done |= bit;
                 con_all_add(schema, &branch, it);
+                con_all_place(&branch, own, keyword, all->n);
                 if (pass) con_add_others(schema, &branch, list, it);
                 con_call(schema->grammar, out.start, out.end, con_schema_rule(schema, &branch), 1,
                          1);

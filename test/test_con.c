@@ -124,6 +124,18 @@ static const struct con_case {
      "{\"k\":\"a\",\"v\":1}|{\"k\":\"b\",\"v\":\"x\"}", "{\"k\":\"a\",\"v\":\"x\"}|{\"k\":\"c\"}|{}"},
     {JS, "{\"allOf\":[{\"type\":\"object\",\"properties\":{\"a\":{\"type\":\"integer\"}}},{\"properties\":{\"a\":{\"minimum\":3},\"b\":{\"type\":\"null\"}},\"required\":[\"a\"]}]}",
      "{\"a\":3}|{\"a\":4,\"b\":null}", "{\"a\":2}|{}|{\"a\":3,\"b\":1}"},
+    /* members come in the order in which the schema mentions them */
+    {JS, "{\"$defs\":{\"a\":{\"properties\":{\"a\":{}},\"type\":\"object\"}},\"$ref\":\"#/$defs/a\",\"properties\":{\"o\":{}}}", "{\"a\":1,\"o\":1}", "{\"o\":1,\"a\":1}"},
+    {JS, "{\"$defs\":{\"a\":{\"properties\":{\"a\":{}},\"type\":\"object\"}},\"properties\":{\"o\":{}},\"$ref\":\"#/$defs/a\"}", "{\"o\":1,\"a\":1}", "{\"a\":1,\"o\":1}"},
+    {JS, "{\"$defs\":{\"a\":{\"properties\":{\"a\":{}},\"type\":\"object\"}},\"allOf\":[{\"$ref\":\"#/$defs/a\"}],\"properties\":{\"o\":{}}}", "{\"a\":1,\"o\":1}", "{\"o\":1,\"a\":1}"},
+    {JS, "{\"$defs\":{\"a\":{\"properties\":{\"a\":{}},\"type\":\"object\"}},\"properties\":{\"o\":{}},\"allOf\":[{\"$ref\":\"#/$defs/a\"}]}", "{\"o\":1,\"a\":1}", "{\"a\":1,\"o\":1}"},
+    {JS, "{\"$defs\":{\"a\":{\"properties\":{\"a\":{}},\"type\":\"object\"}},\"anyOf\":[{\"$ref\":\"#/$defs/a\"}],\"properties\":{\"o\":{}}}", "{\"a\":1,\"o\":1}", "{\"o\":1,\"a\":1}"},
+    {JS, "{\"$defs\":{\"a\":{\"properties\":{\"a\":{}},\"type\":\"object\"}},\"properties\":{\"o\":{}},\"anyOf\":[{\"$ref\":\"#/$defs/a\"}]}", "{\"o\":1,\"a\":1}", "{\"a\":1,\"o\":1}"},
+    {JS, "{\"$defs\":{\"a\":{\"properties\":{\"a\":{}},\"type\":\"object\"}},\"oneOf\":[{\"$ref\":\"#/$defs/a\"}],\"properties\":{\"o\":{}}}", "{\"a\":1,\"o\":1}", "{\"o\":1,\"a\":1}"},
+    {JS, "{\"$defs\":{\"a\":{\"properties\":{\"a\":{}},\"type\":\"object\"}},\"properties\":{\"o\":{}},\"oneOf\":[{\"$ref\":\"#/$defs/a\"}]}", "{\"o\":1,\"a\":1}", "{\"a\":1,\"o\":1}"},
+    {JS, "{\"additionalProperties\":false,\"anyOf\":[{\"properties\":{\"a\":{}},\"type\":\"object\"}],\"properties\":{\"o\":{},\"a\":{}}}", "{\"o\":1,\"a\":1}", "{\"a\":1,\"o\":1}"},
+    {JS, "{\"allOf\":[{\"properties\":{\"a\":{}}},{\"anyOf\":[{\"properties\":{\"b\":{}}}]},{\"properties\":{\"c\":{}}}],\"type\":\"object\"}", "{\"a\":1,\"b\":1,\"c\":1}", "{\"a\":1,\"c\":1,\"b\":1}"},
+    {JS, "{\"required\":[\"o\"],\"anyOf\":[{\"required\":[\"a\"]}],\"type\":\"object\"}", "{\"o\":1,\"a\":1}", "{\"a\":1,\"o\":1}"},
     {JS, "{\"$defs\":{\"n\":{\"type\":\"object\",\"properties\":{\"v\":{\"type\":\"integer\"},\"n\":{\"anyOf\":[{\"$ref\":\"#/$defs/n\"},{\"type\":\"null\"}]}},"
          "\"required\":[\"v\"],\"additionalProperties\":false}},\"$ref\":\"#/$defs/n\"}",
      "{\"v\":1}|{\"v\":1,\"n\":{\"v\":2,\"n\":null}}", "{\"n\":null}|{\"v\":1,\"n\":{}}|{\"v\":1,\"n\":3}"},
