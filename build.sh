@@ -120,7 +120,7 @@ nvcc_link() {
     case $(c++ -print-file-name=libstdc++.a 2>/dev/null) in
     /*) set -- "$@" -Xcompiler -static-libstdc++,-static-libgcc ;;
     esac
-    "$@" ${pic:+-shared} "$tmp/toka.o" "$tmp/kernels.o" -o "$out" -lm -lpthread
+    "$@" ${pic:+-shared} "$tmp/toka.o" "$tmp/kernels.o" -o "$out" -lm -lpthread -ldl
 }
 
 check toka.c
@@ -156,7 +156,7 @@ built() {
 cpu_half() { # TIME FLAGS...
     compile "$@"
     # shellcheck disable=SC2086 # CFLAGS and LDFLAGS are words
-    $CC ${CFLAGS:-} ${LDFLAGS:-} ${pic:+-shared} "$tmp/toka.o" -o "$out" -lm -lpthread
+    $CC ${CFLAGS:-} ${LDFLAGS:-} ${pic:+-shared} "$tmp/toka.o" -o "$out" -lm -lpthread -ldl
 }
 
 if [ -z "$NVCC" ] || [ ! -f toka_kernels.cu ]; then

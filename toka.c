@@ -260,6 +260,7 @@
  *  40. Batch runner [os]
  *  41. Files and batches [os]
  *  42. Status page [pure]
+ *  42b. Weights over NCCL [os]
  *  43. Server: requests and metrics [os]
  *  44. Server: connections [os]
  *  45. Bench [os]
@@ -321,6 +322,7 @@
 #include <unistd.h>
 #ifdef TOKA_SERVER
 #include <arpa/inet.h>
+#include <dlfcn.h>
 #include <fnmatch.h>
 #include <ftw.h>
 #include <netdb.h>
@@ -33363,6 +33365,26 @@ static bool eng_can_sleep(const eng *engine) {
 }
 SERVER_ONLY static bool eng_reads_files(const eng *engine) { return engine->backend->reads_files; }
 
+/* The functions nccl_ of the backend, for the engine's first device. A device without them has only
+ * the library of the tests. That takes ordinary memory, and its calls end when their state says
+ * so. */
+SERVER_ONLY static bool eng_has_nccl(const eng *engine) { return engine->backend->nccl_memory; }
+SERVER_ONLY static void *eng_nccl_memory(const eng *engine, size_t bytes, toka_err *e) {
+    const toka_device *device = engine->replicas[0].model.ranks[0].device;
+    if (eng_has_nccl(engine)) return engine->backend->nccl_memory(device, bytes, e);
+    void *memory = malloc(bytes);
+    if (!memory) fail(e, TOKA_E_MEMORY, "no memory for %zu bytes of weights", bytes);
+    return memory;
+}
+SERVER_ONLY static void eng_nccl_free(const eng *engine, void *memory) {
+    if (eng_has_nccl(engine)) engine->backend->nccl_free(memory);
+    else free(memory);
+}
+SERVER_ONLY static int eng_nccl_poll(const eng *engine, toka_err *e) {
+    const toka_device *device = engine->replicas[0].model.ranks[0].device;
+    return eng_has_nccl(engine) ? engine->backend->nccl_poll(device, e) : 1;
+}
+
 /* Returns why this model has no drafts although they were asked for, or NULL. */
 static const char *eng_no_drafts(const eng *engine) {
     return engine->drafts.method && engine->files->shape.linear.n_layers
@@ -45722,6 +45744,722 @@ static const char srv_page[] =
     "</html>\n";
 
 /* ===========================================================================
+ * MARK: 42b. Weights over NCCL [os]
+ * A trainer sends new weights from its GPUs with broadcasts of NCCL. In: the JSON of vLLM's and
+ * SGLang's routes. Out: a safetensors file in memory, which has the tensors that came. The server
+ * (43) gives it to toka_patch_weights (33), as it gives a delta that lies on a disk.
+ *
+ *   store      nccl_store_get: a client of PyTorch's TCPStore, where rank 0 puts the group's id
+ *   pickle     nccl_find_id: the id in the pickle that vLLM makes of it
+ *   library    nccl_open_library: libnccl.so.2, or the file that TOKA_NCCL_LIBRARY names
+ *   group      nccl_join, nccl_broadcast, nccl_leave
+ *   stage      nccl_stage_put, nccl_stage_finish: the file in memory
+ *   update     nccl_read_list, nccl_receive: names, shapes and types of the tensors; their bytes
+ *
+ * What always holds:
+ *   - the weights of the open model do not change here. If a trainer dies, or sends something
+ *     else, what it has sent is dropped, and the old weights are complete;
+ *   - a list of tensors is checked before the first byte is received;
+ *   - the trainer is rank 0. The server is one rank, on its first device; the update goes from
+ *     there to all devices;
+ *   - a wait ends after nccl_group.timeout seconds, if nccl_group.stops is set, or if the program
+ *     ends.
+ *
+ * It does not run NCCL's collectives between the ranks of a model: these have their own.
+ * =========================================================================== */
+
+enum {
+    NCCL_ID_BYTES = 128,
+    NCCL_IN_PROGRESS = 7,     /* ncclInProgress */
+    NCCL_TIMEOUT_S = 300,     /* as vLLM waits for its store */
+    NCCL_PACKED_BYTES = 1 << 30, /* of a packed broadcast, if the trainer gives no other number */
+    NCCL_MAX_VALUE = 1 << 16, /* bytes of a value that a store may send */
+    NCCL_PIECE = 1 << 14,     /* numbers that are converted at a time */
+};
+
+/* How the ranks of a group find its id. */
+typedef struct nccl_protocol {
+    const char *key; /* of the store; each %s is the name of the group */
+    bool is_pickled; /* the value is a pickle of the id, else the id itself */
+    bool warms_up;   /* each rank begins with an all-reduce of one float */
+} nccl_protocol;
+
+enum { NCCL_VLLM, NCCL_TORCH }; /* vLLM's StatelessProcessGroup; a group of torch.distributed */
+static const nccl_protocol nccl_protocols[] = {
+    [NCCL_VLLM] = {"/broadcast_from/0/0", true, true},
+    [NCCL_TORCH] = {"/%s/%s//cuda//0", false, false},
+};
+
+typedef struct nccl_id {
+    char bytes[NCCL_ID_BYTES];
+} nccl_id;
+
+typedef struct nccl_config { /* ncclConfig_t of NCCL 2.17; later versions read it, too */
+    size_t size;
+    unsigned magic, version;
+    int blocking, cga_cluster_size, min_ctas, max_ctas;
+    const char *net_name;
+    int split_share;
+} nccl_config;
+
+typedef struct nccl_library {
+    void *handle; /* NULL: not open */
+    int (*init)(void **comm, int n_ranks, nccl_id id, int rank, nccl_config *config);
+    int (*state)(void *comm, int *state);
+    int (*broadcast)(const void *from, void *to, size_t n, int type, int root, void *comm,
+                     void *stream);
+    int (*all_reduce)(const void *from, void *to, size_t n, int type, int op, void *comm,
+                      void *stream);
+    int (*abort)(void *comm);
+    const char *(*error_text)(int result);
+} nccl_library;
+
+typedef struct nccl_stage { /* a safetensors file in memory */
+    int fd;                 /* of a memfd; -1: there is none */
+    uint64_t head_bytes;    /* room for the length and the header */
+    uint64_t n_bytes;       /* data so far */
+    st_set tensors;         /* begin, end: where their bytes are in the data */
+    arena memory;
+} nccl_stage;
+
+typedef struct nccl_group {
+    pthread_mutex_t lock; /* held while a thread joins, receives, finishes or leaves */
+    atomic_bool stops;    /* the thread that has the lock shall give up. Any thread sets it */
+    double timeout;       /* seconds */
+    eng *engine;
+    nccl_library library;
+    void *comm;           /* NULL: no group */
+    void *memory;         /* [memory_bytes] where broadcasts arrive (eng_nccl_memory) */
+    size_t memory_bytes;
+    bool is_packed;       /* broadcasts have many tensors, if a list does not say it */
+    bool in_update;       /* tensors are collected until nccl_stage_finish */
+    nccl_stage stage;
+} nccl_group;
+
+static const char nccl_no_group[] = "there is no group of NCCL: begin with its init route";
+
+static void nccl_init(nccl_group *group) {
+    *group = (nccl_group){.stage.fd = -1};
+    pthread_mutex_init(&group->lock, NULL);
+}
+
+/* Returns an error if a wait shall end. what: what is waited for. */
+static int nccl_check_wait(nccl_group *group, double start, const char *what, toka_err *e) {
+    if (atomic_load(&group->stops) || os_stop_timeout_s)
+        return fail(e, TOKA_E_CANCELLED, "%s: the group was closed", what);
+    if (os_now() - start > group->timeout)
+        return fail(e, TOKA_E_IO, "%s: nothing came for %g s", what, group->timeout);
+    return 0;
+}
+
+/* ---- Store: PyTorch's TCPStore ----
+ * A query is a byte and its arguments. Integers have the byte order of the machine; a string is its
+ * length in 64 bits, and its bytes. A client first sends a number that says it is one. Each rank
+ * adds 1 to "init/", for which rank 0 waits. */
+
+enum { STORE_VALIDATE = 0, STORE_GET = 3, STORE_ADD = 4, STORE_WAIT = 6 };
+
+typedef struct nccl_store {
+    nccl_group *group;
+    int fd;
+    double start;
+    char where[300];
+} nccl_store;
+
+/* Waits until the socket can be read, or written. */
+static int nccl_store_wait(nccl_store *store, short events, toka_err *e) {
+    struct pollfd one = {.fd = store->fd, .events = events};
+    while (poll(&one, 1, 20) <= 0)
+        if (nccl_check_wait(store->group, store->start, store->where, e)) return e->code;
+    return 0;
+}
+
+/* Sends, or receives, n bytes. */
+static int nccl_store_move(nccl_store *store, bool sends, void *bytes, size_t n, toka_err *e) {
+    char *at = bytes;
+    while (n) {
+        if (nccl_store_wait(store, sends ? POLLOUT : POLLIN, e)) return e->code;
+        const ssize_t moved = sends ? send(store->fd, at, n, MSG_NOSIGNAL | MSG_DONTWAIT)
+                                    : recv(store->fd, at, n, MSG_DONTWAIT);
+        if (moved > 0) at += moved, n -= (size_t)moved;
+        else if (moved == 0 || (errno != EAGAIN && errno != EINTR))
+            return fail(e, TOKA_E_IO, "%s: %s", store->where,
+                        moved ? strerror(errno) : "the trainer closed the store");
+    }
+    return 0;
+}
+
+/* Tries to connect. Returns false if nobody listens at any of the addresses yet. */
+static bool nccl_store_try(nccl_store *store, const struct addrinfo *addresses) {
+    for (const struct addrinfo *a = addresses; a; a = a->ai_next) {
+        int failed = 0;
+        socklen_t n = sizeof failed;
+        toka_err unused;
+        store->fd = socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+        if (store->fd < 0) continue;
+        if ((!connect(store->fd, a->ai_addr, a->ai_addrlen) || errno == EINPROGRESS) &&
+            !nccl_store_wait(store, POLLOUT, &unused) &&
+            !getsockopt(store->fd, SOL_SOCKET, SO_ERROR, &failed, &n) && !failed)
+            return true;
+        close(store->fd);
+        store->fd = -1;
+    }
+    return false;
+}
+
+/* Connects. The trainer may begin to listen later. */
+static int nccl_store_connect(nccl_store *store, const char *host, int port, toka_err *e) {
+    char service[16];
+    struct addrinfo hints = {.ai_socktype = SOCK_STREAM}, *addresses;
+    snprintf(service, sizeof service, "%d", port);
+    snprintf(store->where, sizeof store->where, "the trainer's store at %.200s, port %d", host,
+             port);
+    const int bad = getaddrinfo(host, service, &hints, &addresses);
+    if (bad) return fail(e, TOKA_E_IO, "%s: %s", store->where, gai_strerror(bad));
+    int code = 0;
+    while (!code && !nccl_store_try(store, addresses)) {
+        usleep(20000);
+        code = nccl_check_wait(store->group, store->start, store->where, e);
+    }
+    freeaddrinfo(addresses);
+    return code;
+}
+
+static void nccl_put_number(buf *out, uint64_t number) { buf_put(out, &number, sizeof number); }
+
+static void nccl_put_text(buf *out, str text) {
+    nccl_put_number(out, text.n);
+    buf_str(out, text);
+}
+
+/* Waits until the store has the key, and appends its value to *value. */
+static int nccl_store_get(nccl_store *store, str key, buf *value, toka_err *e) {
+    buf out = {0};
+    const uint32_t magic = 0x3C85F7CE; /* c10d's validationMagicNumber */
+    int64_t n_joined;
+    uint8_t waited = 0;
+    uint64_t n_value = 0;
+    buf_char(&out, STORE_VALIDATE), buf_put(&out, &magic, sizeof magic);
+    buf_char(&out, STORE_ADD), nccl_put_text(&out, STR("init/")), nccl_put_number(&out, 1);
+    buf_char(&out, STORE_WAIT), nccl_put_number(&out, 1), nccl_put_text(&out, key);
+    int code = nccl_store_move(store, true, out.p, out.n, e);
+    if (!code) code = nccl_store_move(store, false, &n_joined, sizeof n_joined, e);
+    if (!code) code = nccl_store_move(store, false, &waited, sizeof waited, e);
+    if (!code && waited) code = fail(e, TOKA_E_IO, "%s: it refuses to wait", store->where);
+    buf_clear(&out), buf_char(&out, STORE_GET), nccl_put_text(&out, key);
+    if (!code) code = nccl_store_move(store, true, out.p, out.n, e);
+    if (!code) code = nccl_store_move(store, false, &n_value, sizeof n_value, e);
+    if (!code && n_value > NCCL_MAX_VALUE)
+        code = fail(e, TOKA_E_IO, "%s: a value of %llu bytes", store->where,
+                    (unsigned long long)n_value);
+    if (!code) {
+        buf_reserve(value, (size_t)n_value + 1);
+        code = nccl_store_move(store, false, value->p, (size_t)n_value, e);
+        value->n = (size_t)n_value;
+    }
+    buf_free(&out);
+    return code;
+}
+
+/* ---- Pickle: the id that vLLM makes of a ctypes structure ---- */
+
+enum { PICKLE_LINES = -100 }; /* the argument is two lines of text */
+
+/* The opcodes that such a pickle has in protocols 3 to 5. argument: its bytes; if negative, so many
+ * bytes are its length, and that many bytes follow. */
+static const struct nccl_opcode { unsigned char code; int argument; bool is_bytes; }
+nccl_opcodes[] = {
+    {0x80, 1, false},            /* PROTO */
+    {0x95, 8, false},            /* FRAME */
+    {'c', PICKLE_LINES, false},  /* GLOBAL */
+    {0x8C, -1, false},           /* SHORT_BINUNICODE */
+    {0x93, 0, false},            /* STACK_GLOBAL */
+    {0x94, 0, false},            /* MEMOIZE */
+    {'q', 1, false},             /* BINPUT */
+    {'h', 1, false},             /* BINGET */
+    {'}', 0, false},             /* EMPTY_DICT */
+    {'C', -1, true},             /* SHORT_BINBYTES */
+    {'B', -4, true},             /* BINBYTES */
+    {0x86, 0, false},            /* TUPLE2 */
+    {'R', 0, false},             /* REDUCE */
+    {'.', 0, false},             /* STOP */
+};
+
+static const struct nccl_opcode *nccl_find_opcode(unsigned char code) {
+    for (int i = 0; i < COUNT(nccl_opcodes); i++)
+        if (nccl_opcodes[i].code == code) return &nccl_opcodes[i];
+    return NULL;
+}
+
+/* Takes the argument of an opcode from the front of *rest. Returns false if the pickle ends in
+ * it. */
+static bool nccl_take_argument(str *rest, const struct nccl_opcode *opcode, str *argument) {
+    size_t n_length = 0, n = (size_t)MAX(opcode->argument, 0);
+    if (opcode->argument == PICKLE_LINES) {
+        for (int i = 0; i < 2; i++) {
+            const char *line = n < rest->n ? memchr(rest->p + n, '\n', rest->n - n) : NULL;
+            if (!line) return false;
+            n = (size_t)(line - rest->p) + 1;
+        }
+    } else if (opcode->argument < 0) {
+        n_length = (size_t)-opcode->argument;
+        if (rest->n < n_length) return false;
+        for (size_t i = n_length; i-- > 0;) n = n << 8 | (unsigned char)rest->p[i];
+    }
+    if (n > rest->n - n_length) return false;
+    *argument = str_sub(*rest, n_length, n_length + n);
+    *rest = str_sub(*rest, n_length + n, rest->n);
+    return true;
+}
+
+/* Finds the one object of 128 bytes in a pickle. Nothing in it is executed. */
+static int nccl_find_id(str pickle, nccl_id *id, toka_err *e) {
+    int n_found = 0;
+    bool has_end = false;
+    for (str rest = pickle, argument; rest.n;) {
+        const unsigned char code = (unsigned char)rest.p[0];
+        const struct nccl_opcode *opcode = nccl_find_opcode(code);
+        rest = str_sub(rest, 1, rest.n);
+        if (!opcode)
+            return fail(e, TOKA_E_INPUT, "the pickle of NCCL's id has opcode 0x%02X, which the "
+                                         "pickle of an id does not have", code);
+        if (code == '.') {
+            has_end = !rest.n;
+            break;
+        }
+        if (!nccl_take_argument(&rest, opcode, &argument)) break;
+        if (!opcode->is_bytes) continue;
+        n_found += argument.n == NCCL_ID_BYTES ? 1 : 2;
+        if (n_found == 1) memcpy(id->bytes, argument.p, NCCL_ID_BYTES);
+    }
+    if (n_found == 1 && has_end) return 0;
+    return fail(e, TOKA_E_INPUT, "the pickle of NCCL's id is cut, or it has not one id of %d bytes",
+                NCCL_ID_BYTES);
+}
+
+/* ---- Types of numbers ---- */
+
+typedef struct nccl_dtype {
+    const char *name, *file; /* as torch and as safetensors say */
+    int type;                /* of NCCL */
+} nccl_dtype;
+
+enum { NCCL_UINT8 = 1 };
+static const nccl_dtype nccl_dtypes[] = {
+    {"bfloat16", "BF16", 9},        {"float16", "F16", 6}, {"float32", "F32", 7},
+    {"float8_e4m3fn", "F8_E4M3", NCCL_UINT8}, {"float8_e8m0fnu", "F8_E8M0", NCCL_UINT8},
+    {"uint8", "U8", NCCL_UINT8},    {"int8", "I8", 0},     {"int32", "I32", 2},
+    {"int64", "I64", 4},            {"float64", "F64", 8},
+};
+
+/* Finds the type with the name of torch, with or without "torch." before it. */
+static const nccl_dtype *nccl_find_dtype(str name) {
+    if (str_starts(name, STR("torch."))) name = str_sub(name, 6, name.n);
+    for (int i = 0; i < COUNT(nccl_dtypes); i++)
+        if (str_is(name, nccl_dtypes[i].name)) return &nccl_dtypes[i];
+    return NULL;
+}
+
+static const st_dtype *nccl_file_dtype(const nccl_dtype *dtype) {
+    int i = 0;
+    while (strcmp(st_dtypes[i].name, dtype->file)) i++;
+    return &st_dtypes[i];
+}
+
+typedef struct nccl_tensor { /* of a list: what comes, and what the model has */
+    const nccl_dtype *from;
+    st_tensor given, to; /* names are in the arena of the list */
+    size_t bytes;        /* of what comes */
+} nccl_tensor;
+
+/* ---- Stage: the tensors that came, as a file in memory ---- */
+
+static void nccl_stage_close(nccl_stage *stage) {
+    if (stage->fd >= 0) close(stage->fd);
+    st_set_free(&stage->tensors);
+    arena_free(&stage->memory);
+    *stage = (nccl_stage){.fd = -1};
+}
+
+/* Makes an empty file, unless there is one. It has room for a header with all tensors of the
+ * model. */
+static int nccl_stage_open(nccl_stage *stage, const mf_model *files, toka_err *e) {
+    const mf_model *source = files->source ? files->source : files;
+    if (stage->fd >= 0) return 0;
+    stage->fd = memfd_create("toka-weights", MFD_CLOEXEC);
+    if (stage->fd < 0) return fail(e, TOKA_E_IO, "memfd_create: %s", strerror(errno));
+    stage->head_bytes = 4096; /* below: a name may have escapes; a shape and two offsets */
+    for (int i = 0; i < source->n_tensors; i++)
+        stage->head_bytes += 6 * source->tensors[i].name.n + 256;
+    stage->head_bytes = (stage->head_bytes + 63) / 64 * 64; /* the first tensor is aligned */
+    return 0;
+}
+
+static int nccl_stage_write(const nccl_stage *stage, uint64_t at, const void *bytes, size_t n,
+                            toka_err *e) {
+    const char *from = bytes;
+    while (n) {
+        const ssize_t written = pwrite(stage->fd, from, n, (off_t)at);
+        if (written < 0 && errno == EINTR) continue;
+        if (written <= 0)
+            return fail(e, TOKA_E_MEMORY, "no memory for the weights that came: %s",
+                        strerror(errno));
+        from += written, at += (uint64_t)written, n -= (size_t)written;
+    }
+    return 0;
+}
+
+/* Returns where the bytes of the tensor are in the data: those of its first arrival, or the end. */
+static uint64_t nccl_stage_place(nccl_stage *stage, const st_tensor *tensor, uint64_t bytes) {
+    const st_tensor *old = stage->tensors.cap ? *st_set_entry(&stage->tensors, tensor->name) : NULL;
+    if (old) return old->begin;
+    st_tensor *placed = arena_alloc(&stage->memory, sizeof *placed);
+    toka_err unused;
+    *placed = *tensor;
+    placed->name = arena_str(&stage->memory, tensor->name);
+    placed->begin = stage->n_bytes;
+    placed->end = stage->n_bytes += bytes;
+    st_set_add(&stage->tensors, placed, &unused);
+    return placed->begin;
+}
+
+/* float32 to a 16-bit float: to nearest, ties to even. A number that is too large is infinite. */
+static uint16_t nccl_round(float number, toka_dtype dtype) {
+    uint32_t bits;
+    memcpy(&bits, &number, sizeof bits);
+    const uint16_t sign = (uint16_t)(bits >> 16 & 0x8000);
+    if (dtype == TOKA_BF16)
+        return isnan(number) ? (uint16_t)(bits >> 16 | 0x40)
+                             : (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+    if (isnan(number)) return sign | 0x7E00;
+    if (number == 0) return sign;
+    if (fabsf(number) >= 65520) return sign | 0x7C00;
+    int exponent;
+    frexpf(number, &exponent); /* |number| < 2^exponent; the smallest step of float16 is 2^-24 */
+    const int step = MAX(exponent - 11, -24);
+    const unsigned mantissa = (unsigned)nearbyintf(ldexpf(fabsf(number), -step));
+    return (uint16_t)(sign | (((unsigned)(step + 24) << 10) + mantissa));
+}
+
+/* Writes the numbers in the type that the model's file has. */
+static int nccl_stage_convert(const nccl_stage *stage, const nccl_tensor *tensor, uint64_t at,
+                              const char *data, toka_err *e) {
+    const toka_dtype from = (toka_dtype)tensor->given.dtype->toka_dtype,
+                     to = (toka_dtype)tensor->to.dtype->toka_dtype;
+    const size_t size = (size_t)tensor->to.dtype->bits / 8,
+                 n = tensor->bytes / ((size_t)tensor->given.dtype->bits / 8);
+    char *piece = mem_alloc(NCCL_PIECE * sizeof(float));
+    int code = 0;
+    for (size_t i = 0; i < n && !code; i += NCCL_PIECE) {
+        const size_t count = MIN(n - i, (size_t)NCCL_PIECE);
+        for (size_t k = 0; k < count; k++) {
+            const float number = weight_number(data, from, i + k);
+            const uint16_t half = to == TOKA_F32 ? 0 : nccl_round(number, to);
+            memcpy(piece + k * size, to == TOKA_F32 ? (const void *)&number : &half, size);
+        }
+        code = nccl_stage_write(stage, at + i * size, piece, count * size, e);
+    }
+    free(piece);
+    return code;
+}
+
+static int nccl_stage_put(nccl_stage *stage, const nccl_tensor *tensor, const char *data,
+                          toka_err *e) {
+    const bool same = tensor->given.dtype == tensor->to.dtype;
+    const uint64_t n = tensor->bytes / ((uint64_t)tensor->given.dtype->bits / 8),
+                   bytes = n * ((uint64_t)tensor->to.dtype->bits / 8);
+    const uint64_t at = stage->head_bytes + nccl_stage_place(stage, &tensor->to, bytes);
+    return same ? nccl_stage_write(stage, at, data, tensor->bytes, e)
+                : nccl_stage_convert(stage, tensor, at, data, e);
+}
+
+/* Writes the header, padded with spaces, and the path of the file to *path. */
+static int nccl_stage_finish(const nccl_stage *stage, char path[40], toka_err *e) {
+    buf head = {0};
+    const uint64_t n_head = stage->head_bytes - sizeof n_head;
+    json_put_open(&head, '{');
+    for (size_t i = 0; i < stage->tensors.cap; i++) {
+        const st_tensor *tensor = stage->tensors.entries[i];
+        if (!tensor) continue;
+        json_put_str(&head, tensor->name);
+        buf_printf(&head, ":{\"dtype\":\"%s\",\"shape\":[", tensor->dtype->name);
+        for (int k = 0; k < tensor->n_dims; k++) json_put_int(&head, tensor->dims[k]);
+        buf_printf(&head, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)tensor->begin,
+                   (unsigned long long)tensor->end);
+    }
+    json_put_close(&head, '}');
+    while (head.n < n_head) buf_char(&head, ' ');
+    snprintf(path, 40, "/proc/self/fd/%d", stage->fd);
+    int code = nccl_stage_write(stage, 0, &n_head, sizeof n_head, e);
+    if (!code) code = nccl_stage_write(stage, sizeof n_head, head.p, head.n, e);
+    buf_free(&head);
+    return code;
+}
+
+/* ---- Library ---- */
+
+/* Returns why this server cannot receive weights over NCCL, or NULL. */
+static const char *nccl_refusal(const eng *engine) {
+    const char *path = getenv("TOKA_NCCL_LIBRARY");
+    return eng_has_nccl(engine) || (path && *path)
+               ? NULL : "weights over NCCL go from GPU to GPU: this server runs on the CPU";
+}
+
+/* Opens the library, once. */
+static int nccl_open_library(nccl_library *library, toka_err *e) {
+    const struct { const char *name; void *function; } names[] = {
+        {"ncclCommInitRankConfig", &library->init}, {"ncclCommGetAsyncError", &library->state},
+        {"ncclBroadcast", &library->broadcast},     {"ncclAllReduce", &library->all_reduce},
+        {"ncclCommAbort", &library->abort},         {"ncclGetErrorString", &library->error_text}};
+    const char *given = getenv("TOKA_NCCL_LIBRARY");
+    const char *path = given && *given ? given : "libnccl.so.2";
+    if (library->handle) return 0;
+    void *handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (!handle)
+        return fail(e, TOKA_E_DEVICE, "%.300s (TOKA_NCCL_LIBRARY may name the file)", dlerror());
+    for (int i = 0; i < COUNT(names); i++) {
+        void *found = dlsym(handle, names[i].name);
+        memcpy(names[i].function, &found, sizeof found); /* a pointer to a function */
+        if (found) continue;
+        dlclose(handle);
+        return fail(e, TOKA_E_DEVICE, "%.200s has no %s, expected NCCL 2.17 or later", path,
+                    names[i].name);
+    }
+    library->handle = handle;
+    return 0;
+}
+
+/* ---- Group ---- */
+
+/* Waits for the end of a call, which returned `result`, and of its work on the device. */
+static int nccl_wait_call(nccl_group *group, int result, const char *what, toka_err *e) {
+    const double start = os_now();
+    for (;;) {
+        if (result && result != NCCL_IN_PROGRESS)
+            return fail(e, TOKA_E_IO, "%s: NCCL: %.200s", what, group->library.error_text(result));
+        const int done = result ? 0 : eng_nccl_poll(group->engine, e);
+        if (done) return done < 0 ? e->code : 0;
+        if (nccl_check_wait(group, start, what, e)) return e->code;
+        usleep(100);
+        const int failed = group->library.state(group->comm, &result);
+        if (failed) result = failed;
+    }
+}
+
+/* Leaves the group; what the stage has is dropped. Does nothing if there is none. */
+static void nccl_leave(nccl_group *group) {
+    if (group->comm) {
+        group->library.abort(group->comm);
+        group->comm = NULL;
+    }
+    if (group->memory) eng_nccl_free(group->engine, group->memory);
+    group->memory = NULL;
+    group->memory_bytes = 0;
+    group->in_update = false;
+    nccl_stage_close(&group->stage);
+}
+
+/* Makes room for a broadcast of so many bytes, and makes the device that of this thread. */
+static int nccl_reserve(nccl_group *group, size_t bytes, toka_err *e) {
+    if (bytes <= group->memory_bytes) return eng_nccl_poll(group->engine, e) < 0 ? e->code : 0;
+    if (group->memory) eng_nccl_free(group->engine, group->memory);
+    group->memory_bytes = 0;
+    group->memory = eng_nccl_memory(group->engine, bytes, e);
+    if (!group->memory) return e->code;
+    group->memory_bytes = bytes;
+    return 0;
+}
+
+/* Receives n numbers of a type, in group->memory. */
+static int nccl_broadcast(nccl_group *group, size_t n, int type, toka_err *e) {
+    const int result = group->library.broadcast(group->memory, group->memory, n, type, 0,
+                                                group->comm, NULL);
+    return nccl_wait_call(group, result, "weights from the trainer", e);
+}
+
+/* Finds the id of the group in the trainer's store. name: of the group. */
+static int nccl_fetch_id(nccl_group *group, const nccl_protocol *protocol, const char *host,
+                         int port, const char *name, nccl_id *id, toka_err *e) {
+    nccl_store store = {.group = group, .fd = -1, .start = os_now()};
+    buf key = {0}, value = {0};
+    for (str rest = str_c(protocol->key); rest.n;) {
+        const ptrdiff_t at = str_find(rest, STR("%s"), 0);
+        buf_str(&key, str_sub(rest, 0, at < 0 ? rest.n : (size_t)at));
+        if (at >= 0) buf_c(&key, name);
+        rest = str_sub(rest, at < 0 ? rest.n : (size_t)at + 2, rest.n);
+    }
+    int code = nccl_store_connect(&store, host, port, e);
+    if (!code) code = nccl_store_get(&store, buf_view(&key), &value, e);
+    if (!code && protocol->is_pickled) code = nccl_find_id(buf_view(&value), id, e);
+    else if (!code && value.n != NCCL_ID_BYTES)
+        code = fail(e, TOKA_E_INPUT, "%s: an id of %zu bytes, expected %d", store.where, value.n,
+                    NCCL_ID_BYTES);
+    else if (!code) memcpy(id->bytes, value.p, NCCL_ID_BYTES);
+    if (store.fd >= 0) close(store.fd);
+    buf_free(&key), buf_free(&value);
+    return code;
+}
+
+/* Enters the group with this id. */
+static int nccl_enter(nccl_group *group, const nccl_protocol *protocol, nccl_id id, int rank,
+                      int world_size, toka_err *e) {
+    enum { FLOAT = 7, SUM = 0 }; /* ncclFloat32, ncclSum */
+    nccl_config config = {sizeof config, 0xCAFEBEEF, 21700, 0, INT_MIN, INT_MIN, INT_MIN, NULL,
+                          INT_MIN};
+    if (nccl_reserve(group, sizeof(float), e)) return e->code;
+    memset(group->memory, 0, sizeof(float));
+    int result = group->library.init(&group->comm, world_size, id, rank, &config);
+    if (!group->comm)
+        return fail(e, TOKA_E_IO, "NCCL: %.200s", group->library.error_text(result));
+    if (nccl_wait_call(group, result, "the ranks of the trainer's group", e)) return e->code;
+    if (!protocol->warms_up) return 0;
+    result = group->library.all_reduce(group->memory, group->memory, 1, FLOAT, SUM, group->comm,
+                                       NULL);
+    return nccl_wait_call(group, result, "the first all-reduce of the trainer's group", e);
+}
+
+/* Joins the group that the JSON describes: master_address, master_port, rank_offset, world_size;
+ * of torch.distributed also group_name. Leaves an earlier one. */
+static int nccl_join(nccl_group *group, const json *info, int kind, toka_err *e) {
+    const nccl_protocol *protocol = &nccl_protocols[kind];
+    const int64_t port = json_int(json_get(info, "master_port"), 0),
+                  rank = json_int(json_get(info, "rank_offset"), 1),
+                  size = json_int(json_get(info, "world_size"), 0);
+    const str host = json_str(json_get(info, "master_address")),
+              name = json_str(json_get(info, "group_name")),
+              backend = json_str(json_get(info, "backend"));
+    char texts[2][256];
+    nccl_id id;
+    nccl_leave(group);
+    group->timeout = json_num(json_get(info, "timeout"), NCCL_TIMEOUT_S);
+    group->is_packed = json_is_true(json_get(info, "packed"));
+    if (!host.n || host.n >= sizeof texts[0] || memchr(host.p, 0, host.n))
+        return fail(e, TOKA_E_USE, "master_address: expected a name or an address");
+    if (port < 1 || port > 65535)
+        return fail(e, TOKA_E_USE, "master_port: %lld, expected 1 to 65535", (long long)port);
+    if (size < 2 || size > 1 << 20)
+        return fail(e, TOKA_E_USE, "world_size: %lld, expected 2 or more", (long long)size);
+    if (rank < 1 || rank >= size)
+        return fail(e, TOKA_E_USE, "rank_offset: %lld, expected 1 to %lld", (long long)rank,
+                    (long long)size - 1);
+    if (backend.n && !str_is(backend, "nccl"))
+        return fail(e, TOKA_E_USE, "backend: expected nccl");
+    if (name.n >= sizeof texts[1] || !(group->timeout > 0))
+        return fail(e, TOKA_E_USE, "group_name: longer than 255 bytes, or timeout: not above 0");
+    snprintf(texts[0], sizeof texts[0], "%.*s", (int)host.n, host.p);
+    snprintf(texts[1], sizeof texts[1], "%.*s", (int)name.n, name.p);
+    int code = nccl_open_library(&group->library, e);
+    if (!code) code = nccl_fetch_id(group, protocol, texts[0], (int)port, texts[1], &id, e);
+    if (!code) code = nccl_enter(group, protocol, id, (int)rank, (int)size, e);
+    if (code) nccl_leave(group);
+    return code;
+}
+
+/* ---- Update ---- */
+
+typedef struct nccl_list {
+    arena memory;
+    nccl_tensor *tensors;
+    int n_tensors;
+    bool is_packed;
+    size_t packed_bytes; /* a packed broadcast ends after the tensor that makes it longer than
+                            this */
+} nccl_list;
+
+/* Reads one tensor of a list, and checks it against that of the model. */
+static int nccl_read_tensor(const st_set *all, str name, str dtype, const json *shape,
+                            arena *memory, nccl_tensor *tensor, toka_err *e) {
+    const st_tensor *to = name.n && all->cap ? *st_set_entry(all, name) : NULL;
+    const nccl_dtype *from = nccl_find_dtype(dtype);
+    char text[160];
+    uint64_t bits;
+    snprintf(text, sizeof text, "%.*s", (int)MIN(name.n, sizeof text - 1), name.p);
+    if (!to) return fail(e, TOKA_E_INPUT, "%s: the open model has no such tensor", text);
+    if (!from) return fail(e, TOKA_E_INPUT, "%s: dtype '%.*s' is not known", text, STRF(dtype));
+    *tensor = (nccl_tensor){.from = from, .to = *to};
+    tensor->to.name = tensor->given.name = arena_str(memory, name);
+    tensor->given.dtype = nccl_file_dtype(from);
+    if (!shape || !st_parse_shape(shape, &tensor->given, &bits) ||
+        tensor->given.n_dims > COUNT(to->dims))
+        return fail(e, TOKA_E_INPUT, "%s: its shape is not a list of at most %d counts", text,
+                    COUNT(to->dims));
+    if (mf_check_dims(&tensor->given, text, to->dims, to->n_dims, e)) return e->code;
+    tensor->bytes = (size_t)(bits / 8);
+    if (tensor->given.dtype == to->dtype ||
+        (tensor->given.dtype->toka_dtype >= 0 && to->dtype->toka_dtype >= 0))
+        return 0;
+    return fail(e, TOKA_E_INPUT, "%s: %s, expected %s as in the open model", text, from->name,
+                to->dtype->name);
+}
+
+/* Reads names, dtype_names (of SGLang: dtypes) and shapes. Nothing may change the open model's
+ * files meanwhile. The caller frees list->memory, also after an error. */
+static int nccl_read_list(const nccl_group *group, const mf_model *files, const json *info,
+                          nccl_list *list, toka_err *e) {
+    const json *names = json_get(info, "names"), *shapes = json_get(info, "shapes");
+    const json *dtypes = json_get(info, "dtype_names"), *packed = json_get(info, "packed");
+    const mf_model *source = files->source ? files->source : files;
+    st_set all = {0};
+    int code = 0;
+    if (!dtypes) dtypes = json_get(info, "dtypes");
+    if (!json_is(names, JSON_ARRAY) || !json_is(dtypes, JSON_ARRAY) ||
+        !json_is(shapes, JSON_ARRAY) || names->n != dtypes->n || names->n != shapes->n)
+        return fail(e, TOKA_E_USE, "expected names, dtypes and shapes: lists of equal length");
+    const int64_t limit = json_int(json_get(info, "packed_buffer_size_bytes"), NCCL_PACKED_BYTES);
+    list->packed_bytes = (size_t)MAX(limit, (int64_t)0);
+    list->is_packed = packed ? json_is_true(packed) : group->is_packed;
+    list->tensors = arena_alloc(&list->memory, MAX(names->n, 1) * sizeof *list->tensors);
+    for (int i = 0; i < source->n_tensors && !code; i++)
+        code = st_set_add(&all, &source->tensors[i], e);
+    const json *dtype = dtypes + 1, *shape = shapes + 1;
+    if (!code) JSON_EACH(name, names) {
+        code = nccl_read_tensor(&all, json_str(name), json_str(dtype), shape, &list->memory,
+                                &list->tensors[list->n_tensors++], e);
+        if (code) break;
+        dtype = json_next(dtype), shape = json_next(shape);
+    }
+    st_set_free(&all);
+    return code;
+}
+
+/* Receives the tensors from `first` on that come in one broadcast, and stages them. Returns their
+ * number, or an error. */
+static int nccl_receive_some(nccl_group *group, const nccl_list *list, int first, toka_err *e) {
+    size_t bytes = 0, at = 0;
+    int n = 0;
+    do bytes += list->tensors[first + n++].bytes;
+    while (list->is_packed && first + n < list->n_tensors && bytes <= list->packed_bytes);
+    const nccl_tensor *tensor = &list->tensors[first];
+    const size_t element = (size_t)tensor->given.dtype->bits / 8;
+    if (nccl_reserve(group, MAX(bytes, sizeof(float)), e) ||
+        (bytes && (list->is_packed
+                       ? nccl_broadcast(group, bytes, NCCL_UINT8, e)
+                       : nccl_broadcast(group, bytes / element, tensor->from->type, e))))
+        return e->code;
+    for (int i = 0; i < n; i++, at += tensor++->bytes)
+        if (nccl_stage_put(&group->stage, tensor, (char *)group->memory + at, e)) return e->code;
+    return n;
+}
+
+/* Receives the tensors of the list. After an error the group is left: its ranks are not in step any
+ * more. */
+static int nccl_receive(nccl_group *group, const mf_model *files, const nccl_list *list,
+                        toka_err *e) {
+    uint64_t bytes = 0;
+    if (!group->comm) return fail(e, TOKA_E_CANCELLED, "%s", nccl_no_group);
+    for (int i = 0; i < list->n_tensors; i++) bytes += list->tensors[i].bytes;
+    if (bytes > (uint64_t)os_available_bytes())
+        return fail(e, TOKA_E_MEMORY, "%llu bytes of weights do not fit in the memory that is left",
+                    (unsigned long long)bytes);
+    int n = nccl_stage_open(&group->stage, files, e);
+    for (int i = 0; i < list->n_tensors && n >= 0; i += n)
+        n = nccl_receive_some(group, list, i, e);
+    if (n >= 0) return 0;
+    nccl_leave(group);
+    return e->code;
+}
+
+/* ===========================================================================
  * MARK: 43. Server: requests and metrics [os]
  * This chapter handles a request from the moment its last byte has arrived until the first byte of
  * its answer is ready: routes, API keys, handing requests to the engine, turning its events into
@@ -45911,6 +46649,7 @@ typedef struct srv {
     /* [SRV_MAX_VERSIONS] names of the weights, by version; NULL: none */
     _Atomic(const char *) *versions;
     arena version_names;        /* admin_lock */
+    nccl_group nccl;            /* its lock; taken before the admin_lock */
 
     struct srv_loop *loop; /* chapter 44 */
     int wake_fd;           /* eventfd that wakes the loop */
@@ -47014,7 +47753,8 @@ static void *srv_worker_thread(void *arg) {
 
 enum srv_admin_kind { SRV_PAUSE, SRV_RESUME, SRV_UPDATE, SRV_RENAME, SRV_ABORT, SRV_FLUSH,
                       SRV_SLEEP, SRV_RELEASE, SRV_WAKE, SRV_STATE, SRV_NOT_HERE, SRV_UNKNOWN,
-                      SRV_LOAD_ADAPTER, SRV_UNLOAD_ADAPTER };
+                      SRV_LOAD_ADAPTER, SRV_UNLOAD_ADAPTER, SRV_JOIN, SRV_JOIN_TORCH, SRV_BEGIN,
+                      SRV_RECEIVE, SRV_FINISH, SRV_LEAVE };
 
 typedef struct srv_admin { /* a body, and its answer */
     const json *root;      /* NULL: none */
@@ -47145,24 +47885,51 @@ static void srv_name_version(srv *server, int version, str name) {
     server->versions[version] = arena_cstr(&server->version_names, name.n ? name : str_c(number));
 }
 
+/* Returns false, with the answer, if the weights cannot be replaced. */
 COLD
-static int srv_change_weights(srv *server, const char *path, bool is_delta, const json *hashes,
-                              toka_err *e) {
-    buf text = {0};
-    if (hashes) json_put_value(&text, hashes);
-    const int code = is_delta ? toka_patch_weights(server->toka, path, hashes ? text.p : NULL, e)
-                              : toka_update_weights(server->toka, path, e);
-    buf_free(&text);
-    return code;
+static bool srv_can_update(srv *server, srv_admin *admin) {
+    if (!eng_can_update(server->toka->engine))
+        srv_admin_refuse(admin, 501, "on a GPU the weights of an open model can be replaced only "
+                                     "with --enable-sleep-mode");
+    else if (toka_get_stats(server->toka).weight_updates + 1 >= SRV_MAX_VERSIONS)
+        srv_admin_refuse(admin, 503, "the weights have changed a million times: start again");
+    return !admin->e.code;
+}
+
+/* New weights: a folder, or a delta. name: of their version; .n 0: its number. */
+typedef struct srv_weights {
+    const char *path;
+    bool is_delta;
+    const json *hashes;
+    str name;
+} srv_weights;
+
+/* Replaces the weights. With the admin_lock held. */
+COLD
+static void srv_change_weights(srv *server, const srv_weights *weights, srv_admin *admin) {
+    const int version = toka_get_stats(server->toka).weight_updates + 1;
+    buf hashes = {0};
+    if (!srv_can_update(server, admin)) return;
+    srv_name_version(server, version, weights->name);
+    if (json_is_true(json_get(admin->root, "abort_all_requests")))
+        admin->n_requests = srv_abort_running(server, (str){0});
+    if (weights->hashes) json_put_value(&hashes, weights->hashes);
+    const int code = weights->is_delta
+                         ? toka_patch_weights(server->toka, weights->path,
+                                              weights->hashes ? hashes.p : NULL, &admin->e)
+                         : toka_update_weights(server->toka, weights->path, &admin->e);
+    if (code) admin->status = 400;
+    else fprintf(stderr, "toka: weights %s of %s\n", (const char *)server->versions[version],
+                 weights->path);
+    server->asleep = toka_get_stats(server->toka).sleeping != 0;
+    buf_free(&hashes);
 }
 
 static void srv_admin_update(srv *server, srv_admin *admin) {
     const str folder = srv_admin_text(admin, (const char *[4]){"weight_dir", "model_path", "path"});
     const str format = srv_admin_text(admin, (const char *[4]){"load_format"});
-    const str name = srv_admin_text(admin, (const char *[4]){"weight_version"});
     const str base = srv_admin_text(admin, (const char *[4]){"base_weight_version"});
-    const toka_stats stats = toka_get_stats(server->toka);
-    const char *current = server->versions[stats.weight_updates];
+    const char *current = server->versions[toka_get_stats(server->toka).weight_updates];
     const bool is_delta = str_is(format, "delta");
     const json *hashes = json_get(admin->root, "sha256");
     if (format.n && !is_delta && !str_is(format, "auto") && !str_is(format, "safetensors")) {
@@ -47172,25 +47939,116 @@ static void srv_admin_update(srv *server, srv_admin *admin) {
     } else if (base.n && !str_is(base, current ? current : "default")) {
         srv_admin_refuse(admin, 409, "base_weight_version: it is not the version of the weights");
     } else if (!folder.n) {
-        srv_admin_refuse(admin, 501, "weights come from a folder: weight_dir or model_path; not "
-                                     "over NCCL or CUDA IPC");
-    } else if (!eng_can_update(server->toka->engine)) {
-        srv_admin_refuse(admin, 501, "on a GPU the weights of an open model can be replaced only "
-                                     "with --enable-sleep-mode");
-    } else if (stats.weight_updates + 1 >= SRV_MAX_VERSIONS) {
-        srv_admin_refuse(admin, 503, "the weights have changed a million times: start again");
+        srv_admin_refuse(admin, 501, "weights come from a folder, weight_dir or model_path, or "
+                                     "over NCCL, update_info; not over CUDA IPC");
     } else {
         buf path = {0};
         buf_str(&path, folder);
-        srv_name_version(server, stats.weight_updates + 1, name);
-        if (json_is_true(json_get(admin->root, "abort_all_requests")))
-            admin->n_requests = srv_abort_running(server, (str){0});
-        if (srv_change_weights(server, path.p, is_delta, hashes, &admin->e)) admin->status = 400;
-        else fprintf(stderr, "toka: weights %s of %s\n",
-                     server->versions[stats.weight_updates + 1], path.p);
-        server->asleep = toka_get_stats(server->toka).sleeping != 0;
+        srv_change_weights(server,
+                           &(srv_weights){path.p, is_delta, hashes,
+                                          srv_admin_text(admin,
+                                                         (const char *[4]){"weight_version"})},
+                           admin);
         buf_free(&path);
     }
+}
+
+/* ---- Trainers: weights over NCCL ----
+ * vLLM's routes: /init_weight_transfer_engine; then, for each update, /start_weight_update,
+ * /update_weights with update_info, as often as the trainer wants, and /finish_weight_update, which
+ * replaces the weights. Without a start each list of tensors is an update; so are SGLang's. */
+
+/* The answer to an error of chapter 42b. 504: the trainer does not answer. Its clients repeat
+ * requests after 500 and 503, which would not help. */
+COLD
+static void srv_refuse_transfer(srv_admin *admin) {
+    static const struct { int code, status; } statuses[] = {
+        {TOKA_E_USE, 400}, {TOKA_E_INPUT, 400}, {TOKA_E_IO, 504}, {TOKA_E_DEVICE, 501},
+        {TOKA_E_MEMORY, 507}, {TOKA_E_CANCELLED, 409}};
+    for (int i = 0; i < COUNT(statuses) && admin->status == 200; i++)
+        if (statuses[i].code == admin->e.code) admin->status = statuses[i].status;
+}
+
+/* Makes the staged tensors the weights. */
+COLD
+static void srv_apply_stage(srv *server, srv_admin *admin) {
+    char path[40];
+    if (nccl_stage_finish(&server->nccl.stage, path, &admin->e)) return;
+    pthread_mutex_lock(&server->admin_lock);
+    srv_change_weights(server,
+                       &(srv_weights){.path = path, .is_delta = true,
+                                      .name = srv_admin_text(admin, (const char *[4]){
+                                                                        "weight_version"})},
+                       admin);
+    pthread_mutex_unlock(&server->admin_lock);
+}
+
+/* Receives a list of tensors. */
+COLD
+static void srv_receive_weights(srv *server, const json *info, srv_admin *admin) {
+    nccl_group *group = &server->nccl;
+    nccl_list list = {0};
+    pthread_mutex_lock(&server->admin_lock); /* no other thread changes the model's files */
+    int code = nccl_read_list(group, server->toka->files, info, &list, &admin->e);
+    pthread_mutex_unlock(&server->admin_lock);
+    if (!code) code = nccl_receive(group, server->toka->files, &list, &admin->e);
+    if (!code && !group->in_update) {
+        srv_apply_stage(server, admin);
+        nccl_stage_close(&group->stage);
+    }
+    arena_free(&list.memory);
+}
+
+/* Ends an update: the tensors that came since its start become weights. */
+COLD
+static void srv_finish_update(srv *server, srv_admin *admin) {
+    nccl_group *group = &server->nccl;
+    if (!group->in_update)
+        srv_admin_refuse(admin, 409, "no update has begun, or it was broken off: begin again");
+    else if (group->stage.tensors.n_tensors) srv_apply_stage(server, admin);
+    nccl_stage_close(&group->stage);
+    group->in_update = false;
+}
+
+/* With the group's lock held. */
+COLD
+static void srv_transfer(srv *server, srv_admin *admin, enum srv_admin_kind kind) {
+    nccl_group *group = &server->nccl;
+    const json *init = json_get(admin->root, "init_info"),
+               *update = json_get(admin->root, "update_info");
+    const char *refusal = nccl_refusal(server->toka->engine);
+    group->engine = server->toka->engine;
+    if (refusal && kind != SRV_LEAVE) {
+        srv_admin_refuse(admin, 501, refusal);
+    } else if (kind == SRV_JOIN || kind == SRV_JOIN_TORCH) {
+        if (srv_can_update(server, admin))
+            nccl_join(group, kind == SRV_JOIN ? init : admin->root,
+                      kind == SRV_JOIN ? NCCL_VLLM : NCCL_TORCH, &admin->e);
+    } else if (kind == SRV_BEGIN) {
+        nccl_stage_close(&group->stage);
+        if (!(group->in_update = group->comm)) srv_admin_refuse(admin, 409, nccl_no_group);
+    } else if (kind == SRV_RECEIVE) {
+        srv_receive_weights(server, update ? update : admin->root, admin);
+    } else if (kind == SRV_FINISH) {
+        srv_finish_update(server, admin);
+    } else nccl_leave(group);
+    if (admin->e.code) srv_refuse_transfer(admin);
+}
+
+/* One transfer at a time. A request to leave ends one that waits for the trainer. */
+COLD
+static void srv_admin_transfer(srv *server, srv_admin *admin, enum srv_admin_kind kind) {
+    nccl_group *group = &server->nccl;
+    if (kind == SRV_LEAVE) {
+        atomic_store(&group->stops, true);
+        pthread_mutex_lock(&group->lock);
+        atomic_store(&group->stops, false);
+    } else if (pthread_mutex_trylock(&group->lock)) {
+        srv_admin_refuse(admin, 409, "another transfer of weights is under way");
+        return;
+    }
+    srv_transfer(server, admin, kind);
+    pthread_mutex_unlock(&group->lock);
 }
 
 static void srv_admin_abort(srv *server, srv_admin *admin) {
@@ -47266,6 +48124,13 @@ static void srv_put_admin(srv *server, const srv_admin *admin, buf *out) {
     json_put_close(out, '}');
 }
 
+/* Does the body list tensors that come over NCCL? A list for CUDA IPC has handles. */
+static bool srv_is_list(const srv_admin *admin) {
+    const json *info = json_get(admin->root, "update_info");
+    return json_get(info, "names") && !json_get(info, "ipc_handles") &&
+           !json_get(info, "ipc_handles_pickled");
+}
+
 /* Does what a route of the table says; body: JSON, or empty. */
 static void srv_admin_run(srv *server, srv_request *request, srv_admin *admin) {
     const enum srv_admin_kind kind = (enum srv_admin_kind)request->route->api_route;
@@ -47277,6 +48142,10 @@ static void srv_admin_run(srv *server, srv_request *request, srv_admin *admin) {
         break;
     case SRV_UPDATE:
     case SRV_RENAME:
+        if (kind == SRV_UPDATE && srv_is_list(admin)) {
+            srv_admin_transfer(server, admin, SRV_RECEIVE);
+            break;
+        }
         pthread_mutex_lock(&server->admin_lock);
         if (kind == SRV_UPDATE) srv_admin_update(server, admin);
         else srv_name_version(server, toka_get_stats(server->toka).weight_updates,
@@ -47294,9 +48163,17 @@ static void srv_admin_run(srv *server, srv_request *request, srv_admin *admin) {
     case SRV_UNLOAD_ADAPTER:
         srv_admin_adapter(server, request, admin, kind == SRV_LOAD_ADAPTER);
         break;
+    case SRV_JOIN:
+    case SRV_JOIN_TORCH:
+    case SRV_BEGIN:
+    case SRV_RECEIVE:
+    case SRV_FINISH:
+    case SRV_LEAVE: srv_admin_transfer(server, admin, kind); break;
     case SRV_NOT_HERE:
-        srv_admin_refuse(admin, 501, "weights come from a folder (/update_weights, "
-                                     "/update_weights_from_disk); not over NCCL or CUDA IPC");
+        admin->status = 501;
+        fail(&admin->e, TOKA_E_USE,
+             "%s is not supported: weights come from a folder, or over NCCL by the routes of vLLM "
+             "or SGLang (toka help rollouts)", request->route->path);
         break;
     case SRV_UNKNOWN:
         admin->status = 501;
@@ -47419,10 +48296,11 @@ static void srv_metrics_reply(srv *server, srv_request *request) {
  * SGLang's names; a trainer asks what can be changed. */
 
 /* The members of vLLM's configuration that TRL reads: it loads adapters only if there is a
- * lora_config, and says that weights cannot come over NCCL if weight_transfer_config is null. An
- * adapter reaches all replicas, so that they are one to a trainer. */
+ * lora_config, and sends weights over NCCL only if weight_transfer_config is not null. Adapters and
+ * weights reach all replicas, so that these are one to a trainer. */
 COLD
 static void srv_put_vllm_config(const srv *server, buf *out) {
+    const eng *engine = server->toka->engine;
     const toka_options *open = &server->options->open;
     json_put_open(out, '{');
     json_put_key(out, "model_config");
@@ -47434,7 +48312,8 @@ static void srv_put_vllm_config(const srv *server, buf *out) {
         buf_printf(out, "{\"max_loras\":%d,\"max_lora_rank\":%d}", open->max_loras,
                    open->max_lora_rank ? open->max_lora_rank : TOKA_MAX_LORA_RANK);
     else buf_c(out, "null");
-    json_put_member_or_null(out, "weight_transfer_config", NULL);
+    json_put_key(out, "weight_transfer_config");
+    buf_c(out, eng_can_update(engine) && !nccl_refusal(engine) ? "{\"backend\":\"nccl\"}" : "null");
     json_put_close(out, '}');
 }
 
@@ -47544,19 +48423,21 @@ static const srv_route srv_routes[] = {
     SRV_ADMIN_ROUTE("/v1/unload_lora_adapter", SRV_POST, SRV_UNLOAD_ADAPTER),
     SRV_ADMIN_ROUTE("/load_lora_adapter", SRV_POST, SRV_LOAD_ADAPTER),
     SRV_ADMIN_ROUTE("/unload_lora_adapter", SRV_POST, SRV_UNLOAD_ADAPTER),
-    SRV_ADMIN_ROUTE("/init_weight_transfer_engine", SRV_POST, SRV_NOT_HERE),
-    SRV_ADMIN_ROUTE("/start_weight_update", SRV_POST, SRV_NOT_HERE),
-    SRV_ADMIN_ROUTE("/finish_weight_update", SRV_POST, SRV_NOT_HERE),
+    SRV_ADMIN_ROUTE("/init_weight_transfer_engine", SRV_POST, SRV_JOIN),
+    SRV_ADMIN_ROUTE("/start_weight_update", SRV_POST, SRV_BEGIN),
+    SRV_ADMIN_ROUTE("/finish_weight_update", SRV_POST, SRV_FINISH),
+    SRV_ADMIN_ROUTE("/init_weights_update_group", SRV_POST, SRV_JOIN_TORCH),
+    SRV_ADMIN_ROUTE("/update_weights_from_distributed", SRV_POST, SRV_RECEIVE),
+    SRV_ADMIN_ROUTE("/destroy_weights_update_group", SRV_POST, SRV_LEAVE),
+    SRV_ADMIN_ROUTE("/close_communicator", SRV_POST, SRV_LEAVE),
+    SRV_ADMIN_ROUTE("/close_communicator/", SRV_POST, SRV_LEAVE),
     SRV_ADMIN_ROUTE("/init_broadcaster", SRV_POST, SRV_NOT_HERE),
     SRV_ADMIN_ROUTE("/init_communicator/", SRV_POST, SRV_NOT_HERE),
     SRV_ADMIN_ROUTE("/update_named_param/", SRV_POST, SRV_NOT_HERE),
-    SRV_ADMIN_ROUTE("/init_weights_update_group", SRV_POST, SRV_NOT_HERE),
-    SRV_ADMIN_ROUTE("/update_weights_from_distributed", SRV_POST, SRV_NOT_HERE),
     SRV_ADMIN_ROUTE("/update_weights_from_tensor", SRV_POST, SRV_NOT_HERE),
     SRV_ADMIN_ROUTE("/generate/", SRV_POST, SRV_UNKNOWN),
     SRV_ADMIN_ROUTE("/chat/", SRV_POST, SRV_UNKNOWN),
     SRV_ADMIN_ROUTE("/get_sequence_logprobs/", SRV_POST, SRV_UNKNOWN),
-    SRV_ADMIN_ROUTE("/close_communicator/", SRV_POST, SRV_UNKNOWN),
     SRV_ADMIN_ROUTE("/inference/v1/generate", SRV_POST, SRV_UNKNOWN),
     SRV_ADMIN_ROUTE("/pull_weights", SRV_POST, SRV_UNKNOWN),
 };
@@ -48902,7 +49783,7 @@ static void srv_free(srv *server, srv_loop *loop) {
     if (loop->epoll_fd >= 0) close(loop->epoll_fd);
     if (server->wake_fd >= 0) close(server->wake_fd);
     pthread_mutex_destroy(&server->lock), pthread_cond_destroy(&server->has_work);
-    pthread_mutex_destroy(&server->admin_lock);
+    pthread_mutex_destroy(&server->admin_lock), pthread_mutex_destroy(&server->nccl.lock);
     arena_free(&server->version_names);
     free((void *)server->versions);
     buf_free(&server->reported_fields);
@@ -48923,7 +49804,7 @@ static int srv_run(const srv_options *options, toka_err *e) {
                   .memory_limit = SRV_MIN_MEMORY_LIMIT};
     pthread_t engine;
     pthread_mutex_init(&server.lock, NULL), pthread_cond_init(&server.has_work, NULL);
-    pthread_mutex_init(&server.admin_lock, NULL);
+    pthread_mutex_init(&server.admin_lock, NULL), nccl_init(&server.nccl);
     server.versions = mem_zalloc(SRV_MAX_VERSIONS * sizeof *server.versions);
     os_limit_heaps(), mem_keep_spare();
     srv_metrics_init(&server.metrics);
@@ -48945,6 +49826,7 @@ static int srv_run(const srv_options *options, toka_err *e) {
     pthread_cond_broadcast(&server.has_work);
     pthread_mutex_unlock(&server.lock);
     for (int i = 0; i < server.n_workers; i++) pthread_join(server.workers[i], NULL);
+    nccl_leave(&server.nccl);
     /* after the workers: one may have had an upload whose client disconnected */
     files_close(server.files);
     /* sends last events to requests that are still open, which frees them */

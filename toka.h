@@ -1431,6 +1431,15 @@ typedef struct toka_backend {
     void (*upload)(toka_device *d, toka_dev_ptr to, const void *from, size_t bytes);
     void (*download)(toka_device *d, void *to, toka_dev_ptr from, size_t bytes);
 
+    /* ---- Weights over NCCL (chapter 42b) ----
+     * nccl_memory allocates host memory that NCCL can write on this device. nccl_poll makes the
+     * device that of the calling thread, and returns 1 if all calls of NCCL on its default stream
+     * have ended, 0 if not, or an error. Thread: any, beside steps. NULL, all three: the device
+     * takes no weights over NCCL. */
+    void *(*nccl_memory)(const toka_device *d, size_t bytes, toka_err *e);
+    void (*nccl_free)(void *memory);
+    int (*nccl_poll)(const toka_device *d, toka_err *e);
+
     /* ---- Groups of ranks ----
      * Each rank is a device with one thread, which calls its ops. All ranks run the same steps in
      * the same order. An op that waits for other ranks fails if the group is aborted, or if no rank

@@ -16535,6 +16535,30 @@ static void cuda_download(toka_device *dev, void *to, toka_dev_ptr from, size_t 
     latch_error(dev, cudaStreamSynchronize(dev->stream), "download");
 }
 
+/* NCCL takes host memory that is page-locked. Its calls run on the default stream, for which no
+ * stream of this file waits. */
+static int nccl_fail(cudaError_t code, toka_err *e) {
+    cudaGetLastError();
+    e->code = code == cudaErrorMemoryAllocation ? TOKA_E_MEMORY : TOKA_E_DEVICE;
+    snprintf(e->msg, sizeof e->msg, "weights over NCCL: %s", cudaGetErrorString(code));
+    return e->code;
+}
+static int cuda_nccl_poll(const toka_device *dev, toka_err *e) {
+    cudaError_t code = cudaSetDevice(dev->ordinal);
+    if (!code) code = cudaStreamQuery(nullptr);
+    if (code == cudaErrorNotReady) return 0;
+    return code ? nccl_fail(code, e) : 1;
+}
+static void *cuda_nccl_memory(const toka_device *dev, size_t bytes, toka_err *e) {
+    void *memory = nullptr;
+    cudaError_t code = cudaSetDevice(dev->ordinal);
+    if (!code) code = cudaHostAlloc(&memory, bytes, cudaHostAllocDefault);
+    if (!code) return memory;
+    nccl_fail(code, e);
+    return nullptr;
+}
+static void cuda_nccl_free(void *memory) { cudaFreeHost(memory); }
+
 /* ===========================================================================
  * MARK: 14. Measuring the ops [host]
  * `toka bench ops`: measures each op at the shapes of well-known models. Several calls of an op are
@@ -17650,6 +17674,9 @@ extern "C" const toka_backend toka_cuda = {
     .alloc = cuda_alloc,
     .upload = cuda_upload,
     .download = cuda_download,
+    .nccl_memory = cuda_nccl_memory,
+    .nccl_free = cuda_nccl_free,
+    .nccl_poll = cuda_nccl_poll,
     .group_open = group_open,
     .group_close = group_close,
     .all_reduce = cuda_all_reduce,
