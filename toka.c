@@ -45782,12 +45782,13 @@ typedef struct nccl_protocol {
     const char *key; /* of the store; each %s is the name of the group */
     bool is_pickled; /* the value is a pickle of the id, else the id itself */
     bool warms_up;   /* each rank begins with an all-reduce of one float */
+    bool is_lazy;    /* rank 0 makes the id when it sends the first tensor */
 } nccl_protocol;
 
 enum { NCCL_VLLM, NCCL_TORCH }; /* vLLM's StatelessProcessGroup; a group of torch.distributed */
 static const nccl_protocol nccl_protocols[] = {
-    [NCCL_VLLM] = {"/broadcast_from/0/0", true, true},
-    [NCCL_TORCH] = {"/%s/%s//cuda//0", false, false},
+    [NCCL_VLLM] = {"/broadcast_from/0/0", true, true, false},
+    [NCCL_TORCH] = {"/%s/%s//cuda//0", false, false, true},
 };
 
 typedef struct nccl_id {
@@ -45822,13 +45823,23 @@ typedef struct nccl_stage { /* a safetensors file in memory */
     arena memory;
 } nccl_stage;
 
+typedef struct nccl_store { /* a connection to the trainer's store */
+    int fd;                 /* -1: none */
+    double start;           /* of the wait */
+    char where[300];        /* for messages */
+} nccl_store;
+
 typedef struct nccl_group {
     pthread_mutex_t lock; /* held while a thread joins, receives, finishes or leaves */
     atomic_bool stops;    /* the thread that has the lock shall give up. Any thread sets it */
     double timeout;       /* seconds */
     eng *engine;
     nccl_library library;
-    void *comm;           /* NULL: no group */
+    const nccl_protocol *protocol;
+    char name[256];
+    int rank, world_size;
+    nccl_store store;     /* open until the id has come */
+    void *comm;           /* NULL: not formed */
     void *memory;         /* [memory_bytes] where broadcasts arrive (eng_nccl_memory) */
     size_t memory_bytes;
     bool is_packed;       /* broadcasts have many tensors, if a list does not say it */
@@ -45839,7 +45850,7 @@ typedef struct nccl_group {
 static const char nccl_no_group[] = "there is no group of NCCL: begin with its init route";
 
 static void nccl_init(nccl_group *group) {
-    *group = (nccl_group){.stage.fd = -1};
+    *group = (nccl_group){.stage.fd = -1, .store.fd = -1};
     pthread_mutex_init(&group->lock, NULL);
 }
 
@@ -45859,26 +45870,20 @@ static int nccl_check_wait(nccl_group *group, double start, const char *what, to
 
 enum { STORE_VALIDATE = 0, STORE_GET = 3, STORE_ADD = 4, STORE_WAIT = 6 };
 
-typedef struct nccl_store {
-    nccl_group *group;
-    int fd;
-    double start;
-    char where[300];
-} nccl_store;
-
 /* Waits until the socket can be read, or written. */
-static int nccl_store_wait(nccl_store *store, short events, toka_err *e) {
-    struct pollfd one = {.fd = store->fd, .events = events};
+static int nccl_store_poll(nccl_group *group, short events, toka_err *e) {
+    struct pollfd one = {.fd = group->store.fd, .events = events};
     while (poll(&one, 1, 20) <= 0)
-        if (nccl_check_wait(store->group, store->start, store->where, e)) return e->code;
+        if (nccl_check_wait(group, group->store.start, group->store.where, e)) return e->code;
     return 0;
 }
 
 /* Sends, or receives, n bytes. */
-static int nccl_store_move(nccl_store *store, bool sends, void *bytes, size_t n, toka_err *e) {
+static int nccl_store_move(nccl_group *group, bool sends, void *bytes, size_t n, toka_err *e) {
+    const nccl_store *store = &group->store;
     char *at = bytes;
     while (n) {
-        if (nccl_store_wait(store, sends ? POLLOUT : POLLIN, e)) return e->code;
+        if (nccl_store_poll(group, sends ? POLLOUT : POLLIN, e)) return e->code;
         const ssize_t moved = sends ? send(store->fd, at, n, MSG_NOSIGNAL | MSG_DONTWAIT)
                                     : recv(store->fd, at, n, MSG_DONTWAIT);
         if (moved > 0) at += moved, n -= (size_t)moved;
@@ -45889,8 +45894,14 @@ static int nccl_store_move(nccl_store *store, bool sends, void *bytes, size_t n,
     return 0;
 }
 
+static void nccl_store_close(nccl_store *store) {
+    if (store->fd >= 0) close(store->fd);
+    store->fd = -1;
+}
+
 /* Tries to connect. Returns false if nobody listens at any of the addresses yet. */
-static bool nccl_store_try(nccl_store *store, const struct addrinfo *addresses) {
+static bool nccl_store_try(nccl_group *group, const struct addrinfo *addresses) {
+    nccl_store *store = &group->store;
     for (const struct addrinfo *a = addresses; a; a = a->ai_next) {
         int failed = 0;
         socklen_t n = sizeof failed;
@@ -45898,28 +45909,29 @@ static bool nccl_store_try(nccl_store *store, const struct addrinfo *addresses) 
         store->fd = socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
         if (store->fd < 0) continue;
         if ((!connect(store->fd, a->ai_addr, a->ai_addrlen) || errno == EINPROGRESS) &&
-            !nccl_store_wait(store, POLLOUT, &unused) &&
+            !nccl_store_poll(group, POLLOUT, &unused) &&
             !getsockopt(store->fd, SOL_SOCKET, SO_ERROR, &failed, &n) && !failed)
             return true;
-        close(store->fd);
-        store->fd = -1;
+        nccl_store_close(store);
     }
     return false;
 }
 
 /* Connects. The trainer may begin to listen later. */
-static int nccl_store_connect(nccl_store *store, const char *host, int port, toka_err *e) {
+static int nccl_store_connect(nccl_group *group, const char *host, int port, toka_err *e) {
+    nccl_store *store = &group->store;
     char service[16];
     struct addrinfo hints = {.ai_socktype = SOCK_STREAM}, *addresses;
     snprintf(service, sizeof service, "%d", port);
     snprintf(store->where, sizeof store->where, "the trainer's store at %.200s, port %d", host,
              port);
+    store->start = os_now();
     const int bad = getaddrinfo(host, service, &hints, &addresses);
     if (bad) return fail(e, TOKA_E_IO, "%s: %s", store->where, gai_strerror(bad));
     int code = 0;
-    while (!code && !nccl_store_try(store, addresses)) {
+    while (!code && !nccl_store_try(group, addresses)) {
         usleep(20000);
-        code = nccl_check_wait(store->group, store->start, store->where, e);
+        code = nccl_check_wait(group, store->start, store->where, e);
     }
     freeaddrinfo(addresses);
     return code;
@@ -45932,29 +45944,38 @@ static void nccl_put_text(buf *out, str text) {
     buf_str(out, text);
 }
 
-/* Waits until the store has the key, and appends its value to *value. */
-static int nccl_store_get(nccl_store *store, str key, buf *value, toka_err *e) {
-    buf out = {0};
+/* Says what this client is, and that one more rank is there. */
+static int nccl_store_greet(nccl_group *group, toka_err *e) {
     const uint32_t magic = 0x3C85F7CE; /* c10d's validationMagicNumber */
     int64_t n_joined;
-    uint8_t waited = 0;
-    uint64_t n_value = 0;
+    buf out = {0};
     buf_char(&out, STORE_VALIDATE), buf_put(&out, &magic, sizeof magic);
     buf_char(&out, STORE_ADD), nccl_put_text(&out, STR("init/")), nccl_put_number(&out, 1);
+    int code = nccl_store_move(group, true, out.p, out.n, e);
+    if (!code) code = nccl_store_move(group, false, &n_joined, sizeof n_joined, e);
+    buf_free(&out);
+    return code;
+}
+
+/* Waits until the store has the key, and appends its value to *value. */
+static int nccl_store_get(nccl_group *group, str key, buf *value, toka_err *e) {
+    buf out = {0};
+    uint8_t waited = 0;
+    uint64_t n_value = 0;
+    group->store.start = os_now();
     buf_char(&out, STORE_WAIT), nccl_put_number(&out, 1), nccl_put_text(&out, key);
-    int code = nccl_store_move(store, true, out.p, out.n, e);
-    if (!code) code = nccl_store_move(store, false, &n_joined, sizeof n_joined, e);
-    if (!code) code = nccl_store_move(store, false, &waited, sizeof waited, e);
-    if (!code && waited) code = fail(e, TOKA_E_IO, "%s: it refuses to wait", store->where);
+    int code = nccl_store_move(group, true, out.p, out.n, e);
+    if (!code) code = nccl_store_move(group, false, &waited, sizeof waited, e);
+    if (!code && waited) code = fail(e, TOKA_E_IO, "%s: it refuses to wait", group->store.where);
     buf_clear(&out), buf_char(&out, STORE_GET), nccl_put_text(&out, key);
-    if (!code) code = nccl_store_move(store, true, out.p, out.n, e);
-    if (!code) code = nccl_store_move(store, false, &n_value, sizeof n_value, e);
+    if (!code) code = nccl_store_move(group, true, out.p, out.n, e);
+    if (!code) code = nccl_store_move(group, false, &n_value, sizeof n_value, e);
     if (!code && n_value > NCCL_MAX_VALUE)
-        code = fail(e, TOKA_E_IO, "%s: a value of %llu bytes", store->where,
+        code = fail(e, TOKA_E_IO, "%s: a value of %llu bytes", group->store.where,
                     (unsigned long long)n_value);
     if (!code) {
         buf_reserve(value, (size_t)n_value + 1);
-        code = nccl_store_move(store, false, value->p, (size_t)n_value, e);
+        code = nccl_store_move(group, false, value->p, (size_t)n_value, e);
         value->n = (size_t)n_value;
     }
     buf_free(&out);
@@ -46246,6 +46267,9 @@ static int nccl_wait_call(nccl_group *group, int result, const char *what, toka_
     }
 }
 
+/* Has this server joined a group? It may not be formed yet. */
+static bool nccl_has_group(const nccl_group *group) { return group->comm || group->store.fd >= 0; }
+
 /* Leaves the group; what the stage has is dropped. Does nothing if there is none. */
 static void nccl_leave(nccl_group *group) {
     if (group->comm) {
@@ -46256,6 +46280,7 @@ static void nccl_leave(nccl_group *group) {
     group->memory = NULL;
     group->memory_bytes = 0;
     group->in_update = false;
+    nccl_store_close(&group->store);
     nccl_stage_close(&group->stage);
 }
 
@@ -46277,66 +46302,60 @@ static int nccl_broadcast(nccl_group *group, size_t n, int type, toka_err *e) {
     return nccl_wait_call(group, result, "weights from the trainer", e);
 }
 
-/* Finds the id of the group in the trainer's store. name: of the group. */
-static int nccl_fetch_id(nccl_group *group, const nccl_protocol *protocol, const char *host,
-                         int port, const char *name, nccl_id *id, toka_err *e) {
-    nccl_store store = {.group = group, .fd = -1, .start = os_now()};
+/* Takes the id of the group from the trainer's store. */
+static int nccl_fetch_id(nccl_group *group, nccl_id *id, toka_err *e) {
     buf key = {0}, value = {0};
-    for (str rest = str_c(protocol->key); rest.n;) {
-        const ptrdiff_t at = str_find(rest, STR("%s"), 0);
-        buf_str(&key, str_sub(rest, 0, at < 0 ? rest.n : (size_t)at));
-        if (at >= 0) buf_c(&key, name);
-        rest = str_sub(rest, at < 0 ? rest.n : (size_t)at + 2, rest.n);
+    for (str rest = str_c(group->protocol->key); rest.n;) {
+        const ptrdiff_t found = str_find(rest, STR("%s"), 0);
+        const size_t at = found < 0 ? rest.n : (size_t)found;
+        buf_str(&key, str_sub(rest, 0, at));
+        if (found >= 0) buf_c(&key, group->name);
+        rest = str_sub(rest, MIN(at + 2, rest.n), rest.n);
     }
-    int code = nccl_store_connect(&store, host, port, e);
-    if (!code) code = nccl_store_get(&store, buf_view(&key), &value, e);
-    if (!code && protocol->is_pickled) code = nccl_find_id(buf_view(&value), id, e);
+    int code = nccl_store_get(group, buf_view(&key), &value, e);
+    if (!code && group->protocol->is_pickled) code = nccl_find_id(buf_view(&value), id, e);
     else if (!code && value.n != NCCL_ID_BYTES)
-        code = fail(e, TOKA_E_INPUT, "%s: an id of %zu bytes, expected %d", store.where, value.n,
-                    NCCL_ID_BYTES);
+        code = fail(e, TOKA_E_INPUT, "%s: an id of %zu bytes, expected %d", group->store.where,
+                    value.n, NCCL_ID_BYTES);
     else if (!code) memcpy(id->bytes, value.p, NCCL_ID_BYTES);
-    if (store.fd >= 0) close(store.fd);
     buf_free(&key), buf_free(&value);
     return code;
 }
 
-/* Enters the group with this id. */
-static int nccl_enter(nccl_group *group, const nccl_protocol *protocol, nccl_id id, int rank,
-                      int world_size, toka_err *e) {
+/* Enters the group with the id that the store has. */
+static int nccl_form(nccl_group *group, toka_err *e) {
     enum { FLOAT = 7, SUM = 0 }; /* ncclFloat32, ncclSum */
     nccl_config config = {sizeof config, 0xCAFEBEEF, 21700, 0, INT_MIN, INT_MIN, INT_MIN, NULL,
                           INT_MIN};
-    if (nccl_reserve(group, sizeof(float), e)) return e->code;
+    nccl_id id;
+    if (nccl_fetch_id(group, &id, e) || nccl_reserve(group, sizeof(float), e)) return e->code;
+    nccl_store_close(&group->store);
     memset(group->memory, 0, sizeof(float));
-    int result = group->library.init(&group->comm, world_size, id, rank, &config);
+    int result = group->library.init(&group->comm, group->world_size, id, group->rank, &config);
     if (!group->comm)
         return fail(e, TOKA_E_IO, "NCCL: %.200s", group->library.error_text(result));
     if (nccl_wait_call(group, result, "the ranks of the trainer's group", e)) return e->code;
-    if (!protocol->warms_up) return 0;
+    if (!group->protocol->warms_up) return 0;
     result = group->library.all_reduce(group->memory, group->memory, 1, FLOAT, SUM, group->comm,
                                        NULL);
     return nccl_wait_call(group, result, "the first all-reduce of the trainer's group", e);
 }
 
-/* Joins the group that the JSON describes: master_address, master_port, rank_offset, world_size;
- * of torch.distributed also group_name. Leaves an earlier one. */
-static int nccl_join(nccl_group *group, const json *info, int kind, toka_err *e) {
-    const nccl_protocol *protocol = &nccl_protocols[kind];
-    const int64_t port = json_int(json_get(info, "master_port"), 0),
+/* Reads what nccl_join needs: master_address, master_port, rank_offset, world_size; of
+ * torch.distributed also group_name. */
+static int nccl_read_group(nccl_group *group, const json *info, char host[256], int *port,
+                           toka_err *e) {
+    const int64_t given_port = json_int(json_get(info, "master_port"), 0),
                   rank = json_int(json_get(info, "rank_offset"), 1),
                   size = json_int(json_get(info, "world_size"), 0);
-    const str host = json_str(json_get(info, "master_address")),
+    const str address = json_str(json_get(info, "master_address")),
               name = json_str(json_get(info, "group_name")),
               backend = json_str(json_get(info, "backend"));
-    char texts[2][256];
-    nccl_id id;
-    nccl_leave(group);
-    group->timeout = json_num(json_get(info, "timeout"), NCCL_TIMEOUT_S);
-    group->is_packed = json_is_true(json_get(info, "packed"));
-    if (!host.n || host.n >= sizeof texts[0] || memchr(host.p, 0, host.n))
+    const double timeout = json_num(json_get(info, "timeout"), NCCL_TIMEOUT_S);
+    if (!address.n || address.n > 255 || memchr(address.p, 0, address.n))
         return fail(e, TOKA_E_USE, "master_address: expected a name or an address");
-    if (port < 1 || port > 65535)
-        return fail(e, TOKA_E_USE, "master_port: %lld, expected 1 to 65535", (long long)port);
+    if (given_port < 1 || given_port > 65535)
+        return fail(e, TOKA_E_USE, "master_port: %lld, expected 1 to 65535", (long long)given_port);
     if (size < 2 || size > 1 << 20)
         return fail(e, TOKA_E_USE, "world_size: %lld, expected 2 or more", (long long)size);
     if (rank < 1 || rank >= size)
@@ -46344,13 +46363,31 @@ static int nccl_join(nccl_group *group, const json *info, int kind, toka_err *e)
                     (long long)size - 1);
     if (backend.n && !str_is(backend, "nccl"))
         return fail(e, TOKA_E_USE, "backend: expected nccl");
-    if (name.n >= sizeof texts[1] || !(group->timeout > 0))
+    if (name.n >= sizeof group->name || !(timeout > 0))
         return fail(e, TOKA_E_USE, "group_name: longer than 255 bytes, or timeout: not above 0");
-    snprintf(texts[0], sizeof texts[0], "%.*s", (int)host.n, host.p);
-    snprintf(texts[1], sizeof texts[1], "%.*s", (int)name.n, name.p);
+    if (nccl_has_group(group) && !str_is(name, group->name))
+        return fail(e, TOKA_E_CANCELLED, "group_name: the server is in the group '%.200s', and "
+                                         "can be in one only", group->name);
+    snprintf(host, 256, "%.*s", (int)address.n, address.p);
+    snprintf(group->name, sizeof group->name, "%.*s", (int)name.n, name.p);
+    *port = (int)given_port, group->rank = (int)rank, group->world_size = (int)size;
+    group->timeout = timeout;
+    group->is_packed = json_is_true(json_get(info, "packed"));
+    return 0;
+}
+
+/* Joins the group that the JSON describes, in place of an earlier one with this name. */
+static int nccl_join(nccl_group *group, const json *info, const nccl_protocol *protocol,
+                     toka_err *e) {
+    char host[256];
+    int port = 0;
+    if (nccl_read_group(group, info, host, &port, e)) return e->code;
+    nccl_leave(group);
+    group->protocol = protocol;
     int code = nccl_open_library(&group->library, e);
-    if (!code) code = nccl_fetch_id(group, protocol, texts[0], (int)port, texts[1], &id, e);
-    if (!code) code = nccl_enter(group, protocol, id, (int)rank, (int)size, e);
+    if (!code) code = nccl_store_connect(group, host, port, e);
+    if (!code) code = nccl_store_greet(group, e);
+    if (!code && !protocol->is_lazy) code = nccl_form(group, e);
     if (code) nccl_leave(group);
     return code;
 }
@@ -46446,12 +46483,13 @@ static int nccl_receive_some(nccl_group *group, const nccl_list *list, int first
 static int nccl_receive(nccl_group *group, const mf_model *files, const nccl_list *list,
                         toka_err *e) {
     uint64_t bytes = 0;
-    if (!group->comm) return fail(e, TOKA_E_CANCELLED, "%s", nccl_no_group);
+    if (!nccl_has_group(group)) return fail(e, TOKA_E_CANCELLED, "%s", nccl_no_group);
     for (int i = 0; i < list->n_tensors; i++) bytes += list->tensors[i].bytes;
     if (bytes > (uint64_t)os_available_bytes())
         return fail(e, TOKA_E_MEMORY, "%llu bytes of weights do not fit in the memory that is left",
                     (unsigned long long)bytes);
     int n = nccl_stage_open(&group->stage, files, e);
+    if (!n && !group->comm) n = nccl_form(group, e);
     for (int i = 0; i < list->n_tensors && n >= 0; i += n)
         n = nccl_receive_some(group, list, i, e);
     if (n >= 0) return 0;
@@ -48017,16 +48055,23 @@ static void srv_transfer(srv *server, srv_admin *admin, enum srv_admin_kind kind
     const json *init = json_get(admin->root, "init_info"),
                *update = json_get(admin->root, "update_info");
     const char *refusal = nccl_refusal(server->toka->engine);
+    const str name = srv_admin_text(admin, (const char *[4]){"group_name"});
     group->engine = server->toka->engine;
     if (refusal && kind != SRV_LEAVE) {
         srv_admin_refuse(admin, 501, refusal);
     } else if (kind == SRV_JOIN || kind == SRV_JOIN_TORCH) {
         if (srv_can_update(server, admin))
             nccl_join(group, kind == SRV_JOIN ? init : admin->root,
-                      kind == SRV_JOIN ? NCCL_VLLM : NCCL_TORCH, &admin->e);
+                      &nccl_protocols[kind == SRV_JOIN ? NCCL_VLLM : NCCL_TORCH], &admin->e);
     } else if (kind == SRV_BEGIN) {
         nccl_stage_close(&group->stage);
-        if (!(group->in_update = group->comm)) srv_admin_refuse(admin, 409, nccl_no_group);
+        group->in_update = nccl_has_group(group);
+        if (!group->in_update) srv_admin_refuse(admin, 409, nccl_no_group);
+    } else if (kind == SRV_RECEIVE && name.n && nccl_has_group(group) &&
+               !str_is(name, group->name)) {
+        srv_admin_refuse(admin, 400, "group_name: the server is in another group");
+    } else if (kind == SRV_RECEIVE && json_str(json_get(admin->root, "load_format")).n) {
+        srv_admin_refuse(admin, 400, "load_format: expected none with weights over NCCL");
     } else if (kind == SRV_RECEIVE) {
         srv_receive_weights(server, update ? update : admin->root, admin);
     } else if (kind == SRV_FINISH) {
@@ -57136,14 +57181,29 @@ static const help_page help_pages[] = {
      "  AReaL's /areal_pause_generation, /areal_continue_generation.\n"
      "- These routes need the key of --admin-key. Without one they answer only this\n"
      "  machine; --admin-key none: everybody.\n"
+     "- Weights over NCCL, from a GPU that is not the server's (on the server's side\n"
+     "  --enable-sleep-mode): as TRL 1.16 and others call vLLM, /init_weight_transfer_engine\n"
+     "  {\"init_info\": {master_address, master_port, rank_offset, world_size, packed}}, then\n"
+     "  /start_weight_update, /update_weights {\"update_info\": {names, dtype_names,\n"
+     "  shapes}} one or more times, and /finish_weight_update {weight_version}. Without\n"
+     "  a start each list is an update. Names and shapes are those of the model's files;\n"
+     "  float32, float16 and bfloat16 become the type that the file has.\n"
+     "- SGLang's /init_weights_update_group, /update_weights_from_distributed and\n"
+     "  /destroy_weights_update_group, as slime calls them: each list is an update. The\n"
+     "  server is one rank (/get_world_size is 1) in one group, whatever GPUs it has.\n"
+     "- All tensors are checked, and have come, before the weights change. A trainer\n"
+     "  that dies leaves the old ones: a 504, as after 300 s of silence (\"timeout\" in\n"
+     "  init_info). /close_communicator ends a wait. They are kept in the memory of the\n"
+     "  host. TOKA_NCCL_LIBRARY names another libnccl.so.2 than the loader finds.\n"
      "- TRL: async GRPO of an adapter works with --enable-lora --served-model-name\n"
-     "  (`toka help adapters`); its other trainers need NCCL.\n"
+     "  (`toka help adapters`). Not there: the routes of `trl vllm-serve` before 1.16.\n"
      "- Not there: vLLM's --max-logprobs and --logprobs-mode. A position has at most\n"
-     "  32 log-probabilities (TRL's distillation asks for 100: top_logprobs=32), and\n"
-     "  they are raw_logprobs; sampled_logprobs are the drawn token's processed ones.\n"
-     "- Not there, each a 501: weights over NCCL or CUDA IPC; on a GPU without\n"
-     "  --enable-sleep-mode other weights and sleep. Not replaced: int4 weights packed\n"
-     "  by columns (AWQ, GPTQ). Batches (/v1/batches) are frozen by any pause and go on.\n",
+     "  100 log-probabilities, and they are raw_logprobs; sampled_logprobs are the drawn\n"
+     "  token's processed ones.\n"
+     "- Not there, each a 501: weights over CUDA IPC, and prime-rl's /init_broadcaster; on\n"
+     "  a GPU without --enable-sleep-mode other weights and sleep. Not replaced: int4\n"
+     "  weights packed by columns (AWQ, GPTQ). Batches (/v1/batches) are frozen by any\n"
+     "  pause and go on.\n",
      NULL},
     {"adapters", "LoRA: one model, many adapters",
      "    python3 - <<'END'\n"
@@ -57314,7 +57374,7 @@ static const help_page help_pages[] = {
      "  partial sums and samples into each other's memory, for many rows in the\n"
      "  GEMM's epilogue. So they need peer access (NVLink, or PCIe if the driver\n"
      "  allows it): without it the start refuses them, and `toka plan` leaves them\n"
-     "  out. toka does not use NCCL.\n"
+     "  out. They do not use NCCL.\n"
      "- Pipeline: each stage has some of the layers. Microbatches keep all stages\n"
      "  busy. Results are those of one rank: on the CPU the same bytes, on a GPU up\n"
      "  to rounding. Copy engines send between stages, without peer access through\n"

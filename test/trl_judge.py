@@ -38,10 +38,10 @@ def main():
         assert digits["completion_ids"][0]
         whole = [text["prompt_ids"][0] + text["completion_ids"][0]]
         length = len(text["prompt_ids"][0])
-        scored = client.get_sequence_logprobs(whole, [length], top_logprobs=32)
+        scored = client.get_sequence_logprobs(whole, [length], top_logprobs=100)
         for position, (names, actual) in enumerate(zip(scored["logprob_token_ids"][0], scored["actual_logprobs"][0])):
             near = text["logprobs"][0][position][0]
-            assert len(names) == 32 and scored["actual_token_ids"][0][position] == [whole[0][length + position]]
+            assert len(names) == 100 and scored["actual_token_ids"][0][position] == [whole[0][length + position]]
             assert abs(actual[0] - near) < 1e-3, (position, actual, near)
         client.reset_prefix_cache()
         try:
@@ -53,7 +53,7 @@ def main():
         try:
             client.update_named_params([("a", "bfloat16", [1])], iter(()))
         except Exception as e:
-            assert "501" in str(e) and "not over NCCL" in str(e), e
+            assert "501" in str(e) and "this server runs on the CPU" in str(e), e
         else:
             raise SystemExit("an update without a communicator")
     print("texts, ids, chats and scores through TRL's client; one error for weights over NCCL")
