@@ -320,7 +320,7 @@ typedef struct toka_sampling {
                                  no limit; negative: none */
 } toka_sampling;
 
-#define TOKA_MAX_LOGPROBS 32  /* largest toka_sampling.logprobs and toka_request.prompt_top */
+#define TOKA_MAX_LOGPROBS 100 /* largest toka_sampling.logprobs and toka_request.prompt_top */
 #define TOKA_NO_LOGPROBS (-1) /* toka_sampling.logprobs: event.logprob is not needed */
 
 typedef struct toka_request { /* all pointers are borrowed during the call only */

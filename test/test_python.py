@@ -171,8 +171,8 @@ def test_parameters(py, llm):
     best, = llm.generate({"prompt_token_ids": top.prompt_token_ids[:-1]}, P(max_tokens=1, logprobs=3))
     np.testing.assert_array_equal(top.prompt_top_ids[-1], best.outputs[0].top_ids[0])
     np.testing.assert_allclose(top.prompt_top_logprobs[-1], best.outputs[0].top_logprobs[0], atol=1e-5)
-    for name, value in itertools.product(("logprobs", "prompt_logprobs"), (-1, 33, "x", 1.5)):
-        with pytest.raises(ValueError, match=f"^{name}: {value!r}, expected 0 to 32$"):
+    for name, value in itertools.product(("logprobs", "prompt_logprobs"), (-1, 101, "x", 1.5)):
+        with pytest.raises(ValueError, match=f"^{name}: {value!r}, expected 0 to 100$"):
             P(**{name: value})
     with open(f"{ROOT}/toka.h") as header:
         assert f"#define TOKA_MAX_LOGPROBS {py._MAX_LOGPROBS} " in header.read()

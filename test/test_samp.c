@@ -928,8 +928,8 @@ static void test_samp_check(void) {
     BAD("max_tokens: -1, expected 0 or more", s.max_tokens = -1);
     BAD("min_tokens: -1, expected 0 or more", s.min_tokens = -1);
     BAD("min_tokens: 9, expected 0 to 8", s.min_tokens = 9, s.max_tokens = 8);
-    BAD("logprobs: 33, expected -1 to 32", s.logprobs = 33);
-    BAD("logprobs: -2, expected -1 to 32", s.logprobs = -2);
+    BAD("logprobs: 101, expected -1 to 100", s.logprobs = 101);
+    BAD("logprobs: -2, expected -1 to 100", s.logprobs = -2);
     BAD("stop_token_ids[1]: id 100, expected 0 to 99", s.stop_ids = (int32_t[]){99, 100}, s.n_stop_ids = 2);
     BAD("stop_token_ids: -4 entries, expected 0 or more", s.n_stop_ids = -4);
     BAD("allowed_token_ids[0]: id -1, expected 0 to 99", s.allowed_ids = (int32_t[]){-1}, s.n_allowed = 1);

@@ -98,7 +98,7 @@ _JSON_SCHEMA, _JSON_OBJECT, _CHOICE, _REGEX, _GBNF = 1, 2, 3, 4, 5
 _FINISH = [None, "stop", "length", "abort", "error"]
 _ABORT = _FINISH.index("abort")
 _CLOSED = "this LLM is closed"
-_MAX_LOGPROBS = 32  # TOKA_MAX_LOGPROBS
+_MAX_LOGPROBS = 100  # TOKA_MAX_LOGPROBS
 
 
 def _load():
@@ -258,7 +258,7 @@ class SamplingParams(_Params):
     bad_words: list[str] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    logprobs: int | None = None        # k, at most 32: the k best of each token, too
+    logprobs: int | None = None        # k, at most 100: the k best of each token, too
     prompt_logprobs: int | bool | None = None  # those of the prompt; k: the k best of each token, too
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
