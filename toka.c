@@ -24543,6 +24543,9 @@ typedef struct cpu_tile {
     int m, n, k;   /* k: a multiple of 16; of 32 if x is bf16 */
     bool add;      /* y += instead of y = */
     bool prefetch; /* w comes from memory, and this tile reads it first: see cpu_tile_prefetch */
+    /* For tile_groups: the groups of the columns, and the scales of their sums, [n][ld_groups] */
+    const struct cpu_quant_tile *groups;
+    const float *scale;
 } cpu_tile;
 
 /* The numbers of the MXFP4 codes times 2^(scale - 127), by scale. They are exact in bf16, too. */
@@ -24558,11 +24561,11 @@ typedef struct cpu_mxfp4 {
 typedef struct cpu_quant_tile {
     const unsigned char *w; /* codes of row 0 from this block on; rows w_row_bytes apart */
     size_t w_row_bytes;
-    bool fp8, exact_line; /* exact_line: INT4 whose scales, below 2^120, have at most 16 significant
-                           * bits: their products with numbers of 8 bits are exact */
+    bool fp8, grouped; /* grouped: see "Sums by group"; quant_unpack leaves out the scales */
     const float *codes; /* [16] what the 4-bit codes stand for before the zero point; FP8: unused */
     int codes_at;       /* the same in cpu_code_bytes: where code 0 is */
-    const float *scale, *zero; /* [n][ld_groups] scales (FP8: times CPU_FP8_UNIT); zero points or
+    const float *scale, *zero; /* [n][ld_groups] scales (FP8: times CPU_FP8_UNIT
+                                * over the order's unit); zero points or
                                 * NULL */
     const unsigned char *exponents; /* [n][ld_groups] MXFP4 with groups of 32: the scales as e8m0,
                                      * in place of scale; or NULL */
@@ -24600,6 +24603,7 @@ typedef struct cpu_order {
     int columns;
     unsigned formats;    /* sum of 1 << toka_dtype */
     const uint8_t *from; /* [columns] the columns in this order; NULL: rising */
+    float unit; /* x gets this factor for a direct GEMM: see cpu_decode_avx2 */
 } cpu_order;
 
 /* The kernels of one instruction set. */
@@ -24617,10 +24621,12 @@ typedef struct cpu_kernels {
     void (*convert)(void *to, const void *from, toka_dtype type, int n);
     void (*pack)(void *to, const void *from, toka_dtype type, int n);
     void (*small_gemm)(const cpu_small_gemm_args *args);
-    /* Quantized weights: the micro-kernel, and row 0 of a tile as float32. quant_tile NULL:
-     * quantized weights go through a panel */
+    /* Quantized weights: the micro-kernel, and row 0 of a tile as float32, for a panel. quant_tile
+     * NULL: quantized weights go through a panel */
     void (*quant_tile)(const cpu_quant_tile *tile);
     void (*quant_unpack)(float *to, const cpu_quant_tile *tile);
+    /* The micro-kernel for panels of grouped weights; NULL: the set sums no weight by group */
+    void (*tile_groups)(const cpu_tile *tile);
     /* The zero points of n groups: word i has that of group i from bit `shift` on. */
     void (*zeros)(float *to, const char *words, int shift, int add, int n);
     cpu_order orders[2]; /* of both; a weight takes the one that fits */
@@ -25110,9 +25116,8 @@ CPU_AVX2 CPU_INLINE __m256i cpu_max_fp8(__m256i max, const unsigned char *w) {
 /* How cpu_decode_avx2 makes numbers of codes. */
 typedef enum cpu_codes {
     CPU_CODES_FP8,
-    CPU_CODES_TABLE, /* by the table of the group's zero point, times the scale */
-    CPU_CODES_MXFP4, /* by the table of the group's scale */
-    CPU_CODES_LINE   /* by a multiply-add */
+    CPU_CODES_TABLE, /* by the table of the group's zero point. AVX2 leaves out the scale */
+    CPU_CODES_MXFP4  /* by the table of the group's scale */
 } cpu_codes;
 
 /* Eight rows at equal distances, in bytes. Two pointers and two distances reach all of them by the
@@ -25160,15 +25165,14 @@ CPU_AVX2 CPU_INLINE cpu_table_avx2 cpu_zero_table_avx2(const cpu_quant_tile *til
 /* The 32 columns at w in a row of a quantized tile, in four vectors: FP8 in cpu_order_fours_avx2,
  * 4-bit codes in cpu_order_avx2.
  *   FP8    Two products by 16 extend the even and the odd codes to 16 bits. Sign, exponent and
- *          mantissa move to their places in a float32. That number may be subnormal; the product
- *          with the scale is not.
+ *          mantissa move to their places in a float32. That number lacks the factor CPU_FP8_UNIT
+ *          and may be subnormal. x has the factor 2^64, so that no product is; scales have the
+ *          factor CPU_FP8_UNIT / 2^64.
  *   4 bit  The even columns go to the lower half of a vector, the odd ones to the upper half. Two
- *          lookups give the bytes of bf16 numbers, two to a lane of 32 bits.
- *   line   4-bit codes of a tile with exact_line: the high byte 0x43 makes a code the bf16 number
- *          128 + code. One multiply-add takes (128 + zero) * scale from its product with the
- *          scale: that is exact. offset: -(128 + zero) * scale. */
+ *          lookups give the bytes of bf16 numbers, two to a lane of 32 bits: the numbers of the
+ *          table, without the scale. */
 CPU_AVX2 CPU_INLINE void cpu_decode_avx2(__m256 to[4], const unsigned char *w, cpu_codes codes_are,
-                                         cpu_table_avx2 table, __m256 scale, __m256 offset) {
+                                         cpu_table_avx2 table) {
     if (codes_are == CPU_CODES_FP8) {
         const __m256i mask = _mm256_set1_epi32((int)0x87F00000);
         const __m256i codes = _mm256_loadu_si256((const void *)w);
@@ -25183,9 +25187,8 @@ CPU_AVX2 CPU_INLINE void cpu_decode_avx2(__m256 to[4], const unsigned char *w, c
         __m256i codes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)w));
         codes = _mm256_srlv_epi64(codes, _mm256_setr_epi64x(0, 0, 4, 4));
         codes = _mm256_and_si256(codes, _mm256_set1_epi8(15));
-        const bool line = codes_are == CPU_CODES_LINE;
-        const __m256i high = line ? _mm256_set1_epi8(0x43) : _mm256_shuffle_epi8(table.high, codes);
-        const __m256i low = line ? codes : _mm256_shuffle_epi8(table.low, codes);
+        const __m256i high = _mm256_shuffle_epi8(table.high, codes);
+        const __m256i low = _mm256_shuffle_epi8(table.low, codes);
         const __m256i first = _mm256_unpacklo_epi8(low, high);
         const __m256i second = _mm256_unpackhi_epi8(low, high);
         to[0] = _mm256_castsi256_ps(_mm256_slli_epi32(first, 16));
@@ -25193,14 +25196,10 @@ CPU_AVX2 CPU_INLINE void cpu_decode_avx2(__m256 to[4], const unsigned char *w, c
         to[2] = _mm256_castsi256_ps(_mm256_slli_epi32(second, 16));
         to[3] = _mm256_castsi256_ps(_mm256_and_si256(second, odd));
     }
-    CPU_UNROLL for (int i = 0; i < 4; i++)
-        to[i] = codes_are == CPU_CODES_LINE    ? _mm256_fmadd_ps(to[i], scale, offset)
-                : codes_are == CPU_CODES_MXFP4 ? to[i]
-                                               : _mm256_mul_ps(to[i], scale);
 }
 
-/* Sets scale[j] and offset[j], or table[j], for a group of row j of a tile. scales: of groups. */
-CPU_AVX2 CPU_INLINE void cpu_tables_avx2(__m256 scale[4], __m256 offset[4], cpu_table_avx2 table[4],
+/* Sets scale[j] and table[j] for a group of row j of a tile. scales: of groups. */
+CPU_AVX2 CPU_INLINE void cpu_tables_avx2(__m256 scale[4], cpu_table_avx2 table[4],
                                          const cpu_quant_tile *tile, const cpu_mxfp4 *mxfp4,
                                          const cpu_codes codes_are, const cpu_rows *scales,
                                          size_t group) {
@@ -25215,18 +25214,16 @@ CPU_AVX2 CPU_INLINE void cpu_tables_avx2(__m256 scale[4], __m256 offset[4], cpu_
         }
         memcpy(&number, from, sizeof number);
         scale[j] = _mm256_set1_ps(number);
-        if (codes_are == CPU_CODES_LINE)
-            offset[j] = _mm256_set1_ps(-(tile->zero ? 128 + tile->zero[at] : 136) * number);
         if (codes_are == CPU_CODES_TABLE) table[j] = cpu_zero_table_avx2(tile, at);
     }
 }
 
 CPU_AVX2 CPU_INLINE void cpu_quant_rows_avx2(const cpu_quant_tile *tile,
                                              const cpu_codes codes_are) {
-    const bool fp8 = codes_are == CPU_CODES_FP8;
+    const bool fp8 = codes_are == CPU_CODES_FP8, grouped = codes_are != CPU_CODES_MXFP4;
     const cpu_mxfp4 *mxfp4 = tile->mxfp4;
     const float *x = tile->x;
-    __m256 acc[4], scale[4], offset[4], b[4];
+    __m256 acc[4], total[4], scale[4], b[4]; /* total: of the groups, if grouped */
     __m256i max = _mm256_setzero_si256();
     cpu_table_avx2 table[4];
     int k = 0, end;
@@ -25235,11 +25232,12 @@ CPU_AVX2 CPU_INLINE void cpu_quant_rows_avx2(const cpu_quant_tile *tile,
     cpu_rows w = cpu_rows_of(tile->w, tile->w_row_bytes);
     cpu_rows scales = cpu_scales_of(tile, codes_are, group);
     CPU_UNROLL for (int j = 0; j < 4; j++) {
-        acc[j] = scale[j] = offset[j] = _mm256_setzero_ps();
+        acc[j] = total[j] = scale[j] = _mm256_setzero_ps();
         table[j] = (cpu_table_avx2){max, max};
     }
     for (; k < n_k; group++, end = MIN(end + tile->group_cols, n_k)) {
-        cpu_tables_avx2(scale, offset, table, tile, mxfp4, codes_are, &scales, group);
+        cpu_tables_avx2(scale, table, tile, mxfp4, codes_are, &scales, group);
+        if (grouped) CPU_UNROLL for (int j = 0; j < 4; j++) acc[j] = _mm256_setzero_ps();
         cpu_rows_advance(&scales, codes_are == CPU_CODES_MXFP4 ? 1 : sizeof(float));
         do { /* once with MXFP4, whose groups have 32 columns */
             if (k % (fp8 ? 64 : 128) == 0) {
@@ -25248,11 +25246,10 @@ CPU_AVX2 CPU_INLINE void cpu_quant_rows_avx2(const cpu_quant_tile *tile,
             }
             CPU_UNROLL for (int j = 0; j < 4; j++) {
                 const unsigned char *from = cpu_row(&w, j);
-                /* acc stays in registers, x and offset in memory */
-                __asm__("" : "+x"(acc[0]), "+x"(acc[1]), "+x"(acc[2]), "+x"(acc[3])
-                        : "r"(offset) : "memory");
+                /* acc stays in registers, x in memory */
+                __asm__("" : "+x"(acc[0]), "+x"(acc[1]), "+x"(acc[2]), "+x"(acc[3]) : : "memory");
                 if (fp8) max = cpu_max_fp8(max, from);
-                cpu_decode_avx2(b, from, codes_are, table[j], scale[j], offset[j]);
+                cpu_decode_avx2(b, from, codes_are, table[j]);
                 CPU_UNROLL for (int i = 0; i < 4; i++)
                     acc[j] = _mm256_fmadd_ps(_mm256_loadu_ps(x + 8 * i), b[i], acc[j]);
             }
@@ -25260,13 +25257,16 @@ CPU_AVX2 CPU_INLINE void cpu_quant_rows_avx2(const cpu_quant_tile *tile,
             x += 32;
             cpu_rows_advance(&w, fp8 ? 32 : 16);
         } while (codes_are != CPU_CODES_MXFP4 && k < end);
+        if (grouped)
+            CPU_UNROLL for (int j = 0; j < 4; j++)
+                total[j] = _mm256_fmadd_ps(acc[j], scale[j], total[j]);
     }
+    if (grouped) CPU_UNROLL for (int j = 0; j < 4; j++) acc[j] = total[j];
     cpu_store4_avx2(tile->y, cpu_sum4_avx2(acc[0], acc[1], acc[2], acc[3]), tile->n, tile->add);
     if (fp8) cpu_quant_nan_avx2(tile, max);
 }
 CPU_AVX2 static void cpu_quant_tile_avx2(const cpu_quant_tile *tile) {
     if (tile->fp8) cpu_quant_rows_avx2(tile, CPU_CODES_FP8);
-    else if (tile->exact_line) cpu_quant_rows_avx2(tile, CPU_CODES_LINE);
     else if (tile->exponents) cpu_quant_rows_avx2(tile, CPU_CODES_MXFP4);
     else cpu_quant_rows_avx2(tile, CPU_CODES_TABLE);
 }
@@ -25276,16 +25276,53 @@ static void cpu_quant_unpack_avx2(float *to, const cpu_quant_tile *tile) {
     __m256 b[4];
     for (int k = 0, end; k < tile->k;) {
         const int group = cpu_tile_group(tile, k, &end);
-        const __m256 scale = _mm256_set1_ps(tile->scale[group]);
+        const float number = tile->fp8 ? 0x1p64f : tile->grouped ? 1 : tile->scale[group];
+        const __m256 scale = _mm256_set1_ps(number);
         const cpu_table_avx2 table = cpu_zero_table_avx2(tile, (size_t)group);
         for (; k < end; k += 32) {
             cpu_decode_avx2(b, tile->w + (tile->fp8 ? k : k / 2),
-                            tile->fp8 ? CPU_CODES_FP8 : CPU_CODES_TABLE, table, scale, scale);
-            CPU_UNROLL for (int i = 0; i < 4; i++) _mm256_storeu_ps(to + k + 8 * i, b[i]);
+                            tile->fp8 ? CPU_CODES_FP8 : CPU_CODES_TABLE, table);
+            for (int i = 0; i < 4; i++)
+                _mm256_storeu_ps(to + k + 8 * i, _mm256_mul_ps(b[i], scale));
             for (int i = k; tile->fp8 && i < k + 32; i++)
                 if ((tile->w[i] & 0x7F) == 0x7F) to[i] = NAN;
         }
     }
+}
+
+/* The micro-kernel for a panel of a grouped weight, whose numbers lack their scales. */
+CPU_AVX2 CPU_INLINE void cpu_groups_body_avx2(const cpu_tile *tile, const int m) {
+    __m256 total[3][4], acc[3][4];
+    CPU_UNROLL for (int i = 0; i < m; i++)
+        CPU_UNROLL for (int j = 0; j < 4; j++) total[i][j] = _mm256_setzero_ps();
+    for (int k = 0, end; k < tile->k;) {
+        const float *scale = tile->scale + cpu_tile_group(tile->groups, k, &end);
+        CPU_UNROLL for (int i = 0; i < m; i++)
+            CPU_UNROLL for (int j = 0; j < 4; j++) acc[i][j] = _mm256_setzero_ps();
+        for (; k < end; k += 8)
+            CPU_UNROLL for (int j = 0; j < 4; j++) {
+                const __m256 b = cpu_load_avx2(cpu_tile_weight_row(tile, j), TOKA_F32, k);
+                CPU_UNROLL for (int i = 0; i < m; i++) {
+                    const float *x = (const float *)tile->x + (size_t)i * tile->ldx + k;
+                    acc[i][j] = _mm256_fmadd_ps(_mm256_loadu_ps(x), b, acc[i][j]);
+                }
+            }
+        CPU_UNROLL for (int j = 0; j < 4; j++) {
+            const size_t row = (size_t)MIN(j, tile->n - 1);
+            const __m256 s = _mm256_set1_ps(scale[row * tile->groups->ld_groups]);
+            CPU_UNROLL for (int i = 0; i < m; i++)
+                total[i][j] = _mm256_fmadd_ps(acc[i][j], s, total[i][j]);
+        }
+    }
+    CPU_UNROLL for (int i = 0; i < m; i++)
+        cpu_store4_avx2(tile->y + (size_t)i * tile->ldy,
+                        cpu_sum4_avx2(total[i][0], total[i][1], total[i][2], total[i][3]), tile->n,
+                        tile->add);
+}
+CPU_AVX2 static void cpu_tile_groups_avx2(const cpu_tile *tile) {
+    if (tile->m == 1) cpu_groups_body_avx2(tile, 1);
+    else if (tile->m == 2) cpu_groups_body_avx2(tile, 2);
+    else cpu_groups_body_avx2(tile, 3);
 }
 
 /* ---- AVX-512 kernels: 16 lanes, 32 registers ---- */
@@ -25639,27 +25676,27 @@ enum { CPU_FP8 = 1u << TOKA_FP8, CPU_4BIT = 1u << TOKA_INT4 | 1u << TOKA_MXFP4 }
 static const cpu_kernels cpu_kernel_sets[] = { /* from slowest to fastest */
     {"portable C", 2, 512, TOKA_F32, {8, 4, INT_MAX},
      {cpu_tile_bf16_c, cpu_tile_f16_c, cpu_tile_f32_c},
-     cpu_convert_c, cpu_convert_c, cpu_small_gemm_c, NULL, cpu_quant_unpack_c, cpu_zeros_c,
-     {{32, CPU_FP8 | CPU_4BIT, NULL}}, 0,
+     cpu_convert_c, cpu_convert_c, cpu_small_gemm_c, NULL, cpu_quant_unpack_c, NULL, cpu_zeros_c,
+     {{32, CPU_FP8 | CPU_4BIT, NULL, 1}}, 0,
      cpu_online_softmax_c, cpu_unpack_kv_c},
 #ifdef __x86_64__
     {"AVX2", 3, 512, TOKA_F32, {128, INT_MAX, INT_MAX},
      {cpu_tile_bf16_avx2, cpu_tile_f16_avx2, cpu_tile_f32_avx2},
      cpu_convert_avx2, cpu_convert_avx2, cpu_small_gemm_avx2, cpu_quant_tile_avx2,
-     cpu_quant_unpack_avx2, cpu_zeros_c,
-     {{32, CPU_FP8, cpu_order_fours_avx2}, {32, CPU_4BIT, cpu_order_avx2}}, 4,
+     cpu_quant_unpack_avx2, cpu_tile_groups_avx2, cpu_zeros_c,
+     {{32, CPU_FP8, cpu_order_fours_avx2, 0x1p64f}, {32, CPU_4BIT, cpu_order_avx2, 1}}, 4,
      cpu_online_softmax_avx2, cpu_unpack_kv_avx2},
     {"AVX-512", 6, 1024, TOKA_F32, {INT_MAX, INT_MAX, INT_MAX},
      {cpu_tile_bf16_avx512, cpu_tile_f16_avx512, cpu_tile_f32_avx512},
      cpu_convert_avx512, cpu_convert_avx512, cpu_small_gemm_avx512, cpu_quant_tile_avx512,
-     cpu_quant_unpack_avx512, cpu_zeros_avx512,
-     {{64, CPU_FP8, cpu_order_fours}, {32, CPU_4BIT, cpu_order_pairs}}, 8,
+     cpu_quant_unpack_avx512, NULL, cpu_zeros_avx512,
+     {{64, CPU_FP8, cpu_order_fours, 1}, {32, CPU_4BIT, cpu_order_pairs, 1}}, 8,
      cpu_online_softmax_avx512, cpu_unpack_kv_avx512},
     /* only on request (cpu_bf16_kernels) */
     {"AVX512_BF16", 6, 2048, TOKA_BF16, {INT_MAX, 0, 0},
      {cpu_tile_avx512_bf16, NULL, NULL},
-     cpu_convert_avx512, cpu_pack_avx512_bf16, cpu_small_gemm_avx512, NULL, cpu_quant_unpack_c,
-     cpu_zeros_avx512, {{32, CPU_FP8 | CPU_4BIT, NULL}}, 0, cpu_online_softmax_avx512,
+     cpu_convert_avx512, cpu_pack_avx512_bf16, cpu_small_gemm_avx512, NULL, cpu_quant_unpack_c, NULL,
+     cpu_zeros_avx512, {{32, CPU_FP8 | CPU_4BIT, NULL, 1}}, 0, cpu_online_softmax_avx512,
      cpu_unpack_kv_avx512},
 #endif
 };
@@ -25909,7 +25946,12 @@ static int cpu_align_k(const cpu_kernels *kernels, int k) {
  * Order of columns. A lane of 32 bits gets the codes of 2 or 4 neighbour columns at once, so SIMD
  * decodes these columns to different vectors. x is reordered in the same way once (cpu_pair_row),
  * and a panel has this order, too: the lanes add the same terms in the same order, with and without
- * a panel. */
+ * a panel.
+ *
+ * Sums by group. With AVX2 a product with the scale for each number would cost more than memory
+ * gives. So weights, but for MXFP4 whose tables have the scale, are summed by group: lane j
+ * adds the terms x * (code - zero) of a group, and adds this sum times the scale to its total. All
+ * numbers of rows do so, with and without a panel. */
 
 enum {
     CPU_QUANT_DIRECT_ROWS = 4 /* from this many rows of x on, quantized weights take a panel */
@@ -25930,15 +25972,16 @@ static const cpu_order *cpu_order_of(const cpu_kernels *kernels, const toka_tens
     return NULL;
 }
 
-/* Copies n elements of x in the order, and before that in the order of `columns` if it is not NULL.
- * n is a multiple of the order's columns. */
+/* Copies n elements of x, of a GEMM with T rows, in the order, and before that in the order of
+ * `columns` if it is not NULL. n is a multiple of the order's columns. */
 CPU_SMALL
 static void cpu_pair_row(float *to, const float *from, int n, const cpu_order *order,
-                         const int32_t *columns) {
+                         const int32_t *columns, int T) {
+    const float unit = T < CPU_QUANT_DIRECT_ROWS ? order->unit : 1;
     for (int k = 0; k < n; k += order->columns)
         for (int i = 0; i < order->columns; i++) {
             const int col = k + (order->from ? order->from[i] : i);
-            to[k + i] = from[columns ? columns[col] : col];
+            to[k + i] = from[columns ? columns[col] : col] * unit;
         }
 }
 
@@ -25968,7 +26011,7 @@ static void cpu_quant_scales(const cpu_kernels *kernels, const toka_tensor *weig
         for (int i = 0; step != 1 && i < n; i++, from += bytes * (size_t)step)
             scale[i] = cpu_element(from, quant->scale_dtype, 0);
         if (step == 1) kernels->convert(scale, from, quant->scale_dtype, n);
-        for (int i = 0; weight->dtype == TOKA_FP8 && i < n; i++) scale[i] *= CPU_FP8_UNIT;
+        for (int i = 0; weight->dtype == TOKA_FP8 && i < n; i++) scale[i] *= CPU_FP8_UNIT / kernels->orders[0].unit;
         if (quant->zero)
             kernels->zeros(zero, (const char *)quant->zero +
                                      4 * ((size_t)(whole / 8) * (size_t)row_groups + (size_t)first),
@@ -25987,7 +26030,6 @@ static cpu_quant_tile cpu_quant_tile_of(const toka_tensor *weight, const float *
     return (cpu_quant_tile){
         .w = (const unsigned char *)weight->data + (size_t)weight->row0 * row_bytes + col0,
         .w_row_bytes = row_bytes * (size_t)weight->row_step, .fp8 = weight->dtype == TOKA_FP8,
-        .exact_line = weight->dtype == TOKA_INT4 && quant->scale_dtype < TOKA_F32,
         .codes = cpu_code_numbers[codes],
         .codes_at = codes == 2 ? CPU_MXFP4_AT : codes ? CPU_ZERO_AT - 8 : CPU_ZERO_AT,
         .scale = scale, .zero = quant->zero ? zero : NULL,
@@ -26074,7 +26116,10 @@ CPU_INLINE void cpu_gemm_tiles(const cpu_gemm_args *args, int index, cpu_tile *t
             tile->m = MIN(kernels->tile_rows, args->T - m);
             tile->n = MIN(columns, n1 - n);
             tile->prefetch = from_memory && m == 0;
-            kernels->tile[w_type](tile);
+            if (tile->groups) {
+                tile->scale = tile->groups->scale + (size_t)(n - n0) * tile->groups->ld_groups;
+                kernels->tile_groups(tile);
+            } else kernels->tile[w_type](tile);
         }
 }
 
@@ -26111,7 +26156,10 @@ static void cpu_gemm_panel(const cpu_gemm_args *args, int index, int n0, int n1,
                      .ldy = args->ldy[index]};
     for (int k = 0; k < weight->cols; k += kernels->k_block) {
         int k_len = MIN(kernels->k_block, weight->cols - k);
-        cpu_quant_tile row_tile = rows ? *rows : (cpu_quant_tile){0};
+        cpu_quant_tile row_tile = rows ? *rows : (cpu_quant_tile){0}, groups = row_tile;
+        groups.k0 += k;
+        groups.k = k_len;
+        tile.groups = groups.grouped ? &groups : NULL;
         tile.k = cpu_align_k(kernels, k_len);
         tile.w = panel;
         for (int n = n0; n < n1; n++) {
@@ -26153,12 +26201,13 @@ static void cpu_gemm_quant_item(const cpu_gemm_args *args, int index, int n0, in
     const int last = weight->row0 + (n1 - 1) * weight->row_step;
     const bool same = !quant->zero && first / block == last / block;
     const bool direct = kernels->quant_tile && args->T < CPU_QUANT_DIRECT_ROWS;
-    const bool by_scale = direct && weight->dtype == TOKA_MXFP4 && quant->block_cols == 32 &&
+    const bool by_scale = weight->dtype == TOKA_MXFP4 && quant->block_cols == 32 &&
                           quant->block_rows == 1 && quant->scale_col_step == 1;
     cpu_quant_tile rows = cpu_quant_tile_of(weight, scale, zero);
+    rows.grouped = kernels->tile_groups && !by_scale;
     rows.w += (size_t)n0 * rows.w_row_bytes;
     if (same) rows.ld_groups = 0;
-    if (by_scale) {
+    if (direct && by_scale) {
         rows.ld_groups = (size_t)weight->row_step * (size_t)quant->scale_row_step;
         rows.exponents = (const unsigned char *)quant->scale +
                          (size_t)first * (size_t)quant->scale_row_step +
@@ -27127,6 +27176,7 @@ typedef struct cpu_pair_job { /* copies the input of a GEMM to dev->x_pairs, in 
     int width;
     const cpu_order *order;
     const int32_t *columns;
+    int T;
 } cpu_pair_job;
 
 CPU_SMALL
@@ -27134,7 +27184,8 @@ static void cpu_pair_item(void *arg, int thread, int row) {
     const cpu_pair_job *job = arg;
     (void)thread;
     cpu_pair_row(job->dev->x_pairs + (size_t)row * (size_t)job->dev->ld_pairs,
-                 job->from + (size_t)row * job->ld_from, job->width, job->order, job->columns);
+                 job->from + (size_t)row * job->ld_from, job->width, job->order, job->columns,
+                 job->T);
 }
 
 /* Gives a GEMM this device's kernels, threads and scratch, which the caller leaves unset. x is in
@@ -27153,7 +27204,7 @@ static void cpu_gemm_prepare(toka_device *dev, cpu_gemm_args *args, int width) {
         args->columns = weight->quant->columns;
     }
     if (args->order) {
-        cpu_pair_job job = {dev, args->x, args->ldx, width, args->order, args->columns};
+        cpu_pair_job job = {dev, args->x, args->ldx, width, args->order, args->columns, args->T};
         cpu_parallel_for(&dev->pool, cpu_pair_item, &job, args->T, (int64_t)args->T * width);
         args->x_pairs = dev->x_pairs;
         args->ld_pairs = (size_t)dev->ld_pairs;

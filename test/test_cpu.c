@@ -931,7 +931,7 @@ static void check_format(int format, int set, int rows, int cols) {
         for (int j = 0; j < w.cols; j++) {
             memset(x, 0, 8 * ldx * 4);
             for (int t = 0; t < T; t++) x[(size_t)t * ldx + (size_t)j] = 1;
-            for (int t = 0; t < T && order && order->from; t++) cpu_pair_row(pairs + (size_t)t * ldx, x + (size_t)t * ldx, w.cols, order, NULL);
+            for (int t = 0; t < T && order && order->from; t++) cpu_pair_row(pairs + (size_t)t * ldx, x + (size_t)t * ldx, w.cols, order, NULL, T);
             cpu_gemm_args args = {.kernels = k, .pool = &pool, .panels = panels, .panel_floats = panel, .x = x, .ldx = ldx, .order = order, .x_pairs = pairs,
                                   .ld_pairs = ldx, .T = T, .n_weights = 1, .weights = {&w}, .y = {y}, .ldy = {(size_t)rows}};
             cpu_gemm_run(&args);
@@ -972,7 +972,7 @@ static void check_sorted(int set) {
     for (int T = 1; T <= 8 && order && q.quant->columns; T += 7)
         for (int j = 0; j < COLS; j++) {
             memset(x, 0, 8 * COLS * 4);
-            for (int t = 0; t < T; t++) x[t * COLS + j] = 1, cpu_pair_row(pairs + t * COLS, x + t * COLS, COLS, order, q.quant->columns);
+            for (int t = 0; t < T; t++) x[t * COLS + j] = 1, cpu_pair_row(pairs + t * COLS, x + t * COLS, COLS, order, q.quant->columns, T);
             cpu_gemm_args args = {.kernels = d->kernels, .pool = &d->pool, .panels = panels, .panel_floats = CPU_PANEL_FLOATS + 2 * CPU_PANEL_ROWS * COLS,
                                   .x = x, .ldx = COLS, .order = order, .columns = q.quant->columns, .x_pairs = pairs, .ld_pairs = COLS, .T = T,
                                   .n_weights = 1, .weights = {&q}, .y = {y}, .ldy = {ROWS}};
