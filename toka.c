@@ -24436,7 +24436,6 @@ const toka_backend toka_plain = {
     .rows_per_read = 1,
     .max_in_flight = 2,
     .has_drafts = true,
-    .has_adapters = true,
 };
 
 /* ===========================================================================
@@ -29343,7 +29342,6 @@ const toka_backend toka_cpu = {
     .state_chunk = CPU_STATE_CHUNK,
     .max_in_flight = 2,
     .has_drafts = true,
-    .has_adapters = true,
 };
 
 /* ===========================================================================
@@ -30354,6 +30352,26 @@ static int eng_find_adapter(const eng *engine, const char *name) {
         if (engine->adapters[i].name && !strcmp(engine->adapters[i].name, name)) return i;
     return -1;
 }
+/* Loads an adapter to the devices of all replicas, if they have their own memory; parts NULL: drops
+ * it there. Returns 0 or an error code. */
+COLD
+static int eng_set_adapter(eng *engine, int number, const toka_low_rank *parts, toka_err *e) {
+    int code = 0;
+    for (int i = 0; engine->backend->set_adapter && i < engine->n_replicas; i++) {
+        const model_grid *model = &engine->replicas[i].model;
+        for (int j = 0; j < model->n_ranks && !code; j++)
+            code = engine->backend->set_adapter(model->ranks[j].device, number, parts, e);
+    }
+    return code;
+}
+/* Frees an entry. Called with the lock held, as the next three. */
+COLD
+static void eng_free_adapter(eng *engine, int i) {
+    eng_adapter *adapter = &engine->adapters[i];
+    engine->adapter_parts->of[i + 1] = NULL;
+    arena_free(&adapter->files.memory);
+    *adapter = (eng_adapter){0};
+}
 /* Takes the name of an entry, or a request (by 1) away, and frees an adapter without either. */
 COLD
 static void eng_drop_adapter(eng *engine, int i, bool drop_name, int by) {
@@ -30364,40 +30382,57 @@ static void eng_drop_adapter(eng *engine, int i, bool drop_name, int by) {
         adapter->name = adapter->path = NULL;
     }
     if (adapter->name || adapter->n_requests) return;
-    engine->adapter_parts->of[i + 1] = NULL;
-    arena_free(&adapter->files.memory);
-    *adapter = (eng_adapter){0};
+    eng_set_adapter(engine, i + 1, NULL, NULL);
+    eng_free_adapter(engine, i);
 }
-/* Puts an adapter into a free entry. Returns 0 or an error. */
+/* Returns 0, or the error that an adapter of this name may not be loaded. */
 COLD
-static int eng_add_adapter(eng *engine, const mf_adapter *files, const char *name,
-                           const char *folder, bool replace, toka_err *e) {
+static int eng_check_adapter(const eng *engine, const char *name, bool replace, toka_err *e) {
     const int old = eng_find_adapter(engine, name);
-    int n_named = 0, free_entry = -1;
-    for (int i = TOKA_MAX_ADAPTERS; i--;) {
-        n_named += engine->adapters[i].name != NULL;
-        if (!engine->adapters[i].files.parts) free_entry = i;
-    }
+    int n_named = 0;
+    for (int i = TOKA_MAX_ADAPTERS; i--;) n_named += engine->adapters[i].name != NULL;
     if (old >= 0 && !replace)
         return fail(e, TOKA_E_USE, "adapter %s is loaded already; load_inplace replaces it", name);
     if (old < 0 && n_named == engine->max_adapters)
         return fail(e, TOKA_E_USE, "adapter %s: %d are loaded, as many as may be (--max-loras)",
                     name, n_named);
-    if (free_entry < 0)
-        return fail(e, TOKA_E_USE, "adapter %s: requests still run with %d older ones", name,
-                    TOKA_MAX_ADAPTERS - n_named);
-    engine->adapters[free_entry] = (eng_adapter){
-        .files = *files, .name = mem_check(strdup(name)), .path = mem_check(strdup(folder)),
-        .key = ++engine->n_loaded};
-    engine->adapter_parts->of[free_entry + 1] = files->parts;
+    return 0;
+}
+/* Puts an adapter into a free entry, without a name. Returns the entry, or -1 after an error. */
+COLD
+static int eng_add_adapter(eng *engine, const mf_adapter *files, const char *name, bool replace,
+                           toka_err *e) {
+    int i = 0;
+    if (eng_check_adapter(engine, name, replace, e)) return -1;
+    while (i < TOKA_MAX_ADAPTERS && engine->adapters[i].files.parts) i++;
+    if (i == TOKA_MAX_ADAPTERS) {
+        fail(e, TOKA_E_USE, "adapter %s: requests still run with older ones", name);
+        return -1;
+    }
+    engine->adapters[i].files = *files;
+    return i;
+}
+/* Gives the entry its name, and takes it from the adapter that has it. Returns 0 or an error. */
+COLD
+static int eng_name_adapter(eng *engine, int i, const char *name, const char *folder, bool replace,
+                            toka_err *e) {
+    const int old = eng_find_adapter(engine, name);
+    eng_adapter *adapter = &engine->adapters[i];
+    if (eng_check_adapter(engine, name, replace, e)) return e->code;
+    adapter->name = mem_check(strdup(name));
+    adapter->path = mem_check(strdup(folder));
+    adapter->key = ++engine->n_loaded;
+    engine->adapter_parts->of[i + 1] = adapter->files.parts;
     if (old >= 0) eng_drop_adapter(engine, old, true, 0);
     return 0;
 }
 
+/* The devices load the adapter without the lock, so that steps go on meanwhile. */
 COLD
 static int eng_load_adapter(eng *engine, const char *name, const char *folder, bool replace,
                             toka_err *e) {
     mf_adapter files;
+    int code = 0;
     if (!engine->max_adapters)
         return fail(e, TOKA_E_USE, "adapter %s: adapters are off (--enable-lora, --lora-modules)",
                     name);
@@ -30405,9 +30440,17 @@ static int eng_load_adapter(eng *engine, const char *name, const char *folder, b
     if (mf_open_adapter(&engine->files->config, folder, engine->adapter_parts->max_rank, &files, e))
         return e->code;
     pthread_mutex_lock(&engine->lock);
-    const int code = eng_add_adapter(engine, &files, name, folder, replace, e);
+    const int i = eng_add_adapter(engine, &files, name, replace, e);
     pthread_mutex_unlock(&engine->lock);
-    if (code) arena_free(&files.memory);
+    if (i < 0) {
+        arena_free(&files.memory);
+        return e->code;
+    }
+    code = eng_set_adapter(engine, i + 1, files.parts, e);
+    pthread_mutex_lock(&engine->lock);
+    if (!code) code = eng_name_adapter(engine, i, name, folder, replace, e);
+    if (code) eng_drop_adapter(engine, i, true, 0);
+    pthread_mutex_unlock(&engine->lock);
     return code;
 }
 
@@ -30645,8 +30688,10 @@ static void eng_free(eng *engine) { /* its ranks are closed */
     eng_close_workers(&engine->workers);
     for (int i = 0; i < engine->n_replicas; i++) eng_replica_free(&engine->replicas[i]);
     mf_close(engine->draft_files);
-    for (int i = 0; engine->adapters && i < TOKA_MAX_ADAPTERS; i++)
-        eng_drop_adapter(engine, i, true, engine->adapters[i].n_requests);
+    for (int i = 0; engine->adapters && i < TOKA_MAX_ADAPTERS; i++) {
+        free(engine->adapters[i].name), free(engine->adapters[i].path);
+        eng_free_adapter(engine, i);
+    }
     free(engine->adapters);
     free(engine->replicas);
     free(engine->cancels);
@@ -30991,10 +31036,6 @@ static int eng_check_options(const toka_backend *backend, const toka_shape *shap
                     "max_num_batched_tokens: %d, expected at least max_num_seqs, %d",
                     config->max_tokens, config->max_seqs);
     if (draft_read_config(options, drafts, e)) return e->code;
-    if (options->max_loras && !backend->has_adapters)
-        return fail(e, TOKA_E_USE,
-                    "--enable-lora, --lora-modules: device %s has no adapters (LoRA), device cpu "
-                    "has them", backend->name);
     if (drafts->method && !backend->has_drafts)
         return fail(e, TOKA_E_USE, "speculative_config: device %s has no speculative decoding",
                     backend->name);

@@ -1414,6 +1414,10 @@ typedef struct toka_backend {
      * commit it only checks that it can; with commit it succeeds. Thread: the driver, while no step
      * is posted. NULL: the device cannot. */
     int (*rebind)(toka_device *d, const toka_weights *weights, bool commit, toka_err *e);
+    /* Loads adapter `number` to the device; parts NULL: drops it, if the device has it. Thread:
+     * any, also while steps run, but not while a step has rows of this adapter. After an error the
+     * device does not have it. NULL: ops read toka_adapters. */
+    int (*set_adapter)(toka_device *d, int number, const toka_low_rank *parts, toka_err *e);
     /* Gives the memory of these parts (TOKA_PART_*) back. drop_weights false: the device keeps a
      * copy of the weights elsewhere. What sleeps may be named again, to drop the copy. Thread: the
      * driver, while no step is posted. After an error `wake` restores everything. NULL: the device
@@ -1544,7 +1548,6 @@ typedef struct toka_backend {
                           begun and not finished; 1: the host waits for each step */
     bool holds_ranks;  /* steps of several ranks may be held (toka_sample_row.awaits_mask) */
     bool has_drafts;   /* several rows of a sequence may be sampled in a step, as drafts need */
-    bool has_adapters; /* ops apply toka_step.adapters */
     /* Costs of attention, in units of the time that one row takes to read K and V of one token.
      * Chapter 21 chooses the shared spans by them. */
     int merge_cost;     /* cost: to merge one more partial result into a row */

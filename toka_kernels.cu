@@ -223,6 +223,7 @@
  *   6. GEMM on wgmma [kernel]
  *   7. GEMM for small M, and choosing a GEMM [kernel]
  *   7b. Experts [kernel]
+ *   7c. Adapters [kernel]
  *   8. Attention: the work list [host]
  *   9. Attention: the kernels [kernel]
  *   9b. Multi-head latent attention [kernel]
@@ -308,6 +309,7 @@ typedef struct weight { /* a matrix on the device; N and K are multiples of 8 */
     bool is_blocked;
     float x_scale;      /* e4m3: the static scale of x; 0: each row of x has its own */
     bool is_mxfp4;      /* data: blocks of 128 rows x 64 columns (chapter 7b); only of experts */
+    int first_part;     /* of its matrices, number of the first one in lora_block (chapter 7c) */
 } weight;
 
 typedef struct expert_router { /* how a token's experts are chosen (toka_moe) */
@@ -457,6 +459,7 @@ typedef struct step_graphs {
 } step_graphs;
 
 struct expert_scratch; /* chapter 7b */
+struct lora_state; /* chapter 7c */
 struct attn_plan;  /* chapter 8 */
 struct samp_plan;  /* chapter 11 */
 struct cuda_group; /* chapter 10 */
@@ -542,13 +545,15 @@ struct toka_device {
     int *kv_ids;                 /* [page][B] id of the token of each kv_slot; NULL before the last
                                     stage */
     bf16 *xn, *qkv, *act;        /* scratch: [T][E] normed rows, [T][(H+2K)*D], [T][F] */
-    bf16 *gate_up;               /* scratch [T][2F] of layers with GELU; NULL: there are none */
+    bf16 *gate_up;               /* scratch [T][2F] of layers with GELU, and with adapters; NULL:
+                                    there are none */
     /* Scratch of layers with MLA, or NULL: [T][q_rank] q's normed latent vectors,
      * [T][H*(nope+rope)] q, [T][H*v] values. Rows are as long as the next GEMM needs. */
     bf16 *mla_low, *mla_q, *mla_values;
     float *row_sumsq;            /* scratch: [FUSE_NORM_MAX_ROWS][ceil(E / 16)] */
     float *x_scale;              /* scratch: [T] scales of the rows of x of an FP8 GEMM */
     expert_scratch *experts;     /* NULL: the model has no experts */
+    lora_state *lora;            /* NULL: no adapters can be loaded */
     upload_buffer upload;
     step_rows rows;
     int *last_tokens;            /* [n_seqs] the last sampled token of each seq */
@@ -2691,6 +2696,12 @@ __global__ static void __launch_bounds__(256)
     if (i < n) to[i] = from[i];
 }
 
+/* Returns gelu(gate) * up. */
+__device__ static inline float geglu(float gate, float up) {
+    const float g = gate;
+    /* (1 + tanh z) / 2 is the sigmoid of 2 z */
+    return up * (g / (1 + expf(-1.59576912f * (g + 0.044715f * g * g * g))));
+}
 /* ---- gelu_kernel: GELU after a GEMM of gate and up ----
  *
  * y[t][i] = gelu(gate[t][i]) * up[t][i], gelu by its tanh approximation, in float32.
@@ -2711,11 +2722,7 @@ __global__ static void __launch_bounds__(256)
     unpack_8(from[0], gate);
     unpack_8(from[1], up);
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
-        const float g = gate[j];
-        /* (1 + tanh z) / 2 is the sigmoid of 2 z */
-        up[j] *= g / (1 + expf(-1.59576912f * (g + 0.044715f * g * g * g)));
-    }
+    for (int j = 0; j < 8; j++) up[j] = geglu(gate[j], up[j]);
     *(uint4 *)(y + (size_t)blockIdx.y * ldy + 8 * i) = pack_8(up);
 }
 
@@ -7526,6 +7533,664 @@ static void experts_run(toka_device *dev, const layer_experts *layer, bf16 *x) {
                                  layer->logits.N, dev->E, k, X, true};
     launch_dependent(dev, "sum of experts", expert_sum_kernel, {dim3((unsigned)T), 128}, sum,
                      lists);
+}
+
+/* ===========================================================================
+ * MARK: 7c. Adapters [kernel]
+ *
+ * What the adapters (LoRA, toka_low_rank) of a step's rows add to a GEMM y = x W^T:
+ *
+ *     y[t] += scale B (A x[t])    A [r][K] and B [N][r] of the adapter of row t
+ *
+ *     lora_shrink_kernel    low = A x, float32
+ *     lora_expand_kernel    y += scale B low; or, after the GEMM of gate and up, what B adds to
+ *                           them and their activation
+ *
+ * Which steps: only a step in which a row has an adapter launches these kernels. It is launched
+ * kernel by kernel, without fused norms, and its GEMMs of q, k, v and of gate, up have the epilogue
+ * EPI_STORE, because RoPE and the activation come after what is added. All other steps run as if
+ * adapters did not exist.
+ *
+ * Rows: lora_plan_step sorts the rows of the step by their adapters; rows without one are last. A
+ * CTA has LORA_ROWS rows in this order. It computes all of them with each adapter that one of them
+ * has, one adapter after the other, and keeps the results of the rows of this adapter. Most CTAs
+ * have rows of one or two adapters.
+ *
+ * Every sum has an order that depends on K and on the rank alone. So what is added to a row does
+ * not depend on the other rows of the step.
+ *
+ * Memory: an adapter is allocated in one block when it is loaded, and freed when it is dropped. Its
+ * numbers are bf16. Ranks are padded with zeros to multiples of LORA_RANKS.
+ * =========================================================================== */
+
+enum {
+    LORA_ROWS = 32,      /* rows of a CTA: two tiles of 16 rows of the MMA */
+    LORA_RANKS = 16,     /* a chunk of a rank: K of one MMA */
+    LORA_SLICE = 1024,   /* columns of x that a CTA of lora_shrink_kernel adds up */
+    LORA_SHRINK_WARPS = 8,
+    LORA_SLICE_STEPS = LORA_SLICE / LORA_SHRINK_WARPS / 32,
+    LORA_SUMS_STRIDE = 24, /* no bank conflicts between rows of 16 floats */
+    LORA_EXPAND_WARPS = 4,
+    LORA_COLS = 32,      /* columns of y that a warp of lora_expand_kernel computes at a time */
+    LORA_EXPAND_COLS = 4 * LORA_EXPAND_WARPS * LORA_COLS /* of a CTA */
+};
+
+/* The matrices of a layer that adapters change, in the order of lora_block. */
+enum { LORA_Q, LORA_K, LORA_V, LORA_O, LORA_GATE, LORA_UP, LORA_DOWN, LORA_N_PARTS };
+
+typedef struct lora_part { /* an adapter's part of one matrix */
+    const bf16 *a; /* [rank][K], K as in struct weight */
+    const bf16 *b; /* [N][rank]; the rows of q, k and v in the order of W, those of gate and of up
+                      in their own order */
+    float scale;
+    int rank;      /* a multiple of LORA_RANKS; 0: the adapter does not change the matrix */
+} lora_part;
+
+typedef struct lora_block { /* an adapter on the device */
+    lora_part *parts; /* [L * LORA_N_PARTS], device memory, the numbers follow; NULL: not loaded */
+    int rank;         /* the highest of all parts */
+} lora_block;
+
+typedef struct lora_source { /* where a part is in the adapter's files (toka_tensor) */
+    int matrix, matrix_row, matrix_col; /* matrix 0: adapters do not change it */
+    int rows, cols;
+} lora_source;
+
+typedef struct lora_rows { /* of a step; device memory in the upload buffer */
+    const int *rows;  /* [T] the rows of the step, sorted by adapter */
+    const int *slots; /* [T] of each of them, index of its adapter in blocks; -1: it has none */
+    const lora_part *const *blocks;
+} lora_rows;
+
+struct lora_state {
+    /* By number. Any thread sets an entry that no step uses (toka_backend.set_adapter). */
+    lora_block of[TOKA_MAX_ADAPTERS + 1];
+    lora_source *sources; /* [L * LORA_N_PARTS] */
+    float *low;           /* scratch of lora_shrink_kernel */
+    /* The current step. n_rows: rows that have an adapter; n_chunks: of its highest rank. */
+    lora_rows step;
+    int n_rows, n_chunks;
+};
+
+/* Returns whether a row of the current step has an adapter. */
+static bool lora_in_step(const toka_device *dev) { return dev->lora && dev->lora->n_rows > 0; }
+
+/* ---- The kernels ---- */
+
+struct lora_args {
+    lora_rows step;
+    int n_rows;       /* the first rows of the order that the kernel computes */
+    int n_low_rows;   /* rows of low: those that have an adapter, rounded up to LORA_ROWS */
+    const bf16 *x;    /* [T][ldx] */
+    int ldx, K;
+    float *low;       /* [slice][part][chunk][n_low_rows][LORA_RANKS] */
+    int first_part, n_parts, n_chunks, n_slices;
+    bf16 *y;          /* [T][ldy]; with PAIRS the activation's output */
+    int ldy;
+    int width[3];     /* columns of y of each part; with PAIRS [0]: columns of gate_up */
+    const bf16 *gate_up; /* PAIRS: [T][width[0]] */
+    bool is_gelu;
+};
+
+typedef struct lora_tile { /* the rows of a CTA. With PAIRS two parts: gate and up */
+    int rows[LORA_ROWS]; /* of the step; those behind the last one are equal to the first one */
+    int slots[LORA_ROWS];
+    int ranks[2][LORA_ROWS]; /* of the part of the row's adapter; 0 without an adapter */
+    float scales[2][LORA_ROWS];
+    const bf16 *matrices[2][LORA_ROWS]; /* A or B */
+} lora_tile;
+
+/* Loads the tile of the rows from `first` on. No kernel writes what this reads. */
+__device__ static inline void lora_load_tile(lora_tile &tile, const lora_args &args, int first,
+                                             int part, int n_parts, bool wants_b) {
+    const int i = (int)threadIdx.x % LORA_ROWS, k = (int)threadIdx.x / LORA_ROWS;
+    if (k >= n_parts) return;
+    const bool exists = first + i < args.n_rows;
+    const int slot = exists ? args.step.slots[first + i] : -1;
+    if (k == 0) {
+        tile.rows[i] = args.step.rows[exists ? first + i : first];
+        tile.slots[i] = slot;
+    }
+    tile.ranks[k][i] = 0;
+    if (slot < 0) return;
+    const lora_part from = args.step.blocks[slot][part + k];
+    tile.ranks[k][i] = from.rank;
+    tile.scales[k][i] = from.scale;
+    tile.matrices[k][i] = wants_b ? from.b : from.a;
+}
+/* Returns the end of the run of rows that have the adapter of row `begin` of the tile. */
+__device__ static inline int lora_run_end(const lora_tile &tile, int begin) {
+    int end = begin + 1;
+    while (end < LORA_ROWS && tile.slots[end] == tile.slots[begin]) end++;
+    return end;
+}
+/* Does the run have rows of tile m of the MMA? */
+__device__ static inline bool lora_run_has(int begin, int end, int m) {
+    return begin < 16 * m + 16 && end > 16 * m;
+}
+
+/* ---- lora_shrink_kernel: low = A x ----
+ *
+ *   x      bf16 [T][ldx], K columns, a multiple of 8
+ *   A      bf16 [rank][K]
+ *   low    float32 [slice][part][chunk][n_low_rows][16], of the slices of K
+ *
+ * Grid (tiles of LORA_ROWS rows, parts x chunks of 16 of the rank, slices of LORA_SLICE columns of
+ * x), block 256. Reads x once for each part and chunk: bound by L2 and latency.
+ *
+ * Warp w has columns 128 w .. 128 w + 127 of the slice, 32 at a time. Lane (g, q) = (l / 4, l % 4)
+ * loads 8 neighbouring columns, 8 q .. 8 q + 7, of its rows of x and A: the operands of two MMAs.
+ * The MMA adds columns up in any order, as long as x and A have the same. Then the sums of the
+ * warps are added in the order of the warps; lora_expand_kernel adds the slices. */
+__device__ static inline void lora_multiply_slice(float (&acc)[2][2][4], const lora_args &args,
+                                                  const lora_tile &tile, const bf16 *a, int k0) {
+    const int lane = (int)threadIdx.x % 32, g = lane / 4;
+#pragma unroll
+    for (int i = 0; i < LORA_SLICE_STEPS; i++) {
+        const int k = k0 + 32 * i + lane % 4 * 8;
+        const bool exists = k < args.K;
+        uint4 x[4], w[2]; /* x: rows g, g + 8, g + 16, g + 24 */
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            x[j] = exists ? *(const uint4 *)(args.x + (size_t)tile.rows[8 * j + g] * args.ldx + k)
+                          : uint4{};
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+            w[j] = exists ? *(const uint4 *)(a + (size_t)(8 * j + g) * args.K + k) : uint4{};
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            const uint4 low = x[2 * m], high = x[2 * m + 1];
+            const uint32_t first[4] = {low.x, high.x, low.y, high.y},
+                           second[4] = {low.z, high.z, low.w, high.w};
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                const uint32_t b_first[2] = {w[j].x, w[j].y}, b_second[2] = {w[j].z, w[j].w};
+                mma_16816(acc[m][j], first, b_first);
+                mma_16816(acc[m][j], second, b_second);
+            }
+        }
+    }
+}
+__global__ static void __launch_bounds__(32 * LORA_SHRINK_WARPS)
+    lora_shrink_kernel(const lora_args args) {
+    __shared__ lora_tile tile;
+    __shared__ float sums[LORA_SHRINK_WARPS][LORA_ROWS][LORA_SUMS_STRIDE];
+    const int first = (int)blockIdx.x * LORA_ROWS, warp = (int)threadIdx.x / 32,
+              lane = (int)threadIdx.x % 32;
+    const int part = (int)blockIdx.y / args.n_chunks, chunk = (int)blockIdx.y % args.n_chunks;
+    const int row = (int)threadIdx.x / 8, column = (int)threadIdx.x % 8 * 2; /* to add up */
+    float *low = args.low + (((size_t)blockIdx.z * gridDim.y + blockIdx.y) * args.n_low_rows +
+                             first + row) * LORA_RANKS + column;
+    grid_launch_dependents();
+    lora_load_tile(tile, args, first, args.first_part + part, 1, false);
+    __syncthreads();
+    grid_wait();
+    for (int begin = 0, end; begin < LORA_ROWS && tile.slots[begin] >= 0; begin = end) {
+        end = lora_run_end(tile, begin);
+        if (tile.ranks[0][begin] <= chunk * LORA_RANKS) continue;
+        float acc[2][2][4] = {};
+        lora_multiply_slice(acc, args, tile,
+                            tile.matrices[0][begin] + (size_t)chunk * LORA_RANKS * args.K,
+                            (int)blockIdx.z * LORA_SLICE + warp * 32 * LORA_SLICE_STEPS);
+#pragma unroll
+        for (int i = 0; i < 8; i++) /* tile m = i / 4, row half i / 2 % 2, column half i % 2 */
+            *(float2 *)&sums[warp][i / 2 * 8 + lane / 4][i % 2 * 8 + lane % 4 * 2] =
+                float2{acc[i / 4][i % 2][i / 2 % 2 * 2], acc[i / 4][i % 2][i / 2 % 2 * 2 + 1]};
+        __syncthreads();
+        if (row >= begin && row < end) {
+            float2 sum = {};
+#pragma unroll
+            for (int w = 0; w < LORA_SHRINK_WARPS; w++)
+                sum.x += sums[w][row][column], sum.y += sums[w][row][column + 1];
+            *(float2 *)low = sum;
+        }
+        __syncthreads();
+    }
+}
+
+/* ---- lora_expand_kernel: what B adds ----
+ *
+ *   y[t][n] += scale B[n] low[t]                            PAIRS false
+ *   y[t][f] = activation(gate_up[t], with what B adds)      PAIRS true, of every row of the step
+ *
+ *   low      of lora_shrink_kernel; times scale it is rounded to bf16
+ *   B        bf16 [N][rank]
+ *   gate_up  bf16 [T][2F]: 8 columns of gate, then their 8 of up, and so on
+ *
+ * Grid (tiles of LORA_ROWS rows, groups of LORA_EXPAND_COLS columns of the parts), block 128.
+ * Shared memory: low of the tile, [part][row][lora_low_stride]. Moves 4 M N bytes (PAIRS: 3 M N):
+ * bound by copy bandwidth.
+ *
+ * A warp computes 32 columns at a time, as four MMAs of 8. Which columns an MMA has is chosen such
+ * that lane (g, q) gets 8 neighbouring columns of y, or 4 of gate and the same 4 of up:
+ *
+ *   column c of MMA j      PAIRS false    8 (c / 2) + 2 j + c % 2
+ *                          PAIRS true     f = 4 (c / 2) + 2 (j % 2) + c % 2, of gate for j < 2 */
+__host__ __device__ static inline int lora_low_stride(int n_chunks) {
+    return (n_chunks | 1) * LORA_RANKS; /* an odd number of chunks: no bank conflicts */
+}
+/* Adds up the slices of low, times scale, for all rows of the tile and n_parts parts. */
+__device__ static inline void lora_load_low(bf16 *to, const lora_args &args, const lora_tile &tile,
+                                            int first, int part, int n_parts) {
+    const int stride = lora_low_stride(args.n_chunks);
+    const size_t slice = (size_t)args.n_parts * args.n_chunks * args.n_low_rows * LORA_RANKS;
+    for (int i = (int)threadIdx.x; i < n_parts * args.n_chunks * LORA_ROWS * 4;
+         i += 32 * LORA_EXPAND_WARPS) {
+        const int column = i % 4 * 4, row = i / 4 % LORA_ROWS, chunk = i / (4 * LORA_ROWS);
+        const int k = chunk / args.n_chunks, in_part = chunk % args.n_chunks * LORA_RANKS;
+        float4 sum = {};
+        if (in_part < tile.ranks[k][row]) {
+            const float *from = args.low +
+                                ((size_t)(part * args.n_chunks + chunk) * args.n_low_rows + first +
+                                 row) * LORA_RANKS + column;
+            for (int s = 0; s < args.n_slices; s++) {
+                const float4 more = *(const float4 *)(from + s * slice);
+                sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+            }
+            const float scale = tile.scales[k][row];
+            sum.x *= scale, sum.y *= scale, sum.z *= scale, sum.w *= scale;
+        }
+        *(uint2 *)(to + (k * LORA_ROWS + row) * stride + in_part + column) =
+            make_uint2(pack_bf16(sum.x, sum.y), pack_bf16(sum.z, sum.w));
+    }
+}
+/* Computes what the adapter of the rows begin .. end-1 adds to a warp's columns from col0 on. */
+template <bool PAIRS>
+__device__ static inline void lora_multiply_run(float (&sum)[2][4][4], const lora_args &args,
+                                                const lora_tile &tile, const bf16 *low, int begin,
+                                                int end, int col0, int width) {
+    constexpr int N_MMA = PAIRS ? 2 : 4; /* of a part */
+    const int lane = (int)threadIdx.x % 32, g = lane / 4, q = lane % 4;
+    const int stride = lora_low_stride(args.n_chunks);
+    const int row0 = (PAIRS ? col0 / 2 : col0) + g / 2 * 2 * N_MMA + g % 2, /* of B, for MMA 0 */
+              n_rows = PAIRS ? width / 2 : width;
+#pragma unroll
+    for (int part = 0; part < (PAIRS ? 2 : 1); part++) {
+        const int rank = tile.ranks[part][begin];
+        const bf16 *b = tile.matrices[part][begin] + 4 * q;
+        for (int r = 0; r < rank; r += LORA_RANKS) {
+            uint2 w[N_MMA];
+#pragma unroll
+            for (int j = 0; j < N_MMA; j++)
+                w[j] = row0 + 2 * j < n_rows
+                           ? *(const uint2 *)(b + (size_t)(row0 + 2 * j) * rank + r)
+                           : uint2{};
+#pragma unroll
+            for (int m = 0; m < 2; m++) {
+                if (!lora_run_has(begin, end, m)) continue;
+                const bf16 *from = low + (part * LORA_ROWS + 16 * m + g) * stride + r + 4 * q;
+                const uint2 first = *(const uint2 *)from,
+                            second = *(const uint2 *)(from + 8 * stride);
+                const uint32_t a[4] = {first.x, second.x, first.y, second.y};
+#pragma unroll
+                for (int j = 0; j < N_MMA; j++) {
+                    const uint32_t pair[2] = {w[j].x, w[j].y};
+                    mma_16816(sum[m][part * N_MMA + j], a, pair);
+                }
+            }
+        }
+    }
+}
+/* Computes what all adapters of the tile add to a warp's columns. */
+template <bool PAIRS>
+__device__ static inline void lora_multiply_tile(float (&acc)[2][4][4], const lora_args &args,
+                                                 const lora_tile &tile, const bf16 *low, int col0,
+                                                 int width) {
+    const int g = (int)threadIdx.x % 32 / 4;
+    for (int begin = 0, end; begin < LORA_ROWS && tile.slots[begin] >= 0; begin = end) {
+        end = lora_run_end(tile, begin);
+        float sum[2][4][4] = {};
+        lora_multiply_run<PAIRS>(sum, args, tile, low, begin, end, col0, width);
+#pragma unroll
+        for (int i = 0; i < 32; i++) {
+            const int m = i / 16, j = i / 4 % 4, row = 16 * m + i / 2 % 2 * 8 + g;
+            if (row >= begin && row < end) acc[m][j][i % 4] = sum[m][j][i % 4];
+        }
+    }
+}
+/* Adds acc, the lane's 8 columns of MMAs 0 to 3 of row half `half`, to y. */
+__device__ static inline uint4 lora_add_8(uint4 y, const float (&acc)[4][4], int half) {
+    float sums[8];
+    unpack_8(y, sums);
+#pragma unroll
+    for (int i = 0; i < 8; i++) sums[i] += acc[i / 2][2 * half + i % 2];
+    return pack_8(sums);
+}
+/* Returns the activation of 4 columns of gate and of up, with acc added. */
+__device__ static inline uint2 lora_activate_4(uint2 gate, uint2 up, const float (&acc)[4][4],
+                                               int half, bool is_gelu) {
+    float g[4] = {bf16_low(gate.x), bf16_high(gate.x), bf16_low(gate.y), bf16_high(gate.y)},
+          u[4] = {bf16_low(up.x), bf16_high(up.x), bf16_low(up.y), bf16_high(up.y)};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        g[i] += acc[i / 2][2 * half + i % 2];
+        u[i] += acc[2 + i / 2][2 * half + i % 2];
+        u[i] = is_gelu ? geglu(g[i], u[i]) : swiglu(g[i], u[i]);
+    }
+    return make_uint2(pack_bf16(u[0], u[1]), pack_bf16(u[2], u[3]));
+}
+/* Computes a warp's columns from col0 on. y: column 0 of the part. */
+template <bool PAIRS>
+__device__ static inline void lora_expand_columns(const lora_args &args, const lora_tile &tile,
+                                                  const bf16 *low, bf16 *y, int n_rows, int col0,
+                                                  int width) {
+    const int lane = (int)threadIdx.x % 32, g = lane / 4, q = lane % 4;
+    const bool exists = PAIRS ? col0 / 2 + 4 * q < width / 2 : col0 + 8 * q < width;
+    float acc[2][4][4] = {};
+    uint4 old[4] = {}; /* of rows g, g + 8, g + 16, g + 24: 8 columns of y, or 4 of gate, 4 of up */
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        if (!exists || 8 * i + g >= n_rows) continue;
+        const size_t row = (size_t)tile.rows[8 * i + g];
+        if constexpr (PAIRS) {
+            const bf16 *from = args.gate_up + row * width + col0 + q / 2 * 16 + q % 2 * 4;
+            const uint2 gate = *(const uint2 *)from, up = *(const uint2 *)(from + 8);
+            old[i] = make_uint4(gate.x, gate.y, up.x, up.y);
+        } else old[i] = *(const uint4 *)(y + row * args.ldy + col0 + 8 * q);
+    }
+    lora_multiply_tile<PAIRS>(acc, args, tile, low, col0, width);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        if (!exists || 8 * i + g >= n_rows) continue;
+        bf16 *to = y + (size_t)tile.rows[8 * i + g] * args.ldy;
+        if constexpr (PAIRS)
+            *(uint2 *)(to + col0 / 2 + 4 * q) =
+                lora_activate_4(make_uint2(old[i].x, old[i].y), make_uint2(old[i].z, old[i].w),
+                                acc[i / 2], i % 2, args.is_gelu);
+        else if (tile.ranks[0][8 * i + g])
+            *(uint4 *)(to + col0 + 8 * q) = lora_add_8(old[i], acc[i / 2], i % 2);
+    }
+}
+template <bool PAIRS>
+__global__ static void __launch_bounds__(32 * LORA_EXPAND_WARPS)
+    lora_expand_kernel(const lora_args args) {
+    extern __shared__ __align__(16) bf16 lora_low[];
+    __shared__ lora_tile tile;
+    const int first = (int)blockIdx.x * LORA_ROWS, n_rows = min(LORA_ROWS, args.n_rows - first);
+    const int n_parts = PAIRS ? 2 : 1;
+    int part = 0, group = (int)blockIdx.y, width = args.width[0];
+    bf16 *y = args.y;
+#pragma unroll
+    for (int i = 0; i < (PAIRS ? 0 : 2); i++) { /* finds the part of the group */
+        if (part < i || group * LORA_EXPAND_COLS < width) continue;
+        group -= (width + LORA_EXPAND_COLS - 1) / LORA_EXPAND_COLS;
+        y += width, width = args.width[i + 1], part = i + 1;
+    }
+    grid_launch_dependents();
+    lora_load_tile(tile, args, first, args.first_part + part, n_parts, true);
+    __syncthreads();
+    grid_wait();
+    if (tile.slots[0] >= 0) lora_load_low(lora_low, args, tile, first, part, n_parts);
+    __syncthreads();
+    for (int i = 0; i < LORA_EXPAND_COLS / (LORA_EXPAND_WARPS * LORA_COLS); i++) {
+        const int col0 = group * LORA_EXPAND_COLS +
+                         (i * LORA_EXPAND_WARPS + (int)threadIdx.x / 32) * LORA_COLS;
+        if (col0 >= width) return;
+        lora_expand_columns<PAIRS>(args, tile, lora_low, y, n_rows, col0, width);
+    }
+}
+
+/* ---- Their launches ---- */
+
+/* Launches lora_shrink_kernel for the input of a GEMM whose W has n_parts matrices. Returns the
+ * arguments, to which the caller adds those of lora_expand_kernel. */
+static lora_args lora_shrink(toka_device *dev, const gemm_args *gemm, int n_parts) {
+    const lora_state *lora = dev->lora;
+    const int n_tiles = ceil_div(lora->n_rows, LORA_ROWS);
+    const lora_args args = {.step = lora->step, .n_rows = lora->n_rows,
+                            .n_low_rows = n_tiles * LORA_ROWS, .x = gemm->x, .ldx = gemm->ldx,
+                            .K = gemm->w->K, .low = lora->low, .first_part = gemm->w->first_part,
+                            .n_parts = n_parts, .n_chunks = lora->n_chunks,
+                            .n_slices = ceil_div(gemm->w->K, LORA_SLICE)};
+    launch_dependent(dev, "adapters: A x", lora_shrink_kernel,
+                     {dim3((unsigned)n_tiles, (unsigned)(n_parts * args.n_chunks),
+                           (unsigned)args.n_slices),
+                      32 * LORA_SHRINK_WARPS},
+                     args);
+    return args;
+}
+static size_t lora_expand_smem(int n_chunks, int n_parts) {
+    return (size_t)n_parts * LORA_ROWS * lora_low_stride(n_chunks) * sizeof(bf16);
+}
+/* Adds what the adapters of the step's rows add to the output of a GEMM that has run. Its x is
+ * still there. Launches nothing if no row has an adapter. */
+static void lora_add(toka_device *dev, const gemm_args *gemm) {
+    if (!lora_in_step(dev)) return;
+    const int kind = gemm->w->first_part % LORA_N_PARTS, n_parts = kind == LORA_Q ? 3 : 1;
+    lora_args args = lora_shrink(dev, gemm, n_parts);
+    const lora_source *sources = dev->lora->sources + gemm->w->first_part;
+    int n_groups = 0;
+    args.y = gemm->y, args.ldy = gemm->ldy;
+    for (int i = 0; i < n_parts; i++) {
+        args.width[i] = n_parts == 1 ? gemm->w->N : sources[i].rows;
+        n_groups += ceil_div(args.width[i], LORA_EXPAND_COLS);
+    }
+    launch_dependent(dev, "adapters: B", lora_expand_kernel<false>,
+                     {dim3((unsigned)(args.n_low_rows / LORA_ROWS), (unsigned)n_groups),
+                      32 * LORA_EXPAND_WARPS, lora_expand_smem(args.n_chunks, 1)},
+                     args);
+}
+/* act = activation of gate and up, with what the adapters add to them. gemm: it has stored gate and
+ * up. */
+static void lora_gate_up(toka_device *dev, const gemm_args *gemm, bool is_gelu) {
+    lora_args args = lora_shrink(dev, gemm, 2);
+    args.n_rows = gemm->M;
+    args.gate_up = gemm->y, args.width[0] = gemm->w->N, args.is_gelu = is_gelu;
+    args.y = dev->act, args.ldy = dev->F;
+    assert(gemm->ldy == gemm->w->N);
+    launch_dependent(dev, "adapters: gate and up", lora_expand_kernel<true>,
+                     {dim3((unsigned)ceil_div(gemm->M, LORA_ROWS),
+                           (unsigned)ceil_div(gemm->w->N, LORA_EXPAND_COLS)),
+                      32 * LORA_EXPAND_WARPS, lora_expand_smem(args.n_chunks, 2)},
+                     args);
+}
+
+/* ---- The rows of a step ---- */
+
+/* Sorts the rows of a step by adapter. slot_of: [TOKA_MAX_ADAPTERS + 1] index of an adapter's
+ * block, in rising order of the adapters; -1: the row has none. Returns the number of rows that
+ * have one. */
+static int lora_sort_rows(const uint8_t *adapters, int T, const int *slot_of, int *rows,
+                          int *slots) {
+    int place[TOKA_MAX_ADAPTERS + 2] = {}; /* [slot + 1] rows of the slots before; then of none */
+    for (int t = 0; t < T; t++)
+        if (slot_of[adapters[t]] >= 0) place[slot_of[adapters[t]] + 1]++;
+    for (int i = 1; i < TOKA_MAX_ADAPTERS + 2; i++) place[i] += place[i - 1];
+    const int n = place[TOKA_MAX_ADAPTERS + 1];
+    for (int t = 0, n_none = n; t < T; t++) {
+        const int slot = slot_of[adapters[t]], to = slot < 0 ? n_none++ : place[slot]++;
+        rows[to] = t, slots[to] = slot;
+    }
+    return n;
+}
+static size_t lora_upload_bytes(const toka_device *dev) {
+    return dev->lora ? (size_t)dev->options.max_tokens * 2 * sizeof(int) +
+                           (TOKA_MAX_ADAPTERS + 1) * sizeof(lora_part *) + 64
+                     : 0;
+}
+/* Uploads the rows of the step in the order of their adapters. */
+static void lora_plan_step(toka_device *dev, const toka_step *step) {
+    lora_state *lora = dev->lora;
+    int slot_of[TOKA_MAX_ADAPTERS + 1], n_slots = 0;
+    const lora_part *blocks[TOKA_MAX_ADAPTERS];
+    bool used[TOKA_MAX_ADAPTERS + 1] = {};
+    lora->n_rows = lora->n_chunks = 0;
+    if (!step->adapters) return;
+    for (int t = 0; t < step->T; t++) used[step->adapters[t]] = true;
+    for (int i = 0; i <= TOKA_MAX_ADAPTERS; i++) {
+        slot_of[i] = i && used[i] ? n_slots : -1;
+        if (slot_of[i] < 0) continue;
+        assert(lora->of[i].parts);
+        blocks[n_slots++] = lora->of[i].parts;
+        lora->n_chunks = max(lora->n_chunks, lora->of[i].rank / LORA_RANKS);
+    }
+    void *rows, *slots;
+    lora->step.rows = (const int *)upload_alloc(&dev->upload, (size_t)step->T * sizeof(int), &rows);
+    lora->step.slots = (const int *)upload_alloc(&dev->upload, (size_t)step->T * sizeof(int),
+                                                 &slots);
+    lora->step.blocks = (const lora_part *const *)upload_put(
+        &dev->upload, blocks, (size_t)n_slots * sizeof *blocks);
+    lora->n_rows = lora_sort_rows(step->adapters, step->T, slot_of, (int *)rows, (int *)slots);
+}
+
+/* ---- Loading an adapter ---- */
+
+/* Returns what the GPU does not have of adapters for this layer; NULL: it has all of it. */
+static const char *lora_missing(const toka_layer *layer) {
+    const toka_tensor *const matrices[] = {&layer->q, &layer->k, &layer->v, &layer->o,
+                                           &layer->mlp.gate, &layer->mlp.up, &layer->mlp.down};
+    if (layer->mla) return "adapters (LoRA) of multi-head latent attention (MLA)";
+    if (layer->moe) return "adapters (LoRA) of models with experts";
+    for (const toka_tensor *matrix : matrices)
+        if (matrix->dtype == TOKA_FP8) return "adapters (LoRA) of FP8 weights";
+    return NULL;
+}
+static void lora_number_parts(layer_weights *layer, int i) {
+    layer->qkv.first_part = i * LORA_N_PARTS + LORA_Q;
+    layer->o.first_part = i * LORA_N_PARTS + LORA_O;
+    layer->gate_up.first_part = i * LORA_N_PARTS + LORA_GATE;
+    layer->down.first_part = i * LORA_N_PARTS + LORA_DOWN;
+}
+/* Returns the most floats of low that a row needs. */
+static size_t lora_low_width(const toka_shape *shape, int max_rank) {
+    const size_t chunks = (size_t)ceil_div(max_rank, LORA_RANKS);
+    const int E = ceil_div(shape->E, LORA_SLICE), F = ceil_div(shape->F, LORA_SLICE),
+              o = ceil_div(shape->H * toka_value_size(shape), LORA_SLICE);
+    return (size_t)max(3 * E, max(o, F)) * chunks * LORA_RANKS;
+}
+static size_t lora_low_bytes(const toka_shape *shape, int max_rank, int max_tokens) {
+    const size_t rows = (size_t)ceil_div(max_tokens, LORA_ROWS) * LORA_ROWS;
+    return rows * lora_low_width(shape, max_rank) * sizeof(float);
+}
+/* Returns the bytes of the scratch of adapters: low, and gate and up. */
+static size_t lora_scratch_bytes(const toka_shape *shape, const toka_weights *weights,
+                                 int max_tokens) {
+    if (!weights->adapters) return 0;
+    return lora_low_bytes(shape, weights->adapters->max_rank, max_tokens) +
+           (size_t)max_tokens * 2 * round_up_8(shape->F) * sizeof(bf16);
+}
+static void lora_open(toka_device *dev) {
+    const toka_shape *shape = dev->shape;
+    lora_state *lora = (lora_state *)calloc(1, sizeof *lora);
+    if (!lora) abort();
+    lora->sources = (lora_source *)calloc((size_t)shape->L * LORA_N_PARTS, sizeof *lora->sources);
+    if (!lora->sources) abort();
+    for (int i = 0; i < shape->L; i++) {
+        const toka_layer *layer = &dev->weights->layers[i];
+        const toka_tensor *const matrices[LORA_N_PARTS] = {
+            &layer->q, &layer->k, &layer->v, &layer->o, &layer->mlp.gate, &layer->mlp.up,
+            &layer->mlp.down};
+        for (int k = 0; k < LORA_N_PARTS; k++)
+            lora->sources[i * LORA_N_PARTS + k] = lora_source{
+                matrices[k]->matrix, matrices[k]->matrix_row, matrices[k]->matrix_col,
+                matrices[k]->rows, matrices[k]->cols};
+    }
+    dev->lora = lora;
+    lora->low = (float *)dev_alloc(
+        dev, lora_low_bytes(shape, dev->weights->adapters->max_rank, dev->options.max_tokens),
+        "adapters");
+}
+static void lora_close(toka_device *dev) {
+    lora_state *lora = dev->lora;
+    if (!lora) return;
+    for (const lora_block &block : lora->of) cudaFree(block.parts);
+    free(lora->sources);
+    free(lora);
+}
+
+/* Copies n numbers as bf16. */
+static void lora_copy_numbers(bf16 *to, const toka_tensor *from, size_t at, int n) {
+    if (from->dtype == TOKA_BF16) memcpy((void *)to, (const bf16 *)from->data + at, n * sizeof *to);
+    else
+        for (int i = 0; i < n; i++)
+            to[i] = __float2bfloat16(load_number(from->data, at + (size_t)i, from->dtype));
+}
+/* Returns the row on the device of row `row` of a part. */
+static int lora_row_at(const toka_device *dev, int part, int row) {
+    const int kind = part % LORA_N_PARTS, D = dev->shape->D;
+    if (kind > LORA_V) return row;
+    if (kind < LORA_V)
+        row = head_place(head_order_of(dev->weights->layers[part / LORA_N_PARTS].rope, D), row);
+    return qkv_is_interleaved(dev, D) ? row / D * D + qkv_interleave(row % D, D / 2) : row;
+}
+/* Returns the bytes of the numbers of a part. */
+static size_t lora_part_bytes(const lora_source *source, int rank) {
+    return (size_t)rank * (size_t)(round_up_8(source->rows) + round_up_8(source->cols)) *
+           sizeof(bf16);
+}
+/* Writes A and B of a part, padded with zeros. */
+static void lora_write_part(const toka_device *dev, int part, const toka_low_rank *from, int rank,
+                            bf16 *a, bf16 *b) {
+    const lora_source *source = &dev->lora->sources[part];
+    const int K = round_up_8(source->cols);
+    memset((void *)a, 0, lora_part_bytes(source, rank));
+    for (int i = 0; i < from->a.rows; i++)
+        lora_copy_numbers(a + (size_t)i * K, &from->a,
+                          (size_t)i * from->a.cols + source->matrix_col, source->cols);
+    for (int i = 0; i < source->rows; i++)
+        lora_copy_numbers(b + (size_t)lora_row_at(dev, part, i) * rank, &from->b,
+                          (size_t)(source->matrix_row + i) * from->b.cols, from->b.cols);
+}
+/* Lists the parts of an adapter for a block at address `at`, and with host their numbers in a copy
+ * of it. Returns the bytes of the block. */
+static size_t lora_write_block(const toka_device *dev, const toka_low_rank *from, char *at,
+                               char *host, int *max_rank) {
+    const int n = dev->shape->L * LORA_N_PARTS;
+    size_t bytes = ((size_t)n * sizeof(lora_part) + 15) / 16 * 16;
+    for (int i = 0; i < n; i++) {
+        const lora_source *source = &dev->lora->sources[i];
+        const toka_low_rank *part = &from[source->matrix];
+        lora_part to = {};
+        if (source->matrix && part->a.rows) {
+            to.rank = ceil_div(part->a.rows, LORA_RANKS) * LORA_RANKS;
+            const size_t a_bytes = (size_t)to.rank * round_up_8(source->cols) * sizeof(bf16);
+            to.a = (const bf16 *)(at + bytes), to.b = (const bf16 *)(at + bytes + a_bytes);
+            to.scale = part->scale;
+            if (host)
+                lora_write_part(dev, i, part, to.rank, (bf16 *)(host + bytes),
+                                (bf16 *)(host + bytes + a_bytes));
+            bytes += lora_part_bytes(source, to.rank);
+            *max_rank = max(*max_rank, to.rank);
+        }
+        if (host) ((lora_part *)host)[i] = to;
+    }
+    return bytes;
+}
+/* Loads an adapter while steps run. Its memory is allocated here, not when the device is opened:
+ * what adapters need is not known before. */
+static int cuda_set_adapter(toka_device *dev, int number, const toka_low_rank *parts,
+                            toka_err *e) {
+    lora_block block = {}, *entry = &dev->lora->of[number];
+    if (!parts) {
+        cudaFree(entry->parts); /* waits for the GPU */
+        *entry = block;
+        return 0;
+    }
+    size_t free_bytes = 0, total = 0;
+    const size_t bytes = lora_write_block(dev, parts, NULL, NULL, &block.rank);
+    cudaError_t code = cudaSetDevice(dev->ordinal);
+    if (!code) code = cudaMalloc((void **)&block.parts, bytes);
+    char *host = code ? NULL : (char *)malloc(bytes);
+    if (!code && !host) abort();
+    if (!code) {
+        lora_write_block(dev, parts, (char *)block.parts, host, &block.rank);
+        code = cudaMemcpy(block.parts, host, bytes, cudaMemcpyHostToDevice);
+    }
+    free(host);
+    if (!code) {
+        *entry = block;
+        return 0;
+    }
+    cudaGetLastError();
+    cudaMemGetInfo(&free_bytes, &total);
+    cudaFree(block.parts);
+    e->code = code == cudaErrorMemoryAllocation ? TOKA_E_MEMORY : TOKA_E_DEVICE;
+    snprintf(e->msg, sizeof e->msg,
+             "GPU: %s%s: the adapter needs %.3f GB, %.3f of %.3f GB are free "
+             "(--gpu-memory-utilization)",
+             dev->rank_prefix, cudaGetErrorString(code), bytes / 1e9, free_bytes / 1e9,
+             total / 1e9);
+    return e->code;
 }
 
 /* ===========================================================================
@@ -15989,7 +16654,8 @@ static int64_t cuda_kv_bytes(const toka_shape *shape, const toka_weights *weight
     for (int i = 0; i < shape->L; i++) any_fp8 |= weights->layers[i].kv_fp8;
     const size_t scratch = toka_gpu_scratch_bytes(shape, options->max_tokens) +
                            toka_gpu_kinds_bytes(shape, weights->layers, options->max_tokens) +
-                           (any_fp8 ? toka_gpu_unpacked_bytes(shape) : 0);
+                           (any_fp8 ? toka_gpu_unpacked_bytes(shape) : 0) +
+                           lora_scratch_bytes(shape, weights, options->max_tokens);
     const size_t group = toka_gpu_group_bytes(shape, options->max_tokens, options->tp_size,
                                               options->pp_size);
     return (int64_t)(toka_gpu_utilization(options->memory_utilization) * free_bytes) -
@@ -16301,8 +16967,10 @@ static void check_layers(toka_device *dev) {
     for (int i = 0; i < dev->shape->L && !dev->error.code; i++) {
         const toka_layer *layer = &dev->weights->layers[i];
         const char *needed = dev->hopper ? NULL : toka_gpu_needs_hopper(layer);
-        const char *missing = dev->options.tp_size > 1
-                                  ? toka_gpu_missing_of_ranks(dev->shape, layer) : NULL;
+        const char *missing = dev->options.tp_size == 1 ? NULL
+                              : dev->weights->adapters
+                                  ? "adapters (LoRA)"
+                                  : toka_gpu_missing_of_ranks(dev->shape, layer);
         if (!needed && !missing) continue;
         dev->error.code = TOKA_E_INPUT;
         if (needed)
@@ -16323,6 +16991,7 @@ static int cuda_supports(const toka_shape *shape, const toka_weights *weights, t
     }
     for (int i = 0; i < shape->L; i++) {
         missing = missing_of_layer(shape, &weights->layers[i]);
+        if (!missing && weights->adapters) missing = lora_missing(&weights->layers[i]);
         if (!missing) continue;
         snprintf(e->msg, sizeof e->msg, "layer %d: the GPU does not have %s", i, missing);
         return e->code = TOKA_E_INPUT;
@@ -16357,6 +17026,7 @@ static void cuda_close(toka_device *dev) {
     clock_close(dev);
     attn_close(dev);
     samp_close(dev);
+    lora_close(dev);
     if (dev->stream) cudaStreamDestroy(dev->stream);
     for (int i = 0; dev->layers && i < dev->shape->L; i++) free(dev->layers[i].experts);
     free(dev->layers);
@@ -16376,11 +17046,12 @@ static void cuda_alloc_buffers(toka_device *dev) {
     dev->qkv = (bf16 *)dev_alloc(dev, T * qkv_width * sizeof(bf16), "activations");
     dev->act = (bf16 *)dev_alloc(dev, gemm_rows * dev->F * sizeof(bf16), "activations");
     for (int i = 0; i < shape->L && !dev->gate_up; i++)
-        if (toka_gpu_has_gelu(&dev->weights->layers[i]))
+        if (dev->weights->adapters || toka_gpu_has_gelu(&dev->weights->layers[i]))
             dev->gate_up = (bf16 *)dev_alloc(dev, T * 2 * dev->F * sizeof(bf16), "activations");
     dev->x_scale = (float *)dev_alloc(dev, T * sizeof(float), "activations");
     experts_open(dev);
     latent_open(dev);
+    if (dev->weights->adapters) lora_open(dev);
     dev->row_sumsq = (float *)dev_alloc(
         dev, FUSE_NORM_MAX_ROWS * (size_t)ceil_div(dev->E, FUSE_NORM_COLS) * sizeof(float),
         "activations");
@@ -16414,7 +17085,9 @@ static void cuda_alloc_buffers(toka_device *dev) {
     const size_t row_bytes = T * (4 * sizeof(int) + 2 * sizeof(toka_copy));
     if (!dev->error.code)
         upload_open(dev, &dev->upload,
-                    row_bytes + attn_upload_bytes(dev) + samp_upload_bytes(dev) + 4096, true);
+                    row_bytes + attn_upload_bytes(dev) + samp_upload_bytes(dev) +
+                        lora_upload_bytes(dev) + 4096,
+                    true);
     dev->last_tokens = (int *)dev_alloc(dev, (size_t)dev->options.n_seqs * sizeof(int),
                                         "last tokens");
     if (!dev->error.code) clock_open(dev);
@@ -16430,6 +17103,8 @@ static void weights_put(toka_device *dev) {
     const bool interleaved = qkv_is_interleaved(dev, D) && !kv_is_latent(dev->shape);
     for (int i = 0; i < dev->shape->L && interleaved && !dev->error.code; i++)
         qkv_reorder(dev, &dev->layers[i].qkv, D);
+    for (int i = 0; i < dev->shape->L && !dev->error.code; i++)
+        lora_number_parts(&dev->layers[i], i);
 }
 
 /* Does the layer have a static scale of x? CUDA graphs have its value. */
@@ -17036,7 +17711,7 @@ static step_graph *graph_at(const toka_device *dev, bool is_body, int size, int 
 static int graph_find_size(const toka_device *dev, const toka_step *step) {
     int size = 0;
     if (!dev->graphs.n_captured || step->n_samples != step->T || step->T > GRAPH_MAX_ROWS ||
-        step->logits)
+        step->logits || step->adapters)
         return -1;
     if (dev->group && __atomic_load_n(&dev->group->no_graphs, __ATOMIC_ACQUIRE)) return -1;
     for (int i = 0; i < step->n_samples; i++)
@@ -17154,6 +17829,7 @@ static void step_write_upload(toka_device *dev, const toka_step *step, int size)
         step->windowed_copies
             ? (const toka_copy *)upload_put(&dev->upload, step->windowed_copies, copies_bytes)
             : dev->rows.copies;
+    if (dev->lora) lora_plan_step(dev, step);
     dev->graphs.current = size < 0 ? NULL : graph_find(dev, size, step_is_held(dev, step));
     if (dev->graphs.current) step = graph_padded_step(dev, step, T);
     const size_t end_offset = dev->upload.used;
@@ -17439,7 +18115,7 @@ static void cuda_keep_ids(toka_device *dev, const toka_step *) {
 static const float *fuse_norm_enable(const toka_device *dev, const weight *w, const float *norm) {
     const int M = dev->step->T;
     return M <= FUSE_NORM_MAX_ROWS && tp_size(dev) == 1 && !dev->has_fp8 &&
-                   gemm_family(dev, M, w) == BY_GEMV
+                   !lora_in_step(dev) && gemm_family(dev, M, w) == BY_GEMV
                ? norm
                : NULL;
 }
@@ -17459,6 +18135,7 @@ static void hidden_add(toka_device *dev, toka_hidden *x, const bf16 *in, const w
     if (graph_is_replay(dev)) return;
     if (scatters) gemm_reduce_scatter(dev, &args);
     else gemm(dev, &args);
+    lora_add(dev, &args);
 }
 
 /* x += norm(in W^T (+ bias)). dev->xn is free: the op's first GEMM has read it. */
@@ -17470,6 +18147,7 @@ static void hidden_add_norm(toka_device *dev, toka_hidden *x, const bf16 *in, co
     hidden_set_sum(dev, x, NULL);
     if (graph_is_replay(dev)) return;
     gemm(dev, &args);
+    lora_add(dev, &args);
     launch_dependent(dev, "norm of what is added", add_norm_kernel, {dim3(dev->step->T), 128},
                      dev_bf16(x->data), dev->xn, norm, dev->E, 1.0f / dev->shape->E,
                      dev->shape->eps);
@@ -17478,7 +18156,8 @@ static void hidden_add_norm(toka_device *dev, toka_hidden *x, const bf16 *in, co
 static void cuda_embed(toka_device *dev, const toka_step *step, toka_hidden *x) {
     if (!op_begin(dev, "embed") || !group_wait_sampled(dev, step)) return;
     step = dev->step;
-    const bool fuses = step->T <= FUSE_NORM_MAX_ROWS && tp_size(dev) == 1 && !dev->has_fp8;
+    const bool fuses = step->T <= FUSE_NORM_MAX_ROWS && tp_size(dev) == 1 && !dev->has_fp8 &&
+                       !lora_in_step(dev);
     hidden_set_sum(dev, x, fuses ? dev->layers->attn_norm : NULL);
     if (graph_is_replay(dev)) return;
     launch_dependent(dev, "embedding", embed_kernel, {dim3(step->T), 128}, dev->rows.ids,
@@ -17527,7 +18206,8 @@ static void qkv_rope_kv(toka_device *dev, int layer, gemm_args args, const qkv_p
     const int n_rows = dev->step->T;
     const toka_shape *shape = dev->shape;
     const layer_weights *weights = &dev->layers[layer];
-    const bool fp8 = weights->qkv.scale != NULL, fuses = qkv_may_fuse(dev, layer);
+    const bool fp8 = weights->qkv.scale != NULL,
+               fuses = qkv_may_fuse(dev, layer) && !lora_in_step(dev);
     if (qkv_is_fused_fp8(dev, layer, &params)) {
         gemm_fp8_qkv(dev, &args, &params);
         return;
@@ -17543,6 +18223,7 @@ static void qkv_rope_kv(toka_device *dev, int layer, gemm_args args, const qkv_p
         args.epi = EPI_QKV, args.qkv = &params;
     gemm(dev, &args);
     if (args.epi == EPI_QKV) return;
+    lora_add(dev, &args);
     if (weights->q_norm_all || weights->k_norm_all)
         launch_dependent(dev, "norm of all heads", heads_norm_kernel, {dim3(n_rows, 2), 128},
                          dev->qkv, weights->q_norm_all, weights->k_norm_all, shape->H, shape->K,
@@ -17591,11 +18272,13 @@ static void cuda_out_residual(toka_device *dev, const toka_step *, int layer, to
 /* act = activation(gate) * up. args: of the GEMM that computes gate and up. */
 static void mlp_gate_up(toka_device *dev, const layer_weights *weights, gemm_args args) {
     const int F = weights->gate_up.N / 2;
-    args.y = weights->is_gelu ? dev->gate_up : dev->act;
-    args.ldy = weights->is_gelu ? 2 * F : dev->F;
-    args.epi = weights->is_gelu ? EPI_STORE : EPI_SWIGLU;
+    const bool stores = weights->is_gelu || lora_in_step(dev);
+    args.y = stores ? dev->gate_up : dev->act;
+    args.ldy = stores ? 2 * F : dev->F;
+    args.epi = stores ? EPI_STORE : EPI_SWIGLU;
     gemm(dev, &args);
-    if (weights->is_gelu)
+    if (lora_in_step(dev)) lora_gate_up(dev, &args, weights->is_gelu);
+    else if (weights->is_gelu)
         launch_dependent(dev, "GELU", gelu_kernel,
                          {dim3((unsigned)ceil_div(F, 2048), (unsigned)args.M), 256},
                          dev->gate_up, dev->act, F, dev->F);
@@ -17666,6 +18349,7 @@ extern "C" const toka_backend toka_cuda = {
     .open = cuda_open,
     .close = cuda_close,
     .rebind = cuda_rebind,
+    .set_adapter = cuda_set_adapter,
     .sleep = cuda_sleep,
     .wake = cuda_wake,
     .describe = cuda_describe,

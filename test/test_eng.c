@@ -2694,19 +2694,13 @@ static void test_sleep_refused(void) {
     toka_close(t);
 }
 
-/* What a GPU refuses: adapters always; to give memory back and to take other weights, if it was not opened for that. */
+/* What a GPU refuses if it was not opened for that: to give memory back and to take other weights. */
 static void test_gpu_refuses(void) {
     const toka_backend *const cpu = &toka_cpu;
     toka_backend gpu = *cpu; /* with the properties of toka_cuda */
-    gpu.name = "cuda", gpu.reads_files = gpu.has_adapters = gpu.has_drafts = false;
+    gpu.name = "cuda", gpu.reads_files = gpu.has_drafts = false;
     toka *t = eng_must_open("test/model", 4, 16, 1);
-    toka_options o = toka_options_default();
-    toka_shape shape = t->files->shape;
     toka_err e = {0};
-    eng *none = NULL;
-    o.max_loras = 2;
-    CHECK(eng_open(&none, &gpu, t->files, &shape, t->tokenizer, &o, &e) == TOKA_E_USE && !none);
-    CHECK(strstr(e.msg, "--enable-lora, --lora-modules: device cuda has no adapters"));
     t->engine->backend = &gpu;
     CHECK(toka_sleep(t, TOKA_PART_ALL, 0, &e) == TOKA_E_USE && strstr(e.msg, "device cuda cannot give its memory back (--enable-sleep-mode)"));
     CHECK(toka_update_weights(t, "test/model", &e) == TOKA_E_USE && strstr(e.msg, "open model (--enable-sleep-mode)"));
