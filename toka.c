@@ -50264,10 +50264,13 @@ static int run_dummy_open(toka **out, const toka_options *options, const char *t
         model->shape = t->shape = found->config.shape;
         code = run_dummy_weights(model, e);
     }
-    if (!code)
+    if (!code) {
+        mf_number_matrices(&model->config, &model->weights);
+        lib_open_adapters(model, options);
         mf_set_max_len(&model->config, options->max_model_len ? options->max_model_len
                                                               : t->shape.max_len);
-    if (!code) code = mf_choose_kv(model, options, e);
+        code = mf_choose_kv(model, options, e);
+    }
     if (!code && tokenizer) code = run_dummy_tokenizer(t, tokenizer, e);
     if (!code) code = lib_check_backend(t, options->device, &backend, e);
     if (!code)
@@ -50290,6 +50293,9 @@ typedef struct run_bench_options {
      * number of the line whose outputs must end before this one is submitted, from 1; "arrival_s":
      * it is not submitted before this time, seconds from the start. */
     const char *dataset;
+    const char *const *adapters; /* [n_adapters] values of --lora-modules; line i runs with adapter
+                                    i % n_adapters */
+    int n_adapters;
     const char *timeline;    /* path of the file that gets a line for each step; NULL: none */
     int num_prompts;         /* lines of the dataset to use; 0: all */
     toka_request base;       /* the fields that all requests share */
@@ -50331,6 +50337,9 @@ typedef struct run_bench_state {
     ids tokens;                /* the tokens of all prompts, one after another */
     ids texts;                 /* output_token_ids of all samples that have them */
     run_bench_line *lines;     /* [n_lines] in the order of the file, which is that of arrival */
+    arena memory;
+    eng_adapter_name *adapters;    /* [n_adapters] in `memory` */
+    int n_adapters;
     run_bench_sample *samples; /* [n_samples] in the order of the file */
     int64_t n_lines, n_samples, cap_lines, cap_samples;
     int64_t n_arrived;         /* the first lines, whose time has come */
@@ -50545,6 +50554,8 @@ static void run_bench_submit(run_bench_state *bench) {
         if (sample->text_at != SIZE_MAX) request.output_ids = bench->texts.p + sample->text_at;
         request.n_output_ids = sample->length;
         request.sampling.constraint = line->constraint;
+        if (bench->n_adapters)
+            request.adapter = bench->adapters[sample->line % bench->n_adapters].name;
         toka_submit(bench->toka, &request, run_bench_event, sample, &sample->id, &bench->error);
     }
 }
@@ -50682,6 +50693,8 @@ static int run_bench_throughput(toka *t, const run_bench_options *options, toka_
     int code = run_dataset(options->dataset,
                            options->num_prompts ? options->num_prompts : INT_MAX - 1,
                            options->interrupted, run_bench_read_line, &bench, e);
+    if (!code) code = run_load_adapters(t, options->adapters, options->n_adapters, e);
+    bench.n_adapters = eng_list_adapters(t->engine, &bench.memory, &bench.adapters);
     if (!code) code = run_timeline_open(t, options, &timeline, e);
     if (!code) {
         bench.ready = mem_alloc((size_t)bench.n_samples * sizeof *bench.ready);
@@ -50704,6 +50717,7 @@ static int run_bench_throughput(toka *t, const run_bench_options *options, toka_
     for (int64_t i = 0; i < bench.n_lines; i++) toka_constraint_del(bench.lines[i].constraint);
     ids_free(&bench.tokens), ids_free(&bench.texts);
     free(bench.lines), free(bench.samples), free(bench.ready);
+    arena_free(&bench.memory);
     return code;
 }
 
@@ -57347,8 +57361,13 @@ static const help_page help_pages[] = {
      "  rollouts`.\n"
      "- A request keeps the adapter with which it began, when that is replaced or\n"
      "  unloaded, too. Adapters share no prefixes, nor do two loads of one name.\n"
-     "- On the CPU (and --device plain), with all kinds of ranks. A GPU refuses\n"
-     "  --enable-lora and --lora-modules.\n",
+     "- On the CPU with all kinds of ranks and formats. On GPUs with pipeline and data\n"
+     "  ranks. They have no adapters of models with experts or MLA, of FP8 weights, and\n"
+     "  over tensor ranks. Adapters are in bf16 there, in memory that is taken when they\n"
+     "  are loaded: lower --gpu-memory-utilization if it is too little. A step with rows\n"
+     "  of adapters rounds x once more, and is no CUDA graph.\n"
+     "- toka bench throughput --lora-modules a=DIR b=DIR: line i of the dataset has\n"
+     "  adapter i % 2. --dummy-weights, too.\n",
      NULL},
     {"tools", "calls of functions, reasoning, answers of a given form",
      "    toka serve -m test/model --tool-call-parser hermes & U=127.0.0.1:10210/v1\n"
@@ -57539,7 +57558,7 @@ static const help_page help_pages[] = {
      "- Commands of vLLM, SGLang and Tokasaurus work as they are written.\n"
      "- --base-url and toka ping: a running server answers. toka grammar: does a\n"
      "  constraint accept a text? toka plan backwards: GPUs for a rate of requests.\n"
-     "- LoRA adapters on the CPU: toka help adapters. libtoka.so and test/toka.py: the\n"
+     "- LoRA adapters: toka help adapters. libtoka.so and test/toka.py: the\n"
      "  engine in Python.\n"
      "- bad_words are texts as in vLLM; penalties cost nothing; CPU and GPU draw the\n"
      "  same tokens from equal logits.\n"
@@ -57725,13 +57744,15 @@ static const cli_flag cli_flags[] = {
      "the same number beside --speculative-config; alone it means method ngram (default: 0, off)"},
     {"draft-model", "", "FOLDER", CLI_TEXT, AT(open.draft_model), FOR_OPENS | FOR_PLAN,
      "a smaller model with the same tokenizer makes the drafts, on the CPU; a folder or name as for --model"},
-    {"lora-modules", "", "NAME=DIR", CLI_LIST, AT(adapters), FOR_SERVE | FOR_BATCH,
-     "adapters (LoRA, folders of PEFT), which requests name as their model; on the CPU; see toka help adapters"},
+    {"lora-modules", "", "NAME=DIR", CLI_LIST, AT(adapters),
+     FOR_SERVE | FOR_BATCH | FOR_THROUGHPUT,
+     "adapters (LoRA, folders of PEFT), which requests name as their model, and lines of a measured dataset have in turn; see toka help adapters"},
     {"enable-lora", "", "", CLI_BOOL, AT(enable_adapters), FOR_SERVE | FOR_BATCH,
      "adapters may be loaded while the server runs; --lora-modules implies it"},
-    {"max-loras", "", "N", CLI_INT, AT(open.max_loras), FOR_SERVE | FOR_BATCH,
+    {"max-loras", "", "N", CLI_INT, AT(open.max_loras), FOR_SERVE | FOR_BATCH | FOR_THROUGHPUT,
      "most adapters that are loaded at once, 1 to 64 (default: 64 with --enable-lora)"},
-    {"max-lora-rank", "", "N", CLI_INT, AT(open.max_lora_rank), FOR_SERVE | FOR_BATCH,
+    {"max-lora-rank", "", "N", CLI_INT, AT(open.max_lora_rank),
+     FOR_SERVE | FOR_BATCH | FOR_THROUGHPUT,
      "highest rank of an adapter (default: 512)"},
     {"enforce-eager", "", "", CLI_BOOL, AT(open.enforce_eager), FOR_OPENS,
      "on a GPU: no step is captured as a CUDA graph; to measure what they gain"},
@@ -60898,6 +60919,8 @@ static int cli_bench_throughput(const cli *flags, toka_err *e) {
     int code = cli_open(flags, &t, e);
     if (code) return code;
     run_bench_options options = {.dataset = flags->dataset,
+                                 .adapters = flags->adapters.values,
+                                 .n_adapters = flags->adapters.n_values,
                                  .timeline = flags->timeline,
                                  .num_prompts = flags->num_prompts,
                                  .base = toka_request_default(),

@@ -121,8 +121,7 @@ typedef struct toka_options {
     const char *draft_model;  /* a smaller model with the same tokenizer makes the drafts, as with
                                    {"method":"draft_model","model":"..."}; a folder or name, as
                                    `model`. NULL: what speculative_config says */
-    int max_loras;     /* most adapters (LoRA) that may be loaded at once, at most 64; not on a GPU.
-                          0: none */
+    int max_loras;     /* most adapters (LoRA) that may be loaded at once, at most 64; 0: none */
     int max_lora_rank; /* highest rank of an adapter, at most 512; 0: 512 */
     /* Called while toka_open works, on any thread, one call at a time; may be NULL. what: the
      * phase; done: 0 to 1. */
