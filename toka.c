@@ -15676,8 +15676,9 @@ static int draft_set_model(str in_object, const char *flag, draft_config *out, t
         return fail(e, TOKA_E_USE, "draft_model is %.200s, but speculative_config says %.*s",
                     flag, (int)MIN(name.n, 200), name.p);
     if (!name.n || name.n >= sizeof out->model)
-        return fail(e, TOKA_E_USE, "speculative_config: model is %s, expected the folder or name of "
-                    "a draft model", name.n ? "too long" : "missing");
+        return fail(e, TOKA_E_USE, "%s is %s, expected the folder or name of a draft model",
+                    flag ? "draft_model" : "speculative_config: model",
+                    name.n ? "too long" : flag ? "empty" : "missing");
     memcpy(out->model, name.p, name.n);
     return 0;
 }
@@ -52884,13 +52885,14 @@ static int plan_draft_open(const plan_options *options, plan_query *query, plan_
                            toka_err *e) {
     const mf_config *config;
     const char *name;
+    toka_err why;
     plan_options of_draft = {.model = query->drafts.model, .models_file = options->models_file};
     if (query->drafts.method != DRAFT_MODEL) return 0;
     draft->query = *query;
     draft->query.shapes = NULL;
-    if (plan_find_model(&of_draft, &draft->model, &draft->lines, &config, &name, e) ||
-        plan_open_model(&draft->query, config, e))
-        return e->code;
+    if (plan_find_model(&of_draft, &draft->model, &draft->lines, &config, &name, &why) ||
+        plan_open_model(&draft->query, config, &why))
+        return fail(e, why.code, "draft_model: %.450s", why.msg);
     if (config->shape.V != query->model->shape.V)
         return fail(e, TOKA_E_USE, "draft_model %.200s: its vocabulary has %d ids, that of the model "
                     "%d", name, config->shape.V, query->model->shape.V);

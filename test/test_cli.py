@@ -32,7 +32,7 @@ def last_number(text):
 
 @pytest.mark.parametrize("args, words", [
     (["--speculative-config", '{"method":"eagle3","model":"x"}'], 'method "eagle3", expected ngram, suffix or draft_model'),
-    (["--draft-model", "/nowhere"], "--draft-model: /nowhere"),
+    (["--draft-model", "/nowhere"], "--draft-model: /nowhere"), (["--draft-model", ""], "--draft-model is empty, expected the folder"),
     (["--draft-model", "x", "--speculative-config", '{"method":"draft_model","model":"y"}'], "--draft-model is x, but"),
     (["--speculative-config", '{"method":"draft_model"}'], "model is missing"),
     (["--speculative-config", '{"method":"ngram","num_speculative_tokens":3}', "--num-speculative-tokens", "4"], "--num-speculative-tokens is 4"),

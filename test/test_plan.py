@@ -301,6 +301,11 @@ def test_speed_up_by_drafts():
     assert planned("-m", "llama-3.1-8b")["drafts"] == []
 
 
+def test_a_draft_model_that_is_not_there():
+    r = subprocess.run([TOKA, "plan", "-m", "llama-3.1-8b", "--draft-model", "/nowhere"], capture_output=True, text=True)
+    assert r.returncode == 1 and r.stderr.startswith("toka: --draft-model: /nowhere") and r.stderr.count("\n") == 1, r.stderr
+
+
 def test_draft_model_counts_in_time_and_memory():
     v, rows = drafts("--draft-model", "llama-3.2-1b", "--gpus", "2")
     alone, _ = drafts("--gpus", "2")
