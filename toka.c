@@ -46699,6 +46699,7 @@ typedef struct srv_options { /* the options of toka serve; the caller owns the s
     const char *admin_key;    /* for the routes of trainers; NULL: only this machine may use them;
                                * "none": all clients may */
     const char *metrics_prefix; /* of the names in /metrics; NULL: toka: */
+    const char *logprobs_mode;  /* NULL, or raw_logprobs */
     const char *const *adapters; /* [n_adapters] values of --lora-modules */
     int n_adapters;
     bool strict, quiet;
@@ -57305,9 +57306,9 @@ static const help_page help_pages[] = {
      "  host. TOKA_NCCL_LIBRARY names another libnccl.so.2 than the loader finds.\n"
      "- TRL: async GRPO of an adapter works with --enable-lora --served-model-name\n"
      "  (`toka help adapters`). Not there: the routes of `trl vllm-serve` before 1.16.\n"
-     "- Not there: vLLM's --max-logprobs and --logprobs-mode. A position has at most\n"
-     "  100 log-probabilities, and they are raw_logprobs; sampled_logprobs are the drawn\n"
-     "  token's processed ones.\n"
+     "- A position has at most 100 log-probabilities (vLLM's --max-logprobs is not\n"
+     "  there). They are raw_logprobs, the only --logprobs-mode; sampled_logprobs are the\n"
+     "  drawn token's processed ones.\n"
      "- Not there, each a 501: weights over CUDA IPC, and prime-rl's /init_broadcaster; on\n"
      "  a GPU without --enable-sleep-mode other weights and sleep. Not replaced: int4\n"
      "  weights packed by columns (AWQ, GPTQ). Batches (/v1/batches) are frozen by any\n"
@@ -57881,6 +57882,8 @@ static const cli_flag cli_flags[] = {
      "more keys, one a line; lines that begin with # are comments"},
     {"metrics-prefix", "", "TEXT", CLI_TEXT, AT(serve.metrics_prefix), FOR_SERVE,
      "what the names in /metrics begin with, such as vllm: for gateways that know vLLM's (default: toka:)"},
+    {"logprobs-mode", "", "NAME", CLI_TEXT, AT(serve.logprobs_mode), FOR_SERVE,
+     "raw_logprobs, the default: log-probabilities are of the raw logits. No other mode of vLLM is there"},
     {"admin-key", "", "KEY", CLI_TEXT, AT(serve.admin_key), FOR_SERVE,
      "key of the routes that pause and that change weights; none: without a key (default: this machine only)"},
     {"served-model-name", "", "NAME", CLI_LIST, AT(served_names), FOR_SERVE | FOR_BATCH,
@@ -61139,6 +61142,10 @@ static int cli_check_serve(const cli *flags, const srv_options *options, toka_er
     if (options->hosts && srv_check_hosts(options->hosts, e)) return e->code;
     if (options->admin_key && !*options->admin_key)
         return fail(e, TOKA_E_USE, "--admin-key: it is empty; expected a key, or none");
+    if (options->logprobs_mode && strcmp(options->logprobs_mode, "raw_logprobs"))
+        return fail(e, TOKA_E_USE,
+                    "--logprobs-mode: '%.100s', expected raw_logprobs; processed ones are there for "
+                    "drawn tokens only, as sampled_logprobs", options->logprobs_mode);
     const char *prefix = options->metrics_prefix;
     if (prefix && (!*prefix || strspn(prefix, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_:") !=
                                    strlen(prefix)))

@@ -1001,3 +1001,13 @@ def test_what_routers_add():
 def test_metrics_prefix_that_is_wrong(prefix):
     p = subprocess.run([TOKA, "serve", "--port", "0", "--metrics-prefix", prefix], capture_output=True, text=True, timeout=60)
     assert p.returncode == 1 and "--metrics-prefix: " in p.stderr
+
+
+def test_logprobs_mode():
+    """vLLM's flag: the mode that is there, and one sentence for another."""
+    with Server("--logprobs-mode", "raw_logprobs") as s:
+        choice = s.post("/v1/completions", {"prompt": "Tom has", "max_tokens": 2, "logprobs": 100}).json()["choices"][0]
+        assert all(100 <= len(top) <= 101 for top in choice["logprobs"]["top_logprobs"])
+        assert "101, expected 0 to 100" in s.post("/v1/completions", {"prompt": "Tom", "logprobs": 101}).error()["message"]
+    p = subprocess.run([TOKA, "serve", "--port", "0", "--logprobs-mode", "processed_logprobs"], capture_output=True, text=True, timeout=60)
+    assert p.returncode == 1 and "--logprobs-mode: 'processed_logprobs', expected raw_logprobs; processed ones" in p.stderr
