@@ -362,7 +362,7 @@ static void test_sort() {
 
 /* ---- Times ---- */
 
-static void bench(toka_device *d) {
+static void bench_layer(toka_device *d) {
     const int T = 512;
     model m;
     d->options.max_tokens = T;
@@ -401,7 +401,7 @@ int main(int argc, char **argv) {
     toka_device *d = gpu_device();
     quick = argc > 1 && !strcmp(argv[1], "small");
     if (argc > 1 && !strcmp(argv[1], "bench")) {
-        bench(d);
+        bench_layer(d);
         return 0;
     }
     const sizes plain = {136, 3, 1, 24, 200, 24, false, false}, wide = {1032, 4, 2, 64, 1160, 64, false, false},
@@ -411,6 +411,7 @@ int main(int argc, char **argv) {
     if (quick) {
         test_model(d, odd, 3, 17, TOKA_F32, {1, 33});
         test_model(d, part, 40, 8, TOKA_BF16, {45});
+        test_model(d, fused, 2, 8, TOKA_BF16, {20});
     } else {
         for (int rank : {1, 8, 16, 64}) {
             test_model(d, plain, 1, rank, TOKA_BF16, {1, 7, 64});

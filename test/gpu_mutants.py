@@ -25,7 +25,7 @@ from collections import namedtuple
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 KERNELS = os.path.join(ROOT, "toka_kernels.cu")
-PROGRAMS = ["gpu_attn", "gpu_experts", "gpu_fp8", "gpu_gemm", "gpu_mla", "gpu_rows", "gpu_samp", "gpu_smallm"]
+PROGRAMS = ["gpu_attn", "gpu_experts", "gpu_fp8", "gpu_gemm", "gpu_lora", "gpu_mla", "gpu_rows", "gpu_samp", "gpu_smallm"]
 
 # name: the bug. old: text that occurs in the file once, whatever its line breaks; the part between backticks (all of it if there are none) is
 # replaced by new. A part that ends with a semicolon is a statement, any other an expression. test: program and arguments. line: an
@@ -92,6 +92,34 @@ MUTANTS = [
            ("FP8: the scale is found in one half", "for (int k = 0; k < `8`; k++) largest = max(largest, toka_float_bits", "4", "RoPE and pages fp8"),
            ("FP8: half the scale, so that 448 is not the largest", "toka_kv_scale(`__reduce_max_sync(~0u, largest)`)", "__reduce_max_sync(~0u, largest) - 0x800000", "RoPE and pages fp8"),
            ("wrong position in the page", "(uint32_t)(kv_slot & (`qkv.B - 1`));", "qkv.B / 2 - 1")),
+
+    # ---- adapters ----
+    *group("lora_shrink_kernel", "lora small", "adapters of",
+           ("x of the first row for all", "(args.x + (size_t)`tile.rows[8 * j + g]` * args.ldx + k)", "tile.rows[0]"),
+           ("the last columns of x are missing", "const int k = k0 + 32 * i + lane % 4 * 8; const bool exists = `k < args.K`;", "k + 8 < args.K"),
+           ("the next row of A", "(a + (size_t)(`8 * j + g`) * args.K + k)", "8 * j + (g ^ 1)"),
+           ("the sum of a warp is missing", "w < `LORA_SHRINK_WARPS`; w++) sum.x += sums[w][row][column]", "LORA_SHRINK_WARPS - 1", "adapters of down"),
+           ("rows of other adapters are written, too", "if (`row >= begin && row < end`) { float2 sum = {};", "row < end"),
+           ("the first slice for all", "(int)`blockIdx.z` * LORA_SLICE + warp * 32", "0", "adapters of down"),
+           ("the first chunk of the rank for all", "tile.matrices[0][begin] + (size_t)`chunk` * LORA_RANKS * args.K,", "0"),
+           ("the adapter of the first row for all rows", "const lora_part from = args.step.blocks[`slot`][part + k];", "args.step.slots[0]"),
+           ("A of q for k and v", "lora_load_tile(tile, args, first, args.first_part + `part`, 1, false);", "0", "adapters of q, k, v")),
+    *group("lora_expand_kernel", "lora small", "adapters of",
+           ("the last slice is missing", "for (int s = 0; s < `args.n_slices`; s++)", "max(1, args.n_slices - 1)", "adapters of down"),
+           ("without the scale", "const float scale = `tile.scales[k][row]`;", "1.0f"),
+           ("what gate adds is for up, too", "sum[m][`part * N_MMA + j`], a, pair", "j", "adapters of gate, up"),
+           ("the adapter behind for a row", "if (`row >= begin && row < end`) acc[m][j][i % 4]", "row < end"),
+           ("the row of B beside it", "(size_t)(`row0 + 2 * j`) * rank + r)", "(row0 + 2 * j) ^ 1"),
+           ("the last rows of B are missing", "w[j] = `row0 + 2 * j < n_rows` ? *(const uint2 *)", "row0 + 2 * j + 8 < n_rows"),
+           ("what is added to another row", "sums[i] += acc[i / 2][2 * `half` + i % 2];", "0", "adapters of (q|o|down)"),
+           ("GELU for SiLU", "u[i] = `is_gelu` ? geglu(g[i], u[i])", "true", "adapters of gate, up"),
+           ("columns of q for k and v", "`y += width, width = args.width[i + 1], part = i + 1;`", "width = args.width[i + 1], part = i + 1;", "adapters of q, k, v"),
+           ("the next chunk of the rank", "(part * LORA_ROWS + 16 * m + g) * stride + `r` + 4 * q;", "0")),
+    *group("lora_sort_rows", "lora small", "order of",
+           ("rows without an adapter first", "for (int t = 0, n_none = `n`; t < T; t++)", "0")),
+    *group("lora_write_part", "lora small", "adapters of q, k, v",
+           ("rows of B in the order of the file", "b + (size_t)`lora_row_at(dev, part, i)` * rank", "i"),
+           ("q's rows of a fused matrix for k and v", "(size_t)(`source->matrix_row + i`) * from->b.cols", "i", "adapters of q, k, v .*fused")),
 
     # ---- FP8 ----
     *group("weight_set_scales", "fp8 small", "load form",
