@@ -56961,6 +56961,7 @@ static const help_page help_pages[] = {
      "  the others. Flags of the engine, such as --device, are refused.\n"
      "- --raw completes the text as it is; else it is a chat of one message.\n"
      "- Ctrl-C ends the answer, and with it the server's work for it.\n"
+     "- Tokens may arrive in bursts, so tok/s is the rate of the whole request.\n"
      "- `toka ping` takes Tokasaurus' arguments: prompt, chat, max_tokens (100), n,\n"
      "  temperature (0), model, host, port. `toka-ping`, a link to toka that build.sh\n"
      "  makes, is the same. `toka model=M pp_size=8 kv_cache_num_tokens='(512 * 1024)'`\n"
