@@ -33473,6 +33473,10 @@ SERVER_ONLY static void eng_nccl_free(const eng *engine, void *memory) {
     if (eng_has_nccl(engine)) engine->backend->nccl_free(memory);
     else free(memory);
 }
+SERVER_ONLY static void *eng_nccl_stream(const eng *engine) {
+    const toka_device *device = engine->replicas[0].model.ranks[0].device;
+    return eng_has_nccl(engine) ? engine->backend->nccl_stream(device) : NULL;
+}
 SERVER_ONLY static int eng_nccl_poll(const eng *engine, toka_err *e) {
     const toka_device *device = engine->replicas[0].model.ranks[0].device;
     return eng_has_nccl(engine) ? engine->backend->nccl_poll(device, e) : 1;
@@ -46391,7 +46395,7 @@ static int nccl_reserve(nccl_group *group, size_t bytes, toka_err *e) {
 /* Receives n numbers of a type, in group->memory. */
 static int nccl_broadcast(nccl_group *group, size_t n, int type, toka_err *e) {
     const int result = group->library.broadcast(group->memory, group->memory, n, type, 0,
-                                                group->comm, NULL);
+                                                group->comm, eng_nccl_stream(group->engine));
     return nccl_wait_call(group, result, "weights from the trainer", e);
 }
 
@@ -46430,7 +46434,7 @@ static int nccl_form(nccl_group *group, toka_err *e) {
     if (nccl_wait_call(group, result, "the ranks of the trainer's group", e)) return e->code;
     if (!group->protocol->warms_up) return 0;
     result = group->library.all_reduce(group->memory, group->memory, 1, FLOAT, SUM, group->comm,
-                                       NULL);
+                                       eng_nccl_stream(group->engine));
     return nccl_wait_call(group, result, "the first all-reduce of the trainer's group", e);
 }
 
@@ -61170,6 +61174,16 @@ static int cli_add_keys(const cli *flags, arena *a, const char **keys, int *n_ke
     return 0;
 }
 
+/* Set before the first call of CUDA. A kernel of NCCL may wait on the GPU for a trainer. Meanwhile no
+ * kernel can be loaded, and what stands behind it in a queue of the GPU waits, too: so all kernels
+ * are loaded at the start, and the GPU gets more queues than there are streams. */
+COLD
+static void cli_prepare_nccl(const cli *flags) {
+    if (!flags->open.enable_sleep_mode) return;
+    setenv("CUDA_MODULE_LOADING", "EAGER", 0);
+    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
+}
+
 static int cli_serve(const cli *flags, toka_err *e) {
     srv_options options = flags->serve;
     arena memory = {0};
@@ -61183,6 +61197,7 @@ static int cli_serve(const cli *flags, toka_err *e) {
     options.open = flags->open;
     options.host = flags->host;
     options.port = flags->port;
+    cli_prepare_nccl(flags);
     options.keys = keys;
     options.now = flags->now;
     options.quiet = flags->quiet;

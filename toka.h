@@ -1435,11 +1435,13 @@ typedef struct toka_backend {
     void (*download)(toka_device *d, void *to, toka_dev_ptr from, size_t bytes);
 
     /* ---- Weights over NCCL (chapter 42b) ----
-     * nccl_memory allocates host memory that NCCL can write on this device. nccl_poll makes the
-     * device that of the calling thread, and returns 1 if all calls of NCCL on its default stream
-     * have ended, 0 if not, or an error. Thread: any, beside steps. NULL, all three: the device
-     * takes no weights over NCCL. */
+     * nccl_memory allocates host memory that NCCL can write on this device. nccl_stream returns the
+     * stream of NCCL's calls. nccl_poll makes the device that of the calling thread, and returns 1
+     * if all calls on this stream have ended, 0 if not, or an error. Thread: any, beside steps.
+     * NULL, all four: the device takes no weights over NCCL. Without options.can_sleep they must
+     * not be called. */
     void *(*nccl_memory)(const toka_device *d, size_t bytes, toka_err *e);
+    void *(*nccl_stream)(const toka_device *d);
     void (*nccl_free)(void *memory);
     int (*nccl_poll)(const toka_device *d, toka_err *e);
 

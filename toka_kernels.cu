@@ -527,6 +527,7 @@ struct toka_device {
     bool unpacks_fp8;      /* some FP8 matrices of the files are bf16 here */
     bool unpacks_int4;     /* the same of int4 */
     cudaStream_t stream;
+    cudaStream_t nccl_stream; /* of NCCL's calls; only with options.can_sleep */
     /* cuTensorMapEncodeTiled of the driver */
     CUresult (*encode_map)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
                            const cuuint64_t *, const cuuint64_t *, const cuuint32_t *,
@@ -16609,7 +16610,11 @@ static void gpu_open(toka_device *dev) {
                 "cudaStreamCreate");
     /* the second result is not used */
     latch_error(dev, cudaMemGetInfo(&dev->free_at_open, &props.totalGlobalMem), "cudaMemGetInfo");
-    if (dev->options.can_sleep) sleep_open(dev, props.totalGlobalMem);
+    if (dev->options.can_sleep) {
+        sleep_open(dev, props.totalGlobalMem);
+        latch_error(dev, cudaStreamCreateWithFlags(&dev->nccl_stream, cudaStreamNonBlocking),
+                    "cudaStreamCreate");
+    }
     if (!dev->hopper) return;
     driver_find(dev, "cuTensorMapEncodeTiled", (void **)&dev->encode_map);
 }
@@ -17028,6 +17033,7 @@ static void cuda_close(toka_device *dev) {
     samp_close(dev);
     lora_close(dev);
     if (dev->stream) cudaStreamDestroy(dev->stream);
+    if (dev->nccl_stream) cudaStreamDestroy(dev->nccl_stream);
     for (int i = 0; dev->layers && i < dev->shape->L; i++) free(dev->layers[i].experts);
     free(dev->layers);
     free(dev->experts);
@@ -17210,8 +17216,8 @@ static void cuda_download(toka_device *dev, void *to, toka_dev_ptr from, size_t 
     latch_error(dev, cudaStreamSynchronize(dev->stream), "download");
 }
 
-/* NCCL takes host memory that is page-locked. Its calls run on the default stream, for which no
- * stream of this file waits. */
+/* NCCL takes host memory that is page-locked. Its calls run on a stream of their own, for which no
+ * other waits. */
 static int nccl_fail(cudaError_t code, toka_err *e) {
     cudaGetLastError();
     e->code = code == cudaErrorMemoryAllocation ? TOKA_E_MEMORY : TOKA_E_DEVICE;
@@ -17220,7 +17226,7 @@ static int nccl_fail(cudaError_t code, toka_err *e) {
 }
 static int cuda_nccl_poll(const toka_device *dev, toka_err *e) {
     cudaError_t code = cudaSetDevice(dev->ordinal);
-    if (!code) code = cudaStreamQuery(nullptr);
+    if (!code) code = cudaStreamQuery(dev->nccl_stream);
     if (code == cudaErrorNotReady) return 0;
     return code ? nccl_fail(code, e) : 1;
 }
@@ -17233,6 +17239,7 @@ static void *cuda_nccl_memory(const toka_device *dev, size_t bytes, toka_err *e)
     return nullptr;
 }
 static void cuda_nccl_free(void *memory) { cudaFreeHost(memory); }
+static void *cuda_nccl_stream(const toka_device *dev) { return dev->nccl_stream; }
 
 /* ===========================================================================
  * MARK: 14. Measuring the ops [host]
@@ -18359,6 +18366,7 @@ extern "C" const toka_backend toka_cuda = {
     .upload = cuda_upload,
     .download = cuda_download,
     .nccl_memory = cuda_nccl_memory,
+    .nccl_stream = cuda_nccl_stream,
     .nccl_free = cuda_nccl_free,
     .nccl_poll = cuda_nccl_poll,
     .group_open = group_open,
