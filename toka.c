@@ -40909,7 +40909,8 @@ static void msg_put_usage(const api_request *request, bool input, buf *out) {
     json_put_close(out, '}');
 }
 
-/* Writes the members stop_reason and stop_sequence; null while the answer goes on. */
+/* Writes the members stop_reason and stop_sequence; null while the answer goes on. The API has no
+ * stop_reason for a sample for which no token was left, so stop_details says it. */
 static void msg_put_stop(const api_request *request, buf *out) {
     const api_choice *choice = request->choices;
     const bool ended = choice && choice->finish != TOKA_RUNNING;
@@ -40922,6 +40923,11 @@ static void msg_put_stop(const api_request *request, buf *out) {
                             : stop >= 0                   ? "stop_sequence"
                                                           : "end_turn");
     json_put_member_or_null(out, "stop_sequence", stop >= 0 ? sampling->stop[stop] : NULL);
+    if (!ended || !choice->none_left) return;
+    json_put_key(out, "stop_details"), json_put_open(out, '{');
+    json_put_member_or_null(out, "type", "none_left");
+    json_put_member_or_null(out, "explanation", api_none_left);
+    json_put_close(out, '}');
 }
 
 /* Writes the members of a message up to its content. */
@@ -41138,7 +41144,12 @@ static void resp_put_response(api_request *request, str events, buf *out) {
                       resp_item_status(request, &item, !events.n), out);
     json_put_close(out, ']');
     buf_c(out, ",\"error\":null,\"incomplete_details\":");
-    buf_c(out, cut ? "{\"reason\":\"max_output_tokens\"}" : "null");
+    if (cut) {
+        const bool none_left = request->choices[0].none_left;
+        json_put_open(out, '{');
+        json_put_member_or_null(out, "reason", none_left ? api_none_left : "max_output_tokens");
+        json_put_close(out, '}');
+    } else buf_c(out, "null");
     buf_c(out, ",\"previous_response_id\":null,\"store\":false,\"background\":false,"
                "\"top_logprobs\":0,\"max_tool_calls\":null");
     buf_str(out, request->repeated);

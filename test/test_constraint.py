@@ -528,8 +528,23 @@ def test_no_token_is_left(server, tmp_path):
         assert (c["finish_reason"], c["stop_reason"]) == ("stop", None)
     a = body(run(tmp_path, [completion("a", PROBLEM, **NONE_LEFT), completion("b", PROBLEM, **{**NONE_LEFT, "guided_regex": "TT"})])["a"])
     assert (a["choices"][0]["finish_reason"], a["choices"][0]["stop_reason"]) == ("length", "nothing is left to draw")
-    a = server.post("/generate", {"text": PROBLEM, "sampling_params": {"regex": "T\u00e9x", "max_new_tokens": 9, "temperature": 0}}).json()
-    assert a["meta_info"]["finish_reason"]["type"] == "stop", a
+    params = {"regex": "TTx", "allowed_token_ids": [55], "max_new_tokens": 9, "temperature": 0}
+    for regex, want in (("TTx", {"type": "length", "length": 2, "message": "nothing is left to draw"}), ("TT", {"type": "stop", "matched": None})):
+        a = server.post("/generate", {"text": PROBLEM, "sampling_params": {**params, "regex": regex}}).json()
+        assert (a["text"], a["meta_info"]["finish_reason"]) == ("TT", want)
+    quote = server.post("/tokenize", {"prompt": '"', "add_special_tokens": False}).json()["tokens"][-1]
+    for const, left in (("TTx", True), ("TT", False)):
+        form = {"format": {"type": "json_schema", "name": "x", "schema": {"const": const}}}
+        fields = {"allowed_token_ids": [55, quote], "temperature": 0}
+        sent = {**fields, "input": PROBLEM, "max_output_tokens": 9, "text": form}
+        a = server.post("/v1/responses", sent).json()
+        assert (a["status"], a["incomplete_details"]) == (("incomplete", {"reason": "nothing is left to draw"}) if left else ("completed", None)), a
+        assert (b'"incomplete_details":{"reason":"nothing is left to draw"}' in server.post("/v1/responses", {**sent, "stream": True}).body) == left
+        sent = {**fields, "messages": [{"role": "user", "content": PROBLEM}], "max_tokens": 9, "output_config": form}
+        a = server.post("/v1/messages", sent).json()
+        want = ("max_tokens", {"type": "none_left", "explanation": "nothing is left to draw"}) if left else ("end_turn", None)
+        assert (a["content"][0]["text"], a["stop_reason"], a.get("stop_details")) == ('"TT' + '"' * (not left), *want), a
+        assert (b'"stop_details":{"type":"none_left"' in server.post("/v1/messages", {**sent, "stream": True}).body) == left
 
 
 def test_hostile_schemas_leave_the_others_alone():
