@@ -8016,7 +8016,9 @@ enum {
     MF_WINDOW_LOWER = 1 << 20, /* only layers before max_window_layers have a window; without it,
                                 * only layers from there on */
     MF_Q_GATE = 1 << 22,      /* attention's output has a gate, whose rows are in q */
-    MF_QK_NORM_HEADS = 1 << 23 /* as MF_QK_NORM, each head has its own weights */
+    MF_QK_NORM_HEADS = 1 << 23, /* as MF_QK_NORM, each head has its own weights */
+    MF_RENORMALIZE = 1 << 24, /* norm_topk_prob is always true */
+    MF_SAME_WINDOW = 1 << 25  /* all layers have one window, whatever layer_types says */
 };
 
 /* What a layer is, a set of these. */
@@ -8625,7 +8627,8 @@ static const mf_binding mf_experts_gpt_oss[] = {
 };
 
 /* An architecture. Its defaults are the values that transformers uses for fields that config.json
- * does not have, as JSON; the numbers of the shape have the letters of mf_dims as names. All
+ * does not have, as JSON; the numbers of the shape have the letters of mf_dims as names. Where no
+ * field of a file changes what transformers does, the names are window_pattern, window_theta. All
  * architectures have in common: L 32, H 32, K: H, D: E / H, rms_norm_eps 1e-6, rope_theta 10000,
  * hidden_act silu, attention_bias and tie_word_embeddings false. */
 typedef struct mf_arch {
@@ -8663,7 +8666,8 @@ static const mf_arch mf_archs[] = {
      {"E": 4096, "F": 22016, "V": 151936, "max_len": 32768, "K": 32, "D": 128,
       "use_sliding_window": false, "sliding_window": 4096, "max_window_layers": 28})},
     {.name = "Phi3ForCausalLM", .model_type = "phi3", .norms = mf_norms,
-     .mixer = mf_attention_fused, .mlp = mf_mlp_fused, .defaults = MF_JSON(
+     .mixer = mf_attention_fused, .mlp = mf_mlp_fused, .features = MF_SAME_WINDOW,
+     .defaults = MF_JSON(
      {"E": 3072, "F": 8192, "V": 32064, "max_len": 4096, "original_max_position_embeddings": 4096,
       "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "sliding_window": null,
       "bos_token_id": 1, "eos_token_id": 32000})},
@@ -8673,7 +8677,7 @@ static const mf_arch mf_archs[] = {
      {"L": 26, "E": 2304, "H": 8, "K": 4, "D": 256, "F": 9216, "V": 256000, "max_len": 8192,
       "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
       "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096,
-      "sliding_window_pattern": 2, "tie_word_embeddings": true, "bos_token_id": 2,
+      "window_pattern": 2, "tie_word_embeddings": true, "bos_token_id": 2,
       "eos_token_id": 1})},
     {.name = "Gemma3ForCausalLM", .model_type = "gemma3_text", .norms = mf_norms_gemma,
      .mixer = mf_attention, .mlp = mf_mlp,
@@ -8693,8 +8697,8 @@ static const mf_arch mf_archs[] = {
      .mixer = mf_attention, .mlp = mf_mlp, .features = MF_QK_NORM_ALL,
      .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .defaults = MF_JSON(
      {"E": 4096, "F": 11008, "V": 50304, "max_len": 2048, "rms_norm_eps": 1e-5,
-      "sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 500000.0,
-      "rope_local_base_freq": 500000.0, "eos_token_id": 50279})},
+      "sliding_window": 4096, "window_pattern": 4, "rope_theta": 500000.0,
+      "window_theta": 500000.0, "eos_token_id": 50279})},
     {.name = "SmolLM3ForCausalLM", .model_type = "smollm3", .norms = mf_norms,
      .mixer = mf_attention, .mlp = mf_mlp, .attention_bias = MF_QKV_BIAS | MF_O_BIAS,
      .defaults = MF_JSON(
@@ -8718,22 +8722,24 @@ static const mf_arch mf_archs[] = {
      .mixer = mf_attention, .mlp = mf_mlp, .moe = mf_experts,
      .features = MF_SHARED_GATED | MF_WINDOW_LOWER, .defaults = MF_JSON(
      {"L": 24, "E": 2048, "H": 16, "K": 16, "F": 5632, "V": 151936, "max_len": 32768,
-      "use_sliding_window": false, "sliding_window": 4096, "sliding_window_pattern": 2,
+      "use_sliding_window": false, "sliding_window": 4096, "window_pattern": 2,
       "max_window_layers": 28, "qkv_bias": true, "num_experts": 60, "num_experts_per_tok": 4,
       "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
       "norm_topk_prob": false, "decoder_sparse_step": 1, "mlp_only_layers": null})},
     {.name = "Qwen3MoeForCausalLM", .model_type = "qwen3_moe", .norms = mf_norms,
-     .mixer = mf_attention, .mlp = mf_mlp, .moe = mf_experts, .features = MF_QK_NORM,
+     .mixer = mf_attention, .mlp = mf_mlp, .moe = mf_experts,
+     .features = MF_QK_NORM | MF_SAME_WINDOW,
      .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .defaults = MF_JSON(
      {"L": 24, "E": 2048, "K": 4, "F": 6144, "V": 151936, "max_len": 32768,
       "use_sliding_window": false, "sliding_window": 4096, "num_experts": 128,
       "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": false,
       "decoder_sparse_step": 1, "mlp_only_layers": null})},
     {.name = "MixtralForCausalLM", .model_type = "mixtral", .norms = mf_norms,
-     .mixer = mf_attention, .moe = mf_experts_mixtral, .defaults = MF_JSON(
+     .mixer = mf_attention, .moe = mf_experts_mixtral,
+     .features = MF_RENORMALIZE | MF_SAME_WINDOW, .defaults = MF_JSON(
      {"E": 4096, "F": 14336, "V": 32000, "max_len": 131072, "K": 8, "rms_norm_eps": 1e-5,
       "rope_theta": 1000000.0, "sliding_window": null, "num_local_experts": 8,
-      "num_experts_per_tok": 2, "norm_topk_prob": true, "bos_token_id": 1, "eos_token_id": 2})},
+      "num_experts_per_tok": 2, "bos_token_id": 1, "eos_token_id": 2})},
     {.name = "OlmoeForCausalLM", .model_type = "olmoe", .norms = mf_norms, .mixer = mf_attention,
      .moe = mf_experts, .features = MF_QK_NORM_ALL, .attention_bias = MF_QKV_BIAS | MF_O_BIAS,
      .defaults = MF_JSON(
@@ -8744,7 +8750,7 @@ static const mf_arch mf_archs[] = {
      .mixer = mf_attention, .moe = mf_experts_gpt_oss, .features = MF_SINKS | MF_CLAMPED,
      .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .router = TOKA_ROUTER_TOPK, .defaults = MF_JSON(
      {"L": 36, "E": 2880, "H": 64, "K": 8, "D": 64, "F": 2880, "V": 201088, "max_len": 131072,
-      "rms_norm_eps": 1e-5, "sliding_window": 128, "sliding_window_pattern": 2,
+      "rms_norm_eps": 1e-5, "sliding_window": 128, "window_pattern": 2,
       "attention_bias": true, "rope_theta": 150000.0,
       "rope_parameters": {"rope_type": "yarn", "factor": 32.0, "truncate": false, "original_max_position_embeddings": 4096},
       "num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_limit": 7.0})},
@@ -8900,6 +8906,11 @@ static bool mf_is_named(const mf_reader *reader, const char *name) {
 /* Reads a number that counts only if the architecture has it. */
 static int64_t mf_named_int(mf_reader *reader, const char *name, int64_t otherwise) {
     return mf_is_named(reader, name) ? mf_int(reader, name, otherwise) : otherwise;
+}
+
+/* Returns a number of the architecture that a file cannot change, or 0. */
+static double mf_own_number(const mf_reader *reader, const char *name) {
+    return json_num(json_get(reader->defaults, name), 0);
 }
 
 /* Reads a number of things, 1 to max. */
@@ -9704,8 +9715,9 @@ static void mf_read_moe(mf_reader *reader, mf_config *config) {
     moe->kind = config->arch->router;
     moe->n_experts = letter['X' - 'A'] = mf_count(reader, count, MF_MAX_EXPERTS);
     moe->top_k = mf_count(reader, "num_experts_per_tok", moe->n_experts);
-    moe->renormalize = mf_bool(reader, "norm_topk_prob", false);
-    if (moe->renormalize && !mf_is_named(reader, "norm_topk_prob"))
+    moe->renormalize = config->features & MF_RENORMALIZE ||
+                       mf_bool(reader, "norm_topk_prob", false);
+    if (moe->renormalize && !(config->features & MF_RENORMALIZE) && !mf_is_named(reader, "norm_topk_prob"))
         mf_field_error(reader, "norm_topk_prob", mf_field(reader, "norm_topk_prob"),
                        "false: this architecture does not divide the weights by their sum");
     moe->scale = 1;
@@ -9844,20 +9856,22 @@ static void mf_read_rope_scaling(mf_reader *config_reader, mf_reader *reader,
                        "more than low_freq_factor");
 }
 
-/* Reads one RoPE object into *rope, and sets *table but for its frequencies. theta_field: the field
- * of config.json that has theta if the object has none. */
+static double mf_read_theta(mf_reader *reader, const char *field) {
+    mf_refuse_null(reader, field);
+    return mf_num(reader, field, 10000, 1.0001, 1e18);
+}
+
+/* Reads one RoPE object into *rope, and sets *table but for its frequencies. theta: if the object
+ * has none. */
 COLD
 static void mf_read_one_rope(mf_reader *config_reader, mf_reader *reader, mf_config *config,
-                             const char *theta_field, arena *memory, mf_rope *rope,
+                             double theta, arena *memory, mf_rope *rope,
                              toka_rope *table) {
     const int D = config->features & MF_MLA ? config->mla.rope : config->shape.D;
     mf_reader *partial = mf_field(reader, "partial_rotary_factor") ? reader : config_reader;
     const double part = mf_num(partial, "partial_rotary_factor", 1, 0, 1);
     rope->kind = mf_read_rope_kind(reader);
-    mf_refuse_null(config_reader, theta_field);
-    rope->theta = mf_field(reader, "rope_theta")
-                      ? mf_num(reader, "rope_theta", 10000, 1.0001, 1e18)
-                      : mf_num(config_reader, theta_field, 10000, 1.0001, 1e18);
+    rope->theta = mf_num(reader, "rope_theta", theta, 1.0001, 1e18);
     *table = (toka_rope){.dims = (int)(D * part),
                          .neighbours = config->features & MF_NEIGHBOURS};
     if (part != 1 && !mf_is_named(config_reader, "partial_rotary_factor"))
@@ -9876,11 +9890,21 @@ static void mf_read_one_rope(mf_reader *config_reader, mf_reader *reader, mf_con
     table->freq = arena_alloc(memory, (size_t)(table->dims / 2) * sizeof *table->freq);
 }
 
+/* transformers ignores the old name of rope_type in models with two RoPEs, and with it the factors
+ * that the authors have used. */
+COLD
+static void mf_refuse_old_type(mf_reader *reader) {
+    const json *type = mf_field(reader, "type");
+    if (type) mf_field_error(reader, "type", type, "rope_type in its place");
+}
+
 /* Reads config->rope and local_rope. Files of transformers 4 have the object rope_scaling and
  * rope_theta beside it; files of transformers 5 have everything in rope_parameters, and models with
  * two RoPEs have two objects in it. If both objects are there, rope_scaling counts. */
 static void mf_read_rope(mf_reader *config_reader, mf_config *config, arena *memory) {
-    const bool two = mf_is_named(config_reader, "rope_local_base_freq");
+    const double window_theta = mf_own_number(config_reader, "window_theta");
+    const bool has_local = mf_is_named(config_reader, "rope_local_base_freq");
+    const bool two = has_local || window_theta != 0;
     const char *name = "rope_scaling", *prefix = "rope_scaling.";
     const json *object = mf_field(config_reader, name);
     mf_reader rope_reader = *config_reader, *reader = &rope_reader, local = *config_reader;
@@ -9911,11 +9935,15 @@ static void mf_read_rope(mf_reader *config_reader, mf_config *config, arena *mem
         local.prefix = "rope_parameters.sliding_attention.";
         reader->prefix = "rope_parameters.full_attention.";
     }
-    mf_read_one_rope(config_reader, reader, config, "rope_theta", memory, &config->rope,
-                     &config->rope_table);
+    if (two && !strcmp(name, "rope_scaling") && !mf_field(reader, "rope_type"))
+        mf_refuse_old_type(reader);
+    mf_read_one_rope(config_reader, reader, config, mf_read_theta(config_reader, "rope_theta"),
+                     memory, &config->rope, &config->rope_table);
     if (two)
-        mf_read_one_rope(config_reader, &local, config, "rope_local_base_freq", memory,
-                         &config->local_rope, &config->local_table);
+        mf_read_one_rope(config_reader, &local, config,
+                         has_local ? mf_read_theta(config_reader, "rope_local_base_freq")
+                                   : window_theta,
+                         memory, &config->local_rope, &config->local_table);
 }
 
 /* yarn extends the length to original_len * factor. max_position_embeddings often still has the
@@ -10005,23 +10033,25 @@ static int mf_read_window_size(mf_reader *reader) {
 }
 
 /* Sets the attention window of each layer. If the file has layer_types, that field decides which
- * layers have the window. (transformers treats a Mistral with layer_types as a Ministral.)
- * Otherwise it is all layers, or all but each sliding_window_pattern-th; with use_sliding_window
+ * layers have the window, but for MF_SAME_WINDOW. (transformers treats a Mistral with layer_types
+ * as a Ministral.) Otherwise it is all layers, or all but each sliding_window_pattern-th; with use_sliding_window
  * some architectures have it only in the layers from max_window_layers on, or before that one. */
 static void mf_read_windows(mf_reader *reader, mf_config *config, arena *memory) {
     const int L = config->shape.L, window = mf_read_window_size(reader);
     const bool is_lower = config->features & MF_WINDOW_LOWER;
     const bool has_border = mf_is_named(reader, "max_window_layers");
     config->window = arena_zalloc(memory, (size_t)L * sizeof *config->window);
-    const int64_t pattern = mf_named_int(reader, "sliding_window_pattern", 0);
+    const int64_t own = (int64_t)mf_own_number(reader, "window_pattern");
+    const int64_t pattern = mf_named_int(reader, "sliding_window_pattern", own);
     const int64_t border = mf_named_int(reader, "max_window_layers", 0);
     for (int i = 0; i < L && window; i++) {
         const bool is_full = (pattern > 0 && (i + 1) % pattern == 0) ||
                              (has_border && (i < border) != is_lower);
         config->window[i] = is_full ? 0 : window;
     }
-    const json *types = mf_is_named(reader, "sliding_window") ? mf_field(reader, "layer_types")
-                                                              : NULL;
+    const bool by_type = mf_is_named(reader, "sliding_window") &&
+                         !(config->features & MF_SAME_WINDOW);
+    const json *types = by_type ? mf_field(reader, "layer_types") : NULL;
     if (types && (types->type != JSON_ARRAY || types->n != (uint32_t)L))
         mf_field_error(reader, "layer_types", types, "a list with one for each layer");
     for (int i = 0; types && !reader->err->code && i < L; i++) {

@@ -427,6 +427,7 @@ EDITS = {
     "layers-null": ("qwen2", field("num_hidden_layers", value=None), "num_hidden_layers is null"),
     "eps-null": ("olmo3", field("rms_norm_eps", value=None), "rms_norm_eps is null"),
     "theta-null": ("llama", field("rope_theta", value=None), "rope_theta is null"),
+    "old-rope-type": ("gemma3", field("rope_scaling", value={"type": "linear", "factor": 3.0}), "rope_scaling.type is \"linear\", expected rope_type"),
     "factor-null": ("granite", field("attention_multiplier", value=None), "attention_multiplier is null"),
     "scale-null": ("deepseek3", field("routed_scaling_factor", value=None), "routed_scaling_factor is null"),
     "sees-later-tokens": ("gemma3-image", field("architectures", value=["PaliGemmaForConditionalGeneration"]), "PaliGemma"),
@@ -448,6 +449,12 @@ NO_CHANGES = {
     "first-dense": ("qwen3moe", field("first_k_dense_replace", value=1)),
     "experts-scale": ("olmoe", field("routed_scaling_factor", value=2.0)),
     "cap-null": ("gemma2-types", field("final_logit_softcapping", value=None)),
+    "pattern-of-gemma2": ("gemma2", field("sliding_window_pattern", value=3)),
+    "pattern-of-olmo3": ("olmo3", field("sliding_window_pattern", value=2)),
+    "theta-of-windows": ("olmo3", field("rope_local_base_freq", value=33.0)),
+    "types-of-mixtral": ("mixtral", lambda config, tensors: config.update(
+        layer_types=["full_attention", "sliding_attention"] * (config["num_hidden_layers"] // 2) + ["full_attention"] * (config["num_hidden_layers"] % 2))),
+    "weights-as-they-are": ("mixtral", field("norm_topk_prob", value=False)),
 }
 
 
