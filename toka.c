@@ -61215,16 +61215,6 @@ static int cli_add_keys(const cli *flags, arena *a, const char **keys, int *n_ke
     return 0;
 }
 
-/* Set before the first call of CUDA. A kernel of NCCL may wait on the GPU for a trainer. Meanwhile no
- * kernel can be loaded, and what stands behind it in a queue of the GPU waits, too: so all kernels
- * are loaded at the start, and the GPU gets more queues than there are streams. */
-COLD
-static void cli_prepare_nccl(const cli *flags) {
-    if (!flags->open.enable_sleep_mode) return;
-    setenv("CUDA_MODULE_LOADING", "EAGER", 0);
-    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
-}
-
 static int cli_serve(const cli *flags, toka_err *e) {
     srv_options options = flags->serve;
     arena memory = {0};
@@ -61238,7 +61228,6 @@ static int cli_serve(const cli *flags, toka_err *e) {
     options.open = flags->open;
     options.host = flags->host;
     options.port = flags->port;
-    cli_prepare_nccl(flags);
     options.keys = keys;
     options.now = flags->now;
     options.quiet = flags->quiet;
@@ -61665,10 +61654,21 @@ static void cli_warn_no_share(const cli *flags) {
                 typed);
 }
 
+/* Set before the first call of CUDA. A kernel of NCCL may wait on the GPU for a trainer. Meanwhile no
+ * kernel can be loaded, and what stands behind it in a queue of the GPU waits, too: so all kernels
+ * are loaded at the start, and the GPU gets more queues than there are streams. */
+COLD
+static void cli_prepare_nccl(const cli *flags) {
+    if (!flags->open.enable_sleep_mode) return;
+    setenv("CUDA_MODULE_LOADING", "EAGER", 0);
+    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
+}
+
 /* Runs the command whose flags were read. */
 static int cli_run_parsed(cli *flags, const cli_command *command, toka_err *e) {
     tmpl_time now;
     const unsigned bit = command ? command->for_bit : FOR_RUN;
+    cli_prepare_nccl(flags);
     int code = cli_check_parallel(&flags->open, e);
     if (!code) code = lib_parse_now(flags->now, &now, e);
     if (!code) code = cli_check_files(flags, bit, e);
