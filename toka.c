@@ -18423,13 +18423,17 @@ typedef struct con_edge {
     int low, high;     /* CON_BYTES: first and last byte; CON_CALL: fewest and most matches;
                           CON_MEASURE: fewest and most characters that the rule matches, CON_CHAR:
                           that may follow before it ends, the one that begins included */
-    int rule;          /* CON_CALL, CON_MEASURE; CON_CHAR: 1: a character begins, 0: it goes on */
+    union {
+        int rule;      /* CON_CALL, CON_MEASURE */
+        int begins;    /* CON_CHAR: 1: a character begins, 0: it goes on */
+    };
 } con_edge;
 
 typedef struct con_state {
     int first;         /* its first edge, -1: none */
     bool is_end;       /* the last state of a rule; it has no edges */
     bool has_bytes;    /* it has a CON_BYTES edge */
+    bool takes_all;    /* all texts of its rule that may follow another state may follow it, too */
     uint8_t lexeme;    /* enum con_lexeme */
 } con_state;
 
@@ -18815,20 +18819,35 @@ static int con_compare_items(const void *a, const void *b) {
                                 : (x->frame > y->frame) - (x->frame < y->frame);
 }
 
+/* Drops the first n items of work that have the frame of `all`, but this one: they lead to no text
+ * to which this one does not. Returns how many are left. */
+static int con_drop_items(con_machine *machine, int n, con_item all) {
+    int left = 0;
+    for (int i = 0; i < n; i++) {
+        const con_item item = machine->work[i];
+        if (item.frame != all.frame || item.state == all.state) machine->work[left++] = item;
+    }
+    return left;
+}
+
 /* Returns the node of the items in work whose states have bytes, and empties work. */
 static int con_node_of(con_machine *machine) {
     con_close(machine);
     const size_t last = 2 * (size_t)machine->cap_work - 1;
+    con_item all = {-1, -1}; /* its state takes all */
     int n = 0;
     for (int i = 0; i < machine->n_work; i++) { /* clears the table */
         size_t at = hash_bytes(&machine->work[i], sizeof *machine->work) & last;
         while (machine->seen[at] != i) at = (at + 1) & last;
         machine->seen[at] = -1;
     }
-    for (int i = 0; i < machine->n_work; i++)
-        if (machine->grammar->states[machine->work[i].state].has_bytes)
-            machine->work[n++] = machine->work[i];
+    for (int i = 0; i < machine->n_work; i++) {
+        const con_state *state = &machine->grammar->states[machine->work[i].state];
+        if (state->has_bytes) machine->work[n++] = machine->work[i];
+        if (state->takes_all) all = machine->work[i];
+    }
     machine->n_work = 0;
+    if (all.state >= 0) n = con_drop_items(machine, n, all);
     if (machine->failed || (!n && !machine->accepts)) return machine->accepts = 0, CON_DEAD;
     qsort(machine->work, (size_t)n, sizeof *machine->work, con_compare_items);
     const int flags = machine->accepts;
@@ -20495,6 +20514,7 @@ COLD static int con_regex(con_grammar *grammar, const char *name, str text, bool
     for (int side = 0; side < 2 && in_json; side++) { /* any prefix, any suffix */
         const con_rule any = {con_state_new(grammar), con_state_new(grammar)};
         con_char_range(grammar, any.start, any.end, 0, 0x10FFFF, true);
+        grammar->states[any.start].takes_all = side;
         const int from = con_state_new(grammar);
         con_empty(grammar, side ? part.end : whole.start, from);
         con_empty(grammar, con_repeat(grammar, from, any, 0, CON_FOREVER),
