@@ -46377,10 +46377,15 @@ static int nccl_stage_finish(const nccl_stage *stage, char path[40], toka_err *e
 
 /* ---- Library ---- */
 
+/* Returns the file that the user names, or NULL. */
+static const char *nccl_given_library(void) {
+    const char *path = getenv("TOKA_NCCL_LIBRARY");
+    return path && *path ? path : NULL;
+}
+
 /* Returns why this server cannot receive weights over NCCL, or NULL. */
 static const char *nccl_refusal(const eng *engine) {
-    const char *path = getenv("TOKA_NCCL_LIBRARY");
-    return eng_has_nccl(engine) || (path && *path)
+    return eng_has_nccl(engine) || nccl_given_library()
                ? NULL : "weights over NCCL go from GPU to GPU: this server runs on the CPU";
 }
 
@@ -46390,8 +46395,7 @@ static int nccl_open_library(nccl_library *library, toka_err *e) {
         {"ncclCommInitRankConfig", &library->init}, {"ncclCommGetAsyncError", &library->state},
         {"ncclBroadcast", &library->broadcast},     {"ncclAllReduce", &library->all_reduce},
         {"ncclCommAbort", &library->abort},         {"ncclGetErrorString", &library->error_text}};
-    const char *given = getenv("TOKA_NCCL_LIBRARY");
-    const char *path = given && *given ? given : "libnccl.so.2";
+    const char *given = nccl_given_library(), *path = given ? given : "libnccl.so.2";
     if (library->handle) return 0;
     void *handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (!handle)
@@ -57356,26 +57360,27 @@ static const help_page help_pages[] = {
      "  AReaL's /areal_pause_generation, /areal_continue_generation.\n"
      "- These routes need the key of --admin-key. Without one they answer only this\n"
      "  machine; --admin-key none: everybody.\n"
-     "- Weights over NCCL, from a GPU that is not the server's (on the server's side\n"
-     "  --enable-sleep-mode): as TRL 1.16 and others call vLLM, /init_weight_transfer_engine\n"
-     "  {\"init_info\": {master_address, master_port, rank_offset, world_size, packed}}, then\n"
-     "  /start_weight_update, /update_weights {\"update_info\": {names, dtype_names,\n"
-     "  shapes}} one or more times, and /finish_weight_update {weight_version}. Without\n"
-     "  a start each list is an update. Names and shapes are those of the model's files;\n"
-     "  float32, float16 and bfloat16 become the type that the file has.\n"
+     "- Weights over NCCL, from a GPU that is not the server's (whose GPU needs\n"
+     "  --enable-sleep-mode), as TRL 1.16 and others call vLLM:\n"
+     "  /init_weight_transfer_engine {\"init_info\": {master_address, master_port,\n"
+     "  rank_offset, world_size, packed}}, then /start_weight_update, /update_weights\n"
+     "  {\"update_info\": {names, dtype_names, shapes}} one or more times, and\n"
+     "  /finish_weight_update {weight_version}. Without a start each list is an update.\n"
+     "  Names and shapes are those of the model's files; float32, float16 and bfloat16\n"
+     "  become the type that the file has.\n"
      "- SGLang's /init_weights_update_group, /update_weights_from_distributed and\n"
      "  /destroy_weights_update_group, as slime calls them: each list is an update. The\n"
      "  server is one rank (/get_world_size is 1) in one group, whatever GPUs it has.\n"
      "- All tensors are checked, and have come, before the weights change. A trainer\n"
      "  that dies leaves the old ones: a 504, as after 300 s of silence (\"timeout\" in\n"
-     "  init_info). /close_communicator ends a wait. They are kept in the memory of the\n"
-     "  host. TOKA_NCCL_LIBRARY names another libnccl.so.2 than the loader finds.\n"
+     "  init_info). /close_communicator ends a wait. What came stays in the host's\n"
+     "  memory. TOKA_NCCL_LIBRARY names another libnccl.so.2 than the loader finds.\n"
      "- TRL: async GRPO of an adapter works with --enable-lora --served-model-name\n"
      "  (`toka help adapters`). Not there: the routes of `trl vllm-serve` before 1.16.\n"
      "- A position has at most 100 log-probabilities (vLLM's --max-logprobs is not\n"
-     "  there). They are raw_logprobs, the only --logprobs-mode; sampled_logprobs are the\n"
-     "  drawn token's processed ones.\n"
-     "- Not there, each a 501: weights over CUDA IPC, and prime-rl's /init_broadcaster; on\n"
+     "  there). They are raw_logprobs, the only --logprobs-mode; sampled_logprobs are\n"
+     "  the drawn token's processed ones.\n"
+     "- Not there, each a 501: weights over CUDA IPC, prime-rl's /init_broadcaster; on\n"
      "  a GPU without --enable-sleep-mode other weights and sleep. Not replaced: int4\n"
      "  weights packed by columns (AWQ, GPTQ). Batches (/v1/batches) are frozen by any\n"
      "  pause and go on.\n",
@@ -58374,6 +58379,7 @@ static const char cli_environment[] =
     "  TRANSFORMERS_OFFLINE    the same, if HF_HUB_OFFLINE is not set\n"
     "  TOKA_API_KEY            key that a server asks for, here and of clients\n"
     "  OPENAI_API_KEY          key of clients, if TOKA_API_KEY is not set\n"
+    "  TOKA_NCCL_LIBRARY       libnccl.so.2 for weights from a trainer (default: where the loader finds it)\n"
     "  NO_COLOR                if it is not empty, reasoning and tool calls are not dim\n"
     "  TERM                    dumb: no line editor in toka chat, no progress on one line\n"
     "  XDG_CACHE_HOME          caches (default: .cache in HOME)\n"
