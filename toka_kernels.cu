@@ -3155,6 +3155,7 @@ typedef struct gemm_args {
     /* Weights of the RMSNorm of x that the GEMM applies itself, or NULL. Only if gemm_is_smallm_fp8
      * says so. */
     const float *norm;
+    const struct lora_addend *lora; /* what adapters add (chapter 7c), or NULL; only gemm_wgmma */
 } gemm_args;
 
 /* ---- Fused norm, input side: 1 / rms of a row from its sums of squares ---- */
@@ -3681,6 +3682,170 @@ __device__ static inline void gemm_add_bias(float (&acc)[COLS / 2], const gemm_t
  *
  * With ping-pong all three run after the main loop, one after the other, for each 64 rows of the
  * tile. The main loop of the other consumer hides their latency. */
+
+/* ---- epi_adapted: another epilogue, after what adapters add to the accumulators ----
+ *
+ * acc[m][n] += sum over r of low[m][r] B[n][r], with B of the adapter of row m (chapter 7c). low
+ * is rounded to bf16, for mma.sync, whose accumulators lie as those of wgmma. A warp does that for
+ * each adapter that its 16 rows have; the low of rows of other adapters is 0 then. */
+
+typedef struct lora_part { /* an adapter's part of one matrix */
+    const bf16 *a; /* [rank][K], K as in struct weight */
+    const bf16 *b; /* [N][rank]; the rows of q, k and v in the order of W, those of gate and of up
+                      in their own order */
+    float scale;
+    int rank;      /* a multiple of LORA_RANKS; 0: the adapter does not change the matrix */
+} lora_part;
+enum { LORA_RANKS = 16 }; /* a chunk of a rank: K of one MMA */
+typedef struct lora_addend {
+    const lora_part *const *row_blocks; /* [M] parts of each row's adapter; NULL: it has none */
+    const float *low; /* [slice][part][chunk][M][LORA_RANKS]: the sum of the slices is low */
+    int first_part, n_parts, n_chunks, n_slices;
+    int begin[4];  /* [n_parts + 1] first column of each part; not with PAIRS */
+    bool is_pairs; /* the parts are gate and up, in turns of 8 columns */
+} lora_addend;
+typedef struct lora_matrix { /* B of a row */
+    const bf16 *b;
+    int rank;
+} lora_matrix;
+template <class EPI> struct epi_adapted;
+template <class EPI, int COLS> struct gemm_prefetched<epi_adapted<EPI>, COLS> {
+    gemm_prefetched<EPI, COLS> inner;
+    const lora_part *block;  /* of row row0 + lane % 16 */
+    lora_matrix matrices[2]; /* of this row, in the tile's first two parts */
+};
+template <class EPI> constexpr bool gemm_is_adapted = false;
+template <class EPI> constexpr bool gemm_is_adapted<epi_adapted<EPI>> = true;
+
+#if HOPPER
+/* Returns the part to which the column belongs; of PAIRS the first one. */
+__device__ static inline int lora_part_at(const lora_addend &add, int col) {
+    return add.is_pairs || add.n_parts == 1 ? 0 : (col >= add.begin[1]) + (col >= add.begin[2]);
+}
+__device__ static inline lora_matrix lora_find_matrix(const lora_addend &add,
+                                                      const lora_part *block, int part) {
+    if (!block || part >= add.n_parts) return lora_matrix{NULL, 0};
+    const lora_part *from = block + add.first_part + part;
+    return lora_matrix{from->b, from->rank};
+}
+/* Returns the columns 4 q .. 4 q + 3 of a chunk of low of a row, as bf16. */
+__device__ static inline uint2 lora_low_4(const lora_addend &add, int M, int part, int chunk,
+                                          int row, int q) {
+    const size_t slice = (size_t)add.n_parts * add.n_chunks * M * LORA_RANKS;
+    const float *from = add.low +
+                        ((size_t)(part * add.n_chunks + chunk) * M + row) * LORA_RANKS + 4 * q;
+    float4 sum = {};
+#pragma unroll 2
+    for (int i = 0; i < add.n_slices; i++) {
+        const float4 more = *(const float4 *)(from + i * slice);
+        sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+    }
+    return make_uint2(pack_bf16(sum.x, sum.y), pack_bf16(sum.z, sum.w));
+}
+/* Adds a chunk of the rank of one adapter in one part. rows: a bit for each of the 16 rows that has
+ * this adapter. */
+template <int COLS>
+__device__ static inline void lora_add_chunk(float (&acc)[COLS / 2], const gemm_tile &tile,
+                                             const lora_addend &add, int part, int chunk,
+                                             lora_matrix matrix, unsigned rows) {
+    constexpr int BATCH = COLS > 128 || COLS < 128 ? 8 : 16; /* loads in flight */
+    const int g = tile.lane / 4, q = tile.lane % 4, step = add.is_pairs ? 2 : 1;
+    const bf16 *b = matrix.b + chunk * LORA_RANKS + 4 * q;
+    const uint2 low = rows >> g & 1 ? lora_low_4(add, tile.M, part, chunk, tile.row0 + g, q)
+                                    : uint2{},
+                high = rows >> (g + 8) & 1
+                           ? lora_low_4(add, tile.M, part, chunk, tile.row0 + g + 8, q)
+                           : uint2{};
+    const uint32_t a[4] = {low.x, high.x, low.y, high.y};
+#pragma unroll
+    for (int j0 = 0; j0 < COLS / 8; j0 += BATCH) {
+        uint2 w[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            const int j = j0 + i, col = tile.col0 + 8 * j;
+            const bool has = j < COLS / 8 && col < tile.N &&
+                             (add.is_pairs ? j % 2 == part
+                                           : col >= add.begin[part] && col < add.begin[part + 1]);
+            const int row = (add.is_pairs ? col / 16 * 8 : col - add.begin[part]) + g;
+            w[i] = has ? *(const uint2 *)(b + (size_t)row * matrix.rank) : uint2{};
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            if (j0 + i >= COLS / 8 || (step == 2 && (j0 + i) % 2 != part)) continue;
+            const uint32_t pair[2] = {w[i].x, w[i].y};
+            mma_16816(acc + 4 * (j0 + i), a, pair);
+        }
+    }
+}
+/* Adds what the adapters of the warp's 16 rows add. */
+template <int COLS>
+__device__ static inline void lora_add_tile(float (&acc)[COLS / 2], const gemm_tile &tile,
+                                            const lora_addend &add, const lora_part *block,
+                                            const lora_matrix (&matrices)[2]) {
+    unsigned todo = __ballot_sync(~0u, block != NULL) & 0xFFFF;
+    const int part0 = lora_part_at(add, tile.col0);
+    while (todo) {
+        const int row = __ffs((int)todo) - 1;
+        const unsigned long long own = (unsigned long long)block,
+                                 first = __shfl_sync(~0u, own, row);
+        const unsigned rows = __ballot_sync(~0u, own == first) & 0xFFFF;
+        todo &= ~rows;
+#pragma unroll
+        for (int i = 0; i < 3; i++) {
+            const int part = part0 + i;
+            if (part >= add.n_parts ||
+                (!add.is_pairs && add.begin[part] >= tile.col0 + COLS)) continue;
+            lora_matrix matrix = i < 2 ? matrices[i % 2] : lora_find_matrix(add, block, part);
+            matrix.rank = __shfl_sync(~0u, matrix.rank, row);
+            matrix.b = (const bf16 *)__shfl_sync(~0u, (unsigned long long)matrix.b, row);
+            for (int chunk = 0; chunk < matrix.rank / LORA_RANKS; chunk++)
+                lora_add_chunk<COLS>(acc, tile, add, part, chunk, matrix, rows);
+        }
+    }
+}
+#endif
+
+template <class EPI> struct epi_adapted {
+    struct params {
+        typename EPI::params inner;
+        lora_addend lora;
+    };
+    template <int COLS> using prefetched = gemm_prefetched<epi_adapted<EPI>, COLS>;
+    __host__ __device__ static constexpr int staged_cols(int cols) {
+        return EPI::staged_cols(cols);
+    }
+#if HOPPER
+    template <int COLS>
+    __device__ static inline void prefetch(const gemm_tile &tile, prefetched<COLS> &fetched,
+                                           const CUtensorMap *map_y, const params &epi_args) {
+        const int row = tile.row0 + (tile.lane & 15);
+        fetched.block = row < tile.M ? epi_args.lora.row_blocks[row] : NULL;
+        if constexpr (gemm_has_prefetched<EPI, COLS>)
+            EPI::template prefetch<COLS>(tile, fetched.inner, epi_args.inner);
+        else EPI::template prefetch<COLS>(tile, map_y, epi_args.inner);
+    }
+    template <int COLS>
+    __device__ static inline void prefetch_indirect(const gemm_tile &tile,
+                                                    prefetched<COLS> &fetched,
+                                                    const params &epi_args) {
+        const int part = lora_part_at(epi_args.lora, tile.col0);
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            fetched.matrices[i] = lora_find_matrix(epi_args.lora, fetched.block, part + i);
+        if constexpr (gemm_has_prefetched<EPI, COLS>)
+            EPI::template prefetch_indirect<COLS>(tile, fetched.inner, epi_args.inner);
+    }
+    template <int COLS>
+    __device__ static inline void run(float (&acc)[COLS / 2], const gemm_tile &tile,
+                                      prefetched<COLS> &fetched, const CUtensorMap *map_y,
+                                      const params &epi_args) {
+        lora_add_tile<COLS>(acc, tile, epi_args.lora, fetched.block, fetched.matrices);
+        if constexpr (gemm_has_prefetched<EPI, COLS>)
+            EPI::template run<COLS>(acc, tile, fetched.inner, epi_args.inner);
+        else EPI::template run<COLS>(acc, tile, map_y, epi_args.inner);
+    }
+#endif
+};
 
 struct epi_store { /* y = acc + bias */
     struct params {
@@ -4215,7 +4380,9 @@ __device__ static inline void gemm_prefetch(const gemm_tile &tile,
                                             gemm_prefetched<EPI, COLS> &fetched,
                                             const gemm_cta &cta,
                                             const typename EPI::params &epi_args) {
-    if constexpr (gemm_has_prefetched<EPI, COLS>)
+    if constexpr (gemm_is_adapted<EPI>)
+        EPI::template prefetch<COLS>(tile, fetched, cta.maps.y, epi_args);
+    else if constexpr (gemm_has_prefetched<EPI, COLS>)
         EPI::template prefetch<COLS>(tile, fetched, epi_args);
     else EPI::template prefetch<COLS>(tile, cta.maps.y, epi_args);
 }
@@ -4524,7 +4691,9 @@ __device__ static inline void gemm_epilogue(float (&acc)[HALVES][COLS / 2], gemm
         if (HALVES == 2)
             gemm_prefetch<EPI, COLS>(tile, fetched, cta, epi_args),
                 gemm_prefetch_indirect<EPI, COLS>(tile, fetched, epi_args);
-        if constexpr (gemm_has_prefetched<EPI, COLS>)
+        if constexpr (gemm_is_adapted<EPI>)
+            EPI::template run<COLS>(acc[half], tile, fetched, cta.maps.y, epi_args);
+        else if constexpr (gemm_has_prefetched<EPI, COLS>)
             EPI::template run<COLS>(acc[half], tile, fetched, epi_args);
         else EPI::template run<COLS>(acc[half], tile, cta.maps.y, epi_args);
     }
@@ -4653,7 +4822,10 @@ __global__ void __launch_bounds__(128 + 2 * FMT::rows, FMT::rows == 128 ? 1 : 2)
 
 /* Kinds of epilogue in addition to those of enum epilogue. GEMM_QKV64 takes the value of EPI_QKV,
  * which is never passed to gemm_wgmma. */
-enum { GEMM_QKV64 = EPI_LOGITS + 1, GEMM_QKV128, GEMM_SCATTER };
+enum {
+    GEMM_QKV64 = EPI_LOGITS + 1, GEMM_QKV128, GEMM_SCATTER,
+    GEMM_ADAPTED /* with epi_adapted: this and the kind of its epilogue */
+};
 
 typedef struct gemm_variant {
     int kind,        /* enum epilogue, or one of the kinds above */
@@ -4672,6 +4844,8 @@ typedef struct gemm_variant {
      (const void *)gemm_wgmma_kernel<EPI, BN, SPLIT, PINGPONG>}
 #define GEMM_VARIANT(kind, EPI, BN, SPLIT) GEMM_INSTANCE(kind, EPI, BN, SPLIT, false)
 #define GEMM_PINGPONG(kind, EPI, BN) GEMM_INSTANCE(kind, EPI, BN, 1, true)
+#define GEMM_ADAPTED_VARIANT(kind, EPI, BN, SPLIT) \
+    GEMM_VARIANT(GEMM_ADAPTED + (int)(kind), epi_adapted<EPI>, BN, SPLIT)
 static const gemm_variant gemm_variants[] = {
     GEMM_VARIANT(EPI_STORE, epi_store, 64, 1),
     GEMM_VARIANT(EPI_STORE, epi_store, 64, 2),
@@ -4713,6 +4887,21 @@ static const gemm_variant gemm_variants[] = {
     GEMM_VARIANT(GEMM_SCATTER, epi_scatter, 128, 1),
     GEMM_VARIANT(GEMM_SCATTER, epi_scatter, 192, 1),
     GEMM_VARIANT(GEMM_SCATTER, epi_scatter, 256, 1),
+    GEMM_ADAPTED_VARIANT(EPI_STORE, epi_store, 128, 1),
+    GEMM_ADAPTED_VARIANT(EPI_STORE, epi_store, 128, 2),
+    GEMM_ADAPTED_VARIANT(EPI_STORE, epi_store, 192, 1),
+    GEMM_ADAPTED_VARIANT(EPI_STORE, epi_store, 256, 1),
+    GEMM_ADAPTED_VARIANT(EPI_RESIDUAL, epi_residual, 64, 2),
+    GEMM_ADAPTED_VARIANT(EPI_RESIDUAL, epi_residual, 128, 1),
+    GEMM_ADAPTED_VARIANT(EPI_RESIDUAL, epi_residual, 128, 2),
+    GEMM_ADAPTED_VARIANT(EPI_RESIDUAL, epi_residual, 256, 1),
+    GEMM_ADAPTED_VARIANT(EPI_SWIGLU, epi_swiglu, 128, 1),
+    GEMM_ADAPTED_VARIANT(EPI_SWIGLU, epi_swiglu, 224, 1),
+    GEMM_ADAPTED_VARIANT(EPI_SWIGLU, epi_swiglu, 256, 1),
+    GEMM_ADAPTED_VARIANT(GEMM_QKV64, epi_qkv<64>, 128, 1),
+    GEMM_ADAPTED_VARIANT(GEMM_QKV64, epi_qkv<64>, 192, 1),
+    GEMM_ADAPTED_VARIANT(GEMM_QKV128, epi_qkv<128>, 128, 1),
+    GEMM_ADAPTED_VARIANT(GEMM_QKV128, epi_qkv<128>, 192, 1),
     GEMM_PINGPONG(EPI_STORE, epi_store, 192),
     GEMM_PINGPONG(EPI_SWIGLU, epi_swiglu, 160),
     GEMM_PINGPONG(EPI_SWIGLU, epi_swiglu, 192),
@@ -4834,7 +5023,8 @@ static double gemm_cost(const toka_device *dev, const gemm_variant *variant, int
 
 /* True if the columns on which a CTA runs the epilogue are whole heads, as QK-norm needs. */
 static bool gemm_whole_heads(const gemm_variant *variant) {
-    return variant->bn / variant->split % (variant->kind == GEMM_QKV64 ? 64 : 128) == 0;
+    const int D = variant->kind % GEMM_ADAPTED == GEMM_QKV64 ? 64 : 128;
+    return variant->bn / variant->split % D == 0;
 }
 
 /* Returns the cheapest variant of a kind. whole_heads: only variants that allow QK-norm. */
@@ -4902,7 +5092,8 @@ static int gemm_fp8_box_rows(const gemm_variant *variant, int M) {
 static void gemm_launch(toka_device *dev, gemm_plan plan, const gemm_args *args,
                         const void *params) {
     const gemm_variant *variant = plan.variant;
-    int M = args->M, N = args->w->N, K = args->w->K, cols = variant->kind == EPI_SWIGLU ? N / 2 : N,
+    int M = args->M, N = args->w->N, K = args->w->K,
+        cols = variant->kind % GEMM_ADAPTED == EPI_SWIGLU ? N / 2 : N,
         per_cluster = plan.multicast * variant->split;
     assert(M > 0 && N % 8 == 0 && K % 8 == 0 && args->ldx % 8 == 0 &&
            (uintptr_t)args->x % 16 == 0 && (uintptr_t)args->w->data % 16 == 0);
@@ -4996,18 +5187,27 @@ static void gemm_wgmma_with(toka_device *dev, const gemm_args *args, gemm_plan p
     epi_logits::params logits_args = {(float *)args->y, args->ldy};
     assert(args->epi != EPI_SWIGLU || (!args->w->bias && args->w->N % 16 == 0));
     assert(args->epi != EPI_LOGITS || (!args->w->bias && args->ldy % 2 == 0));
+    if (!args->lora) {
+        gemm_launch(dev, plan, args,
+                    args->epi == EPI_LOGITS ? (void *)&logits_args : (void *)&store_args);
+        return;
+    }
+    const epi_adapted<epi_store>::params adapted = {store_args, *args->lora};
+    const epi_adapted<epi_swiglu>::params adapted_swiglu = {{0}, *args->lora};
+    assert(args->epi != EPI_LOGITS);
     gemm_launch(dev, plan, args,
-                args->epi == EPI_LOGITS ? (void *)&logits_args : (void *)&store_args);
+                args->epi == EPI_SWIGLU ? (const void *)&adapted_swiglu : (const void *)&adapted);
 }
 static void gemm_wgmma(toka_device *dev, const gemm_args *args) {
-    gemm_wgmma_with(dev, args, gemm_choose(dev, args->epi, args->M, args->w->N, args->w->K, false));
+    const int kind = args->epi + (args->lora ? GEMM_ADAPTED : 0);
+    gemm_wgmma_with(dev, args, gemm_choose(dev, kind, args->M, args->w->N, args->w->K, false));
 }
 
 /* Selects the variant for the QKV epilogue of M rows. The head size is 64 or 128. */
 static gemm_plan gemm_choose_qkv(const toka_device *dev, int M, const weight *w,
-                                 const qkv_params *qkv) {
-    int heads = qkv->H + 2 * qkv->K;
-    return gemm_choose(dev, w->N == 64 * heads ? GEMM_QKV64 : GEMM_QKV128, M, w->N, w->K,
+                                 const qkv_params *qkv, bool adapted = false) {
+    const int kind = w->N == 64 * (qkv->H + 2 * qkv->K) ? GEMM_QKV64 : GEMM_QKV128;
+    return gemm_choose(dev, kind + (adapted ? GEMM_ADAPTED : 0), M, w->N, w->K,
                        qkv_has_norms(qkv));
 }
 /* True if the QKV epilogue is faster than EPI_STORE followed by rope_kernel. EPI_STORE can choose
@@ -5025,17 +5225,23 @@ static bool gemm_qkv_worth_fusing(const toka_device *dev, int M, const weight *w
            gemm_cost(dev, plain.variant, plain.multicast, M, w->N, w->K) + rope_clocks;
 }
 static void gemm_wgmma_qkv_with(toka_device *dev, int M, const bf16 *x, int ldx, const weight *w,
-                                const qkv_params *qkv, gemm_plan plan) {
+                                const qkv_params *qkv, gemm_plan plan,
+                                const lora_addend *lora = NULL) {
     gemm_args args = {.M = M, .x = x, .ldx = ldx, .w = w};
-    int D = plan.variant->kind == GEMM_QKV64 ? 64 : 128;
+    int D = plan.variant->kind % GEMM_ADAPTED == GEMM_QKV64 ? 64 : 128;
     assert(w->N == (qkv->H + 2 * qkv->K) * D && (qkv->B & (qkv->B - 1)) == 0 &&
            (!qkv_has_norms(qkv) || gemm_whole_heads(plan.variant)));
     (void)D;
-    gemm_launch(dev, plan, &args, qkv);
+    if (lora) { /* the params of both head sizes are the same */
+        const epi_adapted<epi_qkv<64>>::params adapted = {*qkv, *lora};
+        gemm_launch(dev, plan, &args, &adapted);
+    } else gemm_launch(dev, plan, &args, qkv);
 }
+/* lora: what adapters add, or NULL. */
 static void gemm_wgmma_qkv(toka_device *dev, int M, const bf16 *x, int ldx, const weight *w,
-                           const qkv_params *qkv) {
-    gemm_wgmma_qkv_with(dev, M, x, ldx, w, qkv, gemm_choose_qkv(dev, M, w, qkv));
+                           const qkv_params *qkv, const lora_addend *lora = NULL) {
+    gemm_wgmma_qkv_with(dev, M, x, ldx, w, qkv, gemm_choose_qkv(dev, M, w, qkv, lora != NULL),
+                        lora);
 }
 
 /* Computes x W^T + bias and stores rows_per_rank rows of the result in each of n_ranks receive
@@ -7566,7 +7772,6 @@ static void experts_run(toka_device *dev, const layer_experts *layer, bf16 *x) {
 
 enum {
     LORA_ROWS = 32,      /* rows of a CTA: two tiles of 16 rows of the MMA */
-    LORA_RANKS = 16,     /* a chunk of a rank: K of one MMA */
     LORA_SLICE = 1024,   /* columns of x that a CTA of lora_shrink_kernel adds up */
     LORA_SHRINK_WARPS = 8,
     LORA_SLICE_STEPS = LORA_SLICE / LORA_SHRINK_WARPS / 32,
@@ -7578,14 +7783,6 @@ enum {
 
 /* The matrices of a layer that adapters change, in the order of lora_block. */
 enum { LORA_Q, LORA_K, LORA_V, LORA_O, LORA_GATE, LORA_UP, LORA_DOWN, LORA_N_PARTS };
-
-typedef struct lora_part { /* an adapter's part of one matrix */
-    const bf16 *a; /* [rank][K], K as in struct weight */
-    const bf16 *b; /* [N][rank]; the rows of q, k and v in the order of W, those of gate and of up
-                      in their own order */
-    float scale;
-    int rank;      /* a multiple of LORA_RANKS; 0: the adapter does not change the matrix */
-} lora_part;
 
 typedef struct lora_block { /* an adapter on the device */
     lora_part *parts; /* [L * LORA_N_PARTS], device memory, the numbers follow; NULL: not loaded */
@@ -7601,6 +7798,7 @@ typedef struct lora_rows { /* of a step; device memory in the upload buffer */
     const int *rows;  /* [T] the rows of the step, sorted by adapter */
     const int *slots; /* [T] of each of them, index of its adapter in blocks; -1: it has none */
     const lora_part *const *blocks;
+    const lora_part *const *row_blocks; /* [T] of each row of the step; NULL: it has none */
 } lora_rows;
 
 struct lora_state {
@@ -7621,7 +7819,7 @@ static bool lora_in_step(const toka_device *dev) { return dev->lora && dev->lora
 struct lora_args {
     lora_rows step;
     int n_rows;       /* the first rows of the order that the kernel computes */
-    int n_low_rows;   /* rows of low: those that have an adapter, rounded up to LORA_ROWS */
+    int n_low_rows;   /* rows of low: those of the step */
     const bf16 *x;    /* [T][ldx] */
     int ldx, K;
     float *low;       /* [slice][part][chunk][n_low_rows][LORA_RANKS] */
@@ -7637,7 +7835,7 @@ typedef struct lora_tile { /* the rows of a CTA. With PAIRS two parts: gate and 
     int rows[LORA_ROWS]; /* of the step; those behind the last one are equal to the first one */
     int slots[LORA_ROWS];
     int ranks[2][LORA_ROWS]; /* of the part of the row's adapter; 0 without an adapter */
-    float scales[2][LORA_ROWS];
+    float scales[2][LORA_ROWS]; /* only lora_shrink_kernel uses them */
     const bf16 *matrices[2][LORA_ROWS]; /* A or B */
 } lora_tile;
 
@@ -7720,8 +7918,8 @@ __global__ static void __launch_bounds__(32 * LORA_SHRINK_WARPS)
               lane = (int)threadIdx.x % 32;
     const int part = (int)blockIdx.y / args.n_chunks, chunk = (int)blockIdx.y % args.n_chunks;
     const int row = (int)threadIdx.x / 8, column = (int)threadIdx.x % 8 * 2; /* to add up */
-    float *low = args.low + (((size_t)blockIdx.z * gridDim.y + blockIdx.y) * args.n_low_rows +
-                             first + row) * LORA_RANKS + column;
+    float *low = args.low + ((size_t)blockIdx.z * gridDim.y + blockIdx.y) * args.n_low_rows *
+                                LORA_RANKS + column;
     grid_launch_dependents();
     lora_load_tile(tile, args, first, args.first_part + part, 1, false);
     __syncthreads();
@@ -7743,7 +7941,8 @@ __global__ static void __launch_bounds__(32 * LORA_SHRINK_WARPS)
 #pragma unroll
             for (int w = 0; w < LORA_SHRINK_WARPS; w++)
                 sum.x += sums[w][row][column], sum.y += sums[w][row][column + 1];
-            *(float2 *)low = sum;
+            sum.x *= tile.scales[0][row], sum.y *= tile.scales[0][row];
+            *(float2 *)(low + (size_t)tile.rows[row] * LORA_RANKS) = sum;
         }
         __syncthreads();
     }
@@ -7770,9 +7969,9 @@ __global__ static void __launch_bounds__(32 * LORA_SHRINK_WARPS)
 __host__ __device__ static inline int lora_low_stride(int n_chunks) {
     return (n_chunks | 1) * LORA_RANKS; /* an odd number of chunks: no bank conflicts */
 }
-/* Adds up the slices of low, times scale, for all rows of the tile and n_parts parts. */
+/* Adds up the slices of low for all rows of the tile and n_parts parts. */
 __device__ static inline void lora_load_low(bf16 *to, const lora_args &args, const lora_tile &tile,
-                                            int first, int part, int n_parts) {
+                                            int part, int n_parts) {
     const int stride = lora_low_stride(args.n_chunks);
     const size_t slice = (size_t)args.n_parts * args.n_chunks * args.n_low_rows * LORA_RANKS;
     for (int i = (int)threadIdx.x; i < n_parts * args.n_chunks * LORA_ROWS * 4;
@@ -7782,14 +7981,12 @@ __device__ static inline void lora_load_low(bf16 *to, const lora_args &args, con
         float4 sum = {};
         if (in_part < tile.ranks[k][row]) {
             const float *from = args.low +
-                                ((size_t)(part * args.n_chunks + chunk) * args.n_low_rows + first +
-                                 row) * LORA_RANKS + column;
+                                ((size_t)(part * args.n_chunks + chunk) * args.n_low_rows +
+                                 tile.rows[row]) * LORA_RANKS + column;
             for (int s = 0; s < args.n_slices; s++) {
                 const float4 more = *(const float4 *)(from + s * slice);
                 sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
             }
-            const float scale = tile.scales[k][row];
-            sum.x *= scale, sum.y *= scale, sum.z *= scale, sum.w *= scale;
         }
         *(uint2 *)(to + (k * LORA_ROWS + row) * stride + in_part + column) =
             make_uint2(pack_bf16(sum.x, sum.y), pack_bf16(sum.z, sum.w));
@@ -7921,7 +8118,7 @@ __global__ static void __launch_bounds__(32 * LORA_EXPAND_WARPS)
     lora_load_tile(tile, args, first, args.first_part + part, n_parts, true);
     __syncthreads();
     grid_wait();
-    if (tile.slots[0] >= 0) lora_load_low(lora_low, args, tile, first, part, n_parts);
+    if (tile.slots[0] >= 0) lora_load_low(lora_low, args, tile, part, n_parts);
     __syncthreads();
     for (int i = 0; i < LORA_EXPAND_COLS / (LORA_EXPAND_WARPS * LORA_COLS); i++) {
         const int col0 = group * LORA_EXPAND_COLS +
@@ -7939,7 +8136,7 @@ static lora_args lora_shrink(toka_device *dev, const gemm_args *gemm, int n_part
     const lora_state *lora = dev->lora;
     const int n_tiles = ceil_div(lora->n_rows, LORA_ROWS);
     const lora_args args = {.step = lora->step, .n_rows = lora->n_rows,
-                            .n_low_rows = n_tiles * LORA_ROWS, .x = gemm->x, .ldx = gemm->ldx,
+                            .n_low_rows = gemm->M, .x = gemm->x, .ldx = gemm->ldx,
                             .K = gemm->w->K, .low = lora->low, .first_part = gemm->w->first_part,
                             .n_parts = n_parts, .n_chunks = lora->n_chunks,
                             .n_slices = ceil_div(gemm->w->K, LORA_SLICE)};
@@ -7967,7 +8164,7 @@ static void lora_add(toka_device *dev, const gemm_args *gemm) {
         n_groups += ceil_div(args.width[i], LORA_EXPAND_COLS);
     }
     launch_dependent(dev, "adapters: B", lora_expand_kernel<false>,
-                     {dim3((unsigned)(args.n_low_rows / LORA_ROWS), (unsigned)n_groups),
+                     {dim3((unsigned)ceil_div(args.n_rows, LORA_ROWS), (unsigned)n_groups),
                       32 * LORA_EXPAND_WARPS, lora_expand_smem(args.n_chunks, 1)},
                      args);
 }
@@ -7984,6 +8181,38 @@ static void lora_gate_up(toka_device *dev, const gemm_args *gemm, bool is_gelu) 
                            (unsigned)ceil_div(gemm->w->N, LORA_EXPAND_COLS)),
                       32 * LORA_EXPAND_WARPS, lora_expand_smem(args.n_chunks, 2)},
                      args);
+}
+
+/* Does the GEMM of the step add what adapters add, by epi_adapted? */
+static bool lora_joins_gemm(const toka_device *dev, int M, const weight *w) {
+    return lora_in_step(dev) && gemm_family(dev, M, w) == BY_WGMMA;
+}
+/* Launches lora_shrink_kernel, and returns what the GEMM adds. */
+static lora_addend lora_addend_of(toka_device *dev, const gemm_args *gemm) {
+    const int kind = gemm->w->first_part % LORA_N_PARTS,
+              n_parts = kind == LORA_Q ? 3 : kind == LORA_GATE ? 2 : 1;
+    const lora_source *sources = dev->lora->sources + gemm->w->first_part;
+    const lora_args args = lora_shrink(dev, gemm, n_parts);
+    lora_addend add = {.row_blocks = dev->lora->step.row_blocks, .low = args.low,
+                       .first_part = args.first_part, .n_parts = n_parts,
+                       .n_chunks = args.n_chunks, .n_slices = args.n_slices,
+                       .is_pairs = kind == LORA_GATE};
+    for (int i = 0; i < n_parts; i++)
+        add.begin[i + 1] = n_parts == 1 ? gemm->w->N : add.begin[i] + sources[i].rows;
+    return add;
+}
+/* Runs a GEMM with what adapters add to its output. */
+static void lora_gemm(toka_device *dev, const gemm_args *given) {
+    gemm_args args = *given;
+    lora_addend add;
+    if (lora_joins_gemm(dev, args.M, args.w)) {
+        add = lora_addend_of(dev, &args);
+        args.lora = &add;
+        gemm(dev, &args);
+        return;
+    }
+    gemm(dev, &args);
+    lora_add(dev, &args);
 }
 
 /* ---- The rows of a step ---- */
@@ -8005,7 +8234,8 @@ static int lora_sort_rows(const uint8_t *adapters, int T, const int *slot_of, in
     return n;
 }
 static size_t lora_upload_bytes(const toka_device *dev) {
-    return dev->lora ? (size_t)dev->options.max_tokens * 2 * sizeof(int) +
+    const size_t row_bytes = 2 * sizeof(int) + sizeof(lora_part *);
+    return dev->lora ? (size_t)dev->options.max_tokens * row_bytes +
                            (TOKA_MAX_ADAPTERS + 1) * sizeof(lora_part *) + 64
                      : 0;
 }
@@ -8025,12 +8255,18 @@ static void lora_plan_step(toka_device *dev, const toka_step *step) {
         blocks[n_slots++] = lora->of[i].parts;
         lora->n_chunks = max(lora->n_chunks, lora->of[i].rank / LORA_RANKS);
     }
-    void *rows, *slots;
+    void *rows, *slots, *row_blocks;
     lora->step.rows = (const int *)upload_alloc(&dev->upload, (size_t)step->T * sizeof(int), &rows);
     lora->step.slots = (const int *)upload_alloc(&dev->upload, (size_t)step->T * sizeof(int),
                                                  &slots);
     lora->step.blocks = (const lora_part *const *)upload_put(
         &dev->upload, blocks, (size_t)n_slots * sizeof *blocks);
+    lora->step.row_blocks = (const lora_part *const *)upload_alloc(
+        &dev->upload, (size_t)step->T * sizeof *blocks, &row_blocks);
+    for (int t = 0; t < step->T; t++) {
+        const int slot = slot_of[step->adapters[t]];
+        ((const lora_part **)row_blocks)[t] = slot < 0 ? NULL : blocks[slot];
+    }
     lora->n_rows = lora_sort_rows(step->adapters, step->T, slot_of, (int *)rows, (int *)slots);
 }
 
@@ -18141,8 +18377,7 @@ static void hidden_add(toka_device *dev, toka_hidden *x, const bf16 *in, const w
     if (scatters) x->state = TOKA_HIDDEN_SCATTERED;
     if (graph_is_replay(dev)) return;
     if (scatters) gemm_reduce_scatter(dev, &args);
-    else gemm(dev, &args);
-    lora_add(dev, &args);
+    else lora_gemm(dev, &args);
 }
 
 /* x += norm(in W^T (+ bias)). dev->xn is free: the op's first GEMM has read it. */
@@ -18153,8 +18388,7 @@ static void hidden_add_norm(toka_device *dev, toka_hidden *x, const bf16 *in, co
     assert(toka_hidden_is_whole(x) && tp_size(dev) == 1);
     hidden_set_sum(dev, x, NULL);
     if (graph_is_replay(dev)) return;
-    gemm(dev, &args);
-    lora_add(dev, &args);
+    lora_gemm(dev, &args);
     launch_dependent(dev, "norm of what is added", add_norm_kernel, {dim3(dev->step->T), 128},
                      dev_bf16(x->data), dev->xn, norm, dev->E, 1.0f / dev->shape->E,
                      dev->shape->eps);
@@ -18214,7 +18448,8 @@ static void qkv_rope_kv(toka_device *dev, int layer, gemm_args args, const qkv_p
     const toka_shape *shape = dev->shape;
     const layer_weights *weights = &dev->layers[layer];
     const bool fp8 = weights->qkv.scale != NULL,
-               fuses = qkv_may_fuse(dev, layer) && !lora_in_step(dev);
+               joins = lora_joins_gemm(dev, n_rows, &weights->qkv),
+               fuses = qkv_may_fuse(dev, layer) && (!lora_in_step(dev) || joins);
     if (qkv_is_fused_fp8(dev, layer, &params)) {
         gemm_fp8_qkv(dev, &args, &params);
         return;
@@ -18222,15 +18457,16 @@ static void qkv_rope_kv(toka_device *dev, int layer, gemm_args args, const qkv_p
     if (!fp8 && fuses && n_rows > SMALLM_MAX &&
         gemm_qkv_worth_fusing(dev, n_rows, &weights->qkv, &params)) {
         /* the epilogue does everything: bias, QK norm, RoPE, q, the pages of K and V */
-        gemm_wgmma_qkv(dev, n_rows, dev->xn, dev->E, &weights->qkv, &params);
+        lora_addend add = {};
+        if (joins) add = lora_addend_of(dev, &args);
+        gemm_wgmma_qkv(dev, n_rows, dev->xn, dev->E, &weights->qkv, &params, joins ? &add : NULL);
         return;
     }
     args.y = dev->qkv, args.ldy = weights->qkv.N, args.epi = EPI_STORE;
     if (fuses && gemm_fuses_qkv(dev, n_rows, &weights->qkv, &params))
         args.epi = EPI_QKV, args.qkv = &params;
-    gemm(dev, &args);
+    lora_gemm(dev, &args);
     if (args.epi == EPI_QKV) return;
-    lora_add(dev, &args);
     if (weights->q_norm_all || weights->k_norm_all)
         launch_dependent(dev, "norm of all heads", heads_norm_kernel, {dim3(n_rows, 2), 128},
                          dev->qkv, weights->q_norm_all, weights->k_norm_all, shape->H, shape->K,
@@ -18279,12 +18515,15 @@ static void cuda_out_residual(toka_device *dev, const toka_step *, int layer, to
 /* act = activation(gate) * up. args: of the GEMM that computes gate and up. */
 static void mlp_gate_up(toka_device *dev, const layer_weights *weights, gemm_args args) {
     const int F = weights->gate_up.N / 2;
-    const bool stores = weights->is_gelu || lora_in_step(dev);
+    const bool joins = lora_joins_gemm(dev, args.M, &weights->gate_up),
+               adds_later = lora_in_step(dev) && !joins, stores = weights->is_gelu || adds_later;
+    lora_addend add = {};
     args.y = stores ? dev->gate_up : dev->act;
     args.ldy = stores ? 2 * F : dev->F;
     args.epi = stores ? EPI_STORE : EPI_SWIGLU;
+    if (joins) add = lora_addend_of(dev, &args), args.lora = &add;
     gemm(dev, &args);
-    if (lora_in_step(dev)) lora_gate_up(dev, &args, weights->is_gelu);
+    if (adds_later) lora_gate_up(dev, &args, weights->is_gelu);
     else if (weights->is_gelu)
         launch_dependent(dev, "GELU", gelu_kernel,
                          {dim3((unsigned)ceil_div(F, 2048), (unsigned)args.M), 256},

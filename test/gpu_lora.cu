@@ -181,7 +181,7 @@ static outcome run(toka_device *d, const product &p, const rows_of &r, bool is_g
     upload_begin(d, &d->upload);
     lora_plan_step(d, &step);
     upload_send(d, &d->upload);
-    gpu_buf<float> low((size_t)ceil_div(p.w.K, LORA_SLICE) * p.n_parts * d->lora->n_chunks * ceil_div(d->lora->n_rows, LORA_ROWS) * LORA_ROWS * LORA_RANKS + 4);
+    gpu_buf<float> low((size_t)ceil_div(p.w.K, LORA_SLICE) * p.n_parts * d->lora->n_chunks * T * LORA_RANKS + 4);
     d->lora->low = low.p();
     const int F = d->F;
     for (int i = 0; i < repeats; i++) {
@@ -320,6 +320,149 @@ static void test_model(toka_device *d, sizes z, int n_adapters, int max_rank, to
     close_model(d);
 }
 
+/* ---- The whole GEMM, on Hopper with more than 64 rows by its epilogue ---- */
+
+/* y = x W^T before the adapters, in float64, and its slack. */
+static void base_product(const rows_of &r, const std::vector<bf16> &w, int t, int N, int K, std::vector<double> *y, std::vector<double> *slack) {
+    y->assign((size_t)N, 0), slack->assign((size_t)N, 0);
+    for (int n = 0; n < N; n++) {
+        double sum = 0, all = 0;
+        for (int k = 0; k < K; k++) {
+            const double term = (double)value(r.x[(size_t)t * r.ldx + k]) * value(w[(size_t)n * K + k]);
+            sum += term, all += fabs(term);
+        }
+        (*y)[(size_t)n] = sum, (*slack)[(size_t)n] = all * 0x1p-20;
+    }
+}
+static std::vector<bf16> run_gemm(toka_device *d, const product &p, const rows_of &r, enum epilogue epi, gpu_buf<bf16> &w, bool *guards) {
+    const int T = (int)r.adapters.size(), ldy = epi == EPI_SWIGLU ? d->F : p.w.N;
+    gpu_buf<bf16> x((size_t)(T + GEMM_PAD_ROWS) * r.ldx), y((size_t)T * ldy), stored((size_t)T * p.w.N);
+    toka_step step = {};
+    step.T = T, step.adapters = r.adapters.data();
+    x.set(r.x);
+    if (epi == EPI_RESIDUAL) y.set(r.y);
+    upload_begin(d, &d->upload);
+    lora_plan_step(d, &step);
+    upload_send(d, &d->upload);
+    gpu_buf<float> low((size_t)ceil_div(p.w.K, LORA_SLICE) * p.n_parts * d->lora->n_chunks * T * LORA_RANKS + 4);
+    d->lora->low = low.p(), d->act = y.p(), d->gate_up = stored.p();
+    product own = p;
+    own.w.data = w.p();
+    gemm_args args = {.M = T, .x = x.p(), .ldx = r.ldx, .w = &own.w, .y = y.p(), .ldy = ldy, .epi = epi};
+    if (epi == EPI_SWIGLU) {
+        layer_weights layer = {};
+        layer.gate_up = own.w;
+        mlp_gate_up(d, &layer, args);
+    } else lora_gemm(d, &args);
+    done(d, "GEMM with adapters");
+    *guards = y.guards_hold() && x.guards_hold() && low.guards_hold() && stored.guards_hold() && w.guards_hold();
+    return y.host();
+}
+static void test_gemm(toka_device *d, const model *m, int kind, const std::vector<uint8_t> &adapters, const char *what) {
+    const product p = product_of(m, 1, kind);
+    const int T = (int)adapters.size(), N = p.w.N, K = p.w.K;
+    const enum epilogue epi = kind == LORA_GATE ? EPI_SWIGLU : kind == LORA_Q ? EPI_STORE : EPI_RESIDUAL;
+    const int ldy = epi == EPI_SWIGLU ? d->F : N;
+    rows_of r = make_rows(p, m, T, adapters);
+    r.ldy = N, r.y = random_bf16((size_t)T * N, gpu_seed + 14, 1);
+    const std::vector<bf16> w = random_bf16((size_t)N * K, gpu_seed + 15, 1 / sqrtf((float)K));
+    gpu_buf<bf16> w_dev(w.size());
+    w_dev.set(w);
+    bool guards, alone_guards;
+    const std::vector<bf16> got = run_gemm(d, p, r, epi, w_dev, &guards);
+    gpu_check(same_bits(got, run_gemm(d, p, r, epi, w_dev, &alone_guards)) && alone_guards, "GEMM with adapters of %s %s: again", kind_name(kind), what);
+    double worst = 0;
+    for (int t = 0; t < T; t += T > 200 ? 3 : 1) {
+        std::vector<double> y, y_slack, add, slack;
+        base_product(r, w, t, N, K, &y, &y_slack);
+        reference(d, m, p, r, t, &add, &slack);
+        for (int n = 0; n < N; n++) { /* a path without epi_adapted rounds y once more */
+            const double old = epi == EPI_RESIDUAL ? value(r.y[(size_t)t * N + n]) : 0;
+            slack[(size_t)n] += y_slack[(size_t)n] + (T <= 64 || !d->hopper ? fabs(y[(size_t)n] + old) * 0x1.02p-8 : 0);
+            y[(size_t)n] += old + add[(size_t)n];
+        }
+        for (int n = 0; n < ldy; n++) {
+            double want = y[(size_t)n], allowed = fabs(want) * 0x1.02p-8 + slack[(size_t)n] + 1e-30;
+            if (epi == EPI_SWIGLU) {
+                const size_t at = (size_t)(n / 8 * 16 + n % 8);
+                const double g = y[at], u = y[at + 8], s = silu(g);
+                want = s * u;
+                allowed = fabs(want) * 0x1.08p-8 + 1.13 * slack[at] * (fabs(u) + slack[at + 8]) + fabs(s) * slack[at + 8] + 1e-6 * fabs(g * u) + 1e-30;
+            }
+            worst = gpu_worse(worst, fabs(value(got[(size_t)t * ldy + n]) - want) / allowed);
+        }
+    }
+    gpu_check(worst <= 1 && guards, "GEMM with adapters of %s %s, %d rows: worst %.3g of what is allowed", kind_name(kind), what, T, worst);
+}
+/* The QKV epilogue against the GEMM that stores, and rope_kernel. */
+static void test_qkv(toka_device *d, const model *m, const std::vector<uint8_t> &adapters, bool has_norm) {
+    const sizes &z = m->z;
+    const product p = product_of(m, 0, LORA_Q);
+    const int T = (int)adapters.size(), N = p.w.N, B = 64, n_pages = T / B + 1, max_len = 200;
+    if (!d->hopper || (z.D != 64 && z.D != 128)) return;
+    const rows_of r = make_rows(p, m, T, adapters);
+    gpu_buf<bf16> x((size_t)(T + GEMM_PAD_ROWS) * r.ldx), w((size_t)N * p.w.K), y((size_t)T * N);
+    gpu_buf<float2> table((size_t)max_len * z.D / 2);
+    gpu_buf<float> norm((size_t)z.D);
+    gpu_buf<int> pos((size_t)T), kv_slot((size_t)T);
+    std::vector<float2> cs;
+    std::vector<int> ps, slots;
+    for (int i = 0; i < max_len * z.D / 2; i++) cs.push_back({cosf(0.1f * (float)i), sinf(0.1f * (float)i)});
+    for (int t = 0; t < T; t++) ps.push_back((t * 7) % max_len), slots.push_back(t);
+    x.set(r.x), table.set(cs), pos.set(ps), kv_slot.set(slots), norm.set(std::vector<float>((size_t)z.D, 1.1f));
+    w.set(random_bf16(w.n, gpu_seed + 16, 1 / sqrtf((float)p.w.K)));
+    gpu_buf<bf16> q[2] = {gpu_buf<bf16>((size_t)T * z.H * z.D), gpu_buf<bf16>((size_t)T * z.H * z.D)};
+    gpu_buf<bf16> kv[2] = {gpu_buf<bf16>((size_t)n_pages * B * 2 * z.K * z.D), gpu_buf<bf16>((size_t)n_pages * B * 2 * z.K * z.D)};
+    toka_step step = {};
+    step.T = T, step.adapters = adapters.data();
+    upload_begin(d, &d->upload);
+    lora_plan_step(d, &step);
+    upload_send(d, &d->upload);
+    gpu_buf<float> low((size_t)ceil_div(p.w.K, LORA_SLICE) * 3 * d->lora->n_chunks * T * LORA_RANKS + 4);
+    d->lora->low = low.p();
+    product own = p;
+    own.w.data = w.p();
+    const gemm_args args = {.M = T, .x = x.p(), .ldx = r.ldx, .w = &own.w, .y = y.p(), .ldy = N, .epi = EPI_STORE};
+    const float *weights = has_norm ? norm.p() : NULL;
+    for (int i = 0; i < 2; i++) {
+        const qkv_params params = {NULL, weights, weights, 1e-5f, z.H, z.K, B, pos.p(), kv_slot.p(), table.p(), q[i].p(), kv[i].p(), z.D};
+        if (i) {
+            const lora_addend add = lora_addend_of(d, &args);
+            gemm_wgmma_qkv(d, T, x.p(), r.ldx, &own.w, &params, &add);
+            continue;
+        }
+        lora_gemm(d, &args);
+        launch_dependent(d, "RoPE", rope_kernel<false>, {dim3((unsigned)ceil_div(T * (z.H + 2 * z.K), 8)), 256}, rope_args{params, y.p(), T, true});
+    }
+    done(d, "QKV with adapters");
+    double worst = 0;
+    size_t n_outside = 0;
+    auto compare = [&](std::vector<bf16> a, std::vector<bf16> b) {
+        for (size_t i = 0; i < a.size(); i++) {
+            uint16_t bits[2];
+            memcpy(&bits[0], &a[i], 2), memcpy(&bits[1], &b[i], 2);
+            if (bits[0] == 0xFFFF || bits[1] == 0xFFFF) n_outside += bits[0] != bits[1];
+            else worst = gpu_worse(worst, fabs(value(a[i]) - value(b[i])) / (0.02 + 0x1p-6 * fabs(value(a[i]))));
+        }
+    };
+    compare(q[0].host(), q[1].host()), compare(kv[0].host(), kv[1].host());
+    gpu_check(worst <= 1 && !n_outside && q[1].guards_hold() && kv[1].guards_hold(), "GEMM with adapters and RoPE H=%d K=%d D=%d, %d rows%s: worst %.3g of what is allowed",
+              z.H, z.K, z.D, T, has_norm ? ", norm" : "", worst);
+}
+static void test_gemms(toka_device *d, sizes z, int n_adapters, int max_rank, const std::vector<int> &row_counts) {
+    model m;
+    char what[160];
+    snprintf(what, sizeof what, "E=%d H=%d K=%d D=%d F=%d, %d adapters of rank <= %d", z.E, z.H, z.K, z.D, z.F, n_adapters, max_rank);
+    make_model(d, &m, z, max_rank, 600);
+    m.adapters.reserve((size_t)n_adapters);
+    for (int i = 0; i < n_adapters; i++) add_adapter(d, &m, max_rank, n_adapters == 1, TOKA_BF16);
+    for (int T : row_counts) {
+        for (int kind : {LORA_Q, LORA_O, LORA_GATE, LORA_DOWN}) test_gemm(d, &m, kind, choose(T, n_adapters, 20, (uint64_t)kind + 20), what);
+        for (bool has_norm : {false, true}) test_qkv(d, &m, choose(T, n_adapters, 20, 30), has_norm);
+    }
+    close_model(d);
+}
+
 /* The same step a hundred times; all rows of one adapter; no row of any. */
 static void test_repeats(toka_device *d) {
     model m;
@@ -366,6 +509,7 @@ static void bench_layer(toka_device *d) {
     const int T = 512;
     model m;
     d->options.max_tokens = T;
+    gemm_open(d);
     for (int n : {1, 16, 64})
         for (int rank : {16, 64}) {
             m = model{};
@@ -383,16 +527,28 @@ static void bench_layer(toka_device *d) {
             gpu_random(x, 1, 1), gpu_random(y, 2, 1);
             d->act = act.p();
             double sum = 0;
-            printf("%2d adapters of rank %2d, %d rows:", n, rank, T);
+            gpu_buf<bf16> w((size_t)28672 * 4096);
+            gpu_random(w, 3, 0.02f);
+            printf("%2d adapters of rank %2d, %d rows, us of a GEMM with and without adapters (A x alone):\n", n, rank, T);
             for (int kind : {LORA_Q, LORA_O, LORA_GATE, LORA_DOWN}) {
-                const product p = product_of(&m, 0, kind);
-                const gemm_args gemm = {.M = T, .x = x.p(), .ldx = p.w.K, .w = &p.w, .y = y.p(), .ldy = p.w.N};
-                const double us = gpu_time_us(d->stream, 20, 20, [&](int) { kind == LORA_GATE ? lora_gate_up(d, &gemm, false) : lora_add(d, &gemm); });
-                printf("  %s %.1f us", kind_name(kind), us);
-                sum += us;
+                product p = product_of(&m, 0, kind);
+                p.w.data = w.p();
+                const enum epilogue epi = kind == LORA_GATE ? EPI_SWIGLU : kind == LORA_Q ? EPI_STORE : EPI_RESIDUAL;
+                const gemm_args gemm_of = {.M = T, .x = x.p(), .ldx = p.w.K, .w = &p.w, .y = y.p(), .ldy = kind == LORA_GATE ? 14336 : p.w.N, .epi = epi};
+                const double plain = gpu_time_us(d->stream, 20, 20, [&](int) { gemm(d, &gemm_of); });
+                const double with = gpu_time_us(d->stream, 20, 20, [&](int) {
+                    gemm_args args = gemm_of;
+                    const lora_addend add = lora_addend_of(d, &args);
+                    args.lora = &add;
+                    gemm(d, &args);
+                });
+                const double shrink = gpu_time_us(d->stream, 20, 20, [&](int) { lora_addend_of(d, &gemm_of); });
+                printf("    %-8s %7.1f %7.1f (%.1f)\n", kind_name(kind), with, plain, shrink);
+                sum += with - plain;
             }
             done(d, "bench");
-            printf("; in all %.1f us a layer\n", sum);
+            printf("    in all %.1f us a layer\n", sum);
+            fflush(stdout);
             close_model(d);
         }
 }
@@ -407,6 +563,13 @@ int main(int argc, char **argv) {
     const sizes plain = {136, 3, 1, 24, 200, 24, false, false}, wide = {1032, 4, 2, 64, 1160, 64, false, false},
                 fused = {72, 2, 1, 128, 104, 128, false, true}, odd = {51, 5, 2, 40, 51, 20, true, false}, part = {520, 9, 3, 64, 2056, 32, false, false};
     test_sort();
+    gemm_open(d);
+    test_gemms(d, sizes{136, 4, 2, 64, 120, 64, false, false}, 3, 17, {7, 65, 129});
+    if (!quick) {
+        test_gemms(d, sizes{1032, 6, 2, 128, 2056, 128, false, false}, 16, 40, {129, 512});
+        test_gemms(d, sizes{2048, 32, 8, 64, 1024, 64, false, false}, 1, 16, {200, 512});
+        test_gemms(d, sizes{512, 5, 1, 64, 520, 64, false, false}, 64, 8, {65, 300});
+    }
     test_repeats(d);
     if (quick) {
         test_model(d, odd, 3, 17, TOKA_F32, {1, 33});

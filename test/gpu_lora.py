@@ -8,6 +8,7 @@ only. --device cpu tests this script.
 """
 import argparse
 import array
+import functools
 import json
 import os
 import random
@@ -67,18 +68,22 @@ def write_safetensors(path, tensors):
             f.write(data)
 
 
+@functools.cache
+def normal_bits(size):
+    rng = random.Random(1)
+    return array.array("H", (bf16_bits(rng.gauss(0, size)) for _ in range(65521)))
+
+
 def write_adapter(folder, shapes, rank, seed, strength=0.2, alpha=16):
     """An adapter with random bf16 numbers, drawn from a block of 65,521 numbers. Returns (scale, A, B) of each module as lists of floats if
     the adapter is small."""
     os.makedirs(folder, exist_ok=True)
     rng = random.Random(seed)
     scale, tensors, numbers = alpha / rank, {}, {}
-    normal = [rng.gauss(0, 1) for _ in range(65521)]
     def block(n, size):
-        bits = array.array("H", (bf16_bits(size * x) for x in normal[:min(n, len(normal))]))
+        bits = normal_bits(size)
         begin = rng.randrange(len(bits))
-        bits = bits[begin:] + bits[:begin]
-        return (bits * (n // len(bits) + 1))[:n]
+        return ((bits[begin:] + bits[:begin]) * (n // len(bits) + 1))[:n]
     keeps = sum((n + k) * rank for n, k in shapes.values()) < 1e6
     for module, (n, k) in shapes.items():
         a, b = block(rank * k, 0.5 / k ** 0.5), block(n * rank, strength / scale)
