@@ -18788,7 +18788,7 @@ static void con_return(con_machine *machine, int frame_index) {
 static void con_count_char(con_machine *machine, const con_edge *edge, int frame_index) {
     const con_frame frame = machine->frames[frame_index];
     if (edge->low > frame.left || edge->high < frame.need) return;
-    if (edge->rule)
+    if (edge->begins)
         frame_index = con_frame_of(machine, frame.edge, frame.below, MAX(frame.need - 1, 0),
                                    frame.left == CON_FOREVER ? CON_FOREVER : frame.left - 1);
     con_visit(machine, edge->to, frame_index);
@@ -20282,7 +20282,8 @@ COLD static int32_t con_read_escape(con_reader *reader, buf *set) {
     }
     if (c < 128 && isalnum((int)c)) {
         reader->at -= 1;
-        con_bad(reader, "this escape is not supported");
+        con_bad(reader, (c | 32) == 'p' ? "classes of Unicode (\\p) are not supported,"
+                                        : "this escape is not supported");
     }
     return (int32_t)c;
 }
@@ -21704,8 +21705,8 @@ COLD static void con_all_place(con_all *all, const json *own, const char *keywor
     memcpy(all->part + to, added, n * sizeof *added);
 }
 
-/* Adds what $ref and allOf name beside the schema that names it (con_all_place), and at the end what
- * other keywords stand for. Properties are generated in this order. */
+/* Adds what $ref and allOf name, beside the schema that names it (con_all_place), and at the end
+ * what other keywords stand for. Properties are generated in this order. */
 COLD static void con_all_expand(con_schema *schema, con_all *all) {
     for (int i = 0; i < all->n && !schema->grammar->e->code;) {
         const con_part part = all->part[i];
@@ -22009,7 +22010,7 @@ COLD static int con_add_lengths(con_grammar *grammar, int start, int n, const co
         if (length->low == CON_FOREVER) continue;
         con_edge_add(grammar, (con_edge){.kind = CON_CHAR, .from = state, .to = inside,
                                          .low = length->low, .high = length->high,
-                                         .rule = !length->place});
+                                         .begins = !length->place});
         largest = MAX(largest, length->low);
         if (length->high != CON_FOREVER) largest = MAX(largest, length->high);
     }
@@ -57521,7 +57522,8 @@ static const help_page help_pages[] = {
      "- A keyword that toka cannot do is an error with its place in the schema.\n"
      "  Nothing is left out or approximated, but: `format` names that it does not\n"
      "  know and unknown keywords are annotations, as the standard says.\n"
-     "- Members come in the order of `properties`, then required names that are not\n"
+     "- Members come in the order in which the schema mentions them (an allOf before\n"
+     "  or behind `properties`, as it stands), then required names that are not\n"
      "  listed, then others. White space: none, one blank, or a line end and up to 40\n"
      "  blanks or tabs; none before and after the text.\n"
      "- Grammars are GBNF (name ::= ..., from root) or Lark (name: ..., from start).\n"

@@ -242,6 +242,21 @@ static void test_con_texts(void) {
     }
 }
 
+/* A pattern that has matched may go on with any text: no other way to read it is kept. */
+static void test_con_matched(void) {
+    static const char schema[] = "{\"type\":\"string\",\"pattern\":\"b|bc[a-z]+|(bcd|c)[a-z]+x\"}";
+    const toka_grammar g = {.kind = JS, .text = schema, .text_bytes = sizeof schema - 1};
+    toka_err e;
+    toka_constraint *c;
+    CHECK(!con_new(&c, &g, NULL, &con_no_tokens, &e));
+    con_machine *m = &c->machine;
+    const int first = con_advance(m, con_begin(m, c->grammar.root), STR("\"ac")), matched = con_advance(m, first, STR("bcdefc"));
+    CHECK(m->nodes[first].n > 2 && m->nodes[matched].n == 2); /* any text, or the quote */
+    CHECK(con_advance(m, matched, STR("\xC3\xA9\\n")) == matched && con_accepts(m, con_advance(m, matched, STR("\""))));
+    CHECK(!con_accepts(m, con_advance(m, first, STR("\""))));
+    con_del(c);
+}
+
 /* Options of JSON. */
 static void test_con_options(void) {
     static const char schema[] = "{\"properties\":{\"a\":{\"type\":\"null\"}},\"type\":\"object\"}";
@@ -279,7 +294,7 @@ static void test_con_errors(void) {
         {RE, "(a", "( without ) at byte 2"}, {RE, "a)", ") without ( at byte 1"}, {RE, "a**", "a quantifier after a quantifier at byte 2"},
         {RE, "*a", "nothing to repeat at byte 0"}, {RE, "[b-a]", "a range with its ends"}, {RE, "[a", "[ without ]"}, {RE, "a{3,2}", "{m,n} with m above n"},
         {RE, "(?=a)", "this kind of group is not supported at byte 1"}, {RE, "(?<!a)", "this kind of group"}, {RE, "(a)\\1", "this escape is not supported at byte 4"},
-        {RE, "\\bx", "this escape"}, {RE, "a++", "possessive"}, {RE, "(^a){2}", "^ or $ in a repeated part"}, {RE, "\\", "it ends too early"},
+        {RE, "\\bx", "this escape"}, {RE, "a\\p{Lu}", "regex: classes of Unicode (\\p) are not supported, at byte 2"}, {RE, "a++", "possessive"}, {RE, "(^a){2}", "^ or $ in a repeated part"}, {RE, "\\", "it ends too early"},
         {RE, "a{999999}", "too many repetitions"}, {RE, "\xFF", "not UTF-8"}, {RE, "a$b", "there is no text that it allows"},
         {BN, "root ::= a", "the rule a is not defined"}, {BN, "a ::= \"b\"", "the rule root is not defined"}, {BN, "start", "expected rules in GBNF (name ::= ...) or in Lark (name: ...)"},
         {BN, "root ::= root", "there is no text"}, {BN, "root ::= \"a", "without its second quote at line 1, column 12"},
@@ -1228,6 +1243,7 @@ static void test_con_guess_steps(void) {
 
 static const struct test con_tests[] = {
     {"constraints: texts", test_con_texts},
+    {"constraints: a pattern that has matched", test_con_matched},
     {"constraints: options of JSON", test_con_options},
     {"constraints: errors", test_con_errors},
     {"constraints: listed names", test_con_listed_names},
