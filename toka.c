@@ -11354,7 +11354,9 @@ static int mf_check_dims(const st_tensor *tensor, const char *name, const int64_
                          toka_err *e) {
     char found[96], expected[96];
     bool good = tensor->n_dims == n_dims;
-    for (int i = 0; i < n_dims && good; i++) good = tensor->dims[i] == dims[i];
+    /* of more than four, the others are not kept: no tensor that is used has so many */
+    for (int i = 0; i < MIN(n_dims, COUNT(tensor->dims)) && good; i++)
+        good = tensor->dims[i] == dims[i];
     if (good) return 0;
     mf_dims_text(tensor->dims, tensor->n_dims, found);
     mf_dims_text(dims, n_dims, expected);
