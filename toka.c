@@ -21707,7 +21707,7 @@ COLD static void con_all_place(con_all *all, const json *own, const char *keywor
     memcpy(all->part + to, added, n * sizeof *added);
 }
 
-/* Adds what $ref and allOf name, beside the schema that names it (con_all_place), and at the end
+/* Adds what $ref and allOf name beside the schema that names it (con_all_place), and at the end
  * what other keywords stand for. Properties are generated in this order. */
 COLD static void con_all_expand(con_schema *schema, con_all *all) {
     for (int i = 0; i < all->n && !schema->grammar->e->code;) {
@@ -25748,8 +25748,8 @@ static const cpu_kernels cpu_kernel_sets[] = { /* from slowest to fastest */
     /* only on request (cpu_bf16_kernels) */
     {"AVX512_BF16", 6, 2048, TOKA_BF16, {INT_MAX, 0, 0},
      {cpu_tile_avx512_bf16, NULL, NULL},
-     cpu_convert_avx512, cpu_pack_avx512_bf16, cpu_small_gemm_avx512, NULL, cpu_quant_unpack_c, NULL,
-     cpu_zeros_avx512, {{32, CPU_FP8 | CPU_4BIT, NULL, 1}}, 0, cpu_online_softmax_avx512,
+     cpu_convert_avx512, cpu_pack_avx512_bf16, cpu_small_gemm_avx512, NULL, cpu_quant_unpack_c,
+     NULL, cpu_zeros_avx512, {{32, CPU_FP8 | CPU_4BIT, NULL, 1}}, 0, cpu_online_softmax_avx512,
      cpu_unpack_kv_avx512},
 #endif
 };
@@ -26064,7 +26064,8 @@ static void cpu_quant_scales(const cpu_kernels *kernels, const toka_tensor *weig
         for (int i = 0; step != 1 && i < n; i++, from += bytes * (size_t)step)
             scale[i] = cpu_element(from, quant->scale_dtype, 0);
         if (step == 1) kernels->convert(scale, from, quant->scale_dtype, n);
-        for (int i = 0; weight->dtype == TOKA_FP8 && i < n; i++) scale[i] *= CPU_FP8_UNIT / kernels->orders[0].unit;
+        for (int i = 0; weight->dtype == TOKA_FP8 && i < n; i++)
+            scale[i] *= CPU_FP8_UNIT / kernels->orders[0].unit;
         if (quant->zero)
             kernels->zeros(zero, (const char *)quant->zero +
                                      4 * ((size_t)(whole / 8) * (size_t)row_groups + (size_t)first),
