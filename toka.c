@@ -57032,7 +57032,8 @@ static const help_page help_pages[] = {
      "  first that the server lists.\n"
      "- Only the sampling flags that are given are sent; the server has defaults for\n"
      "  the others. Flags of the engine, such as --device, are refused.\n"
-     "- --raw completes the text as it is; else it is a chat of one message.\n"
+     "- toka -p sends a chat of one message, with --raw the text as it is. toka ping\n"
+     "  sends the text as it is, with --chat a chat.\n"
      "- Ctrl-C ends the answer, and with it the server's work for it.\n"
      "- Tokens may arrive in bursts, so tok/s is the rate of the whole request.\n"
      "- `toka ping` takes Tokasaurus' arguments: prompt, chat, max_tokens (100), n,\n"
@@ -58054,6 +58055,10 @@ static const struct {
      "the server, at http://HOST[:PORT][/v1], in place of --host and --port"},
     {"prompt", FOR_CHAT, "chat", "the first turn"},
     {"prompt", FOR_PING, "ping", "the prompt (default: tell me a joke)"},
+    {"raw", FOR_PING, "ping", "complete the text as it is (default)"},
+    {"chat", FOR_PING, "ping", "send the prompt as a chat of one message"},
+    {"max-tokens", FOR_PING, "ping",
+     "most output tokens (default: 100 with NAME=VALUE, else the server's)"},
     {"sampling", FOR_PING, "ping", "Sampling (defaults: the server's)"},
     {"sampling", FOR_BATCH | FOR_THROUGHPUT, "batch, bench throughput",
      "Sampling (defaults: the model's generation_config, else temperature 1)"},
@@ -58908,14 +58913,14 @@ static int cli_max_words(const cli_command *command) {
 static int cli_take_model_word(cli *flags, toka_err *e) {
     if (!flags->words.n_values) return 0;
     if (flags->open.model || flags->hf_repo)
-        return fail(e, TOKA_E_USE, "%s: a second model, after that of --model or --hf-repo",
-                    flags->words.values[0]);
+        return fail(e, TOKA_E_USE, "%s: a second model, beside that of %s", flags->words.values[0],
+                    flags->hf_repo ? "--hf-repo" : "--model");
     flags->open.model = flags->words.values[0];
     if (!*flags->open.model) return fail(e, TOKA_E_USE, "the name of the model is empty");
     if (flags->words.n_values < 2) return 0;
     if (flags->prompt || flags->file)
-        return fail(e, TOKA_E_USE, "%s: a second prompt, after that of --prompt or --file",
-                    flags->words.values[1]);
+        return fail(e, TOKA_E_USE, "%s: a second prompt, beside that of %s",
+                    flags->words.values[1], flags->file ? "--file" : "--prompt");
     flags->prompt = flags->words.values[1];
     return 0;
 }
@@ -60154,23 +60159,43 @@ static int cli_take_ping_words(cli *flags, bool *chat, toka_err *e) {
     return 0;
 }
 
+/* Writes the server's address from --host and --port to *url. An IPv6 address gets its brackets. */
+static int cli_put_ping_url(const cli *flags, buf *url, toka_err *e) {
+    const char *host = flags->host, *colon = strchr(host, ':');
+    const bool is_ipv6 = *host == '[' || (colon && strchr(colon + 1, ':'));
+    if (!*host || strchr(host, '/') || (colon && !is_ipv6))
+        return fail(e, TOKA_E_USE, "--host: '%s', expected a host's name or address, without %s",
+                    host, strchr(host, '/') ? "http://" : "a port");
+    if (flags->port < 1 || flags->port > 65535)
+        return benchclient_fail_port("port", flags->port, e);
+    const bool is_bare = is_ipv6 && *host != '[';
+    buf_printf(url, "http://%s%s%s:%d", is_bare ? "[" : "", host, is_bare ? "]" : "", flags->port);
+    return 0;
+}
+
+/* Checks flags that toka ping takes only with, or only without, a chat. */
+static int cli_check_ping(const cli *flags, bool chat, toka_err *e) {
+    if (chat && flags->raw)
+        return fail(e, TOKA_E_USE, "--raw goes without --chat and chat=True");
+    if (!chat && flags->system) return fail(e, TOKA_E_USE, "--system needs --chat or chat=True");
+    return 0;
+}
+
 /* toka ping [NAME=VALUE ...], or a program that is called toka-ping: asks a running server.
  * Tokasaurus' names of arguments work, with its defaults. */
 static int cli_ping(const cli *flags, toka_err *e) {
     cli sent = *flags;
     buf url = {0};
     bool chat = flags->chat;
-    if (cli_take_ping_words(&sent, &chat, e)) return e->code;
+    if (cli_take_ping_words(&sent, &chat, e) || cli_check_ping(flags, chat, e)) return e->code;
     if (flags->words.n_values && sent.max_tokens == INT_MIN) sent.max_tokens = 100;
     if (flags->words.n_values && isnan(sent.temperature)) sent.temperature = 0;
     sent.chat = false;
     sent.raw = !chat;
     if (!sent.prompt && !sent.file) sent.prompt = "tell me a joke";
-    buf_printf(&url, "http://%s:%d", sent.host, sent.port);
-    const bool wrong = !sent.bench.base_url && (sent.port < 1 || sent.port > 65535);
+    int code = sent.bench.base_url ? 0 : cli_put_ping_url(&sent, &url, e);
     if (!sent.bench.base_url) sent.bench.base_url = url.p;
-    const int code = wrong ? benchclient_fail_port("port", sent.port, e)
-                           : cli_run_client(&sent, e);
+    if (!code) code = cli_run_client(&sent, e);
     if (code) cli_name_flags(&sent, e);
     buf_free(&url);
     return code;

@@ -323,7 +323,7 @@ def test_a_model_without_its_flag():
         assert toka("tokenize", *args, stdin="Tom has").stdout == (want if len(args) == 1 else toka("tokenize", "--no-special", stdin="Tom has").stdout)
     assert toka("tokenize", "test/model", stdin="Tom has", env={"TOKA_MODEL": "/none", "TOKA_HF_REPO": "no/ne"}).stdout == want
     assert toka("score", "test/model", "-q", "-p", "Tom has").returncode == 0
-    for args, text in ((["tokenize", "a", "b"], "b: a second model"), (["tokenize", "a", "-m", "b"], "a: a second model, after that of -m or --hf-repo"),
+    for args, text in ((["tokenize", "a", "b"], "b: a second model"), (["tokenize", "a", "-m", "b"], "a: a second model, beside that of -m\n"),
                        (["score", "a", "-hf", "b/c"], "a: a second model"), (["-p", "x", "y"], "y: unknown argument"),
                        (["models", "y"], "y: unknown argument"), (["README.md", "-p", "x"], "README.md: a file; a model is a folder"),
                        (["batch", "README.md", "x"], "README.md: a file; a model is a folder"), (["run", "README.md"], "README.md: a file"),
@@ -737,7 +737,7 @@ def test_text_needs_no_config(tmp_path, config):
     # the flag as it was typed, and the nearest right thing
     (["-p", "a", "-n", "-3"], "-n: -3, expected 0 or more"), (["-p", "a", "--max_tokens", "x"], "--max_tokens: 'x' is not a whole number"),
     (["-p", "a", "-f", "README.md"], "-p and -f exclude each other"), (["-p", "a", "--file", "/dev/null"], "-p and --file exclude each other"),
-    (["-m", "a", "-hf", "b/c", "-p", "a"], "-hf and -m exclude each other"), (["serve", "-m", "a", "b"], "b: a second model, after that of -m or"),
+    (["-m", "a", "-hf", "b/c", "-p", "a"], "-hf and -m exclude each other"), (["serve", "-m", "a", "b"], "b: a second model, beside that of -m\n"),
     (["-m", "Qwen/Qwen3-06B", "-p", "a"], "or run: toka pull Qwen/Qwen3-06B; did you mean Qwen/Qwen3-0.6B?"),
     (["-m", "Qwen/Other", "-p", "a"], "or run: toka pull Qwen/Other\n"), (["ping", "n=abc"], "toka: n: 'abc' is not a whole number"),
     (["-p", "a", "--tp", "9"], "--tp 9: the model has 4 heads"), (["-p", "a", "--tp=0"], "--tp: 0, expected 1 to 64"),

@@ -259,6 +259,11 @@ def test_bad_addresses_and_flags(fake):
     for args, port in ((("ping", "port=99999"), 99999), (("-p", "x", "--base-url", "http://127.0.0.1:0"), 0), (("chat", "--base-url", "http://[::1]:65536/v1"), 65536)):
         r = toka(*args)
         assert (r.returncode, r.stderr) == (1, f"toka: --base-url: port {port}, expected 1 to 65535\n".replace("--base-url: port 9", "port: 9"))
+    for args, text in ((("--host", "http://foo"), "--host: 'http://foo', expected a host's name or address, without http://"), (("host=foo:80",), "host: 'foo:80', expected a host's name or address, without a port"),
+                      (("host=",), "host: '', expected"), (("--system", "x"), "--system needs --chat or chat=True"), (("--raw", "--chat"), "--raw goes without --chat"),
+                      (("--host", "::1", "--port", "1"), "http://[::1]:1/v1: no server answers there")):
+        r = toka("ping", *args)
+        assert r.stderr.startswith("toka: " + text) and r.returncode == 1 + (args[1:2] == ("::1",)), r.stderr
     r = toka("ping", "host=no.host.invalid")
     assert (r.returncode, r.stderr) == (2, "toka: http://no.host.invalid:10210/v1: no host has this name\n")
     r = toka("-p", "x", "--base-url", fake.url, "--max-num-seqs", "3")
