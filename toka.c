@@ -58713,6 +58713,36 @@ static const cli_flag *cli_find_flag(const char *arg, size_t n) {
     return NULL;
 }
 
+/* Flags of vLLM and SGLang that ask for what toka always does, or has no need of. Each prints a
+ * line, so that nothing is silently left out. */
+static const struct {
+    const char *name;
+    unsigned commands; /* FOR_ bits */
+    enum cli_type type;
+    const char *meaning;
+} cli_foreign_flags[] = {
+    {"swap-space", FOR_OPENS, CLI_FLOAT, "preempted sequences are computed again, not swapped"},
+    {"enable-prefix-caching", FOR_OPENS, CLI_BOOL,
+     "it is always on, unless --no-enable-prefix-caching is given"},
+    {"enable-chunked-prefill", FOR_OPENS, CLI_BOOL, "it is always on"},
+    {"disable-log-requests", FOR_OPENS, CLI_BOOL, "requests are not logged"},
+    {"no-enable-log-requests", FOR_OPENS, CLI_BOOL, "requests are not logged"},
+    {"disable-log-stats", FOR_OPENS, CLI_BOOL, "load and speed are in /metrics, not in a log"},
+    {"uvicorn-log-level", FOR_SERVE, CLI_TEXT, "requests are not logged"},
+    {"async-scheduling", FOR_OPENS, CLI_BOOL, "it is always on"},
+    {"load-format", FOR_OPENS, CLI_TEXT, "weights are safetensors"},
+    {"tokenizer-mode", FOR_OPENS, CLI_TEXT, "the tokenizer is that of the model"},
+    {"runner", FOR_OPENS, CLI_TEXT, "every model generates and embeds"},
+    {"task", FOR_OPENS, CLI_TEXT, "every model generates and embeds"},
+    {"trust-remote-code", FOR_OPENS | FOR_BENCH_SERVE, CLI_BOOL, "no code of a model is ever run"},
+    {"distributed-executor-backend", FOR_OPENS, CLI_TEXT, "ranks are threads of one process"},
+    {"block-size", FOR_OPENS, CLI_INT, "a page has 16 tokens on a CPU, 64 on a GPU"},
+    {"max-cpu-loras", FOR_SERVE | FOR_BATCH, CLI_INT, "--max-loras says how many are loaded"},
+    {"backend", FOR_BENCH_SERVE, CLI_TEXT,
+     "any server of OpenAI's API; --endpoint says which route"},
+    {"tokenizer", FOR_BENCH_SERVE, CLI_TEXT, "the server counts the tokens"},
+    {"disable-tqdm", FOR_BENCH_SERVE, CLI_BOOL, "there is no progress bar"}};
+
 /* Compares a name with those of the flags of these commands. */
 static void cli_suggest_flags(suggestion *nearest, unsigned commands) {
     for (int i = 0; i < COUNT(cli_flags); i++)
@@ -58732,6 +58762,9 @@ static int cli_fail_unknown_flag(const cli *flags, str arg, const char *file, un
     while (nearest.typed.n && *nearest.typed.p == '-')
         nearest.typed = str_sub(nearest.typed, 1, nearest.typed.n);
     cli_suggest_flags(&nearest, command);
+    for (int i = 0; i < COUNT(cli_foreign_flags); i++)
+        if (cli_foreign_flags[i].commands & command)
+            suggest_try(&nearest, cli_foreign_flags[i].name);
     if (!nearest.best) cli_suggest_flags(&nearest, FOR_ANY);
     const size_t n_best = nearest.best ? strlen(nearest.best) : 0;
     if (nearest.typed.n > n_best + 1 && nearest.typed.p[n_best] == '-')
@@ -58773,37 +58806,8 @@ typedef struct cli_command {
     int (*main)(const cli *, toka_err *);
 } cli_command;
 
-/* Flags of vLLM and SGLang that ask for what toka always does, or has no need of. Each prints a
- * line, so that nothing is silently left out. */
-static const struct {
-    const char *name;
-    unsigned commands; /* FOR_ bits */
-    enum cli_type type;
-    const char *meaning;
-} cli_foreign_flags[] = {
-    {"swap-space", FOR_OPENS, CLI_FLOAT, "preempted sequences are computed again, not swapped"},
-    {"enable-prefix-caching", FOR_OPENS, CLI_BOOL,
-     "it is always on, unless --no-enable-prefix-caching is given"},
-    {"enable-chunked-prefill", FOR_OPENS, CLI_BOOL, "it is always on"},
-    {"disable-log-requests", FOR_OPENS, CLI_BOOL, "requests are not logged"},
-    {"no-enable-log-requests", FOR_OPENS, CLI_BOOL, "requests are not logged"},
-    {"disable-log-stats", FOR_OPENS, CLI_BOOL, "load and speed are in /metrics, not in a log"},
-    {"uvicorn-log-level", FOR_SERVE, CLI_TEXT, "requests are not logged"},
-    {"async-scheduling", FOR_OPENS, CLI_BOOL, "it is always on"},
-    {"load-format", FOR_OPENS, CLI_TEXT, "weights are safetensors"},
-    {"tokenizer-mode", FOR_OPENS, CLI_TEXT, "the tokenizer is that of the model"},
-    {"runner", FOR_OPENS, CLI_TEXT, "every model generates and embeds"},
-    {"task", FOR_OPENS, CLI_TEXT, "every model generates and embeds"},
-    {"trust-remote-code", FOR_OPENS | FOR_BENCH_SERVE, CLI_BOOL, "no code of a model is ever run"},
-    {"distributed-executor-backend", FOR_OPENS, CLI_TEXT, "ranks are threads of one process"},
-    {"block-size", FOR_OPENS, CLI_INT, "a page has 16 tokens on a CPU, 64 on a GPU"},
-    {"max-cpu-loras", FOR_SERVE | FOR_BATCH, CLI_INT, "--max-loras says how many are loaded"},
-    {"backend", FOR_BENCH_SERVE, CLI_TEXT,
-     "any server of OpenAI's API; --endpoint says which route"},
-    {"tokenizer", FOR_BENCH_SERVE, CLI_TEXT, "the server counts the tokens"},
-    {"disable-tqdm", FOR_BENCH_SERVE, CLI_BOOL, "there is no progress bar"}};
-
-/* The values of such flags that ask for what toka does. Flags that are not here: all values. */
+/* The values of cli_foreign_flags that ask for what toka does. Flags that are not here: all
+ * values. */
 static const char *const cli_foreign_values[][2] = {
     {"load-format", "auto"},   {"load-format", "safetensors"}, {"tokenizer-mode", "auto"},
     {"tokenizer-mode", "hf"},  {"runner", "auto"},             {"runner", "generate"},

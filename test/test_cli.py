@@ -751,7 +751,7 @@ def test_text_needs_no_config(tmp_path, config):
     (["serve", "--reasoning-parser", "x"], "--reasoning-parser x: expected auto, none or one of openai_gptoss "),
     (["tell me a joke"], "tell me a joke: no such command or model; a prompt comes after -p"), (["list", "x"], "x: unknown argument; this command takes none"),
     (["help", "nope"], "nope: no such command, and no page of the manual; see toka --help; the pages are hub, formats, "), (["-p", "a", "--tempp", "1"], "did you mean --temp?"),
-    (["batch", "--ouput", "x"], "--ouput: unknown flag; did you mean --output-file?"), (["serve", "--sreved-model", "x"], "did you mean --served-model-name?"), (["servee"], "did you mean toka serve?"), (["help", "servign"], "see toka --help; did you mean toka help serving?\n"), (["-m", "test/fixtures/qwen2", "-p", "a"], "tokenizer"),
+    (["batch", "--ouput", "x"], "--ouput: unknown flag; did you mean --output-file?"), (["serve", "--sreved-model", "x"], "did you mean --served-model-name?"), (["servee"], "did you mean toka serve?"), (["serve", "--swap-spce", "4"], "--swap-spce: unknown flag; did you mean --swap-space?\n"), (["help", "servign"], "see toka --help; did you mean toka help serving?\n"), (["-m", "test/fixtures/qwen2", "-p", "a"], "tokenizer"),
     (["-m", "no-such", "-p", "a"], "-m no-such: no such folder"), (["-m", "test", "-p", "a"], "-m test: test/config.json: No such file"),
     (["-p", "a", "-hf", "a/b/c"], "-hf a/b/c: not a hub id, which is OWNER/NAME"), (["--hf", "a/b:Q4", "-p", "a"], "--hf a/b:Q4: the tag :Q4 names"),
     (["-m", "a/b:Q4", "-p", "a"], "-m a/b:Q4: the tag :Q4 names a file of another format (GGUF)"),
