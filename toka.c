@@ -57623,7 +57623,7 @@ static const help_page help_pages[] = {
     {"news", "what is new in 0.2.0",
      "    toka --version\n"
      "\n"
-     "- Models: 25 architectures instead of 5, among them mixtures of experts, MLA,\n"
+     "- Models: 26 architectures instead of 5, among them mixtures of experts, MLA,\n"
      "  windows, Gated DeltaNet (Qwen3-Next, Qwen3.5), and norms, caps and scales of\n"
      "  their own. Weights in FP8, int4 (AWQ, GPTQ, compressed-tensors) and MXFP4.\n"
      "- On GPUs also Phi-4-mini, Gemma 2 and 3, OLMo 2 and 3, SmolLM3, Granite, GLM-4;\n"
@@ -57638,8 +57638,9 @@ static const help_page help_pages[] = {
      "- Commands of vLLM, SGLang and Tokasaurus work as they are written.\n"
      "- --base-url and toka ping: a running server answers. toka grammar: does a\n"
      "  constraint accept a text? toka plan backwards: GPUs for a rate of requests.\n"
-     "- LoRA adapters: toka help adapters. libtoka.so and test/toka.py: the\n"
-     "  engine in Python.\n"
+     "- LoRA adapters: toka help adapters. New weights in a running server, from files\n"
+     "  or over NCCL: toka help rollouts. Drafts on CPUs: toka help numbers.\n"
+     "- libtoka.so and test/toka.py: the engine in Python. toka batch --shard.\n"
      "- bad_words are texts as in vLLM; penalties cost nothing; CPU and GPU draw the\n"
      "  same tokens from equal logits.\n"
      "- toka --version names the commit and the compilers.\n",
@@ -58078,7 +58079,7 @@ static const struct {
     {"request-rate", FOR_PLAN, "plan", "requests a second: find the fewest GPUs that hold them"},
     {"goodput", FOR_PLAN, "plan", "limits that the GPUs must keep: 'ttft:500 itl:50', in ms; tpot is itl"},
     {"served-model-name", FOR_SERVE, "serve",
-     "what clients call the model (default: as --model names it, or its folder's name); up to 16 times, answers name the first"},
+     "what clients call the model (default: as --model names it, or its folder's name); up to 64 times, answers name the first"},
     {"host", FOR_SERVE, "serve", "address to listen on (default: 127.0.0.1)"},
     {"port", FOR_SERVE, "serve", "port to listen on; 0 is any free one (default: 10210)"},
     {"verbose", FOR_GRAMMAR, "grammar",
@@ -58389,7 +58390,7 @@ static const char cli_environment[] =
     "  TRANSFORMERS_OFFLINE    the same, if HF_HUB_OFFLINE is not set\n"
     "  TOKA_API_KEY            key that a server asks for, here and of clients\n"
     "  OPENAI_API_KEY          key of clients, if TOKA_API_KEY is not set\n"
-    "  TOKA_NCCL_LIBRARY       libnccl.so.2 for weights from a trainer (default: where the loader finds it)\n"
+    "  TOKA_NCCL_LIBRARY       file of NCCL (default: the libnccl.so.2 that the loader finds)\n"
     "  NO_COLOR                if it is not empty, reasoning and tool calls are not dim\n"
     "  TERM                    dumb: no line editor in toka chat, no progress on one line\n"
     "  XDG_CACHE_HOME          caches (default: .cache in HOME)\n"

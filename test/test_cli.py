@@ -466,6 +466,8 @@ def test_help_names_every_flag():
     assert r.returncode == 0 and len(flags) > 25
     for f in flags:
         assert f"--{f}" in r.stdout.decode()
+    with open(os.path.join(ROOT, "toka.c")) as f:
+        assert set(re.findall(r"up to (\d+) times", r.stdout.decode())) == set(re.findall(r"\bCLI_MAX_LIST = (\d+)", f.read()))
 
 
 def test_help_names_every_variable():

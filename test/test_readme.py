@@ -93,6 +93,16 @@ def test_form():
             assert any(re.search(rf"\b{function}(\(| {{)", chapters[place]) for place in places.split(", ")), (function, places)
 
 
+def test_architectures_are_all_there():
+    """README and news count the rows of the table mf_archs; the README's table names each."""
+    with open(os.path.join(ROOT, "toka.c")) as f:
+        source = f.read()
+    names = re.findall(r'^    \{\.name = "(\w+)ForCausalLM"', source, re.M)
+    assert len(names) > 20 and set(re.findall(r"(\d+) architectures", readme() + source)) == {str(len(names))}
+    table = re.search(r"\n\| Models \|.*?\n\n", readme(), re.S)[0]
+    assert not set(names) - set(re.findall(r"\w+", table))
+
+
 def test_what_the_commands_make_is_ignored():
     """git status of a clone stays empty after the README's commands."""
     if not os.path.exists(os.path.join(ROOT, ".git")):
