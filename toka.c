@@ -61715,9 +61715,9 @@ static void cli_warn_no_share(const cli *flags) {
                 typed);
 }
 
-/* Set before the first call of CUDA. A kernel of NCCL may wait on the GPU for a trainer. Meanwhile no
- * kernel can be loaded, and what stands behind it in a queue of the GPU waits, too: so all kernels
- * are loaded at the start, and the GPU gets more queues than there are streams. */
+/* Set before the first call of CUDA. A kernel of NCCL may wait on the GPU for a trainer. Meanwhile
+ * no kernel can be loaded, and what stands behind it in a queue of the GPU waits, too: so all
+ * kernels are loaded at the start, and the GPU gets more queues than there are streams. */
 COLD
 static void cli_prepare_nccl(const cli *flags) {
     if (!flags->open.enable_sleep_mode) return;
