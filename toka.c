@@ -25345,21 +25345,24 @@ static void cpu_quant_unpack_avx2(float *to, const cpu_quant_tile *tile) {
 
 /* The micro-kernel for a panel of a grouped weight, whose numbers lack their scales. */
 CPU_AVX2 CPU_INLINE void cpu_groups_body_avx2(const cpu_tile *tile, const int m) {
-    __m256 total[3][4], acc[3][4];
+    const char *w_rows[4];
+    __m256 total[3][4], acc[3][4], a[3];
+    CPU_UNROLL for (int j = 0; j < 4; j++) w_rows[j] = cpu_tile_weight_row(tile, j);
     CPU_UNROLL for (int i = 0; i < m; i++)
         CPU_UNROLL for (int j = 0; j < 4; j++) total[i][j] = _mm256_setzero_ps();
     for (int k = 0, end; k < tile->k;) {
         const float *scale = tile->scale + cpu_tile_group(tile->groups, k, &end);
         CPU_UNROLL for (int i = 0; i < m; i++)
             CPU_UNROLL for (int j = 0; j < 4; j++) acc[i][j] = _mm256_setzero_ps();
-        for (; k < end; k += 8)
+        for (; k < end; k += 8) {
+            CPU_UNROLL for (int i = 0; i < m; i++)
+                a[i] = _mm256_loadu_ps((const float *)tile->x + (size_t)i * tile->ldx + k);
             CPU_UNROLL for (int j = 0; j < 4; j++) {
-                const __m256 b = cpu_load_avx2(cpu_tile_weight_row(tile, j), TOKA_F32, k);
-                CPU_UNROLL for (int i = 0; i < m; i++) {
-                    const float *x = (const float *)tile->x + (size_t)i * tile->ldx + k;
-                    acc[i][j] = _mm256_fmadd_ps(_mm256_loadu_ps(x), b, acc[i][j]);
-                }
+                const __m256 b = cpu_load_avx2(w_rows[j], TOKA_F32, k);
+                CPU_UNROLL for (int i = 0; i < m; i++)
+                    acc[i][j] = _mm256_fmadd_ps(a[i], b, acc[i][j]);
             }
+        }
         CPU_UNROLL for (int j = 0; j < 4; j++) {
             const size_t row = (size_t)MIN(j, tile->n - 1);
             const __m256 s = _mm256_set1_ps(scale[row * tile->groups->ld_groups]);
