@@ -10034,8 +10034,9 @@ static int mf_read_window_size(mf_reader *reader) {
 
 /* Sets the attention window of each layer. If the file has layer_types, that field decides which
  * layers have the window, but for MF_SAME_WINDOW. (transformers treats a Mistral with layer_types
- * as a Ministral.) Otherwise it is all layers, or all but each sliding_window_pattern-th; with use_sliding_window
- * some architectures have it only in the layers from max_window_layers on, or before that one. */
+ * as a Ministral.) Otherwise it is all layers, or all but each sliding_window_pattern-th; with
+ * use_sliding_window some architectures have it only in the layers from max_window_layers on, or
+ * before that one. */
 static void mf_read_windows(mf_reader *reader, mf_config *config, arena *memory) {
     const int L = config->shape.L, window = mf_read_window_size(reader);
     const bool is_lower = config->features & MF_WINDOW_LOWER;
