@@ -57448,7 +57448,7 @@ static const help_page help_pages[] = {
      "  ranks. They have no adapters of models with experts or MLA, of FP8 weights, and\n"
      "  over tensor ranks. Adapters are in bf16 there, in memory that is taken when they\n"
      "  are loaded: lower --gpu-memory-utilization if it is too little. A step with rows\n"
-     "  of adapters rounds x once more, and is no CUDA graph.\n"
+     "  of adapters is no CUDA graph.\n"
      "- toka bench throughput --lora-modules a=DIR b=DIR: line i of the dataset has\n"
      "  adapter i % 2. --dummy-weights, too.\n",
      NULL},

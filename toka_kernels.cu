@@ -3417,7 +3417,8 @@ static void gemm_mma(toka_device *dev, const gemm_args *args) {
  * In      x bf16 [M][ldx], W bf16 [N][K], bias float32 [N] or NULL; gemm_fp8: both e4m3, with
  *         scales (struct weight, x_scale)
  * Out     epi_store, epi_residual, epi_swiglu: y bf16; epi_logits: y float32; epi_qkv: q and the KV
- *         pages; epi_scatter: receive buffers of the tensor ranks; epi_sample: see chapter 11
+ *         pages; epi_scatter: receive buffers of the tensor ranks; epi_sample: see chapter 11;
+ *         epi_adapted: as another one, after what adapters add (chapter 7c)
  * Sizes   any M >= 1; N a multiple of 8 (EPI_SWIGLU 16), K a multiple of 8. TMA fills in zeros
  *         beyond the last row of W and the last column of K. Beyond the last row of x it reads
  *         padding rows (GEMM_PAD_ROWS), whose outputs are discarded. Nothing is stored beyond the
@@ -7749,17 +7750,17 @@ static void experts_run(toka_device *dev, const layer_experts *layer, bf16 *x) {
  *
  *     y[t] += scale B (A x[t])    A [r][K] and B [N][r] of the adapter of row t
  *
- *     lora_shrink_kernel    low = A x, float32
- *     lora_expand_kernel    y += scale B low; or, after the GEMM of gate and up, what B adds to
- *                           them and their activation
+ *     lora_shrink_kernel    low = scale A x, float32
+ *     epi_adapted           with gemm_wgmma (chapter 6): the epilogue adds B low to its accumulators
+ *     lora_expand_kernel    after other GEMMs: y += B low; or, after that of gate and up, what B
+ *                           adds to them and their activation. These GEMMs have the epilogue
+ *                           EPI_STORE, as RoPE and the activation come after what is added
  *
  * Which steps: only a step in which a row has an adapter launches these kernels. It is launched
- * kernel by kernel, without fused norms, and its GEMMs of q, k, v and of gate, up have the epilogue
- * EPI_STORE, because RoPE and the activation come after what is added. All other steps run as if
- * adapters did not exist.
+ * kernel by kernel, without fused norms. All other steps run as if adapters did not exist.
  *
  * Rows: lora_plan_step sorts the rows of the step by their adapters; rows without one are last. A
- * CTA has LORA_ROWS rows in this order. It computes all of them with each adapter that one of them
+ * CTA of the two kernels has LORA_ROWS rows in this order. It computes all of them with each adapter that one of them
  * has, one adapter after the other, and keeps the results of the rows of this adapter. Most CTAs
  * have rows of one or two adapters.
  *
@@ -7868,11 +7869,11 @@ __device__ static inline bool lora_run_has(int begin, int end, int m) {
     return begin < 16 * m + 16 && end > 16 * m;
 }
 
-/* ---- lora_shrink_kernel: low = A x ----
+/* ---- lora_shrink_kernel: low = scale A x ----
  *
  *   x      bf16 [T][ldx], K columns, a multiple of 8
  *   A      bf16 [rank][K]
- *   low    float32 [slice][part][chunk][n_low_rows][16], of the slices of K
+ *   low    float32 [slice][part][chunk][row of the step][16]: the sum over the slices of K is low
  *
  * Grid (tiles of LORA_ROWS rows, parts x chunks of 16 of the rank, slices of LORA_SLICE columns of
  * x), block 256. Reads x once for each part and chunk: bound by L2 and latency.
@@ -7950,10 +7951,10 @@ __global__ static void __launch_bounds__(32 * LORA_SHRINK_WARPS)
 
 /* ---- lora_expand_kernel: what B adds ----
  *
- *   y[t][n] += scale B[n] low[t]                            PAIRS false
+ *   y[t][n] += B[n] low[t]                                  PAIRS false
  *   y[t][f] = activation(gate_up[t], with what B adds)      PAIRS true, of every row of the step
  *
- *   low      of lora_shrink_kernel; times scale it is rounded to bf16
+ *   low      of lora_shrink_kernel; it is rounded to bf16
  *   B        bf16 [N][rank]
  *   gate_up  bf16 [T][2F]: 8 columns of gate, then their 8 of up, and so on
  *
