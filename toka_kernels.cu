@@ -7751,7 +7751,7 @@ static void experts_run(toka_device *dev, const layer_experts *layer, bf16 *x) {
  *     y[t] += scale B (A x[t])    A [r][K] and B [N][r] of the adapter of row t
  *
  *     lora_shrink_kernel    low = scale A x, float32
- *     epi_adapted           with gemm_wgmma (chapter 6): the epilogue adds B low to its accumulators
+ *     epi_adapted           in gemm_wgmma (chapter 6): the epilogue adds B low to its sums
  *     lora_expand_kernel    after other GEMMs: y += B low; or, after that of gate and up, what B
  *                           adds to them and their activation. These GEMMs have the epilogue
  *                           EPI_STORE, as RoPE and the activation come after what is added
@@ -7760,9 +7760,9 @@ static void experts_run(toka_device *dev, const layer_experts *layer, bf16 *x) {
  * kernel by kernel, without fused norms. All other steps run as if adapters did not exist.
  *
  * Rows: lora_plan_step sorts the rows of the step by their adapters; rows without one are last. A
- * CTA of the two kernels has LORA_ROWS rows in this order. It computes all of them with each adapter that one of them
- * has, one adapter after the other, and keeps the results of the rows of this adapter. Most CTAs
- * have rows of one or two adapters.
+ * CTA of the kernels has LORA_ROWS rows in this order. It computes all of them with each adapter
+ * that one of them has, one adapter after the other, and keeps the results of the rows of this
+ * adapter. Most CTAs have rows of one or two adapters.
  *
  * Every sum has an order that depends on K and on the rank alone. So what is added to a row does
  * not depend on the other rows of the step.
