@@ -59853,8 +59853,9 @@ static int cli_talk_set(cli_talk *talk, const char *rest, toka_err *e) {
         known = known || !strcmp(typed, names[i]);
         suggest_try(&nearest, names[i]);
     }
-    if (*typed && !known) {
-        fail(e, TOKA_E_USE, "/set %s: not a value that /set changes", shown);
+    if (!known) {
+        fail(e, TOKA_E_USE, "/set %s%s", *typed ? shown : "NAME VALUE",
+             *typed ? ": not a value that /set changes" : "");
         for (int i = 0; i < COUNT(names) && !nearest.best; i++) {
             const size_t n = strlen(e->msg);
             snprintf(e->msg + n, sizeof e->msg - n, "%s%s", i ? ", " : ": ", names[i]);
@@ -59865,7 +59866,7 @@ static int cli_talk_set(cli_talk *talk, const char *rest, toka_err *e) {
         return fail(e, TOKA_E_USE, "/set %s %s: %s: a second value", shown, value, more);
     if (n_words < 2)
         return fail(e, TOKA_E_USE, "/set %s VALUE, as --temp and the other flags for sampling",
-                    *shown ? shown : "NAME");
+                    shown);
     snprintf(name, sizeof name, "--%s", typed);
     const cli_flag *flag = cli_find_flag(name, strlen(name));
     if (cli_set_flag(&talk->flags, flag, value, shown, e)) return e->code;

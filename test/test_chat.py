@@ -165,7 +165,7 @@ def test_commands(tmp_path):
     t.wait(READY).type("/help\r").wait("/regen .*seed").wait(READY)
     t.type("/hlp\r").wait("did you mean /help")
     t.type("/set temprature 1\r").wait("toka: /set temprature: not a value that /set changes; did you mean /set temperature")
-    t.type("/set top_q 1\r").wait("/set top_q: .*did you mean /set top-p").type("/set\r").wait("toka: /set NAME VALUE, as --temp")
+    t.type("/set top_q 1\r").wait("/set top_q: .*did you mean /set top-p").type("/set\r").wait("toka: /set NAME VALUE: temp, top-p, ")
     t.type("/set temperature x\r").wait("temperature: 'x' is not a number").type("/set temperature -1\r").wait("toka: .*temperature")
     t.type("/set temperature\r").wait(r"/set temperature VALUE, as --temp").type("/load README.md\r").wait("README.md: not a conversation")
     t.type("/set temperature=0.5\r").wait("temperature is 0.5").type("/set parameter top_k 5\r").wait("top_k is 5")
