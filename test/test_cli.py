@@ -733,7 +733,7 @@ def test_text_needs_no_config(tmp_path, config):
     (["tokenize", "--json"], "--json"), (["score", "--temp", "1", "-p", "a"], "--temp"), (["--decode", "-p", "a"], "--decode"),
     (["--chat", "--raw"], "--raw"), (["--top-k", "-2", "-p", "a"], "--top-k: -2"), (["--logprobs", "-5", "-p", "a"], "logprobs"),
     (["--logprobs", "-1", "-p", "a"], "logprobs"),
-    (["--logprobs", "33", "-p", "a"], "logprobs"), (["-f", "/"], "directory"), (["--max-model-len", "100000", "-p", "a"], "1024"),
+    (["--logprobs", "101", "-p", "a"], "--logprobs: 101, expected"), (["-f", "/"], "directory"), (["--max-model-len", "100000", "-p", "a"], "1024"),
     (["--max-num-batched-tokens", "8", "--max-num-seqs", "9", "-p", "a"], "--max-num-batched-tokens: 8"), (["bench"], "toka bench: expected throughput"), (["bench", "srve"], "toka bench srve: expected throughput, serve, plan or ops; did you mean toka bench serve?\n"),
     (["--stop", "", "-p", "a"], "--stop[0]: 0 bytes"),
     # the flag as it was typed, and the nearest right thing
