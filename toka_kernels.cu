@@ -4049,13 +4049,13 @@ struct epi_logits {
  * All arithmetic is float32 on the accumulators, and the result is rounded to bf16 once. The bf16
  * rows pass through the warp's staging. From there each lane writes chunks of 16 bytes, and
  * neighbouring lanes write neighbouring chunks of a row. */
-template <int D> struct epi_qkv;
-template <int D, int COLS> struct gemm_prefetched<epi_qkv<D>, COLS> {
+template <int D, bool PRELOAD = true> struct epi_qkv;
+template <int D, bool PRELOAD, int COLS> struct gemm_prefetched<epi_qkv<D, PRELOAD>, COLS> {
     /* Number of blocks of 16 columns with different cosines and sines. They repeat in each head. */
     static constexpr int rope_blocks = (COLS < D ? COLS : D) / 16;
     /* True: prefetch_indirect loads the cosines and sines of all blocks. False: there are too few
      * registers, and run loads them block by block. */
-    static constexpr bool preload_rope = COLS + D <= 320;
+    static constexpr bool preload_rope = PRELOAD && COLS + D <= 320;
     static constexpr int /* for send; a chunk is 8 columns */
         panel_chunks = gemm_panel_cols(gemm_round_cols(COLS)) / 8, /* chunks in a row of a panel */
         row_step = 32 / panel_chunks, /* rows of a panel that the 32 lanes cover at a time */
@@ -4068,9 +4068,9 @@ template <int D, int COLS> struct gemm_prefetched<epi_qkv<D>, COLS> {
     float4 rope_table[preload_rope ? rope_blocks : 1][2];
 };
 
-template <int D> struct epi_qkv {
+template <int D, bool PRELOAD> struct epi_qkv {
     typedef qkv_params params;
-    template <int COLS> using prefetched = gemm_prefetched<epi_qkv<D>, COLS>;
+    template <int COLS> using prefetched = gemm_prefetched<epi_qkv<D, PRELOAD>, COLS>;
     __host__ __device__ static constexpr int staged_cols(int cols) { return gemm_round_cols(cols); }
 #if HOPPER
     template <int COLS>
@@ -4847,6 +4847,10 @@ typedef struct gemm_variant {
 #define GEMM_PINGPONG(kind, EPI, BN) GEMM_INSTANCE(kind, EPI, BN, 1, true)
 #define GEMM_ADAPTED_VARIANT(kind, EPI, BN, SPLIT) \
     GEMM_VARIANT(GEMM_ADAPTED + (int)(kind), epi_adapted<EPI>, BN, SPLIT)
+typedef epi_qkv<64, false> epi_qkv64_small;   /* without preloads: registers are few */
+typedef epi_qkv<128, false> epi_qkv128_small;
+#define GEMM_ADAPTED_QKV(D, BN) \
+    GEMM_ADAPTED_VARIANT(GEMM_QKV##D, epi_qkv##D##_small, BN, 1)
 static const gemm_variant gemm_variants[] = {
     GEMM_VARIANT(EPI_STORE, epi_store, 64, 1),
     GEMM_VARIANT(EPI_STORE, epi_store, 64, 2),
@@ -4891,18 +4895,16 @@ static const gemm_variant gemm_variants[] = {
     GEMM_ADAPTED_VARIANT(EPI_STORE, epi_store, 128, 1),
     GEMM_ADAPTED_VARIANT(EPI_STORE, epi_store, 128, 2),
     GEMM_ADAPTED_VARIANT(EPI_STORE, epi_store, 192, 1),
-    GEMM_ADAPTED_VARIANT(EPI_STORE, epi_store, 256, 1),
     GEMM_ADAPTED_VARIANT(EPI_RESIDUAL, epi_residual, 64, 2),
     GEMM_ADAPTED_VARIANT(EPI_RESIDUAL, epi_residual, 128, 1),
     GEMM_ADAPTED_VARIANT(EPI_RESIDUAL, epi_residual, 128, 2),
-    GEMM_ADAPTED_VARIANT(EPI_RESIDUAL, epi_residual, 256, 1),
+    GEMM_ADAPTED_VARIANT(EPI_RESIDUAL, epi_residual, 192, 1),
     GEMM_ADAPTED_VARIANT(EPI_SWIGLU, epi_swiglu, 128, 1),
     GEMM_ADAPTED_VARIANT(EPI_SWIGLU, epi_swiglu, 224, 1),
-    GEMM_ADAPTED_VARIANT(EPI_SWIGLU, epi_swiglu, 256, 1),
-    GEMM_ADAPTED_VARIANT(GEMM_QKV64, epi_qkv<64>, 128, 1),
-    GEMM_ADAPTED_VARIANT(GEMM_QKV64, epi_qkv<64>, 192, 1),
-    GEMM_ADAPTED_VARIANT(GEMM_QKV128, epi_qkv<128>, 128, 1),
-    GEMM_ADAPTED_VARIANT(GEMM_QKV128, epi_qkv<128>, 192, 1),
+    GEMM_ADAPTED_QKV(64, 128),
+    GEMM_ADAPTED_QKV(64, 192),
+    GEMM_ADAPTED_QKV(128, 128),
+    GEMM_ADAPTED_QKV(128, 192),
     GEMM_PINGPONG(EPI_STORE, epi_store, 192),
     GEMM_PINGPONG(EPI_SWIGLU, epi_swiglu, 160),
     GEMM_PINGPONG(EPI_SWIGLU, epi_swiglu, 192),
