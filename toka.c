@@ -16254,7 +16254,10 @@ typedef struct batch_builder { /* builds the steps of one scheduler, one after t
     int continued_seq[BATCH_MAX_MICROS];  /* [n_micros] continues in the next microbatch, or -1 */
     int continued_from[BATCH_MAX_MICROS]; /* [n_micros] its first position there */
     batch_chunk *chunks; /* [max_chunks] in prefix order */
-    int *sorted_chunks;  /* [max_chunks] indices of chunks: by microbatch, then in prefix order */
+    int *sorted_chunks;  /* [max_chunks] indices of chunks: by microbatch, then by adapter, then in
+                            prefix order */
+    int *by_adapter;     /* [max_chunks] indices of chunks by adapter, then in prefix order */
+    bool has_adapters;   /* a chunk has an adapter */
     int64_t last_number; /* toka_step.number of the microbatch that was numbered last */
     int64_t *sampled_in; /* [max_seqs] number of the microbatch that sampled its last token */
 } batch_builder;
@@ -16319,6 +16322,7 @@ static void batch_free(batch_builder *builder) {
     free(builder->chunk_node), free(builder->nodes), free(builder->stack), free(builder->closed);
     free(builder->sampled_in), free(builder->seq_micro);
     free(builder->chunks), free(builder->sorted_chunks), free(builder->seq_chunk);
+    free(builder->by_adapter);
     *builder = (batch_builder){0};
 }
 
@@ -16338,6 +16342,7 @@ static void batch_init(batch_builder *builder, const scheduler *sched, batch_cos
     builder->seq_chunk = mem_zalloc(max_seqs * sizeof *builder->seq_chunk);
     builder->chunks = mem_alloc(max_chunks * sizeof *builder->chunks);
     builder->sorted_chunks = mem_alloc(max_chunks * sizeof *builder->sorted_chunks);
+    builder->by_adapter = mem_alloc(max_chunks * sizeof *builder->by_adapter);
 }
 
 /* ---- Rows ---- */
@@ -16555,6 +16560,7 @@ static void batch_chunks_of_seq(batch_builder *builder, const scheduler *sched, 
     const sched_seq *sequence = &sched->seqs[seq];
     int micro = builder->seq_micro[seq];
     int from = sequence->from, end = sequence->from + sequence->n_rows;
+    builder->has_adapters |= sequence->adapter != 0;
     /* back to the microbatch of its first row */
     while (micro > 0 && builder->continued_seq[micro - 1] == seq) micro--;
     for (; from < end; micro++) {
@@ -16576,6 +16582,7 @@ static void batch_collect_chunks(batch_builder *builder, const scheduler *sched)
     const int n_chunks_before = builder->n_chunks;
     int common_pages[BATCH_MAX_MICROS] = {0};
     builder->n_chunks = 0;
+    builder->has_adapters = false;
     for (int seq = order[sched->config.max_seqs].next; seq != sched->config.max_seqs;
          seq = order[seq].next) {
         const int ahead = builder->n_chunks + BATCH_PREFETCH;
@@ -16589,10 +16596,24 @@ static void batch_collect_chunks(batch_builder *builder, const scheduler *sched)
     }
 }
 
-/* Sorts the indices of chunks by microbatch and keeps their order within one. Sets the microbatches
- * of the step: only those that have chunks. */
-static void batch_sort_chunks(batch_builder *builder, batch_step *built) {
+/* Sorts the indices of chunks by adapter, since a device computes neighbouring rows of one adapter
+ * together. Sequences with different adapters share no pages, so those that share pages stay
+ * neighbours. */
+COLD
+static void batch_order_adapters(batch_builder *builder, const scheduler *sched) {
+    int first[TOKA_MAX_ADAPTERS + 2] = {0};
+    for (int i = 0; i < builder->n_chunks; i++)
+        first[sched->seqs[builder->chunks[i].seq].adapter + 1]++;
+    for (int i = 1; i < TOKA_MAX_ADAPTERS + 2; i++) first[i] += first[i - 1];
+    for (int i = 0; i < builder->n_chunks; i++)
+        builder->by_adapter[first[sched->seqs[builder->chunks[i].seq].adapter]++] = i;
+}
+
+/* Sorts the indices of chunks by microbatch and adapter, and keeps their order within both. Sets
+ * the microbatches of the step: only those that have chunks. */
+static void batch_sort_chunks(batch_builder *builder, batch_step *built, const scheduler *sched) {
     int first[BATCH_MAX_MICROS + 1] = {0};
+    if (builder->has_adapters) batch_order_adapters(builder, sched);
     for (int i = 0; i < builder->n_chunks; i++) first[builder->chunks[i].micro + 1]++;
     built->n_micros = 0;
     for (int micro = 0; micro < builder->n_micros; micro++) {
@@ -16600,8 +16621,10 @@ static void batch_sort_chunks(batch_builder *builder, batch_step *built) {
         first[micro + 1] += first[micro];
     }
     built->micro_chunk0[built->n_micros] = builder->n_chunks;
-    for (int i = 0; i < builder->n_chunks; i++)
-        builder->sorted_chunks[first[builder->chunks[i].micro]++] = i;
+    for (int i = 0; i < builder->n_chunks; i++) {
+        const int chunk = builder->has_adapters ? builder->by_adapter[i] : i;
+        builder->sorted_chunks[first[builder->chunks[chunk].micro]++] = chunk;
+    }
 }
 
 /* ---- The tree of intervals ---- */
@@ -16795,7 +16818,7 @@ static void batch_build(batch_builder *builder, batch_step *built, const schedul
     batch_begin(builder, built);
     batch_assign_micros(builder, sched);
     batch_collect_chunks(builder, sched);
-    batch_sort_chunks(builder, built);
+    batch_sort_chunks(builder, built, sched);
     for (int i = 0, micro = 0; i < builder->n_chunks; i++) {
         const bool new_micro = i == built->micro_chunk0[micro];
         micro += new_micro;

@@ -7812,6 +7812,9 @@ struct lora_state {
     /* The current step. n_rows: rows that have an adapter; n_chunks: of its highest rank. */
     lora_rows step;
     int n_rows, n_chunks;
+    /* Neighbouring rows have mostly the same adapter. Else the epilogue of a GEMM would take long:
+     * it computes 16 rows once for each of their adapters. */
+    bool is_sorted;
 };
 
 /* Returns whether a row of the current step has an adapter. */
@@ -8188,7 +8191,7 @@ static void lora_gate_up(toka_device *dev, const gemm_args *gemm, bool is_gelu) 
 
 /* Does the GEMM of the step add what adapters add, by epi_adapted? */
 static bool lora_joins_gemm(const toka_device *dev, int M, const weight *w) {
-    return lora_in_step(dev) && gemm_family(dev, M, w) == BY_WGMMA;
+    return lora_in_step(dev) && dev->lora->is_sorted && gemm_family(dev, M, w) == BY_WGMMA;
 }
 /* Launches lora_shrink_kernel, and returns what the GEMM adds. */
 static lora_addend lora_addend_of(toka_device *dev, const gemm_args *gemm) {
@@ -8266,10 +8269,13 @@ static void lora_plan_step(toka_device *dev, const toka_step *step) {
         &dev->upload, blocks, (size_t)n_slots * sizeof *blocks);
     lora->step.row_blocks = (const lora_part *const *)upload_alloc(
         &dev->upload, (size_t)step->T * sizeof *blocks, &row_blocks);
+    int n_runs = 1;
     for (int t = 0; t < step->T; t++) {
         const int slot = slot_of[step->adapters[t]];
         ((const lora_part **)row_blocks)[t] = slot < 0 ? NULL : blocks[slot];
+        n_runs += t && step->adapters[t] != step->adapters[t - 1];
     }
+    lora->is_sorted = n_runs <= max(1, step->T / 16);
     lora->n_rows = lora_sort_rows(step->adapters, step->T, slot_of, (int *)rows, (int *)slots);
 }
 
