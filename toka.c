@@ -1551,13 +1551,14 @@ static void json_comma(buf *out) {
 static void json_put_open(buf *out, char c) { json_comma(out), buf_char(out, c); }
 static void json_put_close(buf *out, char c) { buf_char(out, c); }
 
-/* Writes a string with its quotes. Each byte that is not UTF-8 becomes U+FFFD. */
+/* Writes a string with its quotes. Each byte that is not UTF-8 becomes U+FFFD. Nothing is escaped
+ * but what JSON demands, so U+007F is not. */
 static void json_put_str(buf *out, str text) {
     json_comma(out);
     buf_char(out, '"');
     for (size_t i = 0, start; i < text.n;) {
         start = i;
-        while (i < text.n && text.p[i] >= 0x20 && text.p[i] < 0x7F && text.p[i] != '"' &&
+        while (i < text.n && text.p[i] >= 0x20 && !(text.p[i] & 0x80) && text.p[i] != '"' &&
                text.p[i] != '\\')
             i++;
         buf_put(out, text.p + start, i - start);
@@ -1567,7 +1568,7 @@ static void json_put_str(buf *out, str text) {
         if (byte == '"' || byte == '\\') buf_char(out, '\\'), buf_char(out, text.p[i]);
         else if (byte == '\n') buf_c(out, "\\n");
         else if (byte == '\t') buf_c(out, "\\t");
-        else if (byte < 0x20 || byte == 0x7F) buf_printf(out, "\\u%04x", byte);
+        else if (byte < 0x20) buf_printf(out, "\\u%04x", byte);
         else if (!len) buf_c(out, "\xEF\xBF\xBD");
         else buf_put(out, text.p + i, (size_t)len);
         i += (size_t)MAX(len, 1);
@@ -22761,7 +22762,7 @@ COLD static int con_named_rule(con_schema *schema, const con_object *object, str
     unsigned matches = 0;
     con_all value = {.n = 0};
     buf text = {0};
-    json_put_str(&text, name); /* as the pattern's rule reads it, but for DEL */
+    json_put_str(&text, name); /* as the pattern's rule reads it */
     for (int k = 0; k < object->n_patterns; k++) {
         const json *pattern = object->patterns[k];
         if (con_matches(schema->grammar, con_pattern_rule(schema, pattern, json_str(pattern)),

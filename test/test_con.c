@@ -144,6 +144,7 @@ static const struct con_case {
     /* percent signs are decoded before the pointer is split; names may be empty */
     {JS, "{\"$defs\":{\"a/b\":{\"type\":\"null\"},\"~1\":{\"\":[1,{\"type\":\"null\"}]}},\"anyOf\":[{\"$ref\":\"#%2F$defs/a%7E1b\"},{\"$ref\":\"#/%24defs/~01//1\"}]}", "null", "1|true"},
     {JS, "{\"$defs\":{\"\":{\"type\":\"null\"}},\"$ref\":\"#/$defs/\"}", "null", "1"},
+    {JS, "{\"properties\":{\"\x7F\":{}},\"patternProperties\":{\"^\x7F$\":{\"type\":\"integer\"}}}", "{\"\x7F\":1}", "{\"\x7F\":\"a\"}"}, /* no escape */
     {JS, "{\"not\":{\"type\":[\"object\",\"number\"]}}", "null|\"\"|[]", "{}|1|1.5"},
     {JS, "{\"type\":\"string\",\"not\":{\"enum\":[\"a\",\"b\\n\"]}}", "\"\"|\"ab\"|\"b\"", "\"a\"|\"b\\n\"|1"},
     {JS, "{\"type\":\"string\",\"maxLength\":3,\"not\":{\"pattern\":\"b\"}}", "\"\"|\"aca\"", "\"b\"|\"abc\"|\"aaaa\""},

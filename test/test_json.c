@@ -340,7 +340,7 @@ static void test_json_writer(void) {
     json_put_key(&b, "f"), json_put_num(&b, (double)0.1f, true), json_put_key(&b, "z"), json_put_num(&b, -0.0, false);
     json_put_close(&b, '}');
     CHECK_MSG(str_is(buf_view(&b), "{\"a\":[-9223372036854775808,0.1,true,null,[],\"ends in ,\",\":\"],"
-                                   "\"q\\\"\\\\\\n\\t\\u000d\\u0001\\u007f\xEF\xBF\xBDz\xE2\x82\xAC\":null,\"f\":0.1,\"z\":-0.0}"),
+                                   "\"q\\\"\\\\\\n\\t\\u000d\\u0001\x7F\xEF\xBF\xBDz\xE2\x82\xAC\":null,\"f\":0.1,\"z\":-0.0}"),
               "%s", b.p);
     buf_clear(&b); /* JSON lines and the prefix of an event stream have no comma */
     json_put_open(&b, '{'), json_put_close(&b, '}'), buf_c(&b, "\ndata: "), json_put_int(&b, 1);
