@@ -21185,13 +21185,18 @@ COLD static void con_pointer(const json *value, const json *node, buf *out) {
     }
 }
 
-/* Fails because of a part of the schema, or of a schema that was made of one. */
-COLD static void con_schema_fail(con_schema *schema, const json *node, const char *what) {
-    buf pointer = {0};
+/* Returns the node itself, or what it was made of if it is in a schema that was made. */
+COLD static const json *con_origin(con_schema *schema, const json *node) {
     for (int i = schema->n_made - 1; i >= 0; i--)
         if (schema->made[i].list <= node && node < json_next(schema->made[i].list))
             node = schema->made[i].of;
-    con_pointer(schema->root, node, &pointer);
+    return node;
+}
+
+/* Fails because of a part of the schema, or of a schema that was made of one. */
+COLD static void con_schema_fail(con_schema *schema, const json *node, const char *what) {
+    buf pointer = {0};
+    con_pointer(schema->root, con_origin(schema, node), &pointer);
     con_fail(schema->grammar, "JSON schema: %.200s%s%s", pointer.n ? pointer.p : "",
              pointer.n ? ": " : "", what);
     buf_free(&pointer);
@@ -21258,23 +21263,53 @@ COLD static const json *con_find_anchor(con_schema *schema, str name) {
     return found;
 }
 
-/* Returns the schema that a $ref names; NULL after an error. */
-COLD static const json *con_resolve(con_schema *schema, const json *ref) {
-    const str text = json_str(ref), root_id = json_str(json_get(schema->root, "$id"));
-    const ptrdiff_t hash = str_find(text, STR("#"), 0);
-    const str base = str_sub(text, 0, hash < 0 ? text.n : (size_t)hash);
-    const json *at = schema->root;
-    if (base.n && !str_eq(base, root_id)) at = con_find_anchor(schema, base);
-    str path = hash < 0 ? STR("") : str_sub(text, (size_t)hash + 1, text.n);
-    path = con_decode_percent(schema, path);
-    if (path.n && path.p[0] != '/') {
-        at = con_find_anchor(schema, str_sub(text, (size_t)hash, text.n));
-        path = STR("");
+/* Does the schema name draft 3 or 4 as its dialect? `id` is what later drafts call $id there. */
+COLD static bool con_is_old(const con_schema *schema) {
+    const str dialect = json_str(json_get(schema->root, "$schema"));
+    return str_find(dialect, STR("draft-03"), 0) >= 0 || str_find(dialect, STR("draft-04"), 0) >= 0;
+}
+
+/* Returns the innermost schema around a node that has an $id, which is what $ref in it starts
+ * from; the root if there is none. */
+COLD static const json *con_resource(con_schema *schema, const json *node) {
+    const json *found = schema->root;
+    const char *const keyword = con_is_old(schema) ? "id" : "$id";
+    const json *origin = con_origin(schema, node), *end = origin + (origin != node);
+    for (const json *at = found; at < end && con_work(schema->grammar, 1);) {
+        const bool is_around = origin < json_next(at);
+        const str id = is_around ? json_str(json_get(at, keyword)) : STR("");
+        if (id.n && id.p[0] != '#') found = at;
+        at = is_around ? at + 1 : json_next(at);
     }
+    return found;
+}
+
+/* Returns what a JSON pointer names; NULL: nothing. */
+COLD static const json *con_at_pointer(con_schema *schema, const json *at, str path) {
     for (size_t i = 0, end; at && i < path.n && con_work(schema->grammar, at->n); i = end) {
         for (end = i + 1; end < path.n && path.p[end] != '/';) end++;
         at = con_follow_step(schema, at, str_sub(path, i + 1, end));
     }
+    return at;
+}
+
+/* Returns the schema that a $ref names; NULL after an error. A pointer that names nothing in its own
+ * resource is read from the root. A relative name is that of a schema in the same resource. */
+COLD static const json *con_resolve(con_schema *schema, const json *ref) {
+    const str text = json_str(ref), root_id = json_str(json_get(schema->root, "$id"));
+    const ptrdiff_t hash = str_find(text, STR("#"), 0);
+    const str base = str_sub(text, 0, hash < 0 ? text.n : (size_t)hash);
+    const str path =
+        con_decode_percent(schema, str_sub(text, MIN(base.n + 1, text.n), text.n));
+    const json *resource = con_resource(schema, ref), *at = resource;
+    if (base.n) {
+        at = str_eq(base, root_id) ? schema->root : con_find_anchor(schema, base);
+        if (at && str_find(base, STR(":"), 0) < 0 && con_resource(schema, at) != resource) at = NULL;
+    }
+    if (path.n && path.p[0] != '/')
+        at = con_find_anchor(schema, str_sub(text, (size_t)hash, text.n));
+    else if (at) at = con_at_pointer(schema, at, path);
+    if (!at && !base.n && path.n && path.p[0] == '/') at = con_at_pointer(schema, schema->root, path);
     if (!at) con_schema_fail(schema, ref, "this $ref does not name one place in the schema");
     return at;
 }
@@ -21292,9 +21327,15 @@ COLD static void con_all_add(con_schema *schema, con_all *all, const json *part)
     else if (json_is(part, JSON_OBJECT) && part->n) all->part[all->n++] = (con_part){part, 0};
 }
 
-/* Keywords that are known and not done, and so refused. */
-static const char *const con_refused[] = {"unevaluatedProperties", "unevaluatedItems",
-                                          "$dynamicRef", "$recursiveRef"};
+/* Keywords that are known and not done, and so refused. old: those of draft 3, which other drafts do
+ * not know. */
+static const struct con_refusal {
+    const char *name;
+    bool old;
+} con_refused[] = {{"unevaluatedProperties", false}, {"unevaluatedItems", false},
+                   {"$dynamicRef", false},           {"$recursiveRef", false},
+                   {"divisibleBy", true},            {"disallow", true},
+                   {"extends", true}};
 
 enum { /* kinds of values of keywords */
     CON_IS_SCHEMA = 1, CON_IS_LIST = 2, CON_IS_OBJECT = 4, CON_IS_TEXT = 8, CON_IS_NUMBER = 16,
@@ -21374,10 +21415,10 @@ COLD static void con_check_values(con_schema *schema, const json *part) {
 COLD static void con_check_keywords(con_schema *schema, const json *part) {
     con_check_values(schema, part);
     for (int i = 0; i < COUNT(con_refused); i++) {
-        const json *value = json_get(part, con_refused[i]);
+        const json *value = json_get(part, con_refused[i].name);
         const bool is_nothing =
             value && (json_is_true(value) || (value->type >= JSON_ARRAY && !value->n));
-        if (value && !is_nothing)
+        if (value && !is_nothing && (!con_refused[i].old || con_is_old(schema)))
             con_schema_fail(schema, value, "this keyword is not supported");
     }
 }

@@ -144,6 +144,14 @@ static const struct con_case {
     /* percent signs are decoded before the pointer is split; names may be empty */
     {JS, "{\"$defs\":{\"a/b\":{\"type\":\"null\"},\"~1\":{\"\":[1,{\"type\":\"null\"}]}},\"anyOf\":[{\"$ref\":\"#%2F$defs/a%7E1b\"},{\"$ref\":\"#/%24defs/~01//1\"}]}", "null", "1|true"},
     {JS, "{\"$defs\":{\"\":{\"type\":\"null\"}},\"$ref\":\"#/$defs/\"}", "null", "1"},
+    /* a $ref starts from the innermost schema with an $id (draft 4: id); what is not there is looked up from the root */
+    {JS, "{\"$ref\":\"#/$defs/a\",\"$defs\":{\"a\":{\"$id\":\"http://x/a\",\"$defs\":{\"n\":{\"const\":1}},\"properties\":{\"v\":{\"$ref\":\"#/$defs/n\"}}},\"n\":{\"const\":2}}}", "{\"v\":1}", "{\"v\":2}"},
+    {JS, "{\"$ref\":\"#/$defs/a\",\"$defs\":{\"a\":{\"$id\":\"http://x/a\",\"properties\":{\"v\":{\"$ref\":\"#/$defs/n\"}}},\"n\":{\"const\":2}}}", "{\"v\":2}", "{\"v\":1}"},
+    {JS, "{\"$ref\":\"#/$defs/a\",\"$defs\":{\"a\":{\"id\":\"http://x/a\",\"$defs\":{\"n\":{\"const\":1}},\"properties\":{\"v\":{\"$ref\":\"#/$defs/n\"}}},\"n\":{\"const\":2}}}", "{\"v\":2}", "{\"v\":1}"},
+    {JS, "{\"$schema\":\"http://json-schema.org/draft-04/schema#\",\"$ref\":\"#/$defs/a\",\"$defs\":{\"a\":{\"id\":\"http://x/a\",\"$defs\":{\"n\":{\"enum\":[1]}},\"properties\":{\"v\":{\"$ref\":\"#/$defs/n\"}}},\"n\":{\"enum\":[2]}}}", "{\"v\":1}", "{\"v\":2}"},
+    {JS, "{\"$ref\":\"#/$defs/a\",\"$defs\":{\"a\":{\"$id\":\"http://x/a\",\"$defs\":{\"n\":{\"const\":\"q\"}},\"if\":{\"type\":\"string\"},\"then\":{\"$ref\":\"#/$defs/n\"},\"else\":true},\"n\":{\"const\":\"z\"}}}", "\"q\"|1", "\"z\""},
+    {JS, "{\"properties\":{\"t\":{\"$id\":\"#t\",\"properties\":{\"k\":{\"$ref\":\"#\"},\"n\":{\"const\":1}}}}}", "{\"t\":{\"k\":{\"n\":2}}}", "{\"t\":{\"n\":2}}"},
+    {JS, "{\"properties\":{\"t\":{\"$id\":\"http://x/t\",\"properties\":{\"k\":{\"$ref\":\"#\"},\"n\":{\"const\":1}}}}}", "{\"t\":{\"k\":{\"n\":1}}}", "{\"t\":{\"k\":{\"n\":2}}}"},
     {JS, "{\"properties\":{\"\x7F\":{}},\"patternProperties\":{\"^\x7F$\":{\"type\":\"integer\"}}}", "{\"\x7F\":1}", "{\"\x7F\":\"a\"}"}, /* no escape */
     {JS, "{\"not\":{\"type\":[\"object\",\"number\"]}}", "null|\"\"|[]", "{}|1|1.5"},
     {JS, "{\"type\":\"string\",\"not\":{\"enum\":[\"a\",\"b\\n\"]}}", "\"\"|\"ab\"|\"b\"", "\"a\"|\"b\\n\"|1"},
@@ -321,6 +329,8 @@ static void test_con_errors(void) {
         {JS, "{\"properties\":{\"c\":{\"dependentSchemas\":{\"a\":{\"minLength\":-1}}}}}", "JSON schema: /properties/c: expected a whole number"},
         {JS, "{\"not\":{}}", "there is no text"}, {JS, "{\"not\":{\"items\":{}}}", "/not: the opposite of this schema is not supported"}, {JS, "{\"items\":[{},{\"unevaluatedItems\":{\"const\":1}}]}", "/items/1/unevaluatedItems: this keyword"},
         {JS, "{\"oneOf\":[{\"multipleOf\":2},{\"multipleOf\":3}]}", "/oneOf/1: the opposite"}, {JS, "{\"if\":{\"uniqueItems\":true},\"then\":{}}", "/if: the opposite"},
+        {JS, "{\"$id\":\"http://x/r/\",\"$ref\":\"#/$defs/a\",\"$defs\":{\"a\":{\"$id\":\"d/\",\"properties\":{\"v\":{\"$ref\":\"n\"}}},\"n\":{\"$id\":\"n\"}}}", "/$defs/a/properties/v/$ref: this $ref does not name one place"},
+        {JS, "{\"$schema\":\"http://json-schema.org/draft-03/schema#\",\"items\":{\"divisibleBy\":2}}", "/items/divisibleBy: this keyword is not supported"},
         {JS, "{\"$ref\":\"#/x\"}", "/$ref: this $ref does not name one place in the schema"}, {JS, "{\"$ref\":\"http://a/b\"}", "/$ref: this $ref"},
         {JS, "{\"$defs\":{\"~\":{}},\"$ref\":\"#/$defs/~\"}", "/$ref: this $ref"}, {JS, "{\"$defs\":{\"a~b\":{}},\"$ref\":\"#/$defs/a~2b\"}", "/$ref: this $ref"},
         {JS, "{\"$defs\":[{},{}],\"$ref\":\"#/$defs/01\"}", "/$ref: this $ref"}, {JS, "{\"$defs\":[{},{}],\"$ref\":\"#/$defs/a\"}", "/$ref: this $ref"}, {JS, "{\"$defs\":[{}],\"$ref\":\"#/$defs/\"}", "/$ref: this $ref"}, {JS, "{\"type\":\"text\"}", "/type: unknown type"},
