@@ -20326,6 +20326,8 @@ COLD static int32_t con_read_class_char(con_reader *reader, buf *set) {
 COLD static void con_read_class(con_reader *reader, buf *set) {
     const bool negate = con_skip(reader, "^");
     const char *first = reader->at;
+    if (reader->in_json && con_next_is(reader, ']')) /* a class of nothing, or the character ] */
+        con_bad(reader, "[] and [^] are not supported: write \\] for the character");
     while (reader->at < reader->end && (*reader->at != ']' || reader->at == first)) {
         const int32_t low = con_read_class_char(reader, set);
         int32_t high = low;
@@ -21293,8 +21295,8 @@ COLD static const json *con_at_pointer(con_schema *schema, const json *at, str p
     return at;
 }
 
-/* Returns the schema that a $ref names; NULL after an error. A pointer that names nothing in its own
- * resource is read from the root. A relative name is that of a schema in the same resource. */
+/* Returns the schema that a $ref names; NULL after an error. A pointer that names nothing in its
+ * own resource is read from the root. A relative name is that of a schema in the same resource. */
 COLD static const json *con_resolve(con_schema *schema, const json *ref) {
     const str text = json_str(ref), root_id = json_str(json_get(schema->root, "$id"));
     const ptrdiff_t hash = str_find(text, STR("#"), 0);
@@ -21304,12 +21306,14 @@ COLD static const json *con_resolve(con_schema *schema, const json *ref) {
     const json *resource = con_resource(schema, ref), *at = resource;
     if (base.n) {
         at = str_eq(base, root_id) ? schema->root : con_find_anchor(schema, base);
-        if (at && str_find(base, STR(":"), 0) < 0 && con_resource(schema, at) != resource) at = NULL;
+        if (at && str_find(base, STR(":"), 0) < 0 && con_resource(schema, at) != resource)
+            at = NULL;
     }
     if (path.n && path.p[0] != '/')
         at = con_find_anchor(schema, str_sub(text, (size_t)hash, text.n));
     else if (at) at = con_at_pointer(schema, at, path);
-    if (!at && !base.n && path.n && path.p[0] == '/') at = con_at_pointer(schema, schema->root, path);
+    if (!at && !base.n && path.n && path.p[0] == '/')
+        at = con_at_pointer(schema, schema->root, path);
     if (!at) con_schema_fail(schema, ref, "this $ref does not name one place in the schema");
     return at;
 }
@@ -21327,8 +21331,8 @@ COLD static void con_all_add(con_schema *schema, con_all *all, const json *part)
     else if (json_is(part, JSON_OBJECT) && part->n) all->part[all->n++] = (con_part){part, 0};
 }
 
-/* Keywords that are known and not done, and so refused. old: those of draft 3, which other drafts do
- * not know. */
+/* Keywords that are known and not done, and so refused. old: those of draft 3, which other drafts
+ * do not know. */
 static const struct con_refusal {
     const char *name;
     bool old;

@@ -331,6 +331,7 @@ static void test_con_errors(void) {
         {JS, "{\"oneOf\":[{\"multipleOf\":2},{\"multipleOf\":3}]}", "/oneOf/1: the opposite"}, {JS, "{\"if\":{\"uniqueItems\":true},\"then\":{}}", "/if: the opposite"},
         {JS, "{\"$id\":\"http://x/r/\",\"$ref\":\"#/$defs/a\",\"$defs\":{\"a\":{\"$id\":\"d/\",\"properties\":{\"v\":{\"$ref\":\"n\"}}},\"n\":{\"$id\":\"n\"}}}", "/$defs/a/properties/v/$ref: this $ref does not name one place"},
         {JS, "{\"$schema\":\"http://json-schema.org/draft-03/schema#\",\"items\":{\"divisibleBy\":2}}", "/items/divisibleBy: this keyword is not supported"},
+        {JS, "{\"pattern\":\"[^]\"}", "/pattern: pattern: [] and [^] are not supported"}, {JS, "{\"patternProperties\":{\"[]a]\":{}}}", "[] and [^] are not supported: write \\]"},
         {JS, "{\"$ref\":\"#/x\"}", "/$ref: this $ref does not name one place in the schema"}, {JS, "{\"$ref\":\"http://a/b\"}", "/$ref: this $ref"},
         {JS, "{\"$defs\":{\"~\":{}},\"$ref\":\"#/$defs/~\"}", "/$ref: this $ref"}, {JS, "{\"$defs\":{\"a~b\":{}},\"$ref\":\"#/$defs/a~2b\"}", "/$ref: this $ref"},
         {JS, "{\"$defs\":[{},{}],\"$ref\":\"#/$defs/01\"}", "/$ref: this $ref"}, {JS, "{\"$defs\":[{},{}],\"$ref\":\"#/$defs/a\"}", "/$ref: this $ref"}, {JS, "{\"$defs\":[{}],\"$ref\":\"#/$defs/\"}", "/$ref: this $ref"}, {JS, "{\"type\":\"text\"}", "/type: unknown type"},
