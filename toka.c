@@ -53151,35 +53151,62 @@ static void accept_put_expected(con_machine *machine, int node, buf *out) {
     }
 }
 
-/* Reads a text in its usual tokens. Returns the byte at which it is refused, its length if it ends
- * too early; -1: it is accepted. expected: NULL, or gets what could come there. */
+/* Stores the usual tokens of a text. A tokenizer may put a blank before the first word: then the
+ * text is encoded behind a line end. Returns the first token of the text, or -1 if the tokens have
+ * other bytes than the text, as where it is not UTF-8 or the tokenizer changes it. */
+static int accept_encode(const accept_run *run, str text, ids *tokens) {
+    int first = -1;
+    for (int behind_line = 0; behind_line < 2 && first < 0; behind_line++) {
+        buf source = {0}, bytes = {0};
+        size_t n = 0;
+        toka_err e;
+        tokens->n = 0;
+        buf_c(&source, behind_line ? "\n" : "");
+        buf_str(&source, text);
+        if (!tok_encode(run->tokenizer, buf_view(&source), 0, tokens, &e)) n = tokens->n;
+        size_t *start = mem_alloc((n + 1) * sizeof *start);
+        for (size_t i = 0; i < n; i++) {
+            start[i] = bytes.n;
+            tok_put_bytes(run->tokenizer, tokens->p[i], &bytes);
+        }
+        start[n] = bytes.n;
+        for (size_t i = 0; i <= (behind_line ? n : 0) && first < 0; i++)
+            if (str_eq(str_sub(buf_view(&bytes), start[i], bytes.n), text)) first = (int)i;
+        free(start), buf_free(&source), buf_free(&bytes);
+    }
+    return first;
+}
+
+/* Reads a text in its usual tokens, or byte by byte if it has none. Returns the byte at which it is
+ * refused, its length if it ends too early; -1: it is accepted. expected: NULL, or gets what could
+ * come there. */
 static int accept_text(accept_run *run, toka_constraint *constraint, str text, buf *expected) {
     con_machine *machine = &constraint->machine;
     uint32_t *mask = mem_alloc((size_t)run->vocab->words * sizeof *mask);
     ids tokens = {0};
     buf bytes = {0};
-    toka_err e;
     int node = con_begin(machine, constraint->grammar.root), at = 0, refused = -1;
-    if (tok_encode(run->tokenizer, text, 0, &tokens, &e)) refused = 0;
-    for (size_t i = 0; i < tokens.n && refused < 0; i++) {
-        const int32_t id = tokens.p[i];
+    const int first = accept_encode(run, text, &tokens);
+    for (size_t i = (size_t)MAX(first, 0); (size_t)at < text.n && refused < 0; i++) {
+        const int32_t id = first < 0 ? -1 : tokens.p[i];
         if (con_is_full(machine)) {
             con_reset(machine);
             node = con_advance(machine, con_begin(machine, constraint->grammar.root),
                                str_sub(text, 0, (size_t)at));
         }
         const double t0 = accept_now();
-        const bool made = con_mask(machine, run->vocab, node, mask);
-        accept_add_time(&run->masks, accept_now() - t0);
+        const bool made = id < 0 || con_mask(machine, run->vocab, node, mask);
+        if (id >= 0) accept_add_time(&run->masks, accept_now() - t0);
         buf_clear(&bytes);
-        tok_put_bytes(run->tokenizer, id, &bytes);
-        const bool allowed = made && mask[id / 32] >> id % 32 & 1;
+        if (id < 0) buf_char(&bytes, text.p[at]);
+        else tok_put_bytes(run->tokenizer, id, &bytes);
+        const bool allowed = made && (id < 0 || mask[id / 32] >> id % 32 & 1);
         size_t n = 0;
         for (int next; n < bytes.n && made; n++, node = next)
             if ((next = con_advance(machine, node, str_sub(buf_view(&bytes), n, n + 1))) ==
                 CON_DEAD)
                 break;
-        if (!allowed) refused = at + (int)n;
+        if (!allowed || n < bytes.n) refused = at + (int)n;
         at += (int)n;
     }
     if (refused < 0 && !con_accepts(machine, node)) refused = at;
@@ -60541,6 +60568,10 @@ static int cli_grammar(const cli *flags, toka_err *e) {
     toka *t = NULL;
     accept_run run = {0};
     int code = lib_check_options(&flags->open, e);
+    if (flags->maskbench && (flags->json_schema || flags->grammar || flags->regex ||
+                             flags->choices.n_values))
+        code = fail(e, TOKA_E_USE, "--maskbench has schemas of its own: no --json-schema, --grammar, "
+                                   "--regex or --choice");
     if (!code) code = lib_open_text(&t, &flags->open, false, e);
     if (!code) code = lib_require_tokenizer(t, e);
     if (!code) {

@@ -718,10 +718,13 @@ def test_grammar_command(tmp_path):
                               (["--choice", "a", "--choice", "ab"], "ac", "refused at byte 1: expected the end, b")):
         r = toka("grammar", *flags, stdin=text)
         assert r.stdout.decode() == want + "\n" and r.returncode == (want != "accepted"), r
+    for stdin, want in ((b"\xff", "refused at byte 0: expected \\x00 to \\x09, \\x0B to \\x7F, \\xC2 to \\xF4"), (b"a\xc3", "refused at byte 2: expected \\x80 to \\xBF")):
+        assert toka("grammar", "--regex", ".+", stdin=stdin).stdout.decode() == want + "\n"  # no UTF-8: no tokens, byte by byte
     out = toka("grammar", *date, "--stats", stdin="2026-01-31").stdout.decode().splitlines()
     assert out[0] == "accepted" and out[1].startswith("compile, us: n 1,") and out[2].startswith("mask, us: n ")
     (tmp_path / "bad.lark").write_text('start: a\na: "x" (')
-    for flags, message in (([], b"needs --json-schema"), (["--grammar", str(tmp_path / "bad.lark")], b"grammar: a bracket without its second one at line 2, column 9"), (["--regex", "("], b"( without )"), (["--maskbench", str(tmp_path / "none")], b"No such file")):
+    for flags, message in (([], b"needs --json-schema"), (["--grammar", str(tmp_path / "bad.lark")], b"grammar: a bracket without its second one at line 2, column 9"), (["--regex", "("], b"( without )"), (["--maskbench", str(tmp_path / "none")], b"No such file"),
+                           (["--maskbench", "-", "--regex", "a"], b"--maskbench has schemas of its own")):
         r = toka("grammar", *flags)
         assert r.returncode == 1 and message in r.stderr and not r.stdout
     # "order" is valid, but for the order of its members, also inside; a is a wrong acceptance, b a wrong rejection
