@@ -23615,30 +23615,33 @@ COLD static int con_new(toka_constraint **out, const toka_grammar *source, const
  * (TOKA_DEBUG_FAULT).
  * =========================================================================== */
 
+typedef struct plain_layer { /* what the device keeps of earlier tokens, in one layer */
+    float *k, *v;  /* [slots][K][D], [slots][K][Dv]; slots: toka_layer_pages * B. FP8: the values of
+                      the rounded numbers */
+    float *states; /* [n_states][toka_state_elements] with a linear mixer */
+} plain_layer;
+
 typedef struct plain_device {
     const toka_shape *shape; /* the caller's, as weights: outlives the device */
     const toka_weights *weights;
     toka_device_options options;
-    /* [L][slots][K][D], [L][slots][K][Dv]; slots: toka_layer_pages * B. FP8: the values of the
-     * rounded numbers (plain_store_kv) */
-    float *k_cache, *v_cache;
-    size_t *first_slot;       /* [L + 1] slots of the layers before each layer */
-    float *states;            /* [linear layers][n_states][toka_state_elements] */
-    int32_t *kv_ids;          /* [n_pages * B] id of the token of each slot */
-    int32_t *last_tokens;     /* [n_seqs] last sampled token of each seq */
-    int32_t *positions;       /* [max_len] slots, or ids, of one sequence's positions */
-    const uint8_t *adapters;  /* of the step that runs: toka_step.adapters */
-    float *scratch;           /* [scratch_floats] memory of the op that runs (plain_take) */
-    size_t scratch_floats, used;
-    void *owned[16]; /* all memory, for plain_close */
-    int n_owned;
-    toka_err error; /* the first failure; code 0: none */
+    plain_layer *layers;     /* [L] */
+    int32_t *kv_ids;         /* [n_pages * B] id of the token of each slot */
+    int32_t *last_tokens;    /* [n_seqs] last sampled token of each seq */
+    int32_t *positions;      /* [max_len] slots, or ids, of one sequence's positions */
+    const uint8_t *adapters; /* of the step that runs: toka_step.adapters */
+    arena scratch;           /* memory of the op that runs (plain_take) */
+    float *row;              /* [row_cols] grows with the weights that plain_row reads */
+    int row_cols;
+    arena owned;             /* all other memory, n_owned bytes (plain_zalloc) */
+    size_t n_owned;
+    toka_err error;          /* the first failure; code 0: none */
 } plain_device;
 
-/* Every op begins with this: all scratch is free then. The struct toka_device is the CPU's. */
+/* Every op begins with this, which frees all scratch. The struct toka_device is the CPU's. */
 static plain_device *plain_of(toka_device *device) {
     plain_device *dev = (plain_device *)(void *)device;
-    dev->used = 0;
+    arena_free(&dev->scratch);
     return dev;
 }
 static float *plain_ptr(toka_dev_ptr a) { return (float *)(uintptr_t)a.at; }
@@ -23646,21 +23649,12 @@ static float *plain_ptr(toka_dev_ptr a) { return (float *)(uintptr_t)a.at; }
 /* Where row i begins in rows of this width. */
 static size_t plain_at(int i, int width) { return (size_t)i * (size_t)width; }
 
-/* Returns the keys of a slot, [K][D], with cache k_cache and size D; or its values, with v_cache
- * and Dv. */
-static float *plain_kv(const plain_device *dev, float *cache, int size, int layer, int slot) {
-    return cache + (dev->first_slot[layer] + (size_t)slot) * plain_at(dev->shape->K, size);
-}
-
-/* Returns n_rows rows of scratch. A function that takes for its own use only resets `used`. */
+/* Returns n_rows rows of zeros, which live as long as the op runs. */
 static float *plain_take(plain_device *dev, int n_rows, int width) {
-    float *taken = dev->scratch + dev->used;
-    dev->used += plain_at(n_rows, width);
-    assert(dev->used <= dev->scratch_floats);
-    return taken;
+    return arena_zalloc(&dev->scratch, plain_at(n_rows, width) * sizeof(float));
 }
 
-/* ---- The formulas: vectors ---- */
+/* ---- The formulas ---- */
 
 /* A scale that is 0 is absent. */
 static float plain_or(float scale, float absent) { return scale != 0 ? scale : absent; }
@@ -23678,8 +23672,12 @@ static float plain_sigmoid(float x) { return (float)(1 / (1 + exp(-(double)x)));
 /* Bends a number smoothly into (-cap, cap); cap 0: none. */
 static float plain_cap(float x, float cap) { return cap > 0 ? cap * tanhf(x / cap) : x; }
 
+/* limit 0: none */
+COLD static void plain_clip(float *x, size_t n, float limit) {
+    for (size_t i = 0; limit && i < n; i++) x[i] = MAX(-limit, MIN(x[i], limit));
+}
+
 /* x[i] = e^x[i] / sum of e^x[j] */
-COLD
 static void plain_softmax(float *x, int n) {
     double max = -INFINITY, sum = 0;
     for (int i = 0; i < n; i++) max = MAX(max, x[i]);
@@ -23687,34 +23685,36 @@ static void plain_softmax(float *x, int n) {
     for (int i = 0; i < n; i++) x[i] = (float)(exp(x[i] - max) / sum);
 }
 
-/* Returns a norm's weight or a bias as float32; NULL: absent. */
+/* Returns row i of a weight as float32. It lives until the next call. */
+static const float *plain_row(plain_device *dev, const toka_tensor *weight, int i) {
+    if (weight->cols > dev->row_cols) {
+        dev->row_cols = weight->cols;
+        dev->row = mem_realloc(dev->row, (size_t)weight->cols * sizeof *dev->row);
+    }
+    toka_weight_row(weight, i, dev->row);
+    return dev->row;
+}
+
+/* Returns a weight of one row, which lives as long as the op runs; NULL: absent. */
 static const float *plain_vector(plain_device *dev, const toka_tensor *tensor) {
-    if (!tensor || !tensor->rows) return NULL;
-    float *vector = plain_take(dev, 1, tensor->cols);
-    toka_weight_row(tensor, 0, vector);
+    float *vector = tensor->rows ? plain_take(dev, 1, tensor->cols) : NULL;
+    if (vector) toka_weight_row(tensor, 0, vector);
     return vector;
 }
 
 /* The low-rank parts of a matrix: y += scale * B (A x), for the rows that have an adapter. */
-COLD __attribute__((noinline))
 static void plain_low_rank(plain_device *dev, const toka_tensor *weight, const float *x, int n_rows,
                            float *y) {
     for (int t = 0; t < n_rows; t++, x += weight->cols, y += weight->rows) {
         const toka_low_rank *parts = dev->weights->adapters->of[dev->adapters[t]];
         const toka_low_rank *part = parts ? &parts[weight->matrix] : NULL;
+        float low[TOKA_MAX_LORA_RANK];
         if (!part || !part->a.rows) continue;
-        const size_t used = dev->used;
-        const int r = part->a.rows;
-        float *low = plain_take(dev, 1, r), *row = plain_take(dev, 1, MAX(part->a.cols, r));
-        for (int i = 0; i < r; i++) {
-            toka_weight_row(&part->a, i, row);
-            low[i] = part->scale * plain_dot(row + weight->matrix_col, x, weight->cols);
-        }
-        for (int i = 0; i < weight->rows; i++) {
-            toka_weight_row(&part->b, weight->matrix_row + i, row);
-            y[i] += plain_dot(row, low, r);
-        }
-        dev->used = used;
+        for (int i = 0; i < part->a.rows; i++)
+            low[i] = part->scale * plain_dot(plain_row(dev, &part->a, i) + weight->matrix_col, x,
+                                             weight->cols);
+        for (int i = 0; i < weight->rows; i++)
+            y[i] += plain_dot(plain_row(dev, &part->b, weight->matrix_row + i), low, part->a.rows);
     }
 }
 
@@ -23722,44 +23722,52 @@ static void plain_low_rank(plain_device *dev, const toka_tensor *weight, const f
  * absent: none. A matrix that adapters may change has a row for each row of the step. */
 static void plain_linear(plain_device *dev, const toka_tensor *weight, const toka_tensor *bias,
                          const float *x, int n_rows, float *y) {
-    const size_t used = dev->used, rows = (size_t)weight->rows, cols = (size_t)weight->cols;
-    const float *offset = plain_vector(dev, bias);
-    float *row = plain_take(dev, 1, weight->cols);
-    for (size_t i = 0; i < rows; i++) {
-        toka_weight_row(weight, (int)i, row);
-        for (size_t t = 0; t < (size_t)n_rows; t++)
-            y[t * rows + i] = plain_dot(row, x + t * cols, weight->cols) + (offset ? offset[i] : 0);
+    const int rows = weight->rows, cols = weight->cols;
+    const float *offset = bias ? plain_vector(dev, bias) : NULL;
+    for (int i = 0; i < rows; i++) {
+        const float *row = plain_row(dev, weight, i);
+        for (int t = 0; t < n_rows; t++)
+            y[plain_at(t, rows) + (size_t)i] =
+                plain_dot(row, x + plain_at(t, cols), cols) + (offset ? offset[i] : 0);
     }
-    dev->used = used;
     if (dev->adapters && weight->matrix) plain_low_rank(dev, weight, x, n_rows, y);
 }
 
-/* y = (x - mean) / sqrt(mean square + eps) * (weight + offset), for n_rows rows as long as the
- * weight; mean: 0 in RMSNorm. Returns the first row; without a weight, x itself. y may be x. */
-static const float *plain_norm_eps(plain_device *dev, const toka_tensor *weight, float eps,
-                                   const float *x, int n_rows, float *y) {
-    const toka_shape *shape = dev->shape;
-    const size_t used = dev->used;
+/* y = (x - mean) / sqrt(mean square + eps) * (weight + offset), for n_rows rows, `step` elements
+ * apart and as long as the weight; mean: 0 in RMSNorm. If the weight has several rows, the rows of
+ * x use them in turn. Returns y; without a weight, x itself. y may be x. */
+static const float *plain_norm(plain_device *dev, const toka_tensor *weight, float eps,
+                               const float *x, int n_rows, int step, float *y) {
     const int n = weight->cols;
-    const float *factor = plain_vector(dev, weight), *first = factor ? y : x;
-    for (int row = 0; factor && row < n_rows; row++, x += n, y += n) {
+    if (!weight->rows) return x;
+    for (int row = 0; row < n_rows; row++) {
+        const float *factor = plain_row(dev, weight, row % weight->rows);
+        const float *from = x + plain_at(row, step);
+        float *to = y + plain_at(row, step);
         double mean = 0, square = 0;
-        for (int i = 0; shape->layer_norm && i < n; i++) mean += (double)x[i] / n;
-        for (int i = 0; i < n; i++) square += (x[i] - mean) * (x[i] - mean) / n;
+        for (int i = 0; dev->shape->layer_norm && i < n; i++) mean += (double)from[i] / n;
+        for (int i = 0; i < n; i++) square += (from[i] - mean) * (from[i] - mean) / n;
         const double scale = 1 / sqrt(square + eps);
         for (int i = 0; i < n; i++)
-            y[i] = (float)((x[i] - mean) * scale * (factor[i] + shape->norm_offset));
+            to[i] = (float)((from[i] - mean) * scale * (factor[i] + dev->shape->norm_offset));
     }
-    dev->used = used;
-    return first;
+    return y;
 }
-static const float *plain_norm(plain_device *dev, const toka_tensor *weight, const float *x,
-                               int n_rows, float *y) {
-    return plain_norm_eps(dev, weight, dev->shape->eps, x, n_rows, y);
+/* The norm of rows of the residual stream. */
+static const float *plain_norm_x(plain_device *dev, const toka_tensor *weight, const float *x,
+                                 int n_rows) {
+    const int E = dev->shape->E;
+    return plain_norm(dev, weight, dev->shape->eps, x, n_rows, E, plain_take(dev, n_rows, E));
+}
+
+/* x += residual_scale * norm(y), where y, [T][E], is what a mixer or a feed-forward returned. */
+static void plain_residual(plain_device *dev, const toka_tensor *post_norm, const float *y, int T,
+                           float *x) {
+    plain_add(x, plain_or(dev->shape->residual_scale, 1), plain_norm_x(dev, post_norm, y, T),
+              plain_at(T, dev->shape->E));
 }
 
 /* Rotates each pair (a, b) of a head's first `dims` elements by the angle position * freq. */
-COLD
 static void plain_rope(const toka_rope *rope, int pos, float *head) {
     for (int i = 0; rope && i < rope->dims / 2; i++) {
         const float angle = (float)pos * rope->freq[i];
@@ -23774,22 +23782,23 @@ static void plain_rope(const toka_rope *rope, int pos, float *head) {
 
 /* ---- Ops: copy_pages, embed, keep_ids ---- */
 
+static void plain_copy_page(void *cache, toka_copy copy, size_t page_bytes) {
+    memcpy((char *)cache + (size_t)copy.to * page_bytes,
+           (char *)cache + (size_t)copy.from * page_bytes, page_bytes);
+}
+
 COLD static void plain_copy_pages(toka_device *device, const toka_step *step) {
     const plain_device *dev = plain_of(device);
-    const int K = dev->shape->K, D = dev->shape->D, Dv = toka_value_size(dev->shape);
-    const size_t B = (size_t)dev->shape->B;
+    const size_t page = plain_at(dev->shape->B, dev->shape->K) * sizeof(float);
+    const size_t D = (size_t)dev->shape->D, Dv = (size_t)toka_value_size(dev->shape);
     for (int i = 0; i < step->n_copies; i++) {
         for (int layer = 0; layer < dev->shape->L; layer++) {
-            const toka_copy copy = toka_layer_copies(step, &dev->weights->layers[layer])[i];
-            const int from = copy.from * (int)B, to = copy.to * (int)B;
-            memcpy(plain_kv(dev, dev->k_cache, D, layer, to),
-                   plain_kv(dev, dev->k_cache, D, layer, from), B * plain_at(K, D) * sizeof(float));
-            memcpy(plain_kv(dev, dev->v_cache, Dv, layer, to),
-                   plain_kv(dev, dev->v_cache, Dv, layer, from),
-                   B * plain_at(K, Dv) * sizeof(float));
+            const toka_layer *weights = &dev->weights->layers[layer];
+            if (weights->linear) continue;
+            plain_copy_page(dev->layers[layer].k, toka_layer_copies(step, weights)[i], page * D);
+            plain_copy_page(dev->layers[layer].v, toka_layer_copies(step, weights)[i], page * Dv);
         }
-        memcpy(dev->kv_ids + (size_t)step->copies[i].to * B,
-               dev->kv_ids + (size_t)step->copies[i].from * B, B * sizeof *dev->kv_ids);
+        plain_copy_page(dev->kv_ids, step->copies[i], plain_at(dev->shape->B, sizeof(int32_t)));
     }
 }
 
@@ -23801,9 +23810,9 @@ static int32_t plain_token_id(const plain_device *dev, int32_t id) {
 COLD static void plain_embed(toka_device *device, const toka_step *step, toka_hidden *x) {
     plain_device *dev = plain_of(device);
     const int E = dev->shape->E;
-    dev->adapters = step->adapters;
     const float scale = plain_or(dev->shape->embed_scale, 1);
     float *to = plain_ptr(x->data);
+    dev->adapters = step->adapters;
     toka_hidden_set_sum(x, 1);
     for (int t = 0; t < step->T; t++, to += E) {
         toka_weight_row(&dev->weights->embed, plain_token_id(dev, step->ids[t]), to);
@@ -23819,28 +23828,43 @@ COLD static void plain_keep_ids(toka_device *device, const toka_step *step) {
 
 /* ---- Op: norm_qkv_rope_kv ---- */
 
+/* q, k or v of plain attention: y = RoPE(clip(norm(W in + bias))), where the norm is of each head
+ * or of all heads. norm, rope: NULL or absent: none. */
+static void plain_heads(plain_device *dev, const toka_step *step, const toka_tensor *weight,
+                        const toka_tensor *bias, const toka_tensor *norm, const toka_rope *rope,
+                        int n_heads, const float *in, float *y) {
+    const int T = step->T, width = weight->rows;
+    plain_linear(dev, weight, bias, in, T, y);
+    if (norm && norm->rows) {
+        const int n_norms = n_heads * dev->shape->D / norm->cols; /* of a token */
+        plain_norm(dev, norm, dev->shape->eps, y, T * n_norms, width / n_norms, y);
+    }
+    plain_clip(y, plain_at(T, width), dev->shape->qkv_limit);
+    for (int i = 0; i < T * n_heads; i++)
+        plain_rope(rope, step->pos[i / n_heads], y + plain_at(i, width / n_heads));
+}
+
 /* MLA, in: rows of norm(x). The query of a head has a part that meets the latent vectors,
  * W_uk^T q_nope, and a part that meets the rotated keys, RoPE(q_rope). */
-COLD
 static void plain_mla_query(plain_device *dev, const toka_step *step, const toka_layer *layer,
                             const float *in, float *q) {
     const toka_mla *mla = layer->mla;
     const int H = dev->shape->H, D = dev->shape->D, size = mla->nope + mla->rope, T = step->T;
-    float *heads = plain_take(dev, T, H * size), *row = plain_take(dev, 1, mla->latent);
+    float *heads = plain_take(dev, T, H * size);
     if (mla->q_a.rows) {
         float *low = plain_take(dev, T, mla->q_a.rows);
         plain_linear(dev, &mla->q_a, NULL, in, T, low);
-        in = plain_norm_eps(dev, &mla->q_a_norm, mla->eps, low, T, low);
+        in = plain_norm(dev, &mla->q_a_norm, mla->eps, low, T, mla->q_a.rows, low);
     }
     plain_linear(dev, &mla->q_b, NULL, in, T, heads);
     memset(q, 0, plain_at(T, H * D) * sizeof *q);
-    for (int h = 0; h < H; h++)
-        for (int i = 0; i < mla->nope; i++) {
-            toka_weight_row(&mla->kv_b, h * (mla->nope + mla->v) + i, row);
-            for (int t = 0; t < T; t++)
-                plain_add(q + plain_at(t * H + h, D), heads[plain_at(t * H + h, size) + (size_t)i],
-                          row, (size_t)mla->latent);
-        }
+    for (int i = 0; i < H * mla->nope; i++) {
+        const int h = i / mla->nope, element = i % mla->nope;
+        const float *row = plain_row(dev, &mla->kv_b, h * (mla->nope + mla->v) + element);
+        for (int t = 0; t < T; t++)
+            plain_add(q + plain_at(t * H + h, D), heads[plain_at(t * H + h, size) + (size_t)element],
+                      row, (size_t)mla->latent);
+    }
     for (int i = 0; i < T * H; i++) {
         float *rotated = q + plain_at(i, D) + mla->latent;
         memcpy(rotated, heads + plain_at(i, size) + mla->nope, (size_t)mla->rope * sizeof *q);
@@ -23849,118 +23873,74 @@ static void plain_mla_query(plain_device *dev, const toka_step *step, const toka
 }
 
 /* MLA: a key is norm(c), RoPE(r); its value is norm(c) again. In: rows of norm(x). */
-COLD
 static void plain_mla_kv(plain_device *dev, const toka_step *step, const toka_layer *layer,
                          const float *in, float *k, float *v) {
     const toka_mla *mla = layer->mla;
     const int D = mla->latent + mla->rope;
     plain_linear(dev, &mla->kv_a, NULL, in, step->T, k);
+    plain_norm(dev, &mla->kv_a_norm, mla->eps, k, step->T, D, k);
     for (int t = 0; t < step->T; t++, k += D, v += mla->latent) {
-        plain_norm_eps(dev, &mla->kv_a_norm, mla->eps, k, 1, k);
         plain_rope(layer->rope, step->pos[t], k + mla->latent);
         memcpy(v, k, (size_t)mla->latent * sizeof *v);
     }
 }
 
-/* limit 0: none */
-COLD
-static void plain_clip(float *x, size_t n, float limit) {
-    for (size_t i = 0; limit && i < n; i++) x[i] = MAX(-limit, MIN(x[i], limit));
-}
-
-/* Norms x in place with row i of the weights, counted in circles. */
-COLD
-static void plain_head_norm(plain_device *dev, const toka_tensor *norm, int i, float *x) {
-    toka_tensor row = *norm;
-    row.data = (const char *)norm->data + plain_at(i % norm->rows, norm->cols) *
-                                              toka_number_bytes(norm->dtype);
-    row.rows = 1;
-    plain_norm(dev, &row, x, 1, x);
-}
-
-/* q, k and v of plain attention: product, bias, norm of each head or of all heads, clip, RoPE. */
-COLD
-static void plain_heads(plain_device *dev, const toka_step *step, const toka_layer *layer,
-                        const float *in, float *q, float *k, float *v) {
-    const toka_shape *shape = dev->shape;
-    const int T = step->T, H = shape->H, K = shape->K, D = shape->D;
-    plain_linear(dev, &layer->q, &layer->q_bias, in, T, q);
-    plain_linear(dev, &layer->k, &layer->k_bias, in, T, k);
-    plain_linear(dev, &layer->v, &layer->v_bias, in, T, v);
-    const int q_norms = layer->q_norm.rows ? H * D / layer->q_norm.cols : 0; /* of a token */
-    const int q_step = toka_q_width(shape, layer) / H;
-    for (int i = 0; i < T * q_norms; i++) {
-        float *head = q + (q_norms == H ? plain_at(i, q_step) : plain_at(i, H * D));
-        plain_head_norm(dev, &layer->q_norm, i, head);
-    }
-    for (int i = 0; layer->k_norm.rows && i < T * (K * D / layer->k_norm.cols); i++)
-        plain_head_norm(dev, &layer->k_norm, i, k + plain_at(i, layer->k_norm.cols));
-    plain_clip(q, plain_at(T, H * q_step), shape->qkv_limit);
-    plain_clip(k, plain_at(T, K * D), shape->qkv_limit);
-    plain_clip(v, plain_at(T, layer->v.rows), shape->qkv_limit);
-    for (int i = 0; i < T * H; i++)
-        plain_rope(layer->rope, step->pos[i / H], q + plain_at(i, q_step));
-    for (int i = 0; i < T * K; i++) plain_rope(layer->rope, step->pos[i / K], k + plain_at(i, D));
-}
-
 /* W norm(x) of a linear mixer. In: rows of norm(x). */
-COLD
 static void plain_linear_in(plain_device *dev, const toka_linear *linear, const float *in, int T,
                             float *q) {
     const int width = toka_linear_width(&dev->shape->linear);
     const toka_tensor *matrices[6];
     const int n = toka_linear_matrices(linear, matrices);
     for (int i = 0; i < n; q += matrices[i++]->rows) {
-        const size_t used = dev->used, rows = (size_t)matrices[i]->rows;
-        float *y = plain_take(dev, T, matrices[i]->rows);
+        const int rows = matrices[i]->rows;
+        float *y = plain_take(dev, T, rows);
         plain_linear(dev, matrices[i], NULL, in, T, y);
         for (int t = 0; t < T; t++)
-            memcpy(q + plain_at(t, width), y + (size_t)t * rows, rows * sizeof *q);
-        dev->used = used;
+            memcpy(q + plain_at(t, width), y + plain_at(t, rows), (size_t)rows * sizeof *q);
     }
 }
 
 /* Stores the K heads of a token, [K][size], in a cache. With FP8 every head is rounded to e4m3
- * numbers times its scale; the bytes of a head lie where its first floats go, which are written
- * last. */
-COLD
-static void plain_store_kv(float *to, const float *from, int K, int size, bool fp8) {
-    if (!fp8) memcpy(to, from, plain_at(K, size) * sizeof *to);
-    for (int head = 0; fp8 && head < K; head++, to += size, from += size) {
-        const unsigned char *codes = (unsigned char *)to;
-        const float scale =
-            toka_kv_scale_value(toka_kv_store((unsigned char *)to, 1, from, size));
-        for (int i = size - 1; i >= 0; i--) to[i] = toka_from_fp8(codes[i]) * scale;
+ * numbers times its scale. */
+static void plain_store_kv(plain_device *dev, float *to, const float *from, int size, bool fp8) {
+    unsigned char *codes = arena_alloc(&dev->scratch, (size_t)size);
+    for (int head = 0; head < dev->shape->K; head++, to += size, from += size) {
+        memcpy(to, from, (size_t)size * sizeof *to);
+        if (!fp8) continue;
+        const float scale = toka_kv_scale_value(toka_kv_store(codes, 1, from, size));
+        for (int i = 0; i < size; i++) to[i] = toka_from_fp8(codes[i]) * scale;
     }
 }
 
-COLD
-static void plain_norm_qkv_rope_kv(toka_device *device, const toka_step *step, int layer,
-                                   toka_hidden *x, toka_dev_ptr q) {
+COLD static void plain_norm_qkv_rope_kv(toka_device *device, const toka_step *step, int layer,
+                                        toka_hidden *x, toka_dev_ptr q) {
     plain_device *dev = plain_of(device);
     const toka_layer *weights = &dev->weights->layers[layer];
-    const int D = dev->shape->D, Dv = toka_value_size(dev->shape), T = step->T;
-    const int KD = dev->shape->K * D, KDv = dev->shape->K * Dv;
-    float *k = plain_take(dev, T, KD), *v = plain_take(dev, T, KDv);
-    const float *in = plain_norm(dev, &weights->attn_norm, plain_ptr(toka_hidden_read(x)), T,
-                                 plain_take(dev, T, dev->shape->E));
+    const int H = dev->shape->H, K = dev->shape->K, T = step->T;
+    const int D = dev->shape->D, Dv = toka_value_size(dev->shape);
+    const toka_rope *rope = weights->rope;
+    const float *in = plain_norm_x(dev, &weights->attn_norm, plain_ptr(toka_hidden_read(x)), T);
     if (weights->linear) {
         plain_linear_in(dev, weights->linear, in, T, plain_ptr(q));
         return;
     }
+    float *k = plain_take(dev, T, K * D), *v = plain_take(dev, T, K * Dv);
     if (weights->mla) {
         plain_mla_query(dev, step, weights, in, plain_ptr(q));
         plain_mla_kv(dev, step, weights, in, k, v);
     } else {
-        plain_heads(dev, step, weights, in, plain_ptr(q), k, v);
+        plain_heads(dev, step, &weights->q, &weights->q_bias, &weights->q_norm, rope, H, in,
+                    plain_ptr(q));
+        plain_heads(dev, step, &weights->k, &weights->k_bias, &weights->k_norm, rope, K, in, k);
+        plain_heads(dev, step, &weights->v, &weights->v_bias, NULL, NULL, K, in, v);
     }
-    for (int t = 0; t < T; t++, k += KD, v += KDv) {
+    for (int t = 0; t < T; t++) {
         const int slot = toka_layer_slots(step, weights)[t];
         assert(slot >= 0 && slot / dev->shape->B < toka_layer_pages(&dev->options, weights));
-        plain_store_kv(plain_kv(dev, dev->k_cache, D, layer, slot), k, dev->shape->K, D,
-                       weights->kv_fp8);
-        plain_store_kv(plain_kv(dev, dev->v_cache, Dv, layer, slot), v, dev->shape->K, Dv,
-                       weights->kv_fp8);
+        plain_store_kv(dev, dev->layers[layer].k + plain_at(slot, K * D), k + plain_at(t, K * D),
+                       D, weights->kv_fp8);
+        plain_store_kv(dev, dev->layers[layer].v + plain_at(slot, K * Dv), v + plain_at(t, K * Dv),
+                       Dv, weights->kv_fp8);
     }
 }
 
@@ -23986,51 +23966,44 @@ static int plain_find_slots(const plain_device *dev, const toka_step *step,
 }
 
 /* One query head of one token: o = sum of p[j] v[j] over the n slots in dev->positions. p is the
- * softmax of their scores, scale q . k[j], and of the sink, a score without a value. */
-static void plain_attend(plain_device *dev, int layer, int head, int n, const float *sink,
-                         const float *q, float *o) {
+ * softmax of their scores, scale q . k[j], and of the sink, a score without a value. p: [n + 1],
+ * memory for it. */
+static void plain_attend(const plain_device *dev, int layer, int head, int n, const float *sink,
+                         const float *q, float *p, float *o) {
     const toka_shape *shape = dev->shape;
-    const size_t used = dev->used;
-    float *p = plain_take(dev, 1, n + 1);
-    const int D = shape->D, Dv = toka_value_size(shape), kv_head = head / (shape->H / shape->K);
+    const int K = shape->K, D = shape->D, Dv = toka_value_size(shape);
+    const int kv_head = head / (shape->H / K);
+    const float *k = dev->layers[layer].k + plain_at(kv_head, D);
+    const float *v = dev->layers[layer].v + plain_at(kv_head, Dv);
     const float scale = plain_or(shape->attn_scale, 1 / sqrtf((float)D));
-    for (int j = 0; j < n; j++) {
-        const float *k = plain_kv(dev, dev->k_cache, D, layer, dev->positions[j]);
-        p[j] = plain_cap(scale * plain_dot(q, k + kv_head * D, D), shape->attn_cap);
-    }
+    for (int j = 0; j < n; j++)
+        p[j] = plain_cap(scale * plain_dot(q, k + plain_at(dev->positions[j], K * D), D),
+                         shape->attn_cap);
     if (sink) p[n] = *sink;
     plain_softmax(p, sink ? n + 1 : n);
     for (int i = 0; i < Dv; i++) {
         double sum = 0;
-        for (int j = 0; j < n; j++) {
-            const float *v = plain_kv(dev, dev->v_cache, Dv, layer, dev->positions[j]);
-            sum += (double)p[j] * v[kv_head * Dv + i];
-        }
+        for (int j = 0; j < n; j++)
+            sum += (double)p[j] * v[plain_at(dev->positions[j], K * Dv) + (size_t)i];
         o[i] = (float)sum;
     }
-    dev->used = used;
 }
-
-/* ---- The same op of a linear mixer ---- */
 
 /* A convolution over the last `taps` tokens, then SiLU. The row of a token has the elements in
  * groups of `size`, `step` apart. history: [elements][taps - 1] earlier inputs, the last one the
- * newest. */
-COLD
-static void plain_convolve(plain_device *dev, const toka_tensor *weight, int size, int step,
-                           float *history, float *row) {
-    const size_t used = dev->used;
+ * newest. Returns the end of this history. */
+static float *plain_convolve(plain_device *dev, const toka_tensor *weight, int size, int step,
+                             float *history, float *row) {
     const int n = weight->cols - 1;
-    float *factors = plain_take(dev, 1, weight->cols);
     for (int i = 0; i < weight->rows; i++, history += n) {
         float *x = row + i / size * step + i % size;
-        toka_weight_row(weight, i, factors);
+        const float *factors = plain_row(dev, weight, i);
         const float input = *x, sum = plain_dot(factors, history, n) + factors[n] * input;
         memmove(history, history + 1, (size_t)(n - 1) * sizeof *history);
         history[n - 1] = input;
         *x = sum * plain_sigmoid(sum);
     }
-    dev->used = used;
+    return history;
 }
 
 /* Scales a vector to this length. */
@@ -24040,116 +24013,83 @@ static void plain_set_length(float *x, int n, double length) {
     for (int i = 0; i < n; i++) x[i] = (float)(x[i] * length / sqrt(square));
 }
 
-typedef struct plain_value_head { /* of one token */
-    float *S;                    /* [key_size][value_size] */
-    const float *q, *k, *v, *z;
-    double decay, beta;
-    float *o;
-} plain_value_head;
-
-/* S decays, and what it returns for k comes nearer to v by the share beta. o = S^T q. */
-COLD
-static void plain_delta_rule(const toka_linear_shape *shape, const plain_value_head *head) {
-    for (int j = 0; j < shape->value_size; j++) {
+/* S, [n_keys][n_values], decays, and what it returns for k comes nearer to v by the share beta.
+ * o = S^T q. */
+static void plain_delta_rule(float *S, int n_keys, int n_values, const float *q, const float *k,
+                             const float *v, double decay, double beta, float *o) {
+    for (int j = 0; j < n_values; j++) {
         double found = 0, sum = 0;
-        for (int i = 0; i < shape->key_size; i++)
-            found += head->S[i * shape->value_size + j] * head->decay * head->k[i];
-        const double change = head->beta * (head->v[j] - found);
-        for (int i = 0; i < shape->key_size; i++) {
-            float *s = &head->S[i * shape->value_size + j];
-            *s = (float)(*s * head->decay + head->k[i] * change);
-            sum += (double)*s * head->q[i];
+        for (int i = 0; i < n_keys; i++) found += S[i * n_values + j] * decay * k[i];
+        const double change = beta * (v[j] - found);
+        for (int i = 0; i < n_keys; i++) {
+            float *s = &S[i * n_values + j];
+            *s = (float)(*s * decay + k[i] * change);
+            sum += (double)*s * q[i];
         }
-        head->o[j] = (float)sum;
+        o[j] = (float)sum;
     }
 }
 
-/* o = norm(o) * silu(z) */
-COLD
-static void plain_gated_norm(const toka_shape *shape, const float *norm,
-                             const plain_value_head *head) {
-    const int n = shape->linear.value_size;
+/* o = norm(o) * silu(z), [n] each */
+static void plain_gated_norm(float *o, const float *norm, float eps, const float *z, int n) {
     double square = 0;
-    for (int i = 0; i < n; i++) square += (double)head->o[i] * head->o[i] / n;
+    for (int i = 0; i < n; i++) square += (double)o[i] * o[i] / n;
     for (int i = 0; i < n; i++)
-        head->o[i] = (float)(head->o[i] / sqrt(square + shape->eps) * norm[i]) * head->z[i] *
-                     plain_sigmoid(head->z[i]);
-}
-
-/* The convolutions of one token, and the lengths of q and k. history: behind S in the state. */
-COLD
-static void plain_linear_inputs(plain_device *dev, const toka_linear *linear, float *history,
-                                float *row) {
-    const toka_linear_shape *shape = &dev->shape->linear;
-    const toka_linear_at at = toka_linear_places(shape, linear);
-    const int key_size = shape->key_size;
-    const size_t key_inputs = plain_at(shape->key_heads * key_size, shape->taps - 1);
-    plain_convolve(dev, &linear->conv_q, key_size, at.key_step, history, row + at.q);
-    plain_convolve(dev, &linear->conv_k, key_size, at.key_step, history + key_inputs, row + at.k);
-    plain_convolve(dev, &linear->conv_v, shape->value_heads / shape->key_heads * shape->value_size,
-                   at.value_step, history + 2 * key_inputs, row + at.v);
-    for (int i = 0; i < shape->key_heads; i++) {
-        plain_set_length(row + at.q + i * at.key_step, key_size, 1 / sqrt(key_size));
-        plain_set_length(row + at.k + i * at.key_step, key_size, 1);
-    }
+        o[i] = (float)(o[i] / sqrt(square + eps) * norm[i]) * z[i] * plain_sigmoid(z[i]);
 }
 
 /* One token of a linear mixer. state: as toka_state_elements says. row: q, k, v, z, b, a. */
-COLD
 static void plain_linear_token(plain_device *dev, const toka_linear *linear, float *state,
                                float *row, float *o) {
     const toka_linear_shape *shape = &dev->shape->linear;
     const toka_linear_at at = toka_linear_places(shape, linear);
+    const int n_keys = shape->key_size, n_values = shape->value_size;
     const int per_key = shape->value_heads / shape->key_heads;
-    const size_t size = plain_at(shape->key_size, shape->value_size);
     const float *a_log = plain_vector(dev, &linear->a_log);
     const float *dt_bias = plain_vector(dev, &linear->dt_bias);
     const float *norm = plain_vector(dev, &linear->norm);
-    plain_linear_inputs(dev, linear, state + (size_t)shape->value_heads * size, row);
-    for (int i = 0; i < shape->value_heads; i++) {
+    float *history = state + plain_at(shape->value_heads, n_keys * n_values);
+    history = plain_convolve(dev, &linear->conv_q, n_keys, at.key_step, history, row + at.q);
+    history = plain_convolve(dev, &linear->conv_k, n_keys, at.key_step, history, row + at.k);
+    plain_convolve(dev, &linear->conv_v, per_key * n_values, at.value_step, history, row + at.v);
+    for (int i = 0; i < shape->value_heads; i++, o += n_values, state += n_keys * n_values) {
         const int key = i / per_key, j = i % per_key;
+        float *q = row + at.q + key * at.key_step, *k = row + at.k + key * at.key_step;
         const float *gates = row + key * at.gate_step + j;
-        const float *values = row + key * at.value_step + j * shape->value_size;
+        const float *values = row + key * at.value_step + j * n_values;
         const double a = (double)gates[at.a] + dt_bias[i];
         const double softplus = a > 30 ? a : log1p(exp(a));
-        const plain_value_head head = {
-            .S = state + (size_t)i * size, .q = row + at.q + key * at.key_step,
-            .k = row + at.k + key * at.key_step, .v = values + at.v, .z = values + at.z,
-            .decay = exp(-exp(a_log[i]) * softplus), .beta = plain_sigmoid(gates[at.b]),
-            .o = o + plain_at(i, shape->value_size)
-        };
-        plain_delta_rule(shape, &head);
-        plain_gated_norm(dev->shape, norm, &head);
+        if (j == 0) { /* the first value head of a key head */
+            plain_set_length(q, n_keys, 1 / sqrt(n_keys));
+            plain_set_length(k, n_keys, 1);
+        }
+        plain_delta_rule(state, n_keys, n_values, q, k, values + at.v,
+                         exp(-exp(a_log[i]) * softplus), plain_sigmoid(gates[at.b]), o);
+        plain_gated_norm(o, norm, dev->shape->eps, values + at.z, n_values);
     }
 }
 
-/* The spans of the step's states, in their order. */
-COLD
+/* The op of a linear mixer: the spans of the step's states, in their order. */
 static void plain_linear_attention(plain_device *dev, const toka_step *step, int layer, float *q,
                                    float *o) {
-    const toka_linear *linear = dev->weights->layers[layer].linear;
-    const int width = toka_linear_width(&dev->shape->linear);
-    const int o_width = toka_o_width(dev->shape, &dev->weights->layers[layer]);
-    const size_t n = (size_t)toka_state_elements(&dev->shape->linear, 0), used = dev->used;
-    float *states = dev->states;
-    for (int i = 0; i < layer; i++)
-        if (dev->weights->layers[i].linear) states += n * (size_t)dev->options.n_states;
+    const toka_layer *weights = &dev->weights->layers[layer];
+    const int q_width = toka_q_width(dev->shape, weights);
+    const int o_width = toka_o_width(dev->shape, weights);
+    const size_t n = (size_t)toka_state_elements(&dev->shape->linear, 0);
     for (int i = 0; i < step->n_states; i++) {
         const toka_state_span *span = &step->states[i];
-        float *state = states + n * (size_t)span->to;
+        float *states = dev->layers[layer].states, *state = states + n * (size_t)span->to;
         assert(span->to >= 0 && span->to < dev->options.n_states);
         if (span->from < 0) memset(state, 0, n * sizeof *state);
-        else if (span->from != span->to)
-            memcpy(state, states + n * (size_t)span->from, n * sizeof *state);
-        for (int t = span->row0; t < span->row0 + span->n_rows; t++, dev->used = used)
-            plain_linear_token(dev, linear, state, q + plain_at(t, width),
+        else memmove(state, states + n * (size_t)span->from, n * sizeof *state);
+        for (int t = span->row0; t < span->row0 + span->n_rows; t++)
+            plain_linear_token(dev, weights->linear, state, q + plain_at(t, q_width),
                                o + plain_at(t, o_width));
     }
 }
 
-COLD
-static void plain_attention(toka_device *device, const toka_step *step, int layer, toka_dev_ptr q,
-                            toka_dev_ptr o) {
+COLD static void plain_attention(toka_device *device, const toka_step *step, int layer,
+                                 toka_dev_ptr q, toka_dev_ptr o) {
     plain_device *dev = plain_of(device);
     const toka_layer *weights = &dev->weights->layers[layer];
     if (weights->linear) {
@@ -24159,12 +24099,13 @@ static void plain_attention(toka_device *device, const toka_step *step, int laye
     const int H = dev->shape->H, D = dev->shape->D, Dv = toka_value_size(dev->shape);
     const int q_step = toka_q_width(dev->shape, weights) / H;
     const float *sinks = plain_vector(dev, &weights->sinks);
+    float *p = plain_take(dev, 1, dev->shape->max_len + 1);
     for (int t = 0; t < step->T; t++) {
         const int n = plain_find_slots(dev, step, weights, t);
         for (int head = 0; head < H; head++) {
             const float *query = plain_ptr(q) + plain_at(t * H + head, q_step), *gate = query + D;
             float *out = plain_ptr(o) + plain_at(t * H + head, Dv);
-            plain_attend(dev, layer, head, n, sinks ? sinks + head : NULL, query, out);
+            plain_attend(dev, layer, head, n, sinks ? sinks + head : NULL, query, p, out);
             for (int i = 0; i < D && weights->q_gate; i++) out[i] *= plain_sigmoid(gate[i]);
         }
     }
@@ -24173,14 +24114,13 @@ static void plain_attention(toka_device *device, const toka_step *step, int laye
 /* ---- Op: out_residual ---- */
 
 /* MLA: returns the values of all heads, W_uv o: [T][H*v]. */
-COLD
 static const float *plain_mla_values(plain_device *dev, const toka_mla *mla, const float *o,
                                      int T) {
     const int H = dev->shape->H, latent = mla->latent, v = mla->v;
-    float *values = plain_take(dev, T, H * v), *row = plain_take(dev, 1, latent);
+    float *values = plain_take(dev, T, H * v);
     for (int i = 0; i < H * v; i++) {
         const int head = i / v;
-        toka_weight_row(&mla->kv_b, head * (mla->nope + v) + mla->nope + i % v, row);
+        const float *row = plain_row(dev, &mla->kv_b, (head + 1) * mla->nope + i);
         for (int t = 0; t < T; t++)
             values[plain_at(t, H * v) + (size_t)i] =
                 plain_dot(row, o + plain_at(t * H + head, latent), latent);
@@ -24188,24 +24128,15 @@ static const float *plain_mla_values(plain_device *dev, const toka_mla *mla, con
     return values;
 }
 
-/* x += residual_scale * norm(y), where y, [T][E], is what a mixer or a feed-forward returned. */
-COLD
-static void plain_residual(plain_device *dev, const toka_tensor *post_norm, float *y, int T,
-                           float *x) {
-    plain_add(x, plain_or(dev->shape->residual_scale, 1), plain_norm(dev, post_norm, y, T, y),
-              plain_at(T, dev->shape->E));
-}
-
-COLD
-static void plain_out_residual(toka_device *device, const toka_step *step, int layer,
-                               toka_dev_ptr o, toka_hidden *x) {
+COLD static void plain_out_residual(toka_device *device, const toka_step *step, int layer,
+                                    toka_dev_ptr o, toka_hidden *x) {
     plain_device *dev = plain_of(device);
     const toka_layer *weights = &dev->weights->layers[layer];
+    const toka_tensor *matrix = weights->linear ? &weights->linear->o : &weights->o;
     float *y = plain_take(dev, step->T, dev->shape->E), *sum = plain_ptr(toka_hidden_read(x));
-    const float *values = weights->mla ? plain_mla_values(dev, weights->mla, plain_ptr(o), step->T)
-                                       : plain_ptr(o);
-    plain_linear(dev, weights->linear ? &weights->linear->o : &weights->o, &weights->o_bias, values,
-                 step->T, y);
+    const float *values = plain_ptr(o);
+    if (weights->mla) values = plain_mla_values(dev, weights->mla, values, step->T);
+    plain_linear(dev, matrix, &weights->o_bias, values, step->T, y);
     plain_residual(dev, &weights->attn_post_norm, y, step->T, sum);
     toka_hidden_set_sum(x, 1);
 }
@@ -24227,18 +24158,15 @@ static float plain_activate(toka_activation kind, float limit, float gate, float
 }
 
 /* y = W_down activation(W_gate x, W_up x) */
-COLD
 static void plain_mlp(plain_device *dev, const toka_mlp *mlp, toka_activation kind, const float *x,
                       int n_rows, float *y) {
-    const size_t used = dev->used, n = plain_at(n_rows, mlp->gate.rows);
     float *gate = plain_take(dev, n_rows, mlp->gate.rows);
     float *up = plain_take(dev, n_rows, mlp->up.rows);
     plain_linear(dev, &mlp->gate, &mlp->gate_bias, x, n_rows, gate);
     plain_linear(dev, &mlp->up, &mlp->up_bias, x, n_rows, up);
-    for (size_t i = 0; i < n; i++)
+    for (size_t i = 0; i < plain_at(n_rows, mlp->gate.rows); i++)
         gate[i] = plain_activate(kind, dev->shape->swiglu_limit, gate[i], up[i]);
     plain_linear(dev, &mlp->down, &mlp->down_bias, gate, n_rows, y);
-    dev->used = used;
 }
 
 /* Is added to the sum of the chosen scores by which they are divided, as in transformers: if all of
@@ -24246,7 +24174,6 @@ static void plain_mlp(plain_device *dev, const toka_mlp *mlp, toka_activation ki
 #define PLAIN_LEAST_SUM 1e-20f
 
 /* Is score[i] among the k highest of n? Of equal scores the lower index is first. */
-COLD
 static bool plain_is_in_top(const float *score, int n, int i, int k) {
     int n_before = 0;
     for (int j = 0; j < n; j++)
@@ -24256,7 +24183,6 @@ static bool plain_is_in_top(const float *score, int n, int i, int k) {
 
 /* Only experts of the best groups can be chosen: the score of all others becomes -inf. group:
  * [n_groups], memory for the scores of the groups. */
-COLD
 static void plain_mask_groups(const toka_moe *moe, float *score, float *group) {
     const int size = moe->n_experts / moe->n_groups;
     for (int i = 0; i < moe->n_groups; i++) {
@@ -24273,7 +24199,6 @@ static void plain_mask_groups(const toka_moe *moe, float *score, float *group) {
 
 /* Turns the router's logits of one token, [X], into the experts' weights, 0 for an expert that is
  * not chosen. choice: [2][X], memory for the scores that decide the choice and for the groups. */
-COLD
 static void plain_route(const toka_moe *moe, const float *choice_bias, float *weight,
                         float *choice) {
     const int n = moe->n_experts;
@@ -24294,9 +24219,8 @@ static void plain_route(const toka_moe *moe, const float *choice_bias, float *we
                             plain_or(moe->scale, 1));
 }
 
-/* y = sum of the chosen experts' outputs times their weights, in rising order of the experts, then
- * the shared expert's. */
-COLD
+/* y, zeros at first: the sum of the chosen experts' outputs times their weights, in rising order of
+ * the experts, then the shared expert's. */
 static void plain_moe(plain_device *dev, const toka_layer *layer, const float *x, int T, float *y) {
     const toka_moe *moe = layer->moe;
     const int X = moe->n_experts, E = dev->shape->E;
@@ -24305,7 +24229,6 @@ static void plain_moe(plain_device *dev, const toka_layer *layer, const float *x
     const float *choice_bias = plain_vector(dev, &moe->choice_bias);
     const float *shared_gate = plain_vector(dev, &moe->shared_gate);
     plain_linear(dev, &moe->router, &moe->router_bias, x, T, weights);
-    memset(y, 0, plain_at(T, E) * sizeof *y);
     for (int t = 0; t < T; t++, x += E, y += E, weights += X) {
         plain_route(moe, choice_bias, weights, choice);
         for (int i = 0; i < X; i++) {
@@ -24319,51 +24242,44 @@ static void plain_moe(plain_device *dev, const toka_layer *layer, const float *x
     }
 }
 
-COLD
-static void plain_norm_mlp_residual(toka_device *device, const toka_step *step, int layer,
-                                    toka_hidden *x) {
+COLD static void plain_norm_mlp_residual(toka_device *device, const toka_step *step, int layer,
+                                         toka_hidden *x) {
     plain_device *dev = plain_of(device);
     const toka_layer *weights = &dev->weights->layers[layer];
     float *sum = plain_ptr(toka_hidden_read(x)), *y = plain_take(dev, step->T, dev->shape->E);
-    const float *in = plain_norm(dev, &weights->mlp_norm, sum, step->T,
-                                 plain_take(dev, step->T, dev->shape->E));
+    const float *in = plain_norm_x(dev, &weights->mlp_norm, sum, step->T);
     if (weights->moe) plain_moe(dev, weights, in, step->T, y);
     else plain_mlp(dev, &weights->mlp, weights->activation, in, step->T, y);
     plain_residual(dev, &weights->mlp_post_norm, y, step->T, sum);
     toka_hidden_set_sum(x, 1);
 }
 
-/* ---- Op: norm_pool ---- */
+/* ---- Ops: norm_pool, norm_logits_sample ---- */
 
-COLD
-static void plain_norm_pool(toka_device *device, const toka_step *step, toka_hidden *x) {
+COLD static void plain_norm_pool(toka_device *device, const toka_step *step, toka_hidden *x) {
     plain_device *dev = plain_of(device);
-    const float *from = plain_ptr(toka_hidden_read(x));
+    const float *rows = plain_norm_x(dev, &dev->weights->norm, plain_ptr(toka_hidden_read(x)),
+                                     step->T);
     const int E = dev->shape->E;
-    float *row = plain_take(dev, 1, E);
     for (int i = 0; i < step->n_pools; i++)
-        for (int j = 0; j < step->pools[i].n_rows; j++) {
-            plain_norm(dev, &dev->weights->norm, from + plain_at(step->pools[i].row0 + j, E), 1,
-                       row);
-            for (int k = 0; k < E; k++) step->pools[i].sum[k] += row[k];
-        }
+        for (int j = 0; j < step->pools[i].n_rows; j++)
+            for (int k = 0; k < E; k++)
+                step->pools[i].sum[k] += rows[plain_at(step->pools[i].row0 + j, E) + (size_t)k];
 }
 
-/* ---- Op: norm_logits_sample ---- */
-
-/* Returns the ids of the row's first n_history tokens, if sampling reads them. */
-static const int32_t *plain_history(const plain_device *dev, const toka_sample_row *row) {
-    const int B = dev->shape->B;
+/* Returns the ids of the row's first n_history tokens, if sampling reads them; else NULL. to:
+ * [max_len], memory for them. */
+static const int32_t *plain_history(const toka_shape *shape, const int32_t *kv_ids,
+                                    const toka_sample_row *row, int32_t *to) {
+    const int B = shape->B;
     if (row->scored_id >= 0 || !samp_needs_history(row->sampling)) return NULL;
-    assert(row->n_history <= dev->shape->max_len);
-    for (int i = 0; i < row->n_history; i++)
-        dev->positions[i] = dev->kv_ids[row->pages[i / B] * B + i % B];
-    return dev->positions;
+    assert(row->n_history <= shape->max_len);
+    for (int i = 0; i < row->n_history; i++) to[i] = kv_ids[row->pages[i / B] * B + i % B];
+    return to;
 }
 
-COLD
-static void plain_norm_logits_sample(toka_device *device, const toka_step *step, toka_hidden *x,
-                                     toka_sample_result *results) {
+COLD static void plain_norm_logits_sample(toka_device *device, const toka_step *step,
+                                          toka_hidden *x, toka_sample_result *results) {
     plain_device *dev = plain_of(device);
     const toka_shape *shape = dev->shape;
     const float *from = plain_ptr(toka_hidden_read(x));
@@ -24373,13 +24289,14 @@ static void plain_norm_logits_sample(toka_device *device, const toka_step *step,
         memcpy(rows + plain_at(i, E), from + plain_at(step->samples[i].row, E),
                (size_t)E * sizeof *rows);
     plain_linear(dev, &dev->weights->lm_head, NULL,
-                 plain_norm(dev, &dev->weights->norm, rows, n, rows), n, logits);
+                 plain_norm_x(dev, &dev->weights->norm, rows, n), n, logits);
     for (size_t i = 0; i < plain_at(n, V); i++)
         logits[i] = plain_cap(logits[i] * plain_or(shape->logit_scale, 1), shape->logit_cap);
     if (step->logits) memcpy(step->logits, logits, plain_at(n, V) * sizeof *logits);
     for (int i = 0; i < n; i++, logits += V) {
         const toka_sample_row *row = &step->samples[i];
-        samp_row(row, plain_history(dev, row), logits, V, &results[i]);
+        samp_row(row, plain_history(shape, dev->kv_ids, row, dev->positions), logits, V,
+                 &results[i]);
         if (row->seq >= 0 && row->seq < dev->options.n_seqs)
             dev->last_tokens[row->seq] = results[i].id;
     }
@@ -24388,62 +24305,41 @@ static void plain_norm_logits_sample(toka_device *device, const toka_step *step,
 /* ---- Open, close, memory ---- */
 
 /* Allocates count * size bytes of zeros. Returns NULL on failure; then dev->error is set. */
-COLD
-static void *plain_zalloc(plain_device *dev, size_t count, size_t size) {
+COLD static void *plain_zalloc(plain_device *dev, size_t count, size_t size) {
+    struct arena_block *block = NULL;
     size_t bytes;
-    void *memory = NULL;
-    if (!__builtin_mul_overflow(count, size, &bytes) && bytes <= (size_t)os_ram_bytes() &&
-        dev->n_owned < COUNT(dev->owned))
-        memory = mem_try_zalloc(count, size);
-    if (memory) dev->owned[dev->n_owned++] = memory;
-    else if (!dev->error.code)
+    if (!__builtin_mul_overflow(count, size, &bytes) &&
+        bytes <= (size_t)os_ram_bytes() - dev->n_owned)
+        block = mem_try_zalloc(1, sizeof *block + bytes);
+    if (block) {
+        arena_adopt_block(&dev->owned, block);
+        dev->n_owned += bytes;
+        return block->bytes;
+    }
+    if (!dev->error.code)
         fail(&dev->error, TOKA_E_MEMORY, "plain backend: no memory for %.0f MB",
              (double)count * (double)size / (1 << 20));
-    return memory;
+    return NULL;
 }
 
-/* Returns the floats of scratch that an op of this layer takes for a row, or more; also at least
- * the length of a row of each weight. */
-static size_t plain_row_floats(const toka_shape *shape, const toka_layer *layer) {
-    const toka_mla *mla = layer->mla;
-    const toka_moe *moe = layer->moe;
-    int F = moe ? moe->shared.gate.rows : layer->mlp.gate.rows;
-    for (int i = 0; moe && i < moe->n_experts; i++) F = MAX(F, moe->experts[i].gate.rows);
-    int heads = (shape->H + shape->K) * (shape->D + toka_value_size(shape));
-    if (mla) heads += shape->H * (mla->nope + mla->rope + mla->v) + mla->q_a.rows;
-    if (layer->linear) heads += toka_linear_width(&shape->linear) + shape->linear.taps;
-    return 4 * (size_t)shape->E + 2 * (size_t)F + (size_t)heads +
-           (moe ? 5 * (size_t)moe->n_experts : 0);
-}
-
-/* Allocates all memory of the device. A failure is kept in dev->error. */
+/* Allocates the memory that lives as long as the device. A failure is kept in dev->error. */
 static void plain_alloc_buffers(plain_device *dev) {
     const toka_shape *shape = dev->shape;
     const toka_device_options *options = &dev->options;
-    const size_t n_slots = plain_at(options->n_pages, shape->B);
-    size_t n_keys = 0;
-    const size_t n_rows = (size_t)MAX(options->max_tokens, options->max_samples);
-    size_t row_floats = 0;
-    for (int layer = 0; layer < shape->L; layer++)
-        row_floats = MAX(row_floats, plain_row_floats(shape, &dev->weights->layers[layer]));
-    /* a few vectors in addition to the rows, such as a norm's weights; the scores of attention;
-     * the logits */
-    dev->scratch_floats = (n_rows + 4) * row_floats + (size_t)shape->max_len + 1 +
-                          plain_at(options->max_samples, shape->V);
-    if (dev->weights->adapters) dev->scratch_floats += 2 * (size_t)dev->weights->adapters->max_rank;
-    dev->scratch = plain_zalloc(dev, dev->scratch_floats, sizeof(float));
-    dev->first_slot = plain_zalloc(dev, (size_t)shape->L + 1, sizeof *dev->first_slot);
-    for (int layer = 0; dev->first_slot && layer < shape->L; layer++)
-        dev->first_slot[layer + 1] =
-            dev->first_slot[layer] +
-            plain_at(toka_layer_pages(options, &dev->weights->layers[layer]), shape->B);
-    if (dev->first_slot) n_keys = dev->first_slot[shape->L] * (size_t)shape->K;
-    dev->k_cache = plain_zalloc(dev, n_keys, (size_t)shape->D * sizeof(float));
-    dev->v_cache = plain_zalloc(dev, n_keys, (size_t)toka_value_size(shape) * sizeof(float));
-    if (shape->linear.n_layers)
-        dev->states = plain_zalloc(dev, plain_at(shape->linear.n_layers, options->n_states),
-                                   (size_t)toka_state_elements(&shape->linear, 0) * sizeof(float));
-    dev->kv_ids = plain_zalloc(dev, n_slots, sizeof(int32_t));
+    const size_t n_elements = (size_t)toka_state_elements(&shape->linear, 0);
+    dev->layers = plain_zalloc(dev, (size_t)shape->L, sizeof *dev->layers);
+    for (int i = 0; dev->layers && i < shape->L; i++) {
+        const toka_layer *layer = &dev->weights->layers[i];
+        const size_t n_slots = plain_at(toka_layer_pages(options, layer), shape->B);
+        const size_t n_keys = n_slots * (size_t)shape->K;
+        dev->layers[i].k = plain_zalloc(dev, n_keys, (size_t)shape->D * sizeof(float));
+        dev->layers[i].v = plain_zalloc(dev, n_keys,
+                                        (size_t)toka_value_size(shape) * sizeof(float));
+        if (layer->linear)
+            dev->layers[i].states = plain_zalloc(dev, (size_t)options->n_states,
+                                                 n_elements * sizeof(float));
+    }
+    dev->kv_ids = plain_zalloc(dev, plain_at(options->n_pages, shape->B), sizeof(int32_t));
     dev->last_tokens = plain_zalloc(dev, (size_t)options->n_seqs, sizeof(int32_t));
     dev->positions = plain_zalloc(dev, (size_t)shape->max_len, sizeof(int32_t));
 }
@@ -24451,13 +24347,13 @@ static void plain_alloc_buffers(plain_device *dev) {
 static void plain_close(toka_device *device) {
     if (!device) return;
     plain_device *dev = plain_of(device);
-    for (int i = 0; i < dev->n_owned; i++) free(dev->owned[i]);
+    arena_free(&dev->owned);
+    free(dev->row);
     free(dev);
 }
 
-COLD
-static int plain_open(toka_device **out, const toka_device_options *options,
-                      const toka_shape *shape, const toka_weights *weights, toka_err *e) {
+COLD static int plain_open(toka_device **out, const toka_device_options *options,
+                           const toka_shape *shape, const toka_weights *weights, toka_err *e) {
     if (options->bf16)
         return fail(e, TOKA_E_USE, "plain backend: dtype bfloat16, expected float32");
     if (options->max_tokens < 1 || options->max_samples < 1 || options->n_pages < 1 ||
@@ -24507,7 +24403,6 @@ static int plain_status(toka_device *device, toka_err *e) {
     if (dev->error.code) *e = dev->error;
     return dev->error.code;
 }
-COLD
 static toka_dev_ptr plain_alloc(toka_device *device, size_t bytes) {
     return (toka_dev_ptr){(uintptr_t)plain_zalloc(plain_of(device), bytes, 1)};
 }

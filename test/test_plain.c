@@ -680,12 +680,14 @@ static void pl_open_device(const toka_backend *backend, pl_case *p, cpu_seqs *w,
     }
     if (backend == &toka_plain) {
         plain_device *dev = plain_of(w->d);
-        size_t n = (size_t)((s->L - s->linear.n_layers) * CPU_PAGES * s->B * s->K);
-        for (size_t i = 0; dev->states && i < (size_t)(s->linear.n_layers * w->o.n_states) * (size_t)toka_state_elements(&s->linear, 0); i++)
-            dev->states[i] = NAN;
-        for (size_t i = 0; i < n * (size_t)s->D; i++) dev->k_cache[i] = NAN;
-        for (size_t i = 0; i < n * (size_t)toka_value_size(s); i++) dev->v_cache[i] = NAN;
-        for (size_t i = 0; i < dev->scratch_floats; i++) dev->scratch[i] = NAN;
+        for (int i = 0; i < s->L; i++) {
+            plain_layer *kept = &dev->layers[i];
+            const size_t n = kept->states ? 0 : (size_t)(CPU_PAGES * s->B * s->K);
+            const size_t n_states = kept->states ? (size_t)w->o.n_states * (size_t)toka_state_elements(&s->linear, 0) : 0;
+            for (size_t j = 0; j < n_states; j++) kept->states[j] = NAN;
+            for (size_t j = 0; j < n * (size_t)s->D; j++) kept->k[j] = NAN;
+            for (size_t j = 0; j < n * (size_t)toka_value_size(s); j++) kept->v[j] = NAN;
+        }
     } else {
         w->d->pool.serial_cost = 0, w->d->kernels = &cpu_kernel_sets[rnd_int(&w->seed, 0, cpu_n_kernel_sets() - 1)];
         w->d->scratch_rows = MIN(w->d->scratch_rows, rnd_int(&w->seed, 1, 20));
