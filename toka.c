@@ -17444,6 +17444,18 @@ static bool samp_has_penalties(const toka_sampling *sampling) {
 static bool samp_needs_history(const toka_sampling *sampling) {
     return samp_has_penalties(sampling) || sampling->n_bad || sampling->bad_words;
 }
+/* Returns the ids of the row's first n_history tokens, if sampling reads them; else NULL. kv_ids:
+ * [n_pages][B] ids of the tokens in the pages; to: [max_len], memory for the result. */
+static const int32_t *samp_history(const toka_sample_row *row, const toka_shape *shape,
+                                   const int32_t *kv_ids, int32_t *to) {
+    const int B = shape->B;
+    if (row->scored_id >= 0 || !samp_needs_history(row->sampling)) return NULL;
+    assert(row->n_history <= shape->max_len);
+    for (int i = 0; i < row->n_history; i += B)
+        memcpy(to + i, kv_ids + (size_t)row->pages[i / B] * (size_t)B,
+               (size_t)MIN(B, row->n_history - i) * sizeof *to);
+    return to;
+}
 
 /* Returns the last id of a bad word if the output ends in all its ids but the last; else -1. That
  * id would complete the word. */
@@ -23762,9 +23774,10 @@ static const float *plain_norm_x(plain_device *dev, const toka_tensor *weight, c
 
 /* x += residual_scale * norm(y), where y, [T][E], is what a mixer or a feed-forward returned. */
 static void plain_residual(plain_device *dev, const toka_tensor *post_norm, const float *y, int T,
-                           float *x) {
-    plain_add(x, plain_or(dev->shape->residual_scale, 1), plain_norm_x(dev, post_norm, y, T),
-              plain_at(T, dev->shape->E));
+                           toka_hidden *x) {
+    plain_add(plain_ptr(toka_hidden_read(x)), plain_or(dev->shape->residual_scale, 1),
+              plain_norm_x(dev, post_norm, y, T), plain_at(T, dev->shape->E));
+    toka_hidden_set_sum(x, 1);
 }
 
 /* Rotates each pair (a, b) of a head's first `dims` elements by the angle position * freq. */
@@ -23861,9 +23874,10 @@ static void plain_mla_query(plain_device *dev, const toka_step *step, const toka
     for (int i = 0; i < H * mla->nope; i++) {
         const int h = i / mla->nope, element = i % mla->nope;
         const float *row = plain_row(dev, &mla->kv_b, h * (mla->nope + mla->v) + element);
-        for (int t = 0; t < T; t++)
-            plain_add(q + plain_at(t * H + h, D), heads[plain_at(t * H + h, size) + (size_t)element],
-                      row, (size_t)mla->latent);
+        for (int t = 0; t < T; t++) {
+            const float *head = heads + plain_at(t * H + h, size);
+            plain_add(q + plain_at(t * H + h, D), head[element], row, (size_t)mla->latent);
+        }
     }
     for (int i = 0; i < T * H; i++) {
         float *rotated = q + plain_at(i, D) + mla->latent;
@@ -23900,15 +23914,20 @@ static void plain_linear_in(plain_device *dev, const toka_linear *linear, const 
     }
 }
 
-/* Stores the K heads of a token, [K][size], in a cache. With FP8 every head is rounded to e4m3
- * numbers times its scale. */
-static void plain_store_kv(plain_device *dev, float *to, const float *from, int size, bool fp8) {
+/* Stores K or V of the step's tokens, [T][K][size], in a cache. With FP8 every head is rounded to
+ * e4m3 numbers times its scale. */
+static void plain_store_kv(plain_device *dev, const toka_step *step, const toka_layer *layer,
+                           float *cache, const float *from, int size) {
+    const int K = dev->shape->K;
     unsigned char *codes = arena_alloc(&dev->scratch, (size_t)size);
-    for (int head = 0; head < dev->shape->K; head++, to += size, from += size) {
+    for (int i = 0; i < step->T * K; i++, from += size) {
+        const int slot = toka_layer_slots(step, layer)[i / K];
+        float *to = cache + plain_at(slot, K * size) + plain_at(i % K, size);
+        assert(slot >= 0 && slot / dev->shape->B < toka_layer_pages(&dev->options, layer));
         memcpy(to, from, (size_t)size * sizeof *to);
-        if (!fp8) continue;
+        if (!layer->kv_fp8) continue;
         const float scale = toka_kv_scale_value(toka_kv_store(codes, 1, from, size));
-        for (int i = 0; i < size; i++) to[i] = toka_from_fp8(codes[i]) * scale;
+        for (int j = 0; j < size; j++) to[j] = toka_from_fp8(codes[j]) * scale;
     }
 }
 
@@ -23934,14 +23953,8 @@ COLD static void plain_norm_qkv_rope_kv(toka_device *device, const toka_step *st
         plain_heads(dev, step, &weights->k, &weights->k_bias, &weights->k_norm, rope, K, in, k);
         plain_heads(dev, step, &weights->v, &weights->v_bias, NULL, NULL, K, in, v);
     }
-    for (int t = 0; t < T; t++) {
-        const int slot = toka_layer_slots(step, weights)[t];
-        assert(slot >= 0 && slot / dev->shape->B < toka_layer_pages(&dev->options, weights));
-        plain_store_kv(dev, dev->layers[layer].k + plain_at(slot, K * D), k + plain_at(t, K * D),
-                       D, weights->kv_fp8);
-        plain_store_kv(dev, dev->layers[layer].v + plain_at(slot, K * Dv), v + plain_at(t, K * Dv),
-                       Dv, weights->kv_fp8);
-    }
+    plain_store_kv(dev, step, weights, dev->layers[layer].k, k, D);
+    plain_store_kv(dev, step, weights, dev->layers[layer].v, v, Dv);
 }
 
 /* ---- Op: attention ---- */
@@ -24133,12 +24146,11 @@ COLD static void plain_out_residual(toka_device *device, const toka_step *step, 
     plain_device *dev = plain_of(device);
     const toka_layer *weights = &dev->weights->layers[layer];
     const toka_tensor *matrix = weights->linear ? &weights->linear->o : &weights->o;
-    float *y = plain_take(dev, step->T, dev->shape->E), *sum = plain_ptr(toka_hidden_read(x));
     const float *values = plain_ptr(o);
+    float *y = plain_take(dev, step->T, dev->shape->E);
     if (weights->mla) values = plain_mla_values(dev, weights->mla, values, step->T);
     plain_linear(dev, matrix, &weights->o_bias, values, step->T, y);
-    plain_residual(dev, &weights->attn_post_norm, y, step->T, sum);
-    toka_hidden_set_sum(x, 1);
+    plain_residual(dev, &weights->attn_post_norm, y, step->T, x);
 }
 
 /* ---- Op: norm_mlp_residual ---- */
@@ -24246,12 +24258,12 @@ COLD static void plain_norm_mlp_residual(toka_device *device, const toka_step *s
                                          toka_hidden *x) {
     plain_device *dev = plain_of(device);
     const toka_layer *weights = &dev->weights->layers[layer];
-    float *sum = plain_ptr(toka_hidden_read(x)), *y = plain_take(dev, step->T, dev->shape->E);
-    const float *in = plain_norm_x(dev, &weights->mlp_norm, sum, step->T);
+    const float *in = plain_norm_x(dev, &weights->mlp_norm, plain_ptr(toka_hidden_read(x)),
+                                   step->T);
+    float *y = plain_take(dev, step->T, dev->shape->E);
     if (weights->moe) plain_moe(dev, weights, in, step->T, y);
     else plain_mlp(dev, &weights->mlp, weights->activation, in, step->T, y);
-    plain_residual(dev, &weights->mlp_post_norm, y, step->T, sum);
-    toka_hidden_set_sum(x, 1);
+    plain_residual(dev, &weights->mlp_post_norm, y, step->T, x);
 }
 
 /* ---- Ops: norm_pool, norm_logits_sample ---- */
@@ -24265,17 +24277,6 @@ COLD static void plain_norm_pool(toka_device *device, const toka_step *step, tok
         for (int j = 0; j < step->pools[i].n_rows; j++)
             for (int k = 0; k < E; k++)
                 step->pools[i].sum[k] += rows[plain_at(step->pools[i].row0 + j, E) + (size_t)k];
-}
-
-/* Returns the ids of the row's first n_history tokens, if sampling reads them; else NULL. to:
- * [max_len], memory for them. */
-static const int32_t *plain_history(const toka_shape *shape, const int32_t *kv_ids,
-                                    const toka_sample_row *row, int32_t *to) {
-    const int B = shape->B;
-    if (row->scored_id >= 0 || !samp_needs_history(row->sampling)) return NULL;
-    assert(row->n_history <= shape->max_len);
-    for (int i = 0; i < row->n_history; i++) to[i] = kv_ids[row->pages[i / B] * B + i % B];
-    return to;
 }
 
 COLD static void plain_norm_logits_sample(toka_device *device, const toka_step *step,
@@ -24295,8 +24296,8 @@ COLD static void plain_norm_logits_sample(toka_device *device, const toka_step *
     if (step->logits) memcpy(step->logits, logits, plain_at(n, V) * sizeof *logits);
     for (int i = 0; i < n; i++, logits += V) {
         const toka_sample_row *row = &step->samples[i];
-        samp_row(row, plain_history(shape, dev->kv_ids, row, dev->positions), logits, V,
-                 &results[i]);
+        const int32_t *history = samp_history(row, shape, dev->kv_ids, dev->positions);
+        samp_row(row, history, logits, V, &results[i]);
         if (row->seq >= 0 && row->seq < dev->options.n_seqs)
             dev->last_tokens[row->seq] = results[i].id;
     }
@@ -24406,14 +24407,6 @@ static int plain_status(toka_device *device, toka_err *e) {
 static toka_dev_ptr plain_alloc(toka_device *device, size_t bytes) {
     return (toka_dev_ptr){(uintptr_t)plain_zalloc(plain_of(device), bytes, 1)};
 }
-static void plain_upload(toka_device *device, toka_dev_ptr to, const void *from, size_t bytes) {
-    (void)device;
-    memcpy(plain_ptr(to), from, bytes);
-}
-static void plain_download(toka_device *device, void *to, toka_dev_ptr from, size_t bytes) {
-    (void)device;
-    memcpy(to, plain_ptr(from), bytes);
-}
 static int plain_group_open(toka_group **out, int tp_size, int pp_size, toka_err *e) {
     (void)out, (void)tp_size, (void)pp_size;
     return fail(e, TOKA_E_USE, "plain backend: it has one rank, so every parallel size must be 1");
@@ -24423,8 +24416,6 @@ static int plain_group_open(toka_group **out, int tp_size, int pp_size, toka_err
  * when it returns. */
 const toka_backend toka_plain = {
     .name = "plain",
-    .has_windowed = true,
-    .holds_ranks = true,
     .probe = plain_probe,
     .kv_bytes = plain_kv_bytes,
     .open = plain_open,
@@ -24433,8 +24424,6 @@ const toka_backend toka_plain = {
     .describe = plain_describe,
     .status = plain_status,
     .alloc = plain_alloc,
-    .upload = plain_upload,
-    .download = plain_download,
     .group_open = plain_group_open,
     .copy_pages = plain_copy_pages,
     .embed = plain_embed,
@@ -24445,16 +24434,10 @@ const toka_backend toka_plain = {
     .norm_mlp_residual = plain_norm_mlp_residual,
     .norm_logits_sample = plain_norm_logits_sample,
     .norm_pool = plain_norm_pool,
-    .activation_bytes = sizeof(float),
-    .page_tok = 16,
-    .reads_files = true,
-    .default_tokens = 512,
-    .default_seqs = 256,
-    .merge_cost = 4,
-    .span_cost = 32,
-    .rows_per_read = 1,
-    .max_in_flight = 2,
-    .has_drafts = true,
+    .has_windowed = true, .holds_ranks = true, .reads_files = true, .has_drafts = true,
+    .activation_bytes = sizeof(float), .page_tok = 16, .max_in_flight = 2,
+    .default_tokens = 512, .default_seqs = 256,
+    .merge_cost = 4, .span_cost = 32, .rows_per_read = 1
 };
 
 /* ===========================================================================
@@ -28683,25 +28666,13 @@ typedef struct cpu_sample_job {
     int first, stride;              /* item i is sample first + i * stride */
 } cpu_sample_job;
 
-/* Copies the ids of the row's first n_history tokens from their pages to the thread's memory. */
-static const int32_t *cpu_gather_history(const toka_device *dev, const toka_sample_row *row,
-                                         int thread) {
-    const int B = dev->shape->B;
-    int32_t *history = dev->history + (size_t)thread * (size_t)dev->shape->max_len;
-    assert(row->n_history <= dev->shape->max_len);
-    for (int pos = 0; pos < row->n_history; pos += B)
-        memcpy(history + pos, dev->kv_ids + (size_t)row->pages[pos / B] * (size_t)B,
-               (size_t)MIN(B, row->n_history - pos) * sizeof *history);
-    return history;
-}
-
 static void cpu_sample_item(void *arg, int thread, int i) {
     const cpu_sample_job *job = arg;
-    const int V = job->dev->shape->V_all, sample = job->first + i * job->stride;
+    const toka_shape *shape = job->dev->shape;
+    const int V = shape->V_all, sample = job->first + i * job->stride;
     const toka_sample_row *row = &job->samples[sample];
-    const int32_t *history = row->scored_id < 0 && samp_needs_history(row->sampling)
-                                 ? cpu_gather_history(job->dev, row, thread)
-                                 : NULL;
+    int32_t *memory = job->dev->history + (size_t)thread * (size_t)shape->max_len;
+    const int32_t *history = samp_history(row, shape, job->dev->kv_ids, memory);
     float *logits = job->logits + (size_t)sample * (size_t)V;
     if (job->raw_logits)
         memcpy(job->raw_logits + (size_t)sample * (size_t)V, logits, (size_t)V * sizeof *logits);
@@ -29310,14 +29281,6 @@ static int cpu_status(toka_device *dev, toka_err *e) {
 static toka_dev_ptr cpu_alloc(toka_device *dev, size_t bytes) {
     return (toka_dev_ptr){(uintptr_t)cpu_zalloc(dev, bytes, 1)};
 }
-static void cpu_upload(toka_device *dev, toka_dev_ptr to, const void *from, size_t bytes) {
-    (void)dev;
-    memcpy(cpu_ptr(to), from, bytes);
-}
-static void cpu_download(toka_device *dev, void *to, toka_dev_ptr from, size_t bytes) {
-    (void)dev;
-    memcpy(to, cpu_ptr(from), bytes);
-}
 
 /* Fields that are not here are NULL, false or 0: begin, end, finish and times are for devices whose
  * ops return before their work is done, capture for CUDA graphs, count and warm_up for GPUs.
@@ -29338,8 +29301,6 @@ const toka_backend toka_cpu = {
     .memory = cpu_memory,
     .status = cpu_status,
     .alloc = cpu_alloc,
-    .upload = cpu_upload,
-    .download = cpu_download,
     .group_open = cpu_group_open,
     .group_close = cpu_group_close,
     .all_reduce = cpu_all_reduce,

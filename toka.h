@@ -1431,6 +1431,7 @@ typedef struct toka_backend {
     /* Returns 0, or the first error since open. */
     int (*status)(toka_device *d, toka_err *e);
     toka_dev_ptr (*alloc)(toka_device *d, size_t bytes); /* only right after open; close frees it */
+    /* NULL, both: addresses of the device are plain pointers. */
     void (*upload)(toka_device *d, toka_dev_ptr to, const void *from, size_t bytes);
     void (*download)(toka_device *d, void *to, toka_dev_ptr from, size_t bytes);
 
