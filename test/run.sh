@@ -595,6 +595,7 @@ gpu_shared() { # all tests that may share the GPU with other programs, the longe
     gpu_sanitize
     gpu_job counts "accuracy compared with the CPU" 600 python3 test/gpu_accuracy.py
     gpu_job counts "the program on the GPU" 600 python3 test/gpu_cli.py
+    gpu_job counts "adapters on the GPU" 600 python3 test/gpu_lora.py
     python3 -c 'import torch, transformers' 2>/dev/null || gpu_missing="no torch and transformers"
     gpu_job counts "comparison with transformers" 600 python3 test/gpu_hf.py $B/gpu_model
     gpu_missing=
@@ -619,6 +620,10 @@ gpu_ranks() { # on all GPUs; if there is only one GPU, all ranks share it
     gpu_job counts "the program on several GPUs" 600 env "${share[@]}" python3 test/gpu_ranks.py batches server
     gpu_job counts "gpu_ranks without peer access" 600 env "${share[@]}" TOKA_DEBUG_NO_PEER=1 $B/gpu_ranks model,eight,wide,llama-tied
     gpu_job counts "the program without peer access" 600 env "${share[@]}" TOKA_DEBUG_NO_PEER=1 python3 test/gpu_ranks.py batches
+    gpu_collect
+    python3 -c 'import sys, torch; sys.exit(torch.cuda.device_count() < 2)' 2>/dev/null || gpu_missing="no torch, or one GPU"
+    gpu_job one "weights over NCCL" 600 python3 test/gpu_nccl.py
+    gpu_missing=
     gpu_collect
     # these run alone: they cause faults of the GPU
     gpu_job counts "ranks that fail" 600 env "${share[@]}" python3 test/gpu_ranks.py faults
