@@ -11,7 +11,10 @@ import os
 import sys
 from pathlib import Path
 
-import ray
+try:
+    import ray
+except ModuleNotFoundError:
+    sys.exit("ray_map.py: it needs ray: pip install ray")
 
 HERE = str(Path(__file__).resolve().parent.parent)  # toka.py; libtoka.so is there or above
 
