@@ -45945,7 +45945,7 @@ static void nccl_init(nccl_group *group) {
     pthread_mutex_init(&group->lock, NULL);
 }
 
-/* Returns an error if a wait shall end. what: what is waited for. */
+/* Returns an error if the wait must end. what: its name, for the message. */
 static int nccl_check_wait(nccl_group *group, double start, const char *what, toka_err *e) {
     if (atomic_load(&group->stops) || os_stop_timeout_s)
         return fail(e, TOKA_E_CANCELLED, "%s: the group was closed", what);
@@ -45990,7 +45990,7 @@ static void nccl_store_close(nccl_store *store) {
     store->fd = -1;
 }
 
-/* Tries to connect. Returns false if nobody listens at any of the addresses yet. */
+/* Tries to connect. Returns false if no address has a listening server yet. */
 static bool nccl_store_try(nccl_group *group, const struct addrinfo *addresses) {
     nccl_store *store = &group->store;
     for (const struct addrinfo *a = addresses; a; a = a->ai_next) {
@@ -46178,10 +46178,10 @@ static const st_dtype *nccl_file_dtype(const nccl_dtype *dtype) {
     return &st_dtypes[i];
 }
 
-typedef struct nccl_tensor { /* of a list: what comes, and what the model has */
+typedef struct nccl_tensor { /* of a list: the tensor that is sent, and the model's */
     const nccl_dtype *from;
     st_tensor given, to; /* names are in the arena of the list */
-    size_t bytes;        /* of what comes */
+    size_t bytes;        /* of the tensor that is sent */
 } nccl_tensor;
 
 /* ---- Stage: the tensors that came, as a file in memory ---- */
@@ -50564,7 +50564,7 @@ static void run_bench_submit(run_bench_state *bench) {
     }
 }
 
-/* Event callback of a request. Submits what is ready. After Ctrl-C it cancels all requests once.
+/* Event callback of a request. Submits ready samples. After Ctrl-C it cancels all requests once.
  * Returning 1 cancels this request. */
 static int run_bench_event(void *user, const toka_event *ev) {
     const run_bench_sample *sample = user;

@@ -40,6 +40,15 @@ static int gpu_report() {
     return gpu_failed != 0;
 }
 
+/* Waits for the device. If a step on it failed, that is a failed comparison, and the run ends. */
+static inline void gpu_done(toka_device *d, const char *what) {
+    GPU_OK(cudaStreamSynchronize(d->stream));
+    if (d->error.code) gpu_check(false, "%s: %s", what, d->error.msg), exit(gpu_report());
+}
+template <class T> static bool gpu_same_bits(const std::vector<T> &a, const std::vector<T> &b) {
+    return a.size() == b.size() && !memcmp(a.data(), b.data(), a.size() * sizeof(T));
+}
+
 /* ---- Random numbers: splitmix64 over a counter, equal on host and device ---- */
 
 __host__ __device__ static inline uint64_t gpu_mix(uint64_t z) {

@@ -9,13 +9,6 @@
 
 static bool quick;
 
-static void done(toka_device *d, const char *what) {
-    GPU_OK(cudaStreamSynchronize(d->stream));
-    if (d->error.code) gpu_check(false, "%s: %s", what, d->error.msg), exit(gpu_report());
-}
-template <class T> static bool same_bits(const std::vector<T> &a, const std::vector<T> &b) {
-    return a.size() == b.size() && !memcmp(a.data(), b.data(), a.size() * sizeof(T));
-}
 static std::vector<bf16> random_bf16(size_t n, uint64_t seed, float scale) {
     std::vector<bf16> v(n);
     for (size_t i = 0; i < n; i++) v[i] = __float2bfloat16(scale * gpu_normal(seed, i));
@@ -73,7 +66,7 @@ static void make_model(toka_device *d, model *m, sizes z, int max_rank, int max_
     d->shape = &m->shape, d->weights = &m->weights, d->E = round_up_8(z.E), d->F = round_up_8(z.F), d->options.max_tokens = max_tokens;
     lora_open(d);
     upload_open(d, &d->upload, lora_upload_bytes(d) + 256, true);
-    done(d, "open");
+    gpu_done(d, "open");
 }
 static void close_model(toka_device *d) {
     lora_close(d), upload_close(&d->upload);
@@ -192,12 +185,12 @@ static outcome run(toka_device *d, const product &p, const rows_of &r, bool is_g
         if (!pairs) lora_add(d, &gemm);
         else if (d->lora->n_rows) lora_gate_up(d, &gemm, is_gelu);
         d->F = F;
-        done(d, "adapters");
+        gpu_done(d, "adapters");
         const std::vector<bf16> got = pairs ? act.host() : y.host();
-        if (i && !same_bits(got, out.y)) out.guards = gpu_check(false, "repeat %d differs", i);
+        if (i && !gpu_same_bits(got, out.y)) out.guards = gpu_check(false, "repeat %d differs", i);
         out.y = got;
         out.guards = out.guards && act.guards_hold() && y.guards_hold() && x.guards_hold() && low.guards_hold();
-        if (pairs && !same_bits(y.host(), r.y)) out.guards = gpu_check(false, "gate and up are overwritten");
+        if (pairs && !gpu_same_bits(y.host(), r.y)) out.guards = gpu_check(false, "gate and up are overwritten");
     }
     if (!pairs) return out;
     std::vector<bf16> packed;
@@ -294,13 +287,13 @@ static void test_product(toka_device *d, const model *m, int kind, int layer, co
     for (int i = 0; i < (quick ? 2 : 6); i++) { /* a row alone */
         const int t = i == 0 ? T / 2 : (int)(gpu_mix(gpu_seed + 99 + (uint64_t)i) % (uint64_t)T);
         if (!adapters[(size_t)t]) continue; /* such a step launches nothing */
-        n_other += !same_bits(row(run(d, p, one_row(r, t), is_gelu), 0), row(all, t));
+        n_other += !gpu_same_bits(row(run(d, p, one_row(r, t), is_gelu), 0), row(all, t));
     }
     gpu_check(!n_other, "adapters of %s %s: %d rows of %d alone have other bits", kind_name(kind), what, n_other, T);
     for (int i = 0; i < r.ldx && T > 1; i++) r.x[(size_t)(T / 2) * r.ldx + i] = __float2bfloat16(NAN);
     const outcome with_nan = run(d, p, r, is_gelu);
     n_other = 0;
-    for (int t = 0; t < T; t++) n_other += t != T / 2 && !same_bits(row(with_nan, t), row(all, t));
+    for (int t = 0; t < T; t++) n_other += t != T / 2 && !gpu_same_bits(row(with_nan, t), row(all, t));
     gpu_check(!n_other && with_nan.guards, "adapters of %s %s: a row of NaN changes %d rows of %d", kind_name(kind), what, n_other, T);
 }
 
@@ -354,7 +347,7 @@ static std::vector<bf16> run_gemm(toka_device *d, const product &p, const rows_o
         layer.gate_up = own.w;
         mlp_gate_up(d, &layer, args);
     } else lora_gemm(d, &args);
-    done(d, "GEMM with adapters");
+    gpu_done(d, "GEMM with adapters");
     *guards = y.guards_hold() && x.guards_hold() && low.guards_hold() && stored.guards_hold() && w.guards_hold();
     return y.host();
 }
@@ -374,7 +367,7 @@ static void test_gemm(toka_device *d, const model *m, int kind, const std::vecto
     w_dev.set(w);
     bool guards, alone_guards;
     const std::vector<bf16> got = run_gemm(d, p, r, epi, w_dev, &guards);
-    gpu_check(same_bits(got, run_gemm(d, p, r, epi, w_dev, &alone_guards)) && alone_guards, "GEMM with adapters of %s %s: again", kind_name(kind), what);
+    gpu_check(gpu_same_bits(got, run_gemm(d, p, r, epi, w_dev, &alone_guards)) && alone_guards, "GEMM with adapters of %s %s: again", kind_name(kind), what);
     const bool rounds = !lora_joins_gemm(d, T, &p.w); /* y once more, to bf16, before what adapters add */
     double worst = 0;
     for (int t = 0; t < T; t += T > 200 ? 3 : 1) {
@@ -439,7 +432,7 @@ static void test_qkv(toka_device *d, const model *m, const std::vector<uint8_t> 
         lora_gemm(d, &args);
         launch_dependent(d, "RoPE", rope_kernel<false>, {dim3((unsigned)ceil_div(T * (z.H + 2 * z.K), 8)), 256}, rope_args{params, y.p(), T, true});
     }
-    done(d, "QKV with adapters");
+    gpu_done(d, "QKV with adapters");
     double worst = 0;
     size_t n_outside = 0;
     auto compare = [&](std::vector<bf16> a, std::vector<bf16> b) {
@@ -483,7 +476,7 @@ static void test_repeats(toka_device *d) {
         const product p = product_of(&m, 0, kind);
         const rows_of r = make_rows(p, &m, 33, std::vector<uint8_t>(33, 0));
         const outcome none = run(d, p, r);
-        gpu_check(!lora_in_step(d) && none.guards && (kind == LORA_GATE || same_bits(none.y, r.y)), "no adapter in the step: %s is not changed", kind_name(kind));
+        gpu_check(!lora_in_step(d) && none.guards && (kind == LORA_GATE || gpu_same_bits(none.y, r.y)), "no adapter in the step: %s is not changed", kind_name(kind));
     }
     toka_err e = {};
     gpu_check(!cuda_set_adapter(d, 3, NULL, &e) && !cuda_set_adapter(d, 3, NULL, &e) && !d->lora->of[3].parts, "an adapter is dropped, and again");
@@ -554,7 +547,7 @@ static void bench_layer(toka_device *d) {
                 printf("    %-8s %7.1f %7.1f (%.1f)\n", kind_name(kind), with, plain, shrink);
                 sum += with - plain;
             }
-            done(d, "bench");
+            gpu_done(d, "bench");
             printf("    in all %.1f us a layer\n", sum);
             fflush(stdout);
             close_model(d);

@@ -9,13 +9,6 @@
 
 static bool quick;
 
-static void done(toka_device *d, const char *what) {
-    GPU_OK(cudaStreamSynchronize(d->stream));
-    if (d->error.code) gpu_check(false, "%s: %s", what, d->error.msg), exit(gpu_report());
-}
-template <class T> static bool same_bits(const std::vector<T> &a, const std::vector<T> &b) {
-    return a.size() == b.size() && !memcmp(a.data(), b.data(), a.size() * sizeof(T));
-}
 static std::vector<float> normals(size_t n, uint64_t seed, float scale) {
     std::vector<float> v(n);
     for (size_t i = 0; i < n; i++) v[i] = scale * gpu_normal(seed, i);
@@ -56,7 +49,7 @@ static void test_load(toka_device *d, toka_dtype type, int rows, int cols, int s
         if (f32) memcpy((void *)&want[2 * at], &v[i], 4);
         else want[at] = __float2bfloat16(v[i]);
     }
-    gpu_check(same_bits(got, want) && to.guards_hold(), "load %s %dx%d, rows of %d %s%s from row %d", type_name(type), rows, cols,
+    gpu_check(gpu_same_bits(got, want) && to.guards_hold(), "load %s %dx%d, rows of %d %s%s from row %d", type_name(type), rows, cols,
               stride, f32 ? "f32" : "bf16", by_turns ? " by turns" : "", row0);
 }
 /* Rows of q, or a vector of all its heads, of which the kernels take the pairs of RoPE D/2 apart: to_place is where each element of a head must be. */
@@ -92,7 +85,7 @@ static void test_load_heads(toka_device *d, int D, int dims, bool neighbours, bo
     j.heads = order, j.add = vector ? 1 : 0, j.factor = vector ? 0.5f : 0;
     GPU_OK(load_piece(&j, 0, v.size(), host.data(), room.p(), d->stream));
     GPU_OK(cudaStreamSynchronize(d->stream));
-    gpu_check((vector ? same_bits(to_f.host(), want_f) : same_bits(to.host(), want)) && to.guards_hold() && to_f.guards_hold(),
+    gpu_check((vector ? gpu_same_bits(to_f.host(), want_f) : gpu_same_bits(to.host(), want)) && to.guards_hold() && to_f.guards_hold(),
               "load heads of %d, %d rotate%s%s", D, dims, neighbours ? ", neighbours" : "", vector ? ", a vector" : "");
 }
 
@@ -127,12 +120,12 @@ static void test_embed(toka_device *d, int T, int E, int v0, int n, float scale 
     GPU_OK(cudaDeviceSynchronize());
     launch_dependent(d, "embedding", embed_kernel, {dim3((unsigned)T), 128}, ids.p(), last.p(), embed_table{table.p() + (size_t)v0 * E, v0, n, scale}, x.p(), E,
                      fused_norm{}, kept_ids{slots.p(), kv_ids.p()});
-    done(d, "embed");
+    gpu_done(d, "embed");
     gpu_check(kv_ids.host() == want_ids && kv_ids.guards_hold(), "embed T=%d E=%d: kept ids", T, E);
     kv_ids.poison();
     GPU_OK(cudaDeviceSynchronize());
     launch_dependent(d, "ids", keep_ids_kernel, {dim3((unsigned)ceil_div(T, 256)), 256}, ids.p(), last.p(), slots.p(), kv_ids.p(), T);
-    done(d, "keep_ids");
+    gpu_done(d, "keep_ids");
     gpu_check(kv_ids.host() == want_ids && kv_ids.guards_hold(), "keep_ids T=%d", T);
     std::vector<bf16> rows = table.host(), want;
     for (int i : id) {
@@ -141,7 +134,7 @@ static void test_embed(toka_device *d, int T, int E, int v0, int n, float scale 
         else want.insert(want.end(), rows.begin() + at * E, rows.begin() + (at + 1) * E);
     }
     for (size_t i = 0; scale != 0 && i < want.size(); i++) want[i] = __float2bfloat16(__bfloat162float(want[i]) * scale);
-    gpu_check(same_bits(x.host(), want) && x.guards_hold(), "embed T=%d E=%d, ids %d to %d, times %g", T, E, v0, v0 + n - 1, scale);
+    gpu_check(gpu_same_bits(x.host(), want) && x.guards_hold(), "embed T=%d E=%d, ids %d to %d, times %g", T, E, v0, v0 + n - 1, scale);
 }
 
 /* ---- Copies of KV pages: the listed pages in every layer, and no others. page, fp8_page: bytes; fp8, windowed: the layers with FP8, and
@@ -178,7 +171,7 @@ static void test_copies(toka_device *d, int L, int n_pages, int page, int fp8_pa
     for (toka_copy k : c) std::copy_n(want_ids.begin() + k.from * B, B, want_ids.begin() + k.to * B);
     launch_dependent(d, "copies", copy_pages_kernel, {dim3(2, (unsigned)L), 256}, copies.p(), windowed_copies.p(), layout,
                      kv_ids.p(), B);
-    done(d, "copies of pages");
+    gpu_done(d, "copies of pages");
     gpu_check(kv_ids.host() == want_ids && kv_ids.guards_hold(), "copies of pages: kept ids");
     gpu_check(kv.host() == want && kv.guards_hold(), "copies of pages, %d layers, %d of %d bytes, FP8 %d bytes in %x, windowed %x", L, n_pages, page, fp8_page, fp8, windowed);
 }
@@ -201,7 +194,7 @@ static void test_norm(toka_device *d, int T, int E, bool chosen, float scale) {
     gpu_buf<int> rows((size_t)T);
     x.set(h), w.set(g), rows.set(from);
     rmsnorm(d, x.p(), chosen ? rows.p() : NULL, w.p(), y.p(), T);
-    done(d, "norm");
+    gpu_done(d, "norm");
     std::vector<bf16> got = y.host();
     /* largest error / allowed error; allowed: half a unit in the last place of bf16 and a little
      * more */
@@ -237,8 +230,8 @@ static void test_add_norm(toka_device *d, int T, int E) {
     GPU_OK(cudaDeviceSynchronize());
     launch_dependent(d, "copy", copy_rows_kernel, {dim3((unsigned)((n / 8 + 255) / 256)), 256}, (const uint4 *)x.p(), (uint4 *)copy.p(), n / 8);
     launch_dependent(d, "norm behind", add_norm_kernel, {dim3((unsigned)T), 128}, x.p(), y.p(), w.p(), (int)Ep, 1.0f / E, eps);
-    done(d, "norm behind");
-    gpu_check(same_bits(copy.host(), hx) && copy.guards_hold(), "copy of rows T=%d E=%d", T, E);
+    gpu_done(d, "norm behind");
+    gpu_check(gpu_same_bits(copy.host(), hx) && copy.guards_hold(), "copy of rows T=%d E=%d", T, E);
     const std::vector<bf16> got = x.host();
     double max_error = 0;
     for (size_t t = 0; t < (size_t)T; t++) {
@@ -249,7 +242,7 @@ static void test_add_norm(toka_device *d, int T, int E) {
             max_error = gpu_worse(max_error, fabs(__bfloat162float(got[t * Ep + e]) - want) / (fabs(want) * 0x1.02p-8 + 1e-6 * fabs(added) + 1e-30));
         }
     }
-    gpu_check(max_error <= 1 && x.guards_hold() && same_bits(y.host(), hy), "norm behind T=%d E=%d: worst %.3g of what is allowed", T, E, max_error);
+    gpu_check(max_error <= 1 && x.guards_hold() && gpu_same_bits(y.host(), hy), "norm behind T=%d E=%d: worst %.3g of what is allowed", T, E, max_error);
 }
 
 /* ---- One norm of all heads of q, and of k ---- */
@@ -265,7 +258,7 @@ static void test_heads_norm(toka_device *d, int T, int H, int K, int D, bool has
     qkv.set(h), q_norm.set(qn), k_norm.set(kn);
     GPU_OK(cudaDeviceSynchronize());
     launch_dependent(d, "norm of heads", heads_norm_kernel, {dim3((unsigned)T, 2), 128}, qkv.p(), q_norm.p(), has_k ? k_norm.p() : NULL, H, K, D, eps, interleaved);
-    done(d, "norm of all heads");
+    gpu_done(d, "norm of all heads");
     const std::vector<bf16> got = qkv.host();
     double max_error = 0;
     for (int t = 0; t < T; t++)
@@ -295,7 +288,7 @@ static void test_gelu(toka_device *d, int T, int F, int ldy) {
     from.set(h);
     GPU_OK(cudaDeviceSynchronize());
     launch_dependent(d, "GELU", gelu_kernel, {dim3((unsigned)ceil_div(F, 2048), (unsigned)T), 256}, from.p(), y.p(), F, ldy);
-    done(d, "GELU");
+    gpu_done(d, "GELU");
     const std::vector<bf16> got = y.host();
     double max_error = 0;
     size_t n_outside = 0;
@@ -323,7 +316,7 @@ static void test_table(toka_device *d, int D, int dims, int max_len, float scale
     toka_rope rope = {freq.data(), dims, scale, false};
     sh.D = D, sh.max_len = max_len, d->shape = &sh;
     const float2 *table = rope_open(d, dims ? &rope : NULL);
-    done(d, "RoPE table");
+    gpu_done(d, "RoPE table");
     std::vector<float2> got((size_t)max_len * D / 2);
     GPU_OK(cudaMemcpy(got.data(), table, got.size() * sizeof(float2), cudaMemcpyDeviceToHost));
     double max_error = 0;
@@ -384,7 +377,7 @@ static void test_rope(toka_device *d, int T, int H, int K, int D, int B, bool no
     rope_args a = {{NULL, norm ? q_norm.p() : NULL, norm ? k_norm.p() : NULL, 1e-5f, H, K, B, pos.p(), kv_slot.p(), table.p(),
                     q.p(), kv.p(), D}, qkv.p(), T, interleaved};
     launch_dependent(d, "RoPE", fp8 ? rope_kernel<true> : rope_kernel<false>, {dim3((unsigned)ceil_div(T * heads, 8)), 256}, a);
-    done(d, "RoPE");
+    gpu_done(d, "RoPE");
     std::vector<bf16> got_q = q.host(), got_kv = kv.host();
     std::vector<char> written(got_kv.size() * 2); /* bytes */
     const unsigned char *bytes = (const unsigned char *)got_kv.data();

@@ -113,15 +113,17 @@ def test_agent_dataset(tmp_path):
     trace = os.path.join(make_dataset.DATA, "traces", "mooncake_conversation.jsonl")
     if not os.path.exists(trace):
         pytest.skip("no public test data")
-    args = argparse.Namespace(requests=70, plain=False)
+    args = argparse.Namespace(requests=138, plain=False)
     lines = list(make_dataset.agent(args, random.Random(0)))
     waiting = [(line, lines[line["after"] - 1]) for line in lines if "after" in line]
-    assert len(lines) == 70 and lines == list(make_dataset.agent(args, random.Random(0)))
+    assert len(lines) == 138 and len(waiting) == 3
     for line, before in waiting:
         text = before["prompt_token_ids"] + before["output_token_ids"][0]
         assert line["prompt_token_ids"][: len(text)] == text and line["arrival_s"] >= before["arrival_s"]
     first = lines[0]["prompt_token_ids"]
     assert all(line["prompt_token_ids"][:512] == first[:512] for line in lines if len(line["prompt_token_ids"]) >= 512)
+    args.requests = 9
+    assert list(make_dataset.agent(args, random.Random(0))) == list(make_dataset.agent(args, random.Random(0)))
     args.plain = True
     assert all(set(line) == {"prompt_token_ids", "output_lengths"} for line in make_dataset.agent(args, random.Random(0)))
 
