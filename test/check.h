@@ -26,7 +26,18 @@ static const char *check_why = "";
     do { \
         if (!(cond)) check_failed++, printf("%s:%d: failed: %s: ", __FILE__, __LINE__, #cond), printf(__VA_ARGS__), puts(""); \
     } while (0)
-#define FAST (getenv("TOKA_TESTS") && !strcmp(getenv("TOKA_TESTS"), "fast")) /* a short run of all tests */
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define SANITIZED 1 /* this build has a sanitizer, which makes it several times slower */
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define SANITIZED 1
+#endif
+#endif
+#ifndef SANITIZED
+#define SANITIZED 0
+#endif
+/* Fewer repetitions: in a short run of all tests, or in a build with a sanitizer. */
+#define FEWER (SANITIZED || (getenv("TOKA_TESTS") && !strcmp(getenv("TOKA_TESTS"), "fast")))
 #define SKIP(n, why) (check_skipped += (n), check_why = (why))
 
 /* Path of a file of the public test data (in TOKA_TEST_DATA, else ../shared/data), or NULL if it

@@ -14,7 +14,7 @@
 #   GPU_PART=2/3 test/run.sh gpushare   prints the tests of this share and their seconds
 #
 # Environment: TOKA_TESTS     fast (default), all or peers
-#              LANES          number of parts that run at the same time (default 2)
+#              LANES          number of parts that run at the same time (default 3)
 #              FUZZ_SECONDS   seconds for each fuzzer (default: fast 5, all 10)
 #              GPU_JOBS       number of GPU test programs that run at the same time, except for tests that measure time
 #                             (default: the number of cores, at most 12)
@@ -111,7 +111,7 @@ run_parts() { # PART...: in this order, as many at a time as LANES says
     parts=$*
     rm -rf $B/parts && mkdir -p $B/parts
     set -m # each lane is a process group, which can be ended
-    for ((i = 0; i < ${LANES:-2}; i++)); do
+    for ((i = 0; i < ${LANES:-3}; i++)); do
         lane </dev/null &
         lanes+=($!)
     done
@@ -301,7 +301,7 @@ part_nvcc() {
     else
         skip 1 "this nvcc has no --fdevice-syntax-only"
     fi
-    $py test/nvcc_versions.py 12.4 2>&1
+    $py test/nvcc_versions.py --recorded 12.4 2>&1
     status=$?
     if [ $status = 3 ]; then skip 1 "no ptxas 12.4 in the package index"; else
         result "the oldest supported toolkit compiles the kernels without spills" $status

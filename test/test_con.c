@@ -444,7 +444,7 @@ static void test_con_limits(void) {
         con_del(c);
     }
     buf_free(&deep);
-    CHECK(cpu_now() - t0 < (ENG_SLOW ? 300 : 40));
+    CHECK(cpu_now() - t0 < (SANITIZED ? 300 : 40));
 }
 
 /* ---- Masks ---- */
@@ -844,7 +844,7 @@ static void test_con_none_left(void) {
 
 /* ---- Workers ---- */
 
-enum { WORK_REQUESTS = 9, WORK_SAMPLES = ENG_SLOW ? 4 : 7 };
+enum { WORK_REQUESTS = 9, WORK_SAMPLES = SANITIZED ? 4 : 7 };
 
 typedef struct work_holder { /* a thread that takes one constraint after the other for a moment, as a slow mask would */
     eng *engine;
@@ -887,7 +887,7 @@ static void work_ask(toka *t, eng_collected **got, bool slow) {
         const char *text = i < 5 ? con_walks[i] : i == 5 ? "[\"one\",\"one more\",\"two\"]" : con_walks[0];
         const toka_grammar g = {.kind = i == 5 ? CH : JS, .text = text, .text_bytes = strlen(text)};
         r.text = eng_problem, r.text_bytes = strlen(eng_problem), r.n = WORK_SAMPLES;
-        r.sampling.max_tokens = ENG_SLOW ? 20 : 40, r.sampling.temperature = 1.5f, r.sampling.seed = (uint64_t)i, r.sampling.logprobs = 1;
+        r.sampling.max_tokens = SANITIZED ? 20 : 40, r.sampling.temperature = 1.5f, r.sampling.seed = (uint64_t)i, r.sampling.logprobs = 1;
         if (i != 7) CHECK_MSG(!toka_constraint_new(&r.sampling.constraint, t, &g, &e), "%s", e.msg);
         holder.constraints[i] = r.sampling.constraint;
         got[i] = mem_zalloc(sizeof **got);
@@ -910,7 +910,7 @@ static void test_con_workers(void) {
     int64_t preempted = 0, late = 0;
     for (int k = 0; k < COUNT(cases); k++) {
         toka_options o = toka_options_default();
-        if (ENG_SLOW && k % 2 && k + 1 < COUNT(cases)) continue;
+        if (SANITIZED && k % 2 && k + 1 < COUNT(cases)) continue;
         o.model = eng_model, o.n_threads = 1, o.max_num_seqs = 40, o.max_num_batched_tokens = 60, o.max_model_len = 160;
         o.data_parallel_size = cases[k].dp, o.kv_tokens = cases[k].kv_tokens;
         setenv("TOKA_DEBUG_WORKERS", cases[k].workers, 1);
@@ -937,7 +937,7 @@ static void test_con_workers(void) {
     }
     for (int i = 0; i < WORK_REQUESTS; i++) eng_collected_free(want[i]);
     unsetenv("TOKA_DEBUG_WORKERS");
-    CHECK_MSG(preempted > 10 && (ENG_SLOW || late > 0), "%d preempted, %d late", (int)preempted, (int)late);
+    CHECK_MSG(preempted > 10 && (SANITIZED || late > 0), "%d preempted, %d late", (int)preempted, (int)late);
 }
 
 static void *work_drive(void *arg) {

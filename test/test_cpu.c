@@ -1104,7 +1104,7 @@ static void check_invariance(const cpu_kernels *set, cpu_sizes z, uint64_t seed)
     float *first = mem_zalloc(n * sizeof *first), *again = mem_zalloc(n * sizeof *again);
     seqs_open_device(w, set, 1, 512);
     run_seqs(w, first, 0);
-    for (int round = 0; round < (FAST ? 3 : 6); round++) {
+    for (int round = 0; round < (FEWER ? 3 : 6); round++) {
         memset(again, 0, n * sizeof *again);
         seqs_open_device(w, set, 1 + round % 3, round % 2 ? 3 : 512);
         run_seqs(w, again, (int[]){1, 2, 5, 20, 40, 7}[round]);

@@ -3,17 +3,6 @@
 
 #include "late.h"
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define ENG_SLOW 1 /* build with a sanitizer: fewer problems in the accuracy tests, fewer splits */
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer)
-#define ENG_SLOW 1
-#endif
-#endif
-#ifndef ENG_SLOW
-#define ENG_SLOW 0
-#endif
-
 static toka *eng_must_open(const char *model, int max_num_seqs, int max_tokens, int n_threads) {
     toka_err e = {0};
     toka *t = NULL;
@@ -290,7 +279,7 @@ static void test_embedded_accuracy(void) {
     toka *t = eng_must_open(eng_model, 64, 512, 0);
     str lines = read_copy("test/model/heldout.jsonl");
     toka_sampling s = eng_greedy(160);
-    int n = 0, right = 0, limit = ENG_SLOW ? 10 : 500;
+    int n = 0, right = 0, limit = SANITIZED ? 10 : 500;
     for (size_t at = 0, end; at < lines.n && n < limit; at = end + 1) {
         arena a = {0};
         toka_err e;
@@ -307,7 +296,7 @@ static void test_embedded_accuracy(void) {
     }
     printf("embedded model: %d of %d held-out problems right, greedy\n", right, n);
     CHECK(n >= limit);
-    CHECK_MSG(right >= (ENG_SLOW ? 8 * n / 10 : 95 * n / 100), "%d of %d", right, n);
+    CHECK_MSG(right >= (SANITIZED ? 8 * n / 10 : 95 * n / 100), "%d of %d", right, n);
     toka_close(t);
     free((void *)lines.p);
 }
@@ -547,7 +536,7 @@ static void *eng_one_of_many(void *arg) {
 /* Threads in toka_generate sleep until their own requests end. Steps and the ends of other requests
  * do not wake them. */
 static void test_many_threads(void) {
-    enum { N = ENG_SLOW ? 100 : 300 };
+    enum { N = SANITIZED ? 100 : 300 };
     toka *t = eng_must_open(eng_model, N, 2 * N, 1);
     static pthread_t thread[N];
     static eng_thread arg[N];
@@ -572,7 +561,7 @@ static void test_drivers_leave(void) {
     toka *t = eng_must_open(eng_model, 8, 64, 1);
     int32_t prompt[] = {5, 6, 7};
     alarm(300); /* a thread that is not woken would sleep forever */
-    for (int round = 0; round < (ENG_SLOW ? 10 : 20); round++) {
+    for (int round = 0; round < (SANITIZED ? 10 : 20); round++) {
         pthread_t forever, out[2], askers[2];
         eng_thread arg[2] = {{t, 0, false}, {t, 1, false}};
         int count[3] = {0};
@@ -1004,7 +993,7 @@ static void ahead_compare(const char *model, bool windowed, const char *kv_dtype
         toka_options o = toka_options_default();
         o.model = model, o.n_threads = 1, o.max_num_seqs = windowed ? 12 : 24, o.max_num_batched_tokens = 40, o.max_model_len = 160;
         const int turn = k && windowed && kv_dtype ? 3 : 0; /* of those that FP8 allows below, two preempt */
-        if (ENG_SLOW && k % 4 != turn && k + 1 < COUNT(cases)) continue;
+        if (SANITIZED && k % 4 != turn && k + 1 < COUNT(cases)) continue;
         if (windowed && k % 3 != 0) continue;
         /* what tensor ranks sum in another order may be rounded to another FP8 number */
         if (kv_dtype && (cases[k].tp > 1 || (!windowed && k % 2 != 0))) continue;
@@ -1074,7 +1063,7 @@ static void test_ahead_windows(void) {
     eng_make_small();
     eng_derive(folder, "\"architectures\": [\n    \"LlamaForCausalLM\"\n  ],\n  \"model_type\": \"llama\",", head);
     eng_long_answers = true;
-    if (!ENG_SLOW) ahead_compare(folder, true, NULL);
+    if (!SANITIZED) ahead_compare(folder, true, NULL);
     ahead_compare(folder, true, "fp8_e4m3");
     eng_long_answers = false;
     eng_remove(folder), eng_remove(eng_small_model);
@@ -1274,7 +1263,7 @@ static void test_draft_model(void) {
         t[1]->engine->replicas[0].sched.config.reserve_steps = 0;
         int32_t *problem = eng_problem_ids(t[0], str_c(eng_problem), &n_problem);
         int64_t steps[2] = {0};
-        for (int i = 0; i < (run == 2 ? 3 : ENG_SLOW ? 8 : 20); i++) {
+        for (int i = 0; i < (run == 2 ? 3 : SANITIZED ? 8 : 20); i++) {
             toka_sampling s = eng_greedy(1 + (29 + i * 7) % 40);
             toka_stats before[2] = {toka_get_stats(t[0]), toka_get_stats(t[1])};
             int code;
@@ -1308,7 +1297,7 @@ static void test_draft_model(void) {
         if (smaller == eng_model) CHECK_MSG(stats.draft_tokens_accepted == stats.draft_tokens, "%d: %.3f of the drafts are right", run, rate);
         else CHECK_MSG(rate > 0.05 && rate < 0.9, "%.3f of the drafts are right", rate);
         CHECK_MSG(steps[1] < steps[0], "%d steps, %d without drafts", (int)steps[1], (int)steps[0]);
-        if (run < 2 && !ENG_SLOW) CHECK(stats.preemptions > 0 && stats.prompt_tokens_shared > 0);
+        if (run < 2 && !SANITIZED) CHECK(stats.preemptions > 0 && stats.prompt_tokens_shared > 0);
         if (getenv("VERBOSE")) printf("drafter %s: %.3f right, %d steps for %d, %d preempted, %d shared\n", smaller, rate, (int)steps[1], (int)steps[0], (int)stats.preemptions, (int)stats.prompt_tokens_shared);
         free(problem);
         toka_close(t[0]), toka_close(t[1]);
@@ -2464,7 +2453,7 @@ static void test_updates(void) {
     usleep(20000);
     CHECK(toka_get_stats(t).paused && users[0].n_same == 0);
     CHECK(!toka_resume(t, &e) && !toka_resume(t, &e));
-    for (int i = 0; i < (ENG_SLOW ? 6 : 20); i++) {
+    for (int i = 0; i < (SANITIZED ? 6 : 20); i++) {
         if (i % 3) CHECK(!toka_pause(t, i % 3 == 2, &e) && !toka_pause(t, i % 2, &e));
         CHECK_MSG(!toka_update_weights(t, "test/model", &e), "%s", e.msg);
         CHECK(toka_update_weights(t, "test/fixtures/qwen3", &e) == TOKA_E_INPUT && e.msg[0]);
@@ -2477,7 +2466,7 @@ static void test_updates(void) {
         pthread_join(threads[i], NULL);
         CHECK_MSG(users[i].n_same > 0 && !users[i].n_other, "%d same, %d other", users[i].n_same, users[i].n_other);
     }
-    CHECK(toka_get_stats(t).weight_updates == 1 + (ENG_SLOW ? 6 : 20) && !sched_check(&t->engine->replicas[0].sched));
+    CHECK(toka_get_stats(t).weight_updates == 1 + (SANITIZED ? 6 : 20) && !sched_check(&t->engine->replicas[0].sched));
     eng_collected_free(want);
     toka_close(t);
 }
@@ -2538,7 +2527,7 @@ static void test_pause_is_overtaken(void) {
 
 /* One thread drives. While it waits for the end of a request, later ones stay in the inbox, and can be cancelled there. */
 static void test_pause_waits(void) {
-    enum { TOKENS = ENG_SLOW ? 20 : 100 };
+    enum { TOKENS = SANITIZED ? 20 : 100 };
     toka *t = eng_must_open("test/model", 4, 16, 1);
     toka_err e = {0};
     pthread_t driver, pauser;
@@ -2626,7 +2615,7 @@ static void test_sleep(void) {
         users[i] = (eng_user){t, &stop, want, 0, 0};
         pthread_create(&threads[i], NULL, eng_use, &users[i]);
     }
-    for (int i = 0; i < (ENG_SLOW ? 6 : 24); i++) {
+    for (int i = 0; i < (SANITIZED ? 6 : 24); i++) {
         const int which = i % COUNT(cases), parts = cases[which].parts;
         usleep(3000);
         CHECK_MSG(!toka_sleep(t, parts, cases[which].drops, &e), "%s", e.msg);

@@ -991,7 +991,7 @@ static void test_kv_fp8_accuracy(void) {
     toka_sampling s = eng_greedy(100);
     s.temperature = 1;
     for (int i = 0; i < 3; i++) logits[i] = mem_alloc(20 * V * sizeof(float));
-    for (size_t at = 0, end; at < lines.n && change.n < (ENG_SLOW ? 200 : 1000); at = end + 1) {
+    for (size_t at = 0, end; at < lines.n && change.n < (SANITIZED ? 200 : 1000); at = end + 1) {
         arena memory = {0};
         toka_err e;
         ptrdiff_t nl = str_find(lines, STR("\n"), at);

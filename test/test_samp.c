@@ -565,7 +565,7 @@ static void sample_many(const samp_case *c, int n, int *seen) {
 
 static void check_distribution(toka_sampling s, const char *what) {
     enum { V = 24 };
-    const int N = FAST ? 300000 : 1000000;
+    const int N = FEWER ? 300000 : 1000000;
     float raw[V];
     static const int32_t history[] = {3, 5, 3, 8, 8, 8, 1};
     uint64_t r = 12345;
@@ -759,9 +759,9 @@ static samp_case draw_case(uint64_t seed, int V) {
 }
 
 static void test_samp_draws(void) {
-    enum { CASES = 200, DRAWS = 1000 };
+    enum { DRAWS = 1000 };
     draw_counts counts = {0};
-    for (int i = 0; i < CASES; i++) {
+    for (int i = 0; i < (FEWER ? 60 : 200); i++) {
         samp_case c = draw_case((uint64_t)i, (int[]){5, 24, 300, 700}[i % 4]);
         draw_check check = draw_check_new(&c, 1e-9, 1e-9);
         for (int k = 0; k < DRAWS; k++) {
@@ -778,7 +778,8 @@ static void test_samp_draws(void) {
 /* Pairs of samples at neighbouring positions, sample numbers and seeds: each of the V*V cells has
  * the product of the probabilities. */
 static void test_samp_pairs(void) {
-    enum { V = 8, N = 1000000 };
+    enum { V = 8 };
+    const int N = FEWER ? 250000 : 1000000;
     float raw[V] = {0.1f, 0.9f, -0.4f, 0, 0.7f, 0.2f, -1, 0.5f};
     samp_case c = {.s = samp_plain(), .V = V, .raw = raw};
     c.row = (toka_sample_row){.scored_id = -1, .sampling = &c.s};
@@ -1231,7 +1232,7 @@ static void test_samp_words(void) {
     tok *t = NULL;
     str s = read_copy("test/model/tokenizer.json");
     CHECK(!tok_load(&t, s, STR(""), &e));
-    words_compare(t, 1, 100, 24);
+    words_compare(t, 1, FEWER ? 30 : 100, 24);
     tok_del(t), free((void *)s.p);
     static const char *const folders[] = {"tokenizers/llama-3.1", "tokenizers/qwen2.5", "tokenizers/llama-2"};
     for (int i = 0; i < COUNT(folders); i++) {

@@ -685,7 +685,7 @@ def added_tokens(rng, config):
 
 @pytest.mark.slow
 def test_added_token_flags(driver, tmp_path):
-    for seed in range(40):
+    for seed in range(20):
         rng = random.Random(seed)
         config = character_config(rng) if seed % 2 else with_pattern(pair_model(), "\\p{N}")
         if seed % 4 == 0:
