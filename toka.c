@@ -920,6 +920,48 @@ SERVER_ONLY static int64_t os_available_bytes(void) {
     return MAX(available, (int64_t)0);
 }
 
+/* Memory of a device that computes on the CPU: zeros. A page of it that is never touched uses no
+ * RAM. */
+typedef struct os_memory {
+    struct os_block {
+        void *at;
+        size_t bytes;
+    } *blocks; /* [n] */
+    int n;
+    size_t bytes; /* of all blocks */
+} os_memory;
+
+/* Allocates count * size bytes of zeros, at least 1. Returns NULL on failure, which includes more
+ * than the machine's RAM in all; then *e has the first failure. owner: begins its sentence. */
+COLD
+static void *os_memory_zalloc(os_memory *memory, size_t count, size_t size, const char *owner,
+                              toka_err *e) {
+    const size_t ram = (size_t)os_ram_bytes(), available = ram - MIN(memory->bytes, ram);
+    struct os_block block = {MAP_FAILED, 0};
+    if (!__builtin_mul_overflow(count, size, &block.bytes) && block.bytes <= available) {
+        block.bytes = MAX(block.bytes, (size_t)1);
+        block.at = mmap(NULL, block.bytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    }
+    if (block.at == MAP_FAILED) {
+        if (!e->code)
+            fail(e, TOKA_E_MEMORY,
+                 "%s: no memory for %.0f MB in addition to %zu MB; the machine has %zu MB", owner,
+                 (double)count * (double)size / (1 << 20), memory->bytes >> 20, ram >> 20);
+        return NULL;
+    }
+    memory->blocks = mem_realloc(memory->blocks, (size_t)(memory->n + 1) * sizeof block);
+    memory->blocks[memory->n++] = block;
+    memory->bytes += block.bytes;
+    return block.at;
+}
+COLD
+static void os_memory_free(os_memory *memory) {
+    for (int i = 0; i < memory->n; i++) munmap(memory->blocks[i].at, memory->blocks[i].bytes);
+    free(memory->blocks);
+    *memory = (os_memory){0};
+}
+
 /* Returns how many columns the terminal of a descriptor has; 80 if it does not say. */
 SERVER_ONLY static int os_terminal_columns(int fd) {
     struct winsize size;
@@ -23645,8 +23687,7 @@ typedef struct plain_device {
     arena scratch;           /* memory of the op that runs (plain_take) */
     float *row;              /* [row_cols] grows with the weights that plain_row reads */
     int row_cols;
-    arena owned;             /* all other memory, n_owned bytes (plain_zalloc) */
-    size_t n_owned;
+    os_memory memory;        /* all other memory */
     toka_err error;          /* the first failure; code 0: none */
 } plain_device;
 
@@ -24306,21 +24347,8 @@ COLD static void plain_norm_logits_sample(toka_device *device, const toka_step *
 /* ---- Open, close, memory ---- */
 
 /* Allocates count * size bytes of zeros. Returns NULL on failure; then dev->error is set. */
-COLD static void *plain_zalloc(plain_device *dev, size_t count, size_t size) {
-    struct arena_block *block = NULL;
-    size_t bytes;
-    if (!__builtin_mul_overflow(count, size, &bytes) &&
-        bytes <= (size_t)os_ram_bytes() - dev->n_owned)
-        block = mem_try_zalloc(1, sizeof *block + bytes);
-    if (block) {
-        arena_adopt_block(&dev->owned, block);
-        dev->n_owned += bytes;
-        return block->bytes;
-    }
-    if (!dev->error.code)
-        fail(&dev->error, TOKA_E_MEMORY, "plain backend: no memory for %.0f MB",
-             (double)count * (double)size / (1 << 20));
-    return NULL;
+static void *plain_zalloc(plain_device *dev, size_t count, size_t size) {
+    return os_memory_zalloc(&dev->memory, count, size, "plain backend", &dev->error);
 }
 
 /* Allocates the memory that lives as long as the device. A failure is kept in dev->error. */
@@ -24348,7 +24376,7 @@ static void plain_alloc_buffers(plain_device *dev) {
 static void plain_close(toka_device *device) {
     if (!device) return;
     plain_device *dev = plain_of(device);
-    arena_free(&dev->owned);
+    os_memory_free(&dev->memory);
     free(dev->row);
     free(dev);
 }
@@ -26730,11 +26758,6 @@ enum {
 
 /* ---- The device ---- */
 
-typedef struct cpu_mapping { /* zeroed memory from mmap; a page that is never touched uses no RAM */
-    void *memory;
-    size_t bytes;
-} cpu_mapping;
-
 /* The largest sizes in the layers of a rank, from which the device sizes its scratch memory. */
 typedef struct cpu_extents {
     int input, vector;    /* columns of a matrix that reads dev->x; elements of a vector */
@@ -26825,14 +26848,12 @@ struct toka_device {
     float *scratch;           /* [n_threads][scratch_floats]: a thread's weight panel (GEMM) or its
                                * query rows (attention) */
     size_t scratch_floats;
-    cpu_mapping *mappings;    /* [n_mappings] all buffers above that the device owns, repacked
-                               * weights, and the results of alloc */
-    int n_mappings;
+    os_memory memory;         /* all buffers above that the device owns, repacked weights, and the
+                               * results of alloc */
     toka_weights own_weights; /* a copy of the caller's lists, in which repacked weights replace the
                                * caller's */
     size_t repacked_bytes;    /* of own_weights, beside the mapped files */
     arena own_lists;
-    size_t mapped_bytes;      /* of all mappings */
     toka_err error;           /* the first failure; code 0: none */
     int steps_to_fault, steps_to_stall; /* debugging: steps until one fails, or hangs; 0: never */
     char description[96];
@@ -26844,24 +26865,7 @@ struct toka_device {
 
 /* Allocates count * size bytes of zeros. Returns NULL on failure; then dev->error is set. */
 static void *cpu_zalloc(toka_device *dev, size_t count, size_t size) {
-    size_t bytes, ram = (size_t)os_ram_bytes(), available = ram - MIN(dev->mapped_bytes, ram);
-    void *memory = MAP_FAILED;
-    /* untouched memory costs nothing, but to ask for more than the machine's RAM is a mistake */
-    if (!__builtin_mul_overflow(count, size, &bytes) && bytes <= available)
-        memory = mmap(NULL, MAX(bytes, (size_t)1), PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) {
-        if (!dev->error.code)
-            fail(&dev->error, TOKA_E_MEMORY,
-                 "CPU backend: no memory for %.0f MB in addition to %zu MB; the machine has %zu MB",
-                 (double)count * (double)size / (1 << 20), dev->mapped_bytes >> 20, ram >> 20);
-        return NULL;
-    }
-    dev->mappings = mem_realloc(dev->mappings,
-                                (size_t)(dev->n_mappings + 1) * sizeof *dev->mappings);
-    dev->mappings[dev->n_mappings++] = (cpu_mapping){memory, MAX(bytes, (size_t)1)};
-    dev->mapped_bytes += bytes;
-    return memory;
+    return os_memory_zalloc(&dev->memory, count, size, "CPU backend", &dev->error);
 }
 
 static float *cpu_ptr(toka_dev_ptr a) { return (float *)(uintptr_t)a.at; }
@@ -28765,9 +28769,7 @@ static void cpu_norm_logits_sample(toka_device *dev, const toka_step *step, toka
 static void cpu_close(toka_device *dev) {
     if (!dev) return;
     cpu_pool_close(&dev->pool);
-    for (int i = 0; i < dev->n_mappings; i++)
-        munmap(dev->mappings[i].memory, dev->mappings[i].bytes);
-    free(dev->mappings);
+    os_memory_free(&dev->memory);
     arena_free(&dev->own_lists);
     free(dev);
 }
@@ -29235,10 +29237,10 @@ static int cpu_rebind(toka_device *dev, const toka_weights *weights, bool commit
 COLD
 static int cpu_sleep(toka_device *dev, int parts, bool drop_weights, toka_err *e) {
     (void)drop_weights, (void)e;
-    for (int i = 0; i < dev->n_mappings && parts & TOKA_PART_KV; i++) {
-        const void *memory = dev->mappings[i].memory;
-        if (memory == dev->kv_cache || memory == dev->states || memory == dev->kv_ids)
-            madvise(dev->mappings[i].memory, dev->mappings[i].bytes, MADV_DONTNEED);
+    for (int i = 0; i < dev->memory.n && parts & TOKA_PART_KV; i++) {
+        const struct os_block block = dev->memory.blocks[i];
+        if (block.at == dev->kv_cache || block.at == dev->states || block.at == dev->kv_ids)
+            madvise(block.at, block.bytes, MADV_DONTNEED);
     }
     return 0;
 }
@@ -29268,7 +29270,7 @@ static const char *cpu_describe(const toka_device *dev) { return dev->descriptio
 /* The weights in the mapped files take no memory of the device; other has the KV pool, too. */
 static void cpu_memory(const toka_device *dev, toka_memory *used) {
     *used = (toka_memory){.weights = (int64_t)dev->repacked_bytes,
-                          .other = (int64_t)(dev->mapped_bytes - dev->repacked_bytes)};
+                          .other = (int64_t)(dev->memory.bytes - dev->repacked_bytes)};
 }
 
 static int cpu_status(toka_device *dev, toka_err *e) {
