@@ -209,7 +209,7 @@
  *   speculative decoding: drafts from the prompt,    2211.17192      20 draft_plan
  *     the output, other samples, the prefix tree;                    32 eng_verify_drafts,
  *     or of a smaller model                                             eng_draw_drafts
- *   Gated DeltaNet: a state in place of K and V      2412.06464      27 plain_linear_token
+ *   Gated DeltaNet: a state in place of K and V      2412.06464      27b plain_linear_token
  *                                                                    30 cpu_linear_item
  *   sampling: Gumbel-max over groups of ids          1411.0030       22 samp_draw
  *     fused into the LM head; on Hopper the logits                     cu 12 samp_lm_head,
@@ -245,6 +245,7 @@
  *  25. Constraints: JSON Schema [pure]
  *  26. Constraints: structures [pure]
  *  27. The plain backend [cpu]
+ *  27b. The plain backend: linear mixers, device [cpu]
  *  28. CPU kernels and threads [cpu]
  *  29. Ranks [cpu]
  *  30. The CPU backend [cpu]
@@ -23625,10 +23626,11 @@ COLD static int con_new(toka_constraint **out, const toka_grammar *source, const
 
 /* ===========================================================================
  * MARK: 27. The plain backend [cpu]
- * A transformer as its formulas say it: one thread, loops over rows and columns, nothing else. It
- * runs every op and every kind of layer that toka.h describes. The other backends compute the same
- * numbers faster; tests compare them with this chapter. In: a step's integers, weights in any
- * format. Out: the residual stream, K and V in their slots, sample results.
+ * A transformer as its formulas say it: one thread, loops over rows and columns, nothing else. With
+ * chapter 27b it has every op and every kind of layer that toka.h describes. The other backends
+ * compute the same numbers faster; tests compare them with these two chapters. In: a step's
+ * integers, weights in any format. Out: the residual stream, K and V in their slots, sample
+ * results.
  *
  * A transformer maps tokens to logits. Each token has a vector x of E numbers, the residual stream.
  * It begins as the token's embedding. Each layer adds two vectors to it, and the LM head reads it:
@@ -23655,8 +23657,7 @@ COLD static int con_new(toka_constraint **out, const toka_grammar *source, const
  *   MLA           attention whose cache has one short vector c a token, from which the keys and
  *                 values of all heads could be made. They never are: q . (W_uk c) is
  *                 (W_uk^T q) . c, and the sum over values W_uv c is W_uv of the sum over c
- *   linear mixer  has no cache that grows: each token corrects a matrix, the state S, so that S^T k
- *                 comes nearer to its value v. S^T q is then what the query finds
+ *   linear mixer  attention without a cache that grows: chapter 27b
  *
  * What always holds: activations are float32; sums are float64 and rounded once, in rising order.
  * So the result of a row depends on this row alone. FP8 activations are not rounded to FP8
@@ -23670,8 +23671,8 @@ COLD static int con_new(toka_constraint **out, const toka_grammar *source, const
  * =========================================================================== */
 
 typedef struct plain_layer { /* what the device keeps of earlier tokens, in one layer */
-    float *k, *v;  /* [slots][K][D], [slots][K][Dv]; slots: toka_layer_pages * B. FP8: the values of
-                      the rounded numbers */
+    float *kv;     /* [slots][K][D + Dv] a key and its value; slots: toka_layer_pages * B. FP8: the
+                      values of the rounded numbers */
     float *states; /* [n_states][toka_state_elements] with a linear mixer */
 } plain_layer;
 
@@ -23836,23 +23837,25 @@ static void plain_rope(const toka_rope *rope, int pos, float *head) {
 
 /* ---- Ops: copy_pages, embed, keep_ids ---- */
 
-static void plain_copy_page(void *cache, toka_copy copy, size_t page_bytes) {
-    memcpy((char *)cache + (size_t)copy.to * page_bytes,
-           (char *)cache + (size_t)copy.from * page_bytes, page_bytes);
+/* Returns where a slot of a layer has the key of a kv head; its value follows. */
+static float *plain_kv(const plain_device *dev, int layer, int slot, int kv_head) {
+    const int K = dev->shape->K, size = dev->shape->D + toka_value_size(dev->shape);
+    return dev->layers[layer].kv + plain_at(slot, K * size) + plain_at(kv_head, size);
 }
 
 COLD static void plain_copy_pages(toka_device *device, const toka_step *step) {
     const plain_device *dev = plain_of(device);
-    const size_t page = plain_at(dev->shape->B, dev->shape->K) * sizeof(float);
-    const size_t D = (size_t)dev->shape->D, Dv = (size_t)toka_value_size(dev->shape);
+    const int B = dev->shape->B, size = dev->shape->D + toka_value_size(dev->shape);
+    const size_t page_bytes = plain_at(B, dev->shape->K * size) * sizeof(float);
     for (int i = 0; i < step->n_copies; i++) {
         for (int layer = 0; layer < dev->shape->L; layer++) {
-            const toka_layer *weights = &dev->weights->layers[layer];
-            if (weights->linear) continue;
-            plain_copy_page(dev->layers[layer].k, toka_layer_copies(step, weights)[i], page * D);
-            plain_copy_page(dev->layers[layer].v, toka_layer_copies(step, weights)[i], page * Dv);
+            const toka_copy copy = toka_layer_copies(step, &dev->weights->layers[layer])[i];
+            if (dev->weights->layers[layer].linear) continue;
+            memcpy(plain_kv(dev, layer, copy.to * B, 0), plain_kv(dev, layer, copy.from * B, 0),
+                   page_bytes);
         }
-        plain_copy_page(dev->kv_ids, step->copies[i], plain_at(dev->shape->B, sizeof(int32_t)));
+        memcpy(dev->kv_ids + step->copies[i].to * B, dev->kv_ids + step->copies[i].from * B,
+               (size_t)B * sizeof *dev->kv_ids);
     }
 }
 
@@ -23940,33 +23943,19 @@ static void plain_mla_kv(plain_device *dev, const toka_step *step, const toka_la
     }
 }
 
-/* W norm(x) of a linear mixer. In: rows of norm(x). */
-static void plain_linear_in(plain_device *dev, const toka_linear *linear, const float *in, int T,
-                            float *q) {
-    const int width = toka_linear_width(&dev->shape->linear);
-    const toka_tensor *matrices[6];
-    const int n = toka_linear_matrices(linear, matrices);
-    for (int i = 0; i < n; q += matrices[i++]->rows) {
-        const int rows = matrices[i]->rows;
-        float *y = plain_take(dev, T, rows);
-        plain_linear(dev, matrices[i], NULL, in, T, y);
-        for (int t = 0; t < T; t++)
-            memcpy(q + plain_at(t, width), y + plain_at(t, rows), (size_t)rows * sizeof *q);
-    }
-}
-
-/* Stores K or V of the step's tokens, [T][K][size], in a cache. With FP8 every head is rounded to
- * e4m3 numbers times its scale. */
-static void plain_store_kv(plain_device *dev, const toka_step *step, const toka_layer *layer,
-                           float *cache, const float *from, int size) {
+/* Stores K of the step's tokens, [T][K][size], or V, which is behind D elements of the key. With
+ * FP8 every head is rounded to e4m3 numbers times its scale. */
+static void plain_store_kv(plain_device *dev, const toka_step *step, int layer, int behind,
+                           const float *from, int size) {
+    const toka_layer *weights = &dev->weights->layers[layer];
     const int K = dev->shape->K;
     unsigned char *codes = arena_alloc(&dev->scratch, (size_t)size);
     for (int i = 0; i < step->T * K; i++, from += size) {
-        const int slot = toka_layer_slots(step, layer)[i / K];
-        float *to = cache + plain_at(slot, K * size) + plain_at(i % K, size);
-        assert(slot >= 0 && slot / dev->shape->B < toka_layer_pages(&dev->options, layer));
+        const int slot = toka_layer_slots(step, weights)[i / K];
+        float *to = plain_kv(dev, layer, slot, i % K) + behind;
+        assert(slot >= 0 && slot / dev->shape->B < toka_layer_pages(&dev->options, weights));
         memcpy(to, from, (size_t)size * sizeof *to);
-        if (!layer->kv_fp8) continue;
+        if (!weights->kv_fp8) continue;
         const float scale = toka_kv_scale_value(toka_kv_store(codes, 1, from, size));
         for (int j = 0; j < size; j++) to[j] = toka_from_fp8(codes[j]) * scale;
     }
@@ -23980,10 +23969,6 @@ COLD static void plain_norm_qkv_rope_kv(toka_device *device, const toka_step *st
     const int D = dev->shape->D, Dv = toka_value_size(dev->shape);
     const toka_rope *rope = weights->rope;
     const float *in = plain_norm_x(dev, &weights->attn_norm, plain_ptr(toka_hidden_read(x)), T);
-    if (weights->linear) {
-        plain_linear_in(dev, weights->linear, in, T, plain_ptr(q));
-        return;
-    }
     float *k = plain_take(dev, T, K * D), *v = plain_take(dev, T, K * Dv);
     if (weights->mla) {
         plain_mla_query(dev, step, weights, in, plain_ptr(q));
@@ -23994,8 +23979,8 @@ COLD static void plain_norm_qkv_rope_kv(toka_device *device, const toka_step *st
         plain_heads(dev, step, &weights->k, &weights->k_bias, &weights->k_norm, rope, K, in, k);
         plain_heads(dev, step, &weights->v, &weights->v_bias, NULL, NULL, K, in, v);
     }
-    plain_store_kv(dev, step, weights, dev->layers[layer].k, k, D);
-    plain_store_kv(dev, step, weights, dev->layers[layer].v, v, Dv);
+    plain_store_kv(dev, step, layer, 0, k, D);
+    plain_store_kv(dev, step, layer, D, v, Dv);
 }
 
 /* ---- Op: attention ---- */
@@ -24025,120 +24010,19 @@ static int plain_find_slots(const plain_device *dev, const toka_step *step,
 static void plain_attend(const plain_device *dev, int layer, int head, int n, const float *sink,
                          const float *q, float *p, float *o) {
     const toka_shape *shape = dev->shape;
-    const int K = shape->K, D = shape->D, Dv = toka_value_size(shape);
-    const int kv_head = head / (shape->H / K);
-    const float *k = dev->layers[layer].k + plain_at(kv_head, D);
-    const float *v = dev->layers[layer].v + plain_at(kv_head, Dv);
+    const int D = shape->D, Dv = toka_value_size(shape), kv_head = head / (shape->H / shape->K);
     const float scale = plain_or(shape->attn_scale, 1 / sqrtf((float)D));
-    for (int j = 0; j < n; j++)
-        p[j] = plain_cap(scale * plain_dot(q, k + plain_at(dev->positions[j], K * D), D),
-                         shape->attn_cap);
+    for (int j = 0; j < n; j++) {
+        const float *k = plain_kv(dev, layer, dev->positions[j], kv_head);
+        p[j] = plain_cap(scale * plain_dot(q, k, D), shape->attn_cap);
+    }
     if (sink) p[n] = *sink;
     plain_softmax(p, sink ? n + 1 : n);
     for (int i = 0; i < Dv; i++) {
         double sum = 0;
         for (int j = 0; j < n; j++)
-            sum += (double)p[j] * v[plain_at(dev->positions[j], K * Dv) + (size_t)i];
+            sum += (double)p[j] * plain_kv(dev, layer, dev->positions[j], kv_head)[D + i];
         o[i] = (float)sum;
-    }
-}
-
-/* A convolution over the last `taps` tokens, then SiLU. The row of a token has the elements in
- * groups of `size`, `step` apart. history: [elements][taps - 1] earlier inputs, the last one the
- * newest. Returns the end of this history. */
-static float *plain_convolve(plain_device *dev, const toka_tensor *weight, int size, int step,
-                             float *history, float *row) {
-    const int n = weight->cols - 1;
-    for (int i = 0; i < weight->rows; i++, history += n) {
-        float *x = row + i / size * step + i % size;
-        const float *factors = plain_row(dev, weight, i);
-        const float input = *x, sum = plain_dot(factors, history, n) + factors[n] * input;
-        memmove(history, history + 1, (size_t)(n - 1) * sizeof *history);
-        history[n - 1] = input;
-        *x = sum * plain_sigmoid(sum);
-    }
-    return history;
-}
-
-/* Scales a vector to this length. */
-static void plain_set_length(float *x, int n, double length) {
-    double square = 1e-6;
-    for (int i = 0; i < n; i++) square += (double)x[i] * x[i];
-    for (int i = 0; i < n; i++) x[i] = (float)(x[i] * length / sqrt(square));
-}
-
-/* S, [n_keys][n_values], decays, and what it returns for k comes nearer to v by the share beta.
- * o = S^T q. */
-static void plain_delta_rule(float *S, int n_keys, int n_values, const float *q, const float *k,
-                             const float *v, double decay, double beta, float *o) {
-    for (int j = 0; j < n_values; j++) {
-        double found = 0, sum = 0;
-        for (int i = 0; i < n_keys; i++) found += S[i * n_values + j] * decay * k[i];
-        const double change = beta * (v[j] - found);
-        for (int i = 0; i < n_keys; i++) {
-            float *s = &S[i * n_values + j];
-            *s = (float)(*s * decay + k[i] * change);
-            sum += (double)*s * q[i];
-        }
-        o[j] = (float)sum;
-    }
-}
-
-/* o = norm(o) * silu(z), [n] each */
-static void plain_gated_norm(float *o, const float *norm, float eps, const float *z, int n) {
-    double square = 0;
-    for (int i = 0; i < n; i++) square += (double)o[i] * o[i] / n;
-    for (int i = 0; i < n; i++)
-        o[i] = (float)(o[i] / sqrt(square + eps) * norm[i]) * z[i] * plain_sigmoid(z[i]);
-}
-
-/* One token of a linear mixer. state: as toka_state_elements says. row: q, k, v, z, b, a. */
-static void plain_linear_token(plain_device *dev, const toka_linear *linear, float *state,
-                               float *row, float *o) {
-    const toka_linear_shape *shape = &dev->shape->linear;
-    const toka_linear_at at = toka_linear_places(shape, linear);
-    const int n_keys = shape->key_size, n_values = shape->value_size;
-    const int per_key = shape->value_heads / shape->key_heads;
-    const float *a_log = plain_vector(dev, &linear->a_log);
-    const float *dt_bias = plain_vector(dev, &linear->dt_bias);
-    const float *norm = plain_vector(dev, &linear->norm);
-    float *history = state + plain_at(shape->value_heads, n_keys * n_values);
-    history = plain_convolve(dev, &linear->conv_q, n_keys, at.key_step, history, row + at.q);
-    history = plain_convolve(dev, &linear->conv_k, n_keys, at.key_step, history, row + at.k);
-    plain_convolve(dev, &linear->conv_v, per_key * n_values, at.value_step, history, row + at.v);
-    for (int i = 0; i < shape->value_heads; i++, o += n_values, state += n_keys * n_values) {
-        const int key = i / per_key, j = i % per_key;
-        float *q = row + at.q + key * at.key_step, *k = row + at.k + key * at.key_step;
-        const float *gates = row + key * at.gate_step + j;
-        const float *values = row + key * at.value_step + j * n_values;
-        const double a = (double)gates[at.a] + dt_bias[i];
-        const double softplus = a > 30 ? a : log1p(exp(a));
-        if (j == 0) { /* the first value head of a key head */
-            plain_set_length(q, n_keys, 1 / sqrt(n_keys));
-            plain_set_length(k, n_keys, 1);
-        }
-        plain_delta_rule(state, n_keys, n_values, q, k, values + at.v,
-                         exp(-exp(a_log[i]) * softplus), plain_sigmoid(gates[at.b]), o);
-        plain_gated_norm(o, norm, dev->shape->eps, values + at.z, n_values);
-    }
-}
-
-/* The op of a linear mixer: the spans of the step's states, in their order. */
-static void plain_linear_attention(plain_device *dev, const toka_step *step, int layer, float *q,
-                                   float *o) {
-    const toka_layer *weights = &dev->weights->layers[layer];
-    const int q_width = toka_q_width(dev->shape, weights);
-    const int o_width = toka_o_width(dev->shape, weights);
-    const size_t n = (size_t)toka_state_elements(&dev->shape->linear, 0);
-    for (int i = 0; i < step->n_states; i++) {
-        const toka_state_span *span = &step->states[i];
-        float *states = dev->layers[layer].states, *state = states + n * (size_t)span->to;
-        assert(span->to >= 0 && span->to < dev->options.n_states);
-        if (span->from < 0) memset(state, 0, n * sizeof *state);
-        else memmove(state, states + n * (size_t)span->from, n * sizeof *state);
-        for (int t = span->row0; t < span->row0 + span->n_rows; t++)
-            plain_linear_token(dev, weights->linear, state, q + plain_at(t, q_width),
-                               o + plain_at(t, o_width));
     }
 }
 
@@ -24146,10 +24030,6 @@ COLD static void plain_attention(toka_device *device, const toka_step *step, int
                                  toka_dev_ptr q, toka_dev_ptr o) {
     plain_device *dev = plain_of(device);
     const toka_layer *weights = &dev->weights->layers[layer];
-    if (weights->linear) {
-        plain_linear_attention(dev, step, layer, plain_ptr(q), plain_ptr(o));
-        return;
-    }
     const int H = dev->shape->H, D = dev->shape->D, Dv = toka_value_size(dev->shape);
     const int q_step = toka_q_width(dev->shape, weights) / H;
     const float *sinks = plain_vector(dev, &weights->sinks);
@@ -24344,6 +24224,147 @@ COLD static void plain_norm_logits_sample(toka_device *device, const toka_step *
     }
 }
 
+/* ===========================================================================
+ * MARK: 27b. The plain backend: linear mixers, device [cpu]
+ * The two ops of a layer whose mixer is Gated DeltaNet (toka.h has its formulas). Then how a device
+ * is opened, and the table of all ops: toka_plain.
+ *
+ * A linear mixer has no cache that grows. Each token corrects a matrix, the state S, so that S^T k
+ * comes nearer to its value v. S^T q is then what the query finds. Tokens are computed one after
+ * the other, and so are the value heads of a token.
+ * =========================================================================== */
+
+/* ---- Op: norm_qkv_rope_kv ---- */
+
+/* The op of any layer. A linear mixer: q = W norm(x), of all its matrices one after the other. */
+COLD static void plain_mixer_in(toka_device *device, const toka_step *step, int layer,
+                                toka_hidden *x, toka_dev_ptr q) {
+    plain_device *dev = plain_of(device);
+    const toka_layer *weights = &dev->weights->layers[layer];
+    if (!weights->linear) {
+        plain_norm_qkv_rope_kv(device, step, layer, x, q);
+        return;
+    }
+    const int T = step->T, width = toka_linear_width(&dev->shape->linear);
+    const toka_tensor *matrices[6];
+    const int n = toka_linear_matrices(weights->linear, matrices);
+    const float *in = plain_norm_x(dev, &weights->attn_norm, plain_ptr(toka_hidden_read(x)), T);
+    float *to = plain_ptr(q);
+    for (int i = 0; i < n; to += matrices[i++]->rows) {
+        const int rows = matrices[i]->rows;
+        float *y = plain_take(dev, T, rows);
+        plain_linear(dev, matrices[i], NULL, in, T, y);
+        for (int t = 0; t < T; t++)
+            memcpy(to + plain_at(t, width), y + plain_at(t, rows), (size_t)rows * sizeof *to);
+    }
+}
+
+/* ---- Op: attention ---- */
+
+/* A convolution over the last `taps` tokens, then SiLU. The row of a token has the elements in
+ * groups of `size`, `step` apart. history: [elements][taps - 1] earlier inputs, the last one the
+ * newest. Returns the end of this history. */
+static float *plain_convolve(plain_device *dev, const toka_tensor *weight, int size, int step,
+                             float *history, float *row) {
+    const int n = weight->cols - 1;
+    for (int i = 0; i < weight->rows; i++, history += n) {
+        float *x = row + i / size * step + i % size;
+        const float *factors = plain_row(dev, weight, i);
+        const float input = *x, sum = plain_dot(factors, history, n) + factors[n] * input;
+        memmove(history, history + 1, (size_t)(n - 1) * sizeof *history);
+        history[n - 1] = input;
+        *x = sum * plain_sigmoid(sum);
+    }
+    return history;
+}
+
+/* Scales a vector to this length. */
+static void plain_set_length(float *x, int n, double length) {
+    double square = 1e-6;
+    for (int i = 0; i < n; i++) square += (double)x[i] * x[i];
+    for (int i = 0; i < n; i++) x[i] = (float)(x[i] * length / sqrt(square));
+}
+
+/* S, [n_keys][n_values], decays, and what it returns for k comes nearer to v by the share beta.
+ * o = S^T q. */
+static void plain_delta_rule(float *S, int n_keys, int n_values, const float *q, const float *k,
+                             const float *v, double decay, double beta, float *o) {
+    for (int j = 0; j < n_values; j++) {
+        double found = 0, sum = 0;
+        for (int i = 0; i < n_keys; i++) found += S[i * n_values + j] * decay * k[i];
+        const double change = beta * (v[j] - found);
+        for (int i = 0; i < n_keys; i++) {
+            float *s = &S[i * n_values + j];
+            *s = (float)(*s * decay + k[i] * change);
+            sum += (double)*s * q[i];
+        }
+        o[j] = (float)sum;
+    }
+}
+
+/* o = norm(o) * silu(z), [n] each */
+static void plain_gated_norm(float *o, const float *norm, float eps, const float *z, int n) {
+    double square = 0;
+    for (int i = 0; i < n; i++) square += (double)o[i] * o[i] / n;
+    for (int i = 0; i < n; i++)
+        o[i] = (float)(o[i] / sqrt(square + eps) * norm[i]) * z[i] * plain_sigmoid(z[i]);
+}
+
+/* One token of a linear mixer. state: as toka_state_elements says. row: q, k, v, z, b, a. */
+static void plain_linear_token(plain_device *dev, const toka_linear *linear, float *state,
+                               float *row, float *o) {
+    const toka_linear_shape *shape = &dev->shape->linear;
+    const toka_linear_at at = toka_linear_places(shape, linear);
+    const int n_keys = shape->key_size, n_values = shape->value_size;
+    const int per_key = shape->value_heads / shape->key_heads;
+    const float *a_log = plain_vector(dev, &linear->a_log);
+    const float *dt_bias = plain_vector(dev, &linear->dt_bias);
+    const float *norm = plain_vector(dev, &linear->norm);
+    float *history = state + plain_at(shape->value_heads, n_keys * n_values);
+    history = plain_convolve(dev, &linear->conv_q, n_keys, at.key_step, history, row + at.q);
+    history = plain_convolve(dev, &linear->conv_k, n_keys, at.key_step, history, row + at.k);
+    plain_convolve(dev, &linear->conv_v, per_key * n_values, at.value_step, history, row + at.v);
+    for (int i = 0; i < shape->value_heads; i++, o += n_values, state += n_keys * n_values) {
+        const int key = i / per_key, j = i % per_key;
+        float *q = row + at.q + key * at.key_step, *k = row + at.k + key * at.key_step;
+        const float *gates = row + key * at.gate_step + j;
+        const float *values = row + key * at.value_step + j * n_values;
+        const double a = (double)gates[at.a] + dt_bias[i];
+        const double softplus = a > 30 ? a : log1p(exp(a));
+        if (j == 0) { /* the first value head of a key head */
+            plain_set_length(q, n_keys, 1 / sqrt(n_keys));
+            plain_set_length(k, n_keys, 1);
+        }
+        plain_delta_rule(state, n_keys, n_values, q, k, values + at.v,
+                         exp(-exp(a_log[i]) * softplus), plain_sigmoid(gates[at.b]), o);
+        plain_gated_norm(o, norm, dev->shape->eps, values + at.z, n_values);
+    }
+}
+
+/* The op of any layer. A linear mixer: the spans of the step's states, in their order. */
+COLD static void plain_mixer(toka_device *device, const toka_step *step, int layer,
+                             toka_dev_ptr q, toka_dev_ptr o) {
+    plain_device *dev = plain_of(device);
+    const toka_layer *weights = &dev->weights->layers[layer];
+    if (!weights->linear) {
+        plain_attention(device, step, layer, q, o);
+        return;
+    }
+    const int q_width = toka_q_width(dev->shape, weights);
+    const int o_width = toka_o_width(dev->shape, weights);
+    const size_t n = (size_t)toka_state_elements(&dev->shape->linear, 0);
+    for (int i = 0; i < step->n_states; i++) {
+        const toka_state_span *span = &step->states[i];
+        float *states = dev->layers[layer].states, *state = states + n * (size_t)span->to;
+        assert(span->to >= 0 && span->to < dev->options.n_states);
+        if (span->from < 0) memset(state, 0, n * sizeof *state);
+        else memmove(state, states + n * (size_t)span->from, n * sizeof *state);
+        for (int t = span->row0; t < span->row0 + span->n_rows; t++)
+            plain_linear_token(dev, weights->linear, state, plain_ptr(q) + plain_at(t, q_width),
+                               plain_ptr(o) + plain_at(t, o_width));
+    }
+}
+
 /* ---- Open, close, memory ---- */
 
 /* Allocates count * size bytes of zeros. Returns NULL on failure; then dev->error is set. */
@@ -24356,14 +24377,12 @@ static void plain_alloc_buffers(plain_device *dev) {
     const toka_shape *shape = dev->shape;
     const toka_device_options *options = &dev->options;
     const size_t n_elements = (size_t)toka_state_elements(&shape->linear, 0);
+    const size_t slot_bytes = plain_at(shape->K, shape->D + toka_value_size(shape)) * sizeof(float);
     dev->layers = plain_zalloc(dev, (size_t)shape->L, sizeof *dev->layers);
     for (int i = 0; dev->layers && i < shape->L; i++) {
         const toka_layer *layer = &dev->weights->layers[i];
-        const size_t n_slots = plain_at(toka_layer_pages(options, layer), shape->B);
-        const size_t n_keys = n_slots * (size_t)shape->K;
-        dev->layers[i].k = plain_zalloc(dev, n_keys, (size_t)shape->D * sizeof(float));
-        dev->layers[i].v = plain_zalloc(dev, n_keys,
-                                        (size_t)toka_value_size(shape) * sizeof(float));
+        dev->layers[i].kv = plain_zalloc(dev, plain_at(toka_layer_pages(options, layer), shape->B),
+                                         slot_bytes);
         if (layer->linear)
             dev->layers[i].states = plain_zalloc(dev, (size_t)options->n_states,
                                                  n_elements * sizeof(float));
@@ -24435,13 +24454,9 @@ static int plain_status(toka_device *device, toka_err *e) {
 static toka_dev_ptr plain_alloc(toka_device *device, size_t bytes) {
     return (toka_dev_ptr){(uintptr_t)plain_zalloc(plain_of(device), bytes, 1)};
 }
-static int plain_group_open(toka_group **out, int tp_size, int pp_size, toka_err *e) {
-    (void)out, (void)tp_size, (void)pp_size;
-    return fail(e, TOKA_E_USE, "plain backend: it has one rank, so every parallel size must be 1");
-}
 
-/* Fields that are not here are NULL, false or 0: there are no groups, and an op has done its work
- * when it returns. */
+/* Fields that are not here are NULL, false or 0: there are no groups of ranks, and an op has done
+ * its work when it returns. */
 const toka_backend toka_plain = {
     .name = "plain",
     .probe = plain_probe,
@@ -24452,12 +24467,11 @@ const toka_backend toka_plain = {
     .describe = plain_describe,
     .status = plain_status,
     .alloc = plain_alloc,
-    .group_open = plain_group_open,
     .copy_pages = plain_copy_pages,
     .embed = plain_embed,
     .keep_ids = plain_keep_ids,
-    .norm_qkv_rope_kv = plain_norm_qkv_rope_kv,
-    .attention = plain_attention,
+    .norm_qkv_rope_kv = plain_mixer_in,
+    .attention = plain_mixer,
     .out_residual = plain_out_residual,
     .norm_mlp_residual = plain_norm_mlp_residual,
     .norm_logits_sample = plain_norm_logits_sample,
@@ -29755,10 +29769,13 @@ static int model_wake(model_grid *model, int parts, toka_err *e) {
 COLD
 static int model_start(model_grid *model, model_notifier *notifier,
                        const toka_device_options *options, int max_len, toka_err *e) {
+    const toka_backend *backend = model->backend;
+    const bool many = MAX(model->n_ranks, options->n_devices) > 1;
     model->notifier = notifier;
-    if (MAX(model->n_ranks, options->n_devices) > 1 &&
-        model->backend->group_open(&model->group, model->tp, model->pp, e))
-        return e->code;
+    if (many && !backend->group_open)
+        return fail(e, TOKA_E_USE, "%s backend: it has one rank, so every parallel size must be 1",
+                    backend->name);
+    if (many && backend->group_open(&model->group, model->tp, model->pp, e)) return e->code;
     pthread_cond_init(&model->work_ready, NULL);
     for (int i = 0; i < model->n_ranks; i++) {
         model_rank *rank = &model->ranks[i];

@@ -1452,7 +1452,8 @@ typedef struct toka_backend {
      * makes progress for 30 s (watchdog). Then every device of the group stores an error that names
      * the rank and the op. On GPUs, open waits for the other ranks, too; only an abort ends that.
      * A device may be closed when its thread is in no op, a group when its devices are closed.
-     * toka_group_abort and toka_group_watchdog end and watch a group (rank runtime). */
+     * toka_group_abort and toka_group_watchdog end and watch a group (rank runtime). NULL, all: the
+     * backend has one rank. */
     int (*group_open)(toka_group **out, int tp_size, int pp_size, toka_err *e);
     void (*group_close)(toka_group *g);
     /* x [rows][E] = sum of x over the tensor ranks of the stage, added in the order of the ranks.

@@ -685,8 +685,7 @@ static void pl_open_device(const toka_backend *backend, pl_case *p, cpu_seqs *w,
             const size_t n = kept->states ? 0 : (size_t)(CPU_PAGES * s->B * s->K);
             const size_t n_states = kept->states ? (size_t)w->o.n_states * (size_t)toka_state_elements(&s->linear, 0) : 0;
             for (size_t j = 0; j < n_states; j++) kept->states[j] = NAN;
-            for (size_t j = 0; j < n * (size_t)s->D; j++) kept->k[j] = NAN;
-            for (size_t j = 0; j < n * (size_t)toka_value_size(s); j++) kept->v[j] = NAN;
+            for (size_t j = 0; j < n * (size_t)(s->D + toka_value_size(s)); j++) kept->kv[j] = NAN;
         }
     } else {
         w->d->pool.serial_cost = 0, w->d->kernels = &cpu_kernel_sets[rnd_int(&w->seed, 0, cpu_n_kernel_sets() - 1)];
@@ -843,7 +842,6 @@ static void test_plain_errors(void) {
     pl_case *p = pl_open(3, false, false);
     toka_err e;
     toka_device *d = NULL;
-    toka_group *g = NULL;
     toka_device_options o = {.max_tokens = 8, .max_samples = 8, .n_pages = 4};
     const toka_shape *s = &p->c.sh;
     float x[64 * 8] = {0};
@@ -867,7 +865,6 @@ static void test_plain_errors(void) {
     }
     CHECK(toka_plain.alloc(d, SIZE_MAX - 5).at == 0 && toka_plain.status(d, &e) == TOKA_E_MEMORY && strstr(e.msg, "plain backend"));
     toka_plain.close(d), toka_plain.close(NULL);
-    CHECK(toka_plain.group_open(&g, 2, 1, &e) == TOKA_E_USE && strstr(e.msg, "plain backend") && strstr(e.msg, "one rank"));
     o.bf16 = true;
     CHECK(toka_plain.open(&d, &o, s, &p->c.w, &e) == TOKA_E_USE && strstr(e.msg, "bfloat16"));
     o.bf16 = false, o.n_pages = 0;
@@ -882,7 +879,9 @@ static void test_plain_errors(void) {
     options.model = "test/model", options.device = "plan";
     CHECK(toka_open(&t, &options, &e) == TOKA_E_USE && strstr(e.msg, "did you mean plain?"));
     options.device = "plain", options.data_parallel_size = 2;
-    CHECK(toka_open(&t, &options, &e) == TOKA_E_USE && strstr(e.msg, "one rank"));
+    CHECK(toka_open(&t, &options, &e) == TOKA_E_USE && strstr(e.msg, "plain backend: it has one rank"));
+    options.data_parallel_size = 1, options.tensor_parallel_size = 2;
+    CHECK(toka_open(&t, &options, &e) == TOKA_E_USE && strstr(e.msg, "plain backend: it has one rank"));
 }
 
 /* ---- The embedded model beside the CPU backend ---- */
