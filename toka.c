@@ -28488,25 +28488,6 @@ static void cpu_mark_highest(const float *scores, float *marks, int n, int k) {
     }
 }
 
-/* Sets the scores of experts outside the best groups to -infinity. marks[n_experts]: memory. */
-CPU_SMALL
-static void cpu_drop_groups(const toka_moe *moe, float *scores, float *marks) {
-    const int size = moe->n_experts / moe->n_groups;
-    float *group_scores = marks + moe->n_groups; /* n_experts >= 2 n_groups if there are groups */
-    memset(marks, 0, (size_t)moe->n_groups * sizeof *marks);
-    for (int group = 0; group < moe->n_groups; group++) {
-        float first = -INFINITY, second = -INFINITY;
-        for (int i = group * size; i < (group + 1) * size; i++) {
-            second = MAX(second, MIN(first, scores[i]));
-            first = MAX(first, scores[i]);
-        }
-        group_scores[group] = moe->groups_by_top2 && size > 1 ? first + second : first;
-    }
-    cpu_mark_highest(group_scores, marks, moe->n_groups, moe->top_groups);
-    for (int i = 0; i < moe->n_experts; i++)
-        if (!marks[i / size]) scores[i] = -INFINITY;
-}
-
 /* Chooses the experts of one row and their weights. */
 CPU_SMALL
 static void cpu_route_item(void *arg, int thread, int row) {
@@ -28523,7 +28504,7 @@ static void cpu_route_item(void *arg, int thread, int row) {
         scores[i] = cpu_sigmoid(scores[i]);
     for (int i = 0; i < X; i++)
         choice[i] = scores[i] + (job->choice_bias ? job->choice_bias[i] : 0);
-    if (moe->n_groups > 1) cpu_drop_groups(moe, choice, marks);
+    if (moe->n_groups > 1) plain_mask_groups(moe, choice, marks);
     memset(marks, 0, (size_t)X * sizeof *marks);
     cpu_mark_highest(choice, marks, X, k);
     if (moe->kind == TOKA_ROUTER_TOPK) cpu_softmax_scores(scores, marks, X);
