@@ -26882,8 +26882,6 @@ static void *cpu_zalloc(toka_device *dev, size_t count, size_t size) {
     return os_memory_zalloc(&dev->memory, count, size, "CPU backend", &dev->error);
 }
 
-static float *cpu_ptr(toka_dev_ptr a) { return (float *)(uintptr_t)a.at; }
-
 /* ---- What the ranks of a CPU group share ----
  * One table last_tokens serves all stages, without a race. Step k writes the token of a seq in the
  * last stage. A later step j reads it in embed, in the first stage, and in keep_ids, in the last
@@ -27058,7 +27056,7 @@ static void cpu_all_reduce(toka_device *dev, toka_hidden *x, int rows) {
     const bool is_delta = x->state == TOKA_HIDDEN_DELTA;
     assert(is_delta || x->state == TOKA_HIDDEN_PARTIAL);
     x->state = TOKA_HIDDEN_WHOLE;
-    float *sum = dev->tp_group->x[rank] = cpu_ptr(x->data);
+    float *sum = dev->tp_group->x[rank] = plain_ptr(x->data);
     if (!group_barrier_enter(group, dev->rank)) return;
     cpu_reduce_job job = {dev->tp_group->x, group->tp_size, E,
                           (int)((int64_t)E * rank / group->tp_size),
@@ -27078,7 +27076,7 @@ static float *cpu_channel_buffer(const toka_device *dev, int sender, int64_t mes
 
 static void cpu_send(toka_device *dev, toka_hidden *x, int rows) {
     if (!cpu_op_begin(dev, "send")) return;
-    const float *from = cpu_ptr(toka_hidden_read(x));
+    const float *from = plain_ptr(toka_hidden_read(x));
     const int64_t message = toka_channel_begin_send(dev->group, dev->rank);
     if (message < 0) return;
     memcpy(cpu_channel_buffer(dev, dev->rank, message), from,
@@ -27109,7 +27107,7 @@ static void cpu_receive(toka_device *dev, toka_hidden *x, int rows) {
     const int64_t message = toka_channel_begin_receive(dev->group, dev->rank, rows);
     if (message < 0) return;
     cpu_inject_fault(dev);
-    memcpy(cpu_ptr(x->data), cpu_channel_buffer(dev, dev->rank - dev->group->tp_size, message),
+    memcpy(plain_ptr(x->data), cpu_channel_buffer(dev, dev->rank - dev->group->tp_size, message),
            (size_t)rows * (size_t)dev->shape->E * sizeof(float));
     toka_channel_end_receive(dev->group, dev->rank);
 }
@@ -27420,7 +27418,7 @@ static void cpu_embed(toka_device *dev, const toka_step *step, toka_hidden *x) {
     cpu_inject_fault(dev);
     for (int t = 0; t < step->T; t++) {
         int32_t id = cpu_token_id(dev, step, t) - dev->shape->v0;
-        float *to = cpu_ptr(x->data) + (size_t)t * E;
+        float *to = plain_ptr(x->data) + (size_t)t * E;
         if (id >= 0 && id < weight->rows) cpu_weight_f32(dev->kernels, weight, id, to);
         else memset(to, 0, E * sizeof *to);
         for (size_t i = 0; scale && i < E; i++) to[i] *= scale;
@@ -27734,7 +27732,7 @@ static void cpu_norm_qkv_rope_kv(toka_device *dev, const toka_step *step, int la
     const toka_mla *mla = weights->mla;
     const size_t E = (size_t)dev->shape->E, q_width = (size_t)toka_q_width(dev->shape, weights);
     if (!cpu_op_begin(dev, "norm_qkv_rope_kv")) return;
-    const float *from = cpu_ptr(toka_hidden_read(x));
+    const float *from = plain_ptr(toka_hidden_read(x));
     const float *norm = cpu_norm_f32(dev, 0, &weights->attn_norm);
     cpu_rope_job rope = {
         .dev = dev, .step = step, .weights = weights, .layer = layer,
@@ -27751,13 +27749,13 @@ static void cpu_norm_qkv_rope_kv(toka_device *dev, const toka_step *step, int la
         int n_rows = MIN(dev->scratch_rows, step->T - t0);
         cpu_begin_pass(dev, step, t0);
         rope.t0 = t0;
-        rope.q = cpu_ptr(q) + (size_t)t0 * q_width;
+        rope.q = plain_ptr(q) + (size_t)t0 * q_width;
         rope.k = dev->k + (of_ranks ? (size_t)t0 * KD : 0);
         rope.v = dev->v + (of_ranks ? (size_t)t0 * KDv : 0);
         cpu_norm_x(dev, from + (size_t)t0 * E, norm, n_rows);
         (weights->linear ? cpu_linear_in : mla ? cpu_mla_qkv : cpu_qkv)(&rope, n_rows);
     }
-    rope.q = cpu_ptr(q);
+    rope.q = plain_ptr(q);
     rope.k = dev->k;
     rope.v = dev->v;
     if (of_ranks) cpu_end_norm_of_ranks(&rope, step->T);
@@ -28247,7 +28245,7 @@ static void cpu_attention(toka_device *dev, const toka_step *step, int layer, to
     const toka_shape *shape = dev->shape;
     if (!cpu_op_begin(dev, "attention")) return;
     if (dev->weights->layers[layer].linear) {
-        cpu_linear_attention(dev, step, layer, cpu_ptr(q), cpu_ptr(o));
+        cpu_linear_attention(dev, step, layer, plain_ptr(q), plain_ptr(o));
         return;
     }
     int heads_per_kv = shape->H / shape->K;
@@ -28255,9 +28253,9 @@ static void cpu_attention(toka_device *dev, const toka_step *step, int layer, to
     int max_tokens = MAX(1, CPU_QUERY_ROWS / heads_per_kv);
     int share = (int)((int64_t)step->T * shape->K / min_items);
     cpu_attention_job job = {.dev = dev, .step = step, .layer = layer,
-                             .item_tokens = MIN(MAX(share, 1), max_tokens), .q = cpu_ptr(q),
+                             .item_tokens = MIN(MAX(share, 1), max_tokens), .q = plain_ptr(q),
                              .q_step = toka_q_width(shape, &dev->weights->layers[layer]) / shape->H,
-                             .o = cpu_ptr(o),
+                             .o = plain_ptr(o),
                              .sinks = cpu_vector_f32(dev, 1, &dev->weights->layers[layer].sinks)};
     int token_items = (step->T + job.item_tokens - 1) / job.item_tokens;
     /* with enough items, an item has all kv heads: so fewer items search the list of spans */
@@ -28305,7 +28303,7 @@ static void cpu_add_delta(toka_device *dev, float *y, const float *norm, int t0,
 CPU_SMALL
 static float *cpu_begin_sum(toka_device *dev, toka_hidden *x, const toka_tensor *post_norm,
                             const float **norm) {
-    float *sum = cpu_ptr(toka_hidden_read(x));
+    float *sum = plain_ptr(toka_hidden_read(x));
     toka_hidden_set_sum(x, dev->options.tp_size);
     *norm = dev->post_norm = cpu_norm_f32(dev, CPU_N_VECTORS - 1, post_norm);
     if (*norm && x->state == TOKA_HIDDEN_PARTIAL) x->state = TOKA_HIDDEN_DELTA;
@@ -28386,7 +28384,7 @@ static void cpu_out_residual(toka_device *dev, const toka_step *step, int layer,
     for (int t0 = 0; t0 < step->T; t0 += dev->scratch_rows) {
         int n_rows = MIN(dev->scratch_rows, step->T - t0);
         cpu_begin_pass(dev, step, t0);
-        const float *from = cpu_ptr(o) + (size_t)t0 * (size_t)width;
+        const float *from = plain_ptr(o) + (size_t)t0 * (size_t)width;
         float *y = sum + (size_t)t0 * (size_t)E, *to = cpu_sum_target(dev, norm != NULL, y);
         if (weights->mla) cpu_mla_values(dev, weights->mla, from, n_rows);
         else cpu_norm_run((cpu_norm_job){dev, from, NULL, (size_t)width, NULL, width, 0}, n_rows);
@@ -28640,7 +28638,7 @@ CPU_SMALL
 static void cpu_norm_pool(toka_device *dev, const toka_step *step, toka_hidden *x) {
     const size_t E = (size_t)dev->shape->E;
     if (!cpu_op_begin(dev, "norm_pool") || dev->options.tp_rank) return;
-    const float *from = cpu_ptr(toka_hidden_read(x));
+    const float *from = plain_ptr(toka_hidden_read(x));
     const float *norm = cpu_norm_f32(dev, 0, &dev->weights->norm);
     for (int i = 0; i < step->n_pools; i++) {
         const toka_pool_rows *rows = &step->pools[i];
@@ -28736,7 +28734,7 @@ static void cpu_norm_logits_sample(toka_device *dev, const toka_step *step, toka
     const toka_shape *shape = dev->shape;
     size_t V = (size_t)shape->V_all;
     if (!cpu_op_begin(dev, "norm_logits_sample")) return;
-    const float *from = cpu_ptr(toka_hidden_read(x));
+    const float *from = plain_ptr(toka_hidden_read(x));
     const float *norm = cpu_norm_f32(dev, 0, &dev->weights->norm);
     for (int sample0 = 0; sample0 < step->n_samples; sample0 += dev->scratch_samples) {
         int n_samples = MIN(dev->scratch_samples, step->n_samples - sample0);

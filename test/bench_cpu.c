@@ -293,7 +293,7 @@ static void bench_rows(int threads, int set, int type) {
             double t0 = bench_now();
             for (int l = 0; l < bench_shape.L; l++) toka_cpu.norm_mlp_residual(b.d, &s, l, &x);
             best[i] = MIN(best[i], (bench_now() - t0) / rows[i] / bench_shape.L);
-            memset(cpu_ptr(b.x), 0, 512 * 2048 * 4); /* or it would grow without end */
+            memset(plain_ptr(b.x), 0, 512 * 2048 * 4); /* or it would grow without end */
         }
     printf("%-10s %-4s %d threads, us a row:", cpu_kernel_sets[set].name, bench_types[type], b.d->pool.n_threads);
     for (int i = 0; i < COUNT(rows); least = MIN(least, best[i]), i++)

@@ -554,7 +554,7 @@ static toka_dev_ptr guarded(toka_device *d, size_t n) {
 }
 /* Also checks that the guard bands are unchanged. */
 static void guarded_free(toka_dev_ptr a, size_t n) {
-    float *p = cpu_ptr(a);
+    float *p = plain_ptr(a);
     for (int i = 1; i <= CPU_GUARD; i++) CHECK(isnan(p[-i]) && isnan(p[n + (size_t)i - 1]));
     free(p - CPU_GUARD);
 }
@@ -585,7 +585,7 @@ static void check_embed(cpu_seqs *w) {
                               (size_t)w->ids[i / (size_t)w->c->sh.E] * (size_t)w->c->sh.E + i % (size_t)w->c->sh.E) *
                   (w->c->sh.embed_scale ? w->c->sh.embed_scale : 1);
     toka_cpu.embed(w->d, &w->step, &(toka_hidden){.data = x});
-    CHECK(rel_error(cpu_ptr(x), want, n) <= (w->c->sh.embed_scale ? 1e-7 : 0));
+    CHECK(rel_error(plain_ptr(x), want, n) <= (w->c->sh.embed_scale ? 1e-7 : 0));
     guarded_free(x, n), free(want);
 }
 
@@ -620,7 +620,7 @@ static void check_qkv(cpu_seqs *w, int layer, cpu_ref *ref) {
     size_t nx = (size_t)w->T * (size_t)s->E, nq = (size_t)w->T * (size_t)HD;
     toka_dev_ptr x = guarded(w->d, nx), q = guarded(w->d, nq);
     double *xd = mem_alloc(nx * sizeof *xd), *qd = mem_alloc(nq * sizeof *qd);
-    for (size_t i = 0; i < nx; i++) xd[i] = cpu_ptr(x)[i] = (float)rnd_normal(&w->seed);
+    for (size_t i = 0; i < nx; i++) xd[i] = plain_ptr(x)[i] = (float)rnd_normal(&w->seed);
     toka_cpu.norm_qkv_rope_kv(w->d, &w->step, layer, WHOLE(x), q);
     float got[CPU_MAX_HEAD_SIZE];
     for (int t = 0; t < w->T; t++) {
@@ -640,7 +640,7 @@ static void check_qkv(cpu_seqs *w, int layer, cpu_ref *ref) {
             check_stored(got, v + h * Dv, Dv, l->kv_fp8);
         }
     }
-    double err = rel_error(cpu_ptr(q), qd, nq);
+    double err = rel_error(plain_ptr(q), qd, nq);
     CHECK_MSG(err < 2e-6, "%g", err);
     guarded_free(x, nx), guarded_free(q, nq), free(xd), free(qd);
 }
@@ -653,11 +653,11 @@ static void check_attention(cpu_seqs *w, int layer, const cpu_ref *ref) {
     int window = w->c->layers[layer].window;
     toka_dev_ptr q = guarded(w->d, nq), o = guarded(w->d, n);
     double *want = mem_zalloc(n * sizeof *want), p[CPU_LEN];
-    for (size_t i = 0; i < nq; i++) cpu_ptr(q)[i] = (float)rnd_normal(&w->seed);
+    for (size_t i = 0; i < nq; i++) plain_ptr(q)[i] = (float)rnd_normal(&w->seed);
     toka_cpu.attention(w->d, &w->step, layer, q, o);
     for (int t = 0; t < w->T; t++)
         for (int h = 0; h < s->H; h++) {
-            const float *qh = cpu_ptr(q) + (t * s->H + h) * s->D;
+            const float *qh = plain_ptr(q) + (t * s->H + h) * s->D;
             const double sink = sinks->rows ? ref_element(sinks, (size_t)h) : -INFINITY;
             double *oh = want + (t * s->H + h) * Dv, best = sink, sum;
             int from = window ? MAX(0, w->pos[t] - window + 1) : 0, head = h / (s->H / s->K);
@@ -675,7 +675,7 @@ static void check_attention(cpu_seqs *w, int layer, const cpu_ref *ref) {
                 for (int i = 0; i < Dv; i++) oh[i] += p[j] / sum * ref->v[REF_AT(j) * (size_t)Dv + (size_t)i];
 #undef REF_AT
         }
-    double err = rel_error(cpu_ptr(o), want, n);
+    double err = rel_error(plain_ptr(o), want, n);
     CHECK_MSG(err < 3e-6, "%g: T %d, layer %d, spans %d", err, w->T, layer, w->n_spans);
     guarded_free(q, nq), guarded_free(o, n), free(want);
 }
@@ -688,11 +688,11 @@ static void check_out_residual(cpu_seqs *w, int layer) {
     toka_dev_ptr x = guarded(w->d, nx), o = guarded(w->d, no);
     double *want = mem_alloc(nx * sizeof *want), *in = mem_alloc((size_t)HD * sizeof *in),
         *y = mem_alloc((size_t)s->E * sizeof *y), values[600];
-    for (size_t i = 0; i < nx; i++) want[i] = cpu_ptr(x)[i] = (float)rnd_normal(&w->seed);
-    for (size_t i = 0; i < no; i++) cpu_ptr(o)[i] = (float)rnd_normal(&w->seed);
+    for (size_t i = 0; i < nx; i++) want[i] = plain_ptr(x)[i] = (float)rnd_normal(&w->seed);
+    for (size_t i = 0; i < no; i++) plain_ptr(o)[i] = (float)rnd_normal(&w->seed);
     toka_cpu.out_residual(w->d, &w->step, layer, o, WHOLE(x));
     for (int t = 0; t < w->T; t++) {
-        for (int i = 0; i < HD; i++) in[i] = cpu_ptr(o)[t * HD + i];
+        for (int i = 0; i < HD; i++) in[i] = plain_ptr(o)[t * HD + i];
         for (int h = 0; l->mla && h < s->H; h++)
             for (int i = 0; i < MLA_V; i++) {
                 double *value = &values[h * MLA_V + i];
@@ -705,7 +705,7 @@ static void check_out_residual(cpu_seqs *w, int layer) {
         ref_add(y, &l->o_bias, s->E);
         ref_residual(w->c, want + t * s->E, y, &l->attn_post_norm);
     }
-    CHECK(rel_error(cpu_ptr(x), want, nx) < 1e-6);
+    CHECK(rel_error(plain_ptr(x), want, nx) < 1e-6);
     guarded_free(x, nx), guarded_free(o, no), free(want), free(in), free(y);
 }
 
@@ -715,14 +715,14 @@ static void check_mlp(cpu_seqs *w, int layer) {
     size_t nx = (size_t)(w->T * s->E);
     toka_dev_ptr x = guarded(w->d, nx);
     double *want = mem_alloc(nx * sizeof *want), *in = mem_alloc((size_t)s->E * sizeof *in), delta[1200];
-    for (size_t i = 0; i < nx; i++) want[i] = cpu_ptr(x)[i] = (float)rnd_normal(&w->seed);
+    for (size_t i = 0; i < nx; i++) want[i] = plain_ptr(x)[i] = (float)rnd_normal(&w->seed);
     toka_cpu.norm_mlp_residual(w->d, &w->step, layer, WHOLE(x));
     for (int t = 0; t < w->T; t++) {
         ref_norm(s, in, want + t * s->E, &l->mlp_norm, s->E);
         ref_feed_forward(w->c, delta, in, l);
         ref_residual(w->c, want + t * s->E, delta, &l->mlp_post_norm);
     }
-    double err = rel_error(cpu_ptr(x), want, nx);
+    double err = rel_error(plain_ptr(x), want, nx);
     CHECK_MSG(err < 1e-6, "%g", err);
     guarded_free(x, nx), free(want), free(in);
 }
@@ -735,21 +735,21 @@ static void check_logits(cpu_seqs *w) {
     toka_sample_row rows[40];
     toka_sample_result results[41];
     double *in = mem_alloc((size_t)s->E * sizeof *in), *y = mem_alloc((size_t)s->V * sizeof *y);
-    for (size_t i = 0; i < nx; i++) cpu_ptr(x)[i] = (float)rnd_normal(&w->seed);
+    for (size_t i = 0; i < nx; i++) plain_ptr(x)[i] = (float)rnd_normal(&w->seed);
     for (int i = 0; i < n_out; i++)
         rows[i] = (toka_sample_row){.row = rnd_int(&w->seed, 0, w->T - 1), .scored_id = rnd_int(&w->seed, 0, s->V - 1)};
     memset(results, 0x5A, sizeof results);
-    w->step.n_samples = n_out, w->step.samples = rows, w->step.logits = cpu_ptr(logits);
+    w->step.n_samples = n_out, w->step.samples = rows, w->step.logits = plain_ptr(logits);
     toka_cpu.norm_logits_sample(w->d, &w->step, WHOLE(x), results);
     for (int i = 0; i < n_out; i++) {
         double best = -INFINITY, sum = 0;
-        for (int j = 0; j < s->E; j++) in[j] = cpu_ptr(x)[rows[i].row * s->E + j];
+        for (int j = 0; j < s->E; j++) in[j] = plain_ptr(x)[rows[i].row * s->E + j];
         ref_norm(s, in, in, &w->c->w.norm, s->E);
         ref_matvec(y, in, &w->c->w.lm_head);
         for (int j = 0; j < s->V; j++) y[j] = ref_cap(y[j] * (s->logit_scale ? s->logit_scale : 1), s->logit_cap);
         for (int j = 0; j < s->V; j++) best = MAX(best, y[j]);
         for (int j = 0; j < s->V; j++) sum += exp(y[j] - best);
-        CHECK(rel_error(cpu_ptr(logits) + i * s->V, y, (size_t)s->V) < 1e-6);
+        CHECK(rel_error(plain_ptr(logits) + i * s->V, y, (size_t)s->V) < 1e-6);
         CHECK(results[i].id == rows[i].scored_id);
         CHECK(fabs(results[i].logprob - (y[results[i].id] - best - log(sum))) < 1e-4);
     }

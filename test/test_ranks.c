@@ -291,7 +291,7 @@ static void rk_peek(rk_rank *r, const toka_hidden *x, bool whole) {
         return;
     }
     if (!whole) return;
-    const float *row = cpu_ptr(toka_hidden_read(x));
+    const float *row = plain_ptr(toka_hidden_read(x));
     double *sum = &r->peeks->sum[r->peeks->n++];
     assert(r->peeks->n <= RK_PEEKS);
     for (int i = 0; i < r->sh.E; i++) *sum += fabs(row[i]);
