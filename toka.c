@@ -24573,6 +24573,10 @@ enum {
 
 static int cpu_round_up16(int n) { return (n + 15) & ~15; }
 static int cpu_round_up32(int n) { return (n + 31) & ~31; }
+/* Writes zeros behind a row of n elements, up to a multiple of 16. */
+static void cpu_pad16(float *row, int n) {
+    memset(row + n, 0, (size_t)(cpu_round_up16(n) - n) * sizeof *row);
+}
 
 /* ---- Arguments of the kernels, and a kernel set ---- */
 
@@ -26320,18 +26324,17 @@ static float cpu_lane_sum(const float *x, int n, float mean, bool squares) {
     return sum;
 }
 
-/* One row of n elements: y = (x - mean) * weight / sqrt(variance + eps). RMSNorm takes 0 for the
- * mean. If pad, also writes zeros after y up to a multiple of 16. y may be x. */
+/* One row of n elements: y = (x - mean) * weight / sqrt(variance + eps). RMSNorm (not layer_norm)
+ * takes 0 for the mean. y may be x. */
 CPU_SMALL
-static void cpu_norm(const toka_shape *shape, float *y, const float *x, const float *weight, int n,
-                     bool pad) {
-    const float mean = shape->layer_norm ? cpu_lane_sum(x, n, 0, false) / (float)n : 0;
-    const float scale = 1.0f / sqrtf(cpu_lane_sum(x, n, mean, true) / (float)n + shape->eps);
+static void cpu_norm(bool layer_norm, float eps, float *y, const float *x, const float *weight,
+                     int n) {
+    const float mean = layer_norm ? cpu_lane_sum(x, n, 0, false) / (float)n : 0;
+    const float scale = 1.0f / sqrtf(cpu_lane_sum(x, n, mean, true) / (float)n + eps);
     int i = 0;
     for (; i + 4 <= n; i += 4)
         cpu_store4(y + i, (cpu_load4(x + i) - mean) * scale * cpu_load4(weight + i));
     for (; i < n; i++) y[i] = (x[i] - mean) * scale * weight[i];
-    if (pad) memset(y + n, 0, (size_t)(cpu_round_up16(n) - n) * sizeof *y);
 }
 
 /* ===========================================================================
@@ -27037,7 +27040,7 @@ static void cpu_residual_item(void *arg, int thread, int row) {
     float *x = job->x + offset;
     float *normed = job->dev->scratch + (size_t)thread * job->dev->scratch_floats;
     const float *delta = job->delta + offset;
-    if (job->norm) cpu_norm(shape, normed, delta, job->norm, shape->E, false);
+    if (job->norm) cpu_norm(shape->layer_norm, shape->eps, normed, delta, job->norm, shape->E);
     else memcpy(normed, delta, E * sizeof *normed);
     for (size_t i = 0; i < E; i++) x[i] = (residual ? residual[i] : 0) + scale * normed[i];
 }
@@ -27150,14 +27153,10 @@ static void cpu_norm_item(void *arg, int thread, int row) {
     const float *from =
         job->from + (size_t)(job->samples ? job->samples[row].row : row) * job->ld_from;
     float *to = job->dev->x + (size_t)row * (size_t)job->dev->ldx;
-    if (job->weight) {
-        toka_shape shape = *job->dev->shape;
-        shape.eps = job->eps;
-        cpu_norm(&shape, to, from, job->weight, job->width, true);
-        return;
-    }
-    memcpy(to, from, (size_t)job->width * sizeof *to);
-    memset(to + job->width, 0, (size_t)(cpu_round_up16(job->width) - job->width) * sizeof *to);
+    if (job->weight)
+        cpu_norm(job->dev->shape->layer_norm, job->eps, to, from, job->weight, job->width);
+    else memcpy(to, from, (size_t)job->width * sizeof *to);
+    cpu_pad16(to, job->width);
 }
 CPU_SMALL
 static void cpu_norm_run(cpu_norm_job job, int rows) {
@@ -27260,7 +27259,7 @@ static void cpu_low_rank_in(void *arg, int thread, int i) {
     float *to = own->x + (size_t)i * (size_t)own->ld_x;
     (void)thread;
     memcpy(to, job->x + (size_t)own->rows[i] * job->ldx, (size_t)job->width * sizeof *to);
-    memset(to + job->width, 0, (size_t)(cpu_round_up16(job->width) - job->width) * sizeof *to);
+    cpu_pad16(to, job->width);
 }
 CPU_SMALL
 static void cpu_low_rank_scale(void *arg, int thread, int i) {
@@ -27536,9 +27535,9 @@ static void cpu_rope_heads(const cpu_rope_job *job, int t, const cpu_heads *head
         cpu_norm_of_ranks(job->dev, t, heads->part, x, heads->norm, n, heads->n_all);
     else
         for (int i = 0; heads->norm && i < n; i += norm_step)
-            cpu_norm(shape, x + i, x + i,
+            cpu_norm(shape->layer_norm, shape->eps, x + i, x + i,
                      heads->norm + i / norm_step % heads->n_norms * heads->norm_width,
-                     heads->norm_width, false);
+                     heads->norm_width);
     plain_clip(x, (size_t)n, shape->qkv_limit);
     for (int i = 0; i < n; i += heads->step) cpu_rotate(x + i, job->weights->rope, angles);
 }
@@ -27603,9 +27602,7 @@ static void cpu_mla_rope_item(void *arg, int thread, int i) {
     cpu_angles angles;
     (void)thread;
     cpu_set_angles(&angles, job->weights->rope, job->step->pos[job->t0 + i]);
-    toka_shape shape = *dev->shape;
-    shape.eps = mla->eps;
-    cpu_norm(&shape, k, k, job->k_norm, mla->latent, false);
+    cpu_norm(dev->shape->layer_norm, mla->eps, k, k, job->k_norm, mla->latent);
     cpu_rotate(k + mla->latent, job->weights->rope, &angles);
     cpu_store_kv(dev, job->layer, toka_layer_slots(job->step, job->weights)[job->t0 + i], k, k);
     for (int head = 0; head < dev->shape->H; head++) {
@@ -27635,7 +27632,7 @@ static void cpu_absorb_item(void *arg, int thread, int head) {
     for (int row = 0; row < mla->nope; row++) {
         float *to = weight + (size_t)row * n;
         cpu_weight_f32(dev->kernels, &mla->kv_b, head * (mla->nope + mla->v) + row, to);
-        memset(to + mla->latent, 0, (n - (size_t)mla->latent) * sizeof *to);
+        cpu_pad16(to, mla->latent);
     }
     for (int row0 = 0; row0 < job->n_rows; row0 += CPU_QUERY_ROWS) {
         cpu_small_gemm_args args = {
@@ -28131,9 +28128,7 @@ static void cpu_gated_norm(const cpu_linear_job *job, int head, int t, float *o,
     const toka_device *dev = job->dev;
     const toka_linear_shape *shape = &dev->shape->linear;
     const size_t U = (size_t)shape->value_size;
-    toka_shape norm_shape = *dev->shape;
-    norm_shape.layer_norm = false;
-    cpu_norm(&norm_shape, o, o, job->norm, (int)U, false);
+    cpu_norm(false, dev->shape->eps, o, o, job->norm, (int)U);
     cpu_activate(z, o, dev->U_pad, TOKA_SILU, 0);
     cpu_scale(job->o + ((size_t)t * (size_t)shape->value_heads + (size_t)head) * U, z, (int)U, 1);
 }
@@ -28335,7 +28330,7 @@ static void cpu_values_pad_item(void *arg, int thread, int row) {
         memcpy(to, job->o + (size_t)(row * H + head) * latent, latent * sizeof *to);
         memset(to + latent, 0, (n - latent) * sizeof *to);
     }
-    memset(x + width, 0, (size_t)(cpu_round_up16(width) - width) * sizeof *x);
+    cpu_pad16(x, width);
 }
 
 /* The values of one head, for all rows: a GEMM on this thread alone. */
@@ -28417,7 +28412,7 @@ static void cpu_activation_item(void *arg, int thread, int row) {
     for (int i = 0; job->gate_bias && i < F; i++) gate[i] += job->gate_bias[i];
     for (int i = 0; job->up_bias && i < F; i++) up[i] += job->up_bias[i];
     cpu_activate(gate, up, cpu_round_up16(F), job->activation, dev->shape->swiglu_limit);
-    memset(gate + F, 0, (size_t)(cpu_round_up16(F) - F) * sizeof *gate);
+    cpu_pad16(gate, F);
 }
 
 /* y [n_rows][E] = (or += if add) the MLP of x [n_rows][ldx]. */
