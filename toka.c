@@ -27135,6 +27135,13 @@ static const float *cpu_norm_f32(toka_device *dev, int index, const toka_tensor 
     return weight;
 }
 
+/* Adds a bias to n_rows rows of n elements. NULL: adds nothing. */
+CPU_SMALL
+static void cpu_add_bias(float *x, const float *bias, int n_rows, int n) {
+    for (int row = 0; bias && row < n_rows; row++, x += n)
+        for (int i = 0; i < n; i++) x[i] += bias[i];
+}
+
 /* ---- Norms ---- */
 
 typedef struct cpu_norm_job { /* puts rows into dev->x: the norm, or a copy if weight is NULL */
@@ -27470,18 +27477,14 @@ static bool cpu_has_norm_of_ranks(const toka_layer *layer) {
     return layer->q_norm_all || layer->k_norm_all;
 }
 
-CPU_SMALL
-static void cpu_add_vector(float *x, const float *vector, int n) { /* NULL: adds nothing */
-    for (int i = 0; vector && i < n; i++) x[i] += vector[i];
-}
 /* Adds the biases to q, k and v of row i. */
 static void cpu_add_biases(const cpu_rope_job *job, int i) {
     const toka_shape *shape = job->dev->shape;
     const int HD = toka_q_width(shape, job->weights), KD = shape->K * shape->D;
     const int KDv = shape->K * toka_value_size(shape);
-    cpu_add_vector(job->q + (size_t)i * (size_t)HD, job->q_bias, HD);
-    cpu_add_vector(job->k + (size_t)i * (size_t)KD, job->k_bias, KD);
-    cpu_add_vector(job->v + (size_t)i * (size_t)KDv, job->v_bias, KDv);
+    cpu_add_bias(job->q + (size_t)i * (size_t)HD, job->q_bias, 1, HD);
+    cpu_add_bias(job->k + (size_t)i * (size_t)KD, job->k_bias, 1, KD);
+    cpu_add_bias(job->v + (size_t)i * (size_t)KDv, job->v_bias, 1, KDv);
 }
 
 /* Begins a norm of the heads of all tensor ranks, in row i. */
@@ -28387,7 +28390,7 @@ static void cpu_out_residual(toka_device *dev, const toka_step *step, int layer,
                               .weights = {matrix}, .y = {to}, .ldy = {(size_t)E},
                               .add = to == y && cpu_is_first_rank(dev)};
         cpu_gemm(dev, args);
-        for (int i = 0; bias && i < n_rows * E; i++) to[i] += bias[i % E];
+        cpu_add_bias(to, bias, n_rows, E);
         if (to != y) cpu_add_delta(dev, y, norm, t0, n_rows);
     }
 }
@@ -28409,8 +28412,8 @@ static void cpu_activation_item(void *arg, int thread, int row) {
     const size_t offset = (size_t)row * (size_t)dev->ld_mlp;
     float *gate = dev->gate + offset, *up = dev->up + offset;
     (void)thread;
-    for (int i = 0; job->gate_bias && i < F; i++) gate[i] += job->gate_bias[i];
-    for (int i = 0; job->up_bias && i < F; i++) up[i] += job->up_bias[i];
+    cpu_add_bias(gate, job->gate_bias, 1, F);
+    cpu_add_bias(up, job->up_bias, 1, F);
     cpu_activate(gate, up, cpu_round_up16(F), job->activation, dev->shape->swiglu_limit);
     cpu_pad16(gate, F);
 }
@@ -28420,7 +28423,7 @@ CPU_SMALL
 static void cpu_mlp(const cpu_mlp_job *job, const float *x, float *y, int n_rows, bool add) {
     toka_device *dev = job->dev;
     const toka_mlp *mlp = job->mlp;
-    const size_t ld_mlp = (size_t)dev->ld_mlp, E = (size_t)dev->shape->E;
+    const size_t ld_mlp = (size_t)dev->ld_mlp;
     cpu_mlp_job with_bias = *job;
     with_bias.gate_bias = cpu_vector_f32(dev, 1, &mlp->gate_bias);
     with_bias.up_bias = cpu_vector_f32(dev, 2, &mlp->up_bias);
@@ -28432,9 +28435,10 @@ static void cpu_mlp(const cpu_mlp_job *job, const float *x, float *y, int n_rows
     cpu_parallel_for(&dev->pool, cpu_activation_item, &with_bias, n_rows,
                      (int64_t)n_rows * mlp->gate.rows * 8);
     cpu_gemm_args down = {.x = dev->gate, .ldx = ld_mlp, .T = n_rows, .n_weights = 1,
-                          .weights = {&mlp->down}, .y = {y}, .ldy = {E}, .add = add};
+                          .weights = {&mlp->down}, .y = {y}, .ldy = {(size_t)dev->shape->E},
+                          .add = add};
     cpu_gemm(dev, down);
-    for (size_t i = 0; bias && i < (size_t)n_rows * E; i++) y[i] += bias[i % E];
+    cpu_add_bias(y, bias, n_rows, dev->shape->E);
 }
 
 /* ---- Experts ----
@@ -28491,7 +28495,7 @@ static void cpu_route_item(void *arg, int thread, int row) {
     float *scores = experts->scores + (size_t)row * (size_t)experts->ld_scores;
     float *choice = scores + X, *marks = choice + X, sum = PLAIN_LEAST_SUM;
     (void)thread;
-    for (int i = 0; job->bias && i < X; i++) scores[i] += job->bias[i];
+    cpu_add_bias(scores, job->bias, 1, X);
     if (moe->kind == TOKA_ROUTER_SOFTMAX) cpu_softmax_scores(scores, NULL, X);
     for (int i = 0; moe->kind == TOKA_ROUTER_SIGMOID && i < X; i++)
         scores[i] = cpu_sigmoid(scores[i]);
