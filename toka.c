@@ -27244,6 +27244,16 @@ static void cpu_gemm_prepare(toka_device *dev, cpu_gemm_args *args, int width) {
     }
 }
 
+/* Runs a GEMM in float32, also if the device rounds the inputs of others to bf16. */
+CPU_SMALL
+static void cpu_gemm_f32(toka_device *dev, cpu_gemm_args args) {
+    args.kernels = dev->x_bf16 ? &cpu_kernel_sets[cpu_n_kernel_sets() - 1] : dev->kernels;
+    args.pool = &dev->pool;
+    args.panels = dev->scratch;
+    args.panel_floats = dev->scratch_floats;
+    cpu_gemm_run(&args);
+}
+
 /* ---- Adapters ----
  * The rows of a GEMM that have one adapter are gathered. Their products with a and with b are GEMMs
  * in float32, whose result is added to their rows of y. So the work grows with the rows that have
@@ -27296,10 +27306,7 @@ static void cpu_add_part(cpu_low_rank_job *job, const toka_tensor *weight,
     a.data = (const char *)a.data +
              toka_number_bytes(a.dtype) * (size_t)weight->matrix_col;
     a.cols = weight->cols;
-    cpu_gemm_args args = {.kernels = dev->x_bf16 ? &cpu_kernel_sets[cpu_n_kernel_sets() - 1]
-                                                 : dev->kernels,
-                          .pool = &dev->pool, .panels = dev->scratch,
-                          .panel_floats = dev->scratch_floats, .T = n, .n_weights = 1};
+    cpu_gemm_args args = {.T = n, .n_weights = 1};
     const toka_tensor *const weights[] = {&a, &b};
     float *const data[] = {own->x, own->low, own->y};
     const int ld[] = {own->ld_x, own->ld_low, own->ld_y};
@@ -27310,7 +27317,7 @@ static void cpu_add_part(cpu_low_rank_job *job, const toka_tensor *weight,
         args.weights[0] = weights[i];
         args.y[0] = data[i + 1];
         args.ldy[0] = (size_t)ld[i + 1];
-        cpu_gemm_run(&args);
+        cpu_gemm_f32(dev, args);
         job->width = weights[i]->rows;
         cpu_parallel_for(&dev->pool, i ? cpu_low_rank_out : cpu_low_rank_scale, job, n,
                          (int64_t)n * job->width);
@@ -28570,16 +28577,12 @@ static void cpu_route(cpu_moe_job *job, int n_rows) {
     toka_device *dev = job->dev;
     const toka_moe *moe = job->moe;
     cpu_experts *experts = &dev->experts;
-    cpu_gemm_args args = {.kernels = dev->x_bf16 ? &cpu_kernel_sets[cpu_n_kernel_sets() - 1]
-                                                 : dev->kernels,
-                          .pool = &dev->pool, .panels = dev->scratch,
-                          .panel_floats = dev->scratch_floats, .x = dev->x,
-                          .ldx = (size_t)dev->ldx, .T = n_rows,
+    cpu_gemm_args args = {.x = dev->x, .ldx = (size_t)dev->ldx, .T = n_rows,
                           .n_weights = moe->shared_gate.rows ? 2 : 1,
                           .weights = {&moe->router, &moe->shared_gate},
                           .y = {experts->scores, experts->gates},
                           .ldy = {(size_t)experts->ld_scores, 1}};
-    cpu_gemm_run(&args);
+    cpu_gemm_f32(dev, args);
     for (int i = 0; moe->shared_gate.rows && i < n_rows; i++)
         experts->gates[i] = cpu_sigmoid(experts->gates[i]);
     cpu_parallel_for(&dev->pool, cpu_route_item, job, n_rows,
