@@ -27178,17 +27178,20 @@ static void cpu_norm_x(toka_device *dev, const float *from, const float *weight,
 
 /* ---- GEMMs ---- */
 
-typedef struct cpu_round_job { /* rounds the input of a GEMM into dev->x_bf16 */
+typedef struct cpu_input_job { /* copies the input of a GEMM */
     toka_device *dev;
-    const float *from; /* [rows][width], rows ld_from floats apart */
+    const float *from; /* [T][width], rows ld_from floats apart */
     size_t ld_from;
     int width;
-} cpu_round_job;
+    const cpu_order *order; /* of the copy in dev->x_pairs */
+    const int32_t *columns;
+    int T;
+} cpu_input_job;
 
-/* Rounds one row of a GEMM's input to bf16. */
+/* Rounds one row to bf16, in dev->x_bf16. */
 CPU_SMALL
 static void cpu_round_item(void *arg, int thread, int row) {
-    const cpu_round_job *job = arg;
+    const cpu_input_job *job = arg;
     (void)thread;
     char *to = (char *)job->dev->x_bf16 + (size_t)row * job->dev->ld_bf16 * 2;
     job->dev->kernels->pack(to, job->from + (size_t)row * job->ld_from, TOKA_F32, job->width);
@@ -27196,19 +27199,10 @@ static void cpu_round_item(void *arg, int thread, int row) {
            2 * (size_t)(cpu_round_up32(job->width) - job->width));
 }
 
-typedef struct cpu_pair_job { /* copies the input of a GEMM to dev->x_pairs, in the order */
-    toka_device *dev;
-    const float *from; /* [rows][width], rows ld_from floats apart */
-    size_t ld_from;
-    int width;
-    const cpu_order *order;
-    const int32_t *columns;
-    int T;
-} cpu_pair_job;
-
+/* Copies one row to dev->x_pairs. */
 CPU_SMALL
 static void cpu_pair_item(void *arg, int thread, int row) {
-    const cpu_pair_job *job = arg;
+    const cpu_input_job *job = arg;
     (void)thread;
     cpu_pair_row(job->dev->x_pairs + (size_t)row * (size_t)job->dev->ld_pairs,
                  job->from + (size_t)row * job->ld_from, job->width, job->order, job->columns,
@@ -27230,14 +27224,13 @@ static void cpu_gemm_prepare(toka_device *dev, cpu_gemm_args *args, int width) {
         args->order = order;
         args->columns = weight->quant->columns;
     }
+    cpu_input_job job = {dev, args->x, args->ldx, width, args->order, args->columns, args->T};
     if (args->order) {
-        cpu_pair_job job = {dev, args->x, args->ldx, width, args->order, args->columns, args->T};
         cpu_parallel_for(&dev->pool, cpu_pair_item, &job, args->T, (int64_t)args->T * width);
         args->x_pairs = dev->x_pairs;
         args->ld_pairs = (size_t)dev->ld_pairs;
     }
     if (dev->x_bf16) {
-        cpu_round_job job = {dev, args->x, args->ldx, width};
         cpu_parallel_for(&dev->pool, cpu_round_item, &job, args->T, (int64_t)args->T * width);
         args->x = dev->x_bf16;
         args->ldx = dev->ld_bf16;
