@@ -27034,7 +27034,7 @@ CPU_SMALL
 static void cpu_residual_item(void *arg, int thread, int row) {
     const cpu_residual_job *job = arg;
     const toka_shape *shape = job->dev->shape;
-    const float scale = shape->residual_scale ? shape->residual_scale : 1;
+    const float scale = plain_or(shape->residual_scale, 1);
     const size_t E = (size_t)shape->E, offset = (size_t)row * E;
     const float *residual = job->residual ? job->residual + offset : NULL;
     float *x = job->x + offset;
@@ -27881,7 +27881,7 @@ static void cpu_attend(const cpu_attention_job *job, cpu_query_rows *rows) {
     size_t D = (size_t)shape->D, Dv = (size_t)toka_value_size(shape);
     size_t H = (size_t)shape->H, d_pad = (size_t)job->dev->Dv_pad;
     int n_queries = (rows->row1 - rows->row0) * rows->heads_per_kv;
-    float scale = shape->attn_scale ? shape->attn_scale : 1.0f / sqrtf((float)shape->D);
+    const float scale = plain_or(shape->attn_scale, 1 / sqrtf((float)shape->D));
     memset(rows->acc, 0, (size_t)n_queries * d_pad * sizeof *rows->acc);
     for (int i = 0; i < n_queries; i++) {
         const size_t head =
