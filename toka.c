@@ -8922,6 +8922,8 @@ static void mf_read_arch(mf_reader *reader, mf_config *config) {
     const json *type = mf_field(reader, "model_type");
     const json *text = mf_field(reader, "text_config");
     const mf_arch *text_arch = mf_arch_by_type(json_str(json_get(text, "model_type")));
+    if (list && list->type != JSON_ARRAY)
+        mf_field_error(reader, "architectures", list, "a list of names");
     config->arch = first ? mf_arch_by_name(json_str(first)) : mf_arch_by_type(json_str(type));
     if (!config->arch && text_arch && !mf_is_other_model(json_str(first))) {
         config->arch = text_arch;
@@ -10094,8 +10096,7 @@ static void mf_read_windows(mf_reader *reader, mf_config *config, arena *memory)
                              (has_border && (i < border) != is_lower);
         config->window[i] = is_full ? 0 : window;
     }
-    const bool by_type = mf_is_named(reader, "sliding_window") &&
-                         !(config->features & MF_SAME_WINDOW);
+    const bool by_type = !config->arch->linear && !(config->features & MF_SAME_WINDOW);
     const json *types = by_type ? mf_field(reader, "layer_types") : NULL;
     if (types && (types->type != JSON_ARRAY || types->n != (uint32_t)L))
         mf_field_error(reader, "layer_types", types, "a list with one for each layer");
@@ -10115,9 +10116,15 @@ static void mf_read_windows(mf_reader *reader, mf_config *config, arena *memory)
 /* Is the layer in a list of layers? */
 static bool mf_list_has(mf_reader *reader, const char *name, int layer) {
     const json *list = mf_field(reader, name);
+    const char *const expected = "a list of layers";
     bool has = false;
-    if (list && list->type != JSON_ARRAY) mf_field_error(reader, name, list, "a list of layers");
-    else if (list) JSON_EACH(it, list) has |= json_int(it, -1) == layer;
+    int64_t number;
+    if (list && list->type != JSON_ARRAY) mf_field_error(reader, name, list, expected);
+    else if (list)
+        JSON_EACH(it, list) {
+            if (json_whole(it, &number)) has |= number == layer;
+            else mf_field_error(reader, name, it, expected);
+        }
     return has;
 }
 
@@ -10162,6 +10169,14 @@ static void mf_read_linear(mf_reader *reader, mf_config *config) {
                        "a multiple of linear_num_key_heads");
 }
 
+/* Is this element of a list 1 or true? It may also be 0 or false. */
+static bool mf_is_on(mf_reader *reader, const char *name, const json *element) {
+    const bool is_false = json_is(element, JSON_FALSE);
+    const double number = json_num(element, is_false ? 0 : json_is_true(element) ? 1 : -1);
+    if (number != 0 && number != 1) mf_field_error(reader, name, element, "0 or 1 for each layer");
+    return number == 1;
+}
+
 /* Sets config->kind: which layers have experts, which have RoPE, and which one. */
 static void mf_read_layer_kinds(mf_reader *reader, mf_config *config, arena *memory) {
     const int L = config->shape.L;
@@ -10169,14 +10184,18 @@ static void mf_read_layer_kinds(mf_reader *reader, mf_config *config, arena *mem
     const int64_t first_moe = mf_named_int(reader, "first_k_dense_replace", 0);
     const int64_t moe_step = MAX(mf_named_int(reader, "decoder_sparse_step", 1), (int64_t)1);
     const bool has_list = mf_is_named(reader, "mlp_only_layers");
-    const int64_t no_rope_step = mf_named_int(reader, "no_rope_layer_interval", 0);
-    const json *has_ropes = no_rope_step ? mf_field(reader, "no_rope_layers") : NULL;
+    const char *const step_name = "no_rope_layer_interval";
+    const bool has_step = mf_is_named(reader, step_name);
+    const int64_t no_rope_step = mf_named_int(reader, step_name, 0);
+    const json *has_ropes = has_step ? mf_field(reader, "no_rope_layers") : NULL;
+    if (has_step && !has_ropes && no_rope_step < 1)
+        mf_field_error(reader, step_name, mf_field(reader, step_name), "1 or more layers");
     if (has_ropes && (has_ropes->type != JSON_ARRAY || has_ropes->n != (uint32_t)L))
         mf_field_error(reader, "no_rope_layers", has_ropes, "a list with one for each layer");
     config->kind = arena_zalloc(memory, (size_t)L);
     for (int i = 0; i < L && !reader->err->code; i++) {
         bool has_rope = no_rope_step <= 0 || (i + 1) % no_rope_step != 0;
-        if (has_ropes) has_rope = json_int(json_at(has_ropes, (size_t)i), 0);
+        if (has_ropes) has_rope = mf_is_on(reader, "no_rope_layers", json_at(has_ropes, (size_t)i));
         if (features & MF_ROPE_WINDOWED) has_rope = config->window[i];
         if (has_rope) config->kind[i] |= MF_LAYER_ROPE;
         if (config->local_table.dims && config->window[i]) config->kind[i] |= MF_LAYER_LOCAL;
@@ -26217,6 +26236,7 @@ static void cpu_gemm_panel(const cpu_gemm_args *args, int index, int n0, int n1,
             char *row = panel + (size_t)(n - n0) * CPU_PANEL_ROW_BYTES;
             cpu_fill_panel_row(kernels, weight, n, k, k_len, rows ? &row_tile : NULL, row);
             memset(row + x_bytes * (size_t)k_len, 0, x_bytes * (size_t)(tile.k - k_len));
+            if (!rows) continue; /* row_tile has no pointers */
             row_tile.w += row_tile.w_row_bytes;
             row_tile.scale += row_tile.ld_groups;
             if (row_tile.zero) row_tile.zero += row_tile.ld_groups;
@@ -52088,7 +52108,18 @@ static bool plan_has_format(const plan_query *query, unsigned dtype) {
     return false;
 }
 
-/* Returns the bytes of all weights in the files, which have int4 matrices in 4 bits. */
+/* Returns the bytes of a quantized matrix in the files: int4 has 16 bits of scale and maybe 4 of a
+ * zero point for each group of a row, FP8 a float for each block. */
+static int64_t plan_quant_bytes(const toka_tensor *tensor) {
+    const toka_quant *quant = tensor->quant;
+    const int64_t rows = tensor->rows, n = rows * tensor->cols;
+    const int64_t groups = (tensor->cols - 1) / quant->block_cols + 1;
+    const int64_t row_blocks = (rows - 1) / quant->block_rows + 1;
+    if (tensor->dtype == TOKA_FP8) return n + 4 * row_blocks * groups;
+    return n / 2 + rows * groups * (quant->zero ? 5 : 4) / 2;
+}
+
+/* Returns the bytes of all weights in the files. query->gpu has FP8 matrices as FP8. */
 static int64_t plan_file_bytes(const plan_query *query) {
     int64_t bytes = plan_weight_bytes(query);
     for (int i = 0; i < query->model->shape.L; i++) {
@@ -52096,14 +52127,9 @@ static int64_t plan_file_bytes(const plan_query *query) {
         for (int slot = 0; slot < MF_N_SLOTS; slot++) {
             const mf_owner owner = mf_slots[slot].owner;
             const toka_tensor *tensor = owners.of[owner] ? mf_tensor(&owners, slot, 0) : NULL;
-            if (!tensor || tensor->dtype != TOKA_INT4) continue;
-            const toka_quant *quant = tensor->quant;
-            const int64_t n = owner == MF_OF_EXPERT ? query->model->moe.n_experts : 1,
-                          rows = tensor->rows,
-                          groups = (tensor->cols - 1) / quant->block_cols + 1;
-            const int64_t packed = rows * tensor->cols / 2 +
-                                   rows * groups * (quant->zero ? 5 : 4) / 2;
-            bytes -= n * ((int64_t)toka_gpu_matrix_bytes(tensor) - packed);
+            if (!tensor || (tensor->dtype != TOKA_INT4 && tensor->dtype != TOKA_FP8)) continue;
+            const int64_t n = owner == MF_OF_EXPERT ? query->model->moe.n_experts : 1;
+            bytes -= n * ((int64_t)toka_gpu_matrix_bytes(tensor) - plan_quant_bytes(tensor));
         }
     }
     return bytes;

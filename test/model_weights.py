@@ -416,6 +416,11 @@ EDITS = {
     # other architectures' fields
     "latent-rows": ("deepseek2", cut(ATTN + "kv_a_proj_with_mqa.weight"), "kv_a_proj_with_mqa"),
     "layer-types-short": ("gemma3-types", field("layer_types", value=["full_attention"]), "layer_types"),
+    "no-rope-text": ("smollm3", field("no_rope_layers", value=[1, "0", 1, 0]), "no_rope_layers is \"0\""),
+    "dense-layer-text": ("qwen3moe", field("mlp_only_layers", value=["1"]), "mlp_only_layers is \"1\""),
+    "architectures-text": ("qwen3", field("architectures", value="Qwen3ForCausalLM"), "architectures is"),
+    "no-rope-interval": ("smollm3-interval", field("no_rope_layer_interval", value=0), "no_rope_layer_interval is 0"),
+    "types-without-window": ("smollm3", field("layer_types", value=["full_attention", "sliding_attention"] * 2), "layer_types is \"sliding_attention\""),
     "no-rope-short": ("smollm3", field("no_rope_layers", value=[1, 0]), "no_rope_layers"),
     "long-factor-short": ("phi3-longrope-long", field("rope_scaling", "long_factor", value=[1.0, 2.0]), "long_factor"),
     "rope-kind": ("glm4", field("rope_parameters", value={"rope_type": "spiral", "rope_theta": 700.0}), "spiral"),
@@ -442,6 +447,8 @@ EDITS = {
 NO_CHANGES = {
     "gptq-format": ("gptq-64-v2", renamed(QUANT, "checkpoint_format", to="format")),
     "awq-zero-point": ("awq-128", field(QUANT, "zero_point", value=False)),
+    "interval-beside-list": ("smollm3", field("no_rope_layer_interval", value=0)),
+    "flags-of-rope": ("smollm3", field("no_rope_layers", value=[True, False, 1.0, 0])),
     "pattern-of-windows": ("mistral", field("sliding_window_pattern", value=2)),
     "border-of-windows": ("mistral", field("max_window_layers", value=1)),
     "dense-layers": ("deepseek3", field("mlp_only_layers", value=[1])),

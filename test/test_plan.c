@@ -87,9 +87,9 @@ static void plan_test_known(void) {
         {"llama-2-7b", 524288, 2 * 6738149376, 0}, {"llama-2-13b", 819200, 0, 0}, {"llama-2-70b", 327680, 0, 0},
         {"mistral-7b-v0.1", 131072, 0, 0}, {"llama-3-8b", 131072, 0, 0}, {"llama-3-70b", 327680, 0, 0},
         {"llama-3.1-405b", 516096, 811702550528, 405853388800},
-        /* 8 bits, and a float for each row of a matrix: experts, attention; 16 bits: router, embedding, LM head */
-        {"qwen3-30b-a3b-fp8", 98304, 48 * (128LL * (2 * 768 * 2052 + 2048 * 772) + (4096 + 2 * 512) * 2052 + 2048 * 4100 + 2 * 128 * 2048) +
-                                         4LL * 151936 * 2048, 0},
+        /* 8 bits, and a float for each block of 128 x 128: experts, attention; 16 bits: router, embedding, LM head */
+        {"qwen3-30b-a3b-fp8", 98304, 48 * (128LL * 3 * (768 * 2048 + 6 * 16 * 4) + 2 * (4096 * 2048 + 32 * 16 * 4) +
+                                           2 * (512 * 2048 + 4 * 16 * 4) + 2 * 128 * 2048) + 4LL * 151936 * 2048, 0},
         /* experts: 17 bytes for 32 numbers */
         {"gpt-oss-20b", 49152, 24 * (32LL * 3 * 2880 * 2880 / 32 * 17 + 2 * (2LL * 2880 * 4096 + 2 * 512 * 2880 + 32 * 2880)) +
                                    4LL * 201088 * 2880, 0},
