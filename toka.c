@@ -10083,6 +10083,7 @@ static int mf_read_window_size(mf_reader *reader) {
  * as a Ministral.) Otherwise it is all layers, or all but each sliding_window_pattern-th; with
  * use_sliding_window some architectures have it only in the layers from max_window_layers on, or
  * before that one. */
+COLD
 static void mf_read_windows(mf_reader *reader, mf_config *config, arena *memory) {
     const int L = config->shape.L, window = mf_read_window_size(reader);
     const bool is_lower = config->features & MF_WINDOW_LOWER;
@@ -10114,6 +10115,7 @@ static void mf_read_windows(mf_reader *reader, mf_config *config, arena *memory)
 }
 
 /* Is the layer in a list of layers? */
+COLD
 static bool mf_list_has(mf_reader *reader, const char *name, int layer) {
     const json *list = mf_field(reader, name);
     const char *const expected = "a list of layers";
@@ -10170,6 +10172,7 @@ static void mf_read_linear(mf_reader *reader, mf_config *config) {
 }
 
 /* Is this element of a list 1 or true? It may also be 0 or false. */
+COLD
 static bool mf_is_on(mf_reader *reader, const char *name, const json *element) {
     const bool is_false = json_is(element, JSON_FALSE);
     const double number = json_num(element, is_false ? 0 : json_is_true(element) ? 1 : -1);
@@ -10178,6 +10181,7 @@ static bool mf_is_on(mf_reader *reader, const char *name, const json *element) {
 }
 
 /* Sets config->kind: which layers have experts, which have RoPE, and which one. */
+COLD
 static void mf_read_layer_kinds(mf_reader *reader, mf_config *config, arena *memory) {
     const int L = config->shape.L;
     const unsigned features = config->features;
