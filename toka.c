@@ -11875,6 +11875,16 @@ static int mf_bind_layer(mf_binder *binder, int layer, const char *prefix, toka_
     return 0;
 }
 
+/* Have the files this matrix, as plain numbers or in the format of its module? */
+COLD
+static bool mf_has_matrix(const mf_binder *binder, const char *name) {
+    const str module = str_sub(str_c(name), 0, strlen(name) - strlen(".weight"));
+    const mf_format *format = mf_find_format(binder->config, module);
+    char data[80];
+    snprintf(data, sizeof data, "%.*s%s", STRF(module), format ? format->method->data : ".weight");
+    return st_set_get(binder->set, name) || st_set_get(binder->set, data);
+}
+
 /* Binds every tensor of the model by its name; the layers are in the arena. Ignores tensors that
  * the tables do not name (rotary_emb.inv_freq of old files, the layers that predict more than one
  * token, the parts that see images). Returns 0 or an error code. */
@@ -11896,7 +11906,7 @@ static int mf_bind(mf_binder *binder, arena *memory, toka_err *e) {
      * if it differs from the embedding. Using it always gives the same result, and needs no
      * comparison, which would read both matrices here. */
     const char *lm_head = mf_find_lm_head(binder->set);
-    const bool in_files = st_set_get(binder->set, lm_head);
+    const bool in_files = mf_has_matrix(binder, lm_head);
     const bool needs_head = binder->config->features & MF_LM_HEAD;
     /* only the bare transformer was saved */
     binder->no_lm_head = needs_head && !in_files && !*prefix;

@@ -193,6 +193,26 @@ def test_hostile(driver, tmp_path, edit):
     assert base in NOT_YET[device] or word in message, message
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ["gptq-128", "awq-128", "packed-channel-zero", "fp8-block"])
+def test_quantized_head(driver, tmp_path, name, tied):
+    """A quantized LM head counts, also in a model that says it is tied. The reference: the same numbers without quantization."""
+    spec = mw.load(name)
+    config, (dtype, _, centre, width, _) = spec["config"], next(x for x in spec["tensors"] if x[0] == "quant")
+    config["vocab_size"], config["tie_word_embeddings"] = 264, tied      # 8 rows share a word
+    next(x for x in spec["tensors"] if "model.embed_tokens.weight" in x[4])[1][0] = 264
+    spec["tensors"].append([dtype, [264, config["hidden_size"]], centre, width, ["lm_head.weight"]])
+    config[mw.QUANT].get("ignore", []).clear()
+    case = {"prompt": [5, 9, 33, 40, 7], "positions": [0, 4], "greedy": [], "logits": base64.b64encode(bytes(2 * 264 * 4)).decode()}
+    rows = {}
+    for dense in (False, True):
+        mw.write(tmp_path / str(dense), spec, dense=dense)
+        status, message, results = run(driver, tmp_path / str(dense), "plain", spec, [case])
+        assert status == 0, message
+        rows[dense] = results[0][0]
+    assert (errors(rows[False], rows[True]) <= MAX_ERROR).all() and np.ptp(rows[True]) > 1
+
+
 @pytest.mark.parametrize("edit", mw.NO_CHANGES)
 def test_edit_that_changes_nothing(driver, tmp_path, edit):
     """A field that transformers does not read changes no logits."""
