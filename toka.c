@@ -4301,7 +4301,8 @@ static int tok_set_outer(tok *tokenizer, bool after, const char *content, toka_e
     return 0;
 }
 
-/* Chat templates are read once a request: small code is better than fast code. */
+/* Chat templates are read once a request, and configs (11 to 13) once a model: small code is better
+ * than fast code. */
 #if defined __GNUC__ && !defined __clang__
 #pragma GCC push_options
 #pragma GCC optimize("Os")
@@ -7989,10 +7990,6 @@ static int tmpl_render(const tmpl *template, const json *const *contexts, int n_
     return ok ? 0 : e->code;
 }
 
-#if defined __GNUC__ && !defined __clang__
-#pragma GCC pop_options
-#endif
-
 /* ===========================================================================
  * MARK: 11. Architectures: shapes and tensors [pure]
  * What a model is: its shape, its RoPE table, its tensors and what the files call them.
@@ -10856,6 +10853,10 @@ static int mf_special_map_parse(str text, const char *where, arena *memory, mf_m
     if (object) mf_read_special_tokens(&reader, memory, files);
     return e->code;
 }
+
+#if defined __GNUC__ && !defined __clang__
+#pragma GCC pop_options
+#endif
 
 /* ===========================================================================
  * MARK: 14. Weight formats [pure]
