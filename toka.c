@@ -15619,26 +15619,33 @@ static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t genera
  *
  * HOW MANY. The j-th draft of a step adds a token with probability a^j, where a is the measured
  * acceptance of the sequence. Its row takes `row_s` seconds, the slope of a line through the
- * measured steps (rows, seconds) of the last time. The tokens per second rise as long as
+ * measured steps (rows, seconds) of the last time. A draft model takes `own_s` more for it, by the
+ * line of its own steps. The tokens per second rise as long as
  *
- *     a^j / row_s  >  tokens per second without it
+ *     a^j / (row_s + own_s)  >  tokens per second without it
  *
  * so a sequence gets drafts up to the last such j, at most num_speculative_tokens; DRAFT_MARGIN
  * leaves room for errors of the measurement. If reading the weights decides the time of a step,
  * rows are nearly free, and the limit is far. If each row takes its share of the step, no draft
- * pays, and there are none: then a single one is tried now and then, more and more seldom, to
- * notice when that changes. Before there is a measurement, drafts with a^j above DRAFT_FIRST_SHARE
- * are made.
+ * pays, and there are none: then a few are tried now and then, more and more seldom, to notice when
+ * that changes. Before there is a measurement, drafts with a^j above DRAFT_FIRST_SHARE are made.
  *
- * A DRAFT MODEL also costs what does not grow with the drafts: its own steps, and prompts. So steps
- * with and without its drafts are timed, for each power of two of sequences, and the faster kind is
- * used. The other kind is tried again now and then, more and more seldom (draft_switch). The time
- * in which it computes prompts is kept apart: it computes the prompt of a sequence only if the
- * tokens that are still to come are expected to gain more than that takes (draft_is_worth).
+ * WHAT THEY MAY COST. A choice can be wrong, so drafts have a budget of seconds. It begins with the
+ * time of DRAFT_GRANT rows, and gets the share DRAFT_INCOME of all time. A step with drafts adds
+ * what it gained: the time that its tokens take without drafts (measured for each power of two of
+ * sequences) less the time that it took. All searches and steps of the drafter are paid from it. A
+ * step has no more drafts than the budget can pay if all of them are wrong. So drafts lose at most
+ * DRAFT_INCOME of the time and the grant, whatever the measured lines say. A budget is at most
+ * DRAFT_GRANT steps, so that good times do not pay for long bad ones.
  *
- * WHO GETS NONE. Models with states (19). Requests without output. Sequences with a constraint get
- * no drafts of a model. They get drafts from texts, but draft_guess makes these as soon as the
- * token before them is drawn, since their rows need masks (32).
+ * A DRAFT MODEL computes the prompt of a sequence before its first draft. It does so if half of the
+ * budget pays for it, or if the tokens that are still to come are expected to gain twice as much
+ * (draft_catch_up).
+ *
+ * WHO GETS NONE. Models with states (19). Requests without output. Steps in which prompts are
+ * computed, as their rows are never free. Sequences with a constraint get no drafts of a model.
+ * They get drafts from texts, but draft_guess makes these as soon as the token before them is
+ * drawn, since their rows need masks (32).
  *
  * RUN-AHEAD. Drafts need the last token of the sequence. If a step with a row of the sequence is in
  * flight and its known tokens have a match, it waits for that step, and so does the next plan.
@@ -15651,9 +15658,13 @@ static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t genera
 enum {
     DRAFT_MAX_TOKENS = 16, /* drafts of a sequence in a step; not more than B */
     DRAFT_MAX_OTHERS = 8,  /* samples of the same request in which a tail is looked up */
-    DRAFT_FIRST_RETRY = 32,  /* after so many matches without a draft one is tried ... */
-    DRAFT_LAST_RETRY = 1024  /* ... each time after twice as many, up to this */
+    DRAFT_TRIAL = 16,         /* drafts that are tried where none pays, ... */
+    DRAFT_FIRST_RETRY = 32,   /* ... after so many matches without a draft ... */
+    DRAFT_LAST_RETRY = 32768, /* ... and each time after twice as many, up to this */
+    DRAFT_GRANT = 12,   /* rows, and the most steps, whose time drafts may lose */
+    DRAFT_REFRESH = 128 /* steps with drafts, until the time without them is measured again */
 };
+#define DRAFT_INCOME 0.004 /* the share of all time that drafts may lose */
 #define DRAFT_FIRST_SHARE 0.25
 #define DRAFT_MARGIN 1.15 /* a draft must pay so many times, as both sides are only measured */
 
@@ -15678,27 +15689,29 @@ typedef struct draft_match { /* the place whose next tokens are the drafts */
     int n_next, n_equal; /* tokens from there on; tokens before it that match the tail */
 } draft_match;
 
-typedef struct draft_speed { /* of steps with some number of sequences; [1]: with drafts */
-    float seconds[2], tokens[2]; /* sums; older ones count less */
-    int n_tried, n_waited, retry; /* steps left of a trial; steps since it; those until the next */
-    bool pays;                    /* what the last trial showed */
-} draft_speed;
+typedef struct draft_line { /* steps: sums of 1, rows, seconds and products of these; older steps
+                              * count less */
+    double weight, rows, seconds, rows_rows, rows_seconds, seconds_seconds;
+} draft_line;
 
 typedef struct drafter { /* of one scheduler */
     draft_config config;
     draft_rate *seqs; /* [max_seqs] */
     draft_rate all;
-    /* sums over the last steps without prefill, older ones with less weight: of 1, rows, seconds,
-     * products of these, and committed tokens */
-    double weight, rows, seconds, rows_rows, rows_seconds, tokens;
+    draft_line steps; /* steps without prefill, less the time of the draft model */
+    double tokens;    /* that these brought, weighted like them */
     double row_s;     /* seconds of one more row of a step; negative: not known yet */
+    draft_line own;   /* steps of the draft model */
+    draft_line without[18]; /* [log2 of the sequences] steps without drafts */
+    int n_since;   /* steps with drafts since the last one that counts there */
+    bool was_with; /* the last step had drafts, so the next one was not planned ahead */
+    double budget_s; /* seconds that drafts may lose */
+    double awaits_s; /* no drafts until there are so many: a draft model needs them for a prompt */
+    double gain_s, gain_tokens; /* sums over steps with drafts, older ones with less weight: the
+                                 * seconds that they gained, without prompts; their tokens */
     int n_held_back;  /* matches since the last draft, held back because a draft would not pay */
-    int retry;        /* after so many of them one draft is tried */
-    /* of a draft model: */
-    bool on;              /* the next steps have drafts */
-    draft_speed speeds[18], *speed; /* [log2 of the sequences]; that of the last step */
-    double catch_s, catch_rows; /* seconds in which it computed rows that were missing; their
-                                 * number */
+    int retry;        /* after so many of them DRAFT_TRIAL drafts are tried */
+    int n_trial;      /* those of them that are not verified yet */
 } drafter;
 
 /* ---- Options ---- */
@@ -15926,6 +15939,7 @@ static draft_match draft_match_tail(const draft_config *config, const scheduler 
 /* ---- How many ---- */
 
 /* Returns how often a draft of the sequence is accepted: its own drafts, and two of all. */
+COLD
 static double draft_acceptance(drafter *drafts, const sched_seq *sequence, int seq) {
     draft_rate *own = &drafts->seqs[seq];
     if (own->generation != sequence->generation)
@@ -15934,19 +15948,96 @@ static double draft_acceptance(drafter *drafts, const sched_seq *sequence, int s
            (own->n_tried + 2);
 }
 
+/* A step had n_rows rows and took so many seconds. keep: the weight of those before. */
+COLD
+static void draft_add(draft_line *line, double keep, double n_rows, double seconds) {
+    *line = (draft_line){keep * line->weight + 1, keep * line->rows + n_rows,
+                         keep * line->seconds + seconds,
+                         keep * line->rows_rows + n_rows * n_rows,
+                         keep * line->rows_seconds + n_rows * seconds,
+                         keep * line->seconds_seconds + seconds * seconds};
+}
+
+/* Returns the seconds of one more row; negative: not known, as all steps had about as many rows.
+ * The slope of least squares, drawn to a row's share of the step, which is the most that it can be:
+ * the less the steps fit on a line, the more. (That is the mean of a normal posterior, if the prior
+ * is the share, give or take its half.) */
+COLD
+static double draft_slope(const draft_line *line) {
+    if (line->weight < 2) return -1;
+    const double mean_rows = line->rows / line->weight, mean_s = line->seconds / line->weight;
+    const double variance = line->rows_rows / line->weight - mean_rows * mean_rows;
+    const double covariance = line->rows_seconds / line->weight - mean_rows * mean_s;
+    const double share = mean_s / mean_rows;
+    if (variance < 0.2 || share <= 0) return -1;
+    const double noise = line->seconds_seconds / line->weight - mean_s * mean_s -
+                         covariance * covariance / variance;
+    const double prior = 4 * MAX(noise, 0) / (line->weight * share * share);
+    return MAX(0, MIN((covariance + prior * share) / (variance + prior), share));
+}
+
+/* Returns the seconds of a step with n_rows, by a line with at least one step. */
+COLD
+static double draft_line_s(const draft_line *line, double slope, int n_rows) {
+    return (line->seconds + slope * (n_rows * line->weight - line->rows)) / line->weight;
+}
+
+/* Returns the seconds that the draft model, if there is one, takes for each row of a step of its
+ * own with n_rows: the least or the most, as long as little is known. */
+COLD
+static double draft_own_s(const drafter *drafts, int n_rows, bool most) {
+    const draft_line *own = &drafts->own;
+    if (drafts->config.method != DRAFT_MODEL) return 0;
+    if (own->weight <= 0) return most ? drafts->steps.seconds / MAX(drafts->steps.rows, 1) : 0;
+    const double slope = draft_slope(own), unknown = most ? own->seconds / own->rows : 0;
+    return draft_line_s(own, slope < 0 ? unknown : slope, n_rows) / n_rows;
+}
+
 /* Returns the share of the drafts in some place that must be accepted to pay for their rows. */
-static double draft_least_share(const drafter *drafts) {
-    if (drafts->row_s < 0) return DRAFT_FIRST_SHARE;
-    return DRAFT_MARGIN * drafts->row_s * drafts->tokens / drafts->seconds;
+COLD
+static double draft_least_share(const drafter *drafts, int n_seqs) {
+    if (drafts->row_s < 0 || drafts->steps.seconds <= 0) return DRAFT_FIRST_SHARE;
+    const double own_s = draft_own_s(drafts, n_seqs, false);
+    return DRAFT_MARGIN * (drafts->row_s + own_s) * drafts->tokens / drafts->steps.seconds;
+}
+
+/* Returns the line of the steps without drafts of about n_seqs sequences. */
+COLD
+static draft_line *draft_without(drafter *drafts, int n_seqs) {
+    int i = 0;
+    while (n_seqs >> (i + 1) && i + 1 < COUNT(drafts->without)) i++;
+    return &drafts->without[i];
+}
+
+/* Returns the most seconds that the budget may hold. */
+COLD
+static double draft_most_budget(const drafter *drafts) {
+    return DRAFT_GRANT * drafts->steps.seconds / MAX(drafts->steps.weight, 1);
+}
+
+/* Returns how many drafts a step of n_seqs sequences may have: the budget pays for them if all are
+ * wrong. 0 if it is not known how long the step takes without them, or not by new measurements. */
+COLD
+static int draft_most_rows(drafter *drafts, int n_seqs) {
+    const draft_line *steps = &drafts->steps;
+    const double most_s = 0.9 * draft_most_budget(drafts);
+    if (drafts->config.always) return INT_MAX;
+    if (draft_without(drafts, n_seqs)->weight < 1.5 || drafts->n_since >= DRAFT_REFRESH) return 0;
+    if (drafts->budget_s < MIN(drafts->awaits_s, most_s)) return 0;
+    drafts->awaits_s = 0;
+    const double share = steps->seconds / steps->rows;
+    const double row_s = drafts->row_s < 0 ? share : MAX(drafts->row_s, share / 64);
+    const double n = MAX(drafts->budget_s, 0) / (row_s + draft_own_s(drafts, n_seqs, true) + 1e-12);
+    return (int)MIN(n, 1 << 20);
 }
 
 /* Returns how many drafts, at most `most`, pay for a sequence that has a match. cost: tokens that
- * the sequence loses by them. */
+ * the sequence loses by them. n_seqs: sequences in decode. */
 COLD
-static int draft_choose(drafter *drafts, const sched_seq *sequence, int seq, int most,
+static int draft_choose(drafter *drafts, const sched_seq *sequence, int seq, int n_seqs, int most,
                         double cost) {
     const double rate = draft_acceptance(drafts, sequence, seq);
-    const double least = draft_least_share(drafts);
+    const double least = draft_least_share(drafts, n_seqs);
     double share = rate, gain = 0;
     int n = 0;
     if (drafts->config.always) return most;
@@ -15956,9 +16047,13 @@ static int draft_choose(drafter *drafts, const sched_seq *sequence, int seq, int
     }
     if (gain < cost) n = 0;
     if (n) drafts->retry = DRAFT_FIRST_RETRY;
-    if (n || ++drafts->n_held_back < drafts->retry) return n;
-    drafts->n_held_back = 0;
-    drafts->retry = MIN(2 * drafts->retry, DRAFT_LAST_RETRY);
+    if (n) return n;
+    if (!drafts->n_trial) {
+        if (++drafts->n_held_back < drafts->retry) return 0;
+        drafts->n_held_back = 0;
+        drafts->retry = MIN(2 * drafts->retry, DRAFT_LAST_RETRY);
+        drafts->n_trial = DRAFT_TRIAL;
+    }
     return MIN(most, 1);
 }
 
@@ -15979,7 +16074,8 @@ COLD
 static int draft_guess(drafter *drafts, scheduler *sched, int seq, int32_t token,
                        int32_t out[DRAFT_MAX_TOKENS]) {
     sched_seq *sequence = &sched->seqs[seq];
-    const int room = sequence->limit - sequence->n_known - 2;
+    const int room = MIN(sequence->limit - sequence->n_known - 2,
+                         draft_most_rows(drafts, sched->n_decode));
     int n = 0;
     if (drafts->config.method >= DRAFT_MODEL || room < 1) return 0;
     int32_t *next = sequence->tokens + sequence->n_known;
@@ -15987,7 +16083,7 @@ static int draft_guess(drafter *drafts, scheduler *sched, int seq, int32_t token
     sequence->n_known++; /* for this search */
     const draft_match match = draft_match_tail(&drafts->config, sched, seq);
     if (match.n_next)
-        n = draft_choose(drafts, sequence, seq,
+        n = draft_choose(drafts, sequence, seq, sched->n_decode,
                          draft_most(&drafts->config, sequence, &match, room),
                          sched->n_decode > 1 ? DRAFT_MARGIN : 0);
     sequence->n_known--;
@@ -16000,11 +16096,12 @@ static int draft_guess(drafter *drafts, scheduler *sched, int seq, int32_t token
  * Returns true if a sequence can have drafts but waits for its last token. */
 COLD
 static bool draft_plan(drafter *drafts, scheduler *sched) {
-    const bool by_model = drafts->config.method == DRAFT_MODEL;
     const bool by_engine = drafts->config.method >= DRAFT_MODEL;
     bool waits = false;
     int n_rows_left = sched->config.max_tokens - sched->n_decode -
                       (int)MIN(sched->backlog, sched->config.max_tokens);
+    if (sched->backlog && !drafts->config.always) n_rows_left = 0;
+    n_rows_left = MAX(0, MIN(n_rows_left, draft_most_rows(drafts, sched->n_decode)));
     for (int seq = 0; seq < sched->config.max_seqs; seq++) {
         sched_seq *sequence = &sched->seqs[seq];
         const bool in_flight = sequence->n_known < sequence->n_planned;
@@ -16013,17 +16110,14 @@ static bool draft_plan(drafter *drafts, scheduler *sched) {
         if (sequence->state != SCHED_DECODE || sequence->one_ahead) continue;
         if (in_flight && sequence->n_drafts) continue;
         sequence->awaits_commit = false;
-        if (room < 1 + in_flight) continue;
+        if (!in_flight) sequence->n_drafts = 0;
+        if (room < 1 + in_flight || !n_rows_left) continue;
         const draft_match match = by_engine ? (draft_match){NULL, drafts->config.n_tokens, 0}
                                             : draft_match_tail(&drafts->config, sched, seq);
         if (!match.n_next) continue;
-        if (by_model && !drafts->on && !drafts->config.always) {
-            if (!in_flight) sequence->n_drafts = 0;
-            continue;
-        }
         const int most = draft_most(&drafts->config, sequence, &match, room);
-        const int chosen = draft_choose(drafts, sequence, seq, most, 0);
-        const int n = MIN(MAX(chosen, has_waited), MAX(n_rows_left, 0));
+        const int chosen = draft_choose(drafts, sequence, seq, sched->n_decode, most, 0);
+        const int n = MIN(MAX(chosen, has_waited), n_rows_left);
         n_rows_left -= n;
         sequence->awaits_commit = in_flight && n;
         waits |= in_flight && n;
@@ -16049,63 +16143,71 @@ static void draft_learn(drafter *drafts, int seq, int n_drafts, int n_accepted) 
     const int n_tried = MIN(n_accepted + 1, n_drafts); /* those behind a wrong one say nothing */
     draft_count(&drafts->seqs[seq], 0.9f, n_tried, n_accepted);
     draft_count(&drafts->all, 0.98f, n_tried, n_accepted);
+    drafts->n_trial = MAX(0, drafts->n_trial - n_drafts);
 }
 
-/* A step without prefill had n_rows rows, brought n_tokens tokens, and took so many seconds from
- * the end of the step before it, or from its plan, to its end. */
+/* A step without prefill had n_rows rows of n_seqs sequences, brought n_tokens tokens, and took so
+ * many seconds from the end of the step before it, or from its plan, to its end. own_s: the part of
+ * the draft model, which is paid already; catch_s: its part for rows that were missing. */
 COLD
-static void draft_time(drafter *drafts, int n_rows, int n_tokens, double seconds) {
+static void draft_time(drafter *drafts, int n_seqs, int n_rows, int n_tokens, double seconds,
+                       double own_s, double catch_s) {
     const double keep = 31. / 32;
-    if (drafts->weight > 4) seconds = MIN(seconds, 4 * drafts->seconds / drafts->weight);
-    drafts->weight = keep * drafts->weight + 1;
-    drafts->rows = keep * drafts->rows + n_rows;
-    drafts->seconds = keep * drafts->seconds + seconds;
-    drafts->rows_rows = keep * drafts->rows_rows + (double)n_rows * n_rows;
-    drafts->rows_seconds = keep * drafts->rows_seconds + n_rows * seconds;
+    draft_line *steps = &drafts->steps, *without = draft_without(drafts, n_seqs);
+    const bool with = n_rows > n_seqs;
+    double step_s = MAX(0, seconds - own_s);
+    if (steps->weight > 4) step_s = MIN(step_s, 4 * steps->seconds / steps->weight);
+    if (steps->weight <= 0) drafts->budget_s += DRAFT_GRANT * step_s / n_rows;
+    draft_add(steps, keep, n_rows, step_s);
     drafts->tokens = keep * drafts->tokens + n_tokens;
-    const double mean_rows = drafts->rows / drafts->weight;
-    const double variance = drafts->rows_rows / drafts->weight - mean_rows * mean_rows;
-    const double mean_s = drafts->seconds / drafts->weight;
-    const double covariance = drafts->rows_seconds / drafts->weight - mean_rows * mean_s;
-    if (drafts->weight < 4 || variance < 0.2) return;
-    drafts->row_s = MAX(0, MIN(covariance / variance, mean_s / mean_rows));
+    const double slope = draft_slope(steps);
+    if (steps->weight > 4 && slope >= 0) drafts->row_s = slope;
+    if (with && without->weight > 0) {
+        const double token_s = draft_line_s(without, MAX(drafts->row_s, 0), n_seqs) / n_seqs;
+        const double most_s = token_s * (n_tokens - n_seqs); /* if rows are free */
+        const double least_s = most_s - token_s * (n_rows - n_seqs + 0.5 * n_seqs);
+        const double gained_s = MAX(least_s, MIN(token_s * n_tokens - step_s, most_s));
+        drafts->budget_s += gained_s;
+        drafts->gain_s = 0.97 * drafts->gain_s + gained_s - (own_s - catch_s);
+        drafts->gain_tokens = 0.97 * drafts->gain_tokens + n_tokens;
+        drafts->n_since++;
+        drafts->awaits_s = 0;
+    }
+    if (!with && !drafts->was_with) {
+        const double most = without->weight > 4 ? 1.5 * without->seconds / without->weight : step_s;
+        draft_add(without, 0.95, n_rows, MIN(step_s, most));
+        drafts->n_since = 0;
+    }
+    drafts->was_with = with;
+    drafts->budget_s = MIN(drafts->budget_s + DRAFT_INCOME * seconds, draft_most_budget(drafts));
 }
 
-/* Returns the seconds that a token gains by drafts of a model; before that is known, a guess. */
-static double draft_gain(const draft_speed *speed) {
-    if (!speed || speed->tokens[0] <= 0) return 1;
-    const double without = speed->seconds[0] / speed->tokens[0];
-    return speed->tokens[1] <= 0 ? 0.3 * without : without - speed->seconds[1] / speed->tokens[1];
-}
-
-/* Is it worth that a draft model computes n_rows that it misses of a sequence, of which about
- * n_left tokens are still to come? */
+/* A step with prefill took so many seconds; n_wrong of its rows were behind wrong drafts. */
 COLD
-static bool draft_is_worth(const drafter *drafts, int n_rows, double n_left) {
-    if (n_rows < 16 || drafts->config.always || drafts->catch_rows <= 0) return true;
-    return n_rows * drafts->catch_s / drafts->catch_rows < n_left * draft_gain(drafts->speed);
+static void draft_time_prefill(drafter *drafts, int n_wrong, double seconds) {
+    drafts->budget_s += DRAFT_INCOME * seconds;
+    if (n_wrong) drafts->budget_s -= n_wrong * drafts->steps.seconds / MAX(drafts->steps.rows, 1);
 }
 
-/* A step without prefill had n_seqs sequences, brought n_tokens tokens, with drafts of a model or
- * without, and took so many seconds. Chooses whether the next ones have drafts. */
+/* Returns how many of the n_rows that a draft model misses of a sequence it may compute now. About
+ * n_left tokens of the sequence are still to come. *budget_s: what is left of the budget. Until the
+ * time of its rows is known, it computes a few, first 8 and then twice as many. */
 COLD
-static void draft_switch(drafter *drafts, int n_seqs, int n_tokens, bool with, double seconds) {
-    enum { FIRST = 64, LAST = 4096, TRIAL = 3 };
-    int i = 0;
-    while (n_seqs >> (i + 1) && i + 1 < COUNT(drafts->speeds)) i++;
-    draft_speed *speed = drafts->speed = &drafts->speeds[i];
-    speed->seconds[with] = 0.97f * speed->seconds[with] + (float)seconds;
-    speed->tokens[with] = 0.97f * speed->tokens[with] + (float)n_tokens;
-    if (speed->n_tried && --speed->n_tried) return;
-    const bool known = speed->tokens[0] > 0 && speed->tokens[1] > 0;
-    const bool pays = speed->tokens[0] > 0 && draft_gain(speed) > 0;
-    if (!speed->retry || pays != speed->pays) speed->retry = FIRST;
-    drafts->on = speed->pays = pays;
-    if (known && ++speed->n_waited < speed->retry) return;
-    speed->n_waited = 0;
-    speed->retry = MIN(2 * speed->retry, LAST);
-    speed->n_tried = TRIAL;
-    drafts->on = known ? !pays : speed->tokens[0] > 0;
+static int draft_catch_up(drafter *drafts, int n_rows, double n_left, double *budget_s) {
+    if (n_rows < 1 || drafts->config.always) return n_rows;
+    const double row_s = draft_own_s(drafts, n_rows, true);
+    if (drafts->gain_tokens > 8 &&
+        2 * n_rows * row_s < n_left * drafts->gain_s / drafts->gain_tokens)
+        return n_rows;
+    const bool is_known = draft_slope(&drafts->own) >= 0;
+    const int n = is_known ? n_rows : (int)MIN(n_rows, 8 * (1 + drafts->own.weight));
+    const double needs_s = (is_known ? 2 : 1) * n * row_s; /* half is left for the drafts */
+    if (needs_s > *budget_s) {
+        drafts->awaits_s = drafts->awaits_s > 0 ? MIN(drafts->awaits_s, needs_s) : needs_s;
+        return 0;
+    }
+    *budget_s -= n * row_s;
+    return n;
 }
 
 /* ===========================================================================
@@ -30236,6 +30338,7 @@ typedef struct eng_inflight {
     bool is_held;    /* it is posted, and some masks are not known yet (eng_release_step) */
     int64_t first_number, last_number; /* model_post's, of the first and the last microbatch */
     double plan_began, plan_s; /* os_now() when its plan began; how long this took */
+    double own_s, catch_s; /* seconds of the draft model for its drafts; for rows that it missed */
 } eng_inflight;
 
 typedef struct eng_timing { /* of a committed step */
@@ -30250,7 +30353,7 @@ typedef struct eng_draft_model { /* of a replica */
     model_grid model;
     eng_inflight step; /* the one that it runs, and its results */
     int *seqs, n_seqs; /* [max_seqs] the sequences that get drafts */
-    double catch_s;    /* for this step: seconds for rows that were missing */
+    double own_s, catch_s; /* of the drafts drawn last, as in eng_inflight */
 } eng_draft_model;
 
 typedef struct eng_replica {
@@ -32806,6 +32909,7 @@ static void eng_build_draft_step(eng_replica *replica, int n_drawn) {
     *step = (toka_step){.ids = inflight->batch.ids, .pos = inflight->batch.pos,
                         .kv_slot = inflight->batch.kv_slot, .pages = inflight->batch.pages,
                         .spans = inflight->batch.spans, .samples = inflight->sample_rows};
+    double budget_s = replica->drafts.budget_s;
     inflight->batch.n_pages = inflight->n_sampled = 0;
     inflight->row_ids.n = 0;
     for (int i = 0; i < replica->draft.n_seqs; i++) {
@@ -32817,11 +32921,10 @@ static void eng_build_draft_step(eng_replica *replica, int n_drawn) {
         eng_request *request = replica->requests[sequence->request];
         const double n_left = eng_expected_tokens(replica->engine, request) -
                               (sequence->n_known - sequence->n_prompt);
-        if (!draft_is_worth(&replica->drafts, end - 1 - from, MAX(n_left, 1))) {
-            sequence->n_drafts = 0;
-            continue;
-        }
-        const int n = MIN(end - from, replica->sched.config.max_tokens - step->T);
+        const int n_missing = end - 1 - from;
+        const int n_paid = draft_catch_up(&replica->drafts, n_missing, MAX(n_left, 1), &budget_s);
+        const int n = MIN(n_paid < n_missing ? n_paid : end - from,
+                          replica->sched.config.max_tokens - step->T);
         if (n) eng_add_draft_rows(replica, seq, from, from + n);
         if (from + n < end) sequence->n_drafts = 0;
         if (from + n < end) continue;
@@ -32859,15 +32962,14 @@ static void eng_list_drafting(eng_replica *replica) {
     }
 }
 
-/* The first step of the draft model took so many seconds: a part of them was for missing rows. */
+/* A step of the draft model took so many seconds: a part of them was for missing rows. */
 COLD
-static void eng_time_catch_up(eng_replica *replica, double seconds) {
+static void eng_time_own(eng_replica *replica, double seconds) {
     const int n_rows = replica->draft.step.batch.step.T;
     const int n_missing = n_rows - replica->draft.step.n_sampled;
-    replica->draft.catch_s = seconds * n_missing / n_rows;
-    if (n_missing < 16) return;
-    replica->drafts.catch_s = 0.9 * replica->drafts.catch_s + replica->draft.catch_s;
-    replica->drafts.catch_rows = 0.9 * replica->drafts.catch_rows + n_missing;
+    draft_add(&replica->drafts.own, 0.95, n_rows, seconds);
+    replica->draft.own_s += seconds;
+    replica->draft.catch_s += seconds * n_missing / n_rows;
 }
 
 /* Takes drafts from the output_ids of requests. A given share of them is right. */
@@ -32899,7 +33001,7 @@ static bool eng_draw_drafts(eng_replica *replica) {
     toka_err e;
     eng_list_drafting(replica);
     if (replica->draft.n_seqs && replica->n_in_flight) return false;
-    replica->draft.catch_s = 0;
+    replica->draft.own_s = replica->draft.catch_s = 0;
     for (int n_drawn = 0; n_drawn < DRAFT_MAX_TOKENS && replica->draft.n_seqs; n_drawn++) {
         eng_build_draft_step(replica, n_drawn);
         if (!inflight->batch.step.T) break;
@@ -32908,7 +33010,7 @@ static bool eng_draw_drafts(eng_replica *replica) {
             eng_fail(replica->engine, &e);
             return false;
         }
-        if (!n_drawn) eng_time_catch_up(replica, os_now() - began);
+        eng_time_own(replica, os_now() - began);
         for (int i = 0; i < inflight->n_sampled; i++) {
             sched_seq *sequence = &replica->sched.seqs[inflight->batch.samples[i].seq];
             sequence->tokens[sequence->n_known + n_drawn] = inflight->results[i].id;
@@ -32928,7 +33030,9 @@ static bool eng_plan_drafts(eng_replica *replica) {
                        replica->model.pp == 1;
     const bool made = !waits && (!engine->draft_files || eng_draw_drafts(replica));
     if (made && engine->drafts.method == DRAFT_SYNTHETIC) eng_make_synthetic(replica);
-    engine->stats.draft_s += os_now() - began;
+    const double seconds = os_now() - began;
+    engine->stats.draft_s += seconds;
+    replica->drafts.budget_s -= seconds;
     return made;
 }
 
@@ -32955,6 +33059,8 @@ static bool eng_plan_step(eng_replica *replica) {
         eng_count_attended(engine, &inflight->batch);
     }
     inflight->plan_began = began;
+    inflight->own_s = replica->draft.own_s;
+    inflight->catch_s = replica->draft.catch_s;
     inflight->plan_s = os_now() - began - draft_s;
     engine->stats.plan_s += inflight->plan_s;
     return n_rows > 0;
@@ -32979,13 +33085,12 @@ static void eng_time_drafts(eng_replica *replica, const eng_inflight *inflight, 
         MAX(replica->last_end_s, inflight->plan_began - 2 * replica->last_commit_s);
     int n_seqs = 0;
     for (int i = 0; i < inflight->n_sampled; i++) n_seqs += !eng_is_behind_draft(inflight, i);
-    const bool with = n_seqs < inflight->n_sampled;
-    const double seconds = MAX(0, now - from - (with ? replica->draft.catch_s : 0));
-    if (inflight->batch.step.T == inflight->n_sampled && n_seqs) {
-        draft_time(&replica->drafts, inflight->n_sampled, n_tokens, seconds);
-        if (replica->engine->draft_files)
-            draft_switch(&replica->drafts, n_seqs, n_tokens, with, seconds);
-    }
+    const double seconds = MAX(0, now - from);
+    if (inflight->batch.step.T > inflight->n_sampled)
+        draft_time_prefill(&replica->drafts, inflight->n_sampled - n_tokens, seconds);
+    else if (n_seqs)
+        draft_time(&replica->drafts, n_seqs, inflight->n_sampled, n_tokens, seconds,
+                   inflight->own_s, inflight->catch_s);
     replica->last_end_s = now;
 }
 

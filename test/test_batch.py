@@ -27,8 +27,8 @@ def read_results(path):
     return {v["custom_id"]: v for v in map(json.loads, open(path))}
 
 
-def start(*args, **more):
-    return subprocess.Popen([TOKA, "batch", "-m", "test/model", *args], env=ENV, cwd=ROOT, stdout=subprocess.PIPE,
+def start(*args, env=ENV, **more):
+    return subprocess.Popen([TOKA, "batch", "-m", "test/model", *args], env=env, cwd=ROOT, stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE, **more)
 
 
@@ -547,7 +547,7 @@ def test_same_bytes_for_all_settings(tmp_path):
                               ["--max-num-seqs", "40", "--max-num-batched-tokens", "41", "--kv-tokens", "1500"],
                               ["--max-num-seqs", "40", "--speculative-config", '{"method":"suffix","num_speculative_tokens":5}'])):
         out, report = tmp_path / f"out{i}.jsonl", tmp_path / "report.json"
-        batch("-i", source, "-o", str(out), "--max-model-len", "256", "--report", str(report), *args)
+        batch("-i", source, "-o", str(out), "--max-model-len", "256", "--report", str(report), *args, env=ENV | {"TOKA_DEBUG_DRAFTS": "1"})
         lines = sorted(out.read_text().splitlines())
         want = want or lines
         assert lines == want, args
