@@ -9980,6 +9980,8 @@ static void mf_read_rope(mf_reader *config_reader, mf_config *config, arena *mem
     }
     if (two && !strcmp(name, "rope_scaling") && !mf_field(reader, "rope_type"))
         mf_refuse_old_type(reader);
+    if (two && !mf_bool(reader, "truncate", true)) /* transformers does not read it here */
+        mf_field_error(reader, "truncate", mf_field(reader, "truncate"), "true");
     mf_read_one_rope(config_reader, reader, config, mf_read_theta(config_reader, "rope_theta"),
                      memory, &config->rope, &config->rope_table);
     if (two)
@@ -11697,7 +11699,7 @@ static int mf_bind_numbers(mf_binder *binder, mf_matrix *matrix, toka_err *e) {
 static int mf_check_groups(const mf_matrix *matrix, toka_err *e) {
     const toka_quant *quant = matrix->quant;
     const mf_method *method = matrix->format->method;
-    const bool packs_rows = method->packing != TOKA_PACK_ROWS || matrix->format->has_zero;
+    const bool packs_rows = method->packing != TOKA_PACK_ROWS;
     const bool packs_cols = method->packing == TOKA_PACK_GPTQ;
     if (method->dtype == TOKA_FP8) return 0;
     if (quant->cols % quant->block_cols)

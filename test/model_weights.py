@@ -114,8 +114,10 @@ def e4m3_values(code):
 
 
 def pack4(q, axis, order=range(8)):
-    """Eight numbers of four bits to a word, along an axis. Nibble i of a word, from the low end, holds number order[i]."""
+    """Eight numbers of four bits to a word, along an axis; the last word may have zeros. Nibble i of a word, from the low end, holds
+    number order[i]."""
     q = np.moveaxis(q, axis, -1).astype(np.uint32)
+    q = np.pad(q, [(0, 0)] * (q.ndim - 1) + [(0, -q.shape[-1] % 8)])
     q = q.reshape(*q.shape[:-1], -1, 8)
     word = np.zeros(q.shape[:-1], np.uint32)
     for i, k in enumerate(order):
@@ -433,6 +435,7 @@ EDITS = {
     "eps-null": ("olmo3", field("rms_norm_eps", value=None), "rms_norm_eps is null"),
     "theta-null": ("llama", field("rope_theta", value=None), "rope_theta is null"),
     "old-rope-type": ("gemma3", field("rope_scaling", value={"type": "linear", "factor": 3.0}), "rope_scaling.type is \"linear\", expected rope_type"),
+    "truncate-of-two-ropes": ("gemma3", field("rope_scaling", value={"rope_type": "yarn", "factor": 4.0, "truncate": False}), "rope_scaling.truncate is false"),
     "factor-null": ("granite", field("attention_multiplier", value=None), "attention_multiplier is null"),
     "scale-null": ("deepseek3", field("routed_scaling_factor", value=None), "routed_scaling_factor is null"),
     "sees-later-tokens": ("gemma3-image", field("architectures", value=["PaliGemmaForConditionalGeneration"]), "PaliGemma"),

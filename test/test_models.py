@@ -193,6 +193,32 @@ def test_hostile(driver, tmp_path, edit):
     assert base in NOT_YET[device] or word in message, message
 
 
+def assert_same_as_dense(driver, folder, spec, device):
+    """The quantized checkpoint has the logits of the same numbers without quantization."""
+    V = spec["config"]["vocab_size"]
+    case = {"prompt": [5, 9, 33, 40, 7], "positions": [0, 4], "greedy": [], "logits": base64.b64encode(bytes(2 * V * 4)).decode()}
+    rows = {}
+    for dense in (False, True):
+        mw.write(folder / str(dense), spec, dense=dense)
+        status, message, results = run(driver, folder / str(dense), device, spec, [case])
+        assert status == 0, message
+        rows[dense] = results[0][0]
+    assert (errors(rows[False], rows[True]) <= MAX_ERROR).all() and np.ptp(rows[True]) > 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_that_end_within_a_word(driver, tmp_path, device):
+    """Zero points of compressed-tensors share a word by rows. Their number need not be a multiple of 8: packers fill the last word."""
+    spec = mw.load("packed-channel-zero")
+    E, H, D, F = 256, 4, 36, 99
+    spec["config"].update(head_dim=D, num_key_value_heads=1, intermediate_size=F)
+    shapes = {"q_proj": [H * D, E], "k_proj": [D, E], "v_proj": [D, E], "o_proj": [E, H * D], "gate_proj": [F, E], "up_proj": [F, E],
+              "down_proj": [E, F], "q_norm": [D], "k_norm": [D]}
+    spec["tensors"] = [[dtype, shapes.get(name.split(".")[-2], shape), centre, width, [name]]
+                       for dtype, shape, centre, width, names in spec["tensors"] for name in names]
+    assert_same_as_dense(driver, tmp_path, spec, device)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", ["gptq-128", "awq-128", "packed-channel-zero", "fp8-block"])
 def test_quantized_head(driver, tmp_path, name, tied):
@@ -203,14 +229,7 @@ def test_quantized_head(driver, tmp_path, name, tied):
     next(x for x in spec["tensors"] if "model.embed_tokens.weight" in x[4])[1][0] = 264
     spec["tensors"].append([dtype, [264, config["hidden_size"]], centre, width, ["lm_head.weight"]])
     config[mw.QUANT].get("ignore", []).clear()
-    case = {"prompt": [5, 9, 33, 40, 7], "positions": [0, 4], "greedy": [], "logits": base64.b64encode(bytes(2 * 264 * 4)).decode()}
-    rows = {}
-    for dense in (False, True):
-        mw.write(tmp_path / str(dense), spec, dense=dense)
-        status, message, results = run(driver, tmp_path / str(dense), "plain", spec, [case])
-        assert status == 0, message
-        rows[dense] = results[0][0]
-    assert (errors(rows[False], rows[True]) <= MAX_ERROR).all() and np.ptp(rows[True]) > 1
+    assert_same_as_dense(driver, tmp_path, spec, "plain")
 
 
 @pytest.mark.parametrize("edit", mw.NO_CHANGES)
