@@ -893,6 +893,7 @@ static int os_n_cores(void) { /* the number of cores that this process may use *
 
 /* Returns the memory that this process may use, in bytes: the smallest of the machine's memory, the
  * process's address space limit and its container's limit (cgroup v2). */
+COLD
 static int64_t os_ram_bytes(void) {
     int64_t bytes = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGE_SIZE);
     struct rlimit limit;
@@ -9277,6 +9278,7 @@ COLD static const mf_pattern *mf_pattern_parse(str text, arena *memory) {
 
 /* Adds a state, and the states that follow it without a character. Returns true if one of them is
  * MATCH. Each state is added once, so the recursion is at most MF_PATTERN_OPS deep. */
+COLD
 static bool mf_pattern_enter(const mf_pattern *pattern, int state, bool at_end,
                              bool in[MF_PATTERN_OPS]) {
     const mf_pattern_op *op = &pattern->ops[state];
@@ -10617,6 +10619,7 @@ static int64_t mf_key_id(const json *key) { /* "128009" -> 128009 */
         id = 10 * id + s.p[i] - '0';
     return id;
 }
+COLD
 static int mf_compare_ids(const void *x, const void *y) {
     const int64_t a = mf_key_id(*(const json *const *)x), b = mf_key_id(*(const json *const *)y);
     return (a > b) - (a < b);
@@ -10904,6 +10907,24 @@ static float weight_fp8(unsigned bits) {
 }
 static float weight_e2m1(unsigned bits) { return weight_small_float(bits, 2, 1); }
 static float weight_e8m0(unsigned byte) { return byte == 255 ? NAN : ldexpf(1, (int)byte - 127); }
+
+/* float32 to a 16-bit float: to nearest, ties to even. A number that is too large is infinite. */
+COLD
+static uint16_t weight_round(float number, toka_dtype dtype) {
+    const uint32_t bits = toka_float_bits(number);
+    const uint16_t sign = (uint16_t)(bits >> 16 & 0x8000);
+    if (dtype == TOKA_BF16)
+        return isnan(number) ? (uint16_t)(bits >> 16 | 0x40)
+                             : (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+    if (isnan(number)) return sign | 0x7E00;
+    if (number == 0) return sign;
+    if (fabsf(number) >= 65520) return sign | 0x7C00;
+    int exponent;
+    frexpf(number, &exponent); /* |number| < 2^exponent; the smallest step of float16 is 2^-24 */
+    const int step = MAX(exponent - 11, -24);
+    const unsigned mantissa = (unsigned)nearbyintf(ldexpf(fabsf(number), -step));
+    return (uint16_t)(sign | (((unsigned)(step + 24) << 10) + mantissa));
+}
 
 /* Returns element i of an array of plain numbers, FP8 or E8M0, which may begin at any byte. */
 static float weight_number(const void *data, toka_dtype dtype, size_t i) {
@@ -11498,6 +11519,7 @@ static void mf_copy_part(mf_binder *binder, const mf_target *target, const st_te
 }
 
 /* Binds a tensor of plain numbers. Returns 0 or an error code. */
+COLD
 static int mf_bind_plain(mf_binder *binder, const mf_target *target, const st_tensor *tensor,
                          toka_err *e) {
     const bool is_vector = !*mf_slots[target->binding->slot].rows;
@@ -12539,7 +12561,7 @@ static int mf_shard(const toka_shape *full, const toka_weights *full_weights, co
  *   finding        mf_find_model: folder, name, hub cache
  *   opening        mf_open, mf_close; mf_find_overwritten: have the weights changed since then?
  *
- *   quantizing     mf_quantize: to FP8 in memory, if the user asks for it
+ *   quantizing     mf_quantize: in memory, to FP8 or to the formats of an open model
  *
  * It does not download or write anything.
  * =========================================================================== */
@@ -13147,12 +13169,19 @@ static int mf_choose_kv(mf_model *files, const toka_options *options, toka_err *
     return code;
 }
 
-/* ---- Quantizing at load (--quantization fp8) ----
- * Every matrix of plain numbers in a layer, but the router, becomes e4m3 numbers with one float32
- * scale a row: the row's largest number becomes 448. */
+/* ---- Quantizing plain numbers ----
+ * At a start with --quantization fp8, every matrix of plain numbers in a layer, but the router,
+ * becomes e4m3 numbers with one float32 scale a row. In an update, a matrix of plain numbers gets
+ * the format that it has in the open model, if that is FP8 or int4 packed by rows. The scale of a
+ * block, by compressed-tensors' rule:
+ *
+ *     FP8                       largest number / 448
+ *     int4                      largest number / 7.5
+ *     int4 with zero points     (highest - lowest number) / 15, where 0 is between the two */
 
 typedef struct mf_quantizer { /* what the threads share */
     mf_model *files;
+    toka_layer *like;         /* [L] of the open model; NULL: of --quantization fp8 */
     char *memory;             /* where the numbers and scales of all layers go; NULL: only count the
                                * bytes, and allocate each toka_quant */
     size_t *offsets;          /* [L+1] of each layer in memory */
@@ -13172,33 +13201,123 @@ static float mf_largest(const float *row, size_t n) {
     return weight_from_bits(largest);
 }
 
-/* Quantizes a matrix into `at`, if that is not NULL. Returns the bytes that it takes. */
-static size_t mf_quantize_matrix(mf_quantizer *all, toka_tensor *tensor, char *at) {
-    const size_t rows = (size_t)tensor->rows, cols = (size_t)tensor->cols;
-    const size_t codes_at = 4 * rows;
+/* Writes element i of an array of plain numbers. Returns it as it was rounded. */
+COLD
+static float mf_put_scale(const void *to, toka_dtype dtype, size_t i, float scale) {
+    const uint32_t bits = dtype == TOKA_F32 ? toka_float_bits(scale) : weight_round(scale, dtype);
+    const size_t size = toka_number_bytes(dtype);
+    memcpy((char *)(uintptr_t)to + i * size, &bits, size); /* the lower bytes come first */
+    return weight_number(to, dtype, i);
+}
+
+/* Sets the 4 bits `index` of a word. */
+static void mf_put_nibble(const void *words, size_t word, int index, unsigned number) {
+    unsigned char *byte = (unsigned char *)(uintptr_t)words + 4 * word + index / 2;
+    *byte = (unsigned char)(*byte & (index % 2 ? 0x0F : 0xF0)) |
+            (unsigned char)(number << 4 * (index % 2));
+}
+
+typedef struct mf_block { /* of numbers with one scale */
+    float lowest, highest, largest;
+    float scale, zero;
+} mf_block;
+
+/* Finds the scales of a block of rows, from first on, and writes them. row: the first one. */
+static void mf_scale_blocks(mf_quantizer *all, const toka_tensor *from, const toka_tensor *to,
+                            int first, float *row, mf_block *blocks) {
+    const toka_quant *quant = to->quant;
+    const int n_groups = quant->scale_row_step, width = quant->block_cols;
+    const int n_rows = MIN(quant->block_rows, from->rows - first);
+    for (int i = 0; i < n_groups; i++) blocks[i] = (mf_block){0};
+    for (int i = 0; i < n_rows; i++) {
+        toka_weight_row(from, first + i, row);
+        for (int g = 0; g < n_groups; g++) {
+            const float *part = row + (size_t)g * (size_t)width;
+            const int n = MIN(width, from->cols - g * width);
+            mf_block *block = &blocks[g];
+            const float largest = mf_largest(part, (size_t)n);
+            if (!isfinite(largest)) all->found_infinite = true;
+            block->largest = MAX(block->largest, largest);
+            for (int k = 0; quant->zero && k < n; k++) {
+                block->lowest = MIN(block->lowest, part[k]);
+                block->highest = MAX(block->highest, part[k]);
+            }
+        }
+    }
+    for (int g = 0; g < n_groups; g++) {
+        mf_block *block = &blocks[g];
+        const float scale = to->dtype == TOKA_FP8 ? block->largest / 448
+                            : !quant->zero        ? block->largest / 7.5f
+                                                  : (block->highest - block->lowest) / 15;
+        const size_t at = (size_t)(first / quant->block_rows * n_groups + g);
+        block->scale = mf_put_scale(quant->scale, quant->scale_dtype, at, scale);
+        if (!(block->scale > 0))
+            block->scale = mf_put_scale(quant->scale, quant->scale_dtype, at, 1);
+        block->zero = quant->zero ? MIN(15, rintf(-block->lowest / block->scale)) : 8;
+        for (int i = 0; quant->zero && i < n_rows; i++)
+            mf_put_nibble(quant->zero, (size_t)((first + i) / 8 * n_groups + g), (first + i) % 8,
+                          (unsigned)block->zero - (unsigned)quant->zero_add);
+    }
+}
+
+/* Writes a row of numbers in the format of `to`. */
+static void mf_quantize_row(const toka_tensor *to, int at, const float *row,
+                            const mf_block *blocks) {
+    const int width = to->quant->block_cols;
+    unsigned char *codes = (unsigned char *)(uintptr_t)to->data + (size_t)at * (size_t)to->cols;
+    for (int first = 0, g = 0; first < to->cols; first += width, g++) {
+        const int end = MIN(first + width, to->cols);
+        const float scale = blocks[g].scale, zero = blocks[g].zero;
+        if (to->dtype == TOKA_FP8)
+            for (int i = first; i < end; i++) codes[i] = toka_to_fp8(row[i] / scale);
+        else
+            for (int i = first; i < end; i++)
+                mf_put_nibble(to->data, (size_t)at * (((size_t)to->cols + 7) / 8) + (size_t)i / 8,
+                              i % 8, (unsigned)MIN(MAX(rintf(row[i] / scale) + zero, 0), 15));
+    }
+}
+
+/* Quantizes a matrix into `at`, if that is not NULL, in the format of `like`; NULL: that of
+ * --quantization fp8. Returns the bytes that it takes; 0: it stays as it is. */
+static size_t mf_quantize_matrix(mf_quantizer *all, toka_tensor *tensor, const toka_tensor *like,
+                                 char *at) {
+    const toka_tensor from = *tensor;
+    const size_t rows = (size_t)from.rows, cols = (size_t)from.cols;
+    toka_quant format = {.block_rows = 1, .block_cols = from.cols, .scale_dtype = TOKA_F32};
+    if (like && (!like->quant || like->dtype == TOKA_MXFP4 || like->quant->group ||
+                 like->quant->packing != TOKA_PACK_ROWS))
+        return 0;
+    if (like) format = *like->quant;
+    const size_t n_groups = (cols - 1) / (size_t)format.block_cols + 1,
+                 n_blocks = ((rows - 1) / (size_t)format.block_rows + 1) * n_groups,
+                 zero_at = n_blocks * toka_number_bytes(format.scale_dtype),
+                 codes_at = zero_at + (format.zero ? (rows + 7) / 8 * n_groups * 4 : 0),
+                 row_bytes = like && like->dtype == TOKA_INT4 ? (cols + 7) / 8 * 4 : cols;
     if (!at) {
         tensor->quant = arena_zalloc(&all->files->memory, sizeof *tensor->quant);
-        return (codes_at + rows * cols + 63) / 64 * 64;
+        return (codes_at + rows * row_bytes + 63) / 64 * 64;
     }
     toka_quant *quant = (toka_quant *)tensor->quant;
-    tensor->quant = NULL; /* it is still a matrix of plain numbers */
-    float *scale = (float *)(void *)at, *row = mem_alloc(cols * sizeof *row);
-    unsigned char *code = (unsigned char *)at + codes_at;
-    for (size_t i = 0; i < rows; i++, code += cols) {
-        toka_weight_row(tensor, (int)i, row);
-        const float largest = mf_largest(row, cols), factor = largest > 0 ? largest / 448 : 1;
-        if (!isfinite(largest)) all->found_infinite = true;
-        scale[i] = factor;
-        for (size_t j = 0; j < cols; j++) code[j] = (unsigned char)toka_to_fp8(row[j] / factor);
+    *quant = format;
+    quant->rows = from.rows, quant->cols = from.cols;
+    quant->scale = at;
+    if (quant->zero) quant->zero = at + zero_at;
+    quant->scale_row_step = (int)n_groups, quant->scale_col_step = 1;
+    *tensor = (toka_tensor){.data = at + codes_at, .dtype = like ? like->dtype : TOKA_FP8,
+                            .rows = from.rows, .cols = from.cols, .quant = quant, .row_step = 1,
+                            .matrix = from.matrix, .matrix_row = from.matrix_row};
+    toka_tensor plain = from;
+    plain.quant = NULL; /* mf_quantize_matrix(at NULL) has set it */
+    float *row = mem_alloc(cols * sizeof *row);
+    mf_block *blocks = mem_alloc(n_groups * sizeof *blocks);
+    for (int i = 0; i < from.rows; i++) {
+        const bool begins = i % quant->block_rows == 0;
+        if (begins) mf_scale_blocks(all, &plain, tensor, i, row, blocks);
+        if (!begins || quant->block_rows > 1) toka_weight_row(&plain, i, row);
+        mf_quantize_row(tensor, i, row, blocks);
     }
-    free(row);
-    *quant = (toka_quant){.rows = tensor->rows, .cols = tensor->cols, .block_rows = 1,
-                          .block_cols = tensor->cols, .scale = scale, .scale_dtype = TOKA_F32,
-                          .scale_row_step = 1, .scale_col_step = 1};
-    *tensor = (toka_tensor){.data = at + codes_at, .dtype = TOKA_FP8, .rows = tensor->rows,
-                            .cols = tensor->cols, .quant = quant, .row_step = 1,
-                            .matrix = tensor->matrix, .matrix_row = tensor->matrix_row};
-    return (codes_at + rows * cols + 63) / 64 * 64;
+    free(row), free(blocks);
+    return (codes_at + rows * row_bytes + 63) / 64 * 64;
 }
 
 /* Quantizes a layer, or counts its bytes. Returns them. */
@@ -13206,15 +13325,19 @@ COLD
 static size_t mf_quantize_layer(mf_quantizer *all, int i) {
     toka_layer *layer = &all->files->weights.layers[i];
     const mf_owners owners = mf_owners_of(layer);
+    const mf_owners like = all->like ? mf_owners_of(&all->like[i]) : owners;
+    const toka_moe *moe = like.of[MF_OF_MOE];
     size_t bytes = 0;
     for (int slot = 0; slot < MF_N_SLOTS; slot++) {
-        const bool is_expert = mf_slots[slot].owner == MF_OF_EXPERT;
-        if (!owners.of[mf_slots[slot].owner] || !mf_slot_has_format(&mf_slots[slot])) continue;
-        for (int x = 0; x < (is_expert ? layer->moe->n_experts : 1); x++) {
+        const int owner = mf_slots[slot].owner;
+        if (!owners.of[owner] || !like.of[owner] || !mf_slot_has_format(&mf_slots[slot])) continue;
+        for (int x = 0; x < (owner == MF_OF_EXPERT
+                                 ? MIN(layer->moe->n_experts, moe->n_experts) : 1); x++) {
             toka_tensor *tensor = mf_tensor(&owners, slot, x);
             if (!tensor->rows || !toka_is_plain(tensor)) continue;
             char *at = all->memory ? all->memory + all->offsets[i] + bytes : NULL;
-            bytes += mf_quantize_matrix(all, tensor, at);
+            bytes += mf_quantize_matrix(all, tensor,
+                                        all->like ? mf_tensor(&like, slot, x) : NULL, at);
         }
     }
     return bytes;
@@ -13227,21 +13350,25 @@ static void *mf_quantize_thread(void *user) {
     return NULL;
 }
 
-/* Quantizes the model's layers. Returns 0 or an error code. */
-static int mf_quantize(mf_model *files, toka_err *e) {
+/* Quantizes the model's layers; like: to the formats of this open model, else NULL. Returns 0 or an
+ * error code. */
+COLD
+static int mf_quantize(mf_model *files, mf_model *like, toka_err *e) {
     enum { MOST = 64 };
     pthread_t threads[MOST];
     const int L = files->shape.L, n = MIN(MIN(os_n_cores(), L), MOST);
     int n_started = 0;
     mf_quantizer all = {.files = files, .offsets = arena_alloc(&files->memory,
                                                                (size_t)(L + 1) * sizeof(size_t))};
+    if (like && like->shape.L != L) return 0; /* mf_match_weights will refuse it */
+    if (like) all.like = like->weights.layers;
     all.offsets[0] = 0;
     for (int i = 0; i < L; i++) all.offsets[i + 1] = all.offsets[i] + mf_quantize_layer(&all, i);
     if (!all.offsets[L]) return 0;
     char *memory = mmap(NULL, all.offsets[L], PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
                         -1, 0);
     if (memory == MAP_FAILED)
-        return fail(e, TOKA_E_MEMORY, "%s: %zu bytes of FP8 weights do not fit", files->name,
+        return fail(e, TOKA_E_MEMORY, "%s: %zu bytes of quantized weights do not fit", files->name,
                     all.offsets[L]);
     all.memory = memory;
     files->maps = mem_realloc(files->maps, (size_t)(files->n_maps + 1) * sizeof *files->maps);
@@ -13254,8 +13381,8 @@ static int mf_quantize(mf_model *files, toka_err *e) {
     files->weight_bytes = all.offsets[L]; /* without embedding, LM head and norms */
     return !all.found_infinite ? 0
                                : fail(e, TOKA_E_INPUT,
-                                      "%s: a weight is infinite or NaN, which FP8 cannot hold",
-                                      files->name);
+                                      "%s: a weight is infinite or NaN, which %s cannot hold",
+                                      files->name, like ? "its format" : "FP8");
 }
 
 COLD
@@ -13427,17 +13554,27 @@ static void mf_set_source(mf_model *files, mf_model *next) {
 COLD
 static mf_model *mf_weight_source(mf_model *files) { return files->source ? files->source : files; }
 
-/* Returns an error if the tensor of a delta does not fit the one in its place. */
+/* Finds the tensor in whose place a new one comes, and compares their shapes. Plain numbers may
+ * come in the place of FP8 numbers and, as MODULE.weight, of int4 numbers packed by rows:
+ * mf_quantize gives them the old format. *is_plain: the new tensor replaces such numbers. Returns
+ * NULL after an error. */
 COLD
-static int mf_match_delta(const st_tensor *delta, const st_tensor *old, const char *where,
-                          toka_err *e) {
-    char name[160];
-    snprintf(name, sizeof name, "%.*s", (int)MIN(delta->name.n, sizeof name - 1), delta->name.p);
-    if (!old) return fail(e, TOKA_E_INPUT, "%s: %s: the open model has no such tensor", where, name);
-    if (delta->dtype != old->dtype)
-        return fail(e, TOKA_E_INPUT, "%s: %s: %s, expected %s as in the open model", where, name,
-                    delta->dtype->name, old->dtype->name);
-    return mf_check_dims(delta, name, old->dims, old->n_dims, e);
+static const st_tensor *mf_find_replaced(const st_set *all, const st_tensor *given,
+                                         bool *is_plain, toka_err *e) {
+    char name[160], packed[176];
+    snprintf(name, sizeof name, "%.*s", (int)MIN(given->name.n, sizeof name - 1), given->name.p);
+    snprintf(packed, sizeof packed, "%s_packed", name);
+    const st_tensor *old = all->cap ? *st_set_entry(all, given->name) : NULL, *found = old;
+    if (!old && given->dtype->toka_dtype >= 0) found = st_set_get(all, packed);
+    if (!found) {
+        fail(e, TOKA_E_INPUT, "%s: the open model has no such tensor", name);
+        return NULL;
+    }
+    int64_t dims[COUNT(found->dims)];
+    memcpy(dims, found->dims, sizeof dims);
+    if (!old && given->n_dims == 2 && (given->dims[1] + 7) / 8 == dims[1]) dims[1] = given->dims[1];
+    *is_plain = given->dtype->toka_dtype >= 0 && (!old || !strcmp(old->dtype->name, "F8_E4M3"));
+    return mf_check_dims(given, name, dims, found->n_dims, e) ? NULL : found;
 }
 
 /* Compares the tensors of a delta with their SHA-256: a JSON object, hex digits by name. */
@@ -13464,24 +13601,33 @@ static int mf_check_hashes(const st_set *delta, const char *sha256, const char *
     return 0;
 }
 
-/* Puts the tensors of the delta into `all`, a set of copies of those of the open model. Other names
- * of a replaced tensor follow it. Returns 0 or an error code. */
+/* Puts the tensors of the delta into `all`, a set of copies of the tensors of `old`. Other names of
+ * a replaced tensor follow it. Returns 0 or an error code. */
 COLD
-static int mf_merge_delta(const st_set *delta, const st_set *all, st_tensor *copies, int n_copies,
-                          const char *where, toka_err *e) {
-    bool has_aliases = false;
-    for (int i = 0; i < n_copies; i++) has_aliases |= copies[i].is_alias;
+static int mf_merge_delta(const st_set *delta, st_set *all, const mf_model *old, st_tensor *copies,
+                          arena *tmp, toka_err *e) {
     for (size_t i = 0; i < delta->cap; i++) {
         const st_tensor *tensor = delta->entries[i];
+        bool is_plain;
         if (!tensor) continue;
-        const st_tensor *old = *st_set_entry(all, tensor->name);
-        if (mf_match_delta(tensor, old, where, e)) return e->code;
-        const char *old_data = old->data;
-        const int at = (int)(old - copies);
-        for (int k = has_aliases ? 0 : at; k < (has_aliases ? n_copies : at + 1); k++) {
-            if (copies[k].data != old_data) continue;
-            copies[k].data = tensor->data;
-            copies[k].begin = tensor->begin, copies[k].end = tensor->end;
+        const st_tensor *found = mf_find_replaced(all, tensor, &is_plain, e);
+        if (!found) return e->code;
+        if (tensor->dtype != found->dtype && !is_plain)
+            return fail(e, TOKA_E_INPUT, "%s: %.*s: %s, expected %s as in the open model",
+                        tensor->file, (int)MIN(tensor->name.n, 160), tensor->name.p,
+                        tensor->dtype->name, found->dtype->name);
+        const int at = (int)(found - copies);
+        if (!str_eq(found->name, tensor->name)) { /* it is beside the int4 numbers */
+            if (st_set_add(all, arena_copy(tmp, tensor, sizeof *tensor), e)) return e->code;
+            continue;
+        }
+        for (int k = 0; k < old->n_tensors; k++) {
+            if (k != at && (old->tensors[k].data != old->tensors[at].data ||
+                            !(old->tensors[k].is_alias || old->tensors[at].is_alias)))
+                continue;
+            const str name = copies[k].name;
+            copies[k] = *tensor;
+            copies[k].name = name, copies[k].is_alias = old->tensors[k].is_alias;
         }
     }
     return 0;
@@ -13505,17 +13651,15 @@ static int mf_map_delta(mf_model *next, const char *path, st_set *delta, arena *
 }
 
 /* Opens files that have some of the tensors: *out has all weights, the others those of the open
- * model. mf_set_source gives it the files of these. sha256: of mf_check_hashes; NULL: unchecked.
+ * model; if these were dropped, it is an error if one is missing. mf_set_source gives it the files
+ * of these. sha256: of mf_check_hashes; NULL: unchecked.
  * Returns 0 or an error code. */
 COLD
 static int mf_open_delta(mf_model **out, const mf_model *files, const char *path,
                          const char *sha256, toka_err *e) {
     const mf_model *old = files->source ? files->source : files;
     arena tmp = {0};
-    st_set delta = {0}, all = {0};
-    if (files->dropped)
-        return fail(e, TOKA_E_USE, "%.400s: a delta needs the other weights, which were dropped",
-                    path);
+    st_set delta = {0}, all = {0}, kept = {0};
     mf_model *next = *out = mem_zalloc(sizeof *next);
     next->is_delta = true;
     next->config = files->config;
@@ -13525,10 +13669,15 @@ static int mf_open_delta(mf_model **out, const mf_model *files, const char *path
     if (!code && sha256) code = mf_check_hashes(&delta, sha256, path, &tmp, e);
     const size_t bytes = (size_t)old->n_tensors * sizeof *old->tensors;
     st_tensor *copies = memcpy(arena_alloc(&tmp, bytes), old->tensors, bytes);
-    for (int i = 0; i < old->n_tensors && !code; i++) code = st_set_add(&all, &copies[i], e);
-    if (!code) code = mf_merge_delta(&delta, &all, copies, old->n_tensors, path, e);
-    if (!code) code = mf_bind_tensors(next, &all, &tmp, e);
-    st_set_free(&delta), st_set_free(&all);
+    for (int i = 0; i < old->n_tensors && !code; i++) {
+        if (files->dropped) copies[i].file = NULL;
+        code = st_set_add(&all, &copies[i], e);
+    }
+    if (!code) code = mf_merge_delta(&delta, &all, old, copies, &tmp, e);
+    for (size_t i = 0; i < all.cap && !code; i++)
+        if (all.entries[i] && all.entries[i]->file) code = st_set_add(&kept, all.entries[i], e);
+    if (!code) code = mf_bind_tensors(next, &kept, &tmp, e);
+    st_set_free(&delta), st_set_free(&all), st_set_free(&kept);
     arena_free(&tmp);
     if (!code) return 0;
     mf_close(next);
@@ -13544,15 +13693,12 @@ static void mf_drop_weights(mf_model *files) {
     files->dropped = true;
 }
 
-/* Returns an error if mf_reopen could not bring the weights back once they are dropped. */
+/* Returns an error if no update could bring weights again once they are dropped. */
 COLD
 static int mf_check_drop(mf_model *files, toka_err *e) {
     if (!mf_weight_source(files)->folder)
         return fail(e, TOKA_E_USE, "%s: the weights of an embedded model cannot be dropped",
                     files->name);
-    if (mf_weight_source(files)->is_delta)
-        return fail(e, TOKA_E_USE, "%.400s: weights that came as a delta cannot be dropped",
-                    mf_weight_source(files)->name);
     return mf_match_weights(files, files, false, e);
 }
 
@@ -13560,6 +13706,9 @@ static int mf_check_drop(mf_model *files, toka_err *e) {
 COLD
 static int mf_reopen(mf_model **out, mf_model *files, toka_err *e) {
     const mf_model *old = mf_weight_source(files);
+    if (old->is_delta)
+        return fail(e, TOKA_E_INPUT, "%.400s: the weights were dropped, and came as a delta, which "
+                                     "is not read again; update the weights", old->name);
     if (mf_open(out, old->folder, NULL, NULL, e)) return e->code;
     bool same = (*out)->n_weight_files == old->n_weight_files;
     for (int i = 0; i < old->n_weight_files && same; i++) {
@@ -14950,6 +15099,7 @@ static void sched_prefill_remove(scheduler *sched, int seq) {
 
 /* Ends the run of a sequence: frees its pages and removes it from the heap of running sequences and
  * the tail table. The caller sets its new state. */
+COLD
 static void sched_stop_running(scheduler *sched, int seq) {
     sched_seq *sequence = &sched->seqs[seq];
     if (sequence->state == SCHED_PREFILL) sched_prefill_remove(sched, seq);
@@ -31674,6 +31824,7 @@ static bool eng_can_pool(const eng *engine) { return engine->backend->norm_pool 
 
 /* Puts a copy of the request into the inbox. *id: its number. out: NULL, or *out gets the request,
  * which the waiting thread frees after its release. */
+COLD
 static int eng_submit(eng *engine, const eng_submission *submission, eng_request **out,
                       int64_t *id, toka_err *e) {
     int code = eng_check(engine->files, engine->tokenizer, engine->max_len, submission->params,
@@ -31836,6 +31987,7 @@ static void eng_route(eng *engine, eng_request *request) {
 }
 
 /* Gives the request to the scheduler of the replica that eng_route chooses. */
+COLD
 static void eng_add_request(eng *engine, eng_request *request) {
     const toka_sampling *sampling = &request->sampling;
     toka_err e;
@@ -32167,6 +32319,7 @@ static bool eng_detokenize(eng_replica *replica, int seq, const eng_request *req
 /* Delivers the event of prompt token number token_index. Token 0 has no logits and so no row: its
  * event is delivered just before that of token 1. The last event of a score_only request ends it.
  * Returns false if the callback wants no more events. */
+COLD
 static bool eng_deliver_prompt(eng_request *request, int token_index,
                                const toka_sample_result *result, bool more, toka_finish finish) {
     toka_event event = {.sample = TOKA_PROMPT,
@@ -33702,7 +33855,6 @@ struct toka {
     toka_err chat_error, tool_error; /* why a template could not be parsed; code 0: no error */
     toka_err not_on_gpu; /* why device auto did not take the GPU that is there; code 0: it did */
     lib_constraints *constraints; /* owned; NULL: there is no tokenizer */
-    bool fp8;            /* the weights were quantized when the model was opened */
     eng *engine;         /* owned; NULL: only text was opened (lib_open_text) */
 };
 
@@ -34105,12 +34257,11 @@ COLD int toka_open(toka **out, const toka_options *options, toka_err *e) {
     t->probe_s = found - began;
     const toka_backend *backend = lib_find_backend(options->device);
     t->files_s = os_now() - found;
-    t->fp8 = options->quantization != NULL;
     lib_open_adapters(t->files, options);
     mf_set_max_len(&t->files->config, options->max_model_len ? options->max_model_len
                                                              : t->shape.max_len);
     if ((code = mf_choose_kv(t->files, options, e)) ||
-        (options->quantization && (code = mf_quantize(t->files, e))) ||
+        (options->quantization && (code = mf_quantize(t->files, NULL, e))) ||
         (code = lib_check_defaults(t, e)) ||
         (code = lib_check_backend(t, options->device, &backend, e)) ||
         (code = eng_open(&t->engine, backend, t->files, &t->shape, t->tokenizer, options, e)) ||
@@ -34213,8 +34364,8 @@ static int lib_return_text(buf *out, int code, char **text, size_t *text_bytes) 
     return code;
 }
 
-int toka_decode(const toka *t, const int32_t *in, size_t n_ids, int flags, char **text,
-                size_t *text_bytes, toka_err *e) {
+COLD int toka_decode(const toka *t, const int32_t *in, size_t n_ids, int flags, char **text,
+                     size_t *text_bytes, toka_err *e) {
     buf b = {0};
     int code = lib_require_tokenizer(t, e);
     if (!code) code = tok_decode(t->tokenizer, in, n_ids, flags, &b, e);
@@ -34504,7 +34655,7 @@ COLD
 static int lib_replace_weights(toka *t, eng_order *order, int code) {
     mf_model *next = order->next;
     toka_err *e = order->e;
-    if (!code && t->fp8) code = mf_quantize(next, e);
+    if (!code) code = mf_quantize(next, t->files, e);
     if (!code) code = lib_match_tokenizer(t, next, e);
     if (!code) code = mf_match_weights(t->files, next, false, e);
     const char *path = code ? NULL : mf_find_overwritten(next);

@@ -554,18 +554,21 @@ int toka_reset_prefix_cache(toka *t, toka_err *e);
 /* Replaces all weights by those of another folder (or hub id), between two steps. Its config.json,
  * names, shapes, formats and tokenizer, if it has one, are checked before anything changes; only
  * tensors are taken from it. The files are mapped, not copied: they must not change until the next
- * update or toka_close. Running samples go on with their K and V; later ones do not read the prefix
- * cache of the old weights. An engine that is paused stays paused.
+ * update or toka_close. Where the open model has FP8 numbers, or int4 numbers packed by rows, plain
+ * numbers are taken, too, and quantized in memory by its rule. Running samples go on with their K
+ * and V; later ones do not read the prefix cache of the old weights. An engine that is paused stays
+ * paused.
  * After an error the old weights stay. Returns TOKA_E_USE if the device cannot do it (cuda without
  * enable_sleep_mode; then and after toka_sleep weights are copied to the GPU),
  * TOKA_E_INPUT if the folder does not fit, TOKA_E_IO, TOKA_E_MEMORY, TOKA_E_DEVICE. */
 int toka_update_weights(toka *t, const char *model, toka_err *e);
 
 /* The same with a delta: a folder, or one file, of safetensors with some tensors of the model,
- * under their names in its files. The other tensors stay. Each must have the shape and the format
- * of the one that it replaces. sha256: a JSON object with the SHA-256 of each tensor of the delta,
- * hex digits by name, which are compared first; NULL: no hashes. Returns TOKA_E_USE, too, if the
- * weights were dropped (toka_sleep). */
+ * under their names in its files. The other tensors stay; if they were dropped (toka_sleep), it is
+ * TOKA_E_INPUT. Each must have the shape and the format of the one that it replaces, or plain
+ * numbers, as above; those of an int4 matrix are named MODULE.weight. sha256: a JSON object with
+ * the SHA-256 of each tensor of the delta, hex digits by name, which are compared first; NULL: no
+ * hashes. */
 int toka_patch_weights(toka *t, const char *path, const char *sha256, toka_err *e);
 
 /* Gives the memory of these parts of the device back, until toka_wake_up. Samples that run lose
@@ -575,14 +578,15 @@ int toka_patch_weights(toka *t, const char *path, const char *sha256, toka_err *
  * reads them again if toka_update_weights has not brought others. The engine is paused while
  * something sleeps. Later requests are taken, and wait. Parts that sleep may be named again.
  * After an error everything is awake. Returns TOKA_E_USE if the device cannot do it (plain, cuda
- * without enable_sleep_mode), or if the weights to drop could not be read again: those of an
- * embedded model, int4 packed by columns, and a delta. TOKA_E_MEMORY, TOKA_E_DEVICE. */
+ * without enable_sleep_mode), or if no update could replace the weights to drop: those of an
+ * embedded model, and int4 packed by columns. TOKA_E_MEMORY, TOKA_E_DEVICE. */
 enum { TOKA_PART_KV = 1, TOKA_PART_WEIGHTS = 2, TOKA_PART_ALL = 3 };
 int toka_sleep(toka *t, int parts, int drop_weights, toka_err *e);
 
 /* Allocates the memory of these parts again. If all parts are awake then, the engine goes on.
  * Returns TOKA_E_MEMORY if the memory is not there; TOKA_E_INPUT or TOKA_E_IO if weights that were
- * dropped cannot be read again or have changed; TOKA_E_DEVICE. The engine sleeps on then. */
+ * dropped cannot be read again (a delta) or have changed; TOKA_E_DEVICE. The engine sleeps on
+ * then. */
 int toka_wake_up(toka *t, int parts, toka_err *e);
 
 /* Loads an adapter (LoRA) from a folder that PEFT has written: adapter_config.json and

@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from server import ROOT, TOKA, Server
@@ -556,14 +557,150 @@ def test_hostile_deltas(loaded, folders, alone, tmp_path):
     assert "sha256" in update(loaded, folders[1], 400, sha256=good)["message"]
     assert answers(loaded) == alone[0]
     update(loaded, path("good"), load_format="delta")
-    assert "cannot be dropped" in sleep(loaded, "?level=2", 501)["message"] and answers(loaded) == alone[1]
     sleep(loaded, "?level=1"), wake(loaded)
     assert answers(loaded) == alone[1]
     update(loaded, folders[0])
     sleep(loaded, "?level=2")
-    assert "were dropped" in update(loaded, path("good"), 400, load_format="delta")["message"]
+    assert "missing in" in update(loaded, path("good"), 400, load_format="delta")["message"]
     wake(loaded)
     assert answers(loaded) == alone[0]
+
+
+def test_deltas_that_are_dropped(loaded, folders, alone, tmp_path):
+    """Weights that came as a delta are not read again: after level 2 it takes a delta with all tensors, or a folder."""
+    names = [name for name in read_tensors(f"{folders[0]}/model.safetensors")[0] if name != "__metadata__"]
+    part, whole = str(tmp_path / "part.safetensors"), str(tmp_path / "whole.safetensors")
+    write_delta(part), write_delta(whole, names)
+    update(loaded, folders[0])
+    for _ in range(2):
+        update(loaded, part, load_format="delta")
+        sleep(loaded, "?level=2")
+        assert not memory(loaded)[1]
+        assert "came as a delta" in wake(loaded, status=500)["message"] and sleeping(loaded)
+        assert "missing in" in update(loaded, part, 400, load_format="delta")["message"]
+        wake(loaded, "?tags=weights")
+        update(loaded, whole, load_format="delta", weight_version="w")
+        wake(loaded, "?tags=kv_cache")
+        assert answers(loaded) == alone[1] and current(loaded) == "w"
+    update(loaded, folders[0])
+    assert answers(loaded) == alone[0]
+
+
+# ---- Checkpoints with quantized numbers take plain ones ----
+
+E4M3 = np.array([(1 + m / 8) * 2.0 ** (e - 7) if e else m / 8 * 2.0 ** -6 for e in range(16) for m in range(8)][:127])
+
+
+def to_e4m3(x):
+    """The nearest e4m3 codes, ties to even; larger numbers become 448."""
+    size = np.minimum(np.abs(x.astype(np.float64)), 448)
+    above = np.searchsorted(E4M3, size)  # the first code that is not smaller
+    below = np.maximum(above - 1, 0)
+    left, right = size - E4M3[below], E4M3[above] - size
+    codes = np.where((left < right) | ((left == right) & (below % 2 == 0)), below, above)
+    return (codes | np.where(np.signbit(x), 128, 0)).astype(np.uint8)
+
+
+def rounded(x, dtype):
+    """float32 numbers as they are in another type, and their bytes."""
+    x = x.astype(np.float32)
+    if dtype == "F32":
+        return x, x.tobytes()
+    if dtype == "F16":
+        return x.astype(np.float16).astype(np.float32), x.astype(np.float16).tobytes()
+    bits = x.view(np.uint32)
+    bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return (bits << 16).astype(np.uint32).view(np.float32), bits.astype(np.uint16).tobytes()
+
+
+WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False, "group_size": None}
+FORMS = {  # name: (config, rows and columns of a block, type of the scales)
+    "fp8-channel": ({"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"], "config_groups": {"g": {
+        "targets": ["Linear"], "weights": WEIGHTS, "input_activations": {**WEIGHTS, "strategy": "token", "dynamic": True}}}}, 1, 0, "BF16"),
+    "fp8-block": ({"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}, 128, 128, "F32"),
+    "int4": ({"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"], "config_groups": {"g": {
+        "targets": ["Linear"], "weights": {**WEIGHTS, "num_bits": 4, "type": "int", "strategy": "group", "group_size": 64}}}}, 1, 64, "F16"),
+    "int4-zero": ({"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"], "config_groups": {"g": {
+        "targets": ["Linear"], "weights": {**WEIGHTS, "num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False}}}},
+        1, 32, "BF16")}
+
+
+def nibbles(codes):
+    """Eight codes in each int32 of the last dimension, the first in the lowest bits."""
+    words = codes.astype(np.uint32).reshape(*codes.shape[:-1], -1, 8)
+    return (words << np.arange(0, 32, 4, dtype=np.uint32)).sum(-1, dtype=np.uint64).astype(np.uint32)
+
+
+def quantized(name, shape, piece, form):
+    """The tensors of a matrix in a format: its name, type, shape and bytes."""
+    _, rows, cols, dtype = FORMS[form]
+    N, K = shape
+    cols = cols or K
+    w = (np.frombuffer(piece, np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(N, K)
+    w = np.pad(w, ((0, -N % rows), (0, -K % cols))).reshape(-(-N // rows), rows, -(-K // cols), cols)  # the last blocks may be smaller
+    top, low, high = np.abs(w).max((1, 3)), np.minimum(w.min((1, 3)), 0), np.maximum(w.max((1, 3)), 0)
+    divisor = np.float32(448 if "fp8" in form else 15 if "zero" in form else 7.5)
+    scale, scale_bytes = rounded(((high - low) if "zero" in form else top) / divisor, dtype)
+    whole = lambda x: np.broadcast_to(x, w.shape).reshape(-1, w.shape[2] * cols)[:N, :K]
+    quotient = whole(w / scale[:, None, :, None])
+    module, scales = name.removesuffix(".weight"), list(scale.shape)
+    if "fp8" in form:
+        suffix = ".weight_scale_inv" if form == "fp8-block" else ".weight_scale"
+        return [(name, "F8_E4M3", shape, to_e4m3(quotient).tobytes()), (module + suffix, dtype, scales, scale_bytes)]
+    zero = np.minimum(np.rint(-low / scale), 15) if "zero" in form else np.full(scale.shape, 8, np.float32)
+    codes = np.clip(np.rint(quotient) + whole(zero[:, None, :, None]), 0, 15)
+    out = [(module + ".weight_packed", "I32", [N, K // 8], nibbles(codes).tobytes()), (module + ".weight_scale", dtype, scales, scale_bytes),
+           (module + ".weight_shape", "I64", [2], np.array([N, K], np.int64).tobytes())]
+    if "zero" in form:
+        out.append((module + ".weight_zero_point", "I32", [N // 8, scales[1]], np.ascontiguousarray(nibbles(zero.T).T).tobytes()))
+    return out
+
+
+def write_quantized(folder, source, form):
+    """A copy of a folder whose matrices of layers are quantized, by code that shares nothing with toka's."""
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(f"{ROOT}/test/model/{name}", folder)
+    with open(f"{source}/config.json") as f:
+        config = {**json.load(f), "quantization_config": FORMS[form][0]}
+    with open(f"{folder}/config.json", "w") as f:
+        json.dump(config, f)
+    head, data = read_tensors(f"{source}/model.safetensors")
+    new, blob = {}, b""
+    for name, t in head.items():
+        if name == "__metadata__":
+            continue
+        piece = data[slice(*t["data_offsets"])]
+        for own, dtype, shape, out in quantized(name, t["shape"], piece, form) if "_proj" in name else [(name, t["dtype"], t["shape"], piece)]:
+            new[own] = {"dtype": dtype, "shape": shape, "data_offsets": [len(blob), len(blob) + len(out)]}
+            blob += out
+    text = json.dumps(new).encode()
+    with open(f"{folder}/model.safetensors", "wb") as f:
+        f.write(struct.pack("<Q", len(text)) + text + blob)
+    return str(folder)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_plain_numbers_for_quantized_ones(folders, tmp_path, form):
+    """A folder and a delta of bfloat16 get the format of the open model: answers are those of the quantized folder."""
+    old, new = (write_quantized(tmp_path / name, folder, form) for name, folder in zip("ab", folders))
+    path = str(tmp_path / "d.safetensors")
+    with Server("-m", new) as s:
+        want = answers(s, 2)
+    with Server("-m", old) as s:
+        before = answers(s, 2)
+        assert before != want
+        update(s, folders[1])
+        assert answers(s, 2) == want
+        update(s, old)
+        assert answers(s, 2) == before
+        write_delta(path, change=lambda *t: ([t[1][1], t[1][0]], t[2]))
+        got = update(s, path, 400, load_format="delta")
+        assert "expected [" in got["message"] and answers(s, 2) == before
+        for change, then in ((turned, want), (same_bytes, before)):
+            write_delta(path, change=change)
+            update(s, path, load_format="delta")
+            assert answers(s, 2) == then
 
 
 # ---- Memory that is given back ----
@@ -844,7 +981,8 @@ def test_replay_prime_rl(folders, alone):
         calls(s, ("POST", "/pause?mode=keep&clear_cache=false", {}), ("POST", "/update_weights", {"weight_dir": folders[1]}),
               ("POST", "/resume", {}), ("POST", "/v1/chat/completions", {**chat, "cache_salt": "1"}))
         assert answers(s) == alone[1]
-        assert s.post("/init_broadcaster", {"host": "h", "port": 1}).status == 501
+        a = s.post("/init_broadcaster", {"host": "h", "port": 1})
+        assert a.status == 501 and "weight_broadcast.type \"filesystem\"" in a.error()["message"]
         assert "adapter_config.json" in s.post("/load_lora_adapter", {"lora_name": "r", "lora_path": "/none"}).json()["message"]
 
 
@@ -932,11 +1070,12 @@ def test_replay_trl_lora(tmp_path):
 
 
 def test_replay_older_trl(server):
-    """The client of trl vllm-serve asks for health and the world's size, then wants NCCL: one clear error, as on each of its routes."""
+    """The client of trl vllm-serve asks for health and the world's size, then wants NCCL: one clear error (else test_nccl.py), as on its
+    routes for texts."""
     _, size = calls(server, ("GET", "/health/", None), ("GET", "/get_world_size/", None))
     assert size["world_size"] == 1
     a = server.post("/init_communicator/", {"host": "0.0.0.0", "port": 51216, "world_size": 2})
-    assert a.status == 501 and "come from a folder" in a.error()["message"]
+    assert a.status == 501 and a.error()["message"] == "weights over NCCL go from GPU to GPU: this server runs on the CPU"
     for path in ("/generate/", "/chat/", "/get_sequence_logprobs/"):
         a = server.post(path, {"prompts": ["Tom"]})
         assert a.status == 501 and a.error()["message"].startswith(f"{path} is not supported"), a.body
