@@ -46127,7 +46127,8 @@ static const char srv_page[] =
  * (43) gives it to toka_patch_weights (33), as it gives a delta that lies on a disk.
  *
  *   store      nccl_store_get: a client of PyTorch's TCPStore, where rank 0 puts the group's id
- *   pickle     nccl_find_id: the id in the pickle that vLLM makes of it
+ *   host       nccl_host_serve: such a store; nccl_host_thread: rank 0 of TRL's older groups
+ *   pickle     nccl_find_id, nccl_put_id: the id in the pickle that vLLM makes of it
  *   library    nccl_open_library: libnccl.so.2, or the file that TOKA_NCCL_LIBRARY names
  *   group      nccl_join, nccl_broadcast, nccl_leave
  *   stage      nccl_stage_put, nccl_stage_finish: the file in memory
@@ -46137,8 +46138,8 @@ static const char srv_page[] =
  *   - the weights of the open model do not change here. If a trainer dies, or sends something
  *     else, what it has sent is dropped, and the old weights are complete;
  *   - a list of tensors is checked before the first byte is received;
- *   - the trainer is rank 0. The server is one rank, on its first device; the update goes from
- *     there to all devices;
+ *   - the trainer is rank 0; in TRL's older groups it is the last rank, and the server rank 0. The
+ *     server is one rank, on its first device; the update goes from there to all devices;
  *   - a wait ends after nccl_group.timeout seconds, if nccl_group.stops is set, or if the program
  *     ends.
  *
@@ -46162,9 +46163,11 @@ typedef struct nccl_protocol {
     bool is_lazy;    /* rank 0 makes the id when it sends the first tensor */
 } nccl_protocol;
 
-enum { NCCL_VLLM, NCCL_TORCH }; /* vLLM's StatelessProcessGroup; a group of torch.distributed */
+/* vLLM's StatelessProcessGroup; a group of torch.distributed; vLLM's with this server as rank 0 */
+enum { NCCL_VLLM, NCCL_TORCH, NCCL_TRL };
 static const nccl_protocol nccl_protocols[] = {
     [NCCL_VLLM] = {"/broadcast_from/0/0", true, true, false},
+    [NCCL_TRL] = {"/broadcast_from/0/0", true, true, false},
     [NCCL_TORCH] = {"/%s/%s//cuda//0", false, false, true},
 };
 
@@ -46182,6 +46185,7 @@ typedef struct nccl_config { /* ncclConfig_t of NCCL 2.17; later versions read i
 
 typedef struct nccl_library {
     void *handle; /* NULL: not open */
+    int (*make_id)(nccl_id *id);
     int (*init)(void **comm, int n_ranks, nccl_id id, int rank, nccl_config *config);
     int (*state)(void *comm, int *state);
     int (*broadcast)(const void *from, void *to, size_t n, int type, int root, void *comm,
@@ -46191,6 +46195,17 @@ typedef struct nccl_library {
     int (*abort)(void *comm);
     const char *(*error_text)(int result);
 } nccl_library;
+
+typedef struct nccl_dtype {
+    const char *name, *file; /* as torch and as safetensors say */
+    int type;                /* of NCCL */
+} nccl_dtype;
+
+typedef struct nccl_tensor { /* the tensor that is sent, and how it is staged */
+    const nccl_dtype *from;
+    st_tensor given, to; /* the name is in an arena of the caller */
+    size_t bytes;        /* of the tensor that is sent */
+} nccl_tensor;
 
 typedef struct nccl_stage { /* a safetensors file in memory */
     int fd;                 /* of a memfd; -1: there is none */
@@ -46206,15 +46221,44 @@ typedef struct nccl_store { /* a connection to the trainer's store */
     char where[300];        /* for messages */
 } nccl_store;
 
+enum { NCCL_MAX_CLIENTS = 8 };
+
+typedef struct nccl_entry { /* of a store */
+    buf key, value;
+} nccl_entry;
+
+typedef struct nccl_host { /* of a group whose rank 0 is this server: its store, and its thread */
+    pthread_t thread;      /* it alone uses the sockets, the entries, and NCCL */
+    int listener, n_clients, n_entries;
+    struct nccl_client {
+        int fd;
+        buf in;            /* bytes of queries that are not answered */
+    } clients[NCCL_MAX_CLIENTS];
+    nccl_entry *entries;   /* [n_entries] heap */
+    nccl_id id;
+    int n_barriers;
+    atomic_bool stops;
+    /* NCCL_FULL: the next tensor is in `tensor`, and the thread has it and the stage; NCCL_EMPTY:
+     * others have them; NCCL_FAILED: the thread has ended, with an error in e. */
+    atomic_int state;
+    nccl_tensor tensor;
+    arena memory;          /* of its name */
+    toka_err e;
+} nccl_host;
+enum { NCCL_EMPTY, NCCL_FULL, NCCL_FAILED };
+
 typedef struct nccl_group {
     pthread_mutex_t lock; /* held while a thread joins, receives, finishes or leaves */
+    atomic_bool incomplete; /* weights were dropped, and the stage has only some of the new ones */
     atomic_bool stops;    /* the thread that has the lock shall give up. Any thread sets it */
     double timeout;       /* seconds */
     eng *engine;
     nccl_library library;
     const nccl_protocol *protocol;
     char name[256];
-    int rank, world_size;
+    int rank, world_size, root; /* root: the rank that sends */
+    nccl_host *host;      /* heap; NULL: the trainer is rank 0 */
+    atomic_bool is_host;  /* for readers without the lock: host is not NULL */
     nccl_store store;     /* open until the id has come */
     void *comm;           /* NULL: not formed */
     void *memory;         /* [memory_bytes] where broadcasts arrive (eng_nccl_memory) */
@@ -46233,7 +46277,8 @@ static void nccl_init(nccl_group *group) {
 
 /* Returns an error if the wait must end. what: its name, for the message. */
 static int nccl_check_wait(nccl_group *group, double start, const char *what, toka_err *e) {
-    if (atomic_load(&group->stops) || os_stop_timeout_s)
+    if (atomic_load(&group->stops) || os_stop_timeout_s ||
+        (group->host && atomic_load(&group->host->stops)))
         return fail(e, TOKA_E_CANCELLED, "%s: the group was closed", what);
     if (os_now() - start > group->timeout)
         return fail(e, TOKA_E_IO, "%s: nothing came for %g s", what, group->timeout);
@@ -46245,7 +46290,9 @@ static int nccl_check_wait(nccl_group *group, double start, const char *what, to
  * length in 64 bits, and its bytes. A client first sends a number that says it is one. Each rank
  * adds 1 to "init/", for which rank 0 waits. */
 
-enum { STORE_VALIDATE = 0, STORE_GET = 3, STORE_ADD = 4, STORE_WAIT = 6 };
+enum { STORE_VALIDATE = 0, STORE_SET = 1, STORE_GET = 3, STORE_ADD = 4, STORE_CHECK = 5,
+       STORE_WAIT = 6, STORE_DELETE = 8, STORE_CANCEL = 12, STORE_PING = 13 };
+enum { STORE_MAGIC = 0x3C85F7CE }; /* c10d's validationMagicNumber */
 
 /* Waits until the socket can be read, or written. */
 static int nccl_store_poll(nccl_group *group, short events, toka_err *e) {
@@ -46323,7 +46370,7 @@ static void nccl_put_text(buf *out, str text) {
 
 /* Says what this client is, and that one more rank is there. */
 static int nccl_store_greet(nccl_group *group, toka_err *e) {
-    const uint32_t magic = 0x3C85F7CE; /* c10d's validationMagicNumber */
+    const uint32_t magic = STORE_MAGIC;
     int64_t n_joined;
     buf out = {0};
     buf_char(&out, STORE_VALIDATE), buf_put(&out, &magic, sizeof magic);
@@ -46435,12 +46482,182 @@ static int nccl_find_id(str pickle, nccl_id *id, toka_err *e) {
                 NCCL_ID_BYTES);
 }
 
-/* ---- Types of numbers ---- */
+/* Appends the pickle of an id: vLLM's class, made of its bytes. */
+static void nccl_put_id(buf *out, const nccl_id *id) {
+    buf_c(out, "\x80\x03" "c_ctypes\n_unpickle\n"
+               "cvllm.distributed.device_communicators.pynccl_wrapper\nncclUniqueId\n}C\x80");
+    buf_put(out, id->bytes, sizeof id->bytes);
+    buf_c(out, "\x86\x86R.");
+}
 
-typedef struct nccl_dtype {
-    const char *name, *file; /* as torch and as safetensors say */
-    int type;                /* of NCCL */
-} nccl_dtype;
+/* ---- Host: a store for TRL's client, which is rank 1 ----
+ * The store answers the queries that vLLM's StatelessProcessGroup sends. */
+
+/* Returns the entry of a key, or NULL. */
+static nccl_entry *nccl_host_find(const nccl_host *host, str key) {
+    for (int i = 0; i < host->n_entries; i++)
+        if (str_eq(buf_view(&host->entries[i].key), key)) return &host->entries[i];
+    return NULL;
+}
+
+static void nccl_host_put(nccl_host *host, str key, str value) {
+    nccl_entry *entry = nccl_host_find(host, key);
+    if (!entry) {
+        host->entries = mem_realloc(host->entries,
+                                    (size_t)(host->n_entries + 1) * sizeof *host->entries);
+        entry = &host->entries[host->n_entries++];
+        *entry = (nccl_entry){.key = {0}};
+        buf_str(&entry->key, key);
+    }
+    buf_clear(&entry->value), buf_str(&entry->value, value);
+}
+
+/* Returns how many entries were deleted: 0 or 1. */
+static int nccl_host_delete(nccl_host *host, str key) {
+    nccl_entry *entry = nccl_host_find(host, key);
+    if (!entry) return 0;
+    buf_free(&entry->key), buf_free(&entry->value);
+    *entry = host->entries[--host->n_entries];
+    return 1;
+}
+
+/* Takes bytes from the front of *rest. Returns false if they have not all come. */
+static bool nccl_take(str *rest, void *to, size_t n) {
+    if (rest->n < n) return false;
+    memcpy(to, rest->p, n);
+    *rest = str_sub(*rest, n, rest->n);
+    return true;
+}
+static bool nccl_take_text(str *rest, str *text) {
+    uint64_t n;
+    if (!nccl_take(rest, &n, sizeof n) || rest->n < n) return false;
+    *text = str_sub(*rest, 0, (size_t)n);
+    *rest = str_sub(*rest, (size_t)n, rest->n);
+    return true;
+}
+
+/* Takes the keys of a query, a number and so many texts. *all: has the store all of them? */
+static bool nccl_take_keys(const nccl_host *host, str *rest, bool *all) {
+    uint64_t n;
+    str key;
+    *all = true;
+    if (!nccl_take(rest, &n, sizeof n)) return false;
+    for (; n; n--) {
+        if (!nccl_take_text(rest, &key)) return false;
+        *all = *all && nccl_host_find(host, key);
+    }
+    return true;
+}
+
+/* Answers the query at the front of *rest and takes it. Returns 1; 0: it is not complete, or waits
+ * for a key; -1: it is none. */
+static int nccl_host_answer(nccl_host *host, str *rest, buf *out) {
+    str left = *rest, key, value;
+    unsigned char query;
+    uint32_t number;
+    int64_t sum;
+    bool all;
+    if (!nccl_take(&left, &query, 1)) return 0;
+    switch (query) {
+    case STORE_VALIDATE:
+    case STORE_PING:
+        if (!nccl_take(&left, &number, sizeof number)) return 0;
+        if (query == STORE_VALIDATE && number != STORE_MAGIC) return -1;
+        if (query == STORE_PING) buf_put(out, &number, sizeof number);
+        break;
+    case STORE_SET:
+        if (!nccl_take_text(&left, &key) || !nccl_take_text(&left, &value)) return 0;
+        nccl_host_put(host, key, value);
+        break;
+    case STORE_GET:
+    case STORE_DELETE: {
+        if (!nccl_take_text(&left, &key)) return 0;
+        const nccl_entry *entry = nccl_host_find(host, key);
+        if (query == STORE_GET) nccl_put_text(out, entry ? buf_view(&entry->value) : STR(""));
+        else nccl_put_number(out, (uint64_t)nccl_host_delete(host, key));
+        break;
+    }
+    case STORE_ADD: {
+        char text[24];
+        if (!nccl_take_text(&left, &key) || !nccl_take(&left, &sum, sizeof sum)) return 0;
+        const nccl_entry *entry = nccl_host_find(host, key);
+        if (entry) sum += atoll(entry->value.p);
+        snprintf(text, sizeof text, "%lld", (long long)sum);
+        nccl_host_put(host, key, str_c(text));
+        buf_put(out, &sum, sizeof sum);
+        break;
+    }
+    case STORE_CHECK:
+        if (!nccl_take_keys(host, &left, &all)) return 0;
+        buf_char(out, !all);
+        break;
+    case STORE_WAIT:
+        if (!nccl_take_keys(host, &left, &all)) return 0;
+        if (!all && (!left.n || left.p[0] != STORE_CANCEL)) return 0;
+        if (!all) left = str_sub(left, 1, left.n);
+        buf_char(out, !all);
+        break;
+    default: return -1;
+    }
+    *rest = left;
+    return 1;
+}
+
+/* Reads what a client has sent, and answers it. Returns false if the client is gone. */
+static bool nccl_host_talk(nccl_host *host, struct nccl_client *client) {
+    buf out = {0};
+    char bytes[4096];
+    const ssize_t n = recv(client->fd, bytes, sizeof bytes, MSG_DONTWAIT);
+    if (n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR)) return false;
+    if (n > 0) buf_put(&client->in, bytes, (size_t)n);
+    str rest = buf_view(&client->in);
+    int state;
+    while ((state = nccl_host_answer(host, &rest, &out)) > 0) continue;
+    const bool good = state == 0 && rest.n <= 2 * NCCL_MAX_VALUE &&
+                      send(client->fd, out.p, out.n, MSG_NOSIGNAL) == (ssize_t)out.n;
+    if (rest.n) memmove(client->in.p, rest.p, rest.n);
+    client->in.n = rest.n;
+    buf_free(&out);
+    return good;
+}
+
+/* Answers the clients; waits for them for at most so many milliseconds. */
+static void nccl_host_serve(nccl_host *host, int timeout_ms) {
+    struct pollfd fds[NCCL_MAX_CLIENTS + 1] = {{.fd = host->listener, .events = POLLIN}};
+    for (int i = 0; i < host->n_clients; i++)
+        fds[i + 1] = (struct pollfd){.fd = host->clients[i].fd, .events = POLLIN};
+    poll(fds, (nfds_t)host->n_clients + 1, timeout_ms);
+    for (int i = host->n_clients; i-- > 0;) {
+        struct nccl_client *client = &host->clients[i];
+        if (nccl_host_talk(host, client)) continue;
+        close(client->fd), buf_free(&client->in);
+        *client = host->clients[--host->n_clients];
+    }
+    if (host->n_clients == NCCL_MAX_CLIENTS) return;
+    const int fd = accept4(host->listener, NULL, NULL, SOCK_CLOEXEC);
+    if (fd >= 0) host->clients[host->n_clients++] = (struct nccl_client){.fd = fd};
+}
+
+/* Listens at an address of this machine. Returns the socket; -1 after an error. */
+static int nccl_host_listen(const char *name, int port, toka_err *e) {
+    char service[16];
+    struct addrinfo hints = {.ai_socktype = SOCK_STREAM, .ai_flags = AI_PASSIVE}, *addresses;
+    int fd = -1, on = 1;
+    snprintf(service, sizeof service, "%d", port);
+    const int bad = getaddrinfo(name, service, &hints, &addresses);
+    if (bad) return fail(e, TOKA_E_USE, "host: %.200s: %s", name, gai_strerror(bad)), -1;
+    for (struct addrinfo *a = addresses; a && fd < 0; a = a->ai_next) {
+        fd = socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+        if (fd >= 0 && (setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) ||
+                        bind(fd, a->ai_addr, a->ai_addrlen) || listen(fd, NCCL_MAX_CLIENTS)))
+            close(fd), fd = -1;
+    }
+    if (fd < 0) fail(e, TOKA_E_USE, "port %d of %.200s: %s", port, name, strerror(errno));
+    freeaddrinfo(addresses);
+    return fd;
+}
+
+/* ---- Types of numbers ---- */
 
 enum { NCCL_UINT8 = 1 };
 static const nccl_dtype nccl_dtypes[] = {
@@ -46463,12 +46680,6 @@ static const st_dtype *nccl_file_dtype(const nccl_dtype *dtype) {
     while (strcmp(st_dtypes[i].name, dtype->file)) i++;
     return &st_dtypes[i];
 }
-
-typedef struct nccl_tensor { /* of a list: the tensor that is sent, and the model's */
-    const nccl_dtype *from;
-    st_tensor given, to; /* names are in the arena of the list */
-    size_t bytes;        /* of the tensor that is sent */
-} nccl_tensor;
 
 /* ---- Stage: the tensors that came, as a file in memory ---- */
 
@@ -46521,24 +46732,6 @@ static uint64_t nccl_stage_place(nccl_stage *stage, const st_tensor *tensor, uin
     return placed->begin;
 }
 
-/* float32 to a 16-bit float: to nearest, ties to even. A number that is too large is infinite. */
-static uint16_t nccl_round(float number, toka_dtype dtype) {
-    uint32_t bits;
-    memcpy(&bits, &number, sizeof bits);
-    const uint16_t sign = (uint16_t)(bits >> 16 & 0x8000);
-    if (dtype == TOKA_BF16)
-        return isnan(number) ? (uint16_t)(bits >> 16 | 0x40)
-                             : (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-    if (isnan(number)) return sign | 0x7E00;
-    if (number == 0) return sign;
-    if (fabsf(number) >= 65520) return sign | 0x7C00;
-    int exponent;
-    frexpf(number, &exponent); /* |number| < 2^exponent; the smallest step of float16 is 2^-24 */
-    const int step = MAX(exponent - 11, -24);
-    const unsigned mantissa = (unsigned)nearbyintf(ldexpf(fabsf(number), -step));
-    return (uint16_t)(sign | (((unsigned)(step + 24) << 10) + mantissa));
-}
-
 /* Writes the numbers in the type that the model's file has. */
 static int nccl_stage_convert(const nccl_stage *stage, const nccl_tensor *tensor, uint64_t at,
                               const char *data, toka_err *e) {
@@ -46552,7 +46745,7 @@ static int nccl_stage_convert(const nccl_stage *stage, const nccl_tensor *tensor
         const size_t count = MIN(n - i, (size_t)NCCL_PIECE);
         for (size_t k = 0; k < count; k++) {
             const float number = weight_number(data, from, i + k);
-            const uint16_t half = to == TOKA_F32 ? 0 : nccl_round(number, to);
+            const uint16_t half = to == TOKA_F32 ? 0 : weight_round(number, to);
             memcpy(piece + k * size, to == TOKA_F32 ? (const void *)&number : &half, size);
         }
         code = nccl_stage_write(stage, at + i * size, piece, count * size, e);
@@ -46611,6 +46804,7 @@ static const char *nccl_refusal(const eng *engine) {
 /* Opens the library, once. */
 static int nccl_open_library(nccl_library *library, toka_err *e) {
     const struct { const char *name; void *function; } names[] = {
+        {"ncclGetUniqueId", &library->make_id},
         {"ncclCommInitRankConfig", &library->init}, {"ncclCommGetAsyncError", &library->state},
         {"ncclBroadcast", &library->broadcast},     {"ncclAllReduce", &library->all_reduce},
         {"ncclCommAbort", &library->abort},         {"ncclGetErrorString", &library->error_text}};
@@ -46642,6 +46836,7 @@ static int nccl_wait_call(nccl_group *group, int result, const char *what, toka_
         const int done = result ? 0 : eng_nccl_poll(group->engine, e);
         if (done) return done < 0 ? e->code : 0;
         if (nccl_check_wait(group, start, what, e)) return e->code;
+        if (group->host) nccl_host_serve(group->host, 0);
         usleep(100);
         const int failed = group->library.state(group->comm, &result);
         if (failed) result = failed;
@@ -46649,10 +46844,32 @@ static int nccl_wait_call(nccl_group *group, int result, const char *what, toka_
 }
 
 /* Has this server joined a group? It may not be formed yet. */
-static bool nccl_has_group(const nccl_group *group) { return group->comm || group->store.fd >= 0; }
+static bool nccl_has_group(const nccl_group *group) {
+    return group->host || group->comm || group->store.fd >= 0;
+}
+
+/* Ends the thread of the host, and frees it. */
+static void nccl_host_close(nccl_group *group) {
+    nccl_host *host = group->host;
+    if (!host) return;
+    atomic_store(&host->stops, true);
+    pthread_join(host->thread, NULL);
+    close(host->listener);
+    for (int i = 0; i < host->n_clients; i++)
+        close(host->clients[i].fd), buf_free(&host->clients[i].in);
+    for (int i = 0; i < host->n_entries; i++)
+        buf_free(&host->entries[i].key), buf_free(&host->entries[i].value);
+    free(host->entries);
+    arena_free(&host->memory);
+    free(host);
+    group->host = NULL;
+    atomic_store(&group->is_host, false);
+}
 
 /* Leaves the group; what the stage has is dropped. Does nothing if there is none. */
 static void nccl_leave(nccl_group *group) {
+    nccl_host_close(group);
+    atomic_store(&group->incomplete, false);
     if (group->comm) {
         group->library.abort(group->comm);
         group->comm = NULL;
@@ -46678,8 +46895,9 @@ static int nccl_reserve(nccl_group *group, size_t bytes, toka_err *e) {
 
 /* Receives n numbers of a type, in group->memory. */
 static int nccl_broadcast(nccl_group *group, size_t n, int type, toka_err *e) {
-    const int result = group->library.broadcast(group->memory, group->memory, n, type, 0,
-                                                group->comm, eng_nccl_stream(group->engine));
+    const int result = group->library.broadcast(group->memory, group->memory, n, type,
+                                                group->root, group->comm,
+                                                eng_nccl_stream(group->engine));
     return nccl_wait_call(group, result, "weights from the trainer", e);
 }
 
@@ -46709,7 +46927,9 @@ static int nccl_form(nccl_group *group, toka_err *e) {
     nccl_config config = {sizeof config, 0xCAFEBEEF, 21700, 0, INT_MIN, INT_MIN, INT_MIN, NULL,
                           INT_MIN};
     nccl_id id;
-    if (nccl_fetch_id(group, &id, e) || nccl_reserve(group, sizeof(float), e)) return e->code;
+    if (group->host) id = group->host->id;
+    else if (nccl_fetch_id(group, &id, e)) return e->code;
+    if (nccl_reserve(group, sizeof(float), e)) return e->code;
     nccl_store_close(&group->store);
     memset(group->memory, 0, sizeof(float));
     int result = group->library.init(&group->comm, group->world_size, id, group->rank, &config);
@@ -46724,19 +46944,25 @@ static int nccl_form(nccl_group *group, toka_err *e) {
 
 /* Reads what nccl_join needs: master_address, master_port, rank_offset, world_size; of
  * torch.distributed also group_name. */
-static int nccl_read_group(nccl_group *group, const json *info, char host[256], int *port,
-                           toka_err *e) {
-    const int64_t given_port = json_int(json_get(info, "master_port"), 0),
+static int nccl_read_group(nccl_group *group, const json *info, bool is_host, char host[256],
+                           int *port, toka_err *e) {
+    const char *const names[2] = {is_host ? "host" : "master_address",
+                                  is_host ? "port" : "master_port"};
+    const int64_t given_port = json_int(json_get(info, names[1]), 0),
                   rank = json_int(json_get(info, "rank_offset"), 1),
                   size = json_int(json_get(info, "world_size"), 0);
-    const str address = json_str(json_get(info, "master_address")),
+    const str address = json_str(json_get(info, names[0])),
               name = json_str(json_get(info, "group_name")),
               backend = json_str(json_get(info, "backend"));
     const double timeout = json_num(json_get(info, "timeout"), NCCL_TIMEOUT_S);
     if (!address.n || address.n > 255 || memchr(address.p, 0, address.n))
-        return fail(e, TOKA_E_USE, "master_address: expected a name or an address");
+        return fail(e, TOKA_E_USE, "%s: expected a name or an address", names[0]);
     if (given_port < 1 || given_port > 65535)
-        return fail(e, TOKA_E_USE, "master_port: %lld, expected 1 to 65535", (long long)given_port);
+        return fail(e, TOKA_E_USE, "%s: %lld, expected 1 to 65535", names[1],
+                    (long long)given_port);
+    if (is_host && size != 2)
+        return fail(e, TOKA_E_USE, "world_size: %lld, expected 2: the server is one rank",
+                    (long long)size);
     if (size < 2 || size > 1 << 20)
         return fail(e, TOKA_E_USE, "world_size: %lld, expected 2 or more", (long long)size);
     if (rank < 1 || rank >= size)
@@ -46751,10 +46977,109 @@ static int nccl_read_group(nccl_group *group, const json *info, char host[256], 
                                          "can be in one only", group->name);
     snprintf(host, 256, "%.*s", (int)address.n, address.p);
     snprintf(group->name, sizeof group->name, "%.*s", (int)name.n, name.p);
-    *port = (int)given_port, group->rank = (int)rank, group->world_size = (int)size;
+    *port = (int)given_port, group->world_size = (int)size;
+    group->rank = is_host ? 0 : (int)rank, group->root = is_host ? (int)size - 1 : 0;
     group->timeout = timeout;
     group->is_packed = json_is_true(json_get(info, "packed"));
     return 0;
+}
+
+/* Answers the clients until the store has one of two keys. */
+static int nccl_host_wait(nccl_group *group, const char *key, const char *other, toka_err *e) {
+    const double start = os_now();
+    while (!nccl_host_find(group->host, str_c(key)) && !nccl_host_find(group->host, str_c(other))) {
+        if (nccl_check_wait(group, start, "a barrier of the trainer", e)) return e->code;
+        nccl_host_serve(group->host, 1);
+    }
+    return 0;
+}
+
+/* The barrier of vLLM's StatelessProcessGroup: rank 0 gives it a name; then each rank says that it
+ * is there, and that it has seen the other. Older ones only exchange values. */
+static int nccl_host_barrier(nccl_group *group, toka_err *e) {
+    nccl_host *host = group->host;
+    const int n = ++host->n_barriers;
+    char name[32], keys[6][64];
+    buf pickle = {0};
+    snprintf(name, sizeof name, "barrier_%d", n);
+    snprintf(keys[0], sizeof keys[0], "/broadcast_from/0/%d", n);
+    snprintf(keys[1], sizeof keys[1], "/broadcast_from/1/%d", n - 1);
+    for (int i = 0; i < 4; i++)
+        snprintf(keys[2 + i], sizeof keys[2], "/%s_%s_%d", i < 2 ? "arrival" : "departure", name,
+                 i % 2);
+    buf_c(&pickle, "\x80\x03X"); /* a text: its length in 32 bits, and its bytes */
+    buf_put(&pickle, &(uint32_t){(uint32_t)strlen(name)}, sizeof(uint32_t));
+    buf_c(&pickle, name), buf_char(&pickle, '.');
+    nccl_host_put(host, str_c(keys[2]), STR("1"));
+    nccl_host_put(host, str_c(keys[0]), buf_view(&pickle));
+    buf_free(&pickle);
+    int code = nccl_host_wait(group, keys[3], keys[1], e);
+    nccl_host_put(host, str_c(keys[4]), STR("1"));
+    if (!code) code = nccl_host_wait(group, keys[5], keys[1], e);
+    for (int i = 0; i < COUNT(keys) && !code; i++) nccl_host_delete(host, str_c(keys[i]));
+    return code;
+}
+
+/* Receives the tensor that the host was told of, and stages it. */
+static int nccl_host_receive(nccl_group *group, toka_err *e) {
+    const nccl_tensor *tensor = &group->host->tensor;
+    const size_t element = (size_t)tensor->given.dtype->bits / 8;
+    if (nccl_reserve(group, MAX(tensor->bytes, sizeof(float)), e) ||
+        (tensor->bytes && nccl_broadcast(group, tensor->bytes / element, tensor->from->type, e)))
+        return e->code;
+    if (nccl_host_barrier(group, e)) return e->code;
+    return nccl_stage_put(&group->stage, tensor, group->memory, e);
+}
+
+/* Rank 0: forms the group, then receives one tensor after the other. */
+static void *nccl_host_thread(void *arg) {
+    nccl_group *group = arg;
+    nccl_host *host = group->host;
+    int code = nccl_form(group, &host->e);
+    while (!code && !atomic_load(&host->stops)) {
+        if (atomic_load(&host->state) == NCCL_EMPTY) {
+            nccl_host_serve(host, 5);
+            continue;
+        }
+        code = nccl_host_receive(group, &host->e);
+        if (!code) atomic_store(&host->state, NCCL_EMPTY);
+    }
+    if (code) atomic_store(&host->state, NCCL_FAILED);
+    return NULL;
+}
+
+/* Begins to listen for the trainer, and starts the thread. */
+static int nccl_host_open(nccl_group *group, const char *name, int port, toka_err *e) {
+    buf pickle = {0};
+    const int fd = nccl_host_listen(name, port, e);
+    if (fd < 0) return e->code;
+    nccl_host *host = group->host = mem_zalloc(sizeof *host);
+    host->listener = fd;
+    const int result = group->library.make_id(&host->id);
+    nccl_put_id(&pickle, &host->id);
+    nccl_host_put(host, str_c(group->protocol->key), buf_view(&pickle));
+    buf_free(&pickle);
+    int code = result ? fail(e, TOKA_E_IO, "NCCL: %.200s", group->library.error_text(result)) : 0;
+    if (!code) code = os_thread_start(&host->thread, nccl_host_thread, group, e);
+    atomic_store(&group->is_host, !code);
+    if (!code) return 0;
+    free(host->entries->key.p), free(host->entries->value.p), free(host->entries);
+    free(host);
+    close(fd);
+    group->host = NULL;
+    return code;
+}
+
+/* Waits until the thread of the host has received what it was told of. Returns its error. */
+static int nccl_host_settle(nccl_group *group, toka_err *e) {
+    nccl_host *host = group->host;
+    int state;
+    while ((state = atomic_load(&host->state)) == NCCL_FULL && !atomic_load(&group->stops))
+        usleep(200);
+    if (state == NCCL_EMPTY) return 0;
+    if (state == NCCL_FULL) return fail(e, TOKA_E_CANCELLED, "the group was closed");
+    *e = host->e;
+    return e->code;
 }
 
 /* Joins the group that the JSON describes, in place of an earlier one with this name. */
@@ -46762,10 +47087,12 @@ static int nccl_join(nccl_group *group, const json *info, const nccl_protocol *p
                      toka_err *e) {
     char host[256];
     int port = 0;
-    if (nccl_read_group(group, info, host, &port, e)) return e->code;
+    const bool is_host = protocol == &nccl_protocols[NCCL_TRL];
+    if (nccl_read_group(group, info, is_host, host, &port, e)) return e->code;
     nccl_leave(group);
     group->protocol = protocol;
     int code = nccl_open_library(&group->library, e);
+    if (!code && is_host) return nccl_host_open(group, host, port, e);
     if (!code) code = nccl_store_connect(group, host, port, e);
     if (!code) code = nccl_store_greet(group, e);
     if (!code && !protocol->is_lazy) code = nccl_form(group, e);
@@ -46787,27 +47114,37 @@ typedef struct nccl_list {
 /* Reads one tensor of a list, and checks it against that of the model. */
 static int nccl_read_tensor(const st_set *all, str name, str dtype, const json *shape,
                             arena *memory, nccl_tensor *tensor, toka_err *e) {
-    const st_tensor *to = name.n && all->cap ? *st_set_entry(all, name) : NULL;
     const nccl_dtype *from = nccl_find_dtype(dtype);
     char text[160];
     uint64_t bits;
+    bool is_plain;
     snprintf(text, sizeof text, "%.*s", (int)MIN(name.n, sizeof text - 1), name.p);
-    if (!to) return fail(e, TOKA_E_INPUT, "%s: the open model has no such tensor", text);
     if (!from) return fail(e, TOKA_E_INPUT, "%s: dtype '%.*s' is not known", text, STRF(dtype));
-    *tensor = (nccl_tensor){.from = from, .to = *to};
-    tensor->to.name = tensor->given.name = arena_str(memory, name);
+    *tensor = (nccl_tensor){.from = from, .given = {.name = arena_str(memory, name)}};
     tensor->given.dtype = nccl_file_dtype(from);
     if (!shape || !st_parse_shape(shape, &tensor->given, &bits) ||
-        tensor->given.n_dims > COUNT(to->dims))
+        tensor->given.n_dims > COUNT(tensor->given.dims))
         return fail(e, TOKA_E_INPUT, "%s: its shape is not a list of at most %d counts", text,
-                    COUNT(to->dims));
-    if (mf_check_dims(&tensor->given, text, to->dims, to->n_dims, e)) return e->code;
+                    COUNT(tensor->given.dims));
+    const st_tensor *old = mf_find_replaced(all, &tensor->given, &is_plain, e);
+    if (!old) return e->code;
+    tensor->to = tensor->given;
+    if (!is_plain) tensor->to.dtype = old->dtype;
     tensor->bytes = (size_t)(bits / 8);
-    if (tensor->given.dtype == to->dtype ||
-        (tensor->given.dtype->toka_dtype >= 0 && to->dtype->toka_dtype >= 0))
+    if (tensor->given.dtype == tensor->to.dtype ||
+        (tensor->given.dtype->toka_dtype >= 0 && tensor->to.dtype->toka_dtype >= 0))
         return 0;
     return fail(e, TOKA_E_INPUT, "%s: %s, expected %s as in the open model", text, from->name,
-                to->dtype->name);
+                old->dtype->name);
+}
+
+/* Makes a set of the tensors of the open model's files. */
+static int nccl_list_files(const mf_model *files, st_set *all, toka_err *e) {
+    const mf_model *source = files->source ? files->source : files;
+    int code = 0;
+    for (int i = 0; i < source->n_tensors && !code; i++)
+        code = st_set_add(all, &source->tensors[i], e);
+    return code;
 }
 
 /* Reads names, dtype_names (of SGLang: dtypes) and shapes. Nothing may change the open model's
@@ -46816,9 +47153,7 @@ static int nccl_read_list(const nccl_group *group, const mf_model *files, const 
                           nccl_list *list, toka_err *e) {
     const json *names = json_get(info, "names"), *shapes = json_get(info, "shapes");
     const json *dtypes = json_get(info, "dtype_names"), *packed = json_get(info, "packed");
-    const mf_model *source = files->source ? files->source : files;
     st_set all = {0};
-    int code = 0;
     if (!dtypes) dtypes = json_get(info, "dtypes");
     if (!json_is(names, JSON_ARRAY) || !json_is(dtypes, JSON_ARRAY) ||
         !json_is(shapes, JSON_ARRAY) || names->n != dtypes->n || names->n != shapes->n)
@@ -46827,8 +47162,7 @@ static int nccl_read_list(const nccl_group *group, const mf_model *files, const 
     list->packed_bytes = (size_t)MAX(limit, (int64_t)0);
     list->is_packed = packed ? json_is_true(packed) : group->is_packed;
     list->tensors = arena_alloc(&list->memory, MAX(names->n, 1) * sizeof *list->tensors);
-    for (int i = 0; i < source->n_tensors && !code; i++)
-        code = st_set_add(&all, &source->tensors[i], e);
+    int code = nccl_list_files(files, &all, e);
     const json *dtype = dtypes + 1, *shape = shapes + 1;
     if (!code) JSON_EACH(name, names) {
         code = nccl_read_tensor(&all, json_str(name), json_str(dtype), shape, &list->memory,
@@ -46837,6 +47171,24 @@ static int nccl_read_list(const nccl_group *group, const mf_model *files, const 
         dtype = json_next(dtype), shape = json_next(shape);
     }
     st_set_free(&all);
+    return code;
+}
+
+/* Tells the host, which has settled, of the next tensor, that of TRL's /update_named_param/: the
+ * trainer sends it after the answer. Nothing may change the open model's files meanwhile. */
+static int nccl_host_expect(nccl_group *group, const mf_model *files, const json *info,
+                            toka_err *e) {
+    nccl_host *host = group->host;
+    st_set all = {0};
+    arena_free(&host->memory);
+    int code = nccl_list_files(files, &all, e);
+    if (!code)
+        code = nccl_read_tensor(&all, json_str(json_get(info, "name")),
+                                json_str(json_get(info, "dtype")), json_get(info, "shape"),
+                                &host->memory, &host->tensor, e);
+    st_set_free(&all);
+    if (!code) code = nccl_stage_open(&group->stage, files, e);
+    if (!code) atomic_store(&host->state, NCCL_FULL);
     return code;
 }
 
@@ -48174,7 +48526,7 @@ static void *srv_worker_thread(void *arg) {
 enum srv_admin_kind { SRV_PAUSE, SRV_RESUME, SRV_UPDATE, SRV_RENAME, SRV_ABORT, SRV_FLUSH,
                       SRV_SLEEP, SRV_RELEASE, SRV_WAKE, SRV_STATE, SRV_NOT_HERE, SRV_UNKNOWN,
                       SRV_LOAD_ADAPTER, SRV_UNLOAD_ADAPTER, SRV_JOIN, SRV_JOIN_TORCH, SRV_BEGIN,
-                      SRV_RECEIVE, SRV_FINISH, SRV_LEAVE };
+                      SRV_RECEIVE, SRV_FINISH, SRV_LEAVE, SRV_JOIN_TRL, SRV_EXPECT };
 
 typedef struct srv_admin { /* a body, and its answer */
     const json *root;      /* NULL: none */
@@ -48260,7 +48612,10 @@ static void srv_admin_move(srv *server, const srv_request *request, srv_admin *a
         return;
     }
     pthread_mutex_lock(&server->admin_lock);
-    if (kind == SRV_WAKE) {
+    if (kind == SRV_WAKE && atomic_load(&server->nccl.incomplete) &&
+        !(toka_get_stats(server->toka).sleeping & ~parts)) {
+        srv_admin_refuse(admin, 503, "weights incomplete: some of their tensors have not come");
+    } else if (kind == SRV_WAKE) {
         if (parts) toka_wake_up(server->toka, parts, &admin->e);
         if (!admin->e.code && !toka_get_stats(server->toka).sleeping)
             toka_resume(server->toka, &admin->e);
@@ -48341,6 +48696,7 @@ static void srv_change_weights(srv *server, const srv_weights *weights, srv_admi
     if (code) admin->status = 400;
     else fprintf(stderr, "toka: weights %s of %s\n", (const char *)server->versions[version],
                  weights->path);
+    if (!code) atomic_store(&server->nccl.incomplete, false);
     server->asleep = toka_get_stats(server->toka).sleeping != 0;
     buf_free(&hashes);
 }
@@ -48389,18 +48745,32 @@ static void srv_refuse_transfer(srv_admin *admin) {
         if (statuses[i].code == admin->e.code) admin->status = statuses[i].status;
 }
 
-/* Makes the staged tensors the weights. */
+/* Makes the staged tensors the weights, and drops the stage. */
 COLD
 static void srv_apply_stage(srv *server, srv_admin *admin) {
+    nccl_stage *stage = &server->nccl.stage;
     char path[40];
-    if (nccl_stage_finish(&server->nccl.stage, path, &admin->e)) return;
+    bool incomplete = false;
+    if (nccl_stage_finish(stage, path, &admin->e)) {
+        nccl_stage_close(stage);
+        return;
+    }
     pthread_mutex_lock(&server->admin_lock);
     srv_change_weights(server,
                        &(srv_weights){.path = path, .is_delta = true,
                                       .name = srv_admin_text(admin, (const char *[4]){
                                                                         "weight_version"})},
                        admin);
+    if (!server->nccl.in_update && server->toka->files->dropped &&
+        admin->e.code == TOKA_E_INPUT) {
+        /* each list is an update, but the weights were dropped: wait for the other lists */
+        admin->e.code = 0, admin->status = 200;
+        admin->word = "incomplete";
+        incomplete = true;
+    }
+    atomic_store(&server->nccl.incomplete, incomplete);
     pthread_mutex_unlock(&server->admin_lock);
+    if (!incomplete) nccl_stage_close(stage);
 }
 
 /* Receives a list of tensors. */
@@ -48411,11 +48781,9 @@ static void srv_receive_weights(srv *server, const json *info, srv_admin *admin)
     pthread_mutex_lock(&server->admin_lock); /* no other thread changes the model's files */
     int code = nccl_read_list(group, server->toka->files, info, &list, &admin->e);
     pthread_mutex_unlock(&server->admin_lock);
+    if (!group->in_update && !atomic_load(&group->incomplete)) nccl_stage_close(&group->stage);
     if (!code) code = nccl_receive(group, server->toka->files, &list, &admin->e);
-    if (!code && !group->in_update) {
-        srv_apply_stage(server, admin);
-        nccl_stage_close(&group->stage);
-    }
+    if (!code && !group->in_update) srv_apply_stage(server, admin);
     arena_free(&list.memory);
 }
 
@@ -48441,10 +48809,26 @@ static void srv_transfer(srv *server, srv_admin *admin, enum srv_admin_kind kind
     group->engine = server->toka->engine;
     if (refusal && kind != SRV_LEAVE) {
         srv_admin_refuse(admin, 501, refusal);
-    } else if (kind == SRV_JOIN || kind == SRV_JOIN_TORCH) {
+    } else if (kind == SRV_JOIN || kind == SRV_JOIN_TORCH || kind == SRV_JOIN_TRL) {
         if (srv_can_update(server, admin))
             nccl_join(group, kind == SRV_JOIN ? init : admin->root,
-                      &nccl_protocols[kind == SRV_JOIN ? NCCL_VLLM : NCCL_TORCH], &admin->e);
+                      &nccl_protocols[kind == SRV_JOIN         ? NCCL_VLLM
+                                      : kind == SRV_JOIN_TORCH ? NCCL_TORCH : NCCL_TRL],
+                      &admin->e);
+    } else if (kind == SRV_EXPECT) {
+        if (!group->host) {
+            srv_admin_refuse(admin, 409, nccl_no_group);
+        } else if (!nccl_host_settle(group, &admin->e)) {
+            pthread_mutex_lock(&server->admin_lock);
+            nccl_host_expect(group, server->toka->files, admin->root, &admin->e);
+            pthread_mutex_unlock(&server->admin_lock);
+        }
+    } else if (kind == SRV_FLUSH) { /* TRL calls it after the last tensor */
+        if (group->host && !nccl_host_settle(group, &admin->e) && group->stage.tensors.n_tensors)
+            srv_apply_stage(server, admin);
+    } else if (group->host && kind != SRV_LEAVE) {
+        srv_admin_refuse(admin, 409, "the group is that of /init_communicator/: its tensors come "
+                                     "by /update_named_param/");
     } else if (kind == SRV_BEGIN) {
         nccl_stage_close(&group->stage);
         group->in_update = nccl_has_group(group);
@@ -48536,6 +48920,7 @@ static void srv_put_admin(srv *server, const srv_admin *admin, buf *out) {
     json_put_member_or_null(out, "status", good ? admin->word : "error");
     json_put_member_or_null(out, "message", good ? admin->word : admin->e.msg);
     json_put_key(out, "is_paused"), json_put_bool(out, stats.paused);
+    /* of /is_sleeping: as vLLM, which says true at any pause */
     json_put_key(out, "is_sleeping"), json_put_bool(out, stats.paused);
     json_put_key(out, "aborted"), json_put_int(out, admin->n_requests);
     json_put_key(out, "num_paused_requests");
@@ -48581,7 +48966,10 @@ static void srv_admin_run(srv *server, srv_request *request, srv_admin *admin) {
         pthread_mutex_unlock(&server->admin_lock);
         break;
     case SRV_ABORT: srv_admin_abort(server, admin); break;
-    case SRV_FLUSH: toka_reset_prefix_cache(server->toka, &admin->e); break;
+    case SRV_FLUSH:
+        if (atomic_load(&server->nccl.is_host)) srv_admin_transfer(server, admin, kind);
+        if (!admin->e.code) toka_reset_prefix_cache(server->toka, &admin->e);
+        break;
     case SRV_SLEEP: srv_admin_sleep(server, request, admin); break;
     case SRV_RELEASE:
     case SRV_WAKE: srv_admin_move(server, request, admin, kind, 2); break;
@@ -48595,12 +48983,15 @@ static void srv_admin_run(srv *server, srv_request *request, srv_admin *admin) {
     case SRV_BEGIN:
     case SRV_RECEIVE:
     case SRV_FINISH:
+    case SRV_JOIN_TRL:
+    case SRV_EXPECT:
     case SRV_LEAVE: srv_admin_transfer(server, admin, kind); break;
     case SRV_NOT_HERE:
         admin->status = 501;
         fail(&admin->e, TOKA_E_USE,
-             "%s is not supported: weights come from a folder, or over NCCL by the routes of vLLM "
-             "or SGLang (toka help rollouts)", request->route->path);
+             "%s is not supported: weights come from a folder (/update_weights; prime-rl's "
+             "weight_broadcast.type \"filesystem\"), or over NCCL by the routes of vLLM or SGLang "
+             "(toka help rollouts)", request->route->path);
         break;
     case SRV_UNKNOWN:
         admin->status = 501;
@@ -48859,8 +49250,8 @@ static const srv_route srv_routes[] = {
     SRV_ADMIN_ROUTE("/close_communicator", SRV_POST, SRV_LEAVE),
     SRV_ADMIN_ROUTE("/close_communicator/", SRV_POST, SRV_LEAVE),
     SRV_ADMIN_ROUTE("/init_broadcaster", SRV_POST, SRV_NOT_HERE),
-    SRV_ADMIN_ROUTE("/init_communicator/", SRV_POST, SRV_NOT_HERE),
-    SRV_ADMIN_ROUTE("/update_named_param/", SRV_POST, SRV_NOT_HERE),
+    SRV_ADMIN_ROUTE("/init_communicator/", SRV_POST, SRV_JOIN_TRL),
+    SRV_ADMIN_ROUTE("/update_named_param/", SRV_POST, SRV_EXPECT),
     SRV_ADMIN_ROUTE("/update_weights_from_tensor", SRV_POST, SRV_NOT_HERE),
     SRV_ADMIN_ROUTE("/generate/", SRV_POST, SRV_UNKNOWN),
     SRV_ADMIN_ROUTE("/chat/", SRV_POST, SRV_UNKNOWN),
@@ -57587,7 +57978,9 @@ static const help_page help_pages[] = {
      "  a copy. Write a new folder each time, and rename it when it is whole.\n"
      "- A delta has some of the tensors: \"load_format\": \"delta\"; weight_dir is a folder\n"
      "  or one file of safetensors. Each must have the name, shape and format of one in\n"
-     "  the model's files. Optional: \"sha256\": {NAME: HEX} of all of its tensors, and\n"
+     "  the model's files. A model in FP8, or int4 packed by rows, takes float32, float16\n"
+     "  or bfloat16, too, in a folder, a delta or over NCCL, and quantizes by its rule:\n"
+     "  a scale is the largest number / 448, or / 7.5, of its block. Optional: \"sha256\": {NAME: HEX} of all of its tensors, and\n"
      "  \"base_weight_version\": NAME, the version that it belongs to (else 409).\n"
      "- Requests that run go on, with their K and V. Later ones do not read the prefix\n"
      "  cache of the old weights. Each answer has weight_version (the number of the\n"
@@ -57600,11 +57993,13 @@ static const help_page help_pages[] = {
      "- /sleep gives the memory of K, V and weights to the trainer. Answers end as at a\n"
      "  pause (mode); what is frozen is computed again; new requests get a 503.\n"
      "  level=1 (the default) keeps a copy of the weights outside of the device, level=2\n"
-     "  keeps none (not of a delta), level=0 only pauses. On the CPU the weights are\n"
+     "  keeps none, level=0 only pauses. On the CPU the weights are\n"
      "  mapped files, which level 2 unmaps; on a GPU it needs --enable-sleep-mode.\n"
      "- /wake_up (?tags=weights, ?tags=kv_cache: one after the other) takes it again,\n"
-     "  with the old weights: after level 2 the files are read again, if no\n"
-     "  /update_weights came before. /is_sleeping. SGLang's names are\n"
+     "  with the old weights: after level 2 the files are read again (not a delta, nor\n"
+     "  weights that came over NCCL), if no /update_weights came before. While some of\n"
+     "  the new tensors are missing, it is a 503 \"weights incomplete\". /is_sleeping, as\n"
+     "  vLLM's, is true at any pause, too. SGLang's names are\n"
      "  /release_memory_occupation {tags}, as level 2, and /resume_memory_occupation.\n"
      "- Other names: vLLM's /is_paused, /abort_requests, /weight_info,\n"
      "  /update_weight_version, /reset_prefix_cache, /get_world_size; SGLang's\n"
@@ -57628,13 +58023,18 @@ static const help_page help_pages[] = {
      "  that dies leaves the old ones: a 504, as after 300 s of silence (\"timeout\" in\n"
      "  init_info). /close_communicator ends a wait. What came stays in the host's\n"
      "  memory. TOKA_NCCL_LIBRARY names another libnccl.so.2 than the loader finds.\n"
+     "- TRL before 1.16 (`trl vllm-serve`): /init_communicator/ {host, port, world_size},\n"
+     "  where the server listens, and /update_named_param/ {name, dtype, shape} before\n"
+     "  each broadcast; /reset_prefix_cache/, which TRL calls after the last, replaces\n"
+     "  the weights. Not there: its /generate/, /chat/ and /get_sequence_logprobs/.\n"
      "- TRL: async GRPO of an adapter works with --enable-lora --served-model-name\n"
-     "  (`toka help adapters`). Not there: the routes of `trl vllm-serve` before 1.16.\n"
+     "  (`toka help adapters`).\n"
      "- A position has at most 100 log-probabilities (vLLM's --max-logprobs is not\n"
      "  there). They are raw_logprobs, the only --logprobs-mode; sampled_logprobs are\n"
      "  the drawn token's processed ones.\n"
-     "- Not there, each a 501: weights over CUDA IPC, prime-rl's /init_broadcaster; on\n"
-     "  a GPU without --enable-sleep-mode other weights and sleep. Not replaced: int4\n"
+     "- Not there, each a 501: weights over CUDA IPC; prime-rl's /init_broadcaster (its\n"
+     "  weight_broadcast.type \"filesystem\" works: /update_weights {weight_dir}); on a GPU\n"
+     "  without --enable-sleep-mode other weights and sleep. Not replaced: int4\n"
      "  weights packed by columns (AWQ, GPTQ). Batches (/v1/batches) are frozen by any\n"
      "  pause and go on.\n",
      NULL},

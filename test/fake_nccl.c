@@ -1,9 +1,11 @@
 /* A library with the calls of NCCL that toka uses, for machines without GPUs. The id of a group is
- * the path of a unix socket, where a test is rank 0: it takes what a rank asks for and sends the
- * bytes. As in NCCL with blocking 0, a call returns at once and a thread does its work. */
+ * the path of a unix socket, where a test is the sender: it takes what a rank asks for and sends the
+ * bytes. If the library makes the id, the test listens there later. As in NCCL with blocking 0, a
+ * call returns at once and a thread does its work. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -26,6 +28,8 @@ typedef struct config {
 
 typedef struct comm {
     int fd, has_thread;
+    struct sockaddr_un address;
+    atomic_int aborted;
     pthread_t thread;
     atomic_int state;
     struct { /* as sent to rank 0 */
@@ -38,6 +42,9 @@ typedef struct comm {
 static void *run(void *arg) {
     comm *c = arg;
     char *at = c->to;
+    while (c->ask.op == 'I' && c->ask.rank == 0 && !c->aborted &&
+           connect(c->fd, (struct sockaddr *)&c->address, sizeof c->address))
+        usleep(2000);
     int ok = send(c->fd, &c->ask, sizeof c->ask, MSG_NOSIGNAL) == (ssize_t)sizeof c->ask;
     for (uint64_t left = c->ask.bytes; ok && left;) {
         const ssize_t n = recv(c->fd, at, left, 0);
@@ -57,15 +64,22 @@ static int start(comm *c, int op, void *to, int type, uint64_t bytes) {
     return c->has_thread ? IN_PROGRESS : SYSTEM_ERROR;
 }
 
+int ncclGetUniqueId(id *out) {
+    static atomic_int n;
+    memset(out, 0, sizeof *out);
+    snprintf(out->path, sizeof out->path, "/tmp/nccl-%d-%d", (int)getpid(), (int)n++);
+    return SUCCESS;
+}
+
 int ncclCommInitRankConfig(comm **out, int n_ranks, id group, int rank, const config *options) {
     static char welcome;
-    struct sockaddr_un address = {.sun_family = AF_UNIX};
     if (options->magic != 0xCAFEBEEF || options->blocking || rank >= n_ranks)
         return INVALID_ARGUMENT;
     comm *c = calloc(1, sizeof *c);
-    strncpy(address.sun_path, group.path, sizeof address.sun_path - 1);
+    c->address.sun_family = AF_UNIX;
+    strncpy(c->address.sun_path, group.path, sizeof c->address.sun_path - 1);
     c->fd = socket(AF_UNIX, SOCK_STREAM, 0);
-    if (connect(c->fd, (struct sockaddr *)&address, sizeof address)) {
+    if (rank && connect(c->fd, (struct sockaddr *)&c->address, sizeof c->address)) {
         close(c->fd);
         free(c);
         return SYSTEM_ERROR;
@@ -82,7 +96,7 @@ int ncclCommGetAsyncError(comm *c, int *state) {
 
 int ncclBroadcast(const void *from, void *to, size_t n, int type, int root, comm *c, void *stream) {
     (void)from, (void)stream;
-    if (root || type < 0 || type >= N_TYPES) return INVALID_ARGUMENT;
+    if (root == c->ask.rank || root >= c->ask.n_ranks || type < 0 || type >= N_TYPES) return INVALID_ARGUMENT;
     return start(c, 'B', to, type, n * type_bytes[type]);
 }
 
@@ -93,6 +107,7 @@ int ncclAllReduce(const void *from, void *to, size_t n, int type, int op, comm *
 }
 
 int ncclCommAbort(comm *c) {
+    c->aborted = 1;
     shutdown(c->fd, SHUT_RDWR);
     if (c->has_thread) pthread_join(c->thread, NULL);
     close(c->fd);

@@ -1,6 +1,7 @@
 """Tests of weights that come over NCCL. A thread here is the trainer, rank 0: it speaks the bytes of PyTorch's TCPStore, and sends tensors through
 test/fake_nccl.c, which stands for libnccl.so.2. test/gpu_nccl.py does the same with torch and NCCL on two GPUs. Run through test/run.sh."""
 import ctypes
+import io
 import json
 import os
 import pickle
@@ -14,7 +15,7 @@ import time
 import pytest
 
 from server import ROOT, Server
-from test_rollout import ASKS, DOWN, answers, calls, read_tensors, turned, write_folder
+from test_rollout import ASKS, DOWN, FORMS, answers, calls, read_tensors, sleep, turned, wake, write_folder, write_quantized
 
 MAGIC = 0x3C85F7CE
 TYPES = {"BF16": "bfloat16", "F32": "float32", "F16": "float16"}
@@ -127,6 +128,93 @@ class Trainer:
         self.store.close()
 
 
+class Unpickler(pickle.Unpickler):
+    """Finds the two names that the pickle of an id has."""
+
+    def find_class(self, module, name):
+        if (module, name) == ("vllm.distributed.device_communicators.pynccl_wrapper", "ncclUniqueId"):
+            return ncclUniqueId
+        assert (module, name) == ("_ctypes", "_unpickle"), (module, name)
+        return super().find_class(module, name)
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as c:
+        return c.getsockname()[1]
+
+
+class OldTrl(Trainer):
+    """The client of TRL before 1.16: the server has the store, makes the id and is rank 0. This is rank 1, which sends."""
+
+    def __init__(self, s, **more):
+        self.s, self.world_size, self.queue, self.asked, self.die, self.n_barriers = s, 2, [], [], None, 0
+        self.port = free_port()
+        size, _ = calls(s, ("GET", "/get_world_size/", None), ("POST", "/init_communicator/", {
+            "host": "0.0.0.0", "port": self.port, "world_size": 2, "client_device_uuid": "GPU-7", **more}))
+        assert size["world_size"] == 1
+        self.connect()
+        ident = Unpickler(io.BytesIO(self.get("broadcast_from/0/0"))).load()
+        self.path = bytes(ident.internal).rstrip(b"\0").decode()
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(self.path)
+        self.listener.listen()
+        threading.Thread(target=self.serve, daemon=True).start()
+
+    def connect(self):
+        self.store = socket.create_connection(("127.0.0.1", self.port), 20)
+        self.store.sendall(b"\0" + struct.pack("<I", MAGIC) + b"\x0d" + struct.pack("<I", 77))  # VALIDATE, PING
+        assert self.read(4) == struct.pack("<I", 77)
+        assert self.ask(4, b"init/", struct.pack("<q", 1), n=8) == struct.pack("<q", 1)  # ADD
+
+    def read(self, n):
+        out = self.store.recv(n, socket.MSG_WAITALL)
+        assert len(out) == n
+        return out
+
+    def ask(self, query, *texts, n=0):
+        """Sends a query, and returns n bytes of its answer. The arguments are texts; but ADD's number."""
+        out = bytes([query])
+        for i, text in enumerate(texts):
+            out += text if query == 4 and i else struct.pack("<Q", len(text)) + text
+        self.store.sendall(out)
+        return self.read(n)
+
+    def get(self, key):
+        key = b"/" + key.encode()
+        self.store.sendall(b"\x06" + struct.pack("<QQ", 1, len(key)) + key)  # WAIT
+        assert self.read(1) == b"\0"
+        n, = struct.unpack("<Q", self.ask(3, key, n=8))
+        return self.read(n)
+
+    def set(self, key, value):
+        self.ask(1, b"/" + key.encode(), value)
+
+    def barrier(self):
+        """That of vLLM's StatelessProcessGroup."""
+        self.n_barriers += 1
+        name = pickle.loads(self.get(f"broadcast_from/0/{self.n_barriers}"))
+        self.set(f"arrival_{name}_1", b"1")
+        assert self.get(f"arrival_{name}_0") == self.get(f"arrival_{name}_1") == b"1"
+        self.set(f"departure_{name}_1", b"1")
+
+    def old_barrier(self):
+        """That of vLLM before 0.9: each rank broadcasts a value."""
+        self.n_barriers += 1
+        pickle.loads(self.get(f"broadcast_from/0/{self.n_barriers}"))
+        self.set(f"broadcast_from/1/{self.n_barriers - 1}", pickle.dumps(None))
+
+    def update(self, some, barrier):
+        for name, dtype, shape, data in some:
+            self.send(data)
+            calls(self.s, ("POST", "/update_named_param/", {"name": name, "dtype": f"torch.{dtype}", "shape": shape}))
+            barrier()
+
+    def close(self):
+        self.listener.close()
+        self.store.close()
+        os.unlink(self.path)
+
+
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     path = str(tmp_path_factory.mktemp("nccl") / "libnccl.so.2")
@@ -235,6 +323,82 @@ def test_replay_trl(fresh, trainer, folders, alone, limit):
     assert answers(s) == alone[0]
 
 
+@pytest.mark.parametrize("older", [False, True])
+def test_replay_trl_vllm_serve(fresh, folders, alone, older):
+    """The client of TRL before 1.16: a call, a broadcast and a barrier for each tensor; /reset_prefix_cache/ makes them the weights."""
+    t, now = OldTrl(fresh), 0
+    for which in (1, 0, 1):
+        t.update(tensors(folders[which]), t.old_barrier if older else t.barrier)
+        assert answers(fresh, 1) == alone[now][:1]
+        calls(fresh, ("POST", "/reset_prefix_cache/", None))
+        now = which
+        assert answers(fresh) == alone[now] and not t.queue
+    assert [a[0] for a in t.asked[:2]] == ["I", "A"] and version(fresh) != "old"
+    refused(fresh, "/update_weights", {"update_info": listed([])}, 409, "/update_named_param/")
+    calls(fresh, ("POST", "/close_communicator/", None), ("POST", "/close_communicator/", None))
+    refused(fresh, "/update_named_param/", {"name": DOWN, "dtype": "torch.bfloat16", "shape": [1]}, 409, "no group")
+    t.close()
+
+
+def test_trl_vllm_serve_goes_wrong(fresh, folders, alone):
+    """Wrong names and shapes are refused before anything is sent; a client that dies leaves the old weights."""
+    t = OldTrl(fresh, timeout=3)
+    down, = only(folders[1], DOWN)
+    body = {"name": DOWN, "dtype": "torch.bfloat16", "shape": down[2]}
+    for more, words in (({"name": "x"}, "x: the open model has no such tensor"), ({"shape": [3, 4]}, "expected ["), ({"dtype": "torch.int8"}, "int8, expected BF16"),
+                        ({"shape": None}, "counts"), ({"name": None}, "no such tensor")):
+        refused(fresh, "/update_named_param/", {**body, **more}, 400, words)
+    t.update([down], t.barrier)
+    calls(fresh, ("POST", "/update_named_param/", body))  # and the broadcast does not come
+    refused(fresh, "/reset_prefix_cache/", {}, 504, "nothing came for 3 s")
+    refused(fresh, "/update_named_param/", body, 504, "nothing came for 3 s")
+    assert answers(fresh) == alone[0] and version(fresh) == "old"
+    t.close()
+    t, done = OldTrl(fresh), []
+    t.send(down[3])  # and the barrier does not come
+    calls(fresh, ("POST", "/update_named_param/", body))
+    waits = threading.Thread(target=lambda: done.append(fresh.post("/reset_prefix_cache/", {})))
+    waits.start()
+    time.sleep(0.3)
+    calls(fresh, ("POST", "/close_communicator/", None))
+    waits.join(20)
+    assert done[0].status == 409 and "the group was closed" in done[0].error()["message"], done[0].body
+    t.close()
+    info = {"host": "127.0.0.1", "port": free_port(), "world_size": 2, "client_device_uuid": ""}
+    for more, words in (({"world_size": 3}, "world_size: 3, expected 2"), ({"host": ""}, "host: expected"), ({"port": 0}, "port: 0"),
+                        ({"port": fresh.address[1]}, "in use")):
+        refused(fresh, "/init_communicator/", {**info, **more}, 400, words)
+    calls(fresh, ("POST", "/reset_prefix_cache/", {}))
+    assert answers(fresh) == alone[0]
+
+
+def test_store_of_the_server(fresh):
+    """The queries of PyTorch's client that the replay does not send, in pieces, and bytes that are no query."""
+    t = OldTrl(fresh)
+    check = lambda key: t.store.sendall(b"\x05" + struct.pack("<QQ", 1, len(key)) + key) or t.read(1)
+    assert check(b"/a") == b"\1" and t.ask(8, b"/a", n=8) == struct.pack("<q", 0)
+    t.set("a", b"x" * 5000)
+    assert t.get("a") == b"x" * 5000 and check(b"/a") == b"\0"
+    assert t.ask(8, b"/a", n=8) == struct.pack("<q", 1) and check(b"/a") == b"\1"
+    t.store.sendall(b"\x06" + struct.pack("<QQ", 1, 2) + b"/a")  # WAIT
+    time.sleep(0.05)
+    t.store.sendall(b"\x0c")  # CANCEL_WAIT
+    assert t.read(1) == b"\1"
+    for byte in b"\x01" + struct.pack("<Q", 2) + b"/b" + struct.pack("<Q", 3) + b"new":
+        t.store.sendall(bytes([byte]))
+    assert t.get("b") == b"new" and t.ask(4, b"/n", struct.pack("<q", 5), n=8) == struct.pack("<q", 5)
+    assert t.ask(4, b"/n", struct.pack("<q", -7), n=8) == struct.pack("<q", -2)
+    for odd in (b"\xff", b"\0" + b"\0" * 4, b"\x01" + b"\xff" * 8 + b"k" * 300_000):
+        with socket.create_connection(("127.0.0.1", t.port), 20) as c:
+            try:
+                c.sendall(odd)
+                assert not c.recv(1)
+            except ConnectionError:
+                pass
+    assert t.get("b") == b"new"
+    t.close()
+
+
 def test_one_tensor_at_a_time(fresh, trainer, folders, alone):
     """TRL's update_named_param: a start and a finish around each; unpacked broadcasts have the type of the tensor."""
     join(fresh, trainer)
@@ -311,6 +475,96 @@ def test_weights_that_are_quantized(trainer, folders, library):
         trainer.send(change[0][3])
         calls(s, ("POST", "/update_weights", {"update_info": listed(change)}))
         assert answers(s, 2) == want
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_plain_numbers_for_quantized_ones(trainer, folders, library, tmp_path, form):
+    """A checkpoint in FP8 or int4 gets bfloat16 or float32 numbers: its rule quantizes them."""
+    old, new = (write_quantized(tmp_path / name, folder, form) for name, folder in zip("ab", folders))
+    with Server("-m", new) as s:
+        want = answers(s, 2)
+    with Server("-m", old, env={"TOKA_NCCL_LIBRARY": library}) as s:
+        before = answers(s, 2)
+        join(s, trainer)
+        down, = only(folders[1], DOWN)
+        for update in ([(DOWN, "bfloat16", [down[2][0], down[2][1] // 2], b"")], [(DOWN, "int32", down[2], b"")], [(DOWN + "x", *down[1:])]):
+            refused(s, "/update_weights", {"update_info": listed(update)}, 400, DOWN)
+        for some, then in (([down], want), (halves(only(folders[0], DOWN), "float32"), before), (tensors(folders[1]), want)):
+            trainer.send(*[t[3] for t in some])
+            calls(s, ("POST", "/update_weights", {"update_info": listed(some)}))
+            assert answers(s, 2) == then
+
+
+def test_after_the_weights_were_dropped(fresh, trainer, folders, alone):
+    """vLLM's cycle, twice: sleep at level 2, wake the weights, new ones, wake K and V."""
+    join(fresh, trainer)
+    for which in (1, 0):
+        new = tensors(folders[which])
+        sleep(fresh, "?level=2"), wake(fresh, "?tags=weights")
+        refused(fresh, "/v1/completions", ASKS[0], 503)
+        trainer.send(*packed(new, 1 << 30))
+        calls(fresh, ("POST", "/start_weight_update", {}), ("POST", "/update_weights", {"update_info": listed(new, packed=True)}),
+              ("POST", "/finish_weight_update", {}))
+        refused(fresh, "/v1/completions", ASKS[0], 503)
+        wake(fresh, "?tags=kv_cache")
+        assert answers(fresh) == alone[which]
+    down, = only(folders[1], DOWN)
+    sleep(fresh, "?level=2")
+    trainer.send(down[3])
+    calls(fresh, ("POST", "/start_weight_update", {}), ("POST", "/update_weights", {"update_info": listed([down])}))
+    refused(fresh, "/finish_weight_update", {}, 400, "missing")
+    assert "came as a delta" in wake(fresh, status=500)["message"]
+    calls(fresh, ("POST", "/update_weights", {"weight_dir": folders[0]}))
+    wake(fresh)
+    assert answers(fresh) == alone[0]
+
+
+def test_lists_after_the_weights_were_dropped(fresh, tmp_path, folders, alone):
+    """slime's cycle: each list is an update. The weights are incomplete until the last one has come, and the server stays asleep."""
+    t, new = Trainer(tmp_path, key="/slime/slime//cuda//0", pickled=False), tensors(folders[1])
+    lists = [new[i:i + 20] for i in range(0, len(new), 20)]
+    calls(fresh, ("POST", "/init_weights_update_group", t.info(group_name="slime", backend="nccl")))
+    for _ in range(2):
+        calls(fresh, ("POST", "/release_memory_occupation", {}), ("POST", "/resume_memory_occupation", {"tags": ["weights"]}))
+        for i, some in enumerate(lists):
+            t.send(*[x[3] for x in some])
+            answer, = calls(fresh, ("POST", "/update_weights_from_distributed", {"names": [x[0] for x in some], "dtypes": [x[1] for x in some],
+                                                                                 "shapes": [x[2] for x in some], "group_name": "slime", "weight_version": "9"}))
+            assert answer["status"] == ("ok" if i == len(lists) - 1 else "incomplete")
+            if i < len(lists) - 1:
+                a = fresh.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
+                assert a.status == 503 and "weights incomplete" in a.error()["message"], a.body
+        calls(fresh, ("POST", "/resume_memory_occupation", {"tags": ["kv_cache"]}))
+        assert answers(fresh) == alone[1] and version(fresh) == "9"
+    calls(fresh, ("POST", "/release_memory_occupation", {}))
+    t.send(*[x[3] for x in lists[0]])
+    calls(fresh, ("POST", "/update_weights_from_distributed", {"names": [x[0] for x in lists[0]], "dtypes": [x[1] for x in lists[0]],
+                                                               "shapes": [x[2] for x in lists[0]]}),
+          ("POST", "/update_weights", {"weight_dir": folders[0]}), ("POST", "/resume_memory_occupation", {}))
+    assert answers(fresh) == alone[0]
+    t.close()
+
+
+def cut_off(s, path, body):
+    with pytest.raises((OSError, EOFError)):
+        s.post(path, body)
+
+
+def test_killed_while_tensors_come(folders, alone, library, trainer):
+    """kill -9 in the middle of an update: a new start has the weights of the folder."""
+    with Server("-m", folders[0], env={"TOKA_NCCL_LIBRARY": library}) as s:
+        join(s, trainer)
+        new = tensors(folders[1])
+        trainer.send(*[t[3] for t in new[:len(new) // 2]])
+        asks = threading.Thread(target=cut_off, args=(s, "/update_weights", {"update_info": listed(new)}))
+        asks.start()
+        while len(trainer.asked) < 2 + len(new) // 2:
+            time.sleep(0.005)
+        assert answers(s, 1) == alone[0][:1]
+        s.p.kill()
+        asks.join(20)
+    with Server("-m", folders[0]) as s:
+        assert answers(s) == alone[0]
 
 
 def test_while_requests_run(fresh, trainer, folders, alone):
@@ -435,13 +689,13 @@ def test_wrong_groups(fresh, trainer, info, words):
 def test_who_may(folders, library, trainer):
     """The admin key; the library; a device that has no NCCL."""
     paths = ["/init_weight_transfer_engine", "/start_weight_update", "/finish_weight_update", "/init_weights_update_group", "/update_weights_from_distributed",
-             "/destroy_weights_update_group", "/close_communicator/"]
+             "/destroy_weights_update_group", "/init_communicator/", "/update_named_param/", "/close_communicator/"]
     with Server("-m", folders[0], "--admin-key", "k", env={"TOKA_NCCL_LIBRARY": "/none/libnccl.so.2"}) as s:
         assert {s.post(path, {}).status for path in paths} == {401}
         a = s.post("/init_weight_transfer_engine", {"init_info": trainer.info()}, Authorization="Bearer k")
         assert a.status == 501 and "/none/libnccl.so.2" in a.error()["message"] and "TOKA_NCCL_LIBRARY" in a.error()["message"], a.body
     with Server("-m", folders[0]) as s:
-        for path in paths[:5]:
+        for path in [*paths[:5], *paths[6:8]]:
             refused(s, path, {"init_info": trainer.info()}, 501, "this server runs on the CPU")
         assert s.get("/server_info").json()["vllm_config"]["weight_transfer_config"] is None
     with Server("-m", folders[0], "--device", "plain", env={"TOKA_NCCL_LIBRARY": library}) as s:
@@ -457,6 +711,17 @@ def test_ranks_get_them(folders, alone, library, trainer, flags):
         trainer.send(change[0][3])
         calls(s, ("POST", "/update_weights", {"update_info": listed(change)}))
         assert answers(s) == alone[1]
+
+
+def test_torch_client(fresh):
+    """PyTorch's own client of a TCPStore, and the unpickler of Python, find the id that the server made. Only where torch is installed."""
+    torch = pytest.importorskip("torch.distributed", reason="torch is not installed")
+    t = OldTrl(fresh)
+    store = torch.TCPStore("127.0.0.1", t.port, None, False, use_libuv=False)
+    assert Unpickler(io.BytesIO(store.get("broadcast_from/0/0"))).load().internal[:5] == t.path[:5].encode()
+    store.set("x", "1")
+    assert store.get("x") == b"1" and store.check(["x"]) and not store.check(["y"]) and store.delete_key("x") and store.add("n", 3) == 3
+    t.close()
 
 
 def test_torch_store(fresh, tmp_path):
