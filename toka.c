@@ -21458,7 +21458,7 @@ typedef struct con_made { /* a list of schemas that was made of another schema *
     bool opposite; /* its opposite; else what its keywords stand for */
 } con_made;
 
-typedef struct con_index { /* of a list of values: a hash table */
+typedef struct con_index { /* of an array, or of the keys of an object: a hash table */
     const json *list, **table; /* [mask + 1] NULL: free */
     uint64_t mask;
 } con_index;
@@ -21486,7 +21486,7 @@ typedef struct con_schema {
     con_pattern *listed;         /* the names of an object, as JSON strings */
     con_made *made;
     con_strings *strings;
-    con_index *indexes;          /* of long lists of values */
+    con_index *indexes;          /* of long arrays and objects */
     int n_indexes, cap_indexes;
     int n_strings, cap_strings, n_listed, cap_listed;
     int n_entries, cap_entries, n_patterns, cap_patterns, n_made, cap_made, heads[CON_HEADS];
@@ -21541,6 +21541,7 @@ COLD static const json *con_origin(con_schema *schema, const json *node) {
 /* Fails because of a part of the schema, or of a schema that was made of one. */
 COLD static void con_schema_fail(con_schema *schema, const json *node, const char *what) {
     buf pointer = {0};
+    if (schema->grammar->e->code) return; /* it has the first error, which alone counts */
     con_pointer(schema->root, con_origin(schema, node), &pointer);
     con_fail(schema->grammar, "JSON schema: %.200s%s%s", pointer.n ? pointer.p : "",
              pointer.n ? ": " : "", what);
@@ -21555,11 +21556,103 @@ COLD static int con_limit(const json *part, const char *name, int otherwise) {
     return (int)MIN(number, (int64_t)CON_FOREVER);
 }
 
-COLD static const json *con_member(const json *object, str name) {
+COLD static const json *con_member(con_schema *schema, const json *object, str name);
+
+/* Recursion: as deep as the schema's JSON. */
+COLD static bool con_equal(con_schema *schema, const json *a, const json *b) {
+    if (!con_work(schema->grammar, 1)) return false;
+    if (json_is(a, JSON_NUMBER) && json_is(b, JSON_NUMBER))
+        return json_num(a, 0) == json_num(b, 0);
+    if (a->type != b->type || (a->type >= JSON_STRING && a->n != b->n)) return false;
+    if (a->type == JSON_STRING)
+        return con_work(schema->grammar, a->n / 16) && str_eq(json_str(a), json_str(b));
+    const json *other = b + 1;
+    if (a->type == JSON_ARRAY)
+        for (const json *it = a + 1; it < json_next(a);
+             it = json_next(it), other = json_next(other))
+            if (!con_equal(schema, it, other)) return false;
+    if (a->type == JSON_OBJECT)
+        JSON_MEMBERS(key, a) {
+            other = con_member(schema, b, json_str(key));
+            if (!other || !con_equal(schema, key + 1, other)) return false;
+        }
+    return true;
+}
+
+/* Values that are equal (con_equal) have the same hash. */
+COLD static uint64_t con_value_hash(const json *value) {
+    const double number = json_num(value, 0) + 0.0;
+    str text = json_str(value);
+    if (value->type == JSON_NUMBER) text = (str){(const char *)&number, sizeof number};
+    uint64_t hash = value->type + hash_bytes(text.p, text.n);
+    if (value->type == JSON_ARRAY) JSON_EACH(it, value) hash = 31 * hash + con_value_hash(it);
+    if (value->type == JSON_OBJECT) /* in any order */
+        JSON_MEMBERS(key, value) hash += (con_value_hash(key) | 1) * con_value_hash(key + 1);
+    return hash;
+}
+
+/* Returns the place of a value in a table, or the free one for it; NULL after an error. */
+COLD static const json **con_find_value(con_schema *schema, const con_index *index,
+                                        const json *value) {
+    const json **at = &index->table[con_value_hash(value) & index->mask];
+    while (*at && !con_equal(schema, *at, value)) {
+        if (schema->grammar->e->code) return NULL;
+        at = at == &index->table[index->mask] ? index->table : at + 1;
+    }
+    return at;
+}
+
+/* Returns the next element of an array, or the next key of an object. */
+COLD static const json *con_next(const json *list, const json *it) {
+    return json_next(it + (list->type == JSON_OBJECT));
+}
+
+/* Returns the index of a list, a new one if it has none. */
+COLD static con_index con_index_of(con_schema *schema, const json *list) {
+    for (int i = 0; i < schema->n_indexes; i++)
+        if (schema->indexes[i].list == list) {
+            const con_index found = schema->indexes[i];
+            schema->indexes[i] = schema->indexes[0]; /* it will be looked for again soon */
+            return schema->indexes[0] = found;
+        }
+    con_index index = {list, NULL, 1};
+    while (index.mask < 2 * list->n) index.mask = 2 * index.mask + 1;
+    index.table = arena_zalloc(&schema->memory, (index.mask + 1) * sizeof *index.table);
+    for (const json *it = list + 1; it < json_next(list); it = con_next(list, it)) {
+        const json **at = con_find_value(schema, &index, it);
+        if (!at) break;
+        *at = it;
+    }
+    schema->indexes = con_grow(schema->indexes, schema->n_indexes, &schema->cap_indexes,
+                               sizeof *schema->indexes);
+    return schema->indexes[schema->n_indexes++] = index;
+}
+
+/* Returns the element of an array, or the key of an object, that is equal to a value, the last one
+ * if there are several; NULL: there is none. */
+COLD static const json *con_find(con_schema *schema, const json *list, const json *value) {
+    enum { LONG = 32 };
     const json *found = NULL;
-    if (json_is(object, JSON_OBJECT))
-        JSON_MEMBERS(key, object) if (str_eq(json_str(key), name)) found = key + 1;
+    con_work(schema->grammar, MIN(list->n, (size_t)schema->n_indexes + LONG));
+    if (list->n > LONG) {
+        const con_index index = con_index_of(schema, list);
+        const json **at = con_find_value(schema, &index, value);
+        return at ? *at : NULL;
+    }
+    for (const json *it = list + 1; it < json_next(list); it = con_next(list, it))
+        if (con_equal(schema, it, value)) found = it;
     return found;
+}
+
+/* As con_find, for a string. NULL: `list` is neither an array nor an object, too. */
+COLD static const json *con_find_name(con_schema *schema, const json *list, str name) {
+    const json value = {.type = JSON_STRING, .n = (uint32_t)name.n, .chars = name.p};
+    return list && list->type >= JSON_ARRAY ? con_find(schema, list, &value) : NULL;
+}
+
+COLD static const json *con_member(con_schema *schema, const json *object, str name) {
+    const json *key = json_is(object, JSON_OBJECT) ? con_find_name(schema, object, name) : NULL;
+    return key ? key + 1 : NULL;
 }
 
 /* Decodes %XX. */
@@ -21586,7 +21679,7 @@ COLD static const json *con_follow_step(con_schema *schema, const json *at, str 
         i += next != 0;
     }
     name[n] = 0;
-    if (!json_is(at, JSON_ARRAY)) return con_member(at, (str){name, n});
+    if (!json_is(at, JSON_ARRAY)) return con_member(schema, at, (str){name, n});
     const bool is_index = n && n < 10 && strspn(name, "0123456789") == n &&
                           (name[0] != '0' || n == 1);
     return is_index ? json_at(at, (size_t)atoi(name)) : NULL;
@@ -21620,9 +21713,10 @@ COLD static const json *con_resource(con_schema *schema, const json *node) {
     const json *found = schema->root;
     const char *const keyword = con_is_old(schema) ? "id" : "$id";
     const json *origin = con_origin(schema, node), *end = origin + (origin != node);
+    con_work(schema->grammar, (size_t)schema->n_made);
     for (const json *at = found; at < end && con_work(schema->grammar, 1);) {
         const bool is_around = origin < json_next(at);
-        const str id = is_around ? json_str(json_get(at, keyword)) : STR("");
+        const str id = is_around ? json_str(con_member(schema, at, str_c(keyword))) : STR("");
         if (id.n && id.p[0] != '#') found = at;
         at = is_around ? at + 1 : json_next(at);
     }
@@ -21631,7 +21725,8 @@ COLD static const json *con_resource(con_schema *schema, const json *node) {
 
 /* Returns what a JSON pointer names; NULL: nothing. */
 COLD static const json *con_at_pointer(con_schema *schema, const json *at, str path) {
-    for (size_t i = 0, end; at && i < path.n && con_work(schema->grammar, at->n); i = end) {
+    for (size_t i = 0, end; at && i < path.n; i = end) {
+        con_work(schema->grammar, json_is(at, JSON_ARRAY) ? at->n : 1);
         for (end = i + 1; end < path.n && path.p[end] != '/';) end++;
         at = con_follow_step(schema, at, str_sub(path, i + 1, end));
     }
@@ -21666,7 +21761,7 @@ COLD static const json *con_resolve(con_schema *schema, const json *ref) {
 /* Adds a schema to a list. true and {} add nothing. */
 COLD static void con_all_add(con_schema *schema, con_all *all, const json *part) {
     if (json_is(part, JSON_FALSE)) all->never = true;
-    if (json_is(part, JSON_FALSE) || json_is_true(part)) return;
+    if (json_is(part, JSON_FALSE) || json_is_true(part) || schema->grammar->e->code) return;
     if (!json_is(part, JSON_OBJECT)) con_schema_fail(schema, part, "expected a schema");
     for (int i = 0; i < all->n; i++)
         if (all->part[i].schema == part) return;
@@ -21751,7 +21846,7 @@ COLD static void con_check_values(con_schema *schema, const json *part) {
             const json *value = key + 1;
             if (!str_is(json_str(key), keyword->name)) continue;
             con_check_kind(schema, value, keyword->takes);
-            if (schema->grammar->e->code) return;
+            if (!con_work(schema->grammar, value->type >= JSON_ARRAY ? value->n : 1)) return;
             if (value->type == JSON_ARRAY)
                 JSON_EACH(it, value) con_check_kind(schema, it, keyword->inside);
             if (value->type == JSON_OBJECT && keyword->takes & CON_IS_OBJECT)
@@ -21760,7 +21855,7 @@ COLD static void con_check_values(con_schema *schema, const json *part) {
 }
 
 COLD static void con_check_keywords(con_schema *schema, const json *part) {
-    con_check_values(schema, part);
+    if (con_work(schema->grammar, 32 * (size_t)part->n)) con_check_values(schema, part);
     for (int i = 0; i < COUNT(con_refused); i++) {
         const json *value = json_get(part, con_refused[i].name);
         const bool is_nothing =
@@ -22001,7 +22096,7 @@ COLD static bool con_put_not_keyword(con_schema *schema, const json *key, int de
 COLD static bool con_put_not(con_schema *schema, const json *part, int depth, buf *out) {
     json_comma(out);
     if (part->type != JSON_OBJECT) return json_put_bool(out, part->type == JSON_FALSE), true;
-    if (depth > 12 || out->n > 1 << 20) return false;
+    if (depth > 12 || out->n > 1 << 20 || schema->grammar->e->code) return false;
     con_check_keywords(schema, part);
     buf_c(out, "{\"anyOf\":[");
     JSON_MEMBERS(key, part) if (!con_put_not_keyword(schema, key, depth, out)) return false;
@@ -22181,81 +22276,19 @@ COLD static unsigned con_own_types(con_schema *schema, const json *part) {
     unsigned types = type ? 0 : CON_ANY, of_values = 0;
     if (json_is(type, JSON_ARRAY)) JSON_EACH(it, type) types |= con_type_named(schema, it);
     else if (type) types = con_type_named(schema, type);
-    if (json_is(values, JSON_ARRAY)) JSON_EACH(it, values) of_values |= con_type_of_value(it);
-    if (json_is(values, JSON_ARRAY)) types &= of_values;
+    if (json_is(values, JSON_ARRAY) && con_work(schema->grammar, values->n)) {
+        JSON_EACH(it, values) of_values |= con_type_of_value(it);
+        types &= of_values;
+    }
     return value ? types & con_type_of_value(value) : types;
-}
-
-COLD static bool con_equal(const json *a, const json *b) {
-    if (json_is(a, JSON_NUMBER) && json_is(b, JSON_NUMBER))
-        return json_num(a, 0) == json_num(b, 0);
-    if (a->type != b->type || (a->type >= JSON_STRING && a->n != b->n)) return false;
-    if (a->type == JSON_STRING) return str_eq(json_str(a), json_str(b));
-    if (a->type == JSON_ARRAY)
-        for (size_t i = 0; i < a->n; i++)
-            if (!con_equal(json_at(a, i), json_at(b, i))) return false;
-    if (a->type == JSON_OBJECT)
-        JSON_MEMBERS(key, a) {
-            const json *found = NULL;
-            JSON_MEMBERS(other, b) if (str_eq(json_str(other), json_str(key))) found = other + 1;
-            if (!found || !con_equal(key + 1, found)) return false;
-        }
-    return true;
-}
-
-/* Values that are equal (con_equal) have the same hash. */
-COLD static uint64_t con_value_hash(const json *value) {
-    const double number = json_num(value, 0) + 0.0;
-    str text = json_str(value);
-    if (value->type == JSON_NUMBER) text = (str){(const char *)&number, sizeof number};
-    uint64_t hash = value->type + hash_bytes(text.p, text.n);
-    if (value->type == JSON_ARRAY) JSON_EACH(it, value) hash = 31 * hash + con_value_hash(it);
-    if (value->type == JSON_OBJECT) /* in any order */
-        JSON_MEMBERS(key, value) hash += (con_value_hash(key) | 1) * con_value_hash(key + 1);
-    return hash;
-}
-
-/* Returns the place of a value in a table, or the free one for it; NULL after an error. */
-COLD static const json **con_find_value(con_schema *schema, const con_index *index,
-                                        const json *value) {
-    const json **at = &index->table[con_value_hash(value) & index->mask];
-    while (*at && !con_equal(*at, value)) {
-        if (!con_work(schema->grammar, 1)) return NULL;
-        at = at == &index->table[index->mask] ? index->table : at + 1;
-    }
-    return at;
-}
-
-/* Returns the index of a list of values, a new one if it has none. */
-COLD static con_index con_index_of(con_schema *schema, const json *list) {
-    for (int i = 0; i < schema->n_indexes; i++)
-        if (schema->indexes[i].list == list) return schema->indexes[i];
-    con_index index = {list, NULL, 1};
-    while (index.mask < 2 * list->n) index.mask = 2 * index.mask + 1;
-    index.table = arena_zalloc(&schema->memory, (index.mask + 1) * sizeof *index.table);
-    JSON_EACH(it, list) {
-        const json **at = con_find_value(schema, &index, it);
-        if (!at) break;
-        *at = it;
-    }
-    schema->indexes = con_grow(schema->indexes, schema->n_indexes, &schema->cap_indexes,
-                               sizeof *schema->indexes);
-    return schema->indexes[schema->n_indexes++] = index;
 }
 
 /* Does the list of values of a schema (enum, const) have this value? true: there is no list. */
 COLD static bool con_has_value(con_schema *schema, const json *part, const json *value) {
-    enum { LONG = 32 };
     const json *values = json_get(part, "enum"), *one = json_get(part, "const");
-    bool found = !json_is(values, JSON_ARRAY);
-    con_work(schema->grammar, found ? 1 : MIN(values->n, (size_t)schema->n_indexes + LONG));
-    if (!found && values->n > LONG) {
-        const con_index index = con_index_of(schema, values);
-        const json **at = con_find_value(schema, &index, value);
-        found = at && *at;
-    } else if (!found)
-        JSON_EACH(it, values) found |= con_equal(it, value);
-    return found && (!one || con_equal(one, value));
+    con_work(schema->grammar, 1);
+    return (!json_is(values, JSON_ARRAY) || con_find(schema, values, value)) &&
+           (!one || con_equal(schema, one, value));
 }
 
 /* Returns the part of a list that names its values; NULL: none does. */
@@ -22273,13 +22306,13 @@ COLD static const json *con_values_of(const con_all *all) {
          it < it##_last; it = json_next(it))
 
 /* Does one of the schemas require this name? In draft 3 the schema of the property says so. */
-COLD static bool con_requires(const con_all *all, str name) {
+COLD static bool con_requires(con_schema *schema, const con_all *all, str name) {
     for (int i = 0; i < all->n; i++) {
-        const json *part = all->part[i].schema, *required = json_get(part, "required"),
-                   *own = con_member(json_get(part, "properties"), name);
-        if (json_is(required, JSON_ARRAY))
-            JSON_EACH(it, required) if (str_eq(json_str(it), name)) return true;
-        if (own && json_is_true(json_get(own, "required"))) return true;
+        const json *part = all->part[i].schema,
+                   *own = con_member(schema, json_get(part, "properties"), name);
+        if (con_find_name(schema, json_get(part, "required"), name) ||
+            (own && json_is_true(json_get(own, "required"))))
+            return true;
     }
     return false;
 }
@@ -22301,10 +22334,12 @@ COLD static bool con_property_differs(con_schema *schema, const con_all *a, cons
         if (!json_is(properties, JSON_OBJECT)) continue;
         JSON_MEMBERS(key, properties) {
             if (!con_work(schema->grammar, properties->n)) return false;
-            const bool in_a = con_requires(a, json_str(key)), in_b = con_requires(b, json_str(key));
+            const bool in_a = con_requires(schema, a, json_str(key)),
+                       in_b = con_requires(schema, b, json_str(key));
             for (int k = 0; k < b->n; k++) {
                 const json *other = b->part[k].schema,
-                           *there = con_member(json_get(other, "properties"), json_str(key));
+                           *there =
+                               con_member(schema, json_get(other, "properties"), json_str(key));
                 if (there && (in_a || in_b) && con_is_disjoint(schema, key + 1, there, depth))
                     return true;
                 if (!there && in_a && json_is(json_get(other, "additionalProperties"), JSON_FALSE) &&
@@ -22818,7 +22853,7 @@ COLD static con_limits con_number_limits(con_schema *schema, const con_all *all)
         con_narrow(&limits.low, &limits.low_open, low, true, 1);
         con_narrow(&limits.high, &limits.high_open, high, true, -1);
         if (!multiple) continue;
-        if (limits.multiple && !con_equal(limits.multiple, multiple))
+        if (limits.multiple && !con_equal(schema, limits.multiple, multiple))
             con_schema_fail(schema, multiple, "two of them hold together");
         limits.multiple = multiple;
     }
@@ -22936,7 +22971,8 @@ COLD static void con_element_schemas(con_schema *schema, const con_all *all, siz
                    *prefix = json_get(part, "prefixItems");
         const bool old = json_is(items, JSON_ARRAY); /* until draft 2019-09 */
         if (old) prefix = items, items = json_get(part, "additionalItems");
-        const json *own = json_is(prefix, JSON_ARRAY) ? json_at(prefix, i) : NULL;
+        const json *own = json_is(prefix, JSON_ARRAY) && con_work(schema->grammar, i)
+                              ? json_at(prefix, i) : NULL;
         if (own || items) con_all_add(schema, element, own ? own : items);
     }
 }
@@ -23051,9 +23087,14 @@ COLD static void con_make_array(con_schema *schema, const con_all *all, int from
              array.high == CON_FOREVER ? CON_FOREVER : array.high - array.n_prefix);
 }
 
+typedef struct con_name {
+    str text;
+    uint64_t hash;
+} con_name;
+
 typedef struct con_object { /* while an object is made */
     const con_all *all;
-    str *names;         /* [n_names] listed and required names, in their order */
+    con_name *names;    /* [n_names] listed and required names, in their order */
     int n_names;
     const json *patterns[CON_MAX_PATTERNS]; /* keys of patternProperties; the schema follows */
     int owner[CON_MAX_PATTERNS];            /* the part of the list that has it */
@@ -23070,7 +23111,7 @@ COLD static void con_property_schemas(con_schema *schema, const con_object *obje
                                       unsigned matches, con_all *value) {
     for (int i = 0; i < object->all->n; i++) {
         const json *part = object->all->part[i].schema, *properties = json_get(part, "properties"),
-                   *own = name ? con_member(properties, *name) : NULL,
+                   *own = name ? con_member(schema, properties, *name) : NULL,
                    *others = json_get(part, "additionalProperties");
         bool found = own != NULL;
         if (own) con_all_add(schema, value, own);
@@ -23162,22 +23203,24 @@ COLD static int con_named_rule(con_schema *schema, const con_object *object, str
                    !con_matches(schema->grammar, object->names_rule,
                                 str_sub(buf_view(&text), 1, text.n - 1));
     buf_free(&text);
-    return con_is_marked(object->all, CON_STYLED) ? con_styled_rule(schema, &name, &value)
-                                                  : con_member_rule(schema, 0, &name, &value);
+    return value.never                              ? con_rule_new(schema->grammar)
+           : con_is_marked(object->all, CON_STYLED) ? con_styled_rule(schema, &name, &value)
+                                                    : con_member_rule(schema, 0, &name, &value);
 }
 
 /* Returns a rule for the listed names. Objects with the same names share it. */
 COLD static int con_listed_rule(con_schema *schema, const con_object *object) {
     con_grammar *grammar = schema->grammar;
     buf text = {0};
-    for (int i = 0; i < object->n_names; i++) json_put_str(&text, object->names[i]);
+    for (int i = 0; i < object->n_names; i++) json_put_str(&text, object->names[i].text);
     for (int i = 0; i < schema->n_listed; i++)
         if (str_eq(schema->listed[i].text, buf_view(&text))) {
             buf_free(&text);
             return schema->listed[i].rule;
         }
     con_texts names = {0};
-    for (int i = 0; i < object->n_names; i++) con_add_string(grammar, &names, object->names[i]);
+    for (int i = 0; i < object->n_names; i++)
+        con_add_string(grammar, &names, object->names[i].text);
     schema->listed = con_grow(schema->listed, schema->n_listed, &schema->cap_listed,
                               sizeof *schema->listed);
     con_pattern *listed = &schema->listed[schema->n_listed++];
@@ -23220,14 +23263,15 @@ COLD static int con_others_rule(con_schema *schema, const con_object *object) {
 }
 
 COLD static void con_add_name(con_schema *schema, con_object *object, int *cap, str name) {
-    if (!con_work(schema->grammar, 4 * (size_t)object->n_names)) return;
+    const uint64_t hash = hash_bytes(name.p, name.n);
+    if (!con_work(schema->grammar, 16 + (size_t)object->n_names / 2)) return;
     for (int i = 0; i < object->n_names; i++)
-        if (str_eq(object->names[i], name)) return;
-    if (object->n_names == 8192)
-        con_schema_fail(schema, object->all->part[0].schema, "an object with over 8192 properties");
+        if (object->names[i].hash == hash && str_eq(object->names[i].text, name)) return;
+    if (object->n_names == 8000) /* each may be two of CON_MAX_ITEMS */
+        con_schema_fail(schema, object->all->part[0].schema, "an object with over 8000 properties");
     else {
         object->names = con_grow(object->names, object->n_names, cap, sizeof *object->names);
-        object->names[object->n_names++] = name;
+        object->names[object->n_names++] = (con_name){name, hash};
     }
 }
 
@@ -23400,11 +23444,11 @@ COLD static void con_make_object(con_schema *schema, const con_all *all, int fro
     con_grammar *grammar = schema->grammar;
     con_object object = {.all = all, .high = CON_FOREVER};
     con_object_read(schema, &object);
-    const int n = object.n_names,
+    const int n = grammar->e->code ? 0 : object.n_names,
               cap = MAX(1, object.high == CON_FOREVER ? object.low : object.high);
-    int last_required = -1;
+    int last_required = -1, n_possible = 0; /* listed names that a member may have */
     for (int i = 0; i < n; i++)
-        if (con_requires(all, object.names[i])) last_required = i;
+        if (con_requires(schema, all, object.names[i].text)) last_required = i;
     if ((int64_t)(n + 1) * (cap + 1) * 2 > CON_MAX_GRID)
         con_schema_fail(schema, object.limit ? object.limit : all->part[0].schema,
                         "it is too large for an object with so many properties");
@@ -23420,12 +23464,13 @@ COLD static void con_make_object(con_schema *schema, const con_all *all, int fro
     con_empty(grammar, begin, CON_AT(0, 0, 0));
     if (object.high) con_empty(grammar, begin, CON_AT(0, 0, 1));
     for (int i = 0; i <= n && !grammar->e->code; i++) {
-        const int member = i < n    ? con_named_rule(schema, &object, object.names[i])
+        const int member = i < n    ? con_named_rule(schema, &object, object.names[i].text)
                            : styled ? con_rule_new(grammar)
                                     : con_others_rule(schema, &object);
-        const bool optional = i < n && !con_requires(all, object.names[i]);
-        if (i == n && object.low > n + 1 && object.low <= object.high &&
-            grammar->states[grammar->rules[member].start].first >= 0)
+        const bool optional = i < n && !con_requires(schema, all, object.names[i].text),
+                   is_possible = grammar->states[grammar->rules[member].start].first >= 0;
+        n_possible += i < n && is_possible;
+        if (i == n && object.low > n_possible + 1 && object.low <= object.high && is_possible)
             con_schema_fail(schema, object.least, "supported only up to one above the number of "
                             "listed names, as others may be repeated");
         for (int c = 0; c <= cap; c++) {
@@ -23522,6 +23567,7 @@ COLD static bool con_make_branches(con_schema *schema, const con_all *all, con_r
             const json *own = all->part[i].schema, *list = json_get(own, keyword);
             if (!json_is(list, JSON_ARRAY) || all->part[i].done & bit) continue;
             JSON_EACH(it, list) {
+                if (schema->grammar->e->code) break;
                 con_all branch = *all;
                 branch.part[i].done |= bit;
                 con_all_add(schema, &branch, it);
@@ -35668,6 +35714,7 @@ static int parse_tools_init(arena *memory, const json *tools, parse_tool **out) 
         work = grammar.work;
     }
     arena_free(&schema.memory);
+    free(schema.indexes);
     return n_tools;
 }
 

@@ -359,6 +359,7 @@ static void test_con_errors(void) {
         {JS, "{\"type\":\"string\",\"pattern\":\"(a|b)*a(a|b){20}\",\"minLength\":2}", "JSON schema: /pattern: patterns and lengths that must hold together need too many states"},
         {JS, "{\"properties\":{\"a\":{\"properties\":{\"b\":{\"pattern\":\"(a|b)*a(a|b){20}\",\"maxLength\":90}}}}}", "JSON schema: /properties/a/properties/b/pattern: patterns"},
         {JS, "{\"patternProperties\":{\"(a|b)*a(a|b){20}\":{}},\"properties\":{\"x\":{}}}", "patterns and lengths"},
+        {JS, "{\"minProperties\":2,\"properties\":{\"x\":{}},\"propertyNames\":{\"pattern\":\"^a\"}}", "JSON schema: /minProperties: supported only up to one above the number of listed names"},
         {JS, "{\"items\":{\"type\":\"object\",\"minProperties\":3,\"properties\":{\"a\":{}}}}", "JSON schema: /items/minProperties: supported only up to one above the number of listed names"},
         {JS, "{\"type\":\"object\",\"minProperties\":3,\"properties\":{\"a\":{}},\"additionalProperties\":false}", "there is no text"},
         {JS, "{\"type\":\"object\",\"minProperties\":1000000}", "JSON schema: /minProperties: it is too large for an object with so many properties"}, {JS, "{", "JSON"}, {9, "", "unknown kind"},
@@ -445,6 +446,67 @@ static void test_con_limits(void) {
     }
     buf_free(&deep);
     CHECK(cpu_now() - t0 < (SANITIZED ? 300 : 40));
+}
+
+/* Appends n times what `format` says of 0, 1, ..., with commas between. */
+static void con_put_times(buf *out, const char *head, int n, const char *format, const char *tail) {
+    char one[100];
+    buf_c(out, head);
+    for (int i = 0; i < n; i++) {
+        snprintf(one, sizeof one, format, i, i);
+        buf_printf(out, "%s%s", i ? "," : "", one);
+    }
+    buf_c(out, tail);
+}
+
+/* Lists whose time would grow with the square of their length. */
+static void test_con_long_lists(void) {
+    static const struct {
+        const char *head, *format, *tail, *error; /* NULL: it is compiled */
+        int n;
+    } cases[] = {
+        {"{\"properties\":{", "\"p%d\":{}", "}}", "an object with over 8000 properties", 100000},
+        {"{\"required\":[", "\"p%d\"", "]}", "an object with over 8000 properties", 100000},
+        {"{\"allOf\":[", "{\"minLength\":%d}", "]}", "/allOf/63: too many schemas hold together", 50000},
+        {"{\"oneOf\":[", "{\"const\":%d}", "]}", "takes too long", 3000},
+        {"{\"prefixItems\":[", "{\"const\":%d}", "]}", "takes too long", 40000},
+        {"{\"not\":{\"anyOf\":[", "{\"$ref\":\"#/$defs/a\",\"const\":%d}", "]},\"$defs\":{\"a\":{\"const\":1}}}", "the opposite of this schema", 100000},
+        {"{\"properties\":{", "\"p%d\":{\"const\":%d}", "}}", NULL, 8000}};
+    buf text = {0};
+    toka_err e;
+    for (int i = 0; i < COUNT(cases); i++) {
+        buf_clear(&text);
+        con_put_times(&text, cases[i].head, cases[i].n, cases[i].format, cases[i].tail);
+        const double t0 = cpu_now();
+        toka_constraint *c = con_make(JS, text.p, NULL, &con_no_tokens, &e);
+        CHECK_MSG(cases[i].error ? !c && strstr(e.msg, cases[i].error) : c != NULL, "%d: %s", i, c ? "compiled" : e.msg);
+        CHECK_MSG(cpu_now() - t0 < (ENG_SLOW ? 20 : 2), "%d: %.2f s", i, cpu_now() - t0);
+        if (c) CHECK(con_reads(c, STR("{\"p7999\":7999}")) && !con_reads(c, STR("{\"p7999\":7998}")) && con_reads(c, STR("{\"p8000\":7998}")));
+        con_del(c);
+    }
+    /* all 8,000 names are required */
+    buf_clear(&text);
+    con_put_times(&text, "{\"properties\":{", 8000, "\"p%d\":{\"type\":\"null\"}", "},");
+    con_put_times(&text, "\"required\":[", 8000, "\"p%d\"", "]}");
+    toka_constraint *c = con_make(JS, text.p, NULL, &con_no_tokens, &e);
+    CHECK_MSG(c, "%s", e.msg);
+    buf_clear(&text);
+    con_put_times(&text, "{", 100, "\"p%d\":null", ",\"p100");
+    const int node = c ? con_advance(&c->machine, con_begin(&c->machine, c->grammar.root), buf_view(&text)) : CON_DEAD;
+    CHECK(node != CON_DEAD && con_advance(&c->machine, node, STR("\":n")) != CON_DEAD && con_advance(&c->machine, node, STR("1")) == CON_DEAD);
+    con_del(c);
+    /* two equal values of 60,000 elements, and two that differ in the last one */
+    for (int k = 0; k < 2; k++) {
+        buf_clear(&text);
+        con_put_times(&text, "{\"allOf\":[{\"const\":[", 60000, "%d", "]},");
+        con_put_times(&text, "{\"const\":[", 60000 - k, "%d", k ? ",1]}]}" : "]}]}");
+        const double t0 = cpu_now();
+        c = con_make(JS, text.p, NULL, &con_no_tokens, &e);
+        CHECK_MSG(k ? !c && strstr(e.msg, "there is no text") : c != NULL, "%d: %s", k, c ? "compiled" : e.msg);
+        CHECK_MSG(cpu_now() - t0 < (ENG_SLOW ? 20 : 2), "%d: %.2f s", k, cpu_now() - t0);
+        con_del(c);
+    }
+    buf_free(&text);
 }
 
 /* ---- Masks ---- */
@@ -1262,6 +1324,7 @@ static const struct test con_tests[] = {
     {"constraints: limits", test_con_limits},
     {"constraints: masks are what each token says", test_con_masks},
     {"constraints: enums of 20,000 values", test_con_large_enums},
+    {"constraints: long lists take little time", test_con_long_lists},
     {"constraints: rows with a mask", test_con_rows},
     {"constraints: added tokens", test_con_added_tokens},
     {"constraints: the end of thinking", test_con_thinking},

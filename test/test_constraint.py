@@ -171,8 +171,8 @@ def test_random_grammars_equal_their_language(driver):
         wanted.append(language(rules, 4)["root"])
     compared = 0
     for line, want, got in zip(lines, wanted, ask(driver, lines)):
-        if not want:
-            assert "there is no text that it allows" in got["error"], line["grammar"]
+        if "error" in got:
+            assert not want and "there is no text that it allows" in got["error"], line["grammar"]
             continue
         assert all((t in want) == (at == -1) or at == -2 for t, at in zip(every, got["accepted"])), line["grammar"]
         compared += -2 not in got["accepted"]
@@ -622,7 +622,7 @@ def test_strict_changes_nothing(server):
         assert any("a" in v for v in values) and any("a" not in v for v in values), texts
 
 
-def large_schema(number, n_properties=4000):
+def large_schema(number, n_properties=8000):
     """A schema that takes long to compile; no other number has an equal one."""
     return {"properties": {f"p{number}_{i}": {"type": "string", "maxLength": i} for i in range(n_properties)}}
 
