@@ -19406,6 +19406,12 @@ COLD static void con_tuple_edges(con_product *product, con_grammar *grammar, int
     }
 }
 
+/* Fails if a machine has reached a limit: then CON_DEAD does not mean that a text is refused. */
+COLD static void con_check_limit(con_grammar *grammar, bool reached) {
+    if (reached)
+        con_fail(grammar, "patterns and lengths that must hold together need too many states");
+}
+
 /* Returns a rule for the texts that all rules match whose bit in `negated` is 0, and no other. The
  * rules must be complete and call nothing that is not. */
 COLD static int con_product_of(con_grammar *grammar, const int *rules, int n, unsigned negated) {
@@ -19417,14 +19423,17 @@ COLD static int con_product_of(con_grammar *grammar, const int *rules, int n, un
     product->first_state = grammar->n_states;
     memset(product->heads, 0xFF, sizeof product->heads);
     con_machine_init(&product->machine, grammar, true);
-    for (int i = 0; i < n; i++) nodes[i] = con_begin(&product->machine, rules[i]);
+    for (int i = 0; i < n; i++) {
+        nodes[i] = con_begin(&product->machine, rules[i]);
+        con_check_limit(grammar, product->machine.failed);
+    }
     if (con_tuple(product, grammar, nodes) < 0) con_state_new(grammar);
     for (int i = 0; i < product->n_tuples && !grammar->e->code; i++) {
         product->machine.budget = CON_MAX_WORK;
         con_tuple_edges(product, grammar, i, end);
         con_work_items(grammar, &product->machine);
-        if (product->n_tuples > CON_MAX_PRODUCT || product->machine.failed)
-            con_fail(grammar, "patterns and lengths that must hold together need too many states");
+        con_check_limit(grammar,
+                        product->n_tuples > CON_MAX_PRODUCT || product->machine.failed);
     }
     con_machine_free(&product->machine);
     const int rule = con_rule_of(grammar, product->first_state, end);
@@ -19439,6 +19448,7 @@ COLD static bool con_matches(con_grammar *grammar, int rule, str text) {
     con_machine_init(machine, grammar, true);
     const bool matches =
         con_accepts(machine, con_step_text(machine, con_begin(machine, rule), text));
+    con_check_limit(grammar, machine->failed);
     con_work_items(grammar, machine);
     con_machine_free(machine);
     free(machine);
@@ -23203,9 +23213,8 @@ COLD static int con_named_rule(con_schema *schema, const con_object *object, str
                    !con_matches(schema->grammar, object->names_rule,
                                 str_sub(buf_view(&text), 1, text.n - 1));
     buf_free(&text);
-    return value.never                              ? con_rule_new(schema->grammar)
-           : con_is_marked(object->all, CON_STYLED) ? con_styled_rule(schema, &name, &value)
-                                                    : con_member_rule(schema, 0, &name, &value);
+    return con_is_marked(object->all, CON_STYLED) ? con_styled_rule(schema, &name, &value)
+                                                  : con_member_rule(schema, 0, &name, &value);
 }
 
 /* Returns a rule for the listed names. Objects with the same names share it. */
@@ -23446,7 +23455,7 @@ COLD static void con_make_object(con_schema *schema, const con_all *all, int fro
     con_object_read(schema, &object);
     const int n = grammar->e->code ? 0 : object.n_names,
               cap = MAX(1, object.high == CON_FOREVER ? object.low : object.high);
-    int last_required = -1, n_possible = 0; /* listed names that a member may have */
+    int last_required = -1;
     for (int i = 0; i < n; i++)
         if (con_requires(schema, all, object.names[i].text)) last_required = i;
     if ((int64_t)(n + 1) * (cap + 1) * 2 > CON_MAX_GRID)
@@ -23467,10 +23476,9 @@ COLD static void con_make_object(con_schema *schema, const con_all *all, int fro
         const int member = i < n    ? con_named_rule(schema, &object, object.names[i].text)
                            : styled ? con_rule_new(grammar)
                                     : con_others_rule(schema, &object);
-        const bool optional = i < n && !con_requires(schema, all, object.names[i].text),
-                   is_possible = grammar->states[grammar->rules[member].start].first >= 0;
-        n_possible += i < n && is_possible;
-        if (i == n && object.low > n_possible + 1 && object.low <= object.high && is_possible)
+        const bool optional = i < n && !con_requires(schema, all, object.names[i].text);
+        if (i == n && object.low > n + 1 && object.low <= object.high &&
+            grammar->states[grammar->rules[member].start].first >= 0)
             con_schema_fail(schema, object.least, "supported only up to one above the number of "
                             "listed names, as others may be repeated");
         for (int c = 0; c <= cap; c++) {
