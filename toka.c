@@ -20820,7 +20820,8 @@ COLD static void con_read_choices(con_reader *reader, con_rule part) {
     do {
         int state = con_state_new(grammar);
         con_empty(grammar, part.start, state);
-        while (reader->at < reader->end && *reader->at != '|' && *reader->at != ')') {
+        while (reader->at < reader->end && *reader->at != '|' && *reader->at != ')' &&
+               !grammar->e->code) {
             const con_rule inner = {con_state_new(grammar), con_state_new(grammar)};
             const int n_anchors = reader->n_anchors;
             con_read_part(reader, inner);

@@ -624,7 +624,7 @@ def test_strict_changes_nothing(server):
 
 def large_schema(number, n_properties=8000):
     """A schema that takes long to compile; no other number has an equal one."""
-    return {"properties": {f"p{number}_{i}": {"type": "string", "maxLength": i} for i in range(n_properties)}}
+    return {"properties": {k: {"properties": {f"{k}{number}_{i}": {"type": "string", "maxLength": i} for i in range(n_properties)}} for k in "ab"}}
 
 
 def begin(server, body):
