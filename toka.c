@@ -38250,7 +38250,7 @@ static int api_read_grammar(api_request *request, const api_body *body, api_gram
         if (body->guides[i] && api_set_grammar(request, out, api_guides[i].name,
                                                api_guides[i].kind, body->guides[i], e))
             return e->code;
-    if (out->space.n)
+    if (out->space.p) /* it may be "", which is no white space */
         out->grammar.whitespace_pattern = arena_cstr(&request->memory, out->space);
     return 0;
 }

@@ -705,6 +705,19 @@ def test_white_space(tmp_path):
             assert status("".join(tokens[:i]) + between + "".join(tokens[i:])) == 1, (between, tokens[i - 1:i + 1])
 
 
+def test_white_space_of_requests(server):
+    """What stands between two tokens of JSON is what the request allows; disable_additional_properties forbids other names."""
+    open_person = {k: v for k, v in PERSON.items() if k != "additionalProperties"}
+    for more, allowed in (({}, r" |\r?\n[ \t]{0,40}"), ({"disable_any_whitespace": True}, None), ({"whitespace_pattern": ""}, None),
+                          ({"whitespace_pattern": "  "}, "  "), ({"whitespace_pattern": r"\t{1,2}"}, "\t{1,2}"),
+                          ({"json": open_person, "disable_additional_properties": True}, r" |\r?\n[ \t]{0,40}")):
+        fields = {"prompt": PROBLEM, "n": 4, "max_tokens": 100, "temperature": 1.5, "seed": 1, "structured_outputs": {"json": PERSON, **more}}
+        done = [c["text"] for c in server.post("/v1/completions", fields).json()["choices"] if c["finish_reason"] == "stop"]
+        gaps = [g for t in done for g in re.findall(r"\s+", re.sub(r'"(\\.|[^"\\])*"', "#", t))]
+        assert done and bool(gaps) == bool(allowed) and all(re.fullmatch(allowed, g) for g in gaps), (more, done)
+        assert all(list(json.loads(t)) == ["name", "age"] for t in done), (more, done)
+
+
 def test_grammar_command(tmp_path):
     date, schema, bench = ["--regex", "[0-9]{4}(-[0-9]{2}){2}"], tmp_path / "s.json", tmp_path / "bench.jsonl"
     lark = ["--grammar", str(tmp_path / "g.lark")]
