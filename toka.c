@@ -30603,6 +30603,7 @@ typedef struct eng_order { /* what another thread wants of the driver */
     bool same;              /* ENG_UPDATE: they are those that were dropped */
     int parts;              /* ENG_SLEEP, ENG_WAKE: TOKA_PART_* */
     bool drops;             /* ENG_SLEEP: drop_weights */
+    int64_t last_id;        /* of the last request that came before it */
     bool done;
     toka_err *e;            /* code not 0: it failed */
 } eng_order;
@@ -32095,13 +32096,15 @@ static bool eng_holds_inbox(const eng *engine) {
     return engine->order->kind == ENG_WAIT && !engine->paused && !engine->error.code;
 }
 
-/* Takes the cancelled requests out of the inbox. Returns them as a list. Called with engine->lock
- * held. */
+/* Takes the requests that came before the order, and those that are cancelled, out of the inbox.
+ * Returns them as a list. Called with engine->lock held. */
 COLD
-static eng_request *eng_take_cancelled(eng *engine, const int64_t *cancels, size_t n_cancels) {
+static eng_request *eng_take_some(eng *engine, const int64_t *cancels, size_t n_cancels) {
     eng_request *taken = NULL, **taken_end = &taken, *it;
-    for (eng_request **link = &engine->inbox; n_cancels && (it = *link);) {
-        if (!bsearch(&it->id, cancels, n_cancels, sizeof *cancels, eng_compare_ids)) {
+    for (eng_request **link = &engine->inbox; (it = *link);) {
+        const bool is_cancelled =
+            n_cancels && bsearch(&it->id, cancels, n_cancels, sizeof *cancels, eng_compare_ids);
+        if (it->id > engine->order->last_id && !is_cancelled) {
             link = &it->next;
             continue;
         }
@@ -32125,7 +32128,7 @@ static bool eng_drain_inbox(eng *engine) {
     if (n_cancels) qsort(cancels, n_cancels, sizeof *cancels, eng_compare_ids);
     eng_request *request = engine->inbox;
     if (engine->order && eng_holds_inbox(engine)) {
-        request = eng_take_cancelled(engine, cancels, n_cancels);
+        request = eng_take_some(engine, cancels, n_cancels);
     } else {
         engine->inbox = NULL;
         engine->inbox_end = &engine->inbox;
@@ -33614,6 +33617,7 @@ static int eng_give_order(eng *engine, eng_order *order) {
     while (engine->order) pthread_cond_wait(&engine->wake, &engine->lock);
     engine->n_overtaking -= overtakes;
     engine->order = order;
+    order->last_id = engine->last_id;
     pthread_mutex_unlock(&engine->lock);
     eng_set_new_work(engine, true);
     pthread_mutex_lock(&engine->lock);

@@ -2591,6 +2591,22 @@ static void test_pause_is_overtaken(void) {
     toka_close(t);
 }
 
+/* A request that no step has seen came before the pause all the same. */
+static void test_pause_after_submit(void) {
+    toka *t = eng_must_open("test/model", 4, 64, 1);
+    toka_err e = {0};
+    eng_versions seen = {0};
+    int32_t prompt[] = {5, 6, 7};
+    toka_request r = toka_request_default();
+    r.ids = prompt, r.n_ids = 3, r.n = 2, r.sampling = eng_greedy(5), r.sampling.ignore_eos = 1;
+    CHECK(!toka_submit(t, &r, eng_note_version, &seen, NULL, &e));
+    CHECK(!toka_pause(t, 1, &e) && toka_get_stats(t).paused);
+    CHECK(seen.n == 10 && toka_get_stats(t).requests_done == 1);
+    CHECK(!toka_submit(t, &r, eng_note_version, &seen, NULL, &e) && !toka_pause(t, 1, &e));
+    CHECK(seen.n == 10 && toka_get_stats(t).requests_done == 1);
+    toka_close(t);
+}
+
 /* One thread drives. While it waits for the end of a request, later ones stay in the inbox, and can be cancelled there. */
 static void test_pause_waits(void) {
     enum { TOKENS = SANITIZED ? 20 : 100 };
@@ -2816,6 +2832,7 @@ static const struct test eng_tests[] = {
     {"engine: weights that change", test_updates},
     {"engine: a pause that waits", test_pause_waits},
     {"engine: a pause that waits is overtaken", test_pause_is_overtaken},
+    {"engine: a pause right after a request", test_pause_after_submit},
     {"engine: weights that a rank refuses", test_update_refused},
     {"engine: memory that is given back", test_sleep},
     {"engine: memory that a rank does not give or get", test_sleep_refused},
