@@ -36,6 +36,11 @@ static const char *check_why = "";
 #ifndef SANITIZED
 #define SANITIZED 0
 #endif
+#ifdef __SANITIZE_THREAD__
+#define THREAD_SANITIZED 1 /* slower still, where threads share much */
+#else
+#define THREAD_SANITIZED 0
+#endif
 /* Fewer repetitions: in a short run of all tests, or in a build with a sanitizer. */
 #define FEWER (SANITIZED || (getenv("TOKA_TESTS") && !strcmp(getenv("TOKA_TESTS"), "fast")))
 #define SKIP(n, why) (check_skipped += (n), check_why = (why))
