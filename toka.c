@@ -8680,6 +8680,9 @@ typedef struct mf_arch {
     unsigned features;       /* MF_...: what every model of this architecture has */
     unsigned attention_bias; /* features that the field attention_bias turns on */
     toka_router_kind router;
+    bool fixes_regex;     /* fix_mistral_regex of tokenizer_config.json counts */
+    const char *not_part; /* a multi-modal model that does not use it as this row describes it: the
+                           * prompt's tokens see later ones */
     const char *defaults;
 } mf_arch;
 
@@ -8694,9 +8697,11 @@ static const mf_arch mf_archs[] = {
      {"E": 4096, "F": 11008, "V": 32000, "max_len": 2048, "bos_token_id": 1, "eos_token_id": 2,
       "mlp_bias": false})},
     {.name = "MistralForCausalLM", .model_type = "mistral", .norms = mf_norms,
-     .mixer = mf_attention, .mlp = mf_mlp, .defaults = mf_mistral_defaults},
+     .mixer = mf_attention, .mlp = mf_mlp, .fixes_regex = true,
+     .defaults = mf_mistral_defaults},
     {.name = "MinistralForCausalLM", .model_type = "ministral", .norms = mf_norms,
-     .mixer = mf_attention, .mlp = mf_mlp, .defaults = mf_mistral_defaults},
+     .mixer = mf_attention, .mlp = mf_mlp, .fixes_regex = true,
+     .defaults = mf_mistral_defaults},
     {.name = "Qwen2ForCausalLM", .model_type = "qwen2", .norms = mf_norms, .mixer = mf_attention,
      .mlp = mf_mlp, .features = MF_QKV_BIAS,
      .defaults = MF_JSON(
@@ -8715,7 +8720,8 @@ static const mf_arch mf_archs[] = {
       "bos_token_id": 1, "eos_token_id": 32000})},
     {.name = "Gemma2ForCausalLM", .model_type = "gemma2", .norms = mf_norms_gemma,
      .mixer = mf_attention, .mlp = mf_mlp, .features = MF_NORM_PLUS_1 | MF_EMBED_SQRT,
-     .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .defaults = MF_JSON(
+     .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .not_part = "PaliGemmaForConditionalGeneration",
+     .defaults = MF_JSON(
      {"L": 26, "E": 2304, "H": 8, "K": 4, "D": 256, "F": 9216, "V": 256000, "max_len": 8192,
       "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
       "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096,
@@ -8724,7 +8730,8 @@ static const mf_arch mf_archs[] = {
     {.name = "Gemma3ForCausalLM", .model_type = "gemma3_text", .norms = mf_norms_gemma,
      .mixer = mf_attention, .mlp = mf_mlp,
      .features = MF_NORM_PLUS_1 | MF_EMBED_SQRT | MF_QK_NORM,
-     .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .defaults = MF_JSON(
+     .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .not_part = "PaliGemmaForConditionalGeneration",
+     .defaults = MF_JSON(
      {"L": 26, "E": 2304, "H": 8, "K": 4, "D": 256, "F": 9216, "V": 262208, "max_len": 131072,
       "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
       "attn_logit_softcapping": null, "final_logit_softcapping": null, "sliding_window": 4096,
@@ -8899,16 +8906,13 @@ static void mf_unknown_arch(mf_reader *reader, const char *name, const json *val
     else mf_field_error(reader, name, value, known);
 }
 
-/* Multi-modal models that do not use their language model as a row describes it: the prompt's
- * tokens see later ones, or the outputs are classes. */
-static const char *const mf_other_models[] = {"PaliGemmaForConditionalGeneration",
-                                              "ForSequenceClassification",
-                                              "ForImageClassification"};
+/* Does the multi-modal model `name` use its language model in another way than the row describes?
+ * Such are also models whose outputs are classes. */
 COLD
-static bool mf_is_other_model(str name) {
-    for (int i = 0; i < COUNT(mf_other_models); i++)
-        if (str_ends(name, str_c(mf_other_models[i]))) return true;
-    return false;
+static bool mf_is_other_model(const mf_arch *arch, str name) {
+    return str_ends(name, STR("ForSequenceClassification")) ||
+           str_ends(name, STR("ForImageClassification")) ||
+           (arch->not_part && str_is(name, arch->not_part));
 }
 
 /* Finds the row. In a multi-modal model whose language model has a row, makes the reader read
@@ -8923,7 +8927,7 @@ static void mf_read_arch(mf_reader *reader, mf_config *config) {
     if (list && list->type != JSON_ARRAY)
         mf_field_error(reader, "architectures", list, "a list of names");
     config->arch = first ? mf_arch_by_name(json_str(first)) : mf_arch_by_type(json_str(type));
-    if (!config->arch && text_arch && !mf_is_other_model(json_str(first))) {
+    if (!config->arch && text_arch && !mf_is_other_model(text_arch, json_str(first))) {
         config->arch = text_arch;
         config->has_images = true;
         reader->outer = reader->object;
@@ -10737,7 +10741,7 @@ static str mf_token_flags(mf_reader *reader, const mf_arch *arch, arena *memory)
     const json *fast_files = mf_field(reader, "fast_tokenizer_files");
     const str class = mf_tokenizer_class(reader);
     bool rebuilds = str_is(class, "LlamaTokenizer") || str_is(class, "CodeLlamaTokenizer");
-    bool is_mistral = arch && str_ends(str_c(arch->model_type), STR("istral"));
+    const bool fixes_regex = arch && arch->fixes_regex;
     buf members = {0};
     if (mf_bool(reader, clean_up, false))
         mf_field_error(reader, clean_up, mf_field(reader, clean_up),
@@ -10750,7 +10754,7 @@ static str mf_token_flags(mf_reader *reader, const mf_arch *arch, arena *memory)
         mf_put_flag(&members, "add_prefix_space", mf_bool(reader, "add_prefix_space", false));
     if (prefix_space && rebuilds) mf_put_flag(&members, "dummy_prefix", json_is_true(prefix_space));
     mf_put_flag(&members, "fix_mistral_regex",
-                mf_bool(reader, "fix_mistral_regex", false) && is_mistral);
+                mf_bool(reader, "fix_mistral_regex", false) && fixes_regex);
     const str flags = arena_str(memory, buf_view(&members));
     buf_free(&members);
     return flags;

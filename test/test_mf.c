@@ -667,6 +667,12 @@ static void test_mf_tokenizer_config(void) {
           strstr(e.msg, "bos_token is an array"));
     CHECK(mf_tokenizer_config_parse(STR("{\"chat_template\":1}"), "t", &m.memory, &m, &e) &&
           strstr(e.msg, "chat_template is 1"));
+    for (int i = 0; i < COUNT(mf_archs); i++) { /* fix_mistral_regex counts in two rows */
+        m.config.arch = &mf_archs[i];
+        CHECK(!mf_tokenizer_config_parse(STR("{\"fix_mistral_regex\":true}"), "t", &m.memory, &m, &e));
+        const bool counts = strstr(arena_cstr(&m.memory, m.token_flags), "\"fix_mistral_regex\":true");
+        CHECK(counts == (str_is(str_c(m.config.arch->model_type), "mistral") || str_is(str_c(m.config.arch->model_type), "ministral")));
+    }
     arena_free(&m.memory);
 }
 
