@@ -8906,13 +8906,13 @@ static void mf_unknown_arch(mf_reader *reader, const char *name, const json *val
     else mf_field_error(reader, name, value, known);
 }
 
-/* Does the multi-modal model `name` use its language model in another way than the row describes?
- * Such are also models whose outputs are classes. */
+/* Does the multi-modal model `name` use its language model as the row describes it, to continue
+ * texts? Others use it to classify or to compare. */
 COLD
-static bool mf_is_other_model(const mf_arch *arch, str name) {
-    return str_ends(name, STR("ForSequenceClassification")) ||
-           str_ends(name, STR("ForImageClassification")) ||
-           (arch->not_part && str_is(name, arch->not_part));
+static bool mf_is_part(const mf_arch *arch, str name) {
+    const bool generates = str_ends(name, STR("ForConditionalGeneration")) ||
+                           str_ends(name, STR("ForCausalLM"));
+    return generates && !(arch->not_part && str_is(name, arch->not_part));
 }
 
 /* Finds the row. In a multi-modal model whose language model has a row, makes the reader read
@@ -8927,7 +8927,7 @@ static void mf_read_arch(mf_reader *reader, mf_config *config) {
     if (list && list->type != JSON_ARRAY)
         mf_field_error(reader, "architectures", list, "a list of names");
     config->arch = first ? mf_arch_by_name(json_str(first)) : mf_arch_by_type(json_str(type));
-    if (!config->arch && text_arch && !mf_is_other_model(text_arch, json_str(first))) {
+    if (!config->arch && text_arch && (!first || mf_is_part(text_arch, json_str(first)))) {
         config->arch = text_arch;
         config->has_images = true;
         reader->outer = reader->object;

@@ -439,6 +439,8 @@ EDITS = {
     "factor-null": ("granite", field("attention_multiplier", value=None), "attention_multiplier is null"),
     "scale-null": ("deepseek3", field("routed_scaling_factor", value=None), "routed_scaling_factor is null"),
     "sees-later-tokens": ("gemma3-image", field("architectures", value=["PaliGemmaForConditionalGeneration"]), "PaliGemma"),
+    "token-classifier": ("gemma3-image", field("architectures", value=["Qwen3ASRForTokenClassification"]), "Qwen3ASRForTokenClassification"),
+    "decider": ("gemma3-image", field("architectures", value=["JevForDecision"]), "JevForDecision"),
     "classifier": ("gemma3-image", field("architectures", value=["Gemma3ForSequenceClassification"]), "Gemma3ForSequenceClassification"),
     "code-of-its-own": ("qwen3", lambda config, tensors: config.update(
         architectures=["OwnForCausalLM"], model_type="own", auto_map={"AutoModelForCausalLM": "own.OwnForCausalLM"}), "OwnForCausalLM"),
