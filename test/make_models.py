@@ -192,6 +192,8 @@ MODELS = {
                                  mlp_bias=True, rope_parameters=DEFAULT_ROPE), [5, 60]),
     "mistral": row(config(("MistralForCausalLM", "mistral"), E=72, H=3, K=1, F=99, V=263, L=3, D=32, rope_theta=700.0,
                           sliding_window=24), [5, 24, 25, 100]),
+    "ministral": row(config(("MinistralForCausalLM", "ministral"), E=72, H=9, K=3, F=99, V=263, L=3, D=16, rope_theta=700.0,
+                            sliding_window=24, layer_types=["sliding_attention", "full_attention", "sliding_attention"]), [5, 24, 25, 100]),
     "qwen2": row(config(("Qwen2ForCausalLM", "qwen2"), E=84, H=7, K=1, F=99, V=263, L=3, tied=True, rope_theta=700.0,
                         use_sliding_window=True, sliding_window=24, max_window_layers=1), [5, 70]),
     "qwen3": row(config(("Qwen3ForCausalLM", "qwen3"), E=72, H=3, K=1, F=99, V=263, L=3, D=40, tied=True, rope_theta=700.0,

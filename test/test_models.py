@@ -3,6 +3,7 @@ test/run.sh. The weights are written at test time (test/model_weights.py), and t
 import base64
 import json
 import os
+import re
 import subprocess
 
 import numpy as np
@@ -68,6 +69,13 @@ def assert_refused(status, message):
     """One line that says what is wrong, and exit status 1."""
     assert status == 1, f"exit status {status}: {message}"
     assert len(message.splitlines()) == 1 and 20 < len(message) < 400, message
+
+
+def test_every_architecture_has_a_fixture():
+    with open(os.path.join(ROOT, "toka.c")) as f:
+        types = set(re.findall(r'^    \{\.name = .*\.model_type = "(\w+)"', f.read(), re.M))
+    configs = [mw.load(name)["config"] for name in NAMES]
+    assert len(types) > 20 and types <= {c.get("text_config", c)["model_type"] for c in configs}
 
 
 def errors(got, want):
