@@ -16346,8 +16346,8 @@ static void draft_time_prefill(drafter *drafts, int n_wrong, double seconds) {
 }
 
 /* Returns how many of the n_rows that a draft model misses of a sequence it may compute now. About
- * n_left tokens of the sequence are still to come. *budget_s: what is left of the budget. Until the
- * time of its rows is known, it computes a few, first 8 and then twice as many. */
+ * n_left tokens of the sequence are still to come. *budget_s: seconds, less those of these rows.
+ * Until the time of its rows is known, it computes a few, first 8 and then twice as many. */
 COLD
 static int draft_catch_up(drafter *drafts, int n_rows, double n_left, double *budget_s) {
     if (n_rows < 1 || drafts->config.always) return n_rows;
@@ -32105,10 +32105,10 @@ static bool eng_holds_inbox(const eng *engine) {
 COLD
 static eng_request *eng_take_some(eng *engine, const int64_t *cancels, size_t n_cancels) {
     eng_request *taken = NULL, **taken_end = &taken, *it;
-    for (eng_request **link = &engine->inbox; (it = *link);) {
-        const bool is_cancelled =
-            n_cancels && bsearch(&it->id, cancels, n_cancels, sizeof *cancels, eng_compare_ids);
-        if (it->id > engine->order->last_id && !is_cancelled) {
+    const int64_t last_id = engine->order->last_id; /* the inbox is in the order of ids */
+    for (eng_request **link = &engine->inbox; (it = *link) && (n_cancels || it->id <= last_id);) {
+        if (it->id > last_id &&
+            !bsearch(&it->id, cancels, n_cancels, sizeof *cancels, eng_compare_ids)) {
             link = &it->next;
             continue;
         }

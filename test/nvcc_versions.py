@@ -4,7 +4,8 @@
     test/nvcc_versions.py [--recorded] [VERSION...]      default: 12.4 12.6 12.8 12.9 13.1 13.3
 
 A version takes about ten minutes. A good result is noted in test/results/nvcc-versions.tsv with the hash of toka_kernels.cu. With
---recorded, a version is not compiled again if its result for the present toka_kernels.cu is noted there.
+--recorded, a version is not compiled again if its result for the present toka_kernels.cu is noted there; other changes of toka.h
+than of comments need a run without it.
 
 The toolkits come from the Python package index. It has the whole compiler from 13.0 on. Of 12.x it has only the assembler, ptxas,
 which allocates the registers. So for 12.x the installed nvcc makes PTX with NVCC_VERSION set to that version, the version of the PTX
