@@ -407,6 +407,16 @@ enum json_type {
  * would be a fifth of the code. */
 #define COLD __attribute__((cold))
 
+/* GCC compiles the functions between COMPILE_WITH("O2") and COMPILE_END as with -O2. */
+#if defined __GNUC__ && !defined __clang__
+#define PRAGMA(...) _Pragma(#__VA_ARGS__)
+#define COMPILE_WITH(level) PRAGMA(GCC push_options) PRAGMA(GCC optimize(level))
+#define COMPILE_END PRAGMA(GCC pop_options)
+#else
+#define COMPILE_WITH(level)
+#define COMPILE_END
+#endif
+
 #define COUNT(a) ((int)(sizeof(a) / sizeof((a)[0])))
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
@@ -4304,10 +4314,7 @@ static int tok_set_outer(tok *tokenizer, bool after, const char *content, toka_e
 
 /* Chat templates are read once a request, and configs (11 to 13) once a model: small code is better
  * than fast code. */
-#if defined __GNUC__ && !defined __clang__
-#pragma GCC push_options
-#pragma GCC optimize("Os")
-#endif
+COMPILE_WITH("Os")
 
 /* ===========================================================================
  * MARK: 8. Chat template: parser [pure]
@@ -10863,9 +10870,7 @@ static int mf_special_map_parse(str text, const char *where, arena *memory, mf_m
     return e->code;
 }
 
-#if defined __GNUC__ && !defined __clang__
-#pragma GCC pop_options
-#endif
+COMPILE_END
 
 /* ===========================================================================
  * MARK: 14. Weight formats [pure]
@@ -13727,6 +13732,9 @@ static int mf_reopen(mf_model **out, mf_model *files, toka_err *e) {
                 "%.400s: its weights have changed since they were dropped; update the weights",
                 old->folder);
 }
+
+/* The scheduler (17 to 21) and the engine (31 to 33) are as fast with -O2, and 12 KB smaller. */
+COMPILE_WITH("O2")
 
 /* ===========================================================================
  * MARK: 17. KV pages and prefix tree [pure]
@@ -17317,6 +17325,8 @@ static void batch_make_micros(batch_builder *builder, batch_micros *micros,
     batch_micro_pools(micros, &built->step);
     batch_number_micros(builder, micros, built);
 }
+
+COMPILE_END
 
 /* ===========================================================================
  * MARK: 22. Sampling and stops [pure]
@@ -29666,6 +29676,9 @@ const toka_backend toka_cpu = {
     .has_drafts = true,
 };
 
+/* As chapters 17 to 21. */
+COMPILE_WITH("O2")
+
 /* ===========================================================================
  * MARK: 31. Model: the layer loop [os]
  * Runs steps on devices. rank_body and rank_head are the transformer: they call the backend's table
@@ -34826,6 +34839,8 @@ COLD int toka_embed(toka *t, const int32_t *in, size_t n_ids, int dimensions, fl
     if (dimensions) params.dimensions = dimensions;
     return eng_embed(t->engine, &params, in, n_ids, vector, n_vector ? n_vector : &unused, e);
 }
+
+COMPILE_END
 
 /* What follows is compiled with -DTOKA_SERVER or -DTOKA_MAIN only. The library ends here. */
 #ifdef TOKA_SERVER
