@@ -24027,6 +24027,40 @@ COLD static int con_new(toka_constraint **out, const toka_grammar *source, const
  * (TOKA_DEBUG_FAULT).
  * =========================================================================== */
 
+/* ---- Experts that a device keeps: [slots][L][n_routed], zeros at first ---- */
+
+static size_t experts_token_bytes(const toka_device_options *options, const toka_shape *shape) {
+    return (size_t)(shape->L * options->n_routed) * sizeof(int16_t);
+}
+
+/* Returns where the experts of a slot and layer are; NULL: none are kept. */
+static int16_t *experts_at(const toka_device_options *options, const toka_shape *shape,
+                           int16_t *experts, int slot, int layer) {
+    return options->n_routed
+               ? experts + ((size_t)slot * (size_t)shape->L + (size_t)layer) *
+                               (size_t)options->n_routed
+               : NULL;
+}
+
+COLD
+static void experts_copy_page(const toka_device_options *options, const toka_shape *shape,
+                              int16_t *experts, toka_copy copy) {
+    if (options->n_routed)
+        memcpy(experts_at(options, shape, experts, copy.to * shape->B, 0),
+               experts_at(options, shape, experts, copy.from * shape->B, 0),
+               (size_t)shape->B * experts_token_bytes(options, shape));
+}
+
+/* As toka_backend.read_experts. */
+COLD
+static void experts_read(const toka_device_options *options, const toka_shape *shape,
+                         int16_t *experts, const int32_t *slots, int n, int16_t *to,
+                         size_t stride) {
+    for (int i = 0; i < n; i++)
+        memcpy(to + (size_t)i * stride, experts_at(options, shape, experts, slots[i], 0),
+               experts_token_bytes(options, shape));
+}
+
 typedef struct plain_layer { /* what the device keeps of earlier tokens, in one layer */
     float *kv;     /* [slots][K][D + Dv] a key and its value; slots: toka_layer_pages * B. FP8: the
                       values of the rounded numbers */
@@ -24039,6 +24073,7 @@ typedef struct plain_device {
     toka_device_options options;
     plain_layer *layers;     /* [L] */
     int32_t *kv_ids;         /* [n_pages * B] id of the token of each slot */
+    int16_t *experts;        /* [n_pages * B][L][n_routed] experts of the token of each slot */
     int32_t *last_tokens;    /* [n_seqs] last sampled token of each seq */
     int32_t *positions;      /* [max_len] slots, or ids, of one sequence's positions */
     const uint8_t *adapters; /* of the step that runs: toka_step.adapters */
@@ -24213,6 +24248,7 @@ COLD static void plain_copy_pages(toka_device *device, const toka_step *step) {
         }
         memcpy(dev->kv_ids + step->copies[i].to * B, dev->kv_ids + step->copies[i].from * B,
                (size_t)B * sizeof *dev->kv_ids);
+        experts_copy_page(&dev->options, dev->shape, dev->experts, step->copies[i]);
     }
 }
 
@@ -24511,8 +24547,11 @@ static void plain_route(const toka_moe *moe, const float *choice_bias, float *we
 
 /* y, zeros at first: the sum of the chosen experts' outputs times their weights, in rising order of
  * the experts, then the shared expert's. */
-static void plain_moe(plain_device *dev, const toka_layer *layer, const float *x, int T, float *y) {
+static void plain_moe(plain_device *dev, const toka_step *step, int layer_index, const float *x,
+                      float *y) {
+    const toka_layer *layer = &dev->weights->layers[layer_index];
     const toka_moe *moe = layer->moe;
+    const int T = step->T;
     const int X = moe->n_experts, E = dev->shape->E;
     float *weights = plain_take(dev, T, X), *choice = plain_take(dev, 2, X);
     float *out = plain_take(dev, 1, E);
@@ -24520,9 +24559,12 @@ static void plain_moe(plain_device *dev, const toka_layer *layer, const float *x
     const float *shared_gate = plain_vector(dev, &moe->shared_gate);
     plain_linear(dev, &moe->router, &moe->router_bias, x, T, weights);
     for (int t = 0; t < T; t++, x += E, y += E, weights += X) {
+        int16_t *chosen = experts_at(&dev->options, dev->shape, dev->experts, step->kv_slot[t],
+                                     layer_index);
         plain_route(moe, choice_bias, weights, choice);
         for (int i = 0; i < X; i++) {
             if (weights[i] == 0) continue;
+            if (chosen) *chosen++ = (int16_t)i;
             plain_mlp(dev, &moe->experts[i], layer->activation, x, 1, out);
             plain_add(y, weights[i], out, (size_t)E);
         }
@@ -24539,7 +24581,7 @@ COLD static void plain_norm_mlp_residual(toka_device *device, const toka_step *s
     const float *in = plain_norm_x(dev, &weights->mlp_norm, plain_ptr(toka_hidden_read(x)),
                                    step->T);
     float *y = plain_take(dev, step->T, dev->shape->E);
-    if (weights->moe) plain_moe(dev, weights, in, step->T, y);
+    if (weights->moe) plain_moe(dev, step, layer, in, y);
     else plain_mlp(dev, &weights->mlp, weights->activation, in, step->T, y);
     plain_residual(dev, &weights->mlp_post_norm, y, step->T, x);
 }
@@ -24745,6 +24787,8 @@ static void plain_alloc_buffers(plain_device *dev) {
                                                  n_elements * sizeof(float));
     }
     dev->kv_ids = plain_zalloc(dev, plain_at(options->n_pages, shape->B), sizeof(int32_t));
+    dev->experts = plain_zalloc(dev, plain_at(options->n_pages, shape->B),
+                                experts_token_bytes(options, shape));
     dev->last_tokens = plain_zalloc(dev, (size_t)options->n_seqs, sizeof(int32_t));
     dev->positions = plain_zalloc(dev, (size_t)shape->max_len, sizeof(int32_t));
 }
@@ -24812,6 +24856,12 @@ static toka_dev_ptr plain_alloc(toka_device *device, size_t bytes) {
     return (toka_dev_ptr){(uintptr_t)plain_zalloc(plain_of(device), bytes, 1)};
 }
 
+static void plain_read_experts(const toka_device *device, const int32_t *slots, int n,
+                               int16_t *experts, size_t stride) {
+    const plain_device *dev = (const plain_device *)(const void *)device;
+    experts_read(&dev->options, dev->shape, dev->experts, slots, n, experts, stride);
+}
+
 /* Fields that are not here are NULL, false or 0: there are no groups of ranks, and an op has done
  * its work when it returns. */
 const toka_backend toka_plain = {
@@ -24824,6 +24874,7 @@ const toka_backend toka_plain = {
     .describe = plain_describe,
     .status = plain_status,
     .alloc = plain_alloc,
+    .read_experts = plain_read_experts,
     .copy_pages = plain_copy_pages,
     .embed = plain_embed,
     .keep_ids = plain_keep_ids,
@@ -27216,6 +27267,7 @@ struct toka_device {
                                * > 1 the tp group's: each rank writes its V columns */
     int32_t *last_tokens;     /* [n_seqs] last sampled token of each seq; with stages the group's */
     int32_t *kv_ids;          /* [n_pages][B] id of the token of each kv_slot, in the last stage */
+    int16_t *kept_experts;    /* [n_pages][B][L][n_routed] experts of the token of each kv_slot */
     int32_t *history;         /* [n_threads][max_len] a thread's copy of a sequence's ids */
     float *vectors;           /* [CPU_N_VECTORS][vector_floats] norm weights, biases and sinks of
                                * this op in float32 */
@@ -27751,6 +27803,8 @@ static void cpu_copy_pages(toka_device *dev, const toka_step *step) {
     for (int i = 0; i < step->n_copies && dev->kv_ids; i++)
         memcpy(dev->kv_ids + (size_t)step->copies[i].to * B,
                dev->kv_ids + (size_t)step->copies[i].from * B, B * sizeof *dev->kv_ids);
+    for (int i = 0; i < step->n_copies; i++)
+        experts_copy_page(&dev->options, dev->shape, dev->kept_experts, step->copies[i]);
 }
 
 /* ---- Op: embed ---- */
@@ -28964,6 +29018,18 @@ static void cpu_moe(toka_device *dev, const toka_layer *weights, int n_rows) {
     if (moe->shared.gate.rows) cpu_run_expert(&job, &moe->shared, dev->x, n_rows);
 }
 
+/* Keeps the experts of the rows from t0 on, which cpu_route has just chosen. */
+CPU_SMALL
+static void cpu_keep_experts(const toka_device *dev, const toka_step *step, int layer, int t0,
+                             int n_rows) {
+    const int k = dev->options.n_routed;
+    for (int i = 0; k && i < n_rows; i++) {
+        int16_t *to = experts_at(&dev->options, dev->shape, dev->kept_experts,
+                                 step->kv_slot[t0 + i], layer);
+        for (int j = 0; j < k; j++) to[j] = (int16_t)dev->experts.chosen[i * k + j];
+    }
+}
+
 CPU_SMALL
 static void cpu_norm_mlp_residual(toka_device *dev, const toka_step *step, int layer,
                                   toka_hidden *x) {
@@ -28980,6 +29046,7 @@ static void cpu_norm_mlp_residual(toka_device *dev, const toka_step *step, int l
         cpu_begin_pass(dev, step, t0);
         cpu_norm_x(dev, y, norm, n_rows);
         if (weights->moe) cpu_moe(dev, weights, n_rows);
+        if (weights->moe) cpu_keep_experts(dev, step, layer, t0, n_rows);
         else cpu_mlp(&mlp, dev->x, to, n_rows, to == y && cpu_is_first_rank(dev));
         if (to != y) cpu_add_delta(dev, y, post_norm, t0, n_rows);
     }
@@ -29481,6 +29548,8 @@ static void cpu_alloc_buffers(toka_device *dev, const cpu_extents *sizes) {
                                        cpu_page_bytes(dev, weights->kv_fp8);
     }
     dev->kv_cache = cpu_zalloc(dev, dev->layer_at ? dev->layer_at[shape->L] : 0, 1);
+    dev->kept_experts = cpu_zalloc(dev, n_pages * (size_t)shape->B,
+                                   experts_token_bytes(&dev->options, shape));
     if (shape->linear.n_layers) {
         const toka_linear_shape *linear = &shape->linear;
         dev->U_pad = cpu_round_up16(linear->value_size);
@@ -29585,7 +29654,8 @@ static int cpu_sleep(toka_device *dev, int parts, bool drop_weights, toka_err *e
     (void)drop_weights, (void)e;
     for (int i = 0; i < dev->memory.n && parts & TOKA_PART_KV; i++) {
         const struct os_block block = dev->memory.blocks[i];
-        if (block.at == dev->kv_cache || block.at == dev->states || block.at == dev->kv_ids)
+        if (block.at == dev->kv_cache || block.at == dev->states || block.at == dev->kv_ids ||
+            block.at == dev->kept_experts)
             madvise(block.at, block.bytes, MADV_DONTNEED);
     }
     return 0;
@@ -29630,6 +29700,11 @@ static toka_dev_ptr cpu_alloc(toka_device *dev, size_t bytes) {
     return (toka_dev_ptr){(uintptr_t)cpu_zalloc(dev, bytes, 1)};
 }
 
+static void cpu_read_experts(const toka_device *dev, const int32_t *slots, int n,
+                             int16_t *experts, size_t stride) {
+    experts_read(&dev->options, dev->shape, dev->kept_experts, slots, n, experts, stride);
+}
+
 /* Fields that are not here are NULL, false or 0: begin, end, finish and times are for devices whose
  * ops return before their work is done, capture for CUDA graphs, count and warm_up for GPUs.
  * max_in_flight: 2 steps are planned ahead, but the rank runs them one after the other
@@ -29649,6 +29724,7 @@ const toka_backend toka_cpu = {
     .memory = cpu_memory,
     .status = cpu_status,
     .alloc = cpu_alloc,
+    .read_experts = cpu_read_experts,
     .group_open = cpu_group_open,
     .group_close = cpu_group_close,
     .all_reduce = cpu_all_reduce,
@@ -30095,6 +30171,21 @@ static int model_wake(model_grid *model, int parts, toka_err *e) {
     for (int i = 0; i < model->n_ranks && !code; i++)
         code = model->backend->wake(model->ranks[i].device, parts, e);
     return code;
+}
+
+/* Copies the experts of the tokens in these n slots to experts [n][L of the model][n_routed]; their
+ * steps are done. Driver. */
+COLD
+static void model_read_experts(const model_grid *model, const int32_t *slots, int n,
+                               int16_t *experts) {
+    size_t stride = 0, at = 0;
+    for (int i = 0; i < model->n_ranks; i += model->tp)
+        stride += (size_t)(model->ranks[i].shape.L * model->ranks[i].options.n_routed);
+    for (int i = 0; i < model->n_ranks; i += model->tp) {
+        const model_rank *rank = &model->ranks[i];
+        model->backend->read_experts(rank->device, slots, n, experts + at, stride);
+        at += (size_t)(rank->shape.L * rank->options.n_routed);
+    }
 }
 
 /* Starts the threads of all ranks, which open their devices in parallel; model_wait_open waits for
@@ -30645,6 +30736,11 @@ typedef struct eng { /* pools are sized at open and never grow */
     toka_shape draft_shape; /* and its shape, with B and max_len */
     int max_adapters;       /* that may have a name; 0: the model has no adapters */
     bool can_sleep;         /* toka_options.enable_sleep_mode */
+    int n_routed;           /* toka_info.n_routed */
+    /* Of the sample whose event is delivered, for toka_routed_experts: its sequence, and its tokens
+     * that are computed; event_tokens 0: none, or there is no event */
+    const eng_replica *event_replica;
+    int event_seq, event_tokens;
     bool hung;              /* opening failed and a rank hangs: the engine cannot be freed */
     eng_startup startup;
     eng_replica *replicas;
@@ -31081,6 +31177,7 @@ static int64_t eng_kv_capacity(const eng *engine, toka_device_options options, i
                                                       model->backend->activation_bytes,
                                                       model->backend->v_in_k);
         bytes.all += (eng_draft_token_bytes(engine) + model->n_ranks - 1) / model->n_ranks;
+        bytes.all += (int64_t)experts_token_bytes(&options, &shape);
         const int64_t free_bytes = model->backend->kv_bytes(&shape, &rank->weights, &options);
         const int64_t state_bytes = eng_state_bytes(&shape, model->backend->state_chunk);
         int64_t n_tokens = eng_kv_tokens(bytes, max_len, config,
@@ -31274,7 +31371,7 @@ static int eng_open_draft_models(eng *engine, toka_device_options device,
     int code = 0;
     device.n_devices = engine->n_replicas;
     device.max_samples = config->max_seqs;
-    device.n_seqs = device.n_windowed = device.n_states = 0;
+    device.n_seqs = device.n_windowed = device.n_states = device.n_routed = 0;
     device.progress = NULL;
     for (int i = 0; i < engine->n_replicas && !code; i++) {
         eng_draft_model *draft = &engine->replicas[i].draft;
@@ -31306,6 +31403,7 @@ static int eng_open_replicas(eng *engine, toka_shape *shape, const toka_options 
                                   .memory_utilization = options->gpu_memory_utilization,
                                   .eager = options->enforce_eager,
                                   .can_sleep = options->enable_sleep_mode,
+                                  .n_routed = engine->n_routed,
                                   .bf16 = options->dtype && !strcmp(options->dtype, "bfloat16"),
                                   .progress = options->progress,
                                   .user = options->progress_user};
@@ -31396,6 +31494,22 @@ static int eng_check_options(const toka_backend *backend, const toka_shape *shap
     return mf_split(shape, &first, &ranges, e);
 }
 
+/* Sets n_routed, if the caller wants the experts of each token. Returns 0 or an error. */
+COLD
+static int eng_count_routed(eng *engine, const toka_options *options, toka_err *e) {
+    const mf_model *files = engine->files;
+    if (!options->enable_return_routed_experts) return 0;
+    for (int i = 0; i < files->shape.L; i++)
+        if (files->weights.layers[i].moe) engine->n_routed = files->weights.layers[i].moe->top_k;
+    if (!engine->n_routed)
+        return fail(e, TOKA_E_USE, "enable_return_routed_experts: this model has no experts");
+    if (!engine->backend->read_experts)
+        return fail(e, TOKA_E_USE,
+                    "enable_return_routed_experts: device %s does not keep the experts of tokens",
+                    engine->backend->name);
+    return 0;
+}
+
 /* shape: the model's; sets its B and max_len, and keeps no pointer to it. files and tokenizer must
  * outlive the engine. After an error *out is unchanged. Exception: if a rank hangs, *out is an
  * engine with `hung` set. It stays in memory, because the rank may read it: eng_close returns false
@@ -31412,9 +31526,9 @@ static int eng_open(eng **out, const toka_backend *backend, const mf_model *file
     drafts.always = getenv("TOKA_DEBUG_DRAFTS") != NULL;
     engine->drafts = drafts;
     const int max_len = options->max_model_len ? options->max_model_len : shape->max_len;
-    int code = drafts.method == DRAFT_MODEL && !shape->linear.n_layers
-                   ? eng_open_draft_files(engine, options, max_len, e)
-                   : 0;
+    int code = eng_count_routed(engine, options, e);
+    if (!code && drafts.method == DRAFT_MODEL && !shape->linear.n_layers)
+        code = eng_open_draft_files(engine, options, max_len, e);
     if (!code) code = eng_open_replicas(engine, shape, options, &config, e);
     const bool hung = code && !eng_close_ranks(engine); /* after it no rank reports a phase */
     if (engine->startup.n_phases && !hung)
@@ -31992,6 +32106,21 @@ static int eng_version(const eng_request *request) {
     return request->replica->engine->stats.weight_updates;
 }
 
+/* Of a sample that is cancelled: sets what toka_routed_experts reads. Its newest token may be in
+ * flight; after a preemption others may be, too. */
+COLD
+static void eng_set_cancelled(eng *engine, const eng_request *request, int sample) {
+    const eng_replica *replica = engine->event_replica = request->replica;
+    int seq = replica->sched.requests[request->sched_id].first_seq;
+    while (seq >= 0 && replica->sched.seqs[seq].sample != sample)
+        seq = replica->sched.seqs[seq].sibling_next;
+    engine->event_seq = seq;
+    if (seq < 0) return;
+    const sched_seq *sequence = &replica->sched.seqs[seq];
+    if (sequence->n_known > sequence->n_prompt && !sequence->was_preempted)
+        engine->event_tokens = sequence->n_known - 1;
+}
+
 /* Ends every sample that has not ended: cancelled, or failed with the device. */
 COLD
 static void eng_abort_request(eng *engine, eng_request *request, toka_finish reason) {
@@ -31999,7 +32128,6 @@ static void eng_abort_request(eng *engine, eng_request *request, toka_finish rea
     for (int seq = replica->sched.requests[request->sched_id].first_seq; seq >= 0;
          seq = replica->sched.seqs[seq].sibling_next)
         eng_detokenizer_close(replica, seq), eng_reader_close(replica, seq);
-    sched_cancel(&replica->sched, request->sched_id);
     int n_left = request->n_unfinished;
     toka_event event = {.id = -1,
                         .text = request->ids_only ? NULL : "",
@@ -32011,8 +32139,11 @@ static void eng_abort_request(eng *engine, eng_request *request, toka_finish rea
         if (bit_get(request->ended, i)) continue;
         event.sample = request->score_only ? TOKA_PROMPT : i;
         event.more = --n_left > 0;
+        if (engine->n_routed) eng_set_cancelled(engine, request, i);
         request->callback(request->user, &event);
+        engine->event_tokens = 0;
     }
+    sched_cancel(&replica->sched, request->sched_id);
     eng_finish_request(engine, request);
 }
 
@@ -32464,7 +32595,11 @@ static bool eng_deliver_event(eng_replica *replica, eng_request *request, int se
     const bool running = event->finish == TOKA_RUNNING;
     if (!running) eng_end_sample(replica, request, seq);
     if (!request->first_token_time) request->first_token_time = os_now();
+    replica->engine->event_replica = replica;
+    replica->engine->event_seq = seq;
+    replica->engine->event_tokens = replica->sched.seqs[seq].n_known;
     const int answer = request->callback ? request->callback(request->user, event) : 0;
+    replica->engine->event_tokens = 0;
     if (answer != TOKA_END_SAMPLE) return !answer;
     if (running) eng_end_sample(replica, request, seq);
     *ended |= running;
@@ -34390,7 +34525,8 @@ COLD toka_info toka_get_info(const toka *t) {
                        .eos_id = config->n_eos_ids ? config->eos_ids[0] : -1,
                        .has_chat_template = t->chat_template != NULL,
                        .not_on_gpu = t->not_on_gpu.code ? t->not_on_gpu.msg : NULL,
-                       .no_drafts = t->engine ? eng_no_drafts(t->engine) : NULL};
+                       .no_drafts = t->engine ? eng_no_drafts(t->engine) : NULL,
+                       .n_routed = t->engine ? t->engine->n_routed : 0};
 }
 
 /* Appends how long toka_open took, phase by phase: "opened in 1.23 s: finding the device 0.10,
@@ -34676,6 +34812,19 @@ int toka_submit(toka *t, const toka_request *r, toka_event_fn *fn, void *user, i
     if (!code) code = eng_submit(t->engine, &submission, NULL, id ? id : &unwanted, e);
     free(encoded);
     return code;
+}
+
+COLD int toka_routed_experts(const toka *t, int from, int16_t *experts) {
+    const eng *engine = t->engine;
+    const int n = engine->n_routed ? engine->event_tokens : 0;
+    if (!experts || n <= from) return n;
+    const scheduler *sched = &engine->event_replica->sched;
+    const int *table = kv_block_table(&sched->kv, engine->event_seq), B = sched->config.B;
+    int32_t *slots = mem_alloc((size_t)(n - from) * sizeof *slots);
+    for (int i = from; i < n; i++) slots[i - from] = table[i / B] * B + i % B;
+    model_read_experts(&engine->event_replica->model, slots, n - from, experts);
+    free(slots);
+    return n;
 }
 
 void toka_cancel(toka *t, int64_t id) { eng_cancel(t->engine, id); }
@@ -37470,6 +37619,7 @@ typedef struct api_choice {
     int64_t n_tokens;
     int version;            /* of the weights that made the last token */
     buf versions;           /* api_version_span of each version */
+    buf experts;            /* int16_t: what toka_routed_experts gave at its end */
     int64_t text_offset;    /* completions: characters of the text that "logprobs" has covered */
     toka_finish finish;
     int stop_id, stop_text; /* what stopped it, as in toka_event; -1: none */
@@ -37550,6 +37700,8 @@ typedef struct api_request {
     const char *prompt_field; /* the field that has the prompt; NULL: that of the route */
     const char *model_field;  /* the field that names the model; NULL: model */
     int logprobs_from; /* /generate: first token of the prompt that gets a logprob */
+    bool want_routed;  /* answers have the experts of each token ... */
+    int routed_from;   /* ... from this one on */
     bool names_tokens; /* /generate: tokens with logprobs have their text, too */
     /* of embeddings and scores (39) */
     bool base64;           /* vectors as base64, else as numbers */
@@ -37655,6 +37807,8 @@ typedef struct api_body { /* the fields of a body: their values or the defaults 
     int64_t seed, priority;
     int64_t n_logprobs, top_logprobs, prompt_logprobs; /* -1: not given */
     int64_t logprobs_from; /* first token of the prompt that gets a logprob; -1: none */
+    int64_t routed_from;   /* first token with experts */
+    int return_routed;     /* -1: not given */
     int64_t thinking_budget; /* -1: no limit */
     int chat_logprobs, echo, stream, ignore_eos, include_stop;
     int special; /* add_special_tokens; -1: not given */
@@ -37840,7 +37994,8 @@ static const api_field api_fields[] = {
     API_REFUSE("return_bytes", API_ON_SGLANG, 0),
     API_REFUSE("return_entropy", API_ON_SGLANG, 0),
     API_REFUSE("background", API_ON_SGLANG, 0),
-    API_REFUSE("return_routed_experts", API_ON_SGLANG, 0),
+    API_FIELD("return_routed_experts", API_ON_GENERATE | API_ON_SGLANG, API_BOOL, return_routed),
+    API_INT_FIELD("routed_experts_start_len", API_ON_SGLANG, routed_from, 0, INT_MAX),
     API_REFUSE("bootstrap_host", API_ON_SGLANG, 0),
     API_INT_FIELD("max_new_tokens", API_ON_PARAMS, max_tokens, 0, INT_MAX),
     API_INT_FIELD("min_new_tokens", API_ON_PARAMS, min_tokens, 0, INT_MAX),
@@ -38020,6 +38175,7 @@ static api_body api_default_body(const api_config *config) {
                       .top_logprobs = -1,
                       .prompt_logprobs = -1,
                       .logprobs_from = -1,
+                      .return_routed = -1,
                       .thinking_budget = -1,
                       .special = -1,
                       .skip_special = 1,
@@ -39493,13 +39649,20 @@ static double api_prompt_bytes(const api_request *request, const api_prompt *pro
     return bytes;
 }
 
+/* Returns the bytes of a token's experts as JSON. */
+static double api_routed_token_bytes(const api_request *request) {
+    const toka_info info = toka_get_info(request->config->toka);
+    const int bytes = request->route == API_SGLANG ? 4 : 2;
+    return request->want_routed ? 1.34 * info.n_layers * info.n_routed * bytes : 0;
+}
+
 /* Estimates the bytes that an output token takes, as a record and as JSON: its text, and the ids
  * and log-probabilities of the token and its alternatives. */
 static double api_token_bytes(const api_request *request) {
     double per_entry = request->want_ids ? 20 : 0;
     if (request->want_logprobs) per_entry = request->chat ? 100 : 50;
     if (request->packed) per_entry = 28;
-    return 16 + per_entry * (1 + request->n_top);
+    return 16 + per_entry * (1 + request->n_top) + api_routed_token_bytes(request);
 }
 
 /* Returns an error if the largest answer that the body allows has more than max_answer_bytes. An
@@ -39519,6 +39682,7 @@ static int api_check_answer_size(const api_request *request, const api_body *bod
         const int n_tokens = !prompt->engine_request.n ? 0 : asked ? MIN(asked, room) : room;
         longest = MAX(longest, n_tokens);
         bytes += request->n_samples * per_token * n_tokens;
+        bytes += request->n_samples * api_routed_token_bytes(request) * (double)prompt->ids.n;
         repeated += api_prompt_bytes(request, prompt) * (request->chat ? 1 : request->n_samples);
     }
     if (!max_bytes || bytes + repeated <= max_bytes) return 0;
@@ -39579,6 +39743,19 @@ static void api_choices_init(api_request *request) {
     }
 }
 
+/* Shall answers have the experts of tokens? Where vLLM's clients ask, the start of the server
+ * decides; they have no field for it. */
+static int api_read_routed(api_request *request, const api_body *body, toka_err *e) {
+    const bool kept = toka_get_info(request->config->toka).n_routed > 0;
+    if (body->return_routed > 0 && !kept)
+        return API_INVALID("return_routed_experts: this needs a mixture of experts, and "
+                           "--enable-return-routed-experts at the start");
+    request->want_routed = kept && (request->style ? body->return_routed > 0
+                                                   : body->return_routed != 0);
+    request->routed_from = (int)body->routed_from;
+    return 0;
+}
+
 static int api_parse_fields(api_request *request, enum api_route route, const json *root,
                             toka_err *e) {
     api_body body;
@@ -39600,6 +39777,7 @@ static int api_parse_fields(api_request *request, enum api_route route, const js
     request->stream = body.stream;
     request->echo = body.echo;
     request->want_ids = body.return_token_ids;
+    if (api_read_routed(request, &body, e)) return e->code;
     request->packed = body.return_packed;
     request->names_are_ids = body.names_are_ids;
     if ((code = api_check_model(request, body.model, e)) ||
@@ -39659,6 +39837,7 @@ static void api_free(api_request *request) {
         tok_stream_free(&request->choices[i].stream);
         buf_free(&request->choices[i].text), buf_free(&request->choices[i].tokens.data);
         buf_free(&request->choices[i].versions);
+        buf_free(&request->choices[i].experts);
         if (request->choices[i].parser) parser_free(request->choices[i].parser);
         free(request->choices[i].parser);
     }
@@ -39692,26 +39871,35 @@ static void api_free(api_request *request) {
 
 /* ---- Records: events as bytes ---- */
 
-/* Followed by the ids and logprobs of its alternatives, and its text, or the vector of an
- * embedding. */
+/* Followed by the ids and logprobs of its alternatives, its experts, and its text, or the vector of
+ * an embedding. */
 typedef struct api_record {
     /* The fields of a toka_event; prompt: index of its api_prompt. */
     int32_t prompt, sample, id, stop_id, stop_text, n_cached, rank, version;
     float logprob, sampled_logprob;
-    uint32_t n_text;
+    uint32_t n_text, n_routed; /* bytes; n_routed: of experts, behind the alternatives */
     uint16_t n_top;
     uint8_t finish, has_text;
 } api_record;
 
-static size_t api_record_bytes(const toka_event *ev) {
-    return sizeof(api_record) +
+/* Returns the bytes of the experts that the event's record has. */
+static size_t api_routed_bytes(const api_prompt *prompt, const toka_event *ev) {
+    const api_request *request = prompt->request;
+    if (!request->want_routed || ev->finish == TOKA_RUNNING || ev->sample < 0) return 0;
+    const int n = toka_routed_experts(request->config->toka, 0, NULL) - request->routed_from;
+    const toka_info info = toka_get_info(request->config->toka);
+    return (size_t)MAX(n, 0) * (size_t)(info.n_layers * info.n_routed) * sizeof(int16_t);
+}
+
+static size_t api_record_bytes(const api_prompt *prompt, const toka_event *ev) {
+    return sizeof(api_record) + api_routed_bytes(prompt, ev) +
            (size_t)ev->n_top * (sizeof *ev->top_ids + sizeof *ev->top_logprobs) +
            (ev->vector ? (size_t)ev->n_vector * sizeof *ev->vector : ev->text_bytes);
 }
 
-/* Appends one event of a prompt as a record. Cheap enough for the driving thread: it makes no text
- * and takes no lock. */
-static void api_pack_event(const api_prompt *prompt, const toka_event *ev, buf *records) {
+/* Appends an event as a record. n_routed: bytes of its experts. */
+static void api_pack_record(const api_prompt *prompt, const toka_event *ev, size_t n_routed,
+                            buf *records) {
     const void *text = ev->vector ? (const void *)ev->vector : ev->text;
     const size_t n_text = ev->vector ? (size_t)ev->n_vector * sizeof *ev->vector : ev->text_bytes;
     api_record record = {.prompt = (int32_t)(prompt - prompt->request->prompts),
@@ -39725,6 +39913,7 @@ static void api_pack_event(const api_prompt *prompt, const toka_event *ev, buf *
                          .logprob = ev->logprob,
                          .sampled_logprob = ev->sampled_logprob,
                          .n_text = text ? (uint32_t)n_text : 0,
+                         .n_routed = (uint32_t)n_routed,
                          .n_top = (uint16_t)ev->n_top,
                          .finish = (uint8_t)ev->finish,
                          .has_text = text != NULL};
@@ -39732,7 +39921,19 @@ static void api_pack_event(const api_prompt *prompt, const toka_event *ev, buf *
     buf_put(records, &record, sizeof record);
     if (n_top) buf_put(records, ev->top_ids, n_top * sizeof *ev->top_ids);
     if (n_top) buf_put(records, ev->top_logprobs, n_top * sizeof *ev->top_logprobs);
+    if (n_routed) {
+        int16_t *experts = mem_alloc(n_routed);
+        toka_routed_experts(prompt->request->config->toka, prompt->request->routed_from, experts);
+        buf_put(records, experts, n_routed);
+        free(experts);
+    }
     if (record.n_text) buf_put(records, text, n_text);
+}
+
+/* Appends one event of a prompt as a record. Cheap enough for the driving thread: it makes no text
+ * and takes no lock. */
+static void api_pack_event(const api_prompt *prompt, const toka_event *ev, buf *records) {
+    api_pack_record(prompt, ev, api_routed_bytes(prompt, ev), records);
 }
 
 /* Appends the records of a prompt that the engine did not accept: every sample ends with
@@ -39741,7 +39942,7 @@ static void api_pack_ends(const api_prompt *prompt, toka_finish finish, buf *rec
     toka_event ev = {.id = -1, .finish = finish, .stop_id = -1, .stop_text = -1};
     for (int i = 0; i < MAX(prompt->engine_request.n, 1); i++) {
         ev.sample = prompt->engine_request.n ? i : TOKA_PROMPT;
-        api_pack_event(prompt, &ev, records);
+        api_pack_record(prompt, &ev, 0, records);
     }
 }
 
@@ -39752,7 +39953,7 @@ static api_record api_unpack_record(str records, str *rest, size_t *n_bytes) {
     assert(records.n >= sizeof record);
     memcpy(&record, records.p, sizeof record);
     *n_bytes = sizeof record + (size_t)record.n_top * (sizeof(int32_t) + sizeof(float)) +
-               record.n_text;
+               record.n_routed + record.n_text;
     assert(records.n >= *n_bytes);
     *rest = str_sub(records, sizeof record, *n_bytes);
     return record;
@@ -40061,6 +40262,35 @@ static void api_put_version(const api_config *config, const api_choice *choice,
     json_put_close(out, ']');
 }
 
+/* Writes routed_experts as base64: the experts of each token but the last, which no layer has seen,
+ * [tokens][layers][experts of a token]. SGLang's clients expect plain int32, vLLM's a file of NumPy
+ * (format 1.0), here with int16. null: they are not known. */
+static void api_put_routed(const api_request *request, const api_choice *choice, buf *out) {
+    const toka_info info = toka_get_info(request->config->toka);
+    const size_t n = choice->experts.n / sizeof(int16_t);
+    buf bytes = {0};
+    if (!request->want_routed) return;
+    if (!n) {
+        json_put_member_or_null(out, "routed_experts", NULL);
+        return;
+    }
+    if (request->route != API_SGLANG) {
+        buf_put(&bytes, "\x93NUMPY\1\0\x76\0", 10); /* and the length of what follows, 128 - 10 */
+        buf_printf(&bytes, "{'descr': '<i2', 'fortran_order': False, 'shape': (%zu, %d, %d)}",
+                   n / (size_t)(info.n_layers * info.n_routed), info.n_layers, info.n_routed);
+        while (bytes.n < 127) buf_char(&bytes, ' ');
+        buf_char(&bytes, '\n');
+    }
+    for (size_t i = 0; i < n; i++) {
+        uint16_t id;
+        memcpy(&id, choice->experts.p + i * sizeof id, sizeof id);
+        buf_put(&bytes, (char[]){(char)id, (char)(id >> 8), 0, 0},
+                request->route == API_SGLANG ? 4 : 2);
+    }
+    api_put_base64(out, "routed_experts", &bytes);
+    buf_free(&bytes);
+}
+
 static const char api_none_left[] = "nothing is left to draw"; /* stop_reason */
 
 /* Writes finish_reason (null if the choice has not ended) and, in live answers, stop_reason: the
@@ -40074,6 +40304,7 @@ static void api_put_finish(const api_request *request, const api_choice *choice,
                            : choice->finish != TOKA_STOP                 ? STR("length")
                            : choice->n_calls && !request->named_call ? STR("tool_calls")
                                                        : STR("stop"));
+    if (ended) api_put_routed(request, choice, out);
     if (!request->config->live && !choice->none_left) return;
     if (ended && request->config->live) api_put_version(request->config, choice, NULL, out);
     json_put_key(out, "stop_reason");
@@ -40467,7 +40698,7 @@ static int api_watch_event(api_prompt *prompt, toka_event *event) {
 static size_t api_choice_bytes(const api_choice *choice) {
     const parser *p = choice->parser;
     const size_t parsed = p ? p->events.n + p->raw.n + p->args.n + p->value.n : 0;
-    return choice->text.n + choice->tokens.data.n + parsed;
+    return choice->text.n + choice->tokens.data.n + choice->experts.n + parsed;
 }
 
 /* Handles a record of a sample: a token, its end, or both. */
@@ -40503,6 +40734,8 @@ static void api_feed_sample(api_request *request, api_prompt *prompt, const api_
             request->n_reasoning_tokens++;
         buf_clear(text);
     }
+    buf_put(&choice->experts, rest.p + rest.n - record->n_text - record->n_routed,
+            record->n_routed);
     if (record->finish != TOKA_RUNNING) api_end_choice(request, choice, record);
     if (request->stream && !request->failure)
         api_put_token_chunks(request, index, buf_view(&request->token_text), out);
@@ -41750,6 +41983,7 @@ static void sgl_put_choice(api_request *request, int index, buf *out) {
     json_put_key(out, "completion_tokens"), json_put_int(out, choice->n_tokens);
     json_put_key(out, "cached_tokens"), json_put_int(out, prompt->n_cached);
     api_put_version(request->config, choice, "default", out);
+    if (choice->finish != TOKA_RUNNING) api_put_routed(request, choice, out);
     if (request->want_logprobs) {
         sgl_put_logprobs(request, inputs, &prompt->logprobs, (size_t)request->logprobs_from, true,
                          out);
@@ -48161,7 +48395,8 @@ static int srv_on_event(void *user, const toka_event *given) {
     toka_event event = *given, *ev = &event;
     const int answer = api_watch_event(prompt->prompt, ev);
     const bool discard = request->disconnected || request->over_limit;
-    const bool fits = discard || buf_try_reserve(&request->step_records, api_record_bytes(ev));
+    const bool fits = discard || buf_try_reserve(&request->step_records,
+                                                 api_record_bytes(prompt->prompt, ev));
     if (fits && !discard) api_pack_event(prompt->prompt, ev, &request->step_records);
     if (ev->sample >= 0 && ev->id >= 0) {
         request->step_tokens++;
@@ -58050,6 +58285,13 @@ static const help_page help_pages[] = {
      "- Token ids go in (input_ids; in completions prompt) and out (output_ids; with\n"
      "  return_token_ids token_ids), so nothing is tokenized twice. Log-probabilities\n"
      "  are of the raw logits; `toka help batches` says which others there are.\n"
+     "- With --enable-return-routed-experts (CPU only), answers of a mixture of\n"
+     "  experts have routed_experts, for a replay in training: the experts of each\n"
+     "  token but the last, [tokens of prompt and answer - 1][layers][experts of a\n"
+     "  token]. /generate, if return_routed_experts is true: base64 of int32, from\n"
+     "  token routed_experts_start_len on. Completions and chats, unless it is false:\n"
+     "  base64 of a NumPy file, as vLLM. A dense layer has zeros. null: not known (a\n"
+     "  sample without tokens, or one that was preempted and then aborted).\n"
      "- /update_weights {\"weight_dir\": FOLDER, \"weight_version\": NAME} maps another\n"
      "  folder with the shapes, formats and tokenizer of the open model; only its\n"
      "  tensors are used. All is checked first: after an error, or a kill -9 and a\n"
@@ -58566,6 +58808,9 @@ static const cli_flag cli_flags[] = {
      "highest rank of an adapter (default: 512)"},
     {"enforce-eager", "", "", CLI_BOOL, AT(open.enforce_eager), FOR_OPENS,
      "on a GPU: no step is captured as a CUDA graph; to measure what they gain"},
+    {"enable-return-routed-experts", "", "", CLI_BOOL, AT(open.enable_return_routed_experts),
+     FOR_SERVE | FOR_BATCH,
+     "answers have the experts of each token (toka help rollouts); not on a GPU"},
     {"enable-sleep-mode", "", "", CLI_BOOL, AT(open.enable_sleep_mode), FOR_SERVE,
      "on a GPU: POST /sleep can give memory back (on the CPU it always can); see toka help rollouts"},
     {"no-enable-prefix-caching", "", "", CLI_BOOL, AT(open.no_prefix_caching), FOR_OPENS,

@@ -121,6 +121,8 @@ typedef struct toka_options {
     const char *draft_model;  /* a smaller model with the same tokenizer makes the drafts, as with
                                    {"method":"draft_model","model":"..."}; a folder or name, as
                                    `model`. NULL: what speculative_config says */
+    bool enable_return_routed_experts; /* keeps the experts of each token in the KV cache, for
+                                          toka_routed_experts. Not on a GPU */
     int max_loras;     /* most adapters (LoRA) that may be loaded at once, at most 64; 0: none */
     int max_lora_rank; /* highest rank of an adapter, at most 512; 0: 512 */
     /* Called while toka_open works, on any thread, one call at a time; may be NULL. what: the
@@ -167,6 +169,8 @@ typedef struct toka_info {
                                  says why; else NULL */
     const char *no_drafts;    /* speculative decoding was asked for, but this model has none: a
                                  sentence that says why; else NULL */
+    int n_routed;             /* experts of a token and layer that toka_routed_experts gives; 0:
+                                 enable_return_routed_experts is not set */
 } toka_info;
 
 /* Thread: any. */
@@ -444,6 +448,14 @@ typedef struct toka_event { /* one token of one sample; pointers are valid in th
  * other functions are allowed. */
 typedef int toka_event_fn(void *user, const toka_event *event);
 enum { TOKA_END_SAMPLE = -2 };
+
+/* For RL that replays the router's choices. In the callback of an event of a sample: copies the
+ * experts that its tokens used, from token number `from` of the sequence on, to
+ * experts [n - from][n_layers][n_routed] (toka_info), the ids of a layer in rising order; a layer
+ * without experts has zeros. Returns n: the tokens of the prompt and of the output, without the
+ * token of this event, which no layer has seen yet. 0: the sample has no token yet, or it waits for
+ * memory (after a cancel). experts NULL: only returns n. Thread: the callback's. */
+int toka_routed_experts(const toka *t, int from, int16_t *experts);
 
 typedef struct toka_usage {
     int64_t prompt_tokens, output_tokens; /* prompt counted once; output summed over samples */
@@ -1348,6 +1360,8 @@ typedef struct toka_device_options {
     bool eager;                /* CUDA: no CUDA graphs, all steps are launched kernel by kernel */
     bool bf16;                 /* CPU: the inputs of matrix products are rounded to bf16 */
     bool can_sleep;            /* CUDA: `sleep` can be called */
+    int n_routed;              /* experts of each token and layer that read_experts gives; 0: none
+                                  are kept */
     /* NULL, or reports progress. what: the phase; done: the part of it that is done, 0 to 1. Called
      * on any thread, one call at a time. */
     void (*progress)(void *user, const char *what, double done);
@@ -1438,6 +1452,12 @@ typedef struct toka_backend {
     /* NULL, both: addresses of the device are plain pointers. */
     void (*upload)(toka_device *d, toka_dev_ptr to, const void *from, size_t bytes);
     void (*download)(toka_device *d, void *to, toka_dev_ptr from, size_t bytes);
+
+    /* Copies the experts of the tokens in these n slots: those of slot i to
+     * experts + i * stride, [L][n_routed]. The steps of these tokens are done; other steps may run.
+     * Thread: the driver. NULL: the device keeps none. */
+    void (*read_experts)(const toka_device *d, const int32_t *slots, int n, int16_t *experts,
+                         size_t stride);
 
     /* ---- Weights over NCCL (chapter 42b) ----
      * nccl_memory allocates host memory that NCCL can write on this device. nccl_stream returns the

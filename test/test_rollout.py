@@ -134,7 +134,7 @@ def test_generate_constraints(server):
     ({"text": "a", "json_schema": "{}"}, "json_schema is not supported", "json_schema"),
     ({"text": "a", "sampling_params": {"guided_regex": "a"}}, "guided_regex is not supported", "guided_regex"),
     ({"text": "a", "sampling_params": {"response_format": {"type": "json_object"}}}, "response_format is not supported", "response_format"),
-    ({"text": "a", "return_routed_experts": True}, "is not supported", "return_routed_experts"),
+    ({"text": "a", "return_routed_experts": True}, "needs a mixture of experts", "return_routed_experts"),
     ({"text": "a", "stream": True, "return_logprob": True, "logprob_start_len": 0}, "with stream is not supported", "logprob_start_len"),
     ({"text": "a", "sampling_params": {"regex": "("}}, "regex: regex: ( without )", "regex"),
     ({"text": "a", "sampling_params": {"regex": "a", "ebnf": "b"}}, "ebnf: the request has regex, too, expected one constraint", "ebnf")])

@@ -52,7 +52,7 @@ class _Options(C.Structure):
                 ("gpu_memory_utilization", C.c_double), ("dtype", _TEXT), ("quantization", _TEXT), ("score_tokens", _TEXT),
                 ("kv_cache_dtype", _TEXT), ("kv_cache_dtype_skip_layers", _TEXT),
                 ("speculative_config", _TEXT), ("num_speculative_tokens", C.c_int), ("draft_model", _TEXT),
-                ("max_loras", C.c_int), ("max_lora_rank", C.c_int),
+                ("enable_return_routed_experts", C.c_bool), ("max_loras", C.c_int), ("max_lora_rank", C.c_int),
                 ("progress", C.c_void_p), ("progress_user", C.c_void_p)]
 
 
@@ -60,7 +60,7 @@ class _Info(C.Structure):
     _fields_ = [("model_name", _TEXT), ("architecture", _TEXT), ("device", _TEXT), ("n_parameters", C.c_int64), ("n_layers", C.c_int),
                 ("n_heads", C.c_int), ("n_kv_heads", C.c_int), ("head_size", C.c_int), ("width", C.c_int), ("mlp_width", C.c_int),
                 ("vocab_size", C.c_int), ("max_model_len", C.c_int), ("bos_id", C.c_int), ("eos_id", C.c_int),
-                ("has_chat_template", C.c_int), ("not_on_gpu", _TEXT), ("no_drafts", _TEXT)]
+                ("has_chat_template", C.c_int), ("not_on_gpu", _TEXT), ("no_drafts", _TEXT), ("n_routed", C.c_int)]
 
 
 class _Sampling(C.Structure):
@@ -119,6 +119,7 @@ def _load():
             ("toka_submit", C.c_int, model, C.POINTER(_Request), _EVENT_FN, C.c_void_p, C.POINTER(C.c_int64), err),
             ("toka_check_request", C.c_int, C.POINTER(_Request), err), ("toka_cancel", None, model, C.c_int64), ("toka_run", C.c_int, model, C.c_int, err),
             ("toka_request_embedding", C.c_int, model, C.POINTER(_Request), err),
+            ("toka_routed_experts", C.c_int, model, C.c_int, C.c_void_p),
             ("toka_words_new", C.c_int, text, model, C.POINTER(_TEXT), C.c_int, err), ("toka_words_del", None, C.c_void_p),
             ("toka_constraint_new", C.c_int, text, model, C.POINTER(_Grammar), err), ("toka_constraint_del", None, C.c_void_p)):
         function = getattr(lib, name)
@@ -316,7 +317,8 @@ class SamplingParams(_Params):
 @dataclass
 class CompletionOutput:
     """One sample. The arrays have one entry a token; top_* are [tokens][k], if logprobs=k was wanted. logprobs are of the raw
-    logits, sampled_logprobs of the distribution that was drawn from."""
+    logits, sampled_logprobs of the distribution that was drawn from. routed_experts: with LLM(enable_return_routed_experts=True),
+    [tokens of the prompt and of this sample, but the last][layers][experts of a token]."""
     index: int
     text: str = ""
     token_ids: np.ndarray = None
@@ -326,6 +328,7 @@ class CompletionOutput:
     top_logprobs: np.ndarray = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    routed_experts: np.ndarray = None
 
     @property
     def cumulative_logprob(self):
@@ -391,6 +394,7 @@ class _Sample:  # while it grows
     finish: str | None = None
     stop: int | str | None = None
     n_cached: int = 0
+    experts: np.ndarray = None
 
     def add(self, event, stops):
         if event.text_bytes:
@@ -412,7 +416,8 @@ class _Sample:  # while it grows
         shape = (len(self.ids), -1) if self.ids else (0, 0)
         return CompletionOutput(index, self.text.decode(errors="replace"), view(self.ids, np.int32), view(self.logprobs, np.float32),
                                 view(self.sampled, np.float32), view(self.top_ids, np.int32).reshape(shape) if self.top_ids else None,
-                                view(self.top_logprobs, np.float32).reshape(shape) if self.top_ids else None, self.finish, self.stop)
+                                view(self.top_logprobs, np.float32).reshape(shape) if self.top_ids else None, self.finish, self.stop,
+                                self.experts)
 
 
 def _id_array(values, name):
@@ -694,6 +699,14 @@ class LLM:
             s.constraint = held[-1].pointer
         return r, held, ids, stops
 
+    def _experts(self):
+        """Of the sample whose event is delivered."""
+        n = _lib.toka_routed_experts(self._open, 0, None)
+        experts = np.zeros((n, self.info["n_layers"], self.info["n_routed"]), np.int16)
+        if n:
+            _lib.toka_routed_experts(self._open, 0, experts.ctypes.data)
+        return experts
+
     def _submit(self, r, held, callback, numbers):
         """Appends the request's number to numbers even if the handler of a signal raises."""
         number, err, code = C.c_int64(-1), _Err(), 0
@@ -801,6 +814,8 @@ class LLM:
                 nonlocal n_done
                 if event.sample >= 0:
                     samples[event.sample].add(event, stops)
+                    if event.finish and self.info["n_routed"]:
+                        samples[event.sample].experts = self._experts()
                     if use_tqdm and event.finish:
                         n_done += 1
                         print(f"\r{n_done} samples done", end="", file=sys.stderr, flush=True)
