@@ -8682,6 +8682,7 @@ static const mf_binding mf_experts_gpt_oss[] = {
  * hidden_act silu, attention_bias and tie_word_embeddings false. */
 typedef struct mf_arch {
     const char *name, *model_type;
+    const char *other_type; /* another model_type of the same models; NULL: there is none */
     const mf_binding *norms, *mixer, *mlp, *moe; /* names; moe: of layers with experts */
     const mf_binding *linear; /* of layers with a linear mixer; NULL: it has none */
     unsigned features;       /* MF_...: what every model of this architecture has */
@@ -8827,8 +8828,8 @@ static const mf_arch mf_archs[] = {
       "n_routed_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2,
       "routed_scaling_factor": 1.0, "n_group": null, "topk_group": null, "topk_method": "greedy",
       "first_k_dense_replace": 0, "bos_token_id": 1, "eos_token_id": 2})},
-    {.name = "DeepseekV3ForCausalLM", .model_type = "deepseek_v3", .norms = mf_norms,
-     .mixer = mf_attention_latent, .mlp = mf_mlp, .moe = mf_experts,
+    {.name = "DeepseekV3ForCausalLM", .model_type = "deepseek_v3", .other_type = "kimi_k2",
+     .norms = mf_norms, .mixer = mf_attention_latent, .mlp = mf_mlp, .moe = mf_experts,
      .features = MF_MLA | MF_SHARED | MF_CHOICE_BIAS, .router = TOKA_ROUTER_SIGMOID,
      .defaults = MF_JSON(
      {"L": 61, "E": 7168, "H": 128, "F": 18432, "V": 129280, "max_len": 4096, "q_lora_rank": 1536,
@@ -8893,7 +8894,9 @@ static const mf_arch *mf_arch_by_name(str name) {
 }
 static const mf_arch *mf_arch_by_type(str model_type) {
     for (int i = 0; i < COUNT(mf_archs); i++)
-        if (str_is(model_type, mf_archs[i].model_type)) return &mf_archs[i];
+        if (str_is(model_type, mf_archs[i].model_type) ||
+            (mf_archs[i].other_type && str_is(model_type, mf_archs[i].other_type)))
+            return &mf_archs[i];
     return NULL;
 }
 
@@ -8943,7 +8946,7 @@ static void mf_read_arch(mf_reader *reader, mf_config *config) {
     } else if (!config->arch) {
         mf_unknown_arch(reader, first ? "architectures[0]" : list ? "architectures" : "model_type",
                         first ? first : list ? list : type);
-    } else if (first && type && !str_is(json_str(type), config->arch->model_type)) {
+    } else if (first && type && mf_arch_by_type(json_str(type)) != config->arch) {
         /* `architectures` and model_type disagree. transformers would follow model_type. */
         char expected[80];
         snprintf(expected, sizeof expected, "\"%s\", that of %s", config->arch->model_type,
@@ -57943,7 +57946,8 @@ static const help_page help_pages[] = {
      "  Qwen3_5 Qwen3_5Moe, each with ForCausalLM behind the name. Distilled models\n"
      "  have the architecture of the smaller model.\n"
      "- Of a multi-modal folder (...ForConditionalGeneration) whose text_config is one\n"
-     "  of these, the language model is loaded, without images.\n"
+     "  of these, the language model is loaded, without images. Kimi-K2 (model_type\n"
+     "  kimi_k2) is a DeepseekV3, also within Kimi-K2.5.\n"
      "- bf16, f16, f32: as published. --quantization fp8 turns the matrices of the\n"
      "  layers into FP8 at the start.\n"
      "- FP8 (e4m3): \"quant_method\" fp8 of DeepSeek and Qwen (a scale for each block\n"

@@ -146,6 +146,16 @@ def deepseek(version, **more):
     return config((f"DeepseekV{version}ForCausalLM", f"deepseek_v{version}"), **{**names, **more})
 
 
+def kimi_image(quantization):
+    """As published: DeepSeek-V3 under another model_type, in a model that sees images; the quantization is that of the text_config."""
+    text = deepseek(3, q_lora_rank=64, topk_method="noaux_tc", scoring_func="sigmoid", norm_topk_prob=True, routed_scaling_factor=2.8, E=96,
+                    moe_intermediate_size=64, n_routed_experts=7, n_shared_experts=1, rope_scaling=yarn(1.0), quantization_config=quantization)
+    vision = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4,
+              "pos_emb_height": 4, "pos_emb_width": 4, "model_type": "kimi_k25_vision"}
+    return {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": {**text, "model_type": "kimi_k2"},
+            "vision_config": vision, "projection_hidden_size": 16, "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
+
+
 MTP = ["enorm.weight", "hnorm.weight", "shared_head.norm.weight"]          # of the layer that predicts one token more, some tensors
 
 
@@ -426,6 +436,11 @@ MODELS |= {
                                quantization_config=compressed("pack-quantized", numbers(4, "int", "group", group_size=32), None,
                                                               ["lm_head", "re:.*mlp.gate$", "re:.*self_attn.*"])), [5, 40],
                            quant=int4("packed", 32, "BF16", r"experts.*_proj\.weight$", sym=True)),
+    "packed-kimi-image": row(kimi_image(compressed(
+        "pack-quantized", numbers(4, "int", "group", group_size=32), None,
+        ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"])), [5, 70],
+                             quant=int4("packed", 32, "BF16", r"language_model.*experts\.\d+\..*_proj\.weight$", sym=True),
+                             rename=[("language_model.model.blocks.", "language_model.model.layers.")]),
     "gptq-qwen3moe": row(moe(QWEN3_MOE, 7, 3, 96, norm_topk_prob=True, E=160, D=32, L=2, dtype="float16",
                              quantization_config=gptq(32)), [5, 40], quant=int4("gptq", 32, sym=True)),
     "gptoss-mxfp4": row(gpt_oss(quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": MXFP4_SKIP}), [5, 24, 25, 100],

@@ -275,8 +275,8 @@ def write(folder, spec, dense=False, edit=None):
     """Writes the folder. dense: the same numbers without quantization. edit: a function of EDITS."""
     tensors, config = tensors_of(spec, dense), json.loads(json.dumps(spec["config"]))
     files = {} if dense else dict(spec.get("files", {}))
-    if dense:
-        config.pop("quantization_config", None)
+    for part in (config, config.get("text_config", {})) if dense else ():
+        part.pop("quantization_config", None)
     if edit:
         edit(config, tensors)
     os.makedirs(folder, exist_ok=True)
@@ -466,6 +466,7 @@ NO_CHANGES = {
     "theta-of-windows": ("olmo3", field("rope_local_base_freq", value=33.0)),
     "types-of-mixtral": ("mixtral", lambda config, tensors: config.update(
         layer_types=["full_attention", "sliding_attention"] * (config["num_hidden_layers"] // 2) + ["full_attention"] * (config["num_hidden_layers"] % 2))),
+    "type-of-kimi": ("deepseek3", field("model_type", value="kimi_k2")),
     "weights-as-they-are": ("mixtral", field("norm_topk_prob", value=False)),
 }
 

@@ -186,7 +186,7 @@ library_is_small() { # code and tables of the library as in the README's section
 table_names_models() { # README.md lists the rows of mf_archs, and nothing else in chapters 11 to 32 and in the kernels names a model
     local names types name others
     names=$(sed -n 's/^ *{\.name = "\([A-Za-z0-9]*\)ForCausalLM", .*/\1/p' toka.c) && [ "$names" ] || return 1
-    types=$(sed -n 's/.*\.model_type = "\([a-z0-9_]*\)".*/\1/p' toka.c | paste -sd'|') && [ "$types" ] || return 1
+    types=$(grep -oE '\.(model|other)_type = "[a-z0-9_]+"' toka.c | cut -d'"' -f2 | paste -sd'|') && [ "$types" ] || return 1
     for name in $names; do
         grep -q "^| .*[| ]$name[, ]" README.md || { echo "README.md does not list $name"; return 1; }
     done
