@@ -9856,12 +9856,18 @@ static mf_rope_kind mf_read_rope_kind(mf_reader *reader) {
     return kind < 0 ? MF_ROPE_DEFAULT : (mf_rope_kind)kind;
 }
 
-/* Reads original_max_position_embeddings from config.json itself (config_reader), else from its
- * RoPE object (reader). Returns max_len if neither has the field. */
+/* Do layers with a window have a RoPE of their own? */
+static bool mf_has_two_ropes(const mf_reader *config_reader) {
+    return mf_is_named(config_reader, "rope_local_base_freq") ||
+           mf_is_named(config_reader, "window_theta");
+}
+
+/* Reads original_max_position_embeddings from config.json itself (config_reader), but in models
+ * with two RoPEs, else from the RoPE object (reader). Returns max_len if there is no such field. */
 static double mf_read_original_len(mf_reader *config_reader, mf_reader *reader, int max_len) {
     const char *const field = "original_max_position_embeddings";
-    return mf_num(mf_field(config_reader, field) ? config_reader : reader, field, max_len, 1,
-                  1 << 30);
+    const bool is_outside = mf_field(config_reader, field) && !mf_has_two_ropes(config_reader);
+    return mf_num(is_outside ? config_reader : reader, field, max_len, 1, 1 << 30);
 }
 
 /* Reads short_factor or long_factor: a number for each pair of rotating dimensions. */
@@ -9957,53 +9963,53 @@ static void mf_refuse_old_type(mf_reader *reader) {
     if (type) mf_field_error(reader, "type", type, "rope_type in its place");
 }
 
+/* Returns a RoPE object of config.json; NULL: it is missing or empty. */
+static const json *mf_rope_object(mf_reader *reader, const char *name) {
+    const json *object = mf_field(reader, name);
+    if (object && object->type != JSON_OBJECT) mf_field_error(reader, name, object, "an object");
+    return object && object->n ? object : NULL;
+}
+
 /* Reads config->rope and local_rope. Files of transformers 4 have the object rope_scaling and
  * rope_theta beside it; files of transformers 5 have everything in rope_parameters, and models with
- * two RoPEs have two objects in it. If both objects are there, rope_scaling counts. */
+ * two RoPEs have two objects in it. If a file has both, rope_scaling counts. In models with two
+ * RoPEs it replaces only the fields that it has, those of the layers without a window. */
 static void mf_read_rope(mf_reader *config_reader, mf_config *config, arena *memory) {
-    const double window_theta = mf_own_number(config_reader, "window_theta");
-    const bool has_local = mf_is_named(config_reader, "rope_local_base_freq");
-    const bool two = has_local || window_theta != 0;
-    const char *name = "rope_scaling", *prefix = "rope_scaling.";
-    const json *object = mf_field(config_reader, name);
+    const bool two = mf_has_two_ropes(config_reader);
+    const json *scaling = mf_rope_object(config_reader, "rope_scaling");
+    const json *parameters = mf_rope_object(config_reader, "rope_parameters");
     mf_reader rope_reader = *config_reader, *reader = &rope_reader, local = *config_reader;
-    rope_reader.outer = rope_reader.defaults = local.object = local.outer = local.defaults = NULL;
-    if (!object || (object->type == JSON_OBJECT && object->n == 0)) {
-        name = "rope_parameters";
-        prefix = "rope_parameters.";
-        object = mf_field(config_reader, name);
-    }
-    if (object && object->type != JSON_OBJECT)
-        mf_field_error(config_reader, name, object, "an object");
-    if (config_reader->err->code) return;
-    reader->object = object;
-    reader->prefix = prefix;
+    reader->outer = reader->defaults = local.outer = local.defaults = NULL;
+    reader->object = scaling && !two ? scaling : parameters;
+    reader->prefix = scaling ? "rope_scaling." : "rope_parameters.";
     const json *full = mf_field(reader, mf_layer_types[0]);
     const json *windowed = mf_field(reader, mf_layer_types[1]);
+    const bool is_nested = json_is(full ? full : windowed, JSON_OBJECT) &&
+                           json_is(windowed ? windowed : full, JSON_OBJECT) && (full || !scaling);
     if ((full || windowed) && !two)
         mf_field_error(reader, mf_layer_types[full ? 0 : 1], full ? full : windowed,
                        "none: one RoPE for all layers");
-    if (two && object && object->n && !strcmp(name, "rope_parameters")) {
-        const bool good = json_is(full ? full : windowed, JSON_OBJECT) &&
-                          json_is(windowed ? windowed : full, JSON_OBJECT);
-        if (!good)
-            mf_field_error(config_reader, name, object,
-                           "an object with the objects full_attention and sliding_attention");
-        reader->object = full;
+    if (parameters && two && !is_nested)
+        mf_field_error(config_reader, "rope_parameters", parameters,
+                       "an object with the objects full_attention and sliding_attention");
+    if (config_reader->err->code) return;
+    if (two) {
+        reader->object = scaling ? scaling : full;
         local.object = windowed;
         local.prefix = "rope_parameters.sliding_attention.";
-        reader->prefix = "rope_parameters.full_attention.";
+        if (!scaling) reader->prefix = "rope_parameters.full_attention.";
+        if (scaling && !mf_field(reader, "rope_type")) mf_refuse_old_type(reader);
+        reader->outer = full;
+        if (!mf_bool(reader, "truncate", true)) /* transformers does not read it here */
+            mf_field_error(reader, "truncate", mf_field(reader, "truncate"), "true");
     }
-    if (two && !strcmp(name, "rope_scaling") && !mf_field(reader, "rope_type"))
-        mf_refuse_old_type(reader);
-    if (two && !mf_bool(reader, "truncate", true)) /* transformers does not read it here */
-        mf_field_error(reader, "truncate", mf_field(reader, "truncate"), "true");
     mf_read_one_rope(config_reader, reader, config, mf_read_theta(config_reader, "rope_theta"),
                      memory, &config->rope, &config->rope_table);
     if (two)
         mf_read_one_rope(config_reader, &local, config,
-                         has_local ? mf_read_theta(config_reader, "rope_local_base_freq")
-                                   : window_theta,
+                         mf_is_named(config_reader, "window_theta")
+                             ? mf_own_number(config_reader, "window_theta")
+                             : mf_read_theta(config_reader, "rope_local_base_freq"),
                          memory, &config->local_rope, &config->local_table);
 }
 

@@ -466,6 +466,12 @@ NO_CHANGES = {
     "theta-of-windows": ("olmo3", field("rope_local_base_freq", value=33.0)),
     "types-of-mixtral": ("mixtral", lambda config, tensors: config.update(
         layer_types=["full_attention", "sliding_attention"] * (config["num_hidden_layers"] // 2) + ["full_attention"] * (config["num_hidden_layers"] % 2))),
+    "length-beside-two-ropes": ("olmo3", field("original_max_position_embeddings", value=500)),
+    "both-rope-objects": ("gemma3-types", lambda config, tensors: config.update(
+        rope_scaling={"rope_type": "linear", "factor": config["rope_parameters"]["full_attention"].pop("factor")})),
+    "both-rope-objects-differ": ("gemma3-types", lambda config, tensors: config.update(
+        rope_scaling=dict(config["rope_parameters"]["full_attention"]),
+        rope_parameters={**config["rope_parameters"], "full_attention": {"rope_type": "default", "rope_theta": 33.0}})),
     "type-of-kimi": ("deepseek3", field("model_type", value="kimi_k2")),
     "weights-as-they-are": ("mixtral", field("norm_topk_prob", value=False)),
 }
