@@ -11054,10 +11054,11 @@ void toka_weight_row(const toka_tensor *tensor, int row, float *to) {
  *                  devices, as slices of the bound weights
  *
  * What always holds after mf_bind: every tensor that the layer loop will use lies inside its file
- * and has exactly the shape that its mf_slot and the format say. Scales are finite, and zero points
- * and groups of columns are in range. Of the weights' data only these have been read. A tensor may
- * begin at any byte: not every writer pads the header, and a tensor of odd length may lie before
- * it.
+ * and has exactly the shape that its mf_slot and the format say. Scales are finite, zero points and
+ * groups of columns are in range, and no norm, bias or other vector has a NaN. Of the weights' data
+ * only these have been read. A NaN in a matrix is not looked for, because that would read all
+ * weights at the start. A tensor may begin at any byte: not every writer pads the header, and a
+ * tensor of odd length may lie before it.
  * =========================================================================== */
 
 /* ---- safetensors ----
@@ -11536,6 +11537,16 @@ static void mf_copy_part(mf_binder *binder, const mf_target *target, const st_te
     }
 }
 
+/* Has a tensor of plain numbers a NaN? Infinity is allowed: as a bias it excludes an expert. */
+COLD
+static bool mf_has_nan(const st_tensor *tensor) {
+    const size_t n = (tensor->end - tensor->begin) * 8 / (size_t)tensor->dtype->bits;
+    bool found = false;
+    for (size_t i = 0; i < n && !found; i++)
+        found = isnan(weight_number(tensor->data, (toka_dtype)tensor->dtype->toka_dtype, i));
+    return found;
+}
+
 /* Binds a tensor of plain numbers. Returns 0 or an error code. */
 COLD
 static int mf_bind_plain(mf_binder *binder, const mf_target *target, const st_tensor *tensor,
@@ -11554,6 +11565,8 @@ static int mf_bind_plain(mf_binder *binder, const mf_target *target, const st_te
     if (tensor->dtype->toka_dtype < 0)
         return fail(e, TOKA_E_INPUT, "%s: dtype %s, expected BF16, F16 or F32", target->name,
                     tensor->dtype->name);
+    if (is_vector && !target->expert && mf_has_nan(tensor))
+        return fail(e, TOKA_E_INPUT, "%s: a number is NaN", target->name);
     if (target->n_stacked) {
         for (int i = 0; i < target->n_parts; i++) mf_copy_part(binder, target, tensor, i);
         mf_count_bound(binder, target, tensor, true);
@@ -57979,7 +57992,10 @@ static const help_page help_pages[] = {
      "  (trust_remote_code is never needed), another quant_method (bitsandbytes, hqq,\n"
      "  NVFP4, int8), another number of bits than 4 (GPTQ with 2, 3, 8), transforms,\n"
      "  encoders, and any field whose value toka would compute in another way than\n"
-     "  the model's authors. GGUF and .bin files are not read.\n",
+     "  the model's authors. GGUF and .bin files are not read.\n"
+     "- NaN: refused in scales, norms and biases. Matrices are not searched for it at\n"
+     "  the start, as that would read all weights; if one has a NaN, so have the\n"
+     "  logits, and the answer repeats the token of id 0. --quantization fp8 refuses.\n",
      "models"},
     {"client", "prompts and chats for a running server",
      "    toka serve -m test/model & export TOKA_BASE_URL=http://127.0.0.1:10210\n"

@@ -354,6 +354,12 @@ EDITS = {
     "awq-scale-shape": ("awq-128", cut(ATTN + "k_proj.scales"), "k_proj.scales"),
     "mxfp4-scale-shape": ("gptoss-mxfp4", cut(MLP + "experts.gate_up_proj_scales", 2), "gate_up_proj_scales"),
     "mxfp4-blocks-shape": ("gptoss-mxfp4", cut(MLP + "experts.gate_up_proj_blocks", 3), "gate_up_proj_blocks"),
+    # vectors of plain numbers: of infinity there may be biases that exclude an expert
+    "norm-nan": ("llama", element("model.layers.1.input_layernorm.weight", 3, 0x7FC0), "input_layernorm.weight: a number is NaN"),
+    "last-norm-nan-f16": ("awq-128", element("model.norm.weight", 255, 0xFE01), "model.norm.weight: a number is NaN"),
+    "router-bias-nan": ("deepseek3", element(MLP + "gate.e_score_correction_bias", 11, 0x7F800001), "e_score_correction_bias: a number is NaN"),
+    "expert-bias-nan": ("gptoss", element(MLP + "experts.down_proj_bias", 800, 0xFFFF), "experts.down_proj_bias: a number is NaN"),
+    "sinks-nan": ("gptoss", element(ATTN + "sinks", 6, 0x7F81), "sinks: a number is NaN"),
     # groups, zero points, orders
     "group-does-not-divide": ("gptq-128", field(QUANT, "group_size", value=96), "96"),
     "group-zero": ("awq-128", field(QUANT, "group_size", value=0), "group_size"),
