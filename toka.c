@@ -53288,18 +53288,23 @@ static void plan_put_table_row(const plan_layout *layout, buf *out) {
     else buf_c(out, "  does not fit\n");
 }
 
-/* Appends a sentence for each tp and each pp that the model does not allow: with JSON an array's
- * elements, else lines. */
-static void plan_put_not_possible(const plan_query *query, bool as_json, buf *b) {
+static void plan_put_not_possible(const char *what, bool as_json, buf *b) {
+    if (as_json) json_put_str(b, str_c(what));
+    else buf_printf(b, "not possible: %s\n", what);
+}
+
+/* Appends a sentence for each tp and each pp that the model does not allow, and one for the experts
+ * of several GPUs: with JSON an array's elements, else lines. */
+static void plan_put_refused_splits(const plan_query *query, bool as_json, buf *b) {
     toka_err e;
     for (int size = 1; size <= query->n_gpus; size++)
-        for (int i = 0; i < 2; i++) {
-            if (query->n_gpus % size ||
-                !plan_check_split(query, i ? 1 : size, i ? size : 1, &e))
-                continue;
-            if (as_json) json_put_str(b, str_c(e.msg));
-            else buf_printf(b, "not possible: %s\n", e.msg);
-        }
+        for (int i = 0; i < 2; i++)
+            if (query->n_gpus % size == 0 &&
+                plan_check_split(query, i ? 1 : size, i ? size : 1, &e))
+                plan_put_not_possible(e.msg, as_json, b);
+    if (query->model->moe.n_experts && query->n_gpus > 1)
+        plan_put_not_possible("expert parallel: toka has no expert ranks; a GPU has all experts of "
+                              "its layers", as_json, b);
 }
 
 enum { PLAN_EXPERT_STEPS = 5 };
@@ -53431,7 +53436,7 @@ static void plan_put_text(const plan_options *options, const plan_query *query, 
                "dp", "weights", "scratch", "KV tokens", seqs_title, "running", "tok/s", "bound",
                "out tok/s", "all tok/s", "bound");
     for (int i = 0; i < n_layouts; i++) plan_put_table_row(&layouts[i], out);
-    plan_put_not_possible(query, false, out);
+    plan_put_refused_splits(query, false, out);
     plan_put_experts(query, plan_best_layout(layouts, n_layouts), out);
     plan_put_drafts(query, plan_best_layout(layouts, n_layouts), out);
     plan_put_flags(options, plan_best_layout(layouts, n_layouts), &flags);
@@ -53542,7 +53547,7 @@ static void plan_put_json(const plan_options *options, const plan_query *query, 
     for (int i = 0; i < n_layouts; i++) plan_put_json_layout(options, &layouts[i], out);
     json_put_close(out, ']');
     json_put_key(out, "not_possible"), json_put_open(out, '[');
-    plan_put_not_possible(query, true, out);
+    plan_put_refused_splits(query, true, out);
     json_put_close(out, ']');
     plan_put_json_experts(query, plan_best_layout(layouts, n_layouts), out);
     plan_put_json_drafts(query, plan_best_layout(layouts, n_layouts), out);
@@ -58591,8 +58596,8 @@ static const help_page help_pages[] = {
      "  each split into tensor ranks, stages and replicas. Of T rows each uses k of X\n"
      "  experts, so a step reads X (1 - (1 - k/X)^T) of them in each layer. Splits that\n"
      "  the start refuses are left out, and a line says why: GPUs have no experts and\n"
-     "  no MLA over tensor ranks. Sequences with states (Gated DeltaNet) run only as\n"
-     "  far as their states take half of the memory.\n"
+     "  no MLA over tensor ranks, and there are no expert ranks. Sequences with states\n"
+     "  (Gated DeltaNet) run only as far as their states take half of the memory.\n"
      "- For a rate: the fewest GPUs (--gpus: this number) and the split of the lowest\n"
      "  99th percentile of TTFT, if 99 % of the requests meet all limits of --goodput:\n"
      "  ttft, itl (the mean of a request; also called tpot) and e2el, in ms. `most` is\n"
