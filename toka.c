@@ -20850,14 +20850,43 @@ COLD static void con_read_part(con_reader *reader, con_rule part) {
     con_put_set(reader, part, &set);
 }
 
+/* Reads an ASCII character that stands for itself, without a quantifier. Returns the state after
+ * it; -1: something else comes. Alternatives that begin alike share their first states (a trie), so
+ * one item (23) reads all of them. */
+COLD static int con_read_plain(con_reader *reader, int from) {
+    enum { MOST = 128 }; /* edges that are looked at */
+    con_grammar *grammar = reader->grammar;
+    const char *at = reader->at;
+    if (*at < ' ' || *at > '~' || strchr("\\\"[](){}.^$*+?|", *at) ||
+        (reader->end - at > 1 && strchr("*+?{", at[1])))
+        return -1;
+    reader->at++;
+    for (int k = grammar->states[from].first, i = 0; k >= 0 && i < MOST; i++) {
+        const con_edge *edge = &grammar->edges[k];
+        if (edge->kind == CON_BYTES && edge->low == *at && edge->high == *at) return edge->to;
+        k = edge->next;
+    }
+    const con_rule part = {from, con_state_new(grammar)};
+    buf set = {0};
+    con_set_add(&set, (uint32_t)*at, (uint32_t)*at);
+    con_put_set(reader, part, &set);
+    return part.end;
+}
+
 COLD static void con_read_choices(con_reader *reader, con_rule part) {
     con_grammar *grammar = reader->grammar;
+    const int root = con_state_new(grammar); /* no edge leads back to it */
     if (++reader->nesting > CON_MAX_NESTING) con_bad(reader, "groups nested too deep");
+    con_empty(grammar, part.start, root);
     do {
-        int state = con_state_new(grammar);
-        con_empty(grammar, part.start, state);
+        int state = root;
         while (reader->at < reader->end && *reader->at != '|' && *reader->at != ')' &&
                !grammar->e->code) {
+            const int next = con_read_plain(reader, state);
+            if (next >= 0) {
+                state = next;
+                continue;
+            }
             const con_rule inner = {con_state_new(grammar), con_state_new(grammar)};
             const int n_anchors = reader->n_anchors;
             con_read_part(reader, inner);

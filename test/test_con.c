@@ -38,6 +38,10 @@ static const struct con_case {
     {RE, "(?:a|(?P<x>b))(?<y>c)", "ac|bc", "a|abc"},
     {RE, "x{y}", "x{y}", "xy"},
     {RE, "(a?){3}(a*)*", "|a|aaaa", "b"},
+    /* alternatives that begin alike: a quantifier, a group, a class or nothing behind the same characters */
+    {RE, "(abc|abd|ab|a(b|x)e|abd*f|a[bc]g|ab{2}|)z", "abcz|abdz|abz|abez|axez|abfz|abddfz|acgz|abgz|abbz|z", "az|abddz|axz|ace|abcdz|abczz|abdgz"},
+    {RE, "(?i)(foo|Fob|FO1|fo\\.)+", "foo|FOBfo1|fo.FO.", "fo|fa|f01|foo2"},
+    {RE, "(ab|ac|a)(ab|ac|a)d", "abacd|aad|acad", "abd|ad|aabacd"},
     {BN, "root ::= \"[\" root{0,2} \"]\"", "[]|[[]]|[[][]]|[[[]]]", "[[][][]]|[|]"},
     {BN, "root ::= e\ne ::= t ((\"+\"\n| \"-\") t)* # sum\nt ::= [0-9]+ | \"(\" e \")\"\n", "1+2|(1-2)+3|((2))", "1+|(1|()"},
     {BN, "root ::=\n  \"a\" b?\n  | \"c\"\nb ::= \"\\x41\\n\\\"\" [^\\n\\]]", "a|aA\n\"x|c", "aA|aA\n\"]|b"},
