@@ -21550,6 +21550,12 @@ typedef struct con_strings { /* a rule for strings, made of other rules, which m
     int rule;
 } con_strings;
 
+typedef struct con_counted { /* an object with a minProperties above 1 */
+    const json *least;       /* it */
+    const int *members;      /* [n + 1] rules of the listed names, then of all others */
+    int n, low;
+} con_counted;
+
 typedef struct con_schema {
     con_grammar *grammar;
     const toka_grammar *source;
@@ -21562,9 +21568,10 @@ typedef struct con_schema {
     con_pattern *listed;         /* the names of an object, as JSON strings */
     con_made *made;
     con_strings *strings;
+    con_counted *counted;
     con_index *indexes;          /* of long arrays and objects */
     int n_indexes, cap_indexes;
-    int n_strings, cap_strings, n_listed, cap_listed;
+    int n_strings, cap_strings, n_listed, cap_listed, n_counted, cap_counted;
     int n_entries, cap_entries, n_patterns, cap_patterns, n_made, cap_made, heads[CON_HEADS];
     int space;                   /* rule of white space; -1: none */
     int char_rule, string_rule;  /* a character, a whole string without its quotes; any escapes */
@@ -23201,15 +23208,14 @@ COLD static void con_property_schemas(con_schema *schema, const con_object *obje
     }
 }
 
-/* Returns a rule for a member: its name (a rule for the inside of the string, or a text), a colon
- * and the value; not the white space after it. */
+/* Returns a rule for a member without its first quote: its name (a rule for the inside of the
+ * string, or a text), a colon and the value; not the white space after it. */
 COLD static int con_member_rule(con_schema *schema, int name_rule, const str *name,
                                 const con_all *value) {
     con_grammar *grammar = schema->grammar;
     const int start = con_state_new(grammar);
-    int state = con_literal(grammar, start, STR("\""));
-    if (name) state = con_text(grammar, state, *name, true);
-    else state = con_call_once(grammar, state, name_rule);
+    int state = name ? con_text(grammar, start, *name, true)
+                     : con_call_once(grammar, start, name_rule);
     state = con_token(schema, con_space(schema, con_literal(grammar, state, STR("\""))), ':');
     state = con_call_once(grammar, state, con_schema_rule(schema, value));
     return con_rule_of(grammar, start, state);
@@ -23512,9 +23518,15 @@ COLD static void con_object_read(con_schema *schema, con_object *object) {
 COLD static int con_comma(con_schema *schema, int from, bool styled) {
     return styled && !con_is_python(schema) ? from : con_token(schema, from, ',');
 }
+/* Adds the first quote of a name. One for all names that may come: so white space before it leads
+ * to few items (23). */
+COLD static int con_open_name(con_schema *schema, int from, bool styled) {
+    return styled ? from : con_literal(schema->grammar, from, STR("\""));
+}
 
 /* The states form a grid: [i][c][0] is before the comma or the brace, after c members, when name i
- * may come next; [i][c][1] is after the comma. Above `cap` members the count does not matter. */
+ * may come next; [i][c][1] is after the comma and the quote. Above `cap` members the count does not
+ * matter. */
 COLD static void con_make_object(con_schema *schema, const con_all *all, int from, int to) {
     con_grammar *grammar = schema->grammar;
     con_object object = {.all = all, .high = CON_FOREVER};
@@ -23532,28 +23544,28 @@ COLD static void con_make_object(con_schema *schema, const con_all *all, int fro
         return;
     }
     const int grid = grammar->n_states;
+    int *members = arena_alloc(&schema->memory, (size_t)(n + 1) * sizeof *members);
     for (int i = 0; i < (n + 1) * (cap + 1) * 2; i++) con_state_new(grammar);
 #define CON_AT(i, c, comma) (grid + (((i) * (cap + 1) + (c)) * 2 + (comma)))
     const bool styled = con_is_marked(all, CON_STYLED);
     const int begin = styled ? from : con_token(schema, from, '{');
     con_empty(grammar, begin, CON_AT(0, 0, 0));
-    if (object.high) con_empty(grammar, begin, CON_AT(0, 0, 1));
+    if (object.high) con_empty(grammar, con_open_name(schema, begin, styled), CON_AT(0, 0, 1));
     for (int i = 0; i <= n && !grammar->e->code; i++) {
         const int member = i < n    ? con_named_rule(schema, &object, object.names[i].text)
                            : styled ? con_rule_new(grammar)
                                     : con_others_rule(schema, &object);
         const bool optional = i < n && !con_requires(schema, all, object.names[i].text);
-        if (i == n && object.low > n + 1 && object.low <= object.high &&
-            grammar->states[grammar->rules[member].start].first >= 0)
-            con_schema_fail(schema, object.least, "supported only up to one above the number of "
-                            "listed names, as others may be repeated");
+        members[i] = member;
         for (int c = 0; c <= cap; c++) {
             const bool may_grow = c < object.high;
             if (last_required < i && c >= object.low)
                 con_empty(grammar, con_literal(grammar, CON_AT(i, c, 0), str_c(styled ? "" : "}")),
                           to);
             if (c && may_grow)
-                con_empty(grammar, con_comma(schema, CON_AT(i, c, 0), styled), CON_AT(i, c, 1));
+                con_empty(grammar,
+                          con_open_name(schema, con_comma(schema, CON_AT(i, c, 0), styled), styled),
+                          CON_AT(i, c, 1));
             if (optional) con_empty(grammar, CON_AT(i, c, 1), CON_AT(i + 1, c, 1));
             if (may_grow && (i < n || c + 1 >= object.low)) /* other names may be one */
                 con_empty(grammar, con_after_call(schema, CON_AT(i, c, 1), member),
@@ -23562,6 +23574,27 @@ COLD static void con_make_object(con_schema *schema, const con_all *all, int fro
     }
 #undef CON_AT
     free(object.names);
+    if (object.low < 2 || object.low > object.high) return;
+    schema->counted = con_grow(schema->counted, schema->n_counted, &schema->cap_counted,
+                               sizeof *schema->counted);
+    schema->counted[schema->n_counted++] = (con_counted){object.least, members, n, object.low};
+}
+
+/* Refuses objects that need several other names, as these count as one. All rules are made. */
+COLD static void con_check_counted(con_schema *schema) {
+    con_grammar *grammar = schema->grammar;
+    bool *reaches = mem_alloc((size_t)grammar->n_states);
+    if (schema->n_counted) con_find_productive(grammar, true, reaches);
+    for (int i = 0; i < schema->n_counted; i++) {
+        const con_counted *object = &schema->counted[i];
+        int n = 0; /* members that some text has */
+        for (int k = 0; k <= object->n; k++)
+            n += reaches[grammar->rules[object->members[k]].start];
+        if (n < object->low && reaches[grammar->rules[object->members[object->n]].start])
+            con_schema_fail(schema, object->least, "supported only up to one above the number of "
+                            "listed names that may come, as others may be repeated");
+    }
+    free(reaches);
 }
 
 /* ---- Rules of lists ---- */
@@ -23740,7 +23773,9 @@ COLD static void con_json_schema(con_grammar *grammar, const toka_grammar *sourc
     if (style && all.n) all.part[0].done |= CON_STYLED;
     grammar->root = con_schema_rule(&schema, &all);
     con_schema_run(&schema);
+    if (!grammar->e->code) con_check_counted(&schema);
     arena_free(&schema.memory);
+    free(schema.counted);
     free(schema.entries);
     free(schema.patterns);
     free(schema.made);
