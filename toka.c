@@ -18837,6 +18837,8 @@ typedef struct con_edge {
 
 typedef struct con_state {
     int first;         /* its first edge, -1: none */
+    int call;          /* a call of at most one match that leads to it: the frames of all of these
+                          calls have this edge. 0: not known, or none */
     bool is_end;       /* the last state of a rule; it has no edges */
     bool has_bytes;    /* it has a CON_BYTES edge */
     bool takes_all;    /* all texts of its rule that may follow another state may follow it, too */
@@ -19168,9 +19170,11 @@ static void con_enter(con_machine *machine, int edge_index, int below, int need,
     const con_edge *edge = &machine->grammar->edges[edge_index];
     if (!need) con_visit(machine, edge->to, below);
     if (!left) return;
-    const bool is_tail = left == 1 && machine->grammar->states[edge->to].is_end;
+    const con_state *to = &machine->grammar->states[edge->to];
+    if (edge->high == 1 && to->call) edge_index = to->call;
     con_visit(machine, machine->grammar->rules[edge->rule].start,
-              is_tail ? below : con_frame_of(machine, edge_index, below, need, left));
+              left == 1 && to->is_end ? below
+                                      : con_frame_of(machine, edge_index, below, need, left));
 }
 
 static bool con_measures(const con_machine *machine, int frame) {
@@ -19533,6 +19537,33 @@ COLD static void con_find_productive(const con_grammar *grammar, bool bytes, boo
     free(by_to);
 }
 
+/* Returns the state that this one leads to: the next one whose only edge is not empty. */
+COLD static int con_skip_empty(const con_grammar *grammar, int state) {
+    for (int i = 0, only; i < 100 && !grammar->states[state].is_end; i++, state = only) {
+        only = -1;
+        for (int k = grammar->states[state].first; k >= 0; k = grammar->edges[k].next) {
+            const con_edge *edge = &grammar->edges[k];
+            if (edge->kind == CON_NOTHING) continue;
+            if (edge->kind != CON_EMPTY || only >= 0) return state;
+            only = edge->to;
+        }
+        if (only < 0) return state;
+    }
+    return state;
+}
+
+/* Leaves out states between two empty edges. Then calls have the same frame if they go on at the
+ * same state: else a rule such as e ::= e "+" e | e "*" e would have ever more stacks. */
+COLD static void con_join_calls(con_grammar *grammar) {
+    for (int i = 0; i < grammar->n_states; i++) grammar->states[i].call = 0;
+    for (int i = 0; i < grammar->n_edges; i++) {
+        con_edge *edge = &grammar->edges[i];
+        if (edge->kind == CON_NOTHING) continue;
+        edge->to = con_skip_empty(grammar, edge->to);
+        if (edge->kind == CON_CALL && edge->high == 1) grammar->states[edge->to].call = i;
+    }
+}
+
 /* Removes edges that lead nowhere. */
 COLD static void con_prune(con_grammar *grammar) {
     bool *reaches = mem_alloc((size_t)grammar->n_states);
@@ -19548,6 +19579,7 @@ COLD static void con_prune(con_grammar *grammar) {
     if (!reaches[grammar->rules[grammar->root].start])
         con_fail(grammar, "there is no text that it allows");
     free(reaches);
+    con_join_calls(grammar);
 }
 
 /* Counts in n_calls, for each rule, the calls that other rules make before they consume a byte.
@@ -19661,15 +19693,18 @@ COLD static void con_corner_begin(con_corner *corner, int start, int rule) {
 
 /* Returns a rule without left recursion with the texts of one in a circle. It begins where a text
  * of any rule of the circle begins. Where that rule ends, it goes on behind the calls of the rule
- * in the circle. It ends where the rule itself does (left corners: Rosenkrantz and Lewis, 1970). */
+ * in the circle. It ends where the rule itself does (left corners: Rosenkrantz and Lewis, 1970).
+ * What may follow a call of itself before its end, the called rule can read: so nothing does. */
 COLD static con_rule con_corner_rule(con_corner *corner, int rule, size_t n_states) {
     con_grammar *grammar = corner->grammar;
     const con_rule out = {con_state_new(grammar), con_state_new(grammar)};
+    const int n_edges = grammar->n_edges;
     memset(corner->copies, 0xFF, n_states * sizeof *corner->copies);
     memset(corner->seen, 0, n_states);
     for (int r = 0; r < grammar->n_rules; r++)
         if (corner->in_circle[r]) con_corner_begin(corner, out.start, r);
-    con_empty(grammar, con_copy_of(corner, grammar->rules[rule].end), out.end);
+    const int end = con_copy_of(corner, grammar->rules[rule].end);
+    con_empty(grammar, end, out.end);
     while (corner->todo.n) {
         const int state = corner->todo.p[--corner->todo.n];
         for (int k = grammar->states[state].first; k >= 0; k = grammar->edges[k].next) {
@@ -19678,6 +19713,12 @@ COLD static con_rule con_corner_rule(con_corner *corner, int rule, size_t n_stat
             edge.to = con_copy_of(corner, edge.to);
             con_edge_add(grammar, edge);
         }
+    }
+    for (int k = n_edges; k < grammar->n_edges; k++) {
+        con_edge *edge = &grammar->edges[k];
+        if (edge->kind == CON_CALL && edge->rule == rule && edge->low == 1 && edge->high == 1 &&
+            con_skip_empty(grammar, edge->to) == end)
+            edge->to = out.end;
     }
     grammar->states[out.end].is_end = true;
     return out;
@@ -21554,6 +21595,7 @@ typedef struct con_counted { /* an object with a minProperties above 1 */
     const json *least;       /* it */
     const int *members;      /* [n + 1] rules of the listed names, then of all others */
     int n, low;
+    struct con_counted *next;
 } con_counted;
 
 typedef struct con_schema {
@@ -21571,7 +21613,7 @@ typedef struct con_schema {
     con_counted *counted;
     con_index *indexes;          /* of long arrays and objects */
     int n_indexes, cap_indexes;
-    int n_strings, cap_strings, n_listed, cap_listed, n_counted, cap_counted;
+    int n_strings, cap_strings, n_listed, cap_listed;
     int n_entries, cap_entries, n_patterns, cap_patterns, n_made, cap_made, heads[CON_HEADS];
     int space;                   /* rule of white space; -1: none */
     int char_rule, string_rule;  /* a character, a whole string without its quotes; any escapes */
@@ -23575,18 +23617,17 @@ COLD static void con_make_object(con_schema *schema, const con_all *all, int fro
 #undef CON_AT
     free(object.names);
     if (object.low < 2 || object.low > object.high) return;
-    schema->counted = con_grow(schema->counted, schema->n_counted, &schema->cap_counted,
-                               sizeof *schema->counted);
-    schema->counted[schema->n_counted++] = (con_counted){object.least, members, n, object.low};
+    con_counted *counted = arena_alloc(&schema->memory, sizeof *counted);
+    *counted = (con_counted){object.least, members, n, object.low, schema->counted};
+    schema->counted = counted;
 }
 
 /* Refuses objects that need several other names, as these count as one. All rules are made. */
 COLD static void con_check_counted(con_schema *schema) {
     con_grammar *grammar = schema->grammar;
-    bool *reaches = mem_alloc((size_t)grammar->n_states);
-    if (schema->n_counted) con_find_productive(grammar, true, reaches);
-    for (int i = 0; i < schema->n_counted; i++) {
-        const con_counted *object = &schema->counted[i];
+    bool *reaches = arena_alloc(&schema->memory, (size_t)grammar->n_states);
+    if (schema->counted) con_find_productive(grammar, true, reaches);
+    for (const con_counted *object = schema->counted; object; object = object->next) {
         int n = 0; /* members that some text has */
         for (int k = 0; k <= object->n; k++)
             n += reaches[grammar->rules[object->members[k]].start];
@@ -23594,7 +23635,6 @@ COLD static void con_check_counted(con_schema *schema) {
             con_schema_fail(schema, object->least, "supported only up to one above the number of "
                             "listed names that may come, as others may be repeated");
     }
-    free(reaches);
 }
 
 /* ---- Rules of lists ---- */
@@ -23775,7 +23815,6 @@ COLD static void con_json_schema(con_grammar *grammar, const toka_grammar *sourc
     con_schema_run(&schema);
     if (!grammar->e->code) con_check_counted(&schema);
     arena_free(&schema.memory);
-    free(schema.counted);
     free(schema.entries);
     free(schema.patterns);
     free(schema.made);

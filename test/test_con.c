@@ -466,7 +466,7 @@ static void con_put_times(buf *out, const char *head, int n, const char *format,
 }
 
 /* What may come in many ways is read by few items: white space before any of 8,000 names, a pattern of 500 alternatives that may begin at
- * each character. */
+ * each character, and a sum that can be read as products of sums and as sums of products. */
 static void test_con_few_items(void) {
     buf text = {0};
     toka_err e;
@@ -490,6 +490,21 @@ static void test_con_few_items(void) {
     CHECK_MSG(node != CON_DEAD && m->nodes[node].n < 20, "%d items", m->nodes[node].n);
     CHECK(con_accepts(m, con_advance(m, node, STR("3-az!\""))) && con_accepts(m, con_advance(m, node, STR("-az\""))) && !con_accepts(m, con_advance(m, node, STR("3x\""))));
     con_del(c);
+    static const char *const sums[] = {
+        "root ::= root \"+\" root | root \"*\" root | root \"!\" | \"-\" root | \"(\" root \")\" | [0-9]",
+        "start: e\ne: e \"+\" e | e \"*\" e | e \"!\" | \"-\" e | \"(\" e \")\" | N\nN: /[0-9]/\n%ignore \" \"",
+        "root ::= e\ne ::= p | e \"+\" e | e \"!\"\np ::= e \"*\" e | \"(\" e \")\" | \"-\" e | [0-9]"};
+    for (int i = 0; i < COUNT(sums); i++) {
+        c = con_make(BN, sums[i], NULL, &con_no_tokens, &e);
+        CHECK_MSG(c, "%s", e.msg);
+        m = &c->machine;
+        node = con_begin(m, c->grammar.root);
+        for (int k = 0; k < 30; k++) node = con_advance(m, node, k % 5 ? STR("1+2*-3!*4+-5!!+6*") : STR("(1*2+"));
+        CHECK_MSG(node != CON_DEAD && m->nodes[node].n < 100, "%s: %d items", sums[i], m->nodes[node].n);
+        CHECK(con_accepts(m, con_advance(m, node, STR("7)))+1)!))*2"))) && !con_accepts(m, con_advance(m, node, STR("7)))))"))) && con_advance(m, node, STR("7))))))) ")) == CON_DEAD &&
+              con_advance(m, node, STR("*")) == CON_DEAD && con_advance(m, node, STR("7-")) == CON_DEAD);
+        con_del(c);
+    }
     buf_free(&text);
 }
 
