@@ -352,7 +352,9 @@ def ordered(schema, value):
         if len(names_of := [n for n in value if n in names]) + (len(value) > len(names_of)) < least:
             return False  # all other names count as one
         at = [names.index(n) if n in names else len(names) for n in value]
-        return at == sorted(at) and all(ordered(schema.get("properties", {}).get(n), v) for n, v in value.items())
+        own, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+        of = {n: [own.get(n)] + [s for p, s in patterns.items() if re.search(p, n)] for n in value}
+        return at == sorted(at) and all(ordered(s, v) for n, v in value.items() for s in of[n] + [schema.get("additionalProperties")])
     return True
 
 
