@@ -53893,58 +53893,112 @@ static int plan_answer_rate(const plan_options *options, plan_query *query, int 
 
 /* ---- The memory of a batch ---- */
 
-enum { PLAN_MEMORY_ROWS = 6 };
+enum { PLAN_MEMORY_ROWS = 7 };
 typedef struct plan_memory_row {
     const char *name;
-    int64_t bytes;
+    int64_t bytes; /* 0: the model has nothing of it, and the row is not shown */
     char formula[160];
 } plan_memory_row;
+
+/* Sets a row of K and V. n_tokens is written as what `of` says; token_bytes: in these layers. */
+static void plan_set_kv_row(const plan_query *query, const char *of, int64_t n_tokens, int n_layers,
+                            int64_t token_bytes, plan_memory_row *row) {
+    const toka_shape *shape = &query->model->shape;
+    const int K = shape->K, D = shape->D;
+    const int Dv = (int)(toka_kv_row_elements(shape, true) / K) - D; /* 0: V is a part of K */
+    const int64_t wide = (int64_t)n_layers * toka_kv_row_bytes(shape, false, 2, true);
+    row->bytes = n_tokens * token_bytes;
+    if (token_bytes == wide)
+        snprintf(row->formula, sizeof row->formula,
+                 "%s * %d layers * %d kv heads * (%d + %d) * 2 bytes", of, n_layers, K, D, Dv);
+    else /* layers with FP8 K and V, and perhaps others */
+        snprintf(row->formula, sizeof row->formula, "%s * %lld bytes in %d layers", of,
+                 (long long)token_bytes, n_layers);
+}
+
+/* Sets the rows of layers that keep all K and V, and of layers with a window. These have pages of
+ * their own if that takes less memory, as many as all sequences can hold. */
+static void plan_set_kv_rows(const plan_query *query, int64_t batch, int64_t length,
+                             plan_memory_row *kept, plan_memory_row *windowed) {
+    const toka_shape *shape = &query->model->shape;
+    eng_token_bytes bytes = plan_token_bytes(query->model, shape, 0);
+    sched_config config = plan_sched_config(query, 0);
+    int window, n_windowed = plan_n_windowed(query->model, &window);
+    config.max_seqs = (int)batch;
+    const int64_t pages = n_windowed ? sched_most_windowed(&config) : 0;
+    char of[80];
+    if (!n_windowed || pages * config.B >= batch * length) n_windowed = 0, bytes.windowed = 0;
+    snprintf(of, sizeof of, "%lld sequences * %lld tokens", (long long)batch, (long long)length);
+    plan_set_kv_row(query, of, batch * length, shape->L - shape->linear.n_layers - n_windowed,
+                    bytes.all - bytes.windowed, kept);
+    snprintf(of, sizeof of, "(%lld sequences * %d + %d / %d) pages * %d tokens", (long long)batch,
+             sched_window_pages(&config), config.max_tokens, config.B, config.B);
+    plan_set_kv_row(query, of, pages * config.B, n_windowed, bytes.windowed, windowed);
+}
+
+/* Sets the rows of what plan_make_rank calls scratch. */
+static void plan_set_scratch_rows(const plan_query *query, plan_memory_row *activations,
+                                  plan_memory_row *tables) {
+    const toka_shape *shape = &query->model->shape;
+    const toka_layer *layers = query->shapes->weights.layers;
+    const int T = query->max_tokens;
+    const int64_t ropes = (int64_t)toka_gpu_kinds_bytes(shape, layers, 0);
+    const int64_t gates = (int64_t)toka_gpu_kinds_bytes(shape, layers, T) - ropes;
+    const int64_t unpacked = query->model->kv_fp8 ? (int64_t)toka_gpu_unpacked_bytes(shape) : 0;
+    const int64_t fixed = (int64_t)toka_gpu_scratch_bytes(shape, 0);
+    char experts[32] = "", more_ropes[32] = "", pages[64] = "";
+    activations->bytes = (int64_t)toka_gpu_scratch_bytes(shape, T) - fixed + gates;
+    tables->bytes = fixed + ropes + unpacked;
+    if (shape->expert_cols)
+        snprintf(experts, sizeof experts, " + %lld", (long long)shape->expert_cols);
+    if (ropes)
+        snprintf(more_ropes, sizeof more_ropes, " * %lld",
+                 (long long)(1 + ropes / ((int64_t)shape->max_len * shape->D / 2 * 8)));
+    if (unpacked)
+        snprintf(pages, sizeof pages, " + %lld tokens * 4 K D bytes",
+                 (long long)(unpacked / (4 * (int64_t)shape->K * shape->D)));
+    snprintf(activations->formula, sizeof activations->formula,
+             "%d rows * (2 * (2 E + 2 H D + (H + 2 K) D + F%s%s) + 4 H (D + 1)) bytes", T,
+             gates ? " + 2 F" : "", experts);
+    snprintf(tables->formula, sizeof tables->formula, "%d positions * D / 2 * 8 bytes%s%s + 1.5 GiB",
+             shape->max_len, more_ropes, pages);
+}
 
 /* Writes the rows: what `batch` sequences of `length` tokens take, all layers on one GPU. */
 static void plan_make_memory(const plan_query *query, int64_t batch, int64_t length,
                              plan_memory_row rows[PLAN_MEMORY_ROWS]) {
-    const toka_shape *shape = &query->model->shape;
-    const int64_t T = query->max_tokens, H = shape->H, K = shape->K, D = shape->D, E = shape->E;
-    const int64_t Dv = toka_kv_row_elements(shape, true) / K - D; /* 0: V is a part of K */
-    const int64_t row = 2 * E + 2 * H * D + (H + 2 * K) * D + shape->F;
-    const int64_t activations = T * (2 * row + 4 * H * (D + 1));
-    const int64_t tables = (int64_t)toka_gpu_scratch_bytes(shape, 0);
+    const int64_t T = query->max_tokens;
     /* of a row: id, position, slot; of a sequence: id and log-probabilities */
     const int64_t in = 12 * T, result = 16;
-    const int64_t state_bytes = eng_state_bytes(shape, 0);
+    const int64_t state_bytes = eng_state_bytes(&query->model->shape, 0);
     plan_memory_row all[PLAN_MEMORY_ROWS] = {
         {"weights", plan_weight_bytes(query), ""},
-        {"K and V", batch * length * plan_kv_bytes(query), ""},
-        {"activations", activations, ""}, {"in- and output", in + batch * result, ""},
-        {"tables, driver", tables, ""}, {"states", batch * state_bytes, ""}};
+        {"K and V", 0, ""}, {"K and V, windows", 0, ""}, {"activations", 0, ""},
+        {"in- and output", in + batch * result, ""},
+        {"tables, driver", 0, ""}, {"states", 2 * batch * state_bytes, ""}};
     buf formats = {0};
     plan_put_formats(query, &formats);
     snprintf(all[0].formula, sizeof all[0].formula, "%lld parameters as %s%s",
              (long long)mf_n_parameters(query->model), buf_view(&formats).p,
              plan_has_format(query, TOKA_INT4) ? "; int4 becomes bf16" : "");
-    snprintf(all[1].formula, sizeof all[1].formula,
-             "%lld sequences * %lld tokens * %d layers * %lld kv heads * (%lld + %lld) * 2 bytes",
-             (long long)batch, (long long)length, shape->L - shape->linear.n_layers, (long long)K,
-             (long long)D,
-             (long long)Dv);
-    snprintf(all[2].formula, sizeof all[2].formula,
-             "%lld rows * (2 * (2 E + 2 H D + (H + 2 K) D + F) + 4 H (D + 1)) bytes", (long long)T);
-    snprintf(all[3].formula, sizeof all[3].formula, "%lld rows * 12 bytes + %lld sequences * %lld",
+    plan_set_kv_rows(query, batch, length, &all[1], &all[2]);
+    plan_set_scratch_rows(query, &all[3], &all[5]);
+    snprintf(all[4].formula, sizeof all[4].formula, "%lld rows * 12 bytes + %lld sequences * %lld",
              (long long)T, (long long)batch, (long long)result);
-    snprintf(all[4].formula, sizeof all[4].formula, "%d positions * D / 2 * 8 bytes + 1.5 GiB",
-             shape->max_len);
-    snprintf(all[5].formula, sizeof all[5].formula, "%lld sequences * %lld bytes", (long long)batch,
+    snprintf(all[6].formula, sizeof all[6].formula,
+             "%lld sequences * 2 * %lld bytes, for each a snapshot", (long long)batch,
              (long long)state_bytes);
     memcpy(rows, all, sizeof all);
     buf_free(&formats);
 }
 
 static void plan_put_memory_text(const plan_query *query, const plan_memory_row *rows,
-                                 int64_t must_hold, int n_gpus, buf *out) {
+                                 int64_t must_hold, int n_gpus, const char *with, buf *out) {
     const toka_shape *shape = &query->model->shape;
     int64_t sum = 0;
     buf_printf(out, "%-16s %10s %10s\n", "", "GB", "GiB");
-    for (int i = 0; i < PLAN_MEMORY_ROWS && rows[i].bytes; i++) {
+    for (int i = 0; i < PLAN_MEMORY_ROWS; i++) {
+        if (!rows[i].bytes) continue;
         buf_printf(out, "%-16s %10.2f %10.2f  %s\n", rows[i].name, 1e-9 * (double)rows[i].bytes,
                    (double)rows[i].bytes / 0x1p30, rows[i].formula);
         sum += rows[i].bytes;
@@ -53953,8 +54007,8 @@ static void plan_put_memory_text(const plan_query *query, const plan_memory_row 
                1e-9 * (double)sum, (double)sum / 0x1p30, shape->E, shape->H, shape->K, shape->D,
                shape->F);
     if (n_gpus)
-        buf_printf(out, "at least %d x %s hold %lld tokens of K and V\n", n_gpus, query->gpu->name,
-                   (long long)must_hold);
+        buf_printf(out, "at least %d x %s hold %lld tokens of K and V%s\n", n_gpus,
+                   query->gpu->name, (long long)must_hold, with);
     else
         buf_printf(out, "%d x %s do not hold them\n", PLAN_MAX_GPUS, query->gpu->name);
 }
@@ -53965,7 +54019,8 @@ static void plan_put_memory_json(const plan_memory_row *rows, const char *name, 
     json_put_key(out, "model"), json_put_str(out, str_c(name));
     json_put_key(out, "least_gpus"), json_put_int(out, n_gpus);
     json_put_key(out, "memory"), json_put_open(out, '[');
-    for (int i = 0; i < PLAN_MEMORY_ROWS && rows[i].bytes; i++) {
+    for (int i = 0; i < PLAN_MEMORY_ROWS; i++) {
+        if (!rows[i].bytes) continue;
         json_put_open(out, '{');
         json_put_key(out, "name"), json_put_str(out, str_c(rows[i].name));
         json_put_key(out, "bytes"), json_put_int(out, rows[i].bytes);
@@ -53981,15 +54036,20 @@ static void plan_answer_memory(const plan_options *options, const plan_query *qu
     plan_memory_row rows[PLAN_MEMORY_ROWS];
     plan_query holds = *query;
     const int64_t must_hold = (int64_t)options->batch * length;
+    int window;
+    char with[48] = "";
     holds.max_seqs = MAX(holds.max_seqs, options->batch);
-    if (query->model->shape.linear.n_layers && !holds.chosen_seqs) /* each has a state */
-        holds.max_seqs = holds.chosen_seqs = options->batch;
+    if (!holds.chosen_seqs &&
+        (query->model->shape.linear.n_layers || plan_n_windowed(query->model, &window))) {
+        holds.max_seqs = holds.chosen_seqs = options->batch; /* each has a state, or such pages */
+        snprintf(with, sizeof with, ", with --max-num-seqs %d", options->batch);
+    }
     plan_make_memory(query, options->batch, length, rows);
     const int n_gpus = plan_min_gpus(holds, must_hold);
     if (options->json) plan_put_memory_json(rows, name, n_gpus, out);
     else {
         buf_printf(out, "%s: %d sequences of %d tokens\n", name, options->batch, length);
-        plan_put_memory_text(query, rows, must_hold, n_gpus, out);
+        plan_put_memory_text(query, rows, must_hold, n_gpus, with, out);
     }
 }
 

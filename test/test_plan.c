@@ -558,12 +558,30 @@ static void plan_test_batch_memory(void) {
     plan_fixture f = plan_fixture_open("llama-3.1-405b", "H100");
     plan_make_memory(&f.query, 4, 8192, rows);
     CHECK(llabs(rows[0].bytes - 811700000000) < 50000000 && rows[1].bytes == (int64_t)(15.75 * 0x1p30));
-    int64_t sum = rows[2].bytes + rows[4].bytes; /* what the start reserves */
-    CHECK(sum == (int64_t)toka_gpu_scratch_bytes(&f.query.model->shape, f.query.max_tokens));
+    CHECK(!rows[2].bytes && !rows[6].bytes); /* no windows, no states */
     plan_make_memory(&f.query, 4, 131072, rows);
     CHECK(rows[1].bytes == (int64_t)252 << 30);
     CHECK(!strcmp(rows[1].formula, "4 sequences * 131072 tokens * 126 layers * 8 kv heads * (128 + 128) * 2 bytes"));
     plan_fixture_close(&f);
+    /* each kind of layers has its own row; activations and tables are what the start reserves */
+    static const struct { const char *model; int64_t kept, windowed, states; } cases[] = {
+        {"gpt-oss-20b", 16 * 32768 * 12 * (int64_t)2048, (16 * 4 + 132) * 64 * 12 * 2048, 0},
+        {"gemma-3-27b-it", 16 * 32768 * 10 * (int64_t)8192, (16 * 18 + 132) * 64 * 52 * (int64_t)8192, 0},
+        {"mistral-7b-v0.1", 0, (16 * 66 + 132) * 64 * 32 * (int64_t)4096, 0},
+        {"qwen3-next-80b-a3b-instruct", 16 * 32768 * (int64_t)24576, 0, 2 * 16 * (int64_t)79036416},
+        {"deepseek-v3", 16 * 32768 * 61 * (int64_t)1152, 0, 0}, {"qwen3-30b-a3b", 16 * 32768 * 48 * (int64_t)2048, 0, 0}};
+    for (int i = 0; i < COUNT(cases); i++) {
+        f = plan_fixture_open(cases[i].model, "H200");
+        f.query.max_tokens = 8448;
+        plan_make_memory(&f.query, 16, 32768, rows);
+        CHECK_MSG(rows[1].bytes == cases[i].kept && rows[2].bytes == cases[i].windowed && rows[6].bytes == cases[i].states, "%s: %lld, %lld, %lld",
+                  cases[i].model, (long long)rows[1].bytes, (long long)rows[2].bytes, (long long)rows[6].bytes);
+        CHECK_MSG(rows[3].bytes + rows[5].bytes == plan_make_rank(&f.query, 1, 1, 0, 0).scratch_bytes, "%s", cases[i].model);
+        /* sequences that are not longer than a window takes: one pool */
+        plan_make_memory(&f.query, 16, 200, rows);
+        CHECK_MSG(rows[1].bytes == 16 * 200 * plan_kv_bytes(&f.query) && !rows[2].bytes, "%s", cases[i].model);
+        plan_fixture_close(&f);
+    }
 }
 
 /* ---- Dummy weights ---- */

@@ -89,7 +89,7 @@ def test_states_take_half_of_the_memory():
     refused = plan(*args, "--max-num-seqs", "8192", status=1)[1]
     assert re.search(r"GB of weights, \d+ GB for the states of --max-num-seqs 8192 sequences and a sequence of 865 tokens do not fit on 2 x H100", refused)
     rows = {r["name"]: r for r in json.loads(plan("-m", "qwen3.5-9b", "--batch-size", "16", "--max-model-len", "4096", "--json")[0])["memory"]}
-    assert rows["states"]["bytes"] == 16 * 24 * (32 * 128 * 128 + 3 * 8192) * 4 and rows["K and V"]["bytes"] == 16 * 4096 * 8 * 4 * 512 * 2
+    assert rows["states"]["bytes"] == 16 * 2 * 24 * (32 * 128 * 128 + 3 * 8192) * 4 and rows["K and V"]["bytes"] == 16 * 4096 * 8 * 4 * 512 * 2
     assert "4096 tokens * 8 layers" in rows["K and V"]["formula"]
 
 
@@ -133,6 +133,12 @@ def test_batch_memory():
         formula = re.sub(r"(?<=[\d)A-Z]) (?=[A-Z(])", " * ", re.sub(r"\b(sequences|tokens|layers|kv heads|bytes|rows)\b", "", row["formula"]).strip())
         formula = re.sub(r" +", " ", formula).replace("* *", "*")
         assert eval(formula, letters) == row["bytes"], formula
+    windows = plan("-m", "gemma-3-27b-it", "--gpu", "H200", "--batch-size", "16", "--max-model-len", "32768")[0]
+    assert re.search(r"^K and V +42\.95 +40\.00  16 sequences \* 32768 tokens \* 10 layers \* ", windows, re.M)
+    assert re.search(r"^K and V, windows +11\.45 +10\.66  \(16 sequences \* 18 \+ 8448 / 64\) pages \* 64 tokens \* 52 layers \* ", windows, re.M)
+    assert "at least 1 x H200 hold 524288 tokens of K and V, with --max-num-seqs 16\n" in windows
+    fp8 = plan("-m", "llama-3.1-8b", "--kv-cache-dtype", "fp8", "--batch-size", "4", "--max-model-len", "8192")[0]
+    assert re.search(r"^K and V +2\.16 +2\.02  4 sequences \* 8192 tokens \* 66048 bytes in 32 layers$", fp8, re.M)
     assert "do not hold them" in plan("-m", "llama-3.1-405b", "--gpu", "L4", "--batch-size", "64", "--max-model-len", "131072")[0]
 
 
