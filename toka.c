@@ -15,7 +15,7 @@
  * attention or with linear mixers (Gated DeltaNet); their weights are bf16, f16, f32, FP8, int4 or
  * MXFP4 (mf_methods). The GPU backend has most dense ones in bf16, f16, f32 and FP8, and on Hopper
  * their mixtures of experts and GPT-OSS, whose experts may be MXFP4. No images. Speculative
- * decoding takes its drafts from texts or from a smaller model (20), and is not on the GPU. If toka
+ * decoding takes its drafts from texts, a smaller model or a head (20), not on the GPU. If toka
  * would compute a model differently from the code of the model's authors, it refuses the model and
  * says why (mf_refuse_unsupported).
  *
@@ -209,6 +209,7 @@
  *   speculative decoding: drafts from the prompt,    2211.17192      20 draft_plan
  *     the output, other samples, the prefix tree;                    32 eng_verify_drafts,
  *     or of a smaller model                                             eng_draw_drafts
+ *   a head that drafts: EAGLE-3                      2503.01840      27 plain_head_x
  *   Gated DeltaNet: a state in place of K and V      2412.06464      27b plain_linear_token
  *                                                                    30 cpu_linear_item
  *   sampling: Gumbel-max over groups of ids          1411.0030       22 samp_draw
@@ -8385,7 +8386,8 @@ static const struct {
 /* ---- Tensors: every tensor of toka_weights and what it points to, with its dimensions ---- */
 
 typedef enum mf_owner { /* the struct that has the tensor */
-    MF_OF_MODEL, MF_OF_LAYER, MF_OF_MLA, MF_OF_LINEAR, MF_OF_MOE, MF_OF_EXPERT, MF_N_OWNERS
+    MF_OF_MODEL, MF_OF_LAYER, MF_OF_MLA, MF_OF_LINEAR, MF_OF_MOE, MF_OF_EXPERT, MF_OF_HEAD,
+    MF_N_OWNERS
 } mf_owner;
 
 /* A tensor's place. rows, cols: each a product of dimension letters; rows "": a vector, which has
@@ -8412,6 +8414,7 @@ enum {
     MF_T_ROUTER, MF_T_ROUTER_BIAS, MF_T_CHOICE_BIAS,
     MF_T_SHARED_GATE, MF_T_SHARED_UP, MF_T_SHARED_DOWN, MF_T_SHARED_SWITCH,
     MF_T_X_GATE, MF_T_X_UP, MF_T_X_DOWN, MF_T_X_GATE_BIAS, MF_T_X_UP_BIAS, MF_T_X_DOWN_BIAS,
+    MF_T_FC, MF_T_HIDDEN_NORM, MF_T_HEAD_LM_HEAD,
     MF_N_SLOTS
 };
 
@@ -8478,13 +8481,17 @@ static const mf_slot mf_slots[MF_N_SLOTS] = {
     [MF_T_X_GATE_BIAS] = {MF_OF_EXPERT, "", "M", offsetof(toka_mlp, gate_bias)},
     [MF_T_X_UP_BIAS] = {MF_OF_EXPERT, "", "M", offsetof(toka_mlp, up_bias)},
     [MF_T_X_DOWN_BIAS] = {MF_OF_EXPERT, "", "E", offsetof(toka_mlp, down_bias)},
+    [MF_T_FC] = {MF_OF_HEAD, "E", "P", offsetof(toka_head, fc)},
+    [MF_T_HIDDEN_NORM] = {MF_OF_HEAD, "", "E", offsetof(toka_head, hidden_norm)},
+    [MF_T_HEAD_LM_HEAD] = {MF_OF_HEAD, "O", "E", offsetof(toka_head, lm_head)},
 };
 
 /* Sets the dimensions that the letters stand for, after the shape and config->mla. The letters of
  * toka.h (H K D E F V X), and M: width of an expert, S: of the shared expert, Q: q's latent vector,
  * or E without one, C: latent vector of K and V, N: a head of q, B: a head of kv_b, W: of a value,
  * Y: a head's rows in q. Of linear mixers G: key heads, R: value heads, J and U: their sizes, A and
- * I: rows of a key head in qkvz and ba, T: taps. M, S, Q and X are set before. */
+ * I: rows of a key head in qkvz and ba, T: taps. M, S, Q and X are set before. Of a toka_head P:
+ * columns of fc, O: ids that it knows; mf_head_parse sets them. */
 static void mf_set_letters(mf_config *config) {
     const toka_shape *shape = &config->shape;
     const toka_linear_shape *linear = &shape->linear;
@@ -8532,6 +8539,14 @@ typedef struct mf_binding {
 static const mf_binding mf_model_names[] = {
     {"embed_tokens.weight", MF_T_EMBED, 0, 0}, {"norm.weight", MF_T_NORM, 0, 0}, {0}
 };
+static const mf_binding mf_head_names[] = {
+    {"fc.weight", MF_T_FC, 0, 0},
+    {"norm.weight", MF_T_NORM, 0, 0},
+    {"lm_head.weight", MF_T_HEAD_LM_HEAD, 0, 0},
+    {"embed_tokens.weight", MF_T_EMBED, 0, 0}, /* last; if it is missing, it is the target's */
+    {0}
+};
+static const mf_binding mf_hidden_norm_name = {"hidden_norm.weight", MF_T_HIDDEN_NORM, 0, 0};
 static const mf_binding mf_lm_head_name = {"lm_head.weight", MF_T_LM_HEAD, 0, MF_LM_HEAD};
 
 static const mf_binding mf_norms[] = {
@@ -10304,6 +10319,96 @@ static int mf_config_parse(str text, const char *where, arena *memory, mf_config
     return e->code;
 }
 
+/* ---- config.json of a draft head: EAGLE-3 ----
+ * SpecForge writes the fields of a model of one layer. speculators writes them into
+ * transformer_layer_config, with the fields of the head beside that, and has another default of
+ * norm_before_residual: true. */
+
+/* Reads the numbers of the three layers whose x the head reads. eagle_config has the layers behind
+ * which x is read, as SGLang and SpecForge count, the other field those before which it is, as
+ * vLLM does. */
+COLD
+static void mf_read_head_layers(mf_reader *reader, const mf_config *target, toka_head *head) {
+    static const char field[] = "eagle_aux_hidden_state_layer_ids";
+    const json *behind = json_get(mf_field(reader, "eagle_config"), field);
+    const json *list = behind ? behind : mf_field(reader, field);
+    const int L = target->shape.L, usual[3] = {2, L / 2, L - 3};
+    char expected[80];
+    bool good = !list || (list->type == JSON_ARRAY && list->n == 3);
+    for (int i = 0; i < 3 && good; i++) {
+        const int64_t layer = list ? json_int(json_at(list, i), -2) + (behind != NULL) : usual[i];
+        good = layer >= 0 && layer < L && (!i || layer > head->layers[i - 1]);
+        head->layers[i] = good ? (int)layer : 0;
+    }
+    snprintf(expected, sizeof expected, "three rising numbers of the model's %d layers", L);
+    if (!good) mf_field_error(reader, field, list, expected);
+}
+
+/* Refuses what is not a head of EAGLE-3, and what such a head may ask for that toka does not
+ * have. */
+COLD
+static void mf_check_head(mf_reader *reader) {
+    static const char *const off[] = {"norm_before_fc", "fc_norm", "norm_output",
+                                      "quantization_config"};
+    const json *arch = json_at(mf_field(reader, "architectures"), 0);
+    const json *type = mf_field(reader, "model_type");
+    const json *use_aux = json_get(mf_field(reader, "eagle_config"), "use_aux_hidden_state");
+    if (str_find(json_str(arch), STR("agle3"), 0) < 0)
+        mf_field_error(reader, "architectures[0]", arch,
+                       "a head of EAGLE-3, such as LlamaForCausalLMEagle3 or Eagle3Speculator");
+    if (type && !str_is(json_str(type), "llama"))
+        mf_field_error(reader, "model_type", type, "\"llama\": other layers of heads are not there");
+    for (int i = 0; i < COUNT(off); i++) {
+        const json *value = mf_field(reader, off[i]);
+        if (value && value->type != JSON_FALSE)
+            mf_field_error(reader, off[i], value, "none: heads with it are not supported");
+    }
+    if (json_is(use_aux, JSON_FALSE))
+        mf_field_error(reader, "use_aux_hidden_state", use_aux, "true");
+}
+
+/* Parses config.json of a head for the model `target`, as mf_config_parse. */
+COLD
+static int mf_head_parse(str text, const char *where, arena *memory, const mf_config *target,
+                         mf_config *config, toka_head *head, toka_err *e) {
+    const mf_arch *llama = mf_arch_by_type(STR("llama"));
+    *config = (mf_config){.arch = llama};
+    *e = (toka_err){0};
+    const json *object = mf_parse_json(text, where, memory, mf_json_limits, e);
+    if (!object) return e->code;
+    toka_err bug;
+    const json *layer = json_get(object, "transformer_layer_config");
+    mf_reader reader = {.object = layer ? layer : object, .outer = layer ? object : NULL,
+                        .defaults = json_parse(memory, str_c(llama->defaults), json_trusted, &bug),
+                        .where = where, .prefix = layer ? "transformer_layer_config." : "",
+                        .err = e};
+    mf_check_head(&reader);
+    mf_refuse_unsupported(&reader, llama);
+    if (e->code) return e->code;
+    mf_read_config(&reader, config, memory);
+    mf_read_head_layers(&reader, target, head);
+    const int64_t target_width = mf_int(&reader, "target_hidden_size", target->shape.E);
+    const int V = config->shape.V;
+    const int64_t n_ids = mf_int(&reader, "draft_vocab_size", V);
+    head->norm_first = mf_bool(&reader, "norm_before_residual", layer != NULL);
+    if (e->code) return e->code;
+    if (config->shape.L != 1)
+        return fail(e, TOKA_E_INPUT, "%s: num_hidden_layers is %d, expected 1", where,
+                    config->shape.L);
+    if (target_width != target->shape.E)
+        return fail(e, TOKA_E_INPUT, "%s: target_hidden_size is %lld, but the model has %d", where,
+                    (long long)target_width, target->shape.E);
+    if (V != target->shape.V)
+        return fail(e, TOKA_E_INPUT, "%s: vocab_size is %d, but the model has %d", where, V,
+                    target->shape.V);
+    if (n_ids < 1 || n_ids > V)
+        return fail(e, TOKA_E_INPUT, "%s: draft_vocab_size is %lld, expected 1 to %d", where,
+                    (long long)n_ids, V);
+    config->letter['O' - 'A'] = (int)n_ids;
+    config->letter['P' - 'A'] = 3 * target->shape.E;
+    return 0;
+}
+
 /* ---- generation_config.json: defaults of requests ---- */
 
 static void mf_read_lengths(mf_reader *reader, mf_defaults *defaults) {
@@ -11046,6 +11151,7 @@ void toka_weight_row(const toka_tensor *tensor, int row, float *to) {
  *   safetensors    st_parse: a file to a list of tensors; st_index_parse: an index to a list of
  *                  files; st_set: finds tensors by name; st_set_add_aliases: adds their aliases
  *   binding        mf_bind: every tensor to its field, by the tables of the architecture (11);
+ *                  mf_bind_head: those of a draft head;
  *                  mf_bind_matrix: the tensors of a quantized matrix, by the format of its module.
  *                  Checks every shape
  *   adapters       mf_read_adapter: the two files of an adapter (LoRA) to low-rank parts of the
@@ -11972,6 +12078,71 @@ static int mf_bind(mf_binder *binder, arena *memory, toka_err *e) {
     return 0;
 }
 
+/* ---- Draft heads ---- */
+
+/* Reads d2t, the distance of each id of the head to its id in the model, and compares it with t2d,
+ * which says of each id whether the head knows it. Returns 0 or an error code. */
+COLD
+static int mf_bind_head_ids(const mf_binder *binder, toka_head *head, arena *memory, toka_err *e) {
+    const st_tensor *d2t = st_set_get(binder->set, "d2t"), *t2d = st_set_get(binder->set, "t2d");
+    const int V = binder->config->shape.V, n = head->lm_head.rows;
+    const int64_t dims[] = {n, V};
+    if (!d2t)
+        return n == V ? 0 : fail(e, TOKA_E_INPUT, "d2t: missing in %s, expected as draft_vocab_size "
+                                                  "is %d of %d", binder->where, n, V);
+    if (mf_check_dims(d2t, "d2t", dims, 1, e)) return e->code;
+    if (t2d && mf_check_dims(t2d, "t2d", dims + 1, 1, e)) return e->code;
+    if (strcmp(d2t->dtype->name, "I64") || (t2d && t2d->dtype->bits != 8))
+        return fail(e, TOKA_E_INPUT, "%s: d2t has dtype %s, t2d %s, expected I64 and BOOL",
+                    binder->where, d2t->dtype->name, t2d ? t2d->dtype->name : "none");
+    int32_t *known = arena_alloc(memory, (size_t)n * sizeof *known);
+    for (int i = 0; i < n; i++) {
+        int64_t offset;
+        memcpy(&offset, d2t->data + (size_t)i * sizeof offset, sizeof offset);
+        const bool good = offset >= 0 && offset < V - i && (!i || i + offset > known[i - 1]) &&
+                          (!t2d || t2d->data[i + offset]);
+        if (!good)
+            return fail(e, TOKA_E_INPUT, "d2t: element %d is %lld, expected rising ids below %d "
+                        "that t2d names", i, (long long)offset, V);
+        known[i] = (int32_t)(i + offset);
+    }
+    head->ids = known;
+    return 0;
+}
+
+/* Binds the tensors of a head. SpecForge calls its layer midlayer, speculators layers.0. Returns 0
+ * or an error code. */
+COLD
+static int mf_bind_head(mf_binder *binder, mf_config *config, toka_head *head, arena *memory,
+                        toka_err *e) {
+    toka_layer *layer = arena_zalloc(memory, sizeof *layer);
+    const int E = config->shape.E;
+    binder->memory = memory;
+    *binder->weights = (toka_weights){.layers = layer};
+    mf_owners owners = mf_make_layer(config, 0, layer, memory);
+    owners.of[MF_OF_MODEL] = binder->weights;
+    owners.of[MF_OF_HEAD] = head;
+    layer->head = head;
+    char name[128];
+    snprintf(name, sizeof name, "midlayer.%s", mf_hidden_norm_name.suffix);
+    const char *prefix = st_set_get(binder->set, name) ? "midlayer." : "layers.0.";
+    for (mf_cursor at = {config, 0, 0, NULL}; mf_next(&at);) {
+        const int slot = at.binding->slot;
+        snprintf(name, sizeof name, "%s%s", prefix, at.binding->suffix);
+        config->letter['E' - 'A'] = slot == MF_T_Q || slot == MF_T_K || slot == MF_T_V ? 2 * E : E;
+        const int code = mf_bind_one(binder, at.binding, name, &owners, 0, e);
+        config->letter['E' - 'A'] = E;
+        if (code) return code;
+    }
+    snprintf(name, sizeof name, "%s%s", prefix, mf_hidden_norm_name.suffix);
+    if (mf_bind_one(binder, &mf_hidden_norm_name, name, &owners, 0, e)) return e->code;
+    for (const mf_binding *it = mf_head_names; it->suffix; it++) {
+        if (it->slot == MF_T_EMBED && !st_set_get(binder->set, it->suffix)) break;
+        if (mf_bind_one(binder, it, it->suffix, &owners, 0, e)) return e->code;
+    }
+    return mf_bind_head_ids(binder, head, memory, e);
+}
+
 /* ---- Shapes: a model without files, for plans and dummy weights ---- */
 
 /* The data of a tensor that has none. Only its address is used. */
@@ -12590,7 +12761,8 @@ static int mf_shard(const toka_shape *full, const toka_weights *full_weights, co
  *
  *   models.txt     mf_models_parse: the table of known models
  *   finding        mf_find_model: folder, name, hub cache
- *   opening        mf_open, mf_close; mf_find_overwritten: have the weights changed since then?
+ *   opening        mf_open, mf_open_head, mf_close; mf_find_overwritten: have the weights changed
+ *                  since then?
  *
  *   quantizing     mf_quantize: in memory, to FP8 or to the formats of an open model
  *
@@ -13462,6 +13634,48 @@ static int mf_open(mf_model **out, const char *model, const char *models_file,
     int code = mf_open_text(out, model, models_file, embedded, true, e);
     if (code || !(code = mf_open_weights(*out, e))) return code;
     mf_close(*out);
+    *out = NULL;
+    return code;
+}
+
+/* Reads the files of a head. */
+COLD
+static int mf_read_head(mf_model *files, const mf_model *target, toka_err *e) {
+    char where[256];
+    str text;
+    arena tmp = {0};
+    st_set set = {0};
+    st_alias_list *aliases = NULL;
+    toka_head *head = arena_zalloc(&files->memory, sizeof *head);
+    mf_binder binder = {.config = &files->config, .set = &set, .where = files->folder,
+                        .weights = &files->weights};
+    int code = mf_map_file(files, "config.json", true, where, &text, e);
+    if (!code)
+        code = mf_head_parse(text, where, &files->memory, &target->config, &files->config, head, e);
+    if (!code) code = mf_open_shards(files, &set, &aliases, &tmp, e);
+    if (!code) code = mf_bind_head(&binder, &files->config, head, &files->memory, e);
+    const int E = files->config.shape.E;
+    if (!code && !files->weights.embed.rows && E != target->shape.E)
+        code = fail(e, TOKA_E_INPUT, "%s: embed_tokens.weight is missing, and hidden_size is %d, "
+                    "that of the model %d", where, E, target->shape.E);
+    files->shape = files->config.shape;
+    files->shape.max_len = target->shape.max_len;
+    st_set_free(&set);
+    arena_free(&tmp);
+    return code;
+}
+
+/* Opens the folder of a draft head for `target`, like mf_open. The head is weights.layers[0].head.
+ * Without an embedding of its own it has that of the target's device. */
+COLD
+static int mf_open_head(mf_model **out, const char *model, const char *models_file,
+                        const mf_model *target, toka_err *e) {
+    mf_model *files = *out = mem_zalloc(sizeof *files);
+    files->tokenizer_json = files->tokenizer_config = STR("");
+    int code = mf_find_model(files, model, models_file, e);
+    if (!code) code = mf_read_head(files, target, e);
+    if (!code) return 0;
+    mf_close(files);
     *out = NULL;
     return code;
 }
@@ -15798,6 +16012,8 @@ static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t genera
  *            was given before is one long draft
  *   draft_model  a smaller model of the same vocabulary draws them, with the same random numbers.
  *            It needs no match: each sequence in decode can have drafts
+ *   eagle3   a head of the model draws them in the same way. It is one layer, which reads what
+ *            three layers of the model have read (toka_head). Below it counts as a draft model
  *   synthetic  for measurements: the tokens of the request's output_ids, a given share of them
  *            right. They cost nothing, so the time is that of the verification alone
  * Example (ngram, k = 4): the output ends "for i in", and the prompt has "for i in range(n): x":
@@ -15854,14 +16070,16 @@ enum {
 #define DRAFT_FIRST_SHARE 0.25
 #define DRAFT_MARGIN 1.15 /* a draft must pay so many times, as both sides are only measured */
 
-enum draft_method { DRAFT_NONE, DRAFT_NGRAM, DRAFT_SUFFIX, DRAFT_MODEL, DRAFT_SYNTHETIC };
+enum draft_method {
+    DRAFT_NONE, DRAFT_NGRAM, DRAFT_SUFFIX, DRAFT_MODEL, DRAFT_EAGLE3, DRAFT_SYNTHETIC
+};
 
 typedef struct draft_config {
     enum draft_method method;
     int n_tokens;             /* num_speculative_tokens: most drafts of a sequence in a step */
     int min_match, max_match; /* tokens of the tail that must, and that may, match */
     bool always;              /* tests: each match gets n_tokens drafts, whatever they cost */
-    char model[1024];         /* DRAFT_MODEL: as toka_options.model */
+    char model[1024];         /* DRAFT_MODEL, DRAFT_EAGLE3: as toka_options.model */
     double rate;              /* DRAFT_SYNTHETIC: the share of the drafts that are right */
 } draft_config;
 
@@ -15931,7 +16149,13 @@ typedef struct draft_kind {
 static const draft_kind draft_kinds[] = {[DRAFT_NGRAM] = {"ngram", 4, 2, 4, 15},
                                          [DRAFT_SUFFIX] = {"suffix", 8, 2, 24, 3},
                                          [DRAFT_MODEL] = {"draft_model", 4, 0, 0, 19},
+                                         [DRAFT_EAGLE3] = {"eagle3", 4, 0, 0, 19},
                                          [DRAFT_SYNTHETIC] = {"synthetic", 4, 0, 0, 35}};
+
+/* Do the drafts come from a model, or from a head of one, that the engine opens? */
+static bool draft_by_model(const draft_config *config) {
+    return config->method == DRAFT_MODEL || config->method == DRAFT_EAGLE3;
+}
 
 /* Sets the method and its defaults. */
 static void draft_set_method(enum draft_method method, draft_config *out) {
@@ -15954,9 +16178,9 @@ static int draft_find_method(const json *name, bool has_model, draft_config *out
         return 0;
     }
     if (!name) return fail(e, TOKA_E_USE, "speculative_config: method is missing, expected ngram, "
-                                          "suffix or draft_model");
-    return fail(e, TOKA_E_USE, "speculative_config: method \"%.*s\", expected ngram, suffix or "
-                "draft_model: drafts of trained heads (eagle, eagle3, medusa) are not there",
+                                          "suffix, draft_model or eagle3");
+    return fail(e, TOKA_E_USE, "speculative_config: method \"%.*s\", expected ngram, suffix, "
+                "draft_model or eagle3: heads of other kinds (eagle, medusa) are not there",
                 (int)MIN(method.n, 40), method.p);
 }
 
@@ -15979,7 +16203,7 @@ static int draft_check_names(const json *options, enum draft_method method, toka
 COLD
 static int draft_set_model(str in_object, const char *flag, draft_config *out, toka_err *e) {
     const str name = in_object.n ? in_object : str_c(flag ? flag : "");
-    if (out->method != DRAFT_MODEL)
+    if (!draft_by_model(out))
         return !flag ? 0 : fail(e, TOKA_E_USE, "draft_model is %.300s, but speculative_config has "
                                   "another method", flag);
     if (flag && !str_is(name, flag))
@@ -16173,7 +16397,7 @@ static double draft_line_s(const draft_line *line, double slope, int n_rows) {
 COLD
 static double draft_own_s(const drafter *drafts, int n_rows, bool most) {
     const draft_line *own = &drafts->own;
-    if (drafts->config.method != DRAFT_MODEL) return 0;
+    if (!draft_by_model(&drafts->config)) return 0;
     if (own->weight <= 0) return most ? drafts->steps.seconds / MAX(drafts->steps.rows, 1) : 0;
     const double slope = draft_slope(own), unknown = most ? own->seconds / own->rows : 0;
     return draft_line_s(own, slope < 0 ? unknown : slope, n_rows) / n_rows;
@@ -16278,7 +16502,7 @@ static int draft_guess(drafter *drafts, scheduler *sched, int seq, int32_t token
 }
 
 /* Gives drafts to the sequences in decode, at most as many as the step has rows left: called before
- * sched_plan. Their tokens are there, but those of DRAFT_MODEL and DRAFT_SYNTHETIC come later (32).
+ * sched_plan. Their tokens are there, but from DRAFT_MODEL on they come later (32).
  * Returns true if a sequence can have drafts but waits for its last token. */
 COLD
 static bool draft_plan(drafter *drafts, scheduler *sched) {
@@ -24201,6 +24425,8 @@ typedef struct plain_device {
     int16_t *experts;        /* [n_pages * B][L][n_routed] experts of the token of each slot */
     int32_t *last_tokens;    /* [n_seqs] last sampled token of each seq */
     int32_t *positions;      /* [max_len] slots, or ids, of one sequence's positions */
+    float *aux;              /* [n_pages * B][3 * E] what keep_aux kept; NULL: no aux_layers */
+    float *last_x;           /* of a head: [max_samples][E] x of the last step's samples */
     const uint8_t *adapters; /* of the step that runs: toka_step.adapters */
     arena scratch;           /* memory of the op that runs (plain_take) */
     float *row;              /* [row_cols] grows with the weights that plain_row reads */
@@ -24374,6 +24600,10 @@ COLD static void plain_copy_pages(toka_device *device, const toka_step *step) {
         memcpy(dev->kv_ids + step->copies[i].to * B, dev->kv_ids + step->copies[i].from * B,
                (size_t)B * sizeof *dev->kv_ids);
         experts_copy_page(&dev->options, dev->shape, dev->experts, step->copies[i]);
+        if (dev->aux)
+            memcpy(dev->aux + plain_at(step->copies[i].to * B, 3 * dev->shape->E),
+                   dev->aux + plain_at(step->copies[i].from * B, 3 * dev->shape->E),
+                   plain_at(B, 3 * dev->shape->E) * sizeof *dev->aux);
     }
 }
 
@@ -24382,13 +24612,56 @@ static int32_t plain_token_id(const plain_device *dev, int32_t id) {
     return id >= 0 ? id : dev->last_tokens[-1 - id];
 }
 
+/* x of a head's rows (toka_head). */
+static void plain_head_x(plain_device *dev, const toka_step *step, const toka_head *head,
+                         float *to) {
+    const int E = dev->shape->E, T = step->T, width = head->fc.cols;
+    const plain_device *target = (const plain_device *)(const void *)dev->options.target;
+    float *in = plain_take(dev, T, width);
+    for (int t = 0; t < T; t++)
+        if (step->aux_from[t] >= 0)
+            memcpy(in + plain_at(t, width), target->aux + plain_at(step->aux_from[t], width),
+                   (size_t)width * sizeof *in);
+    plain_linear(dev, &head->fc, NULL, in, T, to);
+    for (int t = 0; t < T; t++)
+        if (step->aux_from[t] < 0)
+            memcpy(to + plain_at(t, E), dev->last_x + plain_at(-1 - step->aux_from[t], E),
+                   (size_t)E * sizeof *to);
+    if (head->norm_first)
+        plain_norm(dev, &head->hidden_norm, dev->shape->eps, to, T, E, to);
+}
+
+/* Returns what q, k and v of a head read. */
+static const float *plain_head_in(plain_device *dev, const toka_step *step, const toka_layer *layer,
+                                  const float *x) {
+    const plain_device *target = (const plain_device *)(const void *)dev->options.target;
+    const toka_tensor *embed = dev->weights->embed.rows ? &dev->weights->embed
+                                                        : &target->weights->embed;
+    const int E = dev->shape->E, T = step->T;
+    float *in = plain_take(dev, T, 2 * E);
+    for (int t = 0; t < T; t++) {
+        float *to = in + plain_at(t, 2 * E);
+        toka_weight_row(embed, step->ids[t], to);
+        memcpy(to + E, x + plain_at(t, E), (size_t)E * sizeof *to);
+    }
+    plain_norm(dev, &layer->attn_norm, dev->shape->eps, in, T, 2 * E, in);
+    if (!layer->head->norm_first)
+        plain_norm(dev, &layer->head->hidden_norm, dev->shape->eps, in + E, T, 2 * E, in + E);
+    return in;
+}
+
 COLD static void plain_embed(toka_device *device, const toka_step *step, toka_hidden *x) {
     plain_device *dev = plain_of(device);
     const int E = dev->shape->E;
     const float scale = plain_or(dev->shape->embed_scale, 1);
+    const toka_head *head = dev->weights->layers[0].head;
     float *to = plain_ptr(x->data);
     dev->adapters = step->adapters;
     toka_hidden_set_sum(x, 1);
+    if (head) {
+        plain_head_x(dev, step, head, to);
+        return;
+    }
     for (int t = 0; t < step->T; t++, to += E) {
         toka_weight_row(&dev->weights->embed, plain_token_id(dev, step->ids[t]), to);
         for (int i = 0; i < E; i++) to[i] *= scale;
@@ -24399,6 +24672,15 @@ COLD static void plain_keep_ids(toka_device *device, const toka_step *step) {
     const plain_device *dev = plain_of(device);
     for (int t = 0; t < step->T; t++)
         dev->kv_ids[step->kv_slot[t]] = plain_token_id(dev, step->ids[t]);
+}
+
+COLD static void plain_keep_aux(toka_device *device, const toka_step *step, int i,
+                                const toka_hidden *x) {
+    const plain_device *dev = plain_of(device);
+    const int E = dev->shape->E;
+    for (int t = 0; t < step->T; t++)
+        memcpy(dev->aux + plain_at(3 * step->kv_slot[t] + i, E),
+               plain_ptr(toka_hidden_read(x)) + plain_at(t, E), (size_t)E * sizeof(float));
 }
 
 /* ---- Op: norm_qkv_rope_kv ---- */
@@ -24486,7 +24768,9 @@ COLD static void plain_norm_qkv_rope_kv(toka_device *device, const toka_step *st
     const int H = dev->shape->H, K = dev->shape->K, T = step->T;
     const int D = dev->shape->D, Dv = toka_value_size(dev->shape);
     const toka_rope *rope = weights->rope;
-    const float *in = plain_norm_x(dev, &weights->attn_norm, plain_ptr(toka_hidden_read(x)), T);
+    const float *from = plain_ptr(toka_hidden_read(x));
+    const float *in = weights->head ? plain_head_in(dev, step, weights, from)
+                                    : plain_norm_x(dev, &weights->attn_norm, from, T);
     float *k = plain_take(dev, T, K * D), *v = plain_take(dev, T, K * Dv);
     if (weights->mla) {
         plain_mla_query(dev, step, weights, in, plain_ptr(q));
@@ -24508,7 +24792,7 @@ COLD static void plain_norm_qkv_rope_kv(toka_device *device, const toka_step *st
 static int plain_find_slots(const plain_device *dev, const toka_step *step,
                             const toka_layer *weights, int t) {
     const int B = dev->shape->B, pos = step->pos[t], window = weights->window;
-    const int first = window ? MAX(0, pos - window + 1) : 0;
+    const int first = window ? MAX(0, pos - window + 1) : weights->head != NULL;
     const int32_t *pages = toka_layer_table(step, weights);
     int n = 0;
     assert(pos < dev->shape->max_len);
@@ -24724,18 +25008,33 @@ COLD static void plain_norm_pool(toka_device *device, const toka_step *step, tok
                 step->pools[i].sum[k] += rows[plain_at(step->pools[i].row0 + j, E) + (size_t)k];
 }
 
+/* Logits of all ids, [n_rows][V], from those of the ids that a head knows. The others get -inf. */
+static void plain_spread_logits(const toka_head *head, const float *known, int n_rows, int V,
+                                float *logits) {
+    const int n = head->lm_head.rows;
+    for (size_t i = 0; i < plain_at(n_rows, V); i++) logits[i] = -INFINITY;
+    for (int row = 0; row < n_rows; row++)
+        for (int i = 0; i < n; i++)
+            logits[plain_at(row, V) + (size_t)(head->ids ? head->ids[i] : i)] =
+                known[plain_at(row, n) + (size_t)i];
+}
+
 COLD static void plain_norm_logits_sample(toka_device *device, const toka_step *step,
                                           toka_hidden *x, toka_sample_result *results) {
     plain_device *dev = plain_of(device);
     const toka_shape *shape = dev->shape;
+    const toka_head *head = dev->weights->layers[0].head;
+    const toka_tensor *lm_head = head ? &head->lm_head : &dev->weights->lm_head;
     const float *from = plain_ptr(toka_hidden_read(x));
     const int E = shape->E, V = shape->V, n = step->n_samples;
     float *rows = plain_take(dev, n, E), *logits = plain_take(dev, n, V);
     for (int i = 0; i < n; i++)
         memcpy(rows + plain_at(i, E), from + plain_at(step->samples[i].row, E),
                (size_t)E * sizeof *rows);
-    plain_linear(dev, &dev->weights->lm_head, NULL,
-                 plain_norm_x(dev, &dev->weights->norm, rows, n), n, logits);
+    if (head) memcpy(dev->last_x, rows, plain_at(n, E) * sizeof *rows);
+    float *known = head ? plain_take(dev, n, lm_head->rows) : logits;
+    plain_linear(dev, lm_head, NULL, plain_norm_x(dev, &dev->weights->norm, rows, n), n, known);
+    if (head) plain_spread_logits(head, known, n, V, logits);
     for (size_t i = 0; i < plain_at(n, V); i++)
         logits[i] = plain_cap(logits[i] * plain_or(shape->logit_scale, 1), shape->logit_cap);
     if (step->logits) memcpy(step->logits, logits, plain_at(n, V) * sizeof *logits);
@@ -24911,7 +25210,14 @@ static void plain_alloc_buffers(plain_device *dev) {
             dev->layers[i].states = plain_zalloc(dev, (size_t)options->n_states,
                                                  n_elements * sizeof(float));
     }
-    dev->kv_ids = plain_zalloc(dev, plain_at(options->n_pages, shape->B), sizeof(int32_t));
+    const plain_device *target = (const plain_device *)(const void *)options->target;
+    if (target) dev->kv_ids = target->kv_ids;
+    else dev->kv_ids = plain_zalloc(dev, plain_at(options->n_pages, shape->B), sizeof(int32_t));
+    if (target)
+        dev->last_x = plain_zalloc(dev, plain_at(options->max_samples, shape->E), sizeof(float));
+    if (options->aux_layers)
+        dev->aux = plain_zalloc(dev, plain_at(options->n_pages, shape->B),
+                                (size_t)(3 * shape->E) * sizeof(float));
     dev->experts = plain_zalloc(dev, plain_at(options->n_pages, shape->B),
                                 experts_token_bytes(options, shape));
     dev->last_tokens = plain_zalloc(dev, (size_t)options->n_seqs, sizeof(int32_t));
@@ -25003,6 +25309,7 @@ const toka_backend toka_plain = {
     .copy_pages = plain_copy_pages,
     .embed = plain_embed,
     .keep_ids = plain_keep_ids,
+    .keep_aux = plain_keep_aux,
     .norm_qkv_rope_kv = plain_mixer_in,
     .attention = plain_mixer,
     .out_residual = plain_out_residual,
@@ -27393,6 +27700,8 @@ struct toka_device {
     int32_t *last_tokens;     /* [n_seqs] last sampled token of each seq; with stages the group's */
     int32_t *kv_ids;          /* [n_pages][B] id of the token of each kv_slot, in the last stage */
     int16_t *kept_experts;    /* [n_pages][B][L][n_routed] experts of the token of each kv_slot */
+    float *aux;               /* [n_pages][B][3][E] what keep_aux kept; NULL: no aux_layers */
+    float *last_x;            /* of a head: [max_samples][E] x of the last step's samples */
     int32_t *history;         /* [n_threads][max_len] a thread's copy of a sequence's ids */
     float *vectors;           /* [CPU_N_VECTORS][vector_floats] norm weights, biases and sinks of
                                * this op in float32 */
@@ -27930,6 +28239,11 @@ static void cpu_copy_pages(toka_device *dev, const toka_step *step) {
                dev->kv_ids + (size_t)step->copies[i].from * B, B * sizeof *dev->kv_ids);
     for (int i = 0; i < step->n_copies; i++)
         experts_copy_page(&dev->options, dev->shape, dev->kept_experts, step->copies[i]);
+    const size_t page_floats = 3 * B * (size_t)dev->shape->E;
+    for (int i = 0; i < step->n_copies && dev->aux; i++)
+        memcpy(dev->aux + (size_t)step->copies[i].to * page_floats,
+               dev->aux + (size_t)step->copies[i].from * page_floats,
+               page_floats * sizeof *dev->aux);
 }
 
 /* ---- Op: embed ---- */
@@ -27948,6 +28262,35 @@ static int32_t cpu_token_id(const toka_device *dev, const toka_step *step, int t
     return id;
 }
 
+/* x of a head's rows (toka_head). */
+COLD
+static void cpu_head_x(toka_device *dev, const toka_step *step, const toka_head *head, float *x) {
+    const size_t E = (size_t)dev->shape->E, width = (size_t)head->fc.cols;
+    const float *norm = cpu_norm_f32(dev, 0, &head->hidden_norm);
+    for (int t0 = 0; t0 < step->T; t0 += dev->scratch_rows) {
+        const int n_rows = MIN(dev->scratch_rows, step->T - t0);
+        const int32_t *from = step->aux_from + t0;
+        float *to = x + (size_t)t0 * E;
+        for (int row = 0; row < n_rows; row++) {
+            float *in = dev->x + (size_t)row * (size_t)dev->ldx;
+            if (from[row] < 0) memset(in, 0, width * sizeof *in);
+            else
+                memcpy(in, dev->options.target->aux + (size_t)from[row] * width,
+                       width * sizeof *in);
+            cpu_pad16(in, head->fc.cols);
+        }
+        cpu_begin_pass(dev, step, t0);
+        cpu_gemm(dev, (cpu_gemm_args){.x = dev->x, .ldx = (size_t)dev->ldx, .T = n_rows,
+                                      .n_weights = 1, .weights = {&head->fc}, .y = {to},
+                                      .ldy = {E}});
+        for (int row = 0; row < n_rows; row++, to += E) {
+            if (from[row] < 0)
+                memcpy(to, dev->last_x + (size_t)(-1 - from[row]) * E, E * sizeof *to);
+            if (head->norm_first) cpu_norm(false, dev->shape->eps, to, to, norm, dev->shape->E);
+        }
+    }
+}
+
 /* First op of a step on the first stage, except for copy_pages. Writes zeros for ids of other tp
  * ranks: the all_reduce that follows adds up the rows of all tp ranks. */
 static void cpu_embed(toka_device *dev, const toka_step *step, toka_hidden *x) {
@@ -27959,6 +28302,10 @@ static void cpu_embed(toka_device *dev, const toka_step *step, toka_hidden *x) {
     toka_hidden_set_sum(x, dev->options.tp_size);
     if (!cpu_wait_sampled(dev, step)) return;
     cpu_inject_fault(dev);
+    if (dev->options.target) {
+        cpu_head_x(dev, step, dev->weights->layers[0].head, plain_ptr(x->data));
+        return;
+    }
     for (int t = 0; t < step->T; t++) {
         int32_t id = cpu_token_id(dev, step, t) - dev->shape->v0;
         float *to = plain_ptr(x->data) + (size_t)t * E;
@@ -27971,6 +28318,15 @@ static void cpu_embed(toka_device *dev, const toka_step *step, toka_hidden *x) {
 static void cpu_keep_ids(toka_device *dev, const toka_step *step) {
     if (!cpu_op_begin(dev, "keep_ids") || !cpu_wait_sampled(dev, step)) return;
     for (int t = 0; t < step->T; t++) dev->kv_ids[step->kv_slot[t]] = cpu_token_id(dev, step, t);
+}
+
+COLD
+static void cpu_keep_aux(toka_device *dev, const toka_step *step, int i, const toka_hidden *x) {
+    const size_t E = (size_t)dev->shape->E;
+    if (!cpu_op_begin(dev, "keep_aux")) return;
+    for (int t = 0; t < step->T; t++)
+        memcpy(dev->aux + (3 * (size_t)step->kv_slot[t] + (size_t)i) * E,
+               plain_ptr(toka_hidden_read(x)) + (size_t)t * E, E * sizeof *dev->aux);
 }
 
 /* ---- Op: norm_qkv_rope_kv ---- */
@@ -28262,6 +28618,24 @@ static void cpu_linear_in(cpu_rope_job *rope, int n_rows) {
     }
 }
 
+/* Puts what q, k and v of a head read into dev->x. tokens, x: of n_rows rows. */
+COLD
+static void cpu_head_in(toka_device *dev, const toka_head *head, const int32_t *tokens,
+                        const float *x, const float *norm, int n_rows) {
+    const toka_weights *own = dev->weights, *other = dev->options.target->weights;
+    const toka_tensor *embed = own->embed.rows ? &own->embed : &other->embed;
+    const float *hidden_norm = cpu_norm_f32(dev, 1, &head->hidden_norm);
+    const int E = dev->shape->E;
+    for (int row = 0; row < n_rows; row++, x += E) {
+        float *to = dev->x + (size_t)row * (size_t)dev->ldx;
+        cpu_weight_f32(dev->kernels, embed, tokens[row], to);
+        cpu_norm(false, dev->shape->eps, to, to, norm, E);
+        if (head->norm_first) memcpy(to + E, x, (size_t)E * sizeof *to);
+        else cpu_norm(false, dev->shape->eps, to + E, x, hidden_norm, E);
+        cpu_pad16(to, 2 * E);
+    }
+}
+
 CPU_SMALL
 static void cpu_norm_qkv_rope_kv(toka_device *dev, const toka_step *step, int layer, toka_hidden *x,
                                  toka_dev_ptr q) {
@@ -28289,7 +28663,9 @@ static void cpu_norm_qkv_rope_kv(toka_device *dev, const toka_step *step, int la
         rope.q = plain_ptr(q) + (size_t)t0 * q_width;
         rope.k = dev->k + (of_ranks ? (size_t)t0 * KD : 0);
         rope.v = dev->v + (of_ranks ? (size_t)t0 * KDv : 0);
-        cpu_norm_x(dev, from + (size_t)t0 * E, norm, n_rows);
+        if (weights->head)
+            cpu_head_in(dev, weights->head, step->ids + t0, from + (size_t)t0 * E, norm, n_rows);
+        else cpu_norm_x(dev, from + (size_t)t0 * E, norm, n_rows);
         (weights->linear ? cpu_linear_in : mla ? cpu_mla_qkv : cpu_qkv)(&rope, n_rows);
     }
     rope.q = plain_ptr(q);
@@ -28365,6 +28741,7 @@ static void cpu_attend_page(const cpu_attention_job *job, cpu_query_rows *rows, 
     const toka_device *dev = job->dev;
     const toka_shape *shape = dev->shape;
     int window = dev->weights->layers[job->layer].window, n_kv = MIN(shape->B, kv_end - kv);
+    const bool is_head = dev->options.target;
     size_t D = (size_t)shape->D;
     size_t first_query = (size_t)((t0 - rows->row0) * rows->heads_per_kv);
     const cpu_page_kv head_kv = cpu_read_page(dev, rows, job->layer, page, n_kv);
@@ -28377,7 +28754,7 @@ static void cpu_attend_page(const cpu_attention_job *job, cpu_query_rows *rows, 
     if (shape->attn_cap) cpu_soft_cap(rows->scores, qk.rows * dev->B_pad, shape->attn_cap);
     for (int t = t0; t < t1; t++) { /* the token sees the positions kv + from .. kv + to-1 */
         int pos = job->step->pos[t], to = MIN(n_kv, pos + 1 - kv);
-        int from = window ? MAX(0, pos - window + 1 - kv) : 0;
+        int from = window ? MAX(0, pos - window + 1 - kv) : is_head && !kv;
         for (int head = 0; head < rows->heads_per_kv; head++)
             dev->kernels->online_softmax(
                 &rows->softmax[(t - rows->row0) * rows->heads_per_kv + head],
@@ -29273,13 +29650,39 @@ static void cpu_logits_item(void *arg, int thread, int row) {
     if (shape->logit_cap) cpu_soft_cap(logits, shape->V, shape->logit_cap);
 }
 
+/* Keeps x of a head's samples for its next step. */
+COLD
+static void cpu_keep_last_x(toka_device *dev, const toka_step *step, const float *x) {
+    const size_t E = (size_t)dev->shape->E;
+    for (int i = 0; i < step->n_samples; i++)
+        memcpy(dev->last_x + (size_t)i * E, x + (size_t)step->samples[i].row * E,
+               E * sizeof *x);
+}
+
+/* Moves the logits of the ids that a head knows, the first ones of each row, to their places. The
+ * others get -inf. */
+COLD
+static void cpu_spread_logits(const toka_head *head, float *logits, int n_rows, int V) {
+    const int n = head->lm_head.rows;
+    for (int row = 0; row < n_rows && head->ids; row++, logits += V) {
+        for (int i = n; i < V; i++) logits[i] = -INFINITY;
+        for (int i = n - 1; i >= 0; i--) { /* ids[i] >= i: only logits that were moved lie there */
+            const float logit = logits[i];
+            logits[i] = -INFINITY;
+            logits[head->ids[i]] = logit;
+        }
+    }
+}
+
 CPU_SMALL
 static void cpu_norm_logits_sample(toka_device *dev, const toka_step *step, toka_hidden *x,
                                    toka_sample_result *results) {
     const toka_shape *shape = dev->shape;
+    const toka_head *head = dev->weights->layers[0].head;
     size_t V = (size_t)shape->V_all;
     if (!cpu_op_begin(dev, "norm_logits_sample")) return;
     const float *from = plain_ptr(toka_hidden_read(x));
+    if (head) cpu_keep_last_x(dev, step, from);
     const float *norm = cpu_norm_f32(dev, 0, &dev->weights->norm);
     for (int sample0 = 0; sample0 < step->n_samples; sample0 += dev->scratch_samples) {
         int n_samples = MIN(dev->scratch_samples, step->n_samples - sample0);
@@ -29289,9 +29692,10 @@ static void cpu_norm_logits_sample(toka_device *dev, const toka_step *step, toka
                                     shape->E, shape->eps},
                      n_samples);
         cpu_gemm_args args = {.x = dev->x, .ldx = (size_t)dev->ldx, .T = n_samples, .n_weights = 1,
-                              .weights = {&dev->weights->lm_head},
+                              .weights = {head ? &head->lm_head : &dev->weights->lm_head},
                               .y = {dev->logits + shape->v0}, .ldy = {V}};
         cpu_gemm(dev, args);
+        if (head) cpu_spread_logits(head, dev->logits, n_samples, shape->V_all);
         if (shape->logit_scale || shape->logit_cap)
             cpu_parallel_for(&dev->pool, cpu_logits_item, dev, n_samples,
                              (int64_t)n_samples * shape->V * 8);
@@ -29544,6 +29948,7 @@ static cpu_extents cpu_measure(const toka_shape *shape, const toka_weights *weig
         const bool post_norm = layer->attn_post_norm.rows || layer->mlp_post_norm.rows;
         const toka_tensor *const matrices[] = {&layer->q, &layer->k, &layer->v, &layer->o};
         sizes.input = MAX(sizes.input, layer->o.cols);
+        if (layer->head) sizes.input = MAX(layer->head->fc.cols, MAX(sizes.input, layer->q.cols));
         cpu_measure_weights(&sizes, matrices, COUNT(matrices));
         cpu_measure_mlp(&sizes, &layer->mlp);
         sizes.delta = sizes.delta || post_norm || moe;
@@ -29705,8 +30110,14 @@ static void cpu_alloc_buffers(toka_device *dev, const cpu_extents *sizes) {
     if (no_tp && is_last)
         dev->logits = cpu_zalloc(dev, (size_t)dev->scratch_samples,
                                  (size_t)shape->V_all * sizeof(float));
+    if (dev->options.aux_layers)
+        dev->aux = cpu_zalloc(dev, n_pages * (size_t)shape->B, 3 * E * sizeof *dev->aux);
+    if (dev->options.target)
+        dev->last_x = cpu_zalloc(dev, (size_t)dev->options.max_samples, E * sizeof(float));
     if (is_last) {
-        dev->kv_ids = cpu_zalloc(dev, n_pages * (size_t)shape->B, sizeof *dev->kv_ids);
+        dev->kv_ids = dev->options.target
+                          ? dev->options.target->kv_ids
+                          : cpu_zalloc(dev, n_pages * (size_t)shape->B, sizeof *dev->kv_ids);
         dev->history = cpu_zalloc(dev, n_threads * (size_t)shape->max_len, sizeof *dev->history);
     }
     if (!dev->group || dev->group->pp_size == 1)
@@ -29780,7 +30191,7 @@ static int cpu_sleep(toka_device *dev, int parts, bool drop_weights, toka_err *e
     for (int i = 0; i < dev->memory.n && parts & TOKA_PART_KV; i++) {
         const struct os_block block = dev->memory.blocks[i];
         if (block.at == dev->kv_cache || block.at == dev->states || block.at == dev->kv_ids ||
-            block.at == dev->kept_experts)
+            block.at == dev->kept_experts || block.at == dev->aux)
             madvise(block.at, block.bytes, MADV_DONTNEED);
     }
     return 0;
@@ -29858,6 +30269,7 @@ const toka_backend toka_cpu = {
     .copy_pages = cpu_copy_pages,
     .embed = cpu_embed,
     .keep_ids = cpu_keep_ids,
+    .keep_aux = cpu_keep_aux,
     .norm_qkv_rope_kv = cpu_norm_qkv_rope_kv,
     .attention = cpu_attention,
     .out_residual = cpu_out_residual,
@@ -30035,6 +30447,9 @@ static void rank_body(model_rank *rank, const toka_step *step) {
     if (rank_is_last_stage(rank)) backend->keep_ids(rank->device, step);
     for (int layer = 0; layer < rank->shape.L; layer++) {
         const bool mlp_first = rank->weights.layers[layer].parallel;
+        for (int i = 0; i < 3 && rank->options.aux_layers; i++)
+            if (rank->options.aux_layers[i] == layer)
+                backend->keep_aux(rank->device, step, i, &x);
         backend->norm_qkv_rope_kv(rank->device, step, layer, &x, rank->q);
         backend->attention(rank->device, step, layer, rank->q, rank->o);
         if (mlp_first) rank_feed_forward(rank, step, layer, &x);
@@ -30793,6 +31208,8 @@ typedef struct eng_draft_model { /* of a replica */
     model_grid model;
     eng_inflight step; /* the one that it runs, and its results */
     int *seqs, n_seqs; /* [max_seqs] the sequences that get drafts */
+    int *sample;       /* [max_seqs] of each of them: its sample in the last step */
+    int32_t *aux_from; /* [max_tokens] of a head: of the step */
     double own_s, catch_s; /* of the drafts drawn last, as in eng_inflight */
 } eng_draft_model;
 
@@ -30802,7 +31219,7 @@ typedef struct eng_replica {
     scheduler sched;
     batch_builder builder;
     drafter drafts;
-    eng_draft_model draft; /* unused without DRAFT_MODEL */
+    eng_draft_model draft; /* unused without draft_files */
     double last_end_s, last_commit_s; /* os_now() when the last step was found done; how long its
                                        * commit took */
     /* a ring of max_in_flight; n_in_flight from `oldest` on */
@@ -30857,7 +31274,7 @@ typedef struct eng { /* pools are sized at open and never grow */
     int64_t n_ended, ended_tokens; /* samples that got their last token; their output tokens */
     bool no_prefix_sharing; /* every sample has unshared pages and spans */
     draft_config drafts;
-    mf_model *draft_files;  /* of the draft model, owned; NULL: none */
+    mf_model *draft_files;  /* of the draft model or head, owned; NULL: none */
     toka_shape draft_shape; /* and its shape, with B and max_len */
     int max_adapters;       /* that may have a name; 0: the model has no adapters */
     bool can_sleep;         /* toka_options.enable_sleep_mode */
@@ -31174,6 +31591,8 @@ static void eng_replica_free(eng_replica *replica) {
     for (int i = 0; i < replica->max_in_flight; i++) eng_inflight_free(&replica->inflight[i]);
     eng_inflight_free(&replica->draft.step);
     free(replica->draft.seqs);
+    free(replica->draft.sample);
+    free(replica->draft.aux_from);
     batch_free(&replica->builder);
     draft_free(&replica->drafts);
     sched_free(&replica->sched);
@@ -31274,11 +31693,20 @@ static int64_t eng_state_bytes(const toka_shape *shape, int chunk) {
            (int64_t)sizeof(float);
 }
 
-/* Returns the bytes of K and V that the draft model keeps of a token; 0: there is none. */
+/* Returns the head that makes drafts, or NULL. */
+static const toka_head *eng_head(const eng *engine) {
+    return engine->draft_files ? engine->draft_files->weights.layers[0].head : NULL;
+}
+
+/* Returns the bytes of K and V that the draft model keeps of a token, with what keep_aux keeps for
+ * a head; 0: there is none. */
 static int64_t eng_draft_token_bytes(const eng *engine) {
+    const size_t bytes = engine->backend->activation_bytes;
+    const toka_head *head = eng_head(engine);
     if (!engine->draft_files) return 0;
-    return eng_count_token_bytes(&engine->draft_shape, engine->draft_files->weights.layers,
-                                 engine->backend->activation_bytes, engine->backend->v_in_k).all;
+    return eng_count_token_bytes(&engine->draft_shape, engine->draft_files->weights.layers, bytes,
+                                 engine->backend->v_in_k).all +
+           (head ? head->fc.cols * (int64_t)bytes : 0);
 }
 
 /* Returns the tokens of KV cache for which every rank of every replica has memory beside the
@@ -31469,12 +31897,21 @@ COLD
 static int eng_open_draft_files(eng *engine, const toka_options *options, int max_len,
                                 toka_err *e) {
     const toka_backend *backend = engine->backend;
+    const bool is_head = engine->drafts.method == DRAFT_EAGLE3;
     toka_err why;
+    if (is_head && (options->pipeline_parallel_size > 1 || options->tensor_parallel_size > 1))
+        return fail(e, TOKA_E_USE, "eagle3: a head works with one rank a replica, not with tensor "
+                    "or pipeline parallel ranks");
+    if (is_head && !backend->keep_aux)
+        return fail(e, TOKA_E_USE, "eagle3: device %s has no heads", backend->name);
     if (options->pipeline_parallel_size > 1)
         return fail(e, TOKA_E_USE, "draft_model: not with pipeline_parallel_size %d, as the stages "
                     "would wait for the drafts", options->pipeline_parallel_size);
-    if (mf_open(&engine->draft_files, engine->drafts.model, options->models_file, NULL, &why))
-        return fail(e, why.code, "draft_model: %.450s", why.msg);
+    if (is_head ? mf_open_head(&engine->draft_files, engine->drafts.model, options->models_file,
+                               engine->files, &why)
+                : mf_open(&engine->draft_files, engine->drafts.model, options->models_file, NULL,
+                          &why))
+        return fail(e, why.code, "%s: %.450s", is_head ? "eagle3" : "draft_model", why.msg);
     mf_model *files = engine->draft_files;
     if (files->shape.linear.n_layers)
         return fail(e, TOKA_E_USE, "draft_model %.200s: its layers have a state, which cannot go "
@@ -31498,10 +31935,14 @@ static int eng_open_draft_models(eng *engine, toka_device_options device,
     device.max_samples = config->max_seqs;
     device.n_seqs = device.n_windowed = device.n_states = device.n_routed = 0;
     device.progress = NULL;
+    device.aux_layers = NULL;
     for (int i = 0; i < engine->n_replicas && !code; i++) {
         eng_draft_model *draft = &engine->replicas[i].draft;
         device.index = i;
+        if (eng_head(engine)) device.target = engine->replicas[i].model.ranks[0].device;
         draft->seqs = mem_alloc((size_t)config->max_seqs * sizeof *draft->seqs);
+        draft->sample = mem_alloc((size_t)config->max_seqs * sizeof *draft->sample);
+        draft->aux_from = mem_alloc((size_t)config->max_tokens * sizeof *draft->aux_from);
         code = model_shard(&draft->model, engine->backend, &engine->draft_shape,
                            &engine->draft_files->weights, 1, 1, e);
         if (!code)
@@ -31533,6 +31974,7 @@ static int eng_open_replicas(eng *engine, toka_shape *shape, const toka_options 
                                   .progress = options->progress,
                                   .user = options->progress_user};
     int code = 0;
+    if (eng_head(engine)) device.aux_layers = eng_head(engine)->layers;
     for (int i = 0; i < engine->n_replicas && !code; i++)
         code = model_shard(&engine->replicas[i].model, engine->backend, shape,
                            &engine->files->weights, tp, pp, e);
@@ -31652,7 +32094,7 @@ static int eng_open(eng **out, const toka_backend *backend, const mf_model *file
     engine->drafts = drafts;
     const int max_len = options->max_model_len ? options->max_model_len : shape->max_len;
     int code = eng_count_routed(engine, options, e);
-    if (!code && drafts.method == DRAFT_MODEL && !shape->linear.n_layers)
+    if (!code && draft_by_model(&drafts) && !shape->linear.n_layers)
         code = eng_open_draft_files(engine, options, max_len, e);
     if (!code) code = eng_open_replicas(engine, shape, options, &config, e);
     const bool hung = code && !eng_close_ranks(engine); /* after it no rank reports a phase */
@@ -32901,7 +33343,7 @@ static int eng_verify_drafts(eng_replica *replica, eng_inflight *inflight) {
             if (n_right < 0 || n_drafts < 1) continue;
         }
         draft_learn(&replica->drafts, samples[i].seq, n_drafts, n_right);
-        if (replica->engine->draft_files)
+        if (replica->engine->draft_files && !eng_head(replica->engine))
             eng_keep_drafted(&replica->sched, samples[i].seq, MIN(n_right, n_drafts - 1));
         stats->drafts++;
         stats->draft_tokens += n_drafts;
@@ -33359,21 +33801,27 @@ static void eng_release_step(eng_replica *replica) {
  *     first step                x x x x   x x          4 4 2, and draws a
  *     second step                             a        4 4 2, and draws b
  *     third step                                b      4 4 2, and draws c
- *     a and b are right, x is drawn for c: eng_keep_drafted makes it 4 4 4 */
+ *     a and b are right, x is drawn for c: eng_keep_drafted makes it 4 4 4
+ *
+ * A head (toka_head) is computed in the same way, but for two things. It has no row of position 0.
+ * And K and V of its rows for a and b do not stay: they were computed with its own x, as the model
+ * had not computed a and b yet. The next first step computes them again, with x of the model, which
+ * the KV pool of the model keeps for all its tokens. */
 
-/* Returns the first position of the sequence that the draft model must compute. */
+/* Returns the first position of the sequence that the draft model, or a head, must compute. */
 COLD
-static int eng_first_undrafted(const scheduler *sched, int seq) {
+static int eng_first_undrafted(const scheduler *sched, int seq, bool is_head) {
     const int *table = kv_block_table(&sched->kv, seq), B = sched->config.B;
     const int n_known = sched->seqs[seq].n_known;
     int i = 0;
     while ((i + 1) * B < n_known && sched->kv.pages[table[i]].n_drafted == B) i++;
-    return MIN(i * B + sched->kv.pages[table[i]].n_drafted, n_known - 1);
+    return MAX(MIN(i * B + sched->kv.pages[table[i]].n_drafted, n_known - 1), is_head);
 }
 
-/* Adds the rows from .. end-1 of a sequence to the step of the draft model. */
+/* Adds the rows from .. end-1 of a sequence to the step of the draft model. sample: of the sequence
+ * in the last step; -1: this is the first one. */
 COLD
-static void eng_add_draft_rows(eng_replica *replica, int seq, int from, int end) {
+static void eng_add_draft_rows(eng_replica *replica, int seq, int from, int end, int sample) {
     batch_step *built = &replica->draft.step.batch;
     const scheduler *sched = &replica->sched;
     const int *table = kv_block_table(&sched->kv, seq), B = sched->config.B;
@@ -33385,6 +33833,8 @@ static void eng_add_draft_rows(eng_replica *replica, int seq, int from, int end)
         built->ids[row] = sched->seqs[seq].tokens[pos];
         built->pos[row] = pos;
         built->kv_slot[row] = table[pos / B] * B + pos % B;
+        replica->draft.aux_from[row] =
+            sample >= 0 || !pos ? -1 - sample : table[(pos - 1) / B] * B + (pos - 1) % B;
         if (pos < sched->seqs[seq].n_known)
             sched->kv.pages[table[pos / B]].n_drafted = (uint8_t)(pos % B + 1);
     }
@@ -33398,7 +33848,9 @@ static void eng_build_draft_step(eng_replica *replica, int n_drawn) {
     toka_step *step = &inflight->batch.step;
     *step = (toka_step){.ids = inflight->batch.ids, .pos = inflight->batch.pos,
                         .kv_slot = inflight->batch.kv_slot, .pages = inflight->batch.pages,
-                        .spans = inflight->batch.spans, .samples = inflight->sample_rows};
+                        .spans = inflight->batch.spans, .samples = inflight->sample_rows,
+                        .aux_from = replica->draft.aux_from};
+    const bool is_head = eng_head(replica->engine);
     double budget_s = replica->drafts.budget_s;
     inflight->batch.n_pages = inflight->n_sampled = 0;
     inflight->row_ids.n = 0;
@@ -33407,7 +33859,7 @@ static void eng_build_draft_step(eng_replica *replica, int n_drawn) {
         sched_seq *sequence = &replica->sched.seqs[seq];
         if (sequence->n_drafts <= n_drawn) continue;
         const int end = sequence->n_known + n_drawn;
-        const int from = n_drawn ? end - 1 : eng_first_undrafted(&replica->sched, seq);
+        const int from = n_drawn ? end - 1 : eng_first_undrafted(&replica->sched, seq, is_head);
         eng_request *request = replica->requests[sequence->request];
         const double n_left = eng_expected_tokens(replica->engine, request) -
                               (sequence->n_known - sequence->n_prompt);
@@ -33415,9 +33867,12 @@ static void eng_build_draft_step(eng_replica *replica, int n_drawn) {
         const int n_paid = draft_catch_up(&replica->drafts, n_missing, MAX(n_left, 1), &budget_s);
         const int n = MIN(n_paid < n_missing ? n_paid : end - from,
                           replica->sched.config.max_tokens - step->T);
-        if (n) eng_add_draft_rows(replica, seq, from, from + n);
+        if (n)
+            eng_add_draft_rows(replica, seq, from, from + n,
+                               n_drawn ? replica->draft.sample[i] : -1);
         if (from + n < end) sequence->n_drafts = 0;
         if (from + n < end) continue;
+        replica->draft.sample[i] = inflight->n_sampled;
         inflight->batch.samples[inflight->n_sampled].seq = seq;
         inflight->row_requests[inflight->n_sampled] = request;
         inflight->sample_rows[inflight->n_sampled] =
@@ -53073,6 +53528,9 @@ static int plan_check_drafts(const plan_options *options, plan_query *query, tok
                                .draft_model = options->draft_model};
     if (draft_read_config(&from, &query->drafts, e)) return e->code;
     query->acceptance = options->acceptance > 0 ? options->acceptance : 0.7;
+    if (query->drafts.method == DRAFT_EAGLE3)
+        return fail(e, TOKA_E_USE, "speculative decoding: plans do not know what a head of eagle3 "
+                                   "costs, expected another method");
     if (!query->drafts.method)
         return options->acceptance > 0 ? fail(e, TOKA_E_USE, "--acceptance: of which drafts? expected "
                                               "--speculative-config or --draft-model beside it")
@@ -58269,13 +58727,17 @@ static const help_page help_pages[] = {
      "  model whose tokenizer is the same. It takes a part of the KV cache, which the\n"
      "  start states, and draws its guesses with the seeds of the samples. It has no\n"
      "  pipeline stages beside it, and itself one rank a replica.\n"
+     "- eagle3: \"model\" in the JSON, or --draft-model, names the folder of an EAGLE-3\n"
+     "  head that was trained for the model, as SpecForge and speculators write them.\n"
+     "  It takes a part of the KV cache, draws guesses as a draft model does, and\n"
+     "  works with one rank a replica.\n"
      "- synthetic is for measurements: toka bench throughput, with a dataset whose\n"
      "  lines have output_token_ids, takes guesses from these; a share of them,\n"
      "  synthetic_acceptance_rate (default: 0.7), is right. They cost no time.\n"
      "- How many guesses are made is measured: where they are rarely right, or where\n"
      "  a row costs as much as it brings, there are none. Samples with a constraint\n"
-     "  get those of ngram and suffix that it allows, none of a draft model. Models\n"
-     "  with linear mixers get none. EAGLE and Medusa heads are not there.\n"
+     "  get those of ngram and suffix that it allows, none of a draft model or head.\n"
+     "  Models with linear mixers get none. EAGLE-1 and Medusa heads are not there.\n"
      "  The closing report of batch, its --report and /metrics\n"
      "  (spec_decode_num_drafts_total and its neighbors, as vLLM's) count them, and\n"
      "  say how long they took (draft_s; engine_seconds_total with phase draft).\n",
@@ -58779,8 +59241,8 @@ static const help_page help_pages[] = {
      "  a second they are the limit), cached prefixes, and lengths that vary.\n"
      "- --speculative-config or --draft-model, with --acceptance A: the speed-up of\n"
      "  decode by the number of drafts and of sequences, before there is a machine; a\n"
-     "  draft model counts in time and memory. (Steps with drafts run on the CPU\n"
-     "  only.)\n"
+     "  draft model counts in time and memory. eagle3 is not in it. (Steps with\n"
+     "  drafts run on the CPU only.)\n"
      "- --batch-size: the memory of so many sequences of --max-model-len tokens, all\n"
      "  layers on one GPU, and the formulas.\n"
      "- All flags: toka plan --help-all.\n",
@@ -58985,7 +59447,7 @@ static const cli_flag cli_flags[] = {
     {"max-num-batched-tokens", "", "N", CLI_INT, AT(open.max_num_batched_tokens),
      FOR_OPENS | FOR_PLAN, "most tokens in one step (default: 512, on a GPU 8448)"},
     {"speculative-config", "", "JSON", CLI_TEXT, AT(open.speculative_config), FOR_OPENS | FOR_PLAN,
-     "drafts, on the CPU: {\"method\": \"ngram\", \"suffix\" or \"draft_model\", \"num_speculative_tokens\": N}; see toka help numbers"},
+     "drafts, on the CPU: {\"method\": \"ngram\", \"suffix\", \"draft_model\" or \"eagle3\", \"num_speculative_tokens\": N}; see toka help numbers"},
     {"num-speculative-tokens", "", "N", CLI_INT, AT(open.num_speculative_tokens), FOR_OPENS | FOR_PLAN,
      "the same number beside --speculative-config; alone it means method ngram (default: 0, off)"},
     {"draft-model", "", "FOLDER", CLI_TEXT, AT(open.draft_model), FOR_OPENS | FOR_PLAN,

@@ -120,7 +120,8 @@ typedef struct toka_options {
                                    speculative_config says. Alone it means method ngram */
     const char *draft_model;  /* a smaller model with the same tokenizer makes the drafts, as with
                                    {"method":"draft_model","model":"..."}; a folder or name, as
-                                   `model`. NULL: what speculative_config says */
+                                   `model`, or the head's with method eagle3. NULL: what
+                                   speculative_config says */
     bool enable_return_routed_experts; /* keeps the experts of each token in the KV cache, for
                                           toka_routed_experts. Not on a GPU */
     int max_loras;     /* most adapters (LoRA) that may be loaded at once, at most 64; 0: none */
@@ -920,9 +921,26 @@ typedef struct toka_linear {
     toka_tensor o;                      /* [E][M*value_size] */
 } toka_linear;
 
+/* A head of EAGLE-3 (arXiv 2503.01840): one layer that guesses the token after next of another
+ * model, the target. It reads the token at position p and what the target's layers read at position
+ * p - 1. Its row p begins as
+ *     x = fc [a0, a1, a2]      a: the target's x before three of its layers (toka_device_options)
+ * and where the target has not computed position p - 1, as the head's own x of that row, at the end
+ * of its layer. q, k and v are [..][2E]: they read attn_norm(embedding of the token) and behind it
+ * hidden_norm(x). Position 0 has no row, and no row sees it. */
+typedef struct toka_head {
+    toka_tensor fc;                     /* [E][3 * E of the target] */
+    toka_tensor hidden_norm;            /* [1][E] */
+    toka_tensor lm_head;                /* [n][E]: the head knows n of the V ids */
+    const int32_t *ids;                 /* [n] rising: which ids these are; NULL: all */
+    bool norm_first;                    /* x becomes hidden_norm(x) before the layer */
+    int layers[3];                      /* of the target, rising */
+} toka_head;
+
 /* x += mixer(norm(x)), then x += feed_forward(norm(x)). Features that a layer does not have are
  * absent, NULL or 0. */
 typedef struct toka_layer {
+    const toka_head *head;              /* NULL: no head. Else it is the only layer */
     toka_tensor attn_norm;              /* [1][E]; absent: x itself */
     const toka_linear *linear;          /* NULL: attention or MLA. Else all fields from here to o
                                            are absent */
@@ -1326,6 +1344,9 @@ typedef struct toka_step { /* one forward step as integers; host memory, unchang
     const toka_state_span *states; /* [n_states] */
     const uint8_t *adapters; /* NULL, or [T] number of each row's adapter (toka_adapters.of); 0:
                                 none */
+    const int32_t *aux_from; /* of a head, [T]: the kv_slot of the token before the row's, of which
+                                the target has kept x; or -1 - i: sample i of the head's last step
+                                was that token's row */
 } toka_step;
 
 /* Return what of the step is for this layer: kv_slot, pages, copies. */
@@ -1362,6 +1383,9 @@ typedef struct toka_device_options {
     bool can_sleep;            /* CUDA: `sleep` can be called */
     int n_routed;              /* experts of each token and layer that read_experts gives; 0: none
                                   are kept */
+    const int *aux_layers;     /* NULL, or [3]: keep_aux keeps x before these layers of every token
+                                  in the KV pool, for a head */
+    toka_device *target;       /* of a head: the open device whose x and embedding it reads */
     /* NULL, or reports progress. what: the phase; done: the part of it that is done, 0 to 1. Called
      * on any thread, one call at a time. */
     void (*progress)(void *user, const char *what, double done);
@@ -1529,12 +1553,15 @@ typedef struct toka_backend {
      * token ids of those of s->copies (keep_ids); before all other ops of the step. Called if
      * n_copies > 0. */
     void (*copy_pages)(toka_device *d, const toka_step *s);
-    /* x = embed[ids] */
+    /* x = embed[ids]; of a head as toka_head says, with aux_from */
     void (*embed)(toka_device *d, const toka_step *s, toka_hidden *x);
     /* Stores the ids of the step's tokens at s->kv_slot, beside their K and V. Penalties and bad
      * words read the tokens of a sequence there, so the host need not know them yet. On the last
      * stage only, where the logits are; after embed or receive, in every step. */
     void (*keep_ids)(toka_device *d, const toka_step *s);
+    /* Keeps x of the step's tokens at s->kv_slot, as it is before layer aux_layers[i]; copy_pages
+     * copies it, too. NULL: the backend has no heads, nor the next ops what heads need. */
+    void (*keep_aux)(toka_device *d, const toka_step *s, int i, const toka_hidden *x);
     /* q = RoPE(norm(x) W_q), with mla the absorbed query; K and V of the step's tokens, with mla
      * their latent vectors, are stored at s->kv_slot. With q_gate, q has each head's gate behind
      * its query, [H][2][D]. With linear q is W norm(x), and nothing is stored. */

@@ -6,8 +6,8 @@
 
 enum { LATE_DEVICES = 64, LATE_OPS = 4096, LATE_STEPS = 8, LATE_CAPTURED = 3 };
 
-typedef enum late_kind { LATE_ALL_REDUCE, LATE_SEND, LATE_RECEIVE, LATE_COPY, LATE_EMBED, LATE_KEEP_IDS, LATE_QKV, LATE_ATTENTION,
-    LATE_OUT, LATE_MLP, LATE_SAMPLE, LATE_END } late_kind;
+typedef enum late_kind { LATE_ALL_REDUCE, LATE_SEND, LATE_RECEIVE, LATE_COPY, LATE_EMBED, LATE_KEEP_IDS, LATE_KEEP_AUX, LATE_QKV,
+    LATE_ATTENTION, LATE_OUT, LATE_MLP, LATE_SAMPLE, LATE_END } late_kind;
 
 typedef struct late_op {
     late_kind kind;
@@ -60,6 +60,7 @@ static void late_run_op(late_device *l, const late_op *op) {
     case LATE_COPY: toka_cpu.copy_pages(d, op->s); break;
     case LATE_EMBED: toka_cpu.embed(d, op->s, &l->x); break;
     case LATE_KEEP_IDS: toka_cpu.keep_ids(d, op->s); break;
+    case LATE_KEEP_AUX: toka_cpu.keep_aux(d, op->s, op->layer, &l->x); break;
     case LATE_QKV: toka_cpu.norm_qkv_rope_kv(d, op->s, op->layer, &l->x, op->b); break;
     case LATE_ATTENTION: toka_cpu.attention(d, op->s, op->layer, op->a, op->b); break;
     case LATE_OUT: toka_cpu.out_residual(d, op->s, op->layer, op->a, &l->x); break;
@@ -171,6 +172,9 @@ static void late_copy(toka_device *d, const toka_step *s) { late_queue_op(d, (la
 static void late_embed(toka_device *d, const toka_step *s, toka_hidden *x) { late_queue_op(d,
     (late_op){.kind = LATE_EMBED, .s = s, .a = x->data}); }
 static void late_keep_ids(toka_device *d, const toka_step *s) { late_queue_op(d, (late_op){.kind = LATE_KEEP_IDS, .s = s}); }
+static void late_keep_aux(toka_device *d, const toka_step *s, int i, const toka_hidden *x) {
+    late_queue_op(d, (late_op){.kind = LATE_KEEP_AUX, .s = s, .layer = i, .a = x->data});
+}
 static void late_qkv(toka_device *d, const toka_step *s, int layer, toka_hidden *x, toka_dev_ptr q) {
     late_queue_op(d, (late_op){LATE_QKV, s, layer, 0, x->data, q});
 }
@@ -232,7 +236,8 @@ static toka_backend late_backend(int n_ahead) {
     be.capture = late_capture, be.begin = late_begin, be.end = late_end, be.finish = late_finish;
     be.all_reduce = late_all_reduce, be.send = late_send, be.receive = late_receive;
     be.copy_pages = late_copy;
-    be.embed = late_embed, be.keep_ids = late_keep_ids, be.norm_qkv_rope_kv = late_qkv, be.attention = late_attention;
+    be.embed = late_embed, be.keep_ids = late_keep_ids, be.keep_aux = late_keep_aux;
+    be.norm_qkv_rope_kv = late_qkv, be.attention = late_attention;
     be.out_residual = late_out, be.norm_mlp_residual = late_mlp, be.norm_logits_sample = late_sample;
     be.max_in_flight = n_ahead;
     return be;

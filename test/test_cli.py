@@ -31,7 +31,9 @@ def last_number(text):
 # ---- Drafts ----
 
 @pytest.mark.parametrize("args, words", [
-    (["--speculative-config", '{"method":"eagle3","model":"x"}'], 'method "eagle3", expected ngram, suffix or draft_model'),
+    (["--speculative-config", '{"method":"medusa","model":"x"}'], 'method "medusa", expected ngram, suffix, draft_model or eagle3'),
+    (["--speculative-config", '{"method":"eagle3","model":"/nowhere"}'], "eagle3: /nowhere"),
+    (["--speculative-config", '{"method":"eagle3"}'], "model is missing"),
     (["--draft-model", "/nowhere"], "--draft-model: /nowhere"), (["--draft-model", ""], "--draft-model is empty, expected the folder"),
     (["--draft-model", "x", "--speculative-config", '{"method":"draft_model","model":"y"}'], "--draft-model is x, but"),
     (["--speculative-config", '{"method":"draft_model"}'], "model is missing"),

@@ -972,6 +972,7 @@ static void eng_make_small(void) {
 static void ahead_compare(const char *model, bool windowed, const char *kv_dtype) {
     static const char ngram[] = "{\"method\":\"ngram\",\"num_speculative_tokens\":5,\"prompt_lookup_max\":3,\"prompt_lookup_min\":1}";
     static const char suffix[] = "{\"method\":\"suffix\",\"num_speculative_tokens\":16}";
+    static const char eagle3[] = "{\"method\":\"eagle3\",\"model\":\"test/model_head\",\"num_speculative_tokens\":4}";
     static const struct {
         int n_ahead, dp, kv_tokens, tp, pp;
         bool late;
@@ -985,10 +986,13 @@ static void ahead_compare(const char *model, bool windowed, const char *kv_dtype
                  {2, 3, 0, 1, 1, false}, {2, 1, 0, 2, 1, false},    {2, 1, 192, 1, 1, false}, {2, 1, 0, 1, 3, false},
                  /* with a draft model: */
                  {1, 1, 0, 1, 1, false}, {2, 1, 192, 1, 1, false},  {2, 2, 192, 2, 1, false}, {4, 3, 0, 1, 1, false},
-                 {2, 1, 192, 1, 1, true}, {1, 2, 192, 1, 1, false}};
+                 {2, 1, 192, 1, 1, true}, {1, 2, 192, 1, 1, false},
+                 /* with a head: */
+                 {1, 1, 0, 1, 1, false}, {2, 1, 192, 1, 1, true},   {2, 2, 192, 1, 1, false}, {4, 3, 0, 1, 1, false},
+                 {2, 1, 192, 1, 1, false}, {1, 2, 192, 1, 1, true}};
     eng_collected *want[AHEAD_REQUESTS] = {0}, *got[AHEAD_REQUESTS];
     float want_scores[512], scores[512];
-    int64_t preempted = 0, accepted = 0, rejected = 0;
+    int64_t preempted = 0, accepted = 0, rejected = 0, by_head = 0;
     for (int k = 0; k < COUNT(cases); k++) {
         toka_options o = toka_options_default();
         o.model = model, o.n_threads = 1, o.max_num_seqs = windowed ? 12 : 24, o.max_num_batched_tokens = 40, o.max_model_len = 160;
@@ -998,8 +1002,8 @@ static void ahead_compare(const char *model, bool windowed, const char *kv_dtype
         /* what tensor ranks sum in another order may be rounded to another FP8 number */
         if (kv_dtype && (cases[k].tp > 1 || (!windowed && k % 2 != 0))) continue;
         o.kv_cache_dtype = kv_dtype;
-        o.speculative_config = k < 20 ? NULL : k >= 28 ? "{\"num_speculative_tokens\":5}" : k % 2 ? suffix : ngram;
-        o.draft_model = k >= 28 ? eng_small_model : NULL;
+        o.speculative_config = k < 20 ? NULL : k >= 34 ? eagle3 : k >= 28 ? "{\"num_speculative_tokens\":5}" : k % 2 ? suffix : ngram;
+        o.draft_model = k >= 28 && k < 34 ? eng_small_model : NULL;
         o.data_parallel_size = cases[k].dp, o.kv_tokens = windowed && cases[k].kv_tokens ? 39 * 16 : cases[k].kv_tokens;
         o.tensor_parallel_size = cases[k].tp, o.pipeline_parallel_size = cases[k].pp;
         const float max_error = cases[k].tp > 1 ? 1e-3f : 0;
@@ -1028,6 +1032,7 @@ static void ahead_compare(const char *model, bool windowed, const char *kv_dtype
         const toka_stats stats = toka_get_stats(t);
         preempted += stats.preemptions;
         accepted += stats.draft_tokens_accepted, rejected += stats.draft_tokens - stats.draft_tokens_accepted;
+        if (k >= 34) by_head += stats.draft_tokens_accepted;
         CHECK((stats.drafts > 0) == (k >= 20) && (stats.draft_tokens > 0) == (k >= 20));
         for (int i = 0; i < t->engine->n_replicas; i++) {
             const eng_replica *p = &t->engine->replicas[i];
@@ -1042,6 +1047,7 @@ static void ahead_compare(const char *model, bool windowed, const char *kv_dtype
     }
     CHECK(preempted > 0);
     CHECK_MSG(accepted > 20 && rejected > 20, "%d drafts accepted, %d rejected", (int)accepted, (int)rejected);
+    CHECK_MSG(by_head > 20, "%d drafts of a head accepted", (int)by_head);
     for (int i = 0; i < AHEAD_REQUESTS; i++) eng_collected_free(want[i]);
 }
 static void test_ahead(void) {
@@ -1087,7 +1093,10 @@ static void test_draft_options(void) {
         {"{\"method\":\"suffix\"}", NULL, 0, DRAFT_SUFFIX, 8, 2, 24},
         {"{\"method\":\"ngram\",\"num_speculative_tokens\":7}", "num_speculative_tokens is 6, but speculative_config says 7", 6, 0, 0, 0, 0},
         {"{\"method\":\"ngram\",\"prompt_lookup_max\":3,\"prompt_lookup_min\":4}", "prompt_lookup_min is 4, expected at most prompt_lookup_max, 3", 0, 0, 0, 0, 0},
-        {"{\"method\":\"eagle3\",\"model\":\"x\"}", "method \"eagle3\", expected ngram, suffix or draft_model", 0, 0, 0, 0, 0},
+        {"{\"method\":\"eagle3\",\"model\":\"x\"}", NULL, 0, DRAFT_EAGLE3, 4, 0, 0, NULL, "x"},
+        {"{\"method\":\"eagle3\"}", "speculative_config: model is missing", 0, 0, 0, 0, 0},
+        {"{\"method\":\"eagle3\",\"prompt_lookup_max\":4,\"model\":\"x\"}", "\"prompt_lookup_max\" is not an option of this method", 0, 0, 0, 0, 0},
+        {"{\"method\":\"medusa\",\"model\":\"x\"}", "method \"medusa\", expected ngram, suffix, draft_model or eagle3", 0, 0, 0, 0, 0},
         {"{\"method\":\"draft_model\",\"model\":\"x\"}", NULL, 0, DRAFT_MODEL, 4, 0, 0, NULL, "x"},
         {"{\"model\":\"x\",\"num_speculative_tokens\":7}", NULL, 7, DRAFT_MODEL, 7, 0, 0, "x", "x"},
         {NULL, NULL, 0, DRAFT_MODEL, 4, 0, 0, "y", "y"},
@@ -1306,7 +1315,7 @@ static void test_draft_ends(void) {
     }
 }
 
-/* How often drafts of the draft model are right: text, log-probabilities and all else are those without drafts, whatever the
+/* How often drafts of the draft model, or of a head, are right: text, log-probabilities and all else are those without drafts, whatever the
  * parameters. Where the draft model is the model itself, each draft is right, as it is drawn like the token. */
 static void test_draft_model(void) {
     static const char *const stop[] = {"apples"};
@@ -1314,22 +1323,24 @@ static void test_draft_model(void) {
     static const int lengths[] = {1, 1};
     const float bias = 2;
     eng_make_small();
-    for (int run = 0; run < 3; run++) {
-        const char *smaller = run == 1 ? eng_small_model : eng_model;
+    for (int run = 0; run < 5; run++) {
+        const char *smaller = run > 2 ? "test/model_head" : run == 1 ? eng_small_model : eng_model;
+        const bool is_plain = run == 2 || run == 4;
         toka_options o = toka_options_default();
         toka_err e = {0};
         toka *t[2];
         size_t n_problem;
-        o.model = eng_model, o.device = run == 2 ? "plain" : "cpu", o.n_threads = 2, o.max_num_seqs = 6, o.max_num_batched_tokens = 64, o.max_model_len = 256;
+        o.model = eng_model, o.device = is_plain ? "plain" : "cpu", o.n_threads = 2, o.max_num_seqs = 6, o.max_num_batched_tokens = 64, o.max_model_len = 256;
         o.kv_tokens = 160, o.max_model_len = 160;
         CHECK_MSG(!toka_open(&t[0], &o, &e), "%s", e.msg);
         o.draft_model = smaller, o.num_speculative_tokens = 5 + 11 * (run == 0);
+        if (run > 2) o.speculative_config = "{\"method\":\"eagle3\"}";
         CHECK_MSG(!toka_open(&t[1], &o, &e), "%s", e.msg);
         t[1]->engine->replicas[0].drafts.config.always = true;
         t[1]->engine->replicas[0].sched.config.reserve_steps = 0;
         int32_t *problem = eng_problem_ids(t[0], str_c(eng_problem), &n_problem);
         int64_t steps[2] = {0};
-        for (int i = 0; i < (run == 2 ? 3 : SANITIZED ? 8 : 20); i++) {
+        for (int i = 0; i < (is_plain ? 3 : SANITIZED ? 8 : 20); i++) {
             toka_sampling s = eng_greedy(1 + (29 + i * 7) % 40);
             toka_stats before[2] = {toka_get_stats(t[0]), toka_get_stats(t[1])};
             int code;
@@ -1363,7 +1374,7 @@ static void test_draft_model(void) {
         if (smaller == eng_model) CHECK_MSG(stats.draft_tokens_accepted == stats.draft_tokens, "%d: %.3f of the drafts are right", run, rate);
         else CHECK_MSG(rate > 0.05 && rate < 0.9, "%.3f of the drafts are right", rate);
         CHECK_MSG(steps[1] < steps[0], "%d steps, %d without drafts", (int)steps[1], (int)steps[0]);
-        if (run < 2 && !SANITIZED) CHECK(stats.preemptions > 0 && stats.prompt_tokens_shared > 0);
+        if (!is_plain && !SANITIZED) CHECK(stats.preemptions > 0 && stats.prompt_tokens_shared > 0);
         if (getenv("VERBOSE")) printf("drafter %s: %.3f right, %d steps for %d, %d preempted, %d shared\n", smaller, rate, (int)steps[1], (int)steps[0], (int)stats.preemptions, (int)stats.prompt_tokens_shared);
         free(problem);
         toka_close(t[0]), toka_close(t[1]);
