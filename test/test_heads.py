@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import heads
-from server import ROOT, TOKA
+from server import ROOT, TOKA, Server
 from test_models import DEVICES, MAX_ERROR, driver  # noqa: F401
 
 MODEL = os.path.join(ROOT, "test", "model")
@@ -148,3 +148,28 @@ def test_drafts_of_requests_are_those_of_numpy(tmp_path):
             n += right + 1
     assert (counts["drafts"], counts["draft_tokens"], counts["draft_tokens_accepted"]) == (n_drafts, n_tokens, n_right)
     assert n_right > 10 and n_tokens - n_right > 10
+
+
+def test_sleep_and_new_weights(tmp_path):
+    """After memory was given back, and after other weights came and went, the head reads what the model computes and embeds then."""
+    ask = {"prompt": "Tom has 12 apples. He buys 7 more apples. How many apples does he have now?", "max_tokens": 30, "temperature": 0}
+    other = tmp_path / "other"
+    os.makedirs(other)
+    for name in os.listdir(MODEL):
+        if name != "model.safetensors" and os.path.isfile(os.path.join(MODEL, name)):
+            os.symlink(os.path.join(MODEL, name), other / name)
+    weights = heads.read_safetensors(MODEL + "/model.safetensors")
+    weights["model.embed_tokens.weight"] = heads.bf16(weights["model.embed_tokens.weight"][::-1])
+    heads.write_safetensors(other / "model.safetensors", {k: np.ascontiguousarray(v) for k, v in weights.items()})
+    spec = json.dumps({"method": "eagle3", "model": HEAD, "num_speculative_tokens": 3})
+    counts = ["spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total"]
+    found = []
+    with Server("--enable-sleep-mode", "--speculative-config", spec, env={"TOKA_DEBUG_DRAFTS": "1"}) as s:
+        for orders in [], [("/sleep?level=1", ""), ("/wake_up", "")], [("/update_weights", {"weight_dir": str(other)})], \
+                [("/sleep?level=2", ""), ("/wake_up", ""), ("/update_weights", {"weight_dir": MODEL})]:
+            for path, body in orders:
+                assert s.post(path, body).status == 200, path
+            before = [s.metric(name) for name in counts]
+            text = s.post("/v1/completions", ask).json()["choices"][0]["text"]
+            found.append((text, *(s.metric(name) - n for name, n in zip(counts, before))))
+    assert found[0] == found[1] == found[3] != found[2] and found[0][2] > 3, found
