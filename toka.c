@@ -8276,8 +8276,8 @@ static void mf_rope_table(const mf_rope *rope, int D, float *freq, float *scale)
 
 typedef struct mf_reader {
     const json *object; /* the object; NULL: every field is missing */
-    const json *outer;  /* a field that the object does not have is looked up here ... */
-    const json *defaults; /* ... and then here; both may be NULL */
+    const json *outer;  /* the config around the text_config: has the fields of mf_is_outer */
+    const json *defaults; /* of fields that neither of them has; both may be NULL */
     const char *where;  /* the file's name, for messages */
     const char *prefix; /* for messages, before the name of a field: "" or "rope_parameters." ... */
     toka_err *err;      /* code 0 until the first error, which stays */
@@ -8310,10 +8310,20 @@ static void mf_field_error(mf_reader *reader, const char *name, const json *valu
          name, mf_value_text(value, found), expected);
 }
 
+/* Does a multi-modal model have this field outside of its text_config? transformers reads all
+ * others from the text_config only. */
+static bool mf_is_outer(const char *name) {
+    static const char *const names[] = {"quantization_config", "compression_config",
+                                        "tie_word_embeddings", "bos_token_id", "eos_token_id"};
+    bool found = false;
+    for (int i = 0; i < COUNT(names); i++) found |= !strcmp(name, names[i]);
+    return found;
+}
+
 /* Returns NULL if the field is absent or null. */
 static const json *mf_field(const mf_reader *reader, const char *name) {
     const json *v = json_get(reader->object, name);
-    if (!v) v = json_get(reader->outer, name);
+    if (!v && reader->outer && mf_is_outer(name)) v = json_get(reader->outer, name);
     if (!v) v = json_get(reader->defaults, name);
     return json_is(v, JSON_NULL) ? NULL : v;
 }
@@ -8332,6 +8342,11 @@ static double mf_num(mf_reader *reader, const char *name, double otherwise, doub
     if (number >= min && number <= max) return number;
     snprintf(expected, sizeof expected, "a number from %g to %g", min, max);
     return mf_field_error(reader, name, value, expected), otherwise;
+}
+/* Records the error for the value that the field has. */
+COLD
+static void mf_refuse_field(mf_reader *reader, const char *name, const char *expected) {
+    mf_field_error(reader, name, mf_field(reader, name), expected);
 }
 /* Refuses null in a field that cannot do without a value. */
 COLD
@@ -8992,7 +9007,7 @@ static int mf_count(mf_reader *reader, const char *name, int max) {
     const int64_t count = mf_int(reader, name, 0);
     if (count >= 1 && count <= max) return (int)count;
     snprintf(expected, sizeof expected, "1 to %d", max);
-    mf_field_error(reader, name, mf_field(reader, name), expected);
+    mf_refuse_field(reader, name, expected);
     return 1;
 }
 
@@ -9039,8 +9054,7 @@ static void mf_read_mla(mf_reader *reader, mf_config *config) {
     if (mf_is_named(reader, "rope_interleave") && mf_bool(reader, "rope_interleave", true))
         config->features |= MF_NEIGHBOURS;
     if (mf_bool(reader, "attention_bias", false))
-        mf_field_error(reader, "attention_bias", mf_field(reader, "attention_bias"),
-                       "false: MLA with biases is not supported");
+        mf_refuse_field(reader, "attention_bias", "false: MLA with biases is not supported");
 }
 
 /* The factor on the scores of MLA: 1 / sqrt(size of a query), and yarn's factor twice. */
@@ -9438,7 +9452,7 @@ static void mf_read_block(mf_reader *reader, const char *name, mf_format *format
 static void mf_read_group_size(mf_reader *reader, const char *name, mf_format *format) {
     const int64_t size = mf_int(reader, name, 0);
     if (size != -1 && (size < 1 || size > 1 << 24))
-        mf_field_error(reader, name, mf_field(reader, name), "1 or more columns, or -1 for all");
+        mf_refuse_field(reader, name, "1 or more columns, or -1 for all");
     format->block_rows = 1;
     format->block_cols = size > 0 && size <= 1 << 24 ? (int)size : 0;
 }
@@ -9458,7 +9472,7 @@ static void mf_expect_int(mf_reader *reader, const char *name, int64_t wanted) {
     char expected[40];
     snprintf(expected, sizeof expected, "%lld", (long long)wanted);
     if (mf_int(reader, name, wanted) != wanted)
-        mf_field_error(reader, name, mf_field(reader, name), expected);
+        mf_refuse_field(reader, name, expected);
 }
 
 /* Reads a group of compressed-tensors: the targets, and how their weights are quantized. */
@@ -9495,7 +9509,7 @@ static void mf_read_compressed_group(mf_reader *reader, const json *top_format, 
                        is_fp8 ? "\"tensor\", \"channel\" or \"block\"" : "\"group\" or \"channel\"");
     rule->format.has_zero = !mf_bool(&weights, "symmetric", true);
     if (is_fp8 && rule->format.has_zero)
-        mf_field_error(&weights, "symmetric", mf_field(&weights, "symmetric"), "true");
+        mf_refuse_field(&weights, "symmetric", "true");
     rule->format.has_order = str_is(json_str(mf_field(&weights, "actorder")), "group");
     rule->format.has_input_scale = is_fp8 && json_is(json_get(inputs, "dynamic"), JSON_FALSE);
 }
@@ -9671,8 +9685,7 @@ static void mf_refuse_unsupported(mf_reader *reader, const mf_arch *arch) {
             mf_field_error(reader, off[i].field, value, off[i].expected);
     }
     if (!mf_bool(reader, "is_causal", true))
-        mf_field_error(reader, "is_causal", mf_field(reader, "is_causal"),
-                       "true: attention to later tokens is not supported");
+        mf_refuse_field(reader, "is_causal", "true: attention to later tokens is not supported");
 }
 
 static void mf_read_activation(mf_reader *reader, mf_config *config) {
@@ -9767,11 +9780,11 @@ static void mf_read_expert_groups(mf_reader *reader, toka_moe *moe) {
     moe->top_groups = mf_count(reader, "topk_group", moe->n_groups);
     const int in_group = moe->n_experts / moe->n_groups;
     if (moe->n_experts % moe->n_groups || (moe->n_groups > 1 && is_sigmoid && in_group < 2))
-        mf_field_error(reader, "n_group", mf_field(reader, "n_group"),
-                       "a number of equal groups, each with two experts or more");
+        mf_refuse_field(reader, "n_group",
+                        "a number of equal groups, each with two experts or more");
     if ((int64_t)in_group * moe->top_groups < moe->top_k)
-        mf_field_error(reader, "topk_group", mf_field(reader, "topk_group"),
-                       "so many groups that they have num_experts_per_tok experts");
+        mf_refuse_field(reader, "topk_group",
+                        "so many groups that they have num_experts_per_tok experts");
 }
 
 /* Reads config->moe, and the letters X, M and S. */
@@ -9792,8 +9805,8 @@ static void mf_read_moe(mf_reader *reader, mf_config *config) {
     moe->renormalize = config->features & MF_RENORMALIZE ||
                        mf_bool(reader, "norm_topk_prob", false);
     if (moe->renormalize && !(config->features & MF_RENORMALIZE) && !mf_is_named(reader, "norm_topk_prob"))
-        mf_field_error(reader, "norm_topk_prob", mf_field(reader, "norm_topk_prob"),
-                       "false: this architecture does not divide the weights by their sum");
+        mf_refuse_field(reader, "norm_topk_prob",
+                        "false: this architecture does not divide the weights by their sum");
     moe->scale = 1;
     if (mf_is_named(reader, "routed_scaling_factor")) {
         mf_refuse_null(reader, "routed_scaling_factor");
@@ -9809,9 +9822,9 @@ static void mf_read_moe(mf_reader *reader, mf_config *config) {
     if (config->features & MF_SHARED)
         *S = *M * mf_count(reader, "n_shared_experts", MAX_WIDTH / *M);
     if (mf_num(reader, "swiglu_alpha", 1.702, 0, 1e6) != 1.702)
-        mf_field_error(reader, "swiglu_alpha", mf_field(reader, "swiglu_alpha"), "1.702");
+        mf_refuse_field(reader, "swiglu_alpha", "1.702");
     if (mf_int(reader, "moe_layer_freq", 1) != 1)
-        mf_field_error(reader, "moe_layer_freq", mf_field(reader, "moe_layer_freq"), "1");
+        mf_refuse_field(reader, "moe_layer_freq", "1");
 }
 
 /* Sets the width of the widest MLP: of layers without experts, of an expert, of the shared one. And
@@ -9932,8 +9945,7 @@ static void mf_read_rope_scaling(mf_reader *config_reader, mf_reader *reader,
     rope->high_freq_factor = mf_num(reader, "high_freq_factor", 0, 1e-3, 1e6);
     if (rope->low_freq_factor == 0) mf_field_error(reader, "low_freq_factor", NULL, "a number");
     if (rope->high_freq_factor <= rope->low_freq_factor)
-        mf_field_error(reader, "high_freq_factor", mf_field(reader, "high_freq_factor"),
-                       "more than low_freq_factor");
+        mf_refuse_field(reader, "high_freq_factor", "more than low_freq_factor");
 }
 
 static double mf_read_theta(mf_reader *reader, const char *field) {
@@ -9955,11 +9967,10 @@ static void mf_read_one_rope(mf_reader *config_reader, mf_reader *reader, mf_con
     *table = (toka_rope){.dims = (int)(D * part),
                          .neighbours = config->features & MF_NEIGHBOURS};
     if (part != 1 && !mf_is_named(config_reader, "partial_rotary_factor"))
-        mf_field_error(partial, "partial_rotary_factor", mf_field(partial, "partial_rotary_factor"),
-                       "1: the whole head rotates");
+        mf_refuse_field(partial, "partial_rotary_factor", "1: the whole head rotates");
     if (table->dims < 2 || table->dims % 2)
-        mf_field_error(partial, "partial_rotary_factor", mf_field(partial, "partial_rotary_factor"),
-                       "a part of the head with an even number of dimensions");
+        mf_refuse_field(partial, "partial_rotary_factor",
+                        "a part of the head with an even number of dimensions");
     if (config_reader->err->code) return;
     if (rope->kind != MF_ROPE_DEFAULT) mf_read_rope_scaling(config_reader, reader, config, rope);
     if (rope->kind == MF_ROPE_LONGROPE) {
@@ -10014,9 +10025,9 @@ static void mf_read_rope(mf_reader *config_reader, mf_config *config, arena *mem
         local.prefix = "rope_parameters.sliding_attention.";
         if (!scaling) reader->prefix = "rope_parameters.full_attention.";
         if (scaling && !mf_field(reader, "rope_type")) mf_refuse_old_type(reader);
-        reader->outer = full;
+        reader->defaults = full;
         if (!mf_bool(reader, "truncate", true)) /* transformers does not read it here */
-            mf_field_error(reader, "truncate", mf_field(reader, "truncate"), "true");
+            mf_refuse_field(reader, "truncate", "true");
     }
     mf_read_one_rope(config_reader, reader, config, mf_read_theta(config_reader, "rope_theta"),
                      memory, &config->rope, &config->rope_table);
@@ -10104,13 +10115,12 @@ static int mf_read_window_size(mf_reader *reader) {
     const bool opt_in = mf_is_named(reader, "use_sliding_window");
     const bool use = opt_in && mf_bool(reader, "use_sliding_window", false);
     if (use && !has)
-        mf_field_error(reader, "use_sliding_window", mf_field(reader, "use_sliding_window"),
-                       "false: windows are not supported for this architecture");
+        mf_refuse_field(reader, "use_sliding_window",
+                        "false: windows are not supported for this architecture");
     if (!has || !mf_field(reader, "sliding_window") || (opt_in && !use)) return 0;
     const int64_t window = mf_int(reader, "sliding_window", 0);
     if (window < 1 || window > mf_dims[MF_MAX_LEN].max)
-        mf_field_error(reader, "sliding_window", mf_field(reader, "sliding_window"),
-                       "1 or more tokens, or null");
+        mf_refuse_field(reader, "sliding_window", "1 or more tokens, or null");
     return (int)window;
 }
 
@@ -10198,13 +10208,11 @@ static void mf_read_linear(mf_reader *reader, mf_config *config) {
     for (int i = 0; i < COUNT(sizes); i++) {
         const int64_t size = mf_int(reader, sizes[i].field, sizes[i].otherwise);
         if (size < 1 + (i == TAPS) || size > MAX_SIZE || (i == TAPS && size > MAX_TAPS))
-            mf_field_error(reader, sizes[i].field, mf_field(reader, sizes[i].field),
-                           i == TAPS ? "2 to 64" : "1 to 4096");
+            mf_refuse_field(reader, sizes[i].field, i == TAPS ? "2 to 64" : "1 to 4096");
         *sizes[i].to = reader->err->code ? 1 : (int)size;
     }
     if (linear->value_heads % linear->key_heads)
-        mf_field_error(reader, "linear_num_value_heads", mf_field(reader, "linear_num_value_heads"),
-                       "a multiple of linear_num_key_heads");
+        mf_refuse_field(reader, "linear_num_value_heads", "a multiple of linear_num_key_heads");
 }
 
 /* Is this element of a list 1 or true? It may also be 0 or false. */
@@ -10229,7 +10237,7 @@ static void mf_read_layer_kinds(mf_reader *reader, mf_config *config, arena *mem
     const int64_t no_rope_step = mf_named_int(reader, step_name, 0);
     const json *has_ropes = has_step ? mf_field(reader, "no_rope_layers") : NULL;
     if (has_step && !has_ropes && no_rope_step < 1)
-        mf_field_error(reader, step_name, mf_field(reader, step_name), "1 or more layers");
+        mf_refuse_field(reader, step_name, "1 or more layers");
     if (has_ropes && (has_ropes->type != JSON_ARRAY || has_ropes->n != (uint32_t)L))
         mf_field_error(reader, "no_rope_layers", has_ropes, "a list with one for each layer");
     config->kind = arena_zalloc(memory, (size_t)L);
@@ -10415,10 +10423,9 @@ static void mf_read_lengths(mf_reader *reader, mf_defaults *defaults) {
     const int64_t max = mf_int(reader, "max_new_tokens", 0),
                   min = mf_int(reader, "min_new_tokens", 0);
     if (max < 1 && mf_field(reader, "max_new_tokens"))
-        mf_field_error(reader, "max_new_tokens", mf_field(reader, "max_new_tokens"), "1 or more");
+        mf_refuse_field(reader, "max_new_tokens", "1 or more");
     if (min < 0 || (max && min > max))
-        mf_field_error(reader, "min_new_tokens", mf_field(reader, "min_new_tokens"),
-                       "0 to max_new_tokens");
+        mf_refuse_field(reader, "min_new_tokens", "0 to max_new_tokens");
     defaults->max_tokens = (int)MIN(max, (int64_t)INT_MAX);
     defaults->min_tokens = (int)MIN(min, (int64_t)INT_MAX);
 }
@@ -10612,7 +10619,7 @@ static int mf_module_parse(str kind, str text, const char *where, arena *memory,
     }
     mf_read_pooling(&reader, embedding);
     if (!mf_bool(&reader, "include_prompt", true))
-        mf_field_error(&reader, "include_prompt", mf_field(&reader, "include_prompt"), "true");
+        mf_refuse_field(&reader, "include_prompt", "true");
     return e->code;
 }
 
@@ -10865,8 +10872,7 @@ static str mf_token_flags(mf_reader *reader, const mf_arch *arch, arena *memory)
     const bool fixes_regex = arch && arch->fixes_regex;
     buf members = {0};
     if (mf_bool(reader, clean_up, false))
-        mf_field_error(reader, clean_up, mf_field(reader, clean_up),
-                       "false: toka leaves the spaces of its text alone");
+        mf_refuse_field(reader, clean_up, "false: toka leaves the spaces of its text alone");
     if (json_is(fast_files, JSON_ARRAY) && fast_files->n)
         mf_field_error(reader, "fast_tokenizer_files", fast_files,
                        "none: toka reads tokenizer.json");

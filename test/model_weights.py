@@ -478,6 +478,10 @@ NO_CHANGES = {
     "both-rope-objects-differ": ("gemma3-types", lambda config, tensors: config.update(
         rope_scaling=dict(config["rope_parameters"]["full_attention"]),
         rope_parameters={**config["rope_parameters"], "full_attention": {"rope_type": "default", "rope_theta": 33.0}})),
+    "fields-around-text": ("gemma3-image", lambda config, tensors: config.update(
+        final_logit_softcapping=3.0, rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 33.0}}, layer_types=["full_attention"])),
+    "rope-around-text": ("qwen35-tied", lambda config, tensors: config.update(
+        rope_scaling={"rope_type": "linear", "factor": 3.0}, rope_theta=33.0, full_attention_interval=2)),
     "type-of-kimi": ("deepseek3", field("model_type", value="kimi_k2")),
     "weights-as-they-are": ("mixtral", field("norm_topk_prob", value=False)),
 }
