@@ -246,7 +246,7 @@
  *  25. Constraints: JSON Schema [pure]
  *  26. Constraints: structures [pure]
  *  27. The plain backend [cpu]
- *  27b. The plain backend: linear mixers, device [cpu]
+ *  27b. The plain backend: draft heads, linear mixers, device [cpu]
  *  28. CPU kernels and threads [cpu]
  *  29. Ranks [cpu]
  *  30. The CPU backend [cpu]
@@ -24348,7 +24348,7 @@ COLD static int con_new(toka_constraint **out, const toka_grammar *source, const
  * It begins as the token's embedding. Each layer adds two vectors to it, and the LM head reads it:
  *
  *     x  = embedding of the token                          plain_embed
- *     x += W_o attention(q, K, V)                          plain_norm_qkv_rope_kv, plain_attention,
+ *     x += W_o attention(q, K, V)                          plain_qkv_rope_kv, plain_attention,
  *                                                          plain_out_residual
  *     x += feed_forward(norm(x))                           plain_norm_mlp_residual
  *     logits = W norm(x)                                   plain_norm_logits_sample
@@ -24381,40 +24381,6 @@ COLD static int con_new(toka_constraint **out, const toka_grammar *source, const
  * It does not: run fast, use threads, share a model among ranks, or fail on request
  * (TOKA_DEBUG_FAULT).
  * =========================================================================== */
-
-/* ---- Experts that a device keeps: [slots][L][n_routed], zeros at first ---- */
-
-static size_t experts_token_bytes(const toka_device_options *options, const toka_shape *shape) {
-    return (size_t)(shape->L * options->n_routed) * sizeof(int16_t);
-}
-
-/* Returns where the experts of a slot and layer are; NULL: none are kept. */
-static int16_t *experts_at(const toka_device_options *options, const toka_shape *shape,
-                           int16_t *experts, int slot, int layer) {
-    return options->n_routed
-               ? experts + ((size_t)slot * (size_t)shape->L + (size_t)layer) *
-                               (size_t)options->n_routed
-               : NULL;
-}
-
-COLD
-static void experts_copy_page(const toka_device_options *options, const toka_shape *shape,
-                              int16_t *experts, toka_copy copy) {
-    if (options->n_routed)
-        memcpy(experts_at(options, shape, experts, copy.to * shape->B, 0),
-               experts_at(options, shape, experts, copy.from * shape->B, 0),
-               (size_t)shape->B * experts_token_bytes(options, shape));
-}
-
-/* As toka_backend.read_experts. */
-COLD
-static void experts_read(const toka_device_options *options, const toka_shape *shape,
-                         int16_t *experts, const int32_t *slots, int n, int16_t *to,
-                         size_t stride) {
-    for (int i = 0; i < n; i++)
-        memcpy(to + (size_t)i * stride, experts_at(options, shape, experts, slots[i], 0),
-               experts_token_bytes(options, shape));
-}
 
 typedef struct plain_layer { /* what the device keeps of earlier tokens, in one layer */
     float *kv;     /* [slots][K][D + Dv] a key and its value; slots: toka_layer_pages * B. FP8: the
@@ -24605,7 +24571,7 @@ COLD static void plain_copy_pages(toka_device *device, const toka_step *step) {
         }
         memcpy(dev->kv_ids + step->copies[i].to * B, dev->kv_ids + step->copies[i].from * B,
                (size_t)B * sizeof *dev->kv_ids);
-        experts_copy_page(&dev->options, dev->shape, dev->experts, step->copies[i]);
+        toka_experts_copy_page(&dev->options, dev->shape, dev->experts, step->copies[i]);
         if (dev->aux)
             memcpy(dev->aux + plain_at(step->copies[i].to * B, 3 * dev->shape->E),
                    dev->aux + plain_at(step->copies[i].from * B, 3 * dev->shape->E),
@@ -24618,56 +24584,13 @@ static int32_t plain_token_id(const plain_device *dev, int32_t id) {
     return id >= 0 ? id : dev->last_tokens[-1 - id];
 }
 
-/* x of a head's rows (toka_head). */
-static void plain_head_x(plain_device *dev, const toka_step *step, const toka_head *head,
-                         float *to) {
-    const int E = dev->shape->E, T = step->T, width = head->fc.cols;
-    const plain_device *target = (const plain_device *)(const void *)dev->options.target;
-    float *in = plain_take(dev, T, width);
-    for (int t = 0; t < T; t++)
-        if (step->aux_from[t] >= 0)
-            memcpy(in + plain_at(t, width), target->aux + plain_at(step->aux_from[t], width),
-                   (size_t)width * sizeof *in);
-    plain_linear(dev, &head->fc, NULL, in, T, to);
-    for (int t = 0; t < T; t++)
-        if (step->aux_from[t] < 0)
-            memcpy(to + plain_at(t, E), dev->last_x + plain_at(-1 - step->aux_from[t], E),
-                   (size_t)E * sizeof *to);
-    if (head->norm_first)
-        plain_norm(dev, &head->hidden_norm, dev->shape->eps, to, T, E, to);
-}
-
-/* Returns what q, k and v of a head read. */
-static const float *plain_head_in(plain_device *dev, const toka_step *step, const toka_layer *layer,
-                                  const float *x) {
-    const plain_device *target = (const plain_device *)(const void *)dev->options.target;
-    const toka_tensor *embed = dev->weights->embed.rows ? &dev->weights->embed
-                                                        : &target->weights->embed;
-    const int E = dev->shape->E, T = step->T;
-    float *in = plain_take(dev, T, 2 * E);
-    for (int t = 0; t < T; t++) {
-        float *to = in + plain_at(t, 2 * E);
-        toka_weight_row(embed, step->ids[t], to);
-        memcpy(to + E, x + plain_at(t, E), (size_t)E * sizeof *to);
-    }
-    plain_norm(dev, &layer->attn_norm, dev->shape->eps, in, T, 2 * E, in);
-    if (!layer->head->norm_first)
-        plain_norm(dev, &layer->head->hidden_norm, dev->shape->eps, in + E, T, 2 * E, in + E);
-    return in;
-}
-
 COLD static void plain_embed(toka_device *device, const toka_step *step, toka_hidden *x) {
     plain_device *dev = plain_of(device);
     const int E = dev->shape->E;
     const float scale = plain_or(dev->shape->embed_scale, 1);
-    const toka_head *head = dev->weights->layers[0].head;
     float *to = plain_ptr(x->data);
     dev->adapters = step->adapters;
     toka_hidden_set_sum(x, 1);
-    if (head) {
-        plain_head_x(dev, step, head, to);
-        return;
-    }
     for (int t = 0; t < step->T; t++, to += E) {
         toka_weight_row(&dev->weights->embed, plain_token_id(dev, step->ids[t]), to);
         for (int i = 0; i < E; i++) to[i] *= scale;
@@ -24678,15 +24601,6 @@ COLD static void plain_keep_ids(toka_device *device, const toka_step *step) {
     const plain_device *dev = plain_of(device);
     for (int t = 0; t < step->T; t++)
         dev->kv_ids[step->kv_slot[t]] = plain_token_id(dev, step->ids[t]);
-}
-
-COLD static void plain_keep_aux(toka_device *device, const toka_step *step, int i,
-                                const toka_hidden *x) {
-    const plain_device *dev = plain_of(device);
-    const int E = dev->shape->E;
-    for (int t = 0; t < step->T; t++)
-        memcpy(dev->aux + plain_at(3 * step->kv_slot[t] + i, E),
-               plain_ptr(toka_hidden_read(x)) + plain_at(t, E), (size_t)E * sizeof(float));
 }
 
 /* ---- Op: norm_qkv_rope_kv ---- */
@@ -24767,23 +24681,19 @@ static void plain_store_kv(plain_device *dev, const toka_step *step, int layer, 
     }
 }
 
-COLD static void plain_norm_qkv_rope_kv(toka_device *device, const toka_step *step, int layer,
-                                        toka_hidden *x, toka_dev_ptr q) {
-    plain_device *dev = plain_of(device);
+/* in: what q, k and v are made of, norm(x). */
+COLD static void plain_qkv_rope_kv(plain_device *dev, const toka_step *step, int layer,
+                                   const float *in, float *q) {
     const toka_layer *weights = &dev->weights->layers[layer];
     const int H = dev->shape->H, K = dev->shape->K, T = step->T;
     const int D = dev->shape->D, Dv = toka_value_size(dev->shape);
     const toka_rope *rope = weights->rope;
-    const float *from = plain_ptr(toka_hidden_read(x));
-    const float *in = weights->head ? plain_head_in(dev, step, weights, from)
-                                    : plain_norm_x(dev, &weights->attn_norm, from, T);
     float *k = plain_take(dev, T, K * D), *v = plain_take(dev, T, K * Dv);
     if (weights->mla) {
-        plain_mla_query(dev, step, weights, in, plain_ptr(q));
+        plain_mla_query(dev, step, weights, in, q);
         plain_mla_kv(dev, step, weights, in, k, v);
     } else {
-        plain_heads(dev, step, &weights->q, &weights->q_bias, &weights->q_norm, rope, H, in,
-                    plain_ptr(q));
+        plain_heads(dev, step, &weights->q, &weights->q_bias, &weights->q_norm, rope, H, in, q);
         plain_heads(dev, step, &weights->k, &weights->k_bias, &weights->k_norm, rope, K, in, k);
         plain_heads(dev, step, &weights->v, &weights->v_bias, NULL, NULL, K, in, v);
     }
@@ -24974,7 +24884,7 @@ static void plain_moe(plain_device *dev, const toka_step *step, int layer_index,
     const float *shared_gate = plain_vector(dev, &moe->shared_gate);
     plain_linear(dev, &moe->router, &moe->router_bias, x, T, weights);
     for (int t = 0; t < T; t++, x += E, y += E, weights += X) {
-        int16_t *chosen = experts_at(&dev->options, dev->shape, dev->experts, step->kv_slot[t],
+        int16_t *chosen = toka_experts_at(&dev->options, dev->shape, dev->experts, step->kv_slot[t],
                                      layer_index);
         plain_route(moe, choice_bias, weights, choice);
         for (int i = 0; i < X; i++) {
@@ -25014,33 +24924,22 @@ COLD static void plain_norm_pool(toka_device *device, const toka_step *step, tok
                 step->pools[i].sum[k] += rows[plain_at(step->pools[i].row0 + j, E) + (size_t)k];
 }
 
-/* Logits of all ids, [n_rows][V], from those of the ids that a head knows. The others get -inf. */
-static void plain_spread_logits(const toka_head *head, const float *known, int n_rows, int V,
-                                float *logits) {
-    const int n = head->lm_head.rows;
-    for (size_t i = 0; i < plain_at(n_rows, V); i++) logits[i] = -INFINITY;
-    for (int row = 0; row < n_rows; row++)
-        for (int i = 0; i < n; i++)
-            logits[plain_at(row, V) + (size_t)(head->ids ? head->ids[i] : i)] =
-                known[plain_at(row, n) + (size_t)i];
-}
+static void plain_head_logits(plain_device *dev, const float *x, const float *in, int n,
+                              float *logits); /* 27b */
 
 COLD static void plain_norm_logits_sample(toka_device *device, const toka_step *step,
                                           toka_hidden *x, toka_sample_result *results) {
     plain_device *dev = plain_of(device);
     const toka_shape *shape = dev->shape;
-    const toka_head *head = dev->weights->layers[0].head;
-    const toka_tensor *lm_head = head ? &head->lm_head : &dev->weights->lm_head;
     const float *from = plain_ptr(toka_hidden_read(x));
     const int E = shape->E, V = shape->V, n = step->n_samples;
     float *rows = plain_take(dev, n, E), *logits = plain_take(dev, n, V);
     for (int i = 0; i < n; i++)
         memcpy(rows + plain_at(i, E), from + plain_at(step->samples[i].row, E),
                (size_t)E * sizeof *rows);
-    if (head) memcpy(dev->last_x, rows, plain_at(n, E) * sizeof *rows);
-    float *known = head ? plain_take(dev, n, lm_head->rows) : logits;
-    plain_linear(dev, lm_head, NULL, plain_norm_x(dev, &dev->weights->norm, rows, n), n, known);
-    if (head) plain_spread_logits(head, known, n, V, logits);
+    const float *in = plain_norm_x(dev, &dev->weights->norm, rows, n);
+    if (dev->weights->layers[0].head) plain_head_logits(dev, rows, in, n, logits);
+    else plain_linear(dev, &dev->weights->lm_head, NULL, in, n, logits);
     for (size_t i = 0; i < plain_at(n, V); i++)
         logits[i] = plain_cap(logits[i] * plain_or(shape->logit_scale, 1), shape->logit_cap);
     if (step->logits) memcpy(step->logits, logits, plain_at(n, V) * sizeof *logits);
@@ -25054,9 +24953,10 @@ COLD static void plain_norm_logits_sample(toka_device *device, const toka_step *
 }
 
 /* ===========================================================================
- * MARK: 27b. The plain backend: linear mixers, device [cpu]
- * The two ops of a layer whose mixer is Gated DeltaNet (toka.h has its formulas). Then how a device
- * is opened, and the table of all ops: toka_plain.
+ * MARK: 27b. The plain backend: draft heads, linear mixers, device [cpu]
+ * What a head of EAGLE-3 does that a model does not, and the two ops of a layer whose mixer is
+ * Gated DeltaNet (toka.h has the formulas of both). Then how a device is opened, and the table of
+ * all ops: toka_plain.
  *
  * A linear mixer has no cache that grows. Each token corrects a matrix, the state S, so that S^T k
  * comes nearer to its value v. S^T q is then what the query finds. Tokens are computed one after
@@ -25065,19 +24965,99 @@ COLD static void plain_norm_logits_sample(toka_device *device, const toka_step *
 
 /* ---- Op: norm_qkv_rope_kv ---- */
 
+/* ---- Draft heads (toka_head) ---- */
+
+/* x of a head's rows (toka_head). */
+static void plain_head_x(plain_device *dev, const toka_step *step, const toka_head *head,
+                         float *to) {
+    const int E = dev->shape->E, T = step->T, width = head->fc.cols;
+    const plain_device *target = (const plain_device *)(const void *)dev->options.target;
+    float *in = plain_take(dev, T, width);
+    for (int t = 0; t < T; t++)
+        if (step->aux_from[t] >= 0)
+            memcpy(in + plain_at(t, width), target->aux + plain_at(step->aux_from[t], width),
+                   (size_t)width * sizeof *in);
+    plain_linear(dev, &head->fc, NULL, in, T, to);
+    for (int t = 0; t < T; t++)
+        if (step->aux_from[t] < 0)
+            memcpy(to + plain_at(t, E), dev->last_x + plain_at(-1 - step->aux_from[t], E),
+                   (size_t)E * sizeof *to);
+    if (head->norm_first)
+        plain_norm(dev, &head->hidden_norm, dev->shape->eps, to, T, E, to);
+}
+
+/* Returns what q, k and v of a head read. */
+static const float *plain_head_in(plain_device *dev, const toka_step *step, const toka_layer *layer,
+                                  const float *x) {
+    const plain_device *target = (const plain_device *)(const void *)dev->options.target;
+    const toka_tensor *embed = dev->weights->embed.rows ? &dev->weights->embed
+                                                        : &target->weights->embed;
+    const int E = dev->shape->E, T = step->T;
+    float *in = plain_take(dev, T, 2 * E);
+    for (int t = 0; t < T; t++) {
+        float *to = in + plain_at(t, 2 * E);
+        toka_weight_row(embed, step->ids[t], to);
+        memcpy(to + E, x + plain_at(t, E), (size_t)E * sizeof *to);
+    }
+    plain_norm(dev, &layer->attn_norm, dev->shape->eps, in, T, 2 * E, in);
+    if (!layer->head->norm_first)
+        plain_norm(dev, &layer->head->hidden_norm, dev->shape->eps, in + E, T, 2 * E, in + E);
+    return in;
+}
+
+/* The table's embed: where x of a row begins. */
+COLD static void plain_first_x(toka_device *device, const toka_step *step, toka_hidden *x) {
+    plain_device *dev = plain_of(device);
+    const toka_head *head = dev->weights->layers[0].head;
+    if (!head) {
+        plain_embed(device, step, x);
+        return;
+    }
+    dev->adapters = step->adapters;
+    toka_hidden_set_sum(x, 1);
+    plain_head_x(dev, step, head, plain_ptr(x->data));
+}
+
+COLD static void plain_keep_aux(toka_device *device, const toka_step *step, int i,
+                                const toka_hidden *x) {
+    const plain_device *dev = plain_of(device);
+    const int E = dev->shape->E;
+    for (int t = 0; t < step->T; t++)
+        memcpy(dev->aux + plain_at(3 * step->kv_slot[t] + i, E),
+               plain_ptr(toka_hidden_read(x)) + plain_at(t, E), (size_t)E * sizeof(float));
+}
+
+/* Logits of n rows, [n][V], from x [n][E] and in, norm(x); ids that the head does not know get
+ * -inf. Keeps x, which the next drafts read. */
+static void plain_head_logits(plain_device *dev, const float *x, const float *in, int n,
+                              float *logits) {
+    const toka_head *head = dev->weights->layers[0].head;
+    const int V = dev->shape->V, n_known = head->lm_head.rows;
+    float *known = plain_take(dev, n, n_known);
+    memcpy(dev->last_x, x, plain_at(n, dev->shape->E) * sizeof *x);
+    plain_linear(dev, &head->lm_head, NULL, in, n, known);
+    for (size_t i = 0; i < plain_at(n, V); i++) logits[i] = -INFINITY;
+    for (int row = 0; row < n; row++)
+        for (int i = 0; i < n_known; i++)
+            logits[plain_at(row, V) + (size_t)(head->ids ? head->ids[i] : i)] =
+                known[plain_at(row, n_known) + (size_t)i];
+}
+
 /* The op of any layer. A linear mixer: q = W norm(x), of all its matrices one after the other. */
 COLD static void plain_mixer_in(toka_device *device, const toka_step *step, int layer,
                                 toka_hidden *x, toka_dev_ptr q) {
     plain_device *dev = plain_of(device);
     const toka_layer *weights = &dev->weights->layers[layer];
+    const int T = step->T, width = toka_linear_width(&dev->shape->linear);
+    const float *from = plain_ptr(toka_hidden_read(x));
+    const float *in = weights->head ? plain_head_in(dev, step, weights, from)
+                                    : plain_norm_x(dev, &weights->attn_norm, from, T);
     if (!weights->linear) {
-        plain_norm_qkv_rope_kv(device, step, layer, x, q);
+        plain_qkv_rope_kv(dev, step, layer, in, plain_ptr(q));
         return;
     }
-    const int T = step->T, width = toka_linear_width(&dev->shape->linear);
     const toka_tensor *matrices[6];
     const int n = toka_linear_matrices(weights->linear, matrices);
-    const float *in = plain_norm_x(dev, &weights->attn_norm, plain_ptr(toka_hidden_read(x)), T);
     float *to = plain_ptr(q);
     for (int i = 0; i < n; to += matrices[i++]->rows) {
         const int rows = matrices[i]->rows;
@@ -25225,7 +25205,7 @@ static void plain_alloc_buffers(plain_device *dev) {
         dev->aux = plain_zalloc(dev, plain_at(options->n_pages, shape->B),
                                 (size_t)(3 * shape->E) * sizeof(float));
     dev->experts = plain_zalloc(dev, plain_at(options->n_pages, shape->B),
-                                experts_token_bytes(options, shape));
+                                toka_experts_bytes(options, shape));
     dev->last_tokens = plain_zalloc(dev, (size_t)options->n_seqs, sizeof(int32_t));
     dev->positions = plain_zalloc(dev, (size_t)shape->max_len, sizeof(int32_t));
 }
@@ -25296,7 +25276,7 @@ static toka_dev_ptr plain_alloc(toka_device *device, size_t bytes) {
 static void plain_read_experts(const toka_device *device, const int32_t *slots, int n,
                                int16_t *experts, size_t stride) {
     const plain_device *dev = (const plain_device *)(const void *)device;
-    experts_read(&dev->options, dev->shape, dev->experts, slots, n, experts, stride);
+    toka_experts_read(&dev->options, dev->shape, dev->experts, slots, n, experts, stride);
 }
 
 /* Fields that are not here are NULL, false or 0: there are no groups of ranks, and an op has done
@@ -25313,7 +25293,7 @@ const toka_backend toka_plain = {
     .alloc = plain_alloc,
     .read_experts = plain_read_experts,
     .copy_pages = plain_copy_pages,
-    .embed = plain_embed,
+    .embed = plain_first_x,
     .keep_ids = plain_keep_ids,
     .keep_aux = plain_keep_aux,
     .norm_qkv_rope_kv = plain_mixer_in,
@@ -28244,7 +28224,7 @@ static void cpu_copy_pages(toka_device *dev, const toka_step *step) {
         memcpy(dev->kv_ids + (size_t)step->copies[i].to * B,
                dev->kv_ids + (size_t)step->copies[i].from * B, B * sizeof *dev->kv_ids);
     for (int i = 0; i < step->n_copies; i++)
-        experts_copy_page(&dev->options, dev->shape, dev->kept_experts, step->copies[i]);
+        toka_experts_copy_page(&dev->options, dev->shape, dev->kept_experts, step->copies[i]);
     const size_t page_floats = 3 * B * (size_t)dev->shape->E;
     for (int i = 0; i < step->n_copies && dev->aux; i++)
         memcpy(dev->aux + (size_t)step->copies[i].to * page_floats,
@@ -29532,7 +29512,7 @@ static void cpu_keep_experts(const toka_device *dev, const toka_step *step, int 
                              int n_rows) {
     const int k = dev->options.n_routed;
     for (int i = 0; k && i < n_rows; i++) {
-        int16_t *to = experts_at(&dev->options, dev->shape, dev->kept_experts,
+        int16_t *to = toka_experts_at(&dev->options, dev->shape, dev->kept_experts,
                                  step->kv_slot[t0 + i], layer);
         for (int j = 0; j < k; j++) to[j] = (int16_t)dev->experts.chosen[i * k + j];
     }
@@ -30085,7 +30065,7 @@ static void cpu_alloc_buffers(toka_device *dev, const cpu_extents *sizes) {
     }
     dev->kv_cache = cpu_zalloc(dev, dev->layer_at ? dev->layer_at[shape->L] : 0, 1);
     dev->kept_experts = cpu_zalloc(dev, n_pages * (size_t)shape->B,
-                                   experts_token_bytes(&dev->options, shape));
+                                   toka_experts_bytes(&dev->options, shape));
     if (shape->linear.n_layers) {
         const toka_linear_shape *linear = &shape->linear;
         dev->U_pad = cpu_round_up16(linear->value_size);
@@ -30244,7 +30224,7 @@ static toka_dev_ptr cpu_alloc(toka_device *dev, size_t bytes) {
 
 static void cpu_read_experts(const toka_device *dev, const int32_t *slots, int n,
                              int16_t *experts, size_t stride) {
-    experts_read(&dev->options, dev->shape, dev->kept_experts, slots, n, experts, stride);
+    toka_experts_read(&dev->options, dev->shape, dev->kept_experts, slots, n, experts, stride);
 }
 
 /* Fields that are not here are NULL, false or 0: begin, end, finish and times are for devices whose
@@ -31736,7 +31716,7 @@ static int64_t eng_kv_capacity(const eng *engine, toka_device_options options, i
                                                       model->backend->activation_bytes,
                                                       model->backend->v_in_k);
         bytes.all += (eng_draft_token_bytes(engine) + model->n_ranks - 1) / model->n_ranks;
-        bytes.all += (int64_t)experts_token_bytes(&options, &shape);
+        bytes.all += (int64_t)toka_experts_bytes(&options, &shape);
         const int64_t free_bytes = model->backend->kv_bytes(&shape, &rank->weights, &options);
         const int64_t state_bytes = eng_state_bytes(&shape, model->backend->state_chunk);
         int64_t n_tokens = eng_kv_tokens(bytes, max_len, config,

@@ -1432,6 +1432,35 @@ static inline int toka_layer_pages(const toka_device_options *options, const tok
     return layer->window && options->n_windowed ? options->n_windowed : options->n_pages;
 }
 
+/* ---- Experts that a device keeps: [slots][L][n_routed], zeros at first ---- */
+
+static inline size_t toka_experts_bytes(const toka_device_options *options,
+                                        const toka_shape *shape) { /* of a slot */
+    return (size_t)(shape->L * options->n_routed) * sizeof(int16_t);
+}
+/* Returns where the experts of a slot and layer are; NULL: none are kept. */
+static inline int16_t *toka_experts_at(const toka_device_options *options, const toka_shape *shape,
+                                       int16_t *experts, int slot, int layer) {
+    const size_t at = (size_t)slot * (size_t)shape->L + (size_t)layer;
+    return options->n_routed ? experts + at * (size_t)options->n_routed : NULL;
+}
+static inline void toka_experts_copy_page(const toka_device_options *options,
+                                          const toka_shape *shape, int16_t *experts,
+                                          toka_copy copy) {
+    if (options->n_routed)
+        memcpy(toka_experts_at(options, shape, experts, copy.to * shape->B, 0),
+               toka_experts_at(options, shape, experts, copy.from * shape->B, 0),
+               (size_t)shape->B * toka_experts_bytes(options, shape));
+}
+/* As toka_backend.read_experts. */
+static inline void toka_experts_read(const toka_device_options *options, const toka_shape *shape,
+                                     int16_t *experts, const int32_t *slots, int n, int16_t *to,
+                                     size_t stride) {
+    for (int i = 0; i < n; i++)
+        memcpy(to + (size_t)i * stride, toka_experts_at(options, shape, experts, slots[i], 0),
+               toka_experts_bytes(options, shape));
+}
+
 typedef struct toka_backend {
     const char *name;
     /* Describes device number i of this kind in one line. Returns 0 if it cannot be used; then line
