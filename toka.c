@@ -8731,7 +8731,7 @@ static const char mf_mistral_defaults[] = MF_JSON(
      {"E": 4096, "F": 14336, "V": 32000, "max_len": 131072, "K": 8, "sliding_window": 4096,
       "bos_token_id": 1, "eos_token_id": 2});
 
-static const mf_arch mf_archs[] = {
+static const mf_arch mf_archs[] = { /* the first is also that of the layer of a draft head */
     {.name = "LlamaForCausalLM", .model_type = "llama", .norms = mf_norms, .mixer = mf_attention,
      .mlp = mf_mlp, .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .defaults = MF_JSON(
      {"E": 4096, "F": 11008, "V": 32000, "max_len": 2048, "bos_token_id": 1, "eos_token_id": 2,
@@ -10366,8 +10366,10 @@ static void mf_check_head(mf_reader *reader) {
     if (str_find(json_str(arch), STR("agle3"), 0) < 0)
         mf_field_error(reader, "architectures[0]", arch,
                        "a head of EAGLE-3, such as LlamaForCausalLMEagle3 or Eagle3Speculator");
-    if (type && !str_is(json_str(type), "llama"))
-        mf_field_error(reader, "model_type", type, "\"llama\": other layers of heads are not there");
+    char expected[80];
+    snprintf(expected, sizeof expected, "\"%s\"", mf_archs[0].model_type);
+    if (type && !str_is(json_str(type), mf_archs[0].model_type))
+        mf_field_error(reader, "model_type", type, expected);
     for (int i = 0; i < COUNT(off); i++) {
         const json *value = mf_field(reader, off[i]);
         if (value && value->type != JSON_FALSE)
@@ -10381,8 +10383,8 @@ static void mf_check_head(mf_reader *reader) {
 COLD
 static int mf_head_parse(str text, const char *where, arena *memory, const mf_config *target,
                          mf_config *config, toka_head *head, toka_err *e) {
-    const mf_arch *llama = mf_arch_by_type(STR("llama"));
-    *config = (mf_config){.arch = llama};
+    const mf_arch *arch = &mf_archs[0];
+    *config = (mf_config){.arch = arch};
     *e = (toka_err){0};
     const json *object = mf_parse_json(text, where, memory, mf_json_limits, e);
     if (!object) return e->code;
@@ -10390,11 +10392,11 @@ static int mf_head_parse(str text, const char *where, arena *memory, const mf_co
     const json *layer = json_get(object, "transformer_layer_config");
     mf_reader reader = {.object = layer ? layer : object, .outer = layer ? object : NULL,
                         .all_outer = true,
-                        .defaults = json_parse(memory, str_c(llama->defaults), json_trusted, &bug),
+                        .defaults = json_parse(memory, str_c(arch->defaults), json_trusted, &bug),
                         .where = where, .prefix = layer ? "transformer_layer_config." : "",
                         .err = e};
     mf_check_head(&reader);
-    mf_refuse_unsupported(&reader, llama);
+    mf_refuse_unsupported(&reader, arch);
     if (e->code) return e->code;
     mf_read_config(&reader, config, memory);
     mf_read_head_layers(&reader, target, head);
@@ -25276,6 +25278,7 @@ static toka_dev_ptr plain_alloc(toka_device *device, size_t bytes) {
     return (toka_dev_ptr){(uintptr_t)plain_zalloc(plain_of(device), bytes, 1)};
 }
 
+COLD
 static void plain_read_experts(const toka_device *device, const int32_t *slots, int n,
                                int16_t *experts, size_t stride) {
     const plain_device *dev = (const plain_device *)(const void *)device;
@@ -30225,6 +30228,7 @@ static toka_dev_ptr cpu_alloc(toka_device *dev, size_t bytes) {
     return (toka_dev_ptr){(uintptr_t)cpu_zalloc(dev, bytes, 1)};
 }
 
+COLD
 static void cpu_read_experts(const toka_device *dev, const int32_t *slots, int n,
                              int16_t *experts, size_t stride) {
     toka_experts_read(&dev->options, dev->shape, dev->kept_experts, slots, n, experts, stride);
