@@ -209,7 +209,7 @@
  *   speculative decoding: drafts from the prompt,    2211.17192      20 draft_plan
  *     the output, other samples, the prefix tree;                    32 eng_verify_drafts,
  *     or of a smaller model                                             eng_draw_drafts
- *   a head that drafts: EAGLE-3                      2503.01840      27 plain_head_x
+ *   a head that drafts: EAGLE-3                      2503.01840      27b plain_head_x
  *   Gated DeltaNet: a state in place of K and V      2412.06464      27b plain_linear_token
  *                                                                    30 cpu_linear_item
  *   sampling: Gumbel-max over groups of ids          1411.0030       22 samp_draw
@@ -10354,8 +10354,8 @@ static void mf_read_head_layers(mf_reader *reader, const mf_config *target, toka
     if (!good) mf_field_error(reader, field, list, expected);
 }
 
-/* Refuses what is not a head of EAGLE-3, and what such a head may ask for that toka does not
- * have. */
+/* Refuses a config that is not that of an EAGLE-3 head, and fields of such heads that toka does not
+ * support. */
 COLD
 static void mf_check_head(mf_reader *reader) {
     static const char *const off[] = {"norm_before_fc", "fc_norm", "norm_output",
@@ -24890,7 +24890,7 @@ static void plain_moe(plain_device *dev, const toka_step *step, int layer_index,
     plain_linear(dev, &moe->router, &moe->router_bias, x, T, weights);
     for (int t = 0; t < T; t++, x += E, y += E, weights += X) {
         int16_t *chosen = toka_experts_at(&dev->options, dev->shape, dev->experts, step->kv_slot[t],
-                                     layer_index);
+                                          layer_index);
         plain_route(moe, choice_bias, weights, choice);
         for (int i = 0; i < X; i++) {
             if (weights[i] == 0) continue;
@@ -24967,8 +24967,6 @@ COLD static void plain_norm_logits_sample(toka_device *device, const toka_step *
  * comes nearer to its value v. S^T q is then what the query finds. Tokens are computed one after
  * the other, and so are the value heads of a token.
  * =========================================================================== */
-
-/* ---- Op: norm_qkv_rope_kv ---- */
 
 /* ---- Draft heads (toka_head) ---- */
 
@@ -25047,6 +25045,8 @@ static void plain_head_logits(plain_device *dev, const float *x, const float *in
             logits[plain_at(row, V) + (size_t)(head->ids ? head->ids[i] : i)] =
                 known[plain_at(row, n_known) + (size_t)i];
 }
+
+/* ---- Op: norm_qkv_rope_kv ---- */
 
 /* The op of any layer. A linear mixer: q = W norm(x), of all its matrices one after the other. */
 COLD static void plain_mixer_in(toka_device *device, const toka_step *step, int layer,
